@@ -1,0 +1,1 @@
+"""Embedded, async-first LLM inference."""

@@ -1,0 +1,138 @@
+"""The seam between the scheduler, which knows no GPU, and the executor, which knows no queue.
+
+A step is launched before the previous one has been read, so a plan says which slots take part and which KV
+blocks they may write, but not how long they are: lengths, last tokens and finished flags live in the
+executor's slot tables and are advanced by the steps themselves. Steps run in the order of their launch.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+from msgspec import Struct
+
+from drift_sdk.results import TokenLogprobs
+
+__all__ = [
+    "BlockUpdate",
+    "DecodeRow",
+    "Executor",
+    "ExecutorLimits",
+    "PrefillChunk",
+    "SlotAssignment",
+    "SlotOutput",
+    "SlotSampling",
+    "StepPlan",
+    "StepResult",
+]
+
+
+class SlotSampling(Struct, frozen=True, kw_only=True):
+    """How a slot's tokens are chosen and when they end; all a device needs to know of a request.
+
+    The token at a position is a function of context, `seed` and position alone. `max_length` counts prompt
+    and generated tokens. A slot whose newest token is in `stop_token_ids`, or whose length has reached
+    `max_length`, is finished: later rows for it emit nothing. `num_logprobs` is None when none are wanted.
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    stop_token_ids: tuple[int, ...]
+    max_length: int
+    num_logprobs: int | None
+
+
+class SlotAssignment(Struct, frozen=True, kw_only=True):
+    """A sequence enters a slot: its row of the device tables starts afresh."""
+
+    slot: int
+    sampling: SlotSampling
+
+
+class BlockUpdate(Struct, frozen=True, kw_only=True):
+    """Entries `first_index...` of a slot's block table are to hold `block_ids`."""
+
+    slot: int
+    first_index: int
+    block_ids: tuple[int, ...]
+
+
+class PrefillChunk(Struct, frozen=True, kw_only=True):
+    """Tokens at positions `start ... start + len(token_ids) - 1` of a slot. The last chunk of a sequence
+    samples the token that follows it."""
+
+    slot: int
+    start: int
+    token_ids: tuple[int, ...]
+    is_last: bool
+
+
+class DecodeRow(Struct, frozen=True, kw_only=True):
+    """A slot that decodes: up to `num_draft_tokens` drafted tokens are verified and 1 to
+    `num_draft_tokens + 1` tokens emitted, none if the slot has finished."""
+
+    slot: int
+    num_draft_tokens: int
+
+
+class StepPlan(Struct, frozen=True, kw_only=True):
+    """One step. Assignments come first, then block updates, then the prefill part, then the decode part.
+    A slot has a chunk or a row, never both."""
+
+    step_id: int
+    assignments: tuple[SlotAssignment, ...]
+    block_updates: tuple[BlockUpdate, ...]
+    prefill: tuple[PrefillChunk, ...]
+    decode: tuple[DecodeRow, ...]
+
+
+class SlotOutput(Struct, frozen=True, kw_only=True):
+    """Tokens a slot emitted in one step, in order, and how it finished if it did.
+
+    `logprobs` has an entry per token where they were asked for.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    finish: Literal["stop", "length"] | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+
+
+class StepResult(Struct, frozen=True, kw_only=True):
+    """What a step did: an output per chunk and per row of its plan, in the plan's order.
+
+    `duration_s` is the time the device worked on it, in seconds.
+    """
+
+    step_id: int
+    prefill: tuple[SlotOutput, ...]
+    decode: tuple[SlotOutput, ...]
+    duration_s: float
+
+
+class ExecutorLimits(Struct, frozen=True, kw_only=True):
+    """What an executor has room for. KV holds `num_blocks` blocks of `block_size` tokens each."""
+
+    max_num_seqs: int
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    vocab_size: int
+
+
+class Executor(Protocol):
+    """Runs plans in the order of their launch. Every method is called on one thread, the engine's."""
+
+    @property
+    def limits(self) -> ExecutorLimits: ...
+
+    def launch(self, plan: StepPlan) -> None:
+        """Start a step and return at once, whether or not earlier steps have finished."""
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest launched step that was not collected yet and return its result."""
+
+    def close(self) -> None:
+        """Release memory and handles; idempotent. Launched steps are abandoned."""

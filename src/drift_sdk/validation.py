@@ -1,0 +1,92 @@
+"""Checks for the fields of public Structs: msgspec's constructors check neither types nor ranges."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from drift_sdk.errors import FieldError
+
+__all__ = ["check_bool", "check_choice", "check_float", "check_int", "check_str", "check_str_tuple"]
+
+ErrorType = type[FieldError]
+
+
+def check_bool(error: ErrorType, field: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise error.of(field, value, "True or False")
+
+
+def check_int(
+    error: ErrorType,
+    field: str,
+    value: object,
+    *,
+    ge: int | None = None,
+    le: int | None = None,
+    optional: bool = False,
+) -> None:
+    if value is None and optional:
+        return
+
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    if not is_int or not _in_range(value, ge, le):
+        raise error.of(field, value, f"an integer{_range(ge, le)}{' or None' if optional else ''}")
+
+
+def check_float(
+    error: ErrorType,
+    field: str,
+    value: object,
+    *,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    optional: bool = False,
+) -> None:
+    if value is None and optional:
+        return
+
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    above = gt is None or (is_number and value > gt)  # type: ignore[operator]
+    if not is_number or not math.isfinite(value) or not _in_range(value, ge, le) or not above:  # type: ignore[arg-type]
+        bounds = f" over {gt}{_range(None, le).replace(' ', ' and ', 1)}" if gt is not None else _range(ge, le)
+        raise error.of(field, value, f"a finite number{bounds}{' or None' if optional else ''}")
+
+
+def check_choice(error: ErrorType, field: str, value: object, choices: Iterable[str]) -> None:
+    choices = tuple(choices)
+    if not isinstance(value, str) or value not in choices:
+        raise error.of(field, value, "one of " + ", ".join(map(repr, choices)))
+
+
+def check_str(error: ErrorType, field: str, value: object, *, optional: bool = False) -> None:
+    if value is None and optional:
+        return
+
+    if not isinstance(value, str) or not value:
+        raise error.of(field, value, f"a non-empty string{' or None' if optional else ''}")
+
+
+def check_str_tuple(error: ErrorType, field: str, value: object, *, max_items: int) -> None:
+    allowed = f"at most {max_items} non-empty strings"
+    if not isinstance(value, tuple) or len(value) > max_items:
+        raise error.of(field, value, allowed)
+
+    if not all(isinstance(item, str) and item for item in value):
+        raise error.of(field, value, allowed)
+
+
+def _in_range(value: object, ge: float | None, le: float | None) -> bool:
+    assert isinstance(value, int | float)
+    return (ge is None or value >= ge) and (le is None or value <= le)
+
+
+def _range(ge: float | None, le: float | None) -> str:
+    if ge is not None and le is not None:
+        return f" from {ge} to {le}"
+
+    if ge is not None:
+        return f" of at least {ge}"
+
+    return f" of at most {le}" if le is not None else ""
