@@ -1,0 +1,52 @@
+"""Counter-based Gumbel noise: a function of (seed, position, token id) and of nothing else.
+
+Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") with the 64-bit seed as its
+key and (token id // 4, position, 0, 0) as its counter; word token id % 4 of the output is the token's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["gumbel_noise", "philox"]
+
+ROUND_A, ROUND_B = 0xD2511F53, 0xCD9E8D57
+KEY_A, KEY_B = 0x9E3779B9, 0xBB67AE85
+MASK = 0xFFFFFFFF
+NUM_ROUNDS = 10
+
+
+def philox(seed: Tensor, counters: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Four words of 32 bits for each counter.
+
+    seed and the four counter words: int64 tensors that broadcast together, counter words in [0, 2**32).
+    Returns four int64 tensors in [0, 2**32).
+    """
+    c0, c1, c2, c3 = counters
+    key_a, key_b = seed & MASK, (seed >> 32) & MASK
+    for _ in range(NUM_ROUNDS):
+        # int64 products wrap modulo 2**64, so both halves of the unsigned product are in the bits.
+        product_a, product_b = c0 * ROUND_A, c2 * ROUND_B
+        c0 = ((product_b >> 32) & MASK) ^ c1 ^ key_a
+        c2 = ((product_a >> 32) & MASK) ^ c3 ^ key_b
+        c1, c3 = product_b & MASK, product_a & MASK
+        key_a, key_b = (key_a + KEY_A) & MASK, (key_b + KEY_B) & MASK
+
+    return c0, c1, c2, c3
+
+
+def gumbel_noise(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
+    """Standard Gumbel variates [M, vocab_size] in fp32 for seed [M] and position [M], both int64.
+
+    The noise that wins an arg max comes from small exponential variates, so the uniform is kept precise near
+    zero: E = -log(1 - u) through log1p, noise = -log(E).
+    """
+    num_groups = -(-vocab_size // 4)
+    groups = torch.arange(num_groups, dtype=torch.int64, device=seed.device)
+    zero = torch.zeros((), dtype=torch.int64, device=seed.device)
+    words = philox(seed[:, None], (groups[None, :], position[:, None], zero, zero))
+    bits = torch.stack([word.expand(seed.shape[0], num_groups) for word in words], dim=-1)
+    uniform = bits.flatten(1)[:, :vocab_size].to(torch.float32) * 2.0**-32 + 2.0**-33
+    uniform = uniform.clamp(max=1.0 - 2.0**-24)
+    return -torch.log(-torch.log1p(-uniform))

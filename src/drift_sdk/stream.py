@@ -1,0 +1,181 @@
+"""TokenStream: a running request as an async iterator of chunks and an awaitable completion."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import AsyncIterator, Callable, Generator
+from types import TracebackType
+from typing import Any
+
+import anyio
+from anyio.lowlevel import checkpoint_if_cancelled
+from msgspec import Struct
+
+from drift_sdk.bridge import Bridge
+from drift_sdk.results import Chunk, Completion
+
+__all__ = ["Feed", "TokenStream", "Update"]
+
+
+class Update(Struct, frozen=True, kw_only=True):
+    """What one step of the engine brings to a stream: a chunk, and at the end how it ended."""
+
+    chunk: Chunk | None = None
+    completion: Completion | None = None
+    error: BaseException | None = None
+
+
+class Feed:
+    """A stream's mailbox. The engine's thread posts updates to its loop; all else happens on that loop.
+
+    The engine holds the feed and the caller holds the stream, so that dropping the stream can be noticed.
+    """
+
+    __slots__ = ("_pending", "_wake", "bridge", "completion", "error")
+
+    def __init__(self, bridge: Bridge) -> None:
+        self.bridge = bridge
+        self.completion: Completion | None = None
+        self.error: BaseException | None = None
+        self._pending: list[Chunk] = []
+        self._wake: anyio.Event | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self.completion is not None or self.error is not None
+
+    @property
+    def has_chunk(self) -> bool:
+        return bool(self._pending)
+
+    def deliver(self, update: Update) -> None:
+        if update.chunk is not None:
+            self._pending.append(update.chunk)
+        self.completion = update.completion
+        self.error = update.error
+        if self._wake is not None:
+            self._wake.set()
+            self._wake = None
+
+    def take(self) -> Chunk:
+        """Everything that waits, as one chunk."""
+        pending, self._pending = self._pending, []
+        if len(pending) == 1:
+            return pending[0]
+
+        has_logprobs = pending[-1].logprobs is not None
+        return Chunk(
+            text="".join(chunk.text for chunk in pending),
+            token_ids=tuple(token for chunk in pending for token in chunk.token_ids),
+            logprobs=tuple(entry for chunk in pending for entry in chunk.logprobs or ())
+            if has_logprobs
+            else None,
+            finish_reason=pending[-1].finish_reason,
+        )
+
+    async def changed(self) -> None:
+        if self._wake is None:
+            self._wake = anyio.Event()
+
+        await self._wake.wait()
+
+
+class TokenStream(AsyncIterator[Chunk]):
+    """A request that has been submitted: iterate over its chunks, await its completion, or both in turn.
+
+    Who owns the request:
+    - Under `async with`, the block does: a cancelled `__anext__` (a timeout between tokens) keeps the request
+      and loses nothing; leaving the block cancels it.
+    - Otherwise the call that waits does: a cancelled `__anext__` or `await` cancels the request. Dropping the
+      last reference to an unfinished stream cancels it too, with a ResourceWarning.
+
+    Unread tokens coalesce into one pending chunk, so a slow reader slows nobody down. Errors are raised by
+    the next `__anext__` or `await`. A stream is used on the event loop it was made on.
+    """
+
+    def __init__(self, request_id: str, feed: Feed, cancel: Callable[[], None]) -> None:
+        self.request_id = request_id
+        self._feed = feed
+        self._cancel = cancel
+        self._is_cancelled = False
+        self._is_entered = False
+        self._is_iterated = False
+
+    def cancel(self) -> None:
+        """Stop generating; what was generated stays readable. Idempotent, callable from any thread."""
+        if not self._is_cancelled:
+            self._is_cancelled = True
+            self._cancel()
+
+    async def aclose(self) -> None:
+        """Cancel, as leaving the `async with` block does."""
+        self.cancel()
+
+    async def completion(self) -> Completion:
+        """Wait for the end; a coroutine, for task groups and `create_task`. Chunks stay readable."""
+        feed = self._feed
+        try:
+            await checkpoint_if_cancelled()
+            while not feed.is_done:
+                await feed.changed()
+        except BaseException:
+            self._abandon()
+            raise
+
+        if feed.completion is None:
+            assert feed.error is not None
+            raise feed.error
+
+        return feed.completion
+
+    def __await__(self) -> Generator[Any, Any, Completion]:
+        return self.completion().__await__()
+
+    def __aiter__(self) -> TokenStream:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        if self._is_iterated:
+            raise RuntimeError("this stream is being iterated already")
+
+        feed = self._feed
+        self._is_iterated = True
+        try:
+            await checkpoint_if_cancelled()
+            while not feed.has_chunk and not feed.is_done:
+                await feed.changed()
+        except BaseException:
+            self._abandon()
+            raise
+        finally:
+            self._is_iterated = False
+
+        if feed.has_chunk:
+            return feed.take()
+
+        if feed.error is not None:
+            raise feed.error
+
+        raise StopAsyncIteration
+
+    async def __aenter__(self) -> TokenStream:
+        self._is_entered = True
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.cancel()
+
+    def _abandon(self) -> None:
+        if not self._is_entered:
+            self.cancel()
+
+    def __del__(self) -> None:
+        feed = getattr(self, "_feed", None)
+        if feed is not None and not feed.is_done and not self._is_cancelled:
+            self.cancel()
+            warnings.warn(f"unfinished stream {self.request_id} was dropped", ResourceWarning, source=self)
