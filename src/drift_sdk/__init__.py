@@ -1,1 +1,48 @@
-"""Embedded, async-first LLM inference."""
+"""Embedded, async-first LLM inference: an engine inside your own process.
+
+async with Engine("HuggingFaceTB/SmolLM2-135M-Instruct") as engine:
+    async for chunk in engine.generate("Once upon a time"):
+        print(chunk.text, end="")
+"""
+
+from __future__ import annotations
+
+from drift_sdk.config import EngineConfig
+from drift_sdk.engine import Engine, Progress
+from drift_sdk.errors import (
+    ConfigError,
+    DriftError,
+    EngineClosed,
+    ExecutorError,
+    ModelLoadError,
+    PromptTooLong,
+    QueueFull,
+    RequestError,
+)
+from drift_sdk.metrics import EngineStats
+from drift_sdk.params import SamplingParams
+from drift_sdk.results import Chunk, Completion, FinishReason, Timing, TokenLogprobs, Usage
+from drift_sdk.stream import TokenStream
+
+__all__ = [
+    "Chunk",
+    "Completion",
+    "ConfigError",
+    "DriftError",
+    "Engine",
+    "EngineClosed",
+    "EngineConfig",
+    "EngineStats",
+    "ExecutorError",
+    "FinishReason",
+    "ModelLoadError",
+    "Progress",
+    "PromptTooLong",
+    "QueueFull",
+    "RequestError",
+    "SamplingParams",
+    "Timing",
+    "TokenLogprobs",
+    "TokenStream",
+    "Usage",
+]

@@ -80,3 +80,20 @@ class Latch:
 
         await event.wait()
         return self._error
+
+    async def wait_shielded(self) -> BaseException | None:
+        """Wait until set, through any cancellation; asyncio's own (task.cancel, wait_for, TaskGroup), which
+        anyio's shield does not hold off, is raised afterwards."""
+        cancelled: BaseException | None = None
+        while True:
+            try:
+                with anyio.CancelScope(shield=True):
+                    error = await self.wait()
+                break
+            except anyio.get_cancelled_exc_class() as exc:
+                cancelled = exc
+
+        if cancelled is not None:
+            raise cancelled
+
+        return error

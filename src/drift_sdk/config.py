@@ -22,7 +22,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """How an engine runs. Checked when built; a wrong value raises `ConfigError` naming field, value, range.
 
     device:                   "auto" (the first GPU, else the CPU), "cpu", "cuda" or "cuda:N".
-    dtype:                    "auto" (bfloat16 on a GPU, float32 on the CPU), "float32", "bfloat16", "float16".
+    dtype:                    "auto" (bfloat16 on a GPU, float32 on the CPU), "float32", "bfloat16" or
+                              "float16".
     max_num_seqs:             most sequences running at once.
     max_model_len:            most tokens of prompt and completion together; None = the model's own context.
     block_size:               tokens in a KV block, a power of two.

@@ -30,9 +30,10 @@ __all__ = [
 class SlotSampling(Struct, frozen=True, kw_only=True):
     """How a slot's tokens are chosen and when they end; all a device needs to know of a request.
 
-    The token at a position is a function of context, `seed` and position alone. `max_length` counts prompt
-    and generated tokens. A slot whose newest token is in `stop_token_ids`, or whose length has reached
-    `max_length`, is finished: later rows for it emit nothing. `num_logprobs` is None when none are wanted.
+    The token at a position is a function of context, `seed` and position alone. The first
+    `num_prompt_tokens` tokens of a sequence are its prompt; `max_length` counts prompt and generated tokens.
+    A slot whose newest token is in `stop_token_ids`, or whose length has reached `max_length`, is finished:
+    later rows for it emit nothing. `num_logprobs` is None when none are wanted.
     """
 
     temperature: float
@@ -41,6 +42,7 @@ class SlotSampling(Struct, frozen=True, kw_only=True):
     min_p: float
     seed: int
     stop_token_ids: tuple[int, ...]
+    num_prompt_tokens: int
     max_length: int
     num_logprobs: int | None
 

@@ -50,7 +50,9 @@ def check_float(
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     above = gt is None or (is_number and value > gt)  # type: ignore[operator]
     if not is_number or not math.isfinite(value) or not _in_range(value, ge, le) or not above:  # type: ignore[arg-type]
-        bounds = f" over {gt}{_range(None, le).replace(' ', ' and ', 1)}" if gt is not None else _range(ge, le)
+        bounds = (
+            f" over {gt}{_range(None, le).replace(' ', ' and ', 1)}" if gt is not None else _range(ge, le)
+        )
         raise error.of(field, value, f"a finite number{bounds}{' or None' if optional else ''}")
 
 

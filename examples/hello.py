@@ -1,0 +1,39 @@
+"""Stream one answer.
+
+python examples/hello.py                                  SmolLM2-135M, fetched if need be
+python examples/hello.py MODEL "Your question"            a folder, a .gguf file or a hub id
+"""
+
+import sys
+import time
+
+import anyio
+import smollm2
+
+from drift_sdk import Engine, Progress, SamplingParams
+
+
+def show(progress: Progress) -> None:
+    print(f"\r{progress.stage}: {progress.fraction:4.0%}   ", end="", file=sys.stderr, flush=True)
+
+
+async def main(model: str, question: str) -> None:
+    started_at = time.perf_counter()
+    async with Engine(model, on_progress=show) as engine:
+        print(f"\rready in {time.perf_counter() - started_at:.1f} s    ", file=sys.stderr)
+        stream = engine.chat([{"role": "user", "content": question}], SamplingParams(max_tokens=128))
+        async for chunk in stream:
+            print(chunk.text, end="", flush=True)
+
+        completion = await stream
+        speed = (completion.usage.completion_tokens - 1) / max(completion.timing.decode_s, 1e-9)
+        first = completion.timing.first_token_s * 1e3
+        print(
+            f"\n[{completion.usage.completion_tokens} tokens, first after {first:.0f} ms, {speed:.1f} tok/s]"
+        )
+
+
+if __name__ == "__main__":
+    model = sys.argv[1] if len(sys.argv) > 1 else str(smollm2.path())
+    question = sys.argv[2] if len(sys.argv) > 2 else "What is the capital of France?"
+    anyio.run(main, model, question)

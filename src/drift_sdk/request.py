@@ -1,0 +1,234 @@
+"""A request on the engine's side: from prompt to sequence, from tokens to text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+
+from msgspec import Struct
+
+from drift_sdk.errors import PromptTooLong, RequestError
+from drift_sdk.params import SamplingParams
+from drift_sdk.results import Chunk, Completion, FinishReason, Timing, TokenLogprobs, Usage
+from drift_sdk.scheduling.sequence import Sequence
+from drift_sdk.steps import SlotSampling
+from drift_sdk.stream import Feed
+from drift_sdk.text.chat import ChatTemplate
+from drift_sdk.text.stops import StopMatcher
+from drift_sdk.text.tokenizer import Tokenizer
+
+__all__ = ["ModelText", "Prompt", "Request"]
+
+Prompt = Callable[["ModelText"], SequenceOf[int]]
+"""Gives a request's token ids; called off the caller's loop and off the engine's thread."""
+
+
+class ModelText(Struct, frozen=True, kw_only=True):
+    """What a model brings for turning requests into sequences and tokens into text."""
+
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int
+    vocab_size: int
+
+
+class Request:
+    """One request. `prepare` runs on the text thread, everything after it on the engine's."""
+
+    __slots__ = (
+        "_completion_ids",
+        "_detokenizer",
+        "_finish_reason",
+        "_first_token_at",
+        "_logprobs",
+        "_matcher",
+        "_prompt",
+        "_stop_reason",
+        "_submitted_at",
+        "_text",
+        "feed",
+        "is_done",
+        "params",
+        "request_id",
+        "seed",
+        "sequence",
+        "_arrival",
+    )
+
+    def __init__(
+        self, *, request_id: str, arrival: int, prompt: Prompt, params: SamplingParams, seed: int, feed: Feed
+    ) -> None:
+        self.request_id = request_id
+        self.params = params
+        self.seed = seed
+        self.feed = feed
+        self.sequence: Sequence | None = None
+        self.is_done = False
+        self._arrival = arrival
+        self._prompt = prompt
+        self._submitted_at = time.monotonic()
+        self._first_token_at: float | None = None
+        self._text: list[str] = []
+        self._completion_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._finish_reason: FinishReason | None = None
+        self._stop_reason: str | int | None = None
+
+    def prepare(self, model: ModelText) -> None:
+        """Tokenise and set up the sequence; RequestError if the prompt cannot be served."""
+        prompt_ids = self._checked_ids(self._prompt(model), model)
+        params = self.params
+        max_length = model.max_model_len
+        if params.max_tokens is not None:
+            max_length = min(max_length, len(prompt_ids) + params.max_tokens)
+
+        eos_token_ids = () if params.ignore_eos else model.eos_token_ids
+        self._detokenizer = model.tokenizer.detokenizer()
+        assert isinstance(params.stop, tuple)
+        self._matcher = StopMatcher(params.stop, params.include_stop) if params.stop else None
+        self.sequence = Sequence(
+            request_id=self.request_id,
+            prompt_ids=prompt_ids,
+            priority=params.priority,
+            arrival=self._arrival,
+            sampling=SlotSampling(
+                temperature=float(params.temperature),
+                top_k=params.top_k,
+                top_p=float(params.top_p),
+                min_p=float(params.min_p),
+                seed=self.seed,
+                stop_token_ids=tuple(sorted({*params.stop_token_ids, *eos_token_ids})),
+                num_prompt_tokens=len(prompt_ids),
+                max_length=max_length,
+                num_logprobs=params.logprobs,
+            ),
+        )
+
+    def extend(
+        self,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...] | None,
+        finish: FinishReason | None,
+    ) -> Chunk:
+        """Take in newly generated tokens; the chunk's finish reason says whether the request has ended."""
+        if self._first_token_at is None and token_ids:
+            self._first_token_at = time.monotonic()
+
+        # A stop token ends the text before itself, as a stop string does.
+        hides_last = finish == "stop" and not self.params.include_stop
+        shown_ids = token_ids[:-1] if hides_last else token_ids
+        if finish == "stop":
+            self._stop_reason = token_ids[-1]
+
+        if self._matcher is None:
+            text = self._detokenizer.push(shown_ids)
+        else:
+            text, num_used, stop = self._match(self._matcher, shown_ids)
+            if stop is not None:
+                token_ids, finish = token_ids[:num_used], "stop"
+                self._stop_reason = stop
+                logprobs = logprobs[:num_used] if logprobs is not None else None
+
+        if finish is not None:
+            text += self._rest(is_stopped=isinstance(self._stop_reason, str))
+
+        return self._record(text, token_ids, logprobs, finish)
+
+    def end(self, finish: FinishReason) -> Chunk:
+        """The last chunk of a request that ends without a further token."""
+        text = self._rest(is_stopped=False) if self.sequence is not None else ""
+        return self._record(text, (), None, finish)
+
+    def completion(self) -> Completion:
+        """All of a finished request."""
+        assert self._finish_reason is not None
+        now = time.monotonic()
+        sequence = self.sequence
+        started_at = sequence.started_at if sequence is not None else None
+        first_token_at = self._first_token_at
+        return Completion(
+            request_id=self.request_id,
+            text="".join(self._text),
+            token_ids=tuple(self._completion_ids),
+            finish_reason=self._finish_reason,
+            stop_reason=self._stop_reason,
+            usage=Usage(
+                prompt_tokens=sequence.num_prompt_tokens if sequence is not None else 0,
+                cached_tokens=sequence.num_cached_tokens if sequence is not None else 0,
+                completion_tokens=len(self._completion_ids),
+            ),
+            timing=Timing(
+                queued_s=(started_at or now) - self._submitted_at,
+                prefill_s=(first_token_at or now) - (started_at or now),
+                first_token_s=(first_token_at or now) - self._submitted_at,
+                decode_s=now - (first_token_at or now),
+            ),
+            seed=self.seed,
+            logprobs=tuple(self._logprobs) if self.params.logprobs is not None else None,
+        )
+
+    def _checked_ids(self, ids: SequenceOf[int], model: ModelText) -> list[int]:
+        prompt_ids = list(ids)
+        is_ids = all(type(token_id) is int and 0 <= token_id < model.vocab_size for token_id in prompt_ids)
+        if not prompt_ids or not is_ids:
+            found = next((i for i in prompt_ids if type(i) is not int or not 0 <= i < model.vocab_size), None)
+            allowed = f"at least one token id, each from 0 to {model.vocab_size - 1}"
+            raise RequestError.of("prompt", found if prompt_ids else "", allowed)
+
+        if len(prompt_ids) >= model.max_model_len:
+            allowed = f"at most {model.max_model_len - 1} tokens (max_model_len - 1)"
+            raise PromptTooLong(
+                f"prompt of {len(prompt_ids)} tokens: expected {allowed}",
+                field="prompt",
+                value=len(prompt_ids),
+                allowed=allowed,
+            )
+
+        return prompt_ids
+
+    def _match(self, matcher: StopMatcher, token_ids: tuple[int, ...]) -> tuple[str, int, str | None]:
+        """Text, how many tokens it took, and the stop string that ended it: token by token, so that tokens
+        emitted together past a stop string are left out."""
+        texts: list[str] = []
+        for index, token_id in enumerate(token_ids):
+            text, stop = matcher.push(self._detokenizer.push((token_id,)))
+            texts.append(text)
+            if stop is not None:
+                return "".join(texts), index + 1, stop
+
+        return "".join(texts), len(token_ids), None
+
+    def _rest(self, *, is_stopped: bool) -> str:
+        """What detokeniser and stop matcher still hold back at the end."""
+        if is_stopped:
+            return ""
+
+        tail = self._detokenizer.flush()
+        if self._matcher is None:
+            return tail
+
+        text, stop = self._matcher.push(tail)
+        return text if stop is not None else text + self._matcher.flush()
+
+    def _record(
+        self,
+        text: str,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...] | None,
+        finish: FinishReason | None,
+    ) -> Chunk:
+        self._text.append(text)
+        self._completion_ids.extend(token_ids)
+        if self.params.logprobs is not None:
+            self._logprobs.extend(logprobs or ())
+
+        self._finish_reason = finish
+        self.is_done = finish is not None
+        return Chunk(
+            text=text,
+            token_ids=token_ids,
+            logprobs=(logprobs or ()) if self.params.logprobs is not None else None,
+            finish_reason=finish,
+        )

@@ -1,0 +1,223 @@
+"""An engine without weights or GPU, for testing code that embeds one.
+
+    engine = scripted_engine("Paris.")
+    async with engine:
+        assert (await engine.generate("Capital of France?")).text == "Paris."
+
+Everything but the model is real: threads, streams, scheduling, stops, cancellation.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from drift_sdk.config import EngineConfig
+from drift_sdk.driver import OpenedModel
+from drift_sdk.engine import Engine
+from drift_sdk.execution.slots import Slot
+from drift_sdk.request import ModelText
+from drift_sdk.results import TokenLogprobs
+from drift_sdk.scheduling.scheduler import SchedulerConfig
+from drift_sdk.steps import DecodeRow, ExecutorLimits, PrefillChunk, SlotOutput, StepPlan, StepResult
+from drift_sdk.text.chat import ChatTemplate
+from drift_sdk.text.tokenizer import Tokenizer
+
+__all__ = ["EOS_TOKEN_ID", "ScriptedExecutor", "byte_tokenizer", "scripted_engine"]
+
+EOS_TOKEN_ID = 256
+"""The scripted model's end of sequence; ids 0 to 255 are bytes."""
+
+NextToken = Callable[[Sequence[int], Sequence[int], int], int]
+"""The scripted model: (prompt's token ids, ids generated so far, seed) -> next token id."""
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+class ScriptedExecutor:
+    """An executor whose tokens are a function of those before them.
+
+    Like a device, it runs steps in the order of their launch and knows by itself how long its sequences are.
+    `tokens_per_step` is what a decode row emits at most; a step takes `step_s` seconds.
+    """
+
+    def __init__(
+        self,
+        limits: ExecutorLimits,
+        next_token: NextToken,
+        *,
+        step_s: float = 0.0,
+        tokens_per_step: int = 1,
+    ) -> None:
+        self.limits = limits
+        self.is_closed = False
+        self.num_steps = 0
+        self._next_token = next_token
+        self._step_s = step_s
+        self._tokens_per_step = tokens_per_step
+        self._slots: dict[int, Slot] = {}
+        # The KV cache: what a prefix hit finds in a block is the tokens that were computed there.
+        self._kv = [-1] * (limits.num_blocks * limits.block_size)
+        self._launched: deque[StepPlan] = deque()
+
+    def launch(self, plan: StepPlan) -> None:
+        self._launched.append(plan)
+
+    def collect(self) -> StepResult:
+        plan = self._launched.popleft()
+        self.num_steps += 1
+        if self._step_s:
+            time.sleep(self._step_s)
+
+        for assignment in plan.assignments:
+            self._slots[assignment.slot] = Slot(assignment.sampling)
+        for update in plan.block_updates:
+            self._slots[update.slot].place_blocks(update.first_index, update.block_ids)
+
+        prefill = tuple(self._prefill(chunk) for chunk in plan.prefill)
+        decode = tuple(self._decode(row) for row in plan.decode)
+        return StepResult(step_id=plan.step_id, prefill=prefill, decode=decode, duration_s=self._step_s)
+
+    def close(self) -> None:
+        self.is_closed = True
+        self._slots.clear()
+
+    def _prefill(self, chunk: PrefillChunk) -> SlotOutput:
+        slot = self._slots[chunk.slot]
+        for position, token in enumerate(chunk.token_ids, chunk.start):
+            self._kv[self._kv_slot(slot, position)] = token
+        if not chunk.is_last:
+            return SlotOutput()
+
+        slot.length = chunk.start + len(chunk.token_ids)
+        return self._emit(slot, 1)
+
+    def _decode(self, row: DecodeRow) -> SlotOutput:
+        return self._emit(self._slots[row.slot], min(row.num_draft_tokens + 1, self._tokens_per_step))
+
+    def _emit(self, slot: Slot, most: int) -> SlotOutput:
+        emitted: list[int] = []
+        finish = None
+        while len(emitted) < most and not slot.is_finished:
+            if slot.last_token >= 0:
+                self._kv[self._kv_slot(slot, slot.length - 1)] = slot.last_token
+            tokens = [self._kv[self._kv_slot(slot, position)] for position in range(slot.length)]
+            num_prompt_tokens = slot.sampling.num_prompt_tokens
+            token = self._next_token(
+                tokens[:num_prompt_tokens], tokens[num_prompt_tokens:], slot.sampling.seed
+            )
+            finish = slot.append(token)
+            emitted.append(token)
+
+        logprobs = None
+        if slot.sampling.num_logprobs is not None:
+            logprobs = tuple(TokenLogprobs(token_id=token, logprob=0.0) for token in emitted)
+
+        return SlotOutput(token_ids=tuple(emitted), finish=finish, logprobs=logprobs)
+
+    def _kv_slot(self, slot: Slot, position: int) -> int:
+        block_size = self.limits.block_size
+        return slot.block_table[position // block_size] * block_size + position % block_size
+
+
+def scripted_engine(
+    reply: str | NextToken = "Hello!",
+    *,
+    config: EngineConfig | None = None,
+    step_s: float = 0.0,
+    tokens_per_step: int = 1,
+) -> Engine:
+    """An engine whose model answers every prompt with `reply` (then ends), or computes each next token with
+    it. Tokens are the UTF-8 bytes of the text. `step_s`: seconds a step takes."""
+    config = config if config is not None else EngineConfig(max_model_len=4096, kv_cache_tokens=65_536)
+    next_token = text_script(reply) if isinstance(reply, str) else reply
+    return ScriptedEngine(config, next_token, step_s, tokens_per_step)
+
+
+class ScriptedEngine(Engine):
+    """An `Engine` that opens a `ScriptedExecutor` instead of a model's files."""
+
+    def __init__(
+        self, config: EngineConfig, next_token: NextToken, step_s: float, tokens_per_step: int
+    ) -> None:
+        super().__init__("scripted", config)
+        self.executors: list[ScriptedExecutor] = []
+        executors = self.executors
+
+        def open_model(report: Callable[[str, float], None]) -> OpenedModel:
+            opened = open_scripted(config, next_token, step_s, tokens_per_step)
+            assert isinstance(opened.executor, ScriptedExecutor)
+            executors.append(opened.executor)
+            report("ready", 1.0)
+            return opened
+
+        self._open = open_model
+
+
+def open_scripted(
+    config: EngineConfig, next_token: NextToken, step_s: float, tokens_per_step: int
+) -> OpenedModel:
+    max_model_len = config.max_model_len or 4096
+    kv_cache_tokens = max(config.kv_cache_tokens or 65_536, max_model_len)
+    limits = ExecutorLimits(
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=max_model_len,
+        num_blocks=-(-kv_cache_tokens // config.block_size),
+        block_size=config.block_size,
+        vocab_size=EOS_TOKEN_ID + 1,
+    )
+    return OpenedModel(
+        executor=ScriptedExecutor(limits, next_token, step_s=step_s, tokens_per_step=tokens_per_step),
+        scheduling=SchedulerConfig(
+            max_num_seqs=limits.max_num_seqs,
+            num_blocks=limits.num_blocks,
+            block_size=limits.block_size,
+            prefill_token_budget=config.prefill_token_budget,
+            num_draft_tokens=tokens_per_step - 1,
+            target_latency_ms_p50=config.target_latency_ms_p50,
+            target_latency_ms_p95=config.target_latency_ms_p95,
+            prefer_high_throughput=config.prefer_high_throughput,
+        ),
+        text=ModelText(
+            tokenizer=byte_tokenizer(),
+            chat_template=ChatTemplate(config.chat_template or CHAT_TEMPLATE, bos_token=None, eos_token=None),
+            eos_token_ids=(EOS_TOKEN_ID,),
+            max_model_len=max_model_len,
+            vocab_size=limits.vocab_size,
+        ),
+    )
+
+
+def text_script(text: str) -> NextToken:
+    """Answers any prompt with the text's bytes, then the end of sequence."""
+    answer = [*text.encode(), EOS_TOKEN_ID]
+
+    def next_token(prompt_ids: Sequence[int], output_ids: Sequence[int], seed: int) -> int:
+        return answer[min(len(output_ids), len(answer) - 1)]
+
+    return next_token
+
+
+def byte_tokenizer() -> Tokenizer:
+    """A tokenizer of 256 byte tokens and an end of sequence."""
+    return Tokenizer.from_gguf(
+        {
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.pre": "gpt-2",
+            "tokenizer.ggml.tokens": [*byte_alphabet(), "<eos>"],
+            "tokenizer.ggml.token_type": [1] * 256 + [3],
+            "tokenizer.ggml.merges": [],
+            "tokenizer.ggml.eos_token_id": EOS_TOKEN_ID,
+        }
+    )
+
+
+def byte_alphabet() -> list[str]:
+    """The printable character that stands for each byte in byte-level vocabularies."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    shifted = iter(range(0x100, 0x200))
+    return [chr(byte) if byte in printable else chr(next(shifted)) for byte in range(256)]

@@ -1,0 +1,284 @@
+"""Starting and closing: from anywhere, any number of times, leaving nothing behind in the host."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import anyio
+import anyio.lowlevel
+import pytest
+from loops import on_every_loop, run, until
+
+from drift_sdk import ConfigError, Engine, EngineClosed, EngineConfig, ModelLoadError, RequestError
+from drift_sdk.driver import OpenedModel
+from drift_sdk.testing import scripted_engine
+
+
+def engine_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("drift")]
+
+
+@on_every_loop
+def test_start_and_close_are_idempotent_and_shared_by_tasks(loop: str) -> None:
+    async def main() -> None:
+        engine = scripted_engine("ok")
+        async with anyio.create_task_group() as tasks:
+            for _ in range(3):
+                tasks.start_soon(engine.start)
+        await engine.start()
+        assert len(engine.executors) == 1
+        assert (await engine.generate("x")).text == "ok"
+        async with anyio.create_task_group() as tasks:
+            for _ in range(3):
+                tasks.start_soon(engine.aclose)
+        await engine.aclose()
+        assert engine.executors[0].is_closed
+        assert engine_threads() == []
+        for use in (lambda: engine.generate("x"), engine.stats, lambda: engine.tokenizer):
+            with pytest.raises(EngineClosed):
+                use()
+        async with engine:
+            assert (await engine.generate("x")).text == "ok"
+        assert len(engine.executors) == 2
+        assert engine_threads() == []
+
+    run(loop, main)
+
+
+@on_every_loop
+def test_started_and_closed_by_different_tasks(loop: str) -> None:
+    async def main() -> None:
+        engine = scripted_engine("ok")
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(engine.start)
+        assert (await engine.generate("x")).text == "ok"
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(engine.aclose)
+        assert engine_threads() == []
+
+    run(loop, main)
+
+
+@on_every_loop
+def test_closing_while_starting_waits_and_closes(loop: str) -> None:
+    async def main() -> None:
+        engine = slow_engine(0.1)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(engine.start)
+            await anyio.sleep(0.01)
+            with pytest.raises(EngineClosed):
+                engine.generate("x")
+            await engine.aclose()
+        assert engine_threads() == []
+
+    run(loop, main)
+
+
+@on_every_loop
+def test_cancelling_the_start_leaves_no_thread(loop: str) -> None:
+    async def main() -> None:
+        with anyio.move_on_after(0.02) as scope:
+            async with slow_engine(0.1):
+                await anyio.sleep(1)
+        assert scope.cancelled_caught
+        assert engine_threads() == []
+
+    run(loop, main)
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_native_cancellation_of_start_and_close(loop: str) -> None:
+    """asyncio's own cancellation is not held off by anyio's shields."""
+
+    async def main() -> None:
+        with pytest.raises(asyncio.TimeoutError):
+            async with asyncio.timeout(0.02):
+                async with slow_engine(0.1):
+                    raise AssertionError("not reached")
+        assert engine_threads() == []
+
+        engine = scripted_engine("ok", step_s=0.001)
+        await engine.start()
+        stream = engine.generate("x")
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(engine.aclose(drain=5.0), 0.001)
+        assert (await stream).text == "ok"
+        assert engine_threads() == []
+
+        async with scripted_engine("some text", step_s=0.002) as engine:
+            stream = engine.generate("x")
+            task = asyncio.create_task(stream.completion())
+            await asyncio.sleep(0.005)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert (await stream).finish_reason == "cancelled"
+
+    run(loop, main)
+
+
+@on_every_loop
+def test_a_failing_start_leaves_nothing_and_may_be_tried_again(loop: str) -> None:
+    async def main() -> None:
+        engine = scripted_engine("ok")
+        working = engine._open
+        engine._open = failing_open
+        for _ in range(2):
+            with pytest.raises(ModelLoadError, match=r"no such model"):
+                await engine.start()
+            assert engine_threads() == []
+        engine._open = working
+        async with engine:
+            assert (await engine.generate("x")).text == "ok"
+
+    run(loop, main)
+
+
+@on_every_loop
+def test_an_unknown_model_names_each_place_tried(loop: str, tmp_path) -> None:
+    async def main() -> None:
+        with pytest.raises(ModelLoadError, match="nowhere"):
+            await Engine(tmp_path / "nowhere").start()
+        with pytest.raises(ConfigError, match="model="):
+            Engine(7)
+        with pytest.raises(ConfigError, match="config="):
+            Engine("x", {"dtype": "auto"})
+        with pytest.raises(RequestError, match="drain"):
+            await scripted_engine().aclose(drain=-1.0)
+
+    run(loop, main)
+
+
+@on_every_loop
+def test_two_engines_at_once(loop: str) -> None:
+    async def main() -> None:
+        async with scripted_engine("first") as first, scripted_engine("second") as second:
+            results: list[str] = []
+
+            async def ask(engine: Engine) -> None:
+                results.append((await engine.generate("x")).text)
+
+            async with anyio.create_task_group() as tasks:
+                for engine in (first, second) * 5:
+                    tasks.start_soon(ask, engine)
+            assert sorted(results) == ["first"] * 5 + ["second"] * 5
+
+    run(loop, main)
+
+
+def test_one_engine_serves_two_loops() -> None:
+    async def main() -> None:
+        async with scripted_engine("shared", step_s=0.001) as engine:
+            texts: list[str] = []
+
+            async def elsewhere() -> None:
+                texts.append((await engine.generate("x")).text)
+                await engine.start()
+
+            threads = [threading.Thread(target=run, args=(loop, elsewhere)) for loop in ("asyncio", "trio")]
+            for thread in threads:
+                thread.start()
+            texts.append((await engine.generate("x")).text)
+            await until(lambda: len(texts) == 3)
+            for thread in threads:
+                thread.join()
+            assert texts == ["shared"] * 3
+
+    run("asyncio", main)
+
+
+@on_every_loop
+def test_the_host_is_left_as_it_was(loop: str) -> None:
+    def host() -> dict[str, object]:
+        return {
+            "signals": {number: signal.getsignal(number) for number in signal.valid_signals()},
+            "environment": dict(os.environ),
+            "policy": asyncio.get_event_loop_policy(),
+            "threads": sorted(thread.name for thread in threading.enumerate()),
+            "directory": os.getcwd(),
+            "switch_interval": sys.getswitchinterval(),
+            "excepthooks": (sys.excepthook, threading.excepthook, sys.unraisablehook),
+        }
+
+    async def main() -> None:
+        before = host()
+        async with scripted_engine("ok") as engine:
+            await engine.generate("x")
+        assert host() == before
+
+    run(loop, main)
+
+
+@on_every_loop
+def test_dropping_an_open_engine_closes_it_with_a_warning(loop: str) -> None:
+    async def main() -> None:
+        engine = scripted_engine("ok")
+        await engine.start()
+        with pytest.warns(ResourceWarning, match="dropped unclosed"):
+            del engine
+            gc.collect()
+        await until(lambda: engine_threads() == [])
+
+    run(loop, main)
+
+
+async def test_as_an_asyncio_fixture_would(tmp_path) -> None:
+    engine = scripted_engine("ok")
+    await asyncio.create_task(engine.start())
+    assert (await engine.generate("x")).text == "ok"
+    assert [chunk.text async for chunk in engine.chat([{"role": "user", "content": "x"}])]
+    await asyncio.create_task(engine.aclose())
+
+
+def test_import_is_light_and_loads_no_torch() -> None:
+    script = (
+        "import sys, threading, time; start = time.perf_counter(); import drift_sdk;"
+        "took = time.perf_counter() - start;"
+        "heavy = [m for m in ('torch', 'triton', 'transformers', 'numpy', 'cuda') if m in sys.modules];"
+        "assert not heavy, heavy; assert threading.active_count() == 1; print(took)"
+    )
+    times = [
+        float(subprocess.run([sys.executable, "-c", script], check=True, capture_output=True).stdout)
+        for _ in range(3)
+    ]
+    assert min(times) < 0.3
+
+
+def test_progress_is_reported_on_the_loop() -> None:
+    async def main() -> None:
+        thread, seen = threading.current_thread(), []
+
+        def on_progress(progress) -> None:
+            assert threading.current_thread() is thread
+            seen.append(progress)
+
+        engine = scripted_engine("ok")
+        engine._on_progress = on_progress
+        async with engine:
+            await anyio.lowlevel.checkpoint()
+        assert [progress.stage for progress in seen] == ["ready"]
+
+    run("asyncio", main)
+
+
+def failing_open(report) -> OpenedModel:
+    raise ModelLoadError("no such model: tried everything")
+
+
+def slow_engine(seconds: float) -> Engine:
+    engine = scripted_engine("ok", config=EngineConfig(max_model_len=64, kv_cache_tokens=256))
+    opens = engine._open
+
+    def open_slowly(report) -> OpenedModel:
+        time.sleep(seconds)
+        return opens(report)
+
+    engine._open = open_slowly
+    return engine

@@ -1,0 +1,467 @@
+"""Streams over a scripted model: what a caller sees, on asyncio, uvloop and trio."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import threading
+import time
+
+import anyio
+import pytest
+from loops import on_every_loop, run, until, with_checkpoints
+
+from drift_sdk import (
+    Chunk,
+    EngineClosed,
+    EngineConfig,
+    ExecutorError,
+    PromptTooLong,
+    QueueFull,
+    RequestError,
+    SamplingParams,
+)
+from drift_sdk.testing import EOS_TOKEN_ID, ScriptedEngine, scripted_engine
+
+TEXT = "Grüße, 世界! 🎉 That is all."
+ENDLESS = SamplingParams(max_tokens=None)
+
+
+def endless(prompt_ids, output_ids, seed) -> int:
+    return ord("a") + len(output_ids) % 26
+
+
+def is_idle(engine: ScriptedEngine) -> bool:
+    stats, limits = engine.stats(), engine.executors[-1].limits
+    return (
+        stats.num_running == stats.num_waiting == 0
+        and stats.num_free_slots == limits.max_num_seqs
+        and stats.num_free_blocks == limits.num_blocks
+    )
+
+
+@on_every_loop
+def test_chunks_join_to_the_completion(loop: str) -> None:
+    async def main() -> None:
+        async with scripted_engine(TEXT) as engine:
+            stream = engine.generate("hi", SamplingParams(logprobs=0))
+            chunks = [chunk async for chunk in stream]
+            completion = await stream
+            assert "".join(chunk.text for chunk in chunks) == completion.text == TEXT
+            assert tuple(t for chunk in chunks for t in chunk.token_ids) == completion.token_ids
+            assert completion.token_ids == (*TEXT.encode(), EOS_TOKEN_ID)
+            assert tuple(e for chunk in chunks for e in chunk.logprobs or ()) == completion.logprobs
+            assert [chunk.finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+            assert chunks[-1].finish_reason == completion.finish_reason == "stop"
+            assert completion.stop_reason == EOS_TOKEN_ID
+            assert completion.usage.prompt_tokens == 2
+            assert completion.usage.completion_tokens == len(TEXT.encode()) + 1
+            assert await stream is completion
+
+    run(loop, main)
+
+
+@on_every_loop
+def test_unread_tokens_coalesce_and_wait_for_a_slow_reader(loop: str) -> None:
+    async def main() -> None:
+        async with scripted_engine(endless) as engine:
+            slow = engine.generate("slow", SamplingParams(max_tokens=500))
+            fast = await engine.generate("fast", SamplingParams(max_tokens=500))
+            await slow.completion()
+            chunks = [chunk async for chunk in slow]
+            assert len(chunks) == 1
+            assert chunks[0].text == fast.text
+            assert isinstance(chunks[0], Chunk)
+
+    run(loop, main)
+
+
+@on_every_loop
+def test_two_iterations_at_once_are_refused(loop: str) -> None:
+    async def main() -> None:
+        async with scripted_engine(endless, step_s=0.01) as engine, engine.generate("x", ENDLESS) as stream:
+            async with anyio.create_task_group() as tasks:
+
+                async def read() -> None:
+                    async for _ in stream:
+                        pass
+
+                tasks.start_soon(read)
+                await anyio.sleep(0.02)
+                with pytest.raises(RuntimeError, match="iterated already"):
+                    await anext(stream)
+                tasks.cancel_scope.cancel()
+
+    run(loop, main)
+
+
+@on_every_loop
+def test_timeouts_between_tokens_lose_nothing_in_an_entered_stream(loop: str) -> None:
+    async def main() -> None:
+        async with scripted_engine(TEXT, step_s=0.002) as engine, engine.generate("x") as stream:
+            text, num_timeouts = "", 0
+            while True:
+                try:
+                    with anyio.fail_after(0.001):
+                        text += (await anext(stream)).text
+                except TimeoutError:
+                    num_timeouts += 1
+                except StopAsyncIteration:
+                    break
+            assert num_timeouts > 5
+            assert text == TEXT
+
+    run(loop, main)
+
+
+@on_every_loop
+@pytest.mark.parametrize("how", ["anext", "await", "completion"])
+def test_a_cancelled_wait_cancels_a_stream_that_is_not_entered(loop: str, how: str) -> None:
+    async def main() -> None:
+        async with scripted_engine(endless, step_s=0.001) as engine:
+            stream = engine.generate("x", ENDLESS)
+            with anyio.move_on_after(0.02) as scope:
+                if how == "anext":
+                    async for _ in stream:
+                        pass
+                elif how == "await":
+                    await stream
+                else:
+                    await stream.completion()
+            assert scope.cancelled_caught
+            await until(lambda: is_idle(engine))
+            assert (await stream).finish_reason == "cancelled"
+
+    run(loop, main)
+
+
+@on_every_loop
+def test_leaving_the_block_cancels(loop: str) -> None:
+    async def main() -> None:
+        async with scripted_engine(endless, step_s=0.001) as engine:
+            async with engine.generate("x", ENDLESS) as stream:
+                first = await anext(stream)
+            await until(lambda: is_idle(engine))
+            completion = await stream
+            assert completion.finish_reason == "cancelled"
+            assert completion.text.startswith(first.text)
+            rest = [chunk async for chunk in stream]
+            assert rest[-1].finish_reason == "cancelled"
+            assert first.text + "".join(chunk.text for chunk in rest) == completion.text
+
+    run(loop, main)
+
+
+@on_every_loop
+def test_dropping_the_last_reference_cancels_with_a_warning(loop: str) -> None:
+    async def main() -> None:
+        async with scripted_engine(endless, step_s=0.001) as engine:
+            with pytest.warns(ResourceWarning, match="dropped"):
+                stream = engine.generate("x", ENDLESS)
+                await anext(stream)
+                del stream
+                gc.collect()
+            await until(lambda: is_idle(engine))
+
+    run(loop, main)
+
+
+@on_every_loop
+def test_cancel_from_another_thread_is_idempotent(loop: str) -> None:
+    async def main() -> None:
+        async with scripted_engine(endless, step_s=0.001) as engine:
+            stream = engine.generate("x", ENDLESS)
+            await anext(stream)
+            threads = [threading.Thread(target=stream.cancel) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            assert (await stream).finish_reason == "cancelled"
+            for thread in threads:
+                thread.join()
+            await stream.aclose()
+
+    run(loop, main)
+
+
+@on_every_loop
+@pytest.mark.parametrize("is_entered", [False, True])
+def test_cancel_at_every_checkpoint(loop: str, is_entered: bool) -> None:
+    """Whatever checkpoint of a stream is cut, its slot and blocks come back and the engine goes on."""
+
+    async def consume(engine: ScriptedEngine, prompt: str) -> str:
+        text = ""
+        if is_entered:
+            async with engine.generate(prompt) as stream:
+                async for chunk in stream:
+                    text += chunk.text
+                await stream
+        else:
+            stream = engine.generate(prompt)
+            async for chunk in stream:
+                text += chunk.text
+            await stream
+        return text
+
+    async def main() -> None:
+        async with scripted_engine(TEXT, step_s=0.0005) as engine:
+            for nth in itertools.count(1):
+                counter = itertools.count(1)
+                with anyio.CancelScope() as scope:
+
+                    def on_checkpoint(
+                        nth: int = nth, counter: itertools.count = counter, scope: anyio.CancelScope = scope
+                    ) -> None:
+                        if next(counter) == nth:
+                            scope.cancel()
+
+                    await with_checkpoints(consume(engine, f"prompt {nth}"), on_checkpoint)
+                await until(lambda: is_idle(engine))
+                if not scope.cancelled_caught:
+                    break
+                if nth % 8 == 0:
+                    assert (await engine.generate("control")).text == TEXT
+            assert nth > 5
+            assert (await engine.generate("after")).text == TEXT
+
+    run(loop, main)
+
+
+@on_every_loop
+def test_a_blocked_loop_does_not_stop_the_steps(loop: str) -> None:
+    async def main() -> None:
+        async with scripted_engine(endless, step_s=0.005) as engine:
+            async with engine.generate("x", ENDLESS) as stream:
+                await anext(stream)
+                before = engine.executors[0].num_steps
+                time.sleep(0.5)  # noqa: ASYNC251 - the host misbehaves
+                assert engine.executors[0].num_steps - before > 60
+                assert len((await anext(stream)).token_ids) > 60
+
+    run(loop, main)
+
+
+@on_every_loop
+def test_stop_strings_end_generation_and_cut_the_text(loop: str) -> None:
+    async def main() -> None:
+        async with scripted_engine("one two three four") as engine:
+            stopped = await engine.generate("x", SamplingParams(stop=("three", "fur")))
+            assert (stopped.text, stopped.finish_reason, stopped.stop_reason) == ("one two ", "stop", "three")
+            assert stopped.token_ids == tuple(b"one two three")
+            kept = await engine.generate("x", SamplingParams(stop="three", include_stop=True))
+            assert kept.text == "one two three"
+            by_id = await engine.generate("x", SamplingParams(stop_token_ids=(ord("w"),)))
+            assert (by_id.text, by_id.stop_reason) == ("one t", ord("w"))
+            held = await engine.generate("x", SamplingParams(stop="four!"))
+            assert held.text == "one two three four"
+            await until(lambda: is_idle(engine))
+
+    run(loop, main)
+
+
+@on_every_loop
+@pytest.mark.parametrize("tokens_per_step", [2, 5])
+def test_tokens_emitted_together_past_a_stop_are_left_out(loop: str, tokens_per_step: int) -> None:
+    async def main() -> None:
+        async with scripted_engine("one two three four", tokens_per_step=tokens_per_step) as engine:
+            completion = await engine.generate("x", SamplingParams(stop="two", logprobs=0))
+            assert completion.text == "one "
+            assert completion.token_ids == tuple(b"one two")
+            assert len(completion.logprobs) == len(completion.token_ids)
+            assert (await engine.generate("x", SamplingParams(max_tokens=6))).text == "one tw"
+            await until(lambda: is_idle(engine))
+
+    run(loop, main)
+
+
+@on_every_loop
+def test_ignore_eos_and_limits(loop: str) -> None:
+    async def main() -> None:
+        config = EngineConfig(max_model_len=64, kv_cache_tokens=256)
+        async with scripted_engine("ab", config=config) as engine:
+            full = await engine.generate("x" * 10, SamplingParams(max_tokens=None, ignore_eos=True))
+            assert full.finish_reason == "length"
+            assert full.usage.completion_tokens == 54
+            longest = engine.generate("x" * 63)
+            assert (await longest).usage.completion_tokens == 1
+            for prompt in ("x" * 64, [1] * 200):
+                with pytest.raises(PromptTooLong, match="at most 63 tokens") as caught:
+                    await engine.generate(prompt)
+                assert caught.value.field == "prompt"
+
+    run(loop, main)
+
+
+@on_every_loop
+def test_bad_prompts_fail_alone(loop: str) -> None:
+    async def main() -> None:
+        async with scripted_engine("fine") as engine:
+            for prompt in (7, None, b"bytes", {1, 2}):
+                with pytest.raises(RequestError, match="prompt="):
+                    engine.generate(prompt)
+            with pytest.raises(RequestError, match="params="):
+                engine.generate("x", {"max_tokens": 3})
+            with pytest.raises(RequestError, match="messages="):
+                engine.chat("hi")
+            for ids in ([], [-1], [257], ["a"], [True]):
+                with pytest.raises(RequestError, match="prompt="):
+                    await engine.generate(ids)
+            with pytest.raises(RequestError, match="messages"):
+                await engine.chat([])
+            assert (await engine.generate("x")).text == "fine"
+            assert (await engine.chat([{"role": "user", "content": "hi"}])).text == "fine"
+            await until(lambda: is_idle(engine))
+
+    run(loop, main)
+
+
+@on_every_loop
+def test_queue_full(loop: str) -> None:
+    async def main() -> None:
+        config = EngineConfig(max_num_seqs=2, max_queued_requests=3, max_model_len=512, kv_cache_tokens=4096)
+        async with scripted_engine(endless, config=config, step_s=0.001) as engine:
+            streams = [engine.generate("x", ENDLESS) for _ in range(5)]
+            with pytest.raises(QueueFull, match="max_queued_requests=3"):
+                engine.generate("x")
+            await until(lambda: engine.stats().num_running == 2)
+            with pytest.raises(QueueFull):
+                engine.generate("x")
+            streams[0].cancel()
+            await until(lambda: engine.stats().num_queued == 2)
+            streams.append(engine.generate("x", ENDLESS))
+            for stream in streams:
+                stream.cancel()
+            await until(lambda: is_idle(engine))
+            assert (await engine.generate("x", SamplingParams(max_tokens=2))).text == "ab"
+
+    run(loop, main)
+
+
+@on_every_loop
+def test_priorities_and_arrival_decide_the_order(loop: str) -> None:
+    async def main() -> None:
+        config = EngineConfig(max_num_seqs=1, max_model_len=512, kv_cache_tokens=4096)
+        async with scripted_engine("ok", config=config, step_s=0.002) as engine:
+            order: list[int] = []
+
+            async def ask(priority: int) -> None:
+                await engine.generate("x", SamplingParams(priority=priority))
+                order.append(priority)
+
+            async with anyio.create_task_group() as tasks:
+                blocker = engine.generate("x")
+                for priority in (3, 1, 2, 0):
+                    tasks.start_soon(ask, priority)
+                await blocker
+            assert order == [0, 1, 2, 3]
+
+    run(loop, main)
+
+
+@on_every_loop
+def test_closing_cuts_streams_off(loop: str) -> None:
+    async def main() -> None:
+        engine = scripted_engine(endless, step_s=0.001)
+        async with engine:
+            streams = [engine.generate("x", ENDLESS) for _ in range(3)]
+            first = await anext(streams[0])
+        assert first.text
+        with pytest.raises(EngineClosed):
+            async for _ in streams[0]:
+                pass
+        for stream in streams:
+            with pytest.raises(EngineClosed):
+                await stream
+            stream.cancel()
+        with pytest.raises(EngineClosed):
+            engine.generate("x")
+
+    run(loop, main)
+
+
+@on_every_loop
+def test_draining_lets_requests_finish(loop: str) -> None:
+    async def main() -> None:
+        engine = scripted_engine(TEXT, step_s=0.001)
+        await engine.start()
+        short, long = engine.generate("x"), engine.generate("x", SamplingParams(ignore_eos=True))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(engine.aclose, 10.0)
+            await anyio.sleep(0.005)
+            with pytest.raises(EngineClosed):
+                engine.generate("late")
+            assert (await short).text == TEXT
+            long.cancel()
+        assert (await long).finish_reason == "cancelled"
+        engine = scripted_engine(endless, step_s=0.001)
+        await engine.start()
+        stream = engine.generate("x", ENDLESS)
+        started_at = time.monotonic()
+        await engine.aclose(drain=0.1)
+        assert 0.08 < time.monotonic() - started_at < 2.0
+        with pytest.raises(EngineClosed):
+            await stream
+
+    run(loop, main)
+
+
+@on_every_loop
+def test_a_failing_step_reaches_every_stream_afresh(loop: str) -> None:
+    def broken(prompt_ids, output_ids, seed) -> int:
+        if len(output_ids) == 5:
+            raise ValueError("the device caught fire")
+        return 65
+
+    async def main() -> None:
+        engine = scripted_engine(broken, step_s=0.001)
+        async with engine:
+            streams = [engine.generate("x", ENDLESS) for _ in range(3)]
+            errors = []
+            for stream in streams:
+                with pytest.raises(ExecutorError, match="caught fire") as caught:
+                    await stream
+                assert isinstance(caught.value.__cause__, ValueError)
+                errors.append(caught.value)
+            assert len({id(error) for error in errors}) == 3
+            with pytest.raises(ExecutorError):
+                engine.generate("x")
+            assert engine.executors[0].is_closed
+
+    run(loop, main)
+
+
+def test_generate_outside_a_loop_is_refused() -> None:
+    engine = scripted_engine()
+
+    async def start() -> None:
+        await engine.start()
+
+    run("asyncio", start)
+    with pytest.raises(RuntimeError, match="no event loop"):
+        engine.generate("x")
+    run("asyncio", engine.aclose)
+
+
+@on_every_loop
+def test_a_loop_that_ends_frees_its_requests(loop: str) -> None:
+    """One engine, several loops: a loop that dies with streams open leaves nothing behind."""
+
+    async def main() -> None:
+        async with scripted_engine(endless, step_s=0.001) as engine:
+            kept = []
+
+            async def elsewhere() -> None:
+                stream = engine.generate("x", ENDLESS)
+                await anext(stream)
+                kept.append(stream)
+
+            for other in ("asyncio", "trio"):
+                thread = threading.Thread(target=run, args=(other, elsewhere))
+                thread.start()
+                await anyio.to_thread.run_sync(thread.join)
+            assert len(kept) == 2
+            await until(lambda: is_idle(engine))
+            for stream in kept:
+                stream.cancel()
+            assert (await engine.generate("x", SamplingParams(max_tokens=3))).text == "abc"
+
+    run(loop, main)

@@ -1,0 +1,52 @@
+"""Running a coroutine function on each kind of event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import types
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from typing import Any
+
+import anyio
+import pytest
+
+LOOPS = ["asyncio", "uvloop", "trio"]
+
+on_every_loop = pytest.mark.parametrize("loop", LOOPS)
+
+
+def run(loop: str, main: Callable[[], Awaitable[Any]]) -> Any:
+    options = {"use_uvloop": True} if loop == "uvloop" else {}
+    return anyio.run(main, backend="trio" if loop == "trio" else "asyncio", backend_options=options)
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """Poll: what happens on the engine's thread has no event to wait for."""
+    with anyio.fail_after(timeout_s):
+        while not condition():  # noqa: ASYNC110 - see above
+            await anyio.sleep(0.001)
+
+
+@types.coroutine
+def with_checkpoints(
+    coroutine: Coroutine[Any, Any, Any], on_checkpoint: Callable[[], None]
+) -> Generator[Any, Any, Any]:
+    """Run a coroutine and call `on_checkpoint` each time it hands control to the event loop."""
+    value: Any = None
+    error: BaseException | None = None
+    while True:
+        try:
+            trap = coroutine.throw(error) if error is not None else coroutine.send(value)
+        except StopIteration as stop:
+            return stop.value
+
+        on_checkpoint()
+        value, error = None, None
+        try:
+            value = yield trap
+        except BaseException as exc:
+            error = exc
+
+
+def asyncio_tasks() -> int:
+    return len(asyncio.all_tasks())
