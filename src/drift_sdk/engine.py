@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
@@ -22,8 +22,10 @@ from drift_sdk.metrics import EngineStats
 from drift_sdk.params import MAX_SEED, SamplingParams
 from drift_sdk.request import ModelText, Prompt, Request
 from drift_sdk.stream import Feed, TokenStream
-from drift_sdk.text.tokenizer import Tokenizer
 from drift_sdk.validation import check_float
+
+if TYPE_CHECKING:
+    from drift_sdk.text.tokenizer import Tokenizer
 
 __all__ = ["Engine", "Progress"]
 

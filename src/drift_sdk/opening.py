@@ -39,9 +39,8 @@ def open_model(model: str | Path, config: EngineConfig, report: Report) -> Opene
     decoder_config = DecoderConfig.from_hf(source.config)
 
     report("load tokenizer", 0.0)
-    text_source = source if config.tokenizer is None else _resolve(config.tokenizer, config)
-    tokenizer = text_source.tokenizer()
-    chat_template = _chat_template(config, text_source, tokenizer)
+    tokenizer, own_template = _tokenizer(source, config)
+    template_text = config.chat_template or own_template
 
     decoder = _load_decoder(source, decoder_config, config, device, dtype, report)
     limits = _limits(config, decoder)
@@ -60,7 +59,11 @@ def open_model(model: str | Path, config: EngineConfig, report: Report) -> Opene
         ),
         text=ModelText(
             tokenizer=tokenizer,
-            chat_template=chat_template,
+            chat_template=ChatTemplate(
+                template_text, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token
+            )
+            if template_text is not None
+            else None,
             eos_token_ids=eos_token_ids(source),
             max_model_len=limits.max_model_len,
             vocab_size=limits.vocab_size,
@@ -97,12 +100,16 @@ def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[config.dtype]
 
 
-def _chat_template(config: EngineConfig, source: Source, tokenizer: Tokenizer) -> ChatTemplate | None:
-    text = config.chat_template or source.chat_template or tokenizer.chat_template
-    if text is None:
-        return None
+def _tokenizer(source: Source, config: EngineConfig) -> tuple[Tokenizer, str | None]:
+    """The tokenizer and the chat template that comes with it."""
+    if config.tokenizer is None:
+        return source.tokenizer(), source.chat_template
 
-    return ChatTemplate(text, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token)
+    if str(config.tokenizer).endswith(".json"):
+        return Tokenizer.from_file(Path(config.tokenizer)), source.chat_template
+
+    other = _resolve(config.tokenizer, config)
+    return other.tokenizer(), other.chat_template or source.chat_template
 
 
 def _load_decoder(
@@ -144,7 +151,11 @@ def _limits(config: EngineConfig, decoder: Decoder) -> ExecutorLimits:
 
         max_model_len = min(max_model_len, kv_cache_tokens)
     else:
-        fitting = DEFAULT_KV_CACHE_BYTES // decoder.kv_bytes_per_token
+        shapes = decoder.config
+        bytes_per_token = (
+            2 * shapes.num_layers * shapes.num_kv_heads * shapes.head_dim * decoder.dtype.itemsize
+        )
+        fitting = DEFAULT_KV_CACHE_BYTES // bytes_per_token
         kv_cache_tokens = max(max_model_len, min(fitting, config.max_num_seqs * max_model_len))
 
     return ExecutorLimits(

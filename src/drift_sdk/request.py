@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
@@ -14,9 +15,11 @@ from drift_sdk.results import Chunk, Completion, FinishReason, Timing, TokenLogp
 from drift_sdk.scheduling.sequence import Sequence
 from drift_sdk.steps import SlotSampling
 from drift_sdk.stream import Feed
-from drift_sdk.text.chat import ChatTemplate
 from drift_sdk.text.stops import StopMatcher
-from drift_sdk.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # their libraries would make up most of the package's import time
+    from drift_sdk.text.chat import ChatTemplate
+    from drift_sdk.text.tokenizer import Tokenizer
 
 __all__ = ["ModelText", "Prompt", "Request"]
 

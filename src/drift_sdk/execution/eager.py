@@ -16,8 +16,9 @@ from torch import Tensor
 from drift_sdk._kernels.sample import sample, top_logprobs
 from drift_sdk.errors import ExecutorError
 from drift_sdk.execution.slots import Slot
-from drift_sdk.models.attention import AttentionBatch, KVCache, SequenceRows
+from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.kv_cache import KVCache
 from drift_sdk.results import TokenLogprobs
 from drift_sdk.steps import ExecutorLimits, PrefillChunk, SlotOutput, StepPlan, StepResult
 
@@ -30,7 +31,16 @@ class EagerExecutor:
     def __init__(self, decoder: Decoder, limits: ExecutorLimits) -> None:
         self.limits = limits
         self._decoder: Decoder | None = decoder
-        self._cache: KVCache | None = decoder.kv_cache(limits.num_blocks, limits.block_size)
+        config = decoder.config
+        self._cache: KVCache | None = KVCache(
+            num_layers=config.num_layers,
+            num_blocks=limits.num_blocks,
+            block_size=limits.block_size,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=decoder.dtype,
+            device=decoder.device,
+        )
         self._slots: dict[int, Slot] = {}
         self._launched: deque[StepPlan] = deque()
 
@@ -95,7 +105,7 @@ class EagerExecutor:
         if decoder is None or cache is None:
             raise ExecutorError("the executor is closed")
 
-        batch = AttentionBatch.build(rows, block_size=self.limits.block_size, device=decoder.device)
+        batch = AttentionBatch(rows, cache)
         tokens = torch.tensor(token_ids, dtype=torch.int64, device=decoder.device)
         hidden, _ = decoder.forward(tokens, batch, cache)
         return hidden

@@ -1,0 +1,164 @@
+"""Chat templates: messages to a prompt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import msgspec
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from drift_sdk.errors import ModelLoadError, RequestError
+
+__all__ = ["ChatTemplate"]
+
+RESERVED_ARGS = ("messages", "tools", "documents", "add_generation_prompt")
+
+
+class ChatTemplate:
+    """A model's chat template, in the Jinja dialect of Hugging Face's `apply_chat_template`.
+
+    Templates come with downloaded models, so they run sandboxed and see plain data only. Rendered prompts
+    hold their own special tokens: encode them with `add_special_tokens=False`.
+
+    Raises `ModelLoadError` when the template cannot be compiled.
+    """
+
+    def __init__(self, source: str, *, bos_token: str | None, eos_token: str | None) -> None:
+        special_tokens = {"bos_token": bos_token, "eos_token": eos_token}
+        # A token the model lacks stays undefined, which renders as nothing; None would render as "None".
+        self._special_tokens = {name: token for name, token in special_tokens.items() if token is not None}
+        try:
+            self._template = _environment().from_string(source)
+        except Exception as error:
+            raise ModelLoadError(f"chat template cannot be compiled: {error}") from error
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_args: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The prompt for these messages.
+
+        `tools` are JSON schemas of functions, `template_args` further variables of the template, such as
+        enable_thinking. Raises `RequestError` when messages, tools or arguments are not of this form, or when
+        the template refuses them.
+        """
+        _check_messages(messages)
+        if tools is not None:
+            _check_mappings("tools", tools)
+
+        args = {} if template_args is None else _to_plain("template_args", template_args)
+        for name in RESERVED_ARGS:
+            if name in args:
+                raise RequestError.of("template_args", name, f"other names than {', '.join(RESERVED_ARGS)}")
+
+        variables = self._special_tokens | args
+        variables["messages"] = _to_plain("messages", messages)
+        variables["tools"] = _to_plain("tools", tools)
+        variables["documents"] = None
+        variables["add_generation_prompt"] = add_generation_prompt
+        try:
+            return self._template.render(variables)
+        except Exception as error:
+            # The template is foreign code run on the caller's data: whatever it raises is about this request.
+            raise RequestError(
+                f"messages: the chat template refused them: {error}",
+                field="messages",
+                value=messages,
+                allowed="what the model's chat template accepts",
+            ) from error
+
+
+class _GenerationBlocks(jinja2.ext.Extension):
+    """Accepts {% generation %} blocks: they mark the assistant's text for training and mean nothing here."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationBlocks, "jinja2.ext.loopcontrols"],
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes HTML and sorts keys, which no model was trained on.
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def _check_messages(messages: object) -> None:
+    _check_mappings("messages", messages)
+    assert isinstance(messages, Sequence)
+    if not messages:
+        raise RequestError.of("messages", messages, "at least one message")
+
+    for index, message in enumerate(messages):
+        if not isinstance(message.get("role"), str):
+            raise RequestError.of(f"messages[{index}]", message, 'a mapping with a string "role"')
+
+
+def _check_mappings(field: str, values: object) -> None:
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+        raise RequestError.of(field, values, "a sequence of mappings")
+
+    for index, value in enumerate(values):
+        if not isinstance(value, Mapping):
+            raise RequestError.of(f"{field}[{index}]", value, "a mapping")
+
+
+def _to_plain(field: str, value: object) -> Any:
+    """A copy in plain dicts, lists and scalars: a template could call the methods of anything else."""
+    try:
+        return msgspec.to_builtins(value, enc_hook=_to_builtin)
+    except Exception as error:
+        raise RequestError.of(field, value, f"plain data ({error})") from error
+
+
+def _to_builtin(value: object) -> dict[Any, Any] | list[Any] | str:
+    if isinstance(value, Mapping):
+        return dict(value)
+
+    if isinstance(value, str):
+        return str.__str__(value)
+
+    if isinstance(value, Sequence):
+        return list(value)
+
+    raise TypeError(f"found {type(value).__name__}")

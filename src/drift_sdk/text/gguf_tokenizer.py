@@ -1,0 +1,190 @@
+"""The tokenizer that a GGUF file's metadata describes.
+
+Keys and their meaning: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Where a file is silent,
+this follows llama.cpp, for which the files are written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+
+from drift_sdk.errors import ModelLoadError
+
+__all__ = ["adds_bos", "build_gguf_tokenizer", "special_token"]
+
+# How a "gpt2" vocabulary splits text before merging, by the names that files use for it.
+GPT2_NAMES = frozenset({"gpt-2", "default", "phi-2", "mpt", "olmo", "roberta-bpe"})
+SINGLE_DIGIT_NAMES = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"})
+LLAMA3_NAMES = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2"})
+QWEN2_NAMES = frozenset({"qwen2", "deepseek-r1-qwen"})
+
+# The split of cl100k, with runs of up to three digits (Llama 3) or single ones (Qwen 2).
+CL100K_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LLAMA3_SPLIT = CL100K_SPLIT % r"\p{N}{1,3}"
+QWEN2_SPLIT = CL100K_SPLIT % r"\p{N}"
+
+METASPACE = "\u2581"
+
+
+class TokenType(IntEnum):
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    """Build from a file's metadata, plain Python values by key; `ModelLoadError` names the key at fault."""
+    model = metadata.get("tokenizer.ggml.model")
+    if model not in ("gpt2", "llama"):
+        raise ModelLoadError(f"tokenizer.ggml.model={model!r}: expected 'gpt2' or 'llama'")
+
+    tokens = _list(metadata, "tokenizer.ggml.tokens")
+    types: Sequence[int] = [TokenType.NORMAL] * len(tokens)
+    if "tokenizer.ggml.token_type" in metadata:
+        types = _list(metadata, "tokenizer.ggml.token_type", length=len(tokens))
+
+    if model == "llama":
+        # User-defined tokens are looked for in the text as it was typed, with plain spaces.
+        tokens = [
+            token.replace(METASPACE, " ") if token_type == TokenType.USER_DEFINED else token
+            for token, token_type in zip(tokens, types, strict=True)
+        ]
+
+    vocab = {token: token_id for token_id, token in enumerate(tokens)}
+    if len(vocab) != len(tokens):
+        repeated = next(token for token_id, token in enumerate(tokens) if vocab[token] != token_id)
+        raise ModelLoadError(f"tokenizer.ggml.tokens: {repeated!r} occurs twice, expected distinct tokens")
+
+    build = _byte_level if model == "gpt2" else _sentencepiece
+    try:
+        raw = build(metadata, vocab, types)
+    except ModelLoadError:
+        raise
+    except Exception as error:
+        raise ModelLoadError(f"tokenizer.ggml: vocabulary and merges do not fit together: {error}") from error
+
+    added = list(zip(tokens, types, strict=True))
+    is_special = (TokenType.UNKNOWN, TokenType.CONTROL)
+    raw.add_special_tokens([AddedToken(token, normalized=False) for token, t in added if t in is_special])
+    raw.add_tokens([AddedToken(token, normalized=False) for token, t in added if t == TokenType.USER_DEFINED])
+    return raw
+
+
+def special_token(metadata: Mapping[str, Any], name: str) -> str | None:
+    """The text of the "bos", "eos" or "unknown" token, None where the file has none."""
+    key = f"tokenizer.ggml.{name}_token_id"
+    token_id = metadata.get(key)
+    if token_id is None:
+        return None
+
+    tokens = _list(metadata, "tokenizer.ggml.tokens")
+    if not isinstance(token_id, int) or not 0 <= token_id < len(tokens):
+        raise ModelLoadError(f"{key}={token_id!r}: expected a token id below {len(tokens)}")
+
+    return str(tokens[token_id])
+
+
+def adds_bos(metadata: Mapping[str, Any]) -> bool:
+    """Whether an encoded text begins with the beginning-of-sequence token."""
+    is_default = (
+        metadata.get("tokenizer.ggml.model") == "llama" or metadata.get("tokenizer.ggml.pre") in LLAMA3_NAMES
+    )
+    return bool(metadata.get("tokenizer.ggml.add_bos_token", is_default))
+
+
+def _byte_level(
+    metadata: Mapping[str, Any], vocab: dict[str, int], types: Sequence[int]
+) -> tokenizers.Tokenizer:
+    pre = metadata.get("tokenizer.ggml.pre", "default")
+    byte_level: pre_tokenizers.PreTokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if pre in GPT2_NAMES:
+        pre_tokenizer = byte_level
+    elif pre in SINGLE_DIGIT_NAMES:
+        pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+    elif pre in LLAMA3_NAMES or pre in QWEN2_NAMES:
+        split = LLAMA3_SPLIT if pre in LLAMA3_NAMES else QWEN2_SPLIT
+        pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(split), behavior="isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+    else:
+        known = sorted(GPT2_NAMES | SINGLE_DIGIT_NAMES | LLAMA3_NAMES | QWEN2_NAMES)
+        raise ModelLoadError(f"tokenizer.ggml.pre={pre!r}: expected one of {', '.join(known)}")
+
+    merges = [tuple(merge.split(" ")) for merge in _list(metadata, "tokenizer.ggml.merges")]
+    raw = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre in LLAMA3_NAMES))
+    raw.pre_tokenizer = pre_tokenizer
+    raw.decoder = decoders.ByteLevel()
+    if pre == "qwen2":
+        # Not said in the file, but so the model was trained.
+        raw.normalizer = normalizers.NFC()
+
+    return raw
+
+
+def _sentencepiece(
+    metadata: Mapping[str, Any], vocab: dict[str, int], types: Sequence[int]
+) -> tokenizers.Tokenizer:
+    scores = _list(metadata, "tokenizer.ggml.scores", length=len(vocab))
+    raw = tokenizers.Tokenizer(
+        models.BPE(
+            vocab=vocab,
+            merges=_merges_by_score(vocab, scores, types),
+            unk_token=special_token(metadata, "unknown"),
+            fuse_unk=True,
+            byte_fallback=TokenType.BYTE in types,
+        )
+    )
+    has_space_prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    replace = normalizers.Replace(" ", METASPACE)
+    raw.normalizer = (
+        normalizers.Sequence([normalizers.Prepend(METASPACE), replace]) if has_space_prefix else replace
+    )
+    steps = [decoders.Replace(METASPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if has_space_prefix:
+        steps.append(decoders.Strip(" ", 1, 0))
+
+    raw.decoder = decoders.Sequence(steps)
+    return raw
+
+
+def _merges_by_score(
+    vocab: dict[str, int], scores: list[float], types: Sequence[int]
+) -> list[tuple[str, str]]:
+    """Sentencepiece joins the neighbours whose joined token scores best. The same as ranked pairs: every cut
+    of a token into two others, best token first, and of one token's cuts the longest left part first."""
+    mergeable = {
+        token for token, t in zip(vocab, types, strict=True) if t in (TokenType.NORMAL, TokenType.UNUSED)
+    }
+    merges = []
+    for token in sorted(mergeable, key=lambda token: (-scores[vocab[token]], vocab[token])):
+        for cut in range(len(token) - 1, 0, -1):
+            left, right = token[:cut], token[cut:]
+            if left in mergeable and right in mergeable:
+                merges.append((left, right))
+
+    return merges
+
+
+def _list(metadata: Mapping[str, Any], key: str, *, length: int | None = None) -> list[Any]:
+    values = metadata.get(key)
+    if not isinstance(values, list):
+        raise ModelLoadError(f"{key}: found {type(values).__name__}, expected a list")
+
+    if length is not None and len(values) != length:
+        raise ModelLoadError(f"{key}: found {len(values)} entries, expected {length}, one a token")
+
+    return values

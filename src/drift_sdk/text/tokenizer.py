@@ -1,0 +1,142 @@
+"""Text to token ids and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from drift_sdk.errors import ModelLoadError, RequestError
+from drift_sdk.text.detokenizer import Detokenizer
+from drift_sdk.text.gguf_tokenizer import adds_bos, build_gguf_tokenizer, special_token
+from drift_sdk.text.token_bytes import TokenBytes
+
+__all__ = ["Tokenizer"]
+
+
+class Tokenizer:
+    """A model's tokenizer. Nothing in it changes once it is built, so threads may share it."""
+
+    def __init__(
+        self,
+        raw: tokenizers.Tokenizer,
+        *,
+        bos_token: str | None,
+        eos_token: str | None,
+        chat_template: str | None,
+        adds_bos: bool | None,
+    ) -> None:
+        """Takes `raw` over. `adds_bos` None leaves what is added around a text to `raw` itself."""
+        # A tokenizer.json may carry the truncation and padding of its training.
+        raw.no_truncation()
+        raw.no_padding()
+        for token in (bos_token, eos_token):
+            if token is not None:
+                _make_special(raw, token)
+
+        self._raw = raw
+        self.bos_token = bos_token
+        self.eos_token = eos_token
+        self.chat_template = chat_template
+        self.eos_token_id = None if eos_token is None else raw.token_to_id(eos_token)
+        self.vocab_size: int = raw.get_vocab_size(with_added_tokens=True)
+        self.special_token_ids = frozenset(
+            token_id for token_id, token in raw.get_added_tokens_decoder().items() if token.special
+        )
+        self._prefix: list[int] = []
+        if adds_bos is not None:
+            raw.post_processor = None
+            bos_token_id = None if bos_token is None else raw.token_to_id(bos_token)
+            if adds_bos and bos_token_id is not None:
+                self._prefix = [bos_token_id]
+
+        self._token_bytes = TokenBytes(raw, self.special_token_ids)
+
+    @classmethod
+    def from_file(cls, path: Path, tokenizer_config: Mapping[str, Any] | None = None) -> Tokenizer:
+        """Load a tokenizer.json, with the contents of the tokenizer_config.json beside it.
+
+        Raises `ModelLoadError` when the file is missing or is not a tokenizer.
+        """
+        config = tokenizer_config or {}
+        add_bos_token = config.get("add_bos_token")
+        try:
+            return cls(
+                tokenizers.Tokenizer.from_file(str(path)),
+                bos_token=_token_text(config.get("bos_token")),
+                eos_token=_token_text(config.get("eos_token")),
+                chat_template=_default_template(config.get("chat_template")),
+                adds_bos=add_bos_token if isinstance(add_bos_token, bool) else None,
+            )
+        except Exception as error:
+            raise ModelLoadError(f"{path}: not a usable tokenizer.json: {error}") from error
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
+        """Build from the key/value metadata of a GGUF file, as plain Python values.
+
+        Raises `ModelLoadError` naming the key that is missing, or a model or pre-tokenizer that is unknown.
+        """
+        return cls(
+            build_gguf_tokenizer(metadata),
+            bos_token=special_token(metadata, "bos"),
+            eos_token=special_token(metadata, "eos"),
+            chat_template=metadata.get("tokenizer.chat_template"),
+            adds_bos=adds_bos(metadata),
+        )
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text; special tokens written out in it become their ids.
+
+        `add_special_tokens` adds what this model puts around a text, such as a beginning-of-sequence token:
+        not wanted for a rendered chat template. Raises `RequestError` when the text has no UTF-8 form.
+        """
+        try:
+            ids: list[int] = self._raw.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError as error:
+            allowed = "text without lone surrogates"
+            raise RequestError(
+                f"prompt: expected {allowed}", field="prompt", value=text, allowed=allowed
+            ) from error
+
+        return self._prefix + ids if add_special_tokens else ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids; bytes that are no character become U+FFFD, unknown ids add nothing."""
+        return self._raw.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def detokenizer(self) -> Detokenizer:
+        """A fresh one, for the ids of one text as they come."""
+        return Detokenizer(self._token_bytes)
+
+    def token_to_id(self, token: str) -> int | None:
+        return self._raw.token_to_id(token)
+
+
+def _make_special(raw: tokenizers.Tokenizer, text: str) -> None:
+    token_id = raw.token_to_id(text)
+    if token_id is None:
+        return
+
+    # Adding a token again replaces its entry, which may hold rules about the spaces beside it.
+    known = raw.get_added_tokens_decoder()
+    token = known[token_id] if token_id in known else tokenizers.AddedToken(text, normalized=False)
+    token.special = True
+    raw.add_special_tokens([token])
+
+
+def _token_text(token: object) -> str | None:
+    """tokenizer_config.json gives a token as its text or as a dict with its text under "content"."""
+    text = token.get("content") if isinstance(token, Mapping) else token
+    return text if isinstance(text, str) else None
+
+
+def _default_template(template: object) -> str | None:
+    """tokenizer_config.json gives one template, or several with names."""
+    if isinstance(template, list):
+        named = {entry["name"]: entry["template"] for entry in template}
+        template = named.get("default")
+
+    return template if isinstance(template, str) else None

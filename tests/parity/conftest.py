@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import smollm2
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+@pytest.fixture(scope="session")
+def smollm2_file() -> Path:
+    return smollm2.path()
+
+
+@pytest.fixture(scope="session")
+def smollm2_reference(smollm2_file: Path):
+    """transformers' model and tokenizer on the same dequantised weights, fp32."""
+    folder, name = str(smollm2_file.parent), smollm2_file.name
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
+    return model.eval(), AutoTokenizer.from_pretrained(folder, gguf_file=name)

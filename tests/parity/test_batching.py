@@ -1,0 +1,126 @@
+"""A request's tokens do not depend on what else the engine runs, nor on how its prompt was cut up."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import anyio
+import pytest
+from model_zoo import make_model
+
+from drift_sdk import Completion, Engine, EngineConfig, SamplingParams
+
+NUM_REQUESTS = 32
+VOCAB_SIZE = 500
+
+
+class Case:
+    """A request with an arrival time."""
+
+    def __init__(self, rng: random.Random, index: int) -> None:
+        shared = [7 + (5 * i) % 300 for i in range(48)]
+        length = rng.randint(1, 120)
+        own = [rng.randrange(3, VOCAB_SIZE) for _ in range(length)]
+        self.prompt = shared[: rng.choice([0, 16, 33, 48])] + own
+        self.delay_s = rng.random() * 0.2
+        sampled = {"temperature": rng.choice([0.7, 1.0, 1.3]), "top_p": rng.choice([0.8, 0.95, 1.0])}
+        self.params = SamplingParams(
+            max_tokens=rng.randint(1, 40),
+            ignore_eos=rng.random() < 0.7,
+            seed=rng.randrange(2**63),
+            priority=rng.choice([0, 0, 0, 1]),
+            top_k=rng.choice([0, 0, 20]),
+            min_p=rng.choice([0.0, 0.02]),
+            **(sampled if index % 2 else {}),
+        )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_model(0, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cases(folder: Path) -> list[Case]:
+    rng = random.Random(2026)
+    return [Case(rng, index) for index in range(NUM_REQUESTS)]
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path, cases: list[Case]) -> list[Completion]:
+    async def main() -> list[Completion]:
+        config = EngineConfig(dtype="float32", device="cpu", max_num_seqs=1, max_model_len=256)
+        async with Engine(folder, config) as engine:
+            return [await engine.generate(case.prompt, case.params) for case in cases]
+
+    return anyio.run(main)
+
+
+@pytest.mark.parametrize("kv_cache_tokens", [16_384, 320])
+@pytest.mark.parametrize("prefill_token_budget", [16, 64, 512])
+def test_together_equals_alone(
+    folder: Path,
+    cases: list[Case],
+    alone: list[Completion],
+    prefill_token_budget: int,
+    kv_cache_tokens: int,
+) -> None:
+    async def main() -> None:
+        config = EngineConfig(
+            dtype="float32",
+            device="cpu",
+            max_num_seqs=12,
+            max_model_len=256,
+            block_size=16,
+            kv_cache_tokens=kv_cache_tokens,
+            prefill_token_budget=prefill_token_budget,
+        )
+        completions: dict[int, Completion] = {}
+        async with Engine(folder, config) as engine:
+
+            async def ask(index: int) -> None:
+                await anyio.sleep(cases[index].delay_s)
+                completions[index] = await engine.generate(cases[index].prompt, cases[index].params)
+
+            for _ in range(2):  # the second time around, prefixes are cached
+                async with anyio.create_task_group() as tasks:
+                    for index in range(NUM_REQUESTS):
+                        tasks.start_soon(ask, index)
+                for index, expected in enumerate(alone):
+                    found = completions[index]
+                    assert found.token_ids == expected.token_ids, f"request {index}"
+                    assert found.finish_reason == expected.finish_reason
+                    assert found.text == expected.text
+
+            stats = engine.stats()
+            num_cached = sum(completion.usage.cached_tokens for completion in completions.values())
+            assert num_cached > 0
+            assert (stats.num_preemptions > 0) == (kv_cache_tokens == 320)
+            assert stats.num_running == stats.num_waiting == 0
+            assert stats.num_free_blocks == kv_cache_tokens // 16
+
+    anyio.run(main)
+
+
+def test_the_seed_decides(folder: Path) -> None:
+    async def main() -> None:
+        config = EngineConfig(dtype="float32", device="cpu", max_model_len=256)
+        async with Engine(folder, config) as engine:
+
+            async def tokens(**kwargs: object) -> tuple[int, ...]:
+                params = SamplingParams(max_tokens=20, temperature=1.0, ignore_eos=True, **kwargs)
+                completion = await engine.generate([5, 6, 7], params)
+                assert kwargs.get("seed", completion.seed) == completion.seed
+                repeated = await engine.generate(
+                    [5, 6, 7],
+                    SamplingParams(max_tokens=20, temperature=1.0, ignore_eos=True, seed=completion.seed),
+                )
+                assert repeated.token_ids == completion.token_ids
+                return completion.token_ids
+
+            assert len({await tokens(), await tokens(), await tokens(seed=1), await tokens(seed=2)}) == 4
+
+    anyio.run(main)

@@ -1,0 +1,57 @@
+"""Whole engine against transformers on random small models of every family."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import anyio
+import pytest
+import torch
+from model_zoo import NUM_MODELS, make_model
+
+from drift_sdk import Engine, EngineConfig, SamplingParams
+
+NUM_TOKENS = 64
+
+
+def prompts(vocab_size: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(3, vocab_size, (length,), generator=generator).tolist() for length in (1, 19, 70)]
+
+
+@torch.inference_mode()
+def reference(model, prompt: list[int]) -> tuple[list[int], list[float]]:
+    """Greedy tokens and their log-probabilities."""
+    tokens = torch.tensor([prompt])
+    found, logprobs, cache = [], [], None
+    for _ in range(NUM_TOKENS):
+        output = model(tokens, past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        scores = output.logits[0, -1].float().log_softmax(-1)
+        token = int(scores.argmax())
+        found.append(token)
+        logprobs.append(float(scores[token]))
+        tokens = torch.tensor([[token]])
+    return found, logprobs
+
+
+@pytest.mark.parametrize("index", range(NUM_MODELS))
+def test_greedy_tokens_and_logprobs_equal_transformers(index: int, tmp_path: Path) -> None:
+    model = make_model(index, tmp_path)
+    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)
+    config = EngineConfig(
+        dtype="float32", device="cpu", prefill_token_budget=32, block_size=8, max_model_len=256
+    )
+
+    async def main() -> None:
+        async with Engine(tmp_path, config) as engine:
+            streams = [engine.generate(prompt, params) for prompt in prompts(model.config.vocab_size)]
+            for stream, prompt in zip(streams, prompts(model.config.vocab_size), strict=True):
+                completion = await stream
+                tokens, logprobs = reference(model, prompt)
+                assert len(set(tokens)) >= 16
+                assert list(completion.token_ids) == tokens
+                for entry, logprob in zip(completion.logprobs, logprobs, strict=True):
+                    assert abs(entry.logprob - logprob) < 1e-4
+
+    anyio.run(main)

@@ -1,0 +1,57 @@
+"""A real model, end to end: text in, tokens and text out, equal to transformers on the same weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import anyio
+import pytest
+import torch
+
+from drift_sdk import Engine, EngineConfig, SamplingParams
+
+TEXT = (Path(__file__).parent.parent.parent / "README.md").read_text()
+LENGTHS = [10, 12, 15, 19, 24, 30, 38, 48, 60, 76, 96, 120, 152, 192, 242, 306, 386, 486, 1000, 2000]
+NUM_TOKENS = 24
+
+
+@torch.inference_mode()
+def greedy(model, prompt: list[int], num_tokens: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    output = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False, pad_token_id=2
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+@pytest.mark.timeout(600)
+def test_greedy_tokens_equal_transformers(smollm2_file: Path, smollm2_reference) -> None:
+    model, tokenizer = smollm2_reference
+    text = Path(torch.nn.__file__).parent.joinpath("functional.py").read_text()[:40_000]
+    ids = tokenizer(text).input_ids
+    prompts = [ids[7 * index : 7 * index + length] for index, length in enumerate(LENGTHS)]
+
+    async def main() -> list[tuple[int, ...]]:
+        async with Engine(smollm2_file, EngineConfig(dtype="float32", device="cpu")) as engine:
+            streams = [engine.generate(prompt, SamplingParams(max_tokens=NUM_TOKENS)) for prompt in prompts]
+            return [(await stream).token_ids for stream in streams]
+
+    found = anyio.run(main)
+    for prompt, tokens in zip(prompts, found, strict=True):
+        assert list(tokens) == greedy(model, prompt, NUM_TOKENS), f"prompt of {len(prompt)} tokens"
+
+
+def test_the_demo_names_paris(smollm2_file: Path, smollm2_reference) -> None:
+    model, tokenizer = smollm2_reference
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+
+    async def main() -> None:
+        async with Engine(smollm2_file, EngineConfig(dtype="float32", device="cpu")) as engine:
+            completion = await engine.chat(messages, SamplingParams(max_tokens=128))
+            prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            assert completion.usage.prompt_tokens == len(prompt)
+            assert list(completion.token_ids) == greedy(model, prompt, 128)
+            assert completion.text == tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+            assert "Paris" in completion.text
+
+    anyio.run(main)

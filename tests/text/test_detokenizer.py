@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import example, given
+from hypothesis import strategies as st
+from tokenizers import decoders, models
+
+from drift_sdk.errors import ModelLoadError
+from drift_sdk.text.detokenizer import Detokenizer
+from drift_sdk.text.token_bytes import TokenBytes
+from drift_sdk.text.tokenizer import Tokenizer
+
+REPLACEMENT = "\ufffd"
+SAMPLES = [
+    "👩‍👩‍👧 🎉🇩🇪",
+    "中文字符、日本語 한국어",
+    "e\u0301a\u0308\u0323",
+    "  a  b\n\n\tc ",
+    "1234.5 don't",
+    " ",
+    "",
+]
+
+CUTS = st.lists(st.integers(0, 6), min_size=1)
+
+
+@pytest.fixture(scope="module")
+def byte_level(byte_level_metadata: dict[str, Any]) -> Tokenizer:
+    return Tokenizer.from_gguf(byte_level_metadata)
+
+
+@pytest.fixture(scope="module")
+def sentencepiece(sentencepiece_metadata: dict[str, Any]) -> Tokenizer:
+    return Tokenizer.from_gguf(sentencepiece_metadata)
+
+
+def push_in_pieces(detokenizer: Detokenizer, ids: Sequence[int], sizes: Sequence[int]) -> list[str]:
+    """What each push and the flush returned; the sizes of the pushes are used over and over."""
+    pieces = []
+    start = turn = 0
+    while start < len(ids):
+        size = sizes[turn % len(sizes)] if any(sizes) else 1
+        pieces.append(detokenizer.push(ids[start : start + size]))
+        start += size
+        turn += 1
+
+    return [*pieces, detokenizer.flush()]
+
+
+def is_byte_token(sentencepiece: Tokenizer, token_id: int) -> bool:
+    return sentencepiece.token_to_id("<0x00>") <= token_id <= sentencepiece.token_to_id("<0xFF>")
+
+
+@given(data=st.data(), sizes=CUTS)
+def test_byte_level_random_ids_equal_decode_of_all(
+    byte_level: Tokenizer, data: st.DataObject, sizes: list[int]
+) -> None:
+    ids = data.draw(st.lists(st.integers(0, byte_level.vocab_size + 2), max_size=40))
+    assert "".join(push_in_pieces(byte_level.detokenizer(), ids, sizes)) == byte_level.decode(ids)
+
+
+@given(data=st.binary(max_size=40), sizes=CUTS)
+@example(data=b"\xed\xa0\x80\xf4\x90\x80\x80\xc0\x80\xe2\x82", sizes=[1])
+def test_byte_level_random_bytes_equal_decode_of_all(
+    byte_level: Tokenizer, byte_level_metadata: dict[str, Any], data: bytes, sizes: list[int]
+) -> None:
+    # Any bytes at all, cut into the smallest tokens: broken UTF-8 of every kind.
+    table = TokenBytes(byte_level._raw, byte_level.special_token_ids)
+    num_tokens = len(byte_level_metadata["tokenizer.ggml.tokens"])
+    id_of = {table[token_id]: token_id for token_id in range(num_tokens) if len(table[token_id]) == 1}
+    ids = [id_of[bytes([byte])] for byte in data]
+    text = "".join(push_in_pieces(byte_level.detokenizer(), ids, sizes))
+    assert text == byte_level.decode(ids) == data.decode(errors="replace")
+
+
+@given(text=st.one_of(st.text(max_size=30), st.sampled_from(SAMPLES)), sizes=CUTS)
+def test_byte_level_text_survives_and_characters_stay_whole(
+    byte_level: Tokenizer, text: str, sizes: list[int]
+) -> None:
+    text = text.replace(REPLACEMENT, "")
+    # An added token spelled in the byte alphabet decodes to the spelled bytes, so it does not survive.
+    ids = byte_level.encode(text.replace("Ġspelled", ""), add_special_tokens=False)
+    pieces = push_in_pieces(byte_level.detokenizer(), ids, sizes)
+    assert REPLACEMENT not in "".join(pieces)
+    assert "".join(pieces) == byte_level.decode(ids)
+    if not any(token in byte_level.special_token_ids for token in ids):
+        assert "".join(pieces) == text.replace("Ġspelled", "")
+
+
+def test_character_of_four_tokens_comes_with_the_last(byte_level: Tokenizer) -> None:
+    ids = byte_level.encode("𝔘", add_special_tokens=False)
+    assert len(ids) == 4
+    detokenizer = byte_level.detokenizer()
+    assert [detokenizer.push([token_id]) for token_id in ids] == ["", "", "", "𝔘"]
+    assert detokenizer.flush() == ""
+
+
+def test_flush_replaces_an_incomplete_character_once(byte_level: Tokenizer) -> None:
+    ids = byte_level.encode("x𝔘", add_special_tokens=False)[:-1]
+    detokenizer = byte_level.detokenizer()
+    assert detokenizer.push(ids) == "x"
+    assert detokenizer.flush() == REPLACEMENT
+    assert detokenizer.flush() == ""
+
+
+def test_broken_character_is_replaced_as_soon_as_it_is_certain(byte_level: Tokenizer) -> None:
+    start = byte_level.encode("𝔘", add_special_tokens=False)[:2]
+    detokenizer = byte_level.detokenizer()
+    assert detokenizer.push(start) == ""
+    assert detokenizer.push(byte_level.encode("the", add_special_tokens=False)) == REPLACEMENT + "the"
+
+
+def test_special_and_unknown_ids_add_nothing_and_split_nothing(byte_level: Tokenizer) -> None:
+    ids = byte_level.encode("𝔘", add_special_tokens=False)
+    assert byte_level.eos_token_id is not None
+    between = [*ids[:2], byte_level.eos_token_id, byte_level.vocab_size + 7, *ids[2:]]
+    detokenizer = byte_level.detokenizer()
+    assert detokenizer.push(between) == byte_level.decode(between) == "𝔘"
+    assert detokenizer.push([]) == ""
+
+
+@pytest.mark.parametrize("text", ["<think>", "<a tool>", "<思>", "Ġspelled"])
+def test_added_tokens_equal_decode(byte_level: Tokenizer, text: str) -> None:
+    token_id = byte_level.token_to_id(text)
+    assert token_id is not None
+    detokenizer = byte_level.detokenizer()
+    assert detokenizer.push([token_id]) + detokenizer.flush() == byte_level.decode([token_id])
+
+
+def test_detokenizers_of_one_tokenizer_are_independent(byte_level: Tokenizer) -> None:
+    ids = byte_level.encode("𝔘", add_special_tokens=False)
+    first, second = byte_level.detokenizer(), byte_level.detokenizer()
+    assert first.push(ids[:2]) == ""
+    assert second.push(ids) == "𝔘"
+    assert first.push(ids[2:]) == "𝔘"
+
+
+@given(text=st.one_of(st.text(max_size=30), st.sampled_from(SAMPLES)), sizes=CUTS)
+def test_sentencepiece_text_equals_decode_of_all(
+    sentencepiece: Tokenizer, text: str, sizes: list[int]
+) -> None:
+    text = text.replace(REPLACEMENT, "").replace("▁", "")
+    ids = sentencepiece.encode(text)
+    pieces = push_in_pieces(sentencepiece.detokenizer(), ids, sizes)
+    assert "".join(pieces) == sentencepiece.decode(ids)
+    assert REPLACEMENT not in "".join(pieces)
+
+
+@given(data=st.data(), sizes=CUTS)
+def test_sentencepiece_random_pieces_equal_decode_of_all(
+    sentencepiece: Tokenizer, data: st.DataObject, sizes: list[int]
+) -> None:
+    # Weighted towards short ids of spaces, which the decoder strips at the very start only.
+    spaces = [sentencepiece.token_to_id("▁"), sentencepiece.token_to_id("    "), 1]
+    pieces = st.integers(0, sentencepiece.vocab_size + 2).filter(
+        lambda i: not is_byte_token(sentencepiece, i)
+    )
+    ids = data.draw(st.lists(st.one_of(st.sampled_from(spaces), pieces), max_size=30))
+    assert "".join(push_in_pieces(sentencepiece.detokenizer(), ids, sizes)) == sentencepiece.decode(ids)
+
+
+@given(data=st.binary(max_size=30), sizes=CUTS)
+def test_sentencepiece_broken_byte_runs_keep_their_valid_characters(
+    sentencepiece: Tokenizer, data: bytes, sizes: list[int]
+) -> None:
+    ids = [sentencepiece.token_to_id(f"<0x{byte:02X}>") or 0 for byte in data]
+    text = data.decode(errors="replace").removeprefix(" ")
+    assert "".join(push_in_pieces(sentencepiece.detokenizer(), ids, sizes)) == text
+    if REPLACEMENT not in text:
+        assert text == sentencepiece.decode(ids)
+
+
+def test_sentencepiece_character_in_byte_tokens_comes_whole(sentencepiece: Tokenizer) -> None:
+    ids = sentencepiece.encode("a🎉", add_special_tokens=False)
+    detokenizer = sentencepiece.detokenizer()
+    pieces = [detokenizer.push([token_id]) for token_id in ids]
+    assert pieces[-4:] == ["", "", "", "🎉"]
+    assert "".join(pieces) == "a🎉"
+
+
+def test_metaspace_decoder_drops_one_leading_space(metaspace_raw: tokenizers.Tokenizer) -> None:
+    tokenizer = Tokenizer(metaspace_raw, bos_token=None, eos_token=None, chat_template=None, adds_bos=None)
+    for text in ("a", "ab a", "a a ab"):
+        ids = tokenizer.encode(text)
+        assert "".join(push_in_pieces(tokenizer.detokenizer(), ids, [1])) == tokenizer.decode(ids) == text
+
+
+@pytest.mark.parametrize("tokens", [["▁", "▁", "▁", "a"], ["▁", "a", "▁", "a"], ["▁▁▁a"], ["a", "▁▁"], ["▁"]])
+def test_leading_spaces_are_counted_over_pushes(tokens: list[str]) -> None:
+    vocab = {token: token_id for token_id, token in enumerate(dict.fromkeys(tokens))}
+    raw = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    raw.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 2, 0)])
+    ids = [vocab[token] for token in tokens]
+    assert "".join(push_in_pieces(Detokenizer(TokenBytes(raw, frozenset())), ids, [1])) == raw.decode(ids)
+
+
+@pytest.mark.parametrize(
+    ("decoder", "found"),
+    [
+        (None, "no decoder"),
+        (decoders.WordPiece(), "WordPiece"),
+        (decoders.Strip(" ", 1, 0), "Strip"),
+        (decoders.Sequence([decoders.Fuse(), decoders.Strip("_", 1, 0)]), "Strip"),
+        (decoders.Replace(tokenizers.Regex("_+"), " "), "Replace"),
+    ],
+)
+def test_decoders_that_cannot_be_followed_are_refused(decoder: decoders.Decoder | None, found: str) -> None:
+    raw = tokenizers.Tokenizer(models.BPE())
+    raw.decoder = decoder
+    with pytest.raises(ModelLoadError, match=found):
+        TokenBytes(raw, frozenset())

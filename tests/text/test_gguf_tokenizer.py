@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drift_sdk.errors import ModelLoadError
+from drift_sdk.text.tokenizer import Tokenizer
+
+TEXTS = [
+    "The quick brown fox doesn't mind",
+    "def add(left, right):\n    return left + right  # 3.14\n\n\tpass",
+    "👩‍👩‍👧 🎉🇩🇪 中文字符 日本語 한국어 e\u0301",
+    "   runs of    spaces \t\n\n  ",
+    "<|im_start|>user\n<think><a tool><思><|im_end|>",
+    "",
+    " ",
+]
+
+
+def words(tokenizer: Tokenizer, text: str) -> list[str]:
+    """How a text is cut before merging."""
+    return [text[start:end] for _, (start, end) in tokenizer._raw.pre_tokenizer.pre_tokenize_str(text)]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_byte_level_equals_the_tokenizer_json(
+    tmp_path: Path, byte_level_json: str, byte_level_metadata: dict[str, Any], text: str
+) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(byte_level_json, encoding="utf-8")
+    original = Tokenizer.from_file(path)
+    tokenizer = Tokenizer.from_gguf(byte_level_metadata)
+    ids = tokenizer.encode(text)
+    assert ids == original.encode(text)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    assert tokenizer.decode(ids) == original.decode(ids)
+    assert tokenizer.vocab_size == original.vocab_size
+    assert tokenizer.special_token_ids == original.special_token_ids
+
+
+def test_fields_come_from_the_metadata(byte_level_metadata: dict[str, Any]) -> None:
+    tokenizer = Tokenizer.from_gguf(byte_level_metadata)
+    assert tokenizer.bos_token == "<|im_start|>"
+    assert tokenizer.eos_token == "<|im_end|>"
+    assert tokenizer.eos_token_id == 2
+    assert tokenizer.chat_template == "{{ messages[0].content }}"
+
+
+@pytest.mark.parametrize(
+    ("pre", "expected"),
+    [
+        ("gpt-2", ["don", "'t", " pay", " 1234½", "!?", "\n\n  ", " OK"]),
+        ("default", ["don", "'t", " pay", " 1234½", "!?", "\n\n  ", " OK"]),
+        ("smollm", ["don", "'t", " pay", " ", "1", "2", "3", "4", "½", "!?", "\n\n  ", " OK"]),
+        ("llama-bpe", ["don", "'t", " pay", " ", "123", "4½", "!?\n\n", "  ", " OK"]),
+        ("qwen2", ["don", "'t", " pay", " ", "1", "2", "3", "4", "½", "!?\n\n", "  ", " OK"]),
+    ],
+)
+def test_pre_tokenizers(byte_level_metadata: dict[str, Any], pre: str, expected: list[str]) -> None:
+    tokenizer = Tokenizer.from_gguf(byte_level_metadata | {"tokenizer.ggml.pre": pre})
+    assert words(tokenizer, "don't pay 1234½!?\n\n   OK") == expected
+
+
+def test_a_file_without_pre_tokenizer_splits_as_gpt2(byte_level_metadata: dict[str, Any]) -> None:
+    metadata = {key: value for key, value in byte_level_metadata.items() if not key.endswith(".pre")}
+    assert words(Tokenizer.from_gguf(metadata), "don't 12") == ["don", "'t", " 12"]
+
+
+@pytest.mark.parametrize(("pre", "num_tokens"), [("gpt-2", 2), ("llama-bpe", 1)])
+def test_llama3_takes_whole_words_without_a_merge(
+    byte_level_metadata: dict[str, Any], pre: str, num_tokens: int
+) -> None:
+    tokens = [*byte_level_metadata["tokenizer.ggml.tokens"], "Zq"]
+    types = [*byte_level_metadata["tokenizer.ggml.token_type"], 1]
+    metadata = byte_level_metadata | {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
+    tokenizer = Tokenizer.from_gguf(metadata | {"tokenizer.ggml.pre": pre})
+    assert len(tokenizer.encode("Zq", add_special_tokens=False)) == num_tokens
+
+
+def test_qwen2_composes_characters(byte_level_metadata: dict[str, Any]) -> None:
+    tokenizer = Tokenizer.from_gguf(byte_level_metadata | {"tokenizer.ggml.pre": "qwen2"})
+    assert tokenizer.encode("e\u0301") == tokenizer.encode("\u00e9")
+
+
+@pytest.mark.parametrize(
+    ("pre", "add_bos_token", "is_added"),
+    [("gpt-2", None, False), ("gpt-2", True, True), ("llama-bpe", None, True), ("llama-bpe", False, False)],
+)
+def test_byte_level_bos(
+    byte_level_metadata: dict[str, Any], pre: str, add_bos_token: bool | None, is_added: bool
+) -> None:
+    metadata = byte_level_metadata | {"tokenizer.ggml.pre": pre}
+    if add_bos_token is not None:
+        metadata["tokenizer.ggml.add_bos_token"] = add_bos_token
+
+    tokenizer = Tokenizer.from_gguf(metadata)
+    plain = tokenizer.encode("The", add_special_tokens=False)
+    assert tokenizer.encode("The") == ([1] if is_added else []) + plain
+
+
+def join_best_neighbours(text: str, scores: dict[str, float]) -> list[str]:
+    """Sentencepiece's own rule: join the neighbours whose joined token scores best, leftmost first."""
+    symbols = list(text)
+    while True:
+        joined = [left + right for left, right in zip(symbols, symbols[1:], strict=False)]
+        candidates = [(scores[token], -index) for index, token in enumerate(joined) if token in scores]
+        if not candidates:
+            return symbols
+
+        index = -max(candidates)[1]
+        symbols[index : index + 2] = [joined[index]]
+
+
+@given(
+    text=st.lists(
+        st.sampled_from(["the", "quick", "doesn't", " ", "and", "re", "turn", "left", "e"]), max_size=12
+    )
+)
+def test_sentencepiece_joins_by_score(sentencepiece_metadata: dict[str, Any], text: list[str]) -> None:
+    tokenizer = Tokenizer.from_gguf(sentencepiece_metadata)
+    tokens = sentencepiece_metadata["tokenizer.ggml.tokens"]
+    table = zip(
+        tokens,
+        sentencepiece_metadata["tokenizer.ggml.scores"],
+        sentencepiece_metadata["tokenizer.ggml.token_type"],
+        strict=True,
+    )
+    scores = {token: score for token, score, token_type in table if token_type == 1}
+    # Runs of four spaces are a user-defined token, matched before anything else.
+    joined = "".join(text).replace("    ", "")
+    symbols = join_best_neighbours("▁" + joined.replace(" ", "▁"), scores) if joined else []
+    ids = tokenizer.encode(joined, add_special_tokens=False)
+    assert [tokens[token_id] for token_id in ids] == symbols
+    assert tokenizer.decode(ids) == joined
+
+
+def test_sentencepiece_bytes_specials_and_spaces(sentencepiece_metadata: dict[str, Any]) -> None:
+    tokenizer = Tokenizer.from_gguf(sentencepiece_metadata)
+    assert tokenizer.encode("") == [1]
+    assert tokenizer.special_token_ids == {0, 1, 2}
+    space = tokenizer.token_to_id("▁")
+    party = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in "🎉".encode()]
+    assert tokenizer.encode("🎉") == [1, space, *party]
+    assert tokenizer.encode("    ", add_special_tokens=False) == [tokenizer.token_to_id("    ")]
+    assert tokenizer.encode("</s>", add_special_tokens=False) == [2]
+    for text in ("the 🎉 fox", "  two spaces", "中文"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+    # The space prefix comes again after each token that is matched whole.
+    assert tokenizer.decode(tokenizer.encode("a<extra>b")) == "a<extra> b"
+
+
+def test_sentencepiece_without_a_space_prefix(sentencepiece_metadata: dict[str, Any]) -> None:
+    tokenizer = Tokenizer.from_gguf(sentencepiece_metadata | {"tokenizer.ggml.add_space_prefix": False})
+    assert tokenizer.encode("🎉", add_special_tokens=False)[0] == tokenizer.token_to_id("<0xF0>")
+    assert tokenizer.decode(tokenizer.encode(" the")) == " the"
+
+
+def test_sentencepiece_bos_can_be_off(sentencepiece_metadata: dict[str, Any]) -> None:
+    tokenizer = Tokenizer.from_gguf(sentencepiece_metadata | {"tokenizer.ggml.add_bos_token": False})
+    assert tokenizer.encode("") == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "found"),
+    [
+        ("tokenizer.ggml.model", "bert", "tokenizer.ggml.model='bert'"),
+        ("tokenizer.ggml.model", None, "tokenizer.ggml.model=None"),
+        ("tokenizer.ggml.pre", "martian", "tokenizer.ggml.pre='martian'"),
+        ("tokenizer.ggml.tokens", None, "tokenizer.ggml.tokens"),
+        (
+            "tokenizer.ggml.tokens",
+            ["a", "b", "a"],
+            "tokenizer.ggml.token_type: found 424 entries, expected 3",
+        ),
+        ("tokenizer.ggml.merges", None, "tokenizer.ggml.merges"),
+        ("tokenizer.ggml.merges", ["zz yy"], "do not fit together"),
+        ("tokenizer.ggml.merges", ["a"], "do not fit together"),
+        ("tokenizer.ggml.token_type", [1], "tokenizer.ggml.token_type: found 1 entries"),
+        ("tokenizer.ggml.eos_token_id", 10**6, "tokenizer.ggml.eos_token_id=1000000"),
+    ],
+)
+def test_unusable_metadata_is_named(
+    byte_level_metadata: dict[str, Any], key: str, value: object, found: str
+) -> None:
+    with pytest.raises(ModelLoadError, match=found):
+        Tokenizer.from_gguf(byte_level_metadata | {key: value})
+
+
+def test_repeated_tokens_are_refused(byte_level_metadata: dict[str, Any]) -> None:
+    tokens = list(byte_level_metadata["tokenizer.ggml.tokens"])
+    tokens[-1] = tokens[5]
+    with pytest.raises(ModelLoadError, match="occurs twice"):
+        Tokenizer.from_gguf(byte_level_metadata | {"tokenizer.ggml.tokens": tokens})
+
+
+def test_sentencepiece_without_scores_is_refused(sentencepiece_metadata: dict[str, Any]) -> None:
+    metadata = {key: value for key, value in sentencepiece_metadata.items() if not key.endswith("scores")}
+    with pytest.raises(ModelLoadError, match="tokenizer.ggml.scores"):
+        Tokenizer.from_gguf(metadata)

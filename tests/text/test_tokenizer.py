@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import decoders, processors
+from transformers import PreTrainedTokenizerFast
+
+from drift_sdk.errors import ModelLoadError, RequestError
+from drift_sdk.text.tokenizer import Tokenizer
+
+TEXT = "<|im_start|>user\nThe quick 中文 🎉 don't <think>  12<|im_end|>"
+
+
+@pytest.fixture
+def path(tmp_path: Path, byte_level_json: str) -> Path:
+    file = tmp_path / "tokenizer.json"
+    file.write_text(byte_level_json, encoding="utf-8")
+    return file
+
+
+def test_equals_transformers(path: Path) -> None:
+    config = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+    tokenizer = Tokenizer.from_file(path, config)
+    reference = PreTrainedTokenizerFast(tokenizer_file=str(path), **config)
+    ids = tokenizer.encode(TEXT)
+    assert ids == reference.encode(TEXT)
+    assert tokenizer.vocab_size == len(reference)
+    assert tokenizer.eos_token_id == reference.eos_token_id
+    for skip in (True, False):
+        expected = reference.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+        assert tokenizer.decode(ids, skip_special_tokens=skip) == expected
+
+    assert tokenizer.decode(ids, skip_special_tokens=False) == TEXT
+
+
+def test_fields_come_from_the_config(path: Path) -> None:
+    templates = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    config = {
+        "bos_token": None,
+        "eos_token": {"content": "<|im_end|>", "special": True, "__type": "AddedToken"},
+        "chat_template": templates,
+    }
+    tokenizer = Tokenizer.from_file(path, config)
+    assert tokenizer.bos_token is None
+    assert tokenizer.eos_token == "<|im_end|>"
+    assert tokenizer.eos_token_id == tokenizer.token_to_id("<|im_end|>") == 2
+    assert tokenizer.chat_template == "plain"
+    assert tokenizer.special_token_ids == {0, 1, 2}
+    assert tokenizer.token_to_id("no such token") is None
+
+
+def test_config_is_optional(path: Path) -> None:
+    tokenizer = Tokenizer.from_file(path)
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.eos_token_id) == (None, None, None)
+    assert tokenizer.chat_template is None
+
+
+@pytest.mark.parametrize("template", [[{"name": "rag", "template": "x"}], None])
+def test_without_a_default_there_is_no_template(path: Path, template: object) -> None:
+    assert Tokenizer.from_file(path, {"chat_template": template}).chat_template is None
+
+
+@pytest.mark.parametrize("has_template", [False, True])
+@pytest.mark.parametrize("add_bos_token", [None, False, True])
+def test_bos_is_added_iff_the_tokenizer_does(
+    path: Path, has_template: bool, add_bos_token: bool | None
+) -> None:
+    if has_template:
+        raw = tokenizers.Tokenizer.from_file(str(path))
+        raw.post_processor = processors.TemplateProcessing(
+            "<|im_start|> $A", special_tokens=[("<|im_start|>", 1)]
+        )
+        raw.save(str(path))
+
+    config: dict[str, Any] = {"bos_token": "<|im_start|>"}
+    if add_bos_token is not None:
+        config["add_bos_token"] = add_bos_token
+
+    tokenizer = Tokenizer.from_file(path, config)
+    is_added = has_template if add_bos_token is None else add_bos_token
+    plain = tokenizer.encode("The", add_special_tokens=False)
+    assert tokenizer.token_to_id("<|im_start|>") not in plain
+    assert tokenizer.encode("The") == ([1] if is_added else []) + plain
+
+
+def test_truncation_and_padding_of_the_file_are_off(path: Path) -> None:
+    raw = tokenizers.Tokenizer.from_file(str(path))
+    expected = raw.encode(TEXT).ids
+    raw.enable_truncation(max_length=3)
+    raw.enable_padding(length=64)
+    raw.save(str(path))
+    assert Tokenizer.from_file(path).encode(TEXT) == expected
+
+
+def test_eos_is_special_though_the_file_does_not_say_so(path: Path) -> None:
+    tokenizer = Tokenizer.from_file(path, {"eos_token": "<think>"})
+    assert tokenizer.eos_token_id in tokenizer.special_token_ids
+    assert tokenizer.decode(tokenizer.encode("a<think>b")) == "ab"
+
+
+def test_eos_keeps_its_rules_about_spaces(path: Path) -> None:
+    raw = tokenizers.Tokenizer.from_file(str(path))
+    raw.add_special_tokens([tokenizers.AddedToken("<|im_end|>", rstrip=True, normalized=False)])
+    raw.save(str(path))
+    expected = raw.encode("a<|im_end|>  b").ids
+    assert Tokenizer.from_file(path, {"eos_token": "<|im_end|>"}).encode("a<|im_end|>  b") == expected
+
+
+def test_a_token_outside_the_vocabulary_is_not_added(path: Path) -> None:
+    tokenizer = Tokenizer.from_file(
+        path, {"eos_token": "<|none|>", "bos_token": "<s>", "add_bos_token": True}
+    )
+    assert tokenizer.vocab_size == Tokenizer.from_file(path).vocab_size
+    assert tokenizer.eos_token_id is None
+    assert tokenizer.encode("") == []
+
+
+@pytest.mark.parametrize("content", [None, "", "{", '{"version": "1.0"}'])
+def test_missing_and_broken_files_are_named(tmp_path: Path, content: str | None) -> None:
+    file = tmp_path / "tokenizer.json"
+    if content is not None:
+        file.write_text(content)
+
+    with pytest.raises(ModelLoadError, match=str(file)):
+        Tokenizer.from_file(file)
+
+
+def test_unsupported_decoder_names_file_and_decoder(path: Path) -> None:
+    raw = tokenizers.Tokenizer.from_file(str(path))
+    raw.decoder = decoders.CTC()
+    raw.save(str(path))
+    with pytest.raises(ModelLoadError, match=rf"{path}.*CTC"):
+        Tokenizer.from_file(path)
+
+
+def test_lone_surrogates_are_the_requests_fault(path: Path) -> None:
+    with pytest.raises(RequestError, match="surrogates") as caught:
+        Tokenizer.from_file(path).encode("a\ud800")
+
+    assert caught.value.field == "prompt"
+
+
+def test_threads_may_share_one(path: Path) -> None:
+    tokenizer = Tokenizer.from_file(path)
+    texts = [f"{TEXT} {number} 🎉" * 5 for number in range(200)]
+
+    def round_trip(text: str) -> tuple[list[int], str]:
+        ids = tokenizer.encode(text)
+        return ids, tokenizer.detokenizer().push(ids)
+
+    expected = [round_trip(text) for text in texts]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(round_trip, texts)) == expected
+
+
+def test_loads_no_torch_and_leaves_the_environment(path: Path) -> None:
+    program = (
+        "import json, os, sys; before = dict(os.environ)\n"
+        "from pathlib import Path; from drift_sdk.text.chat import ChatTemplate\n"
+        "from drift_sdk.text.stops import StopMatcher; from drift_sdk.text.tokenizer import Tokenizer\n"
+        "tokenizer = Tokenizer.from_file(Path(sys.argv[1])); tokenizer.decode(tokenizer.encode('text'))\n"
+        "print(json.dumps([before == dict(os.environ), 'torch' in sys.modules]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(path)], capture_output=True, check=True, env=dict(os.environ)
+    )
+    assert json.loads(done.stdout) == [True, False]
