@@ -9,7 +9,7 @@ import time
 
 import anyio
 import pytest
-from loops import on_every_loop, run, until, with_checkpoints
+from loops import num_tasks, on_every_loop, run, until, with_checkpoints
 
 from drift_sdk import (
     Chunk,
@@ -204,6 +204,7 @@ def test_cancel_at_every_checkpoint(loop: str, is_entered: bool) -> None:
 
     async def main() -> None:
         async with scripted_engine(TEXT, step_s=0.0005) as engine:
+            tasks_before = num_tasks()
             for nth in itertools.count(1):
                 counter = itertools.count(1)
                 with anyio.CancelScope() as scope:
@@ -216,6 +217,7 @@ def test_cancel_at_every_checkpoint(loop: str, is_entered: bool) -> None:
 
                     await with_checkpoints(consume(engine, f"prompt {nth}"), on_checkpoint)
                 await until(lambda: is_idle(engine))
+                assert num_tasks() == tasks_before
                 if not scope.cancelled_caught:
                     break
                 if nth % 8 == 0:

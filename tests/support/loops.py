@@ -9,6 +9,7 @@ from typing import Any
 
 import anyio
 import pytest
+import trio
 
 LOOPS = ["asyncio", "uvloop", "trio"]
 
@@ -48,5 +49,9 @@ def with_checkpoints(
             error = exc
 
 
-def asyncio_tasks() -> int:
+def num_tasks() -> int:
+    """Tasks of the running loop, asyncio's or trio's."""
+    if trio.lowlevel.in_trio_run():
+        return trio.lowlevel.current_statistics().tasks_living
+
     return len(asyncio.all_tasks())

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from math import ceil
+
+__all__ = ["TokenBudget"]
+
+MIN_TOKENS = 16  # prompts always progress
+SMOOTHING = 0.1  # weight of the newest step in the averages
+WINDOW = 128  # steps whose spread gives the percentiles
+
+
+class TokenBudget:
+    """How many prefill tokens the next step may take.
+
+    Nobody decoding: all of `max_tokens`, for nobody waits between two tokens. Otherwise, in this order:
+
+    - With a latency target, as many as the predicted step time allows, `MIN_TOKENS` at least. Targets win
+      over `prefer_high_throughput`. A step is modelled as decode time + tokens x time per token, both
+      exponential averages. The spread of measured over predicted time in the last `WINDOW` steps says how
+      far the median and the 95th percentile lie from the prediction.
+    - With `prefer_high_throughput`, all of `max_tokens`.
+    - A quarter of it, a block at least. The same until a target has a prompt's step to learn from.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_tokens: int,
+        block_size: int,
+        target_latency_ms_p50: float | None = None,
+        target_latency_ms_p95: float | None = None,
+        prefer_high_throughput: bool = False,
+    ) -> None:
+        self.max_tokens = max_tokens
+        self.min_tokens = min(MIN_TOKENS, max_tokens)
+        self._share = min(max_tokens, max(max_tokens // 4, block_size))
+        self._prefers_throughput = prefer_high_throughput
+        targets = ((0.5, target_latency_ms_p50), (0.95, target_latency_ms_p95))
+        self._targets = [(quantile, ms / 1e3) for quantile, ms in targets if ms is not None]
+
+        self._decode_s: float | None = None
+        self._token_s: float | None = None
+        self._ratios: deque[float] = deque()  # measured over predicted, of steps with decode rows
+        self._sorted_ratios: list[float] = []
+
+    def num_tokens(self, num_decode_rows: int) -> int:
+        if num_decode_rows == 0:
+            return self.max_tokens
+
+        if not self._targets:
+            return self.max_tokens if self._prefers_throughput else self._share
+
+        if self._token_s is None:
+            return self._share
+
+        wanted_s = min(target_s / self._ratio(quantile) for quantile, target_s in self._targets)
+        room_s = wanted_s - (self._decode_s or 0.0)
+        if room_s <= 0.0:
+            return self.min_tokens
+
+        if room_s >= self.max_tokens * self._token_s:
+            return self.max_tokens
+
+        return max(int(room_s / self._token_s), self.min_tokens)
+
+    def observe(self, num_prefill_tokens: int, num_decode_rows: int, duration_s: float) -> None:
+        """Learn from a step that was run to its end: `duration_s` seconds of the device's time."""
+        if not self._targets or num_prefill_tokens + num_decode_rows == 0:
+            return
+
+        decode_s = (self._decode_s or 0.0) if num_decode_rows else 0.0
+        predicted_s = decode_s + num_prefill_tokens * (self._token_s or 0.0)
+        if num_decode_rows and predicted_s > 0.0:
+            self._remember(duration_s / predicted_s)
+
+        if num_prefill_tokens:
+            # Whatever the decode time does not explain is laid to the prompt's tokens, so an unknown or
+            # outdated decode time still leads to a budget that meets the target.
+            token_s = max(duration_s - decode_s, 0.0) / num_prefill_tokens
+            self._token_s = _average(self._token_s, token_s)
+
+        if num_prefill_tokens == 0 or duration_s < decode_s:
+            # Under load every step may have a prompt: one that took less time than decoding alone is said
+            # to take shows that decoding has become faster.
+            self._decode_s = _average(self._decode_s, duration_s)
+
+    def _remember(self, ratio: float) -> None:
+        if len(self._ratios) == WINDOW:
+            oldest = self._ratios.popleft()
+            del self._sorted_ratios[bisect_left(self._sorted_ratios, oldest)]
+
+        self._ratios.append(ratio)
+        insort(self._sorted_ratios, ratio)
+
+    def _ratio(self, quantile: float) -> float:
+        if not self._sorted_ratios:
+            return 1.0
+
+        ratio = self._sorted_ratios[ceil(quantile * len(self._sorted_ratios)) - 1]
+        return ratio if ratio > 0.0 else 1.0
+
+
+def _average(old: float | None, new: float) -> float:
+    return new if old is None else old + SMOOTHING * (new - old)

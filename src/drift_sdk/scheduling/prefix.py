@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence as Seq
+
+__all__ = ["PrefixNode", "PrefixTrie"]
+
+
+class PrefixNode:
+    """A full block of committed KV. `key` holds its token ids; its history is the path from the root.
+
+    `block_id` is -1 once the node has been evicted, and at the root.
+    """
+
+    __slots__ = ("block_id", "children", "key", "num_references", "parent")
+
+    def __init__(self, parent: PrefixNode | None, key: tuple[int, ...], block_id: int) -> None:
+        self.parent = parent
+        self.key = key
+        self.block_id = block_id
+        self.children: dict[tuple[int, ...], PrefixNode] = {}
+        self.num_references = 0
+
+
+class PrefixTrie:
+    """Blocks by content. A child is found by the very token ids it holds, so nothing can collide.
+
+    Whoever references a node references all its ancestors too, so the children of an unreferenced node are
+    unreferenced. They are released deepest first and a node in use is never passed over, so a child is
+    always older in the LRU order than its parent: the oldest node is a leaf.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.num_nodes = 0
+        self.root = PrefixNode(None, (), -1)
+        self._unreferenced: OrderedDict[PrefixNode, None] = OrderedDict()  # oldest first
+
+    @property
+    def num_evictable(self) -> int:
+        return len(self._unreferenced)
+
+    def extend_match(self, nodes: list[PrefixNode], token_ids: Seq[int], max_blocks: int) -> None:
+        """Bring `nodes`, an earlier match of `token_ids` from the root, up to date, in place and without
+        taking references. At most `max_blocks` nodes; the work is that of what changed."""
+        # An ancestor outlives its descendants, so only the end of the path can have gone.
+        while nodes and nodes[-1].block_id < 0:
+            nodes.pop()
+
+        node = nodes[-1] if nodes else self.root
+        size = self.block_size
+        for index in range(len(nodes), max_blocks):
+            child = node.children.get(tuple(token_ids[index * size : (index + 1) * size]))
+            if child is None:
+                break
+
+            nodes.append(child)
+            node = child
+
+    def count_unreferenced(self, nodes: list[PrefixNode]) -> int:
+        """How many nodes of a path would stop being evictable if it were acquired."""
+        count = 0
+        for node in reversed(nodes):
+            if node.num_references:
+                break
+
+            count += 1
+
+        return count
+
+    def acquire(self, nodes: list[PrefixNode]) -> None:
+        """Reference every node of a path from the root."""
+        for node in nodes:
+            if node.num_references == 0:
+                del self._unreferenced[node]
+            node.num_references += 1
+
+    def release(self, nodes: list[PrefixNode]) -> None:
+        """Drop one reference from every node of a path from the root; content stays until evicted."""
+        for node in reversed(nodes):
+            assert node.num_references > 0, f"block {node.block_id} is released but not referenced"
+            node.num_references -= 1
+            if node.num_references == 0:
+                self._unreferenced[node] = None
+
+    def insert(self, parent: PrefixNode, key: tuple[int, ...], block_id: int) -> PrefixNode:
+        """Add a block below a node the caller references; the new node comes with one reference."""
+        assert key not in parent.children, f"block {block_id} holds what is cached already"
+        assert parent is self.root or parent.num_references > 0, "the parent is not referenced"
+        node = PrefixNode(parent, key, block_id)
+        node.num_references = 1
+        parent.children[key] = node
+        self.num_nodes += 1
+        return node
+
+    def evict(self) -> int:
+        """Forget the least recently used unreferenced node and return its block."""
+        node, _ = self._unreferenced.popitem(last=False)
+        assert not node.children and node.parent is not None, f"block {node.block_id} is not a leaf"
+        del node.parent.children[node.key]
+        self.num_nodes -= 1
+        block_id, node.block_id = node.block_id, -1
+        return block_id
+
+    def iter_nodes(self) -> list[PrefixNode]:
+        """All nodes, parents before children, without the root."""
+        nodes = list(self.root.children.values())
+        for node in nodes:
+            nodes.extend(node.children.values())
+
+        return nodes
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if links, counts or the LRU order are broken."""
+        nodes = self.iter_nodes()
+        assert len(nodes) == self.num_nodes, f"{len(nodes)} nodes linked, {self.num_nodes} counted"
+        assert len({node.block_id for node in nodes}) == len(nodes), "two nodes hold one block"
+        age = {node: index for index, node in enumerate(self._unreferenced)}
+        for node in nodes:
+            parent = node.parent
+            assert parent is not None and parent.children.get(node.key) is node, "a link is broken"
+            assert node.block_id >= 0, "an evicted node is still linked"
+            assert len(node.key) == self.block_size, f"key of {len(node.key)} tokens"
+            assert (node.num_references == 0) == (node in age), f"block {node.block_id}: LRU membership"
+            if parent is not self.root:
+                assert parent.num_references >= node.num_references, "referenced below an unreferenced node"
+                if parent in age:
+                    assert age[node] < age[parent], f"block {node.block_id} is younger than its parent"
+        assert len(age) == sum(node.num_references == 0 for node in nodes), "an unlinked node is evictable"

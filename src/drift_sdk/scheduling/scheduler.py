@@ -1,0 +1,305 @@
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Literal
+
+from msgspec import Struct
+
+from drift_sdk.results import FinishReason, TokenLogprobs
+from drift_sdk.scheduling.block_manager import BlockManager
+from drift_sdk.scheduling.budget import TokenBudget
+from drift_sdk.scheduling.queue import WaitingQueue
+from drift_sdk.scheduling.running import RunningSet
+from drift_sdk.scheduling.sequence import Sequence
+from drift_sdk.scheduling.step_builder import LaunchedStep, StepBuilder
+from drift_sdk.steps import DecodeRow, StepPlan, StepResult
+
+__all__ = ["Delta", "Scheduler", "SchedulerConfig"]
+
+
+class SchedulerConfig(Struct, frozen=True, kw_only=True):
+    """What a scheduler shares out: slots, blocks of `block_size` tokens, prefill tokens a step."""
+
+    max_num_seqs: int
+    num_blocks: int
+    block_size: int
+    prefill_token_budget: int
+    num_draft_tokens: int = 0
+    target_latency_ms_p50: float | None = None
+    target_latency_ms_p95: float | None = None
+    prefer_high_throughput: bool = False
+
+
+class Delta(Struct, frozen=True):
+    """What one committed step added to a sequence."""
+
+    sequence: Sequence
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None
+    finish: Literal["stop", "length"] | None
+
+
+class Scheduler:
+    """Decides who runs in the next step, with which blocks, and takes in what steps did.
+
+    A plan may be made before earlier ones are committed, to any depth; they are committed in order. Decode
+    rows come first, best (priority, arrival) first, then prompts in the same order, then the queue's head
+    while slots, blocks and the token budget last. Nobody in the queue overtakes its head.
+
+    A row without room waits for its own results in flight, which may give blocks back, and then takes those
+    of the worst running sequence, itself if there is no worse one. So the best sequence always advances.
+    A preempted sequence computes its tokens so far anew when its turn comes; results of its steps in flight
+    still count, and it is not admitted before the last of them.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self._max_emitted_tokens = config.num_draft_tokens + 1
+        self._blocks = BlockManager(config.num_blocks, config.block_size)
+        self._budget = TokenBudget(
+            max_tokens=config.prefill_token_budget,
+            block_size=config.block_size,
+            target_latency_ms_p50=config.target_latency_ms_p50,
+            target_latency_ms_p95=config.target_latency_ms_p95,
+            prefer_high_throughput=config.prefer_high_throughput,
+        )
+        self._queue = WaitingQueue()
+        self._running = RunningSet(config.max_num_seqs)
+        self._launched: deque[LaunchedStep] = deque()
+        # A slot's row never changes.
+        self._rows = [
+            DecodeRow(slot=slot, num_draft_tokens=config.num_draft_tokens)
+            for slot in range(config.max_num_seqs)
+        ]
+        self._next_step_id = 0
+        self.num_preemptions = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queue)
+
+    @property
+    def num_queued(self) -> int:
+        """Waiting and never started."""
+        return self._queue.num_never_started
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running.sequences)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps planned and not committed."""
+        return len(self._launched)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that a plan can have: free, or cached and unreferenced."""
+        return self._blocks.num_available
+
+    @property
+    def num_cached_blocks(self) -> int:
+        return self._blocks.trie.num_nodes
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running.sequences or self._queue or self._launched)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new sequence. The whole pool must have room for `sampling.max_length` tokens."""
+        num_blocks = self._blocks.num_blocks(sequence.num_kv_slots(sequence.max_length))
+        assert num_blocks <= self.config.num_blocks, f"{sequence}: {num_blocks} blocks, more than there are"
+        assert 0 < sequence.num_prompt_tokens < sequence.max_length, f"{sequence}: no room for a token"
+        self._queue.push(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Drop a sequence at once: its slot and blocks are free for the next plan, and nothing that is in
+        flight for it is delivered. Idempotent."""
+        self._end(sequence, sequence.finish or "cancelled")
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, to be launched in this order; None if nothing can be launched now: there is no
+        work, or all of it waits for results in flight."""
+        step = StepBuilder(self._max_emitted_tokens)
+        prefilling, is_short = self._plan_rows(step)
+        if prefilling or self._queue:
+            budget = self._budget.num_tokens(len(step.decode))
+            for sequence in prefilling:
+                if budget > 0:
+                    budget -= step.add_chunk(sequence, budget)
+
+            # A newcomer would take the room that a running sequence is waiting for.
+            while budget > 0 and not is_short and (admitted := self._admit(step)) is not None:
+                budget -= step.add_chunk(admitted, budget)
+
+        if not step.prefill and not step.decode:
+            return None
+
+        launched = step.build(self._next_step_id, self._rows)
+        self._next_step_id += 1
+        self._launched.append(launched)
+        return launched.plan
+
+    def commit(self, result: StepResult) -> list[Delta]:
+        """Take in the result of the oldest uncommitted plan. A delta per sequence that gained tokens."""
+        plan, prefill, decode = self._launched.popleft()
+        assert result.step_id == plan.step_id, f"step {result.step_id}: step {plan.step_id} comes first"
+        deltas: list[Delta] = []
+        num_useful = 0
+
+        for sequence, chunk, output in zip(prefill, plan.prefill, result.prefill, strict=True):
+            sequence.land(chunk.is_last, chunk.is_last)
+            if sequence.finish is not None:
+                continue
+
+            assert len(output.token_ids) == chunk.is_last, f"{sequence}: {output} of {chunk}"
+            num_useful += 1
+            if sequence.is_running:
+                assert chunk.start == sequence.num_computed_tokens, f"{sequence}: chunk at {chunk.start}"
+                sequence.num_computed_tokens = chunk.start + len(chunk.token_ids)
+                self._blocks.publish(sequence)
+            if chunk.is_last:
+                sequence.token_ids += output.token_ids
+                deltas.append(Delta(sequence, output.token_ids, output.logprobs, output.finish))
+                if output.finish is not None:
+                    self._end(sequence, output.finish)
+
+        max_emitted_tokens = self._max_emitted_tokens
+        for sequence, output in zip(decode, result.decode, strict=True):
+            sequence.land(1, max_emitted_tokens)
+            if sequence.finish is not None:
+                continue
+
+            token_ids = output.token_ids
+            assert 0 < len(token_ids) <= max_emitted_tokens, f"{sequence}: {output}"
+            num_useful += 1
+            sequence.token_ids += token_ids
+            deltas.append(Delta(sequence, token_ids, output.logprobs, output.finish))
+            if sequence.slot >= 0:
+                sequence.num_computed_tokens = len(sequence.token_ids) - 1
+                if output.finish is None:
+                    self._blocks.settle(sequence)
+            if output.finish is not None:
+                self._end(sequence, output.finish)
+
+        if num_useful:
+            # What the device did, also for sequences that were removed meanwhile.
+            num_prefill_tokens = sum([len(chunk.token_ids) for chunk in plan.prefill])
+            num_decode_rows = sum([bool(output.token_ids) for output in result.decode])
+            self._budget.observe(num_prefill_tokens, num_decode_rows, result.duration_s)
+
+        return deltas
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError with the reason if anything is lost, shared or counted wrongly. Valid
+        between any two calls."""
+        running, waiting = self._running.sequences, list(self._queue)
+        self._running.check_integrity()
+        self._queue.check_integrity()
+        self._blocks.check_integrity(running)
+        in_flight = {sequence: [0, 0, 0] for sequence in running + waiting}
+        assert len(in_flight) == len(running) + len(waiting), "a sequence has two places"
+        for plan, prefill, decode in self._launched:
+            emitted = [(int(chunk.is_last), int(chunk.is_last)) for chunk in plan.prefill]
+            emitted += [(1, row.num_draft_tokens + 1) for row in plan.decode]
+            for sequence, (least, most) in zip(prefill + decode, emitted, strict=True):
+                counts = in_flight.setdefault(sequence, [0, 0, 0])
+                counts[:] = counts[0] + 1, counts[1] + least, counts[2] + most
+
+        for sequence, counts in in_flight.items():
+            found = [sequence.num_in_flight, sequence.min_in_flight_tokens, sequence.max_in_flight_tokens]
+            assert found == counts, f"{sequence}: in flight {found}, launched {counts}"
+
+        for sequence in running:
+            assert sequence.finish is None, f"{sequence} has finished and runs"
+            length, computed = len(sequence.token_ids), sequence.num_computed_tokens
+            assert computed <= sequence.num_launched_tokens or computed == length - 1, (
+                f"{sequence}: {computed} of {length} tokens computed, {sequence.num_launched_tokens} launched"
+            )
+
+    def _plan_rows(self, step: StepBuilder) -> tuple[list[Sequence], bool]:
+        """Add a row for whoever can decode. Returns who has chunks to compute still, and whether somebody
+        found no room."""
+        prefilling: list[Sequence] = []
+        is_short = False
+        running = self._running.sequences
+        max_emitted_tokens = self._max_emitted_tokens
+        block_size = self.config.block_size
+        index = 0
+        while index < len(running):  # preemption shortens the list, at its end
+            sequence = running[index]
+            index += 1
+            if sequence.is_prefilling:
+                prefilling.append(sequence)
+                continue
+
+            length = len(sequence.token_ids)
+            if length + sequence.min_in_flight_tokens >= sequence.max_length:
+                continue
+
+            num_slots = sequence.num_kv_slots(length + sequence.max_in_flight_tokens + max_emitted_tokens)
+            if num_slots > len(sequence.block_table) * block_size:
+                first_index = len(sequence.block_table)
+                if not self._reserve(sequence, self._blocks.num_blocks(num_slots)):
+                    is_short = True
+                    continue
+
+                step.update_blocks(sequence, first_index)
+
+            step.add_row(sequence)
+
+        return prefilling, is_short
+
+    def _reserve(self, sequence: Sequence, num_blocks: int) -> bool:
+        """Lengthen a running sequence's table to `num_blocks`, at the cost of worse ones if need be."""
+        while num_blocks - len(sequence.block_table) > self._blocks.num_available:
+            if sequence.num_in_flight:
+                return False
+
+            worst = self._running.worst
+            self._preempt(worst)
+            if worst is sequence:
+                return False
+
+        self._blocks.extend(sequence, num_blocks)
+        return True
+
+    def _admit(self, step: StepBuilder) -> Sequence | None:
+        """Give the queue's head a slot and blocks, or None."""
+        if not self._queue or not self._running.has_free_slot:
+            return None
+
+        sequence = self._queue.peek()
+        # Its tokens, and so its chunks, are known only when all results are in.
+        if sequence.num_in_flight or not self._blocks.try_admit(sequence, self._max_emitted_tokens):
+            return None
+
+        self._queue.pop()
+        self._running.add(sequence)
+        sequence.num_prefill_tokens = len(sequence.token_ids)
+        sequence.num_launched_tokens = sequence.num_computed_tokens
+        if sequence.started_at is None:
+            sequence.started_at = time.monotonic()
+            sequence.num_cached_tokens = sequence.num_computed_tokens
+
+        step.assign_slot(sequence)
+        step.update_blocks(sequence, 0)
+        return sequence
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._release(sequence)
+        self._queue.push(sequence)
+        self.num_preemptions += 1
+
+    def _end(self, sequence: Sequence, reason: FinishReason) -> None:
+        sequence.finish = reason
+        if sequence.is_running:
+            self._release(sequence)
+        else:
+            self._queue.discard(sequence)
+            sequence.prefix_nodes = []
+
+    def _release(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        self._blocks.release(sequence)

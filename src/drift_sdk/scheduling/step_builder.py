@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from drift_sdk.scheduling.sequence import Sequence
+from drift_sdk.steps import BlockUpdate, DecodeRow, PrefillChunk, SlotAssignment, StepPlan
+
+__all__ = ["LaunchedStep", "StepBuilder"]
+
+
+class LaunchedStep(NamedTuple):
+    """A plan and whom it was made for: by its commit a slot may have another sequence."""
+
+    plan: StepPlan
+    prefill: list[Sequence]
+    decode: list[Sequence]
+
+
+class StepBuilder:
+    """A plan in the making."""
+
+    def __init__(self, max_emitted_tokens: int) -> None:
+        self.prefill: list[Sequence] = []
+        self.decode: list[Sequence] = []
+        self._max_emitted_tokens = max_emitted_tokens
+        self._assignments: list[SlotAssignment] = []
+        self._block_updates: list[BlockUpdate] = []
+        self._chunks: list[PrefillChunk] = []
+
+    def assign_slot(self, sequence: Sequence) -> None:
+        self._assignments.append(SlotAssignment(slot=sequence.slot, sampling=sequence.sampling))
+
+    def update_blocks(self, sequence: Sequence, first_index: int) -> None:
+        """The sequence's table has grown from `first_index` on."""
+        block_ids = tuple(sequence.block_table[first_index:])
+        self._block_updates.append(
+            BlockUpdate(slot=sequence.slot, first_index=first_index, block_ids=block_ids)
+        )
+
+    def add_row(self, sequence: Sequence) -> None:
+        sequence.launch(1, self._max_emitted_tokens)
+        self.decode.append(sequence)
+
+    def add_chunk(self, sequence: Sequence, max_tokens: int) -> int:
+        """The sequence's next chunk; returns its number of tokens."""
+        start = sequence.num_launched_tokens
+        end = min(start + max_tokens, sequence.num_prefill_tokens)
+        is_last = end == sequence.num_prefill_tokens
+        sequence.num_launched_tokens = end
+        sequence.launch(is_last, is_last)
+        self.prefill.append(sequence)
+        token_ids = tuple(sequence.token_ids[start:end])
+        self._chunks.append(
+            PrefillChunk(slot=sequence.slot, start=start, token_ids=token_ids, is_last=is_last)
+        )
+        return end - start
+
+    def build(self, step_id: int, rows: list[DecodeRow]) -> LaunchedStep:
+        """The plan; `rows` has the decode row of every slot."""
+        plan = StepPlan(
+            step_id=step_id,
+            assignments=tuple(self._assignments),
+            block_updates=tuple(self._block_updates),
+            prefill=tuple(self._chunks),
+            decode=tuple([rows[sequence.slot] for sequence in self.decode]),
+        )
+        return LaunchedStep(plan, self.prefill, self.decode)

@@ -1,0 +1,420 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fake_device import FakeDevice
+
+from drift_sdk.scheduling.scheduler import Delta, Scheduler, SchedulerConfig
+from drift_sdk.scheduling.sequence import Sequence
+from drift_sdk.steps import PrefillChunk, StepPlan
+
+
+class Rig:
+    """A scheduler and a device, driven by hand."""
+
+    def __init__(self, **changes: Any) -> None:
+        values: dict[str, Any] = {
+            "max_num_seqs": 4,
+            "num_blocks": 100,
+            "block_size": 4,
+            "prefill_token_budget": 64,
+            "prefer_high_throughput": True,
+        }
+        self.config = SchedulerConfig(**{**values, **changes})
+        self.scheduler = Scheduler(self.config)
+        self.device = FakeDevice(self.config)
+        self.num_added = 0
+
+    def add(self, prompt: list[int] | int, max_tokens: int = 50, priority: int = 0) -> Sequence:
+        """A prompt, or the length of one that shares no block with others."""
+        if isinstance(prompt, int):
+            prompt = [1000 + self.num_added] * prompt
+
+        sequence = self.device.sequence(
+            prompt, max_tokens=max_tokens, arrival=self.num_added, priority=priority
+        )
+        self.num_added += 1
+        self.scheduler.add(sequence)
+        return sequence
+
+    def schedule(self) -> StepPlan | None:
+        plan = self.scheduler.schedule()
+        self.scheduler.check_integrity()
+        if plan is not None:
+            self.device.launch(plan)
+
+        return plan
+
+    def launch(self) -> StepPlan:
+        plan = self.schedule()
+        assert plan is not None
+        return plan
+
+    def commit(self) -> list[Delta]:
+        deltas = self.scheduler.commit(self.device.collect())
+        self.scheduler.check_integrity()
+        return deltas
+
+    def turn(self, count: int = 1) -> None:
+        """Steps one at a time."""
+        for _ in range(count):
+            self.launch()
+            self.commit()
+
+    def drain(self) -> None:
+        while self.scheduler.has_work:
+            if self.scheduler.num_in_flight >= 2 or self.schedule() is None:
+                self.commit()
+
+    def story(self, sequence: Sequence) -> list[int]:
+        return self.device.stories[sequence.arrival].token_ids
+
+
+def spans(plan: StepPlan) -> list[tuple[int, int, int]]:
+    return [(chunk.slot, chunk.start, len(chunk.token_ids)) for chunk in plan.prefill]
+
+
+def rows(plan: StepPlan) -> list[int]:
+    return [row.slot for row in plan.decode]
+
+
+def test_chunks_and_the_first_row_are_launched_ahead() -> None:
+    rig = Rig(prefill_token_budget=4)
+    sequence = rig.add(10)
+    plans = [rig.launch() for _ in range(5)]
+    assert [spans(plan) for plan in plans] == [[(0, 0, 4)], [(0, 4, 4)], [(0, 8, 2)], [], []]
+    assert [[chunk.is_last for chunk in plan.prefill] for plan in plans[:3]] == [[False], [False], [True]]
+    assert [rows(plan) for plan in plans] == [[], [], [], [0], [0]]
+    assert [len(plan.assignments) for plan in plans] == [1, 0, 0, 0, 0]
+    assert [len(rig.commit()) for _ in plans] == [0, 0, 1, 1, 1]
+    assert sequence.token_ids == rig.story(sequence)[:13]
+
+
+def test_a_budget_is_shared_in_order_and_decode_rows_come_along() -> None:
+    rig = Rig(prefill_token_budget=8)
+    rig.add(3)
+    rig.turn()
+    for length in (6, 7, 4):
+        rig.add(length)
+
+    plan = rig.launch()
+    assert (spans(plan), rows(plan)) == ([(1, 0, 6), (2, 0, 2)], [0])
+    plan = rig.launch()
+    assert (spans(plan), rows(plan)) == ([(2, 2, 5), (3, 0, 3)], [0, 1])
+
+
+def test_decoding_sequences_leave_prompts_a_share_of_the_budget() -> None:
+    rig = Rig(prefill_token_budget=40, prefer_high_throughput=False)
+    rig.add(30)
+    rig.add(30)
+    assert spans(rig.launch()) == [(0, 0, 30), (1, 0, 10)]
+    assert spans(rig.launch()) == [(1, 10, 10)]
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, 2])
+def test_no_row_is_planned_once_every_token_may_be_on_its_way(num_draft_tokens: int) -> None:
+    rig = Rig(num_draft_tokens=num_draft_tokens)
+    sequence = rig.add(5, max_tokens=3)
+    assert [rig.schedule() is None for _ in range(4)] == [False, False, False, True]
+    rig.drain()
+    assert (sequence.finish, sequence.token_ids) == ("length", rig.story(sequence))
+
+
+def test_blocks_are_reserved_for_all_drafts_and_the_rest_is_given_back() -> None:
+    rig = Rig(num_draft_tokens=3)
+    sequence = rig.add(8)
+    rig.launch()
+    assert len(sequence.block_table) == 2
+    plan = rig.launch()
+    (update,) = plan.block_updates
+    assert (update.first_index, len(update.block_ids)) == (2, 1)
+    plan = rig.launch()
+    assert [update.first_index for update in plan.block_updates] == [3]
+    assert len(sequence.block_table) == 4  # 8 + 1 + 4 + 4 tokens, the newest without KV
+    rig.commit()
+    num_given_back = 0
+    for _ in range(8):
+        num_held = len(sequence.block_table)
+        rig.commit()
+        most = len(sequence.token_ids) - 1 + sequence.max_in_flight_tokens
+        assert len(sequence.block_table) == -(-most // 4)
+        assert rig.scheduler.num_free_blocks == 100 - len(sequence.block_table)
+        num_given_back += num_held - len(sequence.block_table)
+        rig.launch()
+
+    assert num_given_back > 0
+
+
+def test_blocks_are_never_reserved_past_the_limit() -> None:
+    rig = Rig(num_draft_tokens=4, num_blocks=2)
+    sequence = rig.add(6, max_tokens=3)
+    rig.drain()
+    assert sequence.token_ids == rig.story(sequence)
+
+
+@pytest.mark.parametrize(("length", "num_cached"), [(7, 4), (8, 4), (9, 8), (4, 0), (3, 0)])
+def test_a_hit_is_whole_blocks_and_leaves_a_token_to_compute(length: int, num_cached: int) -> None:
+    rig = Rig()
+    prompt = list(range(length))
+    first = rig.add(prompt, max_tokens=1)
+    rig.drain()
+    second = rig.add(prompt, max_tokens=1)
+    plan = rig.launch()
+    assert spans(plan) == [(0, num_cached, length - num_cached)]
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, num_cached)
+    rig.drain()
+
+
+def test_only_committed_blocks_are_shared() -> None:
+    rig = Rig(prefill_token_budget=8)
+    prompt = list(range(13))
+    rig.add(prompt)
+    rig.launch()
+    rig.launch()
+    second = rig.add(prompt)
+    plan = rig.launch()
+    assert plan.prefill[0].start == second.num_cached_tokens == 0
+    rig.commit()
+    third = rig.add(prompt)
+    plan = rig.launch()
+    assert plan.prefill[-1].start == third.num_cached_tokens == 8
+    rig.drain()
+
+
+def test_what_twins_computed_twice_is_cached_once_and_continued() -> None:
+    rig = Rig()
+    prompt = list(range(12))
+    twins = [rig.add(prompt, max_tokens=9), rig.add(prompt, max_tokens=9)]
+    rig.turn()
+    assert rig.scheduler.num_cached_blocks == 3
+    assert not set(twins[0].block_table) & set(twins[1].block_table)
+    rig.drain()
+    assert twins[0].token_ids != twins[1].token_ids
+    for twin in twins:
+        follower = rig.add([*twin.token_ids, 7])
+        rig.launch()
+        assert follower.num_cached_tokens == 20  # the newest token's KV was never written
+        rig.scheduler.remove(follower)
+
+    rig.drain()
+
+
+def test_the_largest_sequence_fits_whatever_its_twin_has_cached() -> None:
+    rig = Rig(num_blocks=4, max_num_seqs=2)
+    twins = [rig.add([1, 2, 3, 4, 5], max_tokens=12), rig.add([1, 2, 3, 4, 5], max_tokens=12)]
+    rig.drain()
+    assert [twin.token_ids for twin in twins] == [rig.story(twin) for twin in twins]
+
+
+def test_admission_goes_by_priority_then_arrival() -> None:
+    rig = Rig(max_num_seqs=1)
+    added = [rig.add(3, max_tokens=1, priority=priority) for priority in (1, 0, 1, 0)]
+    ended: list[Sequence] = []
+    while rig.scheduler.has_work:
+        rig.launch()
+        ended += [delta.sequence for delta in rig.commit()]
+
+    assert ended == [added[1], added[3], added[0], added[2]]
+
+
+def test_nobody_overtakes_the_head_of_the_queue() -> None:
+    rig = Rig(num_blocks=10)
+    rig.add(20, max_tokens=20)
+    rig.turn()
+    large, small = rig.add(21, max_tokens=9), rig.add(2, max_tokens=9)
+    plan = rig.launch()
+    assert not plan.prefill
+    assert (large.started_at, small.started_at) == (None, None)
+    assert (rig.scheduler.num_waiting, rig.scheduler.num_queued) == (2, 2)
+    rig.scheduler.remove(large)
+    assert len(rig.launch().prefill) == 1
+    assert small.started_at is not None
+
+
+def test_nobody_is_admitted_while_a_row_waits_for_room() -> None:
+    rig = Rig(num_blocks=6, num_draft_tokens=7)
+    rig.add(4, max_tokens=20)
+    rig.add(8, max_tokens=1)
+    rig.launch()
+    rig.launch()
+    small = rig.add(1, max_tokens=1)
+    assert rig.scheduler.num_free_blocks == 1
+    assert rig.schedule() is None
+    assert small.started_at is None
+    rig.drain()
+    assert small.token_ids == rig.story(small)
+
+
+def test_admission_counts_cached_blocks_as_room_but_not_twice() -> None:
+    rig = Rig(num_blocks=6)
+    prompt = list(range(16))
+    rig.add(prompt, max_tokens=1)
+    rig.drain()
+    rig.add(7, max_tokens=2)  # two of the six blocks
+    rig.launch()
+    # Three cached blocks are hit and one more is free or evictable, but a row would need a fifth.
+    waiting = rig.add(prompt, max_tokens=9)
+    assert rig.scheduler.num_free_blocks == 4
+    assert not rig.launch().prefill
+    assert waiting.started_at is None
+    rig.drain()
+    assert waiting.num_cached_tokens == 12
+
+
+def test_the_worst_is_preempted_and_recomputes_its_output_too() -> None:
+    rig = Rig(num_blocks=8)
+    worst = rig.add(9, max_tokens=20, priority=1)
+    rig.turn(3)
+    best = rig.add(12, max_tokens=20)
+    while not rig.scheduler.num_preemptions:
+        rig.turn()
+
+    assert (worst.slot, worst.block_table, worst.num_in_flight) == (-1, [], 0)
+    assert best.is_running
+    assert (rig.scheduler.num_waiting, rig.scheduler.num_queued) == (1, 0)
+    started_at, length = worst.started_at, len(worst.token_ids)
+    while not worst.is_running:
+        chunks = rig.launch().prefill
+        rig.commit()
+
+    (chunk,) = chunks
+    assert chunk.start + len(chunk.token_ids) == length
+    assert worst.started_at == started_at
+    assert worst.num_cached_tokens == 0  # of the first admission
+    rig.drain()
+    assert (best.token_ids, worst.token_ids) == (rig.story(best), rig.story(worst))
+
+
+def test_a_worse_sequence_waits_rather_than_preempt_a_better_one() -> None:
+    rig = Rig(num_blocks=8, max_num_seqs=2)
+    best, worst = rig.add(4, max_tokens=25), rig.add(16, max_tokens=9)
+    while not rig.scheduler.num_preemptions:
+        rig.turn()
+
+    assert best.is_running and not worst.is_running
+    rig.drain()
+    assert (best.token_ids, worst.token_ids) == (rig.story(best), rig.story(worst))
+
+
+def test_results_in_flight_of_a_preempted_sequence_count_and_delay_its_return() -> None:
+    rig = Rig(num_blocks=3)
+    best, worst = rig.add(3, max_tokens=9), rig.add(5, max_tokens=8)
+    assert [rows(rig.launch()) for _ in range(3)] == [[], [0, 1], [1]]  # the best waits for its results
+    rig.commit()
+    rig.commit()
+    assert rows(rig.launch()) == [0]
+    assert (worst.slot, worst.num_in_flight, len(worst.token_ids)) == (-1, 1, 7)
+    rig.scheduler.remove(best)
+    assert rig.schedule() is None  # there is room, but the length is not known yet
+    (delta,) = rig.commit()
+    assert (delta.sequence, len(worst.token_ids)) == (worst, 8)
+    (chunk,) = rig.launch().prefill
+    assert chunk.start + len(chunk.token_ids) == 8
+    rig.drain()
+    assert worst.token_ids == rig.story(worst)
+
+
+def test_a_preempted_sequence_may_end_while_it_waits() -> None:
+    rig = Rig(num_blocks=3)
+    best, worst = rig.add(3, max_tokens=9), rig.add(5, max_tokens=3)
+    for _ in range(3):
+        rig.launch()
+
+    rig.commit()
+    rig.commit()
+    rig.launch()
+    assert (rig.scheduler.num_preemptions, rig.scheduler.num_waiting) == (1, 1)
+    (delta,) = rig.commit()
+    assert (delta.sequence, delta.finish, worst.finish) == (worst, "length", "length")
+    assert rig.scheduler.num_waiting == 0
+    rig.drain()
+    assert (best.token_ids, worst.token_ids) == (rig.story(best), rig.story(worst))
+
+
+def test_removal_frees_slot_and_blocks_at_once_and_drops_what_is_in_flight() -> None:
+    rig = Rig(max_num_seqs=1, num_blocks=3)
+    removed = rig.add(8, max_tokens=5)
+    rig.launch()
+    rig.launch()
+    rig.scheduler.remove(removed)
+    rig.scheduler.remove(removed)
+    assert rig.scheduler.num_free_blocks == 3
+    assert removed.finish == "cancelled"
+    heir = rig.add(5, max_tokens=2)
+    plan = rig.launch()
+    assert [assignment.slot for assignment in plan.assignments] == [0]
+    assert rig.commit() == rig.commit() == []
+    (delta,) = rig.commit()
+    assert delta.sequence is heir
+    rig.drain()
+    assert heir.token_ids == rig.story(heir)
+
+
+def test_a_reason_given_before_removal_is_kept() -> None:
+    rig = Rig()
+    sequence = rig.add(8)
+    rig.turn()
+    sequence.finish = "stop"
+    rig.scheduler.remove(sequence)
+    assert sequence.finish == "stop"
+    assert not rig.scheduler.has_work
+    assert rig.scheduler.num_free_blocks == 100
+
+
+def test_a_waiting_sequence_can_be_removed() -> None:
+    rig = Rig(max_num_seqs=1)
+    rig.add(3)
+    waiting = rig.add(3)
+    rig.turn()
+    rig.scheduler.remove(waiting)
+    assert (rig.scheduler.num_waiting, rig.scheduler.num_queued, rig.scheduler.num_running) == (0, 0, 1)
+
+
+def test_a_sequence_that_cannot_fit_is_refused() -> None:
+    rig = Rig(num_blocks=2)
+    with pytest.raises(AssertionError, match="3 blocks"):
+        rig.add(5, max_tokens=5)
+
+    rig.add(5, max_tokens=4)
+
+
+def test_results_out_of_order_are_refused() -> None:
+    rig = Rig()
+    rig.add(3)
+    rig.launch()
+    rig.launch()
+    rig.device.collect()
+    with pytest.raises(AssertionError, match="step 0 comes first"):
+        rig.scheduler.commit(rig.device.collect())
+
+
+def test_the_budget_learns_from_results_that_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(prefill_token_budget=6)
+    seen: list[tuple[int, int, float]] = []
+    monkeypatch.setattr(rig.scheduler._budget, "observe", lambda *observed: seen.append(observed))
+    first = rig.add(4)
+    second = rig.add(6, max_tokens=2)
+    for _ in range(5):
+        rig.launch()
+
+    assert seen == []
+    rig.commit()
+    assert seen == [(6, 0, pytest.approx(0.0006))]
+    rig.scheduler.remove(first)
+    for _ in range(3):
+        rig.commit()
+
+    # The removed sequence's rows were run; the second one's last row came after its end.
+    assert second.finish == "length"
+    assert seen[1:] == [(4, 1, pytest.approx(0.0104)), (0, 2, pytest.approx(0.01))]
+    rig.commit()
+    assert len(seen) == 3
+
+
+def test_a_chunk_and_its_plan_name_the_tokens_of_the_prompt() -> None:
+    rig = Rig()
+    sequence = rig.add([5, 6, 7])
+    assert rig.launch().prefill == (
+        PrefillChunk(slot=sequence.slot, start=0, token_ids=(5, 6, 7), is_last=True),
+    )

@@ -1,0 +1,256 @@
+"""The scheduler against a device that checks every KV slot, under any order of events."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from fake_device import ALPHABET, FakeDevice, logprob_of
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from drift_sdk.scheduling.scheduler import Delta, Scheduler, SchedulerConfig
+from drift_sdk.scheduling.sequence import Sequence
+
+MAX_DEPTH = 3
+PREFIXES = [[], [0] * 5, [1, 2, 3, 4, 0, 1, 2, 3, 4, 0], [1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 3, 3, 3]]
+TOKENS = st.integers(0, ALPHABET - 1)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    block_sizes = (1, 2, 4)
+    max_num_blocks = 40
+    min_num_seqs = 1
+    prefixes = PREFIXES
+    max_tokens = 16
+
+    @initialize(
+        data=st.data(),
+        num_draft_tokens=st.integers(0, 4),
+        prefers_throughput=st.booleans(),
+        target_ms=st.sampled_from([None, 11.0]),
+        depth=st.integers(1, MAX_DEPTH),
+    )
+    def start(
+        self,
+        data: st.DataObject,
+        num_draft_tokens: int,
+        prefers_throughput: bool,
+        target_ms: float | None,
+        depth: int,
+    ) -> None:
+        self.config = SchedulerConfig(
+            max_num_seqs=data.draw(st.integers(self.min_num_seqs, 6), label="max_num_seqs"),
+            num_blocks=data.draw(st.integers(6, self.max_num_blocks), label="num_blocks"),
+            block_size=data.draw(st.sampled_from(self.block_sizes), label="block_size"),
+            prefill_token_budget=data.draw(st.integers(1, 12), label="prefill_token_budget"),
+            num_draft_tokens=num_draft_tokens,
+            target_latency_ms_p50=target_ms,
+            prefer_high_throughput=prefers_throughput,
+        )
+        self.depth = depth
+        self.scheduler = Scheduler(self.config)
+        self.device = FakeDevice(self.config, seed=data.draw(st.integers(0, 2**32), label="device"))
+        self.delivered: dict[Sequence, list[int]] = {}
+        self.removed: set[Sequence] = set()
+
+    @rule(
+        data=st.data(),
+        suffix=st.lists(TOKENS, max_size=6),
+        priority=st.integers(0, 2),
+        stops=st.one_of(st.just([]), st.lists(TOKENS, max_size=1)),
+        wants_logprobs=st.booleans(),
+    )
+    def add(
+        self,
+        data: st.DataObject,
+        suffix: list[int],
+        priority: int,
+        stops: list[int],
+        wants_logprobs: bool,
+    ) -> None:
+        # KV is needed for all tokens but the last, and the pool holds that of the longest sequence.
+        most = self.config.num_blocks * self.config.block_size + 1
+        prefix = data.draw(st.sampled_from(self.prefixes), label="prefix")
+        prompt_ids = ([*prefix, *suffix] or [0])[: most - 1]
+        sequence = self.device.sequence(
+            prompt_ids,
+            max_tokens=data.draw(
+                st.integers(1, min(self.max_tokens, most - len(prompt_ids))), label="max_tokens"
+            ),
+            arrival=len(self.delivered),
+            priority=priority,
+            stop_token_ids=tuple(stops),
+            num_logprobs=0 if wants_logprobs else None,
+        )
+        self.delivered[sequence] = []
+        self.scheduler.add(sequence)
+
+    @precondition(lambda self: self.delivered)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        """At any moment, also one that has ended."""
+        sequence = data.draw(st.sampled_from(list(self.delivered)))
+        self.scheduler.remove(sequence)
+        self.scheduler.remove(sequence)
+        self.removed.add(sequence)
+        assert sequence.finish is not None
+
+    @precondition(lambda self: self.scheduler.num_in_flight < self.depth)
+    @rule()
+    def launch(self) -> None:
+        self.try_launch()
+
+    @precondition(lambda self: self.scheduler.num_in_flight)
+    @rule()
+    def commit(self) -> None:
+        self.commit_one()
+
+    @rule(count=st.integers(1, 8))
+    def turn(self, count: int) -> None:
+        """The engine's own round, several times."""
+        for _ in range(count):
+            if self.scheduler.num_in_flight < self.depth:
+                self.try_launch()
+
+            if self.scheduler.num_in_flight >= self.depth:
+                self.commit_one()
+
+    @invariant()
+    def is_sound(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+
+        scheduler = self.scheduler
+        scheduler.check_integrity()
+        assert scheduler.num_in_flight == len(self.device.launched)
+        assert scheduler.num_waiting + scheduler.num_running == len(self.unended())
+        assert scheduler.num_running <= self.config.max_num_seqs
+        assert scheduler.num_queued == sum(sequence.started_at is None for sequence in self.unended())
+        for sequence, token_ids in self.delivered.items():
+            story = self.device.stories[sequence.arrival]
+            assert token_ids == story.output_ids[: len(token_ids)]
+            if sequence not in self.removed:
+                assert sequence.token_ids == story.prompt_ids + token_ids
+                assert (len(token_ids) == len(story.output_ids)) == (sequence.finish is not None)
+                assert sequence.finish in (None, story.finish)
+
+    def unended(self) -> list[Sequence]:
+        return [sequence for sequence in self.delivered if sequence.finish is None]
+
+    def try_launch(self) -> bool:
+        must_launch = bool(self.unended()) and not self.scheduler.num_in_flight
+        before = self.scheduler.num_preemptions
+        plan = self.scheduler.schedule()
+        self.scheduler.check_integrity()
+        if plan is None:
+            assert not must_launch, "work waits, nothing is in flight, and nothing is planned"
+            assert self.scheduler.num_preemptions == before or self.scheduler.num_in_flight
+            return False
+
+        self.device.launch(plan)
+        self.check_order()
+        return True
+
+    def check_order(self) -> None:
+        """The best running sequence takes part in the newest plan, unless it waits for its own results."""
+        running = sorted((s for s in self.delivered if s.slot >= 0), key=lambda s: s.order)
+        if running and not running[0].num_in_flight:
+            raise AssertionError(f"{running[0]} stands still")
+
+    def commit_one(self) -> None:
+        for delta in self.scheduler.commit(self.device.collect()):
+            self.deliver(delta)
+
+        self.scheduler.check_integrity()
+
+    def deliver(self, delta: Delta) -> None:
+        sequence = delta.sequence
+        assert sequence not in self.removed, "a removed sequence gets tokens"
+        assert delta.token_ids
+        token_ids = self.delivered[sequence]
+        first = sequence.num_prompt_tokens + len(token_ids)
+        wanted = None
+        if sequence.sampling.num_logprobs is not None:
+            wanted = tuple(logprob_of(first + i, token_id) for i, token_id in enumerate(delta.token_ids))
+
+        assert delta.logprobs == wanted
+        token_ids.extend(delta.token_ids)
+        assert delta.finish == sequence.finish
+
+    def drain(self) -> None:
+        budget = 100 + 100 * len(self.delivered)
+        while self.scheduler.has_work:
+            budget -= 1
+            assert budget > 0, "no progress"
+            if self.scheduler.num_in_flight < self.depth and self.try_launch():
+                continue
+
+            self.commit_one()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+
+        self.drain()
+        self.is_sound()
+        assert not self.unended()
+        assert self.scheduler.num_free_blocks == self.config.num_blocks
+        assert self.scheduler.num_running == self.scheduler.num_waiting == self.scheduler.num_queued == 0
+        assert self.scheduler.schedule() is None
+        for sequence, token_ids in self.delivered.items():
+            assert (sequence.num_in_flight, sequence.slot, sequence.block_table) == (0, -1, [])
+            if sequence not in self.removed:
+                assert token_ids == self.device.stories[sequence.arrival].output_ids
+
+
+class TinyPoolMachine(SchedulerMachine):
+    """So few blocks that sequences take them from one another all the time."""
+
+    block_sizes = (2, 4)
+    max_num_blocks = 9
+    min_num_seqs = 3
+    prefixes = PREFIXES[:2]
+    max_tokens = 40
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
+TestTinyPool = TinyPoolMachine.TestCase
+TestTinyPool.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, 3])
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_nothing_is_lost_under_many_preemptions(num_draft_tokens: int, depth: int) -> None:
+    config = SchedulerConfig(
+        max_num_seqs=8,
+        num_blocks=24,
+        block_size=4,
+        prefill_token_budget=16,
+        num_draft_tokens=num_draft_tokens,
+    )
+    scheduler, device = Scheduler(config), FakeDevice(config, seed=depth)
+    delivered: dict[Sequence, list[int]] = {}
+    for arrival in range(30):
+        prompt_ids = [arrival % 3] * 9 + [arrival % ALPHABET]
+        sequence = device.sequence(prompt_ids, max_tokens=60, arrival=arrival, priority=arrival % 2)
+        delivered[sequence] = []
+        scheduler.add(sequence)
+
+    while scheduler.has_work:
+        plan = scheduler.schedule() if scheduler.num_in_flight < depth else None
+        scheduler.check_integrity()
+        if plan is not None:
+            device.launch(plan)
+
+        if plan is None or scheduler.num_in_flight == depth:
+            for delta in scheduler.commit(device.collect()):
+                delivered[delta.sequence] += delta.token_ids
+
+            scheduler.check_integrity()
+
+    assert scheduler.num_preemptions > 20
+    assert scheduler.num_free_blocks == config.num_blocks
+    for sequence, token_ids in delivered.items():
+        assert token_ids == device.stories[sequence.arrival].output_ids
+        assert sequence.finish == "length"

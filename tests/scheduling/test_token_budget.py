@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import random
+from statistics import quantiles
+
+import pytest
+
+from drift_sdk.scheduling.budget import TokenBudget
+
+
+class Machine:
+    """Steps take decode time and time per prefill token, with log-normal noise."""
+
+    def __init__(self, budget: TokenBudget, *, decode_s: float = 0.008, token_s: float = 2e-5) -> None:
+        self.budget = budget
+        self.decode_s = decode_s
+        self.token_s = token_s
+        self.overhead_s = 0.001  # of a prefill part, whatever its size
+        self.noise = 0.1
+        self._random = random.Random(7)
+
+    def step(self, num_decode_rows: int = 8, num_waiting_tokens: int = 10**6) -> float:
+        num_tokens = min(self.budget.num_tokens(num_decode_rows), num_waiting_tokens)
+        duration_s = self.decode_s * bool(num_decode_rows)
+        duration_s += num_tokens * self.token_s + self.overhead_s * bool(num_tokens)
+        duration_s *= self._random.lognormvariate(0.0, self.noise)
+        self.budget.observe(num_tokens, num_decode_rows, duration_s)
+        return duration_s
+
+    def percentiles_ms(self, num_steps: int, num_waiting_tokens: int = 10**6) -> tuple[float, float]:
+        durations = [self.step(num_waiting_tokens=num_waiting_tokens) for _ in range(num_steps)]
+        cuts = quantiles(durations, n=20)
+        return cuts[9] * 1e3, cuts[18] * 1e3
+
+
+def make(p50: float | None = None, p95: float | None = None, *, throughput: bool = False) -> TokenBudget:
+    return TokenBudget(
+        max_tokens=2048,
+        block_size=16,
+        target_latency_ms_p50=p50,
+        target_latency_ms_p95=p95,
+        prefer_high_throughput=throughput,
+    )
+
+
+def test_without_targets_a_quarter_while_others_decode() -> None:
+    assert (make().num_tokens(0), make().num_tokens(1)) == (2048, 512)
+    assert (make(throughput=True).num_tokens(0), make(throughput=True).num_tokens(1)) == (2048, 2048)
+
+
+@pytest.mark.parametrize(("max_tokens", "block_size", "share"), [(40, 16, 16), (8, 16, 8), (1, 1, 1)])
+def test_the_share_is_a_block_at_least_and_never_over_the_budget(
+    max_tokens: int, block_size: int, share: int
+) -> None:
+    assert TokenBudget(max_tokens=max_tokens, block_size=block_size).num_tokens(3) == share
+
+
+@pytest.mark.parametrize("throughput", [False, True])
+@pytest.mark.parametrize("knows_decode_time", [False, True])
+def test_a_median_target_is_met_and_used(throughput: bool, knows_decode_time: bool) -> None:
+    machine = Machine(make(p50=20.0, throughput=throughput))
+    if knows_decode_time:
+        for _ in range(5):
+            machine.step(num_waiting_tokens=0)
+
+    machine.percentiles_ms(200)
+    p50, _ = machine.percentiles_ms(400)
+    assert p50 == pytest.approx(20.0, rel=0.1)
+
+
+def test_a_p95_target_is_met_and_used() -> None:
+    machine = Machine(make(p95=30.0))
+    machine.percentiles_ms(200)
+    _, p95 = machine.percentiles_ms(400)
+    assert p95 == pytest.approx(30.0, rel=0.1)
+
+
+@pytest.mark.parametrize(("p50", "p95"), [(20.0, 60.0), (40.0, 25.0)])
+def test_the_stricter_of_two_targets_decides(p50: float, p95: float) -> None:
+    machine = Machine(make(p50=p50, p95=p95))
+    machine.percentiles_ms(200)
+    found = machine.percentiles_ms(400)
+    assert max(found[0] / p50, found[1] / p95) == pytest.approx(1.0, rel=0.1)
+
+
+def test_a_lone_prompt_may_take_the_whole_budget() -> None:
+    budget = make(p50=20.0)
+    machine = Machine(budget)
+    machine.percentiles_ms(100)
+    assert budget.num_tokens(8) < 1000
+    assert budget.num_tokens(0) == 2048
+
+
+def test_an_unreachable_target_leaves_prompts_the_floor() -> None:
+    budget = make(p50=5.0)
+    machine = Machine(budget)
+    machine.percentiles_ms(100)
+    assert budget.num_tokens(8) == 16
+
+
+def test_room_enough_gives_the_whole_budget() -> None:
+    budget = make(p50=1000.0, p95=1000.0)
+    machine = Machine(budget)
+    machine.percentiles_ms(50)
+    assert budget.num_tokens(8) == 2048
+
+
+@pytest.mark.parametrize("has_pauses", [False, True])
+def test_the_budget_recovers_when_the_machine_does(has_pauses: bool) -> None:
+    budget = make(p50=20.0)
+    machine = Machine(budget)
+    machine.percentiles_ms(200)
+    usual = budget.num_tokens(8)
+    machine.decode_s, machine.token_s = 0.05, 2e-4
+    for _ in range(100):
+        machine.step()
+        if has_pauses:
+            machine.step(num_waiting_tokens=0)
+
+    assert budget.num_tokens(8) == 16
+    machine.decode_s, machine.token_s = 0.008, 2e-5
+    machine.percentiles_ms(300)
+    assert budget.num_tokens(8) == pytest.approx(usual, rel=0.2)
+    assert machine.percentiles_ms(300)[0] == pytest.approx(20.0, rel=0.1)
+
+
+def test_an_outdated_decode_time_does_not_hold_the_budget_down() -> None:
+    budget = make(p50=20.0)
+    machine = Machine(budget, decode_s=0.05)
+    for _ in range(20):
+        machine.step(num_waiting_tokens=0)
+
+    # From here on every step has a prompt, so none shows the decode time by itself.
+    machine.decode_s = 0.008
+    machine.percentiles_ms(200)
+    assert machine.percentiles_ms(300)[0] == pytest.approx(20.0, rel=0.1)
+
+
+def test_rare_outliers_do_not_move_a_median_target() -> None:
+    budget = make(p50=20.0)
+    machine = Machine(budget)
+    machine.noise = 0.0
+    machine.percentiles_ms(200)
+    usual = budget.num_tokens(8)
+    budget.observe(usual, 8, 0.2)
+    machine.percentiles_ms(60)
+    assert budget.num_tokens(8) == pytest.approx(usual, rel=0.05)
+
+
+def test_steps_that_did_nothing_teach_nothing() -> None:
+    budget = make(p50=20.0)
+    Machine(budget).percentiles_ms(50)
+    before = budget.num_tokens(8)
+    budget.observe(0, 0, 10.0)
+    assert budget.num_tokens(8) == before
+
+
+def test_until_a_prompt_was_measured_a_target_takes_the_share() -> None:
+    budget = make(p50=20.0)
+    for _ in range(5):
+        budget.observe(0, 8, 0.008)
+
+    assert budget.num_tokens(8) == 512

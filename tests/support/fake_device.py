@@ -1,0 +1,203 @@
+"""A simulated executor that keeps device truth and checks every KV slot it reads.
+
+The next token is a hash of a sequence's history and seed over a small alphabet, so a sequence's whole
+output is known beforehand (`Story`) and the scheduler can be held to it. KV slots hold (token, position, hash
+of the history up to it); a row may attend only if all earlier positions hold its own story.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from typing import Literal
+
+from drift_sdk.results import TokenLogprobs
+from drift_sdk.scheduling.scheduler import SchedulerConfig
+from drift_sdk.scheduling.sequence import Sequence
+from drift_sdk.steps import SlotOutput, SlotSampling, StepPlan, StepResult
+
+ALPHABET = 5
+JUNK = (-1, -1, -1)
+
+
+def mix(history: int, value: int) -> int:
+    history = (history ^ (value + 0x9E3779B9)) * 0xFF51AFD7ED558CCD % 2**64
+    return history ^ (history >> 29)
+
+
+class Story:
+    """All tokens of one request from prompt to end, and what KV holds at each position."""
+
+    def __init__(self, prompt_ids: list[int], sampling: SlotSampling) -> None:
+        self.prompt_ids = prompt_ids
+        self.sampling = sampling
+        self.token_ids = list(prompt_ids)
+        self.kv: list[tuple[int, int, int]] = []
+        self._history = 0
+        for token_id in prompt_ids:
+            self._remember(token_id)
+
+        self.finish: Literal["stop", "length"] | None = None
+        while self.finish is None:
+            token_id = mix(self._history, sampling.seed) % ALPHABET
+            self.token_ids.append(token_id)
+            self._remember(token_id)
+            if token_id in sampling.stop_token_ids:
+                self.finish = "stop"
+            elif len(self.token_ids) == sampling.max_length:
+                self.finish = "length"
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.token_ids[len(self.prompt_ids) :]
+
+    def _remember(self, token_id: int) -> None:
+        self._history = mix(self._history, token_id)
+        self.kv.append((token_id, len(self.kv), self._history))
+
+
+def logprob_of(position: int, token_id: int) -> TokenLogprobs:
+    return TokenLogprobs(token_id=token_id, logprob=-float(position))
+
+
+class FakeSlot:
+    def __init__(self, story: Story) -> None:
+        self.story = story
+        self.table: dict[int, int] = {}
+        self.length = 0  # 0 until the last chunk has run
+        self.num_computed: int | None = None  # None until the first chunk
+
+    @property
+    def is_finished(self) -> bool:
+        return self.length == len(self.story.token_ids)
+
+
+class FakeDevice:
+    """Runs plans at `collect`, in the order of their launch, as late as a device may."""
+
+    def __init__(self, config: SchedulerConfig, seed: int = 0) -> None:
+        self.config = config
+        self.stories: dict[int, Story] = {}  # by sampling seed
+        self.slots: dict[int, FakeSlot] = {}
+        self.kv: list[tuple[int, int, int]] = [JUNK] * (config.num_blocks * config.block_size)
+        self.launched: deque[StepPlan] = deque()
+        self._random = random.Random(seed)
+
+    def sequence(
+        self,
+        prompt_ids: list[int],
+        *,
+        max_tokens: int,
+        arrival: int,
+        priority: int = 0,
+        stop_token_ids: tuple[int, ...] = (),
+        num_logprobs: int | None = None,
+    ) -> Sequence:
+        """A sequence whose story this device knows. `arrival` is its seed."""
+        sampling = SlotSampling(
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            min_p=0.0,
+            seed=arrival,
+            stop_token_ids=stop_token_ids,
+            num_prompt_tokens=len(prompt_ids),
+            max_length=len(prompt_ids) + max_tokens,
+            num_logprobs=num_logprobs,
+        )
+        self.stories[arrival] = Story(prompt_ids, sampling)
+        return Sequence(
+            request_id=f"r{arrival}",
+            prompt_ids=prompt_ids,
+            sampling=sampling,
+            priority=priority,
+            arrival=arrival,
+        )
+
+    def launch(self, plan: StepPlan) -> None:
+        slots = [chunk.slot for chunk in plan.prefill] + [row.slot for row in plan.decode]
+        assert slots, "an empty plan"
+        assert len(set(slots)) == len(slots), "a slot has a chunk and a row, or two"
+        num_prefill_tokens = sum(len(chunk.token_ids) for chunk in plan.prefill)
+        assert num_prefill_tokens <= self.config.prefill_token_budget
+        self.launched.append(plan)
+
+    def collect(self) -> StepResult:
+        plan = self.launched.popleft()
+        for assignment in plan.assignments:
+            self.slots[assignment.slot] = FakeSlot(self.stories[assignment.sampling.seed])
+
+        for update in plan.block_updates:
+            table = self.slots[update.slot].table
+            assert update.first_index <= len(table), "a gap in a block table"
+            assert update.block_ids, "an empty block update"
+            table.update(enumerate(update.block_ids, update.first_index))
+
+        prefill = tuple(
+            self._run_chunk(self.slots[chunk.slot], chunk.start, chunk.token_ids, chunk.is_last)
+            for chunk in plan.prefill
+        )
+        decode = tuple(self._run_row(self.slots[row.slot], row.num_draft_tokens) for row in plan.decode)
+        num_prefill_tokens = sum(len(chunk.token_ids) for chunk in plan.prefill)
+        duration_s = 0.01 * bool(decode) + 0.0001 * num_prefill_tokens
+        return StepResult(step_id=plan.step_id, prefill=prefill, decode=decode, duration_s=duration_s)
+
+    def _run_chunk(self, slot: FakeSlot, start: int, token_ids: tuple[int, ...], is_last: bool) -> SlotOutput:
+        assert slot.length == 0, "a chunk after the last one"
+        assert token_ids, "an empty chunk"
+        assert slot.num_computed is None or start == slot.num_computed, f"chunk at {start}, not next"
+        end = start + len(token_ids)
+        assert list(token_ids) == slot.story.token_ids[start:end], "the chunk has other tokens"
+        self._check(slot, start)
+        for position in range(start, end):
+            self._write(slot, position, slot.story.kv[position])
+
+        slot.num_computed = end
+        if not is_last:
+            return SlotOutput()
+
+        slot.length = end
+        return self._emit(slot, 1)
+
+    def _run_row(self, slot: FakeSlot, num_draft_tokens: int) -> SlotOutput:
+        assert slot.length > 0, "a row before the last chunk"
+        if slot.is_finished:
+            return SlotOutput()
+
+        self._check(slot, slot.length - 1)
+        first = slot.length - 1
+        output = self._emit(slot, self._random.randint(1, num_draft_tokens + 1))
+        # All drafts are verified, so rejected ones leave junk above the newest token, within the limit.
+        last = min(first + num_draft_tokens, slot.story.sampling.max_length - 2)
+        for position in range(first, last + 1):
+            is_true = position < slot.length - 1
+            self._write(slot, position, slot.story.kv[position] if is_true else JUNK)
+
+        return output
+
+    def _emit(self, slot: FakeSlot, count: int) -> SlotOutput:
+        story = slot.story
+        first = slot.length
+        slot.length = min(first + count, len(story.token_ids))
+        token_ids = tuple(story.token_ids[first : slot.length])
+        logprobs = None
+        if story.sampling.num_logprobs is not None:
+            logprobs = tuple(logprob_of(position, i) for position, i in enumerate(token_ids, first))
+
+        finish = story.finish if slot.is_finished else None
+        return SlotOutput(token_ids=token_ids, finish=finish, logprobs=logprobs)
+
+    def _check(self, slot: FakeSlot, length: int) -> None:
+        for position in range(length):
+            found = self.kv[self._address(slot, position)]
+            assert found == slot.story.kv[position], (
+                f"KV of position {position} holds {found}, not {slot.story.kv[position]}"
+            )
+
+    def _write(self, slot: FakeSlot, position: int, content: tuple[int, int, int]) -> None:
+        self.kv[self._address(slot, position)] = content
+
+    def _address(self, slot: FakeSlot, position: int) -> int:
+        index, offset = divmod(position, self.config.block_size)
+        assert index in slot.table, f"no block for position {position}"
+        return slot.table[index] * self.config.block_size + offset
