@@ -7,20 +7,23 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-
-from msgspec import Struct
 
 from drift_sdk.bridge import Bridge, Latch
-from drift_sdk.errors import DriftError, EngineClosed, ExecutorError, QueueFull
+from drift_sdk.commands import Cancel, Close, Command, Continue, Pause, Resume, Sleep, Submit, Wake
+from drift_sdk.errors import DriftError, EngineClosed
 from drift_sdk.feed import Outbox, Update
+from drift_sdk.intake import Intake, failure_of
 from drift_sdk.metrics import EngineStats
+from drift_sdk.opened_model import OpenedModel
 from drift_sdk.request import ModelText, Request
-from drift_sdk.scheduling.scheduler import Delta, Scheduler, SchedulerConfig
+from drift_sdk.results import Chunk
+from drift_sdk.scheduling.delta import Delta
+from drift_sdk.scheduling.scheduler import Scheduler
 from drift_sdk.scheduling.sequence import Sequence
 from drift_sdk.steps import Executor
+from drift_sdk.text_work import TextWork
 
-__all__ = ["Driver", "OpenedModel"]
+__all__ = ["Driver"]
 
 LAUNCH_DEPTH = 2
 """Steps in flight: one runs while the next is planned and queued behind it."""
@@ -28,34 +31,10 @@ LAUNCH_DEPTH = 2
 log = logging.getLogger("drift_sdk")
 
 
-class OpenedModel(Struct, frozen=True, kw_only=True):
-    """A model ready to serve: how it runs, how it is scheduled, and its text."""
-
-    executor: Executor
-    scheduling: SchedulerConfig
-    text: ModelText
-
-
-class Submit(Struct, frozen=True):
-    request: Request
-    error: DriftError | None
-
-
-class Cancel(Struct, frozen=True):
-    request: Request
-
-
-class Close(Struct, frozen=True):
-    deadline: float
-
-
-Command = Submit | Cancel | Close
-
-
 class Driver:
     """Owns the engine's thread, and on it the executor and the scheduler.
 
-    `submit`, `cancel`, `close` and `stats` may be called from any thread. `opened` is set when the model is
+    `submit`, `tell`, `close` and `stats` may be used from any thread. `opened` is set when the model is
     ready (or with what went wrong), `closed` when the thread has let go of everything.
     """
 
@@ -65,20 +44,18 @@ class Driver:
         self.stats = EngineStats()
         self.model_text: ModelText | None = None
         self._open_model = open_model
-        self._max_queued_requests = max_queued_requests
+        self._intake = Intake(max_queued_requests)
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        # Prompts are tokenised here: neither the caller's loop nor the engine's thread stands still for it.
-        self._text_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="drift-text")
+        self._text_work = TextWork(self.tell)
         self._thread = threading.Thread(target=self._run, name="drift-engine", daemon=True)
-        self._lock = threading.Lock()  # guards the fields up to the blank line
-        self._live: dict[Request, None] = {}
-        self._num_entering = 0
-        self._is_accepting = False
-        self._failure: BaseException | None = None
 
-        self._deadline: float | None = None
+        self._executor: Executor | None = None  # None while asleep
         self._active: dict[Sequence, Request] = {}
         self._outbox = Outbox()
+        self._deadline: float | None = None
+        self._is_paused = False
+        self._when_quiet: list[Pause | Sleep] = []  # handled when no step is in flight
+        self._is_deaf = False
 
     def start(self) -> None:
         self._thread.start()
@@ -88,87 +65,76 @@ class Driver:
 
     def submit(self, request: Request) -> None:
         """Take a request in; QueueFull, EngineClosed or ExecutorError if that cannot be."""
-        with self._lock:
-            if self._failure is not None:
-                raise failure_of(self._failure)
+        self._intake.admit(request, lambda: self.stats)
+        assert self.model_text is not None
+        self._text_work.prepare(request, self.model_text)
 
-            if not self._is_accepting:
-                raise EngineClosed("the engine is not open")
-
-            stats, limit = self.stats, self._max_queued_requests
-            num_waiting = self._num_entering + stats.num_queued - stats.num_free_slots
-            if limit is not None and num_waiting >= limit:
-                raise QueueFull(f"max_queued_requests={limit} requests are waiting already")
-
-            self._num_entering += 1
-            self._live[request] = None
-            self._text_thread.submit(self._prepare, request)
-
-    def cancel(self, request: Request) -> None:
-        self._inbox.put(Cancel(request))
+    def tell(self, command: Command) -> None:
+        """Have the engine's thread carry out a command; one that comes too late is answered here."""
+        self._inbox.put(command)
+        if self._is_deaf:
+            self._answer_unheard()
 
     def close(self, drain_s: float) -> None:
         """Take no more requests; end once the live ones have, after `drain_s` seconds at the latest."""
-        with self._lock:
-            self._is_accepting = False
-
-        self._inbox.put(Close(time.monotonic() + drain_s))
-
-    def _prepare(self, request: Request) -> None:
-        assert self.model_text is not None
-        error: DriftError | None = None
-        try:
-            request.prepare(self.model_text)
-        except DriftError as exc:
-            error = exc
-        except Exception as exc:
-            error = DriftError(f"request {request.request_id} could not be prepared: {exc!r}")
-            error.__cause__ = exc
-
-        self._inbox.put(Submit(request, error))
+        self._intake.close()
+        self.tell(Close(time.monotonic() + drain_s))
 
     def _run(self) -> None:
-        executor: Executor | None = None
+        failure: BaseException | None = None
         try:
             model = self._open_model()
-            executor = model.executor
             self.model_text = model.text
             self._scheduler = Scheduler(model.scheduling)
-            self._executor = executor
-            self._max_num_seqs = model.scheduling.max_num_seqs
+            self._executor = model.executor
             self._publish_stats()
-            self._is_accepting = True
+            self._intake.open()
             self.opened.set()
             self._serve()
         except BaseException as error:
-            if executor is not None:
+            if self.opened.is_set:
                 log.error("the engine failed: %r", error)
-            self._failure = error
+            failure = error
         finally:
-            self._shut_down(executor)
+            self._shut_down(failure)
 
     def _serve(self) -> None:
-        scheduler, executor = self._scheduler, self._executor
+        is_busy = False
         while True:
-            self._receive(is_idle=not (scheduler.has_work or scheduler.num_in_flight))
+            self._receive(is_idle=not is_busy)
             if self._is_over():
                 return
 
-            plan = scheduler.schedule() if scheduler.num_in_flight < LAUNCH_DEPTH else None
+            is_busy = self._turn()
+
+    def _turn(self) -> bool:
+        """One round; False if nothing is left to do but to wait for commands."""
+        scheduler, executor = self._scheduler, self._executor
+        if executor is None:
+            return False
+
+        may_launch = not self._is_paused and not self._when_quiet
+        if may_launch and scheduler.num_in_flight < LAUNCH_DEPTH:
+            plan = scheduler.schedule()
             if plan is not None:
                 executor.launch(plan)
                 self._publish_stats()
                 if scheduler.num_in_flight < LAUNCH_DEPTH:
-                    continue
+                    return True
 
-            if scheduler.num_in_flight:
-                result = executor.collect()
-                for delta in scheduler.commit(result):
-                    self._extend(delta)
-                self._publish_stats(result.duration_s)
-                self._post()
-            elif scheduler.has_work and plan is None:
-                raise RuntimeError("requests wait, nothing is in flight and nothing can be scheduled")
+        if scheduler.num_in_flight:
+            result = executor.collect()
+            for delta in scheduler.commit(result):
+                self._extend(delta)
+            self._publish_stats(result.duration_s)
+            self._post()
+            return True
+
+        if may_launch and scheduler.has_work and not scheduler.num_held:
+            raise RuntimeError("requests wait, nothing is in flight and nothing can be scheduled")
+
+        self._act_when_quiet()
+        return False
 
     def _receive(self, *, is_idle: bool) -> None:
         """Handle every command that waits; when idle, wait for one."""
@@ -186,47 +152,87 @@ class Driver:
     def _handle(self, command: Command) -> None:
         match command:
             case Submit(request, error):
-                with self._lock:
-                    self._num_entering -= 1
-                    if not request.is_done and error is None:
-                        assert request.sequence is not None
-                        self._active[request.sequence] = request
-                        self._scheduler.add(request.sequence)
-                    self._publish_stats()
-
-                if not request.is_done and error is not None:
-                    request.is_done = True
-                    self._finish(request, Update(error=error))
+                self._enter(request, error)
+            case Continue(request, error):
+                if not request.is_done and request.sequence is not None:
+                    request.sequence.is_held = False
+                    if error is not None:
+                        self._fail(request, error)
             case Cancel(request):
                 if not request.is_done:
-                    chunk = request.end("cancelled")
-                    self._finish(request, Update(chunk=chunk, completion=request.completion()))
+                    self._finish(request, request.end("cancelled"))
             case Close(deadline):
                 self._deadline = min(deadline, self._deadline or deadline)
+            case Pause(done):
+                self._is_paused = True
+                self._when_quiet.append(command)
+            case Resume(done):
+                self._is_paused = False
+                done.set()
+            case Sleep(done):
+                self._when_quiet.append(command)
+            case Wake(done):
+                self._wake(done)
+
+    def _enter(self, request: Request, error: DriftError | None) -> None:
+        if error is None and not request.is_done:  # it may have been cancelled meanwhile
+            assert request.sequence is not None
+            self._active[request.sequence] = request
+            self._scheduler.add(request.sequence)
+        self._intake.entered(self._publish_stats)
+        if error is not None and not request.is_done:
+            self._fail(request, error)
+
+    def _act_when_quiet(self) -> None:
+        commands, self._when_quiet = self._when_quiet, []
+        for command in commands:
+            if isinstance(command, Sleep) and self._executor is not None:
+                self._scheduler.forget_kv()
+                self._executor.close()
+                self._executor = None
+                self._publish_stats()
+            command.done.set()
+
+    def _wake(self, done: Latch) -> None:
+        if self._executor is None:
+            try:
+                self._executor = self._open_model().executor
+            except Exception as error:
+                done.set(error)
+                return
+
+        done.set()
 
     def _is_over(self) -> bool:
         if self._deadline is None:
             return False
 
-        return not self._live or time.monotonic() >= self._deadline
+        return self._intake.is_empty or time.monotonic() >= self._deadline
 
     def _extend(self, delta: Delta) -> None:
         request = self._active[delta.sequence]
-        chunk = request.extend(delta.token_ids, delta.logprobs, delta.finish)
-        if not request.is_done:
-            self._outbox.put(request.feed, Update(chunk=chunk))
+        chunk = request.extend(delta)
+        if request.is_done:
+            self._finish(request, chunk)
             return
 
-        self._finish(request, Update(chunk=chunk, completion=request.completion()))
+        if delta.sequence.constraint is not None:
+            delta.sequence.is_held = True
+            self._text_work.advance(request, delta.token_ids)
+        self._outbox.put(request.feed, Update(chunk=chunk))
 
-    def _finish(self, request: Request, update: Update) -> None:
+    def _finish(self, request: Request, chunk: Chunk) -> None:
         self._drop(request)
-        self._outbox.put(request.feed, update)
+        self._outbox.put(request.feed, Update(chunk=chunk, completion=request.completion()))
+
+    def _fail(self, request: Request, error: DriftError) -> None:
+        self._drop(request)
+        self._outbox.put(request.feed, Update(error=error))
 
     def _drop(self, request: Request) -> None:
         """Off the books, and out of the scheduler where the device has not ended it already."""
-        with self._lock:
-            self._live.pop(request, None)
+        request.is_done = True
+        self._intake.leave(request)
         if request.sequence is not None and self._active.pop(request.sequence, None) is not None:
             self._scheduler.remove(request.sequence)
 
@@ -236,10 +242,7 @@ class Driver:
 
     def _forget(self, bridge: Bridge) -> None:
         """A loop that has ended frees its requests."""
-        with self._lock:
-            orphans = [request for request in self._live if request.feed.bridge == bridge]
-        for request in orphans:
-            request.is_done = True
+        for request in self._intake.live(bridge):
             self._drop(request)
 
     def _publish_stats(self, step_s: float | None = None) -> None:
@@ -248,7 +251,7 @@ class Driver:
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             num_queued=scheduler.num_queued,
-            num_free_slots=self._max_num_seqs - scheduler.num_running,
+            num_free_slots=scheduler.config.max_num_seqs - scheduler.num_running,
             num_free_blocks=scheduler.num_free_blocks,
             num_cached_blocks=scheduler.num_cached_blocks,
             num_preemptions=scheduler.num_preemptions,
@@ -256,32 +259,37 @@ class Driver:
             step_seconds=last.step_seconds + (step_s or 0.0),
         )
 
-    def _shut_down(self, executor: Executor | None) -> None:
-        with self._lock:
-            self._is_accepting = False
-        self._text_thread.shutdown(wait=True, cancel_futures=True)
-        failure = self._failure
-        for request in list(self._live):
-            if not request.is_done:
-                request.is_done = True
-                cause = failure_of(failure) if failure is not None else EngineClosed("the engine was closed")
-                self._outbox.put(request.feed, Update(error=cause))
-        self._live.clear()
-        self._active.clear()
-        self._post()
+    def _shut_down(self, failure: BaseException | None) -> None:
+        self._intake.close(failure)
+        self._text_work.close()
+        for request in self._intake.live():
+            cause = failure_of(failure) if failure is not None else EngineClosed("the engine was closed")
+            request.is_done = True
+            self._intake.leave(request)
+            self._outbox.put(request.feed, Update(error=cause))
+        self._outbox.post()
+        self._is_deaf = True
+        for command in self._when_quiet:
+            self.tell(command)
+        self._answer_unheard()
         try:
-            if executor is not None:
-                executor.close()
+            if self._executor is not None:
+                self._executor.close()
         except Exception as error:
             log.error("closing the executor failed: %r", error)
         finally:
+            self._executor = None
+            self._active.clear()
             self.opened.set(failure)
             self.closed.set()
 
+    def _answer_unheard(self) -> None:
+        """Whoever waits for a command that will not be carried out is told so."""
+        while True:
+            try:
+                command = self._inbox.get_nowait()
+            except queue.Empty:
+                return
 
-def failure_of(cause: BaseException) -> ExecutorError:
-    """A fresh error for one stream."""
-    is_unusable = isinstance(cause, ExecutorError) and cause.process_unusable
-    error = ExecutorError(f"the engine failed: {cause!r}", process_unusable=is_unusable)
-    error.__cause__ = cause
-    return error
+            if isinstance(command, Pause | Resume | Sleep | Wake):
+                command.done.set(EngineClosed("the engine was closed"))

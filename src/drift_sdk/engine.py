@@ -6,7 +6,7 @@ import itertools
 import logging
 import random
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -14,15 +14,20 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from drift_sdk.bridge import Bridge, LoopClosed
+from drift_sdk.bridge import Bridge, Latch, LoopClosed
+from drift_sdk.commands import Cancel, Pause, Resume, Sleep, Wake
 from drift_sdk.config import EngineConfig
-from drift_sdk.driver import Driver, OpenedModel
+from drift_sdk.driver import Driver
 from drift_sdk.errors import ConfigError, EngineClosed, RequestError
+from drift_sdk.feed import Feed
+from drift_sdk.mapping import map_prompts
 from drift_sdk.metrics import EngineStats
+from drift_sdk.opened_model import OpenedModel
 from drift_sdk.params import MAX_SEED, SamplingParams
 from drift_sdk.request import ModelText, Prompt, Request
-from drift_sdk.stream import Feed, TokenStream
-from drift_sdk.validation import check_float
+from drift_sdk.results import Completion
+from drift_sdk.stream import TokenStream
+from drift_sdk.validation import check_float, check_int
 
 if TYPE_CHECKING:
     from drift_sdk.text.tokenizer import Tokenizer
@@ -131,15 +136,15 @@ class Engine:
         Raises RequestError for wrong parameters, QueueFull, EngineClosed. What takes tokenising to find out
         (PromptTooLong, an id outside the vocabulary) is raised by the stream.
         """
-        if isinstance(prompt, str):
-            text = prompt
-            return self._submit(lambda model: model.tokenizer.encode(text), params)
-
         if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Sequence):
             raise RequestError.of("prompt", prompt, "a string or a sequence of token ids")
 
-        token_ids = tuple(prompt)
-        return self._submit(lambda model: token_ids, params)
+        given = prompt if isinstance(prompt, str) else tuple(prompt)  # the caller may change a list later
+
+        def token_ids(model: ModelText) -> Sequence[int]:
+            return model.tokenizer.encode(given) if isinstance(given, str) else given
+
+        return self._submit(token_ids, params)
 
     def chat(
         self,
@@ -166,6 +171,44 @@ class Engine:
             return model.tokenizer.encode(text, add_special_tokens=False)
 
         return self._submit(prompt, params)
+
+    def map(
+        self,
+        prompts: Iterable[str | Sequence[int]],
+        params: SamplingParams | None = None,
+        *,
+        max_concurrent: int = 64,
+    ) -> AsyncGenerator[Completion, None]:
+        """Completions of many prompts, in order, at most `max_concurrent` of them submitted at a time.
+
+        `prompts` is read as room comes up, so it may be endless. The first error ends the iteration;
+        leaving it (`aclose`, or cancellation while waiting) cancels what was submitted.
+        """
+        check_int(RequestError, "max_concurrent", max_concurrent, ge=1)
+        return map_prompts(lambda prompt: self.generate(prompt, params), prompts, max_concurrent)
+
+    async def pause(self) -> None:
+        """Launch no more steps, until `resume()`; returns when none is running. Requests stay."""
+        await self._tell(Pause)
+
+    async def resume(self) -> None:
+        """Go on after `pause()`."""
+        await self._tell(Resume)
+
+    async def sleep(self) -> None:
+        """Free weights and KV cache, until `wake()`. Requests stay: they compute their context anew."""
+        await self._tell(Sleep)
+
+    async def wake(self) -> None:
+        """Load the model again after `sleep()`; ModelLoadError if that fails, and the engine stays asleep."""
+        await self._tell(Wake)
+
+    async def _tell(self, command: type[Pause] | type[Resume] | type[Sleep] | type[Wake]) -> None:
+        driver, done = self._running_driver(), Latch()
+        driver.tell(command(done))
+        error = await done.wait()
+        if error is not None:
+            raise error
 
     def stats(self) -> EngineStats:
         """A snapshot of what the engine is doing."""
@@ -197,7 +240,7 @@ class Engine:
             feed=Feed(Bridge.current()),
         )
         driver.submit(request)
-        return TokenStream(request.request_id, request.feed, lambda: driver.cancel(request))
+        return TokenStream(request.request_id, request.feed, lambda: driver.tell(Cancel(request)))
 
     def _opener(self) -> Callable[[], OpenedModel]:
         """What the engine's thread calls to open the model; it must not hold the engine itself."""

@@ -9,14 +9,14 @@ from pathlib import Path
 import torch
 
 from drift_sdk.config import EngineConfig
-from drift_sdk.driver import OpenedModel
 from drift_sdk.errors import ConfigError
 from drift_sdk.execution.eager import EagerExecutor
 from drift_sdk.loading.source import Source, eos_token_ids, resolve
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.opened_model import OpenedModel
 from drift_sdk.request import ModelText
-from drift_sdk.scheduling.scheduler import SchedulerConfig
+from drift_sdk.scheduling.config import SchedulerConfig
 from drift_sdk.steps import ExecutorLimits
 from drift_sdk.text.chat import ChatTemplate
 from drift_sdk.text.tokenizer import Tokenizer

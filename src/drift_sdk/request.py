@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from drift_sdk.errors import PromptTooLong, RequestError
+from drift_sdk.feed import Feed
 from drift_sdk.params import SamplingParams
 from drift_sdk.results import Chunk, Completion, FinishReason, Timing, TokenLogprobs, Usage
+from drift_sdk.scheduling.delta import Delta
 from drift_sdk.scheduling.sequence import Sequence
 from drift_sdk.steps import SlotSampling
-from drift_sdk.stream import Feed
 from drift_sdk.text.stops import StopMatcher
 
 if TYPE_CHECKING:  # their libraries would make up most of the package's import time
@@ -109,13 +110,14 @@ class Request:
             ),
         )
 
-    def extend(
-        self,
-        token_ids: tuple[int, ...],
-        logprobs: tuple[TokenLogprobs, ...] | None,
-        finish: FinishReason | None,
-    ) -> Chunk:
+    def advance(self, token_ids: tuple[int, ...]) -> None:
+        """Follow a constraint along newly generated tokens; runs on a text thread, one call at a time."""
+        raise NotImplementedError
+
+    def extend(self, delta: Delta) -> Chunk:
         """Take in newly generated tokens; the chunk's finish reason says whether the request has ended."""
+        token_ids, logprobs = delta.token_ids, delta.logprobs
+        finish: FinishReason | None = delta.finish
         if self._first_token_at is None and token_ids:
             self._first_token_at = time.monotonic()
 

@@ -7,11 +7,16 @@ executor's slot tables and are advanced by the steps themselves. Steps run in th
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from msgspec import Struct
 
 from drift_sdk.results import TokenLogprobs
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 __all__ = [
     "BlockUpdate",
@@ -24,6 +29,7 @@ __all__ = [
     "SlotSampling",
     "StepPlan",
     "StepResult",
+    "TokenConstraint",
 ]
 
 
@@ -33,7 +39,13 @@ class SlotSampling(Struct, frozen=True, kw_only=True):
     The token at a position is a function of context, `seed` and position alone. The first
     `num_prompt_tokens` tokens of a sequence are its prompt; `max_length` counts prompt and generated tokens.
     A slot whose newest token is in `stop_token_ids`, or whose length has reached `max_length`, is finished:
-    later rows for it emit nothing. `num_logprobs` is None when none are wanted.
+    later rows for it emit nothing.
+
+    `min_length`: stop ids are not chosen while the sequence is shorter.
+    Penalties: `repetition_penalty` looks at prompt and output, the two others at the output alone.
+    `logit_bias`: (token id, addend) pairs. `allowed_token_ids`: None = all.
+    `num_logprobs`, `num_prompt_logprobs`: how many of the most likely tokens to report at each generated
+    position and at each prompt position; None = no report.
     """
 
     temperature: float
@@ -44,14 +56,44 @@ class SlotSampling(Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...]
     num_prompt_tokens: int
     max_length: int
-    num_logprobs: int | None
+    min_length: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
+
+    @property
+    def has_penalties(self) -> bool:
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
+
+
+class TokenConstraint(Protocol):
+    """What a sequence may say next, known to the host alone (a grammar).
+
+    The scheduler plans a constrained sequence's next row only when all its tokens are committed and the
+    host is ready, so an executor that asks while launching or running a step gets the current answer.
+    """
+
+    def masks(self, draft_token_ids: Sequence[int]) -> NDArray[np.int32]:
+        """Allowed tokens after the committed ones and after each of the drafted ones in turn:
+        [len(draft_token_ids) + 1, ceil(vocab_size / 32)], bit i % 32 of word i // 32 stands for token i.
+        """
 
 
 class SlotAssignment(Struct, frozen=True, kw_only=True):
-    """A sequence enters a slot: its row of the device tables starts afresh."""
+    """A sequence enters a slot: its row of the device tables starts afresh.
+
+    `cached_token_ids`: the tokens found in the prefix cache, which no chunk brings; only for slots with
+    penalties, which count them.
+    """
 
     slot: int
     sampling: SlotSampling
+    constraint: TokenConstraint | None = None
+    cached_token_ids: tuple[int, ...] = ()
 
 
 class BlockUpdate(Struct, frozen=True, kw_only=True):
@@ -63,13 +105,17 @@ class BlockUpdate(Struct, frozen=True, kw_only=True):
 
 
 class PrefillChunk(Struct, frozen=True, kw_only=True):
-    """Tokens at positions `start ... start + len(token_ids) - 1` of a slot. The last chunk of a sequence
-    samples the token that follows it."""
+    """Tokens at positions `start ... start + len(token_ids) - 1` of a slot, and the known token after them:
+    None after the last chunk, which samples it."""
 
     slot: int
     start: int
     token_ids: tuple[int, ...]
-    is_last: bool
+    next_token_id: int | None
+
+    @property
+    def is_last(self) -> bool:
+        return self.next_token_id is None
 
 
 class DecodeRow(Struct, frozen=True, kw_only=True):
@@ -94,12 +140,14 @@ class StepPlan(Struct, frozen=True, kw_only=True):
 class SlotOutput(Struct, frozen=True, kw_only=True):
     """Tokens a slot emitted in one step, in order, and how it finished if it did.
 
-    `logprobs` has an entry per token where they were asked for.
+    `logprobs` has an entry per token where they were asked for. `prompt_logprobs` comes with the first
+    token: an entry per prompt token from the second on.
     """
 
     token_ids: tuple[int, ...] = ()
     finish: Literal["stop", "length"] | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 class StepResult(Struct, frozen=True, kw_only=True):

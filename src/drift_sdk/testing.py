@@ -14,12 +14,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from drift_sdk.config import EngineConfig
-from drift_sdk.driver import OpenedModel
 from drift_sdk.engine import Engine
 from drift_sdk.execution.slots import Slot
+from drift_sdk.opened_model import OpenedModel
 from drift_sdk.request import ModelText
 from drift_sdk.results import TokenLogprobs
-from drift_sdk.scheduling.scheduler import SchedulerConfig
+from drift_sdk.scheduling.config import SchedulerConfig
 from drift_sdk.steps import DecodeRow, ExecutorLimits, PrefillChunk, SlotOutput, StepPlan, StepResult
 from drift_sdk.text.chat import ChatTemplate
 from drift_sdk.text.tokenizer import Tokenizer
@@ -197,7 +197,8 @@ def text_script(text: str) -> NextToken:
     answer = [*text.encode(), EOS_TOKEN_ID]
 
     def next_token(prompt_ids: Sequence[int], output_ids: Sequence[int], seed: int) -> int:
-        return answer[min(len(output_ids), len(answer) - 1)]
+        token_id: int = answer[min(len(output_ids), len(answer) - 1)]
+        return token_id
 
     return next_token
 

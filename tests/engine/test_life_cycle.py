@@ -17,7 +17,7 @@ import pytest
 from loops import on_every_loop, run, until
 
 from drift_sdk import ConfigError, Engine, EngineClosed, EngineConfig, ModelLoadError, RequestError
-from drift_sdk.driver import OpenedModel
+from drift_sdk.opened_model import OpenedModel
 from drift_sdk.testing import scripted_engine
 
 

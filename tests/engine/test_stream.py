@@ -324,7 +324,7 @@ def test_queue_full(loop: str) -> None:
             streams = [engine.generate("x", ENDLESS) for _ in range(5)]
             with pytest.raises(QueueFull, match="max_queued_requests=3"):
                 engine.generate("x")
-            await until(lambda: engine.stats().num_running == 2)
+            await until(lambda: engine.stats().num_running == 2 and engine.stats().num_queued == 3)
             with pytest.raises(QueueFull):
                 engine.generate("x")
             streams[0].cancel()
@@ -426,7 +426,7 @@ def test_a_failing_step_reaches_every_stream_afresh(loop: str) -> None:
             assert len({id(error) for error in errors}) == 3
             with pytest.raises(ExecutorError):
                 engine.generate("x")
-            assert engine.executors[0].is_closed
+        assert engine.executors[0].is_closed
 
     run(loop, main)
 

@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 from fake_device import FakeDevice
 
-from drift_sdk.scheduling.scheduler import Delta, Scheduler, SchedulerConfig
+from drift_sdk.scheduling.config import SchedulerConfig
+from drift_sdk.scheduling.delta import Delta
+from drift_sdk.scheduling.scheduler import Scheduler
 from drift_sdk.scheduling.sequence import Sequence
 from drift_sdk.steps import PrefillChunk, StepPlan
 
@@ -416,5 +418,5 @@ def test_a_chunk_and_its_plan_name_the_tokens_of_the_prompt() -> None:
     rig = Rig()
     sequence = rig.add([5, 6, 7])
     assert rig.launch().prefill == (
-        PrefillChunk(slot=sequence.slot, start=0, token_ids=(5, 6, 7), is_last=True),
+        PrefillChunk(slot=sequence.slot, start=0, token_ids=(5, 6, 7), next_token_id=None),
     )

@@ -8,7 +8,9 @@ from fake_device import ALPHABET, FakeDevice, logprob_of
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from drift_sdk.scheduling.scheduler import Delta, Scheduler, SchedulerConfig
+from drift_sdk.scheduling.config import SchedulerConfig
+from drift_sdk.scheduling.delta import Delta
+from drift_sdk.scheduling.scheduler import Scheduler
 from drift_sdk.scheduling.sequence import Sequence
 
 MAX_DEPTH = 3

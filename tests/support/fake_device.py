@@ -12,7 +12,7 @@ from collections import deque
 from typing import Literal
 
 from drift_sdk.results import TokenLogprobs
-from drift_sdk.scheduling.scheduler import SchedulerConfig
+from drift_sdk.scheduling.config import SchedulerConfig
 from drift_sdk.scheduling.sequence import Sequence
 from drift_sdk.steps import SlotOutput, SlotSampling, StepPlan, StepResult
 

@@ -36,7 +36,8 @@ class BlockManager:
         length = len(sequence.token_ids)
         nodes = sequence.prefix_nodes
         # At least the last token is computed: its output is the next token.
-        self.trie.extend_match(nodes, sequence.token_ids, (length - 1) // self.block_size)
+        max_hits = (length - 1) // self.block_size if sequence.can_share_prefix else 0
+        self.trie.extend_match(nodes, sequence.token_ids, max_hits)
 
         first_row = self.num_blocks(sequence.num_kv_slots(length + 1 + max_emitted_tokens))
         num_missing = first_row - len(nodes)
@@ -110,6 +111,10 @@ class BlockManager:
         self.pool.free(private)
         sequence.prefix_nodes = []
         sequence.block_table = []
+
+    def forget_cached(self) -> None:
+        """Free every block that is cached; no sequence holds any."""
+        self.pool.free([self.trie.evict() for _ in range(self.trie.num_evictable)])
 
     def check_integrity(self, running: Iterable[Sequence]) -> None:
         """Raise AssertionError unless every block has exactly one owner and references are counted right."""

@@ -2,42 +2,19 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import Literal
 
-from msgspec import Struct
-
-from drift_sdk.results import FinishReason, TokenLogprobs
+from drift_sdk.results import FinishReason
 from drift_sdk.scheduling.block_manager import BlockManager
 from drift_sdk.scheduling.budget import TokenBudget
+from drift_sdk.scheduling.config import SchedulerConfig
+from drift_sdk.scheduling.delta import Delta
 from drift_sdk.scheduling.queue import WaitingQueue
 from drift_sdk.scheduling.running import RunningSet
 from drift_sdk.scheduling.sequence import Sequence
 from drift_sdk.scheduling.step_builder import LaunchedStep, StepBuilder
 from drift_sdk.steps import DecodeRow, StepPlan, StepResult
 
-__all__ = ["Delta", "Scheduler", "SchedulerConfig"]
-
-
-class SchedulerConfig(Struct, frozen=True, kw_only=True):
-    """What a scheduler shares out: slots, blocks of `block_size` tokens, prefill tokens a step."""
-
-    max_num_seqs: int
-    num_blocks: int
-    block_size: int
-    prefill_token_budget: int
-    num_draft_tokens: int = 0
-    target_latency_ms_p50: float | None = None
-    target_latency_ms_p95: float | None = None
-    prefer_high_throughput: bool = False
-
-
-class Delta(Struct, frozen=True):
-    """What one committed step added to a sequence."""
-
-    sequence: Sequence
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] | None
-    finish: Literal["stop", "length"] | None
+__all__ = ["Scheduler"]
 
 
 class Scheduler:
@@ -94,6 +71,11 @@ class Scheduler:
         return len(self._launched)
 
     @property
+    def num_held(self) -> int:
+        """Running sequences whose next row waits for the host."""
+        return sum(sequence.is_held for sequence in self._running.sequences)
+
+    @property
     def num_free_blocks(self) -> int:
         """Blocks that a plan can have: free, or cached and unreferenced."""
         return self._blocks.num_available
@@ -117,6 +99,13 @@ class Scheduler:
         """Drop a sequence at once: its slot and blocks are free for the next plan, and nothing that is in
         flight for it is delivered. Idempotent."""
         self._end(sequence, sequence.finish or "cancelled")
+
+    def forget_kv(self) -> None:
+        """All KV is lost: whoever runs goes back to the queue, nothing is cached. With no step in flight."""
+        assert not self._launched, "steps are in flight"
+        for sequence in list(self._running.sequences):
+            self._preempt(sequence)
+        self._blocks.forget_cached()
 
     def schedule(self) -> StepPlan | None:
         """The next step, to be launched in this order; None if nothing can be launched now: there is no
@@ -161,7 +150,9 @@ class Scheduler:
                 self._blocks.publish(sequence)
             if chunk.is_last:
                 sequence.token_ids += output.token_ids
-                deltas.append(Delta(sequence, output.token_ids, output.logprobs, output.finish))
+                deltas.append(
+                    Delta(sequence, output.token_ids, output.logprobs, output.finish, output.prompt_logprobs)
+                )
                 if output.finish is not None:
                     self._end(sequence, output.finish)
 
@@ -232,6 +223,9 @@ class Scheduler:
             index += 1
             if sequence.is_prefilling:
                 prefilling.append(sequence)
+                continue
+
+            if sequence.constraint is not None and sequence.awaits_host:
                 continue
 
             length = len(sequence.token_ids)

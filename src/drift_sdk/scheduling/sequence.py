@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from drift_sdk.results import FinishReason
 from drift_sdk.scheduling.prefix import PrefixNode
-from drift_sdk.steps import SlotSampling
+from drift_sdk.steps import SlotSampling, TokenConstraint
 
 __all__ = ["Sequence"]
 
@@ -17,7 +17,9 @@ class Sequence:
     __slots__ = (
         "arrival",
         "block_table",
+        "constraint",
         "finish",
+        "is_held",
         "is_publishing",
         "max_in_flight_tokens",
         "max_length",
@@ -39,7 +41,14 @@ class Sequence:
     )
 
     def __init__(
-        self, *, request_id: str, prompt_ids: list[int], sampling: SlotSampling, priority: int, arrival: int
+        self,
+        *,
+        request_id: str,
+        prompt_ids: list[int],
+        sampling: SlotSampling,
+        priority: int,
+        arrival: int,
+        constraint: TokenConstraint | None = None,
     ) -> None:
         self.request_id = request_id
         self.sampling = sampling
@@ -47,6 +56,8 @@ class Sequence:
         self.arrival = arrival
         self.order = (priority, arrival)
         self.max_length = sampling.max_length
+        self.constraint = constraint
+        self.is_held = False  # no row is planned: the host works out what a constraint allows next
 
         self.token_ids = list(prompt_ids)  # prompt and committed output
         self.num_prompt_tokens = len(prompt_ids)
@@ -86,6 +97,16 @@ class Sequence:
     @property
     def is_prefilling(self) -> bool:
         return self.num_launched_tokens < self.num_prefill_tokens
+
+    @property
+    def can_share_prefix(self) -> bool:
+        """Log-probabilities of the prompt need every position computed."""
+        return self.sampling.num_prompt_logprobs is None or self.num_output_tokens > 0
+
+    @property
+    def awaits_host(self) -> bool:
+        """What a constrained sequence may say next depends on every token before: none may be in flight."""
+        return self.constraint is not None and (self.is_held or self.num_in_flight > 0)
 
     def num_kv_slots(self, length: int) -> int:
         """KV slots written once the sequence has `length` tokens, its limit at most."""

@@ -28,7 +28,18 @@ class StepBuilder:
         self._chunks: list[PrefillChunk] = []
 
     def assign_slot(self, sequence: Sequence) -> None:
-        self._assignments.append(SlotAssignment(slot=sequence.slot, sampling=sequence.sampling))
+        cached: tuple[int, ...] = ()
+        if sequence.sampling.has_penalties:
+            cached = tuple(sequence.token_ids[: sequence.num_computed_tokens])
+
+        self._assignments.append(
+            SlotAssignment(
+                slot=sequence.slot,
+                sampling=sequence.sampling,
+                constraint=sequence.constraint,
+                cached_token_ids=cached,
+            )
+        )
 
     def update_blocks(self, sequence: Sequence, first_index: int) -> None:
         """The sequence's table has grown from `first_index` on."""
@@ -49,9 +60,13 @@ class StepBuilder:
         sequence.num_launched_tokens = end
         sequence.launch(is_last, is_last)
         self.prefill.append(sequence)
-        token_ids = tuple(sequence.token_ids[start:end])
         self._chunks.append(
-            PrefillChunk(slot=sequence.slot, start=start, token_ids=token_ids, is_last=is_last)
+            PrefillChunk(
+                slot=sequence.slot,
+                start=start,
+                token_ids=tuple(sequence.token_ids[start:end]),
+                next_token_id=None if is_last else sequence.token_ids[end],
+            )
         )
         return end - start
 

@@ -1,0 +1,83 @@
+"""The door of an engine: who may come in, and who is inside."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from drift_sdk.bridge import Bridge
+from drift_sdk.errors import EngineClosed, ExecutorError, QueueFull
+from drift_sdk.metrics import EngineStats
+from drift_sdk.request import Request
+
+__all__ = ["Intake", "failure_of"]
+
+
+class Intake:
+    """Live requests, from the call that submits them to their end. Used from any thread.
+
+    A request enters when `admit` takes it in, and counts as entering until the scheduler knows it.
+    """
+
+    def __init__(self, max_queued_requests: int | None) -> None:
+        self._max_queued_requests = max_queued_requests
+        self._lock = threading.Lock()
+        self._live: dict[Request, None] = {}
+        self._num_entering = 0
+        self._is_open = False
+        self._failure: BaseException | None = None
+
+    def open(self) -> None:
+        with self._lock:
+            self._is_open = True
+
+    def close(self, failure: BaseException | None = None) -> None:
+        """Let nobody in any more; they are told of the failure, if that is why."""
+        with self._lock:
+            self._is_open = False
+            self._failure = failure or self._failure
+
+    def admit(self, request: Request, read_stats: Callable[[], EngineStats]) -> None:
+        """Take a request in; QueueFull, EngineClosed or ExecutorError if that cannot be."""
+        with self._lock:
+            if self._failure is not None:
+                raise failure_of(self._failure)
+
+            if not self._is_open:
+                raise EngineClosed("the engine is not open")
+
+            limit, stats = self._max_queued_requests, read_stats()
+            num_waiting = self._num_entering + stats.num_queued - stats.num_free_slots
+            if limit is not None and num_waiting >= limit:
+                raise QueueFull(f"max_queued_requests={limit} requests are waiting already")
+
+            self._num_entering += 1
+            self._live[request] = None
+
+    def entered(self, publish_stats: Callable[[], None]) -> None:
+        """One more of those admitted is known to the scheduler, or failed before. It passes from one count
+        to the other at once, so nobody is turned away for having been counted twice."""
+        with self._lock:
+            publish_stats()
+            self._num_entering -= 1
+
+    def leave(self, request: Request) -> None:
+        with self._lock:
+            self._live.pop(request, None)
+
+    def live(self, bridge: Bridge | None = None) -> list[Request]:
+        """Who is inside, of one event loop or of all."""
+        with self._lock:
+            return [request for request in self._live if bridge is None or request.feed.bridge == bridge]
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._live
+
+
+def failure_of(cause: BaseException) -> ExecutorError:
+    """A fresh error for one caller."""
+    is_unusable = isinstance(cause, ExecutorError) and cause.process_unusable
+    error = ExecutorError(f"the engine failed: {cause!r}", process_unusable=is_unusable)
+    error.__cause__ = cause
+    return error
