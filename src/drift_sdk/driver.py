@@ -111,6 +111,7 @@ class Driver:
         """One round; False if nothing is left to do but to wait for commands."""
         scheduler, executor = self._scheduler, self._executor
         if executor is None:
+            self._act_when_quiet()
             return False
 
         may_launch = not self._is_paused and not self._when_quiet

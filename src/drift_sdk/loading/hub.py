@@ -1,0 +1,73 @@
+"""Models from the Hugging Face hub, through its local cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import msgspec
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]  # public, but not marked as exported
+
+from drift_sdk.errors import ModelLoadError
+from drift_sdk.loading.safetensors import INDEX_FILE, SINGLE_FILE
+
+__all__ = ["download"]
+
+PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
+
+
+class _NoProgressBar(tqdm):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **(kwargs | {"disable": True}))  # type: ignore[no-untyped-call]  # untyped base
+
+
+def download(
+    repo_id: str, *, revision: str | None, cache_dir: str | Path | None, local_files_only: bool
+) -> Path:
+    """Folder of a model in the hub's local cache, downloaded if it is not wholly there.
+
+    Raises ModelLoadError saying what was wrong with the cache and the network.
+    """
+    tried = []
+    last_error: Exception | None = None
+    for place in ("hub cache",) if local_files_only else ("hub cache", "hub"):
+        try:
+            folder = huggingface_hub.snapshot_download(
+                repo_id,
+                revision=revision,
+                cache_dir=cache_dir,
+                local_files_only=place == "hub cache",
+                allow_patterns=PATTERNS,
+                tqdm_class=_NoProgressBar,
+            )
+        except HFValidationError as error:
+            raise ModelLoadError(f"{repo_id!r} is not a hub id") from error
+        except Exception as error:  # the hub's network library raises kinds of its own
+            tried.append(f"{place}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+            last_error = error
+        else:
+            if local_files_only or place == "hub" or _is_whole(Path(folder)):
+                return Path(folder)
+
+            tried.append(f"{place}: {folder} is not whole")
+
+    where = f" at revision {revision!r}" if revision is not None else ""
+    raise ModelLoadError(f"{repo_id}{where}: {'; '.join(tried)}") from last_error
+
+
+def _is_whole(folder: Path) -> bool:
+    """An interrupted download leaves a folder with some of the files."""
+    if not (folder / "config.json").is_file():
+        return False
+
+    if (folder / SINGLE_FILE).is_file():
+        return True
+
+    try:
+        shards = set(msgspec.json.decode((folder / INDEX_FILE).read_bytes())["weight_map"].values())
+    except (OSError, KeyError, msgspec.MsgspecError):
+        return False
+
+    return all((folder / shard).is_file() for shard in shards)

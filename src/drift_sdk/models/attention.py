@@ -1,0 +1,193 @@
+"""Which keys the rows of a step see, and attention over them in a paged cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+from msgspec import Struct
+
+from drift_sdk.models.kv_cache import KVCache
+
+__all__ = ["AttentionBatch", "SequenceRows"]
+
+# Sequences with more rows than this are computed alone: a prompt's chunk fills the machine by itself.
+MAX_PADDED_ROWS = 16
+# Sequences share a padded computation while its padded key slots stay under this ...
+MAX_PADDED_SLOTS = 32_768
+# ... and none is padded by more than this, nor by more than its own length.
+MIN_PADDING = 256
+
+
+class SequenceRows(Struct, frozen=True):
+    """A sequence's part of a step: rows at positions `start ... start + num_rows - 1`, whose keys and values
+    go to, and whose context lies in, the blocks `block_ids`."""
+
+    block_ids: Sequence[int]
+    start: int
+    num_rows: int
+
+    @property
+    def num_keys(self) -> int:
+        return self.start + self.num_rows
+
+
+class AttentionBatch:
+    """What the rows of a step see: built once a step from host integers, shared by all layers.
+
+    The rows of all sequences stand one after another; row j of a sequence sees its keys at positions
+    0 ... start + j.
+
+    num_rows:      N, over all sequences.
+    positions:     [N] int64, on the cache's device.
+    slot_mapping:  [N] int64, the cache slot each row's key and value go to.
+    """
+
+    def __init__(self, sequences: Sequence[SequenceRows], cache: KVCache) -> None:
+        for sequence in sequences:
+            _check(sequence, cache)
+
+        first_rows = list(accumulate((sequence.num_rows for sequence in sequences), initial=0))
+        self.num_rows = first_rows[-1]
+        members = _members(sequences)
+        self._groups = [
+            _Group([sequences[i] for i in group], [first_rows[i] for i in group], cache) for group in members
+        ]
+        self.positions = torch.empty(self.num_rows, dtype=torch.int64, device=cache.device)
+        self.slot_mapping = torch.empty(self.num_rows, dtype=torch.int64, device=cache.device)
+        for group in self._groups:
+            self.positions[group.rows] = group.positions
+            self.slot_mapping[group.rows] = group.row_slots
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: KVCache, layer: int
+    ) -> torch.Tensor:
+        """Write the rows' keys and values to the cache, then attend to all that each row sees.
+
+        query [N, num_heads, head_dim], key and value [N, num_kv_heads, head_dim]: [N, num_heads * head_dim].
+        """
+        keys, values = cache.layer(layer)
+        keys.index_copy_(0, self.slot_mapping, key)
+        values.index_copy_(0, self.slot_mapping, value)
+        if len(self._groups) == 1:
+            return self._groups[0].attend(query, keys, values)
+
+        shape = (query.shape[0], query.shape[1] * query.shape[2])
+        output = torch.empty(shape, dtype=query.dtype, device=query.device)
+        for group in self._groups:
+            output[group.rows] = group.attend(query[group.rows], keys, values)
+
+        return output
+
+
+class _Group:
+    """Sequences with equally many rows, computed as one padded batch.
+
+    Padding gathers the sequence's first slot, which is always written: an unwritten one may hold NaN, which
+    no mask takes away again.
+    """
+
+    def __init__(self, sequences: Sequence[SequenceRows], first_rows: Sequence[int], cache: KVCache) -> None:
+        self.num_sequences = len(sequences)
+        self.num_rows = sequences[0].num_rows
+        self.rows = _rows(first_rows, self.num_rows, cache.device)
+        max_keys = max(sequence.num_keys for sequence in sequences)
+        starts = torch.tensor([[sequence.start] for sequence in sequences], dtype=torch.int64, device="cpu")
+        positions = starts + torch.arange(self.num_rows, device="cpu")
+        slots = _slots(sequences, max_keys, cache.block_size)
+        key_positions = torch.arange(max_keys, device="cpu")
+        key_slots = torch.where(key_positions <= positions[:, -1:], slots, slots[:, :1])
+        self.is_causal = self.num_sequences == 1 and sequences[0].start == 0
+        mask = None
+        if self.num_sequences > 1:
+            is_visible = key_positions <= positions[:, :, None]
+            mask = torch.zeros(is_visible.shape, dtype=cache.dtype, device="cpu")
+            mask = mask.masked_fill_(~is_visible, float("-inf"))[:, None]
+        elif self.num_rows > 1 and not self.is_causal:
+            # Row i sees key j if j <= start + i. With the keys in falling order that is a function of row
+            # plus column, so max_keys + num_rows numbers strided over themselves are the whole mask.
+            key_slots = key_slots.flip(1)
+            diagonals = torch.zeros(max_keys + self.num_rows - 1, dtype=cache.dtype, device=cache.device)
+            diagonals[: self.num_rows - 1] = float("-inf")
+            mask = diagonals.as_strided((self.num_rows, max_keys), (1, 1))
+
+        self.positions = positions.view(-1).to(cache.device)
+        self.row_slots = slots.gather(1, positions).view(-1).to(cache.device)
+        self._key_slots = key_slots.reshape(-1).to(cache.device)
+        self._mask = None if mask is None else mask.to(cache.device)
+
+    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        batch, num_heads, head_dim = self.num_sequences, query.shape[1], query.shape[2]
+        gathered_shape = (batch, -1, *keys.shape[1:])
+        output = F.scaled_dot_product_attention(
+            query.view(batch, self.num_rows, num_heads, head_dim).transpose(1, 2),
+            keys.index_select(0, self._key_slots).view(gathered_shape).transpose(1, 2),
+            values.index_select(0, self._key_slots).view(gathered_shape).transpose(1, 2),
+            attn_mask=self._mask,
+            is_causal=self.is_causal,
+            enable_gqa=True,
+        )
+        return output.transpose(1, 2).reshape(batch * self.num_rows, num_heads * head_dim)
+
+
+def _members(sequences: Sequence[SequenceRows]) -> list[list[int]]:
+    """Indices of the sequences of each group, in order within a group."""
+    groups: list[list[int]] = []
+    by_num_rows: dict[int, list[int]] = {}
+    for index, sequence in enumerate(sequences):
+        if sequence.num_rows > MAX_PADDED_ROWS:
+            groups.append([index])
+        else:
+            by_num_rows.setdefault(sequence.num_rows, []).append(index)
+
+    for indices in by_num_rows.values():
+        group: list[int] = []
+        longest = 0
+        for index in sorted(indices, key=lambda i: sequences[i].num_keys, reverse=True):
+            length = sequences[index].num_keys
+            is_far = longest - length > max(MIN_PADDING, length)
+            if not group or is_far or (len(group) + 1) * longest > MAX_PADDED_SLOTS:
+                group, longest = [], length
+                groups.append(group)
+
+            group.append(index)
+
+    return [sorted(group) for group in groups]
+
+
+def _rows(first_rows: Sequence[int], num_rows: int, device: torch.device) -> slice | torch.Tensor:
+    """Where a group's rows stand in the step: a slice when they stand together."""
+    first = first_rows[0]
+    if first_rows[-1] - first == num_rows * (len(first_rows) - 1):
+        return slice(first, first_rows[-1] + num_rows)
+
+    firsts = torch.tensor(first_rows, dtype=torch.int64, device="cpu")
+    return (firsts[:, None] + torch.arange(num_rows, device="cpu")).view(-1).to(device)
+
+
+def _slots(sequences: Sequence[SequenceRows], max_keys: int, block_size: int) -> torch.Tensor:
+    """Cache slot of every position, [num_sequences, max_keys]; past a sequence's end, of its first block."""
+    max_blocks = -(-max_keys // block_size)
+    tables = []
+    for sequence in sequences:
+        block_ids = list(sequence.block_ids[:max_blocks])
+        tables.append(block_ids + block_ids[:1] * (max_blocks - len(block_ids)))
+
+    first_slots = torch.tensor(tables, dtype=torch.int64, device="cpu") * block_size
+    slots = first_slots[:, :, None] + torch.arange(block_size, device="cpu")
+    return slots.view(len(sequences), -1)[:, :max_keys]
+
+
+def _check(sequence: SequenceRows, cache: KVCache) -> None:
+    if sequence.num_rows < 1 or sequence.start < 0:
+        raise ValueError(
+            f"rows {sequence.start} + {sequence.num_rows}: expected at least one, from 0 upwards"
+        )
+
+    num_blocks = -(-sequence.num_keys // cache.block_size)
+    if len(sequence.block_ids) < num_blocks:
+        raise ValueError(
+            f"{len(sequence.block_ids)} blocks for {sequence.num_keys} tokens: expected {num_blocks} or more"
+        )

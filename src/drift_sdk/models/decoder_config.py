@@ -1,0 +1,154 @@
+"""What a decoder looks like, read from a model's config.json."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec import Struct
+
+from drift_sdk.errors import ModelLoadError
+from drift_sdk.models.rope import RopeScaling, rope_from_hf
+
+__all__ = ["DecoderConfig"]
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+
+class DecoderConfig(Struct, frozen=True, kw_only=True):
+    """Shapes and options of a Llama, Qwen2 or Qwen3 decoder.
+
+    `has_qk_norm`: queries and keys are normalised per head before the rotation (Qwen3).
+    `max_position_embeddings`: the model's own context, in tokens.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    has_qkv_bias: bool
+    has_output_bias: bool
+    has_mlp_bias: bool
+    has_qk_norm: bool
+    is_head_tied: bool
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> DecoderConfig:
+        """From the contents of a config.json.
+
+        Raises ModelLoadError naming the setting when it asks for anything this decoder does not compute.
+        """
+        family = _family(config)
+        _refuse_unknown_options(config)
+        hidden_size, num_heads = _int(config, "hidden_size"), _int(config, "num_attention_heads")
+        num_kv_heads = _int(config, "num_key_value_heads", num_heads)
+        if num_heads % num_kv_heads:
+            raise ModelLoadError(
+                f"config: num_key_value_heads={num_kv_heads}: expected a divisor of {num_heads}"
+            )
+
+        # Qwen3 has heads of 128 unless it says otherwise, whatever its hidden size.
+        head_dim = _int(config, "head_dim", 128 if family == "qwen3" else hidden_size // num_heads)
+        if head_dim % 2:
+            raise ModelLoadError(f"config: head_dim={head_dim}: expected an even number")
+
+        has_attention_bias = family != "qwen2" and _bool(config, "attention_bias")
+        rope_theta, rope_scaling = rope_from_hf(config, head_dim)
+        return cls(
+            vocab_size=_int(config, "vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=_int(config, "intermediate_size"),
+            num_layers=_int(config, "num_hidden_layers"),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            max_position_embeddings=_int(config, "max_position_embeddings"),
+            rms_norm_eps=_eps(config),
+            rope_theta=rope_theta,
+            rope_scaling=rope_scaling,
+            has_qkv_bias=has_attention_bias or family == "qwen2",
+            has_output_bias=has_attention_bias,
+            has_mlp_bias=family == "llama" and _bool(config, "mlp_bias"),
+            has_qk_norm=family == "qwen3",
+            is_head_tied=_bool(config, "tie_word_embeddings"),
+        )
+
+
+def _family(config: Mapping[str, Any]) -> str:
+    known = ", ".join(ARCHITECTURES.values())
+    architectures = config.get("architectures") or [ARCHITECTURES.get(str(config.get("model_type")))]
+    for family, architecture in ARCHITECTURES.items():
+        if architectures == [architecture] and config.get("model_type", family) == family:
+            return family
+
+    raise ModelLoadError(
+        f"config: architectures={config.get('architectures')!r}, model_type={config.get('model_type')!r}: "
+        f"expected one of {known}"
+    )
+
+
+def _refuse_unknown_options(config: Mapping[str, Any]) -> None:
+    activation = config.get("hidden_act", "silu")
+    if activation != "silu":
+        raise ModelLoadError(f"config: hidden_act={activation!r}: only 'silu' is implemented")
+
+    if _has_sliding_window(config):
+        raise ModelLoadError(
+            f"config: sliding_window={config.get('sliding_window')!r} in use, or layer_types other than "
+            f"'full_attention' among {config.get('layer_types')!r}: only full attention is implemented"
+        )
+
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method")
+        raise ModelLoadError(f"config: quantization_config with quant_method={method!r} is not implemented")
+
+
+def _has_sliding_window(config: Mapping[str, Any]) -> bool:
+    layer_types = config.get("layer_types")
+    if layer_types is not None:
+        return set(layer_types) != {"full_attention"}
+
+    if "use_sliding_window" not in config:
+        return config.get("sliding_window") is not None
+
+    # Qwen files name a window even where the switch or the number of windowed layers leaves it unused.
+    has_windowed_layer = config.get("max_window_layers", 0) < config.get("num_hidden_layers", 0)
+    return bool(config["use_sliding_window"] and config.get("sliding_window") and has_windowed_layer)
+
+
+def _int(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    value = config.get(name)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ModelLoadError(f"config: {name}={value!r}: expected an integer of at least 1")
+
+    return value
+
+
+def _bool(config: Mapping[str, Any], name: str) -> bool:
+    value = config.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise ModelLoadError(f"config: {name}={value!r}: expected true or false")
+
+    return bool(value)
+
+
+def _eps(config: Mapping[str, Any]) -> float:
+    value = config.get("rms_norm_eps")
+    value = 1e-6 if value is None else value
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not (math.isfinite(value) and value >= 0)
+    ):
+        raise ModelLoadError(f"config: rms_norm_eps={value!r}: expected a number of at least 0")
+
+    return float(value)

@@ -1,0 +1,44 @@
+"""Keys and values of every token, in blocks."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["KVCache"]
+
+
+class KVCache:
+    """Slot `block_id * block_size + offset` of every layer holds one token's keys and values.
+
+    `keys`, `values`: [num_layers, num_blocks * block_size, num_kv_heads, head_dim], uninitialised: a slot
+    means nothing until it has been written.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        shape = (num_layers, num_blocks * block_size, num_kv_heads, head_dim)
+        self.keys = torch.empty(shape, dtype=dtype, device=device)
+        self.values = torch.empty(shape, dtype=dtype, device=device)
+        self._layers = tuple(zip(self.keys.unbind(0), self.values.unbind(0), strict=True))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.keys.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.keys.device
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one layer, [num_blocks * block_size, num_kv_heads, head_dim] each."""
+        return self._layers[index]

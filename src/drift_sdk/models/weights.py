@@ -1,0 +1,176 @@
+"""A decoder's weights: their layout, and filling it from named tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from drift_sdk.errors import ModelLoadError
+from drift_sdk.loading.tensors import TensorSource
+from drift_sdk.models.decoder_config import DecoderConfig
+
+__all__ = ["DecoderWeights", "LayerWeights", "load_weights", "tensor_shapes"]
+
+EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+STORED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer. Queries, keys and values are the rows of one matrix, gate and up of another.
+
+    qkv [(num_heads + 2 * num_kv_heads) * head_dim, hidden], output [hidden, num_heads * head_dim],
+    gate_up [2 * intermediate, hidden], down [hidden, intermediate]; norms [hidden], head norms [head_dim].
+    """
+
+    input_norm: torch.Tensor
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    query_norm: torch.Tensor | None
+    key_norm: torch.Tensor | None
+    output: torch.Tensor
+    output_bias: torch.Tensor | None
+    mlp_norm: torch.Tensor
+    gate_up: torch.Tensor
+    gate_up_bias: torch.Tensor | None
+    down: torch.Tensor
+    down_bias: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    """embedding and head [vocab, hidden] (one tensor when tied), final_norm [hidden]."""
+
+    embedding: torch.Tensor
+    layers: tuple[LayerWeights, ...]
+    final_norm: torch.Tensor
+    head: torch.Tensor
+
+
+def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor a model of these shapes is stored as."""
+    _, places = _allocate(config, torch.device("meta"), torch.float32)
+    return {name: tuple(place.shape) for name, place in places.items()}
+
+
+def load_weights(
+    config: DecoderConfig,
+    tensors: TensorSource,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    on_tensor: Callable[[int, int], None] | None = None,
+) -> DecoderWeights:
+    """Weights of `dtype` on `device`; `on_tensor(num_loaded, num_tensors)` is called after each tensor.
+
+    Raises ModelLoadError naming tensor and file for a tensor that is missing, unexpected or misshapen, before
+    any memory is taken.
+    """
+    _check_names(config, tensors)
+    weights, places = _allocate(config, device, dtype)
+    for num_loaded, (name, place) in enumerate(places.items(), start=1):
+        place.copy_(_read(tensors, name))
+        if on_tensor is not None:
+            on_tensor(num_loaded, len(places))
+
+    return weights
+
+
+def _check_names(config: DecoderConfig, tensors: TensorSource) -> None:
+    shapes = tensor_shapes(config)
+    names = set(tensors.names())
+    missing = [name for name in shapes if name not in names]
+    if missing:
+        found = f"tensor {missing[0]} of shape {list(shapes[missing[0]])} is missing"
+        raise ModelLoadError(f"{tensors.location}: {found}{_others(missing)}")
+
+    # Old files hold the frequencies of the rotation; they follow from the config.
+    extra = sorted(name for name in names - shapes.keys() if not name.endswith("rotary_emb.inv_freq"))
+    if HEAD in extra and config.is_head_tied:
+        _check_tied_head(tensors)
+        extra.remove(HEAD)
+
+    if extra:
+        found = f"tensor {extra[0]} of shape {list(tensors.shape(extra[0]))} is not part of this model"
+        raise ModelLoadError(f"{tensors.file(extra[0])}: {found}{_others(extra)}")
+
+    for name, expected in shapes.items():
+        shape = tensors.shape(name)
+        if shape != expected:
+            raise ModelLoadError(
+                f"{tensors.file(name)}: tensor {name} has shape {list(shape)}, expected {list(expected)}"
+            )
+
+
+def _check_tied_head(tensors: TensorSource) -> None:
+    """A tied head may be stored as well, but a different one means the config is wrong."""
+    is_same_shape = tensors.shape(HEAD) == tensors.shape(EMBEDDING)
+    if not (is_same_shape and torch.equal(_read(tensors, HEAD), _read(tensors, EMBEDDING))):
+        raise ModelLoadError(
+            f"{tensors.file(HEAD)}: tensor {HEAD} differs from {EMBEDDING}, expected the same: "
+            "the config says tie_word_embeddings"
+        )
+
+
+def _read(tensors: TensorSource, name: str) -> torch.Tensor:
+    tensor = tensors.get(name)
+    if tensor.dtype not in STORED_DTYPES:
+        raise ModelLoadError(
+            f"{tensors.file(name)}: tensor {name} is stored as {tensor.dtype}, "
+            "expected float32, bfloat16 or float16"
+        )
+
+    return tensor
+
+
+def _others(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+
+
+def _allocate(
+    config: DecoderConfig, device: torch.device, dtype: torch.dtype
+) -> tuple[DecoderWeights, dict[str, torch.Tensor]]:
+    """Uninitialised weights, and the part of them each stored tensor belongs in."""
+    hidden = config.hidden_size
+    places: dict[str, torch.Tensor] = {}
+
+    def whole(name: str, *shape: int) -> torch.Tensor:
+        places[name] = torch.empty(shape, dtype=dtype, device=device)
+        return places[name]
+
+    def stacked(suffix: str, rows: dict[str, int], *columns: int) -> torch.Tensor:
+        tensor = torch.empty((sum(rows.values()), *columns), dtype=dtype, device=device)
+        parts = torch.split(tensor, list(rows.values()))
+        places.update({f"{name}.{suffix}": part for name, part in zip(rows, parts, strict=True)})
+        return tensor
+
+    def layer(prefix: str) -> LayerWeights:
+        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        qkv = {f"{attention}.q_proj": query_size} | {f"{attention}.{n}_proj": kv_size for n in "kv"}
+        gate_up = {f"{mlp}.{n}_proj": config.intermediate_size for n in ("gate", "up")}
+        return LayerWeights(
+            input_norm=whole(f"{prefix}.input_layernorm.weight", hidden),
+            qkv=stacked("weight", qkv, hidden),
+            qkv_bias=stacked("bias", qkv) if config.has_qkv_bias else None,
+            query_norm=whole(f"{attention}.q_norm.weight", config.head_dim) if config.has_qk_norm else None,
+            key_norm=whole(f"{attention}.k_norm.weight", config.head_dim) if config.has_qk_norm else None,
+            output=whole(f"{attention}.o_proj.weight", hidden, query_size),
+            output_bias=whole(f"{attention}.o_proj.bias", hidden) if config.has_output_bias else None,
+            mlp_norm=whole(f"{prefix}.post_attention_layernorm.weight", hidden),
+            gate_up=stacked("weight", gate_up, hidden),
+            gate_up_bias=stacked("bias", gate_up) if config.has_mlp_bias else None,
+            down=whole(f"{mlp}.down_proj.weight", hidden, config.intermediate_size),
+            down_bias=whole(f"{mlp}.down_proj.bias", hidden) if config.has_mlp_bias else None,
+        )
+
+    embedding = whole(EMBEDDING, config.vocab_size, hidden)
+    weights = DecoderWeights(
+        embedding=embedding,
+        layers=tuple(layer(f"model.layers.{index}") for index in range(config.num_layers)),
+        final_norm=whole(FINAL_NORM, hidden),
+        head=embedding if config.is_head_tied else whole(HEAD, config.vocab_size, hidden),
+    )
+    return weights, places

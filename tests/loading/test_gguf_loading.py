@@ -1,0 +1,307 @@
+"""GGUF files: metadata, every quantisation, the order of rows, and broken files."""
+
+from __future__ import annotations
+
+import copy
+import struct
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from decoder_parity import assert_parity, load_decoder, random_tokens
+from gguf import GGMLQuantizationType as Q
+from model_zoo import make_model
+
+from drift_sdk.errors import ModelLoadError
+from drift_sdk.loading.gguf import GGUFFile
+from drift_sdk.loading.source import eos_token_ids, resolve
+from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.rope import FrequencyFactors, inverse_frequencies
+
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+# Widths of 32, 64 or 96, so that the rows of most matrices are whole blocks.
+LLAMA_BIASED, LLAMA_TIED, LLAMA3, QWEN2, QWEN3 = 7, 4, 1, 12, 18
+LLAMA_PLAIN = 6
+WRITTEN = (Q.F32, Q.F16, Q.BF16, Q.Q8_0, Q.Q4_0, Q.Q4_1)
+K_QUANTS = (Q.Q2_K, Q.Q3_K, Q.Q4_K, Q.Q5_K, Q.Q6_K)
+
+
+def _permute(array: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[np.float32]:
+    """The order llama.cpp's converter writes: 2i of a head is i, and 2i + 1 is i + head_dim / 2."""
+    head_dim = array.shape[0] // num_heads
+    order = [
+        h * head_dim + i + half
+        for h in range(num_heads)
+        for i in range(head_dim // 2)
+        for half in (0, head_dim // 2)
+    ]
+    return array[order]
+
+
+def _write(model: Any, file: Path, quantisation: Q = Q.F32, **extra: npt.NDArray[np.float32]) -> Any:
+    """Write the model as llama.cpp's converter does; returns it with the weights as the file holds them."""
+    config = model.config
+    family = config.model_type
+    writer = gguf.GGUFWriter(file, family)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_eos_token_id(7)
+    writer.add_eot_token_id(9)
+    writer.add_chat_template("{{ messages }}")
+    stored = copy.deepcopy(model)
+    parameters = dict(stored.named_parameters())
+    for name, parameter in parameters.items():
+        module, _, suffix = name.rpartition(".")
+        array = parameter.detach().numpy().copy()
+        num_heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(
+            module.rpartition(".")[2]
+        )
+        is_permuted = family == "llama" and num_heads is not None
+        array = _permute(array, num_heads) if is_permuted else array
+        block_size, _ = gguf.GGML_QUANT_SIZES[quantisation]
+        kind = quantisation if array.ndim == 2 and array.shape[1] % block_size == 0 else Q.F32
+        raw = gguf.quants.quantize(array, kind)
+        writer.add_tensor(_gguf_name(module, suffix), raw, raw_dtype=kind)
+        array = gguf.quants.dequantize(raw, kind)
+        if is_permuted:
+            array = array.reshape(num_heads, -1, 2, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
+
+        with torch.no_grad():
+            parameter.copy_(torch.from_numpy(array.copy()))
+
+    if config.rope_parameters["rope_type"] == "llama3":
+        plain = inverse_frequencies(head_dim, config.rope_parameters["rope_theta"], None)
+        extra["rope_freqs.weight"] = (plain / model.model.rotary_emb.inv_freq).numpy()
+
+    for name, array in extra.items():
+        writer.add_tensor(name, array)
+
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return stored
+
+
+def _gguf_name(module: str, suffix: str) -> str:
+    if module in NAMES:
+        return f"{NAMES[module]}.{suffix}"
+
+    _, _, layer, rest = module.split(".", 3)
+    return f"blk.{layer}.{NAMES[rest]}.{suffix}"
+
+
+@pytest.mark.parametrize("index", [LLAMA_BIASED, LLAMA_TIED, QWEN2, QWEN3])
+@pytest.mark.parametrize("quantisation", WRITTEN, ids=lambda kind: kind.name)
+def test_equals_transformers_on_the_dequantised_weights(index: int, quantisation: Q, tmp_path: Path) -> None:
+    model = make_model(index, tmp_path / "hf")
+    stored = _write(model, tmp_path / "model.gguf", quantisation)
+    kinds = [tensor.tensor_type for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors]
+    assert kinds.count(quantisation) >= 4 * model.config.num_hidden_layers
+    tensors = GGUFFile(tmp_path / "model.gguf")
+    expected = dict(stored.named_parameters())
+    assert set(tensors.names()) == set(expected)
+    for name, parameter in expected.items():
+        assert tensors.get(name).dtype == torch.float32
+        assert tensors.shape(name) == tuple(parameter.shape)
+        assert torch.equal(tensors.get(name), parameter), name
+
+    decoder = load_decoder(tmp_path / "model.gguf")
+    assert_parity(decoder, stored, random_tokens(decoder.config, 24), (20, 1, 3))
+
+
+@pytest.mark.parametrize("quantisation", K_QUANTS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("num_rows", [1, 3, 800])
+def test_k_quants(quantisation: Q, num_rows: int, tmp_path: Path) -> None:
+    """Random blocks, their scales finite halves, in sizes around the rows they are dequantised by."""
+    block_size, block_bytes = gguf.GGML_QUANT_SIZES[quantisation]
+    raw = np.random.default_rng(0).integers(0, 255, (num_rows, 2 * block_bytes), dtype=np.uint8)
+    raw = raw & 0x3F  # a half with a clear top bit of its exponent is finite
+    writer = gguf.GGUFWriter(tmp_path / "k.gguf", "llama")
+    writer.add_tensor("blk.0.ffn_up.weight", raw, raw_dtype=quantisation)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    expected = gguf.quants.dequantize(raw, quantisation)
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors = GGUFFile(tmp_path / "k.gguf")
+    assert tensors.shape(name) == expected.shape == (num_rows, 2 * block_size)
+    assert np.isfinite(expected).all() and np.abs(expected).max() > 0
+    assert torch.equal(tensors.get(name), torch.from_numpy(expected))
+
+
+def test_frequency_factors_are_llama3_scaling(tmp_path: Path) -> None:
+    stored = _write(make_model(LLAMA3, tmp_path / "hf"), tmp_path / "model.gguf")
+    decoder = load_decoder(tmp_path / "model.gguf")
+    scaling = decoder.config.rope_scaling
+    assert isinstance(scaling, FrequencyFactors) and max(scaling.factors) == pytest.approx(4.0)
+    assert_parity(decoder, stored, random_tokens(decoder.config, 24), (24,))
+
+
+def test_frequency_factors_beside_another_scaling_are_refused(tmp_path: Path) -> None:
+    metadata = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0}
+    _small(tmp_path / "m.gguf", tensor="rope_freqs.weight", **metadata)
+    with pytest.raises(ModelLoadError, match="rope_freqs.weight beside rope scaling 'linear'"):
+        GGUFFile(tmp_path / "m.gguf")
+
+
+def test_config_and_texts(tmp_path: Path) -> None:
+    _write(make_model(LLAMA_PLAIN, tmp_path / "hf"), tmp_path / "model.gguf")
+    source = resolve(tmp_path / "model.gguf")
+    found = DecoderConfig.from_hf(source.config)
+    expected = DecoderConfig.from_hf(resolve(tmp_path / "hf").config)
+    assert found.rms_norm_eps == pytest.approx(expected.rms_norm_eps, rel=1e-6)
+    for field in found.__struct_fields__:
+        if field != "rms_norm_eps":
+            assert getattr(found, field) == getattr(expected, field), field
+
+    assert eos_token_ids(source) == (7, 9)
+    assert source.chat_template == "{{ messages }}"
+    assert source.generation_config == {}
+
+
+def _small(
+    file: Path, architecture: str = "llama", tensor: str = "output_norm.weight", **metadata: Any
+) -> None:
+    writer = gguf.GGUFWriter(file, architecture)
+    for key, value in metadata.items():
+        add = {
+            int: writer.add_uint32,
+            float: writer.add_float32,
+            str: writer.add_string,
+            list: writer.add_array,
+        }
+        add[type(value)](key, value)
+
+    writer.add_tensor(tensor, np.ones(8, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    "metadata, message",
+    [
+        ({"architecture": "gemma3"}, "architecture 'gemma3'"),
+        ({"llama.expert_count": 8}, "llama.expert_count=8"),
+        ({"llama.attention.sliding_window": 128}, "sliding_window=128"),
+        ({"llama.attention.key_length": 64, "llama.rope.dimension_count": 32}, "rope.dimension_count=32"),
+        ({"split.count": 3}, "one of 3 parts"),
+    ],
+)
+def test_what_is_not_implemented_is_refused(metadata: dict[str, Any], message: str, tmp_path: Path) -> None:
+    _small(tmp_path / "m.gguf", **metadata)
+    with pytest.raises(ModelLoadError) as caught:
+        GGUFFile(tmp_path / "m.gguf")
+
+    assert message in str(caught.value) and str(tmp_path / "m.gguf") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "metadata, message",
+    [
+        ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}, "rope_type='yarn'"),
+        ({"llama.attention.head_count": [4, 4]}, "num_attention_heads"),
+    ],
+)
+def test_what_the_config_asks_for_is_refused_there(
+    metadata: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    shapes = {"embedding_length": 8, "attention.head_count": 2, "attention.key_length": 4}
+    _small(tmp_path / "m.gguf", **({f"llama.{key}": value for key, value in shapes.items()} | metadata))
+    with pytest.raises(ModelLoadError, match=message):
+        DecoderConfig.from_hf(GGUFFile(tmp_path / "m.gguf").config)
+
+
+def test_linear_scaling(tmp_path: Path) -> None:
+    _small(tmp_path / "new.gguf", **{"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0})
+    _small(tmp_path / "old.gguf", **{"llama.rope.scale_linear": 4.0})
+    for file in ("new.gguf", "old.gguf"):
+        rope = GGUFFile(tmp_path / file).config["rope_parameters"]
+        assert (rope["rope_type"], rope["factor"]) == ("linear", 4.0)
+
+
+def test_unknown_tensor_is_refused_by_its_own_name(tmp_path: Path) -> None:
+    model = make_model(QWEN2, tmp_path / "hf")
+    _write(model, tmp_path / "model.gguf", **{"blk.0.attn_sinks.weight": np.ones(4, np.float32)})
+    with pytest.raises(
+        ModelLoadError, match=r"model\.gguf: tensor blk\.0\.attn_sinks\.weight of shape \[4\]"
+    ):
+        load_decoder(tmp_path / "model.gguf")
+
+
+def test_metadata_equals_the_gguf_package(tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    _small(
+        file,
+        **{
+            "a.string": "é" * 9,
+            "a.float": 0.1,
+            "an.int": 2**32 - 1,
+            "some.strings": ["x", "", "ÿ"],
+            "some.ints": [3, -4],
+            "some.floats": [0.5, 1e9],
+        },
+    )
+    found = GGUFFile(file).metadata
+    reader = gguf.GGUFReader(file)
+    expected = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
+    assert found == expected
+
+
+def test_every_cut_is_noticed(tmp_path: Path) -> None:
+    _small(tmp_path / "whole.gguf", **{"a.string": "text", "some.ints": [1, 2], "some.strings": ["a", "b"]})
+    data = (tmp_path / "whole.gguf").read_bytes()
+    # The file ends in padding that no tensor needs.
+    end = gguf.GGUFReader(tmp_path / "whole.gguf").tensors[0].data_offset + 8 * 4
+    file = tmp_path / "cut.gguf"
+    for length in range(end):
+        file.write_bytes(data[:length])
+        with pytest.raises(ModelLoadError, match=r"cut\.gguf: not a whole GGUF file"):
+            GGUFFile(file)
+
+    file.write_bytes(data[:end])
+    assert GGUFFile(file).get("model.norm.weight").tolist() == [1.0] * 8
+
+
+@pytest.mark.parametrize(
+    "offset, patch", [(0, b"GGML"), (4, struct.pack("<I", 1)), (4, struct.pack(">I", 3)), (16, b"\xff" * 8)]
+)
+def test_corrupt_header(offset: int, patch: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    _small(file)
+    data = bytearray(file.read_bytes())
+    data[offset : offset + len(patch)] = patch
+    file.write_bytes(data)
+    with pytest.raises(ModelLoadError, match="not a whole GGUF file"):
+        GGUFFile(file)

@@ -1,0 +1,173 @@
+"""Rows of several sequences in one step see exactly what they see alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from decoder_parity import load_decoder, poisoned_cache, random_tokens
+from model_zoo import make_model
+
+from drift_sdk.loading.source import resolve
+from drift_sdk.models import attention
+from drift_sdk.models.attention import AttentionBatch, SequenceRows
+from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.kv_cache import KVCache
+
+NUM_BLOCKS = 256
+BLOCK_SIZE = 8
+# (tokens already in the cache, rows of this step): decode rows, prompts' first and later chunks,
+# verification of two and five rows.
+MIXED = [
+    (13, 1),
+    (0, 20),
+    (70, 1),
+    (9, 3),
+    (31, 1),
+    (24, 30),
+    (0, 1),
+    (44, 3),
+    (8, 6),
+    (0, 3),
+    (5, 17),
+    (1, 1),
+]
+
+
+@pytest.fixture(scope="module", params=[1, 12, 22])
+def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    folder: Path = tmp_path_factory.mktemp("model")
+    make_model(request.param, folder)
+    return load_decoder(folder)
+
+
+def _tables(lengths: list[int]) -> list[list[int]]:
+    """Scattered blocks for each sequence, with one more than it needs."""
+    free = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(3)).tolist()
+    return [[free.pop() for _ in range(length // BLOCK_SIZE + 2)] for length in lengths]
+
+
+def _run(
+    decoder: Decoder, sequences: list[tuple[int, int]], *, together: bool
+) -> tuple[list[torch.Tensor], KVCache]:
+    """Hidden rows of each sequence, all in one step or each in a step of its own."""
+    cache = poisoned_cache(decoder.config, NUM_BLOCKS)
+    tables = _tables([start + num_rows for start, num_rows in sequences])
+    tokens, rows = [], []
+    for index, (start, num_rows) in enumerate(sequences):
+        token_ids = random_tokens(decoder.config, start + num_rows, seed=index)
+        if start:
+            batch = AttentionBatch([SequenceRows(tables[index], 0, start)], cache)
+            decoder.forward(token_ids[:start], batch, cache)
+
+        tokens.append(token_ids[start:])
+        rows.append(SequenceRows(tables[index], start, num_rows))
+
+    if together:
+        hidden, _ = decoder.forward(torch.cat(tokens), AttentionBatch(rows, cache), cache)
+        return list(hidden.split([num_rows for _, num_rows in sequences])), cache
+
+    pairs = zip(tokens, rows, strict=True)
+    return [decoder.forward(ids, AttentionBatch([row], cache), cache)[0] for ids, row in pairs], cache
+
+
+def _assert_same(
+    found: tuple[list[torch.Tensor], KVCache], expected: tuple[list[torch.Tensor], KVCache]
+) -> None:
+    for mine, theirs in zip(found[0], expected[0], strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-5)
+
+    for mine, theirs in ((found[1].keys, expected[1].keys), (found[1].values, expected[1].values)):
+        assert torch.equal(mine.isnan(), theirs.isnan())
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-5, equal_nan=True)
+
+
+def test_mixed_step_equals_each_alone(decoder: Decoder) -> None:
+    _assert_same(_run(decoder, MIXED, together=True), _run(decoder, MIXED, together=False))
+
+
+@pytest.mark.parametrize("padding, max_slots", [(0, 32_768), (10_000, 32_768), (10_000, 80)])
+def test_grouping_changes_nothing(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, padding: int, max_slots: int
+) -> None:
+    expected = _run(decoder, MIXED, together=True)
+    monkeypatch.setattr(attention, "MIN_PADDING", padding)
+    monkeypatch.setattr(attention, "MAX_PADDED_SLOTS", max_slots)
+    _assert_same(_run(decoder, MIXED, together=True), expected)
+
+
+def test_sequences_far_apart_are_not_padded_to_each_other() -> None:
+    lengths = [4000, 10, 3900, 240, 2100, 20, 900]
+    groups = attention._members([SequenceRows((), length - 1, 1) for length in lengths])
+    assert sorted(groups) == [[0, 2, 4], [1, 3, 5], [6]]
+    many = attention._members([SequenceRows((), 8191, 1)] * 10)
+    assert [len(group) for group in many] == [4, 4, 2]
+
+
+def test_long_chunk_after_a_long_context() -> None:
+    """Some key blocks of the attention kernel are hidden from a row altogether: they must add nothing."""
+    cache = KVCache(1, 400, BLOCK_SIZE, 2, 16, torch.float32, "cpu")
+    cache.keys.fill_(float("nan"))
+    cache.values.fill_(float("nan"))
+    start, num_rows = 700, 1500
+    generator = torch.Generator().manual_seed(0)
+    key, value = torch.randn(2, start + num_rows, 2, 16, generator=generator)
+    query = torch.randn(num_rows, 4, 16, generator=generator)
+    blocks = torch.randperm(400, generator=generator).tolist()
+    past = AttentionBatch([SequenceRows(blocks, 0, start)], cache)
+    past.attend(torch.zeros(start, 4, 16), key[:start], value[:start], cache, 0)
+    batch = AttentionBatch([SequenceRows(blocks, start, num_rows)], cache)
+    found = batch.attend(query, key[start:], value[start:], cache, 0)
+
+    scores = torch.einsum("rhd,khd->hrk", query, key.repeat_interleave(2, 1)) / 4
+    is_visible = torch.ones(num_rows, start + num_rows, dtype=torch.bool).tril(start)
+    weights = scores.masked_fill(~is_visible, float("-inf")).softmax(-1)
+    expected = torch.einsum("hrk,khd->rhd", weights, value.repeat_interleave(2, 1)).reshape(num_rows, -1)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_positions_and_slots_follow_the_rows_order(decoder: Decoder) -> None:
+    cache = poisoned_cache(decoder.config, 8)
+    batch = AttentionBatch(
+        [SequenceRows([5, 2], 9, 1), SequenceRows([3, 0], 6, 4), SequenceRows([7], 2, 1)], cache
+    )
+    assert batch.num_rows == 6
+    assert batch.positions.tolist() == [9, 6, 7, 8, 9, 2]
+    assert batch.slot_mapping.tolist() == [2 * 8 + 1, 3 * 8 + 6, 3 * 8 + 7, 0, 1, 7 * 8 + 2]
+
+
+def test_everything_lives_on_the_given_device(tmp_path: Path) -> None:
+    """On the meta device an operation that mixes in a tensor of the CPU fails."""
+    make_model(1, tmp_path)
+    source = resolve(tmp_path)
+    config = DecoderConfig.from_hf(source.config)
+    away = Decoder.load(config, source.tensors(), device="meta", dtype=torch.bfloat16)
+    cache = KVCache(config.num_layers, 64, 8, config.num_kv_heads, config.head_dim, torch.bfloat16, "meta")
+    sequences = [(0, 20), (7, 30), (3, 1), (60, 1), (4, 3), (9, 3), (11, 1)]
+    rows = [SequenceRows(range(16), start, num_rows) for start, num_rows in sequences]
+    batch = AttentionBatch(rows, cache)
+    tokens = torch.zeros(batch.num_rows, dtype=torch.int64, device="meta")
+    hidden, _ = away.forward(tokens, batch, cache)
+    assert away.logits(hidden).shape == (batch.num_rows, config.vocab_size)
+    for tensor in (hidden, batch.positions, batch.slot_mapping, cache.keys, cache.values, away.weights.head):
+        assert tensor.device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    "rows, message", [(SequenceRows([1], 0, 9), "1 blocks"), (SequenceRows([1], 0, 0), "at least one")]
+)
+def test_impossible_rows_are_refused(decoder: Decoder, rows: SequenceRows, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AttentionBatch([rows], poisoned_cache(decoder.config, 8))
+
+
+def test_wrong_tokens_or_boundaries_are_refused(decoder: Decoder) -> None:
+    cache = poisoned_cache(decoder.config, 8)
+    batch = AttentionBatch([SequenceRows([1], 0, 2)], cache)
+    with pytest.raises(ValueError, match=r"expected \[2\]"):
+        decoder.forward(torch.tensor([1, 2, 3]), batch, cache)
+
+    with pytest.raises(ValueError, match="expected each from 0"):
+        decoder.forward(torch.tensor([1, 2]), batch, cache, (decoder.config.num_layers + 1,))

@@ -1,0 +1,143 @@
+"""What config.json may ask for, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from model_zoo import NUM_MODELS, make_model
+
+from drift_sdk.errors import ModelLoadError
+from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.rope import FrequencyFactors, LinearScaling, Llama3Scaling, inverse_frequencies
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+}
+QWEN2: dict[str, Any] = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+QWEN3: dict[str, Any] = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+LLAMA3: dict[str, Any] = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def test_old_and_new_rope_settings_mean_the_same() -> None:
+    old = LLAMA | {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}}
+    new = LLAMA | {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **LLAMA3}}
+    config = DecoderConfig.from_hf(old)
+    assert config == DecoderConfig.from_hf(new)
+    assert config.rope_theta == 5e5
+    assert config.rope_scaling == Llama3Scaling(**LLAMA3)
+    older = LLAMA | {"rope_scaling": {"type": "linear", "factor": 4.0}}
+    assert DecoderConfig.from_hf(older).rope_scaling == LinearScaling(factor=4.0)
+    assert DecoderConfig.from_hf(older).rope_theta == 10_000.0
+
+
+@pytest.mark.parametrize("index", range(NUM_MODELS))
+def test_frequencies_equal_transformers(index: int, tmp_path: Path) -> None:
+    model = make_model(index, tmp_path)
+    config = DecoderConfig.from_hf(json.loads((tmp_path / "config.json").read_text()))
+    found = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+    assert torch.equal(found, model.model.rotary_emb.inv_freq)
+
+
+def test_frequencies_of_llama_3_1_equal_transformers() -> None:
+    """At its own sizes all three bands of wavelengths occur."""
+    settings = {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3, "original_max_position_embeddings": 8192}
+    theirs = transformers.LlamaConfig(head_dim=128, rope_parameters=settings)
+    expected = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(theirs).inv_freq
+    config = DecoderConfig.from_hf(LLAMA | {"head_dim": 128, "rope_parameters": settings})
+    found = inverse_frequencies(128, config.rope_theta, config.rope_scaling)
+    assert torch.equal(found, expected)
+    plain = inverse_frequencies(128, 5e5, None)
+    ratios = plain / found
+    assert ratios.min() == 1.0 and ratios.max() == 8.0 and ((ratios > 1.001) & (ratios < 7.999)).any()
+    factors = FrequencyFactors(factors=tuple(ratios.tolist()))
+    torch.testing.assert_close(inverse_frequencies(128, 5e5, factors), expected, rtol=3e-7, atol=0)
+
+
+def test_families_differ_where_they_should() -> None:
+    llama, qwen2, qwen3 = (DecoderConfig.from_hf(config) for config in (LLAMA, QWEN2, QWEN3))
+    assert (llama.head_dim, qwen2.head_dim, qwen3.head_dim) == (16, 16, 128)
+    assert (llama.has_qkv_bias, qwen2.has_qkv_bias, qwen3.has_qkv_bias) == (False, True, False)
+    assert (llama.has_qk_norm, qwen2.has_qk_norm, qwen3.has_qk_norm) == (False, False, True)
+    biased = DecoderConfig.from_hf(LLAMA | {"attention_bias": True, "mlp_bias": True})
+    assert biased.has_qkv_bias and biased.has_output_bias and biased.has_mlp_bias
+    assert not qwen2.has_output_bias and not qwen2.has_mlp_bias
+    assert DecoderConfig.from_hf(LLAMA | {"num_key_value_heads": None}).num_kv_heads == 4
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        QWEN2 | {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 1},
+        QWEN2 | {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 2},
+        QWEN3 | {"use_sliding_window": False, "sliding_window": None, "layer_types": ["full_attention"] * 2},
+        LLAMA | {"sliding_window": None},
+        LLAMA | {"partial_rotary_factor": 1.0, "rope_scaling": None},
+        {key: value for key, value in LLAMA.items() if key != "architectures"},
+        {key: value for key, value in LLAMA.items() if key != "model_type"},
+    ],
+)
+def test_settings_without_effect_are_accepted(config: dict[str, Any]) -> None:
+    DecoderConfig.from_hf(config)
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        (LLAMA | {"architectures": ["MambaForCausalLM"], "model_type": "mamba"}, "MambaForCausalLM"),
+        (LLAMA | {"architectures": ["LlamaForCausalLMEagle3"]}, "LlamaForCausalLMEagle3"),
+        (LLAMA | {"model_type": "qwen3"}, "model_type='qwen3'"),
+        (LLAMA | {"architectures": None, "model_type": "gpt2"}, "model_type='gpt2'"),
+        ({}, "architectures=None"),
+        (LLAMA | {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        (LLAMA | {"sliding_window": 128}, "sliding_window=128"),
+        (
+            QWEN2 | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
+            "sliding_window=64",
+        ),
+        (QWEN3 | {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        (LLAMA | {"quantization_config": {"quant_method": "gptq"}}, "quant_method='gptq'"),
+        (LLAMA | {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn'"),
+        (LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
+        (LLAMA | {"rope_scaling": {"type": "linear"}}, "factor=None"),
+        (LLAMA | {"rope_scaling": {"rope_type": "llama3", **LLAMA3, "factor": -1}}, "factor=-1"),
+        (
+            LLAMA | {"rope_scaling": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 4}},
+            "low_freq_factor=4",
+        ),
+        (LLAMA | {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "one flat set"),
+        (LLAMA | {"rope_parameters": {"rope_theta": 0}}, "rope_theta=0"),
+        (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        (LLAMA | {"num_key_value_heads": 3}, "num_key_value_heads=3"),
+        (LLAMA | {"head_dim": 7}, "head_dim=7"),
+        (LLAMA | {"hidden_size": None}, "hidden_size=None"),
+        (LLAMA | {"num_hidden_layers": 0}, "num_hidden_layers=0"),
+        (LLAMA | {"vocab_size": True}, "vocab_size=True"),
+        (LLAMA | {"rms_norm_eps": -1.0}, "rms_norm_eps=-1.0"),
+        (LLAMA | {"attention_bias": "yes"}, "attention_bias='yes'"),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelLoadError) as caught:
+        DecoderConfig.from_hf(config)
+
+    assert message in str(caught.value)

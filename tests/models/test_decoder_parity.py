@@ -1,0 +1,155 @@
+"""The decoder equals transformers on every kind of model, however a prompt is cut into steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import decoder_parity
+import msgspec
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from decoder_parity import assert_parity, load_decoder, poisoned_cache, random_tokens, shuffled_blocks
+from model_zoo import NUM_MODELS, make_model
+from transformers.models.llama import modeling_llama
+
+from drift_sdk.models import decoder as decoder_module
+from drift_sdk.models.attention import AttentionBatch, SequenceRows
+from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.rope import inverse_frequencies, rotary_tables, rotate
+
+NUM_DECODE_STEPS = 8
+CHUNKINGS = ((45,), (1, 44), (16, 17, 12), (7,) * 6 + (3,), (40, 5))
+
+
+@pytest.mark.parametrize("index", range(NUM_MODELS))
+def test_equals_transformers(index: int, tmp_path: Path) -> None:
+    model = make_model(index, tmp_path)
+    decoder = load_decoder(tmp_path)
+    token_ids = random_tokens(decoder.config, 45 + NUM_DECODE_STEPS, seed=index)
+    for chunks in CHUNKINGS:
+        assert_parity(decoder, model, token_ids, (*chunks, *(1,) * NUM_DECODE_STEPS))
+
+
+@pytest.mark.parametrize("index", [0, 12, 18])
+def test_last_boundary_is_the_stream_before_the_final_norm(index: int, tmp_path: Path) -> None:
+    model = make_model(index, tmp_path)
+    decoder = load_decoder(tmp_path)
+    token_ids = random_tokens(decoder.config, 20)
+    streams: list[torch.Tensor] = []
+    model.model.norm.register_forward_pre_hook(lambda _, inputs: streams.append(inputs[0][0]))
+    with torch.inference_mode():
+        model(token_ids[None])
+
+    cache = poisoned_cache(decoder.config)
+    batch = AttentionBatch([SequenceRows(shuffled_blocks(), 0, 20)], cache)
+    hidden, _ = decoder.forward(token_ids, batch, cache)
+    assert (hidden - streams[0]).abs().max() <= decoder_parity.TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_norm_and_rotation_round_where_transformers_does(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(9, 5, 24, generator=generator).to(dtype)
+    norm = modeling_llama.LlamaRMSNorm(24, eps=1e-5).to(dtype)
+    torch.nn.init.normal_(norm.weight, 1.0, 0.3, generator=generator)
+    config = transformers.LlamaConfig(hidden_size=48, num_attention_heads=2, head_dim=24)
+    positions = torch.tensor([0, 1, 2, 77, 500, 1000, 1003, 1500, 2000])
+    with torch.inference_mode():
+        assert torch.equal(decoder_module.rms_norm(x, norm.weight, 1e-5), norm(x))
+        theirs = modeling_llama.LlamaRotaryEmbedding(config)(x, positions[None])
+        expected, _ = modeling_llama.apply_rotary_pos_emb(x[None], x[None], *theirs, unsqueeze_dim=2)
+        tables = rotary_tables(positions, inverse_frequencies(24, 10_000.0, None), dtype)
+        assert torch.equal(rotate(x, *tables), expected[0])
+
+
+def _rope_off_by_one(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> Decoder:
+    """The query's position alone: rotating queries and keys alike changes nothing."""
+
+    def shifted(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        rotated = rotate(x, cos, sin)
+        late_cos, late_sin = rotary_tables(
+            torch.ones(len(x), dtype=torch.int64), decoder._frequencies, decoder.dtype
+        )
+        num_heads = decoder.config.num_heads
+        return torch.cat((rotate(rotated[:, :num_heads], late_cos, late_sin), rotated[:, num_heads:]), dim=1)
+
+    monkeypatch.setattr(decoder_module, "rotate", shifted)
+    return decoder
+
+
+def _causal_mask_off_by_one(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> Decoder:
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
+        num_rows, num_keys = query.shape[2], key.shape[2]
+        is_visible = torch.ones(num_rows, num_keys, dtype=torch.bool).tril(num_keys - num_rows - 1)
+        is_visible[:, 0] = True
+        is_causal = options["is_causal"]
+        return F_attention(query, key, value, attn_mask=is_visible if is_causal else None, enable_gqa=True)
+
+    F_attention = F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
+    return decoder
+
+
+def _wrong_gqa_map(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> Decoder:
+    """Heads take turns with the key heads, where neighbours should share one."""
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
+        times = query.shape[1] // key.shape[1]
+        options["enable_gqa"] = False
+        return F_attention(query, key.repeat(1, times, 1, 1), value.repeat(1, times, 1, 1), **options)
+
+    F_attention = F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
+    return decoder
+
+
+def _wrong_eps(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> Decoder:
+    eps = 10 * decoder.config.rms_norm_eps
+    return Decoder(msgspec.structs.replace(decoder.config, rms_norm_eps=eps), decoder.weights)
+
+
+def _untied_head(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> Decoder:
+    """A head of its own where the embedding should serve."""
+    config = msgspec.structs.replace(decoder.config, is_head_tied=False)
+    other = Decoder.random(config, device="cpu", dtype=decoder.dtype)
+    weights = type(decoder.weights)(
+        embedding=decoder.weights.embedding,
+        layers=decoder.weights.layers,
+        final_norm=decoder.weights.final_norm,
+        head=other.weights.head,
+    )
+    return Decoder(config, weights)
+
+
+@pytest.mark.parametrize(
+    "plant", [_rope_off_by_one, _causal_mask_off_by_one, _wrong_gqa_map, _wrong_eps, _untied_head]
+)
+@pytest.mark.parametrize("index", [2, 13, 22])
+def test_planted_fault_is_found(
+    plant: Any, index: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model(index, tmp_path)
+    decoder = load_decoder(tmp_path)
+    token_ids = random_tokens(decoder.config, 24)
+    chunks = (20, 1, 1, 1, 1)
+    assert_parity(decoder, model, token_ids, chunks)
+    with monkeypatch.context() as context:
+        # transformers uses the same attention function, so its answer is taken before the fault is planted.
+        answer = _Recorded(model, token_ids)
+        broken = plant(decoder, context)
+        with pytest.raises(AssertionError, match="differ by"):
+            assert_parity(broken, answer, token_ids, chunks)
+
+
+class _Recorded:
+    """A model that was asked already."""
+
+    def __init__(self, model: Any, token_ids: torch.Tensor) -> None:
+        with torch.inference_mode():
+            self._output = model(token_ids[None], output_hidden_states=True, use_cache=False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._output

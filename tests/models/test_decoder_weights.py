@@ -1,0 +1,190 @@
+"""Filling a decoder: every tensor accounted for, random weights, no process-wide setting used."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from decoder_parity import load_decoder, poisoned_cache, random_tokens
+from model_zoo import make_model
+from safetensors.torch import load_file, save_file
+
+from drift_sdk.errors import ModelLoadError
+from drift_sdk.loading.source import resolve
+from drift_sdk.models.attention import AttentionBatch, SequenceRows
+from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.linear import MIN_ONEDNN_ELEMENTS, linear
+from drift_sdk.models.weights import tensor_shapes
+
+DOWN = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_model(1, tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def tied_folder(tmp_path: Path) -> Path:
+    make_model(2, tmp_path)
+    return tmp_path
+
+
+def _change(folder: Path, **changes: torch.Tensor | None) -> str:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in changes.items():
+        tensors.pop(name, None)
+        if tensor is not None:
+            tensors[name] = tensor
+
+    save_file(tensors, file)
+    return str(file)
+
+
+def test_missing_tensor(folder: Path) -> None:
+    _change(folder, **{DOWN: None, "model.norm.weight": None})
+    with pytest.raises(ModelLoadError) as caught:
+        load_decoder(folder)
+
+    for part in (str(folder), DOWN, "[64, 80]", "missing", "1 more"):
+        assert part in str(caught.value)
+
+
+def test_extra_tensor(folder: Path) -> None:
+    file = _change(folder, **{"model.layers.0.self_attn.sinks": torch.ones(4)})
+    with pytest.raises(ModelLoadError) as caught:
+        load_decoder(folder)
+
+    for part in (file, "model.layers.0.self_attn.sinks", "[4]", "not part of this model"):
+        assert part in str(caught.value)
+
+
+def test_misshapen_tensor(folder: Path) -> None:
+    file = _change(folder, **{DOWN: torch.ones(80, 64)})
+    with pytest.raises(ModelLoadError) as caught:
+        load_decoder(folder)
+
+    for part in (file, DOWN, "[80, 64]", "expected [64, 80]"):
+        assert part in str(caught.value)
+
+
+def test_tensor_of_quantised_bytes(folder: Path) -> None:
+    file = _change(folder, **{DOWN: torch.ones(64, 80).to(torch.float8_e4m3fn)})
+    with pytest.raises(ModelLoadError) as caught:
+        load_decoder(folder)
+
+    for part in (file, DOWN, "float8_e4m3fn", "expected float32"):
+        assert part in str(caught.value)
+
+
+def test_stored_frequencies_are_ignored(folder: Path) -> None:
+    expected = load_decoder(folder)
+    _change(folder, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
+    assert torch.equal(load_decoder(folder).weights.head, expected.weights.head)
+
+
+def test_tied_head_shares_memory_and_may_be_stored(tied_folder: Path) -> None:
+    embedding = load_file(tied_folder / "model.safetensors")["model.embed_tokens.weight"]
+    file = _change(tied_folder, **{"lm_head.weight": embedding.clone()})
+    decoder = load_decoder(tied_folder)
+    assert decoder.weights.head.data_ptr() == decoder.weights.embedding.data_ptr()
+
+    _change(tied_folder, **{"lm_head.weight": embedding + 1})
+    with pytest.raises(ModelLoadError, match="tie_word_embeddings") as caught:
+        load_decoder(tied_folder)
+
+    assert file in str(caught.value)
+
+
+def test_loading_reports_each_tensor(folder: Path) -> None:
+    source = resolve(folder)
+    config = DecoderConfig.from_hf(source.config)
+    seen: list[tuple[int, int]] = []
+    Decoder.load(
+        config,
+        source.tensors(),
+        device="cpu",
+        dtype=torch.float32,
+        on_tensor=lambda done, total: seen.append((done, total)),
+    )
+    num_tensors = len(tensor_shapes(config))
+    assert seen == [(index, num_tensors) for index in range(1, num_tensors + 1)]
+
+
+def test_dtype_is_converted(folder: Path) -> None:
+    full, half = load_decoder(folder), load_decoder(folder, torch.bfloat16)
+    assert half.dtype == torch.bfloat16 and half.device == torch.device("cpu")
+    assert torch.equal(half.weights.layers[1].down, full.weights.layers[1].down.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("index", [0, 3, 13, 20])
+def test_random_weights(index: int, tmp_path: Path) -> None:
+    make_model(index, tmp_path)
+    config = DecoderConfig.from_hf(resolve(tmp_path).config)
+    first, again, other = (
+        Decoder.random(config, device="cpu", dtype=torch.float32, seed=seed) for seed in (5, 5, 6)
+    )
+    for field in dataclasses.fields(first.weights.layers[0]):
+        tensors = [getattr(decoder.weights.layers[0], field.name) for decoder in (first, again, other)]
+        if tensors[0] is not None:
+            assert torch.equal(tensors[0], tensors[1])
+            assert not torch.equal(tensors[0], tensors[2])
+            assert tensors[0].abs().max() > 0
+
+    assert (first.weights.final_norm - 1).abs().max() < 0.2
+    cache = poisoned_cache(config)
+    batch = AttentionBatch([SequenceRows(range(32), 0, 40)], cache)
+    hidden, _ = first.forward(random_tokens(config, 40), batch, cache)
+    logits = first.logits(hidden)
+    assert logits.dtype == torch.float32 and logits.isfinite().all()
+    assert 0.1 < logits.std() < 10
+
+
+def test_process_wide_settings_are_neither_used_nor_changed(folder: Path) -> None:
+    def run() -> torch.Tensor:
+        decoder = load_decoder(folder)
+        cache = poisoned_cache(decoder.config)
+        batches = [
+            AttentionBatch([SequenceRows([3, 1, 4], 0, 6), SequenceRows([9, 2], 0, 6)], cache),
+            AttentionBatch([SequenceRows([3, 1, 4], 6, 3), SequenceRows([9, 2], 6, 1)], cache),
+        ]
+        tokens = torch.arange(12, dtype=torch.int64, device="cpu")
+        decoder.forward(tokens, batches[0], cache)
+        hidden, _ = decoder.forward(tokens[:4], batches[1], cache)
+        assert Decoder.random(decoder.config, device="cpu", dtype=torch.float32).dtype == torch.float32
+        return decoder.logits(hidden)
+
+    expected = run()
+    num_threads, state = torch.get_num_threads(), torch.get_rng_state()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            found = run()
+
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+    assert torch.equal(found, expected)
+    assert torch.get_num_threads() == num_threads
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 7, 64])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_linear_equals_torch(num_rows: int, has_bias: bool) -> None:
+    generator = torch.Generator().manual_seed(num_rows)
+    x = torch.randn(num_rows, 2 * 192, generator=generator)[:, :192]
+    weight = torch.randn(512, 192, generator=generator)
+    bias = torch.randn(512, generator=generator) if has_bias else None
+    assert weight.numel() >= MIN_ONEDNN_ELEMENTS
+    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    torch.testing.assert_close(linear(x, weight, bias).double(), exact, atol=1e-4, rtol=1e-5)
+    small = weight[:8]
+    assert torch.equal(linear(x, small), F.linear(x, small))

@@ -1,0 +1,81 @@
+"""A decoder against transformers: log-probabilities and features of prefill chunks and decode steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drift_sdk.loading.source import resolve
+from drift_sdk.models.attention import AttentionBatch, SequenceRows
+from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.kv_cache import KVCache
+
+__all__ = ["TOLERANCE", "assert_parity", "load_decoder", "poisoned_cache", "random_tokens", "shuffled_blocks"]
+
+TOLERANCE = 1e-4
+BLOCK_SIZE = 8
+
+
+def load_decoder(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+    source = resolve(folder)
+    return Decoder.load(DecoderConfig.from_hf(source.config), source.tensors(), device="cpu", dtype=dtype)
+
+
+def poisoned_cache(
+    config: DecoderConfig, num_blocks: int = 32, dtype: torch.dtype = torch.float32
+) -> KVCache:
+    """A cache of NaN: any slot read before it was written shows."""
+    cache = KVCache(
+        config.num_layers, num_blocks, BLOCK_SIZE, config.num_kv_heads, config.head_dim, dtype, "cpu"
+    )
+    cache.keys.fill_(float("nan"))
+    cache.values.fill_(float("nan"))
+    return cache
+
+
+def shuffled_blocks(num_blocks: int = 32, seed: int = 0) -> list[int]:
+    return torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def random_tokens(config: DecoderConfig, num_tokens: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, config.vocab_size, (num_tokens,), generator=generator)
+
+
+@torch.inference_mode()
+def assert_parity(decoder: Decoder, model: Any, token_ids: torch.Tensor, chunks: Sequence[int]) -> None:
+    """Run token_ids [N] in steps of `chunks` rows and compare every row with one pass of transformers.
+
+    Every layer boundary is compared as well. Raises AssertionError naming the first thing that differs.
+    """
+    assert sum(chunks) == len(token_ids)
+    expected = model(token_ids[None], output_hidden_states=True, use_cache=False)
+    cache, blocks = poisoned_cache(decoder.config), shuffled_blocks()
+    boundaries = range(decoder.config.num_layers + 1)
+    start = 0
+    for num_rows in chunks:
+        rows = slice(start, start + num_rows)
+        batch = AttentionBatch([SequenceRows(blocks, start, num_rows)], cache)
+        hidden, features = decoder.forward(token_ids[rows], batch, cache, boundaries)
+        # transformers' last hidden state is the one after the final norm, so the last boundary is compared
+        # through the logits alone.
+        for boundary in boundaries[:-1]:
+            _assert_close(
+                f"boundary {boundary}", features[boundary], expected.hidden_states[boundary][0, rows]
+            )
+
+        assert torch.equal(features[-1], hidden)
+        logprobs = decoder.logits(hidden).log_softmax(-1)
+        _assert_close("log-probabilities", logprobs, expected.logits[0, rows].log_softmax(-1))
+        start += num_rows
+
+
+def _assert_close(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert found.shape == expected.shape, f"{name}: {found.shape} != {expected.shape}"
+    difference = (found - expected).abs().max().item()
+    # Written so that NaN fails.
+    assert difference <= TOLERANCE, f"{name} differ by {difference:.2e}"

@@ -1,0 +1,137 @@
+"""Small random models of every supported kind, made by transformers and saved as folders."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import string
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+import transformers
+
+__all__ = ["NUM_MODELS", "make_model"]
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.5}
+DEFAULT = {"rope_type": "default", "rope_theta": 10_000.0}
+LARGE_BASE = {"rope_type": "default", "rope_theta": 1_000_000.0}
+
+
+def _shape(heads: int, kv_heads: int, head_dim: int, hidden: int, **more: Any) -> dict[str, Any]:
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "hidden_size": hidden,
+        **more,
+    }
+
+
+LLAMAS: tuple[dict[str, Any], ...] = (
+    _shape(4, 4, 16, 64, rope_parameters=DEFAULT),
+    _shape(4, 2, 16, 64, rope_parameters=LLAMA3),
+    _shape(6, 2, 8, 48, rope_parameters=LINEAR, tie_word_embeddings=True),
+    _shape(4, 1, 12, 48, rope_parameters=DEFAULT, attention_bias=True),
+    _shape(4, 2, 10, 64, rope_parameters=LLAMA3, mlp_bias=True, tie_word_embeddings=True),
+    _shape(3, 1, 32, 48, rope_parameters=LARGE_BASE, attention_bias=True, mlp_bias=True),
+    _shape(9, 3, 8, 72, rope_parameters=DEFAULT, num_hidden_layers=4, tie_word_embeddings=True),
+    _shape(8, 2, 6, 32, rope_parameters=LLAMA3, attention_bias=True, rms_norm_eps=1e-5),
+    _shape(2, 2, 20, 56, rope_parameters=LINEAR, vocab_size=301, mlp_bias=True),
+    _shape(5, 5, 14, 40, rope_parameters=DEFAULT, num_hidden_layers=1),
+    _shape(6, 3, 4, 96, rope_parameters=LLAMA3, rms_norm_eps=1e-2, intermediate_size=37),
+    _shape(4, 4, 64, 32, rope_parameters=LLAMA3, tie_word_embeddings=True, attention_bias=True),
+)
+QWEN2S: tuple[dict[str, Any], ...] = (
+    _shape(4, 2, 16, 64, rope_parameters=LARGE_BASE),
+    _shape(6, 2, 8, 48, rope_parameters=LARGE_BASE, tie_word_embeddings=True),
+    _shape(4, 1, 12, 48, rope_parameters=DEFAULT, rms_norm_eps=1e-3),
+    _shape(3, 3, 24, 72, rope_parameters=LINEAR, vocab_size=331),
+    _shape(8, 4, 10, 80, rope_parameters=DEFAULT, num_hidden_layers=4, tie_word_embeddings=True),
+    _shape(7, 1, 8, 56, rope_parameters=LLAMA3),
+)
+QWEN3S: tuple[dict[str, Any], ...] = (
+    _shape(4, 2, 32, 64, rope_parameters=LARGE_BASE),
+    _shape(4, 1, 24, 48, rope_parameters=LARGE_BASE, tie_word_embeddings=True),
+    _shape(6, 2, 8, 48, rope_parameters=DEFAULT, attention_bias=True),
+    _shape(3, 3, 18, 36, rope_parameters=LINEAR, num_hidden_layers=4),
+    _shape(8, 2, 16, 40, rope_parameters=LARGE_BASE, attention_bias=True, tie_word_embeddings=True),
+    _shape(2, 2, 6, 64, rope_parameters=DEFAULT, rms_norm_eps=1e-3, vocab_size=512),
+    _shape(4, 4, 128, 64, rope_parameters=LLAMA3, num_hidden_layers=2),
+    _shape(6, 1, 10, 60, rope_parameters=LLAMA3, intermediate_size=90),
+)
+KINDS = (
+    *((transformers.LlamaConfig, transformers.LlamaForCausalLM, fields) for fields in LLAMAS),
+    *((transformers.Qwen2Config, transformers.Qwen2ForCausalLM, fields) for fields in QWEN2S),
+    *((transformers.Qwen3Config, transformers.Qwen3ForCausalLM, fields) for fields in QWEN3S),
+)
+NUM_MODELS = len(KINDS)
+
+
+def make_model(index: int, folder: Path) -> Any:
+    """Build model `index` (0 to NUM_MODELS - 1), save it to `folder` and return it, in float32 and eval mode.
+
+    The same index gives the same weights. Every fourth model is saved in shards. Token 0 begins a text, 1
+    ends it, 2 pads.
+    """
+    config_class, model_class, fields = KINDS[index]
+    config = config_class(
+        **{
+            "vocab_size": 500,
+            "intermediate_size": 80,
+            "num_hidden_layers": 3,
+            "max_position_embeddings": 512,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            **fields,
+        }
+    )
+    with torch.random.fork_rng(devices=[]):
+        model = model_class(config).eval()
+        generator = torch.Generator().manual_seed(14_000 + index)
+        for name, parameter in model.named_parameters():
+            _randomise(name, parameter, generator)
+
+    model.save_pretrained(folder, max_shard_size="64KB" if index % 4 == 0 else "1GB")
+    _save_tokenizer(folder, config.vocab_size)
+    return model
+
+
+@torch.no_grad()
+def _randomise(name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
+    """Large enough that greedy decoding wanders (19 or more different tokens in 64, from prompts of 1, 19 and
+    70), small enough that rounding is not amplified: embeddings small beside what the layers add, so that a
+    tied head does not repeat its input."""
+    if name.endswith("norm.weight"):
+        parameter.normal_(1.0, 0.2, generator=generator)
+    elif name.endswith("bias"):
+        parameter.normal_(0.0, 0.3, generator=generator)
+    elif "embed_tokens" in name or "lm_head" in name:
+        parameter.normal_(0.0, 0.2, generator=generator)
+    else:
+        gain = 1.5 if "q_proj" in name or "k_proj" in name else 2.0
+        parameter.normal_(0.0, gain * parameter.shape[1] ** -0.5, generator=generator)
+
+
+def _save_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Byte-level BPE: three special tokens, the 256 bytes, then pairs of letters."""
+    special = ["<bos>", "<eos>", "<pad>"]
+    pieces = special + sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    merges = list(itertools.product(string.ascii_lowercase, repeat=2))[: vocab_size - len(pieces)]
+    vocab = {piece: index for index, piece in enumerate(pieces + ["".join(merge) for merge in merges])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(special)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
