@@ -8,7 +8,8 @@ async with Engine("HuggingFaceTB/SmolLM2-135M-Instruct") as engine:
 from __future__ import annotations
 
 from drift_sdk.config import EngineConfig
-from drift_sdk.engine import Engine, Progress
+from drift_sdk.drafts import Chain, NGram, Speculation
+from drift_sdk.engine import Engine
 from drift_sdk.errors import (
     ConfigError,
     DriftError,
@@ -19,12 +20,24 @@ from drift_sdk.errors import (
     QueueFull,
     RequestError,
 )
+from drift_sdk.grammars import JsonSchema, Lark, Regex
 from drift_sdk.metrics import EngineStats
 from drift_sdk.params import SamplingParams
-from drift_sdk.results import Chunk, Completion, FinishReason, Timing, TokenLogprobs, Usage
+from drift_sdk.progress import Progress
+from drift_sdk.results import (
+    Chunk,
+    Completion,
+    FinishReason,
+    SpeculationStats,
+    Timing,
+    TokenLogprobs,
+    ToolCall,
+    Usage,
+)
 from drift_sdk.stream import TokenStream
 
 __all__ = [
+    "Chain",
     "Chunk",
     "Completion",
     "ConfigError",
@@ -35,14 +48,21 @@ __all__ = [
     "EngineStats",
     "ExecutorError",
     "FinishReason",
+    "JsonSchema",
+    "Lark",
     "ModelLoadError",
+    "NGram",
     "Progress",
     "PromptTooLong",
     "QueueFull",
+    "Regex",
     "RequestError",
     "SamplingParams",
+    "Speculation",
+    "SpeculationStats",
     "Timing",
     "TokenLogprobs",
     "TokenStream",
+    "ToolCall",
     "Usage",
 ]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 from msgspec import Struct
 
+from drift_sdk.drafts import Speculation
 from drift_sdk.errors import ConfigError
 from drift_sdk.validation import check_bool, check_choice, check_float, check_int, check_str
 
@@ -41,6 +43,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     local_files_only:         never ask the hub.
     tokenizer:                folder, tokenizer.json, .gguf file or hub id, if not the model's own.
     chat_template:            Jinja text, if not the model's own.
+    speculation:              drafts to verify several tokens a step; None = plain decoding.
     """
 
     device: str = "auto"
@@ -61,6 +64,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     local_files_only: bool = False
     tokenizer: str | Path | None = None
     chat_template: str | None = None
+    speculation: Speculation | None = None
 
     def __post_init__(self) -> None:
         self._check_device()
@@ -85,14 +89,17 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         check_bool(ConfigError, "local_files_only", self.local_files_only)
         self._check_path("tokenizer")
         check_str(ConfigError, "chat_template", self.chat_template, optional=True)
+        if self.speculation is not None and not isinstance(self.speculation, Speculation):
+            raise ConfigError.of("speculation", self.speculation, "a Speculation or None")
+
         if isinstance(self.dtype, str) and self.dtype == "float16" and self.device == "cpu":
             raise ConfigError.of("dtype", self.dtype, "float32 or bfloat16 on the CPU")
 
     def _check_device(self) -> None:
         check_str(ConfigError, "device", self.device)
-        kind, _, index = self.device.partition(":")
-        if kind not in ("auto", "cpu", "cuda") or (index and (kind != "cuda" or not index.isdecimal())):
-            raise ConfigError.of("device", self.device, '"auto", "cpu", "cuda" or "cuda:N"')
+        # torch takes "cuda:200" for the device of index -56.
+        if not re.fullmatch(r"auto|cpu|cuda(:[1-9]?[0-9])?", self.device):
+            raise ConfigError.of("device", self.device, '"auto", "cpu", "cuda" or "cuda:N", N from 0 to 99')
 
     def _check_path(self, name: str) -> None:
         value = getattr(self, name)

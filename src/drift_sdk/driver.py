@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable
@@ -12,9 +11,10 @@ from drift_sdk.bridge import Bridge, Latch
 from drift_sdk.commands import Cancel, Close, Command, Continue, Pause, Resume, Sleep, Submit, Wake
 from drift_sdk.errors import DriftError, EngineClosed
 from drift_sdk.feed import Outbox, Update
+from drift_sdk.inbox import Inbox
 from drift_sdk.intake import Intake, failure_of
-from drift_sdk.metrics import EngineStats
 from drift_sdk.opened_model import OpenedModel
+from drift_sdk.recorder import Recorder
 from drift_sdk.request import ModelText, Request
 from drift_sdk.results import Chunk
 from drift_sdk.scheduling.delta import Delta
@@ -34,18 +34,19 @@ log = logging.getLogger("drift_sdk")
 class Driver:
     """Owns the engine's thread, and on it the executor and the scheduler.
 
-    `submit`, `tell`, `close` and `stats` may be used from any thread. `opened` is set when the model is
-    ready (or with what went wrong), `closed` when the thread has let go of everything.
+    `submit`, `tell`, `close` and `recorder.read` may be used from any thread. `opened` is set when the
+    model is ready (or with what went wrong), `closed` when the thread has let go of everything.
     """
 
     def __init__(self, open_model: Callable[[], OpenedModel], max_queued_requests: int | None) -> None:
         self.opened = Latch()
         self.closed = Latch()
-        self.stats = EngineStats()
         self.model_text: ModelText | None = None
+        self.executor_name: str | None = None
         self._open_model = open_model
         self._intake = Intake(max_queued_requests)
-        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self.recorder = Recorder(self._intake)
+        self._inbox = Inbox()
         self._text_work = TextWork(self.tell)
         self._thread = threading.Thread(target=self._run, name="drift-engine", daemon=True)
 
@@ -55,7 +56,6 @@ class Driver:
         self._deadline: float | None = None
         self._is_paused = False
         self._when_quiet: list[Pause | Sleep] = []  # handled when no step is in flight
-        self._is_deaf = False
 
     def start(self) -> None:
         self._thread.start()
@@ -65,15 +65,17 @@ class Driver:
 
     def submit(self, request: Request) -> None:
         """Take a request in; QueueFull, EngineClosed or ExecutorError if that cannot be."""
-        self._intake.admit(request, lambda: self.stats)
+        self._intake.admit(request, lambda: self.recorder.stats)
         assert self.model_text is not None
         self._text_work.prepare(request, self.model_text)
+
+    @property
+    def is_open(self) -> bool:
+        return self._intake.is_open
 
     def tell(self, command: Command) -> None:
         """Have the engine's thread carry out a command; one that comes too late is answered here."""
         self._inbox.put(command)
-        if self._is_deaf:
-            self._answer_unheard()
 
     def close(self, drain_s: float) -> None:
         """Take no more requests; end once the live ones have, after `drain_s` seconds at the latest."""
@@ -83,11 +85,13 @@ class Driver:
     def _run(self) -> None:
         failure: BaseException | None = None
         try:
+            started_at = time.monotonic()
             model = self._open_model()
-            self.model_text = model.text
+            self.model_text, self.executor_name = model.text, model.executor_name
             self._scheduler = Scheduler(model.scheduling)
             self._executor = model.executor
             self._publish_stats()
+            self.recorder.opened(model, time.monotonic() - started_at)
             self._intake.open()
             self.opened.set()
             self._serve()
@@ -119,15 +123,17 @@ class Driver:
             plan = scheduler.schedule()
             if plan is not None:
                 executor.launch(plan)
-                self._publish_stats()
+                if plan.assignments:
+                    self._publish_stats()
                 if scheduler.num_in_flight < LAUNCH_DEPTH:
                     return True
 
         if scheduler.num_in_flight:
             result = executor.collect()
+            self.recorder.collected(result)
             for delta in scheduler.commit(result):
                 self._extend(delta)
-            self._publish_stats(result.duration_s)
+            self._publish_stats()
             self._post()
             return True
 
@@ -139,16 +145,19 @@ class Driver:
 
     def _receive(self, *, is_idle: bool) -> None:
         """Handle every command that waits; when idle, wait for one."""
-        try:
-            if is_idle and not self._is_over():
-                timeout = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
-                self._handle(self._inbox.get(timeout=timeout))
-            while True:
-                self._handle(self._inbox.get_nowait())
-        except queue.Empty:
-            pass
+        command: Command | None
+        if is_idle and not self._is_over():
+            timeout_s = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+            command = self._inbox.get(timeout_s)
+        else:
+            command = self._inbox.get_nowait()
+        while command is not None:
+            self._handle(command)
+            command = self._inbox.get_nowait()
 
-        self._post()
+        if self._outbox.has_updates:  # requests have ended without a step
+            self._publish_stats()
+            self._post()
 
     def _handle(self, command: Command) -> None:
         match command:
@@ -180,6 +189,7 @@ class Driver:
             assert request.sequence is not None
             self._active[request.sequence] = request
             self._scheduler.add(request.sequence)
+            self.recorder.entered(request)
         self._intake.entered(self._publish_stats)
         if error is not None and not request.is_done:
             self._fail(request, error)
@@ -188,16 +198,20 @@ class Driver:
         commands, self._when_quiet = self._when_quiet, []
         for command in commands:
             if isinstance(command, Sleep) and self._executor is not None:
+                started_at = time.monotonic()
                 self._scheduler.forget_kv()
                 self._executor.close()
                 self._executor = None
                 self._publish_stats()
+                log.info("asleep in %.2f s: weights and KV cache are freed", time.monotonic() - started_at)
             command.done.set()
 
     def _wake(self, done: Latch) -> None:
         if self._executor is None:
             try:
+                started_at = time.monotonic()
                 self._executor = self._open_model().executor
+                log.info("awake in %.2f s", time.monotonic() - started_at)
             except Exception as error:
                 done.set(error)
                 return
@@ -213,6 +227,7 @@ class Driver:
     def _extend(self, delta: Delta) -> None:
         request = self._active[delta.sequence]
         chunk = request.extend(delta)
+        self.recorder.extended(request, chunk)
         if request.is_done:
             self._finish(request, chunk)
             return
@@ -224,10 +239,13 @@ class Driver:
 
     def _finish(self, request: Request, chunk: Chunk) -> None:
         self._drop(request)
-        self._outbox.put(request.feed, Update(chunk=chunk, completion=request.completion()))
+        completion = request.completion()
+        self.recorder.finished(request, completion)
+        self._outbox.put(request.feed, Update(chunk=chunk, completion=completion))
 
     def _fail(self, request: Request, error: DriftError) -> None:
         self._drop(request)
+        self.recorder.failed(request, error)
         self._outbox.put(request.feed, Update(error=error))
 
     def _drop(self, request: Request) -> None:
@@ -245,20 +263,11 @@ class Driver:
         """A loop that has ended frees its requests."""
         for request in self._intake.live(bridge):
             self._drop(request)
+            self.recorder.deserted(request)
+        self._publish_stats()
 
-    def _publish_stats(self, step_s: float | None = None) -> None:
-        scheduler, last = self._scheduler, self.stats
-        self.stats = EngineStats(
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
-            num_queued=scheduler.num_queued,
-            num_free_slots=scheduler.config.max_num_seqs - scheduler.num_running,
-            num_free_blocks=scheduler.num_free_blocks,
-            num_cached_blocks=scheduler.num_cached_blocks,
-            num_preemptions=scheduler.num_preemptions,
-            num_steps=last.num_steps + (step_s is not None),
-            step_seconds=last.step_seconds + (step_s or 0.0),
-        )
+    def _publish_stats(self) -> None:
+        self.recorder.publish(self._scheduler)
 
     def _shut_down(self, failure: BaseException | None) -> None:
         self._intake.close(failure)
@@ -267,12 +276,12 @@ class Driver:
             cause = failure_of(failure) if failure is not None else EngineClosed("the engine was closed")
             request.is_done = True
             self._intake.leave(request)
+            self.recorder.failed(request, cause)
             self._outbox.put(request.feed, Update(error=cause))
         self._outbox.post()
-        self._is_deaf = True
         for command in self._when_quiet:
             self.tell(command)
-        self._answer_unheard()
+        self._inbox.close()
         try:
             if self._executor is not None:
                 self._executor.close()
@@ -281,16 +290,7 @@ class Driver:
         finally:
             self._executor = None
             self._active.clear()
+            if self.executor_name is not None:
+                self.recorder.closed()
             self.opened.set(failure)
             self.closed.set()
-
-    def _answer_unheard(self) -> None:
-        """Whoever waits for a command that will not be carried out is told so."""
-        while True:
-            try:
-                command = self._inbox.get_nowait()
-            except queue.Empty:
-                return
-
-            if isinstance(command, Pause | Resume | Sleep | Wake):
-                command.done.set(EngineClosed("the engine was closed"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import random
 import warnings
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
@@ -12,9 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from msgspec import Struct
-
-from drift_sdk.bridge import Bridge, Latch, LoopClosed
+from drift_sdk.bridge import Bridge, Latch
 from drift_sdk.commands import Cancel, Pause, Resume, Sleep, Wake
 from drift_sdk.config import EngineConfig
 from drift_sdk.driver import Driver
@@ -24,27 +21,20 @@ from drift_sdk.mapping import map_prompts
 from drift_sdk.metrics import EngineStats
 from drift_sdk.opened_model import OpenedModel
 from drift_sdk.params import MAX_SEED, SamplingParams
+from drift_sdk.progress import Progress, reporter
 from drift_sdk.request import ModelText, Prompt, Request
 from drift_sdk.results import Completion
 from drift_sdk.stream import TokenStream
+from drift_sdk.text.tools import tool_names
 from drift_sdk.validation import check_float, check_int
 
 if TYPE_CHECKING:
     from drift_sdk.text.tokenizer import Tokenizer
 
-__all__ = ["Engine", "Progress"]
-
-log = logging.getLogger("drift_sdk")
+__all__ = ["Engine"]
 
 OpenModel = Callable[[Callable[[str, float], None]], OpenedModel]
 """Opens a model, reporting (stage, fraction done) as it goes; runs on the engine's thread."""
-
-
-class Progress(Struct, frozen=True, kw_only=True):
-    """A stage of starting, and how much of it is done (0 to 1)."""
-
-    stage: str
-    fraction: float
 
 
 class Engine:
@@ -155,7 +145,8 @@ class Engine:
     ) -> TokenStream:
         """Submit a conversation, rendered with the model's chat template; otherwise as `generate`.
 
-        messages: mappings with at least "role" and "content". tools and template_args are the template's.
+        messages: mappings with at least "role" and "content". tools and template_args are the template's;
+        with tools, the completion's `tool_calls` are looked for in its text.
         A model without a template, messages the template refuses: RequestError from the stream.
         """
         if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
@@ -170,7 +161,7 @@ class Engine:
             text = model.chat_template.render(messages, tools=tools, template_args=template_args)
             return model.tokenizer.encode(text, add_special_tokens=False)
 
-        return self._submit(prompt, params)
+        return self._submit(prompt, params, tool_names(tools) if tools else None)
 
     def map(
         self,
@@ -210,22 +201,53 @@ class Engine:
         if error is not None:
             raise error
 
+    @property
+    def is_open(self) -> bool:
+        """Whether requests are taken in: started, not closing and not failed."""
+        return self._driver is not None and self._driver.is_open
+
     def stats(self) -> EngineStats:
-        """A snapshot of what the engine is doing."""
-        return self._running_driver().stats
+        """A snapshot of what the engine is doing and has done since it was started."""
+        return self._running_driver().recorder.read()
+
+    def metrics_text(self) -> str:
+        """The same and histograms as Prometheus text, from a registry of this engine's own.
+
+        `drift_sdk.prometheus` lists the names. Needs the extra `metrics`.
+        """
+        from drift_sdk.prometheus import metrics_text
+
+        recorder, model, executor = self._running_driver().recorder, str(self.model), self.executor
+        return metrics_text(recorder.read(), recorder.histograms, model=model, executor=executor)
+
+    @property
+    def executor(self) -> str:
+        """How steps are run; what "auto" has chosen."""
+        name = self._running_driver().executor_name
+        if name is None:
+            raise EngineClosed("the engine is still starting")
+
+        return name
 
     @property
     def tokenizer(self) -> Tokenizer:
         return self._model_text().tokenizer
 
     @property
+    def default_params(self) -> SamplingParams:
+        """What a request without parameters gets: the model's own defaults, from its generation_config."""
+        return self._model_text().default_params
+
+    @property
     def max_model_len(self) -> int:
         """Most tokens of prompt and completion together."""
         return self._model_text().max_model_len
 
-    def _submit(self, prompt: Prompt, params: SamplingParams | None) -> TokenStream:
+    def _submit(
+        self, prompt: Prompt, params: SamplingParams | None, tool_names: frozenset[str] | None = None
+    ) -> TokenStream:
         if params is None:
-            params = SamplingParams()
+            params = self.default_params
         elif not isinstance(params, SamplingParams):
             raise RequestError.of("params", params, "SamplingParams")
 
@@ -238,29 +260,14 @@ class Engine:
             params=params,
             seed=params.seed if params.seed is not None else self._seeds.randint(0, MAX_SEED),
             feed=Feed(Bridge.current()),
+            tool_names=tool_names,
         )
         driver.submit(request)
         return TokenStream(request.request_id, request.feed, lambda: driver.tell(Cancel(request)))
 
     def _opener(self) -> Callable[[], OpenedModel]:
         """What the engine's thread calls to open the model; it must not hold the engine itself."""
-        open_model, on_progress, bridge = self._open, self._on_progress, Bridge.current()
-        last: tuple[str, int] | None = None
-
-        def report(stage: str, fraction: float) -> None:
-            nonlocal last
-            percent = int(fraction * 100)
-            if (stage, percent) == last:
-                return
-
-            last = stage, percent
-            log.debug("%s: %d%%", stage, percent)
-            if on_progress is not None:
-                try:
-                    bridge.post(on_progress, Progress(stage=stage, fraction=fraction))
-                except LoopClosed:
-                    return
-
+        open_model, report = self._open, reporter(self._on_progress)
         return lambda: open_model(report)
 
     def _running_driver(self) -> Driver:

@@ -80,6 +80,10 @@ class Outbox:
     def __init__(self) -> None:
         self._updates: dict[Bridge, list[tuple[Feed, Update]]] = {}
 
+    @property
+    def has_updates(self) -> bool:
+        return bool(self._updates)
+
     def put(self, feed: Feed, update: Update) -> None:
         self._updates.setdefault(feed.bridge, []).append((feed, update))
 

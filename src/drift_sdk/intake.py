@@ -24,17 +24,19 @@ class Intake:
         self._lock = threading.Lock()
         self._live: dict[Request, None] = {}
         self._num_entering = 0
-        self._is_open = False
+        self.num_admitted = 0
+        self.num_rejected = 0
+        self.is_open = False
         self._failure: BaseException | None = None
 
     def open(self) -> None:
         with self._lock:
-            self._is_open = True
+            self.is_open = True
 
     def close(self, failure: BaseException | None = None) -> None:
         """Let nobody in any more; they are told of the failure, if that is why."""
         with self._lock:
-            self._is_open = False
+            self.is_open = False
             self._failure = failure or self._failure
 
     def admit(self, request: Request, read_stats: Callable[[], EngineStats]) -> None:
@@ -43,15 +45,17 @@ class Intake:
             if self._failure is not None:
                 raise failure_of(self._failure)
 
-            if not self._is_open:
+            if not self.is_open:
                 raise EngineClosed("the engine is not open")
 
             limit, stats = self._max_queued_requests, read_stats()
             num_waiting = self._num_entering + stats.num_queued - stats.num_free_slots
             if limit is not None and num_waiting >= limit:
+                self.num_rejected += 1
                 raise QueueFull(f"max_queued_requests={limit} requests are waiting already")
 
             self._num_entering += 1
+            self.num_admitted += 1
             self._live[request] = None
 
     def entered(self, publish_stats: Callable[[], None]) -> None:

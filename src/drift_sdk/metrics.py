@@ -1,26 +1,103 @@
-"""What an engine tells about itself."""
+"""What an engine tells about itself, as plain values."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 from msgspec import Struct
 
-__all__ = ["EngineStats"]
+__all__ = ["EngineStats", "Histogram", "Histograms"]
+
+SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
+STEP_SECONDS = (
+    *(0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03),
+    *(0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0),
+)
+TOKENS = tuple(float(2**exponent) for exponent in range(18))
 
 
 class EngineStats(Struct, frozen=True, kw_only=True):
     """A snapshot after a step.
 
-    Sequences: running (in a slot), waiting (for a slot, preempted ones included), queued (never started).
-    Blocks: free ones include cached blocks that nobody uses now. `step_seconds` sums the device time of
-    `num_steps` steps since the start.
+    Now: sequences running (in a slot), waiting (for a slot, preempted ones included) and queued (never
+    started). Blocks: free ones include cached blocks that nobody uses now. Rows of the last step, prefill
+    chunks and decoding sequences. `tokens_per_second` generated over the last 5 seconds.
+
+    Since the start: requests submitted, rejected (QueueFull), and ended: stopped (end of sequence, stop token
+    or stop string), length-limited, cancelled, failed (any error). Tokens of prompts whose first token has
+    come, and how many of them the prefix cache held; tokens generated. `step_seconds` sums the device time of
+    `num_steps` steps.
     """
 
     num_running: int = 0
     num_waiting: int = 0
     num_queued: int = 0
     num_free_slots: int = 0
+    num_blocks: int = 0
     num_free_blocks: int = 0
     num_cached_blocks: int = 0
+    num_prefill_rows: int = 0
+    num_decode_rows: int = 0
+    tokens_per_second: float = 0.0
+
+    num_submitted: int = 0
+    num_rejected: int = 0
+    num_stopped: int = 0
+    num_length_limited: int = 0
+    num_cancelled: int = 0
+    num_failed: int = 0
     num_preemptions: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
     num_steps: int = 0
     step_seconds: float = 0.0
+
+    @property
+    def kv_use(self) -> float:
+        """Share of the KV cache held by sequences, 0 to 1; blocks that are merely cached do not count."""
+        return 1.0 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
+
+
+class Histogram:
+    """How many observations fell into each bucket. `bounds` are inclusive upper bounds; the last bucket has
+    none."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
+
+
+class Histograms:
+    """An engine's distributions: written on its thread, read from any.
+
+    Seconds: from the call to the first token, from one chunk of a stream to its next, from the call to the
+    first slot, from the call to the end, of a step on the device. Tokens: of prompts and of completions.
+    The end's ones count requests that ended by a stop or by length.
+    """
+
+    __slots__ = (
+        "completion_tokens",
+        "first_token",
+        "prompt_tokens",
+        "queued",
+        "request",
+        "step",
+        "time_between_tokens",
+    )
+
+    def __init__(self) -> None:
+        self.first_token = Histogram(SECONDS)
+        self.time_between_tokens = Histogram(STEP_SECONDS)
+        self.queued = Histogram(SECONDS)
+        self.request = Histogram(SECONDS)
+        self.step = Histogram(STEP_SECONDS)
+        self.prompt_tokens = Histogram(TOKENS)
+        self.completion_tokens = Histogram(TOKENS)

@@ -10,8 +10,13 @@ __all__ = ["OpenedModel"]
 
 
 class OpenedModel(Struct, frozen=True, kw_only=True):
-    """A model ready to serve: how it runs, how it is scheduled, and its text."""
+    """A model ready to serve: how it runs, how it is scheduled, and its text.
+
+    `fallback` says why "auto" chose a slower executor than the device allows; None if it did not.
+    """
 
     executor: Executor
+    executor_name: str
     scheduling: SchedulerConfig
     text: ModelText
+    fallback: str | None = None

@@ -9,19 +9,22 @@ from pathlib import Path
 import torch
 
 from drift_sdk.config import EngineConfig
-from drift_sdk.errors import ConfigError
+from drift_sdk.drafting import open_drafter
+from drift_sdk.errors import ConfigError, ModelLoadError, RequestError
+from drift_sdk.execution.drafters import EagleDrafter, NGramDrafter
 from drift_sdk.execution.eager import EagerExecutor
 from drift_sdk.loading.source import Source, eos_token_ids, resolve
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.opened_model import OpenedModel
+from drift_sdk.params import SamplingParams
 from drift_sdk.request import ModelText
 from drift_sdk.scheduling.config import SchedulerConfig
 from drift_sdk.steps import ExecutorLimits
 from drift_sdk.text.chat import ChatTemplate
 from drift_sdk.text.tokenizer import Tokenizer
 
-__all__ = ["open_model"]
+__all__ = ["choose_executor", "open_model"]
 
 log = logging.getLogger("drift_sdk")
 
@@ -36,39 +39,56 @@ def open_model(model: str | Path, config: EngineConfig, report: Report) -> Opene
     source = _resolve(model, config)
     device = _device(config)
     dtype = _dtype(config, device)
-    decoder_config = DecoderConfig.from_hf(source.config)
+    decoder_config = _decoder_config(source)
 
     report("load tokenizer", 0.0)
     tokenizer, own_template = _tokenizer(source, config)
-    template_text = config.chat_template or own_template
+    chat_template = _chat_template(source, config, tokenizer, own_template)
+    default_params = _default_params(source)
 
     decoder = _load_decoder(source, decoder_config, config, device, dtype, report)
     limits = _limits(config, decoder)
-    executor = EagerExecutor(decoder, limits)
+    executor_name, fallback = choose_executor(config.executor, device)
+    drafter = open_drafter(config, decoder, limits)
+    executor = EagerExecutor(decoder, limits, drafter)
+    speculation = config.speculation if drafter is not None else None
     report("ready", 1.0)
     return OpenedModel(
         executor=executor,
+        executor_name=executor_name,
+        fallback=fallback,
         scheduling=SchedulerConfig(
             max_num_seqs=limits.max_num_seqs,
             num_blocks=limits.num_blocks,
             block_size=limits.block_size,
             prefill_token_budget=config.prefill_token_budget,
+            draft_choices=speculation.shape.choices if speculation is not None else (),
+            is_draft_adaptive=speculation is not None and speculation.adaptive,
+            has_draft_kv=isinstance(drafter, EagleDrafter),
+            wants_history=isinstance(drafter, NGramDrafter),
             target_latency_ms_p50=config.target_latency_ms_p50,
             target_latency_ms_p95=config.target_latency_ms_p95,
             prefer_high_throughput=config.prefer_high_throughput,
         ),
         text=ModelText(
             tokenizer=tokenizer,
-            chat_template=ChatTemplate(
-                template_text, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token
-            )
-            if template_text is not None
-            else None,
-            eos_token_ids=eos_token_ids(source),
+            chat_template=chat_template,
+            # A padded or trimmed vocabulary leaves ids that cannot be generated.
+            eos_token_ids=tuple(i for i in eos_token_ids(source) if i < limits.vocab_size),
+            default_params=default_params,
             max_model_len=limits.max_model_len,
             vocab_size=limits.vocab_size,
+            has_drafts=drafter is not None,
         ),
     )
+
+
+def choose_executor(wanted: str, device: torch.device) -> tuple[str, str | None]:
+    """The executor's name, and why "auto" has to make do with a slower one than the device allows."""
+    if wanted == "auto" and device.type == "cuda":
+        return "eager", "this version has no CUDA graphs, each kernel is launched by itself"
+
+    return "eager", None
 
 
 def _resolve(model: str | Path, config: EngineConfig) -> Source:
@@ -110,6 +130,50 @@ def _tokenizer(source: Source, config: EngineConfig) -> tuple[Tokenizer, str | N
 
     other = _resolve(config.tokenizer, config)
     return other.tokenizer(), other.chat_template or source.chat_template
+
+
+def _decoder_config(source: Source) -> DecoderConfig:
+    file = source.path if source.path.is_file() else source.path / "config.json"
+    try:
+        return DecoderConfig.from_hf(source.config)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{file}: {error}") from error
+    except Exception as error:  # whatever foreign settings of the wrong type lead to
+        raise ModelLoadError(f"{file}: not the config of a model: {error!r}") from error
+
+
+def _chat_template(
+    source: Source, config: EngineConfig, tokenizer: Tokenizer, own: str | None
+) -> ChatTemplate | None:
+    text, origin = (config.chat_template, "EngineConfig") if config.chat_template else (own, source.path)
+    if text is None:
+        return None
+
+    try:
+        return ChatTemplate(text, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{origin}: {error}") from error
+
+
+def _default_params(source: Source) -> SamplingParams:
+    """The model's own sampling defaults. As transformers reads them, except that a temperature without
+    do_sample asks for sampling too."""
+    settings = {name: value for name, value in source.generation_config.items() if value is not None}
+    does_sample = settings.get("do_sample", "temperature" in settings)
+    names = {"max_new_tokens": "max_tokens", "repetition_penalty": "repetition_penalty"}
+    if does_sample:
+        settings.setdefault("temperature", 1.0)
+        names |= {name: name for name in ("temperature", "top_k", "top_p", "min_p")}
+
+    file = source.path / "generation_config.json"
+    if not isinstance(does_sample, bool):
+        raise ModelLoadError(f"{file}: do_sample={does_sample!r}: expected true or false")
+
+    try:
+        return SamplingParams(**{names[name]: value for name, value in settings.items() if name in names})
+    except RequestError as error:
+        name = next(name for name, field in names.items() if field == error.field)
+        raise ModelLoadError(f"{file}: {name}={error.value!r}: expected {error.allowed}") from error
 
 
 def _load_decoder(

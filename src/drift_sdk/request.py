@@ -11,15 +11,19 @@ from msgspec import Struct
 
 from drift_sdk.errors import PromptTooLong, RequestError
 from drift_sdk.feed import Feed
+from drift_sdk.grammars import JsonSchema
 from drift_sdk.params import SamplingParams
 from drift_sdk.results import Chunk, Completion, FinishReason, Timing, TokenLogprobs, Usage
 from drift_sdk.scheduling.delta import Delta
 from drift_sdk.scheduling.sequence import Sequence
-from drift_sdk.steps import SlotSampling
+from drift_sdk.slot_sampling import slot_sampling
+from drift_sdk.speculation.count import DraftCount
 from drift_sdk.text.stops import StopMatcher
+from drift_sdk.text.tools import find_tool_calls
 
 if TYPE_CHECKING:  # their libraries would make up most of the package's import time
     from drift_sdk.text.chat import ChatTemplate
+    from drift_sdk.text.grammar import GrammarConstraint
     from drift_sdk.text.tokenizer import Tokenizer
 
 __all__ = ["ModelText", "Prompt", "Request"]
@@ -36,90 +40,125 @@ class ModelText(Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     max_model_len: int
     vocab_size: int
+    default_params: SamplingParams = SamplingParams()
+    has_drafts: bool = False
 
 
 class Request:
-    """One request. `prepare` runs on the text thread, everything after it on the engine's."""
+    """One request. `prepare` and `advance` run on text threads, all else on the engine's."""
 
     __slots__ = (
         "_completion_ids",
+        "_constraint",
         "_detokenizer",
+        "_drafts",
         "_finish_reason",
         "_first_token_at",
         "_logprobs",
         "_matcher",
         "_prompt",
+        "_prompt_logprobs",
         "_stop_reason",
-        "_submitted_at",
         "_text",
+        "_tool_names",
         "feed",
         "is_done",
+        "last_chunk_at",
         "params",
         "request_id",
         "seed",
         "sequence",
+        "submitted_at",
         "_arrival",
     )
 
     def __init__(
-        self, *, request_id: str, arrival: int, prompt: Prompt, params: SamplingParams, seed: int, feed: Feed
+        self,
+        *,
+        request_id: str,
+        arrival: int,
+        prompt: Prompt,
+        params: SamplingParams,
+        seed: int,
+        feed: Feed,
+        tool_names: frozenset[str] | None = None,
     ) -> None:
+        """`tool_names`: None leaves tool calls in the text alone."""
         self.request_id = request_id
         self.params = params
         self.seed = seed
         self.feed = feed
         self.sequence: Sequence | None = None
+        self.submitted_at = time.monotonic()
+        self.last_chunk_at: float | None = None  # the recorder's
         self.is_done = False
         self._arrival = arrival
         self._prompt = prompt
-        self._submitted_at = time.monotonic()
+        self._tool_names = tool_names
+        self._constraint: GrammarConstraint | None = None
         self._first_token_at: float | None = None
         self._text: list[str] = []
         self._completion_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
         self._finish_reason: FinishReason | None = None
         self._stop_reason: str | int | None = None
+        self._drafts: DraftCount | None = None
 
     def prepare(self, model: ModelText) -> None:
-        """Tokenise and set up the sequence; RequestError if the prompt cannot be served."""
+        """Tokenise and set up the sequence; RequestError if prompt or parameters do not fit the model."""
         prompt_ids = self._checked_ids(self._prompt(model), model)
         params = self.params
-        max_length = model.max_model_len
-        if params.max_tokens is not None:
-            max_length = min(max_length, len(prompt_ids) + params.max_tokens)
+        if params.grammar is not None:
+            from drift_sdk.text.grammar import constrain  # what it needs may not be installed
 
-        eos_token_ids = () if params.ignore_eos else model.eos_token_ids
+            self._constraint = constrain(
+                params.grammar,
+                model.tokenizer,
+                vocab_size=model.vocab_size,
+                eos_token_ids=model.eos_token_ids,
+                ignore_eos=params.ignore_eos,
+            )
+
+        # A grammar says itself where the text may end.
+        has_eos = not params.ignore_eos or self._constraint is not None
+        eos_token_ids = model.eos_token_ids if has_eos else ()
         self._detokenizer = model.tokenizer.detokenizer()
         assert isinstance(params.stop, tuple)
         self._matcher = StopMatcher(params.stop, params.include_stop) if params.stop else None
+        self._drafts = DraftCount() if model.has_drafts else None
         self.sequence = Sequence(
             request_id=self.request_id,
             prompt_ids=prompt_ids,
             priority=params.priority,
             arrival=self._arrival,
-            sampling=SlotSampling(
-                temperature=float(params.temperature),
-                top_k=params.top_k,
-                top_p=float(params.top_p),
-                min_p=float(params.min_p),
+            constraint=self._constraint,
+            max_draft_tokens=params.num_draft_tokens,
+            sampling=slot_sampling(
+                params,
                 seed=self.seed,
-                stop_token_ids=tuple(sorted({*params.stop_token_ids, *eos_token_ids})),
                 num_prompt_tokens=len(prompt_ids),
-                max_length=max_length,
-                num_logprobs=params.logprobs,
+                max_model_len=model.max_model_len,
+                vocab_size=model.vocab_size,
+                eos_token_ids=eos_token_ids,
             ),
         )
 
     def advance(self, token_ids: tuple[int, ...]) -> None:
         """Follow a constraint along newly generated tokens; runs on a text thread, one call at a time."""
-        raise NotImplementedError
+        assert self._constraint is not None
+        self._constraint.advance(token_ids)
 
     def extend(self, delta: Delta) -> Chunk:
         """Take in newly generated tokens; the chunk's finish reason says whether the request has ended."""
+        if self._drafts is not None:
+            self._drafts.add(delta.num_drafted, delta.num_accepted)
         token_ids, logprobs = delta.token_ids, delta.logprobs
         finish: FinishReason | None = delta.finish
         if self._first_token_at is None and token_ids:
             self._first_token_at = time.monotonic()
+        if delta.prompt_logprobs is not None:
+            self._prompt_logprobs = (None, *delta.prompt_logprobs)
 
         # A stop token ends the text before itself, as a stop string does.
         hides_last = finish == "stop" and not self.params.include_stop
@@ -153,9 +192,11 @@ class Request:
         sequence = self.sequence
         started_at = sequence.started_at if sequence is not None else None
         first_token_at = self._first_token_at
+        text = "".join(self._text)
+        names = self._tool_names
         return Completion(
             request_id=self.request_id,
-            text="".join(self._text),
+            text=text,
             token_ids=tuple(self._completion_ids),
             finish_reason=self._finish_reason,
             stop_reason=self._stop_reason,
@@ -165,14 +206,24 @@ class Request:
                 completion_tokens=len(self._completion_ids),
             ),
             timing=Timing(
-                queued_s=(started_at or now) - self._submitted_at,
+                queued_s=(started_at or now) - self.submitted_at,
                 prefill_s=(first_token_at or now) - (started_at or now),
-                first_token_s=(first_token_at or now) - self._submitted_at,
+                first_token_s=(first_token_at or now) - self.submitted_at,
                 decode_s=now - (first_token_at or now),
             ),
             seed=self.seed,
+            speculation=self._drafts.stats() if self._drafts is not None else None,
             logprobs=tuple(self._logprobs) if self.params.logprobs is not None else None,
+            prompt_logprobs=self._prompt_logprobs,
+            tool_calls=find_tool_calls(text, names) if names is not None else (),
+            schema=self._satisfied_schema(),
         )
+
+    def _satisfied_schema(self) -> JsonSchema | None:
+        """The schema if the grammar came to its end: a stop string or another stop id cuts the text short."""
+        grammar, constraint = self.params.grammar, self._constraint
+        is_complete = constraint is not None and self._stop_reason in constraint.eos_token_ids
+        return grammar if is_complete and isinstance(grammar, JsonSchema) else None
 
     def _checked_ids(self, ids: SequenceOf[int], model: ModelText) -> list[int]:
         prompt_ids = list(ids)
@@ -197,8 +248,11 @@ class Request:
         """Text, how many tokens it took, and the stop string that ended it: token by token, so that tokens
         emitted together past a stop string are left out."""
         texts: list[str] = []
+        num_unmatched = self.params.min_tokens - len(self._completion_ids)
         for index, token_id in enumerate(token_ids):
-            text, stop = matcher.push(self._detokenizer.push((token_id,)))
+            text, stop = self._detokenizer.push((token_id,)), None
+            if index >= num_unmatched:
+                text, stop = matcher.push(text)
             texts.append(text)
             if stop is not None:
                 return "".join(texts), index + 1, stop

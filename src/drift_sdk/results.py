@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from functools import cached_property
+from typing import Any, Literal
 
 from msgspec import Struct
 
-__all__ = ["Chunk", "Completion", "FinishReason", "Timing", "TokenLogprobs", "Usage"]
+from drift_sdk.grammars import JsonSchema
+
+__all__ = [
+    "Chunk",
+    "Completion",
+    "FinishReason",
+    "SpeculationStats",
+    "Timing",
+    "TokenLogprobs",
+    "ToolCall",
+    "Usage",
+]
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -56,11 +68,44 @@ class Timing(Struct, frozen=True, kw_only=True):
     decode_s: float
 
 
-class Completion(Struct, frozen=True, kw_only=True):
+class ToolCall(Struct, frozen=True, kw_only=True):
+    """A call of one of the tools that `chat` was given. The arguments are as the model wrote them: nothing
+    holds them to the tool's schema."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+class SpeculationStats(Struct, frozen=True, kw_only=True):
+    """How speculation went for a request: rounds in which tokens were drafted, tokens drafted, and how many
+    of those the model said too. `accepted_at[i]` counts rounds in which draft i was right, and all before."""
+
+    num_rounds: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    accepted_at: tuple[int, ...] = ()
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens a round, the model's own included; 0 without rounds."""
+        return 1 + self.num_accepted / self.num_rounds if self.num_rounds else 0.0
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """Share of rounds in which draft i was right, and all before."""
+        return tuple(count / self.num_rounds for count in self.accepted_at)
+
+
+class Completion(Struct, frozen=True, kw_only=True, dict=True):
     """A finished request.
 
     `stop_reason` is the stop string or the stop token's id that ended it (`finish_reason == "stop"`).
     `seed` reproduces the tokens of a sampled request on the same model and parameters.
+    `speculation` is None where the engine does not speculate.
+    `prompt_logprobs` has an entry per prompt token where they were asked for, None for the first; None for
+    a request cancelled before its first token.
+    `tool_calls`: those found in the text, which holds them too; empty when `chat` was given no tools.
+    `schema`: the request's `JsonSchema` if the text is complete, None if it was cut short.
     """
 
     request_id: str
@@ -71,4 +116,16 @@ class Completion(Struct, frozen=True, kw_only=True):
     usage: Usage
     timing: Timing
     seed: int
+    speculation: SpeculationStats | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    schema: JsonSchema | None = None
+
+    @cached_property
+    def parsed(self) -> Any:
+        """The value of the schema's type, or the plain JSON value; None without a schema or a complete text.
+
+        What a type checks beyond its schema raises the type's own validation error, at the first use.
+        """
+        return None if self.schema is None else self.schema.decode(self.text)

@@ -87,7 +87,7 @@ class SlotAssignment(Struct, frozen=True, kw_only=True):
     """A sequence enters a slot: its row of the device tables starts afresh.
 
     `cached_token_ids`: the tokens found in the prefix cache, which no chunk brings; only for slots with
-    penalties, which count them.
+    penalties, which count them, and executors that want the history.
     """
 
     slot: int
@@ -141,13 +141,16 @@ class SlotOutput(Struct, frozen=True, kw_only=True):
     """Tokens a slot emitted in one step, in order, and how it finished if it did.
 
     `logprobs` has an entry per token where they were asked for. `prompt_logprobs` comes with the first
-    token: an entry per prompt token from the second on.
+    token: an entry per prompt token from the second on. `num_drafted` tokens were drafted for the row, the
+    first `num_accepted` of them right.
     """
 
     token_ids: tuple[int, ...] = ()
     finish: Literal["stop", "length"] | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    num_drafted: int = 0
+    num_accepted: int = 0
 
 
 class StepResult(Struct, frozen=True, kw_only=True):

@@ -172,12 +172,14 @@ def open_scripted(
     )
     return OpenedModel(
         executor=ScriptedExecutor(limits, next_token, step_s=step_s, tokens_per_step=tokens_per_step),
+        executor_name="scripted",
         scheduling=SchedulerConfig(
             max_num_seqs=limits.max_num_seqs,
             num_blocks=limits.num_blocks,
             block_size=limits.block_size,
             prefill_token_budget=config.prefill_token_budget,
-            num_draft_tokens=tokens_per_step - 1,
+            draft_choices=(tokens_per_step - 1,) if tokens_per_step > 1 else (),
+            is_draft_adaptive=False,
             target_latency_ms_p50=config.target_latency_ms_p50,
             target_latency_ms_p95=config.target_latency_ms_p95,
             prefer_high_throughput=config.prefer_high_throughput,

@@ -49,7 +49,7 @@ def check_float(
 
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     above = gt is None or (is_number and value > gt)  # type: ignore[operator]
-    if not is_number or not math.isfinite(value) or not _in_range(value, ge, le) or not above:  # type: ignore[arg-type]
+    if not is_number or not _is_finite(value) or not _in_range(value, ge, le) or not above:
         bounds = (
             f" over {gt}{_range(None, le).replace(' ', ' and ', 1)}" if gt is not None else _range(ge, le)
         )
@@ -77,6 +77,14 @@ def check_str_tuple(error: ErrorType, field: str, value: object, *, max_items: i
 
     if not all(isinstance(item, str) and item for item in value):
         raise error.of(field, value, allowed)
+
+
+def _is_finite(value: object) -> bool:
+    assert isinstance(value, int | float)
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer no float can hold
+        return False
 
 
 def _in_range(value: object, ge: float | None, le: float | None) -> bool:

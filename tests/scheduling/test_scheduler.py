@@ -23,7 +23,11 @@ class Rig:
             "prefill_token_budget": 64,
             "prefer_high_throughput": True,
         }
-        self.config = SchedulerConfig(**{**values, **changes})
+        num_draft_tokens = changes.pop("num_draft_tokens", 0)
+        drafts = (num_draft_tokens,) if num_draft_tokens else ()
+        self.config = SchedulerConfig(
+            **{**values, **changes, "draft_choices": drafts, "is_draft_adaptive": False}
+        )
         self.scheduler = Scheduler(self.config)
         self.device = FakeDevice(self.config)
         self.num_added = 0

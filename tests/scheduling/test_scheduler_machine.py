@@ -45,7 +45,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_blocks=data.draw(st.integers(6, self.max_num_blocks), label="num_blocks"),
             block_size=data.draw(st.sampled_from(self.block_sizes), label="block_size"),
             prefill_token_budget=data.draw(st.integers(1, 12), label="prefill_token_budget"),
-            num_draft_tokens=num_draft_tokens,
+            draft_choices=(num_draft_tokens,) if num_draft_tokens else (),
+            is_draft_adaptive=False,
             target_latency_ms_p50=target_ms,
             prefer_high_throughput=prefers_throughput,
         )
@@ -229,7 +230,8 @@ def test_nothing_is_lost_under_many_preemptions(num_draft_tokens: int, depth: in
         num_blocks=24,
         block_size=4,
         prefill_token_budget=16,
-        num_draft_tokens=num_draft_tokens,
+        draft_choices=(num_draft_tokens,) if num_draft_tokens else (),
+        is_draft_adaptive=False,
     )
     scheduler, device = Scheduler(config), FakeDevice(config, seed=depth)
     delivered: dict[Sequence, list[int]] = {}

@@ -19,7 +19,7 @@ def play(policy: DraftPolicy, rate: float, cost, num_rounds: int, num_slots: int
             while count < k and rng.random() < rate:
                 count += 1
             accepted.append((k, count))
-        policy.observe(num_slots, k, cost(k) * rng.uniform(0.97, 1.03), accepted)
+        policy.record(num_slots, k, cost(k) * rng.uniform(0.97, 1.03), accepted)
         choices.append(k)
     return choices
 

@@ -31,7 +31,8 @@ def sample(
     if rows.numel() == 0:
         return tokens
 
-    scaled = logits[rows] / temperature[rows, None]
+    # With the largest logit at zero no temperature is so low that several overflow to infinity and tie.
+    scaled = (logits[rows] - logits[rows].amax(dim=-1, keepdim=True)) / temperature[rows, None]
     kept = filter_logits(scaled, top_k[rows], top_p[rows], min_p[rows])
     noise = gumbel_noise(seed[rows], position[rows], logits.shape[-1])
     tokens[rows] = (kept + noise).argmax(dim=-1)

@@ -9,26 +9,35 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from itertools import accumulate, count
 
 import torch
 from torch import Tensor
 
-from drift_sdk._kernels.sample import sample, top_logprobs
 from drift_sdk.errors import ExecutorError
+from drift_sdk.execution.drafters import Drafter, Span
+from drift_sdk.execution.logit_rules import LogitRules, apply_rules
+from drift_sdk.execution.sampling import choose, token_logprobs
 from drift_sdk.execution.slots import Slot
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.kv_cache import KVCache
-from drift_sdk.results import TokenLogprobs
-from drift_sdk.steps import ExecutorLimits, PrefillChunk, SlotOutput, StepPlan, StepResult
+from drift_sdk.steps import DecodeRow, ExecutorLimits, PrefillChunk, SlotOutput, StepPlan, StepResult
 
 __all__ = ["EagerExecutor"]
 
+LOGITS_ROWS = 256
+"""Prompt positions whose logits are held at a time: a long prompt times the vocabulary is much memory."""
+
 
 class EagerExecutor:
-    """Runs a `Decoder` over a paged KV cache of `limits.num_blocks` blocks."""
+    """Runs a `Decoder` over a paged KV cache of `limits.num_blocks` blocks.
 
-    def __init__(self, decoder: Decoder, limits: ExecutorLimits) -> None:
+    With a drafter, a decode row carries drafted tokens behind the newest one: the target computes them all at
+    once, chooses its own token after each, and goes on as long as the draft said the same.
+    """
+
+    def __init__(self, decoder: Decoder, limits: ExecutorLimits, drafter: Drafter | None = None) -> None:
         self.limits = limits
         self._decoder: Decoder | None = decoder
         config = decoder.config
@@ -41,6 +50,8 @@ class EagerExecutor:
             dtype=decoder.dtype,
             device=decoder.device,
         )
+        self._device = decoder.device
+        self._drafter = drafter
         self._slots: dict[int, Slot] = {}
         self._launched: deque[StepPlan] = deque()
 
@@ -52,19 +63,27 @@ class EagerExecutor:
         plan = self._launched.popleft()
         started_at = time.perf_counter()
         for assignment in plan.assignments:
-            self._slots[assignment.slot] = Slot(assignment.sampling)
+            rules = LogitRules.of(assignment, self.limits.vocab_size, self._device)
+            slot = self._slots[assignment.slot] = Slot(assignment.sampling, rules)
+            if self._drafter is not None:
+                self._drafter.enter(slot, assignment.cached_token_ids)
         for update in plan.block_updates:
             self._slots[update.slot].place_blocks(update.first_index, update.block_ids)
 
+        for part in (plan.prefill, plan.decode):
+            for entry in part:
+                if (rules := self._slots[entry.slot].rules) is not None:
+                    rules.begin_step()
+
         prefill = self._prefill(plan.prefill)
-        decode = self._decode([row.slot for row in plan.decode])
+        decode = self._decode(plan.decode)
         duration_s = time.perf_counter() - started_at
         return StepResult(step_id=plan.step_id, prefill=prefill, decode=decode, duration_s=duration_s)
 
     def close(self) -> None:
         self._launched.clear()
         self._slots.clear()
-        self._decoder = self._cache = None
+        self._decoder = self._cache = self._drafter = None
 
     def _prefill(self, chunks: tuple[PrefillChunk, ...]) -> tuple[SlotOutput, ...]:
         if not chunks:
@@ -74,41 +93,128 @@ class EagerExecutor:
             SequenceRows(self._slots[chunk.slot].block_table, chunk.start, len(chunk.token_ids))
             for chunk in chunks
         ]
-        hidden = self._forward([token for chunk in chunks for token in chunk.token_ids], rows)
-        last_rows, ends, last_slots = [], 0, []
+        hidden, captured = self._forward([token for chunk in chunks for token in chunk.token_ids], rows)
+        last_rows, last_slots = [], []
+        first_row = 0
         for chunk in chunks:
-            ends += len(chunk.token_ids)
+            slot = self._slots[chunk.slot]
+            slot.length = chunk.start + len(chunk.token_ids)
+            if slot.rules is not None:
+                slot.rules.count(chunk.token_ids, chunk.start)
+            if slot.sampling.num_prompt_logprobs is not None:
+                self._score_prompt(hidden[first_row : first_row + len(chunk.token_ids)], chunk, slot)
+            first_row += len(chunk.token_ids)
             if chunk.is_last:
-                slot = self._slots[chunk.slot]
-                slot.length = chunk.start + len(chunk.token_ids)
-                last_rows.append(ends - 1)
+                last_rows.append(first_row - 1)
                 last_slots.append(slot)
 
         outputs = iter(self._emit(hidden[last_rows], last_slots))
+        if self._drafter is not None:
+            self._drafter.follow(self._prefill_spans(chunks), captured, hidden)
         return tuple(next(outputs) if chunk.is_last else SlotOutput() for chunk in chunks)
 
-    def _decode(self, slot_ids: list[int]) -> tuple[SlotOutput, ...]:
-        slots = [self._slots[slot_id] for slot_id in slot_ids]
-        active = [slot for slot in slots if not slot.is_finished]
+    def _prefill_spans(self, chunks: tuple[PrefillChunk, ...]) -> list[Span]:
+        spans = []
+        first_row = 0
+        for chunk in chunks:
+            slot = self._slots[chunk.slot]
+            next_token_id = slot.last_token if chunk.next_token_id is None else chunk.next_token_id
+            spans.append(
+                Span(slot, chunk.start, chunk.token_ids[0], (*chunk.token_ids[1:], next_token_id), first_row)
+            )
+            first_row += len(chunk.token_ids)
+
+        return spans
+
+    def _score_prompt(self, hidden: Tensor, chunk: PrefillChunk, slot: Slot) -> None:
+        """Log-probabilities of the known tokens that follow a chunk's rows of hidden [N, H]."""
+        following = (*chunk.token_ids[1:], *([] if chunk.next_token_id is None else [chunk.next_token_id]))
+        num_top = slot.sampling.num_prompt_logprobs
+        assert num_top is not None and self._decoder is not None
+        for first in range(0, len(following), LOGITS_ROWS):
+            tokens = torch.tensor(following[first : first + LOGITS_ROWS], device=hidden.device)
+            logits = self._decoder.logits(hidden[first : first + len(tokens)])
+            entries = token_logprobs(logits, tokens, [num_top] * len(tokens))
+            slot.prompt_logprobs += [entry for entry in entries if entry is not None]
+
+    def _decode(self, rows: tuple[DecodeRow, ...]) -> tuple[SlotOutput, ...]:
+        active = [row for row in rows if not self._slots[row.slot].is_finished]
         if not active:
-            return tuple(SlotOutput() for _ in slots)
+            return tuple(SlotOutput() for _ in rows)
 
-        rows = [SequenceRows(slot.block_table, slot.length - 1, 1) for slot in active]
-        hidden = self._forward([slot.last_token for slot in active], rows)
-        # Slots that finish in this very step are active too: decide before emitting.
-        was_active = [not slot.is_finished for slot in slots]
-        outputs = iter(self._emit(hidden, active))
-        return tuple(next(outputs) if is_active else SlotOutput() for is_active in was_active)
+        slots = [self._slots[row.slot] for row in active]
+        drafts: list[list[int]] = [[] for _ in active]
+        if self._drafter is not None:
+            # Only here is it known how much room a sequence has left.
+            drafts = self._drafter.propose(
+                slots,
+                [
+                    min(row.num_draft_tokens, slot.sampling.max_length - slot.length - 1)
+                    for row, slot in zip(active, slots, strict=True)
+                ],
+            )
 
-    def _forward(self, token_ids: list[int], rows: list[SequenceRows]) -> Tensor:
+        lengths = [slot.length for slot in slots]
+        newest = [slot.last_token for slot in slots]
+        hidden, captured = self._forward(
+            [token for last, draft in zip(newest, drafts, strict=True) for token in (last, *draft)],
+            [
+                SequenceRows(slot.block_table, slot.length - 1, 1 + len(draft))
+                for slot, draft in zip(slots, drafts, strict=True)
+            ],
+        )
+        first_rows = [0, *accumulate(1 + len(draft) for draft in drafts)]
+        outputs = self._verify(slots, drafts, hidden, first_rows)
+        if self._drafter is not None:
+            spans = [
+                Span(slot, length - 1, token, output.token_ids, first_row)
+                for slot, length, token, output, first_row in zip(
+                    slots, lengths, newest, outputs, first_rows, strict=False
+                )
+            ]
+            self._drafter.follow(spans, captured, hidden)
+
+        by_slot = {row.slot: output for row, output in zip(active, outputs, strict=True)}
+        return tuple(by_slot.get(row.slot, SlotOutput()) for row in rows)
+
+    def _verify(
+        self, slots: list[Slot], drafts: list[list[int]], hidden: Tensor, first_rows: list[int]
+    ) -> list[SlotOutput]:
+        """Walk down each slot's rows of hidden while the target's own token is the drafted one. Every token
+        is chosen just as in plain decoding, so the tokens are the same."""
+        steps: list[list[SlotOutput]] = [[] for _ in slots]
+        num_accepted = [0] * len(slots)
+        walking = list(range(len(slots)))
+        for depth in count():
+            outputs = self._emit(
+                hidden[[first_rows[index] + depth for index in walking]], [slots[index] for index in walking]
+            )
+            going = []
+            for index, output in zip(walking, outputs, strict=True):
+                steps[index].append(output)
+                draft = drafts[index]
+                if depth < len(draft) and output.token_ids[0] == draft[depth]:
+                    num_accepted[index] += 1
+                    if output.finish is None:
+                        going.append(index)
+            if not going:
+                break
+            walking = going
+
+        return [
+            _joined(outputs, len(draft), accepted)
+            for outputs, draft, accepted in zip(steps, drafts, num_accepted, strict=True)
+        ]
+
+    def _forward(self, token_ids: list[int], rows: list[SequenceRows]) -> tuple[Tensor, list[Tensor]]:
         decoder, cache = self._decoder, self._cache
         if decoder is None or cache is None:
             raise ExecutorError("the executor is closed")
 
         batch = AttentionBatch(rows, cache)
         tokens = torch.tensor(token_ids, dtype=torch.int64, device=decoder.device)
-        hidden, _ = decoder.forward(tokens, batch, cache)
-        return hidden
+        boundaries = self._drafter.boundaries if self._drafter is not None else ()
+        return decoder.forward(tokens, batch, cache, boundaries)
 
     def _emit(self, hidden: Tensor, slots: list[Slot]) -> list[SlotOutput]:
         """Sample one token for each slot from its row of hidden [M, H], and advance the slots."""
@@ -118,45 +224,32 @@ class EagerExecutor:
         decoder = self._decoder
         assert decoder is not None
         logits = decoder.logits(hidden)
-        tokens = self._sample(logits, slots)
-        logprobs = self._logprobs(logits, tokens, slots)
+        lengths = [slot.length for slot in slots]
+        ruled = apply_rules(logits, [slot.rules for slot in slots], lengths)
+        tokens = choose(ruled, [slot.sampling for slot in slots], lengths)
+        logprobs = token_logprobs(logits, tokens, [slot.sampling.num_logprobs for slot in slots])
+        prompts = [slot.whole_prompt_logprobs for slot in slots]  # appending ends the prompt
         return [
             SlotOutput(
                 token_ids=(token,),
                 finish=slot.append(token),
                 logprobs=(entry,) if entry is not None else None,
+                prompt_logprobs=prompt,
             )
-            for slot, token, entry in zip(slots, tokens.tolist(), logprobs, strict=True)
+            for slot, token, entry, prompt in zip(slots, tokens.tolist(), logprobs, prompts, strict=True)
         ]
 
-    def _sample(self, logits: Tensor, slots: list[Slot]) -> Tensor:
-        def column(values: list[float] | list[int], dtype: torch.dtype) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=logits.device)
 
-        return sample(
-            logits,
-            temperature=column([slot.sampling.temperature for slot in slots], torch.float32),
-            top_k=column([slot.sampling.top_k for slot in slots], torch.int64),
-            top_p=column([slot.sampling.top_p for slot in slots], torch.float32),
-            min_p=column([slot.sampling.min_p for slot in slots], torch.float32),
-            seed=column([slot.sampling.seed for slot in slots], torch.int64),
-            position=column([slot.length for slot in slots], torch.int64),
-        )
+def _joined(outputs: list[SlotOutput], num_drafted: int, num_accepted: int) -> SlotOutput:
+    """The tokens of one round, in order, as one output."""
+    if len(outputs) == 1 and not num_drafted:
+        return outputs[0]
 
-    def _logprobs(self, logits: Tensor, tokens: Tensor, slots: list[Slot]) -> list[TokenLogprobs | None]:
-        wanted = [slot.sampling.num_logprobs for slot in slots]
-        rows = [row for row, num_top in enumerate(wanted) if num_top is not None]
-        entries: list[TokenLogprobs | None] = [None] * len(slots)
-        if not rows:
-            return entries
-
-        most = max(num_top for num_top in wanted if num_top is not None)
-        chosen, top_ids, top_values = top_logprobs(logits[rows], tokens[rows], most)
-        for row, token, logprob, ids, values in zip(
-            rows, tokens[rows].tolist(), chosen.tolist(), top_ids.tolist(), top_values.tolist(), strict=True
-        ):
-            num_top = wanted[row]
-            top = tuple(zip(ids[:num_top], values[:num_top], strict=True))
-            entries[row] = TokenLogprobs(token_id=token, logprob=logprob, top=top)
-
-        return entries
+    logprobs = tuple(entry for output in outputs for entry in output.logprobs or ())
+    return SlotOutput(
+        token_ids=tuple(token for output in outputs for token in output.token_ids),
+        finish=outputs[-1].finish,
+        logprobs=logprobs if outputs[0].logprobs is not None else None,
+        num_drafted=num_drafted,
+        num_accepted=num_accepted,
+    )

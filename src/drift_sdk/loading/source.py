@@ -55,7 +55,7 @@ class Source:
         if self._gguf is not None:
             template = self._gguf.metadata.get("tokenizer.chat_template")
         elif (self.path / "chat_template.jinja").is_file():
-            template = (self.path / "chat_template.jinja").read_text(encoding="utf-8")
+            template = self._text("chat_template.jinja")
         else:
             template = self._json("tokenizer_config.json").get("chat_template")
 
@@ -79,6 +79,12 @@ class Source:
     @cached_property
     def _gguf(self) -> GGUFFile | None:
         return GGUFFile(self.path) if self.path.is_file() else None
+
+    def _text(self, file: str) -> str:
+        try:
+            return (self.path / file).read_text(encoding="utf-8")
+        except (UnicodeDecodeError, OSError) as error:
+            raise ModelLoadError(f"{self.path / file}: cannot be read: {error}") from error
 
     def _json(self, file: str) -> dict[str, Any]:
         path = self.path / file

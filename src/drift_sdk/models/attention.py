@@ -23,7 +23,7 @@ MIN_PADDING = 256
 
 class SequenceRows(Struct, frozen=True):
     """A sequence's part of a step: rows at positions `start ... start + num_rows - 1`, whose keys and values
-    go to, and whose context lies in, the blocks `block_ids`."""
+    go to, and whose context lies in, the blocks `block_ids`, shifted by the batch's `slot_offset`."""
 
     block_ids: Sequence[int]
     start: int
@@ -38,22 +38,24 @@ class AttentionBatch:
     """What the rows of a step see: built once a step from host integers, shared by all layers.
 
     The rows of all sequences stand one after another; row j of a sequence sees its keys at positions
-    0 ... start + j.
+    0 ... start + j. Position p lies at place p + `slot_offset` of the sequence's blocks; the places before
+    `slot_offset` are never read.
 
     num_rows:      N, over all sequences.
-    positions:     [N] int64, on the cache's device.
+    positions:     [N] int64, on the cache's device, without the offset.
     slot_mapping:  [N] int64, the cache slot each row's key and value go to.
     """
 
-    def __init__(self, sequences: Sequence[SequenceRows], cache: KVCache) -> None:
+    def __init__(self, sequences: Sequence[SequenceRows], cache: KVCache, *, slot_offset: int = 0) -> None:
         for sequence in sequences:
-            _check(sequence, cache)
+            _check(sequence, cache, slot_offset)
 
         first_rows = list(accumulate((sequence.num_rows for sequence in sequences), initial=0))
         self.num_rows = first_rows[-1]
         members = _members(sequences)
         self._groups = [
-            _Group([sequences[i] for i in group], [first_rows[i] for i in group], cache) for group in members
+            _Group([sequences[i] for i in group], [first_rows[i] for i in group], cache, slot_offset)
+            for group in members
         ]
         self.positions = torch.empty(self.num_rows, dtype=torch.int64, device=cache.device)
         self.slot_mapping = torch.empty(self.num_rows, dtype=torch.int64, device=cache.device)
@@ -85,18 +87,24 @@ class AttentionBatch:
 class _Group:
     """Sequences with equally many rows, computed as one padded batch.
 
-    Padding gathers the sequence's first slot, which is always written: an unwritten one may hold NaN, which
-    no mask takes away again.
+    Padding gathers the slot of position 0, which is always written: an unwritten one may hold NaN, which no
+    mask takes away again.
     """
 
-    def __init__(self, sequences: Sequence[SequenceRows], first_rows: Sequence[int], cache: KVCache) -> None:
+    def __init__(
+        self,
+        sequences: Sequence[SequenceRows],
+        first_rows: Sequence[int],
+        cache: KVCache,
+        slot_offset: int,
+    ) -> None:
         self.num_sequences = len(sequences)
         self.num_rows = sequences[0].num_rows
         self.rows = _rows(first_rows, self.num_rows, cache.device)
         max_keys = max(sequence.num_keys for sequence in sequences)
         starts = torch.tensor([[sequence.start] for sequence in sequences], dtype=torch.int64, device="cpu")
         positions = starts + torch.arange(self.num_rows, device="cpu")
-        slots = _slots(sequences, max_keys, cache.block_size)
+        slots = _slots(sequences, max_keys, cache.block_size, slot_offset)
         key_positions = torch.arange(max_keys, device="cpu")
         key_slots = torch.where(key_positions <= positions[:, -1:], slots, slots[:, :1])
         self.is_causal = self.num_sequences == 1 and sequences[0].start == 0
@@ -167,9 +175,11 @@ def _rows(first_rows: Sequence[int], num_rows: int, device: torch.device) -> sli
     return (firsts[:, None] + torch.arange(num_rows, device="cpu")).view(-1).to(device)
 
 
-def _slots(sequences: Sequence[SequenceRows], max_keys: int, block_size: int) -> torch.Tensor:
+def _slots(
+    sequences: Sequence[SequenceRows], max_keys: int, block_size: int, slot_offset: int
+) -> torch.Tensor:
     """Cache slot of every position, [num_sequences, max_keys]; past a sequence's end, of its first block."""
-    max_blocks = -(-max_keys // block_size)
+    max_blocks = -(-(max_keys + slot_offset) // block_size)
     tables = []
     for sequence in sequences:
         block_ids = list(sequence.block_ids[:max_blocks])
@@ -177,17 +187,21 @@ def _slots(sequences: Sequence[SequenceRows], max_keys: int, block_size: int) ->
 
     first_slots = torch.tensor(tables, dtype=torch.int64, device="cpu") * block_size
     slots = first_slots[:, :, None] + torch.arange(block_size, device="cpu")
-    return slots.view(len(sequences), -1)[:, :max_keys]
+    return slots.view(len(sequences), -1)[:, slot_offset : slot_offset + max_keys]
 
 
-def _check(sequence: SequenceRows, cache: KVCache) -> None:
+def _check(sequence: SequenceRows, cache: KVCache, slot_offset: int) -> None:
+    if slot_offset < 0:
+        raise ValueError(f"slot_offset={slot_offset}: expected 0 or more")
+
     if sequence.num_rows < 1 or sequence.start < 0:
         raise ValueError(
             f"rows {sequence.start} + {sequence.num_rows}: expected at least one, from 0 upwards"
         )
 
-    num_blocks = -(-sequence.num_keys // cache.block_size)
+    num_slots = sequence.num_keys + slot_offset
+    num_blocks = -(-num_slots // cache.block_size)
     if len(sequence.block_ids) < num_blocks:
         raise ValueError(
-            f"{len(sequence.block_ids)} blocks for {sequence.num_keys} tokens: expected {num_blocks} or more"
+            f"{len(sequence.block_ids)} blocks for {num_slots} tokens: expected {num_blocks} or more"
         )

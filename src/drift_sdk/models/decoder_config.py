@@ -14,6 +14,7 @@ from drift_sdk.models.rope import RopeScaling, rope_from_hf
 __all__ = ["DecoderConfig"]
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+MAX_SIZE = 2**31
 
 
 class DecoderConfig(Struct, frozen=True, kw_only=True):
@@ -127,8 +128,8 @@ def _has_sliding_window(config: Mapping[str, Any]) -> bool:
 def _int(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
     value = config.get(name)
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ModelLoadError(f"config: {name}={value!r}: expected an integer of at least 1")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < MAX_SIZE:
+        raise ModelLoadError(f"config: {name}={value!r}: expected an integer from 1 to {MAX_SIZE - 1}")
 
     return value
 

@@ -6,6 +6,7 @@ from msgspec import Struct
 
 from drift_sdk.results import TokenLogprobs
 from drift_sdk.scheduling.sequence import Sequence
+from drift_sdk.steps import SlotOutput
 
 __all__ = ["Delta"]
 
@@ -18,3 +19,17 @@ class Delta(Struct, frozen=True):
     logprobs: tuple[TokenLogprobs, ...] | None
     finish: Literal["stop", "length"] | None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    num_drafted: int = 0
+    num_accepted: int = 0
+
+    @classmethod
+    def of(cls, sequence: Sequence, output: SlotOutput) -> Delta:
+        return cls(
+            sequence,
+            output.token_ids,
+            output.logprobs,
+            output.finish,
+            output.prompt_logprobs,
+            output.num_drafted,
+            output.num_accepted,
+        )

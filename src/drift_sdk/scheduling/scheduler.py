@@ -12,7 +12,8 @@ from drift_sdk.scheduling.queue import WaitingQueue
 from drift_sdk.scheduling.running import RunningSet
 from drift_sdk.scheduling.sequence import Sequence
 from drift_sdk.scheduling.step_builder import LaunchedStep, StepBuilder
-from drift_sdk.steps import DecodeRow, StepPlan, StepResult
+from drift_sdk.speculation.policy import DraftPolicy
+from drift_sdk.steps import StepPlan, StepResult
 
 __all__ = ["Scheduler"]
 
@@ -44,11 +45,11 @@ class Scheduler:
         self._queue = WaitingQueue()
         self._running = RunningSet(config.max_num_seqs)
         self._launched: deque[LaunchedStep] = deque()
-        # A slot's row never changes.
-        self._rows = [
-            DecodeRow(slot=slot, num_draft_tokens=config.num_draft_tokens)
-            for slot in range(config.max_num_seqs)
-        ]
+        self._policy = (
+            DraftPolicy(config.draft_choices, is_adaptive=config.is_draft_adaptive)
+            if config.draft_choices
+            else None
+        )
         self._next_step_id = 0
         self.num_preemptions = 0
 
@@ -90,6 +91,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence. The whole pool must have room for `sampling.max_length` tokens."""
+        sequence.has_draft_kv = self.config.has_draft_kv
         num_blocks = self._blocks.num_blocks(sequence.num_kv_slots(sequence.max_length))
         assert num_blocks <= self.config.num_blocks, f"{sequence}: {num_blocks} blocks, more than there are"
         assert 0 < sequence.num_prompt_tokens < sequence.max_length, f"{sequence}: no room for a token"
@@ -110,7 +112,11 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, to be launched in this order; None if nothing can be launched now: there is no
         work, or all of it waits for results in flight."""
-        step = StepBuilder(self._max_emitted_tokens)
+        num_draft_tokens = 0
+        if self._policy is not None:
+            num_draft_tokens = self._policy.num_draft_tokens(len(self._running.sequences))
+
+        step = StepBuilder(num_draft_tokens, wants_history=self.config.wants_history)
         prefilling, is_short = self._plan_rows(step)
         if prefilling or self._queue:
             budget = self._budget.num_tokens(len(step.decode))
@@ -125,7 +131,7 @@ class Scheduler:
         if not step.prefill and not step.decode:
             return None
 
-        launched = step.build(self._next_step_id, self._rows)
+        launched = step.build(self._next_step_id)
         self._next_step_id += 1
         self._launched.append(launched)
         return launched.plan
@@ -156,17 +162,16 @@ class Scheduler:
                 if output.finish is not None:
                     self._end(sequence, output.finish)
 
-        max_emitted_tokens = self._max_emitted_tokens
-        for sequence, output in zip(decode, result.decode, strict=True):
-            sequence.land(1, max_emitted_tokens)
+        for sequence, row, output in zip(decode, plan.decode, result.decode, strict=True):
+            sequence.land(1, row.num_draft_tokens + 1)
             if sequence.finish is not None:
                 continue
 
             token_ids = output.token_ids
-            assert 0 < len(token_ids) <= max_emitted_tokens, f"{sequence}: {output}"
+            assert 0 < len(token_ids) <= row.num_draft_tokens + 1, f"{sequence}: {output}"
             num_useful += 1
             sequence.token_ids += token_ids
-            deltas.append(Delta(sequence, token_ids, output.logprobs, output.finish))
+            deltas.append(Delta.of(sequence, output))
             if sequence.slot >= 0:
                 sequence.num_computed_tokens = len(sequence.token_ids) - 1
                 if output.finish is None:
@@ -179,6 +184,8 @@ class Scheduler:
             num_prefill_tokens = sum([len(chunk.token_ids) for chunk in plan.prefill])
             num_decode_rows = sum([bool(output.token_ids) for output in result.decode])
             self._budget.observe(num_prefill_tokens, num_decode_rows, result.duration_s)
+            if self._policy is not None and not plan.prefill:
+                self._policy.observe(plan, result)
 
         return deltas
 
@@ -215,7 +222,7 @@ class Scheduler:
         prefilling: list[Sequence] = []
         is_short = False
         running = self._running.sequences
-        max_emitted_tokens = self._max_emitted_tokens
+        most_drafts = step.num_draft_tokens
         block_size = self.config.block_size
         index = 0
         while index < len(running):  # preemption shortens the list, at its end
@@ -232,7 +239,8 @@ class Scheduler:
             if length + sequence.min_in_flight_tokens >= sequence.max_length:
                 continue
 
-            num_slots = sequence.num_kv_slots(length + sequence.max_in_flight_tokens + max_emitted_tokens)
+            num_drafts = sequence.num_draft_tokens(most_drafts) if most_drafts else 0
+            num_slots = sequence.num_kv_slots(length + sequence.max_in_flight_tokens + num_drafts + 1)
             if num_slots > len(sequence.block_table) * block_size:
                 first_index = len(sequence.block_table)
                 if not self._reserve(sequence, self._blocks.num_blocks(num_slots)):
@@ -241,7 +249,7 @@ class Scheduler:
 
                 step.update_blocks(sequence, first_index)
 
-            step.add_row(sequence)
+            step.add_row(sequence, num_drafts)
 
         return prefilling, is_short
 

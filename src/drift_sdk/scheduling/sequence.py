@@ -21,6 +21,8 @@ class Sequence:
         "finish",
         "is_held",
         "is_publishing",
+        "has_draft_kv",
+        "max_draft_tokens",
         "max_in_flight_tokens",
         "max_length",
         "min_in_flight_tokens",
@@ -49,6 +51,7 @@ class Sequence:
         priority: int,
         arrival: int,
         constraint: TokenConstraint | None = None,
+        max_draft_tokens: int | None = None,
     ) -> None:
         self.request_id = request_id
         self.sampling = sampling
@@ -57,6 +60,8 @@ class Sequence:
         self.order = (priority, arrival)
         self.max_length = sampling.max_length
         self.constraint = constraint
+        self.max_draft_tokens = max_draft_tokens  # None = what the batch drafts
+        self.has_draft_kv = False  # set by the scheduler
         self.is_held = False  # no row is planned: the host works out what a constraint allows next
 
         self.token_ids = list(prompt_ids)  # prompt and committed output
@@ -110,9 +115,17 @@ class Sequence:
 
     def num_kv_slots(self, length: int) -> int:
         """KV slots written once the sequence has `length` tokens, its limit at most."""
-        # The newest token's KV is written by the step that feeds it. A draft that keeps its row for a token
-        # one slot further would need a slot more.
-        return min(length, self.max_length) - 1
+        # The newest token's KV is written by the step that feeds it, but a draft's row that pairs it with the
+        # feature before lies in its slot.
+        return min(length, self.max_length) - (not self.has_draft_kv)
+
+    def num_draft_tokens(self, most: int) -> int:
+        """Tokens worth drafting in the next step, `most` at most: the step adds one of its own."""
+        if self.max_draft_tokens is not None and self.max_draft_tokens < most:
+            most = self.max_draft_tokens
+
+        room = self.max_length - len(self.token_ids) - self.min_in_flight_tokens - 1
+        return min(most, room)
 
     def launch(self, least: int, most: int) -> None:
         """A step that emits `least` to `most` tokens was planned."""

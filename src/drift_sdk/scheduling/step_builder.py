@@ -19,17 +19,19 @@ class LaunchedStep(NamedTuple):
 class StepBuilder:
     """A plan in the making."""
 
-    def __init__(self, max_emitted_tokens: int) -> None:
+    def __init__(self, num_draft_tokens: int, *, wants_history: bool) -> None:
+        self.num_draft_tokens = num_draft_tokens  # of the batch; a row may have fewer
         self.prefill: list[Sequence] = []
         self.decode: list[Sequence] = []
-        self._max_emitted_tokens = max_emitted_tokens
+        self._wants_history = wants_history
+        self._rows: list[DecodeRow] = []
         self._assignments: list[SlotAssignment] = []
         self._block_updates: list[BlockUpdate] = []
         self._chunks: list[PrefillChunk] = []
 
     def assign_slot(self, sequence: Sequence) -> None:
         cached: tuple[int, ...] = ()
-        if sequence.sampling.has_penalties:
+        if self._wants_history or sequence.sampling.has_penalties:
             cached = tuple(sequence.token_ids[: sequence.num_computed_tokens])
 
         self._assignments.append(
@@ -48,9 +50,10 @@ class StepBuilder:
             BlockUpdate(slot=sequence.slot, first_index=first_index, block_ids=block_ids)
         )
 
-    def add_row(self, sequence: Sequence) -> None:
-        sequence.launch(1, self._max_emitted_tokens)
+    def add_row(self, sequence: Sequence, num_draft_tokens: int) -> None:
+        sequence.launch(1, num_draft_tokens + 1)
         self.decode.append(sequence)
+        self._rows.append(DecodeRow(slot=sequence.slot, num_draft_tokens=num_draft_tokens))
 
     def add_chunk(self, sequence: Sequence, max_tokens: int) -> int:
         """The sequence's next chunk; returns its number of tokens."""
@@ -70,13 +73,12 @@ class StepBuilder:
         )
         return end - start
 
-    def build(self, step_id: int, rows: list[DecodeRow]) -> LaunchedStep:
-        """The plan; `rows` has the decode row of every slot."""
+    def build(self, step_id: int) -> LaunchedStep:
         plan = StepPlan(
             step_id=step_id,
             assignments=tuple(self._assignments),
             block_updates=tuple(self._block_updates),
             prefill=tuple(self._chunks),
-            decode=tuple([rows[sequence.slot] for sequence in self.decode]),
+            decode=tuple(self._rows),
         )
         return LaunchedStep(plan, self.prefill, self.decode)

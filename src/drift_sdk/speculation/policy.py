@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from drift_sdk.steps import StepPlan, StepResult
+
 __all__ = ["DraftPolicy"]
 
 SMOOTHING = 0.1  # weight of the newest round in a cost
@@ -57,10 +59,16 @@ class DraftPolicy:
 
         return total
 
-    def observe(
+    def observe(self, plan: StepPlan, result: StepResult) -> None:
+        """A step of decode rows alone. Its k is the most that was drafted for a row."""
+        num_drafts = max(row.num_draft_tokens for row in plan.decode)
+        accepted = [(output.num_drafted, output.num_accepted) for output in result.decode]
+        self.record(len(plan.decode), num_drafts, result.duration_s, accepted)
+
+    def record(
         self, num_slots: int, num_draft_tokens: int, duration_s: float, accepted: Sequence[tuple[int, int]]
     ) -> None:
-        """A round of decode rows alone: its time, and (drafted, accepted) of every slot."""
+        """The time of a round, and (drafted, accepted) of every slot."""
         key = bucket_of(num_slots), num_draft_tokens
         known = self._costs.get(key)
         self._costs[key] = duration_s if known is None else known + SMOOTHING * (duration_s - known)

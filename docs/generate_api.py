@@ -1,0 +1,113 @@
+"""Writes docs/api.md from the package's own signatures and docstrings.
+
+python docs/generate_api.py
+"""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import drift_sdk
+from drift_sdk import testing
+
+FILE = Path(__file__).parent / "api.md"
+GROUPS = {
+    "Running": ["Engine", "EngineConfig", "Speculation", "Chain", "NGram", "Progress", "EngineStats"],
+    "Asking": ["SamplingParams", "JsonSchema", "Regex", "Lark"],
+    "Answers": [
+        "TokenStream",
+        "Chunk",
+        "Completion",
+        "TokenLogprobs",
+        "ToolCall",
+        "Usage",
+        "Timing",
+        "SpeculationStats",
+    ],
+    "Errors": [
+        "DriftError",
+        "ConfigError",
+        "ModelLoadError",
+        "RequestError",
+        "PromptTooLong",
+        "QueueFull",
+        "EngineClosed",
+        "ExecutorError",
+    ],
+}
+
+
+def render() -> str:
+    names = [name for group in GROUPS.values() for name in group]
+    missing = set(drift_sdk.__all__) - set(names) - {"FinishReason"}
+    assert not missing, f"names without a group: {sorted(missing)}"
+    parts = ["# API", "Generated from the code by `docs/generate_api.py`."]
+    for title, group in GROUPS.items():
+        parts.append(f"## {title}")
+        for name in group:
+            parts.append(render_class(name, getattr(drift_sdk, name)))
+    parts.append("## Testing code that embeds an engine")
+    parts.append(f"### drift_sdk.testing.{signature('scripted_engine', testing.scripted_engine)}")
+    parts.append(doc_of(testing.scripted_engine))
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def render_class(name: str, cls: type) -> str:
+    bases = [base.__name__ for base in cls.__bases__ if base.__module__.startswith("drift_sdk")]
+    parts = [f"### {name}" + (f" ({bases[0]})" if bases and issubclass(cls, Exception) else ""), doc_of(cls)]
+    if issubclass(cls, msgspec.Struct):
+        rows = ["| field | type | default |", "|---|---|---|"]
+        for field in msgspec.structs.fields(cls):
+            annotation = str(cls.__annotations__.get(field.name, field.type)).replace("|", "\\|")
+            rows.append(f"| `{field.name}` | `{annotation}` | {default_of(field)} |")
+        parts.append("\n".join(rows))
+    for method, value in members(cls):
+        if isinstance(value, property):
+            parts.append(f"#### {name}.{method}\n\n{doc_of(value)}".rstrip())
+        else:
+            parts.append(f"#### {name}.{signature(method, value)}\n\n{doc_of(value)}".rstrip())
+    return "\n\n".join(part for part in parts if part)
+
+
+def members(cls: type) -> list[tuple[str, Any]]:
+    """Public methods and properties defined here, in the order of the source."""
+    if issubclass(cls, Exception):
+        return []
+
+    found = []
+    for method, value in vars(cls).items():
+        value = value.__func__ if isinstance(value, classmethod) else value
+        if not method.startswith("_") and (inspect.isfunction(value) or isinstance(value, property)):
+            found.append((method, value))
+    return found
+
+
+def signature(name: str, function: Any) -> str:
+    prefix = "async " if inspect.iscoroutinefunction(function) else ""
+    return f"`{prefix}{name}{inspect.signature(function)}`".replace("(self, ", "(").replace("(self)", "()")
+
+
+def default_of(field: msgspec.structs.FieldInfo) -> str:
+    if field.default is not msgspec.NODEFAULT:
+        return f"`{field.default!r}`"
+
+    return "" if field.default_factory is msgspec.NODEFAULT else f"`{field.default_factory()!r}`"
+
+
+def doc_of(thing: Any) -> str:
+    """The docstring; its aligned tables of fields as code."""
+    lines = (inspect.getdoc(thing) or "").splitlines()
+    blocks: list[str] = []
+    for block in "\n".join(lines).split("\n\n"):
+        is_table = any(line.split(":")[0].isidentifier() and ":  " in line for line in block.splitlines())
+        is_example = block.startswith("    ")
+        blocks.append(f"```\n{inspect.cleandoc(block)}\n```" if is_table or is_example else block)
+    return "\n\n".join(blocks)
+
+
+if __name__ == "__main__":
+    FILE.write_text(render())

@@ -1,0 +1,44 @@
+"""An answer as a value: the text is held to a type's JSON schema, then decoded into the type.
+
+python examples/structured.py [MODEL]
+"""
+
+import sys
+from typing import Annotated, Literal
+
+import anyio
+import msgspec
+import smollm2
+
+from drift_sdk import Engine, JsonSchema, Regex, SamplingParams
+
+Text = Annotated[str, msgspec.Meta(max_length=40)]
+
+
+class Recipe(msgspec.Struct):
+    title: Text
+    minutes: Annotated[int, msgspec.Meta(ge=5, le=180)]
+    level: Literal["easy", "medium", "hard"]
+    ingredients: Annotated[list[Text], msgspec.Meta(min_length=2, max_length=5)]
+
+
+async def main(model: str) -> None:
+    async with Engine(model) as engine:
+        question = [{"role": "user", "content": "Give me a recipe for a tomato soup, as JSON."}]
+        params = SamplingParams(grammar=JsonSchema(Recipe), max_tokens=200)
+        async with engine.chat(question, params) as stream:
+            async for chunk in stream:
+                print(chunk.text, end="", flush=True)
+
+            recipe = (await stream).parsed
+        print("\n\ndecoded:", recipe)
+        print("shopping list:", ", ".join(recipe.ingredients))
+
+        # Not only JSON: a pattern holds as well.
+        day = SamplingParams(grammar=Regex(r"\d{4}-(0[1-9]|1[0-2])-([0-2]\d|3[01])"))
+        moon = await engine.chat([{"role": "user", "content": "When did man land on the moon?"}], day)
+        print("a date:", moon.text)
+
+
+if __name__ == "__main__":
+    anyio.run(main, sys.argv[1] if len(sys.argv) > 1 else str(smollm2.path()))

@@ -1,0 +1,80 @@
+"""A tool's round trip: the model asks for a call, this program answers, the model goes on.
+
+python examples/tools.py [MODEL]
+
+Large models call tools of their own accord. A small one is held to it: a grammar made of the tool's schema
+leaves it the choice of the arguments alone.
+"""
+
+import json
+import sys
+from typing import Any
+
+import anyio
+import smollm2
+
+from drift_sdk import Engine, Lark, SamplingParams, ToolCall
+
+WEATHER = {
+    "name": "get_weather",
+    "description": "The weather in a city, right now.",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "minLength": 2, "maxLength": 20},
+            "unit": {"enum": ["celsius", "fahrenheit"]},
+        },
+        "required": ["city", "unit"],
+        "additionalProperties": False,
+    },
+}
+TOOLS = [{"type": "function", "function": WEATHER}]
+
+
+def get_weather(city: str, unit: str) -> dict[str, Any]:
+    return {"city": city, "sky": "sunny", "temperature": 21 if unit == "celsius" else 70, "unit": unit}
+
+
+def call_of(tool: dict[str, Any]) -> Lark:
+    """A grammar of one call of a tool, as Hermes, Qwen and SmolLM2 write it."""
+    call = {
+        "type": "object",
+        "properties": {"name": {"const": tool["name"]}, "arguments": tool["parameters"]},
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+        "x-guidance": {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "},
+    }
+    return Lark(f'start: "<tool_call>\\n" %json {json.dumps(call)} "\\n</tool_call>"')
+
+
+def answer(call: ToolCall) -> str:
+    print("call: ", call.name, call.arguments)
+    result = json.dumps(get_weather(**call.arguments))
+    print("result:", result)
+    return result
+
+
+async def main(model: str) -> None:
+    # Templates that know tools are given them; for the others the system message says the same.
+    system = (
+        f"You can call this function: {json.dumps(WEATHER)}\n"
+        'To call it, write <tool_call>{"name": ..., "arguments": {...}}</tool_call>.'
+    )
+    messages = [
+        {"role": "system", "content": system},
+        {"role": "user", "content": "What is the weather like in Lisbon? I think in celsius."},
+    ]
+    async with Engine(model) as engine:
+        asked = await engine.chat(messages, SamplingParams(grammar=call_of(WEATHER)), tools=TOOLS)
+        print(asked.text)
+        messages.append({"role": "assistant", "content": asked.text})
+        results = [answer(call) for call in asked.tool_calls]
+        messages += [{"role": "user", "content": f"The function answered: {result}"} for result in results]
+
+        async for chunk in engine.chat(messages, SamplingParams(max_tokens=64)):
+            print(chunk.text, end="", flush=True)
+    print()
+
+
+if __name__ == "__main__":
+    anyio.run(main, sys.argv[1] if len(sys.argv) > 1 else str(smollm2.path()))

@@ -1,0 +1,287 @@
+"""Where a draft's arithmetic departs from a plain float64 pass over the same files, stage by stage.
+
+    python perf/compare_stages.py TARGET DRAFT --text prompt.txt --dtype bfloat16
+    python perf/compare_stages.py TARGET DRAFT --tokens 1 5 9 12 --json
+
+The target runs once; both sides start from its residual streams. Stages: fc, attention and mlp of each layer,
+pre_head (what the head multiplies) and logits. Figures over all rows: mean and largest difference, smallest
+cosine, share of the reference's k largest entries that are among the draft's k largest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from msgspec import Struct, to_builtins
+
+from drift_sdk.loading.draft import DraftTensors
+from drift_sdk.loading.source import resolve
+from drift_sdk.models.attention import AttentionBatch, SequenceRows
+from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.draft_config import draft_settings
+from drift_sdk.models.eagle3 import SLOT_OFFSET, DraftDecoder
+from drift_sdk.models.kv_cache import KVCache
+
+__all__ = ["StageDifference", "compare", "main"]
+
+BLOCK_SIZE = 16
+
+
+class StageDifference(Struct, frozen=True, kw_only=True):
+    stage: str
+    mean_difference: float
+    max_difference: float
+    min_cosine: float
+    top_k_overlap: float
+
+
+class RecordedDraft(DraftDecoder):
+    """A draft that keeps what attention and mlp add to the residual stream."""
+
+    stages: dict[str, torch.Tensor]
+
+    def _attention(
+        self,
+        index: int,
+        inputs: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        batch: AttentionBatch,
+        cache: KVCache,
+    ) -> torch.Tensor:
+        added = super()._attention(index, inputs, rotary, batch, cache)
+        self.stages[f"attention.{index}"] = added
+        return added
+
+    def _mlp(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
+        added = super()._mlp(index, hidden)
+        self.stages[f"mlp.{index}"] = added
+        return added
+
+    def _head_input(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.stages["pre_head"] = super()._head_input(hidden)
+        return self.stages["pre_head"]
+
+
+def compare(
+    target: Decoder, folder: Path, token_ids: Sequence[int], *, top_k: int = 10, **options: Any
+) -> list[StageDifference]:
+    """`token_ids`: two or more. The target runs all but the last, the draft embeds all but the first.
+    `options` as in DraftDecoder.load."""
+    draft = RecordedDraft.load(folder, target, **options)
+    tokens = torch.tensor(token_ids, dtype=torch.int64, device=target.device)
+    num_rows = len(token_ids) - 1
+    captured, final = _target_states(target, tokens[:-1], draft.boundaries)
+    config = draft.config
+    num_blocks = -(-len(token_ids) // BLOCK_SIZE)
+    cache = KVCache(
+        draft.num_layers,
+        num_blocks,
+        BLOCK_SIZE,
+        config.num_kv_heads,
+        config.head_dim,
+        draft.dtype,
+        draft.device,
+    )
+    rows = SequenceRows(range(num_blocks), 0, num_rows)
+    batch = AttentionBatch([rows], cache, slot_offset=SLOT_OFFSET)
+    features = draft.fuse(captured, final)
+    draft.stages = {"fc": features}
+    draft.stages["logits"] = draft.logits(draft.forward(features, tokens[1:], batch, cache))
+    expected = plain_stages(folder, target, captured, final, tokens[1:], draft.target_ids)
+    return [_difference(stage, draft.stages[stage], expected[stage], top_k) for stage in expected]
+
+
+@torch.inference_mode()
+def plain_stages(
+    folder: Path,
+    target: Decoder,
+    captured: Sequence[torch.Tensor],
+    final: torch.Tensor,
+    token_ids: torch.Tensor,
+    target_ids: torch.Tensor,
+) -> dict[str, torch.Tensor]:
+    """The stages in float64, of all rows at once and without a cache, from the draft's files alone."""
+    settings = draft_settings(json.loads((folder / "config.json").read_text()))
+    tensors, device = DraftTensors(folder), token_ids.device
+    names, eps = tensors.names(), settings.get("rms_norm_eps", 1e-6)
+
+    def weight(name: str) -> torch.Tensor:
+        return tensors.get(name).to(device=device, dtype=torch.float64)
+
+    def project(name: str, x: torch.Tensor) -> torch.Tensor:
+        product = x @ weight(f"{name}.weight").T
+        return product + weight(f"{name}.bias") if f"{name}.bias" in names else product
+
+    def norm(x: torch.Tensor, scale: torch.Tensor, eps: float = eps) -> torch.Tensor:
+        return scale * x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+
+    streams = [stream.double() for stream in captured]
+    if settings.get("fc_norm"):
+        streams = [norm(stream, weight(f"fc_norm.{i}.weight")) for i, stream in enumerate(streams)]
+
+    if streams:
+        joined = torch.cat(streams, -1)
+        joined = norm(joined, weight("input_norm.weight")) if settings.get("norm_before_fc") else joined
+        hidden = project("fc", joined)
+    else:
+        hidden = norm(final.double(), target.weights.final_norm.double(), target.config.rms_norm_eps)
+
+    stages = {"fc": hidden}
+    is_own = "embed_tokens.weight" in names
+    embedding = weight("embed_tokens.weight") if is_own else target.weights.embedding.double()
+    embedded = norm(embedding[token_ids], weight("layers.0.input_layernorm.weight"))
+    normed = norm(hidden, weight("layers.0.hidden_norm.weight"))
+    is_nested = "transformer_layer_config" in settings
+    hidden = normed if settings.get("norm_before_residual", is_nested) else hidden
+    for index in range(settings["num_hidden_layers"]):
+        layer = f"layers.{index}"
+        first = torch.cat((embedded, normed), -1)
+        inputs = norm(hidden, weight(f"{layer}.input_layernorm.weight")) if index else first
+        query, key, value = (project(f"{layer}.self_attn.{n}_proj", inputs) for n in "qkv")
+        attended = _attend(settings, query, key, value)
+        stages[f"attention.{index}"] = project(f"{layer}.self_attn.o_proj", attended)
+        hidden = hidden + stages[f"attention.{index}"]
+        normed_hidden = norm(hidden, weight(f"{layer}.post_attention_layernorm.weight"))
+        gate, up = (project(f"{layer}.mlp.{n}_proj", normed_hidden) for n in ("gate", "up"))
+        stages[f"mlp.{index}"] = project(f"{layer}.mlp.down_proj", F.silu(gate) * up)
+        hidden = hidden + stages[f"mlp.{index}"]
+
+    stages["pre_head"] = norm(hidden, weight("norm.weight"))
+    if "lm_head.weight" in names:
+        head = weight("lm_head.weight")
+    elif settings.get("tie_word_embeddings") and is_own:
+        head = embedding[target_ids]
+    else:
+        head = target.weights.head[target_ids].double()
+
+    return stages | {"logits": stages["pre_head"] @ head.T}
+
+
+def _attend(
+    settings: Mapping[str, Any], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> torch.Tensor:
+    num_rows, num_heads = len(query), settings["num_attention_heads"]
+    num_kv_heads = settings.get("num_key_value_heads", num_heads)
+    query, key, value = (
+        x.view(num_rows, heads, -1)
+        for x, heads in ((query, num_heads), (key, num_kv_heads), (value, num_kv_heads))
+    )
+    turns = _angles(settings, num_rows, query.shape[-1]).to(query.device)[:, None]
+    cos, sin = turns.cos(), turns.sin()
+
+    def turn(x: torch.Tensor) -> torch.Tensor:
+        low, high = x.chunk(2, -1)
+        return torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
+
+    query, key = turn(query), turn(key)
+    key, value = (x.repeat_interleave(num_heads // num_kv_heads, 1) for x in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key) * query.shape[-1] ** -0.5
+    is_hidden = torch.ones(num_rows, num_rows, dtype=torch.bool, device=scores.device).triu(1)
+    weights = scores.masked_fill(is_hidden, float("-inf")).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, value).reshape(num_rows, -1)
+
+
+def _angles(settings: Mapping[str, Any], num_rows: int, head_dim: int) -> torch.Tensor:
+    """Radians of each row and pair, [num_rows, head_dim / 2]: positions count from 0."""
+    rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    theta = rope.get("rope_theta") or settings.get("rope_theta") or 10_000.0
+    pairs = torch.arange(head_dim // 2, dtype=torch.float64)
+    frequencies = theta ** (-2 * pairs / head_dim)
+    kind, factor = rope.get("rope_type", rope.get("type", "default")), rope.get("factor", 1.0)
+    if kind == "llama3":
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        turns = rope["original_max_position_embeddings"] * frequencies / (2 * torch.pi)
+        keep = ((turns - low) / (high - low)).clamp(0, 1)
+        frequencies = frequencies * (keep + (1 - keep) / factor)
+    elif kind == "linear":
+        frequencies = frequencies / factor
+
+    return torch.arange(num_rows, dtype=torch.float64)[:, None] * frequencies
+
+
+@torch.inference_mode()
+def _target_states(
+    target: Decoder, tokens: torch.Tensor, boundaries: Sequence[int]
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    config, num_blocks = target.config, -(-len(tokens) // BLOCK_SIZE)
+    cache = KVCache(
+        config.num_layers,
+        num_blocks,
+        BLOCK_SIZE,
+        config.num_kv_heads,
+        config.head_dim,
+        target.dtype,
+        target.device,
+    )
+    batch = AttentionBatch([SequenceRows(range(num_blocks), 0, len(tokens))], cache)
+    final, captured = target.forward(tokens, batch, cache, boundaries)
+    return captured, final
+
+
+def _difference(stage: str, found: torch.Tensor, expected: torch.Tensor, top_k: int) -> StageDifference:
+    difference = (found.double() - expected).abs()
+    top_k = min(top_k, expected.shape[-1])
+    mine, theirs = (x.topk(top_k, -1).indices for x in (found.double(), expected))
+    is_common = (mine[:, :, None] == theirs[:, None]).any(1)
+    return StageDifference(
+        stage=stage,
+        mean_difference=difference.mean().item(),
+        max_difference=difference.max().item(),
+        min_cosine=F.cosine_similarity(found.double(), expected, dim=-1).min().item(),
+        top_k_overlap=is_common.double().mean().item(),
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("target", help="folder, .gguf file or hub id")
+    parser.add_argument("draft", type=Path, help="folder")
+    tokens = parser.add_mutually_exclusive_group(required=True)
+    tokens.add_argument("--tokens", type=int, nargs="+", help="token ids, two or more")
+    tokens.add_argument("--text", type=Path, help="a file of text")
+    parser.add_argument("--max-tokens", type=int, default=512, help="of the text, from its start")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    parser.add_argument("--aux-layer-convention", choices=("output", "boundary"))
+    parser.add_argument("--top-k", type=int, default=10)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(arguments)
+    source = resolve(options.target)
+    token_ids = options.tokens
+    if token_ids is None:
+        token_ids = source.tokenizer().encode(options.text.read_text(encoding="utf-8"))[: options.max_tokens]
+
+    if len(token_ids) < 2:
+        parser.error(f"{len(token_ids)} tokens: expected 2 or more")
+
+    dtype = getattr(torch, options.dtype)
+    config = DecoderConfig.from_hf(source.config)
+    target = Decoder.load(config, source.tensors(), device=options.device, dtype=dtype)
+    found = compare(
+        target,
+        options.draft,
+        token_ids,
+        top_k=options.top_k,
+        aux_layer_convention=options.aux_layer_convention,
+    )
+    if options.json:
+        print(json.dumps([to_builtins(difference) for difference in found], indent=2))
+        return
+
+    print(f"{'stage':<14}{'mean':>12}{'max':>12}{'cosine':>12}{'top-k':>8}")
+    for row in found:
+        numbers = f"{row.mean_difference:>12.3e}{row.max_difference:>12.3e}{row.min_cosine:>12.8f}"
+        print(f"{row.stage:<14}{numbers}{row.top_k_overlap:>8.3f}")
+
+
+if __name__ == "__main__":
+    main()

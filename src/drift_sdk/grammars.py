@@ -1,0 +1,142 @@
+"""What a completion may say: grammars, as a request names them."""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+from typing import Any, TypeGuard
+
+import msgspec
+from msgspec import Struct
+
+from drift_sdk.errors import RequestError
+from drift_sdk.validation import check_str
+
+__all__ = ["Grammar", "JsonSchema", "Lark", "Regex"]
+
+
+class JsonSchema(Struct, frozen=True, dict=True):
+    """JSON as a schema describes it: compact or indented, without further blanks.
+
+    schema: a JSON schema, as a dict or as JSON text, or a type to decode into: a msgspec Struct, a dataclass,
+            a TypedDict, a builtin generic such as `list[int]`, or a pydantic model class.
+
+    A dict is kept as JSON text. Objects of a type have its fields and no others; what a schema leaves open
+    stays open, so close its objects (`additionalProperties`) and bound its strings and arrays, or a model may
+    go on until `max_tokens`. What is not a schema raises `RequestError`; keywords that llguidance cannot
+    enforce are found when the request is prepared, and raised by its stream.
+    """
+
+    schema: Any
+
+    def __post_init__(self) -> None:
+        if isinstance(self.schema, dict):
+            msgspec.structs.force_setattr(self, "schema", _dump(self.schema))
+        _ = self.definition  # what is wrong with it is raised now
+
+    @cached_property
+    def definition(self) -> dict[str, Any]:
+        """The JSON schema."""
+        return _parse(self.schema) if isinstance(self.schema, str) else _derive(self.schema)
+
+    def decode(self, text: str) -> Any:
+        """The value that a completion's text stands for: of the type, or plain JSON. What a type checks
+        beyond its schema raises the type's own validation error."""
+        if isinstance(self.schema, str):
+            return json.loads(text)
+
+        if _is_pydantic(self.schema):
+            return self.schema.model_validate_json(text)
+
+        return msgspec.json.decode(text, type=self.schema)
+
+
+class Regex(Struct, frozen=True):
+    """Text that a regular expression matches from its first to its last character.
+
+    pattern: in the syntax of Rust's regex crate, which has no look-around and no back-references; \\d stands
+             for ASCII digits.
+    """
+
+    pattern: str
+
+    def __post_init__(self) -> None:
+        _check_text("pattern", self.pattern)
+
+
+class Lark(Struct, frozen=True):
+    """Text of a context-free grammar, in llguidance's variant of Lark: its rule `start`.
+
+    Special tokens are written as <|name|>, JSON schemas as %json {...}. Syntax:
+    https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
+    """
+
+    grammar: str
+
+    def __post_init__(self) -> None:
+        _check_text("grammar", self.grammar)
+
+
+Grammar = JsonSchema | Regex | Lark
+
+
+def _check_text(field: str, text: str) -> None:
+    check_str(RequestError, field, text)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError.of(field, text, "text without lone surrogates") from error
+
+
+def _dump(schema: dict[str, Any]) -> str:
+    try:
+        return json.dumps(schema, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError.of("schema", schema, f"plain JSON values ({error})") from error
+
+
+def _parse(text: str) -> dict[str, Any]:
+    allowed = "the JSON text of an object"
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError.of("schema", text, f"{allowed} ({error})") from error
+
+    if not isinstance(schema, dict):
+        raise RequestError.of("schema", text, allowed)
+
+    return schema
+
+
+def _derive(kind: Any) -> dict[str, Any]:
+    """The schema of a type."""
+    allowed = "a JSON schema (dict or JSON text) or a type that has one"
+    if kind is None:  # msgspec would take it for a type
+        raise RequestError.of("schema", kind, allowed)
+
+    try:
+        schema = kind.model_json_schema() if _is_pydantic(kind) else msgspec.json.schema(kind)
+    except Exception as error:  # a model class may run code of its own
+        raise RequestError.of("schema", kind, f"{allowed} ({error})") from error
+
+    closed: dict[str, Any] = _close(schema)
+    return closed
+
+
+def _is_pydantic(schema: Any) -> TypeGuard[Any]:
+    """Told by its methods: importing pydantic to ask would be for everybody to pay."""
+    return isinstance(schema, type) and hasattr(schema, "model_json_schema")
+
+
+def _close(schema: Any) -> Any:
+    """A schema made from a type, whose objects shall have the type's fields alone."""
+    if isinstance(schema, list):
+        return [_close(item) for item in schema]
+
+    if not isinstance(schema, dict):
+        return schema
+
+    closed = {key: _close(value) for key, value in schema.items()}
+    if schema.get("type") == "object" and "properties" in schema:
+        closed.setdefault("additionalProperties", False)
+    return closed

@@ -1,0 +1,165 @@
+"""An EAGLE-3 draft's files: tensors under one set of names, and the tokens the draft can propose."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+import torch
+
+from drift_sdk.errors import ModelLoadError
+from drift_sdk.loading.safetensors import INDEX_FILE, SINGLE_FILE, SafetensorsFolder
+from drift_sdk.loading.tensors import TensorSource
+
+__all__ = ["OFFSETS", "PROPOSABLE", "TORCH_FILE", "DraftTensors", "TorchFile", "read_target_ids"]
+
+TORCH_FILE = "pytorch_model.bin"
+# Draft id i stands for the target's id i + d2t[i]; t2d marks the target's ids that the draft has.
+OFFSETS, PROPOSABLE = "d2t", "t2d"
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
+FIRST_LAYER, SINGLE_LAYER = "layers.0.", "midlayer."
+
+
+class TorchFile:
+    """The TensorSource of a pytorch_model.bin, mapped into memory where its format allows it.
+
+    Raises ModelLoadError naming a file that is corrupt, truncated, or holds anything but named tensors.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.location = str(path)
+        try:
+            contents = _load(path)
+        except Exception as error:  # the unpickler raises whatever it stumbles over in a corrupt file
+            reason = str(error).strip().partition("\n")[0]
+            raise ModelLoadError(f"{path}: not a whole file of torch tensors: {reason}") from error
+
+        if not isinstance(contents, dict) or not all(
+            isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in contents.items()
+        ):
+            raise ModelLoadError(f"{path}: holds a {type(contents).__name__}, expected tensors by name")
+
+        self._tensors: dict[str, torch.Tensor] = contents
+
+    def names(self) -> Collection[str]:
+        return self._tensors.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def file(self, name: str) -> str:
+        return self.location
+
+    def get(self, name: str) -> torch.Tensor:
+        return self._tensors[name].detach()
+
+
+class DraftTensors:
+    """The TensorSource of a draft's folder: model.safetensors, its shards, else pytorch_model.bin.
+
+    The first layer is named layers.0 here, also where the file says midlayer. Raises ModelLoadError naming a
+    file that is missing or broken.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.location = str(folder)
+        self._tensors: TensorSource
+        if (folder / SINGLE_FILE).is_file() or (folder / INDEX_FILE).is_file():
+            self._tensors = SafetensorsFolder(folder)
+        elif (folder / TORCH_FILE).is_file():
+            self._tensors = TorchFile(folder / TORCH_FILE)
+        else:
+            raise ModelLoadError(f"{folder}: holds none of {SINGLE_FILE}, {INDEX_FILE}, {TORCH_FILE}")
+
+        self._stored_names: dict[str, str] = {}
+        for stored in self._tensors.names():
+            name = (
+                FIRST_LAYER + stored.removeprefix(SINGLE_LAYER) if stored.startswith(SINGLE_LAYER) else stored
+            )
+            if name in self._stored_names:
+                both = f"{self._stored_names[name]} and {stored}"
+                raise ModelLoadError(f"{self._tensors.file(stored)}: tensors {both}, expected one")
+
+            self._stored_names[name] = stored
+
+    def names(self) -> Collection[str]:
+        return self._stored_names.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensors.shape(self._stored_names[name])
+
+    def file(self, name: str) -> str:
+        return self._tensors.file(self._stored_names[name])
+
+    def get(self, name: str) -> torch.Tensor:
+        return self._tensors.get(self._stored_names[name])
+
+
+def read_target_ids(tensors: TensorSource, vocab_size: int, draft_vocab_size: int) -> torch.Tensor:
+    """The target's id of each of the draft's, [draft_vocab_size] int64 on the CPU, strictly increasing.
+
+    Raises ModelLoadError naming what d2t or t2d hold that no reduced vocabulary can.
+    """
+    names = tensors.names()
+    ids = torch.arange(draft_vocab_size, device="cpu")
+    if OFFSETS in names:
+        offsets = _read_vector(tensors, OFFSETS, draft_vocab_size, INTEGERS)
+        ids = ids + offsets.to(torch.int64)
+    elif draft_vocab_size < vocab_size:
+        raise ModelLoadError(
+            f"{tensors.location}: tensor {OFFSETS} of shape [{draft_vocab_size}] is missing: "
+            f"the draft proposes {draft_vocab_size} of {vocab_size} tokens"
+        )
+
+    is_outside = (ids < 0) | (ids >= vocab_size)
+    if is_outside.any():
+        first = int(is_outside.nonzero()[0])
+        raise ModelLoadError(
+            f"{tensors.file(OFFSETS)}: tensor {OFFSETS} maps draft id {first} to {int(ids[first])}, "
+            f"expected 0 to {vocab_size - 1}"
+        )
+
+    is_falling = ids[1:] <= ids[:-1]
+    if is_falling.any():
+        first = int(is_falling.nonzero()[0])
+        raise ModelLoadError(
+            f"{tensors.file(OFFSETS)}: tensor {OFFSETS} maps draft ids {first} and {first + 1} to "
+            f"{ids[first : first + 2].tolist()}, expected increasing ids"
+        )
+
+    if PROPOSABLE in names:
+        has_token = _read_vector(tensors, PROPOSABLE, vocab_size, (torch.bool, *INTEGERS)).to(torch.bool)
+        marked = has_token.nonzero().view(-1)
+        if not torch.equal(marked, ids):
+            raise ModelLoadError(
+                f"{tensors.file(PROPOSABLE)}: tensor {PROPOSABLE} marks {len(marked)} tokens, "
+                f"expected the {len(ids)} that {OFFSETS} maps to"
+            )
+
+    return ids
+
+
+def _read_vector(
+    tensors: TensorSource, name: str, length: int, dtypes: tuple[torch.dtype, ...]
+) -> torch.Tensor:
+    if tensors.shape(name) != (length,):
+        raise ModelLoadError(
+            f"{tensors.file(name)}: tensor {name} has shape {list(tensors.shape(name))}, expected [{length}]"
+        )
+
+    vector = tensors.get(name)
+    if vector.dtype not in dtypes:
+        raise ModelLoadError(
+            f"{tensors.file(name)}: tensor {name} is stored as {vector.dtype}, "
+            f"expected {str(dtypes[0]).removeprefix('torch.')}"
+        )
+
+    return vector
+
+
+def _load(path: Path) -> object:
+    with path.open("rb") as file:
+        is_zip = file.read(4) == b"PK\x03\x04"
+
+    # Files from before torch 1.6 are no zip archives, which alone can be mapped.
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)

@@ -1,0 +1,277 @@
+"""What an EAGLE-3 draft looks like, read from its config.json and its target's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec import Struct
+
+from drift_sdk.errors import ModelLoadError
+from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.rope import RopeScaling
+
+__all__ = ["DraftConfig", "draft_settings"]
+
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "LlamaForCausalLMEagle3",
+    "Eagle3LlamaForCausalLM",
+    "Eagle3DraftModel",
+    "Eagle3Speculator",
+)
+OPTIONS = (
+    "draft_vocab_size",
+    "truncated_vocab_size",
+    "target_hidden_size",
+    "num_aux_hidden_states",
+    "eagle_aux_hidden_state_layer_ids",
+    "use_aux_hidden_state",
+    "norm_before_fc",
+    "norm_before_residual",
+    "fc_norm",
+    "norm_output",
+    "return_hidden_post_norm",
+)
+# Options with the one value that is implemented. `bias` is the projection's to some and the attention's to
+# others.
+FIXED_OPTIONS: dict[str, bool | float | str] = {
+    "bias": False,
+    "eh_proj_before_attn": False,
+    "is_causal": True,
+    "logit_scale": 1.0,
+    "next_layer_regular": True,
+    "parallel_draft_step": 1,
+    "qkv_bias": False,
+    "speculators_model_type": "eagle3",
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+}
+# Says something about parallel drafting alone, which `parallel_draft_step` rules out.
+UNUSED_OPTIONS = ("parallel_draft_heads_num_layers",)
+NUM_DEFAULT_FEATURES = 3
+
+
+class DraftConfig(Struct, frozen=True, kw_only=True):
+    """Shapes and options of an EAGLE-3 draft of one target.
+
+    `vocab_size`, `target_hidden_size`: the target's. `draft_vocab_size`: the tokens the draft can propose.
+    `boundaries`: where the target's residual stream is captured, low to high; boundary j is the input of
+    layer j. Empty when the feature is the target's final hidden state after its norm, not projected.
+    `has_input_norm`: the concatenated features are normalised (`norm_before_fc`).
+    `has_feature_norms`: each feature is normalised by itself (`fc_norm`).
+    `is_residual_normed`: the residual stream starts from the normalised feature (`norm_before_residual`).
+    `is_output_normed`: what is fed back has gone through the final norm (`norm_output`).
+    """
+
+    vocab_size: int
+    draft_vocab_size: int
+    hidden_size: int
+    target_hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    has_attention_bias: bool
+    has_mlp_bias: bool
+    is_head_tied: bool
+    boundaries: tuple[int, ...]
+    has_input_norm: bool
+    has_feature_norms: bool
+    is_residual_normed: bool
+    is_output_normed: bool
+
+    @classmethod
+    def from_hf(
+        cls, config: Mapping[str, Any], target: DecoderConfig, *, aux_layer_convention: str | None = None
+    ) -> DraftConfig:
+        """From the contents of a draft's config.json.
+
+        `aux_layer_convention`: what `eagle_aux_hidden_state_layer_ids` count. "output": id j is the output of
+        layer j, boundary j + 1; "boundary": id j is boundary j; None: "boundary" where an id is the target's
+        number of layers, else "output".
+
+        Raises ModelLoadError naming the setting that asks for what is not computed, or both values where the
+        draft does not fit its target.
+        """
+        settings = draft_settings(config)
+        _refuse_unknown_options(config, settings)
+        # The layers are Llama's. Rotation follows from positions, so a short context of its own is no limit.
+        llama = {"max_position_embeddings": target.max_position_embeddings} | settings
+        shape = DecoderConfig.from_hf(llama | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"})
+        draft = cls(
+            vocab_size=shape.vocab_size,
+            draft_vocab_size=_draft_vocab_size(settings, shape.vocab_size),
+            hidden_size=shape.hidden_size,
+            target_hidden_size=settings.get("target_hidden_size", shape.hidden_size),
+            intermediate_size=shape.intermediate_size,
+            num_layers=shape.num_layers,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            rms_norm_eps=shape.rms_norm_eps,
+            rope_theta=shape.rope_theta,
+            rope_scaling=shape.rope_scaling,
+            has_attention_bias=shape.has_qkv_bias,
+            has_mlp_bias=shape.has_mlp_bias,
+            is_head_tied=shape.is_head_tied,
+            boundaries=_boundaries(settings, target.num_layers, aux_layer_convention),
+            has_input_norm=_flag(settings, "norm_before_fc"),
+            has_feature_norms=_flag(settings, "fc_norm"),
+            is_residual_normed=_flag(settings, "norm_before_residual", default=_is_nested(config)),
+            is_output_normed=_flag(settings, "norm_output") or _flag(settings, "return_hidden_post_norm"),
+        )
+        _check_fit(draft, target)
+        return draft
+
+
+def draft_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a config.json in one flat dict, wherever its format keeps them; nulls are left out.
+
+    Raises ModelLoadError for a setting that is given twice and differs.
+    """
+    layer, eagle = (_table(config, name) for name in ("transformer_layer_config", "eagle_config"))
+    top = {name: value for name, value in config.items() if value is not None}
+    for name, value in eagle.items():
+        if top.get(name, value) != value:
+            raise ModelLoadError(
+                f"config: {name}={top[name]!r}, but {value!r} in eagle_config: expected the same"
+            )
+
+    # A speculator's top level describes the whole, its layer's table one Llama layer.
+    return top | eagle | layer | {"architectures": top.get("architectures")}
+
+
+def _table(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    table = config.get(name) or {}
+    if not isinstance(table, Mapping):
+        raise ModelLoadError(f"config: {name}={table!r}: expected a table of settings")
+
+    return {key: value for key, value in table.items() if value is not None}
+
+
+def _is_nested(config: Mapping[str, Any]) -> bool:
+    return bool(config.get("transformer_layer_config"))
+
+
+def _refuse_unknown_options(config: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    architectures = settings["architectures"]
+    if not (
+        isinstance(architectures, list) and len(architectures) == 1 and architectures[0] in ARCHITECTURES
+    ):
+        raise ModelLoadError(
+            f"config: architectures={architectures!r}: expected one of {', '.join(ARCHITECTURES)}"
+        )
+
+    # A speculator's own model_type says nothing about its layers.
+    model_type = (config.get("transformer_layer_config") or config).get("model_type") or "llama"
+    if model_type != "llama":
+        raise ModelLoadError(f"config: model_type={model_type!r}: expected 'llama'")
+
+    algorithm = _table(config, "speculators_config").get("algorithm", "eagle3")
+    if algorithm != "eagle3":
+        raise ModelLoadError(f"config: speculators_config has algorithm={algorithm!r}, expected 'eagle3'")
+
+    for name, implemented in FIXED_OPTIONS.items():
+        value = settings.get(name, implemented)
+        if value != implemented or isinstance(value, bool) != isinstance(implemented, bool):
+            raise ModelLoadError(f"config: {name}={value!r}: only {implemented!r} is implemented")
+
+    for name, value in _table(config, "eagle_config").items():
+        if name not in OPTIONS and name not in FIXED_OPTIONS and name not in UNUSED_OPTIONS:
+            raise ModelLoadError(f"config: eagle_config has {name}={value!r}, which is not known")
+
+
+def _draft_vocab_size(settings: Mapping[str, Any], vocab_size: int) -> int:
+    names = [name for name in ("draft_vocab_size", "truncated_vocab_size") if name in settings]
+    sizes = [settings[name] for name in names]
+    for name, size in zip(names, sizes, strict=True):
+        if not _is_int(size) or not 1 <= size <= vocab_size or size != sizes[0]:
+            expected = f"one size from 1 to vocab_size={vocab_size}"
+            raise ModelLoadError(f"config: {name}={size!r}: expected {expected}")
+
+    return sizes[0] if sizes else vocab_size
+
+
+def _boundaries(settings: Mapping[str, Any], num_layers: int, convention: str | None) -> tuple[int, ...]:
+    if convention not in ("output", "boundary", None):
+        raise ModelLoadError(f"aux_layer_convention={convention!r}: expected 'output', 'boundary' or None")
+
+    if not _flag(settings, "use_aux_hidden_state", default=True):
+        return ()
+
+    ids = settings.get("eagle_aux_hidden_state_layer_ids") or []
+    if not isinstance(ids, list) or not all(_is_int(layer_id) for layer_id in ids):
+        raise ModelLoadError(f"config: eagle_aux_hidden_state_layer_ids={ids!r}: expected a list of integers")
+
+    if not ids:
+        if num_layers < NUM_DEFAULT_FEATURES:
+            raise ModelLoadError(
+                f"config: no eagle_aux_hidden_state_layer_ids, and a target of {num_layers} layers: "
+                f"expected {NUM_DEFAULT_FEATURES} or more"
+            )
+
+        boundaries = sorted((2, num_layers // 2, num_layers - 3))
+    else:
+        if convention is None:
+            convention = "boundary" if num_layers in ids else "output"
+
+        first = 1 if convention == "output" else 0
+        boundaries = sorted(layer_id + first for layer_id in ids)
+        is_distinct = len(set(boundaries)) == len(ids)
+        if not is_distinct or not all(first <= boundary <= num_layers for boundary in boundaries):
+            raise ModelLoadError(
+                f"config: eagle_aux_hidden_state_layer_ids={ids!r} as {convention} ids: "
+                f"expected different ones from 0 to {num_layers - first}"
+            )
+
+    num_features = settings.get("num_aux_hidden_states", len(boundaries))
+    if num_features != len(boundaries):
+        raise ModelLoadError(f"config: num_aux_hidden_states={num_features!r}: expected {len(boundaries)}")
+
+    return tuple(boundaries)
+
+
+def _check_fit(draft: DraftConfig, target: DecoderConfig) -> None:
+    if draft.vocab_size != target.vocab_size:
+        raise ModelLoadError(
+            f"config: the draft has vocab_size={draft.vocab_size}, its target {target.vocab_size}: "
+            "expected the same"
+        )
+
+    if draft.target_hidden_size != target.hidden_size:
+        raise ModelLoadError(
+            f"config: the draft is for a target of hidden size {draft.target_hidden_size!r} "
+            f"(target_hidden_size, else hidden_size), its target has {target.hidden_size}: expected the same"
+        )
+
+    if not draft.boundaries and draft.hidden_size != target.hidden_size:
+        raise ModelLoadError(
+            f"config: use_aux_hidden_state=False with hidden_size={draft.hidden_size}: "
+            f"expected the target's {target.hidden_size}"
+        )
+
+    if not draft.boundaries and (draft.has_input_norm or draft.has_feature_norms):
+        raise ModelLoadError(
+            "config: norm_before_fc or fc_norm with use_aux_hidden_state=False: expected none"
+        )
+
+    if draft.has_input_norm and draft.has_feature_norms:
+        raise ModelLoadError("config: norm_before_fc and fc_norm are both true: expected at most one")
+
+
+def _flag(settings: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
+    value = settings.get(name, default)
+    if not isinstance(value, bool):
+        raise ModelLoadError(f"config: {name}={value!r}: expected true or false")
+
+    return value
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,195 @@
+"""An EAGLE-3 draft's weights: their names and shapes, and what it shares with its target."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from drift_sdk.errors import ModelLoadError
+from drift_sdk.loading.draft import OFFSETS, PROPOSABLE
+from drift_sdk.loading.tensors import TensorSource
+from drift_sdk.models.draft_config import DraftConfig
+from drift_sdk.models.weights import DecoderWeights, LayerWeights
+
+__all__ = ["DraftWeights", "load_draft_weights", "required_shapes", "shareable_shapes"]
+
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+FC, INPUT_NORM, FINAL_NORM = "fc.weight", "input_norm.weight", "norm.weight"
+HIDDEN_NORM = "layers.0.hidden_norm.weight"
+STORED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftWeights:
+    """embedding [vocab, hidden]; fc [hidden, num_features * target_hidden]; input_norm [the same columns];
+    feature_norms [target_hidden] each; hidden_norm and final_norm [hidden]; head [draft_vocab, hidden];
+    target_ids [draft_vocab] int64: the target's id of each of the draft's.
+
+    The first layer's qkv has 2 * hidden columns, the embedding's half first.
+    """
+
+    embedding: torch.Tensor
+    fc: torch.Tensor | None
+    input_norm: torch.Tensor | None
+    feature_norms: tuple[torch.Tensor, ...]
+    hidden_norm: torch.Tensor
+    layers: tuple[LayerWeights, ...]
+    final_norm: torch.Tensor
+    head: torch.Tensor
+    target_ids: torch.Tensor
+
+
+def required_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor a draft cannot do without."""
+    hidden, num_features = config.hidden_size, len(config.boundaries)
+    shapes: dict[str, tuple[int, ...]] = {}
+    if config.boundaries:
+        shapes[FC] = (hidden, num_features * config.target_hidden_size)
+
+    if config.has_input_norm:
+        shapes[INPUT_NORM] = (num_features * config.target_hidden_size,)
+
+    if config.has_feature_norms:
+        shapes |= {_feature_norm(index): (config.target_hidden_size,) for index in range(num_features)}
+
+    shapes[HIDDEN_NORM] = (hidden,)
+    for index in range(config.num_layers):
+        shapes |= _layer_shapes(config, index)
+
+    return shapes | {FINAL_NORM: (hidden,)}
+
+
+def shareable_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of the tensors that are the target's where a draft of its width stores none."""
+    return {
+        EMBEDDING: (config.vocab_size, config.hidden_size),
+        HEAD: (config.draft_vocab_size, config.hidden_size),
+    }
+
+
+def load_draft_weights(
+    config: DraftConfig, tensors: TensorSource, target_ids: torch.Tensor, target: DecoderWeights
+) -> DraftWeights:
+    """Weights of the target's dtype, on its device; its embedding and head where the draft has none.
+
+    Raises ModelLoadError naming tensor, file, found and expected shape for a tensor that is missing,
+    unexpected or misshapen.
+    """
+    _check_names(config, tensors)
+    names = tensors.names()
+
+    def read(name: str) -> torch.Tensor:
+        tensor = tensors.get(name)
+        if tensor.dtype not in STORED_DTYPES:
+            raise ModelLoadError(
+                f"{tensors.file(name)}: tensor {name} is stored as {tensor.dtype}, "
+                "expected float32, bfloat16 or float16"
+            )
+
+        return tensor.to(device=target.embedding.device, dtype=target.embedding.dtype, copy=True)
+
+    def stacked(prefix: str, modules: str, suffix: str) -> torch.Tensor:
+        return torch.cat([read(f"{prefix}.{module}_proj.{suffix}") for module in modules.split()])
+
+    def layer(index: int) -> LayerWeights:
+        prefix = f"layers.{index}"
+        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        has_bias, has_mlp_bias = config.has_attention_bias, config.has_mlp_bias
+        return LayerWeights(
+            input_norm=read(f"{prefix}.input_layernorm.weight"),
+            qkv=stacked(attention, "q k v", "weight"),
+            qkv_bias=stacked(attention, "q k v", "bias") if has_bias else None,
+            query_norm=None,
+            key_norm=None,
+            output=read(f"{attention}.o_proj.weight"),
+            output_bias=read(f"{attention}.o_proj.bias") if has_bias else None,
+            mlp_norm=read(f"{prefix}.post_attention_layernorm.weight"),
+            gate_up=stacked(mlp, "gate up", "weight"),
+            gate_up_bias=stacked(mlp, "gate up", "bias") if has_mlp_bias else None,
+            down=read(f"{mlp}.down_proj.weight"),
+            down_bias=read(f"{mlp}.down_proj.bias") if has_mlp_bias else None,
+        )
+
+    embedding = read(EMBEDDING) if EMBEDDING in names else target.embedding
+    ids = target_ids.to(embedding.device)
+    if HEAD in names:
+        head = read(HEAD)
+    else:
+        whole = embedding if config.is_head_tied and EMBEDDING in names else target.head
+        head = whole if len(ids) == len(whole) else whole[ids]
+
+    feature_norms = range(len(config.boundaries) if config.has_feature_norms else 0)
+    return DraftWeights(
+        embedding=embedding,
+        fc=read(FC) if config.boundaries else None,
+        input_norm=read(INPUT_NORM) if config.has_input_norm else None,
+        feature_norms=tuple(read(_feature_norm(index)) for index in feature_norms),
+        hidden_norm=read(HIDDEN_NORM),
+        layers=tuple(layer(index) for index in range(config.num_layers)),
+        final_norm=read(FINAL_NORM),
+        head=head,
+        target_ids=ids,
+    )
+
+
+def _layer_shapes(config: DraftConfig, index: int) -> dict[str, tuple[int, ...]]:
+    prefix, hidden = f"layers.{index}", config.hidden_size
+    query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    width = 2 * hidden if index == 0 else hidden
+    attention = {
+        "q": (query_size, width),
+        "k": (kv_size, width),
+        "v": (kv_size, width),
+        "o": (hidden, query_size),
+    }
+    size = config.intermediate_size
+    mlp = {"gate": (size, hidden), "up": (size, hidden), "down": (hidden, size)}
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{prefix}.input_layernorm.weight": (hidden,),
+        f"{prefix}.post_attention_layernorm.weight": (hidden,),
+    }
+    for part, modules, has_bias in (
+        ("self_attn", attention, config.has_attention_bias),
+        ("mlp", mlp, config.has_mlp_bias),
+    ):
+        for module, shape in modules.items():
+            shapes[f"{prefix}.{part}.{module}_proj.weight"] = shape
+            if has_bias:
+                shapes[f"{prefix}.{part}.{module}_proj.bias"] = shape[:1]
+
+    return shapes
+
+
+def _feature_norm(index: int) -> str:
+    return f"fc_norm.{index}.weight"
+
+
+def _check_names(config: DraftConfig, tensors: TensorSource) -> None:
+    required, own = required_shapes(config), shareable_shapes(config)
+    if config.hidden_size != config.target_hidden_size:
+        # Neither the target's embedding nor its head has this width.
+        required |= own
+
+    names = set(tensors.names())
+    missing = [name for name in required if name not in names]
+    if missing:
+        found = f"tensor {missing[0]} of shape {list(required[missing[0]])} is missing"
+        raise ModelLoadError(f"{tensors.location}: {found}{_others(missing)}")
+
+    extra = names - required.keys() - own.keys() - {OFFSETS, PROPOSABLE}
+    # Old files hold the frequencies of the rotation; they follow from the config.
+    extra = {name for name in extra if not name.endswith("rotary_emb.inv_freq")}
+    if extra:
+        name = min(extra)
+        found = f"tensor {name} of shape {list(tensors.shape(name))} is not part of this draft"
+        raise ModelLoadError(f"{tensors.file(name)}: {found}{_others(sorted(extra))}")
+
+    for name, expected in (required | own).items():
+        if name in names and tensors.shape(name) != expected:
+            found = f"tensor {name} has shape {list(tensors.shape(name))}, expected {list(expected)}"
+            raise ModelLoadError(f"{tensors.file(name)}: {found}")
+
+
+def _others(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""

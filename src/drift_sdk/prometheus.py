@@ -1,0 +1,147 @@
+"""An engine's statistics as Prometheus text.
+
+========================================= ========= ====================================================
+name                                      type      what
+========================================= ========= ====================================================
+drift_engine_info{model, executor}        gauge     always 1
+drift_requests_running                    gauge     in a slot
+drift_requests_waiting                    gauge     for a slot, preempted ones included
+drift_requests_submitted_total            counter   taken in
+drift_requests_rejected_total             counter   turned away with QueueFull
+drift_requests_ended_total{reason}        counter   stop, length, cancelled, error
+drift_preemptions_total                   counter   sequences that gave up their KV to better ones
+drift_prompt_tokens_total                 counter   of prompts whose first token has come
+drift_cached_prompt_tokens_total          counter   of them, found in the prefix cache
+drift_generated_tokens_total              counter   delivered to streams
+drift_tokens_per_second                   gauge     generated, over the last 5 seconds
+drift_step_rows{kind}                     gauge     of the last step: prefill (chunks), decode (sequences)
+drift_kv_blocks                           gauge     in the KV cache
+drift_kv_blocks_free                      gauge     of them, free or merely cached
+drift_kv_blocks_cached                    gauge     of them, in the prefix cache
+drift_kv_use_ratio                        gauge     share held by sequences, 0 to 1
+drift_time_to_first_token_seconds         histogram from the call to the first token
+drift_time_between_tokens_seconds         histogram from one chunk of a stream to its next
+drift_queue_seconds                       histogram from the call to the first slot
+drift_request_seconds                     histogram from the call to the end, by stop or length
+drift_step_seconds                        histogram of a step on the device
+drift_request_prompt_tokens               histogram of prompts whose first token has come
+drift_request_completion_tokens           histogram of requests ended by stop or length
+========================================= ========= ====================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from drift_sdk.errors import DriftError
+from drift_sdk.metrics import EngineStats, Histogram, Histograms
+
+try:
+    from prometheus_client import CollectorRegistry, generate_latest
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+    from prometheus_client.registry import Collector
+except ImportError as cause:
+    raise DriftError(
+        'metrics_text() needs the package prometheus-client: pip install "drift-sdk[metrics]"'
+    ) from cause
+
+__all__ = ["metrics_text"]
+
+
+def metrics_text(stats: EngineStats, histograms: Histograms, *, model: str, executor: str) -> str:
+    """Prometheus' text format, version 0.0.4."""
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(stats, histograms, model, executor))
+    return generate_latest(registry).decode()
+
+
+class EngineCollector(Collector):
+    """The metrics of one engine at one moment."""
+
+    def __init__(self, stats: EngineStats, histograms: Histograms, model: str, executor: str) -> None:
+        self._stats = stats
+        self._histograms = histograms
+        self._labels = {"model": model, "executor": executor}
+
+    def collect(self) -> Iterator[Metric]:
+        stats, histograms = self._stats, self._histograms
+        yield gauge("engine_info", "The engine", 1, self._labels)
+        yield gauge("requests_running", "Requests in a slot", stats.num_running)
+        yield gauge("requests_waiting", "Requests waiting for a slot", stats.num_waiting)
+        yield counter("requests_submitted", "Requests taken in", stats.num_submitted)
+        yield counter("requests_rejected", "Requests turned away, the queue being full", stats.num_rejected)
+        ended = {
+            "stop": stats.num_stopped,
+            "length": stats.num_length_limited,
+            "cancelled": stats.num_cancelled,
+            "error": stats.num_failed,
+        }
+        yield counters("requests_ended", "Requests ended", "reason", ended)
+        yield counter("preemptions", "Sequences that gave up their KV to better ones", stats.num_preemptions)
+        yield counter(
+            "prompt_tokens", "Tokens of prompts whose first token has come", stats.num_prompt_tokens
+        )
+        yield counter(
+            "cached_prompt_tokens", "Prompt tokens found in the prefix cache", stats.num_cached_tokens
+        )
+        yield counter("generated_tokens", "Tokens generated", stats.num_generated_tokens)
+        yield gauge(
+            "tokens_per_second", "Tokens generated over the last 5 seconds, a second", stats.tokens_per_second
+        )
+        rows = {"prefill": stats.num_prefill_rows, "decode": stats.num_decode_rows}
+        yield gauges("step_rows", "Rows of the last step", "kind", rows)
+        yield gauge("kv_blocks", "Blocks of the KV cache", stats.num_blocks)
+        yield gauge("kv_blocks_free", "Blocks free or merely cached", stats.num_free_blocks)
+        yield gauge("kv_blocks_cached", "Blocks in the prefix cache", stats.num_cached_blocks)
+        yield gauge("kv_use_ratio", "Share of the KV cache held by sequences", stats.kv_use)
+        for name, help_text, values in (
+            ("time_to_first_token_seconds", "From the call to the first token", histograms.first_token),
+            (
+                "time_between_tokens_seconds",
+                "From one chunk of a stream to its next",
+                histograms.time_between_tokens,
+            ),
+            ("queue_seconds", "From the call to the first slot", histograms.queued),
+            ("request_seconds", "From the call to the end, by stop or length", histograms.request),
+            ("step_seconds", "A step on the device", histograms.step),
+            ("request_prompt_tokens", "Tokens of a prompt", histograms.prompt_tokens),
+            ("request_completion_tokens", "Tokens of a completion", histograms.completion_tokens),
+        ):
+            yield histogram(name, help_text, values)
+
+
+def gauge(name: str, help_text: str, value: float, labels: Mapping[str, str] | None = None) -> Metric:
+    family = GaugeMetricFamily(f"drift_{name}", help_text, labels=list(labels or ()))
+    family.add_metric(list((labels or {}).values()), value)
+    return family
+
+
+def gauges(name: str, help_text: str, label: str, values: Mapping[str, float]) -> Metric:
+    family = GaugeMetricFamily(f"drift_{name}", help_text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+
+    return family
+
+
+def counter(name: str, help_text: str, value: float) -> Metric:
+    return CounterMetricFamily(f"drift_{name}", help_text, value=value)
+
+
+def counters(name: str, help_text: str, label: str, values: Mapping[str, float]) -> Metric:
+    family = CounterMetricFamily(f"drift_{name}", help_text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+
+    return family
+
+
+def histogram(name: str, help_text: str, values: Histogram) -> Metric:
+    family = HistogramMetricFamily(f"drift_{name}", help_text)
+    counts, total, so_far = list(values.counts), values.total, 0
+    buckets: list[tuple[str, float]] = []
+    for bound, count in zip([*values.bounds, float("inf")], counts, strict=True):
+        so_far += count
+        buckets.append(("+Inf" if bound == float("inf") else str(bound), so_far))
+    family.add_metric([], buckets, total)
+    return family

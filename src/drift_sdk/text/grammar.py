@@ -1,0 +1,228 @@
+"""Grammars at work: which tokens a completion may go on with. llguidance does the parsing.
+
+Masks are exact: a token is allowed if and only if the grammar can take its bytes. llguidance could also
+insist on the tokenizer's own spelling of text that is certain ("forcing"). That is switched off: it calls
+back into Python for each mask, and a draft's tokens would be held to a rule that sampled ones never meet.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from drift_sdk.errors import RequestError
+from drift_sdk.grammars import Grammar, JsonSchema, Regex
+from drift_sdk.text.tokenizer import Tokenizer
+
+try:
+    from llguidance import LLMatcher, LLTokenizer, regex_to_lark
+    from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+except ImportError as error:
+    # The first request with a grammar imports this module, and gets the error.
+    allowed = "the package llguidance: pip install drift-sdk[grammar]"
+    raise RequestError(f"grammar: needs {allowed}", field="grammar", allowed=allowed) from error
+
+__all__ = ["GrammarConstraint", "constrain"]
+
+NUM_CACHED_GRAMMARS = 64
+
+NO_FORCING = '\n%llguidance {"no_forcing": true}'
+
+# One blank, or a new line and its indentation: where JSON allows any whitespace, small models write it on
+# and on.
+JSON_STYLE = {"whitespace_pattern": r"( |\n[ \t]{0,32})"}
+
+Bitmask = NDArray[np.int32]
+
+
+def constrain(
+    grammar: Grammar,
+    tokenizer: Tokenizer,
+    *,
+    vocab_size: int,
+    eos_token_ids: Sequence[int],
+    ignore_eos: bool = False,
+) -> GrammarConstraint:
+    """A grammar at its beginning, for one completion of a model of `vocab_size` token ids.
+
+    Compiled grammars are cached, and a model's vocabulary is read at its first grammar. Raises `RequestError`
+    for a grammar that cannot be compiled, with the reason.
+    """
+    kind = type(grammar).__name__
+    if not eos_token_ids:
+        raise failure(f"{kind} ends with an end-of-sequence token, the model names none", grammar)
+
+    vocabulary = vocabulary_of(tokenizer, vocab_size, tuple(eos_token_ids))
+    try:
+        compiled = vocabulary.compile(lark_of(grammar))
+    except ValueError as error:
+        raise failure(f"{kind} cannot be compiled: {error}", grammar) from error
+
+    return GrammarConstraint(compiled.deep_copy(), vocab_size, eos_token_ids, ignore_eos=ignore_eos)
+
+
+class GrammarConstraint:
+    """A grammar, and how far a completion has come in it: a `TokenConstraint`.
+
+    End-of-sequence ids are allowed where the text may end; with `ignore_eos`, where it must. One thread at a
+    time uses it: a text thread in `advance`, the engine's in `masks`.
+    """
+
+    def __init__(
+        self, matcher: LLMatcher, vocab_size: int, eos_token_ids: Sequence[int], *, ignore_eos: bool = False
+    ) -> None:
+        """Takes `matcher` over."""
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self._matcher = matcher
+        self._num_tokens = 0
+        self._empty = allocate_token_bitmask(1, vocab_size)
+        self._empty[:] = 0
+        self._eos = self._empty.copy() if ignore_eos else None
+        if self._eos is not None:
+            for token_id in eos_token_ids:
+                self._eos.view(np.uint32)[0, token_id // 32] |= np.uint32(1 << token_id % 32)
+
+        self._next = self._compute_next()
+
+    def masks(self, draft_token_ids: Sequence[int]) -> Bitmask:
+        """See `TokenConstraint`. Rows after a drafted token that is not allowed or ends the text are zero."""
+        if not draft_token_ids:
+            return self._next
+
+        rows = self._empty.repeat(len(draft_token_ids) + 1, axis=0)
+        rows[0] = self._next[0]
+        num_consumed = 0
+        for index, token_id in enumerate(draft_token_ids):
+            if token_id in self.eos_token_ids or not is_allowed(rows[index], token_id):
+                break
+
+            if not self._matcher.consume_token(token_id):
+                break  # a limit of the parser: the next `advance` reports it
+
+            num_consumed += 1
+            self._fill(rows, index + 1)
+
+        self._matcher.rollback(num_consumed)
+        return rows
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        """Go on by newly generated tokens; `RequestError` if the grammar has no place for them or nothing to
+        follow."""
+        num_consumed = self._matcher.try_consume_tokens(list(token_ids))
+        self._num_tokens += num_consumed
+        if num_consumed < len(token_ids):
+            self._check()
+            allowed = f"a token that continues the text of {self._num_tokens} tokens"
+            raise RequestError.of("grammar", token_ids[num_consumed], allowed)
+
+        self._next = self._compute_next()
+
+    def _compute_next(self) -> Bitmask:
+        rows = self._empty.copy()  # the last one may still be read
+        self._fill(rows, 0)
+        self._check()
+        if not rows.any():
+            raise failure(f"no token of the model's continues the text of {self._num_tokens} tokens")
+
+        return rows
+
+    def _fill(self, rows: Bitmask, index: int) -> None:
+        """Row `index` is what may come next; zero where the parser gives up."""
+        fill_next_token_bitmask(self._matcher, rows, index)
+        if self._matcher.is_error():
+            rows[index] = 0
+        elif self._eos is not None and (others := rows[index] & ~self._eos[0]).any():
+            rows[index] = others
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise failure(f"it cannot be followed beyond {self._num_tokens} tokens: {reason(self._matcher)}")
+
+
+class TokenTable:
+    """A vocabulary in the form that llguidance reads. Special tokens have a name and no text; ids behind the
+    tokenizer's last, with which a model's vocabulary may be padded, have neither."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        token_bytes = tokenizer._token_bytes
+        special_token_ids = tokenizer.special_token_ids.union(eos_token_ids)
+        self.eos_token_id = eos_token_ids[0]
+        self.special_token_ids = sorted(i for i in special_token_ids if i < vocab_size)
+        self.tokens = [token_bytes[token_id] for token_id in range(vocab_size)]
+        for token_id in self.special_token_ids:
+            self.tokens[token_id] = tokenizer.decode([token_id], skip_special_tokens=False).encode()
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        raise NotImplementedError("without forcing no text is tokenised")
+
+
+class Vocabulary:
+    """A model's tokens, and the grammars compiled for them. It must not hold its tokenizer, whose end is its
+    own."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        table = TokenTable(tokenizer, vocab_size, eos_token_ids)
+        ll_tokenizer = LLTokenizer(table, eos_token=list(eos_token_ids))  # type: ignore[arg-type]  # duck-typed
+        self.compile = lru_cache(NUM_CACHED_GRAMMARS)(partial(compile_lark, ll_tokenizer))
+
+
+_vocabularies: WeakKeyDictionary[Tokenizer, dict[tuple[int, tuple[int, ...]], Vocabulary]]
+_vocabularies = WeakKeyDictionary()
+_vocabularies_lock = threading.Lock()
+
+
+def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Vocabulary:
+    with _vocabularies_lock:
+        vocabularies = _vocabularies.setdefault(tokenizer, {})
+        vocabulary = vocabularies.get((vocab_size, eos_token_ids))
+        if vocabulary is None:
+            vocabulary = Vocabulary(tokenizer, vocab_size, eos_token_ids)
+            vocabularies[vocab_size, eos_token_ids] = vocabulary
+
+        return vocabulary
+
+
+def compile_lark(ll_tokenizer: LLTokenizer, lark: str) -> LLMatcher:
+    matcher = LLMatcher(ll_tokenizer, lark, log_level=0)
+    if matcher.is_error():
+        raise ValueError(reason(matcher))
+
+    return matcher
+
+
+def lark_of(grammar: Grammar) -> str:
+    """Any grammar in llguidance's one notation. A setting counts where it comes last."""
+    if isinstance(grammar, JsonSchema):
+        schema = {"x-guidance": JSON_STYLE} | grammar.definition
+        return f"start: %json {json.dumps(schema)}{NO_FORCING}"
+
+    if isinstance(grammar, Regex):
+        return f"start: /{regex_to_lark(grammar.pattern)}/{NO_FORCING}"
+
+    return grammar.grammar + NO_FORCING
+
+
+def is_allowed(row: NDArray[np.int32], token_id: int) -> bool:
+    return bool(int(row[token_id // 32]) >> token_id % 32 & 1)
+
+
+def reason(matcher: LLMatcher) -> str:
+    """llguidance's message, without its listing of the grammar, its dump of the parser, and the place at
+    which `lark_of` put a schema or a pattern."""
+    message = re.split(r"\n<state>|\n +\d+ \| ", matcher.get_error())[0]
+    return re.sub(r"^at 1\(8\): (failed to compile JSON schema: )?", "", message).strip()
+
+
+def failure(reason: str, grammar: Grammar | None = None) -> RequestError:
+    allowed = "a grammar that can be compiled and followed"
+    return RequestError(f"grammar: {reason}", field="grammar", value=grammar, allowed=allowed)

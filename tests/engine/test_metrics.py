@@ -1,0 +1,298 @@
+"""What an engine counts, times and logs."""
+
+from __future__ import annotations
+
+import builtins
+import logging
+import sys
+from types import SimpleNamespace
+
+import anyio
+import msgspec
+import pytest
+import torch
+from loops import on_every_loop, run, until
+from prometheus_client import REGISTRY
+from prometheus_client.parser import text_string_to_metric_families
+
+from drift_sdk import (
+    Chunk,
+    DriftError,
+    EngineClosed,
+    EngineConfig,
+    EngineStats,
+    ExecutorError,
+    QueueFull,
+    RequestError,
+    SamplingParams,
+    prometheus,
+)
+from drift_sdk.intake import Intake
+from drift_sdk.metrics import Histogram, Histograms
+from drift_sdk.opening import choose_executor
+from drift_sdk.recorder import Recorder
+from drift_sdk.steps import StepResult
+from drift_sdk.testing import scripted_engine
+
+ENDLESS = SamplingParams(max_tokens=None, ignore_eos=True)
+SECRET = "the quick brown fox"
+
+
+def samples(text: str) -> dict[tuple[str, ...], float]:
+    """Every sample of a Prometheus text by (name, label values...)."""
+    return {
+        (sample.name, *(str(value) for _, value in sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_a_histogram_counts_up_to_its_bounds() -> None:
+    histogram = Histogram((1.0, 2.0, 5.0))
+    for value in (0.5, 1.0, 1.1, 5.0, 5.1, 100.0):
+        histogram.observe(value)
+    histogram.observe(2.0, times=3)
+    assert histogram.counts == [2, 4, 1, 2]
+    assert histogram.total == 0.5 + 1.0 + 1.1 + 5.0 + 5.1 + 100.0 + 3 * 2.0
+
+
+@on_every_loop
+def test_every_request_is_counted_where_it_ended(loop: str) -> None:
+    async def main() -> None:
+        async with scripted_engine("Hello!", step_s=0.001) as engine:
+            before = engine.stats()
+            assert before.num_submitted == before.num_generated_tokens == before.num_steps == 0
+            assert before.num_blocks == before.num_free_blocks > 0
+
+            completions = [await engine.generate("abc") for _ in range(3)]
+            completions.append(await engine.generate("abcd", SamplingParams(max_tokens=2)))
+            completions.append(await engine.generate("abc", SamplingParams(stop="l")))
+            stream = engine.generate("abcde", ENDLESS)
+            await anext(stream)
+            stream.cancel()
+            completions.append(await stream)
+            with pytest.raises(RequestError):
+                await engine.generate([10_000])
+
+            stats = engine.stats()
+            assert stats.num_submitted == 7
+            assert (stats.num_stopped, stats.num_length_limited) == (4, 1)
+            assert (stats.num_cancelled, stats.num_failed) == (1, 1)
+            assert stats.num_prompt_tokens == sum(c.usage.prompt_tokens for c in completions) == 21
+            assert stats.num_cached_tokens == sum(c.usage.cached_tokens for c in completions)
+            assert stats.num_generated_tokens == sum(c.usage.completion_tokens for c in completions)
+            assert stats.num_steps >= 14
+            assert stats.step_seconds == pytest.approx(stats.num_steps * 0.001)
+
+            await until(lambda: engine.stats().num_running == 0)
+            assert engine.stats().kv_use == 0.0
+
+    run(loop, main)
+
+
+async def test_what_happens_without_a_step_shows_at_once() -> None:
+    config = EngineConfig(max_model_len=512, kv_cache_tokens=2048, max_queued_requests=0, max_num_seqs=2)
+    async with scripted_engine("Hello!", config=config) as engine:
+        await engine.pause()
+        streams = [engine.generate("x") for _ in range(2)]
+        await until(lambda: engine.stats().num_waiting == 2)
+        with pytest.raises(QueueFull):
+            engine.generate("y")
+        streams[0].cancel()
+        await streams[0]
+        stats = engine.stats()
+        assert (stats.num_waiting, stats.num_cancelled, stats.num_rejected) == (1, 1, 1)
+        await engine.resume()
+        await streams[1]
+
+
+async def test_rows_and_kv_use_of_a_running_batch() -> None:
+    config = EngineConfig(max_model_len=512, kv_cache_tokens=1024, block_size=16, max_num_seqs=4)
+    async with scripted_engine("Hello!", config=config, step_s=0.001) as engine:
+        streams = [engine.generate(f"prompt {index}", ENDLESS) for index in range(3)]
+        await until(lambda: engine.stats().num_decode_rows == 3)
+        stats = engine.stats()
+        assert stats.num_prefill_rows == 0
+        assert stats.kv_use == 1 - stats.num_free_blocks / 64
+        assert 3 / 64 <= stats.kv_use < 1.0
+        for stream in streams:
+            stream.cancel()
+            await stream
+
+
+async def test_the_rate_is_of_the_last_seconds() -> None:
+    async with scripted_engine(lambda *_: 65, step_s=0.01) as engine:
+        streams = [engine.generate("x", ENDLESS) for _ in range(4)]
+        await anyio.sleep(1.0)
+        first, seconds = engine.stats(), 0.5
+        await anyio.sleep(seconds)
+        second = engine.stats()
+        rate = (second.num_generated_tokens - first.num_generated_tokens) / seconds
+        assert second.tokens_per_second == pytest.approx(rate, rel=0.25)
+        for stream in streams:
+            stream.cancel()
+            await stream
+        recorder = engine._driver.recorder
+        recorder._marks = tuple((since - 6.0, total) for since, total in recorder._marks)
+        assert engine.stats().tokens_per_second == 0.0
+
+
+async def test_the_text_says_what_the_statistics_say() -> None:
+    async with scripted_engine("Hello!", step_s=0.002) as engine:
+        async with anyio.create_task_group() as tasks:
+            for index in range(5):
+                tasks.start_soon(engine.generate(f"prompt {index}").completion)
+        await engine.generate("x", SamplingParams(max_tokens=3))
+        found, stats = samples(engine.metrics_text()), engine.stats()
+
+    assert found["drift_engine_info", "scripted", "scripted"] == 1
+    assert found["drift_requests_submitted_total",] == 6
+    assert found["drift_requests_ended_total", "stop"] == 5
+    assert found["drift_requests_ended_total", "length"] == 1
+    assert found["drift_prompt_tokens_total",] == 41
+    assert found["drift_generated_tokens_total",] == stats.num_generated_tokens == 5 * 7 + 3
+    assert found["drift_kv_blocks",] == stats.num_blocks
+    assert found["drift_time_to_first_token_seconds_count",] == 6
+    assert found["drift_queue_seconds_count",] == 6
+    assert found["drift_request_seconds_count",] == 6
+    assert found["drift_time_between_tokens_seconds_count",] == 5 * 6 + 2
+    assert found["drift_time_between_tokens_seconds_bucket", "0.001"] == 0
+    assert found["drift_time_between_tokens_seconds_sum",] >= 32 * 0.002
+    assert found["drift_step_seconds_count",] == stats.num_steps
+    assert found["drift_step_seconds_sum",] == stats.step_seconds
+    assert found["drift_request_prompt_tokens_sum",] == 41
+    assert found["drift_request_completion_tokens_sum",] == 38
+    assert found["drift_request_completion_tokens_bucket", "4.0"] == 1
+    assert found["drift_request_completion_tokens_bucket", "+Inf"] == 6
+
+
+def test_streams_share_a_gap_only_from_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(Intake(None))
+    chunk = Chunk(text="x", token_ids=(1,))
+    requests = [SimpleNamespace(last_chunk_at=last) for last in (10.0, 7.0, 10.0, 10.0)]
+    monkeypatch.setattr("time.monotonic", lambda: 10.004)
+    recorder.collected(StepResult(step_id=0, prefill=(), decode=(), duration_s=0.004))
+    for request in requests:
+        recorder.extended(request, chunk)
+    recorder._close_gap()
+    gaps = recorder.histograms.time_between_tokens
+    assert gaps.counts[gaps.bounds.index(0.005)] == 3
+    assert gaps.counts[gaps.bounds.index(5.0)] == 1
+    assert gaps.total == pytest.approx(3 * 0.004 + 3.004)
+    assert {request.last_chunk_at for request in requests} == {10.004}
+
+
+async def test_a_request_counts_as_running_before_its_first_step_is_done() -> None:
+    async with scripted_engine("Hello!", step_s=0.3) as engine:
+        stream = engine.generate("x", SamplingParams(max_tokens=1))
+        await until(lambda: engine.stats().num_running == 1)
+        assert engine.stats().num_steps == 0
+        await stream
+
+
+async def test_engines_share_no_registry() -> None:
+    async with scripted_engine("a") as first, scripted_engine("b") as second:
+        await first.generate("x")
+        assert samples(first.metrics_text())["drift_requests_submitted_total",] == 1
+        assert samples(second.metrics_text())["drift_requests_submitted_total",] == 0
+
+    assert not any(family.name.startswith("drift") for family in REGISTRY.collect())
+
+
+def test_every_metric_is_in_the_table() -> None:
+    text = prometheus.metrics_text(EngineStats(), Histograms(), model="m", executor="e")
+    listed = {
+        line.split()[0].partition("{")[0] for line in prometheus.__doc__.splitlines() if line[:6] == "drift_"
+    }
+    found = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
+    assert listed == found
+
+
+async def test_without_the_package_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    importing = builtins.__import__
+
+    def without(name: str, *args: object):
+        if name.startswith("prometheus_client"):
+            raise ModuleNotFoundError(name)
+        return importing(name, *args)
+
+    monkeypatch.delitem(sys.modules, "drift_sdk.prometheus", raising=False)
+    monkeypatch.setattr(builtins, "__import__", without)
+    async with scripted_engine("a") as engine:
+        with pytest.raises(DriftError, match=r"drift-sdk\[metrics\]"):
+            engine.metrics_text()
+
+
+async def test_an_engine_is_open_until_it_is_closed_or_fails() -> None:
+    engine = scripted_engine("a")
+    assert not engine.is_open
+    async with engine:
+        assert engine.is_open
+    assert not engine.is_open
+
+    failing = scripted_engine(lambda *_: 1 // 0)
+    async with failing:
+        assert failing.is_open
+        with pytest.raises(ExecutorError):
+            await failing.generate("x")
+        assert not failing.is_open
+
+
+async def test_the_executor_has_a_name_while_open() -> None:
+    engine = scripted_engine("a")
+    with pytest.raises(EngineClosed):
+        _ = engine.executor
+    async with engine:
+        assert engine.executor == "scripted"
+        await engine.sleep()
+        assert engine.executor == "scripted"
+
+
+async def test_the_log_tells_all_but_texts(caplog: pytest.LogCaptureFixture) -> None:
+    """At DEBUG: every request's start and end, and never a word of prompts, answers or messages."""
+    caplog.set_level(logging.DEBUG, "drift_sdk")
+    answer = "jumps over the lazy dog"
+    async with scripted_engine(answer) as engine:
+        stream = engine.generate(SECRET, SamplingParams(stop=("lazy dog",)))
+        assert SECRET not in (await stream).text
+        await engine.chat([{"role": "user", "content": SECRET}])
+        for prompt in (f"{SECRET} " * 400, [10**6, 10**7]):
+            with pytest.raises(RequestError):
+                await engine.generate(prompt)
+        with pytest.raises(DriftError):
+            await engine.chat([{"role": "user", "content": SECRET, "tool_calls": object()}, {SECRET: SECRET}])
+        await engine.sleep()
+        await engine.wake()
+
+    messages = [record.getMessage() for record in caplog.records if record.name == "drift_sdk"]
+    log = "\n".join([*messages, *(str(record.args) for record in caplog.records)])
+    for text in (SECRET, "quick", answer, "lazy", "fox"):
+        assert text not in log
+    assert f"{stream.request_id} starts: prompt of {len(SECRET)} tokens" in messages
+    assert any(line.startswith(f"{stream.request_id} ends (stop): {len(SECRET)} prompt") for line in messages)
+    assert any(line.endswith("ends: PromptTooLong") for line in messages)
+    levels = {line.split()[0]: record.levelno for line, record in zip(messages, caplog.records, strict=True)}
+    for word in ("ready", "asleep", "awake", "closed"):
+        assert levels[word] == logging.INFO
+
+
+async def test_auto_making_do_with_less_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    engine = scripted_engine("a")
+    opens = engine._open
+
+    def open_fallback(report):
+        return msgspec.structs.replace(opens(report), executor_name="eager", fallback="no graphs here")
+
+    engine._open = open_fallback
+    async with engine:
+        await engine.sleep()
+        await engine.wake()
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert warnings == ["executor=auto chose eager: no graphs here"]
+
+
+def test_auto_on_a_gpu_says_why_it_is_not_faster() -> None:
+    name, fallback = choose_executor("auto", torch.device("cuda"))
+    assert (name == "eager") == (fallback is not None)
+    assert choose_executor("auto", torch.device("cpu")) == ("eager", None)
+    assert choose_executor("eager", torch.device("cuda")) == ("eager", None)

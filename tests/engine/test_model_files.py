@@ -1,0 +1,367 @@
+"""Opening models whose files are broken, and what their generation_config says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import gguf
+import msgspec
+import numpy as np
+import pytest
+import torch
+from loops import on_every_loop, run
+from model_zoo import make_model
+from safetensors.torch import load_file, save_file
+
+from drift_sdk import Engine, EngineConfig, ModelLoadError, SamplingParams
+
+CONFIG = EngineConfig(dtype="float32", device="cpu", max_model_len=64)
+QUERY = "model.layers.0.self_attn.q_proj.weight"
+SHARD = "model-00002-of-"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("single", "sharded")}
+    make_model(1, folders["single"])
+    make_model(0, folders["sharded"])
+    return folders
+
+
+@pytest.fixture
+def folder(models: dict[str, Path], tmp_path: Path) -> Path:
+    """A copy to be broken."""
+    return Path(shutil.copytree(models["single"], tmp_path / "model"))
+
+
+def opening_fails(model: Path | str, *needles: str, config: EngineConfig = CONFIG) -> str:
+    """Opening the model raises a ModelLoadError that names all of `needles`; nothing is left running."""
+
+    async def main() -> str:
+        engine = Engine(model, config)
+        with pytest.raises(ModelLoadError) as caught:
+            await engine.start()
+        await engine.aclose()
+        return str(caught.value)
+
+    message = anyio.run(main)
+    for needle in needles:
+        assert needle in message, message
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("drift")]
+    return message
+
+
+def opens(
+    model: Path, params: SamplingParams | None = None, config: EngineConfig = CONFIG
+) -> tuple[int, ...]:
+    async def main() -> tuple[int, ...]:
+        async with Engine(model, config) as engine:
+            completion = await engine.generate([5, 6, 7], params)
+            return completion.token_ids
+
+    return anyio.run(main)
+
+
+def cut(file: Path, size: int | float) -> None:
+    data = file.read_bytes()
+    file.write_bytes(data[: int(len(data) * size) if isinstance(size, float) else size])
+
+
+def edit_json(file: Path, **changes: Any) -> None:
+    settings = json.loads(file.read_text())
+    settings.update(changes)
+    file.write_text(json.dumps(settings))
+
+
+def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize("size", [0, 4, 8, 100, 0.5, -1])
+def test_truncated_safetensors(folder: Path, size: int | float) -> None:
+    cut(folder / "model.safetensors", size)
+    opening_fails(folder, str(folder / "model.safetensors"))
+
+
+@pytest.mark.parametrize("start", [0, 8, 40])
+def test_corrupt_safetensors_header(folder: Path, start: int) -> None:
+    file = folder / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[start : start + 16] = b"\xff" * 16
+    file.write_bytes(data)
+    opening_fails(folder, str(file))
+
+
+@pytest.mark.parametrize("size", [0, 0.5])
+def test_a_truncated_shard(models: dict[str, Path], tmp_path: Path, size: int | float) -> None:
+    folder = Path(shutil.copytree(models["sharded"], tmp_path / "model"))
+    (shard,) = folder.glob(f"{SHARD}*")
+    cut(shard, size)
+    opening_fails(folder, str(shard))
+    shard.unlink()
+    opening_fails(folder, str(shard))
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": 7}')
+    opening_fails(folder, str(folder / "model.safetensors.index.json"))
+
+
+def test_a_missing_tensor(folder: Path) -> None:
+    edit_tensors(folder, lambda tensors: tensors.pop(QUERY))
+    opening_fails(folder, str(folder), f"tensor {QUERY}", "missing")
+
+
+def test_a_tensor_too_many(folder: Path) -> None:
+    edit_tensors(folder, lambda tensors: tensors.update({"model.layers.9.extra": torch.zeros(3, 4)}))
+    opening_fails(folder, str(folder / "model.safetensors"), "model.layers.9.extra", "[3, 4]")
+
+
+def test_a_tensor_of_the_wrong_shape(folder: Path) -> None:
+    edit_tensors(folder, lambda tensors: tensors.update({QUERY: tensors[QUERY][:-1].clone()}))
+    opening_fails(folder, str(folder / "model.safetensors"), QUERY, "[63, 64]", "[64, 64]")
+
+
+def test_a_config_of_other_shapes(folder: Path) -> None:
+    edit_json(folder / "config.json", intermediate_size=81)
+    opening_fails(folder, str(folder / "model.safetensors"), "mlp.gate_proj.weight", "[80, 64]", "[81, 64]")
+
+
+def test_a_tensor_of_the_wrong_type(folder: Path) -> None:
+    edit_tensors(folder, lambda tensors: tensors.update({QUERY: tensors[QUERY].to(torch.int8)}))
+    opening_fails(folder, str(folder / "model.safetensors"), QUERY, "int8")
+
+
+def test_a_folder_without_a_model(tmp_path: Path) -> None:
+    opening_fails(tmp_path, str(tmp_path), "config.json")
+    opening_fails(tmp_path / "missing", str(tmp_path / "missing"))
+    (tmp_path / "model.bin").write_bytes(b"x")
+    opening_fails(tmp_path / "model.bin", str(tmp_path / "model.bin"))
+
+
+def test_no_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    opening_fails(folder, str(folder), "model.safetensors")
+
+
+@pytest.mark.parametrize("contents", ["", "{", "[]", "7", '{"model_type": "llama",}', "\udcff"])
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "generation_config.json"])
+def test_a_corrupt_json_file(folder: Path, name: str, contents: str) -> None:
+    (folder / name).write_bytes(contents.encode(errors="surrogateescape"))
+    opening_fails(folder, str(folder / name))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"},
+        {"architectures": None, "model_type": None},
+        {"architectures": 5, "model_type": []},
+    ],
+)
+def test_an_unknown_architecture(folder: Path, settings: dict[str, Any]) -> None:
+    edit_json(folder / "config.json", **settings)
+    opening_fails(folder, str(folder / "config.json"), "architectures", "LlamaForCausalLM")
+
+
+@pytest.mark.parametrize("value", [None, True, -1, 0, 3, 2.5, "64", [], [1], {}, {"a": 1}, 2**70, 1e400])
+def test_any_value_of_any_setting(folder: Path, value: Any) -> None:
+    """Whatever stands in config.json, the model opens or a ModelLoadError says why it does not."""
+    file = folder / "config.json"
+    given = json.loads(file.read_text())
+    more = ("quantization_config", "layer_types", "max_window_layers", "sliding_window", "rope_scaling")
+    has_failed = []
+    for name in (*given, *more):
+        file.write_text(json.dumps({**given, name: value}))
+
+        async def main() -> None:
+            async with Engine(folder, EngineConfig(dtype="float32", device="cpu")):
+                pass
+
+        try:
+            anyio.run(main)
+        except ModelLoadError as error:
+            assert str(folder) in str(error), name
+            has_failed.append(name)
+    assert len(has_failed) >= 2
+
+
+def test_no_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    opening_fails(folder, str(folder / "tokenizer.json"))
+
+
+@pytest.mark.parametrize("contents", [b"", b"{}", b"[1]", b"\xff\xfe", b'{"model": {"type": "BPE"}}'])
+def test_a_broken_tokenizer(folder: Path, contents: bytes) -> None:
+    (folder / "tokenizer.json").write_bytes(contents)
+    opening_fails(folder, str(folder / "tokenizer.json"))
+
+
+def test_a_truncated_tokenizer(folder: Path) -> None:
+    cut(folder / "tokenizer.json", 0.5)
+    opening_fails(folder, str(folder / "tokenizer.json"))
+
+
+def test_a_bad_chat_template(folder: Path) -> None:
+    edit_json(folder / "tokenizer_config.json", chat_template="{% for %}")
+    opening_fails(folder, str(folder), "chat template")
+    (folder / "chat_template.jinja").write_bytes(b"\xff\xff")
+    opening_fails(folder, str(folder / "chat_template.jinja"))
+    config = msgspec.structs.replace(CONFIG, chat_template="{{ broken")
+    opening_fails(folder, "chat_template.jinja", config=config)
+    (folder / "chat_template.jinja").unlink()
+    opening_fails(folder, "EngineConfig", "chat template", config=config)
+    assert opens(folder, config=msgspec.structs.replace(CONFIG, chat_template="{{ messages }}"))
+
+
+def write_gguf(file: Path, architecture: str = "llama") -> None:
+    writer = gguf.GGUFWriter(file, architecture)
+    writer.add_context_length(64)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(["a"] * 40)
+    writer.add_tensor("token_embd.weight", np.zeros((40, 32), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_truncated_gguf(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    write_gguf(file)
+    size = file.stat().st_size
+    for keep in (0, 3, 4, 20, 100, size // 4, size - 1):
+        write_gguf(file)
+        cut(file, keep)
+        opening_fails(file, str(file), "not a whole GGUF file")
+
+
+def test_an_unusable_gguf(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    write_gguf(file)
+    opening_fails(file, str(file))  # most of a model is missing
+    write_gguf(file, "gpt2")
+    opening_fails(file, str(file), "gpt2", "llama")
+    file.write_bytes(b"GGUF" + b"\xff" * 2000)
+    opening_fails(file, str(file))
+    file.write_bytes(b"\x00" * 2000)
+    opening_fails(file, str(file))
+
+
+@on_every_loop
+def test_a_good_model_opens_after_a_broken_one(loop: str, models: dict[str, Path], folder: Path) -> None:
+    """In the same process and on the same loop; and an engine whose start failed can be started again."""
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    data = (folder / "model.safetensors").read_bytes()
+
+    async def main() -> None:
+        async with Engine(models["single"], CONFIG) as engine:
+            expected = (await engine.generate([5, 6, 7], params)).token_ids
+        for _ in range(3):
+            cut(folder / "model.safetensors", 0.5)
+            engine = Engine(folder, CONFIG)
+            with pytest.raises(ModelLoadError):
+                await engine.start()
+            assert not [thread for thread in threading.enumerate() if thread.name.startswith("drift")]
+            (folder / "model.safetensors").write_bytes(data)
+            async with engine:
+                assert (await engine.generate([5, 6, 7], params)).token_ids == expected
+
+    run(loop, main)
+
+
+def defaults_of(folder: Path, settings: dict[str, Any]) -> SamplingParams:
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+
+    async def main() -> SamplingParams:
+        async with Engine(folder, CONFIG) as engine:
+            return engine.default_params
+
+    return anyio.run(main)
+
+
+@pytest.mark.parametrize(
+    "settings, expected",
+    [
+        ({}, {}),
+        ({"do_sample": False, "temperature": 0.7, "top_p": 0.5}, {}),
+        ({"top_p": 0.5, "top_k": 3}, {}),
+        ({"do_sample": True}, {"temperature": 1.0}),
+        ({"temperature": 0.6}, {"temperature": 0.6}),
+        (
+            {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.1},
+            {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.1},
+        ),
+        (
+            {"repetition_penalty": 1.05, "max_new_tokens": 7},
+            {"repetition_penalty": 1.05, "max_tokens": 7},
+        ),
+        (
+            {"do_sample": True, "temperature": None, "top_k": None, "typical_p": 0.3, "num_beams": 4},
+            {"temperature": 1.0},
+        ),
+    ],
+)
+def test_defaults_come_from_generation_config(
+    folder: Path, settings: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    assert defaults_of(folder, settings) == SamplingParams(**expected)
+
+
+@pytest.mark.parametrize(
+    "name, value, allowed",
+    [
+        ("temperature", -1.0, "from 0.0 to 100.0"),
+        ("temperature", "hot", "from 0.0 to 100.0"),
+        ("top_k", -1, "from 0"),
+        ("top_k", 50.0, "from 0"),
+        ("top_p", 0.0, "over 0.0"),
+        ("min_p", 1.5, "from 0.0 to 1.0"),
+        ("repetition_penalty", 0, "from 0.01 to 2.0"),
+        ("max_new_tokens", 0, "from 1"),
+        ("do_sample", "yes", "true or false"),
+        ("eos_token_id", [1, "2"], "token ids"),
+        ("eos_token_id", -1, "token ids"),
+    ],
+)
+def test_defaults_out_of_range_are_refused(folder: Path, name: str, value: Any, allowed: str) -> None:
+    settings = {"do_sample": True, name: value}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    opening_fails(folder, "generation_config", f"{name}={value!r}", allowed)
+
+
+def test_a_request_without_parameters_gets_the_defaults(folder: Path) -> None:
+    settings = {"do_sample": True, "temperature": 0.9, "top_k": 40, "max_new_tokens": 9}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+
+    async def main() -> None:
+        async with Engine(folder, CONFIG) as engine:
+            found = await engine.generate([5, 6, 7])
+            given = SamplingParams(temperature=0.9, top_k=40, max_tokens=9, seed=found.seed)
+            assert found.token_ids == (await engine.generate([5, 6, 7], given)).token_ids
+            assert len(found.token_ids) <= 9
+            greedy = await engine.generate([5, 6, 7], SamplingParams(max_tokens=9))
+            assert greedy.token_ids != found.token_ids
+            assert [c.token_ids async for c in engine.map([[5, 6, 7]], SamplingParams(max_tokens=9))] == [
+                greedy.token_ids
+            ]
+
+    anyio.run(main)
+
+
+def test_several_end_of_sequence_ids(folder: Path) -> None:
+    """Any of them ends a completion; one outside the vocabulary cannot come up and does no harm."""
+    free = opens(folder, SamplingParams(max_tokens=12, ignore_eos=True))
+    ends = [free[7], free[4], 70_000]
+    settings = {"eos_token_id": ends}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    first = min(free.index(ends[0]), free.index(ends[1]))
+    assert opens(folder, SamplingParams(max_tokens=12)) == free[: first + 1]
+    assert opens(folder, SamplingParams(max_tokens=12, ignore_eos=True)) == free
+    assert not set(opens(folder, SamplingParams(max_tokens=12, min_tokens=12))[:12]) & set(ends)

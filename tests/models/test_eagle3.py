@@ -1,0 +1,458 @@
+"""A draft against plain torch written from its description: features, rows, logits, the slots of its keys."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from decoder_parity import BLOCK_SIZE, load_decoder, poisoned_cache, random_tokens, shuffled_blocks
+from draft_zoo import VARIANTS, make_draft
+from model_zoo import make_model
+from safetensors.torch import load_file
+
+from drift_sdk.loading.source import resolve
+from drift_sdk.models import eagle3
+from drift_sdk.models.attention import AttentionBatch, SequenceRows
+from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.draft_config import DraftConfig
+from drift_sdk.models.eagle3 import SLOT_OFFSET, DraftDecoder
+from drift_sdk.models.kv_cache import KVCache
+
+TOLERANCE = 1e-5
+NUM_BLOCKS = 16
+NUM_PROMPT_TOKENS, NUM_DRAFT_STEPS = 43, 5
+CHUNKS = (1, 20, 7, 15)
+TARGET = 1
+
+
+class Reference:
+    """The draft of a folder in float64: one row after another over plain lists of keys and values."""
+
+    def __init__(self, folder: Path, target_folder: Path, num_target_layers: int) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        nested = config.get("transformer_layer_config")
+        self.options = {**config, **config.get("eagle_config", {})}
+        self.shape = config if nested is None else nested
+        self.is_normed_first = self.options.get("norm_before_residual", nested is not None)
+        self.feeds_normed = self.options.get("norm_output") or self.options.get("return_hidden_post_norm")
+        files = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
+        stored: dict[str, torch.Tensor] = {}
+        for file in files:
+            stored |= load_file(file) if file.suffix == ".safetensors" else torch.load(file)
+        self.w = {
+            name.replace("midlayer", "layers.0"): tensor.double() if tensor.is_floating_point() else tensor
+            for name, tensor in stored.items()
+        }
+        target = load_file(target_folder / "model.safetensors")
+        self.target = {name: tensor.double() for name, tensor in target.items()}
+        self.target_eps = json.loads((target_folder / "config.json").read_text())["rms_norm_eps"]
+        offsets = self.w.get("d2t")
+        self.ids = torch.arange(self.shape["vocab_size"] if offsets is None else len(offsets))
+        if offsets is not None:
+            self.ids = self.ids + offsets
+        self.boundaries = self._boundaries(num_target_layers)
+        num_layers = self.shape["num_hidden_layers"]
+        self.keys: list[list[torch.Tensor]] = [[] for _ in range(num_layers)]
+        self.values: list[list[torch.Tensor]] = [[] for _ in range(num_layers)]
+
+    def _boundaries(self, num_layers: int) -> list[int]:
+        if self.options.get("use_aux_hidden_state") is False:
+            return []
+        ids = self.options.get("eagle_aux_hidden_state_layer_ids")
+        if ids is None:
+            return sorted([2, num_layers // 2, num_layers - 3])
+        return ids if max(ids) == num_layers else [layer_id + 1 for layer_id in ids]
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float | None = None) -> torch.Tensor:
+        eps = self.shape["rms_norm_eps"] if eps is None else eps
+        return weight * x / ((x * x).mean() + eps).sqrt()
+
+    def fuse(self, captured: list[torch.Tensor], final: torch.Tensor) -> torch.Tensor:
+        """One row: the target's stream at each boundary and after its last layer."""
+        if not self.boundaries:
+            return self.norm(final, self.target["model.norm.weight"], self.target_eps)
+        if self.options.get("fc_norm"):
+            captured = [self.norm(x, self.w[f"fc_norm.{i}.weight"]) for i, x in enumerate(captured)]
+        joined = torch.cat(captured)
+        if self.options.get("norm_before_fc"):
+            joined = self.norm(joined, self.w["input_norm.weight"])
+        return self.w["fc.weight"] @ joined
+
+    def frequencies(self) -> list[float]:
+        half, theta = self.shape["head_dim"] // 2, self.shape.get("rope_theta", 10_000.0)
+        scaling, found = self.shape.get("rope_scaling"), []
+        for index in range(half):
+            frequency = theta ** (-index / half)
+            if scaling is not None:
+                turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
+                share = (turns - scaling["low_freq_factor"]) / (
+                    scaling["high_freq_factor"] - scaling["low_freq_factor"]
+                )
+                share = min(1.0, max(0.0, share))
+                frequency = share * frequency + (1 - share) * frequency / scaling["factor"]
+            found.append(frequency)
+        return found
+
+    def rope(self, head: torch.Tensor, position: int) -> torch.Tensor:
+        half, out = len(head) // 2, head.clone()
+        for index, frequency in enumerate(self.frequencies()):
+            cos, sin = math.cos(position * frequency), math.sin(position * frequency)
+            out[index] = head[index] * cos - head[index + half] * sin
+            out[index + half] = head[index + half] * cos + head[index] * sin
+        return out
+
+    def project(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        y = self.w[f"{name}.weight"] @ x
+        return y + self.w[f"{name}.bias"] if f"{name}.bias" in self.w else y
+
+    def row(self, feature: torch.Tensor, token: int) -> torch.Tensor:
+        """Append a row; what is fed back."""
+        embedding = self.w.get("embed_tokens.weight", self.target["model.embed_tokens.weight"])[token]
+        position = len(self.keys[0])
+        num_heads, num_kv_heads = self.shape["num_attention_heads"], self.shape["num_key_value_heads"]
+        head_dim = self.shape["head_dim"]
+        stream = feature
+        for index in range(self.shape["num_hidden_layers"]):
+            layer = f"layers.{index}"
+            if index == 0:
+                normed = self.norm(feature, self.w[f"{layer}.hidden_norm.weight"])
+                stream = normed if self.is_normed_first else feature
+                x = torch.cat([self.norm(embedding, self.w[f"{layer}.input_layernorm.weight"]), normed])
+            else:
+                x = self.norm(stream, self.w[f"{layer}.input_layernorm.weight"])
+            query = self.project(f"{layer}.self_attn.q_proj", x).view(num_heads, head_dim)
+            key = self.project(f"{layer}.self_attn.k_proj", x).view(num_kv_heads, head_dim)
+            value = self.project(f"{layer}.self_attn.v_proj", x).view(num_kv_heads, head_dim)
+            self.keys[index].append(torch.stack([self.rope(head, position) for head in key]))
+            self.values[index].append(value)
+            heads = []
+            for head in range(num_heads):
+                shared = head // (num_heads // num_kv_heads)
+                turned = self.rope(query[head], position)
+                past = torch.stack([key[shared] for key in self.keys[index]])
+                weights = (past @ turned / math.sqrt(head_dim)).softmax(0)
+                heads.append(weights @ torch.stack([value[shared] for value in self.values[index]]))
+            stream = stream + self.project(f"{layer}.self_attn.o_proj", torch.cat(heads))
+            x = self.norm(stream, self.w[f"{layer}.post_attention_layernorm.weight"])
+            gate, up = self.project(f"{layer}.mlp.gate_proj", x), self.project(f"{layer}.mlp.up_proj", x)
+            stream = stream + self.project(f"{layer}.mlp.down_proj", gate * gate.sigmoid() * up)
+        return self.norm(stream, self.w["norm.weight"]) if self.feeds_normed else stream
+
+    def logits(self, fed_back: torch.Tensor) -> torch.Tensor:
+        head = self.w.get("lm_head.weight")
+        if head is None and self.shape.get("tie_word_embeddings"):
+            head = self.w["embed_tokens.weight"]
+        if head is None:
+            head = self.target.get("lm_head.weight", self.target["model.embed_tokens.weight"])[self.ids]
+        return head @ (fed_back if self.feeds_normed else self.norm(fed_back, self.w["norm.weight"]))
+
+
+@pytest.fixture(scope="module")
+def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("target")
+    make_model(TARGET, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target(target_folder: Path) -> Decoder:
+    return load_decoder(target_folder)
+
+
+def _cache(draft: DraftDecoder) -> KVCache:
+    config = draft.config
+    cache = KVCache(
+        draft.num_layers,
+        NUM_BLOCKS,
+        BLOCK_SIZE,
+        config.num_kv_heads,
+        config.head_dim,
+        draft.dtype,
+        draft.device,
+    )
+    cache.keys.fill_(float("nan"))
+    cache.values.fill_(float("nan"))
+    return cache
+
+
+@torch.inference_mode()
+def _target_states(
+    target: Decoder, tokens: torch.Tensor, boundaries: Sequence[int]
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    cache = poisoned_cache(target.config)
+    batch = AttentionBatch([SequenceRows(shuffled_blocks(), 0, len(tokens))], cache)
+    final, captured = target.forward(tokens, batch, cache, boundaries)
+    return captured, final
+
+
+def _assert_close(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert found.shape == expected.shape, f"{name}: {list(found.shape)} != {list(expected.shape)}"
+    difference = (found.double() - expected).abs().max().item()
+    # Written so that NaN fails.
+    assert difference <= TOLERANCE, f"{name} differ by {difference:.2e}"
+
+
+@torch.inference_mode()
+def _assert_parity(draft: DraftDecoder, target: Decoder, reference: Reference) -> None:
+    """Prefill in chunks, then draft with what is fed back: every row, and in the end every slot."""
+    assert list(draft.boundaries) == reference.boundaries
+    assert torch.equal(draft.target_ids, reference.ids)
+    tokens = random_tokens(target.config, NUM_PROMPT_TOKENS + 1, seed=3)
+    captured, final = _target_states(target, tokens[:-1], draft.boundaries)
+    features = draft.fuse(captured, final)
+    streams = [stream.double() for stream in (*captured, final)]
+    expected = torch.stack(
+        [reference.fuse([s[i] for s in streams[:-1]], streams[-1][i]) for i in range(len(final))]
+    )
+    _assert_close("features", features, expected)
+
+    cache, blocks = _cache(draft), shuffled_blocks(NUM_BLOCKS)
+    start = 0
+    for num_rows in CHUNKS:
+        batch = _batch(blocks, start, num_rows, cache)
+        rows = slice(start, start + num_rows)
+        hidden = draft.forward(features[rows], tokens[start + 1 : start + num_rows + 1], batch, cache)
+        fed_back = [
+            reference.row(feature.double(), int(token))
+            for feature, token in zip(features[rows], tokens[start + 1 :], strict=False)
+        ]
+        _assert_close("rows", hidden, torch.stack(fed_back))
+        _assert_close("logits", draft.logits(hidden), torch.stack([reference.logits(g) for g in fed_back]))
+        start += num_rows
+
+    assert start == NUM_PROMPT_TOKENS
+    g, token = hidden[-1:], draft.target_ids[draft.logits(hidden[-1:]).argmax(-1)]
+    expected_g = fed_back[-1]
+    for position in range(start, start + NUM_DRAFT_STEPS):
+        g = draft.forward(g, token, _batch(blocks, position, 1, cache), cache)
+        expected_g = reference.row(expected_g, int(token))
+        _assert_close(f"draft row {position}", g, expected_g[None])
+        logits = draft.logits(g)
+        assert logits.dtype == torch.float32
+        _assert_close(f"draft logits {position}", logits, reference.logits(expected_g)[None])
+        token = draft.target_ids[logits.argmax(-1)]
+
+    _assert_cache(cache, blocks, reference)
+
+
+def _assert_cache(cache: KVCache, blocks: list[int], reference: Reference) -> None:
+    """Row i lies at slot i + 1 of the sequence, and nothing else was written."""
+    num_rows = len(reference.keys[0])
+    places = torch.arange(1, num_rows + 1)
+    slots = torch.tensor(blocks)[places // BLOCK_SIZE] * BLOCK_SIZE + places % BLOCK_SIZE
+    for layer in range(len(reference.keys)):
+        keys, values = cache.layer(layer)
+        for name, found, expected in (
+            ("keys", keys, reference.keys[layer]),
+            ("values", values, reference.values[layer]),
+        ):
+            _assert_close(f"cached {name}", found[slots], torch.stack(expected))
+            is_unwritten = torch.ones(len(found), dtype=torch.bool).index_fill_(0, slots, False)
+            assert found[is_unwritten].isnan().all(), f"{name} outside the sequence's slots"
+
+
+def _batch(blocks: list[int], start: int, num_rows: int, cache: KVCache) -> AttentionBatch:
+    return AttentionBatch([SequenceRows(blocks, start, num_rows)], cache, slot_offset=eagle3.SLOT_OFFSET)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_parity(name: str, target: Decoder, target_folder: Path, tmp_path: Path) -> None:
+    make_draft(name, tmp_path, target_folder)
+    draft = DraftDecoder.load(tmp_path, target)
+    assert draft.num_layers == VARIANTS[name].num_layers
+    _assert_parity(draft, target, Reference(tmp_path, target_folder, target.config.num_layers))
+
+
+def test_parity_with_a_tied_target_of_four_layers(tmp_path: Path) -> None:
+    """The default boundaries of so few layers coincide: 1, 2 and 2."""
+    make_model(6, tmp_path / "target")
+    make_draft("ids only", tmp_path / "draft", tmp_path / "target")
+    target = load_decoder(tmp_path / "target")
+    draft = DraftDecoder.load(tmp_path / "draft", target)
+    assert draft.boundaries == (1, 2, 2)
+    _assert_parity(draft, target, Reference(tmp_path / "draft", tmp_path / "target", 4))
+
+
+FAULTS = (
+    "position of all rows",
+    "position of draft rows",
+    "feature",
+    "halves",
+    "norm twice",
+    "slot offset",
+    "residual",
+)
+
+
+@pytest.mark.parametrize("name", ["reference", "fc norm and output norm"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_fault_shows(
+    fault: str,
+    name: str,
+    target: Decoder,
+    target_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make_draft(name, tmp_path, target_folder)
+    draft = DraftDecoder.load(tmp_path, target)
+    tables, fuse, logits = eagle3.rotary_tables, DraftDecoder.fuse, DraftDecoder.logits
+    if fault == "position of all rows":
+        monkeypatch.setattr(eagle3, "rotary_tables", lambda p, *rest: tables(p + 1, *rest))
+    elif fault == "position of draft rows":
+        monkeypatch.setattr(
+            eagle3, "rotary_tables", lambda p, *rest: tables(p + (p >= NUM_PROMPT_TOKENS), *rest)
+        )
+    elif fault == "feature":
+        monkeypatch.setattr(DraftDecoder, "fuse", lambda *inputs: fuse(*inputs).roll(1, 0))
+    elif fault == "halves":
+        first = draft.weights.layers[0]
+        qkv = first.qkv.roll(draft.config.hidden_size, 1)
+        layers = (dataclasses.replace(first, qkv=qkv), *draft.weights.layers[1:])
+        draft = DraftDecoder(draft.config, dataclasses.replace(draft.weights, layers=layers), target)
+    elif fault == "norm twice":
+        norm, eps = draft.weights.final_norm, draft.config.rms_norm_eps
+        monkeypatch.setattr(
+            DraftDecoder,
+            "logits",
+            lambda self, hidden: logits(self, eagle3.rms_norm(hidden, norm, eps)),
+        )
+    elif fault == "slot offset":
+        monkeypatch.setattr(eagle3, "SLOT_OFFSET", 0)
+    else:
+        draft.config = _replace(draft.config, is_residual_normed=True)
+
+    with pytest.raises(AssertionError, match="differ by"):
+        _assert_parity(draft, target, Reference(tmp_path, target_folder, target.config.num_layers))
+
+
+def _replace(config: DraftConfig, **changes: Any) -> DraftConfig:
+    return DraftConfig(**{name: getattr(config, name) for name in config.__struct_fields__} | changes)
+
+
+def test_sequences_together_equal_each_alone(target: Decoder, target_folder: Path, tmp_path: Path) -> None:
+    """Chunks, decode rows and padding of mixed lengths; a table ends exactly with a sequence's last slot."""
+    make_draft("deep", tmp_path, target_folder)
+    draft = DraftDecoder.load(tmp_path, target)
+    starts_and_rows = [(15, 1), (0, 7), (3, 1), (6, 2), (0, 3), (22, 1), (0, 20), (8, 3)]
+    free = shuffled_blocks(64)
+    tables = [
+        [free.pop() for _ in range(-(-(start + num_rows + SLOT_OFFSET) // BLOCK_SIZE))]
+        for start, num_rows in starts_and_rows
+    ]
+    generator = torch.Generator().manual_seed(5)
+    features = [torch.randn(s + n, draft.config.hidden_size, generator=generator) for s, n in starts_and_rows]
+    tokens = [random_tokens(target.config, s + n, seed=i) for i, (s, n) in enumerate(starts_and_rows)]
+
+    def run(*, together: bool) -> tuple[torch.Tensor, KVCache]:
+        cache = KVCache(3, 64, BLOCK_SIZE, 2, 12, torch.float32, "cpu")
+        cache.keys.fill_(float("nan"))
+        cache.values.fill_(float("nan"))
+        rows = [SequenceRows(t, s, n) for t, (s, n) in zip(tables, starts_and_rows, strict=True)]
+        for index, (start, _) in enumerate(starts_and_rows):
+            if start:
+                past = AttentionBatch([SequenceRows(tables[index], 0, start)], cache, slot_offset=SLOT_OFFSET)
+                draft.forward(features[index][:start], tokens[index][:start], past, cache)
+
+        groups = [list(range(len(rows)))] if together else [[index] for index in range(len(rows))]
+        hidden = []
+        for group in groups:
+            batch = AttentionBatch([rows[i] for i in group], cache, slot_offset=SLOT_OFFSET)
+            news = torch.cat([features[i][rows[i].start :] for i in group])
+            ids = torch.cat([tokens[i][rows[i].start :] for i in group])
+            hidden.append(draft.forward(news, ids, batch, cache))
+
+        return torch.cat(hidden), cache
+
+    (found, found_cache), (expected, expected_cache) = run(together=True), run(together=False)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(found_cache.keys.isnan(), expected_cache.keys.isnan())
+    torch.testing.assert_close(found_cache.keys, expected_cache.keys, atol=1e-5, rtol=1e-5, equal_nan=True)
+
+
+def test_offset_batch_has_plain_positions_and_shifted_slots() -> None:
+    cache = KVCache(1, 8, BLOCK_SIZE, 1, 4, torch.float32, "cpu")
+    rows = [SequenceRows([5, 2], 7, 1), SequenceRows([3, 0], 6, 4), SequenceRows([7], 2, 1)]
+    batch = AttentionBatch(rows, cache, slot_offset=1)
+    assert batch.positions.tolist() == [7, 6, 7, 8, 9, 2]
+    assert batch.slot_mapping.tolist() == [2 * 8 + 0, 3 * 8 + 7, 0, 1, 2, 7 * 8 + 3]
+    plain, zero = AttentionBatch(rows, cache), AttentionBatch(rows, cache, slot_offset=0)
+    assert torch.equal(plain.slot_mapping, zero.slot_mapping)
+    with pytest.raises(ValueError, match="1 blocks for 9 tokens: expected 2"):
+        AttentionBatch([SequenceRows([1], 7, 1)], cache, slot_offset=1)
+    with pytest.raises(ValueError, match="slot_offset=-1"):
+        AttentionBatch(rows, cache, slot_offset=-1)
+
+
+def test_context_beyond_the_drafts_own(target: Decoder, target_folder: Path, tmp_path: Path) -> None:
+    """The zoo's drafts say 16 positions; rows far behind still turn by their own position."""
+    make_draft("reference", tmp_path, target_folder)
+    draft = DraftDecoder.load(tmp_path, target)
+    reference = Reference(tmp_path, target_folder, target.config.num_layers)
+    cache, start = _cache(draft), 90
+    cache.keys.zero_()
+    cache.values.zero_()
+    feature = torch.randn(1, draft.config.hidden_size, generator=torch.Generator().manual_seed(1))
+    blocks = shuffled_blocks(NUM_BLOCKS)
+    draft.forward(feature, torch.tensor([9]), _batch(blocks, start, 1, cache), cache)
+    reference.keys[0] = [torch.zeros(2, 12).double()] * start
+    reference.values[0] = list(reference.keys[0])
+    reference.row(feature[0].double(), 9)
+    place = start + 1
+    key = cache.layer(0)[0][blocks[place // BLOCK_SIZE] * BLOCK_SIZE + place % BLOCK_SIZE]
+    _assert_close("key", key, reference.keys[0][start])
+
+
+def test_random_draft(target: Decoder, target_folder: Path, tmp_path: Path) -> None:
+    for name in ("reference", "narrow", "final hidden", "deep"):
+        make_draft(name, tmp_path / name, target_folder)
+        config = DraftConfig.from_hf(resolve(tmp_path / name).config, target.config)
+        first, again, other = (DraftDecoder.random(config, target, seed) for seed in (4, 4, 5))
+        assert torch.equal(first.weights.layers[0].qkv, again.weights.layers[0].qkv)
+        assert not torch.equal(first.weights.layers[0].qkv, other.weights.layers[0].qkv)
+        assert (first.target_ids.diff() > 0).all() and first.target_ids[-1] < config.vocab_size
+        captured, final = _target_states(target, random_tokens(target.config, 8), first.boundaries)
+        cache = _cache(first)
+        batch = _batch(shuffled_blocks(NUM_BLOCKS), 0, 8, cache)
+        hidden = first.forward(first.fuse(captured, final), random_tokens(target.config, 8), batch, cache)
+        logits = first.logits(hidden)
+        assert logits.shape == (8, config.draft_vocab_size) and logits.isfinite().all()
+
+
+def test_everything_lives_in_the_targets_dtype_and_on_its_device(target_folder: Path, tmp_path: Path) -> None:
+    """On the meta device an operation that mixes in a tensor of the CPU fails."""
+    source = resolve(target_folder)
+    away = Decoder.load(
+        DecoderConfig.from_hf(source.config), source.tensors(), device="meta", dtype=torch.bfloat16
+    )
+    for name in ("fc norm and output norm", "final hidden", "ids only"):
+        make_draft(name, tmp_path / name, target_folder)
+        draft = DraftDecoder.load(tmp_path / name, away)
+        states = [torch.empty(4, 64, dtype=torch.bfloat16, device="meta") for _ in range(4)]
+        cache = KVCache(1, 4, BLOCK_SIZE, 2, 12, torch.bfloat16, "meta")
+        batch = _batch([1, 2], 0, 4, cache)
+        features = draft.fuse(states[: len(draft.boundaries)], states[-1])
+        ids = torch.zeros(4, dtype=torch.int64, device="meta")
+        logits = draft.logits(draft.forward(features, ids, batch, cache))
+        assert logits.dtype == torch.float32 and logits.device.type == "meta"
+        assert draft.dtype == torch.bfloat16 and draft.target_ids.device.type == "meta"
+
+
+def test_wrong_shapes_are_refused(target: Decoder, target_folder: Path, tmp_path: Path) -> None:
+    make_draft("reference", tmp_path, target_folder)
+    draft = DraftDecoder.load(tmp_path, target)
+    cache = _cache(draft)
+    batch, ids = _batch([1], 0, 2, cache), torch.tensor([1, 2])
+    with pytest.raises(ValueError, match=r"expected \[2, 64\] and \[2\]"):
+        draft.forward(torch.zeros(2, 63), ids, batch, cache)
+    with pytest.raises(ValueError, match=r"expected \[2, 64\] and \[2\]"):
+        draft.forward(torch.zeros(2, 64), ids[:1], batch, cache)
+    with pytest.raises(ValueError, match="1 captured: expected 3"):
+        draft.fuse([torch.zeros(2, 64)], torch.zeros(2, 64))

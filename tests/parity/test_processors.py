@@ -1,0 +1,586 @@
+"""What changes logits, against transformers' logits processors: by itself and through the whole engine."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+import torch
+from model_zoo import make_model
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
+
+from drift_sdk import Completion, Engine, EngineConfig, SamplingParams
+from drift_sdk.execution import eager
+from drift_sdk.execution.logit_rules import LogitRules, apply_rules
+from drift_sdk.scheduling.scheduler import Scheduler
+from drift_sdk.steps import SlotAssignment, SlotSampling
+
+VOCAB_SIZE = 500
+CPU = torch.device("cpu")
+NUM_TOKENS = 40
+NUM_REQUESTS = 17
+
+
+class Bits:
+    """A constraint that always allows the same tokens."""
+
+    def __init__(self, token_ids: Sequence[int], vocab_size: int) -> None:
+        self._words = np.zeros((1, -(-vocab_size // 32)), dtype=np.uint32)
+        for token_id in token_ids:
+            self._words[0, token_id // 32] |= np.uint32(1 << (token_id % 32))
+
+    def masks(self, draft_token_ids: Sequence[int]) -> Any:
+        assert len(draft_token_ids) == 0
+        return self._words.view(np.int32)
+
+
+def sampling_of(**rules: Any) -> SlotSampling:
+    given = {"stop_token_ids": (), "num_prompt_tokens": 1, "max_length": 1000, **rules}
+    return SlotSampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, **given)
+
+
+def random_case(rng: random.Random, vocab_size: int) -> tuple[SlotSampling, list[int]]:
+    """A sampling with some of the rules, and a sequence's tokens."""
+
+    def some_ids(most: int) -> tuple[int, ...]:
+        return tuple(rng.sample(range(vocab_size), rng.randint(1, min(most, vocab_size))))
+
+    num_prompt_tokens = rng.randint(1, 30)
+    tokens = [rng.randrange(vocab_size) for _ in range(num_prompt_tokens + rng.randint(0, 30))]
+    rules: dict[str, Any] = {}
+    if rng.random() < 0.6:
+        rules["repetition_penalty"] = rng.choice([0.01, 0.5, 1.1, 1.7, 2.0])
+    if rng.random() < 0.6:
+        rules["logit_bias"] = tuple(sorted((token_id, rng.uniform(-100, 100)) for token_id in some_ids(40)))
+    if rng.random() < 0.6:
+        rules["min_length"] = num_prompt_tokens + rng.randint(1, 40)
+    if rng.random() < 0.4:
+        rules["allowed_token_ids"] = some_ids(vocab_size)
+    stops = some_ids(5) if rng.random() < 0.8 else ()
+    return sampling_of(stop_token_ids=stops, num_prompt_tokens=num_prompt_tokens, **rules), tokens
+
+
+def rules_of(sampling: SlotSampling, tokens: list[int], rng: random.Random, **more: Any) -> LogitRules | None:
+    """As an executor makes them: some tokens cached, the rest in chunks."""
+    num_cached = rng.randrange(len(tokens)) if sampling.has_penalties else 0
+    cached = tuple(tokens[:num_cached])
+    assignment = SlotAssignment(slot=0, sampling=sampling, cached_token_ids=cached, **more)
+    rules = LogitRules.of(assignment, VOCAB_SIZE, CPU)
+    while rules is not None and num_cached < len(tokens):
+        end = min(len(tokens), num_cached + rng.randint(1, 20))
+        rules.count(tokens[num_cached:end], num_cached)
+        num_cached = end
+    return rules
+
+
+def transformers_scores(logits: torch.Tensor, sampling: SlotSampling, tokens: list[int]) -> torch.Tensor:
+    """logits [1, V] after transformers' own processors, in the order of its `generate`."""
+    processors = LogitsProcessorList()
+    if sampling.logit_bias:
+        processors.append(SequenceBiasLogitsProcessor([[[i], b] for i, b in sampling.logit_bias]))
+    processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+    min_new_tokens = sampling.min_length - sampling.num_prompt_tokens
+    if sampling.stop_token_ids and min_new_tokens > 0:
+        stops = list(sampling.stop_token_ids)
+        processors.append(
+            MinNewTokensLengthLogitsProcessor(sampling.num_prompt_tokens, min_new_tokens, stops)
+        )
+    if sampling.allowed_token_ids is not None:
+        allowed = list(sampling.allowed_token_ids)
+        processors.append(PrefixConstrainedLogitsProcessor(lambda *_: allowed, 1))
+    return processors(torch.tensor([tokens]), logits)
+
+
+def test_rules_equal_transformers_processors() -> None:
+    rng = random.Random(5)
+    torch.manual_seed(5)
+    seen = set()
+    for _ in range(60):
+        cases = [random_case(rng, VOCAB_SIZE) for _ in range(8)]
+        logits = torch.randn(len(cases), VOCAB_SIZE) * 6
+        untouched = logits.clone()
+        rules = [rules_of(*case, rng) for case in cases]
+        found = apply_rules(logits, rules, [len(tokens) for _, tokens in cases])
+        assert torch.equal(logits, untouched)
+        for row, (sampling, tokens) in enumerate(cases):
+            expected = transformers_scores(logits[row : row + 1], sampling, tokens)[0]
+            if set(sampling.allowed_token_ids or (-1,)) <= set(sampling.stop_token_ids):
+                continue  # min_length forbids all that is allowed: see below
+
+            assert torch.equal(found[row], expected), sampling
+            seen.add((rules[row] is None, len(tokens) < sampling.min_length, sampling.has_penalties))
+    assert len(seen) >= 5
+
+
+def test_counts_of_the_output_alone() -> None:
+    """Presence and frequency penalties, which transformers lacks, by the formula."""
+    rng = random.Random(6)
+    for _ in range(30):
+        sampling, tokens = random_case(rng, VOCAB_SIZE)
+        presence, frequency = rng.uniform(-2, 2), rng.uniform(-2, 2)
+        sampling = sampling_of(
+            num_prompt_tokens=sampling.num_prompt_tokens,
+            presence_penalty=presence,
+            frequency_penalty=frequency,
+        )
+        tokens += rng.choices(tokens, k=20)
+        logits = torch.randn(1, VOCAB_SIZE)
+        found = apply_rules(logits, [rules_of(sampling, tokens, rng)], [len(tokens)])[0]
+        output = tokens[sampling.num_prompt_tokens :]
+        expected = torch.tensor(
+            [-frequency * output.count(i) - presence * (i in output) for i in range(VOCAB_SIZE)]
+        )
+        assert torch.allclose(found - logits[0], expected, atol=1e-5)
+
+
+def test_rows_without_rules_cost_nothing() -> None:
+    logits = torch.randn(3, VOCAB_SIZE)
+    assert apply_rules(logits, [None, None, None], [1, 2, 3]) is logits
+
+
+def test_what_is_left_when_rules_contradict() -> None:
+    """Stop ids give way to allowed ids, everything to a constraint."""
+    rng = random.Random(7)
+    for _ in range(200):
+        sampling, tokens = random_case(rng, VOCAB_SIZE)
+        constrained = tuple(rng.sample(range(VOCAB_SIZE), rng.choice([1, 2, 30, 400])))
+        constraint = Bits(constrained, VOCAB_SIZE) if rng.random() < 0.6 else None
+        if rng.random() < 0.3 and sampling.stop_token_ids:
+            constrained = sampling.stop_token_ids
+            constraint = Bits(constrained, VOCAB_SIZE)
+        rules = rules_of(sampling, tokens, rng, constraint=constraint)
+        found = apply_rules(torch.randn(1, VOCAB_SIZE), [rules], [len(tokens)])[0]
+
+        allowed = set(sampling.allowed_token_ids or range(VOCAB_SIZE))
+        kept = allowed - set(sampling.stop_token_ids if len(tokens) < sampling.min_length else ())
+        if constraint is not None:
+            kept &= set(constrained)
+        if not kept:
+            kept = allowed if constraint is None else set(constrained)
+        assert set(found.isfinite().nonzero().flatten().tolist()) == kept
+
+
+def test_stops_stay_where_nothing_else_exists() -> None:
+    sampling = sampling_of(stop_token_ids=(0, 1, 2, 3), min_length=5)
+    rules = LogitRules.of(SlotAssignment(slot=0, sampling=sampling), 4, CPU)
+    logits = torch.randn(1, 4)
+    assert torch.equal(apply_rules(logits, [rules], [2]), logits)
+
+
+@pytest.mark.parametrize("index", [0, 4, 14, 20])
+def test_greedy_tokens_equal_transformers_generate(index: int, tmp_path: Path) -> None:
+    model = make_model(index, tmp_path)
+    vocab_size = model.config.vocab_size
+    rng = random.Random(index)
+    prompts = [[rng.randrange(3, vocab_size) for _ in range(length)] for length in (1, 9, 30, 70)]
+
+    def reference(prompt: list[int], params: SamplingParams) -> list[int]:
+        arguments: dict[str, Any] = {}
+        if params.logit_bias:
+            arguments["sequence_bias"] = {(i,): bias for i, bias in params.logit_bias.items()}
+        if params.allowed_token_ids is not None:
+            allowed = list(params.allowed_token_ids)
+            arguments["prefix_allowed_tokens_fn"] = lambda *_: allowed
+        with torch.inference_mode():
+            output = model.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+                do_sample=False,
+                max_new_tokens=NUM_TOKENS,
+                min_new_tokens=params.min_tokens,
+                repetition_penalty=params.repetition_penalty,
+                eos_token_id=list(params.stop_token_ids) or None,
+                pad_token_id=2,
+                **arguments,
+            )
+        return output[0, len(prompt) :].tolist()
+
+    config = EngineConfig(
+        dtype="float32", device="cpu", prefill_token_budget=16, block_size=8, max_model_len=256
+    )
+
+    async def main() -> None:
+        async with Engine(tmp_path, config) as engine:
+            for prompt in prompts:
+                plain = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+                dull = (await engine.generate(prompt, plain)).token_ids
+                stops = tuple(dict.fromkeys(dull[2:9]))[:4]
+                bias = {i: rng.uniform(-3, 3) for i in rng.sample(range(vocab_size), 60)}
+                bias |= {dull[3]: -100.0}
+                allowed = tuple(rng.sample(range(vocab_size), 100))
+                cases = [
+                    {"repetition_penalty": 1.4},
+                    {"repetition_penalty": 0.8, "logit_bias": bias},
+                    {"logit_bias": bias},
+                    {"min_tokens": 12, "stop_token_ids": stops},
+                    {"min_tokens": 12, "stop_token_ids": stops, "allowed_token_ids": stops + allowed},
+                    {"allowed_token_ids": allowed, "repetition_penalty": 2.0},
+                    {
+                        "repetition_penalty": 1.2,
+                        "min_tokens": 25,
+                        "stop_token_ids": stops,
+                        "logit_bias": bias,
+                        "allowed_token_ids": stops + allowed,
+                    },
+                ]
+                num_changed = 0
+                params = [
+                    SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1, **case)
+                    for case in cases
+                ]
+                streams = [engine.generate(prompt, each) for each in params]
+                for stream, each in zip(streams, params, strict=True):
+                    found = await stream
+                    assert list(found.token_ids) == reference(prompt, each), each
+                    assert len(found.token_ids) > each.min_tokens
+                    assert_raw_logprobs(model, prompt, found)
+                    num_changed += found.token_ids != dull
+                assert num_changed == len(cases)
+
+    anyio.run(main)
+
+
+@torch.inference_mode()
+def greedy_with_penalties(model: Any, prompt: list[int], presence: float, frequency: float) -> list[int]:
+    """OpenAI's formula, token by token."""
+    output: list[int] = []
+    while len(output) < NUM_TOKENS:
+        logits = model(torch.tensor([prompt + output])).logits[0, -1].float()
+        for token_id in set(output):
+            logits[token_id] -= frequency * output.count(token_id) + presence
+        output.append(int(logits.argmax()))
+    return output
+
+
+@pytest.mark.parametrize("index", [4, 13])
+def test_presence_and_frequency_follow_the_formula(index: int, tmp_path: Path) -> None:
+    model = make_model(index, tmp_path)
+    rng = random.Random(index)
+    config = EngineConfig(
+        dtype="float32", device="cpu", prefill_token_budget=16, block_size=8, max_model_len=256
+    )
+
+    async def main() -> None:
+        async with Engine(tmp_path, config) as engine:
+            plain = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+            for length in (1, 7, 40):
+                prompt = [rng.randrange(3, model.config.vocab_size) for _ in range(length)]
+                dull = (await engine.generate(prompt, plain)).token_ids
+                num_changed = 0
+                for presence, frequency in ((1.5, 0.0), (0.0, 0.7), (2.0, 2.0), (-2.0, 0.0), (0.0, -2.0)):
+                    params = SamplingParams(
+                        max_tokens=NUM_TOKENS,
+                        ignore_eos=True,
+                        presence_penalty=presence,
+                        frequency_penalty=frequency,
+                    )
+                    found = (await engine.generate(prompt, params)).token_ids
+                    assert list(found) == greedy_with_penalties(model, prompt, presence, frequency)
+                    num_changed += found != dull
+                assert num_changed >= 3
+
+    anyio.run(main)
+
+
+def test_counts_survive_preemption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences are put back with much output, and find some of it cached, some of it not."""
+    num_outputs, num_cached = [], []
+    preempt, admit = Scheduler._preempt, Scheduler._admit
+
+    def noting_preempt(scheduler: Scheduler, sequence: Any) -> None:
+        num_outputs.append(sequence.num_output_tokens)
+        preempt(scheduler, sequence)
+
+    def noting_admit(scheduler: Scheduler, step: Any) -> Any:
+        sequence = admit(scheduler, step)
+        if sequence is not None and sequence.num_output_tokens:
+            num_cached.append(sequence.num_launched_tokens - sequence.num_prompt_tokens)
+        return sequence
+
+    monkeypatch.setattr(Scheduler, "_preempt", noting_preempt)
+    monkeypatch.setattr(Scheduler, "_admit", noting_admit)
+    model = make_model(4, tmp_path)
+    rng = random.Random(4)
+    prompts = [[rng.randrange(3, model.config.vocab_size) for _ in range(5)] for _ in range(6)]
+    penalties = [(1.5, 0.5), (0.0, 0.7), (2.0, 2.0), (0.0, 1.0), (1.0, 1.0), (0.0, 2.0)]
+    config = EngineConfig(
+        dtype="float32",
+        device="cpu",
+        prefill_token_budget=8,
+        block_size=4,
+        max_model_len=48,
+        kv_cache_tokens=96,
+    )
+
+    async def main() -> None:
+        async with Engine(tmp_path, config) as engine:
+            streams = [
+                engine.generate(
+                    prompt,
+                    SamplingParams(
+                        max_tokens=NUM_TOKENS,
+                        ignore_eos=True,
+                        presence_penalty=presence,
+                        frequency_penalty=frequency,
+                    ),
+                )
+                for prompt, (presence, frequency) in zip(prompts, penalties, strict=True)
+            ]
+            for stream, prompt, (presence, frequency) in zip(streams, prompts, penalties, strict=True):
+                expected = greedy_with_penalties(model, prompt, presence, frequency)
+                assert list((await stream).token_ids) == expected
+
+    anyio.run(main)
+    assert sum(num > 10 for num in num_outputs) >= 2
+    assert any(num > 0 for num in num_cached) and any(num <= 0 for num in num_cached)
+
+
+class Request:
+    """A request with a few of the rules, and prompts that share beginnings."""
+
+    def __init__(self, rng: random.Random, index: int) -> None:
+        shared = [7 + (5 * i) % 300 for i in range(48)]
+        own = [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(1, 90))]
+        self.prompt = shared[: rng.choice([16, 33, 48])] + own
+        rules = {
+            "repetition_penalty": rng.choice([1.3, 1.8, 0.7]),
+            "presence_penalty": rng.choice([0.8, -1.0, 1.9]),
+            "frequency_penalty": rng.choice([0.5, -0.4, 1.5]),
+            "logit_bias": {i: rng.uniform(-4, 4) for i in rng.sample(range(VOCAB_SIZE), 50)},
+            "allowed_token_ids": tuple(rng.sample(range(3, VOCAB_SIZE), 250)),
+            "min_tokens": rng.randint(1, 20),
+            "stop_token_ids": tuple(rng.sample(range(VOCAB_SIZE), 60)),
+        }
+        names = sorted(rules)
+        if index % 4:
+            names = [names[index % len(names)], *rng.sample(names, 2)]
+        chosen = {name: rules[name] for name in names}
+        if "stop_token_ids" not in chosen:
+            chosen.pop("min_tokens", None)
+        self.params = SamplingParams(
+            max_tokens=rng.randint(20, 40),
+            ignore_eos=True,
+            seed=index,
+            temperature=0.8 if index % 3 == 0 else 0.0,
+            prompt_logprobs=2 if index % 5 == 0 else None,
+            **chosen,
+        )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_model(0, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[Request]:
+    rng = random.Random(2027)
+    return [Request(rng, index) for index in range(NUM_REQUESTS)]
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path, requests: list[Request]) -> list[Completion]:
+    async def main() -> list[Completion]:
+        config = EngineConfig(
+            dtype="float32", device="cpu", max_num_seqs=1, max_model_len=256, prefill_token_budget=512
+        )
+        async with Engine(folder, config) as engine:
+            found = []
+            for each in requests:
+                await engine.sleep()  # nothing is cached
+                await engine.wake()
+                found.append(await engine.generate(each.prompt, each.params))
+            return found
+
+    return anyio.run(main)
+
+
+@pytest.mark.parametrize("kv_cache_tokens", [16_384, 320])
+@pytest.mark.parametrize("prefill_token_budget", [16, 512])
+def test_together_equals_alone(
+    folder: Path,
+    requests: list[Request],
+    alone: list[Completion],
+    prefill_token_budget: int,
+    kv_cache_tokens: int,
+) -> None:
+    config = EngineConfig(
+        dtype="float32",
+        device="cpu",
+        max_num_seqs=9,
+        max_model_len=256,
+        block_size=16,
+        kv_cache_tokens=kv_cache_tokens,
+        prefill_token_budget=prefill_token_budget,
+    )
+
+    async def main() -> None:
+        async with Engine(folder, config) as engine:
+            num_cached = 0
+            for _ in range(3):
+                streams = [engine.generate(each.prompt, each.params) for each in requests]
+                for index, (stream, expected) in enumerate(zip(streams, alone, strict=True)):
+                    found = await stream
+                    assert found.token_ids == expected.token_ids, f"request {index}"
+                    assert found.finish_reason == expected.finish_reason
+                    assert_same_logprobs(found.prompt_logprobs, expected.prompt_logprobs)
+                    num_cached += found.usage.cached_tokens
+            stats = engine.stats()
+            assert num_cached > 0
+            assert (stats.num_preemptions > 0) == (kv_cache_tokens == 320)
+            assert stats.num_running == stats.num_waiting == 0
+
+    anyio.run(main)
+
+
+def assert_same_logprobs(found: Any, expected: Any) -> None:
+    if expected is None:
+        assert found is None
+        return
+
+    assert len(found) == len(expected) and found[0] is expected[0] is None
+    for one, other in zip(found[1:], expected[1:], strict=True):
+        assert one.token_id == other.token_id
+        assert abs(one.logprob - other.logprob) < 1e-4
+        assert len(one.top) == len(other.top)
+        assert all(abs(a[1] - b[1]) < 1e-4 for a, b in zip(one.top, other.top, strict=True))
+
+
+def test_every_rule_matters(folder: Path, requests: list[Request], alone: list[Completion]) -> None:
+    """Otherwise the tests above could not tell whether it is kept."""
+    neutral = SamplingParams()
+
+    async def main() -> None:
+        config = EngineConfig(dtype="float32", device="cpu", max_model_len=256)
+        async with Engine(folder, config) as engine:
+            for name in (
+                "repetition_penalty",
+                "presence_penalty",
+                "frequency_penalty",
+                "logit_bias",
+                "allowed_token_ids",
+                "min_tokens",
+                "stop_token_ids",
+            ):
+                num_changed = 0
+                for each, expected in zip(requests, alone, strict=True):
+                    values = {field: getattr(each.params, field) for field in neutral.__struct_fields__}
+                    without = SamplingParams(**{**values, name: getattr(neutral, name)})
+                    if without != each.params:
+                        found = await engine.generate(each.prompt, without)
+                        num_changed += found.token_ids != expected.token_ids
+                assert num_changed >= 2, name
+
+    anyio.run(main)
+
+
+def assert_raw_logprobs(model: Any, prompt: list[int], completion: Completion) -> None:
+    """Those of the model's own distribution, whatever rules have changed."""
+    tokens = list(completion.token_ids)
+    expected = reference_logprobs(model, prompt + tokens)[len(prompt) - 1 :]
+    for entry, token, row in zip(completion.logprobs, tokens, expected, strict=True):
+        assert entry.token_id == token and abs(entry.logprob - row[token].item()) < 1e-4
+        assert abs(entry.top[0][1] - row.max().item()) < 1e-4
+
+
+@torch.inference_mode()
+def reference_logprobs(model: Any, prompt: list[int]) -> torch.Tensor:
+    """Log-probabilities [len(prompt) - 1, V] of what follows each prompt token but the last."""
+    return model(torch.tensor([prompt])).logits[0, :-1].float().log_softmax(-1)
+
+
+def assert_prompt_logprobs(model: Any, prompt: list[int], completion: Completion, num_top: int) -> None:
+    found = completion.prompt_logprobs
+    assert found is not None and len(found) == len(prompt) and found[0] is None
+    expected = reference_logprobs(model, prompt)
+    for position, entry in enumerate(found[1:], start=1):
+        row = expected[position - 1]
+        assert entry is not None and entry.token_id == prompt[position]
+        assert abs(entry.logprob - row[prompt[position]].item()) < 1e-4
+        assert len(entry.top) == num_top
+        for (token_id, logprob), best in zip(entry.top, row.topk(num_top).values.tolist(), strict=True):
+            assert abs(logprob - best) < 1e-4 and abs(logprob - row[token_id].item()) < 1e-4
+
+
+@pytest.mark.parametrize("prefill_token_budget", [1, 16, 512])
+@pytest.mark.parametrize("rows", [eager.LOGITS_ROWS, 7])
+def test_prompt_logprobs_equal_transformers(
+    prefill_token_budget: int, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eager, "LOGITS_ROWS", rows)
+    model = make_model(3, tmp_path)
+    rng = random.Random(3)
+    prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (1, 2, 16, 17, 300)]
+    config = EngineConfig(
+        dtype="float32",
+        device="cpu",
+        prefill_token_budget=prefill_token_budget,
+        max_model_len=400,
+        kv_cache_tokens=4096,
+    )
+
+    async def main() -> None:
+        async with Engine(tmp_path, config) as engine:
+            for num_top in (0, 3):
+                params = SamplingParams(max_tokens=3, ignore_eos=True, prompt_logprobs=num_top)
+                plain = SamplingParams(max_tokens=3, ignore_eos=True)
+                streams = [engine.generate(prompt, params) for prompt in prompts]
+                others = [engine.generate(prompt, plain) for prompt in prompts]
+                for prompt, stream, other in zip(prompts, streams, others, strict=True):
+                    completion = await stream
+                    assert completion.usage.cached_tokens == 0
+                    assert_prompt_logprobs(model, prompt, completion, num_top)
+                    assert (await other).prompt_logprobs is None
+                    assert (await other).token_ids == completion.token_ids
+
+    anyio.run(main)
+
+
+def test_prompt_logprobs_survive_preemption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sequences put back amid their prompt, and of others put back after their first tokens."""
+    was_prefilling = []
+    preempt = Scheduler._preempt
+
+    def noting(scheduler: Scheduler, sequence: Any) -> None:
+        if sequence.sampling.num_prompt_logprobs is not None:
+            was_prefilling.append(sequence.num_output_tokens == 0)
+        preempt(scheduler, sequence)
+
+    monkeypatch.setattr(Scheduler, "_preempt", noting)
+    model = make_model(3, tmp_path)
+    rng = random.Random(4)
+    prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (80, 30, 110, 120, 60, 90)]
+    config = EngineConfig(
+        dtype="float32",
+        device="cpu",
+        prefill_token_budget=8,
+        block_size=8,
+        max_model_len=232,
+        kv_cache_tokens=232,
+    )
+
+    async def main() -> None:
+        async with Engine(tmp_path, config) as engine:
+            params = [
+                SamplingParams(max_tokens=100, ignore_eos=True, prompt_logprobs=2, priority=index)
+                for index in range(len(prompts))
+            ]
+            streams = [engine.generate(p, each) for p, each in zip(prompts, params, strict=True)]
+            for prompt, stream in zip(prompts, streams, strict=True):
+                assert_prompt_logprobs(model, prompt, await stream, 2)
+
+    anyio.run(main)
+    assert set(was_prefilling) == {True, False}

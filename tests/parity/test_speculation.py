@@ -1,0 +1,186 @@
+"""Speculation on equals speculation off, token for token, whatever the draft is worth."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import anyio
+import pytest
+from draft_zoo import make_draft
+from model_zoo import make_model
+from oracle_drafter import OracleDrafter
+
+import drift_sdk.opening
+from drift_sdk import (
+    Chain,
+    Completion,
+    Engine,
+    EngineConfig,
+    ModelLoadError,
+    NGram,
+    SamplingParams,
+    Speculation,
+)
+
+VOCAB_SIZE = 500
+NUM_REQUESTS = 16
+
+
+class Case:
+    def __init__(self, rng: random.Random, seed: int, temperature: float) -> None:
+        shared = [7 + (5 * i) % 300 for i in range(48)]
+        phrase = [rng.randrange(3, VOCAB_SIZE) for _ in range(6)]
+        own = [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(1, 60))]
+        self.prompt = shared[: rng.choice([0, 16, 33, 48])] + own + phrase * rng.choice([0, 3])
+        rare = rng.random() < 0.3
+        self.params = SamplingParams(
+            max_tokens=rng.randint(1, 48),
+            temperature=temperature,
+            top_p=0.9 if temperature else 1.0,
+            seed=seed,
+            ignore_eos=rng.random() < 0.7,
+            stop_token_ids=tuple(range(100, 130)) if rare else (),
+            stop=("z", "q") if rng.random() < 0.3 else (),
+            min_tokens=rng.choice([0, 0, 0, 1]),
+            repetition_penalty=rng.choice([1.0, 1.0, 1.2]),
+            frequency_penalty=rng.choice([0.0, 0.0, 0.4]),
+            logprobs=rng.choice([None, None, 2]),
+            num_draft_tokens=rng.choice([None, None, None, 1, 0]),
+        )
+
+
+def cases(temperature: float) -> list[Case]:
+    rng = random.Random(int(temperature * 10) + 1)
+    return [Case(rng, seed, temperature) for seed in range(NUM_REQUESTS)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_model(0, folder)
+    return folder
+
+
+def config_of(**fields: object) -> EngineConfig:
+    return EngineConfig(dtype="float32", device="cpu", max_model_len=256, block_size=8, **fields)
+
+
+async def run_all(folder: Path, config: EngineConfig, given: list[Case], *, alone: bool) -> list[Completion]:
+    completions: dict[int, Completion] = {}
+    async with Engine(folder, config) as engine:
+
+        async def ask(index: int) -> None:
+            completions[index] = await engine.generate(given[index].prompt, given[index].params)
+
+        async with anyio.create_task_group() as tasks:
+            for index in range(len(given)):
+                if alone:
+                    await ask(index)
+                else:
+                    tasks.start_soon(ask, index)
+        stats = engine.stats()
+        assert stats.num_running == stats.num_waiting == 0
+    return [completions[index] for index in range(len(given))]
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> dict[float, list[Completion]]:
+    return {
+        temperature: anyio.run(lambda t=temperature: run_all(folder, config_of(), cases(t), alone=True))
+        for temperature in (0.0, 0.7, 1.0)
+    }
+
+
+def assert_same(found: list[Completion], expected: list[Completion]) -> None:
+    for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert one.token_ids == other.token_ids, f"request {index}"
+        assert (one.text, one.finish_reason, one.stop_reason) == (
+            other.text,
+            other.finish_reason,
+            other.stop_reason,
+        )
+        assert one.speculation is not None
+        if one.logprobs is not None:
+            for a, b in zip(one.logprobs, other.logprobs, strict=True):
+                assert abs(a.logprob - b.logprob) < 1e-4
+
+
+VARIANTS = [
+    {"prefill_token_budget": 512},
+    {"prefill_token_budget": 16},
+    {"prefill_token_budget": 32, "kv_cache_tokens": 256},  # so small that preemption happens
+]
+
+
+@pytest.mark.parametrize("corruption", [0.0, 0.2, 0.5])
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize(("num_draft_tokens", "variant"), [(1, 0), (2, 1), (3, 2), (4, 0), (5, 2)])
+def test_an_oracle(
+    folder: Path,
+    plain: dict[float, list[Completion]],
+    monkeypatch: pytest.MonkeyPatch,
+    num_draft_tokens: int,
+    corruption: float,
+    temperature: float,
+    variant: int,
+) -> None:
+    given = cases(temperature)
+    answers = {
+        case.params.seed: [*case.prompt, *completion.token_ids]
+        for case, completion in zip(given, plain[temperature], strict=True)
+    }
+    oracle = OracleDrafter(answers, corruption, VOCAB_SIZE)
+    monkeypatch.setattr(drift_sdk.opening, "open_drafter", lambda *_: oracle)
+    speculation = Speculation(draft=NGram(), shape=Chain(num_draft_tokens), adaptive=False)
+    config = config_of(speculation=speculation, max_num_seqs=16, **VARIANTS[variant])
+    found = anyio.run(lambda: run_all(folder, config, given, alone=False))
+    assert_same(found, plain[temperature])
+    assert set(oracle.histogram) >= set(range(num_draft_tokens + 1)) or corruption == 0.0
+    if corruption == 0.0:
+        assert all(f.speculation.num_accepted == f.speculation.num_drafted for f in found)
+
+
+@pytest.mark.parametrize(("alone", "adaptive"), [(True, False), (False, False), (False, True)])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_ngram(
+    folder: Path, plain: dict[float, list[Completion]], temperature: float, alone: bool, adaptive: bool
+) -> None:
+    for variant in VARIANTS:
+        speculation = Speculation(draft=NGram(min_length=1), shape=Chain(3), adaptive=adaptive)
+        config = config_of(speculation=speculation, **variant)
+        found = anyio.run(lambda c=config: run_all(folder, c, cases(temperature), alone=alone))
+        assert_same(found, plain[temperature])
+        assert adaptive or sum(f.speculation.num_drafted for f in found) > 0
+
+
+@pytest.mark.parametrize(("num_draft_tokens", "variant"), [(1, 0), (3, 1), (5, 2)])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_random_eagle_head(
+    folder: Path,
+    tmp_path: Path,
+    plain: dict[float, list[Completion]],
+    num_draft_tokens: int,
+    temperature: float,
+    variant: int,
+) -> None:
+    make_draft("reference", tmp_path, folder)
+    speculation = Speculation(draft=tmp_path, shape=Chain(num_draft_tokens), adaptive=False)
+    config = config_of(speculation=speculation, **VARIANTS[variant])
+    found = anyio.run(lambda: run_all(folder, config, cases(temperature), alone=False))
+    assert_same(found, plain[temperature])
+    assert sum(f.speculation.num_drafted for f in found) > 0
+
+
+def test_a_draft_that_cannot_be_used(folder: Path, tmp_path: Path, plain) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["Nonsense"]}')
+
+    async def start(required: bool) -> list[Completion]:
+        speculation = Speculation(draft=tmp_path, required=required)
+        return await run_all(folder, config_of(speculation=speculation), cases(0.0), alone=False)
+
+    with pytest.raises(ModelLoadError):
+        anyio.run(start, True)
+    for found, expected in zip(anyio.run(start, False), plain[0.0], strict=True):
+        assert found.token_ids == expected.token_ids
+        assert found.speculation is None

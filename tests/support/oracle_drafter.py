@@ -1,0 +1,52 @@
+"""A drafter that knows the answer, and errs as often as it is told to."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from drift_sdk.execution.drafters import Span
+from drift_sdk.execution.slots import Slot
+
+__all__ = ["OracleDrafter"]
+
+
+class OracleDrafter:
+    """`answers`: the whole token sequence, prompt included, of each seed. A drafted token is wrong with
+    probability `corruption`. `histogram[a]` counts rounds in which a of the drafts were right from the start."""
+
+    boundaries: Sequence[int] = ()
+
+    def __init__(self, answers: dict[int, list[int]], corruption: float, vocab_size: int) -> None:
+        self.histogram: dict[int, int] = {}
+        self._answers = answers
+        self._corruption = corruption
+        self._vocab_size = vocab_size
+        self._rng = random.Random(17)
+
+    def enter(self, slot: Slot, cached_token_ids: Sequence[int]) -> None:
+        pass
+
+    def follow(self, spans: Sequence[Span], captured: Sequence[Tensor], hidden: Tensor) -> None:
+        pass
+
+    def propose(self, slots: Sequence[Slot], num_draft_tokens: Sequence[int]) -> list[list[int]]:
+        drafts = []
+        for slot, most in zip(slots, num_draft_tokens, strict=True):
+            answer = self._answers[slot.sampling.seed]
+            right = answer[slot.length : slot.length + most]
+            draft = [
+                token
+                if self._rng.random() >= self._corruption
+                else (token + 1 + self._rng.randrange(self._vocab_size - 1)) % self._vocab_size
+                for token in right
+            ]
+            num_right = next(
+                (i for i, pair in enumerate(zip(draft, right, strict=True)) if pair[0] != pair[1]), len(right)
+            )
+            if most:
+                self.histogram[num_right] = self.histogram.get(num_right, 0) + 1
+            drafts.append(draft)
+        return drafts

@@ -1,0 +1,149 @@
+"""The command line, as a user runs it: in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from model_zoo import make_model
+
+from drift_sdk import doctor
+from drift_sdk.__main__ import main
+from drift_sdk.doctor import Device, examine
+
+COMMAND = [sys.executable, "-m", "drift_sdk"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_model(0, folder)
+    template = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *arguments], input=stdin, capture_output=True, text=True, timeout=50)
+
+
+def test_doctor_says_what_is_there() -> None:
+    ran = run("doctor")
+    assert ran.returncode == 0, ran.stderr
+    for word in ("Python", "torch", "CUDA driver", "executor", "ready to run"):
+        assert word in ran.stdout
+
+
+def test_doctor_tells_programs_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    diagnosis = examine()
+    assert found["is_usable"] is True
+    assert found["python"] == diagnosis.python == ".".join(map(str, sys.version_info[:3]))
+    assert found["torch"] == diagnosis.torch
+    assert found["executor"] == diagnosis.executor
+    assert found["free_memory"] > 0
+    assert found["packages"]["tokenizers"]
+
+
+def test_doctor_fails_where_an_engine_would(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "version_of", lambda name: None if name == "tokenizers" else "1.0")
+    monkeypatch.setattr(doctor, "MIN_TORCH", (99, 0))
+    assert main(["doctor"]) == 1
+    said = capsys.readouterr().out
+    assert "problem: tokenizers is not installed" in said
+    assert "expected at least 99.0" in said
+    assert "not usable" in said
+
+
+def test_a_gpu_that_torch_cannot_use_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(torch):
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(doctor, "gpus", broken)
+    diagnosis = examine()
+    assert not diagnosis.is_usable
+    assert diagnosis.problems == ["CUDA does not work: no kernel image"]
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        (
+            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024",
+            "550.54.15",
+        ),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.124.06  Release Build", "570.124.06"),
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65  Sun Jul 27 07:15:51 UTC 2025", "580.65"),
+        ("nothing of the kind", None),
+    ],
+)
+def test_the_driver_is_what_the_kernel_says(
+    text: str, version: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "version"
+    file.write_text(f"{text}\nGCC version:  gcc version 11.4.0 (Ubuntu 11.4.0-1ubuntu1~22.04)\n")
+    monkeypatch.setattr(doctor, "DRIVER_FILE", file)
+    assert doctor.cuda_driver() == version
+
+
+def test_a_diagnosis_lists_its_gpus() -> None:
+    gib = 2**30
+    device = Device(name="GPU", compute_capability="9.0", free_memory=70 * gib, total_memory=80 * gib)
+    lines = msgspec.structs.replace(examine(), devices=[device], cuda_driver="570.1").text().splitlines()
+    assert [line.split("  ")[-1] for line in lines if line.startswith("GPU 0")] == [
+        "GPU, compute 9.0, 70.0 of 80.0 GiB free"
+    ]
+
+
+def test_chat_answers_every_line_and_ends_with_its_input(model: Path) -> None:
+    options = ("--temperature", "0", "--max-tokens", "8", "--system", "be brief")
+    once = run("chat", str(model), *options, stdin="hello\n")
+    assert once.returncode == 0, once.stderr
+    twice = run("chat", str(model), *options, stdin="hello\n\nagain\n")
+    assert twice.returncode == 0, twice.stderr
+    assert twice.stdout.startswith(once.stdout.removesuffix("> \n"))
+    assert (once.stdout.count("> "), twice.stdout.count("> ")) == (2, 4)
+    assert twice.stdout.count("[length]") == 2
+    assert run("chat", str(model), *options[:4], stdin="hello\n").stdout != once.stdout
+
+
+def test_chat_goes_on_after_a_question_that_is_too_long(model: Path) -> None:
+    ran = run("chat", str(model), "--max-tokens", "4", stdin=f"{'long ' * 400}\nshort\n")
+    assert ran.returncode == 0
+    assert ran.stderr.startswith("PromptTooLong: ")
+    assert ran.stdout.count("[length]") == 1
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no signals to send")
+def test_ctrl_c_stops_the_answer_and_not_the_program(model: Path) -> None:
+    options = ("--temperature", "0", "--max-tokens", "480")
+    command = [*COMMAND, "chat", str(model), *options]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as chat:
+        try:
+            chat.stdin.write("hello\n")
+            chat.stdin.flush()
+            assert chat.stdout.read(len("> ") + 1)
+            chat.send_signal(signal.SIGINT)
+            rest, _ = chat.communicate("again\n", timeout=50)
+        finally:
+            chat.kill()
+    assert chat.returncode == 0
+    assert " [cancelled]\n> " in rest
+    assert rest.endswith(" [length]\n> \n")
+
+
+def test_what_cannot_be_is_said_shortly(tmp_path: Path) -> None:
+    wrong = run("chat", "model", "--temperature", "-1")
+    assert (wrong.returncode, "temperature=-1.0: expected" in wrong.stderr) == (2, True)
+    missing = run("chat", str(tmp_path / "nowhere"))
+    assert (missing.returncode, missing.stderr.startswith("ModelLoadError: ")) == (1, True)
+    assert "Traceback" not in wrong.stderr + missing.stderr
+    assert run().returncode == 2

@@ -1,0 +1,63 @@
+"""Documents say what is true: snippets run, the API page is the code's."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+import re
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from model_zoo import make_model
+
+import drift_sdk
+from drift_sdk.loading.source import Source
+
+ROOT = Path(__file__).parent.parent
+TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
+
+
+@pytest.fixture
+def any_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every model name finds a small random model."""
+    make_model(0, tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    monkeypatch.setattr("drift_sdk.opening.resolve", lambda model, **_: Source(str(model), tmp_path))
+
+
+@pytest.mark.parametrize("file", ["README.md", "docs/guide.md"])
+def test_snippets_run(file: str, any_model: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    snippets = re.findall(r"```python\n(.*?)```", (ROOT / file).read_text(), flags=re.DOTALL)
+    assert snippets
+    module = types.ModuleType("snippets")
+    monkeypatch.setitem(sys.modules, "snippets", module)  # typing looks names up there
+
+    async def main() -> None:
+        for number, snippet in enumerate(snippets):
+            code = compile(snippet, f"{file}#{number}", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+            result = eval(code, module.__dict__)  # a coroutine if the snippet awaits
+            if inspect.iscoroutine(result):
+                await result
+
+    asyncio.run(main())
+
+
+def test_the_api_page_is_current() -> None:
+    sys.path.insert(0, str(ROOT / "docs"))
+    try:
+        import generate_api
+    finally:
+        sys.path.pop(0)
+    assert generate_api.FILE.read_text() == generate_api.render(), "run python docs/generate_api.py"
+
+
+def test_every_public_name_is_documented() -> None:
+    for name in drift_sdk.__all__:
+        if name != "FinishReason":
+            assert inspect.getdoc(getattr(drift_sdk, name)), name
+            for method, value in vars(getattr(drift_sdk, name)).items():
+                if inspect.isfunction(value) and not method.startswith("_"):
+                    assert inspect.getdoc(value), f"{name}.{method}"

@@ -1,0 +1,360 @@
+"""Every public field of what a person types: both ends of its range, just outside, and wrong types."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import anyio
+import msgspec
+import pytest
+
+from drift_sdk import (
+    ConfigError,
+    DriftError,
+    Engine,
+    EngineConfig,
+    JsonSchema,
+    Lark,
+    NGram,
+    Regex,
+    RequestError,
+    SamplingParams,
+    Speculation,
+)
+from drift_sdk.testing import EOS_TOKEN_ID, scripted_engine
+
+INFINITY, NAN = float("inf"), float("nan")
+MOST = 2**31 - 1
+
+
+class Case(NamedTuple):
+    """Values of a field that are taken and values that are refused; `given`: what the others need to be."""
+
+    valid: tuple[Any, ...]
+    refused: tuple[Any, ...]
+    given: dict[str, Any] = {}
+
+
+def integer(low: int, high: int, *, optional: bool = False, **given: Any) -> Case:
+    wrong = (True, False, str(low), float(low), b"1", NAN, INFINITY, (low,), 10**400)
+    none = () if optional else (None,)
+    return Case((low, high) + (None,) * optional, (low - 1, high + 1, *wrong, *none), given)
+
+
+def number(low: float, high: float, *, optional: bool = False, is_open: bool = False) -> Case:
+    lowest, below = (math.nextafter(low, INFINITY), low) if is_open else (low, math.nextafter(low, -INFINITY))
+    wrong = (True, False, str(high), b"1", NAN, INFINITY, -INFINITY, (high,), 10**400, -(10**400), 1j)
+    none = () if optional else (None,)
+    whole = int(high)
+    return Case(
+        (lowest, high, whole) + (None,) * optional,
+        (below, math.nextafter(high, INFINITY), *wrong, *none),
+    )
+
+
+def flag() -> Case:
+    return Case((True, False), (0, 1, None, "true", "", (), 1.0))
+
+
+def choice(*names: str, **given: Any) -> Case:
+    return Case(names, ("", names[0].upper(), f" {names[0]}", None, 1, True, names, {}), given)
+
+
+def text(*valid: Any, refused: tuple[Any, ...] = ()) -> Case:
+    return Case((*valid, None), ("", 7, True, 1.0, (), ("a",), b"a", *refused))
+
+
+WRONG_IDS = (True, -1, MOST + 1, "5", 5.0, None, b"5")
+PARAMS = {
+    "max_tokens": integer(1, MOST, optional=True),
+    "min_tokens": integer(0, 17, max_tokens=17),
+    "temperature": number(0.0, 100.0),
+    "top_k": integer(0, MOST),
+    "top_p": number(0.0, 1.0, is_open=True),
+    "min_p": number(0.0, 1.0),
+    "seed": integer(0, 2**63 - 1, optional=True),
+    "stop": Case(
+        ("a", ("a",), ("a", "b"), (), tuple("ab" * 32)),
+        ("", None, 7, True, ("a", ""), ("a", 7), (None,), b"a", {"a": 1}, ("a",) * 65),
+    ),
+    "stop_token_ids": Case(
+        ((), (0,), (EOS_TOKEN_ID,), tuple(range(64))),
+        (None, 7, "7", {7: 7}, tuple(range(65)), *((7, wrong) for wrong in WRONG_IDS)),
+    ),
+    "ignore_eos": flag(),
+    "include_stop": flag(),
+    "logprobs": integer(0, 20, optional=True),
+    "prompt_logprobs": integer(0, 20, optional=True),
+    "presence_penalty": number(-2.0, 2.0),
+    "frequency_penalty": number(-2.0, 2.0),
+    "repetition_penalty": number(0.01, 2.0),
+    "logit_bias": Case(
+        ({}, {0: -100.0, EOS_TOKEN_ID: 100.0}, {7: 1}),
+        (
+            None,
+            7,
+            "7",
+            ((7, 1.0),),
+            *({wrong: 1.0} for wrong in WRONG_IDS),
+            *({7: wrong} for wrong in (True, "1", None, NAN, INFINITY, -INFINITY, 10**400)),
+            {7: math.nextafter(100.0, INFINITY)},
+            {7: math.nextafter(-100.0, -INFINITY)},
+        ),
+    ),
+    "allowed_token_ids": Case(
+        (None, (0,), (EOS_TOKEN_ID,), tuple(range(EOS_TOKEN_ID + 1)), (5, 5)),
+        ((), 7, True, "7", {7: 7}, *((7, wrong) for wrong in WRONG_IDS)),
+    ),
+    "grammar": Case(
+        (None, Regex("777"), Lark('start: "777"'), JsonSchema({"type": "integer"})),
+        ("777", b"7", {"type": "integer"}, 7, True, (), Regex, (Regex("777"),)),
+    ),
+    "priority": integer(-(2**31), 2**31 - 1),
+    "num_draft_tokens": integer(0, 16, optional=True),
+}
+CONFIG = {
+    "device": Case(
+        ("auto", "cpu", "cuda", "cuda:0", "cuda:99"),
+        (
+            "",
+            None,
+            0,
+            True,
+            "tpu",
+            "cpu:0",
+            "cuda:",
+            "cuda:-1",
+            "cuda:100",
+            "cuda:x",
+            "cuda:01",
+            "CPU",
+            "cpu ",
+        ),
+    ),
+    "dtype": choice("auto", "float32", "bfloat16", "float16"),
+    "max_num_seqs": integer(1, 4096),
+    "max_model_len": integer(2, 2**24, optional=True),
+    "block_size": Case((1, 2, 16, 1024), (0, -1, 3, 24, 2048, True, None, "16", 16.0, NAN, 10**400)),
+    "kv_cache_tokens": integer(1, MOST, optional=True),
+    "prefill_token_budget": integer(1, 2**20),
+    "max_queued_requests": integer(0, MOST, optional=True),
+    "target_latency_ms_p50": number(0.0, 1e6, optional=True, is_open=True),
+    "target_latency_ms_p95": number(0.0, 1e6, optional=True, is_open=True),
+    "prefer_high_throughput": flag(),
+    "executor": choice("auto", "eager"),
+    "load": choice("auto", "random"),
+    "revision": text("main"),
+    "cache_dir": text("folder", Path("folder")),
+    "local_files_only": flag(),
+    "tokenizer": text("folder", Path("folder")),
+    "chat_template": text("{{ messages }}", refused=(Path("folder"),)),
+    "speculation": Case(
+        (None, Speculation(draft="folder"), Speculation(draft=NGram())),
+        ("folder", 7, True, {}, (), NGram(), Speculation),
+    ),
+}
+TABLES = [(SamplingParams, RequestError, PARAMS), (EngineConfig, ConfigError, CONFIG)]
+FIELDS = [(*table, field) for table in TABLES for field in table[0].__struct_fields__]
+ids = [f"{fields[0].__name__}.{fields[3]}" for fields in FIELDS]
+
+
+@pytest.mark.parametrize("struct, error, cases", TABLES)
+def test_no_case_is_left_over(struct: type, error: type, cases: dict[str, Case]) -> None:
+    assert set(cases) == set(struct.__struct_fields__)
+
+
+@pytest.mark.parametrize("struct, error, cases, field", FIELDS, ids=ids)
+def test_the_range_of_a_field(struct: Any, error: type, cases: dict[str, Case], field: str) -> None:
+    assert field in cases, f"{field} has no case"
+    case = cases[field]
+    struct(**{field: getattr(struct(), field)})
+    for value in case.valid:
+        kept = getattr(struct(**case.given, **{field: value}), field)
+        assert kept in (value, (value,)), f"{field}={value!r} became {kept!r}"
+
+    for value in case.refused:
+        with pytest.raises(DriftError) as caught:
+            struct(**case.given, **{field: value})
+        check_refusal(caught.value, error, field, value)
+
+
+def check_refusal(found: Any, error: type, field: str, value: Any) -> None:
+    """The typed error, and what a person needs: the field, the value (or the item of it that is at fault),
+    and what would be taken."""
+    assert type(found) is error
+    assert found.field == field
+    assert repr(found.value) in repr(value), (found.value, value)
+    assert found.allowed
+    assert str(found) == f"{field}={found.value!r}: expected {found.allowed}"
+
+
+def test_nothing_wrong_reaches_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with scripted_engine("Hello!") as engine:
+            submitted: list[Any] = []
+            submit = engine._driver.submit
+            monkeypatch.setattr(
+                engine._driver, "submit", lambda request: (submitted.append(request), submit(request))
+            )
+            for field, case in PARAMS.items():
+                for value in case.refused:
+                    with pytest.raises(RequestError):
+                        engine.generate("x", SamplingParams(**case.given, **{field: value}))
+                    if value != {"5": 1.0}:  # the wire's way to say 5
+                        with pytest.raises(RequestError):
+                            engine.generate("x", SamplingParams.from_dict({**case.given, field: value}))
+                    with pytest.raises(RequestError, match="params"):
+                        engine.chat([{"role": "user", "content": "x"}], {field: value})
+            assert submitted == []
+            assert engine.stats().num_running == engine.stats().num_steps == 0
+            assert (await engine.generate("x")).text == "Hello!"
+            assert len(submitted) == 1
+
+    anyio.run(main)
+
+
+def test_whatever_is_valid_is_served() -> None:
+    async def main() -> None:
+        config = EngineConfig(max_model_len=64, kv_cache_tokens=1024)
+        async with scripted_engine("777", config=config) as engine:
+            for field, case in PARAMS.items():
+                for value in case.valid:
+                    params = SamplingParams(**case.given, **{field: value})
+                    completion = await engine.generate("x", params)
+                    assert completion.token_ids and "777".startswith(completion.text), (field, value)
+                    assert params.seed in (None, completion.seed)
+
+    anyio.run(main)
+
+
+def test_a_wrong_config_starts_nothing() -> None:
+    for wrong in ({}, "auto", SamplingParams(), 7):
+        with pytest.raises(ConfigError) as caught:
+            Engine("folder", wrong)
+        check_refusal(caught.value, ConfigError, "config", wrong)
+    for wrong in ("", None, 7, b"folder", True):
+        with pytest.raises(ConfigError) as caught:
+            Engine(wrong)
+        check_refusal(caught.value, ConfigError, "model", wrong)
+
+
+@pytest.mark.parametrize("field", ["stop_token_ids", "logit_bias", "allowed_token_ids"])
+def test_ids_outside_the_vocabulary_are_refused(field: str) -> None:
+    """The vocabulary is known when the model is: the stream raises."""
+    outside = EOS_TOKEN_ID + 1
+
+    async def main() -> None:
+        async with scripted_engine() as engine:
+            ids = {outside: 1.0} if field == "logit_bias" else (5, outside)
+            with pytest.raises(RequestError) as caught:
+                await engine.generate("x", SamplingParams(**{field: ids}))
+            check_refusal(caught.value, RequestError, field, outside)
+            assert str(EOS_TOKEN_ID) in caught.value.allowed
+
+    anyio.run(main)
+
+
+def test_max_tokens_bounds_min_tokens() -> None:
+    assert SamplingParams(max_tokens=None, min_tokens=MOST).min_tokens == MOST
+    assert SamplingParams(min_tokens=256).max_tokens == 256
+    with pytest.raises(RequestError, match="min_tokens=257: expected an integer from 0 to 256"):
+        SamplingParams(min_tokens=257)
+
+
+@pytest.mark.parametrize("dtype", ["float16"])
+def test_a_dtype_the_cpu_lacks(dtype: str) -> None:
+    assert EngineConfig(dtype=dtype, device="cuda").dtype == dtype
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig(dtype=dtype, device="cpu")
+    check_refusal(caught.value, ConfigError, "dtype", dtype)
+
+
+@pytest.mark.parametrize("tokens_per_step", [1, 3])
+def test_stop_strings_wait_for_min_tokens(tokens_per_step: int) -> None:
+    async def main() -> None:
+        async with scripted_engine("abcabcabc", tokens_per_step=tokens_per_step) as engine:
+            for min_tokens, stop, expected in (
+                (0, "b", "a"),
+                (1, "b", "a"),
+                (2, "b", "abca"),
+                (4, "b", "abca"),
+                (5, "b", "abcabca"),
+                (3, "ca", "abcab"),
+                (9, "b", "abcabcabc"),
+            ):
+                found = await engine.generate("x", SamplingParams(min_tokens=min_tokens, stop=stop))
+                assert found.text == expected, (min_tokens, stop)
+
+    anyio.run(main)
+
+
+def test_from_dict_takes_wire_input() -> None:
+    wire = (
+        '{"max_tokens": 5, "stop": ["a", "b"], "stop_token_ids": [1], "allowed_token_ids": [4, 5],'
+        ' "logit_bias": {"5": -100, "50256": 3.5}, "seed": null, "temperature": 1}'
+    )
+    assert SamplingParams.from_dict(msgspec.json.decode(wire)) == SamplingParams(
+        max_tokens=5,
+        stop=("a", "b"),
+        stop_token_ids=(1,),
+        allowed_token_ids=(4, 5),
+        logit_bias={5: -100.0, 50256: 3.5},
+        temperature=1.0,
+    )
+    assert SamplingParams.from_dict({}) == SamplingParams()
+    for key in ("five", "-5", "", " 5", "9" * 5000):
+        with pytest.raises(RequestError) as caught:
+            SamplingParams.from_dict({"logit_bias": {key: 1.0}})
+        check_refusal(caught.value, RequestError, "logit_bias", {key: 1.0})
+    for wrong in (None, 7, "{}", [("max_tokens", 5)]):
+        with pytest.raises(RequestError) as caught:
+            SamplingParams.from_dict(wrong)
+        check_refusal(caught.value, RequestError, "params", wrong)
+
+
+@pytest.mark.parametrize("name", ["max_token", "n", "best_of", "", "Temperature", "__class__", 7])
+def test_from_dict_names_an_unknown_field(name: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams.from_dict({"max_tokens": 5, name: 1})
+    error = caught.value
+    assert (error.field, error.value) == (name, 1)
+    assert all(field in error.allowed and field in str(error) for field in SamplingParams.__struct_fields__)
+    assert str(error).startswith(f"{name}=1: unknown field")
+
+
+@pytest.mark.parametrize("struct, error, cases, field", FIELDS, ids=ids)
+def test_fields_never_change(struct: Any, error: type, cases: dict[str, Case], field: str) -> None:
+    made = struct()
+    with pytest.raises(AttributeError):
+        setattr(made, field, getattr(made, field))
+    with pytest.raises(AttributeError):
+        delattr(made, field)
+    for value in cases[field].valid:
+        made = struct(**cases[field].given, **{field: value})
+        twin = struct(**cases[field].given, **{field: value})
+        assert made == twin and hash(made) == hash(twin)
+        assert pickle.loads(pickle.dumps(made)) == made
+
+
+def test_what_the_caller_keeps_changes_nothing() -> None:
+    stops, ids, bias = ["a"], [1, 2], {5: 1.0, 3: 2.0}
+    params = SamplingParams(stop=stops, stop_token_ids=ids, allowed_token_ids=ids, logit_bias=bias)
+    stops.append("b")
+    ids.append(3)
+    bias[7] = 3.0
+    assert params.stop == ("a",)
+    assert params.stop_token_ids == params.allowed_token_ids == (1, 2)
+    assert params.logit_bias == {3: 2.0, 5: 1.0} and list(params.logit_bias) == [3, 5]
+    with pytest.raises(TypeError):
+        params.logit_bias[5] = 2.0
+
+
+@pytest.mark.parametrize("struct, error, cases", TABLES)
+def test_fields_go_by_name(struct: Any, error: type, cases: dict[str, Case]) -> None:
+    with pytest.raises(TypeError):
+        struct(5)
+    with pytest.raises(TypeError, match="unknown"):
+        struct(unknown=5)
