@@ -267,8 +267,9 @@ def test_tokens_that_do_not_fit_are_named(model: Model) -> None:
 
 
 def test_a_model_without_an_end_is_refused(model: Model) -> None:
-    with pytest.raises(RequestError, match="the model names none"):
-        constrain(Regex("a"), model.tokenizer, vocab_size=model.vocab_size, eos_token_ids=())
+    for eos_token_ids in ((), (model.vocab_size,)):
+        with pytest.raises(RequestError, match="the model names none"):
+            constrain(Regex("a"), model.tokenizer, vocab_size=model.vocab_size, eos_token_ids=eos_token_ids)
 
 
 def test_grammars_are_compiled_once(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

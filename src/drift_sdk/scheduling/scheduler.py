@@ -11,7 +11,7 @@ from drift_sdk.scheduling.delta import Delta
 from drift_sdk.scheduling.queue import WaitingQueue
 from drift_sdk.scheduling.running import RunningSet
 from drift_sdk.scheduling.sequence import Sequence
-from drift_sdk.scheduling.step_builder import LaunchedStep, StepBuilder
+from drift_sdk.scheduling.step_builder import LaunchedStep, StepBuilder, check_in_flight
 from drift_sdk.speculation.policy import DraftPolicy
 from drift_sdk.steps import StepPlan, StepResult
 
@@ -196,19 +196,8 @@ class Scheduler:
         self._running.check_integrity()
         self._queue.check_integrity()
         self._blocks.check_integrity(running)
-        in_flight = {sequence: [0, 0, 0] for sequence in running + waiting}
-        assert len(in_flight) == len(running) + len(waiting), "a sequence has two places"
-        for plan, prefill, decode in self._launched:
-            emitted = [(int(chunk.is_last), int(chunk.is_last)) for chunk in plan.prefill]
-            emitted += [(1, row.num_draft_tokens + 1) for row in plan.decode]
-            for sequence, (least, most) in zip(prefill + decode, emitted, strict=True):
-                counts = in_flight.setdefault(sequence, [0, 0, 0])
-                counts[:] = counts[0] + 1, counts[1] + least, counts[2] + most
-
-        for sequence, counts in in_flight.items():
-            found = [sequence.num_in_flight, sequence.min_in_flight_tokens, sequence.max_in_flight_tokens]
-            assert found == counts, f"{sequence}: in flight {found}, launched {counts}"
-
+        assert len({*running, *waiting}) == len(running) + len(waiting), "a sequence has two places"
+        check_in_flight(self._launched, [*running, *waiting])
         for sequence in running:
             assert sequence.finish is None, f"{sequence} has finished and runs"
             length, computed = len(sequence.token_ids), sequence.num_computed_tokens

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from drift_sdk.scheduling.sequence import Sequence
 from drift_sdk.steps import BlockUpdate, DecodeRow, PrefillChunk, SlotAssignment, StepPlan
 
-__all__ = ["LaunchedStep", "StepBuilder"]
+__all__ = ["LaunchedStep", "StepBuilder", "check_in_flight"]
 
 
 class LaunchedStep(NamedTuple):
@@ -82,3 +83,18 @@ class StepBuilder:
             decode=tuple(self._rows),
         )
         return LaunchedStep(plan, self.prefill, self.decode)
+
+
+def check_in_flight(launched: Iterable[LaunchedStep], sequences: Iterable[Sequence]) -> None:
+    """Raise AssertionError unless every sequence counts the launched steps that name it."""
+    in_flight = {sequence: [0, 0, 0] for sequence in sequences}
+    for plan, prefill, decode in launched:
+        emitted = [(int(chunk.is_last), int(chunk.is_last)) for chunk in plan.prefill]
+        emitted += [(1, row.num_draft_tokens + 1) for row in plan.decode]
+        for sequence, (least, most) in zip(prefill + decode, emitted, strict=True):
+            counts = in_flight.setdefault(sequence, [0, 0, 0])
+            counts[:] = counts[0] + 1, counts[1] + least, counts[2] + most
+
+    for sequence, counts in in_flight.items():
+        found = [sequence.num_in_flight, sequence.min_in_flight_tokens, sequence.max_in_flight_tokens]
+        assert found == counts, f"{sequence}: in flight {found}, launched {counts}"

@@ -56,10 +56,11 @@ def constrain(
     for a grammar that cannot be compiled, with the reason.
     """
     kind = type(grammar).__name__
+    eos_token_ids = tuple(token_id for token_id in eos_token_ids if token_id < vocab_size)
     if not eos_token_ids:
         raise failure(f"{kind} ends with an end-of-sequence token, the model names none", grammar)
 
-    vocabulary = vocabulary_of(tokenizer, vocab_size, tuple(eos_token_ids))
+    vocabulary = vocabulary_of(tokenizer, vocab_size, eos_token_ids)
     try:
         compiled = vocabulary.compile(lark_of(grammar))
     except ValueError as error:
