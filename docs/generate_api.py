@@ -6,6 +6,7 @@ python docs/generate_api.py
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,7 @@ def render() -> str:
     parts = ["# API", "Generated from the code by `docs/generate_api.py`."]
     for title, group in GROUPS.items():
         parts.append(f"## {title}")
-        for name in group:
-            parts.append(render_class(name, getattr(drift_sdk, name)))
+        parts += [render_class(name, getattr(drift_sdk, name)) for name in group]
     parts.append("## Testing code that embeds an engine")
     parts.append(f"### drift_sdk.testing.{signature('scripted_engine', testing.scripted_engine)}")
     parts.append(doc_of(testing.scripted_engine))
@@ -88,7 +88,8 @@ def members(cls: type) -> list[tuple[str, Any]]:
 
 def signature(name: str, function: Any) -> str:
     prefix = "async " if inspect.iscoroutinefunction(function) else ""
-    return f"`{prefix}{name}{inspect.signature(function)}`".replace("(self, ", "(").replace("(self)", "()")
+    shown = re.sub(r"(: |-> )'([^']*)'", r"\1\2", str(inspect.signature(function)))
+    return f"`{prefix}{name}{shown}`".replace("(self, ", "(").replace("(self)", "()")
 
 
 def default_of(field: msgspec.structs.FieldInfo) -> str:

@@ -25,7 +25,8 @@ class EngineStats(Struct, frozen=True, kw_only=True):
 
     Since the start: requests submitted, rejected (QueueFull), and ended: stopped (end of sequence, stop token
     or stop string), length-limited, cancelled, failed (any error). Tokens of prompts whose first token has
-    come, and how many of them the prefix cache held; tokens generated. `step_seconds` sums the device time of
+    come, and how many of them the prefix cache held; tokens generated. Rounds of a sequence with drafted
+    tokens, the tokens drafted in them, and those the model said too. `step_seconds` sums the device time of
     `num_steps` steps.
     """
 
@@ -50,6 +51,9 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
+    num_draft_rounds: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
     num_steps: int = 0
     step_seconds: float = 0.0
 

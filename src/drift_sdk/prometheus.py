@@ -13,6 +13,9 @@ drift_preemptions_total                   counter   sequences that gave up their
 drift_prompt_tokens_total                 counter   of prompts whose first token has come
 drift_cached_prompt_tokens_total          counter   of them, found in the prefix cache
 drift_generated_tokens_total              counter   delivered to streams
+drift_draft_rounds_total                  counter   rounds of a sequence with drafted tokens
+drift_drafted_tokens_total                counter   in them
+drift_accepted_tokens_total               counter   of those, what the model said too
 drift_tokens_per_second                   gauge     generated, over the last 5 seconds
 drift_step_rows{kind}                     gauge     of the last step: prefill (chunks), decode (sequences)
 drift_kv_blocks                           gauge     in the KV cache
@@ -85,6 +88,9 @@ class EngineCollector(Collector):
             "cached_prompt_tokens", "Prompt tokens found in the prefix cache", stats.num_cached_tokens
         )
         yield counter("generated_tokens", "Tokens generated", stats.num_generated_tokens)
+        yield counter("draft_rounds", "Rounds of a sequence with drafted tokens", stats.num_draft_rounds)
+        yield counter("drafted_tokens", "Tokens drafted", stats.num_drafted_tokens)
+        yield counter("accepted_tokens", "Drafted tokens that the model said too", stats.num_accepted_tokens)
         yield gauge(
             "tokens_per_second", "Tokens generated over the last 5 seconds, a second", stats.tokens_per_second
         )

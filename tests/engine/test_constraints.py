@@ -355,9 +355,6 @@ def test_closing_while_one_is_held(folder: Path, gate: Gate) -> None:
     anyio.run(main)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the queue's head is admitted while it is held, and samples by its old mask"
-)
 def test_who_is_preempted_while_held_waits_for_its_mask(folder: Path, gate: Gate) -> None:
     """The better request takes the blocks of the held one and ends: there is room again before the mask."""
     constrained = ([5, 6, 7], SamplingParams(grammar=Regex("(ab|cd){30}"), max_tokens=70, seed=3, priority=1))
@@ -404,7 +401,7 @@ def test_a_heavy_grammar_blocks_neither_loop_nor_steps(folder: Path) -> None:
         async with small(folder) as engine:
             # The vocabulary is read at the first grammar.
             await engine.generate([5], SamplingParams(grammar=Regex("a")))
-            params = [SamplingParams(grammar=heavy(index), max_tokens=3) for index in range(4)]
+            params = [SamplingParams(grammar=heavy(index), max_tokens=3) for index in range(10)]
             lags: list[float] = []
             is_over = False
 
@@ -427,8 +424,8 @@ def test_a_heavy_grammar_blocks_neither_loop_nor_steps(folder: Path) -> None:
 
             assert len(free.token_ids) == 5
             assert all(completion.text[0] == "{" for completion in completions)
-            assert heavy_s > 0.3, "not heavy enough to show anything"
-            assert sorted(lags)[-3] < 0.1 < heavy_s
+            assert heavy_s > 0.15, "not heavy enough to show anything"
+            assert sorted(lags)[-3] < heavy_s / 3
             assert free_s < heavy_s
 
     anyio.run(main)

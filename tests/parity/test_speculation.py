@@ -17,8 +17,10 @@ from drift_sdk import (
     Completion,
     Engine,
     EngineConfig,
+    JsonSchema,
     ModelLoadError,
     NGram,
+    Regex,
     SamplingParams,
     Speculation,
 )
@@ -136,9 +138,37 @@ def test_an_oracle(
     config = config_of(speculation=speculation, max_num_seqs=16, **VARIANTS[variant])
     found = anyio.run(lambda: run_all(folder, config, given, alone=False))
     assert_same(found, plain[temperature])
-    assert set(oracle.histogram) >= set(range(num_draft_tokens + 1)) or corruption == 0.0
     if corruption == 0.0:
         assert all(f.speculation.num_accepted == f.speculation.num_drafted for f in found)
+
+
+@pytest.mark.parametrize("corruption", [0.2, 0.5])
+@pytest.mark.parametrize("num_draft_tokens", [1, 2, 3, 4, 5])
+def test_every_acceptance_length_occurs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, num_draft_tokens: int, corruption: float
+) -> None:
+    prompts = [[5 + seed, 17, 23 + seed] for seed in range(NUM_REQUESTS)]
+
+    async def ask_all(config: EngineConfig) -> list[Completion]:
+        async with Engine(folder, config) as engine:
+            params = [
+                SamplingParams(max_tokens=120, ignore_eos=True, seed=seed) for seed in range(NUM_REQUESTS)
+            ]
+            streams = [engine.generate(*pair) for pair in zip(prompts, params, strict=True)]
+            return [await stream for stream in streams]
+
+    expected = anyio.run(ask_all, config_of())
+    answers = {c.seed: [*p, *c.token_ids] for p, c in zip(prompts, expected, strict=True)}
+    oracle = OracleDrafter(answers, corruption, VOCAB_SIZE)
+    monkeypatch.setattr(drift_sdk.opening, "open_drafter", lambda *_: oracle)
+    speculation = Speculation(draft=NGram(), shape=Chain(num_draft_tokens), adaptive=False)
+    found = anyio.run(ask_all, config_of(speculation=speculation))
+    assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+    assert sorted(oracle.histogram) == list(range(num_draft_tokens + 1)), oracle.histogram
+    num_rounds = sum(c.speculation.num_rounds for c in found)
+    assert num_rounds == sum(oracle.histogram.values())
+    assert sum(c.speculation.num_accepted for c in found) == sum(a * n for a, n in oracle.histogram.items())
+    print(f"K={num_draft_tokens} corruption={corruption}:", dict(sorted(oracle.histogram.items())))  # noqa: T201
 
 
 @pytest.mark.parametrize(("alone", "adaptive"), [(True, False), (False, False), (False, True)])
@@ -184,3 +214,54 @@ def test_a_draft_that_cannot_be_used(folder: Path, tmp_path: Path, plain) -> Non
     for found, expected in zip(anyio.run(start, False), plain[0.0], strict=True):
         assert found.token_ids == expected.token_ids
         assert found.speculation is None
+
+
+def test_prefix_hits_keep_the_draft(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """After a hit nothing but the uncached tokens is computed, and acceptance is what it was without."""
+    make_draft("reference", tmp_path, folder)
+    rng = random.Random(3)
+    prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(70)] for _ in range(6)]
+    params = [SamplingParams(max_tokens=40, ignore_eos=True, seed=seed) for seed in range(6)]
+    speculation = Speculation(draft=tmp_path, shape=Chain(3), adaptive=False)
+
+    async def main() -> None:
+        async with Engine(folder, config_of(speculation=speculation)) as engine:
+            first = [await engine.generate(p, s) for p, s in zip(prompts, params, strict=True)]
+            again = [await engine.generate(p, s) for p, s in zip(prompts, params, strict=True)]
+            for cold, warm in zip(first, again, strict=True):
+                assert (cold.usage.cached_tokens, warm.usage.cached_tokens) == (0, 64)
+                assert warm.token_ids == cold.token_ids
+                assert warm.speculation == cold.speculation
+            stats = engine.stats()
+            assert stats.num_draft_rounds == sum(c.speculation.num_rounds for c in (*first, *again))
+            assert stats.num_drafted_tokens == sum(c.speculation.num_drafted for c in (*first, *again))
+            assert stats.num_accepted_tokens == sum(c.speculation.num_accepted for c in (*first, *again))
+
+    anyio.run(main)
+
+
+def test_grammars_end_mid_path(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = [Regex("[a-f]{5,20}"), JsonSchema({"enum": ["abcabcabc", "abcdef"]}), Regex("(ab|cd){2,9}!")]
+
+    def given() -> list[SamplingParams]:
+        return [
+            SamplingParams(max_tokens=60, seed=seed, temperature=0.9, grammar=grammars[seed % 3])
+            for seed in range(12)
+        ]
+
+    async def ask_all(config: EngineConfig) -> list[Completion]:
+        async with Engine(folder, config) as engine:
+            streams = [engine.generate([5 + p.seed, 9, 11], p) for p in given()]
+            return [await stream for stream in streams]
+
+    expected = anyio.run(ask_all, config_of())
+    assert {completion.finish_reason for completion in expected} == {"stop"}
+    answers = {c.seed: [5 + c.seed, 9, 11, *c.token_ids] for c in expected}
+    for corruption in (0.0, 0.3):
+        oracle = OracleDrafter(answers, corruption, VOCAB_SIZE)
+        monkeypatch.setattr(drift_sdk.opening, "open_drafter", lambda *_, oracle=oracle: oracle)
+        speculation = Speculation(draft=NGram(), shape=Chain(4), adaptive=False)
+        found = anyio.run(ask_all, config_of(speculation=speculation))
+        assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+        assert [c.parsed for c in found] == [c.parsed for c in expected]
+        assert sum(c.speculation.num_accepted for c in found) > 0

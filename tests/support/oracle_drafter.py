@@ -15,7 +15,7 @@ __all__ = ["OracleDrafter"]
 
 class OracleDrafter:
     """`answers`: the whole token sequence, prompt included, of each seed. A drafted token is wrong with
-    probability `corruption`. `histogram[a]` counts rounds in which a of the drafts were right from the start."""
+    probability `corruption`. `histogram[a]` counts rounds in which the first a drafts were right."""
 
     boundaries: Sequence[int] = ()
 
@@ -24,7 +24,6 @@ class OracleDrafter:
         self._answers = answers
         self._corruption = corruption
         self._vocab_size = vocab_size
-        self._rng = random.Random(17)
 
     def enter(self, slot: Slot, cached_token_ids: Sequence[int]) -> None:
         pass
@@ -37,11 +36,13 @@ class OracleDrafter:
         for slot, most in zip(slots, num_draft_tokens, strict=True):
             answer = self._answers[slot.sampling.seed]
             right = answer[slot.length : slot.length + most]
+            # What goes wrong is a matter of request and position, not of the order of rounds.
+            rngs = [random.Random(f"{slot.sampling.seed} {slot.length + i}") for i in range(len(right))]
             draft = [
                 token
-                if self._rng.random() >= self._corruption
-                else (token + 1 + self._rng.randrange(self._vocab_size - 1)) % self._vocab_size
-                for token in right
+                if rng.random() >= self._corruption
+                else (token + 1 + rng.randrange(self._vocab_size - 1)) % self._vocab_size
+                for rng, token in zip(rngs, right, strict=True)
             ]
             num_right = next(
                 (i for i, pair in enumerate(zip(draft, right, strict=True)) if pair[0] != pair[1]), len(right)

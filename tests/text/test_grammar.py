@@ -51,7 +51,7 @@ class Model:
         self.bytes = {}
         for token_id in range(tokenizer.vocab_size):
             if token_id not in tokenizer.special_token_ids:
-                self.bytes[token_id] = tokenizer._token_bytes[token_id]
+                self.bytes[token_id] = tokenizer.token_bytes[token_id]
 
     def constrain(self, grammar: Any, **options: Any) -> GrammarConstraint:
         return constrain(

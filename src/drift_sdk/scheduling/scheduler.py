@@ -73,8 +73,8 @@ class Scheduler:
 
     @property
     def num_held(self) -> int:
-        """Running sequences whose next row waits for the host."""
-        return sum(sequence.is_held for sequence in self._running.sequences)
+        """Sequences whose next token waits for the host."""
+        return sum(sequence.is_held for sequence in (*self._running.sequences, *self._queue))
 
     @property
     def num_free_blocks(self) -> int:
@@ -262,8 +262,9 @@ class Scheduler:
             return None
 
         sequence = self._queue.peek()
-        # Its tokens, and so its chunks, are known only when all results are in.
-        if sequence.num_in_flight or not self._blocks.try_admit(sequence, self._max_emitted_tokens):
+        # Its tokens, and so its chunks, are known only when all results are in; the last chunk samples.
+        is_settled = not sequence.num_in_flight and not sequence.is_held
+        if not is_settled or not self._blocks.try_admit(sequence, self._max_emitted_tokens):
             return None
 
         self._queue.pop()

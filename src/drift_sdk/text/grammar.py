@@ -155,7 +155,7 @@ class TokenTable:
     bos_token_id = None
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        token_bytes = tokenizer._token_bytes
+        token_bytes = tokenizer.token_bytes
         special_token_ids = tokenizer.special_token_ids.union(eos_token_ids)
         self.eos_token_id = eos_token_ids[0]
         self.special_token_ids = sorted(i for i in special_token_ids if i < vocab_size)

@@ -52,7 +52,7 @@ class Tokenizer:
             if adds_bos and bos_token_id is not None:
                 self._prefix = [bos_token_id]
 
-        self._token_bytes = TokenBytes(raw, self.special_token_ids)
+        self.token_bytes = TokenBytes(raw, self.special_token_ids)
 
     @classmethod
     def from_file(cls, path: Path, tokenizer_config: Mapping[str, Any] | None = None) -> Tokenizer:
@@ -109,7 +109,7 @@ class Tokenizer:
 
     def detokenizer(self) -> Detokenizer:
         """A fresh one, for the ids of one text as they come."""
-        return Detokenizer(self._token_bytes)
+        return Detokenizer(self.token_bytes)
 
     def token_to_id(self, token: str) -> int | None:
         return self._raw.token_to_id(token)
