@@ -227,6 +227,7 @@ class Driver:
     def _extend(self, delta: Delta) -> None:
         request = self._active[delta.sequence]
         chunk = request.extend(delta)
+        self.recorder.committed(request, delta)
         self.recorder.extended(request, chunk)
         if request.is_done:
             self._finish(request, chunk)

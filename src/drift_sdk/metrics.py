@@ -26,7 +26,8 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     Since the start: requests submitted, rejected (QueueFull), and ended: stopped (end of sequence, stop token
     or stop string), length-limited, cancelled, failed (any error). Tokens of prompts whose first token has
     come, and how many of them the prefix cache held; tokens generated. Rounds of a sequence with drafted
-    tokens, the tokens drafted in them, and those the model said too. `step_seconds` sums the device time of
+    tokens, the tokens drafted in them, and those the model said too; rows of
+    a speculating engine without a draft, by the reason. `step_seconds` sums the device time of
     `num_steps` steps.
     """
 
@@ -54,6 +55,10 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     num_draft_rounds: int = 0
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_undrafted_by_policy: int = 0
+    num_undrafted_by_request: int = 0
+    num_undrafted_for_room: int = 0
+    num_undrafted_by_drafter: int = 0
     num_steps: int = 0
     step_seconds: float = 0.0
 

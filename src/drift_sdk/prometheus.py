@@ -16,6 +16,7 @@ drift_generated_tokens_total              counter   delivered to streams
 drift_draft_rounds_total                  counter   rounds of a sequence with drafted tokens
 drift_drafted_tokens_total                counter   in them
 drift_accepted_tokens_total               counter   of those, what the model said too
+drift_undrafted_rows_total{reason}        counter   without one: policy, request, room, drafter
 drift_tokens_per_second                   gauge     generated, over the last 5 seconds
 drift_step_rows{kind}                     gauge     of the last step: prefill (chunks), decode (sequences)
 drift_kv_blocks                           gauge     in the KV cache
@@ -91,6 +92,13 @@ class EngineCollector(Collector):
         yield counter("draft_rounds", "Rounds of a sequence with drafted tokens", stats.num_draft_rounds)
         yield counter("drafted_tokens", "Tokens drafted", stats.num_drafted_tokens)
         yield counter("accepted_tokens", "Drafted tokens that the model said too", stats.num_accepted_tokens)
+        undrafted = {
+            "policy": stats.num_undrafted_by_policy,
+            "request": stats.num_undrafted_by_request,
+            "room": stats.num_undrafted_for_room,
+            "drafter": stats.num_undrafted_by_drafter,
+        }
+        yield counters("undrafted_rows", "Rows without a draft though speculating", "reason", undrafted)
         yield gauge(
             "tokens_per_second", "Tokens generated over the last 5 seconds, a second", stats.tokens_per_second
         )

@@ -149,6 +149,10 @@ class Request:
         assert self._constraint is not None
         self._constraint.advance(token_ids)
 
+    @property
+    def has_drafts(self) -> bool:
+        return self._drafts is not None
+
     def extend(self, delta: Delta) -> Chunk:
         """Take in newly generated tokens; the chunk's finish reason says whether the request has ended."""
         if self._drafts is not None:

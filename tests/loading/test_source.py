@@ -109,7 +109,7 @@ def test_cache_comes_before_the_network(folder: Path, hub: Hub, tmp_path: Path) 
     (call,) = hub.calls
     assert call["local_files_only"] is True
     assert call["revision"] == "v2" and call["cache_dir"] == tmp_path
-    assert set(call["allow_patterns"]) == {"*.json", "*.safetensors", "*.jinja"}
+    assert set(call["allow_patterns"]) == {"*.json", "*.safetensors", "*.jinja", "pytorch_model.bin"}
 
 
 @pytest.mark.parametrize("lost", ["config.json", "model.safetensors", "a shard"])

@@ -32,12 +32,16 @@ class WatchedDrafter(EagleDrafter):
         self.draft, self.target = draft, target
         self.seen: list[tuple[int, int, torch.Tensor]] = []
         self.num_rows = 0
+        self.first_rows: dict[int, int] = {}  # draft rows of a request's first step, alone
 
     def follow(self, spans: Sequence[Span], captured: Sequence[torch.Tensor], hidden: torch.Tensor) -> None:
+        before = self.num_rows
         super().follow(spans, captured, hidden)
         for span in spans:
             state = state_of(span.slot)
             self.seen.append((span.slot.sampling.seed, state.num_rows, state.hidden.clone()))
+        if len(spans) == 1:
+            self.first_rows.setdefault(spans[0].slot.sampling.seed, self.num_rows - before)
 
     def _forward(self, features, tokens, rows) -> torch.Tensor:
         self.num_rows += len(tokens)
@@ -67,17 +71,82 @@ def at_once(target: Decoder, draft: DraftDecoder, tokens: list[int]) -> torch.Te
     return draft.forward(draft.fuse(captured, hidden), ids[1:], batch, draft_cache)
 
 
+class PositionOff(WatchedDrafter):
+    def _forward(self, features, tokens, rows) -> torch.Tensor:
+        with pytest.MonkeyPatch.context() as patch:
+            original = AttentionBatch.__init__
+
+            def shifted(batch, *args, **kwargs) -> None:
+                original(batch, *args, **kwargs)
+                batch.positions = batch.positions + (batch.positions > 3)
+
+            patch.setattr(AttentionBatch, "__init__", shifted)
+            return super()._forward(features, tokens, rows)
+
+
+class FeatureOff(WatchedDrafter):
+    def follow(self, spans, captured, hidden) -> None:
+        super().follow(spans, [tensor.roll(1, 0) for tensor in captured], hidden.roll(1, 0))
+
+
+class StaleDraftKV(WatchedDrafter):
+    """What was drafted stays, though the target's features are known."""
+
+    def follow(self, spans, captured, hidden) -> None:
+        keys, values = self._cache.keys.clone(), self._cache.values.clone()
+        super().follow(spans, captured, hidden)
+        for span in spans:
+            if len(span.next_token_ids) > 1 and span.start > 30:
+                self._cache.keys.copy_(keys)
+                self._cache.values.copy_(values)
+
+
+class RewindOneShort(WatchedDrafter):
+    """The last rejected token counts as said."""
+
+    def follow(self, spans, captured, hidden) -> None:
+        longer = [
+            Span(
+                s.slot,
+                s.start,
+                s.token_id,
+                (*s.next_token_ids[:-1], (s.next_token_ids[-1] + 1) % 300),
+                s.first_row,
+            )
+            for s in spans
+        ]
+        super().follow(longer, captured, hidden)
+
+
+@pytest.mark.parametrize("fault", [PositionOff, FeatureOff, StaleDraftKV, RewindOneShort])
+def test_faults_are_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: type[WatchedDrafter]
+) -> None:
+    with pytest.raises(AssertionError):
+        check(tmp_path, monkeypatch, "reference", 4096, fault)
+
+
 @pytest.mark.parametrize("variant", ["reference", "speculators", "final hidden", "post norm", "deep"])
 @pytest.mark.parametrize("kv_cache_tokens", [4096, 224])
 def test_the_state_is_that_of_the_true_history(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str, kv_cache_tokens: int
+) -> None:
+    check(tmp_path, monkeypatch, variant, kv_cache_tokens, WatchedDrafter)
+
+
+def check(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variant: str,
+    kv_cache_tokens: int,
+    drafter_class: type[WatchedDrafter],
 ) -> None:
     make_model(1, tmp_path / "target")
     make_draft(variant, tmp_path / "draft", tmp_path / "target")
     drafters: list[WatchedDrafter] = []
 
     def open_drafter(config: EngineConfig, target: Decoder, limits: ExecutorLimits) -> EagleDrafter:
-        drafters.append(WatchedDrafter(DraftDecoder.load(tmp_path / "draft", target), target, limits))
+        drafters.append(drafter_class(DraftDecoder.load(tmp_path / "draft", target), target, limits))
         return drafters[-1]
 
     monkeypatch.setattr(drift_sdk.opening, "open_drafter", open_drafter)
@@ -117,12 +186,11 @@ def test_the_state_is_that_of_the_true_history(
             if kv_cache_tokens == 4096:
                 # Alone and all cached: a hit costs one draft row more than the prompt's uncached tokens.
                 for seed in range(10, 20):
-                    before, prompt = drafters[0].num_rows, prompts[seed % 10]
+                    prompt = prompts[seed % 10]
                     num_cached = await ask(seed)
                     assert num_cached == (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
-                    seen = [rows for s, rows, _ in drafters[0].seen if s == seed]
-                    assert min(seen) <= len(prompt)
-                    assert drafters[0].num_rows > before
+                    num_rows = len(prompt) - num_cached + (num_cached > 0)
+                    assert drafters[0].first_rows[seed] == num_rows
         return num_preemptions
 
     num_preemptions = anyio.run(main)

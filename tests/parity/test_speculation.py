@@ -112,12 +112,15 @@ VARIANTS = [
     {"prefill_token_budget": 512},
     {"prefill_token_budget": 16},
     {"prefill_token_budget": 32, "kv_cache_tokens": 256},  # so small that preemption happens
+    {"prefill_token_budget": 64, "max_num_seqs": 1},
 ]
 
 
 @pytest.mark.parametrize("corruption", [0.0, 0.2, 0.5])
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-@pytest.mark.parametrize(("num_draft_tokens", "variant"), [(1, 0), (2, 1), (3, 2), (4, 0), (5, 2)])
+@pytest.mark.parametrize(
+    ("num_draft_tokens", "variant"), [(1, 0), (2, 1), (3, 2), (4, 0), (5, 2), (3, 3), (5, 1)]
+)
 def test_an_oracle(
     folder: Path,
     plain: dict[float, list[Completion]],
@@ -135,7 +138,7 @@ def test_an_oracle(
     oracle = OracleDrafter(answers, corruption, VOCAB_SIZE)
     monkeypatch.setattr(drift_sdk.opening, "open_drafter", lambda *_: oracle)
     speculation = Speculation(draft=NGram(), shape=Chain(num_draft_tokens), adaptive=False)
-    config = config_of(speculation=speculation, max_num_seqs=16, **VARIANTS[variant])
+    config = config_of(speculation=speculation, **{"max_num_seqs": 16, **VARIANTS[variant]})
     found = anyio.run(lambda: run_all(folder, config, given, alone=False))
     assert_same(found, plain[temperature])
     if corruption == 0.0:
@@ -184,7 +187,7 @@ def test_ngram(
         assert adaptive or sum(f.speculation.num_drafted for f in found) > 0
 
 
-@pytest.mark.parametrize(("num_draft_tokens", "variant"), [(1, 0), (3, 1), (5, 2)])
+@pytest.mark.parametrize(("num_draft_tokens", "variant"), [(1, 0), (2, 3), (3, 1), (4, 0), (5, 2)])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_random_eagle_head(
     folder: Path,
@@ -233,6 +236,15 @@ def test_prefix_hits_keep_the_draft(folder: Path, monkeypatch: pytest.MonkeyPatc
                 assert warm.token_ids == cold.token_ids
                 assert warm.speculation == cold.speculation
             stats = engine.stats()
+            num_undrafted = (
+                stats.num_undrafted_by_policy
+                + stats.num_undrafted_by_request
+                + stats.num_undrafted_for_room
+                + stats.num_undrafted_by_drafter
+            )
+            num_accepted = sum(c.speculation.num_accepted for c in (*first, *again))
+            assert stats.num_draft_rounds + num_undrafted + num_accepted == 12 * 39
+            assert stats.num_undrafted_for_room > 0 == stats.num_undrafted_by_request
             assert stats.num_draft_rounds == sum(c.speculation.num_rounds for c in (*first, *again))
             assert stats.num_drafted_tokens == sum(c.speculation.num_drafted for c in (*first, *again))
             assert stats.num_accepted_tokens == sum(c.speculation.num_accepted for c in (*first, *again))

@@ -15,7 +15,8 @@ from drift_sdk.loading.safetensors import INDEX_FILE, SINGLE_FILE
 
 __all__ = ["download"]
 
-PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
+TORCH_FILE = "pytorch_model.bin"  # all that many draft heads are published as
+PATTERNS = ["*.json", "*.safetensors", "*.jinja", TORCH_FILE]
 
 
 class _NoProgressBar(tqdm):
@@ -62,7 +63,7 @@ def _is_whole(folder: Path) -> bool:
     if not (folder / "config.json").is_file():
         return False
 
-    if (folder / SINGLE_FILE).is_file():
+    if (folder / SINGLE_FILE).is_file() or (folder / TORCH_FILE).is_file():
         return True
 
     try:

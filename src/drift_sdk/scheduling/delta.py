@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from drift_sdk.results import TokenLogprobs
 from drift_sdk.scheduling.sequence import Sequence
-from drift_sdk.steps import SlotOutput
+from drift_sdk.steps import DecodeRow, SlotOutput
 
 __all__ = ["Delta"]
 
@@ -21,9 +21,10 @@ class Delta(Struct, frozen=True):
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     num_drafted: int = 0
     num_accepted: int = 0
+    num_planned_drafts: int | None = None  # None for a first token, which no draft can precede
 
     @classmethod
-    def of(cls, sequence: Sequence, output: SlotOutput) -> Delta:
+    def of(cls, sequence: Sequence, row: DecodeRow, output: SlotOutput) -> Delta:
         return cls(
             sequence,
             output.token_ids,
@@ -32,4 +33,5 @@ class Delta(Struct, frozen=True):
             output.prompt_logprobs,
             output.num_drafted,
             output.num_accepted,
+            row.num_draft_tokens,
         )

@@ -171,7 +171,7 @@ class Scheduler:
             assert 0 < len(token_ids) <= row.num_draft_tokens + 1, f"{sequence}: {output}"
             num_useful += 1
             sequence.token_ids += token_ids
-            deltas.append(Delta.of(sequence, output))
+            deltas.append(Delta.of(sequence, row, output))
             if sequence.slot >= 0:
                 sequence.num_computed_tokens = len(sequence.token_ids) - 1
                 if output.finish is None:
