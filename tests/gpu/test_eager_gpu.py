@@ -9,9 +9,10 @@ from pathlib import Path
 import anyio
 import pytest
 import torch
+from draft_zoo import make_draft
 from model_zoo import NUM_MODELS, make_model
 
-from drift_sdk import Completion, Engine, EngineConfig, SamplingParams
+from drift_sdk import Chain, Completion, Engine, EngineConfig, NGram, SamplingParams, Speculation
 
 pytestmark = pytest.mark.gpu
 
@@ -118,3 +119,43 @@ def test_a_real_model_in_bfloat16_names_paris() -> None:
             assert "Paris" in completion.text
 
     anyio.run(main)
+
+
+@pytest.mark.parametrize("draft", ["ngram", "reference", "speculators", "ids only"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_speculation_on_equals_off(tmp_path: Path, draft: str, temperature: float) -> None:
+    """fp32, with penalties, biases and prompt log-probabilities among the requests."""
+    make_model(0, tmp_path / "target")
+    if draft != "ngram":
+        make_draft(draft, tmp_path / "draft", tmp_path / "target")
+    speculation = Speculation(
+        draft=NGram(min_length=1) if draft == "ngram" else tmp_path / "draft", shape=Chain(3), adaptive=False
+    )
+    rng = random.Random(8)
+    cases = [
+        (
+            [rng.randrange(3, 40) for _ in range(rng.randint(1, 80))],
+            SamplingParams(
+                max_tokens=40,
+                temperature=temperature,
+                top_p=0.9,
+                seed=index,
+                ignore_eos=True,
+                repetition_penalty=rng.choice([1.0, 1.3]),
+                frequency_penalty=rng.choice([0.0, 0.5]),
+                logit_bias={7: 2.0} if index % 3 == 0 else {},
+                prompt_logprobs=1 if index % 4 == 0 else None,
+            ),
+        )
+        for index in range(16)
+    ]
+
+    async def run_all(config: EngineConfig) -> list[Completion]:
+        async with Engine(tmp_path / "target", config) as engine:
+            streams = [engine.generate(prompt, params) for prompt, params in cases]
+            return [await stream for stream in streams]
+
+    plain = anyio.run(run_all, gpu_config(kv_cache_tokens=2048))
+    found = anyio.run(run_all, gpu_config(kv_cache_tokens=1024, speculation=speculation))
+    assert [c.token_ids for c in found] == [c.token_ids for c in plain]
+    assert sum(c.speculation.num_drafted for c in found) > 0
