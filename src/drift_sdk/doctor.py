@@ -15,7 +15,7 @@ __all__ = ["Device", "Diagnosis", "examine"]
 
 REQUIRED = (
     *("torch", "anyio", "msgspec", "numpy", "safetensors", "tokenizers", "huggingface_hub", "jinja2", "gguf"),
-    *(("triton", "cuda-core", "cuda-python") if sys.platform == "linux" else ()),
+    *(("triton", "cuda-core", "cuda-bindings") if sys.platform == "linux" else ()),
 )
 OPTIONAL = {"llguidance": "grammar", "prometheus-client": "metrics"}
 MIN_TORCH = (2, 11)
