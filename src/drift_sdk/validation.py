@@ -47,9 +47,9 @@ def check_float(
     if value is None and optional:
         return
 
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    above = gt is None or (is_number and value > gt)  # type: ignore[operator]
-    if not is_number or not _is_finite(value) or not _in_range(value, ge, le) or not above:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and _is_finite(value)
+    is_above = isinstance(value, int | float) and (gt is None or value > gt)
+    if not is_number or not is_above or not _in_range(value, ge, le):
         bounds = (
             f" over {gt}{_range(None, le).replace(' ', ' and ', 1)}" if gt is not None else _range(ge, le)
         )
