@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 
 import pytest
 import torch
 from hypothesis import settings
+
+# Read when a kernel is decorated: without a GPU, Triton's interpreter runs it.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # A busy machine may pause a test for longer than the default deadline; CI repeats what a desk found.
 settings.register_profile("drift", deadline=None, print_blob=True)

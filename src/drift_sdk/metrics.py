@@ -6,6 +6,8 @@ from bisect import bisect_left
 
 from msgspec import Struct
 
+from drift_sdk.results import SpeculationStats
+
 __all__ = ["EngineStats", "Histogram", "Histograms"]
 
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
@@ -26,9 +28,9 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     Since the start: requests submitted, rejected (QueueFull), and ended: stopped (end of sequence, stop token
     or stop string), length-limited, cancelled, failed (any error). Tokens of prompts whose first token has
     come, and how many of them the prefix cache held; tokens generated. Rounds of a sequence with drafted
-    tokens, the tokens drafted in them, and those the model said too; rows of
-    a speculating engine without a draft, by the reason. `step_seconds` sums the device time of
-    `num_steps` steps.
+    tokens, the tokens drafted in them, and those the model said too; `accepted_at[i]`: rounds in which draft
+    i was right, and all before. Rows of a speculating engine without a draft, by the reason. `step_seconds`
+    sums the device time of `num_steps` steps.
     """
 
     num_running: int = 0
@@ -55,6 +57,7 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     num_draft_rounds: int = 0
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
+    accepted_at: tuple[int, ...] = ()
     num_undrafted_by_policy: int = 0
     num_undrafted_by_request: int = 0
     num_undrafted_for_room: int = 0
@@ -66,6 +69,17 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     def kv_use(self) -> float:
         """Share of the KV cache held by sequences, 0 to 1; blocks that are merely cached do not count."""
         return 1.0 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
+
+    @property
+    def speculation(self) -> SpeculationStats:
+        """How speculation went since the start, as in a `Completion`, over all requests; zeros where nothing
+        was drafted."""
+        return SpeculationStats(
+            num_rounds=self.num_draft_rounds,
+            num_drafted=self.num_drafted_tokens,
+            num_accepted=self.num_accepted_tokens,
+            accepted_at=self.accepted_at,
+        )
 
 
 class Histogram:

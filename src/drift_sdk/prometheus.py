@@ -16,6 +16,9 @@ drift_generated_tokens_total              counter   delivered to streams
 drift_draft_rounds_total                  counter   rounds of a sequence with drafted tokens
 drift_drafted_tokens_total                counter   in them
 drift_accepted_tokens_total               counter   of those, what the model said too
+drift_rewound_tokens_total                counter   of those, the others: rows of the KV cache rewound
+drift_acceptance_length                   gauge     mean tokens a round, the model's own included
+drift_acceptance_ratio{position}          gauge     share of rounds whose drafts 0 to position were right
 drift_undrafted_rows_total{reason}        counter   without one: policy, request, room, drafter
 drift_tokens_per_second                   gauge     generated, over the last 5 seconds
 drift_step_rows{kind}                     gauge     of the last step: prefill (chunks), decode (sequences)
@@ -30,6 +33,7 @@ drift_request_seconds                     histogram from the call to the end, by
 drift_step_seconds                        histogram of a step on the device
 drift_request_prompt_tokens               histogram of prompts whose first token has come
 drift_request_completion_tokens           histogram of requests ended by stop or length
+drift_round_accepted_tokens               histogram of rounds with drafted tokens
 ========================================= ========= ====================================================
 """
 
@@ -37,6 +41,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from drift_sdk.drafts import MAX_DRAFT_TOKENS
 from drift_sdk.errors import DriftError
 from drift_sdk.metrics import EngineStats, Histogram, Histograms
 
@@ -50,6 +55,8 @@ except ImportError as cause:
     ) from cause
 
 __all__ = ["metrics_text"]
+
+DRAFTS = tuple(float(number) for number in range(MAX_DRAFT_TOKENS + 1))
 
 
 def metrics_text(stats: EngineStats, histograms: Histograms, *, model: str, executor: str) -> str:
@@ -92,6 +99,14 @@ class EngineCollector(Collector):
         yield counter("draft_rounds", "Rounds of a sequence with drafted tokens", stats.num_draft_rounds)
         yield counter("drafted_tokens", "Tokens drafted", stats.num_drafted_tokens)
         yield counter("accepted_tokens", "Drafted tokens that the model said too", stats.num_accepted_tokens)
+        drafts = stats.speculation
+        yield counter("rewound_tokens", "Drafted tokens that the model did not say", drafts.num_rewound)
+        yield gauge("acceptance_length", "Mean tokens a round with drafted ones", drafts.acceptance_length)
+        ratios = {str(position): rate for position, rate in enumerate(drafts.rates)}
+        yield gauges("acceptance_ratio", "Share of rounds right up to a draft", "position", ratios)
+        accepted = Histogram(DRAFTS)
+        for num_accepted, num_rounds in enumerate(drafts.acceptance_histogram):
+            accepted.observe(num_accepted, num_rounds)
         undrafted = {
             "policy": stats.num_undrafted_by_policy,
             "request": stats.num_undrafted_by_request,
@@ -120,6 +135,7 @@ class EngineCollector(Collector):
             ("step_seconds", "A step on the device", histograms.step),
             ("request_prompt_tokens", "Tokens of a prompt", histograms.prompt_tokens),
             ("request_completion_tokens", "Tokens of a completion", histograms.completion_tokens),
+            ("round_accepted_tokens", "Drafted tokens accepted in a round", accepted),
         ):
             yield histogram(name, help_text, values)
 

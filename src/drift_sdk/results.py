@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Literal
 
 from msgspec import Struct
@@ -94,6 +95,17 @@ class SpeculationStats(Struct, frozen=True, kw_only=True):
     def rates(self) -> tuple[float, ...]:
         """Share of rounds in which draft i was right, and all before."""
         return tuple(count / self.num_rounds for count in self.accepted_at)
+
+    @property
+    def num_rewound(self) -> int:
+        """Tokens drafted in vain: their rows of the KV cache were computed, then written over."""
+        return self.num_drafted - self.num_accepted
+
+    @property
+    def acceptance_histogram(self) -> tuple[int, ...]:
+        """Rounds in which exactly 0, 1, ... drafted tokens were accepted."""
+        at_least = (self.num_rounds, *self.accepted_at, 0)
+        return tuple(count - more for count, more in pairwise(at_least))
 
 
 class Completion(Struct, frozen=True, kw_only=True, dict=True):

@@ -31,7 +31,7 @@ from drift_sdk.intake import Intake
 from drift_sdk.metrics import Histogram, Histograms
 from drift_sdk.opening import choose_executor
 from drift_sdk.recorder import Recorder
-from drift_sdk.steps import StepResult
+from drift_sdk.steps import SlotOutput, StepResult
 from drift_sdk.testing import scripted_engine
 
 ENDLESS = SamplingParams(max_tokens=None, ignore_eos=True)
@@ -164,6 +164,39 @@ async def test_the_text_says_what_the_statistics_say() -> None:
     assert found["drift_request_completion_tokens_sum",] == 38
     assert found["drift_request_completion_tokens_bucket", "4.0"] == 1
     assert found["drift_request_completion_tokens_bucket", "+Inf"] == 6
+
+
+def test_drafts_are_counted_round_by_round() -> None:
+    recorder = Recorder(Intake(None))
+    rounds = [(3, 0), (3, 3), (3, 1), (0, 0), (2, 2), (3, 1), (1, 0)]
+    for half in (rounds[:3], rounds[3:]):
+        outputs = [SlotOutput(token_ids=(1,), num_drafted=d, num_accepted=a) for d, a in half]
+        recorder.collected(StepResult(step_id=0, prefill=(), decode=tuple(outputs), duration_s=0.001))
+    scheduler = SimpleNamespace(
+        config=SimpleNamespace(max_num_seqs=1, num_blocks=1),
+        num_running=0,
+        num_waiting=0,
+        num_queued=0,
+        num_free_blocks=1,
+        num_cached_blocks=0,
+        num_preemptions=0,
+    )
+    recorder.publish(scheduler)
+    stats = recorder.stats
+    assert (stats.num_draft_rounds, stats.num_drafted_tokens, stats.num_accepted_tokens) == (6, 15, 7)
+    assert stats.accepted_at == (4, 2, 1)
+    assert stats.speculation.acceptance_length == 1 + 7 / 6
+    assert stats.speculation.acceptance_histogram == (2, 2, 1, 1)
+
+    found = samples(prometheus.metrics_text(stats, recorder.histograms, model="m", executor="e"))
+    assert found["drift_draft_rounds_total",] == 6
+    assert found["drift_rewound_tokens_total",] == 15 - 7
+    assert found["drift_acceptance_length",] == 1 + 7 / 6
+    assert [found["drift_acceptance_ratio", str(i)] for i in range(3)] == [4 / 6, 2 / 6, 1 / 6]
+    assert found["drift_round_accepted_tokens_count",] == 6
+    assert found["drift_round_accepted_tokens_sum",] == 7
+    buckets = [found["drift_round_accepted_tokens_bucket", f"{bound}.0"] for bound in (0, 1, 2, 3, 16)]
+    assert buckets == [2, 4, 5, 6, 6]
 
 
 def test_streams_share_a_gap_only_from_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:

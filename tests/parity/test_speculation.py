@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import anyio
+import numpy as np
 import pytest
 from draft_zoo import make_draft
 from model_zoo import make_model
+from numpy.typing import NDArray
 from oracle_drafter import OracleDrafter
 
 import drift_sdk.opening
@@ -24,6 +28,7 @@ from drift_sdk import (
     SamplingParams,
     Speculation,
 )
+from drift_sdk.text.grammar import GrammarConstraint
 
 VOCAB_SIZE = 500
 NUM_REQUESTS = 16
@@ -171,6 +176,8 @@ def test_every_acceptance_length_occurs(
     num_rounds = sum(c.speculation.num_rounds for c in found)
     assert num_rounds == sum(oracle.histogram.values())
     assert sum(c.speculation.num_accepted for c in found) == sum(a * n for a, n in oracle.histogram.items())
+    for num_accepted, times in oracle.histogram.items():
+        assert sum(c.speculation.acceptance_histogram[num_accepted] for c in found) == times
     print(f"K={num_draft_tokens} corruption={corruption}:", dict(sorted(oracle.histogram.items())))  # noqa: T201
 
 
@@ -248,6 +255,9 @@ def test_prefix_hits_keep_the_draft(folder: Path, monkeypatch: pytest.MonkeyPatc
             assert stats.num_draft_rounds == sum(c.speculation.num_rounds for c in (*first, *again))
             assert stats.num_drafted_tokens == sum(c.speculation.num_drafted for c in (*first, *again))
             assert stats.num_accepted_tokens == sum(c.speculation.num_accepted for c in (*first, *again))
+            assert stats.speculation.num_rewound == sum(c.speculation.num_rewound for c in (*first, *again))
+            each = [c.speculation.acceptance_histogram for c in (*first, *again)]
+            assert stats.speculation.acceptance_histogram == tuple(map(sum, zip(*each, strict=True)))
 
     anyio.run(main)
 
@@ -266,14 +276,30 @@ def test_grammars_end_mid_path(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
             streams = [engine.generate([5 + p.seed, 9, 11], p) for p in given()]
             return [await stream for stream in streams]
 
+    masks_of = GrammarConstraint.masks
+    asked: Counter[tuple[GrammarConstraint, int]] = Counter()
+    num_outside = 0  # drafts that leave the grammar
+
+    def masks(constraint: GrammarConstraint, draft_token_ids: Sequence[int]) -> NDArray[np.int32]:
+        nonlocal num_outside
+        asked[constraint, constraint._num_tokens] += 1
+        rows = masks_of(constraint, draft_token_ids)
+        num_outside += not rows[-1].any()
+        return rows
+
     expected = anyio.run(ask_all, config_of())
     assert {completion.finish_reason for completion in expected} == {"stop"}
+    monkeypatch.setattr(GrammarConstraint, "masks", masks)
     answers = {c.seed: [5 + c.seed, 9, 11, *c.token_ids] for c in expected}
     for corruption in (0.0, 0.3):
         oracle = OracleDrafter(answers, corruption, VOCAB_SIZE)
         monkeypatch.setattr(drift_sdk.opening, "open_drafter", lambda *_, oracle=oracle: oracle)
         speculation = Speculation(draft=NGram(), shape=Chain(4), adaptive=False)
+        asked.clear()
+        num_outside = 0
         found = anyio.run(ask_all, config_of(speculation=speculation))
         assert [c.token_ids for c in found] == [c.token_ids for c in expected]
         assert [c.parsed for c in found] == [c.parsed for c in expected]
         assert sum(c.speculation.num_accepted for c in found) > 0
+        assert set(asked.values()) == {1}  # once a round, for all its rows
+        assert num_outside > 0 or corruption == 0.0

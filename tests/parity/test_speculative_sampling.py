@@ -2,83 +2,233 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 import torch
+from oracle_drafter import OracleDrafter
+from torch import Tensor
 
-from drift_sdk._kernels.sample import sample
+from drift_sdk.execution import eager
+from drift_sdk.execution.drafters import Drafter, NGramDrafter
+from drift_sdk.execution.eager import EagerExecutor
+from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.steps import (
+    BlockUpdate,
+    DecodeRow,
+    ExecutorLimits,
+    PrefillChunk,
+    SlotAssignment,
+    SlotSampling,
+    StepPlan,
+)
 
 VOCAB_SIZE = 12
-NUM_TOKENS = 200_000
-DEPTH = 4
+PROMPT = (3, 7, 1)
+NUM_SEQUENCES = 2048
+NUM_TOKENS = 100  # of a sequence: 204,800 in each sample
+NUM_DRAFT_TOKENS = 4
+BLOCK_SIZE = 16
+NUM_RELABELLINGS = 999
+
+Sequences = list[list[int]]
 
 
-@pytest.mark.parametrize("agreement", [0.0, 0.6, 1.0])
-def test_walking_down_a_draft_samples_the_model(agreement: float) -> None:
-    """A Markov model over a small vocabulary. Each round drafts with a model mixed from the true one and
-    another, chooses the true model's token at every position, and walks while they agree."""
-    generator = torch.Generator().manual_seed(1)
-    target = torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=generator) * 1.5
-    draft = (
-        agreement * target + (1 - agreement) * torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=generator) * 1.5
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    config = DecoderConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=16,
+        intermediate_size=24,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+        max_position_embeddings=512,
+        rms_norm_eps=1e-5,
+        rope_theta=10_000.0,
+        rope_scaling=None,
+        has_qkv_bias=False,
+        has_output_bias=False,
+        has_mlp_bias=False,
+        has_qk_norm=False,
+        is_head_tied=False,
     )
-    num_rows = 500
-    seeds = torch.arange(num_rows, dtype=torch.int64) * 7919 + 3
+    decoder = Decoder.random(config, device="cpu", dtype=torch.float32, seed=1)
+    with torch.inference_mode():
+        decoder.weights.embedding.mul_(3)  # so that a token says much about the next one
+    return decoder
 
-    def choose(logits: torch.Tensor, seed: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        ones = torch.ones(len(seed))
-        return sample(logits, ones, torch.zeros_like(seed), ones, torch.zeros(len(seed)), seed, position)
 
-    newest = torch.zeros(num_rows, dtype=torch.int64)
-    position = torch.zeros(num_rows, dtype=torch.int64)
-    pairs: Counter[tuple[int, int]] = Counter()
-    plain: dict[int, list[int]] = {row: [0] for row in range(num_rows)}
-    lengths: Counter[int] = Counter()
-    while sum(pairs.values()) < NUM_TOKENS:
-        drafted, token = [], newest
-        for depth in range(DEPTH):
-            token = choose(draft[token], seeds, position + 1 + depth)
-            drafted.append(token)
-        walking = torch.arange(num_rows)
-        token, accepted = newest.clone(), torch.zeros(num_rows, dtype=torch.int64)
-        for depth in range(DEPTH + 1):
-            chosen = choose(target[token[walking]], seeds[walking], position[walking] + 1 + depth)
-            for row, before, after in zip(
-                walking.tolist(), token[walking].tolist(), chosen.tolist(), strict=True
-            ):
-                pairs[before, after] += 1
-                plain[row].append(after)
-            token[walking] = chosen
-            accepted[walking] += 1
-            if depth == DEPTH:
-                break
-            walking = walking[chosen == drafted[depth][walking]]
-            if len(walking) == 0:
-                break
-        for count in accepted.tolist():
-            lengths[count] += 1
-        newest, position = token, position + accepted
+def generate(
+    decoder: Decoder, seeds: Sequence[int], drafter: Drafter | None = None
+) -> tuple[Sequences, Counter[int]]:
+    """NUM_TOKENS sampled tokens for each seed, all in one batch, and how many rounds accepted how many."""
+    max_length = len(PROMPT) + NUM_TOKENS
+    blocks_each = -(-(max_length + NUM_DRAFT_TOKENS) // BLOCK_SIZE)
+    limits = ExecutorLimits(
+        max_num_seqs=len(seeds),
+        max_model_len=max_length,
+        num_blocks=len(seeds) * blocks_each,
+        block_size=BLOCK_SIZE,
+        vocab_size=VOCAB_SIZE,
+    )
+    executor = EagerExecutor(decoder, limits, drafter)
+    slots = range(len(seeds))
+    assignments, updates = [], []
+    for slot, seed in enumerate(seeds):
+        sampling = SlotSampling(
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            min_p=0.0,
+            seed=seed,
+            stop_token_ids=(),
+            num_prompt_tokens=len(PROMPT),
+            max_length=max_length,
+        )
+        assignments.append(SlotAssignment(slot=slot, sampling=sampling))
+        block_ids = tuple(range(slot * blocks_each, (slot + 1) * blocks_each))
+        updates.append(BlockUpdate(slot=slot, first_index=0, block_ids=block_ids))
 
-    # Seed by seed the same tokens as one at a time.
-    token = torch.zeros(num_rows, dtype=torch.int64)
-    for depth in range(1, min(len(tokens) for tokens in plain.values())):
-        token = choose(target[token], seeds, torch.full((num_rows,), depth))
-        assert token.tolist() == [plain[row][depth] for row in range(num_rows)]
+    prompts = tuple(PrefillChunk(slot=slot, start=0, token_ids=PROMPT, next_token_id=None) for slot in slots)
+    rows = tuple(
+        DecodeRow(slot=slot, num_draft_tokens=0 if drafter is None else NUM_DRAFT_TOKENS) for slot in slots
+    )
+    executor.launch(
+        StepPlan(
+            step_id=0,
+            assignments=tuple(assignments),
+            block_updates=tuple(updates),
+            prefill=prompts,
+            decode=(),
+        )
+    )
+    sequences = [list(output.token_ids) for output in executor.collect().prefill]
+    num_accepted: Counter[int] = Counter()
+    while any(len(sequence) < NUM_TOKENS for sequence in sequences):
+        executor.launch(StepPlan(step_id=1, assignments=(), block_updates=(), prefill=(), decode=rows))
+        for sequence, output in zip(sequences, executor.collect().decode, strict=True):
+            sequence.extend(output.token_ids)
+            if output.num_drafted == NUM_DRAFT_TOKENS:
+                num_accepted[output.num_accepted] += 1
 
-    probs = target.double().softmax(-1)
-    chi_square, degrees = 0.0, 0
-    for before in range(VOCAB_SIZE):
-        total = sum(pairs[before, after] for after in range(VOCAB_SIZE))
-        for after in range(VOCAB_SIZE):
-            expected = total * probs[before, after].item()
-            chi_square += (pairs[before, after] - expected) ** 2 / expected
-        degrees += VOCAB_SIZE - 1
-    # Wilson and Hilferty: the cube root of chi-square over its degrees is nearly normal. 2.326: p = 0.01.
-    z = ((chi_square / degrees) ** (1 / 3) - (1 - 2 / (9 * degrees))) / math.sqrt(2 / (9 * degrees))
-    assert z < 2.326
-    if agreement == 1.0:
-        assert set(lengths) == {DEPTH + 1}
+    executor.close()
+    return sequences, num_accepted
+
+
+def pair_counts(sequences: Sequences) -> Tensor:
+    """How often each token followed each in every sequence: [num_sequences, VOCAB_SIZE, VOCAB_SIZE]."""
+    tokens = torch.tensor(sequences)
+    pairs = tokens[:, :-1] * VOCAB_SIZE + tokens[:, 1:]
+    counts = torch.zeros(len(sequences), VOCAB_SIZE**2, dtype=torch.float64)
+    counts.scatter_add_(1, pairs, torch.ones_like(pairs, dtype=torch.float64))
+    return counts.view(-1, VOCAB_SIZE, VOCAB_SIZE)
+
+
+def chi_square(one: Tensor, other: Tensor) -> Tensor:
+    """Of the homogeneity of two samples' histograms [..., V, V] of the next token, summed over the token
+    before: [...], of V * (V - 1) degrees of freedom."""
+    both = one + other
+    total = torch.zeros(one.shape[:-2], dtype=torch.float64)
+    for counts in (one, other):
+        expected = both * counts.sum(-1, keepdim=True) / both.sum(-1, keepdim=True)
+        assert expected.min() > 5, "too rare for the statistic's distribution to hold"
+        total += ((counts - expected) ** 2 / expected).sum((-2, -1))
+
+    return total
+
+
+def p_values(one: Sequences, other: Sequences) -> tuple[float, float]:
+    """Of the chi-square under its textbook distribution, as if nothing but the token before mattered to a
+    token, and among samples in which the sequences are dealt out anew, which assumes nothing."""
+    counts = torch.cat([pair_counts(one), pair_counts(other)])
+    found = chi_square(counts[: len(one)].sum(0), counts[len(one) :].sum(0))
+    half_degrees = torch.tensor(VOCAB_SIZE * (VOCAB_SIZE - 1) / 2, dtype=torch.float64)
+    by_distribution = torch.special.gammaincc(half_degrees, found / 2)
+
+    generator = torch.Generator().manual_seed(5)
+    is_in_one = torch.zeros(NUM_RELABELLINGS, len(counts), dtype=torch.float64)
+    for row in is_in_one:
+        row[torch.randperm(len(counts), generator=generator)[: len(one)]] = 1.0
+    dealt = (is_in_one @ counts.flatten(1)).view(-1, VOCAB_SIZE, VOCAB_SIZE)
+    is_larger = chi_square(dealt, counts.sum(0) - dealt) >= found
+    return by_distribution.item(), (1 + int(is_larger.sum())) / (1 + NUM_RELABELLINGS)
+
+
+SEEDS = range(NUM_SEQUENCES)
+OTHER_SEEDS = range(NUM_SEQUENCES, 2 * NUM_SEQUENCES)
+
+
+@pytest.fixture(scope="module")
+def plain(decoder: Decoder) -> Sequences:
+    return generate(decoder, SEEDS)[0]
+
+
+@pytest.fixture(scope="module")
+def plain_of_other_seeds(decoder: Decoder) -> Sequences:
+    return generate(decoder, OTHER_SEEDS)[0]
+
+
+@pytest.fixture(scope="module", params=["oracle", "ngram"])
+def speculative(
+    request: pytest.FixtureRequest, decoder: Decoder, plain: Sequences
+) -> tuple[Sequences, Counter[int]]:
+    return generate(decoder, SEEDS, drafter_of(request.param, plain))
+
+
+def drafter_of(kind: str, plain: Sequences) -> Drafter:
+    if kind == "ngram":
+        return NGramDrafter(min_length=1, max_length=3)
+
+    answers = {seed: [*PROMPT, *tokens] for seed, tokens in zip(SEEDS, plain, strict=True)}
+    return OracleDrafter(answers, corruption=0.3, vocab_size=VOCAB_SIZE)
+
+
+def test_the_distribution_is_that_of_plain_sampling(
+    speculative: tuple[Sequences, Counter[int]], plain_of_other_seeds: Sequences
+) -> None:
+    sequences, num_accepted = speculative
+    assert sum(map(len, sequences)) >= 200_000
+    assert sorted(num_accepted) == list(range(NUM_DRAFT_TOKENS + 1))
+    assert min(p_values(sequences, plain_of_other_seeds)) > 0.01
+
+
+def test_seed_by_seed_the_tokens_are_those_of_plain_sampling(
+    speculative: tuple[Sequences, Counter[int]], plain: Sequences
+) -> None:
+    assert speculative[0] == plain
+
+
+class EqualToAny(int):
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = int.__hash__
+
+
+class AlwaysAccepted(NGramDrafter):
+    """Drafts with which every token agrees: the walk goes on along rows of a context nobody said."""
+
+    def propose(self, slots, num_draft_tokens) -> list[list[int]]:
+        return [[EqualToAny(token) for token in draft] for draft in super().propose(slots, num_draft_tokens)]
+
+
+@pytest.mark.parametrize("fault", ["everything is accepted", "noise is used twice"])
+def test_a_bias_is_found(
+    decoder: Decoder, plain_of_other_seeds: Sequences, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    drafter = NGramDrafter(min_length=1, max_length=3)
+    if fault == "everything is accepted":
+        drafter = AlwaysAccepted(min_length=1, max_length=3)
     else:
-        assert set(lengths) == set(range(1, DEPTH + 2))
+        choose = eager.choose
+        monkeypatch.setattr(
+            eager, "choose", lambda logits, of, positions: choose(logits, of, [p // 2 * 2 for p in positions])
+        )
+    sequences, _ = generate(decoder, SEEDS[:512], drafter)
+    by_distribution, by_dealing = p_values(sequences, plain_of_other_seeds)
+    assert by_distribution < 1e-6
+    assert by_dealing == 1 / (1 + NUM_RELABELLINGS)

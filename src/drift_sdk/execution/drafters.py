@@ -13,7 +13,7 @@ from drift_sdk.execution.sampling import choose
 from drift_sdk.execution.slots import Slot
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.eagle3 import DraftDecoder
+from drift_sdk.models.eagle3 import SLOT_OFFSET, DraftDecoder
 from drift_sdk.models.kv_cache import KVCache
 from drift_sdk.speculation.ngram import NGramIndex
 from drift_sdk.steps import ExecutorLimits
@@ -188,7 +188,7 @@ class EagleDrafter:
 
     def _forward(self, features: Tensor, tokens: Sequence[int], rows: Sequence[SequenceRows]) -> Tensor:
         token_ids = torch.tensor(tokens, dtype=torch.int64, device=features.device)
-        batch = AttentionBatch(rows, self._cache, slot_offset=1)
+        batch = AttentionBatch(rows, self._cache, slot_offset=SLOT_OFFSET)
         return self._draft.forward(features, token_ids, batch, self._cache)
 
     def _keep_features(self, span: Span, features: Tensor) -> None:

@@ -70,11 +70,6 @@ class EagerExecutor:
         for update in plan.block_updates:
             self._slots[update.slot].place_blocks(update.first_index, update.block_ids)
 
-        for part in (plan.prefill, plan.decode):
-            for entry in part:
-                if (rules := self._slots[entry.slot].rules) is not None:
-                    rules.begin_step()
-
         prefill = self._prefill(plan.prefill)
         decode = self._decode(plan.decode)
         duration_s = time.perf_counter() - started_at
@@ -100,6 +95,7 @@ class EagerExecutor:
             slot = self._slots[chunk.slot]
             slot.length = chunk.start + len(chunk.token_ids)
             if slot.rules is not None:
+                slot.rules.begin_step()
                 slot.rules.count(chunk.token_ids, chunk.start)
             if slot.sampling.num_prompt_logprobs is not None:
                 self._score_prompt(hidden[first_row : first_row + len(chunk.token_ids)], chunk, slot)
@@ -182,6 +178,10 @@ class EagerExecutor:
     ) -> list[SlotOutput]:
         """Walk down each slot's rows of hidden while the target's own token is the drafted one. Every token
         is chosen just as in plain decoding, so the tokens are the same."""
+        for slot, draft in zip(slots, drafts, strict=True):
+            if slot.rules is not None:
+                slot.rules.begin_step(draft)
+
         steps: list[list[SlotOutput]] = [[] for _ in slots]
         num_accepted = [0] * len(slots)
         walking = list(range(len(slots)))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from drift_sdk._kernels.penalties import (
@@ -27,7 +28,6 @@ class LogitRules:
 
     stop_ids, bias_ids: int64 [N]; bias: fp32 [N]. is_allowed: bool [V], or None for all. is_in_prompt: bool
     [V], and output_counts: int32 [V], how often each token was generated; both empty without penalties.
-    path: tokens chosen in the running step, which the constraint has not been told of.
     """
 
     def __init__(self, assignment: SlotAssignment, vocab_size: int, device: torch.device) -> None:
@@ -37,7 +37,6 @@ class LogitRules:
         sampling = assignment.sampling
         self.sampling = sampling
         self.constraint = assignment.constraint
-        self.path: list[int] = []
         self.stop_ids = tensor(sampling.stop_token_ids, torch.int64)
         self.bias_ids = tensor([token_id for token_id, _ in sampling.logit_bias], torch.int64)
         self.bias = tensor([addend for _, addend in sampling.logit_bias], torch.float32)
@@ -50,6 +49,7 @@ class LogitRules:
         self.is_in_prompt = torch.zeros(num_counted, dtype=torch.bool, device=device)
         self.output_counts = torch.zeros(num_counted, dtype=torch.int32, device=device)
         self.count(assignment.cached_token_ids, 0)
+        self.begin_step()
 
     @classmethod
     def of(cls, assignment: SlotAssignment, vocab_size: int, device: torch.device) -> LogitRules | None:
@@ -73,13 +73,29 @@ class LogitRules:
         self.is_in_prompt[ids[:num_prompt_ids]] = True
         count_tokens(self.output_counts, ids[num_prompt_ids:])
 
-    def begin_step(self) -> None:
-        self.path = []
+    def begin_step(self, draft_token_ids: Sequence[int] = ()) -> None:
+        """A step follows, in which a token is chosen at its first row and, as long as they agree, after each
+        of the drafted ones."""
+        self._draft_token_ids = draft_token_ids
+        self._masks: NDArray[np.int32] | None = None
+        self._num_chosen = 0
 
     def append(self, token_id: int, position: int) -> None:
         """Take in a token that was just chosen."""
-        self.path.append(token_id)
+        self._num_chosen += 1
         self.count((token_id,), position)
+
+    @property
+    def mask(self) -> NDArray[np.int32]:
+        """What the constraint allows at the step's row at hand: [ceil(V / 32)], see `TokenConstraint`. Rows
+        behind a drafted token that it forbids are never reached: no such token is chosen."""
+        assert self.constraint is not None
+        # Once for all the step's rows: row by row, the constraint would go the whole way again for each.
+        if self._masks is None:
+            self._masks = self.constraint.masks(self._draft_token_ids)
+
+        row: NDArray[np.int32] = self._masks[self._num_chosen]
+        return row
 
     def is_short(self, length: int) -> bool:
         """Whether a sequence of this length may not stop yet."""
@@ -149,17 +165,12 @@ def _forbid(logits: Tensor, rules: list[LogitRules], lengths: list[int]) -> Tens
         is_kept[allowed] &= mask
         is_kept_at_least[allowed] = mask
 
-    constrained = [
-        (index, constraint.masks(rules[row].path)[-1])
-        for index, row in enumerate(rows)
-        if (constraint := rules[row].constraint) is not None
-    ]
+    constrained = [index for index, row in enumerate(rows) if rules[row].constraint is not None]
     if constrained:
-        words = np.stack([mask for _, mask in constrained])
+        words = np.stack([rules[rows[index]].mask for index in constrained])
         mask = unpack_mask(torch.from_numpy(words).to(logits.device), vocab_size)
-        indices = [index for index, _ in constrained]
-        is_kept[indices] &= mask
-        is_kept_at_least[indices] = mask
+        is_kept[constrained] &= mask
+        is_kept_at_least[constrained] = mask
 
     return _replace_rows(logits, rows, mask_logits(logits[rows], is_kept, is_kept_at_least))
 

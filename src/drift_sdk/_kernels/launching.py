@@ -1,0 +1,42 @@
+"""How kernels are launched: compiled on a GPU, interpreted without one; one after the other, or overlapping.
+
+Programmatic dependent launch lets a kernel's CTAs be placed while the kernel before it still runs. Each
+kernel therefore waits before it touches memory, and says when its successor may be placed.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+__all__ = ["is_interpreted", "launch_options", "start_dependents", "uses_pdl", "wait_for_producers"]
+
+
+def is_interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on the CPU."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+def uses_pdl() -> bool:
+    """Whether kernels overlap. The GPU must be of compute capability 9.0 or later."""
+    return not is_interpreted()
+
+
+def launch_options() -> dict[str, bool]:
+    """Keyword arguments of every launch."""
+    return {"launch_pdl": True} if uses_pdl() else {}
+
+
+@triton.jit
+def wait_for_producers(PDL: tl.constexpr):
+    """Until every earlier kernel has finished and its writes are visible."""
+    if PDL:
+        gdc_wait()
+
+
+@triton.jit
+def start_dependents(PDL: tl.constexpr):
+    """Let the next kernel's CTAs be placed as soon as there is room."""
+    if PDL:
+        gdc_launch_dependents()

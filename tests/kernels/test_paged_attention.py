@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from drift_sdk._kernels.paged_attention import (
+    AttentionConfig,
+    AttentionScratch,
+    paged_attention,
+    paged_attention_reference,
+)
+
+pytestmark = pytest.mark.kernel
+
+IS_GPU = torch.cuda.is_available()
+DTYPES = (torch.float32, torch.bfloat16, torch.float16) if IS_GPU else (torch.float32,)
+SMALL = AttentionConfig(narrow=16, narrow_end=32, medium=32, medium_end=96, wide=64, tile_keys=16)
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+class Case:
+    """A cache in random blocks whose slots behind each sequence's end hold NaN."""
+
+    def __init__(
+        self,
+        lengths: list[int],
+        num_rows: int,
+        *,
+        device: str,
+        dtype: torch.dtype = torch.float32,
+        block_size: int = 16,
+        num_kv_heads: int = 2,
+        group: int = 2,
+        head_dim: int = 16,
+        seed: int = 0,
+    ) -> None:
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def randn(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+        num_sequences, most = len(lengths), max(lengths)
+        max_blocks = -(-most // block_size) + 1
+        num_blocks = num_sequences * max_blocks
+        shape = (num_blocks, num_kv_heads, block_size, head_dim)
+        self.keys, self.values = torch.full((2, *shape), torch.nan, dtype=dtype, device=device)
+        permutation = torch.randperm(num_blocks, generator=generator, device=device)
+        self.block_table = permutation.view(num_sequences, max_blocks).int()
+        self.row_slot = torch.arange(num_sequences, device=device).repeat_interleave(num_rows).int()
+        self.row_position = torch.empty(num_sequences * num_rows, dtype=torch.int32, device=device)
+        for index, length in enumerate(lengths):
+            first = max(0, length - num_rows)
+            rows = torch.arange(num_rows, device=device) + first
+            self.row_position[index * num_rows : (index + 1) * num_rows] = rows.clamp(max=length - 1)
+            self.row_slot[index * num_rows : (index + 1) * num_rows][rows >= length] = -1
+            for block in range(-(-length // block_size)):
+                size = min(block_size, length - block * block_size)
+                place = self.block_table[index, block].item()
+                self.keys[place, :, :size] = randn(num_kv_heads, size, head_dim)
+                self.values[place, :, :size] = randn(num_kv_heads, size, head_dim)
+        self.query = randn(num_sequences * num_rows, num_kv_heads * group, head_dim)
+        self.num_rows = num_rows
+        self.max_num_keys = most + 300
+
+    def run(
+        self, config: AttentionConfig, rows: slice | None = None, num_rows: int | None = None
+    ) -> torch.Tensor:
+        """All rows, or some of them in sequences of `num_rows`."""
+        rows = slice(None) if rows is None else rows
+        num_rows = num_rows or self.num_rows
+        query = self.query[rows].contiguous()
+        num_heads, head_dim = query.shape[1:]
+        num_kv_heads = self.keys.shape[1]
+        scratch = AttentionScratch(
+            num_sequences=len(query) // num_rows,
+            num_kv_heads=num_kv_heads,
+            num_rows=num_rows,
+            group=num_heads // num_kv_heads,
+            head_dim=head_dim,
+            max_num_keys=self.max_num_keys,
+            config=config,
+            device=query.device,
+        )
+        out = torch.full_like(query, torch.nan)
+        paged_attention(
+            query,
+            self.keys,
+            self.values,
+            self.block_table,
+            self.row_slot[rows].contiguous(),
+            self.row_position[rows].contiguous(),
+            out,
+            scratch,
+            config,
+            num_rows,
+        )
+        return out
+
+    def reference(self) -> torch.Tensor:
+        return paged_attention_reference(
+            self.query, self.keys, self.values, self.block_table, self.row_slot, self.row_position
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_rows", [1, 3, 6])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"block_size": 1},
+        {"block_size": 64, "num_kv_heads": 3, "group": 3, "head_dim": 24},
+        {"num_kv_heads": 1, "group": 8, "head_dim": 64},
+        {"block_size": 4, "group": 1, "head_dim": 80},
+    ],
+    ids=str,
+)
+def test_attention(shape: dict[str, int], num_rows: int, dtype: torch.dtype, device: str) -> None:
+    case = Case([1, 2, 15, 16, 17, 33, 97, 200], num_rows, device=device, dtype=dtype, **shape)
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(case.run(SMALL).double(), case.reference(), rtol=tolerance, atol=tolerance)
+
+
+def test_padding_rows_are_zero_and_alone(device: str) -> None:
+    case = Case([5, 40, 9], 1, device=device)
+    case.row_slot[1] = -1
+    out = case.run(SMALL)
+    assert out[1].eq(0).all()
+    torch.testing.assert_close(out.double(), case.reference(), rtol=2e-5, atol=2e-5)
+
+
+def test_a_row_alone_and_among_others(device: str) -> None:
+    """Bit for bit on a GPU; the interpreter's products are BLAS's, whose order is its own."""
+    dtype = torch.bfloat16 if IS_GPU else torch.float32
+    lengths = [1021, 4093, 9000, 7] if IS_GPU else [61, 130, 7]
+    config = AttentionConfig() if IS_GPU else SMALL
+    case = Case(lengths, 6, device=device, dtype=dtype, num_kv_heads=2, group=4, head_dim=64)
+    together = case.run(config)
+    for row in range(len(case.query)):
+        alone = case.run(config, slice(row, row + 1), 1)
+        if IS_GPU:
+            assert torch.equal(alone[0], together[row])
+        else:
+            torch.testing.assert_close(alone[0], together[row], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_keys", [1, 15, 16, 17, 32, 33, 64, 65, 96, 97, 160, 161, 1000])
+def test_partitions_cover_the_keys(num_keys: int) -> None:
+    borders = [0, 16, 32, 64, 96, *range(160, 2000, 64)]
+    assert SMALL.num_partitions(num_keys) == sum(border < num_keys for border in borders)
