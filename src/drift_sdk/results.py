@@ -98,7 +98,7 @@ class SpeculationStats(Struct, frozen=True, kw_only=True):
 
     @property
     def num_rewound(self) -> int:
-        """Tokens drafted in vain: their rows of the KV cache were computed, then written over."""
+        """Tokens drafted in vain, each a row of the KV cache rewound."""
         return self.num_drafted - self.num_accepted
 
     @property

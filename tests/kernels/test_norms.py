@@ -35,9 +35,7 @@ def assert_normed(found: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_rows", "size"), SHAPES)
 @pytest.mark.parametrize("num_slices", [None, 0, 1, 2, 5])
-def test_add_norm(
-    num_rows: int, size: int, num_slices: int | None, dtype: torch.dtype, device: str
-) -> None:
+def test_add_norm(num_rows: int, size: int, num_slices: int | None, dtype: torch.dtype, device: str) -> None:
     """None slices: no delta. 0: a delta in the storage type."""
     hidden = random(num_rows, size, dtype=dtype, device=device, seed=1)
     weight = random(size, dtype=dtype, device=device, seed=2)

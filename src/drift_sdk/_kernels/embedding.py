@@ -29,7 +29,7 @@ def _embed_norm(
     is_column = column < SIZE
     token = tl.load(row_token + row).to(tl.int64)
     is_live = tl.minimum(token, tl.load(row_slot + row)) >= 0
-    x = tl.load(embedding + token * SIZE + column, mask=is_column & is_live, other=0.0)
+    x = tl.load(embedding + token * SIZE + column, mask=column < tl.where(is_live, SIZE, 0), other=0.0)
     tl.store(hidden + row * hidden_stride + column, x, mask=is_column)
     weights = tl.load(weight + column, mask=is_column, other=0.0)
     wide = x.to(tl.float32)

@@ -90,7 +90,7 @@ def _slice_product(
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _multiply(
     x, w, out, M,
     N: tl.constexpr, K: tl.constexpr, SLICE: tl.constexpr, SLICES: tl.constexpr, SPREAD: tl.constexpr,
@@ -123,7 +123,7 @@ def _multiply(
     tl.store(place, total.to(out.dtype.element_ty), mask=is_row[None, :] & is_column[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _gated_multiply(
     x, w, out, M,
     N: tl.constexpr, K: tl.constexpr,

@@ -73,7 +73,7 @@ def _partition_start(index, NARROW: tl.constexpr, NARROW_END: tl.constexpr, MEDI
     return tl.where(index < NUM_NARROW, index * NARROW, start)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_partitions", "max_blocks"])
 def _attend_partition(
     query, keys, values, block_table, row_slot, row_position, sums, maxima, weights,
     scale, num_partitions, max_blocks,
@@ -138,7 +138,7 @@ def _attend_partition(
     start_dependents(PDL)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_partitions"])
 def _add_partitions(
     sums, maxima, weights, row_slot, row_position, out, num_partitions,
     ROWS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, TILE_DIM: tl.constexpr,

@@ -65,8 +65,8 @@ def add_norm(
     """hidden += delta in place, then normed = rms_norm(hidden) * weight.
 
     hidden [N, H] in the storage type; weight [H] and normed [N, H] likewise.
-    delta: [N, H] in the storage type, or fp32 partial sums [num_slices, N, H], which are added in the order of
-    slices, then bias [H] (storage type) if given, then rounded to the storage type; or None for the norm alone.
+    delta: [N, H] in the storage type; or fp32 partial sums [num_slices, N, H], added in the order of slices,
+    then bias [H] (storage type) if given, then rounded to the storage type; or None for the norm alone.
     captured [N, H], if given, takes a copy of the updated hidden. Rows of all but weight and bias may stand
     apart. Raises ValueError for another shape, type or layout.
     """

@@ -32,7 +32,7 @@ def norm_warps(size: int) -> int:
 
     A function of the size alone: the order of the sum, and so its bits, depend on it.
     """
-    return min(max(triton.next_power_of_2(size) // 256, 1), 16)
+    return min(max(int(triton.next_power_of_2(size)) // 256, 1), 16)
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:

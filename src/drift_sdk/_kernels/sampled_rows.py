@@ -1,0 +1,241 @@
+"""From logits to tokens in five launches, whatever the rows ask for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from drift_sdk._kernels.arguments import check_tensor
+from drift_sdk._kernels.choose import choose
+from drift_sdk._kernels.filter_thresholds import find_thresholds
+from drift_sdk._kernels.launching import launch_options, uses_pdl
+from drift_sdk._kernels.ruled_logits import rule_logits
+from drift_sdk._kernels.slot_columns import SlotColumns
+from drift_sdk._kernels.top_tokens import pick_tokens, rank_chunks
+
+__all__ = ["MAX_TOP", "SampleBuffers", "sample_rows"]
+
+CHUNK = 4096
+"""Tokens of one program where a row is shared by several."""
+FILTER_BLOCK = 8192
+"""Tokens at a time where a program has a row to itself."""
+MAX_TOP = 20
+"""The most tokens whose log-probabilities are reported."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleBuffers:
+    """What the launches hand on to each other, and their results, for up to R rows over V tokens in C chunks.
+
+    chosen [R] int32: the token of each row, -1 for padding. chosen_logprob [R] fp32, top_token
+    [R, MAX_TOP] int32 and top_logprob [R, MAX_TOP] fp32: of rows whose slot reports log-probabilities; of the
+    MAX_TOP places as many as it reports, the others -1 and -inf.
+    """
+
+    chunk_value: Tensor
+    chunk_token: Tensor
+    raw_max: Tensor
+    raw_sum: Tensor
+    row_max: Tensor
+    row_threshold: Tensor
+    candidate_value: Tensor
+    candidate_token: Tensor
+    chosen: Tensor
+    chosen_logprob: Tensor
+    top_token: Tensor
+    top_logprob: Tensor
+
+    @classmethod
+    def allocate(cls, num_rows: int, vocab_size: int, device: torch.device | str) -> SampleBuffers:
+        num_chunks = triton.cdiv(vocab_size, CHUNK)
+
+        def buffer(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.empty(num_rows, *shape, dtype=dtype, device=device)
+
+        return cls(
+            chunk_value=buffer(torch.float32, num_chunks),
+            chunk_token=buffer(torch.int32, num_chunks),
+            raw_max=buffer(torch.float32, num_chunks),
+            raw_sum=buffer(torch.float32, num_chunks),
+            row_max=buffer(torch.float32),
+            row_threshold=buffer(torch.float32),
+            candidate_value=buffer(torch.float32, num_chunks, MAX_TOP),
+            candidate_token=buffer(torch.int32, num_chunks, MAX_TOP),
+            chosen=buffer(torch.int32),
+            chosen_logprob=buffer(torch.float32),
+            top_token=buffer(torch.int32, MAX_TOP),
+            top_logprob=buffer(torch.float32, MAX_TOP),
+        )
+
+
+def sample_rows(
+    logits: Tensor,
+    row_slot: Tensor,
+    row_position: Tensor,
+    row_token: Tensor,
+    slots: SlotColumns,
+    mask_words: Tensor,
+    buffers: SampleBuffers,
+    *,
+    rows_per_slot: int = 1,
+) -> None:
+    """Choose the token that follows each row's token, and take the log-probabilities where they are asked for.
+
+    logits [2, R, V] fp32: plane 0 is read, plane 1 overwritten where rules apply; the planes may stand apart.
+    row_slot (-1: padding), row_token and its absolute position row_position [R] int32: the chosen token is to
+    stand at row_position + 1. mask_words [R, W] int32: what each row's constraint allows.
+
+    Rows come in groups of `rows_per_slot` of one slot at consecutive positions: the first holds a token that
+    `slots` has counted, the others the tokens drafted behind it, which it has not.
+
+    Results are in `buffers`, rows [:R]. Raises ValueError for another shape or type.
+    """
+    num_rows, vocab_size = _check(logits, row_slot, row_position, row_token, slots, mask_words, buffers)
+    if num_rows % rows_per_slot:
+        raise ValueError(f"row_slot: {num_rows} rows: expected a multiple of {rows_per_slot}")
+
+    num_chunks = triton.cdiv(vocab_size, CHUNK)
+    by_row, by_chunk = (num_rows,), (num_rows, num_chunks)
+    plane_stride = logits.stride(0)
+    rule_logits[by_chunk](
+        logits,
+        plane_stride,
+        row_slot,
+        row_position,
+        row_token,
+        mask_words,
+        slots.flags,
+        slots.min_length,
+        slots.presence_penalty,
+        slots.frequency_penalty,
+        slots.repetition_penalty,
+        slots.num_logprobs,
+        slots.bias,
+        slots.counts,
+        slots.prompt_bits,
+        slots.stop_bits,
+        slots.allowed_bits,
+        buffers.chunk_value,
+        buffers.chunk_token,
+        buffers.raw_max,
+        buffers.raw_sum,
+        vocab_size,
+        mask_words.shape[1],
+        ROWS_PER_SLOT=rows_per_slot,
+        CHUNK=CHUNK,
+        PDL=uses_pdl(),
+        num_warps=8,
+        enable_fp_fusion=False,  # a product rounded before it is subtracted, as in the reference
+        **launch_options(),
+    )
+    find_thresholds[by_row](
+        logits,
+        plane_stride,
+        row_slot,
+        row_position,
+        slots.temperature,
+        slots.top_k,
+        slots.top_p,
+        slots.min_p,
+        slots.flags,
+        slots.min_length,
+        buffers.chunk_value,
+        buffers.row_max,
+        buffers.row_threshold,
+        vocab_size,
+        num_chunks,
+        CHUNKS=triton.next_power_of_2(num_chunks),
+        BLOCK=FILTER_BLOCK,
+        PDL=uses_pdl(),
+        num_warps=16,
+        **launch_options(),
+    )
+    choose[by_chunk](
+        logits,
+        plane_stride,
+        row_slot,
+        row_position,
+        slots.temperature,
+        slots.seed,
+        slots.flags,
+        slots.min_length,
+        buffers.row_max,
+        buffers.row_threshold,
+        buffers.chunk_value,
+        buffers.chunk_token,
+        vocab_size,
+        CHUNK=CHUNK,
+        PDL=uses_pdl(),
+        num_warps=8,
+        **launch_options(),
+    )
+    rank_chunks[by_chunk](
+        logits,
+        row_slot,
+        slots.num_logprobs,
+        buffers.candidate_value,
+        buffers.candidate_token,
+        vocab_size,
+        MAX_TOP=MAX_TOP,
+        CHUNK=CHUNK,
+        PDL=uses_pdl(),
+        num_warps=8,
+        **launch_options(),
+    )
+    pick_tokens[by_row](
+        logits,
+        row_slot,
+        slots.num_logprobs,
+        buffers.chunk_value,
+        buffers.chunk_token,
+        buffers.raw_max,
+        buffers.raw_sum,
+        buffers.candidate_value,
+        buffers.candidate_token,
+        buffers.chosen,
+        buffers.chosen_logprob,
+        buffers.top_token,
+        buffers.top_logprob,
+        vocab_size,
+        num_chunks,
+        MAX_TOP=MAX_TOP,
+        CHUNKS=triton.next_power_of_2(num_chunks),
+        CANDIDATES=triton.next_power_of_2(num_chunks * MAX_TOP),
+        TOPS=triton.next_power_of_2(MAX_TOP),
+        PDL=uses_pdl(),
+        **launch_options(),
+    )
+
+
+def _check(
+    logits: Tensor,
+    row_slot: Tensor,
+    row_position: Tensor,
+    row_token: Tensor,
+    slots: SlotColumns,
+    mask_words: Tensor,
+    buffers: SampleBuffers,
+) -> tuple[int, int]:
+    """(R, V), or a ValueError."""
+    (num_rows,) = row_slot.shape
+    vocab_size = slots.vocab_size
+    for name, column in (("row_slot", row_slot), ("row_position", row_position), ("row_token", row_token)):
+        check_tensor(name, column, (num_rows,), torch.int32)
+    check_tensor("mask_words", mask_words, (num_rows, slots.prompt_bits.shape[1]), torch.int32)
+    if logits.shape != (2, num_rows, vocab_size):
+        raise ValueError(f"logits: {list(logits.shape)}: expected {[2, num_rows, vocab_size]}")
+
+    check_tensor("logits", logits[0], (num_rows, vocab_size), torch.float32)
+    check_tensor("logits", logits[1], (num_rows, vocab_size), torch.float32)
+    if buffers.chosen.shape[0] < num_rows:
+        raise ValueError(f"buffers: {buffers.chosen.shape[0]} rows: expected at least {num_rows}")
+
+    if buffers.chunk_value.shape[1] != triton.cdiv(vocab_size, CHUNK):
+        raise ValueError(
+            f"buffers: {buffers.chunk_value.shape[1]} chunks: expected {triton.cdiv(vocab_size, CHUNK)}"
+        )
+
+    return num_rows, vocab_size
