@@ -42,6 +42,7 @@ def test_add_norm(num_rows: int, size: int, num_slices: int | None, dtype: torch
     delta = bias = None
     if num_slices == 0:
         delta = random(num_rows, size, dtype=dtype, device=device, seed=3)
+        bias = random(size, dtype=dtype, device=device, seed=4) if num_rows == 3 else None
     elif num_slices:
         delta = random(num_slices, num_rows, size, dtype=torch.float32, device=device, seed=3)
         bias = random(size, dtype=dtype, device=device, seed=4) if num_slices > 1 else None
@@ -145,8 +146,8 @@ def test_wrong_arguments_are_named(device: str) -> None:
     with pytest.raises(ValueError, match=r"delta: \[2, 3, 8\] torch.float16: expected .* torch.float32"):
         add_norm(hidden, torch.zeros(2, 3, 8, device=device).half(), weight, hidden.clone(), eps=EPS)
 
-    with pytest.raises(ValueError, match="bias: given without partial sums"):
-        add_norm(hidden, hidden.clone(), weight, hidden.clone(), eps=EPS, bias=weight)
+    with pytest.raises(ValueError, match="bias: given without delta"):
+        add_norm(hidden, None, weight, hidden.clone(), eps=EPS, bias=weight)
 
     with pytest.raises(ValueError, match="normed: strides"):
         add_norm(hidden, None, weight, torch.zeros(8, 3, device=device).T, eps=EPS)

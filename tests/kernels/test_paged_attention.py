@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from drift_sdk._kernels.attention_plan import AttentionPlan, Partitions, plan_attention
 from drift_sdk._kernels.paged_attention import (
     AttentionConfig,
     AttentionScratch,
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.kernel
 
 IS_GPU = torch.cuda.is_available()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16) if IS_GPU else (torch.float32,)
-SMALL = AttentionConfig(narrow=16, narrow_end=32, medium=32, medium_end=96, wide=64, tile_keys=16)
+SMALL = Partitions(narrow=32, narrow_end=64, wide=48, tile=16)
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
@@ -63,35 +64,42 @@ class Case:
         self.max_num_keys = most + 300
 
     def run(
-        self, config: AttentionConfig, rows: slice | None = None, num_rows: int | None = None
+        self,
+        partitions: Partitions,
+        rows: slice | None = None,
+        num_rows: int | None = None,
+        config: AttentionConfig | None = None,
     ) -> torch.Tensor:
         """All rows, or some of them in sequences of `num_rows`."""
         rows = slice(None) if rows is None else rows
         num_rows = num_rows or self.num_rows
         query = self.query[rows].contiguous()
+        slots, positions = self.row_slot[rows].contiguous(), self.row_position[rows].contiguous()
         num_heads, head_dim = query.shape[1:]
         num_kv_heads = self.keys.shape[1]
+        plan = AttentionPlan(len(query) // num_rows, self.max_num_keys, partitions, query.device)
         scratch = AttentionScratch(
-            num_sequences=len(query) // num_rows,
+            plan,
             num_kv_heads=num_kv_heads,
             num_rows=num_rows,
             group=num_heads // num_kv_heads,
             head_dim=head_dim,
-            max_num_keys=self.max_num_keys,
-            config=config,
-            device=query.device,
         )
+        for tensor in (scratch.sums, scratch.maxima, scratch.weights):
+            tensor.fill_(torch.nan)
+        plan_attention(slots, positions, plan, num_rows)
         out = torch.full_like(query, torch.nan)
         paged_attention(
             query,
             self.keys,
             self.values,
             self.block_table,
-            self.row_slot[rows].contiguous(),
-            self.row_position[rows].contiguous(),
+            slots,
+            positions,
             out,
+            plan,
             scratch,
-            config,
+            config or AttentionConfig(num_programs=264 if IS_GPU else 7 * num_kv_heads),
             num_rows,
         )
         return out
@@ -115,7 +123,7 @@ class Case:
     ids=str,
 )
 def test_attention(shape: dict[str, int], num_rows: int, dtype: torch.dtype, device: str) -> None:
-    case = Case([1, 2, 15, 16, 17, 33, 97, 200], num_rows, device=device, dtype=dtype, **shape)
+    case = Case([1, 17, 33, 97, 130], num_rows, device=device, dtype=dtype, **shape)
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(case.run(SMALL).double(), case.reference(), rtol=tolerance, atol=tolerance)
 
@@ -132,7 +140,7 @@ def test_a_row_alone_and_among_others(device: str) -> None:
     """Bit for bit on a GPU; the interpreter's products are BLAS's, whose order is its own."""
     dtype = torch.bfloat16 if IS_GPU else torch.float32
     lengths = [1021, 4093, 9000, 7] if IS_GPU else [61, 130, 7]
-    config = AttentionConfig() if IS_GPU else SMALL
+    config = Partitions() if IS_GPU else SMALL
     case = Case(lengths, 6, device=device, dtype=dtype, num_kv_heads=2, group=4, head_dim=64)
     together = case.run(config)
     for row in range(len(case.query)):
@@ -143,7 +151,14 @@ def test_a_row_alone_and_among_others(device: str) -> None:
             torch.testing.assert_close(alone[0], together[row], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("num_programs", [2, 4, 10, 64])
+def test_bits_do_not_depend_on_the_programs(num_programs: int, device: str) -> None:
+    case = Case([1, 50, 200, 33], 2, device=device)
+    expected = case.run(SMALL, config=AttentionConfig(num_programs=6))
+    assert torch.equal(case.run(SMALL, config=AttentionConfig(num_programs=num_programs)), expected)
+
+
 @pytest.mark.parametrize("num_keys", [1, 15, 16, 17, 32, 33, 64, 65, 96, 97, 160, 161, 1000])
 def test_partitions_cover_the_keys(num_keys: int) -> None:
-    borders = [0, 16, 32, 64, 96, *range(160, 2000, 64)]
-    assert SMALL.num_partitions(num_keys) == sum(border < num_keys for border in borders)
+    borders = [0, 32, *range(64, 2000, 48)]
+    assert SMALL.count(num_keys) == sum(border < num_keys for border in borders)

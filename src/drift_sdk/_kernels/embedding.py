@@ -27,11 +27,11 @@ def _embed_norm(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     is_column = column < SIZE
+    weights = tl.load(weight + column, mask=is_column, other=0.0)
     token = tl.load(row_token + row).to(tl.int64)
     is_live = tl.minimum(token, tl.load(row_slot + row)) >= 0
     x = tl.load(embedding + token * SIZE + column, mask=column < tl.where(is_live, SIZE, 0), other=0.0)
     tl.store(hidden + row * hidden_stride + column, x, mask=is_column)
-    weights = tl.load(weight + column, mask=is_column, other=0.0)
     wide = x.to(tl.float32)
     scaled = wide * inverse_rms(tl.sum(wide * wide, axis=0), SIZE, eps)
     # With eps 0 a row of zeros has no norm.

@@ -1,9 +1,8 @@
 """Where top_k, top_p and min_p cut a row's logits off: one threshold, found without sorting.
 
 Reference: `sample.filter_logits`. A token stays while the weight of all strictly larger logits is below a
-limit: a count below top_k, or a mass below top_p. Both weights fall as the logit grows, so a bracket around the
-smallest logit kept is cut to a third in each pass over the row, and every pass also takes it from one value
-that occurs to the next.
+limit: their count below top_k, or their mass below top_p. Both fall as the logit grows, so a bracket around
+the smallest logit kept is cut to a third by each pass over the row; it is closed once no logit lies inside.
 """
 
 from __future__ import annotations

@@ -31,6 +31,8 @@ def _add_norm(
     is_column = column < SIZE
     hidden += row * hidden_stride + column
     x = tl.load(hidden, mask=is_column, other=0.0)
+    # Loaded here, the weight is not waited for after the sum.
+    weights = tl.load(weight + column, mask=is_column, other=0.0)
     if NUM_SLICES > 0:
         delta += row * delta_stride + column
         total = tl.load(delta, mask=is_column, other=0.0).to(tl.float32)
@@ -46,7 +48,6 @@ def _add_norm(
     if captured is not None:
         tl.store(captured + row * captured_stride + column, x, mask=is_column)
 
-    weights = tl.load(weight + column, mask=is_column, other=0.0)
     wide = x.to(tl.float32)
     scaled = wide * inverse_rms(tl.sum(wide * wide, axis=0), SIZE, eps)
     tl.store(normed + row * normed_stride + column, weigh(scaled, weights), mask=is_column)
@@ -65,7 +66,7 @@ def add_norm(
     """hidden += delta in place, then normed = rms_norm(hidden) * weight.
 
     hidden [N, H] in the storage type; weight [H] and normed [N, H] likewise.
-    delta: [N, H] in the storage type; or fp32 partial sums [num_slices, N, H], added in the order of slices,
+    delta: [N, H] in the storage type, or fp32 partial sums [num_slices, N, H], added in the order of slices,
     then bias [H] (storage type) if given, then rounded to the storage type; or None for the norm alone.
     captured [N, H], if given, takes a copy of the updated hidden. Rows of all but weight and bias may stand
     apart. Raises ValueError for another shape, type or layout.
@@ -85,8 +86,8 @@ def add_norm(
 
     if bias is not None:
         check_tensor("bias", bias, (size,), dtype)
-        if delta is None or delta.dim() != 3:
-            raise ValueError("bias: given without partial sums: expected None, the product has it already")
+        if delta is None:
+            raise ValueError("bias: given without delta: expected None")
 
     if captured is not None:
         check_rows("captured", captured, (num_rows, size), dtype)
@@ -125,7 +126,7 @@ def add_norm_reference(
     if delta is not None:
         total = delta if delta.dim() == 2 else _sum_in_order(delta)
         if bias is not None:
-            total = total + bias.to(torch.float32)
+            total = total.to(torch.float32) + bias.to(torch.float32)
 
         hidden = hidden + total.to(hidden.dtype)
 

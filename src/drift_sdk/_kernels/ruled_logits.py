@@ -37,8 +37,8 @@ def has_rules(flags, is_short):
 
 
 @triton.jit
-def _bits(words, token_ids, is_read, other):
-    word = tl.load(words + token_ids // 32, mask=is_read, other=other)
+def _bits(words, token_ids, in_vocab):
+    word = tl.load(words + token_ids // 32, mask=in_vocab, other=0)
     return ((word >> (token_ids % 32)) & 1) != 0
 
 
@@ -52,13 +52,18 @@ def _leaves_any(stop_words, allowed_words, mask_words, is_short, is_restricted, 
     while (num_left == 0) & (first < num_words):
         index = first + tl.arange(0, WORD_BLOCK)
         is_word = index < num_words
-        stops = tl.load(stop_words + index, mask=is_word & is_short, other=0)
-        allowed = tl.load(allowed_words + index, mask=is_word & is_restricted, other=-1)
-        constrained = tl.load(mask_words + index, mask=is_word & is_constrained, other=-1)
-        # Only the last word has bits of no token.
+        # Bits behind the vocabulary are no tokens.
         num_bits = tl.minimum(tl.maximum(vocab_size - index * 32, 0), 32)
-        in_vocab = tl.where(num_bits == 32, -1, (1 << (num_bits % 32)) - 1)
-        left = (stops ^ -1) & allowed & constrained & in_vocab
+        left = tl.where(num_bits == 32, -1, (1 << (num_bits % 32)) - 1)
+        if is_short:
+            left &= tl.load(stop_words + index, mask=is_word, other=0) ^ -1
+
+        if is_restricted:
+            left &= tl.load(allowed_words + index, mask=is_word, other=0)
+
+        if is_constrained:
+            left &= tl.load(mask_words + index, mask=is_word, other=0)
+
         num_left = tl.sum((left != 0).to(tl.int32), axis=0)
         first += WORD_BLOCK
 
@@ -109,7 +114,7 @@ def rule_logits(
                 drafted = tl.load(row_token + row - step + depth, mask=depth <= step, other=-1)
                 counts += (token_ids == drafted).to(tl.int32)
 
-            is_seen = _bits(slot_prompt_bits + wide_slot * num_words, token_ids, in_vocab, 0) | (counts > 0)
+            is_seen = _bits(slot_prompt_bits + wide_slot * num_words, token_ids, in_vocab) | (counts > 0)
             repetition = tl.load(slot_repetition + slot)
             divided = tl.div_rn(values, repetition)
             penalised = tl.where(values < 0, values * repetition, divided)
@@ -130,10 +135,15 @@ def rule_logits(
             is_short = is_short & is_left
             is_restricted = is_restricted & (is_left | (is_constrained == 0))
 
-        is_kept = _bits(allowed_words, token_ids, in_vocab & is_restricted, -1)
-        is_kept &= _bits(mask_words, token_ids, in_vocab & is_constrained, -1)
-        is_banned = _bits(stop_words, token_ids, in_vocab & is_short, 0)
-        values = tl.where(is_kept & (is_banned == 0), values, -float("inf"))
+        if is_short:
+            values = tl.where(_bits(stop_words, token_ids, in_vocab), -float("inf"), values)
+
+        if is_restricted:
+            values = tl.where(_bits(allowed_words, token_ids, in_vocab), values, -float("inf"))
+
+        if is_constrained:
+            values = tl.where(_bits(mask_words, token_ids, in_vocab), values, -float("inf"))
+
         tl.store(raw_logits + plane_stride, values, mask=in_vocab)
 
     value, token = arg_max(values, token_ids)

@@ -82,7 +82,7 @@ def sample_rows(
     *,
     rows_per_slot: int = 1,
 ) -> None:
-    """Choose the token that follows each row's token, and take the log-probabilities where they are asked for.
+    """Choose the token that follows each row's token; take log-probabilities where they are asked for.
 
     logits [2, R, V] fp32: plane 0 is read, plane 1 overwritten where rules apply; the planes may stand apart.
     row_slot (-1: padding), row_token and its absolute position row_position [R] int32: the chosen token is to

@@ -1,7 +1,7 @@
 """The chosen token of each row, and where asked for its log-probability and the most likely tokens.
 
-Reference: `sample.top_logprobs`. Tokens are taken out one by one in the order (logit falling, id rising), each
-as the first behind the one before.
+Reference: `sample.top_logprobs`. Tokens are found one by one in the order (logit falling, id rising), each as
+the first behind the one before.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def rank_chunks(
 def pick_tokens(
     logits, row_slot, slot_num_logprobs, chunk_value, chunk_token, raw_max, raw_sum,
     candidate_value, candidate_token, chosen, chosen_logprob, top_token, top_logprob,
-    vocab_size, num_chunks,
-    MAX_TOP: tl.constexpr, CHUNKS: tl.constexpr, CANDIDATES: tl.constexpr, TOPS: tl.constexpr, PDL: tl.constexpr,
+    vocab_size, num_chunks, MAX_TOP: tl.constexpr,
+    CHUNKS: tl.constexpr, CANDIDATES: tl.constexpr, TOPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows,). Writes every row's chosen token, -1 for padding, and for rows that report them the
     log-probabilities; places behind the tokens reported get -1 and -inf. CHUNKS, CANDIDATES and TOPS are
