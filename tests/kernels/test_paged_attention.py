@@ -97,7 +97,6 @@ class Case:
             slots,
             positions,
             out,
-            plan,
             scratch,
             config or AttentionConfig(num_programs=264 if IS_GPU else 7 * num_kv_heads),
             num_rows,

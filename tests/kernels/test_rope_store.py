@@ -59,7 +59,7 @@ class Step:
         else:
             self.qkv = random(self.num_rows, width)
 
-        self.qkv[..., self.row_slot < 0, :] = torch.nan
+        self.qkv[..., 4::3, :] = torch.nan  # padding, all but the first of it
         self.options: dict[str, Any] = {"bias": random(width) if has_bias else None, "eps": EPS}
         if has_norms:
             self.options |= {"query_norm": random(head_dim), "key_norm": random(head_dim)}

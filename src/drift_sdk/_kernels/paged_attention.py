@@ -43,6 +43,7 @@ class AttentionScratch:
     def __init__(
         self, plan: AttentionPlan, *, num_kv_heads: int, num_rows: int, group: int, head_dim: int
     ) -> None:
+        self.plan = plan
         shape = (plan.num_sequences, num_kv_heads, plan.max_num_partitions, num_rows * group)
         device = plan.tiles.device
         self.sums = torch.empty(*shape, head_dim, dtype=torch.float32, device=device)
@@ -190,7 +191,6 @@ def paged_attention(
     row_slot: Tensor,
     row_position: Tensor,
     out: Tensor,
-    plan: AttentionPlan,
     scratch: AttentionScratch,
     config: AttentionConfig,
     rows_per_sequence: int,
@@ -198,8 +198,9 @@ def paged_attention(
     """out [R, num_heads, head_dim]: row r sees positions 0 ... row_position[r] of slot row_slot[r].
 
     query as out; keys, values [num_blocks, num_kv_heads, block_size, head_dim]; block_table [S, max_blocks],
-    row_slot and row_position [R] int32, of which `plan` was made. A row of slot -1 gets zeros.
+    row_slot and row_position [R] int32, of which `scratch.plan` was made. A row of slot -1 gets zeros.
     """
+    plan = scratch.plan
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads, block_size = keys.shape[1:3]
     if query.shape != out.shape or keys.shape != values.shape or keys.shape[3] != head_dim:

@@ -22,6 +22,8 @@ CHUNK = 4096
 """Tokens of one program where a row is shared by several."""
 FILTER_BLOCK = 8192
 """Tokens at a time where a program has a row to itself."""
+MAX_SURVIVORS = 4096
+"""The most logits of a row that are set apart while its filters are applied."""
 MAX_TOP = 20
 """The most tokens whose log-probabilities are reported."""
 
@@ -39,6 +41,7 @@ class SampleBuffers:
     chunk_token: Tensor
     raw_max: Tensor
     raw_sum: Tensor
+    survivors: Tensor
     row_max: Tensor
     row_threshold: Tensor
     candidate_value: Tensor
@@ -60,6 +63,7 @@ class SampleBuffers:
             chunk_token=buffer(torch.int32, num_chunks),
             raw_max=buffer(torch.float32, num_chunks),
             raw_sum=buffer(torch.float32, num_chunks),
+            survivors=buffer(torch.float32, MAX_SURVIVORS),
             row_max=buffer(torch.float32),
             row_threshold=buffer(torch.float32),
             candidate_value=buffer(torch.float32, num_chunks, MAX_TOP),
@@ -143,11 +147,13 @@ def sample_rows(
         slots.flags,
         slots.min_length,
         buffers.chunk_value,
+        buffers.survivors,
         buffers.row_max,
         buffers.row_threshold,
         vocab_size,
         num_chunks,
         CHUNKS=triton.next_power_of_2(num_chunks),
+        MOST=MAX_SURVIVORS,
         BLOCK=FILTER_BLOCK,
         PDL=uses_pdl(),
         num_warps=16,

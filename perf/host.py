@@ -1,0 +1,69 @@
+"""What decoding costs the host process: how late its event loop runs, how much CPU time a thread takes."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from types import TracebackType
+
+__all__ = ["ENGINE_THREAD", "LoopLag", "percentile", "thread_seconds"]
+
+ENGINE_THREAD = "drift-engine"
+SLEEP_S = 0.001
+
+
+class LoopLag:
+    """`async with`: a task sleeps for a millisecond again and again and notes how late it wakes."""
+
+    def __init__(self) -> None:
+        self.lags_s: list[float] = []
+
+    async def __aenter__(self) -> LoopLag:
+        self._task = asyncio.create_task(self._watch())
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    async def _watch(self) -> None:
+        while True:
+            asked_at = time.perf_counter()
+            await asyncio.sleep(SLEEP_S)
+            self.lags_s.append(time.perf_counter() - asked_at - SLEEP_S)
+
+    @property
+    def ms_p99(self) -> float:
+        return percentile(self.lags_s, 0.99) * 1e3
+
+
+def thread_seconds(name: str) -> float | None:
+    """CPU seconds that this process's thread of that name has taken; None where the system does not say.
+
+    Raises ValueError unless there is exactly one.
+    """
+    threads = [thread for thread in threading.enumerate() if thread.name == name]
+    if len(threads) != 1:
+        raise ValueError(f"thread={name!r}: {len(threads)} of them run, expected one")
+
+    if not hasattr(time, "pthread_getcpuclockid"):
+        return None
+
+    assert threads[0].ident is not None
+    return time.clock_gettime(time.pthread_getcpuclockid(threads[0].ident))
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The smallest value that at least `share` of them do not exceed; 0 of none."""
+    if not values:
+        return 0.0
+
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]

@@ -1,0 +1,75 @@
+"""The machine and the software that figures belong to."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+__all__ = ["commit", "default_device", "driver", "gpu_name", "versions"]
+
+ROOT = Path(__file__).parent.parent
+MEASURED_CODE = ("src", "perf/*.py", "perf/peers")
+
+
+def default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def gpu_name(device: str) -> str:
+    """ "NVIDIA H200"; for a CPU, "CPU 2 cores"."""
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else f"CPU {os.cpu_count()} cores"
+
+
+def driver() -> str | None:
+    """The version of NVIDIA's driver; None without one."""
+    found = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    if found:
+        return found.splitlines()[0]
+
+    file = Path("/proc/driver/nvidia/version")
+    match = re.search(r"\b\d{3}\.[\d.]+", file.read_text()) if file.is_file() else None
+    return match[0] if match else None
+
+
+def commit() -> str:
+    """What was measured: $DRIFT_COMMIT where the code comes without its history, else git's; "-dirty" where
+    measured code differs from the commit."""
+    given = os.environ.get("DRIFT_COMMIT")
+    if given:
+        return given
+
+    found = _output("git", "rev-parse", "--short", "HEAD")
+    if not found:
+        return "unknown"
+
+    return f"{found}-dirty" if _output("git", "status", "--porcelain", "--", *MEASURED_CODE) else found
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Of Python, torch, triton, CUDA, and of other packages that are installed."""
+    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    if torch.version.cuda is not None:
+        found["cuda"] = torch.version.cuda
+
+    for package in ("triton", *packages):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+
+    return found
+
+
+def _output(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,66 @@
+"""What peers reached on one H200, bfloat16 or MXFP4, with their best settings (2026-11-21; vLLM 0.26,
+torch 2.11): a peer's run that falls more than 3% under its anchor is void."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec import Struct
+
+__all__ = ["ANCHORS", "ANCHOR_GPU", "Anchor", "anchor_of", "is_void"]
+
+ANCHOR_GPU = "NVIDIA H200"
+TOLERANCE = 0.03
+
+
+class Anchor(Struct, frozen=True):
+    engine: str
+    model: str
+    scenario: str
+    tokens_per_s: float
+    num_draft_tokens: int = 0
+    acceptance_length: float | None = None
+
+
+LLAMA, GPT_OSS = "llama-3.1-8b", "gpt-oss-120b"
+ANCHORS = (
+    Anchor("vllm", LLAMA, "single-512", 205.0),
+    Anchor("vllm", LLAMA, "single-32k", 169.0),
+    Anchor("vllm", LLAMA, "batch4-16k", 586.0),
+    Anchor("vllm", LLAMA, "batch8-512", 1579.0),
+    Anchor("vllm", LLAMA, "batch64-512", 9552.0),
+    Anchor("vllm", LLAMA, "single-512", 498.0, 3, 3.2),
+    Anchor("vllm", LLAMA, "single-32k", 433.0, 3, 3.2),
+    Anchor("vllm", LLAMA, "batch4-16k", 1503.0, 3, 3.2),
+    Anchor("vllm", LLAMA, "batch8-512", 3756.0, 3, 3.2),
+    Anchor("vllm", LLAMA, "batch64-512", 18_406.0, 3, 3.2),
+    Anchor("vllm", GPT_OSS, "single-512", 231.0),
+    Anchor("vllm", GPT_OSS, "single-32k", 215.0),
+    Anchor("vllm", GPT_OSS, "batch8-512", 1619.0),
+    Anchor("vllm", GPT_OSS, "batch4-16k", 736.0),
+    Anchor("vllm", GPT_OSS, "single-512", 393.0, 3, 2.56),
+    Anchor("vllm", GPT_OSS, "single-32k", 379.0, 3, 2.56),
+    Anchor("vllm", GPT_OSS, "batch8-512", 2947.0, 3, 2.56),
+    Anchor("vllm", GPT_OSS, "batch4-16k", 1419.0, 3, 2.56),
+    Anchor("transformers", LLAMA, "single-512", 203.0),
+)
+
+
+def anchor_of(run: Mapping[str, Any], gpu: str) -> Anchor | None:
+    """The anchor that agrees with a run, on the anchors' own GPU; None without one."""
+    if gpu != ANCHOR_GPU or run["dtype"] not in ("bfloat16", "mxfp4"):
+        return None
+
+    same = ("engine", "model", "scenario", "num_draft_tokens", "acceptance_length")
+    for anchor in ANCHORS:
+        if all(getattr(anchor, name) == run[name] for name in same):
+            return anchor
+
+    return None
+
+
+def is_void(run: Mapping[str, Any], gpu: str) -> bool:
+    """Whether a peer's run falls so far under its anchor that nothing may be concluded from it."""
+    anchor = anchor_of(run, gpu)
+    return anchor is not None and run["tokens_per_s"] < (1 - TOLERANCE) * anchor.tokens_per_s

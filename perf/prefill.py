@@ -1,0 +1,155 @@
+"""Prompt tokens a second: one request after the other, each with a prompt that no cache has seen.
+
+python perf/prefill.py --model llama-3.1-8b --tokens 8192 32768
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bandwidth import matmul_tflop_s
+from msgspec import Struct
+from record import Run
+from recording import Recording, dtype_name, free_memory, parser
+from scenario import random_tokens
+from shapes import Model, prepare
+from table import show
+
+from drift_sdk import Engine, EngineConfig, SamplingParams
+
+__all__ = ["PrefillOptions", "PrefillRun", "main", "measure"]
+
+NUM_WARM_UPS = 2
+
+
+class PrefillRun(Run, kw_only=True):
+    """A prompt of `context` tokens, up to its first token. `seconds` is the median of the repeats.
+
+    `tflop_s`: operations of the prompt over that time; `matmul_tflop_s`: of a large product in this run.
+    """
+
+    executor: str
+    prefill_token_budget: int
+    num_repeats: int
+    seconds: float
+    seconds_min: float
+    seconds_max: float
+    tflop_s: float
+    matmul_tflop_s: float
+
+
+class PrefillOptions(Struct, frozen=True, kw_only=True):
+    device: str = "cpu"
+    dtype: str = "auto"
+    executor: str = "auto"
+    prefill_token_budget: int = EngineConfig().prefill_token_budget
+    repeats: int = 5
+
+
+async def measure(
+    model: Model,
+    lengths: Sequence[int],
+    options: PrefillOptions,
+    peak_tflop_s: float,
+    on_run: Callable[[Run], None] = lambda run: None,
+) -> list[PrefillRun]:
+    """Runs of all prompt lengths, in tokens, on one engine, each reported as it is done."""
+    runs = []
+    seeds = itertools.count()
+    settings: dict[str, Any] = {
+        "device": options.device,
+        "dtype": options.dtype,
+        "executor": options.executor,
+        "load": model.load,
+        "max_num_seqs": 1,
+        "max_model_len": max(lengths) + 1,
+        "prefill_token_budget": options.prefill_token_budget,
+    }
+    async with Engine(model.path, EngineConfig(**settings)) as engine:
+        for num_tokens in lengths:
+            times = [
+                await first_token_seconds(
+                    engine, random_tokens(model.config.vocab_size, num_tokens, next(seeds))
+                )
+                for _ in range(NUM_WARM_UPS + options.repeats)
+            ][NUM_WARM_UPS:]
+            seconds = statistics.median(times)
+            run = PrefillRun(
+                engine="drift",
+                executor=engine.executor,
+                model=model.name,
+                dtype=dtype_name(options.dtype, options.device),
+                scenario=f"prefill-{num_tokens}",
+                batch=1,
+                context=num_tokens,
+                prefill_token_budget=options.prefill_token_budget,
+                num_repeats=options.repeats,
+                tokens_per_s=num_tokens / seconds,
+                seconds=seconds,
+                seconds_min=min(times),
+                seconds_max=max(times),
+                tflop_s=model.prefill_flops(num_tokens) / seconds / 1e12,
+                matmul_tflop_s=peak_tflop_s,
+            )
+            runs.append(run)
+            on_run(run)
+
+    return runs
+
+
+async def first_token_seconds(engine: Engine, prompt: Sequence[int]) -> float:
+    """From the call to the one token. Raises RuntimeError if the prefix cache helped."""
+    started_at = time.perf_counter()
+    completion = await engine.generate(prompt, SamplingParams(max_tokens=1, ignore_eos=True))
+    taken = time.perf_counter() - started_at
+    if completion.usage.cached_tokens:
+        raise RuntimeError(
+            f"{completion.usage.cached_tokens} tokens of the prompt were cached: expected none"
+        )
+
+    return taken
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    given_parser = parser(__doc__)
+    given_parser.add_argument("--tokens", type=int, nargs="+", default=(8192, 32_768), help="prompt lengths")
+    given_parser.add_argument("--prefill-token-budget", type=int, default=EngineConfig().prefill_token_budget)
+    given = given_parser.parse_args(arguments)
+    options = PrefillOptions(
+        device=given.device,
+        dtype=given.dtype,
+        executor=given.executor,
+        prefill_token_budget=given.prefill_token_budget,
+        repeats=given.repeats,
+    )
+    recording = Recording("prefill", given.device, given.out)
+    peak_tflop_s = matmul_tflop_s(given.device)
+    free_memory()
+    with tempfile.TemporaryDirectory() as folder:
+        model = prepare(given.model, Path(folder))
+        asyncio.run(measure(model, given.tokens, options, peak_tflop_s, recording.add))
+
+    results = recording.results
+    rows = [
+        (
+            run["scenario"],
+            run["executor"],
+            f"{run['tokens_per_s']:.0f}",
+            f"{run['seconds'] * 1e3:.1f}",
+            f"{run['tflop_s']:.1f} of {run['matmul_tflop_s']:.0f}",
+        )
+        for run in results.runs
+    ]
+    show(f"{model.name} on {results.gpu}", ("scenario", "executor", "tok/s", "ms", "TFLOP/s"), rows)
+    print(f"written to {recording.path}")
+
+
+if __name__ == "__main__":
+    main()

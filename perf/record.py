@@ -1,0 +1,178 @@
+"""Result files: what was measured, where, with what; and how new runs replace old ones."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import machine
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+from scenario import Scenario
+
+from drift_sdk._kernels.tuning import gpu_key
+
+__all__ = ["DecodeRun", "Results", "Run", "merge", "read", "result_path", "write"]
+
+RESULTS = Path(__file__).parent / "results"
+IDENTITY = (
+    "engine", "executor", "model", "dtype", "scenario", "batch", "context",
+    "num_draft_tokens", "tree", "acceptance", "acceptance_length",
+    "prefill_token_budget", "kernel", "shape", "num_rows", "kernel_cache",
+)  # fmt: skip
+"""Fields that say what a run is a run of; a new one replaces the old one that agrees in all of them."""
+
+
+class Run(Struct, kw_only=True):
+    """One measurement. None: has no meaning here; a topic adds what else it needs.
+
+    `tree`: shape of the drafted tree, None for a chain. `acceptance_length`: tokens emitted per round and
+    sequence. `roofline_fraction`: the time that reading what must be read takes, of the time measured.
+    """
+
+    engine: str
+    model: str
+    dtype: str
+    scenario: str
+    batch: int
+    context: int
+    num_draft_tokens: int = 0
+    tree: str | None = None
+    acceptance: Literal["none", "simulated", "real"] = "none"
+    acceptance_length: float | None = None
+    tokens_per_s: float | None = None
+    ms_per_round: float | None = None
+    roofline_fraction: float | None = None
+
+
+class DecodeRun(Run, kw_only=True):
+    """Decoding. min and max are of the repeats, of which `tokens_per_s` is the median.
+
+    `bytes_per_round`: what a round must read. Lag: how much later than asked the event loop ran, while the
+    streams were read, and idle. CPU: of the engine's thread, and of the loop that reads the chunks.
+    `settings`: of a peer.
+    """
+
+    num_repeats: int
+    tokens_per_s_min: float
+    tokens_per_s_max: float
+    bytes_per_round: float
+    executor: str | UnsetType = UNSET
+    loop_lag_ms_p99: float | UnsetType = UNSET
+    loop_lag_idle_ms_p99: float | UnsetType = UNSET
+    engine_cpu_ms_per_round: float | None | UnsetType = UNSET
+    loop_cpu_us_per_chunk: float | UnsetType = UNSET
+    engine_version: str | UnsetType = UNSET
+    settings: str | UnsetType = UNSET
+
+    @classmethod
+    def of_rounds(
+        cls,
+        rounds_s: Sequence[float],
+        num_bytes: float,
+        bandwidth_tb_s: float,
+        *,
+        model: str,
+        scenario: Scenario,
+        **fields: Any,
+    ) -> DecodeRun:
+        """Plain decoding, from the seconds of a round in each repeat.
+
+        Raises ValueError for a round that takes no time: the lengths are too close for this clock.
+        """
+        if min(rounds_s) <= 0:
+            raise ValueError(f"rounds of {list(rounds_s)} s: expected all above 0, with more tokens between")
+
+        round_s = statistics.median(rounds_s)
+        return cls(
+            model=model,
+            scenario=scenario.name,
+            batch=scenario.batch,
+            context=scenario.context,
+            tokens_per_s=scenario.batch / round_s,
+            tokens_per_s_min=scenario.batch / max(rounds_s),
+            tokens_per_s_max=scenario.batch / min(rounds_s),
+            num_repeats=len(rounds_s),
+            ms_per_round=round_s * 1e3,
+            bytes_per_round=num_bytes,
+            roofline_fraction=num_bytes / (bandwidth_tb_s * 1e12) / round_s,
+            **fields,
+        )
+
+
+class Results(Struct, kw_only=True):
+    """A result file. A run with a `commit`, `date` or another of these fields of its own was measured so."""
+
+    commit: str
+    date: str
+    gpu: str
+    driver: str | None
+    versions: dict[str, str]
+    read_bandwidth_tb_s: float
+    runs: list[dict[str, Any]]
+
+    @classmethod
+    def of(cls, device: str, read_bandwidth_tb_s: float, *packages: str) -> Results:
+        """Without runs, of this machine, now."""
+        return cls(
+            commit=machine.commit(),
+            date=datetime.now(UTC).strftime("%Y-%m-%d"),
+            gpu=machine.gpu_name(device),
+            driver=machine.driver(),
+            versions=machine.versions(*packages),
+            read_bandwidth_tb_s=round(read_bandwidth_tb_s, 4),
+            runs=[],
+        )
+
+    def add(self, run: Run) -> None:
+        self.runs.append({name: _rounded(value) for name, value in msgspec.to_builtins(run).items()})
+
+
+def read(path: Path) -> Results:
+    """Raises msgspec.ValidationError for what is not a result file."""
+    return msgspec.json.decode(path.read_bytes(), type=Results)
+
+
+def merge(old: Results, new: Results) -> Results:
+    """The new runs, and the old ones that they do not replace.
+
+    An old run keeps commit, date, versions and so on of its own where they differ from the new ones.
+    Raises ValueError for results of different machines.
+    """
+    if old.gpu != new.gpu:
+        raise ValueError(f"gpu={new.gpu!r}: expected {old.gpu!r}, as in the file")
+
+    replaced = {_identity(run) for run in new.runs}
+    header = {
+        name: getattr(old, name)
+        for name in ("commit", "date", "driver", "versions", "read_bandwidth_tb_s")
+        if getattr(old, name) != getattr(new, name)
+    }
+    kept = [header | run for run in old.runs if _identity(run) not in replaced]
+    return msgspec.structs.replace(new, runs=kept + new.runs)
+
+
+def write(results: Results, path: Path) -> Results:
+    """Write the results to `path`, merged into those that it holds; what it holds now."""
+    if path.exists():
+        results = merge(read(path), results)
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
+    return results
+
+
+def result_path(topic: str, gpu: str) -> Path:
+    return RESULTS / gpu_key(gpu) / f"{topic}.json"
+
+
+def _identity(run: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(run.get(name) for name in IDENTITY)
+
+
+def _rounded(value: Any) -> Any:
+    """Five digits say more than any of these figures is good for."""
+    return float(f"{value:.5g}") if isinstance(value, float) else value

@@ -1,0 +1,128 @@
+"""Models to measure: published shapes with random weights, and what reading and multiplying them costs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+from byte_tokenizer import write_tokenizer
+from msgspec import Struct
+
+from drift_sdk.loading.source import resolve
+from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.weights import tensor_shapes
+
+__all__ = ["MODELS", "Model", "prepare"]
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": {
+        "vocab_size": 128_256,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131_072,
+        "rope_theta": 500_000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+    "tiny": {
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 1024,
+        "rope_theta": 10_000.0,
+    },
+}
+SMOLLM2 = "smollm2-135m"
+MODELS = (*PUBLISHED, SMOLLM2)
+EMBEDDING = "model.embed_tokens.weight"
+
+
+class Model(Struct, frozen=True, kw_only=True):
+    """A model on disk. `load` is what `EngineConfig.load` has to be for it."""
+
+    name: str
+    path: Path
+    load: Literal["auto", "random"]
+    config: DecoderConfig
+
+    @property
+    def num_read_parameters(self) -> int:
+        """Parameters that a decode step reads: all but the embedding table, of which it reads a few rows,
+        unless that is the head too."""
+        shapes = tensor_shapes(self.config)
+        skipped = 0 if self.config.is_head_tied else math.prod(shapes[EMBEDDING])
+        return sum(map(math.prod, shapes.values())) - skipped
+
+    @property
+    def num_cached_per_token(self) -> int:
+        """Numbers that a token leaves in the KV cache."""
+        return 2 * self.config.num_layers * self.config.num_kv_heads * self.config.head_dim
+
+    def decode_bytes(self, batch: int, mean_context: float, itemsize: int) -> float:
+        """Bytes that a decode step must read: the weights once, and the KV of every sequence."""
+        return itemsize * (self.num_read_parameters + batch * mean_context * self.num_cached_per_token)
+
+    def prefill_flops(self, num_tokens: int) -> float:
+        """Operations of a prompt: 2 for each weight and token, the head for the last token alone, and causal
+        attention, in which a token meets half of the others."""
+        config = self.config
+        head = config.vocab_size * config.hidden_size
+        weights = 2 * (self.num_read_parameters - head) * num_tokens + 2 * head
+        attention = 4 * config.num_layers * config.num_heads * config.head_dim * num_tokens**2 / 2
+        return weights + attention
+
+
+def prepare(name: str, folder: Path) -> Model:
+    """Write a model of published shapes into `folder`, or find the real one.
+
+    Raises ValueError for a name that is not one of MODELS.
+    """
+    if name == SMOLLM2:
+        path = _smollm2_file()
+        return Model(name=name, path=path, load="auto", config=DecoderConfig.from_hf(resolve(path).config))
+
+    if name not in PUBLISHED:
+        raise ValueError(f"model={name!r}: expected one of {', '.join(MODELS)}")
+
+    config = LLAMA | PUBLISHED[name]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    write_tokenizer(folder, config["vocab_size"])
+    return Model(name=name, path=folder, load="random", config=DecoderConfig.from_hf(config))
+
+
+def _smollm2_file() -> Path:
+    """The examples know where to get it; they are no package."""
+    file = Path(__file__).parent.parent / "examples" / "smollm2.py"
+    spec = importlib.util.spec_from_file_location("smollm2", file)
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    path: Path = example.path()
+    return path

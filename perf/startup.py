@@ -1,0 +1,156 @@
+"""Time from nothing to the first token, in processes of their own: without compiled kernels, then with them.
+
+python perf/startup.py --model llama-3.1-8b
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+from record import Run
+from recording import Recording, dtype_name, free_memory, parser
+from shapes import Model, prepare
+from startup_process import Job, Startup
+from table import show
+
+__all__ = ["StartupRun", "import_seconds", "main", "measure"]
+
+PROCESS = Path(__file__).parent / "startup_process.py"
+IMPORT = "import time; t = time.perf_counter(); import drift_sdk; print(time.perf_counter() - t)"
+CACHES = {"TRITON_CACHE_DIR": "triton", "CUDA_CACHE_PATH": "cuda"}
+
+
+class StartupRun(Run, kw_only=True):
+    """Seconds. `kernel_cache`: "cold" where every kernel had to be compiled, "warm" right after that.
+
+    `import_s`: of the package alone, median of the repeats. `start_s`: of `Engine.start`; `stages`: of that,
+    as the engine reports them. `first_token_s`: to the first token of a short prompt, start included.
+    `process_s`: from before the process was there to that token. Memory in GiB: the GPU's, as the driver
+    counts it, and the most that the process had in main memory.
+    """
+
+    executor: str
+    kernel_cache: str
+    import_s: float
+    stages: dict[str, float]
+    start_s: float
+    first_token_s: float
+    process_s: float
+    gpu_memory_gib: float | None
+    process_memory_gib: float
+
+
+def measure(
+    model: Model,
+    *,
+    device: str,
+    dtype: str,
+    executor: str,
+    repeats: int,
+    on_run: Callable[[Run], None] = lambda run: None,
+) -> list[StartupRun]:
+    """A cold start and a warm one, each reported as it is done."""
+    import_s = statistics.median(import_seconds() for _ in range(repeats))
+    runs = []
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {name: str(Path(folder, cache)) for name, cache in CACHES.items()}
+        for kernel_cache in ("cold", "warm"):
+            used_gib = gpu_memory_gib()
+            job = Job(
+                model=str(model.path),
+                load=model.load,
+                device=device,
+                dtype=dtype,
+                executor=executor,
+                started_at=time.time(),
+            )
+            found = start_up(job, environment)
+            runs.append(
+                StartupRun(
+                    engine="drift",
+                    executor=found.executor,
+                    model=model.name,
+                    dtype=dtype,
+                    scenario="startup",
+                    batch=1,
+                    context=found.num_prompt_tokens,
+                    kernel_cache=kernel_cache,
+                    import_s=import_s,
+                    stages=found.stages,
+                    start_s=found.start_s,
+                    first_token_s=found.first_token_s,
+                    process_s=found.process_s,
+                    gpu_memory_gib=None if found.gpu_memory_gib is None else found.gpu_memory_gib - used_gib,
+                    process_memory_gib=found.process_memory_gib,
+                )
+            )
+            on_run(runs[-1])
+
+    return runs
+
+
+def start_up(job: Job, environment: dict[str, str]) -> Startup:
+    command = [sys.executable, str(PROCESS), msgspec.json.encode(job).decode()]
+    return msgspec.json.decode(last_line(command, environment), type=Startup)
+
+
+def import_seconds() -> float:
+    return float(last_line([sys.executable, "-c", IMPORT], dict(os.environ)))
+
+
+def last_line(command: Sequence[str], environment: dict[str, str]) -> str:
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return done.stdout.splitlines()[-1]
+
+
+def gpu_memory_gib() -> float:
+    """In use on the first GPU, by whomever; 0 without one."""
+    if not torch.cuda.is_available():
+        return 0.0
+
+    free_memory()
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 2**30
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    given = parser(__doc__).parse_args(arguments)
+    recording = Recording("startup", given.device, given.out)
+    with tempfile.TemporaryDirectory() as folder:
+        measure(
+            prepare(given.model, Path(folder)),
+            device=given.device,
+            dtype=dtype_name(given.dtype, given.device),
+            executor=given.executor,
+            repeats=given.repeats,
+            on_run=recording.add,
+        )
+
+    results = recording.results
+    rows = [
+        (
+            run["kernel_cache"],
+            run["executor"],
+            f"{run['import_s']:.3f}",
+            ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in run["stages"].items()),
+            f"{run['first_token_s']:.2f}",
+            f"{run['process_s']:.2f}",
+        )
+        for run in results.runs
+    ]
+    columns = ("kernels", "executor", "import", "stages", "first token", "process")
+    show(f"{given.model} on {results.gpu}, seconds", columns, rows)
+    print(f"written to {recording.path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""What a replayed graph takes from the host, and how it knows which entry of the ring is its own.
+
+The host writes a replay's input into the next entry of a ring in pinned memory, and the replay's first kernel
+reads it over the bus: the one copy in. A count of replays on the device, in step with the host's, says which
+entry that is, so one captured graph serves any number of replays in flight.
+
+An entry: the number of updates, their places, their values, then the payload, all int32.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from drift_sdk._kernels.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk._kernels.slot_columns import SlotFlag
+
+__all__ = ["HEADER_WORDS", "advance", "copy_masks", "enter", "gather_rows"]
+
+HEADER_WORDS = 4
+CHUNK = 1024
+CONSTRAINT = tl.constexpr(SlotFlag.CONSTRAINT.value)
+
+
+@triton.jit
+def _enter(
+    ring, counter, current, inbox, words, num_entries, entry_words,
+    HEADER: tl.constexpr, UPDATES: tl.constexpr, PADDED_UPDATES: tl.constexpr, PAYLOAD: tl.constexpr,
+    CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program 0 makes the updates, the others bring a chunk of the payload each."""
+    wait_for_producers(PDL)
+    start_dependents(PDL)
+    index = tl.load(counter) % num_entries
+    entry = ring + index * entry_words
+    program = tl.program_id(0)
+    if program == 0:
+        update = tl.arange(0, PADDED_UPDATES)
+        is_update = update < tl.load(entry)
+        place = tl.load(entry + HEADER + update, mask=is_update, other=0)
+        value = tl.load(entry + HEADER + UPDATES + update, mask=is_update, other=0)
+        tl.store(words + place, value, mask=is_update)
+        tl.store(current, index)
+    else:
+        word = (program - 1) * CHUNK + tl.arange(0, CHUNK)
+        payload = tl.load(entry + HEADER + 2 * UPDATES + word, mask=word < PAYLOAD, other=0)
+        tl.store(inbox + word, payload, mask=word < PAYLOAD)
+
+
+@triton.jit
+def _advance(counter, PDL: tl.constexpr):
+    wait_for_producers(PDL)
+    tl.store(counter, tl.load(counter) + 1)
+
+
+@triton.jit
+def _gather_rows(
+    slots, length, last_token, finish, row_slot, row_token, row_position, num_rows,
+    PADDED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_producers(PDL)
+    start_dependents(PDL)
+    row = tl.arange(0, PADDED)
+    is_row = row < num_rows
+    slot = tl.load(slots + row, mask=is_row, other=-1)
+    is_live = slot >= 0
+    is_live &= tl.load(finish + slot, mask=is_live, other=1) == 0
+    token = tl.load(last_token + slot, mask=is_live, other=-1)
+    position = tl.load(length + slot, mask=is_live, other=1) - 1
+    tl.store(row_slot + row, tl.where(is_live, slot, -1), mask=is_row)
+    tl.store(row_token + row, token, mask=is_row)
+    tl.store(row_position + row, position, mask=is_row)
+
+
+@triton.jit
+def _copy_masks(
+    row_slot, flags, ring, current, masks, entry_words, num_words, CHUNK: tl.constexpr, PDL: tl.constexpr
+):
+    wait_for_producers(PDL)
+    start_dependents(PDL)
+    row = tl.program_id(0)
+    slot = tl.load(row_slot + row)
+    flag = tl.load(flags + slot, mask=slot >= 0, other=0)
+    if (flag & CONSTRAINT) != 0:
+        source = ring + tl.load(current).to(tl.int64) * entry_words + row * num_words
+        for first in range(0, num_words, CHUNK):
+            word = first + tl.arange(0, CHUNK)
+            bits = tl.load(source + word, mask=word < num_words, other=0)
+            tl.store(masks + row * num_words + word, bits, mask=word < num_words)
+
+
+def enter(
+    ring: Tensor, counter: Tensor, current: Tensor, inbox: Tensor, words: Tensor, *, max_updates: int
+) -> None:
+    """Make the updates of the replay's own entry in the slot table `words`, and bring its payload to `inbox`.
+
+    ring [num_entries, entry_words] pinned, counter and current [1], inbox [P], words: all int32. Updates have
+    distinct places. `current` gets the entry's index. P may be 0, or less than the entry's payload.
+    """
+    num_words = inbox.shape[0]
+    _enter[(1 + triton.cdiv(num_words, CHUNK),)](
+        ring, counter, current, inbox, words, ring.shape[0], ring.shape[1],
+        HEADER_WORDS, max_updates, triton.next_power_of_2(max_updates), num_words, CHUNK, uses_pdl(),
+        num_warps=4, **launch_options(),
+    )  # fmt: skip
+
+
+def advance(counter: Tensor) -> None:
+    """Count a replay: the last kernel of each, unless that does it itself."""
+    _advance[(1,)](counter, uses_pdl(), num_warps=1, **launch_options())
+
+
+def copy_masks(row_slot: Tensor, flags: Tensor, ring: Tensor, current: Tensor, masks: Tensor) -> None:
+    """What rows under a constraint may say, from entry `current` of ring [E, max rows, W] to masks [R, W]."""
+    num_rows, num_words = masks.shape
+    _copy_masks[(num_rows,)](
+        row_slot, flags, ring, current, masks, ring.stride(0), num_words, CHUNK, uses_pdl(),
+        num_warps=4, **launch_options(),
+    )  # fmt: skip
+
+
+def gather_rows(
+    slots: Tensor,
+    length: Tensor,
+    last_token: Tensor,
+    finish: Tensor,
+    row_slot: Tensor,
+    row_token: Tensor,
+    row_position: Tensor,
+) -> None:
+    """A row for each of slots [B] (-1: none): its newest token and that token's position; slot -1 if the slot
+    has finished. length, last_token, finish [S]; the rows [B]; all int32."""
+    num_rows = slots.shape[0]
+    _gather_rows[(1,)](
+        slots, length, last_token, finish, row_slot, row_token, row_position, num_rows,
+        max(16, triton.next_power_of_2(num_rows)), uses_pdl(), num_warps=4, **launch_options(),
+    )  # fmt: skip

@@ -1,0 +1,131 @@
+"""One GPU as the engine's thread uses it: a stream, events on it, and graphs captured from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+from cuda.core import Device as CudaDevice
+from cuda.core import EventOptions, StreamOptions
+from cuda.core.graph import GraphCompleteOptions
+
+__all__ = ["Device", "Event", "GpuDevice", "Replay"]
+
+
+class Replay(Protocol):
+    """A captured step."""
+
+    def launch(self) -> None:
+        """Start it behind what was started before, and return at once."""
+
+    def close(self) -> None: ...
+
+
+class Event(Protocol):
+    """A mark in the stream. May be recorded any number of times."""
+
+    def record(self) -> None: ...
+
+    def wait(self) -> None:
+        """Until the device has passed the latest mark; at once if there is none."""
+
+    def seconds_since(self, earlier: Event) -> float: ...
+
+
+class Device(Protocol):
+    """What an executor needs of a GPU. All work goes to one stream, in order."""
+
+    torch_device: torch.device
+
+    def work(self) -> AbstractContextManager[None]:
+        """Torch and Triton work in this block goes to the stream."""
+
+    def capture(self, step: Callable[[], None]) -> Replay:
+        """`step` as something to replay. It may be run for that, with whatever is in its inputs."""
+
+    def event(self) -> Event: ...
+
+    def close(self) -> None: ...
+
+
+class _GpuReplay:
+    def __init__(self, graph: Any, stream: Any) -> None:
+        self._graph = graph
+        self._stream = stream
+
+    def launch(self) -> None:
+        self._graph.launch(self._stream)
+
+    def close(self) -> None:
+        if self._graph is not None:
+            self._graph.close()
+            self._graph = None
+
+
+class _GpuEvent:
+    def __init__(self, device: CudaDevice, stream: Any) -> None:
+        self._event = device.create_event(options=EventOptions(timing_enabled=True, blocking_sync=True))
+        self._stream = stream
+        self._is_recorded = False
+
+    def record(self) -> None:
+        self._stream.record(self._event)
+        self._is_recorded = True
+
+    def wait(self) -> None:
+        if self._is_recorded:
+            self._event.sync()
+
+    def seconds_since(self, earlier: Event) -> float:
+        assert isinstance(earlier, _GpuEvent)
+        return float(self._event - earlier._event) / 1e3
+
+
+class GpuDevice:
+    """An NVIDIA GPU through cuda.core. Made on the thread that uses it, and used on that thread alone.
+
+    Graphs share one memory pool for what their steps allocate, so only one of them runs at a time.
+    """
+
+    def __init__(self, index: int) -> None:
+        self.torch_device = torch.device("cuda", index)
+        torch.cuda.set_device(self.torch_device)
+        torch.cuda.current_stream()  # torch's context, which cuda.core then shares
+        self._device = CudaDevice(index)
+        self._device.set_current()
+        self._stream = self._device.create_stream(options=StreamOptions(nonblocking=True))
+        self._torch_stream = torch.cuda.ExternalStream(int(self._stream.handle), device=self.torch_device)
+        self._pool = torch.cuda.MemPool()
+
+    @contextmanager
+    def work(self) -> Iterator[None]:
+        """Torch and Triton work in this block goes to the stream."""
+        with torch.inference_mode(), torch.cuda.stream(self._torch_stream):
+            yield
+
+    def capture(self, step: Callable[[], None]) -> Replay:
+        with self.work():
+            step()  # all kernels are compiled and loaded, libraries have their workspaces
+            self._stream.sync()
+            builder = self._stream.create_graph_builder()
+            with torch.cuda.use_mem_pool(self._pool):
+                # Our own mistakes are errors; other threads' CUDA calls are none of our business.
+                builder.begin_building("thread_local")
+                try:
+                    step()
+                    builder.end_building()
+                except BaseException:
+                    builder.close()
+                    raise
+
+            graph = builder.complete(GraphCompleteOptions(upload_stream=self._stream))
+        return _GpuReplay(graph, self._stream)
+
+    def event(self) -> Event:
+        return _GpuEvent(self._device, self._stream)
+
+    def close(self) -> None:
+        self._stream.sync()
+        self._stream.close()

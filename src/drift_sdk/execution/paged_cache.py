@@ -1,0 +1,36 @@
+"""Keys and values in blocks, head by head, as the kernels read them; and the tables of the rotation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.rope import inverse_frequencies
+from drift_sdk.steps import ExecutorLimits
+
+__all__ = ["PagedCache"]
+
+
+class PagedCache:
+    """keys, values: [num_layers, num_blocks, num_kv_heads, block_size, head_dim], uninitialised.
+
+    cos, sin: [max_model_len + 1, head_dim / 2], in the model's type, as the eager model computes them.
+    """
+
+    def __init__(self, decoder: Decoder, limits: ExecutorLimits) -> None:
+        config = decoder.config
+        shape = (
+            config.num_layers, limits.num_blocks, config.num_kv_heads, limits.block_size, config.head_dim
+        )  # fmt: skip
+        self.keys = torch.empty(shape, dtype=decoder.dtype, device=decoder.device)
+        self.values = torch.empty(shape, dtype=decoder.dtype, device=decoder.device)
+        self.cos, self.sin = _tables(decoder, limits.max_model_len + 1)
+
+
+def _tables(decoder: Decoder, num_positions: int) -> tuple[Tensor, Tensor]:
+    config = decoder.config
+    frequencies = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+    positions = torch.arange(num_positions, dtype=torch.float32, device=decoder.device)
+    angles = positions[:, None] * frequencies.to(decoder.device)
+    return angles.cos().to(decoder.dtype), angles.sin().to(decoder.dtype)
