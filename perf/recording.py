@@ -17,8 +17,8 @@ __all__ = ["Recording", "dtype_name", "free_memory", "parser"]
 
 
 class Recording:
-    """Results of one call of a script. Measures the read bandwidth, then takes runs, each written at once: one
-    that fails costs nothing measured before it."""
+    """Results of one call of a script. Measures the read bandwidth, then takes runs and writes each at once:
+    one that fails costs nothing measured before it."""
 
     def __init__(self, topic: str, device: str, path: Path | None, *packages: str) -> None:
         self.bandwidth_tb_s = read_bandwidth_tb_s(device)

@@ -17,7 +17,7 @@ from drift_sdk.models.weights import tensor_shapes
 
 __all__ = ["MODELS", "Model", "prepare"]
 
-LLAMA = {
+LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_act": "silu",

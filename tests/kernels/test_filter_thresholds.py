@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from sampling_rows import GREEDY, Group, make_rows
 
 from drift_sdk._kernels.filter_thresholds import HOPELESS
-from drift_sdk._kernels.sampled_rows import SampleBuffers, sample_rows
+from drift_sdk._kernels.sampled_rows import MAX_SURVIVORS, SampleBuffers, sample_rows
 from drift_sdk.steps import SlotSampling
 
 pytestmark = pytest.mark.kernel
@@ -79,6 +79,13 @@ def test_spreads_of_all_sizes(spread: float, fields: dict[str, float], device: s
     """The bracket closes on logits that all but tie and on logits far apart."""
     logits = torch.randn(2, 300, generator=torch.Generator().manual_seed(3)) * spread
     check(logits, [fields, fields], device)
+
+
+@pytest.mark.parametrize("num_near", [MAX_SURVIVORS - 1, MAX_SURVIVORS, MAX_SURVIVORS + 1])
+def test_as_many_as_can_be_set_apart(num_near: int, device: str) -> None:
+    logits = torch.full((2, MAX_SURVIVORS + 900), -50.0)
+    logits[:, 450 : 450 + num_near] = torch.rand(num_near, generator=torch.Generator().manual_seed(0))
+    check(logits, [{"top_k": num_near - 5}, {"top_p": 0.99}], device)
 
 
 def test_ties_at_the_border_stay(device: str) -> None:

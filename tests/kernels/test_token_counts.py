@@ -25,7 +25,8 @@ def test_prompt_and_output_are_told_apart(vocab_size: int, device: str) -> None:
     slots.counts[1, 0] = 4
     slots.prompt_bits[2, 0] = 1
 
-    expected_counts, is_in_prompt = slots.counts.cpu(), unpack_mask(slots.prompt_bits.cpu(), vocab_size)
+    expected_counts = slots.counts.cpu().clone()
+    is_in_prompt = unpack_mask(slots.prompt_bits.cpu(), vocab_size)
     for slot, token, position in zip(row_slot, row_token, row_position, strict=True):
         if slot in (1, 2, 4) and token >= 0:
             if position < slots.num_prompt_tokens[slot]:

@@ -1,8 +1,8 @@
 """Accept, append, stop: what a round's chosen tokens do to the slots, and the record of it for the host.
 
 A slot's rows hold its newest token and the tokens drafted behind it. The first row's choice is always
-emitted; the next row's too if the draft said the same; and so on, until a wrong draft, a stop id or the length
-limit.
+emitted; the next row's too if the draft said the same; and so on, until a wrong draft, a stop id or the
+length limit.
 """
 
 from __future__ import annotations

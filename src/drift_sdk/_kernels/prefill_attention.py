@@ -152,7 +152,7 @@ def _prefill_attention(
     total = tl.zeros((TILE_ROWS, PADDED_DIM), tl.float32)
     position = start + row
     num_keys = start + num_rows
-    # Of the first row are the first key of all and the last that all rows see.
+    # The first row sees the earliest key, and its last one is the last that all rows see.
     diagonal = (start + 1) // TILE_KEYS * TILE_KEYS
     first_key = 0
     begin = 0
@@ -235,16 +235,8 @@ def prefill_attention(
         check_tensor("sinks", sinks, (num_heads,), torch.float32)
 
     _prefill_attention[(num_heads, tiles.shape[0])](
-        query,
-        keys,
-        values,
-        block_table,
-        tiles,
-        sinks,
-        output,
-        head_dim**-0.5 * LOG2_E.value,
-        query.stride(0),
-        block_table.stride(0),
+        query, keys, values, block_table, tiles, sinks, output,
+        head_dim**-0.5 * LOG2_E.value, query.stride(0), block_table.stride(0),
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
@@ -257,7 +249,7 @@ def prefill_attention(
         PDL=uses_pdl(),
         num_warps=config.num_warps,
         **launch_options(),
-    )
+    )  # fmt: skip
 
 
 def prefill_attention_reference(

@@ -94,7 +94,6 @@ def pick_tokens(
     first = row * num_chunks * MAX_TOP
     values = tl.load(candidate_value + first + place, mask=is_candidate, other=float("nan"))
     token_ids = tl.load(candidate_token + first + place, mask=is_candidate, other=LAST_ID)
-    values = tl.where(token_ids == LAST_ID, float("nan"), values)
     rank = tl.arange(0, TOPS)
     tokens = tl.full((TOPS,), -1, tl.int32)
     logprobs = tl.full((TOPS,), -float("inf"), tl.float32)

@@ -96,7 +96,8 @@ class GpuDevice:
         self._device = CudaDevice(index)
         self._device.set_current()
         self._stream = self._device.create_stream(options=StreamOptions(nonblocking=True))
-        self._torch_stream = torch.cuda.ExternalStream(int(self._stream.handle), device=self.torch_device)
+        external: Any = torch.cuda.ExternalStream
+        self._torch_stream = external(int(self._stream.handle), device=self.torch_device)
         self._pool = torch.cuda.MemPool()
 
     @contextmanager

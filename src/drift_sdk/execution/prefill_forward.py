@@ -19,7 +19,8 @@ __all__ = ["PrefillForward"]
 
 
 class PrefillForward:
-    """Runs the rows of some chunks, cut into `tiles` [num_tiles, 4] (see `prefill_tiles`), through all layers.
+    """Runs the rows of some chunks, cut into `tiles` [num_tiles, 4] (see `prefill_tiles`), through all
+    layers.
 
     Fast, and near enough: cuBLAS chooses its kernels by the number of rows. `hidden` [N, H] is the residual
     stream after the last layer, not normalised.

@@ -1,0 +1,98 @@
+"""Matrix products of a decoder: the engine's kernels with their tuned configurations, and cuBLAS."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from kernel_case import Case, Prepared
+from msgspec import Struct
+from shapes import Model
+from torch import Tensor
+
+from drift_sdk._kernels.gemm import gated_multiply, multiply
+from drift_sdk._kernels.tuning import TunedTable
+
+__all__ = ["WeightShape", "gemm_cases", "weight_shapes"]
+
+WORKING_SET_BYTES = 300e6
+MAX_WEIGHTS = 64
+ITEMSIZE = 2
+
+
+class WeightShape(Struct, frozen=True):
+    """[num_columns, inner]; gate and up together where it is gated."""
+
+    num_columns: int
+    inner: int
+    is_gated: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_columns * self.inner * ITEMSIZE
+
+    def __str__(self) -> str:
+        return f"{self.num_columns}x{self.inner}{' gated' if self.is_gated else ''}"
+
+
+def weight_shapes(model: Model) -> tuple[WeightShape, ...]:
+    config = model.config
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    return (
+        WeightShape(queries + 2 * keys, config.hidden_size),
+        WeightShape(config.hidden_size, queries),
+        WeightShape(2 * config.intermediate_size, config.hidden_size, is_gated=True),
+        WeightShape(config.hidden_size, config.intermediate_size),
+        WeightShape(config.vocab_size, config.hidden_size),
+    )
+
+
+def gemm_cases(model: Model, row_counts: tuple[int, ...], table: TunedTable, device: str) -> Iterator[Case]:
+    """Each weight and number of rows with either kernel, one after the other. bfloat16."""
+    for weight in weight_shapes(model):
+        for num_rows in row_counts:
+            for kernel, prepare in (("gemm", prepare_ours), ("cublas", prepare_cublas)):
+                yield Case(
+                    kernel=kernel,
+                    shape=str(weight),
+                    num_rows=num_rows,
+                    num_bytes=weight.num_bytes + num_rows * weight.inner * ITEMSIZE,
+                    num_flops=2 * num_rows * weight.num_columns * weight.inner,
+                    prepare=partial(prepare, weight, num_rows, table, device),
+                )
+
+
+def prepare_ours(weight: WeightShape, num_rows: int, table: TunedTable, device: str) -> Prepared:
+    config = table.gemm(weight.num_columns, weight.inner, is_gated=weight.is_gated).config(num_rows)
+    if weight.is_gated:
+        out = torch.empty(num_rows, weight.num_columns // 2, dtype=torch.bfloat16, device=device)
+        return _prepared(weight, num_rows, device, lambda x, w: gated_multiply(x, w, out, config), out)
+
+    sums = torch.empty(config.num_partials, num_rows, weight.num_columns, device=device)
+    return _prepared(weight, num_rows, device, lambda x, w: multiply(x, w, sums, config), sums)
+
+
+def prepare_cublas(weight: WeightShape, num_rows: int, table: TunedTable, device: str) -> Prepared:
+    """The product alone: of a gated weight, the activation is left out."""
+    out = torch.empty(num_rows, weight.num_columns, dtype=torch.bfloat16, device=device)
+    return _prepared(weight, num_rows, device, lambda x, w: torch.mm(x, w.T, out=out), out)
+
+
+def _prepared(
+    weight: WeightShape, num_rows: int, device: str, call: Callable[[Tensor, Tensor], object], out: Tensor
+) -> Prepared:
+    num_weights = max(2, min(MAX_WEIGHTS, int(WORKING_SET_BYTES / weight.num_bytes)))
+    x = torch.randn(num_rows, weight.inner, device=device, dtype=torch.bfloat16)
+    weights = [
+        torch.randn(weight.num_columns, weight.inner, device=device, dtype=torch.bfloat16).mul_(
+            weight.inner**-0.5
+        )
+        for _ in range(num_weights)
+    ]
+
+    def step() -> None:
+        for w in weights:
+            call(x, w)
+
+    return Prepared(step, num_weights, (out,))

@@ -1,0 +1,120 @@
+"""Kernels by themselves, in a captured graph: time, bytes a second, share of what the GPU can do at most.
+
+    python perf/kernel_speed.py --model llama-3.1-8b --suite gemm --rows 1 4 16 64 256
+
+A suite is a function of (model, row counts, tuned table, device) that yields cases.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from bandwidth import matmul_tflop_s
+from gemm_cases import gemm_cases
+from kernel_case import Case
+from record import Run
+from recording import Recording, free_memory, parser
+from shapes import Model, prepare
+from table import show
+from tune import time_us
+
+from drift_sdk._kernels.tuning import TunedTable, gpu_key, table_for
+
+__all__ = ["SUITES", "KernelRun", "limit_us", "main", "measure"]
+
+ROW_COUNTS = (1, 4, 16, 64, 256)
+
+SUITES: dict[str, Callable[[Model, tuple[int, ...], TunedTable, str], Iterator[Case]]] = {"gemm": gemm_cases}
+
+
+class KernelRun(Run, kw_only=True):
+    """`limit_us`: the longer of reading `num_bytes` and computing `num_flops` at the speeds measured in this
+    run; `roofline_fraction` is of that. `engine` is "drift" or the library compared with."""
+
+    kernel: str
+    shape: str
+    num_rows: int
+    us: float
+    limit_us: float
+    num_bytes: float
+    num_flops: float
+    tb_s: float
+    matmul_tflop_s: float
+
+
+def measure(case: Case, model: str, bandwidth_tb_s: float, peak_tflop_s: float) -> KernelRun:
+    """Raises RuntimeError for a kernel that leaves some of its output unwritten."""
+    prepared = case.prepare()
+    for output in prepared.outputs:
+        output.fill_(torch.nan)
+    prepared.step()
+    if not all(output.isfinite().all() for output in prepared.outputs):
+        raise RuntimeError(f"{case.kernel} {case.shape}, {case.num_rows} rows: output not finite")
+
+    us = time_us(prepared.step, prepared.num_calls)
+    limit = limit_us(case, bandwidth_tb_s, peak_tflop_s)
+    return KernelRun(
+        engine="cublas" if case.kernel == "cublas" else "drift",
+        model=model,
+        dtype="bfloat16",
+        scenario="kernel",
+        batch=case.num_rows,
+        context=0,
+        kernel=case.kernel,
+        shape=case.shape,
+        num_rows=case.num_rows,
+        us=us,
+        limit_us=limit,
+        num_bytes=case.num_bytes,
+        num_flops=case.num_flops,
+        tb_s=case.num_bytes / us / 1e6,
+        matmul_tflop_s=peak_tflop_s,
+        roofline_fraction=limit / us,
+    )
+
+
+def limit_us(case: Case, bandwidth_tb_s: float, peak_tflop_s: float) -> float:
+    return max(case.num_bytes / bandwidth_tb_s, case.num_flops / peak_tflop_s) / 1e6
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    given_parser = parser(__doc__)
+    given_parser.add_argument("--suite", nargs="+", choices=SUITES, default=tuple(SUITES))
+    given_parser.add_argument("--rows", type=int, nargs="+", default=ROW_COUNTS, help="row counts")
+    given = given_parser.parse_args(arguments)
+    if not given.device.startswith("cuda"):
+        given_parser.error(f"device={given.device!r}: kernels are timed in CUDA graphs, expected a GPU")
+
+    recording = Recording("kernels", given.device, given.out)
+    peak_tflop_s = matmul_tflop_s(given.device)
+    table = table_for(gpu_key(recording.results.gpu))
+    with tempfile.TemporaryDirectory() as folder:
+        model = prepare(given.model, Path(folder))
+
+    for suite in given.suite:
+        for case in SUITES[suite](model, tuple(given.rows), table, given.device):
+            free_memory()
+            recording.add(measure(case, model.name, recording.bandwidth_tb_s, peak_tflop_s))
+
+    rows = [
+        (
+            run["kernel"],
+            run["shape"],
+            str(run["num_rows"]),
+            f"{run['us']:.1f}",
+            f"{run['limit_us']:.1f}",
+            f"{run['tb_s']:.2f}",
+            f"{run['roofline_fraction']:.0%}",
+        )
+        for run in recording.results.runs
+    ]
+    columns = ("kernel", "shape", "rows", "us", "limit us", "TB/s", "of limit")
+    show(f"{recording.results.gpu}, {recording.bandwidth_tb_s:.2f} TB/s", columns, rows)
+    print(f"written to {recording.path}")
+
+
+if __name__ == "__main__":
+    main()

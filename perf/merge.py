@@ -1,0 +1,30 @@
+"""Put result files that were written elsewhere into perf/results, each into the file of its GPU and topic.
+
+python perf/merge.py from-the-gpu/decode.json from-the-gpu/kernels.json
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from record import read, result_path, write
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", type=Path, nargs="+", help="named after their topic")
+    for file in parser.parse_args(arguments).files:
+        results = read(file)
+        path = result_path(file.stem, results.gpu)
+        merged = write(results, path)
+        print(f"{path}: {len(results.runs)} runs in, {len(merged.runs)} in all")
+
+
+if __name__ == "__main__":
+    main()

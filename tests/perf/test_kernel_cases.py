@@ -1,0 +1,78 @@
+"""Cases of kernels to time: their bytes and operations, and that their steps write what they should."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from gemm_cases import gemm_cases, weight_shapes
+from kernel_case import Case, Prepared
+from kernel_speed import limit_us, main, measure
+from shapes import prepare
+
+from drift_sdk._kernels.tuning import TunedTable, table_for
+
+
+def test_weights_of_the_published_shapes_are_tuned(tmp_path: Path) -> None:
+    weights = weight_shapes(prepare("llama-3.1-8b", tmp_path))
+    assert [str(weight) for weight in weights] == [
+        "6144x4096", "4096x4096", "28672x4096 gated", "4096x14336", "128256x4096",
+    ]  # fmt: skip
+    table = table_for("nvidia-h200")
+    assert all(table.has_gemm(w.num_columns, w.inner, is_gated=w.is_gated) for w in weights)
+
+
+@pytest.mark.kernel
+def test_either_kernel_of_a_case_fills_its_output(tmp_path: Path) -> None:
+    cases = list(gemm_cases(prepare("tiny", tmp_path), (3,), TunedTable(), "cpu"))
+    assert [case.kernel for case in cases] == ["gemm", "cublas"] * 5
+    for case in cases[:6]:
+        prepared = case.prepare()
+        for output in prepared.outputs:
+            output.fill_(torch.nan)
+        prepared.step()
+        assert prepared.num_calls >= 2
+        assert all(output.isfinite().all() for output in prepared.outputs)
+
+
+def test_bytes_and_operations(tmp_path: Path) -> None:
+    case = next(gemm_cases(prepare("tiny", tmp_path), (3,), TunedTable(), "cpu"))
+    columns, inner = (4 + 2 * 2) * 16, 64
+    assert case.shape == f"{columns}x{inner}"
+    assert case.num_bytes == 2 * (columns * inner + 3 * inner)
+    assert case.num_flops == 2 * 3 * columns * inner
+
+
+def case_of(output: torch.Tensor, num_bytes: float = 4e6, num_flops: float = 1e9) -> Case:
+    def step() -> None:
+        output[:2].fill_(1.0)
+
+    return Case(
+        kernel="copy",
+        shape="4",
+        num_rows=1,
+        num_bytes=num_bytes,
+        num_flops=num_flops,
+        prepare=lambda: Prepared(step, 4, (output,)),
+    )
+
+
+def test_the_limit_is_bytes_or_operations_whichever_takes_longer() -> None:
+    output = torch.empty(4)
+    assert limit_us(case_of(output), bandwidth_tb_s=4.0, peak_tflop_s=1000.0) == 1.0
+    assert limit_us(case_of(output, num_flops=3e9), bandwidth_tb_s=4.0, peak_tflop_s=1000.0) == 3.0
+
+
+def test_output_that_stays_unwritten_is_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kernel_speed.time_us", lambda step, num_calls: 2.0)
+    with pytest.raises(RuntimeError, match="not finite"):
+        measure(case_of(torch.empty(4)), "tiny", 4.0, 1000.0)
+    run = measure(case_of(torch.empty(2)), "tiny", 4.0, 1000.0)
+    assert (run.us, run.limit_us, run.roofline_fraction, run.tb_s) == (2.0, 1.0, 0.5, 2.0)
+
+
+def test_kernels_need_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--device", "cpu"])
+    assert "expected a GPU" in capsys.readouterr().err

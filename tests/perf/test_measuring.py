@@ -1,0 +1,155 @@
+"""The measuring scripts, on a tiny model and the CPU: they run, and their figures mean what they say."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import decode
+import pytest
+import startup
+from decode import DecodeOptions, generation_seconds, measure
+from host import LoopLag, percentile, thread_seconds
+from msgspec import to_builtins
+from prefill import first_token_seconds
+from prefill import main as prefill_main
+from scenario import Scenario
+from shapes import Model, prepare
+
+from drift_sdk import PromptTooLong
+from drift_sdk.testing import scripted_engine
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Model:
+    return prepare("tiny", tmp_path / "tiny")
+
+
+@pytest.fixture(autouse=True)
+def quick_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recording.read_bandwidth_tb_s", lambda device: 0.01)
+
+
+async def test_decode_rate(tiny: Model) -> None:
+    options = DecodeOptions(repeats=2, lengths=(2, 34), max_model_len=128)
+    reported: list[Any] = []
+    scenarios = [Scenario.parse("single-16"), Scenario.parse("batch3-40")]
+    runs = await measure(tiny, scenarios, options, 0.01, reported.append)
+    assert reported == runs
+    assert [(run.scenario, run.batch, run.context) for run in runs] == [
+        ("single-16", 1, 16),
+        ("batch3-40", 3, 40),
+    ]
+    for run in runs:
+        assert run.executor == "eager" and run.dtype == "float32"
+        assert run.tokens_per_s_min <= run.tokens_per_s <= run.tokens_per_s_max
+        assert run.tokens_per_s == pytest.approx(run.batch / run.ms_per_round * 1e3)
+        assert run.bytes_per_round == tiny.decode_bytes(run.batch, run.context + 18, 4)
+        assert run.engine_cpu_ms_per_round is None or 0 < run.engine_cpu_ms_per_round < 1000
+        assert 0 < run.loop_cpu_us_per_chunk < 100_000
+        assert run.loop_lag_ms_p99 >= 0 and run.loop_lag_idle_ms_p99 >= 0
+
+
+async def test_the_clock_starts_when_all_are_queued() -> None:
+    """32 more steps of 2 ms take 64 ms more, for one sequence as for four."""
+    async with scripted_engine(lambda prompt, generated, seed: 65, step_s=0.002) as engine:
+        for batch in (1, 4):
+            prompts = [[70 + index] * 8 for index in range(batch)]
+            short = await generation_seconds(engine, prompts, 2)
+            long = await generation_seconds(engine, prompts, 34)
+            assert 0.064 <= long - short < 0.4
+        assert engine.stats().num_steps < 2 * (2 + 34) + 8
+
+
+async def test_a_generation_cut_short_is_no_measurement() -> None:
+    async with scripted_engine(lambda prompt, generated, seed: 65) as engine:
+        with pytest.raises(RuntimeError, match=r"completions of \[4\] tokens: expected 300 each"):
+            await generation_seconds(engine, [[70] * (engine.max_model_len - 4)], 300)
+
+
+async def test_a_prompt_that_is_refused_ends_the_wait() -> None:
+    async with scripted_engine() as engine:
+        with pytest.raises(PromptTooLong):
+            await generation_seconds(engine, [[70] * 8, [70] * engine.max_model_len], 2)
+
+
+def test_decode_writes_a_result_file(tmp_path: Path) -> None:
+    out = tmp_path / "decode.json"
+    arguments = ["--model", "tiny", "--device", "cpu", "--scenario", "batch2-16", "--repeats", "1"]
+    decode.main([*arguments, "--out", str(out)])
+    written = json.loads(out.read_text())
+    assert written["read_bandwidth_tb_s"] == 0.01
+    assert [run["scenario"] for run in written["runs"]] == ["batch2-16"]
+
+
+def test_prefill_writes_a_result_file(tmp_path: Path) -> None:
+    out = tmp_path / "prefill.json"
+    arguments = ["--model", "tiny", "--device", "cpu", "--tokens", "64", "200", "--repeats", "2"]
+    prefill_main([*arguments, "--prefill-token-budget", "128", "--out", str(out)])
+    runs = json.loads(out.read_text())["runs"]
+    assert [(run["context"], run["prefill_token_budget"]) for run in runs] == [(64, 128), (200, 128)]
+    for run in runs:
+        assert run["tokens_per_s"] == pytest.approx(run["context"] / run["seconds"], rel=1e-3)
+        assert run["seconds_min"] <= run["seconds"] <= run["seconds_max"]
+
+
+async def test_a_prompt_that_was_cached_is_no_measurement() -> None:
+    async with scripted_engine() as engine:
+        await first_token_seconds(engine, [70] * 64)
+        with pytest.raises(RuntimeError, match="cached"):
+            await first_token_seconds(engine, [70] * 64)
+
+
+def test_startup_has_a_cold_and_a_warm_run(tiny: Model) -> None:
+    runs = startup.measure(tiny, device="cpu", dtype="float32", executor="auto", repeats=1)
+    assert [run.kernel_cache for run in runs] == ["cold", "warm"]
+    for run in runs:
+        assert 0 < run.import_s < run.process_s
+        assert list(run.stages)[:4] == ["imports", "find", "load tokenizer", "load weights"]
+        assert sum(run.stages.values()) == pytest.approx(run.start_s, abs=0.01)
+        assert run.start_s < run.first_token_s < run.process_s
+        assert run.gpu_memory_gib is None and 0.05 < run.process_memory_gib < 20
+        assert to_builtins(run)["scenario"] == "startup"
+
+
+async def test_lag_is_how_long_the_loop_was_held_up() -> None:
+    async with LoopLag() as idle:
+        await asyncio.sleep(0.05)
+    async with LoopLag() as held:
+        await asyncio.sleep(0.01)
+        time.sleep(0.05)  # noqa: ASYNC251 - what is measured
+        await asyncio.sleep(0.01)
+    assert held.ms_p99 >= 45
+    assert len(idle.lags_s) > 5
+    assert min(idle.lags_s) > -0.001
+
+
+def test_percentiles() -> None:
+    values = [float(value) for value in range(1, 101)]
+    assert [percentile(values, share) for share in (0.0, 0.5, 0.99, 1.0)] == [1.0, 50.0, 99.0, 100.0]
+    assert percentile([3.0], 0.99) == 3.0
+
+
+def test_cpu_time_of_a_thread() -> None:
+    is_busy, is_over = threading.Event(), threading.Event()
+
+    def work() -> None:
+        while time.thread_time() < 0.05:
+            sum(range(1000))
+        is_busy.set()
+        is_over.wait()
+
+    thread = threading.Thread(target=work, name="measured")
+    thread.start()
+    try:
+        is_busy.wait()
+        assert 0.04 < (thread_seconds("measured") or 0.05) < 1.0
+        with pytest.raises(ValueError, match="unknown"):
+            thread_seconds("unknown")
+    finally:
+        is_over.set()
+        thread.join()

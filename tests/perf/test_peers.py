@@ -1,0 +1,113 @@
+"""Peers: their anchors, the process that vLLM runs in, the static-cache loop of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from peers import PEERS
+from peers.anchors import ANCHORS, anchor_of, is_void
+from peers.transformers import Decoding, load
+from scenario import Scenario
+from shapes import MODELS, Model, prepare
+
+VLLM = """
+import time
+from types import SimpleNamespace
+__version__ = "0.0.fake"
+
+class SamplingParams:
+    def __init__(self, *, max_tokens, min_tokens, ignore_eos, **others):
+        self.max_tokens = max_tokens
+
+class LLM:
+    def __init__(self, *, model, load_format, **settings):
+        assert load_format == "dummy"
+        open(model + "/config.json").close()
+
+    def generate(self, prompts, params, use_tqdm):
+        time.sleep(1e-4 * params.max_tokens * len(prompts))
+        tokens = SimpleNamespace(token_ids=[1] * (params.max_tokens - MISSING))
+        return [SimpleNamespace(outputs=[tokens]) for _ in prompts]
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Model:
+    return prepare("tiny", tmp_path / "tiny")
+
+
+def fake_vllm(folder: Path, monkeypatch: pytest.MonkeyPatch, missing: int) -> None:
+    folder.mkdir()
+    (folder / "vllm.py").write_text(f"MISSING = {missing}\n{VLLM}")
+    monkeypatch.setenv("VLLM_PATH", str(folder))
+
+
+def test_vllm_runs_in_its_own_process(tiny: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_vllm(tmp_path / "site", monkeypatch, missing=0)
+    scenarios = [Scenario.parse("single-16"), Scenario.parse("batch4-16")]
+    runs = list(PEERS["vllm"](tiny, scenarios, 1, 0.01))
+    assert [(run.engine, run.scenario, run.engine_version) for run in runs] == [
+        ("vllm", "single-16", "0.0.fake"),
+        ("vllm", "batch4-16", "0.0.fake"),
+    ]
+    assert runs[0].ms_per_round == pytest.approx(0.1, rel=0.3)
+    assert runs[1].ms_per_round == pytest.approx(0.4, rel=0.3)
+    assert "enable_prefix_caching=True" in str(runs[0].settings)
+
+
+def test_a_vllm_that_fails_is_reported(tiny: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_vllm(tmp_path / "site", monkeypatch, missing=1)
+    with pytest.raises(RuntimeError, match="exit code 1"):
+        list(PEERS["vllm"](tiny, [Scenario.parse("single-16")], 1, 0.01))
+
+
+def test_the_static_cache_loop_generates_what_transformers_does(tiny: Model) -> None:
+    torch.manual_seed(0)
+    peer = load(tiny, "cpu", torch.float32)
+    prompts = torch.tensor(Scenario.parse("batch3-40").prompts(320))
+    expected = peer.generate(prompts, max_new_tokens=9, do_sample=False, eos_token_id=None)[:, 40:]
+    assert len({tuple(row) for row in expected.tolist()}) == 3
+    decoding = Decoding(peer, 3, 40, 60, compiles=False)
+    decoding.prefill(prompts)
+    first = decoding.tokens.clone()
+    for _ in range(2):
+        decoding.rewind()
+        decoding.tokens.copy_(first)
+        rows = [first]
+        for _ in range(8):
+            decoding.step()
+            rows.append(decoding.tokens.clone())
+        assert torch.equal(torch.cat(rows, 1), expected)
+
+
+def test_peers_refuse_what_they_cannot_measure(tiny: Model) -> None:
+    import msgspec
+
+    real = msgspec.structs.replace(tiny, load="auto")
+    for measure in PEERS.values():
+        with pytest.raises(RuntimeError, match="random weights"):
+            list(measure(real, [], 1, 0.01))
+
+
+def test_anchors() -> None:
+    run = {
+        "engine": "vllm", "model": "llama-3.1-8b", "dtype": "bfloat16", "scenario": "single-512",
+        "num_draft_tokens": 0, "acceptance_length": None,
+    }  # fmt: skip
+    anchor = anchor_of(run, "NVIDIA H200")
+    assert anchor is not None and anchor.tokens_per_s == 205
+    drafted = anchor_of(run | {"num_draft_tokens": 3, "acceptance_length": 3.2}, "NVIDIA H200")
+    assert drafted is not None and drafted.tokens_per_s == 498
+    assert anchor_of(run, "NVIDIA H100 80GB HBM3") is None
+    assert anchor_of(run | {"dtype": "float32"}, "NVIDIA H200") is None
+    assert anchor_of(run | {"scenario": "single-16"}, "NVIDIA H200") is None
+    assert is_void(run | {"tokens_per_s": 198.0}, "NVIDIA H200")
+    assert not is_void(run | {"tokens_per_s": 199.0}, "NVIDIA H200")
+
+
+def test_no_two_anchors_are_of_the_same_run() -> None:
+    keys = [(a.engine, a.model, a.scenario, a.num_draft_tokens, a.acceptance_length) for a in ANCHORS]
+    assert len(set(keys)) == len(keys)
+    assert {a.model for a in ANCHORS} & set(MODELS) == {"llama-3.1-8b"}

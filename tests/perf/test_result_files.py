@@ -1,0 +1,170 @@
+"""Result files: what they hold, how new runs meet old ones, what is drawn and printed from them."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import machine
+import merge
+import msgspec
+import pytest
+import record
+from record import DecodeRun, Results, Run, read, write
+from roofline import draw, points
+from scenario import Scenario
+from table import decode_table
+
+SCHEMA = {
+    "engine", "model", "dtype", "scenario", "batch", "context", "num_draft_tokens", "tree", "acceptance",
+    "acceptance_length", "tokens_per_s", "ms_per_round", "roofline_fraction",
+}  # fmt: skip
+
+
+def results(**changes: Any) -> Results:
+    fields = {
+        "commit": "abc",
+        "date": "2026-01-02",
+        "gpu": "NVIDIA H200",
+        "driver": "580.1",
+        "versions": {"torch": "2.11"},
+        "read_bandwidth_tb_s": 4.0,
+        "runs": [],
+    }
+    return Results(**(fields | changes))
+
+
+def decode_run(scenario: str = "single-512", round_s: float = 4e-3, **fields: Any) -> DecodeRun:
+    given: dict[str, Any] = {
+        "engine": "drift", "executor": "graph", "model": "llama-3.1-8b", "dtype": "bfloat16", **fields,
+    }  # fmt: skip
+    rounds_s = [round_s * share for share in (1.0, 0.5, 2.0)]
+    return DecodeRun.of_rounds(rounds_s, 12e9, 4.0, scenario=Scenario.parse(scenario), **given)
+
+
+def test_figures_of_a_run() -> None:
+    run = decode_run("batch8-512")
+    assert (run.tokens_per_s, run.tokens_per_s_min, run.tokens_per_s_max) == (2000.0, 1000.0, 4000.0)
+    assert run.ms_per_round == 4.0
+    assert run.roofline_fraction == 0.75
+    assert run.num_repeats == 3
+    with pytest.raises(ValueError, match="above 0"):
+        decode_run(round_s=0.0)
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    found, path = results(), tmp_path / "gpu" / "decode.json"
+    found.add(decode_run())
+    found.add(Run(engine="drift", model="m", dtype="float32", scenario="startup", batch=1, context=8))
+    write(found, path)
+    assert read(path) == found
+    raw = msgspec.json.decode(path.read_bytes())
+    assert set(raw) == {"commit", "date", "gpu", "driver", "versions", "read_bandwidth_tb_s", "runs"}
+    assert raw["runs"][1].keys() == SCHEMA
+    extras = {"num_repeats", "tokens_per_s_min", "tokens_per_s_max", "bytes_per_round", "executor"}
+    assert raw["runs"][0].keys() == SCHEMA | extras  # what was not measured is left out
+
+
+def test_a_new_run_replaces_the_old_one_of_the_same_kind(tmp_path: Path) -> None:
+    path = tmp_path / "decode.json"
+    old, new = results(), results(commit="def", read_bandwidth_tb_s=4.2)
+    for run in (decode_run(), decode_run("single-32k"), decode_run(executor="eager")):
+        old.add(run)
+    new.add(decode_run(round_s=2e-3))
+    write(old, path)
+    merged = write(new, path)
+    assert merged == read(path)
+    assert (merged.commit, merged.read_bandwidth_tb_s) == ("def", 4.2)
+    kept, also_kept, added = merged.runs
+    assert (kept["scenario"], also_kept["executor"], added["tokens_per_s"]) == ("single-32k", "eager", 500.0)
+    assert (kept["commit"], kept["read_bandwidth_tb_s"]) == ("abc", 4.0)
+    assert "versions" not in kept and "commit" not in added
+
+
+def test_what_an_old_run_was_measured_with_outlives_several_merges() -> None:
+    first, second, third = results(commit="1"), results(commit="2"), results(commit="3")
+    first.add(decode_run())
+    second.add(decode_run("single-32k"))
+    third.add(decode_run("batch4-16k"))
+    runs = record.merge(record.merge(first, second), third).runs
+    assert [run.get("commit") for run in runs] == ["1", "2", None]
+
+
+def test_machines_do_not_mix(tmp_path: Path) -> None:
+    path = tmp_path / "decode.json"
+    write(results(), path)
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="H100"):
+        write(results(gpu="NVIDIA H100"), path)
+    assert path.read_bytes() == before
+
+
+def test_merge_finds_the_file_by_gpu_and_topic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
+    found = results()
+    found.add(decode_run())
+    write(found, tmp_path / "decode.json")
+    merge.main([str(tmp_path / "decode.json")])
+    assert read(tmp_path / "results" / "nvidia-h200" / "decode.json") == found
+
+
+def test_the_commit_comes_from_outside_where_there_is_no_history(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("DRIFT_COMMIT", "given")
+    assert machine.commit() == "given"
+    monkeypatch.delenv("DRIFT_COMMIT")
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert machine.commit() == "unknown"
+
+
+def test_changed_code_is_said_to_be_dirty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("DRIFT_COMMIT", raising=False)
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "code.py").write_text("1")
+    identity = ("-c", "user.name=n", "-c", "user.email=e")
+    for command in (("init", "-q"), ("add", "."), (*identity, "commit", "-qm", "m")):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    (tmp_path / "notes").write_text("not measured")
+    clean = machine.commit()
+    (tmp_path / "src" / "code.py").write_text("2")
+    assert machine.commit() == f"{clean}-dirty"
+
+
+def test_ratios_are_to_the_peer_of_the_run_or_to_its_anchor() -> None:
+    found = results()
+    found.add(decode_run())  # 250 tokens/s
+    assert decode_table(found)[2][0][-1] == "1.22x (anchor)"
+    found.add(decode_run(engine="vllm", executor="none", round_s=5e-3))
+    ratios = [row[-1] for row in decode_table(found)[2]]
+    assert ratios == ["1.25x", "0.98x of its anchor"]
+    found = results(gpu="NVIDIA H100")
+    found.add(decode_run())
+    assert decode_table(found)[2][0][-1] == ""
+
+
+def test_points_of_the_picture() -> None:
+    found = results()
+    found.add(decode_run())
+    drift, *anchors = points(found)
+    assert (drift.engine, drift.limit_ms, drift.ms, drift.is_anchor) == ("drift", 3.0, 4.0, False)
+    assert {point.engine: point.ms for point in anchors} == {
+        "vllm": pytest.approx(1e3 / 205),
+        "transformers": pytest.approx(1e3 / 203),
+    }
+    assert all(point.is_anchor and point.limit_ms == 3.0 for point in anchors)
+    found.add(decode_run(engine="vllm", round_s=5e-3))
+    vllm = [point for point in points(found) if point.engine == "vllm"]
+    assert [(point.ms, point.is_anchor) for point in vllm] == [(5.0, False)]
+
+
+def test_the_picture_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    found = results()
+    for name in ("single-512", "batch64-512"):
+        found.add(decode_run(name))
+    draw(found, tmp_path / "roofline.png")
+    assert (tmp_path / "roofline.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,52 @@
+"""A device without a GPU: a captured step is run anew at each replay, by Triton's interpreter."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+
+
+class InterpretedReplay:
+    def __init__(self, step: Callable[[], None]) -> None:
+        self._step = step
+        self.num_launches = 0
+
+    def launch(self) -> None:
+        self.num_launches += 1
+        self._step()
+
+    def close(self) -> None:
+        pass
+
+
+class InterpretedEvent:
+    def __init__(self) -> None:
+        self._at = 0.0
+
+    def record(self) -> None:
+        self._at = time.perf_counter()
+
+    def wait(self) -> None:
+        pass
+
+    def seconds_since(self, earlier: InterpretedEvent) -> float:
+        return self._at - earlier._at
+
+
+class InterpretedDevice:
+    torch_device = torch.device("cpu")
+
+    def work(self) -> AbstractContextManager[None]:
+        return torch.inference_mode()
+
+    def capture(self, step: Callable[[], None]) -> InterpretedReplay:
+        return InterpretedReplay(step)
+
+    def event(self) -> InterpretedEvent:
+        return InterpretedEvent()
+
+    def close(self) -> None:
+        pass
