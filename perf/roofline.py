@@ -16,12 +16,19 @@ from record import Results, read
 
 __all__ = ["Point", "draw", "main", "points"]
 
-COLOURS = {"drift": "tab:blue", "vllm": "tab:orange", "transformers": "tab:green"}
+COLOURS = {
+    "drift graph": "tab:blue",
+    "drift eager": "tab:cyan",
+    "vllm": "tab:orange",
+    "transformers": "tab:green",
+}
+PEERS = ("vllm", "transformers")
 SHARES = (1.0, 0.8, 0.6)
 
 
 class Point(Struct, frozen=True):
-    """Milliseconds of a round, measured and at the limit. `is_anchor`: measured earlier, elsewhere."""
+    """Milliseconds of a round, measured and at the limit. `engine`: with its executor, if it has several.
+    `is_anchor`: measured earlier, elsewhere."""
 
     engine: str
     scenario: str
@@ -37,9 +44,9 @@ def points(results: Results) -> list[Point]:
     for run in results.runs:
         bandwidth = run.get("read_bandwidth_tb_s", results.read_bandwidth_tb_s)
         limit_ms = run["bytes_per_round"] / bandwidth / 1e9
-        name = _name(run)
-        found[_identity(run)] = Point(run["engine"], name, limit_ms, run["ms_per_round"])
-        for engine in COLOURS:
+        name, label = _name(run), " ".join(filter(None, (run["engine"], run.get("executor"))))
+        found[_identity(run)] = Point(label, name, limit_ms, run["ms_per_round"])
+        for engine in PEERS:
             peer = run | {"engine": engine}
             anchor = anchor_of(peer, results.gpu)
             if anchor is not None and _identity(peer) not in measured:
@@ -53,11 +60,16 @@ def points(results: Results) -> list[Point]:
 def draw(results: Results, path: Path) -> None:
     """Write a PNG. Needs matplotlib."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FormatStrFormatter
 
     shown = points(results)
     figure = Figure(figsize=(9, 6), layout="constrained")
     axes = figure.add_subplot()
     axes.set(xscale="log", yscale="log", xlabel="ms to read the bytes of a round", ylabel="ms a round takes")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FormatStrFormatter("%g"))
+        axis.set_minor_formatter(FormatStrFormatter("%g"))
+
     limits = [point.limit_ms for point in shown]
     ends = (min(limits) * 0.8, max(limits) * 1.3)
     for share in SHARES:

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from peers.anchors import anchor_of
+from peers.anchors import anchor_of, is_void
 from record import Results, Run
 from rich.console import Console
 from rich.table import Table
 
 __all__ = ["decode_table", "progress", "show"]
 
-console = Console(width=None)
+console = Console()
 DECODE_COLUMNS = ("scenario", "engine", "tok/s", "ms/round", "of roofline", "against vLLM")
 
 
@@ -52,12 +52,18 @@ def decode_table(results: Results) -> tuple[str, Sequence[str], Sequence[Sequenc
 def against_vllm(run: dict[str, Any], results: Results) -> str:
     if run["engine"] == "vllm":
         anchor = anchor_of(run, results.gpu)
-        return "" if anchor is None else f"{run['tokens_per_s'] / anchor.tokens_per_s:.2f}x of its anchor"
+        remark = " (void)" if is_void(run, results.gpu) else ""
+        return "" if anchor is None else f"{ratio(run, anchor.tokens_per_s)} of its anchor{remark}"
 
     same = ("model", "dtype", "scenario", "num_draft_tokens", "acceptance_length")
     for peer in results.runs:
-        if peer["engine"] == "vllm" and all(peer[name] == run[name] for name in same):
-            return f"{run['tokens_per_s'] / peer['tokens_per_s']:.2f}x"
+        is_same = peer["engine"] == "vllm" and all(peer[name] == run[name] for name in same)
+        if is_same and not is_void(peer, results.gpu):
+            return ratio(run, peer["tokens_per_s"])
 
     anchor = anchor_of(run | {"engine": "vllm"}, results.gpu)
-    return "" if anchor is None else f"{run['tokens_per_s'] / anchor.tokens_per_s:.2f}x (anchor)"
+    return "" if anchor is None else f"{ratio(run, anchor.tokens_per_s)} (anchor)"
+
+
+def ratio(run: dict[str, Any], tokens_per_s: float) -> str:
+    return f"{run['tokens_per_s'] / tokens_per_s:.2f}x"

@@ -18,6 +18,7 @@ LAYERS = [
     "doctor",
     "opening",
     "drafting",
+    "executors",
     "prometheus",
     "driver",
     "recorder",

@@ -35,7 +35,7 @@ def measure(
 ) -> Iterator[DecodeRun]:
     """bfloat16 on the first GPU; for models of random weights.
 
-    Raises RuntimeError for a real model, and if vLLM is missing or fails: its own messages go to stderr.
+    Raises RuntimeError for a real model, and if vLLM is missing or fails. Its messages go to stderr.
     """
     if model.load != "random":
         raise RuntimeError(f"model {model.name}: the vllm peer measures random weights alone")
@@ -50,7 +50,9 @@ def measure(
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            if line.startswith(MARK):
+            if not line.startswith(MARK):
+                sys.stderr.write(line)
+            else:
                 times = msgspec.json.decode(line.removeprefix(MARK), type=Times)
                 yield _run(model, Scenario.parse(times.scenario), times, bandwidth_tb_s)
 

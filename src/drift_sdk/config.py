@@ -16,7 +16,7 @@ from drift_sdk.validation import check_bool, check_choice, check_float, check_in
 __all__ = ["EngineConfig"]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-EXECUTORS = ("auto", "eager")
+EXECUTORS = ("auto", "eager", "graph")
 LOADS = ("auto", "random")
 
 
@@ -36,7 +36,10 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     target_latency_ms_p50:    wanted time between tokens, median; the prefill share of a step shrinks to meet
     target_latency_ms_p95:    it. And the same for the 95th percentile. None = no target.
     prefer_high_throughput:   give prompts the whole budget even while others decode.
-    executor:                 "auto" or "eager".
+    executor:                 "graph" (CUDA graphs, NVIDIA GPUs of compute capability 9.0 or later), "eager"
+                              (any device), or "auto" (graphs where they can be had).
+    exact_prefill:            on the graph executor, prompts get the very bits of decoding: the same tokens
+                              however a prompt is cut, cached or preempted, at some speed.
     load:                     "auto" (the model's files) or "random" (weights of the configured shapes).
     revision:                 of a hub id: branch, tag or commit.
     cache_dir:                of the hub; None = the hub's own default.
@@ -57,7 +60,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     target_latency_ms_p50: float | None = None
     target_latency_ms_p95: float | None = None
     prefer_high_throughput: bool = False
-    executor: Literal["auto", "eager"] = "auto"
+    executor: Literal["auto", "eager", "graph"] = "auto"
+    exact_prefill: bool = False
     load: Literal["auto", "random"] = "auto"
     revision: str | None = None
     cache_dir: str | Path | None = None
@@ -83,6 +87,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             check_float(ConfigError, name, getattr(self, name), gt=0.0, le=1e6, optional=True)
         check_bool(ConfigError, "prefer_high_throughput", self.prefer_high_throughput)
         check_choice(ConfigError, "executor", self.executor, EXECUTORS)
+        check_bool(ConfigError, "exact_prefill", self.exact_prefill)
         check_choice(ConfigError, "load", self.load, LOADS)
         check_str(ConfigError, "revision", self.revision, optional=True)
         self._check_path("cache_dir")

@@ -162,9 +162,10 @@ def gpus(torch: Any) -> list[Device]:
 
 def chosen_executor(device: Any) -> tuple[str, str]:
     """What executor="auto" comes to on this device, and why."""
-    from drift_sdk.opening import choose_executor
+    from drift_sdk.config import EngineConfig
+    from drift_sdk.executors import choose_executor
 
-    name, fallback = choose_executor("auto", device)
+    name, fallback = choose_executor(EngineConfig(), device)
     if fallback is not None:
         return name, fallback
 

@@ -12,7 +12,7 @@ from drift_sdk.config import EngineConfig
 from drift_sdk.drafting import open_drafter
 from drift_sdk.errors import ConfigError, ModelLoadError, RequestError
 from drift_sdk.execution.drafters import EagleDrafter, NGramDrafter
-from drift_sdk.execution.eager import EagerExecutor
+from drift_sdk.executors import choose_executor, open_executor
 from drift_sdk.loading.source import Source, eos_token_ids, resolve
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
@@ -24,7 +24,7 @@ from drift_sdk.steps import ExecutorLimits
 from drift_sdk.text.chat import ChatTemplate
 from drift_sdk.text.tokenizer import Tokenizer
 
-__all__ = ["choose_executor", "open_model"]
+__all__ = ["open_model"]
 
 log = logging.getLogger("drift_sdk")
 
@@ -39,6 +39,7 @@ def open_model(model: str | Path, config: EngineConfig, report: Report) -> Opene
     source = _resolve(model, config)
     device = _device(config)
     dtype = _dtype(config, device)
+    executor_name, fallback = choose_executor(config, device)
     decoder_config = _decoder_config(source)
 
     report("load tokenizer", 0.0)
@@ -48,9 +49,8 @@ def open_model(model: str | Path, config: EngineConfig, report: Report) -> Opene
 
     decoder = _load_decoder(source, decoder_config, config, device, dtype, report)
     limits = _limits(config, decoder)
-    executor_name, fallback = choose_executor(config.executor, device)
     drafter = open_drafter(config, decoder, limits)
-    executor = EagerExecutor(decoder, limits, drafter)
+    executor = open_executor(executor_name, config, decoder, limits, drafter, report)
     speculation = config.speculation if drafter is not None else None
     report("ready", 1.0)
     return OpenedModel(
@@ -81,14 +81,6 @@ def open_model(model: str | Path, config: EngineConfig, report: Report) -> Opene
             has_drafts=drafter is not None,
         ),
     )
-
-
-def choose_executor(wanted: str, device: torch.device) -> tuple[str, str | None]:
-    """The executor's name, and why "auto" has to make do with a slower one than the device allows."""
-    if wanted == "auto" and device.type == "cuda":
-        return "eager", "this version has no CUDA graphs, each kernel is launched by itself"
-
-    return "eager", None
 
 
 def _resolve(model: str | Path, config: EngineConfig) -> Source:

@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from drift_sdk import (
     Chunk,
+    ConfigError,
     DriftError,
     EngineClosed,
     EngineConfig,
@@ -27,9 +28,9 @@ from drift_sdk import (
     SamplingParams,
     prometheus,
 )
+from drift_sdk.executors import choose_executor
 from drift_sdk.intake import Intake
 from drift_sdk.metrics import Histogram, Histograms
-from drift_sdk.opening import choose_executor
 from drift_sdk.recorder import Recorder
 from drift_sdk.steps import SlotOutput, StepResult
 from drift_sdk.testing import scripted_engine
@@ -325,7 +326,10 @@ async def test_auto_making_do_with_less_is_warned_of_once(caplog: pytest.LogCapt
 
 
 def test_auto_on_a_gpu_says_why_it_is_not_faster() -> None:
-    name, fallback = choose_executor("auto", torch.device("cuda"))
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    name, fallback = choose_executor(EngineConfig(), gpu)
     assert (name == "eager") == (fallback is not None)
-    assert choose_executor("auto", torch.device("cpu")) == ("eager", None)
-    assert choose_executor("eager", torch.device("cuda")) == ("eager", None)
+    assert choose_executor(EngineConfig(), cpu) == ("eager", None)
+    assert choose_executor(EngineConfig(executor="eager"), gpu) == ("eager", None)
+    with pytest.raises(ConfigError, match="executor='graph'.*NVIDIA GPU"):
+        choose_executor(EngineConfig(executor="graph"), cpu)

@@ -11,6 +11,7 @@ import merge
 import msgspec
 import pytest
 import record
+from msgspec import UNSET
 from record import DecodeRun, Results, Run, read, write
 from roofline import draw, points
 from scenario import Scenario
@@ -138,9 +139,12 @@ def test_ratios_are_to_the_peer_of_the_run_or_to_its_anchor() -> None:
     found = results()
     found.add(decode_run())  # 250 tokens/s
     assert decode_table(found)[2][0][-1] == "1.22x (anchor)"
-    found.add(decode_run(engine="vllm", executor="none", round_s=5e-3))
+    found.add(decode_run(engine="vllm", executor=UNSET, round_s=5e-3))
+    assert [row[-1] for row in decode_table(found)[2]] == ["1.25x", "0.98x of its anchor"]
+    found.runs.pop()
+    found.add(decode_run(engine="vllm", executor=UNSET, round_s=6e-3))
     ratios = [row[-1] for row in decode_table(found)[2]]
-    assert ratios == ["1.25x", "0.98x of its anchor"]
+    assert ratios == ["1.22x (anchor)", "0.81x of its anchor (void)"]
     found = results(gpu="NVIDIA H100")
     found.add(decode_run())
     assert decode_table(found)[2][0][-1] == ""
@@ -150,13 +154,18 @@ def test_points_of_the_picture() -> None:
     found = results()
     found.add(decode_run())
     drift, *anchors = points(found)
-    assert (drift.engine, drift.limit_ms, drift.ms, drift.is_anchor) == ("drift", 3.0, 4.0, False)
+    assert (drift.engine, drift.limit_ms, drift.ms, drift.is_anchor) == (
+        "drift graph",
+        3.0,
+        4.0,
+        False,
+    )
     assert {point.engine: point.ms for point in anchors} == {
         "vllm": pytest.approx(1e3 / 205),
         "transformers": pytest.approx(1e3 / 203),
     }
     assert all(point.is_anchor and point.limit_ms == 3.0 for point in anchors)
-    found.add(decode_run(engine="vllm", round_s=5e-3))
+    found.add(decode_run(engine="vllm", executor=UNSET, round_s=5e-3))
     vllm = [point for point in points(found) if point.engine == "vllm"]
     assert [(point.ms, point.is_anchor) for point in vllm] == [(5.0, False)]
 
