@@ -53,11 +53,12 @@ def thread_seconds(name: str) -> float | None:
     if len(threads) != 1:
         raise ValueError(f"thread={name!r}: {len(threads)} of them run, expected one")
 
-    if not hasattr(time, "pthread_getcpuclockid"):
+    ident = threads[0].ident
+    assert ident is not None
+    try:
+        return time.clock_gettime(time.pthread_getcpuclockid(ident))
+    except (AttributeError, OSError):
         return None
-
-    assert threads[0].ident is not None
-    return time.clock_gettime(time.pthread_getcpuclockid(threads[0].ident))
 
 
 def percentile(values: list[float], share: float) -> float:

@@ -39,7 +39,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     )
     made.add_argument("--model", choices=MODELS, default="llama-3.1-8b")
     made.add_argument("--executor", default="auto", help="as in EngineConfig")
-    made.add_argument("--device", default=default_device(), help="as in EngineConfig")
+    made.add_argument("--device", default=default_device(), help="cpu, cuda or cuda:N")
     made.add_argument("--dtype", default="auto", help="as in EngineConfig")
     made.add_argument("--repeats", type=int, default=5, help="what counts is their median")
     made.add_argument("--out", type=Path, help="result file; the default is perf/results/GPU/TOPIC.json")

@@ -47,13 +47,13 @@ def fake_vllm(folder: Path, monkeypatch: pytest.MonkeyPatch, missing: int) -> No
 def test_vllm_runs_in_its_own_process(tiny: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_vllm(tmp_path / "site", monkeypatch, missing=0)
     scenarios = [Scenario.parse("single-16"), Scenario.parse("batch4-16")]
-    runs = list(PEERS["vllm"](tiny, scenarios, 1, 0.01))
+    runs = list(PEERS["vllm"](tiny, scenarios, 3, 0.01))
     assert [(run.engine, run.scenario, run.engine_version) for run in runs] == [
         ("vllm", "single-16", "0.0.fake"),
         ("vllm", "batch4-16", "0.0.fake"),
     ]
-    assert runs[0].ms_per_round == pytest.approx(0.1, rel=0.3)
-    assert runs[1].ms_per_round == pytest.approx(0.4, rel=0.3)
+    assert runs[0].ms_per_round == pytest.approx(0.1, rel=0.5)
+    assert runs[1].ms_per_round == pytest.approx(0.4, rel=0.5)
     assert "enable_prefix_caching=True" in str(runs[0].settings)
 
 
@@ -66,6 +66,10 @@ def test_a_vllm_that_fails_is_reported(tiny: Model, tmp_path: Path, monkeypatch:
 def test_the_static_cache_loop_generates_what_transformers_does(tiny: Model) -> None:
     torch.manual_seed(0)
     peer = load(tiny, "cpu", torch.float32)
+    with torch.no_grad():  # weights so large that attention decides
+        for weight in peer.model.layers.parameters():
+            if weight.dim() == 2:
+                weight.normal_(0.0, 2 * weight.shape[1] ** -0.5)
     prompts = torch.tensor(Scenario.parse("batch3-40").prompts(320))
     expected = peer.generate(prompts, max_new_tokens=9, do_sample=False, eos_token_id=None)[:, 40:]
     assert len({tuple(row) for row in expected.tolist()}) == 3

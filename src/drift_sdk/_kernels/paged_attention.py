@@ -1,10 +1,12 @@
 """Attention of a few query rows a sequence over a paged cache, for decoding and for verifying drafts.
 
 The keys of a sequence are cut into partitions at fixed positions, each is summed by itself, and the
-partitions' sums are added in ascending order. Keys stand on the M side of the MMA. So a row's bits depend on
-its query and on the keys it sees: not on the rows beside it, other sequences, or who computes what.
+partitions' sums are added in a fixed order. A program is one warp, so the MMA is the same for one row and for
+many, and nothing waits for another warp. So a row's bits depend on its query and on the keys it sees: not on
+the rows beside it, other sequences, or who computes what.
 
-Bytes: the keys and values that some row sees, once for all rows of a sequence and all heads of a group.
+Bytes: the keys and values that some row sees, once for all rows of a sequence and all heads of a group. It
+takes many programs on a multiprocessor to keep enough of them on the way.
 """
 
 from __future__ import annotations
@@ -26,15 +28,16 @@ from drift_sdk._kernels.launching import launch_options, start_dependents, uses_
 __all__ = ["AttentionConfig", "AttentionScratch", "paged_attention", "paged_attention_reference"]
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-NUM_UNROLLED = tl.constexpr(8)
+CHUNK = 32
+"""Partitions added at a time."""
 
 
 class AttentionConfig(Struct, frozen=True):
     """How the work is done; none of it is part of the result's bits. num_programs: over all heads."""
 
-    num_programs: int = 264
+    num_programs: int = 1056
     num_stages: int = 3
-    num_warps: int = 4
+    num_warps: int = 1
 
 
 class AttentionScratch:
@@ -76,28 +79,28 @@ def _attend(
     TILE: tl.constexpr, NARROW: tl.constexpr, NARROW_END: tl.constexpr, WIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
+    """Program (head, share): a run of tiles, sequence after sequence."""
     wait_for_producers(PDL)
     head = tl.program_id(0)
     row = tl.arange(0, TILE_ROWS)
     is_row = row < ROWS * GROUP
     dim = tl.arange(0, TILE_DIM)
     is_dim = dim < DIM
+    key = tl.arange(0, TILE)
     total_tiles = tl.load(num_tiles)
     share = tl.program_id(1)
-    begin = _whole_partition(
+    index = _whole_partition(
         tiles, total_tiles * share // tl.num_programs(1), total_tiles, TILE, NARROW, NARROW_END, WIDE
     )
     end = _whole_partition(
         tiles, total_tiles * (share + 1) // tl.num_programs(1), total_tiles, TILE, NARROW, NARROW_END, WIDE
     )
-    maximum = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
-    weight = tl.zeros((TILE_ROWS,), tl.float32)
-    total = tl.zeros((TILE_DIM, TILE_ROWS), tl.float32)
-    for index in tl.range(begin, end, num_stages=STAGES):
+    while index < end:
         sequence = tl.load(tiles + index * TILE_WORDS)
         slot = tl.load(tiles + index * TILE_WORDS + 1)
         num_keys = tl.load(tiles + index * TILE_WORDS + 2)
-        first = tl.load(tiles + index * TILE_WORDS + 3)
+        run_start = tl.load(tiles + index * TILE_WORDS + 3)
+        run = tl.minimum(end - index, (num_keys - run_start + TILE - 1) // TILE)
         step_row = sequence * ROWS + row // GROUP
         slots = tl.load(row_slot + step_row, mask=is_row, other=-1)
         last = tl.load(row_position + step_row, mask=is_row, other=-1)
@@ -105,37 +108,50 @@ def _attend(
         query_row = (step_row * HEADS + head) * GROUP + row % GROUP
         is_query = (slots >= 0)[:, None] & is_dim[None, :]
         queries = tl.load(query + query_row[:, None] * DIM + dim[None, :], mask=is_query, other=0.0)
-        position = first + tl.arange(0, TILE)
-        is_key = position < num_keys
         table = block_table + slot.to(tl.int64) * max_blocks
-        block = tl.load(table + position // BLOCK, mask=is_key, other=0).to(tl.int64)
-        place = ((block * HEADS + head) * BLOCK + position % BLOCK)[:, None] * DIM + dim[None, :]
-        is_loaded = is_key[:, None] & is_dim[None, :]
-        key = tl.load(keys + place, mask=is_loaded, other=0.0)
-        value = tl.load(values + place, mask=is_loaded, other=0.0)
-        score = tl.dot(key, queries.T, input_precision="ieee") * (scale * LOG2_E)
-        score = tl.where(position[:, None] <= last[None, :], score, float("-inf"))
-        new_maximum = tl.maximum(maximum, tl.max(score, 0))
-        # A row that has seen no key yet: nothing may become NaN.
-        reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-        rescale = tl.exp2(maximum - reference)
-        probability = tl.exp2(score - reference[None, :])
-        weight = weight * rescale + tl.sum(probability, 0)
-        total = tl.dot(value.T, probability.to(value.dtype), total * rescale[None, :], input_precision="ieee")
-        maximum = new_maximum
+        record = (sequence * HEADS + head) * num_partitions * (ROWS * GROUP) + row
+        maximum = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
+        weight = tl.zeros((TILE_ROWS,), tl.float32)
+        total = tl.zeros((TILE_ROWS, TILE_DIM), tl.float32)
+        for tile in tl.range(0, run, num_stages=STAGES):
+            first = run_start + tile * TILE
+            position = first + key
+            is_loaded = (position < num_keys)[:, None] & is_dim[None, :]
+            if BLOCK >= TILE:  # a whole tile lies in one block
+                block = tl.load(table + first // BLOCK).to(tl.int64)
+                place = ((block * HEADS + head) * BLOCK + first % BLOCK) * DIM + (
+                    key[:, None] * DIM + dim[None, :]
+                )
+            else:
+                block = tl.load(table + position // BLOCK, mask=position < num_keys, other=0).to(tl.int64)
+                place = ((block * HEADS + head) * BLOCK + position % BLOCK)[:, None] * DIM + dim[None, :]
+            keys_tile = tl.load(keys + place, mask=is_loaded, other=0.0)
+            values_tile = tl.load(values + place, mask=is_loaded, other=0.0)
+            score = tl.dot(queries, keys_tile.T, input_precision="ieee") * (scale * LOG2_E)
+            score = tl.where(position[None, :] <= last[:, None], score, float("-inf"))
+            new_maximum = tl.maximum(maximum, tl.max(score, 1))
+            # A row that has seen no key yet: nothing may become NaN.
+            reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+            rescale = tl.exp2(maximum - reference)
+            probability = tl.exp2(score - reference[:, None])
+            weight = weight * rescale + tl.sum(probability, 1)
+            probability = probability.to(values_tile.dtype)
+            total = tl.dot(probability, values_tile, total * rescale[:, None], input_precision="ieee")
+            maximum = new_maximum
 
-        partition = partition_of(first, NARROW, NARROW_END, WIDE)
-        next_start = partition_start(partition + 1, NARROW, NARROW_END, WIDE)
-        is_last = (first + TILE >= next_start) | (first + TILE >= num_keys)
-        out = ((sequence * HEADS + head) * num_partitions + partition) * (ROWS * GROUP) + row
-        is_stored = row < tl.where(is_last, ROWS * GROUP, 0)
-        place_sums = sums + out.to(tl.int64)[None, :] * DIM + dim[:, None]
-        tl.store(place_sums, total, mask=is_stored[None, :] & is_dim[:, None])
-        tl.store(maxima + out, maximum, mask=is_stored)
-        tl.store(weights + out, weight, mask=is_stored)
-        maximum = tl.where(is_last, float("-inf"), maximum)
-        weight = tl.where(is_last, 0.0, weight)
-        total = tl.where(is_last, 0.0, total)
+            partition = partition_of(first, NARROW, NARROW_END, WIDE)
+            next_start = partition_start(partition + 1, NARROW, NARROW_END, WIDE)
+            if (first + TILE >= next_start) | (first + TILE >= num_keys):
+                out = record + partition * (ROWS * GROUP)
+                is_out = is_row[:, None] & is_dim[None, :]
+                tl.store(sums + out.to(tl.int64)[:, None] * DIM + dim[None, :], total, mask=is_out)
+                tl.store(maxima + out, maximum, mask=is_row)
+                tl.store(weights + out, weight, mask=is_row)
+                maximum = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
+                weight = tl.zeros((TILE_ROWS,), tl.float32)
+                total = tl.zeros((TILE_ROWS, TILE_DIM), tl.float32)
+
+        index += run
 
     start_dependents(PDL)
 
@@ -144,8 +160,10 @@ def _attend(
 def _add_partitions(
     sums, maxima, weights, row_slot, row_position, out, num_partitions,
     ROWS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, TILE_DIM: tl.constexpr,
-    NARROW: tl.constexpr, NARROW_END: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+    CHUNK: tl.constexpr, NARROW: tl.constexpr, NARROW_END: tl.constexpr, WIDE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    """Program (row, head, sequence). CHUNK partitions at a time: their loads are all under way at once."""
     wait_for_producers(PDL)
     start_dependents(PDL)
     row, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -154,29 +172,26 @@ def _add_partitions(
     is_dim = dim < DIM
     slot = tl.load(row_slot + step_row)
     position = tl.load(row_position + step_row)
-    maximum = float("-inf")
-    weight = 0.0
-    total = tl.zeros((TILE_DIM,), tl.float32)
+    # Rows of slot -1 see nothing, and get zeros.
+    end = tl.where(slot >= 0, partition_of(position, NARROW, NARROW_END, WIDE) + 1, 0)
     place = ((sequence * HEADS + head) * num_partitions).to(tl.int64) * (ROWS * GROUP) + row
-    end = tl.where(slot >= 0, position + 1, 0)
-    partition = tl.zeros((), tl.int32)
-    while partition_start(partition, NARROW, NARROW_END, WIDE) < end:
-        # Unrolled, so that many loads are under way at once.
-        for step in tl.static_range(NUM_UNROLLED):
-            index = partition + step
-            start = partition_start(index, NARROW, NARROW_END, WIDE)
-            is_there = start < end
-            where = place + index * (ROWS * GROUP)
-            part_maximum = tl.load(maxima + where, mask=is_there, other=float("-inf"))
-            part_weight = tl.load(weights + where, mask=is_there, other=0.0)
-            part = tl.load(sums + where * DIM + dim, mask=dim < tl.where(is_there, DIM, 0), other=0.0)
-            new_maximum = tl.maximum(maximum, part_maximum)
-            rescale = tl.exp2(maximum - new_maximum)
-            share = tl.exp2(part_maximum - new_maximum)
-            total = tl.fma(part, tl.zeros_like(part) + share, total * rescale)
-            weight = weight * rescale + part_weight * share
-            maximum = new_maximum
-        partition += NUM_UNROLLED
+    maximum = tl.full((), float("-inf"), tl.float32)
+    weight = tl.zeros((), tl.float32)
+    total = tl.zeros((TILE_DIM,), tl.float32)
+    for first in range(0, end, CHUNK):
+        partition = first + tl.arange(0, CHUNK)
+        is_there = partition < end
+        where = place + partition * (ROWS * GROUP)
+        part_maximum = tl.load(maxima + where, mask=is_there, other=float("-inf"))
+        part_weight = tl.load(weights + where, mask=is_there, other=0.0)
+        is_part = is_there[:, None] & is_dim[None, :]
+        part = tl.load(sums + where[:, None] * DIM + dim[None, :], mask=is_part, other=0.0)
+        new_maximum = tl.maximum(maximum, tl.max(part_maximum, 0))
+        rescale = tl.exp2(maximum - new_maximum)
+        share = tl.exp2(part_maximum - new_maximum)
+        total = total * rescale + tl.sum(part * share[:, None], 0)
+        weight = weight * rescale + tl.sum(part_weight * share, 0)
+        maximum = new_maximum
 
     result = total / tl.where(end > 0, weight, 1.0)
     place_out = out + ((step_row * HEADS + head) * GROUP + row % GROUP) * DIM + dim
@@ -226,7 +241,7 @@ def paged_attention(
     _add_partitions[(rows_per_sequence * group, num_kv_heads, num_sequences)](
         scratch.sums, scratch.maxima, scratch.weights, row_slot, row_position, out,
         plan.max_num_partitions, rows_per_sequence, group, num_kv_heads, head_dim, tile_dim,
-        *partitions, uses_pdl(),
+        CHUNK, *partitions, uses_pdl(),
         num_warps=4, **launch_options(),
     )  # fmt: skip
 

@@ -17,6 +17,7 @@ from drift_sdk._kernels.slot_columns import num_mask_words
 from drift_sdk._kernels.tuning import TunedTable
 from drift_sdk.errors import ExecutorError
 from drift_sdk.execution.device import Device, Event, Replay
+from drift_sdk.execution.device_errors import typed_errors
 from drift_sdk.execution.graphs import GraphLayout, Graphs
 from drift_sdk.execution.prompt_scores import PromptScores
 from drift_sdk.execution.ring import Ring
@@ -75,7 +76,7 @@ class GraphExecutor:
         self._layout = GraphLayout.of(decoder, limits, prefill_token_budget, is_exact=exact_prefill)
         self._is_exact = exact_prefill
         most = self._layout.decode[-1]
-        with device.work():
+        with typed_errors(device), device.work():
             self._table = SlotTable(limits, device.torch_device)
             self._ring = Ring(
                 device,
@@ -106,7 +107,7 @@ class GraphExecutor:
         if graphs is None:
             raise ExecutorError("the executor is closed")
 
-        with self._device.work():
+        with typed_errors(self), self._device.work():
             ticket = _Ticket(plan, self._event(), self._event())
             self._launched.append(ticket)
             ticket.started.record()
@@ -136,7 +137,8 @@ class GraphExecutor:
 
     def collect(self) -> StepResult:
         ticket = self._launched.popleft()
-        ticket.ended.wait()
+        with typed_errors(self):
+            ticket.ended.wait()
         plan = ticket.plan
         num_last = sum(chunk.is_last for chunk in plan.prefill)
         sampled = iter(self._records(ticket.head, num_last))
@@ -153,12 +155,29 @@ class GraphExecutor:
         return StepResult(step_id=plan.step_id, prefill=prefill, decode=decode, duration_s=duration_s)
 
     def close(self) -> None:
-        if self._graphs is not None:
-            self._launched.clear()
-            self._graphs.close()
-            self._graphs = None
-            del self._table, self._ring, self._scores
-            self._device.close()
+        if self._graphs is None:
+            return
+
+        try:
+            self._finish()
+        except ExecutorError as error:
+            if error.process_unusable:
+                return  # the driver takes nothing back
+
+            raise
+
+        self._launched.clear()
+        self._graphs.close()
+        self._graphs = None
+        del self._table, self._ring, self._scores
+        self._device.close()
+
+    def _finish(self) -> None:
+        """Steps in flight write to memory that is another engine's as soon as it is given back."""
+        with typed_errors(self):
+            event = self._event()
+            event.record()
+            event.wait()
 
     def _updates(self, plan: StepPlan) -> Updates:
         updates = Updates()
