@@ -28,9 +28,11 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                               "float16".
     max_num_seqs:             most sequences running at once.
     max_model_len:            most tokens of prompt and completion together; None = the model's own context.
-    block_size:               tokens in a KV block, a power of two.
+    block_size:               tokens in a KV block, a power of two; None = 64 with graphs, else 16.
     kv_cache_tokens:          tokens the KV cache holds; None = a modest size (1 GiB at most), always room for
                               one sequence of max_model_len.
+    gpu_memory_fraction:      share of the GPU's memory in use when the KV cache is there, which sets its size;
+                              None = the modest size. Of no effect on a CPU or beside kv_cache_tokens.
     prefill_token_budget:     most prompt tokens computed in one step; longer prompts are cut into chunks.
     max_queued_requests:      most requests waiting to start, then QueueFull; None = unbounded.
     target_latency_ms_p50:    wanted time between tokens, median; the prefill share of a step shrinks to meet
@@ -53,8 +55,9 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     max_num_seqs: int = 64
     max_model_len: int | None = None
-    block_size: int = 16
+    block_size: int | None = None
     kv_cache_tokens: int | None = None
+    gpu_memory_fraction: float | None = None
     prefill_token_budget: int = 2048
     max_queued_requests: int | None = None
     target_latency_ms_p50: float | None = None
@@ -75,10 +78,13 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         check_choice(ConfigError, "dtype", self.dtype, DTYPES)
         check_int(ConfigError, "max_num_seqs", self.max_num_seqs, ge=1, le=4096)
         check_int(ConfigError, "max_model_len", self.max_model_len, ge=2, le=2**24, optional=True)
-        check_int(ConfigError, "block_size", self.block_size, ge=1, le=1024)
-        if self.block_size & (self.block_size - 1):
+        check_int(ConfigError, "block_size", self.block_size, ge=1, le=1024, optional=True)
+        if self.block_size is not None and self.block_size & (self.block_size - 1):
             raise ConfigError.of("block_size", self.block_size, "a power of two from 1 to 1024")
         check_int(ConfigError, "kv_cache_tokens", self.kv_cache_tokens, ge=1, le=2**31 - 1, optional=True)
+        check_float(
+            ConfigError, "gpu_memory_fraction", self.gpu_memory_fraction, gt=0.0, le=1.0, optional=True
+        )
         check_int(ConfigError, "prefill_token_budget", self.prefill_token_budget, ge=1, le=2**20)
         check_int(
             ConfigError, "max_queued_requests", self.max_queued_requests, ge=0, le=2**31 - 1, optional=True

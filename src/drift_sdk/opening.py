@@ -29,6 +29,8 @@ __all__ = ["open_model"]
 log = logging.getLogger("drift_sdk")
 
 DEFAULT_KV_CACHE_BYTES = 2**30
+MIN_MODEL_LEN = 2
+BLOCK_SIZES = {"eager": 16, "graph": 64}
 
 Report = Callable[[str, float], None]
 
@@ -48,7 +50,7 @@ def open_model(model: str | Path, config: EngineConfig, report: Report) -> Opene
     default_params = _default_params(source)
 
     decoder = _load_decoder(source, decoder_config, config, device, dtype, report)
-    limits = _limits(config, decoder)
+    limits = _limits(config, decoder, config.block_size or BLOCK_SIZES[executor_name])
     drafter = open_drafter(config, decoder, limits)
     executor = open_executor(executor_name, config, decoder, limits, drafter, report)
     speculation = config.speculation if drafter is not None else None
@@ -189,7 +191,13 @@ def _load_decoder(
     )
 
 
-def _limits(config: EngineConfig, decoder: Decoder) -> ExecutorLimits:
+def _gpu_bytes(fraction: float, device: torch.device) -> int:
+    """What is left of a share of the GPU's memory, whoever has taken the rest."""
+    free, total = torch.cuda.mem_get_info(device)
+    return int(fraction * total) - (total - free)
+
+
+def _limits(config: EngineConfig, decoder: Decoder, block_size: int) -> ExecutorLimits:
     """How long sequences may be and how many blocks the KV cache has: always room for the longest one."""
     context = decoder.config.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > context:
@@ -211,13 +219,26 @@ def _limits(config: EngineConfig, decoder: Decoder) -> ExecutorLimits:
         bytes_per_token = (
             2 * shapes.num_layers * shapes.num_kv_heads * shapes.head_dim * decoder.dtype.itemsize
         )
-        fitting = DEFAULT_KV_CACHE_BYTES // bytes_per_token
-        kv_cache_tokens = max(max_model_len, min(fitting, config.max_num_seqs * max_model_len))
+        most = config.max_num_seqs * max_model_len
+        if config.gpu_memory_fraction is not None and decoder.device.type == "cuda":
+            fitting = _gpu_bytes(config.gpu_memory_fraction, decoder.device) // bytes_per_token
+            if fitting < (config.max_model_len or MIN_MODEL_LEN):
+                raise ConfigError.of(
+                    "gpu_memory_fraction",
+                    config.gpu_memory_fraction,
+                    f"more: it leaves room for {max(fitting, 0)} tokens of KV",
+                )
+
+            kv_cache_tokens = min(fitting, most)
+            max_model_len = min(max_model_len, kv_cache_tokens)
+        else:
+            fitting = DEFAULT_KV_CACHE_BYTES // bytes_per_token
+            kv_cache_tokens = max(max_model_len, min(fitting, most))
 
     return ExecutorLimits(
         max_num_seqs=config.max_num_seqs,
         max_model_len=max_model_len,
-        num_blocks=-(-kv_cache_tokens // config.block_size),
-        block_size=config.block_size,
+        num_blocks=-(-kv_cache_tokens // block_size),
+        block_size=block_size,
         vocab_size=decoder.config.vocab_size,
     )

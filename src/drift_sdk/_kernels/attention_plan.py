@@ -30,8 +30,8 @@ class Partitions(Struct, frozen=True):
 
     narrow: int = 128
     narrow_end: int = 1024
-    wide: int = 256
-    tile: int = 32
+    wide: int = 512
+    tile: int = 64
 
     def __post_init__(self) -> None:
         if self.narrow % self.tile or self.wide % self.tile or self.narrow_end % self.narrow:

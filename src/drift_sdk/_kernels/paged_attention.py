@@ -1,9 +1,10 @@
 """Attention of a few query rows a sequence over a paged cache, for decoding and for verifying drafts.
 
 The keys of a sequence are cut into partitions at fixed positions, each is summed by itself, and the
-partitions' sums are added in a fixed order. A program is one warp, so the MMA is the same for one row and for
-many, and nothing waits for another warp. So a row's bits depend on its query and on the keys it sees: not on
-the rows beside it, other sequences, or who computes what.
+partitions' sums are added in a fixed order. A program has too few warps for wgmma, so the MMA is the same for
+one row and for many; the softmax's denominator is a product with ones, so that its order is the MMA's too. So a
+row's bits depend on its query and on the keys it sees: not on the rows beside it, other sequences, or who
+computes what.
 
 Bytes: the keys and values that some row sees, once for all rows of a sequence and all heads of a group. It
 takes many programs on a multiprocessor to keep enough of them on the way.
@@ -35,9 +36,9 @@ CHUNK = 32
 class AttentionConfig(Struct, frozen=True):
     """How the work is done; none of it is part of the result's bits. num_programs: over all heads."""
 
-    num_programs: int = 1056
-    num_stages: int = 3
-    num_warps: int = 1
+    num_programs: int = 528
+    num_stages: int = 2
+    num_warps: int = 2
 
 
 class AttentionScratch:
@@ -102,17 +103,17 @@ def _attend(
         run_start = tl.load(tiles + index * TILE_WORDS + 3)
         run = tl.minimum(end - index, (num_keys - run_start + TILE - 1) // TILE)
         step_row = sequence * ROWS + row // GROUP
-        slots = tl.load(row_slot + step_row, mask=is_row, other=-1)
-        last = tl.load(row_position + step_row, mask=is_row, other=-1)
-        last = tl.where(slots >= 0, last, -1)
+        is_live = tl.load(row_slot + step_row, mask=is_row, other=-1) >= 0
+        last = tl.load(row_position + step_row, mask=is_live, other=-1)
         query_row = (step_row * HEADS + head) * GROUP + row % GROUP
-        is_query = (slots >= 0)[:, None] & is_dim[None, :]
+        is_query = is_live[:, None] & is_dim[None, :]
         queries = tl.load(query + query_row[:, None] * DIM + dim[None, :], mask=is_query, other=0.0)
         table = block_table + slot.to(tl.int64) * max_blocks
         record = (sequence * HEADS + head) * num_partitions * (ROWS * GROUP) + row
         maximum = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
-        weight = tl.zeros((TILE_ROWS,), tl.float32)
+        weight = tl.zeros((TILE_ROWS, 16), tl.float32)  # in each of 16 columns, as wide as an MMA is
         total = tl.zeros((TILE_ROWS, TILE_DIM), tl.float32)
+        ones = tl.full((TILE, 16), 1.0, keys.dtype.element_ty)
         for tile in tl.range(0, run, num_stages=STAGES):
             first = run_start + tile * TILE
             position = first + key
@@ -134,8 +135,8 @@ def _attend(
             reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
             rescale = tl.exp2(maximum - reference)
             probability = tl.exp2(score - reference[:, None])
-            weight = weight * rescale + tl.sum(probability, 1)
             probability = probability.to(values_tile.dtype)
+            weight = tl.dot(probability, ones, weight * rescale[:, None], input_precision="ieee")
             total = tl.dot(probability, values_tile, total * rescale[:, None], input_precision="ieee")
             maximum = new_maximum
 
@@ -146,9 +147,9 @@ def _attend(
                 is_out = is_row[:, None] & is_dim[None, :]
                 tl.store(sums + out.to(tl.int64)[:, None] * DIM + dim[None, :], total, mask=is_out)
                 tl.store(maxima + out, maximum, mask=is_row)
-                tl.store(weights + out, weight, mask=is_row)
+                tl.store(weights + out, tl.max(weight, 1), mask=is_row)
                 maximum = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
-                weight = tl.zeros((TILE_ROWS,), tl.float32)
+                weight = tl.zeros((TILE_ROWS, 16), tl.float32)
                 total = tl.zeros((TILE_ROWS, TILE_DIM), tl.float32)
 
         index += run

@@ -161,10 +161,9 @@ class GraphExecutor:
         try:
             self._finish()
         except ExecutorError as error:
-            if error.process_unusable:
-                return  # the driver takes nothing back
-
-            raise
+            if not error.process_unusable:
+                raise
+            return  # the driver takes nothing back
 
         self._launched.clear()
         self._graphs.close()
@@ -175,8 +174,7 @@ class GraphExecutor:
     def _finish(self) -> None:
         """Steps in flight write to memory that is another engine's as soon as it is given back."""
         with typed_errors(self):
-            event = self._event()
-            event.record()
+            (event := self._event()).record()
             event.wait()
 
     def _updates(self, plan: StepPlan) -> Updates:
