@@ -31,8 +31,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     block_size:               tokens in a KV block, a power of two; None = 64 with graphs, else 16.
     kv_cache_tokens:          tokens the KV cache holds; None = a modest size (1 GiB at most), always room for
                               one sequence of max_model_len.
-    gpu_memory_fraction:      share of the GPU's memory in use when the KV cache is there, which sets its size;
-                              None = the modest size. Of no effect on a CPU or beside kv_cache_tokens.
+    gpu_memory_fraction:      share of the GPU's memory in use once the KV cache is there, which sets its
+                              size; None = the modest size. Of no effect on a CPU or beside kv_cache_tokens.
     prefill_token_budget:     most prompt tokens computed in one step; longer prompts are cut into chunks.
     max_queued_requests:      most requests waiting to start, then QueueFull; None = unbounded.
     target_latency_ms_p50:    wanted time between tokens, median; the prefill share of a step shrinks to meet

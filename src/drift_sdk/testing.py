@@ -162,12 +162,13 @@ def open_scripted(
     config: EngineConfig, next_token: NextToken, step_s: float, tokens_per_step: int
 ) -> OpenedModel:
     max_model_len = config.max_model_len or 4096
+    block_size = config.block_size or 16
     kv_cache_tokens = max(config.kv_cache_tokens or 65_536, max_model_len)
     limits = ExecutorLimits(
         max_num_seqs=config.max_num_seqs,
         max_model_len=max_model_len,
-        num_blocks=-(-kv_cache_tokens // config.block_size),
-        block_size=config.block_size,
+        num_blocks=-(-kv_cache_tokens // block_size),
+        block_size=block_size,
         vocab_size=EOS_TOKEN_ID + 1,
     )
     return OpenedModel(
