@@ -3,8 +3,8 @@
 The keys of a sequence are cut into partitions at fixed positions, each is summed by itself, and the
 partitions' sums are added in a fixed order. A program has too few warps for wgmma, so the MMA is the same for
 one row and for many; the softmax's denominator is a product with ones, so that its order is the MMA's too.
-So a row's bits depend on its query and on the keys it sees: not on the rows beside it, other sequences, or who
-computes what.
+So a row's bits depend on its query and on the keys it sees: not on the rows beside it, other sequences, or
+who computes what.
 
 Bytes: the keys and values that some row sees, once for all rows of a sequence and all heads of a group. It
 takes many programs on a multiprocessor to keep enough of them on the way.
