@@ -45,7 +45,7 @@ def record_words(rows_per_slot: int) -> int:
 def _commit(
     row_slot, row_token, chosen, chosen_logprob, top_token, top_logprob,
     length, last_token, finish, max_length, flags, num_logprobs, stop_bits, counts,
-    outbox, current, counter, outbox_words, vocab_size, num_words,
+    emitted, outbox, current, counter, outbox_words, vocab_size, num_words,
     ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_producers(PDL)
@@ -59,6 +59,7 @@ def _commit(
     if group == 0:
         tl.store(counter, tl.load(counter) + 1)
     if slot < 0:
+        tl.store(emitted + group, 0)
         tl.store(record, 0)
         tl.store(record + 1, 0)
         tl.store(record + 2, 0)
@@ -107,6 +108,7 @@ def _commit(
         tl.store(length + slot, start + num_tokens)
         tl.store(last_token + slot, newest)
         tl.store(finish + slot, reason)
+        tl.store(emitted + group, num_tokens)
         tl.store(record, num_tokens)
         tl.store(record + 1, reason)
         tl.store(record + 2, num_drafted)
@@ -119,6 +121,7 @@ def commit(
     buffers: SampleBuffers,
     state: SlotState,
     slots: SlotColumns,
+    emitted: Tensor,
     outbox: Tensor,
     current: Tensor,
     counter: Tensor,
@@ -127,12 +130,13 @@ def commit(
 ) -> None:
     """Advance the slots of rows [R] by what was chosen; record it in entry `current` of outbox [E, words].
 
-    The replay's last kernel: it counts the replay. Two slots of a step are never the same.
+    emitted [B] int32 gets the number of tokens of each slot. It counts the replay, whose input must not be
+    looked at after it. Two slots of a step are never the same.
     """
     _commit[(row_slot.shape[0] // rows_per_slot,)](
         row_slot, row_token, buffers.chosen, buffers.chosen_logprob, buffers.top_token, buffers.top_logprob,
         state.length, state.last_token, state.finish, state.max_length,
         slots.flags, slots.num_logprobs, slots.stop_bits, slots.counts,
-        outbox, current, counter, outbox.shape[1], slots.vocab_size, slots.stop_bits.shape[1],
+        emitted, outbox, current, counter, outbox.shape[1], slots.vocab_size, slots.stop_bits.shape[1],
         rows_per_slot, uses_pdl(), num_warps=1, **launch_options(),
     )  # fmt: skip

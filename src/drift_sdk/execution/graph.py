@@ -20,7 +20,7 @@ from drift_sdk.execution.device import Device, Event, Replay
 from drift_sdk.execution.device_errors import typed_errors
 from drift_sdk.execution.graphs import GraphLayout, Graphs
 from drift_sdk.execution.prompt_scores import PromptScores
-from drift_sdk.execution.ring import Ring
+from drift_sdk.execution.ring import Results, Ring
 from drift_sdk.execution.slot_table import Pairs, SlotTable, Updates
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.results import TokenLogprobs
@@ -44,13 +44,13 @@ Records = NDArray[np.int32]
 
 
 class _Ticket(Struct):
-    """A step in flight, and in which entries its chunks' and rows' records will be."""
+    """A step in flight, and where the records of its finished prompts and of its rows will be."""
 
     plan: StepPlan
     started: Event
     ended: Event
-    head: int | None = None
-    decode: int | None = None
+    head: Results | None = None
+    decode: Results | None = None
 
 
 class GraphExecutor:
@@ -237,8 +237,8 @@ class GraphExecutor:
         entry: int,
         slots: tuple[int, ...],
         sources: tuple[int, ...] = (),
-    ) -> int:
-        """Replay a graph that chooses a token for each slot; the entry of its records."""
+    ) -> Results:
+        """Replay a graph that chooses a token for each slot; its records."""
         size = self._bucket_size(self._layout.decode, len(slots))
         payload = self._ring.payload(entry)
         payload[:size] = -1
@@ -249,7 +249,7 @@ class GraphExecutor:
             if constraint is not None:
                 self._ring.mask(entry)[row] = constraint.masks(())[0]
         self._replay(entry, graphs[size])
-        return entry
+        return self._ring.results(entry)
 
     def _score(self, chunks: tuple[PrefillChunk, ...], first_rows: list[int]) -> None:
         for chunk, first_row in zip(chunks, first_rows, strict=True):
@@ -257,12 +257,13 @@ class GraphExecutor:
             if num_top is not None:
                 self._scores.score(chunk, first_row, num_top)
 
-    def _records(self, entry: int | None, num_records: int) -> Records:
+    def _records(self, results: Results | None, num_records: int) -> Records:
         size = record_words(1)
-        if entry is None:
+        if results is None:
             return np.empty((0, size), np.int32)
 
-        return self._ring.results(entry)[: num_records * size].reshape(num_records, size)
+        results.is_wanted = False
+        return results.words[: num_records * size].reshape(num_records, size)
 
     def _output(self, record: Records, slot: int, chunk: PrefillChunk | None = None) -> SlotOutput:
         num_tokens, finish, num_drafted, num_accepted = record[:4].tolist()

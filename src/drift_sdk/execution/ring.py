@@ -9,7 +9,17 @@ from numpy.typing import NDArray
 from drift_sdk._kernels.staging import HEADER_WORDS
 from drift_sdk.execution.device import Device, Event
 
-__all__ = ["Ring"]
+__all__ = ["Results", "Ring"]
+
+
+class Results:
+    """One replay's results: there when it is over."""
+
+    __slots__ = ("is_wanted", "words")
+
+    def __init__(self, words: NDArray[np.int32]) -> None:
+        self.words = words
+        self.is_wanted = True
 
 
 class Ring:
@@ -46,6 +56,7 @@ class Ring:
         self._output: NDArray[np.int32] = self.output.numpy()
         self._masks: NDArray[np.int32] = self.masks.numpy()
         self._done: list[Event] = [device.event() for _ in range(num_entries)]
+        self._results: list[Results | None] = [None] * num_entries
         self._next = 0
 
     def acquire(self) -> int:
@@ -53,6 +64,10 @@ class Ring:
         entry = self._next
         self._next = (entry + 1) % len(self._done)
         self._done[entry].wait()
+        results = self._results[entry]
+        if results is not None and results.is_wanted:
+            results.words = results.words.copy()
+        self._results[entry] = None
         return entry
 
     def update(self, entry: int, places: NDArray[np.int64], values: NDArray[np.int32]) -> None:
@@ -76,9 +91,10 @@ class Ring:
         """The replay has been started: from its end on the entry is free again, its results are there."""
         self._done[entry].record()
 
-    def results(self, entry: int) -> NDArray[np.int32]:
-        records: NDArray[np.int32] = self._output[entry]
-        return records
+    def results(self, entry: int) -> Results:
+        """What the replay that has been started leaves behind. Good until it is said not to be wanted."""
+        results = self._results[entry] = Results(self._output[entry])
+        return results
 
     def reset(self) -> None:
         """After warming up: the next replay is the first."""

@@ -19,7 +19,10 @@ __all__ = ["TokenHead"]
 
 
 class TokenHead:
-    """Chooses a token behind each row and commits it: `rows_per_slot` rows of each slot at a time."""
+    """Chooses a token behind each row and commits it: `rows_per_slot` rows of each slot at a time.
+
+    `emitted` [B] int32: how many tokens each slot got.
+    """
 
     def __init__(
         self,
@@ -37,6 +40,7 @@ class TokenHead:
         self._head, self._rows, self._table, self._ring = head, rows, table, ring
         self._buffers, self._rows_per_slot = buffers, rows_per_slot
         self._logits = workspace.take("logits", (2, num_rows, vocab_size), torch.float32)
+        self.emitted = workspace.take("emitted", (num_rows // rows_per_slot,), torch.int32)
         num_words = table.columns.stop_bits.shape[1]
         self._masks = workspace.take("masks", (num_rows, num_words), torch.int32)
         # Logits are wanted whole, not in partial sums.
@@ -64,6 +68,7 @@ class TokenHead:
             self._buffers,
             self._table.state,
             columns,
+            self.emitted,
             ring.output,
             ring.current,
             ring.counter,
