@@ -27,6 +27,7 @@ from drift_sdk import Engine, EngineConfig, SamplingParams
 __all__ = ["DecodeOptions", "main", "measure"]
 
 IDLE_S = 0.5
+BLOCK_SIZE = 64  # the largest that an executor chooses by itself
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -69,8 +70,7 @@ async def measure(
 
 def engine_config(model: Model, scenarios: Iterable[Scenario], options: DecodeOptions) -> EngineConfig:
     """Room for the longest sequence, and for the KV of the largest batch with its prompts kept."""
-    block_size = EngineConfig().block_size
-    lengths = [-(-(s.context + options.lengths[1]) // block_size) * block_size for s in scenarios]
+    lengths = [-(-(s.context + options.lengths[1]) // BLOCK_SIZE) * BLOCK_SIZE for s in scenarios]
     most = max(s.batch * length for s, length in zip(scenarios, lengths, strict=True))
     max_model_len = options.max_model_len or max(lengths)
     config: dict[str, Any] = {
@@ -80,7 +80,7 @@ def engine_config(model: Model, scenarios: Iterable[Scenario], options: DecodeOp
         "load": model.load,
         "max_num_seqs": max(s.batch for s in scenarios),
         "max_model_len": max_model_len,
-        "kv_cache_tokens": max(most, max_model_len) + block_size * max(s.batch for s in scenarios),
+        "kv_cache_tokens": max(most, max_model_len) + BLOCK_SIZE * max(s.batch for s in scenarios),
     }
     return EngineConfig(**config)
 

@@ -12,7 +12,7 @@ import tokenizers
 import torch
 import transformers
 
-__all__ = ["NUM_MODELS", "make_model"]
+__all__ = ["NUM_MODELS", "make_model", "save_tokenizer"]
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -102,7 +102,7 @@ def make_model(index: int, folder: Path) -> Any:
             _randomise(name, parameter, generator)
 
     model.save_pretrained(folder, max_shard_size="64KB" if index % 4 == 0 else "1GB")
-    _save_tokenizer(folder, config.vocab_size)
+    save_tokenizer(folder, config.vocab_size)
     return model
 
 
@@ -122,7 +122,7 @@ def _randomise(name: str, parameter: torch.Tensor, generator: torch.Generator) -
         parameter.normal_(0.0, gain * parameter.shape[1] ** -0.5, generator=generator)
 
 
-def _save_tokenizer(folder: Path, vocab_size: int) -> None:
+def save_tokenizer(folder: Path, vocab_size: int) -> None:
     """Byte-level BPE: three special tokens, the 256 bytes, then pairs of letters."""
     special = ["<bos>", "<eos>", "<pad>"]
     pieces = special + sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk._kernels.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.sampled_rows import MAX_TOP, SampleBuffers
 from drift_sdk._kernels.slot_columns import SlotColumns, SlotFlag
+from drift_sdk._kernels.slot_state import SlotState
 
-__all__ = ["FINISHED_LENGTH", "FINISHED_STOP", "SlotState", "commit", "record_words"]
+__all__ = ["FINISHED_LENGTH", "FINISHED_STOP", "commit", "record_words"]
 
 FINISHED_STOP, FINISHED_LENGTH = 1, 2
 RECORD_HEADER_WORDS = 4
@@ -24,15 +24,6 @@ RECORD_HEADER = tl.constexpr(RECORD_HEADER_WORDS)
 TOP = tl.constexpr(MAX_TOP)
 TOP_PADDED = tl.constexpr(32)
 PENALTIES = tl.constexpr(SlotFlag.PENALTIES.value)
-
-
-class SlotState(Struct, frozen=True):
-    """What the rounds advance, [S] int32 each. finish: 0 while running, else how the slot ended."""
-
-    length: Tensor
-    last_token: Tensor
-    finish: Tensor
-    max_length: Tensor
 
 
 def record_words(rows_per_slot: int) -> int:
@@ -46,7 +37,8 @@ def _commit(
     row_slot, row_token, chosen, chosen_logprob, top_token, top_logprob,
     length, last_token, finish, max_length, flags, num_logprobs, stop_bits, counts,
     emitted, outbox, current, counter, outbox_words, vocab_size, num_words,
-    ROWS: tl.constexpr, PDL: tl.constexpr,
+    simulated_length,
+    ROWS: tl.constexpr, IS_SIMULATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_producers(PDL)
     start_dependents(PDL)
@@ -77,8 +69,18 @@ def _commit(
         reason = start * 0
         newest = start * 0
         is_walking = start >= 0
+        if IS_SIMULATED:
+            # The mean with the least variance: one of the two whole numbers around it.
+            whole = tl.floor(simulated_length)
+            extra = tl.rand(slot, start) < simulated_length - whole
+            num_right = whole.to(tl.int32) - 1 + extra.to(tl.int32)
         for row in tl.static_range(ROWS):
             token = tl.load(chosen + first + row, mask=is_walking, other=0)
+            if row + 1 < ROWS:
+                is_drafted = tl.load(row_slot + first + row + 1) >= 0
+                draft = tl.load(row_token + first + row + 1)
+                if IS_SIMULATED:
+                    token = tl.where(is_drafted & (row < num_right), draft, token)
             if is_walking:
                 out = record + RECORD_HEADER + row * WORDS_PER_ROW
                 tl.store(out, token)
@@ -98,10 +100,10 @@ def _commit(
                     tl.store(out + 2 + place, ids, mask=place < TOP)
                     tl.store(out + 2 + TOP + place, values.to(tl.int32, bitcast=True), mask=place < TOP)
             if row + 1 < ROWS:
-                is_drafted = tl.load(row_slot + first + row + 1) >= 0
-                draft = tl.load(row_token + first + row + 1)
                 num_drafted += is_drafted.to(tl.int32)
                 is_right = is_walking & is_drafted & (draft == token)
+                if IS_SIMULATED:
+                    is_right &= row < num_right
                 num_accepted += is_right.to(tl.int32)
                 is_walking = is_right & (reason == 0)
 
@@ -127,16 +129,20 @@ def commit(
     counter: Tensor,
     *,
     rows_per_slot: int = 1,
+    simulated_length: float | None = None,
 ) -> None:
     """Advance the slots of rows [R] by what was chosen; record it in entry `current` of outbox [E, words].
 
-    emitted [B] int32 gets the number of tokens of each slot. It counts the replay, whose input must not be
-    looked at after it. Two slots of a step are never the same.
+    emitted [B] int32 gets the number of tokens of each slot. simulated_length: for measuring; drafts are not
+    compared, but taken for right so often that a round emits this many tokens in the mean.
+
+    It counts the replay, whose input must not be looked at after it. No two slots of a step are the same.
     """
     _commit[(row_slot.shape[0] // rows_per_slot,)](
         row_slot, row_token, buffers.chosen, buffers.chosen_logprob, buffers.top_token, buffers.top_logprob,
         state.length, state.last_token, state.finish, state.max_length,
         slots.flags, slots.num_logprobs, slots.stop_bits, slots.counts,
         emitted, outbox, current, counter, outbox.shape[1], slots.vocab_size, slots.stop_bits.shape[1],
-        rows_per_slot, uses_pdl(), num_warps=1, **launch_options(),
+        simulated_length or 0.0, rows_per_slot, simulated_length is not None, uses_pdl(),
+        num_warps=1, **launch_options(),
     )  # fmt: skip

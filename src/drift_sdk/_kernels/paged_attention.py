@@ -76,7 +76,7 @@ def _attend(
     query, keys, values, block_table, row_slot, row_position, tiles, num_tiles, sums, maxima, weights,
     scale, num_partitions, max_blocks,
     ROWS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, TILE_ROWS: tl.constexpr,
-    TILE_DIM: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    TILE_DIM: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, FIRST: tl.constexpr,
     TILE: tl.constexpr, NARROW: tl.constexpr, NARROW_END: tl.constexpr, WIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -117,7 +117,10 @@ def _attend(
         for tile in tl.range(0, run, num_stages=STAGES):
             first = run_start + tile * TILE
             position = first + key
-            is_loaded = (position < num_keys)[:, None] & is_dim[None, :]
+            is_key = position < num_keys
+            if FIRST > 0:
+                is_key = is_key & (position >= FIRST)
+            is_loaded = is_key[:, None] & is_dim[None, :]
             if BLOCK >= TILE:  # a whole tile lies in one block
                 block = tl.load(table + first // BLOCK).to(tl.int64)
                 place = ((block * HEADS + head) * BLOCK + first % BLOCK) * DIM + (
@@ -129,7 +132,10 @@ def _attend(
             keys_tile = tl.load(keys + place, mask=is_loaded, other=0.0)
             values_tile = tl.load(values + place, mask=is_loaded, other=0.0)
             score = tl.dot(queries, keys_tile.T, input_precision="ieee") * (scale * LOG2_E)
-            score = tl.where(position[None, :] <= last[:, None], score, float("-inf"))
+            is_seen = position[None, :] <= last[:, None]
+            if FIRST > 0:
+                is_seen = is_seen & (position >= FIRST)[None, :]
+            score = tl.where(is_seen, score, float("-inf"))
             new_maximum = tl.maximum(maximum, tl.max(score, 1))
             # A row that has seen no key yet: nothing may become NaN.
             reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
@@ -210,11 +216,14 @@ def paged_attention(
     scratch: AttentionScratch,
     config: AttentionConfig,
     rows_per_sequence: int,
+    *,
+    first_key: int = 0,
 ) -> None:
-    """out [R, num_heads, head_dim]: row r sees positions 0 ... row_position[r] of slot row_slot[r].
+    """out [R, num_heads, head_dim]: row r sees positions first_key ... row_position[r] of slot row_slot[r].
 
     query as out; keys, values [num_blocks, num_kv_heads, block_size, head_dim]; block_table [S, max_blocks],
-    row_slot and row_position [R] int32, of which `scratch.plan` was made. A row of slot -1 gets zeros.
+    row_slot and row_position [R] int32, of which `scratch.plan` was made. A row of slot -1 gets zeros. What
+    lies before first_key is not read; it is one of the first tile's keys.
     """
     plan = scratch.plan
     num_rows, num_heads, head_dim = query.shape
@@ -224,6 +233,9 @@ def paged_attention(
             f"query {list(query.shape)}, out {list(out.shape)}, keys {list(keys.shape)}, "
             f"values {list(values.shape)}: expected two and two alike, of one head_dim"
         )
+
+    if not 0 <= first_key < plan.partitions.tile:
+        raise ValueError(f"first_key={first_key}: expected 0 to {plan.partitions.tile - 1}")
 
     group = num_heads // num_kv_heads
     num_sequences = num_rows // rows_per_sequence
@@ -236,7 +248,7 @@ def paged_attention(
         scratch.sums, scratch.maxima, scratch.weights,
         head_dim**-0.5, plan.max_num_partitions, block_table.shape[1],
         rows_per_sequence, group, num_kv_heads, head_dim, tile_rows, tile_dim, block_size,
-        config.num_stages, plan.partitions.tile, *partitions, uses_pdl(),
+        config.num_stages, first_key, plan.partitions.tile, *partitions, uses_pdl(),
         num_warps=config.num_warps, **launch_options(),
     )  # fmt: skip
     _add_partitions[(rows_per_sequence * group, num_kv_heads, num_sequences)](
@@ -248,7 +260,14 @@ def paged_attention(
 
 
 def paged_attention_reference(
-    query: Tensor, keys: Tensor, values: Tensor, block_table: Tensor, row_slot: Tensor, row_position: Tensor
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    block_table: Tensor,
+    row_slot: Tensor,
+    row_position: Tensor,
+    *,
+    first_key: int = 0,
 ) -> Tensor:
     """The same in float64, one row after the other."""
     num_rows, num_heads, head_dim = query.shape
@@ -260,7 +279,8 @@ def paged_attention_reference(
 
         blocks = block_table[slot, : position // block_size + 1].long()
         seen = [
-            cache[blocks].transpose(1, 2).flatten(0, 1)[: position + 1].double() for cache in (keys, values)
+            cache[blocks].transpose(1, 2).flatten(0, 1)[first_key : position + 1].double()
+            for cache in (keys, values)
         ]
         key, value = (tensor.repeat_interleave(num_heads // num_kv_heads, dim=1) for tensor in seen)
         scores = torch.einsum("hd,nhd->hn", query[row].double(), key) * head_dim**-0.5

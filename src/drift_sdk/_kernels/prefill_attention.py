@@ -96,7 +96,7 @@ def _attend_keys(
 
         score = tl.dot(queries, key.T, input_precision="ieee")
         if IS_MASKED:
-            is_seen = key_position[None, :] <= position[:, None]
+            is_seen = (key_position[None, :] <= position[:, None]) & (key_position >= first_key)[None, :]
             if WINDOW > 0:
                 is_seen = is_seen & (key_position[None, :] > position[:, None] - WINDOW)
 
@@ -122,7 +122,7 @@ def _prefill_attention(
     query, keys, values, block_table, tiles, sinks, output, scale, query_stride, table_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr, WINDOW: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    FIRST: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (head, tile): heads run first, so those that share keys run together."""
     wait_for_producers(PDL)
@@ -154,15 +154,18 @@ def _prefill_attention(
     num_keys = start + num_rows
     # The first row sees the earliest key, and its last one is the last that all rows see.
     diagonal = (start + 1) // TILE_KEYS * TILE_KEYS
-    first_key = 0
+    first_key = FIRST
     begin = 0
     kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
     table = block_table + slot.to(tl.int64) * table_stride
-    if WINDOW > 0:
-        first_key = tl.maximum(start - WINDOW + 1, 0)
+    if WINDOW > 0 or FIRST > 0:
+        last_edge = FIRST
+        if WINDOW > 0:
+            first_key = tl.maximum(start - WINDOW + 1, FIRST)
+            last_edge = tl.maximum(num_keys - WINDOW, FIRST)
+
         edge = first_key // TILE_KEYS * TILE_KEYS
-        begin = tl.cdiv(tl.maximum(num_keys - WINDOW, 0), TILE_KEYS) * TILE_KEYS
-        begin = tl.minimum(begin, diagonal)
+        begin = tl.minimum((last_edge + TILE_KEYS - 1) // TILE_KEYS * TILE_KEYS, diagonal)
         maximum, weight, total = _attend_keys(
             maximum, weight, total, queries, keys, values, table, kv_head, position,
             edge, begin, first_key, num_keys, scale,
@@ -198,6 +201,7 @@ def prefill_attention(
     *,
     window: int = 0,
     sinks: Tensor | None = None,
+    first_key: int = 0,
 ) -> None:
     """output [N, num_heads * head_dim]: each row's attention to the keys it sees.
 
@@ -207,6 +211,7 @@ def prefill_attention(
     tile; first row in query; number of rows; position of the first row). Row j of a tile sees positions
     0 ... position + j, with `window` only the last so many of them. Rows of no tile are left as they are.
     sinks [num_heads] fp32: a score each that takes its share of the softmax and adds nothing.
+    first_key: what lies before it no row sees; at most 15, and at most any row's own position.
     Raises ValueError for another shape, type or layout.
     """
     num_rows, num_heads, head_dim = query.shape
@@ -220,6 +225,9 @@ def prefill_attention(
 
     if window < 0:
         raise ValueError(f"window={window}: expected 0 (off) or more")
+
+    if not 0 <= first_key < MIN_DOT_SIZE:
+        raise ValueError(f"first_key={first_key}: expected 0 to {MIN_DOT_SIZE - 1}")
 
     check_rows("query", query, query.shape, dtype)
     if query.stride(1) != head_dim:
@@ -237,16 +245,10 @@ def prefill_attention(
     _prefill_attention[(num_heads, tiles.shape[0])](
         query, keys, values, block_table, tiles, sinks, output,
         head_dim**-0.5 * LOG2_E.value, query.stride(0), block_table.stride(0),
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        PADDED_DIM=max(int(triton.next_power_of_2(head_dim)), MIN_DOT_SIZE),
-        BLOCK_SIZE=block_size,
-        TILE_ROWS=config.tile_rows,
-        TILE_KEYS=config.tile_keys,
-        WINDOW=window,
-        STAGES=config.num_stages,
-        PDL=uses_pdl(),
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
+        PADDED_DIM=max(int(triton.next_power_of_2(head_dim)), MIN_DOT_SIZE), BLOCK_SIZE=block_size,
+        TILE_ROWS=config.tile_rows, TILE_KEYS=config.tile_keys, WINDOW=window, FIRST=first_key,
+        STAGES=config.num_stages, PDL=uses_pdl(),
         num_warps=config.num_warps,
         **launch_options(),
     )  # fmt: skip
@@ -262,6 +264,7 @@ def prefill_attention_reference(
     *,
     window: int = 0,
     sinks: Tensor | None = None,
+    first_key: int = 0,
 ) -> None:
     """The same in float64, one tile after the other, rounded once."""
     num_heads, head_dim = query.shape[1:]
@@ -271,7 +274,7 @@ def prefill_attention_reference(
             continue
 
         row_position = torch.arange(start, start + num_rows, device=query.device)[:, None]
-        key_position = torch.arange(start + num_rows, device=query.device)
+        key_position = torch.arange(first_key, start + num_rows, device=query.device)
         is_seen = key_position <= row_position
         if window:
             is_seen &= key_position > row_position - window

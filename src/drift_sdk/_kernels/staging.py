@@ -15,6 +15,7 @@ from torch import Tensor
 
 from drift_sdk._kernels.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.slot_columns import SlotFlag
+from drift_sdk._kernels.slot_state import SlotState
 
 __all__ = ["HEADER_WORDS", "advance", "copy_masks", "enter", "gather_rows"]
 
@@ -56,34 +57,41 @@ def _advance(counter, PDL: tl.constexpr):
 
 @triton.jit
 def _gather_rows(
-    slots, length, last_token, finish, row_slot, row_token, row_position, num_rows,
-    PADDED: tl.constexpr, PDL: tl.constexpr,
+    slots, max_drafts, length, last_token, finish, max_length, row_slot, row_token, row_position, num_rows,
+    ROWS: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_producers(PDL)
     start_dependents(PDL)
     row = tl.arange(0, PADDED)
     is_row = row < num_rows
-    slot = tl.load(slots + row, mask=is_row, other=-1)
+    depth = row % ROWS
+    slot = tl.load(slots + row // ROWS, mask=is_row, other=-1)
     is_live = slot >= 0
     is_live &= tl.load(finish + slot, mask=is_live, other=1) == 0
-    token = tl.load(last_token + slot, mask=is_live, other=-1)
-    position = tl.load(length + slot, mask=is_live, other=1) - 1
+    num_tokens = tl.load(length + slot, mask=is_live, other=1)
+    token = tl.load(last_token + slot, mask=is_live & (depth == 0), other=-1)
+    if ROWS > 1:
+        # A draft is verified only where the token behind it still has room.
+        most = tl.load(max_drafts + row // ROWS, mask=is_row, other=0)
+        most = tl.minimum(most, tl.load(max_length + slot, mask=is_live, other=0) - num_tokens - 1)
+        is_live &= (depth == 0) | (depth <= most)
     tl.store(row_slot + row, tl.where(is_live, slot, -1), mask=is_row)
     tl.store(row_token + row, token, mask=is_row)
-    tl.store(row_position + row, position, mask=is_row)
+    tl.store(row_position + row, num_tokens - 1 + depth, mask=is_row)
 
 
 @triton.jit
 def _copy_masks(
-    row_slot, flags, ring, current, masks, entry_words, num_words, CHUNK: tl.constexpr, PDL: tl.constexpr
-):
+    row_slot, flags, ring, current, masks, entry_words, num_words,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     wait_for_producers(PDL)
     start_dependents(PDL)
     row = tl.program_id(0)
     slot = tl.load(row_slot + row)
     flag = tl.load(flags + slot, mask=slot >= 0, other=0)
     if (flag & CONSTRAINT) != 0:
-        source = ring + tl.load(current).to(tl.int64) * entry_words + row * num_words
+        source = ring + tl.load(current).to(tl.int64) * entry_words + row // ROWS * num_words
         for first in range(0, num_words, CHUNK):
             word = first + tl.arange(0, CHUNK)
             bits = tl.load(source + word, mask=word < num_words, other=0)
@@ -111,28 +119,32 @@ def advance(counter: Tensor) -> None:
     _advance[(1,)](counter, uses_pdl(), num_warps=1, **launch_options())
 
 
-def copy_masks(row_slot: Tensor, flags: Tensor, ring: Tensor, current: Tensor, masks: Tensor) -> None:
-    """What rows under a constraint may say, from entry `current` of ring [E, max rows, W] to masks [R, W]."""
+def copy_masks(
+    row_slot: Tensor, flags: Tensor, ring: Tensor, current: Tensor, masks: Tensor, *, rows_per_slot: int
+) -> None:
+    """What slots under a constraint may say, from entry `current` of ring [E, max slots, W] to masks [R, W].
+    Only the first row of such a slot is ever used."""
     num_rows, num_words = masks.shape
     _copy_masks[(num_rows,)](
-        row_slot, flags, ring, current, masks, ring.stride(0), num_words, CHUNK, uses_pdl(),
+        row_slot, flags, ring, current, masks, ring.stride(0), num_words, rows_per_slot, CHUNK, uses_pdl(),
         num_warps=4, **launch_options(),
     )  # fmt: skip
 
 
 def gather_rows(
     slots: Tensor,
-    length: Tensor,
-    last_token: Tensor,
-    finish: Tensor,
+    max_drafts: Tensor,
+    state: SlotState,
     row_slot: Tensor,
     row_token: Tensor,
     row_position: Tensor,
 ) -> None:
-    """A row for each of slots [B] (-1: none): its newest token and that token's position; slot -1 if the slot
-    has finished. length, last_token, finish [S]; the rows [B]; all int32."""
-    num_rows = slots.shape[0]
+    """As many rows R / B for each of slots [B] (-1: none) at consecutive positions, the first that of its
+    newest token; slot -1 if the slot has finished, or has no use for the row: at most max_drafts [B] follow
+    the first. The others' tokens are -1 until they are drafted. The rows [R]; all int32."""
+    num_rows = row_slot.shape[0]
     _gather_rows[(1,)](
-        slots, length, last_token, finish, row_slot, row_token, row_position, num_rows,
+        slots, max_drafts, state.length, state.last_token, state.finish, state.max_length,
+        row_slot, row_token, row_position, num_rows, num_rows // slots.shape[0],
         max(16, triton.next_power_of_2(num_rows)), uses_pdl(), num_warps=4, **launch_options(),
     )  # fmt: skip

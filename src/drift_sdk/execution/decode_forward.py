@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from msgspec import Struct
 from torch import Tensor
@@ -19,7 +21,7 @@ from drift_sdk.execution.workspace import Workspace
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.weights import LayerWeights
 
-__all__ = ["DecodeForward", "Rows"]
+__all__ = ["DecodeForward", "Rows", "captures"]
 
 
 class Rows(Struct, frozen=True):
@@ -33,6 +35,16 @@ class Rows(Struct, frozen=True):
     def take(cls, workspace: Workspace, num_rows: int) -> Rows:
         fields = ("slot", "token", "position")
         return cls(*(workspace.take(f"row_{name}", (num_rows,), torch.int32) for name in fields))
+
+
+def captures(
+    workspace: Workspace, name: str, boundaries: Sequence[int], num_rows: int, size: int, dtype: torch.dtype
+) -> dict[int, Tensor]:
+    """A buffer [num_rows, size] for the residual stream at each boundary, the outputs of some layers."""
+    if 0 in boundaries:
+        raise ValueError(f"boundaries={list(boundaries)}: expected each from 1")
+
+    return {index: workspace.take(f"{name}_{index}", (num_rows, size), dtype) for index in boundaries}
 
 
 class DecodeForward:
@@ -55,6 +67,7 @@ class DecodeForward:
         *,
         hidden: str,
         rows_per_sequence: int,
+        boundaries: Sequence[int] = (),
     ) -> None:
         config, dtype = decoder.config, decoder.dtype
         num_rows = rows.slot.shape[0]
@@ -68,6 +81,12 @@ class DecodeForward:
         self._attended = workspace.take("attended", (num_rows, config.num_heads, config.head_dim), dtype)
         self._activated = workspace.take("activated", (num_rows, config.intermediate_size), dtype)
         self._attention = attention
+        self._captured = captures(workspace, "captured", boundaries, num_rows, config.hidden_size, dtype)
+
+    @property
+    def captured(self) -> list[Tensor]:
+        """The residual stream [R, H] at each boundary, low to high."""
+        return list(self._captured.values())
 
     def run(self) -> None:
         decoder, weights, rows = self._decoder, self._decoder.weights, self._rows
@@ -82,7 +101,15 @@ class DecodeForward:
             add_norm(self.hidden, product, layer.mlp_norm, self.normed, eps=eps, bias=layer.output_bias)
             self._activate(layer)
             product = self._multiply(self._activated, layer.down)
-            add_norm(self.hidden, product, next_norm, self.normed, eps=eps, bias=layer.down_bias)
+            add_norm(
+                self.hidden,
+                product,
+                next_norm,
+                self.normed,
+                eps=eps,
+                bias=layer.down_bias,
+                captured=self._captured.get(index + 1),
+            )
 
     def _attend(self, layer: LayerWeights, index: int) -> None:
         rows, cache = self._rows, self._cache

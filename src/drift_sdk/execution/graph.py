@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence
 
+import msgspec
 import numpy as np
 from msgspec import Struct
-from numpy.typing import NDArray
 
-from drift_sdk._kernels.commit import FINISHED_LENGTH, FINISHED_STOP, record_words
-from drift_sdk._kernels.prefill_tiles import prefill_tiles
-from drift_sdk._kernels.sampled_rows import MAX_TOP
 from drift_sdk._kernels.slot_columns import num_mask_words
 from drift_sdk._kernels.tuning import TunedTable
 from drift_sdk.errors import ExecutorError
 from drift_sdk.execution.device import Device, Event, Replay
 from drift_sdk.execution.device_errors import typed_errors
-from drift_sdk.execution.graphs import GraphLayout, Graphs
+from drift_sdk.execution.graph_layout import GraphLayout, bucket_of
+from drift_sdk.execution.graphs import Graphs
+from drift_sdk.execution.payloads import fill_chunks, fill_slots, first_rows
 from drift_sdk.execution.prompt_scores import PromptScores
+from drift_sdk.execution.records import outputs
 from drift_sdk.execution.ring import Results, Ring
 from drift_sdk.execution.slot_table import Pairs, SlotTable, Updates
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.results import TokenLogprobs
 from drift_sdk.steps import (
+    DecodeRow,
     ExecutorLimits,
     PrefillChunk,
     SlotAssignment,
@@ -38,19 +37,18 @@ __all__ = ["GraphExecutor"]
 NO_UPDATES: Pairs = (np.empty(0, np.int64), np.empty(0, np.int32))
 NUM_ENTRIES = 16
 MAX_UPDATES = 512
-FINISH: dict[int, Literal["stop", "length"]] = {FINISHED_STOP: "stop", FINISHED_LENGTH: "length"}
-
-Records = NDArray[np.int32]
 
 
 class _Ticket(Struct):
-    """A step in flight, and where the records of its finished prompts and of its rows will be."""
+    """A step in flight, and where the records of its finished prompts and of its rows will be: for rounds of
+    so many rows a slot."""
 
     plan: StepPlan
     started: Event
     ended: Event
     head: Results | None = None
     decode: Results | None = None
+    rows_per_slot: int = 1
 
 
 class GraphExecutor:
@@ -69,33 +67,39 @@ class GraphExecutor:
         *,
         prefill_token_budget: int,
         exact_prefill: bool = False,
+        draft_choices: Sequence[int] = (),
+        simulated_length: float | None = None,
         report: Callable[[str, float], None] = lambda stage, fraction: None,
     ) -> None:
         self.limits = limits
         self._device = device
-        self._layout = GraphLayout.of(decoder, limits, prefill_token_budget, is_exact=exact_prefill)
-        self._is_exact = exact_prefill
-        most = self._layout.decode[-1]
+        self._layout = layout = GraphLayout.of(
+            decoder,
+            limits,
+            prefill_token_budget,
+            is_exact=exact_prefill,
+            draft_choices=draft_choices,
+        )
         with typed_errors(device), device.work():
             self._table = SlotTable(limits, device.torch_device)
             self._ring = Ring(
                 device,
                 num_entries=NUM_ENTRIES,
                 max_updates=MAX_UPDATES,
-                payload_words=self._layout.payload_words,
-                record_words=most * record_words(1),
-                mask_shape=(most, num_mask_words(limits.vocab_size)),
+                payload_words=layout.payload_words,
+                record_words=layout.record_words,
+                mask_shape=(layout.decode[-1], num_mask_words(limits.vocab_size)),
             )
             self._graphs: Graphs | None = Graphs(
                 device,
                 decoder,
                 limits,
-                self._layout,
+                layout,
                 self._table,
                 self._ring,
                 tuned,
-                is_exact=exact_prefill,
                 report=report,
+                simulated_length=simulated_length,
             )
         self._scores = PromptScores(decoder, self._graphs.prefill_hidden)
         self._assigned: dict[int, SlotAssignment] = {}
@@ -118,21 +122,10 @@ class GraphExecutor:
                 self._replay(self._entry(pairs), graphs.update)
 
             if plan.prefill:
-                entry, rest = self._entry(rest), NO_UPDATES
-                first_rows = self._fill_chunks(entry, plan.prefill)
-                self._replay(entry, self._bucket(graphs.prefill, self._num_rows(plan.prefill)))
-                self._score(plan.prefill, first_rows)
-                last = [
-                    (chunk.slot, first + len(chunk.token_ids) - 1)
-                    for chunk, first in zip(plan.prefill, first_rows, strict=True)
-                    if chunk.is_last
-                ]
-                if last:
-                    slots, sources = zip(*last, strict=True)
-                    ticket.head = self._sample(graphs.head, self._entry(NO_UPDATES), slots, sources)
+                ticket.head = self._launch_prefill(graphs, plan.prefill, rest)
+                rest = NO_UPDATES
             if plan.decode:
-                slots = tuple(row.slot for row in plan.decode)
-                ticket.decode = self._sample(graphs.decode, self._entry(rest), slots)
+                ticket.rows_per_slot, ticket.decode = self._launch_round(graphs, plan.decode, rest)
             ticket.ended.record()
 
     def collect(self) -> StepResult:
@@ -140,16 +133,13 @@ class GraphExecutor:
         with typed_errors(self):
             ticket.ended.wait()
         plan = ticket.plan
-        num_last = sum(chunk.is_last for chunk in plan.prefill)
-        sampled = iter(self._records(ticket.head, num_last))
+        last = [chunk.slot for chunk in plan.prefill if chunk.is_last]
+        sampled = self._outputs(ticket.head, 1, last)
         prefill = tuple(
-            self._output(next(sampled), chunk.slot, chunk) if chunk.is_last else SlotOutput()
-            for chunk in plan.prefill
+            self._scored(next(sampled), chunk) if chunk.is_last else SlotOutput() for chunk in plan.prefill
         )
-        decode = tuple(
-            self._output(record, row.slot)
-            for row, record in zip(plan.decode, self._records(ticket.decode, len(plan.decode)), strict=True)
-        )
+        slots = [row.slot for row in plan.decode]
+        decode = tuple(self._outputs(ticket.decode, ticket.rows_per_slot, slots))
         duration_s = ticket.ended.seconds_since(ticket.started)
         self._events += [ticket.started, ticket.ended]
         return StepResult(step_id=plan.step_id, prefill=prefill, decode=decode, duration_s=duration_s)
@@ -200,102 +190,71 @@ class GraphExecutor:
         replay.launch()
         self._ring.release(entry)
 
-    def _num_rows(self, chunks: tuple[PrefillChunk, ...]) -> int:
-        return sum(self._padded(chunk) for chunk in chunks)
+    def _launch_prefill(
+        self, graphs: Graphs, chunks: tuple[PrefillChunk, ...], updates: Pairs
+    ) -> Results | None:
+        """Compute chunks and, behind those that end a prompt, sample: the records of that."""
+        entry = self._entry(updates)
+        bucket = fill_chunks(self._layout, chunks, self._ring.payload(entry))
+        self._replay(entry, graphs.prefill[bucket])
+        firsts = first_rows(self._layout, chunks)
+        for chunk, first in zip(chunks, firsts, strict=False):
+            num_top = self._assigned[chunk.slot].sampling.num_prompt_logprobs
+            if num_top is not None:
+                self._scores.score(chunk, first, num_top)
 
-    def _padded(self, chunk: PrefillChunk) -> int:
-        """Rows of a chunk; in exact mode it ends with its tile of rows."""
-        size = self._layout.tile_rows if self._is_exact else 1
-        return -(-len(chunk.token_ids) // size) * size
+        last = {
+            chunk.slot: first + len(chunk.token_ids) - 1
+            for chunk, first in zip(chunks, firsts, strict=False)
+            if chunk.is_last
+        }
+        if not last:
+            return None
 
-    def _fill_chunks(self, entry: int, chunks: tuple[PrefillChunk, ...]) -> list[int]:
-        """The payload of a prefill step; the first row of each chunk."""
-        num_rows = self._bucket_size(self._layout.prefill, self._num_rows(chunks))
-        payload = self._ring.payload(entry)
-        token, slot, position = payload[: 3 * num_rows].reshape(3, num_rows)
-        slot[:] = -1
-        first_rows = []
-        first = 0
-        for chunk in chunks:
-            rows = slice(first, first + len(chunk.token_ids))
-            token[rows] = chunk.token_ids
-            slot[rows] = chunk.slot
-            position[rows] = np.arange(chunk.start, chunk.start + len(chunk.token_ids))
-            first_rows.append(first)
-            first += self._padded(chunk)
+        entry = self._entry(NO_UPDATES)
+        size = fill_slots(self._layout, [*last], [*last.values()], self._ring.payload(entry))
+        self._fill_masks(entry, [*last])
+        self._replay(entry, graphs.head[size])
+        return self._ring.results(entry)
 
-        if not self._is_exact:
-            num_tiles = self._layout.num_tiles(num_rows)
-            tiles = payload[3 * num_rows : 3 * num_rows + 4 * num_tiles].reshape(num_tiles, 4)
-            sizes = [(chunk.slot, chunk.start, len(chunk.token_ids)) for chunk in chunks]
-            prefill_tiles(sizes, self._layout.tile_rows, tiles)
-        return first_rows
+    def _launch_round(
+        self, graphs: Graphs, rows: tuple[DecodeRow, ...], updates: Pairs
+    ) -> tuple[int, Results]:
+        """Rows per slot, and the records."""
+        slots = [row.slot for row in rows]
+        # What a grammar allows behind a draft only the host knows: its slots go one token at a time.
+        drafts = [
+            0 if self._assigned[row.slot].constraint is not None else row.num_draft_tokens for row in rows
+        ]
+        entry = self._entry(updates)
+        size = fill_slots(self._layout, slots, drafts, self._ring.payload(entry))
+        self._fill_masks(entry, slots)
+        num_drafts = bucket_of(self._layout.drafts, max(drafts))
+        self._replay(entry, graphs.decode[size, num_drafts])
+        return num_drafts + 1, self._ring.results(entry)
 
-    def _sample(
-        self,
-        graphs: dict[int, Replay],
-        entry: int,
-        slots: tuple[int, ...],
-        sources: tuple[int, ...] = (),
-    ) -> Results:
-        """Replay a graph that chooses a token for each slot; its records."""
-        size = self._bucket_size(self._layout.decode, len(slots))
-        payload = self._ring.payload(entry)
-        payload[:size] = -1
-        payload[: len(slots)] = slots
-        payload[size : size + len(sources)] = sources
+    def _fill_masks(self, entry: int, slots: list[int]) -> None:
         for row, slot in enumerate(slots):
             constraint = self._assigned[slot].constraint
             if constraint is not None:
                 self._ring.mask(entry)[row] = constraint.masks(())[0]
-        self._replay(entry, graphs[size])
-        return self._ring.results(entry)
 
-    def _score(self, chunks: tuple[PrefillChunk, ...], first_rows: list[int]) -> None:
-        for chunk, first_row in zip(chunks, first_rows, strict=True):
-            num_top = self._assigned[chunk.slot].sampling.num_prompt_logprobs
-            if num_top is not None:
-                self._scores.score(chunk, first_row, num_top)
-
-    def _records(self, results: Results | None, num_records: int) -> Records:
-        size = record_words(1)
+    def _outputs(self, results: Results | None, rows_per_slot: int, slots: list[int]) -> Iterator[SlotOutput]:
         if results is None:
-            return np.empty((0, size), np.int32)
+            return iter(())
 
         results.is_wanted = False
-        return results.words[: num_records * size].reshape(num_records, size)
+        num_logprobs = [self._assigned[slot].sampling.num_logprobs for slot in slots]
+        return outputs(results.words, rows_per_slot, num_logprobs)
 
-    def _output(self, record: Records, slot: int, chunk: PrefillChunk | None = None) -> SlotOutput:
-        num_tokens, finish, num_drafted, num_accepted = record[:4].tolist()
-        rows = record[4:].reshape(-1, 2 + 2 * MAX_TOP)[:num_tokens]
-        sampling = self._assigned[slot].sampling
-        num_top = sampling.num_logprobs
-        prompt_logprobs = None
-        if chunk is not None and sampling.num_prompt_logprobs is not None:
-            is_whole = chunk.start + len(chunk.token_ids) == sampling.num_prompt_tokens
-            prompt_logprobs = self._scores.take(slot) if is_whole else None
-        return SlotOutput(
-            token_ids=tuple(rows[:, 0].tolist()),
-            finish=FINISH.get(finish),
-            logprobs=tuple(_logprobs(row, num_top) for row in rows) if num_top is not None else None,
-            prompt_logprobs=prompt_logprobs,
-            num_drafted=num_drafted,
-            num_accepted=num_accepted,
-        )
+    def _scored(self, output: SlotOutput, chunk: PrefillChunk) -> SlotOutput:
+        """With the prompt's log-probabilities, if they are wanted and the prompt is all there is."""
+        sampling = self._assigned[chunk.slot].sampling
+        is_whole = chunk.start + len(chunk.token_ids) == sampling.num_prompt_tokens
+        if sampling.num_prompt_logprobs is None or not is_whole:
+            return output
+
+        return msgspec.structs.replace(output, prompt_logprobs=self._scores.take(chunk.slot))
 
     def _event(self) -> Event:
         return self._events.pop() if self._events else self._device.event()
-
-    @staticmethod
-    def _bucket_size(sizes: tuple[int, ...], num_rows: int) -> int:
-        return next(size for size in sizes if size >= num_rows)
-
-    def _bucket(self, graphs: dict[int, Replay], num_rows: int) -> Replay:
-        return graphs[self._bucket_size(self._layout.prefill, num_rows)]
-
-
-def _logprobs(row: Records, num_top: int) -> TokenLogprobs:
-    values = row.view(np.float32)
-    ids = row[2 : 2 + num_top].tolist()
-    top = zip(ids, values[2 + MAX_TOP : 2 + MAX_TOP + num_top].tolist(), strict=True)
-    return TokenLogprobs(token_id=int(row[0]), logprob=float(values[1]), top=tuple(top))

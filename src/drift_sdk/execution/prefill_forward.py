@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,7 @@ from drift_sdk._kernels.prefill_attention import PrefillAttentionConfig, prefill
 from drift_sdk._kernels.residual_norm import add_norm
 from drift_sdk._kernels.rope_store import rotate_and_store
 from drift_sdk._kernels.swiglu import swiglu
-from drift_sdk.execution.decode_forward import Rows
+from drift_sdk.execution.decode_forward import Rows, captures
 from drift_sdk.execution.paged_cache import PagedCache
 from drift_sdk.execution.workspace import Workspace
 from drift_sdk.models.decoder import Decoder
@@ -35,11 +37,14 @@ class PrefillForward:
         tiles: Tensor,
         workspace: Workspace,
         attention: PrefillAttentionConfig,
+        boundaries: Sequence[int] = (),
     ) -> None:
         config, dtype = decoder.config, decoder.dtype
         num_rows = rows.slot.shape[0]
         self._decoder, self._cache, self._block_table = decoder, cache, block_table
         self._rows, self._tiles, self._attention = rows, tiles, attention
+        size = config.hidden_size
+        self._captured = captures(workspace, "prefill_captured", boundaries, num_rows, size, dtype)
 
         def take(name: str, *shape: int) -> Tensor:
             return workspace.take(name, (num_rows, *shape), dtype)
@@ -53,6 +58,11 @@ class PrefillForward:
         self._gate_up = take("gate_up", 2 * config.intermediate_size)
         self._activated = take("activated", config.intermediate_size)
         self._delta = take("delta", config.hidden_size)
+
+    @property
+    def captured(self) -> list[Tensor]:
+        """The residual stream [N, H] at each boundary, low to high."""
+        return list(self._captured.values())
 
     def run(self) -> None:
         decoder, weights, rows, cache = self._decoder, self._decoder.weights, self._rows, self._cache
@@ -90,7 +100,8 @@ class PrefillForward:
             _multiply(self._normed, layer.gate_up, layer.gate_up_bias, self._gate_up)
             swiglu(self._gate_up, self._activated)
             _multiply(self._activated, layer.down, layer.down_bias, self._delta)
-            add_norm(self.hidden, self._delta, next_norm, self._normed, eps=eps)
+            captured = self._captured.get(index + 1)
+            add_norm(self.hidden, self._delta, next_norm, self._normed, eps=eps, captured=captured)
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:

@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from drift_sdk._kernels.commit import SlotState
 from drift_sdk._kernels.slot_columns import SlotColumns, SlotFlag, num_mask_words
+from drift_sdk._kernels.slot_state import SlotState
 from drift_sdk.steps import BlockUpdate, ExecutorLimits, SlotAssignment, SlotSampling
 
 __all__ = ["Pairs", "SlotTable", "Updates"]

@@ -34,11 +34,13 @@ class TokenHead:
         workspace: Workspace,
         tuned: TunedTable,
         *,
-        rows_per_slot: int = 1,
+        rows_per_slot: int,
+        simulated_length: float | None,
     ) -> None:
         num_rows, vocab_size = rows.slot.shape[0], head.shape[0]
         self._head, self._rows, self._table, self._ring = head, rows, table, ring
         self._buffers, self._rows_per_slot = buffers, rows_per_slot
+        self._simulated_length = simulated_length
         self._logits = workspace.take("logits", (2, num_rows, vocab_size), torch.float32)
         self.emitted = workspace.take("emitted", (num_rows // rows_per_slot,), torch.int32)
         num_words = table.columns.stop_bits.shape[1]
@@ -51,7 +53,9 @@ class TokenHead:
         """normed [R, H]: the normalised residual stream after the last layer."""
         rows, columns, ring = self._rows, self._table.columns, self._ring
         multiply(normed, self._head, self._logits[:1], self._gemm)
-        copy_masks(rows.slot, columns.flags, ring.masks, ring.current, self._masks)
+        copy_masks(
+            rows.slot, columns.flags, ring.masks, ring.current, self._masks, rows_per_slot=self._rows_per_slot
+        )
         sample_rows(
             self._logits,
             rows.slot,
@@ -73,4 +77,5 @@ class TokenHead:
             ring.current,
             ring.counter,
             rows_per_slot=self._rows_per_slot,
+            simulated_length=self._simulated_length,
         )

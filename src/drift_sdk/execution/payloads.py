@@ -1,0 +1,53 @@
+"""What the host writes for a replay: the rows of chunks, or slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from drift_sdk._kernels.prefill_tiles import prefill_tiles
+from drift_sdk.execution.graph_layout import GraphLayout, bucket_of
+from drift_sdk.steps import PrefillChunk
+
+__all__ = ["fill_chunks", "fill_slots", "first_rows"]
+
+Words = NDArray[np.int32]
+
+
+def first_rows(layout: GraphLayout, chunks: Sequence[PrefillChunk]) -> list[int]:
+    """Where each chunk begins among the rows of the step, and where the last one ends."""
+    ends = [0]
+    for chunk in chunks:
+        ends.append(ends[-1] + layout.padded(len(chunk.token_ids)))
+
+    return ends
+
+
+def fill_chunks(layout: GraphLayout, chunks: Sequence[PrefillChunk], payload: Words) -> int:
+    """A prefill step's payload; the bucket it is for."""
+    ends = first_rows(layout, chunks)
+    num_rows = bucket_of(layout.prefill, ends[-1])
+    token, slot, position = payload[: 3 * num_rows].reshape(3, num_rows)
+    slot[:] = -1
+    for chunk, first in zip(chunks, ends, strict=False):
+        rows = slice(first, first + len(chunk.token_ids))
+        token[rows] = chunk.token_ids
+        slot[rows] = chunk.slot
+        position[rows] = np.arange(chunk.start, chunk.start + len(chunk.token_ids))
+
+    if not layout.is_exact:
+        tiles = payload[3 * num_rows : layout.prefill_words(num_rows)].reshape(-1, 4)
+        sizes = [(chunk.slot, chunk.start, len(chunk.token_ids)) for chunk in chunks]
+        prefill_tiles(sizes, layout.tile_rows, tiles)
+    return num_rows
+
+
+def fill_slots(layout: GraphLayout, slots: Sequence[int], values: Sequence[int], payload: Words) -> int:
+    """Slots, and a value for each; the bucket they are for."""
+    size = bucket_of(layout.decode, len(slots))
+    payload[:size] = -1
+    payload[: len(slots)] = slots
+    payload[size : size + len(values)] = values
+    return size

@@ -1,0 +1,161 @@
+"""A replayed graph does what its kernels do when they are launched one by one: bit for bit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+from scheduled_run import run_scheduled, sampling_of
+from torch import Tensor
+
+from drift_sdk._kernels.tuning import TunedTable
+from drift_sdk.execution.device import GpuDevice
+from drift_sdk.execution.graph import GraphExecutor
+from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.steps import ExecutorLimits, SlotOutput, SlotSampling, StepPlan, StepResult
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+VOCAB_SIZE = 1000
+BUDGET = 48
+SHAPES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+}
+
+
+class LaunchedReplay:
+    """A step that is not captured but run at each replay."""
+
+    def __init__(self, device: GpuDevice, step: Callable[[], None]) -> None:
+        self._device, self._step = device, step
+
+    def launch(self) -> None:
+        with self._device.work():
+            self._step()
+
+    def close(self) -> None:
+        pass
+
+
+class LaunchingDevice(GpuDevice):
+    def capture(self, step: Callable[[], None]) -> LaunchedReplay:
+        with self.work():
+            step()  # as a capture does first
+        return LaunchedReplay(self, step)
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    config = DecoderConfig.from_hf({"model_type": "llama", **SHAPES})
+    return Decoder.random(config, device="cuda", dtype=torch.bfloat16, seed=1)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["prefill", "exact prefill"])
+def executors(decoder: Decoder, request: pytest.FixtureRequest) -> Iterator[list[GraphExecutor]]:
+    """One that replays, one that launches."""
+    limits = ExecutorLimits(
+        max_num_seqs=6, max_model_len=256, num_blocks=64, block_size=16, vocab_size=VOCAB_SIZE
+    )
+    found = [
+        GraphExecutor(
+            device, decoder, limits, TunedTable(), prefill_token_budget=BUDGET, exact_prefill=request.param
+        )
+        for device in (GpuDevice(0), LaunchingDevice(0))
+    ]
+    for executor in found:
+        cache = executor._graphs._cache
+        for tensor in (*executor._graphs._workspace._buffers.values(), cache.keys, cache.values):
+            tensor.flatten().view(torch.uint8).fill_(255)  # the same in both: NaN, -1
+    torch.cuda.synchronize()
+    yield found
+    for executor in found:
+        executor.close()
+
+
+def requests() -> list[tuple[list[int], SlotSampling]]:
+    rng = random.Random(3)
+    shared = [rng.randrange(VOCAB_SIZE) for _ in range(40)]
+    changes: list[dict[str, object]] = [
+        {"num_logprobs": 3},
+        {"temperature": 0.8, "top_p": 0.9, "seed": 3, "num_logprobs": 2},
+        {"repetition_penalty": 1.4, "frequency_penalty": 0.5, "num_logprobs": 0},
+        {
+            "temperature": 1.0,
+            "top_k": 5,
+            "seed": 2**40 + 1,
+            "stop_token_ids": tuple(range(0, VOCAB_SIZE, 40)),
+        },
+        {"temperature": 1.2, "min_p": 0.05, "seed": 7, "presence_penalty": 0.7},
+        # More updates than one replay takes.
+        {"logit_bias": tuple((token, rng.uniform(-4, 4)) for token in range(700)), "num_logprobs": 1},
+        {"allowed_token_ids": tuple(range(3, 600, 7)), "temperature": 0.5, "seed": 11},
+    ]
+    found = []
+    for index in range(14):
+        own = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 70))]
+        prompt = shared[: rng.choice([0, 16, 40])] + own
+        found.append((prompt, sampling_of(len(prompt), rng.randint(5, 24), **changes[index % len(changes)])))
+    return found
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """What is in it, NaN or not."""
+    return tensor.flatten().view(torch.uint8).cpu()
+
+
+class Step(NamedTuple):
+    """What a step did, and what it left behind in the slot table and in all buffers but the KV cache."""
+
+    plan: StepPlan
+    outputs: tuple[SlotOutput, ...]
+    state: dict[str, Tensor]
+
+
+def steps_of(executor: GraphExecutor) -> list[Step]:
+    """One at a time."""
+    found: list[Step] = []
+    graphs = executor._graphs
+    assert graphs is not None
+    tensors = {"slot table": executor._table.words, **graphs._workspace._buffers}
+
+    def note(plan: StepPlan, result: StepResult) -> None:
+        state = {name: bits(tensor) for name, tensor in tensors.items()}
+        found.append(Step(plan, result.prefill + result.decode, state))
+
+    run_scheduled(executor, requests(), prefill_token_budget=BUDGET, depth=1, on_step=note)
+    return found
+
+
+def test_replays_equal_launches_in_every_step(executors: list[GraphExecutor]) -> None:
+    """Tokens, log-probabilities, slot tables, logits and all between after each step, and KV in the end."""
+    steps, others = map(steps_of, executors)
+    assert len(steps) == len(others) > 40
+    for number, (step, other) in enumerate(zip(steps, others, strict=True)):
+        assert step.plan == other.plan
+        assert step.outputs == other.outputs, f"step {number}"
+        differing = [name for name in step.state if not torch.equal(step.state[name], other.state[name])]
+        assert not differing, f"step {number}: {differing}"
+
+    for name in ("keys", "values"):
+        one, two = (getattr(executor._graphs._cache, name) for executor in executors)
+        assert torch.equal(bits(one), bits(two)), name
+        assert one.isfinite().float().mean() > 0.1
+
+
+def test_replays_equal_launches_with_two_steps_in_flight(executors: list[GraphExecutor]) -> None:
+    one, other = (
+        run_scheduled(executor, requests(), prefill_token_budget=BUDGET, depth=2) for executor in executors
+    )
+    assert one == other
+    assert sum(map(len, one)) > 100 and len({token for tokens in one for token in tokens}) > 60

@@ -1,0 +1,69 @@
+"""Requests run on an executor by the real scheduler, without an engine around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from drift_sdk.scheduling.config import SchedulerConfig
+from drift_sdk.scheduling.scheduler import Scheduler
+from drift_sdk.scheduling.sequence import Sequence
+from drift_sdk.steps import Executor, SlotSampling, StepPlan, StepResult
+
+__all__ = ["run_scheduled", "sampling_of"]
+
+
+def sampling_of(num_prompt_tokens: int, num_tokens: int, **changes: object) -> SlotSampling:
+    """Greedy, without stops, unless changed."""
+    fields = {
+        "temperature": 0.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "seed": 0,
+        "stop_token_ids": (),
+        "num_prompt_tokens": num_prompt_tokens,
+        "max_length": num_prompt_tokens + num_tokens,
+    }
+    return SlotSampling(**fields | changes)
+
+
+def run_scheduled(
+    executor: Executor,
+    requests: list[tuple[list[int], SlotSampling]],
+    *,
+    prefill_token_budget: int,
+    depth: int = 2,
+    on_step: Callable[[StepPlan, StepResult], None] = lambda plan, result: None,
+) -> list[list[int]]:
+    """Each request's tokens, with `depth` steps in flight; `on_step` sees what each step did."""
+    limits = executor.limits
+    scheduler = Scheduler(
+        SchedulerConfig(
+            max_num_seqs=limits.max_num_seqs,
+            num_blocks=limits.num_blocks,
+            block_size=limits.block_size,
+            prefill_token_budget=prefill_token_budget,
+        )
+    )
+    sequences = [
+        Sequence(request_id=str(index), prompt_ids=list(prompt), sampling=sampling, priority=0, arrival=index)
+        for index, (prompt, sampling) in enumerate(requests)
+    ]
+    for sequence in sequences:
+        scheduler.add(sequence)
+
+    plans: dict[int, StepPlan] = {}
+    while scheduler.has_work:
+        plan = scheduler.schedule() if scheduler.num_in_flight < depth else None
+        if plan is not None:
+            plans[plan.step_id] = plan
+            executor.launch(plan)
+            if scheduler.num_in_flight < depth:
+                continue
+
+        result = executor.collect()
+        on_step(plans.pop(result.step_id), result)
+        scheduler.commit(result)
+        scheduler.check_integrity()
+
+    return [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in sequences]
