@@ -1,4 +1,4 @@
-"""From a Speculation to a drafter that fits the model."""
+"""From a Speculation to a draft that fits the model."""
 
 from __future__ import annotations
 
@@ -12,22 +12,26 @@ from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.steps import ExecutorLimits
 
-__all__ = ["open_drafter"]
+__all__ = ["open_draft", "open_drafter"]
 
 log = logging.getLogger("drift_sdk")
 
 
-def open_drafter(config: EngineConfig, target: Decoder, limits: ExecutorLimits) -> Drafter | None:
-    """The configured drafter; None without speculation, or if one that is not required cannot be had."""
+def open_draft(config: EngineConfig, target: Decoder) -> DraftDecoder | NGram | None:
+    """The configured draft; None without speculation, or if one that is not required cannot be had.
+
+    Raises ModelLoadError. Where the target's weights are random, so are the draft's.
+    """
     speculation = config.speculation
     if speculation is None:
         return None
 
     if isinstance(speculation.draft, NGram):
-        return NGramDrafter(speculation.draft.min_length, speculation.draft.max_length)
+        return speculation.draft
 
+    load = DraftDecoder.load if config.load == "auto" else DraftDecoder.load_random
     try:
-        draft = DraftDecoder.load(
+        return load(
             speculation.draft,
             target,
             aux_layer_convention=speculation.aux_layer_convention,
@@ -41,4 +45,11 @@ def open_drafter(config: EngineConfig, target: Decoder, limits: ExecutorLimits) 
         log.warning("decoding without speculation, the draft cannot be used: %s", error)
         return None
 
-    return EagleDrafter(draft, target, limits)
+
+def open_drafter(config: EngineConfig, target: Decoder, limits: ExecutorLimits) -> Drafter | None:
+    """The same, as the eager executor uses it."""
+    draft = open_draft(config, target)
+    if isinstance(draft, NGram):
+        return NGramDrafter(draft.min_length, draft.max_length)
+
+    return EagleDrafter(draft, target, limits) if draft is not None else None

@@ -8,13 +8,13 @@ from importlib.util import find_spec
 import torch
 
 from drift_sdk.config import EngineConfig
+from drift_sdk.drafts import NGram
 from drift_sdk.errors import ConfigError
-from drift_sdk.execution.drafters import Drafter
-from drift_sdk.execution.eager import EagerExecutor
 from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.steps import Executor, ExecutorLimits
 
-__all__ = ["choose_executor", "open_executor"]
+__all__ = ["choose_executor", "open_graph_executor"]
 
 MIN_CAPABILITY = (9, 0)
 
@@ -37,22 +37,21 @@ def choose_executor(config: EngineConfig, device: torch.device) -> tuple[str, st
     return "eager", obstacle
 
 
-def open_executor(
-    name: str,
+def open_graph_executor(
     config: EngineConfig,
     decoder: Decoder,
     limits: ExecutorLimits,
-    drafter: Drafter | None,
+    draft: DraftDecoder | NGram | None,
     report: Callable[[str, float], None],
+    simulated_length: float | None = None,
 ) -> Executor:
-    if name == "eager":
-        return EagerExecutor(decoder, limits, drafter)
-
+    """Captures everything; ExecutorError if that fails."""
     # Only here, for they need Triton and the driver.
     from drift_sdk._kernels.tuning import gpu_key, table_for
     from drift_sdk.execution.device import GpuDevice
     from drift_sdk.execution.graph import GraphExecutor
 
+    choices = config.speculation.shape.choices if config.speculation is not None else ()
     return GraphExecutor(
         GpuDevice(decoder.device.index or 0),
         decoder,
@@ -60,6 +59,9 @@ def open_executor(
         table_for(gpu_key(torch.cuda.get_device_name(decoder.device))),
         prefill_token_budget=config.prefill_token_budget,
         exact_prefill=config.exact_prefill,
+        draft=draft,
+        draft_choices=choices if draft is not None else (),
+        simulated_length=simulated_length,
         report=report,
     )
 
@@ -77,9 +79,6 @@ def _obstacle(config: EngineConfig, device: torch.device) -> str | None:
     missing = [package for package in ("triton", "cuda.core") if not _is_installed(package)]
     if missing:
         return f"{' and '.join(missing)} not installed"
-
-    if config.speculation is not None:
-        return "speculation runs on the eager executor in this version"
 
     return None
 

@@ -9,18 +9,21 @@ from pathlib import Path
 import torch
 
 from drift_sdk.config import EngineConfig
-from drift_sdk.drafting import open_drafter
+from drift_sdk.drafting import open_draft, open_drafter
+from drift_sdk.drafts import NGram
 from drift_sdk.errors import ConfigError, ModelLoadError, RequestError
 from drift_sdk.execution.drafters import EagleDrafter, NGramDrafter
-from drift_sdk.executors import choose_executor, open_executor
+from drift_sdk.execution.eager import EagerExecutor
+from drift_sdk.executors import choose_executor, open_graph_executor
 from drift_sdk.loading.source import Source, eos_token_ids, resolve
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.opened_model import OpenedModel
 from drift_sdk.params import SamplingParams
 from drift_sdk.request import ModelText
 from drift_sdk.scheduling.config import SchedulerConfig
-from drift_sdk.steps import ExecutorLimits
+from drift_sdk.steps import Executor, ExecutorLimits
 from drift_sdk.text.chat import ChatTemplate
 from drift_sdk.text.tokenizer import Tokenizer
 
@@ -35,8 +38,13 @@ BLOCK_SIZES = {"eager": 16, "graph": 64}
 Report = Callable[[str, float], None]
 
 
-def open_model(model: str | Path, config: EngineConfig, report: Report) -> OpenedModel:
-    """Find the files, load weights and tokenizer, make the executor; ModelLoadError or ConfigError."""
+def open_model(
+    model: str | Path, config: EngineConfig, report: Report, simulated_length: float | None = None
+) -> OpenedModel:
+    """Find the files, load weights and tokenizer, make the executor; ModelLoadError or ConfigError.
+
+    `simulated_length`: tokens a round emits in the mean, whatever was drafted, for measuring with graphs.
+    """
     report("find", 0.0)
     source = _resolve(model, config)
     device = _device(config)
@@ -51,9 +59,16 @@ def open_model(model: str | Path, config: EngineConfig, report: Report) -> Opene
 
     decoder = _load_decoder(source, decoder_config, config, device, dtype, report)
     limits = _limits(config, decoder, config.block_size or BLOCK_SIZES[executor_name])
-    drafter = open_drafter(config, decoder, limits)
-    executor = open_executor(executor_name, config, decoder, limits, drafter, report)
-    speculation = config.speculation if drafter is not None else None
+    drafter, draft = None, None
+    executor: Executor
+    if executor_name == "graph":
+        draft = open_draft(config, decoder)
+        executor = open_graph_executor(config, decoder, limits, draft, report, simulated_length)
+    else:
+        drafter = open_drafter(config, decoder, limits)
+        executor = EagerExecutor(decoder, limits, drafter)
+    has_drafts = drafter is not None or draft is not None
+    speculation = config.speculation if has_drafts else None
     report("ready", 1.0)
     return OpenedModel(
         executor=executor,
@@ -66,8 +81,8 @@ def open_model(model: str | Path, config: EngineConfig, report: Report) -> Opene
             prefill_token_budget=config.prefill_token_budget,
             draft_choices=speculation.shape.choices if speculation is not None else (),
             is_draft_adaptive=speculation is not None and speculation.adaptive,
-            has_draft_kv=isinstance(drafter, EagleDrafter),
-            wants_history=isinstance(drafter, NGramDrafter),
+            has_draft_kv=isinstance(drafter or draft, EagleDrafter | DraftDecoder),
+            wants_history=isinstance(drafter or draft, NGramDrafter | NGram),
             target_latency_ms_p50=config.target_latency_ms_p50,
             target_latency_ms_p95=config.target_latency_ms_p95,
             prefer_high_throughput=config.prefer_high_throughput,
@@ -80,7 +95,7 @@ def open_model(model: str | Path, config: EngineConfig, report: Report) -> Opene
             default_params=default_params,
             max_model_len=limits.max_model_len,
             vocab_size=limits.vocab_size,
-            has_drafts=drafter is not None,
+            has_drafts=has_drafts,
         ),
     )
 

@@ -1,4 +1,4 @@
-"""The graph executor against the eager one: the same scheduler, the same requests, the same tokens."""
+"""The graph executor against the eager one: the same scheduler, the same requests, the same steps."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 from interpreted_device import InterpretedDevice
 from model_zoo import make_model
+from scheduled_run import run_scheduled, sampling_of
 
 from drift_sdk._kernels.tuning import TunedTable
 from drift_sdk.execution.device import GpuDevice
@@ -17,125 +18,138 @@ from drift_sdk.execution.graph import GraphExecutor
 from drift_sdk.loading.source import resolve
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
-from drift_sdk.scheduling.config import SchedulerConfig
-from drift_sdk.scheduling.delta import Delta
-from drift_sdk.scheduling.scheduler import Scheduler
-from drift_sdk.scheduling.sequence import Sequence
-from drift_sdk.steps import Executor, ExecutorLimits, SlotSampling
+from drift_sdk.results import TokenLogprobs
+from drift_sdk.steps import Executor, ExecutorLimits, SlotOutput, SlotSampling, StepPlan, StepResult
 
 pytestmark = [pytest.mark.kernel, pytest.mark.timeout(300)]
 
 IS_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if IS_GPU else "cpu"
+BUDGET = 8
+NUM_TOKENS = 4
+TINY = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 64,
+    "rope_theta": 1000.0,
+}
+# Families, and groups of 1, 2 and 3 heads: as many programs as can be borne. A GPU takes whole models.
+TINY_MODELS = {
+    "llama": {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 8, "tie_word_embeddings": True},
+    "qwen2": {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16},
+    "qwen3": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6},
+}
+MODELS: list[str | int] = [0, 13, 20] if IS_GPU else [*TINY_MODELS]
+
+Request = tuple[list[int], SlotSampling]
+Step = tuple[StepPlan, StepResult]
 
 
-def load(index: int, folder: Path) -> Decoder:
-    make_model(index, folder)
+def load(model: str | int, folder: Path) -> Decoder:
+    """A tiny model by its family, or one of the zoo by its number."""
+    if isinstance(model, str):
+        config = DecoderConfig.from_hf({"model_type": model} | TINY | TINY_MODELS[model])
+        return Decoder.random(config, device="cpu", dtype=torch.float32, seed=1)
+
+    make_model(model, folder)
     source = resolve(str(folder), revision=None, cache_dir=None, local_files_only=True)
     config = DecoderConfig.from_hf(source.config)
-    return Decoder.load(config, source.tensors(), device=DEVICE, dtype=torch.float32)
+    return Decoder.load(config, source.tensors(), device="cuda", dtype=torch.float32)
 
 
-def limits_of(decoder: Decoder, **changes: int) -> ExecutorLimits:
-    fields = {"max_num_seqs": 3, "max_model_len": 64, "num_blocks": 24, "block_size": 8} | changes
-    return ExecutorLimits(vocab_size=decoder.config.vocab_size, **fields)
+def limits_of(decoder: Decoder) -> ExecutorLimits:
+    return ExecutorLimits(
+        vocab_size=decoder.config.vocab_size, max_num_seqs=3, max_model_len=32, num_blocks=24, block_size=4
+    )
 
 
 def graph_executor(decoder: Decoder, limits: ExecutorLimits, **options: object) -> GraphExecutor:
     device = GpuDevice(0) if IS_GPU else InterpretedDevice()
-    return GraphExecutor(device, decoder, limits, TunedTable(), prefill_token_budget=16, **options)
+    return GraphExecutor(device, decoder, limits, TunedTable(), prefill_token_budget=BUDGET, **options)
 
 
-def sampling(num_prompt_tokens: int, **changes: object) -> SlotSampling:
-    fields = {
-        "temperature": 0.0,
-        "top_k": 0,
-        "top_p": 1.0,
-        "min_p": 0.0,
-        "seed": 0,
-        "stop_token_ids": (),
-        "num_prompt_tokens": num_prompt_tokens,
-        "max_length": num_prompt_tokens + 6,
-    }
-    return SlotSampling(**fields | changes)
+def requests_of(seed: int) -> list[Request]:
+    rng = random.Random(seed)
 
+    def random_tokens(number: int) -> list[int]:
+        return [rng.randrange(3, 200) for _ in range(number)]
 
-def run(executor: Executor, requests: list[tuple[list[int], SlotSampling]]) -> dict[int, list[Delta]]:
-    """Everybody's deltas, with two steps in flight."""
-    limits = executor.limits
-    scheduler = Scheduler(
-        SchedulerConfig(
-            max_num_seqs=limits.max_num_seqs,
-            num_blocks=limits.num_blocks,
-            block_size=limits.block_size,
-            prefill_token_budget=16,
-        )
-    )
-    sequences = [
-        Sequence(
-            request_id=str(index), prompt_ids=list(prompt), sampling=sampling, priority=0, arrival=index
-        )
-        for index, (prompt, sampling) in enumerate(requests)
+    shared = random_tokens(9)
+    stops = tuple(range(0, 300, 2))
+    return [
+        request(random_tokens(10), logit_bias=((17, 0.5), (40, -0.5))),
+        request([*shared, 7], temperature=0.8, top_p=0.9, seed=3, num_logprobs=2),
+        request([5], temperature=1.0, top_k=5, seed=2**40 + 1, stop_token_ids=stops),
+        request([*shared, 9, 11], repetition_penalty=1.4, frequency_penalty=0.5, num_logprobs=0),
+        request(random_tokens(6), allowed_token_ids=(17, 18, 19, 40), presence_penalty=0.7, num_logprobs=1),
+        request([*shared[:3], 8], num_prompt_logprobs=1, stop_token_ids=stops, min_length=7),
     ]
-    for sequence in sequences:
-        scheduler.add(sequence)
-    deltas: dict[int, list[Delta]] = {index: [] for index in range(len(requests))}
-    while scheduler.has_work:
-        plan = scheduler.schedule() if scheduler.num_in_flight < 2 else None
-        if plan is not None:
-            executor.launch(plan)
-            if scheduler.num_in_flight < 2:
-                continue
-        for delta in scheduler.commit(executor.collect()):
-            deltas[sequences.index(delta.sequence)].append(delta)
-        scheduler.check_integrity()
-    return deltas
 
 
-def tokens(deltas: list[Delta]) -> list[int]:
-    return [token for delta in deltas for token in delta.token_ids]
+def request(prompt: list[int], **changes: object) -> Request:
+    return prompt, sampling_of(len(prompt), NUM_TOKENS, **changes)
+
+
+def run(executor: Executor, requests: list[Request]) -> tuple[list[list[int]], list[Step]]:
+    steps: list[Step] = []
+    tokens = run_scheduled(
+        executor,
+        requests,
+        prefill_token_budget=BUDGET,
+        on_step=lambda plan, result: steps.append((plan, result)),
+    )
+    executor.close()
+    return tokens, steps
 
 
 @pytest.mark.parametrize("is_exact", [False, True], ids=["prefill", "exact prefill"])
-@pytest.mark.parametrize("index", [0, 13, 20])
-def test_tokens_equal_the_eager_ones(index: int, is_exact: bool, tmp_path: Path) -> None:
-    """Chunked prompts, prefix hits, more requests than slots, sampling, rules, stops, log-probabilities."""
-    decoder = load(index, tmp_path)
-    limits = limits_of(decoder)
-    rng = random.Random(index)
-    shared = [rng.randrange(3, 200) for _ in range(17)]
-    prompts = [
-        [rng.randrange(3, 200) for _ in range(21)],
-        shared + [7],
-        [5],
-        shared + [9, 11, 12],
-        [rng.randrange(3, 200) for _ in range(9)],
-    ]
-    changes: list[dict[str, object]] = [
-        {},
-        {"temperature": 0.8, "top_p": 0.9, "seed": 3, "num_logprobs": 2},
-        {"num_prompt_logprobs": 1, "num_logprobs": 0, "repetition_penalty": 1.4, "frequency_penalty": 0.5},
-        {"temperature": 1.0, "top_k": 5, "seed": 2**40 + 1, "stop_token_ids": tuple(range(0, 500, 9))},
-        {"logit_bias": ((17, 4.0),), "allowed_token_ids": (17, 18, 19, 40), "presence_penalty": 0.7},
-    ]
-    requests = [
-        (prompt, sampling(len(prompt), **change)) for prompt, change in zip(prompts, changes, strict=True)
-    ]
-    expected = run(EagerExecutor(decoder, limits), requests)
-    executor = graph_executor(decoder, limits, exact_prefill=is_exact)
-    found = run(executor, requests)
-    executor.close()
-    for number in expected:
-        assert tokens(found[number]) == tokens(expected[number])
-        assert found[number][-1].finish == expected[number][-1].finish
-        for delta, other in zip(found[number], expected[number], strict=True):
-            compare(delta.logprobs, other.logprobs)
-            compare(delta.prompt_logprobs, other.prompt_logprobs)
+@pytest.mark.parametrize("model", MODELS)
+def test_steps_equal_the_eager_ones(model: str | int, is_exact: bool, tmp_path: Path) -> None:
+    decoder = load(model, tmp_path)
+    limits, requests = limits_of(decoder), requests_of(MODELS.index(model))
+    expected_tokens, expected = run(EagerExecutor(decoder, limits), requests)
+    tokens, found = run(graph_executor(decoder, limits, exact_prefill=is_exact), requests)
+    assert tokens == expected_tokens
+    for (plan, result), (expected_plan, expected_result) in zip(found, expected, strict=True):
+        assert plan == expected_plan
+        for output, other in zip(result.prefill, expected_result.prefill, strict=True):
+            compare(output, other)
+        for output, other in zip(result.decode, expected_result.decode, strict=True):
+            compare(output, other)
+
+    check_that_all_occurred(expected)
 
 
-def compare(found: object, expected: object) -> None:
+def compare(found: SlotOutput, expected: SlotOutput) -> None:
+    assert found.token_ids == expected.token_ids
+    assert found.finish == expected.finish
+    compare_logprobs(found.logprobs, expected.logprobs)
+    compare_logprobs(found.prompt_logprobs, expected.prompt_logprobs)
+
+
+def compare_logprobs(
+    found: tuple[TokenLogprobs, ...] | None, expected: tuple[TokenLogprobs, ...] | None
+) -> None:
     assert (found is None) == (expected is None)
     for entry, other in zip(found or (), expected or (), strict=True):
         assert entry.token_id == other.token_id
         assert entry.logprob == pytest.approx(other.logprob, abs=1e-4)
         assert [token for token, _ in entry.top] == [token for token, _ in other.top]
+        values, others = ([value for _, value in one.top] for one in (entry, other))
+        assert values == pytest.approx(others, abs=1e-4)
+
+
+def check_that_all_occurred(steps: list[Step]) -> None:
+    """Chunked prompts, prefix hits, slots used twice, both ends of a request, rows of decode and prefill in
+    one step, log-probabilities of both kinds."""
+    plans = [plan for plan, _ in steps]
+    chunks = [chunk for plan in plans for chunk in plan.prefill]
+    assignments = [assignment for plan in plans for assignment in plan.assignments]
+    outputs = [output for _, result in steps for output in (*result.prefill, *result.decode)]
+    assert any(not chunk.is_last for chunk in chunks)
+    assert any(assignment.cached_token_ids for assignment in assignments)
+    assert len({assignment.slot for assignment in assignments}) < len(assignments)
+    assert {output.finish for output in outputs} == {None, "stop", "length"}
+    assert any(plan.prefill and plan.decode for plan in plans)
+    assert any(output.logprobs for output in outputs) and any(output.prompt_logprobs for output in outputs)

@@ -81,6 +81,7 @@ def _commit(
                 draft = tl.load(row_token + first + row + 1)
                 if IS_SIMULATED:
                     token = tl.where(is_drafted & (row < num_right), draft, token)
+                    tl.store(chosen + first + row, token)
             if is_walking:
                 out = record + RECORD_HEADER + row * WORDS_PER_ROW
                 tl.store(out, token)

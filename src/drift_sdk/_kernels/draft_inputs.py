@@ -107,9 +107,7 @@ def draft_inputs(
         check_tensor("features", features, (num_features, size), dtype)
 
     if num_features > num_rows or (block_features is None and num_features != num_rows):
-        raise ValueError(
-            f"features: {num_features} rows: expected {num_rows}, or fewer with block_features"
-        )
+        raise ValueError(f"features: {num_features} rows: expected {num_rows}, or fewer with block_features")
 
     check_tensor("embedding", embedding, (embedding.shape[0], size), dtype)
     check_tensor("token_norm", token_norm, (size,), dtype)

@@ -66,6 +66,7 @@ class DecodeForward:
         attention: AttentionScratch,
         *,
         hidden: str,
+        captured: str,
         rows_per_sequence: int,
         boundaries: Sequence[int] = (),
     ) -> None:
@@ -81,7 +82,7 @@ class DecodeForward:
         self._attended = workspace.take("attended", (num_rows, config.num_heads, config.head_dim), dtype)
         self._activated = workspace.take("activated", (num_rows, config.intermediate_size), dtype)
         self._attention = attention
-        self._captured = captures(workspace, "captured", boundaries, num_rows, config.hidden_size, dtype)
+        self._captured = captures(workspace, captured, boundaries, num_rows, config.hidden_size, dtype)
 
     @property
     def captured(self) -> list[Tensor]:

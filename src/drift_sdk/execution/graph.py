@@ -11,17 +11,19 @@ from msgspec import Struct
 
 from drift_sdk._kernels.slot_columns import num_mask_words
 from drift_sdk._kernels.tuning import TunedTable
+from drift_sdk.drafts import NGram
 from drift_sdk.errors import ExecutorError
 from drift_sdk.execution.device import Device, Event, Replay
 from drift_sdk.execution.device_errors import typed_errors
 from drift_sdk.execution.graph_layout import GraphLayout, bucket_of
 from drift_sdk.execution.graphs import Graphs
-from drift_sdk.execution.payloads import fill_chunks, fill_slots, first_rows
+from drift_sdk.execution.payloads import fill_chunks, fill_followed, fill_slots, first_rows
 from drift_sdk.execution.prompt_scores import PromptScores
 from drift_sdk.execution.records import outputs
 from drift_sdk.execution.ring import Results, Ring
 from drift_sdk.execution.slot_table import Pairs, SlotTable, Updates
 from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.steps import (
     DecodeRow,
     ExecutorLimits,
@@ -67,6 +69,7 @@ class GraphExecutor:
         *,
         prefill_token_budget: int,
         exact_prefill: bool = False,
+        draft: DraftDecoder | NGram | None = None,
         draft_choices: Sequence[int] = (),
         simulated_length: float | None = None,
         report: Callable[[str, float], None] = lambda stage, fraction: None,
@@ -81,7 +84,8 @@ class GraphExecutor:
             draft_choices=draft_choices,
         )
         with typed_errors(device), device.work():
-            self._table = SlotTable(limits, device.torch_device)
+            has_history = isinstance(draft, NGram)
+            self._table = SlotTable(limits, device.torch_device, has_history=has_history)
             self._ring = Ring(
                 device,
                 num_entries=NUM_ENTRIES,
@@ -98,11 +102,13 @@ class GraphExecutor:
                 self._table,
                 self._ring,
                 tuned,
+                draft=draft,
                 report=report,
                 simulated_length=simulated_length,
             )
         self._scores = PromptScores(decoder, self._graphs.prefill_hidden)
         self._assigned: dict[int, SlotAssignment] = {}
+        self._fresh: set[int] = set()  # slots whose first chunk is still to come
         self._launched: deque[_Ticket] = deque()
         self._events: list[Event] = []
 
@@ -171,6 +177,7 @@ class GraphExecutor:
         updates = Updates()
         for assignment in plan.assignments:
             self._assigned[assignment.slot] = assignment
+            self._fresh.add(assignment.slot)
             self._table.assign(assignment, updates)
         for update in plan.block_updates:
             self._table.place_blocks(update, updates)
@@ -208,14 +215,20 @@ class GraphExecutor:
             for chunk, first in zip(chunks, firsts, strict=False)
             if chunk.is_last
         }
-        if not last:
-            return None
-
-        entry = self._entry(NO_UPDATES)
-        size = fill_slots(self._layout, [*last], [*last.values()], self._ring.payload(entry))
-        self._fill_masks(entry, [*last])
-        self._replay(entry, graphs.head[size])
-        return self._ring.results(entry)
+        results = None
+        if last:
+            entry = self._entry(NO_UPDATES)
+            size = fill_slots(self._layout, [*last], [*last.values()], self._ring.payload(entry))
+            self._fill_masks(entry, [*last])
+            self._replay(entry, graphs.head[size])
+            results = self._ring.results(entry)
+        if graphs.follow:
+            entry = self._entry(NO_UPDATES)
+            hits = [chunk.slot for chunk in chunks if chunk.start > 0 and chunk.slot in self._fresh]
+            self._fresh.difference_update(chunk.slot for chunk in chunks)
+            bucket = fill_followed(self._layout, chunks, hits, self._ring.payload(entry))
+            self._replay(entry, graphs.follow[bucket])
+        return results
 
     def _launch_round(
         self, graphs: Graphs, rows: tuple[DecodeRow, ...], updates: Pairs

@@ -82,9 +82,14 @@ class GraphLayout(Struct, frozen=True, kw_only=True):
         """Payload: token, slot and position of each row, then the tiles."""
         return 3 * num_rows + 4 * self.num_tiles(num_rows)
 
+    def follow_words(self, num_rows: int) -> int:
+        """Payload: token, slot and position of each row and the token behind it, then hits."""
+        return 4 * num_rows + self.max_chunks
+
     @property
     def payload_words(self) -> int:
-        return max(2 * self.decode[-1], self.prefill_words(self.prefill[-1]))
+        most = self.prefill[-1]
+        return max(2 * self.decode[-1], self.prefill_words(most), self.follow_words(most))
 
     @property
     def record_words(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,21 +15,26 @@ from drift_sdk._kernels.sampled_rows import SampleBuffers
 from drift_sdk._kernels.staging import advance, enter, gather_rows
 from drift_sdk._kernels.token_counts import count_tokens
 from drift_sdk._kernels.tuning import TunedTable
-from drift_sdk.execution.decode_forward import DecodeForward, Rows
+from drift_sdk.drafts import NGram
+from drift_sdk.execution.decode_forward import DecodeForward, Rows, captures
 from drift_sdk.execution.device import Device, Replay
+from drift_sdk.execution.eagle_rounds import EagleRounds
 from drift_sdk.execution.graph_layout import EXACT_TILE_ROWS, GraphLayout
+from drift_sdk.execution.ngram_rounds import NGramRounds
 from drift_sdk.execution.paged_cache import PagedCache
 from drift_sdk.execution.prefill_forward import PrefillForward
 from drift_sdk.execution.ring import Ring
+from drift_sdk.execution.round_drafter import RoundDrafter
 from drift_sdk.execution.slot_table import SlotTable
 from drift_sdk.execution.token_head import TokenHead
 from drift_sdk.execution.workspace import Workspace
 from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.steps import ExecutorLimits
 
 __all__ = ["Graphs"]
 
-PREFILL_HIDDEN = "prefill_hidden"
+PREFILL_HIDDEN, PREFILL_CAPTURED = "prefill_hidden", "prefill_captured"
 
 Report = Callable[[str, float], None]
 Step = Callable[[], None]
@@ -40,7 +45,7 @@ class Graphs:
 
     update: makes updates and nothing else. decode[B, K]: a round of B slots with K drafts each.
     prefill[N]: chunks of N tokens. head[B]: samples behind the last rows of B finished prompts, from
-    `prefill_hidden`.
+    `prefill_hidden`. follow[N]: what a drafter takes in of a prefill step, behind its head.
     """
 
     def __init__(
@@ -53,8 +58,9 @@ class Graphs:
         ring: Ring,
         tuned: TunedTable,
         *,
+        draft: DraftDecoder | NGram | None,
         report: Report,
-        simulated_length: float | None = None,
+        simulated_length: float | None,
     ) -> None:
         self._device, self._decoder, self._table, self._ring = device, decoder, table, ring
         self._layout, self._tuned, self._simulated_length = layout, tuned, simulated_length
@@ -72,14 +78,19 @@ class Graphs:
         if layout.is_exact:
             self._exact = self._attention_memory(most // EXACT_TILE_ROWS, EXACT_TILE_ROWS)
 
+        self._drafter = self._open_drafter(draft, limits)
         self.prefill: dict[int, Replay] = {}
+        self.follow: dict[int, Replay] = {}
         self.decode: dict[tuple[int, int], Replay] = {}
         self.head: dict[int, Replay] = {}
         self._replays: list[Replay] = []
-        self._num_steps = len(layout.prefill) + len(layout.decode) * (1 + len(layout.drafts)) + 1
+        num_prefills = len(layout.prefill) * (1 if draft is None else 2)
+        self._num_steps = num_prefills + len(layout.decode) * (1 + len(layout.drafts)) + 1
         self._report = report
         for size in reversed(layout.prefill):
             self.prefill[size] = self._capture(self._prefill_step(size))
+            if self._drafter is not None:
+                self.follow[size] = self._capture(self._follow_step(size, self._drafter))
         for num_slots in reversed(layout.decode):
             for num_drafts in reversed(layout.drafts):
                 step = self._round_step(num_slots, num_drafts)
@@ -115,12 +126,25 @@ class Graphs:
         slots, max_drafts = self._inbox[: 2 * num_slots].view(2, num_slots)
         forward = self._decode_forward(rows, self._attention, "hidden", rows_per_slot)
         head = self._token_head(rows, rows_per_slot)
+        drafter = self._drafter
 
         def step() -> None:
             self._enter(2 * num_slots)
             gather_rows(slots, max_drafts, self._table.state, rows.slot, rows.token, rows.position)
+            if drafter is not None:
+                drafter.propose(rows, num_slots=num_slots, num_draft_tokens=num_drafts)
             forward.run()
             head.run(forward.normed)
+            if drafter is not None:
+                drafter.follow(
+                    rows,
+                    num_slots=num_slots,
+                    num_draft_tokens=num_drafts,
+                    captured=forward.captured,
+                    hidden=forward.hidden,
+                    chosen=self._samples.chosen[: rows.slot.shape[0]],
+                    emitted=head.emitted,
+                )
 
         return step
 
@@ -154,7 +178,14 @@ class Graphs:
             tiles = self._inbox[3 * num_rows : layout.prefill_words(num_rows)].view(num_tiles, 4)
             attention = prefill_attention_config(self._decoder.config.head_dim, self._decoder.dtype)
             forward = PrefillForward(
-                self._decoder, self._cache, table.block_table, rows, tiles, self._workspace, attention
+                self._decoder,
+                self._cache,
+                table.block_table,
+                rows,
+                tiles,
+                self._workspace,
+                attention,
+                self._boundaries,
             )
 
         def step() -> None:
@@ -164,6 +195,58 @@ class Graphs:
             advance(self._ring.counter)
 
         return step
+
+    def _follow_step(self, num_rows: int, drafter: RoundDrafter) -> Step:
+        """What the drafter takes in of a prefill step, once the tokens behind its rows are known."""
+        layout = self._layout
+        token, slot, position, next_token = self._inbox[: 4 * num_rows].view(4, num_rows)
+        hits = self._inbox[4 * num_rows : layout.follow_words(num_rows)]
+        rows = Rows(slot=slot, token=token, position=position)
+        size, dtype = self._decoder.config.hidden_size, self._decoder.dtype
+        captured = captures(self._workspace, PREFILL_CAPTURED, self._boundaries, num_rows, size, dtype)
+
+        def step() -> None:
+            self._enter(layout.follow_words(num_rows))
+            drafter.follow_prefill(
+                rows,
+                next_token=next_token,
+                hits=hits,
+                last_token=self._table.state.last_token,
+                captured=list(captured.values()),
+                hidden=self.prefill_hidden[:num_rows],
+            )
+            advance(self._ring.counter)
+
+        return step
+
+    @property
+    def _boundaries(self) -> Sequence[int]:
+        return self._drafter.boundaries if self._drafter is not None else ()
+
+    def _open_drafter(
+        self, draft: DraftDecoder | NGram | None, limits: ExecutorLimits
+    ) -> RoundDrafter | None:
+        if draft is None:
+            return None
+
+        table, layout = self._table, self._layout
+        if isinstance(draft, NGram):
+            return NGramRounds(
+                table.history, self._workspace, min_length=draft.min_length, max_length=draft.max_length
+            )
+
+        return EagleRounds(
+            draft,
+            self._decoder,
+            limits,
+            table.block_table,
+            table.columns,
+            self._workspace,
+            self._tuned,
+            max_num_slots=layout.decode[-1],
+            max_draft_tokens=layout.drafts[-1],
+            max_prefill_rows=layout.prefill[-1],
+        )
 
     def _attention_memory(self, num_sequences: int, num_rows: int) -> AttentionScratch:
         config = self._decoder.config
@@ -188,7 +271,9 @@ class Graphs:
             self._tuned,
             attention,
             hidden=hidden,
+            captured=PREFILL_CAPTURED if hidden == PREFILL_HIDDEN else "captured",
             rows_per_sequence=rows_per_sequence,
+            boundaries=self._boundaries,
         )
 
     def _token_head(self, rows: Rows, rows_per_slot: int) -> TokenHead:

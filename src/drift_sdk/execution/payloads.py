@@ -11,7 +11,7 @@ from drift_sdk._kernels.prefill_tiles import prefill_tiles
 from drift_sdk.execution.graph_layout import GraphLayout, bucket_of
 from drift_sdk.steps import PrefillChunk
 
-__all__ = ["fill_chunks", "fill_slots", "first_rows"]
+__all__ = ["fill_chunks", "fill_followed", "fill_slots", "first_rows"]
 
 Words = NDArray[np.int32]
 
@@ -41,6 +41,33 @@ def fill_chunks(layout: GraphLayout, chunks: Sequence[PrefillChunk], payload: Wo
         tiles = payload[3 * num_rows : layout.prefill_words(num_rows)].reshape(-1, 4)
         sizes = [(chunk.slot, chunk.start, len(chunk.token_ids)) for chunk in chunks]
         prefill_tiles(sizes, layout.tile_rows, tiles)
+    return num_rows
+
+
+def fill_followed(
+    layout: GraphLayout, chunks: Sequence[PrefillChunk], hits: Sequence[int], payload: Words
+) -> int:
+    """The payload of what a drafter takes in of a prefill step; the bucket it is for.
+
+    hits: slots whose chunk is the first behind a prefix hit.
+    """
+    ends = first_rows(layout, chunks)
+    num_rows = bucket_of(layout.prefill, ends[-1])
+    token, slot, position, following = payload[: 4 * num_rows].reshape(4, num_rows)
+    hit_rows = payload[4 * num_rows : layout.follow_words(num_rows)]
+    slot[:] = -1
+    following[:] = -1
+    hit_rows[:] = -1
+    for index, (chunk, first) in enumerate(zip(chunks, ends, strict=False)):
+        last = first + len(chunk.token_ids) - 1
+        token[first : last + 1] = chunk.token_ids
+        slot[first : last + 1] = chunk.slot
+        position[first : last + 1] = np.arange(chunk.start, chunk.start + len(chunk.token_ids))
+        following[first:last] = chunk.token_ids[1:]
+        following[last] = -1 if chunk.next_token_id is None else chunk.next_token_id
+        if chunk.slot in hits:
+            hit_rows[index] = first
+
     return num_rows
 
 

@@ -65,16 +65,18 @@ class Updates:
 class SlotTable:
     """Rows for `limits.max_num_seqs` slots.
 
-    words: the arena, int32. columns, state, block_table [S, max_blocks] int32: views of it.
+    words: the arena, int32. columns, state, block_table [S, max_blocks] int32: views of it. history
+    [S, max_model_len + 1] int32: the token at each position, for drafters that want it.
     """
 
-    def __init__(self, limits: ExecutorLimits, device: torch.device) -> None:
+    def __init__(self, limits: ExecutorLimits, device: torch.device, *, has_history: bool = False) -> None:
         num_slots, vocab_size = limits.max_num_seqs, limits.vocab_size
         max_blocks = -(-(limits.max_model_len + 1) // limits.block_size) + 1
         num_words = num_mask_words(vocab_size)
         self._num_slots = num_slots
         widths = {name: dtype.itemsize // 4 for name, dtype in COLUMNS.items()}
         widths |= {"block_table": max_blocks, "bias": vocab_size, "counts": vocab_size}
+        widths["history"] = limits.max_model_len + 1 if has_history else 0
         widths |= dict.fromkeys(("prompt_bits", "stop_bits", "allowed_bits"), num_words)
         ends = list(accumulate(width * num_slots for width in widths.values()))
         self.words = torch.zeros(ends[-1], dtype=torch.int32, device=device)
@@ -85,6 +87,7 @@ class SlotTable:
             for name in widths
         }
         self.block_table = table.pop("block_table").view(num_slots, max_blocks)
+        self.history = table.pop("history").view(num_slots, -1)
         state = {name: table.pop(name) for name in ("length", "last_token", "finish", "max_length")}
         self.state = SlotState(**state)
         self.columns = SlotColumns(
@@ -113,8 +116,10 @@ class SlotTable:
             addends = np.array([addend for _, addend in sampling.logit_bias], dtype=np.float32)
             self.columns.bias[slot].zero_()
             self._set(updates, "bias", slot, addends.view(np.int32), biased)
+        cached = np.array(assignment.cached_token_ids, dtype=np.int64)
+        if self._widths["history"]:
+            self._set(updates, "history", slot, cached.astype(np.int32))
         if flags & SlotFlag.PENALTIES:
-            cached = np.array(assignment.cached_token_ids, dtype=np.int64)
             prompt, output = np.split(cached, [sampling.num_prompt_tokens])
             self._set_bits(updates, "prompt_bits", slot, self.columns.prompt_bits, prompt)
             ids, counts = np.unique(output, return_counts=True)

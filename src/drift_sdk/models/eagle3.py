@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from drift_sdk.errors import ModelLoadError
 from drift_sdk.loading.draft import DraftTensors, read_target_ids
 from drift_sdk.loading.random import RandomTensors
-from drift_sdk.loading.source import resolve
+from drift_sdk.loading.source import Source, resolve
 from drift_sdk.models.attention import AttentionBatch
 from drift_sdk.models.decoder import Decoder, rms_norm
 from drift_sdk.models.draft_config import DraftConfig
@@ -26,6 +26,13 @@ __all__ = ["SLOT_OFFSET", "DraftDecoder"]
 # Row i, of position i, holds (feature of token i, token i + 1). It lies at the slot of token i + 1, so that a
 # block's draft keys and values follow from the block's own tokens and those before.
 SLOT_OFFSET = 1
+
+
+def _read_config(source: Source, target: Decoder, aux_layer_convention: str | None) -> DraftConfig:
+    try:
+        return DraftConfig.from_hf(source.config, target.config, aux_layer_convention=aux_layer_convention)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{source.path}: {error}") from error
 
 
 class DraftDecoder:
@@ -61,12 +68,7 @@ class DraftDecoder:
         target.
         """
         source = resolve(folder, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only)
-        settings = source.config
-        try:
-            config = DraftConfig.from_hf(settings, target.config, aux_layer_convention=aux_layer_convention)
-        except ModelLoadError as error:
-            raise ModelLoadError(f"{source.path}: {error}") from error
-
+        config = _read_config(source, target, aux_layer_convention)
         tensors = DraftTensors(source.path)
         ids = read_target_ids(tensors, config.vocab_size, config.draft_vocab_size)
         return cls(config, load_draft_weights(config, tensors, ids, target.weights), target)
@@ -82,6 +84,20 @@ class DraftDecoder:
             torch.arange(config.draft_vocab_size, device="cpu") * config.vocab_size // config.draft_vocab_size
         )
         return cls(config, load_draft_weights(config, tensors, ids, target.weights), target)
+
+    @classmethod
+    def load_random(
+        cls,
+        folder: str | Path,
+        target: Decoder,
+        *,
+        aux_layer_convention: str | None = None,
+        cache_dir: str | Path | None = None,
+        local_files_only: bool = False,
+    ) -> Self:
+        """Random weights for the config in a folder or hub id; ModelLoadError if it does not fit."""
+        source = resolve(folder, revision=None, cache_dir=cache_dir, local_files_only=local_files_only)
+        return cls.random(_read_config(source, target, aux_layer_convention), target)
 
     @property
     def device(self) -> torch.device:

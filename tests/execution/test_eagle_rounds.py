@@ -1,0 +1,276 @@
+"""The draft on the device against the eager drafter: the same steps, the same drafts, the same state."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from draft_zoo import make_draft
+
+from drift_sdk._kernels.tuning import TunedTable
+from drift_sdk.execution import draft_forward, eagle_rounds
+from drift_sdk.execution.decode_forward import Rows
+from drift_sdk.execution.draft_cache import DraftCache
+from drift_sdk.execution.drafters import EagleDrafter, Span, state_of
+from drift_sdk.execution.eagle_rounds import EagleRounds
+from drift_sdk.execution.slot_table import SlotTable
+from drift_sdk.execution.slots import Slot
+from drift_sdk.execution.workspace import Workspace
+from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.eagle3 import DraftDecoder
+from drift_sdk.steps import ExecutorLimits, SlotSampling
+
+pytestmark = [pytest.mark.kernel, pytest.mark.timeout(300)]
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+VOCAB_SIZE, NUM_TOKENS, MAX_CHUNKS = 160, 48, 2
+TARGET = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "hidden_act": "silu",
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+}
+# Temperature and seed of each slot.
+SAMPLINGS = [(0.0, 0), (0.9, 5), (1.4, 2**40 + 1)]
+
+
+class Pair:
+    """Both drafters through the same steps of a target whose features are drawn at random, once for each
+    slot and position."""
+
+    def __init__(self, variant: str, folder: Path, block_size: int = 8) -> None:
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(TARGET))
+        target = Decoder.random(DecoderConfig.from_hf(TARGET), device=DEVICE, dtype=torch.float32)
+        make_draft(variant, folder / "draft", folder)
+        draft = DraftDecoder.load(folder / "draft", target)
+        max_blocks = -(-NUM_TOKENS // block_size)
+        limits = ExecutorLimits(
+            max_num_seqs=3,
+            max_model_len=NUM_TOKENS,
+            num_blocks=3 * max_blocks,
+            block_size=block_size,
+            vocab_size=VOCAB_SIZE,
+        )
+        self.draft, self.block_size = draft, block_size
+        self.eager = EagleDrafter(draft, target, limits)
+        self.table = SlotTable(limits, torch.device(DEVICE))
+        self.rounds = EagleRounds(
+            draft,
+            target,
+            limits,
+            self.table.block_table,
+            self.table.columns,
+            Workspace(torch.device(DEVICE)),
+            TunedTable(),
+            max_num_slots=4,
+            max_draft_tokens=3,
+            max_prefill_rows=24,
+        )
+        self.generator = torch.Generator().manual_seed(0)
+        self.tokens = torch.randint(VOCAB_SIZE, (3, NUM_TOKENS), generator=self.generator)
+        shape = (len(draft.boundaries) + 1, 3, NUM_TOKENS, TARGET["hidden_size"])
+        self.features = torch.randn(shape, generator=self.generator)
+        blocks = torch.randperm(limits.num_blocks, generator=self.generator).view(3, max_blocks)
+        self.slots = []
+        for index, (temperature, seed) in enumerate(SAMPLINGS):
+            slot = Slot(
+                SlotSampling(
+                    temperature=temperature,
+                    top_k=0,
+                    top_p=1.0,
+                    min_p=0.0,
+                    seed=seed,
+                    stop_token_ids=(),
+                    num_prompt_tokens=1,
+                    max_length=NUM_TOKENS,
+                )
+            )
+            self.eager.enter(slot, ())
+            slot.place_blocks(0, tuple(blocks[index].tolist()))
+            self.table.columns.temperature[index] = temperature
+            self.table.columns.seed[index] = seed
+            self.table.block_table[index, :max_blocks] = blocks[index].int()
+            self.slots.append(slot)
+
+    def share(self, slot: int, other: int, num_blocks: int) -> None:
+        """`slot` found the first blocks of `other` in the prefix cache."""
+        size = num_blocks * self.block_size
+        self.tokens[slot, :size] = self.tokens[other, :size]
+        self.features[:, slot, :size] = self.features[:, other, :size]
+        self.slots[slot].block_table[:num_blocks] = self.slots[other].block_table[:num_blocks]
+        self.table.block_table[slot, :num_blocks] = self.table.block_table[other, :num_blocks]
+
+    def prefill(self, chunks: list[tuple[int, int, int]], num_rows: int = 16, gap: int = 1) -> None:
+        """Chunks (slot, start, end) with `gap` rows of padding behind each; all but the last chunk's next
+        tokens are known."""
+        inputs = self.ints([[-1] * num_rows, [2**31 - 1] * num_rows, [2**31 - 1] * num_rows])
+        following = self.ints([-1] * num_rows)
+        hits = self.ints([-1] * MAX_CHUNKS)
+        captured = self.step_features(num_rows)
+        spans = []
+        first = 0
+        for number, (index, start, end) in enumerate(chunks):
+            slot, rows = self.slots[index], slice(first, first + end - start)
+            inputs[0, rows] = index
+            inputs[1, rows] = self.tokens[index, start:end].int().to(DEVICE)
+            inputs[2, rows] = self.ints(list(range(start, end)))
+            following[rows] = self.tokens[index, start + 1 : end + 1].int().to(DEVICE)
+            if index == chunks[-1][0]:
+                following[rows.stop - 1] = -1
+                self.table.state.last_token[index] = self.tokens[index, end]
+            if start > state_of(slot).num_rows:
+                hits[number] = first
+            captured[:, rows] = self.features[:, index, start:end].to(DEVICE)
+            slot.length, slot.last_token = end + 1, int(self.tokens[index, end])
+            next_tokens = self.tokens[index, start + 1 : end + 1].tolist()
+            spans.append(Span(slot, start, int(self.tokens[index, start]), next_tokens, first))
+            first = rows.stop + gap
+
+        self.eager.follow(spans, list(captured[:-1]), captured[-1])
+        self.rounds.follow_prefill(
+            Rows(slot=inputs[0], token=inputs[1], position=inputs[2]),
+            next_token=following,
+            hits=hits,
+            last_token=self.table.state.last_token,
+            captured=list(captured[:-1]),
+            hidden=captured[-1],
+        )
+        self.compare([index for index, _, _ in chunks])
+
+    def round(self, num_drafts: int, plan: list[tuple[int, int, int]]) -> None:
+        """Of each entry (slot, cap, number of tokens emitted), slot -1 for padding."""
+        num_rows_each, num_slots = num_drafts + 1, len(plan)
+        num_rows = num_slots * num_rows_each
+        rows = Rows(
+            slot=self.ints([-1] * num_rows),
+            token=self.ints([-1] * num_rows),
+            position=self.ints([2**31 - 1] * num_rows),
+        )
+        chosen = torch.randint(VOCAB_SIZE, (num_rows,), generator=self.generator).int().to(DEVICE)
+        captured = self.step_features(num_rows)
+        for group, (index, cap, num_emitted) in enumerate(plan):
+            first = group * num_rows_each
+            chosen[first + num_emitted : first + num_rows_each] = -1 if index < 0 else chosen[first]
+            if index < 0:
+                continue
+
+            length = self.slots[index].length
+            rows.slot[first : first + cap + 1] = index
+            rows.token[first] = self.slots[index].last_token
+            rows.position[first : first + num_rows_each] = self.ints(
+                list(range(length - 1, length + num_drafts))
+            )
+            true = slice(length - 1, length - 1 + num_emitted)
+            captured[:, first : first + num_emitted] = self.features[:, index, true].to(DEVICE)
+            following = self.tokens[index, length : length + num_emitted]
+            chosen[first : first + num_emitted] = following.int().to(DEVICE)
+
+        live = [(group, *entry) for group, entry in enumerate(plan) if entry[0] >= 0]
+        drafts = self.eager.propose(
+            [self.slots[index] for _, index, _, _ in live], [cap for *_, cap, _ in live]
+        )
+        self.rounds.propose(rows, num_slots=num_slots, num_draft_tokens=num_drafts)
+        found = rows.token.view(num_slots, num_rows_each).tolist()
+        for (group, index, cap, _), draft in zip(live, drafts, strict=True):
+            assert len(draft) == cap
+            assert found[group] == [self.slots[index].last_token, *draft, *[-1] * (num_drafts - cap)]
+
+        spans = []
+        for group, index, _, num_emitted in live:
+            slot = self.slots[index]
+            end = slot.length + num_emitted
+            following = self.tokens[index, slot.length : end].tolist()
+            spans.append(Span(slot, slot.length - 1, slot.last_token, following, group * num_rows_each))
+            slot.length, slot.last_token = end, int(self.tokens[index, end - 1])
+        self.eager.follow(spans, list(captured[:-1]), captured[-1])
+        self.rounds.follow(
+            rows,
+            num_slots=num_slots,
+            num_draft_tokens=num_drafts,
+            captured=list(captured[:-1]),
+            hidden=captured[-1],
+            chosen=chosen,
+            emitted=self.ints([num_emitted for *_, num_emitted in plan]),
+        )
+        self.compare([index for _, index, _, _ in live])
+
+    def compare(self, slots: list[int]) -> None:
+        cache, eager, size = self.rounds.cache, self.eager, self.block_size
+        for index in slots:
+            slot = self.slots[index]
+            state = state_of(slot)
+            near(cache.outputs[index], state.hidden)
+            places = torch.arange(1, state.num_rows + 1, device=DEVICE)
+            table = torch.tensor(slot.block_table, device=DEVICE)
+            block, offset = table[places // size], places % size
+            for found, expected in ((cache.keys, eager._cache.keys), (cache.values, eager._cache.values)):
+                near(found[:, block, :, offset].transpose(0, 1), expected[:, block * size + offset])
+            blocks = table[: state.num_rows // size]
+            near(cache.block_features[blocks], eager._block_features[blocks])
+
+    def step_features(self, num_rows: int) -> torch.Tensor:
+        return torch.full((len(self.features), num_rows, TARGET["hidden_size"]), torch.nan, device=DEVICE)
+
+    @staticmethod
+    def ints(values: object) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def near(found: torch.Tensor, expected: torch.Tensor | None) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def check(pair: Pair) -> None:
+    """Prompts in chunks, a prefix hit beside another's chunk, drafts right, wrong and capped."""
+    pair.prefill([(0, 0, 11)])
+    pair.prefill([(1, 0, 1), (0, 11, 18)])
+    pair.round(3, [(0, 3, 4), (-1, 0, 0), (1, 2, 1)])
+    pair.share(2, 0, 2 * 8 // pair.block_size)
+    pair.prefill([(2, 16, 18)])
+    pair.round(3, [(1, 3, 2), (2, 3, 4), (0, 0, 1)])
+    pair.round(2, [(2, 2, 3)])
+    pair.round(0, [(0, 0, 1), (1, 0, 1)])
+    pair.round(2, [(2, 1, 1), (0, 2, 3), (1, 2, 3), (-1, 0, 0)])
+    pair.round(1, [(1, 1, 1)])
+
+
+VARIANTS = [
+    "reference",
+    "speculators",
+    "narrow",
+    "norm before fc",
+    "fc norm and output norm",
+    "final hidden",
+    "deep",
+    "biased",
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_state_and_drafts_are_the_eager_ones(variant: str, tmp_path: Path) -> None:
+    check(Pair(variant, tmp_path))
+
+
+def test_long_blocks_and_many_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of cuBLAS, tiles of keys within a block."""
+    monkeypatch.setattr(draft_forward, "MAX_MULTIPLY_ROWS", 2)
+    pair = Pair("biased", tmp_path, block_size=32)
+    pair.share = lambda slot, other, num_blocks: None
+    with torch.inference_mode():
+        pair.prefill([(0, 0, 11), (1, 0, 9)], num_rows=24, gap=4)
+        pair.prefill([(1, 9, 32)], num_rows=24)
+        pair.round(3, [(0, 3, 4), (1, 3, 2)])
+        pair.round(1, [(1, 1, 2), (0, 1, 1)])

@@ -1,0 +1,226 @@
+"""The graph executor against transformers on the same GPU: small models of every family, and a real one.
+
+float32: a token differs from the reference's only where its two best are within 1e-4.
+
+bfloat16, on a real model: at 480 greedy positions transformers in bfloat16 differs from itself in float32 at 3%,
+as far as 0.15 of log-probability; with the logits in float32, as the executor computes them, at 1.3%, as far as
+0.06 (the prompts below, on a CPU). Hence the bounds. Small random models have flat logits: there only the size
+of the error tells anything.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import anyio
+import pytest
+import smollm2
+import torch
+import transformers
+from model_zoo import make_model
+from torch import Tensor
+
+from drift_sdk import Completion, Engine, EngineConfig, SamplingParams
+from drift_sdk.loading.source import resolve
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+# Grouped heads of every ratio, each kind of rotation, biases, tied heads, odd sizes; every second one with
+# exact prefill.
+FP32_MODELS = (1, 3, 6, 10, 15, 17, 20, 23)
+BF16_MODELS = (0, 14, 24)
+NEAR_TIE = 0.15
+MAX_DIFFERING = 0.025
+QUESTIONS = (
+    "What is the capital of France?",
+    "Write a short poem about the sea.",
+    "Explain how a bicycle stays upright.",
+    "List five fruits and their colours.",
+    "Who wrote Romeo and Juliet?",
+    "Give me a recipe for pancakes.",
+    "What is 12 times 12?",
+    "Why is the sky blue?",
+    "Tell me a story about a dog and a cat.",
+    "How do I learn to play the guitar?",
+)
+
+
+def graph_config(**fields: Any) -> EngineConfig:
+    fields = {"max_num_seqs": 4, "max_model_len": 256, "kv_cache_tokens": 2048} | fields
+    return EngineConfig(device="cuda", executor="graph", **fields)
+
+
+@torch.inference_mode()
+def scores_after(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
+    """transformers' log-probabilities before each of the tokens, [len(tokens), vocab] float32."""
+    ids = torch.tensor([[*prompt, *tokens[:-1]]], device=model.device)
+    logits = model(ids, use_cache=False).logits[0, len(prompt) - 1 :]
+    return logits.float().log_softmax(-1)
+
+
+def in_bfloat16(model: Any) -> Any:
+    """A copy with weights of bfloat16; the rotation's frequencies stay as they are."""
+    rough = copy.deepcopy(model)
+    for parameter in rough.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    return rough
+
+
+class Comparison(NamedTuple):
+    """At each generated position: how much likelier transformers' best token is than the chosen one, and how
+    far the chosen one's log-probability is off. And the latter for transformers in bfloat16."""
+
+    regret: Tensor
+    error: Tensor
+    reference_error: Tensor
+
+
+def compare(exact: Any, rough: Any, prompt: Sequence[int], completion: Completion) -> Comparison:
+    tokens = torch.tensor(completion.token_ids, device="cuda")[:, None]
+    scores = scores_after(exact, prompt, completion.token_ids)
+    chosen = scores.gather(1, tokens)[:, 0]
+    assert completion.logprobs is not None
+    found = torch.tensor([entry.logprob for entry in completion.logprobs], device="cuda")
+    rough_chosen = scores_after(rough, prompt, completion.token_ids).gather(1, tokens)[:, 0]
+    regret = scores.max(-1).values - chosen
+    return Comparison(regret, (found - chosen).abs(), (rough_chosen - chosen).abs())
+
+
+def joined(comparisons: list[Comparison]) -> Comparison:
+    return Comparison(*(torch.cat(parts) for parts in zip(*comparisons, strict=True)))
+
+
+def ask_all(
+    model: str | Path, config: EngineConfig, prompts: Sequence[Sequence[int]], params: SamplingParams
+) -> list[Completion]:
+    async def main() -> list[Completion]:
+        async with Engine(model, config) as engine:
+            streams = [engine.generate(prompt, params) for prompt in prompts]
+            return [await stream for stream in streams]
+
+    return anyio.run(main)
+
+
+def random_prompts(index: int) -> list[list[int]]:
+    rng = random.Random(index)
+    return [[rng.randrange(3, 300) for _ in range(length)] for length in (1, 19, 70)]
+
+
+@pytest.mark.parametrize("index", FP32_MODELS)
+def test_greedy_tokens_equal_transformers_in_float32(index: int, tmp_path: Path) -> None:
+    model = make_model(index, tmp_path).to("cuda")
+    prompts = random_prompts(index)
+    config = graph_config(
+        dtype="float32",
+        prefill_token_budget=32,
+        block_size=8,
+        exact_prefill=FP32_MODELS.index(index) % 2 == 1,
+    )
+    params = SamplingParams(max_tokens=64, ignore_eos=True, logprobs=0)
+    for prompt, completion in zip(prompts, ask_all(tmp_path, config, prompts, params), strict=True):
+        found = compare(model, model, prompt, completion)
+        assert len(completion.token_ids) == 64 and len(set(completion.token_ids)) > 4
+        assert found.regret.max().item() <= 1e-4
+        assert found.error.max().item() < 1e-3
+
+
+@pytest.mark.parametrize("index", BF16_MODELS)
+def test_bfloat16_is_no_further_off_than_transformers(index: int, tmp_path: Path) -> None:
+    exact = make_model(index, tmp_path).to("cuda")
+    rough = in_bfloat16(exact)
+    prompts = random_prompts(index)
+    params = SamplingParams(max_tokens=64, ignore_eos=True, logprobs=0)
+    config = graph_config(dtype="bfloat16", prefill_token_budget=32, exact_prefill=index == 14)
+    completions = ask_all(tmp_path, config, prompts, params)
+    found = joined(
+        [compare(exact, rough, prompt, each) for prompt, each in zip(prompts, completions, strict=True)]
+    )
+    assert found.error.mean() <= 1.25 * found.reference_error.mean()
+    # A token is chosen wrongly only as far as the log-probabilities are off.
+    assert found.regret.max() <= 2 * max(found.error.max(), found.reference_error.max())
+
+
+@pytest.fixture(scope="module")
+def smollm2_models() -> tuple[Any, Any]:
+    """transformers' model on the dequantised weights, in float32 and in bfloat16."""
+    source = resolve(smollm2.path())
+    tensors = source.tensors()
+    rope = {name: value for name, value in source.config["rope_parameters"].items() if value is not None}
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**{**source.config, "rope_parameters": rope})
+    )
+    weights = {name: tensors.get(name).to(torch.float32) for name in tensors.names()}
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert set(missing) <= {"lm_head.weight"} and not unexpected
+    model.tie_weights()
+    model.to("cuda").eval()
+    return model, in_bfloat16(model)
+
+
+@pytest.fixture(scope="module")
+def smollm2_prompts() -> list[list[int]]:
+    source = resolve(smollm2.path())
+    tokenizer = source.tokenizer()
+    return [
+        tokenizer.encode(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n")
+        for question in QUESTIONS
+    ]
+
+
+@pytest.mark.parametrize(
+    ("budget", "exact_prefill"), [(512, False), (16, False), (16, True)], ids=["whole", "cut", "exact"]
+)
+def test_a_real_model_in_bfloat16_is_near_float32(
+    smollm2_models: tuple[Any, Any], smollm2_prompts: list[list[int]], budget: int, exact_prefill: bool
+) -> None:
+    """Whether prompts are prefilled at once or in chunks of 16 tokens."""
+    exact, rough = smollm2_models
+    config = graph_config(
+        dtype="bfloat16", max_num_seqs=10, prefill_token_budget=budget, exact_prefill=exact_prefill
+    )
+    params = SamplingParams(max_tokens=48, ignore_eos=True, logprobs=0)
+    completions = ask_all(smollm2.path(), config, smollm2_prompts, params)
+    found = joined(
+        [
+            compare(exact, rough, prompt, each)
+            for prompt, each in zip(smollm2_prompts, completions, strict=True)
+        ]
+    )
+    assert found.regret.shape == (480,)
+    report = (
+        f"{(found.regret > 0).sum().item()} of 480 tokens differ, the furthest by {found.regret.max():.3f}; "
+        f"mean error {found.error.mean():.4f}, transformers in bfloat16 {found.reference_error.mean():.4f}"
+    )
+    print(report)  # noqa: T201 - shown on failure, or with -s
+    assert found.regret.max() < NEAR_TIE, report
+    assert (found.regret > 0).float().mean() <= MAX_DIFFERING, report
+    assert found.error.mean() <= found.reference_error.mean(), report
+
+
+def test_a_real_model_in_float32_equals_transformers(
+    smollm2_models: tuple[Any, Any], smollm2_prompts: list[list[int]]
+) -> None:
+    model, _ = smollm2_models
+    params = SamplingParams(max_tokens=32, ignore_eos=True, logprobs=0)
+    config = graph_config(dtype="float32", prefill_token_budget=64)
+    completions = ask_all(smollm2.path(), config, smollm2_prompts, params)
+    for prompt, completion in zip(smollm2_prompts, completions, strict=True):
+        found = compare(model, model, prompt, completion)
+        assert found.regret.max().item() <= 1e-3
+        assert found.error.max().item() < 1e-3
+
+
+def test_the_chat_names_paris() -> None:
+    async def main() -> None:
+        async with Engine(
+            smollm2.path(), EngineConfig(device="cuda", executor="graph", max_num_seqs=4)
+        ) as engine:
+            messages = [{"role": "user", "content": QUESTIONS[0]}]
+            completion = await engine.chat(messages, SamplingParams(max_tokens=32))
+            assert "Paris" in completion.text
+
+    anyio.run(main)
