@@ -56,11 +56,13 @@ def candidates(weight: Weight, num_rows: int) -> Iterator[GemmConfig]:
         tiles = itertools.product(slices, (True,), (32, 64, 128), (tile_m,), (64, 128), (3, 4, 5, 6), (4,))
     else:
         shapes = (
-            (64, 64, 64, 4, 4), (64, 128, 64, 4, 4), (128, 64, 64, 4, 4), (128, 128, 64, 3, 8),
-            (128, 128, 64, 4, 8), (128, 128, 64, 3, 4), (64, 128, 128, 3, 4), (128, 256, 64, 3, 8),
-            (256, 128, 64, 3, 8),
+            (64, 64, 64, 4, 4), (64, 128, 64, 4, 4), (64, 256, 64, 3, 8), (64, 256, 64, 4, 4),
+            (128, 64, 64, 4, 4), (128, 64, 64, 5, 8), (128, 128, 64, 3, 8), (128, 128, 64, 4, 8),
+            (64, 128, 128, 3, 4), (128, 256, 64, 3, 8), (256, 128, 64, 3, 8),
         )  # fmt: skip
-        tiles = ((s, False, *shape) for s in slices for shape in shapes)
+        # Few tiles leave multiprocessors idle: slices spread over CTAs then pay for their partial sums.
+        spreads = (False, True) if len(slices) > 1 else (False,)
+        tiles = ((s, spread, *shape) for s in slices for spread in spreads for shape in shapes)
     for config in (GemmConfig(*tile) for tile in tiles):
         num_weight_tiles = 2 if weight.is_gated else 1
         size = (config.tile_n * num_weight_tiles + config.tile_m) * config.tile_k * 2 * config.num_stages
@@ -198,6 +200,9 @@ def main() -> None:
         gemms[key], provenance[key] = tune(weight)
         print(gpu_key(name), key, provenance[key], flush=True)
 
+    if arguments.out.exists():  # what was measured before stays
+        old = msgspec.json.decode(arguments.out.read_bytes(), type=TunedTable)
+        gemms, provenance = old.gemms | gemms, old.provenance | provenance
     table = TunedTable(gemms=gemms, provenance=provenance)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(table), indent=1) + b"\n")

@@ -14,4 +14,4 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in ("decode_forward", "eagle_rounds"):
         name = f"drift_sdk.execution.{module}.AttentionConfig"
-        monkeypatch.setattr(name, lambda: AttentionConfig(num_programs=6))
+        monkeypatch.setattr(name, lambda: AttentionConfig(num_programs=4))

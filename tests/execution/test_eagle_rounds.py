@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from draft_zoo import make_draft
 
+from drift_sdk._kernels.paged_attention import AttentionConfig
 from drift_sdk._kernels.tuning import TunedTable
-from drift_sdk.execution import draft_forward, eagle_rounds
+from drift_sdk.execution import draft_cache, draft_forward, eagle_rounds
 from drift_sdk.execution.decode_forward import Rows
-from drift_sdk.execution.draft_cache import DraftCache
 from drift_sdk.execution.drafters import EagleDrafter, Span, state_of
 from drift_sdk.execution.eagle_rounds import EagleRounds
 from drift_sdk.execution.slot_table import SlotTable
@@ -43,6 +44,13 @@ TARGET = {
 }
 # Temperature and seed of each slot.
 SAMPLINGS = [(0.0, 0), (0.9, 5), (1.4, 2**40 + 1)]
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each costs the interpreter a millisecond."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(eagle_rounds, "AttentionConfig", lambda: AttentionConfig(num_programs=4))
 
 
 class Pair:
@@ -234,43 +242,123 @@ def near(found: torch.Tensor, expected: torch.Tensor | None) -> None:
 
 @torch.inference_mode()
 def check(pair: Pair) -> None:
-    """Prompts in chunks, a prefix hit beside another's chunk, drafts right, wrong and capped."""
-    pair.prefill([(0, 0, 11)])
-    pair.prefill([(1, 0, 1), (0, 11, 18)])
-    pair.round(3, [(0, 3, 4), (-1, 0, 0), (1, 2, 1)])
-    pair.share(2, 0, 2 * 8 // pair.block_size)
-    pair.prefill([(2, 16, 18)])
-    pair.round(3, [(1, 3, 2), (2, 3, 4), (0, 0, 1)])
+    """A prompt, a prefix hit, a draft that was wrong in the middle, one that was right to its end."""
+    pair.prefill([(0, 0, 9)], num_rows=9)
+    pair.share(2, 0, 1)
+    pair.prefill([(2, 8, 9)], num_rows=2)
+    pair.round(2, [(0, 2, 2), (2, 1, 1)])
     pair.round(2, [(2, 2, 3)])
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "speculators",
+        "narrow",
+        "norm before fc",
+        "fc norm and output norm",
+        "final hidden",
+        "deep",
+        "biased",
+    ],
+)
+def test_state_and_drafts_are_the_eager_ones(variant: str, tmp_path: Path) -> None:
+    check(Pair(variant, tmp_path))
+
+
+@torch.inference_mode()
+def test_slots_of_all_kinds(tmp_path: Path) -> None:
+    """Chunks beside each other, a hit beside a chunk, padding, caps, rounds without drafts."""
+    pair = Pair("reference", tmp_path)
+    pair.prefill([(0, 0, 11)], num_rows=11)
+    pair.prefill([(1, 0, 1), (0, 11, 18)], num_rows=10)
+    pair.round(3, [(0, 3, 4), (-1, 0, 0), (1, 2, 1)])
+    pair.share(2, 0, 2)
+    pair.prefill([(1, 2, 3), (2, 16, 18)], num_rows=6)
+    pair.round(3, [(1, 3, 2), (2, 3, 4), (0, 0, 1)])
     pair.round(0, [(0, 0, 1), (1, 0, 1)])
     pair.round(2, [(2, 1, 1), (0, 2, 3), (1, 2, 3), (-1, 0, 0)])
     pair.round(1, [(1, 1, 1)])
 
 
-VARIANTS = [
-    "reference",
-    "speculators",
-    "narrow",
-    "norm before fc",
-    "fc norm and output norm",
-    "final hidden",
-    "deep",
-    "biased",
-]
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_state_and_drafts_are_the_eager_ones(variant: str, tmp_path: Path) -> None:
-    check(Pair(variant, tmp_path))
-
-
+@torch.inference_mode()
 def test_long_blocks_and_many_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of cuBLAS, tiles of keys within a block."""
     monkeypatch.setattr(draft_forward, "MAX_MULTIPLY_ROWS", 2)
-    pair = Pair("biased", tmp_path, block_size=32)
-    pair.share = lambda slot, other, num_blocks: None
-    with torch.inference_mode():
-        pair.prefill([(0, 0, 11), (1, 0, 9)], num_rows=24, gap=4)
-        pair.prefill([(1, 9, 32)], num_rows=24)
-        pair.round(3, [(0, 3, 4), (1, 3, 2)])
-        pair.round(1, [(1, 1, 2), (0, 1, 1)])
+    pair = Pair("reference", tmp_path, block_size=32)
+    pair.prefill([(0, 0, 7), (1, 0, 9)], num_rows=24, gap=4)
+    pair.prefill([(1, 9, 32)], num_rows=24)
+    pair.round(1, [(1, 1, 2), (0, 1, 1)])
+
+
+def rotate_by_place(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(draft_cache, "SLOT_OFFSET", 0)
+
+
+def see_the_first_place(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(eagle_rounds, "SLOT_OFFSET", 0)
+
+
+def keep_the_row_before(patch: pytest.MonkeyPatch) -> None:
+    original = eagle_rounds.keep_last_rows
+    patch.setattr(
+        eagle_rounds, "keep_last_rows", lambda slot, output, state: original(slot, output.roll(1, 0), state)
+    )
+
+
+def forget_hits(patch: pytest.MonkeyPatch) -> None:
+    original = EagleRounds.follow_prefill
+    patch.setattr(
+        EagleRounds,
+        "follow_prefill",
+        lambda rounds, rows, *, hits, **options: original(rounds, rows, hits=hits * 0 - 1, **options),
+    )
+
+
+def leave_what_was_drafted(patch: pytest.MonkeyPatch) -> None:
+    original = EagleRounds.follow
+
+    def follow(rounds: EagleRounds, *args: object, **options: object) -> None:
+        keys = rounds.cache.keys.clone()
+        original(rounds, *args, **options)
+        is_written = ~keys.isnan()
+        rounds.cache.keys[is_written] = keys[is_written]
+
+    patch.setattr(EagleRounds, "follow", follow)
+
+
+def follow_wrong_drafts(patch: pytest.MonkeyPatch) -> None:
+    original = eagle_rounds.round_rows
+    patch.setattr(
+        eagle_rounds,
+        "round_rows",
+        lambda slot, position, chosen, emitted, out: original(slot, position, chosen, emitted + 1, out),
+    )
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        rotate_by_place,
+        see_the_first_place,
+        keep_the_row_before,
+        forget_hits,
+        leave_what_was_drafted,
+        follow_wrong_drafts,
+    ],
+)
+def test_faults_are_seen(fault: Callable[[pytest.MonkeyPatch], None], tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        fault(patch)
+        with pytest.raises(AssertionError):
+            check(Pair("reference", tmp_path))
+
+
+@torch.inference_mode()
+def test_rounds_beyond_the_limits_are_refused(tmp_path: Path) -> None:
+    pair = Pair("reference", tmp_path)
+    with pytest.raises(ValueError, match="5 rows of 1 slots with 4 drafts each: .* at most 4 slots .* 3$"):
+        pair.round(4, [(-1, 0, 0)])
+
+    with pytest.raises(ValueError, match="10 rows of 5 slots"):
+        pair.round(1, [(-1, 0, 0)] * 5)

@@ -40,10 +40,7 @@ class Rows(Struct, frozen=True):
 def captures(
     workspace: Workspace, name: str, boundaries: Sequence[int], num_rows: int, size: int, dtype: torch.dtype
 ) -> dict[int, Tensor]:
-    """A buffer [num_rows, size] for the residual stream at each boundary, the outputs of some layers."""
-    if 0 in boundaries:
-        raise ValueError(f"boundaries={list(boundaries)}: expected each from 1")
-
+    """A buffer [num_rows, size] for the residual stream at each boundary."""
     return {index: workspace.take(f"{name}_{index}", (num_rows, size), dtype) for index in boundaries}
 
 
@@ -94,6 +91,8 @@ class DecodeForward:
         eps = decoder.config.rms_norm_eps
         first_norm = weights.layers[0].input_norm
         embed_norm(rows.token, rows.slot, weights.embedding, first_norm, self.hidden, self.normed, eps=eps)
+        if 0 in self._captured:
+            self._captured[0].copy_(self.hidden)
         plan_attention(rows.slot, rows.position, self._attention.plan, self._rows_per_sequence)
         norms = [layer.input_norm for layer in weights.layers[1:]] + [weights.final_norm]
         for index, (layer, next_norm) in enumerate(zip(weights.layers, norms, strict=True)):

@@ -69,6 +69,8 @@ class PrefillForward:
         eps = decoder.config.rms_norm_eps
         first_norm = weights.layers[0].input_norm
         embed_norm(rows.token, rows.slot, weights.embedding, first_norm, self.hidden, self._normed, eps=eps)
+        if 0 in self._captured:
+            self._captured[0].copy_(self.hidden)
         norms = [layer.input_norm for layer in weights.layers[1:]] + [weights.final_norm]
         for index, (layer, next_norm) in enumerate(zip(weights.layers, norms, strict=True)):
             _multiply(self._normed, layer.qkv, layer.qkv_bias, self._qkv)

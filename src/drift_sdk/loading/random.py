@@ -40,11 +40,16 @@ class RandomTensors:
         return self.location
 
     def get(self, name: str) -> torch.Tensor:
+        tensor = torch.empty(self._shapes[name], dtype=self._dtype, device=self._generator.device)
+        self.read_into(name, tensor)
+        return tensor
+
+    def read_into(self, name: str, place: torch.Tensor) -> None:
+        """Draw into `place`, on the source's device; other types get other numbers."""
         shape = self._shapes[name]
         # Seeded by name as well, so that a tensor does not depend on which were drawn before it; hashed into
         # 32 bits because the CPU's generator looks at no more.
         self._generator.manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
         mean = 1.0 if name.endswith("norm.weight") else 0.0
         deviation = shape[-1] ** -0.5 if len(shape) == 2 else 0.02
-        tensor = torch.empty(shape, dtype=self._dtype, device=self._generator.device)
-        return tensor.normal_(mean, deviation, generator=self._generator)
+        place.normal_(mean, deviation, generator=self._generator)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,24 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from drift_sdk.errors import ModelLoadError
+from drift_sdk.loading.tensors import check_dtype
 
 __all__ = ["INDEX_FILE", "SINGLE_FILE", "SafetensorsFolder"]
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+LENGTH_BYTES = 8
+CHUNK_BYTES = 1 << 24
 
 
 class _Index(msgspec.Struct):
     weight_map: dict[str, str]
+
+
+class _Entry(msgspec.Struct):
+    """Of a file's header. Offsets count from the header's end; the entry of metadata has none."""
+
+    data_offsets: tuple[int, int] = (0, 0)
 
 
 class SafetensorsFolder:
@@ -43,6 +53,7 @@ class SafetensorsFolder:
 
         self._files = files
         self._folder = folder
+        self._starts = {file: _starts(folder / file) for file in self._handles}
         stored = {file: set(handle.keys()) for file, handle in self._handles.items()}
         for name, file in files.items():
             if name not in stored[file]:
@@ -66,6 +77,53 @@ class SafetensorsFolder:
             raise ModelLoadError(f"{self.file(name)}: tensor {name} cannot be read: {error}") from error
 
         return tensor
+
+    def read_into(self, name: str, place: torch.Tensor) -> None:
+        """Read past the mapping that `get` gives views of: pages of it would stay beside what is made of
+        them."""
+        dtype = self.get(name).dtype
+        check_dtype(self, name, dtype)
+        file = self._files[name]
+        try:
+            with FileIO(self._folder / file) as stored:
+                stored.seek(self._starts[file][name])
+                _read_tensor(stored, dtype, place.view(-1))
+        except OSError as error:
+            raise ModelLoadError(f"{self.file(name)}: tensor {name} cannot be read: {error}") from error
+
+
+def _read_tensor(stored: FileIO, dtype: torch.dtype, place: torch.Tensor) -> None:
+    """Fill place [N] with the next N numbers of `dtype`."""
+    is_host = place.device.type == "cpu"
+    if is_host and place.dtype == dtype:
+        _read_bytes(stored, place)
+        return
+
+    # Through a piece of pinned memory, and converted on the device.
+    buffer = torch.empty(CHUNK_BYTES // dtype.itemsize, dtype=dtype, device="cpu", pin_memory=not is_host)
+    for part in place.split(len(buffer)):
+        piece = buffer[: len(part)]
+        _read_bytes(stored, piece)
+        part.copy_(piece.to(part.device))
+
+
+def _read_bytes(stored: FileIO, place: torch.Tensor) -> None:
+    rest = memoryview(place.view(torch.uint8).numpy())
+    while rest:
+        num_read = stored.readinto(rest)
+        if not num_read:
+            raise OSError("the file has become shorter")
+
+        rest = rest[num_read:]
+
+
+def _starts(path: Path) -> dict[str, int]:
+    """Where each tensor begins in a file that is known to be whole."""
+    with path.open("rb") as file:
+        num_bytes = int.from_bytes(file.read(LENGTH_BYTES), "little")
+        header = msgspec.json.decode(file.read(num_bytes), type=dict[str, _Entry])
+
+    return {name: LENGTH_BYTES + num_bytes + entry.data_offsets[0] for name, entry in header.items()}
 
 
 def _open(path: Path) -> Any:

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from drift_sdk.errors import ModelLoadError
-from drift_sdk.loading.tensors import TensorSource
+from drift_sdk.loading.tensors import InPlaceSource, TensorSource, check_dtype
 from drift_sdk.models.decoder_config import DecoderConfig
 
 __all__ = ["DecoderWeights", "LayerWeights", "load_weights", "tensor_shapes"]
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-STORED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +70,7 @@ def load_weights(
     _check_names(config, tensors)
     weights, places = _allocate(config, device, dtype)
     for num_loaded, (name, place) in enumerate(places.items(), start=1):
-        place.copy_(_read(tensors, name))
+        _fill(place, tensors, name)
         if on_tensor is not None:
             on_tensor(num_loaded, len(places))
 
@@ -114,14 +113,16 @@ def _check_tied_head(tensors: TensorSource) -> None:
         )
 
 
+def _fill(place: torch.Tensor, tensors: TensorSource, name: str) -> None:
+    if isinstance(tensors, InPlaceSource):
+        tensors.read_into(name, place)
+    else:
+        place.copy_(_read(tensors, name))
+
+
 def _read(tensors: TensorSource, name: str) -> torch.Tensor:
     tensor = tensors.get(name)
-    if tensor.dtype not in STORED_DTYPES:
-        raise ModelLoadError(
-            f"{tensors.file(name)}: tensor {name} is stored as {tensor.dtype}, "
-            "expected float32, bfloat16 or float16"
-        )
-
+    check_dtype(tensors, name, tensor.dtype)
     return tensor
 
 

@@ -1,0 +1,323 @@
+"""An engine on the graph executor: what it gives back, what it shares, how it ends and how it fails."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import fatal_child
+import pytest
+import torch
+from loops import on_every_loop, run, until
+from model_zoo import make_model
+
+from drift_sdk import Completion, Engine, EngineConfig, ExecutorError, JsonSchema, Regex, SamplingParams
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+VOCAB_SIZE = 500
+ENDLESS = SamplingParams(max_tokens=None, ignore_eos=True)
+
+Case = tuple[list[int], SamplingParams]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_model(0, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("other")
+    make_model(19, folder)
+    return folder
+
+
+def engine_of(folder: Path, executor: str = "graph", **fields: Any) -> Engine:
+    options = {"max_num_seqs": 8, "max_model_len": 256, "kv_cache_tokens": 4096, "block_size": 16} | fields
+    return Engine(folder, EngineConfig(device="cuda", executor=executor, dtype="float32", **options))
+
+
+def random_prompt(rng: random.Random, most: int = 90) -> list[int]:
+    return [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(1, most))]
+
+
+async def answers(engine: Engine, cases: Sequence[Case]) -> list[Completion]:
+    streams = [engine.generate(*case) for case in cases]
+    return [await stream for stream in streams]
+
+
+def varied_cases() -> list[Case]:
+    """Every field that the device has to know of."""
+    rng = random.Random(12)
+    ways: list[dict[str, Any]] = [
+        {},
+        {"logprobs": 5},
+        {"prompt_logprobs": 2, "logprobs": 0},
+        {"temperature": 0.8, "top_p": 0.9, "top_k": 30, "logprobs": 2},
+        {"temperature": 1.1, "min_p": 0.05, "stop_token_ids": tuple(rng.sample(range(VOCAB_SIZE), 40))},
+        {"logit_bias": {token: rng.uniform(-6, 6) for token in range(3, VOCAB_SIZE)}, "logprobs": 1},
+        {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.7},
+        {"allowed_token_ids": tuple(rng.sample(range(3, VOCAB_SIZE), 60)), "temperature": 0.7},
+        {"min_tokens": 12, "stop_token_ids": tuple(rng.sample(range(VOCAB_SIZE), 90))},
+        {"stop": ("e", "qu", "a "), "temperature": 0.9},
+        {"stop": "o", "include_stop": True, "min_tokens": 5},
+    ]
+    return [
+        (
+            random_prompt(rng),
+            SamplingParams(
+                max_tokens=rng.randint(1, 40), seed=index, ignore_eos=index % 5 > 0, **ways[index % len(ways)]
+            ),
+        )
+        for index in range(3 * len(ways))
+    ]
+
+
+def constrained_cases() -> list[Case]:
+    rng = random.Random(13)
+    item = {"type": "object", "properties": {"id": {"type": "integer"}, "on": {"type": "boolean"}}}
+    grammars = [
+        Regex("[a-z]{4,30}"),
+        JsonSchema({"type": "array", "items": {"enum": ["ab", "cd", 7]}, "minItems": 2, "maxItems": 8}),
+        JsonSchema({**item, "required": ["id", "on"], "additionalProperties": False}),
+        None,
+    ]
+    return [
+        (
+            random_prompt(rng),
+            SamplingParams(
+                max_tokens=30,
+                seed=index,
+                temperature=index % 3 * 0.7,
+                grammar=grammars[index % len(grammars)],
+            ),
+        )
+        for index in range(16)
+    ]
+
+
+def assert_near(found: Any, expected: Any) -> None:
+    """Log-probabilities, of tokens or of a prompt: ids equal, numbers as near as float32 is."""
+    assert (found is None) == (expected is None)
+    for entry, other in zip(found or (), expected or (), strict=True):
+        if other is None:
+            assert entry is None
+            continue
+
+        assert entry.token_id == other.token_id
+        assert abs(entry.logprob - other.logprob) < 1e-3
+        assert [token for token, _ in entry.top] == [token for token, _ in other.top]
+        assert all(abs(a - b) < 1e-3 for (_, a), (_, b) in zip(entry.top, other.top, strict=True))
+
+
+@pytest.mark.parametrize("exact_prefill", [False, True])
+@pytest.mark.parametrize("kind", ["varied", "constrained"])
+def test_answers_equal_the_eager_ones(folder: Path, kind: str, exact_prefill: bool) -> None:
+    """In float32: texts, tokens, ends, log-probabilities; prompts in chunks, more requests than slots."""
+    if kind == "constrained":
+        pytest.importorskip("llguidance")
+    cases = varied_cases() if kind == "varied" else constrained_cases()
+
+    async def main(executor: str) -> list[Completion]:
+        fields = {"exact_prefill": exact_prefill} if executor == "graph" else {}
+        async with engine_of(folder, executor, prefill_token_budget=64, **fields) as engine:
+            return await answers(engine, cases)
+
+    expected = anyio.run(main, "eager")
+    found = anyio.run(main, "graph")
+    for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert one.token_ids == other.token_ids, f"request {index}"
+        assert (one.text, one.finish_reason, one.stop_reason) == (
+            other.text,
+            other.finish_reason,
+            other.stop_reason,
+        )
+        assert one.parsed == other.parsed
+        assert_near(one.logprobs, other.logprobs)
+        assert_near(one.prompt_logprobs, other.prompt_logprobs)
+    assert len({one.finish_reason for one in found}) == 2
+
+
+def test_requests_with_thousands_of_settings_spare_their_neighbours(folder: Path) -> None:
+    """What enters slots at once may need more replays than the ring has entries, while others' results are
+    still in it."""
+    rng = random.Random(14)
+    bias = {token: rng.uniform(-6, 6) for token in range(3, VOCAB_SIZE)}
+
+    async def main(executor: str) -> list[tuple[int, ...]]:
+        found = []
+        async with engine_of(folder, executor, max_num_seqs=32, prefill_token_budget=2048) as engine:
+            for num_heavy in range(12, 20):
+                params = SamplingParams(max_tokens=30, ignore_eos=True, temperature=1.0, seed=num_heavy)
+                early = [engine.generate([5, 6, 7 + index], params) for index in range(4)]
+                for stream in early:
+                    await anext(stream)
+                heavy = [
+                    engine.generate(
+                        [9, index], SamplingParams(max_tokens=3, ignore_eos=True, logit_bias=bias, seed=index)
+                    )
+                    for index in range(num_heavy)
+                ]
+                found += [(await stream).token_ids for stream in (*early, *heavy)]
+        return found
+
+    assert anyio.run(main, "graph") == anyio.run(main, "eager")
+
+
+@on_every_loop
+def test_cancelling_in_flight_harms_nobody(folder: Path, loop: str) -> None:
+    rng = random.Random(15)
+    cases = [
+        (random_prompt(rng), SamplingParams(max_tokens=40, seed=index, temperature=0.8)) for index in range(6)
+    ]
+
+    async def main() -> None:
+        async with engine_of(folder, exact_prefill=True) as engine:
+            expected = await answers(engine, cases)
+            num_blocks = engine.stats().num_blocks
+            for num_chunks in (0, 1, 3, 10):
+                doomed = [engine.generate(prompt, ENDLESS) for prompt, _ in cases[:3]]
+                streams = [engine.generate(*case) for case in cases]
+                for stream in doomed:
+                    for _ in range(num_chunks):
+                        await anext(stream)
+                    stream.cancel()
+                for stream, completion in zip(streams, expected, strict=True):
+                    found = await stream
+                    assert (found.token_ids, found.text) == (completion.token_ids, completion.text)
+                assert [(await stream).finish_reason for stream in doomed] == ["cancelled"] * 3
+                await until(lambda: engine.stats().num_running == engine.stats().num_waiting == 0)
+                assert engine.stats().num_free_blocks == num_blocks
+
+    run(loop, main)
+
+
+def test_two_engines_at_once_are_as_each_alone(folder: Path, other_folder: Path) -> None:
+    """Opened, used and closed beside each other."""
+    rng = random.Random(16)
+    folders = (folder, other_folder)
+    cases = [
+        (
+            random_prompt(rng),
+            SamplingParams(max_tokens=40, seed=index, temperature=index % 2 * 0.8, logprobs=1),
+        )
+        for index in range(20)
+    ]
+
+    async def ask(folder: Path, found: dict[Path, list[Completion]]) -> None:
+        async with engine_of(folder, exact_prefill=True, prefill_token_budget=64) as engine:
+            for _ in range(3):
+                found[folder] = await answers(engine, cases)
+
+    async def main() -> None:
+        alone: dict[Path, list[Completion]] = {}
+        together: dict[Path, list[Completion]] = {}
+        for folder in folders:
+            await ask(folder, alone)
+        async with anyio.create_task_group() as tasks:
+            for folder in folders:
+                tasks.start_soon(ask, folder, together)
+        for folder in folders:
+            for one, other in zip(together[folder], alone[folder], strict=True):
+                assert (one.token_ids, one.logprobs) == (other.token_ids, other.logprobs)
+
+    anyio.run(main)
+
+
+def test_sleep_and_wake(folder: Path) -> None:
+    """Weights, graphs and KV go and come; a stream goes on where it was."""
+
+    async def main() -> None:
+        async with engine_of(folder, exact_prefill=True) as engine:
+            params = SamplingParams(max_tokens=200, temperature=0.9, seed=4, ignore_eos=True)
+            expected = await engine.generate([5, 6, 7], params)
+            stream = engine.generate([5, 6, 7], params)
+            await anext(stream)
+            await engine.sleep()
+            await engine.wake()
+            assert (await stream).token_ids == expected.token_ids
+
+    anyio.run(main)
+
+
+def test_too_large_a_cache_is_a_typed_error_and_leaves_the_process_usable(folder: Path) -> None:
+    async def main() -> None:
+        for _ in range(2):
+            with pytest.raises(ExecutorError, match="too little memory.*kv_cache_tokens") as caught:
+                await engine_of(folder, kv_cache_tokens=2**31 - 1).start()
+            assert not caught.value.process_unusable
+            assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+            del caught
+        async with engine_of(folder) as engine:
+            assert (
+                len((await engine.generate([5, 6], SamplingParams(max_tokens=8, ignore_eos=True))).token_ids)
+                == 8
+            )
+
+    anyio.run(main)
+
+
+def test_a_failed_step_closes_this_engine_only(folder: Path) -> None:
+    """An error that CUDA recovers from, in the middle of a round."""
+
+    async def main() -> None:
+        async with engine_of(folder) as healthy, engine_of(folder) as broken:
+            params = SamplingParams(max_tokens=100, ignore_eos=True)
+            expected = (await healthy.generate([5, 6], params)).token_ids
+            streams = [broken.generate([5, 6], ENDLESS) for _ in range(3)]
+            others = [healthy.generate([5, 6], params) for _ in range(3)]
+            for stream in streams:
+                await anext(stream)
+
+            def failing() -> None:
+                raise RuntimeError("CUDA error: invalid configuration argument")
+
+            for replay in broken._driver._executor._graphs.decode.values():
+                replay.launch = failing
+            for stream in streams:
+                with pytest.raises(ExecutorError, match="invalid configuration argument") as caught:
+                    await stream
+                assert not caught.value.process_unusable
+            for other in others:
+                assert (await other).token_ids == expected
+        async with engine_of(folder) as engine:
+            assert (await engine.generate([5, 6], params)).token_ids == expected
+
+    anyio.run(main)
+
+
+def test_a_fatal_error_reaches_every_stream_and_the_process_ends_by_itself(
+    folder: Path, other_folder: Path
+) -> None:
+    """Both engines' streams: the context that they share is lost."""
+    command = [sys.executable, fatal_child.__file__, str(folder), str(other_folder)]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None
+        line = child.stdout.readline()
+        told_at = time.monotonic()
+        _, stderr = child.communicate(timeout=30)
+        end_s = time.monotonic() - told_at
+    finally:
+        child.kill()
+    assert line, stderr
+    report = json.loads(line)
+    assert len(report["failures"]) == 6
+    for failure in report["failures"]:
+        assert failure["type"] == "ExecutorError" and failure["is_unusable"], (failure, stderr)
+        assert "no engine of this process" in failure["message"]
+    assert report["late"] == ["unusable", "unusable"]
+    assert report["close_s"] < 5.0
+    assert child.returncode == 0, stderr
+    assert end_s < 15.0
+    assert "terminate called" not in stderr
