@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 
+import placement
 import pytest
 import torch
 from hypothesis import settings
@@ -21,6 +22,20 @@ settings.load_profile("drift")
 # A shell's background jobs ignore Ctrl-C, and so would the programs that tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--executor",
+        choices=placement.EXECUTORS,
+        default="eager",
+        help="what runs the engines of tests/engine/test_constraints.py, tests/parity/test_batching.py and "
+        "tests/parity/test_processors.py: eagerly on the CPU, or by graphs on a GPU",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    placement.use(config.getoption("--executor"))
 
 
 @pytest.fixture(autouse=True)

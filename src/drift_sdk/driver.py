@@ -90,8 +90,8 @@ class Driver:
             self.model_text, self.executor_name = model.text, model.executor_name
             self._scheduler = Scheduler(model.scheduling)
             self._executor = model.executor
-            self._publish_stats()
             self.recorder.opened(model, time.monotonic() - started_at)
+            self._publish_stats()
             self._intake.open()
             self.opened.set()
             self._serve()

@@ -19,9 +19,9 @@ from drift_sdk.errors import ConfigError, EngineClosed, RequestError
 from drift_sdk.feed import Feed
 from drift_sdk.mapping import map_prompts
 from drift_sdk.metrics import EngineStats
-from drift_sdk.opened_model import OpenedModel
+from drift_sdk.opened_model import OpenedModel, open_timed
 from drift_sdk.params import MAX_SEED, SamplingParams
-from drift_sdk.progress import Progress, reporter
+from drift_sdk.progress import Progress, Report, reporter
 from drift_sdk.request import ModelText, Prompt, Request
 from drift_sdk.results import Completion
 from drift_sdk.stream import TokenStream
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine"]
 
-OpenModel = Callable[[Callable[[str, float], None]], OpenedModel]
+OpenModel = Callable[[Report], OpenedModel]
 """Opens a model, reporting (stage, fraction done) as it goes; runs on the engine's thread."""
 
 
@@ -268,7 +268,7 @@ class Engine:
     def _opener(self) -> Callable[[], OpenedModel]:
         """What the engine's thread calls to open the model; it must not hold the engine itself."""
         open_model, report = self._open, reporter(self._on_progress)
-        return lambda: open_model(report)
+        return lambda: open_timed(open_model, report)
 
     def _running_driver(self) -> Driver:
         if self._driver is None:
@@ -291,7 +291,7 @@ class Engine:
             warnings.warn(message, ResourceWarning, stacklevel=2, source=self)
 
 
-def open_files(model: str | Path, config: EngineConfig, report: Callable[[str, float], None]) -> OpenedModel:
+def open_files(model: str | Path, config: EngineConfig, report: Report) -> OpenedModel:
     # Imported here, on the engine's thread: `import drift_sdk` loads no torch.
     from drift_sdk.opening import open_model
 

@@ -30,7 +30,8 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     come, and how many of them the prefix cache held; tokens generated. Rounds of a sequence with drafted
     tokens, the tokens drafted in them, and those the model said too; `accepted_at[i]`: rounds in which draft
     i was right, and all before. Rows of a speculating engine without a draft, by the reason. `step_seconds`
-    sums the device time of `num_steps` steps.
+    sums the device time of `num_steps` steps. `start_seconds`: the stages of starting and how long each took,
+    in order; "imports" is what comes before the first report, torch's mostly.
     """
 
     num_running: int = 0
@@ -64,6 +65,7 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     num_undrafted_by_drafter: int = 0
     num_steps: int = 0
     step_seconds: float = 0.0
+    start_seconds: tuple[tuple[str, float], ...] = ()
 
     @property
     def kv_use(self) -> float:

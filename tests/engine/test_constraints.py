@@ -17,11 +17,11 @@ import msgspec
 import pytest
 from loops import on_every_loop, run, until
 from model_zoo import make_model
+from placement import engine_config
 
 from drift_sdk import (
     Completion,
     Engine,
-    EngineConfig,
     JsonSchema,
     Lark,
     Regex,
@@ -53,8 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def small(folder: Path, **options: Any) -> Engine:
-    options = {"dtype": "float32", "device": "cpu", "max_model_len": 256} | options
-    return Engine(folder, EngineConfig(**options))
+    return Engine(folder, engine_config(**{"max_model_len": 256, **options}))
 
 
 # A scripted model says what it says: its grammars only follow along.

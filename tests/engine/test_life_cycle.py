@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 import signal
 import subprocess
@@ -266,6 +267,34 @@ def test_progress_is_reported_on_the_loop() -> None:
         assert [progress.stage for progress in seen] == ["ready"]
 
     run("asyncio", main)
+
+
+async def test_the_stages_of_starting_are_timed(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "drift_sdk")
+    engine = scripted_engine("ok")
+    opens = engine._open
+
+    def open_in_stages(report) -> OpenedModel:
+        time.sleep(0.02)
+        report("find", 0.0)
+        for fraction in (0.0, 0.5, 1.0):
+            report("load weights", fraction)
+            time.sleep(0.02)
+        return opens(report)
+
+    engine._open = open_in_stages
+    async with engine:
+        stages = engine.stats().start_seconds
+        assert [stage for stage, _ in stages] == ["imports", "find", "load weights"]
+        lengths = dict(stages)
+        assert lengths["imports"] >= 0.02 and lengths["load weights"] >= 0.06
+        assert 0.0 <= lengths["find"] < 0.02
+        await engine.generate("x")
+        assert engine.stats().start_seconds == stages
+
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+    parts = [f"{stage} {length:.2f} s" for stage, length in stages]
+    assert said[0] == f"started: {', '.join(parts)}"
 
 
 def failing_open(report) -> OpenedModel:

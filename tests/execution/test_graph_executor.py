@@ -24,20 +24,31 @@ from drift_sdk.steps import Executor, ExecutorLimits, SlotOutput, SlotSampling, 
 pytestmark = [pytest.mark.kernel, pytest.mark.timeout(300)]
 
 IS_GPU = torch.cuda.is_available()
-NUM_TOKENS = 4
-TINY = {
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "max_position_embeddings": 64,
-    "rope_theta": 1000.0,
-}
-# Families, and groups of 1, 2 and 3 heads: as many programs as can be borne. A GPU takes whole models.
+NUM_TOKENS = 3
+
+
+def tiny(family: str, num_layers: int, heads: tuple[int, int, int], **more: object) -> dict[str, object]:
+    num_heads, num_kv_heads, head_dim = heads
+    return {
+        "model_type": family,
+        "vocab_size": 300,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": 64,
+        "rope_theta": 1000.0,
+        **more,
+    }
+
+
+# Every program of every kernel is interpreted: models of so few that it can be borne. A GPU takes whole ones.
 TINY_MODELS = {
-    "llama": {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 8, "tie_word_embeddings": True},
-    "qwen2": {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16},
-    "qwen3": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6},
+    "llama": tiny("llama", 2, (3, 1, 8), tie_word_embeddings=True),
+    "qwen2": tiny("qwen2", 1, (2, 2, 16)),
+    "qwen3": tiny("qwen3", 1, (4, 2, 6)),
 }
 MODELS: list[str | int] = [0, 13, 20] if IS_GPU else [*TINY_MODELS]
 
@@ -48,7 +59,7 @@ Step = tuple[StepPlan, StepResult]
 def load(model: str | int, folder: Path) -> Decoder:
     """A tiny model by its family, or one of the zoo by its number."""
     if isinstance(model, str):
-        config = DecoderConfig.from_hf({"model_type": model} | TINY | TINY_MODELS[model])
+        config = DecoderConfig.from_hf(TINY_MODELS[model])
         return Decoder.random(config, device="cpu", dtype=torch.float32, seed=1)
 
     make_model(model, folder)
@@ -63,9 +74,7 @@ def limits_of(decoder: Decoder) -> ExecutorLimits:
     )
 
 
-def graph_executor(
-    decoder: Decoder, limits: ExecutorLimits, budget: int, **options: object
-) -> GraphExecutor:
+def graph_executor(decoder: Decoder, limits: ExecutorLimits, budget: int, **options: object) -> GraphExecutor:
     device = GpuDevice(0) if IS_GPU else InterpretedDevice()
     return GraphExecutor(device, decoder, limits, TunedTable(), prefill_token_budget=budget, **options)
 
@@ -84,7 +93,7 @@ def requests_of(seed: int) -> list[Request]:
         request([5], temperature=1.0, top_k=5, seed=2**40 + 1, stop_token_ids=stops),
         request([*shared, 9, 11], repetition_penalty=1.4, frequency_penalty=0.5, num_logprobs=0),
         request(random_tokens(6), allowed_token_ids=(17, 18, 19, 40), presence_penalty=0.7, num_logprobs=1),
-        request([*shared[:3], 8], num_prompt_logprobs=1, stop_token_ids=stops, min_length=7),
+        request([*shared[:3], 8], num_prompt_logprobs=1, stop_token_ids=stops, min_length=6),
     ]
 
 

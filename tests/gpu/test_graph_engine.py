@@ -68,7 +68,7 @@ def varied_cases() -> list[Case]:
         {"logit_bias": {token: rng.uniform(-6, 6) for token in range(3, VOCAB_SIZE)}, "logprobs": 1},
         {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.7},
         {"allowed_token_ids": tuple(rng.sample(range(3, VOCAB_SIZE), 60)), "temperature": 0.7},
-        {"min_tokens": 12, "stop_token_ids": tuple(rng.sample(range(VOCAB_SIZE), 90))},
+        {"min_tokens": 12, "stop_token_ids": tuple(rng.sample(range(VOCAB_SIZE), 60))},
         {"stop": ("e", "qu", "a "), "temperature": 0.9},
         {"stop": "o", "include_stop": True, "min_tokens": 5},
     ]
@@ -76,7 +76,10 @@ def varied_cases() -> list[Case]:
         (
             random_prompt(rng),
             SamplingParams(
-                max_tokens=rng.randint(1, 40), seed=index, ignore_eos=index % 5 > 0, **ways[index % len(ways)]
+                max_tokens=rng.randint(15, 40),
+                seed=index,
+                ignore_eos=index % 5 > 0,
+                **ways[index % len(ways)],
             ),
         )
         for index in range(3 * len(ways))
@@ -154,21 +157,22 @@ def test_requests_with_thousands_of_settings_spare_their_neighbours(folder: Path
     rng = random.Random(14)
     bias = {token: rng.uniform(-6, 6) for token in range(3, VOCAB_SIZE)}
 
+    def params(max_tokens: int, seed: int, **fields: Any) -> SamplingParams:
+        return SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=1.0, seed=seed, **fields)
+
     async def main(executor: str) -> list[tuple[int, ...]]:
         found = []
-        async with engine_of(folder, executor, max_num_seqs=32, prefill_token_budget=2048) as engine:
-            for num_heavy in range(12, 20):
-                params = SamplingParams(max_tokens=30, ignore_eos=True, temperature=1.0, seed=num_heavy)
-                early = [engine.generate([5, 6, 7 + index], params) for index in range(4)]
-                for stream in early:
-                    await anext(stream)
-                heavy = [
-                    engine.generate(
-                        [9, index], SamplingParams(max_tokens=3, ignore_eos=True, logit_bias=bias, seed=index)
-                    )
-                    for index in range(num_heavy)
-                ]
-                found += [(await stream).token_ids for stream in (*early, *heavy)]
+        async with engine_of(folder, executor, max_num_seqs=24, kv_cache_tokens=16_384) as engine:
+            for num_heavy in range(11, 20):
+                cases = [([5, 6, 7 + index], params(40, index)) for index in range(4)]
+                # These end in one step, and make room for all that have much to bring.
+                cases += [([8, index], params(6, index)) for index in range(20)]
+                cases += [([9, index], params(3, index, logit_bias=bias)) for index in range(num_heavy)]
+                await engine.pause()
+                streams = [engine.generate(*case) for case in cases]
+                await until(lambda: engine.stats().num_waiting == 24 + num_heavy)  # noqa: B023
+                await engine.resume()
+                found += [(await stream).token_ids for stream in streams]
         return found
 
     assert anyio.run(main, "graph") == anyio.run(main, "eager")

@@ -1,4 +1,4 @@
-"""A closed engine leaves nothing on the GPU. Alone in its file: what others use shows in the device's count."""
+"""A closed engine leaves nothing on the GPU. To be run alone: what others use shows in the device's count."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def check_cycles(folder: Path, config: EngineConfig) -> None:
     report = [(one - allocated, round((other - used) / MIB, 1)) for one, other in found]
     assert all(one <= allocated for one, _ in found), report
     assert all(other - used <= 64 * MIB for _, other in found), report
-    assert found[-1][1] - found[1][1] <= 8 * MIB, f"grows with each cycle: {report}"
+    assert found[-1][1] - found[1][1] <= 16 * MIB, f"grows with each cycle: {report}"
 
 
 def test_memory_comes_back(tmp_path: Path) -> None:

@@ -63,11 +63,11 @@ class Case:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("num_slices", [None, 1, 3])
-@pytest.mark.parametrize("is_residual_normed", [False, True])
-@pytest.mark.parametrize("size", [20, 64])
+@pytest.mark.parametrize(
+    ("size", "num_slices", "is_residual_normed"), [(64, None, False), (20, 1, True), (20, 3, False)]
+)
 def test_inputs(
-    size: int, is_residual_normed: bool, num_slices: int | None, dtype: torch.dtype, device: str
+    size: int, num_slices: int | None, is_residual_normed: bool, dtype: torch.dtype, device: str
 ) -> None:
     case = Case(dtype, device, size, num_slices, num_features=6)
     case.run(is_residual_normed=is_residual_normed, has_blocks=True)

@@ -22,11 +22,11 @@ def int32(values: object, device: str) -> torch.Tensor:
 
 
 def histories(slots: list[Slot | None], num_columns: int, device: str) -> torch.Tensor:
-    """Slot s lies in row len(slots) - s; behind a history, and in row 0, all tokens are equal."""
+    """Slot s lies in row len(slots) - s, all but its newest token; what is nobody's is all alike."""
     history = torch.full((len(slots) + 1, num_columns), 1, dtype=torch.int32)
     for index, slot in enumerate(slots):
         if slot is not None:
-            history[len(slots) - index, : len(slot[0])] = int32(slot[0], "cpu")
+            history[len(slots) - index, : len(slot[0]) - 1] = int32(slot[0][:-1], "cpu")
 
     return history.to(device)
 
@@ -56,7 +56,7 @@ def check(
         min_length=lengths[0],
         max_length=lengths[1],
     )
-    rounds.propose(rows, len(slots), num_draft_tokens)
+    rounds.propose(rows, num_slots=len(slots), num_draft_tokens=num_draft_tokens)
     expected_token, expected_slot = before.token.clone(), before.slot.clone()
     for index, slot in enumerate(slots):
         if slot is None:
@@ -144,7 +144,7 @@ def test_rounds_follow_what_turned_out_true(device: str) -> None:
     num_slots, num_draft_tokens, num_columns = 3, 3, 130
     history = torch.full((num_slots, num_columns), -9, dtype=torch.int32, device=device)
     rounds = NGramRounds(history, Workspace(torch.device(device)), min_length=1, max_length=3)
-    lengths = (1, 3)
+    lengths, nothing = (1, 3), torch.empty(0)
     tokens: list[list[int]] = [[], [], []]
     for step in range(12):
         if step in (0, 6):
@@ -157,13 +157,15 @@ def test_rounds_follow_what_turned_out_true(device: str) -> None:
                     prefill_rows.append((-1, 77, 1 << 30))
                     tokens[slot] += chunk
                 slot, token, position = (int32(column, device) for column in zip(*prefill_rows, strict=True))
-                rounds.follow_prefill(Rows(slot=slot, token=token, position=position))
-            sampled = Rows(
-                slot=int32([1, -1, 2], device),
-                token=int32([0, -1, 0], device),
-                position=int32([len(tokens[1]) - 1, 1 << 30, len(tokens[2]) - 1], device),
-            )
-            rounds.follow_sampled(sampled, int32([2, 66, 1, 66, 66], device))
+                rounds.follow_prefill(
+                    Rows(slot=slot, token=token, position=position),
+                    next_token=token,
+                    hits=token,
+                    last_token=token,
+                    captured=(),
+                    hidden=nothing,
+                )
+            # Sampled behind the prompts.
             tokens[1].append(2)
             tokens[2].append(1)
 
@@ -171,7 +173,7 @@ def test_rounds_follow_what_turned_out_true(device: str) -> None:
         rows = round_rows(bucket, num_draft_tokens, device)
         live = int32([slot if slot else -1 for slot in (2, 0, 1) for _ in range(4)], device)
         rows = Rows(slot=torch.where(rows.slot < 0, -1, live), token=rows.token, position=rows.position)
-        rounds.propose(rows, 3, num_draft_tokens)
+        rounds.propose(rows, num_slots=3, num_draft_tokens=num_draft_tokens)
         for place, slot in ((0, 2), (2, 1)):
             ngrams = NGramIndex(*lengths)
             ngrams.extend(tokens[slot])
@@ -179,29 +181,31 @@ def test_rounds_follow_what_turned_out_true(device: str) -> None:
             proposed = rows.token[4 * place + 1 : 4 * place + 4].tolist()
             assert proposed == drafts + [-1] * (3 - len(drafts))
 
-        chosen = [rng.randrange(3) for _ in range(12)]
-        num_live = [int((rows.slot[4 * place : 4 * place + 4] >= 0).sum()) for place in (0, 2)]
-        emitted = [rng.randint(1, num_live[0]), 0, rng.randint(1, num_live[1])]
+        emitted = [0, 0, 0]
+        for place, slot in ((0, 2), (2, 1)):
+            drafts = [token for token in rows.token[4 * place + 1 : 4 * place + 4].tolist() if token >= 0]
+            num_right = rng.randint(0, len(drafts))
+            emitted[place] = num_right + 1
+            tokens[slot] += [*drafts[:num_right], rng.randrange(3)]
         rounds.follow(
             rows,
-            3,
-            num_draft_tokens,
-            hidden=torch.empty(0),
-            chosen=int32([*chosen, 55, 55], device),
-            emitted=int32([*emitted, 9], device),
+            num_slots=3,
+            num_draft_tokens=num_draft_tokens,
+            captured=(),
+            hidden=nothing,
+            chosen=nothing,
+            emitted=int32(emitted, device),
         )
-        tokens[2] += chosen[: emitted[0]]
-        tokens[1] += chosen[8 : 8 + emitted[2]]
         for slot in (1, 2):
-            assert history[slot, : len(tokens[slot])].tolist() == tokens[slot]
+            assert history[slot, : len(tokens[slot]) - 1].tolist() == tokens[slot][:-1]
         assert bool((history[0] == -9).all())
 
 
 def test_a_history_may_be_a_view_of_an_arena(device: str) -> None:
     arena = torch.full((500,), 3, dtype=torch.int32, device=device)
     history = arena[50:170].view(3, 40)
-    row_slot, position = int32([2, 0, -1], device), int32([38, 0, 7], device)
-    append_history(row_slot, position, int32([11, 12, 13], device), history, ahead=1)
+    row_slot, position = int32([2, 0, -1], device), int32([39, 1, 7], device)
+    append_history(row_slot, position, int32([11, 12, 13], device), history)
     assert (arena != 3).nonzero().flatten().tolist() == [51, 169]
     assert (arena[51], arena[169]) == (12, 11)
 

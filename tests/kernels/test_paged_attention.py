@@ -69,6 +69,7 @@ class Case:
         rows: slice | None = None,
         num_rows: int | None = None,
         config: AttentionConfig | None = None,
+        first_key: int = 0,
     ) -> torch.Tensor:
         """All rows, or some of them in sequences of `num_rows`."""
         rows = slice(None) if rows is None else rows
@@ -100,12 +101,19 @@ class Case:
             scratch,
             config or AttentionConfig(num_programs=264 if IS_GPU else 7 * num_kv_heads),
             num_rows,
+            first_key=first_key,
         )
         return out
 
-    def reference(self) -> torch.Tensor:
+    def reference(self, first_key: int = 0) -> torch.Tensor:
         return paged_attention_reference(
-            self.query, self.keys, self.values, self.block_table, self.row_slot, self.row_position
+            self.query,
+            self.keys,
+            self.values,
+            self.block_table,
+            self.row_slot,
+            self.row_position,
+            first_key=first_key,
         )
 
 
@@ -125,6 +133,20 @@ def test_attention(shape: dict[str, int], num_rows: int, dtype: torch.dtype, dev
     case = Case([1, 17, 33, 97, 130], num_rows, device=device, dtype=dtype, **shape)
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(case.run(SMALL).double(), case.reference(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("first_key", [1, 5])
+@pytest.mark.parametrize("block_size", [4, 64])
+def test_keys_before_the_first_are_not_seen(block_size: int, first_key: int, device: str) -> None:
+    case = Case([6, 7, 33, 50], 1, device=device, block_size=block_size)
+    for position in range(first_key):
+        block = case.block_table[:, position // block_size].long()
+        case.keys[block, :, position % block_size] = torch.nan
+        case.values[block, :, position % block_size] = torch.nan
+    out, expected = case.run(SMALL, first_key=first_key), case.reference(first_key)
+    torch.testing.assert_close(out.double(), expected, rtol=2e-5, atol=2e-5)
+    with pytest.raises(ValueError, match="first_key=16: expected 0 to 15"):
+        case.run(SMALL, first_key=16)
 
 
 def test_padding_rows_are_zero_and_alone(device: str) -> None:

@@ -119,6 +119,21 @@ def test_windows_and_sinks(window: int, has_sinks: bool, block_size: int, device
     assert_near(prompt.run(SMALL), prompt.run(None))
 
 
+@pytest.mark.parametrize("block_size", [4, 64])
+@pytest.mark.parametrize("window", [0, 3, 40])
+@pytest.mark.parametrize("first_key", [1, 5])
+def test_keys_before_the_first_are_not_seen(
+    first_key: int, window: int, block_size: int, device: str
+) -> None:
+    prompt = Prompt([(1, 5, 33), (0, 63, 1), (3, 31, 16)], (4, 2, 16), block_size, device, window=window)
+    for position in range(first_key):
+        block = prompt.block_table[:, position // block_size].long()
+        prompt.keys[block, :, position % block_size] = torch.nan
+        prompt.values[block, :, position % block_size] = torch.nan
+    prompt.options["first_key"] = first_key
+    assert_near(prompt.run(SMALL), prompt.run(None))
+
+
 def test_a_sink_takes_its_share(device: str) -> None:
     prompt = Prompt([(0, 0, 2)], (2, 1, 16), 4, device, has_sinks=True)
     prompt.query[:2] = 0
@@ -193,6 +208,10 @@ def test_wrong_arguments_are_named(device: str) -> None:
     prompt = Prompt([(0, 0, 2)], (4, 2, 16), 4, device)
     prompt.options["window"] = -1
     with pytest.raises(ValueError, match="window=-1: expected 0"):
+        prompt.run(SMALL)
+
+    prompt.options |= {"window": 0, "first_key": 16}
+    with pytest.raises(ValueError, match="first_key=16: expected 0 to 15"):
         prompt.run(SMALL)
 
     prompt = Prompt([(0, 0, 2)], (4, 2, 16), 4, device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from model_zoo import make_model
 from safetensors.torch import save_file
 
 from drift_sdk.errors import ModelLoadError
+from drift_sdk.loading import safetensors
 from drift_sdk.loading.safetensors import INDEX_FILE, SINGLE_FILE, SafetensorsFolder
 
 SHARDED, SINGLE = 0, 1
@@ -67,3 +69,65 @@ def test_tensor_that_the_index_misplaces_is_named(tmp_path: Path) -> None:
     (tmp_path / INDEX_FILE).write_text(json.dumps(index))
     with pytest.raises(ModelLoadError, match=r"x\.safetensors: tensor b is missing"):
         SafetensorsFolder(tmp_path)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk_bytes", [24, 1 << 20])
+def test_reading_into_a_place_is_reading_and_copying(
+    stored: torch.dtype,
+    wanted: torch.dtype,
+    chunk_bytes: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(safetensors, "CHUNK_BYTES", chunk_bytes)
+    numbers = torch.randn(3, 7, 5, generator=torch.Generator().manual_seed(0)).to(stored)
+    save_file({"first": numbers[0], "second": numbers[1], "vector": numbers[2, 0]}, tmp_path / SINGLE_FILE)
+    tensors = SafetensorsFolder(tmp_path)
+    for name, expected in (("vector", numbers[2, 0]), ("second", numbers[1]), ("first", numbers[0])):
+        whole = torch.full((3, *expected.shape), -9.0, dtype=wanted)
+        tensors.read_into(name, whole[1])
+        assert torch.equal(whole[1], expected.to(wanted))
+        assert (whole[0] == -9.0).all() and (whole[2] == -9.0).all()
+
+
+def test_what_is_no_weight_is_not_read_into_one(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2, dtype=torch.int32)}, tmp_path / SINGLE_FILE)
+    place = torch.zeros(2)
+    with pytest.raises(ModelLoadError, match=r"tensor a is stored as torch\.int32, expected float32"):
+        SafetensorsFolder(tmp_path).read_into("a", place)
+    with pytest.raises(KeyError):
+        SafetensorsFolder(tmp_path).read_into("b", place)
+
+
+def test_a_file_that_shrinks_under_its_reader_is_named(tmp_path: Path) -> None:
+    file = tmp_path / SINGLE_FILE
+    save_file({"a": torch.ones(4096)}, file)
+    tensors = SafetensorsFolder(tmp_path)
+    with file.open("r+b") as stored:
+        stored.truncate(file.stat().st_size - 8)
+    with pytest.raises(ModelLoadError, match=r"model\.safetensors: tensor a cannot be read: .*shorter"):
+        tensors.read_into("a", torch.empty(4096))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells how much of a file is in a process's memory")
+@pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16])
+def test_what_is_read_into_its_place_is_not_in_memory_twice(wanted: torch.dtype, tmp_path: Path) -> None:
+    names, shape = [f"t{index}" for index in range(8)], (1024, 1024)
+    numbers = {name: torch.ones(shape, dtype=torch.bfloat16) for name in names}
+    save_file(numbers, tmp_path / SINGLE_FILE)
+    num_bytes = sum(tensor.nbytes for tensor in numbers.values())
+    places = torch.empty(len(names), *shape, dtype=wanted)
+
+    def mapped_bytes() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("RssFile:")) * 1024
+
+    tensors, before = SafetensorsFolder(tmp_path), mapped_bytes()
+    for name, place in zip(names, places, strict=True):
+        tensors.read_into(name, place)
+    assert mapped_bytes() - before < 0.1 * num_bytes
+    for name, place in zip(names, places, strict=True):
+        place.copy_(tensors.get(name))
+    assert mapped_bytes() - before > 0.9 * num_bytes

@@ -13,7 +13,9 @@ from model_zoo import make_model
 from safetensors.torch import load_file, save_file
 
 from drift_sdk.errors import ModelLoadError
+from drift_sdk.loading.random import RandomTensors
 from drift_sdk.loading.source import resolve
+from drift_sdk.loading.tensors import InPlaceSource
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
@@ -121,6 +123,17 @@ def test_dtype_is_converted(folder: Path) -> None:
     full, half = load_decoder(folder), load_decoder(folder, torch.bfloat16)
     assert half.dtype == torch.bfloat16 and half.device == torch.device("cpu")
     assert torch.equal(half.weights.layers[1].down, full.weights.layers[1].down.to(torch.bfloat16))
+
+
+def test_random_numbers_are_drawn_in_place() -> None:
+    shapes = {"a.weight": (33, 20), "norm.weight": (20,)}
+    tensors = RandomTensors(shapes, device=torch.device("cpu"), dtype=torch.bfloat16, seed=3)
+    assert isinstance(tensors, InPlaceSource)
+    for name in ("norm.weight", "a.weight"):
+        place = torch.zeros(3, *shapes[name], dtype=torch.bfloat16)
+        tensors.read_into(name, place[1])
+        assert torch.equal(place[1], tensors.get(name))
+        assert not place[0].any() and not place[2].any()
 
 
 @pytest.mark.parametrize("index", [0, 3, 13, 20])

@@ -8,8 +8,9 @@ from pathlib import Path
 import anyio
 import pytest
 from model_zoo import make_model
+from placement import engine_config
 
-from drift_sdk import Completion, Engine, EngineConfig, SamplingParams
+from drift_sdk import Completion, Engine, SamplingParams
 
 NUM_REQUESTS = 32
 VOCAB_SIZE = 500
@@ -52,7 +53,7 @@ def cases(folder: Path) -> list[Case]:
 @pytest.fixture(scope="module")
 def alone(folder: Path, cases: list[Case]) -> list[Completion]:
     async def main() -> list[Completion]:
-        config = EngineConfig(dtype="float32", device="cpu", max_num_seqs=1, max_model_len=256)
+        config = engine_config(max_num_seqs=1, max_model_len=256)
         async with Engine(folder, config) as engine:
             return [await engine.generate(case.prompt, case.params) for case in cases]
 
@@ -69,9 +70,7 @@ def test_together_equals_alone(
     kv_cache_tokens: int,
 ) -> None:
     async def main() -> None:
-        config = EngineConfig(
-            dtype="float32",
-            device="cpu",
+        config = engine_config(
             max_num_seqs=12,
             max_model_len=256,
             block_size=16,
@@ -107,7 +106,7 @@ def test_together_equals_alone(
 
 def test_the_seed_decides(folder: Path) -> None:
     async def main() -> None:
-        config = EngineConfig(dtype="float32", device="cpu", max_model_len=256)
+        config = engine_config(max_model_len=256)
         async with Engine(folder, config) as engine:
 
             async def tokens(**kwargs: object) -> tuple[int, ...]:

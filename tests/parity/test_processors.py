@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from model_zoo import make_model
+from placement import engine_config
 from transformers.generation.logits_process import (
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
@@ -20,7 +21,7 @@ from transformers.generation.logits_process import (
     SequenceBiasLogitsProcessor,
 )
 
-from drift_sdk import Completion, Engine, EngineConfig, SamplingParams
+from drift_sdk import Completion, Engine, SamplingParams
 from drift_sdk.execution import eager
 from drift_sdk.execution.logit_rules import LogitRules, apply_rules
 from drift_sdk.scheduling.scheduler import Scheduler
@@ -206,9 +207,7 @@ def test_greedy_tokens_equal_transformers_generate(index: int, tmp_path: Path) -
             )
         return output[0, len(prompt) :].tolist()
 
-    config = EngineConfig(
-        dtype="float32", device="cpu", prefill_token_budget=16, block_size=8, max_model_len=256
-    )
+    config = engine_config(prefill_token_budget=16, block_size=8, max_model_len=256)
 
     async def main() -> None:
         async with Engine(tmp_path, config) as engine:
@@ -267,9 +266,7 @@ def greedy_with_penalties(model: Any, prompt: list[int], presence: float, freque
 def test_presence_and_frequency_follow_the_formula(index: int, tmp_path: Path) -> None:
     model = make_model(index, tmp_path)
     rng = random.Random(index)
-    config = EngineConfig(
-        dtype="float32", device="cpu", prefill_token_budget=16, block_size=8, max_model_len=256
-    )
+    config = engine_config(prefill_token_budget=16, block_size=8, max_model_len=256)
 
     async def main() -> None:
         async with Engine(tmp_path, config) as engine:
@@ -314,9 +311,7 @@ def test_counts_survive_preemption(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     rng = random.Random(4)
     prompts = [[rng.randrange(3, model.config.vocab_size) for _ in range(5)] for _ in range(6)]
     penalties = [(1.5, 0.5), (0.0, 0.7), (2.0, 2.0), (0.0, 1.0), (1.0, 1.0), (0.0, 2.0)]
-    config = EngineConfig(
-        dtype="float32",
-        device="cpu",
+    config = engine_config(
         prefill_token_budget=8,
         block_size=4,
         max_model_len=48,
@@ -394,9 +389,7 @@ def requests() -> list[Request]:
 @pytest.fixture(scope="module")
 def alone(folder: Path, requests: list[Request]) -> list[Completion]:
     async def main() -> list[Completion]:
-        config = EngineConfig(
-            dtype="float32", device="cpu", max_num_seqs=1, max_model_len=256, prefill_token_budget=512
-        )
+        config = engine_config(max_num_seqs=1, max_model_len=256, prefill_token_budget=512)
         async with Engine(folder, config) as engine:
             found = []
             for each in requests:
@@ -417,9 +410,7 @@ def test_together_equals_alone(
     prefill_token_budget: int,
     kv_cache_tokens: int,
 ) -> None:
-    config = EngineConfig(
-        dtype="float32",
-        device="cpu",
+    config = engine_config(
         max_num_seqs=9,
         max_model_len=256,
         block_size=16,
@@ -464,7 +455,7 @@ def test_every_rule_matters(folder: Path, requests: list[Request], alone: list[C
     neutral = SamplingParams()
 
     async def main() -> None:
-        config = EngineConfig(dtype="float32", device="cpu", max_model_len=256)
+        config = engine_config(max_model_len=256)
         async with Engine(folder, config) as engine:
             for name in (
                 "repetition_penalty",
@@ -524,9 +515,7 @@ def test_prompt_logprobs_equal_transformers(
     model = make_model(3, tmp_path)
     rng = random.Random(3)
     prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (1, 2, 16, 17, 300)]
-    config = EngineConfig(
-        dtype="float32",
-        device="cpu",
+    config = engine_config(
         prefill_token_budget=prefill_token_budget,
         max_model_len=400,
         kv_cache_tokens=4096,
@@ -563,9 +552,7 @@ def test_prompt_logprobs_survive_preemption(tmp_path: Path, monkeypatch: pytest.
     model = make_model(3, tmp_path)
     rng = random.Random(4)
     prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (80, 30, 110, 120, 60, 90)]
-    config = EngineConfig(
-        dtype="float32",
-        device="cpu",
+    config = engine_config(
         prefill_token_budget=8,
         block_size=8,
         max_model_len=232,

@@ -1,4 +1,4 @@
-"""A process whose GPU fails for good while two engines are generating; it prints what their streams said.
+"""A process whose GPU fails for good while two engines have requests; it prints what their streams said.
 
 python fatal_child.py MODEL_FOLDER OTHER_FOLDER
 """
@@ -17,6 +17,8 @@ import triton.language as tl
 
 from drift_sdk import Engine, EngineConfig, ExecutorError, SamplingParams, TokenStream
 
+FAR = 1 << 44
+
 
 @triton.jit
 def _write_astray(pointer, distance):
@@ -31,16 +33,14 @@ class FailingReplay:
 
     def launch(self) -> None:
         self._replay.launch()
-        _write_astray[(1,)](self._target, 1 << 44)
+        _write_astray[(1,)](self._target, FAR)
 
     def close(self) -> None:
         self._replay.close()
 
 
-def break_decoding(engine: Engine) -> None:
-    executor = engine._driver._executor
-    target = torch.zeros(1, dtype=torch.int32, device="cuda")
-    graphs = executor._graphs
+def break_decoding(engine: Engine, target: torch.Tensor) -> None:
+    graphs = engine._driver._executor._graphs
     graphs.decode = {bucket: FailingReplay(replay, target) for bucket, replay in graphs.decode.items()}
 
 
@@ -68,12 +68,20 @@ async def main(folders: list[str]) -> None:
     engines = [Engine(folder, config) for folder in folders]
     for engine in engines:
         await engine.start()
-    streams = [engine.generate([5, 6, 7 + index], endless) for engine in engines for index in range(3)]
-    for stream in streams:
+    broken, other = engines
+    healthy = await other.generate([5, 6, 7], SamplingParams(max_tokens=3, ignore_eos=True))
+    assert len(healthy.token_ids) == 3
+    await other.pause()
+    target = torch.zeros(1, dtype=torch.int32, device="cuda")
+    _write_astray.warmup(target, FAR, grid=(1,))  # compiled before the streams have begun to run
+    streams = [[engine.generate([5, 6, 7 + index], endless) for index in range(3)] for engine in engines]
+    for stream in streams[0]:
         await anext(stream)
     with anyio.fail_after(20):
-        break_decoding(engines[0])
-        failures = [await failure_of(stream) for stream in streams]
+        break_decoding(broken, target)
+        failures = [await failure_of(stream) for stream in streams[0]]
+        await other.resume()
+        failures += [await failure_of(stream) for stream in streams[1]]
     late = []
     for engine in engines:
         try:

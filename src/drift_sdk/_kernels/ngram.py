@@ -23,7 +23,7 @@ APPEND_BLOCK = 256
 
 @triton.jit
 def _search(
-    row_slot, row_position, history, found, history_stride,
+    row_slot, row_position, row_token, history, found, history_stride,
     ROWS: tl.constexpr, MIN_LENGTH: tl.constexpr, MAX_LENGTH: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -35,6 +35,7 @@ def _search(
     length = tl.load(row_position + sequence * ROWS) + 1
     length = tl.where(slot >= 0, length, 0)
     tokens = history + slot.to(tl.int64) * history_stride
+    newest = tl.load(row_token + sequence * ROWS)
     best = tl.zeros([BLOCK], tl.int64)
     for first in range(searcher * BLOCK, length, tl.num_programs(1) * BLOCK):
         # A run of n tokens before `end` is like the last n; something follows it, so `end` is in the history.
@@ -43,7 +44,7 @@ def _search(
         run = tl.zeros([BLOCK], tl.int64)
         for back in tl.static_range(1, MAX_LENGTH + 1):
             is_alike &= end >= back
-            last = tl.load(tokens + length - back, mask=length >= back, other=-1)
+            last = tl.load(tokens + length - back, mask=length >= back, other=-1) if back > 1 else newest
             is_alike &= tl.load(tokens + end - back, mask=is_alike, other=-2) == last
             run += is_alike.to(tl.int64)
 
@@ -71,16 +72,18 @@ def _propose(
     is_draft = draft + 1 < tl.where(slot >= 0, ROWS, 0)
     own_slot = tl.load(row_slot + row, mask=is_draft, other=-1)
     is_proposed = (own_slot >= 0) & (end + draft < length)
+    is_newest = is_proposed & (end + draft == length - 1)
     place = history + slot.to(tl.int64) * history_stride + end + draft
-    tl.store(row_token + row, tl.load(place, mask=is_proposed, other=-1), mask=is_draft)
+    token = tl.load(place, mask=is_proposed & (is_newest == 0), other=-1)
+    token = tl.where(is_newest, tl.load(row_token + sequence * ROWS), token)
+    tl.store(row_token + row, token, mask=is_draft)
     tl.store(row_slot + row, tl.where(is_proposed, own_slot, -1), mask=is_draft)
 
 
 @triton.jit
 def _append(
-    row_slot, row_position, token, emitted, history, history_stride, num_rows,
-    ROWS: tl.constexpr, AHEAD: tl.constexpr, HAS_EMITTED: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    row_slot, row_position, row_token, emitted, history, history_stride, num_rows,
+    ROWS: tl.constexpr, HAS_EMITTED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_producers(PDL)
     start_dependents(PDL)
@@ -89,14 +92,14 @@ def _append(
     is_true = slot >= 0
     if HAS_EMITTED:
         is_true &= row % ROWS < tl.load(emitted + row // ROWS, mask=is_true, other=0)
-    position = tl.load(row_position + row, mask=is_true, other=0) + AHEAD
-    own_token = tl.load(token + row, mask=is_true, other=-1)
-    tl.store(history + slot.to(tl.int64) * history_stride + position, own_token, mask=is_true)
+    position = tl.load(row_position + row, mask=is_true, other=0)
+    token = tl.load(row_token + row, mask=is_true, other=-1)
+    tl.store(history + slot.to(tl.int64) * history_stride + position, token, mask=is_true)
 
 
 def num_searchers(max_num_tokens: int) -> int:
     """How many programs search a history of so many tokens."""
-    return min(max(triton.cdiv(max_num_tokens, 2 * SEARCH_BLOCK), 1), MAX_SEARCHERS)
+    return min(-(-max_num_tokens // (2 * SEARCH_BLOCK)), MAX_SEARCHERS)
 
 
 def propose_ngrams(
@@ -112,9 +115,9 @@ def propose_ngrams(
 ) -> None:
     """Draft behind the first row of each `rows_per_slot` what followed in the past.
 
-    row_slot, row_position, row_token [R] int32, the first row of each slot at its newest token. history
-    [S, max tokens] int32: the token at each position, up to that row's. found [R / rows_per_slot,
-    num_searchers] int64: scratch.
+    row_slot, row_position, row_token [R] int32, the first row of each slot that of its newest token. history
+    [S, max tokens] int32: the token at each position before it. found [R / rows_per_slot, num_searchers]
+    int64: scratch.
 
     Sought is the longest run of `min_length` to `max_length` tokens that also ends the history, where it
     last occurred before. The tokens from there on go to `row_token` of the other rows that have a slot; rows
@@ -129,7 +132,7 @@ def propose_ngrams(
     searchers = num_searchers(history.shape[1])
     check_tensor("found", found, (num_sequences, searchers), torch.int64)
     _search[(num_sequences, searchers)](
-        row_slot, row_position, history, found, history.stride(0),
+        row_slot, row_position, row_token, history, found, history.stride(0),
         rows_per_slot, min_length, max_length, SEARCH_BLOCK, uses_pdl(), num_warps=4, **launch_options(),
     )  # fmt: skip
     _propose[(num_sequences,)](
@@ -142,29 +145,28 @@ def propose_ngrams(
 def append_history(
     row_slot: Tensor,
     row_position: Tensor,
-    token: Tensor,
+    row_token: Tensor,
     history: Tensor,
     *,
-    ahead: int = 0,
     emitted: Tensor | None = None,
 ) -> None:
-    """history[row_slot, row_position + ahead] = token, for rows [R] int32 with a slot.
+    """history[row_slot, row_position] = row_token, for rows [R] int32 with a slot.
 
-    emitted [B] int32: of the R / B rows of each slot only so many. Raises ValueError for another shape, type
-    or layout.
+    emitted [B] int32: of the R / B rows of each slot the first so many alone. Raises ValueError for another
+    shape, type or layout.
     """
     (num_rows,) = row_slot.shape
-    _check_rows(history, row_slot=row_slot, row_position=row_position, token=token)
+    _check_rows(history, row_slot=row_slot, row_position=row_position, row_token=row_token)
     num_sequences = num_rows if emitted is None else emitted.shape[0]
-    if num_rows % max(num_sequences, 1):
+    if num_rows % num_sequences:
         raise ValueError(f"row_slot: {num_rows} rows: expected a multiple of emitted's {num_sequences}")
 
     if emitted is not None:
         check_tensor("emitted", emitted, (num_sequences,), torch.int32)
     _append[(triton.cdiv(num_rows, APPEND_BLOCK),)](
-        row_slot, row_position, token, row_slot if emitted is None else emitted, history, history.stride(0),
-        num_rows, num_rows // max(num_sequences, 1), ahead, emitted is not None, APPEND_BLOCK, uses_pdl(),
-        num_warps=4, **launch_options(),
+        row_slot, row_position, row_token, row_slot if emitted is None else emitted, history,
+        history.stride(0), num_rows, num_rows // num_sequences, emitted is not None, APPEND_BLOCK,
+        uses_pdl(), num_warps=4, **launch_options(),
     )  # fmt: skip
 
 

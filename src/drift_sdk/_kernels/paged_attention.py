@@ -255,7 +255,7 @@ def paged_attention(
         scratch.sums, scratch.maxima, scratch.weights, row_slot, row_position, out,
         plan.max_num_partitions, rows_per_sequence, group, num_kv_heads, head_dim, tile_dim,
         CHUNK, *partitions, uses_pdl(),
-        num_warps=4, **launch_options(),
+        num_warps=1, **launch_options(),
     )  # fmt: skip
 
 

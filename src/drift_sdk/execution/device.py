@@ -83,6 +83,11 @@ class _GpuEvent:
         return float(self._event - earlier._event) / 1e3
 
 
+# Streams of engines that were closed, by device. Libraries keep a workspace for each stream that they have
+# seen, for good: with new streams every engine would leave one behind.
+_idle_streams: dict[int, list[Any]] = {}
+
+
 class GpuDevice:
     """An NVIDIA GPU through cuda.core. Made on the thread that uses it, and used on that thread alone.
 
@@ -95,7 +100,9 @@ class GpuDevice:
         torch.cuda.current_stream()  # torch's context, which cuda.core then shares
         self._device = CudaDevice(index)
         self._device.set_current()
-        self._stream = self._device.create_stream(options=StreamOptions(nonblocking=True))
+        idle = _idle_streams.setdefault(index, [])
+        new = StreamOptions(nonblocking=True)
+        self._stream = idle.pop() if idle else self._device.create_stream(options=new)
         external: Any = torch.cuda.ExternalStream
         self._torch_stream = external(int(self._stream.handle), device=self.torch_device)
         self._pool = torch.cuda.MemPool()
@@ -129,4 +136,4 @@ class GpuDevice:
 
     def close(self) -> None:
         self._stream.sync()
-        self._stream.close()
+        _idle_streams[self._device.device_id].append(self._stream)

@@ -18,7 +18,7 @@ from drift_sdk.execution.device_errors import typed_errors
 from drift_sdk.execution.graph_layout import GraphLayout, bucket_of
 from drift_sdk.execution.graphs import Graphs
 from drift_sdk.execution.payloads import fill_chunks, fill_followed, fill_slots, first_rows
-from drift_sdk.execution.prompt_scores import PromptScores
+from drift_sdk.execution.prompt_scores import PromptScores, ScoredParts
 from drift_sdk.execution.records import outputs
 from drift_sdk.execution.ring import Results, Ring
 from drift_sdk.execution.slot_table import Pairs, SlotTable, Updates
@@ -51,6 +51,7 @@ class _Ticket(Struct):
     head: Results | None = None
     decode: Results | None = None
     rows_per_slot: int = 1
+    scores: dict[int, ScoredParts] = {}
 
 
 class GraphExecutor:
@@ -129,6 +130,7 @@ class GraphExecutor:
 
             if plan.prefill:
                 ticket.head = self._launch_prefill(graphs, plan.prefill, rest)
+                ticket.scores = self._take_scores(plan.prefill)
                 rest = NO_UPDATES
             if plan.decode:
                 ticket.rows_per_slot, ticket.decode = self._launch_round(graphs, plan.decode, rest)
@@ -142,7 +144,8 @@ class GraphExecutor:
         last = [chunk.slot for chunk in plan.prefill if chunk.is_last]
         sampled = self._outputs(ticket.head, 1, last)
         prefill = tuple(
-            self._scored(next(sampled), chunk) if chunk.is_last else SlotOutput() for chunk in plan.prefill
+            self._scored(next(sampled), ticket.scores.get(chunk.slot)) if chunk.is_last else SlotOutput()
+            for chunk in plan.prefill
         )
         slots = [row.slot for row in plan.decode]
         decode = tuple(self._outputs(ticket.decode, ticket.rows_per_slot, slots))
@@ -260,14 +263,24 @@ class GraphExecutor:
         num_logprobs = [self._assigned[slot].sampling.num_logprobs for slot in slots]
         return outputs(results.words, rows_per_slot, num_logprobs)
 
-    def _scored(self, output: SlotOutput, chunk: PrefillChunk) -> SlotOutput:
-        """With the prompt's log-probabilities, if they are wanted and the prompt is all there is."""
-        sampling = self._assigned[chunk.slot].sampling
-        is_whole = chunk.start + len(chunk.token_ids) == sampling.num_prompt_tokens
-        if sampling.num_prompt_logprobs is None or not is_whole:
+    def _take_scores(self, chunks: tuple[PrefillChunk, ...]) -> dict[int, ScoredParts]:
+        """Of prompts that end here and are all there is: when the step is collected, the slot may be
+        another's."""
+        found = {}
+        for chunk in chunks:
+            sampling = self._assigned[chunk.slot].sampling
+            is_whole = chunk.start + len(chunk.token_ids) == sampling.num_prompt_tokens
+            if chunk.is_last and is_whole and sampling.num_prompt_logprobs is not None:
+                found[chunk.slot] = self._scores.take(chunk.slot)
+
+        return found
+
+    def _scored(self, output: SlotOutput, parts: ScoredParts | None) -> SlotOutput:
+        """With the prompt's log-probabilities, if they are wanted."""
+        if parts is None:
             return output
 
-        return msgspec.structs.replace(output, prompt_logprobs=self._scores.take(chunk.slot))
+        return msgspec.structs.replace(output, prompt_logprobs=self._scores.entries(parts))
 
     def _event(self) -> Event:
         return self._events.pop() if self._events else self._device.event()

@@ -17,8 +17,8 @@ __all__ = ["NGramRounds"]
 class NGramRounds:
     """A RoundDrafter that drafts as `NGramDrafter` does.
 
-    history [S, max_model_len + 1] int32: the token at each position of a slot. Cached tokens of a prefix hit
-    are the host's to write.
+    history [S, max_model_len + 1] int32: the token at each position of a slot before its newest. Cached
+    tokens of a prefix hit are the host's to write.
     """
 
     boundaries: Sequence[int] = ()
@@ -31,8 +31,9 @@ class NGramRounds:
         self._found = workspace.take("ngrams_found", shape, torch.int64)
 
     def propose(self, rows: Rows, *, num_slots: int, num_draft_tokens: int) -> None:
-        # The newest token may be one that only the device knows of: sampled behind a prompt.
-        append_history(rows.slot, rows.position, rows.token, self._history)
+        if num_draft_tokens == 0:
+            return
+
         propose_ngrams(
             rows.slot,
             rows.position,
@@ -55,7 +56,8 @@ class NGramRounds:
         chosen: Tensor,
         emitted: Tensor,
     ) -> None:
-        append_history(rows.slot, rows.position, chosen, self._history, ahead=1, emitted=emitted)
+        # A row that turned out true holds what was chosen behind the row before it.
+        append_history(rows.slot, rows.position, rows.token, self._history, emitted=emitted)
 
     def follow_prefill(
         self,

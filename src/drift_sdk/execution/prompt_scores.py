@@ -10,10 +10,13 @@ from drift_sdk.models.decoder import Decoder
 from drift_sdk.results import TokenLogprobs
 from drift_sdk.steps import PrefillChunk
 
-__all__ = ["PromptScores"]
+__all__ = ["PromptScores", "ScoredParts"]
 
 LOGITS_ROWS = 256
 """Positions whose logits are held at a time."""
+
+ScoredParts = list[tuple[tuple[int, ...], Tensor, Tensor, Tensor]]
+"""Token ids, their log-probabilities, the likeliest ids and theirs, on their way to the host."""
 
 
 class PromptScores:
@@ -23,7 +26,7 @@ class PromptScores:
     def __init__(self, decoder: Decoder, hidden: Tensor) -> None:
         self._decoder = decoder
         self._hidden = hidden
-        self._parts: dict[int, list[tuple[tuple[int, ...], Tensor, Tensor, Tensor]]] = {}
+        self._parts: dict[int, ScoredParts] = {}
 
     def score(self, chunk: PrefillChunk, first_row: int, num_top: int) -> None:
         """The known tokens behind a chunk's rows, which begin at `first_row`."""
@@ -40,11 +43,16 @@ class PromptScores:
                 target.copy_(part, non_blocking=True)
             self._parts.setdefault(chunk.slot, []).append((token_ids, host[0], host[1], host[2]))
 
-    def take(self, slot: int) -> tuple[TokenLogprobs, ...]:
-        """An entry for each scored token of a slot whose steps are over."""
+    def take(self, slot: int) -> ScoredParts:
+        """All of a slot's parts: nothing of them is left to the sequence that has the slot next."""
+        return self._parts.pop(slot, [])
+
+    @staticmethod
+    def entries(parts: ScoredParts) -> tuple[TokenLogprobs, ...]:
+        """An entry for each scored token, once the steps are over."""
         return tuple(
             TokenLogprobs(token_id=token, logprob=logprob, top=tuple(zip(ids, values, strict=True)))
-            for token_ids, chosen, top_ids, top_values in self._parts.pop(slot, [])
+            for token_ids, chosen, top_ids, top_values in parts
             for token, logprob, ids, values in zip(
                 token_ids, chosen.tolist(), top_ids.tolist(), top_values.tolist(), strict=True
             )
