@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 import drift_sdk
-from drift_sdk import testing
+from drift_sdk import measurement, testing
 
 FILE = Path(__file__).parent / "api.md"
 GROUPS = {
@@ -53,6 +53,9 @@ def render() -> str:
     parts.append("## Testing code that embeds an engine")
     parts.append(f"### drift_sdk.testing.{signature('scripted_engine', testing.scripted_engine)}")
     parts.append(doc_of(testing.scripted_engine))
+    parts.append("## Measuring")
+    parts.append(f"### drift_sdk.measurement.{signature('simulated_engine', measurement.simulated_engine)}")
+    parts.append(doc_of(measurement.simulated_engine))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 

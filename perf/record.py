@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import machine
 import msgspec
@@ -20,7 +20,8 @@ __all__ = ["DecodeRun", "Results", "Run", "merge", "read", "result_path", "write
 RESULTS = Path(__file__).parent / "results"
 IDENTITY = (
     "engine", "executor", "model", "dtype", "scenario", "batch", "context",
-    "num_draft_tokens", "tree", "acceptance", "acceptance_length",
+    "num_draft_tokens", "tree", "draft", "is_adaptive", "acceptance",
+    "acceptance_length",
     "prefill_token_budget", "kernel", "shape", "num_rows", "kernel_cache",
 )  # fmt: skip
 """Fields that say what a run is a run of; a new one replaces the old one that agrees in all of them."""
@@ -77,24 +78,25 @@ class DecodeRun(Run, kw_only=True):
         *,
         model: str,
         scenario: Scenario,
+        tokens_per_round: float = 1.0,
         **fields: Any,
-    ) -> DecodeRun:
-        """Plain decoding, from the seconds of a round in each repeat.
+    ) -> Self:
+        """From the seconds of a round in each repeat, in which a sequence gets so many tokens.
 
         Raises ValueError for a round that takes no time: the lengths are too close for this clock.
         """
         if min(rounds_s) <= 0:
             raise ValueError(f"rounds of {list(rounds_s)} s: expected all above 0, with more tokens between")
 
-        round_s = statistics.median(rounds_s)
+        round_s, num_tokens = statistics.median(rounds_s), scenario.batch * tokens_per_round
         return cls(
             model=model,
             scenario=scenario.name,
             batch=scenario.batch,
             context=scenario.context,
-            tokens_per_s=scenario.batch / round_s,
-            tokens_per_s_min=scenario.batch / max(rounds_s),
-            tokens_per_s_max=scenario.batch / min(rounds_s),
+            tokens_per_s=num_tokens / round_s,
+            tokens_per_s_min=num_tokens / max(rounds_s),
+            tokens_per_s_max=num_tokens / min(rounds_s),
             num_repeats=len(rounds_s),
             ms_per_round=round_s * 1e3,
             bytes_per_round=num_bytes,
@@ -170,7 +172,9 @@ def result_path(topic: str, gpu: str) -> Path:
 
 
 def _identity(run: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(run.get(name) for name in IDENTITY)
+    # A real acceptance is a finding.
+    names = IDENTITY if run["acceptance"] == "simulated" else set(IDENTITY) - {"acceptance_length"}
+    return tuple(run.get(name) for name in sorted(names))
 
 
 def _rounded(value: Any) -> Any:

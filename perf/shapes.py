@@ -1,4 +1,4 @@
-"""Models to measure: published shapes with random weights, and what reading and multiplying them costs."""
+"""Models and drafts to measure: published shapes, random weights, and what reading and multiplying costs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from msgspec import Struct
 
 from drift_sdk.loading.source import resolve
 from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.draft_config import DraftConfig
+from drift_sdk.models.draft_weights import required_shapes, shareable_shapes
 from drift_sdk.models.weights import tensor_shapes
 
-__all__ = ["MODELS", "Model", "prepare"]
+__all__ = ["MODELS", "Draft", "Model", "prepare", "prepare_draft"]
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -50,7 +52,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "vocab_size": 320,
         "hidden_size": 64,
         "intermediate_size": 160,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": 3,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 16,
@@ -61,6 +63,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 SMOLLM2 = "smollm2-135m"
 MODELS = (*PUBLISHED, SMOLLM2)
 EMBEDDING = "model.embed_tokens.weight"
+DRAFT_VOCAB_SIZE = 32_000  # as published for targets of this size
+DRAFT_HEAD, DRAFT_FUSION = "lm_head.weight", "fc.weight"
 
 
 class Model(Struct, frozen=True, kw_only=True):
@@ -98,6 +102,23 @@ class Model(Struct, frozen=True, kw_only=True):
         return weights + attention
 
 
+class Draft(Struct, frozen=True, kw_only=True):
+    """An EAGLE-3 head: a folder or hub id, and its shapes."""
+
+    path: Path | str
+    config: DraftConfig
+
+    def round_bytes(self, num_drafts: float, batch: int, mean_context: float, itemsize: int) -> float:
+        """Bytes that a round must read beside the target's: layers, head and KV for each drafted token, and
+        once what fuses the target's features."""
+        config = self.config
+        shapes = required_shapes(config)
+        fusion = math.prod(shapes.pop(DRAFT_FUSION, (0,)))
+        step = sum(map(math.prod, shapes.values())) + math.prod(shareable_shapes(config)[DRAFT_HEAD])
+        step_kv = batch * mean_context * 2 * config.num_layers * config.num_kv_heads * config.head_dim
+        return itemsize * (num_drafts * (step + step_kv) + fusion)
+
+
 def prepare(name: str, folder: Path) -> Model:
     """Write a model of published shapes into `folder`, or find the real one.
 
@@ -115,6 +136,28 @@ def prepare(name: str, folder: Path) -> Model:
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     write_tokenizer(folder, config["vocab_size"])
     return Model(name=name, path=folder, load="random", config=DecoderConfig.from_hf(config))
+
+
+def prepare_draft(model: Model, path: Path | str | None = None) -> Draft:
+    """A draft that is there, or else the shapes of one in a new folder beside the model's, of random weights.
+
+    Raises ValueError for a model of real weights without a draft, ModelLoadError for one that does not fit.
+    """
+    if path is None:
+        if model.load != "random":
+            raise ValueError(f"model={model.name!r}: expected one of random weights, or a draft for it")
+
+        target = json.loads((model.path / "config.json").read_text())
+        path = model.path.with_name(f"{model.path.name}-eagle3")
+        path.mkdir(exist_ok=True)
+        config = target | {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "num_hidden_layers": 1,
+            "draft_vocab_size": min(DRAFT_VOCAB_SIZE, target["vocab_size"]),
+        }
+        (path / "config.json").write_text(json.dumps(config, indent=1))
+
+    return Draft(path=path, config=DraftConfig.from_hf(resolve(path).config, model.config))
 
 
 def _smollm2_file() -> Path:

@@ -11,10 +11,14 @@ from record import Results, Run
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["decode_table", "progress", "show"]
+__all__ = ["decode_table", "progress", "show", "speculative_table", "title_of"]
 
 console = Console()
 DECODE_COLUMNS = ("scenario", "engine", "tok/s", "ms/round", "of roofline", "against vLLM")
+SPECULATIVE_COLUMNS = (
+    "scenario", "drafts", "tok/s", "ms/round", "AL", "speedup", "efficiency", "limit tok/s", "of limit",
+    "against vLLM", "GiB",
+)  # fmt: skip
 
 
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -28,6 +32,7 @@ def progress(run: Run) -> None:
     """One line for a run that is done: its name, and every figure it has."""
     fields = msgspec.to_builtins(run)
     name = " ".join(str(fields[name]) for name in ("engine", "model", "scenario"))
+    name += f" {drafts_of(fields)}" if fields["num_draft_tokens"] else ""
     figures = (f"{key} {value:.4g}" for key, value in fields.items() if isinstance(value, float))
     console.print(f"{name}: {', '.join(figures)}", highlight=False, soft_wrap=True)
 
@@ -45,8 +50,47 @@ def decode_table(results: Results) -> tuple[str, Sequence[str], Sequence[Sequenc
         )
         for run in results.runs
     ]
-    title = f"{results.gpu}, reads at {results.read_bandwidth_tb_s:.2f} TB/s, {results.commit}"
-    return title, DECODE_COLUMNS, rows
+    return title_of(results), DECODE_COLUMNS, rows
+
+
+def speculative_table(results: Results) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
+    """Likewise of speculative decoding, and of plain decoding beside it."""
+    rows = [
+        (
+            run["scenario"],
+            drafts_of(run),
+            f"{run['tokens_per_s']:.1f}",
+            f"{run['ms_per_round']:.3f}",
+            f"{run['measured_acceptance_length']:.2f}" if run["num_draft_tokens"] else "",
+            shown(run["speedup"], "x"),
+            shown(run["efficiency"]),
+            f"{run['limit_tokens_per_s']:.0f}",
+            f"{run['limit_fraction']:.1%}",
+            against_vllm(run, results),
+            shown(run["gpu_memory_gib"]),
+        )
+        for run in results.runs
+    ]
+    return title_of(results), SPECULATIVE_COLUMNS, rows
+
+
+def title_of(results: Results) -> str:
+    return f"{results.gpu}, reads at {results.read_bandwidth_tb_s:.2f} TB/s, {results.commit}"
+
+
+def drafts_of(run: dict[str, Any]) -> str:
+    """ "3, AL 3.2 simulated"; "none" of plain decoding."""
+    if not run["num_draft_tokens"]:
+        return "none"
+
+    is_simulated = run["acceptance"] == "simulated"
+    return f"{run['num_draft_tokens']}, " + (
+        f"AL {run['acceptance_length']:g} simulated" if is_simulated else f"{run['draft']}"
+    )
+
+
+def shown(value: float | None, unit: str = "") -> str:
+    return "" if value is None else f"{value:.2f}{unit}"
 
 
 def against_vllm(run: dict[str, Any], results: Results) -> str:

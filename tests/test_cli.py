@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -11,10 +12,12 @@ from pathlib import Path
 import msgspec
 import pytest
 from model_zoo import make_model
+from random_folder import make_random_folder
 
-from drift_sdk import doctor
+from drift_sdk import EngineConfig, doctor
 from drift_sdk.__main__ import main
 from drift_sdk.doctor import Device, examine
+from drift_sdk.warm import Warmed, kernel_cache
 
 COMMAND = [sys.executable, "-m", "drift_sdk"]
 
@@ -140,10 +143,63 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(model: Path) -> None:
     assert rest.endswith("\n> \n")  # the second answer, however it ended, and a new prompt
 
 
+def test_warm_needs_no_weights_and_compiles_nothing_for_a_cpu(tmp_path: Path) -> None:
+    folder = make_random_folder(
+        tmp_path / "model", "qwen3", vocab_size=500, hidden_size=64, num_hidden_layers=1
+    )
+    ran = run("warm", str(folder), "--load", "random", "--device", "cpu", "--max-model-len", "64")
+    assert (ran.returncode, ran.stderr) == (0, "")
+    *stages, last = ran.stdout.splitlines()
+    assert [line.rsplit(maxsplit=2)[0] for line in stages] == [
+        *("imports", "find", "load tokenizer", "load weights")
+    ]
+    assert all(re.fullmatch(r".+ +\d+\.\d\d s", line) for line in stages)
+    assert last == "nothing to compile: the eager executor runs torch's own kernels"
+
+
+def test_warm_starts_with_the_settings_it_is_given(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given: list[tuple[str, EngineConfig]] = []
+
+    async def warm(model: str, config: EngineConfig, on_progress: object) -> Warmed:
+        given.append((model, config))
+        seconds = (("load weights", 1.5), ("capture graphs", 12.0))
+        return Warmed(executor="graph", start_seconds=seconds, kernel_cache=Path("/cache"))
+
+    monkeypatch.setattr("drift_sdk.__main__.warm", warm)
+    settings = {
+        "device": "cpu",
+        "dtype": "bfloat16",
+        "executor": "eager",
+        "load": "random",
+        "max_num_seqs": 3,
+        "max_model_len": 64,
+        "prefill_token_budget": 128,
+    }
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    assert main(["warm", str(model), *options]) == 0
+    assert main(["warm", str(model)]) == 0
+    assert given == [(str(model), EngineConfig(**settings)), (str(model), EngineConfig())]
+    said = "load weights       1.50 s\ncapture graphs    12.00 s\nkernels are in /cache\n"
+    assert capsys.readouterr().out == 2 * said
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton is there on Linux alone")
+def test_kernels_are_where_triton_keeps_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    assert kernel_cache("graph") == tmp_path
+    assert kernel_cache("eager") is None
+
+
 def test_what_cannot_be_is_said_shortly(tmp_path: Path) -> None:
     wrong = run("chat", "model", "--temperature", "-1")
     assert (wrong.returncode, "temperature=-1.0: expected" in wrong.stderr) == (2, True)
     missing = run("chat", str(tmp_path / "nowhere"))
     assert (missing.returncode, missing.stderr.startswith("ModelLoadError: ")) == (1, True)
-    assert "Traceback" not in wrong.stderr + missing.stderr
+    unwarmed = run("warm", str(tmp_path / "nowhere"))
+    assert (unwarmed.returncode, unwarmed.stderr.startswith("ModelLoadError: ")) == (1, True)
+    wrong_number = run("warm", "model", "--max-num-seqs", "0")
+    assert (wrong_number.returncode, "max_num_seqs=0: expected" in wrong_number.stderr) == (2, True)
+    assert "Traceback" not in "".join(ran.stderr for ran in (wrong, missing, unwarmed, wrong_number))
     assert run().returncode == 2

@@ -12,7 +12,9 @@ ROOT = Path(drift_sdk.__file__).parent
 # From top to bottom: a module imports only modules of its own layer or of layers below.
 LAYERS = [
     "__main__",
+    "warm",
     "testing",
+    "measurement",
     "__init__",
     "engine",
     "doctor",
@@ -72,6 +74,7 @@ WITHOUT_TORCH = [
     "bridge",
     "steps",
     "testing",
+    "measurement",
 ]
 ONLY_IN = {"triton": ["_kernels"], "cuda": ["execution/graphs", "execution/device"]}
 

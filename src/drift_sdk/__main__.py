@@ -1,4 +1,4 @@
-"""The command line: `python -m drift_sdk doctor` and `python -m drift_sdk chat MODEL`."""
+"""The command line: `python -m drift_sdk doctor`, `chat MODEL` and `warm MODEL`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,24 @@ import argparse
 import asyncio
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 
 import msgspec
 
 from drift_sdk import DriftError, Engine, EngineConfig, Progress, RequestError, SamplingParams, TokenStream
 from drift_sdk.doctor import examine
+from drift_sdk.warm import warm
+
+WARM_SETTINGS = {
+    "device": (str, "auto, cpu, cuda or cuda:N"),
+    "dtype": (str, "auto, float32, bfloat16 or float16"),
+    "executor": (str, "auto, eager or graph"),
+    "load": (str, "auto, or random: a folder with config and tokenizer is enough"),
+    "max_num_seqs": (int, "most sequences running at once"),
+    "max_model_len": (int, "most tokens of prompt and completion together; None = the model's own context"),
+    "prefill_token_budget": (int, "most prompt tokens computed in one step"),
+}
+"""Of EngineConfig: what the kernels depend on."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,18 +34,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return doctor(as_json=options.json)
 
     try:
-        params = SamplingParams(
-            max_tokens=options.max_tokens,
-            temperature=options.temperature,
-            top_p=options.top_p,
-            seed=options.seed,
-        )
-        config = EngineConfig(device=options.device)
+        command = prepare_warm(options) if options.command == "warm" else prepare_chat(options)
     except DriftError as error:
         parser.error(str(error))
 
     try:
-        return asyncio.run(chat(options.model, config, params, options.system))
+        return asyncio.run(command)
     except DriftError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
@@ -55,7 +61,33 @@ def make_parser() -> argparse.ArgumentParser:
     talk.add_argument("--top-p", type=float, default=0.95, help="default: %(default)s")
     talk.add_argument("--seed", type=int, help="gives the same answers again")
     talk.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
+
+    warmer = commands.add_parser(
+        "warm",
+        help="compile the kernels that serving a model needs, with the settings it will be served with",
+    )
+    warmer.add_argument("model", help="a folder, a .gguf file or a hub id")
+    defaults = EngineConfig()
+    for name, (kind, meaning) in WARM_SETTINGS.items():
+        option, default = f"--{name.replace('_', '-')}", getattr(defaults, name)
+        warmer.add_argument(option, type=kind, default=default, help=f"{meaning} (default: %(default)s)")
     return parser
+
+
+def prepare_chat(options: argparse.Namespace) -> Coroutine[None, None, int]:
+    """The command, its arguments checked."""
+    params = SamplingParams(
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        seed=options.seed,
+    )
+    return chat(options.model, EngineConfig(device=options.device), params, options.system)
+
+
+def prepare_warm(options: argparse.Namespace) -> Coroutine[None, None, int]:
+    """The command, its arguments checked."""
+    return warm_up(options.model, EngineConfig(**{name: getattr(options, name) for name in WARM_SETTINGS}))
 
 
 def doctor(*, as_json: bool) -> int:
@@ -78,8 +110,7 @@ async def chat(model: str, config: EngineConfig, params: SamplingParams, system:
             stream.cancel()
 
     async with Engine(model, config, on_progress=show_progress) as engine:
-        if sys.stderr.isatty():
-            print("\r\x1b[K", end="", file=sys.stderr)
+        hide_progress()
         if sys.platform != "win32":
             asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop)
         while True:
@@ -108,9 +139,21 @@ async def chat(model: str, config: EngineConfig, params: SamplingParams, system:
             print("" if completion.finish_reason == "stop" else f" [{completion.finish_reason}]")
 
 
+async def warm_up(model: str, config: EngineConfig) -> int:
+    warmed = await warm(model, config, show_progress)
+    hide_progress()
+    print(warmed.text())
+    return 0
+
+
 def show_progress(progress: Progress) -> None:
     if sys.stderr.isatty():
         print(f"\r\x1b[K{progress.stage}: {progress.fraction:.0%}", end="", file=sys.stderr, flush=True)
+
+
+def hide_progress() -> None:
+    if sys.stderr.isatty():
+        print("\r\x1b[K", end="", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -288,7 +288,7 @@ async def test_the_stages_of_starting_are_timed(caplog: pytest.LogCaptureFixture
         assert [stage for stage, _ in stages] == ["imports", "find", "load weights"]
         lengths = dict(stages)
         assert lengths["imports"] >= 0.02 and lengths["load weights"] >= 0.06
-        assert 0.0 <= lengths["find"] < 0.02
+        assert 0.0 <= lengths["find"] < lengths["load weights"]
         await engine.generate("x")
         assert engine.stats().start_seconds == stages
 

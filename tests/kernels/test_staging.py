@@ -20,7 +20,9 @@ def int32(values: object, device: str) -> torch.Tensor:
 
 
 def filled(shape: tuple[int, ...] | int, value: int, device: str) -> torch.Tensor:
-    return torch.full(shape if isinstance(shape, tuple) else (shape,), value, dtype=torch.int32, device=device)
+    return torch.full(
+        shape if isinstance(shape, tuple) else (shape,), value, dtype=torch.int32, device=device
+    )
 
 
 class Inputs:

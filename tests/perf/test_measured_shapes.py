@@ -22,7 +22,7 @@ def test_bytes_are_those_of_the_tensors_that_a_step_reads(tmp_path: Path) -> Non
     read = [tensor for tensor in (*layers, weights.final_norm, weights.head) if tensor is not None]
     num_bytes = sum(tensor.nbytes for tensor in read)
     assert model.decode_bytes(0, 0, 2) == num_bytes
-    kv_of_a_token = 2 * 2 * 2 * 16 * 2  # keys and values, layers, heads, head_dim, bytes
+    kv_of_a_token = 2 * 3 * 2 * 16 * 2  # keys and values, layers, heads, head_dim, bytes
     assert model.decode_bytes(3, 10.5, 2) == num_bytes + 3 * 10.5 * kv_of_a_token
 
 

@@ -25,7 +25,7 @@ CHUNK = 1024
 
 def num_draft_chunks(vocab_size: int) -> int:
     """How many programs share a row of so many logits."""
-    return triton.cdiv(vocab_size, CHUNK)
+    return -(-vocab_size // CHUNK)
 
 
 @triton.jit

@@ -23,7 +23,7 @@ NUM_FIELDS = tl.constexpr(TILE_FIELDS)
 
 def num_draft_tiles(num_rows: int, num_chunks: int, tile_rows: int) -> int:
     """How many tiles there are room for, used or not."""
-    return triton.cdiv(num_rows, tile_rows) + 2 * num_chunks
+    return -(-num_rows // tile_rows) + 2 * num_chunks
 
 
 @triton.jit

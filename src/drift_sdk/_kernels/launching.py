@@ -6,16 +6,30 @@ kernel therefore waits before it touches memory, and says when its successor may
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-__all__ = ["is_interpreted", "launch_options", "start_dependents", "uses_pdl", "wait_for_producers"]
+__all__ = [
+    "cache_folder",
+    "is_interpreted",
+    "launch_options",
+    "start_dependents",
+    "uses_pdl",
+    "wait_for_producers",
+]
 
 
 def is_interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, on the CPU."""
     return bool(triton.knobs.runtime.interpret)
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept, from one process to the next."""
+    return Path(triton.knobs.cache.dir)
 
 
 def uses_pdl() -> bool:

@@ -50,8 +50,8 @@ class EagleRounds:
         max_draft_tokens: int,
         max_prefill_rows: int,
     ) -> None:
-        """block_table [S, max_blocks] int32. max_num_slots, max_draft_tokens: of a round. max_prefill_rows: of
-        a prefill step."""
+        """block_table [S, max_blocks] int32. max_num_slots, max_draft_tokens: of a round. max_prefill_rows:
+        of a prefill step."""
         config = draft.config
         self.boundaries: Sequence[int] = draft.boundaries
         self.cache = DraftCache(draft, limits, limits.max_num_seqs)

@@ -51,4 +51,4 @@ class RoundDrafter(Protocol):
         hidden: Tensor,
     ) -> None:
         """The target has computed the rows [N] of chunks. next_token [N] int32: what follows each, -1 for
-        the slot's last_token [S]. hits [C] int32: the first row of each chunk behind a prefix hit; -1: none."""
+        the slot's last_token [S]. hits [C] int32: first row of each chunk behind a prefix hit; -1: none."""

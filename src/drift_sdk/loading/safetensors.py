@@ -95,13 +95,13 @@ class SafetensorsFolder:
 
 def _read_tensor(stored: FileIO, dtype: torch.dtype, place: torch.Tensor) -> None:
     """Fill place [N] with the next N numbers of `dtype`."""
-    is_host = place.device.type == "cpu"
-    if is_host and place.dtype == dtype:
+    if place.device.type == "cpu" and place.dtype == dtype:
         _read_bytes(stored, place)
         return
 
-    # Through a piece of pinned memory, and converted on the device.
-    buffer = torch.empty(CHUNK_BYTES // dtype.itemsize, dtype=dtype, device="cpu", pin_memory=not is_host)
+    # Through a piece of memory that a GPU reads by itself, and converted on the device.
+    is_pinned = place.device.type == "cuda"
+    buffer = torch.empty(CHUNK_BYTES // dtype.itemsize, dtype=dtype, device="cpu", pin_memory=is_pinned)
     for part in torch.split(place, len(buffer)):
         piece = buffer[: len(part)]
         _read_bytes(stored, piece)

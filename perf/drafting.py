@@ -1,0 +1,62 @@
+"""What drafts in an engine that is measured, and how its acceptance comes about."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from decode import DecodeOptions
+from msgspec import Struct
+from scenario import Scenario
+from shapes import Draft, Model
+
+from drift_sdk import Chain, Engine, EngineConfig, NGram, Speculation
+from drift_sdk.measurement import simulated_engine
+
+__all__ = ["Drafting"]
+
+
+class Drafting(Struct, frozen=True, kw_only=True):
+    """Chains of `num_draft_tokens`. `acceptance_length`: tokens a round to simulate, as far as so many drafts
+    can bring them; None: acceptance is real."""
+
+    draft: Draft | NGram
+    num_draft_tokens: int
+    acceptance_length: float | None = None
+    is_adaptive: bool = False
+
+    @property
+    def name(self) -> str:
+        return "ngram" if isinstance(self.draft, NGram) else Path(self.draft.path).name
+
+    @property
+    def acceptance(self) -> Literal["simulated", "real"]:
+        return "real" if self.acceptance_length is None else "simulated"
+
+    @property
+    def simulated_length(self) -> float | None:
+        if self.acceptance_length is None:
+            return None
+
+        return min(self.acceptance_length, self.num_draft_tokens + 1.0)
+
+    def round_bytes(self, mean_drafts: float, scenario: Scenario, options: DecodeOptions) -> float:
+        """Bytes that a round of so many drafts must read beside the target's."""
+        if isinstance(self.draft, NGram):
+            return 0.0
+
+        context = scenario.mean_context(options.lengths)
+        return self.draft.round_bytes(mean_drafts, scenario.batch, context, options.itemsize)
+
+    def engine(self, model: Model, config: EngineConfig) -> Engine:
+        """An engine of the plain config, with these drafts. Raises ConfigError as `simulated_engine`."""
+        speculation = Speculation(
+            draft=self.draft if isinstance(self.draft, NGram) else self.draft.path,
+            shape=Chain(self.num_draft_tokens),
+            adaptive=self.is_adaptive,
+        )
+        config = config.replace(speculation=speculation)
+        if self.simulated_length is None:
+            return Engine(model.path, config)
+
+        return simulated_engine(model.path, config, acceptance_length=self.simulated_length)

@@ -1,0 +1,198 @@
+"""Speculative decoding against plain decoding of the same scenarios, in one run.
+
+python perf/speculative.py --num-draft-tokens 1 3 5 --acceptance-length 3.2 --scenario single-512 batch64-512
+python perf/speculative.py --model smollm2-135m --draft ngram
+python perf/speculative.py --policy-sweep --repeats 3
+
+An acceptance length is simulated: drafts are made and verified, but not compared. Without one acceptance is
+real: that of --draft, or of random weights if the model's are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from decode import DecodeOptions
+from drafting import Drafting
+from policy_sweep import ACCEPTANCE_LENGTHS, draw, policy_table
+from policy_sweep import SCENARIOS as SWEPT_SCENARIOS
+from record import DecodeRun, Run
+from recording import Recording, free_memory, parser
+from rounds import Rounds, batch_config, measure_rounds
+from scenario import SCENARIOS, Scenario
+from shapes import Model, prepare, prepare_draft
+from startup_process import gpu_memory_gib
+from table import show, speculative_table
+
+from drift_sdk import Engine, NGram
+
+__all__ = ["SpeculativeRun", "main", "measure"]
+
+MAX_DRAFT_TOKENS = 16
+
+
+class SpeculativeRun(DecodeRun, kw_only=True):
+    """Decoding with drafts, and without any to compare with.
+
+    `acceptance_length`: the one to simulate, if it is not real; `measured_acceptance_length`: what it was.
+    `limit_tokens_per_s`: as many tokens over the time that reading the bytes of a round takes;
+    `limit_fraction`: the share of it that was reached. `speedup`: over plain decoding in the same run.
+    `efficiency`: speedup over measured acceptance length. `is_adaptive`: of `num_draft_tokens` at most, the
+    policy chose `mean_drafts` a round. `gpu_memory_gib`: everybody's, afterwards.
+    """
+
+    measured_acceptance_length: float
+    mean_drafts: float
+    limit_tokens_per_s: float
+    limit_fraction: float
+    draft: str | None = None
+    is_adaptive: bool = False
+    speedup: float | None = None
+    efficiency: float | None = None
+    gpu_memory_gib: float | None = None
+
+
+async def measure(
+    model: Model,
+    draftings: Sequence[Drafting],
+    scenarios: Sequence[Scenario],
+    options: DecodeOptions,
+    bandwidth_tb_s: float,
+    on_run: Callable[[Run], None] = lambda run: None,
+) -> list[SpeculativeRun]:
+    """Runs of all scenarios, plain first and then with each of the draftings, on an engine each; each run is
+    reported as it is done."""
+    config = batch_config(model, scenarios, options)
+    runs: list[SpeculativeRun] = []
+    plain: dict[str, float] = {}
+    for drafting in (None, *draftings):
+        engine = Engine(model.path, config) if drafting is None else drafting.engine(model, config)
+        async with engine:
+            for scenario in scenarios:
+                rounds = await measure_rounds(engine, scenario, model.config.vocab_size, options)
+                run = run_of(rounds, model, drafting, scenario, options, bandwidth_tb_s, engine.executor)
+                if drafting is None:
+                    plain[scenario.name] = rounds.tokens_per_s(scenario.batch)
+                else:
+                    run.speedup = rounds.tokens_per_s(scenario.batch) / plain[scenario.name]
+                    run.efficiency = run.speedup / rounds.acceptance_length
+                runs.append(run)
+                on_run(run)
+
+        free_memory()
+
+    return runs
+
+
+def run_of(
+    rounds: Rounds,
+    model: Model,
+    drafting: Drafting | None,
+    scenario: Scenario,
+    options: DecodeOptions,
+    bandwidth_tb_s: float,
+    executor: str,
+) -> SpeculativeRun:
+    """Without a speedup still."""
+    num_bytes = model.decode_bytes(scenario.batch, scenario.mean_context(options.lengths), options.itemsize)
+    fields: dict[str, Any] = {}
+    if drafting is not None:
+        num_bytes += drafting.round_bytes(rounds.mean_drafts, scenario, options)
+        fields = {
+            "draft": drafting.name,
+            "is_adaptive": drafting.is_adaptive,
+            "num_draft_tokens": drafting.num_draft_tokens,
+            "acceptance": drafting.acceptance,
+            "acceptance_length": drafting.simulated_length or rounds.acceptance_length,
+        }
+
+    limit = rounds.acceptance_length * scenario.batch * bandwidth_tb_s * 1e12 / num_bytes
+    return SpeculativeRun.of_rounds(
+        rounds.step_seconds,
+        num_bytes,
+        bandwidth_tb_s,
+        tokens_per_round=rounds.tokens_per_step,
+        engine="drift",
+        executor=executor,
+        model=model.name,
+        dtype=options.dtype_name,
+        scenario=scenario,
+        measured_acceptance_length=rounds.acceptance_length,
+        mean_drafts=rounds.mean_drafts,
+        limit_tokens_per_s=limit,
+        limit_fraction=rounds.tokens_per_s(scenario.batch) / limit,
+        gpu_memory_gib=gpu_memory_gib(options.device),
+        **fields,
+    )
+
+
+def arguments_of(arguments: Sequence[str] | None) -> argparse.Namespace:
+    made = parser(__doc__)
+    made.add_argument("--scenario", nargs="+", type=Scenario.parse, default=SCENARIOS, metavar="NAME")
+    made.add_argument("--num-draft-tokens", nargs="+", type=int, default=[3], metavar="K", help="in a round")
+    made.add_argument(
+        "--acceptance-length", type=float, help="to simulate: tokens a round, as far as the drafts reach"
+    )
+    made.add_argument("--draft", help='an EAGLE-3 head, folder or hub id, or "ngram"')
+    made.add_argument("--policy-sweep", action="store_true", help="what the adaptive policy makes of batches")
+    given = made.parse_args(arguments)
+    most = max(given.num_draft_tokens)
+    if not 1 <= min(given.num_draft_tokens) <= most <= MAX_DRAFT_TOKENS:
+        made.error(f"--num-draft-tokens {given.num_draft_tokens}: expected 1 to {MAX_DRAFT_TOKENS}")
+
+    if given.acceptance_length is not None and not 1 <= given.acceptance_length <= most + 1:
+        made.error(f"--acceptance-length {given.acceptance_length}: expected 1 to {most + 1}")
+
+    if given.policy_sweep and given.acceptance_length is not None:
+        made.error("--policy-sweep has acceptance lengths of its own: expected no --acceptance-length")
+
+    is_simulated = given.policy_sweep or given.acceptance_length is not None
+    if is_simulated and given.executor == "auto":
+        given.executor = "graph"
+    if is_simulated and (given.executor != "graph" or not given.device.startswith("cuda")):
+        made.error("acceptance is simulated on the graph executor alone, on a GPU")
+
+    if given.model == "smollm2-135m" and given.draft is None:
+        made.error(f"--model {given.model}: expected a --draft")
+
+    return given
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    given = arguments_of(arguments)
+    options = DecodeOptions(
+        device=given.device, dtype=given.dtype, executor=given.executor, repeats=given.repeats
+    )
+    topic = "policy" if given.policy_sweep else "speculative"
+    recording = Recording(topic, given.device, given.out)
+    with tempfile.TemporaryDirectory() as folder:
+        model = prepare(given.model, Path(folder) / given.model)
+        draft = NGram() if given.draft == "ngram" else prepare_draft(model, given.draft)
+        scenarios = SWEPT_SCENARIOS if given.policy_sweep else given.scenario
+        draftings = [
+            Drafting(
+                draft=draft,
+                num_draft_tokens=number,
+                acceptance_length=length,
+                is_adaptive=given.policy_sweep,
+            )
+            for number in given.num_draft_tokens
+            for length in (ACCEPTANCE_LENGTHS if given.policy_sweep else (given.acceptance_length,))
+        ]
+        measuring = measure(model, draftings, scenarios, options, recording.bandwidth_tb_s, recording.add)
+        asyncio.run(measuring)
+
+    show(*(policy_table if given.policy_sweep else speculative_table)(recording.results))
+    print(f"written to {recording.path}")
+    if given.policy_sweep and find_spec("matplotlib") is not None:
+        draw(recording.results, recording.path.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""Speculation on the graph executor changes no bit of what is said, whatever is drafted."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import torch
+from draft_zoo import make_draft
+from random_folder import make_random_folder
+
+from drift_sdk import Chain, Completion, Engine, EngineConfig, JsonSchema, NGram, SamplingParams, Speculation
+from drift_sdk.execution.graph import GraphExecutor
+from drift_sdk.execution.graphs import Graphs
+from drift_sdk.execution.round_drafter import RoundDrafter
+from drift_sdk.steps import StepPlan
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+MAX_SEQS, MAX_MODEL_LEN = 64, 2304
+LLAMA_8B = {
+    "vocab_size": 128_256,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+BATCHES = {1: 2000, 4: 500, 64: 32}
+"""Requests at once, and tokens of each."""
+
+Case = tuple[list[int], SamplingParams]
+
+
+class Oracle:
+    """A RoundDrafter that knows what plain decoding says, and lies about every so many-th token.
+
+    stories [MAX_SEQS, MAX_MODEL_LEN] int64: the tokens of each slot's sequence.
+    """
+
+    boundaries: Sequence[int] = ()
+
+    def __init__(self) -> None:
+        self.stories = torch.zeros(MAX_SEQS, MAX_MODEL_LEN, dtype=torch.int64, device="cuda")
+        self.corruption = torch.zeros((), device="cuda")
+        self.known: dict[int, torch.Tensor] = {}
+
+    def propose(self, rows: Any, *, num_slots: int, num_draft_tokens: int) -> None:
+        if num_draft_tokens == 0:
+            return
+
+        slot, position = (column.view(num_slots, -1)[:, 1:].long() for column in (rows.slot, rows.position))
+        token = self.stories[slot.clamp(min=0), position.clamp(max=MAX_MODEL_LEN - 1)]
+        is_wrong = (position * 7919 + slot * 104_729) % 1009 < self.corruption * 1009
+        token = torch.where(is_wrong, (token + 1) % LLAMA_8B["vocab_size"], token)
+        rows.token.view(num_slots, -1)[:, 1:].copy_(token)
+
+    def follow(self, rows: Any, **_: object) -> None:
+        pass
+
+    def follow_prefill(self, rows: Any, **_: object) -> None:
+        pass
+
+    def learn(self, cases: Sequence[Case], completions: Sequence[Completion]) -> None:
+        for (prompt, params), completion in zip(cases, completions, strict=True):
+            assert params.seed is not None
+            self.known[params.seed] = torch.tensor([*prompt, *completion.token_ids], device="cuda")
+
+    def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Tell by its seed which sequence enters a slot."""
+        launch: Callable[[GraphExecutor, StepPlan], None] = GraphExecutor.launch
+
+        def watched(executor: GraphExecutor, plan: StepPlan) -> None:
+            with executor._device.work():
+                for assignment in plan.assignments:
+                    story = self.known[assignment.sampling.seed]
+                    self.stories[assignment.slot, : len(story)].copy_(story)
+            launch(executor, plan)
+
+        monkeypatch.setattr(GraphExecutor, "launch", watched)
+        monkeypatch.setattr(Graphs, "_open_drafter", lambda *_: self)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_random_folder(tmp_path_factory.mktemp("8b"), "llama", **LLAMA_8B)
+
+
+def engine_of(folder: Path, speculation: Speculation | None, **fields: Any) -> Engine:
+    config = EngineConfig(
+        device="cuda",
+        executor="graph",
+        load="random",
+        exact_prefill=True,  # which prompts share a prefill step is a matter of time
+        max_num_seqs=MAX_SEQS,
+        max_model_len=MAX_MODEL_LEN,
+        speculation=speculation,
+        **{"kv_cache_tokens": 16_384, **fields},
+    )
+    return Engine(folder, config)
+
+
+def cases_of(batch: int) -> list[Case]:
+    rng = random.Random(batch)
+    ways: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.8, "top_p": 0.9},
+        {"repetition_penalty": 1.2, "frequency_penalty": 0.3},
+        {"temperature": 1.0, "top_k": 50, "logprobs": 2},
+    ]
+    return [
+        (
+            [rng.randrange(3, 128_000) for _ in range(rng.choice((1, 30, 64, 129)))],
+            SamplingParams(
+                max_tokens=BATCHES[batch],
+                ignore_eos=True,
+                seed=rng.randrange(2**62),
+                **ways[index % len(ways)],
+            ),
+        )
+        for index in range(batch)
+    ]
+
+
+async def at_once(engine: Engine, cases: Sequence[Case]) -> list[Completion]:
+    streams = [engine.generate(*case) for case in cases]
+    return [await stream for stream in streams]
+
+
+def assert_same(found: Sequence[Completion], expected: Sequence[Completion]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.logprobs == other.logprobs
+        assert (one.text, one.finish_reason) == (other.text, other.finish_reason)
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> dict[int, list[Completion]]:
+    async def main() -> dict[int, list[Completion]]:
+        async with engine_of(folder, None) as engine:
+            return {batch: await at_once(engine, cases_of(batch)) for batch in BATCHES}
+
+    return anyio.run(main)
+
+
+@pytest.mark.parametrize("num_draft_tokens", [1, 3, 5])
+def test_oracle_on_equals_off(
+    folder: Path, plain: dict[int, list[Completion]], num_draft_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """bfloat16, greedy and sampled; corrupted so that every acceptance length occurs."""
+    oracle = Oracle()
+    oracle.watch(monkeypatch)
+    for batch, completions in plain.items():
+        oracle.learn(cases_of(batch), completions)
+
+    async def main() -> None:
+        shape = Chain(num_draft_tokens)
+        speculation = Speculation(draft=NGram(), shape=shape, adaptive=False)
+        async with engine_of(folder, speculation) as engine:
+            for corruption in (0.0, 0.2, 0.5):
+                oracle.corruption.fill_(corruption)
+                for batch in BATCHES:
+                    found = await at_once(engine, cases_of(batch))
+                    assert_same(found, plain[batch])
+            stats = engine.stats().speculation
+            assert all(count > 0 for count in stats.acceptance_histogram)
+            assert stats.acceptance_length > 1 + 0.4 * num_draft_tokens
+
+    anyio.run(main)
+
+
+@pytest.mark.parametrize("draft", ["ngram", "eagle"])
+@pytest.mark.parametrize("num_draft_tokens", [1, 3, 5])
+def test_drafts_on_equals_off(
+    folder: Path, plain: dict[int, list[Completion]], draft: str, num_draft_tokens: int, tmp_path: Path
+) -> None:
+    """Admissions and cancelled requests among the rounds."""
+    if draft == "eagle":
+        make_draft("reference", tmp_path, folder)
+
+    async def main() -> None:
+        speculation = Speculation(
+            draft=NGram(min_length=1) if draft == "ngram" else tmp_path,
+            shape=Chain(num_draft_tokens),
+            adaptive=False,
+        )
+        async with engine_of(folder, speculation) as engine:
+            for batch in BATCHES:
+                cases = cases_of(batch)
+                streams = [engine.generate(*case) for case in cases]
+                others = [engine.generate([5, 6, 7 + n], SamplingParams(max_tokens=400)) for n in range(3)]
+                async with others[0] as stream:
+                    async for _ in stream:
+                        break
+                found = [await stream for stream in streams]
+                assert_same(found, plain[batch])
+                for other in others[1:]:
+                    other.cancel()
+            assert engine.stats().num_draft_rounds > 100
+
+    anyio.run(main)
+
+
+def test_stops_and_grammars_among_drafts(folder: Path) -> None:
+    pytest.importorskip("llguidance")
+    rng = random.Random(3)
+    cases: list[Case] = [
+        ([5, 6, 7], SamplingParams(max_tokens=60, seed=1, stop_token_ids=tuple(range(0, 128_000, 40)))),
+        ([5, 6], SamplingParams(max_tokens=60, temperature=1.0, seed=2, stop=("a", "e"))),
+        ([9], SamplingParams(max_tokens=40, grammar=JsonSchema({"type": "boolean"}), seed=4)),
+        ([rng.randrange(3, 9000) for _ in range(20)] * 5, SamplingParams(max_tokens=80, min_tokens=20)),
+    ]
+
+    async def main(speculation: Speculation | None) -> list[Completion]:
+        async with engine_of(folder, speculation) as engine:
+            return await at_once(engine, cases)
+
+    expected = anyio.run(main, None)
+    speculation = Speculation(draft=NGram(min_length=1), shape=Chain(4), adaptive=False)
+    assert_same(anyio.run(main, speculation), expected)
+
+
+def test_a_drafter_is_what_graphs_expect() -> None:
+    drafter: RoundDrafter = Oracle()
+    assert drafter.boundaries == ()
