@@ -54,8 +54,11 @@ def render() -> str:
     parts.append(f"### drift_sdk.testing.{signature('scripted_engine', testing.scripted_engine)}")
     parts.append(doc_of(testing.scripted_engine))
     parts.append("## Measuring")
-    parts.append(f"### drift_sdk.measurement.{signature('simulated_engine', measurement.simulated_engine)}")
-    parts.append(doc_of(measurement.simulated_engine))
+    for function in (measurement.simulated_engine, measurement.recorded_engine, measurement.stage_times):
+        parts.append(f"### drift_sdk.measurement.{signature(function.__name__, function)}")
+        parts.append(doc_of(function))
+    for cls in (measurement.AcceptanceTrace, measurement.RecordedRounds, measurement.StageTimes):
+        parts.append(render_class(f"drift_sdk.measurement.{cls.__name__}", cls))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -92,7 +95,7 @@ def members(cls: type) -> list[tuple[str, Any]]:
 def signature(name: str, function: Any) -> str:
     prefix = "async " if inspect.iscoroutinefunction(function) else ""
     shown = re.sub(r"(: |-> )'([^']*)'", r"\1\2", str(inspect.signature(function)))
-    return f"`{prefix}{name}{shown}`".replace("(self, ", "(").replace("(self)", "()")
+    return f"`{prefix}{name}{shown}`".replace("(self, ", "(").replace("(cls, ", "(").replace("(self)", "()")
 
 
 def default_of(field: msgspec.structs.FieldInfo) -> str:

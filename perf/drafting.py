@@ -10,8 +10,8 @@ from msgspec import Struct
 from scenario import Scenario
 from shapes import Draft, Model
 
-from drift_sdk import Chain, Engine, EngineConfig, NGram, Speculation
-from drift_sdk.measurement import simulated_engine
+from drift_sdk import Chain, EngineConfig, NGram, Speculation
+from drift_sdk.measurement import RecordedEngine, recorded_engine, simulated_engine
 
 __all__ = ["Drafting"]
 
@@ -48,15 +48,19 @@ class Drafting(Struct, frozen=True, kw_only=True):
         context = scenario.mean_context(options.lengths)
         return self.draft.round_bytes(mean_drafts, scenario.batch, context, options.itemsize)
 
-    def engine(self, model: Model, config: EngineConfig) -> Engine:
-        """An engine of the plain config, with these drafts. Raises ConfigError as `simulated_engine`."""
+    def config(self, plain: EngineConfig) -> EngineConfig:
+        """The plain one with these drafts."""
         speculation = Speculation(
             draft=self.draft if isinstance(self.draft, NGram) else self.draft.path,
             shape=Chain(self.num_draft_tokens),
             adaptive=self.is_adaptive,
         )
-        config = config.replace(speculation=speculation)
-        if self.simulated_length is None:
-            return Engine(model.path, config)
+        return plain.replace(speculation=speculation)
 
-        return simulated_engine(model.path, config, acceptance_length=self.simulated_length)
+    def engine(self, model: Model, plain: EngineConfig) -> RecordedEngine:
+        """An engine of the plain config, with these drafts. Raises ConfigError as `simulated_engine`."""
+        config = self.config(plain)
+        if self.simulated_length is None:
+            return recorded_engine(model.path, config)
+
+        return simulated_engine(model.path, config, acceptance=self.simulated_length)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-from kernel_case import Case, Prepared
+from kernel_case import Case, Prepared, num_copies
 from msgspec import Struct
 from shapes import Model
 from torch import Tensor
@@ -16,8 +16,6 @@ from drift_sdk._kernels.tuning import TunedTable
 
 __all__ = ["WeightShape", "gemm_cases", "weight_shapes"]
 
-WORKING_SET_BYTES = 300e6
-MAX_WEIGHTS = 64
 ITEMSIZE = 2
 
 
@@ -82,17 +80,16 @@ def prepare_cublas(weight: WeightShape, num_rows: int, table: TunedTable, device
 def _prepared(
     weight: WeightShape, num_rows: int, device: str, call: Callable[[Tensor, Tensor], object], out: Tensor
 ) -> Prepared:
-    num_weights = max(2, min(MAX_WEIGHTS, int(WORKING_SET_BYTES / weight.num_bytes)))
     x = torch.randn(num_rows, weight.inner, device=device, dtype=torch.bfloat16)
     weights = [
         torch.randn(weight.num_columns, weight.inner, device=device, dtype=torch.bfloat16).mul_(
             weight.inner**-0.5
         )
-        for _ in range(num_weights)
+        for _ in range(num_copies(weight.num_bytes))
     ]
 
     def step() -> None:
         for w in weights:
             call(x, w)
 
-    return Prepared(step, num_weights, (out,))
+    return Prepared(step, len(weights), (out,))

@@ -7,7 +7,10 @@ from collections.abc import Callable
 from msgspec import Struct
 from torch import Tensor
 
-__all__ = ["Case", "Prepared"]
+__all__ = ["Case", "Prepared", "num_copies"]
+
+WORKING_SET_BYTES = 300e6
+MAX_COPIES = 64
 
 
 class Prepared(Struct, frozen=True):
@@ -30,3 +33,8 @@ class Case(Struct, frozen=True, kw_only=True):
     num_bytes: float
     num_flops: float
     prepare: Callable[[], Prepared]
+
+
+def num_copies(num_bytes: float) -> int:
+    """Of an input of so many bytes: too many for a cache to hold, and two at least."""
+    return max(2, min(MAX_COPIES, int(WORKING_SET_BYTES / num_bytes)))

@@ -1,6 +1,7 @@
 """Kernels by themselves, in a captured graph: time, bytes a second, share of what the GPU can do at most.
 
     python perf/kernel_speed.py --model llama-3.1-8b --suite gemm --rows 1 4 16 64 256
+    python perf/kernel_speed.py --suite attention norm rope sampling
 
 A suite is a function of (model, row counts, tuned table, device) that yields cases.
 """
@@ -12,11 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
+from attention_cases import attention_cases
 from bandwidth import matmul_tflop_s
 from gemm_cases import gemm_cases
 from kernel_case import Case
 from record import Run
 from recording import Recording, free_memory, parser
+from row_cases import norm_cases, rope_cases, sampling_cases
 from shapes import Model, prepare
 from table import show
 from tune import time_us
@@ -27,7 +30,13 @@ __all__ = ["SUITES", "KernelRun", "limit_us", "main", "measure"]
 
 ROW_COUNTS = (1, 4, 16, 64, 256)
 
-SUITES: dict[str, Callable[[Model, tuple[int, ...], TunedTable, str], Iterator[Case]]] = {"gemm": gemm_cases}
+SUITES: dict[str, Callable[[Model, tuple[int, ...], TunedTable, str], Iterator[Case]]] = {
+    "gemm": gemm_cases,
+    "attention": attention_cases,
+    "norm": norm_cases,
+    "rope": rope_cases,
+    "sampling": sampling_cases,
+}
 
 
 class KernelRun(Run, kw_only=True):

@@ -10,7 +10,8 @@ from msgspec import Struct
 from scenario import Scenario
 from shapes import Model
 
-from drift_sdk import Engine, EngineConfig, EngineStats
+from drift_sdk import EngineConfig, EngineStats
+from drift_sdk.measurement import RecordedEngine
 
 __all__ = ["Counts", "Rounds", "batch_config", "measure_rounds"]
 
@@ -47,12 +48,14 @@ class Counts(Struct, frozen=True):
 class Rounds(Struct, frozen=True, kw_only=True):
     """What longer generations took more than shorter ones, in each repeat: seconds, and counts.
 
-    `num_tokens` more of each sequence.
+    `num_tokens` more of each sequence. `emitted`: of each step of the longer ones, the tokens of each
+    sequence that got any.
     """
 
     num_tokens: int
     seconds: tuple[float, ...]
     counts: tuple[Counts, ...]
+    emitted: tuple[tuple[int, ...], ...]
 
     @property
     def tokens_per_step(self) -> float:
@@ -80,6 +83,17 @@ class Rounds(Struct, frozen=True, kw_only=True):
         num_rounds = self._sum("num_rounds")
         return self._sum("num_drafted") / num_rounds if num_rounds else 0.0
 
+    @property
+    def several_share(self) -> float:
+        """Rounds of a sequence with two tokens or more, of all of them."""
+        lengths = [length for step in self.emitted for length in step]
+        return sum(length > 1 for length in lengths) / len(lengths)
+
+    @property
+    def num_active(self) -> list[int]:
+        """Sequences that got tokens, step by step."""
+        return [len(step) for step in self.emitted]
+
     def _sum(self, name: str) -> int:
         return sum(getattr(counts, name) for counts in self.counts)
 
@@ -93,7 +107,7 @@ def batch_config(model: Model, scenarios: Sequence[Scenario], options: DecodeOpt
 
 
 async def measure_rounds(
-    engine: Engine, scenario: Scenario, vocab_size: int, options: DecodeOptions
+    engine: RecordedEngine, scenario: Scenario, vocab_size: int, options: DecodeOptions
 ) -> Rounds:
     """By the difference of two lengths. Leaves the engine paused."""
     prompts = scenario.prompts(vocab_size)
@@ -103,17 +117,22 @@ async def measure_rounds(
 
     seconds: list[float] = []
     counts: list[Counts] = []
+    emitted: list[tuple[int, ...]] = []
     for _ in range(options.repeats):
         short_s, of_short = await counted_generation(engine, prompts, short)
+        num_before = len(engine.rounds.steps)
         long_s, of_long = await counted_generation(engine, prompts, long)
         seconds.append(long_s - short_s)
         counts.append(of_long.minus(of_short))
+        emitted += [tuple(step.values()) for step in engine.rounds.steps[num_before:]]
 
-    return Rounds(num_tokens=long - short, seconds=tuple(seconds), counts=tuple(counts))
+    return Rounds(
+        num_tokens=long - short, seconds=tuple(seconds), counts=tuple(counts), emitted=tuple(emitted)
+    )
 
 
 async def counted_generation(
-    engine: Engine, prompts: Sequence[Sequence[int]], num_tokens: int
+    engine: RecordedEngine, prompts: Sequence[Sequence[int]], num_tokens: int
 ) -> tuple[float, Counts]:
     # Steps that were launched ahead count only once they have ended.
     await engine.pause()

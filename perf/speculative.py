@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -30,7 +31,8 @@ from shapes import Model, prepare, prepare_draft
 from startup_process import gpu_memory_gib
 from table import show, speculative_table
 
-from drift_sdk import Engine, NGram
+from drift_sdk import NGram
+from drift_sdk.measurement import recorded_engine
 
 __all__ = ["SpeculativeRun", "main", "measure"]
 
@@ -44,13 +46,19 @@ class SpeculativeRun(DecodeRun, kw_only=True):
     `limit_tokens_per_s`: as many tokens over the time that reading the bytes of a round takes;
     `limit_fraction`: the share of it that was reached. `speedup`: over plain decoding in the same run.
     `efficiency`: speedup over measured acceptance length. `is_adaptive`: of `num_draft_tokens` at most, the
-    policy chose `mean_drafts` a round. `gpu_memory_gib`: everybody's, afterwards.
+    policy chose `mean_drafts` a round. `several_share`: of the rounds of a sequence, those that gave two
+    tokens or more. `num_active`: sequences that got tokens in a step, on average, and the fewest and the
+    most. `gpu_memory_gib`: everybody's, afterwards.
     """
 
     measured_acceptance_length: float
     mean_drafts: float
     limit_tokens_per_s: float
     limit_fraction: float
+    several_share: float
+    num_active: float
+    num_active_min: int
+    num_active_max: int
     draft: str | None = None
     is_adaptive: bool = False
     speedup: float | None = None
@@ -72,7 +80,10 @@ async def measure(
     runs: list[SpeculativeRun] = []
     plain: dict[str, float] = {}
     for drafting in (None, *draftings):
-        engine = Engine(model.path, config) if drafting is None else drafting.engine(model, config)
+        if drafting is None:
+            engine = recorded_engine(model.path, config)
+        else:
+            engine = drafting.engine(model, config)
         async with engine:
             for scenario in scenarios:
                 rounds = await measure_rounds(engine, scenario, model.config.vocab_size, options)
@@ -127,6 +138,10 @@ def run_of(
         mean_drafts=rounds.mean_drafts,
         limit_tokens_per_s=limit,
         limit_fraction=rounds.tokens_per_s(scenario.batch) / limit,
+        several_share=rounds.several_share,
+        num_active=statistics.mean(rounds.num_active),
+        num_active_min=min(rounds.num_active),
+        num_active_max=max(rounds.num_active),
         gpu_memory_gib=gpu_memory_gib(options.device),
         **fields,
     )
@@ -135,7 +150,14 @@ def run_of(
 def arguments_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     made = parser(__doc__)
     made.add_argument("--scenario", nargs="+", type=Scenario.parse, default=SCENARIOS, metavar="NAME")
-    made.add_argument("--num-draft-tokens", nargs="+", type=int, default=[3], metavar="K", help="in a round")
+    made.add_argument(
+        "--num-draft-tokens",
+        nargs="+",
+        type=int,
+        default=[3],
+        metavar="K",
+        help="in a round; 0 adds nothing to what is measured without drafts",
+    )
     made.add_argument(
         "--acceptance-length", type=float, help="to simulate: tokens a round, as far as the drafts reach"
     )
@@ -143,8 +165,8 @@ def arguments_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     made.add_argument("--policy-sweep", action="store_true", help="what the adaptive policy makes of batches")
     given = made.parse_args(arguments)
     most = max(given.num_draft_tokens)
-    if not 1 <= min(given.num_draft_tokens) <= most <= MAX_DRAFT_TOKENS:
-        made.error(f"--num-draft-tokens {given.num_draft_tokens}: expected 1 to {MAX_DRAFT_TOKENS}")
+    if not 0 <= min(given.num_draft_tokens) <= most <= MAX_DRAFT_TOKENS:
+        made.error(f"--num-draft-tokens {given.num_draft_tokens}: expected 0 to {MAX_DRAFT_TOKENS}")
 
     if given.acceptance_length is not None and not 1 <= given.acceptance_length <= most + 1:
         made.error(f"--acceptance-length {given.acceptance_length}: expected 1 to {most + 1}")
@@ -183,6 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 is_adaptive=given.policy_sweep,
             )
             for number in given.num_draft_tokens
+            if number > 0
             for length in (ACCEPTANCE_LENGTHS if given.policy_sweep else (given.acceptance_length,))
         ]
         measuring = measure(model, draftings, scenarios, options, recording.bandwidth_tb_s, recording.add)

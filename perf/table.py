@@ -16,8 +16,8 @@ __all__ = ["decode_table", "progress", "show", "speculative_table", "title_of"]
 console = Console()
 DECODE_COLUMNS = ("scenario", "engine", "tok/s", "ms/round", "of roofline", "against vLLM")
 SPECULATIVE_COLUMNS = (
-    "scenario", "drafts", "tok/s", "ms/round", "AL", "speedup", "efficiency", "limit tok/s", "of limit",
-    "against vLLM", "GiB",
+    "scenario", "drafts", "tok/s", "ms/round", "AL", "2+", "active", "speedup", "efficiency",
+    "limit tok/s", "of limit", "against vLLM", "GiB",
 )  # fmt: skip
 
 
@@ -62,6 +62,8 @@ def speculative_table(results: Results) -> tuple[str, Sequence[str], Sequence[Se
             f"{run['tokens_per_s']:.1f}",
             f"{run['ms_per_round']:.3f}",
             f"{run['measured_acceptance_length']:.2f}" if run["num_draft_tokens"] else "",
+            f"{run['several_share']:.0%}" if run["num_draft_tokens"] else "",
+            f"{run['num_active']:.1f} ({run['num_active_min']}-{run['num_active_max']})",
             shown(run["speedup"], "x"),
             shown(run["efficiency"]),
             f"{run['limit_tokens_per_s']:.0f}",

@@ -146,6 +146,8 @@ CONFIG = {
     "target_latency_ms_p95": number(0.0, 1e6, optional=True, is_open=True),
     "prefer_high_throughput": flag(),
     "executor": choice("auto", "eager", "graph"),
+    "strict_performance": flag(),
+    "step_timeout_s": number(0.0, 1e6, optional=True, is_open=True),
     "exact_prefill": flag(),
     "load": choice("auto", "random"),
     "revision": text("main"),

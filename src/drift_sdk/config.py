@@ -40,6 +40,10 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     prefer_high_throughput:   give prompts the whole budget even while others decode.
     executor:                 "graph" (CUDA graphs, NVIDIA GPUs of compute capability 9.0 or later), "eager"
                               (any device), or "auto" (graphs where they can be had).
+    strict_performance:       what would silently be slow fails, see below. False: it is counted.
+    step_timeout_s:           seconds the GPU may take for a step; then every stream gets an ExecutorError
+                              with process_unusable, and nobody waits for the GPU any more. None = no limit.
+                              Graph executor only; the end of a step is then seen some 0.1 ms later.
     exact_prefill:            on the graph executor, prompts get the very bits of decoding: the same tokens
                               however a prompt is cut, cached or preempted, at some speed.
     load:                     "auto" (the model's files) or "random" (weights of the configured shapes).
@@ -49,6 +53,17 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     tokenizer:                folder, tokenizer.json, .gguf file or hub id, if not the model's own.
     chat_template:            Jinja text, if not the model's own.
     speculation:              drafts to verify several tokens a step; None = plain decoding.
+
+    With `strict_performance`:
+    - Starting raises ConfigError without the graph executor, or where a weight's shape was never measured on
+      this kind of GPU, and ModelLoadError for a draft that cannot be had, required or not.
+    - Submitting raises RequestError for what needs the host in the midst of a step: prompt_logprobs, and a
+      grammar on a speculating engine unless its num_draft_tokens is 0.
+    - Serving ends with ExecutorError when the host waits for room to pass on a step's input (so much was
+      admitted at once), when torch allocates memory of the GPU (anybody in the process: it is checked every
+      256 steps), and when a draft model drafts nothing in a round that is not a sequence's last. That the
+      policy drafts less, that a request caps its drafts and that `NGram` finds nothing are no losses.
+    The same is counted in `EngineStats`, strict or not.
     """
 
     device: str = "auto"
@@ -64,6 +79,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     target_latency_ms_p95: float | None = None
     prefer_high_throughput: bool = False
     executor: Literal["auto", "eager", "graph"] = "auto"
+    strict_performance: bool = False
+    step_timeout_s: float | None = None
     exact_prefill: bool = False
     load: Literal["auto", "random"] = "auto"
     revision: str | None = None
@@ -93,6 +110,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             check_float(ConfigError, name, getattr(self, name), gt=0.0, le=1e6, optional=True)
         check_bool(ConfigError, "prefer_high_throughput", self.prefer_high_throughput)
         check_choice(ConfigError, "executor", self.executor, EXECUTORS)
+        check_bool(ConfigError, "strict_performance", self.strict_performance)
+        check_float(ConfigError, "step_timeout_s", self.step_timeout_s, gt=0.0, le=1e6, optional=True)
         check_bool(ConfigError, "exact_prefill", self.exact_prefill)
         check_choice(ConfigError, "load", self.load, LOADS)
         check_str(ConfigError, "revision", self.revision, optional=True)

@@ -39,7 +39,7 @@ def open_draft(config: EngineConfig, target: Decoder) -> DraftDecoder | NGram | 
             local_files_only=config.local_files_only,
         )
     except ModelLoadError as error:
-        if speculation.required:
+        if speculation.required or config.strict_performance:
             raise
 
         log.warning("decoding without speculation, the draft cannot be used: %s", error)

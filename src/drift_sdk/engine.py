@@ -20,7 +20,7 @@ from drift_sdk.feed import Feed
 from drift_sdk.mapping import map_prompts
 from drift_sdk.metrics import EngineStats
 from drift_sdk.opened_model import OpenedModel, open_timed
-from drift_sdk.params import MAX_SEED, SamplingParams
+from drift_sdk.params import MAX_SEED, SamplingParams, check_needs_no_host
 from drift_sdk.progress import Progress, Report, reporter
 from drift_sdk.request import ModelText, Prompt, Request
 from drift_sdk.results import Completion
@@ -251,6 +251,8 @@ class Engine:
         elif not isinstance(params, SamplingParams):
             raise RequestError.of("params", params, "SamplingParams")
 
+        if self.config.strict_performance:
+            check_needs_no_host(params, is_speculating=self.config.speculation is not None)
         driver = self._running_driver()
         number = next(self._numbers)
         request = Request(

@@ -32,6 +32,11 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     i was right, and all before. Rows of a speculating engine without a draft, by the reason. `step_seconds`
     sums the device time of `num_steps` steps. `start_seconds`: the stages of starting and how long each took,
     in order; "imports" is what comes before the first report, torch's mostly.
+
+    What slows the graph executor down: `num_untuned_shapes` of weights whose kernels were never measured on
+    this kind of GPU. Times the host had to wait for room to pass on a step's input, rounds cut in two to ask
+    a grammar what may follow each draft, results copied because they were read late, and allocations of
+    the GPU's memory by torch, of anybody in the process, counted every 256 steps.
     """
 
     num_running: int = 0
@@ -66,6 +71,11 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     num_steps: int = 0
     step_seconds: float = 0.0
     start_seconds: tuple[tuple[str, float], ...] = ()
+    num_untuned_shapes: int = 0
+    num_host_waits: int = 0
+    num_host_rounds: int = 0
+    num_host_copies: int = 0
+    num_allocations: int = 0
 
     @property
     def kv_use(self) -> float:

@@ -17,6 +17,7 @@ class OpenedModel(Struct, frozen=True, kw_only=True):
     """A model ready to serve: how it runs, how it is scheduled, and its text.
 
     `fallback` says why "auto" chose a slower executor than the device allows; None if it did not.
+    `untuned_shapes`: of weights whose kernels were never measured on this GPU.
     `start_seconds`: stages of opening it and how long each took, in order.
     """
 
@@ -25,6 +26,7 @@ class OpenedModel(Struct, frozen=True, kw_only=True):
     scheduling: SchedulerConfig
     text: ModelText
     fallback: str | None = None
+    untuned_shapes: tuple[str, ...] = ()
     start_seconds: tuple[tuple[str, float], ...] = ()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -14,7 +14,8 @@ from drift_sdk.drafts import NGram
 from drift_sdk.errors import ConfigError, ModelLoadError, RequestError
 from drift_sdk.execution.drafters import EagleDrafter, NGramDrafter
 from drift_sdk.execution.eager import EagerExecutor
-from drift_sdk.executors import choose_executor, open_graph_executor
+from drift_sdk.execution.stages import Stages
+from drift_sdk.executors import OpenedExecutor, choose_executor, open_graph_executor
 from drift_sdk.loading.source import Source, eos_token_ids, resolve
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
@@ -23,7 +24,7 @@ from drift_sdk.opened_model import OpenedModel
 from drift_sdk.params import SamplingParams
 from drift_sdk.request import ModelText
 from drift_sdk.scheduling.config import SchedulerConfig
-from drift_sdk.steps import Executor, ExecutorLimits
+from drift_sdk.steps import ExecutorLimits
 from drift_sdk.text.chat import ChatTemplate
 from drift_sdk.text.tokenizer import Tokenizer
 
@@ -39,11 +40,17 @@ Report = Callable[[str, float], None]
 
 
 def open_model(
-    model: str | Path, config: EngineConfig, report: Report, simulated_length: float | None = None
+    model: str | Path,
+    config: EngineConfig,
+    report: Report,
+    *,
+    acceptance_trace: Sequence[int] | None = None,
+    stages: Stages | None = None,
 ) -> OpenedModel:
     """Find the files, load weights and tokenizer, make the executor; ModelLoadError or ConfigError.
 
-    `simulated_length`: tokens a round emits in the mean, whatever was drafted, for measuring with graphs.
+    For measuring with graphs: acceptance_trace, tokens that rounds emit in turn, whatever was drafted;
+    stages, marks around their parts.
     """
     report("find", 0.0)
     source = _resolve(model, config)
@@ -60,20 +67,20 @@ def open_model(
     decoder = _load_decoder(source, decoder_config, config, device, dtype, report)
     limits = _limits(config, decoder, config.block_size or BLOCK_SIZES[executor_name])
     drafter, draft = None, None
-    executor: Executor
     if executor_name == "graph":
         draft = open_draft(config, decoder)
-        executor = open_graph_executor(config, decoder, limits, draft, report, simulated_length)
+        opened = open_graph_executor(config, decoder, limits, draft, report, acceptance_trace, stages)
     else:
         drafter = open_drafter(config, decoder, limits)
-        executor = EagerExecutor(decoder, limits, drafter)
+        opened = OpenedExecutor(executor=EagerExecutor(decoder, limits, drafter))
     has_drafts = drafter is not None or draft is not None
     speculation = config.speculation if has_drafts else None
     report("ready", 1.0)
     return OpenedModel(
-        executor=executor,
+        executor=opened.executor,
         executor_name=executor_name,
         fallback=fallback,
+        untuned_shapes=opened.untuned,
         scheduling=SchedulerConfig(
             max_num_seqs=limits.max_num_seqs,
             num_blocks=limits.num_blocks,
@@ -81,6 +88,7 @@ def open_model(
             prefill_token_budget=config.prefill_token_budget,
             draft_choices=speculation.shape.choices if speculation is not None else (),
             is_draft_adaptive=speculation is not None and speculation.adaptive,
+            round_costs=opened.round_costs,
             has_draft_kv=isinstance(drafter or draft, EagleDrafter | DraftDecoder),
             wants_history=isinstance(drafter or draft, NGramDrafter | NGram),
             target_latency_ms_p50=config.target_latency_ms_p50,

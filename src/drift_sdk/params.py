@@ -13,7 +13,7 @@ from drift_sdk.frozen_mapping import FrozenMapping
 from drift_sdk.grammars import Grammar
 from drift_sdk.validation import check_bool, check_float, check_int, check_str_tuple
 
-__all__ = ["MAX_SEED", "SamplingParams"]
+__all__ = ["MAX_SEED", "SamplingParams", "check_needs_no_host"]
 
 MAX_SEED = 2**63 - 1
 MAX_TOKENS = 2**31 - 1
@@ -140,6 +140,16 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             values = {**values, "logit_bias": {_key_from_json(key): addend for key, addend in bias.items()}}
 
         return cls(**values)
+
+
+def check_needs_no_host(params: SamplingParams, *, is_speculating: bool) -> None:
+    """RequestError for what takes the host in the midst of a step."""
+    if params.prompt_logprobs is not None:
+        raise RequestError.of("prompt_logprobs", params.prompt_logprobs, "None with strict_performance")
+
+    if params.grammar is not None and is_speculating and params.num_draft_tokens != 0:
+        allowed = "None, or num_draft_tokens=0, with strict_performance and speculation"
+        raise RequestError.of("grammar", params.grammar, allowed)
 
 
 def _key_from_json(key: object) -> object:

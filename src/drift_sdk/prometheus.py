@@ -20,6 +20,8 @@ drift_rewound_tokens_total                counter   of those, the others: rows o
 drift_acceptance_length                   gauge     mean tokens a round, the model's own included
 drift_acceptance_ratio{position}          gauge     share of rounds whose drafts 0 to position were right
 drift_undrafted_rows_total{reason}        counter   without one: policy, request, room, drafter
+drift_untuned_shapes                      gauge     of weights whose kernels were never measured
+drift_host_work_total{kind}               counter   wait, round, copy, allocation: see EngineStats
 drift_tokens_per_second                   gauge     generated, over the last 5 seconds
 drift_step_rows{kind}                     gauge     of the last step: prefill (chunks), decode (sequences)
 drift_kv_blocks                           gauge     in the KV cache
@@ -114,6 +116,14 @@ class EngineCollector(Collector):
             "drafter": stats.num_undrafted_by_drafter,
         }
         yield counters("undrafted_rows", "Rows without a draft though speculating", "reason", undrafted)
+        yield gauge("untuned_shapes", "Weight shapes without measured kernels", stats.num_untuned_shapes)
+        host_work = {
+            "wait": stats.num_host_waits,
+            "round": stats.num_host_rounds,
+            "copy": stats.num_host_copies,
+            "allocation": stats.num_allocations,
+        }
+        yield counters("host_work", "What the host did where graphs need none", "kind", host_work)
         yield gauge(
             "tokens_per_second", "Tokens generated over the last 5 seconds, a second", stats.tokens_per_second
         )

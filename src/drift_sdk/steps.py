@@ -23,6 +23,7 @@ __all__ = [
     "DecodeRow",
     "Executor",
     "ExecutorLimits",
+    "HostWork",
     "PrefillChunk",
     "SlotAssignment",
     "SlotOutput",
@@ -153,6 +154,20 @@ class SlotOutput(Struct, frozen=True, kw_only=True):
     num_accepted: int = 0
 
 
+class HostWork(Struct, frozen=True, kw_only=True):
+    """What the host did where the device should have gone on by itself, since the step before was collected.
+
+    `num_waits`: for a replay to be over because there was no room for the next one's input.
+    `num_host_rounds`: rounds cut in two, to ask a constraint what may follow each draft. `num_copies`: of
+    results that came late to be read. `num_allocations`: of device memory, torch's, counted now and then.
+    """
+
+    num_waits: int = 0
+    num_host_rounds: int = 0
+    num_copies: int = 0
+    num_allocations: int = 0
+
+
 class StepResult(Struct, frozen=True, kw_only=True):
     """What a step did: an output per chunk and per row of its plan, in the plan's order.
 
@@ -163,6 +178,7 @@ class StepResult(Struct, frozen=True, kw_only=True):
     prefill: tuple[SlotOutput, ...]
     decode: tuple[SlotOutput, ...]
     duration_s: float
+    host_work: HostWork = HostWork()
 
 
 class ExecutorLimits(Struct, frozen=True, kw_only=True):
@@ -182,7 +198,8 @@ class Executor(Protocol):
     def limits(self) -> ExecutorLimits: ...
 
     def launch(self, plan: StepPlan) -> None:
-        """Start a step and return at once, whether or not earlier steps have finished."""
+        """Start a step and return at once, whether or not earlier steps have finished; only where a
+        constrained slot drafts may it take until the tokens are drafted."""
 
     def collect(self) -> StepResult:
         """Wait for the oldest launched step that was not collected yet and return its result."""

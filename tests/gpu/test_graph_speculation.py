@@ -10,8 +10,7 @@ from typing import Any
 import anyio
 import pytest
 import torch
-from draft_zoo import make_draft
-from random_folder import make_random_folder
+from random_folder import make_random_draft_folder, make_random_folder
 
 from drift_sdk import Chain, Completion, Engine, EngineConfig, JsonSchema, NGram, SamplingParams, Speculation
 from drift_sdk.execution.graph import GraphExecutor
@@ -69,6 +68,7 @@ class Oracle:
         for (prompt, params), completion in zip(cases, completions, strict=True):
             assert params.seed is not None
             self.known[params.seed] = torch.tensor([*prompt, *completion.token_ids], device="cuda")
+        torch.cuda.synchronize()
 
     def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Tell by its seed which sequence enters a slot."""
@@ -180,7 +180,7 @@ def test_drafts_on_equals_off(
 ) -> None:
     """Admissions and cancelled requests among the rounds."""
     if draft == "eagle":
-        make_draft("reference", tmp_path, folder)
+        make_random_draft_folder(tmp_path, folder)
 
     async def main() -> None:
         speculation = Speculation(

@@ -7,7 +7,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from drift_sdk._kernels.commit import FINISHED_LENGTH, FINISHED_STOP, commit, record_words
+from drift_sdk._kernels.commit import (
+    FINISHED_LENGTH,
+    FINISHED_STOP,
+    SimulatedRounds,
+    commit,
+    record_words,
+)
 from drift_sdk._kernels.sampled_rows import MAX_TOP, SampleBuffers
 from drift_sdk._kernels.slot_columns import SlotColumns, SlotFlag
 from drift_sdk._kernels.slot_state import SlotState
@@ -234,29 +240,71 @@ def test_walks_end_where_they_should(device: str) -> None:
     Round([None, *(slot for slot, *_ in cases), None], 4, device).check()
 
 
-@pytest.mark.parametrize("simulated_length", [1.0, 2.5, 4.0])
-def test_a_simulated_round_emits_so_many_tokens_in_the_mean(simulated_length: float, device: str) -> None:
-    num_slots = 100
-    slots: list[Slot | None] = [
-        Slot(5 + index, 999, [20, 21, 22], [11, 12, 13, 14]) for index in range(num_slots)
-    ]
-    step = Round(slots, 4, device)
+def simulated_round(step: Round, simulated: SimulatedRounds, rows_per_slot: int) -> list[int]:
+    """Tokens each slot got."""
     commit(
         step.row_slot,
         step.row_token,
         step.buffers,
         step.state,
         step.columns,
-        step.emitted,
+        step.emitted[:-1],
         step.outbox,
         step.current,
         step.counter,
-        rows_per_slot=4,
-        simulated_length=simulated_length,
+        rows_per_slot=rows_per_slot,
+        simulated=simulated,
     )
-    emitted = step.emitted[:num_slots].tolist()
-    assert set(emitted) <= {int(simulated_length), -int(-simulated_length // 1)}
-    assert sum(emitted) / num_slots == pytest.approx(simulated_length, abs=0.15)
-    tokens = step.buffers.chosen.view(num_slots, 4).tolist()
-    for number, row in zip(emitted, tokens, strict=True):
-        assert row[:number] == [20, 21, 22][: number - 1] + [[11, 12, 13, 14][number - 1]]
+    return step.emitted[:-1].tolist()
+
+
+def simulated_rounds(trace: list[int], num_slots: int, device: str) -> SimulatedRounds:
+    num_rounds = torch.zeros(num_slots + 2, dtype=torch.int32, device=device)
+    return SimulatedRounds(torch.tensor(trace, dtype=torch.int32, device=device), num_rounds)
+
+
+@pytest.mark.parametrize("trace", [[1], [4], [3, 3, 3, 3, 4], [2, 1, 4, 4, 1, 3, 2]])
+def test_simulated_rounds_emit_what_the_trace_says(trace: list[int], device: str) -> None:
+    num_slots, drafts, chosen = 3, [20, 21, 22], [11, 12, 13, 14]
+    simulated = simulated_rounds(trace, num_slots, device)
+    emitted: list[list[int]] = []
+    for _ in range(2 * len(trace)):
+        slots: list[Slot | None] = [Slot(5, 999, drafts, chosen) for _ in range(num_slots)]
+        step = Round(slots, 4, device)
+        emitted.append(simulated_round(step, simulated, 4))
+        tokens = step.buffers.chosen.view(num_slots, 4).tolist()
+        for number, row in zip(emitted[-1], tokens, strict=True):
+            assert row[:number] == drafts[: number - 1] + [chosen[number - 1]]
+
+    starts = []
+    for index, of_slot in enumerate(zip(*emitted, strict=True)):
+        number = step.slot_id(index)
+        first = number * simulated.stride % len(trace)
+        starts.append(first)
+        assert list(of_slot) == (trace[first:] + trace[:first]) * 2
+        assert sum(of_slot) == 2 * sum(trace)
+    assert len(set(starts)) == min(len(trace), num_slots)
+
+
+def test_simulated_rounds_end_where_there_is_no_draft_and_no_room(device: str) -> None:
+    slots = [
+        Slot(5, 999, [20, -1, -1], [11, 12, -1, -1]),
+        Slot(5, 999, [-1, -1, -1], [11, -1, -1, -1]),
+        Slot(5, 7, [20, -1, -1], [11, 12, -1, -1]),
+        Slot(5, 999, [20, 21, 22], [11, 12, 13, 14], stop_ids=[21]),
+        None,
+    ]
+    step = Round(slots, 4, device)
+    simulated = simulated_rounds([4], len(slots), device)
+    assert simulated_round(step, simulated, 4) == [2, 1, 2, 2, 0]
+    assert [step.state.finish[step.slot_id(index)].item() for index in range(4)] == [
+        0, 0, FINISHED_LENGTH, FINISHED_STOP,
+    ]  # fmt: skip
+    assert simulated.num_rounds.tolist() == [0, 0, 1, 1, 1, 1, 0]  # padding has no slot
+
+
+def test_rounds_without_drafts_leave_the_trace_where_it_is(device: str) -> None:
+    slots: list[Slot | None] = [Slot(5, 999, [], [11]), Slot(5, 999, [], [12])]
+    simulated = simulated_rounds([3, 4], 2, device)
+    assert simulated_round(Round(slots, 1, device), simulated, 1) == [1, 1]
+    assert simulated.num_rounds.tolist() == [0] * 4

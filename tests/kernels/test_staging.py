@@ -7,7 +7,7 @@ import torch
 
 from drift_sdk._kernels.slot_columns import SlotFlag
 from drift_sdk._kernels.slot_state import SlotState
-from drift_sdk._kernels.staging import HEADER_WORDS, advance, copy_masks, enter, gather_rows
+from drift_sdk._kernels.staging import HEADER_WORDS, advance, copy_masks, enter, gather_rows, show_drafts
 
 pytestmark = pytest.mark.kernel
 
@@ -139,9 +139,36 @@ def test_masks_of_slots_under_a_constraint(rows_per_slot: int, num_words: int, d
     row_slot = [slot for slot in slots for _ in range(rows_per_slot)]
     masks = filled((len(row_slot), num_words), POISON, device)
     copy_masks(
-        int32(row_slot, device), flags, ring, int32([entry], device), masks, rows_per_slot=rows_per_slot
+        int32(row_slot, device), flags, ring, int32([entry], device), masks, rows_per_mask=rows_per_slot
     )
     for row, slot in enumerate(row_slot):
         is_constrained = slot in (0, 2)
         expected = ring[entry, row // rows_per_slot] if is_constrained else filled(num_words, POISON, "cpu")
         assert torch.equal(masks[row].cpu(), expected)
+
+
+@pytest.mark.parametrize("num_words", [3, 1500])
+def test_masks_of_every_row_under_a_constraint(num_words: int, device: str) -> None:
+    source = torch.arange(6 * num_words, dtype=torch.int32).view(6, num_words)
+    source = source.pin_memory() if device == "cuda" else source
+    flags = int32([31 - SlotFlag.CONSTRAINT, SlotFlag.CONSTRAINT], device)
+    row_slot = [1, 1, -1, 0, 0, 1]
+    masks = filled((6, num_words), POISON, device)
+    copy_masks(int32(row_slot, device), flags, source, None, masks, rows_per_mask=1)
+    for row, slot in enumerate(row_slot):
+        expected = source[row] if slot == 1 else filled(num_words, POISON, "cpu")
+        assert torch.equal(masks[row].cpu(), expected)
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 21, 1536])
+def test_the_host_sees_drafts(num_rows: int, device: str) -> None:
+    rng = random.Random(num_rows)
+    slots = [rng.choice([-1, 0, 3]) for _ in range(num_rows)]
+    tokens = [rng.randrange(2**31) for _ in range(num_rows)]
+    outbox = torch.full((NUM_ENTRIES, num_rows + 2), POISON, dtype=torch.int32, pin_memory=device == "cuda")
+    counter = filled(1, 7, device)
+    show_drafts(int32(slots, device), int32(tokens, device), outbox, int32([1], device), counter)
+    assert counter.item() == 8
+    expected = [token if slot >= 0 else -1 for slot, token in zip(slots, tokens, strict=True)]
+    assert outbox[1].tolist() == [*expected, POISON, POISON]
+    assert bool((outbox[[0, 2]] == POISON).all())

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from attention_cases import attention_cases, decode_case, prefill_case
 from gemm_cases import gemm_cases, weight_shapes
 from kernel_case import Case, Prepared
 from kernel_speed import limit_us, main, measure
+from row_cases import norm_cases, rope_cases, sampling_cases
 from shapes import prepare
 
+from drift_sdk._kernels.paged_attention import AttentionConfig
 from drift_sdk._kernels.tuning import TunedTable, table_for
 
 
@@ -76,3 +80,54 @@ def test_kernels_need_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--device", "cpu"])
     assert "expected a GPU" in capsys.readouterr().err
+
+
+def filled(case: Case) -> Prepared:
+    prepared = case.prepare()
+    for output in prepared.outputs:
+        output.fill_(torch.nan)
+    prepared.step()
+    assert prepared.num_calls >= 2
+    assert all(output.isfinite().all() for output in prepared.outputs)
+    return prepared
+
+
+@pytest.mark.kernel
+def test_attention_cases_fill_their_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kernel_case.MAX_COPIES", 2)
+    monkeypatch.setattr("attention_cases.AttentionConfig", lambda: AttentionConfig(num_programs=4))
+    config = prepare("tiny", tmp_path).config
+    for case in (decode_case(config, 150, 2, 1, "cpu"), decode_case(config, 70, 1, 4, "cpu")):
+        filled(case)
+    filled(prefill_case(config, 100, "cpu"))
+
+
+def test_what_attention_reads(tmp_path: Path) -> None:
+    config = prepare("tiny", tmp_path).config
+    one, four = (decode_case(config, 1000, 3, rows, "cpu") for rows in (1, 4))
+    kv = 3 * 1000 * 2 * 2 * 16 * 2  # sequences, keys, keys and values, heads, head_dim, bytes
+    assert one.num_bytes == kv + 3 * 2 * 4 * 16 * 2
+    assert four.num_bytes - kv == 4 * (one.num_bytes - kv)
+    assert four.num_flops == 4 * one.num_flops == 4 * 3 * 1000 * 4 * 4 * 16
+    assert (
+        prefill_case(config, 1000, "cpu").num_flops == 1000 * decode_case(config, 500, 1, 1, "cpu").num_flops
+    )
+
+
+def test_attention_at_all_contexts_and_batches(tmp_path: Path) -> None:
+    cases = list(attention_cases(prepare("llama-3.1-8b", tmp_path), (1,), TunedTable(), "cpu"))
+    assert len(cases) == 3 * 4 * 2 + 1
+    long = next(case for case in cases if case.shape == "batch 1, 32768 keys" and case.num_rows == 1)
+    assert long.num_bytes == pytest.approx(32_768 * 4096, rel=1e-3)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("cases", [norm_cases, rope_cases, sampling_cases])
+def test_row_cases_fill_their_output(
+    cases: Callable[..., Iterator[Case]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kernel_case.MAX_COPIES", 2)
+    found = list(cases(prepare("tiny", tmp_path), (3,), TunedTable(), "cpu"))
+    assert found and all(case.num_rows == 3 and case.num_bytes > 3 * 64 * 4 for case in found)
+    for case in found:
+        filled(case)

@@ -29,7 +29,11 @@ class InterpretedEvent:
     def record(self) -> None:
         self._at = time.perf_counter()
 
-    def wait(self) -> None:
+    @property
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self, timeout_s: float | None = None) -> None:
         pass
 
     def seconds_since(self, earlier: InterpretedEvent) -> float:
@@ -38,6 +42,7 @@ class InterpretedEvent:
 
 class InterpretedDevice:
     torch_device = torch.device("cpu")
+    num_allocations = 0
 
     def work(self) -> AbstractContextManager[None]:
         return torch.inference_mode()

@@ -8,7 +8,7 @@ from typing import Any
 
 from model_zoo import save_tokenizer
 
-__all__ = ["make_random_folder"]
+__all__ = ["make_random_draft_folder", "make_random_folder"]
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
@@ -36,4 +36,18 @@ def make_random_folder(folder: Path, model_type: str, **fields: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_tokenizer(folder, config["vocab_size"])
+    return folder
+
+
+def make_random_draft_folder(folder: Path, target: Path, **fields: Any) -> Path:
+    """config.json of an EAGLE-3 head for a target's folder, `fields` changed; returns the folder."""
+    shapes = json.loads((target / "config.json").read_text())
+    config = shapes | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "draft_vocab_size": shapes["vocab_size"] // 4,
+        **fields,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
     return folder

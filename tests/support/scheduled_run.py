@@ -33,9 +33,11 @@ def run_scheduled(
     *,
     prefill_token_budget: int,
     depth: int = 2,
+    draft_choices: tuple[int, ...] = (),
     on_step: Callable[[StepPlan, StepResult], None] = lambda plan, result: None,
 ) -> list[list[int]]:
-    """Each request's tokens, with `depth` steps in flight; `on_step` sees what each step did."""
+    """Each request's tokens, with `depth` steps in flight; `on_step` sees what each step did. The most of
+    `draft_choices` is drafted, by whoever needs no cache of his own."""
     limits = executor.limits
     scheduler = Scheduler(
         SchedulerConfig(
@@ -43,6 +45,9 @@ def run_scheduled(
             num_blocks=limits.num_blocks,
             block_size=limits.block_size,
             prefill_token_budget=prefill_token_budget,
+            draft_choices=draft_choices,
+            is_draft_adaptive=False,
+            wants_history=bool(draft_choices),
         )
     )
     sequences = [

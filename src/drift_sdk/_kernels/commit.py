@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk._kernels.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
@@ -16,7 +17,7 @@ from drift_sdk._kernels.sampled_rows import MAX_TOP, SampleBuffers
 from drift_sdk._kernels.slot_columns import SlotColumns, SlotFlag
 from drift_sdk._kernels.slot_state import SlotState
 
-__all__ = ["FINISHED_LENGTH", "FINISHED_STOP", "commit", "record_words"]
+__all__ = ["FINISHED_LENGTH", "FINISHED_STOP", "SimulatedRounds", "commit", "record_words"]
 
 FINISHED_STOP, FINISHED_LENGTH = 1, 2
 RECORD_HEADER_WORDS = 4
@@ -32,12 +33,27 @@ def record_words(rows_per_slot: int) -> int:
     return RECORD_HEADER_WORDS + rows_per_slot * (2 + 2 * MAX_TOP)
 
 
+class SimulatedRounds(Struct, frozen=True):
+    """For measuring: how many tokens each round is to emit, in turn, and how many rounds each slot had.
+
+    trace [n] int32, num_rounds [S] int32. Round r of slot s takes the entry r + s * `stride`, modulo n.
+    """
+
+    trace: Tensor
+    num_rounds: Tensor
+
+    @property
+    def stride(self) -> int:
+        """The golden section of the trace: slots next to each other stand far apart in it."""
+        return max(1, round(0.618 * self.trace.shape[0]))
+
+
 @triton.jit
 def _commit(
     row_slot, row_token, chosen, chosen_logprob, top_token, top_logprob,
     length, last_token, finish, max_length, flags, num_logprobs, stop_bits, counts,
     emitted, outbox, current, counter, outbox_words, vocab_size, num_words,
-    simulated_length,
+    trace, num_rounds, trace_length, trace_stride,
     ROWS: tl.constexpr, IS_SIMULATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_producers(PDL)
@@ -70,10 +86,9 @@ def _commit(
         newest = start * 0
         is_walking = start >= 0
         if IS_SIMULATED:
-            # The mean with the least variance: one of the two whole numbers around it.
-            whole = tl.floor(simulated_length)
-            extra = tl.rand(slot, start) < simulated_length - whole
-            num_right = whole.to(tl.int32) - 1 + extra.to(tl.int32)
+            num_before = tl.load(num_rounds + slot)
+            tl.store(num_rounds + slot, num_before + 1)
+            num_right = tl.load(trace + (num_before + slot * trace_stride) % trace_length) - 1
         for row in tl.static_range(ROWS):
             token = tl.load(chosen + first + row, mask=is_walking, other=0)
             if row + 1 < ROWS:
@@ -130,20 +145,23 @@ def commit(
     counter: Tensor,
     *,
     rows_per_slot: int = 1,
-    simulated_length: float | None = None,
+    simulated: SimulatedRounds | None = None,
 ) -> None:
     """Advance the slots of rows [R] by what was chosen; record it in entry `current` of outbox [E, words].
 
-    emitted [B] int32 gets the number of tokens of each slot. simulated_length: for measuring; drafts are not
-    compared, but taken for right so often that a round emits this many tokens in the mean.
+    emitted [B] int32 gets the number of tokens of each slot. simulated: drafts are not compared, but as many
+    taken for right as its trace says, or all there are; rounds of one row are not counted in it.
 
     It counts the replay, whose input must not be looked at after it. No two slots of a step are the same.
     """
+    is_simulated = simulated is not None and rows_per_slot > 1
+    rounds = simulated if simulated is not None else SimulatedRounds(state.length, state.length)
     _commit[(row_slot.shape[0] // rows_per_slot,)](
         row_slot, row_token, buffers.chosen, buffers.chosen_logprob, buffers.top_token, buffers.top_logprob,
         state.length, state.last_token, state.finish, state.max_length,
         slots.flags, slots.num_logprobs, slots.stop_bits, slots.counts,
         emitted, outbox, current, counter, outbox.shape[1], slots.vocab_size, slots.stop_bits.shape[1],
-        simulated_length or 0.0, rows_per_slot, simulated_length is not None, uses_pdl(),
+        rounds.trace, rounds.num_rounds, rounds.trace.shape[0], rounds.stride,
+        rows_per_slot, is_simulated, uses_pdl(),
         num_warps=1, **launch_options(),
     )  # fmt: skip

@@ -17,7 +17,7 @@ from drift_sdk._kernels.launching import launch_options, start_dependents, uses_
 from drift_sdk._kernels.slot_columns import SlotFlag
 from drift_sdk._kernels.slot_state import SlotState
 
-__all__ = ["HEADER_WORDS", "advance", "copy_masks", "enter", "gather_rows"]
+__all__ = ["HEADER_WORDS", "advance", "copy_masks", "enter", "gather_rows", "show_drafts"]
 
 HEADER_WORDS = 4
 CHUNK = 1024
@@ -81,6 +81,21 @@ def _gather_rows(
 
 
 @triton.jit
+def _show_drafts(
+    row_slot, row_token, outbox, current, counter, num_rows, outbox_words,
+    PADDED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_producers(PDL)
+    row = tl.arange(0, PADDED)
+    is_row = row < num_rows
+    slot = tl.load(row_slot + row, mask=is_row, other=-1)
+    token = tl.load(row_token + row, mask=is_row & (slot >= 0), other=-1)
+    entry = outbox + tl.load(current).to(tl.int64) * outbox_words
+    tl.store(entry + row, token, mask=is_row)
+    tl.store(counter, tl.load(counter) + 1)
+
+
+@triton.jit
 def _copy_masks(
     row_slot, flags, ring, current, masks, entry_words, num_words,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
@@ -91,7 +106,9 @@ def _copy_masks(
     slot = tl.load(row_slot + row)
     flag = tl.load(flags + slot, mask=slot >= 0, other=0)
     if (flag & CONSTRAINT) != 0:
-        source = ring + tl.load(current).to(tl.int64) * entry_words + row // ROWS * num_words
+        source = ring + row // ROWS * num_words
+        if current is not None:
+            source += tl.load(current).to(tl.int64) * entry_words
         for first in range(0, num_words, CHUNK):
             word = first + tl.arange(0, CHUNK)
             bits = tl.load(source + word, mask=word < num_words, other=0)
@@ -120,14 +137,21 @@ def advance(counter: Tensor) -> None:
 
 
 def copy_masks(
-    row_slot: Tensor, flags: Tensor, ring: Tensor, current: Tensor, masks: Tensor, *, rows_per_slot: int
+    row_slot: Tensor,
+    flags: Tensor,
+    source: Tensor,
+    current: Tensor | None,
+    masks: Tensor,
+    *,
+    rows_per_mask: int,
 ) -> None:
-    """What slots under a constraint may say, from entry `current` of ring [E, max slots, W] to masks [R, W].
-    Only the first row of such a slot is ever used."""
+    """What rows of slots under a constraint may say, to masks [R, W]: from entry `current` of source
+    [E, M, W], or from source [M, W] without it, in which a mask stands for `rows_per_mask` rows. Others'
+    are not looked at."""
     num_rows, num_words = masks.shape
     _copy_masks[(num_rows,)](
-        row_slot, flags, ring, current, masks, ring.stride(0), num_words, rows_per_slot, CHUNK, uses_pdl(),
-        num_warps=4, **launch_options(),
+        row_slot, flags, source, current, masks, source.stride(0), num_words, rows_per_mask, CHUNK,
+        uses_pdl(), num_warps=4, **launch_options(),
     )  # fmt: skip
 
 
@@ -146,5 +170,17 @@ def gather_rows(
     _gather_rows[(1,)](
         slots, max_drafts, state.length, state.last_token, state.finish, state.max_length,
         row_slot, row_token, row_position, num_rows, num_rows // slots.shape[0],
+        max(16, triton.next_power_of_2(num_rows)), uses_pdl(), num_warps=4, **launch_options(),
+    )  # fmt: skip
+
+
+def show_drafts(
+    row_slot: Tensor, row_token: Tensor, outbox: Tensor, current: Tensor, counter: Tensor
+) -> None:
+    """Leave the tokens of rows [R] for the host, -1 where there is none: the first R words of entry `current`
+    of outbox [E, words]. It counts the replay, as `commit` does. All int32."""
+    num_rows = row_slot.shape[0]
+    _show_drafts[(1,)](
+        row_slot, row_token, outbox, current, counter, num_rows, outbox.shape[1],
         max(16, triton.next_power_of_2(num_rows)), uses_pdl(), num_warps=4, **launch_options(),
     )  # fmt: skip

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from drift_sdk._kernels.gemm import GemmConfig
 
-__all__ = ["TunedGemm", "TunedTable", "gpu_key", "table_for"]
+__all__ = ["TunedGemm", "TunedTable", "WatchedTable", "gpu_key", "table_for"]
 
 
 class TunedGemm(Struct, frozen=True):
@@ -49,8 +49,30 @@ class TunedTable(Struct, frozen=True, kw_only=True):
     def gemm(self, num_columns: int, inner: int, *, is_gated: bool = False) -> TunedGemm:
         return self.gemms.get(gemm_key(num_columns, inner, is_gated=is_gated), UNTUNED)
 
+    def whole_config(self, num_columns: int, inner: int, num_rows: int) -> GemmConfig:
+        """For a product that is wanted whole, not in partial sums."""
+        config = self.gemm(num_columns, inner).config(num_rows)
+        return config if config.num_partials == 1 else UNTUNED.config(num_rows)
+
     def has_gemm(self, num_columns: int, inner: int, *, is_gated: bool = False) -> bool:
         return gemm_key(num_columns, inner, is_gated=is_gated) in self.gemms
+
+
+class WatchedTable(TunedTable, frozen=True, kw_only=True):
+    """A table of one engine: `untuned` gathers the weights it was asked for in vain."""
+
+    untuned: set[str] = msgspec.field(default_factory=set)
+
+    def gemm(self, num_columns: int, inner: int, *, is_gated: bool = False) -> TunedGemm:
+        found = super().gemm(num_columns, inner, is_gated=is_gated)
+        if found is UNTUNED:
+            self.untuned.add(gemm_key(num_columns, inner, is_gated=is_gated))
+        return found
+
+    def whole_config(self, num_columns: int, inner: int, num_rows: int) -> GemmConfig:
+        if self.gemm(num_columns, inner).config(num_rows).num_partials > 1:
+            self.untuned.add(gemm_key(num_columns, inner))
+        return super().whole_config(num_columns, inner, num_rows)
 
 
 def gemm_key(num_columns: int, inner: int, *, is_gated: bool = False) -> str:

@@ -8,7 +8,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.attention_plan import plan_attention
+from drift_sdk._kernels.attention_plan import AttentionPlan, Partitions, plan_attention
 from drift_sdk._kernels.embedding import embed_norm
 from drift_sdk._kernels.gemm import gated_multiply, multiply
 from drift_sdk._kernels.paged_attention import AttentionConfig, AttentionScratch, paged_attention
@@ -20,8 +20,9 @@ from drift_sdk.execution.paged_cache import PagedCache
 from drift_sdk.execution.workspace import Workspace
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.weights import LayerWeights
+from drift_sdk.steps import ExecutorLimits
 
-__all__ = ["DecodeForward", "Rows", "captures"]
+__all__ = ["DecodeForward", "Rows", "attention_scratch", "captures"]
 
 
 class Rows(Struct, frozen=True):
@@ -42,6 +43,21 @@ def captures(
 ) -> dict[int, Tensor]:
     """A buffer [num_rows, size] for the residual stream at each boundary."""
     return {index: workspace.take(f"{name}_{index}", (num_rows, size), dtype) for index in boundaries}
+
+
+def attention_scratch(
+    decoder: Decoder, limits: ExecutorLimits, *, num_sequences: int, num_rows: int
+) -> AttentionScratch:
+    """For up to so many sequences, each with up to `num_rows` rows."""
+    config = decoder.config
+    plan = AttentionPlan(num_sequences, limits.max_model_len + 1, Partitions(), decoder.device)
+    return AttentionScratch(
+        plan,
+        num_kv_heads=config.num_kv_heads,
+        num_rows=num_rows,
+        group=config.num_heads // config.num_kv_heads,
+        head_dim=config.head_dim,
+    )
 
 
 class DecodeForward:

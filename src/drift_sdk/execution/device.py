@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
@@ -11,7 +12,11 @@ from cuda.core import Device as CudaDevice
 from cuda.core import EventOptions, StreamOptions
 from cuda.core.graph import GraphCompleteOptions
 
+from drift_sdk.errors import ExecutorError
+
 __all__ = ["Device", "Event", "GpuDevice", "Replay"]
+
+POLL_S = 50e-6
 
 
 class Replay(Protocol):
@@ -28,8 +33,13 @@ class Event(Protocol):
 
     def record(self) -> None: ...
 
-    def wait(self) -> None:
-        """Until the device has passed the latest mark; at once if there is none."""
+    @property
+    def is_done(self) -> bool:
+        """Whether the device has passed the latest mark; true if there is none."""
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Until it has. ExecutorError, after which no engine of the process can use the device, if that takes
+        more than `timeout_s` seconds."""
 
     def seconds_since(self, earlier: Event) -> float: ...
 
@@ -38,6 +48,10 @@ class Device(Protocol):
     """What an executor needs of a GPU. All work goes to one stream, in order."""
 
     torch_device: torch.device
+
+    @property
+    def num_allocations(self) -> int:
+        """That torch has made on the device since the process started, for whomever."""
 
     def work(self) -> AbstractContextManager[None]:
         """Torch and Triton work in this block goes to the stream."""
@@ -74,13 +88,32 @@ class _GpuEvent:
         self._stream.record(self._event)
         self._is_recorded = True
 
-    def wait(self) -> None:
-        if self._is_recorded:
-            self._event.sync()
+    @property
+    def is_done(self) -> bool:
+        return not self._is_recorded or bool(self._event.is_done)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        if timeout_s is None:
+            if self._is_recorded:
+                self._event.sync()
+            return
+
+        # CUDA has no wait that ends before the device does.
+        deadline = time.monotonic() + timeout_s
+        while not self.is_done:
+            if time.monotonic() > deadline:
+                raise step_timeout(timeout_s)
+
+            time.sleep(POLL_S)
 
     def seconds_since(self, earlier: Event) -> float:
         assert isinstance(earlier, _GpuEvent)
         return float(self._event - earlier._event) / 1e3
+
+
+def step_timeout(timeout_s: float) -> ExecutorError:
+    message = f"the device has not finished a step within {timeout_s:g} s and may never do so"
+    return ExecutorError(message, process_unusable=True)
 
 
 # Streams of engines that were closed, by device. Libraries keep a workspace for each stream that they have
@@ -106,6 +139,10 @@ class GpuDevice:
         external: Any = torch.cuda.ExternalStream
         self._torch_stream = external(int(self._stream.handle), device=self.torch_device)
         self._pool = torch.cuda.MemPool()
+
+    @property
+    def num_allocations(self) -> int:
+        return int(torch.cuda.memory_stats(self.torch_device).get("allocation.all.allocated", 0))
 
     @contextmanager
     def work(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ import torch
 
 from drift_sdk.errors import DriftError, ExecutorError
 
-__all__ = ["executor_error", "keep_forever", "typed_errors"]
+__all__ = ["executor_error", "is_kept", "keep_forever", "typed_errors"]
 
 # The driver's name of an error, which cuda.core gives, and its words, which torch and Triton pass on. After
 # each of these every further CUDA call of the process fails. cuBLAS has names of its own for what has failed,
@@ -34,6 +34,7 @@ FATAL = {
     "CUDA_ERROR_MPS_CLIENT_TERMINATED": "MPS client has been terminated",
     "CUDA_ERROR_EXTERNAL_DEVICE": "an async error has occurred in external entity outside of CUDA",
 }
+_kept: set[int] = set()
 OUT_OF_MEMORY = ("CUDA_ERROR_OUT_OF_MEMORY", "out of memory")
 
 
@@ -56,11 +57,13 @@ def executor_error(error: BaseException) -> ExecutorError:
 
 @contextmanager
 def typed_errors(owner: object) -> Iterator[None]:
-    """What fails inside is raised as ExecutorError, unless it is an error of this package already. After a
-    fatal one `owner`, who has the device's memory, is kept forever."""
+    """What fails inside is raised as ExecutorError, unless it is an error of this package already. After one
+    that leaves the process unusable `owner`, who has the device's memory, is kept forever."""
     try:
         yield
-    except DriftError:
+    except DriftError as error:
+        if isinstance(error, ExecutorError) and error.process_unusable:
+            keep_forever(owner)
         raise
     except Exception as error:
         found = executor_error(error)
@@ -73,9 +76,14 @@ def keep_forever(thing: object) -> None:
     """Let nothing of `thing` ever be freed, at the interpreter's end neither.
 
     After a fatal error torch cannot give memory back: the driver refuses, and what torch raises then, inside
-    a destructor, ends the process.
+    a destructor, ends the process. From a device that hangs it cannot be taken back either.
     """
+    _kept.add(id(thing))
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+def is_kept(thing: object) -> bool:
+    return id(thing) in _kept
 
 
 def _with_causes(error: BaseException) -> list[BaseException]:

@@ -15,6 +15,7 @@ from drift_sdk._kernels.swiglu import swiglu
 from drift_sdk._kernels.tuning import TunedTable
 from drift_sdk.execution.decode_forward import Rows
 from drift_sdk.execution.draft_cache import DraftCache
+from drift_sdk.execution.stages import NO_STAGES, Stages
 from drift_sdk.execution.workspace import Workspace
 from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.models.weights import LayerWeights
@@ -40,9 +41,10 @@ class DraftForward:
         block_table: Tensor,
         workspace: Workspace,
         tuned: TunedTable,
+        stages: Stages = NO_STAGES,
     ) -> None:
         self._draft, self._cache, self._block_table = draft, cache, block_table
-        self._workspace, self._tuned = workspace, tuned
+        self._workspace, self._tuned, self._stages = workspace, tuned, stages
 
     def hidden(self, num_rows: int) -> Tensor:
         return self._take("draft_hidden", num_rows, self._draft.config.hidden_size)
@@ -83,11 +85,13 @@ class DraftForward:
         )
         norms = [layer.input_norm for layer in weights.layers[1:]] + [weights.final_norm]
         for index, (layer, next_norm) in enumerate(zip(weights.layers, norms, strict=True)):
-            attended = self._attend(layer, index, rows, normed if index else inputs, attend)
-            product = self.multiply(attended, layer.output)
-            add_norm(hidden, product, layer.mlp_norm, normed, eps=eps, bias=layer.output_bias)
-            product = self.multiply(self._activated(layer, normed), layer.down)
-            add_norm(hidden, product, next_norm, normed, eps=eps, bias=layer.down_bias)
+            with self._stages("draft_attention"):
+                attended = self._attend(layer, index, rows, normed if index else inputs, attend)
+                product = self.multiply(attended, layer.output)
+                add_norm(hidden, product, layer.mlp_norm, normed, eps=eps, bias=layer.output_bias)
+            with self._stages("draft_mlp"):
+                product = self.multiply(self._activated(layer, normed), layer.down)
+                add_norm(hidden, product, next_norm, normed, eps=eps, bias=layer.down_bias)
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [R, in] times weight [out, in] transposed: fp32 partial sums [num_partials, R, out] to be added

@@ -21,6 +21,7 @@ from drift_sdk._kernels.tuning import TunedTable
 from drift_sdk.execution.decode_forward import Rows
 from drift_sdk.execution.draft_cache import DraftCache
 from drift_sdk.execution.draft_forward import Attend, DraftForward
+from drift_sdk.execution.stages import NO_STAGES, Stages
 from drift_sdk.execution.workspace import Workspace
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.eagle3 import SLOT_OFFSET, DraftDecoder
@@ -49,6 +50,7 @@ class EagleRounds:
         max_num_slots: int,
         max_draft_tokens: int,
         max_prefill_rows: int,
+        stages: Stages = NO_STAGES,
     ) -> None:
         """block_table [S, max_blocks] int32. max_num_slots, max_draft_tokens: of a round. max_prefill_rows:
         of a prefill step."""
@@ -56,10 +58,10 @@ class EagleRounds:
         self.boundaries: Sequence[int] = draft.boundaries
         self.cache = DraftCache(draft, limits, limits.max_num_seqs)
         self._draft, self._target, self._block_table = draft, target, block_table
-        self._columns, self._workspace = columns, workspace
+        self._columns, self._workspace, self._stages = columns, workspace, stages
         self._max_num_slots, self._max_draft_tokens = max_num_slots, max_draft_tokens
         self._target_ids = draft.target_ids.to(torch.int32)
-        self._forward = DraftForward(draft, self.cache, block_table, workspace, tuned)
+        self._forward = DraftForward(draft, self.cache, block_table, workspace, tuned, stages)
         num_places = self.cache.num_places
         plan = AttentionPlan(max_num_slots, num_places, Partitions(), draft.device)
         self._scratch = AttentionScratch(
@@ -85,32 +87,35 @@ class EagleRounds:
         hidden, normed = forward.hidden(num_slots), forward.normed(num_slots)
         drafted.slot.copy_(rows.slot.view(num_slots, num_rows_each)[:, 1])
         eps = self._draft.config.rms_norm_eps
-        embed_norm(
-            drafted.slot, drafted.slot, self.cache.outputs, weights.final_norm, hidden, normed, eps=eps
-        )
-        if self._draft.config.is_output_normed:
-            normed.copy_(hidden)
+        with self._stages("draft_lm_head"):
+            embed_norm(
+                drafted.slot, drafted.slot, self.cache.outputs, weights.final_norm, hidden, normed, eps=eps
+            )
+            if self._draft.config.is_output_normed:
+                normed.copy_(hidden)
         shape = (num_slots, num_draft_chunks(weights.head.shape[0]))
         chunks = (
             self._workspace.take("draft_chunk_value", shape, torch.float32),
             self._workspace.take("draft_chunk_token", shape, torch.int32),
         )
         for depth in range(1, num_draft_tokens + 1):
-            choose_drafts(
-                forward.multiply(normed, weights.head),
-                self._target_ids,
-                rows.slot,
-                rows.token,
-                rows.position,
-                self._columns.temperature,
-                self._columns.seed,
-                chunks,
-                (drafted.slot, drafted.token, drafted.position),
-                depth=depth,
-            )
+            with self._stages("draft_lm_head"):
+                choose_drafts(
+                    forward.multiply(normed, weights.head),
+                    self._target_ids,
+                    rows.slot,
+                    rows.token,
+                    rows.position,
+                    self._columns.temperature,
+                    self._columns.seed,
+                    chunks,
+                    (drafted.slot, drafted.token, drafted.position),
+                    depth=depth,
+                )
             if depth < num_draft_tokens:
                 # The next row pairs what the draft itself made with the token it chose.
-                attend = self._few_rows(drafted, 1)
+                with self._stages("draft_attention"):
+                    attend = self._few_rows(drafted, 1)
                 forward.run(drafted, forward.output(num_slots), attend, is_fused=False)
 
     def follow(

@@ -6,37 +6,39 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
-import numpy as np
 from msgspec import Struct
 
 from drift_sdk._kernels.slot_columns import num_mask_words
 from drift_sdk._kernels.tuning import TunedTable
 from drift_sdk.drafts import NGram
 from drift_sdk.errors import ExecutorError
-from drift_sdk.execution.device import Device, Event, Replay
-from drift_sdk.execution.device_errors import typed_errors
-from drift_sdk.execution.graph_layout import GraphLayout, bucket_of
+from drift_sdk.execution.allocation_count import AllocationCount
+from drift_sdk.execution.device import Device, Event
+from drift_sdk.execution.device_errors import is_kept, typed_errors
+from drift_sdk.execution.graph_layout import GraphLayout
 from drift_sdk.execution.graphs import Graphs
-from drift_sdk.execution.payloads import fill_chunks, fill_followed, fill_slots, first_rows
+from drift_sdk.execution.payloads import fill_chunks, fill_followed, fill_masks, fill_slots, first_rows
 from drift_sdk.execution.prompt_scores import PromptScores, ScoredParts
 from drift_sdk.execution.records import outputs
 from drift_sdk.execution.ring import Results, Ring
-from drift_sdk.execution.slot_table import Pairs, SlotTable, Updates
+from drift_sdk.execution.round_launch import launch_round
+from drift_sdk.execution.round_timing import time_rounds
+from drift_sdk.execution.slot_table import NO_UPDATES, Pairs, SlotTable, Updates
+from drift_sdk.execution.stages import NO_STAGES, Stages, forward_stage
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.steps import (
-    DecodeRow,
     ExecutorLimits,
     PrefillChunk,
     SlotAssignment,
     SlotOutput,
     StepPlan,
     StepResult,
+    TokenConstraint,
 )
 
 __all__ = ["GraphExecutor"]
 
-NO_UPDATES: Pairs = (np.empty(0, np.int64), np.empty(0, np.int32))
 NUM_ENTRIES = 16
 MAX_UPDATES = 512
 
@@ -58,7 +60,7 @@ class GraphExecutor:
     """Runs a `Decoder` by CUDA graphs. Everything is captured when it is made, nothing while serving.
 
     `launch` writes to pinned memory and starts replays; lengths, tokens and finished flags live on the
-    device.
+    device. It waits for nothing but drafts behind which a constraint must be asked.
     """
 
     def __init__(
@@ -72,11 +74,13 @@ class GraphExecutor:
         exact_prefill: bool = False,
         draft: DraftDecoder | NGram | None = None,
         draft_choices: Sequence[int] = (),
-        simulated_length: float | None = None,
+        acceptance_trace: Sequence[int] | None = None,
+        stages: Stages = NO_STAGES,
+        step_timeout_s: float | None = None,
         report: Callable[[str, float], None] = lambda stage, fraction: None,
     ) -> None:
         self.limits = limits
-        self._device = device
+        self._device, self._stages = device, stages
         self._layout = layout = GraphLayout.of(
             decoder,
             limits,
@@ -93,7 +97,10 @@ class GraphExecutor:
                 max_updates=MAX_UPDATES,
                 payload_words=layout.payload_words,
                 record_words=layout.record_words,
-                mask_shape=(layout.decode[-1], num_mask_words(limits.vocab_size)),
+                max_slots=layout.decode[-1],
+                num_draft_masks=layout.num_draft_masks,
+                mask_words=num_mask_words(limits.vocab_size),
+                timeout_s=step_timeout_s,
             )
             self._graphs: Graphs | None = Graphs(
                 device,
@@ -105,13 +112,24 @@ class GraphExecutor:
                 tuned,
                 draft=draft,
                 report=report,
-                simulated_length=simulated_length,
+                acceptance_trace=acceptance_trace,
+                stages=stages,
             )
         self._scores = PromptScores(decoder, self._graphs.prefill_hidden)
         self._assigned: dict[int, SlotAssignment] = {}
         self._fresh: set[int] = set()  # slots whose first chunk is still to come
         self._launched: deque[_Ticket] = deque()
         self._events: list[Event] = []
+        self._step_timeout_s = step_timeout_s
+        self._allocations = AllocationCount(device)
+
+    def round_costs(self) -> dict[tuple[int, int], float]:
+        """Seconds that rounds of (slots, drafts) take without any context. To be asked before serving."""
+        assert self._graphs is not None and not self._launched
+        with typed_errors(self), self._device.work():
+            costs = time_rounds(self._device, self._graphs.decode)
+            self._ring.reset()
+        return costs
 
     def launch(self, plan: StepPlan) -> None:
         graphs = self._graphs
@@ -126,20 +144,25 @@ class GraphExecutor:
             # The last updates ride along with the first replay.
             *early, rest = [*updates.slices(MAX_UPDATES)] or [NO_UPDATES]
             for pairs in early:
-                self._replay(self._entry(pairs), graphs.update)
+                self._ring.start(self._ring.acquire(pairs), graphs.update)
 
             if plan.prefill:
-                ticket.head = self._launch_prefill(graphs, plan.prefill, rest)
+                with self._stages("prefill"):
+                    ticket.head = self._launch_prefill(graphs, plan.prefill, rest)
                 ticket.scores = self._take_scores(plan.prefill)
                 rest = NO_UPDATES
             if plan.decode:
-                ticket.rows_per_slot, ticket.decode = self._launch_round(graphs, plan.decode, rest)
+                constraints = self._constraints([row.slot for row in plan.decode])
+                with self._stages(forward_stage(max(row.num_draft_tokens for row in plan.decode))):
+                    ticket.rows_per_slot, ticket.decode = launch_round(
+                        graphs, self._layout, self._ring, plan.decode, constraints, rest
+                    )
             ticket.ended.record()
 
     def collect(self) -> StepResult:
         ticket = self._launched.popleft()
         with typed_errors(self):
-            ticket.ended.wait()
+            ticket.ended.wait(self._step_timeout_s)
         plan = ticket.plan
         last = [chunk.slot for chunk in plan.prefill if chunk.is_last]
         sampled = self._outputs(ticket.head, 1, last)
@@ -151,10 +174,16 @@ class GraphExecutor:
         decode = tuple(self._outputs(ticket.decode, ticket.rows_per_slot, slots))
         duration_s = ticket.ended.seconds_since(ticket.started)
         self._events += [ticket.started, ticket.ended]
-        return StepResult(step_id=plan.step_id, prefill=prefill, decode=decode, duration_s=duration_s)
+        return StepResult(
+            step_id=plan.step_id,
+            prefill=prefill,
+            decode=decode,
+            duration_s=duration_s,
+            host_work=self._ring.take_work(self._allocations.step()),
+        )
 
     def close(self) -> None:
-        if self._graphs is None:
+        if self._graphs is None or is_kept(self):
             return
 
         try:
@@ -174,7 +203,8 @@ class GraphExecutor:
         """Steps in flight write to memory that is another engine's as soon as it is given back."""
         with typed_errors(self):
             (event := self._event()).record()
-            event.wait()
+            timeout_s = self._step_timeout_s
+            event.wait(timeout_s and timeout_s * (len(self._launched) + 1))
 
     def _updates(self, plan: StepPlan) -> Updates:
         updates = Updates()
@@ -191,22 +221,14 @@ class GraphExecutor:
 
         return updates
 
-    def _entry(self, updates: Pairs) -> int:
-        entry = self._ring.acquire()
-        self._ring.update(entry, *updates)
-        return entry
-
-    def _replay(self, entry: int, replay: Replay) -> None:
-        replay.launch()
-        self._ring.release(entry)
-
     def _launch_prefill(
         self, graphs: Graphs, chunks: tuple[PrefillChunk, ...], updates: Pairs
     ) -> Results | None:
         """Compute chunks and, behind those that end a prompt, sample: the records of that."""
-        entry = self._entry(updates)
-        bucket = fill_chunks(self._layout, chunks, self._ring.payload(entry))
-        self._replay(entry, graphs.prefill[bucket])
+        ring = self._ring
+        entry = ring.acquire(updates)
+        bucket = fill_chunks(self._layout, chunks, ring.payload(entry))
+        ring.start(entry, graphs.prefill[bucket])
         firsts = first_rows(self._layout, chunks)
         for chunk, first in zip(chunks, firsts, strict=False):
             num_top = self._assigned[chunk.slot].sampling.num_prompt_logprobs
@@ -220,40 +242,21 @@ class GraphExecutor:
         }
         results = None
         if last:
-            entry = self._entry(NO_UPDATES)
-            size = fill_slots(self._layout, [*last], [*last.values()], self._ring.payload(entry))
-            self._fill_masks(entry, [*last])
-            self._replay(entry, graphs.head[size])
-            results = self._ring.results(entry)
+            entry = ring.acquire(NO_UPDATES)
+            size = fill_slots(self._layout, [*last], [*last.values()], ring.payload(entry))
+            fill_masks(self._constraints([*last]), ring.mask(entry))
+            ring.start(entry, graphs.head[size])
+            results = ring.results(entry)
         if graphs.follow:
-            entry = self._entry(NO_UPDATES)
+            entry = ring.acquire(NO_UPDATES)
             hits = [chunk.slot for chunk in chunks if chunk.start > 0 and chunk.slot in self._fresh]
             self._fresh.difference_update(chunk.slot for chunk in chunks)
-            bucket = fill_followed(self._layout, chunks, hits, self._ring.payload(entry))
-            self._replay(entry, graphs.follow[bucket])
+            bucket = fill_followed(self._layout, chunks, hits, ring.payload(entry))
+            ring.start(entry, graphs.follow[bucket])
         return results
 
-    def _launch_round(
-        self, graphs: Graphs, rows: tuple[DecodeRow, ...], updates: Pairs
-    ) -> tuple[int, Results]:
-        """Rows per slot, and the records."""
-        slots = [row.slot for row in rows]
-        # What a grammar allows behind a draft only the host knows: its slots go one token at a time.
-        drafts = [
-            0 if self._assigned[row.slot].constraint is not None else row.num_draft_tokens for row in rows
-        ]
-        entry = self._entry(updates)
-        size = fill_slots(self._layout, slots, drafts, self._ring.payload(entry))
-        self._fill_masks(entry, slots)
-        num_drafts = bucket_of(self._layout.drafts, max(drafts))
-        self._replay(entry, graphs.decode[size, num_drafts])
-        return num_drafts + 1, self._ring.results(entry)
-
-    def _fill_masks(self, entry: int, slots: list[int]) -> None:
-        for row, slot in enumerate(slots):
-            constraint = self._assigned[slot].constraint
-            if constraint is not None:
-                self._ring.mask(entry)[row] = constraint.masks(())[0]
+    def _constraints(self, slots: list[int]) -> list[TokenConstraint | None]:
+        return [self._assigned[slot].constraint for slot in slots]
 
     def _outputs(self, results: Results | None, rows_per_slot: int, slots: list[int]) -> Iterator[SlotOutput]:
         if results is None:

@@ -71,6 +71,11 @@ class GraphLayout(Struct, frozen=True, kw_only=True):
         """Of a decode step."""
         return self.decode[-1] * self.max_rows_per_slot
 
+    @property
+    def num_draft_masks(self) -> int:
+        """One for each row of a decode step, if slots may have several."""
+        return self.max_rows if self.max_rows_per_slot > 1 else 0
+
     def num_tiles(self, num_rows: int) -> int:
         return num_rows // self.tile_rows + min(num_rows, self.max_chunks)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from drift_sdk._kernels.attention_plan import AttentionPlan, Partitions
+from drift_sdk._kernels.commit import SimulatedRounds
 from drift_sdk._kernels.embedding import embed_norm
 from drift_sdk._kernels.paged_attention import AttentionScratch
 from drift_sdk._kernels.prefill_attention import prefill_attention_config
@@ -16,7 +16,7 @@ from drift_sdk._kernels.staging import advance, enter, gather_rows
 from drift_sdk._kernels.token_counts import count_tokens
 from drift_sdk._kernels.tuning import TunedTable
 from drift_sdk.drafts import NGram
-from drift_sdk.execution.decode_forward import DecodeForward, Rows, captures
+from drift_sdk.execution.decode_forward import DecodeForward, Rows, attention_scratch, captures
 from drift_sdk.execution.device import Device, Replay
 from drift_sdk.execution.eagle_rounds import EagleRounds
 from drift_sdk.execution.graph_layout import EXACT_TILE_ROWS, GraphLayout
@@ -25,7 +25,9 @@ from drift_sdk.execution.paged_cache import PagedCache
 from drift_sdk.execution.prefill_forward import PrefillForward
 from drift_sdk.execution.ring import Ring
 from drift_sdk.execution.round_drafter import RoundDrafter
+from drift_sdk.execution.round_steps import RoundSteps
 from drift_sdk.execution.slot_table import SlotTable
+from drift_sdk.execution.stages import Stages
 from drift_sdk.execution.token_head import TokenHead
 from drift_sdk.execution.workspace import Workspace
 from drift_sdk.models.decoder import Decoder
@@ -43,9 +45,10 @@ Step = Callable[[], None]
 class Graphs:
     """All graphs of an executor, captured when made, largest first.
 
-    update: makes updates and nothing else. decode[B, K]: a round of B slots with K drafts each.
-    prefill[N]: chunks of N tokens. head[B]: samples behind the last rows of B finished prompts, from
-    `prefill_hidden`. follow[N]: what a drafter takes in of a prefill step, behind its head.
+    update: makes updates and nothing else. decode[B, K]: a round of B slots with K drafts each; draft[B, K]
+    and verify[B, K]: its halves, if there is a drafter and K is not 0. prefill[N]: chunks of N tokens.
+    head[B]: samples behind the last rows of B finished prompts, from `prefill_hidden`. follow[N]: what a
+    drafter takes in of a prefill step, behind its head.
     """
 
     def __init__(
@@ -60,32 +63,46 @@ class Graphs:
         *,
         draft: DraftDecoder | NGram | None,
         report: Report,
-        simulated_length: float | None,
+        acceptance_trace: Sequence[int] | None,
+        stages: Stages,
     ) -> None:
         self._device, self._decoder, self._table, self._ring = device, decoder, table, ring
-        self._layout, self._tuned, self._simulated_length = layout, tuned, simulated_length
+        self._layout, self._tuned, self._stages = layout, tuned, stages
         torch_device = device.torch_device
+        self._simulated: SimulatedRounds | None = None
+        if acceptance_trace is not None:
+            self._simulated = SimulatedRounds(
+                trace=torch.tensor(acceptance_trace, dtype=torch.int32, device=torch_device),
+                num_rounds=torch.zeros(limits.max_num_seqs, dtype=torch.int32, device=torch_device),
+            )
         self._workspace = Workspace(torch_device)
         self._cache = PagedCache(decoder, limits)
         self._inbox = torch.full((layout.payload_words,), -1, dtype=torch.int32, device=torch_device)
         self._samples = SampleBuffers.allocate(layout.max_rows, limits.vocab_size, torch_device)
-        self._max_num_keys = limits.max_model_len + 1
         most = layout.prefill[-1]
         shape = (most, decoder.config.hidden_size)
         self.prefill_hidden = self._workspace.take(PREFILL_HIDDEN, shape, decoder.dtype)
-        self._attention = self._attention_memory(layout.decode[-1], layout.max_rows_per_slot)
+        self._attention = attention_scratch(
+            decoder, limits, num_sequences=layout.decode[-1], num_rows=layout.max_rows_per_slot
+        )
         self._exact: AttentionScratch | None = None
         if layout.is_exact:
-            self._exact = self._attention_memory(most // EXACT_TILE_ROWS, EXACT_TILE_ROWS)
+            num_tiles = most // EXACT_TILE_ROWS
+            self._exact = attention_scratch(
+                decoder, limits, num_sequences=num_tiles, num_rows=EXACT_TILE_ROWS
+            )
 
         self._drafter = self._open_drafter(draft, limits)
         self.prefill: dict[int, Replay] = {}
         self.follow: dict[int, Replay] = {}
         self.decode: dict[tuple[int, int], Replay] = {}
+        self.draft: dict[tuple[int, int], Replay] = {}
+        self.verify: dict[tuple[int, int], Replay] = {}
         self.head: dict[int, Replay] = {}
         self._replays: list[Replay] = []
         num_prefills = len(layout.prefill) * (1 if draft is None else 2)
-        self._num_steps = num_prefills + len(layout.decode) * (1 + len(layout.drafts)) + 1
+        num_rounds = len(layout.drafts) + 2 * (len(layout.drafts) - 1)
+        self._num_steps = num_prefills + len(layout.decode) * (1 + num_rounds) + 1
         self._report = report
         for size in reversed(layout.prefill):
             self.prefill[size] = self._capture(self._prefill_step(size))
@@ -93,8 +110,7 @@ class Graphs:
                 self.follow[size] = self._capture(self._follow_step(size, self._drafter))
         for num_slots in reversed(layout.decode):
             for num_drafts in reversed(layout.drafts):
-                step = self._round_step(num_slots, num_drafts)
-                self.decode[num_slots, num_drafts] = self._capture(step)
+                self._capture_round(num_slots, num_drafts)
         for num_slots in reversed(layout.decode):
             self.head[num_slots] = self._capture(self._head_step(num_slots))
         self.update = self._capture(self._update_step)
@@ -107,7 +123,7 @@ class Graphs:
 
     def _capture(self, step: Step) -> Replay:
         self._report("capture graphs", len(self._replays) / self._num_steps)
-        self._replays.append(self._device.capture(step))
+        self._replays.append(self._stages.capture(self._device, step))
         return self._replays[-1]
 
     def _enter(self, num_words: int) -> None:
@@ -119,34 +135,27 @@ class Graphs:
         self._enter(0)
         advance(self._ring.counter)
 
-    def _round_step(self, num_slots: int, num_drafts: int) -> Step:
-        """Payload: slots, then how many drafts each may have."""
+    def _capture_round(self, num_slots: int, num_drafts: int) -> None:
         rows_per_slot = num_drafts + 1
         rows = Rows.take(self._workspace, num_slots * rows_per_slot)
         slots, max_drafts = self._inbox[: 2 * num_slots].view(2, num_slots)
-        forward = self._decode_forward(rows, self._attention, "hidden", rows_per_slot)
-        head = self._token_head(rows, rows_per_slot)
-        drafter = self._drafter
-
-        def step() -> None:
-            self._enter(2 * num_slots)
-            gather_rows(slots, max_drafts, self._table.state, rows.slot, rows.token, rows.position)
-            if drafter is not None:
-                drafter.propose(rows, num_slots=num_slots, num_draft_tokens=num_drafts)
-            forward.run()
-            head.run(forward.normed)
-            if drafter is not None:
-                drafter.follow(
-                    rows,
-                    num_slots=num_slots,
-                    num_draft_tokens=num_drafts,
-                    captured=forward.captured,
-                    hidden=forward.hidden,
-                    chosen=self._samples.chosen[: rows.slot.shape[0]],
-                    emitted=head.emitted,
-                )
-
-        return step
+        steps = RoundSteps(
+            num_drafts=num_drafts,
+            enter=self._enter,
+            slots=slots,
+            max_drafts=max_drafts,
+            state=self._table.state,
+            ring=self._ring,
+            rows=rows,
+            forward=self._decode_forward(rows, self._attention, "hidden", rows_per_slot),
+            head=self._token_head(rows, rows_per_slot),
+            drafter=self._drafter,
+            stages=self._stages,
+        )
+        self.decode[num_slots, num_drafts] = self._capture(steps.whole)
+        if self._drafter is not None and num_drafts > 0:
+            self.draft[num_slots, num_drafts] = self._capture(steps.draft)
+            self.verify[num_slots, num_drafts] = self._capture(steps.verify)
 
     def _head_step(self, num_slots: int) -> Step:
         """Payload: slots, then the row of each one's last prompt token in the prefill step."""
@@ -246,17 +255,7 @@ class Graphs:
             max_num_slots=layout.decode[-1],
             max_draft_tokens=layout.drafts[-1],
             max_prefill_rows=layout.prefill[-1],
-        )
-
-    def _attention_memory(self, num_sequences: int, num_rows: int) -> AttentionScratch:
-        config = self._decoder.config
-        plan = AttentionPlan(num_sequences, self._max_num_keys, Partitions(), self._device.torch_device)
-        return AttentionScratch(
-            plan,
-            num_kv_heads=config.num_kv_heads,
-            num_rows=num_rows,
-            group=config.num_heads // config.num_kv_heads,
-            head_dim=config.head_dim,
+            stages=self._stages,
         )
 
     def _decode_forward(
@@ -287,5 +286,6 @@ class Graphs:
             self._workspace,
             self._tuned,
             rows_per_slot=rows_per_slot,
-            simulated_length=self._simulated_length,
+            simulated=self._simulated,
+            stages=self._stages,
         )

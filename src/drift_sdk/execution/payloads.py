@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from drift_sdk._kernels.prefill_tiles import prefill_tiles
 from drift_sdk.execution.graph_layout import GraphLayout, bucket_of
-from drift_sdk.steps import PrefillChunk
+from drift_sdk.steps import PrefillChunk, TokenConstraint
 
-__all__ = ["fill_chunks", "fill_followed", "fill_slots", "first_rows"]
+__all__ = ["fill_chunks", "fill_draft_masks", "fill_followed", "fill_masks", "fill_slots", "first_rows"]
 
 Words = NDArray[np.int32]
 
@@ -78,3 +78,22 @@ def fill_slots(layout: GraphLayout, slots: Sequence[int], values: Sequence[int],
     payload[: len(slots)] = slots
     payload[size : size + len(values)] = values
     return size
+
+
+def fill_masks(constraints: Sequence[TokenConstraint | None], masks: Words) -> None:
+    """What slots under a constraint may say next: masks [B, W], a row each."""
+    for place, constraint in enumerate(constraints):
+        if constraint is not None:
+            masks[place] = constraint.masks(())[0]
+
+
+def fill_draft_masks(constraints: Sequence[TokenConstraint | None], tokens: Words, masks: Words) -> None:
+    """The same for every row: tokens [B * T] of a round, each slot's newest and the drafts behind it (-1:
+    none), and masks [B * T, W]."""
+    rows_per_slot = len(tokens) // len(constraints)
+    drafts_of = tokens.reshape(-1, rows_per_slot)[:, 1:].tolist()
+    for place, (constraint, drafts) in enumerate(zip(constraints, drafts_of, strict=True)):
+        if constraint is not None:
+            drafts = drafts[: drafts.index(-1)] if -1 in drafts else drafts
+            first = place * rows_per_slot
+            masks[first : first + len(drafts) + 1] = constraint.masks(drafts)

@@ -14,7 +14,7 @@ from drift_sdk._kernels.slot_columns import SlotColumns, SlotFlag, num_mask_word
 from drift_sdk._kernels.slot_state import SlotState
 from drift_sdk.steps import BlockUpdate, ExecutorLimits, SlotAssignment, SlotSampling
 
-__all__ = ["Pairs", "SlotTable", "Updates"]
+__all__ = ["NO_UPDATES", "Pairs", "SlotTable", "Updates"]
 
 COLUMNS = {
     "seed": torch.int64,
@@ -36,6 +36,7 @@ COLUMNS = {
 }
 
 Pairs = tuple[NDArray[np.int64], NDArray[np.int32]]
+NO_UPDATES: Pairs = (np.empty(0, np.int64), np.empty(0, np.int32))
 
 
 class Updates:

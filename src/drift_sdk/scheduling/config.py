@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from msgspec import Struct
 
 __all__ = ["SchedulerConfig"]
@@ -9,8 +11,9 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     """What a scheduler shares out: slots, blocks of `block_size` tokens, prefill tokens a step.
 
     `draft_choices`: how many tokens a batch may draft for its rows, none if empty; chosen by what is measured
-    if `is_draft_adaptive`, else always the most. `has_draft_kv`: the executor keeps a
-    draft's keys and values one slot ahead. `wants_history`: it wants to know the tokens of prefix hits.
+    if `is_draft_adaptive`, else always the most. `round_costs`: what the executor measured when it was made,
+    seconds by (slots, drafts). `has_draft_kv`: it keeps a draft's keys and values one slot ahead.
+    `wants_history`: it wants to know the tokens of prefix hits.
     """
 
     max_num_seqs: int
@@ -19,6 +22,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     prefill_token_budget: int
     draft_choices: tuple[int, ...] = ()
     is_draft_adaptive: bool = True
+    round_costs: Mapping[tuple[int, int], float] = {}
     has_draft_kv: bool = False
     wants_history: bool = False
     target_latency_ms_p50: float | None = None

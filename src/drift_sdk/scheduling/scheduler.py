@@ -46,7 +46,7 @@ class Scheduler:
         self._running = RunningSet(config.max_num_seqs)
         self._launched: deque[LaunchedStep] = deque()
         self._policy = (
-            DraftPolicy(config.draft_choices, is_adaptive=config.is_draft_adaptive)
+            DraftPolicy(config.draft_choices, config.round_costs, is_adaptive=config.is_draft_adaptive)
             if config.draft_choices
             else None
         )
@@ -184,7 +184,7 @@ class Scheduler:
             num_prefill_tokens = sum([len(chunk.token_ids) for chunk in plan.prefill])
             num_decode_rows = sum([bool(output.token_ids) for output in result.decode])
             self._budget.observe(num_prefill_tokens, num_decode_rows, result.duration_s)
-            if self._policy is not None and not plan.prefill:
+            if self._policy is not None and plan.decode:
                 self._policy.observe(plan, result)
 
         return deltas

@@ -1,0 +1,120 @@
+"""Attention by itself: of decode and verify rows over long and short contexts, and of a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+import torch
+from gemm_cases import ITEMSIZE
+from kernel_case import Case, Prepared, num_copies
+from shapes import Model
+from torch import Tensor
+
+from drift_sdk._kernels.attention_plan import AttentionPlan, Partitions, plan_attention
+from drift_sdk._kernels.paged_attention import AttentionConfig, AttentionScratch, paged_attention
+from drift_sdk._kernels.prefill_attention import prefill_attention, prefill_attention_config
+from drift_sdk._kernels.prefill_tiles import TILE_FIELDS, prefill_tiles
+from drift_sdk._kernels.tuning import TunedTable
+from drift_sdk.models.decoder_config import DecoderConfig
+
+__all__ = ["attention_cases", "decode_case", "prefill_case"]
+
+BLOCK_SIZE = 64
+CONTEXTS, BATCHES, ROWS_PER_SEQUENCE = (512, 16_384, 32_768), (1, 4, 8, 64), (1, 4)
+PROMPT = 8192
+
+
+def attention_cases(
+    model: Model, row_counts: tuple[int, ...], table: TunedTable, device: str
+) -> Iterator[Case]:
+    """bfloat16. What is to be found out hangs on contexts and batches, not on row_counts."""
+    for context in CONTEXTS:
+        for batch in BATCHES:
+            for rows in ROWS_PER_SEQUENCE:
+                yield decode_case(model.config, context, batch, rows, device)
+    yield prefill_case(model.config, PROMPT, device)
+
+
+def decode_case(config: DecoderConfig, context: int, batch: int, rows: int, device: str) -> Case:
+    """The last `rows` of `context` tokens of each sequence."""
+    kv_bytes = batch * context * 2 * config.num_kv_heads * config.head_dim * ITEMSIZE
+    row_size = config.num_heads * config.head_dim
+    return Case(
+        kernel="attention",
+        shape=f"batch {batch}, {context} keys",
+        num_rows=batch * rows,
+        num_bytes=kv_bytes + 2 * batch * rows * row_size * ITEMSIZE,
+        num_flops=4 * batch * rows * context * row_size,
+        prepare=partial(prepare_decode, config, context, batch, rows, device),
+    )
+
+
+def prefill_case(config: DecoderConfig, num_tokens: int, device: str) -> Case:
+    """A whole prompt; a token meets half of the others."""
+    row_size = config.num_heads * config.head_dim
+    kv_bytes = num_tokens * 2 * config.num_kv_heads * config.head_dim * ITEMSIZE
+    return Case(
+        kernel="prefill attention",
+        shape=f"{num_tokens} tokens",
+        num_rows=num_tokens,
+        num_bytes=kv_bytes + 2 * num_tokens * row_size * ITEMSIZE,
+        num_flops=4 * row_size * num_tokens**2 / 2,
+        prepare=partial(prepare_prefill, config, num_tokens, device),
+    )
+
+
+def prepare_decode(config: DecoderConfig, context: int, batch: int, rows: int, device: str) -> Prepared:
+    caches, block_table = cache_of(config, context, batch, device)
+    slot = torch.arange(batch, dtype=torch.int32, device=device).repeat_interleave(rows)
+    position = torch.arange(context - rows, context, dtype=torch.int32, device=device).repeat(batch)
+    plan = AttentionPlan(batch, context, Partitions(), torch.device(device))
+    group = config.num_heads // config.num_kv_heads
+    scratch = AttentionScratch(
+        plan, num_kv_heads=config.num_kv_heads, num_rows=rows, group=group, head_dim=config.head_dim
+    )
+    plan_attention(slot, position, plan, rows)
+    query = torch.randn(batch * rows, config.num_heads, config.head_dim, device=device).to(torch.bfloat16)
+    out = torch.empty_like(query)
+
+    def step() -> None:
+        for keys, values in caches:
+            paged_attention(
+                query, keys, values, block_table, slot, position, out, scratch, AttentionConfig(), rows
+            )
+
+    return Prepared(step, len(caches), (out,))
+
+
+def prepare_prefill(config: DecoderConfig, num_tokens: int, device: str) -> Prepared:
+    caches, block_table = cache_of(config, num_tokens, 1, device)
+    attention = prefill_attention_config(config.head_dim, torch.bfloat16)
+    found = np.empty((-(-num_tokens // attention.tile_rows), TILE_FIELDS), np.int32)
+    prefill_tiles([(0, 0, num_tokens)], attention.tile_rows, found)
+    tiles = torch.from_numpy(found).to(device)
+    query = torch.randn(num_tokens, config.num_heads, config.head_dim, device=device).to(torch.bfloat16)
+    out = torch.empty(num_tokens, config.num_heads * config.head_dim, dtype=query.dtype, device=device)
+
+    def step() -> None:
+        for keys, values in caches:
+            prefill_attention(query, keys, values, block_table, tiles, out, attention)
+
+    return Prepared(step, len(caches), (out,))
+
+
+def cache_of(
+    config: DecoderConfig, context: int, batch: int, device: str
+) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+    """Keys and values of some layers, and the block table of sequences whose blocks lie anywhere."""
+    num_blocks = -(-context // BLOCK_SIZE)
+    shape = (batch * num_blocks, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+    layers = num_copies(
+        2 * batch * num_blocks * config.num_kv_heads * BLOCK_SIZE * config.head_dim * ITEMSIZE
+    )
+
+    def random() -> Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_()
+
+    table = torch.randperm(batch * num_blocks).to(device, torch.int32).view(batch, num_blocks)
+    return [(random(), random()) for _ in range(layers)], table

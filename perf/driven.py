@@ -1,0 +1,71 @@
+"""What is measured where rounds are driven by hand, and what the machine can do at most."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from decode import DecodeOptions
+from drafting import Drafting
+from msgspec import Struct
+from scenario import Scenario
+from shapes import Draft, Model
+from stage_work import Work, stage_work
+
+from drift_sdk import EngineConfig
+from drift_sdk.driven_slots import DrivenSlots
+from drift_sdk.steps import Executor
+
+__all__ = ["NUM_WARM_UP_ROUNDS", "Driven"]
+
+NUM_WARM_UP_ROUNDS = 3
+
+
+class Driven(Struct, frozen=True, kw_only=True):
+    """An executor to be measured, what runs on it, and what the machine can do at most."""
+
+    model: Model
+    drafting: Drafting | None
+    config: EngineConfig
+    options: DecodeOptions
+    bandwidth_tb_s: float
+    peak_tflop_s: float
+
+    @property
+    def num_drafts(self) -> int:
+        return self.drafting.num_draft_tokens if self.drafting is not None else 0
+
+    @property
+    def draft(self) -> Draft | None:
+        draft = self.drafting.draft if self.drafting is not None else None
+        return draft if isinstance(draft, Draft) else None
+
+    def fields(self, scenario: Scenario) -> dict[str, Any]:
+        fields: dict[str, Any] = {
+            "engine": "drift",
+            "model": self.model.name,
+            "dtype": self.options.dtype_name,
+            "scenario": scenario.name,
+            "batch": scenario.batch,
+            "context": scenario.context,
+        }
+        if self.drafting is not None:
+            fields |= {
+                "draft": self.drafting.name,
+                "num_draft_tokens": self.num_drafts,
+                "acceptance": self.drafting.acceptance,
+                "acceptance_length": self.drafting.simulated_length,
+            }
+        return fields
+
+    def slots(self, executor: Executor) -> DrivenSlots:
+        return DrivenSlots(executor, prefill_token_budget=self.config.prefill_token_budget)
+
+    def work(self, batch: int, mean_context: float) -> dict[str, Work]:
+        return stage_work(
+            self.model,
+            self.draft,
+            num_drafts=self.num_drafts,
+            batch=batch,
+            mean_context=mean_context,
+            itemsize=self.options.itemsize,
+        )

@@ -1,0 +1,158 @@
+"""Memory of each captured graph, as the driver counts it. On a GPU.
+
+python perf/graph_memory.py --batch 64 --num-draft-tokens 3
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from msgspec import Struct
+from record import Run
+from recording import Recording, dtype_name, free_memory, parser
+from shapes import Model, prepare, prepare_draft
+from table import show, title_of
+
+from drift_sdk._kernels.tuning import gpu_key, table_for
+from drift_sdk.execution.device import Device, GpuDevice, Replay
+from drift_sdk.execution.graph import GraphExecutor
+from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.eagle3 import DraftDecoder
+from drift_sdk.steps import ExecutorLimits
+
+__all__ = ["Captured", "GraphRun", "NotesMemory", "captured_graphs", "main", "measure"]
+
+BLOCK_SIZE = 64
+KINDS = ("prefill", "follow", "decode", "draft", "verify", "head")
+
+
+class GraphRun(Run, kw_only=True):
+    """A graph, or all of one kind. `graph`: kind and size: rows of prefill; slots, and drafts, of a round.
+
+    `mib`: memory that was taken while it was run once and captured: what its kernels, buffers that no larger
+    graph had taken before, and the graph itself need. `num_graphs`: of this kind, where `graph` is a kind.
+    """
+
+    graph: str
+    mib: float
+    num_graphs: int = 1
+
+
+class Captured(Struct, frozen=True):
+    kind: str
+    size: str
+    mib: float
+
+
+class NotesMemory:
+    """Over a Device: notes how much memory each capture takes."""
+
+    free_bytes: Callable[[], int]
+
+    def __init__(self, *arguments: Any, free_bytes: Callable[[], int]) -> None:
+        super().__init__(*arguments)
+        self.free_bytes = free_bytes
+        self.taken: dict[int, int] = {}
+
+    def capture(self, step: Callable[[], None]) -> Replay:
+        before = self.free_bytes()
+        replay: Replay = super().capture(step)  # type: ignore[misc]  # a device's, to the right of this class
+        self.taken[id(replay)] = before - self.free_bytes()
+        return replay
+
+
+class NotingDevice(NotesMemory, GpuDevice): ...
+
+
+def captured_graphs(executor: Any, taken: dict[int, int]) -> list[Captured]:
+    """Every graph of a GraphExecutor, with the memory that its capture took, in the order of captures."""
+    # Which replay is whose, nobody but a measurement wants to know.
+    graphs = executor._graphs
+    names = {id(graphs.update): ("update", "")}
+    for kind in KINDS:
+        for size, replay in getattr(graphs, kind).items():
+            names[id(replay)] = (kind, "x".join(map(str, size)) if isinstance(size, tuple) else str(size))
+
+    return [Captured(*names[key], num_bytes / 2**20) for key, num_bytes in taken.items() if key in names]
+
+
+def measure(captured: Sequence[Captured], **fields: Any) -> Iterator[GraphRun]:
+    """A run for each graph, then one for each kind."""
+    for graph in captured:
+        yield GraphRun(**fields, graph=f"{graph.kind} {graph.size}".strip(), mib=graph.mib)
+
+    for kind, group in itertools.groupby(sorted(captured, key=lambda one: one.kind), lambda one: one.kind):
+        graphs = list(group)
+        total = sum(one.mib for one in graphs)
+        yield GraphRun(**fields, graph=f"all {kind}", mib=total, num_graphs=len(graphs))
+
+
+def open_executor(
+    model: Model, device: Device, limits: ExecutorLimits, dtype: torch.dtype, num_drafts: int
+) -> GraphExecutor:
+    decoder = Decoder.random(model.config, device=device.torch_device, dtype=dtype)
+    draft = DraftDecoder.load_random(prepare_draft(model).path, decoder) if num_drafts else None
+    is_gpu = device.torch_device.type == "cuda"
+    name = torch.cuda.get_device_name(device.torch_device) if is_gpu else "cpu"
+    return GraphExecutor(
+        device,
+        decoder,
+        limits,
+        table_for(gpu_key(name)),
+        prefill_token_budget=2048 if is_gpu else 16,
+        draft=draft,
+        draft_choices=(num_drafts,) if num_drafts else (),
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    made = parser(__doc__)
+    made.add_argument("--batch", type=int, default=64, help="most sequences")
+    made.add_argument("--max-model-len", type=int, default=4096)
+    made.add_argument("--num-draft-tokens", type=int, default=3, help="0: without a draft")
+    given = made.parse_args(arguments)
+    if not given.device.startswith("cuda"):
+        made.error(f"device={given.device!r}: graphs are captured on a GPU")
+
+    recording = Recording("memory", given.device, given.out)
+    name = dtype_name(given.dtype, given.device)
+    with tempfile.TemporaryDirectory() as folder:
+        model = prepare(given.model, Path(folder) / given.model)
+        limits = ExecutorLimits(
+            max_num_seqs=given.batch,
+            max_model_len=given.max_model_len,
+            num_blocks=2 * -(-given.max_model_len // BLOCK_SIZE),
+            block_size=BLOCK_SIZE,
+            vocab_size=model.config.vocab_size,
+        )
+        index = torch.device(given.device).index or 0
+        device = NotingDevice(index, free_bytes=lambda: torch.cuda.mem_get_info(index)[0])
+        print(f"opening {model.name}", flush=True)
+        executor = open_executor(model, device, limits, getattr(torch, name), given.num_draft_tokens)
+        captured = captured_graphs(executor, device.taken)
+        executor.close()
+        free_memory()
+
+    fields: dict[str, Any] = {
+        "engine": "drift",
+        "model": model.name,
+        "dtype": name,
+        "scenario": "graphs",
+        "batch": given.batch,
+        "context": given.max_model_len,
+        "num_draft_tokens": given.num_draft_tokens,
+    }
+    for run in measure(captured, **fields):
+        recording.add(run)
+    rows = [(run["graph"], str(run["num_graphs"]), f"{run['mib']:.1f}") for run in recording.results.runs]
+    show(title_of(recording.results), ("graph", "graphs", "MiB"), rows)
+    print(f"written to {recording.path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Kernels that work row by row: norms, rotation and store, sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from gemm_cases import ITEMSIZE
+from kernel_case import Case, Prepared, num_copies
+from shapes import Model
+
+from drift_sdk._kernels.residual_norm import add_norm
+from drift_sdk._kernels.rope_store import rotate_and_store
+from drift_sdk._kernels.sampled_rows import SampleBuffers, sample_rows
+from drift_sdk._kernels.slot_columns import SlotColumns, num_mask_words
+from drift_sdk._kernels.tuning import TunedTable
+from drift_sdk.models.decoder_config import DecoderConfig
+
+__all__ = ["norm_cases", "rope_cases", "sampling_cases"]
+
+SUM_ITEMSIZE = 4  # partial sums and logits are fp32
+BLOCK_SIZE = 64
+CONTEXT = 512
+FILTERED = {"temperature": 0.8, "top_p": 0.95}
+
+
+def norm_cases(model: Model, row_counts: tuple[int, ...], table: TunedTable, device: str) -> Iterator[Case]:
+    """A product's partial sums added to the residual stream, and its norm."""
+    size = model.config.hidden_size
+    gemm = table.gemm(size, model.config.num_heads * model.config.head_dim)
+    for num_rows in row_counts:
+        num_partials = gemm.config(num_rows).num_partials
+        yield Case(
+            kernel="add_norm",
+            shape=f"{size} from {num_partials} sums",
+            num_rows=num_rows,
+            num_bytes=num_rows * size * (num_partials * SUM_ITEMSIZE + 3 * ITEMSIZE) + size * ITEMSIZE,
+            num_flops=0.0,
+            prepare=partial(prepare_norm, size, num_partials, num_rows, device),
+        )
+
+
+def rope_cases(model: Model, row_counts: tuple[int, ...], table: TunedTable, device: str) -> Iterator[Case]:
+    """Queries, keys and values from partial sums: rotated, and the latter two stored."""
+    config = model.config
+    width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    gemm = table.gemm(width, config.hidden_size)
+    for num_rows in row_counts:
+        num_partials = gemm.config(num_rows).num_partials
+        yield Case(
+            kernel="rope and store",
+            shape=f"{width} from {num_partials} sums",
+            num_rows=num_rows,
+            num_bytes=num_rows
+            * (width * (num_partials * SUM_ITEMSIZE + ITEMSIZE) + config.head_dim * ITEMSIZE),
+            num_flops=0.0,
+            prepare=partial(prepare_rope, config, num_partials, num_rows, device),
+        )
+
+
+def sampling_cases(
+    model: Model, row_counts: tuple[int, ...], table: TunedTable, device: str
+) -> Iterator[Case]:
+    """The logits of every row, read once: for the most likely token, and for one of the likely ones."""
+    vocab_size = model.config.vocab_size
+    for name, settings in (("greedy", {}), ("top-p", FILTERED)):
+        for num_rows in row_counts:
+            yield Case(
+                kernel=f"sampling, {name}",
+                shape=f"{vocab_size}",
+                num_rows=num_rows,
+                num_bytes=num_rows * vocab_size * SUM_ITEMSIZE,
+                num_flops=0.0,
+                prepare=partial(prepare_sampling, vocab_size, settings, num_rows, device),
+            )
+
+
+def prepare_norm(size: int, num_partials: int, num_rows: int, device: str) -> Prepared:
+    copies = num_copies(num_rows * size * (num_partials * SUM_ITEMSIZE + ITEMSIZE))
+    sums = torch.randn(copies, num_partials, num_rows, size, device=device)
+    hidden = torch.randn(copies, num_rows, size, device=device).to(torch.bfloat16)
+    weight = torch.randn(size, device=device).to(torch.bfloat16)
+    normed = torch.empty_like(hidden)
+
+    def step() -> None:
+        for index in range(copies):
+            add_norm(hidden[index], sums[index], weight, normed[index], eps=1e-5)
+
+    return Prepared(step, copies, (normed,))
+
+
+def prepare_rope(config: DecoderConfig, num_partials: int, num_rows: int, device: str) -> Prepared:
+    """The newest row of each sequence, behind `CONTEXT` tokens."""
+    width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    copies = num_copies(num_rows * width * num_partials * SUM_ITEMSIZE)
+    sums = torch.randn(copies, num_partials, num_rows, width, device=device)
+    blocks_each = CONTEXT // BLOCK_SIZE + 1
+    table = torch.arange(num_rows * blocks_each, dtype=torch.int32, device=device).view(num_rows, -1)
+    shape = (num_rows * blocks_each, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+    keys, values = (torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in range(2))
+    angles = torch.randn(CONTEXT + 1, config.head_dim // 2, device=device)
+    cos, sin = angles.cos().to(torch.bfloat16), angles.sin().to(torch.bfloat16)
+    slot = torch.arange(num_rows, dtype=torch.int32, device=device)
+    position = torch.full_like(slot, CONTEXT)
+    query = torch.empty(num_rows, config.num_heads, config.head_dim, dtype=torch.bfloat16, device=device)
+
+    def step() -> None:
+        for index in range(copies):
+            rotate_and_store(sums[index], slot, position, table, cos, sin, query, keys, values)
+
+    return Prepared(step, copies, (query,))
+
+
+def prepare_sampling(vocab_size: int, settings: dict[str, float], num_rows: int, device: str) -> Prepared:
+    copies = num_copies(num_rows * vocab_size * SUM_ITEMSIZE)
+    # Two planes each, of which the second is written where rules apply.
+    logits = torch.randn(copies, 2, num_rows, vocab_size, device=device).mul_(3.0)
+    columns = SlotColumns.allocate(num_rows, vocab_size, device)
+    columns.num_logprobs.fill_(-1)
+    columns.top_p.fill_(1.0)
+    for name, value in settings.items():
+        getattr(columns, name).fill_(value)
+    slot = torch.arange(num_rows, dtype=torch.int32, device=device)
+    position, token = torch.full_like(slot, CONTEXT), torch.zeros_like(slot)
+    masks = torch.zeros(num_rows, num_mask_words(vocab_size), dtype=torch.int32, device=device)
+    buffers = SampleBuffers.allocate(num_rows, vocab_size, device)
+
+    def step() -> None:
+        for index in range(copies):
+            sample_rows(logits[index], slot, position, token, columns, masks, buffers)
+
+    return Prepared(step, copies, (buffers.chunk_value,))

@@ -1,0 +1,203 @@
+"""Where the time of a round goes: each stage against its own roofline. On a GPU.
+
+python perf/stages.py --scenario single-512 batch4-16k --num-draft-tokens 3 --acceptance-length 3.2
+python perf/stages.py --by-active --scenario batch4-16k
+
+Acceptance is simulated. Rounds are driven by hand, one at a time, with marks between their stages, which cost
+a few microseconds each. --by-active: sequences that end one after the other, and what a round then takes and
+attends to.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from active_rounds import ACTIVE_COLUMNS, active_table, measure_by_active, tiles_of
+from bandwidth import matmul_tflop_s
+from decode import DecodeOptions, engine_config
+from drafting import Drafting
+from driven import NUM_WARM_UP_ROUNDS, Driven
+from msgspec import UNSET, UnsetType
+from record import Run
+from recording import Recording, free_memory, parser
+from scenario import SCENARIOS, Scenario
+from shapes import prepare, prepare_draft
+from stage_work import Work
+from table import drafts_of, show, title_of
+
+from drift_sdk.measurement import staged_executor
+from drift_sdk.stage_times import StageTimes, time_stages
+from drift_sdk.steps import Executor
+
+__all__ = ["STAGE_COLUMNS", "StageRun", "main", "measure_stages", "stage_table"]
+
+ROUND = "round"
+
+
+class StageRun(Run, kw_only=True):
+    """A stage, or the whole round. `limit_ms`: the longer of reading `num_bytes` and computing `num_flops`;
+    `roofline_fraction` is of that. `share`: of the round.
+
+    Of the round alone: `idle_share`, of it in no stage; `cpu_us`, of the thread that launches and collects.
+    """
+
+    stage: str
+    limit_ms: float
+    share: float
+    num_bytes: float
+    num_flops: float
+    draft: str | None = None
+    idle_share: float | UnsetType = UNSET
+    cpu_us: float | UnsetType = UNSET
+    measured_acceptance_length: float | UnsetType = UNSET
+
+
+def measure_stages(
+    driven: Driven,
+    executor: Executor,
+    take_stages: Callable[[], dict[str, float]],
+    scenario: Scenario,
+    num_rounds: int,
+) -> Iterator[StageRun]:
+    """A run for each stage, and one for the whole round behind them."""
+    times = time_stages(
+        driven.slots(executor),
+        take_stages,
+        batch=scenario.batch,
+        context=scenario.context,
+        num_draft_tokens=driven.num_drafts,
+        num_rounds=num_rounds,
+    )
+    mean_context = scenario.context + times.tokens_per_round * (NUM_WARM_UP_ROUNDS + num_rounds / 2)
+    work = driven.work(scenario.batch, mean_context)
+    for stage, seconds in times.stages.items():
+        yield stage_run(driven, scenario, stage, seconds, times, work.get(stage, Work()))
+
+    whole = Work(sum(one.num_bytes for one in work.values()), sum(one.num_flops for one in work.values()))
+    run = stage_run(driven, scenario, ROUND, times.round_seconds, times, whole)
+    run.tokens_per_s = scenario.batch * times.tokens_per_round / times.round_seconds
+    run.idle_share = times.unaccounted_share
+    run.cpu_us = times.cpu_seconds * 1e6
+    run.measured_acceptance_length = times.tokens_per_round
+    yield run
+
+
+def stage_run(
+    driven: Driven, scenario: Scenario, stage: str, seconds: float, times: StageTimes, work: Work
+) -> StageRun:
+    limit_s = work.limit_s(driven.bandwidth_tb_s, driven.peak_tflop_s)
+    return StageRun(
+        **driven.fields(scenario),
+        stage=stage,
+        ms_per_round=seconds * 1e3,
+        limit_ms=limit_s * 1e3,
+        share=seconds / times.round_seconds,
+        num_bytes=work.num_bytes,
+        num_flops=work.num_flops,
+        roofline_fraction=limit_s / seconds,
+    )
+
+
+def stage_table(runs: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
+    return [
+        (
+            run["scenario"],
+            drafts_of(run),
+            run["stage"],
+            f"{run['ms_per_round'] * 1e3:.1f}",
+            f"{run['limit_ms'] * 1e3:.1f}",
+            f"{run['roofline_fraction']:.0%}",
+            f"{run['share']:.1%}",
+            f"{run['idle_share']:.1%}" if "idle_share" in run else "",
+            f"{run['cpu_us']:.0f}" if "cpu_us" in run else "",
+        )
+        for run in runs
+    ]
+
+
+STAGE_COLUMNS = ("scenario", "drafts", "stage", "us", "limit us", "of limit", "of round", "idle", "CPU us")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    made = parser(__doc__)
+    made.add_argument("--scenario", nargs="+", type=Scenario.parse, default=SCENARIOS, metavar="NAME")
+    made.add_argument("--num-draft-tokens", type=int, default=3, help="0: plain rounds alone")
+    made.add_argument("--acceptance-length", type=float, default=3.2, help="to simulate")
+    made.add_argument("--draft", help="an EAGLE-3 head, folder or hub id; the default has random weights")
+    made.add_argument("--rounds", type=int, default=32)
+    made.add_argument("--by-active", action="store_true", help="of --scenario batch4-16k, if none is named")
+    given = made.parse_args(arguments)
+    if not given.device.startswith("cuda"):
+        made.error(f"device={given.device!r}: stages are marked in CUDA graphs, expected a GPU")
+
+    if given.by_active and given.scenario is SCENARIOS:
+        given.scenario = [Scenario.parse("batch4-16k")]
+    recording = Recording("active" if given.by_active else "stages", given.device, given.out)
+    peak_tflop_s = matmul_tflop_s(given.device)
+    most = (
+        given.rounds
+        * (given.num_draft_tokens + 1)
+        * max(s.batch if given.by_active else 2 for s in given.scenario)
+    )
+    options = DecodeOptions(device=given.device, dtype=given.dtype, executor="graph", lengths=(0, most + 2))
+    with tempfile.TemporaryDirectory() as folder:
+        model = prepare(given.model, Path(folder) / given.model)
+        draftings: list[Drafting | None] = [None]
+        if given.num_draft_tokens:
+            drafting = Drafting(
+                draft=prepare_draft(model, given.draft),
+                num_draft_tokens=given.num_draft_tokens,
+                acceptance_length=given.acceptance_length,
+            )
+            draftings.append(drafting)
+        for drafting in draftings:
+            plain = engine_config(model, given.scenario, options)
+            config = plain if drafting is None else drafting.config(plain)
+            driven = Driven(
+                model=model,
+                drafting=drafting,
+                config=config,
+                options=options,
+                bandwidth_tb_s=recording.bandwidth_tb_s,
+                peak_tflop_s=peak_tflop_s,
+            )
+            acceptance = drafting.simulated_length if drafting is not None else None
+            print(f"opening {model.name}, {driven.num_drafts} drafts a round", flush=True)
+            with staged_executor(model.path, config, acceptance) as (executor, take_stages):
+                for scenario in given.scenario:
+                    runs: Iterator[Run]
+                    if not given.by_active:
+                        runs = measure_stages(driven, executor, take_stages, scenario, given.rounds)
+                        add_all(recording, runs)
+                        continue
+
+                    for has_ended_rows in (False, True):
+                        runs = measure_by_active(
+                            driven,
+                            executor,
+                            tiles_of(executor),
+                            scenario,
+                            given.rounds,
+                            has_ended_rows=has_ended_rows,
+                        )
+                        add_all(recording, runs)
+            free_memory()
+
+    found, title = recording.results.runs, title_of(recording.results)
+    if given.by_active:
+        show(title, ACTIVE_COLUMNS, active_table(found))
+    else:
+        show(title, STAGE_COLUMNS, stage_table(found))
+    print(f"written to {recording.path}")
+
+
+def add_all(recording: Recording, runs: Iterator[Run]) -> None:
+    for run in runs:
+        recording.add(run)
+
+
+if __name__ == "__main__":
+    main()

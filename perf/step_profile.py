@@ -1,0 +1,257 @@
+"""One decode step, kernel by kernel: launches, time, bytes, share of the limit, and idle time. On a GPU.
+
+python perf/step_profile.py --scenario single-512 batch64-512
+
+Replays of a plain step, seen by torch.profiler. Kernels overlap (programmatic dependent launch), and one that
+waits for its predecessor counts as running: times of kernels add up to more than the step.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from decode import DecodeOptions, engine_config
+from gemm_cases import weight_shapes
+from msgspec import UNSET, Struct, UnsetType
+from record import Run
+from recording import Recording, parser
+from scenario import SCENARIOS, Scenario
+from shapes import Model, prepare
+from stage_work import LOGIT_BYTES
+from table import show, title_of
+
+from drift_sdk.driven_slots import DrivenSlots
+
+__all__ = ["Kernel", "KernelRun", "busy_us", "kernels_of_trace", "main", "profile_runs", "roles_of"]
+
+NUM_WARM_UP_ROUNDS = 3
+MULTIPLY, GATED, ATTEND, SAMPLE = "_multiply", "_gated_multiply", "_attend", "rule_logits"
+STEP = "step"
+
+
+class Kernel(Struct, frozen=True, order=True):
+    """Microseconds on the device's clock."""
+
+    start: float
+    end: float
+    name: str
+
+
+class KernelRun(Run, kw_only=True):
+    """A kernel in a place of the step (`shape`), or the whole step; means over steps.
+
+    `us`: a launch; `us_per_step`: all `launches`, overlapping ones counted in full; of the step, from its
+    first kernel to the end of its last. `num_bytes` of a launch, `tb_s` and `roofline_fraction` where it is
+    clear what must be read. `idle_share`: of the step, without any kernel.
+    """
+
+    kernel: str
+    shape: str
+    launches: float
+    us: float
+    us_per_step: float
+    num_bytes: float | UnsetType = UNSET
+    tb_s: float | UnsetType = UNSET
+    idle_share: float | UnsetType = UNSET
+    num_steps: int
+
+
+def kernels_of_trace(trace: dict[str, Any]) -> list[Kernel]:
+    """Kernels and copies of a profiler's trace, in the order of their starts."""
+    kinds = ("kernel", "gpu_memcpy", "gpu_memset")
+    return sorted(
+        Kernel(event["ts"], event["ts"] + event["dur"], event["name"])
+        for event in trace["traceEvents"]
+        if event.get("cat") in kinds
+    )
+
+
+def steps_of(kernels: Sequence[Kernel], num_steps: int) -> list[Sequence[Kernel]]:
+    """Raises RuntimeError where they do not fall into steps that are alike."""
+    size, rest = divmod(len(kernels), num_steps)
+    steps = [kernels[first : first + size] for first in range(0, size * num_steps, max(size, 1))]
+    names = {tuple(sorted(kernel.name for kernel in step)) for step in steps}
+    if rest or not size or len(names) != 1:
+        raise RuntimeError(f"{len(kernels)} kernels: expected {num_steps} steps of the same ones")
+
+    return steps
+
+
+def roles_of(step: Sequence[Kernel], model: Model) -> list[str]:
+    """What each kernel of a plain step multiplies, by its place among those of its name; "" for others."""
+    qkv, output, gate_up, down, head = map(str, weight_shapes(model))
+    by_layer = (f"qkv {qkv}", f"output {output}", f"down {down}") * model.config.num_layers
+    products = iter((*by_layer, f"lm_head {head}"))
+    gated = f"gate_up {gate_up}"
+    return [
+        next(products, "") if kernel.name == MULTIPLY else gated if kernel.name == GATED else ""
+        for kernel in step
+    ]
+
+
+def role_bytes(role: str, name: str, model: Model, batch: int, context: float, itemsize: int) -> float | None:
+    """What a launch must read, if it is one of those that read much."""
+    for weight in weight_shapes(model):
+        if role and role.split(" ", 1)[1] == str(weight):
+            return float(weight.num_columns * weight.inner * itemsize + batch * weight.inner * itemsize)
+
+    if name == ATTEND:
+        return batch * context * itemsize * model.num_cached_per_token / model.config.num_layers
+
+    return float(LOGIT_BYTES * batch * model.config.vocab_size) if name == SAMPLE else None
+
+
+def busy_us(kernels: Iterable[Kernel]) -> float:
+    """How long at least one of them runs."""
+    busy, reached = 0.0, float("-inf")
+    for kernel in sorted(kernels):
+        busy += max(0.0, kernel.end - max(kernel.start, reached))
+        reached = max(reached, kernel.end)
+
+    return busy
+
+
+def profile_runs(
+    kernels: Sequence[Kernel],
+    num_steps: int,
+    model: Model,
+    scenario: Scenario,
+    options: DecodeOptions,
+    bandwidth_tb_s: float,
+) -> Iterator[KernelRun]:
+    """A run for each kernel and place in the order of the step, then one for the step."""
+    context = scenario.context + 1 + NUM_WARM_UP_ROUNDS + num_steps / 2
+    fields: dict[str, Any] = {
+        "engine": "drift",
+        "model": model.name,
+        "dtype": options.dtype_name,
+        "scenario": scenario.name,
+        "batch": scenario.batch,
+        "context": scenario.context,
+        "num_steps": num_steps,
+    }
+    steps = steps_of(kernels, num_steps)
+    totals: dict[tuple[str, str], float] = {}
+    launches: Counter[tuple[str, str]] = Counter()
+    for step in steps:
+        for kernel, role in zip(step, roles_of(step, model), strict=True):
+            place = kernel.name, role
+            totals[place] = totals.get(place, 0.0) + kernel.end - kernel.start
+            launches[place] += 1
+
+    for (name, role), total in totals.items():
+        us = total / launches[name, role]
+        run = KernelRun(
+            **fields,
+            kernel=name,
+            shape=role,
+            launches=launches[name, role] / num_steps,
+            us=us,
+            us_per_step=total / num_steps,
+        )
+        num_bytes = role_bytes(role, name, model, scenario.batch, context, options.itemsize)
+        if num_bytes is not None:
+            run.num_bytes, run.tb_s = num_bytes, num_bytes / us / 1e6
+            run.roofline_fraction = run.tb_s / bandwidth_tb_s
+        yield run
+
+    spans = [max(kernel.end for kernel in step) - step[0].start for step in steps]
+    span = sum(spans) / num_steps
+    num_bytes = model.decode_bytes(scenario.batch, context, options.itemsize)
+    yield KernelRun(
+        **fields,
+        kernel=STEP,
+        shape="",
+        launches=len(steps[0]),
+        us=span,
+        us_per_step=span,
+        ms_per_round=span / 1e3,
+        num_bytes=num_bytes,
+        tb_s=num_bytes / span / 1e6,
+        roofline_fraction=num_bytes / span / 1e6 / bandwidth_tb_s,
+        idle_share=1 - sum(map(busy_us, steps)) / sum(spans),
+    )
+
+
+def traced(work: Callable[[], None]) -> dict[str, Any]:
+    """The trace of what the GPU does for `work`, which waits for it."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        work()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        trace: dict[str, Any] = json.loads(path.read_text())
+    return trace
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    made = parser(__doc__)
+    made.add_argument("--scenario", nargs="+", type=Scenario.parse, default=SCENARIOS, metavar="NAME")
+    made.add_argument("--steps", type=int, default=8)
+    given = made.parse_args(arguments)
+    if not given.device.startswith("cuda"):
+        made.error(f"device={given.device!r}: kernels are traced on a GPU")
+
+    from drift_sdk.opening import open_model
+
+    recording = Recording("profile", given.device, given.out)
+    lengths = (0, NUM_WARM_UP_ROUNDS + given.steps + 8)
+    options = DecodeOptions(device=given.device, dtype=given.dtype, executor="graph", lengths=lengths)
+    with tempfile.TemporaryDirectory() as folder:
+        model = prepare(given.model, Path(folder) / given.model)
+        config = engine_config(model, given.scenario, options)
+        print(f"opening {model.name}", flush=True)
+        opened = open_model(model.path, config, lambda stage, fraction: None)
+        slots = DrivenSlots(opened.executor, prefill_token_budget=config.prefill_token_budget)
+
+        def rounds(number: int) -> None:
+            for _ in range(number):
+                slots.round(0)
+
+        try:
+            for scenario in given.scenario:
+                slots.fill(scenario.context, [scenario.context + lengths[1]] * scenario.batch)
+                rounds(NUM_WARM_UP_ROUNDS)
+                kernels = kernels_of_trace(traced(lambda: rounds(given.steps)))
+                found = profile_runs(kernels, given.steps, model, scenario, options, recording.bandwidth_tb_s)
+                for run in found:
+                    recording.add(run)
+        finally:
+            opened.executor.close()
+
+    show(title_of(recording.results), COLUMNS, table_rows(recording.results.runs))
+    print(f"written to {recording.path}")
+
+
+COLUMNS = ("scenario", "kernel", "place", "launches", "us", "us a step", "MB", "TB/s", "of limit", "idle")
+
+
+def table_rows(runs: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
+    return [
+        (
+            run["scenario"],
+            run["kernel"],
+            run["shape"],
+            f"{run['launches']:g}",
+            f"{run['us']:.2f}",
+            f"{run['us_per_step']:.1f}",
+            f"{run['num_bytes'] / 1e6:.1f}" if "num_bytes" in run else "",
+            f"{run['tb_s']:.2f}" if "tb_s" in run else "",
+            f"{run['roofline_fraction']:.0%}" if run["roofline_fraction"] is not None else "",
+            f"{run['idle_share']:.1%}" if "idle_share" in run else "",
+        )
+        for run in runs
+    ]
+
+
+if __name__ == "__main__":
+    main()

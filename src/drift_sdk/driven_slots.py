@@ -1,0 +1,130 @@
+"""An executor driven by hand, step by step, without queue and scheduler: for measuring."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+from drift_sdk.errors import ConfigError
+from drift_sdk.steps import (
+    BlockUpdate,
+    DecodeRow,
+    Executor,
+    PrefillChunk,
+    SlotAssignment,
+    SlotSampling,
+    StepPlan,
+    StepResult,
+)
+
+__all__ = ["DrivenSlots"]
+
+
+class DrivenSlots:
+    """Greedy sequences of random tokens, one in each of an executor's first slots.
+
+    Each has the blocks of its whole length from the start. Every step is launched and then waited for.
+    """
+
+    def __init__(self, executor: Executor, *, prefill_token_budget: int) -> None:
+        self._executor, self._budget = executor, prefill_token_budget
+        self._num_steps = 0
+        self.active: list[int] = []
+        """Slots whose sequences have not ended."""
+
+    def fill(self, context: int, max_lengths: Sequence[int], *, seed: int = 0) -> None:
+        """New sequences of `context` tokens, of which sequence i ends at `max_lengths[i]`.
+
+        Raises ConfigError where the executor has no room for them.
+        """
+        limits, batch = self._executor.limits, len(max_lengths)
+        blocks_each = [-(-(length + 1) // limits.block_size) for length in max_lengths]
+        for field, most, needed in (
+            ("max_num_seqs", limits.max_num_seqs, batch),
+            ("max_model_len", limits.max_model_len, max(max_lengths)),
+            ("kv_cache_tokens", limits.num_blocks * limits.block_size, sum(blocks_each) * limits.block_size),
+        ):
+            if needed > most:
+                raise ConfigError.of(field, most, f"{needed} at least, for {batch} sequences")
+
+        rng = random.Random(seed)
+        prompts = [[rng.randrange(limits.vocab_size) for _ in range(context)] for _ in max_lengths]
+        assignments = [
+            SlotAssignment(slot=slot, sampling=_greedy(context, length))
+            for slot, length in enumerate(max_lengths)
+        ]
+        updates, first = [], 0
+        for slot, count in enumerate(blocks_each):
+            blocks = tuple(range(first, first + count))
+            updates.append(BlockUpdate(slot=slot, first_index=0, block_ids=blocks))
+            first += count
+        first_chunks, *others = _packed(prompts, self._budget)
+        self._step(assignments=tuple(assignments), block_updates=tuple(updates), prefill=tuple(first_chunks))
+        for chunks in others:
+            self._step(prefill=tuple(chunks))
+        self.active = list(range(batch))
+
+    def round(self, num_draft_tokens: int, slots: Sequence[int] | None = None) -> StepResult:
+        """A round of these slots, or of those that are active; `active` is then up to date."""
+        rows = self.active if slots is None else slots
+        result = self._step(
+            decode=tuple(DecodeRow(slot=slot, num_draft_tokens=num_draft_tokens) for slot in rows)
+        )
+        ended = {slot for slot, output in zip(rows, result.decode, strict=True) if output.finish}
+        self.active = [slot for slot in self.active if slot not in ended]
+        return result
+
+    def _step(
+        self,
+        *,
+        assignments: tuple[SlotAssignment, ...] = (),
+        block_updates: tuple[BlockUpdate, ...] = (),
+        prefill: tuple[PrefillChunk, ...] = (),
+        decode: tuple[DecodeRow, ...] = (),
+    ) -> StepResult:
+        plan = StepPlan(
+            step_id=self._num_steps,
+            assignments=assignments,
+            block_updates=block_updates,
+            prefill=prefill,
+            decode=decode,
+        )
+        self._num_steps += 1
+        self._executor.launch(plan)
+        return self._executor.collect()
+
+
+def _greedy(num_prompt_tokens: int, max_length: int) -> SlotSampling:
+    return SlotSampling(
+        temperature=0.0,
+        top_k=0,
+        top_p=1.0,
+        min_p=0.0,
+        seed=0,
+        stop_token_ids=(),
+        num_prompt_tokens=num_prompt_tokens,
+        max_length=max_length,
+    )
+
+
+def _packed(prompts: Sequence[Sequence[int]], budget: int) -> Iterator[list[PrefillChunk]]:
+    """The chunks of each prefill step: prompts one after the other, as many tokens as the budget allows."""
+    chunks: list[PrefillChunk] = []
+    room = budget
+    for slot, prompt in enumerate(prompts):
+        start = 0
+        while start < len(prompt):
+            end = min(start + room, len(prompt))
+            following = prompt[end] if end < len(prompt) else None
+            chunks.append(
+                PrefillChunk(
+                    slot=slot, start=start, token_ids=tuple(prompt[start:end]), next_token_id=following
+                )
+            )
+            room -= end - start
+            start = end
+            if room == 0:
+                yield chunks
+                chunks, room = [], budget
+    if chunks:
+        yield chunks

@@ -1,0 +1,48 @@
+"""Decode rounds as the host starts them: one replay, or two if it must say what may follow each draft."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from drift_sdk.execution.graph_layout import GraphLayout, bucket_of
+from drift_sdk.execution.graphs import Graphs
+from drift_sdk.execution.payloads import fill_draft_masks, fill_masks, fill_slots
+from drift_sdk.execution.ring import Results, Ring
+from drift_sdk.execution.slot_table import NO_UPDATES, Pairs
+from drift_sdk.steps import DecodeRow, TokenConstraint
+
+__all__ = ["launch_round"]
+
+
+def launch_round(
+    graphs: Graphs,
+    layout: GraphLayout,
+    ring: Ring,
+    rows: Sequence[DecodeRow],
+    constraints: Sequence[TokenConstraint | None],
+    updates: Pairs,
+) -> tuple[int, Results]:
+    """Start a round of `rows`, each under its constraint; how many rows a slot it has, and its records.
+
+    What a constraint allows behind a draft only the host knows. Only where a constrained slot drafts, this
+    waits until the drafts are there.
+    """
+    slots = [row.slot for row in rows]
+    drafts = [row.num_draft_tokens for row in rows]
+    num_drafts = bucket_of(layout.drafts, max(drafts))
+    entry = ring.acquire(updates)
+    size = fill_slots(layout, slots, drafts, ring.payload(entry))
+    shape = size, num_drafts
+    if not any(
+        most > 0 and constraint is not None for most, constraint in zip(drafts, constraints, strict=True)
+    ):
+        fill_masks(constraints, ring.mask(entry))
+        ring.start(entry, graphs.decode[shape])
+        return num_drafts + 1, ring.results(entry)
+
+    ring.start(entry, graphs.draft[shape])
+    num_rows = len(rows) * (num_drafts + 1)
+    fill_draft_masks(constraints, ring.wait(entry)[:num_rows], ring.draft_masks.numpy())
+    entry = ring.acquire(NO_UPDATES)
+    ring.start(entry, graphs.verify[shape])
+    return num_drafts + 1, ring.results(entry)

@@ -1,0 +1,240 @@
+"""Marks around the parts of a round: which there are, what they add up to, and that they change nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from draft_zoo import make_draft
+from interpreted_device import InterpretedDevice, InterpretedEvent
+
+from drift_sdk import ConfigError, EngineConfig, NGram, Speculation
+from drift_sdk._kernels.tuning import TunedTable
+from drift_sdk.driven_slots import DrivenSlots
+from drift_sdk.execution.device import GpuDevice
+from drift_sdk.execution.eager import EagerExecutor
+from drift_sdk.execution.graph import GraphExecutor
+from drift_sdk.execution.stages import NO_STAGES, GpuMark, NvtxStages, Stages, TimedStages
+from drift_sdk.measurement import AcceptanceTrace, stage_times
+from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.eagle3 import DraftDecoder
+from drift_sdk.stage_times import time_stages
+from drift_sdk.steps import ExecutorLimits, StepPlan
+
+pytestmark = [pytest.mark.kernel, pytest.mark.timeout(300)]
+
+IS_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if IS_GPU else "cpu"
+TARGET = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 160,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "hidden_act": "silu",
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+}
+LIMITS = ExecutorLimits(max_num_seqs=2, max_model_len=40, num_blocks=20, block_size=4, vocab_size=160)
+BUDGET = 16
+
+
+class FakeMark:
+    """Of a clock that goes one second further with every mark."""
+
+    num_recorded = 0
+
+    def record(self) -> None:
+        FakeMark.num_recorded += 1
+        self.at = FakeMark.num_recorded
+
+    def seconds_since(self, earlier: FakeMark) -> float:
+        return float(self.at - earlier.at)
+
+
+@pytest.fixture
+def target() -> Decoder:
+    return Decoder.random(DecoderConfig.from_hf(TARGET), device=DEVICE, dtype=torch.float32, seed=2)
+
+
+@pytest.fixture
+def draft(target: Decoder, tmp_path: Path) -> DraftDecoder:
+    (tmp_path / "config.json").write_text(json.dumps(TARGET))
+    make_draft("reference", tmp_path / "draft", tmp_path)
+    return DraftDecoder.load(tmp_path / "draft", target)
+
+
+def graph_executor(
+    target: Decoder, draft: DraftDecoder | None, stages: Stages, acceptance: float = 1.0
+) -> GraphExecutor:
+    return GraphExecutor(
+        GpuDevice(0) if IS_GPU else InterpretedDevice(),
+        target,
+        LIMITS,
+        TunedTable(),
+        prefill_token_budget=BUDGET,
+        draft=draft,
+        draft_choices=(3,) if draft is not None else (),
+        acceptance_trace=AcceptanceTrace.of(acceptance).lengths,
+        stages=stages,
+    )
+
+
+def test_stages_of_a_drafted_round(target: Decoder, draft: DraftDecoder) -> None:
+    stages = TimedStages(GpuMark if IS_GPU else InterpretedEvent)
+    executor = graph_executor(target, draft, stages, acceptance=2.6)
+    slots = DrivenSlots(executor, prefill_token_budget=BUDGET)
+    times = time_stages(slots, stages.take, batch=1, context=6, num_draft_tokens=3, num_rounds=5)
+    assert list(times.stages) == [
+        "draft_lm_head", "draft_attention", "draft_mlp", "verify", "accept", "commit", "draft_extend",
+    ]  # fmt: skip
+    assert all(seconds > 0 for seconds in times.stages.values())
+    assert 0 < times.unaccounted_share < 1
+    assert times.tokens_per_round == 2.6  # five rounds in turn, wherever in the trace
+    assert times.drafts_per_round == 3
+    assert times.cpu_seconds > 0
+    plain = time_stages(slots, stages.take, batch=2, context=9, num_draft_tokens=0, num_rounds=2)
+    assert list(plain.stages) == ["base_decode", "accept", "commit", "draft_extend"]
+    assert plain.tokens_per_round == 1
+    executor.close()
+
+
+@pytest.mark.skipif(IS_GPU, reason="marks of this clock are no part of a graph")
+def test_every_part_is_marked_once(target: Decoder, draft: DraftDecoder) -> None:
+    """A second for each start or end of a mark: the parts of stages that occur several times are added."""
+    stages = TimedStages(FakeMark)
+    executor = graph_executor(target, draft, stages)
+    slots = DrivenSlots(executor, prefill_token_budget=BUDGET)
+    slots.fill(5, [20])
+    stages.take()
+    slots.round(3)
+    # Three choices and what comes before the first; two steps, each planned and run; the forward pass, then
+    # its last product. What follows the tokens is one stage, whatever is in it.
+    assert stages.take() == {
+        "draft_lm_head": 4, "draft_attention": 4, "draft_mlp": 2, "verify": 2,
+        "accept": 1, "commit": 1, "draft_extend": 1,
+    }  # fmt: skip
+    assert stages.take() == {}
+    executor.close()
+
+
+def test_without_stages_the_device_captures_the_steps_themselves() -> None:
+    device, captured = InterpretedDevice(), []
+    device.capture = captured.append  # type: ignore[assignment,method-assign]  # to see what it gets
+
+    def step() -> None: ...
+
+    NO_STAGES.capture(device, step)
+    assert captured == [step]
+    with NO_STAGES("verify") as nothing:
+        assert nothing is None
+
+
+def test_ranges_of_a_profiler(target: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Around launches, and around what is captured: where each replay is a run, both are seen."""
+    names: list[str] = []
+
+    @contextmanager
+    def noted(name: str) -> Iterator[None]:
+        names.append(name)
+        yield
+
+    monkeypatch.setattr("torch.cuda.nvtx.range", noted)
+    executor = graph_executor(target, None, NvtxStages())
+    captured = len(names)
+    slots = DrivenSlots(executor, prefill_token_budget=BUDGET)
+    slots.fill(6, [12])
+    slots.round(0)
+    assert names[captured] == "prefill"
+    if IS_GPU:
+        assert captured > 0 and names[captured:] == ["prefill", "base_decode"]
+    else:
+        assert names[-4:] == ["base_decode"] * 2 + ["accept", "commit"]
+    executor.close()
+
+
+def test_tokens_are_the_same_with_marks(target: Decoder) -> None:
+    found = []
+    for stages in (NO_STAGES, TimedStages(GpuMark if IS_GPU else InterpretedEvent)):
+        executor = graph_executor(target, None, stages)
+        slots = DrivenSlots(executor, prefill_token_budget=BUDGET)
+        slots.fill(6, [12, 9])
+        found.append([[output.token_ids for output in slots.round(0).decode] for _ in range(4)])
+        executor.close()
+    assert found[0] == found[1]
+
+
+def test_sequences_end_one_after_the_other(target: Decoder) -> None:
+    """On any executor; a prompt longer than the budget takes several steps."""
+    executor = EagerExecutor(target, LIMITS)
+    slots = DrivenSlots(executor, prefill_token_budget=5)
+    slots.fill(12, [16, 14])
+    active = []
+    while slots.active:
+        active.append(len(slots.active))
+        slots.round(0)
+    assert active == [2, 1, 1]  # each has a token of its prompt already
+    times = time_stages(slots, dict, batch=2, context=8, num_draft_tokens=0, num_rounds=4)
+    assert (times.tokens_per_round, times.stages, times.unaccounted_share) == (1, {}, 1)
+    assert 0 < times.cpu_seconds <= times.round_seconds * 1.5
+    executor.close()
+
+
+class NotingExecutor(EagerExecutor):
+    def __init__(self, target: Decoder) -> None:
+        super().__init__(target, LIMITS)
+        self.plans: list[StepPlan] = []
+
+    def launch(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+        super().launch(plan)
+
+
+@pytest.mark.parametrize("budget", [3, 5, 16])
+def test_prompts_fill_the_budget_and_blocks_are_nobody_elses(target: Decoder, budget: int) -> None:
+    executor = NotingExecutor(target)
+    DrivenSlots(executor, prefill_token_budget=budget).fill(7, [20, 31])
+    first, *others = executor.plans
+    blocks = [block for update in first.block_updates for block in update.block_ids]
+    assert len(blocks) == len(set(blocks)) == -(-21 // 4) + -(-32 // 4)
+    assert not any(plan.assignments or plan.block_updates for plan in others)
+    sizes = [sum(len(chunk.token_ids) for chunk in plan.prefill) for plan in executor.plans]
+    assert all(size == budget for size in sizes[:-1]) and sum(sizes) == 14
+    for slot in range(2):
+        chunks = [chunk for plan in executor.plans for chunk in plan.prefill if chunk.slot == slot]
+        prompt = [token for chunk in chunks for token in chunk.token_ids]
+        for chunk in chunks:
+            end = chunk.start + len(chunk.token_ids)
+            assert tuple(prompt[chunk.start : end]) == chunk.token_ids
+            assert chunk.next_token_id == (prompt[end] if end < 7 else None)
+    executor.close()
+
+
+@pytest.mark.parametrize(
+    "context, max_lengths, field",
+    [
+        (4, [8, 8, 8], "max_num_seqs"),
+        (4, [41], "max_model_len"),
+        (4, [40, 40], "kv_cache_tokens"),
+        (4, [40, 50], "max_model_len"),
+    ],
+)
+def test_what_has_no_room(target: Decoder, context: int, max_lengths: list[int], field: str) -> None:
+    slots = DrivenSlots(EagerExecutor(target, LIMITS), prefill_token_budget=BUDGET)
+    with pytest.raises(ConfigError, match=field):
+        slots.fill(context, max_lengths)
+
+
+def test_only_graphs_have_stages(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="num_draft_tokens=4: expected an integer from 0 to 3"):
+        config = EngineConfig(speculation=Speculation(draft=NGram()))
+        stage_times(tmp_path, config, batch=1, context=8, num_draft_tokens=4)

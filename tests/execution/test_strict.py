@@ -1,0 +1,267 @@
+"""strict_performance: what would silently be slow fails, and what is counted either way."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from interpreted_device import InterpretedDevice, InterpretedEvent
+from loops import on_every_loop, run
+
+from drift_sdk import (
+    ConfigError,
+    EngineConfig,
+    ExecutorError,
+    NGram,
+    Regex,
+    RequestError,
+    SamplingParams,
+    Speculation,
+)
+from drift_sdk._kernels.gemm import GemmConfig
+from drift_sdk._kernels.tuning import UNTUNED, TunedGemm, TunedTable, WatchedTable
+from drift_sdk.execution import allocation_count
+from drift_sdk.execution.allocation_count import AllocationCount
+from drift_sdk.execution.ring import Ring
+from drift_sdk.execution.slot_table import NO_UPDATES
+from drift_sdk.execution.strict import StrictExecutor
+from drift_sdk.executors import choose_executor, untuned_error
+from drift_sdk.intake import Intake
+from drift_sdk.prometheus import metrics_text
+from drift_sdk.recorder import Recorder
+from drift_sdk.steps import DecodeRow, HostWork, SlotOutput, StepPlan, StepResult
+from drift_sdk.testing import scripted_engine
+
+CPU = torch.device("cpu")
+WHOLE = TunedGemm(((16, GemmConfig(1, True, 64, 16, 64, 4, 4)), (32, GemmConfig(1, True, 64, 32, 64, 4, 4))))
+PARTIAL = TunedGemm(((16, GemmConfig(2, True, 64, 16, 64, 4, 4)),))
+
+
+class OneStep:
+    """An executor of one step, of which the result is given."""
+
+    limits = None
+
+    def __init__(self, **result: object) -> None:
+        values = {"step_id": 0, "prefill": (), "decode": (), "duration_s": 0.0}
+        self._result = StepResult(**{**values, **result})
+        self.plans: list[StepPlan] = []
+        self.is_closed = False
+
+    def launch(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+
+    def collect(self) -> StepResult:
+        return self._result
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def plan_of(*num_drafts: int) -> StepPlan:
+    rows = tuple(DecodeRow(slot=slot, num_draft_tokens=number) for slot, number in enumerate(num_drafts))
+    return StepPlan(step_id=0, assignments=(), block_updates=(), prefill=(), decode=rows)
+
+
+def collect(plan: StepPlan, *, must_draft: bool = False, **result: object) -> StepResult:
+    inner = OneStep(**result)
+    executor = StrictExecutor(inner, must_draft=must_draft)
+    executor.launch(plan)
+    assert inner.plans == [plan]
+    found = executor.collect()
+    executor.close()
+    assert inner.is_closed
+    return found
+
+
+@pytest.mark.parametrize(
+    ("work", "message"),
+    [
+        (HostWork(num_waits=2), "2 waits for room"),
+        (HostWork(num_host_rounds=1), "1 rounds in which the host"),
+        (HostWork(num_allocations=7), "7 allocations of device memory"),
+    ],
+)
+def test_work_of_the_host_is_an_error(work: HostWork, message: str) -> None:
+    with pytest.raises(ExecutorError, match=f"strict_performance: {message}") as caught:
+        collect(plan_of(), host_work=work)
+    assert not caught.value.process_unusable
+
+
+def test_late_copies_are_none() -> None:
+    assert collect(plan_of(), host_work=HostWork(num_copies=3)).host_work.num_copies == 3
+
+
+def test_a_round_without_the_planned_draft_is_an_error() -> None:
+    drafted = SlotOutput(token_ids=(5,), num_drafted=1)
+    lost = SlotOutput(token_ids=(5,))
+    with pytest.raises(ExecutorError, match="slot 1 drafted none of 3 planned tokens"):
+        collect(plan_of(3, 3), decode=(drafted, lost), must_draft=True)
+    collect(plan_of(3, 3), decode=(drafted, lost))  # the drafter is one that may find nothing
+
+
+@pytest.mark.parametrize(
+    ("num_drafts", "output"),
+    [
+        (0, SlotOutput(token_ids=(5,))),  # the policy's choice, or the request's
+        (3, SlotOutput(token_ids=(5,), finish="length")),  # room for one last token
+        (3, SlotOutput(token_ids=(5,), finish="stop")),
+        (3, SlotOutput()),  # it had finished before
+        (3, SlotOutput(token_ids=(5,), num_drafted=1)),
+    ],
+)
+def test_what_is_no_loss(num_drafts: int, output: SlotOutput) -> None:
+    collect(plan_of(num_drafts), decode=(output,), must_draft=True)
+
+
+class SlowEvent(InterpretedEvent):
+    is_slow = False
+    num_waits = 0
+
+    @property
+    def is_done(self) -> bool:
+        return not self.is_slow
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        self.num_waits += 1
+
+
+class SlowDevice(InterpretedDevice):
+    def __init__(self) -> None:
+        self.events: list[SlowEvent] = []
+
+    def event(self) -> SlowEvent:
+        self.events.append(SlowEvent())
+        return self.events[-1]
+
+
+def test_a_ring_counts_what_the_host_has_to_do() -> None:
+    device = SlowDevice()
+    ring = Ring(
+        device,
+        num_entries=2,
+        max_updates=4,
+        payload_words=4,
+        record_words=4,
+        max_slots=1,
+        num_draft_masks=2,
+        mask_words=1,
+    )
+    replay = SimpleNamespace(launch=lambda: None)
+    for _ in range(2):
+        entry = ring.acquire(NO_UPDATES)
+        ring.start(entry, replay)
+        results = ring.results(entry)
+    assert ring.take_work(0) == HostWork()
+    device.events[0].is_slow = True
+    assert ring.acquire(NO_UPDATES) == 0
+    assert device.events[0].num_waits == 1
+    results.is_wanted = False
+    assert ring.acquire(NO_UPDATES) == 1
+    ring.wait(1)
+    assert ring.take_work(5) == HostWork(num_waits=1, num_host_rounds=1, num_copies=1, num_allocations=5)
+    assert ring.take_work(0) == HostWork()
+
+
+def test_allocations_are_counted_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allocation_count, "COUNT_EVERY", 3)
+    device = SimpleNamespace(num_allocations=10)
+    count = AllocationCount(device)
+    found = []
+    for _ in range(7):
+        device.num_allocations += 1
+        found.append(count.step())
+    assert found == [0, 0, 3, 0, 0, 3, 0]
+
+
+def test_a_watched_table_knows_what_it_lacks() -> None:
+    gemms = {"128x64": WHOLE, "96x64": PARTIAL, "256x64 gated": WHOLE}
+    table, watched = TunedTable(gemms=gemms), WatchedTable(gemms=gemms)
+    assert watched.gemm(128, 64) is WHOLE
+    assert watched.gemm(256, 64, is_gated=True) is WHOLE
+    assert watched.gemm(96, 64) is PARTIAL
+    assert watched.whole_config(128, 64, 20) == WHOLE.config(20) == table.whole_config(128, 64, 20)
+    assert watched.untuned == set()
+    assert watched.gemm(256, 64) is UNTUNED
+    assert watched.gemm(512, 64, is_gated=True) is UNTUNED
+    assert watched.whole_config(96, 64, 20) == UNTUNED.config(20) == table.whole_config(96, 64, 20)
+    assert watched.untuned == {"256x64", "512x64 gated", "96x64"}
+    assert WatchedTable(gemms=gemms).untuned == set()  # each its own
+
+
+def test_untuned_weights_are_named_with_what_to_run() -> None:
+    error = untuned_error("nvidia-x", ("256x64", "512x64 gated"))
+    assert isinstance(error, ConfigError)
+    assert error.field == "strict_performance" and error.value is True
+    assert "nvidia-x lacks 256x64, 512x64 gated" in str(error)
+    assert "perf/tune.py --out src/drift_sdk/_kernels/tuned/nvidia-x.json 256x64 512x64:gated" in str(error)
+
+
+@pytest.mark.parametrize("executor", ["auto", "eager"])
+@pytest.mark.parametrize(("field", "value"), [("strict_performance", True), ("step_timeout_s", 2.0)])
+def test_without_graphs_it_does_not_start(executor: str, field: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"{field}={value}: expected executor graph") as caught:
+        choose_executor(EngineConfig(executor=executor, **{field: value}), CPU)
+    assert (caught.value.field, caught.value.value) == (field, value)
+
+
+@on_every_loop
+def test_requests_that_need_the_host_are_refused_at_once(loop: str) -> None:
+    async def main() -> None:
+        config = EngineConfig(
+            max_model_len=64,
+            kv_cache_tokens=1024,
+            strict_performance=True,
+            speculation=Speculation(draft=NGram()),
+        )
+        grammar = Regex("777")
+        async with scripted_engine("777", config=config) as engine:
+            for params, field in (
+                (SamplingParams(prompt_logprobs=0), "prompt_logprobs"),
+                (SamplingParams(grammar=grammar), "grammar"),
+            ):
+                with pytest.raises(
+                    RequestError, match=f"{field}=.*: expected None.* strict_performance"
+                ) as e:
+                    engine.generate("x", params)
+                assert (e.value.field, e.value.value) == (field, getattr(params, field))
+            assert engine.stats().num_submitted == 0
+            params = SamplingParams(grammar=grammar, num_draft_tokens=0)
+            assert (await engine.generate("x", params)).text == "777"
+            assert (await engine.generate("x", SamplingParams(logprobs=3))).text == "777"
+
+        plain = config.replace(speculation=None)
+        async with scripted_engine("777", config=plain) as engine:
+            assert (await engine.generate("x", SamplingParams(grammar=grammar))).text == "777"
+
+        async with scripted_engine("777", config=config.replace(strict_performance=False)) as engine:
+            params = SamplingParams(grammar=grammar, prompt_logprobs=0)
+            assert (await engine.generate("x", params)).text == "777"
+
+    run(loop, main)
+
+
+def test_the_counters_are_in_the_statistics() -> None:
+    recorder = Recorder(Intake(None))
+    for work in (HostWork(num_waits=1, num_copies=2), HostWork(num_waits=3, num_host_rounds=4), HostWork()):
+        result = StepResult(step_id=0, prefill=(), decode=(), duration_s=0.001, host_work=work)
+        recorder.collected(result)
+    allocated = HostWork(num_allocations=9)
+    recorder.collected(StepResult(step_id=0, prefill=(), decode=(), duration_s=0.001, host_work=allocated))
+    scheduler = SimpleNamespace(
+        config=SimpleNamespace(max_num_seqs=1, num_blocks=1),
+        num_running=0,
+        num_waiting=0,
+        num_queued=0,
+        num_free_blocks=1,
+        num_cached_blocks=0,
+        num_preemptions=0,
+    )
+    recorder.publish(scheduler)
+    stats = recorder.stats
+    assert (stats.num_host_waits, stats.num_host_rounds, stats.num_host_copies) == (4, 4, 2)
+    assert (stats.num_allocations, stats.num_untuned_shapes) == (9, 0)
+    text = metrics_text(stats, recorder.histograms, model="m", executor="e")
+    assert 'drift_host_work_total{kind="allocation"} 9.0' in text
+    assert 'drift_host_work_total{kind="round"} 4.0' in text

@@ -1,0 +1,60 @@
+"""Speculative measurements on a tiny model and the CPU, where acceptance is real."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import speculative
+from record import read
+from rounds import Counts, Rounds
+from table import speculative_table
+
+
+@pytest.fixture(autouse=True)
+def quick_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recording.read_bandwidth_tb_s", lambda device: 0.01)
+
+
+def test_a_result_file_of_drafted_and_plain_rounds(tmp_path: Path) -> None:
+    out = tmp_path / "speculative.json"
+    speculative.main(
+        [
+            *("--model", "tiny", "--device", "cpu", "--draft", "ngram", "--repeats", "1"),
+            *("--num-draft-tokens", "0", "2", "--scenario", "batch3-16", "--out", str(out)),
+        ]
+    )
+    plain, drafted = json.loads(out.read_text())["runs"]
+    assert (plain["num_draft_tokens"], drafted["num_draft_tokens"]) == (0, 2)
+    assert plain["several_share"] == 0 and plain["num_active"] > 2.9
+    assert (plain["num_active_max"], drafted["num_active_max"]) == (3, 3)
+    assert 1 <= drafted["num_active_min"] <= drafted["num_active"] <= 3
+    # A tiny model soon repeats itself, so that some drafts are right.
+    assert 0 < drafted["several_share"] <= drafted["measured_acceptance_length"] - 1
+    assert drafted["acceptance"] == "real" and drafted["draft"] == "ngram"
+    assert len(speculative_table(read(out))[2]) == 2
+
+
+def test_shares_of_rounds() -> None:
+    counts = Counts(num_steps=3, num_rounds=6, num_drafted=18, num_accepted=5)
+    rounds = Rounds(num_tokens=9, seconds=(1.0,), counts=(counts,), emitted=((3, 1), (4, 1, 1), (1,)))
+    assert rounds.several_share == 2 / 6
+    assert rounds.num_active == [2, 3, 1]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--num-draft-tokens", "17"], "expected 0 to 16"),
+        (["--acceptance-length", "4.5"], "expected 1 to 4"),
+        (["--acceptance-length", "2", "--device", "cpu"], "on a GPU"),
+        (["--policy-sweep", "--acceptance-length", "2"], "of its own"),
+    ],
+)
+def test_arguments_that_make_no_sense(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        speculative.main(arguments)
+    assert message in capsys.readouterr().err

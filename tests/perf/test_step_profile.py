@@ -1,0 +1,136 @@
+"""A step's trace taken apart: names, places and gaps; and the memory that captures take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from active_rounds import tiles_of
+from decode import DecodeOptions
+from graph_memory import Captured, NotesMemory, captured_graphs, measure, open_executor
+from graph_memory import main as memory_main
+from interpreted_device import InterpretedDevice
+from msgspec import UNSET, to_builtins
+from scenario import Scenario
+from shapes import Model, prepare
+from step_profile import COLUMNS, Kernel, busy_us, kernels_of_trace, main, profile_runs, table_rows
+
+from drift_sdk.steps import ExecutorLimits
+
+LAYER = ("_multiply", "_rotate_and_store", "_attend", "_add_partitions", "_multiply", "_add_norm")
+MLP = ("_gated_multiply", "_multiply", "_add_norm")
+OPTIONS = DecodeOptions(device="cpu", dtype="bfloat16")
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Model:
+    return prepare("tiny", tmp_path / "tiny")
+
+
+def step_names(num_layers: int) -> list[str]:
+    return ["_enter", "_embed_norm", *(LAYER + MLP) * num_layers, "_multiply", "rule_logits", "_commit"]
+
+
+def trace_of(names: list[str], num_steps: int) -> dict[str, Any]:
+    """Kernels of 10 us, each starting 8 us after the one before it, but the last 2 us after its end; steps a
+    millisecond apart. In no order."""
+    events: list[dict[str, Any]] = [{"ph": "X", "cat": "cpu_op", "name": "launch", "ts": 0.0, "dur": 5.0}]
+    for step in range(num_steps):
+        for index, name in enumerate(names):
+            late = 4.0 if index == len(names) - 1 else 0.0
+            start = step * 1000.0 + index * 8.0 + late
+            events.append({"ph": "X", "cat": "kernel", "name": name, "ts": start, "dur": 10.0})
+
+    return {"traceEvents": events[::-1]}
+
+
+def test_kernels_of_a_step_by_place(tiny: Model) -> None:
+    names = step_names(tiny.config.num_layers)
+    kernels = kernels_of_trace(trace_of(names, 4))
+    assert len(kernels) == 4 * len(names)
+    runs = list(profile_runs(kernels, 4, tiny, Scenario.parse("batch2-64"), OPTIONS, 0.001))
+    found = {(run.kernel, run.shape): run for run in runs}
+    assert [key for key in found if key[0].endswith("_multiply") or key[0] == "_multiply"] == [
+        ("_multiply", "qkv 128x64"),
+        ("_multiply", "output 64x64"),
+        ("_gated_multiply", "gate_up 320x64 gated"),
+        ("_multiply", "down 64x160"),
+        ("_multiply", "lm_head 320x64"),
+    ]
+    qkv, head = found["_multiply", "qkv 128x64"], found["_multiply", "lm_head 320x64"]
+    assert (qkv.launches, head.launches) == (3, 1)
+    assert (qkv.us, qkv.us_per_step) == (10, 30)
+    assert qkv.num_bytes == 2 * (128 * 64 + 2 * 64)
+    assert qkv.tb_s == pytest.approx(qkv.num_bytes / 10e-6 / 1e12)
+    assert qkv.roofline_fraction == pytest.approx(qkv.tb_s / 0.001)
+    attention = found["_attend", ""]
+    context = 64 + 1 + 3 + 2
+    assert attention.num_bytes == 2 * context * 2 * 2 * 16 * 2  # batch, keys and values, heads, head_dim
+    assert found["_commit", ""].num_bytes is UNSET
+
+    step = runs[-1]
+    span = (len(names) - 1) * 8 + 4 + 10
+    assert (step.kernel, step.launches, step.us) == ("step", len(names), span)
+    assert step.idle_share == pytest.approx(2 / span)
+    assert step.num_bytes == tiny.decode_bytes(2, context, 2)
+    rows = table_rows([to_builtins(run) for run in runs])
+    assert {len(row) for row in rows} == {len(COLUMNS)}
+
+
+def test_overlapping_kernels_count_once() -> None:
+    assert busy_us([Kernel(0, 10, "a"), Kernel(5, 12, "b"), Kernel(6, 8, "c"), Kernel(20, 21, "d")]) == 13
+
+
+@pytest.mark.parametrize("num_kernels", [0, 7, 8])
+def test_steps_must_be_alike(num_kernels: int, tiny: Model) -> None:
+    kernels = [Kernel(index, index + 1, "ab"[index % 3 == 0]) for index in range(num_kernels)]
+    with pytest.raises(RuntimeError, match="expected 4 steps of the same ones"):
+        list(profile_runs(kernels, 4, tiny, Scenario.parse("single-64"), OPTIONS, 4.0))
+
+
+def test_memory_of_every_graph(tiny: Model) -> None:
+    """Each capture takes a MiB more than the one before it."""
+
+    class Noting(NotesMemory, InterpretedDevice): ...
+
+    state = {"calls": 0, "free": 2**40}
+
+    def free_bytes() -> int:
+        state["calls"] += 1
+        if state["calls"] % 2 == 0:
+            state["free"] -= state["calls"] // 2 * 2**20
+        return state["free"]
+
+    device = Noting(free_bytes=free_bytes)
+    limits = ExecutorLimits(
+        max_num_seqs=2, max_model_len=64, num_blocks=4, block_size=16, vocab_size=tiny.config.vocab_size
+    )
+    executor = open_executor(tiny, device, limits, torch.float32, 2)
+    captured = captured_graphs(executor, device.taken)
+    assert [graph.mib for graph in captured] == [float(index + 1) for index in range(len(captured))]
+    assert {graph.kind for graph in captured} == {
+        "prefill", "follow", "decode", "draft", "verify", "head", "update",
+    }  # fmt: skip
+    assert {graph.size for graph in captured if graph.kind == "decode"} == {"1x0", "1x2", "2x0", "2x2"}
+    assert len(captured) == len(device.taken)
+    assert isinstance(tiles_of(executor)(), int)
+    executor.close()
+
+
+def test_graphs_of_a_kind_are_added() -> None:
+    captured = [Captured("decode", "2x0", 3.0), Captured("head", "2", 1.0), Captured("decode", "1x0", 0.5)]
+    fields = {"engine": "drift", "model": "m", "dtype": "d", "scenario": "graphs", "batch": 2, "context": 8}
+    runs = [(run.graph, run.num_graphs, run.mib) for run in measure(captured, **fields)]
+    assert runs == [
+        ("decode 2x0", 1, 3.0), ("head 2", 1, 1.0), ("decode 1x0", 1, 0.5),
+        ("all decode", 2, 3.5), ("all head", 1, 1.0),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("script", [main, memory_main])
+def test_both_need_a_gpu(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        script(["--device", "cpu"])
+    assert "on a GPU" in capsys.readouterr().err
