@@ -11,7 +11,7 @@ from msgspec import Struct
 from shapes import Model
 from torch import Tensor
 
-from drift_sdk._kernels.gemm import gated_multiply, multiply
+from drift_sdk._kernels.library_gemm import fastest_gated_multiply, fastest_multiply
 from drift_sdk._kernels.tuning import TunedTable
 
 __all__ = ["WeightShape", "gemm_cases", "weight_shapes"]
@@ -65,10 +65,15 @@ def prepare_ours(weight: WeightShape, num_rows: int, table: TunedTable, device: 
     config = table.gemm(weight.num_columns, weight.inner, is_gated=weight.is_gated).config(num_rows)
     if weight.is_gated:
         out = torch.empty(num_rows, weight.num_columns // 2, dtype=torch.bfloat16, device=device)
-        return _prepared(weight, num_rows, device, lambda x, w: gated_multiply(x, w, out, config), out)
+        gate_up = torch.empty(num_rows, weight.num_columns, dtype=torch.bfloat16, device=device)
+
+        def call(x: Tensor, w: Tensor) -> None:
+            fastest_gated_multiply(x, w, out, config, gate_up)
+
+        return _prepared(weight, num_rows, device, call, out)
 
     sums = torch.empty(config.num_partials, num_rows, weight.num_columns, device=device)
-    return _prepared(weight, num_rows, device, lambda x, w: multiply(x, w, sums, config), sums)
+    return _prepared(weight, num_rows, device, lambda x, w: fastest_multiply(x, w, sums, config), sums)
 
 
 def prepare_cublas(weight: WeightShape, num_rows: int, table: TunedTable, device: str) -> Prepared:

@@ -108,7 +108,7 @@ def test_stages_of_a_drafted_round(target: Decoder, draft: DraftDecoder) -> None
     executor.close()
 
 
-@pytest.mark.skipif(IS_GPU, reason="marks of this clock are no part of a graph")
+@pytest.mark.interpreter  # marks of this clock are no part of a graph
 def test_every_part_is_marked_once(target: Decoder, draft: DraftDecoder) -> None:
     """A second for each start or end of a mark: the parts of stages that occur several times are added."""
     stages = TimedStages(FakeMark)

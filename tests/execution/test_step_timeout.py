@@ -103,8 +103,7 @@ def first_step() -> StepPlan:
     )
 
 
-@pytest.mark.kernel
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
+@pytest.mark.interpreter
 def test_a_step_that_does_not_end_is_given_up_and_its_memory_kept() -> None:
     device = HangingDevice()
     executor = graph_executor(device, 0.5)
@@ -122,8 +121,7 @@ def test_a_step_that_does_not_end_is_given_up_and_its_memory_kept() -> None:
     assert graphs() is not None  # replays in flight write there
 
 
-@pytest.mark.kernel
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
+@pytest.mark.interpreter
 @pytest.mark.parametrize("num_launched", [0, 1])
 def test_closing_waits_as_long_as_what_is_in_flight_may_take(num_launched: int) -> None:
     device = HangingDevice()

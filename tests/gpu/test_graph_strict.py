@@ -25,7 +25,7 @@ GREEDY = SamplingParams(max_tokens=60, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_random_folder(tmp_path_factory.mktemp("strict") / "target", "llama", num_hidden_layers=2)
+    return make_random_folder(tmp_path_factory.mktemp("strict") / "target", "llama", num_hidden_layers=3)
 
 
 @pytest.fixture(scope="module")

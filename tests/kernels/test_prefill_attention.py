@@ -51,12 +51,12 @@ class Prompt:
         generator = torch.Generator().manual_seed(sum(heads) + block_size)
 
         def random(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, generator=generator).to(dtype).to(device)
+            return torch.randn(*shape, generator=generator).to(dtype)
 
         num_slots, max_blocks = 4, -(-max_keys // block_size)
         # Block 0 is never written; the table's unused places name it.
         shape = (1 + num_slots * max_blocks, num_kv_heads, block_size, head_dim)
-        self.keys, self.values = (torch.full(shape, torch.nan, dtype=dtype, device=device) for _ in range(2))
+        keys, values = (torch.full(shape, torch.nan, dtype=dtype) for _ in range(2))
         table = torch.zeros(num_slots, max_blocks, dtype=torch.int32)
         free = (1 + torch.randperm(num_slots * max_blocks, generator=generator)).tolist()
         for slot, start, num_rows in chunks:
@@ -65,14 +65,15 @@ class Prompt:
                 if table[slot, position // block_size] == 0:
                     table[slot, position // block_size] = free.pop()
                 place = int(table[slot, position // block_size]), slice(None), position % block_size
-                self.keys[place], self.values[place] = (random(num_kv_heads, head_dim) for _ in range(2))
+                keys[place], values[place] = (random(num_kv_heads, head_dim) for _ in range(2))
 
+        self.keys, self.values = keys.to(device), values.to(device)
         self.block_table = table.to(device)
         width = (num_heads + 2 * num_kv_heads) * head_dim
         rows = torch.full((self.num_rows + 2, width), torch.nan, dtype=dtype, device=device)
-        rows[: self.num_rows] = random(self.num_rows, width)
+        rows[: self.num_rows] = random(self.num_rows, width).to(device)
         self.query = rows[:, : num_heads * head_dim].view(-1, num_heads, head_dim)
-        sinks = random(num_heads).to(torch.float32) if has_sinks else None
+        sinks = random(num_heads).to(device, torch.float32) if has_sinks else None
         self.options: dict[str, Any] = {"window": window, "sinks": sinks}
 
     def run(self, config: PrefillAttentionConfig | None, num_unused: int = 2) -> torch.Tensor:

@@ -29,6 +29,7 @@ class GemmConfig(Struct, frozen=True):
 
     num_slices: of the inner dimension. is_spread: a CTA for each slice, else one CTA sums them all.
     tile_n, tile_m, tile_k: of the weight's rows, of the rows, and of the inner dimension.
+    is_library: the vendor's library is faster still, see library_gemm.py; it does not sum slices up.
     """
 
     num_slices: int = 1
@@ -38,6 +39,11 @@ class GemmConfig(Struct, frozen=True):
     tile_k: int = 128
     num_stages: int = 3
     num_warps: int = 4
+    is_library: bool = False
+
+    def __post_init__(self) -> None:
+        if self.is_library and self.num_partials < self.num_slices:
+            raise ValueError(f"{self}: expected slices that are spread, for the library")
 
     def slice_size(self, inner: int) -> int:
         return -(-inner // (self.num_slices * SLICE_ALIGNMENT)) * SLICE_ALIGNMENT

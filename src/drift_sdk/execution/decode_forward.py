@@ -10,7 +10,7 @@ from torch import Tensor
 
 from drift_sdk._kernels.attention_plan import AttentionPlan, Partitions, plan_attention
 from drift_sdk._kernels.embedding import embed_norm
-from drift_sdk._kernels.gemm import gated_multiply, multiply
+from drift_sdk._kernels.library_gemm import fastest_gated_multiply, fastest_multiply
 from drift_sdk._kernels.paged_attention import AttentionConfig, AttentionScratch, paged_attention
 from drift_sdk._kernels.residual_norm import add_norm
 from drift_sdk._kernels.rope_store import rotate_and_store
@@ -41,7 +41,7 @@ class Rows(Struct, frozen=True):
 def captures(
     workspace: Workspace, name: str, boundaries: Sequence[int], num_rows: int, size: int, dtype: torch.dtype
 ) -> dict[int, Tensor]:
-    """A buffer [num_rows, size] for the residual stream at each boundary."""
+    """A buffer [num_rows, size] for the residual stream at each boundary. Some may be named twice."""
     return {index: workspace.take(f"{name}_{index}", (num_rows, size), dtype) for index in boundaries}
 
 
@@ -95,12 +95,13 @@ class DecodeForward:
         self._attended = workspace.take("attended", (num_rows, config.num_heads, config.head_dim), dtype)
         self._activated = workspace.take("activated", (num_rows, config.intermediate_size), dtype)
         self._attention = attention
+        self._boundaries = boundaries
         self._captured = captures(workspace, captured, boundaries, num_rows, config.hidden_size, dtype)
 
     @property
     def captured(self) -> list[Tensor]:
         """The residual stream [R, H] at each boundary, low to high."""
-        return list(self._captured.values())
+        return [self._captured[boundary] for boundary in self._boundaries]
 
     def run(self) -> None:
         decoder, weights, rows = self._decoder, self._decoder.weights, self._rows
@@ -161,7 +162,10 @@ class DecodeForward:
     def _activate(self, layer: LayerWeights) -> None:
         if layer.gate_up_bias is None:
             config = self._gemm(layer.gate_up, is_gated=True).config(self._num_rows)
-            gated_multiply(self.normed, layer.gate_up, self._activated, config)
+            shape = (self._num_rows, layer.gate_up.shape[0])
+            dtype = self._decoder.dtype
+            gate_up = self._workspace.take("gate_up", shape, dtype) if config.is_library else None
+            fastest_gated_multiply(self.normed, layer.gate_up, self._activated, config, gate_up)
             return
 
         total, *others = self._multiply(self.normed, layer.gate_up)
@@ -174,7 +178,7 @@ class DecodeForward:
         config = self._gemm(weight).config(self._num_rows)
         shape = (config.num_partials, self._num_rows, weight.shape[0])
         partials = self._workspace.take("partials", shape, torch.float32)
-        multiply(x, weight, partials, config)
+        fastest_multiply(x, weight, partials, config)
         return partials
 
     def _gemm(self, weight: Tensor, *, is_gated: bool = False) -> TunedGemm:

@@ -22,7 +22,7 @@ from drift_sdk.models.weights import LayerWeights
 
 __all__ = ["Attend", "DraftForward"]
 
-MAX_MULTIPLY_ROWS = 384
+MAX_MULTIPLY_ROWS = 128
 """The most rows for which `multiply` is the faster; cuBLAS has the others."""
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], None]

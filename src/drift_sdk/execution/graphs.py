@@ -221,7 +221,7 @@ class Graphs:
                 next_token=next_token,
                 hits=hits,
                 last_token=self._table.state.last_token,
-                captured=list(captured.values()),
+                captured=[captured[boundary] for boundary in self._boundaries],
                 hidden=self.prefill_hidden[:num_rows],
             )
             advance(self._ring.counter)

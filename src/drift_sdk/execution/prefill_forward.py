@@ -44,6 +44,7 @@ class PrefillForward:
         self._decoder, self._cache, self._block_table = decoder, cache, block_table
         self._rows, self._tiles, self._attention = rows, tiles, attention
         size = config.hidden_size
+        self._boundaries = boundaries
         self._captured = captures(workspace, "prefill_captured", boundaries, num_rows, size, dtype)
 
         def take(name: str, *shape: int) -> Tensor:
@@ -62,7 +63,7 @@ class PrefillForward:
     @property
     def captured(self) -> list[Tensor]:
         """The residual stream [N, H] at each boundary, low to high."""
-        return list(self._captured.values())
+        return [self._captured[boundary] for boundary in self._boundaries]
 
     def run(self) -> None:
         decoder, weights, rows, cache = self._decoder, self._decoder.weights, self._rows, self._cache

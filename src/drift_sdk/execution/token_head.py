@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from drift_sdk._kernels.commit import SimulatedRounds, commit
-from drift_sdk._kernels.gemm import multiply
+from drift_sdk._kernels.library_gemm import fastest_multiply
 from drift_sdk._kernels.sampled_rows import SampleBuffers, sample_rows
 from drift_sdk._kernels.staging import copy_masks
 from drift_sdk._kernels.tuning import TunedTable
@@ -54,7 +54,7 @@ class TokenHead:
         """normed [R, H]: the normalised residual stream after the last layer. Slots under a constraint have a
         mask each in the ring, or one for every row in its draft masks."""
         with self._stages(forward_stage(self._rows_per_slot - 1)):
-            multiply(normed, self._head, self._logits[:1], self._gemm)
+            fastest_multiply(normed, self._head, self._logits[:1], self._gemm)
         with self._stages("accept"):
             self._choose(has_draft_masks)
         with self._stages("commit"):

@@ -1,0 +1,84 @@
+"""Products by whichever is the faster of two that give the same bits: the one tree, or the vendor's library.
+
+From about 200 rows on cuBLAS is faster. Its kernels sum a slice in ascending order by the same instructions,
+as long as it does not cut the inner dimension itself. Whether that is so hangs on its version and on the
+shape, so it is looked at once for every shape, on random numbers, before the library is used for it.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+from drift_sdk._kernels.gemm import GemmConfig, gated_multiply, multiply
+from drift_sdk._kernels.swiglu import swiglu
+
+__all__ = ["fastest_gated_multiply", "library_gated_multiply", "library_multiply", "fastest_multiply"]
+
+log = logging.getLogger("drift_sdk")
+
+Case = tuple[int, torch.Size, torch.dtype, torch.device, GemmConfig]
+
+# What is known about the library that this process has loaded.
+_has_same_bits: dict[Case, bool] = {}
+
+
+def fastest_multiply(x: Tensor, weight: Tensor, out: Tensor, config: GemmConfig) -> None:
+    """`multiply`, by the library where `config` says so and the bits are the same."""
+    if config.is_library and _is_exact(x, weight, out, config):
+        library_multiply(x, weight, out, config)
+    else:
+        multiply(x, weight, out, config)
+
+
+def fastest_gated_multiply(
+    x: Tensor, weight: Tensor, out: Tensor, config: GemmConfig, gate_up: Tensor | None
+) -> None:
+    """`gated_multiply`, likewise. gate_up [M, 2 N] like out: needed where `config` names the library."""
+    if config.is_library and gate_up is not None and _is_exact(x, weight, out, config, gate_up):
+        library_gated_multiply(x, weight, out, gate_up)
+    else:
+        gated_multiply(x, weight, out, config)
+
+
+def library_multiply(x: Tensor, weight: Tensor, out: Tensor, config: GemmConfig) -> None:
+    """Partial sums out [config.num_slices, M, N] fp32, one product each."""
+    size = config.slice_size(x.shape[1])
+    for index in range(config.num_slices):
+        part = slice(index * size, (index + 1) * size)
+        torch.mm(x[:, part], weight[:, part].T, out_dtype=torch.float32, out=out[index])
+
+
+def library_gated_multiply(x: Tensor, weight: Tensor, out: Tensor, gate_up: Tensor) -> None:
+    torch.mm(x, weight.T, out=gate_up)
+    swiglu(gate_up, out)
+
+
+def _is_exact(
+    x: Tensor, weight: Tensor, out: Tensor, config: GemmConfig, gate_up: Tensor | None = None
+) -> bool:
+    """Whether both give the same bits. Runs them the first time, and leaves `out` with neither's result."""
+    if x.device.type != "cuda" or x.dtype == torch.float32:
+        return False
+
+    case = x.shape[0], weight.shape, x.dtype, x.device, config
+    if case not in _has_same_bits:
+        generator = torch.Generator(x.device).manual_seed(0)
+        rows = torch.randn(x.shape, generator=generator, device=x.device, dtype=x.dtype)
+        expected = torch.empty_like(out)
+        if gate_up is None:
+            multiply(rows, weight, expected, config)
+            library_multiply(rows, weight, out, config)
+        else:
+            gated_multiply(rows, weight, expected, config)
+            library_gated_multiply(rows, weight, out, gate_up)
+        _has_same_bits[case] = torch.equal(out, expected)
+        if not _has_same_bits[case]:
+            shape = "x".join(map(str, weight.shape))
+            log.warning(
+                "%d rows by %s: the library's bits are not the kernel's, which is slower", case[0], shape
+            )
+
+    return _has_same_bits[case]

@@ -1,0 +1,81 @@
+"""Rounds with an EAGLE-3 draft, by graphs and eagerly: the same tokens, drafted and accepted alike."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from draft_zoo import make_draft
+from interpreted_device import InterpretedDevice
+
+from drift_sdk._kernels.tuning import TunedTable
+from drift_sdk.driven_slots import DrivenSlots
+from drift_sdk.execution.device import GpuDevice
+from drift_sdk.execution.drafters import EagleDrafter
+from drift_sdk.execution.eager import EagerExecutor
+from drift_sdk.execution.graph import GraphExecutor
+from drift_sdk.loading.random import RandomTensors
+from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.eagle3 import DraftDecoder
+from drift_sdk.models.weights import tensor_shapes
+from drift_sdk.steps import Executor, ExecutorLimits
+
+pytestmark = [pytest.mark.kernel, pytest.mark.timeout(300)]
+
+IS_GPU = torch.cuda.is_available()
+TARGET = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "hidden_act": "silu",
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+}
+LIMITS = ExecutorLimits(max_num_seqs=2, max_model_len=40, num_blocks=20, block_size=4, vocab_size=96)
+BUDGET = 16
+
+Round = list[tuple[tuple[int, ...], int, int]]
+
+
+def rounds(executor: Executor) -> list[Round]:
+    slots = DrivenSlots(executor, prefill_token_budget=BUDGET)
+    slots.fill(6, [22, 17])
+    found = []
+    while slots.active:
+        outputs = slots.round(3).decode
+        found.append([(output.token_ids, output.num_drafted, output.num_accepted) for output in outputs])
+    executor.close()
+    return found
+
+
+@pytest.mark.parametrize("num_layers", [3, 4, 5])
+def test_rounds_equal_the_eager_ones(num_layers: int, tmp_path: Path) -> None:
+    """Of targets of four or five layers some are captured twice: the features name them twice."""
+    shapes = TARGET | {"num_hidden_layers": num_layers}
+    (tmp_path / "config.json").write_text(json.dumps(shapes))
+    config = DecoderConfig.from_hf(shapes)
+    tensors = RandomTensors(tensor_shapes(config), device=torch.device("cpu"), dtype=torch.float32, seed=3)
+    target = Decoder.load(config, tensors, device="cuda" if IS_GPU else "cpu", dtype=torch.float32)
+    make_draft("reference", tmp_path / "draft", tmp_path)
+    draft = DraftDecoder.load(tmp_path / "draft", target)
+    assert len(set(draft.boundaries)) == {3: 3, 4: 2, 5: 1}[num_layers]
+    executor = GraphExecutor(
+        GpuDevice(0) if IS_GPU else InterpretedDevice(),
+        target,
+        LIMITS,
+        TunedTable(),
+        prefill_token_budget=BUDGET,
+        draft=draft,
+        draft_choices=(3,),
+    )
+    expected = rounds(EagerExecutor(target, LIMITS, EagleDrafter(draft, target, LIMITS)))
+    assert rounds(executor) == expected
+    assert len(expected) > 3
