@@ -1,10 +1,16 @@
 # make demo    set up and stream an answer of a small model in the terminal
 # make test    set up, lint, type-check and run the tests (CPU only)
 # make check   lint and types alone
+# make gpu-test OUT=folder   the tests of an NVIDIA GPU, in this Python; reports go to the folder
+# make gpu-perf OUT=folder   all measurements on it, likewise
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check clean
+OUT ?= gpu-results
+JOBS ?= 12
+GPU_PYTEST = $(PYTHON) -m pytest -q -W default -p no:cacheprovider
+
+.PHONY: demo test check gpu-test gpu-perf clean
 
 demo:
 	@PYTHON=$(PYTHON) .ci/setup
@@ -19,6 +25,35 @@ check:
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+
+# Memory is counted for the whole GPU: by tests that run alone.
+gpu-test:
+	@mkdir -p $(OUT)
+	@$(GPU_PYTEST) tests/kernels tests/execution tests/gpu -m "(kernel or gpu) and not interpreter" -n $(JOBS) --dist loadgroup \
+		--ignore tests/gpu/test_graph_memory.py --junitxml $(OUT)/tests-graph.xml
+	@$(GPU_PYTEST) tests/engine/test_constraints.py tests/parity/test_batching.py \
+		tests/parity/test_processors.py --executor graph -n $(JOBS) --junitxml $(OUT)/tests-engine-on-graphs.xml
+	@$(GPU_PYTEST) tests/gpu/test_graph_memory.py -m gpu --junitxml $(OUT)/tests-memory.xml
+
+LENGTHS := single-8k single-16k
+PERF = PYTHONPATH=src $(PYTHON) perf
+gpu-perf:
+	@mkdir -p $(OUT)
+	@$(PERF)/decode.py --out $(OUT)/decode.json
+	@$(PERF)/decode.py --model smollm2-135m --scenario single-512 batch64-512 --out $(OUT)/decode.json
+	@$(PERF)/prefill.py --tokens 8192 32768 --out $(OUT)/prefill.json
+	@$(PERF)/speculative.py --num-draft-tokens 3 --acceptance-length 3.2 --out $(OUT)/speculative.json
+	@$(PERF)/speculative.py --num-draft-tokens 2 3 4 5 --acceptance-length 3.2 --scenario $(LENGTHS) \
+		--out $(OUT)/speculative.json
+	@$(PERF)/speculative.py --model smollm2-135m --draft ngram --num-draft-tokens 3 5 \
+		--scenario single-512 batch64-512 --out $(OUT)/speculative.json
+	@$(PERF)/speculative.py --policy-sweep --num-draft-tokens 5 --repeats 3 --out $(OUT)/policy.json
+	@$(PERF)/stages.py --out $(OUT)/stages.json
+	@$(PERF)/stages.py --by-active --out $(OUT)/active.json
+	@$(PERF)/step_profile.py --out $(OUT)/profile.json
+	@$(PERF)/graph_memory.py --out $(OUT)/memory.json
+	@$(PERF)/kernel_speed.py --out $(OUT)/kernels.json
+	@$(PERF)/startup.py --out $(OUT)/startup.json
 
 clean:
 	rm -rf .venv .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis

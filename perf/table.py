@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,8 @@ from rich.table import Table
 
 __all__ = ["decode_table", "progress", "show", "speculative_table", "title_of"]
 
-console = Console()
+# A log has no width of its own.
+console = Console(width=None if sys.stdout.isatty() else 180)
 DECODE_COLUMNS = ("scenario", "engine", "tok/s", "ms/round", "of roofline", "against vLLM")
 SPECULATIVE_COLUMNS = (
     "scenario", "drafts", "tok/s", "ms/round", "AL", "2+", "active", "speedup", "efficiency",
@@ -85,10 +87,11 @@ def drafts_of(run: dict[str, Any]) -> str:
     if not run["num_draft_tokens"]:
         return "none"
 
-    is_simulated = run["acceptance"] == "simulated"
-    return f"{run['num_draft_tokens']}, " + (
-        f"AL {run['acceptance_length']:g} simulated" if is_simulated else f"{run['draft']}"
-    )
+    if run["acceptance"] == "simulated":
+        return f"{run['num_draft_tokens']}, AL {run['acceptance_length']:g} simulated"
+
+    # Graphs are captured for a number of drafts, whoever drafts.
+    return ", ".join(filter(None, (str(run["num_draft_tokens"]), run.get("draft"))))
 
 
 def shown(value: float | None, unit: str = "") -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from drawn_decoder import drawn_decoder
 from interpreted_device import InterpretedDevice
 from msgspec import Struct
 from numpy.typing import NDArray
@@ -23,10 +24,8 @@ from drift_sdk.execution.graph import GraphExecutor
 from drift_sdk.execution.graphs import Graphs
 from drift_sdk.execution.ring import Ring
 from drift_sdk.execution.round_drafter import RoundDrafter
-from drift_sdk.loading.random import RandomTensors
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
-from drift_sdk.models.weights import tensor_shapes
 from drift_sdk.scheduling.config import SchedulerConfig
 from drift_sdk.scheduling.scheduler import Scheduler
 from drift_sdk.scheduling.sequence import Sequence
@@ -218,10 +217,7 @@ def run(
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
     config = DecoderConfig.from_hf(SHAPES)
-    # Drawn on the CPU wherever they go: what the tests meet on the way hangs on them.
-    shapes = tensor_shapes(config)
-    tensors = RandomTensors(shapes, device=torch.device("cpu"), dtype=torch.float32, seed=1)
-    return Decoder.load(config, tensors, device="cuda" if IS_GPU else "cpu", dtype=torch.float32)
+    return drawn_decoder(config, "cuda" if IS_GPU else "cpu", seed=1)
 
 
 @pytest.fixture(scope="module")

@@ -18,14 +18,14 @@ from drift_sdk.execution.graphs import Graphs
 from drift_sdk.execution.round_drafter import RoundDrafter
 from drift_sdk.steps import StepPlan
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 MAX_SEQS, MAX_MODEL_LEN = 64, 2304
 LLAMA_8B = {
     "vocab_size": 128_256,
     "hidden_size": 4096,
     "intermediate_size": 14_336,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 32,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
 }
@@ -147,6 +147,7 @@ def plain(folder: Path) -> dict[int, list[Completion]]:
     return anyio.run(main)
 
 
+@pytest.mark.xdist_group("8b, oracle")  # no more at once than the GPU has room for
 @pytest.mark.parametrize("num_draft_tokens", [1, 3, 5])
 def test_oracle_on_equals_off(
     folder: Path, plain: dict[int, list[Completion]], num_draft_tokens: int, monkeypatch: pytest.MonkeyPatch
@@ -173,7 +174,13 @@ def test_oracle_on_equals_off(
     anyio.run(main)
 
 
-@pytest.mark.parametrize("draft", ["ngram", "eagle"])
+@pytest.mark.parametrize(
+    "draft",
+    [
+        pytest.param("ngram", marks=pytest.mark.xdist_group("8b, n-grams")),
+        pytest.param("eagle", marks=pytest.mark.xdist_group("8b, eagle")),
+    ],
+)
 @pytest.mark.parametrize("num_draft_tokens", [1, 3, 5])
 def test_drafts_on_equals_off(
     folder: Path, plain: dict[int, list[Completion]], draft: str, num_draft_tokens: int, tmp_path: Path
@@ -205,6 +212,7 @@ def test_drafts_on_equals_off(
     anyio.run(main)
 
 
+@pytest.mark.xdist_group("8b, eagle")
 def test_stops_and_grammars_among_drafts(folder: Path) -> None:
     pytest.importorskip("llguidance")
     rng = random.Random(3)

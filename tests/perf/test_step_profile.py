@@ -16,6 +16,7 @@ from msgspec import UNSET, to_builtins
 from scenario import Scenario
 from shapes import Model, prepare
 from step_profile import COLUMNS, Kernel, busy_us, kernels_of_trace, main, profile_runs, table_rows
+from table import progress
 
 from drift_sdk.steps import ExecutorLimits
 
@@ -127,6 +128,13 @@ def test_graphs_of_a_kind_are_added() -> None:
         ("decode 2x0", 1, 3.0), ("head 2", 1, 1.0), ("decode 1x0", 1, 0.5),
         ("all decode", 2, 3.5), ("all head", 1, 1.0),
     ]  # fmt: skip
+
+
+def test_graphs_of_a_speculating_engine_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    fields = {"engine": "drift", "model": "m", "dtype": "d", "scenario": "graphs", "batch": 2, "context": 8}
+    for run in measure([Captured("decode", "2x3", 3.0)], num_draft_tokens=3, **fields):
+        progress(run)
+    assert capsys.readouterr().out.startswith("drift m graphs 3: mib 3\n")
 
 
 @pytest.mark.parametrize("script", [main, memory_main])

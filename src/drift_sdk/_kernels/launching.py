@@ -1,7 +1,10 @@
 """How kernels are launched: compiled on a GPU, interpreted without one; one after the other, or overlapping.
 
 Programmatic dependent launch lets a kernel's CTAs be placed while the kernel before it still runs. Each
-kernel therefore waits before it touches memory, and says when its successor may be placed.
+kernel therefore waits before it touches memory, and only then says that its successor may be placed. So what
+is older than the kernel before is there when a CTA is placed, and may be read without waiting; past the L1
+cache (".cg"), which may hold what was there before, unless it never changes. Every CTA waits before it ends,
+or its successors could pass a kernel that is still at work.
 """
 
 from __future__ import annotations

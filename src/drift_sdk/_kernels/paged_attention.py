@@ -62,8 +62,8 @@ def _whole_partition(
 ):  # fmt: skip
     """The first tile from `index` on at which a partition starts."""
     is_tile = index < num_tiles
-    num_keys = tl.load(tiles + index * TILE_WORDS + 2, mask=is_tile, other=0)
-    first = tl.load(tiles + index * TILE_WORDS + 3, mask=is_tile, other=0)
+    num_keys = tl.load(tiles + index * TILE_WORDS + 2, mask=is_tile, other=0, cache_modifier=".cg")
+    first = tl.load(tiles + index * TILE_WORDS + 3, mask=is_tile, other=0, cache_modifier=".cg")
     partition = partition_of(first, NARROW, NARROW_END, WIDE)
     is_start = partition_start(partition, NARROW, NARROW_END, WIDE) == first
     next_start = partition_start(partition + 1, NARROW, NARROW_END, WIDE)
@@ -81,14 +81,14 @@ def _attend(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (head, share): a run of tiles, sequence after sequence."""
-    wait_for_producers(PDL)
+    # Plan, rows and block table are older than the kernel before, whose queries and keys are waited for.
     head = tl.program_id(0)
     row = tl.arange(0, TILE_ROWS)
     is_row = row < ROWS * GROUP
     dim = tl.arange(0, TILE_DIM)
     is_dim = dim < DIM
     key = tl.arange(0, TILE)
-    total_tiles = tl.load(num_tiles)
+    total_tiles = tl.load(num_tiles, cache_modifier=".cg")
     share = tl.program_id(1)
     index = _whole_partition(
         tiles, total_tiles * share // tl.num_programs(1), total_tiles, TILE, NARROW, NARROW_END, WIDE
@@ -97,16 +97,17 @@ def _attend(
         tiles, total_tiles * (share + 1) // tl.num_programs(1), total_tiles, TILE, NARROW, NARROW_END, WIDE
     )
     while index < end:
-        sequence = tl.load(tiles + index * TILE_WORDS)
-        slot = tl.load(tiles + index * TILE_WORDS + 1)
-        num_keys = tl.load(tiles + index * TILE_WORDS + 2)
-        run_start = tl.load(tiles + index * TILE_WORDS + 3)
+        sequence = tl.load(tiles + index * TILE_WORDS, cache_modifier=".cg")
+        slot = tl.load(tiles + index * TILE_WORDS + 1, cache_modifier=".cg")
+        num_keys = tl.load(tiles + index * TILE_WORDS + 2, cache_modifier=".cg")
+        run_start = tl.load(tiles + index * TILE_WORDS + 3, cache_modifier=".cg")
         run = tl.minimum(end - index, (num_keys - run_start + TILE - 1) // TILE)
         step_row = sequence * ROWS + row // GROUP
-        is_live = tl.load(row_slot + step_row, mask=is_row, other=-1) >= 0
-        last = tl.load(row_position + step_row, mask=is_live, other=-1)
+        is_live = tl.load(row_slot + step_row, mask=is_row, other=-1, cache_modifier=".cg") >= 0
+        last = tl.load(row_position + step_row, mask=is_live, other=-1, cache_modifier=".cg")
         query_row = (step_row * HEADS + head) * GROUP + row % GROUP
         is_query = is_live[:, None] & is_dim[None, :]
+        wait_for_producers(PDL)
         queries = tl.load(query + query_row[:, None] * DIM + dim[None, :], mask=is_query, other=0.0)
         table = block_table + slot.to(tl.int64) * max_blocks
         record = (sequence * HEADS + head) * num_partitions * (ROWS * GROUP) + row
@@ -160,6 +161,7 @@ def _attend(
 
         index += run
 
+    wait_for_producers(PDL)  # without a tile too, see there
     start_dependents(PDL)
 
 
@@ -171,16 +173,16 @@ def _add_partitions(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row, head, sequence). CHUNK partitions at a time: their loads are all under way at once."""
-    wait_for_producers(PDL)
-    start_dependents(PDL)
     row, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     step_row = sequence * ROWS + row // GROUP
     dim = tl.arange(0, TILE_DIM)
     is_dim = dim < DIM
-    slot = tl.load(row_slot + step_row)
-    position = tl.load(row_position + step_row)
+    slot = tl.load(row_slot + step_row, cache_modifier=".cg")
+    position = tl.load(row_position + step_row, cache_modifier=".cg")
     # Rows of slot -1 see nothing, and get zeros.
     end = tl.where(slot >= 0, partition_of(position, NARROW, NARROW_END, WIDE) + 1, 0)
+    wait_for_producers(PDL)
+    start_dependents(PDL)
     place = ((sequence * HEADS + head) * num_partitions).to(tl.int64) * (ROWS * GROUP) + row
     maximum = tl.full((), float("-inf"), tl.float32)
     weight = tl.zeros((), tl.float32)

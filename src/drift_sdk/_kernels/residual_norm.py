@@ -24,15 +24,20 @@ def _add_norm(
     hidden_stride, slice_stride, delta_stride, normed_stride, captured_stride,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, NUM_SLICES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    wait_for_producers(PDL)
-    start_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     is_column = column < SIZE
     hidden += row * hidden_stride + column
-    x = tl.load(hidden, mask=is_column, other=0.0)
     # Loaded here, the weight is not waited for after the sum.
     weights = tl.load(weight + column, mask=is_column, other=0.0)
+    if NUM_SLICES > 0:
+        # The kernel before has made delta; the residual stream is older.
+        x = tl.load(hidden, mask=is_column, other=0.0, cache_modifier=".cg")
+        wait_for_producers(PDL)
+    else:
+        wait_for_producers(PDL)
+        x = tl.load(hidden, mask=is_column, other=0.0)
+    start_dependents(PDL)
     if NUM_SLICES > 0:
         delta += row * delta_stride + column
         total = tl.load(delta, mask=is_column, other=0.0).to(tl.float32)
@@ -68,6 +73,7 @@ def add_norm(
     hidden [N, H] in the storage type; weight [H] and normed [N, H] likewise.
     delta: [N, H] in the storage type, or fp32 partial sums [num_slices, N, H], added in the order of slices,
     then bias [H] (storage type) if given, then rounded to the storage type; or None for the norm alone.
+    Beside a delta, hidden must not come from the kernel right before.
     captured [N, H], if given, takes a copy of the updated hidden. Rows of all but weight and bias may stand
     apart. Raises ValueError for another shape, type or layout.
     """

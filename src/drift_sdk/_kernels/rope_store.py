@@ -52,15 +52,13 @@ def _rotate_and_store(
     HEADS: tl.constexpr, PADDED_HALF: tl.constexpr, NUM_SLICES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row, group): the first groups are of query heads, then of keys, then of values."""
-    wait_for_producers(PDL)
-    start_dependents(PDL)
     DTYPE: tl.constexpr = query_out.dtype.element_ty
     HALF: tl.constexpr = HEAD_DIM // 2
     QUERY_GROUPS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     KV_GROUPS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
-    slot = tl.load(row_slot + row)
+    slot = tl.load(row_slot + row, cache_modifier=".cg")
     is_query = group < QUERY_GROUPS
     is_value = group >= QUERY_GROUPS + KV_GROUPS
     # Heads of a kind are counted from its own first one.
@@ -72,15 +70,19 @@ def _rotate_and_store(
     i = tl.arange(0, PADDED_HALF)
     is_place = (head < num_heads)[:, None] & (i < HALF)[None, :]
     places = (first_head + head)[:, None] * HEAD_DIM + i[None, :]
-    # Padding is read like any row: the loads then need not wait for the slot.
+    position = tl.load(row_position + row, cache_modifier=".cg")
+    position = tl.where(slot < 0, 0, position)
+    entry = block_table + slot.to(tl.int64) * table_stride + position // BLOCK_SIZE
+    block = tl.load(entry, mask=slot >= 0, other=0, cache_modifier=".cg")
+    angle = position.to(tl.int64) * HALF + i
+    cosines = tl.load(cos + angle, mask=i < HALF, other=0.0).to(tl.float32)[None, :]
+    sines = tl.load(sin + angle, mask=i < HALF, other=0.0).to(tl.float32)[None, :]
+    # Rows and block table are older than the kernel before, whose product is waited for.
+    wait_for_producers(PDL)
+    start_dependents(PDL)
     qkv += row * row_stride
     low = _load(qkv, bias, places, slice_stride, is_place, NUM_SLICES, DTYPE)
     high = _load(qkv, bias, places + HALF, slice_stride, is_place, NUM_SLICES, DTYPE)
-
-    position = tl.load(row_position + row)
-    position = tl.where(slot < 0, 0, position)
-    entry = block_table + slot.to(tl.int64) * table_stride + position // BLOCK_SIZE
-    block = tl.load(entry, mask=slot >= 0, other=0)
     if is_value:
         stored_low, stored_high = low.to(DTYPE), high.to(DTYPE)
     else:
@@ -91,9 +93,6 @@ def _rotate_and_store(
             low = weigh(low * scale, tl.load(norm, mask=i < HALF, other=0.0)[None, :]).to(tl.float32)
             high = weigh(high * scale, tl.load(norm + HALF, mask=i < HALF, other=0.0)[None, :]).to(tl.float32)
 
-        angle = position.to(tl.int64) * HALF + i
-        cosines = tl.load(cos + angle, mask=i < HALF, other=0.0).to(tl.float32)[None, :]
-        sines = tl.load(sin + angle, mask=i < HALF, other=0.0).to(tl.float32)[None, :]
         stored_low = _turned(low, cosines, high, -sines, DTYPE)
         stored_high = _turned(high, cosines, low, sines, DTYPE)
 

@@ -1,0 +1,28 @@
+"""Random weights that are the same on every device."""
+
+from __future__ import annotations
+
+import torch
+
+from drift_sdk.loading.random import RandomTensors
+from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.weights import tensor_shapes
+
+__all__ = ["drawn_decoder"]
+
+
+class _DrawnTensors(RandomTensors):
+    """Drawn on the CPU, wherever they go."""
+
+    def read_into(self, name: str, place: torch.Tensor) -> None:
+        drawn = torch.empty(place.shape, dtype=place.dtype)
+        super().read_into(name, drawn)
+        place.copy_(drawn)
+
+
+def drawn_decoder(config: DecoderConfig, device: str, seed: int) -> Decoder:
+    """In float32. Tests that hang on what a random model happens to say find it say the same everywhere."""
+    cpu = torch.device("cpu")
+    tensors = _DrawnTensors(tensor_shapes(config), device=cpu, dtype=torch.float32, seed=seed)
+    return Decoder.load(config, tensors, device=device, dtype=torch.float32)
