@@ -6,6 +6,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
+# Tests that compute and look at no clock run in two processes; the others want the machine to themselves.
+COMPUTING := kernels execution parity models loading speculation scheduling
+
 OUT ?= gpu-results
 JOBS ?= 12
 GPU_PYTEST = $(PYTHON) -m pytest -q -W default -p no:cacheprovider
@@ -19,7 +22,8 @@ demo:
 test:
 	@PYTHON=$(PYTHON) .ci/setup test
 	@$(MAKE) --no-print-directory check
-	@$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadscope $(COMPUTING:%=tests/%)
+	@$(BIN)/python -m pytest -m "not gpu" $(COMPUTING:%=--ignore=tests/%)
 
 check:
 	@$(BIN)/ruff check .
