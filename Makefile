@@ -6,12 +6,13 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-# Tests that compute and look at no clock run in two processes; the others want the machine to themselves.
+# Tests that compute and look at no clock run in two processes (of which pytest-benchmark, where a Python has
+# it, warns); the others want the machine to themselves.
 COMPUTING := kernels execution parity models loading speculation scheduling
 
 OUT ?= gpu-results
 JOBS ?= 12
-GPU_PYTEST = $(PYTHON) -m pytest -q -W default -p no:cacheprovider
+GPU_PYTEST = $(PYTHON) -m pytest -q -W default -p no:cacheprovider -p no:benchmark
 
 .PHONY: demo test check gpu-test gpu-perf clean
 
@@ -22,7 +23,8 @@ demo:
 test:
 	@PYTHON=$(PYTHON) .ci/setup test
 	@$(MAKE) --no-print-directory check
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadscope $(COMPUTING:%=tests/%)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadscope -p no:benchmark \
+		$(COMPUTING:%=tests/%)
 	@$(BIN)/python -m pytest -m "not gpu" $(COMPUTING:%=--ignore=tests/%)
 
 check:
