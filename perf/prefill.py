@@ -1,13 +1,12 @@
 """Prompt tokens a second: one request after the other, each with a prompt that no cache has seen.
 
-python perf/prefill.py --model llama-3.1-8b --tokens 8192 32768
+python perf/prefill.py --model llama-3.1-8b --tokens 8192 32768 --peer vllm
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -16,33 +15,18 @@ from typing import Any
 
 from bandwidth import matmul_tflop_s
 from msgspec import Struct
-from record import Run
+from peers import vllm
+from record import PrefillRun, Run
 from recording import Recording, dtype_name, free_memory, parser
 from scenario import random_tokens
 from shapes import Model, prepare
-from table import show
+from table import prefill_table, show
 
 from drift_sdk import Engine, EngineConfig, SamplingParams
 
-__all__ = ["PrefillOptions", "PrefillRun", "main", "measure"]
+__all__ = ["PrefillOptions", "main", "measure"]
 
 NUM_WARM_UPS = 2
-
-
-class PrefillRun(Run, kw_only=True):
-    """A prompt of `context` tokens, up to its first token. `seconds` is the median of the repeats.
-
-    `tflop_s`: operations of the prompt over that time; `matmul_tflop_s`: of a large product in this run.
-    """
-
-    executor: str
-    prefill_token_budget: int
-    num_repeats: int
-    seconds: float
-    seconds_min: float
-    seconds_max: float
-    tflop_s: float
-    matmul_tflop_s: float
 
 
 class PrefillOptions(Struct, frozen=True, kw_only=True):
@@ -80,22 +64,15 @@ async def measure(
                 )
                 for _ in range(NUM_WARM_UPS + options.repeats)
             ][NUM_WARM_UPS:]
-            seconds = statistics.median(times)
-            run = PrefillRun(
+            run = PrefillRun.of_times(
+                times,
+                num_tokens,
+                model.prefill_flops(num_tokens),
                 engine="drift",
                 executor=engine.executor,
                 model=model.name,
                 dtype=dtype_name(options.dtype, options.device),
-                scenario=f"prefill-{num_tokens}",
-                batch=1,
-                context=num_tokens,
                 prefill_token_budget=options.prefill_token_budget,
-                num_repeats=options.repeats,
-                tokens_per_s=num_tokens / seconds,
-                seconds=seconds,
-                seconds_min=min(times),
-                seconds_max=max(times),
-                tflop_s=model.prefill_flops(num_tokens) / seconds / 1e12,
                 matmul_tflop_s=peak_tflop_s,
             )
             runs.append(run)
@@ -121,6 +98,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given_parser = parser(__doc__)
     given_parser.add_argument("--tokens", type=int, nargs="+", default=(8192, 32_768), help="prompt lengths")
     given_parser.add_argument("--prefill-token-budget", type=int, default=EngineConfig().prefill_token_budget)
+    given_parser.add_argument(
+        "--peer", nargs="+", choices=("vllm",), default=(), help="measured in the same run"
+    )
     given = given_parser.parse_args(arguments)
     options = PrefillOptions(
         device=given.device,
@@ -136,18 +116,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         model = prepare(given.model, Path(folder))
         asyncio.run(measure(model, given.tokens, options, peak_tflop_s, recording.add))
 
-    results = recording.results
-    rows = [
-        (
-            run["scenario"],
-            run["executor"],
-            f"{run['tokens_per_s']:.0f}",
-            f"{run['seconds'] * 1e3:.1f}",
-            f"{run['tflop_s']:.1f} of {run['matmul_tflop_s']:.0f}",
-        )
-        for run in results.runs
-    ]
-    show(f"{model.name} on {results.gpu}", ("scenario", "executor", "tok/s", "ms", "TFLOP/s"), rows)
+        if given.peer:
+            free_memory()
+            for run in vllm.measure_prompts(model, given.tokens, given.repeats, peak_tflop_s):
+                recording.add(run)
+
+    show(*prefill_table(recording.results))
     print(f"written to {recording.path}")
 
 

@@ -15,7 +15,7 @@ from scenario import Scenario
 
 from drift_sdk._kernels.tuning import gpu_key
 
-__all__ = ["DecodeRun", "Results", "Run", "merge", "read", "result_path", "write"]
+__all__ = ["DecodeRun", "PrefillRun", "Results", "Run", "merge", "read", "result_path", "write"]
 
 RESULTS = Path(__file__).parent / "results"
 IDENTITY = (
@@ -102,6 +102,41 @@ class DecodeRun(Run, kw_only=True):
             ms_per_round=round_s * 1e3,
             bytes_per_round=num_bytes,
             roofline_fraction=num_bytes / (bandwidth_tb_s * 1e12) / round_s,
+            **fields,
+        )
+
+
+class PrefillRun(Run, kw_only=True):
+    """A prompt of `context` tokens, up to its first token. `seconds` is the median of the repeats.
+
+    `tflop_s`: operations of the prompt over that time; `matmul_tflop_s`: of a large product in this run.
+    `settings`: of a peer.
+    """
+
+    num_repeats: int
+    seconds: float
+    seconds_min: float
+    seconds_max: float
+    tflop_s: float
+    matmul_tflop_s: float
+    executor: str | UnsetType = UNSET
+    prefill_token_budget: int | UnsetType = UNSET
+    engine_version: str | UnsetType = UNSET
+    settings: str | UnsetType = UNSET
+
+    @classmethod
+    def of_times(cls, times_s: Sequence[float], num_tokens: int, num_flops: float, **fields: Any) -> Self:
+        seconds = statistics.median(times_s)
+        return cls(
+            scenario=f"prefill-{num_tokens}",
+            batch=1,
+            context=num_tokens,
+            num_repeats=len(times_s),
+            tokens_per_s=num_tokens / seconds,
+            seconds=seconds,
+            seconds_min=min(times_s),
+            seconds_max=max(times_s),
+            tflop_s=num_flops / seconds / 1e12,
             **fields,
         )
 

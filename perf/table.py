@@ -12,11 +12,12 @@ from record import Results, Run
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["decode_table", "progress", "show", "speculative_table", "title_of"]
+__all__ = ["decode_table", "prefill_table", "progress", "show", "speculative_table", "title_of"]
 
 # A log has no width of its own.
 console = Console(width=None if sys.stdout.isatty() else 180)
 DECODE_COLUMNS = ("scenario", "engine", "tok/s", "ms/round", "of roofline", "against vLLM")
+PREFILL_COLUMNS = ("scenario", "engine", "tok/s", "ms", "TFLOP/s", "against vLLM")
 SPECULATIVE_COLUMNS = (
     "scenario", "drafts", "tok/s", "ms/round", "AL", "2+", "active", "speedup", "efficiency",
     "limit tok/s", "of limit", "against vLLM", "GiB",
@@ -53,6 +54,22 @@ def decode_table(results: Results) -> tuple[str, Sequence[str], Sequence[Sequenc
         for run in results.runs
     ]
     return title_of(results), DECODE_COLUMNS, rows
+
+
+def prefill_table(results: Results) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
+    """Likewise of prompts."""
+    rows = [
+        (
+            run["scenario"],
+            " ".join(filter(None, (run["engine"], run.get("executor")))),
+            f"{run['tokens_per_s']:.0f}",
+            f"{run['seconds'] * 1e3:.1f}",
+            f"{run['tflop_s']:.1f} of {run['matmul_tflop_s']:.0f}",
+            against_vllm(run, results),
+        )
+        for run in results.runs
+    ]
+    return title_of(results), PREFILL_COLUMNS, rows
 
 
 def speculative_table(results: Results) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:

@@ -1,4 +1,5 @@
-"""The process that runs vLLM for `peers.vllm`: a job as its argument, a line of times for each scenario."""
+"""The process that runs vLLM for `peers.vllm`: a job as its argument, a line of times for each scenario and
+each length of a prompt."""
 
 from __future__ import annotations
 
@@ -12,24 +13,29 @@ from scenario import LENGTHS, Scenario
 
 __all__ = ["MARK", "Job", "Times"]
 
-MARK = "decode times: "
+MARK = "times: "
+NUM_WARM_UP_PROMPTS = 2
 MAX_MODEL_LEN = 34_816
 PROMPT_IDS = range(10, 30_000)
 
 
 class Job(Struct, frozen=True):
-    """`folder`: holds the model's config.json."""
+    """`folder`: holds the model's config.json. prompt_lengths: of prompts to read, one at a time."""
 
     folder: str
-    scenarios: list[str]
     repeats: int
+    scenarios: list[str] = []
+    prompt_lengths: list[int] = []
 
 
 class Times(Struct, frozen=True):
-    """Seconds of a decode step in each repeat, by the difference of two lengths."""
+    """Seconds of each repeat: of a decode step, by the difference of two lengths, or of a prompt.
 
-    scenario: str
-    rounds_s: list[float]
+    scenario: its name, or the prompt's length.
+    """
+
+    scenario: str | int
+    seconds: list[float]
     version: str
     settings: str
 
@@ -64,13 +70,18 @@ def main() -> None:
 
         return taken
 
+    def report(scenario: str | int, times: list[float]) -> None:
+        found = Times(scenario, times, vllm.__version__, f"vllm.LLM({described})")
+        print(MARK + msgspec.json.encode(found).decode(), flush=True)
+
+    numbers = random.Random(0)
+
+    def prompt(length: int) -> dict[str, list[int]]:
+        return {"prompt_token_ids": numbers.choices(PROMPT_IDS, k=length)}
+
     short, long = LENGTHS
     for scenario in map(Scenario.parse, job.scenarios):
-        numbers = random.Random(0)
-        prompts = [
-            {"prompt_token_ids": numbers.choices(PROMPT_IDS, k=scenario.context)}
-            for _ in range(scenario.batch)
-        ]
+        prompts = [prompt(scenario.context) for _ in range(scenario.batch)]
         for num_tokens in (short, long, long):
             seconds(prompts, num_tokens)
 
@@ -79,8 +90,11 @@ def main() -> None:
             short_s = seconds(prompts, short)
             rounds_s.append((seconds(prompts, long) - short_s) / (long - short))
 
-        times = Times(scenario.name, rounds_s, vllm.__version__, f"vllm.LLM({described})")
-        print(MARK + msgspec.json.encode(times).decode(), flush=True)
+        report(scenario.name, rounds_s)
+
+    for length in job.prompt_lengths:
+        times = [seconds([prompt(length)], 1) for _ in range(NUM_WARM_UP_PROMPTS + job.repeats)]
+        report(length, times[NUM_WARM_UP_PROMPTS:])
 
 
 if __name__ == "__main__":

@@ -10,14 +10,15 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
-from record import DecodeRun
+from record import DecodeRun, PrefillRun
 from scenario import Scenario
 from shapes import Model
 from vllm_process import MARK, Job, Times
 
-__all__ = ["measure"]
+__all__ = ["measure", "measure_prompts"]
 
 PROCESS = Path(__file__).parent.parent / "vllm_process.py"
 ENVIRONMENT = {
@@ -37,10 +38,38 @@ def measure(
 
     Raises RuntimeError for a real model, and if vLLM is missing or fails. Its messages go to stderr.
     """
+    job = Job(folder=str(model.path), repeats=repeats, scenarios=[s.name for s in scenarios])
+    for times in _times(model, job):
+        scenario = Scenario.parse(str(times.scenario))
+        yield DecodeRun.of_rounds(
+            times.seconds,
+            model.decode_bytes(scenario.batch, scenario.mean_context(), ITEMSIZE),
+            bandwidth_tb_s,
+            scenario=scenario,
+            **_fields(model, times),
+        )
+
+
+def measure_prompts(
+    model: Model, lengths: Sequence[int], repeats: int, peak_tflop_s: float
+) -> Iterator[PrefillRun]:
+    """Single prompts that no cache has seen, likewise."""
+    job = Job(folder=str(model.path), repeats=repeats, prompt_lengths=list(lengths))
+    for times in _times(model, job):
+        num_tokens = int(times.scenario)
+        yield PrefillRun.of_times(
+            times.seconds,
+            num_tokens,
+            model.prefill_flops(num_tokens),
+            matmul_tflop_s=peak_tflop_s,
+            **_fields(model, times),
+        )
+
+
+def _times(model: Model, job: Job) -> Iterator[Times]:
     if model.load != "random":
         raise RuntimeError(f"model {model.name}: the vllm peer measures random weights alone")
 
-    job = Job(folder=str(model.path), scenarios=[s.name for s in scenarios], repeats=repeats)
     environment = os.environ | ENVIRONMENT
     if "VLLM_PATH" in environment:
         paths = (environment["VLLM_PATH"], environment.get("PYTHONPATH"))
@@ -50,25 +79,20 @@ def measure(
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            if not line.startswith(MARK):
-                sys.stderr.write(line)
+            if line.startswith(MARK):
+                yield msgspec.json.decode(line.removeprefix(MARK), type=Times)
             else:
-                times = msgspec.json.decode(line.removeprefix(MARK), type=Times)
-                yield _run(model, Scenario.parse(times.scenario), times, bandwidth_tb_s)
+                sys.stderr.write(line)
 
     if process.returncode:
         raise RuntimeError(f"vLLM's process ended with exit code {process.returncode}")
 
 
-def _run(model: Model, scenario: Scenario, times: Times, bandwidth_tb_s: float) -> DecodeRun:
-    return DecodeRun.of_rounds(
-        times.rounds_s,
-        model.decode_bytes(scenario.batch, scenario.mean_context(), ITEMSIZE),
-        bandwidth_tb_s,
-        engine="vllm",
-        model=model.name,
-        dtype="bfloat16",
-        scenario=scenario,
-        engine_version=times.version,
-        settings=times.settings,
-    )
+def _fields(model: Model, times: Times) -> dict[str, Any]:
+    return {
+        "engine": "vllm",
+        "model": model.name,
+        "dtype": "bfloat16",
+        "engine_version": times.version,
+        "settings": times.settings,
+    }

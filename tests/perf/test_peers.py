@@ -9,6 +9,7 @@ import torch
 from peers import PEERS
 from peers.anchors import ANCHORS, anchor_of, is_void
 from peers.transformers import Decoding, load
+from peers.vllm import measure_prompts
 from scenario import Scenario
 from shapes import MODELS, Model, prepare
 
@@ -55,6 +56,17 @@ def test_vllm_runs_in_its_own_process(tiny: Model, tmp_path: Path, monkeypatch: 
     assert runs[0].ms_per_round == pytest.approx(0.1, rel=0.5)
     assert runs[1].ms_per_round == pytest.approx(0.4, rel=0.5)
     assert "enable_prefix_caching=True" in str(runs[0].settings)
+
+
+def test_vllm_reads_prompts(tiny: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_vllm(tmp_path / "site", monkeypatch, missing=0)
+    runs = list(measure_prompts(tiny, [16, 32], 3, 100.0))
+    assert [(run.engine, run.scenario, run.context, run.num_repeats) for run in runs] == [
+        ("vllm", "prefill-16", 16, 3),
+        ("vllm", "prefill-32", 32, 3),
+    ]
+    assert all(run.seconds_min <= run.seconds <= run.seconds_max for run in runs)
+    assert runs[1].tflop_s == pytest.approx(tiny.prefill_flops(32) / runs[1].seconds / 1e12)
 
 
 def test_a_vllm_that_fails_is_reported(tiny: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
