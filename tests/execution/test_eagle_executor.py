@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from draft_zoo import make_draft
 from drawn_decoder import drawn_decoder
 from interpreted_device import InterpretedDevice
+from triton.runtime import interpreter
 
 from drift_sdk._kernels.tuning import TunedTable
 from drift_sdk.driven_slots import DrivenSlots
@@ -55,7 +59,7 @@ def rounds(executor: Executor) -> list[Round]:
     return found
 
 
-def test_rounds_equal_the_eager_ones(tmp_path: Path) -> None:
+def executors(tmp_path: Path) -> tuple[GraphExecutor, EagerExecutor]:
     """Of a target of four layers one is captured twice: the features name it twice."""
     (tmp_path / "config.json").write_text(json.dumps(TARGET))
     config = DecoderConfig.from_hf(TARGET)
@@ -63,7 +67,7 @@ def test_rounds_equal_the_eager_ones(tmp_path: Path) -> None:
     make_draft("reference", tmp_path / "draft", tmp_path)
     draft = DraftDecoder.load(tmp_path / "draft", target)
     assert len(set(draft.boundaries)) < len(draft.boundaries)
-    executor = GraphExecutor(
+    graph = GraphExecutor(
         GpuDevice(0) if IS_GPU else InterpretedDevice(),
         target,
         LIMITS,
@@ -72,6 +76,44 @@ def test_rounds_equal_the_eager_ones(tmp_path: Path) -> None:
         draft=draft,
         draft_choices=(3,),
     )
-    expected = rounds(EagerExecutor(target, LIMITS, EagleDrafter(draft, target, LIMITS)))
-    assert rounds(executor) == expected
+    return graph, EagerExecutor(target, LIMITS, EagleDrafter(draft, target, LIMITS))
+
+
+def test_rounds_equal_the_eager_ones(tmp_path: Path) -> None:
+    graph, eager = executors(tmp_path)
+    expected = rounds(eager)
+    assert rounds(graph) == expected
     assert len(expected) > 2
+
+
+@pytest.mark.interpreter
+def test_kernels_that_start_dependents_before_they_wait_follow_long_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes after them may read what is older than the product or the attention before them."""
+    early = {"_add_norm", "_rotate_and_store", "_add_partitions"}
+    launched: list[str] = []
+    launch = interpreter.GridExecutor.__call__
+
+    def recorded(self: Any, *args: Any, **kwargs: Any) -> None:
+        # A norm of nothing but the residual stream waits first.
+        launched.append("" if kwargs.get("NUM_SLICES") == 0 else self.fn.__name__)
+        launch(self, *args, **kwargs)
+
+    def recording(name: str) -> Callable[..., Any]:
+        multiply = getattr(torch, name)
+
+        def recorded_multiply(*args: Any, **kwargs: Any) -> Any:
+            launched.append(name)
+            return multiply(*args, **kwargs)
+
+        return recorded_multiply
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", recorded)
+    for name in ("mm", "addmm"):
+        monkeypatch.setattr(torch, name, recording(name))
+    rounds(executors(tmp_path)[0])
+    pairs = set(itertools.pairwise(launched))
+    assert {after for _, after in pairs} >= early
+    before_early = {before for before, after in pairs if after in early}
+    assert before_early <= {"_multiply", "_gated_multiply", "_attend", "mm", "addmm"}

@@ -16,7 +16,13 @@ import triton.language as tl
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk._kernels.launching import (
+    launch_options,
+    prefetch,
+    start_dependents,
+    uses_pdl,
+    wait_for_producers,
+)
 
 __all__ = ["GemmConfig", "gated_multiply", "gated_multiply_reference", "multiply", "multiply_reference"]
 
@@ -66,6 +72,18 @@ def _tile(NUM_N: tl.constexpr, TILE_M: tl.constexpr, M, GROUP: tl.constexpr):
 
 
 @triton.jit
+def _prefetch_tile(
+    w, columns, first, N: tl.constexpr, K: tl.constexpr, TILE_K: tl.constexpr, PDL: tl.constexpr
+):
+    """Weights of the first tile of a slice: they do not change, so there is nothing to wait for. More than
+    that gains nothing."""
+    LINE: tl.constexpr = 1024 // w.dtype.element_ty.primitive_bitwidth
+    line = tl.arange(0, max(TILE_K // LINE, 1)) * LINE
+    place = columns[:, None] * K + (first + line)[None, :]
+    prefetch(w + tl.minimum(place, N * K - 1), PDL)
+
+
+@triton.jit
 def _slice_product(
     x, w, rows, columns, is_row, is_column, first, end,
     K: tl.constexpr, TILE_N: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
@@ -102,10 +120,11 @@ def _multiply(
     N: tl.constexpr, K: tl.constexpr, SLICE: tl.constexpr, SLICES: tl.constexpr, SPREAD: tl.constexpr,
     TILE_N: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    wait_for_producers(PDL)
     EVEN: tl.constexpr = N % TILE_N == 0 and K % SLICE == 0 and SLICE % TILE_K == 0
     tile_n, tile_m = _tile(tl.cdiv(N, TILE_N), TILE_M, M, 8)
     columns = (tile_n * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
+    _prefetch_tile(w, columns, tl.program_id(1) * SLICE, N, K, TILE_K, PDL)
+    wait_for_producers(PDL)
     rows = (tile_m * TILE_M + tl.arange(0, TILE_M)).to(tl.int64)
     is_row, is_column = rows < M, columns < N
     if SPREAD:
@@ -136,10 +155,12 @@ def _gated_multiply(
     TILE_N: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Columns n and N + n of the weight meet in one program, and silu(first) * second is stored."""
-    wait_for_producers(PDL)
     EVEN: tl.constexpr = N % TILE_N == 0 and K % TILE_K == 0
     tile_n, tile_m = _tile(tl.cdiv(N, TILE_N), TILE_M, M, 8)
     columns = (tile_n * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
+    _prefetch_tile(w, columns, 0, 2 * N, K, TILE_K, PDL)
+    _prefetch_tile(w, N + columns, 0, 2 * N, K, TILE_K, PDL)
+    wait_for_producers(PDL)
     rows = (tile_m * TILE_M + tl.arange(0, TILE_M)).to(tl.int64)
     is_row, is_column = rows < M, columns < N
     inner = tl.arange(0, TILE_K)

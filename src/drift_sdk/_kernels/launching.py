@@ -1,10 +1,13 @@
 """How kernels are launched: compiled on a GPU, interpreted without one; one after the other, or overlapping.
 
 Programmatic dependent launch lets a kernel's CTAs be placed while the kernel before it still runs. Each
-kernel therefore waits before it touches memory, and only then says that its successor may be placed. So what
-is older than the kernel before is there when a CTA is placed, and may be read without waiting; past the L1
-cache (".cg"), which may hold what was there before, unless it never changes. Every CTA waits before it ends,
-or its successors could pass a kernel that is still at work.
+kernel waits before it touches what others write, and a product or another long kernel says that its successor
+may be placed only when it is nearly done, or the successor would sit on the multiprocessors. A short kernel
+that always follows a long one says so at once, even before it waits.
+
+So what is older than the two kernels before is there when a CTA is placed, and may be read without waiting;
+past the L1 cache (".cg"), which may hold what was there before, unless it never changes. Every CTA waits
+before it ends, or its successors could pass a kernel that is still at work.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ __all__ = [
     "cache_folder",
     "is_interpreted",
     "launch_options",
+    "prefetch",
     "start_dependents",
     "uses_pdl",
     "wait_for_producers",
@@ -57,3 +61,17 @@ def start_dependents(PDL: tl.constexpr):
     """Let the next kernel's CTAs be placed as soon as there is room."""
     if PDL:
         gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch(pointers, PDL: tl.constexpr):
+    """Bring the lines of 128 bytes that these point into to the L2 cache, while the kernel waits."""
+    if PDL:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [pointers.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )

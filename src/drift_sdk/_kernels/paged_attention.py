@@ -81,7 +81,7 @@ def _attend(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (head, share): a run of tiles, sequence after sequence."""
-    # Plan, rows and block table are older than the kernel before, whose queries and keys are waited for.
+    # Plan, rows and block table are older than the two kernels before, which make queries and keys.
     head = tl.program_id(0)
     row = tl.arange(0, TILE_ROWS)
     is_row = row < ROWS * GROUP
@@ -173,6 +173,7 @@ def _add_partitions(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row, head, sequence). CHUNK partitions at a time: their loads are all under way at once."""
+    start_dependents(PDL)
     row, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     step_row = sequence * ROWS + row // GROUP
     dim = tl.arange(0, TILE_DIM)
@@ -182,7 +183,6 @@ def _add_partitions(
     # Rows of slot -1 see nothing, and get zeros.
     end = tl.where(slot >= 0, partition_of(position, NARROW, NARROW_END, WIDE) + 1, 0)
     wait_for_producers(PDL)
-    start_dependents(PDL)
     place = ((sequence * HEADS + head) * num_partitions).to(tl.int64) * (ROWS * GROUP) + row
     maximum = tl.full((), float("-inf"), tl.float32)
     weight = tl.zeros((), tl.float32)

@@ -31,13 +31,14 @@ def _add_norm(
     # Loaded here, the weight is not waited for after the sum.
     weights = tl.load(weight + column, mask=is_column, other=0.0)
     if NUM_SLICES > 0:
-        # The kernel before has made delta; the residual stream is older.
+        # A product has made delta right before; the residual stream is older.
+        start_dependents(PDL)
         x = tl.load(hidden, mask=is_column, other=0.0, cache_modifier=".cg")
         wait_for_producers(PDL)
     else:
         wait_for_producers(PDL)
+        start_dependents(PDL)
         x = tl.load(hidden, mask=is_column, other=0.0)
-    start_dependents(PDL)
     if NUM_SLICES > 0:
         delta += row * delta_stride + column
         total = tl.load(delta, mask=is_column, other=0.0).to(tl.float32)
@@ -73,7 +74,7 @@ def add_norm(
     hidden [N, H] in the storage type; weight [H] and normed [N, H] likewise.
     delta: [N, H] in the storage type, or fp32 partial sums [num_slices, N, H], added in the order of slices,
     then bias [H] (storage type) if given, then rounded to the storage type; or None for the norm alone.
-    Beside a delta, hidden must not come from the kernel right before.
+    Beside a delta, which a product made right before, hidden must be older than that product.
     captured [N, H], if given, takes a copy of the updated hidden. Rows of all but weight and bias may stand
     apart. Raises ValueError for another shape, type or layout.
     """

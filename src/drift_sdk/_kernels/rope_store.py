@@ -52,6 +52,7 @@ def _rotate_and_store(
     HEADS: tl.constexpr, PADDED_HALF: tl.constexpr, NUM_SLICES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row, group): the first groups are of query heads, then of keys, then of values."""
+    start_dependents(PDL)
     DTYPE: tl.constexpr = query_out.dtype.element_ty
     HALF: tl.constexpr = HEAD_DIM // 2
     QUERY_GROUPS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
@@ -77,9 +78,8 @@ def _rotate_and_store(
     angle = position.to(tl.int64) * HALF + i
     cosines = tl.load(cos + angle, mask=i < HALF, other=0.0).to(tl.float32)[None, :]
     sines = tl.load(sin + angle, mask=i < HALF, other=0.0).to(tl.float32)[None, :]
-    # Rows and block table are older than the kernel before, whose product is waited for.
+    # Rows and block table are older than the product that is waited for.
     wait_for_producers(PDL)
-    start_dependents(PDL)
     qkv += row * row_stride
     low = _load(qkv, bias, places, slice_stride, is_place, NUM_SLICES, DTYPE)
     high = _load(qkv, bias, places + HALF, slice_stride, is_place, NUM_SLICES, DTYPE)
