@@ -14,7 +14,7 @@ from model_zoo import NUM_MODELS, make_model
 
 from drift_sdk import Chain, Completion, Engine, EngineConfig, NGram, SamplingParams, Speculation
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 NUM_TOKENS = 64
 

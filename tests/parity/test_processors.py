@@ -89,7 +89,7 @@ def transformers_scores(logits: torch.Tensor, sampling: SlotSampling, tokens: li
     """logits [1, V] after transformers' own processors, in the order of its `generate`."""
     processors = LogitsProcessorList()
     if sampling.logit_bias:
-        processors.append(SequenceBiasLogitsProcessor([[[i], b] for i, b in sampling.logit_bias]))
+        processors.append(SequenceBiasLogitsProcessor({(i,): b for i, b in sampling.logit_bias}))
     processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
     min_new_tokens = sampling.min_length - sampling.num_prompt_tokens
     if sampling.stop_token_ids and min_new_tokens > 0:
