@@ -70,6 +70,12 @@ def test_concurrent_streams(model: str) -> None:
     assert re.search(r"3 streams, \d+ tokens in [\d.]+ s", out)
 
 
+def test_speculative() -> None:
+    out, _ = run("speculative")
+    assert "the same tokens: True" in out
+    assert float(re.search(r"tokens a round: ([\d.]+)", out)[1]) > 2
+
+
 def test_cancel() -> None:
     out, _ = run("cancel")
     assert "cancel(): cancelled" in out

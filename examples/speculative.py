@@ -1,0 +1,34 @@
+"""The same tokens in fewer steps: a draft proposes some, the model verifies them all at once.
+
+python examples/speculative.py                     drafts from the text itself, for SmolLM2-135M
+python examples/speculative.py MODEL DRAFT         an EAGLE-3 head for the model: a folder or hub id
+"""
+
+import sys
+
+import anyio
+import smollm2
+
+from drift_sdk import Completion, Engine, EngineConfig, NGram, SamplingParams, Speculation
+
+PROMPT = "".join(f"Day {day}: woke up at 7, had tea and bread, walked to work.\n" for day in range(1, 7))
+
+
+async def write_on(model: str, speculation: Speculation | None) -> Completion:
+    async with Engine(model, EngineConfig(speculation=speculation)) as engine:
+        return await engine.generate(PROMPT, SamplingParams(max_tokens=160))
+
+
+async def main(model: str, draft: str | NGram) -> None:
+    plain = await write_on(model, None)
+    drafted = await write_on(model, Speculation(draft=draft))
+    print(drafted.text)
+    for name, completion in (("plain", plain), ("drafted", drafted)):
+        print(f"{name}: {(completion.usage.completion_tokens - 1) / completion.timing.decode_s:.1f} tok/s")
+    print(f"tokens a round: {drafted.speculation.acceptance_length:.2f}")
+    print(f"the same tokens: {plain.token_ids == drafted.token_ids}")
+
+
+if __name__ == "__main__":
+    model = sys.argv[1] if len(sys.argv) > 1 else str(smollm2.path())
+    anyio.run(main, model, sys.argv[2] if len(sys.argv) > 2 else NGram())
