@@ -70,8 +70,8 @@ def test_concurrent_streams(model: str) -> None:
     assert re.search(r"3 streams, \d+ tokens in [\d.]+ s", out)
 
 
-def test_speculative() -> None:
-    out, _ = run("speculative")
+def test_speculate() -> None:
+    out, _ = run("speculate")
     assert "the same tokens: True" in out
     assert float(re.search(r"tokens a round: ([\d.]+)", out)[1]) > 2
 

@@ -1,7 +1,7 @@
 """The same tokens in fewer steps: a draft proposes some, the model verifies them all at once.
 
-python examples/speculative.py                     drafts from the text itself, for SmolLM2-135M
-python examples/speculative.py MODEL DRAFT         an EAGLE-3 head for the model: a folder or hub id
+python examples/speculate.py                     drafts from the text itself, for SmolLM2-135M
+python examples/speculate.py MODEL DRAFT         an EAGLE-3 head for the model: a folder or hub id
 """
 
 import sys
@@ -25,7 +25,8 @@ async def main(model: str, draft: str | NGram) -> None:
     print(drafted.text)
     for name, completion in (("plain", plain), ("drafted", drafted)):
         print(f"{name}: {(completion.usage.completion_tokens - 1) / completion.timing.decode_s:.1f} tok/s")
-    print(f"tokens a round: {drafted.speculation.acceptance_length:.2f}")
+    if drafted.speculation is not None:
+        print(f"tokens a round: {drafted.speculation.acceptance_length:.2f}")
     print(f"the same tokens: {plain.token_ids == drafted.token_ids}")
 
 
