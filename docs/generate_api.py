@@ -54,7 +54,12 @@ def render() -> str:
     parts.append(f"### drift_sdk.testing.{signature('scripted_engine', testing.scripted_engine)}")
     parts.append(doc_of(testing.scripted_engine))
     parts.append("## Measuring")
-    for function in (measurement.simulated_engine, measurement.recorded_engine, measurement.stage_times):
+    for function in (
+        measurement.simulated_engine,
+        measurement.recorded_engine,
+        measurement.stage_times,
+        measurement.profiled_engine,
+    ):
         parts.append(f"### drift_sdk.measurement.{signature(function.__name__, function)}")
         parts.append(doc_of(function))
     for cls in (measurement.AcceptanceTrace, measurement.RecordedRounds, measurement.StageTimes):

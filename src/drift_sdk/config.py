@@ -56,13 +56,15 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     With `strict_performance`:
     - Starting raises ConfigError without the graph executor, or where a weight's shape was never measured on
-      this kind of GPU, and ModelLoadError for a draft that cannot be had, required or not.
+      this kind of GPU or cannot be run as measured, and ModelLoadError for a draft that cannot be had,
+      required or not.
     - Submitting raises RequestError for what needs the host in the midst of a step: prompt_logprobs, and a
       grammar on a speculating engine unless its num_draft_tokens is 0.
     - Serving ends with ExecutorError when the host waits for room to pass on a step's input (so much was
-      admitted at once), when torch allocates memory of the GPU (anybody in the process: it is checked every
-      256 steps), and when a draft model drafts nothing in a round that is not a sequence's last. That the
-      policy drafts less, that a request caps its drafts and that `NGram` finds nothing are no losses.
+      admitted at once), when it copies results to make room, when torch allocates memory of the GPU (anybody
+      in the process: it is checked every 256 steps), and when a draft model drafts nothing in a round that
+      is not a sequence's last. That the policy drafts less, that a request caps its drafts and that `NGram`
+      finds nothing are no losses.
     The same is counted in `EngineStats`, strict or not.
     """
 

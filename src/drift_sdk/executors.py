@@ -23,8 +23,8 @@ MIN_CAPABILITY = (9, 0)
 
 
 class OpenedExecutor(Struct, frozen=True, kw_only=True):
-    """An executor, and what came to light when it was made. `untuned`: weight shapes without measured
-    configurations. `round_costs`: seconds by (slots, drafts), if somebody may choose."""
+    """An executor, and what came to light when it was made. `untuned`: weight shapes that run without
+    measured configurations. `round_costs`: seconds by (slots, drafts), if somebody may choose."""
 
     executor: Executor
     untuned: tuple[str, ...] = ()

@@ -39,6 +39,7 @@ __all__ = [
     "RecordedEngine",
     "RecordedRounds",
     "StageTimes",
+    "profiled_engine",
     "recorded_engine",
     "simulated_engine",
     "stage_times",
@@ -52,6 +53,21 @@ def recorded_engine(model: str | Path, config: EngineConfig) -> RecordedEngine:
     """An engine like any other, of any executor, that notes how many tokens each round emitted: see its
     `rounds`."""
     return RecordedEngine(model, config)
+
+
+def profiled_engine(model: str | Path, config: EngineConfig) -> RecordedEngine:
+    """An engine whose steps a profiler finds in NVTX ranges: the launch of each in "prefill", "base_decode"
+    or "verify", and, while graphs are captured, what each stage starts (see `stage_times`).
+
+    config: with executor="graph". Raises ConfigError.
+    """
+    check_graphs(config, "to have its stages marked")
+    return RecordedEngine(model, config, is_profiled=True)
+
+
+def check_graphs(config: EngineConfig, purpose: str) -> None:
+    if config.executor != "graph":
+        raise ConfigError.of("executor", config.executor, f'"graph" {purpose}')
 
 
 def simulated_engine(
@@ -74,9 +90,7 @@ def simulated_engine(
 
 def simulated_trace(config: EngineConfig, acceptance: float | Sequence[int]) -> AcceptanceTrace:
     trace = AcceptanceTrace.of(acceptance)
-    if config.executor != "graph":
-        raise ConfigError.of("executor", config.executor, '"graph" to simulate acceptance')
-
+    check_graphs(config, "to simulate acceptance")
     if config.speculation is None:
         raise ConfigError.of("speculation", None, "a Speculation whose acceptance to simulate")
 
@@ -149,23 +163,31 @@ class RecordedEngine(Engine):
     """An `Engine` that writes down its rounds: `rounds`, complete once the engine is paused or closed."""
 
     def __init__(
-        self, model: str | Path, config: EngineConfig, acceptance: AcceptanceTrace | None = None
+        self,
+        model: str | Path,
+        config: EngineConfig,
+        acceptance: AcceptanceTrace | None = None,
+        *,
+        is_profiled: bool = False,
     ) -> None:
         super().__init__(model, config)
         self.rounds = RecordedRounds()
-        self._open = partial(open_recorded, model, self.config, acceptance, self.rounds)
+        self._open = partial(open_recorded, model, self.config, acceptance, is_profiled, self.rounds)
 
 
 def open_recorded(
     model: str | Path,
     config: EngineConfig,
     acceptance: AcceptanceTrace | None,
+    is_profiled: bool,
     rounds: RecordedRounds,
     report: Callable[[str, float], None],
 ) -> OpenedModel:
     # Imported here, on the engine's thread, for it loads torch.
+    from drift_sdk.execution.stages import NvtxStages
     from drift_sdk.opening import open_model
 
     lengths = acceptance.lengths if acceptance is not None else None
-    opened = open_model(model, config, report, acceptance_trace=lengths)
+    stages = NvtxStages() if is_profiled else None
+    opened = open_model(model, config, report, acceptance_trace=lengths, stages=stages)
     return msgspec.structs.replace(opened, executor=RecordingExecutor(opened.executor, rounds))

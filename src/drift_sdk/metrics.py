@@ -34,9 +34,10 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     in order; "imports" is what comes before the first report, torch's mostly.
 
     What slows the graph executor down: `num_untuned_shapes` of weights whose kernels were never measured on
-    this kind of GPU. Times the host had to wait for room to pass on a step's input, rounds cut in two to ask
-    a grammar what may follow each draft, results copied because they were read late, and allocations of
-    the GPU's memory by torch, of anybody in the process, counted every 256 steps.
+    this kind of GPU, or cannot be run as measured. Times the host had to wait for room to pass on a step's
+    input, rounds cut in two to ask a grammar what may follow each draft, results copied because they were
+    read late, and allocations of the GPU's memory by torch, of anybody in the process, counted every 256
+    steps.
     """
 
     num_running: int = 0

@@ -17,7 +17,7 @@ class OpenedModel(Struct, frozen=True, kw_only=True):
     """A model ready to serve: how it runs, how it is scheduled, and its text.
 
     `fallback` says why "auto" chose a slower executor than the device allows; None if it did not.
-    `untuned_shapes`: of weights whose kernels were never measured on this GPU.
+    `untuned_shapes`: of weights whose kernels were never measured on this GPU, or cannot be run as measured.
     `start_seconds`: stages of opening it and how long each took, in order.
     """
 

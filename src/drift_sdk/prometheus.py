@@ -20,7 +20,7 @@ drift_rewound_tokens_total                counter   of those, the others: rows o
 drift_acceptance_length                   gauge     mean tokens a round, the model's own included
 drift_acceptance_ratio{position}          gauge     share of rounds whose drafts 0 to position were right
 drift_undrafted_rows_total{reason}        counter   without one: policy, request, room, drafter
-drift_untuned_shapes                      gauge     of weights whose kernels were never measured
+drift_untuned_shapes                      gauge     of weights without measured kernels
 drift_host_work_total{kind}               counter   wait, round, copy, allocation: see EngineStats
 drift_tokens_per_second                   gauge     generated, over the last 5 seconds
 drift_step_rows{kind}                     gauge     of the last step: prefill (chunks), decode (sequences)

@@ -85,7 +85,7 @@ class Recorder:
             log.warning("executor=auto chose %s: %s", model.executor_name, model.fallback)
         if model.untuned_shapes:
             shapes = ", ".join(model.untuned_shapes)
-            log.warning("kernels were never measured on this GPU for weights of shape %s", shapes)
+            log.warning("no measured kernels run on this GPU for weights of shape %s", shapes)
 
     def closed(self) -> None:
         num_requests, num_tokens = sum(self._num_ended.values()), self._num_generated_tokens

@@ -14,6 +14,7 @@ from interpreted_device import InterpretedDevice
 from msgspec import Struct
 from numpy.typing import NDArray
 from scheduled_run import sampling_of
+from tiny_llama import tiny_llama
 
 from drift_sdk._kernels.slot_columns import num_mask_words
 from drift_sdk._kernels.tuning import TunedTable
@@ -39,17 +40,9 @@ NUM_DRAFTS = 3
 EOS, NEVER = 2, 1
 FREE = range(20, 28)
 LIMITS = ExecutorLimits(max_num_seqs=3, max_model_len=32, num_blocks=48, block_size=4, vocab_size=VOCAB_SIZE)
-SHAPES = {
-    "model_type": "llama",
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-}
+SHAPES = tiny_llama(
+    vocab_size=VOCAB_SIZE, hidden_size=16, intermediate_size=16, head_dim=8, rms_norm_eps=1e-6
+)
 
 
 class Script:

@@ -13,6 +13,7 @@ import torch
 from draft_zoo import make_draft
 from drawn_decoder import drawn_decoder
 from interpreted_device import InterpretedDevice
+from tiny_llama import tiny_llama
 from triton.runtime import interpreter
 
 from drift_sdk._kernels.tuning import TunedTable
@@ -28,20 +29,7 @@ from drift_sdk.steps import Executor, ExecutorLimits
 pytestmark = [pytest.mark.kernel, pytest.mark.timeout(300)]
 
 IS_GPU = torch.cuda.is_available()
-TARGET = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 24,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "hidden_act": "silu",
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-}
+TARGET = tiny_llama(vocab_size=96, num_hidden_layers=4)
 LIMITS = ExecutorLimits(max_num_seqs=2, max_model_len=40, num_blocks=20, block_size=4, vocab_size=96)
 BUDGET = 16
 

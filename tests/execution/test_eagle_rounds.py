@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from draft_zoo import make_draft
+from tiny_llama import tiny_llama
 
 from drift_sdk._kernels.paged_attention import AttentionConfig
 from drift_sdk._kernels.tuning import TunedTable
@@ -28,20 +29,7 @@ pytestmark = [pytest.mark.kernel, pytest.mark.timeout(300)]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCAB_SIZE, NUM_TOKENS, MAX_CHUNKS = 160, 48, 2
-TARGET = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "hidden_act": "silu",
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-}
+TARGET = tiny_llama(vocab_size=VOCAB_SIZE, num_hidden_layers=3, max_position_embeddings=256)
 # Temperature and seed of each slot.
 SAMPLINGS = [(0.0, 0), (0.9, 5), (1.4, 2**40 + 1)]
 

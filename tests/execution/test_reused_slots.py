@@ -6,6 +6,7 @@ import pytest
 import torch
 from interpreted_device import InterpretedDevice
 from scheduled_run import sampling_of
+from tiny_llama import tiny_llama
 
 from drift_sdk._kernels.tuning import TunedTable
 from drift_sdk.execution.device import GpuDevice
@@ -22,17 +23,7 @@ from drift_sdk.steps import Executor, ExecutorLimits
 pytestmark = [pytest.mark.kernel, pytest.mark.timeout(300)]
 
 IS_GPU = torch.cuda.is_available()
-SHAPES = {
-    "model_type": "llama",
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-}
+SHAPES = tiny_llama(vocab_size=300, intermediate_size=48, rms_norm_eps=1e-6)
 LIMITS = ExecutorLimits(max_num_seqs=1, max_model_len=64, num_blocks=8, block_size=16, vocab_size=300)
 
 

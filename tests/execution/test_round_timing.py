@@ -6,6 +6,7 @@ import pytest
 import torch
 from interpreted_device import InterpretedDevice
 from scheduled_run import run_scheduled, sampling_of
+from tiny_llama import tiny_llama
 
 from drift_sdk import NGram
 from drift_sdk._kernels.tuning import TunedTable
@@ -17,18 +18,7 @@ from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.steps import ExecutorLimits
 
 IS_GPU = torch.cuda.is_available()
-SHAPES = {
-    "model_type": "llama",
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 1,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": True,
-}
+SHAPES = tiny_llama(tie_word_embeddings=True)
 LIMITS = ExecutorLimits(max_num_seqs=2, max_model_len=32, num_blocks=16, block_size=4, vocab_size=64)
 
 

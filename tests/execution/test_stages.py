@@ -6,20 +6,23 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
+import anyio
 import pytest
 import torch
 from draft_zoo import make_draft
 from interpreted_device import InterpretedDevice, InterpretedEvent
+from tiny_llama import tiny_llama
 
-from drift_sdk import ConfigError, EngineConfig, NGram, Speculation
+from drift_sdk import ConfigError, Engine, EngineConfig, NGram, Speculation
 from drift_sdk._kernels.tuning import TunedTable
 from drift_sdk.driven_slots import DrivenSlots
 from drift_sdk.execution.device import GpuDevice
 from drift_sdk.execution.eager import EagerExecutor
 from drift_sdk.execution.graph import GraphExecutor
 from drift_sdk.execution.stages import NO_STAGES, GpuMark, NvtxStages, Stages, TimedStages
-from drift_sdk.measurement import AcceptanceTrace, stage_times
+from drift_sdk.measurement import AcceptanceTrace, profiled_engine, recorded_engine, stage_times
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.eagle3 import DraftDecoder
@@ -30,20 +33,7 @@ pytestmark = [pytest.mark.kernel, pytest.mark.timeout(300)]
 
 IS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if IS_GPU else "cpu"
-TARGET = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 160,
-    "hidden_size": 32,
-    "intermediate_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "hidden_act": "silu",
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-}
+TARGET = tiny_llama(vocab_size=160, num_hidden_layers=3)
 LIMITS = ExecutorLimits(max_num_seqs=2, max_model_len=40, num_blocks=20, block_size=4, vocab_size=160)
 BUDGET = 16
 
@@ -128,8 +118,8 @@ def test_every_part_is_marked_once(target: Decoder, draft: DraftDecoder) -> None
 
 
 def test_without_stages_the_device_captures_the_steps_themselves() -> None:
-    device, captured = InterpretedDevice(), []
-    device.capture = captured.append  # type: ignore[assignment,method-assign]  # to see what it gets
+    captured: list[object] = []
+    device = SimpleNamespace(capture=captured.append)
 
     def step() -> None: ...
 
@@ -232,6 +222,28 @@ def test_what_has_no_room(target: Decoder, context: int, max_lengths: list[int],
     slots = DrivenSlots(EagerExecutor(target, LIMITS), prefill_token_budget=BUDGET)
     with pytest.raises(ConfigError, match=field):
         slots.fill(context, max_lengths)
+
+
+def test_a_profiled_engine_has_ranges(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In graphs alone."""
+    opened: list[object] = []
+
+    def open_model(*_: object, stages: object, **__: object) -> None:
+        opened.append(stages)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr("drift_sdk.opening.open_model", open_model)
+
+    async def main(engine: Engine) -> None:
+        with pytest.raises(ConfigError, match="enough"):
+            await engine.start()
+
+    config = EngineConfig(executor="graph")
+    for engine in (profiled_engine(tmp_path, config), recorded_engine(tmp_path, config)):
+        anyio.run(main, engine)
+    assert isinstance(opened[0], NvtxStages) and opened[1] is None
+    with pytest.raises(ConfigError, match="executor='auto': expected \"graph\" to have its stages marked"):
+        profiled_engine(tmp_path, EngineConfig())
 
 
 def test_only_graphs_have_stages(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ import pytest
 import torch
 from interpreted_device import InterpretedDevice, InterpretedEvent
 from loops import on_every_loop, run
+from scheduled_run import sampling_of
+from tiny_llama import tiny_llama
 
 from drift_sdk import EngineConfig, ExecutorError
 from drift_sdk._kernels.tuning import TunedTable
@@ -27,23 +29,11 @@ from drift_sdk.steps import (
     ExecutorLimits,
     PrefillChunk,
     SlotAssignment,
-    SlotSampling,
     StepPlan,
 )
 from drift_sdk.testing import ScriptedExecutor, scripted_engine
 
-SHAPES = {
-    "model_type": "llama",
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 1,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": True,
-}
+SHAPES = tiny_llama(tie_word_embeddings=True)
 LIMITS = ExecutorLimits(max_num_seqs=1, max_model_len=32, num_blocks=8, block_size=4, vocab_size=64)
 
 
@@ -84,19 +74,9 @@ def graph_executor(device: HangingDevice, step_timeout_s: float | None) -> Graph
 
 
 def first_step() -> StepPlan:
-    sampling = SlotSampling(
-        temperature=0.0,
-        top_k=0,
-        top_p=1.0,
-        min_p=0.0,
-        seed=0,
-        stop_token_ids=(),
-        num_prompt_tokens=2,
-        max_length=8,
-    )
     return StepPlan(
         step_id=0,
-        assignments=(SlotAssignment(slot=0, sampling=sampling),),
+        assignments=(SlotAssignment(slot=0, sampling=sampling_of(2, 6)),),
         block_updates=(BlockUpdate(slot=0, first_index=0, block_ids=(3,)),),
         prefill=(PrefillChunk(slot=0, start=0, token_ids=(5, 6), next_token_id=None),),
         decode=(),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
-from interpreted_device import InterpretedDevice, InterpretedEvent
+from interpreted_device import InterpretedDevice, InterpretedEvent, InterpretedReplay
 from loops import on_every_loop, run
+from tiny_llama import tiny_llama
 
 from drift_sdk import (
     ConfigError,
@@ -19,18 +21,24 @@ from drift_sdk import (
     SamplingParams,
     Speculation,
 )
+from drift_sdk._kernels import library_gemm
 from drift_sdk._kernels.gemm import GemmConfig
 from drift_sdk._kernels.tuning import UNTUNED, TunedGemm, TunedTable, WatchedTable
 from drift_sdk.execution import allocation_count
 from drift_sdk.execution.allocation_count import AllocationCount
+from drift_sdk.execution.graph import GraphExecutor
 from drift_sdk.execution.ring import Ring
 from drift_sdk.execution.slot_table import NO_UPDATES
 from drift_sdk.execution.strict import StrictExecutor
 from drift_sdk.executors import choose_executor, untuned_error
 from drift_sdk.intake import Intake
+from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.prometheus import metrics_text
 from drift_sdk.recorder import Recorder
-from drift_sdk.steps import DecodeRow, HostWork, SlotOutput, StepPlan, StepResult
+from drift_sdk.scheduling.config import SchedulerConfig
+from drift_sdk.scheduling.scheduler import Scheduler
+from drift_sdk.steps import DecodeRow, ExecutorLimits, HostWork, SlotOutput, StepPlan, StepResult
 from drift_sdk.testing import scripted_engine
 
 CPU = torch.device("cpu")
@@ -80,6 +88,7 @@ def collect(plan: StepPlan, *, must_draft: bool = False, **result: object) -> St
     [
         (HostWork(num_waits=2), "2 waits for room"),
         (HostWork(num_host_rounds=1), "1 rounds in which the host"),
+        (HostWork(num_copies=3), "3 results copied"),
         (HostWork(num_allocations=7), "7 allocations of device memory"),
     ],
 )
@@ -87,10 +96,6 @@ def test_work_of_the_host_is_an_error(work: HostWork, message: str) -> None:
     with pytest.raises(ExecutorError, match=f"strict_performance: {message}") as caught:
         collect(plan_of(), host_work=work)
     assert not caught.value.process_unusable
-
-
-def test_late_copies_are_none() -> None:
-    assert collect(plan_of(), host_work=HostWork(num_copies=3)).host_work.num_copies == 3
 
 
 def test_a_round_without_the_planned_draft_is_an_error() -> None:
@@ -190,6 +195,32 @@ def test_a_watched_table_knows_what_it_lacks() -> None:
     assert WatchedTable(gemms=gemms).untuned == set()  # each its own
 
 
+class WarmingDevice(InterpretedDevice):
+    """Runs a step once before it is captured, as a GPU does."""
+
+    def capture(self, step: Callable[[], None]) -> InterpretedReplay:
+        step()
+        return super().capture(step)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("has_same_bits", [True, False])
+def test_weights_whose_library_has_other_bits_count_as_untuned(
+    has_same_bits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library_gemm, "_is_for_library", lambda x, config: config.is_library)
+    monkeypatch.setattr(library_gemm, "_is_exact", lambda *_: has_same_bits)
+    for name in ("library_multiply", "library_gated_multiply"):
+        monkeypatch.setattr(library_gemm, name, lambda *_: None)
+    decoder = Decoder.random(DecoderConfig.from_hf(tiny_llama()), device="cpu", dtype=torch.float32)
+    by_library = TunedGemm(((1, GemmConfig(1, True, 64, 16, 64, 3, 4, is_library=True)),))
+    weights = {"64x32", "32x32", "48x32 gated", "32x24"}  # qkv and head, output, gate and up, down
+    watched = WatchedTable(gemms=dict.fromkeys(weights, by_library))
+    limits = ExecutorLimits(max_num_seqs=1, max_model_len=32, num_blocks=8, block_size=4, vocab_size=64)
+    GraphExecutor(WarmingDevice(), decoder, limits, watched, prefill_token_budget=16).close()
+    assert watched.untuned == (set() if has_same_bits else weights)
+
+
 def test_untuned_weights_are_named_with_what_to_run() -> None:
     error = untuned_error("nvidia-x", ("256x64", "512x64 gated"))
     assert isinstance(error, ConfigError)
@@ -249,16 +280,8 @@ def test_the_counters_are_in_the_statistics() -> None:
         recorder.collected(result)
     allocated = HostWork(num_allocations=9)
     recorder.collected(StepResult(step_id=0, prefill=(), decode=(), duration_s=0.001, host_work=allocated))
-    scheduler = SimpleNamespace(
-        config=SimpleNamespace(max_num_seqs=1, num_blocks=1),
-        num_running=0,
-        num_waiting=0,
-        num_queued=0,
-        num_free_blocks=1,
-        num_cached_blocks=0,
-        num_preemptions=0,
-    )
-    recorder.publish(scheduler)
+    config = SchedulerConfig(max_num_seqs=1, num_blocks=1, block_size=16, prefill_token_budget=16)
+    recorder.publish(Scheduler(config))
     stats = recorder.stats
     assert (stats.num_host_waits, stats.num_host_rounds, stats.num_host_copies) == (4, 4, 2)
     assert (stats.num_allocations, stats.num_untuned_shapes) == (9, 0)

@@ -271,7 +271,7 @@ def result_of(outputs: Sequence[SlotOutput], duration_s: float) -> StepResult:
 class Recording(DraftPolicy):
     def record(self, *args: object) -> None:
         self.recorded = args
-        super().record(*args)  # type: ignore[arg-type]
+        super().record(*args)
 
 
 def test_what_a_step_tells() -> None:

@@ -25,22 +25,34 @@ Case = tuple[int, torch.Size, torch.dtype, torch.device, GemmConfig]
 _has_same_bits: dict[Case, bool] = {}
 
 
-def fastest_multiply(x: Tensor, weight: Tensor, out: Tensor, config: GemmConfig) -> None:
-    """`multiply`, by the library where `config` says so and the bits are the same."""
-    if config.is_library and _is_exact(x, weight, out, config):
+def fastest_multiply(x: Tensor, weight: Tensor, out: Tensor, config: GemmConfig) -> bool:
+    """`multiply`, by the library where `config` says so and the bits are the same. False if they are not."""
+    if not _is_for_library(x, config):
+        multiply(x, weight, out, config)
+        return True
+
+    is_exact = _is_exact(x, weight, out, config)
+    if is_exact:
         library_multiply(x, weight, out, config)
     else:
         multiply(x, weight, out, config)
+    return is_exact
 
 
 def fastest_gated_multiply(
     x: Tensor, weight: Tensor, out: Tensor, config: GemmConfig, gate_up: Tensor | None
-) -> None:
-    """`gated_multiply`, likewise. gate_up [M, 2 N] like out: needed where `config` names the library."""
-    if config.is_library and gate_up is not None and _is_exact(x, weight, out, config, gate_up):
+) -> bool:
+    """`gated_multiply`, likewise. gate_up [M, 2 N] like out: given where `config` names the library."""
+    if gate_up is None or not _is_for_library(x, config):
+        gated_multiply(x, weight, out, config)
+        return True
+
+    is_exact = _is_exact(x, weight, out, config, gate_up)
+    if is_exact:
         library_gated_multiply(x, weight, out, gate_up)
     else:
         gated_multiply(x, weight, out, config)
+    return is_exact
 
 
 def library_multiply(x: Tensor, weight: Tensor, out: Tensor, config: GemmConfig) -> None:
@@ -56,13 +68,15 @@ def library_gated_multiply(x: Tensor, weight: Tensor, out: Tensor, gate_up: Tens
     swiglu(gate_up, out)
 
 
+def _is_for_library(x: Tensor, config: GemmConfig) -> bool:
+    """In fp32 the library takes instructions of its own."""
+    return config.is_library and x.device.type == "cuda" and x.dtype != torch.float32
+
+
 def _is_exact(
     x: Tensor, weight: Tensor, out: Tensor, config: GemmConfig, gate_up: Tensor | None = None
 ) -> bool:
     """Whether both give the same bits. Runs them the first time, and leaves `out` with neither's result."""
-    if x.device.type != "cuda" or x.dtype == torch.float32:
-        return False
-
     case = x.shape[0], weight.shape, x.dtype, x.device, config
     if case not in _has_same_bits:
         generator = torch.Generator(x.device).manual_seed(0)

@@ -54,12 +54,16 @@ class TunedTable(Struct, frozen=True, kw_only=True):
         config = self.gemm(num_columns, inner).config(num_rows)
         return config if config.num_partials == 1 else UNTUNED.config(num_rows)
 
+    def refuse(self, num_columns: int, inner: int, *, is_gated: bool = False) -> None:
+        """Say that a weight's configuration could not be followed. Whoever watches the table notes it."""
+
     def has_gemm(self, num_columns: int, inner: int, *, is_gated: bool = False) -> bool:
         return gemm_key(num_columns, inner, is_gated=is_gated) in self.gemms
 
 
 class WatchedTable(TunedTable, frozen=True, kw_only=True):
-    """A table of one engine: `untuned` gathers the weights it was asked for in vain."""
+    """A table of one engine: `untuned` gathers the weights it was asked for in vain, and those whose
+    configurations could not be followed."""
 
     untuned: set[str] = msgspec.field(default_factory=set)
 
@@ -73,6 +77,9 @@ class WatchedTable(TunedTable, frozen=True, kw_only=True):
         if self.gemm(num_columns, inner).config(num_rows).num_partials > 1:
             self.untuned.add(gemm_key(num_columns, inner))
         return super().whole_config(num_columns, inner, num_rows)
+
+    def refuse(self, num_columns: int, inner: int, *, is_gated: bool = False) -> None:
+        self.untuned.add(gemm_key(num_columns, inner, is_gated=is_gated))
 
 
 def gemm_key(num_columns: int, inner: int, *, is_gated: bool = False) -> str:

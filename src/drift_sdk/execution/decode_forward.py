@@ -165,7 +165,8 @@ class DecodeForward:
             shape = (self._num_rows, layer.gate_up.shape[0])
             dtype = self._decoder.dtype
             gate_up = self._workspace.take("gate_up", shape, dtype) if config.is_library else None
-            fastest_gated_multiply(self.normed, layer.gate_up, self._activated, config, gate_up)
+            if not fastest_gated_multiply(self.normed, layer.gate_up, self._activated, config, gate_up):
+                self._tuned.refuse(*layer.gate_up.shape, is_gated=True)
             return
 
         total, *others = self._multiply(self.normed, layer.gate_up)
@@ -178,7 +179,8 @@ class DecodeForward:
         config = self._gemm(weight).config(self._num_rows)
         shape = (config.num_partials, self._num_rows, weight.shape[0])
         partials = self._workspace.take("partials", shape, torch.float32)
-        fastest_multiply(x, weight, partials, config)
+        if not fastest_multiply(x, weight, partials, config):
+            self._tuned.refuse(*weight.shape)
         return partials
 
     def _gemm(self, weight: Tensor, *, is_gated: bool = False) -> TunedGemm:

@@ -24,7 +24,7 @@ from drift_sdk.execution.ring import Results, Ring
 from drift_sdk.execution.round_launch import launch_round
 from drift_sdk.execution.round_timing import time_rounds
 from drift_sdk.execution.slot_table import NO_UPDATES, Pairs, SlotTable, Updates
-from drift_sdk.execution.stages import NO_STAGES, Stages, forward_stage
+from drift_sdk.execution.stages import NO_STAGES, Stages
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.steps import (
@@ -153,10 +153,9 @@ class GraphExecutor:
                 rest = NO_UPDATES
             if plan.decode:
                 constraints = self._constraints([row.slot for row in plan.decode])
-                with self._stages(forward_stage(max(row.num_draft_tokens for row in plan.decode))):
-                    ticket.rows_per_slot, ticket.decode = launch_round(
-                        graphs, self._layout, self._ring, plan.decode, constraints, rest
-                    )
+                ticket.rows_per_slot, ticket.decode = launch_round(
+                    graphs, self._layout, self._ring, self._stages, plan.decode, constraints, rest
+                )
             ticket.ended.record()
 
     def collect(self) -> StepResult:

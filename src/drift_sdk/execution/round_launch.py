@@ -9,6 +9,7 @@ from drift_sdk.execution.graphs import Graphs
 from drift_sdk.execution.payloads import fill_draft_masks, fill_masks, fill_slots
 from drift_sdk.execution.ring import Results, Ring
 from drift_sdk.execution.slot_table import NO_UPDATES, Pairs
+from drift_sdk.execution.stages import Stages, forward_stage
 from drift_sdk.steps import DecodeRow, TokenConstraint
 
 __all__ = ["launch_round"]
@@ -18,6 +19,7 @@ def launch_round(
     graphs: Graphs,
     layout: GraphLayout,
     ring: Ring,
+    stages: Stages,
     rows: Sequence[DecodeRow],
     constraints: Sequence[TokenConstraint | None],
     updates: Pairs,
@@ -33,16 +35,17 @@ def launch_round(
     entry = ring.acquire(updates)
     size = fill_slots(layout, slots, drafts, ring.payload(entry))
     shape = size, num_drafts
-    if not any(
+    is_asked = any(
         most > 0 and constraint is not None for most, constraint in zip(drafts, constraints, strict=True)
-    ):
-        fill_masks(constraints, ring.mask(entry))
-        ring.start(entry, graphs.decode[shape])
-        return num_drafts + 1, ring.results(entry)
-
-    ring.start(entry, graphs.draft[shape])
-    num_rows = len(rows) * (num_drafts + 1)
-    fill_draft_masks(constraints, ring.wait(entry)[:num_rows], ring.draft_masks.numpy())
-    entry = ring.acquire(NO_UPDATES)
-    ring.start(entry, graphs.verify[shape])
+    )
+    with stages(forward_stage(num_drafts)):
+        if is_asked:
+            ring.start(entry, graphs.draft[shape])
+            tokens = ring.wait(entry)[: len(rows) * (num_drafts + 1)]
+            fill_draft_masks(constraints, tokens, ring.draft_masks.numpy())
+            entry = ring.acquire(NO_UPDATES)
+            ring.start(entry, graphs.verify[shape])
+        else:
+            fill_masks(constraints, ring.mask(entry))
+            ring.start(entry, graphs.decode[shape])
     return num_drafts + 1, ring.results(entry)

@@ -12,8 +12,8 @@ __all__ = ["StrictExecutor"]
 
 class StrictExecutor:
     """Another executor whose steps must keep the device going by itself: ExecutorError where the host had to
-    wait, take part in a round or allocate memory, and, with `must_draft`, where a slot that was to draft did
-    not, though it went on."""
+    wait, take part in a round, copy results or allocate memory, and, with `must_draft`, where a slot that was
+    to draft did not, though it went on."""
 
     def __init__(self, executor: Executor, *, must_draft: bool) -> None:
         self._executor = executor
@@ -44,6 +44,7 @@ def check_host_work(work: HostWork) -> None:
     for number, what in (
         (work.num_waits, "waits for room in the ring of inputs: too much was admitted at once"),
         (work.num_host_rounds, "rounds in which the host was asked what may follow the drafts"),
+        (work.num_copies, "results copied to make room in the ring"),
         (work.num_allocations, "allocations of device memory while serving"),
     ):
         if number:

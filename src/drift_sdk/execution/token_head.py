@@ -48,13 +48,14 @@ class TokenHead:
         self.chosen = buffers.chosen[:num_rows]
         num_words = table.columns.stop_bits.shape[1]
         self._masks = workspace.take("masks", (num_rows, num_words), torch.int32)
-        self._gemm = tuned.whole_config(vocab_size, head.shape[1], num_rows)
+        self._tuned, self._gemm = tuned, tuned.whole_config(vocab_size, head.shape[1], num_rows)
 
     def run(self, normed: Tensor, *, has_draft_masks: bool = False) -> None:
         """normed [R, H]: the normalised residual stream after the last layer. Slots under a constraint have a
         mask each in the ring, or one for every row in its draft masks."""
         with self._stages(forward_stage(self._rows_per_slot - 1)):
-            fastest_multiply(normed, self._head, self._logits[:1], self._gemm)
+            if not fastest_multiply(normed, self._head, self._logits[:1], self._gemm):
+                self._tuned.refuse(*self._head.shape)
         with self._stages("accept"):
             self._choose(has_draft_masks)
         with self._stages("commit"):
