@@ -21,6 +21,7 @@ from table import show, title_of
 from drift_sdk._kernels.tuning import gpu_key, table_for
 from drift_sdk.execution.device import Device, GpuDevice, Replay
 from drift_sdk.execution.graph import GraphExecutor
+from drift_sdk.execution.stages import NoStages, Stages
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.steps import ExecutorLimits
@@ -49,24 +50,18 @@ class Captured(Struct, frozen=True):
     mib: float
 
 
-class NotesMemory:
-    """Over a Device: notes how much memory each capture takes."""
+class NotesMemory(NoStages):
+    """Notes how much memory each capture takes, by its replay's id."""
 
-    free_bytes: Callable[[], int]
-
-    def __init__(self, *arguments: Any, free_bytes: Callable[[], int]) -> None:
-        super().__init__(*arguments)
-        self.free_bytes = free_bytes
+    def __init__(self, free_bytes: Callable[[], int]) -> None:
+        self._free_bytes = free_bytes
         self.taken: dict[int, int] = {}
 
-    def capture(self, step: Callable[[], None]) -> Replay:
-        before = self.free_bytes()
-        replay: Replay = super().capture(step)  # type: ignore[misc]  # a device's, to the right of this class
-        self.taken[id(replay)] = before - self.free_bytes()
+    def capture(self, device: Device, step: Callable[[], None]) -> Replay:
+        before = self._free_bytes()
+        replay = super().capture(device, step)
+        self.taken[id(replay)] = before - self._free_bytes()
         return replay
-
-
-class NotingDevice(NotesMemory, GpuDevice): ...
 
 
 def captured_graphs(executor: Any, taken: dict[int, int]) -> list[Captured]:
@@ -93,7 +88,7 @@ def measure(captured: Sequence[Captured], **fields: Any) -> Iterator[GraphRun]:
 
 
 def open_executor(
-    model: Model, device: Device, limits: ExecutorLimits, dtype: torch.dtype, num_drafts: int
+    model: Model, device: Device, limits: ExecutorLimits, dtype: torch.dtype, num_drafts: int, stages: Stages
 ) -> GraphExecutor:
     decoder = Decoder.random(model.config, device=device.torch_device, dtype=dtype)
     draft = DraftDecoder.load_random(prepare_draft(model).path, decoder) if num_drafts else None
@@ -107,6 +102,7 @@ def open_executor(
         prefill_token_budget=2048 if is_gpu else 16,
         draft=draft,
         draft_choices=(num_drafts,) if num_drafts else (),
+        stages=stages,
     )
 
 
@@ -131,10 +127,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             vocab_size=model.config.vocab_size,
         )
         index = torch.device(given.device).index or 0
-        device = NotingDevice(index, free_bytes=lambda: torch.cuda.mem_get_info(index)[0])
+        memory = NotesMemory(lambda: torch.cuda.mem_get_info(index)[0])
         print(f"opening {model.name}", flush=True)
-        executor = open_executor(model, device, limits, getattr(torch, name), given.num_draft_tokens)
-        captured = captured_graphs(executor, device.taken)
+        dtype = getattr(torch, name)
+        executor = open_executor(model, GpuDevice(index), limits, dtype, given.num_draft_tokens, memory)
+        captured = captured_graphs(executor, memory.taken)
         executor.close()
         free_memory()
 

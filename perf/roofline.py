@@ -13,6 +13,7 @@ from typing import Any
 from msgspec import Struct
 from peers.anchors import anchor_of
 from record import Results, read
+from table import engine_of
 
 __all__ = ["Point", "draw", "main", "points"]
 
@@ -44,8 +45,8 @@ def points(results: Results) -> list[Point]:
     for run in results.runs:
         bandwidth = run.get("read_bandwidth_tb_s", results.read_bandwidth_tb_s)
         limit_ms = run["bytes_per_round"] / bandwidth / 1e9
-        name, label = _name(run), " ".join(filter(None, (run["engine"], run.get("executor"))))
-        found[_identity(run)] = Point(label, name, limit_ms, run["ms_per_round"])
+        name = _name(run)
+        found[_identity(run)] = Point(engine_of(run), name, limit_ms, run["ms_per_round"])
         for engine in PEERS:
             peer = run | {"engine": engine}
             anchor = anchor_of(peer, results.gpu)

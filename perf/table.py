@@ -12,7 +12,7 @@ from record import Results, Run
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["decode_table", "prefill_table", "progress", "show", "speculative_table", "title_of"]
+__all__ = ["decode_table", "engine_of", "prefill_table", "progress", "show", "speculative_table", "title_of"]
 
 # A log has no width of its own.
 console = Console(width=None if sys.stdout.isatty() else 180)
@@ -45,7 +45,7 @@ def decode_table(results: Results) -> tuple[str, Sequence[str], Sequence[Sequenc
     rows = [
         (
             run["scenario"],
-            " ".join(filter(None, (run["engine"], run.get("executor")))),
+            engine_of(run),
             f"{run['tokens_per_s']:.1f}",
             f"{run['ms_per_round']:.3f}",
             f"{run['roofline_fraction']:.1%}",
@@ -61,7 +61,7 @@ def prefill_table(results: Results) -> tuple[str, Sequence[str], Sequence[Sequen
     rows = [
         (
             run["scenario"],
-            " ".join(filter(None, (run["engine"], run.get("executor")))),
+            engine_of(run),
             f"{run['tokens_per_s']:.0f}",
             f"{run['seconds'] * 1e3:.1f}",
             f"{run['tflop_s']:.1f} of {run['matmul_tflop_s']:.0f}",
@@ -97,6 +97,11 @@ def speculative_table(results: Results) -> tuple[str, Sequence[str], Sequence[Se
 
 def title_of(results: Results) -> str:
     return f"{results.gpu}, reads at {results.read_bandwidth_tb_s:.2f} TB/s, {results.commit}"
+
+
+def engine_of(run: dict[str, Any]) -> str:
+    """ "drift graph"; a peer's name alone."""
+    return " ".join(filter(None, (run["engine"], run.get("executor"))))
 
 
 def drafts_of(run: dict[str, Any]) -> str:

@@ -31,7 +31,11 @@ LLAMA_8B = {
 }
 BATCHES = {1: 2000, 4: 500, 64: 32}
 """Requests at once, and tokens of each."""
+GREEDY, SAMPLED = 0, 1
+"""What the first request of a batch is; of several, some are each."""
+KINDS = [(1, GREEDY), (1, SAMPLED), (4, GREEDY), (64, GREEDY)]
 
+Kind = tuple[int, int]
 Case = tuple[list[int], SamplingParams]
 
 
@@ -104,8 +108,9 @@ def engine_of(folder: Path, speculation: Speculation | None, **fields: Any) -> E
     return Engine(folder, config)
 
 
-def cases_of(batch: int) -> list[Case]:
-    rng = random.Random(batch)
+def cases_of(kind: Kind) -> list[Case]:
+    batch, first = kind
+    rng = random.Random(batch + 1000 * first)
     ways: list[dict[str, Any]] = [
         {},
         {"temperature": 0.8, "top_p": 0.9},
@@ -119,7 +124,7 @@ def cases_of(batch: int) -> list[Case]:
                 max_tokens=BATCHES[batch],
                 ignore_eos=True,
                 seed=rng.randrange(2**62),
-                **ways[index % len(ways)],
+                **ways[(index + first) % len(ways)],
             ),
         )
         for index in range(batch)
@@ -139,10 +144,10 @@ def assert_same(found: Sequence[Completion], expected: Sequence[Completion]) -> 
 
 
 @pytest.fixture(scope="module")
-def plain(folder: Path) -> dict[int, list[Completion]]:
-    async def main() -> dict[int, list[Completion]]:
+def plain(folder: Path) -> dict[Kind, list[Completion]]:
+    async def main() -> dict[Kind, list[Completion]]:
         async with engine_of(folder, None) as engine:
-            return {batch: await at_once(engine, cases_of(batch)) for batch in BATCHES}
+            return {kind: await at_once(engine, cases_of(kind)) for kind in KINDS}
 
     return anyio.run(main)
 
@@ -150,13 +155,13 @@ def plain(folder: Path) -> dict[int, list[Completion]]:
 @pytest.mark.xdist_group("8b, oracle")  # no more at once than the GPU has room for
 @pytest.mark.parametrize("num_draft_tokens", [1, 3, 5])
 def test_oracle_on_equals_off(
-    folder: Path, plain: dict[int, list[Completion]], num_draft_tokens: int, monkeypatch: pytest.MonkeyPatch
+    folder: Path, plain: dict[Kind, list[Completion]], num_draft_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """bfloat16, greedy and sampled; corrupted so that every acceptance length occurs."""
     oracle = Oracle()
     oracle.watch(monkeypatch)
-    for batch, completions in plain.items():
-        oracle.learn(cases_of(batch), completions)
+    for kind, completions in plain.items():
+        oracle.learn(cases_of(kind), completions)
 
     async def main() -> None:
         shape = Chain(num_draft_tokens)
@@ -164,9 +169,9 @@ def test_oracle_on_equals_off(
         async with engine_of(folder, speculation) as engine:
             for corruption in (0.0, 0.2, 0.5):
                 oracle.corruption.fill_(corruption)
-                for batch in BATCHES:
-                    found = await at_once(engine, cases_of(batch))
-                    assert_same(found, plain[batch])
+                for kind in KINDS:
+                    found = await at_once(engine, cases_of(kind))
+                    assert_same(found, plain[kind])
             stats = engine.stats().speculation
             assert all(count > 0 for count in stats.acceptance_histogram)
             assert stats.acceptance_length > 1 + 0.4 * num_draft_tokens
@@ -183,7 +188,7 @@ def test_oracle_on_equals_off(
 )
 @pytest.mark.parametrize("num_draft_tokens", [1, 3, 5])
 def test_drafts_on_equals_off(
-    folder: Path, plain: dict[int, list[Completion]], draft: str, num_draft_tokens: int, tmp_path: Path
+    folder: Path, plain: dict[Kind, list[Completion]], draft: str, num_draft_tokens: int, tmp_path: Path
 ) -> None:
     """Admissions and cancelled requests among the rounds."""
     if draft == "eagle":
@@ -196,15 +201,15 @@ def test_drafts_on_equals_off(
             adaptive=False,
         )
         async with engine_of(folder, speculation) as engine:
-            for batch in BATCHES:
-                cases = cases_of(batch)
+            for kind in KINDS:
+                cases = cases_of(kind)
                 streams = [engine.generate(*case) for case in cases]
                 others = [engine.generate([5, 6, 7 + n], SamplingParams(max_tokens=400)) for n in range(3)]
                 async with others[0] as stream:
                     async for _ in stream:
                         break
                 found = [await stream for stream in streams]
-                assert_same(found, plain[batch])
+                assert_same(found, plain[kind])
                 for other in others[1:]:
                     other.cancel()
             assert engine.stats().num_draft_rounds > 100

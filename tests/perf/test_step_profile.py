@@ -94,8 +94,6 @@ def test_steps_must_be_alike(num_kernels: int, tiny: Model) -> None:
 def test_memory_of_every_graph(tiny: Model) -> None:
     """Each capture takes a MiB more than the one before it."""
 
-    class Noting(NotesMemory, InterpretedDevice): ...
-
     state = {"calls": 0, "free": 2**40}
 
     def free_bytes() -> int:
@@ -104,18 +102,18 @@ def test_memory_of_every_graph(tiny: Model) -> None:
             state["free"] -= state["calls"] // 2 * 2**20
         return state["free"]
 
-    device = Noting(free_bytes=free_bytes)
+    memory = NotesMemory(free_bytes)
     limits = ExecutorLimits(
         max_num_seqs=2, max_model_len=64, num_blocks=4, block_size=16, vocab_size=tiny.config.vocab_size
     )
-    executor = open_executor(tiny, device, limits, torch.float32, 2)
-    captured = captured_graphs(executor, device.taken)
+    executor = open_executor(tiny, InterpretedDevice(), limits, torch.float32, 2, memory)
+    captured = captured_graphs(executor, memory.taken)
     assert [graph.mib for graph in captured] == [float(index + 1) for index in range(len(captured))]
     assert {graph.kind for graph in captured} == {
         "prefill", "follow", "decode", "draft", "verify", "head", "update",
     }  # fmt: skip
     assert {graph.size for graph in captured if graph.kind == "decode"} == {"1x0", "1x2", "2x0", "2x2"}
-    assert len(captured) == len(device.taken)
+    assert len(captured) == len(memory.taken)
     assert isinstance(tiles_of(executor)(), int)
     executor.close()
 

@@ -13,7 +13,7 @@ import torch
 if TYPE_CHECKING:
     from drift_sdk.execution.device import Device, Replay
 
-__all__ = ["NO_STAGES", "GpuMark", "Mark", "NvtxStages", "Stages", "TimedStages", "forward_stage"]
+__all__ = ["NO_STAGES", "GpuMark", "Mark", "NoStages", "NvtxStages", "Stages", "TimedStages", "forward_stage"]
 
 NO_MARK = nullcontext()
 
