@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from msgspec import Struct
 
 from drift_sdk.speculation.policy import DraftPolicy
+from drift_sdk.speculation.round_costs import RoundCosts
 from drift_sdk.steps import DecodeRow, PrefillChunk, SlotOutput, StepPlan, StepResult
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -302,3 +303,12 @@ def test_buckets_are_the_executors() -> None:
     costs[48, 3] = 1.0
     policy = DraftPolicy([3], is_adaptive=True, round_costs=costs)
     assert (policy.num_draft_tokens(32), policy.num_draft_tokens(33)) == (3, 0)
+
+
+def test_the_first_round_tells_what_contexts_cost() -> None:
+    """All numbers of drafts alike; a faster one later is believed at once too."""
+    costs = RoundCosts({(8, 0): 0.004, (8, 3): 0.005})
+    costs.record(8, 3, 0.015)
+    assert (costs.seconds(8, 3), costs.seconds(8, 0)) == pytest.approx((0.015, 0.014))
+    costs.record(8, 0, 0.005)
+    assert costs.seconds(8, 0) == pytest.approx(0.005)
