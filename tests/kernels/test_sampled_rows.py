@@ -8,6 +8,7 @@ import torch
 from msgspec.structs import replace as replace_fields
 from sampling_rows import GREEDY, Group, Rows, make_rows, pack, random_rows
 
+from drift_sdk._kernels import sampled_rows
 from drift_sdk._kernels.noise import gumbel_noise
 from drift_sdk._kernels.sample import filter_logits, sample, top_logprobs
 from drift_sdk._kernels.sampled_rows import MAX_TOP, SampleBuffers, sample_rows
@@ -135,6 +136,19 @@ def test_a_row_is_the_same_alone_and_in_any_order(rows_per_slot: int, device: st
         for name in RESULTS:
             mine, theirs = getattr(found, name)[: len(expected)], getattr(together, name)[expected]
             assert torch.equal(mine.view(torch.int32), theirs.view(torch.int32)), name
+
+
+@pytest.mark.parametrize("num_programs", [1, 30])
+def test_a_program_may_take_several_chunks(
+    num_programs: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = random_rows(6, 12, 4096 * 4 + 1, device)
+    one_each = run(replace(rows, logits=rows.logits.clone()))
+    monkeypatch.setattr(sampled_rows, "MOST_PROGRAMS", num_programs)
+    found = run(replace(rows, logits=rows.logits.clone()))
+    for name in RESULTS:
+        mine, theirs = getattr(found, name), getattr(one_each, name)
+        assert torch.equal(mine.view(torch.int32), theirs.view(torch.int32)), name
 
 
 def one_row(

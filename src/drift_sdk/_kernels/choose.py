@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 
 from drift_sdk._kernels.arg_max import arg_max
-from drift_sdk._kernels.filter_thresholds import HOPELESS, scale
 from drift_sdk._kernels.gumbel import gumbel
 from drift_sdk._kernels.launching import start_dependents, wait_for_producers
 from drift_sdk._kernels.ruled_logits import bans_stops, has_rules
+from drift_sdk._kernels.scaled_logits import HOPELESS, scale
 
 __all__ = ["choose"]
 
@@ -21,14 +21,14 @@ __all__ = ["choose"]
 def choose(
     logits, plane_stride, row_slot, row_position,
     slot_temperature, slot_seed, slot_flags, slot_min_length,
-    row_max, row_threshold, chunk_value, chunk_token, vocab_size,
+    row_max, row_threshold, chunk_value, chunk_token, vocab_size, num_chunks,
     CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, chunks). For rows that are not greedy, chunk_value and chunk_token become those of the
-    largest scaled logit plus noise among the ones the filters keep."""
+    """Grid (rows, parts of its chunks). For rows that are not greedy, chunk_value and chunk_token become
+    those of the largest scaled logit plus noise among the ones the filters keep."""
     wait_for_producers(PDL)
     start_dependents(PDL)
-    row, chunk = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(0)
     slot = tl.load(row_slot + row)
     if slot < 0:
         return
@@ -37,22 +37,23 @@ def choose(
     if temperature <= 0:
         return
 
-    cell = row * tl.num_programs(1) + chunk
     best = tl.load(row_max + row)
     threshold = tl.load(row_threshold + row)
-    if scale(tl.load(chunk_value + cell), best, temperature) < tl.maximum(threshold, HOPELESS):
-        tl.store(chunk_value + cell, -float("inf"))
-        return
-
     position = tl.load(row_position + row)
+    seed = tl.load(slot_seed + slot)
     flags = tl.load(slot_flags + slot)
     plane = has_rules(flags, bans_stops(flags, tl.load(slot_min_length + slot), position)).to(tl.int64)
     row_logits = logits + plane * plane_stride + row.to(tl.int64) * vocab_size
-    token_ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    values = tl.load(row_logits + token_ids, mask=token_ids < vocab_size, other=-float("inf"))
-    scaled = scale(values, best, temperature)
-    noise = gumbel(tl.load(slot_seed + slot), position + 1, chunk * CHUNK, CHUNK)
-    noisy = tl.where(scaled < threshold, -float("inf"), scaled + noise)
-    value, token = arg_max(noisy, token_ids)
-    tl.store(chunk_value + cell, value)
-    tl.store(chunk_token + cell, token)
+    for chunk in range(tl.program_id(1), num_chunks, tl.num_programs(1)):
+        cell = row * num_chunks + chunk
+        if scale(tl.load(chunk_value + cell), best, temperature) < tl.maximum(threshold, HOPELESS):
+            tl.store(chunk_value + cell, -float("inf"))
+        else:
+            token_ids = chunk * CHUNK + tl.arange(0, CHUNK)
+            values = tl.load(row_logits + token_ids, mask=token_ids < vocab_size, other=-float("inf"))
+            scaled = scale(values, best, temperature)
+            noise = gumbel(seed, position + 1, chunk * CHUNK, CHUNK)
+            noisy = tl.where(scaled < threshold, -float("inf"), scaled + noise)
+            value, token = arg_max(noisy, token_ids)
+            tl.store(chunk_value + cell, value)
+            tl.store(chunk_token + cell, token)

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from drift_sdk._kernels.arg_max import arg_max
 from drift_sdk._kernels.launching import start_dependents, wait_for_producers
+from drift_sdk._kernels.scaled_logits import scale
 from drift_sdk._kernels.slot_columns import SlotFlag
 
 __all__ = ["bans_stops", "has_rules", "rule_logits"]
@@ -74,12 +75,13 @@ def _leaves_any(stop_words, allowed_words, mask_words, is_short, is_restricted, 
 def rule_logits(
     logits, plane_stride, row_slot, row_position, row_token, row_mask_words,
     slot_flags, slot_min_length, slot_presence, slot_frequency, slot_repetition, slot_num_logprobs,
-    slot_bias, slot_counts, slot_prompt_bits, slot_stop_bits, slot_allowed_bits,
-    chunk_value, chunk_token, raw_max, raw_sum, vocab_size, num_words,
+    slot_temperature, slot_top_p, slot_bias, slot_counts, slot_prompt_bits, slot_stop_bits, slot_allowed_bits,
+    chunk_value, chunk_token, chunk_mass, raw_max, raw_sum, vocab_size, num_words,
     ROWS_PER_SLOT: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows, chunks). Writes plane 1 of the rows that have rules, every chunk's best (chunk_value,
-    chunk_token), and, of the raw logits of rows that report log-probabilities, each chunk's largest and the
+    chunk_token), where top_p applies the mass of its scaled logits with the best at zero (chunk_mass), and,
+    of the raw logits of rows that report log-probabilities, each chunk's largest and the
     sum of exponentials below it (raw_max, raw_sum)."""
     wait_for_producers(PDL)
     start_dependents(PDL)
@@ -88,6 +90,7 @@ def rule_logits(
     if slot < 0:
         return
 
+    temperature, top_p = tl.load(slot_temperature + slot), tl.load(slot_top_p + slot)
     wide_row, wide_slot = row.to(tl.int64), slot.to(tl.int64)
     token_ids = chunk * CHUNK + tl.arange(0, CHUNK)
     in_vocab = token_ids < vocab_size
@@ -149,3 +152,6 @@ def rule_logits(
     value, token = arg_max(values, token_ids)
     tl.store(chunk_value + cell, value)
     tl.store(chunk_token + cell, token)
+    if (temperature > 0) & (top_p < 1):
+        reference = tl.where(value == -float("inf"), 0.0, value)
+        tl.store(chunk_mass + cell, tl.sum(tl.exp(scale(values, reference, temperature)), axis=0))

@@ -1,4 +1,4 @@
-"""From logits to tokens in five launches, whatever the rows ask for."""
+"""From logits to tokens in eight launches, whatever the rows ask for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from torch import Tensor
 
 from drift_sdk._kernels.arguments import check_tensor
 from drift_sdk._kernels.choose import choose
-from drift_sdk._kernels.filter_thresholds import find_thresholds
+from drift_sdk._kernels.filter_thresholds import (
+    BRACKET,
+    LEVELS,
+    PASSES,
+    find_thresholds,
+    narrow,
+    set_apart,
+)
 from drift_sdk._kernels.launching import launch_options, uses_pdl
 from drift_sdk._kernels.ruled_logits import rule_logits
 from drift_sdk._kernels.slot_columns import SlotColumns
@@ -22,8 +29,11 @@ CHUNK = 4096
 """Tokens of one program where a row is shared by several."""
 FILTER_BLOCK = 8192
 """Tokens at a time where a program has a row to itself."""
-MAX_SURVIVORS = 4096
-"""The most logits of a row that are set apart while its filters are applied."""
+MOST_PROGRAMS = 1024
+"""About as many as a GPU runs at once: with many rows each takes several chunks, as most leave at once where
+nothing was asked of them."""
+MAX_SURVIVORS = 256
+"""The most logits of a chunk that are set apart while its row's filters are applied."""
 MAX_TOP = 20
 """The most tokens whose log-probabilities are reported."""
 
@@ -39,9 +49,13 @@ class SampleBuffers:
 
     chunk_value: Tensor
     chunk_token: Tensor
+    chunk_mass: Tensor
     raw_max: Tensor
     raw_sum: Tensor
+    brackets: Tensor
+    weights: Tensor
     survivors: Tensor
+    num_survivors: Tensor
     row_max: Tensor
     row_threshold: Tensor
     candidate_value: Tensor
@@ -61,9 +75,13 @@ class SampleBuffers:
         return cls(
             chunk_value=buffer(torch.float32, num_chunks),
             chunk_token=buffer(torch.int32, num_chunks),
+            chunk_mass=buffer(torch.float32, num_chunks),
             raw_max=buffer(torch.float32, num_chunks),
             raw_sum=buffer(torch.float32, num_chunks),
-            survivors=buffer(torch.float32, MAX_SURVIVORS),
+            brackets=buffer(torch.float32, PASSES.value + 1, BRACKET.value),
+            weights=buffer(torch.float32, PASSES.value, num_chunks, LEVELS.value),
+            survivors=buffer(torch.float32, num_chunks, MAX_SURVIVORS),
+            num_survivors=buffer(torch.int32, num_chunks),
             row_max=buffer(torch.float32),
             row_threshold=buffer(torch.float32),
             candidate_value=buffer(torch.float32, num_chunks, MAX_TOP),
@@ -103,6 +121,7 @@ def sample_rows(
 
     num_chunks = triton.cdiv(vocab_size, CHUNK)
     by_row, by_chunk = (num_rows,), (num_rows, num_chunks)
+    by_part = (num_rows, min(num_chunks, triton.cdiv(MOST_PROGRAMS, num_rows)))
     plane_stride = logits.stride(0)
     rule_logits[by_chunk](
         logits,
@@ -117,6 +136,8 @@ def sample_rows(
         slots.frequency_penalty,
         slots.repetition_penalty,
         slots.num_logprobs,
+        slots.temperature,
+        slots.top_p,
         slots.bias,
         slots.counts,
         slots.prompt_bits,
@@ -124,6 +145,7 @@ def sample_rows(
         slots.allowed_bits,
         buffers.chunk_value,
         buffers.chunk_token,
+        buffers.chunk_mass,
         buffers.raw_max,
         buffers.raw_sum,
         vocab_size,
@@ -134,6 +156,40 @@ def sample_rows(
         num_warps=8,
         enable_fp_fusion=False,  # a product rounded before it is subtracted, as in the reference
         **launch_options(),
+    )
+    rows = (
+        logits,
+        plane_stride,
+        row_slot,
+        row_position,
+        slots.temperature,
+        slots.top_k,
+        slots.top_p,
+        slots.flags,
+        slots.min_length,
+        buffers.chunk_value,
+        buffers.chunk_mass,
+        buffers.brackets,
+        buffers.weights,
+    )
+    chunks = {
+        "CHUNK": CHUNK,
+        "CHUNKS": triton.next_power_of_2(num_chunks),
+        "PDL": uses_pdl(),
+        **launch_options(),
+    }
+    for number in range(PASSES.value):
+        narrow[by_part](*rows, vocab_size, num_chunks, PASS=number, num_warps=8, **chunks)
+
+    set_apart[by_part](
+        *rows,
+        buffers.survivors,
+        buffers.num_survivors,
+        vocab_size,
+        num_chunks,
+        MOST=MAX_SURVIVORS,
+        num_warps=4,
+        **chunks,
     )
     find_thresholds[by_row](
         logits,
@@ -147,7 +203,10 @@ def sample_rows(
         slots.flags,
         slots.min_length,
         buffers.chunk_value,
+        buffers.chunk_mass,
+        buffers.brackets,
         buffers.survivors,
+        buffers.num_survivors,
         buffers.row_max,
         buffers.row_threshold,
         vocab_size,
@@ -159,7 +218,7 @@ def sample_rows(
         num_warps=16,
         **launch_options(),
     )
-    choose[by_chunk](
+    choose[by_part](
         logits,
         plane_stride,
         row_slot,
@@ -173,18 +232,20 @@ def sample_rows(
         buffers.chunk_value,
         buffers.chunk_token,
         vocab_size,
+        num_chunks,
         CHUNK=CHUNK,
         PDL=uses_pdl(),
         num_warps=8,
         **launch_options(),
     )
-    rank_chunks[by_chunk](
+    rank_chunks[by_part](
         logits,
         row_slot,
         slots.num_logprobs,
         buffers.candidate_value,
         buffers.candidate_token,
         vocab_size,
+        num_chunks,
         MAX_TOP=MAX_TOP,
         CHUNK=CHUNK,
         PDL=uses_pdl(),

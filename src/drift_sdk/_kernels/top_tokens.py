@@ -26,14 +26,14 @@ def _next(values, token_ids, last_value, last_token):
 
 @triton.jit
 def rank_chunks(
-    logits, row_slot, slot_num_logprobs, candidate_value, candidate_token, vocab_size,
+    logits, row_slot, slot_num_logprobs, candidate_value, candidate_token, vocab_size, num_chunks,
     MAX_TOP: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, chunks). For rows that report log-probabilities, the chunk's best of the raw logits as
-    candidates [R, C, MAX_TOP], as many as are reported."""
+    """Grid (rows, parts of its chunks). For rows that report log-probabilities, each chunk's best of the raw
+    logits as candidates [R, C, MAX_TOP], as many as are reported."""
     wait_for_producers(PDL)
     start_dependents(PDL)
-    row, chunk = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(0)
     slot = tl.load(row_slot + row)
     if slot < 0:
         return
@@ -42,16 +42,17 @@ def rank_chunks(
     if num_top <= 0:
         return
 
-    token_ids = chunk * CHUNK + tl.arange(0, CHUNK)
     raw_logits = logits + row.to(tl.int64) * vocab_size
-    # NaN comes behind nothing.
-    values = tl.load(raw_logits + token_ids, mask=token_ids < vocab_size, other=float("nan"))
-    first = (row * tl.num_programs(1) + chunk) * MAX_TOP
-    value, token = float("inf"), -1
-    for index in range(0, tl.minimum(num_top, MAX_TOP)):
-        value, token = _next(values, token_ids, value, token)
-        tl.store(candidate_value + first + index, value)
-        tl.store(candidate_token + first + index, token)
+    for chunk in range(tl.program_id(1), num_chunks, tl.num_programs(1)):
+        token_ids = chunk * CHUNK + tl.arange(0, CHUNK)
+        # NaN comes behind nothing.
+        values = tl.load(raw_logits + token_ids, mask=token_ids < vocab_size, other=float("nan"))
+        first = (row * num_chunks + chunk) * MAX_TOP
+        value, token = float("inf"), -1
+        for index in range(0, tl.minimum(num_top, MAX_TOP)):
+            value, token = _next(values, token_ids, value, token)
+            tl.store(candidate_value + first + index, value)
+            tl.store(candidate_token + first + index, token)
 
 
 @triton.jit
