@@ -44,7 +44,7 @@ def _gpu_seconds(call: Callable[[], object]) -> float:
     call()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) / 1e3
+    return float(start.elapsed_time(end)) / 1e3
 
 
 def _cpu_seconds(call: Callable[[], object]) -> float:

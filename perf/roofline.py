@@ -74,8 +74,8 @@ def draw(results: Results, path: Path) -> None:
     limits = [point.limit_ms for point in shown]
     ends = (min(limits) * 0.8, max(limits) * 1.3)
     for share in SHARES:
-        style = {"color": "black", "alpha": 0.3 + 0.5 * (share == 1.0), "linewidth": 1}
-        axes.plot(ends, [end / share for end in ends], **style)
+        alpha = 0.3 + 0.5 * (share == 1.0)
+        axes.plot(ends, [end / share for end in ends], color="black", alpha=alpha, linewidth=1)
         axes.annotate(f"{share:.0%}", (ends[1], ends[1] / share), fontsize=8, va="center")
 
     for engine, is_anchor in sorted({(point.engine, point.is_anchor) for point in shown}):

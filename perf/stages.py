@@ -147,12 +147,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         model = prepare(given.model, Path(folder) / given.model)
         draftings: list[Drafting | None] = [None]
         if given.num_draft_tokens:
-            drafting = Drafting(
-                draft=prepare_draft(model, given.draft),
-                num_draft_tokens=given.num_draft_tokens,
-                acceptance_length=given.acceptance_length,
+            draftings.append(
+                Drafting(
+                    draft=prepare_draft(model, given.draft),
+                    num_draft_tokens=given.num_draft_tokens,
+                    acceptance_length=given.acceptance_length,
+                )
             )
-            draftings.append(drafting)
         for drafting in draftings:
             plain = engine_config(model, given.scenario, options)
             config = plain if drafting is None else drafting.config(plain)

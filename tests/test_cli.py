@@ -14,7 +14,7 @@ import pytest
 from model_zoo import make_model
 from random_folder import make_random_folder
 
-from drift_sdk import EngineConfig, doctor
+from drift_sdk import Chain, EngineConfig, NGram, Speculation, doctor
 from drift_sdk.__main__ import main
 from drift_sdk.doctor import Device, examine
 from drift_sdk.warm import Warmed, kernel_cache
@@ -118,6 +118,14 @@ def test_chat_answers_every_line_and_ends_with_its_input(model: Path) -> None:
     assert run("chat", str(model), *options[:4], stdin="hello\n").stdout != once.stdout
 
 
+def test_drafts_change_no_answer(model: Path) -> None:
+    plain, drafted = (
+        run("chat", str(model), "--seed", "3", "--max-tokens", "24", *drafts, stdin="hello\n")
+        for drafts in ((), ("--draft", "ngram", "--num-draft-tokens", "2"))
+    )
+    assert (drafted.returncode, drafted.stdout) == (0, plain.stdout), drafted.stderr
+
+
 def test_chat_goes_on_after_a_question_that_is_too_long(model: Path) -> None:
     ran = run("chat", str(model), "--max-tokens", "4", stdin=f"{'long ' * 400}\nshort\n")
     assert ran.returncode == 0
@@ -180,9 +188,14 @@ def test_warm_starts_with_the_settings_it_is_given(
     options = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
     assert main(["warm", str(model), *options]) == 0
     assert main(["warm", str(model)]) == 0
-    assert given == [(str(model), EngineConfig(**settings)), (str(model), EngineConfig())]
+    assert main(["warm", str(model), "--draft", "ngram"]) == 0
+    assert main(["warm", str(model), "--draft", "some/head", "--num-draft-tokens", "5"]) == 0
+    ngram, head = Speculation(draft=NGram()), Speculation(draft="some/head", shape=Chain(5))
+    configs = [EngineConfig(**settings), EngineConfig()]
+    configs += [EngineConfig(speculation=drafts) for drafts in (ngram, head)]
+    assert given == [(str(model), config) for config in configs]
     said = "load weights       1.50 s\ncapture graphs    12.00 s\nkernels are in /cache\n"
-    assert capsys.readouterr().out == 2 * said
+    assert capsys.readouterr().out == 4 * said
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is there on Linux alone")
@@ -195,6 +208,8 @@ def test_kernels_are_where_triton_keeps_them(monkeypatch: pytest.MonkeyPatch, tm
 def test_what_cannot_be_is_said_shortly(tmp_path: Path) -> None:
     wrong = run("chat", "model", "--temperature", "-1")
     assert (wrong.returncode, "temperature=-1.0: expected" in wrong.stderr) == (2, True)
+    draftless = run("warm", "model", "--num-draft-tokens", "2")
+    assert (draftless.returncode, "num_draft_tokens=2: expected --draft" in draftless.stderr) == (2, True)
     missing = run("chat", str(tmp_path / "nowhere"))
     assert (missing.returncode, missing.stderr.startswith("ModelLoadError: ")) == (1, True)
     unwarmed = run("warm", str(tmp_path / "nowhere"))

@@ -29,7 +29,7 @@ class Decoding:
         self._model = model
         self._forward = torch.compile(model.forward, fullgraph=True) if compiles else model.forward
         self._context = context
-        self._cache = StaticCache(config=model.config, max_cache_len=max_length)
+        self._cache: Any = StaticCache(config=model.config, max_cache_len=max_length)
         self.tokens = torch.zeros(batch, 1, dtype=torch.int64, device=model.device)
         if not hasattr(self._cache.layers[0], "cumulative_length"):
             raise RuntimeError(

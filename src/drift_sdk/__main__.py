@@ -10,7 +10,19 @@ from collections.abc import Coroutine, Sequence
 
 import msgspec
 
-from drift_sdk import DriftError, Engine, EngineConfig, Progress, RequestError, SamplingParams, TokenStream
+from drift_sdk import (
+    Chain,
+    ConfigError,
+    DriftError,
+    Engine,
+    EngineConfig,
+    NGram,
+    Progress,
+    RequestError,
+    SamplingParams,
+    Speculation,
+    TokenStream,
+)
 from drift_sdk.doctor import examine
 from drift_sdk.warm import warm
 
@@ -61,6 +73,7 @@ def make_parser() -> argparse.ArgumentParser:
     talk.add_argument("--top-p", type=float, default=0.95, help="default: %(default)s")
     talk.add_argument("--seed", type=int, help="gives the same answers again")
     talk.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
+    add_drafts(talk)
 
     warmer = commands.add_parser(
         "warm",
@@ -71,7 +84,27 @@ def make_parser() -> argparse.ArgumentParser:
     for name, (kind, meaning) in WARM_SETTINGS.items():
         option, default = f"--{name.replace('_', '-')}", getattr(defaults, name)
         warmer.add_argument(option, type=kind, default=default, help=f"{meaning} (default: %(default)s)")
+    add_drafts(warmer)
     return parser
+
+
+def add_drafts(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--draft", help="an EAGLE-3 head, a folder or a hub id; or ngram")
+    default = Chain().num_draft_tokens
+    command.add_argument("--num-draft-tokens", type=int, help=f"a round, with --draft (default: {default})")
+
+
+def speculation(options: argparse.Namespace) -> Speculation | None:
+    """Raises ConfigError for a number of drafts without a draft, and for one out of range."""
+    if options.draft is None:
+        if options.num_draft_tokens is not None:
+            raise ConfigError.of("num_draft_tokens", options.num_draft_tokens, "--draft beside it")
+
+        return None
+
+    draft = NGram() if options.draft == "ngram" else options.draft
+    shape = Chain() if options.num_draft_tokens is None else Chain(options.num_draft_tokens)
+    return Speculation(draft=draft, shape=shape)
 
 
 def prepare_chat(options: argparse.Namespace) -> Coroutine[None, None, int]:
@@ -82,12 +115,14 @@ def prepare_chat(options: argparse.Namespace) -> Coroutine[None, None, int]:
         top_p=options.top_p,
         seed=options.seed,
     )
-    return chat(options.model, EngineConfig(device=options.device), params, options.system)
+    config = EngineConfig(device=options.device, speculation=speculation(options))
+    return chat(options.model, config, params, options.system)
 
 
 def prepare_warm(options: argparse.Namespace) -> Coroutine[None, None, int]:
     """The command, its arguments checked."""
-    return warm_up(options.model, EngineConfig(**{name: getattr(options, name) for name in WARM_SETTINGS}))
+    settings = {name: getattr(options, name) for name in WARM_SETTINGS}
+    return warm_up(options.model, EngineConfig(**settings, speculation=speculation(options)))
 
 
 def doctor(*, as_json: bool) -> int:
