@@ -81,11 +81,26 @@ def test_spreads_of_all_sizes(spread: float, fields: dict[str, float], device: s
     check(logits, [fields, fields], device)
 
 
+@pytest.mark.parametrize("spread", [1.0, 1e-3])
 @pytest.mark.parametrize("num_near", [MAX_SURVIVORS - 1, MAX_SURVIVORS, MAX_SURVIVORS + 1])
-def test_as_many_as_can_be_set_apart(num_near: int, device: str) -> None:
+def test_as_many_as_can_be_set_apart(num_near: int, spread: float, device: str) -> None:
+    """From one more on the whole row is gone through."""
     logits = torch.full((2, MAX_SURVIVORS + 900), -50.0)
-    logits[:, 450 : 450 + num_near] = torch.rand(num_near, generator=torch.Generator().manual_seed(0))
+    near = torch.linspace(0.0, spread, num_near)
+    logits[:, 450 : 450 + num_near] = near
     check(logits, [{"top_k": num_near - 5}, {"top_p": 0.99}], device)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.3])
+def test_brackets_close_from_every_side(temperature: float, device: str) -> None:
+    """Logits that lie dense, with each chunk's best at another level."""
+    ramp = torch.linspace(-30.0, 0.0, 9000)
+    top_p = [
+        {"temperature": temperature, "top_p": share} for share in torch.linspace(0.01, 0.99, 40).tolist()
+    ]
+    top_k = [{"temperature": temperature, "top_k": number} for number in range(1, 9000, 300)]
+    samplings = [*top_p, *top_k] if device == "cuda" else [*top_p[::4], *top_k[::6]]
+    check(ramp.repeat(len(samplings), 1), samplings, device)
 
 
 def test_ties_at_the_border_stay(device: str) -> None:
