@@ -32,13 +32,14 @@ check:
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-# Tests of kernels wait for the GPU again and again: they run before those that keep it busy. Memory is counted
-# for the whole GPU: by tests that run alone.
+# Processes take turns on a GPU: those that keep it busy run beside those that compile. Memory is counted for the
+# whole GPU: by tests that run alone.
+BUSY := tests/gpu/test_graph_speculation.py tests/gpu/test_graph_ngram.py
 gpu-test:
 	@mkdir -p $(OUT)
-	@$(GPU_PYTEST) tests/kernels tests/execution -m "kernel and not interpreter" -n $(JOBS) --dist loadgroup \
-		--junitxml $(OUT)/tests-kernels.xml
-	@$(GPU_PYTEST) tests/gpu -m gpu -n $(JOBS) --dist loadgroup \
+	@$(GPU_PYTEST) tests/kernels tests/execution $(BUSY) -m "(kernel or gpu) and not interpreter" -n $(JOBS) \
+		--dist loadgroup --junitxml $(OUT)/tests-kernels.xml
+	@$(GPU_PYTEST) tests/gpu -m gpu -n $(JOBS) --dist loadgroup $(BUSY:%=--ignore=%) \
 		--ignore tests/gpu/test_graph_memory.py --junitxml $(OUT)/tests-graph.xml
 	@$(GPU_PYTEST) tests/engine/test_constraints.py tests/parity/test_batching.py \
 		tests/parity/test_processors.py --executor graph -n $(JOBS) --junitxml $(OUT)/tests-engine-on-graphs.xml

@@ -73,6 +73,7 @@ def executors(decoder: Decoder, request: pytest.FixtureRequest) -> Iterator[list
         )
         for device in (GpuDevice(0), LaunchingDevice(0))
     ]
+    torch.cuda.synchronize()  # steps that were not captured but run may still be on their stream
     for executor in found:
         cache = executor._graphs._cache
         for tensor in (*executor._graphs._workspace._buffers.values(), cache.keys, cache.values):

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 from msgspec.structs import replace
-from sampling_rows import GREEDY, Group, make_rows
+from sampling_rows import GREEDY, Group, make_rows, moved
 
 from drift_sdk._kernels.sampled_rows import MAX_SURVIVORS, SampleBuffers, sample_rows
 from drift_sdk._kernels.scaled_logits import HOPELESS
@@ -28,13 +28,14 @@ def check(logits: torch.Tensor, samplings: list[dict[str, float]], device: str) 
     buffers = SampleBuffers.allocate(num_rows, vocab_size, device)
     args = (rows.logits, rows.row_slot, rows.row_position, rows.row_token, rows.slots, rows.mask_words)
     sample_rows(*args, buffers)
+    rows, buffers = moved(rows, "cpu"), moved(buffers, "cpu")
     for row, group in enumerate(groups):
         sampling, row_logits = group.sampling, rows.logits[0, row]
         assert buffers.row_max[row] == row_logits.max()
         scaled = (row_logits - row_logits.max()) / sampling.temperature
-        must_stay, must_go = limits(scaled.double().cpu(), sampling)
-        is_kept = (scaled >= buffers.row_threshold[row]).cpu()
-        can_win = (scaled > HOPELESS.value).cpu()
+        must_stay, must_go = limits(scaled.double(), sampling)
+        is_kept = scaled >= buffers.row_threshold[row]
+        can_win = scaled > HOPELESS.value
         assert not bool((must_stay & can_win & ~is_kept).any()), f"row {row} lacks some: {sampling}"
         assert not bool((must_go & can_win & is_kept).any()), f"row {row} has too many: {sampling}"
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from msgspec.structs import replace as replace_fields
-from sampling_rows import GREEDY, Group, Rows, make_rows, pack, random_rows
+from sampling_rows import GREEDY, Group, Rows, make_rows, moved, pack, random_rows
 
 from drift_sdk._kernels import sampled_rows
 from drift_sdk._kernels.noise import gumbel_noise
@@ -57,8 +57,9 @@ def columns(rows: Rows, live: list[int]) -> dict[str, torch.Tensor]:
 
 def check(rows: Rows) -> SampleBuffers:
     """Rows sampled, and every result held against the eager operations."""
-    raw = rows.logits[0].clone()
-    buffers = run(rows)
+    raw = rows.logits[0].cpu().clone()
+    buffers = moved(run(rows), "cpu")
+    rows = moved(rows, "cpu")
     assert torch.equal(rows.logits[0].nan_to_num(nan=7.0), raw.nan_to_num(nan=7.0))
     live = [row for row in range(raw.shape[0]) if rows.row_slot[row] >= 0]
     padding = [row for row in range(raw.shape[0] + 1) if row not in live]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -96,6 +97,19 @@ class Rows:
         )
 
 
+def moved(tensors: Any, device: str) -> Any:
+    """A dataclass with all its tensors on another device: read or written one by one they would have to wait
+    there, each time anew, for whatever else it does."""
+    found = {}
+    for field in fields(tensors):
+        value = getattr(tensors, field.name)
+        if isinstance(value, torch.Tensor):
+            found[field.name] = value.to(device)
+        elif is_dataclass(value):
+            found[field.name] = moved(value, device)
+    return replace(tensors, **found)
+
+
 def pack(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
     """Words with the tokens' bits; all bits behind the vocabulary are set, none of which counts."""
     bits = np.zeros(num_mask_words(vocab_size) * 32, np.uint8)
@@ -109,7 +123,7 @@ def make_rows(
 ) -> Rows:
     """logits [R, V] for the groups' rows; None is padding. What a slot has no flag for is garbage."""
     num_rows, vocab_size = logits.shape
-    slots = SlotColumns.allocate(len(groups) + 2, vocab_size, device)
+    slots = SlotColumns.allocate(len(groups) + 2, vocab_size, "cpu")
     for name in ("bias", "counts", "prompt_bits", "stop_bits", "allowed_bits"):
         table = getattr(slots, name)
         table.fill_(float("nan") if table.is_floating_point() else GARBAGE)
@@ -131,21 +145,19 @@ def make_rows(
         if group.masks is not None:
             mask_words[index * rows_per_slot : (index + 1) * rows_per_slot] = np.stack(group.masks)
 
-    def column(values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
-    raw = logits.to(device)
-    raw = torch.where(column(row_slot)[:, None] < 0, torch.nan, raw)
-    return Rows(
+    slot = torch.tensor(row_slot, dtype=torch.int32)
+    raw = torch.where(slot[:, None] < 0, torch.nan, logits.cpu())
+    rows = Rows(
         torch.stack([raw, torch.full_like(raw, torch.nan)]),
-        column(row_slot),
-        column(row_position),
-        column(row_token),
+        slot,
+        torch.tensor(row_position, dtype=torch.int32),
+        torch.tensor(row_token, dtype=torch.int32),
         slots,
-        torch.from_numpy(mask_words).to(device),
+        torch.from_numpy(mask_words),
         rows_per_slot,
         tuple(groups),
     )
+    return moved(rows, device)
 
 
 def fill_slot(slots: SlotColumns, slot: int, group: Group) -> None:
