@@ -83,18 +83,20 @@ def _close(
 
 
 @triton.jit
-def _cut(row_logits, vocab_size, row_max, temperature, low, high, top_k, top_p, mass, BLOCK: tl.constexpr):
-    """The threshold of top_k (0: off) and top_p, within a bracket of the first of them. `mass`: of all the
-    row's logits, read when top_k is off."""
+def _cut(
+    row_logits, vocab_size, row_max, temperature, low, high, above, top_k, top_p, mass, BLOCK: tl.constexpr
+):
+    """The threshold of top_k (0: off) and top_p, within a bracket of the first of them. `mass`: of the whole
+    row; `above`: what of it is not among these logits. Neither matters with top_k."""
     threshold = -float("inf")
     if top_k > 0:
         limit = top_k.to(tl.float32)
         threshold = _close(row_logits, vocab_size, row_max, temperature, low, high, limit, False, BLOCK)
-        low, high = threshold, 0.0
+        low, high, above = threshold, 0.0, 0.0
         mass, _, _, _ = _weigh(row_logits, vocab_size, row_max, temperature, low, low, low, True, BLOCK)
 
     if top_p < 1:
-        limit = top_p * mass
+        limit = top_p * mass - above
         threshold = _close(row_logits, vocab_size, row_max, temperature, low, high, limit, True, BLOCK)
 
     return threshold
@@ -313,17 +315,14 @@ def find_thresholds(
         low, high, above = tl.load(bracket), tl.load(bracket + 1), tl.load(bracket + 2)
         chunk = tl.arange(0, CHUNKS)
         numbers = tl.load(num_survivors + row * num_chunks + chunk, mask=chunk < num_chunks, other=0)
-        row_survivors = survivors + row.to(tl.int64) * num_chunks * MOST
+        values, num_values = survivors + row.to(tl.int64) * num_chunks * MOST, num_chunks * MOST
+        largest, divisor = 0.0, 1.0  # survivors are scaled
         if tl.max(numbers, axis=0) > MOST:
-            row_logits = _row_logits(
+            values = _row_logits(
                 logits, plane_stride, row_position, slot_flags, slot_min_length, row, slot, vocab_size
             )
-            threshold = _cut(row_logits, vocab_size, best, temperature, low, high, top_k, top_p, mass, BLOCK)
-        elif top_k > 0:
-            threshold = _cut(row_survivors, num_chunks * MOST, 0.0, 1.0, low, high, top_k, top_p, mass, BLOCK)
-        else:
-            limit = top_p * mass - above
-            threshold = _close(row_survivors, num_chunks * MOST, 0.0, 1.0, low, high, limit, True, BLOCK)
+            num_values, largest, divisor, above = vocab_size, best, temperature, 0.0
+        threshold = _cut(values, num_values, largest, divisor, low, high, above, top_k, top_p, mass, BLOCK)
 
     min_p = tl.load(slot_min_p + slot)
     if min_p > 0:
