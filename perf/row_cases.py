@@ -12,7 +12,8 @@ from shapes import Model
 
 from drift_sdk._kernels.residual_norm import add_norm
 from drift_sdk._kernels.rope_store import rotate_and_store
-from drift_sdk._kernels.sampled_rows import SampleBuffers, sample_rows
+from drift_sdk._kernels.sample_buffers import SampleBuffers
+from drift_sdk._kernels.sampled_rows import sample_rows
 from drift_sdk._kernels.slot_columns import SlotColumns, num_mask_words
 from drift_sdk._kernels.tuning import TunedTable
 from drift_sdk.models.decoder_config import DecoderConfig

@@ -14,7 +14,7 @@ from drift_sdk._kernels.commit import (
     commit,
     record_words,
 )
-from drift_sdk._kernels.sampled_rows import MAX_TOP, SampleBuffers
+from drift_sdk._kernels.sample_buffers import MAX_TOP, SampleBuffers
 from drift_sdk._kernels.slot_columns import SlotColumns, SlotFlag
 from drift_sdk._kernels.slot_state import SlotState
 

@@ -10,7 +10,8 @@ import torch
 from msgspec.structs import replace
 from sampling_rows import GREEDY, Group, make_rows, moved
 
-from drift_sdk._kernels.sampled_rows import MAX_SURVIVORS, SampleBuffers, sample_rows
+from drift_sdk._kernels.sample_buffers import MAX_SURVIVORS, SampleBuffers
+from drift_sdk._kernels.sampled_rows import sample_rows
 from drift_sdk._kernels.scaled_logits import HOPELESS
 from drift_sdk.steps import SlotSampling
 

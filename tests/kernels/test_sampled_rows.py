@@ -11,7 +11,8 @@ from sampling_rows import GREEDY, Group, Rows, make_rows, moved, pack, random_ro
 from drift_sdk._kernels import sampled_rows
 from drift_sdk._kernels.noise import gumbel_noise
 from drift_sdk._kernels.sample import filter_logits, sample, top_logprobs
-from drift_sdk._kernels.sampled_rows import MAX_TOP, SampleBuffers, sample_rows
+from drift_sdk._kernels.sample_buffers import MAX_TOP, SampleBuffers
+from drift_sdk._kernels.sampled_rows import sample_rows
 
 pytestmark = pytest.mark.kernel
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from drift_sdk._kernels.arg_max import arg_max
 from drift_sdk._kernels.gumbel import gumbel
 from drift_sdk._kernels.launching import start_dependents, wait_for_producers
-from drift_sdk._kernels.ruled_logits import bans_stops, has_rules
+from drift_sdk._kernels.ruled_logits import ruled_row
 from drift_sdk._kernels.scaled_logits import HOPELESS, scale
 
 __all__ = ["choose"]
@@ -41,9 +41,9 @@ def choose(
     threshold = tl.load(row_threshold + row)
     position = tl.load(row_position + row)
     seed = tl.load(slot_seed + slot)
-    flags = tl.load(slot_flags + slot)
-    plane = has_rules(flags, bans_stops(flags, tl.load(slot_min_length + slot), position)).to(tl.int64)
-    row_logits = logits + plane * plane_stride + row.to(tl.int64) * vocab_size
+    row_logits = ruled_row(
+        logits, plane_stride, row_position, slot_flags, slot_min_length, row, slot, vocab_size
+    )
     for chunk in range(tl.program_id(1), num_chunks, tl.num_programs(1)):
         cell = row * num_chunks + chunk
         if scale(tl.load(chunk_value + cell), best, temperature) < tl.maximum(threshold, HOPELESS):

@@ -13,7 +13,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk._kernels.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
-from drift_sdk._kernels.sampled_rows import MAX_TOP, SampleBuffers
+from drift_sdk._kernels.sample_buffers import MAX_TOP, SampleBuffers
 from drift_sdk._kernels.slot_columns import SlotColumns, SlotFlag
 from drift_sdk._kernels.slot_state import SlotState
 

@@ -14,7 +14,7 @@ from drift_sdk._kernels.launching import start_dependents, wait_for_producers
 from drift_sdk._kernels.scaled_logits import scale
 from drift_sdk._kernels.slot_columns import SlotFlag
 
-__all__ = ["bans_stops", "has_rules", "rule_logits"]
+__all__ = ["rule_logits", "ruled_row"]
 
 BIAS = tl.constexpr(SlotFlag.BIAS.value)
 PENALTIES = tl.constexpr(SlotFlag.PENALTIES.value)
@@ -26,15 +26,24 @@ WORD_BLOCK = tl.constexpr(1024)
 
 
 @triton.jit
-def bans_stops(flags, min_length, position):
+def _bans_stops(flags, min_length, position):
     """Whether stop ids are out of the question behind the token at `position`."""
     return ((flags & STOPS) != 0) & (position + 1 < min_length)
 
 
 @triton.jit
-def has_rules(flags, is_short):
+def _has_rules(flags, is_short):
     """Whether a row's logits are in the second plane, changed."""
     return ((flags & (BIAS | PENALTIES | ALLOWED | CONSTRAINT)) != 0) | is_short
+
+
+@triton.jit
+def ruled_row(logits, plane_stride, row_position, slot_flags, slot_min_length, row, slot, vocab_size):
+    """Where a row's logits are, rules and all."""
+    flags = tl.load(slot_flags + slot)
+    is_short = _bans_stops(flags, tl.load(slot_min_length + slot), tl.load(row_position + row))
+    plane = _has_rules(flags, is_short).to(tl.int64)
+    return logits + plane * plane_stride + row.to(tl.int64) * vocab_size
 
 
 @triton.jit
@@ -104,8 +113,8 @@ def rule_logits(
         tl.store(raw_sum + cell, tl.sum(tl.exp(values - reference), axis=0))
 
     flags = tl.load(slot_flags + slot)
-    is_short = bans_stops(flags, tl.load(slot_min_length + slot), tl.load(row_position + row))
-    if has_rules(flags, is_short):
+    is_short = _bans_stops(flags, tl.load(slot_min_length + slot), tl.load(row_position + row))
+    if _has_rules(flags, is_short):
         if (flags & BIAS) != 0:
             values += tl.load(slot_bias + wide_slot * vocab_size + token_ids, mask=in_vocab, other=0.0)
 

@@ -11,7 +11,7 @@ from drift_sdk._kernels.commit import SimulatedRounds
 from drift_sdk._kernels.embedding import embed_norm
 from drift_sdk._kernels.paged_attention import AttentionScratch
 from drift_sdk._kernels.prefill_attention import prefill_attention_config
-from drift_sdk._kernels.sampled_rows import SampleBuffers
+from drift_sdk._kernels.sample_buffers import SampleBuffers
 from drift_sdk._kernels.staging import advance, enter, gather_rows
 from drift_sdk._kernels.token_counts import count_tokens
 from drift_sdk._kernels.tuning import TunedTable

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drift_sdk._kernels.commit import FINISHED_LENGTH, FINISHED_STOP, RECORD_HEADER_WORDS, record_words
-from drift_sdk._kernels.sampled_rows import MAX_TOP
+from drift_sdk._kernels.sample_buffers import MAX_TOP
 from drift_sdk.results import TokenLogprobs
 from drift_sdk.steps import SlotOutput
 

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from drift_sdk._kernels.commit import SimulatedRounds, commit
 from drift_sdk._kernels.library_gemm import fastest_multiply
-from drift_sdk._kernels.sampled_rows import SampleBuffers, sample_rows
+from drift_sdk._kernels.sample_buffers import SampleBuffers
+from drift_sdk._kernels.sampled_rows import sample_rows
 from drift_sdk._kernels.staging import copy_masks
 from drift_sdk._kernels.tuning import TunedTable
 from drift_sdk.execution.decode_forward import Rows
