@@ -50,6 +50,7 @@ PERF = PYTHONPATH=src $(PYTHON) perf
 gpu-perf:
 	@mkdir -p $(OUT)
 	@$(PERF)/decode.py --out $(OUT)/decode.json
+	@$(PERF)/decode.py --temperature 0.8 --top-p 0.95 --out $(OUT)/sampled.json
 	@$(PERF)/decode.py --model smollm2-135m --scenario single-512 batch64-512 --out $(OUT)/decode.json
 	@$(PERF)/prefill.py --tokens 8192 32768 --out $(OUT)/prefill.json
 	@$(PERF)/speculative.py --num-draft-tokens 3 --acceptance-length 3.2 --out $(OUT)/speculative.json

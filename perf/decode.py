@@ -2,6 +2,7 @@
 
 python perf/decode.py --model llama-3.1-8b --scenario single-512 batch64-512
 python perf/decode.py --model smollm2-135m --peer transformers --out decode.json
+python perf/decode.py --temperature 0.8 --top-p 0.95
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from host import ENGINE_THREAD, LoopLag, thread_seconds
-from msgspec import Struct
+from msgspec import UNSET, Struct
+from msgspec.structs import replace
 from peers import PEERS
 from record import DecodeRun, Run
 from recording import Recording, dtype_name, free_memory, parser
@@ -28,12 +30,13 @@ __all__ = ["DecodeOptions", "main", "measure"]
 
 IDLE_S = 0.5
 BLOCK_SIZE = 64  # the largest that an executor chooses by itself
+GREEDY = SamplingParams(ignore_eos=True)
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class DecodeOptions(Struct, frozen=True, kw_only=True):
     """How the engine is set up and how often what is timed. `lengths`: tokens of the shorter and the longer
-    generation."""
+    generation. `params`: of every request, save its length."""
 
     device: str = "cpu"
     dtype: str = "auto"
@@ -41,6 +44,7 @@ class DecodeOptions(Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None
     repeats: int = 5
     lengths: tuple[int, int] = LENGTHS
+    params: SamplingParams = GREEDY
 
     @property
     def dtype_name(self) -> str:
@@ -89,14 +93,14 @@ async def measure_one(
     engine: Engine, model: Model, scenario: Scenario, options: DecodeOptions, bandwidth_tb_s: float
 ) -> DecodeRun:
     prompts = scenario.prompts(model.config.vocab_size)
-    short, long = options.lengths
+    (short, long), params = options.lengths, options.params
     for num_tokens in (short, long, long):
-        await generation_seconds(engine, prompts, num_tokens)
+        await generation_seconds(engine, prompts, num_tokens, params)
 
     rounds_s = []
     for _ in range(options.repeats):
-        short_s = await generation_seconds(engine, prompts, short)
-        long_s = await generation_seconds(engine, prompts, long)
+        short_s = await generation_seconds(engine, prompts, short, params)
+        long_s = await generation_seconds(engine, prompts, long, params)
         rounds_s.append((long_s - short_s) / (long - short))
 
     run = DecodeRun.of_rounds(
@@ -108,14 +112,18 @@ async def measure_one(
         model=model.name,
         dtype=options.dtype_name,
         scenario=scenario,
+        temperature=params.temperature or UNSET,
+        top_p=params.top_p if params.temperature else UNSET,
     )
-    await measure_host(engine, prompts, long, run)
+    await measure_host(engine, prompts, replace(params, max_tokens=long), run)
     return run
 
 
-async def generation_seconds(engine: Engine, prompts: Sequence[Sequence[int]], num_tokens: int) -> float:
+async def generation_seconds(
+    engine: Engine, prompts: Sequence[Sequence[int]], num_tokens: int, params: SamplingParams = GREEDY
+) -> float:
     """From letting the engine go, with every request in its queue, to the last completion."""
-    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+    params = replace(params, max_tokens=num_tokens)
     await engine.pause()
     streams = [engine.generate(prompt, params) for prompt in prompts]
     ends = [asyncio.ensure_future(stream.completion()) for stream in streams]
@@ -135,17 +143,17 @@ async def generation_seconds(engine: Engine, prompts: Sequence[Sequence[int]], n
 
 
 async def measure_host(
-    engine: Engine, prompts: Sequence[Sequence[int]], num_tokens: int, run: DecodeRun
+    engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams, run: DecodeRun
 ) -> None:
     """Lag and CPU time while every chunk is read; one after the other, since watching the lag takes time."""
     async with LoopLag() as idle:
         await asyncio.sleep(IDLE_S)
 
     async with LoopLag() as busy:
-        await read_chunks(engine, prompts, num_tokens)
+        await read_chunks(engine, prompts, params)
 
     engine_s, loop_s, num_steps = thread_seconds(ENGINE_THREAD), time.thread_time(), engine.stats().num_steps
-    num_chunks = await read_chunks(engine, prompts, num_tokens)
+    num_chunks = await read_chunks(engine, prompts, params)
     loop_s = time.thread_time() - loop_s
     if engine_s is not None:
         engine_s = (thread_seconds(ENGINE_THREAD) or 0.0) - engine_s
@@ -157,9 +165,8 @@ async def measure_host(
     run.loop_cpu_us_per_chunk = loop_s / num_chunks * 1e6
 
 
-async def read_chunks(engine: Engine, prompts: Sequence[Sequence[int]], num_tokens: int) -> int:
+async def read_chunks(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams) -> int:
     """How many chunks came."""
-    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
 
     async def read(prompt: Sequence[int]) -> int:
         return len([chunk async for chunk in engine.generate(prompt, params)])
@@ -172,15 +179,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given_parser.add_argument("--scenario", nargs="+", type=Scenario.parse, default=SCENARIOS, metavar="NAME")
     given_parser.add_argument("--max-model-len", type=int, help="the default is what the scenarios need")
     given_parser.add_argument("--peer", nargs="+", choices=PEERS, default=(), help="measured in the same run")
+    given_parser.add_argument("--temperature", type=float, default=0.0, help="sampled: another file")
+    given_parser.add_argument("--top-p", type=float, default=1.0)
     given = given_parser.parse_args(arguments)
+    if given.temperature and given.peer:
+        given_parser.error("peers are greedy")
+
     options = DecodeOptions(
         device=given.device,
         dtype=given.dtype,
         executor=given.executor,
         max_model_len=given.max_model_len,
         repeats=given.repeats,
+        params=replace(GREEDY, temperature=given.temperature, top_p=given.top_p),
     )
-    recording = Recording("decode", given.device, given.out, "transformers")
+    recording = Recording(
+        "sampled" if given.temperature else "decode", given.device, given.out, "transformers"
+    )
     with tempfile.TemporaryDirectory() as folder:
         model = prepare(given.model, Path(folder))
         asyncio.run(measure(model, given.scenario, options, recording.bandwidth_tb_s, recording.add))

@@ -19,7 +19,7 @@ __all__ = ["DecodeRun", "PrefillRun", "Results", "Run", "merge", "read", "result
 
 RESULTS = Path(__file__).parent / "results"
 IDENTITY = (
-    "engine", "executor", "model", "dtype", "scenario", "batch", "context",
+    "engine", "executor", "model", "dtype", "scenario", "batch", "context", "temperature", "top_p",
     "num_draft_tokens", "tree", "draft", "is_adaptive", "acceptance",
     "acceptance_length",
     "prefill_token_budget", "kernel", "shape", "num_rows", "kernel_cache",
@@ -55,7 +55,7 @@ class DecodeRun(Run, kw_only=True):
 
     `bytes_per_round`: what a round must read. Lag: how much later than asked the event loop ran, while the
     streams were read, and idle. CPU: of the engine's thread, and of the loop that reads the chunks.
-    `settings`: of a peer.
+    `temperature`, `top_p`: of requests that are not greedy. `settings`: of a peer.
     """
 
     num_repeats: int
@@ -63,6 +63,8 @@ class DecodeRun(Run, kw_only=True):
     tokens_per_s_max: float
     bytes_per_round: float
     executor: str | UnsetType = UNSET
+    temperature: float | UnsetType = UNSET
+    top_p: float | UnsetType = UNSET
     loop_lag_ms_p99: float | UnsetType = UNSET
     loop_lag_idle_ms_p99: float | UnsetType = UNSET
     engine_cpu_ms_per_round: float | None | UnsetType = UNSET

@@ -58,7 +58,7 @@ async def test_what_every_generation_costs_drops_out(tiny: Model, monkeypatch: p
     """A second each time, and 10 ms a token; the first ones of each length take longer."""
     calls: list[int] = []
 
-    async def seconds(engine: object, prompts: object, num_tokens: int) -> float:
+    async def seconds(engine: object, prompts: object, num_tokens: int, params: object) -> float:
         calls.append(num_tokens)
         return 1.0 + 0.01 * num_tokens + (len(calls) < 4)
 
@@ -103,6 +103,17 @@ def test_decode_writes_a_result_file(tmp_path: Path) -> None:
     written = json.loads(out.read_text())
     assert written["read_bandwidth_tb_s"] == 0.01
     assert [run["scenario"] for run in written["runs"]] == ["batch2-16"]
+    assert "temperature" not in written["runs"][0]
+
+
+def test_sampled_runs_say_so(tmp_path: Path) -> None:
+    out = tmp_path / "sampled.json"
+    arguments = ["--model", "tiny", "--device", "cpu", "--scenario", "batch2-16", "--repeats", "1"]
+    decode.main([*arguments, "--temperature", "0.8", "--top-p", "0.9", "--out", str(out)])
+    (run,) = json.loads(out.read_text())["runs"]
+    assert (run["temperature"], run["top_p"]) == (0.8, 0.9)
+    with pytest.raises(SystemExit):
+        decode.main([*arguments, "--temperature", "0.8", "--peer", "vllm"])
 
 
 def test_prefill_writes_a_result_file(tmp_path: Path) -> None:
