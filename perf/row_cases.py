@@ -131,4 +131,5 @@ def prepare_sampling(vocab_size: int, settings: dict[str, float], num_rows: int,
         for index in range(copies):
             sample_rows(logits[index], slot, position, token, columns, masks, buffers)
 
-    return Prepared(step, copies, (buffers.chunk_value,))
+    # Token ids, whose bits are those of finite numbers.
+    return Prepared(step, copies, (buffers.chosen.view(torch.float32),))

@@ -118,12 +118,18 @@ def test_chat_answers_every_line_and_ends_with_its_input(model: Path) -> None:
     assert run("chat", str(model), *options[:4], stdin="hello\n").stdout != once.stdout
 
 
-def test_drafts_change_no_answer(model: Path) -> None:
-    plain, drafted = (
-        run("chat", str(model), "--seed", "3", "--max-tokens", "24", *drafts, stdin="hello\n")
-        for drafts in ((), ("--draft", "ngram", "--num-draft-tokens", "2"))
-    )
-    assert (drafted.returncode, drafted.stdout) == (0, plain.stdout), drafted.stderr
+def test_chat_drafts_where_it_is_told_to(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[EngineConfig] = []
+
+    async def chat(model: str, config: EngineConfig, params: object, system: object) -> int:
+        given.append(config)
+        return 0
+
+    monkeypatch.setattr("drift_sdk.__main__.chat", chat)
+    assert main(["chat", str(model)]) == 0
+    assert main(["chat", str(model), "--draft", "ngram", "--num-draft-tokens", "2"]) == 0
+    drafts = Speculation(draft=NGram(), shape=Chain(2))
+    assert given == [EngineConfig(), EngineConfig(speculation=drafts)]
 
 
 def test_chat_goes_on_after_a_question_that_is_too_long(model: Path) -> None:

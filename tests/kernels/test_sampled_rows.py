@@ -153,6 +153,12 @@ def test_a_program_may_take_several_chunks(
         assert torch.equal(mine.view(torch.int32), theirs.view(torch.int32)), name
 
 
+def test_no_rows_at_all(device: str) -> None:
+    rows = random_rows(1, 4, 40, device).take([])
+    buffers = run(rows)
+    assert buffers.chosen.tolist() == [-77]
+
+
 def one_row(
     logits: list[float] | torch.Tensor,
     device: str,

@@ -20,7 +20,7 @@ from prefill import main as prefill_main
 from scenario import Scenario
 from shapes import Model, prepare
 
-from drift_sdk import PromptTooLong
+from drift_sdk import Engine, PromptTooLong, SamplingParams, TokenStream
 from drift_sdk.testing import scripted_engine
 
 
@@ -106,12 +106,21 @@ def test_decode_writes_a_result_file(tmp_path: Path) -> None:
     assert "temperature" not in written["runs"][0]
 
 
-def test_sampled_runs_say_so(tmp_path: Path) -> None:
+def test_sampled_runs_are_sampled_and_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: set[tuple[float, float]] = set()
+    generate = Engine.generate
+
+    def noting(engine: Engine, prompt: Any, params: SamplingParams) -> TokenStream:
+        asked.add((params.temperature, params.top_p))
+        return generate(engine, prompt, params)
+
+    monkeypatch.setattr(Engine, "generate", noting)
     out = tmp_path / "sampled.json"
     arguments = ["--model", "tiny", "--device", "cpu", "--scenario", "batch2-16", "--repeats", "1"]
     decode.main([*arguments, "--temperature", "0.8", "--top-p", "0.9", "--out", str(out)])
     (run,) = json.loads(out.read_text())["runs"]
     assert (run["temperature"], run["top_p"]) == (0.8, 0.9)
+    assert asked == {(0.8, 0.9)}
     with pytest.raises(SystemExit):
         decode.main([*arguments, "--temperature", "0.8", "--peer", "vllm"])
 

@@ -22,8 +22,9 @@ __all__ = ["BRACKET", "LEVELS", "PASSES", "filter_settings", "narrow", "set_apar
 PASSES = tl.constexpr(2)
 LEVELS = tl.constexpr(3)
 """Levels within the bracket at which a pass weighs the row."""
-BRACKET = tl.constexpr(3)
-"""What is noted of a bracket: its low and high end, and the weight of all from the high end on."""
+BRACKET = tl.constexpr(4)
+"""What is noted of a bracket: its low and high end, the weight of all from the high end on and, without
+top_k, the mass of the whole row."""
 
 
 @triton.jit
@@ -39,24 +40,6 @@ def filter_settings(slot_temperature, slot_top_k, slot_top_p, slot, vocab_size):
 
 
 @triton.jit
-def _first_limit(top_k, top_p, mass):
-    """What the weight of all larger logits must be below, by the filter that is first."""
-    return tl.where(top_k > 0, top_k.to(tl.float32), top_p * mass)
-
-
-@triton.jit
-def _first_bracket(limit, mass, top_k, vocab_size):
-    """(low, high, weight from high on) that no row's threshold is beyond."""
-    low = HOPELESS + 0.0
-    if top_k == 0:
-        # All tokens below this have less mass together than top_p leaves out; the tenth is for rounding.
-        left_out = tl.maximum((mass - limit) / vocab_size, 1e-30)
-        low = tl.maximum(tl.log(left_out) - 0.1, HOPELESS)
-
-    return low, 1e-30, 0.0
-
-
-@triton.jit
 def _levels(low, high):
     step = (high - low) * 0.25
     return low + step, low + 2.0 * step, high - step
@@ -64,16 +47,23 @@ def _levels(low, high):
 
 @triton.jit
 def _bracket(
-    brackets, weights, row, limit, mass, top_k, vocab_size, num_chunks,
+    brackets, weights, chunk_value, chunk_mass, row, best, temperature, top_k, top_p, vocab_size, num_chunks,
     PASS: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """(low, high, weight from high on) of what is in doubt before a pass: of scaled logits all from high on
-    are kept, and none below low, unless low was so low already that none of those matters."""
+    """(low, high) of what is in doubt before a pass: of scaled logits all from high on are kept, and none
+    below low, unless low was so low already that none of those matters."""
     if PASS == 0:
-        low, high, above = _first_bracket(limit, mass, top_k, vocab_size)
+        # Nothing lies above the best, which is zero.
+        low, high, above, mass = HOPELESS + 0.0, 1e-30, 0.0, 0.0
+        if top_k == 0:
+            mass = mass_of_chunks(chunk_value, chunk_mass, row, best, temperature, num_chunks, CHUNKS)
+            # All tokens below this have less mass together than top_p leaves out; the tenth is for rounding.
+            left_out = tl.maximum((mass - top_p * mass) / vocab_size, 1e-30)
+            low = tl.maximum(tl.log(left_out) - 0.1, HOPELESS)
     else:
         last = brackets + (row * (PASSES + 1) + PASS - 1) * BRACKET
-        low, high, above = tl.load(last), tl.load(last + 1), tl.load(last + 2)
+        low, high, above, mass = tl.load(last), tl.load(last + 1), tl.load(last + 2), tl.load(last + 3)
+        limit = tl.where(top_k > 0, top_k.to(tl.float32), top_p * mass)
         first, second, third = _levels(low, high)
         chunk = tl.arange(0, CHUNKS)
         cell = weights + ((row * PASSES + PASS - 1) * num_chunks + chunk) * LEVELS
@@ -93,8 +83,9 @@ def _bracket(
         tl.store(own, low)
         tl.store(own + 1, high)
         tl.store(own + 2, above)
+        tl.store(own + 3, mass)
 
-    return low, high, above
+    return low, high
 
 
 @triton.jit
@@ -115,11 +106,10 @@ def narrow(
     )
     if is_cut:
         best = best_of_chunks(chunk_value, row, num_chunks, CHUNKS)
-        mass = mass_of_chunks(chunk_value, chunk_mass, row, best, temperature, num_chunks, CHUNKS)
-        limit = _first_limit(top_k, top_p, mass)
-        low, high, _ = _bracket(
-            brackets, weights, row, limit, mass, top_k, vocab_size, num_chunks, PASS, CHUNKS
-        )
+        low, high = _bracket(
+            brackets, weights, chunk_value, chunk_mass, row, best, temperature, top_k, top_p, vocab_size,
+            num_chunks, PASS, CHUNKS,
+        )  # fmt: skip
         first, second, third = _levels(low, high)
         row_logits = ruled_row(
             logits, plane_stride, row_position, slot_flags, slot_min_length, row, slot, vocab_size
@@ -160,11 +150,10 @@ def set_apart(
     )
     if is_cut:
         best = best_of_chunks(chunk_value, row, num_chunks, CHUNKS)
-        mass = mass_of_chunks(chunk_value, chunk_mass, row, best, temperature, num_chunks, CHUNKS)
-        limit = _first_limit(top_k, top_p, mass)
-        low, high, _ = _bracket(
-            brackets, weights, row, limit, mass, top_k, vocab_size, num_chunks, PASSES, CHUNKS
-        )
+        low, high = _bracket(
+            brackets, weights, chunk_value, chunk_mass, row, best, temperature, top_k, top_p, vocab_size,
+            num_chunks, PASSES, CHUNKS,
+        )  # fmt: skip
         end = tl.where(top_k > 0, float("inf"), high)
         row_logits = ruled_row(
             logits, plane_stride, row_position, slot_flags, slot_min_length, row, slot, vocab_size

@@ -13,7 +13,7 @@ import triton.language as tl
 from drift_sdk._kernels.filter_brackets import BRACKET, PASSES, filter_settings
 from drift_sdk._kernels.launching import start_dependents, wait_for_producers
 from drift_sdk._kernels.ruled_logits import ruled_row
-from drift_sdk._kernels.scaled_logits import best_of_chunks, mass_of_chunks, scale
+from drift_sdk._kernels.scaled_logits import best_of_chunks, scale
 
 __all__ = ["find_thresholds"]
 
@@ -96,9 +96,8 @@ def _cut(
 @triton.jit
 def find_thresholds(
     logits, plane_stride, row_slot, row_position,
-    slot_temperature, slot_top_k, slot_top_p, slot_min_p, slot_flags, slot_min_length,
-    chunk_value, chunk_mass, brackets, survivors, num_survivors, row_max, row_threshold,
-    vocab_size, num_chunks,
+    slot_temperature, slot_top_k, slot_top_p, slot_flags, slot_min_length, chunk_value,
+    slot_min_p, brackets, survivors, num_survivors, row_max, row_threshold, vocab_size, num_chunks,
     CHUNKS: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows,). Writes row_max and row_threshold of rows that are not greedy: scaled logits below the
@@ -117,9 +116,9 @@ def find_thresholds(
     tl.store(row_max + row, best)
     threshold = -float("inf")
     if is_cut:
-        mass = mass_of_chunks(chunk_value, chunk_mass, row, best, temperature, num_chunks, CHUNKS)
         bracket = brackets + (row * (PASSES + 1) + PASSES) * BRACKET
-        low, high, above = tl.load(bracket), tl.load(bracket + 1), tl.load(bracket + 2)
+        low, high = tl.load(bracket), tl.load(bracket + 1)
+        above, mass = tl.load(bracket + 2), tl.load(bracket + 3)
         chunk = tl.arange(0, CHUNKS)
         numbers = tl.load(num_survivors + row * num_chunks + chunk, mask=chunk < num_chunks, other=0)
         values, num_values = survivors + row.to(tl.int64) * num_chunks * MOST, num_chunks * MOST

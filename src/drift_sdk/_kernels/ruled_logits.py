@@ -90,8 +90,8 @@ def rule_logits(
 ):  # fmt: skip
     """Grid (rows, chunks). Writes plane 1 of the rows that have rules, every chunk's best (chunk_value,
     chunk_token), where top_p applies the mass of its scaled logits with the best at zero (chunk_mass), and,
-    of the raw logits of rows that report log-probabilities, each chunk's largest and the
-    sum of exponentials below it (raw_max, raw_sum)."""
+    of the raw logits of rows that report log-probabilities, each chunk's largest and the sum of exponentials
+    below it (raw_max, raw_sum)."""
     wait_for_producers(PDL)
     start_dependents(PDL)
     row, chunk = tl.program_id(0), tl.program_id(1)

@@ -53,7 +53,7 @@ def sample_rows(
 
     num_chunks = triton.cdiv(vocab_size, CHUNK)
     by_row, by_chunk = (num_rows,), (num_rows, num_chunks)
-    by_part = (num_rows, min(num_chunks, triton.cdiv(MOST_PROGRAMS, num_rows)))
+    by_part = (num_rows, min(num_chunks, triton.cdiv(MOST_PROGRAMS, max(num_rows, 1))))
     plane_stride = logits.stride(0)
     rule_logits[by_chunk](
         logits,
@@ -100,10 +100,8 @@ def sample_rows(
         slots.flags,
         slots.min_length,
         buffers.chunk_value,
-        buffers.chunk_mass,
-        buffers.brackets,
-        buffers.weights,
     )
+    bracketing = (buffers.chunk_mass, buffers.brackets, buffers.weights)
     chunks = {
         "CHUNK": CHUNK,
         "CHUNKS": triton.next_power_of_2(num_chunks),
@@ -111,10 +109,11 @@ def sample_rows(
         **launch_options(),
     }
     for number in range(PASSES.value):
-        narrow[by_part](*rows, vocab_size, num_chunks, PASS=number, num_warps=8, **chunks)
+        narrow[by_part](*rows, *bracketing, vocab_size, num_chunks, PASS=number, num_warps=8, **chunks)
 
     set_apart[by_part](
         *rows,
+        *bracketing,
         buffers.survivors,
         buffers.num_survivors,
         vocab_size,
@@ -124,18 +123,8 @@ def sample_rows(
         **chunks,
     )
     find_thresholds[by_row](
-        logits,
-        plane_stride,
-        row_slot,
-        row_position,
-        slots.temperature,
-        slots.top_k,
-        slots.top_p,
+        *rows,
         slots.min_p,
-        slots.flags,
-        slots.min_length,
-        buffers.chunk_value,
-        buffers.chunk_mass,
         buffers.brackets,
         buffers.survivors,
         buffers.num_survivors,
