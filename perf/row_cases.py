@@ -24,6 +24,8 @@ SUM_ITEMSIZE = 4  # partial sums and logits are fp32
 BLOCK_SIZE = 64
 CONTEXT = 512
 FILTERED = {"temperature": 0.8, "top_p": 0.95}
+PEAKED, FLAT = 3.0, 1.3
+"""Spread of logits: few tokens hold nearly all the mass, or thousands do, as of random weights."""
 
 
 def norm_cases(model: Model, row_counts: tuple[int, ...], table: TunedTable, device: str) -> Iterator[Case]:
@@ -65,7 +67,12 @@ def sampling_cases(
 ) -> Iterator[Case]:
     """The logits of every row, read once: for the most likely token, and for one of the likely ones."""
     vocab_size = model.config.vocab_size
-    for name, settings in (("greedy", {}), ("top-p", FILTERED)):
+    kinds: tuple[tuple[str, dict[str, float], float], ...] = (
+        ("greedy", {}, PEAKED),
+        ("top-p", FILTERED, PEAKED),
+        ("top-p of flat logits", FILTERED, FLAT),
+    )
+    for name, settings, spread in kinds:
         for num_rows in row_counts:
             yield Case(
                 kernel=f"sampling, {name}",
@@ -73,7 +80,7 @@ def sampling_cases(
                 num_rows=num_rows,
                 num_bytes=num_rows * vocab_size * SUM_ITEMSIZE,
                 num_flops=0.0,
-                prepare=partial(prepare_sampling, vocab_size, settings, num_rows, device),
+                prepare=partial(prepare_sampling, vocab_size, settings, spread, num_rows, device),
             )
 
 
@@ -113,10 +120,12 @@ def prepare_rope(config: DecoderConfig, num_partials: int, num_rows: int, device
     return Prepared(step, copies, (query,))
 
 
-def prepare_sampling(vocab_size: int, settings: dict[str, float], num_rows: int, device: str) -> Prepared:
+def prepare_sampling(
+    vocab_size: int, settings: dict[str, float], spread: float, num_rows: int, device: str
+) -> Prepared:
     copies = num_copies(num_rows * vocab_size * SUM_ITEMSIZE)
     # Two planes each, of which the second is written where rules apply.
-    logits = torch.randn(copies, 2, num_rows, vocab_size, device=device).mul_(3.0)
+    logits = torch.randn(copies, 2, num_rows, vocab_size, device=device).mul_(spread)
     columns = SlotColumns.allocate(num_rows, vocab_size, device)
     columns.num_logprobs.fill_(-1)
     columns.top_p.fill_(1.0)

@@ -20,10 +20,10 @@ class LoopClosed(Exception):
 class Bridge:
     """Posts calls to one event loop (asyncio, uvloop or trio). Bridges of the same loop are equal."""
 
-    __slots__ = ("_loop", "_post")
+    __slots__ = ("_post", "loop")
 
     def __init__(self, loop: Any) -> None:
-        self._loop = loop
+        self.loop = loop
         is_asyncio = isinstance(loop, asyncio.AbstractEventLoop)
         self._post = loop.call_soon_threadsafe if is_asyncio else loop.run_sync_soon
 
@@ -43,10 +43,10 @@ class Bridge:
             raise LoopClosed from error
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Bridge) and self._loop is other._loop
+        return isinstance(other, Bridge) and self.loop is other.loop
 
     def __hash__(self) -> int:
-        return id(self._loop)
+        return id(self.loop)
 
 
 class Latch:

@@ -236,18 +236,18 @@ class Driver:
         if delta.sequence.constraint is not None:
             delta.sequence.is_held = True
             self._text_work.advance(request, delta.token_ids)
-        self._outbox.put(request.feed, Update(chunk=chunk))
+        self._outbox.put(Update(feed=request.feed, chunk=chunk))
 
     def _finish(self, request: Request, chunk: Chunk) -> None:
         self._drop(request)
         completion = request.completion()
         self.recorder.finished(request, completion)
-        self._outbox.put(request.feed, Update(chunk=chunk, completion=completion))
+        self._outbox.put(Update(feed=request.feed, chunk=chunk, completion=completion))
 
     def _fail(self, request: Request, error: DriftError) -> None:
         self._drop(request)
         self.recorder.failed(request, error)
-        self._outbox.put(request.feed, Update(error=error))
+        self._outbox.put(Update(feed=request.feed, error=error))
 
     def _drop(self, request: Request) -> None:
         """Off the books, and out of the scheduler where the device has not ended it already."""
@@ -278,7 +278,7 @@ class Driver:
             request.is_done = True
             self._intake.leave(request)
             self.recorder.failed(request, cause)
-            self._outbox.put(request.feed, Update(error=cause))
+            self._outbox.put(Update(feed=request.feed, error=cause))
         self._outbox.post()
         for command in self._when_quiet:
             self.tell(command)

@@ -11,9 +11,10 @@ from drift_sdk.results import Chunk, Completion
 __all__ = ["Feed", "Outbox", "Update"]
 
 
-class Update(Struct, frozen=True, kw_only=True):
+class Update(Struct, frozen=True, kw_only=True, gc=False):
     """What one step of the engine brings to a stream: a chunk, and at the end how it ended."""
 
+    feed: Feed
     chunk: Chunk | None = None
     completion: Completion | None = None
     error: BaseException | None = None
@@ -78,14 +79,18 @@ class Outbox:
     """Updates of a step, gathered by event loop. Used on the engine's thread alone."""
 
     def __init__(self) -> None:
-        self._updates: dict[Bridge, list[tuple[Feed, Update]]] = {}
+        self._updates: dict[object, tuple[Bridge, list[Update]]] = {}  # by loop
 
     @property
     def has_updates(self) -> bool:
         return bool(self._updates)
 
-    def put(self, feed: Feed, update: Update) -> None:
-        self._updates.setdefault(feed.bridge, []).append((feed, update))
+    def put(self, update: Update) -> None:
+        bridge = update.feed.bridge
+        posting = self._updates.get(bridge.loop)
+        if posting is None:
+            posting = self._updates[bridge.loop] = (bridge, [])
+        posting[1].append(update)
 
     def post(self) -> list[Bridge]:
         """Send everything, one post a loop; the loops that have ended."""
@@ -94,7 +99,7 @@ class Outbox:
 
         updates, self._updates = self._updates, {}
         closed: list[Bridge] = []
-        for bridge, batch in updates.items():
+        for bridge, batch in updates.values():
             try:
                 bridge.post(deliver, batch)
             except LoopClosed:
@@ -103,7 +108,7 @@ class Outbox:
         return closed
 
 
-def deliver(batch: list[tuple[Feed, Update]]) -> None:
+def deliver(batch: list[Update]) -> None:
     """Runs on the caller's loop."""
-    for feed, update in batch:
-        feed.deliver(update)
+    for update in batch:
+        update.feed.deliver(update)

@@ -37,7 +37,7 @@ class TokenLogprobs(Struct, frozen=True, kw_only=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
-class Chunk(Struct, frozen=True, kw_only=True):
+class Chunk(Struct, frozen=True, kw_only=True, gc=False):
     """One or more tokens of a stream. Tokens not read yet coalesce into the next chunk.
 
     `text` never splits a character, so it may be empty, and may lag behind `token_ids` while a stop string

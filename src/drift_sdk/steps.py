@@ -138,7 +138,7 @@ class StepPlan(Struct, frozen=True, kw_only=True):
     decode: tuple[DecodeRow, ...]
 
 
-class SlotOutput(Struct, frozen=True, kw_only=True):
+class SlotOutput(Struct, frozen=True, kw_only=True, gc=False):
     """Tokens a slot emitted in one step, in order, and how it finished if it did.
 
     `logprobs` has an entry per token where they were asked for. `prompt_logprobs` comes with the first

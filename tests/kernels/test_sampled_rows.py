@@ -11,7 +11,7 @@ from sampling_rows import GREEDY, Group, Rows, make_rows, moved, pack, random_ro
 from drift_sdk._kernels import sampled_rows
 from drift_sdk._kernels.noise import gumbel_noise
 from drift_sdk._kernels.sample import filter_logits, sample, top_logprobs
-from drift_sdk._kernels.sample_buffers import MAX_TOP, SampleBuffers
+from drift_sdk._kernels.sample_buffers import MAX_SURVIVORS, MAX_TOP, SampleBuffers
 from drift_sdk._kernels.sampled_rows import sample_rows
 
 pytestmark = pytest.mark.kernel
@@ -193,6 +193,26 @@ def test_temperatures_of_all_sizes(temperature: float, fields: dict[str, float],
         for seed in range(24)
     ]
     check(make_rows(groups[: 24 if device == "cuda" else 4], logits[: 24 if device == "cuda" else 4], device))
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+@pytest.mark.parametrize(
+    "fields", [{"top_p": 0.8}, {"top_p": 0.95}, {"top_p": 0.99}, {"top_k": 1000}], ids=str
+)
+def test_few_are_in_doubt_where_thousands_are_as_likely(
+    fields: dict[str, float], scale: float, device: str
+) -> None:
+    """Otherwise one program goes through the row again and again, for as long as a decode step's tenth."""
+    logits = torch.randn(128_256, generator=torch.Generator().manual_seed(2)) * scale
+    buffers = one_row(logits, device, temperature=0.8, seed=3, **fields)
+    assert 0 < buffers.num_survivors[0].max() <= MAX_SURVIVORS
+
+    scaled = (logits - logits.max()) / 0.8
+    given = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, **fields}
+    filters = (torch.tensor([value]) for value in given.values())
+    kept = filter_logits(scaled[None].double(), *filters)
+    num_kept = int((scaled >= buffers.row_threshold[0]).sum())
+    assert num_kept == pytest.approx(int(kept.isfinite().sum()), rel=1e-3)
 
 
 def test_stop_ids_give_way_where_nothing_else_is_left(device: str) -> None:

@@ -20,8 +20,9 @@ from drift_sdk._kernels.scaled_logits import HOPELESS, best_of_chunks, mass_of_c
 __all__ = ["BRACKET", "LEVELS", "PASSES", "filter_settings", "narrow", "set_apart"]
 
 PASSES = tl.constexpr(2)
-LEVELS = tl.constexpr(3)
-"""Levels within the bracket at which a pass weighs the row."""
+LEVELS = tl.constexpr(7)
+"""Levels within the bracket at which a pass weighs the row: what is left of a bracket after two passes, a
+64th, holds less than `MAX_SURVIVORS` of a chunk even where thousands of tokens are about as likely."""
 BRACKET = tl.constexpr(4)
 """What is noted of a bracket: its low and high end, the weight of all from the high end on and, without
 top_k, the mass of the whole row."""
@@ -40,9 +41,9 @@ def filter_settings(slot_temperature, slot_top_k, slot_top_p, slot, vocab_size):
 
 
 @triton.jit
-def _levels(low, high):
-    step = (high - low) * 0.25
-    return low + step, low + 2.0 * step, high - step
+def _level(low, high, number: tl.constexpr):
+    # Rounded twice in every launch (no fused multiply-add), so that all mean the same level.
+    return low + (high - low) * ((number + 1) / (LEVELS + 1))
 
 
 @triton.jit
@@ -64,19 +65,16 @@ def _bracket(
         last = brackets + (row * (PASSES + 1) + PASS - 1) * BRACKET
         low, high, above, mass = tl.load(last), tl.load(last + 1), tl.load(last + 2), tl.load(last + 3)
         limit = tl.where(top_k > 0, top_k.to(tl.float32), top_p * mass)
-        first, second, third = _levels(low, high)
         chunk = tl.arange(0, CHUNKS)
         cell = weights + ((row * PASSES + PASS - 1) * num_chunks + chunk) * LEVELS
-        is_chunk = chunk < num_chunks
-        at_first = tl.sum(tl.load(cell, mask=is_chunk, other=0.0), axis=0)
-        at_second = tl.sum(tl.load(cell + 1, mask=is_chunk, other=0.0), axis=0)
-        at_third = tl.sum(tl.load(cell + 2, mask=is_chunk, other=0.0), axis=0)
-        low = tl.where(at_first >= limit, first, low)
-        low = tl.where(at_second >= limit, second, low)
-        low = tl.where(at_third >= limit, third, low)
-        high, above = tl.where(at_third < limit, third, high), tl.where(at_third < limit, at_third, above)
-        high, above = tl.where(at_second < limit, second, high), tl.where(at_second < limit, at_second, above)
-        high, above = tl.where(at_first < limit, first, high), tl.where(at_first < limit, at_first, above)
+        from_low, from_high = low, high
+        for number in tl.static_range(LEVELS):
+            level = _level(from_low, from_high, number)
+            weight = tl.sum(tl.load(cell + number, mask=chunk < num_chunks, other=0.0), axis=0)
+            low = tl.where(weight >= limit, level, low)
+            # The first level whose weight is below the limit.
+            is_end = (weight < limit) & (high == from_high)
+            high, above = tl.where(is_end, level, high), tl.where(is_end, weight, above)
 
     if tl.program_id(1) == 0:
         own = brackets + (row * (PASSES + 1) + PASS) * BRACKET
@@ -110,25 +108,23 @@ def narrow(
             brackets, weights, chunk_value, chunk_mass, row, best, temperature, top_k, top_p, vocab_size,
             num_chunks, PASS, CHUNKS,
         )  # fmt: skip
-        first, second, third = _levels(low, high)
         row_logits = ruled_row(
             logits, plane_stride, row_position, slot_flags, slot_min_length, row, slot, vocab_size
         )
         for chunk in range(tl.program_id(1), num_chunks, tl.num_programs(1)):
-            at_first, at_second, at_third = 0.0, 0.0, 0.0
-            if scale(tl.load(chunk_value + row * num_chunks + chunk), best, temperature) >= first:
+            cell = weights + ((row * PASSES + PASS) * num_chunks + chunk) * LEVELS
+            chunk_best = scale(tl.load(chunk_value + row * num_chunks + chunk), best, temperature)
+            if chunk_best >= _level(low, high, 0):
                 token_ids = chunk * CHUNK + tl.arange(0, CHUNK)
                 values = tl.load(row_logits + token_ids, mask=token_ids < vocab_size, other=-float("inf"))
                 scaled = scale(values, best, temperature)
                 weight = tl.where(top_k > 0, 1.0, tl.exp(scaled))
-                at_first = tl.sum(tl.where(scaled >= first, weight, 0.0), axis=0)
-                at_second = tl.sum(tl.where(scaled >= second, weight, 0.0), axis=0)
-                at_third = tl.sum(tl.where(scaled >= third, weight, 0.0), axis=0)
-
-            cell = weights + ((row * PASSES + PASS) * num_chunks + chunk) * LEVELS
-            tl.store(cell, at_first)
-            tl.store(cell + 1, at_second)
-            tl.store(cell + 2, at_third)
+                for number in tl.static_range(LEVELS):
+                    is_counted = scaled >= _level(low, high, number)
+                    tl.store(cell + number, tl.sum(tl.where(is_counted, weight, 0.0), axis=0))
+            else:
+                for number in tl.static_range(LEVELS):
+                    tl.store(cell + number, 0.0)
 
 
 @triton.jit

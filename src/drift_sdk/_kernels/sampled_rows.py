@@ -106,6 +106,7 @@ def sample_rows(
         "CHUNK": CHUNK,
         "CHUNKS": triton.next_power_of_2(num_chunks),
         "PDL": uses_pdl(),
+        "enable_fp_fusion": False,  # levels of a bracket are worked out again in each launch
         **launch_options(),
     }
     for number in range(PASSES.value):

@@ -24,17 +24,17 @@ def outputs(words: Words, rows_per_slot: int, num_logprobs: list[int | None]) ->
     """An output for each slot of a replay; `num_logprobs` says how many each reports, None for none."""
     size = record_words(rows_per_slot)
     records = words[: len(num_logprobs) * size].reshape(-1, size)
-    # One conversion for all: a list of numbers is much cheaper to walk than an array.
-    headers = records[:, :RECORD_HEADER_WORDS].tolist()
+    # One conversion for all: a list of numbers is much cheaper to walk than an array, or than many lists.
+    headers = zip(*records[:, :RECORD_HEADER_WORDS].T.tolist(), strict=True)
     rows = records[:, RECORD_HEADER_WORDS:].reshape(-1, rows_per_slot, 2 + 2 * MAX_TOP)
-    tokens = rows[:, :, 0].tolist()
+    tokens = rows[:, :, 0].ravel().tolist()
     for index, (num_tokens, finish, num_drafted, num_accepted) in enumerate(headers):
-        num_top = num_logprobs[index]
+        num_top, first = num_logprobs[index], index * rows_per_slot
         logprobs = None
         if num_top is not None:
             logprobs = tuple(_logprobs(row, num_top) for row in rows[index, :num_tokens])
         yield SlotOutput(
-            token_ids=tuple(tokens[index][:num_tokens]),
+            token_ids=tuple(tokens[first : first + num_tokens]),
             finish=FINISH.get(finish),
             logprobs=logprobs,
             num_drafted=num_drafted,

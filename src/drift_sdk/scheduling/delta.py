@@ -11,7 +11,7 @@ from drift_sdk.steps import DecodeRow, SlotOutput
 __all__ = ["Delta"]
 
 
-class Delta(Struct, frozen=True):
+class Delta(Struct, frozen=True, gc=False):
     """What one committed step added to a sequence."""
 
     sequence: Sequence

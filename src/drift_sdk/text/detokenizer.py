@@ -24,7 +24,7 @@ class Detokenizer:
 
     def __init__(self, token_bytes: TokenBytes) -> None:
         self._token_bytes = token_bytes
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._incomplete = b""  # the first bytes of a character
         self._num_leading_spaces = token_bytes.num_leading_spaces
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -36,7 +36,9 @@ class Detokenizer:
         return self._decode(b"", is_last=True)
 
     def _decode(self, data: bytes, *, is_last: bool = False) -> str:
-        text = self._utf8.decode(data, is_last)
+        data = self._incomplete + data
+        text, num_used = codecs.utf_8_decode(data, "replace", is_last)
+        self._incomplete = data[num_used:]
         if not self._num_leading_spaces or not text:
             return text
 
