@@ -16,7 +16,8 @@ class InterpretedReplay:
 
     def launch(self) -> None:
         self.num_launches += 1
-        self._step()
+        with torch.inference_mode():
+            self._step()
 
     def close(self) -> None:
         pass

@@ -110,7 +110,7 @@ def sample_rows(
         **launch_options(),
     }
     for number in range(PASSES.value):
-        narrow[by_part](*rows, *bracketing, vocab_size, num_chunks, PASS=number, num_warps=8, **chunks)
+        narrow[by_part](*rows, *bracketing, vocab_size, num_chunks, PASS=number, num_warps=4, **chunks)
 
     set_apart[by_part](
         *rows,
@@ -137,7 +137,7 @@ def sample_rows(
         MOST=MAX_SURVIVORS,
         BLOCK=FILTER_BLOCK,
         PDL=uses_pdl(),
-        num_warps=16,
+        num_warps=8,
         **launch_options(),
     )
     choose[by_part](

@@ -32,6 +32,7 @@ from drift_sdk.steps import (
     PrefillChunk,
     SlotAssignment,
     SlotOutput,
+    SlotSampling,
     StepPlan,
     StepResult,
     TokenConstraint,
@@ -116,7 +117,10 @@ class GraphExecutor:
                 stages=stages,
             )
         self._scores = PromptScores(decoder, self._graphs.prefill_hidden)
-        self._assigned: dict[int, SlotAssignment] = {}
+        self._sampling: dict[int, SlotSampling] = {}
+        # By slot, of those that have any: most steps have none.
+        self._constraints: dict[int, TokenConstraint] = {}
+        self._num_logprobs: dict[int, int] = {}
         self._fresh: set[int] = set()  # slots whose first chunk is still to come
         self._launched: deque[_Ticket] = deque()
         self._events: list[Event] = []
@@ -136,7 +140,7 @@ class GraphExecutor:
         if graphs is None:
             raise ExecutorError("the executor is closed")
 
-        with typed_errors(self), self._device.work():
+        with typed_errors(self):
             ticket = _Ticket(plan, self._event(), self._event())
             self._launched.append(ticket)
             ticket.started.record()
@@ -152,9 +156,8 @@ class GraphExecutor:
                 ticket.scores = self._take_scores(plan.prefill)
                 rest = NO_UPDATES
             if plan.decode:
-                constraints = self._constraints([row.slot for row in plan.decode])
                 ticket.rows_per_slot, ticket.decode = launch_round(
-                    graphs, self._layout, self._ring, self._stages, plan.decode, constraints, rest
+                    graphs, self._layout, self._ring, self._stages, plan.decode, self._constraints, rest
                 )
             ticket.ended.record()
 
@@ -208,9 +211,7 @@ class GraphExecutor:
     def _updates(self, plan: StepPlan) -> Updates:
         updates = Updates()
         for assignment in plan.assignments:
-            self._assigned[assignment.slot] = assignment
-            self._fresh.add(assignment.slot)
-            self._table.assign(assignment, updates)
+            self._assign(assignment, updates)
         for update in plan.block_updates:
             self._table.place_blocks(update, updates)
         for chunk in plan.prefill:
@@ -219,6 +220,19 @@ class GraphExecutor:
                 self._table.set_length(chunk.slot, length, chunk.token_ids[-1], updates)
 
         return updates
+
+    def _assign(self, assignment: SlotAssignment, updates: Updates) -> None:
+        slot, sampling = assignment.slot, assignment.sampling
+        self._sampling[slot] = sampling
+        self._fresh.add(slot)
+        self._constraints.pop(slot, None)
+        self._num_logprobs.pop(slot, None)
+        if assignment.constraint is not None:
+            self._constraints[slot] = assignment.constraint
+        if sampling.num_logprobs is not None:
+            self._num_logprobs[slot] = sampling.num_logprobs
+        with self._device.work():
+            self._table.assign(assignment, updates)
 
     def _launch_prefill(
         self, graphs: Graphs, chunks: tuple[PrefillChunk, ...], updates: Pairs
@@ -230,9 +244,10 @@ class GraphExecutor:
         ring.start(entry, graphs.prefill[bucket])
         firsts = first_rows(self._layout, chunks)
         for chunk, first in zip(chunks, firsts, strict=False):
-            num_top = self._assigned[chunk.slot].sampling.num_prompt_logprobs
+            num_top = self._sampling[chunk.slot].num_prompt_logprobs
             if num_top is not None:
-                self._scores.score(chunk, first, num_top)
+                with self._device.work():
+                    self._scores.score(chunk, first, num_top)
 
         last = {
             chunk.slot: first + len(chunk.token_ids) - 1
@@ -243,7 +258,7 @@ class GraphExecutor:
         if last:
             entry = ring.acquire(NO_UPDATES)
             size = fill_slots(self._layout, [*last], [*last.values()], ring.payload(entry))
-            fill_masks(self._constraints([*last]), ring.mask(entry))
+            fill_masks(self._constraints, [*last], ring.mask(entry))
             ring.start(entry, graphs.head[size])
             results = ring.results(entry)
         if graphs.follow:
@@ -254,23 +269,19 @@ class GraphExecutor:
             ring.start(entry, graphs.follow[bucket])
         return results
 
-    def _constraints(self, slots: list[int]) -> list[TokenConstraint | None]:
-        return [self._assigned[slot].constraint for slot in slots]
-
     def _outputs(self, results: Results | None, rows_per_slot: int, slots: list[int]) -> Iterator[SlotOutput]:
         if results is None:
             return iter(())
 
         results.is_wanted = False
-        num_logprobs = [self._assigned[slot].sampling.num_logprobs for slot in slots]
-        return outputs(results.words, rows_per_slot, num_logprobs)
+        return outputs(results.words, rows_per_slot, slots, self._num_logprobs)
 
     def _take_scores(self, chunks: tuple[PrefillChunk, ...]) -> dict[int, ScoredParts]:
         """Of prompts that end here and are all there is: when the step is collected, the slot may be
         another's."""
         found = {}
         for chunk in chunks:
-            sampling = self._assigned[chunk.slot].sampling
+            sampling = self._sampling[chunk.slot]
             is_whole = chunk.start + len(chunk.token_ids) == sampling.num_prompt_tokens
             if chunk.is_last and is_whole and sampling.num_prompt_logprobs is not None:
                 found[chunk.slot] = self._scores.take(chunk.slot)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,9 +11,20 @@ from drift_sdk._kernels.prefill_tiles import prefill_tiles
 from drift_sdk.execution.graph_layout import GraphLayout, bucket_of
 from drift_sdk.steps import PrefillChunk, TokenConstraint
 
-__all__ = ["fill_chunks", "fill_draft_masks", "fill_followed", "fill_masks", "fill_slots", "first_rows"]
+__all__ = [
+    "Constraints",
+    "fill_chunks",
+    "fill_draft_masks",
+    "fill_followed",
+    "fill_masks",
+    "fill_slots",
+    "first_rows",
+]
 
 Words = NDArray[np.int32]
+
+Constraints = Mapping[int, TokenConstraint]
+"""By slot, of those that are under one."""
 
 
 def first_rows(layout: GraphLayout, chunks: Sequence[PrefillChunk]) -> list[int]:
@@ -80,19 +91,21 @@ def fill_slots(layout: GraphLayout, slots: Sequence[int], values: Sequence[int],
     return size
 
 
-def fill_masks(constraints: Sequence[TokenConstraint | None], masks: Words) -> None:
+def fill_masks(constraints: Constraints, slots: Sequence[int], masks: Words) -> None:
     """What slots under a constraint may say next: masks [B, W], a row each."""
-    for place, constraint in enumerate(constraints):
+    for place, slot in enumerate(slots if constraints else ()):
+        constraint = constraints.get(slot)
         if constraint is not None:
             masks[place] = constraint.masks(())[0]
 
 
-def fill_draft_masks(constraints: Sequence[TokenConstraint | None], tokens: Words, masks: Words) -> None:
+def fill_draft_masks(constraints: Constraints, slots: Sequence[int], tokens: Words, masks: Words) -> None:
     """The same for every row: tokens [B * T] of a round, each slot's newest and the drafts behind it (-1:
     none), and masks [B * T, W]."""
-    rows_per_slot = len(tokens) // len(constraints)
+    rows_per_slot = len(tokens) // len(slots)
     drafts_of = tokens.reshape(-1, rows_per_slot)[:, 1:].tolist()
-    for place, (constraint, drafts) in enumerate(zip(constraints, drafts_of, strict=True)):
+    for place, (slot, drafts) in enumerate(zip(slots, drafts_of, strict=True)):
+        constraint = constraints.get(slot)
         if constraint is not None:
             drafts = drafts[: drafts.index(-1)] if -1 in drafts else drafts
             first = place * rows_per_slot

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -20,16 +20,20 @@ FINISH: dict[int, Literal["stop", "length"]] = {FINISHED_STOP: "stop", FINISHED_
 Words = NDArray[np.int32]
 
 
-def outputs(words: Words, rows_per_slot: int, num_logprobs: list[int | None]) -> Iterator[SlotOutput]:
-    """An output for each slot of a replay; `num_logprobs` says how many each reports, None for none."""
+def outputs(
+    words: Words, rows_per_slot: int, slots: Sequence[int], num_logprobs: Mapping[int, int]
+) -> Iterator[SlotOutput]:
+    """An output for each of a replay's `slots`; `num_logprobs` says of those that report any how many."""
     size = record_words(rows_per_slot)
-    records = words[: len(num_logprobs) * size].reshape(-1, size)
+    records = words[: len(slots) * size].reshape(-1, size)
     # One conversion for all: a list of numbers is much cheaper to walk than an array, or than many lists.
     headers = zip(*records[:, :RECORD_HEADER_WORDS].T.tolist(), strict=True)
     rows = records[:, RECORD_HEADER_WORDS:].reshape(-1, rows_per_slot, 2 + 2 * MAX_TOP)
     tokens = rows[:, :, 0].ravel().tolist()
-    for index, (num_tokens, finish, num_drafted, num_accepted) in enumerate(headers):
-        num_top, first = num_logprobs[index], index * rows_per_slot
+    for index, (slot, (num_tokens, finish, num_drafted, num_accepted)) in enumerate(
+        zip(slots, headers, strict=True)
+    ):
+        num_top, first = num_logprobs.get(slot), index * rows_per_slot
         logprobs = None
         if num_top is not None:
             logprobs = tuple(_logprobs(row, num_top) for row in rows[index, :num_tokens])

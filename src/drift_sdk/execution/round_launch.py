@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from drift_sdk.execution.graph_layout import GraphLayout, bucket_of
 from drift_sdk.execution.graphs import Graphs
-from drift_sdk.execution.payloads import fill_draft_masks, fill_masks, fill_slots
+from drift_sdk.execution.payloads import Constraints, fill_draft_masks, fill_masks, fill_slots
 from drift_sdk.execution.ring import Results, Ring
 from drift_sdk.execution.slot_table import NO_UPDATES, Pairs
 from drift_sdk.execution.stages import Stages, forward_stage
-from drift_sdk.steps import DecodeRow, TokenConstraint
+from drift_sdk.steps import DecodeRow
 
 __all__ = ["launch_round"]
 
@@ -21,10 +21,10 @@ def launch_round(
     ring: Ring,
     stages: Stages,
     rows: Sequence[DecodeRow],
-    constraints: Sequence[TokenConstraint | None],
+    constraints: Constraints,
     updates: Pairs,
 ) -> tuple[int, Results]:
-    """Start a round of `rows`, each under its constraint; how many rows a slot it has, and its records.
+    """Start a round of `rows`; how many rows a slot it has, and its records.
 
     What a constraint allows behind a draft only the host knows. Only where a constrained slot drafts, this
     waits until the drafts are there.
@@ -36,16 +36,16 @@ def launch_round(
     size = fill_slots(layout, slots, drafts, ring.payload(entry))
     shape = size, num_drafts
     is_asked = any(
-        most > 0 and constraint is not None for most, constraint in zip(drafts, constraints, strict=True)
+        row.num_draft_tokens > 0 and row.slot in constraints for row in (rows if constraints else ())
     )
     with stages(forward_stage(num_drafts)):
         if is_asked:
             ring.start(entry, graphs.draft[shape])
             tokens = ring.wait(entry)[: len(rows) * (num_drafts + 1)]
-            fill_draft_masks(constraints, tokens, ring.draft_masks.numpy())
+            fill_draft_masks(constraints, slots, tokens, ring.draft_masks.numpy())
             entry = ring.acquire(NO_UPDATES)
             ring.start(entry, graphs.verify[shape])
         else:
-            fill_masks(constraints, ring.mask(entry))
+            fill_masks(constraints, slots, ring.mask(entry))
             ring.start(entry, graphs.decode[shape])
     return num_drafts + 1, ring.results(entry)
