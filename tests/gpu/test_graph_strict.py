@@ -17,6 +17,7 @@ from random_folder import make_random_draft_folder, make_random_folder
 from drift_sdk import Chain, ConfigError, Engine, EngineConfig, ExecutorError, SamplingParams, Speculation
 from drift_sdk._kernels.tuning import TunedTable, WatchedTable
 from drift_sdk.execution import allocation_count
+from drift_sdk.execution.device import Device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -124,11 +125,12 @@ def test_round_costs_are_measured_and_plausible(folder: Path, draft: Path) -> No
 
 def test_a_step_that_takes_too_long_ends_the_engine(folder: Path) -> None:
     class SlowReplay:
-        def __init__(self, replay: Any) -> None:
-            self._replay = replay
+        def __init__(self, device: Device, replay: Any) -> None:
+            self._device, self._replay = device, replay
 
         def launch(self) -> None:
-            torch.cuda._sleep(6_000_000_000)  # cycles, so some three seconds
+            with self._device.work():
+                torch.cuda._sleep(6_000_000_000)  # cycles, so some three seconds
             self._replay.launch()
 
         def close(self) -> None:
@@ -138,8 +140,8 @@ def test_a_step_that_takes_too_long_ends_the_engine(folder: Path) -> None:
         engine = engine_of(folder, step_timeout_s=0.3)
         async with engine:
             await serve(engine, prompts(2))
-            graphs = engine._driver._executor._graphs
-            graphs.decode = {shape: SlowReplay(replay) for shape, replay in graphs.decode.items()}
+            device, graphs = engine._driver._executor._device, engine._driver._executor._graphs
+            graphs.decode = {shape: SlowReplay(device, replay) for shape, replay in graphs.decode.items()}
             started_at = time.monotonic()
             with anyio.fail_after(2.0), pytest.raises(ExecutorError, match="within 0.3 s") as caught:
                 await engine.generate([5, 6, 7], GREEDY)

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from drift_sdk import Engine, EngineConfig, ExecutorError, SamplingParams, TokenStream
+from drift_sdk.execution.device import Device
 
 FAR = 1 << 44
 
@@ -28,20 +29,24 @@ def _write_astray(pointer, distance):
 class FailingReplay:
     """A step behind which a kernel writes where no memory is."""
 
-    def __init__(self, replay: Any, target: torch.Tensor) -> None:
-        self._replay, self._target = replay, target
+    def __init__(self, device: Device, replay: Any, target: torch.Tensor) -> None:
+        self._device, self._replay, self._target = device, replay, target
 
     def launch(self) -> None:
         self._replay.launch()
-        _write_astray[(1,)](self._target, FAR)
+        with self._device.work():
+            _write_astray[(1,)](self._target, FAR)
 
     def close(self) -> None:
         self._replay.close()
 
 
 def break_decoding(engine: Engine, target: torch.Tensor) -> None:
-    graphs = engine._driver._executor._graphs
-    graphs.decode = {bucket: FailingReplay(replay, target) for bucket, replay in graphs.decode.items()}
+    executor = engine._driver._executor
+    graphs = executor._graphs
+    graphs.decode = {
+        bucket: FailingReplay(executor._device, replay, target) for bucket, replay in graphs.decode.items()
+    }
 
 
 async def failure_of(stream: TokenStream) -> dict[str, Any]:
