@@ -226,16 +226,15 @@ class Driver:
 
     def _extend(self, delta: Delta) -> None:
         request = self._active[delta.sequence]
-        chunk = request.extend(delta)
-        self.recorder.committed(request, delta)
-        self.recorder.extended(request, chunk)
+        chunk = request.extend(delta.output)
+        self.recorder.extended(request, delta, chunk)
         if request.is_done:
             self._finish(request, chunk)
             return
 
         if delta.sequence.constraint is not None:
             delta.sequence.is_held = True
-            self._text_work.advance(request, delta.token_ids)
+            self._text_work.advance(request, delta.output.token_ids)
         self._outbox.put(Update(feed=request.feed, chunk=chunk))
 
     def _finish(self, request: Request, chunk: Chunk) -> None:

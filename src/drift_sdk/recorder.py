@@ -113,13 +113,10 @@ class Recorder:
             if output.num_drafted:
                 self._drafts.add(output.num_drafted, output.num_accepted)
 
-    def committed(self, request: Request, delta: Delta) -> None:
-        """A step brought tokens; on a speculating engine, perhaps without a draft."""
-        if request.has_drafts and delta.num_drafted == 0 and delta.num_planned_drafts is not None:
+    def extended(self, request: Request, delta: Delta, chunk: Chunk) -> None:
+        """A step brought tokens of this request; on a speculating engine, perhaps without a draft."""
+        if request.has_drafts and delta.num_planned_drafts is not None and not delta.output.num_drafted:
             self._num_undrafted[why_undrafted(request, delta)] += 1
-
-    def extended(self, request: Request, chunk: Chunk) -> None:
-        """A step brought a chunk of this request."""
         last, request.last_chunk_at = request.last_chunk_at, self._now
         self._num_generated_tokens += len(chunk.token_ids)
         if last == self._gap_from:
@@ -230,7 +227,7 @@ def why_undrafted(request: Request, delta: Delta) -> str:
     if request.params.num_draft_tokens == 0:
         return "request"
 
-    if delta.finish == "length":
+    if delta.output.finish == "length":
         return "room"
 
     return "drafter" if delta.num_planned_drafts else "policy"

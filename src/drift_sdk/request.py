@@ -14,10 +14,10 @@ from drift_sdk.feed import Feed
 from drift_sdk.grammars import JsonSchema
 from drift_sdk.params import SamplingParams
 from drift_sdk.results import Chunk, Completion, FinishReason, Timing, TokenLogprobs, Usage
-from drift_sdk.scheduling.delta import Delta
 from drift_sdk.scheduling.sequence import Sequence
 from drift_sdk.slot_sampling import slot_sampling
 from drift_sdk.speculation.count import DraftCount
+from drift_sdk.steps import SlotOutput
 from drift_sdk.text.stops import StopMatcher
 from drift_sdk.text.tools import find_tool_calls
 
@@ -153,22 +153,23 @@ class Request:
     def has_drafts(self) -> bool:
         return self._drafts is not None
 
-    def extend(self, delta: Delta) -> Chunk:
+    def extend(self, output: SlotOutput) -> Chunk:
         """Take in newly generated tokens; the chunk's finish reason says whether the request has ended."""
         if self._drafts is not None:
-            self._drafts.add(delta.num_drafted, delta.num_accepted)
-        token_ids, logprobs = delta.token_ids, delta.logprobs
-        finish: FinishReason | None = delta.finish
+            self._drafts.add(output.num_drafted, output.num_accepted)
+        token_ids, logprobs = output.token_ids, output.logprobs
+        finish: FinishReason | None = output.finish
         if self._first_token_at is None and token_ids:
             self._first_token_at = time.monotonic()
-        if delta.prompt_logprobs is not None:
-            self._prompt_logprobs = (None, *delta.prompt_logprobs)
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs = (None, *output.prompt_logprobs)
 
-        # A stop token ends the text before itself, as a stop string does.
-        hides_last = finish == "stop" and not self.params.include_stop
-        shown_ids = token_ids[:-1] if hides_last else token_ids
+        shown_ids = token_ids
         if finish == "stop":
             self._stop_reason = token_ids[-1]
+            # A stop token ends the text before itself, as a stop string does.
+            if not self.params.include_stop:
+                shown_ids = token_ids[:-1]
 
         if self._matcher is None:
             text = self._detokenizer.push(shown_ids)

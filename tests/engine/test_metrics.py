@@ -202,12 +202,12 @@ def test_drafts_are_counted_round_by_round() -> None:
 
 def test_streams_share_a_gap_only_from_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(Intake(None))
-    chunk = Chunk(text="x", token_ids=(1,))
-    requests = [SimpleNamespace(last_chunk_at=last) for last in (10.0, 7.0, 10.0, 10.0)]
+    chunk, delta = Chunk(text="x", token_ids=(1,)), SimpleNamespace(output=SlotOutput(token_ids=(1,)))
+    requests = [SimpleNamespace(last_chunk_at=last, has_drafts=False) for last in (10.0, 7.0, 10.0, 10.0)]
     monkeypatch.setattr("time.monotonic", lambda: 10.004)
     recorder.collected(StepResult(step_id=0, prefill=(), decode=(), duration_s=0.004))
     for request in requests:
-        recorder.extended(request, chunk)
+        recorder.extended(request, delta, chunk)
     recorder._close_gap()
     gaps = recorder.histograms.time_between_tokens
     assert gaps.counts[gaps.bounds.index(0.005)] == 3

@@ -197,11 +197,11 @@ def run(
 
         for delta in scheduler.commit(executor.collect()):
             index = sequences.index(delta.sequence)
-            found.tokens[index] += delta.token_ids
-            found.logprobs[index] += [entry.logprob for entry in delta.logprobs or ()]
-            found.num_accepted += delta.num_accepted
+            found.tokens[index] += delta.output.token_ids
+            found.logprobs[index] += [entry.logprob for entry in delta.output.logprobs or ()]
+            found.num_accepted += delta.output.num_accepted
             if delta.sequence.constraint is not None:
-                found.scripts[index].advance(delta.token_ids)
+                found.scripts[index].advance(delta.output.token_ids)
 
     executor.close()
     return found

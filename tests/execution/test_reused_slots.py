@@ -15,10 +15,9 @@ from drift_sdk.execution.graph import GraphExecutor
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.scheduling.config import SchedulerConfig
-from drift_sdk.scheduling.delta import Delta
 from drift_sdk.scheduling.scheduler import Scheduler
 from drift_sdk.scheduling.sequence import Sequence
-from drift_sdk.steps import Executor, ExecutorLimits
+from drift_sdk.steps import Executor, ExecutorLimits, SlotOutput
 
 pytestmark = [pytest.mark.kernel, pytest.mark.timeout(300)]
 
@@ -27,7 +26,7 @@ SHAPES = tiny_llama(vocab_size=300, intermediate_size=48, rms_norm_eps=1e-6)
 LIMITS = ExecutorLimits(max_num_seqs=1, max_model_len=64, num_blocks=8, block_size=16, vocab_size=300)
 
 
-def first_delta_of_the_next(executor: Executor, *, ends_by_chunk: bool) -> Delta:
+def first_output_of_the_next(executor: Executor, *, ends_by_chunk: bool) -> SlotOutput:
     """A sequence is removed while its last chunk, or a row of it, is in flight; then comes another one of the
     same length, which wants log-probabilities."""
     scheduler = Scheduler(
@@ -61,14 +60,14 @@ def first_delta_of_the_next(executor: Executor, *, ends_by_chunk: bool) -> Delta
     assert scheduler.commit(executor.collect()) == []
     (delta,) = scheduler.commit(executor.collect())
     assert delta.sequence is late
-    return delta
+    return delta.output
 
 
 @pytest.mark.parametrize("ends_by_chunk", [True, False], ids=["chunk", "row"])
 def test_a_reused_slot_reports_what_its_new_sequence_wants(ends_by_chunk: bool) -> None:
     config = DecoderConfig.from_hf(SHAPES)
     decoder = Decoder.random(config, device="cuda" if IS_GPU else "cpu", dtype=torch.float32)
-    expected = first_delta_of_the_next(EagerExecutor(decoder, LIMITS), ends_by_chunk=ends_by_chunk)
+    expected = first_output_of_the_next(EagerExecutor(decoder, LIMITS), ends_by_chunk=ends_by_chunk)
     executor = GraphExecutor(
         GpuDevice(0) if IS_GPU else InterpretedDevice(),
         decoder,
@@ -76,7 +75,7 @@ def test_a_reused_slot_reports_what_its_new_sequence_wants(ends_by_chunk: bool) 
         TunedTable(),
         prefill_token_budget=16,
     )
-    found = first_delta_of_the_next(executor, ends_by_chunk=ends_by_chunk)
+    found = first_output_of_the_next(executor, ends_by_chunk=ends_by_chunk)
     executor.close()
     assert found.token_ids == expected.token_ids
     assert expected.prompt_logprobs is not None and len(expected.prompt_logprobs) == 4

@@ -332,7 +332,7 @@ def test_a_preempted_sequence_may_end_while_it_waits() -> None:
     rig.launch()
     assert (rig.scheduler.num_preemptions, rig.scheduler.num_waiting) == (1, 1)
     (delta,) = rig.commit()
-    assert (delta.sequence, delta.finish, worst.finish) == (worst, "length", "length")
+    assert (delta.sequence, delta.output.finish, worst.finish) == (worst, "length", "length")
     assert rig.scheduler.num_waiting == 0
     rig.drain()
     assert (best.token_ids, worst.token_ids) == (rig.story(best), rig.story(worst))

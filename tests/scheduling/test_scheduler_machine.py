@@ -167,18 +167,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.check_integrity()
 
     def deliver(self, delta: Delta) -> None:
-        sequence = delta.sequence
+        sequence, output = delta.sequence, delta.output
         assert sequence not in self.removed, "a removed sequence gets tokens"
-        assert delta.token_ids
+        assert output.token_ids
         token_ids = self.delivered[sequence]
         first = sequence.num_prompt_tokens + len(token_ids)
         wanted = None
         if sequence.sampling.num_logprobs is not None:
-            wanted = tuple(logprob_of(first + i, token_id) for i, token_id in enumerate(delta.token_ids))
+            wanted = tuple(logprob_of(first + i, token_id) for i, token_id in enumerate(output.token_ids))
 
-        assert delta.logprobs == wanted
-        token_ids.extend(delta.token_ids)
-        assert delta.finish == sequence.finish
+        assert output.logprobs == wanted
+        token_ids.extend(output.token_ids)
+        assert output.finish == sequence.finish
 
     def drain(self) -> None:
         budget = 100 + 100 * len(self.delivered)
@@ -249,7 +249,7 @@ def test_nothing_is_lost_under_many_preemptions(num_draft_tokens: int, depth: in
 
         if plan is None or scheduler.num_in_flight == depth:
             for delta in scheduler.commit(device.collect()):
-                delivered[delta.sequence] += delta.token_ids
+                delivered[delta.sequence] += delta.output.token_ids
 
             scheduler.check_integrity()
 

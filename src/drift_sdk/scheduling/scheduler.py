@@ -156,9 +156,7 @@ class Scheduler:
                 self._blocks.publish(sequence)
             if chunk.is_last:
                 sequence.token_ids += output.token_ids
-                deltas.append(
-                    Delta(sequence, output.token_ids, output.logprobs, output.finish, output.prompt_logprobs)
-                )
+                deltas.append(Delta(sequence, output))
                 if output.finish is not None:
                     self._end(sequence, output.finish)
 
@@ -171,7 +169,7 @@ class Scheduler:
             assert 0 < len(token_ids) <= row.num_draft_tokens + 1, f"{sequence}: {output}"
             num_useful += 1
             sequence.token_ids += token_ids
-            deltas.append(Delta.of(sequence, row, output))
+            deltas.append(Delta(sequence, output, row.num_draft_tokens))
             if sequence.slot >= 0:
                 sequence.num_computed_tokens = len(sequence.token_ids) - 1
                 if output.finish is None:
@@ -230,8 +228,8 @@ class Scheduler:
 
             num_drafts = sequence.num_draft_tokens(most_drafts) if most_drafts else 0
             num_slots = sequence.num_kv_slots(length + sequence.max_in_flight_tokens + num_drafts + 1)
-            if num_slots > len(sequence.block_table) * block_size:
-                first_index = len(sequence.block_table)
+            first_index = len(sequence.block_table)
+            if num_slots > first_index * block_size:
                 if not self._reserve(sequence, self._blocks.num_blocks(num_slots)):
                     is_short = True
                     continue

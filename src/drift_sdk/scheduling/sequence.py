@@ -117,7 +117,8 @@ class Sequence:
         """KV slots written once the sequence has `length` tokens, its limit at most."""
         # The newest token's KV is written by the step that feeds it, but a draft's row that pairs it with the
         # feature before lies in its slot.
-        return min(length, self.max_length) - (not self.has_draft_kv)
+        length = length if length < self.max_length else self.max_length
+        return length if self.has_draft_kv else length - 1
 
     def num_draft_tokens(self, most: int) -> int:
         """Tokens worth drafting in the next step, `most` at most: the step adds one of its own."""

@@ -22,14 +22,19 @@ class Detokenizer:
     of the run (the run's end cannot be awaited in a stream).
     """
 
+    __slots__ = ("_bytes_of", "_incomplete", "_num_leading_spaces")
+
     def __init__(self, token_bytes: TokenBytes) -> None:
-        self._token_bytes = token_bytes
+        self._bytes_of = token_bytes.__getitem__
         self._incomplete = b""  # the first bytes of a character
         self._num_leading_spaces = token_bytes.num_leading_spaces
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that became certain with these ids, often empty."""
-        return self._decode(b"".join(map(self._token_bytes.__getitem__, token_ids)))
+        if len(token_ids) == 1:  # as a rule
+            return self._decode(self._bytes_of(token_ids[0]))
+
+        return self._decode(b"".join(map(self._bytes_of, token_ids)))
 
     def flush(self) -> str:
         """The rest, once no more ids will come: U+FFFD if a character is incomplete."""
@@ -39,11 +44,11 @@ class Detokenizer:
         data = self._incomplete + data
         text, num_used = codecs.utf_8_decode(data, "replace", is_last)
         self._incomplete = data[num_used:]
-        if not self._num_leading_spaces or not text:
-            return text
+        return self._stripped(text) if self._num_leading_spaces and text else text
 
+    def _stripped(self, text: str) -> str:
+        """Only the very start of the text is stripped: it is over at the first other character."""
         num_spaces = len(text) - len(text.lstrip(" "))
         num_stripped = min(num_spaces, self._num_leading_spaces)
-        # Only the very start of the text is stripped: it is over at the first other character.
         self._num_leading_spaces = self._num_leading_spaces - num_stripped if num_spaces == len(text) else 0
         return text[num_stripped:]
