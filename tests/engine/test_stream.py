@@ -349,11 +349,12 @@ def test_priorities_and_arrival_decide_the_order(loop: str) -> None:
                 await engine.generate("x", SamplingParams(priority=priority))
                 order.append(priority)
 
+            await engine.pause()
             async with anyio.create_task_group() as tasks:
-                blocker = engine.generate("x")
                 for priority in (3, 1, 2, 0):
                     tasks.start_soon(ask, priority)
-                await blocker
+                await until(lambda: engine.stats().num_queued == 4)
+                await engine.resume()
             assert order == [0, 1, 2, 3]
 
     run(loop, main)

@@ -319,6 +319,13 @@ def test_the_host_waits_for_no_drafts_that_are_unconstrained(
     assert not any(script.asked for script in found.scripts)
 
 
+def test_a_slot_is_rid_of_its_last_constraint(decoder: Decoder, expected: Run, waits: list[int]) -> None:
+    cases = [5, 4, 4, 2]
+    found = run(graph_executor(decoder), [CASES[index] for index in cases], num_drafts=NUM_DRAFTS)
+    assert found.tokens == [expected.tokens[index] for index in cases]
+    assert len(waits) == found.num_halved
+
+
 def test_the_oracle_is_what_graphs_expect() -> None:
     drafter: RoundDrafter = Oracle(torch.device("cpu"))
     assert drafter.boundaries == ()

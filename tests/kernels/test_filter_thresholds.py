@@ -10,7 +10,7 @@ import torch
 from msgspec.structs import replace
 from sampling_rows import GREEDY, Group, make_rows, moved
 
-from drift_sdk._kernels.sample_buffers import MAX_SURVIVORS, SampleBuffers
+from drift_sdk._kernels.sample_buffers import CHUNK, MAX_SURVIVORS, SampleBuffers
 from drift_sdk._kernels.sampled_rows import sample_rows
 from drift_sdk._kernels.scaled_logits import HOPELESS
 from drift_sdk.steps import SlotSampling
@@ -103,6 +103,15 @@ def test_brackets_close_from_every_side(temperature: float, device: str) -> None
     top_k = [{"temperature": temperature, "top_k": number} for number in range(1, 9000, 300)]
     samplings = [*top_p, *top_k] if device == "cuda" else [*top_p[::4], *top_k[::6]]
     check(ramp.repeat(len(samplings), 1), samplings, device)
+
+
+def test_a_chunk_counts_from_the_level_that_its_best_reaches(device: str) -> None:
+    """A quarter of the kept mass lies between the lowest two levels, in a chunk with nothing above."""
+    logits = torch.full((1, 3 * CHUNK), -50.0)
+    logits[0, 0] = 0.0
+    logits[0, CHUNK : 2 * CHUNK] = -9.3
+    logits[0, 2 * CHUNK : 2 * CHUNK + 1000] = -10.0
+    check(logits, [{"top_p": 0.95}], device)
 
 
 def test_ties_at_the_border_stay(device: str) -> None:
