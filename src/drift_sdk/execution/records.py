@@ -27,19 +27,21 @@ def outputs(
     size = record_words(rows_per_slot)
     records = words[: len(slots) * size].reshape(-1, size)
     # One conversion for all: a list of numbers is much cheaper to walk than an array, or than many lists.
-    headers = zip(*records[:, :RECORD_HEADER_WORDS].T.tolist(), strict=True)
-    rows = records[:, RECORD_HEADER_WORDS:].reshape(-1, rows_per_slot, 2 + 2 * MAX_TOP)
-    tokens = rows[:, :, 0].ravel().tolist()
-    for index, (slot, (num_tokens, finish, num_drafted, num_accepted)) in enumerate(
-        zip(slots, headers, strict=True)
+    headers = records[:, :RECORD_HEADER_WORDS].T.tolist()
+    rows = records[:, RECORD_HEADER_WORDS:].reshape(-1, 2 + 2 * MAX_TOP)
+    tokens = rows[:, 0].tolist()
+    firsts = range(0, len(tokens), rows_per_slot)
+    for slot, first, num_tokens, finish, num_drafted, num_accepted in zip(
+        slots, firsts, *headers, strict=True
     ):
-        num_top, first = num_logprobs.get(slot), index * rows_per_slot
+        end = first + num_tokens
+        num_top = num_logprobs.get(slot)
         logprobs = None
         if num_top is not None:
-            logprobs = tuple(_logprobs(row, num_top) for row in rows[index, :num_tokens])
+            logprobs = tuple(_logprobs(row, num_top) for row in rows[first:end])
         yield SlotOutput(
-            token_ids=tuple(tokens[first : first + num_tokens]),
-            finish=FINISH.get(finish),
+            token_ids=tuple(tokens[first:end]),
+            finish=FINISH[finish] if finish else None,
             logprobs=logprobs,
             num_drafted=num_drafted,
             num_accepted=num_accepted,

@@ -22,17 +22,19 @@ class Detokenizer:
     of the run (the run's end cannot be awaited in a stream).
     """
 
-    __slots__ = ("_bytes_of", "_incomplete", "_num_leading_spaces")
+    __slots__ = ("_bytes_of", "_incomplete", "_num_leading_spaces", "_text_of")
 
     def __init__(self, token_bytes: TokenBytes) -> None:
-        self._bytes_of = token_bytes.__getitem__
+        self._bytes_of, self._text_of = token_bytes.__getitem__, token_bytes.texts.get
         self._incomplete = b""  # the first bytes of a character
         self._num_leading_spaces = token_bytes.num_leading_spaces
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that became certain with these ids, often empty."""
-        if len(token_ids) == 1:  # as a rule
-            return self._decode(self._bytes_of(token_ids[0]))
+        if len(token_ids) == 1 and not self._incomplete:  # as a rule
+            text = self._text_of(token_ids[0])
+            if text is not None:
+                return self._stripped(text) if self._num_leading_spaces else text
 
         return self._decode(b"".join(map(self._bytes_of, token_ids)))
 
@@ -44,7 +46,7 @@ class Detokenizer:
         data = self._incomplete + data
         text, num_used = codecs.utf_8_decode(data, "replace", is_last)
         self._incomplete = data[num_used:]
-        return self._stripped(text) if self._num_leading_spaces and text else text
+        return self._stripped(text) if self._num_leading_spaces else text
 
     def _stripped(self, text: str) -> str:
         """Only the very start of the text is stripped: it is over at the first other character."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 
 import tokenizers
 
@@ -17,8 +18,9 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class TokenBytes(dict[int, bytes]):
     """Token id -> the UTF-8 bytes it adds to the text; an entry is made when its id is first looked up.
 
-    Special ids and ids outside the vocabulary add nothing. `num_leading_spaces` is how many spaces the
-    tokenizer's decoder takes off the very start of the text. Entries never change, so threads may share it.
+    Special ids and ids outside the vocabulary add nothing. `texts` has the ids looked up so far whose bytes are
+    whole characters. `num_leading_spaces` is how many spaces the tokenizer's decoder takes off the very start
+    of the text. Entries never change, so threads may share it.
 
     Raises `ModelLoadError` when the decoder does more to tokens than this can express.
     """
@@ -30,6 +32,7 @@ class TokenBytes(dict[int, bytes]):
         self._is_byte_level = False
         self._has_byte_tokens = False
         self._replacements: list[tuple[str, str]] = []
+        self.texts: dict[int, str] = {}
         self.num_leading_spaces = 0
         self._read_decoder()
 
@@ -39,6 +42,8 @@ class TokenBytes(dict[int, bytes]):
             return b""
 
         self[token_id] = data = self._to_bytes(token)
+        with suppress(UnicodeDecodeError):
+            self.texts[token_id] = data.decode()
         return data
 
     def _to_bytes(self, token: str) -> bytes:
