@@ -62,18 +62,13 @@ class BlockManager:
 
         sequence.block_table += self.pool.allocate(count)
 
-    def settle(self, sequence: Sequence) -> None:
-        """After a row's commit: publish what is full, give back what steps in flight cannot reach."""
-        block_size = self.block_size
-        if (len(sequence.prefix_nodes) + 1) * block_size <= sequence.num_computed_tokens:
-            self.publish(sequence)
-
+    def trim(self, sequence: Sequence) -> None:
+        """After a row that emitted less than it might have: give back what steps in flight cannot reach."""
         num_slots = sequence.num_kv_slots(len(sequence.token_ids) + sequence.max_in_flight_tokens)
-        if num_slots <= (len(sequence.block_table) - 1) * block_size:
-            num_blocks = self.num_blocks(num_slots)
-            assert num_blocks >= len(sequence.prefix_nodes), f"{sequence}: a cached block is given back"
-            self.pool.free(sequence.block_table[num_blocks:])
-            del sequence.block_table[num_blocks:]
+        num_blocks = self.num_blocks(num_slots)
+        assert num_blocks >= len(sequence.prefix_nodes), f"{sequence}: a cached block is given back"
+        self.pool.free(sequence.block_table[num_blocks:])
+        del sequence.block_table[num_blocks:]
 
     def publish(self, sequence: Sequence) -> None:
         """Offer blocks that have become full to others."""

@@ -173,7 +173,9 @@ class Scheduler:
             if sequence.slot >= 0:
                 sequence.num_computed_tokens = len(sequence.token_ids) - 1
                 if output.finish is None:
-                    self._blocks.settle(sequence)
+                    self._blocks.publish(sequence)
+                    if len(token_ids) <= row.num_draft_tokens:
+                        self._blocks.trim(sequence)
             if output.finish is not None:
                 self._end(sequence, output.finish)
 

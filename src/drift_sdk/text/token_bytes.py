@@ -18,9 +18,9 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class TokenBytes(dict[int, bytes]):
     """Token id -> the UTF-8 bytes it adds to the text; an entry is made when its id is first looked up.
 
-    Special ids and ids outside the vocabulary add nothing. `texts` has the ids looked up so far whose bytes are
-    whole characters. `num_leading_spaces` is how many spaces the tokenizer's decoder takes off the very start
-    of the text. Entries never change, so threads may share it.
+    Special ids and ids outside the vocabulary add nothing. `texts` has the ids looked up so far whose bytes
+    are whole characters. `num_leading_spaces` is how many spaces the tokenizer's decoder takes off the very
+    start of the text. Entries never change, so threads may share it.
 
     Raises `ModelLoadError` when the decoder does more to tokens than this can express.
     """
