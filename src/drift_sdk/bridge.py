@@ -18,7 +18,7 @@ class LoopClosed(Exception):
 
 
 class Bridge:
-    """Posts calls to one event loop (asyncio, uvloop or trio). Bridges of the same loop are equal."""
+    """Posts calls to one event loop (asyncio, uvloop or trio), `loop`."""
 
     __slots__ = ("_post", "loop")
 
@@ -41,12 +41,6 @@ class Bridge:
             self._post(function, *args)
         except RuntimeError as error:  # trio.RunFinishedError is one too
             raise LoopClosed from error
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Bridge) and self.loop is other.loop
-
-    def __hash__(self) -> int:
-        return id(self.loop)
 
 
 class Latch:

@@ -72,7 +72,9 @@ class Intake:
     def live(self, bridge: Bridge | None = None) -> list[Request]:
         """Who is inside, of one event loop or of all."""
         with self._lock:
-            return [request for request in self._live if bridge is None or request.feed.bridge == bridge]
+            return [
+                request for request in self._live if bridge is None or request.feed.bridge.loop is bridge.loop
+            ]
 
     @property
     def is_empty(self) -> bool:

@@ -138,8 +138,8 @@ class StepPlan(Struct, frozen=True, kw_only=True):
     decode: tuple[DecodeRow, ...]
 
 
-# Nothing of what comes with every token can be part of a cycle. Without `gc=False`, here and on its way to
-# the stream, the collector's passes over it take a fifth of the engine's time.
+# Nothing of what comes with every token, here and on its way to the stream, can be part of a cycle: the
+# collector need not go through it again and again.
 class SlotOutput(Struct, frozen=True, kw_only=True, gc=False):
     """Tokens a slot emitted in one step, in order, and how it finished if it did.
 

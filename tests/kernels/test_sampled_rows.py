@@ -202,7 +202,7 @@ def test_temperatures_of_all_sizes(temperature: float, fields: dict[str, float],
 def test_few_are_in_doubt_where_thousands_are_as_likely(
     fields: dict[str, float], scale: float, device: str
 ) -> None:
-    """Otherwise one program goes through the row again and again, for as long as a decode step's tenth."""
+    """Otherwise one program goes through the whole row again and again."""
     logits = torch.randn(128_256, generator=torch.Generator().manual_seed(2)) * scale
     buffers = one_row(logits, device, temperature=0.8, seed=3, **fields)
     assert 0 < buffers.num_survivors[0].max() <= MAX_SURVIVORS

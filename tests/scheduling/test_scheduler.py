@@ -127,29 +127,40 @@ def test_no_row_is_planned_once_every_token_may_be_on_its_way(num_draft_tokens: 
     assert (sequence.finish, sequence.token_ids) == ("length", rig.story(sequence))
 
 
-def test_blocks_are_reserved_for_all_drafts_and_the_rest_is_given_back() -> None:
-    rig = Rig(num_draft_tokens=3)
+@pytest.mark.parametrize("has_draft_kv", [False, True])
+def test_blocks_are_reserved_for_all_drafts_and_the_rest_is_given_back(has_draft_kv: bool) -> None:
+    """The newest token has no KV yet, but where a draft's is kept a slot ahead."""
+    rig = Rig(num_draft_tokens=3, has_draft_kv=has_draft_kv)
     sequence = rig.add(8)
-    rig.launch()
-    assert len(sequence.block_table) == 2
-    plan = rig.launch()
-    (update,) = plan.block_updates
-    assert (update.first_index, len(update.block_ids)) == (2, 1)
-    plan = rig.launch()
-    assert [update.first_index for update in plan.block_updates] == [3]
-    assert len(sequence.block_table) == 4  # 8 + 1 + 4 + 4 tokens, the newest without KV
+    for num_tokens in (8 + 1, 8 + 1 + 4, 8 + 1 + 4 + 4):
+        num_held = len(sequence.block_table)
+        (update,) = rig.launch().block_updates
+        num_blocks = -(-(num_tokens - (not has_draft_kv)) // 4)
+        assert (update.first_index, len(update.block_ids)) == (num_held, num_blocks - num_held)
+        assert len(sequence.block_table) == num_blocks
+
     rig.commit()
     num_given_back = 0
     for _ in range(8):
         num_held = len(sequence.block_table)
         rig.commit()
-        most = len(sequence.token_ids) - 1 + sequence.max_in_flight_tokens
+        most = len(sequence.token_ids) + sequence.max_in_flight_tokens - (not has_draft_kv)
         assert len(sequence.block_table) == -(-most // 4)
         assert rig.scheduler.num_free_blocks == 100 - len(sequence.block_table)
         num_given_back += num_held - len(sequence.block_table)
         rig.launch()
 
     assert num_given_back > 0
+
+
+def test_blocks_are_shared_as_soon_as_decoding_has_filled_them() -> None:
+    rig = Rig()
+    running = rig.add(3)
+    rig.turn(8)
+    assert running.is_running and running.num_computed_tokens == 10
+    follower = rig.add(running.token_ids)
+    rig.launch()
+    assert follower.num_cached_tokens == 8
 
 
 def test_blocks_are_never_reserved_past_the_limit() -> None:

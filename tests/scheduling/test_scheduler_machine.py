@@ -47,6 +47,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefill_token_budget=data.draw(st.integers(1, 12), label="prefill_token_budget"),
             draft_choices=(num_draft_tokens,) if num_draft_tokens else (),
             is_draft_adaptive=False,
+            has_draft_kv=num_draft_tokens > 0 and data.draw(st.booleans(), label="has_draft_kv"),
             target_latency_ms_p50=target_ms,
             prefer_high_throughput=prefers_throughput,
         )
@@ -71,8 +72,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         stops: list[int],
         wants_logprobs: bool,
     ) -> None:
-        # KV is needed for all tokens but the last, and the pool holds that of the longest sequence.
-        most = self.config.num_blocks * self.config.block_size + 1
+        # KV is needed for all tokens but the last, or a draft's for that too, and the pool holds that of the
+        # longest sequence.
+        most = self.config.num_blocks * self.config.block_size + (not self.config.has_draft_kv)
         prefix = data.draw(st.sampled_from(self.prefixes), label="prefix")
         prompt_ids = ([*prefix, *suffix] or [0])[: most - 1]
         sequence = self.device.sequence(

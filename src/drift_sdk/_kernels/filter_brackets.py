@@ -3,7 +3,7 @@
 A token stays while the weight of all strictly larger logits is below a limit: their count below top_k, or
 their mass below top_p. Both fall as the logit grows, so weighing the row at a few levels tells between which
 two of them the smallest logit kept lies. All chunks of a row do so side by side, in two passes, and then set
-apart what lies in there: some hundred, as a rule.
+apart what lies in there: from a few to some thousand.
 
 Bytes: a row of logits three times, less the chunks whose best lies below the bracket.
 """
@@ -22,7 +22,8 @@ __all__ = ["BRACKET", "LEVELS", "PASSES", "filter_settings", "narrow", "set_apar
 PASSES = tl.constexpr(2)
 LEVELS = tl.constexpr(7)
 """Levels within the bracket at which a pass weighs the row: what is left of a bracket after two passes, a
-64th, holds less than `MAX_SURVIVORS` of a chunk even where thousands of tokens are about as likely."""
+64th, holds less than `MAX_SURVIVORS` of a chunk as a rule, also where thousands of tokens are about as
+likely."""
 BRACKET = tl.constexpr(4)
 """What is noted of a bracket: its low and high end, the weight of all from the high end on and, without
 top_k, the mass of the whole row."""
