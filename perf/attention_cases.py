@@ -71,7 +71,7 @@ def prepare_decode(config: DecoderConfig, context: int, batch: int, rows: int, d
     position = torch.arange(context - rows, context, dtype=torch.int32, device=device).repeat(batch)
     plan = AttentionPlan(batch, context, Partitions(), torch.device(device))
     group = config.num_heads // config.num_kv_heads
-    scratch = AttentionScratch(
+    scratch = AttentionScratch.allocate(
         plan, num_kv_heads=config.num_kv_heads, num_rows=rows, group=group, head_dim=config.head_dim
     )
     plan_attention(slot, position, plan, rows)

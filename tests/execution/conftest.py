@@ -12,6 +12,5 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         return
 
-    for module in ("decode_forward", "eagle_rounds"):
-        name = f"drift_sdk.execution.{module}.AttentionConfig"
-        monkeypatch.setattr(name, lambda: AttentionConfig(num_programs=4))
+    name = "drift_sdk.execution.attention_groups.AttentionConfig"
+    monkeypatch.setattr(name, lambda: AttentionConfig(num_programs=4))

@@ -85,7 +85,8 @@ class Round:
         words = len(slots) * record_words(rows_per_slot) + 3
         self.outbox = poisoned(NUM_ENTRIES, words)
         self.emitted = poisoned(len(slots) + 1)
-        self.current, self.counter = torch.tensor([ENTRY], dtype=torch.int32), poisoned(1).fill_(41)
+        self.current = torch.tensor([ENTRY], dtype=torch.int32)
+        self.next_index = poisoned(1).fill_(len(slots) % NUM_ENTRIES)
         self._move(device)
 
     def slot_id(self, index: int) -> int:
@@ -110,7 +111,7 @@ class Round:
         self.buffers.chosen[rows] = torch.tensor(slot.chosen)
 
     def _move(self, device: str) -> None:
-        for name in ("row_slot", "row_token", "emitted", "current", "counter"):
+        for name in ("row_slot", "row_token", "emitted", "current", "next_index"):
             setattr(self, name, getattr(self, name).to(device))
         self.state = SlotState(
             *(getattr(self.state, name).to(device) for name in SlotState.__struct_fields__)
@@ -132,7 +133,7 @@ class Round:
             self.emitted[:-1],
             self.outbox,
             self.current,
-            self.counter,
+            self.next_index,
             rows_per_slot=self.rows_per_slot,
         )
         if self.outbox.is_pinned():
@@ -171,7 +172,7 @@ class Round:
         assert {name: getattr(self.state, name).tolist() for name in state} == state
         assert torch.equal(self.columns.counts.cpu(), counts)
         assert torch.equal(self.outbox, outbox)
-        assert self.counter.item() == 42
+        assert self.next_index.item() == (len(self.slots) + 1) % NUM_ENTRIES
 
     def _record_row(self, record: torch.Tensor, row: int, depth: int, token: int, slot: Slot) -> None:
         first = 4 + depth * (2 + 2 * MAX_TOP)
@@ -251,7 +252,7 @@ def simulated_round(step: Round, simulated: SimulatedRounds, rows_per_slot: int)
         step.emitted[:-1],
         step.outbox,
         step.current,
-        step.counter,
+        step.next_index,
         rows_per_slot=rows_per_slot,
         simulated=simulated,
     )

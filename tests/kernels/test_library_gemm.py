@@ -47,6 +47,35 @@ def test_slices_that_one_program_adds_are_not_for_the_library() -> None:
         GemmConfig(2, False, is_library=True)
 
 
+def test_a_verdict_holds_for_one_state_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another engine of the process may find another backend, other settings or another workspace."""
+    states = {library_gemm.library_state()}
+    for variable in library_gemm.WORKSPACE_VARIABLES:
+        monkeypatch.setenv(variable, ":16:8")
+        states.add(library_gemm.library_state())
+    matmul = torch.backends.cuda.matmul
+    for name in ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"):
+        before = getattr(matmul, name)
+        try:
+            setattr(matmul, name, not before)
+            states.add(library_gemm.library_state())
+        finally:
+            setattr(matmul, name, before)
+    assert len(states) == 6
+
+
+@pytest.mark.gpu
+def test_a_changed_library_is_looked_at_again(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library_gemm, "_has_same_bits", {})
+    x, weight = inputs((256, 640, 576), device, torch.bfloat16)
+    out = poisoned(2, 256, 640, device=device)
+    for num_verdicts, size in ((1, None), (1, None), (2, ":4096:2")):
+        if size is not None:
+            monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", size)
+        fastest_multiply(x, weight, out, SLICED)
+        assert len(library_gemm._has_same_bits) == num_verdicts
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 100, 256, 384, 1000])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

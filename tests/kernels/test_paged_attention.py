@@ -79,7 +79,7 @@ class Case:
         num_heads, head_dim = query.shape[1:]
         num_kv_heads = self.keys.shape[1]
         plan = AttentionPlan(len(query) // num_rows, self.max_num_keys, partitions, query.device)
-        scratch = AttentionScratch(
+        scratch = AttentionScratch.allocate(
             plan,
             num_kv_heads=num_kv_heads,
             num_rows=num_rows,

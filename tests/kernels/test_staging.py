@@ -32,7 +32,7 @@ class Inputs:
         self.max_updates = max_updates
         shape = (NUM_ENTRIES, HEADER_WORDS + 2 * max_updates + payload_words)
         self.ring = torch.full(shape, POISON, dtype=torch.int32, pin_memory=device == "cuda")
-        self.counter, self.current = filled(1, 0, device), filled(1, POISON, device)
+        self.next_index, self.current = filled(1, 0, device), filled(1, POISON, device)
 
     def put(self, entry: int, updates: dict[int, int], payload: list[int]) -> None:
         words = self.ring[entry]
@@ -46,7 +46,7 @@ class Inputs:
         words[first : first + len(payload)] = int32(payload, "cpu")
 
     def enter(self, inbox: torch.Tensor, words: torch.Tensor) -> None:
-        enter(self.ring, self.counter, self.current, inbox, words, max_updates=self.max_updates)
+        enter(self.ring, self.next_index, self.current, inbox, words, max_updates=self.max_updates)
 
 
 # Payloads of no chunk, of less than one, of a whole one, of several; updates that fill their room.
@@ -65,15 +65,15 @@ def test_each_replay_has_the_next_entry(max_updates: int, payload_words: int, de
         inputs.put(entry, updates, payload)
         inbox = filled(payload_words + 2, -5, device)
         inputs.enter(inbox[:payload_words], words)
-        assert inputs.counter.item() == replay  # until the replay has ended
-        advance(inputs.counter)
+        assert inputs.next_index.item() == entry  # until the replay has ended
+        advance(inputs.next_index, NUM_ENTRIES)
         for place, value in updates.items():
             expected[place] = value
 
         assert words.tolist() == expected
         assert inbox.tolist() == [*payload, -5, -5]
         assert inputs.current.item() == entry
-        assert inputs.counter.item() == replay + 1
+        assert inputs.next_index.item() == (replay + 1) % NUM_ENTRIES  # never outside of the ring
 
 
 def gathered(
@@ -166,9 +166,10 @@ def test_the_host_sees_drafts(num_rows: int, device: str) -> None:
     slots = [rng.choice([-1, 0, 3]) for _ in range(num_rows)]
     tokens = [rng.randrange(2**31) for _ in range(num_rows)]
     outbox = torch.full((NUM_ENTRIES, num_rows + 2), POISON, dtype=torch.int32, pin_memory=device == "cuda")
-    counter = filled(1, 7, device)
-    show_drafts(int32(slots, device), int32(tokens, device), outbox, int32([1], device), counter)
-    assert counter.item() == 8
+    for index in range(len(outbox)):
+        next_index = filled(1, index, device)
+        show_drafts(int32(slots, device), int32(tokens, device), outbox, int32([1], device), next_index)
+        assert next_index.item() == (index + 1) % len(outbox)
     expected = [token if slot >= 0 else -1 for slot, token in zip(slots, tokens, strict=True)]
     assert outbox[1].tolist() == [*expected, POISON, POISON]
     assert bool((outbox[[0, 2]] == POISON).all())

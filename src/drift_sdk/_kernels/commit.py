@@ -16,6 +16,7 @@ from drift_sdk._kernels.launching import launch_options, start_dependents, uses_
 from drift_sdk._kernels.sample_buffers import MAX_TOP, SampleBuffers
 from drift_sdk._kernels.slot_columns import SlotColumns, SlotFlag
 from drift_sdk._kernels.slot_state import SlotState
+from drift_sdk._kernels.staging import next_entry
 
 __all__ = ["FINISHED_LENGTH", "FINISHED_STOP", "SimulatedRounds", "commit", "record_words"]
 
@@ -52,7 +53,7 @@ class SimulatedRounds(Struct, frozen=True):
 def _commit(
     row_slot, row_token, chosen, chosen_logprob, top_token, top_logprob,
     length, last_token, finish, max_length, flags, num_logprobs, stop_bits, counts,
-    emitted, outbox, current, counter, outbox_words, vocab_size, num_words,
+    emitted, outbox, current, next_index, num_entries, outbox_words, vocab_size, num_words,
     trace, num_rounds, trace_length, trace_stride,
     ROWS: tl.constexpr, IS_SIMULATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -65,7 +66,7 @@ def _commit(
     entry = tl.load(current).to(tl.int64)
     record = outbox + entry * outbox_words + group * (RECORD_HEADER + ROWS * WORDS_PER_ROW)
     if group == 0:
-        tl.store(counter, tl.load(counter) + 1)
+        tl.store(next_index, next_entry(tl.load(next_index), num_entries))
     if slot < 0:
         tl.store(emitted + group, 0)
         tl.store(record, 0)
@@ -142,7 +143,7 @@ def commit(
     emitted: Tensor,
     outbox: Tensor,
     current: Tensor,
-    counter: Tensor,
+    next_index: Tensor,
     *,
     rows_per_slot: int = 1,
     simulated: SimulatedRounds | None = None,
@@ -152,7 +153,7 @@ def commit(
     emitted [B] int32 gets the number of tokens of each slot. simulated: drafts are not compared, but as many
     taken for right as its trace says, or all there are; rounds of one row are not counted in it.
 
-    It counts the replay, whose input must not be looked at after it. No two slots of a step are the same.
+    It moves `next_index` on to the next replay's entry: this replay's input must not be looked at after it. No two slots of a step are the same.
     """
     is_simulated = simulated is not None and rows_per_slot > 1
     rounds = simulated if simulated is not None else SimulatedRounds(state.length, state.length)
@@ -160,7 +161,7 @@ def commit(
         row_slot, row_token, buffers.chosen, buffers.chosen_logprob, buffers.top_token, buffers.top_logprob,
         state.length, state.last_token, state.finish, state.max_length,
         slots.flags, slots.num_logprobs, slots.stop_bits, slots.counts,
-        emitted, outbox, current, counter, outbox.shape[1], slots.vocab_size, slots.stop_bits.shape[1],
+        emitted, outbox, current, next_index, *outbox.shape, slots.vocab_size, slots.stop_bits.shape[1],
         rounds.trace, rounds.num_rounds, rounds.trace.shape[0], rounds.stride,
         rows_per_slot, is_simulated, uses_pdl(),
         num_warps=1, **launch_options(),

@@ -1,13 +1,14 @@
 """Products by whichever is the faster of two that give the same bits: the one tree, or the vendor's library.
 
 From about 200 rows on cuBLAS is faster. Its kernels sum a slice in ascending order by the same instructions,
-as long as it does not cut the inner dimension itself. Whether that is so hangs on its version and on the
-shape, so it is looked at once for every shape, on random numbers, before the library is used for it.
+as long as it does not cut the inner dimension itself. Whether that is so depends on its version, its settings
+and the shape, so it is looked at once for every shape, on random numbers, before the library is used for it.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 
 import torch
 from torch import Tensor
@@ -19,10 +20,17 @@ __all__ = ["fastest_gated_multiply", "library_gated_multiply", "library_multiply
 
 log = logging.getLogger("drift_sdk")
 
-Case = tuple[int, torch.Size, torch.dtype, torch.device, GemmConfig]
+LibraryState = tuple[object, ...]
+Case = tuple[int, torch.Size, torch.dtype, torch.device, GemmConfig, LibraryState]
 
-# What is known about the library that this process has loaded.
+# Verdicts of this process, each on one state of the library.
 _has_same_bits: dict[Case, bool] = {}
+
+WORKSPACE_VARIABLES = (
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUBLASLT_WORKSPACE_SIZE",
+    "TORCH_CUBLASLT_UNIFIED_WORKSPACE",
+)
 
 
 def fastest_multiply(x: Tensor, weight: Tensor, out: Tensor, config: GemmConfig) -> bool:
@@ -63,6 +71,22 @@ def library_multiply(x: Tensor, weight: Tensor, out: Tensor, config: GemmConfig)
         torch.mm(x[:, part], weight[:, part].T, out_dtype=torch.float32, out=out[index])
 
 
+def library_state() -> LibraryState:
+    """What the library's choice of a kernel depends on beside the product: torch's settings of it and the size
+    of its workspace, all of which the host may change between two engines."""
+    cuda = torch.backends.cuda
+    # Of torch 2.13; before, the environment alone sets them.
+    sizes = [getattr(cuda, name, None) for name in ("cublas_workspace_size", "cublaslt_workspace_size")]
+    return (
+        cuda.preferred_blas_library(),
+        cuda.matmul.allow_bf16_reduced_precision_reduction,
+        cuda.matmul.allow_fp16_reduced_precision_reduction,
+        cuda.matmul.allow_fp16_accumulation,
+        *(size() for size in sizes if size is not None and cuda.is_built()),
+        *map(os.environ.get, WORKSPACE_VARIABLES),
+    )
+
+
 def library_gated_multiply(x: Tensor, weight: Tensor, out: Tensor, gate_up: Tensor) -> None:
     torch.mm(x, weight.T, out=gate_up)
     swiglu(gate_up, out)
@@ -77,7 +101,7 @@ def _is_exact(
     x: Tensor, weight: Tensor, out: Tensor, config: GemmConfig, gate_up: Tensor | None = None
 ) -> bool:
     """Whether both give the same bits. Runs them the first time, and leaves `out` with neither's result."""
-    case = x.shape[0], weight.shape, x.dtype, x.device, config
+    case = x.shape[0], weight.shape, x.dtype, x.device, config, library_state()
     if case not in _has_same_bits:
         generator = torch.Generator(x.device).manual_seed(0)
         rows = torch.randn(x.shape, generator=generator, device=x.device, dtype=x.dtype)

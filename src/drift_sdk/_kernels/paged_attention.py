@@ -34,25 +34,43 @@ CHUNK = 32
 
 
 class AttentionConfig(Struct, frozen=True):
-    """How the work is done; none of it is part of the result's bits. num_programs: over all heads."""
+    """How the work is done; within its limits none of it is part of the result's bits.
+
+    num_programs: over all heads. num_warps: 1 or 2. From 4 warps on, Triton computes tiles of 64 rows and
+    more by wgmma, which sums in another order than mma.sync: a row's bits would depend on the rows beside it.
+    """
 
     num_programs: int = 528
     num_stages: int = 2
     num_warps: int = 2
 
+    def __post_init__(self) -> None:
+        if self.num_warps not in (1, 2):
+            raise ValueError(f"num_warps={self.num_warps}: expected 1 or 2, or wgmma would change the bits")
 
-class AttentionScratch:
-    """Partitions' sums of a step: [num_sequences, num_kv_heads, num_partitions, rows * group, ...] fp32."""
 
-    def __init__(
-        self, plan: AttentionPlan, *, num_kv_heads: int, num_rows: int, group: int, head_dim: int
-    ) -> None:
-        self.plan = plan
+class AttentionScratch(Struct, frozen=True):
+    """A plan, and room for the partitions' sums of its sequences, fp32, uninitialised.
+
+    sums [plan.num_sequences, num_kv_heads, plan.max_num_partitions, rows * group, head_dim]; maxima, weights
+    alike without the last dimension.
+    """
+
+    plan: AttentionPlan
+    sums: Tensor
+    maxima: Tensor
+    weights: Tensor
+
+    @classmethod
+    def allocate(
+        cls, plan: AttentionPlan, *, num_kv_heads: int, num_rows: int, group: int, head_dim: int
+    ) -> AttentionScratch:
         shape = (plan.num_sequences, num_kv_heads, plan.max_num_partitions, num_rows * group)
-        device = plan.tiles.device
-        self.sums = torch.empty(*shape, head_dim, dtype=torch.float32, device=device)
-        self.maxima = torch.empty(shape, dtype=torch.float32, device=device)
-        self.weights = torch.empty(shape, dtype=torch.float32, device=device)
+
+        def empty(*last: int) -> Tensor:
+            return torch.empty(*shape, *last, dtype=torch.float32, device=plan.tiles.device)
+
+        return cls(plan, empty(head_dim), empty(), empty())
 
 
 @triton.jit

@@ -1,8 +1,9 @@
 """What a replayed graph takes from the host, and how it knows which entry of the ring is its own.
 
 The host writes a replay's input into the next entry of a ring in pinned memory, and the replay's first kernel
-reads it over the bus: the one copy in. A count of replays on the device, in step with the host's, says which
-entry that is, so one captured graph serves any number of replays in flight.
+reads it over the bus: the one copy in. An index on the device, in step with the host's, says which entry that
+is, so one captured graph serves any number of replays in flight. Each replay's last kernel moves it on, around
+the ring: it never leaves [0, num_entries), however many replays there have been.
 
 An entry: the number of updates, their places, their values, then the payload, all int32.
 """
@@ -17,7 +18,7 @@ from drift_sdk._kernels.launching import launch_options, start_dependents, uses_
 from drift_sdk._kernels.slot_columns import SlotFlag
 from drift_sdk._kernels.slot_state import SlotState
 
-__all__ = ["HEADER_WORDS", "advance", "copy_masks", "enter", "gather_rows", "show_drafts"]
+__all__ = ["HEADER_WORDS", "advance", "copy_masks", "enter", "gather_rows", "next_entry", "show_drafts"]
 
 HEADER_WORDS = 4
 CHUNK = 1024
@@ -25,16 +26,22 @@ CONSTRAINT = tl.constexpr(SlotFlag.CONSTRAINT.value)
 
 
 @triton.jit
+def next_entry(index, num_entries):
+    """The ring's entry after entry `index`."""
+    return tl.where(index + 1 == num_entries, 0, index + 1)
+
+
+@triton.jit
 def _enter(
-    ring, counter, current, inbox, words, num_entries, entry_words,
+    ring, next_index, current, inbox, words, entry_words,
     HEADER: tl.constexpr, UPDATES: tl.constexpr, PADDED_UPDATES: tl.constexpr, PAYLOAD: tl.constexpr,
     CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program 0 makes the updates, the others bring a chunk of the payload each."""
     wait_for_producers(PDL)
     start_dependents(PDL)
-    index = tl.load(counter) % num_entries
-    entry = ring + index * entry_words
+    index = tl.load(next_index)
+    entry = ring + index.to(tl.int64) * entry_words
     program = tl.program_id(0)
     if program == 0:
         update = tl.arange(0, PADDED_UPDATES)
@@ -50,9 +57,9 @@ def _enter(
 
 
 @triton.jit
-def _advance(counter, PDL: tl.constexpr):
+def _advance(next_index, num_entries, PDL: tl.constexpr):
     wait_for_producers(PDL)
-    tl.store(counter, tl.load(counter) + 1)
+    tl.store(next_index, next_entry(tl.load(next_index), num_entries))
 
 
 @triton.jit
@@ -82,7 +89,7 @@ def _gather_rows(
 
 @triton.jit
 def _show_drafts(
-    row_slot, row_token, outbox, current, counter, num_rows, outbox_words,
+    row_slot, row_token, outbox, current, next_index, num_rows, num_entries, outbox_words,
     PADDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_producers(PDL)
@@ -92,7 +99,7 @@ def _show_drafts(
     token = tl.load(row_token + row, mask=is_row & (slot >= 0), other=-1)
     entry = outbox + tl.load(current).to(tl.int64) * outbox_words
     tl.store(entry + row, token, mask=is_row)
-    tl.store(counter, tl.load(counter) + 1)
+    tl.store(next_index, next_entry(tl.load(next_index), num_entries))
 
 
 @triton.jit
@@ -116,24 +123,24 @@ def _copy_masks(
 
 
 def enter(
-    ring: Tensor, counter: Tensor, current: Tensor, inbox: Tensor, words: Tensor, *, max_updates: int
+    ring: Tensor, next_index: Tensor, current: Tensor, inbox: Tensor, words: Tensor, *, max_updates: int
 ) -> None:
     """Make the updates of the replay's own entry in the slot table `words`, and bring its payload to `inbox`.
 
-    ring [num_entries, entry_words] pinned, counter and current [1], inbox [P], words: all int32. Updates have
-    distinct places. `current` gets the entry's index. P may be 0, or less than the entry's payload.
+    ring [num_entries, entry_words] pinned, next_index and current [1], inbox [P], words: all int32. Updates
+    have distinct places. `current` gets the entry's index. P may be 0, or less than the entry's payload.
     """
     num_words = inbox.shape[0]
     _enter[(1 + triton.cdiv(num_words, CHUNK),)](
-        ring, counter, current, inbox, words, ring.shape[0], ring.shape[1],
+        ring, next_index, current, inbox, words, ring.shape[1],
         HEADER_WORDS, max_updates, triton.next_power_of_2(max_updates), num_words, CHUNK, uses_pdl(),
         num_warps=4, **launch_options(),
     )  # fmt: skip
 
 
-def advance(counter: Tensor) -> None:
-    """Count a replay: the last kernel of each, unless that does it itself."""
-    _advance[(1,)](counter, uses_pdl(), num_warps=1, **launch_options())
+def advance(next_index: Tensor, num_entries: int) -> None:
+    """Move on to the next replay's entry: the last kernel of each replay, unless that does it itself."""
+    _advance[(1,)](next_index, num_entries, uses_pdl(), num_warps=1, **launch_options())
 
 
 def copy_masks(
@@ -175,12 +182,12 @@ def gather_rows(
 
 
 def show_drafts(
-    row_slot: Tensor, row_token: Tensor, outbox: Tensor, current: Tensor, counter: Tensor
+    row_slot: Tensor, row_token: Tensor, outbox: Tensor, current: Tensor, next_index: Tensor
 ) -> None:
     """Leave the tokens of rows [R] for the host, -1 where there is none: the first R words of entry `current`
-    of outbox [E, words]. It counts the replay, as `commit` does. All int32."""
+    of outbox [E, words]. It moves on to the next replay's entry, as `commit` does. All int32."""
     num_rows = row_slot.shape[0]
     _show_drafts[(1,)](
-        row_slot, row_token, outbox, current, counter, num_rows, outbox.shape[1],
+        row_slot, row_token, outbox, current, next_index, num_rows, *outbox.shape,
         max(16, triton.next_power_of_2(num_rows)), uses_pdl(), num_warps=4, **launch_options(),
     )  # fmt: skip

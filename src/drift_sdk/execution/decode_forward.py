@@ -8,21 +8,20 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.attention_plan import AttentionPlan, Partitions, plan_attention
 from drift_sdk._kernels.embedding import embed_norm
 from drift_sdk._kernels.library_gemm import fastest_gated_multiply, fastest_multiply
-from drift_sdk._kernels.paged_attention import AttentionConfig, AttentionScratch, paged_attention
 from drift_sdk._kernels.residual_norm import add_norm
 from drift_sdk._kernels.rope_store import rotate_and_store
 from drift_sdk._kernels.swiglu import swiglu
 from drift_sdk._kernels.tuning import TunedGemm, TunedTable
+from drift_sdk.execution.attention_groups import AttentionGroups
 from drift_sdk.execution.paged_cache import PagedCache
 from drift_sdk.execution.workspace import Workspace
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.weights import LayerWeights
 from drift_sdk.steps import ExecutorLimits
 
-__all__ = ["DecodeForward", "Rows", "attention_scratch", "captures"]
+__all__ = ["DecodeForward", "Rows", "attention_groups", "captures"]
 
 
 class Rows(Struct, frozen=True):
@@ -45,18 +44,20 @@ def captures(
     return {index: workspace.take(f"{name}_{index}", (num_rows, size), dtype) for index in boundaries}
 
 
-def attention_scratch(
-    decoder: Decoder, limits: ExecutorLimits, *, num_sequences: int, num_rows: int
-) -> AttentionScratch:
+def attention_groups(
+    decoder: Decoder, limits: ExecutorLimits, workspace: Workspace, *, num_sequences: int, num_rows: int
+) -> AttentionGroups:
     """For up to so many sequences, each with up to `num_rows` rows."""
     config = decoder.config
-    plan = AttentionPlan(num_sequences, limits.max_model_len + 1, Partitions(), decoder.device)
-    return AttentionScratch(
-        plan,
-        num_kv_heads=config.num_kv_heads,
+    return AttentionGroups(
+        workspace,
+        decoder.device,
+        num_sequences=num_sequences,
         num_rows=num_rows,
+        num_kv_heads=config.num_kv_heads,
         group=config.num_heads // config.num_kv_heads,
         head_dim=config.head_dim,
+        max_num_keys=limits.max_model_len + 1,
     )
 
 
@@ -76,7 +77,7 @@ class DecodeForward:
         rows: Rows,
         workspace: Workspace,
         tuned: TunedTable,
-        attention: AttentionScratch,
+        attention: AttentionGroups,
         *,
         hidden: str,
         captured: str,
@@ -110,7 +111,7 @@ class DecodeForward:
         embed_norm(rows.token, rows.slot, weights.embedding, first_norm, self.hidden, self.normed, eps=eps)
         if 0 in self._captured:
             self._captured[0].copy_(self.hidden)
-        plan_attention(rows.slot, rows.position, self._attention.plan, self._rows_per_sequence)
+        self._attention.plan(rows.slot, rows.position, self._rows_per_sequence)
         norms = [layer.input_norm for layer in weights.layers[1:]] + [weights.final_norm]
         for index, (layer, next_norm) in enumerate(zip(weights.layers, norms, strict=True)):
             self._attend(layer, index)
@@ -146,7 +147,7 @@ class DecodeForward:
             key_norm=layer.key_norm,
             eps=self._decoder.config.rms_norm_eps,
         )
-        paged_attention(
+        self._attention.attend(
             self._query,
             keys,
             values,
@@ -154,8 +155,6 @@ class DecodeForward:
             rows.slot,
             rows.position,
             self._attended,
-            self._attention,
-            AttentionConfig(),
             self._rows_per_sequence,
         )
 

@@ -7,17 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from drift_sdk._kernels.attention_plan import AttentionPlan, Partitions, plan_attention
 from drift_sdk._kernels.draft_choose import choose_drafts, num_draft_chunks
 from drift_sdk._kernels.draft_rows import chunk_rows, round_rows
 from drift_sdk._kernels.draft_state import keep_last_rows
 from drift_sdk._kernels.draft_tiles import draft_tiles, num_draft_tiles
 from drift_sdk._kernels.embedding import embed_norm
-from drift_sdk._kernels.paged_attention import AttentionConfig, AttentionScratch, paged_attention
 from drift_sdk._kernels.prefill_attention import prefill_attention, prefill_attention_config
 from drift_sdk._kernels.residual_norm import add_norm
 from drift_sdk._kernels.slot_columns import SlotColumns
 from drift_sdk._kernels.tuning import TunedTable
+from drift_sdk.execution.attention_groups import AttentionGroups
 from drift_sdk.execution.decode_forward import Rows
 from drift_sdk.execution.draft_cache import DraftCache
 from drift_sdk.execution.draft_forward import Attend, DraftForward
@@ -62,14 +61,15 @@ class EagleRounds:
         self._max_num_slots, self._max_draft_tokens = max_num_slots, max_draft_tokens
         self._target_ids = draft.target_ids.to(torch.int32)
         self._forward = DraftForward(draft, self.cache, block_table, workspace, tuned, stages)
-        num_places = self.cache.num_places
-        plan = AttentionPlan(max_num_slots, num_places, Partitions(), draft.device)
-        self._scratch = AttentionScratch(
-            plan,
-            num_kv_heads=config.num_kv_heads,
+        self._attention = AttentionGroups(
+            workspace,
+            draft.device,
+            num_sequences=max_num_slots,
             num_rows=max_draft_tokens + 1,
+            num_kv_heads=config.num_kv_heads,
             group=config.num_heads // config.num_kv_heads,
             head_dim=config.head_dim,
+            max_num_keys=self.cache.num_places,
         )
         self._prefill = prefill_attention_config(config.head_dim, draft.dtype)
         most = max(max_num_slots * (max_draft_tokens + 1), max_prefill_rows + limits.max_num_seqs)
@@ -207,10 +207,10 @@ class EagleRounds:
         return self._forward.multiply(features, weights.fc)
 
     def _few_rows(self, rows: Rows, rows_per_slot: int) -> Attend:
-        plan_attention(rows.slot, rows.position, self._scratch.plan, rows_per_slot)
+        self._attention.plan(rows.slot, rows.position, rows_per_slot)
 
         def attend(query: Tensor, keys: Tensor, values: Tensor, attended: Tensor) -> None:
-            paged_attention(
+            self._attention.attend(
                 query,
                 keys,
                 values,
@@ -218,8 +218,6 @@ class EagleRounds:
                 rows.slot,
                 rows.position,
                 attended,
-                self._scratch,
-                AttentionConfig(),
                 rows_per_slot,
                 first_key=SLOT_OFFSET,
             )

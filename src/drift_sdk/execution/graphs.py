@@ -9,14 +9,14 @@ from torch import Tensor
 
 from drift_sdk._kernels.commit import SimulatedRounds
 from drift_sdk._kernels.embedding import embed_norm
-from drift_sdk._kernels.paged_attention import AttentionScratch
 from drift_sdk._kernels.prefill_attention import prefill_attention_config
 from drift_sdk._kernels.sample_buffers import SampleBuffers
 from drift_sdk._kernels.staging import advance, enter, gather_rows
 from drift_sdk._kernels.token_counts import count_tokens
 from drift_sdk._kernels.tuning import TunedTable
 from drift_sdk.drafts import NGram
-from drift_sdk.execution.decode_forward import DecodeForward, Rows, attention_scratch, captures
+from drift_sdk.execution.attention_groups import AttentionGroups
+from drift_sdk.execution.decode_forward import DecodeForward, Rows, attention_groups, captures
 from drift_sdk.execution.device import Device, Replay
 from drift_sdk.execution.eagle_rounds import EagleRounds
 from drift_sdk.execution.graph_layout import EXACT_TILE_ROWS, GraphLayout
@@ -82,15 +82,20 @@ class Graphs:
         most = layout.prefill[-1]
         shape = (most, decoder.config.hidden_size)
         self.prefill_hidden = self._workspace.take(PREFILL_HIDDEN, shape, decoder.dtype)
-        self._attention = attention_scratch(
-            decoder, limits, num_sequences=layout.decode[-1], num_rows=layout.max_rows_per_slot
-        )
-        self._exact: AttentionScratch | None = None
+        # Who needs most takes first: partial sums of all steps lie in one piece of memory.
+        self._exact: AttentionGroups | None = None
         if layout.is_exact:
             num_tiles = most // EXACT_TILE_ROWS
-            self._exact = attention_scratch(
-                decoder, limits, num_sequences=num_tiles, num_rows=EXACT_TILE_ROWS
+            self._exact = attention_groups(
+                decoder, limits, self._workspace, num_sequences=num_tiles, num_rows=EXACT_TILE_ROWS
             )
+        self._attention = attention_groups(
+            decoder,
+            limits,
+            self._workspace,
+            num_sequences=layout.decode[-1],
+            num_rows=layout.max_rows_per_slot,
+        )
 
         self._drafter = self._open_drafter(draft, limits)
         self.prefill: dict[int, Replay] = {}
@@ -129,11 +134,16 @@ class Graphs:
     def _enter(self, num_words: int) -> None:
         ring = self._ring
         inbox = self._inbox[:num_words]
-        enter(ring.input, ring.counter, ring.current, inbox, self._table.words, max_updates=ring.max_updates)
+        enter(
+            ring.input, ring.next_index, ring.current, inbox, self._table.words, max_updates=ring.max_updates
+        )
+
+    def _advance(self) -> None:
+        advance(self._ring.next_index, len(self._ring.input))
 
     def _update_step(self) -> None:
         self._enter(0)
-        advance(self._ring.counter)
+        self._advance()
 
     def _capture_round(self, num_slots: int, num_drafts: int) -> None:
         rows_per_slot = num_drafts + 1
@@ -201,7 +211,7 @@ class Graphs:
             self._enter(layout.prefill_words(num_rows))
             count_tokens(slot, token, position, table.columns)
             forward.run()
-            advance(self._ring.counter)
+            self._advance()
 
         return step
 
@@ -224,7 +234,7 @@ class Graphs:
                 captured=[captured[boundary] for boundary in self._boundaries],
                 hidden=self.prefill_hidden[:num_rows],
             )
-            advance(self._ring.counter)
+            self._advance()
 
         return step
 
@@ -259,7 +269,7 @@ class Graphs:
         )
 
     def _decode_forward(
-        self, rows: Rows, attention: AttentionScratch, hidden: str, rows_per_sequence: int
+        self, rows: Rows, attention: AttentionGroups, hidden: str, rows_per_sequence: int
     ) -> DecodeForward:
         return DecodeForward(
             self._decoder,

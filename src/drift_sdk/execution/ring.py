@@ -28,8 +28,8 @@ class Ring:
     """`num_entries` entries in pinned memory, used in turn, each by one replay at a time.
 
     Each is filled with at most `max_updates` updates and `payload_words` words, and left with
-    `record_words` words of results; masks [num_entries, max_slots, mask_words] go with the input. The count
-    of replays on the device follows the host's.
+    `record_words` words of results; masks [num_entries, max_slots, mask_words] go with the input. `next_index`,
+    the next replay's entry, follows the host's on the device.
 
     draft_masks [num_draft_masks, mask_words], pinned too, are there once: written only after a `wait`, when
     no replay is left that reads them. timeout_s: most seconds that the device may take for a step; a wait
@@ -59,7 +59,7 @@ class Ring:
         self.output = pinned(num_entries, record_words)
         self.masks = pinned(num_entries, max_slots, mask_words)
         self.draft_masks = pinned(num_draft_masks, mask_words)
-        self.counter = torch.zeros(1, dtype=torch.int32, device=device.torch_device)
+        self.next_index = torch.zeros(1, dtype=torch.int32, device=device.torch_device)
         self.current = torch.zeros(1, dtype=torch.int32, device=device.torch_device)
         self.input[:, 0] = 0
         self._input: NDArray[np.int32] = self.input.numpy()
@@ -131,5 +131,5 @@ class Ring:
 
     def reset(self) -> None:
         """After warming up: the next replay is the first."""
-        self.counter.zero_()
+        self.next_index.zero_()
         self._next = 0

@@ -47,7 +47,7 @@ class RoundSteps:
         """The first half: it leaves the drafted tokens in the ring, see `show_drafts`."""
         self._draft()
         ring, rows = self.ring, self.rows
-        show_drafts(rows.slot, rows.token, ring.output, ring.current, ring.counter)
+        show_drafts(rows.slot, rows.token, ring.output, ring.current, ring.next_index)
 
     def verify(self) -> None:
         """The second half, next after the first. Slots under a constraint have a mask for every row."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from drift_sdk._kernels.slot_columns import SlotColumns, SlotFlag, num_mask_words
 from drift_sdk._kernels.slot_state import SlotState
+from drift_sdk.errors import ConfigError
 from drift_sdk.steps import BlockUpdate, ExecutorLimits, SlotAssignment, SlotSampling
 
 __all__ = ["NO_UPDATES", "Pairs", "SlotTable", "Updates"]
@@ -34,6 +35,9 @@ COLUMNS = {
     "finish": torch.int32,
     "max_length": torch.int32,
 }
+
+MAX_WORDS = 2**31 - 1
+"""Of the arena: an update names its place in a word of 32 bits."""
 
 Pairs = tuple[NDArray[np.int64], NDArray[np.int32]]
 NO_UPDATES: Pairs = (np.empty(0, np.int64), np.empty(0, np.int32))
@@ -68,6 +72,8 @@ class SlotTable:
 
     words: the arena, int32. columns, state, block_table [S, max_blocks] int32: views of it. history
     [S, max_model_len + 1] int32: the token at each position, for drafters that want it.
+
+    Raises ConfigError for more slots than the arena can address.
     """
 
     def __init__(self, limits: ExecutorLimits, device: torch.device, *, has_history: bool = False) -> None:
@@ -80,6 +86,14 @@ class SlotTable:
         widths["history"] = limits.max_model_len + 1 if has_history else 0
         widths |= dict.fromkeys(("prompt_bits", "stop_bits", "allowed_bits"), num_words)
         ends = list(accumulate(width * num_slots for width in widths.values()))
+        if ends[-1] > MAX_WORDS:
+            most = MAX_WORDS // sum(widths.values())
+            raise ConfigError.of(
+                "max_num_seqs",
+                num_slots,
+                f"at most {most} with a vocabulary of {vocab_size} and {limits.max_model_len} tokens a sequence",
+            )
+
         self.words = torch.zeros(ends[-1], dtype=torch.int32, device=device)
         self._widths = widths
         self._starts = dict(zip(widths, [0, *ends], strict=False))

@@ -98,7 +98,7 @@ class TokenHead:
             self.emitted,
             ring.output,
             ring.current,
-            ring.counter,
+            ring.next_index,
             rows_per_slot=self._rows_per_slot,
             simulated=self._simulated,
         )
