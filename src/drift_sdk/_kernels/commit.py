@@ -153,7 +153,8 @@ def commit(
     emitted [B] int32 gets the number of tokens of each slot. simulated: drafts are not compared, but as many
     taken for right as its trace says, or all there are; rounds of one row are not counted in it.
 
-    It moves `next_index` on to the next replay's entry: this replay's input must not be looked at after it. No two slots of a step are the same.
+    It moves `next_index` on to the next replay's entry: this replay's input must not be looked at after it.
+    No two slots of a step are the same.
     """
     is_simulated = simulated is not None and rows_per_slot > 1
     rounds = simulated if simulated is not None else SimulatedRounds(state.length, state.length)
