@@ -72,8 +72,8 @@ def library_multiply(x: Tensor, weight: Tensor, out: Tensor, config: GemmConfig)
 
 
 def library_state() -> LibraryState:
-    """What the library's choice of a kernel depends on beside the product: torch's settings of it and the size
-    of its workspace, all of which the host may change between two engines."""
+    """What the library's choice of a kernel depends on beside the product: torch's settings of it and the
+    size of its workspace, all of which the host may change between two engines."""
     cuda = torch.backends.cuda
     # Of torch 2.13; before, the environment alone sets them.
     sizes = [getattr(cuda, name, None) for name in ("cublas_workspace_size", "cublaslt_workspace_size")]

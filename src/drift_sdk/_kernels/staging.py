@@ -2,8 +2,8 @@
 
 The host writes a replay's input into the next entry of a ring in pinned memory, and the replay's first kernel
 reads it over the bus: the one copy in. An index on the device, in step with the host's, says which entry that
-is, so one captured graph serves any number of replays in flight. Each replay's last kernel moves it on, around
-the ring: it never leaves [0, num_entries), however many replays there have been.
+is, so one captured graph serves any number of replays in flight. Each replay's last kernel moves it on,
+around the ring: it never leaves [0, num_entries), however many replays there have been.
 
 An entry: the number of updates, their places, their values, then the payload, all int32.
 """

@@ -12,8 +12,8 @@ from drift_sdk.execution.workspace import Workspace
 __all__ = ["AttentionGroups"]
 
 SCRATCH_SHARE = 64
-"""At most one part in so many of a GPU's memory holds partial sums: 2.2 GiB of an H200's 140, which is room for
-256 sequences of 131,072 tokens that decode one row each (8 KV heads, groups of 4, heads of 128)."""
+"""At most one part in so many of a GPU's memory holds partial sums: 2.2 GiB of an H200's 140, which is room
+for 256 sequences of 131,072 tokens that decode one row each (8 KV heads, groups of 4, heads of 128)."""
 CPU_SCRATCH_BYTES = 2**28
 
 
@@ -21,8 +21,8 @@ class AttentionGroups:
     """Paged attention for up to `num_sequences` sequences of up to `num_rows` rows and `max_num_keys` keys.
 
     Partial sums of many rows at long contexts would take gigabytes: where they exceed the bound, the
-    sequences are attended in groups, one launch after the other. A sequence's bits do not depend on its group.
-    All users of a workspace share the same scratch memory.
+    sequences are attended in groups, one launch after the other. A sequence's bits do not depend on its
+    group. All users of a workspace share the same scratch memory.
     """
 
     def __init__(

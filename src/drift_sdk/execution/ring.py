@@ -28,8 +28,8 @@ class Ring:
     """`num_entries` entries in pinned memory, used in turn, each by one replay at a time.
 
     Each is filled with at most `max_updates` updates and `payload_words` words, and left with
-    `record_words` words of results; masks [num_entries, max_slots, mask_words] go with the input. `next_index`,
-    the next replay's entry, follows the host's on the device.
+    `record_words` words of results; masks [num_entries, max_slots, mask_words] go with the input.
+    `next_index`, the next replay's entry, follows the host's on the device.
 
     draft_masks [num_draft_masks, mask_words], pinned too, are there once: written only after a `wait`, when
     no replay is left that reads them. timeout_s: most seconds that the device may take for a step; a wait

@@ -91,7 +91,7 @@ class SlotTable:
             raise ConfigError.of(
                 "max_num_seqs",
                 num_slots,
-                f"at most {most} with a vocabulary of {vocab_size} and {limits.max_model_len} tokens a sequence",
+                f"at most {most} with a vocabulary of {vocab_size} and a context of {limits.max_model_len}",
             )
 
         self.words = torch.zeros(ends[-1], dtype=torch.int32, device=device)
