@@ -141,7 +141,7 @@ CONFIG = {
     "kv_cache_tokens": integer(1, MOST, optional=True),
     "prefill_token_budget": integer(1, 2**20),
     "max_queued_requests": integer(0, MOST, optional=True),
-    "gpu_memory_fraction": number(0.0, 1.0, optional=True, is_open=True),
+    "gpu_memory_fraction": number(0.0, 1.0, is_open=True),
     "target_latency_ms_p50": number(0.0, 1e6, optional=True, is_open=True),
     "target_latency_ms_p95": number(0.0, 1e6, optional=True, is_open=True),
     "prefer_high_throughput": flag(),

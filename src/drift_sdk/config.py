@@ -29,10 +29,12 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     max_num_seqs:             most sequences running at once.
     max_model_len:            most tokens of prompt and completion together; None = the model's own context.
     block_size:               tokens in a KV block, a power of two; None = 64 with graphs, else 16.
-    kv_cache_tokens:          tokens the KV cache holds; None = a modest size (1 GiB at most), always room for
-                              one sequence of max_model_len.
-    gpu_memory_fraction:      share of the GPU's memory in use once the KV cache is there, which sets its
-                              size; None = the modest size. Of no effect on a CPU or beside kv_cache_tokens.
+    kv_cache_tokens:          tokens the KV cache holds; None = as many as there is memory for, at most what
+                              max_num_seqs sequences of full length can use. On a GPU that memory is what
+                              gpu_memory_fraction leaves, on a CPU an eighth of what is available.
+    gpu_memory_fraction:      share of the GPU's free memory, as measured at start, that this engine may use:
+                              weights, graphs and scratch memory are subtracted, the rest holds the KV cache.
+                              Of no effect on a CPU; kv_cache_tokens goes before it.
     prefill_token_budget:     most prompt tokens computed in one step; longer prompts are cut into chunks.
     max_queued_requests:      most requests waiting to start, then QueueFull; None = unbounded.
     target_latency_ms_p50:    wanted time between tokens, median; the prefill share of a step shrinks to meet
@@ -74,7 +76,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     max_model_len: int | None = None
     block_size: int | None = None
     kv_cache_tokens: int | None = None
-    gpu_memory_fraction: float | None = None
+    gpu_memory_fraction: float = 0.9
     prefill_token_budget: int = 2048
     max_queued_requests: int | None = None
     target_latency_ms_p50: float | None = None
@@ -101,9 +103,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         if self.block_size is not None and self.block_size & (self.block_size - 1):
             raise ConfigError.of("block_size", self.block_size, "a power of two from 1 to 1024")
         check_int(ConfigError, "kv_cache_tokens", self.kv_cache_tokens, ge=1, le=2**31 - 1, optional=True)
-        check_float(
-            ConfigError, "gpu_memory_fraction", self.gpu_memory_fraction, gt=0.0, le=1.0, optional=True
-        )
+        check_float(ConfigError, "gpu_memory_fraction", self.gpu_memory_fraction, gt=0.0, le=1.0)
         check_int(ConfigError, "prefill_token_budget", self.prefill_token_budget, ge=1, le=2**20)
         check_int(
             ConfigError, "max_queued_requests", self.max_queued_requests, ge=0, le=2**31 - 1, optional=True

@@ -12,7 +12,7 @@ from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.steps import ExecutorLimits
 
-__all__ = ["open_draft", "open_drafter"]
+__all__ = ["make_drafter", "open_draft"]
 
 log = logging.getLogger("drift_sdk")
 
@@ -46,9 +46,10 @@ def open_draft(config: EngineConfig, target: Decoder) -> DraftDecoder | NGram | 
         return None
 
 
-def open_drafter(config: EngineConfig, target: Decoder, limits: ExecutorLimits) -> Drafter | None:
-    """The same, as the eager executor uses it."""
-    draft = open_draft(config, target)
+def make_drafter(
+    draft: DraftDecoder | NGram | None, target: Decoder, limits: ExecutorLimits
+) -> Drafter | None:
+    """What drafts for the eager executor."""
     if isinstance(draft, NGram):
         return NGramDrafter(draft.min_length, draft.max_length)
 

@@ -9,17 +9,35 @@ import torch
 from msgspec import Struct
 
 from drift_sdk.config import EngineConfig
+from drift_sdk.device_memory import DeviceMemory
+from drift_sdk.drafting import make_drafter
 from drift_sdk.drafts import NGram
 from drift_sdk.errors import ConfigError, FieldError
+from drift_sdk.execution.eager import EagerExecutor
 from drift_sdk.execution.stages import NO_STAGES, Stages
 from drift_sdk.execution.strict import StrictExecutor
+from drift_sdk.kv_sizing import KVDemand, MemoryRoom, size_kv
 from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.draft_config import DraftConfig
 from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.steps import Executor, ExecutorLimits
 
-__all__ = ["OpenedExecutor", "choose_executor", "open_graph_executor"]
+__all__ = [
+    "OpenedExecutor",
+    "choose_executor",
+    "kv_demand",
+    "open_eager_executor",
+    "open_graph_executor",
+]
 
 MIN_CAPABILITY = (9, 0)
+
+RESERVE_BYTES = 2**28
+GRAPH_BYTES_PER_LAYER = 2**15
+"""Memory kept free for what comes after the KV cache: a captured graph takes 0.6 MiB for the 32 layers of
+Llama-3.1-8B, 19 KiB a layer (graphs by kind in perf/results/nvidia-h200/memory.json); smaller buckets load
+kernels of their own, and log-probabilities of prompts are computed beside the graphs."""
 
 
 class OpenedExecutor(Struct, frozen=True, kw_only=True):
@@ -56,17 +74,46 @@ def choose_executor(config: EngineConfig, device: torch.device) -> tuple[str, st
     return "eager", obstacle if config.executor == "auto" and device.type == "cuda" else None
 
 
+def kv_demand(decoder: Decoder, draft: DraftDecoder | NGram | None, block_size: int) -> KVDemand:
+    """What KV of a model takes, with that of its draft and the features kept beside each block."""
+    configs: list[DecoderConfig | DraftConfig] = [decoder.config]
+    numbers_per_block = 0
+    if isinstance(draft, DraftDecoder):
+        configs.append(draft.config)
+        numbers_per_block = draft.config.hidden_size
+    for shapes in configs:
+        numbers_per_block += 2 * shapes.num_layers * shapes.num_kv_heads * shapes.head_dim * block_size
+    return KVDemand(
+        context=decoder.config.max_position_embeddings,
+        block_size=block_size,
+        bytes_per_block=numbers_per_block * decoder.dtype.itemsize,
+    )
+
+
+def open_eager_executor(
+    config: EngineConfig,
+    decoder: Decoder,
+    demand: KVDemand,
+    memory: DeviceMemory,
+    draft: DraftDecoder | NGram | None,
+) -> OpenedExecutor:
+    """Raises ConfigError for a KV cache that does not fit."""
+    limits = _limits(config, decoder, demand, memory.room())
+    return OpenedExecutor(executor=EagerExecutor(decoder, limits, make_drafter(draft, decoder, limits)))
+
+
 def open_graph_executor(
     config: EngineConfig,
     decoder: Decoder,
-    limits: ExecutorLimits,
+    demand: KVDemand,
+    memory: DeviceMemory,
     draft: DraftDecoder | NGram | None,
     report: Callable[[str, float], None],
     acceptance_trace: Sequence[int] | None = None,
     stages: Stages | None = None,
 ) -> OpenedExecutor:
-    """Captures everything; ExecutorError if that fails, ConfigError if it would be slower than is allowed.
-    `stages`: for measuring, see there."""
+    """Captures everything; ExecutorError if that fails, ConfigError if it would be slower than is allowed or
+    the KV cache does not fit. `stages`: for measuring, see there."""
     # Only here, for they need Triton and the driver.
     from drift_sdk._kernels.tuning import WatchedTable, gpu_key, table_for
     from drift_sdk.execution.device import GpuDevice
@@ -75,11 +122,18 @@ def open_graph_executor(
     choices = config.speculation.shape.choices if config.speculation is not None else ()
     gpu = gpu_key(torch.cuda.get_device_name(decoder.device))
     table = WatchedTable(gemms=table_for(gpu).gemms)
+
+    def fit_blocks(num_graphs: int) -> int:
+        reserve = RESERVE_BYTES + num_graphs * decoder.config.num_layers * GRAPH_BYTES_PER_LAYER
+        return size_kv(config, demand, memory.room(reserve=reserve)).num_blocks
+
     executor = GraphExecutor(
         GpuDevice(decoder.device.index or 0),
         decoder,
-        limits,
+        # Buffers are made for the longest sequences there could be room for; less may be left beside them.
+        _limits(config, decoder, demand, memory.room(reserve=0)),
         table,
+        fit_blocks=fit_blocks,
         prefill_token_budget=config.prefill_token_budget,
         exact_prefill=config.exact_prefill,
         draft=draft,
@@ -104,6 +158,17 @@ def open_graph_executor(
         else executor,
         untuned=untuned,
         round_costs=round_costs,
+    )
+
+
+def _limits(config: EngineConfig, decoder: Decoder, demand: KVDemand, room: MemoryRoom) -> ExecutorLimits:
+    size = size_kv(config, demand, room)
+    return ExecutorLimits(
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=size.max_model_len,
+        num_blocks=size.num_blocks,
+        block_size=demand.block_size,
+        vocab_size=decoder.config.vocab_size,
     )
 
 

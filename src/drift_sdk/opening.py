@@ -9,22 +9,22 @@ from pathlib import Path
 import torch
 
 from drift_sdk.config import EngineConfig
-from drift_sdk.drafting import open_draft, open_drafter
+from drift_sdk.device_memory import DeviceMemory, opening_lock
+from drift_sdk.drafting import open_draft
 from drift_sdk.drafts import NGram
 from drift_sdk.errors import ConfigError, ModelLoadError, RequestError
-from drift_sdk.execution.drafters import EagleDrafter, NGramDrafter
-from drift_sdk.execution.eager import EagerExecutor
 from drift_sdk.execution.stages import Stages
-from drift_sdk.executors import OpenedExecutor, choose_executor, open_graph_executor
+from drift_sdk.executors import choose_executor, kv_demand, open_eager_executor, open_graph_executor
+from drift_sdk.kv_sizing import gib
 from drift_sdk.loading.source import Source, eos_token_ids, resolve
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.eagle3 import DraftDecoder
+from drift_sdk.models.weights import weight_bytes
 from drift_sdk.opened_model import OpenedModel
 from drift_sdk.params import SamplingParams
 from drift_sdk.request import ModelText
 from drift_sdk.scheduling.config import SchedulerConfig
-from drift_sdk.steps import ExecutorLimits
 from drift_sdk.text.chat import ChatTemplate
 from drift_sdk.text.tokenizer import Tokenizer
 
@@ -32,8 +32,6 @@ __all__ = ["open_model"]
 
 log = logging.getLogger("drift_sdk")
 
-DEFAULT_KV_CACHE_BYTES = 2**30
-MIN_MODEL_LEN = 2
 BLOCK_SIZES = {"eager": 16, "graph": 64}
 
 Report = Callable[[str, float], None]
@@ -64,17 +62,30 @@ def open_model(
     chat_template = _chat_template(source, config, tokenizer, own_template)
     default_params = _default_params(source)
 
-    decoder = _load_decoder(source, decoder_config, config, device, dtype, report)
-    limits = _limits(config, decoder, config.block_size or BLOCK_SIZES[executor_name])
-    drafter, draft = None, None
-    if executor_name == "graph":
+    with opening_lock(device):
+        memory = DeviceMemory(device, config)
+        memory.check_weights(weight_bytes(decoder_config, dtype))
+        decoder = _load_decoder(source, decoder_config, config, device, dtype, report)
         draft = open_draft(config, decoder)
-        opened = open_graph_executor(config, decoder, limits, draft, report, acceptance_trace, stages)
-    else:
-        drafter = open_drafter(config, decoder, limits)
-        opened = OpenedExecutor(executor=EagerExecutor(decoder, limits, drafter))
-    has_drafts = drafter is not None or draft is not None
+        block_size = config.block_size or BLOCK_SIZES[executor_name]
+        demand = kv_demand(decoder, draft, block_size)
+        if executor_name == "graph":
+            opened = open_graph_executor(
+                config, decoder, demand, memory, draft, report, acceptance_trace, stages
+            )
+        else:
+            opened = open_eager_executor(config, decoder, demand, memory, draft)
+    limits = opened.executor.limits
+    has_drafts = draft is not None
     speculation = config.speculation if has_drafts else None
+    num_bytes = limits.num_blocks * demand.bytes_per_block
+    log.info(
+        "KV cache: %d tokens, %s, for up to %d sequences of up to %d tokens",
+        limits.num_blocks * limits.block_size,
+        gib(num_bytes),
+        limits.max_num_seqs,
+        limits.max_model_len,
+    )
     report("ready", 1.0)
     return OpenedModel(
         executor=opened.executor,
@@ -89,8 +100,8 @@ def open_model(
             draft_choices=speculation.shape.choices if speculation is not None else (),
             is_draft_adaptive=speculation is not None and speculation.adaptive,
             round_costs=opened.round_costs,
-            has_draft_kv=isinstance(drafter or draft, EagleDrafter | DraftDecoder),
-            wants_history=isinstance(drafter or draft, NGramDrafter | NGram),
+            has_draft_kv=isinstance(draft, DraftDecoder),
+            wants_history=isinstance(draft, NGram),
             target_latency_ms_p50=config.target_latency_ms_p50,
             target_latency_ms_p95=config.target_latency_ms_p95,
             prefer_high_throughput=config.prefer_high_throughput,
@@ -211,57 +222,4 @@ def _load_decoder(
         device=device,
         dtype=dtype,
         on_tensor=lambda done, total: report("load weights", done / total),
-    )
-
-
-def _gpu_bytes(fraction: float, device: torch.device) -> int:
-    """What is left of a share of the GPU's memory, whoever has taken the rest."""
-    free, total = torch.cuda.mem_get_info(device)
-    return int(fraction * total) - (total - free)
-
-
-def _limits(config: EngineConfig, decoder: Decoder, block_size: int) -> ExecutorLimits:
-    """How long sequences may be and how many blocks the KV cache has: always room for the longest one."""
-    context = decoder.config.max_position_embeddings
-    if config.max_model_len is not None and config.max_model_len > context:
-        raise ConfigError.of(
-            "max_model_len", config.max_model_len, f"at most the model's context of {context}"
-        )
-
-    max_model_len = config.max_model_len or context
-    if config.kv_cache_tokens is not None:
-        kv_cache_tokens = config.kv_cache_tokens
-        if config.max_model_len is not None and kv_cache_tokens < config.max_model_len:
-            raise ConfigError.of(
-                "kv_cache_tokens", kv_cache_tokens, f"at least max_model_len={config.max_model_len}"
-            )
-
-        max_model_len = min(max_model_len, kv_cache_tokens)
-    else:
-        shapes = decoder.config
-        bytes_per_token = (
-            2 * shapes.num_layers * shapes.num_kv_heads * shapes.head_dim * decoder.dtype.itemsize
-        )
-        most = config.max_num_seqs * max_model_len
-        if config.gpu_memory_fraction is not None and decoder.device.type == "cuda":
-            fitting = _gpu_bytes(config.gpu_memory_fraction, decoder.device) // bytes_per_token
-            if fitting < (config.max_model_len or MIN_MODEL_LEN):
-                raise ConfigError.of(
-                    "gpu_memory_fraction",
-                    config.gpu_memory_fraction,
-                    f"more: it leaves room for {max(fitting, 0)} tokens of KV",
-                )
-
-            kv_cache_tokens = min(fitting, most)
-            max_model_len = min(max_model_len, kv_cache_tokens)
-        else:
-            fitting = DEFAULT_KV_CACHE_BYTES // bytes_per_token
-            kv_cache_tokens = max(max_model_len, min(fitting, most))
-
-    return ExecutorLimits(
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=max_model_len,
-        num_blocks=-(-kv_cache_tokens // block_size),
-        block_size=block_size,
-        vocab_size=decoder.config.vocab_size,
     )

@@ -74,6 +74,7 @@ class Pair:
             max_draft_tokens=3,
             max_prefill_rows=24,
         )
+        self.rounds.cache.allocate(limits.num_blocks)
         self.generator = torch.Generator().manual_seed(0)
         self.tokens = torch.randint(VOCAB_SIZE, (3, NUM_TOKENS), generator=self.generator)
         shape = (len(draft.boundaries) + 1, 3, NUM_TOKENS, TARGET["hidden_size"])

@@ -199,8 +199,11 @@ class WarmingDevice(InterpretedDevice):
     """Runs a step once before it is captured, as a GPU does."""
 
     def capture(self, step: Callable[[], None]) -> InterpretedReplay:
-        step()
+        self.warm_up(step)
         return super().capture(step)
+
+    def warm_up(self, step: Callable[[], None]) -> None:
+        step()
 
 
 @pytest.mark.interpreter

@@ -48,6 +48,9 @@ class InterpretedDevice:
     def work(self) -> AbstractContextManager[None]:
         return torch.inference_mode()
 
+    def warm_up(self, step: Callable[[], None]) -> None:
+        pass
+
     def capture(self, step: Callable[[], None]) -> InterpretedReplay:
         return InterpretedReplay(step)
 

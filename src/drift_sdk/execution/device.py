@@ -56,6 +56,10 @@ class Device(Protocol):
     def work(self) -> AbstractContextManager[None]:
         """Torch and Triton work in this block goes to the stream."""
 
+    def warm_up(self, step: Callable[[], None]) -> None:
+        """Have all that a step allocates beside its own buffers: kernels, library workspaces. It may be run
+        for that, with whatever is in its inputs."""
+
     def capture(self, step: Callable[[], None]) -> Replay:
         """`step` as something to replay. It may be run for that, with whatever is in its inputs."""
 
@@ -150,6 +154,11 @@ class GpuDevice:
         with torch.inference_mode(), torch.cuda.stream(self._torch_stream):
             yield
 
+    def warm_up(self, step: Callable[[], None]) -> None:
+        with self.work(), torch.cuda.use_mem_pool(self._pool):
+            step()
+            self._stream.sync()
+
     def capture(self, step: Callable[[], None]) -> Replay:
         with self.work():
             step()  # all kernels are compiled and loaded, libraries have their workspaces
@@ -172,5 +181,9 @@ class GpuDevice:
         return _GpuEvent(self._device, self._stream)
 
     def close(self) -> None:
+        """Also give the memory that torch has cached back to the device, for the next engine of any
+        process."""
         self._stream.sync()
         _idle_streams[self._device.device_id].append(self._stream)
+        del self._pool
+        torch.cuda.empty_cache()

@@ -79,6 +79,8 @@ class EagerExecutor:
         self._launched.clear()
         self._slots.clear()
         self._decoder = self._cache = self._drafter = None
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _prefill(self, chunks: tuple[PrefillChunk, ...]) -> tuple[SlotOutput, ...]:
         if not chunks:

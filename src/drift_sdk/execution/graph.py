@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import msgspec
 from msgspec import Struct
@@ -16,7 +17,7 @@ from drift_sdk.execution.allocation_count import AllocationCount
 from drift_sdk.execution.device import Device, Event
 from drift_sdk.execution.device_errors import is_kept, typed_errors
 from drift_sdk.execution.graph_layout import GraphLayout
-from drift_sdk.execution.graphs import Graphs
+from drift_sdk.execution.graphs import FitBlocks, Graphs
 from drift_sdk.execution.payloads import fill_chunks, fill_followed, fill_masks, fill_slots, first_rows
 from drift_sdk.execution.prompt_scores import PromptScores, ScoredParts
 from drift_sdk.execution.records import outputs
@@ -78,8 +79,10 @@ class GraphExecutor:
         acceptance_trace: Sequence[int] | None = None,
         stages: Stages = NO_STAGES,
         step_timeout_s: float | None = None,
+        fit_blocks: FitBlocks | None = None,
         report: Callable[[str, float], None] = lambda stage, fraction: None,
     ) -> None:
+        """fit_blocks: None = the KV cache has limits.num_blocks blocks."""
         self.limits = limits
         self._device, self._stages = device, stages
         self._layout = layout = GraphLayout.of(
@@ -112,6 +115,7 @@ class GraphExecutor:
                 self._ring,
                 tuned,
                 draft=draft,
+                fit_blocks=partial(self._fit, fit_blocks),
                 report=report,
                 acceptance_trace=acceptance_trace,
                 stages=stages,
@@ -126,6 +130,16 @@ class GraphExecutor:
         self._events: list[Event] = []
         self._step_timeout_s = step_timeout_s
         self._allocations = AllocationCount(device)
+
+    def _fit(self, fit_blocks: FitBlocks | None, num_graphs: int) -> int:
+        """How many blocks the cache gets; sequences can be no longer than all of them."""
+        limits = self.limits
+        if fit_blocks is not None:
+            num_blocks = fit_blocks(num_graphs)
+            max_model_len = min(limits.max_model_len, num_blocks * limits.block_size)
+            limits = msgspec.structs.replace(limits, num_blocks=num_blocks, max_model_len=max_model_len)
+            self.limits = limits
+        return limits.num_blocks
 
     def round_costs(self) -> dict[tuple[int, int], float]:
         """Seconds that rounds of (slots, drafts) take without any context. To be asked before serving."""

@@ -18,6 +18,7 @@ from drift_sdk.drafts import NGram
 from drift_sdk.execution.attention_groups import AttentionGroups
 from drift_sdk.execution.decode_forward import DecodeForward, Rows, attention_groups, captures
 from drift_sdk.execution.device import Device, Replay
+from drift_sdk.execution.draft_cache import DraftCache
 from drift_sdk.execution.eagle_rounds import EagleRounds
 from drift_sdk.execution.graph_layout import EXACT_TILE_ROWS, GraphLayout
 from drift_sdk.execution.ngram_rounds import NGramRounds
@@ -34,16 +35,19 @@ from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.steps import ExecutorLimits
 
-__all__ = ["Graphs"]
+__all__ = ["FitBlocks", "Graphs"]
 
 PREFILL_HIDDEN, PREFILL_CAPTURED = "prefill_hidden", "prefill_captured"
 
+FitBlocks = Callable[[int], int]
+"""How many KV blocks there is room for beside so many graphs, once everything else has its memory."""
 Report = Callable[[str, float], None]
 Step = Callable[[], None]
 
 
 class Graphs:
-    """All graphs of an executor, captured when made, largest first.
+    """All graphs of an executor, captured when made, largest first. Before that the largest steps are run
+    once, so that the KV cache can be given what is left of the memory.
 
     update: makes updates and nothing else. decode[B, K]: a round of B slots with K drafts each; draft[B, K]
     and verify[B, K]: its halves, if there is a drafter and K is not 0. prefill[N]: chunks of N tokens.
@@ -62,6 +66,7 @@ class Graphs:
         tuned: TunedTable,
         *,
         draft: DraftDecoder | NGram | None,
+        fit_blocks: FitBlocks,
         report: Report,
         acceptance_trace: Sequence[int] | None,
         stages: Stages,
@@ -77,6 +82,7 @@ class Graphs:
             )
         self._workspace = Workspace(torch_device)
         self._cache = PagedCache(decoder, limits)
+        self._caches: list[PagedCache | DraftCache] = [self._cache]
         self._inbox = torch.full((layout.payload_words,), -1, dtype=torch.int32, device=torch_device)
         self._samples = SampleBuffers.allocate(layout.max_rows, limits.vocab_size, torch_device)
         most = layout.prefill[-1]
@@ -109,6 +115,11 @@ class Graphs:
         num_rounds = len(layout.drafts) + 2 * (len(layout.drafts) - 1)
         self._num_steps = num_prefills + len(layout.decode) * (1 + num_rounds) + 1
         self._report = report
+        self._warm_up()
+        num_blocks = fit_blocks(self._num_steps)
+        with device.work():
+            for cache in self._caches:
+                cache.allocate(num_blocks)
         for size in reversed(layout.prefill):
             self.prefill[size] = self._capture(self._prefill_step(size))
             if self._drafter is not None:
@@ -125,6 +136,18 @@ class Graphs:
     def close(self) -> None:
         for replay in self._replays:
             replay.close()
+
+    def _warm_up(self) -> None:
+        """Run the largest step of each kind: later ones need no memory that these have not taken."""
+        layout = self._layout
+        self._report("warm up", 0.0)
+        steps = [self._prefill_step(layout.prefill[-1])]
+        if self._drafter is not None:
+            steps.append(self._follow_step(layout.prefill[-1], self._drafter))
+        steps.append(self._round_steps(layout.decode[-1], layout.drafts[-1]).whole)
+        steps.append(self._head_step(layout.decode[-1]))
+        for step in steps:
+            self._device.warm_up(step)
 
     def _capture(self, step: Step) -> Replay:
         self._report("capture graphs", len(self._replays) / self._num_steps)
@@ -146,10 +169,17 @@ class Graphs:
         self._advance()
 
     def _capture_round(self, num_slots: int, num_drafts: int) -> None:
+        steps = self._round_steps(num_slots, num_drafts)
+        self.decode[num_slots, num_drafts] = self._capture(steps.whole)
+        if self._drafter is not None and num_drafts > 0:
+            self.draft[num_slots, num_drafts] = self._capture(steps.draft)
+            self.verify[num_slots, num_drafts] = self._capture(steps.verify)
+
+    def _round_steps(self, num_slots: int, num_drafts: int) -> RoundSteps:
         rows_per_slot = num_drafts + 1
         rows = Rows.take(self._workspace, num_slots * rows_per_slot)
         slots, max_drafts = self._inbox[: 2 * num_slots].view(2, num_slots)
-        steps = RoundSteps(
+        return RoundSteps(
             num_drafts=num_drafts,
             enter=self._enter,
             slots=slots,
@@ -162,10 +192,6 @@ class Graphs:
             drafter=self._drafter,
             stages=self._stages,
         )
-        self.decode[num_slots, num_drafts] = self._capture(steps.whole)
-        if self._drafter is not None and num_drafts > 0:
-            self.draft[num_slots, num_drafts] = self._capture(steps.draft)
-            self.verify[num_slots, num_drafts] = self._capture(steps.verify)
 
     def _head_step(self, num_slots: int) -> Step:
         """Payload: slots, then the row of each one's last prompt token in the prefill step."""
@@ -254,7 +280,7 @@ class Graphs:
                 table.history, self._workspace, min_length=draft.min_length, max_length=draft.max_length
             )
 
-        return EagleRounds(
+        rounds = EagleRounds(
             draft,
             self._decoder,
             limits,
@@ -267,6 +293,8 @@ class Graphs:
             max_prefill_rows=layout.prefill[-1],
             stages=self._stages,
         )
+        self._caches.append(rounds.cache)
+        return rounds
 
     def _decode_forward(
         self, rows: Rows, attention: AttentionGroups, hidden: str, rows_per_sequence: int

@@ -13,19 +13,23 @@ __all__ = ["PagedCache"]
 
 
 class PagedCache:
-    """keys, values: [num_layers, num_blocks, num_kv_heads, block_size, head_dim], uninitialised.
+    """keys, values: [num_layers, num_blocks, num_kv_heads, block_size, head_dim], uninitialised; of one block
+    until `allocate`, enough for steps without rows.
 
     cos, sin: [max_model_len + 1, head_dim / 2], in the model's type, as the eager model computes them.
     """
 
     def __init__(self, decoder: Decoder, limits: ExecutorLimits) -> None:
-        config = decoder.config
-        shape = (
-            config.num_layers, limits.num_blocks, config.num_kv_heads, limits.block_size, config.head_dim
-        )  # fmt: skip
+        self._decoder, self._block_size = decoder, limits.block_size
+        self.cos, self.sin = _tables(decoder, limits.max_model_len + 1)
+        self.allocate(1)
+
+    def allocate(self, num_blocks: int) -> None:
+        """Replace keys and values; graphs that were captured before still use the old ones."""
+        decoder, config = self._decoder, self._decoder.config
+        shape = (config.num_layers, num_blocks, config.num_kv_heads, self._block_size, config.head_dim)
         self.keys = torch.empty(shape, dtype=decoder.dtype, device=decoder.device)
         self.values = torch.empty(shape, dtype=decoder.dtype, device=decoder.device)
-        self.cos, self.sin = _tables(decoder, limits.max_model_len + 1)
 
 
 def _tables(decoder: Decoder, num_positions: int) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from drift_sdk.errors import ModelLoadError
 from drift_sdk.loading.tensors import InPlaceSource, TensorSource, check_dtype
 from drift_sdk.models.decoder_config import DecoderConfig
 
-__all__ = ["DecoderWeights", "LayerWeights", "load_weights", "tensor_shapes"]
+__all__ = ["DecoderWeights", "LayerWeights", "load_weights", "tensor_shapes", "weight_bytes"]
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
@@ -52,6 +53,11 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor a model of these shapes is stored as."""
     _, places = _allocate(config, torch.device("meta"), torch.float32)
     return {name: tuple(place.shape) for name, place in places.items()}
+
+
+def weight_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
+    """Memory that the weights of a model of these shapes take."""
+    return sum(map(math.prod, tensor_shapes(config).values())) * dtype.itemsize
 
 
 def load_weights(
