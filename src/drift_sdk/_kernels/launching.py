@@ -7,7 +7,8 @@ that always follows a long one says so at once, even before it waits.
 
 So what is older than the two kernels before is there when a CTA is placed, and may be read without waiting;
 past the L1 cache (".cg"), which may hold what was there before, unless it never changes. Every CTA waits
-before it ends, or its successors could pass a kernel that is still at work.
+before it ends, or its successors could pass a kernel that is still at work. Both are checked when a step is
+captured, see launch_order.py.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from cuda.core import Device as CudaDevice
 from cuda.core import EventOptions, StreamOptions
 from cuda.core.graph import GraphCompleteOptions
 
+from drift_sdk._kernels.launch_order import checked_launches
 from drift_sdk.errors import ExecutorError
 
 __all__ = ["Device", "Event", "GpuDevice", "Replay"]
@@ -161,7 +162,8 @@ class GpuDevice:
 
     def capture(self, step: Callable[[], None]) -> Replay:
         with self.work():
-            step()  # all kernels are compiled and loaded, libraries have their workspaces
+            with checked_launches():
+                step()  # all kernels are compiled and loaded, libraries have their workspaces
             self._stream.sync()
             builder = self._stream.create_graph_builder()
             with torch.cuda.use_mem_pool(self._pool):
