@@ -52,9 +52,9 @@ def test_what_stands_before_the_wait_is_read_early(wait: str) -> None:
 
 def test_pointers_are_followed_through_loops() -> None:
     loop = """
-    %end:2 = scf.for %i = %c0 to %n step %c1 iter_args(%moving = %a, %sum = %zero) -> (!tt.ptr<f32>, f32) : i32 {
-      %part = tt.load %moving : !tt.ptr<f32> loc(#loc2)
-      %next = tt.addptr %moving, %n : !tt.ptr<f32>, i32 loc(#loc2)
+    %end:2 = scf.for %i = %c0 to %n step %c1 iter_args(%at = %a, %s = %zero) -> (!tt.ptr<f32>, f32) : i32 {
+      %part = tt.load %at : !tt.ptr<f32> loc(#loc2)
+      %next = tt.addptr %at, %n : !tt.ptr<f32>, i32 loc(#loc2)
       scf.yield %next, %part : !tt.ptr<f32>, f32 loc(#loc2)
     } loc(#loc2)
 """
