@@ -1,8 +1,9 @@
 """A check of programmatic dependent launch: no kernel reads, before it waits, what may still be written.
 
 A kernel's CTAs may be placed as soon as all CTAs of the kernel before have let their dependents start. What a
-kernel reads before `wait_for_producers` must be older than every kernel that may then still be running: the
-one before; and, where that one let dependents start before it had itself waited, the one before it, and so on.
+kernel reads before `wait_for_producers` must be older than every kernel that may then still be running:
+the one before; and, where that one let dependents start before it had itself waited, the one before it, and
+so on.
 
 Which arguments a kernel reads before it waits, and which it writes, is read off its Triton IR; which tensors
 they are, off the launches of a step. Torch's own kernels wait for everything before them and let nothing
