@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -11,7 +12,7 @@ import torch
 from model_zoo import make_model
 from random_folder import make_random_folder
 
-from drift_sdk import Engine, EngineConfig, SamplingParams
+from drift_sdk import ConfigError, Engine, EngineConfig, SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -82,3 +83,92 @@ def test_memory_of_steps_that_allocate_comes_back(tmp_path: Path) -> None:
         prefill_token_budget=32,
     )
     check_cycles(tmp_path, config)
+
+
+def kv_tokens(engine: Engine) -> int:
+    """With graphs and no block_size, a block has 64."""
+    return engine.stats().num_blocks * 64
+
+
+def share_config(fraction: float, **fields: Any) -> EngineConfig:
+    """KV without end: only memory bounds the cache."""
+    fields = {"max_num_seqs": 16, "prefill_token_budget": 512, "load": "random"} | fields
+    return EngineConfig(device="cuda", executor="graph", gpu_memory_fraction=fraction, **fields)
+
+
+def endless_model(folder: Path) -> Path:
+    return make_random_folder(folder, "llama", max_position_embeddings=2**22)
+
+
+async def generate(engine: Engine, num_tokens: int = 8) -> tuple[int, ...]:
+    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+    return (await engine.generate([5, 6, 7], params)).token_ids
+
+
+def used_without_collecting() -> int:
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def test_a_closed_engine_leaves_its_memory_to_the_next(tmp_path: Path) -> None:
+    """To others on the GPU too: without the collector's help, and without the host emptying torch's cache."""
+    endless_model(tmp_path)
+
+    async def main() -> list[tuple[int, int, int]]:
+        found = []
+        for _ in range(3):
+            async with Engine(tmp_path, share_config(0.9)) as engine:
+                await generate(engine)
+                found.append((kv_tokens(engine), used_without_collecting(), 0))
+            found[-1] = (*found[-1][:2], used_without_collecting())
+        return found
+
+    free, total = torch.cuda.mem_get_info()
+    first, *others = anyio.run(main)
+    assert first[1] > 0.8 * free, (first, free)
+    assert all(abs(tokens / others[0][0] - 1) < 0.01 for tokens, _, _ in (first, *others)), (first, others)
+    assert all(after - first[2] <= 64 * MIB for _, _, after in others), (first, others)
+    assert first[2] - (total - free) <= 1500 * MIB  # context, modules, library workspaces
+
+
+def test_engines_share_a_gpu(tmp_path: Path) -> None:
+    """Two at once, started together, beside tensors of the host; each stays within its share."""
+    endless_model(tmp_path)
+
+    async def main() -> None:
+        held = torch.empty(8 * 2**30, dtype=torch.uint8, device="cuda")
+        free, _ = torch.cuda.mem_get_info()
+        engines = [Engine(tmp_path, share_config(0.45)) for _ in range(2)]
+        async with anyio.create_task_group() as group:
+            for engine in engines:
+                group.start_soon(engine.start)
+        left, _ = torch.cuda.mem_get_info()
+        assert left >= (0.55**2 - 0.02) * free
+        sizes = sorted(kv_tokens(engine) for engine in engines)
+        assert 0.4 < sizes[0] / sizes[1] < 0.65, sizes  # a share of what is free: 0.45 and 0.45 of 0.55
+        texts = [await generate(engine, 64) for engine in engines]
+        assert texts[0] == texts[1]
+        for engine in engines:
+            await engine.aclose()
+        del held
+
+    anyio.run(main)
+
+
+def test_what_does_not_fit_is_refused_with_figures(tmp_path: Path) -> None:
+    endless_model(tmp_path)
+
+    async def start(config: EngineConfig) -> ConfigError:
+        with pytest.raises(ConfigError) as caught:
+            await Engine(tmp_path, config).start()
+        return caught.value
+
+    weights = anyio.run(start, share_config(0.001))
+    assert weights.field == "gpu_memory_fraction" and "the weights take" in str(weights)
+    length = anyio.run(start, share_config(0.02, max_model_len=2**22))
+    assert length.field == "max_model_len" and "were free at start, this engine may use" in str(length)
+    tokens = anyio.run(start, share_config(0.9, kv_cache_tokens=2**30))
+    assert tokens.field == "kv_cache_tokens" and "at most" in str(tokens)
+    in_use_after, _ = in_use()
+    assert in_use_after == 0

@@ -183,3 +183,22 @@ def test_bits_do_not_depend_on_the_programs(num_programs: int, device: str) -> N
 def test_partitions_cover_the_keys(num_keys: int) -> None:
     borders = [0, 32, *range(64, 2000, 48)]
     assert SMALL.count(num_keys) == sum(border < num_keys for border in borders)
+
+
+@pytest.mark.parametrize("num_warps", [0, 3, 4, 8])
+def test_warps_that_would_change_the_bits_are_refused(num_warps: int) -> None:
+    with pytest.raises(ValueError, match=f"num_warps={num_warps}: expected 1 or 2"):
+        AttentionConfig(num_warps=num_warps)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("num_rows", "group"), [(1, 4), (4, 4), (8, 4), (8, 8), (16, 8)])
+def test_warps_and_stages_are_no_part_of_the_bits(num_rows: int, group: int, device: str) -> None:
+    """Tiles of 16 to 128 rows; of 64 rows on, four warps would be given another instruction."""
+    shape = {"block_size": 64, "num_kv_heads": 2, "group": group, "head_dim": 128}
+    case = Case([700, 1, 1500, 64], num_rows, device=device, dtype=torch.bfloat16, **shape)
+    found = [
+        case.run(Partitions(), config=AttentionConfig(num_programs=64, num_stages=stages, num_warps=warps))
+        for warps, stages in ((1, 1), (2, 1), (1, 2), (2, 3))
+    ]
+    assert all(torch.equal(out, found[0]) for out in found)
