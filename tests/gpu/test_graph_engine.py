@@ -14,7 +14,6 @@ from typing import Any
 import anyio
 import fatal_child
 import pytest
-import torch
 from loops import on_every_loop, run, until
 from model_zoo import make_model
 
