@@ -162,7 +162,7 @@ def test_what_does_not_fit_is_refused_with_figures(tmp_path: Path) -> None:
     async def start(config: EngineConfig) -> ConfigError:
         with pytest.raises(ConfigError) as caught:
             await Engine(tmp_path, config).start()
-        return caught.value
+        return caught.value  # kept, with its traceback: what it was raised through must not hold memory
 
     weights = anyio.run(start, share_config(0.001))
     assert weights.field == "gpu_memory_fraction" and "the weights take" in str(weights)

@@ -4,12 +4,14 @@ import pytest
 import torch
 
 from drift_sdk._kernels.launch_order import (
+    LIBRARY,
     KernelAccess,
     Launches,
     LaunchOrderError,
     access_of,
     checked_launches,
     note,
+    note_library_kernel,
 )
 from drift_sdk._kernels.staging import advance
 
@@ -112,6 +114,18 @@ def test_the_kernel_before_may_still_run() -> None:
     run((WRITER, None, plan), (WRITER, None, other), (READER, plan, other))
     run((WRITER, None, plan), (PATIENT, plan, other))
     run((WRITER, None, plan), (READER, None, other), (READER, plan[:0], other))
+
+
+def test_a_kernel_of_torch_is_waited_for() -> None:
+    plan, other = torch.zeros(2, 8)
+    impatient = KernelAccess(names("x"), names("out"), True)
+    launches = Launches()
+    launches.add("k0", WRITER, {"out": plan})
+    launches.add("torch", LIBRARY, {"out": other})
+    launches.add("k1", impatient, {"x": plan, "out": None})
+    with pytest.raises(LaunchOrderError, match="k2 reads x before it waits: torch may still be writing it"):
+        launches.add("k2", READER, {"x": other, "out": None})
+    note_library_kernel(other)  # outside of a step that is captured: nothing to check
 
 
 def test_a_kernel_that_lets_others_start_before_it_waits_hides_no_writer() -> None:

@@ -7,13 +7,14 @@ so on.
 
 Which arguments a kernel reads before it waits, and which it writes, is read off its Triton IR; which tensors
 they are, off the launches of a step. Torch's own kernels wait for everything before them and let nothing
-start early, so that leaving them out makes the check stricter, but for what they write.
+start before they end: `note_library_kernel` tells of them. One that is not told of makes the check stricter.
 """
 
 from __future__ import annotations
 
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -22,7 +23,14 @@ from typing import Any
 from msgspec import Struct
 from torch import Tensor
 
-__all__ = ["KernelAccess", "LaunchOrderError", "Launches", "access_of", "checked_launches"]
+__all__ = [
+    "KernelAccess",
+    "LaunchOrderError",
+    "Launches",
+    "access_of",
+    "checked_launches",
+    "note_library_kernel",
+]
 
 WAIT = re.compile(r"grid_dependency_wait|griddepcontrol\.wait")
 TRIGGER = re.compile(r"grid_dependency_launch_dependents|griddepcontrol\.launch_dependents")
@@ -102,10 +110,15 @@ def access_of(ttir: str) -> KernelAccess:
     return KernelAccess(frozenset(early), frozenset(written), triggers_early)
 
 
+LIBRARY = KernelAccess(frozenset(), frozenset({"out"}), False)
+
+
 class Launches:
-    """A step's launches, in order."""
+    """A step's launches, in order: those of the thread that makes this."""
 
     def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.is_compiling = False
         self._running: list[tuple[str, list[Span]]] = []  # what the next kernel may overtake, and its writes
 
     def add(self, kernel: str, access: KernelAccess, arguments: Mapping[str, object]) -> None:
@@ -140,7 +153,7 @@ def span_of(argument: object) -> Span | None:
 @contextmanager
 def checked_launches() -> Iterator[None]:
     """Check the launches of this package's kernels in this block, which is a step that is to be captured."""
-    launches = Launches()
+    launches = _current.launches = Launches()
     kernels = [
         (kernel, partial(note, launches, kernel))
         for module_name, module in list(sys.modules.items())
@@ -153,15 +166,27 @@ def checked_launches() -> Iterator[None]:
     try:
         yield
     finally:
+        _current.launches = None
         for kernel, hook in kernels:
             kernel.pre_run_hooks.remove(hook)
 
 
+def note_library_kernel(out: Tensor) -> None:
+    """Tell of a kernel of torch's that was just launched, and of what it writes."""
+    launches: Launches | None = getattr(_current, "launches", None)
+    if launches is not None:
+        launches.add("a kernel of torch", LIBRARY, {"out": out})
+
+
+_current = threading.local()
 _accesses: dict[tuple[Any, ...], KernelAccess] = {}
 
 
 def note(launches: Launches, kernel: Any, *values: Any, **options: Any) -> None:
     """A hook that Triton calls before each launch of a kernel."""
+    if launches.is_compiling or launches.thread != threading.get_ident():
+        return
+
     names: Sequence[str] = kernel.arg_names
     arguments = dict(zip(names, values, strict=False)) | {
         key: options[key] for key in names if key in options
@@ -170,11 +195,9 @@ def note(launches: Launches, kernel: Any, *values: Any, **options: Any) -> None:
     key = kernel, *settings, options.get("num_warps")
     access = _accesses.get(key)
     if access is None:
-        hooks, kernel.pre_run_hooks = kernel.pre_run_hooks, []
-        try:
-            warmup: Callable[..., Any] = kernel.warmup
-            compiled = warmup(*values, grid=(1,), **options)
-        finally:
-            kernel.pre_run_hooks = hooks
+        launches.is_compiling = True
+        warmup: Callable[..., Any] = kernel.warmup
+        compiled = warmup(*values, grid=(1,), **options)
+        launches.is_compiling = False
         access = _accesses[key] = access_of(compiled.asm["ttir"])
     launches.add(kernel.__name__, access, arguments)

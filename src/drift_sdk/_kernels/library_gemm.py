@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from drift_sdk._kernels.gemm import GemmConfig, gated_multiply, multiply
+from drift_sdk._kernels.launch_order import note_library_kernel
 from drift_sdk._kernels.swiglu import swiglu
 
 __all__ = ["fastest_gated_multiply", "library_gated_multiply", "library_multiply", "fastest_multiply"]
@@ -69,6 +70,7 @@ def library_multiply(x: Tensor, weight: Tensor, out: Tensor, config: GemmConfig)
     for index in range(config.num_slices):
         part = slice(index * size, (index + 1) * size)
         torch.mm(x[:, part], weight[:, part].T, out_dtype=torch.float32, out=out[index])
+        note_library_kernel(out[index])
 
 
 def library_state() -> LibraryState:
@@ -89,6 +91,7 @@ def library_state() -> LibraryState:
 
 def library_gated_multiply(x: Tensor, weight: Tensor, out: Tensor, gate_up: Tensor) -> None:
     torch.mm(x, weight.T, out=gate_up)
+    note_library_kernel(gate_up)
     swiglu(gate_up, out)
 
 

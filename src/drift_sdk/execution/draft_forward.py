@@ -9,6 +9,7 @@ from torch import Tensor
 
 from drift_sdk._kernels.draft_inputs import draft_inputs
 from drift_sdk._kernels.gemm import gated_multiply, multiply
+from drift_sdk._kernels.launch_order import note_library_kernel
 from drift_sdk._kernels.residual_norm import add_norm
 from drift_sdk._kernels.rope_store import rotate_and_store
 from drift_sdk._kernels.swiglu import swiglu
@@ -98,7 +99,9 @@ class DraftForward:
         in order, or, of many rows, [R, out]. Good until the next product."""
         num_rows, num_columns = x.shape[0], weight.shape[0]
         if num_rows > MAX_MULTIPLY_ROWS:
-            return torch.mm(x, weight.T, out=self._take("draft_product", num_rows, num_columns))
+            product = torch.mm(x, weight.T, out=self._take("draft_product", num_rows, num_columns))
+            note_library_kernel(product)
+            return product
 
         config = self._tuned.gemm(*weight.shape).config(num_rows)
         shape = (config.num_partials, num_rows, num_columns)
@@ -140,6 +143,7 @@ class DraftForward:
             torch.mm(normed, weight.T, out=gate_up)
         else:
             torch.addmm(bias, normed, weight.T, out=gate_up)
+        note_library_kernel(gate_up)
         swiglu(gate_up, activated)
         return activated
 

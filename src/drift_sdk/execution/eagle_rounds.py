@@ -12,6 +12,7 @@ from drift_sdk._kernels.draft_rows import chunk_rows, round_rows
 from drift_sdk._kernels.draft_state import keep_last_rows
 from drift_sdk._kernels.draft_tiles import draft_tiles, num_draft_tiles
 from drift_sdk._kernels.embedding import embed_norm
+from drift_sdk._kernels.launch_order import note_library_kernel
 from drift_sdk._kernels.prefill_attention import prefill_attention, prefill_attention_config
 from drift_sdk._kernels.residual_norm import add_norm
 from drift_sdk._kernels.slot_columns import SlotColumns
@@ -86,6 +87,7 @@ class EagleRounds:
         drafted = self._rows(num_slots)
         hidden, normed = forward.hidden(num_slots), forward.normed(num_slots)
         drafted.slot.copy_(rows.slot.view(num_slots, num_rows_each)[:, 1])
+        note_library_kernel(drafted.slot)
         eps = self._draft.config.rms_norm_eps
         with self._stages("draft_lm_head"):
             embed_norm(
@@ -201,6 +203,7 @@ class EagleRounds:
                 add_norm(tensor, None, norm, part, eps=eps)
         else:
             torch.cat(tuple(captured), dim=1, out=features)
+            note_library_kernel(features)
         if weights.input_norm is not None:
             add_norm(features, None, weights.input_norm, features, eps=eps)
 

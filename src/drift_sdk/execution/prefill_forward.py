@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from drift_sdk._kernels.embedding import embed_norm
+from drift_sdk._kernels.launch_order import note_library_kernel
 from drift_sdk._kernels.prefill_attention import PrefillAttentionConfig, prefill_attention
 from drift_sdk._kernels.residual_norm import add_norm
 from drift_sdk._kernels.rope_store import rotate_and_store
@@ -113,3 +114,4 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> No
         torch.mm(x, weight.T, out=out)
     else:
         torch.addmm(bias, x, weight.T, out=out)
+    note_library_kernel(out)
