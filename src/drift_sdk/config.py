@@ -72,7 +72,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     device: str = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    max_num_seqs: int = 64
+    max_num_seqs: int = 256
     max_model_len: int | None = None
     block_size: int | None = None
     kv_cache_tokens: int | None = None
