@@ -65,6 +65,8 @@ gpu-perf:
 	@$(PERF)/graph_memory.py --out $(OUT)/memory.json
 	@$(PERF)/kernel_speed.py --out $(OUT)/kernels.json
 	@$(PERF)/startup.py --out $(OUT)/startup.json
+	@$(PERF)/serving.py --out $(OUT)/serving.json
+	@$(PERF)/serving.py --draft --out $(OUT)/serving.json
 
 clean:
 	rm -rf .venv .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -15,10 +15,11 @@ SLEEP_S = 0.001
 
 
 class LoopLag:
-    """`async with`: a task sleeps for a millisecond again and again and notes how late it wakes."""
+    """`async with`: a task sleeps for `period_s` again and again and notes how late it wakes."""
 
-    def __init__(self) -> None:
+    def __init__(self, period_s: float = SLEEP_S) -> None:
         self.lags_s: list[float] = []
+        self._period_s = period_s
 
     async def __aenter__(self) -> LoopLag:
         self._task = asyncio.create_task(self._watch())
@@ -36,8 +37,8 @@ class LoopLag:
     async def _watch(self) -> None:
         while True:
             asked_at = time.perf_counter()
-            await asyncio.sleep(SLEEP_S)
-            self.lags_s.append(time.perf_counter() - asked_at - SLEEP_S)
+            await asyncio.sleep(self._period_s)
+            self.lags_s.append(time.perf_counter() - asked_at - self._period_s)
 
     @property
     def ms_p99(self) -> float:

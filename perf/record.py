@@ -23,7 +23,7 @@ IDENTITY = (
     "num_draft_tokens", "tree", "draft", "is_adaptive", "acceptance",
     "acceptance_length",
     "prefill_token_budget", "kernel", "shape", "num_rows", "kernel_cache",
-    "stage", "active_sequences", "has_ended_rows", "graph",
+    "stage", "active_sequences", "has_ended_rows", "graph", "repeat", "config",
 )  # fmt: skip
 """Fields that say what a run is a run of; a new one replaces the old one that agrees in all of them."""
 

@@ -1,0 +1,136 @@
+"""The same load on this engine, in its default configuration, and on a peer, side by side on a GPU each.
+
+python perf/serving.py --peer vllm --devices 0 1 --swap --repeats 2 --cases closed-64 prefix open-20
+python perf/serving.py --peer vllm --draft
+python perf/serving.py --cases closed-64 --compare-set "" --compare-set "max_num_seqs=256 block_size=32"
+
+Cases: closed-N and sampled-N (N clients, greedy or sampled), open-R (R requests a second), prefix.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from serving_benchmark import WARM_UPS, Benchmark, Plan
+from serving_engines import SCRIPTED, Drafts, drift_engine, find_model, parse_settings, peer_of
+from serving_load import CASES, Case
+from serving_runs import comparison_table, ratio_table
+from shapes import MODELS
+from table import show
+
+__all__ = ["main"]
+
+
+def arguments_of(arguments: Sequence[str] | None) -> argparse.Namespace:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument(
+        "--model", default="llama-3.1-8b", help=f"{', '.join(MODELS)}, {SCRIPTED} (a dry run) or a folder"
+    )
+    made.add_argument("--cases", nargs="+", type=Case.parse, default=CASES, metavar="NAME")
+    made.add_argument("--num-requests", type=int, help="of each case; else some 20 s on an H200")
+    made.add_argument("--seconds", type=float, default=40.0, help="most that a case may take")
+    made.add_argument("--repeats", type=int, default=1, help="each with other requests of the same kind")
+    made.add_argument("--seed", default="0")
+    made.add_argument("--draft", action="store_true", help="EAGLE-3 drafts of random weights on all engines")
+    made.add_argument("--num-draft-tokens", type=int, default=3, metavar="K")
+    made.add_argument("--acceptance-length", type=float, default=3.2, help="simulated: tokens a round")
+    made.add_argument("--set", nargs="+", default=[], metavar="FIELD=VALUE", help="of EngineConfig")
+    made.add_argument(
+        "--compare-set", action="append", metavar='"FIELD=VALUE ..."', help="one after the other; repeatable"
+    )
+    made.add_argument("--peer", choices=("vllm", SCRIPTED))
+    made.add_argument("--peer-path", default=os.environ.get("VLLM_PATH"), help="folder to import vLLM from")
+    made.add_argument("--peer-set", nargs="+", default=[], metavar="FIELD=VALUE", help="of AsyncEngineArgs")
+    made.add_argument(
+        "--devices", nargs="+", type=int, default=[0], help="GPUs: one each, or one for all in turn"
+    )
+    made.add_argument("--swap", action="store_true", help="engines change places after each repeat")
+    made.add_argument("--logs", type=Path, help="folder for what the engines print; temporary if not given")
+    made.add_argument("--out", type=Path, help="result file; the default is perf/results/GPU/serving.json")
+    given = made.parse_args(arguments)
+    num_engines = 1 if given.peer is None else 2
+    if len(given.devices) not in (1, num_engines):
+        made.error(f"--devices {given.devices}: expected one, or {num_engines}")
+    if given.compare_set and given.peer is not None:
+        made.error("--compare-set is of this engine alone: expected no --peer")
+    if given.peer is not None and (given.model == SCRIPTED) != (given.peer == SCRIPTED):
+        made.error(f"--model {given.model}, --peer {given.peer}: expected both {SCRIPTED}, or none")
+    if given.model == SCRIPTED and given.draft:
+        made.error(f"--model {SCRIPTED}: expected no --draft")
+
+    for text in (*given.set, *given.peer_set, *(given.compare_set or ())):
+        try:
+            parse_settings(text)
+        except ValueError as error:
+            made.error(str(error))
+
+    return given
+
+
+def benchmark_of(given: argparse.Namespace, folder: Path) -> Benchmark:
+    """folder: for models and logs. Raises ValueError for a model that cannot be measured so."""
+    model = find_model(given.model, folder)
+    if given.peer == "vllm" and (model is None or model.load != "random"):
+        raise ValueError(f"model={given.model!r}: expected one of random weights, all that vllm is given")
+
+    drafts = Drafts(given.num_draft_tokens, given.acceptance_length) if given.draft else None
+    engines = [drift_engine(model, drafts, given.set)]
+    if given.peer is not None:
+        engines.append(peer_of(engines[0], given.peer, given.peer_path, given.peer_set))
+
+    def fitted(case: Case) -> Case:
+        fits = case.fitted(engines[0].job.max_model_len)
+        if drafts is not None:
+            fits = fits.with_drafts()
+        if given.num_requests is not None:
+            fits = dataclasses.replace(fits, num_requests=given.num_requests)
+        return fits
+
+    logs = given.logs or folder
+    logs.mkdir(parents=True, exist_ok=True)
+    plan = Plan(
+        cases=[fitted(case) for case in given.cases],
+        warm_ups=[case.fitted(engines[0].job.max_model_len) for case in WARM_UPS],
+        devices=given.devices,
+        logs=logs,
+        out=given.out,
+        repeats=given.repeats,
+        swap=given.swap,
+        configs=given.compare_set or ("",),
+        seconds=given.seconds,
+        seed=given.seed,
+    )
+    return Benchmark(plan, engines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Exits with 1 if an engine failed: what was measured before is written."""
+    given = arguments_of(arguments)
+    # Leaving kills the engines' processes, so that a SIGTERM must leave and not just end.
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            benchmark = benchmark_of(given, Path(folder))
+            benchmark.measure()
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+    if benchmark.results is not None:
+        if given.peer is not None:
+            show(*ratio_table(benchmark.results, given.peer))
+        else:
+            show(*comparison_table(benchmark.results))
+        print(f"written to {benchmark.path}")
+    if benchmark.num_failed:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""Runs a service's load on several engines in lock step and writes each result as soon as it is there."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from machine import default_device
+from msgspec.structs import replace
+from record import Results, result_path, write
+from recording import dtype_name
+from serving_children import Child, ask_all
+from serving_engines import MeasuredEngine, parse_settings
+from serving_load import Case, Lengths
+from serving_runs import ServingRun, line_of
+
+__all__ = ["WARM_UPS", "Benchmark", "Plan"]
+
+START_LIMIT_S = 300.0
+ANSWER_LIMIT_S = 60.0  # beyond what a case may take
+WARM_UP = Case("warm-up", 64, clients=64, outputs=Lengths(16, 0.3, 8, 24))
+WARM_UPS = (WARM_UP, dataclasses.replace(WARM_UP, name="sampled warm-up", is_sampled=True))
+"""Not counted: what is compiled at its first use is compiled then."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is run, where and how often.
+
+    devices:  a GPU for each engine, or one that they use in turn.
+    swap:     engines change places after each repeat; they are started anew for it.
+    configs:  settings to add to the engines' own, one after the other, as text.
+    seconds:  most that a case may take.
+    logs:     folder for what the engines print.
+    out:      result file; None for that of the GPU.
+    """
+
+    cases: Sequence[Case]
+    devices: Sequence[int]
+    logs: Path
+    out: Path | None = None
+    repeats: int = 1
+    swap: bool = False
+    configs: Sequence[str] = ("",)
+    seconds: float = 40.0
+    seed: str = "0"
+    warm_ups: Sequence[Case] = WARM_UPS
+    start_limit_s: float = START_LIMIT_S
+    answer_limit_s: float = ANSWER_LIMIT_S
+
+
+class Benchmark:
+    """results: None before the first. num_failed: engines that failed on the way."""
+
+    def __init__(self, plan: Plan, engines: Sequence[MeasuredEngine]) -> None:
+        self._plan, self._engines = plan, engines
+        self._num_started = 0
+        self.results: Results | None = None
+        self.path: Path | None = None
+        self.num_failed = 0
+
+    def measure(self) -> None:
+        plan = self._plan
+        rounds = [[repeat] for repeat in range(plan.repeats)] if plan.swap else [range(plan.repeats)]
+        for index, repeats in enumerate(rounds):
+            turn = index % len(self._engines) if plan.swap else 0
+            engines = [*self._engines[turn:], *self._engines[:turn]]
+            if len(plan.devices) > 1:
+                self._measure(engines, repeats)
+            else:
+                for engine in engines:
+                    self._measure([engine], repeats)
+
+    def _measure(self, engines: Sequence[MeasuredEngine], repeats: Sequence[int]) -> None:
+        """Each engine on a GPU and on CPU cores of its own. All run the same case at the same time."""
+        plan = self._plan
+        with ExitStack() as stack:
+            started = {
+                stack.enter_context(self._start(engine, slot, len(engines))): engine
+                for slot, engine in enumerate(engines)
+            }
+            children = list(started)
+            for number, config in enumerate(plan.configs):
+                if number:
+                    ask_all(children, lambda child: {"do": "stop"}, plan.answer_limit_s)
+                added = parse_settings(config)
+                commands = {
+                    child: {"do": "start", "settings": engine.settings | added}
+                    for child, engine in started.items()
+                }
+                answers = ask_all(children, commands.__getitem__, plan.start_limit_s)
+                facts = {child: answer["facts"] for child, answer in answers.items()}
+                for child in children:
+                    print(f"{child.name} started in {facts[child]['start_s']:.1f} s", flush=True)
+                for repeat in repeats:
+                    for case in plan.cases:
+                        figures = self._run(case, repeat, children)
+                        for child, found in figures.items():
+                            self._add(started[child], child, config, case, repeat, facts[child], found)
+            self.num_failed += len(started) - len(children)
+
+    def _start(self, engine: MeasuredEngine, slot: int, num_slots: int) -> Child:
+        cores = sorted(os.sched_getaffinity(0))
+        share = len(cores) // num_slots
+        job = dataclasses.replace(
+            engine.job,
+            cores=cores[slot * share : (slot + 1) * share],
+            measures_machine=engine.job.measures_machine and self.results is None,
+            warm_ups=[dataclasses.asdict(case) for case in self._plan.warm_ups],
+        )
+        environment = engine.environment | {"CUDA_VISIBLE_DEVICES": str(self._plan.devices[slot])}
+        log = self._plan.logs / f"serving-{self._num_started}-{engine.name}.log"
+        self._num_started += 1
+        return Child(engine.name, job.command, environment, log, slot)
+
+    def _run(self, case: Case, repeat: int, children: list[Child]) -> dict[Child, dict[str, Any]]:
+        plan = self._plan
+        command = {
+            "do": "run",
+            "case": dataclasses.asdict(case),
+            "seed": f"{plan.seed}/{repeat}",
+            "limit_s": plan.seconds,
+        }
+        answers = ask_all(children, lambda child: command, plan.seconds + plan.answer_limit_s)
+        return {child: answer["figures"] for child, answer in answers.items()}
+
+    def _add(
+        self,
+        engine: MeasuredEngine,
+        child: Child,
+        config: str,
+        case: Case,
+        repeat: int,
+        facts: Mapping[str, Any],
+        figures: Mapping[str, Any],
+    ) -> None:
+        fields: dict[str, Any] = {}
+        if engine.job.draft is not None:
+            fields = {
+                "num_draft_tokens": engine.job.num_draft_tokens,
+                "acceptance": "simulated",
+                "acceptance_length": engine.job.acceptance_length,
+            }
+        run = ServingRun.of(
+            case,
+            facts,
+            figures,
+            engine=engine.name,
+            model=engine.model_name,
+            dtype=dtype_name(engine.settings.get("dtype", "auto"), default_device()),
+            repeat=repeat,
+            gpu_index=self._plan.devices[child.slot],
+            config=" ".join(filter(None, (engine.given, config))) or None,
+            **fields,
+        )
+        if self.results is None or self.path is None:
+            made = Results.of("cpu", facts.get("read_bandwidth_tb_s", 0.0))
+            self.results = replace(made, gpu=facts.get("gpu", made.gpu))
+            self.path = self._plan.out or result_path("serving", self.results.gpu)
+        self.results.add(run)
+        write(self.results, self.path)
+        print(line_of(run), flush=True)

@@ -1,0 +1,213 @@
+"""Processes of services as their coordinator sees them: started, asked, killed with all they have started.
+
+A child that dies, answers with an error or does not answer in time is killed; the others go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+
+__all__ = ["Child", "ChildFailed", "Job", "ask_all"]
+
+PROCESS = Path(__file__).parent / "serving_process.py"
+POLL_S = 0.1
+LOG_TAIL = 4000  # characters of a failed child's log that its error quotes
+KILL_LIMIT_S = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a service's process needs to know.
+
+    service:    "drift" or "vllm".
+    model:      the model's folder or file; None for a scripted engine.
+    load:       as in EngineConfig.
+    draft:      folder of an EAGLE-3 head; None for no drafts. acceptance_length: the one to simulate.
+    warm_ups:   cases to run once started, as dictionaries.
+    cores:      CPU cores to stay on; none for all.
+    """
+
+    service: str
+    model: str | None
+    load: str
+    vocab_size: int
+    max_model_len: int
+    warm_ups: Sequence[dict[str, Any]] = ()
+    draft: str | None = None
+    num_draft_tokens: int = 0
+    acceptance_length: float | None = None
+    measures_machine: bool = False
+    cores: Sequence[int] = ()
+
+    @property
+    def command(self) -> list[str]:
+        return [sys.executable, str(PROCESS), json.dumps(dataclasses.asdict(self))]
+
+
+class ChildFailed(Exception):
+    """A child died, answered with an error or did not answer in time."""
+
+
+class Child:
+    """A service's process, and the group of all that it starts. `with`: is killed at the end."""
+
+    def __init__(
+        self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path, slot: int = 0
+    ) -> None:
+        self.name, self.log, self.slot = name, log, slot
+        self._answers: queue.Queue[str | None] = queue.Queue()
+        with log.open("wb") as stream:
+            # A group of its own, but not a session: who ends the session ends it too.
+            self._process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stream,
+                process_group=0,
+            )
+        threading.Thread(target=self._read, name=f"answers of {name}", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, command: Mapping[str, Any]) -> None:
+        """Give it a command; raises ChildFailed if it is gone."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(command).encode() + b"\n")
+            self._process.stdin.flush()
+        except (OSError, ValueError):  # broken, or closed when it was killed
+            raise self._failed("is gone") from None
+
+    def receive(self, limit_s: float) -> dict[str, Any]:
+        """Its next answer; raises ChildFailed if there is none in time, or if it is an error."""
+        give_up_at = time.monotonic() + limit_s
+        while time.monotonic() < give_up_at:
+            try:
+                line = self._answers.get(timeout=POLL_S)
+            except queue.Empty:
+                # What it has started may keep its output open.
+                if self._process.poll() is not None and self._answers.empty():
+                    raise self._failed(f"ended with exit code {self._process.returncode}") from None
+                continue
+            if line is None:
+                raise self._failed(f"ended with exit code {self._process.wait(KILL_LIMIT_S)}")
+
+            answer: dict[str, Any] = json.loads(line)
+            if "error" in answer:
+                raise self._failed(f"failed:\n{answer['error']}")
+
+            return answer
+
+        raise self._failed(f"did not answer in {limit_s:g} s")
+
+    def kill(self) -> None:
+        """Kill the process and all that it has started, and wait until they are gone. Idempotent."""
+        started = self._started()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        for process in started:  # those that have left the group
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        self._process.wait()
+        give_up_at = time.monotonic() + KILL_LIMIT_S
+        while any(map(is_alive, started)) and time.monotonic() < give_up_at:
+            time.sleep(POLL_S)
+
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.kill()
+
+    def _started(self) -> list[psutil.Process]:
+        """Its descendants, and the rest of its group: if it is gone, theirs is the only trace."""
+        found = {process for process in psutil.process_iter() if group_of(process.pid) == self.pid}
+        with contextlib.suppress(psutil.Error):
+            found |= set(psutil.Process(self.pid).children(recursive=True))
+        return [process for process in found if process.pid != self.pid]
+
+    def _read(self) -> None:
+        # Closed here alone: another thread would wait for as long as somebody may still write.
+        assert self._process.stdout is not None
+        with self._process.stdout as stream:
+            for line in stream:
+                self._answers.put(line.decode())
+        self._answers.put(None)
+
+    def _failed(self, what: str) -> ChildFailed:
+        tail = self.log.read_text(errors="replace")[-LOG_TAIL:]
+        return ChildFailed(f"{self.name} {what}\n--- end of {self.log} ---\n{tail}")
+
+
+def group_of(pid: int) -> int | None:
+    try:
+        return os.getpgid(pid)
+    except OSError:
+        return None
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether it still holds anything: one that nobody has waited for does not."""
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
+
+
+def ask_all(
+    children: list[Child], command: Callable[[Child], Mapping[str, Any]], limit_s: float
+) -> dict[Child, dict[str, Any]]:
+    """Give each its command at the same time and wait for all answers.
+
+    Those that fail are reported, killed and taken out of `children`.
+    """
+    answers: dict[Child, dict[str, Any]] = {}
+    give_up_at = time.monotonic() + limit_s
+    asked = []
+    for child in list(children):
+        with _dropped_if_failed(child, children):
+            child.send(command(child))
+            asked.append(child)
+    for child in asked:
+        with _dropped_if_failed(child, children):
+            answers[child] = child.receive(max(POLL_S, give_up_at - time.monotonic()))
+
+    return answers
+
+
+@contextlib.contextmanager
+def _dropped_if_failed(child: Child, children: list[Child]) -> Iterator[None]:
+    try:
+        yield
+    except ChildFailed as failure:
+        print(failure, file=sys.stderr, flush=True)
+        child.kill()
+        children.remove(child)

@@ -1,0 +1,89 @@
+"""This project's engine as a service to be measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from serving_load import Request
+
+from drift_sdk import Chain, Engine, EngineConfig, SamplingParams, Speculation
+from drift_sdk.measurement import simulated_engine
+from drift_sdk.testing import scripted_engine
+
+__all__ = ["DriftService", "engine_config"]
+
+
+class DriftService:
+    """An engine with its default configuration, but for `settings`."""
+
+    def __init__(self, engine: Engine, start_s: float) -> None:
+        self._engine = engine
+        self.facts = {
+            "executor": engine.executor,
+            "start_s": round(start_s, 3),
+            "max_num_seqs": engine.config.max_num_seqs,
+            "max_model_len": engine.max_model_len,
+            "kv_cache_tokens": engine.stats().num_blocks * block_size(engine),
+        }
+
+    @classmethod
+    async def start(cls, job: dict[str, Any], settings: dict[str, Any]) -> DriftService:
+        """job: `model`, `load`, and with drafts `draft`, `num_draft_tokens` and `acceptance_length`.
+
+        settings: fields of EngineConfig.
+        """
+        started_at = time.perf_counter()
+        if job["model"] is None:
+            engine = scripted_engine(next_token)
+        else:
+            config = engine_config(job, settings)
+            if config.speculation is None:
+                engine = Engine(Path(job["model"]), config)
+            else:
+                engine = simulated_engine(Path(job["model"]), config, acceptance=job["acceptance_length"])
+
+        await engine.start()
+        return cls(engine, time.perf_counter() - started_at)
+
+    async def stream(self, request: Request, is_sampled: bool) -> AsyncIterator[int]:
+        params = SamplingParams(
+            max_tokens=request.num_tokens,
+            ignore_eos=True,
+            temperature=0.8 if is_sampled else 0.0,
+            top_p=0.95 if is_sampled else 1.0,
+        )
+        async for chunk in self._engine.generate(request.prompt, params):
+            yield len(chunk.token_ids)
+
+    def counts(self) -> dict[str, int]:
+        """What the engine has counted since its start."""
+        stats = self._engine.stats()
+        names = ("num_preemptions", "num_cached_tokens", "num_steps", "num_draft_rounds")
+        return {name: getattr(stats, name) for name in (*names, "num_accepted_tokens")}
+
+    async def aclose(self) -> None:
+        await self._engine.aclose()
+
+
+def engine_config(job: dict[str, Any], settings: dict[str, Any]) -> EngineConfig:
+    """The default one, with the job's model and drafts and with the settings.
+
+    Acceptance is simulated on the graph executor alone. Raises ConfigError, TypeError for an unknown field.
+    """
+    fields: dict[str, Any] = {"load": job["load"]}
+    if job["draft"] is not None:
+        fields["executor"] = "graph"
+        fields["speculation"] = Speculation(draft=Path(job["draft"]), shape=Chain(job["num_draft_tokens"]))
+    return EngineConfig(**fields | settings)
+
+
+def block_size(engine: Engine) -> int:
+    """What an executor chooses where the config does not."""
+    return engine.config.block_size or (64 if engine.executor == "graph" else 16)
+
+
+def next_token(prompt_ids: Sequence[int], output_ids: Sequence[int], seed: int) -> int:
+    return len(output_ids) % 64 + 32

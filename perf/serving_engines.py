@@ -1,0 +1,129 @@
+"""Engines to measure under a service's load: their models, drafts, settings and environment."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from serving_children import Job
+from shapes import Model, prepare, prepare_draft
+
+from drift_sdk.loading.source import resolve
+from drift_sdk.models.decoder_config import DecoderConfig
+
+__all__ = ["SCRIPTED", "Drafts", "MeasuredEngine", "drift_engine", "find_model", "parse_settings", "peer_of"]
+
+SCRIPTED = "scripted"
+SCRIPTED_VOCAB_SIZE, SCRIPTED_MODEL_LEN = 256, 1024
+VLLM_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """Chains of an EAGLE-3 head of random weights, at a simulated acceptance."""
+
+    num_draft_tokens: int
+    acceptance_length: float
+
+
+@dataclass(frozen=True)
+class MeasuredEngine:
+    """settings: fields that differ from its default configuration. given: the same as text, None for none."""
+
+    name: str
+    model_name: str
+    job: Job
+    environment: dict[str, str]
+    settings: dict[str, Any]
+    given: str | None
+
+
+def find_model(name: str, folder: Path) -> Model | None:
+    """One of MODELS, or any folder with a config.json, of random weights where it has none; None if scripted.
+
+    Raises ValueError for any other name.
+    """
+    if name == SCRIPTED:
+        return None
+
+    path = Path(name)
+    if not path.is_dir():
+        return prepare(name, folder / name)
+
+    has_weights = any(path.glob("*.safetensors"))
+    return Model(
+        name=path.name,
+        path=path,
+        load="auto" if has_weights else "random",
+        config=DecoderConfig.from_hf(resolve(path).config),
+    )
+
+
+def drift_engine(model: Model | None, drafts: Drafts | None, given: Sequence[str]) -> MeasuredEngine:
+    """This project's engine; scripted without a model. given: settings as "field=value"."""
+    job = Job(
+        service="drift",
+        model=None,
+        load="auto",
+        vocab_size=SCRIPTED_VOCAB_SIZE,
+        max_model_len=SCRIPTED_MODEL_LEN,
+    )
+    if model is not None:
+        job = dataclasses.replace(
+            job,
+            model=str(model.path),
+            load=model.load,
+            vocab_size=model.config.vocab_size,
+            max_model_len=model.config.max_position_embeddings,
+            measures_machine=True,
+        )
+    if drafts is not None:
+        assert model is not None
+        job = dataclasses.replace(
+            job,
+            draft=str(prepare_draft(model).path),
+            num_draft_tokens=drafts.num_draft_tokens,
+            acceptance_length=drafts.acceptance_length,
+        )
+    text = " ".join(given)
+    name = SCRIPTED if model is None else model.name
+    return MeasuredEngine("drift", name, job, dict(os.environ), parse_settings(text), text or None)
+
+
+def peer_of(engine: MeasuredEngine, name: str, path: str | None, given: Sequence[str]) -> MeasuredEngine:
+    """The peer of that name with the same model and drafts: "vllm", imported from the folder `path`, or
+    another scripted engine."""
+    job, environment = dataclasses.replace(engine.job, measures_machine=False), dict(engine.environment)
+    if name == "vllm":
+        job = dataclasses.replace(job, service="vllm")
+        paths = (path, environment.get("PYTHONPATH"))
+        environment |= VLLM_ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    text = " ".join(given)
+    return MeasuredEngine(name, engine.model_name, job, environment, parse_settings(text), text or None)
+
+
+def parse_settings(text: str) -> dict[str, Any]:
+    """From "field=value field=value"; values are JSON, or text as it stands. Raises ValueError."""
+    settings: dict[str, Any] = {}
+    for part in text.split():
+        name, equals, value = part.partition("=")
+        if not name or not equals:
+            raise ValueError(f"setting={part!r}: expected field=value")
+
+        try:
+            settings[name] = json.loads(value)
+        except json.JSONDecodeError:
+            settings[name] = value
+
+    return settings

@@ -1,0 +1,140 @@
+"""A service's load: its cases and their requests. Standard library alone: peers' processes import it."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+__all__ = ["CASES", "OUTPUTS", "PROMPTS", "Case", "Lengths", "Request", "requests_of"]
+
+FIRST_TOKEN_ID = 10  # the ids below are special tokens in some models
+NUM_REQUESTS = {"closed-1": 24, "closed-8": 150, "closed-64": 530, "closed-256": 1000, "sampled-64": 480}
+"""About 20 seconds on an H200. Other closed loops have 8 for each client."""
+NUM_PREFIX_REQUESTS = 480
+OPEN_LOOP_S = 20
+DRAFT_FACTOR = 1.6  # as many more requests with drafts, which make a closed loop so much faster
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """A log-normal distribution of numbers of tokens, clipped to `least` and `most`."""
+
+    median: float
+    sigma: float
+    least: int
+    most: int
+
+    def draw(self, numbers: random.Random) -> int:
+        drawn = round(numbers.lognormvariate(math.log(self.median), self.sigma))
+        return min(max(drawn, self.least), self.most)
+
+    def __str__(self) -> str:
+        return f"log-normal, median {self.median:g}, sigma {self.sigma:g}, {self.least} to {self.most}"
+
+
+PROMPTS = Lengths(350, 1.0, 16, 6000)
+OUTPUTS = Lengths(160, 0.6, 8, 600)
+OWN_PARTS = Lengths(64, 0.5, 16, 256)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of load.
+
+    clients:       of a closed loop, each with one request at a time; 0 for an open loop.
+    rate:          requests a second of an open loop with Poisson arrivals; 0 for a closed one.
+    is_sampled:    temperature 0.8 and top_p 0.95; greedy otherwise.
+    num_prefixes:  every prompt starts with one of so many shared prefixes of `prefix_tokens` tokens.
+    """
+
+    name: str
+    num_requests: int
+    clients: int = 0
+    rate: float = 0.0
+    is_sampled: bool = False
+    num_prefixes: int = 0
+    prefix_tokens: int = 0
+    prompts: Lengths = PROMPTS
+    outputs: Lengths = OUTPUTS
+
+    @classmethod
+    def parse(cls, name: str) -> Case:
+        """From closed-N or sampled-N (N clients), open-R (R requests a second) or prefix.
+
+        Raises ValueError for anything else.
+        """
+        if name == "prefix":
+            return cls(
+                name,
+                NUM_PREFIX_REQUESTS,
+                clients=32,
+                num_prefixes=8,
+                prefix_tokens=2000,
+                prompts=OWN_PARTS,
+            )
+
+        match = re.fullmatch(r"(closed|sampled|open)-([1-9]\d*)", name)
+        if match is None:
+            raise ValueError(f"case={name!r}: expected closed-N, sampled-N, open-N or prefix")
+
+        kind, number = match[1], int(match[2])
+        if kind == "open":
+            return cls(name, OPEN_LOOP_S * number, rate=float(number))
+
+        num_requests = NUM_REQUESTS.get(name, 8 * number)
+        return cls(name, num_requests, clients=number, is_sampled=kind == "sampled")
+
+    def with_drafts(self) -> Case:
+        """The same load for engines that draft: a closed loop has more requests."""
+        if not self.clients:
+            return self
+
+        return replace(self, num_requests=round(DRAFT_FACTOR * self.num_requests))
+
+    def fitted(self, max_model_len: int) -> Case:
+        """The same load with prompts that leave room for the longest output in so short a context."""
+        room = max_model_len - self.outputs.most
+        if room < 2 * self.prompts.least:
+            raise ValueError(f"max_model_len={max_model_len}: expected room for {self.outputs.most} tokens")
+
+        prefix_tokens = min(self.prefix_tokens, room // 2)
+        prompts = replace(self.prompts, most=min(self.prompts.most, room - prefix_tokens))
+        return replace(self, prefix_tokens=prefix_tokens, prompts=prompts)
+
+
+CASES = tuple(
+    Case.parse(name)
+    for name in ("closed-64", "sampled-64", "closed-8", "prefix", "open-20", "closed-1", "closed-256")
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt and how many tokens to generate. `due_s`: when it arrives, in an open loop."""
+
+    prompt: list[int]
+    num_tokens: int
+    due_s: float = 0.0
+
+
+def requests_of(case: Case, vocab_size: int, seed: str) -> list[Request]:
+    """The case's requests, in order: a function of the arguments alone, in every process.
+
+    Random token ids, so that no two prompts share a block unless the case has shared prefixes.
+    """
+    return list(_requests(case, vocab_size, random.Random(f"{seed}/{case.name}")))
+
+
+def _requests(case: Case, vocab_size: int, numbers: random.Random) -> Iterator[Request]:
+    ids = range(FIRST_TOKEN_ID, vocab_size)
+    prefixes = [numbers.choices(ids, k=case.prefix_tokens) for _ in range(case.num_prefixes)] or [[]]
+    due_s = 0.0
+    for _ in range(case.num_requests):
+        prefix = numbers.choice(prefixes)
+        own = numbers.choices(ids, k=case.prompts.draw(numbers))
+        if case.rate:
+            due_s += numbers.expovariate(case.rate)
+        yield Request(prefix + own, case.outputs.draw(numbers), due_s)
