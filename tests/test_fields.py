@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import anyio
 import msgspec
+import numpy as np
 import pytest
 
 from drift_sdk import (
@@ -77,8 +78,8 @@ PARAMS = {
     "min_p": number(0.0, 1.0),
     "seed": integer(0, 2**63 - 1, optional=True),
     "stop": Case(
-        ("a", ("a",), ("a", "b"), (), tuple("ab" * 32)),
-        ("", None, 7, True, ("a", ""), ("a", 7), (None,), b"a", {"a": 1}, ("a",) * 65),
+        ("a", ("a",), ("a", "b"), (), tuple("ab" * 32), "a" * 1024),
+        ("", None, 7, True, ("a", ""), ("a", 7), (None,), b"a", {"a": 1}, ("a",) * 65, "\ud800", "a" * 1025),
     ),
     "stop_token_ids": Case(
         ((), (0,), (EOS_TOKEN_ID,), tuple(range(64))),
@@ -192,7 +193,13 @@ def check_refusal(found: Any, error: type, field: str, value: Any) -> None:
     assert found.field == field
     assert repr(found.value) in repr(value), (found.value, value)
     assert found.allowed
-    assert str(found) == f"{field}={found.value!r}: expected {found.allowed}"
+    shown = repr(found.value)
+    if len(shown) <= 100:
+        assert str(found) == f"{field}={shown}: expected {found.allowed}"
+    else:
+        assert str(found).startswith(f"{field}={shown[:50]}")
+        assert str(found).endswith(f"{shown[-1]}: expected {found.allowed}")
+        assert len(str(found)) < 1000
 
 
 def test_nothing_wrong_reaches_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,6 +268,85 @@ def test_ids_outside_the_vocabulary_are_refused(field: str) -> None:
     anyio.run(main)
 
 
+class Unprintable:
+    def __repr__(self) -> str:
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(
+    "value",
+    [10**10_000, "x" * 10**7, b"x" * 10**7, ["x" * 10**6] * 99, {"x" * 10**6: {}}, Unprintable()],
+    ids=["digits", "text", "bytes", "list", "dict", "unprintable"],
+)
+def test_messages_stay_short(value: Any) -> None:
+    """Whatever is given, however large, in every place that an error names."""
+    names = ("max_tokens", "temperature", "stop", "stop_token_ids", "ignore_eos", "logit_bias", "grammar")
+    attempts = [lambda name=name: SamplingParams(**{name: value}) for name in names]
+    attempts += [
+        lambda: SamplingParams(stop=(value, "a", 7)),
+        lambda: SamplingParams(allowed_token_ids=[value]),
+        lambda: SamplingParams(logit_bias={7: value}),
+        lambda: SamplingParams.from_dict({"unknown": value}),
+        lambda: SamplingParams.from_dict({str(type(value)) * 10**5: value}),
+        lambda: SamplingParams.from_dict([value]),
+        lambda: EngineConfig(device=value),
+        lambda: EngineConfig(dtype=value),
+        lambda: EngineConfig(speculation=value),
+        lambda: EngineConfig(max_num_seqs=value),
+        lambda: Speculation(draft=NGram(), shape=value),
+    ]
+    for attempt in attempts:
+        with pytest.raises(DriftError) as caught:
+            attempt()
+        assert len(str(caught.value)) < 2000
+        assert "expected" in str(caught.value)
+
+
+def test_long_messages_keep_both_ends() -> None:
+    message = str(DriftError(f"start {'x' * 10**6} end"))
+    assert message.startswith("start xxx") and message.endswith("xxx end")
+    assert len(message) <= 4000
+    assert str(DriftError("short")) == "short"
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [[], "", [2**70], [True], [1.0], [None], ["a"], [[1]], [10**10_000], [5, -1], "a\ud800b" * 10**6],
+)
+def test_wrong_prompts_are_refused(prompt: Any) -> None:
+    async def main() -> None:
+        async with scripted_engine("Hello!") as engine:
+            with pytest.raises(RequestError) as caught:
+                await engine.generate(prompt)
+            assert caught.value.field == "prompt" and len(str(caught.value)) < 1000
+            assert (await engine.generate("x")).text == "Hello!"
+
+    anyio.run(main)
+
+
+@pytest.mark.parametrize("prompt", [None, 7, b"abc", {1: 2}, {1}, iter([1]), np.array([1, 2])])
+def test_what_is_no_prompt_is_refused_at_once(prompt: Any) -> None:
+    async def main() -> None:
+        async with scripted_engine("Hello!") as engine:
+            with pytest.raises(RequestError, match="prompt="):
+                engine.generate(prompt)
+
+    anyio.run(main)
+
+
+def test_numbers_of_numpy_are_no_token_ids() -> None:
+    async def main() -> None:
+        async with scripted_engine("Hello!") as engine:
+            with pytest.raises(RequestError, match="prompt="):
+                await engine.generate([np.int64(5)])
+
+    anyio.run(main)
+    for field in ("max_tokens", "seed", "top_k"):
+        with pytest.raises(RequestError, match=field):
+            SamplingParams(**{field: np.int64(5)})
+    assert SamplingParams(temperature=np.float64(0.5)).temperature == 0.5
+
+
 def test_max_tokens_bounds_min_tokens() -> None:
     assert SamplingParams(max_tokens=None, min_tokens=MOST).min_tokens == MOST
     assert SamplingParams(min_tokens=256).max_tokens == 256
@@ -309,10 +395,12 @@ def test_from_dict_takes_wire_input() -> None:
         temperature=1.0,
     )
     assert SamplingParams.from_dict({}) == SamplingParams()
-    for key in ("five", "-5", "", " 5", "9" * 5000):
+    for key in ("five", "-5", "", " 5", "05", "\u0665", "9" * 5000):
         with pytest.raises(RequestError) as caught:
             SamplingParams.from_dict({"logit_bias": {key: 1.0}})
         check_refusal(caught.value, RequestError, "logit_bias", {key: 1.0})
+    with pytest.raises(RequestError, match="each token id once"):
+        SamplingParams.from_dict({"logit_bias": {"5": 1.0, 5: 2.0}})
     for wrong in (None, 7, "{}", [("max_tokens", 5)]):
         with pytest.raises(RequestError) as caught:
             SamplingParams.from_dict(wrong)

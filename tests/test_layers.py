@@ -57,6 +57,7 @@ LAYERS = [
     "params",
     "grammars",
     "frozen_mapping",
+    "files",
     "validation",
     "errors",
 ]

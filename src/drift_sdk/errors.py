@@ -12,6 +12,8 @@ DriftError
 
 from __future__ import annotations
 
+import reprlib
+
 __all__ = [
     "ConfigError",
     "DriftError",
@@ -21,11 +23,40 @@ __all__ = [
     "PromptTooLong",
     "QueueFull",
     "RequestError",
+    "short_repr",
 ]
+
+MAX_MESSAGE_CHARS = 4000
+MAX_REPR_CHARS = 200
 
 
 class DriftError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base of every error this package raises on purpose. Long messages are cut in their middle."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(_shorten(message, MAX_MESSAGE_CHARS))
+
+
+def short_repr(value: object) -> str:
+    """The repr of a value of any type and size, cut to what a message has room for. Never raises."""
+    try:
+        return _shorten(_repr.repr(value), MAX_REPR_CHARS)
+    except Exception:  # an integer of too many digits, or what a __repr__ raises
+        return f"<{type(value).__name__}>"
+
+
+def _shorten(text: str, max_chars: int) -> str:
+    if len(text) <= max_chars:
+        return text
+
+    kept = (max_chars - 3) // 2
+    return f"{text[:kept]}...{text[-kept:]}"
+
+
+_repr = reprlib.Repr()
+_repr.maxlevel = 4
+_repr.maxlist = _repr.maxtuple = _repr.maxdict = _repr.maxset = _repr.maxfrozenset = _repr.maxdeque = 16
+_repr.maxstring = _repr.maxlong = _repr.maxother = MAX_REPR_CHARS
 
 
 class FieldError(DriftError):
@@ -42,7 +73,9 @@ class FieldError(DriftError):
 
     @classmethod
     def of(cls, field: str, value: object, allowed: str) -> FieldError:
-        return cls(f"{field}={value!r}: expected {allowed}", field=field, value=value, allowed=allowed)
+        return cls(
+            f"{field}={short_repr(value)}: expected {allowed}", field=field, value=value, allowed=allowed
+        )
 
 
 class ConfigError(FieldError):

@@ -12,7 +12,7 @@ from drift_sdk.config import EngineConfig
 from drift_sdk.device_memory import DeviceMemory, opening_lock
 from drift_sdk.drafting import open_draft
 from drift_sdk.drafts import NGram
-from drift_sdk.errors import ConfigError, ModelLoadError, RequestError
+from drift_sdk.errors import ConfigError, ModelLoadError, RequestError, short_repr
 from drift_sdk.execution.stages import Stages
 from drift_sdk.executors import choose_executor, kv_demand, open_eager_executor, open_graph_executor
 from drift_sdk.kv_sizing import gib
@@ -61,6 +61,7 @@ def open_model(
     tokenizer, own_template = _tokenizer(source, config)
     chat_template = _chat_template(source, config, tokenizer, own_template)
     default_params = _default_params(source)
+    eos_ids = eos_token_ids(source, decoder_config.vocab_size)
 
     with opening_lock(device):
         memory = DeviceMemory(device, config)
@@ -109,8 +110,7 @@ def open_model(
         text=ModelText(
             tokenizer=tokenizer,
             chat_template=chat_template,
-            # A padded or trimmed vocabulary leaves ids that cannot be generated.
-            eos_token_ids=tuple(i for i in eos_token_ids(source) if i < limits.vocab_size),
+            eos_token_ids=eos_ids,
             default_params=default_params,
             max_model_len=limits.max_model_len,
             vocab_size=limits.vocab_size,
@@ -195,13 +195,13 @@ def _default_params(source: Source) -> SamplingParams:
 
     file = source.path / "generation_config.json"
     if not isinstance(does_sample, bool):
-        raise ModelLoadError(f"{file}: do_sample={does_sample!r}: expected true or false")
+        raise ModelLoadError(f"{file}: do_sample={short_repr(does_sample)}: expected true or false")
 
     try:
         return SamplingParams(**{names[name]: value for name, value in settings.items() if name in names})
     except RequestError as error:
         name = next(name for name, field in names.items() if field == error.field)
-        raise ModelLoadError(f"{file}: {name}={error.value!r}: expected {error.allowed}") from error
+        raise ModelLoadError(f"{file}: {name}={short_repr(error.value)}: expected {error.allowed}") from error
 
 
 def _load_decoder(

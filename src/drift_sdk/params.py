@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
-from drift_sdk.errors import RequestError
+from drift_sdk.errors import RequestError, short_repr
 from drift_sdk.frozen_mapping import FrozenMapping
 from drift_sdk.grammars import Grammar
 from drift_sdk.validation import check_bool, check_float, check_int, check_str_tuple
@@ -20,6 +21,8 @@ MAX_TOKENS = 2**31 - 1
 MAX_STOPS = 64
 MAX_LOGPROBS = 20
 MAX_BIAS = 100.0
+MAX_STOP_CHARS = 1024
+MAX_NAME_CHARS = 64
 NO_BIAS: FrozenMapping[int, float] = FrozenMapping({})
 
 
@@ -33,7 +36,8 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     top_p:              keep the smallest set of most likely tokens whose probability reaches top_p; 1 = all.
     min_p:              keep tokens at least min_p times as likely as the most likely one; 0 = all.
     seed:               equal seeds give equal tokens, whatever else the engine runs; None = drawn anew.
-    stop:               a string or several; generation ends before the first one to appear.
+    stop:               a string or several, at most 64 of at most 1,024 characters; generation ends before
+                        the first one to appear.
     stop_token_ids:     ids that end generation, beside the model's own end-of-sequence ids.
     ignore_eos:         generate past the model's end-of-sequence ids.
     include_stop:       keep the stop string that ended the text.
@@ -101,7 +105,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         check_float(RequestError, "top_p", self.top_p, gt=0.0, le=1.0)
         check_float(RequestError, "min_p", self.min_p, ge=0.0, le=1.0)
         check_int(RequestError, "seed", self.seed, ge=0, le=MAX_SEED, optional=True)
-        check_str_tuple(RequestError, "stop", self.stop, max_items=MAX_STOPS)
+        check_str_tuple(RequestError, "stop", self.stop, max_items=MAX_STOPS, max_chars=MAX_STOP_CHARS)
         _check_token_ids("stop_token_ids", self.stop_token_ids, least=0, most=MAX_STOPS)
         check_bool(RequestError, "ignore_eos", self.ignore_eos)
         check_bool(RequestError, "include_stop", self.include_stop)
@@ -128,16 +132,14 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         known = set(cls.__struct_fields__)
         for name, value in values.items():
             if name not in known:
-                raise RequestError(
-                    f"{name}={value!r}: unknown field, expected one of {', '.join(sorted(known))}",
-                    field=name,
-                    value=value,
-                    allowed=", ".join(sorted(known)),
-                )
+                allowed = ", ".join(sorted(known))
+                shown = name if isinstance(name, str) and len(name) <= MAX_NAME_CHARS else short_repr(name)
+                message = f"{shown}={short_repr(value)}: unknown field, expected one of {allowed}"
+                raise RequestError(message, field=name, value=value, allowed=allowed)
 
         bias = values.get("logit_bias")
         if isinstance(bias, Mapping):
-            values = {**values, "logit_bias": {_key_from_json(key): addend for key, addend in bias.items()}}
+            values = {**values, "logit_bias": _bias_from_json(bias)}
 
         return cls(**values)
 
@@ -152,9 +154,17 @@ def check_needs_no_host(params: SamplingParams, *, is_speculating: bool) -> None
         raise RequestError.of("grammar", params.grammar, allowed)
 
 
-def _key_from_json(key: object) -> object:
+def _bias_from_json(bias: Mapping[Any, Any]) -> dict[Any, Any]:
     """The keys of a JSON object are strings. What is no token id stays as it is and is refused as such."""
-    return int(key) if isinstance(key, str) and key.isdecimal() and len(key) <= 10 else key
+    read: dict[Any, Any] = {}
+    for key, addend in bias.items():
+        token_id = int(key) if isinstance(key, str) and re.fullmatch("0|[1-9][0-9]{0,9}", key) else key
+        if token_id in read:
+            raise RequestError.of("logit_bias", {key: addend}, "each token id once")
+
+        read[token_id] = addend
+
+    return read
 
 
 def _check_token_ids(field: str, ids: object, *, least: int, most: int) -> None:

@@ -70,13 +70,24 @@ def check_str(error: ErrorType, field: str, value: object, *, optional: bool = F
         raise error.of(field, value, f"a non-empty string{' or None' if optional else ''}")
 
 
-def check_str_tuple(error: ErrorType, field: str, value: object, *, max_items: int) -> None:
-    allowed = f"at most {max_items} non-empty strings"
+def check_str_tuple(error: ErrorType, field: str, value: object, *, max_items: int, max_chars: int) -> None:
+    allowed = f"at most {max_items} non-empty strings of at most {max_chars} characters, no lone surrogates"
     if not isinstance(value, tuple) or len(value) > max_items:
         raise error.of(field, value, allowed)
 
-    if not all(isinstance(item, str) and item for item in value):
-        raise error.of(field, value, allowed)
+    for item in value:
+        if not isinstance(item, str) or not 1 <= len(item) <= max_chars or not _is_unicode(item):
+            raise error.of(field, item, allowed)
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether a string has a UTF-8 form: no lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+
+    return True
 
 
 def _is_finite(value: object) -> bool:

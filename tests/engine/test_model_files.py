@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from loops import on_every_loop, run
 from model_zoo import make_model
 from safetensors.torch import load_file, save_file
 
-from drift_sdk import Engine, EngineConfig, ModelLoadError, SamplingParams
+from drift_sdk import Engine, EngineConfig, ModelLoadError, RequestError, SamplingParams
 
 CONFIG = EngineConfig(dtype="float32", device="cpu", max_model_len=64)
 QUERY = "model.layers.0.self_attn.q_proj.weight"
@@ -252,6 +253,69 @@ def test_an_unusable_gguf(tmp_path: Path) -> None:
     opening_fails(file, str(file))
     file.write_bytes(b"\x00" * 2000)
     opening_fails(file, str(file))
+
+
+@pytest.mark.parametrize(
+    "settings, needle",
+    [
+        ({"num_hidden_layers": 200_000}, "num_hidden_layers=200000: expected an integer from 1 to 1024"),
+        ({"hidden_size": 2**30}, "hidden_size=1073741824"),
+        ({"hidden_size": 2**24, "vocab_size": 2**24}, "has shape"),
+        ({"num_hidden_layers": 1024}, "is missing"),
+        ({"max_position_embeddings": 1}, "max_position_embeddings=1: expected an integer from 2"),
+        ({"rope_theta": 0}, "rope_theta=0"),
+    ],
+)
+@pytest.mark.parametrize("load", ["auto", "random"])
+def test_hostile_shapes(folder: Path, settings: dict[str, Any], needle: str, load: str) -> None:
+    """Compared with the files before anything is made of them."""
+    if load == "random" and needle in ("has shape", "is missing"):
+        return  # there is nothing to compare with
+
+    file = folder / "config.json"
+    given = json.loads(file.read_text())
+    given.pop("rope_parameters", None)
+    file.write_text(json.dumps(given | settings))
+    config = EngineConfig(dtype="float32", device="cpu", load=load)
+    opening_fails(folder, str(folder), needle, config=config)
+
+
+def test_weights_that_are_not_finite(folder: Path) -> None:
+    edit_tensors(folder, lambda tensors: tensors[QUERY].fill_(torch.nan))
+    opening_fails(folder, str(folder / "model.safetensors"), QUERY, "NaN")
+
+
+def test_an_index_that_names_a_fifo(models: dict[str, Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(models["sharded"], tmp_path / "model"))
+    (shard,) = folder.glob(f"{SHARD}*")
+    shard.unlink()
+    os.mkfifo(shard)
+    opening_fails(folder, str(shard), "is a FIFO, expected a regular file")
+
+
+def test_no_end_of_sequence_id_is_in_the_vocabulary(folder: Path) -> None:
+    edit_json(folder / "generation_config.json", eos_token_id=[70_000, 2**70])
+    opening_fails(folder, "eos_token_id=[70000, 1180591620717411303424]", "vocab_size=")
+
+
+def test_a_tokenizer_of_more_tokens_than_the_model(folder: Path) -> None:
+    """Some models' tokenizers have more, which only a prompt that uses them can find out."""
+    added = {"id": 70_000, "content": "<added>", "special": True}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append(added | flags)
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+    async def main() -> None:
+        async with Engine(folder, CONFIG) as engine:
+            text = engine.tokenizer.decode([5, 6, 7])
+            with pytest.raises(
+                RequestError, match="prompt=.*: expected at least one token id, each from 0 to"
+            ):
+                await engine.generate(f"{text}<added>")
+            assert (await engine.generate([5, 6, 7], SamplingParams(max_tokens=2))).token_ids
+
+    anyio.run(main)
 
 
 @on_every_loop

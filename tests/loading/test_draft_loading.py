@@ -440,3 +440,20 @@ def test_both_formats_in_one_folder_prefer_safetensors(
     shutil.copy(other / "pytorch_model.bin", folder)
     expected = load_file(folder / "model.safetensors")["norm.weight"]
     assert torch.equal(DraftDecoder.load(folder, target).weights.final_norm, expected)
+
+
+def test_draft_weights_that_are_not_finite(folder: Path, target: Decoder) -> None:
+    norm = load_file(folder / "model.safetensors")["norm.weight"]
+    norm[-1] = torch.inf
+    file = _change(folder, {"norm.weight": norm})
+    with pytest.raises(ModelLoadError, match=f"{file}: tensor norm.weight has NaN, infinity"):
+        DraftDecoder.load(folder, target)
+
+
+def test_tensors_without_plain_data(folder: Path, target: Decoder) -> None:
+    """A pytorch_model.bin may hold more kinds of tensors than there are weights of."""
+    (folder / "model.safetensors").unlink()
+    for odd in (torch.eye(3).to_sparse(), torch.empty(3, device="meta")):
+        torch.save({"norm.weight": odd}, folder / "pytorch_model.bin")
+        with pytest.raises(ModelLoadError, match="pytorch_model.bin: holds a dict, expected plain tensors"):
+            DraftDecoder.load(folder, target)

@@ -184,7 +184,7 @@ def test_config_and_texts(tmp_path: Path) -> None:
         if field != "rms_norm_eps":
             assert getattr(found, field) == getattr(expected, field), field
 
-    assert eos_token_ids(source) == (7, 9)
+    assert eos_token_ids(source, 100) == (7, 9)
     assert source.chat_template == "{{ messages }}"
     assert source.generation_config == {}
 
@@ -305,3 +305,131 @@ def test_corrupt_header(offset: int, patch: bytes, tmp_path: Path) -> None:
     file.write_bytes(data)
     with pytest.raises(ModelLoadError, match="not a whole GGUF file"):
         GGUFFile(file)
+
+
+def _string(text: bytes) -> bytes:
+    return struct.pack("<Q", len(text)) + text
+
+
+def _header(*parts: bytes, num_tensors: int = 0, num_keys: int = 0) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, num_tensors, num_keys) + b"".join(parts)
+
+
+def _key(name: bytes, kind: int, value: bytes) -> bytes:
+    return _string(name) + struct.pack("<I", kind) + value
+
+
+def _tensor(name: bytes = b"a", shape: tuple[int, ...] = (8,), kind: int = 0, offset: int = 0) -> bytes:
+    sizes = struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
+    return _string(name) + sizes + struct.pack("<IQ", kind, offset)
+
+
+UINT32, STRING, ARRAY = 4, 8, 9
+NESTED = struct.pack("<IQ", ARRAY, 1) * 100_000
+HEADERS = {
+    "2^60 keys": (_header(num_keys=2**60), "cut short"),
+    "2^60 tensors": (_header(num_tensors=2**60), "cut short"),
+    "all zeros": (_header(b"\0" * 10**6, num_keys=2**60), "'' occurs twice"),
+    "long string": (_header(struct.pack("<Q", 2**60), num_keys=1), "a string ends at"),
+    "2^60 strings": (
+        _header(_key(b"k", ARRAY, struct.pack("<IQ", STRING, 2**60)), num_keys=1),
+        "an array ends at",
+    ),
+    "2^60 bytes": (_header(_key(b"k", ARRAY, struct.pack("<IQ", 0, 2**60)), num_keys=1), "an array ends at"),
+    "2^25 bytes": (
+        _header(_key(b"k", ARRAY, struct.pack("<IQ", 0, 2**25) + b"\0" * 2**25), num_keys=1),
+        "array of 33554432 items, expected at most 16777216",
+    ),
+    "nested arrays": (_header(_key(b"k", ARRAY, NESTED), num_keys=1), "array of arrays"),
+    "unknown kind": (_header(_key(b"k", 99, b""), num_keys=1), "unknown kind of value 99"),
+    "repeated key": (_header(*[_key(b"k", 0, b"\0")] * 2, num_keys=2), "'k' occurs twice"),
+    "key is no text": (_header(_key(b"\xff", 0, b"\0"), num_keys=1), "utf-8"),
+    "alignment 0": (
+        _header(_key(b"general.alignment", UINT32, struct.pack("<I", 0)), num_keys=1),
+        "general.alignment=0, expected a power of two",
+    ),
+    "alignment 24": (
+        _header(_key(b"general.alignment", UINT32, struct.pack("<I", 24)), num_keys=1),
+        "general.alignment=24, expected a power of two",
+    ),
+    "alignment in words": (
+        _header(_key(b"general.alignment", STRING, _string(b"32")), num_keys=1),
+        "general.alignment='32', expected a power of two",
+    ),
+    "repeated tensor": (
+        _header(_tensor(), _tensor(offset=32), b"\0" * 128, num_tensors=2),
+        "'a' occurs twice",
+    ),
+    "overlap": (_header(_tensor(), _tensor(b"b"), b"\0" * 128, num_tensors=2), "'a' and 'b' overlap"),
+    "offset behind the end": (_header(_tensor(offset=2**63), num_tensors=1), "tensor 'a' ends at"),
+    "2^124 numbers": (_header(_tensor(shape=(2**62, 2**62)), num_tensors=1), "tensor 'a' ends at"),
+    "5 dimensions": (_header(_tensor(shape=(1,) * 5), num_tensors=1), "'a' has 5 dimensions"),
+    "no dimension": (_header(_tensor(shape=()), num_tensors=1), "'a' has 0 dimensions"),
+    "type 999": (_header(_tensor(kind=999), num_tensors=1), "'a' is stored as type 999"),
+    "a part of a block": (_header(_tensor(kind=2), num_tensors=1), "rows of 8, expected a multiple of 32"),
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_wrong_headers(name: str, tmp_path: Path) -> None:
+    data, message = HEADERS[name]
+    (tmp_path / "m.gguf").write_bytes(data)
+    with pytest.raises(ModelLoadError, match="not a whole GGUF file") as caught:
+        GGUFFile(tmp_path / "m.gguf")
+    assert message in str(caught.value) and len(str(caught.value)) < 5000
+
+
+@pytest.mark.parametrize(
+    "metadata, message",
+    [
+        ({"general.architecture": ["llama"]}, r"architecture \['llama'\]"),
+        ({"general.architecture": "x" * 10**6}, "architecture 'xxx"),
+        ({"split.count": "3"}, "one of '3' parts"),
+        ({"tokenizer.ggml.eos_token_id": ["7"]}, r"tokenizer.ggml.eos_token_id=\['7'\]: expected a token id"),
+    ],
+)
+def test_metadata_of_the_wrong_type(metadata: dict[str, Any], message: str, tmp_path: Path) -> None:
+    values: dict[str, Any] = {"general.architecture": "llama"} | metadata
+    keys = []
+    for key, value in values.items():
+        items = value if isinstance(value, list) else [value]
+        text = b"".join(_string(item.encode()) for item in items)
+        head = struct.pack("<IQ", STRING, len(items)) if isinstance(value, list) else b""
+        keys.append(_key(key.encode(), ARRAY if isinstance(value, list) else STRING, head + text))
+    (tmp_path / "m.gguf").write_bytes(_header(*keys, num_keys=len(keys)))
+    with pytest.raises(ModelLoadError, match=message) as caught:
+        GGUFFile(tmp_path / "m.gguf")
+    assert len(str(caught.value)) < 5000
+
+
+@pytest.mark.parametrize("head_dim", [8, 64, [16]])
+def test_misshapen_frequency_factors(head_dim: Any, tmp_path: Path) -> None:
+    _small(tmp_path / "m.gguf", tensor="rope_freqs.weight", **{"llama.attention.key_length": head_dim})
+    with pytest.raises(ModelLoadError, match=r"rope_freqs.weight has shape \[8\]"):
+        GGUFFile(tmp_path / "m.gguf")
+
+
+def test_two_names_of_one_tensor(tmp_path: Path) -> None:
+    data = _header(
+        _key(b"general.architecture", STRING, _string(b"llama")),
+        _tensor(b"output_norm.weight"),
+        _tensor(b"model.norm.weight", offset=32),
+        b"\0" * 128,
+        num_tensors=2,
+        num_keys=1,
+    )
+    (tmp_path / "m.gguf").write_bytes(data)
+    with pytest.raises(ModelLoadError, match="output_norm.weight and model.norm.weight are the same"):
+        GGUFFile(tmp_path / "m.gguf")
+
+
+def test_scales_that_are_not_finite_are_only_numbers(tmp_path: Path) -> None:
+    """Whoever reads them sees to that; nothing is warned of."""
+    raw = np.full((1, 34), 0xFF, np.uint8)  # Q8_0: a scale of NaN
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_tensor("output_norm.weight", raw, raw_dtype=Q.Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert GGUFFile(tmp_path / "m.gguf").get("model.norm.weight").isnan().all()

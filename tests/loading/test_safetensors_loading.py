@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -131,3 +132,77 @@ def test_what_is_read_into_its_place_is_not_in_memory_twice(wanted: torch.dtype,
     for name, place in zip(names, places, strict=True):
         place.copy_(tensors.get(name))
     assert mapped_bytes() - before > 0.9 * num_bytes
+
+
+def write_header(
+    file: Path, header: dict[str, Any] | bytes, num_bytes: int = 8, length: int | None = None
+) -> Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    length = len(text) if length is None else length
+    file.write_bytes(length.to_bytes(8, "little") + text + b"\0" * num_bytes)
+    return file
+
+
+def entry(start: int = 0, end: int = 8, dtype: str = "F32", shape: Any = (2,)) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+
+
+@pytest.mark.parametrize("metadata", [None, {}, {"data_offsets": "x"}, {"format": "pt", "dtype": "F32"}])
+def test_metadata_is_no_tensor(metadata: Any, tmp_path: Path) -> None:
+    write_header(tmp_path / SINGLE_FILE, {"__metadata__": metadata, "a": entry()})
+    tensors = SafetensorsFolder(tmp_path)
+    assert list(tensors.names()) == ["a"] and tensors.shape("a") == (2,)
+    place = torch.ones(2)
+    tensors.read_into("a", place)
+    assert place.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "header, length",
+    [
+        ({"a": entry()}, 2**63),
+        ({"a": entry()}, 2**64 - 1),
+        ({"a": entry()}, 0),
+        ({"a": entry(end=12)}, None),
+        ({"a": entry(), "b": entry()}, None),
+        ({"a": entry(0, 4, shape=[1]), "b": entry(2, 6, shape=[1])}, None),
+        ({"a": entry(8, 0)}, None),
+        ({"a": entry(-8, 0)}, None),
+        ({"a": entry(shape=[2**32, 2**32])}, None),
+        ({"a": entry(shape=[2**63, 4])}, None),
+        ({"a": entry(shape=[-2])}, None),
+        ({"a": entry(shape="2")}, None),
+        ({"a": entry(dtype="F31")}, None),
+        ({"a": entry(dtype=7)}, None),
+        ({"a": 7}, None),
+        ({"__metadata__": 7, "a": entry()}, None),
+        (b"[" * 100_000, None),
+        (b'{"a":' * 100_000, None),
+        (b'{"\xff": 1}', None),
+        (b'{"\\ud800": 1}', None),
+        (b"", None),
+    ],
+)
+def test_wrong_headers(header: dict[str, Any] | bytes, length: int | None, tmp_path: Path) -> None:
+    file = write_header(tmp_path / SINGLE_FILE, header, length=length)
+    with pytest.raises(ModelLoadError, match=str(file)):
+        SafetensorsFolder(tmp_path)
+
+
+def test_a_tensor_in_two_shards(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(1), "b": torch.ones(1)}, tmp_path / "1.safetensors")
+    save_file({"a": torch.zeros(1), "c": torch.ones(1)}, tmp_path / "2.safetensors")
+    weight_map = {"a": "1.safetensors", "b": "1.safetensors", "c": "2.safetensors"}
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ModelLoadError, match=r"2\.safetensors: tensor a is in 1\.safetensors as well"):
+        SafetensorsFolder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "index",
+    ["{}", '{"weight_map": {"a": 7}}', '{"weight_map": []}', "[" * 100_000, '{"weight_map":' * 100_000],
+)
+def test_wrong_indices(index: str, tmp_path: Path) -> None:
+    (tmp_path / INDEX_FILE).write_text(index)
+    with pytest.raises(ModelLoadError, match="not an index of shards"):
+        SafetensorsFolder(tmp_path)

@@ -145,7 +145,7 @@ def test_wrong_folders_and_files(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"tiny\.gguf"):
         _ = resolve(empty).config
 
-    with pytest.raises(ModelLoadError, match=r"expected a folder or a \.gguf file"):
+    with pytest.raises(ModelLoadError, match=r"is not a folder or a \.gguf file"):
         resolve(folder / "model.safetensors")
 
     (folder / "config.json").write_text("[1]")
@@ -177,16 +177,16 @@ def test_eos_token_ids(folder: Path) -> None:
         settings = json.loads((folder / file).read_text())
         (folder / file).write_text(json.dumps(settings | changes))
 
-    assert eos_token_ids(resolve(folder)) == (1,)
+    assert eos_token_ids(resolve(folder), 100) == (1,)
     write("generation_config.json", eos_token_id=[7, 8])
-    assert eos_token_ids(resolve(folder)) == (7, 8)
+    assert eos_token_ids(resolve(folder), 100) == (7, 8)
     write("generation_config.json", eos_token_id=None)
     write("config.json", eos_token_id=9)
-    assert eos_token_ids(resolve(folder)) == (9,)
+    assert eos_token_ids(resolve(folder), 100) == (9,)
     (folder / "generation_config.json").unlink()
-    assert eos_token_ids(resolve(folder)) == (9,)
+    assert eos_token_ids(resolve(folder), 100) == (9,)
     write("config.json", eos_token_id=None)
-    assert eos_token_ids(resolve(folder)) == ()
+    assert eos_token_ids(resolve(folder), 100) == ()
     write("config.json", eos_token_id="x")
     with pytest.raises(ModelLoadError, match="eos_token_id='x'"):
-        eos_token_ids(resolve(folder))
+        eos_token_ids(resolve(folder), 100)

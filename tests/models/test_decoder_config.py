@@ -14,6 +14,7 @@ from model_zoo import NUM_MODELS, make_model
 from drift_sdk.errors import ModelLoadError
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.rope import FrequencyFactors, LinearScaling, Llama3Scaling, inverse_frequencies
+from drift_sdk.models.weights import tensor_shapes
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -141,3 +142,86 @@ def test_what_is_not_computed_is_refused_by_name(config: dict[str, Any], message
         DecoderConfig.from_hf(config)
 
     assert message in str(caught.value)
+
+
+ROPE3 = {"rope_type": "llama3", **LLAMA3}
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"num_hidden_layers": 200_000}, "num_hidden_layers=200000: expected an integer from 1 to 1024"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
+        ({"hidden_size": 2**30}, "hidden_size=1073741824: expected an integer from 1 to 16777216"),
+        ({"vocab_size": 2**30}, "vocab_size=1073741824"),
+        ({"hidden_size": 10**5000}, "hidden_size=<int>"),
+        ({"head_dim": 2**24}, "head_dim=16777216: expected an even number of at most 4194304"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads=0"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads=3: expected a divisor of 4"),
+        ({"max_position_embeddings": 1}, "max_position_embeddings=1: expected an integer from 2 to"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps=1000.*: expected a number from 0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan"),
+        ({"rope_theta": 0}, "rope_theta=0 in the rope settings: expected a number from 1"),
+        ({"rope_theta": False}, "rope_theta=False"),
+        ({"rope_theta": float("nan")}, "rope_theta=nan"),
+        ({"rope_theta": 1e-300}, "rope_theta=1e-300"),
+        ({"rope_theta": 1e300}, "rope_theta=1e"),
+        ({"rope_theta": 10**400}, "rope_theta=1000"),
+        ({"rope_parameters": {"rope_theta": 0.0}}, "rope_theta=0.0"),
+        ({"rope_scaling": 7}, "rope settings 7: expected one flat set"),
+        ({"rope_scaling": []}, r"rope settings \[\]: expected one flat set"),
+        ({"rope_scaling": {"rope_type": ""}}, "rope_type='': expected default"),
+        ({"rope_scaling": {"rope_type": []}}, r"rope_type=\[\]: expected default"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor=None in the rope settings"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": -2.0}}, "factor=-2.0"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor=0"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 1e-40}}, "factor=1e-40"),
+        ({"rope_scaling": ROPE3 | {"low_freq_factor": None}}, "low_freq_factor=None"),
+        ({"rope_scaling": ROPE3 | {"low_freq_factor": 4.0}}, "low_freq_factor=4.0: expected less"),
+        ({"rope_scaling": ROPE3 | {"original_max_position_embeddings": 1e300}}, "original_max_position_emb"),
+        (
+            {"rope_scaling": ROPE3 | {"original_max_position_embeddings": 0}},
+            "original_max_position_embeddings=0",
+        ),
+        ({"rope_scaling": {"rope_type": "factors"}}, "rope factors None: expected 8 numbers"),
+        ({"rope_scaling": {"rope_type": "factors", "factors": [1.0] * 7 + ["1"]}}, "rope factors .*'1'"),
+        (
+            {"rope_scaling": {"rope_type": "factors", "factors": [1.0] * 7 + [float("inf")]}},
+            "rope factors .*inf",
+        ),
+        ({"layer_types": 7}, "layer_types .*7"),
+        ({"layer_types": [[]]}, "layer_types"),
+        ({"use_sliding_window": True, "sliding_window": 5, "max_window_layers": "2"}, "sliding_window=5"),
+        ({"quantization_config": [1]}, r"quantization_config with quant_method=\[1\]"),
+    ],
+)
+def test_values_out_of_range(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        DecoderConfig.from_hf(LLAMA | changes)
+
+
+@pytest.mark.parametrize("theta", [1.0, 1e30])
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        None,
+        {"rope_type": "linear", "factor": 1e-6},
+        {"rope_type": "linear", "factor": 1e30},
+        ROPE3 | {"factor": 1e30, "low_freq_factor": 1e-6, "high_freq_factor": 1e30},
+        ROPE3 | {"factor": 1e-6, "original_max_position_embeddings": 2**31 - 1},
+    ],
+)
+def test_the_ends_of_the_ranges_give_finite_rotations(theta: float, scaling: dict[str, Any] | None) -> None:
+    config = DecoderConfig.from_hf(LLAMA | {"head_dim": 256, "rope_theta": theta, "rope_scaling": scaling})
+    found = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+    assert found.isfinite().all() and (found >= 0).all()
+
+
+def test_the_largest_shapes_can_be_named() -> None:
+    """Without memory and in no time, so that a file that lacks them is told of at once."""
+    most = {"num_hidden_layers": 1024, "hidden_size": 2**24, "intermediate_size": 2**24, "vocab_size": 2**24}
+    heads = {"num_attention_heads": 2**23, "num_key_value_heads": 2**23, "head_dim": 2}
+    shapes = tensor_shapes(DecoderConfig.from_hf(LLAMA | most | heads))
+    assert len(shapes) == 9 * 1024 + 3
+    assert shapes["model.layers.1023.mlp.down_proj.weight"] == (2**24, 2**24)

@@ -201,3 +201,38 @@ def test_linear_equals_torch(num_rows: int, has_bias: bool) -> None:
     torch.testing.assert_close(linear(x, weight, bias).double(), exact, atol=1e-4, rtol=1e-5)
     small = weight[:8]
     assert torch.equal(linear(x, small), F.linear(x, small))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("index", [0, -1])
+def test_weights_that_are_not_finite(folder: Path, value: float, index: int) -> None:
+    tensor = load_file(folder / "model.safetensors")[DOWN]
+    tensor.view(-1)[index] = value
+    file = _change(folder, **{DOWN: tensor})
+    with pytest.raises(ModelLoadError, match="has NaN, infinity or numbers too large for float32") as caught:
+        load_decoder(folder)
+    assert f"{file}: tensor {DOWN}" in str(caught.value)
+
+
+def test_all_weights_are_nan(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    _change(folder, **{name: torch.full_like(tensor, torch.nan) for name, tensor in tensors.items()})
+    with pytest.raises(ModelLoadError, match=f"model.embed_tokens.weight .*and {len(tensors) - 1} more"):
+        load_decoder(folder)
+
+
+def test_weights_too_large_for_half_precision(folder: Path) -> None:
+    tensor = load_file(folder / "model.safetensors")[DOWN]
+    tensor[3, 5] = 70_000.0
+    _change(folder, **{DOWN: tensor})
+    for dtype in (torch.float32, torch.bfloat16):
+        assert load_decoder(folder, dtype).weights.layers[1].down[3, 5] > 69_000
+    with pytest.raises(ModelLoadError, match=f"tensor {DOWN} has .*too large for float16"):
+        load_decoder(folder, torch.float16)
+
+
+def test_no_memory_for_weights(folder: Path) -> None:
+    """As for shapes that random weights are asked for."""
+    shapes = resolve(folder).config | {"hidden_size": 2**22, "vocab_size": 2**24}
+    with pytest.raises(ModelLoadError, match=r"not enough memory on cpu for \d+\.\d GiB of weights"):
+        Decoder.random(DecoderConfig.from_hf(shapes), device="cpu", dtype=torch.float32)

@@ -15,6 +15,8 @@ EOS = (2,)
 LENGTHS = [10, 12, 15, 19, 24, 30, 38, 48, 60, 76, 96, 120, 152, 192, 242, 306, 386, 486, 1000, 2000]
 NUM_TOKENS = 24
 
+CONFIG = EngineConfig(dtype="float32", device="cpu", kv_cache_tokens=16_384)
+
 
 @torch.inference_mode()
 def greedy_after(model, prompt: list[int], tokens: Sequence[int]) -> list[int]:
@@ -33,7 +35,9 @@ def test_greedy_tokens_equal_transformers(smollm2_file: Path, smollm2_reference)
     prompts = [ids[7 * index : 7 * index + length] for index, length in enumerate(LENGTHS)]
 
     async def main() -> list[tuple[int, ...]]:
-        async with Engine(smollm2_file, EngineConfig(dtype="float32", device="cpu", kv_cache_tokens=16_384)) as engine:
+        async with Engine(
+            smollm2_file, EngineConfig(dtype="float32", device="cpu", kv_cache_tokens=16_384)
+        ) as engine:
             streams = [engine.generate(prompt, SamplingParams(max_tokens=NUM_TOKENS)) for prompt in prompts]
             return [(await stream).token_ids for stream in streams]
 
@@ -48,7 +52,9 @@ def test_the_demo_names_paris(smollm2_file: Path, smollm2_reference) -> None:
     messages = [{"role": "user", "content": "What is the capital of France?"}]
 
     async def main() -> None:
-        async with Engine(smollm2_file, EngineConfig(dtype="float32", device="cpu", kv_cache_tokens=16_384)) as engine:
+        async with Engine(
+            smollm2_file, EngineConfig(dtype="float32", device="cpu", kv_cache_tokens=16_384)
+        ) as engine:
             completion = await engine.chat(messages, SamplingParams(max_tokens=128))
             prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
             assert completion.usage.prompt_tokens == len(prompt)

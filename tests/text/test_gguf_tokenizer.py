@@ -178,8 +178,23 @@ def test_sentencepiece_bos_can_be_off(sentencepiece_metadata: dict[str, Any]) ->
             "tokenizer.ggml.token_type: found 424 entries, expected 3",
         ),
         ("tokenizer.ggml.merges", None, "tokenizer.ggml.merges"),
-        ("tokenizer.ggml.merges", ["zz yy"], "do not fit together"),
-        ("tokenizer.ggml.merges", ["a"], "do not fit together"),
+        ("tokenizer.ggml.merges", ["zz yy"], "merges: 'zz yy', expected two tokens that make a third"),
+        ("tokenizer.ggml.merges", ["a"], "merges: 'a', expected two tokens"),
+        (
+            "tokenizer.ggml.merges",
+            ["! z"],
+            "merges: '! z', expected two tokens",
+        ),  # both are known, "!z" is not
+        ("tokenizer.ggml.merges", [7], "merges: found 7, expected each to be a string"),
+        ("tokenizer.ggml.merges", "a b", "merges: found str"),
+        ("tokenizer.ggml.model", ["gpt2"], r"tokenizer.ggml.model=\['gpt2'\]"),
+        ("tokenizer.ggml.pre", ["gpt-2"], r"tokenizer.ggml.pre=\['gpt-2'\]"),
+        ("tokenizer.ggml.tokens", 7, "tokenizer.ggml.tokens: found int"),
+        ("tokenizer.ggml.token_type", ["1"] * 424, "token_type: found '1', expected each to be an integer"),
+        ("tokenizer.ggml.add_bos_token", "no", "tokenizer.ggml.add_bos_token='no'"),
+        ("tokenizer.ggml.eos_token_id", True, "tokenizer.ggml.eos_token_id=True"),
+        ("tokenizer.ggml.eos_token_id", [2], r"tokenizer.ggml.eos_token_id=\[2\]"),
+        ("tokenizer.chat_template", 7, "tokenizer.chat_template: chat_template=7"),
         ("tokenizer.ggml.token_type", [1], "tokenizer.ggml.token_type: found 1 entries"),
         ("tokenizer.ggml.eos_token_id", 10**6, "tokenizer.ggml.eos_token_id=1000000"),
     ],
@@ -202,3 +217,25 @@ def test_sentencepiece_without_scores_is_refused(sentencepiece_metadata: dict[st
     metadata = {key: value for key, value in sentencepiece_metadata.items() if not key.endswith("scores")}
     with pytest.raises(ModelLoadError, match="tokenizer.ggml.scores"):
         Tokenizer.from_gguf(metadata)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "found"),
+    [
+        ("scores", ["x"], "found 'x', expected each to be a number"),
+        ("scores", [float("nan")], "found nan, expected each to be a number"),
+        ("tokens", [7], "found 7, expected each to be a string"),
+        ("tokens", ["a" * 100_000], "one of 100000 characters, expected at most 1024"),
+    ],
+)
+def test_unusable_sentencepieces_are_named(
+    sentencepiece_metadata: dict[str, Any], key: str, value: list[Any], found: str
+) -> None:
+    """One entry of a list, of an ordinary token."""
+    key = f"tokenizer.ggml.{key}"
+    values = list(sentencepiece_metadata[key])
+    values[300:301] = value
+    with pytest.raises(ModelLoadError, match=f"{key}: {found}"):
+        Tokenizer.from_gguf(sentencepiece_metadata | {key: values})
+    with pytest.raises(ModelLoadError, match="add_space_prefix='no'"):
+        Tokenizer.from_gguf(sentencepiece_metadata | {"tokenizer.ggml.add_space_prefix": "no"})

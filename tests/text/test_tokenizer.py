@@ -141,11 +141,70 @@ def test_unsupported_decoder_names_file_and_decoder(path: Path) -> None:
         Tokenizer.from_file(path)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"bos_token": 7},
+        {"eos_token": ["</s>"]},
+        {"eos_token": {"content": 7}},
+        {"eos_token": {}},
+        {"add_bos_token": "yes"},
+        {"chat_template": 7},
+        {"chat_template": ["x"]},
+        {"chat_template": [{"name": "default", "template": 7}]},
+    ],
+)
+def test_settings_of_the_wrong_type_are_named(path: Path, config: dict[str, Any]) -> None:
+    (name,) = config
+    with pytest.raises(ModelLoadError, match=f"tokenizer_config.json: {name}="):
+        Tokenizer.from_file(path, config)
+
+
+def test_a_panic_of_the_library_names_the_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class PanicException(BaseException):
+        """As PyO3 names it."""
+
+    def load(error: BaseException) -> Any:
+        class Library:
+            @staticmethod
+            def from_file(path: str) -> Any:
+                raise error
+
+        monkeypatch.setattr(tokenizers, "Tokenizer", Library)
+        return Tokenizer.from_file(path)
+
+    with pytest.raises(ModelLoadError, match=f"{path}: .*index out of bounds"):
+        load(PanicException("index out of bounds"))
+    with pytest.raises(KeyboardInterrupt):
+        load(KeyboardInterrupt())
+
+
 def test_lone_surrogates_are_the_requests_fault(path: Path) -> None:
     with pytest.raises(RequestError, match="surrogates") as caught:
         Tokenizer.from_file(path).encode("a\ud800")
 
     assert caught.value.field == "prompt"
+
+
+def test_a_template_of_unknown_tokens_is_refused(path: Path) -> None:
+    """The library panics when it applies one."""
+    raw = tokenizers.Tokenizer.from_file(str(path))
+    raw.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    spec = json.loads(raw.to_str())
+    spec["post_processor"]["special_tokens"] = {}
+    path.write_text(json.dumps(spec))
+    with pytest.raises(ModelLoadError, match=f"{path}: not a usable tokenizer.json"):
+        Tokenizer.from_file(path)
+
+
+def test_text_that_a_vocabulary_cannot_say(path: Path) -> None:
+    spec = json.loads(path.read_text(encoding="utf-8"))
+    spec["model"] = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "none"}
+    path.write_text(json.dumps(spec))
+    tokenizer = Tokenizer.from_file(path)
+    assert tokenizer.encode("a") == [0]
+    with pytest.raises(RequestError, match="prompt: expected text that can be tokenised"):
+        tokenizer.encode("b")
 
 
 def test_threads_may_share_one(path: Path) -> None:

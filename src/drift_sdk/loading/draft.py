@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from drift_sdk.errors import ModelLoadError
+from drift_sdk.files import has_file
 from drift_sdk.loading.safetensors import INDEX_FILE, SINGLE_FILE, SafetensorsFolder
 from drift_sdk.loading.tensors import TensorSource
 
@@ -35,9 +36,9 @@ class TorchFile:
             raise ModelLoadError(f"{path}: not a whole file of torch tensors: {reason}") from error
 
         if not isinstance(contents, dict) or not all(
-            isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in contents.items()
+            isinstance(name, str) and _is_plain(tensor) for name, tensor in contents.items()
         ):
-            raise ModelLoadError(f"{path}: holds a {type(contents).__name__}, expected tensors by name")
+            raise ModelLoadError(f"{path}: holds a {type(contents).__name__}, expected plain tensors by name")
 
         self._tensors: dict[str, torch.Tensor] = contents
 
@@ -64,9 +65,9 @@ class DraftTensors:
     def __init__(self, folder: Path) -> None:
         self.location = str(folder)
         self._tensors: TensorSource
-        if (folder / SINGLE_FILE).is_file() or (folder / INDEX_FILE).is_file():
+        if has_file(folder / SINGLE_FILE) or has_file(folder / INDEX_FILE):
             self._tensors = SafetensorsFolder(folder)
-        elif (folder / TORCH_FILE).is_file():
+        elif has_file(folder / TORCH_FILE):
             self._tensors = TorchFile(folder / TORCH_FILE)
         else:
             raise ModelLoadError(f"{folder}: holds none of {SINGLE_FILE}, {INDEX_FILE}, {TORCH_FILE}")
@@ -155,6 +156,16 @@ def _read_vector(
         )
 
     return vector
+
+
+def _is_plain(value: object) -> bool:
+    """Neither sparse nor quantised, nor without data."""
+    return (
+        isinstance(value, torch.Tensor)
+        and value.layout == torch.strided
+        and value.device.type == "cpu"
+        and not value.is_quantized
+    )
 
 
 def _load(path: Path) -> object:

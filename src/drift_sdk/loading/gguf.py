@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 
-from drift_sdk.errors import ModelLoadError
+from drift_sdk.errors import ModelLoadError, short_repr
 from drift_sdk.loading.gguf_header import GGUFHeader, read_header
 
 __all__ = ["GGUFFile"]
@@ -70,13 +70,18 @@ class GGUFFile:
             raise ModelLoadError(f"{path}: not a whole GGUF file: {error}") from error
 
         self.metadata = self._header.metadata
-        if self.metadata.get("split.count", 1) > 1:
-            raise ModelLoadError(
-                f"{path}: one of {self.metadata['split.count']} parts, expected a single file"
-            )
+        num_parts = self.metadata.get("split.count", 1)
+        if num_parts not in (0, 1):
+            raise ModelLoadError(f"{path}: one of {short_repr(num_parts)} parts, expected a single file")
 
         self.config = self._read_config()
-        self._stored_names = {_hf_name(name): name for name in self._header.tensors if name != ROPE_FACTORS}
+        self._stored_names: dict[str, str] = {}
+        for stored in self._header.tensors:
+            other = self._stored_names.setdefault(_hf_name(stored), stored)
+            if other != stored:
+                raise ModelLoadError(f"{path}: tensors {other} and {stored} are the same, expected one")
+
+        self._stored_names.pop(ROPE_FACTORS, None)
 
     def names(self) -> Collection[str]:
         return self._stored_names.keys()
@@ -115,15 +120,17 @@ class GGUFFile:
 
     def _read_config(self) -> dict[str, Any]:
         architecture = self.metadata.get("general.architecture")
-        if architecture not in ARCHITECTURES:
+        if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)
-            raise ModelLoadError(f"{self.location}: architecture {architecture!r}, expected one of {known}")
+            found = short_repr(architecture)
+            raise ModelLoadError(f"{self.location}: architecture {found}, expected one of {known}")
 
         prefix = f"{architecture}."
         settings = {k.removeprefix(prefix): v for k, v in self.metadata.items() if k.startswith(prefix)}
         for key in UNSUPPORTED_KEYS:
             if settings.get(key):
-                raise ModelLoadError(f"{self.location}: {prefix}{key}={settings[key]!r} is not implemented")
+                found = short_repr(settings[key])
+                raise ModelLoadError(f"{self.location}: {prefix}{key}={found} is not implemented")
 
         hidden_size, num_heads = settings.get("embedding_length"), settings.get("attention.head_count")
         head_dim = settings.get("attention.key_length")
@@ -132,7 +139,8 @@ class GGUFFile:
 
         for key in ("attention.value_length", "rope.dimension_count"):
             if settings.get(key, head_dim) != head_dim:
-                raise ModelLoadError(f"{self.location}: {prefix}{key}={settings[key]!r}, expected {head_dim}")
+                found = f"{prefix}{key}={short_repr(settings[key])}, expected {short_repr(head_dim)}"
+                raise ModelLoadError(f"{self.location}: {found}")
 
         tensors = self._header.tensors
         embedding = tensors.get("token_embd.weight")
@@ -148,7 +156,7 @@ class GGUFFile:
             "head_dim": head_dim,
             "max_position_embeddings": settings.get("context_length"),
             "rms_norm_eps": settings.get("attention.layer_norm_rms_epsilon"),
-            "rope_parameters": self._rope_parameters(settings),
+            "rope_parameters": self._rope_parameters(settings, head_dim),
             "attention_bias": "blk.0.attn_q.bias" in tensors,
             "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
             "tie_word_embeddings": "output.weight" not in tensors,
@@ -156,7 +164,7 @@ class GGUFFile:
             "eos_token_id": self._eos_token_ids(),
         }
 
-    def _rope_parameters(self, settings: dict[str, Any]) -> dict[str, Any]:
+    def _rope_parameters(self, settings: dict[str, Any], head_dim: object) -> dict[str, Any]:
         rope_type = settings.get("rope.scaling.type", "none")
         factor = settings.get("rope.scaling.factor", settings.get("rope.scale_linear"))
         if "rope.scaling.type" not in settings and factor not in (None, 0.0, 1.0):
@@ -171,20 +179,35 @@ class GGUFFile:
 
         if rope_type != "none":
             raise ModelLoadError(
-                f"{self.location}: {ROPE_FACTORS} beside rope scaling {rope_type!r}, expected one"
+                f"{self.location}: {ROPE_FACTORS} beside rope scaling {short_repr(rope_type)}, expected one"
+            )
+
+        shape = self._header.tensors[ROPE_FACTORS].shape
+        if not isinstance(head_dim, int) or shape != (head_dim // 2,):
+            raise ModelLoadError(
+                f"{self.location}: tensor {ROPE_FACTORS} has shape {list(shape)}, expected one factor for "
+                f"each two of a head's {short_repr(head_dim)} elements"
             )
 
         return parameters | {"rope_type": "factors", "factors": self._dequantise(ROPE_FACTORS).tolist()}
 
     def _eos_token_ids(self) -> list[int]:
         """The end of text, of turn and of message: any of them ends a completion."""
-        ids = (self.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
-        return list(dict.fromkeys(token_id for token_id in ids if token_id is not None))
+        ids: list[int] = []
+        for key in (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")):
+            token_id = self.metadata.get(key, 0)
+            if type(token_id) is not int:
+                raise ModelLoadError(f"{self.location}: {key}={short_repr(token_id)}: expected a token id")
+
+            if key in self.metadata and token_id not in ids:
+                ids.append(token_id)
+
+        return ids
 
 
 def _hf_name(name: str) -> str:
     """The Hugging Face name; the file's own for a tensor these architectures do not have."""
-    if match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name):
+    if match := re.fullmatch(r"blk\.([0-9]+)\.(\w+)\.(weight|bias)", name):
         layer, module, suffix = match.groups()
         return f"model.layers.{layer}.{LAYER_MODULES[module]}.{suffix}" if module in LAYER_MODULES else name
 
@@ -199,5 +222,6 @@ def _unpermute(array: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[np
 
 
 def _to_float32(raw: npt.NDArray[np.uint8], quantization: GGMLQuantizationType) -> npt.NDArray[np.float32]:
-    array: npt.NDArray[np.float32] = quants.dequantize(raw, quantization)
+    with np.errstate(all="ignore"):  # numbers that are not finite are refused with the tensor's name
+        array: npt.NDArray[np.float32] = quants.dequantize(raw, quantization)
     return array.reshape(-1)

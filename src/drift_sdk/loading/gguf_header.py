@@ -14,11 +14,15 @@ from typing import Any
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from msgspec import Struct, structs
 
+from drift_sdk.errors import short_repr
+
 __all__ = ["GGUFHeader", "GGUFTensor", "read_header"]
 
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 MAX_DIMENSIONS = 4
+MAX_ITEMS = 2**24
+"""Of an array, such as the vocabulary."""
 SCALARS = {
     GGUFValueType.UINT8: struct.Struct("<B"),
     GGUFValueType.INT8: struct.Struct("<b"),
@@ -61,31 +65,64 @@ def read_header(data: mmap.mmap) -> GGUFHeader:
         raise ValueError(f"version {version}, expected one of {VERSIONS} (little-endian)")
 
     num_tensors, num_keys = cursor.scalar(UINT64), cursor.scalar(UINT64)
-    metadata = {cursor.string(): cursor.value(cursor.scalar(UINT32)) for _ in range(num_keys)}
-    tensors = dict(_read_tensor(cursor) for _ in range(num_tensors))
-    alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-    first_byte = -(-cursor.offset // alignment) * alignment
-    for name, tensor in tensors.items():
-        tensors[name] = structs.replace(tensor, offset=first_byte + tensor.offset)
-        end = tensors[name].offset + tensor.num_bytes
-        if end > len(data):
-            raise ValueError(f"cut short at byte {len(data)}: tensor {name} ends at {end}")
+    metadata: dict[str, Any] = {}
+    for _ in range(num_keys):
+        key = cursor.string()
+        if key in metadata:
+            raise ValueError(f"key {short_repr(key)} occurs twice")
 
+        metadata[key] = cursor.value(cursor.scalar(UINT32))
+
+    tensors: dict[str, GGUFTensor] = {}
+    for _ in range(num_tensors):
+        name, tensor = _read_tensor(cursor)
+        if name in tensors:
+            raise ValueError(f"tensor {short_repr(name)} occurs twice")
+
+        tensors[name] = tensor
+
+    alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+        raise ValueError(f"general.alignment={short_repr(alignment)}, expected a power of two")
+
+    first_byte = -(-cursor.offset // alignment) * alignment
+    tensors = {n: structs.replace(t, offset=first_byte + t.offset) for n, t in tensors.items()}
+    _check_places(tensors, len(data))
     return GGUFHeader(metadata=metadata, tensors=tensors)
+
+
+def _check_places(tensors: dict[str, GGUFTensor], num_bytes: int) -> None:
+    """Tensors lie inside the file, one after the other."""
+    last_end, last_name = 0, ""
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].num_bytes)):
+        end = tensor.offset + tensor.num_bytes
+        if end > num_bytes:
+            raise ValueError(f"cut short at byte {num_bytes}: tensor {short_repr(name)} ends at {end}")
+
+        if tensor.offset < last_end:
+            raise ValueError(f"tensors {short_repr(last_name)} and {short_repr(name)} overlap")
+
+        last_end, last_name = end, name
 
 
 def _read_tensor(cursor: _Cursor) -> tuple[str, GGUFTensor]:
     """The entry of one tensor, its offset counted from the end of the header."""
     name = cursor.string()
+    found = f"tensor {short_repr(name)}"
     num_dimensions = cursor.scalar(UINT32)
     if not 1 <= num_dimensions <= MAX_DIMENSIONS:
-        raise ValueError(f"tensor {name} has {num_dimensions} dimensions, expected 1 to {MAX_DIMENSIONS}")
+        raise ValueError(f"{found} has {num_dimensions} dimensions, expected 1 to {MAX_DIMENSIONS}")
 
     shape = tuple(cursor.scalar(UINT64) for _ in range(num_dimensions))[::-1]
-    quantization = GGMLQuantizationType(cursor.scalar(UINT32))
-    block_size, block_bytes = GGML_QUANT_SIZES[quantization]
+    kind = cursor.scalar(UINT32)
+    try:
+        quantization = GGMLQuantizationType(kind)
+        block_size, block_bytes = GGML_QUANT_SIZES[quantization]
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"{found} is stored as type {kind}, which is not known") from error
+
     if shape[-1] % block_size:
-        raise ValueError(f"tensor {name} has rows of {shape[-1]}, expected a multiple of {block_size}")
+        raise ValueError(f"{found} has rows of {shape[-1]}, expected a multiple of {block_size}")
 
     num_bytes = math.prod(shape) // block_size * block_bytes
     offset = cursor.scalar(UINT64)
@@ -126,13 +163,21 @@ class _Cursor:
             return self.scalar(_layout(kind))
 
         item_kind, num_items = self.scalar(UINT32), self.scalar(UINT64)
-        if item_kind in (GGUFValueType.STRING, GGUFValueType.ARRAY):
-            return [self.value(item_kind) for _ in range(num_items)]
+        if item_kind == GGUFValueType.ARRAY:
+            raise ValueError("an array of arrays, expected one of strings or numbers")
 
-        layout = _layout(item_kind)
+        is_strings = item_kind == GGUFValueType.STRING
+        # A string takes at least its length.
+        layout = UINT64 if is_strings else _layout(item_kind)
         end = self.offset + num_items * layout.size
         if end > len(self._data):
             raise ValueError(f"cut short at byte {len(self._data)}: an array ends at {end}")
+
+        if num_items > MAX_ITEMS:
+            raise ValueError(f"an array of {num_items} items, expected at most {MAX_ITEMS}")
+
+        if is_strings:
+            return [self.string() for _ in range(num_items)]
 
         items = [item for (item,) in layout.iter_unpack(self._data[self.offset : end])]
         self.offset = end

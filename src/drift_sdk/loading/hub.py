@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
-import msgspec
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]  # public, but not marked as exported
 
 from drift_sdk.errors import ModelLoadError
-from drift_sdk.loading.safetensors import INDEX_FILE, SINGLE_FILE
+from drift_sdk.files import has_file
+from drift_sdk.loading.safetensors import INDEX_FILE, SINGLE_FILE, read_index
 
 __all__ = ["download"]
 
@@ -60,15 +60,15 @@ def download(
 
 def _is_whole(folder: Path) -> bool:
     """An interrupted download leaves a folder with some of the files."""
-    if not (folder / "config.json").is_file():
-        return False
-
-    if (folder / SINGLE_FILE).is_file() or (folder / TORCH_FILE).is_file():
-        return True
-
     try:
-        shards = set(msgspec.json.decode((folder / INDEX_FILE).read_bytes())["weight_map"].values())
-    except (OSError, KeyError, msgspec.MsgspecError):
-        return False
+        if not has_file(folder / "config.json"):
+            return False
 
-    return all((folder / shard).is_file() for shard in shards)
+        if has_file(folder / SINGLE_FILE) or has_file(folder / TORCH_FILE):
+            return True
+
+        return has_file(folder / INDEX_FILE) and all(
+            has_file(folder / shard) for shard in set(read_index(folder).values())
+        )
+    except ModelLoadError:
+        return False

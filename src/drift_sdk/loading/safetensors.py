@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from io import FileIO
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
-from drift_sdk.errors import ModelLoadError
+from drift_sdk.errors import ModelLoadError, short_repr
+from drift_sdk.files import has_file
 from drift_sdk.loading.tensors import check_dtype
 
-__all__ = ["INDEX_FILE", "SINGLE_FILE", "SafetensorsFolder"]
+__all__ = ["INDEX_FILE", "SINGLE_FILE", "SafetensorsFolder", "read_index"]
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -28,26 +29,26 @@ class _Index(msgspec.Struct):
 
 
 class _Entry(msgspec.Struct):
-    """Of a file's header. Offsets count from the header's end; the entry of metadata has none."""
+    """Of a tensor in a file's header. Offsets count from the header's end."""
 
-    data_offsets: tuple[int, int] = (0, 0)
+    data_offsets: tuple[int, int]
 
 
 class SafetensorsFolder:
     """The TensorSource of a folder with model.safetensors, or with model.safetensors.index.json and shards.
 
-    Opening reads the headers alone. Raises ModelLoadError naming a file that is missing, truncated or
-    corrupt.
+    Opening reads the headers alone. Raises ModelLoadError naming a file that is missing, truncated, corrupt
+    or outside the folder.
     """
 
     def __init__(self, folder: Path) -> None:
         self.location = str(folder)
-        if (folder / SINGLE_FILE).is_file():
+        if has_file(folder / SINGLE_FILE):
             handle = _open(folder / SINGLE_FILE)
             files = dict.fromkeys(handle.keys(), SINGLE_FILE)
             self._handles = {SINGLE_FILE: handle}
-        elif (folder / INDEX_FILE).is_file():
-            files = _read_index(folder / INDEX_FILE)
+        elif has_file(folder / INDEX_FILE):
+            files = read_index(folder)
             self._handles = {file: _open(folder / file) for file in sorted(set(files.values()))}
         else:
             raise ModelLoadError(f"{folder}: holds neither {SINGLE_FILE} nor {INDEX_FILE}")
@@ -55,12 +56,23 @@ class SafetensorsFolder:
         self._files = files
         self._folder = folder
         self._starts = {file: _starts(folder / file) for file in self._handles}
-        stored = {file: set(handle.keys()) for file, handle in self._handles.items()}
-        for name, file in files.items():
-            if name not in stored[file]:
+        self._check_places()
+
+    def _check_places(self) -> None:
+        """Each tensor is where the index says, and nowhere else."""
+        for name, file in self._files.items():
+            if name not in self._starts[file]:
                 raise ModelLoadError(
-                    f"{folder / file}: tensor {name} is missing, {INDEX_FILE} places it there"
+                    f"{self._folder / file}: tensor {name} is missing, {INDEX_FILE} places it there"
                 )
+
+        for file, starts in self._starts.items():
+            for name in starts:
+                other = self._files.get(name, file)
+                if other != file:
+                    raise ModelLoadError(
+                        f"{self._folder / file}: tensor {name} is in {other} as well, expected it once"
+                    )
 
     def names(self) -> Collection[str]:
         return self._files.keys()
@@ -118,24 +130,44 @@ def _read_bytes(stored: FileIO, place: torch.Tensor) -> None:
         rest = rest[num_read:]
 
 
+def read_index(folder: Path) -> dict[str, str]:
+    """The shard of each tensor, a path inside the folder; ModelLoadError for anything else."""
+    path = folder / INDEX_FILE
+    try:
+        weight_map = msgspec.json.decode(path.read_bytes(), type=_Index).weight_map
+    except (msgspec.MsgspecError, OSError, UnicodeDecodeError, RecursionError) as error:
+        raise ModelLoadError(f"{path}: not an index of shards: {error}") from error
+
+    for file in sorted(set(weight_map.values())):
+        # The file may be a symbolic link out of the folder, as in the hub's cache; the name must not be.
+        shard = PurePath(file)
+        if not shard.parts or shard.anchor or ".." in shard.parts:
+            raise ModelLoadError(f"{path}: shard {short_repr(file)}, expected a path inside the folder")
+
+    return weight_map
+
+
 def _starts(path: Path) -> dict[str, int]:
     """Where each tensor begins in a file that is known to be whole."""
     with path.open("rb") as file:
         num_bytes = int.from_bytes(file.read(LENGTH_BYTES), "little")
-        header = msgspec.json.decode(file.read(num_bytes), type=dict[str, _Entry])
+        header = file.read(num_bytes)
 
-    return {name: LENGTH_BYTES + num_bytes + entry.data_offsets[0] for name, entry in header.items()}
+    try:
+        entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        entries.pop("__metadata__", None)
+        offsets = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in entries.items()}
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ModelLoadError(f"{path}: not a safetensors header: {error}") from error
+
+    return {name: LENGTH_BYTES + num_bytes + entry.data_offsets[0] for name, entry in offsets.items()}
 
 
 def _open(path: Path) -> Any:
+    if not has_file(path):
+        raise ModelLoadError(f"{path}: missing, {INDEX_FILE} names it")
+
     try:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise ModelLoadError(f"{path}: not a whole safetensors file: {error}") from error
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=_Index).weight_map
-    except (msgspec.MsgspecError, OSError, UnicodeDecodeError) as error:
-        raise ModelLoadError(f"{path}: not an index of shards: {error}") from error

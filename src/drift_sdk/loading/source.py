@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from drift_sdk.errors import ModelLoadError
+from drift_sdk.errors import ModelLoadError, short_repr
+from drift_sdk.files import has_file
 from drift_sdk.loading.gguf import GGUFFile
 from drift_sdk.loading.hub import download
 from drift_sdk.loading.safetensors import SafetensorsFolder
@@ -37,7 +39,7 @@ class Source:
         if self._gguf is not None:
             return self._gguf.config
 
-        if not (self.path / "config.json").is_file():
+        if not has_file(self.path / "config.json"):
             ggufs = ", ".join(sorted(file.name for file in self.path.glob("*.gguf")))
             hint = f"; a .gguf file is given by its own path: {ggufs}" if ggufs else ""
             raise ModelLoadError(f"{self.path}: holds no config.json{hint}")
@@ -52,18 +54,16 @@ class Source:
     @cached_property
     def chat_template(self) -> str | None:
         """Jinja text: chat_template.jinja, else the tokenizer's own; the default one of several."""
+        from drift_sdk.text.tokenizer import default_template
+
         if self._gguf is not None:
-            template = self._gguf.metadata.get("tokenizer.chat_template")
-        elif (self.path / "chat_template.jinja").is_file():
-            template = self._text("chat_template.jinja")
-        else:
-            template = self._json("tokenizer_config.json").get("chat_template")
+            return default_template(self._gguf.metadata.get("tokenizer.chat_template"), self.path)
 
-        if isinstance(template, list):
-            named = {entry.get("name"): entry.get("template") for entry in template}
-            template = named.get("default")
+        if has_file(self.path / "chat_template.jinja"):
+            return self._text("chat_template.jinja")
 
-        return template if isinstance(template, str) else None
+        file = "tokenizer_config.json"
+        return default_template(self._json(file).get("chat_template"), self.path / file)
 
     def tensors(self) -> TensorSource:
         return SafetensorsFolder(self.path) if self._gguf is None else self._gguf
@@ -72,13 +72,16 @@ class Source:
         from drift_sdk.text.tokenizer import Tokenizer
 
         if self._gguf is not None:
-            return Tokenizer.from_gguf(self._gguf.metadata)
+            try:
+                return Tokenizer.from_gguf(self._gguf.metadata)
+            except ModelLoadError as error:
+                raise ModelLoadError(f"{self.path}: {error}") from error
 
         return Tokenizer.from_file(self.path / "tokenizer.json", self._json("tokenizer_config.json"))
 
     @cached_property
     def _gguf(self) -> GGUFFile | None:
-        return GGUFFile(self.path) if self.path.is_file() else None
+        return GGUFFile(self.path) if os.path.isfile(self.path) else None
 
     def _text(self, file: str) -> str:
         try:
@@ -88,12 +91,12 @@ class Source:
 
     def _json(self, file: str) -> dict[str, Any]:
         path = self.path / file
-        if self._gguf is not None or not path.is_file():
+        if self._gguf is not None or not has_file(path):
             return {}
 
         try:
             return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-        except (msgspec.MsgspecError, UnicodeDecodeError, OSError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OSError) as error:
             raise ModelLoadError(f"{path}: not a JSON object: {error}") from error
 
 
@@ -109,11 +112,11 @@ def resolve(
     The hub's local cache comes before the network. Raises ModelLoadError naming each place that was tried.
     """
     path = Path(model)
-    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+    if os.path.isdir(path) or (os.path.isfile(path) and path.suffix == ".gguf"):
         return Source(str(model), path)
 
-    found = "is a file, expected a folder or a .gguf file" if path.is_file() else "does not exist"
-    tried = f"no model found: path {str(path)!r} {found}"
+    found = "is not a folder or a .gguf file" if os.path.lexists(path) else "does not exist"
+    tried = f"no model found: path {short_repr(str(path))} {found}"
     if isinstance(model, Path):
         raise ModelLoadError(f"{tried} (a Path is never a hub id)")
 
@@ -125,11 +128,19 @@ def resolve(
     return Source(model, folder)
 
 
-def eos_token_ids(source: Source) -> tuple[int, ...]:
-    """Ids that end a completion: generation_config's, else the config's. Empty when neither names any."""
+def eos_token_ids(source: Source, vocab_size: int) -> tuple[int, ...]:
+    """Ids below vocab_size that end a completion: generation_config's, else the config's. Empty when neither
+    names any; ModelLoadError when none of those named can be generated."""
     for name, settings in (("generation_config", source.generation_config), ("config", source.config)):
         if settings.get("eos_token_id") is not None:
-            return _ids(name, settings)
+            ids = _ids(name, settings)
+            # A padded or trimmed vocabulary leaves ids that cannot be generated.
+            known = tuple(token_id for token_id in ids if token_id < vocab_size)
+            if ids and not known:
+                found = f"{name}: eos_token_id={short_repr(list(ids))}"
+                raise ModelLoadError(f"{source.path}: {found}: expected one below vocab_size={vocab_size}")
+
+            return known
 
     return ()
 
@@ -140,6 +151,6 @@ def _ids(name: str, settings: Mapping[str, Any]) -> tuple[int, ...]:
     if not all(
         isinstance(token_id, int) and not isinstance(token_id, bool) and token_id >= 0 for token_id in ids
     ):
-        raise ModelLoadError(f"{name}: eos_token_id={value!r}: expected token ids")
+        raise ModelLoadError(f"{name}: eos_token_id={short_repr(value)}: expected token ids")
 
     return ids

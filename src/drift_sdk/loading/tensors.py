@@ -9,7 +9,7 @@ import torch
 
 from drift_sdk.errors import ModelLoadError
 
-__all__ = ["InPlaceSource", "TensorSource", "check_dtype"]
+__all__ = ["FiniteCheck", "InPlaceSource", "TensorSource", "check_dtype"]
 
 STORED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -53,3 +53,36 @@ def check_dtype(tensors: TensorSource, name: str, dtype: torch.dtype) -> None:
         raise ModelLoadError(
             f"{tensors.file(name)}: tensor {name} is stored as {dtype}, expected float32, bfloat16 or float16"
         )
+
+
+class FiniteCheck:
+    """Tells tensors with NaN or infinity, after a conversion that may have made it: one pass over each, which
+    is read back from the device at the end, once for all."""
+
+    def __init__(self, tensors: TensorSource) -> None:
+        self._tensors = tensors
+        self._names: list[str] = []
+        self._extremes: list[torch.Tensor] = []
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Look over a floating tensor; no result is waited for."""
+        if tensor.numel():
+            self._names.append(name)
+            self._extremes += torch.aminmax(
+                tensor
+            )  # NaN if any is, and nothing as large as the tensor is made
+
+    def finish(self) -> None:
+        """ModelLoadError naming the first tensor that is not finite, and its file."""
+        if not self._names:
+            return
+
+        is_finite = torch.stack(self._extremes).isfinite().view(-1, 2).all(dim=1).tolist()
+        bad = [name for name, is_good in zip(self._names, is_finite, strict=True) if not is_good]
+        if bad:
+            others = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
+            dtype = str(self._extremes[0].dtype).removeprefix("torch.")
+            raise ModelLoadError(
+                f"{self._tensors.file(bad[0])}: tensor {bad[0]} has NaN, infinity or numbers too large for "
+                f"{dtype}{others}, expected finite numbers"
+            )

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from msgspec import Struct
 
-from drift_sdk.errors import ModelLoadError
+from drift_sdk.errors import ModelLoadError, short_repr
 from drift_sdk.models.rope import RopeScaling, rope_from_hf
 
 __all__ = ["DecoderConfig"]
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-MAX_SIZE = 2**31
+# Far beyond any model, and small enough to name every tensor and to multiply sizes.
+MAX_SIZE = 2**24
+MAX_LAYERS = 1024
+MIN_CONTEXT = 2  # a token of a prompt and one to follow
+MAX_CONTEXT = 2**31 - 1
+MAX_EPS = 1.0
 
 
 class DecoderConfig(Struct, frozen=True, kw_only=True):
@@ -58,8 +62,10 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
 
         # Qwen3 has heads of 128 unless it says otherwise, whatever its hidden size.
         head_dim = _int(config, "head_dim", 128 if family == "qwen3" else hidden_size // num_heads)
-        if head_dim % 2:
-            raise ModelLoadError(f"config: head_dim={head_dim}: expected an even number")
+        if head_dim % 2 or num_heads * head_dim > MAX_SIZE:
+            raise ModelLoadError(
+                f"config: head_dim={head_dim}: expected an even number of at most {MAX_SIZE // num_heads}"
+            )
 
         has_attention_bias = family != "qwen2" and _bool(config, "attention_bias")
         rope_theta, rope_scaling = rope_from_hf(config, head_dim)
@@ -67,11 +73,11 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
             vocab_size=_int(config, "vocab_size"),
             hidden_size=hidden_size,
             intermediate_size=_int(config, "intermediate_size"),
-            num_layers=_int(config, "num_hidden_layers"),
+            num_layers=_num_layers(config),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            max_position_embeddings=_int(config, "max_position_embeddings"),
+            max_position_embeddings=_int(config, "max_position_embeddings", ge=MIN_CONTEXT, le=MAX_CONTEXT),
             rms_norm_eps=_eps(config),
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
@@ -90,46 +96,55 @@ def _family(config: Mapping[str, Any]) -> str:
         if architectures == [architecture] and config.get("model_type", family) == family:
             return family
 
-    raise ModelLoadError(
-        f"config: architectures={config.get('architectures')!r}, model_type={config.get('model_type')!r}: "
-        f"expected one of {known}"
-    )
+    found = ", ".join(f"{name}={short_repr(config.get(name))}" for name in ("architectures", "model_type"))
+    raise ModelLoadError(f"config: {found}: expected one of {known}")
 
 
 def _refuse_unknown_options(config: Mapping[str, Any]) -> None:
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
-        raise ModelLoadError(f"config: hidden_act={activation!r}: only 'silu' is implemented")
+        raise ModelLoadError(f"config: hidden_act={short_repr(activation)}: only 'silu' is implemented")
 
     if _has_sliding_window(config):
+        window, kinds = short_repr(config.get("sliding_window")), short_repr(config.get("layer_types"))
         raise ModelLoadError(
-            f"config: sliding_window={config.get('sliding_window')!r} in use, or layer_types other than "
-            f"'full_attention' among {config.get('layer_types')!r}: only full attention is implemented"
+            f"config: sliding_window={window} in use, or layer_types other than 'full_attention' among "
+            f"{kinds}: only full attention is implemented"
         )
 
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method")
-        raise ModelLoadError(f"config: quantization_config with quant_method={method!r} is not implemented")
+    quantization = config.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+        found = f"quantization_config with quant_method={short_repr(method)}"
+        raise ModelLoadError(f"config: {found} is not implemented")
 
 
 def _has_sliding_window(config: Mapping[str, Any]) -> bool:
     layer_types = config.get("layer_types")
     if layer_types is not None:
-        return set(layer_types) != {"full_attention"}
+        is_list = isinstance(layer_types, list) and layer_types
+        return not (is_list and all(kind == "full_attention" for kind in layer_types))
 
     if "use_sliding_window" not in config:
         return config.get("sliding_window") is not None
 
     # Qwen files name a window even where the switch or the number of windowed layers leaves it unused.
-    has_windowed_layer = config.get("max_window_layers", 0) < config.get("num_hidden_layers", 0)
-    return bool(config["use_sliding_window"] and config.get("sliding_window") and has_windowed_layer)
+    first_windowed = config.get("max_window_layers", 0)
+    is_unused = isinstance(first_windowed, int) and first_windowed >= _num_layers(config)
+    return bool(config["use_sliding_window"] and config.get("sliding_window") and not is_unused)
 
 
-def _int(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+def _num_layers(config: Mapping[str, Any]) -> int:
+    return _int(config, "num_hidden_layers", le=MAX_LAYERS)
+
+
+def _int(
+    config: Mapping[str, Any], name: str, default: int | None = None, *, ge: int = 1, le: int = MAX_SIZE
+) -> int:
     value = config.get(name)
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < MAX_SIZE:
-        raise ModelLoadError(f"config: {name}={value!r}: expected an integer from 1 to {MAX_SIZE - 1}")
+    if isinstance(value, bool) or not isinstance(value, int) or not ge <= value <= le:
+        raise ModelLoadError(f"config: {name}={short_repr(value)}: expected an integer from {ge} to {le}")
 
     return value
 
@@ -137,7 +152,7 @@ def _int(config: Mapping[str, Any], name: str, default: int | None = None) -> in
 def _bool(config: Mapping[str, Any], name: str) -> bool:
     value = config.get(name)
     if value is not None and not isinstance(value, bool):
-        raise ModelLoadError(f"config: {name}={value!r}: expected true or false")
+        raise ModelLoadError(f"config: {name}={short_repr(value)}: expected true or false")
 
     return bool(value)
 
@@ -145,11 +160,9 @@ def _bool(config: Mapping[str, Any], name: str) -> bool:
 def _eps(config: Mapping[str, Any]) -> float:
     value = config.get("rms_norm_eps")
     value = 1e-6 if value is None else value
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not (math.isfinite(value) and value >= 0)
-    ):
-        raise ModelLoadError(f"config: rms_norm_eps={value!r}: expected a number of at least 0")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_EPS:
+        raise ModelLoadError(
+            f"config: rms_norm_eps={short_repr(value)}: expected a number from 0 to {MAX_EPS}"
+        )
 
     return float(value)

@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from drift_sdk.errors import ModelLoadError
+from drift_sdk.errors import ModelLoadError, short_repr
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.rope import RopeScaling
 
@@ -139,9 +139,8 @@ def draft_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     top = {name: value for name, value in config.items() if value is not None}
     for name, value in eagle.items():
         if top.get(name, value) != value:
-            raise ModelLoadError(
-                f"config: {name}={top[name]!r}, but {value!r} in eagle_config: expected the same"
-            )
+            found = f"{name}={short_repr(top[name])}, but {short_repr(value)} in eagle_config"
+            raise ModelLoadError(f"config: {found}: expected the same")
 
     # A speculator's top level describes the whole, its layer's table one Llama layer.
     return top | eagle | layer | {"architectures": top.get("architectures")}
@@ -150,7 +149,7 @@ def draft_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 def _table(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     table = config.get(name) or {}
     if not isinstance(table, Mapping):
-        raise ModelLoadError(f"config: {name}={table!r}: expected a table of settings")
+        raise ModelLoadError(f"config: {name}={short_repr(table)}: expected a table of settings")
 
     return {key: value for key, value in table.items() if value is not None}
 
@@ -165,26 +164,30 @@ def _refuse_unknown_options(config: Mapping[str, Any], settings: Mapping[str, An
         isinstance(architectures, list) and len(architectures) == 1 and architectures[0] in ARCHITECTURES
     ):
         raise ModelLoadError(
-            f"config: architectures={architectures!r}: expected one of {', '.join(ARCHITECTURES)}"
+            f"config: architectures={short_repr(architectures)}: expected one of {', '.join(ARCHITECTURES)}"
         )
 
     # A speculator's own model_type says nothing about its layers.
     model_type = (config.get("transformer_layer_config") or config).get("model_type") or "llama"
     if model_type != "llama":
-        raise ModelLoadError(f"config: model_type={model_type!r}: expected 'llama'")
+        raise ModelLoadError(f"config: model_type={short_repr(model_type)}: expected 'llama'")
 
     algorithm = _table(config, "speculators_config").get("algorithm", "eagle3")
     if algorithm != "eagle3":
-        raise ModelLoadError(f"config: speculators_config has algorithm={algorithm!r}, expected 'eagle3'")
+        raise ModelLoadError(
+            f"config: speculators_config has algorithm={short_repr(algorithm)}, expected 'eagle3'"
+        )
 
     for name, implemented in FIXED_OPTIONS.items():
         value = settings.get(name, implemented)
         if value != implemented or isinstance(value, bool) != isinstance(implemented, bool):
-            raise ModelLoadError(f"config: {name}={value!r}: only {implemented!r} is implemented")
+            raise ModelLoadError(
+                f"config: {name}={short_repr(value)}: only {short_repr(implemented)} is implemented"
+            )
 
     for name, value in _table(config, "eagle_config").items():
         if name not in OPTIONS and name not in FIXED_OPTIONS and name not in UNUSED_OPTIONS:
-            raise ModelLoadError(f"config: eagle_config has {name}={value!r}, which is not known")
+            raise ModelLoadError(f"config: eagle_config has {name}={short_repr(value)}, which is not known")
 
 
 def _draft_vocab_size(settings: Mapping[str, Any], vocab_size: int) -> int:
@@ -193,21 +196,25 @@ def _draft_vocab_size(settings: Mapping[str, Any], vocab_size: int) -> int:
     for name, size in zip(names, sizes, strict=True):
         if not _is_int(size) or not 1 <= size <= vocab_size or size != sizes[0]:
             expected = f"one size from 1 to vocab_size={vocab_size}"
-            raise ModelLoadError(f"config: {name}={size!r}: expected {expected}")
+            raise ModelLoadError(f"config: {name}={short_repr(size)}: expected {expected}")
 
     return sizes[0] if sizes else vocab_size
 
 
 def _boundaries(settings: Mapping[str, Any], num_layers: int, convention: str | None) -> tuple[int, ...]:
     if convention not in ("output", "boundary", None):
-        raise ModelLoadError(f"aux_layer_convention={convention!r}: expected 'output', 'boundary' or None")
+        raise ModelLoadError(
+            f"aux_layer_convention={short_repr(convention)}: expected 'output', 'boundary' or None"
+        )
 
     if not _flag(settings, "use_aux_hidden_state", default=True):
         return ()
 
     ids = settings.get("eagle_aux_hidden_state_layer_ids") or []
     if not isinstance(ids, list) or not all(_is_int(layer_id) for layer_id in ids):
-        raise ModelLoadError(f"config: eagle_aux_hidden_state_layer_ids={ids!r}: expected a list of integers")
+        raise ModelLoadError(
+            f"config: eagle_aux_hidden_state_layer_ids={short_repr(ids)}: expected a list of integers"
+        )
 
     if not ids:
         if num_layers < NUM_DEFAULT_FEATURES:
@@ -226,13 +233,15 @@ def _boundaries(settings: Mapping[str, Any], num_layers: int, convention: str | 
         is_distinct = len(set(boundaries)) == len(ids)
         if not is_distinct or not all(first <= boundary <= num_layers for boundary in boundaries):
             raise ModelLoadError(
-                f"config: eagle_aux_hidden_state_layer_ids={ids!r} as {convention} ids: "
+                f"config: eagle_aux_hidden_state_layer_ids={short_repr(ids)} as {convention} ids: "
                 f"expected different ones from 0 to {num_layers - first}"
             )
 
     num_features = settings.get("num_aux_hidden_states", len(boundaries))
     if num_features != len(boundaries):
-        raise ModelLoadError(f"config: num_aux_hidden_states={num_features!r}: expected {len(boundaries)}")
+        raise ModelLoadError(
+            f"config: num_aux_hidden_states={short_repr(num_features)}: expected {len(boundaries)}"
+        )
 
     return tuple(boundaries)
 
@@ -246,7 +255,7 @@ def _check_fit(draft: DraftConfig, target: DecoderConfig) -> None:
 
     if draft.target_hidden_size != target.hidden_size:
         raise ModelLoadError(
-            f"config: the draft is for a target of hidden size {draft.target_hidden_size!r} "
+            f"config: the draft is for a target of hidden size {short_repr(draft.target_hidden_size)} "
             f"(target_hidden_size, else hidden_size), its target has {target.hidden_size}: expected the same"
         )
 
@@ -268,7 +277,7 @@ def _check_fit(draft: DraftConfig, target: DecoderConfig) -> None:
 def _flag(settings: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
     value = settings.get(name, default)
     if not isinstance(value, bool):
-        raise ModelLoadError(f"config: {name}={value!r}: expected true or false")
+        raise ModelLoadError(f"config: {name}={short_repr(value)}: expected true or false")
 
     return value
 

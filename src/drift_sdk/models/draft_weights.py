@@ -8,7 +8,7 @@ import torch
 
 from drift_sdk.errors import ModelLoadError
 from drift_sdk.loading.draft import OFFSETS, PROPOSABLE
-from drift_sdk.loading.tensors import TensorSource
+from drift_sdk.loading.tensors import FiniteCheck, TensorSource, check_dtype
 from drift_sdk.models.draft_config import DraftConfig
 from drift_sdk.models.weights import DecoderWeights, LayerWeights
 
@@ -17,7 +17,6 @@ __all__ = ["DraftWeights", "load_draft_weights", "required_shapes", "shareable_s
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 FC, INPUT_NORM, FINAL_NORM = "fc.weight", "input_norm.weight", "norm.weight"
 HIDDEN_NORM = "layers.0.hidden_norm.weight"
-STORED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,20 +73,21 @@ def load_draft_weights(
     """Weights of the target's dtype, on its device; its embedding and head where the draft has none.
 
     Raises ModelLoadError naming tensor, file, found and expected shape for a tensor that is missing,
-    unexpected or misshapen.
+    unexpected, misshapen or not finite.
     """
     _check_names(config, tensors)
-    names = tensors.names()
+    names, finite = tensors.names(), FiniteCheck(tensors)
 
     def read(name: str) -> torch.Tensor:
         tensor = tensors.get(name)
-        if tensor.dtype not in STORED_DTYPES:
-            raise ModelLoadError(
-                f"{tensors.file(name)}: tensor {name} is stored as {tensor.dtype}, "
-                "expected float32, bfloat16 or float16"
-            )
+        check_dtype(tensors, name, tensor.dtype)
+        try:
+            tensor = tensor.to(device=target.embedding.device, dtype=target.embedding.dtype, copy=True)
+        except RuntimeError as error:  # torch.OutOfMemoryError is one, too
+            raise ModelLoadError(f"{tensors.file(name)}: no memory for tensor {name}: {error}") from error
 
-        return tensor.to(device=target.embedding.device, dtype=target.embedding.dtype, copy=True)
+        finite.add(name, tensor)
+        return tensor
 
     def stacked(prefix: str, modules: str, suffix: str) -> torch.Tensor:
         return torch.cat([read(f"{prefix}.{module}_proj.{suffix}") for module in modules.split()])
@@ -120,7 +120,7 @@ def load_draft_weights(
         head = whole if len(ids) == len(whole) else whole[ids]
 
     feature_norms = range(len(config.boundaries) if config.has_feature_norms else 0)
-    return DraftWeights(
+    weights = DraftWeights(
         embedding=embedding,
         fc=read(FC) if config.boundaries else None,
         input_norm=read(INPUT_NORM) if config.has_input_norm else None,
@@ -131,6 +131,8 @@ def load_draft_weights(
         head=head,
         target_ids=ids,
     )
+    finite.finish()
+    return weights
 
 
 def _layer_shapes(config: DraftConfig, index: int) -> dict[str, tuple[int, ...]]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from msgspec import Struct
 
-from drift_sdk.errors import ModelLoadError
+from drift_sdk.errors import ModelLoadError, short_repr
 
 __all__ = [
     "FrequencyFactors",
@@ -23,6 +23,10 @@ __all__ = [
 ]
 
 DEFAULT_THETA = 10_000.0
+# What float32 has room for: beyond, frequencies would be zero, infinite or NaN.
+THETAS = (1.0, 1e30)
+FACTORS = (1e-6, 1e30)
+MAX_CONTEXT = 2**31 - 1
 
 
 class LinearScaling(Struct, frozen=True, kw_only=True):
@@ -71,47 +75,52 @@ def rope_from_hf(config: Mapping[str, Any], head_dim: int) -> tuple[float, RopeS
 
     Raises ModelLoadError for a rope type that is not implemented or lacks a setting.
     """
-    settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    given = [config.get(name) for name in ("rope_parameters", "rope_scaling")]
+    settings: Any = next((settings for settings in given if settings not in (None, {})), {})
     if not isinstance(settings, Mapping) or any(isinstance(value, Mapping) for value in settings.values()):
-        raise ModelLoadError(f"config: rope settings {settings!r}: expected one flat set for all layers")
+        raise ModelLoadError(
+            f"config: rope settings {short_repr(settings)}: expected one flat set for all layers"
+        )
 
-    theta = _number({"rope_theta": config.get("rope_theta") or DEFAULT_THETA} | dict(settings), "rope_theta")
+    theta = DEFAULT_THETA
+    for source in (settings, config):
+        if source.get("rope_theta") is not None:
+            theta = _number(source, "rope_theta", *THETAS)
+            break
+
     share = settings.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if share not in (None, 1, 1.0):
-        raise ModelLoadError(f"config: partial_rotary_factor={share!r}: only 1.0 is implemented")
+        found = f"partial_rotary_factor={short_repr(share)}"
+        raise ModelLoadError(f"config: {found}: only 1.0 is implemented")
 
-    rope_type = settings.get("rope_type") or settings.get("type") or "default"
-    if rope_type == "default":
+    rope_type = _first_given(settings, "rope_type", "type")
+    if rope_type in (None, "default"):
         return theta, None
 
     if rope_type == "linear":
-        return theta, LinearScaling(factor=_number(settings, "factor"))
+        return theta, LinearScaling(factor=_number(settings, "factor", *FACTORS))
 
     if rope_type == "llama3":
-        original = config.get("original_max_position_embeddings")
-        original = original or settings.get("original_max_position_embeddings")
-        original = original or config.get("max_position_embeddings")
-        context = _number({"original_max_position_embeddings": original}, "original_max_position_embeddings")
-        low, high = _number(settings, "low_freq_factor"), _number(settings, "high_freq_factor")
+        name = "original_max_position_embeddings"
+        context = next((value for value in (config.get(name), settings.get(name)) if value is not None), None)
+        context = config.get("max_position_embeddings") if context is None else context
+        low = _number(settings, "low_freq_factor", *FACTORS)
+        high = _number(settings, "high_freq_factor", *FACTORS)
         if low >= high:
             raise ModelLoadError(f"config: low_freq_factor={low}: expected less than high_freq_factor={high}")
 
         scaling = Llama3Scaling(
-            factor=_number(settings, "factor"),
+            factor=_number(settings, "factor", *FACTORS),
             low_freq_factor=low,
             high_freq_factor=high,
-            original_max_position_embeddings=int(context),
+            original_max_position_embeddings=int(_number({name: context}, name, 1, MAX_CONTEXT)),
         )
         return theta, scaling
 
     if rope_type == "factors":
-        factors = tuple(float(factor) for factor in settings.get("factors", ()))
-        if len(factors) != head_dim // 2 or not all(math.isfinite(f) and f > 0 for f in factors):
-            raise ModelLoadError(f"config: {len(factors)} rope factors: expected {head_dim // 2} above zero")
+        return theta, FrequencyFactors(factors=_factors(settings.get("factors"), head_dim // 2))
 
-        return theta, FrequencyFactors(factors=factors)
-
-    raise ModelLoadError(f"config: rope_type={rope_type!r}: expected default, linear or llama3")
+    raise ModelLoadError(f"config: rope_type={short_repr(rope_type)}: expected default, linear or llama3")
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> torch.Tensor:
@@ -136,14 +145,27 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return (x * cos).add_(swapped.mul_(sin))
 
 
-def _number(settings: Mapping[str, Any], name: str) -> float:
-    value = settings.get(name)
+def _first_given(settings: Mapping[str, Any], *names: str) -> Any:
+    return next((settings[name] for name in names if settings.get(name) is not None), None)
+
+
+def _factors(factors: object, num_factors: int) -> tuple[float, ...]:
+    low, high = FACTORS
     if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not math.isfinite(value)
-        or value <= 0
+        not isinstance(factors, list)
+        or len(factors) != num_factors
+        or not all(isinstance(factor, float) and low <= factor <= high for factor in factors)
     ):
-        raise ModelLoadError(f"config: {name}={value!r} in the rope settings: expected a number above zero")
+        found, expected = short_repr(factors), f"{num_factors} numbers from {low:g} to {high:g}"
+        raise ModelLoadError(f"config: rope factors {found}: expected {expected}")
+
+    return tuple(factors)
+
+
+def _number(settings: Mapping[str, Any], name: str, ge: float, le: float) -> float:
+    value = settings.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not ge <= value <= le:
+        found, expected = f"{name}={short_repr(value)} in the rope settings", f"from {ge:g} to {le:g}"
+        raise ModelLoadError(f"config: {found}: expected a number {expected}")
 
     return float(value)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from drift_sdk.errors import ModelLoadError
-from drift_sdk.loading.tensors import InPlaceSource, TensorSource, check_dtype
+from drift_sdk.loading.tensors import FiniteCheck, InPlaceSource, TensorSource, check_dtype
 from drift_sdk.models.decoder_config import DecoderConfig
 
 __all__ = ["DecoderWeights", "LayerWeights", "load_weights", "tensor_shapes", "weight_bytes"]
@@ -71,15 +71,25 @@ def load_weights(
     """Weights of `dtype` on `device`; `on_tensor(num_loaded, num_tensors)` is called after each tensor.
 
     Raises ModelLoadError naming tensor and file for a tensor that is missing, unexpected or misshapen, before
-    any memory is taken.
+    any memory is taken; for weights there is no memory for; and for one that is not finite in `dtype`.
     """
     _check_names(config, tensors)
-    weights, places = _allocate(config, device, dtype)
+    try:
+        weights, places = _allocate(config, device, dtype)
+    except RuntimeError as error:  # torch.OutOfMemoryError is one, too
+        size = f"{weight_bytes(config, dtype) / 2**30:.1f} GiB"
+        raise ModelLoadError(
+            f"{tensors.location}: not enough memory on {device} for {size} of weights: {error}"
+        ) from error
+
+    finite = FiniteCheck(tensors)
     for num_loaded, (name, place) in enumerate(places.items(), start=1):
         _fill(place, tensors, name)
+        finite.add(name, place)
         if on_tensor is not None:
             on_tensor(num_loaded, len(places))
 
+    finite.finish()
     return weights
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
-from drift_sdk.errors import ModelLoadError
+from drift_sdk.errors import ModelLoadError, short_repr
 
 __all__ = ["adds_bos", "build_gguf_tokenizer", "special_token"]
 
@@ -32,6 +32,9 @@ LLAMA3_SPLIT = CL100K_SPLIT % r"\p{N}{1,3}"
 QWEN2_SPLIT = CL100K_SPLIT % r"\p{N}"
 
 METASPACE = "\u2581"
+TOKENS = "tokenizer.ggml.tokens"
+MAX_TOKEN_CHARS = 1024
+NAMES = {str: "a string", int: "an integer", float: "a number"}
 
 
 class TokenType(IntEnum):
@@ -47,12 +50,12 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
     """Build from a file's metadata, plain Python values by key; `ModelLoadError` names the key at fault."""
     model = metadata.get("tokenizer.ggml.model")
     if model not in ("gpt2", "llama"):
-        raise ModelLoadError(f"tokenizer.ggml.model={model!r}: expected 'gpt2' or 'llama'")
+        raise ModelLoadError(f"tokenizer.ggml.model={short_repr(model)}: expected 'gpt2' or 'llama'")
 
-    tokens = _list(metadata, "tokenizer.ggml.tokens")
+    tokens = _list(metadata, TOKENS, str)
     types: Sequence[int] = [TokenType.NORMAL] * len(tokens)
     if "tokenizer.ggml.token_type" in metadata:
-        types = _list(metadata, "tokenizer.ggml.token_type", length=len(tokens))
+        types = _list(metadata, "tokenizer.ggml.token_type", int, length=len(tokens))
 
     if model == "llama":
         # User-defined tokens are looked for in the text as it was typed, with plain spaces.
@@ -64,7 +67,7 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
     if len(vocab) != len(tokens):
         repeated = next(token for token_id, token in enumerate(tokens) if vocab[token] != token_id)
-        raise ModelLoadError(f"tokenizer.ggml.tokens: {repeated!r} occurs twice, expected distinct tokens")
+        raise ModelLoadError(f"{TOKENS}: {short_repr(repeated)} occurs twice, expected distinct tokens")
 
     build = _byte_level if model == "gpt2" else _sentencepiece
     try:
@@ -88,25 +91,27 @@ def special_token(metadata: Mapping[str, Any], name: str) -> str | None:
     if token_id is None:
         return None
 
-    tokens = _list(metadata, "tokenizer.ggml.tokens")
-    if not isinstance(token_id, int) or not 0 <= token_id < len(tokens):
-        raise ModelLoadError(f"{key}={token_id!r}: expected a token id below {len(tokens)}")
+    tokens: list[str] = _list(metadata, TOKENS, str)
+    if type(token_id) is not int or not 0 <= token_id < len(tokens):
+        raise ModelLoadError(f"{key}={short_repr(token_id)}: expected a token id below {len(tokens)}")
 
-    return str(tokens[token_id])
+    return tokens[token_id]
 
 
 def adds_bos(metadata: Mapping[str, Any]) -> bool:
     """Whether an encoded text begins with the beginning-of-sequence token."""
-    is_default = (
-        metadata.get("tokenizer.ggml.model") == "llama" or metadata.get("tokenizer.ggml.pre") in LLAMA3_NAMES
-    )
-    return bool(metadata.get("tokenizer.ggml.add_bos_token", is_default))
+    model, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
+    is_llama3 = isinstance(pre, str) and pre in LLAMA3_NAMES
+    return _flag(metadata, "tokenizer.ggml.add_bos_token", default=model == "llama" or is_llama3)
 
 
 def _byte_level(
     metadata: Mapping[str, Any], vocab: dict[str, int], types: Sequence[int]
 ) -> tokenizers.Tokenizer:
     pre = metadata.get("tokenizer.ggml.pre", "default")
+    if not isinstance(pre, str):
+        raise ModelLoadError(f"tokenizer.ggml.pre={short_repr(pre)}: expected a string")
+
     byte_level: pre_tokenizers.PreTokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     if pre in GPT2_NAMES:
         pre_tokenizer = byte_level
@@ -122,9 +127,9 @@ def _byte_level(
         )
     else:
         known = sorted(GPT2_NAMES | SINGLE_DIGIT_NAMES | LLAMA3_NAMES | QWEN2_NAMES)
-        raise ModelLoadError(f"tokenizer.ggml.pre={pre!r}: expected one of {', '.join(known)}")
+        raise ModelLoadError(f"tokenizer.ggml.pre={short_repr(pre)}: expected one of {', '.join(known)}")
 
-    merges = [tuple(merge.split(" ")) for merge in _list(metadata, "tokenizer.ggml.merges")]
+    merges = _read_merges(metadata, vocab)
     raw = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre in LLAMA3_NAMES))
     raw.pre_tokenizer = pre_tokenizer
     raw.decoder = decoders.ByteLevel()
@@ -135,10 +140,24 @@ def _byte_level(
     return raw
 
 
+def _read_merges(metadata: Mapping[str, Any], vocab: dict[str, int]) -> list[tuple[str, str]]:
+    """Pairs of tokens that make another. The library panics on any others."""
+    key = "tokenizer.ggml.merges"
+    merges = []
+    for merge in _list(metadata, key, str):
+        left, space, right = merge.partition(" ")
+        if not (space and left in vocab and right in vocab and left + right in vocab):
+            raise ModelLoadError(f"{key}: {short_repr(merge)}, expected two tokens that make a third")
+
+        merges.append((left, right))
+
+    return merges
+
+
 def _sentencepiece(
     metadata: Mapping[str, Any], vocab: dict[str, int], types: Sequence[int]
 ) -> tokenizers.Tokenizer:
-    scores = _list(metadata, "tokenizer.ggml.scores", length=len(vocab))
+    scores = _list(metadata, "tokenizer.ggml.scores", float, length=len(vocab))
     raw = tokenizers.Tokenizer(
         models.BPE(
             vocab=vocab,
@@ -148,7 +167,7 @@ def _sentencepiece(
             byte_fallback=TokenType.BYTE in types,
         )
     )
-    has_space_prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    has_space_prefix = _flag(metadata, "tokenizer.ggml.add_space_prefix", default=True)
     replace = normalizers.Replace(" ", METASPACE)
     raw.normalizer = (
         normalizers.Sequence([normalizers.Prepend(METASPACE), replace]) if has_space_prefix else replace
@@ -169,6 +188,10 @@ def _merges_by_score(
     mergeable = {
         token for token, t in zip(vocab, types, strict=True) if t in (TokenType.NORMAL, TokenType.UNUSED)
     }
+    longest = max(map(len, mergeable), default=0)
+    if longest > MAX_TOKEN_CHARS:
+        raise ModelLoadError(f"{TOKENS}: one of {longest} characters, expected at most {MAX_TOKEN_CHARS}")
+
     merges = []
     for token in sorted(mergeable, key=lambda token: (-scores[vocab[token]], vocab[token])):
         for cut in range(len(token) - 1, 0, -1):
@@ -179,12 +202,24 @@ def _merges_by_score(
     return merges
 
 
-def _list(metadata: Mapping[str, Any], key: str, *, length: int | None = None) -> list[Any]:
+def _flag(metadata: Mapping[str, Any], key: str, *, default: bool) -> bool:
+    value = metadata.get(key, default)
+    if not isinstance(value, bool):
+        raise ModelLoadError(f"{key}={short_repr(value)}: expected true or false")
+
+    return value
+
+
+def _list(metadata: Mapping[str, Any], key: str, kind: type, *, length: int | None = None) -> list[Any]:
     values = metadata.get(key)
     if not isinstance(values, list):
         raise ModelLoadError(f"{key}: found {type(values).__name__}, expected a list")
 
     if length is not None and len(values) != length:
         raise ModelLoadError(f"{key}: found {len(values)} entries, expected {length}, one a token")
+
+    if not all(type(value) is kind and value == value for value in values):
+        found = next(value for value in values if type(value) is not kind or value != value)
+        raise ModelLoadError(f"{key}: found {short_repr(found)}, expected each to be {NAMES[kind]}")
 
     return values

@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
+from queue import Empty, SimpleQueue
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from drift_sdk.errors import RequestError
 from drift_sdk.grammars import Grammar, JsonSchema, Regex
+from drift_sdk.text.grammar_limits import STACK_BYTES, check_lark, check_regex, check_schema
 from drift_sdk.text.tokenizer import Tokenizer
 
 try:
@@ -32,6 +34,10 @@ except ImportError as error:
 __all__ = ["GrammarConstraint", "constrain"]
 
 NUM_CACHED_GRAMMARS = 64
+
+# Within the bounds of grammar_limits, compiling takes up to a few seconds. What takes longer is left to run, as
+# native code cannot be stopped.
+COMPILE_TIMEOUT_S = 20
 
 NO_FORCING = '\n%llguidance {"no_forcing": true}'
 
@@ -180,6 +186,7 @@ class Vocabulary:
 _vocabularies: WeakKeyDictionary[Tokenizer, dict[tuple[int, tuple[int, ...]], Vocabulary]]
 _vocabularies = WeakKeyDictionary()
 _vocabularies_lock = threading.Lock()
+_stack_size_lock = threading.Lock()
 
 
 def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Vocabulary:
@@ -194,22 +201,58 @@ def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[in
 
 
 def compile_lark(ll_tokenizer: LLTokenizer, lark: str) -> LLMatcher:
-    matcher = LLMatcher(ll_tokenizer, lark, log_level=0)
+    """Compile on a thread of its own: how large other threads' stacks are is the host's business."""
+    compiled: SimpleQueue[LLMatcher | BaseException] = SimpleQueue()
+
+    def work() -> None:
+        try:
+            compiled.put(LLMatcher(ll_tokenizer, lark, log_level=0))
+        except BaseException as error:  # a Rust panic is no Exception
+            compiled.put(error)
+
+    start_thread(work)
+    try:
+        matcher = compiled.get(timeout=COMPILE_TIMEOUT_S)
+    except Empty:
+        raise ValueError(f"it takes longer than {COMPILE_TIMEOUT_S} s") from None
+
+    if isinstance(matcher, BaseException):
+        raise ValueError(f"llguidance failed: {matcher}") from matcher
+
     if matcher.is_error():
         raise ValueError(reason(matcher))
 
     return matcher
 
 
+def start_thread(work: Callable[[], None]) -> None:
+    """Start a thread with a stack of `STACK_BYTES`. Python takes a thread's size from a setting of the process,
+    which is changed for this one start."""
+    with _stack_size_lock:
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            threading.Thread(target=work, name="drift-grammar", daemon=True).start()
+        except RuntimeError as error:
+            raise ValueError(f"no thread with a stack of {STACK_BYTES >> 20} MiB can be started") from error
+        finally:
+            threading.stack_size(before)
+
+
 def lark_of(grammar: Grammar) -> str:
-    """Any grammar in llguidance's one notation. A setting counts where it comes last."""
+    """Any grammar in llguidance's one notation. A setting counts where it comes last. ValueError for a grammar
+    out of bounds."""
     if isinstance(grammar, JsonSchema):
+        check_schema(grammar.definition)
         schema = {"x-guidance": JSON_STYLE} | grammar.definition
         return f"start: %json {json.dumps(schema)}{NO_FORCING}"
 
     if isinstance(grammar, Regex):
-        return f"start: /{regex_to_lark(grammar.pattern)}/{NO_FORCING}"
+        check_regex(grammar.pattern)
+        # \s becomes a class with a space in it, which (?x) would ignore.
+        pattern = regex_to_lark(grammar.pattern, "dws").replace(r"[ \t", r"[\x20\t")
+        return f"start: /{pattern}/{NO_FORCING}"
 
+    check_lark(grammar.grammar)
     return grammar.grammar + NO_FORCING
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from drift_sdk.errors import ModelLoadError, RequestError
+from drift_sdk.errors import ModelLoadError, RequestError, short_repr
+from drift_sdk.files import has_file
 from drift_sdk.text.detokenizer import Detokenizer
 from drift_sdk.text.gguf_tokenizer import adds_bos, build_gguf_tokenizer, special_token
 from drift_sdk.text.token_bytes import TokenBytes
 
-__all__ = ["Tokenizer"]
+__all__ = ["Tokenizer", "default_template"]
 
 
 class Tokenizer:
@@ -60,18 +62,28 @@ class Tokenizer:
 
         Raises `ModelLoadError` when the file is missing or is not a tokenizer.
         """
+        if not has_file(path):
+            raise ModelLoadError(f"{path}: is missing")
+
         config = tokenizer_config or {}
+        config_file = path.with_name("tokenizer_config.json")
         add_bos_token = config.get("add_bos_token")
-        try:
-            return cls(
+        if not isinstance(add_bos_token, bool | None):
+            found = f"add_bos_token={short_repr(add_bos_token)}"
+            raise ModelLoadError(f"{config_file}: {found}: expected true, false or null")
+
+        bos_token, eos_token = (_token_text(config, f"{name}_token", config_file) for name in ("bos", "eos"))
+        chat_template = default_template(config.get("chat_template"), config_file)
+        with _no_panic(path):
+            tokenizer = cls(
                 tokenizers.Tokenizer.from_file(str(path)),
-                bos_token=_token_text(config.get("bos_token")),
-                eos_token=_token_text(config.get("eos_token")),
-                chat_template=_default_template(config.get("chat_template")),
-                adds_bos=add_bos_token if isinstance(add_bos_token, bool) else None,
+                bos_token=bos_token,
+                eos_token=eos_token,
+                chat_template=chat_template,
+                adds_bos=add_bos_token,
             )
-        except Exception as error:
-            raise ModelLoadError(f"{path}: not a usable tokenizer.json: {error}") from error
+            tokenizer.encode("")  # what is put around a text must be known
+            return tokenizer
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
@@ -83,7 +95,9 @@ class Tokenizer:
             build_gguf_tokenizer(metadata),
             bos_token=special_token(metadata, "bos"),
             eos_token=special_token(metadata, "eos"),
-            chat_template=metadata.get("tokenizer.chat_template"),
+            chat_template=default_template(
+                metadata.get("tokenizer.chat_template"), "tokenizer.chat_template"
+            ),
             adds_bos=adds_bos(metadata),
         )
 
@@ -91,12 +105,17 @@ class Tokenizer:
         """Token ids of a text; special tokens written out in it become their ids.
 
         `add_special_tokens` adds what this model puts around a text, such as a beginning-of-sequence token:
-        not wanted for a rendered chat template. Raises `RequestError` when the text has no UTF-8 form.
+        not wanted for a rendered chat template. Raises `RequestError` when the text has no UTF-8 form, or has
+        what this vocabulary cannot say.
         """
         try:
             ids: list[int] = self._raw.encode(text, add_special_tokens=add_special_tokens).ids
-        except TypeError as error:
-            allowed = "text without lone surrogates"
+        except BaseException as error:
+            if not _is_of_library(error):
+                raise
+
+            is_utf8 = not isinstance(error, TypeError)
+            allowed = f"text that can be tokenised ({error})" if is_utf8 else "text without lone surrogates"
             raise RequestError(
                 f"prompt: expected {allowed}", field="prompt", value=text, allowed=allowed
             ) from error
@@ -127,16 +146,44 @@ def _make_special(raw: tokenizers.Tokenizer, text: str) -> None:
     raw.add_special_tokens([token])
 
 
-def _token_text(token: object) -> str | None:
-    """tokenizer_config.json gives a token as its text or as a dict with its text under "content"."""
-    text = token.get("content") if isinstance(token, Mapping) else token
-    return text if isinstance(text, str) else None
+@contextmanager
+def _no_panic(path: Path) -> Iterator[None]:
+    """ModelLoadError for whatever the library raises, its panics included, which are no Exceptions."""
+    try:
+        yield
+    except BaseException as error:
+        if not _is_of_library(error):
+            raise
+
+        raise ModelLoadError(f"{path}: not a usable tokenizer.json: {error}") from error
 
 
-def _default_template(template: object) -> str | None:
-    """tokenizer_config.json gives one template, or several with names."""
+def _is_of_library(error: BaseException) -> bool:
+    """An error of the tokenizers library: its panics are no Exceptions."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def default_template(template: object, place: object) -> str | None:
+    """Of what a file gives: one template, or a list of them with names; ModelLoadError naming the place."""
     if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default")
+        named = [entry for entry in template if isinstance(entry, Mapping)]
+        given = next((entry.get("template", "") for entry in named if entry.get("name") == "default"), None)
+        is_known = len(named) == len(template) and isinstance(given, str | None)
+    else:
+        given, is_known = template, isinstance(template, str | None)
 
-    return template if isinstance(template, str) else None
+    if not is_known:
+        found, allowed = short_repr(template), "text, or a list of names and texts"
+        raise ModelLoadError(f"{place}: chat_template={found}: expected {allowed}")
+
+    return given
+
+
+def _token_text(config: Mapping[str, Any], name: str, place: Path) -> str | None:
+    """tokenizer_config.json gives a token as its text or as a dict with its text under "content"."""
+    token = config.get(name)
+    text = token.get("content") if isinstance(token, Mapping) else token
+    if not (isinstance(text, str) or token is None):
+        raise ModelLoadError(f"{place}: {name}={short_repr(token)}: expected the text of a token")
+
+    return text

@@ -1,0 +1,40 @@
+"""Regular files, told from what must not be opened: a FIFO blocks its reader, a device never ends."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+from drift_sdk.errors import ModelLoadError
+
+__all__ = ["has_file"]
+
+KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a character device",
+    stat.S_IFBLK: "a block device",
+}
+
+
+def has_file(path: Path) -> bool:
+    """Whether a regular file, or a symbolic link to one, is at `path`.
+
+    Raises ModelLoadError naming the path for anything else that is there, a link that leads nowhere included.
+    """
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if not path.is_symlink():
+            return False
+
+        raise ModelLoadError(f"{path}: a symbolic link to a file that is missing") from error
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{path}: cannot be read: {error}") from error
+
+    if not stat.S_ISREG(mode):
+        kind = KINDS.get(stat.S_IFMT(mode), "a special file")
+        raise ModelLoadError(f"{path}: is {kind}, expected a regular file")
+
+    return True

@@ -1,0 +1,277 @@
+"""Bounds of grammars, checked before they are compiled.
+
+llguidance compiles by native recursion, at some places in time quadratic or worse in the grammar's size, and holds
+numbers as doubles and 64-bit integers without saying where they do not fit. Within these bounds its stack need is
+below `STACK_BYTES` and every number means what it says. A `ValueError` names the bound that is exceeded.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from decimal import Decimal
+from math import gcd, isfinite
+from typing import Any
+
+__all__ = ["STACK_BYTES", "check_lark", "check_regex", "check_schema"]
+
+STACK_BYTES = 64 << 20
+"""Of the thread that compiles: twice of what `MAX_PARTS` parts were seen to need (up to 7 KB each)."""
+
+MAX_BYTES = 256 << 10
+MAX_PARTS = 5_000
+MAX_DEPTH = 100
+MAX_PROPERTIES = 1_000
+MAX_COUNTED_PROPERTIES = 100  # where minProperties or maxProperties makes a choice of each
+MAX_PATTERN_PROPERTIES = 10
+MAX_REPETITIONS = 1_000
+MAX_CONSTRAINTS = 8
+MAX_INTEGER = 2**53
+MAX_DECIMALS = 15
+
+INT64_MAX = 2**63 - 1
+UINT32_MAX = 2**32 - 1
+LOWER_BOUNDS = ("minimum", "exclusiveMinimum")
+UPPER_BOUNDS = ("maximum", "exclusiveMaximum")
+ALTERNATIVES = ("anyOf", "oneOf")
+SEQUENCES = ("properties", "required", "prefixItems", "items", "allOf", "anyOf", "oneOf")
+
+REPETITION = re.compile(r"\\.|[?*+{]", re.DOTALL)
+
+# The tokens of llguidance's Lark that decide where others begin, and those that make it recurse.
+LARK_TOKEN = re.compile(
+    r"""(?P<text>"(?:\\.|[^"\\\n])*")"""
+    r"""|(?P<comment>(?:\#|//)[^\n]*)"""
+    r"""|/(?P<regex>(?:\\.|[^/\\])+)/"""
+    r"""|%(?P<json>json|regex|llguidance)"""
+    r"""|(?P<part>[(\[{:])"""
+    r"""|(?P<repetition>[?*+~])""",
+    re.DOTALL,
+)
+JSON_SPACE = re.compile(r"[ \t\r\n]*")
+decoder = json.JSONDecoder()
+
+
+def check_regex(pattern: str) -> None:
+    _check_size(pattern)
+    _check_repetitions("pattern", pattern)
+
+
+def check_lark(text: str) -> None:
+    _check_size(text)
+    num_parts = num_repetitions = position = 0
+    while match := LARK_TOKEN.search(text, position):
+        position = match.end()
+        if match["regex"]:
+            num_repetitions += _check_repetitions("a regex", match["regex"])
+        elif match["json"]:
+            try:
+                value, position = decoder.raw_decode(text, JSON_SPACE.match(text, position).end())  # type: ignore[union-attr]
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"%{match['json']} must be followed by JSON ({error})") from error
+            if match["json"] == "json":
+                check_schema(value)
+        else:
+            num_parts += match["part"] is not None
+            num_repetitions += match["repetition"] is not None
+
+    _check_count("rules and groups", num_parts, MAX_PARTS)
+    _check_count("repetitions", num_repetitions, MAX_PARTS)
+
+
+def check_schema(schema: Any) -> None:
+    num_parts = num_patterns = num_repetitions = 0
+    objects: list[dict[str, Any]] = []
+    multiples: set[Decimal] = set()
+    for value, depth in _walk(schema):
+        if depth > MAX_DEPTH:
+            raise ValueError(f"schema is nested deeper than {MAX_DEPTH} levels")
+
+        num_parts += _num_parts(value)
+        _check_count("parts", num_parts, MAX_PARTS)
+        if isinstance(value, dict):
+            objects.append(value)
+            _check_keywords(value)
+            num_patterns += _size_of(value.get("patternProperties"))
+            num_repetitions += sum(_check_repetitions("a pattern", pattern) for pattern in _patterns(value))
+            if _is_number(multiple := value.get("multipleOf")):
+                multiples.add(_decimal("multipleOf", multiple))
+
+    _check_count("patternProperties", num_patterns, MAX_PATTERN_PROPERTIES)
+    _check_count("repetitions", num_repetitions, MAX_PARTS)
+    _check_multiples(multiples, is_merged=any("allOf" in each or "$ref" in each for each in objects))
+    _check_merged_strings(schema, objects)
+    _check_size(json.dumps(schema, ensure_ascii=False))
+
+
+def _walk(schema: Any) -> Iterator[tuple[Any, int]]:
+    """All objects and arrays, data included: a $ref may point anywhere."""
+    stack = [(schema, 1)]
+    while stack:
+        value, depth = stack.pop()
+        if isinstance(value, dict | list):
+            yield value, depth
+            members = value.values() if isinstance(value, dict) else value
+            stack += [(member, depth + 1) for member in members]
+
+
+def _num_parts(value: dict[str, Any] | list[Any]) -> int:
+    """How much a value adds to the depth of llguidance's recursion, at most."""
+    if isinstance(value, list):
+        return 1
+
+    # Each property is a level, and so are names in `required` and members of constants.
+    num_members = sum(_size_of(value.get(keyword)) for keyword in SEQUENCES)
+    constants = [value.get("const"), *_members(value, "enum")]
+    num_members += sum(len(each) for constant in constants for each, _ in _walk(constant))
+    return 1 + num_members
+
+
+def _check_keywords(schema: dict[str, Any]) -> None:
+    for keyword in LOWER_BOUNDS + UPPER_BOUNDS:
+        if _is_number(bound := schema.get(keyword)):
+            _check_bound(keyword, bound)
+
+    for keyword in ("const", "enum"):
+        for value, _ in _walk([schema.get(keyword)]):
+            for member in value.values() if isinstance(value, dict) else value:
+                if _is_number(member):
+                    _check_exact(keyword, member)
+
+    is_counted = "minProperties" in schema or "maxProperties" in schema
+    for keyword in ("properties", "required"):
+        most = MAX_COUNTED_PROPERTIES if is_counted else MAX_PROPERTIES
+        _check_count(keyword, _size_of(schema.get(keyword)), most)
+
+
+def _patterns(schema: dict[str, Any]) -> list[str]:
+    named = schema.get("patternProperties")
+    patterns = [schema.get("pattern"), *(named if isinstance(named, dict) else ())]
+    return [pattern for pattern in patterns if isinstance(pattern, str)]
+
+
+def _check_bound(keyword: str, bound: float) -> None:
+    # The largest double in int64 is its own upper bound to llguidance: no integer is lost.
+    if keyword == "maximum" and bound == INT64_MAX and isinstance(bound, int):
+        return
+
+    _check_exact(keyword, bound)
+    if keyword.startswith("exclusive") and abs(bound) > MAX_INTEGER:
+        allowed = f"at most {MAX_INTEGER} in magnitude (2**53)"
+        raise ValueError(f"{keyword}={bound}: expected {allowed}")
+
+    decimals = -int(_decimal(keyword, bound).normalize().as_tuple().exponent)
+    if decimals > MAX_DECIMALS:
+        raise ValueError(f"{keyword}={bound}: expected at most {MAX_DECIMALS} digits after the decimal point")
+
+
+def _check_exact(keyword: str, number: float) -> None:
+    """Numbers are doubles to llguidance, and integers then int64."""
+    if not abs(number) <= INT64_MAX or abs(float(number)) >= 2.0**63 or float(number) != number:
+        allowed = (
+            f"a number from {-MAX_INTEGER} to {MAX_INTEGER} (2**53), or below 2**63 in magnitude where a double "
+            f"holds it exactly (as `maximum` also {INT64_MAX})"
+        )
+        raise ValueError(f"{keyword}={number}: expected {allowed}")
+
+
+def _check_multiples(multiples: set[Decimal], *, is_merged: bool) -> None:
+    """llguidance multiplies those that meet in one place as 32-bit integers."""
+    if not is_merged or len(multiples) < 2:
+        return
+
+    decimals = max(-int(each.normalize().as_tuple().exponent) for each in multiples)
+    scaled = [int(each.scaleb(max(decimals, 0))) for each in multiples]
+    common = 1
+    for each in scaled:
+        common = common * each // gcd(common, each) if each else common
+        if common * max(scaled) > UINT32_MAX:
+            allowed = "values whose common multiples stay below 2**32 where schemas are merged by allOf or $ref"
+            raise ValueError(f"multipleOf={', '.join(map(str, multiples))}: expected {allowed}")
+
+
+def _check_merged_strings(schema: Any, objects: list[dict[str, Any]]) -> None:
+    """Patterns, formats and lengths that a string must meet at once multiply llguidance's work."""
+    anchors = {f"#{each['$anchor']}": each for each in objects if isinstance(each.get("$anchor"), str)}
+    counts: dict[int, int] = {}
+
+    def count(value: Any) -> int:
+        return counts.get(id(value), 0)
+
+    def target(reference: Any) -> Any:
+        if not isinstance(reference, str) or not reference.startswith("#"):
+            return None
+        return anchors.get(reference, _resolve(schema, reference))
+
+    limit = MAX_CONSTRAINTS + 1
+    is_stable = False
+    while not is_stable:
+        is_stable = True
+        for each in reversed(objects):
+            merged = [count(member) for member in _members(each, "allOf")] + [count(target(each.get("$ref")))]
+            merged += [max(map(count, _members(each, key)), default=0) for key in ALTERNATIVES]
+            own = ("pattern" in each) + ("format" in each) + ("minLength" in each or "maxLength" in each)
+            found = min(own + sum(merged), limit)
+            if found > count(each):
+                counts[id(each)] = found
+                is_stable = False
+
+    for each in objects:
+        names: dict[str, int] = {}
+        members = [target(m.get("$ref")) if isinstance(m, dict) and "$ref" in m else m for m in _members(each, "allOf")]
+        for member in [each, *members]:
+            properties = member.get("properties") if isinstance(member, dict) else None
+            for name, value in properties.items() if isinstance(properties, dict) else ():
+                names[name] = names.get(name, 0) + count(value)
+        most = max([count(each), *names.values()])
+        _check_count("patterns, formats and lengths for one string", most, MAX_CONSTRAINTS)
+
+
+def _resolve(schema: Any, reference: str) -> Any:
+    from urllib.parse import unquote
+
+    value = schema
+    for step in unquote(reference).split("/")[1:]:
+        step = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(value, list) and step.isdecimal() and len(step) < 9 and int(step) < len(value):
+            value = value[int(step)]
+        elif isinstance(value, dict) and step in value:
+            value = value[step]
+        else:
+            return None
+    return value
+
+
+def _members(schema: dict[str, Any], keyword: str) -> list[Any]:
+    members = schema.get(keyword)
+    return members if isinstance(members, list) else []
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _decimal(keyword: str, number: float) -> Decimal:
+    if isinstance(number, float) and not isfinite(number):
+        raise ValueError(f"{keyword}={number}: expected a finite number")
+    return Decimal(repr(number))
+
+
+def _size_of(value: object) -> int:
+    return len(value) if isinstance(value, dict | list) else 0
+
+
+def _check_size(text: str) -> None:
+    _check_count("bytes", len(text.encode(errors="surrogatepass")), MAX_BYTES)
+
+
+def _check_repetitions(what: str, pattern: str) -> int:
+    num_repetitions = sum(len(found) == 1 for found in REPETITION.findall(pattern))
+    _check_count(f"repetitions in {what}", num_repetitions, MAX_REPETITIONS)
+    return num_repetitions
+
+
+def _check_count(what: str, number: int, most: int) -> None:
+    if number > most:
+        raise ValueError(f"{number} {what}: expected at most {most}")

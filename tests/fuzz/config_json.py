@@ -1,0 +1,76 @@
+"""The config.json of a model and of a draft: any value in any setting."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from hypothesis import strategies as st
+
+from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.draft_config import DraftConfig
+from drift_sdk.models.rope import inverse_frequencies
+
+ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+MODEL: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+}
+DRAFT: dict[str, Any] = MODEL | {"num_hidden_layers": 1, "draft_vocab_size": 50}
+SETTINGS = (
+    *DRAFT,
+    *("head_dim", "hidden_act", "attention_bias", "mlp_bias", "tie_word_embeddings", "quantization_config"),
+    *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", *ROPE, "type", "factors"),
+    *("layer_types", "sliding_window", "use_sliding_window", "max_window_layers"),
+    *("eagle_config", "transformer_layer_config", "speculators_config", "algorithm", "norm_before_fc"),
+    *("eagle_aux_hidden_state_layer_ids", "num_aux_hidden_states", "use_aux_hidden_state", "fc_norm"),
+    *("target_hidden_size", "truncated_vocab_size", "norm_output", "bias", "parallel_draft_step"),
+)
+LIKELY = (
+    *("llama", "qwen2", "qwen3", "silu", "full_attention", "linear", "default", "factors", "eagle3"),
+    *("LlamaForCausalLM", "Qwen3ForCausalLM", 1, 2, 4, 16, 64, 1.0, 2**24, 2**31, 2**63, 10**4000, 0.5),
+)
+
+scalars = (
+    st.none() | st.booleans() | st.integers() | st.integers(-2, 9) | st.floats() | st.sampled_from(LIKELY)
+)
+values = st.recursive(
+    scalars | st.text(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.sampled_from(SETTINGS), inner, max_size=4)
+        | inner.map(lambda value: ROPE | {"factor": value})
+    ),
+    max_leaves=6,
+)
+strategy = st.tuples(st.booleans(), st.dictionaries(st.sampled_from(SETTINGS), values, max_size=3))
+
+
+def run(data: tuple[bool, dict[str, Any]]) -> None:
+    is_draft, changes = data
+    if is_draft:
+        target = DecoderConfig.from_hf(MODEL)
+        draft = DraftConfig.from_hf(copy.deepcopy(DRAFT | changes), target)
+        assert draft.target_hidden_size == target.hidden_size
+        found: DecoderConfig | DraftConfig = draft
+    else:
+        found = DecoderConfig.from_hf(copy.deepcopy(MODEL | changes))
+        assert found.max_position_embeddings >= 2
+
+    if found.head_dim <= 2**16:
+        frequencies = inverse_frequencies(found.head_dim, found.rope_theta, found.rope_scaling)
+        assert frequencies.isfinite().all() and (frequencies >= 0).all()

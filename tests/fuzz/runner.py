@@ -1,0 +1,188 @@
+"""Runs fuzz targets in child processes with limits of memory and time.
+
+A target is a module of this folder, `tests/fuzz/<target>.py`:
+
+    strategy = st.text() | st.binary()      # a hypothesis strategy; what it draws can be pickled
+
+    def run(data) -> None:                  # feeds one example to the code under test
+        load(data)
+
+An example passes if `run` returns or raises a `DriftError`. Any other exception (BaseExceptions and assertions
+of `run` included), a signal, running out of memory and a hang are failures, reported with the example.
+
+In the suite `test_fuzz.py` runs each target with a few examples. By hand, for minutes:
+
+    python tests/fuzz/runner.py <target> --seconds 120 [--seed 7]
+    python tests/fuzz/runner.py <target> --replay example.pickle
+
+Each example runs on a thread with a small stack, so that native recursion that is safe here is safe on every
+platform. What it may take is stated below; memory is on top of what the target's imports need.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import importlib
+import itertools
+import math
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+FOLDER = Path(__file__).parent
+MEMORY_BYTES = 2 << 30
+CPU_S = 20  # of one example
+WALL_S = 120  # of one example, for what hangs without computing
+STACK_BYTES = 512 << 10
+SHOWN_CHARS = 3000
+
+
+class FuzzFailure(AssertionError):
+    """What a target did, and the example it did it with."""
+
+
+def targets() -> list[str]:
+    names = [path.stem for path in FOLDER.glob("*.py")]
+    return sorted(n for n in names if n != "runner" and not n.startswith(("test_", "conftest")))
+
+
+def fuzz(target: str, *, examples: int = 0, seconds: float = 0, seed: int = 0) -> None:
+    """Run a target with so many examples, or for so many seconds; raise `FuzzFailure` at its first failure."""
+    with tempfile.NamedTemporaryFile(prefix=f"{target}-", suffix=".pickle", delete=False) as file:
+        journal = Path(file.name)
+
+    options = [f"--examples={examples}", f"--seconds={seconds}", f"--seed={seed}", f"--journal={journal}"]
+    child = subprocess.run(
+        [sys.executable, __file__, target, "--child", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    if child.returncode == 0:
+        journal.unlink()
+        return
+
+    data = journal.read_bytes()
+    example = repr(pickle.loads(data)) if data else "none: the target could not be imported"
+    end = signal.Signals(-child.returncode).name if child.returncode < 0 else f"exit {child.returncode}"
+    output = child.stdout[-SHOWN_CHARS:]
+    raise FuzzFailure(f"{target}: {end}\nlast example, in {journal}:\n{example[:SHOWN_CHARS]}\n{output}")
+
+
+def work(module: ModuleType, journal: Path | None, examples: int, seconds: float, seed: int) -> None:
+    """The child: draw examples and run them."""
+    import hypothesis
+
+    end = time.monotonic() + seconds
+    settings = hypothesis.settings(
+        max_examples=examples or 100,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+        phases=(hypothesis.Phase.generate, hypothesis.Phase.shrink),
+    )
+    num_run = 0
+    for number in itertools.count(seed):
+
+        @hypothesis.seed(number)
+        @settings
+        @hypothesis.given(data=module.strategy)
+        def attempt(data: Any) -> None:
+            nonlocal num_run
+            num_run += 1
+            if journal is not None:
+                journal.write_bytes(pickle.dumps(data))
+            try_one(module, data)
+
+        attempt()
+        if time.monotonic() >= end:
+            break
+
+    print(f"{num_run} examples passed")  # noqa: T201
+
+
+def try_one(module: ModuleType, data: Any) -> None:
+    from drift_sdk.errors import DriftError
+
+    failures: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            module.run(data)
+        except DriftError as error:
+            if isinstance(error.__cause__, MemoryError):
+                failures.append(error.__cause__)
+        except BaseException as error:
+            failures.append(error)
+
+    limit_cpu()
+    faulthandler.dump_traceback_later(WALL_S, exit=True)
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    faulthandler.cancel_dump_traceback_later()
+    if failures:
+        raise FuzzFailure(f"{type(failures[0]).__qualname__}: {failures[0]}") from failures[0]
+
+
+def limit_memory() -> None:
+    if sys.platform != "linux":
+        return  # elsewhere the limit is not kept
+
+    import resource
+
+    num_pages = int(Path("/proc/self/statm").read_text().split()[0])
+    num_bytes = num_pages * resource.getpagesize() + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (num_bytes, resource.RLIM_INFINITY))
+
+
+def limit_cpu() -> None:
+    if sys.platform == "win32":
+        return
+
+    import resource
+
+    seconds = math.ceil(time.process_time()) + CPU_S
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Runs a fuzz target.")
+    parser.add_argument("target", choices=targets())
+    parser.add_argument("--examples", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=0)
+    parser.add_argument("--seed", type=int, default=random.randrange(1 << 32))
+    parser.add_argument("--replay", type=Path, help="run this one example, in this process")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--journal", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if not args.child and args.replay is None:
+        try:
+            fuzz(args.target, examples=args.examples, seconds=args.seconds, seed=args.seed)
+        except FuzzFailure as failure:
+            sys.exit(str(failure))
+        return
+
+    faulthandler.enable()
+    sys.path.insert(0, str(FOLDER))
+    module = importlib.import_module(args.target)
+    limit_memory()
+    threading.stack_size(STACK_BYTES)
+    if args.replay is not None:
+        try_one(module, pickle.loads(args.replay.read_bytes()))
+    else:
+        work(module, args.journal, args.examples, args.seconds, args.seed)
+
+
+if __name__ == "__main__":
+    main()

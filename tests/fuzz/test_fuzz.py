@@ -1,0 +1,12 @@
+"""Every fuzz target, with a few examples; `runner.py` says how to run one for minutes."""
+
+from __future__ import annotations
+
+import pytest
+import runner
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("target", runner.targets())
+def test_target(target: str) -> None:
+    runner.fuzz(target, examples=30, seed=0)
