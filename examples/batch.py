@@ -2,83 +2,179 @@
 
 python examples/batch.py [MODEL] [--input prompts.jsonl] [--output answers.jsonl]
 
-Each line of the input is a JSON object with a "prompt"; line n of the output answers line n of the input.
-Stop it with Ctrl-C and start it again: lines that are complete are not computed anew.
+Each line of the input is a JSON object with a "prompt". Line n of the output answers line n of the input: it
+has "text" and "finish_reason", or "error" if the prompt cannot be served. Stop it with Ctrl-C and start it
+again: lines that are complete are not computed anew. A file that it has not written is never changed.
 """
 
-import argparse
 import json
-import os
 import sys
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Iterator
+from contextlib import aclosing
 from itertools import islice
 from pathlib import Path
+from typing import Any, TextIO
 
-import anyio
+import command_line
 import smollm2
 
-from drift_sdk import Engine, SamplingParams
+from drift_sdk import Engine, RequestError, SamplingParams, TokenStream
 
 PROMPTS = Path(__file__).parent / "prompts.jsonl"
 ANSWERS = smollm2.CACHE.parent / "answers.jsonl"
+FIELDS = [["text", "finish_reason"], ["error"]]
+STARTS = (b'{"text": "', b'{"error": "')
+NUM_AT_ONCE = 64
+
+Answer = dict[str, str]
 
 
-def num_finished(output: Path) -> int:
-    """Complete lines of the output. A line that was being written when the run ended is cut off."""
-    if not output.exists():
-        return 0
+class FileError(OSError):
+    """A file that cannot be used; the message says which and why."""
 
+
+def lines_of(source: Path) -> Iterator[str]:
+    """The prompts of a file. Raises FileError at the first line that has none."""
+    with source.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                prompt = json.loads(line)["prompt"]
+            except (ValueError, TypeError, KeyError, RecursionError):
+                prompt = None
+            if not isinstance(prompt, str):
+                raise FileError(f'{source}, line {number}: expected a JSON object with a string "prompt"')
+
+            yield prompt
+
+
+def count_prompts(source: Path) -> int:
+    if not source.is_file():
+        raise FileError(f"{source}: expected a file of prompts")
+
+    try:
+        return sum(1 for _ in lines_of(source))
+    except UnicodeDecodeError as error:
+        raise FileError(f"{source}: expected UTF-8: {error}") from error
+
+
+def complete_lines(output: Path) -> tuple[int, int]:
+    """How many complete lines the output has, and their bytes: a run that was killed may have left part of
+    another. Raises FileError if anything in it was not written by this program."""
     content = output.read_bytes()
-    os.truncate(output, content.rfind(b"\n") + 1)
-    return content.count(b"\n")
+    complete, newline, rest = content.rpartition(b"\n")
+    lines = complete.split(b"\n") if newline else []
+    is_ours = rest.startswith(STARTS) or (bool(lines) and any(start.startswith(rest) for start in STARTS))
+    if content and not (all(map(is_answer, lines)) and is_ours):
+        raise FileError(f"{output}: has lines that this program did not write; name another output")
+
+    return len(lines), len(complete) + len(newline)
 
 
-def prompts(source: Path) -> Iterator[str]:
-    with source.open() as lines:
-        for line in lines:
-            yield json.loads(line)["prompt"]
+def is_answer(line: bytes) -> bool:
+    try:
+        answer = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+
+    is_known = isinstance(answer, dict) and list(answer) in FIELDS
+    return is_known and all(isinstance(value, str) for value in answer.values())
+
+
+def earlier_answers(source: Path, output: Path, num_prompts: int) -> tuple[int, int]:
+    """How many answers the output has, and their bytes. Raises FileError if it cannot be added to."""
+    if not output.exists():
+        return 0, 0
+
+    if not output.is_file():
+        raise FileError(f"{output}: expected a file")
+
+    if output.samefile(source):
+        raise FileError(f"{output}: is the input; name another output")
+
+    num_answers, num_bytes = complete_lines(output)
+    if num_answers > num_prompts:
+        raise FileError(f"{output}: has {num_answers} answers, but {source} has {num_prompts} prompts")
+
+    return num_answers, num_bytes
+
+
+async def answers_to(
+    engine: Engine, prompts: Iterable[str], params: SamplingParams
+) -> AsyncGenerator[tuple[Answer, int], None]:
+    """Answers in the order of their prompts, and their numbers of tokens. As `engine.map`, but an error takes
+    the place of its answer and ends nothing."""
+    waiting = iter(prompts)
+    streams: deque[TokenStream] = deque()
+    try:
+        while True:
+            for prompt in islice(waiting, NUM_AT_ONCE - len(streams)):
+                streams.append(engine.generate(prompt, params))
+            if not streams:
+                return
+
+            try:
+                completion = await streams[0]
+            except RequestError as error:
+                yield {"error": str(error)}, 0
+            else:
+                answer = {"text": completion.text, "finish_reason": completion.finish_reason}
+                yield answer, completion.usage.completion_tokens
+            streams.popleft()
+    finally:
+        for stream in streams:
+            stream.cancel()
 
 
 async def main(model: str, source: Path, output: Path, params: SamplingParams) -> None:
-    num_prompts = sum(1 for _ in prompts(source))
-    num_done = num_earlier = num_finished(output)
+    num_prompts = count_prompts(source)
+    num_earlier, num_bytes = earlier_answers(source, output, num_prompts)
     if num_earlier:
         print(f"{num_earlier} of {num_prompts} are in {output} already", file=sys.stderr)
-    if num_earlier >= num_prompts:
+    if num_earlier == num_prompts:
         return
 
-    async with Engine(model) as engine:
-        started_at, num_tokens = time.perf_counter(), 0
-        todo = islice(prompts(source), num_earlier, None)
-        with output.open("a") as answers:
-            async for completion in engine.map(todo, params):
-                answer = {"text": completion.text, "finish_reason": completion.finish_reason}
-                answers.write(json.dumps(answer) + "\n")
-                answers.flush()
-                num_done += 1
-                num_tokens += completion.usage.completion_tokens
-                speed = num_tokens / (time.perf_counter() - started_at)
-                print(f"\r{num_done}/{num_prompts}  {speed:.1f} tok/s ", end="", file=sys.stderr, flush=True)
+    # Opened before the model is loaded: a place that cannot be written to is found out at once.
+    with output.open("a", encoding="utf-8", newline="\n") as lines:
+        lines.truncate(num_bytes)
+        async with Engine(model) as engine:
+            todo = islice(lines_of(source), num_earlier, None)
+            async with aclosing(answers_to(engine, todo, params)) as answers:
+                await write(answers, lines, num_prompts - num_earlier)
 
-    print(f"\n{num_done - num_earlier} answers added to {output}", file=sys.stderr)
+
+async def write(answers: AsyncIterable[tuple[Answer, int]], lines: TextIO, num_wanted: int) -> None:
+    """Each answer as a line, as it comes; progress on stderr."""
+    num_done = num_errors = num_tokens = 0
+    started_at = time.perf_counter()
+    try:
+        async for answer, num_new in answers:
+            lines.write(json.dumps(answer) + "\n")
+            lines.flush()
+            num_done += 1
+            num_errors += "error" in answer
+            num_tokens += num_new
+            speed = num_tokens / (time.perf_counter() - started_at)
+            show(f"\r{num_done}/{num_wanted}  {speed:.1f} tok/s ")
+    finally:
+        failed = f", {num_errors} of them errors" if num_errors else ""
+        show(f"\n{num_done} answers added to {lines.name}{failed}\n")
+
+
+def show(text: str) -> None:
+    print(text, end="", file=sys.stderr, flush=True)
+
+
+def options() -> Any:
+    parser = command_line.parser(__doc__)
+    parser.add_argument("--input", type=Path, default=PROMPTS)
+    parser.add_argument("--output", type=Path, default=ANSWERS)
+    parser.add_argument("--max-tokens", type=command_line.whole(1), default=48)
+    return parser.parse_args()
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("model", nargs="?", help="a folder, a .gguf file or a hub id (default: SmolLM2-135M)")
-    parser.add_argument("--input", type=Path, default=PROMPTS)
-    parser.add_argument("--output", type=Path, default=ANSWERS)
-    parser.add_argument("--max-tokens", type=int, default=48)
-    options = parser.parse_args()
-    try:
-        anyio.run(
-            main,
-            options.model or str(smollm2.path()),
-            options.input,
-            options.output,
-            SamplingParams(max_tokens=options.max_tokens, temperature=0.7, seed=0),
-        )
-    except KeyboardInterrupt:
-        print("\nstopped; start it again to go on", file=sys.stderr)
-        sys.exit(130)
+    given = options()
+    params = SamplingParams(max_tokens=given.max_tokens, temperature=0.7, seed=0)
+    command_line.run(main, given.model, given.input, given.output, params)

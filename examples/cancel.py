@@ -3,10 +3,8 @@
 python examples/cancel.py [MODEL]
 """
 
-import sys
-
 import anyio
-import smollm2
+import command_line
 
 from drift_sdk import Engine, SamplingParams
 
@@ -51,4 +49,4 @@ async def main(model: str) -> None:
 
 
 if __name__ == "__main__":
-    anyio.run(main, sys.argv[1] if len(sys.argv) > 1 else str(smollm2.path()))
+    command_line.run(main, command_line.parser(__doc__).parse_args().model)

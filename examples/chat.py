@@ -6,14 +6,14 @@ python examples/chat.py [MODEL]
 import asyncio
 import signal
 import sys
+from contextlib import suppress
 
-import smollm2
+import command_line
 
-from drift_sdk import Engine, SamplingParams, TokenStream
+from drift_sdk import Engine, PromptTooLong, RequestError, SamplingParams, TokenStream
 
 
 async def main(model: str) -> None:
-    loop = asyncio.get_running_loop()
     messages: list[dict[str, str]] = []
     stream: TokenStream | None = None
 
@@ -21,9 +21,10 @@ async def main(model: str) -> None:
         if stream is not None:
             stream.cancel()
 
-    # The signal is this program's to handle: the engine never touches it.
-    loop.add_signal_handler(signal.SIGINT, stop)
     async with Engine(model) as engine:
+        # The signal is this program's to handle: the engine never touches it. Until here it ends the program.
+        with suppress(NotImplementedError):  # Windows
+            asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop)
         while True:
             try:
                 question = await asyncio.to_thread(input, "> ")
@@ -32,13 +33,22 @@ async def main(model: str) -> None:
 
             messages.append({"role": "user", "content": question})
             stream = engine.chat(messages, SamplingParams(max_tokens=512, temperature=0.7, top_p=0.9))
-            async for chunk in stream:
-                print(chunk.text, end="", flush=True)
+            try:
+                async for chunk in stream:
+                    print(chunk.text, end="", flush=True)
 
-            completion = await stream
+                completion = await stream
+            except RequestError as error:
+                messages.pop()
+                print(f"{type(error).__name__}: {error}", file=sys.stderr)
+                if isinstance(error, PromptTooLong) and messages:
+                    messages.clear()
+                    print("the conversation starts anew: ask again", file=sys.stderr)
+                continue
+
             messages.append({"role": "assistant", "content": completion.text})
             print("" if completion.finish_reason == "stop" else f" [{completion.finish_reason}]")
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1] if len(sys.argv) > 1 else str(smollm2.path())))
+    command_line.run(main, command_line.parser(__doc__).parse_args().model)

@@ -3,11 +3,10 @@
 python examples/concurrent_streams.py [MODEL] [NUM_STREAMS]
 """
 
-import sys
 import time
 
 import anyio
-import smollm2
+import command_line
 
 from drift_sdk import Completion, Engine, SamplingParams
 
@@ -36,5 +35,7 @@ async def main(model: str, num_streams: int) -> None:
 
 
 if __name__ == "__main__":
-    model = sys.argv[1] if len(sys.argv) > 1 else str(smollm2.path())
-    anyio.run(main, model, int(sys.argv[2]) if len(sys.argv) > 2 else 8)
+    parser = command_line.parser(__doc__)
+    parser.add_argument("num_streams", nargs="?", type=command_line.whole(1), default=8)
+    options = parser.parse_args()
+    command_line.run(main, options.model, options.num_streams)

@@ -3,7 +3,6 @@
 python examples/dashboard.py [MODEL] [--seconds N] [--streams 8]        Ctrl-C ends it
 """
 
-import argparse
 import random
 import time
 from collections import deque
@@ -11,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import anyio
-import smollm2
+import command_line
 from rich.align import Align
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
@@ -26,6 +25,7 @@ TOPICS = ["the sea", "winter", "a clock", "bread", "the moon", "a bridge", "rain
 FORMS = ["a haiku", "three sentences", "a short story", "a limerick", "a letter"]
 MARKS = {"waiting": "[dim]·", "running": "[green]●", "done": "[blue]✓", "cancelled": "[yellow]×"}
 BLOCKS = " ▁▂▃▄▅▆▇█"
+MIN_TOKENS = 8
 REFRESH_S = 0.1
 SAMPLE_S = 0.5
 
@@ -53,8 +53,8 @@ class Load:
         while True:
             lane.question = f"Write {random.choice(FORMS)} about {random.choice(TOPICS)}."
             lane.state, lane.text, lane.num_tokens = "waiting", "", 0
-            params = SamplingParams(max_tokens=random.randint(8, self._max_tokens), temperature=0.8)
-            patience = self._max_tokens if random.random() < 0.9 else 8  # some leave early
+            params = SamplingParams(max_tokens=random.randint(MIN_TOKENS, self._max_tokens), temperature=0.8)
+            patience = self._max_tokens if random.random() < 0.9 else MIN_TOKENS  # some leave early
             async with self.engine.chat([{"role": "user", "content": lane.question}], params) as stream:
                 async for chunk in stream:
                     lane.state = "running"
@@ -184,22 +184,25 @@ async def main(model: str, seconds: float, num_streams: int, max_tokens: int) ->
                     await anyio.sleep(REFRESH_S)
 
 
+def positive(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise ValueError
+
+    return value
+
+
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("model", nargs="?", help="a folder, a .gguf file or a hub id (default: SmolLM2-135M)")
+    parser = command_line.parser(__doc__)
     parser.add_argument(
-        "--seconds", type=float, default=float("inf"), help="how long (default: until Ctrl-C)"
+        "--seconds", type=positive, default=float("inf"), help="how long (default: until Ctrl-C)"
     )
-    parser.add_argument("--streams", type=int, default=8, help="requests at a time (default: %(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=120, help="of an answer (default: %(default)s)")
+    whole = command_line.whole
+    parser.add_argument(
+        "--streams", type=whole(1), default=8, help="requests at a time (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-tokens", type=whole(MIN_TOKENS), default=120, help="of an answer (default: %(default)s)"
+    )
     options = parser.parse_args()
-    try:
-        anyio.run(
-            main,
-            options.model or str(smollm2.path()),
-            options.seconds,
-            options.streams,
-            options.max_tokens,
-        )
-    except KeyboardInterrupt:
-        pass
+    command_line.run(main, options.model, options.seconds, options.streams, options.max_tokens)

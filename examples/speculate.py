@@ -4,10 +4,7 @@ python examples/speculate.py                     drafts from the text itself, fo
 python examples/speculate.py MODEL DRAFT         an EAGLE-3 head for the model: a folder or hub id
 """
 
-import sys
-
-import anyio
-import smollm2
+import command_line
 
 from drift_sdk import Completion, Engine, EngineConfig, NGram, SamplingParams, Speculation
 
@@ -24,12 +21,15 @@ async def main(model: str, draft: str | NGram) -> None:
     drafted = await write_on(model, Speculation(draft=draft))
     print(drafted.text)
     for name, completion in (("plain", plain), ("drafted", drafted)):
-        print(f"{name}: {(completion.usage.completion_tokens - 1) / completion.timing.decode_s:.1f} tok/s")
+        speed = (completion.usage.completion_tokens - 1) / max(completion.timing.decode_s, 1e-9)
+        print(f"{name}: {speed:.1f} tok/s")
     if drafted.speculation is not None:
         print(f"tokens a round: {drafted.speculation.acceptance_length:.2f}")
     print(f"the same tokens: {plain.token_ids == drafted.token_ids}")
 
 
 if __name__ == "__main__":
-    model = sys.argv[1] if len(sys.argv) > 1 else str(smollm2.path())
-    anyio.run(main, model, sys.argv[2] if len(sys.argv) > 2 else NGram())
+    parser = command_line.parser(__doc__)
+    parser.add_argument("draft", nargs="?", default=NGram(), help="an EAGLE-3 head (default: n-grams)")
+    options = parser.parse_args()
+    command_line.run(main, options.model, options.draft)

@@ -3,12 +3,10 @@
 python examples/structured.py [MODEL]
 """
 
-import sys
 from typing import Annotated, Literal
 
-import anyio
+import command_line
 import msgspec
-import smollm2
 
 from drift_sdk import Engine, JsonSchema, Regex, SamplingParams
 
@@ -30,9 +28,10 @@ async def main(model: str) -> None:
             async for chunk in stream:
                 print(chunk.text, end="", flush=True)
 
-            recipe = (await stream).parsed
+            recipe: Recipe | None = (await stream).parsed
         print("\n\ndecoded:", recipe)
-        print("shopping list:", ", ".join(recipe.ingredients))
+        if recipe is not None:  # as it is if max_tokens cut the text short
+            print("shopping list:", ", ".join(recipe.ingredients))
 
         # Not only JSON: a pattern holds as well.
         day = SamplingParams(grammar=Regex(r"\d{4}-(0[1-9]|1[0-2])-([0-2]\d|3[01])"))
@@ -41,4 +40,4 @@ async def main(model: str) -> None:
 
 
 if __name__ == "__main__":
-    anyio.run(main, sys.argv[1] if len(sys.argv) > 1 else str(smollm2.path()))
+    command_line.run(main, command_line.parser(__doc__).parse_args().model)

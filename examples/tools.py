@@ -7,11 +7,9 @@ leaves it the choice of the arguments alone.
 """
 
 import json
-import sys
 from typing import Any
 
-import anyio
-import smollm2
+import command_line
 
 from drift_sdk import Engine, Lark, SamplingParams, ToolCall
 
@@ -77,4 +75,4 @@ async def main(model: str) -> None:
 
 
 if __name__ == "__main__":
-    anyio.run(main, sys.argv[1] if len(sys.argv) > 1 else str(smollm2.path()))
+    command_line.run(main, command_line.parser(__doc__).parse_args().model)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -14,12 +16,23 @@ import pytest
 from model_zoo import make_model
 from random_folder import make_random_folder
 
-from drift_sdk import Chain, EngineConfig, NGram, Speculation, doctor
+from drift_sdk import Chain, Engine, EngineConfig, NGram, Speculation, doctor
 from drift_sdk.__main__ import main
 from drift_sdk.doctor import Device, examine
+from drift_sdk.opened_model import OpenedModel
+from drift_sdk.testing import scripted_engine
 from drift_sdk.warm import Warmed, kernel_cache
 
 COMMAND = [sys.executable, "-m", "drift_sdk"]
+SCRIPTED = """
+import sys
+from drift_sdk import __main__ as command_line
+from drift_sdk.testing import scripted_engine
+reply = sys.argv.pop(1)
+command_line.Engine = lambda *arguments, **options: scripted_engine(reply)
+sys.exit(command_line.main())
+"""
+"""The command line with an engine that needs no model: its reply is the first argument."""
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +87,23 @@ def test_a_gpu_that_torch_cannot_use_is_a_problem(monkeypatch: pytest.MonkeyPatc
     diagnosis = examine()
     assert not diagnosis.is_usable
     assert diagnosis.problems == ["CUDA does not work: no kernel image"]
+
+
+def test_doctor_runs_where_the_engine_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As without numpy or gguf: that is when a user asks it."""
+    monkeypatch.setitem(sys.modules, "drift_sdk.executors", None)
+    diagnosis = examine()
+    assert diagnosis.executor is None
+    (problem,) = diagnosis.problems
+    assert problem.startswith("the engine cannot be imported: ")
+    assert "drift_sdk.executors" in problem
+
+
+def test_doctor_names_the_extra_of_an_optional_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "version_of", lambda name: None if name == "llguidance" else "1.0")
+    diagnosis = examine()
+    assert diagnosis.notes == ['without llguidance: pip install "drift-engine[grammar]" adds it']
+    assert diagnosis.is_usable
 
 
 @pytest.mark.parametrize(
@@ -132,11 +162,83 @@ def test_chat_drafts_where_it_is_told_to(model: Path, monkeypatch: pytest.Monkey
     assert given == [EngineConfig(), EngineConfig(speculation=drafts)]
 
 
-def test_chat_goes_on_after_a_question_that_is_too_long(model: Path) -> None:
-    ran = run("chat", str(model), "--max-tokens", "4", stdin=f"{'long ' * 400}\nshort\n")
-    assert ran.returncode == 0
-    assert ran.stderr.startswith("PromptTooLong: ")
-    assert ran.stdout.count("[length]") == 1
+def test_chat_forgets_what_no_longer_fits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else every question after the first that is refused would be refused too."""
+    config = EngineConfig(max_model_len=160, kv_cache_tokens=320)
+    questions = iter([*(f"question {number}" for number in range(6)), "long " * 40, "the last"])
+    monkeypatch.setattr("drift_sdk.__main__.Engine", lambda *_, **__: scripted_engine("fine", config=config))
+    monkeypatch.setattr("builtins.input", lambda _: next_line(questions))
+    assert main(["chat", "any", "--system", "be brief"]) == 0
+    said = capsys.readouterr()
+    assert said.out == 7 * "fine\n" + "\n"
+    forgotten, *_, refused = said.err.splitlines()
+    assert forgotten == "[4 earlier messages no longer fit]"
+    assert refused.startswith("PromptTooLong: ")
+
+
+def next_line(lines: Iterator[str]) -> str:
+    try:
+        return next(lines)
+    except StopIteration:
+        raise EOFError from None
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no signals to send")
+def test_ctrl_c_ends_chat_while_the_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, **__: object) -> Engine:
+        engine = scripted_engine("fine")
+        opening = engine._open
+
+        def open_model(report: Callable[[str, float], None]) -> OpenedModel:
+            os.kill(os.getpid(), signal.SIGINT)
+            return opening(report)
+
+        engine._open = open_model
+        return engine
+
+    monkeypatch.setattr("drift_sdk.__main__.Engine", interrupted)
+    monkeypatch.setattr("builtins.input", lambda _: pytest.fail("asked for a question"))
+    assert main(["chat", "any"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_chat_ends_quietly_when_nobody_reads_its_output() -> None:
+    command = [sys.executable, "-c", SCRIPTED, "fine", "chat", "any"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as chat:
+        chat.stdout.close()
+        _, err = chat.communicate("hello\n", timeout=50)
+    assert (chat.returncode, err) == (1, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+def test_output_that_cannot_be_written_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run(
+            [sys.executable, "-c", SCRIPTED, "fine", "chat", "any"],
+            input="hello\n",
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=50,
+        )
+    assert ran.returncode == 1
+    assert re.fullmatch(r"OSError: .*No space left on device\n", ran.stderr)
+
+
+def test_chat_in_a_terminal_that_knows_only_ascii() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", SCRIPTED, "é and ✓", "chat", "any"],
+        input=b"caf\xc3\xa9 \xff?\n",
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii:strict"},
+        timeout=50,
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, b"> ? and ?\n> \n", b"")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no signals to send")
@@ -211,16 +313,26 @@ def test_kernels_are_where_triton_keeps_them(monkeypatch: pytest.MonkeyPatch, tm
     assert kernel_cache("eager") is None
 
 
-def test_what_cannot_be_is_said_shortly(tmp_path: Path) -> None:
-    wrong = run("chat", "model", "--temperature", "-1")
-    assert (wrong.returncode, "temperature=-1.0: expected" in wrong.stderr) == (2, True)
-    draftless = run("warm", "model", "--num-draft-tokens", "2")
-    assert (draftless.returncode, "num_draft_tokens=2: expected --draft" in draftless.stderr) == (2, True)
-    missing = run("chat", str(tmp_path / "nowhere"))
-    assert (missing.returncode, missing.stderr.startswith("ModelLoadError: ")) == (1, True)
-    unwarmed = run("warm", str(tmp_path / "nowhere"))
-    assert (unwarmed.returncode, unwarmed.stderr.startswith("ModelLoadError: ")) == (1, True)
-    wrong_number = run("warm", "model", "--max-num-seqs", "0")
-    assert (wrong_number.returncode, "max_num_seqs=0: expected" in wrong_number.stderr) == (2, True)
-    assert "Traceback" not in "".join(ran.stderr for ran in (wrong, missing, unwarmed, wrong_number))
-    assert run().returncode == 2
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        ("chat model --temperature -1", 2, "temperature=-1.0: expected"),
+        ("chat model --max-tokens x", 2, "--max-tokens: invalid int value"),
+        ("chat model --draft ngram --num-draft-tokens 0", 2, "num_draft_tokens=0: expected"),
+        ("warm model --num-draft-tokens 2", 2, "num_draft_tokens=2: expected --draft"),
+        ("warm model --max-num-seqs 0", 2, "max_num_seqs=0: expected"),
+        ("", 2, "the following arguments are required: command"),
+        ("chat /nowhere/at/all", 1, "ModelLoadError: "),
+        ("warm /nowhere/at/all", 1, "ModelLoadError: "),
+    ],
+)
+def test_errors_are_one_line(
+    arguments: str, status: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        found = main(arguments.split())
+    except SystemExit as exit:
+        found = exit.code
+    assert found == status
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert said in last

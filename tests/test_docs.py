@@ -28,21 +28,37 @@ def any_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("drift_sdk.opening.resolve", lambda model, **_: Source(str(model), tmp_path))
 
 
-@pytest.mark.parametrize("file", ["README.md", "docs/guide.md"])
-def test_snippets_run(file: str, any_model: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def snippets_of(file: str) -> list[str]:
     snippets = re.findall(r"```python\n(.*?)```", (ROOT / file).read_text(), flags=re.DOTALL)
     assert snippets
+    return snippets
+
+
+def test_snippets_of_the_readme_are_scripts(any_model: None, capsys: pytest.CaptureFixture[str]) -> None:
+    for number, snippet in enumerate(snippets_of("README.md")):
+        exec(compile(snippet, f"README.md#{number}", "exec"), {"__name__": "__main__"})
+        assert capsys.readouterr().out
+
+
+def test_snippets_of_the_guide_run(any_model: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other, with `await` at the top level."""
     module = types.ModuleType("snippets")
     monkeypatch.setitem(sys.modules, "snippets", module)  # typing looks names up there
 
     async def main() -> None:
-        for number, snippet in enumerate(snippets):
-            code = compile(snippet, f"{file}#{number}", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        for number, snippet in enumerate(snippets_of("docs/guide.md")):
+            code = compile(snippet, f"guide.md#{number}", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
             result = eval(code, module.__dict__)  # a coroutine if the snippet awaits
             if inspect.iscoroutine(result):
                 await result
 
     asyncio.run(main())
+
+
+def test_links_lead_somewhere() -> None:
+    for file in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        links = re.findall(r"\]\((?!https?:)([^)#]+)", file.read_text())
+        assert not [link for link in links if not (file.parent / link).exists()], file
 
 
 def test_the_api_page_is_current() -> None:

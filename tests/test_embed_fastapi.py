@@ -7,21 +7,24 @@ import json
 import math
 import socket
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import anyio
 import httpx
 import openai
+import openai_protocol
 import pytest
 import uvicorn
-from embed_fastapi import make_app
+from embed_fastapi import make_app, name_of
 from loops import until
 from model_zoo import make_model
+from openai.types.chat import ChatCompletionChunk, ChatCompletionTokenLogprob
 from prometheus_client.parser import text_string_to_metric_families
 
 from drift_sdk import Engine, EngineConfig, SamplingParams
-from drift_sdk.testing import scripted_engine
+from drift_sdk.testing import EOS_TOKEN_ID, scripted_engine
 
 MODEL = "small"
 TEMPLATE = (
@@ -52,7 +55,7 @@ def serving(engine: Engine) -> Iterator[str]:
     thread.start()
     try:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        httpx.get(f"{url}/health", timeout=30).raise_for_status()
+        httpx.get(f"{url}/health", timeout=30, verify=False).raise_for_status()
         yield url
     finally:
         server.should_exit = True
@@ -86,7 +89,11 @@ async def client(small: tuple[Engine, str]) -> AsyncIterator[openai.AsyncOpenAI]
 
 
 def client_of(url: str) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30)
+    # Without the certificates of the web, which take longer to load than a test takes to run.
+    plain = openai.DefaultAsyncHttpxClient(verify=False)
+    return openai.AsyncOpenAI(
+        base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30, http_client=plain
+    )
 
 
 async def test_a_chat_is_the_engines_own(small: tuple[Engine, str], client: openai.AsyncOpenAI) -> None:
@@ -177,7 +184,6 @@ async def test_logprobs(small: tuple[Engine, str], client: openai.AsyncOpenAI) -
     for entry in entries:
         assert len(entry.top_logprobs) == 3
         assert (entry.token, entry.logprob) == (entry.top_logprobs[0].token, entry.top_logprobs[0].logprob)
-        assert entry.bytes == list(entry.token.encode())
 
     chunks = [chunk async for chunk in await client.chat.completions.create(**options, stream=True)]
     streamed = [entry for chunk in chunks for entry in chunk.choices[0].logprobs.content]
@@ -231,7 +237,14 @@ async def test_json_objects(client: openai.AsyncOpenAI) -> None:
         ("temperature", {"temperature": "warm"}),
         ("top_p", {"top_p": 0.0}),
         ("max_tokens", {"max_tokens": 0}),
-        ("n", {"n": 2}),
+        ("n", {"n": 0}),
+        ("n", {"n": 129}),
+        ("logit_bias", {"logit_bias": {"word": 1}}),
+        ("logit_bias", {"logit_bias": {"5": 101}}),
+        ("tool_choice", {"tool_choice": "required"}),
+        ("tools", {"tools": [{"type": "function", "function": {"name": ""}}]}),
+        ("functions", {"extra_body": {"functions": [{"name": "f"}]}}),
+        ("modalities", {"modalities": ["text", "audio"]}),
         ("seed", {"seed": -1}),
         ("stop", {"stop": ""}),
         ("top_logprobs", {"top_logprobs": 3}),
@@ -244,7 +257,10 @@ async def test_json_objects(client: openai.AsyncOpenAI) -> None:
             "response_format",
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": 5}}}},
         ),
-        ("what_is_this", {"extra_body": {"what_is_this": 1}}),
+        (
+            "messages",
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        ),
     ],
 )
 @pytest.mark.parametrize("is_streamed", [False, True])
@@ -266,11 +282,18 @@ async def test_a_prompt_that_is_too_long_has_its_code(client: openai.AsyncOpenAI
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
 
 
+async def test_a_model_can_be_looked_up(client: openai.AsyncOpenAI) -> None:
+    assert (await client.models.retrieve(MODEL)).id == MODEL
+    with pytest.raises(openai.NotFoundError) as caught:
+        await client.models.retrieve("some/other")
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+
+
 async def test_models_health_and_metrics(small: tuple[Engine, str], client: openai.AsyncOpenAI) -> None:
     assert [model.id async for model in client.models.list()] == [MODEL]
     with pytest.raises(openai.NotFoundError, match="other"):
         await client.chat.completions.create(model="other", messages=QUESTION)
-    async with httpx.AsyncClient(base_url=small[1]) as plain:
+    async with httpx.AsyncClient(base_url=small[1], verify=False) as plain:
         assert (await plain.get("/health")).json() == {"status": "ok", "num_running": 0, "num_waiting": 0}
         metrics = await plain.get("/metrics")
         names = {family.name for family in text_string_to_metric_families(metrics.text)}
@@ -300,7 +323,7 @@ async def test_leaving_a_stream_frees_its_request(endless: tuple[Engine, str]) -
 async def test_leaving_an_unstreamed_request_frees_it(endless: tuple[Engine, str], path: str) -> None:
     engine, url = endless
     body = {"messages": QUESTION} if path.startswith("chat") else {"prompt": "x", "max_tokens": 10_000}
-    async with httpx.AsyncClient(base_url=url) as plain:
+    async with httpx.AsyncClient(base_url=url, verify=False) as plain:
         asking = asyncio.create_task(plain.post(f"/v1/{path}", json=body, timeout=30))
         await until(lambda: engine.stats().num_running == 1)
         await anyio.sleep(0.05)
@@ -313,7 +336,7 @@ async def test_leaving_an_unstreamed_request_frees_it(endless: tuple[Engine, str
 async def test_leaving_before_the_first_token_frees_the_request(endless: tuple[Engine, str]) -> None:
     engine, url = endless
     await engine.pause()
-    async with httpx.AsyncClient(base_url=url) as plain:
+    async with httpx.AsyncClient(base_url=url, verify=False) as plain:
         body = {"messages": QUESTION, "stream": True}
         asking = asyncio.create_task(plain.post("/v1/chat/completions", json=body, timeout=30))
         await until(lambda: engine.stats().num_waiting == 1)
@@ -345,5 +368,335 @@ async def test_too_many_requests_and_a_closed_engine(endless: tuple[Engine, str]
                 await refused
             assert closed.value.status_code == 503
         await streams[1].close()
-    async with httpx.AsyncClient(base_url=url) as plain:
+    async with httpx.AsyncClient(base_url=url, verify=False) as plain:
         assert (await plain.get("/health")).status_code == 503
+
+
+def replying(reply: Callable[[str], str], **settings: int) -> Engine:
+    """An engine whose reply is a function of the prompt's text."""
+
+    def next_token(prompt_ids: Sequence[int], output_ids: Sequence[int], seed: int) -> int:
+        data = reply(bytes(prompt_ids).decode()).encode()
+        return data[len(output_ids)] if len(output_ids) < len(data) else EOS_TOKEN_ID
+
+    config = EngineConfig(
+        max_model_len=4096, kv_cache_tokens=16_384, chat_template=TOOLS_TEMPLATE, **settings
+    )
+    return scripted_engine(next_token, config=config)
+
+
+TOOLS_TEMPLATE = (
+    "{% if tools %}<tools>{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}[{{ call.function.name }} {{ call.function.arguments.city }}]"
+    "{% endfor %}{{ m.tool_call_id }}{% endfor %}"
+)
+WEATHER = {
+    "name": "get_weather",
+    "description": "The weather of a city.",
+    "parameters": {
+        "type": "object",
+        "properties": {"place": {"$ref": "#/$defs/Place"}},
+        "required": ["place"],
+        "additionalProperties": False,
+        "$defs": {"Place": {"enum": ["Rome", "Oslo"]}},
+    },
+}
+TIME = {"name": "get_time"}
+TOOLS = [{"type": "function", "function": function} for function in (WEATHER, TIME)]
+
+
+@pytest.fixture(scope="module")
+def echo() -> Iterator[str]:
+    """A server whose model says its prompt."""
+    with serving(replying(lambda prompt: prompt)) as url:
+        yield url
+
+
+async def joined(stream: AsyncIterator[ChatCompletionChunk]) -> dict[int, Choice]:
+    """What the chunks of a stream add up to, by choice."""
+    found: dict[int, Choice] = {}
+    async for chunk in stream:
+        for choice in chunk.choices:
+            whole = found.setdefault(choice.index, Choice())
+            whole.text += choice.delta.content or ""
+            whole.pieces.append(choice.delta.content or "")
+            for call in choice.delta.tool_calls or []:
+                whole.calls.append((call.index, call.function.name, json.loads(call.function.arguments)))
+                assert call.id and call.type == "function"
+            whole.logprobs += choice.logprobs.content if choice.logprobs is not None else []
+            assert whole.finish_reason is None, "a chunk after the last one"
+            whole.finish_reason = choice.finish_reason
+    return found
+
+
+class Choice:
+    def __init__(self) -> None:
+        self.text = ""
+        self.pieces: list[str] = []
+        self.calls: list[tuple[int, str, dict[str, object]]] = []
+        self.logprobs: list[ChatCompletionTokenLogprob] = []
+        self.finish_reason: str | None = None
+
+
+@pytest.mark.parametrize(("stop", "text"), [(None, "é ✓ end"), ("✓", "é "), (" e", "é ✓")])
+async def test_bytes_of_logprobs_are_those_of_the_text(stop: str | None, text: str) -> None:
+    """Each token is a byte here, so characters are split; the end of sequence and the stop are no text."""
+    with serving(replying(lambda _: "é ✓ end")) as url:
+        async with client_of(url) as client:
+            options = {"model": MODEL, "messages": QUESTION, "logprobs": True, "stop": stop}
+            whole = await client.chat.completions.create(**options)
+            choice = (await joined(await client.chat.completions.create(**options, stream=True)))[0]
+            texts = await client.completions.create(
+                model=MODEL, prompt="x", logprobs=0, stop=stop, max_tokens=50
+            )
+    entries = whole.choices[0].logprobs.content
+    assert (whole.choices[0].message.content, choice.text) == (text, text)
+    assert b"".join(bytes(entry.bytes) for entry in entries) == text.encode()
+    assert choice.logprobs == entries
+    logprobs = texts.choices[0].logprobs
+    assert len(logprobs.tokens) == len(text.encode())
+    offsets = [index for index, char in enumerate(text) for _ in char.encode()]
+    assert logprobs.text_offset == offsets
+
+
+async def test_nulls_stand_for_defaults(echo: str) -> None:
+    names = (
+        *("stream", "stream_options", "n", "temperature", "top_p", "presence_penalty", "frequency_penalty"),
+        *(
+            "logit_bias",
+            "stop",
+            "seed",
+            "user",
+            "max_tokens",
+            "max_completion_tokens",
+            "logprobs",
+            "functions",
+        ),
+        *("top_logprobs", "response_format", "tools", "tool_choice", "metadata", "what_is_this"),
+    )
+    async with httpx.AsyncClient(base_url=echo, verify=False) as plain:
+        for path, prompt in (("chat/completions", {"messages": QUESTION}), ("completions", {"prompt": "a"})):
+            found = await plain.post(f"/v1/{path}", json={**prompt, **dict.fromkeys(names)})
+            assert found.status_code == 200, found.text
+            expected = await plain.post(f"/v1/{path}", json=prompt)
+            message = found.json()["choices"][0]
+            assert message.get("message") == expected.json()["choices"][0].get("message")
+            assert message.get("text") == expected.json()["choices"][0].get("text")
+
+
+async def test_answers_can_be_sent_back(echo: str) -> None:
+    """As clients do: what a server answered, nulls and unknown fields included."""
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"city": "Rome"}'}}
+    messages = [
+        {
+            "role": "developer",
+            "content": [{"type": "text", "text": "be"}, {"type": "text", "text": " brief"}],
+        },
+        {"role": "user", "content": "hi", "name": "Ann"},
+        {"role": "assistant", "content": None, "refusal": None, "audio": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
+        {"role": "assistant", "content": "It is sunny.", "tool_calls": None, "annotations": [], "x": 1},
+        {"role": "user", "content": "Thanks"},
+    ]
+    async with client_of(echo) as client:
+        found = await client.chat.completions.create(model=MODEL, messages=messages)
+    assert found.choices[0].message.content == (
+        "<system>be brief<user>hi<assistant>[f Rome]<tool>sunnyc1<assistant>It is sunny.<user>Thanks"
+    )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "texts"),
+    [
+        (["one", "two"], ["one", "two"]),
+        ([[65, 66], [67]], ["AB", "C"]),
+        ([65, 66], ["AB"]),
+        (["one"], ["one"]),
+    ],
+)
+async def test_prompts_come_one_or_several(echo: str, prompt: list[object], texts: list[str]) -> None:
+    async with client_of(echo) as client:
+        options = {"model": MODEL, "prompt": prompt, "n": 2, "seed": 1}
+        found = await client.completions.create(**options)
+        pieces = dict.fromkeys(range(2 * len(texts)), "")
+        include = {"include_usage": True}
+        stream = await client.completions.create(**options, stream=True, stream_options=include)
+        chunks = [chunk async for chunk in stream]
+    expected = [text for text in texts for _ in range(2)]
+    assert [(choice.index, choice.text) for choice in found.choices] == list(enumerate(expected))
+    assert found.usage.prompt_tokens == sum(map(len, texts))
+    assert found.usage.completion_tokens == 2 * sum(len(text) + 1 for text in texts)
+    for chunk in chunks[:-1]:
+        pieces[chunk.choices[0].index] += chunk.choices[0].text
+    assert list(pieces.values()) == expected
+    assert chunks[-1].usage == found.usage
+
+
+async def test_empty_prompts_are_refused(echo: str) -> None:
+    async with client_of(echo) as client:
+        for prompt in ([], "", [[]], [""], ["x"] * 129, [["a"]], {"a": 1}):
+            with pytest.raises(openai.BadRequestError) as caught:
+                await client.completions.create(model=MODEL, prompt=prompt)
+            assert caught.value.param == "prompt"
+
+
+async def test_several_choices_have_seeds_of_their_own(
+    small: tuple[Engine, str], client: openai.AsyncOpenAI
+) -> None:
+    expected = [
+        (await small[0].chat(QUESTION, SamplingParams(temperature=1.0, seed=seed, max_tokens=12))).text
+        for seed in (7, 8)
+    ]
+    options = {"model": MODEL, "messages": QUESTION, "n": 2, "seed": 7, "max_tokens": 12}
+    found = await client.chat.completions.create(**options)
+    assert [choice.message.content for choice in found.choices] == expected
+    streamed = await joined(await client.chat.completions.create(**options, stream=True))
+    assert [streamed[index].text for index in range(2)] == expected
+    assert found.usage.total_tokens == found.usage.prompt_tokens + found.usage.completion_tokens
+
+
+async def test_logit_bias_is_honoured(small: tuple[Engine, str], client: openai.AsyncOpenAI) -> None:
+    expected = await small[0].generate("abc", SamplingParams(max_tokens=4, logit_bias={65: 100.0}))
+    found = await client.completions.create(
+        model=MODEL, prompt="abc", temperature=0, max_tokens=4, logit_bias={"65": 100}
+    )
+    assert expected.token_ids == (65,) * 4
+    assert found.choices[0].text == expected.text
+
+
+async def test_a_choice_that_is_refused_cancels_the_others() -> None:
+    engine = replying(lambda _: "long " * 500, max_num_seqs=1, max_queued_requests=1)
+    with serving(engine) as url:
+        async with client_of(url) as client:
+            with pytest.raises(openai.RateLimitError):
+                await client.chat.completions.create(model=MODEL, messages=QUESTION, n=5)
+        await until(lambda: engine.stats().num_running == engine.stats().num_waiting == 0)
+        assert engine.stats().num_cancelled > 0
+
+
+async def test_unknown_fields_are_ignored_and_logged_once(
+    echo: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openai_protocol, "reported", set())
+    fields = {"metadata": {"a": "b"}, "store": False, "parallel_tool_calls": False, "what_is_this": [1]}
+    async with client_of(echo) as client:
+        for _ in range(2):
+            found = await client.chat.completions.create(model=MODEL, messages=QUESTION, extra_body=fields)
+            assert found.choices[0].message.content
+    logged = [record.getMessage() for record in caplog.records if record.name == "openai_protocol"]
+    assert logged == ["ignored: the request field 'what_is_this' is not known"]
+
+
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"place": "Rome"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("reply", "content", "calls"),
+    [
+        (CALL, None, 1),
+        (f"Let me look.\n{CALL}\n{CALL}", "Let me look.", 2),
+        ('{"name": "get_weather", "parameters": {"place": "Rome"}}', None, 1),
+        ("a < b, <tool> and { } are text", "a < b, <tool> and { } are text", 0),
+        ('{"answer": 5}', '{"answer": 5}', 0),
+        ("<tool_call>{broken", "<tool_call>{broken", 0),
+        (f"<think>{{hm}}</think>{CALL}", "<think>{hm}</think>", 1),
+    ],
+)
+async def test_calls_of_tools_are_read(reply: str, content: str | None, calls: int) -> None:
+    prompts: list[str] = []
+
+    def noted(prompt: str) -> str:
+        prompts.append(prompt)
+        return reply
+
+    with serving(replying(noted)) as url:
+        async with client_of(url) as client:
+            options = {"model": MODEL, "messages": QUESTION, "tools": TOOLS}
+            whole = (await client.chat.completions.create(**options)).choices[0]
+            streamed = (await joined(await client.chat.completions.create(**options, stream=True)))[0]
+    expected = [("get_weather", {"place": "Rome"})] * calls
+    found = [
+        (call.function.name, json.loads(call.function.arguments)) for call in whole.message.tool_calls or []
+    ]
+    reason = "tool_calls" if calls else "stop"
+    assert (whole.message.content, found, whole.finish_reason) == (content, expected, reason)
+    assert [(name, arguments) for _, name, arguments in streamed.calls] == expected
+    assert (streamed.text.rstrip(), streamed.finish_reason) == (content or "", reason)
+    assert "The weather of a city." in prompts[0] and "get_time" in prompts[0]
+
+
+async def test_text_is_streamed_though_there_are_tools() -> None:
+    reply = "word " * 30
+    with serving(replying(lambda _: reply)) as url:
+        async with client_of(url) as client:
+            stream = await client.chat.completions.create(
+                model=MODEL, messages=QUESTION, tools=TOOLS, stream=True
+            )
+            choice = (await joined(stream))[0]
+    assert choice.text == reply
+    assert sum(map(bool, choice.pieces)) > 1
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ({"type": "function", "function": {"name": "get_weather"}}, {"get_weather"}),
+        ("required", {"get_weather", "get_time"}),
+    ],
+)
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_call_can_be_forced(
+    client: openai.AsyncOpenAI, choice: object, names: set[str], is_streamed: bool
+) -> None:
+    """Weights are random: that there is a call at all is the grammar's doing."""
+    options = {"model": MODEL, "messages": QUESTION, "tools": TOOLS, "tool_choice": choice, "seed": 3}
+    if is_streamed:
+        stream = await client.chat.completions.create(**options, stream=True)
+        ((_, name, arguments),) = (await joined(stream))[0].calls
+    else:
+        found = (await client.chat.completions.create(**options)).choices[0]
+        (call,) = found.message.tool_calls
+        name, arguments = call.function.name, json.loads(call.function.arguments)
+        assert (found.finish_reason, found.message.content) == ("tool_calls", None)
+    assert name in names
+    assert set(arguments) == ({"place"} if name == "get_weather" else set())
+    assert arguments.get("place", "Rome") in ("Rome", "Oslo")
+
+
+async def test_tools_that_must_not_be_called_are_not_shown(echo: str) -> None:
+    async with client_of(echo) as client:
+        found = await client.chat.completions.create(
+            model=MODEL, messages=QUESTION, tools=TOOLS, tool_choice="none"
+        )
+    assert "<tools>" not in found.choices[0].message.content
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b'"x"',
+        b"{",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"messages": 5}',
+        b'{"messages": [null]}',
+    ],
+)
+async def test_what_is_no_request_is_refused(echo: str, body: bytes) -> None:
+    async with httpx.AsyncClient(base_url=echo, verify=False) as plain:
+        for path in ("chat/completions", "completions"):
+            headers = {"Content-Type": "application/json"}
+            found = await plain.post(f"/v1/{path}", content=body, headers=headers)
+            assert (found.status_code, found.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+def test_a_model_is_called_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "Llama-3.1-8B").mkdir()
+    (tmp_path / "small.Q4_1.gguf").touch()
+    assert name_of(str(tmp_path / "Llama-3.1-8B")) == "Llama-3.1-8B"
+    assert name_of(str(tmp_path / "small.Q4_1.gguf")) == "small.Q4_1"
+    assert name_of("owner/Model-1.5") == "owner/Model-1.5"

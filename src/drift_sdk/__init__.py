@@ -66,3 +66,5 @@ __all__ = [
     "ToolCall",
     "Usage",
 ]
+
+__version__ = "0.1.0"

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import io
+import os
 import signal
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
@@ -18,6 +21,7 @@ from drift_sdk import (
     EngineConfig,
     NGram,
     Progress,
+    PromptTooLong,
     RequestError,
     SamplingParams,
     Speculation,
@@ -39,24 +43,45 @@ WARM_SETTINGS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; the process's exit status."""
+    """Run a command and return the exit status of the process.
+
+    0: done. 1: an error, one line on stderr; also a machine that `doctor` finds unusable, and a reader of
+    stdout that went away. 2: wrong arguments. 130: Ctrl-C.
+    """
+    # Text that a terminal cannot show, or input that is not in its encoding, does not end a conversation.
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     parser = make_parser()
     options = parser.parse_args(arguments)
-    if options.command == "doctor":
-        return doctor(as_json=options.json)
-
     try:
-        command = prepare_warm(options) if options.command == "warm" else prepare_chat(options)
+        command = prepare(options)
     except DriftError as error:
         parser.error(str(error))
 
     try:
-        return asyncio.run(command)
-    except DriftError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+        status = command()
     except KeyboardInterrupt:
-        return 130
+        status = 130
+    except BrokenPipeError:
+        status = 1
+    except (DriftError, OSError) as error:
+        say(error)
+        status = 1
+    return status if can_flush() else status or 1
+
+
+def can_flush() -> bool:
+    """Whether stdout accepts the buffered text; if not, it is dropped, or the interpreter would try again."""
+    if sys.stdout is None:
+        return True
+
+    try:
+        sys.stdout.flush()
+        return True
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return False
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -107,8 +132,16 @@ def speculation(options: argparse.Namespace) -> Speculation | None:
     return Speculation(draft=draft, shape=shape)
 
 
-def prepare_chat(options: argparse.Namespace) -> Coroutine[None, None, int]:
-    """The command, its arguments checked."""
+def prepare(options: argparse.Namespace) -> Callable[[], int]:
+    """The command. Raises DriftError for an argument out of range."""
+    if options.command == "doctor":
+        return partial(doctor, as_json=options.json)
+
+    if options.command == "warm":
+        settings = {name: getattr(options, name) for name in WARM_SETTINGS}
+        config = EngineConfig(**settings, speculation=speculation(options))
+        return lambda: asyncio.run(warm_up(options.model, config))
+
     params = SamplingParams(
         max_tokens=options.max_tokens,
         temperature=options.temperature,
@@ -116,13 +149,7 @@ def prepare_chat(options: argparse.Namespace) -> Coroutine[None, None, int]:
         seed=options.seed,
     )
     config = EngineConfig(device=options.device, speculation=speculation(options))
-    return chat(options.model, config, params, options.system)
-
-
-def prepare_warm(options: argparse.Namespace) -> Coroutine[None, None, int]:
-    """The command, its arguments checked."""
-    settings = {name: getattr(options, name) for name in WARM_SETTINGS}
-    return warm_up(options.model, EngineConfig(**settings, speculation=speculation(options)))
+    return lambda: asyncio.run(chat(options.model, config, params, options.system))
 
 
 def doctor(*, as_json: bool) -> int:
@@ -137,7 +164,8 @@ def doctor(*, as_json: bool) -> int:
 
 
 async def chat(model: str, config: EngineConfig, params: SamplingParams, system: str | None) -> int:
-    messages = [{"role": "system", "content": system}] if system is not None else []
+    fixed = [{"role": "system", "content": system}] if system is not None else []
+    history: list[dict[str, str]] = []
     stream: TokenStream | None = None
 
     def stop() -> None:
@@ -146,6 +174,7 @@ async def chat(model: str, config: EngineConfig, params: SamplingParams, system:
 
     async with Engine(model, config, on_progress=show_progress) as engine:
         hide_progress()
+        # Ctrl-C ends the program while the model is loaded, and an answer from here on.
         if sys.platform != "win32":
             asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop)
         while True:
@@ -158,20 +187,37 @@ async def chat(model: str, config: EngineConfig, params: SamplingParams, system:
             if not question.strip():
                 continue
 
-            messages.append({"role": "user", "content": question})
-            try:
-                stream = engine.chat(messages, params)
-                async for chunk in stream:
-                    print(chunk.text, end="", flush=True)
+            asked = {"role": "user", "content": question}
+            completion = None
+            while completion is None:
+                stream = engine.chat([*fixed, *history, asked], params)
+                try:
+                    async for chunk in stream:
+                        print(chunk.text, end="", flush=True)
 
-                completion = await stream
-            except RequestError as error:
-                messages.pop()
-                print(f"{type(error).__name__}: {error}", file=sys.stderr)
-                continue
+                    completion = await stream
+                except RequestError as error:
+                    if not (isinstance(error, PromptTooLong) and history):
+                        say(error)
+                        break
 
-            messages.append({"role": "assistant", "content": completion.text})
-            print("" if completion.finish_reason == "stop" else f" [{completion.finish_reason}]")
+                    print(f"[{forget_half(history)} earlier messages no longer fit]", file=sys.stderr)
+
+            if completion is not None:
+                history += [asked, {"role": "assistant", "content": completion.text}]
+                print("" if completion.finish_reason == "stop" else f" [{completion.finish_reason}]")
+
+
+def forget_half(history: list[dict[str, str]]) -> int:
+    """Drop the older half of the questions and answers, so that there is room for an answer; how many."""
+    num_exchanges = len(history) // 2
+    num_messages = 2 * ((num_exchanges + 1) // 2)
+    del history[:num_messages]
+    return num_messages
+
+
+def say(error: Exception) -> None:
+    print(f"{type(error).__name__}: {error}", file=sys.stderr)
 
 
 async def warm_up(model: str, config: EngineConfig) -> int:

@@ -87,13 +87,14 @@ def examine() -> Diagnosis:
     packages = {name: version_of(name) for name in (*REQUIRED, *OPTIONAL)}
     problems = [f"{name} is not installed" for name in REQUIRED if packages[name] is None]
     notes = [
-        f'without {name}: pip install "drift-sdk[{extra}]" adds it'
+        f'without {name}: pip install "drift-engine[{extra}]" adds it'
         for name, extra in OPTIONAL.items()
         if packages[name] is None
     ]
     driver = cuda_driver()
     devices: list[Device] = []
-    executor, reason, torch_cuda = None, "torch is missing", None
+    executor: str | None = None
+    reason, torch_cuda = "torch is missing", None
     try:
         import torch
     except ImportError as error:
@@ -108,10 +109,14 @@ def examine() -> Diagnosis:
             problems.append(f"CUDA does not work: {error}")
         if driver is not None and not devices:
             notes.append("there is an NVIDIA driver, but torch sees no GPU: the engine runs on the CPU")
-        executor, reason = chosen_executor(torch.device("cuda" if devices else "cpu"))
+        try:
+            executor, reason = chosen_executor(torch.device("cuda" if devices else "cpu"))
+        except ImportError as error:
+            reason = "the engine cannot be imported"
+            problems.append(f"{reason}: {error}")
 
     return Diagnosis(
-        drift_sdk=version_of("drift-sdk"),
+        drift_sdk=version_of("drift-engine"),
         python=platform.python_version(),
         platform=platform.platform(),
         torch=packages["torch"],

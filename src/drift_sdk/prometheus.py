@@ -53,7 +53,7 @@ try:
     from prometheus_client.registry import Collector
 except ImportError as cause:
     raise DriftError(
-        'metrics_text() needs the package prometheus-client: pip install "drift-sdk[metrics]"'
+        'metrics_text() needs the package prometheus-client: pip install "drift-engine[metrics]"'
     ) from cause
 
 __all__ = ["metrics_text"]

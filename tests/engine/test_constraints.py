@@ -133,7 +133,7 @@ def test_without_llguidance_the_error_says_what_to_install(monkeypatch: pytest.M
 
     async def main() -> None:
         async with scripted_engine("5") as engine:
-            with pytest.raises(RequestError, match=r"pip install drift-sdk\[grammar\]"):
+            with pytest.raises(RequestError, match=r"pip install \"drift-engine\[grammar\]\""):
                 await engine.generate("x", SamplingParams(grammar=JsonSchema(int)))
             assert (await engine.generate("x")).text == "5"
 

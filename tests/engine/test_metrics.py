@@ -253,7 +253,7 @@ async def test_without_the_package_the_error_names_the_extra(monkeypatch: pytest
     monkeypatch.delitem(sys.modules, "drift_sdk.prometheus", raising=False)
     monkeypatch.setattr(builtins, "__import__", without)
     async with scripted_engine("a") as engine:
-        with pytest.raises(DriftError, match=r"drift-sdk\[metrics\]"):
+        with pytest.raises(DriftError, match=r"drift-engine\[metrics\]"):
             engine.metrics_text()
 
 

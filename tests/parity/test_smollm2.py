@@ -35,9 +35,7 @@ def test_greedy_tokens_equal_transformers(smollm2_file: Path, smollm2_reference)
     prompts = [ids[7 * index : 7 * index + length] for index, length in enumerate(LENGTHS)]
 
     async def main() -> list[tuple[int, ...]]:
-        async with Engine(
-            smollm2_file, EngineConfig(dtype="float32", device="cpu", kv_cache_tokens=16_384)
-        ) as engine:
+        async with Engine(smollm2_file, CONFIG) as engine:
             streams = [engine.generate(prompt, SamplingParams(max_tokens=NUM_TOKENS)) for prompt in prompts]
             return [(await stream).token_ids for stream in streams]
 
@@ -52,9 +50,7 @@ def test_the_demo_names_paris(smollm2_file: Path, smollm2_reference) -> None:
     messages = [{"role": "user", "content": "What is the capital of France?"}]
 
     async def main() -> None:
-        async with Engine(
-            smollm2_file, EngineConfig(dtype="float32", device="cpu", kv_cache_tokens=16_384)
-        ) as engine:
+        async with Engine(smollm2_file, CONFIG) as engine:
             completion = await engine.chat(messages, SamplingParams(max_tokens=128))
             prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
             assert completion.usage.prompt_tokens == len(prompt)

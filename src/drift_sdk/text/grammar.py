@@ -28,7 +28,7 @@ try:
     from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 except ImportError as error:
     # The first request with a grammar imports this module, and gets the error.
-    allowed = "the package llguidance: pip install drift-sdk[grammar]"
+    allowed = 'the package llguidance: pip install "drift-engine[grammar]"'
     raise RequestError(f"grammar: needs {allowed}", field="grammar", allowed=allowed) from error
 
 __all__ = ["GrammarConstraint", "constrain"]
