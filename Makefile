@@ -6,15 +6,14 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-# Tests that compute and look at no clock run in two processes (of which pytest-benchmark, where a Python has
-# it, warns); the others want the machine to themselves.
-COMPUTING := kernels execution parity models loading speculation scheduling
-
 OUT ?= gpu-results
 JOBS ?= 12
 GPU_PYTEST = $(PYTHON) -m pytest -q -W default -p no:cacheprovider -p no:benchmark
 
-.PHONY: demo test check gpu-test gpu-perf clean
+# pytest-benchmark, where a Python has it, warns of several.
+PROCESSES ?= 2
+
+.PHONY: demo test unit check gpu-test gpu-perf clean
 
 demo:
 	@PYTHON=$(PYTHON) .ci/setup
@@ -22,10 +21,12 @@ demo:
 
 test:
 	@PYTHON=$(PYTHON) .ci/setup test
-	@$(MAKE) --no-print-directory check
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadscope -p no:benchmark \
-		$(COMPUTING:%=tests/%)
-	@$(BIN)/python -m pytest -m "not gpu" $(COMPUTING:%=--ignore=tests/%)
+	@$(MAKE) --no-print-directory --jobs 2 check unit
+
+# No test looks at a clock, so they may run side by side. Modules share engines and models: a process takes a
+# run of tests, and from another what that has left when it is through.
+unit:
+	@$(BIN)/python -m pytest -m "not gpu" -n $(PROCESSES) --dist worksteal -p no:benchmark
 
 check:
 	@$(BIN)/ruff check .

@@ -6,14 +6,20 @@ import os
 import signal
 import sys
 
+# Before torch reads it. Tests run side by side, and torch's threads wait by spinning: with more than one each
+# they would take the cores from one another. Child processes inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import placement
 import pytest
+import quick_interpreter
 import torch
 from hypothesis import settings
 
 # Read when a kernel is decorated: without a GPU, Triton's interpreter runs it.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    quick_interpreter.install()
 
 # A busy machine may pause a test for longer than the default deadline; CI repeats what a desk found.
 settings.register_profile("drift", deadline=None, print_blob=True)

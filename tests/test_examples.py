@@ -35,7 +35,6 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 SUPPORT = {"command_line", "openai_answers", "openai_protocol", "smollm2"}
 
 # A SmolLM2 that is not there yet is fetched by the first test.
-pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture(scope="session", autouse=True)

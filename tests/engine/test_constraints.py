@@ -7,15 +7,15 @@ import json
 import re
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import msgspec
 import pytest
-from loops import on_every_loop, run, until
+from loops import WAIT_S, on_every_loop, run, until
 from model_zoo import make_model
 from placement import engine_config
 
@@ -30,6 +30,7 @@ from drift_sdk import (
     ToolCall,
 )
 from drift_sdk.testing import EOS_TOKEN_ID, scripted_engine
+from drift_sdk.text import grammar
 from drift_sdk.text.grammar import GrammarConstraint
 
 VOCAB_SIZE = 500
@@ -141,9 +142,9 @@ def test_without_llguidance_the_error_says_what_to_install(monkeypatch: pytest.M
 
 
 def test_what_is_no_grammar_is_refused_at_the_call() -> None:
-    for grammar in ("[a-z]+", {"type": "object"}, Person, 5, JsonSchema):
+    for given in ("[a-z]+", {"type": "object"}, Person, 5, JsonSchema):
         with pytest.raises(RequestError, match="^grammar=.*expected a JsonSchema, a Regex, a Lark or None"):
-            SamplingParams(grammar=grammar)  # type: ignore[arg-type]
+            SamplingParams(grammar=given)  # type: ignore[arg-type]
 
 
 @on_every_loop
@@ -380,8 +381,20 @@ def test_who_is_preempted_while_held_waits_for_its_mask(folder: Path, gate: Gate
     anyio.run(main)
 
 
-def test_a_heavy_grammar_blocks_neither_loop_nor_steps(folder: Path) -> None:
-    """Compiled on a text thread, without the interpreter's lock."""
+def test_a_heavy_grammar_blocks_neither_loop_nor_steps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled on a text thread, without the interpreter's lock: the loop turns during the compilation, and
+    another request is answered before it has ended."""
+    num_turns = 0
+    num_turns_meanwhile: list[int] = []
+    is_answered = threading.Event()
+    matcher = grammar.LLMatcher
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        before = num_turns
+        made = matcher(*args, **kwargs)
+        num_turns_meanwhile.append(num_turns - before)
+        assert is_answered.wait(WAIT_S)
+        return made
 
     def heavy(index: int) -> JsonSchema:
         fields = {
@@ -400,31 +413,28 @@ def test_a_heavy_grammar_blocks_neither_loop_nor_steps(folder: Path) -> None:
         async with small(folder) as engine:
             # The vocabulary is read at the first grammar.
             await engine.generate([5], SamplingParams(grammar=Regex("a")))
-            params = [SamplingParams(grammar=heavy(index), max_tokens=3) for index in range(10)]
-            lags: list[float] = []
-            is_over = False
+            monkeypatch.setattr(grammar, "LLMatcher", watched)
+            params = [SamplingParams(grammar=heavy(index), max_tokens=3) for index in range(4)]
 
-            async def beat() -> None:
-                while not is_over:
-                    started_at = time.perf_counter()
-                    await anyio.sleep(0.001)
-                    lags.append(time.perf_counter() - started_at)
+            async def turn() -> None:
+                nonlocal num_turns
+                while True:
+                    num_turns += 1
+                    await anyio.lowlevel.checkpoint()
 
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(beat)
-                await anyio.sleep(0.05)
-                started_at = time.perf_counter()
-                streams = [engine.generate([5, 6], each) for each in params]
+                tasks.start_soon(turn)
+                first = engine.generate([5, 6], params[0])
+                await until(lambda: bool(num_turns_meanwhile))
                 free = await engine.generate([7], SamplingParams(max_tokens=5, ignore_eos=True))
-                free_s = time.perf_counter() - started_at
-                completions = [await stream for stream in streams]
-                heavy_s = time.perf_counter() - started_at
-                is_over = True
+                is_answered.set()
+                others = [engine.generate([5, 6], each) for each in params[1:]]
+                completions = [await stream for stream in (first, *others)]
+                tasks.cancel_scope.cancel()
 
             assert len(free.token_ids) == 5
             assert all(completion.text[0] == "{" for completion in completions)
-            assert heavy_s > 0.15, "not heavy enough to show anything"
-            assert sorted(lags)[-3] < heavy_s / 3
-            assert free_s < heavy_s
+            assert len(num_turns_meanwhile) == len(params)
+            assert max(num_turns_meanwhile) > 10
 
     anyio.run(main)

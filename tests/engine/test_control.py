@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 
 import anyio
 import pytest
@@ -153,8 +152,6 @@ def test_cancelling_a_map_frees_its_requests(loop: str) -> None:
                     pass
             assert scope.cancelled_caught
             await completions.aclose()
-            started_at = time.monotonic()
             await until(lambda: engine.stats().num_running == 0)
-            assert time.monotonic() - started_at < 1.0
 
     run(loop, main)

@@ -11,15 +11,27 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 
 import anyio
 import anyio.lowlevel
 import pytest
-from loops import on_every_loop, run, until
+from loops import WAIT_S, on_every_loop, run, until
 
-from drift_sdk import ConfigError, Engine, EngineClosed, EngineConfig, ModelLoadError, RequestError
+from drift_sdk import (
+    ConfigError,
+    Engine,
+    EngineClosed,
+    EngineConfig,
+    ModelLoadError,
+    RequestError,
+    SamplingParams,
+)
 from drift_sdk.opened_model import OpenedModel
-from drift_sdk.testing import scripted_engine
+from drift_sdk.testing import EOS_TOKEN_ID, scripted_engine
+
+# What `import drift_sdk` may load, beside the standard library.
+LIGHT_PACKAGES = {"anyio", "drift_sdk", "exceptiongroup", "idna", "msgspec", "sniffio", "typing_extensions"}
 
 
 def engine_threads() -> list[str]:
@@ -70,13 +82,17 @@ def test_started_and_closed_by_different_tasks(loop: str) -> None:
 @on_every_loop
 def test_closing_while_starting_waits_and_closes(loop: str) -> None:
     async def main() -> None:
-        engine = slow_engine(0.1)
+        gate = threading.Event()
+        engine = gated_engine(gate)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(engine.start)
-            await anyio.sleep(0.01)
+            await until(lambda: engine_threads() != [])
             with pytest.raises(EngineClosed):
                 engine.generate("x")
-            await engine.aclose()
+            tasks.start_soon(engine.aclose)
+            await anyio.sleep(0.01)
+            assert engine_threads() != []
+            gate.set()
         assert engine_threads() == []
 
     run(loop, main)
@@ -85,10 +101,17 @@ def test_closing_while_starting_waits_and_closes(loop: str) -> None:
 @on_every_loop
 def test_cancelling_the_start_leaves_no_thread(loop: str) -> None:
     async def main() -> None:
-        with anyio.move_on_after(0.02) as scope:
-            async with slow_engine(0.1):
-                await anyio.sleep(1)
-        assert scope.cancelled_caught
+        gate = threading.Event()
+
+        async def enter() -> None:
+            async with gated_engine(gate):
+                await anyio.sleep_forever()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(enter)
+            await until(lambda: engine_threads() != [])
+            tasks.cancel_scope.cancel()
+            gate.set()
         assert engine_threads() == []
 
     run(loop, main)
@@ -99,22 +122,40 @@ def test_native_cancellation_of_start_and_close(loop: str) -> None:
     """asyncio's own cancellation is not held off by anyio's shields."""
 
     async def main() -> None:
-        with pytest.raises(asyncio.TimeoutError):
-            async with asyncio.timeout(0.02):
-                async with slow_engine(0.1):
-                    raise AssertionError("not reached")
+        gate = threading.Event()
+
+        async def enter() -> None:
+            async with gated_engine(gate):
+                raise AssertionError("not reached")
+
+        task = asyncio.create_task(enter())
+        await until(lambda: engine_threads() != [])
+        task.cancel()
+        gate.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
         assert engine_threads() == []
 
-        engine = scripted_engine("ok", step_s=0.001)
+        is_awaited = threading.Event()
+
+        def ok(prompt_ids: Sequence[int], output_ids: Sequence[int], seed: int) -> int:
+            assert is_awaited.wait(WAIT_S)
+            return [*b"ok", EOS_TOKEN_ID][len(output_ids)]
+
+        engine = scripted_engine(ok)
         await engine.start()
         stream = engine.generate("x")
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(engine.aclose(drain=5.0), 0.001)
+        task = asyncio.create_task(engine.aclose(drain=WAIT_S))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        is_awaited.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
         assert (await stream).text == "ok"
         assert engine_threads() == []
 
-        async with scripted_engine("some text", step_s=0.002) as engine:
-            stream = engine.generate("x")
+        async with scripted_engine(lambda *_: 65, step_s=0.002) as engine:
+            stream = engine.generate("x", SamplingParams(max_tokens=None))
             task = asyncio.create_task(stream.completion())
             await asyncio.sleep(0.005)
             task.cancel()
@@ -239,17 +280,16 @@ async def test_as_an_asyncio_fixture_would(tmp_path) -> None:
 
 
 def test_import_is_light_and_loads_no_torch() -> None:
+    """By what is loaded, not by how long it takes: the caller's machine may be slow or busy."""
     script = (
-        "import sys, threading, time; start = time.perf_counter(); import drift_sdk;"
-        "took = time.perf_counter() - start;"
-        "heavy = [m for m in ('torch', 'triton', 'transformers', 'numpy', 'cuda') if m in sys.modules];"
-        "assert not heavy, heavy; assert threading.active_count() == 1; print(took)"
+        "import sys, threading; before = set(sys.modules); import drift_sdk;"
+        "assert threading.active_count() == 1; print(*sorted(set(sys.modules) - before))"
     )
-    times = [
-        float(subprocess.run([sys.executable, "-c", script], check=True, capture_output=True).stdout)
-        for _ in range(3)
-    ]
-    assert min(times) < 0.3
+    command = [sys.executable, "-c", script]
+    loaded = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    packages = {name.split(".")[0] for name in loaded}
+    assert packages - set(sys.stdlib_module_names) <= LIGHT_PACKAGES
+    assert len(loaded) < 400
 
 
 def test_progress_is_reported_on_the_loop() -> None:
@@ -288,7 +328,7 @@ async def test_the_stages_of_starting_are_timed(caplog: pytest.LogCaptureFixture
         assert [stage for stage, _ in stages] == ["imports", "find", "load weights"]
         lengths = dict(stages)
         assert lengths["imports"] >= 0.02 and lengths["load weights"] >= 0.06
-        assert 0.0 <= lengths["find"] < lengths["load weights"]
+        assert lengths["find"] >= 0.0
         await engine.generate("x")
         assert engine.stats().start_seconds == stages
 
@@ -301,13 +341,14 @@ def failing_open(report) -> OpenedModel:
     raise ModelLoadError("no such model: tried everything")
 
 
-def slow_engine(seconds: float) -> Engine:
+def gated_engine(gate: threading.Event) -> Engine:
+    """Its model opens when the gate does."""
     engine = scripted_engine("ok", config=EngineConfig(max_model_len=64, kv_cache_tokens=256))
     opens = engine._open
 
-    def open_slowly(report) -> OpenedModel:
-        time.sleep(seconds)
+    def open_behind_gate(report) -> OpenedModel:
+        assert gate.wait(WAIT_S)
         return opens(report)
 
-    engine._open = open_slowly
+    engine._open = open_behind_gate
     return engine

@@ -6,6 +6,7 @@ import builtins
 import logging
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import anyio
 import msgspec
@@ -46,6 +47,18 @@ def samples(text: str) -> dict[tuple[str, ...], float]:
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
+
+
+def idle_scheduler() -> Any:
+    return SimpleNamespace(
+        config=SimpleNamespace(max_num_seqs=1, num_blocks=1),
+        num_running=0,
+        num_waiting=0,
+        num_queued=0,
+        num_free_blocks=1,
+        num_cached_blocks=0,
+        num_preemptions=0,
+    )
 
 
 def test_a_histogram_counts_up_to_its_bounds() -> None:
@@ -121,21 +134,24 @@ async def test_rows_and_kv_use_of_a_running_batch() -> None:
             await stream
 
 
-async def test_the_rate_is_of_the_last_seconds() -> None:
-    async with scripted_engine(lambda *_: 65, step_s=0.01) as engine:
-        streams = [engine.generate("x", ENDLESS) for _ in range(4)]
-        await anyio.sleep(1.0)
-        first, seconds = engine.stats(), 0.5
-        await anyio.sleep(seconds)
-        second = engine.stats()
-        rate = (second.num_generated_tokens - first.num_generated_tokens) / seconds
-        assert second.tokens_per_second == pytest.approx(rate, rel=0.25)
-        for stream in streams:
-            stream.cancel()
-            await stream
-        recorder = engine._driver.recorder
-        recorder._marks = tuple((since - 6.0, total) for since, total in recorder._marks)
-        assert engine.stats().tokens_per_second == 0.0
+def test_the_rate_is_of_the_last_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    recorder, scheduler = Recorder(Intake(None)), idle_scheduler()
+    request = SimpleNamespace(last_chunk_at=0.0, has_drafts=False)
+    chunk, delta = Chunk(text="x", token_ids=(1,) * 4), SimpleNamespace(output=SlotOutput(token_ids=(1,)))
+    rates = []
+    for step in range(1000):
+        now[0] += 0.01 if step < 500 else 0.02
+        recorder.collected(StepResult(step_id=step, prefill=(), decode=(), duration_s=0.01))
+        recorder.extended(request, delta, chunk)
+        recorder.publish(scheduler)
+        rates.append(recorder.read().tokens_per_second)
+    assert rates[400] == pytest.approx(400.0, rel=0.02)
+    assert 210.0 < rates[600] < 390.0
+    assert rates[999] == pytest.approx(200.0, rel=0.02)
+    now[0] += 6.0
+    assert recorder.read().tokens_per_second == 0.0
 
 
 async def test_the_text_says_what_the_statistics_say() -> None:
@@ -173,16 +189,7 @@ def test_drafts_are_counted_round_by_round() -> None:
     for half in (rounds[:3], rounds[3:]):
         outputs = [SlotOutput(token_ids=(1,), num_drafted=d, num_accepted=a) for d, a in half]
         recorder.collected(StepResult(step_id=0, prefill=(), decode=tuple(outputs), duration_s=0.001))
-    scheduler = SimpleNamespace(
-        config=SimpleNamespace(max_num_seqs=1, num_blocks=1),
-        num_running=0,
-        num_waiting=0,
-        num_queued=0,
-        num_free_blocks=1,
-        num_cached_blocks=0,
-        num_preemptions=0,
-    )
-    recorder.publish(scheduler)
+    recorder.publish(idle_scheduler())
     stats = recorder.stats
     assert (stats.num_draft_rounds, stats.num_drafted_tokens, stats.num_accepted_tokens) == (6, 15, 7)
     assert stats.accepted_at == (4, 2, 1)

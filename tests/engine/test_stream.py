@@ -9,7 +9,7 @@ import time
 
 import anyio
 import pytest
-from loops import num_tasks, on_every_loop, run, until, with_checkpoints
+from loops import WAIT_S, num_tasks, on_every_loop, run, until, with_checkpoints
 
 from drift_sdk import (
     Chunk,
@@ -97,8 +97,14 @@ def test_two_iterations_at_once_are_refused(loop: str) -> None:
 
 @on_every_loop
 def test_timeouts_between_tokens_lose_nothing_in_an_entered_stream(loop: str) -> None:
+    is_due = threading.Semaphore(0)
+
+    def on_demand(prompt_ids, output_ids, seed) -> int:
+        assert is_due.acquire(timeout=WAIT_S)
+        return [*TEXT.encode(), EOS_TOKEN_ID][len(output_ids)]
+
     async def main() -> None:
-        async with scripted_engine(TEXT, step_s=0.002) as engine, engine.generate("x") as stream:
+        async with scripted_engine(on_demand) as engine, engine.generate("x") as stream:
             text, num_timeouts = "", 0
             while True:
                 try:
@@ -106,9 +112,10 @@ def test_timeouts_between_tokens_lose_nothing_in_an_entered_stream(loop: str) ->
                         text += (await anext(stream)).text
                 except TimeoutError:
                     num_timeouts += 1
+                    is_due.release()
                 except StopAsyncIteration:
                     break
-            assert num_timeouts > 5
+            assert num_timeouts > len(TEXT.encode())
             assert text == TEXT
 
     run(loop, main)
@@ -235,9 +242,9 @@ def test_a_blocked_loop_does_not_stop_the_steps(loop: str) -> None:
             async with engine.generate("x", ENDLESS) as stream:
                 await anext(stream)
                 before = engine.executors[0].num_steps
-                time.sleep(0.5)  # noqa: ASYNC251 - the host misbehaves
-                assert engine.executors[0].num_steps - before > 60
-                assert len((await anext(stream)).token_ids) > 60
+                while engine.executors[0].num_steps - before <= 60:
+                    time.sleep(0.01)  # noqa: ASYNC251 - the host misbehaves
+                assert len((await anext(stream)).token_ids) > 50
 
     run(loop, main)
 
@@ -340,17 +347,25 @@ def test_queue_full(loop: str) -> None:
 
 @on_every_loop
 def test_priorities_and_arrival_decide_the_order(loop: str) -> None:
+    started: list[int] = []
+
+    def noting(prompt_ids, output_ids, seed) -> int:
+        started.append(seed)
+        return EOS_TOKEN_ID
+
     async def main() -> None:
         config = EngineConfig(max_num_seqs=1, max_model_len=512, kv_cache_tokens=4096)
-        async with scripted_engine("ok", config=config, step_s=0.002) as engine:
+        async with scripted_engine(noting, config=config) as engine:
             await engine.pause()
             streams = [
-                engine.generate("x", SamplingParams(priority=priority)) for priority in (1, 0, 2, 0, 1)
+                engine.generate("x", SamplingParams(priority=priority, seed=index))
+                for index, priority in enumerate((1, 0, 2, 0, 1))
             ]
             await until(lambda: engine.stats().num_queued == len(streams))
             await engine.resume()
-            waits = [(await stream).timing.queued_s for stream in streams]
-            assert sorted(range(len(waits)), key=waits.__getitem__) == [1, 3, 0, 4, 2]
+            for stream in streams:
+                await stream
+            assert started == [1, 3, 0, 4, 2]
 
     run(loop, main)
 
@@ -395,7 +410,7 @@ def test_draining_lets_requests_finish(loop: str) -> None:
         stream = engine.generate("x", ENDLESS)
         started_at = time.monotonic()
         await engine.aclose(drain=0.1)
-        assert 0.08 < time.monotonic() - started_at < 2.0
+        assert time.monotonic() - started_at > 0.08
         with pytest.raises(EngineClosed):
             await stream
 

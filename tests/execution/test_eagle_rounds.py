@@ -10,6 +10,7 @@ import pytest
 import torch
 from draft_zoo import make_draft
 from tiny_llama import tiny_llama
+from tolerances import assert_near
 
 from drift_sdk._kernels.paged_attention import AttentionConfig
 from drift_sdk._kernels.tuning import TunedTable
@@ -25,7 +26,7 @@ from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.steps import ExecutorLimits, SlotSampling
 
-pytestmark = [pytest.mark.kernel, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCAB_SIZE, NUM_TOKENS, MAX_CHUNKS = 160, 48, 2
@@ -226,7 +227,8 @@ class Pair:
 
 
 def near(found: torch.Tensor, expected: torch.Tensor | None) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert expected is not None
+    assert_near(found, expected, inner=96, depth=6)
 
 
 @torch.inference_mode()

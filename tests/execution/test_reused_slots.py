@@ -19,7 +19,7 @@ from drift_sdk.scheduling.scheduler import Scheduler
 from drift_sdk.scheduling.sequence import Sequence
 from drift_sdk.steps import Executor, ExecutorLimits, SlotOutput
 
-pytestmark = [pytest.mark.kernel, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.kernel
 
 IS_GPU = torch.cuda.is_available()
 SHAPES = tiny_llama(vocab_size=300, intermediate_size=48, rms_norm_eps=1e-6)

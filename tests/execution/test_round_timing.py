@@ -62,7 +62,6 @@ def test_the_median_counts() -> None:
 
 
 @pytest.mark.kernel
-@pytest.mark.timeout(300)
 def test_it_changes_nothing_that_is_served_afterwards() -> None:
     decoder = Decoder.random(
         DecoderConfig.from_hf(SHAPES), device="cuda" if IS_GPU else "cpu", dtype=torch.float32, seed=1

@@ -29,7 +29,7 @@ from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.stage_times import time_stages
 from drift_sdk.steps import ExecutorLimits, StepPlan
 
-pytestmark = [pytest.mark.kernel, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.kernel
 
 IS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if IS_GPU else "cpu"

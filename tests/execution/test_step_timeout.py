@@ -10,7 +10,7 @@ import anyio
 import pytest
 import torch
 from interpreted_device import InterpretedDevice, InterpretedEvent
-from loops import on_every_loop, run
+from loops import WAIT_S, on_every_loop, run
 from scheduled_run import sampling_of
 from tiny_llama import tiny_llama
 
@@ -190,7 +190,7 @@ def test_waiting_with_a_limit_ends() -> None:
     with pytest.raises(ExecutorError, match=r"within 0\.05 s") as caught:
         event.wait(0.05)
     assert caught.value.process_unusable
-    assert 0.05 <= time.monotonic() - started_at < 2.0
+    assert time.monotonic() - started_at >= 0.05
 
 
 class HangingExecutor(ScriptedExecutor):
@@ -222,7 +222,7 @@ def test_every_stream_is_told_and_closing_does_not_wait(loop: str) -> None:
             errors.append(caught.value)
 
         async with engine:
-            with anyio.fail_after(10.0):
+            with anyio.fail_after(WAIT_S):
                 async with anyio.create_task_group() as tasks:
                     for _ in range(3):
                         tasks.start_soon(consume)

@@ -4,6 +4,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from tolerances import assert_near
 
 from drift_sdk._kernels.gumbel import LEAST_NOISE, MOST_NOISE, exponential, gumbel
 from drift_sdk._kernels.noise import gumbel_noise
@@ -32,7 +33,7 @@ def test_noise_is_the_references(device: str) -> None:
     out = torch.full((6, 4 * SIZE), torch.nan, device=device)
     _noise[(6, 4)](seeds, positions, out, SIZE)
     expected = gumbel_noise(seeds, positions.to(torch.int64), 4 * SIZE)
-    assert (out - expected).abs().max() < 1e-5
+    assert_near(out, expected, inner=1)
     assert torch.unique(out).numel() > 0.99 * out.numel()
 
 
@@ -43,7 +44,7 @@ def test_exponential_is_precise_everywhere(device: str) -> None:
     out = torch.full_like(uniforms, torch.nan)
     _exponentials[(len(uniforms) // SIZE,)](uniforms, out, SIZE)
     expected = -torch.log1p(-uniforms.double())
-    assert ((out.double() - expected) / expected).abs().max() < 2e-6
+    assert ((out.double() - expected) / expected).abs().max() < 16 * torch.finfo(torch.float32).eps
 
 
 def test_bounds_of_the_noise() -> None:

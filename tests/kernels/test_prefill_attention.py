@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tolerances
 import torch
 
 from drift_sdk._kernels.prefill_attention import (
@@ -97,8 +98,8 @@ class Prompt:
 
 def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
     """Shares of the softmax are rounded to the storage type before they meet the values."""
-    tolerance = 4e-6 if expected.dtype == torch.float32 else torch.finfo(expected.dtype).eps
-    torch.testing.assert_close(found, expected, rtol=2 * tolerance, atol=tolerance / 2)
+    num_roundings = 0 if found.dtype == torch.float32 else 1
+    tolerances.assert_near(found, expected, inner=MAX_KEYS, magnitude=4.0, num_roundings=num_roundings)
 
 
 @pytest.mark.parametrize(

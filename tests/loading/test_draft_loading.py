@@ -16,6 +16,7 @@ from decoder_parity import load_decoder
 from draft_zoo import VARIANTS, make_draft
 from model_zoo import make_model
 from safetensors.torch import load_file, save_file
+from tolerances import assert_near, bound
 
 from drift_sdk.errors import ModelLoadError
 from drift_sdk.loading.source import resolve
@@ -347,7 +348,7 @@ def test_reduced_vocabulary(name: str, target: Decoder, target_folder: Path, tmp
     assert torch.equal(small.weights.head, whole.weights.head[rows])
     assert torch.equal(small.weights.layers[-1].down, whole.weights.layers[-1].down)
     hidden = torch.randn(3, whole.config.hidden_size, generator=generator)
-    torch.testing.assert_close(small.logits(hidden), whole.logits(hidden)[:, rows], atol=1e-5, rtol=1e-5)
+    assert_near(small.logits(hidden), whole.logits(hidden)[:, rows], inner=whole.config.hidden_size)
     assert ("lm_head.weight" in load_file(tmp_path / "small" / "model.safetensors")) == (name != "ids only")
 
 
@@ -394,8 +395,9 @@ def test_stages_agree_with_a_plain_pass(
     found = json.loads(capsys.readouterr().out)
     stages = [f"{part}.{i}" for i in range(VARIANTS[name].num_layers) for part in ("attention", "mlp")]
     assert [stage["stage"] for stage in found] == ["fc", *stages, "pre_head", "logits"]
+    most = bound(16.0, inner=192, depth=VARIANTS[name].num_layers + 1)
     for stage in found:
-        assert stage["mean_difference"] <= stage["max_difference"] <= 1e-4, stage
+        assert stage["mean_difference"] <= stage["max_difference"] <= most, stage
         assert stage["min_cosine"] > 0.99999 and stage["top_k_overlap"] > 0.98, stage
 
 
@@ -406,7 +408,8 @@ def test_stage_that_departs_is_seen(
     mlp = DraftDecoder._mlp
     monkeypatch.setattr(DraftDecoder, "_mlp", lambda *inputs: mlp(*inputs) * 1.5)
     found = {row.stage: row for row in tool.compare(target, folder, list(range(7, 40)))}
-    assert found["attention.0"].max_difference < 1e-4 < 0.01 < found["mlp.0"].max_difference
+    assert found["attention.0"].max_difference < bound(16.0, inner=192) < 0.01
+    assert found["mlp.0"].max_difference > 0.01
     assert found["mlp.0"].min_cosine > 0.9999 > found["pre_head"].min_cosine
     assert found["logits"].max_difference > 0.01
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from decoder_parity import load_decoder, poisoned_cache, random_tokens
+from decoder_parity import inner_terms, load_decoder, poisoned_cache, random_tokens
 from model_zoo import make_model
+from tolerances import assert_near
 
 from drift_sdk.loading.source import resolve
 from drift_sdk.models import attention
@@ -74,18 +75,20 @@ def _run(
 
 
 def _assert_same(
-    found: tuple[list[torch.Tensor], KVCache], expected: tuple[list[torch.Tensor], KVCache]
+    config: DecoderConfig,
+    found: tuple[list[torch.Tensor], KVCache],
+    expected: tuple[list[torch.Tensor], KVCache],
 ) -> None:
+    inner, depth = inner_terms(config), config.num_layers + 1
     for mine, theirs in zip(found[0], expected[0], strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-5)
+        assert_near(mine, theirs, inner=inner, depth=depth)
 
     for mine, theirs in ((found[1].keys, expected[1].keys), (found[1].values, expected[1].values)):
-        assert torch.equal(mine.isnan(), theirs.isnan())
-        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-5, equal_nan=True)
+        assert_near(mine, theirs, inner=inner, depth=depth)
 
 
 def test_mixed_step_equals_each_alone(decoder: Decoder) -> None:
-    _assert_same(_run(decoder, MIXED, together=True), _run(decoder, MIXED, together=False))
+    _assert_same(decoder.config, _run(decoder, MIXED, together=True), _run(decoder, MIXED, together=False))
 
 
 @pytest.mark.parametrize("padding, max_slots", [(0, 32_768), (10_000, 32_768), (10_000, 80)])
@@ -95,7 +98,7 @@ def test_grouping_changes_nothing(
     expected = _run(decoder, MIXED, together=True)
     monkeypatch.setattr(attention, "MIN_PADDING", padding)
     monkeypatch.setattr(attention, "MAX_PADDED_SLOTS", max_slots)
-    _assert_same(_run(decoder, MIXED, together=True), expected)
+    _assert_same(decoder.config, _run(decoder, MIXED, together=True), expected)
 
 
 def test_sequences_far_apart_are_not_padded_to_each_other() -> None:
@@ -125,7 +128,7 @@ def test_long_chunk_after_a_long_context() -> None:
     is_visible = torch.ones(num_rows, start + num_rows, dtype=torch.bool).tril(start)
     weights = scores.masked_fill(~is_visible, float("-inf")).softmax(-1)
     expected = torch.einsum("hrk,khd->rhd", weights, value.repeat_interleave(2, 1)).reshape(num_rows, -1)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert_near(found, expected, inner=start + num_rows, magnitude=value.abs().max().item())
 
 
 def test_positions_and_slots_follow_the_rows_order(decoder: Decoder) -> None:

@@ -5,14 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import decoder_parity
 import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from decoder_parity import assert_parity, load_decoder, poisoned_cache, random_tokens, shuffled_blocks
+from decoder_parity import (
+    assert_parity,
+    inner_terms,
+    load_decoder,
+    poisoned_cache,
+    random_tokens,
+    shuffled_blocks,
+)
 from model_zoo import NUM_MODELS, make_model
+from tolerances import assert_near
 from transformers.models.llama import modeling_llama
 
 from drift_sdk.models import decoder as decoder_module
@@ -46,7 +53,8 @@ def test_last_boundary_is_the_stream_before_the_final_norm(index: int, tmp_path:
     cache = poisoned_cache(decoder.config)
     batch = AttentionBatch([SequenceRows(shuffled_blocks(), 0, 20)], cache)
     hidden, _ = decoder.forward(token_ids, batch, cache)
-    assert (hidden - streams[0]).abs().max() <= decoder_parity.TOLERANCE
+    inner, depth = inner_terms(decoder.config), decoder.config.num_layers + 1
+    assert_near(hidden, streams[0], inner=inner, depth=depth)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -7,24 +7,27 @@ from pathlib import Path
 
 import anyio
 import pytest
-from model_zoo import make_model
+from loops import until
+from model_zoo import logprob_bound, make_model
+from near_ties import no_near_ties
 from placement import engine_config
 
 from drift_sdk import Completion, Engine, SamplingParams
 
 NUM_REQUESTS = 32
 VOCAB_SIZE = 500
+MODEL = 0
 
 
 class Case:
-    """A request with an arrival time."""
+    """A request, and when it arrives."""
 
     def __init__(self, rng: random.Random, index: int) -> None:
         shared = [7 + (5 * i) % 300 for i in range(48)]
         length = rng.randint(1, 120)
         own = [rng.randrange(3, VOCAB_SIZE) for _ in range(length)]
         self.prompt = shared[: rng.choice([0, 16, 33, 48])] + own
-        self.delay_s = rng.random() * 0.2
+        self.arrival = rng.randrange(60)  # in steps of the engine
         sampled = {"temperature": rng.choice([0.7, 1.0, 1.3]), "top_p": rng.choice([0.8, 0.95, 1.0])}
         self.params = SamplingParams(
             max_tokens=rng.randint(1, 40),
@@ -40,7 +43,7 @@ class Case:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    make_model(0, folder)
+    make_model(MODEL, folder)
     return folder
 
 
@@ -55,7 +58,8 @@ def alone(folder: Path, cases: list[Case]) -> list[Completion]:
     async def main() -> list[Completion]:
         config = engine_config(max_num_seqs=1, max_model_len=256)
         async with Engine(folder, config) as engine:
-            return [await engine.generate(case.prompt, case.params) for case in cases]
+            with no_near_ties(logprob_bound(MODEL)):
+                return [await engine.generate(case.prompt, case.params) for case in cases]
 
     return anyio.run(main)
 
@@ -80,8 +84,13 @@ def test_together_equals_alone(
         completions: dict[int, Completion] = {}
         async with Engine(folder, config) as engine:
 
+            def is_idle() -> bool:
+                stats = engine.stats()
+                return stats.num_running == stats.num_waiting == stats.num_queued == 0
+
             async def ask(index: int) -> None:
-                await anyio.sleep(cases[index].delay_s)
+                first = engine.stats().num_steps
+                await until(lambda: engine.stats().num_steps - first >= cases[index].arrival or is_idle())
                 completions[index] = await engine.generate(cases[index].prompt, cases[index].params)
 
             for _ in range(2):  # the second time around, prefixes are cached

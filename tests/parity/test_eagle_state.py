@@ -11,6 +11,7 @@ import pytest
 import torch
 from draft_zoo import make_draft
 from model_zoo import make_model
+from tolerances import assert_near
 
 import drift_sdk.opening
 from drift_sdk import Chain, Engine, EngineConfig, SamplingParams, Speculation
@@ -126,10 +127,15 @@ def test_faults_are_seen(
         check(tmp_path, monkeypatch, "reference", 4096, fault)
 
 
-@pytest.mark.parametrize("variant", ["reference", "speculators", "final hidden", "post norm", "deep"])
-@pytest.mark.parametrize("kv_cache_tokens", [4096, 224])
+@pytest.mark.parametrize(
+    ("kv_cache_tokens", "variant"),
+    [
+        *((4096, variant) for variant in ("reference", "speculators", "final hidden", "post norm", "deep")),
+        *((224, variant) for variant in ("reference", "deep")),
+    ],
+)
 def test_the_state_is_that_of_the_true_history(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str, kv_cache_tokens: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kv_cache_tokens: int, variant: str
 ) -> None:
     check(tmp_path, monkeypatch, variant, kv_cache_tokens, WatchedDrafter)
 
@@ -198,6 +204,8 @@ def check(
     (drafter,) = drafters
     expected = {seed: at_once(drafter.target, drafter.draft, tokens) for seed, tokens in histories.items()}
     assert len(drafter.seen) > 200
+    depth = drafter.target.config.num_layers + drafter.draft.num_layers + 1
     for seed, num_rows, hidden in drafter.seen:
         if num_rows <= expected[seed].shape[0]:
-            assert (expected[seed][num_rows - 1] - hidden).abs().max().item() < 1e-4, (seed, num_rows)
+            name = f"{num_rows} rows of seed {seed}"
+            assert_near(hidden, expected[seed][num_rows - 1], inner=192, depth=depth, name=name)

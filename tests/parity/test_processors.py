@@ -11,8 +11,10 @@ import anyio
 import numpy as np
 import pytest
 import torch
-from model_zoo import make_model
+from model_zoo import logprob_bound, make_model
+from near_ties import no_near_ties
 from placement import engine_config
+from tolerances import assert_near
 from transformers.generation.logits_process import (
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
@@ -31,6 +33,7 @@ VOCAB_SIZE = 500
 CPU = torch.device("cpu")
 NUM_TOKENS = 40
 NUM_REQUESTS = 17
+MODEL = 0  # whose bound is that of 3 and 4 too
 
 
 class Bits:
@@ -142,7 +145,7 @@ def test_counts_of_the_output_alone() -> None:
         expected = torch.tensor(
             [-frequency * output.count(i) - presence * (i in output) for i in range(VOCAB_SIZE)]
         )
-        assert torch.allclose(found - logits[0], expected, atol=1e-5)
+        assert_near(found - logits[0], expected, inner=1, depth=2)
 
 
 def test_rows_without_rules_cost_nothing() -> None:
@@ -376,7 +379,7 @@ class Request:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    make_model(0, folder)
+    make_model(MODEL, folder)
     return folder
 
 
@@ -395,7 +398,8 @@ def alone(folder: Path, requests: list[Request]) -> list[Completion]:
             for each in requests:
                 await engine.sleep()  # nothing is cached
                 await engine.wake()
-                found.append(await engine.generate(each.prompt, each.params))
+                with no_near_ties(logprob_bound(MODEL)):
+                    found.append(await engine.generate(each.prompt, each.params))
             return found
 
     return anyio.run(main)
@@ -445,9 +449,9 @@ def assert_same_logprobs(found: Any, expected: Any) -> None:
     assert len(found) == len(expected) and found[0] is expected[0] is None
     for one, other in zip(found[1:], expected[1:], strict=True):
         assert one.token_id == other.token_id
-        assert abs(one.logprob - other.logprob) < 1e-4
+        assert abs(one.logprob - other.logprob) < logprob_bound(MODEL)
         assert len(one.top) == len(other.top)
-        assert all(abs(a[1] - b[1]) < 1e-4 for a, b in zip(one.top, other.top, strict=True))
+        assert all(abs(a[1] - b[1]) < logprob_bound(MODEL) for a, b in zip(one.top, other.top, strict=True))
 
 
 def test_every_rule_matters(folder: Path, requests: list[Request], alone: list[Completion]) -> None:
@@ -483,8 +487,8 @@ def assert_raw_logprobs(model: Any, prompt: list[int], completion: Completion) -
     tokens = list(completion.token_ids)
     expected = reference_logprobs(model, prompt + tokens)[len(prompt) - 1 :]
     for entry, token, row in zip(completion.logprobs, tokens, expected, strict=True):
-        assert entry.token_id == token and abs(entry.logprob - row[token].item()) < 1e-4
-        assert abs(entry.top[0][1] - row.max().item()) < 1e-4
+        assert entry.token_id == token and abs(entry.logprob - row[token].item()) < logprob_bound(MODEL)
+        assert abs(entry.top[0][1] - row.max().item()) < logprob_bound(MODEL)
 
 
 @torch.inference_mode()
@@ -500,10 +504,12 @@ def assert_prompt_logprobs(model: Any, prompt: list[int], completion: Completion
     for position, entry in enumerate(found[1:], start=1):
         row = expected[position - 1]
         assert entry is not None and entry.token_id == prompt[position]
-        assert abs(entry.logprob - row[prompt[position]].item()) < 1e-4
+        assert abs(entry.logprob - row[prompt[position]].item()) < logprob_bound(MODEL)
         assert len(entry.top) == num_top
         for (token_id, logprob), best in zip(entry.top, row.topk(num_top).values.tolist(), strict=True):
-            assert abs(logprob - best) < 1e-4 and abs(logprob - row[token_id].item()) < 1e-4
+            assert abs(logprob - best) < logprob_bound(MODEL) and abs(
+                logprob - row[token_id].item()
+            ) < logprob_bound(MODEL)
 
 
 @pytest.mark.parametrize("prefill_token_budget", [1, 16, 512])

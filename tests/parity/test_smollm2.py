@@ -6,28 +6,31 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import anyio
-import pytest
 import torch
+from tolerances import tie_gap
 
 from drift_sdk import Engine, EngineConfig, SamplingParams
 
 EOS = (2,)
-LENGTHS = [10, 12, 15, 19, 24, 30, 38, 48, 60, 76, 96, 120, 152, 192, 242, 306, 386, 486, 1000, 2000]
+LENGTHS = [10, 15, 24, 38, 60, 96, 152, 242, 386, 1000]
 NUM_TOKENS = 24
 
 CONFIG = EngineConfig(dtype="float32", device="cpu", kv_cache_tokens=16_384)
 
 
 @torch.inference_mode()
-def greedy_after(model, prompt: list[int], tokens: Sequence[int]) -> list[int]:
-    """transformers' greedy choice after the prompt and after each of the tokens but the last: equal to the
-    tokens themselves if and only if greedy decoding gives just them."""
+def num_near_ties(model, prompt: list[int], tokens: Sequence[int]) -> int:
+    """Tokens that are not transformers' greedy choice after the prompt and the tokens before, each of which
+    must all but tie with that choice."""
     ids = torch.tensor([[*prompt, *tokens[:-1]]])
-    logits = model(ids, use_cache=False, logits_to_keep=len(tokens)).logits
-    return logits[0].argmax(-1).tolist()
+    logits = model(ids, use_cache=False, logits_to_keep=len(tokens)).logits[0].float()
+    config = model.config
+    gap = tie_gap(logits, inner=config.intermediate_size, depth=config.num_hidden_layers + 1)
+    behind = logits.max(-1).values - logits[torch.arange(len(tokens)), list(tokens)]
+    assert behind.max() <= min(gap, 0.05), f"{behind.max():.3g} behind: a near tie is at most {gap:.3g}"
+    return int((behind > 0).sum())
 
 
-@pytest.mark.timeout(600)
 def test_greedy_tokens_equal_transformers(smollm2_file: Path, smollm2_reference) -> None:
     model, tokenizer = smollm2_reference
     text = Path(torch.nn.__file__).parent.joinpath("functional.py").read_text()[:40_000]
@@ -40,9 +43,11 @@ def test_greedy_tokens_equal_transformers(smollm2_file: Path, smollm2_reference)
             return [(await stream).token_ids for stream in streams]
 
     found = anyio.run(main)
+    num_ties = 0
     for prompt, tokens in zip(prompts, found, strict=True):
         assert len(tokens) == NUM_TOKENS or tokens[-1] in EOS
-        assert list(tokens) == greedy_after(model, prompt, tokens), f"prompt of {len(prompt)} tokens"
+        num_ties += num_near_ties(model, prompt, tokens)
+    assert num_ties <= sum(map(len, found)) // 100
 
 
 def test_the_demo_names_paris(smollm2_file: Path, smollm2_reference) -> None:
@@ -54,7 +59,7 @@ def test_the_demo_names_paris(smollm2_file: Path, smollm2_reference) -> None:
             completion = await engine.chat(messages, SamplingParams(max_tokens=128))
             prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
             assert completion.usage.prompt_tokens == len(prompt)
-            assert list(completion.token_ids) == greedy_after(model, prompt, completion.token_ids)
+            assert num_near_ties(model, prompt, list(completion.token_ids)) <= 1
             assert completion.token_ids[-1] in EOS
             assert completion.text == tokenizer.decode(completion.token_ids, skip_special_tokens=True)
             assert "Paris" in completion.text

@@ -27,8 +27,6 @@ from drift_sdk.steps import (
 
 VOCAB_SIZE = 12
 PROMPT = (3, 7, 1)
-pytestmark = pytest.mark.timeout(300)  # both samples are drawn in one fixture
-
 NUM_SEQUENCES = 2048
 NUM_TOKENS = 100  # of a sequence: 204,800 in each sample
 NUM_DRAFT_TOKENS = 4

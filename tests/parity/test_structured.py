@@ -78,7 +78,6 @@ OPEN_ENDED = {"number range"}
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_completions_are_what_their_schemas_describe(
     smollm2_file: Path, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ) -> None:

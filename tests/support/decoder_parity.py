@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tolerances import assert_near
 
 from drift_sdk.loading.source import resolve
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
@@ -14,15 +15,26 @@ from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.kv_cache import KVCache
 
-__all__ = ["TOLERANCE", "assert_parity", "load_decoder", "poisoned_cache", "random_tokens", "shuffled_blocks"]
+__all__ = [
+    "assert_parity",
+    "inner_terms",
+    "load_decoder",
+    "poisoned_cache",
+    "random_tokens",
+    "shuffled_blocks",
+]
 
-TOLERANCE = 1e-4
 BLOCK_SIZE = 8
 
 
 def load_decoder(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
     source = resolve(folder)
     return Decoder.load(DecoderConfig.from_hf(source.config), source.tensors(), device="cpu", dtype=dtype)
+
+
+def inner_terms(config: DecoderConfig) -> int:
+    """Of a decoder's longest sums."""
+    return max(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
 
 
 def poisoned_cache(
@@ -56,6 +68,7 @@ def assert_parity(decoder: Decoder, model: Any, token_ids: torch.Tensor, chunks:
     expected = model(token_ids[None], output_hidden_states=True, use_cache=False)
     cache, blocks = poisoned_cache(decoder.config), shuffled_blocks()
     boundaries = range(decoder.config.num_layers + 1)
+    inner = inner_terms(decoder.config)
     start = 0
     for num_rows in chunks:
         rows = slice(start, start + num_rows)
@@ -64,18 +77,16 @@ def assert_parity(decoder: Decoder, model: Any, token_ids: torch.Tensor, chunks:
         # transformers' last hidden state is the one after the final norm, so the last boundary is compared
         # through the logits alone.
         for boundary in boundaries[:-1]:
-            _assert_close(
-                f"boundary {boundary}", features[boundary], expected.hidden_states[boundary][0, rows]
+            assert_near(
+                features[boundary],
+                expected.hidden_states[boundary][0, rows],
+                inner=inner,
+                depth=boundary + 1,
+                name=f"boundary {boundary}",
             )
 
         assert torch.equal(features[-1], hidden)
         logprobs = decoder.logits(hidden).log_softmax(-1)
-        _assert_close("log-probabilities", logprobs, expected.logits[0, rows].log_softmax(-1))
+        logprobs_expected = expected.logits[0, rows].log_softmax(-1)
+        assert_near(logprobs, logprobs_expected, inner=inner, depth=len(boundaries), name="log-probabilities")
         start += num_rows
-
-
-def _assert_close(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
-    assert found.shape == expected.shape, f"{name}: {found.shape} != {expected.shape}"
-    difference = (found - expected).abs().max().item()
-    # Written so that NaN fails.
-    assert difference <= TOLERANCE, f"{name} differ by {difference:.2e}"

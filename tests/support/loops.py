@@ -13,6 +13,9 @@ import trio
 
 LOOPS = ["asyncio", "uvloop", "trio"]
 
+# What a test waits for at most: it ends one that hangs, and no machine is as slow.
+WAIT_S = 120.0
+
 on_every_loop = pytest.mark.parametrize("loop", LOOPS)
 
 
@@ -21,7 +24,7 @@ def run(loop: str, main: Callable[[], Awaitable[Any]]) -> Any:
     return anyio.run(main, backend="trio" if loop == "trio" else "asyncio", backend_options=options)
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
     """Poll: what happens on the engine's thread has no event to wait for."""
     with anyio.fail_after(timeout_s):
         while not condition():  # noqa: ASYNC110 - see above

@@ -11,8 +11,9 @@ from typing import Any
 import tokenizers
 import torch
 import transformers
+from tolerances import bound
 
-__all__ = ["NUM_MODELS", "make_model", "save_tokenizer"]
+__all__ = ["NUM_MODELS", "logprob_bound", "make_model", "save_tokenizer"]
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -104,6 +105,14 @@ def make_model(index: int, folder: Path) -> Any:
     model.save_pretrained(folder, max_shard_size="64KB" if index % 4 == 0 else "1GB")
     save_tokenizer(folder, config.vocab_size)
     return model
+
+
+def logprob_bound(index: int) -> float:
+    """How far log-probabilities of model `index`, which reach down to about -16, may lie apart."""
+    fields = {"intermediate_size": 80, "num_hidden_layers": 3, **KINDS[index][2]}
+    width = fields["num_attention_heads"] * fields["head_dim"]
+    inner = max(fields["hidden_size"], fields["intermediate_size"], width)
+    return bound(16.0, inner=inner, depth=fields["num_hidden_layers"] + 1)
 
 
 @torch.no_grad()
