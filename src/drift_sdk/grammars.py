@@ -25,6 +25,12 @@ class JsonSchema(Struct, frozen=True, dict=True):
     stays open, so close its objects (`additionalProperties`) and bound its strings and arrays, or a model may
     go on until `max_tokens`. What is not a schema raises `RequestError`; keywords that llguidance cannot
     enforce are found when the request is prepared, and raised by its stream.
+
+    So are numbers that are not exact as doubles or reach 2**63 (but for `maximum` 2**63 - 1), exclusive
+    bounds over 2**53, bounds with more than 15 decimals, and schemas of more than 256 KiB, 5,000 parts
+    (objects, properties, alternatives), 100 levels, 1,000 properties of one object (100 with minProperties or
+    maxProperties), 10 patternProperties or 8 patterns, formats and lengths for one string. In a `pattern`,
+    \\d and \\w are ASCII; \\s is any Unicode space. Each has at most 1,000 repetitions.
     """
 
     schema: Any
@@ -54,8 +60,8 @@ class JsonSchema(Struct, frozen=True, dict=True):
 class Regex(Struct, frozen=True):
     """Text that a regular expression matches from its first to its last character.
 
-    pattern: in the syntax of Rust's regex crate, which has no look-around and no back-references; \\d stands
-             for ASCII digits.
+    pattern: in the syntax of Rust's regex crate, which has no look-around and no back-references; \\d, \\w
+             and \\s stand for ASCII, (?i) folds case by Unicode. At most 256 KiB and 1,000 repetitions.
     """
 
     pattern: str
@@ -67,7 +73,9 @@ class Regex(Struct, frozen=True):
 class Lark(Struct, frozen=True):
     """Text of a context-free grammar, in llguidance's variant of Lark: its rule `start`.
 
-    Special tokens are written as <|name|>, JSON schemas as %json {...}. Syntax:
+    Special tokens are written as <|name|>, JSON schemas as %json {...}, with the bounds of `JsonSchema`. At
+    most 256 KiB, 5,000 rules and groups and as many repetitions, 1,000 of them in one regex, where \\d, \\w
+    and \\s are Unicode. Syntax:
     https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
     """
 

@@ -7,8 +7,9 @@ A target is a module of this folder, `tests/fuzz/<target>.py`:
     def run(data) -> None:                  # feeds one example to the code under test
         load(data)
 
-An example passes if `run` returns or raises a `DriftError`. Any other exception (BaseExceptions and assertions
-of `run` included), a signal, running out of memory and a hang are failures, reported with the example.
+An example passes if `run` returns or raises a `DriftError`. Any other exception (BaseExceptions and
+assertions of `run` included), a signal, running out of memory and a hang are failures, reported with the
+example.
 
 In the suite `test_fuzz.py` runs each target with a few examples. By hand, for minutes:
 
@@ -44,6 +45,7 @@ CPU_S = 20  # of one example
 WALL_S = 120  # of one example, for what hangs without computing
 STACK_BYTES = 512 << 10
 SHOWN_CHARS = 3000
+NO_TARGETS = {"runner", "following", "conftest"}
 
 
 class FuzzFailure(AssertionError):
@@ -52,11 +54,11 @@ class FuzzFailure(AssertionError):
 
 def targets() -> list[str]:
     names = [path.stem for path in FOLDER.glob("*.py")]
-    return sorted(n for n in names if n != "runner" and not n.startswith(("test_", "conftest")))
+    return sorted(n for n in names if n not in NO_TARGETS and not n.startswith("test_"))
 
 
 def fuzz(target: str, *, examples: int = 0, seconds: float = 0, seed: int = 0) -> None:
-    """Run a target with so many examples, or for so many seconds; raise `FuzzFailure` at its first failure."""
+    """Run a target with so many examples or for so many seconds; `FuzzFailure` at its first failure."""
     with tempfile.NamedTemporaryFile(prefix=f"{target}-", suffix=".pickle", delete=False) as file:
         journal = Path(file.name)
 
@@ -70,6 +72,7 @@ def fuzz(target: str, *, examples: int = 0, seconds: float = 0, seed: int = 0) -
     )
     if child.returncode == 0:
         journal.unlink()
+        print(f"{target}: {child.stdout}", end="")  # noqa: T201
         return
 
     data = journal.read_bytes()

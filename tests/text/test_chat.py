@@ -10,6 +10,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from drift_sdk.errors import ModelLoadError, RequestError
+from drift_sdk.text import template_budget
 from drift_sdk.text.chat import ChatTemplate
 
 CHATML = """\
@@ -303,3 +304,81 @@ def test_malformed_arguments(args: dict[str, Any], field: str) -> None:
         render("x", **args)
 
     assert caught.value.field == field
+
+
+def nested(depth: int) -> Any:
+    value: Any = "x"
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("args", [[1], "ab", 3, {1: 2, "deep": nested(100_000)}, nested(5000)])
+def test_template_args_of_another_shape(args: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        render("x", template_args=args)
+
+    assert caught.value.field == "template_args"
+
+
+def test_messages_nested_too_deeply() -> None:
+    for depth in (5_000, 100_000):
+        with pytest.raises(RequestError, match="messages=<list>: expected plain data") as caught:
+            render("x", [{"role": "user", "content": nested(depth)}])
+        assert caught.value.field == "messages"
+
+
+LOOP = "{% for i in range(99999) %}"
+DOUBLED = "{% set ns = namespace(s=[1]) %}{% for i in range(60) %}{% set ns.s = [ns.s, ns.s] %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        LOOP * 2 + "x" + "{% endfor %}" * 2,
+        LOOP + "{% for j in range(99999) if false %}{% endfor %}{% endfor %}",
+        LOOP + "{{ range(99999) | list | length }}{% endfor %}",
+        LOOP + "{{ range(99999) | sum }}{% endfor %}",
+        "{% set all = range(99999) | list %}" + LOOP + "{{ all[1:] | length }}{% endfor %}",
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(50) }}",
+        LOOP + "c" * 100_000 + "{% endfor %}",
+        LOOP + "{{ " + repr("c" * 100_000) + " }}{% endfor %}",
+        "{% set x %}xx{% endset %}" + "{% set x %}{{ x }}{{ x }}{% endset %}" * 60,
+        "{% set ns = namespace(s='x') %}" + LOOP + "{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+        "{% set ns = namespace(s='x') %}" + LOOP + "{% set ns.s = ns.s + ns.s %}{% endfor %}",
+        DOUBLED + "{{ ns.s }}",
+        DOUBLED + "{{ ns.s | tojson }}",
+        DOUBLED + "{{ ns.s == ns.s[0] }}",
+        DOUBLED + "{{ 'x'.format(ns.s) }}",
+        "{{ 'a' * 10**9 }}",
+        "{{ 10 ** (10**9) }}",
+        "{{ 'x' | center(10**9) }}",
+        "{{ 'x'.center(10**9) }}",
+        "{{ '%1000000000d' % 1 }}",
+        "{{ '%*d' % (1000000000, 1) }}",
+        "{{ '{:>1000000000}'.format(1) }}",
+        "{{ '{:>{}}'.format(1, 1000000000) }}",
+        "{{ [1] | slice(10**9) | list }}",
+        "{{ [1] | batch(10**9, 'x') | list }}",
+        "{{ ('a' * 100000).replace('a', 'b' * 100000) }}",
+        "{{ ('a' * 100000) | replace('a', 'b' * 100000) }}",
+        "{{ ('a' * 100000).join(range(99999) | map('string')) }}",
+        "{{ ([{'a': 'a' * 1000000}] * 99999) | map(attribute='a') | join }}",
+        "{{ ('\\n' * 100000) | indent(100000) }}",
+        "{{ [[1]] | tojson(indent=10**9) }}",
+        "{{ ('%(a)s' * 100000) % {'a': 'x' * 10000} }}",
+        "{{ ([range(99999) | list] * 9999) | sum(start=[]) | length }}",
+    ],
+)
+def test_a_template_takes_a_bounded_number_of_steps(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_budget, "MAX_STEPS", 200_000)  # as many as a test has time for
+    with pytest.raises(RequestError, match=r"chat template .* (more than \d+ |a width that is)"):
+        render(source)
+
+
+@pytest.mark.parametrize("source", [CHATML, LLAMA3, QWEN], ids=["chatml", "llama3", "qwen"])
+def test_long_conversations_are_far_from_the_bound(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    roles = ["user", "assistant"]
+    messages = [{"role": roles[i % 2], "content": "word " * 40} for i in range(10_000)]
+    monkeypatch.setattr(template_budget, "MAX_STEPS", template_budget.MAX_STEPS // 4)
+    assert len(render(source, messages, tools=TOOLS * 100)) > 2_000_000

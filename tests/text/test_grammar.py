@@ -8,6 +8,8 @@ import itertools
 import json
 import subprocess
 import sys
+import threading
+import unicodedata
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, TypedDict
@@ -255,6 +257,199 @@ def test_grammars_that_cannot_be_compiled(model: Model, grammar: Any, reason: st
             model.constrain(grammar)
         assert caught.value.field == "grammar"
         assert "<state>" not in str(caught.value) and "no_forcing" not in str(caught.value)
+
+
+def chain_of_refs(length: int) -> dict[str, Any]:
+    links = {f"r{i}": {"$ref": f"#/$defs/r{i + 1}"} for i in range(length)}
+    return {"$ref": "#/$defs/r0", "$defs": links | {f"r{length}": {"type": "integer"}}}
+
+
+def chain_of_rules(length: int, name: str = "r") -> str:
+    links = "".join(f'{name}{i}: "b" {name}{i + 1}\n' for i in range(length))
+    return f'start: {name}0\n{links}{name}{length}: "a"\n'
+
+
+def patterns(count: int, wrap: str | None = None) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = [{"type": "string", "pattern": f".*{i}.*"} for i in range(count)]
+    return [{"properties": {wrap: each}} for each in found] if wrap else found
+
+
+def optional(count: int, **more: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"p{i}": True for i in range(count)}} | more
+
+
+@pytest.mark.parametrize(
+    ("grammar", "bound"),
+    [
+        (JsonSchema({"minimum": -(2**63), "maximum": -(2**63), "type": "integer"}), "minimum=-9223"),
+        (JsonSchema({"minimum": -1e19, "type": "integer"}), "minimum=-1e.19: expected a number from"),
+        (JsonSchema({"minimum": 10**19, "type": "integer"}), "minimum=10000000000000000000: expected"),
+        (JsonSchema({"maximum": 2**64 - 1, "type": "integer"}), "maximum=18446744073709551615: expected"),
+        (JsonSchema({"minimum": 2**53 + 1, "type": "integer"}), "minimum=9007199254740993: expected"),
+        (JsonSchema({"exclusiveMinimum": 2**60, "type": "integer"}), "exclusiveMinimum=.*2..53"),
+        (JsonSchema({"minimum": 1e-20, "maximum": 1e-19}), "at most 15 digits after"),
+        (JsonSchema({"const": 2**53 + 1}), "const=9007199254740993: expected"),
+        (JsonSchema({"enum": [[1, {"a": -(2**63)}]]}), "enum=-9223372036854775808: expected"),
+        (JsonSchema({"type": "integer", "const": -(2.0**63)}), "const=-9.22"),
+        (Lark('start: "a"\n%ignore / /\na: %json {"const": -9223372036854775808}'), "const=-9223"),
+        (JsonSchema({"allOf": [{"multipleOf": 4294967291}, {"multipleOf": 4294967279}]}), "multipleOf="),
+        (JsonSchema('{"minimum": NaN}'), "minimum=nan"),
+        (JsonSchema('{"minimum": 1e400}'), "minimum=inf"),
+        (JsonSchema(chain_of_refs(5000)), "parts: expected at most 5000"),
+        (Lark(chain_of_rules(6000)), "rules and groups: expected at most 5000"),
+        (JsonSchema({"allOf": patterns(20)}), "for one string: expected at most 8"),
+        (JsonSchema({"allOf": patterns(20, "a")}), "for one string: expected at most 8"),
+        (JsonSchema(optional(2000)), "2000 properties: expected at most 1000"),
+        (JsonSchema(optional(1000, minProperties=1, additionalProperties=False)), "properties: expected at"),
+        (
+            JsonSchema({"patternProperties": {f"^x{i}$": {} for i in range(300)}}),
+            "patternProperties: expected",
+        ),
+        (JsonSchema({"const": [dict.fromkeys(map(str, range(9000)))]}), "parts: expected at most"),
+        (JsonSchema({"pattern": "a?" * 2000}), "repetitions in a pattern: expected at most 1000"),
+        (JsonSchema({"enum": ["x" * 300_000]}), "bytes: expected at most 262144"),
+        (Regex("a?" * 20_000), "repetitions in pattern: expected at most 1000"),
+        (Regex("a" * 300_000), "bytes: expected at most"),
+        (Regex("a\\"), "ends with a backslash"),
+        (Lark("start: A\nA: /" + "a?" * 2000 + "/"), "repetitions in a regex"),
+        (Lark('start: "a"' + ' "b"?' * 6000), "repetitions: expected at most"),
+    ],
+)
+def test_bounds_are_named_before_anything_is_compiled(
+    model: Model, grammar: Any, bound: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammars, "LLMatcher", None)
+    with pytest.raises(
+        RequestError, match=rf"^grammar: {type(grammar).__name__} cannot be compiled: .*{bound}"
+    ):
+        model.constrain(grammar)
+
+
+def test_a_schema_nested_too_deeply() -> None:
+    value: Any = 1
+    for _ in range(5000):
+        value = [value]
+    with pytest.raises(RequestError, match="^schema=<dict>: expected plain JSON values"):
+        JsonSchema({"const": value})
+    with pytest.raises(RequestError, match="^schema=<dict>: expected plain JSON values"):
+        JsonSchema({"minimum": 10**5000})
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        JsonSchema(chain_of_refs(1200)),
+        Lark(chain_of_rules(4900)),
+        Lark(chain_of_rules(4900, "R")),
+        JsonSchema(optional(0, required=[f"p{i}" for i in range(990)])),
+    ],
+    ids=["refs", "rules", "terminals", "required"],
+)
+def test_long_chains_within_bounds_compile_on_any_thread(model: Model, grammar: Any) -> None:
+    found: list[object] = []
+
+    is_restored = threading.Event()
+
+    def work() -> None:
+        is_restored.wait()
+        try:
+            constraint = model.constrain(grammar)
+            found.append(len(next_ids(constraint)))
+        except BaseException as error:
+            found.append(error)
+
+    before = threading.stack_size(512 << 10)
+    try:
+        thread = threading.Thread(target=work)
+        thread.start()
+    finally:
+        threading.stack_size(before)
+    is_restored.set()
+    thread.join()
+    assert found[0] == len(next_ids(model.constrain(grammar)))
+    assert threading.stack_size() == before
+
+
+def test_bounds_of_integers_are_exact(model: Model) -> None:
+    for low, high in [(0, 2**63 - 1), (-(2**53), 2**53), (2**53 - 7, 2**53), (-12, 1003), (10**15, 10**17)]:
+        schema = JsonSchema({"type": "integer", "minimum": low, "maximum": high})
+        for value in (low, low + 1, high - 1, high):
+            assert accepts(model, schema, str(value)), (low, high, value)
+        for value in (low - 1, high + 1, high * 10 + 1):
+            assert not accepts(model, schema, str(value)), (low, high, value)
+
+
+DIGITS = [char for char in map(chr, range(0x110000)) if char.isdigit() or unicodedata.category(char) == "Nd"]
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Regex(r"\d"),
+        Regex(r"[\d]"),
+        Regex(r"[^\D]"),
+        Regex(r"(?i)\d"),
+        Regex(r"[\w&&[^\D]]"),
+        JsonSchema({"type": "string", "pattern": r"^\d$"}),
+        JsonSchema({"type": "string", "pattern": r"^[^\D]$"}),
+    ],
+)
+def test_digits_are_ascii(grammar: Any) -> None:
+    assert len(DIGITS) > 700
+    assert characters(grammar, DIGITS) == set("0123456789")
+
+
+def test_shorthand_classes_of_a_regex_are_ascii() -> None:
+    samples = [*map(chr, range(0x300)), *map(chr, range(0x2000, 0x2070)), "\u3000", "\ufeff", *DIGITS]
+    words = {char for char in samples if char.isascii() and (char.isalnum() or char == "_")}
+    spaces = set(" \t\n\r\f\v")
+    for pattern, expected in [(r"\w", words), (r"[\w]", words), (r"\s", spaces), (r"(?x)\s", spaces)]:
+        assert characters(Regex(pattern), samples) == expected
+    for pattern, excluded in [(r"\W", words), (r"[^\w]", words), (r"\S", spaces), (r"[\S]", spaces)]:
+        assert characters(Regex(pattern), samples) == set(samples) - excluded
+
+
+def characters(grammar: Any, samples: Iterable[str]) -> set[str]:
+    """Those of the samples that the grammar takes for one character: found byte by byte in its masks."""
+    start = constrain(grammar, byte_tokenizer(), vocab_size=257, eos_token_ids=(256,))
+    if isinstance(grammar, JsonSchema):
+        start.advance(b'"')
+
+    allowed_after: dict[bytes, set[int]] = {}
+    found = set()
+    for char in samples:
+        data = char.encode()
+        for index in range(len(data)):
+            prefix = data[:index]
+            if prefix not in allowed_after:
+                allowed_after[prefix] = allowed(start.masks(prefix)[-1])
+            if data[index] not in allowed_after[prefix]:
+                break
+        else:
+            found.add(char)
+    return found
+
+
+class Panic(BaseException):
+    """As pyo3's PanicException, no Exception."""
+
+
+def test_a_panic_is_an_error_of_its_request(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    def panic(*args: object, **options: object) -> None:
+        raise Panic("index out of bounds")
+
+    monkeypatch.setattr(grammars, "LLMatcher", panic)
+    with pytest.raises(RequestError, match="llguidance failed: index out of bounds"):
+        model.constrain(Regex("panic"))
+
+
+def test_a_compilation_that_does_not_end(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+    monkeypatch.setattr(grammars, "LLMatcher", lambda *args, **options: release.wait())
+    monkeypatch.setattr(grammars, "COMPILE_TIMEOUT_S", 0.05)
+    with pytest.raises(RequestError, match="it takes longer than"):
+        model.constrain(Regex("endless"))
+    release.set()
 
 
 def test_tokens_that_do_not_fit_are_named(model: Model) -> None:

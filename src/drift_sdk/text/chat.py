@@ -12,9 +12,9 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 import msgspec
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from drift_sdk.errors import ModelLoadError, RequestError
+from drift_sdk.text.template_budget import BudgetedEnvironment, budget
 
 __all__ = ["ChatTemplate"]
 
@@ -24,8 +24,9 @@ RESERVED_ARGS = ("messages", "tools", "documents", "add_generation_prompt")
 class ChatTemplate:
     """A model's chat template, in the Jinja dialect of Hugging Face's `apply_chat_template`.
 
-    Templates come with downloaded models, so they run sandboxed and see plain data only. Rendered prompts
-    hold their own special tokens: encode them with `add_special_tokens=False`.
+    Templates come with downloaded models, so they run sandboxed, see plain data only and take at most
+    4,000,000 steps to render: iterations, calls, operations and 64 characters of text each are one. Rendered
+    prompts hold their own special tokens: encode them with `add_special_tokens=False`.
 
     Raises `ModelLoadError` when the template cannot be compiled.
     """
@@ -35,7 +36,8 @@ class ChatTemplate:
         # A token the model lacks stays undefined, which renders as nothing; None would render as "None".
         self._special_tokens = {name: token for name, token in special_tokens.items() if token is not None}
         try:
-            self._template = _environment().from_string(source)
+            with budget():  # constant expressions are computed here
+                self._template = _environment().from_string(source)
         except Exception as error:
             raise ModelLoadError(f"chat template cannot be compiled: {error}") from error
 
@@ -57,6 +59,9 @@ class ChatTemplate:
         if tools is not None:
             _check_mappings("tools", tools)
 
+        if template_args is not None and not isinstance(template_args, Mapping):
+            raise RequestError.of("template_args", template_args, "a mapping of names to plain data")
+
         args = {} if template_args is None else _to_plain("template_args", template_args)
         for name in RESERVED_ARGS:
             if name in args:
@@ -68,7 +73,8 @@ class ChatTemplate:
         variables["documents"] = None
         variables["add_generation_prompt"] = add_generation_prompt
         try:
-            return self._template.render(variables)
+            with budget():
+                return self._template.render(variables)
         except Exception as error:
             # The template is foreign code run on the caller's data: whatever it raises is about this request.
             raise RequestError(
@@ -90,8 +96,8 @@ class _GenerationBlocks(jinja2.ext.Extension):
         return jinja2.nodes.Scope(body, lineno=line)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+def _environment() -> BudgetedEnvironment:
+    environment = BudgetedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_GenerationBlocks, "jinja2.ext.loopcontrols"],
@@ -99,6 +105,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
+    environment.charge_functions()
     return environment
 
 

@@ -35,7 +35,7 @@ __all__ = ["GrammarConstraint", "constrain"]
 
 NUM_CACHED_GRAMMARS = 64
 
-# Within the bounds of grammar_limits, compiling takes up to a few seconds. What takes longer is left to run, as
+# Within the bounds of grammar_limits, compiling takes up to a few seconds. What takes longer is left to run:
 # native code cannot be stopped.
 COMPILE_TIMEOUT_S = 20
 
@@ -226,21 +226,21 @@ def compile_lark(ll_tokenizer: LLTokenizer, lark: str) -> LLMatcher:
 
 
 def start_thread(work: Callable[[], None]) -> None:
-    """Start a thread with a stack of `STACK_BYTES`. Python takes a thread's size from a setting of the process,
+    """Start a thread with a stack of `STACK_BYTES`. Python takes the size from a setting of the process,
     which is changed for this one start."""
     with _stack_size_lock:
         before = threading.stack_size(STACK_BYTES)
         try:
             threading.Thread(target=work, name="drift-grammar", daemon=True).start()
         except RuntimeError as error:
-            raise ValueError(f"no thread with a stack of {STACK_BYTES >> 20} MiB can be started") from error
+            raise ValueError(f"no thread with {STACK_BYTES >> 20} MiB of stack starts") from error
         finally:
             threading.stack_size(before)
 
 
 def lark_of(grammar: Grammar) -> str:
-    """Any grammar in llguidance's one notation. A setting counts where it comes last. ValueError for a grammar
-    out of bounds."""
+    """Any grammar in llguidance's one notation. A setting counts where it comes last. ValueError for a
+    grammar out of bounds."""
     if isinstance(grammar, JsonSchema):
         check_schema(grammar.definition)
         schema = {"x-guidance": JSON_STYLE} | grammar.definition

@@ -1,8 +1,9 @@
 """Bounds of grammars, checked before they are compiled.
 
-llguidance compiles by native recursion, at some places in time quadratic or worse in the grammar's size, and holds
-numbers as doubles and 64-bit integers without saying where they do not fit. Within these bounds its stack need is
-below `STACK_BYTES` and every number means what it says. A `ValueError` names the bound that is exceeded.
+llguidance compiles by native recursion, at some places in time quadratic or worse in the grammar's size, and
+holds numbers as doubles and 64-bit integers without saying where they do not fit. Within these bounds its
+stack need is below `STACK_BYTES` and every number means what it says. A `ValueError` names the bound that is
+exceeded.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import re
 from collections.abc import Iterator
 from decimal import Decimal
 from math import gcd, isfinite
-from typing import Any
+from typing import Any, TypeGuard
 
 __all__ = ["STACK_BYTES", "check_lark", "check_regex", "check_schema"]
 
@@ -55,6 +56,9 @@ decoder = json.JSONDecoder()
 
 def check_regex(pattern: str) -> None:
     _check_size(pattern)
+    if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
+        raise ValueError("pattern ends with a backslash that escapes nothing")
+
     _check_repetitions("pattern", pattern)
 
 
@@ -170,8 +174,8 @@ def _check_exact(keyword: str, number: float) -> None:
     """Numbers are doubles to llguidance, and integers then int64."""
     if not abs(number) <= INT64_MAX or abs(float(number)) >= 2.0**63 or float(number) != number:
         allowed = (
-            f"a number from {-MAX_INTEGER} to {MAX_INTEGER} (2**53), or below 2**63 in magnitude where a double "
-            f"holds it exactly (as `maximum` also {INT64_MAX})"
+            f"a number from {-MAX_INTEGER} to {MAX_INTEGER} (2**53), or below 2**63 in magnitude where a "
+            f"double holds it exactly (as `maximum` also {INT64_MAX})"
         )
         raise ValueError(f"{keyword}={number}: expected {allowed}")
 
@@ -187,7 +191,9 @@ def _check_multiples(multiples: set[Decimal], *, is_merged: bool) -> None:
     for each in scaled:
         common = common * each // gcd(common, each) if each else common
         if common * max(scaled) > UINT32_MAX:
-            allowed = "values whose common multiples stay below 2**32 where schemas are merged by allOf or $ref"
+            allowed = (
+                "values whose common multiples stay below 2**32 where schemas are merged by allOf or $ref"
+            )
             raise ValueError(f"multipleOf={', '.join(map(str, multiples))}: expected {allowed}")
 
 
@@ -219,7 +225,10 @@ def _check_merged_strings(schema: Any, objects: list[dict[str, Any]]) -> None:
 
     for each in objects:
         names: dict[str, int] = {}
-        members = [target(m.get("$ref")) if isinstance(m, dict) and "$ref" in m else m for m in _members(each, "allOf")]
+        members = [
+            target(m.get("$ref")) if isinstance(m, dict) and "$ref" in m else m
+            for m in _members(each, "allOf")
+        ]
         for member in [each, *members]:
             properties = member.get("properties") if isinstance(member, dict) else None
             for name, value in properties.items() if isinstance(properties, dict) else ():
@@ -248,7 +257,7 @@ def _members(schema: dict[str, Any], keyword: str) -> list[Any]:
     return members if isinstance(members, list) else []
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
