@@ -8,7 +8,7 @@ from drift_sdk.bridge import Latch
 from drift_sdk.errors import DriftError
 from drift_sdk.request import Request
 
-__all__ = ["Cancel", "Close", "Command", "Continue", "Pause", "Resume", "Sleep", "Submit", "Wake"]
+__all__ = ["Cancel", "Close", "Command", "Continue", "Pause", "Resume", "Sleep", "Submit", "Unpause", "Wake"]
 
 
 class Submit(Struct, frozen=True):
@@ -30,13 +30,19 @@ class Cancel(Struct, frozen=True):
 
 
 class Close(Struct, frozen=True):
-    """End at `deadline` (of time.monotonic) at the latest."""
-
-    deadline: float
+    """The driver's deadline has been set, or brought forward."""
 
 
 class Pause(Struct, frozen=True):
+    """Holds steps back until it is taken back, or all pauses are ended by `Resume`."""
+
     done: Latch
+
+
+class Unpause(Struct, frozen=True):
+    """Takes one pause back; others stay in force."""
+
+    pause: Pause
 
 
 class Resume(Struct, frozen=True):
@@ -51,4 +57,4 @@ class Wake(Struct, frozen=True):
     done: Latch
 
 
-Command = Submit | Continue | Cancel | Close | Pause | Resume | Sleep | Wake
+Command = Submit | Continue | Cancel | Close | Pause | Unpause | Resume | Sleep | Wake

@@ -12,18 +12,22 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from drift_sdk.bridge import Bridge, Latch
-from drift_sdk.commands import Cancel, Pause, Resume, Sleep, Wake
+from drift_sdk.commands import Cancel, Pause, Resume, Sleep, Unpause, Wake
 from drift_sdk.config import EngineConfig
 from drift_sdk.driver import Driver
 from drift_sdk.errors import ConfigError, EngineClosed, RequestError
 from drift_sdk.feed import Feed
+from drift_sdk.life_cycle import LifeCycle
 from drift_sdk.mapping import map_prompts
 from drift_sdk.metrics import EngineStats
-from drift_sdk.opened_model import OpenedModel, open_timed
+from drift_sdk.opened_model import OpenedModel, OpenModel, with_limits
 from drift_sdk.params import MAX_SEED, SamplingParams, check_needs_no_host
+from drift_sdk.plain_data import to_plain
 from drift_sdk.progress import Progress, Report, reporter
-from drift_sdk.request import ModelText, Prompt, Request
+from drift_sdk.prompts import ChatPrompt, ModelText, Prompt, TextPrompt, TokenPrompt
+from drift_sdk.request import Request
 from drift_sdk.results import Completion
+from drift_sdk.steps import ExecutorLimits
 from drift_sdk.stream import TokenStream
 from drift_sdk.text.tools import tool_names
 from drift_sdk.validation import check_float, check_int
@@ -32,9 +36,6 @@ if TYPE_CHECKING:
     from drift_sdk.text.tokenizer import Tokenizer
 
 __all__ = ["Engine"]
-
-OpenModel = Callable[[Report], OpenedModel]
-"""Opens a model, reporting (stage, fraction done) as it goes; runs on the engine's thread."""
 
 
 class Engine:
@@ -64,49 +65,25 @@ class Engine:
         self.model = model
         self.config = config if config is not None else EngineConfig()
         self._on_progress = on_progress
-        self._driver: Driver | None = None
+        self._life_cycle = LifeCycle()
         self._numbers = itertools.count()
         self._seeds = random.SystemRandom()
         self._open: OpenModel = partial(open_files, model, self.config)
 
     async def start(self) -> None:
-        """Load the model and get ready to serve. Idempotent; not interrupted by cancellation.
+        """Load the model and get ready to serve. Idempotent; cancellation is raised when that is done, and
+        closes the engine unless another task has started it too. While it is closing, this waits for that
+        first.
 
-        Raises ModelLoadError or ConfigError; the engine is then as if never started.
-        """
-        starts = self._driver is None or self._driver.closed.is_set
-        if starts:
-            self._driver = Driver(self._opener(), self.config.max_queued_requests)
-            self._driver.start()
-
-        driver = self._running_driver()
-        try:
-            error = await driver.opened.wait_shielded()
-        except BaseException:
-            if starts:
-                await self.aclose()
-            raise
-
-        if error is not None:
-            await self.aclose()
-            raise error
+        ModelLoadError or ConfigError, and the engine is as if never started; EngineClosed if it is closed
+        meanwhile."""
+        await self._life_cycle.start(self._make_driver)
 
     async def aclose(self, drain: float = 0.0) -> None:
         """Stop: requests still running after `drain` seconds are cut off with EngineClosed, the thread ends,
-        the memory is free. Idempotent; not interrupted by cancellation."""
+        the memory is free. Idempotent; cancellation is raised when that is done."""
         check_float(RequestError, "drain", drain, ge=0.0)
-        driver = self._driver
-        if driver is None:
-            return
-
-        driver.close(drain)
-        try:
-            await driver.closed.wait_shielded()
-        finally:
-            driver.join()
-            # Another task may have started the engine anew meanwhile.
-            if self._driver is driver:
-                self._driver = None
+        await self._life_cycle.aclose(drain)
 
     async def __aenter__(self) -> Engine:
         await self.start()
@@ -129,12 +106,8 @@ class Engine:
         if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Sequence):
             raise RequestError.of("prompt", prompt, "a string or a sequence of token ids")
 
-        given = prompt if isinstance(prompt, str) else tuple(prompt)  # the caller may change a list later
-
-        def token_ids(model: ModelText) -> Sequence[int]:
-            return model.tokenizer.encode(given) if isinstance(given, str) else given
-
-        return self._submit(token_ids, params)
+        given = TextPrompt(prompt) if isinstance(prompt, str) else TokenPrompt(tuple(prompt))
+        return self._submit(given, params)
 
     def chat(
         self,
@@ -146,22 +119,21 @@ class Engine:
         """Submit a conversation, rendered with the model's chat template; otherwise as `generate`.
 
         messages: mappings with at least "role" and "content". tools and template_args are the template's;
-        with tools, the completion's `tool_calls` are looked for in its text.
-        A model without a template, messages the template refuses: RequestError from the stream.
-        """
+        with tools, the completion's `tool_calls` are looked for in its text. All are copied at the call, and
+        must be plain data. A model without a template, messages the template refuses: RequestError from the
+        stream."""
         if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
             raise RequestError.of("messages", messages, "a sequence of mappings with role and content")
 
-        def prompt(model: ModelText) -> list[int]:
-            if model.chat_template is None:
-                raise RequestError.of(
-                    "messages", len(messages), "a model with a chat template; use generate()"
-                )
+        if template_args is not None and not isinstance(template_args, Mapping):
+            raise RequestError.of("template_args", template_args, "a mapping")
 
-            text = model.chat_template.render(messages, tools=tools, template_args=template_args)
-            return model.tokenizer.encode(text, add_special_tokens=False)
-
-        return self._submit(prompt, params, tool_names(tools) if tools else None)
+        prompt = ChatPrompt(
+            to_plain("messages", messages),
+            to_plain("tools", tools),
+            to_plain("template_args", template_args),
+        )
+        return self._submit(prompt, params, tool_names(prompt.tools) if prompt.tools else None)
 
     def map(
         self,
@@ -172,39 +144,56 @@ class Engine:
     ) -> AsyncGenerator[Completion, None]:
         """Completions of many prompts, in order, at most `max_concurrent` of them submitted at a time.
 
-        `prompts` is read as room comes up, so it may be endless. The first error ends the iteration;
-        leaving it (`aclose`, or cancellation while waiting) cancels what was submitted.
+        `prompts` is read as room comes up, so it may be endless; a full queue is waited for. The first error
+        ends the iteration, one of `prompts` itself after the completions of the prompts before it; leaving it
+        (`aclose`, or cancellation while waiting) cancels what was submitted.
         """
         check_int(RequestError, "max_concurrent", max_concurrent, ge=1)
-        return map_prompts(lambda prompt: self.generate(prompt, params), prompts, max_concurrent)
+        generate, has_room = partial(self.generate, params=params), lambda: self._running_driver().has_room
+        return map_prompts(generate, has_room, prompts, max_concurrent)
 
     async def pause(self) -> None:
-        """Launch no more steps, until `resume()`; returns when none is running. Requests stay."""
-        await self._tell(Pause)
+        """Launch no more steps, until `resume()`; returns when none is running. Requests stay. If it is
+        cancelled, the engine is as it was before."""
+        driver, command = self._running_driver(), Pause(Latch())
+        driver.tell(command)
+        try:
+            error = await command.done.wait()
+        except BaseException:
+            driver.tell(Unpause(command))
+            raise
+
+        if error is not None:
+            raise error
 
     async def resume(self) -> None:
-        """Go on after `pause()`."""
+        """Go on after `pause()`, however often that was called. Cancellation is raised when that is done."""
         await self._tell(Resume)
 
     async def sleep(self) -> None:
-        """Free weights and KV cache, until `wake()`. Requests stay: they compute their context anew."""
+        """Free weights and KV cache, until `wake()`. Requests stay: they compute their context anew.
+        Cancellation is raised when that is done."""
         await self._tell(Sleep)
 
     async def wake(self) -> None:
-        """Load the model again after `sleep()`; ModelLoadError if that fails, and the engine stays asleep."""
+        """Load the model again after `sleep()`, with as many KV blocks; cancellation is raised afterwards.
+
+        ModelLoadError, and the engine stays asleep, if that fails or its requests cannot go on with the files
+        as they are now."""
         await self._tell(Wake)
 
-    async def _tell(self, command: type[Pause] | type[Resume] | type[Sleep] | type[Wake]) -> None:
+    async def _tell(self, command: type[Resume] | type[Sleep] | type[Wake]) -> None:
         driver, done = self._running_driver(), Latch()
         driver.tell(command(done))
-        error = await done.wait()
+        error = await done.wait_shielded()
         if error is not None:
             raise error
 
     @property
     def is_open(self) -> bool:
         """Whether requests are taken in: started, not closing and not failed."""
-        return self._driver is not None and self._driver.is_open
+        driver = self._driver
+        return driver is not None and driver.is_open
 
     def stats(self) -> EngineStats:
         """A snapshot of what the engine is doing and has done since it was started."""
@@ -267,16 +256,22 @@ class Engine:
         driver.submit(request)
         return TokenStream(request.request_id, request.feed, lambda: driver.tell(Cancel(request)))
 
-    def _opener(self) -> Callable[[], OpenedModel]:
-        """What the engine's thread calls to open the model; it must not hold the engine itself."""
-        open_model, report = self._open, reporter(self._on_progress)
-        return lambda: open_timed(open_model, report)
+    @property
+    def _driver(self) -> Driver | None:
+        return self._life_cycle.driver
+
+    def _make_driver(self) -> Driver:
+        return Driver(self._open, reporter(self._on_progress), self.config.max_queued_requests)
 
     def _running_driver(self) -> Driver:
-        if self._driver is None:
+        driver = self._driver
+        if driver is None:
             raise EngineClosed("the engine is not open: use `async with` or start()")
 
-        return self._driver
+        if driver.is_foreign:
+            raise EngineClosed("the engine runs in the process that this one was forked from")
+
+        return driver
 
     def _model_text(self) -> ModelText:
         model_text = self._running_driver().model_text
@@ -286,15 +281,18 @@ class Engine:
         return model_text
 
     def __del__(self) -> None:
-        driver = getattr(self, "_driver", None)
-        if driver is not None and not driver.closed.is_set:
+        life_cycle = getattr(self, "_life_cycle", None)
+        driver = life_cycle.driver if life_cycle is not None else None
+        if driver is not None and not driver.is_over:
             driver.close(0.0)
             message = f"engine of {self.model} was dropped unclosed"
             warnings.warn(message, ResourceWarning, stacklevel=2, source=self)
 
 
-def open_files(model: str | Path, config: EngineConfig, report: Report) -> OpenedModel:
+def open_files(
+    model: str | Path, config: EngineConfig, report: Report, limits: ExecutorLimits | None = None
+) -> OpenedModel:
     # Imported here, on the engine's thread: `import drift_sdk` loads no torch.
     from drift_sdk.opening import open_model
 
-    return open_model(model, config, report)
+    return open_model(model, with_limits(config, limits), report)

@@ -6,6 +6,8 @@ import anyio
 from msgspec import Struct
 
 from drift_sdk.bridge import Bridge, LoopClosed
+from drift_sdk.errors import EngineClosed
+from drift_sdk.process_hooks import num_forks
 from drift_sdk.results import Chunk, Completion
 
 __all__ = ["Feed", "Outbox", "Update"]
@@ -26,9 +28,10 @@ class Feed:
     The engine holds the feed and the caller holds the stream, so that dropping the stream can be noticed.
     """
 
-    __slots__ = ("_pending", "_wake", "bridge", "completion", "error")
+    __slots__ = ("_num_forks", "_pending", "_wake", "bridge", "completion", "error")
 
     def __init__(self, bridge: Bridge) -> None:
+        self._num_forks = num_forks()
         self.bridge = bridge
         self.completion: Completion | None = None
         self.error: BaseException | None = None
@@ -38,6 +41,11 @@ class Feed:
     @property
     def is_done(self) -> bool:
         return self.completion is not None or self.error is not None
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether this process is a fork of the one it was made in: nothing more will be delivered."""
+        return self._num_forks != num_forks()
 
     @property
     def has_chunk(self) -> bool:
@@ -69,6 +77,10 @@ class Feed:
         )
 
     async def changed(self) -> None:
+        """Wait for the next update; EngineClosed if none can come."""
+        if self.is_foreign:
+            raise EngineClosed("the engine runs in the process that this one was forked from")
+
         if self._wake is None:
             self._wake = anyio.Event()
 

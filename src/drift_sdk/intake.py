@@ -21,22 +21,25 @@ class Intake:
 
     def __init__(self, max_queued_requests: int | None) -> None:
         self._max_queued_requests = max_queued_requests
-        self._lock = threading.Lock()
+        # Reentrant: a section may be interrupted by the collector, and that by an engine's finaliser.
+        self._lock = threading.RLock()
         self._live: dict[Request, None] = {}
         self._num_entering = 0
         self.num_admitted = 0
         self.num_rejected = 0
         self.is_open = False
+        self._is_closed = False
         self._failure: BaseException | None = None
 
     def open(self) -> None:
+        """Let requests in, unless it has been closed already."""
         with self._lock:
-            self.is_open = True
+            self.is_open = not self._is_closed
 
     def close(self, failure: BaseException | None = None) -> None:
         """Let nobody in any more; they are told of the failure, if that is why."""
         with self._lock:
-            self.is_open = False
+            self.is_open, self._is_closed = False, True
             self._failure = failure or self._failure
 
     def admit(self, request: Request, read_stats: Callable[[], EngineStats]) -> None:
@@ -48,15 +51,27 @@ class Intake:
             if not self.is_open:
                 raise EngineClosed("the engine is not open")
 
-            limit, stats = self._max_queued_requests, read_stats()
-            num_waiting = self._num_entering + stats.num_queued - stats.num_free_slots
-            if limit is not None and num_waiting >= limit:
+            if not self.has_room(read_stats()):
                 self.num_rejected += 1
-                raise QueueFull(f"max_queued_requests={limit} requests are waiting already")
+                raise QueueFull(
+                    f"max_queued_requests={self._max_queued_requests} requests are waiting already"
+                )
 
             self._num_entering += 1
             self.num_admitted += 1
             self._live[request] = None
+
+    def has_room(self, stats: EngineStats) -> bool:
+        """Whether the queue would take one more request."""
+        limit = self._max_queued_requests
+        return limit is None or self._num_entering + stats.num_queued - stats.num_free_slots < limit
+
+    def withdraw(self, request: Request) -> None:
+        """Undo `admit`."""
+        with self._lock:
+            self._num_entering -= 1
+            self.num_admitted -= 1
+            self._live.pop(request, None)
 
     def entered(self, publish_stats: Callable[[], None]) -> None:
         """One more of those admitted is known to the scheduler, or failed before. It passes from one count

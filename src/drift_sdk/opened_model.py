@@ -1,16 +1,18 @@
+"""A model ready to serve, and how one is asked for."""
+
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
-import msgspec
 from msgspec import Struct
 
-from drift_sdk.progress import Report, StageClock
+from drift_sdk.config import EngineConfig
+from drift_sdk.progress import Report
 from drift_sdk.request import ModelText
 from drift_sdk.scheduling.config import SchedulerConfig
-from drift_sdk.steps import Executor
+from drift_sdk.steps import Executor, ExecutorLimits
 
-__all__ = ["OpenedModel", "open_timed"]
+__all__ = ["OpenModel", "OpenedModel", "with_limits"]
 
 
 class OpenedModel(Struct, frozen=True, kw_only=True):
@@ -30,7 +32,22 @@ class OpenedModel(Struct, frozen=True, kw_only=True):
     start_seconds: tuple[tuple[str, float], ...] = ()
 
 
-def open_timed(open_model: Callable[[Report], OpenedModel], report: Report) -> OpenedModel:
-    """Open a model, with a clock running over the stages it reports."""
-    clock = StageClock(report)
-    return msgspec.structs.replace(open_model(clock), start_seconds=clock.seconds)
+class OpenModel(Protocol):
+    """Opens a model on the engine's thread, reporting (stage, fraction done) as it goes.
+
+    `limits`: those of an earlier opening, which are kept instead of being worked out from the memory free
+    now."""
+
+    def __call__(self, report: Report, limits: ExecutorLimits | None = None) -> OpenedModel: ...
+
+
+def with_limits(config: EngineConfig, limits: ExecutorLimits | None) -> EngineConfig:
+    """The config that asks for these limits, whatever memory is free."""
+    if limits is None:
+        return config
+
+    return config.replace(
+        max_model_len=limits.max_model_len,
+        block_size=limits.block_size,
+        kv_cache_tokens=limits.num_blocks * limits.block_size,
+    )

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING
 
-from msgspec import Struct
-
-from drift_sdk.errors import PromptTooLong, RequestError
 from drift_sdk.feed import Feed
 from drift_sdk.grammars import JsonSchema
 from drift_sdk.params import SamplingParams
+from drift_sdk.prompts import ModelText, Prompt
 from drift_sdk.results import Chunk, Completion, FinishReason, Timing, TokenLogprobs, Usage
 from drift_sdk.scheduling.sequence import Sequence
 from drift_sdk.slot_sampling import slot_sampling
@@ -22,26 +18,9 @@ from drift_sdk.text.stops import StopMatcher
 from drift_sdk.text.tools import find_tool_calls
 
 if TYPE_CHECKING:  # their libraries would make up most of the package's import time
-    from drift_sdk.text.chat import ChatTemplate
     from drift_sdk.text.grammar import GrammarConstraint
-    from drift_sdk.text.tokenizer import Tokenizer
 
-__all__ = ["ModelText", "Prompt", "Request"]
-
-Prompt = Callable[["ModelText"], SequenceOf[int]]
-"""Gives a request's token ids; called off the caller's loop and off the engine's thread."""
-
-
-class ModelText(Struct, frozen=True, kw_only=True):
-    """What a model brings for turning requests into sequences and tokens into text."""
-
-    tokenizer: Tokenizer
-    chat_template: ChatTemplate | None
-    eos_token_ids: tuple[int, ...]
-    max_model_len: int
-    vocab_size: int
-    default_params: SamplingParams = SamplingParams()
-    has_drafts: bool = False
+__all__ = ["ModelText", "Request"]
 
 
 class Request:
@@ -69,6 +48,7 @@ class Request:
         "seed",
         "sequence",
         "submitted_at",
+        "text_field",
         "_arrival",
     )
 
@@ -92,6 +72,7 @@ class Request:
         self.submitted_at = time.monotonic()
         self.last_chunk_at: float | None = None  # the recorder's
         self.is_done = False
+        self.text_field = prompt.field  # what a text thread is working on
         self._arrival = arrival
         self._prompt = prompt
         self._tool_names = tool_names
@@ -107,9 +88,10 @@ class Request:
 
     def prepare(self, model: ModelText) -> None:
         """Tokenise and set up the sequence; RequestError if prompt or parameters do not fit the model."""
-        prompt_ids = self._checked_ids(self._prompt(model), model)
+        prompt_ids = self._prompt.token_ids(model)
         params = self.params
         if params.grammar is not None:
+            self.text_field = "grammar"
             from drift_sdk.text.grammar import constrain  # what it needs may not be installed
 
             self._constraint = constrain(
@@ -229,25 +211,6 @@ class Request:
         grammar, constraint = self.params.grammar, self._constraint
         is_complete = constraint is not None and self._stop_reason in constraint.eos_token_ids
         return grammar if is_complete and isinstance(grammar, JsonSchema) else None
-
-    def _checked_ids(self, ids: SequenceOf[int], model: ModelText) -> list[int]:
-        prompt_ids = list(ids)
-        is_ids = all(type(token_id) is int and 0 <= token_id < model.vocab_size for token_id in prompt_ids)
-        if not prompt_ids or not is_ids:
-            found = next((i for i in prompt_ids if type(i) is not int or not 0 <= i < model.vocab_size), None)
-            allowed = f"at least one token id, each from 0 to {model.vocab_size - 1}"
-            raise RequestError.of("prompt", found if prompt_ids else "", allowed)
-
-        if len(prompt_ids) >= model.max_model_len:
-            allowed = f"at most {model.max_model_len - 1} tokens (max_model_len - 1)"
-            raise PromptTooLong(
-                f"prompt of {len(prompt_ids)} tokens: expected {allowed}",
-                field="prompt",
-                value=len(prompt_ids),
-                allowed=allowed,
-            )
-
-        return prompt_ids
 
     def _match(self, matcher: StopMatcher, token_ids: tuple[int, ...]) -> tuple[str, int, str | None]:
         """Text, how many tokens it took, and the stop string that ended it: token by token, so that tokens

@@ -111,7 +111,7 @@ class TokenStream(AsyncIterator[Chunk]):
 
     def __del__(self) -> None:
         feed = getattr(self, "_feed", None)
-        if feed is not None and not feed.is_done and not self._is_cancelled:
+        if feed is not None and not feed.is_done and not self._is_cancelled and not feed.is_foreign:
             self.cancel()
             message = f"unfinished stream {self.request_id} was dropped"
             warnings.warn(message, ResourceWarning, stacklevel=2, source=self)

@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from drift_sdk.config import EngineConfig
 from drift_sdk.engine import Engine
 from drift_sdk.execution.slots import Slot
-from drift_sdk.opened_model import OpenedModel
+from drift_sdk.opened_model import OpenedModel, with_limits
+from drift_sdk.progress import Report
 from drift_sdk.request import ModelText
 from drift_sdk.results import TokenLogprobs
 from drift_sdk.scheduling.config import SchedulerConfig
@@ -148,8 +149,8 @@ class ScriptedEngine(Engine):
         self.executors: list[ScriptedExecutor] = []
         executors = self.executors
 
-        def open_model(report: Callable[[str, float], None]) -> OpenedModel:
-            opened = open_scripted(config, next_token, step_s, tokens_per_step)
+        def open_model(report: Report, limits: ExecutorLimits | None = None) -> OpenedModel:
+            opened = open_scripted(with_limits(config, limits), next_token, step_s, tokens_per_step)
             assert isinstance(opened.executor, ScriptedExecutor)
             executors.append(opened.executor)
             report("ready", 1.0)

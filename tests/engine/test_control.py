@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import threading
 
 import anyio
 import pytest
 from loops import on_every_loop, run, until
+from msgspec.structs import replace
 
 from drift_sdk import EngineClosed, EngineConfig, ModelLoadError, RequestError, SamplingParams
-from drift_sdk.testing import scripted_engine
+from drift_sdk.opened_model import OpenedModel, with_limits
+from drift_sdk.testing import byte_tokenizer, scripted_engine
 
 ENDLESS = SamplingParams(max_tokens=None, ignore_eos=True)
 
@@ -71,21 +74,165 @@ def test_sleep_frees_the_executor_and_wake_loses_nothing(loop: str) -> None:
 def test_a_failed_wake_stays_asleep(loop: str) -> None:
     async def main() -> None:
         async with scripted_engine("ok") as engine:
-            opens = engine._driver._open_model
+            opener = engine._driver._opener
+            opens = opener._open_model
             await engine.sleep()
 
-            def failing():
-                raise ModelLoadError("gone")
+            for failure, message in ((ModelLoadError("gone"), "gone"), (SystemExit(3), "SystemExit")):
 
-            engine._driver._open_model = failing
-            with pytest.raises(ModelLoadError, match="gone"):
-                await engine.wake()
+                def failing(report, limits=None, failure=failure):
+                    raise failure
+
+                opener._open_model = failing
+                with pytest.raises(ModelLoadError, match=message):
+                    await engine.wake()
             stream = engine.generate("x")
-            engine._driver._open_model = opens
+            opener._open_model = opens
             await engine.wake()
             assert (await stream).text == "ok"
 
     run(loop, main)
+
+
+@on_every_loop
+def test_a_cancelled_pause_leaves_the_engine_as_it_was(loop: str) -> None:
+    """A step is in flight, so that the pause has to wait; one that has been cancelled takes back itself
+    alone."""
+    is_held, may_go_on = threading.Event(), threading.Event()
+
+    def holding(prompt_ids, output_ids, seed) -> int:
+        if prompt_ids == list(b"hold") and not may_go_on.is_set():
+            is_held.set()
+            assert may_go_on.wait(20)
+        return 65
+
+    async def main() -> None:
+        async with scripted_engine(holding) as engine:
+            few = SamplingParams(max_tokens=3)
+            for is_paused_already in (False, True):
+                is_held.clear()
+                may_go_on.clear()
+                stream = engine.generate("hold", few)
+                await until(is_held.is_set)
+                async with anyio.create_task_group() as tasks:
+                    if is_paused_already:
+                        tasks.start_soon(engine.pause)
+                        await until(lambda: engine._driver._inbox._commands.qsize() == 1)
+                    with anyio.move_on_after(0.02) as scope:
+                        await engine.pause()
+                    assert scope.cancelled_caught
+                    may_go_on.set()
+                if is_paused_already:
+                    late = engine.generate("x", few)
+                    await until(lambda: engine.stats().num_queued == 1)
+                    num_steps = engine.stats().num_steps
+                    await anyio.sleep(0.02)
+                    assert engine.stats().num_steps == num_steps
+                    await engine.resume()
+                    await late
+                with anyio.fail_after(20):
+                    assert len((await stream).token_ids) == 3
+
+    run(loop, main)
+
+
+@on_every_loop
+def test_cancelled_sleep_and_wake_are_carried_through(loop: str) -> None:
+    async def main() -> None:
+        async with scripted_engine("ok", step_s=0.001) as engine:
+            for command, is_asleep in ((engine.sleep, True), (engine.wake, False)):
+                with anyio.CancelScope() as scope:
+                    scope.cancel()
+                    await command()
+                assert engine.executors[-1].is_closed == is_asleep
+            assert (await engine.generate("x")).text == "ok"
+
+    run(loop, main)
+
+
+def changed_vocabulary(model: OpenedModel) -> OpenedModel:
+    return replace(model, text=replace(model.text, vocab_size=99))
+
+
+def changed_ends(model: OpenedModel) -> OpenedModel:
+    return replace(model, text=replace(model.text, eos_token_ids=(1, 2)))
+
+
+def changed_context(model: OpenedModel) -> OpenedModel:
+    return replace(model, text=replace(model.text, max_model_len=99))
+
+
+def changed_blocks(model: OpenedModel) -> OpenedModel:
+    return replace(model, scheduling=replace(model.scheduling, num_blocks=99))
+
+
+def changed_tokenizer(model: OpenedModel) -> OpenedModel:
+    tokenizer = byte_tokenizer()
+    tokenizer._raw.add_special_tokens(["<new>"])
+    return replace(model, text=replace(model.text, tokenizer=tokenizer))
+
+
+def changed_executor(model: OpenedModel) -> OpenedModel:
+    return replace(model, executor_name="other")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (changed_vocabulary, "vocab_size=99, was 257"),
+        (changed_ends, r"eos_token_ids=\(1, 2\), was \(256,\)"),
+        (changed_context, "max_model_len=99, was 4096"),
+        (changed_blocks, "num_blocks=99, was 4096"),
+        (changed_tokenizer, "tokenizer='"),
+        (changed_executor, "executor='other', was 'scripted'"),
+    ],
+)
+def test_waking_up_as_another_model_is_refused(change, message: str) -> None:
+    async def main() -> None:
+        async with scripted_engine("ok") as engine:
+            opener = engine._driver._opener
+            opens = opener._open_model
+            await engine.sleep()
+            opener._open_model = lambda report, limits: change(opens(report, limits))
+            stream = engine.generate("x")
+            with pytest.raises(ModelLoadError, match=message):
+                await engine.wake()
+            assert engine.is_open
+            assert all(executor.is_closed for executor in engine.executors)
+            opener._open_model = opens
+            await engine.wake()
+            assert (await stream).text == "ok"
+
+    run("asyncio", main)
+
+
+def test_waking_up_takes_other_templates_and_as_many_blocks() -> None:
+    """What is free by then, which the size may depend on, does not count."""
+
+    async def main() -> None:
+        config = EngineConfig(max_model_len=64, kv_cache_tokens=1000)
+        async with scripted_engine("ok", config=config) as engine:
+            first = engine.executors[0].limits
+            driver = engine._driver
+            opens, asked = driver._opener._open_model, []
+
+            def open_changed(report, limits=None) -> OpenedModel:
+                asked.append(limits)
+                model = opens(report, limits)
+                params = SamplingParams(max_tokens=1)
+                return replace(model, text=replace(model.text, default_params=params))
+
+            driver._opener._open_model = open_changed
+            await engine.sleep()
+            await engine.wake()
+            assert asked == [first]
+            assert engine.executors[1].limits == first
+            assert (await engine.generate("x")).text == "o"
+            pinned = with_limits(EngineConfig(), first)
+            assert pinned.kv_cache_tokens == first.num_blocks * first.block_size
+            assert pinned.max_model_len == 64
+
+    run("asyncio", main)
 
 
 @on_every_loop
@@ -101,10 +248,10 @@ def test_closing_answers_whoever_waits(loop: str) -> None:
         await engine.aclose(drain=0.01)
         with pytest.raises(EngineClosed):
             await stream
-        engine._driver = driver
+        engine._life_cycle.driver = driver
         with pytest.raises(EngineClosed):
             await engine.resume()
-        engine._driver = None
+        engine._life_cycle.driver = None
 
     run(loop, main)
 
@@ -140,6 +287,65 @@ def test_map_keeps_order_and_bounds(loop: str) -> None:
                 engine.map([], max_concurrent=0)
 
     run(loop, main)
+
+
+@on_every_loop
+@pytest.mark.parametrize("num_others", [0, 5])
+def test_map_waits_for_room_in_the_queue(loop: str, num_others: int) -> None:
+    """Room that its own requests take, and that of others."""
+
+    async def main() -> None:
+        config = EngineConfig(max_num_seqs=1, max_queued_requests=4, max_model_len=64, kv_cache_tokens=256)
+        async with scripted_engine(counting, config=config, step_s=0.0005) as engine:
+            params = SamplingParams(max_tokens=4)
+            others = [engine.generate("other", params) for _ in range(num_others)]
+            found = [c.token_ids async for c in engine.map([f"prompt {i}" for i in range(30)], params)]
+            alone = [(await engine.generate(f"prompt {i}", params)).token_ids for i in range(30)]
+            assert found == alone
+            assert engine.stats().num_rejected == 0
+            for other in others:
+                await other
+
+    run(loop, main)
+
+
+@on_every_loop
+def test_map_gives_what_came_before_an_error(loop: str) -> None:
+    def prompts():
+        yield from ("a", "b", "c")
+        raise ValueError("the file is torn")
+
+    async def main() -> None:
+        async with scripted_engine("ok", step_s=0.001) as engine:
+            for given, error in ((prompts(), ValueError), (["a", "b", "c", 7, "d"], RequestError)):
+                texts: list[str] = []
+                with pytest.raises(error):
+                    async for completion in engine.map(given):
+                        texts.append(completion.text)  # noqa: PERF401 - the error comes last
+                assert texts == ["ok"] * 3
+            await until(lambda: engine.stats().num_running == engine.stats().num_waiting == 0)
+
+    run(loop, main)
+
+
+def test_map_ends_with_its_engine() -> None:
+    """Also where it waits for room that there never is."""
+
+    async def main() -> None:
+        config = EngineConfig(max_num_seqs=1, max_queued_requests=0, max_model_len=512, kv_cache_tokens=512)
+        engine = scripted_engine(counting, config=config, step_s=0.001)
+        await engine.start()
+        other = engine.generate("x", ENDLESS)
+        await anext(other)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(engine.aclose)
+            with anyio.fail_after(20), pytest.raises(EngineClosed):
+                async for _ in engine.map(["a"]):
+                    pass
+        with pytest.raises(EngineClosed):
+            await other
+
+    run("asyncio", main)
 
 
 @on_every_loop

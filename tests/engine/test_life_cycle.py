@@ -12,11 +12,12 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from random import Random
 
 import anyio
 import anyio.lowlevel
 import pytest
-from loops import WAIT_S, on_every_loop, run, until
+from loops import LOOPS, WAIT_S, on_every_loop, run, until
 
 from drift_sdk import (
     ConfigError,
@@ -85,7 +86,7 @@ def test_closing_while_starting_waits_and_closes(loop: str) -> None:
         gate = threading.Event()
         engine = gated_engine(gate)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(engine.start)
+            tasks.start_soon(refused_start, engine)
             await until(lambda: engine_threads() != [])
             with pytest.raises(EngineClosed):
                 engine.generate("x")
@@ -115,6 +116,170 @@ def test_cancelling_the_start_leaves_no_thread(loop: str) -> None:
         assert engine_threads() == []
 
     run(loop, main)
+
+
+@on_every_loop
+def test_a_start_while_closing_waits_and_opens_anew(loop: str) -> None:
+    async def main() -> None:
+        engine = scripted_engine("ok", step_s=0.001)
+        await engine.start()
+        running = engine.generate("x", SamplingParams(max_tokens=None, ignore_eos=True))
+        await anext(running)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(engine.aclose, 60.0)
+            await until(lambda: not engine.is_open)
+            with anyio.move_on_after(0.05) as scope:
+                await engine.start()
+            assert scope.cancelled_caught  # whoever waits for the end may give up
+            tasks.start_soon(engine.start)
+            await anyio.sleep(0.02)
+            assert len(engine.executors) == 1
+            running.cancel()
+        assert engine.is_open
+        assert (await engine.generate("x")).text == "ok"
+        assert len(engine.executors) == 2
+        await engine.aclose()
+        assert engine_threads() == []
+
+    run(loop, main)
+
+
+@on_every_loop
+@pytest.mark.parametrize("survivor", [0, 1, None])
+def test_a_cancelled_start_leaves_the_engine_to_others(loop: str, survivor: int | None) -> None:
+    async def main() -> None:
+        opening = threading.Event()
+        engine = gated_engine(opening)
+        scopes = [anyio.CancelScope() for _ in range(3)]
+        started: list[int] = []
+
+        async def start(index: int) -> None:
+            with scopes[index]:
+                await engine.start()
+                started.append(index)
+
+        async with anyio.create_task_group() as tasks:
+            for index in range(3):
+                tasks.start_soon(start, index)
+            await until(lambda: engine._driver is not None and engine._driver._num_starters == 3)
+            for index in range(3):
+                if index != survivor:
+                    scopes[index].cancel()
+            await anyio.sleep(0.01)
+            opening.set()
+        assert started == ([] if survivor is None else [survivor])
+        assert engine.is_open == (survivor is not None)
+        if engine.is_open:
+            assert (await engine.generate("x")).text == "ok"
+        await engine.aclose()
+        assert engine_threads() == []
+
+    run(loop, main)
+
+
+@on_every_loop
+def test_a_failed_start_fails_for_everybody_and_closes_nobody_elses(loop: str) -> None:
+    async def main() -> None:
+        engine = scripted_engine("ok")
+        working, engine._open = engine._open, failing_open
+        num_failures = 0
+
+        async def start() -> None:
+            nonlocal num_failures
+            try:
+                await engine.start()
+            except ModelLoadError:
+                num_failures += 1
+                engine._open = working
+                await engine.start()
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(3):
+                tasks.start_soon(start)
+        assert num_failures >= 1
+        assert (await engine.generate("x")).text == "ok"
+        await engine.aclose()
+
+    run(loop, main)
+
+
+@on_every_loop
+def test_a_cancelled_close_is_carried_through_and_does_not_block_the_loop(loop: str) -> None:
+    async def main() -> None:
+        engine = scripted_engine("ok")
+        await engine.start()
+        entered, may_end = threading.Event(), threading.Event()
+        was_let: list[bool] = []
+
+        def close_slowly() -> None:
+            entered.set()
+            was_let.append(may_end.wait(20))
+
+        engine.executors[0].close = close_slowly
+        ended: list[bool] = []
+
+        async def close(scope: anyio.CancelScope) -> None:
+            with scope:
+                await engine.aclose()
+            ended.append(scope.cancelled_caught)
+
+        async with anyio.create_task_group() as tasks:
+            scope = anyio.CancelScope()
+            tasks.start_soon(close, scope)
+            await until(entered.is_set)
+            scope.cancel()
+            for _ in range(5):
+                await anyio.sleep(0.001)
+            assert ended == []
+            may_end.set()
+        assert was_let == [True]
+        assert ended == [scope.cancelled_caught]
+        assert engine_threads() == []
+
+    run(loop, main)
+
+
+def test_starts_and_closes_race() -> None:
+    """Whatever the order, each call ends, and what is closed last leaves nothing behind."""
+    num_rounds = int(os.environ.get("DRIFT_TEST_RACES", "10"))
+    random = Random(0)
+
+    async def main() -> None:
+        engine = scripted_engine("ok", step_s=0.0005)
+        outcomes: list[str] = []
+
+        async def start(cancel_after_s: float | None) -> None:
+            with anyio.move_on_after(cancel_after_s) as scope:
+                try:
+                    await engine.start()
+                    outcomes.append("started")
+                    assert (await engine.generate("x")).text == "ok"
+                except EngineClosed:
+                    outcomes.append("closed")
+            if scope.cancelled_caught:
+                outcomes.append("cancelled")
+
+        async def close(drain_s: float) -> None:
+            await engine.aclose(drain_s)
+
+        for _ in range(num_rounds):
+            with anyio.fail_after(30):
+                async with anyio.create_task_group() as tasks:
+                    for _ in range(8):
+                        if random.random() < 0.6:
+                            tasks.start_soon(start, random.choice([None, 0.0, 0.001, 0.003]))
+                        else:
+                            tasks.start_soon(close, random.choice([0.0, 0.01]))
+                        if random.random() < 0.5:
+                            await anyio.sleep(random.choice([0.0, 0.001]))
+                await engine.aclose()
+            assert not engine.is_open
+            assert engine_threads() == []
+        assert all(executor.is_closed for executor in engine.executors)
+        assert {"started", "closed"} <= set(outcomes)
+
+    for loop in LOOPS:
+        run(loop, main)
 
 
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
@@ -335,6 +500,11 @@ async def test_the_stages_of_starting_are_timed(caplog: pytest.LogCaptureFixture
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
     parts = [f"{stage} {length:.2f} s" for stage, length in stages]
     assert said[0] == f"started: {', '.join(parts)}"
+
+
+async def refused_start(engine: Engine) -> None:
+    with pytest.raises(EngineClosed, match="closed while"):
+        await engine.start()
 
 
 def failing_open(report) -> OpenedModel:

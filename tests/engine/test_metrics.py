@@ -321,8 +321,9 @@ async def test_auto_making_do_with_less_is_warned_of_once(caplog: pytest.LogCapt
     engine = scripted_engine("a")
     opens = engine._open
 
-    def open_fallback(report):
-        return msgspec.structs.replace(opens(report), executor_name="eager", fallback="no graphs here")
+    def open_fallback(report, limits=None):
+        model = opens(report, limits)
+        return msgspec.structs.replace(model, executor_name="eager", fallback="no graphs here")
 
     engine._open = open_fallback
     async with engine:

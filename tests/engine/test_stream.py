@@ -6,6 +6,8 @@ import gc
 import itertools
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import anyio
 import pytest
@@ -21,6 +23,7 @@ from drift_sdk import (
     RequestError,
     SamplingParams,
 )
+from drift_sdk.request import ModelText, Request
 from drift_sdk.testing import EOS_TOKEN_ID, ScriptedEngine, scripted_engine
 
 TEXT = "Grüße, 世界! 🎉 That is all."
@@ -324,6 +327,71 @@ def test_bad_prompts_fail_alone(loop: str) -> None:
 
 
 @on_every_loop
+def test_what_the_caller_changes_later_does_not_count(loop: str) -> None:
+    """Tokenising has not begun when the call returns: the text threads are busy with other prompts."""
+
+    def echo(prompt_ids, output_ids, seed) -> int:
+        return prompt_ids[len(output_ids)] if len(output_ids) < len(prompt_ids) else EOS_TOKEN_ID
+
+    template = (
+        "{{ messages[0]['content'] }} {{ messages[0]['parts'][0]['text'] }} {{ messages | length }} "
+        "{{ tools[0]['function']['name'] }} {{ tools | length }} {{ style['tone'] }}"
+    )
+
+    async def main() -> None:
+        config = EngineConfig(max_model_len=512, kv_cache_tokens=4096, chat_template=template)
+        async with scripted_engine(echo, config=config) as engine:
+            await engine.pause()
+            prompt = [1, 2, 3]
+            generated = engine.generate(prompt)
+            prompt[0] = 99
+            prompt.append(4)
+            message = {"role": "user", "content": "hi", "parts": [{"text": "part"}]}
+            messages = [message]
+            tools = [{"type": "function", "function": {"name": "look"}}]
+            args = {"style": {"tone": "calm"}}
+            chat = engine.chat(messages, tools=tools, template_args=args)
+            messages.append({"role": "user", "content": "more"})
+            message["content"] = message["parts"][0]["text"] = "changed"
+            tools[0]["function"]["name"] = "changed"
+            tools.clear()
+            args["style"]["tone"] = "changed"
+            args.clear()
+            await engine.resume()
+            assert (await generated).token_ids[:3] == (1, 2, 3)
+            assert len((await generated).token_ids) == 4
+            assert (await chat).text == "hi part 1 look 1 calm"
+
+    with slow_text():
+        run(loop, main)
+
+
+def test_what_cannot_be_copied_is_refused_at_the_call() -> None:
+    deep: list[object] = []
+    for _ in range(5000):
+        deep = [deep]
+
+    async def main() -> None:
+        async with scripted_engine("fine") as engine:
+            message = {"role": "user", "content": "hi"}
+            for field, arguments in (
+                ("messages", {"messages": [{**message, "parts": iter("ab")}]}),
+                ("messages", {"messages": [{**message, "parts": deep}]}),
+                ("tools", {"messages": [message], "tools": [object()]}),
+                ("template_args", {"messages": [message], "template_args": {"f": print}}),
+                ("template_args", {"messages": [message], "template_args": [1]}),
+            ):
+                with pytest.raises(RequestError, match=f"^{field}=") as caught:
+                    engine.chat(**arguments)
+                assert caught.value.field == field
+                assert len(str(caught.value)) < 500
+            assert engine.stats().num_submitted == 0
+            assert (await engine.chat([message])).text == "fine"
+
+    run("asyncio", main)
+
+
+@on_every_loop
 def test_queue_full(loop: str) -> None:
     async def main() -> None:
         config = EngineConfig(max_num_seqs=2, max_queued_requests=3, max_model_len=512, kv_cache_tokens=4096)
@@ -440,6 +508,22 @@ def test_a_failing_step_reaches_every_stream_afresh(loop: str) -> None:
         assert engine.executors[0].is_closed
 
     run(loop, main)
+
+
+@contextmanager
+def slow_text() -> Iterator[None]:
+    """Text threads begin late, so that callers are ahead of them."""
+    prepare = Request.prepare
+
+    def late(request: Request, model: ModelText) -> None:
+        time.sleep(0.05)
+        prepare(request, model)
+
+    Request.prepare = late
+    try:
+        yield
+    finally:
+        Request.prepare = prepare
 
 
 def test_generate_outside_a_loop_is_refused() -> None:

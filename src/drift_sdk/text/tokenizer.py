@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,12 +15,13 @@ from drift_sdk.files import has_file
 from drift_sdk.text.detokenizer import Detokenizer
 from drift_sdk.text.gguf_tokenizer import adds_bos, build_gguf_tokenizer, special_token
 from drift_sdk.text.token_bytes import TokenBytes
+from drift_sdk.text.token_floor import TokenFloor
 
 __all__ = ["Tokenizer", "default_template"]
 
 
 class Tokenizer:
-    """A model's tokenizer. Nothing in it changes once it is built, so threads may share it."""
+    """A model's tokenizer. Nothing that it does changes once it is built, so threads may share it."""
 
     def __init__(
         self,
@@ -55,6 +57,7 @@ class Tokenizer:
                 self._prefix = [bos_token_id]
 
         self.token_bytes = TokenBytes(raw, self.special_token_ids)
+        self._floor: TokenFloor | None = None
 
     @classmethod
     def from_file(cls, path: Path, tokenizer_config: Mapping[str, Any] | None = None) -> Tokenizer:
@@ -121,6 +124,20 @@ class Tokenizer:
             ) from error
 
         return self._prefix + ids if add_special_tokens else ids
+
+    def min_num_tokens(self, text: str) -> int:
+        """A lower bound on the length of `encode(text)`: quick, never too high, 0 if nothing is known."""
+        floor = self._floor
+        if floor is None:
+            floor = self._floor = TokenFloor(self._raw, self.token_bytes)
+
+        return floor(text)
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for tokenizers that do the same."""
+        parts = (self._raw.to_str(pretty=False), self._prefix, self.bos_token, self.eos_token)
+        return hashlib.sha256(repr(parts).encode(errors="surrogatepass")).hexdigest()
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids; bytes that are no character become U+FFFD, unknown ids add nothing."""

@@ -1,0 +1,39 @@
+"""Deep copies of a caller's data as plain dicts, lists and scalars."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from drift_sdk.errors import RequestError
+
+__all__ = ["to_plain"]
+
+
+def to_plain(field: str, value: object) -> Any:
+    """A copy that shares nothing mutable with `value`; RequestError naming `field` if there is none."""
+    try:
+        return msgspec.to_builtins(value, enc_hook=to_builtin)
+    except Exception as error:
+        # The value itself may be large, or nested too deeply to be printed.
+        allowed = f"plain data: mappings, sequences and scalars ({error})"
+        shown = reprlib.repr(value)
+        raise RequestError(
+            f"{field}={shown}: expected {allowed}", field=field, value=value, allowed=allowed
+        ) from error
+
+
+def to_builtin(value: object) -> dict[Any, Any] | list[Any] | str:
+    if isinstance(value, Mapping):
+        return dict(value)
+
+    if isinstance(value, str):
+        return str.__str__(value)
+
+    if isinstance(value, Sequence):
+        return list(value)
+
+    raise TypeError(f"found {type(value).__name__}")

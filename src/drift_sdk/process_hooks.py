@@ -1,0 +1,76 @@
+"""Process-wide hooks: open engines are closed before the interpreter exits, and forks are noticed.
+
+A daemon thread that returns from native code while the interpreter is being finalised is ended by
+`pthread_exit`, which aborts the process if there are C++ or Rust frames on its stack. `atexit` hooks run
+before finalisation, while daemon threads still work, so engines are closed there.
+
+In a forked child none of the parent's threads exist, and any lock may be held by one of them. Objects of the
+parent are therefore never used in the child: they remember `num_forks()` and compare.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+from typing import Protocol
+from weakref import WeakSet
+
+__all__ = ["EXIT_TIMEOUT_S", "close_at_exit", "life_cycle_lock", "num_forks"]
+
+EXIT_TIMEOUT_S = 20.0
+"""Most seconds that open engines delay the exit, all of them together."""
+
+
+class Closable(Protocol):
+    def close(self, drain_s: float) -> None: ...
+
+    def join(self, timeout_s: float | None = None) -> None: ...
+
+
+class ProcessState:
+    """What belongs to this process alone; a forked child begins with a new one."""
+
+    def __init__(self, num_forks: int) -> None:
+        self.num_forks = num_forks
+        # Reentrant: a section may be interrupted by the collector, and that by an engine's finaliser.
+        self.lock = threading.RLock()
+        self.open: WeakSet[Closable] = WeakSet()
+
+
+_state = ProcessState(0)
+
+
+def num_forks() -> int:
+    """How many forks lie between the process that imported this module and the current one."""
+    return _state.num_forks
+
+
+def life_cycle_lock() -> threading.RLock:
+    """Guards every engine's transitions between closed, starting, open and closing; held for moments only."""
+    return _state.lock
+
+
+def close_at_exit(each: Closable) -> None:
+    """Close it before the interpreter exits, if it still exists then. Closing twice must do no harm."""
+    _state.open.add(each)
+
+
+def close_all() -> None:
+    deadline = time.monotonic() + EXIT_TIMEOUT_S
+    open_ones = list(_state.open)
+    for each in open_ones:
+        each.close(0.0)
+    for each in open_ones:
+        each.join(max(0.0, deadline - time.monotonic()))
+
+
+def begin_child() -> None:
+    global _state
+    _state = ProcessState(_state.num_forks + 1)
+
+
+atexit.register(close_all)
+if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
+    os.register_at_fork(after_in_child=begin_child)
