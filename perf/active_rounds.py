@@ -104,8 +104,8 @@ def measure_by_active(
 def tiles_of(executor: Any) -> Callable[[], int]:
     """Reads the number of tiles that the latest round's attention was dealt."""
     # Nobody but a measurement wants to know.
-    plan = executor._graphs._attention.plan
-    return lambda: int(plan.num_tiles.item())
+    attention = executor._graphs._attention
+    return lambda: sum(int(scratch.plan.num_tiles.item()) for scratch in attention.scratches)
 
 
 def active_table(runs: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import traceback
 
 from drift_sdk.bridge import Latch
 from drift_sdk.commands import Cancel, Close, Command, Continue, Pause, Resume, Sleep, Submit, Unpause, Wake
@@ -146,6 +147,7 @@ class Driver:
         except BaseException as error:
             if self.opened.is_set:
                 log.error("the engine failed: %r", error)
+            clear_frames(error)
             failure = error
         finally:
             self._shut_down(failure)
@@ -288,3 +290,13 @@ class Driver:
                 self.recorder.closed()
             self.opened.set(failure)
             self.closed.set()
+
+
+def clear_frames(error: BaseException | None) -> None:
+    """Clear the variables of the frames that an error and its causes were raised through: who keeps the error
+    shall not keep weights and caches."""
+    cleared: list[BaseException] = []
+    while error is not None and error not in cleared:
+        cleared.append(error)
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

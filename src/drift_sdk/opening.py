@@ -20,7 +20,6 @@ from drift_sdk.loading.source import Source, eos_token_ids, resolve
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.eagle3 import DraftDecoder
-from drift_sdk.models.weights import weight_bytes
 from drift_sdk.opened_model import OpenedModel
 from drift_sdk.params import SamplingParams
 from drift_sdk.request import ModelText
@@ -65,8 +64,7 @@ def open_model(
 
     with opening_lock(device):
         memory = DeviceMemory(device, config)
-        memory.check_weights(weight_bytes(decoder_config, dtype))
-        decoder = _load_decoder(source, decoder_config, config, device, dtype, report)
+        decoder = _load_decoder(source, decoder_config, config, device, dtype, memory, report)
         draft = open_draft(config, decoder)
         block_size = config.block_size or BLOCK_SIZES[executor_name]
         demand = kv_demand(decoder, draft, block_size)
@@ -210,11 +208,13 @@ def _load_decoder(
     config: EngineConfig,
     device: torch.device,
     dtype: torch.dtype,
+    memory: DeviceMemory,
     report: Report,
 ) -> Decoder:
     report("load weights", 0.0)
+    check_bytes = memory.check_weights
     if config.load == "random":
-        return Decoder.random(decoder_config, device=device, dtype=dtype)
+        return Decoder.random(decoder_config, device=device, dtype=dtype, check_bytes=check_bytes)
 
     return Decoder.load(
         decoder_config,
@@ -222,4 +222,5 @@ def _load_decoder(
         device=device,
         dtype=dtype,
         on_tensor=lambda done, total: report("load weights", done / total),
+        check_bytes=check_bytes,
     )

@@ -405,7 +405,7 @@ def test_a_heavy_grammar_blocks_neither_loop_nor_steps(folder: Path, monkeypatch
                     {"type": "array", "maxItems": 20, "items": {"type": "integer", "maximum": 1000 + i}},
                 ]
             }
-            for i in range(600)
+            for i in range(40)
         }
         return JsonSchema({"type": "object", "properties": fields, "required": list(fields)})
 

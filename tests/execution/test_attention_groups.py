@@ -61,8 +61,8 @@ def test_partial_sums_take_bounded_memory_shared_by_all() -> None:
     workspace = Workspace(DEVICE)
     first = groups(workspace, 3 * BYTES_PER_SEQUENCE, num_rows=2)
     second = groups(workspace, 3 * BYTES_PER_SEQUENCE, num_rows=1)
-    sums = [one._scratches[0].sums for one in (first, second)]
-    assert sums[0].data_ptr() == sums[1].data_ptr() == first._scratches[-1].sums.data_ptr()
+    sums = [one.scratches[0].sums for one in (first, second)]
+    assert sums[0].data_ptr() == sums[1].data_ptr() == first.scratches[-1].sums.data_ptr()
     num_bytes = sum(buffer.numel() for buffer in workspace._buffers.values())
     assert num_bytes <= 3 * BYTES_PER_SEQUENCE
     assert groups(workspace, 1).group_size == 1  # a sequence needs what it needs

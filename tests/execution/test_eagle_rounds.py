@@ -14,7 +14,7 @@ from tolerances import assert_near
 
 from drift_sdk._kernels.paged_attention import AttentionConfig
 from drift_sdk._kernels.tuning import TunedTable
-from drift_sdk.execution import draft_cache, draft_forward, eagle_rounds
+from drift_sdk.execution import attention_groups, draft_cache, draft_forward, eagle_rounds
 from drift_sdk.execution.decode_forward import Rows
 from drift_sdk.execution.drafters import EagleDrafter, Span, state_of
 from drift_sdk.execution.eagle_rounds import EagleRounds
@@ -39,7 +39,7 @@ SAMPLINGS = [(0.0, 0), (0.9, 5), (1.4, 2**40 + 1)]
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each costs the interpreter a millisecond."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(eagle_rounds, "AttentionConfig", lambda: AttentionConfig(num_programs=4))
+        monkeypatch.setattr(attention_groups, "AttentionConfig", lambda: AttentionConfig(num_programs=4))
 
 
 class Pair:

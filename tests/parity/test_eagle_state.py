@@ -13,7 +13,7 @@ from draft_zoo import make_draft
 from model_zoo import make_model
 from tolerances import assert_near
 
-import drift_sdk.opening
+import drift_sdk.executors
 from drift_sdk import Chain, Engine, EngineConfig, SamplingParams, Speculation
 from drift_sdk.execution.drafters import EagleDrafter, Span, state_of
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
@@ -151,11 +151,11 @@ def check(
     make_draft(variant, tmp_path / "draft", tmp_path / "target")
     drafters: list[WatchedDrafter] = []
 
-    def open_drafter(config: EngineConfig, target: Decoder, limits: ExecutorLimits) -> EagleDrafter:
-        drafters.append(drafter_class(DraftDecoder.load(tmp_path / "draft", target), target, limits))
+    def make_drafter(draft: DraftDecoder, target: Decoder, limits: ExecutorLimits) -> EagleDrafter:
+        drafters.append(drafter_class(draft, target, limits))
         return drafters[-1]
 
-    monkeypatch.setattr(drift_sdk.opening, "open_drafter", open_drafter)
+    monkeypatch.setattr(drift_sdk.executors, "make_drafter", make_drafter)
     rng = random.Random(11)
     shared = [rng.randrange(3, 300) for _ in range(40)]
     prompts = [

@@ -323,7 +323,7 @@ def test_template_args_of_another_shape(args: Any) -> None:
 
 def test_messages_nested_too_deeply() -> None:
     for depth in (5_000, 100_000):
-        with pytest.raises(RequestError, match="messages=<list>: expected plain data") as caught:
+        with pytest.raises(RequestError, match="messages=.*: expected plain data") as caught:
             render("x", [{"role": "user", "content": nested(depth)}])
         assert caught.value.field == "messages"
 

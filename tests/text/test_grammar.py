@@ -329,9 +329,9 @@ def test_a_schema_nested_too_deeply() -> None:
     value: Any = 1
     for _ in range(5000):
         value = [value]
-    with pytest.raises(RequestError, match="^schema=<dict>: expected plain JSON values"):
+    with pytest.raises(RequestError, match="^schema=.*: expected plain JSON values"):
         JsonSchema({"const": value})
-    with pytest.raises(RequestError, match="^schema=<dict>: expected plain JSON values"):
+    with pytest.raises(RequestError, match="^schema=.*: expected plain JSON values"):
         JsonSchema({"minimum": 10**5000})
 
 

@@ -48,7 +48,7 @@ class AttentionGroups:
             return workspace.take(f"attention_{name}", (*shape, *last), torch.float32)
 
         sums, maxima, weights = take("sums", head_dim), take("maxima"), take("weights")
-        self._scratches = [
+        self.scratches = [
             AttentionScratch(
                 AttentionPlan(self.group_size, max_num_keys, partitions, device), sums, maxima, weights
             )
@@ -92,13 +92,13 @@ class AttentionGroups:
     def _groups(self, num_rows: int, rows_per_sequence: int) -> list[tuple[AttentionScratch, slice]]:
         size = self.group_size * rows_per_sequence
         firsts = range(0, num_rows, size)
-        if len(firsts) > len(self._scratches):
-            most = self.group_size * len(self._scratches)
+        if len(firsts) > len(self.scratches):
+            most = self.group_size * len(self.scratches)
             raise ValueError(f"{num_rows // rows_per_sequence} sequences: expected at most {most}")
 
         return [
             (scratch, slice(first, min(first + size, num_rows)))
-            for scratch, first in zip(self._scratches, firsts, strict=False)
+            for scratch, first in zip(self.scratches, firsts, strict=False)
         ]
 
 

@@ -15,6 +15,11 @@ __all__ = ["EXACT_TILE_ROWS", "GraphLayout", "bucket_of"]
 
 DECODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 MIN_PREFILL_ROWS = 16
+FLAT_PREFILL_ROWS = 256
+"""Below, a prefill step is bound by reading the weights: its time hardly depends on the number of rows."""
+STEPS_PER_OCTAVE = 4
+"""Buckets from FLAT_PREFILL_ROWS to twice as many, and so on: a step is padded by a tenth on average, where
+powers of two alone would pad it by a third."""
 EXACT_TILE_ROWS = 8
 """In exact prefill, rows of a chunk that are attended together, as if they were to be verified."""
 
@@ -51,12 +56,11 @@ class GraphLayout(Struct, frozen=True, kw_only=True):
     ) -> GraphLayout:
         attention = prefill_attention_config(decoder.config.head_dim, decoder.dtype)
         tile_rows = EXACT_TILE_ROWS if is_exact else attention.tile_rows
-        powers = [MIN_PREFILL_ROWS << n for n in range(24)]
         most = budget + (min(limits.max_num_seqs, budget) * (tile_rows - 1) if is_exact else 0)
         return cls(
             decode=_buckets(DECODE_BUCKETS, limits.max_num_seqs),
             drafts=(0, *draft_choices),
-            prefill=_buckets(powers, -(-most // MIN_PREFILL_ROWS) * MIN_PREFILL_ROWS),
+            prefill=_prefill_buckets(-(-most // MIN_PREFILL_ROWS) * MIN_PREFILL_ROWS),
             tile_rows=tile_rows,
             max_chunks=limits.max_num_seqs,
             is_exact=is_exact,
@@ -99,6 +103,14 @@ class GraphLayout(Struct, frozen=True, kw_only=True):
     @property
     def record_words(self) -> int:
         return self.decode[-1] * record_words(self.max_rows_per_slot)
+
+
+def _prefill_buckets(most: int) -> tuple[int, ...]:
+    sizes = [MIN_PREFILL_ROWS]
+    while sizes[-1] < most:
+        octave = 1 << (sizes[-1].bit_length() - 1)
+        sizes.append(sizes[-1] + (octave if octave < FLAT_PREFILL_ROWS else octave // STEPS_PER_OCTAVE))
+    return _buckets(sizes, most)
 
 
 def _buckets(sizes: Sequence[int], most: int) -> tuple[int, ...]:

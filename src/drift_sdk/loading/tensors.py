@@ -66,11 +66,10 @@ class FiniteCheck:
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Look over a floating tensor; no result is waited for."""
-        if tensor.numel():
+        if tensor.numel() and not tensor.is_meta:
             self._names.append(name)
-            self._extremes += torch.aminmax(
-                tensor
-            )  # NaN if any is, and nothing as large as the tensor is made
+            # NaN if any number is, and nothing as large as the tensor is made.
+            self._extremes += torch.aminmax(tensor)
 
     def finish(self) -> None:
         """ModelLoadError naming the first tensor that is not finite, and its file."""

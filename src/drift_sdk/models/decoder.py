@@ -41,22 +41,37 @@ class Decoder:
         device: torch.device | str,
         dtype: torch.dtype,
         on_tensor: Callable[[int, int], None] | None = None,
+        check_bytes: Callable[[int], None] | None = None,
     ) -> Decoder:
         """Weights converted to `dtype` on `device`; `on_tensor(num_loaded, num_tensors)` follows each.
+        `check_bytes(num_bytes)` is called before memory is taken, and may raise.
 
         Raises ModelLoadError naming tensor, file, found and expected shape.
         """
-        weights = load_weights(config, tensors, device=torch.device(device), dtype=dtype, on_tensor=on_tensor)
+        weights = load_weights(
+            config,
+            tensors,
+            device=torch.device(device),
+            dtype=dtype,
+            on_tensor=on_tensor,
+            check_bytes=check_bytes,
+        )
         return cls(config, weights)
 
     @classmethod
     def random(
-        cls, config: DecoderConfig, *, device: torch.device | str, dtype: torch.dtype, seed: int = 0
+        cls,
+        config: DecoderConfig,
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        seed: int = 0,
+        check_bytes: Callable[[int], None] | None = None,
     ) -> Decoder:
         """Random weights of the configured shapes, drawn on the device, the same for the same seed."""
         shapes = tensor_shapes(config)
         tensors = RandomTensors(shapes, device=torch.device(device), dtype=dtype, seed=seed)
-        return cls.load(config, tensors, device=device, dtype=dtype)
+        return cls.load(config, tensors, device=device, dtype=dtype, check_bytes=check_bytes)
 
     @property
     def device(self) -> torch.device:

@@ -67,13 +67,18 @@ def load_weights(
     device: torch.device,
     dtype: torch.dtype,
     on_tensor: Callable[[int, int], None] | None = None,
+    check_bytes: Callable[[int], None] | None = None,
 ) -> DecoderWeights:
     """Weights of `dtype` on `device`; `on_tensor(num_loaded, num_tensors)` is called after each tensor.
+
+    `check_bytes` is called before any memory is taken, with how much it will be, and may raise.
 
     Raises ModelLoadError naming tensor and file for a tensor that is missing, unexpected or misshapen, before
     any memory is taken; for weights there is no memory for; and for one that is not finite in `dtype`.
     """
     _check_names(config, tensors)
+    if check_bytes is not None:
+        check_bytes(weight_bytes(config, dtype))
     try:
         weights, places = _allocate(config, device, dtype)
     except RuntimeError as error:  # torch.OutOfMemoryError is one, too
