@@ -117,6 +117,7 @@ def open_graph_executor(
     # Only here, for they need Triton and the driver.
     from drift_sdk._kernels.tuning import WatchedTable, gpu_key, table_for
     from drift_sdk.execution.device import GpuDevice
+    from drift_sdk.execution.device_errors import is_kept
     from drift_sdk.execution.graph import GraphExecutor
 
     choices = config.speculation.shape.choices if config.speculation is not None else ()
@@ -127,22 +128,29 @@ def open_graph_executor(
         reserve = RESERVE_BYTES + num_graphs * decoder.config.num_layers * GRAPH_BYTES_PER_LAYER
         return size_kv(config, demand, memory.room(reserve=reserve)).num_blocks
 
-    executor = GraphExecutor(
-        GpuDevice(decoder.device.index or 0),
-        decoder,
-        # Buffers are made for the longest sequences there could be room for; less may be left beside them.
-        _limits(config, decoder, demand, memory.room(reserve=0)),
-        table,
-        fit_blocks=fit_blocks,
-        prefill_token_budget=config.prefill_token_budget,
-        exact_prefill=config.exact_prefill,
-        draft=draft,
-        draft_choices=choices if draft is not None else (),
-        acceptance_trace=acceptance_trace,
-        stages=stages or NO_STAGES,
-        step_timeout_s=config.step_timeout_s,
-        report=report,
-    )
+    device = GpuDevice(decoder.device.index or 0)
+    try:
+        executor = GraphExecutor(
+            device,
+            decoder,
+            # Buffers are made for the longest sequences there could be room for; less may be left beside them.
+            _limits(config, decoder, demand, memory.room(reserve=0)),
+            table,
+            fit_blocks=fit_blocks,
+            prefill_token_budget=config.prefill_token_budget,
+            exact_prefill=config.exact_prefill,
+            draft=draft,
+            draft_choices=choices if draft is not None else (),
+            acceptance_trace=acceptance_trace,
+            stages=stages or NO_STAGES,
+            step_timeout_s=config.step_timeout_s,
+            report=report,
+        )
+    except BaseException:
+        if not is_kept(device):
+            device.close()  # its stream, and the library workspaces of that, are the next engine's
+        raise
+
     untuned = tuple(sorted(table.untuned))
     if untuned and config.strict_performance:
         executor.close()
