@@ -133,7 +133,7 @@ def open_graph_executor(
         executor = GraphExecutor(
             device,
             decoder,
-            # Buffers are made for the longest sequences there could be room for; less may be left beside them.
+            # Buffers are made for the longest sequences there could be room for; less may be left.
             _limits(config, decoder, demand, memory.room(reserve=0)),
             table,
             fit_blocks=fit_blocks,

@@ -18,8 +18,8 @@ MIN_PREFILL_ROWS = 16
 FLAT_PREFILL_ROWS = 256
 """Below, a prefill step is bound by reading the weights: its time hardly depends on the number of rows."""
 STEPS_PER_OCTAVE = 2
-"""Buckets from FLAT_PREFILL_ROWS to twice as many, and so on. More of them would pad steps less, and take time
-at start: each is run once and captured."""
+"""Buckets from FLAT_PREFILL_ROWS to twice as many, and so on. More of them would pad steps less, and take
+time at start: each is run once and captured."""
 EXACT_TILE_ROWS = 8
 """In exact prefill, rows of a chunk that are attended together, as if they were to be verified."""
 
