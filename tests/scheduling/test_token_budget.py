@@ -24,7 +24,7 @@ class Machine:
         duration_s = self.decode_s * bool(num_decode_rows)
         duration_s += num_tokens * self.token_s + self.overhead_s * bool(num_tokens)
         duration_s *= self._random.lognormvariate(0.0, self.noise)
-        self.budget.observe(num_tokens, num_decode_rows, duration_s)
+        self.budget.observe(num_tokens, num_decode_rows, num_decode_rows, duration_s)
         return duration_s
 
     def percentiles_ms(self, num_steps: int, num_waiting_tokens: int = 10**6) -> tuple[float, float]:
@@ -46,6 +46,21 @@ def make(p50: float | None = None, p95: float | None = None, *, throughput: bool
 def test_without_targets_a_quarter_while_others_decode() -> None:
     assert (make().num_tokens(0), make().num_tokens(1)) == (2048, 512)
     assert (make(throughput=True).num_tokens(0), make(throughput=True).num_tokens(1)) == (2048, 2048)
+
+
+def test_rounds_of_several_tokens_may_take_as_much_longer() -> None:
+    """The prompt's share is counted for each token that a sequence gets, not for each step."""
+    budget = make()
+    for _ in range(100):
+        budget.observe(0, 8, 25, 0.012)
+    assert budget.num_tokens(8) == pytest.approx(512 * 25 / 8, abs=1)
+    for _ in range(100):
+        budget.observe(0, 8, 40, 0.012)
+    assert budget.num_tokens(8) == 2048  # never over the budget
+    for _ in range(100):
+        budget.observe(0, 0, 0, 0.012)
+        budget.observe(512, 8, 8, 0.02)
+    assert budget.num_tokens(8) == pytest.approx(512, abs=1)
 
 
 @pytest.mark.parametrize(("max_tokens", "block_size", "share"), [(40, 16, 16), (8, 16, 8), (1, 1, 1)])
@@ -142,7 +157,7 @@ def test_rare_outliers_do_not_move_a_median_target() -> None:
     machine.noise = 0.0
     machine.percentiles_ms(200)
     usual = budget.num_tokens(8)
-    budget.observe(usual, 8, 0.2)
+    budget.observe(usual, 8, 8, 0.2)
     machine.percentiles_ms(60)
     assert budget.num_tokens(8) == pytest.approx(usual, rel=0.05)
 
@@ -151,13 +166,13 @@ def test_steps_that_did_nothing_teach_nothing() -> None:
     budget = make(p50=20.0)
     Machine(budget).percentiles_ms(50)
     before = budget.num_tokens(8)
-    budget.observe(0, 0, 10.0)
+    budget.observe(0, 0, 0, 10.0)
     assert budget.num_tokens(8) == before
 
 
 def test_until_a_prompt_was_measured_a_target_takes_the_share() -> None:
     budget = make(p50=20.0)
     for _ in range(5):
-        budget.observe(0, 8, 0.008)
+        budget.observe(0, 8, 8, 0.008)
 
     assert budget.num_tokens(8) == 512

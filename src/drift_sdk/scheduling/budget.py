@@ -21,7 +21,9 @@ class TokenBudget:
       exponential averages. The spread of measured over predicted time in the last `WINDOW` steps says how
       far the median and the 95th percentile lie from the prediction.
     - With `prefer_high_throughput`, all of `max_tokens`.
-    - A quarter of it, a block at least. The same until a target has a prompt's step to learn from.
+    - A quarter of it, a block at least, for each token that a decoding sequence gets out of a step, on
+      average: a round of speculation gives several, so that it may take as much longer. The same until a
+      target has a prompt's step to learn from.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class TokenBudget:
         self.max_tokens = max_tokens
         self.min_tokens = min(MIN_TOKENS, max_tokens)
         self._share = min(max_tokens, max(max_tokens // 4, block_size))
+        self._tokens_per_row = 1.0
         self._prefers_throughput = prefer_high_throughput
         targets = ((0.5, target_latency_ms_p50), (0.95, target_latency_ms_p95))
         self._targets = [(quantile, ms / 1e3) for quantile, ms in targets if ms is not None]
@@ -50,10 +53,10 @@ class TokenBudget:
             return self.max_tokens
 
         if not self._targets:
-            return self.max_tokens if self._prefers_throughput else self._share
+            return self.max_tokens if self._prefers_throughput else self._fair_share
 
         if self._token_s is None:
-            return self._share
+            return self._fair_share
 
         wanted_s = min(target_s / self._ratio(quantile) for quantile, target_s in self._targets)
         room_s = wanted_s - (self._decode_s or 0.0)
@@ -65,8 +68,17 @@ class TokenBudget:
 
         return max(int(room_s / self._token_s), self.min_tokens)
 
-    def observe(self, num_prefill_tokens: int, num_decode_rows: int, duration_s: float) -> None:
-        """Learn from a step that was run to its end: `duration_s` seconds of the device's time."""
+    @property
+    def _fair_share(self) -> int:
+        return min(self.max_tokens, int(self._share * self._tokens_per_row))
+
+    def observe(
+        self, num_prefill_tokens: int, num_decode_rows: int, num_decoded_tokens: int, duration_s: float
+    ) -> None:
+        """Learn from a step that was run to its end: `duration_s` seconds of the device's time, in which its
+        decode rows gave `num_decoded_tokens` tokens."""
+        if num_decode_rows:
+            self._tokens_per_row = _average(self._tokens_per_row, num_decoded_tokens / num_decode_rows)
         if not self._targets or num_prefill_tokens + num_decode_rows == 0:
             return
 

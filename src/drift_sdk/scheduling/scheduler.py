@@ -182,8 +182,8 @@ class Scheduler:
         if num_useful:
             # What the device did, also for sequences that were removed meanwhile.
             num_prefill_tokens = sum([len(chunk.token_ids) for chunk in plan.prefill])
-            num_decode_rows = sum([bool(output.token_ids) for output in result.decode])
-            self._budget.observe(num_prefill_tokens, num_decode_rows, result.duration_s)
+            num_decoded = [len(output.token_ids) for output in result.decode if output.token_ids]
+            self._budget.observe(num_prefill_tokens, len(num_decoded), sum(num_decoded), result.duration_s)
             if self._policy is not None and plan.decode:
                 self._policy.observe(plan, result)
 
