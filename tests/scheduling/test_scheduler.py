@@ -408,7 +408,7 @@ def test_results_out_of_order_are_refused() -> None:
 
 def test_the_budget_learns_from_results_that_count(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(prefill_token_budget=6)
-    seen: list[tuple[int, int, float]] = []
+    seen: list[tuple[int, int, int, float]] = []
     monkeypatch.setattr(rig.scheduler._budget, "observe", lambda *observed: seen.append(observed))
     first = rig.add(4)
     second = rig.add(6, max_tokens=2)
@@ -417,14 +417,14 @@ def test_the_budget_learns_from_results_that_count(monkeypatch: pytest.MonkeyPat
 
     assert seen == []
     rig.commit()
-    assert seen == [(6, 0, pytest.approx(0.0006))]
+    assert seen == [(6, 0, 0, pytest.approx(0.0006))]
     rig.scheduler.remove(first)
     for _ in range(3):
         rig.commit()
 
     # The removed sequence's rows were run; the second one's last row came after its end.
     assert second.finish == "length"
-    assert seen[1:] == [(4, 1, pytest.approx(0.0104)), (0, 2, pytest.approx(0.01))]
+    assert seen[1:] == [(4, 1, 1, pytest.approx(0.0104)), (0, 2, 2, pytest.approx(0.01))]
     rig.commit()
     assert len(seen) == 3
 
