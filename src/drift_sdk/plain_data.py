@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,12 +17,8 @@ def to_plain(field: str, value: object) -> Any:
     try:
         return msgspec.to_builtins(value, enc_hook=to_builtin)
     except Exception as error:
-        # The value itself may be large, or nested too deeply to be printed.
         allowed = f"plain data: mappings, sequences and scalars ({error})"
-        shown = reprlib.repr(value)
-        raise RequestError(
-            f"{field}={shown}: expected {allowed}", field=field, value=value, allowed=allowed
-        ) from error
+        raise RequestError.of(field, value, allowed) from error
 
 
 def to_builtin(value: object) -> dict[Any, Any] | list[Any] | str:

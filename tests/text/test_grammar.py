@@ -631,3 +631,19 @@ def test_importing_the_package_loads_neither_llguidance_nor_pydantic() -> None:
         "sys.exit(bool({'llguidance', 'pydantic', 'torch'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes to fork")
+def test_a_forked_child_finds_no_lock_held() -> None:
+    """By a thread that it does not have, which was reading a vocabulary or starting a compilation."""
+    script = """
+import os
+from drift_sdk.text import grammar
+with grammar._vocabularies_lock, grammar._stack_size_lock:
+    child = os.fork()
+    if child == 0:
+        locks = (grammar._vocabularies_lock, grammar._stack_size_lock)
+        os._exit(0 if all(lock.acquire(timeout=30) for lock in locks) else 1)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0

@@ -11,9 +11,9 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
-import msgspec
 
 from drift_sdk.errors import ModelLoadError, RequestError
+from drift_sdk.plain_data import to_plain
 from drift_sdk.text.template_budget import BudgetedEnvironment, budget
 
 __all__ = ["ChatTemplate"]
@@ -62,14 +62,14 @@ class ChatTemplate:
         if template_args is not None and not isinstance(template_args, Mapping):
             raise RequestError.of("template_args", template_args, "a mapping of names to plain data")
 
-        args = {} if template_args is None else _to_plain("template_args", template_args)
+        args = {} if template_args is None else to_plain("template_args", template_args)
         for name in RESERVED_ARGS:
             if name in args:
                 raise RequestError.of("template_args", name, f"other names than {', '.join(RESERVED_ARGS)}")
 
         variables = self._special_tokens | args
-        variables["messages"] = _to_plain("messages", messages)
-        variables["tools"] = _to_plain("tools", tools)
+        variables["messages"] = to_plain("messages", messages)
+        variables["tools"] = to_plain("tools", tools)
         variables["documents"] = None
         variables["add_generation_prompt"] = add_generation_prompt
         try:
@@ -148,24 +148,3 @@ def _check_mappings(field: str, values: object) -> None:
     for index, value in enumerate(values):
         if not isinstance(value, Mapping):
             raise RequestError.of(f"{field}[{index}]", value, "a mapping")
-
-
-def _to_plain(field: str, value: object) -> Any:
-    """A copy in plain dicts, lists and scalars: a template could call the methods of anything else."""
-    try:
-        return msgspec.to_builtins(value, enc_hook=_to_builtin)
-    except Exception as error:
-        raise RequestError.of(field, value, f"plain data ({error})") from error
-
-
-def _to_builtin(value: object) -> dict[Any, Any] | list[Any] | str:
-    if isinstance(value, Mapping):
-        return dict(value)
-
-    if isinstance(value, str):
-        return str.__str__(value)
-
-    if isinstance(value, Sequence):
-        return list(value)
-
-    raise TypeError(f"found {type(value).__name__}")

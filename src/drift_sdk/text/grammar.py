@@ -8,6 +8,7 @@ back into Python for each mask, and a draft's tokens would be held to a rule tha
 from __future__ import annotations
 
 import json
+import os
 import re
 import threading
 from collections.abc import Callable, Sequence
@@ -187,6 +188,16 @@ _vocabularies: WeakKeyDictionary[Tokenizer, dict[tuple[int, tuple[int, ...]], Vo
 _vocabularies = WeakKeyDictionary()
 _vocabularies_lock = threading.Lock()
 _stack_size_lock = threading.Lock()
+
+
+def renew_locks() -> None:
+    """In a forked child: a thread that does not exist there may hold them."""
+    global _vocabularies_lock, _stack_size_lock
+    _vocabularies_lock, _stack_size_lock = threading.Lock(), threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
+    os.register_at_fork(after_in_child=renew_locks)
 
 
 def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Vocabulary:
