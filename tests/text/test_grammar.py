@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import itertools
 import json
+import os
 import subprocess
 import sys
 import threading
