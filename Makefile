@@ -1,6 +1,7 @@
 # make demo    set up and stream an answer of a small model in the terminal
 # make test    set up, lint, type-check and run the tests (CPU only)
 # make check   lint and types alone
+# make fuzz SECONDS=120   every fuzz target for so long
 # make gpu-test OUT=folder   the tests of an NVIDIA GPU, in this Python; reports go to the folder
 # make gpu-perf OUT=folder   all measurements on it, likewise
 PYTHON ?= python3
@@ -13,7 +14,7 @@ GPU_PYTEST = $(PYTHON) -m pytest -q -W default -p no:cacheprovider -p no:benchma
 # pytest-benchmark, where a Python has it, warns of several.
 PROCESSES ?= 2
 
-.PHONY: demo test unit check gpu-test gpu-perf clean
+.PHONY: demo test unit check fuzz gpu-test gpu-perf clean
 
 demo:
 	@PYTHON=$(PYTHON) .ci/setup
@@ -32,6 +33,11 @@ check:
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+
+SECONDS ?= 60
+TARGETS := $(filter-out runner following test_fuzz,$(notdir $(basename $(wildcard tests/fuzz/*.py))))
+fuzz:
+	@for target in $(TARGETS); do $(BIN)/python tests/fuzz/runner.py $$target --seconds $(SECONDS) || exit 1; done
 
 # Processes take turns on a GPU: those that keep it busy run beside those that compile. Memory is counted for the
 # whole GPU: by tests that run alone.
