@@ -13,7 +13,7 @@ import command_line
 from drift_sdk import Engine, PromptTooLong, RequestError, SamplingParams, TokenStream
 
 
-async def main(model: str) -> None:
+async def main(model: str, max_tokens: int) -> None:
     messages: list[dict[str, str]] = []
     stream: TokenStream | None = None
 
@@ -32,7 +32,8 @@ async def main(model: str) -> None:
                 return
 
             messages.append({"role": "user", "content": question})
-            stream = engine.chat(messages, SamplingParams(max_tokens=512, temperature=0.7, top_p=0.9))
+            params = SamplingParams(max_tokens=max_tokens, temperature=0.7, top_p=0.9)
+            stream = engine.chat(messages, params)
             try:
                 async for chunk in stream:
                     print(chunk.text, end="", flush=True)
@@ -51,4 +52,7 @@ async def main(model: str) -> None:
 
 
 if __name__ == "__main__":
-    command_line.run(main, command_line.parser(__doc__).parse_args().model)
+    parser = command_line.parser(__doc__)
+    parser.add_argument("--max-tokens", type=int, default=512, help="of an answer")
+    options = parser.parse_args()
+    command_line.run(main, options.model, options.max_tokens)

@@ -13,7 +13,7 @@ PROMPT = "".join(f"Day {day}: woke up at 7, had tea and bread, walked to work.\n
 
 async def write_on(model: str, speculation: Speculation | None) -> Completion:
     async with Engine(model, EngineConfig(speculation=speculation)) as engine:
-        return await engine.generate(PROMPT, SamplingParams(max_tokens=96))
+        return await engine.generate(PROMPT, SamplingParams(max_tokens=64))
 
 
 async def main(model: str, draft: str | NGram) -> None:

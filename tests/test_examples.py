@@ -71,7 +71,7 @@ def test_hello() -> None:
 
 
 def test_chat() -> None:
-    out, _ = run("chat", stdin="Say hello in one word.\n")
+    out, _ = run("chat", "--max-tokens", "24", stdin="Say hello in one word.\n")
     assert len(out.removeprefix("> ").strip()) > 3
     assert out.count("> ") == 2
 
@@ -281,7 +281,7 @@ def ask(questions: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(chat, "Engine", lambda model: scripted_engine("fine", config=config))
     monkeypatch.setattr("builtins.input", next_line)
-    asyncio.run(chat.main("any"))
+    asyncio.run(chat.main("any", 64))
 
 
 def test_chat_goes_on_after_a_message_that_is_too_long(
@@ -307,7 +307,7 @@ def test_chat_ends_at_ctrl_c_while_the_model_is_loaded(monkeypatch: pytest.Monke
     engine._open = interrupted
     monkeypatch.setattr(chat, "Engine", lambda model: engine)
     monkeypatch.setattr("builtins.input", lambda _: pytest.fail("asked for a question"))
-    assert command_line.status_of(lambda: anyio.run(chat.main, "any")) == 130
+    assert command_line.status_of(lambda: anyio.run(chat.main, "any", 64)) == 130
 
 
 @pytest.mark.parametrize(("width", "height"), [(1, 1), (5, 3), (20, 5), (40, 100), (300, 80)])

@@ -115,8 +115,16 @@ def run(executor: Executor, requests: list[Request], budget: int) -> tuple[list[
     return tokens, steps
 
 
-@pytest.mark.parametrize("is_exact", [False, True], ids=["prefill", "exact prefill"])
-@pytest.mark.parametrize("model", MODELS)
+# The interpreter is slow: families differ in a bias and two norms, which both ways of prefill have.
+CASES = [
+    (model, is_exact)
+    for model in MODELS
+    for is_exact in (False, True)
+    if IS_GPU or (model, is_exact) not in (("qwen2", True), ("qwen3", False))
+]
+
+
+@pytest.mark.parametrize(("model", "is_exact"), CASES)
 def test_steps_equal_the_eager_ones(model: str | int, is_exact: bool, tmp_path: Path) -> None:
     decoder = load(model, tmp_path)
     limits, requests = limits_of(decoder), requests_of(MODELS.index(model))

@@ -81,15 +81,15 @@ def graph_executor(
 
 def test_stages_of_a_drafted_round(target: Decoder, draft: DraftDecoder) -> None:
     stages = TimedStages(GpuMark if IS_GPU else InterpretedEvent)
-    executor = graph_executor(target, draft, stages, acceptance=2.6)
+    executor = graph_executor(target, draft, stages, acceptance=2.5)
     slots = DrivenSlots(executor, prefill_token_budget=BUDGET)
-    times = time_stages(slots, stages.take, batch=1, context=6, num_draft_tokens=3, num_rounds=5)
+    times = time_stages(slots, stages.take, batch=1, context=6, num_draft_tokens=3, num_rounds=2)
     assert list(times.stages) == [
         "draft_lm_head", "draft_attention", "draft_mlp", "verify", "accept", "commit", "draft_extend",
     ]  # fmt: skip
     assert all(seconds > 0 for seconds in times.stages.values())
     assert 0 < times.unaccounted_share < 1
-    assert times.tokens_per_round == 2.6  # five rounds in turn, wherever in the trace
+    assert times.tokens_per_round == 2.5  # two rounds in turn, wherever in the trace
     assert times.drafts_per_round == 3
     assert times.cpu_seconds > 0
     plain = time_stages(slots, stages.take, batch=2, context=9, num_draft_tokens=0, num_rounds=2)
