@@ -55,7 +55,7 @@ def serving(engine: Engine) -> Iterator[str]:
     thread.start()
     try:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        httpx.get(f"{url}/health", timeout=30, verify=False).raise_for_status()
+        httpx.get(f"{url}/health", timeout=300, verify=False).raise_for_status()
         yield url
     finally:
         server.should_exit = True
@@ -92,7 +92,7 @@ def client_of(url: str) -> openai.AsyncOpenAI:
     # Without the certificates of the web, which take longer to load than a test takes to run.
     plain = openai.DefaultAsyncHttpxClient(verify=False)
     return openai.AsyncOpenAI(
-        base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30, http_client=plain
+        base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300, http_client=plain
     )
 
 
@@ -324,7 +324,7 @@ async def test_leaving_an_unstreamed_request_frees_it(endless: tuple[Engine, str
     engine, url = endless
     body = {"messages": QUESTION} if path.startswith("chat") else {"prompt": "x", "max_tokens": 10_000}
     async with httpx.AsyncClient(base_url=url, verify=False) as plain:
-        asking = asyncio.create_task(plain.post(f"/v1/{path}", json=body, timeout=30))
+        asking = asyncio.create_task(plain.post(f"/v1/{path}", json=body, timeout=300))
         await until(lambda: engine.stats().num_running == 1)
         await anyio.sleep(0.05)
         assert not asking.done()
@@ -338,7 +338,7 @@ async def test_leaving_before_the_first_token_frees_the_request(endless: tuple[E
     await engine.pause()
     async with httpx.AsyncClient(base_url=url, verify=False) as plain:
         body = {"messages": QUESTION, "stream": True}
-        asking = asyncio.create_task(plain.post("/v1/chat/completions", json=body, timeout=30))
+        asking = asyncio.create_task(plain.post("/v1/chat/completions", json=body, timeout=300))
         await until(lambda: engine.stats().num_waiting == 1)
         asking.cancel()
         await until(lambda: engine.stats().num_waiting == 0)

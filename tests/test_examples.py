@@ -58,7 +58,7 @@ def running(name: str, *arguments: str, **environment: str) -> Iterator[subproce
 def run(name: str, *arguments: str, stdin: str = "") -> tuple[str, str]:
     """What it wrote to stdout and to stderr."""
     with running(name, *arguments) as process:
-        out, err = process.communicate(stdin, timeout=120)
+        out, err = process.communicate(stdin, timeout=300)
     assert process.returncode == 0, err
     assert "Warning" not in err and "Traceback" not in err, err
     return out, err
@@ -110,7 +110,7 @@ def test_dashboard_ends_quietly_at_ctrl_c() -> None:
         while "streams" not in process.stdout.readline():
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=300)
     assert (process.returncode, err) == (130, "")
 
 
@@ -263,7 +263,7 @@ def test_examples_end_with_a_status_and_one_line(
 def test_wrong_arguments_are_refused(arguments: str) -> None:
     name, *rest = arguments.split()
     with running(name, *rest) as process:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=300)
     assert (process.returncode, out) == (2, "")
     assert f"error: argument {rest[0]}" in err.splitlines()[-1]
 
@@ -349,7 +349,7 @@ def test_tools() -> None:
 def test_embed_fastapi_serves_until_it_is_interrupted() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
+    client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=300)
     with running("embed_fastapi", "--port", str(port)) as process, client:
         while True:
             try:
@@ -363,7 +363,7 @@ def test_embed_fastapi_serves_until_it_is_interrupted() -> None:
         answer = client.post("/v1/chat/completions", json=body).json()
         assert "Paris" in answer["choices"][0]["message"]["content"]
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=300)
     assert process.returncode == 130, err
     assert "Application shutdown complete" in err
 

@@ -304,7 +304,7 @@ class Gate:
 
         def gated(constraint: GrammarConstraint, token_ids: tuple[int, ...]) -> None:
             self.num_waiting += 1
-            assert self.is_open.wait(20)
+            assert self.is_open.wait(120)
             self.num_waiting -= 1
             advance(constraint, token_ids)
 

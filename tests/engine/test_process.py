@@ -24,7 +24,7 @@ LAST_LINE = {"exception": "ValueError: unhandled", "interrupt": "KeyboardInterru
 
 
 def run_child(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=50)
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=300)
 
 
 def leave(work: str, end: str, *arguments: str) -> list[str]:

@@ -60,7 +60,7 @@ def test_cancelled_prompts_hold_nobody_up(stall: Stall) -> None:
             streams += [engine.generate(f"stall {index}") for index in range(2, 6)]
             for stream in reversed(streams):
                 stream.cancel()
-            with anyio.fail_after(20):
+            with anyio.fail_after(120):
                 assert (await engine.generate("hi")).text == "ok"
             assert stall.begun == ["stall 0", "stall 1", "hi"]
             for stream in streams:
@@ -129,7 +129,7 @@ def test_closing_does_not_wait_for_work_that_hangs(
         driver = engine._driver
         streams = [engine.generate(f"stall {index}") for index in range(3)]
         await until(lambda: len(stall.begun) == 2)
-        with anyio.fail_after(20):
+        with anyio.fail_after(120):
             await engine.aclose()
         (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
         assert warning.endswith("no longer waited for: prompt of req-0, prompt of req-1")
@@ -168,7 +168,7 @@ def test_whatever_is_raised_fails_the_request_alone(
         config = EngineConfig(max_num_seqs=1, max_queued_requests=1, max_model_len=64, kv_cache_tokens=64)
         async with scripted_engine("ok", config=config) as engine:
             for _ in range(5):  # more than there are threads and places
-                with anyio.fail_after(20), pytest.raises(DriftError) as caught:
+                with anyio.fail_after(120), pytest.raises(DriftError) as caught:
                     await engine.generate("bad")
                 assert caught.value.__cause__ is failure
             assert (await engine.generate("good")).text == "ok"

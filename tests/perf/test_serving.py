@@ -420,7 +420,7 @@ def test_a_process_ends_with_its_coordinator(tmp_path: Path) -> None:
     with Child("orphan", engine.job.command, engine.environment, tmp_path / "log") as child:
         assert child._process.stdin is not None
         child._process.stdin.close()
-        assert child._process.wait(30) == -signal.SIGKILL
+        assert child._process.wait(120) == -signal.SIGKILL
 
 
 def test_settings_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:

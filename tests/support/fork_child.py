@@ -19,7 +19,7 @@ from drift_sdk import Engine, EngineClosed, SamplingParams, TokenStream
 from drift_sdk.testing import scripted_engine
 
 TEXT = "What the parent's engine says is not disturbed by any number of children."
-LIMIT_S = 30.0
+LIMIT_S = 120.0
 
 
 async def check_child(engine: Engine, streams: list[TokenStream]) -> None:
