@@ -24,6 +24,7 @@ import dashboard
 import httpx
 import pytest
 import smollm2
+from model_zoo import make_model
 from rich.console import Console
 from rich.live import Live
 
@@ -40,6 +41,17 @@ SUPPORT = {"command_line", "openai_answers", "openai_protocol", "smollm2"}
 @pytest.fixture(scope="session", autouse=True)
 def model() -> str:
     return str(smollm2.path())
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Random weights, for examples whose text does not matter: SmolLM2 takes seconds to load."""
+    folder = tmp_path_factory.mktemp("small")
+    make_model(1, folder)
+    (folder / "chat_template.jinja").write_text(
+        "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+    )
+    return str(folder)
 
 
 @contextmanager
@@ -95,8 +107,8 @@ def test_cancel() -> None:
     assert "running: 0 " in out
 
 
-def test_dashboard() -> None:
-    out, _ = run("dashboard", "--seconds", "3", "--streams", "3", "--max-tokens", "8")
+def test_dashboard(small: str) -> None:
+    out, _ = run("dashboard", small, "--seconds", "3", "--streams", "3", "--max-tokens", "8")
     for word in ("drift_sdk", "running", "KV cache", "tokens/s", "streams"):
         assert word in out
     assert out.count("Write ") == 3
@@ -104,9 +116,9 @@ def test_dashboard() -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no signals to send")
-def test_dashboard_ends_quietly_at_ctrl_c() -> None:
+def test_dashboard_ends_quietly_at_ctrl_c(small: str) -> None:
     # As if in a terminal, where every frame is drawn and not the last alone.
-    with running("dashboard", "--streams", "2", "--max-tokens", "8", FORCE_COLOR="1") as process:
+    with running("dashboard", small, "--streams", "2", "--max-tokens", "8", FORCE_COLOR="1") as process:
         while "streams" not in process.stdout.readline():
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
@@ -114,10 +126,10 @@ def test_dashboard_ends_quietly_at_ctrl_c() -> None:
     assert (process.returncode, err) == (130, "")
 
 
-def test_batch_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+def test_batch_goes_on_where_it_was_stopped(tmp_path: Path, small: str) -> None:
     prompts, answers = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     lines = (EXAMPLES / "prompts.jsonl").read_text().splitlines()[:5]
-    options = ("--input", str(prompts), "--output", str(answers), "--max-tokens", "6")
+    options = (small, "--input", str(prompts), "--output", str(answers), "--max-tokens", "6")
     prompts.write_text("\n".join(lines[:3]) + "\n")
     _, err = run("batch", *options)
     assert "3/3" in err
