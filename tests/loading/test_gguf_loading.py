@@ -365,6 +365,7 @@ HEADERS = {
     "2^124 numbers": (_header(_tensor(shape=(2**62, 2**62)), num_tensors=1), "tensor 'a' ends at"),
     "5 dimensions": (_header(_tensor(shape=(1,) * 5), num_tensors=1), "'a' has 5 dimensions"),
     "no dimension": (_header(_tensor(shape=()), num_tensors=1), "'a' has 0 dimensions"),
+    "no numbers": (_header(_tensor(shape=(8, 0)), num_tensors=1), "'a' has a dimension of 0"),
     "type 999": (_header(_tensor(kind=999), num_tensors=1), "'a' is stored as type 999"),
     "a part of a block": (_header(_tensor(kind=2), num_tensors=1), "rows of 8, expected a multiple of 32"),
 }

@@ -114,6 +114,9 @@ def _read_tensor(cursor: _Cursor) -> tuple[str, GGUFTensor]:
         raise ValueError(f"{found} has {num_dimensions} dimensions, expected 1 to {MAX_DIMENSIONS}")
 
     shape = tuple(cursor.scalar(UINT64) for _ in range(num_dimensions))[::-1]
+    if 0 in shape:
+        raise ValueError(f"{found} has a dimension of 0")
+
     kind = cursor.scalar(UINT32)
     try:
         quantization = GGMLQuantizationType(kind)
