@@ -48,13 +48,19 @@ REPEATS = st.sampled_from(
 )
 
 
+def repeated(pair: tuple[str, int]) -> str:
+    """A pattern so often, and never so long that drawing it takes all memory."""
+    pattern, times = pair
+    return pattern * min(times, 1 + (1 << 20) // len(pattern))
+
+
 def combine(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
     parts = st.lists(inner, min_size=1, max_size=4)
     return (
         parts.map("".join)
         | parts.map("|".join)
         | st.tuples(inner, REPEATS).map(lambda pair: f"({pair[0]}){pair[1]}")
-        | st.tuples(inner, st.sampled_from([50, 990, 1000, 20_000])).map(lambda pair: pair[0] * pair[1])
+        | st.tuples(inner, st.sampled_from([50, 990, 1000, 20_000])).map(repeated)
         | st.tuples(inner, st.sampled_from([50, 300, 5000])).map(lambda p: "(" * p[1] + p[0] + ")?" * p[1])
     )
 
