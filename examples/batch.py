@@ -60,7 +60,7 @@ def count_prompts(source: Path) -> int:
 
 
 def complete_lines(output: Path) -> tuple[int, int]:
-    """How many complete lines the output has, and their bytes: a run that was killed may have left part of
+    """Number and bytes of the complete lines of the output: a run that was killed may have left part of
     another. Raises FileError if anything in it was not written by this program."""
     content = output.read_bytes()
     complete, newline, rest = content.rpartition(b"\n")
@@ -83,7 +83,7 @@ def is_answer(line: bytes) -> bool:
 
 
 def earlier_answers(source: Path, output: Path, num_prompts: int) -> tuple[int, int]:
-    """How many answers the output has, and their bytes. Raises FileError if it cannot be added to."""
+    """Number and bytes of the answers in the output. Raises FileError if it cannot be added to."""
     if not output.exists():
         return 0, 0
 

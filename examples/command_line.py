@@ -1,4 +1,4 @@
-"""What the examples share as programs: arguments, exit status, and errors of one line."""
+"""Arguments, exit status and one-line errors of the examples."""
 
 import argparse
 import io

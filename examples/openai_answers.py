@@ -1,4 +1,4 @@
-"""What the engine generates, in the shapes of OpenAI's chat and completions protocol."""
+"""Completions and chunks in the shapes of OpenAI's chat and completions protocol."""
 
 import json
 from collections.abc import Sequence
@@ -160,14 +160,14 @@ def finish_reason(completion: Completion) -> str:
 
 
 def content_before_calls(text: str) -> str | None:
-    """What a text with calls says beside them."""
+    """The text without its calls."""
     thought, end, said = text.rpartition("</think>")
     before = said.partition(TAG)[0] if TAG in said else ""
     return f"{thought}{end}{before}".rstrip() or None
 
 
 def num_held_back(text: str) -> int:
-    """How many characters at the end of a text may be, or may become, a call."""
+    """Number of characters at the end of a text that may be, or may become, a call."""
     said = text.rpartition("</think>")[2]
     begun = said.lstrip()
     if begun.startswith(BARE_CALLS) or any(start.startswith(begun) for start in BARE_CALLS):

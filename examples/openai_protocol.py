@@ -63,7 +63,7 @@ class StreamOptions(Wire):
 
 
 class Body(Wire):
-    """What both endpoints take."""
+    """Fields of the requests of both endpoints."""
 
     model: str | None = None
     stream: bool = False

@@ -16,7 +16,7 @@ __all__ = ["EXACT_TILE_ROWS", "GraphLayout", "bucket_of"]
 DECODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 MIN_PREFILL_ROWS = 16
 FLAT_PREFILL_ROWS = 256
-"""Below, a prefill step is bound by reading the weights: its time hardly depends on the number of rows."""
+"""Below, reading the weights is a large part of a prefill step, and padding costs little."""
 STEPS_PER_OCTAVE = 2
 """Buckets from FLAT_PREFILL_ROWS to twice as many, and so on. More of them would pad steps less, and take
 time at start: each is run once and captured."""
