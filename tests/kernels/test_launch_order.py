@@ -73,6 +73,18 @@ def test_a_number_that_was_loaded_is_not_a_pointer() -> None:
     assert access(indirect, WAIT, store) == KernelAccess(names("a"), names("b"), False)
 
 
+@pytest.mark.parametrize("operation", ["load", "store"])
+def test_a_pointer_of_no_known_argument_is_refused(operation: str) -> None:
+    chosen = """
+    %chosen = scf.if %is_first -> (!tt.ptr<f32>) {
+      scf.yield %a : !tt.ptr<f32> loc(#loc2)
+    } loc(#loc2)
+"""
+    use = {"load": "%x = tt.load %chosen", "store": "tt.store %chosen, %value"}[operation]
+    with pytest.raises(LaunchOrderError, match=rf"tt.{operation} through %chosen, of no known argument"):
+        access(WAIT, chosen, f"    {use} : !tt.ptr<f32> loc(#loc2)\n")
+
+
 def test_atomics_write() -> None:
     atomic = """
     %old = tt.atomic_rmw add, relaxed, gpu, %a, %n, %true : (!tt.ptr<f32>, i32, i1) -> i32 loc(#loc2)

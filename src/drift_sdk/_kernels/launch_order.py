@@ -59,7 +59,8 @@ class KernelAccess(Struct, frozen=True):
 def access_of(ttir: str) -> KernelAccess:
     """What a compiled kernel reads and writes, and in which order with respect to its wait.
 
-    Raises LaunchOrderError for a kernel that may end without having waited, or writes before it waits.
+    Raises LaunchOrderError for a kernel that may end without having waited, that writes before it waits, or
+    that reads or writes through a pointer whose argument cannot be told.
     """
     sources: dict[str, set[str]] = {}  # value -> the arguments that a pointer points into
     early: set[str] = set()
@@ -86,19 +87,21 @@ def access_of(ttir: str) -> KernelAccess:
 
         result, operation, rest = match.groups()
         operands = NAME.findall(rest)
+        is_read = operation.startswith(("tt.load", "tt.descriptor_load"))
+        is_write = operation.startswith(("tt.store", "tt.descriptor_store", "tt.atomic"))
+        if (is_read or is_write) and not sources.get(operands[0]):
+            raise LaunchOrderError(f"{name}: {operation} through {operands[0]}, of no known argument")
         if operation == "scf.for" or operation == "scf.while":
             for inner, outer in LOOP_VALUE.findall(rest):
                 sources.setdefault(inner, set()).update(sources.get(outer, ()))
-        if operation.startswith(("tt.load", "tt.descriptor_load")):
+        if is_read:
             if not has_waited:
-                early |= sources.get(operands[0], set())
-        elif operation.startswith(("tt.store", "tt.descriptor_store", "tt.atomic")):
+                early |= sources[operands[0]]
+        elif is_write:
             # Of an atomic operation and of a store, the place is the first operand.
-            written |= sources.get(operands[0], set())
+            written |= sources[operands[0]]
             if not has_waited:
-                raise LaunchOrderError(f"{name}: writes {sorted(sources.get(operands[0], set()))} unwaited")
-            if operation.startswith("tt.atomic"):
-                continue
+                raise LaunchOrderError(f"{name}: writes {sorted(sources[operands[0]])} unwaited")
         elif result is not None:
             found = set[str]().union(*(sources.get(operand, set()) for operand in operands))
             if found:
