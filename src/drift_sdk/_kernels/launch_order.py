@@ -59,10 +59,11 @@ class KernelAccess(Struct, frozen=True):
 def access_of(ttir: str) -> KernelAccess:
     """What a compiled kernel reads and writes, and in which order with respect to its wait.
 
-    Raises LaunchOrderError for a kernel that may end without having waited, that writes before it waits, or
-    that reads or writes through a pointer whose argument cannot be told.
+    A pointer that cannot be followed to its argument, like a result of scf.if, may point into any of them.
+    Raises LaunchOrderError for a kernel that may end without having waited, or writes before it waits.
     """
     sources: dict[str, set[str]] = {}  # value -> the arguments that a pointer points into
+    pointers: set[str] = set()
     early: set[str] = set()
     written: set[str] = set()
     name = "kernel"
@@ -74,6 +75,7 @@ def access_of(ttir: str) -> KernelAccess:
                 raise LaunchOrderError(f"{name}: calls a function that is not inlined")
             name = code.partition("@")[2].partition("(")[0]
             sources |= {found[0]: {found[0][1:]} for found in ARGUMENT.findall(code)}
+            pointers = set[str]().union(*sources.values())
             continue
 
         if WAIT.search(code):
@@ -89,19 +91,18 @@ def access_of(ttir: str) -> KernelAccess:
         operands = NAME.findall(rest)
         is_read = operation.startswith(("tt.load", "tt.descriptor_load"))
         is_write = operation.startswith(("tt.store", "tt.descriptor_store", "tt.atomic"))
-        if (is_read or is_write) and not sources.get(operands[0]):
-            raise LaunchOrderError(f"{name}: {operation} through {operands[0]}, of no known argument")
+        # Of a load, of a store and of an atomic operation, the place is the first operand.
+        places = (sources.get(operands[0]) or pointers) if is_read or is_write else set[str]()
         if operation == "scf.for" or operation == "scf.while":
             for inner, outer in LOOP_VALUE.findall(rest):
                 sources.setdefault(inner, set()).update(sources.get(outer, ()))
         if is_read:
             if not has_waited:
-                early |= sources[operands[0]]
+                early |= places
         elif is_write:
-            # Of an atomic operation and of a store, the place is the first operand.
-            written |= sources[operands[0]]
+            written |= places
             if not has_waited:
-                raise LaunchOrderError(f"{name}: writes {sorted(sources[operands[0]])} unwaited")
+                raise LaunchOrderError(f"{name}: writes {sorted(places)} unwaited")
         elif result is not None:
             found = set[str]().union(*(sources.get(operand, set()) for operand in operands))
             if found:
