@@ -89,9 +89,14 @@ class Driver:
         assert self.model_text is not None
         try:
             self._text_work.prepare(request, self.model_text)
-        except BaseException:
+        except BaseException as error:
             self._intake.withdraw(request)
-            raise
+            if not isinstance(error, EngineClosed):
+                raise
+        else:
+            return
+
+        raise self._intake.refusal()  # it has closed since the request was admitted
 
     @property
     def has_room(self) -> bool:

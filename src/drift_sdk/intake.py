@@ -45,11 +45,8 @@ class Intake:
     def admit(self, request: Request, read_stats: Callable[[], EngineStats]) -> None:
         """Take a request in; QueueFull, EngineClosed or ExecutorError if that cannot be."""
         with self._lock:
-            if self._failure is not None:
-                raise failure_of(self._failure)
-
             if not self.is_open:
-                raise EngineClosed("the engine is not open")
+                raise self.refusal()
 
             if not self.has_room(read_stats()):
                 self.num_rejected += 1
@@ -60,6 +57,13 @@ class Intake:
             self._num_entering += 1
             self.num_admitted += 1
             self._live[request] = None
+
+    def refusal(self) -> EngineClosed | ExecutorError:
+        """The error for a request that comes while it is closed."""
+        if self._failure is not None:
+            return failure_of(self._failure)
+
+        return EngineClosed("the engine is not open")
 
     def has_room(self, stats: EngineStats) -> bool:
         """Whether the queue would take one more request."""

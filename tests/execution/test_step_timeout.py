@@ -14,7 +14,7 @@ from loops import WAIT_S, on_every_loop, run
 from scheduled_run import sampling_of
 from tiny_llama import tiny_llama
 
-from drift_sdk import EngineConfig, ExecutorError
+from drift_sdk import EngineClosed, EngineConfig, ExecutorError
 from drift_sdk._kernels.tuning import TunedTable
 from drift_sdk.execution import device as device_module
 from drift_sdk.execution.device import step_timeout
@@ -233,3 +233,28 @@ def test_every_stream_is_told_and_closing_does_not_wait(loop: str) -> None:
             assert caught.value.process_unusable
 
     run(loop, main)
+
+
+@pytest.mark.parametrize("failure", [ExecutorError("broken"), None])
+def test_a_request_that_meets_the_end_is_told_of_it(failure: ExecutorError | None) -> None:
+    """The engine ends after a request is admitted and before its text is prepared."""
+
+    async def main() -> None:
+        async with scripted_engine("Hello!") as engine:
+            driver = engine._driver
+            assert driver is not None
+            prepare = driver._text_work.prepare
+
+            def end_first(*arguments) -> None:
+                driver._intake.close(failure)
+                driver._text_work.close()
+                prepare(*arguments)
+
+            driver._text_work.prepare = end_first
+            with pytest.raises(EngineClosed if failure is None else ExecutorError) as caught:
+                engine.generate("x")
+            assert caught.value.__cause__ is failure
+            assert driver._intake.is_empty
+            assert driver._intake.num_admitted == 0
+
+    anyio.run(main)
