@@ -44,7 +44,7 @@ fuzz:
 BUSY := tests/gpu/test_graph_speculation.py tests/gpu/test_graph_ngram.py
 gpu-test:
 	@mkdir -p $(OUT)
-	@$(GPU_PYTEST) tests/kernels tests/execution $(BUSY) -m "(kernel or gpu) and not interpreter" -n $(JOBS) \
+	@$(GPU_PYTEST) tests/_kernels tests/execution $(BUSY) -m "(kernel or gpu) and not interpreter" -n $(JOBS) \
 		--dist loadgroup --junitxml $(OUT)/tests-kernels.xml
 	@$(GPU_PYTEST) tests/gpu -m gpu -n $(JOBS) --dist loadgroup $(BUSY:%=--ignore=%) \
 		--ignore tests/gpu/test_graph_memory.py --junitxml $(OUT)/tests-graph.xml

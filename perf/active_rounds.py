@@ -11,7 +11,7 @@ from record import Run
 from scenario import Scenario
 from table import drafts_of
 
-from drift_sdk._kernels.attention_plan import Partitions
+from drift_sdk._kernels.attention.attention_plan import Partitions
 from drift_sdk.steps import Executor
 
 __all__ = ["ACTIVE_COLUMNS", "ActiveRun", "active_table", "measure_by_active", "tiles_of"]

@@ -12,11 +12,11 @@ from kernel_case import Case, Prepared, num_copies
 from shapes import Model
 from torch import Tensor
 
-from drift_sdk._kernels.attention_plan import AttentionPlan, Partitions, plan_attention
-from drift_sdk._kernels.paged_attention import AttentionConfig, AttentionScratch, paged_attention
-from drift_sdk._kernels.prefill_attention import prefill_attention, prefill_attention_config
-from drift_sdk._kernels.prefill_tiles import TILE_FIELDS, prefill_tiles
-from drift_sdk._kernels.tuning import TunedTable
+from drift_sdk._kernels.attention.attention_plan import AttentionPlan, Partitions, plan_attention
+from drift_sdk._kernels.attention.paged_attention import AttentionConfig, AttentionScratch, paged_attention
+from drift_sdk._kernels.attention.prefill_attention import prefill_attention, prefill_attention_config
+from drift_sdk._kernels.attention.prefill_tiles import TILE_FIELDS, prefill_tiles
+from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.models.decoder_config import DecoderConfig
 
 __all__ = ["attention_cases", "decode_case", "prefill_case"]

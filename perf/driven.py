@@ -12,7 +12,7 @@ from shapes import Draft, Model
 from stage_work import Work, stage_work
 
 from drift_sdk import EngineConfig
-from drift_sdk.driven_slots import DrivenSlots
+from drift_sdk.profiling.manual_driver import DrivenSlots
 from drift_sdk.steps import Executor
 
 __all__ = ["NUM_WARM_UP_ROUNDS", "Driven"]

@@ -11,8 +11,8 @@ from msgspec import Struct
 from shapes import Model
 from torch import Tensor
 
-from drift_sdk._kernels.library_gemm import fastest_gated_multiply, fastest_multiply
-from drift_sdk._kernels.tuning import TunedTable
+from drift_sdk._kernels.gemm.cublas_gemm import fastest_gated_multiply, fastest_multiply
+from drift_sdk._kernels.gemm.tuning import TunedTable
 
 __all__ = ["WeightShape", "gemm_cases", "weight_shapes"]
 

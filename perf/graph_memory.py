@@ -18,9 +18,9 @@ from recording import Recording, dtype_name, free_memory, parser
 from shapes import Model, prepare, prepare_draft
 from table import show, title_of
 
-from drift_sdk._kernels.tuning import gpu_key, table_for
-from drift_sdk.execution.device import Device, GpuDevice, Replay
-from drift_sdk.execution.graph import GraphExecutor
+from drift_sdk._kernels.gemm.tuning import gpu_key, table_for
+from drift_sdk.execution.device.device import Device, GpuDevice, Replay
+from drift_sdk.execution.graph.executor import GraphExecutor
 from drift_sdk.execution.stages import NoStages, Stages
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.eagle3 import DraftDecoder

@@ -24,7 +24,7 @@ from shapes import Model, prepare
 from table import show
 from tune import time_us
 
-from drift_sdk._kernels.tuning import TunedTable, gpu_key, table_for
+from drift_sdk._kernels.gemm.tuning import TunedTable, gpu_key, table_for
 
 __all__ = ["SUITES", "KernelRun", "limit_us", "main", "measure"]
 

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 from scenario import Scenario
 
-from drift_sdk._kernels.tuning import gpu_key
+from drift_sdk._kernels.gemm.tuning import gpu_key
 
 __all__ = ["DecodeRun", "PrefillRun", "Results", "Run", "merge", "read", "result_path", "write"]
 

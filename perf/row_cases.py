@@ -10,12 +10,12 @@ from gemm_cases import ITEMSIZE
 from kernel_case import Case, Prepared, num_copies
 from shapes import Model
 
-from drift_sdk._kernels.residual_norm import add_norm
-from drift_sdk._kernels.rope_store import rotate_and_store
-from drift_sdk._kernels.sample_buffers import SampleBuffers
-from drift_sdk._kernels.sampled_rows import sample_rows
-from drift_sdk._kernels.slot_columns import SlotColumns, num_mask_words
-from drift_sdk._kernels.tuning import TunedTable
+from drift_sdk._kernels.gemm.tuning import TunedTable
+from drift_sdk._kernels.layers.residual_norm import add_norm
+from drift_sdk._kernels.layers.rope_store import rotate_and_store
+from drift_sdk._kernels.sampling.sample_buffers import SampleBuffers
+from drift_sdk._kernels.sampling.sampled_rows import sample_rows
+from drift_sdk._kernels.slots.slot_columns import SlotColumns, num_mask_words
 from drift_sdk.models.decoder_config import DecoderConfig
 
 __all__ = ["norm_cases", "rope_cases", "sampling_cases"]

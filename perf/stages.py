@@ -29,7 +29,7 @@ from stage_work import Work
 from table import drafts_of, show, title_of
 
 from drift_sdk.measurement import staged_executor
-from drift_sdk.stage_times import StageTimes, time_stages
+from drift_sdk.profiling.stage_timing import StageTimes, time_stages
 from drift_sdk.steps import Executor
 
 __all__ = ["STAGE_COLUMNS", "StageRun", "main", "measure_stages", "stage_table"]

@@ -26,7 +26,7 @@ from shapes import Model, prepare
 from stage_work import LOGIT_BYTES
 from table import show, title_of
 
-from drift_sdk.driven_slots import DrivenSlots
+from drift_sdk.profiling.manual_driver import DrivenSlots
 
 __all__ = ["Kernel", "KernelRun", "busy_us", "kernels_of_trace", "main", "profile_runs", "roles_of"]
 
@@ -201,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not given.device.startswith("cuda"):
         made.error(f"device={given.device!r}: kernels are traced on a GPU")
 
-    from drift_sdk.opening import open_model
+    from drift_sdk.startup.model_startup import open_model
 
     recording = Recording("profile", given.device, given.out)
     lengths = (0, NUM_WARM_UP_ROUNDS + given.steps + 8)

@@ -1,6 +1,6 @@
 """Measure which tiles and slices suit this GPU, and write the table that the kernels read.
 
-    python perf/tune.py --out src/drift_sdk/_kernels/tuned/nvidia-h200.json 6144x4096 28672x4096:gated
+    python perf/tune.py --out src/drift_sdk/_kernels/gemm/tuned/nvidia-h200.json 6144x4096 28672x4096:gated
 
 Every candidate is checked against float32 before it is timed, in a captured chain over enough different
 weights that none is found in the cache. One number of slices is chosen for a weight, by the sum of its best
@@ -23,15 +23,15 @@ import torch
 import triton
 from torch import Tensor
 
-from drift_sdk._kernels.gemm import (
+from drift_sdk._kernels.gemm.cublas_gemm import library_gated_multiply, library_multiply
+from drift_sdk._kernels.gemm.gemm import (
     GemmConfig,
     gated_multiply,
     gated_multiply_reference,
     multiply,
     multiply_reference,
 )
-from drift_sdk._kernels.library_gemm import library_gated_multiply, library_multiply
-from drift_sdk._kernels.tuning import TunedGemm, TunedTable, gemm_key, gpu_key
+from drift_sdk._kernels.gemm.tuning import TunedGemm, TunedTable, gemm_key, gpu_key
 
 ROW_COUNTS = (1, 4, 16, 32, 64, 128, 256, 384)
 MIN_LIBRARY_ROWS = 128

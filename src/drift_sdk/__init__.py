@@ -8,7 +8,6 @@ async with Engine("HuggingFaceTB/SmolLM2-135M-Instruct") as engine:
 from __future__ import annotations
 
 from drift_sdk.config import EngineConfig
-from drift_sdk.drafts import Chain, NGram, Speculation
 from drift_sdk.engine import Engine
 from drift_sdk.errors import (
     ConfigError,
@@ -21,8 +20,6 @@ from drift_sdk.errors import (
     RequestError,
 )
 from drift_sdk.grammars import JsonSchema, Lark, Regex
-from drift_sdk.metrics import EngineStats
-from drift_sdk.params import SamplingParams
 from drift_sdk.progress import Progress
 from drift_sdk.results import (
     Chunk,
@@ -34,6 +31,9 @@ from drift_sdk.results import (
     ToolCall,
     Usage,
 )
+from drift_sdk.sampling_params import SamplingParams
+from drift_sdk.speculation import Chain, NGram, Speculation
+from drift_sdk.stats import EngineStats
 from drift_sdk.stream import TokenStream
 
 __all__ = [

@@ -27,8 +27,8 @@ from drift_sdk import (
     Speculation,
     TokenStream,
 )
-from drift_sdk.doctor import examine
-from drift_sdk.warm import warm
+from drift_sdk.cli.doctor import examine
+from drift_sdk.cli.warm import warm
 
 WARM_SETTINGS = {
     "device": (str, "auto, cpu, cuda or cuda:N"),

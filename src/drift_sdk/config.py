@@ -9,9 +9,9 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from drift_sdk.drafts import Speculation
+from drift_sdk._validation import check_bool, check_choice, check_float, check_int, check_str
 from drift_sdk.errors import ConfigError
-from drift_sdk.validation import check_bool, check_choice, check_float, check_int, check_str
+from drift_sdk.speculation import Speculation
 
 __all__ = ["EngineConfig"]
 

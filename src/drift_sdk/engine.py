@@ -11,26 +11,26 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from drift_sdk.bridge import Bridge, Latch
-from drift_sdk.commands import Cancel, Pause, Resume, Sleep, Unpause, Wake
+from drift_sdk._plain_data import to_plain
+from drift_sdk._validation import check_float, check_int
 from drift_sdk.config import EngineConfig
-from drift_sdk.driver import Driver
+from drift_sdk.driver.commands import Cancel, Pause, Resume, Sleep, Unpause, Wake
+from drift_sdk.driver.driver import Driver
+from drift_sdk.driver.life_cycle import LifeCycle
+from drift_sdk.driver.loaded_model import OpenedModel, OpenModel, with_limits
+from drift_sdk.driver.loop_poster import Bridge, Latch
+from drift_sdk.driver.prompts import ChatPrompt, ModelText, Prompt, TextPrompt, TokenPrompt
+from drift_sdk.driver.request import Request
+from drift_sdk.driver.startup_progress import reporter
+from drift_sdk.driver.stream_updates import Feed
 from drift_sdk.errors import ConfigError, EngineClosed, RequestError
-from drift_sdk.feed import Feed
-from drift_sdk.life_cycle import LifeCycle
-from drift_sdk.mapping import map_prompts
-from drift_sdk.metrics import EngineStats
-from drift_sdk.opened_model import OpenedModel, OpenModel, with_limits
-from drift_sdk.params import MAX_SEED, SamplingParams, check_needs_no_host
-from drift_sdk.plain_data import to_plain
-from drift_sdk.progress import Progress, Report, reporter
-from drift_sdk.prompts import ChatPrompt, ModelText, Prompt, TextPrompt, TokenPrompt
-from drift_sdk.request import Request
+from drift_sdk.progress import Progress, Report
 from drift_sdk.results import Completion
+from drift_sdk.sampling_params import MAX_SEED, SamplingParams, check_needs_no_host
+from drift_sdk.stats import EngineStats
 from drift_sdk.steps import ExecutorLimits
-from drift_sdk.stream import TokenStream
+from drift_sdk.stream import TokenStream, map_prompts
 from drift_sdk.text.tools import tool_names
-from drift_sdk.validation import check_float, check_int
 
 if TYPE_CHECKING:
     from drift_sdk.text.tokenizer import Tokenizer
@@ -293,6 +293,6 @@ def open_files(
     model: str | Path, config: EngineConfig, report: Report, limits: ExecutorLimits | None = None
 ) -> OpenedModel:
     # Imported here, on the engine's thread: `import drift_sdk` loads no torch.
-    from drift_sdk.opening import open_model
+    from drift_sdk.startup.model_startup import open_model
 
     return open_model(model, with_limits(config, limits), report)

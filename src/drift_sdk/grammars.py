@@ -9,8 +9,8 @@ from typing import Any, TypeGuard
 import msgspec
 from msgspec import Struct
 
+from drift_sdk._validation import check_str
 from drift_sdk.errors import RequestError
-from drift_sdk.validation import check_str
 
 __all__ = ["Grammar", "JsonSchema", "Lark", "Regex"]
 

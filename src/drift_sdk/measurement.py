@@ -23,16 +23,16 @@ from pathlib import Path
 
 import msgspec
 
-from drift_sdk.acceptance_trace import AcceptanceTrace
+from drift_sdk._validation import check_int
 from drift_sdk.config import EngineConfig
-from drift_sdk.driven_slots import DrivenSlots
+from drift_sdk.driver.loaded_model import OpenedModel
 from drift_sdk.engine import Engine
 from drift_sdk.errors import ConfigError
-from drift_sdk.opened_model import OpenedModel
-from drift_sdk.recorded_rounds import RecordedRounds, RecordingExecutor
-from drift_sdk.stage_times import StageTimes, time_stages
+from drift_sdk.profiling.acceptance_trace import AcceptanceTrace
+from drift_sdk.profiling.manual_driver import DrivenSlots
+from drift_sdk.profiling.recording_executor import RecordedRounds, RecordingExecutor
+from drift_sdk.profiling.stage_timing import StageTimes, time_stages
 from drift_sdk.steps import Executor
-from drift_sdk.validation import check_int
 
 __all__ = [
     "AcceptanceTrace",
@@ -147,7 +147,7 @@ def staged_executor(
     """An executor of graphs with marks in them, and what gives the seconds of each stage since its last
     call."""
     from drift_sdk.execution.stages import TimedStages
-    from drift_sdk.opening import open_model
+    from drift_sdk.startup.model_startup import open_model
 
     config = config.replace(executor="graph")
     lengths = simulated_trace(config, acceptance).lengths if acceptance is not None else None
@@ -185,7 +185,7 @@ def open_recorded(
 ) -> OpenedModel:
     # Imported here, on the engine's thread, for it loads torch.
     from drift_sdk.execution.stages import NvtxStages
-    from drift_sdk.opening import open_model
+    from drift_sdk.startup.model_startup import open_model
 
     lengths = acceptance.lengths if acceptance is not None else None
     stages = NvtxStages() if is_profiled else None

@@ -43,9 +43,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from drift_sdk.drafts import MAX_DRAFT_TOKENS
 from drift_sdk.errors import DriftError
-from drift_sdk.metrics import EngineStats, Histogram, Histograms
+from drift_sdk.speculation import MAX_DRAFT_TOKENS
+from drift_sdk.stats import EngineStats, Histogram, Histograms
 
 try:
     from prometheus_client import CollectorRegistry, generate_latest

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import AsyncIterator, Callable, Generator
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterable
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
+import anyio
 from anyio.lowlevel import checkpoint_if_cancelled
 
-from drift_sdk.feed import Feed
+from drift_sdk.driver.stream_updates import Feed
+from drift_sdk.errors import QueueFull
 from drift_sdk.results import Chunk, Completion
 
-__all__ = ["TokenStream"]
+__all__ = ["TokenStream", "map_prompts"]
 
 
 class TokenStream(AsyncIterator[Chunk]):
@@ -115,3 +118,57 @@ class TokenStream(AsyncIterator[Chunk]):
             self.cancel()
             message = f"unfinished stream {self.request_id} was dropped"
             warnings.warn(message, ResourceWarning, stacklevel=2, source=self)
+
+
+PromptT = TypeVar("PromptT")
+
+POLL_S = 0.01
+"""Seconds between looks at a queue that others have filled."""
+
+
+async def map_prompts(
+    generate: Callable[[PromptT], TokenStream],
+    has_room: Callable[[], bool],
+    prompts: Iterable[PromptT],
+    max_concurrent: int,
+) -> AsyncGenerator[Completion, None]:
+    """Completions in the order of their prompts, at most `max_concurrent` submitted at a time.
+
+    While the queue is full (`has_room`) it waits: for its own requests, or for those of others if it has
+    none. An error of `prompts`, or of a prompt that cannot be submitted, is raised after the completions of
+    the prompts before it."""
+    waiting = iter(prompts)
+    refused: list[PromptT] = []  # the prompt to be submitted next, if there was no room
+    streams: deque[TokenStream] = deque()
+    failure: Exception | None = None
+    is_exhausted = False
+    try:
+        while True:
+            while not is_exhausted and len(streams) < max_concurrent:
+                try:
+                    if not has_room():
+                        break
+                    if not refused:
+                        refused.append(next(waiting))
+                    streams.append(generate(refused[0]))
+                    refused.clear()
+                except QueueFull:  # others were quicker
+                    break
+                except StopIteration:
+                    is_exhausted = True
+                except Exception as error:
+                    is_exhausted, failure = True, error
+
+            if streams:
+                completion = await streams[0]
+                streams.popleft()
+                yield completion
+            elif not is_exhausted:
+                await anyio.sleep(POLL_S)
+            elif failure is not None:
+                raise failure
+            else:
+                return
+    finally:
+        for stream in streams:
+            stream.cancel()

@@ -14,11 +14,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from drift_sdk.config import EngineConfig
+from drift_sdk.driver.loaded_model import OpenedModel, with_limits
+from drift_sdk.driver.request import ModelText
 from drift_sdk.engine import Engine
-from drift_sdk.execution.slots import Slot
-from drift_sdk.opened_model import OpenedModel, with_limits
+from drift_sdk.execution.eager.slot import Slot
 from drift_sdk.progress import Report
-from drift_sdk.request import ModelText
 from drift_sdk.results import TokenLogprobs
 from drift_sdk.scheduling.config import SchedulerConfig
 from drift_sdk.steps import DecodeRow, ExecutorLimits, PrefillChunk, SlotOutput, StepPlan, StepResult

@@ -11,7 +11,7 @@ from loops import on_every_loop, run, until
 from msgspec.structs import replace
 
 from drift_sdk import EngineClosed, EngineConfig, ModelLoadError, RequestError, SamplingParams
-from drift_sdk.opened_model import OpenedModel, with_limits
+from drift_sdk.driver.loaded_model import OpenedModel, with_limits
 from drift_sdk.testing import byte_tokenizer, scripted_engine
 
 ENDLESS = SamplingParams(max_tokens=None, ignore_eos=True)

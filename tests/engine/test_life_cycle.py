@@ -28,7 +28,7 @@ from drift_sdk import (
     RequestError,
     SamplingParams,
 )
-from drift_sdk.opened_model import OpenedModel
+from drift_sdk.driver.loaded_model import OpenedModel
 from drift_sdk.testing import EOS_TOKEN_ID, scripted_engine
 
 # What `import drift_sdk` may load, beside the standard library.

@@ -23,7 +23,7 @@ from drift_sdk import (
     RequestError,
     SamplingParams,
 )
-from drift_sdk.request import ModelText, Request
+from drift_sdk.driver.request import ModelText, Request
 from drift_sdk.testing import EOS_TOKEN_ID, ScriptedEngine, scripted_engine
 
 TEXT = "Grüße, 世界! 🎉 That is all."

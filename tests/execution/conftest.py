@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drift_sdk._kernels.paged_attention import AttentionConfig
+from drift_sdk._kernels.attention.paged_attention import AttentionConfig
 
 
 @pytest.fixture(autouse=True)
@@ -12,5 +12,5 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         return
 
-    name = "drift_sdk.execution.attention_groups.AttentionConfig"
+    name = "drift_sdk.execution.forward.attention_groups.AttentionConfig"
     monkeypatch.setattr(name, lambda: AttentionConfig(num_programs=4))

@@ -16,17 +16,17 @@ from interpreted_device import InterpretedDevice, InterpretedEvent
 from tiny_llama import tiny_llama
 
 from drift_sdk import ConfigError, Engine, EngineConfig, NGram, Speculation
-from drift_sdk._kernels.tuning import TunedTable
-from drift_sdk.driven_slots import DrivenSlots
-from drift_sdk.execution.device import GpuDevice
-from drift_sdk.execution.eager import EagerExecutor
-from drift_sdk.execution.graph import GraphExecutor
+from drift_sdk._kernels.gemm.tuning import TunedTable
+from drift_sdk.execution.device.device import GpuDevice
+from drift_sdk.execution.eager.executor import EagerExecutor
+from drift_sdk.execution.graph.executor import GraphExecutor
 from drift_sdk.execution.stages import NO_STAGES, GpuMark, NvtxStages, Stages, TimedStages
 from drift_sdk.measurement import AcceptanceTrace, profiled_engine, recorded_engine, stage_times
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.eagle3 import DraftDecoder
-from drift_sdk.stage_times import time_stages
+from drift_sdk.profiling.manual_driver import DrivenSlots
+from drift_sdk.profiling.stage_timing import time_stages
 from drift_sdk.steps import ExecutorLimits, StepPlan
 
 pytestmark = pytest.mark.kernel
@@ -232,7 +232,7 @@ def test_a_profiled_engine_has_ranges(monkeypatch: pytest.MonkeyPatch, tmp_path:
         opened.append(stages)
         raise ConfigError("enough")
 
-    monkeypatch.setattr("drift_sdk.opening.open_model", open_model)
+    monkeypatch.setattr("drift_sdk.startup.model_startup.open_model", open_model)
 
     async def main(engine: Engine) -> None:
         with pytest.raises(ConfigError, match="enough"):

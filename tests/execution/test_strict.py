@@ -21,23 +21,23 @@ from drift_sdk import (
     SamplingParams,
     Speculation,
 )
-from drift_sdk._kernels import library_gemm
-from drift_sdk._kernels.gemm import GemmConfig
-from drift_sdk._kernels.tuning import UNTUNED, TunedGemm, TunedTable, WatchedTable
-from drift_sdk.execution import allocation_count
-from drift_sdk.execution.allocation_count import AllocationCount
-from drift_sdk.execution.graph import GraphExecutor
-from drift_sdk.execution.ring import Ring
-from drift_sdk.execution.slot_table import NO_UPDATES
+from drift_sdk._kernels.gemm import cublas_gemm as library_gemm
+from drift_sdk._kernels.gemm.gemm import GemmConfig
+from drift_sdk._kernels.gemm.tuning import UNTUNED, TunedGemm, TunedTable, WatchedTable
+from drift_sdk.driver.request_registry import Intake
+from drift_sdk.driver.stats_recorder import Recorder
+from drift_sdk.execution.device.ring import Ring
+from drift_sdk.execution.device.slot_table import NO_UPDATES
+from drift_sdk.execution.graph import allocation_count
+from drift_sdk.execution.graph.allocation_count import AllocationCount
+from drift_sdk.execution.graph.executor import GraphExecutor
 from drift_sdk.execution.strict import StrictExecutor
-from drift_sdk.executors import choose_executor, untuned_error
-from drift_sdk.intake import Intake
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.prometheus import metrics_text
-from drift_sdk.recorder import Recorder
 from drift_sdk.scheduling.config import SchedulerConfig
 from drift_sdk.scheduling.scheduler import Scheduler
+from drift_sdk.startup.executor_factory import choose_executor, untuned_error
 from drift_sdk.steps import DecodeRow, ExecutorLimits, HostWork, SlotOutput, StepPlan, StepResult
 from drift_sdk.testing import scripted_engine
 
@@ -231,7 +231,9 @@ def test_untuned_weights_are_named_with_what_to_run() -> None:
     assert isinstance(error, ConfigError)
     assert error.field == "strict_performance" and error.value is True
     assert "nvidia-x lacks 256x64, 512x64 gated" in str(error)
-    assert "perf/tune.py --out src/drift_sdk/_kernels/tuned/nvidia-x.json 256x64 512x64:gated" in str(error)
+    assert "perf/tune.py --out src/drift_sdk/_kernels/gemm/tuned/nvidia-x.json 256x64 512x64:gated" in str(
+        error
+    )
 
 
 @pytest.mark.parametrize("executor", ["auto", "eager"])

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from drift_sdk.errors import RequestError
-from drift_sdk.params import SamplingParams
+from drift_sdk.sampling_params import SamplingParams
 
 FIELDS = SamplingParams.__struct_fields__
 

@@ -16,10 +16,10 @@ from loops import until
 from random_folder import make_random_folder
 
 from drift_sdk import Completion, Engine, EngineConfig, SamplingParams
-from drift_sdk._kernels import tuning
-from drift_sdk._kernels.gemm import GemmConfig
-from drift_sdk._kernels.tuning import TunedGemm, TunedTable
-from drift_sdk.execution.graph import GraphExecutor
+from drift_sdk._kernels.gemm import tuning
+from drift_sdk._kernels.gemm.gemm import GemmConfig
+from drift_sdk._kernels.gemm.tuning import TunedGemm, TunedTable
+from drift_sdk.execution.graph.executor import GraphExecutor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

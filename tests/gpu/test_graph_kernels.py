@@ -11,9 +11,9 @@ import torch
 from scheduled_run import run_scheduled, sampling_of
 from torch import Tensor
 
-from drift_sdk._kernels.tuning import TunedTable
-from drift_sdk.execution.device import GpuDevice
-from drift_sdk.execution.graph import GraphExecutor
+from drift_sdk._kernels.gemm.tuning import TunedTable
+from drift_sdk.execution.device.device import GpuDevice
+from drift_sdk.execution.graph.executor import GraphExecutor
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.steps import ExecutorLimits, SlotOutput, SlotSampling, StepPlan, StepResult

@@ -13,9 +13,9 @@ import torch
 from random_folder import make_random_draft_folder, make_random_folder
 
 from drift_sdk import Chain, Completion, Engine, EngineConfig, JsonSchema, NGram, SamplingParams, Speculation
-from drift_sdk.execution.graph import GraphExecutor
-from drift_sdk.execution.graphs import Graphs
-from drift_sdk.execution.round_drafter import RoundDrafter
+from drift_sdk.execution.graph.captured_graphs import Graphs
+from drift_sdk.execution.graph.executor import GraphExecutor
+from drift_sdk.execution.rounds.drafter import RoundDrafter
 from drift_sdk.steps import StepPlan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]

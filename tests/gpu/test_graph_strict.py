@@ -15,9 +15,9 @@ from loops import run
 from random_folder import make_random_draft_folder, make_random_folder
 
 from drift_sdk import Chain, ConfigError, Engine, EngineConfig, ExecutorError, SamplingParams, Speculation
-from drift_sdk._kernels.tuning import TunedTable, WatchedTable
-from drift_sdk.execution import allocation_count
-from drift_sdk.execution.device import Device
+from drift_sdk._kernels.gemm.tuning import TunedTable, WatchedTable
+from drift_sdk.execution.device.device import Device
+from drift_sdk.execution.graph import allocation_count
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

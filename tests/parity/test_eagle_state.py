@@ -13,9 +13,9 @@ from draft_zoo import make_draft
 from model_zoo import make_model
 from tolerances import assert_near
 
-import drift_sdk.executors
+import drift_sdk.startup.executor_factory
 from drift_sdk import Chain, Engine, EngineConfig, SamplingParams, Speculation
-from drift_sdk.execution.drafters import EagleDrafter, Span, state_of
+from drift_sdk.execution.eager.drafters import EagleDrafter, Span, state_of
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.eagle3 import DraftDecoder
@@ -155,7 +155,7 @@ def check(
         drafters.append(drafter_class(draft, target, limits))
         return drafters[-1]
 
-    monkeypatch.setattr(drift_sdk.executors, "make_drafter", make_drafter)
+    monkeypatch.setattr(drift_sdk.startup.executor_factory, "make_drafter", make_drafter)
     rng = random.Random(11)
     shared = [rng.randrange(3, 300) for _ in range(40)]
     prompts = [

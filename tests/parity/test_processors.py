@@ -24,8 +24,8 @@ from transformers.generation.logits_process import (
 )
 
 from drift_sdk import Completion, Engine, SamplingParams
-from drift_sdk.execution import eager
-from drift_sdk.execution.logit_rules import LogitRules, apply_rules
+from drift_sdk.execution.eager import executor as eager
+from drift_sdk.execution.eager.logits_processors import LogitRules, apply_rules
 from drift_sdk.scheduling.scheduler import Scheduler
 from drift_sdk.steps import SlotAssignment, SlotSampling
 

@@ -14,8 +14,8 @@ from kernel_speed import limit_us, main, measure
 from row_cases import norm_cases, rope_cases, sampling_cases
 from shapes import prepare
 
-from drift_sdk._kernels.paged_attention import AttentionConfig
-from drift_sdk._kernels.tuning import TunedTable, table_for
+from drift_sdk._kernels.attention.paged_attention import AttentionConfig
+from drift_sdk._kernels.gemm.tuning import TunedTable, table_for
 
 
 def test_weights_of_the_published_shapes_are_tuned(tmp_path: Path) -> None:

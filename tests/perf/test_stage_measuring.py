@@ -17,7 +17,7 @@ from shapes import Model, prepare, prepare_draft
 from stage_work import Work, stage_work
 from stages import STAGE_COLUMNS, main, measure_stages, stage_table
 
-from drift_sdk.execution.eager import EagerExecutor
+from drift_sdk.execution.eager.executor import EagerExecutor
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.steps import ExecutorLimits
 

@@ -6,9 +6,8 @@ import pytest
 from fake_device import FakeDevice
 
 from drift_sdk.scheduling.config import SchedulerConfig
-from drift_sdk.scheduling.delta import Delta
 from drift_sdk.scheduling.scheduler import Scheduler
-from drift_sdk.scheduling.sequence import Sequence
+from drift_sdk.scheduling.sequence import Delta, Sequence
 from drift_sdk.steps import PrefillChunk, StepPlan
 
 

@@ -9,9 +9,8 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from drift_sdk.scheduling.config import SchedulerConfig
-from drift_sdk.scheduling.delta import Delta
 from drift_sdk.scheduling.scheduler import Scheduler
-from drift_sdk.scheduling.sequence import Sequence
+from drift_sdk.scheduling.sequence import Delta, Sequence
 
 MAX_DEPTH = 3
 PREFIXES = [[], [0] * 5, [1, 2, 3, 4, 0, 1, 2, 3, 4, 0], [1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 3, 3, 3]]

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from drift_sdk import Engine, EngineConfig, ExecutorError, SamplingParams, TokenStream
-from drift_sdk.execution.device import Device
+from drift_sdk.execution.device.device import Device
 
 FAR = 1 << 44
 

@@ -15,8 +15,10 @@ import threading
 import time
 from typing import Any
 
-from drift_sdk import Engine, EngineConfig, Regex, SamplingParams, process_hooks, text_work
-from drift_sdk.prompts import TextPrompt
+from drift_sdk import Engine, EngineConfig, Regex, SamplingParams
+from drift_sdk.driver import process_hooks
+from drift_sdk.driver import text_worker as text_work
+from drift_sdk.driver.prompts import TextPrompt
 from drift_sdk.testing import scripted_engine
 
 ENDLESS = SamplingParams(max_tokens=None, ignore_eos=True)

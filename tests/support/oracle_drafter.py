@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from drift_sdk.execution.drafters import Span
-from drift_sdk.execution.slots import Slot
+from drift_sdk.execution.eager.drafters import Span
+from drift_sdk.execution.eager.slot import Slot
 
 __all__ = ["OracleDrafter"]
 

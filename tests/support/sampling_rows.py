@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from drift_sdk._kernels.slot_columns import SlotColumns, SlotFlag, num_mask_words
-from drift_sdk.execution.logit_rules import LogitRules, apply_rules
+from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotFlag, num_mask_words
+from drift_sdk.execution.eager.logits_processors import LogitRules, apply_rules
 from drift_sdk.steps import SlotAssignment, SlotSampling
 
 GREEDY = SlotSampling(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 if TYPE_CHECKING:
-    from drift_sdk.execution.device import Device, Replay
+    from drift_sdk.execution.device.device import Device, Replay
 
 __all__ = ["NO_STAGES", "GpuMark", "Mark", "NoStages", "NvtxStages", "Stages", "TimedStages", "forward_stage"]
 

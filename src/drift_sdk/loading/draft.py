@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
+from drift_sdk._files import has_file
 from drift_sdk.errors import ModelLoadError
-from drift_sdk.files import has_file
 from drift_sdk.loading.safetensors import INDEX_FILE, SINGLE_FILE, SafetensorsFolder
 from drift_sdk.loading.tensors import TensorSource
 

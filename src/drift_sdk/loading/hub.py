@@ -9,8 +9,8 @@ import huggingface_hub
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]  # public, but not marked as exported
 
+from drift_sdk._files import has_file
 from drift_sdk.errors import ModelLoadError
-from drift_sdk.files import has_file
 from drift_sdk.loading.safetensors import INDEX_FILE, SINGLE_FILE, read_index
 
 __all__ = ["download"]

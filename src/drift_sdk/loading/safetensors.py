@@ -11,8 +11,8 @@ import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
+from drift_sdk._files import has_file
 from drift_sdk.errors import ModelLoadError, short_repr
-from drift_sdk.files import has_file
 from drift_sdk.loading.tensors import check_dtype
 
 __all__ = ["INDEX_FILE", "SINGLE_FILE", "SafetensorsFolder", "read_index"]

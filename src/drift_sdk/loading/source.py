@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from drift_sdk._files import has_file
 from drift_sdk.errors import ModelLoadError, short_repr
-from drift_sdk.files import has_file
 from drift_sdk.loading.gguf import GGUFFile
 from drift_sdk.loading.hub import download
 from drift_sdk.loading.safetensors import SafetensorsFolder

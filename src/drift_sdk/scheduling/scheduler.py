@@ -3,16 +3,14 @@ from __future__ import annotations
 import time
 from collections import deque
 
+from drift_sdk.draft_policy.policy import DraftPolicy
 from drift_sdk.results import FinishReason
 from drift_sdk.scheduling.block_manager import BlockManager
 from drift_sdk.scheduling.budget import TokenBudget
 from drift_sdk.scheduling.config import SchedulerConfig
-from drift_sdk.scheduling.delta import Delta
-from drift_sdk.scheduling.queue import WaitingQueue
-from drift_sdk.scheduling.running import RunningSet
-from drift_sdk.scheduling.sequence import Sequence
+from drift_sdk.scheduling.queue import RunningSet, WaitingQueue
+from drift_sdk.scheduling.sequence import Delta, Sequence
 from drift_sdk.scheduling.step_builder import LaunchedStep, StepBuilder, check_in_flight
-from drift_sdk.speculation.policy import DraftPolicy
 from drift_sdk.steps import StepPlan, StepResult
 
 __all__ = ["Scheduler"]

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from msgspec import Struct
+
 from drift_sdk.results import FinishReason
 from drift_sdk.scheduling.prefix import PrefixNode
-from drift_sdk.steps import SlotSampling, TokenConstraint
+from drift_sdk.steps import SlotOutput, SlotSampling, TokenConstraint
 
-__all__ = ["Sequence"]
+__all__ = ["Delta", "Sequence"]
 
 
 class Sequence:
@@ -139,3 +141,12 @@ class Sequence:
         self.num_in_flight -= 1
         self.min_in_flight_tokens -= least
         self.max_in_flight_tokens -= most
+
+
+class Delta(Struct, frozen=True, gc=False):
+    """What one committed step added to a sequence. `num_planned_drafts`: None for a first token, which no
+    draft can precede."""
+
+    sequence: Sequence
+    output: SlotOutput
+    num_planned_drafts: int | None = None

@@ -12,8 +12,8 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 
+from drift_sdk._plain_data import to_plain
 from drift_sdk.errors import ModelLoadError, RequestError
-from drift_sdk.plain_data import to_plain
 from drift_sdk.text.template_budget import BudgetedEnvironment, budget
 
 __all__ = ["ChatTemplate"]

@@ -10,8 +10,8 @@ from typing import Any
 
 import tokenizers
 
+from drift_sdk._files import has_file
 from drift_sdk.errors import ModelLoadError, RequestError, short_repr
-from drift_sdk.files import has_file
 from drift_sdk.text.detokenizer import Detokenizer
 from drift_sdk.text.gguf_tokenizer import adds_bos, build_gguf_tokenizer, special_token
 from drift_sdk.text.token_bytes import TokenBytes

@@ -1,0 +1,168 @@
+"""What a draft's first layer reads: the next token's embedding beside the feature, each normalised.
+
+Features that end a block are put beside it on the way, and those after a prefix hit are taken from there.
+Bytes: a row of the embedding and NUM_SLICES rows of fp32, or one of the storage type, in; three out.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from drift_sdk._kernels.common.arguments import check_rows, check_tensor
+from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk._kernels.layers.rms_norm import inverse_rms, norm_warps, rms_norm_reference, weigh
+
+__all__ = ["draft_inputs", "draft_inputs_reference"]
+
+
+@triton.jit
+def _draft_inputs(
+    row_slot, row_token, row_position, features, embedding, token_norm, feature_norm, hidden, inputs,
+    block_table, block_features, eps, num_features, slice_stride, table_stride,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_SLICES: tl.constexpr,
+    IS_RESIDUAL_NORMED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_producers(PDL)
+    start_dependents(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    is_column = column < SIZE
+    slot = tl.load(row_slot + row)
+    token = tl.load(row_token + row).to(tl.int64)
+    is_live = tl.minimum(token, slot) >= 0
+    is_given = row < num_features
+    dtype = hidden.dtype.element_ty
+    place = features + row * SIZE + column
+    is_loaded = column < tl.where(is_live & is_given, SIZE, 0)
+    total = tl.load(place, mask=is_loaded, other=0.0).to(tl.float32)
+    for index in tl.static_range(1, NUM_SLICES):
+        total += tl.load(place + index * slice_stride, mask=is_loaded, other=0.0)
+
+    feature = total.to(dtype)
+    if block_features is not None:
+        position = tl.load(row_position + row)
+        entry = block_table + slot.to(tl.int64) * table_stride + (position - 1) // BLOCK_SIZE
+        block = tl.load(entry, mask=is_live, other=0).to(tl.int64)
+        kept = block_features + block * SIZE + column
+        is_kept = is_live & (is_given == 0)
+        feature = tl.where(
+            is_kept, tl.load(kept, mask=column < tl.where(is_kept, SIZE, 0), other=0.0), feature
+        )
+        ends_block = is_live & is_given & (position % BLOCK_SIZE == 0)
+        tl.store(kept, feature, mask=column < tl.where(ends_block, SIZE, 0))
+
+    wide = feature.to(tl.float32)
+    scaled = wide * inverse_rms(tl.sum(wide * wide, axis=0), SIZE, eps)
+    weights = tl.load(feature_norm + column, mask=is_column, other=0.0)
+    normed = weigh(tl.where(is_live, scaled, 0.0), weights)
+    tl.store(inputs + row * 2 * SIZE + SIZE + column, normed, mask=is_column)
+    tl.store(hidden + row * SIZE + column, normed if IS_RESIDUAL_NORMED else feature, mask=is_column)
+
+    is_loaded = column < tl.where(is_live, SIZE, 0)
+    wide = tl.load(embedding + token * SIZE + column, mask=is_loaded, other=0.0).to(tl.float32)
+    scaled = wide * inverse_rms(tl.sum(wide * wide, axis=0), SIZE, eps)
+    weights = tl.load(token_norm + column, mask=is_column, other=0.0)
+    tl.store(inputs + row * 2 * SIZE + column, weigh(tl.where(is_live, scaled, 0.0), weights), mask=is_column)
+
+
+def draft_inputs(
+    row_slot: Tensor,
+    row_token: Tensor,
+    row_position: Tensor,
+    features: Tensor,
+    embedding: Tensor,
+    token_norm: Tensor,
+    feature_norm: Tensor,
+    hidden: Tensor,
+    inputs: Tensor,
+    *,
+    eps: float,
+    is_residual_normed: bool,
+    block_table: Tensor,
+    block_features: Tensor | None = None,
+    block_size: int = 1,
+) -> None:
+    """inputs [R, 2 H] = (rms_norm(embedding[row_token]), rms_norm(feature)); hidden [R, H] = the feature, or
+    its norm. Zeros for rows with a negative slot or token.
+
+    row_slot, row_token, row_position [R] int32: the feature is that of position row_position - 1.
+    features: [F, H] in the storage type, or fp32 partial sums [num_slices, F, H], added in order and rounded;
+    hidden may be the same tensor. embedding [V, H], token_norm and feature_norm [H].
+    block_features [num_blocks, H], with block_table [S, max_blocks] int32: features of rows below F that end
+    a block are written there, and those of rows from F on are read there. Without it F must be R.
+    Raises ValueError for another shape, type or layout.
+    """
+    num_rows, size = hidden.shape
+    dtype = hidden.dtype
+    num_features, num_slices = features.shape[-2], features.shape[0] if features.dim() == 3 else 1
+    for name, column in (("row_slot", row_slot), ("row_token", row_token), ("row_position", row_position)):
+        check_tensor(name, column, (num_rows,), torch.int32)
+
+    if features.dim() == 3:
+        check_tensor("features", features, (num_slices, num_features, size), torch.float32)
+    else:
+        check_tensor("features", features, (num_features, size), dtype)
+
+    if num_features > num_rows or (block_features is None and num_features != num_rows):
+        raise ValueError(f"features: {num_features} rows: expected {num_rows}, or fewer with block_features")
+
+    check_tensor("embedding", embedding, (embedding.shape[0], size), dtype)
+    check_tensor("token_norm", token_norm, (size,), dtype)
+    check_tensor("feature_norm", feature_norm, (size,), dtype)
+    check_tensor("hidden", hidden, (num_rows, size), dtype)
+    check_tensor("inputs", inputs, (num_rows, 2 * size), dtype)
+    check_rows("block_table", block_table, block_table.shape, torch.int32)
+    if block_features is not None:
+        check_tensor("block_features", block_features, (block_features.shape[0], size), dtype)
+
+    _draft_inputs[(num_rows,)](
+        row_slot, row_token, row_position, features, embedding, token_norm, feature_norm, hidden, inputs,
+        block_table, block_features, eps, num_features,
+        features.stride(0) if features.dim() == 3 else 0, block_table.stride(0),
+        SIZE=size,
+        BLOCK=triton.next_power_of_2(size),
+        BLOCK_SIZE=block_size,
+        NUM_SLICES=num_slices,
+        IS_RESIDUAL_NORMED=is_residual_normed,
+        PDL=uses_pdl(),
+        num_warps=norm_warps(size),
+        **launch_options(),
+    )  # fmt: skip
+
+
+def draft_inputs_reference(
+    row_slot: Tensor,
+    row_token: Tensor,
+    row_position: Tensor,
+    features: Tensor,
+    embedding: Tensor,
+    token_norm: Tensor,
+    feature_norm: Tensor,
+    *,
+    eps: float,
+    is_residual_normed: bool,
+    block_table: Tensor,
+    block_features: Tensor | None = None,
+    block_size: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """(hidden, inputs) as `draft_inputs` writes them; block_features are updated in place."""
+    is_live = (row_token >= 0) & (row_slot >= 0)
+    given = (features.sum(0) if features.dim() == 3 else features).to(embedding.dtype)
+    rows = [given[row] if row < len(given) else given[0] * 0 for row in range(len(row_slot))]
+    if block_features is not None:
+        for row in is_live.nonzero().flatten().tolist():
+            position = int(row_position[row])
+            block = block_table[row_slot[row], (position - 1) // block_size]
+            if row >= len(given):
+                rows[row] = block_features[block].clone()
+            elif position % block_size == 0:
+                block_features[block] = rows[row]
+
+    feature = torch.stack(rows).where(is_live[:, None], 0)
+    embedded = embedding[row_token.clamp(min=0).long()].where(is_live[:, None], 0)
+    normed = rms_norm_reference(feature, feature_norm, eps).where(is_live[:, None], 0)
+    token = rms_norm_reference(embedded, token_norm, eps).where(is_live[:, None], 0)
+    return normed if is_residual_normed else feature, torch.cat((token, normed), dim=1)

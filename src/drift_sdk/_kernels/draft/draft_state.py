@@ -1,0 +1,55 @@
+"""What a draft keeps of a step for each slot: the output of the slot's last row.
+
+Bytes: a row in and a row out for each slot of the step.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from drift_sdk._kernels.common.arguments import check_tensor
+from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk._kernels.layers.rms_norm import norm_warps
+
+__all__ = ["keep_last_rows", "keep_last_rows_reference"]
+
+
+@triton.jit
+def _keep_last_rows(
+    row_slot, output, state, num_rows, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    wait_for_producers(PDL)
+    start_dependents(PDL)
+    row = tl.program_id(0)
+    slot = tl.load(row_slot + row)
+    following = tl.load(row_slot + row + 1, mask=row + 1 < num_rows, other=-1)
+    if (slot >= 0) & (slot != following):
+        column = tl.arange(0, BLOCK)
+        values = tl.load(output + row.to(tl.int64) * SIZE + column, mask=column < SIZE, other=0.0)
+        tl.store(state + slot.to(tl.int64) * SIZE + column, values, mask=column < SIZE)
+
+
+def keep_last_rows(row_slot: Tensor, output: Tensor, state: Tensor) -> None:
+    """state[slot] = the last of the slot's rows of output, for state [S, H] and output [R, H].
+
+    row_slot [R] int32: a slot's rows stand together; -1: padding. Raises ValueError for another shape, type
+    or layout.
+    """
+    num_rows, size = output.shape
+    check_tensor("row_slot", row_slot, (num_rows,), torch.int32)
+    check_tensor("output", output, (num_rows, size), state.dtype)
+    check_tensor("state", state, (state.shape[0], size), state.dtype)
+    _keep_last_rows[(num_rows,)](
+        row_slot, output, state, num_rows, size, triton.next_power_of_2(size), uses_pdl(),
+        num_warps=norm_warps(size), **launch_options(),
+    )  # fmt: skip
+
+
+def keep_last_rows_reference(row_slot: Tensor, output: Tensor, state: Tensor) -> None:
+    """The same, one row after the other."""
+    for row, slot in enumerate(row_slot.tolist()):
+        if slot >= 0:
+            state[slot] = output[row]

@@ -1,0 +1,184 @@
+"""Looks at the machine and says what an engine would find there."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+__all__ = ["Device", "Diagnosis", "examine"]
+
+REQUIRED = (
+    *("torch", "anyio", "msgspec", "numpy", "safetensors", "tokenizers", "huggingface_hub", "jinja2", "gguf"),
+    *(("triton", "cuda-core", "cuda-bindings") if sys.platform == "linux" else ()),
+)
+OPTIONAL = {"llguidance": "grammar", "prometheus-client": "metrics"}
+MIN_TORCH = (2, 11)
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
+GIB = 2**30
+
+
+class Device(Struct, frozen=True, kw_only=True):
+    """A GPU; bytes of memory."""
+
+    name: str
+    compute_capability: str
+    free_memory: int
+    total_memory: int
+
+
+class Diagnosis(Struct, frozen=True, kw_only=True):
+    """What was found. `problems` keep an engine from running, `notes` do not; `packages` holds the version
+    of each, or None. `free_memory` in bytes, None where the system does not tell."""
+
+    drift_sdk: str | None
+    python: str
+    platform: str
+    torch: str | None
+    torch_cuda: str | None
+    cuda_driver: str | None
+    devices: list[Device]
+    free_memory: int | None
+    packages: dict[str, str | None]
+    executor: str | None
+    executor_reason: str
+    problems: list[str]
+    notes: list[str]
+
+    @property
+    def is_usable(self) -> bool:
+        return not self.problems
+
+    def text(self) -> str:
+        """For people."""
+        driver = self.cuda_driver or "none"
+        devices = [
+            f"{device.name}, compute {device.compute_capability}, "
+            f"{device.free_memory / GIB:.1f} of {device.total_memory / GIB:.1f} GiB free"
+            for device in self.devices
+        ]
+        memory = f"{self.free_memory / GIB:.1f} GiB free" if self.free_memory is not None else "unknown"
+        rows = [
+            ("drift_sdk", self.drift_sdk or "not installed"),
+            ("Python", self.python),
+            ("platform", self.platform),
+            ("torch", f"{self.torch or 'missing'} (CUDA {self.torch_cuda or 'not built in'})"),
+            ("CUDA driver", driver),
+            *((f"GPU {index}", line) for index, line in enumerate(devices)),
+            ("memory", memory),
+            *((name, version or "missing") for name, version in self.packages.items() if name != "torch"),
+            ("executor", f"{self.executor or 'none'} ({self.executor_reason})"),
+        ]
+        width = max(len(name) for name, _ in rows)
+        lines = [f"{name:<{width}}  {value}" for name, value in rows]
+        lines += [f"note: {note}" for note in self.notes]
+        lines += [f"problem: {problem}" for problem in self.problems]
+        lines.append("ready to run" if self.is_usable else "not usable")
+        return "\n".join(lines)
+
+
+def examine() -> Diagnosis:
+    """Look at Python, packages, driver, GPUs and memory. Starts CUDA if there is any."""
+    packages = {name: version_of(name) for name in (*REQUIRED, *OPTIONAL)}
+    problems = [f"{name} is not installed" for name in REQUIRED if packages[name] is None]
+    notes = [
+        f'without {name}: pip install "drift-engine[{extra}]" adds it'
+        for name, extra in OPTIONAL.items()
+        if packages[name] is None
+    ]
+    driver = cuda_driver()
+    devices: list[Device] = []
+    executor: str | None = None
+    reason, torch_cuda = "torch is missing", None
+    try:
+        import torch
+    except ImportError as error:
+        problems.append(f"torch cannot be imported: {error}")
+    else:
+        torch_cuda = torch.version.cuda
+        if release(torch.__version__) < MIN_TORCH:
+            problems.append(f"torch {torch.__version__}: expected at least {'.'.join(map(str, MIN_TORCH))}")
+        try:
+            devices = gpus(torch)
+        except Exception as error:
+            problems.append(f"CUDA does not work: {error}")
+        if driver is not None and not devices:
+            notes.append("there is an NVIDIA driver, but torch sees no GPU: the engine runs on the CPU")
+        try:
+            executor, reason = chosen_executor(torch.device("cuda" if devices else "cpu"))
+        except ImportError as error:
+            reason = "the engine cannot be imported"
+            problems.append(f"{reason}: {error}")
+
+    return Diagnosis(
+        drift_sdk=version_of("drift-engine"),
+        python=platform.python_version(),
+        platform=platform.platform(),
+        torch=packages["torch"],
+        torch_cuda=torch_cuda,
+        cuda_driver=driver,
+        devices=devices,
+        free_memory=free_memory(),
+        packages=packages,
+        executor=executor,
+        executor_reason=reason,
+        problems=problems,
+        notes=notes,
+    )
+
+
+def version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The leading numbers: (2, 11) of "2.11.0a1+cu130"."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+
+
+def cuda_driver() -> str | None:
+    """Version of the NVIDIA driver, by the kernel's own word."""
+    found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", DRIVER_FILE.read_text()) if DRIVER_FILE.exists() else None
+    return found.group() if found is not None else None
+
+
+def gpus(torch: Any) -> list[Device]:
+    """Every GPU of torch's, after a first operation on it."""
+    devices = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        torch.zeros(1, device=f"cuda:{index}").add_(1).item()
+        free, total = torch.cuda.mem_get_info(index)
+        major, minor = torch.cuda.get_device_capability(index)
+        name = torch.cuda.get_device_name(index)
+        devices.append(
+            Device(name=name, compute_capability=f"{major}.{minor}", free_memory=free, total_memory=total)
+        )
+
+    return devices
+
+
+def chosen_executor(device: Any) -> tuple[str, str]:
+    """What executor="auto" comes to on this device, and why."""
+    from drift_sdk.config import EngineConfig
+    from drift_sdk.startup.executor_factory import choose_executor
+
+    name, fallback = choose_executor(EngineConfig(), device)
+    if fallback is not None:
+        return name, fallback
+
+    return name, "no GPU" if device.type == "cpu" else "the fastest for this GPU"
+
+
+def free_memory() -> int | None:
+    """Bytes that can be had without swapping."""
+    file = Path("/proc/meminfo")
+    found = re.search(r"MemAvailable:\s+(\d+) kB", file.read_text()) if file.exists() else None
+    return int(found.group(1)) * 1024 if found is not None else None

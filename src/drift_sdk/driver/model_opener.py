@@ -1,0 +1,96 @@
+"""Opening a driver's model, at the start and after sleeping. Runs on the engine's thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from drift_sdk.driver.loaded_model import OpenedModel, OpenModel
+from drift_sdk.driver.request import ModelText
+from drift_sdk.driver.startup_progress import StageClock
+from drift_sdk.errors import ConfigError, ModelLoadError
+from drift_sdk.progress import Report
+from drift_sdk.scheduling.config import SchedulerConfig
+from drift_sdk.steps import ExecutorLimits
+
+__all__ = ["ModelOpener"]
+
+INTERRUPTIBLE = ("find", "load tokenizer", "load weights")
+"""Stages before there is an executor, which would have to be closed."""
+
+
+class ModelOpener:
+    """Opens the model with a clock running over the stages it reports.
+
+    `check_wanted` is called as long as nothing but files has been opened; what it raises ends the opening.
+    """
+
+    def __init__(self, open_model: OpenModel, report: Report, check_wanted: Callable[[], None]) -> None:
+        self._open_model = open_model
+        self._report = report
+        self._check_wanted = check_wanted
+
+    def open(self) -> OpenedModel:
+        """Open the model for the first time."""
+        model = self._open(self._open_model)
+        # Not the executor, which is freed while the engine sleeps.
+        self._executor_name, self._limits = model.executor_name, model.executor.limits
+        self._scheduling, self._text = model.scheduling, model.text
+        return model
+
+    def open_again(self) -> OpenedModel:
+        """Open the model with the limits of the first time; ModelLoadError unless the requests of that time
+        can go on with it. Other weights, chat template or default parameters are no obstacle."""
+        limits = self._limits
+        try:
+            model = self._open(lambda report: self._open_model(report, limits))
+        except ConfigError as error:  # what could be had with this config no longer can
+            raise ModelLoadError(f"the model cannot be opened as it was at the start: {error}") from error
+
+        try:
+            self._check_same(model)
+        except ModelLoadError:
+            model.executor.close()
+            raise
+
+        # Grammars in use are compiled for the tokenizer of the first time, which is equal.
+        text = msgspec.structs.replace(model.text, tokenizer=self._text.tokenizer)
+        return msgspec.structs.replace(model, text=text)
+
+    def _open(self, open_model: Callable[[Report], OpenedModel]) -> OpenedModel:
+        def report(stage: str, fraction: float) -> None:
+            if stage in INTERRUPTIBLE:
+                self._check_wanted()
+            self._report(stage, fraction)
+
+        clock = StageClock(report)
+        try:
+            model = open_model(clock)
+        except Exception:
+            raise
+        except BaseException as error:  # a library's, such as pyo3's PanicException
+            raise ModelLoadError(f"the model cannot be opened: {error!r}") from error
+
+        return msgspec.structs.replace(model, start_seconds=clock.seconds)
+
+    def _check_same(self, model: OpenedModel) -> None:
+        compare("executor", self._executor_name, model.executor_name)
+        for name in ModelText.__struct_fields__:
+            if name not in ("tokenizer", "chat_template", "default_params"):
+                compare(name, getattr(self._text, name), getattr(model.text, name))
+        for name in SchedulerConfig.__struct_fields__:
+            if name != "round_costs":  # measured anew
+                compare(name, getattr(self._scheduling, name), getattr(model.scheduling, name))
+        compare_limits(self._limits, model.executor.limits)
+        compare("tokenizer", self._text.tokenizer.fingerprint, model.text.tokenizer.fingerprint)
+
+
+def compare_limits(first: ExecutorLimits, found: ExecutorLimits) -> None:
+    for name in ExecutorLimits.__struct_fields__:
+        compare(name, getattr(first, name), getattr(found, name))
+
+
+def compare(name: str, first: object, found: object) -> None:
+    if first != found:
+        raise ModelLoadError(f"the model has changed since the start: {name}={found!r}, was {first!r}")

@@ -1,0 +1,306 @@
+"""A request on the engine's side: from prompt to sequence, from tokens to text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from drift_sdk.draft_policy.count import DraftCount
+from drift_sdk.driver.prompts import ModelText, Prompt
+from drift_sdk.driver.stream_updates import Feed
+from drift_sdk.errors import RequestError
+from drift_sdk.grammars import JsonSchema
+from drift_sdk.results import Chunk, Completion, FinishReason, Timing, TokenLogprobs, Usage
+from drift_sdk.sampling_params import SamplingParams
+from drift_sdk.scheduling.sequence import Sequence
+from drift_sdk.steps import SlotOutput, SlotSampling
+from drift_sdk.text.stops import StopMatcher
+from drift_sdk.text.tools import find_tool_calls
+
+if TYPE_CHECKING:  # their libraries would make up most of the package's import time
+    from drift_sdk.text.grammar import GrammarConstraint
+
+__all__ = ["ModelText", "Request", "slot_sampling"]
+
+
+class Request:
+    """One request. `prepare` and `advance` run on text threads, all else on the engine's."""
+
+    __slots__ = (
+        "_completion_ids",
+        "_constraint",
+        "_detokenizer",
+        "_drafts",
+        "_finish_reason",
+        "_first_token_at",
+        "_logprobs",
+        "_matcher",
+        "_prompt",
+        "_prompt_logprobs",
+        "_stop_reason",
+        "_text",
+        "_tool_names",
+        "feed",
+        "is_done",
+        "last_chunk_at",
+        "params",
+        "request_id",
+        "seed",
+        "sequence",
+        "submitted_at",
+        "text_field",
+        "_arrival",
+    )
+
+    def __init__(
+        self,
+        *,
+        request_id: str,
+        arrival: int,
+        prompt: Prompt,
+        params: SamplingParams,
+        seed: int,
+        feed: Feed,
+        tool_names: frozenset[str] | None = None,
+    ) -> None:
+        """`tool_names`: None leaves tool calls in the text alone."""
+        self.request_id = request_id
+        self.params = params
+        self.seed = seed
+        self.feed = feed
+        self.sequence: Sequence | None = None
+        self.submitted_at = time.monotonic()
+        self.last_chunk_at: float | None = None  # the recorder's
+        self.is_done = False
+        self.text_field = prompt.field  # what a text thread is working on
+        self._arrival = arrival
+        self._prompt = prompt
+        self._tool_names = tool_names
+        self._constraint: GrammarConstraint | None = None
+        self._first_token_at: float | None = None
+        self._text: list[str] = []
+        self._completion_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+        self._finish_reason: FinishReason | None = None
+        self._stop_reason: str | int | None = None
+        self._drafts: DraftCount | None = None
+
+    def prepare(self, model: ModelText) -> None:
+        """Tokenise and set up the sequence; RequestError if prompt or parameters do not fit the model."""
+        prompt_ids = self._prompt.token_ids(model)
+        params = self.params
+        if params.grammar is not None:
+            self.text_field = "grammar"
+            from drift_sdk.text.grammar import constrain  # what it needs may not be installed
+
+            self._constraint = constrain(
+                params.grammar,
+                model.tokenizer,
+                vocab_size=model.vocab_size,
+                eos_token_ids=model.eos_token_ids,
+                ignore_eos=params.ignore_eos,
+            )
+
+        # A grammar says itself where the text may end.
+        has_eos = not params.ignore_eos or self._constraint is not None
+        eos_token_ids = model.eos_token_ids if has_eos else ()
+        self._detokenizer = model.tokenizer.detokenizer()
+        assert isinstance(params.stop, tuple)
+        self._matcher = StopMatcher(params.stop, params.include_stop) if params.stop else None
+        self._drafts = DraftCount() if model.has_drafts else None
+        self.sequence = Sequence(
+            request_id=self.request_id,
+            prompt_ids=prompt_ids,
+            priority=params.priority,
+            arrival=self._arrival,
+            constraint=self._constraint,
+            max_draft_tokens=params.num_draft_tokens,
+            sampling=slot_sampling(
+                params,
+                seed=self.seed,
+                num_prompt_tokens=len(prompt_ids),
+                max_model_len=model.max_model_len,
+                vocab_size=model.vocab_size,
+                eos_token_ids=eos_token_ids,
+            ),
+        )
+
+    def advance(self, token_ids: tuple[int, ...]) -> None:
+        """Follow a constraint along newly generated tokens; runs on a text thread, one call at a time."""
+        assert self._constraint is not None
+        self._constraint.advance(token_ids)
+
+    @property
+    def has_drafts(self) -> bool:
+        return self._drafts is not None
+
+    def extend(self, output: SlotOutput) -> Chunk:
+        """Take in newly generated tokens; the chunk's finish reason says whether the request has ended."""
+        if self._drafts is not None:
+            self._drafts.add(output.num_drafted, output.num_accepted)
+        token_ids, logprobs = output.token_ids, output.logprobs
+        finish: FinishReason | None = output.finish
+        if self._first_token_at is None and token_ids:
+            self._first_token_at = time.monotonic()
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs = (None, *output.prompt_logprobs)
+
+        shown_ids = token_ids
+        if finish == "stop":
+            self._stop_reason = token_ids[-1]
+            # A stop token ends the text before itself, as a stop string does.
+            if not self.params.include_stop:
+                shown_ids = token_ids[:-1]
+
+        if self._matcher is None:
+            text = self._detokenizer.push(shown_ids)
+        else:
+            text, num_used, stop = self._match(self._matcher, shown_ids)
+            if stop is not None:
+                token_ids, finish = token_ids[:num_used], "stop"
+                self._stop_reason = stop
+                logprobs = logprobs[:num_used] if logprobs is not None else None
+
+        if finish is not None:
+            text += self._rest(is_stopped=isinstance(self._stop_reason, str))
+
+        return self._record(text, token_ids, logprobs, finish)
+
+    def end(self, finish: FinishReason) -> Chunk:
+        """The last chunk of a request that ends without a further token."""
+        text = self._rest(is_stopped=False) if self.sequence is not None else ""
+        return self._record(text, (), None, finish)
+
+    def completion(self) -> Completion:
+        """All of a finished request."""
+        assert self._finish_reason is not None
+        now = time.monotonic()
+        sequence = self.sequence
+        started_at = sequence.started_at if sequence is not None else None
+        first_token_at = self._first_token_at
+        text = "".join(self._text)
+        names = self._tool_names
+        return Completion(
+            request_id=self.request_id,
+            text=text,
+            token_ids=tuple(self._completion_ids),
+            finish_reason=self._finish_reason,
+            stop_reason=self._stop_reason,
+            usage=Usage(
+                prompt_tokens=sequence.num_prompt_tokens if sequence is not None else 0,
+                cached_tokens=sequence.num_cached_tokens if sequence is not None else 0,
+                completion_tokens=len(self._completion_ids),
+            ),
+            timing=Timing(
+                queued_s=(started_at or now) - self.submitted_at,
+                prefill_s=(first_token_at or now) - (started_at or now),
+                first_token_s=(first_token_at or now) - self.submitted_at,
+                decode_s=now - (first_token_at or now),
+            ),
+            seed=self.seed,
+            speculation=self._drafts.stats() if self._drafts is not None else None,
+            logprobs=tuple(self._logprobs) if self.params.logprobs is not None else None,
+            prompt_logprobs=self._prompt_logprobs,
+            tool_calls=find_tool_calls(text, names) if names is not None else (),
+            schema=self._satisfied_schema(),
+        )
+
+    def _satisfied_schema(self) -> JsonSchema | None:
+        """The schema if the grammar came to its end: a stop string or another stop id cuts the text short."""
+        grammar, constraint = self.params.grammar, self._constraint
+        is_complete = constraint is not None and self._stop_reason in constraint.eos_token_ids
+        return grammar if is_complete and isinstance(grammar, JsonSchema) else None
+
+    def _match(self, matcher: StopMatcher, token_ids: tuple[int, ...]) -> tuple[str, int, str | None]:
+        """Text, how many tokens it took, and the stop string that ended it: token by token, so that tokens
+        emitted together past a stop string are left out."""
+        texts: list[str] = []
+        num_unmatched = self.params.min_tokens - len(self._completion_ids)
+        for index, token_id in enumerate(token_ids):
+            text, stop = self._detokenizer.push((token_id,)), None
+            if index >= num_unmatched:
+                text, stop = matcher.push(text)
+            texts.append(text)
+            if stop is not None:
+                return "".join(texts), index + 1, stop
+
+        return "".join(texts), len(token_ids), None
+
+    def _rest(self, *, is_stopped: bool) -> str:
+        """What detokeniser and stop matcher still hold back at the end."""
+        if is_stopped:
+            return ""
+
+        tail = self._detokenizer.flush()
+        if self._matcher is None:
+            return tail
+
+        text, stop = self._matcher.push(tail)
+        return text if stop is not None else text + self._matcher.flush()
+
+    def _record(
+        self,
+        text: str,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...] | None,
+        finish: FinishReason | None,
+    ) -> Chunk:
+        self._text.append(text)
+        self._completion_ids.extend(token_ids)
+        if self.params.logprobs is not None:
+            self._logprobs.extend(logprobs or ())
+
+        self._finish_reason = finish
+        self.is_done = finish is not None
+        return Chunk(
+            text=text,
+            token_ids=token_ids,
+            logprobs=(logprobs or ()) if self.params.logprobs is not None else None,
+            finish_reason=finish,
+        )
+
+
+def slot_sampling(
+    params: SamplingParams,
+    *,
+    seed: int,
+    num_prompt_tokens: int,
+    max_model_len: int,
+    vocab_size: int,
+    eos_token_ids: tuple[int, ...],
+) -> SlotSampling:
+    """`eos_token_ids` end the text beside the request's own stop ids. Raises RequestError naming a token id
+    outside the vocabulary."""
+    for field in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+        _check_vocabulary(field, getattr(params, field) or (), vocab_size)
+
+    max_length = max_model_len
+    if params.max_tokens is not None:
+        max_length = min(max_length, num_prompt_tokens + params.max_tokens)
+
+    return SlotSampling(
+        temperature=float(params.temperature),
+        top_k=params.top_k,
+        top_p=float(params.top_p),
+        min_p=float(params.min_p),
+        seed=seed,
+        stop_token_ids=tuple(sorted({*params.stop_token_ids, *eos_token_ids})),
+        num_prompt_tokens=num_prompt_tokens,
+        max_length=max_length,
+        min_length=num_prompt_tokens + params.min_tokens if params.min_tokens else 0,
+        presence_penalty=float(params.presence_penalty),
+        frequency_penalty=float(params.frequency_penalty),
+        repetition_penalty=float(params.repetition_penalty),
+        logit_bias=tuple(params.logit_bias.items()),
+        allowed_token_ids=params.allowed_token_ids,
+        num_logprobs=params.logprobs,
+        num_prompt_logprobs=params.prompt_logprobs,
+    )
+
+
+def _check_vocabulary(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    found = next((token_id for token_id in token_ids if token_id >= vocab_size), None)
+    if found is not None:
+        raise RequestError.of(field, found, f"token ids of the model, from 0 to {vocab_size - 1}")

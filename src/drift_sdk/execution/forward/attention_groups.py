@@ -1,0 +1,110 @@
+"""Attention of a step's sequences, a group of them at a time, in scratch memory of bounded size."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from drift_sdk._kernels.attention.attention_plan import AttentionPlan, Partitions, plan_attention
+from drift_sdk._kernels.attention.paged_attention import AttentionConfig, AttentionScratch, paged_attention
+from drift_sdk.execution.device.workspace import Workspace
+
+__all__ = ["AttentionGroups"]
+
+SCRATCH_SHARE = 64
+"""At most one part in so many of a GPU's memory holds partial sums: 2.2 GiB of an H200's 140, which is room
+for 256 sequences of 131,072 tokens that decode one row each (8 KV heads, groups of 4, heads of 128)."""
+CPU_SCRATCH_BYTES = 2**28
+
+
+class AttentionGroups:
+    """Paged attention for up to `num_sequences` sequences of up to `num_rows` rows and `max_num_keys` keys.
+
+    Partial sums of many rows at long contexts would take gigabytes: where they exceed the bound, the
+    sequences are attended in groups, one launch after the other. A sequence's bits do not depend on its
+    group. All users of a workspace share the same scratch memory.
+    """
+
+    def __init__(
+        self,
+        workspace: Workspace,
+        device: torch.device,
+        *,
+        num_sequences: int,
+        num_rows: int,
+        num_kv_heads: int,
+        group: int,
+        head_dim: int,
+        max_num_keys: int,
+        max_scratch_bytes: int | None = None,
+    ) -> None:
+        partitions = Partitions()
+        num_partials = num_kv_heads * partitions.count(max_num_keys) * num_rows * group
+        most = scratch_bytes(device) if max_scratch_bytes is None else max_scratch_bytes
+        self.group_size = max(1, min(num_sequences, most // (num_partials * (head_dim + 2) * 4)))
+        shape = (self.group_size, num_kv_heads, partitions.count(max_num_keys), num_rows * group)
+
+        def take(name: str, *last: int) -> Tensor:
+            return workspace.take(f"attention_{name}", (*shape, *last), torch.float32)
+
+        sums, maxima, weights = take("sums", head_dim), take("maxima"), take("weights")
+        self.scratches = [
+            AttentionScratch(
+                AttentionPlan(self.group_size, max_num_keys, partitions, device), sums, maxima, weights
+            )
+            for _ in range(-(-num_sequences // self.group_size))
+        ]
+
+    def plan(self, row_slot: Tensor, row_position: Tensor, rows_per_sequence: int) -> None:
+        """Deal out the keys that rows [R] see; once a step, before any layer attends."""
+        for scratch, rows in self._groups(len(row_slot), rows_per_sequence):
+            plan_attention(row_slot[rows], row_position[rows], scratch.plan, rows_per_sequence)
+
+    def attend(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        block_table: Tensor,
+        row_slot: Tensor,
+        row_position: Tensor,
+        out: Tensor,
+        rows_per_sequence: int,
+        *,
+        first_key: int = 0,
+    ) -> None:
+        """See `paged_attention`; of the rows that `plan` was last given."""
+        for scratch, rows in self._groups(len(row_slot), rows_per_sequence):
+            paged_attention(
+                query[rows],
+                keys,
+                values,
+                block_table,
+                row_slot[rows],
+                row_position[rows],
+                out[rows],
+                scratch,
+                AttentionConfig(),
+                rows_per_sequence,
+                first_key=first_key,
+            )
+
+    def _groups(self, num_rows: int, rows_per_sequence: int) -> list[tuple[AttentionScratch, slice]]:
+        size = self.group_size * rows_per_sequence
+        firsts = range(0, num_rows, size)
+        if len(firsts) > len(self.scratches):
+            most = self.group_size * len(self.scratches)
+            raise ValueError(f"{num_rows // rows_per_sequence} sequences: expected at most {most}")
+
+        return [
+            (scratch, slice(first, min(first + size, num_rows)))
+            for scratch, first in zip(self.scratches, firsts, strict=False)
+        ]
+
+
+def scratch_bytes(device: torch.device) -> int:
+    """The most memory that partial sums may take on a device."""
+    if device.type != "cuda":
+        return CPU_SCRATCH_BYTES
+
+    return int(torch.cuda.get_device_properties(device).total_memory) // SCRATCH_SHARE

@@ -1,0 +1,151 @@
+"""The draft's layers over some rows, in kernels. What it gives is a guess, so nothing hangs on its bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from drift_sdk._kernels.common.launch_order import note_library_kernel
+from drift_sdk._kernels.draft.draft_inputs import draft_inputs
+from drift_sdk._kernels.gemm.gemm import gated_multiply, multiply
+from drift_sdk._kernels.gemm.tuning import TunedTable
+from drift_sdk._kernels.layers.residual_norm import add_norm
+from drift_sdk._kernels.layers.rope_store import rotate_and_store
+from drift_sdk._kernels.layers.swiglu import swiglu
+from drift_sdk.execution.device.workspace import Workspace
+from drift_sdk.execution.forward.decode import Rows
+from drift_sdk.execution.forward.draft_kv_cache import DraftCache
+from drift_sdk.execution.stages import NO_STAGES, Stages
+from drift_sdk.models.eagle3 import DraftDecoder
+from drift_sdk.models.weights import LayerWeights
+
+__all__ = ["Attend", "DraftForward"]
+
+MAX_MULTIPLY_ROWS = 128
+"""The most rows for which `multiply` is the faster; cuBLAS has the others."""
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+"""(query [R, num_heads, head_dim], keys and values of a layer, attended likewise): fills the last."""
+
+
+class DraftForward:
+    """Runs rows through all layers; their keys and values go to the cache. `rows.position` is a row's place
+    there. `hidden` and `normed` [R, hidden], buffers: the residual stream after the last layer, and what the
+    final norm makes of it."""
+
+    def __init__(
+        self,
+        draft: DraftDecoder,
+        cache: DraftCache,
+        block_table: Tensor,
+        workspace: Workspace,
+        tuned: TunedTable,
+        stages: Stages = NO_STAGES,
+    ) -> None:
+        self._draft, self._cache, self._block_table = draft, cache, block_table
+        self._workspace, self._tuned, self._stages = workspace, tuned, stages
+
+    def hidden(self, num_rows: int) -> Tensor:
+        return self._take("draft_hidden", num_rows, self._draft.config.hidden_size)
+
+    def normed(self, num_rows: int) -> Tensor:
+        return self._take("draft_normed", num_rows, self._draft.config.hidden_size)
+
+    def output(self, num_rows: int) -> Tensor:
+        """What is fed back: one of the two."""
+        is_normed = self._draft.config.is_output_normed
+        return self.normed(num_rows) if is_normed else self.hidden(num_rows)
+
+    def run(self, rows: Rows, features: Tensor, attend: Attend, *, is_fused: bool) -> None:
+        """features [R, hidden], of the position before each row's place; as draft_inputs takes them.
+
+        is_fused: they are the target's. Those that end a block are kept beside it; where there are fewer than
+        rows, the last rows' are taken from there.
+        """
+        config, weights, cache = self._draft.config, self._draft.weights, self._cache
+        num_rows, eps = rows.slot.shape[0], config.rms_norm_eps
+        hidden, normed = self.hidden(num_rows), self.normed(num_rows)
+        inputs = self._take("draft_inputs", num_rows, 2 * config.hidden_size)
+        draft_inputs(
+            rows.slot,
+            rows.token,
+            rows.position,
+            features,
+            weights.embedding,
+            weights.layers[0].input_norm,
+            weights.hidden_norm,
+            hidden,
+            inputs,
+            eps=eps,
+            is_residual_normed=config.is_residual_normed,
+            block_table=self._block_table,
+            block_features=cache.block_features if is_fused else None,
+            block_size=cache.block_size,
+        )
+        norms = [layer.input_norm for layer in weights.layers[1:]] + [weights.final_norm]
+        for index, (layer, next_norm) in enumerate(zip(weights.layers, norms, strict=True)):
+            with self._stages("draft_attention"):
+                attended = self._attend(layer, index, rows, normed if index else inputs, attend)
+                product = self.multiply(attended, layer.output)
+                add_norm(hidden, product, layer.mlp_norm, normed, eps=eps, bias=layer.output_bias)
+            with self._stages("draft_mlp"):
+                product = self.multiply(self._activated(layer, normed), layer.down)
+                add_norm(hidden, product, next_norm, normed, eps=eps, bias=layer.down_bias)
+
+    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x [R, in] times weight [out, in] transposed: fp32 partial sums [num_partials, R, out] to be added
+        in order, or, of many rows, [R, out]. Good until the next product."""
+        num_rows, num_columns = x.shape[0], weight.shape[0]
+        if num_rows > MAX_MULTIPLY_ROWS:
+            product = torch.mm(x, weight.T, out=self._take("draft_product", num_rows, num_columns))
+            note_library_kernel(product)
+            return product
+
+        config = self._tuned.gemm(*weight.shape).config(num_rows)
+        shape = (config.num_partials, num_rows, num_columns)
+        partials = self._workspace.take("partials", shape, torch.float32)
+        multiply(x, weight, partials, config)
+        return partials
+
+    def _attend(self, layer: LayerWeights, index: int, rows: Rows, inputs: Tensor, attend: Attend) -> Tensor:
+        config, cache = self._draft.config, self._cache
+        num_rows = rows.slot.shape[0]
+        query = self._take("draft_query", num_rows, config.num_heads, config.head_dim)
+        attended = self._take("draft_attended", num_rows, config.num_heads, config.head_dim)
+        rotate_and_store(
+            self.multiply(inputs, layer.qkv),
+            rows.slot,
+            rows.position,
+            self._block_table,
+            cache.cos,
+            cache.sin,
+            query,
+            cache.keys[index],
+            cache.values[index],
+            bias=layer.qkv_bias,
+        )
+        attend(query, cache.keys[index], cache.values[index], attended)
+        return attended.flatten(1)
+
+    def _activated(self, layer: LayerWeights, normed: Tensor) -> Tensor:
+        num_rows, size = normed.shape[0], self._draft.config.intermediate_size
+        activated = self._take("draft_activated", num_rows, size)
+        weight, bias = layer.gate_up, layer.gate_up_bias
+        if bias is None and num_rows <= MAX_MULTIPLY_ROWS:
+            gemm = self._tuned.gemm(*weight.shape, is_gated=True)
+            gated_multiply(normed, weight, activated, gemm.config(num_rows))
+            return activated
+
+        gate_up = self._take("draft_product", num_rows, 2 * size)
+        if bias is None:
+            torch.mm(normed, weight.T, out=gate_up)
+        else:
+            torch.addmm(bias, normed, weight.T, out=gate_up)
+        note_library_kernel(gate_up)
+        swiglu(gate_up, activated)
+        return activated
+
+    def _take(self, name: str, *shape: int) -> Tensor:
+        return self._workspace.take(name, shape, self._draft.dtype)

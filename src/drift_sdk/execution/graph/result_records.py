@@ -1,0 +1,55 @@
+"""From the words that a replay leaves for the host to what slots emitted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from drift_sdk._kernels.commit.commit import FINISHED_LENGTH, FINISHED_STOP, RECORD_HEADER_WORDS, record_words
+from drift_sdk._kernels.sampling.sample_buffers import MAX_TOP
+from drift_sdk.results import TokenLogprobs
+from drift_sdk.steps import SlotOutput
+
+__all__ = ["outputs"]
+
+FINISH: dict[int, Literal["stop", "length"]] = {FINISHED_STOP: "stop", FINISHED_LENGTH: "length"}
+
+Words = NDArray[np.int32]
+
+
+def outputs(
+    words: Words, rows_per_slot: int, slots: Sequence[int], num_logprobs: Mapping[int, int]
+) -> Iterator[SlotOutput]:
+    """An output for each of a replay's `slots`; `num_logprobs` says of those that report any how many."""
+    size = record_words(rows_per_slot)
+    records = words[: len(slots) * size].reshape(-1, size)
+    # One conversion for all: a list of numbers is much cheaper to walk than an array, or than many lists.
+    headers = records[:, :RECORD_HEADER_WORDS].T.tolist()
+    rows = records[:, RECORD_HEADER_WORDS:].reshape(-1, 2 + 2 * MAX_TOP)
+    tokens = rows[:, 0].tolist()
+    firsts = range(0, len(tokens), rows_per_slot)
+    for slot, first, num_tokens, finish, num_drafted, num_accepted in zip(
+        slots, firsts, *headers, strict=True
+    ):
+        end = first + num_tokens
+        num_top = num_logprobs.get(slot)
+        logprobs = None
+        if num_top is not None:
+            logprobs = tuple(_logprobs(row, num_top) for row in rows[first:end])
+        yield SlotOutput(
+            token_ids=tuple(tokens[first:end]),
+            finish=FINISH[finish] if finish else None,
+            logprobs=logprobs,
+            num_drafted=num_drafted,
+            num_accepted=num_accepted,
+        )
+
+
+def _logprobs(row: Words, num_top: int) -> TokenLogprobs:
+    values = row.view(np.float32)
+    ids = row[2 : 2 + num_top].tolist()
+    top = zip(ids, values[2 + MAX_TOP : 2 + MAX_TOP + num_top].tolist(), strict=True)
+    return TokenLogprobs(token_id=int(row[0]), logprob=float(values[1]), top=tuple(top))

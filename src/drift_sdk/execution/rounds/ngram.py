@@ -1,0 +1,72 @@
+"""Prompt look-up inside a round's graph: the history of every slot lives on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from drift_sdk._kernels.draft.ngram import append_history, num_searchers, propose_ngrams
+from drift_sdk.execution.device.workspace import Workspace
+from drift_sdk.execution.forward.decode import Rows
+
+__all__ = ["NGramRounds"]
+
+
+class NGramRounds:
+    """A RoundDrafter that drafts as `NGramDrafter` does.
+
+    history [S, max_model_len + 1] int32: the token at each position of a slot before its newest. Cached
+    tokens of a prefix hit are the host's to write.
+    """
+
+    boundaries: Sequence[int] = ()
+
+    def __init__(self, history: Tensor, workspace: Workspace, *, min_length: int, max_length: int) -> None:
+        num_slots, max_num_tokens = history.shape
+        self._history = history
+        self._min_length, self._max_length = min_length, max_length
+        shape = (num_slots, num_searchers(max_num_tokens))
+        self._found = workspace.take("ngrams_found", shape, torch.int64)
+
+    def propose(self, rows: Rows, *, num_slots: int, num_draft_tokens: int) -> None:
+        if num_draft_tokens == 0:
+            return
+
+        propose_ngrams(
+            rows.slot,
+            rows.position,
+            rows.token,
+            self._history,
+            self._found[:num_slots],
+            rows_per_slot=num_draft_tokens + 1,
+            min_length=self._min_length,
+            max_length=self._max_length,
+        )
+
+    def follow(
+        self,
+        rows: Rows,
+        *,
+        num_slots: int,
+        num_draft_tokens: int,
+        captured: Sequence[Tensor],
+        hidden: Tensor,
+        chosen: Tensor,
+        emitted: Tensor,
+    ) -> None:
+        # A row that turned out true holds what was chosen behind the row before it.
+        append_history(rows.slot, rows.position, rows.token, self._history, emitted=emitted)
+
+    def follow_prefill(
+        self,
+        rows: Rows,
+        *,
+        next_token: Tensor,
+        hits: Tensor,
+        last_token: Tensor,
+        captured: Sequence[Tensor],
+        hidden: Tensor,
+    ) -> None:
+        append_history(rows.slot, rows.position, rows.token, self._history)

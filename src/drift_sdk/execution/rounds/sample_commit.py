@@ -1,0 +1,104 @@
+"""From the last layer to the next token: logits, sampling, and what becomes of the slots."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from drift_sdk._kernels.commit.commit import SimulatedRounds, commit
+from drift_sdk._kernels.gemm.cublas_gemm import fastest_multiply
+from drift_sdk._kernels.gemm.tuning import TunedTable
+from drift_sdk._kernels.sampling.sample_buffers import SampleBuffers
+from drift_sdk._kernels.sampling.sampled_rows import sample_rows
+from drift_sdk._kernels.slots.input_ring import copy_masks
+from drift_sdk.execution.device.ring import Ring
+from drift_sdk.execution.device.slot_table import SlotTable
+from drift_sdk.execution.device.workspace import Workspace
+from drift_sdk.execution.forward.decode import Rows
+from drift_sdk.execution.stages import NO_STAGES, Stages, forward_stage
+
+__all__ = ["TokenHead"]
+
+
+class TokenHead:
+    """Chooses a token behind each row and commits it: `rows_per_slot` rows of each slot at a time.
+
+    chosen [R] int32: the token behind each row. emitted [B] int32: how many of them each slot got.
+    """
+
+    def __init__(
+        self,
+        head: Tensor,
+        rows: Rows,
+        table: SlotTable,
+        ring: Ring,
+        buffers: SampleBuffers,
+        workspace: Workspace,
+        tuned: TunedTable,
+        *,
+        rows_per_slot: int,
+        simulated: SimulatedRounds | None,
+        stages: Stages = NO_STAGES,
+    ) -> None:
+        num_rows, vocab_size = rows.slot.shape[0], head.shape[0]
+        self._head, self._rows, self._table, self._ring = head, rows, table, ring
+        self._buffers, self._rows_per_slot = buffers, rows_per_slot
+        self._simulated, self._stages = simulated, stages
+        self._logits = workspace.take("logits", (2, num_rows, vocab_size), torch.float32)
+        self.emitted = workspace.take("emitted", (num_rows // rows_per_slot,), torch.int32)
+        self.chosen = buffers.chosen[:num_rows]
+        num_words = table.columns.stop_bits.shape[1]
+        self._masks = workspace.take("masks", (num_rows, num_words), torch.int32)
+        self._tuned, self._gemm = tuned, tuned.whole_config(vocab_size, head.shape[1], num_rows)
+
+    def run(self, normed: Tensor, *, has_draft_masks: bool = False) -> None:
+        """normed [R, H]: the normalised residual stream after the last layer. Slots under a constraint have a
+        mask each in the ring, or one for every row in its draft masks."""
+        with self._stages(forward_stage(self._rows_per_slot - 1)):
+            if not fastest_multiply(normed, self._head, self._logits[:1], self._gemm):
+                self._tuned.refuse(*self._head.shape)
+        with self._stages("accept"):
+            self._choose(has_draft_masks)
+        with self._stages("commit"):
+            self._commit()
+
+    def _choose(self, has_draft_masks: bool) -> None:
+        rows, columns, ring = self._rows, self._table.columns, self._ring
+        if has_draft_masks:
+            copy_masks(rows.slot, columns.flags, ring.draft_masks, None, self._masks, rows_per_mask=1)
+        else:
+            # Only the first row of such a slot is in use.
+            copy_masks(
+                rows.slot,
+                columns.flags,
+                ring.masks,
+                ring.current,
+                self._masks,
+                rows_per_mask=self._rows_per_slot,
+            )
+        sample_rows(
+            self._logits,
+            rows.slot,
+            rows.position,
+            rows.token,
+            columns,
+            self._masks,
+            self._buffers,
+            rows_per_slot=self._rows_per_slot,
+        )
+
+    def _commit(self) -> None:
+        rows, ring = self._rows, self._ring
+        commit(
+            rows.slot,
+            rows.token,
+            self._buffers,
+            self._table.state,
+            self._table.columns,
+            self.emitted,
+            ring.output,
+            ring.current,
+            ring.next_index,
+            rows_per_slot=self._rows_per_slot,
+            simulated=self._simulated,
+        )

@@ -1,0 +1,139 @@
+"""Memory of the device an engine runs on: what is free, what the engine may take and what it has taken."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from pathlib import Path
+
+import psutil
+import torch
+
+from drift_sdk.config import EngineConfig
+from drift_sdk.errors import ConfigError
+from drift_sdk.startup.kv_sizing import MemoryRoom, gib
+
+__all__ = ["DeviceMemory", "available_bytes", "opening_lock"]
+
+CPU_KV_SHARE = 1 / 8
+"""Of the RAM that is available once the weights are loaded, as the default KV cache."""
+CPU_KV_MOST = 3 / 4
+"""The same, where the configuration asks for a context or a size that takes more."""
+EAGER_RESERVE = 1 / 10
+"""Of what is left of an engine's share on a GPU, for what the eager executor allocates step by step."""
+CGROUP_FOLDER = Path("/sys/fs/cgroup")
+
+_opening_locks: defaultdict[torch.device, threading.Lock] = defaultdict(threading.Lock)
+
+
+def opening_lock(device: torch.device) -> threading.Lock:
+    """Held while an engine takes its memory: engines of a process that start together on one GPU would take
+    each other's weights for their own."""
+    return _opening_locks[device]
+
+
+class DeviceMemory:
+    """A device's memory, measured when an engine starts; what others free or take meanwhile is counted as the
+    engine's own.
+
+    On a GPU an engine may use `gpu_memory_fraction` of what is free then.
+    """
+
+    def __init__(self, device: torch.device, config: EngineConfig) -> None:
+        self._device = device
+        self._config = config
+        self._at_start = available_bytes(device)
+
+    @property
+    def _is_gpu(self) -> bool:
+        return self._device.type == "cuda"
+
+    @property
+    def _budget(self) -> int:
+        return int(self._config.gpu_memory_fraction * self._at_start)
+
+    def check_weights(self, num_bytes: int) -> None:
+        """Raise ConfigError for weights that do not fit, before any is loaded."""
+        if self._is_gpu and num_bytes > self._budget:
+            raise ConfigError.of(
+                "gpu_memory_fraction",
+                self._config.gpu_memory_fraction,
+                f"more: the weights take {gib(num_bytes)}, and of {gib(self._at_start)} free at start "
+                f"this engine may use {gib(self._budget)}",
+            )
+
+        if not self._is_gpu and num_bytes > self._at_start:
+            raise ConfigError.of(
+                "dtype",
+                self._config.dtype,
+                f"a smaller one, or a smaller model: the weights take {gib(num_bytes)}, "
+                f"{gib(self._at_start)} of memory are available",
+            )
+
+    def room(self, *, reserve: int | None = None) -> MemoryRoom:
+        """What the KV cache may take, now that the weights are loaded.
+
+        reserve: bytes of the device that are still to be taken by others than the KV cache; None = by an
+        executor that allocates as it goes.
+        """
+        available = available_bytes(self._device)
+        if not self._is_gpu:
+            return MemoryRoom(
+                share=int(available * CPU_KV_SHARE),
+                for_length=int(available * CPU_KV_MOST),
+                most=int(available * CPU_KV_MOST),
+                share_field="",
+                account=f"of {gib(available)} of memory that are available",
+            )
+
+        taken = self._at_start - available
+        left = self._budget - taken
+        if reserve is None:
+            reserve = max(int(left * EAGER_RESERVE), 0)
+        share = min(left, available) - reserve
+        return MemoryRoom(
+            share=share,
+            for_length=share,
+            most=available - reserve,
+            share_field="gpu_memory_fraction",
+            account=(
+                f"{gib(self._at_start)} were free at start, this engine may use {gib(self._budget)}; "
+                f"weights and buffers take {gib(taken)}, {gib(reserve)} are kept for graphs and steps"
+            ),
+        )
+
+
+def available_bytes(device: torch.device) -> int:
+    """Memory that can be allocated: of a GPU what is free once torch has given back what it only keeps for
+    later; of the CPU what is available, to this process's control group too."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free)
+
+    available = int(psutil.virtual_memory().available)
+    limited = _available_to_group()
+    return available if limited is None else min(available, limited)
+
+
+def _available_to_group(folder: Path = CGROUP_FOLDER) -> int | None:
+    """What is left of the memory limit of a container (cgroup v2, else v1); None without a limit."""
+    for limit, used, details, cached in (
+        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+        (
+            "memory/memory.limit_in_bytes",
+            "memory/memory.usage_in_bytes",
+            "memory/memory.stat",
+            "total_inactive_file",
+        ),
+    ):
+        try:
+            most, now = (int((folder / name).read_text()) for name in (limit, used))
+            lines = dict(line.split() for line in (folder / details).read_text().splitlines())
+        except (OSError, ValueError):  # no such group, or "max": no limit
+            continue
+
+        # Cached files count as used, and are given up when memory runs short.
+        return max(most - now + int(lines.get(cached, 0)), 0)
+
+    return None

@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from tolerances import assert_near
+
+from drift_sdk._kernels.attention.attention_plan import AttentionPlan, Partitions, plan_attention
+from drift_sdk._kernels.attention.paged_attention import (
+    AttentionConfig,
+    AttentionScratch,
+    paged_attention,
+    paged_attention_reference,
+)
+
+pytestmark = pytest.mark.kernel
+
+IS_GPU = torch.cuda.is_available()
+DTYPES = (torch.float32, torch.bfloat16, torch.float16) if IS_GPU else (torch.float32,)
+SMALL = Partitions(narrow=32, narrow_end=64, wide=48, tile=16)
+
+
+class Case:
+    """A cache in random blocks whose slots behind each sequence's end hold NaN."""
+
+    def __init__(
+        self,
+        lengths: list[int],
+        num_rows: int,
+        *,
+        device: str,
+        dtype: torch.dtype = torch.float32,
+        block_size: int = 16,
+        num_kv_heads: int = 2,
+        group: int = 2,
+        head_dim: int = 16,
+        seed: int = 0,
+    ) -> None:
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def randn(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+        num_sequences, most = len(lengths), max(lengths)
+        max_blocks = -(-most // block_size) + 1
+        num_blocks = num_sequences * max_blocks
+        shape = (num_blocks, num_kv_heads, block_size, head_dim)
+        self.keys, self.values = torch.full((2, *shape), torch.nan, dtype=dtype, device=device)
+        permutation = torch.randperm(num_blocks, generator=generator, device=device)
+        self.block_table = permutation.view(num_sequences, max_blocks).int()
+        self.row_slot = torch.arange(num_sequences, device=device).repeat_interleave(num_rows).int()
+        self.row_position = torch.empty(num_sequences * num_rows, dtype=torch.int32, device=device)
+        for index, length in enumerate(lengths):
+            first = max(0, length - num_rows)
+            rows = torch.arange(num_rows, device=device) + first
+            self.row_position[index * num_rows : (index + 1) * num_rows] = rows.clamp(max=length - 1)
+            self.row_slot[index * num_rows : (index + 1) * num_rows][rows >= length] = -1
+            for block in range(-(-length // block_size)):
+                size = min(block_size, length - block * block_size)
+                place = self.block_table[index, block].item()
+                self.keys[place, :, :size] = randn(num_kv_heads, size, head_dim)
+                self.values[place, :, :size] = randn(num_kv_heads, size, head_dim)
+        self.query = randn(num_sequences * num_rows, num_kv_heads * group, head_dim)
+        self.num_rows = num_rows
+        self.max_num_keys = most + 300
+
+    def run(
+        self,
+        partitions: Partitions,
+        rows: slice | None = None,
+        num_rows: int | None = None,
+        config: AttentionConfig | None = None,
+        first_key: int = 0,
+    ) -> torch.Tensor:
+        """All rows, or some of them in sequences of `num_rows`."""
+        rows = slice(None) if rows is None else rows
+        num_rows = num_rows or self.num_rows
+        query = self.query[rows].contiguous()
+        slots, positions = self.row_slot[rows].contiguous(), self.row_position[rows].contiguous()
+        num_heads, head_dim = query.shape[1:]
+        num_kv_heads = self.keys.shape[1]
+        plan = AttentionPlan(len(query) // num_rows, self.max_num_keys, partitions, query.device)
+        scratch = AttentionScratch.allocate(
+            plan,
+            num_kv_heads=num_kv_heads,
+            num_rows=num_rows,
+            group=num_heads // num_kv_heads,
+            head_dim=head_dim,
+        )
+        for tensor in (scratch.sums, scratch.maxima, scratch.weights):
+            tensor.fill_(torch.nan)
+        plan_attention(slots, positions, plan, num_rows)
+        out = torch.full_like(query, torch.nan)
+        paged_attention(
+            query,
+            self.keys,
+            self.values,
+            self.block_table,
+            slots,
+            positions,
+            out,
+            scratch,
+            config or AttentionConfig(num_programs=264 if IS_GPU else 7 * num_kv_heads),
+            num_rows,
+            first_key=first_key,
+        )
+        return out
+
+    def reference(self, first_key: int = 0) -> torch.Tensor:
+        return paged_attention_reference(
+            self.query,
+            self.keys,
+            self.values,
+            self.block_table,
+            self.row_slot,
+            self.row_position,
+            first_key=first_key,
+        )
+
+
+def assert_attended(case: Case, found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Shares and output are rounded to the storage type: half an eps each."""
+    magnitude = case.values.nan_to_num().abs().max().item()
+    num_roundings = 0 if found.dtype == torch.float32 else 1
+    assert_near(found, expected, inner=case.max_num_keys, magnitude=magnitude, num_roundings=num_roundings)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_rows", [1, 3, 6])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"block_size": 1},
+        {"block_size": 64, "num_kv_heads": 3, "group": 3, "head_dim": 24},
+        {"num_kv_heads": 1, "group": 8, "head_dim": 64},
+        {"block_size": 4, "group": 1, "head_dim": 80},
+    ],
+    ids=str,
+)
+def test_attention(shape: dict[str, int], num_rows: int, dtype: torch.dtype, device: str) -> None:
+    case = Case([1, 17, 33, 97, 130], num_rows, device=device, dtype=dtype, **shape)
+    assert_attended(case, case.run(SMALL), case.reference())
+
+
+@pytest.mark.parametrize("first_key", [1, 5])
+@pytest.mark.parametrize("block_size", [4, 64])
+def test_keys_before_the_first_are_not_seen(block_size: int, first_key: int, device: str) -> None:
+    case = Case([6, 7, 33, 50], 1, device=device, block_size=block_size)
+    for position in range(first_key):
+        block = case.block_table[:, position // block_size].long()
+        case.keys[block, :, position % block_size] = torch.nan
+        case.values[block, :, position % block_size] = torch.nan
+    out, expected = case.run(SMALL, first_key=first_key), case.reference(first_key)
+    assert_attended(case, out, expected)
+    with pytest.raises(ValueError, match="first_key=16: expected 0 to 15"):
+        case.run(SMALL, first_key=16)
+
+
+def test_padding_rows_are_zero_and_alone(device: str) -> None:
+    case = Case([5, 40, 9], 1, device=device)
+    case.row_slot[1] = -1
+    out = case.run(SMALL)
+    assert out[1].eq(0).all()
+    assert_attended(case, out, case.reference())
+
+
+def test_a_row_alone_and_among_others(device: str) -> None:
+    """Bit for bit on a GPU; the interpreter's products are BLAS's, whose order is its own."""
+    dtype = torch.bfloat16 if IS_GPU else torch.float32
+    lengths = [1021, 4093, 9000, 7] if IS_GPU else [61, 130, 7]
+    config = Partitions() if IS_GPU else SMALL
+    case = Case(lengths, 6, device=device, dtype=dtype, num_kv_heads=2, group=4, head_dim=64)
+    together = case.run(config)
+    for row in range(len(case.query)):
+        alone = case.run(config, slice(row, row + 1), 1)
+        if IS_GPU:
+            assert torch.equal(alone[0], together[row])
+        else:
+            assert_attended(case, alone[0], together[row])
+
+
+@pytest.mark.parametrize("num_programs", [2, 4, 10, 64])
+def test_bits_do_not_depend_on_the_programs(num_programs: int, device: str) -> None:
+    case = Case([1, 50, 200, 33], 2, device=device)
+    expected = case.run(SMALL, config=AttentionConfig(num_programs=6))
+    assert torch.equal(case.run(SMALL, config=AttentionConfig(num_programs=num_programs)), expected)
+
+
+@pytest.mark.parametrize("num_keys", [1, 15, 16, 17, 32, 33, 64, 65, 96, 97, 160, 161, 1000])
+def test_partitions_cover_the_keys(num_keys: int) -> None:
+    borders = [0, 32, *range(64, 2000, 48)]
+    assert SMALL.count(num_keys) == sum(border < num_keys for border in borders)
+
+
+@pytest.mark.parametrize("num_warps", [0, 3, 4, 8])
+def test_warps_that_would_change_the_bits_are_refused(num_warps: int) -> None:
+    with pytest.raises(ValueError, match=f"num_warps={num_warps}: expected 1 or 2"):
+        AttentionConfig(num_warps=num_warps)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("num_rows", "group"), [(1, 4), (4, 4), (8, 4), (8, 8), (16, 8)])
+def test_warps_and_stages_are_no_part_of_the_bits(num_rows: int, group: int, device: str) -> None:
+    """Tiles of 16 to 128 rows; of 64 rows on, four warps would be given another instruction."""
+    shape = {"block_size": 64, "num_kv_heads": 2, "group": group, "head_dim": 128}
+    case = Case([700, 1, 1500, 64], num_rows, device=device, dtype=torch.bfloat16, **shape)
+    found = [
+        case.run(Partitions(), config=AttentionConfig(num_programs=64, num_stages=stages, num_warps=warps))
+        for warps, stages in ((1, 1), (2, 1), (1, 2), (2, 3))
+    ]
+    assert all(torch.equal(out, found[0]) for out in found)

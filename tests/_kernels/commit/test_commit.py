@@ -1,0 +1,310 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from drift_sdk._kernels.commit.commit import (
+    FINISHED_LENGTH,
+    FINISHED_STOP,
+    SimulatedRounds,
+    commit,
+    record_words,
+)
+from drift_sdk._kernels.sampling.sample_buffers import MAX_TOP, SampleBuffers
+from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotFlag, SlotState
+
+pytestmark = pytest.mark.kernel
+
+VOCAB_SIZE = 70
+POISON = torch.iinfo(torch.int32).max
+ENTRY, NUM_ENTRIES = 1, 3
+
+
+@dataclass
+class Slot:
+    """What a round finds: a slot, and of its rows what was drafted (-1: no row) and what was chosen."""
+
+    length: int
+    max_length: int
+    drafts: list[int]
+    chosen: list[int]
+    stop_ids: Sequence[int] = ()
+    has_penalties: bool = False
+    num_logprobs: int = -1
+
+    def walk(self) -> tuple[list[int], int, int]:
+        """Tokens emitted, why the slot ends, drafts that were right."""
+        tokens: list[int] = []
+        num_accepted = 0
+        for draft, token in zip([*self.drafts, -1], self.chosen, strict=True):
+            tokens.append(token)
+            num_accepted += draft == token
+            if token in self.stop_ids:
+                return tokens, FINISHED_STOP, num_accepted
+
+            if self.length + len(tokens) >= self.max_length:
+                return tokens, FINISHED_LENGTH, num_accepted
+
+            if draft != token:
+                return tokens, 0, num_accepted
+
+        raise AssertionError("the last row has no draft behind it")
+
+
+class Round:
+    """Slots (None: padding) over tables of which a round may see only its own rows; all results poisoned."""
+
+    def __init__(self, slots: list[Slot | None], rows_per_slot: int, device: str) -> None:
+        self.slots, self.rows_per_slot = slots, rows_per_slot
+        num_slots, num_rows = len(slots) + 2, len(slots) * rows_per_slot
+        generator = torch.Generator().manual_seed(num_rows)
+
+        def poisoned(*shape: int) -> torch.Tensor:
+            return torch.full(shape, POISON, dtype=torch.int32)
+
+        self.state = SlotState(*(poisoned(num_slots) for _ in range(4)))
+        self.columns = SlotColumns.allocate(num_slots, VOCAB_SIZE, "cpu")
+        for name in ("flags", "num_logprobs", "stop_bits"):
+            getattr(self.columns, name).fill_(POISON)
+        self.columns.counts.random_(0, 9, generator=generator)
+        self.row_slot, self.row_token = poisoned(num_rows).fill_(-1), poisoned(num_rows).fill_(-1)
+        self.buffers = SampleBuffers.allocate(num_rows, VOCAB_SIZE, "cpu")
+        for name in ("chosen_logprob", "top_logprob"):
+            getattr(self.buffers, name).normal_(generator=generator)
+        self.buffers.top_token.random_(-1, VOCAB_SIZE, generator=generator)
+        self.buffers.chosen.fill_(POISON)
+        for index, slot in enumerate(slots):
+            if slot is not None:
+                self._fill(index, slot)
+
+        words = len(slots) * record_words(rows_per_slot) + 3
+        self.outbox = poisoned(NUM_ENTRIES, words)
+        self.emitted = poisoned(len(slots) + 1)
+        self.current = torch.tensor([ENTRY], dtype=torch.int32)
+        self.next_index = poisoned(1).fill_(len(slots) % NUM_ENTRIES)
+        self._move(device)
+
+    def slot_id(self, index: int) -> int:
+        return len(self.slots) - index
+
+    def _fill(self, index: int, slot: Slot) -> None:
+        number, first = self.slot_id(index), index * self.rows_per_slot
+        self.state.length[number], self.state.max_length[number] = slot.length, slot.max_length
+        self.state.finish[number], self.state.last_token[number] = 0, 3
+        flags = SlotFlag.PENALTIES if slot.has_penalties else SlotFlag.BIAS | SlotFlag.STOPS
+        self.columns.flags[number], self.columns.num_logprobs[number] = int(flags), slot.num_logprobs
+        self.columns.stop_bits[number] = 0
+        for token in slot.stop_ids:
+            word = int(self.columns.stop_bits[number, token // 32]) & 0xFFFFFFFF | 1 << token % 32
+            self.columns.stop_bits[number, token // 32] = word - (1 << 32 if word >> 31 else 0)
+
+        rows = slice(first, first + self.rows_per_slot)
+        self.row_slot[rows] = torch.tensor([number, *(number if d >= 0 else -1 for d in slot.drafts)])
+        # The token of a row without a slot is of no worth, right as it may be.
+        drafts = (token if d < 0 else d for d, token in zip(slot.drafts, slot.chosen, strict=False))
+        self.row_token[rows] = torch.tensor([3, *drafts])
+        self.buffers.chosen[rows] = torch.tensor(slot.chosen)
+
+    def _move(self, device: str) -> None:
+        for name in ("row_slot", "row_token", "emitted", "current", "next_index"):
+            setattr(self, name, getattr(self, name).to(device))
+        self.state = SlotState(
+            *(getattr(self.state, name).to(device) for name in SlotState.__struct_fields__)
+        )
+        self.columns, self.buffers = (
+            type(tables)(**{name: getattr(tables, name).to(device) for name in tables.__slots__})
+            for tables in (self.columns, self.buffers)
+        )
+        if device == "cuda":
+            self.outbox = self.outbox.pin_memory()
+
+    def run(self) -> None:
+        commit(
+            self.row_slot,
+            self.row_token,
+            self.buffers,
+            self.state,
+            self.columns,
+            self.emitted[:-1],
+            self.outbox,
+            self.current,
+            self.next_index,
+            rows_per_slot=self.rows_per_slot,
+        )
+        if self.outbox.is_pinned():
+            torch.cuda.synchronize()
+
+    def check(self) -> None:
+        """Run, and hold all that was written, and all that was not, against the walks."""
+        counts = self.columns.counts.cpu().clone()
+        state = {name: getattr(self.state, name).tolist() for name in SlotState.__struct_fields__}
+        emitted = [0] * len(self.slots)
+        outbox = torch.full_like(self.outbox, POISON)
+        words = record_words(self.rows_per_slot)
+        for index, slot in enumerate(self.slots):
+            record = outbox[ENTRY, index * words : (index + 1) * words]
+            record[:4] = 0
+            if slot is None:
+                continue
+
+            tokens, finish, num_accepted = slot.walk()
+            number = self.slot_id(index)
+            emitted[index] = len(tokens)
+            state["length"][number] += len(tokens)
+            state["last_token"][number] = tokens[-1]
+            state["finish"][number] = finish
+            if slot.has_penalties:
+                for token in tokens:
+                    counts[number, token] += 1
+
+            num_drafted = sum(draft >= 0 for draft in slot.drafts)
+            record[:4] = torch.tensor([len(tokens), finish, num_drafted, num_accepted])
+            for depth, token in enumerate(tokens):
+                self._record_row(record, index * self.rows_per_slot + depth, depth, token, slot)
+
+        self.run()
+        assert self.emitted.tolist() == [*emitted, POISON]
+        assert {name: getattr(self.state, name).tolist() for name in state} == state
+        assert torch.equal(self.columns.counts.cpu(), counts)
+        assert torch.equal(self.outbox, outbox)
+        assert self.next_index.item() == (len(self.slots) + 1) % NUM_ENTRIES
+
+    def _record_row(self, record: torch.Tensor, row: int, depth: int, token: int, slot: Slot) -> None:
+        first = 4 + depth * (2 + 2 * MAX_TOP)
+        record[first] = token
+        if slot.num_logprobs < 0:
+            return
+
+        record[first + 1] = self.buffers.chosen_logprob[row].cpu().view(torch.int32)
+        record[first + 2 : first + 2 + MAX_TOP] = self.buffers.top_token[row]
+        values = self.buffers.top_logprob[row].cpu().view(torch.int32)
+        record[first + 2 + MAX_TOP : first + 2 + 2 * MAX_TOP] = values
+
+
+def random_slot(rng: random.Random, num_drafts: int) -> Slot | None:
+    """Drafts are right more often than not, so that walks are long; a slot has as many rows as it has use."""
+    if rng.random() < 0.15:
+        return None
+
+    length = rng.randint(1, 40)
+    room = rng.choice([1, 2, 3, 4, 99])
+    num_own = min(rng.choice([0, num_drafts, num_drafts]), room - 1)
+    chosen = [rng.randrange(VOCAB_SIZE) for _ in range(num_drafts + 1)]
+    drafts = [token if rng.random() < 0.7 else rng.randrange(VOCAB_SIZE) for token in chosen[:num_own]]
+    some = [*rng.sample(range(VOCAB_SIZE), 3), rng.choice(chosen), 31, 63]
+    return Slot(
+        length=length,
+        max_length=length + room,
+        drafts=drafts + [-1] * (num_drafts - num_own),
+        chosen=chosen[: num_own + 1] + [-1] * (num_drafts - num_own),
+        stop_ids=rng.choice([(), (), some]),
+        has_penalties=rng.random() < 0.5,
+        num_logprobs=rng.choice([-1, 0, 3, 20]),
+    )
+
+
+@pytest.mark.parametrize("rows_per_slot", [1, 3, 4])
+@pytest.mark.parametrize("num_slots", [1, 40])
+def test_random_rounds(num_slots: int, rows_per_slot: int, device: str) -> None:
+    for seed in range(20 if num_slots == 1 else 3):
+        rng = random.Random(f"{seed} {num_slots} {rows_per_slot}")
+        slots = [random_slot(rng, rows_per_slot - 1) for _ in range(num_slots)]
+        Round(slots, rows_per_slot, device).check()
+
+
+def test_walks_end_where_they_should(device: str) -> None:
+    chosen = [11, 12, 13, 14]
+    right = [11, 12, 13]
+    cases = [
+        (Slot(5, 99, right, chosen), 4, 0, 3),
+        (Slot(5, 99, [11, 60, 13], chosen), 2, 0, 1),  # what comes behind a wrong draft is of no worth
+        (Slot(5, 99, [60, 12, 13], chosen), 1, 0, 0),
+        (Slot(5, 99, [11, -1, -1], [11, 12, -1, -1]), 2, 0, 1),
+        (Slot(5, 99, [-1, -1, -1], [11, -1, -1, -1]), 1, 0, 0),
+        (Slot(5, 99, right, chosen, stop_ids=[12]), 2, FINISHED_STOP, 2),
+        (Slot(5, 99, right, chosen, stop_ids=[14, 15]), 4, FINISHED_STOP, 3),
+        (Slot(5, 7, [11, -1, -1], [11, 12, -1, -1]), 2, FINISHED_LENGTH, 1),
+        (Slot(5, 7, [11, -1, -1], [11, 12, -1, -1], stop_ids=[12]), 2, FINISHED_STOP, 1),
+        (Slot(5, 9, right, chosen), 4, FINISHED_LENGTH, 3),
+        (Slot(5, 6, [-1, -1, -1], [11, -1, -1, -1]), 1, FINISHED_LENGTH, 0),
+        (Slot(5, 99, [11, 11, 11], [11, 11, 11, 11], has_penalties=True), 4, 0, 3),
+    ]
+    for slot, num_tokens, finish, num_accepted in cases:
+        tokens, why, num_right = slot.walk()
+        assert (len(tokens), why, num_right) == (num_tokens, finish, num_accepted)
+
+    Round([None, *(slot for slot, *_ in cases), None], 4, device).check()
+
+
+def simulated_round(step: Round, simulated: SimulatedRounds, rows_per_slot: int) -> list[int]:
+    """Tokens each slot got."""
+    commit(
+        step.row_slot,
+        step.row_token,
+        step.buffers,
+        step.state,
+        step.columns,
+        step.emitted[:-1],
+        step.outbox,
+        step.current,
+        step.next_index,
+        rows_per_slot=rows_per_slot,
+        simulated=simulated,
+    )
+    return step.emitted[:-1].tolist()
+
+
+def simulated_rounds(trace: list[int], num_slots: int, device: str) -> SimulatedRounds:
+    num_rounds = torch.zeros(num_slots + 2, dtype=torch.int32, device=device)
+    return SimulatedRounds(torch.tensor(trace, dtype=torch.int32, device=device), num_rounds)
+
+
+@pytest.mark.parametrize("trace", [[1], [4], [3, 3, 3, 3, 4], [2, 1, 4, 4, 1, 3, 2]])
+def test_simulated_rounds_emit_what_the_trace_says(trace: list[int], device: str) -> None:
+    num_slots, drafts, chosen = 3, [20, 21, 22], [11, 12, 13, 14]
+    simulated = simulated_rounds(trace, num_slots, device)
+    emitted: list[list[int]] = []
+    for _ in range(2 * len(trace)):
+        slots: list[Slot | None] = [Slot(5, 999, drafts, chosen) for _ in range(num_slots)]
+        step = Round(slots, 4, device)
+        emitted.append(simulated_round(step, simulated, 4))
+        tokens = step.buffers.chosen.view(num_slots, 4).tolist()
+        for number, row in zip(emitted[-1], tokens, strict=True):
+            assert row[:number] == drafts[: number - 1] + [chosen[number - 1]]
+
+    starts = []
+    for index, of_slot in enumerate(zip(*emitted, strict=True)):
+        number = step.slot_id(index)
+        first = number * simulated.stride % len(trace)
+        starts.append(first)
+        assert list(of_slot) == (trace[first:] + trace[:first]) * 2
+        assert sum(of_slot) == 2 * sum(trace)
+    assert len(set(starts)) == min(len(trace), num_slots)
+
+
+def test_simulated_rounds_end_where_there_is_no_draft_and_no_room(device: str) -> None:
+    slots = [
+        Slot(5, 999, [20, -1, -1], [11, 12, -1, -1]),
+        Slot(5, 999, [-1, -1, -1], [11, -1, -1, -1]),
+        Slot(5, 7, [20, -1, -1], [11, 12, -1, -1]),
+        Slot(5, 999, [20, 21, 22], [11, 12, 13, 14], stop_ids=[21]),
+        None,
+    ]
+    step = Round(slots, 4, device)
+    simulated = simulated_rounds([4], len(slots), device)
+    assert simulated_round(step, simulated, 4) == [2, 1, 2, 2, 0]
+    assert [step.state.finish[step.slot_id(index)].item() for index in range(4)] == [
+        0, 0, FINISHED_LENGTH, FINISHED_STOP,
+    ]  # fmt: skip
+    assert simulated.num_rounds.tolist() == [0, 0, 1, 1, 1, 1, 0]  # padding has no slot
+
+
+def test_rounds_without_drafts_leave_the_trace_where_it_is(device: str) -> None:
+    slots: list[Slot | None] = [Slot(5, 999, [], [11]), Slot(5, 999, [], [12])]
+    simulated = simulated_rounds([3, 4], 2, device)
+    assert simulated_round(Round(slots, 1, device), simulated, 1) == [1, 1]
+    assert simulated.num_rounds.tolist() == [0] * 4

@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from drift_sdk._kernels.common.launch_order import (
+    LIBRARY,
+    KernelAccess,
+    Launches,
+    LaunchOrderError,
+    access_of,
+    checked_launches,
+    note,
+    note_library_kernel,
+)
+from drift_sdk._kernels.slots.input_ring import advance
+
+HEAD = """
+#loc1 = loc("source"(#loc))
+module {
+  tt.func public @kernel(%a: !tt.ptr<f32> {tt.divisibility = 16 : i32} loc("a"(#loc)), %b: !tt.ptr<bf16> loc("b"(#loc)), %n: i32 loc("n"(#loc))) attributes {noinline = false} {
+"""  # noqa: E501
+LOAD_A = """
+    %at = tt.splat %a : !tt.ptr<f32> -> tensor<32x!tt.ptr<f32>> loc(#loc2)
+    %at_0 = tt.addptr %at, %x : tensor<32x!tt.ptr<f32>>, tensor<32xi32> loc(#loc2)
+    %value = tt.load %at_0, %mask, %other : tensor<32x!tt.ptr<f32>> loc(#loc2)
+"""
+STORE_B = """
+    %place = tt.addptr %b, %n : !tt.ptr<bf16>, i32 loc(#loc3)
+    tt.store %place, %value : !tt.ptr<bf16> loc(#loc3)
+"""
+WAIT = "    tt.grid_dependency_wait loc(#loc4)\n"
+OLD_WAIT = """
+    %0 = tt.elementwise_inline_asm "griddepcontrol.wait; // dummy $0" {constraints = "=r"} -> i32 loc(#loc4)
+"""
+TRIGGER = "    tt.grid_dependency_launch_dependents loc(#loc5)\n"
+TAIL = "    tt.return loc(#loc)\n  } loc(#loc)\n} loc(#loc)\n"
+
+
+def access(*parts: str) -> KernelAccess:
+    return access_of("".join((HEAD, *parts, TAIL)))
+
+
+def names(*values: str) -> frozenset[str]:
+    return frozenset(values)
+
+
+@pytest.mark.parametrize("wait", [WAIT, OLD_WAIT])
+def test_what_stands_before_the_wait_is_read_early(wait: str) -> None:
+    assert access(wait, LOAD_A, STORE_B, TRIGGER) == KernelAccess(names(), names("b"), False)
+    assert access(LOAD_A, wait, TRIGGER, STORE_B) == KernelAccess(names("a"), names("b"), False)
+    assert access(TRIGGER, LOAD_A, wait, STORE_B) == KernelAccess(names("a"), names("b"), True)
+
+
+def test_pointers_are_followed_through_loops() -> None:
+    loop = """
+    %end:2 = scf.for %i = %c0 to %n step %c1 iter_args(%at = %a, %s = %zero) -> (!tt.ptr<f32>, f32) : i32 {
+      %part = tt.load %at : !tt.ptr<f32> loc(#loc2)
+      %next = tt.addptr %at, %n : !tt.ptr<f32>, i32 loc(#loc2)
+      scf.yield %next, %part : !tt.ptr<f32>, f32 loc(#loc2)
+    } loc(#loc2)
+"""
+    assert access(loop, WAIT, STORE_B).reads_early == names("a")
+    assert access(WAIT, loop, STORE_B).reads_early == names()
+
+
+def test_a_number_that_was_loaded_is_not_a_pointer() -> None:
+    indirect = """
+    %index = tt.load %a : !tt.ptr<f32> loc(#loc2)
+    %place = tt.addptr %b, %index : !tt.ptr<bf16>, i32 loc(#loc3)
+"""
+    store = "    tt.store %place, %value : !tt.ptr<bf16> loc(#loc3)\n"
+    assert access(indirect, WAIT, store) == KernelAccess(names("a"), names("b"), False)
+
+
+def test_a_pointer_that_cannot_be_followed_may_point_anywhere() -> None:
+    chosen = """
+    %chosen = scf.if %is_first -> (!tt.ptr<f32>) {
+      scf.yield %a : !tt.ptr<f32> loc(#loc2)
+    } loc(#loc2)
+"""
+    load = "    %x = tt.load %chosen : !tt.ptr<f32> loc(#loc2)\n"
+    store = "    tt.store %chosen, %value : !tt.ptr<f32> loc(#loc2)\n"
+    assert access(chosen, load, WAIT) == KernelAccess(names("a", "b"), names(), False)
+    assert access(WAIT, chosen, load, store) == KernelAccess(names(), names("a", "b"), False)
+
+
+def test_atomics_write() -> None:
+    atomic = """
+    %old = tt.atomic_rmw add, relaxed, gpu, %a, %n, %true : (!tt.ptr<f32>, i32, i1) -> i32 loc(#loc2)
+"""
+    assert access(WAIT, atomic).writes == names("a")
+    with pytest.raises(LaunchOrderError, match=r"kernel: writes \['a'\] unwaited"):
+        access(atomic, WAIT)
+
+
+def test_every_kernel_waits_and_writes_after_it() -> None:
+    with pytest.raises(LaunchOrderError, match="kernel: may end without having waited"):
+        access(LOAD_A)
+    branch = "    scf.if %c {\n      tt.grid_dependency_wait loc(#loc4)\n    } loc(#loc4)\n"
+    with pytest.raises(LaunchOrderError, match="may end without having waited"):
+        access(branch, LOAD_A, STORE_B)
+    with pytest.raises(LaunchOrderError, match=r"writes \['b'\] unwaited"):
+        access(LOAD_A, STORE_B, WAIT)
+
+
+WRITER = KernelAccess(names(), names("out"), False)
+RUSHING_WRITER = KernelAccess(names(), names("out"), True)
+READER = KernelAccess(names("x"), names("out"), False)
+PATIENT = KernelAccess(names(), names("out"), False)
+
+
+def run(*steps: tuple[KernelAccess, torch.Tensor | None, torch.Tensor | None]) -> None:
+    launches = Launches()
+    for index, (kernel, x, out) in enumerate(steps):
+        launches.add(f"k{index}", kernel, {"x": x, "out": out})
+
+
+def test_the_kernel_before_may_still_run() -> None:
+    plan, other = torch.zeros(2, 8)
+    with pytest.raises(LaunchOrderError, match="k1 reads x before it waits: k0 may still be writing it"):
+        run((WRITER, None, plan), (READER, plan, other))
+    with pytest.raises(LaunchOrderError):
+        run((WRITER, None, plan[3:4]), (READER, plan[::2][1:3], other))  # a view of a view
+    run((WRITER, None, plan[:4]), (READER, plan[4:], other))
+    run((WRITER, None, plan), (WRITER, None, other), (READER, plan, other))
+    run((WRITER, None, plan), (PATIENT, plan, other))
+    run((WRITER, None, plan), (READER, None, other), (READER, plan[:0], other))
+
+
+def test_a_kernel_of_torch_is_waited_for() -> None:
+    plan, other = torch.zeros(2, 8)
+    impatient = KernelAccess(names("x"), names("out"), True)
+    launches = Launches()
+    launches.add("k0", WRITER, {"out": plan})
+    launches.add("torch", LIBRARY, {"out": other})
+    launches.add("k1", impatient, {"x": plan, "out": None})
+    with pytest.raises(LaunchOrderError, match="k2 reads x before it waits: torch may still be writing it"):
+        launches.add("k2", READER, {"x": other, "out": None})
+    note_library_kernel(other)  # outside of a step that is captured: nothing to check
+
+
+def test_a_kernel_that_lets_others_start_before_it_waits_hides_no_writer() -> None:
+    plan, other = torch.zeros(2, 8)
+    with pytest.raises(LaunchOrderError, match="k3 reads x before it waits: k0 may still be writing it"):
+        run(
+            (WRITER, None, plan),
+            (RUSHING_WRITER, None, other),
+            (RUSHING_WRITER, None, other),
+            (READER, plan, None),
+        )
+    run((WRITER, None, plan), (WRITER, None, other), (RUSHING_WRITER, None, other), (READER, plan, None))
+
+
+@pytest.mark.gpu
+@pytest.mark.kernel
+def test_launches_on_a_gpu_are_noted() -> None:
+    """A kernel that waits first may follow itself; one that claims to read early may not."""
+    index = torch.zeros(1, dtype=torch.int32, device="cuda")
+    with checked_launches():
+        advance(index, 3)
+        advance(index, 3)
+    assert index.item() == 2
+
+    from drift_sdk._kernels.common import launch_order
+    from drift_sdk._kernels.slots import input_ring as staging
+
+    launches = Launches()
+    note(launches, staging._advance, index, 3, True, num_warps=1, launch_pdl=True)
+    key = next(key for key in launch_order._accesses if key[0] is staging._advance)
+    assert launch_order._accesses[key] == KernelAccess(names(), names("next_index"), False)
+    launches = Launches()
+    impatient = KernelAccess(names("next_index"), names("next_index"), False)
+    launches.add("advance", impatient, {"next_index": index})
+    with pytest.raises(LaunchOrderError):
+        launches.add("advance", impatient, {"next_index": index})

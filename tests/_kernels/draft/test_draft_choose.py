@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from drift_sdk._kernels.draft.draft_choose import choose_drafts, choose_drafts_reference, num_draft_chunks
+
+pytestmark = pytest.mark.kernel
+
+# Of each slot: temperature and seed.
+TEMPERATURES = [0.0, 0.7, 1e-38, 1.0, 3.0]
+SEEDS = [1, 2**40 + 3, -5, 7, 0]
+ROWS = 3
+
+
+class Case:
+    """Five slots in an order of their own and a padding one, three rows each."""
+
+    def __init__(self, device: str, vocab_size: int, num_slices: int | None, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(vocab_size + seed)
+        self.device, self.slots = device, [3, -1, 0, 4, 2, 1]
+        ids = torch.randperm(2 * vocab_size, generator=generator)[:vocab_size].sort().values
+        self.target_ids = ids.int().to(device)
+        num_slots = len(self.slots)
+        shape = (num_slots, vocab_size) if num_slices is None else (num_slices, num_slots, vocab_size)
+        self.logits = 2 * torch.randn(shape, generator=generator).to(device)
+        self.temperature = torch.tensor(TEMPERATURES, device=device)
+        self.seed = torch.tensor(SEEDS, device=device)
+        self.row_slot = self.ints([slot for slot in self.slots for _ in range(ROWS)])
+        self.row_token = self.ints([-7] * (num_slots * ROWS))
+        self.row_position = self.ints([10 * slot + row for slot in range(num_slots) for row in range(ROWS)])
+
+    def ints(self, values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+    def run(self, depth: int) -> tuple[list[int], list[int], list[int]]:
+        """Slots, tokens and positions of the rows to come."""
+        num_slots, shape = len(self.slots), (len(self.slots), num_draft_chunks(len(self.target_ids)))
+        chunks = (
+            torch.full(shape, torch.nan, device=self.device),
+            torch.full(shape, -9, dtype=torch.int32, device=self.device),
+        )
+        out = tuple(self.ints([-9] * num_slots) for _ in range(3))
+        choose_drafts(
+            self.logits,
+            self.target_ids,
+            self.row_slot,
+            self.row_token,
+            self.row_position,
+            self.temperature,
+            self.seed,
+            chunks,
+            out,
+            depth=depth,
+        )
+        slot, token, position = (column.tolist() for column in out)
+        return slot, token, position
+
+    def expected(self, depth: int) -> list[int]:
+        logits = self.logits.sum(0) if self.logits.dim() == 3 else self.logits
+        slots = torch.tensor(self.slots, device=self.device).clamp(min=0)
+        tokens = choose_drafts_reference(
+            logits,
+            self.target_ids,
+            self.row_position.view(-1, ROWS)[:, depth],
+            self.temperature[slots],
+            self.seed[slots],
+        )
+        return [-1 if slot < 0 else token for slot, token in zip(self.slots, tokens.tolist(), strict=True)]
+
+
+@pytest.mark.parametrize("num_slices", [None, 1, 2])
+@pytest.mark.parametrize("vocab_size", [5, 96, 1024, 2500])
+def test_tokens_are_the_references(vocab_size: int, num_slices: int | None, device: str) -> None:
+    case = Case(device, vocab_size, num_slices)
+    slot, token, position = case.run(1)
+    assert token == case.expected(1)
+    assert slot == case.slots
+    assert [p for p, s in zip(position, slot, strict=True) if s >= 0] == [1, 21, 31, 41, 51]
+    assert case.row_token.view(-1, ROWS)[:, 1].tolist() == [-7 if chosen < 0 else chosen for chosen in token]
+    assert case.row_token.view(-1, ROWS)[:, ::2].eq(-7).all()
+
+
+def test_the_noise_is_that_of_the_position(device: str) -> None:
+    case = Case(device, 2500, None)
+    first = case.run(1)[1]
+    assert case.run(2)[1] == case.expected(2)
+    assert case.run(2)[1] != first
+    case.row_position += 1000
+    assert case.run(1)[1] == case.expected(1) != first
+
+
+def test_no_row_behind_the_last_nor_behind_a_cap(device: str) -> None:
+    case = Case(device, 96, None)
+    case.row_slot[0 * ROWS + 2] = -1  # slot 3 may have one draft
+    case.row_slot[2 * ROWS + 1 : 3 * ROWS] = -1  # slot 0 none
+    slot, token, _ = case.run(1)
+    assert slot == [-1, -1, -1, 4, 2, 1]
+    assert token[0] == case.expected(1)[0] and token[2] == -1
+    assert case.row_token[2 * ROWS + 1] == -7
+    assert case.run(2)[1][0] == -1
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
+def test_ties_go_to_the_lowest_id_and_nan_gives_some_token(device: str) -> None:
+    case = Case(device, 2500, None)
+    case.logits[2] = 0.0
+    case.logits[2, [900, 1100, 2499]] = 5.0
+    case.logits[4] = torch.nan
+    _, token, _ = case.run(1)
+    assert token[2] == case.target_ids[900]
+    assert token[4] in case.target_ids.tolist()
+
+
+def test_wrong_arguments_are_named(device: str) -> None:
+    case = Case(device, 96, None)
+    for depth in (0, 3):
+        with pytest.raises(ValueError, match=f"depth={depth}: expected 1 to 2 of 18 rows of 6 slots"):
+            case.run(depth)
+
+    case.target_ids = case.target_ids[1:]
+    with pytest.raises(ValueError, match=r"target_ids: \[95\] .*: expected \[96\]"):
+        case.run(1)

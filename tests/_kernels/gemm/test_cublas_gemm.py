@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from drift_sdk._kernels.gemm import cublas_gemm as library_gemm
+from drift_sdk._kernels.gemm.cublas_gemm import fastest_gated_multiply, fastest_multiply
+from drift_sdk._kernels.gemm.gemm import GemmConfig, gated_multiply, multiply
+from drift_sdk._kernels.gemm.tuning import table_for
+
+pytestmark = pytest.mark.kernel
+
+SLICED = GemmConfig(2, True, 64, 16, 64, 3, 4, is_library=True)
+
+
+def inputs(
+    shape: tuple[int, int, int], device: str, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor]:
+    num_rows, num_columns, inner = shape
+    generator = torch.Generator(device).manual_seed(num_columns)
+    x = torch.randn(num_rows, inner, generator=generator, device=device, dtype=dtype)
+    weight = torch.randn(num_columns, inner, generator=generator, device=device, dtype=dtype)
+    return x, weight.mul_(inner**-0.5)
+
+
+def poisoned(*shape: int, device: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.full(shape, torch.nan, dtype=dtype, device=device)
+
+
+def test_float32_is_never_the_librarys(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(library_gemm, "library_multiply")
+    x, weight = inputs((3, 20, 140), device)
+    found, expected = (poisoned(2, 3, 20, device=device) for _ in range(2))
+    fastest_multiply(x, weight, found, SLICED)
+    multiply(x, weight, expected, SLICED)
+    assert torch.equal(found, expected)
+    found, expected = (poisoned(3, 10, device=device) for _ in range(2))
+    fastest_gated_multiply(x, weight, found, GemmConfig(is_library=True), poisoned(3, 20, device=device))
+    gated_multiply(x, weight, expected, GemmConfig())
+    assert torch.equal(found, expected)
+
+
+def test_slices_that_one_program_adds_are_not_for_the_library() -> None:
+    with pytest.raises(ValueError, match="expected slices that are spread"):
+        GemmConfig(2, False, is_library=True)
+
+
+def test_a_verdict_holds_for_one_state_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another engine of the process may find another backend, other settings or another workspace."""
+    states = {library_gemm.library_state()}
+    for variable in library_gemm.WORKSPACE_VARIABLES:
+        monkeypatch.setenv(variable, ":16:8")
+        states.add(library_gemm.library_state())
+    matmul = torch.backends.cuda.matmul
+    for name in ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"):
+        before = getattr(matmul, name)
+        try:
+            setattr(matmul, name, not before)
+            states.add(library_gemm.library_state())
+        finally:
+            setattr(matmul, name, before)
+    assert len(states) == 6
+
+
+@pytest.mark.gpu
+def test_a_changed_library_is_looked_at_again(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library_gemm, "_has_same_bits", {})
+    x, weight = inputs((256, 640, 576), device, torch.bfloat16)
+    out = poisoned(2, 256, 640, device=device)
+    for num_verdicts, size in ((1, None), (1, None), (2, ":4096:2")):
+        if size is not None:
+            monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", size)
+        fastest_multiply(x, weight, out, SLICED)
+        assert len(library_gemm._has_same_bits) == num_verdicts
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 100, 256, 384, 1000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_bits_are_those_of_the_kernel(num_rows: int, dtype: torch.dtype, device: str) -> None:
+    """Whether or not the library is found fit."""
+    for num_columns, inner, config in ((6144, 4096, SLICED), (640, 576, SLICED), (1000, 2048, GemmConfig())):
+        config = GemmConfig(config.num_slices, True, 128, 64, 64, 3, 4, is_library=True)
+        x, weight = inputs((num_rows, num_columns, inner), device, dtype)
+        found, expected = (
+            poisoned(config.num_slices, num_rows, num_columns, device=device) for _ in range(2)
+        )
+        fastest_multiply(x, weight, found, config)
+        multiply(x, weight, expected, config)
+        assert torch.equal(found, expected)
+
+        gated = GemmConfig(1, True, 64, 64, 64, 3, 4, is_library=True)
+        shape = num_rows, num_columns // 2
+        found, expected = (poisoned(*shape, device=device, dtype=dtype) for _ in range(2))
+        gate_up = poisoned(num_rows, num_columns, device=device, dtype=dtype)
+        fastest_gated_multiply(x, weight, found, gated, gate_up)
+        gated_multiply(x, weight, expected, gated)
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.gpu
+def test_the_library_is_used_where_the_table_names_it(
+    device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of the shapes that were measured, on the GPU they were measured on, it is fit for all."""
+    caplog.set_level(logging.WARNING, "drift_sdk")
+    monkeypatch.setattr(library_gemm, "_has_same_bits", {})
+    table = table_for("nvidia-h200")
+    for num_columns, inner in ((6144, 4096), (4096, 4096), (4096, 14_336), (128_256, 4096)):
+        config = table.gemm(num_columns, inner).config(384)
+        assert config.is_library
+        x, weight = inputs((384, num_columns, inner), device, torch.bfloat16)
+        fastest_multiply(x, weight, poisoned(config.num_slices, 384, num_columns, device=device), config)
+    config = table.gemm(28_672, 4096, is_gated=True).config(384)
+    x, weight = inputs((384, 28_672, 4096), device, torch.bfloat16)
+    out = poisoned(384, 14_336, device=device, dtype=torch.bfloat16)
+    fastest_gated_multiply(x, weight, out, config, torch.empty(384, 28_672, device=device).to(torch.bfloat16))
+    assert all(library_gemm._has_same_bits.values())
+    assert len(library_gemm._has_same_bits) == 5
+    assert not caplog.records
+
+
+@pytest.mark.gpu
+def test_a_library_of_other_bits_is_left_alone(
+    device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(library_gemm, "_has_same_bits", {})
+
+    def one_bit_off(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, config: GemmConfig) -> None:
+        multiply(x, weight, out, config)
+        out.view(torch.int32)[..., 0] ^= 1
+
+    monkeypatch.setattr(library_gemm, "library_multiply", one_bit_off)
+    x, weight = inputs((256, 640, 576), device, torch.bfloat16)
+    found, expected = (poisoned(2, 256, 640, device=device) for _ in range(2))
+    for _ in range(2):
+        fastest_multiply(x, weight, found, SLICED)
+    multiply(x, weight, expected, SLICED)
+    assert torch.equal(found, expected)
+    assert [record.getMessage() for record in caplog.records] == [
+        "256 rows by 640x576: the library's bits are not the kernel's, which is slower"
+    ]

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from tolerances import assert_near
+
+from drift_sdk._kernels.gemm.gemm import (
+    GemmConfig,
+    gated_multiply,
+    gated_multiply_reference,
+    multiply,
+    multiply_reference,
+)
+
+pytestmark = pytest.mark.kernel
+
+SMALL = ((1, 1, 1), (1, 33, 16), (3, 64, 96), (5, 40, 200), (17, 130, 64), (33, 16, 576))
+LARGE = ((1, 6144, 4096), (4, 960, 576), (65, 4096, 4096), (384, 3072, 576), (7, 1002, 14336))
+CONFIGS = (
+    GemmConfig(1, True, 32, 16, 32, 2, 4),
+    GemmConfig(2, True, 64, 16, 64, 3, 4),
+    GemmConfig(2, False, 64, 32, 128, 3, 4),
+    GemmConfig(4, False, 128, 64, 64, 3, 8),
+    GemmConfig(4, True, 64, 16, 64, 3, 4),
+)
+
+
+LARGEST = 4.0  # of products: their standard deviation is 1
+
+
+def shapes() -> tuple[tuple[int, int, int], ...]:
+    return SMALL + LARGE if torch.cuda.is_available() else SMALL
+
+
+def dtypes() -> tuple[torch.dtype, ...]:
+    """The interpreter multiplies bfloat16 as if it were integers."""
+    return (torch.float32, torch.bfloat16, torch.float16) if torch.cuda.is_available() else (torch.float32,)
+
+
+def inputs(shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    num_rows, num_columns, inner = shape
+    generator = torch.Generator(device).manual_seed(num_rows * num_columns)
+    x = torch.randn(num_rows, inner, generator=generator, device=device)
+    weight = torch.randn(num_columns, inner, generator=generator, device=device) * inner**-0.5
+    return x.to(dtype), weight.to(dtype)
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, config: GemmConfig) -> torch.Tensor:
+    partials = torch.full((config.num_partials, x.shape[0], weight.shape[0]), torch.nan, device=x.device)
+    multiply(x, weight, partials, config)
+    total = partials[0]
+    for part in partials[1:]:
+        total = total + part
+
+    return total
+
+
+@pytest.mark.parametrize("dtype", dtypes(), ids=str)
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("shape", shapes(), ids=str)
+def test_product(shape: tuple[int, int, int], config: GemmConfig, dtype: torch.dtype, device: str) -> None:
+    x, weight = inputs(shape, dtype, device)
+    found = product(x, weight, config)
+    exact = x.double() @ weight.double().T
+    assert_near(found, exact, inner=shape[2], magnitude=LARGEST)
+    assert_near(multiply_reference(x, weight, config), found, inner=shape[2], magnitude=LARGEST)
+
+
+@pytest.mark.parametrize("num_slices", [1, 2, 4])
+def test_bits_do_not_depend_on_rows_or_tiles(num_slices: int, device: str) -> None:
+    is_gpu = device == "cuda"
+    dtype = torch.bfloat16 if is_gpu else torch.float32
+    x, weight = inputs((200, 640, 1024) if is_gpu else (40, 70, 320), dtype, device)
+    alone = GemmConfig(num_slices, True, 64, 16, 64, 3, 4)
+    expected = torch.cat([product(row[None], weight, alone) for row in x])
+    for config in (
+        GemmConfig(num_slices, True, 64, 16, 128, 4, 4),
+        GemmConfig(num_slices, True, 128, 64, 64, 3, 4),
+        GemmConfig(num_slices, False, 64, 64, 64, 3, 4),
+        GemmConfig(num_slices, False, 128, 128, 64, 3, 8),
+    ):
+        for num_rows in (1, 4, 33, len(x)):
+            found = product(x[:num_rows].contiguous(), weight, config)
+            if is_gpu:
+                assert torch.equal(found, expected[:num_rows])
+            else:  # the interpreter's products are BLAS's, whose order is its own
+                assert_near(found, expected[:num_rows], inner=x.shape[1], magnitude=LARGEST)
+
+
+@pytest.mark.parametrize("dtype", dtypes(), ids=str)
+@pytest.mark.parametrize("shape", shapes(), ids=str)
+def test_gated_product(shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
+    num_rows, num_columns, inner = shape
+    x, weight = inputs((num_rows, 2 * num_columns, inner), dtype, device)
+    out = torch.full((num_rows, num_columns), torch.nan, dtype=dtype, device=device)
+    gated_multiply(x, weight, out, GemmConfig(1, True, 32, 16, 64, 3, 4))
+    # On a GPU gate, its activation and up are rounded to the storage type, and then their product.
+    num_roundings = 0 if dtype == torch.float32 else 4
+    expected = gated_multiply_reference(x, weight)
+    assert_near(out, expected, inner=inner, depth=2, magnitude=LARGEST, num_roundings=num_roundings)
+
+
+def test_wrong_shapes_are_named() -> None:
+    x, weight = torch.zeros(2, 8), torch.zeros(4, 8)
+    with pytest.raises(ValueError, match=r"out: torch.float32 of shape \[1, 2, 5\].*\[1, 2, 4\]"):
+        multiply(x, weight, torch.zeros(1, 2, 5), GemmConfig())
+
+    with pytest.raises(ValueError, match=r"x: .*expected contiguous torch.float16"):
+        multiply(x, weight.half(), torch.zeros(1, 2, 4), GemmConfig())

@@ -1,0 +1,157 @@
+"""The residual stream: embedding it, adding to it, normalising it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from drift_sdk._kernels.layers.embedding import embed_norm, embed_norm_reference
+from drift_sdk._kernels.layers.residual_norm import add_norm, add_norm_reference
+from drift_sdk.models.decoder import rms_norm
+
+pytestmark = pytest.mark.kernel
+
+EPS = 1e-5
+# The interpreter cuts bfloat16 off where it should round, so there float16 stands for both.
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if torch.cuda.is_available() else [])]
+SHAPES = [(1, 64), (3, 576), (17, 80), (2, 4096), (1, 1)]
+
+
+def random(*shape: int, dtype: torch.dtype, device: str, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(dtype).to(device)
+
+
+def poisoned(*shape: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+    return torch.full(shape, torch.nan, dtype=dtype, device=device)
+
+
+def assert_normed(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """The sum of squares is added up in another order: a last bit of the type before the weight."""
+    tolerance = torch.finfo(expected.dtype).eps * (16 if expected.dtype == torch.float32 else 2)
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=16 * torch.finfo(torch.float32).eps)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_rows", "size"), SHAPES)
+@pytest.mark.parametrize("num_slices", [None, 0, 1, 2, 5])
+def test_add_norm(num_rows: int, size: int, num_slices: int | None, dtype: torch.dtype, device: str) -> None:
+    """None slices: no delta. 0: a delta in the storage type."""
+    hidden = random(num_rows, size, dtype=dtype, device=device, seed=1)
+    weight = random(size, dtype=dtype, device=device, seed=2)
+    delta = bias = None
+    if num_slices == 0:
+        delta = random(num_rows, size, dtype=dtype, device=device, seed=3)
+        bias = random(size, dtype=dtype, device=device, seed=4) if num_rows == 3 else None
+    elif num_slices:
+        delta = random(num_slices, num_rows, size, dtype=torch.float32, device=device, seed=3)
+        bias = random(size, dtype=dtype, device=device, seed=4) if num_slices > 1 else None
+
+    expected_hidden, expected = add_norm_reference(hidden, delta, weight, eps=EPS, bias=bias)
+    normed, captured = (poisoned(num_rows, size, dtype=dtype, device=device) for _ in range(2))
+    add_norm(hidden, delta, weight, normed, eps=EPS, bias=bias, captured=captured)
+    assert torch.equal(hidden, expected_hidden)
+    assert torch.equal(captured, expected_hidden)
+    assert_normed(normed, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_references_are_the_decoders_arithmetic(dtype: torch.dtype, device: str) -> None:
+    hidden = random(17, 576, dtype=dtype, device=device, seed=1)
+    delta = random(17, 576, dtype=dtype, device=device, seed=2)
+    weight = random(576, dtype=dtype, device=device, seed=3)
+    found_hidden, found = add_norm_reference(hidden, delta, weight, eps=EPS)
+    assert torch.equal(found_hidden, hidden + delta)
+    assert torch.equal(found, rms_norm(hidden + delta, weight, EPS))
+
+
+def test_the_norm_is_rounded_before_the_weight(device: str) -> None:
+    """Exact values throughout, but for the one rounding in question."""
+    hidden = torch.tensor([[3.0, 4.0]], dtype=torch.float16, device=device)
+    weight = torch.tensor([1001.0, 999.0], dtype=torch.float16, device=device)
+    normed = torch.zeros_like(hidden)
+    add_norm(hidden, None, weight, normed, eps=0.0)
+    unrounded = hidden.double() / hidden.double().square().mean().sqrt()
+    assert torch.equal(normed, unrounded.to(torch.float16) * weight)
+    assert not torch.equal(normed, (unrounded * weight.double()).to(torch.float16))
+
+
+def test_slices_are_rounded_once_and_in_order(device: str) -> None:
+    partials = torch.tensor([[[1.0]], [[2.0**-24]], [[2.0**-24]]], device=device)
+    hidden, normed = torch.zeros(1, 1, device=device), torch.zeros(1, 1, device=device)
+    weight = torch.ones(1, device=device)
+    add_norm(hidden, partials, weight, normed, eps=EPS)
+    assert hidden.item() == 1.0
+    hidden.zero_()
+    add_norm(hidden, partials.flip(0), weight, normed, eps=EPS)
+    assert hidden.item() == 1.0 + 2.0**-23
+
+
+def test_rows_may_stand_apart_and_do_not_touch_each_other(device: str) -> None:
+    wide = poisoned(5, 200, dtype=torch.float32, device=device)
+    hidden, captured, normed = wide[1:4, :64], wide[1:4, 64:128], wide[1:4, 130:194]
+    hidden.copy_(random(3, 64, dtype=torch.float32, device=device, seed=1))
+    hidden[1] = torch.nan
+    partials = poisoned(2, 8, 64, dtype=torch.float32, device=device)
+    partials[:, :3] = random(2, 3, 64, dtype=torch.float32, device=device, seed=2)
+    weight = random(64, dtype=torch.float32, device=device, seed=3)
+    expected_hidden, expected = add_norm_reference(hidden.clone(), partials[:, :3], weight, eps=EPS)
+    add_norm(hidden, partials[:, :3], weight, normed, eps=EPS, captured=captured)
+    for row in (0, 2):
+        assert torch.equal(hidden[row], expected_hidden[row])
+        assert torch.equal(captured[row], expected_hidden[row])
+        assert_normed(normed[row], expected[row])
+
+    written = torch.zeros_like(wide, dtype=torch.bool)
+    for columns in (slice(0, 64), slice(64, 128), slice(130, 194)):
+        written[1:4, columns] = True
+
+    assert wide[~written].isnan().all()
+
+
+def test_a_row_has_the_same_bits_alone_and_among_others(device: str) -> None:
+    hidden = random(17, 1000, dtype=torch.float32, device=device, seed=1)
+    partials = random(3, 17, 1000, dtype=torch.float32, device=device, seed=2)
+    weight = random(1000, dtype=torch.float32, device=device, seed=3)
+    together, normed = hidden.clone(), torch.zeros_like(hidden)
+    add_norm(together, partials, weight, normed, eps=EPS)
+    for row in (0, 8, 16):
+        alone, alone_normed = hidden[row : row + 1].clone(), torch.zeros(1, 1000, device=device)
+        add_norm(alone, partials[:, row : row + 1], weight, alone_normed, eps=EPS)
+        assert torch.equal(alone[0], together[row])
+        assert torch.equal(alone_normed[0], normed[row])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_rows", "size"), SHAPES)
+def test_embed_norm(num_rows: int, size: int, dtype: torch.dtype, device: str) -> None:
+    embedding = random(11, size, dtype=dtype, device=device, seed=1)
+    weight = random(size, dtype=dtype, device=device, seed=2)
+    row_token = torch.tensor([10, -1, 0, 3] * 5, dtype=torch.int32, device=device)[:num_rows]
+    row_slot = torch.tensor([0, 1, -1, 7] * 5, dtype=torch.int32, device=device)[:num_rows]
+    expected_hidden, expected = embed_norm_reference(row_token, row_slot, embedding, weight, eps=EPS)
+    hidden, normed = (poisoned(num_rows, size, dtype=dtype, device=device) for _ in range(2))
+    embed_norm(row_token, row_slot, embedding, weight, hidden, normed, eps=EPS)
+    assert torch.equal(hidden, expected_hidden)
+    assert_normed(normed, expected)
+    assert torch.equal(hidden[0], embedding[10])
+    assert not hidden[1:3].any() and not normed[1:3].any()
+
+
+def test_wrong_arguments_are_named(device: str) -> None:
+    hidden, weight = torch.zeros(3, 8, device=device), torch.ones(8, device=device)
+    with pytest.raises(ValueError, match=r"weight: \[7\] torch.float32: expected \[8\] torch.float32"):
+        add_norm(hidden, None, weight[:7], hidden.clone(), eps=EPS)
+
+    with pytest.raises(ValueError, match=r"delta: \[2, 3, 8\] torch.float16: expected .* torch.float32"):
+        add_norm(hidden, torch.zeros(2, 3, 8, device=device).half(), weight, hidden.clone(), eps=EPS)
+
+    with pytest.raises(ValueError, match="bias: given without delta"):
+        add_norm(hidden, None, weight, hidden.clone(), eps=EPS, bias=weight)
+
+    with pytest.raises(ValueError, match="normed: strides"):
+        add_norm(hidden, None, weight, torch.zeros(8, 3, device=device).T, eps=EPS)
+
+    with pytest.raises(ValueError, match=r"row_slot: \[2\]"):
+        tokens = torch.zeros(3, dtype=torch.int32, device=device)
+        embed_norm(tokens, tokens[:2], torch.zeros(5, 8, device=device), weight, hidden, hidden, eps=EPS)

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from drift_sdk._kernels.layers.rope_store import rotate_and_store, rotate_and_store_reference
+from drift_sdk.models.decoder import rms_norm
+from drift_sdk.models.rope import inverse_frequencies, rotary_tables, rotate
+
+pytestmark = pytest.mark.kernel
+
+EPS = 1e-6
+MAX_POSITIONS = 130
+# The interpreter cuts bfloat16 off where it should round, so there float16 stands for both.
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if torch.cuda.is_available() else [])]
+# num_rows, num_heads, num_kv_heads, head_dim, block_size
+SHAPES = [(1, 9, 3, 64, 16), (3, 4, 4, 80, 1), (17, 8, 2, 16, 4), (2, 16, 2, 128, 64), (3, 3, 1, 256, 16)]
+
+
+class Step:
+    """A step's arguments, reproducible; every slot's blocks are shuffled over the pool."""
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int, int, int],
+        dtype: torch.dtype,
+        device: str,
+        *,
+        num_slices: int = 0,
+        has_bias: bool = False,
+        has_norms: bool = False,
+    ) -> None:
+        self.num_rows, num_heads, num_kv_heads, head_dim, block_size = shape
+        generator = torch.Generator().manual_seed(sum(shape))
+
+        def random(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator).to(dtype).to(device)
+
+        num_slots, max_blocks = 5, -(-MAX_POSITIONS // block_size)
+        width = (num_heads + 2 * num_kv_heads) * head_dim
+        blocks = torch.randperm(num_slots * max_blocks, generator=generator).view(num_slots, -1)
+        self.block_table = blocks.to(torch.int32).to(device)
+        slots = torch.randint(num_slots, (self.num_rows,), generator=generator)
+        slots[1::3] = -1
+        self.row_slot = slots.to(torch.int32).to(device)
+        # Each row a position of its own, or two would write one place.
+        positions = torch.randperm(MAX_POSITIONS, generator=generator)[: self.num_rows]
+        positions[0] = MAX_POSITIONS - 1
+        positions[1::3] = 2**31 - 1
+        self.row_position = positions.to(torch.int32).to(device)
+        frequencies = inverse_frequencies(head_dim, 10_000.0, None)
+        cos, sin = rotary_tables(torch.arange(MAX_POSITIONS), frequencies, dtype)
+        self.cos = cos[:, 0, : head_dim // 2].contiguous().to(device)
+        self.sin = sin[:, 0, head_dim // 2 :].contiguous().to(device)
+        if num_slices:
+            self.qkv = random(num_slices, self.num_rows, width, dtype=torch.float32)
+        else:
+            self.qkv = random(self.num_rows, width)
+
+        self.qkv[..., 4::3, :] = torch.nan  # padding, all but the first of it
+        self.options: dict[str, Any] = {"bias": random(width) if has_bias else None, "eps": EPS}
+        if has_norms:
+            self.options |= {"query_norm": random(head_dim), "key_norm": random(head_dim)}
+
+        cache = (num_slots * max_blocks, num_kv_heads, block_size, head_dim)
+        self.outputs = (self.num_rows, num_heads, head_dim), cache, cache
+        self.dtype, self.device = dtype, device
+
+    def poisoned(self) -> tuple[torch.Tensor, ...]:
+        return tuple(
+            torch.full(shape, torch.nan, dtype=self.dtype, device=self.device) for shape in self.outputs
+        )
+
+    def run(self, operation: Any) -> tuple[torch.Tensor, ...]:
+        """(query_out, keys, values), all poisoned before."""
+        outputs = self.poisoned()
+        tables = (self.row_slot, self.row_position, self.block_table, self.cos, self.sin)
+        operation(self.qkv, *tables, *outputs, **self.options)
+        return outputs
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("num_slices", [0, 1, 3])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_equals_the_reference(
+    shape: tuple[int, int, int, int, int], num_slices: int, has_bias: bool, dtype: torch.dtype, device: str
+) -> None:
+    """Bit for bit, and nothing else is written: the places no live row has are NaN in both."""
+    step = Step(shape, dtype, device, num_slices=num_slices, has_bias=has_bias)
+    expected = step.run(rotate_and_store_reference)
+    for name, found, wanted in zip(
+        ("query", "keys", "values"), step.run(rotate_and_store), expected, strict=True
+    ):
+        assert torch.equal(found.isnan(), wanted.isnan()), name
+        assert torch.equal(found.nan_to_num(), wanted.nan_to_num()), name
+
+    assert not expected[0][step.row_slot < 0].any()
+    num_live = int((step.row_slot >= 0).sum())
+    assert int((~expected[1].isnan()).any(-1).all(1).sum()) == num_live
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_norms_of_heads(shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: str) -> None:
+    """The sums of squares are added up in another order: a last bit of the normalised value."""
+    step = Step(shape, dtype, device, num_slices=2, has_bias=True, has_norms=True)
+    tolerance = torch.finfo(dtype).eps * (16 if dtype == torch.float32 else 4)
+    for found, wanted in zip(step.run(rotate_and_store), step.run(rotate_and_store_reference), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=tolerance, atol=4 * tolerance, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_norms", [False, True])
+def test_the_reference_is_the_decoders_arithmetic(dtype: torch.dtype, has_norms: bool, device: str) -> None:
+    step = Step((17, 8, 2, 64, 16), dtype, device, has_norms=has_norms)
+    live = step.row_slot >= 0
+    heads = step.qkv[live].view(-1, 12, 64)
+    query, key, value = heads[:, :8], heads[:, 8:10], heads[:, 10:]
+    if has_norms:
+        query = rms_norm(query, step.options["query_norm"], EPS)
+        key = rms_norm(key, step.options["key_norm"], EPS)
+
+    positions = step.row_position[live].to(torch.int64)
+    frequencies = inverse_frequencies(64, 10_000.0, None).to(device)
+    tables = (step.cos[positions, None], step.sin[positions, None])
+    cos, sin = torch.cat((tables[0],) * 2, dim=-1), torch.cat((-tables[1], tables[1]), dim=-1)
+    if device == "cpu":
+        decoder_cos, decoder_sin = rotary_tables(positions, frequencies, dtype)
+        assert torch.equal(cos, decoder_cos) and torch.equal(sin, decoder_sin)
+
+    query_out, keys, values = step.run(rotate_and_store_reference)
+    blocks = step.block_table[step.row_slot[live].to(torch.int64), positions // 16].to(torch.int64)
+    assert torch.equal(query_out[live], rotate(query, cos, sin))
+    assert torch.equal(keys[blocks, :, positions % 16], rotate(key, cos, sin))
+    assert torch.equal(values[blocks, :, positions % 16], value)
+
+
+def test_a_row_has_the_same_bits_alone_and_among_others(device: str) -> None:
+    step = Step((17, 8, 2, 64, 16), torch.float32, device, num_slices=2, has_norms=True)
+    together, keys, values = step.run(rotate_and_store)
+    for row in (0, 5, 12):
+        alone = Step((17, 8, 2, 64, 16), torch.float32, device, num_slices=2, has_norms=True)
+        alone.qkv = step.qkv[:, row : row + 1]
+        alone.row_slot, alone.row_position = step.row_slot[row : row + 1], step.row_position[row : row + 1]
+        alone.outputs = ((1, 8, 64), *step.outputs[1:])
+        query, own_keys, own_values = alone.run(rotate_and_store)
+        assert torch.equal(query[0], together[row])
+        is_own = ~own_keys.isnan()
+        assert is_own.any() and torch.equal(own_keys[is_own], keys[is_own])
+        assert torch.equal(own_values[is_own], values[is_own])
+
+
+def test_rows_may_stand_apart(device: str) -> None:
+    step = Step((3, 4, 2, 64, 16), torch.float32, device, num_slices=2)
+    expected = step.run(rotate_and_store)
+    wide = torch.full((2, 8, 600), torch.nan, device=device)
+    wide[:, :3, :512] = step.qkv
+    step.qkv = wide[:, :3, :512]
+    for found, wanted in zip(step.run(rotate_and_store), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+def test_wrong_arguments_are_named(device: str) -> None:
+    step = Step((3, 4, 2, 64, 16), torch.float32, device)
+    step.options["query_norm"] = torch.ones(64, device=device)
+    with pytest.raises(ValueError, match="query_norm, key_norm: one of them is None"):
+        step.run(rotate_and_store)
+
+    step = Step((3, 4, 2, 64, 16), torch.float32, device)
+    step.qkv = step.qkv[:, :-1]
+    with pytest.raises(ValueError, match=r"qkv: \[3, 511\] torch.float32: expected \[3, 512\]"):
+        step.run(rotate_and_store)
+
+    step = Step((3, 4, 2, 64, 3), torch.float32, device)
+    with pytest.raises(ValueError, match="block_size=3: expected .* power of two"):
+        step.run(rotate_and_store)

@@ -1,0 +1,339 @@
+"""The command line, as a user runs it: in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from model_zoo import make_model
+from random_folder import make_random_folder
+
+from drift_sdk import Chain, Engine, EngineConfig, NGram, Speculation
+from drift_sdk.__main__ import main
+from drift_sdk.cli import doctor
+from drift_sdk.cli.doctor import Device, examine
+from drift_sdk.cli.warm import Warmed, kernel_cache
+from drift_sdk.driver.loaded_model import OpenedModel
+from drift_sdk.testing import scripted_engine
+
+COMMAND = [sys.executable, "-m", "drift_sdk"]
+SCRIPTED = """
+import sys
+from drift_sdk import __main__ as command_line
+from drift_sdk.testing import scripted_engine
+reply = sys.argv.pop(1)
+command_line.Engine = lambda *arguments, **options: scripted_engine(reply)
+sys.exit(command_line.main())
+"""
+"""The command line with an engine that needs no model: its reply is the first argument."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_model(0, folder)
+    template = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *arguments], input=stdin, capture_output=True, text=True, timeout=300)
+
+
+def test_doctor_says_what_is_there() -> None:
+    ran = run("doctor")
+    assert ran.returncode == 0, ran.stderr
+    for word in ("Python", "torch", "CUDA driver", "executor", "ready to run"):
+        assert word in ran.stdout
+
+
+def test_doctor_tells_programs_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    diagnosis = examine()
+    assert found["is_usable"] is True
+    assert found["python"] == diagnosis.python == ".".join(map(str, sys.version_info[:3]))
+    assert found["torch"] == diagnosis.torch
+    assert found["executor"] == diagnosis.executor
+    assert found["free_memory"] > 0
+    assert found["packages"]["tokenizers"]
+
+
+def test_doctor_fails_where_an_engine_would(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "version_of", lambda name: None if name == "tokenizers" else "1.0")
+    monkeypatch.setattr(doctor, "MIN_TORCH", (99, 0))
+    assert main(["doctor"]) == 1
+    said = capsys.readouterr().out
+    assert "problem: tokenizers is not installed" in said
+    assert "expected at least 99.0" in said
+    assert "not usable" in said
+
+
+def test_a_gpu_that_torch_cannot_use_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(torch):
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(doctor, "gpus", broken)
+    diagnosis = examine()
+    assert not diagnosis.is_usable
+    assert diagnosis.problems == ["CUDA does not work: no kernel image"]
+
+
+def test_doctor_runs_where_the_engine_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As without numpy or gguf: that is when a user asks it."""
+    monkeypatch.setitem(sys.modules, "drift_sdk.startup.executor_factory", None)
+    diagnosis = examine()
+    assert diagnosis.executor is None
+    (problem,) = diagnosis.problems
+    assert problem.startswith("the engine cannot be imported: ")
+    assert "drift_sdk.startup.executor_factory" in problem
+
+
+def test_doctor_names_the_extra_of_an_optional_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "version_of", lambda name: None if name == "llguidance" else "1.0")
+    diagnosis = examine()
+    assert diagnosis.notes == ['without llguidance: pip install "drift-engine[grammar]" adds it']
+    assert diagnosis.is_usable
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        (
+            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024",
+            "550.54.15",
+        ),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.124.06  Release Build", "570.124.06"),
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65  Sun Jul 27 07:15:51 UTC 2025", "580.65"),
+        ("nothing of the kind", None),
+    ],
+)
+def test_the_driver_is_what_the_kernel_says(
+    text: str, version: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "version"
+    file.write_text(f"{text}\nGCC version:  gcc version 11.4.0 (Ubuntu 11.4.0-1ubuntu1~22.04)\n")
+    monkeypatch.setattr(doctor, "DRIVER_FILE", file)
+    assert doctor.cuda_driver() == version
+
+
+def test_a_diagnosis_lists_its_gpus() -> None:
+    gib = 2**30
+    device = Device(name="GPU", compute_capability="9.0", free_memory=70 * gib, total_memory=80 * gib)
+    lines = msgspec.structs.replace(examine(), devices=[device], cuda_driver="570.1").text().splitlines()
+    assert [line.split("  ")[-1] for line in lines if line.startswith("GPU 0")] == [
+        "GPU, compute 9.0, 70.0 of 80.0 GiB free"
+    ]
+
+
+def test_chat_answers_every_line_and_ends_with_its_input(model: Path) -> None:
+    options = ("--temperature", "0", "--max-tokens", "8", "--system", "be brief")
+    once = run("chat", str(model), *options, stdin="hello\n")
+    assert once.returncode == 0, once.stderr
+    twice = run("chat", str(model), *options, stdin="hello\n\nagain\n")
+    assert twice.returncode == 0, twice.stderr
+    assert twice.stdout.startswith(once.stdout.removesuffix("> \n"))
+    assert (once.stdout.count("> "), twice.stdout.count("> ")) == (2, 4)
+    assert twice.stdout.count("[length]") == 2
+    assert run("chat", str(model), *options[:4], stdin="hello\n").stdout != once.stdout
+
+
+def test_chat_drafts_where_it_is_told_to(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[EngineConfig] = []
+
+    async def chat(model: str, config: EngineConfig, params: object, system: object) -> int:
+        given.append(config)
+        return 0
+
+    monkeypatch.setattr("drift_sdk.__main__.chat", chat)
+    assert main(["chat", str(model)]) == 0
+    assert main(["chat", str(model), "--draft", "ngram", "--num-draft-tokens", "2"]) == 0
+    drafts = Speculation(draft=NGram(), shape=Chain(2))
+    assert given == [EngineConfig(), EngineConfig(speculation=drafts)]
+
+
+def test_chat_forgets_what_no_longer_fits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else every question after the first that is refused would be refused too."""
+    config = EngineConfig(max_model_len=160, kv_cache_tokens=320)
+    questions = iter([*(f"question {number}" for number in range(6)), "long " * 40, "the last"])
+    monkeypatch.setattr("drift_sdk.__main__.Engine", lambda *_, **__: scripted_engine("fine", config=config))
+    monkeypatch.setattr("builtins.input", lambda _: next_line(questions))
+    assert main(["chat", "any", "--system", "be brief"]) == 0
+    said = capsys.readouterr()
+    assert said.out == 7 * "fine\n" + "\n"
+    forgotten, *_, refused = said.err.splitlines()
+    assert forgotten == "[4 earlier messages no longer fit]"
+    assert refused.startswith("PromptTooLong: ")
+
+
+def next_line(lines: Iterator[str]) -> str:
+    try:
+        return next(lines)
+    except StopIteration:
+        raise EOFError from None
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no signals to send")
+def test_ctrl_c_ends_chat_while_the_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, **__: object) -> Engine:
+        engine = scripted_engine("fine")
+        opening = engine._open
+
+        def open_model(report: Callable[[str, float], None]) -> OpenedModel:
+            os.kill(os.getpid(), signal.SIGINT)
+            return opening(report)
+
+        engine._open = open_model
+        return engine
+
+    monkeypatch.setattr("drift_sdk.__main__.Engine", interrupted)
+    monkeypatch.setattr("builtins.input", lambda _: pytest.fail("asked for a question"))
+    assert main(["chat", "any"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_chat_ends_quietly_when_nobody_reads_its_output() -> None:
+    command = [sys.executable, "-c", SCRIPTED, "fine", "chat", "any"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as chat:
+        chat.stdout.close()
+        _, err = chat.communicate("hello\n", timeout=300)
+    assert (chat.returncode, err) == (1, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+def test_output_that_cannot_be_written_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run(
+            [sys.executable, "-c", SCRIPTED, "fine", "chat", "any"],
+            input="hello\n",
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=300,
+        )
+    assert ran.returncode == 1
+    assert re.fullmatch(r"OSError: .*No space left on device\n", ran.stderr)
+
+
+def test_chat_in_a_terminal_that_knows_only_ascii() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", SCRIPTED, "é and ✓", "chat", "any"],
+        input=b"caf\xc3\xa9 \xff?\n",
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii:strict"},
+        timeout=300,
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, b"> ? and ?\n> \n", b"")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no signals to send")
+def test_ctrl_c_stops_the_answer_and_not_the_program(model: Path) -> None:
+    options = ("--temperature", "0", "--max-tokens", "480")
+    command = [*COMMAND, "chat", str(model), *options]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as chat:
+        try:
+            chat.stdin.write("hello\n")
+            chat.stdin.flush()
+            assert chat.stdout.read(len("> ") + 1)
+            chat.send_signal(signal.SIGINT)
+            rest, _ = chat.communicate("again\n", timeout=300)
+        finally:
+            chat.kill()
+    assert chat.returncode == 0
+    assert " [cancelled]\n> " in rest
+    assert rest.endswith("\n> \n")  # the second answer, however it ended, and a new prompt
+
+
+def test_warm_needs_no_weights_and_compiles_nothing_for_a_cpu(tmp_path: Path) -> None:
+    folder = make_random_folder(
+        tmp_path / "model", "qwen3", vocab_size=500, hidden_size=64, num_hidden_layers=1
+    )
+    ran = run("warm", str(folder), "--load", "random", "--device", "cpu", "--max-model-len", "64")
+    assert (ran.returncode, ran.stderr) == (0, "")
+    *stages, last = ran.stdout.splitlines()
+    assert [line.rsplit(maxsplit=2)[0] for line in stages] == [
+        *("imports", "find", "load tokenizer", "load weights")
+    ]
+    assert all(re.fullmatch(r".+ +\d+\.\d\d s", line) for line in stages)
+    assert last == "nothing to compile: the eager executor runs torch's own kernels"
+
+
+def test_warm_starts_with_the_settings_it_is_given(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given: list[tuple[str, EngineConfig]] = []
+
+    async def warm(model: str, config: EngineConfig, on_progress: object) -> Warmed:
+        given.append((model, config))
+        seconds = (("load weights", 1.5), ("capture graphs", 12.0))
+        return Warmed(executor="graph", start_seconds=seconds, kernel_cache=Path("/cache"))
+
+    monkeypatch.setattr("drift_sdk.__main__.warm", warm)
+    settings = {
+        "device": "cpu",
+        "dtype": "bfloat16",
+        "executor": "eager",
+        "load": "random",
+        "max_num_seqs": 3,
+        "max_model_len": 64,
+        "prefill_token_budget": 128,
+    }
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    assert main(["warm", str(model), *options]) == 0
+    assert main(["warm", str(model)]) == 0
+    assert main(["warm", str(model), "--draft", "ngram"]) == 0
+    assert main(["warm", str(model), "--draft", "some/head", "--num-draft-tokens", "5"]) == 0
+    ngram, head = Speculation(draft=NGram()), Speculation(draft="some/head", shape=Chain(5))
+    configs = [EngineConfig(**settings), EngineConfig()]
+    configs += [EngineConfig(speculation=drafts) for drafts in (ngram, head)]
+    assert given == [(str(model), config) for config in configs]
+    said = "load weights       1.50 s\ncapture graphs    12.00 s\nkernels are in /cache\n"
+    assert capsys.readouterr().out == 4 * said
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton is there on Linux alone")
+def test_kernels_are_where_triton_keeps_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    assert kernel_cache("graph") == tmp_path
+    assert kernel_cache("eager") is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        ("chat model --temperature -1", 2, "temperature=-1.0: expected"),
+        ("chat model --max-tokens x", 2, "--max-tokens: invalid int value"),
+        ("chat model --draft ngram --num-draft-tokens 0", 2, "num_draft_tokens=0: expected"),
+        ("warm model --num-draft-tokens 2", 2, "num_draft_tokens=2: expected --draft"),
+        ("warm model --max-num-seqs 0", 2, "max_num_seqs=0: expected"),
+        ("", 2, "the following arguments are required: command"),
+        ("chat /nowhere/at/all", 1, "ModelLoadError: "),
+        ("warm /nowhere/at/all", 1, "ModelLoadError: "),
+    ],
+)
+def test_errors_are_one_line(
+    arguments: str, status: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        found = main(arguments.split())
+    except SystemExit as exit:
+        found = exit.code
+    assert found == status
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert said in last

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import random
+
+from drift_sdk import SpeculationStats
+from drift_sdk.draft_policy.count import DraftCount
+
+
+def test_equals_a_count_round_by_round() -> None:
+    rng = random.Random(3)
+    count, rounds = DraftCount(), []
+    for _ in range(500):
+        num_drafted = rng.randint(0, 5)
+        num_accepted = rng.randint(0, num_drafted)
+        count.add(num_drafted, num_accepted)
+        if num_drafted:
+            rounds.append((num_drafted, num_accepted))
+
+        stats, most = count.stats(), max((drafted for drafted, _ in rounds), default=0)
+        accepted = [accepted for _, accepted in rounds]
+        assert stats.num_rounds == len(rounds)
+        assert stats.num_drafted == sum(drafted for drafted, _ in rounds)
+        assert stats.num_accepted == sum(accepted)
+        assert stats.num_rewound == sum(drafted - accepted for drafted, accepted in rounds)
+        assert stats.accepted_at == tuple(sum(n > i for n in accepted) for i in range(most))
+        assert stats.rates == tuple(sum(n > i for n in accepted) / len(rounds) for i in range(most))
+        assert stats.acceptance_histogram == tuple(accepted.count(n) for n in range(most + 1))
+
+
+def test_nothing_drafted() -> None:
+    count = DraftCount()
+    count.add(0, 0)
+    assert count.stats() == SpeculationStats()
+    assert (count.stats().acceptance_length, count.stats().rates) == (0.0, ())
+
+
+def test_a_draft_that_never_holds() -> None:
+    count = DraftCount()
+    for num_drafted in (1, 3, 2):
+        count.add(num_drafted, 0)
+    stats = count.stats()
+    assert (stats.acceptance_length, stats.num_rewound) == (1.0, 6)
+    assert stats.accepted_at == (0, 0, 0)
+    assert stats.acceptance_histogram == (3, 0, 0, 0)

@@ -1,0 +1,214 @@
+"""Work on text threads that hangs, fails in unusual ways, or is no longer wanted."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+
+import anyio
+import pytest
+from loops import run, until
+
+from drift_sdk import DriftError, EngineClosed, EngineConfig, PromptTooLong, RequestError, SamplingParams
+from drift_sdk.driver import text_worker as text_work
+from drift_sdk.driver.prompts import ModelText, TextPrompt
+from drift_sdk.testing import ScriptedEngine, scripted_engine
+
+
+class Stall:
+    """Tokenising a prompt that begins with "stall" waits until it is released; `begun` has those prompts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.released = threading.Event()
+        self.begun: list[str] = []
+        token_ids = TextPrompt.token_ids
+
+        def stalling(prompt: TextPrompt, model: ModelText) -> list[int]:
+            self.begun.append(prompt.text)
+            if prompt.text.startswith("stall"):
+                self.released.wait(60)
+            return token_ids(prompt, model)
+
+        monkeypatch.setattr(TextPrompt, "token_ids", stalling)
+
+
+@pytest.fixture
+def stall(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stall]:
+    stall = Stall(monkeypatch)
+    yield stall
+    stall.released.set()
+
+
+def text_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "drift-text"]
+
+
+def test_cancelled_prompts_hold_nobody_up(stall: Stall) -> None:
+    async def main() -> None:
+        async with scripted_engine("ok") as engine:
+            streams = [engine.generate(f"stall {index}") for index in range(2)]
+            await until(lambda: len(stall.begun) == 2)
+            streams += [engine.generate(f"stall {index}") for index in range(2, 6)]
+            for stream in reversed(streams):
+                stream.cancel()
+            with anyio.fail_after(120):
+                assert (await engine.generate("hi")).text == "ok"
+            assert stall.begun == ["stall 0", "stall 1", "hi"]
+            for stream in streams:
+                assert (await stream).finish_reason == "cancelled"
+            stall.released.set()
+            await until(lambda: len(text_threads()) <= text_work.NUM_PARALLEL + 1)
+            assert (await engine.generate("again")).text == "ok"
+
+    run("asyncio", main)
+
+
+class Clock:
+    """Time for text threads, which can be put forward."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.offset_s = 0.0
+        monkeypatch.setattr(text_work, "time", self)
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.offset_s
+
+    def forward(self, engine: ScriptedEngine) -> None:
+        """All work in progress is overdue from now on."""
+        self.offset_s += text_work.JOB_TIMEOUT_S
+        with engine._driver._text_work._changed:
+            engine._driver._text_work._changed.notify_all()
+
+
+def test_work_that_hangs_fails_its_own_request(stall: Stall, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads take the place of those that hang as long as there are not too many; then new requests fail."""
+    clock = Clock(monkeypatch)
+    most = text_work.MAX_ABANDONED + text_work.NUM_PARALLEL
+
+    async def main() -> None:
+        config = EngineConfig(max_num_seqs=2, max_queued_requests=2, max_model_len=64, kv_cache_tokens=256)
+        async with scripted_engine("ok", config=config) as engine:
+            for index in range(most):
+                stream = engine.generate(f"stall {index}")
+                await until(lambda index=index: len(stall.begun) == 2 * index + 1)
+                clock.forward(engine)
+                with pytest.raises(RequestError, match=r"^prompt: expected what can be worked out within"):
+                    await stream
+                if index < most - 1:
+                    assert (await engine.generate("hi")).text == "ok"
+            for _ in range(10):
+                with pytest.raises(RequestError, match="prompt"):
+                    await engine.generate("hi")
+            assert len(text_threads()) == most + 1
+            stall.released.set()
+            await until(lambda: len(text_threads()) <= text_work.NUM_PARALLEL + 1)
+            await until(lambda: not engine._driver._text_work._in_progress)
+            assert (await engine.generate("hi")).text == "ok"
+
+    run("asyncio", main)
+
+
+def test_closing_does_not_wait_for_work_that_hangs(
+    stall: Stall, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing of it is told to the engine afterwards."""
+    monkeypatch.setattr(text_work, "CLOSE_TIMEOUT_S", 0.05)
+
+    async def main() -> None:
+        engine = scripted_engine("ok")
+        await engine.start()
+        driver = engine._driver
+        streams = [engine.generate(f"stall {index}") for index in range(3)]
+        await until(lambda: len(stall.begun) == 2)
+        with anyio.fail_after(120):
+            await engine.aclose()
+        (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+        assert warning.endswith("no longer waited for: prompt of req-0, prompt of req-1")
+        for stream in streams:
+            with pytest.raises(EngineClosed):
+                await stream
+        told: list[object] = []
+        monkeypatch.setattr(driver._inbox, "put", told.append)
+        async with engine:
+            assert (await engine.generate("hi")).text == "ok"
+            stall.released.set()
+            await until(lambda: len(text_threads()) <= text_work.NUM_PARALLEL)
+        assert told == []
+
+    run("asyncio", main)
+
+
+class Panic(BaseException):
+    """As pyo3's PanicException, which is no Exception either."""
+
+
+@pytest.mark.parametrize("failure", [SystemExit(3), Panic("library"), KeyboardInterrupt()])
+def test_whatever_is_raised_fails_the_request_alone(
+    failure: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token_ids = TextPrompt.token_ids
+
+    def failing(prompt: TextPrompt, model: ModelText) -> list[int]:
+        if prompt.text == "bad":
+            raise failure
+        return token_ids(prompt, model)
+
+    monkeypatch.setattr(TextPrompt, "token_ids", failing)
+
+    async def main() -> None:
+        config = EngineConfig(max_num_seqs=1, max_queued_requests=1, max_model_len=64, kv_cache_tokens=64)
+        async with scripted_engine("ok", config=config) as engine:
+            for _ in range(5):  # more than there are threads and places
+                with anyio.fail_after(120), pytest.raises(DriftError) as caught:
+                    await engine.generate("bad")
+                assert caught.value.__cause__ is failure
+            assert (await engine.generate("good")).text == "ok"
+            assert engine.stats().num_failed == 5
+
+    run("asyncio", main)
+
+
+def test_a_request_that_no_thread_takes_is_not_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process may be out of threads."""
+
+    async def main() -> None:
+        config = EngineConfig(max_num_seqs=1, max_queued_requests=0, max_model_len=64, kv_cache_tokens=64)
+        async with scripted_engine("ok", config=config) as engine:
+            with monkeypatch.context() as patch:
+                patch.setattr(threading.Thread, "start", refuse)
+                for _ in range(3):
+                    with pytest.raises(RuntimeError, match="can't start"):
+                        engine.generate("x")
+            assert (await engine.generate("x")).text == "ok"
+
+    run("asyncio", main)
+
+
+def refuse(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_what_cannot_fit_is_refused_without_tokenising(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with scripted_engine("ok") as engine:
+            tokenizer = engine.tokenizer
+            encoded: list[str] = []
+            encode = tokenizer.encode
+            monkeypatch.setattr(
+                tokenizer,
+                "encode",
+                lambda text, **options: (encoded.append(text), encode(text, **options))[1],
+            )
+            for stream in (
+                engine.generate("a b" * 100_000),
+                engine.chat([{"role": "user", "content": "a b" * 100_000}]),
+            ):
+                with pytest.raises(PromptTooLong, match="at least .* expected at most 4095 tokens"):
+                    await stream
+            assert encoded == []
+            longest = await engine.generate("x" * 4095, SamplingParams(max_tokens=1))
+            assert longest.usage.prompt_tokens == 4095
+
+    run("asyncio", main)

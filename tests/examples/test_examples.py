@@ -1,0 +1,386 @@
+"""Every example runs as it is, in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import anyio
+import batch
+import chat
+import command_line
+import dashboard
+import httpx
+import pytest
+import smollm2
+from model_zoo import make_model
+from rich.console import Console
+from rich.live import Live
+
+from drift_sdk import EngineConfig, ModelLoadError, QueueFull, SamplingParams
+from drift_sdk.driver.loaded_model import OpenedModel
+from drift_sdk.testing import scripted_engine
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SUPPORT = {"command_line", "openai_answers", "openai_protocol", "smollm2"}
+
+# A SmolLM2 that is not there yet is fetched by the first test.
+
+
+@pytest.fixture(scope="session", autouse=True)
+def model() -> str:
+    return str(smollm2.path())
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Random weights, for examples whose text does not matter: SmolLM2 takes seconds to load."""
+    folder = tmp_path_factory.mktemp("small")
+    make_model(1, folder)
+    (folder / "chat_template.jinja").write_text(
+        "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+    )
+    return str(folder)
+
+
+@contextmanager
+def running(name: str, *arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *arguments]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env={**os.environ, **environment}
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def run(name: str, *arguments: str, stdin: str = "") -> tuple[str, str]:
+    """What it wrote to stdout and to stderr."""
+    with running(name, *arguments) as process:
+        out, err = process.communicate(stdin, timeout=300)
+    assert process.returncode == 0, err
+    assert "Warning" not in err and "Traceback" not in err, err
+    return out, err
+
+
+def test_hello() -> None:
+    out, _ = run("hello")
+    assert "Paris" in out
+    assert re.search(r"\[\d+ tokens, first after \d+ ms, [\d.]+ tok/s\]", out)
+
+
+def test_chat() -> None:
+    out, _ = run("chat", "--max-tokens", "24", stdin="Say hello in one word.\n")
+    assert len(out.removeprefix("> ").strip()) > 3
+    assert out.count("> ") == 2
+
+
+def test_concurrent_streams(model: str) -> None:
+    out, _ = run("concurrent_streams", model, "3")
+    assert [line[:5] for line in out.splitlines()[:3]] == ["  0  ", "  1  ", "  2  "]
+    assert re.search(r"3 streams, \d+ tokens in [\d.]+ s", out)
+
+
+def test_speculate() -> None:
+    out, _ = run("speculate")
+    assert "the same tokens: True" in out
+    assert float(re.search(r"tokens a round: ([\d.]+)", out)[1]) > 2
+
+
+def test_cancel() -> None:
+    out, _ = run("cancel")
+    assert "cancel(): cancelled" in out
+    assert "timed out: True" in out
+    assert "running: 0 " in out
+
+
+def test_dashboard(small: str) -> None:
+    out, _ = run("dashboard", small, "--seconds", "3", "--streams", "3", "--max-tokens", "8")
+    for word in ("drift_sdk", "running", "KV cache", "tokens/s", "streams"):
+        assert word in out
+    assert out.count("Write ") == 3
+    assert re.search(r"[▁▂▃▄▅▆▇█]", out)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no signals to send")
+def test_dashboard_ends_quietly_at_ctrl_c(small: str) -> None:
+    # As if in a terminal, where every frame is drawn and not the last alone.
+    with running("dashboard", small, "--streams", "2", "--max-tokens", "8", FORCE_COLOR="1") as process:
+        while "streams" not in process.stdout.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=300)
+    assert (process.returncode, err) == (130, "")
+
+
+def test_batch_goes_on_where_it_was_stopped(tmp_path: Path, small: str) -> None:
+    prompts, answers = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    lines = (EXAMPLES / "prompts.jsonl").read_text().splitlines()[:5]
+    options = (small, "--input", str(prompts), "--output", str(answers), "--max-tokens", "6")
+    prompts.write_text("\n".join(lines[:3]) + "\n")
+    _, err = run("batch", *options)
+    assert "3/3" in err
+    first = answers.read_text()
+    assert len(first.splitlines()) == 3
+
+    prompts.write_text("\n".join(lines) + "\n")
+    answers.write_text(first + '{"text": "half a li')
+    _, err = run("batch", *options)
+    assert "3 of 5 are in" in err
+    assert "1/2" in err and "2/2" in err
+    assert answers.read_text().startswith(first)
+    assert [json.loads(line)["finish_reason"] for line in answers.read_text().splitlines()] == ["length"] * 5
+
+    again = answers.read_text()
+    run("batch", *options)
+    assert answers.read_text() == again
+
+
+OWN = '{"text": "a", "finish_reason": "stop"}\n'
+
+
+@pytest.fixture
+def scripted_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch example with an engine that needs no model."""
+    config = EngineConfig(max_model_len=64, kv_cache_tokens=256)
+    monkeypatch.setattr(batch, "Engine", lambda model: scripted_engine("fine", config=config))
+
+
+def run_batch(source: Path, output: Path) -> None:
+    anyio.run(batch.main, "any", source, output, SamplingParams(max_tokens=8))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("my notes", "my notes\n", "\n", "5\n", "[]\n", "{", "\xff\n"),
+        *('{"prompt": "x"}\n', '{"text": "x"}\n', '{"text": 5, "finish_reason": "stop"}\n'),
+        *(OWN + "notes\n", OWN + "notes", "notes\n" + OWN, OWN + "\n" + OWN, 3 * OWN),
+    ],
+)
+def test_batch_leaves_a_file_alone_that_is_not_its_own(
+    content: str, tmp_path: Path, scripted_batch: None
+) -> None:
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "notes.txt"
+    prompts.write_text(2 * '{"prompt": "x"}\n')
+    output.write_text(content, encoding="latin-1")
+    with pytest.raises(batch.FileError, match="notes.txt: "):
+        run_batch(prompts, output)
+    assert output.read_text(encoding="latin-1") == content
+
+
+@pytest.mark.parametrize("rest", ["", "{", '{"te', '{"text": "half a \xe9', '{"error": "half'])
+def test_batch_goes_on_behind_its_complete_lines(rest: str, tmp_path: Path, scripted_batch: None) -> None:
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    prompts.write_text(3 * '{"prompt": "x"}\n')
+    output.write_text(OWN + '{"error": "too long"}\n' + rest, encoding="latin-1")
+    run_batch(prompts, output)
+    new = '{"text": "fine", "finish_reason": "stop"}\n'
+    assert output.read_text() == OWN + '{"error": "too long"}\n' + new
+
+
+def test_batch_does_not_write_into_its_input(tmp_path: Path, scripted_batch: None) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    content = '{"prompt": "x"}\n{"prompt": "y"}'
+    prompts.write_text(content)
+    (tmp_path / "linked").symlink_to(prompts)
+    os.link(prompts, tmp_path / "same")
+    for name in ("prompts.jsonl", "linked", "same"):
+        with pytest.raises(batch.FileError, match="is the input"):
+            run_batch(prompts, tmp_path / name)
+    assert prompts.read_text() == content
+
+
+def test_batch_writes_errors_in_the_place_of_answers(tmp_path: Path, scripted_batch: None) -> None:
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    texts = ["a", "long " * 20, "b", "\ud800", *("c" * n for n in range(80))]
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    run_batch(prompts, output)
+    answers = [json.loads(line) for line in output.read_text().splitlines()]
+    is_wrong = [len(text) > 63 or text in ("", "\ud800") for text in texts]
+    assert ["error" in answer for answer in answers] == is_wrong
+    assert "100 tokens" in answers[1]["error"]
+    before = output.read_bytes()
+    run_batch(prompts, output)
+    assert output.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", None),
+        (b'{"prompt": "x"}\nnot JSON\n', "line 2"),
+        (b'{"prompt": 5}\n', "line 1"),
+        (b'{"prompt": "x"}\n\n', "line 2"),
+        (b"\xff\n", "expected UTF-8"),
+        (None, "expected a file of prompts"),
+    ],
+)
+def test_batch_names_what_is_wrong_with_its_input(
+    content: bytes | None, message: str | None, tmp_path: Path, scripted_batch: None
+) -> None:
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    if content is not None:
+        prompts.write_bytes(content)
+    if message is None:
+        run_batch(prompts, output)
+    else:
+        with pytest.raises(batch.FileError, match=message):
+            run_batch(prompts, output)
+    assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (None, 0, ""),
+        (KeyboardInterrupt(), 130, ""),
+        (BrokenPipeError(32, "Broken pipe"), 1, ""),
+        (ModelLoadError("no such model"), 1, "ModelLoadError: no such model\n"),
+        (ExceptionGroup("tasks", [QueueFull("full")]), 1, "QueueFull: full\n"),
+        (
+            PermissionError(13, "Permission denied", "x"),
+            1,
+            "PermissionError: [Errno 13] Permission denied: 'x'\n",
+        ),
+    ],
+)
+def test_examples_end_with_a_status_and_one_line(
+    error: BaseException | None, status: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def program() -> None:
+        if error is not None:
+            raise error
+
+    assert command_line.status_of(program) == status
+    assert capsys.readouterr() == ("", said)
+
+
+@pytest.mark.parametrize(
+    "arguments", ["dashboard --max-tokens 3", "dashboard --seconds nan", "batch --max-tokens 0"]
+)
+def test_wrong_arguments_are_refused(arguments: str) -> None:
+    name, *rest = arguments.split()
+    with running(name, *rest) as process:
+        out, err = process.communicate(timeout=300)
+    assert (process.returncode, out) == (2, "")
+    assert f"error: argument {rest[0]}" in err.splitlines()[-1]
+
+
+def ask(questions: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the chat example with an engine that needs no model."""
+    config = EngineConfig(max_model_len=64, kv_cache_tokens=256)
+    lines = iter(questions)
+
+    def next_line(prompt: str) -> str:
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr(chat, "Engine", lambda model: scripted_engine("fine", config=config))
+    monkeypatch.setattr("builtins.input", next_line)
+    asyncio.run(chat.main("any", 64))
+
+
+def test_chat_goes_on_after_a_message_that_is_too_long(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ask(["long " * 20, "one", "two", "three", "four"], monkeypatch)
+    said = capsys.readouterr()
+    assert said.out.count("fine\n") == 3
+    first, second, anew = said.err.splitlines()
+    assert first.startswith("PromptTooLong: ") and second.startswith("PromptTooLong: ")
+    assert anew == "the conversation starts anew: ask again"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no signals to send")
+def test_chat_ends_at_ctrl_c_while_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = scripted_engine("fine")
+    opening = engine._open
+
+    def interrupted(report: Callable[[str, float], None]) -> OpenedModel:
+        os.kill(os.getpid(), signal.SIGINT)
+        return opening(report)
+
+    engine._open = interrupted
+    monkeypatch.setattr(chat, "Engine", lambda model: engine)
+    monkeypatch.setattr("builtins.input", lambda _: pytest.fail("asked for a question"))
+    assert command_line.status_of(lambda: anyio.run(chat.main, "any", 64)) == 130
+
+
+@pytest.mark.parametrize(("width", "height"), [(1, 1), (5, 3), (20, 5), (40, 100), (300, 80)])
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_dashboard_fits_into_any_terminal(width: int, height: int, encoding: str) -> None:
+    async def draw() -> bytes:
+        async with scripted_engine("fine " * 50) as engine:
+            load = dashboard.Load(engine, num_lanes=3, max_tokens=20)
+            for lane in load.lanes:
+                lane.state, lane.question, lane.text = "running", "Write a limerick.", "There was é " * 20
+            board = dashboard.Dashboard(load)
+            board._rates.extend(range(100))
+            raw = io.BytesIO()
+            file = io.TextIOWrapper(raw, encoding, errors="replace")
+            console = Console(file=file, width=width, height=height, force_terminal=True, color_system=None)
+            with Live(board, console=console, auto_refresh=False) as live:
+                live.refresh()
+            file.flush()
+            return raw.getvalue()
+
+    drawn = re.sub(rb"\x1b\[[?\d;]*[A-Za-z]", b"", asyncio.run(draw())).decode(encoding)
+    lines = drawn.replace("\r", "\n").splitlines()
+    assert max(map(len, lines)) <= width
+
+
+def test_structured() -> None:
+    out, _ = run("structured")
+    assert "decoded: Recipe(" in out
+    assert re.search(r"a date: \d{4}-\d\d-\d\d", out)
+
+
+def test_tools() -> None:
+    out, _ = run("tools")
+    assert "call:  get_weather {" in out
+    assert "result: {" in out
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no signals to send")
+def test_embed_fastapi_serves_until_it_is_interrupted() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=300)
+    with running("embed_fastapi", "--port", str(port)) as process, client:
+        while True:
+            try:
+                assert client.get("/health").json()["status"] == "ok"
+                break
+            except httpx.ConnectError:
+                assert process.poll() is None
+                time.sleep(0.1)
+        question = {"role": "user", "content": "What is the capital of France?"}
+        body = {"messages": [question], "temperature": 0, "max_tokens": 12}
+        answer = client.post("/v1/chat/completions", json=body).json()
+        assert "Paris" in answer["choices"][0]["message"]["content"]
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=300)
+    assert process.returncode == 130, err
+    assert "Application shutdown complete" in err
+
+
+def test_no_example_is_left_out() -> None:
+    names = {file.stem for file in EXAMPLES.glob("*.py")} - SUPPORT
+    tests = "\n".join(name for name in globals() if name.startswith("test_"))
+    assert not [name for name in names if f"test_{name}" not in tests]

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from drift_sdk._kernels.attention.paged_attention import paged_attention_reference
+from drift_sdk.execution.device.workspace import Workspace
+from drift_sdk.execution.forward import attention_groups
+from drift_sdk.execution.forward.attention_groups import AttentionGroups
+
+pytestmark = pytest.mark.kernel
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_SIZE = 1, 2, 16, 16
+LENGTHS = (70, 1, 150, 33, 9)
+MAX_NUM_KEYS = 160
+BYTES_PER_SEQUENCE = NUM_KV_HEADS * 2 * 2 * GROUP * (HEAD_DIM + 2) * 4  # two partitions, two rows
+
+
+def groups(workspace: Workspace, max_scratch_bytes: int | None, num_rows: int = 2) -> AttentionGroups:
+    return AttentionGroups(
+        workspace,
+        DEVICE,
+        num_sequences=len(LENGTHS),
+        num_rows=num_rows,
+        num_kv_heads=NUM_KV_HEADS,
+        group=GROUP,
+        head_dim=HEAD_DIM,
+        max_num_keys=MAX_NUM_KEYS,
+        max_scratch_bytes=max_scratch_bytes,
+    )
+
+
+def test_bits_do_not_depend_on_the_groups() -> None:
+    generator = torch.Generator().manual_seed(3)
+    blocks_each = -(-MAX_NUM_KEYS // BLOCK_SIZE)
+    shape = (len(LENGTHS) * blocks_each, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+    keys, values = torch.randn(2, *shape, generator=generator).to(DEVICE)
+    block_table = torch.randperm(shape[0], generator=generator).view(len(LENGTHS), -1).int().to(DEVICE)
+    row_slot = torch.tensor([0, 0, 1, -1, 2, 2, 3, 3, 4, 4], dtype=torch.int32, device=DEVICE)
+    last = [position for length in LENGTHS for position in (max(length - 2, 0), length - 1)]
+    row_position = torch.tensor(last, dtype=torch.int32, device=DEVICE)
+    query = torch.randn(len(row_slot), NUM_KV_HEADS * GROUP, HEAD_DIM, generator=generator).to(DEVICE)
+    found = []
+    for group_size in (5, 2, 1):
+        attention = groups(Workspace(DEVICE), group_size * BYTES_PER_SEQUENCE)
+        assert attention.group_size == group_size
+        attention.plan(row_slot, row_position, 2)
+        out = torch.full_like(query, torch.nan)
+        attention.attend(query, keys, values, block_table, row_slot, row_position, out, 2)
+        found.append(out)
+
+    expected = paged_attention_reference(query, keys, values, block_table, row_slot, row_position)
+    torch.testing.assert_close(found[0].double(), expected, rtol=0, atol=2e-5)
+    assert all(torch.equal(out, found[0]) for out in found)
+    with pytest.raises(ValueError, match="6 sequences: expected at most 5"):
+        attention.plan(row_slot[:6], row_position[:6], 1)
+
+
+def test_partial_sums_take_bounded_memory_shared_by_all() -> None:
+    workspace = Workspace(DEVICE)
+    first = groups(workspace, 3 * BYTES_PER_SEQUENCE, num_rows=2)
+    second = groups(workspace, 3 * BYTES_PER_SEQUENCE, num_rows=1)
+    sums = [one.scratches[0].sums for one in (first, second)]
+    assert sums[0].data_ptr() == sums[1].data_ptr() == first.scratches[-1].sums.data_ptr()
+    num_bytes = sum(buffer.numel() for buffer in workspace._buffers.values())
+    assert num_bytes <= 3 * BYTES_PER_SEQUENCE
+    assert groups(workspace, 1).group_size == 1  # a sequence needs what it needs
+    assert groups(workspace, None).group_size == len(LENGTHS)
+    if DEVICE.type == "cpu":
+        assert attention_groups.scratch_bytes(DEVICE) == attention_groups.CPU_SCRATCH_BYTES

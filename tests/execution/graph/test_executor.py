@@ -1,0 +1,179 @@
+"""The graph executor against the eager one: the same scheduler, the same requests, the same steps."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from interpreted_device import InterpretedDevice
+from model_zoo import make_model
+from scheduled_run import run_scheduled, sampling_of
+from tolerances import bound
+
+from drift_sdk._kernels.gemm.tuning import TunedTable
+from drift_sdk.execution.device.device import GpuDevice
+from drift_sdk.execution.eager.executor import EagerExecutor
+from drift_sdk.execution.graph.executor import GraphExecutor
+from drift_sdk.loading.source import resolve
+from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.results import TokenLogprobs
+from drift_sdk.steps import Executor, ExecutorLimits, SlotOutput, SlotSampling, StepPlan, StepResult
+
+pytestmark = pytest.mark.kernel
+
+IS_GPU = torch.cuda.is_available()
+NUM_TOKENS = 12 if IS_GPU else 3
+LOGPROB_BOUND = bound(16.0, inner=80, depth=4)
+
+
+def tiny(family: str, num_layers: int, heads: tuple[int, int, int], **more: object) -> dict[str, object]:
+    num_heads, num_kv_heads, head_dim = heads
+    return {
+        "model_type": family,
+        "vocab_size": 300,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": 64,
+        "rope_theta": 1000.0,
+        **more,
+    }
+
+
+# Every program of every kernel is interpreted: models of so few that it can be borne. A GPU takes whole ones.
+TINY_MODELS = {
+    "llama": tiny("llama", 2, (3, 1, 8), tie_word_embeddings=True),
+    "qwen2": tiny("qwen2", 1, (2, 2, 16)),
+    "qwen3": tiny("qwen3", 1, (4, 2, 6)),
+}
+MODELS: list[str | int] = [0, 13, 20] if IS_GPU else [*TINY_MODELS]
+
+Request = tuple[list[int], SlotSampling]
+Step = tuple[StepPlan, StepResult]
+
+
+def load(model: str | int, folder: Path) -> Decoder:
+    """A tiny model by its family, or one of the zoo by its number."""
+    if isinstance(model, str):
+        config = DecoderConfig.from_hf(TINY_MODELS[model])
+        return Decoder.random(config, device="cpu", dtype=torch.float32, seed=1)
+
+    make_model(model, folder)
+    source = resolve(str(folder), revision=None, cache_dir=None, local_files_only=True)
+    config = DecoderConfig.from_hf(source.config)
+    return Decoder.load(config, source.tensors(), device="cuda", dtype=torch.float32)
+
+
+def limits_of(decoder: Decoder) -> ExecutorLimits:
+    return ExecutorLimits(
+        vocab_size=decoder.config.vocab_size, max_num_seqs=3, max_model_len=32, num_blocks=24, block_size=4
+    )
+
+
+def graph_executor(decoder: Decoder, limits: ExecutorLimits, budget: int, **options: object) -> GraphExecutor:
+    device = GpuDevice(0) if IS_GPU else InterpretedDevice()
+    return GraphExecutor(device, decoder, limits, TunedTable(), prefill_token_budget=budget, **options)
+
+
+def requests_of(seed: int) -> list[Request]:
+    rng = random.Random(seed)
+
+    def random_tokens(number: int) -> list[int]:
+        return [rng.randrange(3, 200) for _ in range(number)]
+
+    shared = random_tokens(9)
+    stops = tuple(range(0, 300, 2))
+    return [
+        request(random_tokens(10), logit_bias=((17, 0.5), (40, -0.5))),
+        request([*shared, 7], temperature=0.8, top_p=0.9, seed=3, num_logprobs=2),
+        request([5], temperature=1.0, top_k=5, seed=2**40 + 1, stop_token_ids=stops),
+        request([*shared, 9, 11], repetition_penalty=1.4, frequency_penalty=0.5, num_logprobs=0),
+        request(random_tokens(6), allowed_token_ids=(17, 18, 19, 40), presence_penalty=0.7, num_logprobs=1),
+        request([*shared[:3], 8], num_prompt_logprobs=1, stop_token_ids=stops, min_length=6),
+    ]
+
+
+def request(prompt: list[int], **changes: object) -> Request:
+    return prompt, sampling_of(len(prompt), NUM_TOKENS, **changes)
+
+
+def run(executor: Executor, requests: list[Request], budget: int) -> tuple[list[list[int]], list[Step]]:
+    steps: list[Step] = []
+    tokens = run_scheduled(
+        executor,
+        requests,
+        prefill_token_budget=budget,
+        on_step=lambda plan, result: steps.append((plan, result)),
+    )
+    executor.close()
+    return tokens, steps
+
+
+# The interpreter is slow: families differ in a bias and two norms, which both ways of prefill have.
+CASES = [
+    (model, is_exact)
+    for model in MODELS
+    for is_exact in (False, True)
+    if IS_GPU or (model, is_exact) not in (("qwen2", True), ("qwen3", False))
+]
+
+
+@pytest.mark.parametrize(("model", "is_exact"), CASES)
+def test_steps_equal_the_eager_ones(model: str | int, is_exact: bool, tmp_path: Path) -> None:
+    decoder = load(model, tmp_path)
+    limits, requests = limits_of(decoder), requests_of(MODELS.index(model))
+    # Exact chunks fill whole tiles of rows.
+    budget = 8 if is_exact else 16
+    expected_tokens, expected = run(EagerExecutor(decoder, limits), requests, budget)
+    executor = graph_executor(decoder, limits, budget, exact_prefill=is_exact)
+    tokens, found = run(executor, requests, budget)
+    assert tokens == expected_tokens
+    for (plan, result), (expected_plan, expected_result) in zip(found, expected, strict=True):
+        assert plan == expected_plan
+        for output, other in zip(result.prefill, expected_result.prefill, strict=True):
+            compare(output, other)
+        for output, other in zip(result.decode, expected_result.decode, strict=True):
+            compare(output, other)
+
+    check_that_all_occurred(expected)
+
+
+def compare(found: SlotOutput, expected: SlotOutput) -> None:
+    assert found.token_ids == expected.token_ids
+    assert found.finish == expected.finish
+    # A slot that had finished has none, of either kind of none.
+    compare_logprobs(found.logprobs or None, expected.logprobs or None)
+    compare_logprobs(found.prompt_logprobs, expected.prompt_logprobs)
+
+
+def compare_logprobs(
+    found: tuple[TokenLogprobs, ...] | None, expected: tuple[TokenLogprobs, ...] | None
+) -> None:
+    assert (found is None) == (expected is None)
+    for entry, other in zip(found or (), expected or (), strict=True):
+        assert entry.token_id == other.token_id
+        assert entry.logprob == pytest.approx(other.logprob, abs=LOGPROB_BOUND)
+        assert [token for token, _ in entry.top] == [token for token, _ in other.top]
+        values, others = ([value for _, value in one.top] for one in (entry, other))
+        assert values == pytest.approx(others, abs=LOGPROB_BOUND)
+
+
+def check_that_all_occurred(steps: list[Step]) -> None:
+    """Chunked prompts, prefix hits, slots used twice, both ends of a request, rows of decode and prefill in
+    one step, log-probabilities of both kinds."""
+    plans = [plan for plan, _ in steps]
+    chunks = [chunk for plan in plans for chunk in plan.prefill]
+    assignments = [assignment for plan in plans for assignment in plan.assignments]
+    outputs = [output for _, result in steps for output in (*result.prefill, *result.decode)]
+    assert any(not chunk.is_last for chunk in chunks)
+    assert any(assignment.cached_token_ids for assignment in assignments)
+    assert len({assignment.slot for assignment in assignments}) < len(assignments)
+    assert {output.finish for output in outputs} == {None, "stop", "length"}
+    assert any(plan.prefill and plan.decode for plan in plans)
+    assert any(output.logprobs for output in outputs) and any(output.prompt_logprobs for output in outputs)

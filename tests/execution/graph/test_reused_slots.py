@@ -1,0 +1,83 @@
+"""A slot may have its next sequence while the step that ends the one before is still in flight."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from interpreted_device import InterpretedDevice
+from scheduled_run import sampling_of
+from tiny_llama import tiny_llama
+
+from drift_sdk._kernels.gemm.tuning import TunedTable
+from drift_sdk.execution.device.device import GpuDevice
+from drift_sdk.execution.eager.executor import EagerExecutor
+from drift_sdk.execution.graph.executor import GraphExecutor
+from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.scheduling.config import SchedulerConfig
+from drift_sdk.scheduling.scheduler import Scheduler
+from drift_sdk.scheduling.sequence import Sequence
+from drift_sdk.steps import Executor, ExecutorLimits, SlotOutput
+
+pytestmark = pytest.mark.kernel
+
+IS_GPU = torch.cuda.is_available()
+SHAPES = tiny_llama(vocab_size=300, intermediate_size=48, rms_norm_eps=1e-6)
+LIMITS = ExecutorLimits(max_num_seqs=1, max_model_len=64, num_blocks=8, block_size=16, vocab_size=300)
+
+
+def first_output_of_the_next(executor: Executor, *, ends_by_chunk: bool) -> SlotOutput:
+    """A sequence is removed while its last chunk, or a row of it, is in flight; then comes another one of the
+    same length, which wants log-probabilities."""
+    scheduler = Scheduler(
+        SchedulerConfig(
+            max_num_seqs=LIMITS.max_num_seqs,
+            num_blocks=LIMITS.num_blocks,
+            block_size=LIMITS.block_size,
+            prefill_token_budget=16,
+        )
+    )
+
+    def enter(name: str, prompt: list[int], **changes: object) -> Sequence:
+        sampling = sampling_of(len(prompt), 4, **changes)
+        sequence = Sequence(request_id=name, prompt_ids=prompt, sampling=sampling, priority=0, arrival=0)
+        scheduler.add(sequence)
+        return sequence
+
+    def launch() -> None:
+        plan = scheduler.schedule()
+        assert plan is not None
+        executor.launch(plan)
+
+    early = enter("early", [5, 6, 7, 8, 9])
+    launch()
+    if not ends_by_chunk:
+        launch()
+        scheduler.commit(executor.collect())
+    scheduler.remove(early)
+    late = enter("late", [15, 16, 17, 18, 19], num_logprobs=2, num_prompt_logprobs=1)
+    launch()
+    assert scheduler.commit(executor.collect()) == []
+    (delta,) = scheduler.commit(executor.collect())
+    assert delta.sequence is late
+    return delta.output
+
+
+@pytest.mark.parametrize("ends_by_chunk", [True, False], ids=["chunk", "row"])
+def test_a_reused_slot_reports_what_its_new_sequence_wants(ends_by_chunk: bool) -> None:
+    config = DecoderConfig.from_hf(SHAPES)
+    decoder = Decoder.random(config, device="cuda" if IS_GPU else "cpu", dtype=torch.float32)
+    expected = first_output_of_the_next(EagerExecutor(decoder, LIMITS), ends_by_chunk=ends_by_chunk)
+    executor = GraphExecutor(
+        GpuDevice(0) if IS_GPU else InterpretedDevice(),
+        decoder,
+        LIMITS,
+        TunedTable(),
+        prefill_token_budget=16,
+    )
+    found = first_output_of_the_next(executor, ends_by_chunk=ends_by_chunk)
+    executor.close()
+    assert found.token_ids == expected.token_ids
+    assert expected.prompt_logprobs is not None and len(expected.prompt_logprobs) == 4
+    assert found.prompt_logprobs is not None and len(found.prompt_logprobs) == 4
+    assert found.logprobs is not None and len(found.logprobs[0].top) == 2

@@ -1,0 +1,359 @@
+"""The draft on the device against the eager drafter: the same steps, the same drafts, the same state."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from draft_zoo import make_draft
+from tiny_llama import tiny_llama
+from tolerances import assert_near
+
+from drift_sdk._kernels.attention.paged_attention import AttentionConfig
+from drift_sdk._kernels.gemm.tuning import TunedTable
+from drift_sdk.execution.device.slot_table import SlotTable
+from drift_sdk.execution.device.workspace import Workspace
+from drift_sdk.execution.eager.drafters import EagleDrafter, Span, state_of
+from drift_sdk.execution.eager.slot import Slot
+from drift_sdk.execution.forward import attention_groups
+from drift_sdk.execution.forward import draft as draft_forward
+from drift_sdk.execution.forward import draft_kv_cache as draft_cache
+from drift_sdk.execution.forward.decode import Rows
+from drift_sdk.execution.rounds import eagle as eagle_rounds
+from drift_sdk.execution.rounds.eagle import EagleRounds
+from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.eagle3 import DraftDecoder
+from drift_sdk.steps import ExecutorLimits, SlotSampling
+
+pytestmark = pytest.mark.kernel
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+VOCAB_SIZE, NUM_TOKENS, MAX_CHUNKS = 160, 48, 2
+TARGET = tiny_llama(vocab_size=VOCAB_SIZE, num_hidden_layers=3, max_position_embeddings=256)
+# Temperature and seed of each slot.
+SAMPLINGS = [(0.0, 0), (0.9, 5), (1.4, 2**40 + 1)]
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each costs the interpreter a millisecond."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(attention_groups, "AttentionConfig", lambda: AttentionConfig(num_programs=4))
+
+
+class Pair:
+    """Both drafters through the same steps of a target whose features are drawn at random, once for each
+    slot and position."""
+
+    def __init__(self, variant: str, folder: Path, block_size: int = 4) -> None:
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(TARGET))
+        target = Decoder.random(DecoderConfig.from_hf(TARGET), device=DEVICE, dtype=torch.float32)
+        make_draft(variant, folder / "draft", folder)
+        draft = DraftDecoder.load(folder / "draft", target)
+        max_blocks = -(-NUM_TOKENS // block_size)
+        limits = ExecutorLimits(
+            max_num_seqs=3,
+            max_model_len=NUM_TOKENS,
+            num_blocks=3 * max_blocks,
+            block_size=block_size,
+            vocab_size=VOCAB_SIZE,
+        )
+        self.draft, self.block_size = draft, block_size
+        self.eager = EagleDrafter(draft, target, limits)
+        self.table = SlotTable(limits, torch.device(DEVICE))
+        self.rounds = EagleRounds(
+            draft,
+            target,
+            limits,
+            self.table.block_table,
+            self.table.columns,
+            Workspace(torch.device(DEVICE)),
+            TunedTable(),
+            max_num_slots=4,
+            max_draft_tokens=3,
+            max_prefill_rows=24,
+        )
+        self.rounds.cache.allocate(limits.num_blocks)
+        self.generator = torch.Generator().manual_seed(0)
+        self.tokens = torch.randint(VOCAB_SIZE, (3, NUM_TOKENS), generator=self.generator)
+        shape = (len(draft.boundaries) + 1, 3, NUM_TOKENS, TARGET["hidden_size"])
+        self.features = torch.randn(shape, generator=self.generator)
+        blocks = torch.randperm(limits.num_blocks, generator=self.generator).view(3, max_blocks)
+        self.slots = []
+        for index, (temperature, seed) in enumerate(SAMPLINGS):
+            slot = Slot(
+                SlotSampling(
+                    temperature=temperature,
+                    top_k=0,
+                    top_p=1.0,
+                    min_p=0.0,
+                    seed=seed,
+                    stop_token_ids=(),
+                    num_prompt_tokens=1,
+                    max_length=NUM_TOKENS,
+                )
+            )
+            self.eager.enter(slot, ())
+            slot.place_blocks(0, tuple(blocks[index].tolist()))
+            self.table.columns.temperature[index] = temperature
+            self.table.columns.seed[index] = seed
+            self.table.block_table[index, :max_blocks] = blocks[index].int()
+            self.slots.append(slot)
+
+    def share(self, slot: int, other: int, num_blocks: int) -> None:
+        """`slot` found the first blocks of `other` in the prefix cache."""
+        size = num_blocks * self.block_size
+        self.tokens[slot, :size] = self.tokens[other, :size]
+        self.features[:, slot, :size] = self.features[:, other, :size]
+        self.slots[slot].block_table[:num_blocks] = self.slots[other].block_table[:num_blocks]
+        self.table.block_table[slot, :num_blocks] = self.table.block_table[other, :num_blocks]
+
+    def prefill(self, chunks: list[tuple[int, int, int]], num_rows: int, gap: int = 1) -> None:
+        """Chunks (slot, start, end) with `gap` rows of padding behind each; all but the last chunk's next
+        tokens are known."""
+        inputs = self.ints([[-1] * num_rows, [2**31 - 1] * num_rows, [2**31 - 1] * num_rows])
+        following = self.ints([-1] * num_rows)
+        hits = self.ints([-1] * MAX_CHUNKS)
+        captured = self.step_features(num_rows)
+        spans = []
+        first = 0
+        for number, (index, start, end) in enumerate(chunks):
+            slot, rows = self.slots[index], slice(first, first + end - start)
+            inputs[0, rows] = index
+            inputs[1, rows] = self.tokens[index, start:end].int().to(DEVICE)
+            inputs[2, rows] = self.ints(list(range(start, end)))
+            following[rows] = self.tokens[index, start + 1 : end + 1].int().to(DEVICE)
+            if index == chunks[-1][0]:
+                following[rows.stop - 1] = -1
+                self.table.state.last_token[index] = self.tokens[index, end]
+            if start > state_of(slot).num_rows:
+                hits[number] = first
+            captured[:, rows] = self.features[:, index, start:end].to(DEVICE)
+            slot.length, slot.last_token = end + 1, int(self.tokens[index, end])
+            next_tokens = self.tokens[index, start + 1 : end + 1].tolist()
+            spans.append(Span(slot, start, int(self.tokens[index, start]), next_tokens, first))
+            first = rows.stop + gap
+
+        self.eager.follow(spans, list(captured[:-1]), captured[-1])
+        self.rounds.follow_prefill(
+            Rows(slot=inputs[0], token=inputs[1], position=inputs[2]),
+            next_token=following,
+            hits=hits,
+            last_token=self.table.state.last_token,
+            captured=list(captured[:-1]),
+            hidden=captured[-1],
+        )
+        self.compare([index for index, _, _ in chunks])
+
+    def round(self, num_drafts: int, plan: list[tuple[int, int, int]]) -> None:
+        """Of each entry (slot, cap, number of tokens emitted), slot -1 for padding."""
+        num_rows_each, num_slots = num_drafts + 1, len(plan)
+        num_rows = num_slots * num_rows_each
+        rows = Rows(
+            slot=self.ints([-1] * num_rows),
+            token=self.ints([-1] * num_rows),
+            position=self.ints([2**31 - 1] * num_rows),
+        )
+        chosen = torch.randint(VOCAB_SIZE, (num_rows,), generator=self.generator).int().to(DEVICE)
+        captured = self.step_features(num_rows)
+        for group, (index, cap, num_emitted) in enumerate(plan):
+            first = group * num_rows_each
+            chosen[first + num_emitted : first + num_rows_each] = -1 if index < 0 else chosen[first]
+            if index < 0:
+                continue
+
+            length = self.slots[index].length
+            rows.slot[first : first + cap + 1] = index
+            rows.token[first] = self.slots[index].last_token
+            rows.position[first : first + num_rows_each] = self.ints(
+                list(range(length - 1, length + num_drafts))
+            )
+            true = slice(length - 1, length - 1 + num_emitted)
+            captured[:, first : first + num_emitted] = self.features[:, index, true].to(DEVICE)
+            following = self.tokens[index, length : length + num_emitted]
+            chosen[first : first + num_emitted] = following.int().to(DEVICE)
+
+        live = [(group, *entry) for group, entry in enumerate(plan) if entry[0] >= 0]
+        drafts = self.eager.propose(
+            [self.slots[index] for _, index, _, _ in live], [cap for *_, cap, _ in live]
+        )
+        self.rounds.propose(rows, num_slots=num_slots, num_draft_tokens=num_drafts)
+        found = rows.token.view(num_slots, num_rows_each).tolist()
+        for (group, index, cap, _), draft in zip(live, drafts, strict=True):
+            assert len(draft) == cap
+            assert found[group] == [self.slots[index].last_token, *draft, *[-1] * (num_drafts - cap)]
+
+        spans = []
+        for group, index, _, num_emitted in live:
+            slot = self.slots[index]
+            end = slot.length + num_emitted
+            following = self.tokens[index, slot.length : end].tolist()
+            spans.append(Span(slot, slot.length - 1, slot.last_token, following, group * num_rows_each))
+            slot.length, slot.last_token = end, int(self.tokens[index, end - 1])
+        self.eager.follow(spans, list(captured[:-1]), captured[-1])
+        self.rounds.follow(
+            rows,
+            num_slots=num_slots,
+            num_draft_tokens=num_drafts,
+            captured=list(captured[:-1]),
+            hidden=captured[-1],
+            chosen=chosen,
+            emitted=self.ints([num_emitted for *_, num_emitted in plan]),
+        )
+        self.compare([index for _, index, _, _ in live])
+
+    def compare(self, slots: list[int]) -> None:
+        cache, eager, size = self.rounds.cache, self.eager, self.block_size
+        for index in slots:
+            slot = self.slots[index]
+            state = state_of(slot)
+            near(cache.outputs[index], state.hidden)
+            places = torch.arange(1, state.num_rows + 1, device=DEVICE)
+            table = torch.tensor(slot.block_table, device=DEVICE)
+            block, offset = table[places // size], places % size
+            for found, expected in ((cache.keys, eager._cache.keys), (cache.values, eager._cache.values)):
+                near(found[:, block, :, offset].transpose(0, 1), expected[:, block * size + offset])
+            blocks = table[: state.num_rows // size]
+            near(cache.block_features[blocks], eager._block_features[blocks])
+
+    def step_features(self, num_rows: int) -> torch.Tensor:
+        return torch.full((len(self.features), num_rows, TARGET["hidden_size"]), torch.nan, device=DEVICE)
+
+    @staticmethod
+    def ints(values: object) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def near(found: torch.Tensor, expected: torch.Tensor | None) -> None:
+    assert expected is not None
+    assert_near(found, expected, inner=96, depth=6)
+
+
+@torch.inference_mode()
+def check(pair: Pair) -> None:
+    """A prompt, a prefix hit, a draft that was wrong in the middle, one that was right to its end."""
+    pair.prefill([(0, 0, 5)], num_rows=5)
+    pair.share(2, 0, 1)
+    pair.prefill([(2, 4, 5)], num_rows=1)
+    pair.round(2, [(0, 2, 2), (2, 1, 1)])
+    pair.round(2, [(2, 2, 3)])
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "speculators",
+        "narrow",
+        "norm before fc",
+        "fc norm and output norm",
+        "final hidden",
+        "deep",
+        "biased",
+    ],
+)
+def test_state_and_drafts_are_the_eager_ones(variant: str, tmp_path: Path) -> None:
+    check(Pair(variant, tmp_path))
+
+
+@torch.inference_mode()
+def test_slots_of_all_kinds(tmp_path: Path) -> None:
+    """Chunks beside each other, a hit beside a chunk, padding, caps, rounds without drafts."""
+    pair = Pair("reference", tmp_path)
+    pair.prefill([(0, 0, 5)], num_rows=6)
+    pair.prefill([(1, 0, 1), (0, 5, 9)], num_rows=7)
+    pair.round(3, [(0, 3, 4), (-1, 0, 0), (1, 2, 1)])
+    pair.share(2, 0, 2)
+    pair.prefill([(1, 2, 3), (2, 8, 10)], num_rows=6)
+    pair.round(3, [(1, 3, 2), (2, 3, 4), (0, 0, 1)])
+    pair.round(0, [(0, 0, 1), (1, 0, 1)])
+    pair.round(2, [(2, 1, 1), (0, 2, 3), (1, 2, 3), (-1, 0, 0)])
+    pair.round(1, [(1, 1, 1)])
+
+
+@torch.inference_mode()
+def test_long_blocks_and_many_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of cuBLAS, tiles of keys within a block."""
+    monkeypatch.setattr(draft_forward, "MAX_MULTIPLY_ROWS", 2)
+    pair = Pair("reference", tmp_path, block_size=32)
+    pair.prefill([(0, 0, 7), (1, 0, 9)], num_rows=24, gap=4)
+    pair.prefill([(1, 9, 32)], num_rows=24)
+    pair.round(1, [(1, 1, 2), (0, 1, 1)])
+
+
+def rotate_by_place(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(draft_cache, "SLOT_OFFSET", 0)
+
+
+def see_the_first_place(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(eagle_rounds, "SLOT_OFFSET", 0)
+
+
+def keep_the_row_before(patch: pytest.MonkeyPatch) -> None:
+    original = eagle_rounds.keep_last_rows
+    patch.setattr(
+        eagle_rounds, "keep_last_rows", lambda slot, output, state: original(slot, output.roll(1, 0), state)
+    )
+
+
+def forget_hits(patch: pytest.MonkeyPatch) -> None:
+    original = EagleRounds.follow_prefill
+    patch.setattr(
+        EagleRounds,
+        "follow_prefill",
+        lambda rounds, rows, *, hits, **options: original(rounds, rows, hits=hits * 0 - 1, **options),
+    )
+
+
+def leave_what_was_drafted(patch: pytest.MonkeyPatch) -> None:
+    original = EagleRounds.follow
+
+    def follow(rounds: EagleRounds, *args: object, **options: object) -> None:
+        keys = rounds.cache.keys.clone()
+        original(rounds, *args, **options)
+        is_written = ~keys.isnan()
+        rounds.cache.keys[is_written] = keys[is_written]
+
+    patch.setattr(EagleRounds, "follow", follow)
+
+
+def follow_wrong_drafts(patch: pytest.MonkeyPatch) -> None:
+    original = eagle_rounds.round_rows
+    patch.setattr(
+        eagle_rounds,
+        "round_rows",
+        lambda slot, position, chosen, emitted, out: original(slot, position, chosen, emitted + 1, out),
+    )
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of NaN
+@pytest.mark.parametrize(
+    "fault",
+    [
+        rotate_by_place,
+        see_the_first_place,
+        keep_the_row_before,
+        forget_hits,
+        leave_what_was_drafted,
+        follow_wrong_drafts,
+    ],
+)
+def test_faults_are_seen(fault: Callable[[pytest.MonkeyPatch], None], tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        fault(patch)
+        with pytest.raises(AssertionError):
+            check(Pair("narrow", tmp_path))
+
+
+@torch.inference_mode()
+def test_rounds_beyond_the_limits_are_refused(tmp_path: Path) -> None:
+    pair = Pair("reference", tmp_path)
+    with pytest.raises(ValueError, match="5 rows of 1 slots with 4 drafts each: .* at most 4 slots .* 3$"):
+        pair.round(4, [(-1, 0, 0)])
+
+    with pytest.raises(ValueError, match="10 rows of 5 slots"):
+        pair.round(1, [(-1, 0, 0)] * 5)

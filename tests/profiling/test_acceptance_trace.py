@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drift_sdk import ConfigError, EngineConfig, NGram, Speculation
+from drift_sdk.measurement import simulated_engine
+from drift_sdk.profiling.acceptance_trace import AcceptanceTrace
+
+
+@pytest.mark.parametrize("mean", [1.0, 1.5, 2.56, 3.2, 4.0, 5.999])
+def test_a_mean_comes_out_exactly_with_two_neighbouring_lengths(mean: float) -> None:
+    trace = AcceptanceTrace.of(mean)
+    assert trace.mean == mean
+    assert set(trace.lengths) <= {int(mean), -int(-mean // 1)}
+    # Spread evenly: any few rounds in turn differ by one token at most.
+    for width in range(1, min(len(trace.lengths), 30)):
+        sums = [sum(trace.lengths[at : at + width]) for at in range(len(trace.lengths) - width + 1)]
+        assert max(sums) - min(sums) <= 1
+
+
+def test_three_point_two() -> None:
+    assert AcceptanceTrace.of(3.2).lengths == (3, 3, 3, 3, 4)
+
+
+def test_a_trace_survives_its_file(tmp_path: Path) -> None:
+    trace = AcceptanceTrace(((3, 1, 4), (2,)))
+    trace.save(tmp_path / "trace.json")
+    assert AcceptanceTrace.load(tmp_path / "trace.json") == trace
+    assert trace.lengths == (3, 1, 4, 2) and trace.mean == 2.5
+    (tmp_path / "other.json").write_text('{"sequences": [["a"]]}')
+    with pytest.raises(ConfigError, match="other.json"):
+        AcceptanceTrace.load(tmp_path / "other.json")
+
+
+@pytest.mark.parametrize("acceptance", [0.5, float("nan"), True, "3", [], [3, 0], [2.5], None])
+def test_what_is_no_acceptance(acceptance: Any) -> None:
+    with pytest.raises(ConfigError, match="acceptance="):
+        AcceptanceTrace.of(acceptance)
+
+
+def test_only_speculating_graphs_simulate() -> None:
+    speculation = Speculation(draft=NGram())
+    with pytest.raises(ConfigError, match="executor='auto'"):
+        simulated_engine("folder", EngineConfig(speculation=speculation), acceptance=2.0)
+    with pytest.raises(ConfigError, match="speculation=None"):
+        simulated_engine("folder", EngineConfig(executor="graph"), acceptance=2.0)
+
+    config = EngineConfig(executor="graph", speculation=speculation)
+    most = speculation.shape.num_draft_tokens + 1
+    with pytest.raises(ConfigError, match=rf"acceptance={most + 0.5}: expected at most {most}"):
+        simulated_engine("folder", config, acceptance=most + 0.5)
+    simulated_engine("folder", config, acceptance=[1, most + 3])

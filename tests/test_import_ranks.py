@@ -1,0 +1,123 @@
+"""The shape of the package: imports point down, and only where they may."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import drift_sdk
+
+ROOT = Path(drift_sdk.__file__).parent
+
+ARCHITECTURE = Path(__file__).parents[1] / "docs" / "architecture.md"
+PACKAGES = ("drift_sdk", "drift_sdk.execution", "drift_sdk._kernels")
+WITHOUT_TORCH = [
+    "engine",
+    "stream",
+    "driver",
+    "scheduling",
+    "draft_policy",
+    "text",
+    "steps",
+    "prometheus",
+    "testing",
+    "measurement",
+]
+ONLY_IN = {"triton": ["_kernels"], "cuda": ["execution/graph/captured_graphs", "execution/device"]}
+
+
+def ranks_of(package: str) -> dict[str, int]:
+    """Row of each member of a package in the tables of docs/architecture.md; 0 is the top."""
+    lines = ARCHITECTURE.read_text().splitlines()
+    rows = itertools.takewhile(bool, lines[lines.index(f"`{package}`") + 4 :])
+    return {name: rank for rank, row in enumerate(rows) for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+
+
+def member_of(package: str, module: str) -> str | None:
+    """The member of the package that a module is, or lies in; None if it lies elsewhere."""
+    if package == module == "drift_sdk":
+        return "__init__"
+
+    prefix = package + "."
+    return module.removeprefix(prefix).split(".")[0] if module.startswith(prefix) else None
+
+
+def imports_of(file: Path, *, top_level: bool) -> list[str]:
+    tree = ast.parse(file.read_text())
+    nodes = tree.body if top_level else list(ast.walk(tree))
+    names: list[str] = []
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative import"
+            assert node.module is not None
+            names.append(node.module)
+    return names
+
+
+def modules() -> list[tuple[str, Path]]:
+    found = []
+    for file in sorted(ROOT.rglob("*.py")):
+        parts = file.relative_to(ROOT).with_suffix("").parts
+        name = ".".join(("drift_sdk", *parts))
+        found.append((name.removesuffix(".__init__") if len(parts) > 1 else name, file))
+    return found
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_documented_tables_name_what_is_there(package: str) -> None:
+    members = {member_of(package, name) for name, _ in modules()} - {None}
+    assert members == set(ranks_of(package))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_imports_point_down(package: str) -> None:
+    ranks = ranks_of(package)
+    for name, file in modules():
+        here = member_of(package, name)
+        for imported in imports_of(file, top_level=False):
+            there = member_of(package, imported)
+            if here is not None and there is not None and here != there:
+                assert ranks[here] <= ranks[there], f"{name} imports {imported}"
+
+
+def test_folders_do_not_import_each_other_in_a_circle() -> None:
+    for package in PACKAGES:
+        edges: dict[str, set[str]] = {}
+        for name, file in modules():
+            here = member_of(package, name)
+            found = {member_of(package, imported) for imported in imports_of(file, top_level=False)}
+            if here is not None:
+                edges.setdefault(here, set()).update(each for each in found if each not in (None, here))
+        TopologicalSorter(edges).prepare()  # CycleError names the circle
+
+
+def test_torch_free_modules_stay_so() -> None:
+    for name, file in modules():
+        if name.split(".")[1] in WITHOUT_TORCH:
+            assert "torch" not in {i.split(".")[0] for i in imports_of(file, top_level=False)}, name
+
+
+def test_gpu_libraries_have_one_home() -> None:
+    for name, file in modules():
+        place = name.removeprefix("drift_sdk.").replace(".", "/")
+        for imported in imports_of(file, top_level=False):
+            homes = ONLY_IN.get(imported.split(".")[0])
+            assert homes is None or any(place.startswith(home) for home in homes), f"{name}: {imported}"
+
+
+def test_a_file_fits_in_the_head() -> None:
+    for _, file in modules():
+        assert len(file.read_text().splitlines()) <= 400, file
+
+
+def test_exported_names_exist_and_are_sorted() -> None:
+    assert drift_sdk.__all__ == sorted(drift_sdk.__all__)
+    for name in drift_sdk.__all__:
+        assert getattr(drift_sdk, name).__module__.startswith("drift_sdk") or name == "FinishReason"
