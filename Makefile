@@ -53,27 +53,27 @@ gpu-test:
 	@$(GPU_PYTEST) tests/gpu/test_graph_memory.py -m gpu --junitxml $(OUT)/tests-memory.xml
 
 LENGTHS := single-8k single-16k
-PERF = PYTHONPATH=src $(PYTHON) perf
+PERF = PYTHONPATH=src $(PYTHON) -m perf
 gpu-perf:
 	@mkdir -p $(OUT)
-	@$(PERF)/decode.py --out $(OUT)/decode.json
-	@$(PERF)/decode.py --temperature 0.8 --top-p 0.95 --out $(OUT)/sampled.json
-	@$(PERF)/decode.py --model smollm2-135m --scenario single-512 batch64-512 --out $(OUT)/decode.json
-	@$(PERF)/prefill.py --tokens 8192 32768 --out $(OUT)/prefill.json
-	@$(PERF)/speculative.py --num-draft-tokens 3 --acceptance-length 3.2 --out $(OUT)/speculative.json
-	@$(PERF)/speculative.py --num-draft-tokens 2 3 4 5 --acceptance-length 3.2 --scenario $(LENGTHS) \
+	@$(PERF).decode --out $(OUT)/decode.json
+	@$(PERF).decode --temperature 0.8 --top-p 0.95 --out $(OUT)/sampled.json
+	@$(PERF).decode --model smollm2-135m --scenario single-512 batch64-512 --out $(OUT)/decode.json
+	@$(PERF).prefill --tokens 8192 32768 --out $(OUT)/prefill.json
+	@$(PERF).speculative --num-draft-tokens 3 --acceptance-length 3.2 --out $(OUT)/speculative.json
+	@$(PERF).speculative --num-draft-tokens 2 3 4 5 --acceptance-length 3.2 --scenario $(LENGTHS) \
 		--out $(OUT)/speculative.json
-	@$(PERF)/speculative.py --model smollm2-135m --draft ngram --num-draft-tokens 3 5 \
+	@$(PERF).speculative --model smollm2-135m --draft ngram --num-draft-tokens 3 5 \
 		--scenario single-512 batch64-512 --out $(OUT)/speculative.json
-	@$(PERF)/speculative.py --policy-sweep --num-draft-tokens 5 --repeats 3 --out $(OUT)/policy.json
-	@$(PERF)/stages.py --out $(OUT)/stages.json
-	@$(PERF)/stages.py --by-active --out $(OUT)/active.json
-	@$(PERF)/step_profile.py --out $(OUT)/profile.json
-	@$(PERF)/graph_memory.py --out $(OUT)/memory.json
-	@$(PERF)/kernel_speed.py --out $(OUT)/kernels.json
-	@$(PERF)/startup.py --out $(OUT)/startup.json
-	@$(PERF)/serving.py --out $(OUT)/serving.json
-	@$(PERF)/serving.py --draft --out $(OUT)/serving.json
+	@$(PERF).speculative --policy-sweep --num-draft-tokens 5 --repeats 3 --out $(OUT)/policy.json
+	@$(PERF).stages --out $(OUT)/stages.json
+	@$(PERF).stages --by-active --out $(OUT)/active.json
+	@$(PERF).step_profile --out $(OUT)/profile.json
+	@$(PERF).graph_memory --out $(OUT)/memory.json
+	@$(PERF).kernel_speed --out $(OUT)/kernels.json
+	@$(PERF).startup --out $(OUT)/startup.json
+	@$(PERF).serving --out $(OUT)/serving.json
+	@$(PERF).serving --draft --out $(OUT)/serving.json
 
 clean:
 	rm -rf .venv .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,7 +1,7 @@
 """Where a draft's arithmetic departs from a plain float64 pass over the same files, stage by stage.
 
-    python perf/compare_stages.py TARGET DRAFT --text prompt.txt --dtype bfloat16
-    python perf/compare_stages.py TARGET DRAFT --tokens 1 5 9 12 --json
+    python -m perf.compare_stages TARGET DRAFT --text prompt.txt --dtype bfloat16
+    python -m perf.compare_stages TARGET DRAFT --tokens 1 5 9 12 --json
 
 The target runs once; both sides start from its residual streams. Stages: fc, attention and mlp of each layer,
 pre_head (what the head multiplies) and logits. Figures over all rows: mean and largest difference, smallest

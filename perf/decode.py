@@ -1,8 +1,8 @@
 """Decode rate of the engine, by the difference of two lengths, and what decoding costs the host process.
 
-python perf/decode.py --model llama-3.1-8b --scenario single-512 batch64-512
-python perf/decode.py --model smollm2-135m --peer transformers --out decode.json
-python perf/decode.py --temperature 0.8 --top-p 0.95
+python -m perf.decode --model llama-3.1-8b --scenario single-512 batch64-512
+python -m perf.decode --model smollm2-135m --peer transformers --out decode.json
+python -m perf.decode --temperature 0.8 --top-p 0.95
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from host import ENGINE_THREAD, LoopLag, thread_seconds
 from msgspec import UNSET, Struct
 from msgspec.structs import replace
-from peers import PEERS
-from record import DecodeRun, Run
-from recording import Recording, dtype_name, free_memory, parser
-from scenario import LENGTHS, SCENARIOS, Scenario
-from shapes import Model, prepare
-from table import decode_table, show
 
 from drift_sdk import Engine, EngineConfig, SamplingParams
+from perf.harness.host import ENGINE_THREAD, LoopLag, thread_seconds
+from perf.harness.record import DecodeRun, Run
+from perf.harness.recording import Recording, dtype_name, free_memory, parser
+from perf.harness.scenario import LENGTHS, SCENARIOS, Scenario
+from perf.harness.shapes import Model, prepare
+from perf.harness.table import decode_table, show
+from perf.peers import PEERS
 
 __all__ = ["DecodeOptions", "main", "measure"]
 

@@ -1,6 +1,6 @@
 """Memory of each captured graph, as the driver counts it. On a GPU.
 
-python perf/graph_memory.py --batch 64 --num-draft-tokens 3
+python -m perf.graph_memory --batch 64 --num-draft-tokens 3
 """
 
 from __future__ import annotations
@@ -13,10 +13,6 @@ from typing import Any
 
 import torch
 from msgspec import Struct
-from record import Run
-from recording import Recording, dtype_name, free_memory, parser
-from shapes import Model, prepare, prepare_draft
-from table import show, title_of
 
 from drift_sdk._kernels.gemm.tuning import gpu_key, table_for
 from drift_sdk.execution.device.device import Device, GpuDevice, Replay
@@ -25,6 +21,10 @@ from drift_sdk.execution.stages import NoStages, Stages
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.steps import ExecutorLimits
+from perf.harness.record import Run
+from perf.harness.recording import Recording, dtype_name, free_memory, parser
+from perf.harness.shapes import Model, prepare, prepare_draft
+from perf.harness.table import show, title_of
 
 __all__ = ["Captured", "GraphRun", "NotesMemory", "captured_graphs", "main", "measure"]
 

@@ -1,7 +1,7 @@
 """Kernels by themselves, in a captured graph: time, bytes a second, share of what the GPU can do at most.
 
-    python perf/kernel_speed.py --model llama-3.1-8b --suite gemm --rows 1 4 16 64 256
-    python perf/kernel_speed.py --suite attention norm rope sampling
+    python -m perf.kernel_speed --model llama-3.1-8b --suite gemm --rows 1 4 16 64 256
+    python -m perf.kernel_speed --suite attention norm rope sampling
 
 A suite is a function of (model, row counts, tuned table, device) that yields cases.
 """
@@ -13,18 +13,18 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
-from attention_cases import attention_cases
-from bandwidth import matmul_tflop_s
-from gemm_cases import gemm_cases
-from kernel_case import Case
-from record import Run
-from recording import Recording, free_memory, parser
-from row_cases import norm_cases, rope_cases, sampling_cases
-from shapes import Model, prepare
-from table import show
-from tune import time_us
 
 from drift_sdk._kernels.gemm.tuning import TunedTable, gpu_key, table_for
+from perf.cases.attention import attention_cases
+from perf.cases.case import Case
+from perf.cases.gemm import gemm_cases
+from perf.cases.rows import norm_cases, rope_cases, sampling_cases
+from perf.harness.bandwidth import matmul_tflop_s
+from perf.harness.record import Run
+from perf.harness.recording import Recording, free_memory, parser
+from perf.harness.shapes import Model, prepare
+from perf.harness.table import show
+from perf.tune import time_us
 
 __all__ = ["SUITES", "KernelRun", "limit_us", "main", "measure"]
 

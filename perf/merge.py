@@ -1,6 +1,6 @@
 """Put result files that were written elsewhere into perf/results, each into the file of its GPU and topic.
 
-python perf/merge.py from-the-gpu/decode.json from-the-gpu/kernels.json
+python -m perf.merge from-the-gpu/decode.json from-the-gpu/kernels.json
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from record import read, result_path, write
+from perf.harness.record import read, result_path, write
 
 __all__ = ["main"]
 

@@ -1,7 +1,7 @@
 """What the adaptive policy makes of batches of any size, against plain decoding in the same run.
 
-perf/speculative.py --policy-sweep measures it. A picture of what it found:
-python perf/policy_sweep.py perf/results/nvidia-h200/policy.json --out policy.png
+`python -m perf.speculative --policy-sweep` measures it. A picture of what it found:
+python -m perf.policy_sweep perf/results/nvidia-h200/policy.json --out policy.png
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from record import Results, read
-from scenario import Scenario
-from table import drafts_of, title_of
+from perf.harness.record import Results, read
+from perf.harness.scenario import Scenario
+from perf.harness.table import drafts_of, title_of
 
 __all__ = ["ACCEPTANCE_LENGTHS", "SCENARIOS", "draw", "main", "policy_table"]
 

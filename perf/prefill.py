@@ -1,6 +1,6 @@
 """Prompt tokens a second: one request after the other, each with a prompt that no cache has seen.
 
-python perf/prefill.py --model llama-3.1-8b --tokens 8192 32768 --peer vllm
+python -m perf.prefill --model llama-3.1-8b --tokens 8192 32768 --peer vllm
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bandwidth import matmul_tflop_s
 from msgspec import Struct
-from peers import vllm
-from record import PrefillRun, Run
-from recording import Recording, dtype_name, free_memory, parser
-from scenario import random_tokens
-from shapes import Model, prepare
-from table import prefill_table, show
 
 from drift_sdk import Engine, EngineConfig, SamplingParams
+from perf.harness.bandwidth import matmul_tflop_s
+from perf.harness.record import PrefillRun, Run
+from perf.harness.recording import Recording, dtype_name, free_memory, parser
+from perf.harness.scenario import random_tokens
+from perf.harness.shapes import Model, prepare
+from perf.harness.table import prefill_table, show
+from perf.peers import vllm
 
 __all__ = ["PrefillOptions", "main", "measure"]
 

@@ -1,7 +1,7 @@
 """Give a draft a smaller vocabulary: its most frequent tokens, so that its head multiplies fewer rows.
 
-    python perf/reduce_vocab.py DRAFT OUTPUT --size 16000 --frequencies counts.json
-    python perf/reduce_vocab.py DRAFT OUTPUT --size 16000 --texts a.txt b.txt --tokenizer TARGET --keep 128009
+    python -m perf.reduce_vocab DRAFT OUTPUT --size 16000 --frequencies counts.json
+    python -m perf.reduce_vocab DRAFT OUTPUT --size 16000 --texts a.txt b.txt --tokenizer TARGET --keep 128009
 
 counts.json is an object from token ids to counts. A draft with a head of its own loses rows of it; one that
 uses its target's is left with the ids alone. What the draft proposes changes, never what is generated.

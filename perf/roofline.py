@@ -1,6 +1,6 @@
 """A picture of decode results: time of a round against the time that reading its bytes takes.
 
-python perf/roofline.py perf/results/nvidia-h200/decode.json --out roofline.png
+python -m perf.roofline perf/results/nvidia-h200/decode.json --out roofline.png
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
-from peers.anchors import anchor_of
-from record import Results, read
-from table import engine_of
+
+from perf.harness.record import Results, read
+from perf.harness.table import engine_of
+from perf.peers.anchors import anchor_of
 
 __all__ = ["Point", "draw", "main", "points"]
 

@@ -1,8 +1,8 @@
 """The same load on this engine, in its default configuration, and on a peer, side by side on a GPU each.
 
-python perf/serving.py --peer vllm --devices 0 1 --swap --repeats 2 --cases closed-64 prefix open-20
-python perf/serving.py --peer vllm --draft
-python perf/serving.py --cases closed-64 --compare-set "" --compare-set "max_num_seqs=256 block_size=32"
+python -m perf.serving --peer vllm --devices 0 1 --swap --repeats 2 --cases closed-64 prefix open-20
+python -m perf.serving --peer vllm --draft
+python -m perf.serving --cases closed-64 --compare-set "" --compare-set "max_num_seqs=256 block_size=32"
 
 Cases: closed-N and sampled-N (N clients, greedy or sampled), open-R (R requests a second), prefix.
 """
@@ -18,12 +18,12 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from serving_benchmark import WARM_UPS, Benchmark, Plan
-from serving_engines import SCRIPTED, Drafts, drift_engine, find_model, parse_settings, peer_of
-from serving_load import CASES, Case
-from serving_runs import comparison_table, ratio_table
-from shapes import MODELS
-from table import show
+from perf.harness.shapes import MODELS
+from perf.harness.table import show
+from perf.service.benchmark import WARM_UPS, Benchmark, Plan
+from perf.service.engines import SCRIPTED, Drafts, drift_engine, find_model, parse_settings, peer_of
+from perf.service.load import CASES, Case
+from perf.service.runs import comparison_table, ratio_table
 
 __all__ = ["main"]
 

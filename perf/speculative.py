@@ -1,8 +1,8 @@
 """Speculative decoding against plain decoding of the same scenarios, in one run.
 
-python perf/speculative.py --num-draft-tokens 1 3 5 --acceptance-length 3.2 --scenario single-512 batch64-512
-python perf/speculative.py --model smollm2-135m --draft ngram
-python perf/speculative.py --policy-sweep --repeats 3
+python -m perf.speculative --num-draft-tokens 1 3 5 --acceptance-length 3.2 --scenario single-512 batch64-512
+python -m perf.speculative --model smollm2-135m --draft ngram
+python -m perf.speculative --policy-sweep --repeats 3
 
 An acceptance length is simulated: drafts are made and verified, but not compared. Without one acceptance is
 real: that of --draft, or of random weights if the model's are.
@@ -19,20 +19,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from decode import DecodeOptions
-from drafting import Drafting
-from policy_sweep import ACCEPTANCE_LENGTHS, draw, policy_table
-from policy_sweep import SCENARIOS as SWEPT_SCENARIOS
-from record import DecodeRun, Run
-from recording import Recording, free_memory, parser
-from rounds import Rounds, batch_config, measure_rounds
-from scenario import SCENARIOS, Scenario
-from shapes import Model, prepare, prepare_draft
-from startup_process import gpu_memory_gib
-from table import show, speculative_table
-
 from drift_sdk import NGram
 from drift_sdk.measurement import recorded_engine
+from perf.decode import DecodeOptions
+from perf.harness.drafting import Drafting
+from perf.harness.record import DecodeRun, Run
+from perf.harness.recording import Recording, free_memory, parser
+from perf.harness.rounds import Rounds, batch_config, measure_rounds
+from perf.harness.scenario import SCENARIOS, Scenario
+from perf.harness.shapes import Model, prepare, prepare_draft
+from perf.harness.startup_process import gpu_memory_gib
+from perf.harness.table import show, speculative_table
+from perf.policy_sweep import ACCEPTANCE_LENGTHS, draw, policy_table
+from perf.policy_sweep import SCENARIOS as SWEPT_SCENARIOS
 
 __all__ = ["SpeculativeRun", "main", "measure"]
 

@@ -1,7 +1,7 @@
 """Where the time of a round goes: each stage against its own roofline. On a GPU.
 
-python perf/stages.py --scenario single-512 batch4-16k --num-draft-tokens 3 --acceptance-length 3.2
-python perf/stages.py --by-active --scenario batch4-16k
+python -m perf.stages --scenario single-512 batch4-16k --num-draft-tokens 3 --acceptance-length 3.2
+python -m perf.stages --by-active --scenario batch4-16k
 
 Acceptance is simulated. Rounds are driven by hand, one at a time, with marks between their stages, which cost
 a few microseconds each. --by-active: sequences that end one after the other, and what a round then takes and
@@ -15,22 +15,22 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from active_rounds import ACTIVE_COLUMNS, active_table, measure_by_active, tiles_of
-from bandwidth import matmul_tflop_s
-from decode import DecodeOptions, engine_config
-from drafting import Drafting
-from driven import NUM_WARM_UP_ROUNDS, Driven
 from msgspec import UNSET, UnsetType
-from record import Run
-from recording import Recording, free_memory, parser
-from scenario import SCENARIOS, Scenario
-from shapes import prepare, prepare_draft
-from stage_work import Work
-from table import drafts_of, show, title_of
 
 from drift_sdk.measurement import staged_executor
 from drift_sdk.profiling.stage_timing import StageTimes, time_stages
 from drift_sdk.steps import Executor
+from perf.decode import DecodeOptions, engine_config
+from perf.harness.active_rounds import ACTIVE_COLUMNS, active_table, measure_by_active, tiles_of
+from perf.harness.bandwidth import matmul_tflop_s
+from perf.harness.drafting import Drafting
+from perf.harness.driven import NUM_WARM_UP_ROUNDS, Driven
+from perf.harness.record import Run
+from perf.harness.recording import Recording, free_memory, parser
+from perf.harness.scenario import SCENARIOS, Scenario
+from perf.harness.shapes import prepare, prepare_draft
+from perf.harness.stage_work import Work
+from perf.harness.table import drafts_of, show, title_of
 
 __all__ = ["STAGE_COLUMNS", "StageRun", "main", "measure_stages", "stage_table"]
 

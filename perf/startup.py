@@ -1,6 +1,6 @@
 """Time from nothing to the first token, in processes of their own: without compiled kernels, then with them.
 
-python perf/startup.py --model llama-3.1-8b
+python -m perf.startup --model llama-3.1-8b
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from pathlib import Path
 
 import msgspec
 import torch
-from record import Run
-from recording import Recording, dtype_name, free_memory, parser
-from shapes import Model, prepare
-from startup_process import Job, Startup
-from table import show
+
+from perf.harness.processes import module_command, with_paths
+from perf.harness.record import Run
+from perf.harness.recording import Recording, dtype_name, free_memory, parser
+from perf.harness.shapes import Model, prepare
+from perf.harness.startup_process import Job, Startup
+from perf.harness.table import show
 
 __all__ = ["StartupRun", "import_seconds", "main", "measure"]
 
-PROCESS = Path(__file__).parent / "startup_process.py"
+PROCESS = "perf.harness.startup_process"
 IMPORT = "import time; t = time.perf_counter(); import drift_sdk; print(time.perf_counter() - t)"
 CACHES = {"TRITON_CACHE_DIR": "triton", "CUDA_CACHE_PATH": "cuda"}
 
@@ -99,8 +101,8 @@ def measure(
 
 
 def start_up(job: Job, environment: dict[str, str]) -> Startup:
-    command = [sys.executable, str(PROCESS), msgspec.json.encode(job).decode()]
-    return msgspec.json.decode(last_line(command, environment), type=Startup)
+    command = module_command(PROCESS, msgspec.json.encode(job).decode())
+    return msgspec.json.decode(last_line(command, with_paths(environment)), type=Startup)
 
 
 def import_seconds() -> float:

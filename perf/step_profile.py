@@ -1,6 +1,6 @@
 """One decode step, kernel by kernel: launches, time, bytes, share of the limit, and idle time. On a GPU.
 
-python perf/step_profile.py --scenario single-512 batch64-512
+python -m perf.step_profile --scenario single-512 batch64-512
 
 Replays of a plain step, seen by torch.profiler. Kernels overlap (programmatic dependent launch), and one that
 waits for its predecessor counts as running: times of kernels add up to more than the step.
@@ -16,17 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from decode import DecodeOptions, engine_config
-from gemm_cases import weight_shapes
 from msgspec import UNSET, Struct, UnsetType
-from record import Run
-from recording import Recording, parser
-from scenario import SCENARIOS, Scenario
-from shapes import Model, prepare
-from stage_work import LOGIT_BYTES
-from table import show, title_of
 
 from drift_sdk.profiling.manual_driver import DrivenSlots
+from perf.cases.gemm import weight_shapes
+from perf.decode import DecodeOptions, engine_config
+from perf.harness.record import Run
+from perf.harness.recording import Recording, parser
+from perf.harness.scenario import SCENARIOS, Scenario
+from perf.harness.shapes import Model, prepare
+from perf.harness.stage_work import LOGIT_BYTES
+from perf.harness.table import show, title_of
 
 __all__ = ["Kernel", "KernelRun", "busy_us", "kernels_of_trace", "main", "profile_runs", "roles_of"]
 

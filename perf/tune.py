@@ -1,6 +1,6 @@
 """Measure which tiles and slices suit this GPU, and write the table that the kernels read.
 
-    python perf/tune.py --out src/drift_sdk/_kernels/gemm/tuned/nvidia-h200.json 6144x4096 28672x4096:gated
+    python -m perf.tune --out src/drift_sdk/_kernels/gemm/tuned/nvidia-h200.json 6144x4096 28672x4096:gated
 
 Every candidate is checked against float32 before it is timed, in a captured chain over enough different
 weights that none is found in the cache. One number of slices is chosen for a weight, by the sum of its best

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from record import DecodeRun
-from scenario import Scenario
-from shapes import Model
-
-from peers import transformers, vllm
+from perf.harness.record import DecodeRun
+from perf.harness.scenario import Scenario
+from perf.harness.shapes import Model
+from perf.peers import transformers, vllm
 
 __all__ = ["PEERS"]
 

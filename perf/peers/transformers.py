@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from record import DecodeRun
-from scenario import LENGTHS, Scenario
-from shapes import Model
+
+from perf.harness.record import DecodeRun
+from perf.harness.scenario import LENGTHS, Scenario
+from perf.harness.shapes import Model
 
 __all__ = ["Decoding", "measure"]
 

@@ -9,18 +9,19 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
-from record import DecodeRun, PrefillRun
-from scenario import Scenario
-from shapes import Model
-from vllm_process import MARK, Job, Times
+
+from perf.harness.processes import module_command, with_paths
+from perf.harness.record import DecodeRun, PrefillRun
+from perf.harness.scenario import Scenario
+from perf.harness.shapes import Model
+from perf.peers.vllm_process import MARK, Job, Times
 
 __all__ = ["measure", "measure_prompts"]
 
-PROCESS = Path(__file__).parent.parent / "vllm_process.py"
+PROCESS = "perf.peers.vllm_process"
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -70,12 +71,8 @@ def _times(model: Model, job: Job) -> Iterator[Times]:
     if model.load != "random":
         raise RuntimeError(f"model {model.name}: the vllm peer measures random weights alone")
 
-    environment = os.environ | ENVIRONMENT
-    if "VLLM_PATH" in environment:
-        paths = (environment["VLLM_PATH"], environment.get("PYTHONPATH"))
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-
-    command = [sys.executable, str(PROCESS), msgspec.json.encode(job).decode()]
+    environment = with_paths(os.environ | ENVIRONMENT, os.environ.get("VLLM_PATH"))
+    command = module_command(PROCESS, msgspec.json.encode(job).decode())
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -24,8 +21,7 @@ from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.draft_config import DraftConfig
 from drift_sdk.models.eagle3 import DraftDecoder
-
-PERF = Path(__file__).parents[2] / "perf"
+from perf import compare_stages, reduce_vocab
 
 
 @pytest.fixture(scope="module")
@@ -62,15 +58,6 @@ def _change(folder: Path, changes: dict[str, torch.Tensor | None]) -> str:
 
     save_file(tensors, file)
     return str(file)
-
-
-def _tool(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, PERF / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def _llama(num_layers: int, **changes: Any) -> tuple[dict[str, Any], DecoderConfig]:
@@ -339,7 +326,7 @@ def test_reduced_vocabulary(name: str, target: Decoder, target_folder: Path, tmp
     counts = {token: 100 - index for index, token in enumerate(frequent)}
     (tmp_path / "counts.json").write_text(json.dumps(counts))
     arguments = ["--size", "11", "--frequencies", str(tmp_path / "counts.json"), "--keep", str(kept)]
-    _tool("reduce_vocab").main([str(tmp_path / "draft"), str(tmp_path / "small"), *arguments])
+    reduce_vocab.main([str(tmp_path / "draft"), str(tmp_path / "small"), *arguments])
 
     small = DraftDecoder.load(tmp_path / "small", target)
     assert small.target_ids.tolist() == sorted([*frequent[:10], kept])
@@ -359,7 +346,7 @@ def test_reduced_vocabulary_of_texts(
     text = folder / "text.txt"
     text.write_text("bbb cc c d")
     arguments = ["--size", "3", "--texts", str(text), "--tokenizer", str(target_folder)]
-    _tool("reduce_vocab").main([str(folder / "draft"), str(folder / "small"), *arguments])
+    reduce_vocab.main([str(folder / "draft"), str(folder / "small"), *arguments])
     tokenizer = resolve(target_folder).tokenizer()
     counts = torch.bincount(torch.tensor(tokenizer.encode(text.read_text(), add_special_tokens=False)))
     expected = sorted(counts.argsort(descending=True, stable=True)[:3].tolist())
@@ -368,7 +355,7 @@ def test_reduced_vocabulary_of_texts(
 
 
 def test_reducing_refuses_what_cannot_be(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tool = _tool("reduce_vocab")
+    tool = reduce_vocab
     (folder / "counts.json").write_text("{}")
     for size, keep, output, message in (
         ("97", [], "small", "size=97: expected 1 to 96"),
@@ -391,7 +378,7 @@ def test_stages_agree_with_a_plain_pass(
 ) -> None:
     make_draft(name, tmp_path, target_folder)
     tokens = [str(token) for token in range(7, 90, 4)]
-    _tool("compare_stages").main([str(target_folder), str(tmp_path), "--json", "--tokens", *tokens])
+    compare_stages.main([str(target_folder), str(tmp_path), "--json", "--tokens", *tokens])
     found = json.loads(capsys.readouterr().out)
     stages = [f"{part}.{i}" for i in range(VARIANTS[name].num_layers) for part in ("attention", "mlp")]
     assert [stage["stage"] for stage in found] == ["fc", *stages, "pre_head", "logits"]
@@ -404,7 +391,7 @@ def test_stages_agree_with_a_plain_pass(
 def test_stage_that_departs_is_seen(
     target: Decoder, target_folder: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tool = _tool("compare_stages")
+    tool = compare_stages
     mlp = DraftDecoder._mlp
     monkeypatch.setattr(DraftDecoder, "_mlp", lambda *inputs: mlp(*inputs) * 1.5)
     found = {row.stage: row for row in tool.compare(target, folder, list(range(7, 40)))}
@@ -429,7 +416,7 @@ def test_stages_of_a_text(
         "--aux-layer-convention",
         "output",
     ]
-    _tool("compare_stages").main([str(target_folder), str(folder), *arguments])
+    compare_stages.main([str(target_folder), str(folder), *arguments])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["stage", "mean", "max", "cosine", "top-k"]
     assert [line.split()[0] for line in lines[1:]] == ["fc", "attention.0", "mlp.0", "pre_head", "logits"]

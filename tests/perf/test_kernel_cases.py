@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from attention_cases import attention_cases, decode_case, prefill_case
-from gemm_cases import gemm_cases, weight_shapes
-from kernel_case import Case, Prepared
-from kernel_speed import limit_us, main, measure
-from row_cases import norm_cases, rope_cases, sampling_cases
-from shapes import prepare
 
 from drift_sdk._kernels.attention.paged_attention import AttentionConfig
 from drift_sdk._kernels.gemm.tuning import TunedTable, table_for
+from perf.cases.attention import attention_cases, decode_case, prefill_case
+from perf.cases.case import Case, Prepared
+from perf.cases.gemm import gemm_cases, weight_shapes
+from perf.cases.rows import norm_cases, rope_cases, sampling_cases
+from perf.harness.shapes import prepare
+from perf.kernel_speed import limit_us, main, measure
 
 
 def test_weights_of_the_published_shapes_are_tuned(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_the_limit_is_bytes_or_operations_whichever_takes_longer() -> None:
 
 
 def test_output_that_stays_unwritten_is_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kernel_speed.time_us", lambda step, num_calls: 2.0)
+    monkeypatch.setattr("perf.kernel_speed.time_us", lambda step, num_calls: 2.0)
     with pytest.raises(RuntimeError, match="not finite"):
         measure(case_of(torch.empty(4)), "tiny", 4.0, 1000.0)
     run = measure(case_of(torch.empty(2)), "tiny", 4.0, 1000.0)
@@ -94,8 +94,8 @@ def filled(case: Case) -> Prepared:
 
 @pytest.mark.kernel
 def test_attention_cases_fill_their_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kernel_case.MAX_COPIES", 2)
-    monkeypatch.setattr("attention_cases.AttentionConfig", lambda: AttentionConfig(num_programs=4))
+    monkeypatch.setattr("perf.cases.case.MAX_COPIES", 2)
+    monkeypatch.setattr("perf.cases.attention.AttentionConfig", lambda: AttentionConfig(num_programs=4))
     config = prepare("tiny", tmp_path).config
     for case in (decode_case(config, 150, 2, 1, "cpu"), decode_case(config, 70, 1, 4, "cpu")):
         filled(case)
@@ -126,7 +126,7 @@ def test_attention_at_all_contexts_and_batches(tmp_path: Path) -> None:
 def test_row_cases_fill_their_output(
     cases: Callable[..., Iterator[Case]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kernel_case.MAX_COPIES", 2)
+    monkeypatch.setattr("perf.cases.case.MAX_COPIES", 2)
     found = list(cases(prepare("tiny", tmp_path), (3,), TunedTable(), "cpu"))
     assert found and all(case.num_rows == 3 and case.num_bytes > 3 * 64 * 4 for case in found)
     for case in found:

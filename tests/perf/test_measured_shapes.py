@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from bandwidth import matmul_tflop_s, read_bandwidth_tb_s
-from scenario import SCENARIOS, Scenario
-from shapes import prepare
 
 from drift_sdk.loading.source import resolve
 from drift_sdk.models.decoder import Decoder
+from perf.harness.bandwidth import matmul_tflop_s, read_bandwidth_tb_s
+from perf.harness.scenario import SCENARIOS, Scenario
+from perf.harness.shapes import prepare
 
 
 def test_bytes_are_those_of_the_tensors_that_a_step_reads(tmp_path: Path) -> None:

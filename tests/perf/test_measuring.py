@@ -9,19 +9,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-import decode
 import pytest
-import startup
-from decode import DecodeOptions, generation_seconds, measure, measure_one
-from host import LoopLag, percentile, thread_seconds
 from msgspec import to_builtins
-from prefill import first_token_seconds
-from prefill import main as prefill_main
-from scenario import Scenario
-from shapes import Model, prepare
 
 from drift_sdk import Engine, PromptTooLong, SamplingParams, TokenStream
 from drift_sdk.testing import scripted_engine
+from perf import decode, startup
+from perf.decode import DecodeOptions, generation_seconds, measure, measure_one
+from perf.harness.host import LoopLag, percentile, thread_seconds
+from perf.harness.scenario import Scenario
+from perf.harness.shapes import Model, prepare
+from perf.prefill import first_token_seconds
+from perf.prefill import main as prefill_main
 
 
 @pytest.fixture
@@ -31,7 +30,7 @@ def tiny(tmp_path: Path) -> Model:
 
 @pytest.fixture(autouse=True)
 def quick_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recording.read_bandwidth_tb_s", lambda device: 0.01)
+    monkeypatch.setattr("perf.harness.recording.read_bandwidth_tb_s", lambda device: 0.01)
 
 
 async def test_decode_rate(tiny: Model) -> None:
@@ -64,8 +63,8 @@ async def test_what_every_generation_costs_drops_out(tiny: Model, monkeypatch: p
 
     async def no_host(*arguments: object) -> None: ...
 
-    monkeypatch.setattr("decode.generation_seconds", seconds)
-    monkeypatch.setattr("decode.measure_host", no_host)
+    monkeypatch.setattr("perf.decode.generation_seconds", seconds)
+    monkeypatch.setattr("perf.decode.measure_host", no_host)
     async with scripted_engine() as engine:
         run = await measure_one(engine, tiny, Scenario.parse("batch2-16"), DecodeOptions(), 0.01)
     assert calls == [8, 264, 264] + [8, 264] * 5

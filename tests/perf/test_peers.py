@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from peers import PEERS
-from peers.anchors import ANCHORS, anchor_of, is_void
-from peers.transformers import Decoding, load
-from peers.vllm import measure_prompts
-from scenario import Scenario
-from shapes import MODELS, Model, prepare
+
+from perf.harness.scenario import Scenario
+from perf.harness.shapes import MODELS, Model, prepare
+from perf.peers import PEERS
+from perf.peers.anchors import ANCHORS, anchor_of, is_void
+from perf.peers.transformers import Decoding, load
+from perf.peers.vllm import measure_prompts
 
 VLLM = """
 import time

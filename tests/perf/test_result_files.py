@@ -6,16 +6,16 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import machine
-import merge
 import msgspec
 import pytest
-import record
 from msgspec import UNSET
-from record import DecodeRun, Results, Run, read, write
-from roofline import draw, points
-from scenario import Scenario
-from table import decode_table
+
+from perf import merge
+from perf.harness import machine, record
+from perf.harness.record import DecodeRun, Results, Run, read, write
+from perf.harness.scenario import Scenario
+from perf.harness.table import decode_table
+from perf.roofline import draw, points
 
 SCHEMA = {
     "engine", "model", "dtype", "scenario", "batch", "context", "num_draft_tokens", "tree", "acceptance",

@@ -15,15 +15,16 @@ from typing import Any
 
 import psutil
 import pytest
-import serving
-from record import read
-from serving_benchmark import Benchmark, Plan
-from serving_children import Child, ChildFailed, ask_all
-from serving_driver import Drive, Record, drive
-from serving_engines import drift_engine, parse_settings, peer_of
-from serving_figures import figures_of, token_gaps
-from serving_load import CASES, OUTPUTS, PROMPTS, Case, Lengths, Request, requests_of
-from serving_runs import ratio_table
+
+from perf import serving
+from perf.harness.record import read
+from perf.service.benchmark import Benchmark, Plan
+from perf.service.children import Child, ChildFailed, ask_all
+from perf.service.driver import Drive, Record, drive
+from perf.service.engines import drift_engine, parse_settings, peer_of
+from perf.service.figures import figures_of, token_gaps
+from perf.service.load import CASES, OUTPUTS, PROMPTS, Case, Lengths, Request, requests_of
+from perf.service.runs import ratio_table
 
 SHORT = {"prompts": Lengths(8, 0.5, 4, 16), "outputs": Lengths(6, 0.5, 4, 12)}
 VLLM = {

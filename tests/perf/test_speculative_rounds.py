@@ -6,15 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
-import speculative
-from record import read
-from rounds import Counts, Rounds
-from table import speculative_table
+
+from perf import speculative
+from perf.harness.record import read
+from perf.harness.rounds import Counts, Rounds
+from perf.harness.table import speculative_table
 
 
 @pytest.fixture(autouse=True)
 def quick_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recording.read_bandwidth_tb_s", lambda device: 0.01)
+    monkeypatch.setattr("perf.harness.recording.read_bandwidth_tb_s", lambda device: 0.01)
 
 
 def test_a_result_file_of_drafted_and_plain_rounds(tmp_path: Path) -> None:

@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from active_rounds import ACTIVE_COLUMNS, active_table, measure_by_active
-from decode import DecodeOptions, engine_config
-from drafting import Drafting
-from driven import Driven
 from msgspec import to_builtins
-from scenario import Scenario
-from shapes import Model, prepare, prepare_draft
-from stage_work import Work, stage_work
-from stages import STAGE_COLUMNS, main, measure_stages, stage_table
 
 from drift_sdk.execution.eager.executor import EagerExecutor
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.steps import ExecutorLimits
+from perf.decode import DecodeOptions, engine_config
+from perf.harness.active_rounds import ACTIVE_COLUMNS, active_table, measure_by_active
+from perf.harness.drafting import Drafting
+from perf.harness.driven import Driven
+from perf.harness.scenario import Scenario
+from perf.harness.shapes import Model, prepare, prepare_draft
+from perf.harness.stage_work import Work, stage_work
+from perf.stages import STAGE_COLUMNS, main, measure_stages, stage_table
 
 SCENARIO = Scenario.parse("batch3-20")
 

@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from active_rounds import tiles_of
-from decode import DecodeOptions
-from graph_memory import Captured, NotesMemory, captured_graphs, measure, open_executor
-from graph_memory import main as memory_main
 from interpreted_device import InterpretedDevice
 from msgspec import UNSET, to_builtins
-from scenario import Scenario
-from shapes import Model, prepare
-from step_profile import COLUMNS, Kernel, busy_us, kernels_of_trace, main, profile_runs, table_rows
-from table import progress
 
 from drift_sdk.steps import ExecutorLimits
+from perf.decode import DecodeOptions
+from perf.graph_memory import Captured, NotesMemory, captured_graphs, measure, open_executor
+from perf.graph_memory import main as memory_main
+from perf.harness.active_rounds import tiles_of
+from perf.harness.scenario import Scenario
+from perf.harness.shapes import Model, prepare
+from perf.harness.table import progress
+from perf.step_profile import COLUMNS, Kernel, busy_us, kernels_of_trace, main, profile_runs, table_rows
 
 LAYER = ("_multiply", "_rotate_and_store", "_attend", "_add_partitions", "_multiply", "_add_norm")
 MLP = ("_gated_multiply", "_multiply", "_add_norm")

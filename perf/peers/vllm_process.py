@@ -9,7 +9,8 @@ import time
 
 import msgspec
 from msgspec import Struct
-from scenario import LENGTHS, Scenario
+
+from perf.harness.scenario import LENGTHS, Scenario
 
 __all__ = ["MARK", "Job", "Times"]
 

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from peers.anchors import anchor_of, is_void
-from record import Results, Run
 from rich.console import Console
 from rich.table import Table
+
+from perf.harness.record import Results, Run
+from perf.peers.anchors import anchor_of, is_void
 
 __all__ = ["decode_table", "engine_of", "prefill_table", "progress", "show", "speculative_table", "title_of"]
 

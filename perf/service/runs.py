@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec import UNSET, UnsetType
-from record import Results, Run
-from serving_load import Case
-from table import drafts_of, title_of
+
+from perf.harness.record import Results, Run
+from perf.harness.table import drafts_of, title_of
+from perf.service.load import Case
 
 __all__ = ["FLOORS", "LATENCY_LIMITS", "ServingRun", "comparison_table", "line_of", "ratio_table"]
 

@@ -7,11 +7,10 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from serving_load import Request
-
 from drift_sdk import Chain, Engine, EngineConfig, SamplingParams, Speculation
 from drift_sdk.measurement import simulated_engine
 from drift_sdk.testing import scripted_engine
+from perf.service.load import Request
 
 __all__ = ["DriftService", "engine_config"]
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from serving_load import Case, Request
+from perf.service.load import Case, Request
 
 __all__ = ["Drive", "Record", "Service", "drive"]
 

@@ -9,12 +9,13 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import vllm
-from serving_load import Request
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
+
+from perf.service.load import Request
 
 __all__ = ["VllmService"]
 

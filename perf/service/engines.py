@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from serving_children import Job
-from shapes import Model, prepare, prepare_draft
-
 from drift_sdk.loading.source import resolve
 from drift_sdk.models.decoder_config import DecoderConfig
+from perf.harness.processes import with_paths
+from perf.harness.shapes import Model, prepare, prepare_draft
+from perf.service.children import Job
 
 __all__ = ["SCRIPTED", "Drafts", "MeasuredEngine", "drift_engine", "find_model", "parse_settings", "peer_of"]
 
@@ -98,7 +98,7 @@ def drift_engine(model: Model | None, drafts: Drafts | None, given: Sequence[str
         )
     text = " ".join(given)
     name = SCRIPTED if model is None else model.name
-    return MeasuredEngine("drift", name, job, dict(os.environ), parse_settings(text), text or None)
+    return MeasuredEngine("drift", name, job, with_paths(os.environ), parse_settings(text), text or None)
 
 
 def peer_of(engine: MeasuredEngine, name: str, path: str | None, given: Sequence[str]) -> MeasuredEngine:
@@ -107,8 +107,7 @@ def peer_of(engine: MeasuredEngine, name: str, path: str | None, given: Sequence
     job, environment = dataclasses.replace(engine.job, measures_machine=False), dict(engine.environment)
     if name == "vllm":
         job = dataclasses.replace(job, service="vllm")
-        paths = (path, environment.get("PYTHONPATH"))
-        environment |= VLLM_ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        environment = with_paths(environment | VLLM_ENVIRONMENT, path)
     text = " ".join(given)
     return MeasuredEngine(name, engine.model_name, job, environment, parse_settings(text), text or None)
 

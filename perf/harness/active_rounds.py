@@ -6,13 +6,12 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from driven import NUM_WARM_UP_ROUNDS, Driven
-from record import Run
-from scenario import Scenario
-from table import drafts_of
-
 from drift_sdk._kernels.attention.attention_plan import Partitions
 from drift_sdk.steps import Executor
+from perf.harness.driven import NUM_WARM_UP_ROUNDS, Driven
+from perf.harness.record import Run
+from perf.harness.scenario import Scenario
+from perf.harness.table import drafts_of
 
 __all__ = ["ACTIVE_COLUMNS", "ActiveRun", "active_table", "measure_by_active", "tiles_of"]
 

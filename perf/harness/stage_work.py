@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from msgspec import Struct
-from shapes import DRAFT_FUSION, DRAFT_HEAD, Draft, Model
 
 from drift_sdk.models.draft_weights import required_shapes, shareable_shapes
+from perf.harness.shapes import DRAFT_FUSION, DRAFT_HEAD, Draft, Model
 
 __all__ = ["Work", "stage_work"]
 

@@ -6,9 +6,6 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-from gemm_cases import ITEMSIZE
-from kernel_case import Case, Prepared, num_copies
-from shapes import Model
 
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk._kernels.layers.residual_norm import add_norm
@@ -17,6 +14,9 @@ from drift_sdk._kernels.sampling.sample_buffers import SampleBuffers
 from drift_sdk._kernels.sampling.sampled_rows import sample_rows
 from drift_sdk._kernels.slots.slot_columns import SlotColumns, num_mask_words
 from drift_sdk.models.decoder_config import DecoderConfig
+from perf.cases.case import Case, Prepared, num_copies
+from perf.cases.gemm import ITEMSIZE
+from perf.harness.shapes import Model
 
 __all__ = ["norm_cases", "rope_cases", "sampling_cases"]
 

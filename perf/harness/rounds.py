@@ -5,13 +5,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from decode import BLOCK_SIZE, DecodeOptions, engine_config, generation_seconds
 from msgspec import Struct
-from scenario import Scenario
-from shapes import Model
 
 from drift_sdk import EngineConfig, EngineStats
 from drift_sdk.measurement import RecordedEngine
+from perf.decode import BLOCK_SIZE, DecodeOptions, engine_config, generation_seconds
+from perf.harness.scenario import Scenario
+from perf.harness.shapes import Model
 
 __all__ = ["Counts", "Rounds", "batch_config", "measure_rounds"]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from decode import DecodeOptions
 from msgspec import Struct
-from scenario import Scenario
-from shapes import Draft, Model
 
 from drift_sdk import Chain, EngineConfig, NGram, Speculation
 from drift_sdk.measurement import RecordedEngine, recorded_engine, simulated_engine
+from perf.decode import DecodeOptions
+from perf.harness.scenario import Scenario
+from perf.harness.shapes import Draft, Model
 
 __all__ = ["Drafting"]
 

@@ -7,9 +7,6 @@ from functools import partial
 
 import numpy as np
 import torch
-from gemm_cases import ITEMSIZE
-from kernel_case import Case, Prepared, num_copies
-from shapes import Model
 from torch import Tensor
 
 from drift_sdk._kernels.attention.attention_plan import AttentionPlan, Partitions, plan_attention
@@ -18,6 +15,9 @@ from drift_sdk._kernels.attention.prefill_attention import prefill_attention, pr
 from drift_sdk._kernels.attention.prefill_tiles import TILE_FIELDS, prefill_tiles
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.models.decoder_config import DecoderConfig
+from perf.cases.case import Case, Prepared, num_copies
+from perf.cases.gemm import ITEMSIZE
+from perf.harness.shapes import Model
 
 __all__ = ["attention_cases", "decode_case", "prefill_case"]
 

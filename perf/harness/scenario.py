@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 import re
 
-from byte_tokenizer import NUM_SPECIAL
 from msgspec import Struct
+
+from perf.harness.byte_tokenizer import NUM_SPECIAL
 
 __all__ = ["LENGTHS", "SCENARIOS", "Scenario", "random_tokens"]
 

@@ -8,7 +8,6 @@ import math
 from pathlib import Path
 from typing import Any, Literal
 
-from byte_tokenizer import write_tokenizer
 from msgspec import Struct
 
 from drift_sdk.loading.source import resolve
@@ -16,6 +15,8 @@ from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.draft_config import DraftConfig
 from drift_sdk.models.draft_weights import required_shapes, shareable_shapes
 from drift_sdk.models.weights import tensor_shapes
+from perf.harness.byte_tokenizer import write_tokenizer
+from perf.harness.processes import ROOT
 
 __all__ = ["MODELS", "Draft", "Model", "prepare", "prepare_draft"]
 
@@ -162,7 +163,7 @@ def prepare_draft(model: Model, path: Path | str | None = None) -> Draft:
 
 def _smollm2_file() -> Path:
     """The examples know where to get it; they are no package."""
-    file = Path(__file__).parent.parent / "examples" / "smollm2.py"
+    file = ROOT / "examples" / "smollm2.py"
     spec = importlib.util.spec_from_file_location("smollm2", file)
     assert spec is not None and spec.loader is not None
     example = importlib.util.module_from_spec(spec)

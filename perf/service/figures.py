@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-from host import percentile
-from serving_driver import Drive, Record
+from perf.harness.host import percentile
+from perf.service.driver import Drive, Record
 
 __all__ = ["SHARES", "figures_of", "token_gaps"]
 

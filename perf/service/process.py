@@ -22,10 +22,11 @@ import traceback
 from typing import Any, TextIO
 
 import psutil
-from host import LoopLag
-from serving_driver import drive
-from serving_figures import figures_of
-from serving_load import Case, Lengths, requests_of
+
+from perf.harness.host import LoopLag
+from perf.service.driver import drive
+from perf.service.figures import figures_of
+from perf.service.load import Case, Lengths, requests_of
 
 __all__ = ["main"]
 
@@ -79,11 +80,11 @@ class Process:
 async def start_service(job: dict[str, Any], settings: dict[str, Any]) -> Any:
     """One side's modules are not imported in the other's process."""
     if job["service"] == "vllm":
-        from serving_vllm import VllmService
+        from perf.service.vllm import VllmService
 
         return await VllmService.start(job, settings)
 
-    from serving_drift import DriftService
+    from perf.service.drift import DriftService
 
     return await DriftService.start(job, settings)
 
@@ -108,9 +109,9 @@ def tree_cpu_seconds() -> float:
 
 def machine_facts() -> dict[str, Any]:
     """The GPU and its read bandwidth, before anything else uses it."""
-    from bandwidth import read_bandwidth_tb_s
-    from machine import default_device, gpu_name
-    from recording import free_memory
+    from perf.harness.bandwidth import read_bandwidth_tb_s
+    from perf.harness.machine import default_device, gpu_name
+    from perf.harness.recording import free_memory
 
     device = default_device()
     facts = {"gpu": gpu_name(device), "read_bandwidth_tb_s": read_bandwidth_tb_s(device)}

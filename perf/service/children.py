@@ -23,9 +23,11 @@ from typing import Any, Self
 
 import psutil
 
+from perf.harness.processes import module_command
+
 __all__ = ["Child", "ChildFailed", "Job", "ask_all"]
 
-PROCESS = Path(__file__).parent / "serving_process.py"
+PROCESS = "perf.service.process"
 POLL_S = 0.1
 LOG_TAIL = 4000  # characters of a failed child's log that its error quotes
 KILL_LIMIT_S = 20.0
@@ -57,7 +59,7 @@ class Job:
 
     @property
     def command(self) -> list[str]:
-        return [sys.executable, str(PROCESS), json.dumps(dataclasses.asdict(self))]
+        return module_command(PROCESS, json.dumps(dataclasses.asdict(self)))
 
 
 class ChildFailed(Exception):

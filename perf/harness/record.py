@@ -8,16 +8,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import machine
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
-from scenario import Scenario
 
 from drift_sdk._kernels.gemm.tuning import gpu_key
+from perf.harness import machine
+from perf.harness.processes import ROOT
+from perf.harness.scenario import Scenario
 
 __all__ = ["DecodeRun", "PrefillRun", "Results", "Run", "merge", "read", "result_path", "write"]
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = ROOT / "perf" / "results"
 IDENTITY = (
     "engine", "executor", "model", "dtype", "scenario", "batch", "context", "temperature", "top_p",
     "num_draft_tokens", "tree", "draft", "is_adaptive", "acceptance",

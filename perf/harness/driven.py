@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from decode import DecodeOptions
-from drafting import Drafting
 from msgspec import Struct
-from scenario import Scenario
-from shapes import Draft, Model
-from stage_work import Work, stage_work
 
 from drift_sdk import EngineConfig
 from drift_sdk.profiling.manual_driver import DrivenSlots
 from drift_sdk.steps import Executor
+from perf.decode import DecodeOptions
+from perf.harness.drafting import Drafting
+from perf.harness.scenario import Scenario
+from perf.harness.shapes import Draft, Model
+from perf.harness.stage_work import Work, stage_work
 
 __all__ = ["NUM_WARM_UP_ROUNDS", "Driven"]
 

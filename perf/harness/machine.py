@@ -11,10 +11,11 @@ from pathlib import Path
 
 import torch
 
+from perf.harness.processes import ROOT
+
 __all__ = ["commit", "default_device", "driver", "gpu_name", "versions"]
 
-ROOT = Path(__file__).parent.parent
-MEASURED_CODE = ("src", "perf/*.py", "perf/peers")
+MEASURED_CODE = ("src", "perf", ":!perf/results")
 
 
 def default_device() -> str:

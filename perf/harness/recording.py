@@ -7,11 +7,12 @@ import gc
 from pathlib import Path
 
 import torch
-from bandwidth import read_bandwidth_tb_s
-from machine import default_device
-from record import Results, Run, result_path, write
-from shapes import MODELS
-from table import progress
+
+from perf.harness.bandwidth import read_bandwidth_tb_s
+from perf.harness.machine import default_device
+from perf.harness.record import Results, Run, result_path, write
+from perf.harness.shapes import MODELS
+from perf.harness.table import progress
 
 __all__ = ["Recording", "dtype_name", "free_memory", "parser"]
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-from kernel_case import Case, Prepared, num_copies
 from msgspec import Struct
-from shapes import Model
 from torch import Tensor
 
 from drift_sdk._kernels.gemm.cublas_gemm import fastest_gated_multiply, fastest_multiply
 from drift_sdk._kernels.gemm.tuning import TunedTable
+from perf.cases.case import Case, Prepared, num_copies
+from perf.harness.shapes import Model
 
 __all__ = ["WeightShape", "gemm_cases", "weight_shapes"]
 

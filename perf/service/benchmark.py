@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from machine import default_device
 from msgspec.structs import replace
-from record import Results, result_path, write
-from recording import dtype_name
-from serving_children import Child, ask_all
-from serving_engines import MeasuredEngine, parse_settings
-from serving_load import Case, Lengths
-from serving_runs import ServingRun, line_of
+
+from perf.harness.machine import default_device
+from perf.harness.record import Results, result_path, write
+from perf.harness.recording import dtype_name
+from perf.service.children import Child, ask_all
+from perf.service.engines import MeasuredEngine, parse_settings
+from perf.service.load import Case, Lengths
+from perf.service.runs import ServingRun, line_of
 
 __all__ = ["WARM_UPS", "Benchmark", "Plan"]
 
