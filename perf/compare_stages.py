@@ -26,7 +26,7 @@ from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.draft_config import draft_settings
-from drift_sdk.models.eagle3 import SLOT_OFFSET, DraftDecoder
+from drift_sdk.models.eagle3 import DRAFT_KV_OFFSET, DraftDecoder
 from drift_sdk.models.kv_cache import KVCache
 
 __all__ = ["StageDifference", "compare", "main"]
@@ -77,7 +77,7 @@ def compare(
     draft = RecordedDraft.load(folder, target, **options)
     tokens = torch.tensor(token_ids, dtype=torch.int64, device=target.device)
     num_rows = len(token_ids) - 1
-    captured, final = _target_states(target, tokens[:-1], draft.boundaries)
+    aux_hidden, final = _target_states(target, tokens[:-1], draft.aux_layers)
     config = draft.config
     num_blocks = -(-len(token_ids) // BLOCK_SIZE)
     cache = KVCache(
@@ -90,11 +90,11 @@ def compare(
         draft.device,
     )
     rows = SequenceRows(range(num_blocks), 0, num_rows)
-    batch = AttentionBatch([rows], cache, slot_offset=SLOT_OFFSET)
-    features = draft.fuse(captured, final)
+    batch = AttentionBatch([rows], cache, slot_offset=DRAFT_KV_OFFSET)
+    features = draft.fuse(aux_hidden, final)
     draft.stages = {"fc": features}
     draft.stages["logits"] = draft.logits(draft.forward(features, tokens[1:], batch, cache))
-    expected = plain_stages(folder, target, captured, final, tokens[1:], draft.target_ids)
+    expected = plain_stages(folder, target, aux_hidden, final, tokens[1:], draft.target_ids)
     return [_difference(stage, draft.stages[stage], expected[stage], top_k) for stage in expected]
 
 
@@ -102,7 +102,7 @@ def compare(
 def plain_stages(
     folder: Path,
     target: Decoder,
-    captured: Sequence[torch.Tensor],
+    aux_hidden: Sequence[torch.Tensor],
     final: torch.Tensor,
     token_ids: torch.Tensor,
     target_ids: torch.Tensor,
@@ -122,7 +122,7 @@ def plain_stages(
     def norm(x: torch.Tensor, scale: torch.Tensor, eps: float = eps) -> torch.Tensor:
         return scale * x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
 
-    streams = [stream.double() for stream in captured]
+    streams = [stream.double() for stream in aux_hidden]
     if settings.get("fc_norm"):
         streams = [norm(stream, weight(f"fc_norm.{i}.weight")) for i, stream in enumerate(streams)]
 
@@ -208,7 +208,7 @@ def _angles(settings: Mapping[str, Any], num_rows: int, head_dim: int) -> torch.
 
 @torch.inference_mode()
 def _target_states(
-    target: Decoder, tokens: torch.Tensor, boundaries: Sequence[int]
+    target: Decoder, tokens: torch.Tensor, aux_layers: Sequence[int]
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     config, num_blocks = target.config, -(-len(tokens) // BLOCK_SIZE)
     cache = KVCache(
@@ -221,8 +221,8 @@ def _target_states(
         target.device,
     )
     batch = AttentionBatch([SequenceRows(range(num_blocks), 0, len(tokens))], cache)
-    final, captured = target.forward(tokens, batch, cache, boundaries)
-    return captured, final
+    final, aux_hidden = target.forward(tokens, batch, cache, aux_layers)
+    return aux_hidden, final
 
 
 def _difference(stage: str, found: torch.Tensor, expected: torch.Tensor, top_k: int) -> StageDifference:

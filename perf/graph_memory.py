@@ -17,7 +17,7 @@ from msgspec import Struct
 from drift_sdk._kernels.gemm.tuning import gpu_key, table_for
 from drift_sdk.execution.device.device import Device, GpuDevice, Replay
 from drift_sdk.execution.graph.executor import GraphExecutor
-from drift_sdk.execution.stages import NoStages, Stages
+from drift_sdk.execution.stages import NoStageMarks, StageMarks
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.steps import ExecutorLimits
@@ -29,7 +29,7 @@ from perf.harness.table import show, title_of
 __all__ = ["Captured", "GraphRun", "NotesMemory", "captured_graphs", "main", "measure"]
 
 BLOCK_SIZE = 64
-KINDS = ("prefill", "follow", "decode", "draft", "verify", "head")
+KINDS = ("prefill", "draft_extend", "decode", "draft", "verify", "head")
 
 
 class GraphRun(Run, kw_only=True):
@@ -50,7 +50,7 @@ class Captured(Struct, frozen=True):
     mib: float
 
 
-class NotesMemory(NoStages):
+class NotesMemory(NoStageMarks):
     """Notes how much memory each capture takes, by its replay's id."""
 
     def __init__(self, free_bytes: Callable[[], int]) -> None:
@@ -88,7 +88,12 @@ def measure(captured: Sequence[Captured], **fields: Any) -> Iterator[GraphRun]:
 
 
 def open_executor(
-    model: Model, device: Device, limits: ExecutorLimits, dtype: torch.dtype, num_drafts: int, stages: Stages
+    model: Model,
+    device: Device,
+    limits: ExecutorLimits,
+    dtype: torch.dtype,
+    num_drafts: int,
+    stages: StageMarks,
 ) -> GraphExecutor:
     decoder = Decoder.random(model.config, device=device.torch_device, dtype=dtype)
     draft = DraftDecoder.load_random(prepare_draft(model).path, decoder) if num_drafts else None

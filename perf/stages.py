@@ -18,7 +18,7 @@ from typing import Any
 from msgspec import UNSET, UnsetType
 
 from drift_sdk.measurement import staged_executor
-from drift_sdk.profiling.stage_timing import StageTimes, time_stages
+from drift_sdk.profiling.stage_timing import StageTiming, time_stages
 from drift_sdk.steps import Executor
 from perf.decode import DecodeOptions, engine_config
 from perf.harness.active_rounds import ACTIVE_COLUMNS, active_table, measure_by_active, tiles_of
@@ -86,7 +86,7 @@ def measure_stages(
 
 
 def stage_run(
-    driven: Driven, scenario: Scenario, stage: str, seconds: float, times: StageTimes, work: Work
+    driven: Driven, scenario: Scenario, stage: str, seconds: float, times: StageTiming, work: Work
 ) -> StageRun:
     limit_s = work.limit_s(driven.bandwidth_tb_s, driven.peak_tflop_s)
     return StageRun(

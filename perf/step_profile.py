@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from msgspec import UNSET, Struct, UnsetType
 
-from drift_sdk.profiling.manual_driver import DrivenSlots
+from drift_sdk.profiling.manual_driver import ManualDriver
 from perf.cases.gemm import weight_shapes
 from perf.decode import DecodeOptions, engine_config
 from perf.harness.record import Run
@@ -211,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         config = engine_config(model, given.scenario, options)
         print(f"opening {model.name}", flush=True)
         opened = open_model(model.path, config, lambda stage, fraction: None)
-        slots = DrivenSlots(opened.executor, prefill_token_budget=config.prefill_token_budget)
+        slots = ManualDriver(opened.executor, prefill_token_budget=config.prefill_token_budget)
 
         def rounds(number: int) -> None:
             for _ in range(number):

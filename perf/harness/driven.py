@@ -7,7 +7,7 @@ from typing import Any
 from msgspec import Struct
 
 from drift_sdk import EngineConfig
-from drift_sdk.profiling.manual_driver import DrivenSlots
+from drift_sdk.profiling.manual_driver import ManualDriver
 from drift_sdk.steps import Executor
 from perf.decode import DecodeOptions
 from perf.harness.drafting import Drafting
@@ -57,8 +57,8 @@ class Driven(Struct, frozen=True, kw_only=True):
             }
         return fields
 
-    def slots(self, executor: Executor) -> DrivenSlots:
-        return DrivenSlots(executor, prefill_token_budget=self.config.prefill_token_budget)
+    def slots(self, executor: Executor) -> ManualDriver:
+        return ManualDriver(executor, prefill_token_budget=self.config.prefill_token_budget)
 
     def work(self, batch: int, mean_context: float) -> dict[str, Work]:
         return stage_work(

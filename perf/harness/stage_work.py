@@ -52,7 +52,7 @@ def stage_work(
     own = draft.config
     kv = batch * mean_context * 2 * own.num_layers * own.num_kv_heads * own.head_dim
     scores = 4 * own.num_layers * own.num_heads * own.head_dim * mean_context
-    features = rows * len(own.boundaries) * own.target_hidden_size
+    features = rows * len(own.aux_layers) * own.target_hidden_size
     num_passes = max(num_drafts - 1, 0)
     if num_drafts:
         work["draft_lm_head"] = Work(num_drafts * itemsize * head, num_drafts * batch * 2 * head)

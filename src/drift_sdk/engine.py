@@ -17,12 +17,12 @@ from drift_sdk.config import EngineConfig
 from drift_sdk.driver.commands import Cancel, Pause, Resume, Sleep, Unpause, Wake
 from drift_sdk.driver.driver import Driver
 from drift_sdk.driver.life_cycle import LifeCycle
-from drift_sdk.driver.loaded_model import OpenedModel, OpenModel, with_limits
-from drift_sdk.driver.loop_poster import Bridge, Latch
+from drift_sdk.driver.loaded_model import LoadedModel, OpenModel, with_limits
+from drift_sdk.driver.loop_poster import Latch, LoopPoster
 from drift_sdk.driver.prompts import ChatPrompt, ModelText, Prompt, TextPrompt, TokenPrompt
 from drift_sdk.driver.request import Request
 from drift_sdk.driver.startup_progress import reporter
-from drift_sdk.driver.stream_updates import Feed
+from drift_sdk.driver.stream_updates import StreamUpdates
 from drift_sdk.errors import ConfigError, EngineClosed, RequestError
 from drift_sdk.progress import Progress, Report
 from drift_sdk.results import Completion
@@ -250,7 +250,7 @@ class Engine:
             prompt=prompt,
             params=params,
             seed=params.seed if params.seed is not None else self._seeds.randint(0, MAX_SEED),
-            feed=Feed(Bridge.current()),
+            feed=StreamUpdates(LoopPoster.current()),
             tool_names=tool_names,
         )
         driver.submit(request)
@@ -291,7 +291,7 @@ class Engine:
 
 def open_files(
     model: str | Path, config: EngineConfig, report: Report, limits: ExecutorLimits | None = None
-) -> OpenedModel:
+) -> LoadedModel:
     # Imported here, on the engine's thread: `import drift_sdk` loads no torch.
     from drift_sdk.startup.model_startup import open_model
 

@@ -25,20 +25,20 @@ import msgspec
 
 from drift_sdk._validation import check_int
 from drift_sdk.config import EngineConfig
-from drift_sdk.driver.loaded_model import OpenedModel
+from drift_sdk.driver.loaded_model import LoadedModel
 from drift_sdk.engine import Engine
 from drift_sdk.errors import ConfigError
 from drift_sdk.profiling.acceptance_trace import AcceptanceTrace
-from drift_sdk.profiling.manual_driver import DrivenSlots
+from drift_sdk.profiling.manual_driver import ManualDriver
 from drift_sdk.profiling.recording_executor import RecordedRounds, RecordingExecutor
-from drift_sdk.profiling.stage_timing import StageTimes, time_stages
+from drift_sdk.profiling.stage_timing import StageTiming, time_stages
 from drift_sdk.steps import Executor
 
 __all__ = [
     "AcceptanceTrace",
     "RecordedEngine",
     "RecordedRounds",
-    "StageTimes",
+    "StageTiming",
     "profiled_engine",
     "recorded_engine",
     "simulated_engine",
@@ -114,7 +114,7 @@ def stage_times(
     num_draft_tokens: int = 0,
     acceptance: float | Sequence[int] | None = None,
     num_rounds: int = 64,
-) -> StageTimes:
+) -> StageTiming:
     """Open a model on a GPU, without an engine, and time the stages of its rounds; on the calling thread.
 
     `batch` sequences of `context` random tokens each, rounds one at a time. Stages: "base_decode", or
@@ -129,7 +129,7 @@ def stage_times(
     most = config.speculation.shape.num_draft_tokens if config.speculation is not None else 0
     check_int(ConfigError, "num_draft_tokens", num_draft_tokens, ge=0, le=most)
     with staged_executor(model, config, acceptance) as (executor, take_stages):
-        slots = DrivenSlots(executor, prefill_token_budget=config.prefill_token_budget)
+        slots = ManualDriver(executor, prefill_token_budget=config.prefill_token_budget)
         return time_stages(
             slots,
             take_stages,
@@ -146,12 +146,12 @@ def staged_executor(
 ) -> Iterator[tuple[Executor, Callable[[], dict[str, float]]]]:
     """An executor of graphs with marks in them, and what gives the seconds of each stage since its last
     call."""
-    from drift_sdk.execution.stages import TimedStages
+    from drift_sdk.execution.stages import TimedStageMarks
     from drift_sdk.startup.model_startup import open_model
 
     config = config.replace(executor="graph")
     lengths = simulated_trace(config, acceptance).lengths if acceptance is not None else None
-    stages = TimedStages()
+    stages = TimedStageMarks()
     opened = open_model(model, config, lambda stage, fraction: None, acceptance_trace=lengths, stages=stages)
     try:
         yield opened.executor, stages.take
@@ -182,12 +182,12 @@ def open_recorded(
     is_profiled: bool,
     rounds: RecordedRounds,
     report: Callable[[str, float], None],
-) -> OpenedModel:
+) -> LoadedModel:
     # Imported here, on the engine's thread, for it loads torch.
-    from drift_sdk.execution.stages import NvtxStages
+    from drift_sdk.execution.stages import NvtxStageMarks
     from drift_sdk.startup.model_startup import open_model
 
     lengths = acceptance.lengths if acceptance is not None else None
-    stages = NvtxStages() if is_profiled else None
+    stages = NvtxStageMarks() if is_profiled else None
     opened = open_model(model, config, report, acceptance_trace=lengths, stages=stages)
     return msgspec.structs.replace(opened, executor=RecordingExecutor(opened.executor, rounds))

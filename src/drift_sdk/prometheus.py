@@ -119,7 +119,7 @@ class EngineCollector(Collector):
         yield gauge("untuned_shapes", "Weight shapes without measured kernels", stats.num_untuned_shapes)
         host_work = {
             "wait": stats.num_host_waits,
-            "round": stats.num_host_rounds,
+            "round": stats.num_split_rounds,
             "copy": stats.num_host_copies,
             "allocation": stats.num_allocations,
         }

@@ -74,7 +74,7 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     start_seconds: tuple[tuple[str, float], ...] = ()
     num_untuned_shapes: int = 0
     num_host_waits: int = 0
-    num_host_rounds: int = 0
+    num_split_rounds: int = 0
     num_host_copies: int = 0
     num_allocations: int = 0
 

@@ -160,12 +160,12 @@ class HostWork(Struct, frozen=True, kw_only=True):
     """What the host did where the device should have gone on by itself, since the step before was collected.
 
     `num_waits`: for a replay to be over because there was no room for the next one's input.
-    `num_host_rounds`: rounds cut in two, to ask a constraint what may follow each draft. `num_copies`: of
+    `num_split_rounds`: rounds cut in two, to ask a constraint what may follow each draft. `num_copies`: of
     results that came late to be read. `num_allocations`: of device memory, torch's, counted now and then.
     """
 
     num_waits: int = 0
-    num_host_rounds: int = 0
+    num_split_rounds: int = 0
     num_copies: int = 0
     num_allocations: int = 0
 

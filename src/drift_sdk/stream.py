@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import anyio
 from anyio.lowlevel import checkpoint_if_cancelled
 
-from drift_sdk.driver.stream_updates import Feed
+from drift_sdk.driver.stream_updates import StreamUpdates
 from drift_sdk.errors import QueueFull
 from drift_sdk.results import Chunk, Completion
 
@@ -31,7 +31,7 @@ class TokenStream(AsyncIterator[Chunk]):
     the next `__anext__` or `await`. A stream is used on the event loop it was made on.
     """
 
-    def __init__(self, request_id: str, feed: Feed, cancel: Callable[[], None]) -> None:
+    def __init__(self, request_id: str, feed: StreamUpdates, cancel: Callable[[], None]) -> None:
         self.request_id = request_id
         self._feed = feed
         self._cancel = cancel

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from drift_sdk.config import EngineConfig
-from drift_sdk.driver.loaded_model import OpenedModel, with_limits
+from drift_sdk.driver.loaded_model import LoadedModel, with_limits
 from drift_sdk.driver.request import ModelText
 from drift_sdk.engine import Engine
 from drift_sdk.execution.eager.slot import Slot
@@ -149,7 +149,7 @@ class ScriptedEngine(Engine):
         self.executors: list[ScriptedExecutor] = []
         executors = self.executors
 
-        def open_model(report: Report, limits: ExecutorLimits | None = None) -> OpenedModel:
+        def open_model(report: Report, limits: ExecutorLimits | None = None) -> LoadedModel:
             opened = open_scripted(with_limits(config, limits), next_token, step_s, tokens_per_step)
             assert isinstance(opened.executor, ScriptedExecutor)
             executors.append(opened.executor)
@@ -161,7 +161,7 @@ class ScriptedEngine(Engine):
 
 def open_scripted(
     config: EngineConfig, next_token: NextToken, step_s: float, tokens_per_step: int
-) -> OpenedModel:
+) -> LoadedModel:
     max_model_len = config.max_model_len or 4096
     block_size = config.block_size or 16
     kv_cache_tokens = max(config.kv_cache_tokens or 65_536, max_model_len)
@@ -172,7 +172,7 @@ def open_scripted(
         block_size=block_size,
         vocab_size=EOS_TOKEN_ID + 1,
     )
-    return OpenedModel(
+    return LoadedModel(
         executor=ScriptedExecutor(limits, next_token, step_s=step_s, tokens_per_step=tokens_per_step),
         executor_name="scripted",
         scheduling=SchedulerConfig(

@@ -21,7 +21,7 @@ from drift_sdk.__main__ import main
 from drift_sdk.cli import doctor
 from drift_sdk.cli.doctor import Device, examine
 from drift_sdk.cli.warm import Warmed, kernel_cache
-from drift_sdk.driver.loaded_model import OpenedModel
+from drift_sdk.driver.loaded_model import LoadedModel
 from drift_sdk.testing import scripted_engine
 
 COMMAND = [sys.executable, "-m", "drift_sdk"]
@@ -194,7 +194,7 @@ def test_ctrl_c_ends_chat_while_the_model_is_loaded(
         engine = scripted_engine("fine")
         opening = engine._open
 
-        def open_model(report: Callable[[str, float], None]) -> OpenedModel:
+        def open_model(report: Callable[[str, float], None]) -> LoadedModel:
             os.kill(os.getpid(), signal.SIGINT)
             return opening(report)
 

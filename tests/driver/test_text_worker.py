@@ -78,8 +78,8 @@ class Clock:
     def forward(self, engine: ScriptedEngine) -> None:
         """All work in progress is overdue from now on."""
         self.offset_s += text_work.JOB_TIMEOUT_S
-        with engine._driver._text_work._changed:
-            engine._driver._text_work._changed.notify_all()
+        with engine._driver._text_worker._changed:
+            engine._driver._text_worker._changed.notify_all()
 
 
 def test_work_that_hangs_fails_its_own_request(stall: Stall, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +104,7 @@ def test_work_that_hangs_fails_its_own_request(stall: Stall, monkeypatch: pytest
             assert len(text_threads()) == most + 1
             stall.released.set()
             await until(lambda: len(text_threads()) <= text_work.NUM_PARALLEL + 1)
-            await until(lambda: not engine._driver._text_work._in_progress)
+            await until(lambda: not engine._driver._text_worker._in_progress)
             assert (await engine.generate("hi")).text == "ok"
 
     run("asyncio", main)

@@ -11,7 +11,7 @@ from loops import on_every_loop, run, until
 from msgspec.structs import replace
 
 from drift_sdk import EngineClosed, EngineConfig, ModelLoadError, RequestError, SamplingParams
-from drift_sdk.driver.loaded_model import OpenedModel, with_limits
+from drift_sdk.driver.loaded_model import LoadedModel, with_limits
 from drift_sdk.testing import byte_tokenizer, scripted_engine
 
 ENDLESS = SamplingParams(max_tokens=None, ignore_eos=True)
@@ -98,11 +98,11 @@ def test_a_failed_wake_stays_asleep(loop: str) -> None:
 def test_a_cancelled_pause_leaves_the_engine_as_it_was(loop: str) -> None:
     """A step is in flight, so that the pause has to wait; one that has been cancelled takes back itself
     alone."""
-    is_held, may_go_on = threading.Event(), threading.Event()
+    awaits_mask, may_go_on = threading.Event(), threading.Event()
 
     def holding(prompt_ids, output_ids, seed) -> int:
         if prompt_ids == list(b"hold") and not may_go_on.is_set():
-            is_held.set()
+            awaits_mask.set()
             assert may_go_on.wait(120)
         return 65
 
@@ -110,10 +110,10 @@ def test_a_cancelled_pause_leaves_the_engine_as_it_was(loop: str) -> None:
         async with scripted_engine(holding) as engine:
             few = SamplingParams(max_tokens=3)
             for is_paused_already in (False, True):
-                is_held.clear()
+                awaits_mask.clear()
                 may_go_on.clear()
                 stream = engine.generate("hold", few)
-                await until(is_held.is_set)
+                await until(awaits_mask.is_set)
                 async with anyio.create_task_group() as tasks:
                     if is_paused_already:
                         tasks.start_soon(engine.pause)
@@ -150,29 +150,29 @@ def test_cancelled_sleep_and_wake_are_carried_through(loop: str) -> None:
     run(loop, main)
 
 
-def changed_vocabulary(model: OpenedModel) -> OpenedModel:
+def changed_vocabulary(model: LoadedModel) -> LoadedModel:
     return replace(model, text=replace(model.text, vocab_size=99))
 
 
-def changed_ends(model: OpenedModel) -> OpenedModel:
+def changed_ends(model: LoadedModel) -> LoadedModel:
     return replace(model, text=replace(model.text, eos_token_ids=(1, 2)))
 
 
-def changed_context(model: OpenedModel) -> OpenedModel:
+def changed_context(model: LoadedModel) -> LoadedModel:
     return replace(model, text=replace(model.text, max_model_len=99))
 
 
-def changed_blocks(model: OpenedModel) -> OpenedModel:
+def changed_blocks(model: LoadedModel) -> LoadedModel:
     return replace(model, scheduling=replace(model.scheduling, num_blocks=99))
 
 
-def changed_tokenizer(model: OpenedModel) -> OpenedModel:
+def changed_tokenizer(model: LoadedModel) -> LoadedModel:
     tokenizer = byte_tokenizer()
     tokenizer._raw.add_special_tokens(["<new>"])
     return replace(model, text=replace(model.text, tokenizer=tokenizer))
 
 
-def changed_executor(model: OpenedModel) -> OpenedModel:
+def changed_executor(model: LoadedModel) -> LoadedModel:
     return replace(model, executor_name="other")
 
 
@@ -216,7 +216,7 @@ def test_waking_up_takes_other_templates_and_as_many_blocks() -> None:
             driver = engine._driver
             opens, asked = driver._opener._open_model, []
 
-            def open_changed(report, limits=None) -> OpenedModel:
+            def open_changed(report, limits=None) -> LoadedModel:
                 asked.append(limits)
                 model = opens(report, limits)
                 params = SamplingParams(max_tokens=1)

@@ -28,7 +28,7 @@ from drift_sdk import (
     RequestError,
     SamplingParams,
 )
-from drift_sdk.driver.loaded_model import OpenedModel
+from drift_sdk.driver.loaded_model import LoadedModel
 from drift_sdk.testing import EOS_TOKEN_ID, scripted_engine
 
 # What `import drift_sdk` may load, beside the standard library.
@@ -479,7 +479,7 @@ async def test_the_stages_of_starting_are_timed(caplog: pytest.LogCaptureFixture
     engine = scripted_engine("ok")
     opens = engine._open
 
-    def open_in_stages(report) -> OpenedModel:
+    def open_in_stages(report) -> LoadedModel:
         time.sleep(0.02)
         report("find", 0.0)
         for fraction in (0.0, 0.5, 1.0):
@@ -507,7 +507,7 @@ async def refused_start(engine: Engine) -> None:
         await engine.start()
 
 
-def failing_open(report) -> OpenedModel:
+def failing_open(report) -> LoadedModel:
     raise ModelLoadError("no such model: tried everything")
 
 
@@ -516,7 +516,7 @@ def gated_engine(gate: threading.Event) -> Engine:
     engine = scripted_engine("ok", config=EngineConfig(max_model_len=64, kv_cache_tokens=256))
     opens = engine._open
 
-    def open_behind_gate(report) -> OpenedModel:
+    def open_behind_gate(report) -> LoadedModel:
         assert gate.wait(WAIT_S)
         return opens(report)
 

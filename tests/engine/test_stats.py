@@ -29,8 +29,8 @@ from drift_sdk import (
     SamplingParams,
     prometheus,
 )
-from drift_sdk.driver.request_registry import Intake
-from drift_sdk.driver.stats_recorder import Recorder
+from drift_sdk.driver.request_registry import RequestRegistry
+from drift_sdk.driver.stats_recorder import StatsRecorder
 from drift_sdk.startup.executor_factory import choose_executor
 from drift_sdk.stats import Histogram, Histograms
 from drift_sdk.steps import SlotOutput, StepResult
@@ -137,7 +137,7 @@ async def test_rows_and_kv_use_of_a_running_batch() -> None:
 def test_the_rate_is_of_the_last_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    recorder, scheduler = Recorder(Intake(None)), idle_scheduler()
+    recorder, scheduler = StatsRecorder(RequestRegistry(None)), idle_scheduler()
     request = SimpleNamespace(last_chunk_at=0.0, has_drafts=False)
     chunk, delta = Chunk(text="x", token_ids=(1,) * 4), SimpleNamespace(output=SlotOutput(token_ids=(1,)))
     rates = []
@@ -184,7 +184,7 @@ async def test_the_text_says_what_the_statistics_say() -> None:
 
 
 def test_drafts_are_counted_round_by_round() -> None:
-    recorder = Recorder(Intake(None))
+    recorder = StatsRecorder(RequestRegistry(None))
     rounds = [(3, 0), (3, 3), (3, 1), (0, 0), (2, 2), (3, 1), (1, 0)]
     for half in (rounds[:3], rounds[3:]):
         outputs = [SlotOutput(token_ids=(1,), num_drafted=d, num_accepted=a) for d, a in half]
@@ -208,7 +208,7 @@ def test_drafts_are_counted_round_by_round() -> None:
 
 
 def test_streams_share_a_gap_only_from_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = Recorder(Intake(None))
+    recorder = StatsRecorder(RequestRegistry(None))
     chunk, delta = Chunk(text="x", token_ids=(1,)), SimpleNamespace(output=SlotOutput(token_ids=(1,)))
     requests = [SimpleNamespace(last_chunk_at=last, has_drafts=False) for last in (10.0, 7.0, 10.0, 10.0)]
     monkeypatch.setattr("time.monotonic", lambda: 10.004)

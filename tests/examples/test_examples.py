@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.live import Live
 
 from drift_sdk import EngineConfig, ModelLoadError, QueueFull, SamplingParams
-from drift_sdk.driver.loaded_model import OpenedModel
+from drift_sdk.driver.loaded_model import LoadedModel
 from drift_sdk.testing import scripted_engine
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -312,7 +312,7 @@ def test_chat_ends_at_ctrl_c_while_the_model_is_loaded(monkeypatch: pytest.Monke
     engine = scripted_engine("fine")
     opening = engine._open
 
-    def interrupted(report: Callable[[str, float], None]) -> OpenedModel:
+    def interrupted(report: Callable[[str, float], None]) -> LoadedModel:
         os.kill(os.getpid(), signal.SIGINT)
         return opening(report)
 

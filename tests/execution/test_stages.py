@@ -20,12 +20,12 @@ from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.device.device import GpuDevice
 from drift_sdk.execution.eager.executor import EagerExecutor
 from drift_sdk.execution.graph.executor import GraphExecutor
-from drift_sdk.execution.stages import NO_STAGES, GpuMark, NvtxStages, Stages, TimedStages
+from drift_sdk.execution.stages import NO_STAGE_MARKS, GpuMark, NvtxStageMarks, StageMarks, TimedStageMarks
 from drift_sdk.measurement import AcceptanceTrace, profiled_engine, recorded_engine, stage_times
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.eagle3 import DraftDecoder
-from drift_sdk.profiling.manual_driver import DrivenSlots
+from drift_sdk.profiling.manual_driver import ManualDriver
 from drift_sdk.profiling.stage_timing import time_stages
 from drift_sdk.steps import ExecutorLimits, StepPlan
 
@@ -64,7 +64,7 @@ def draft(target: Decoder, tmp_path: Path) -> DraftDecoder:
 
 
 def graph_executor(
-    target: Decoder, draft: DraftDecoder | None, stages: Stages, acceptance: float = 1.0
+    target: Decoder, draft: DraftDecoder | None, stages: StageMarks, acceptance: float = 1.0
 ) -> GraphExecutor:
     return GraphExecutor(
         GpuDevice(0) if IS_GPU else InterpretedDevice(),
@@ -80,9 +80,9 @@ def graph_executor(
 
 
 def test_stages_of_a_drafted_round(target: Decoder, draft: DraftDecoder) -> None:
-    stages = TimedStages(GpuMark if IS_GPU else InterpretedEvent)
+    stages = TimedStageMarks(GpuMark if IS_GPU else InterpretedEvent)
     executor = graph_executor(target, draft, stages, acceptance=2.5)
-    slots = DrivenSlots(executor, prefill_token_budget=BUDGET)
+    slots = ManualDriver(executor, prefill_token_budget=BUDGET)
     times = time_stages(slots, stages.take, batch=1, context=6, num_draft_tokens=3, num_rounds=2)
     assert list(times.stages) == [
         "draft_lm_head", "draft_attention", "draft_mlp", "verify", "accept", "commit", "draft_extend",
@@ -101,9 +101,9 @@ def test_stages_of_a_drafted_round(target: Decoder, draft: DraftDecoder) -> None
 @pytest.mark.interpreter  # marks of this clock are no part of a graph
 def test_every_part_is_marked_once(target: Decoder, draft: DraftDecoder) -> None:
     """A second for each start or end of a mark: the parts of stages that occur several times are added."""
-    stages = TimedStages(FakeMark)
+    stages = TimedStageMarks(FakeMark)
     executor = graph_executor(target, draft, stages)
-    slots = DrivenSlots(executor, prefill_token_budget=BUDGET)
+    slots = ManualDriver(executor, prefill_token_budget=BUDGET)
     slots.fill(5, [20])
     stages.take()
     slots.round(3)
@@ -118,14 +118,14 @@ def test_every_part_is_marked_once(target: Decoder, draft: DraftDecoder) -> None
 
 
 def test_without_stages_the_device_captures_the_steps_themselves() -> None:
-    captured: list[object] = []
-    device = SimpleNamespace(capture=captured.append)
+    aux_hidden: list[object] = []
+    device = SimpleNamespace(capture=aux_hidden.append)
 
     def step() -> None: ...
 
-    NO_STAGES.capture(device, step)
-    assert captured == [step]
-    with NO_STAGES("verify") as nothing:
+    NO_STAGE_MARKS.capture(device, step)
+    assert aux_hidden == [step]
+    with NO_STAGE_MARKS("verify") as nothing:
         assert nothing is None
 
 
@@ -139,14 +139,14 @@ def test_ranges_of_a_profiler(target: Decoder, monkeypatch: pytest.MonkeyPatch) 
         yield
 
     monkeypatch.setattr("torch.cuda.nvtx.range", noted)
-    executor = graph_executor(target, None, NvtxStages())
-    captured = len(names)
-    slots = DrivenSlots(executor, prefill_token_budget=BUDGET)
+    executor = graph_executor(target, None, NvtxStageMarks())
+    aux_hidden = len(names)
+    slots = ManualDriver(executor, prefill_token_budget=BUDGET)
     slots.fill(6, [12])
     slots.round(0)
-    assert names[captured] == "prefill"
+    assert names[aux_hidden] == "prefill"
     if IS_GPU:
-        assert captured > 0 and names[captured:] == ["prefill", "base_decode"]
+        assert aux_hidden > 0 and names[aux_hidden:] == ["prefill", "base_decode"]
     else:
         assert names[-4:] == ["base_decode"] * 2 + ["accept", "commit"]
     executor.close()
@@ -154,9 +154,9 @@ def test_ranges_of_a_profiler(target: Decoder, monkeypatch: pytest.MonkeyPatch) 
 
 def test_tokens_are_the_same_with_marks(target: Decoder) -> None:
     found = []
-    for stages in (NO_STAGES, TimedStages(GpuMark if IS_GPU else InterpretedEvent)):
+    for stages in (NO_STAGE_MARKS, TimedStageMarks(GpuMark if IS_GPU else InterpretedEvent)):
         executor = graph_executor(target, None, stages)
-        slots = DrivenSlots(executor, prefill_token_budget=BUDGET)
+        slots = ManualDriver(executor, prefill_token_budget=BUDGET)
         slots.fill(6, [12, 9])
         found.append([[output.token_ids for output in slots.round(0).decode] for _ in range(4)])
         executor.close()
@@ -166,7 +166,7 @@ def test_tokens_are_the_same_with_marks(target: Decoder) -> None:
 def test_sequences_end_one_after_the_other(target: Decoder) -> None:
     """On any executor; a prompt longer than the budget takes several steps."""
     executor = EagerExecutor(target, LIMITS)
-    slots = DrivenSlots(executor, prefill_token_budget=5)
+    slots = ManualDriver(executor, prefill_token_budget=5)
     slots.fill(12, [16, 14])
     active = []
     while slots.active:
@@ -192,7 +192,7 @@ class NotingExecutor(EagerExecutor):
 @pytest.mark.parametrize("budget", [3, 5, 16])
 def test_prompts_fill_the_budget_and_blocks_are_nobody_elses(target: Decoder, budget: int) -> None:
     executor = NotingExecutor(target)
-    DrivenSlots(executor, prefill_token_budget=budget).fill(7, [20, 31])
+    ManualDriver(executor, prefill_token_budget=budget).fill(7, [20, 31])
     first, *others = executor.plans
     blocks = [block for update in first.block_updates for block in update.block_ids]
     assert len(blocks) == len(set(blocks)) == -(-21 // 4) + -(-32 // 4)
@@ -219,7 +219,7 @@ def test_prompts_fill_the_budget_and_blocks_are_nobody_elses(target: Decoder, bu
     ],
 )
 def test_what_has_no_room(target: Decoder, context: int, max_lengths: list[int], field: str) -> None:
-    slots = DrivenSlots(EagerExecutor(target, LIMITS), prefill_token_budget=BUDGET)
+    slots = ManualDriver(EagerExecutor(target, LIMITS), prefill_token_budget=BUDGET)
     with pytest.raises(ConfigError, match=field):
         slots.fill(context, max_lengths)
 
@@ -241,7 +241,7 @@ def test_a_profiled_engine_has_ranges(monkeypatch: pytest.MonkeyPatch, tmp_path:
     config = EngineConfig(executor="graph")
     for engine in (profiled_engine(tmp_path, config), recorded_engine(tmp_path, config)):
         anyio.run(main, engine)
-    assert isinstance(opened[0], NvtxStages) and opened[1] is None
+    assert isinstance(opened[0], NvtxStageMarks) and opened[1] is None
     with pytest.raises(ConfigError, match="executor='auto': expected \"graph\" to have its stages marked"):
         profiled_engine(tmp_path, EngineConfig())
 

@@ -21,11 +21,11 @@ from drift_sdk import (
     SamplingParams,
     Speculation,
 )
-from drift_sdk._kernels.gemm import cublas_gemm as library_gemm
+from drift_sdk._kernels.gemm import cublas_gemm as cublas_gemm
 from drift_sdk._kernels.gemm.gemm import GemmConfig
 from drift_sdk._kernels.gemm.tuning import UNTUNED, TunedGemm, TunedTable, WatchedTable
-from drift_sdk.driver.request_registry import Intake
-from drift_sdk.driver.stats_recorder import Recorder
+from drift_sdk.driver.request_registry import RequestRegistry
+from drift_sdk.driver.stats_recorder import StatsRecorder
 from drift_sdk.execution.device.ring import Ring
 from drift_sdk.execution.device.slot_table import NO_UPDATES
 from drift_sdk.execution.graph import allocation_count
@@ -87,7 +87,7 @@ def collect(plan: StepPlan, *, must_draft: bool = False, **result: object) -> St
     ("work", "message"),
     [
         (HostWork(num_waits=2), "2 waits for room"),
-        (HostWork(num_host_rounds=1), "1 rounds in which the host"),
+        (HostWork(num_split_rounds=1), "1 rounds in which the host"),
         (HostWork(num_copies=3), "3 results copied"),
         (HostWork(num_allocations=7), "7 allocations of device memory"),
     ],
@@ -162,10 +162,10 @@ def test_a_ring_counts_what_the_host_has_to_do() -> None:
     device.events[0].is_slow = True
     assert ring.acquire(NO_UPDATES) == 0
     assert device.events[0].num_waits == 1
-    results.is_wanted = False
+    results.is_pending = False
     assert ring.acquire(NO_UPDATES) == 1
     ring.wait(1)
-    assert ring.take_work(5) == HostWork(num_waits=1, num_host_rounds=1, num_copies=1, num_allocations=5)
+    assert ring.take_work(5) == HostWork(num_waits=1, num_split_rounds=1, num_copies=1, num_allocations=5)
     assert ring.take_work(0) == HostWork()
 
 
@@ -211,10 +211,10 @@ class WarmingDevice(InterpretedDevice):
 def test_weights_whose_library_has_other_bits_count_as_untuned(
     has_same_bits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(library_gemm, "_is_for_library", lambda x, config: config.is_library)
-    monkeypatch.setattr(library_gemm, "_is_exact", lambda *_: has_same_bits)
+    monkeypatch.setattr(cublas_gemm, "_is_for_library", lambda x, config: config.is_library)
+    monkeypatch.setattr(cublas_gemm, "_is_exact", lambda *_: has_same_bits)
     for name in ("library_multiply", "library_gated_multiply"):
-        monkeypatch.setattr(library_gemm, name, lambda *_: None)
+        monkeypatch.setattr(cublas_gemm, name, lambda *_: None)
     decoder = Decoder.random(
         DecoderConfig.from_hf(tiny_llama(vocab_size=80)), device="cpu", dtype=torch.float32
     )
@@ -279,8 +279,8 @@ def test_requests_that_need_the_host_are_refused_at_once(loop: str) -> None:
 
 
 def test_the_counters_are_in_the_statistics() -> None:
-    recorder = Recorder(Intake(None))
-    for work in (HostWork(num_waits=1, num_copies=2), HostWork(num_waits=3, num_host_rounds=5), HostWork()):
+    recorder = StatsRecorder(RequestRegistry(None))
+    for work in (HostWork(num_waits=1, num_copies=2), HostWork(num_waits=3, num_split_rounds=5), HostWork()):
         result = StepResult(step_id=0, prefill=(), decode=(), duration_s=0.001, host_work=work)
         recorder.collected(result)
     allocated = HostWork(num_allocations=9)
@@ -288,7 +288,7 @@ def test_the_counters_are_in_the_statistics() -> None:
     config = SchedulerConfig(max_num_seqs=1, num_blocks=1, block_size=16, prefill_token_budget=16)
     recorder.publish(Scheduler(config))
     stats = recorder.stats
-    assert (stats.num_host_waits, stats.num_host_rounds, stats.num_host_copies) == (4, 5, 2)
+    assert (stats.num_host_waits, stats.num_split_rounds, stats.num_host_copies) == (4, 5, 2)
     assert (stats.num_allocations, stats.num_untuned_shapes) == (9, 0)
     text = metrics_text(stats, recorder.histograms, model="m", executor="e")
     assert 'drift_host_work_total{kind="allocation"} 9.0' in text

@@ -13,7 +13,7 @@ import torch
 from random_folder import make_random_draft_folder, make_random_folder
 
 from drift_sdk import Chain, Completion, Engine, EngineConfig, JsonSchema, NGram, SamplingParams, Speculation
-from drift_sdk.execution.graph.captured_graphs import Graphs
+from drift_sdk.execution.graph.captured_graphs import CapturedGraphs
 from drift_sdk.execution.graph.executor import GraphExecutor
 from drift_sdk.execution.rounds.drafter import RoundDrafter
 from drift_sdk.steps import StepPlan
@@ -45,7 +45,7 @@ class Oracle:
     stories [MAX_SEQS, MAX_MODEL_LEN] int64: the tokens of each slot's sequence.
     """
 
-    boundaries: Sequence[int] = ()
+    aux_layers: Sequence[int] = ()
 
     def __init__(self) -> None:
         self.stories = torch.zeros(MAX_SEQS, MAX_MODEL_LEN, dtype=torch.int64, device="cuda")
@@ -62,7 +62,7 @@ class Oracle:
         token = torch.where(is_wrong, (token + 1) % LLAMA_8B["vocab_size"], token)
         rows.token.view(num_slots, -1)[:, 1:].copy_(token)
 
-    def follow(self, rows: Any, **_: object) -> None:
+    def draft_extend(self, rows: Any, **_: object) -> None:
         pass
 
     def follow_prefill(self, rows: Any, **_: object) -> None:
@@ -86,7 +86,7 @@ class Oracle:
             launch(executor, plan)
 
         monkeypatch.setattr(GraphExecutor, "launch", watched)
-        monkeypatch.setattr(Graphs, "_open_drafter", lambda *_: self)
+        monkeypatch.setattr(CapturedGraphs, "_open_drafter", lambda *_: self)
 
 
 @pytest.fixture(scope="module")
@@ -239,4 +239,4 @@ def test_stops_and_grammars_among_drafts(folder: Path) -> None:
 
 def test_a_drafter_is_what_graphs_expect() -> None:
     drafter: RoundDrafter = Oracle()
-    assert drafter.boundaries == ()
+    assert drafter.aux_layers == ()

@@ -84,7 +84,7 @@ def test_serving_needs_nothing_of_the_host(
             await serve(engine, prompts(8), SamplingParams(max_tokens=40, ignore_eos=True, logprobs=5))
             stats = engine.stats()
             assert stats.num_steps > 100
-            assert (stats.num_host_waits, stats.num_host_rounds, stats.num_allocations) == (0, 0, 0)
+            assert (stats.num_host_waits, stats.num_split_rounds, stats.num_allocations) == (0, 0, 0)
             assert stats.num_undrafted_by_drafter == 0
 
     run("asyncio", main)

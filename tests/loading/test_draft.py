@@ -81,7 +81,7 @@ def test_default_boundaries(num_layers: int, expected: tuple[int, ...]) -> None:
     config, target = _llama(num_layers)
     for convention in ("output", "boundary", None):
         draft = DraftConfig.from_hf(config, target, aux_layer_convention=convention)
-        assert draft.boundaries == expected
+        assert draft.aux_layers == expected
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_boundaries_of_ids(
 ) -> None:
     options = {"eagle_aux_hidden_state_layer_ids": ids}
     config, target = _llama(36, **({"eagle_config": options} if is_inside else options))
-    assert DraftConfig.from_hf(config, target, aux_layer_convention=convention).boundaries == expected
+    assert DraftConfig.from_hf(config, target, aux_layer_convention=convention).aux_layers == expected
 
 
 def test_rope_is_the_drafts_own() -> None:
@@ -175,9 +175,9 @@ def test_config_error_names_the_folder(folder: Path, target: Decoder) -> None:
 
 
 def test_convention_reaches_the_config(folder: Path, target: Decoder) -> None:
-    assert DraftDecoder.load(folder, target).boundaries == (1, 2, 3)
+    assert DraftDecoder.load(folder, target).aux_layers == (1, 2, 3)
     found = DraftDecoder.load(str(folder), target, aux_layer_convention="boundary")
-    assert found.boundaries == (0, 1, 2)
+    assert found.aux_layers == (0, 1, 2)
 
 
 def test_what_is_missing_is_shared_with_the_target(

@@ -23,7 +23,7 @@ from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.draft_config import DraftConfig
-from drift_sdk.models.eagle3 import SLOT_OFFSET, DraftDecoder
+from drift_sdk.models.eagle3 import DRAFT_KV_OFFSET, DraftDecoder
 from drift_sdk.models.kv_cache import KVCache
 
 INNER = 192  # the longest sum: three features of 64
@@ -58,12 +58,12 @@ class Reference:
         self.ids = torch.arange(self.shape["vocab_size"] if offsets is None else len(offsets))
         if offsets is not None:
             self.ids = self.ids + offsets
-        self.boundaries = self._boundaries(num_target_layers)
+        self.aux_layers = self._aux_layers(num_target_layers)
         num_layers = self.shape["num_hidden_layers"]
         self.keys: list[list[torch.Tensor]] = [[] for _ in range(num_layers)]
         self.values: list[list[torch.Tensor]] = [[] for _ in range(num_layers)]
 
-    def _boundaries(self, num_layers: int) -> list[int]:
+    def _aux_layers(self, num_layers: int) -> list[int]:
         if self.options.get("use_aux_hidden_state") is False:
             return []
         ids = self.options.get("eagle_aux_hidden_state_layer_ids")
@@ -75,13 +75,13 @@ class Reference:
         eps = self.shape["rms_norm_eps"] if eps is None else eps
         return weight * x / ((x * x).mean() + eps).sqrt()
 
-    def fuse(self, captured: list[torch.Tensor], final: torch.Tensor) -> torch.Tensor:
+    def fuse(self, aux_hidden: list[torch.Tensor], final: torch.Tensor) -> torch.Tensor:
         """One row: the target's stream at each boundary and after its last layer."""
-        if not self.boundaries:
+        if not self.aux_layers:
             return self.norm(final, self.target["model.norm.weight"], self.target_eps)
         if self.options.get("fc_norm"):
-            captured = [self.norm(x, self.w[f"fc_norm.{i}.weight"]) for i, x in enumerate(captured)]
-        joined = torch.cat(captured)
+            aux_hidden = [self.norm(x, self.w[f"fc_norm.{i}.weight"]) for i, x in enumerate(aux_hidden)]
+        joined = torch.cat(aux_hidden)
         if self.options.get("norm_before_fc"):
             joined = self.norm(joined, self.w["input_norm.weight"])
         return self.w["fc.weight"] @ joined
@@ -185,23 +185,23 @@ def _cache(draft: DraftDecoder) -> KVCache:
 
 @torch.inference_mode()
 def _target_states(
-    target: Decoder, tokens: torch.Tensor, boundaries: Sequence[int]
+    target: Decoder, tokens: torch.Tensor, aux_layers: Sequence[int]
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     cache = poisoned_cache(target.config)
     batch = AttentionBatch([SequenceRows(shuffled_blocks(), 0, len(tokens))], cache)
-    final, captured = target.forward(tokens, batch, cache, boundaries)
-    return captured, final
+    final, aux_hidden = target.forward(tokens, batch, cache, aux_layers)
+    return aux_hidden, final
 
 
 @torch.inference_mode()
 def _assert_parity(draft: DraftDecoder, target: Decoder, reference: Reference) -> None:
     """Prefill in chunks, then draft with what is fed back: every row, and in the end every slot."""
-    assert list(draft.boundaries) == reference.boundaries
+    assert list(draft.aux_layers) == reference.aux_layers
     assert torch.equal(draft.target_ids, reference.ids)
     tokens = random_tokens(target.config, NUM_PROMPT_TOKENS + 1, seed=3)
-    captured, final = _target_states(target, tokens[:-1], draft.boundaries)
-    features = draft.fuse(captured, final)
-    streams = [stream.double() for stream in (*captured, final)]
+    aux_hidden, final = _target_states(target, tokens[:-1], draft.aux_layers)
+    features = draft.fuse(aux_hidden, final)
+    streams = [stream.double() for stream in (*aux_hidden, final)]
     expected = torch.stack(
         [reference.fuse([s[i] for s in streams[:-1]], streams[-1][i]) for i in range(len(final))]
     )
@@ -257,7 +257,7 @@ def _assert_cache(cache: KVCache, blocks: list[int], reference: Reference, depth
 
 
 def _batch(blocks: list[int], start: int, num_rows: int, cache: KVCache) -> AttentionBatch:
-    return AttentionBatch([SequenceRows(blocks, start, num_rows)], cache, slot_offset=eagle3.SLOT_OFFSET)
+    return AttentionBatch([SequenceRows(blocks, start, num_rows)], cache, slot_offset=eagle3.DRAFT_KV_OFFSET)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -274,7 +274,7 @@ def test_parity_with_a_tied_target_of_four_layers(tmp_path: Path) -> None:
     make_draft("ids only", tmp_path / "draft", tmp_path / "target")
     target = load_decoder(tmp_path / "target")
     draft = DraftDecoder.load(tmp_path / "draft", target)
-    assert draft.boundaries == (1, 2, 2)
+    assert draft.aux_layers == (1, 2, 2)
     _assert_parity(draft, target, Reference(tmp_path / "draft", tmp_path / "target", 4))
 
 
@@ -323,7 +323,7 @@ def test_planted_fault_shows(
             lambda self, hidden: logits(self, eagle3.rms_norm(hidden, norm, eps)),
         )
     elif fault == "slot offset":
-        monkeypatch.setattr(eagle3, "SLOT_OFFSET", 0)
+        monkeypatch.setattr(eagle3, "DRAFT_KV_OFFSET", 0)
     else:
         draft.config = _replace(draft.config, is_residual_normed=True)
 
@@ -342,7 +342,7 @@ def test_sequences_together_equal_each_alone(target: Decoder, target_folder: Pat
     starts_and_rows = [(15, 1), (0, 7), (3, 1), (6, 2), (0, 3), (22, 1), (0, 20), (8, 3)]
     free = shuffled_blocks(64)
     tables = [
-        [free.pop() for _ in range(-(-(start + num_rows + SLOT_OFFSET) // BLOCK_SIZE))]
+        [free.pop() for _ in range(-(-(start + num_rows + DRAFT_KV_OFFSET) // BLOCK_SIZE))]
         for start, num_rows in starts_and_rows
     ]
     generator = torch.Generator().manual_seed(5)
@@ -356,13 +356,15 @@ def test_sequences_together_equal_each_alone(target: Decoder, target_folder: Pat
         rows = [SequenceRows(t, s, n) for t, (s, n) in zip(tables, starts_and_rows, strict=True)]
         for index, (start, _) in enumerate(starts_and_rows):
             if start:
-                past = AttentionBatch([SequenceRows(tables[index], 0, start)], cache, slot_offset=SLOT_OFFSET)
+                past = AttentionBatch(
+                    [SequenceRows(tables[index], 0, start)], cache, slot_offset=DRAFT_KV_OFFSET
+                )
                 draft.forward(features[index][:start], tokens[index][:start], past, cache)
 
         groups = [list(range(len(rows)))] if together else [[index] for index in range(len(rows))]
         hidden = []
         for group in groups:
-            batch = AttentionBatch([rows[i] for i in group], cache, slot_offset=SLOT_OFFSET)
+            batch = AttentionBatch([rows[i] for i in group], cache, slot_offset=DRAFT_KV_OFFSET)
             news = torch.cat([features[i][rows[i].start :] for i in group])
             ids = torch.cat([tokens[i][rows[i].start :] for i in group])
             hidden.append(draft.forward(news, ids, batch, cache))
@@ -416,10 +418,10 @@ def test_random_draft(target: Decoder, target_folder: Path, tmp_path: Path) -> N
         assert torch.equal(first.weights.layers[0].qkv, again.weights.layers[0].qkv)
         assert not torch.equal(first.weights.layers[0].qkv, other.weights.layers[0].qkv)
         assert (first.target_ids.diff() > 0).all() and first.target_ids[-1] < config.vocab_size
-        captured, final = _target_states(target, random_tokens(target.config, 8), first.boundaries)
+        aux_hidden, final = _target_states(target, random_tokens(target.config, 8), first.aux_layers)
         cache = _cache(first)
         batch = _batch(shuffled_blocks(NUM_BLOCKS), 0, 8, cache)
-        hidden = first.forward(first.fuse(captured, final), random_tokens(target.config, 8), batch, cache)
+        hidden = first.forward(first.fuse(aux_hidden, final), random_tokens(target.config, 8), batch, cache)
         logits = first.logits(hidden)
         assert logits.shape == (8, config.draft_vocab_size) and logits.isfinite().all()
 
@@ -436,7 +438,7 @@ def test_everything_lives_in_the_targets_dtype_and_on_its_device(target_folder: 
         states = [torch.empty(4, 64, dtype=torch.bfloat16, device="meta") for _ in range(4)]
         cache = KVCache(1, 4, BLOCK_SIZE, 2, 12, torch.bfloat16, "meta")
         batch = _batch([1, 2], 0, 4, cache)
-        features = draft.fuse(states[: len(draft.boundaries)], states[-1])
+        features = draft.fuse(states[: len(draft.aux_layers)], states[-1])
         ids = torch.zeros(4, dtype=torch.int64, device="meta")
         logits = draft.logits(draft.forward(features, ids, batch, cache))
         assert logits.dtype == torch.float32 and logits.device.type == "meta"
@@ -452,5 +454,5 @@ def test_wrong_shapes_are_refused(target: Decoder, target_folder: Path, tmp_path
         draft.forward(torch.zeros(2, 63), ids, batch, cache)
     with pytest.raises(ValueError, match=r"expected \[2, 64\] and \[2\]"):
         draft.forward(torch.zeros(2, 64), ids[:1], batch, cache)
-    with pytest.raises(ValueError, match="1 captured: expected 3"):
+    with pytest.raises(ValueError, match="aux_hidden: 1 tensors: expected 3"):
         draft.fuse([torch.zeros(2, 64)], torch.zeros(2, 64))

@@ -35,9 +35,11 @@ class WatchedDrafter(EagleDrafter):
         self.num_rows = 0
         self.first_rows: dict[int, int] = {}  # draft rows of a request's first step, alone
 
-    def follow(self, spans: Sequence[Span], captured: Sequence[torch.Tensor], hidden: torch.Tensor) -> None:
+    def draft_extend(
+        self, spans: Sequence[Span], aux_hidden: Sequence[torch.Tensor], hidden: torch.Tensor
+    ) -> None:
         before = self.num_rows
-        super().follow(spans, captured, hidden)
+        super().draft_extend(spans, aux_hidden, hidden)
         for span in spans:
             state = state_of(span.slot)
             self.seen.append((span.slot.sampling.seed, state.num_rows, state.hidden.clone()))
@@ -65,11 +67,11 @@ def at_once(target: Decoder, draft: DraftDecoder, tokens: list[int]) -> torch.Te
         cache(draft.config, draft.num_layers),
     )
     ids = torch.tensor(tokens)
-    hidden, captured = target.forward(
-        ids[:-1], AttentionBatch(rows, target_cache), target_cache, draft.boundaries
+    hidden, aux_hidden = target.forward(
+        ids[:-1], AttentionBatch(rows, target_cache), target_cache, draft.aux_layers
     )
     batch = AttentionBatch(rows, draft_cache, slot_offset=1)
-    return draft.forward(draft.fuse(captured, hidden), ids[1:], batch, draft_cache)
+    return draft.forward(draft.fuse(aux_hidden, hidden), ids[1:], batch, draft_cache)
 
 
 class PositionOff(WatchedDrafter):
@@ -86,16 +88,16 @@ class PositionOff(WatchedDrafter):
 
 
 class FeatureOff(WatchedDrafter):
-    def follow(self, spans, captured, hidden) -> None:
-        super().follow(spans, [tensor.roll(1, 0) for tensor in captured], hidden.roll(1, 0))
+    def draft_extend(self, spans, aux_hidden, hidden) -> None:
+        super().draft_extend(spans, [tensor.roll(1, 0) for tensor in aux_hidden], hidden.roll(1, 0))
 
 
 class StaleDraftKV(WatchedDrafter):
     """What was drafted stays, though the target's features are known."""
 
-    def follow(self, spans, captured, hidden) -> None:
+    def draft_extend(self, spans, aux_hidden, hidden) -> None:
         keys, values = self._cache.keys.clone(), self._cache.values.clone()
-        super().follow(spans, captured, hidden)
+        super().draft_extend(spans, aux_hidden, hidden)
         for span in spans:
             if len(span.next_token_ids) > 1 and span.start > 30:
                 self._cache.keys.copy_(keys)
@@ -105,7 +107,7 @@ class StaleDraftKV(WatchedDrafter):
 class RewindOneShort(WatchedDrafter):
     """The last rejected token counts as said."""
 
-    def follow(self, spans, captured, hidden) -> None:
+    def draft_extend(self, spans, aux_hidden, hidden) -> None:
         longer = [
             Span(
                 s.slot,
@@ -116,7 +118,7 @@ class RewindOneShort(WatchedDrafter):
             )
             for s in spans
         ]
-        super().follow(longer, captured, hidden)
+        super().draft_extend(longer, aux_hidden, hidden)
 
 
 @pytest.mark.parametrize("fault", [PositionOff, FeatureOff, StaleDraftKV, RewindOneShort])

@@ -25,7 +25,7 @@ from transformers.generation.logits_process import (
 
 from drift_sdk import Completion, Engine, SamplingParams
 from drift_sdk.execution.eager import executor as eager
-from drift_sdk.execution.eager.logits_processors import LogitRules, apply_rules
+from drift_sdk.execution.eager.logits_processors import LogitsProcessors, apply_processors
 from drift_sdk.scheduling.scheduler import Scheduler
 from drift_sdk.steps import SlotAssignment, SlotSampling
 
@@ -75,12 +75,14 @@ def random_case(rng: random.Random, vocab_size: int) -> tuple[SlotSampling, list
     return sampling_of(stop_token_ids=stops, num_prompt_tokens=num_prompt_tokens, **rules), tokens
 
 
-def rules_of(sampling: SlotSampling, tokens: list[int], rng: random.Random, **more: Any) -> LogitRules | None:
+def rules_of(
+    sampling: SlotSampling, tokens: list[int], rng: random.Random, **more: Any
+) -> LogitsProcessors | None:
     """As an executor makes them: some tokens cached, the rest in chunks."""
     num_cached = rng.randrange(len(tokens)) if sampling.has_penalties else 0
     cached = tuple(tokens[:num_cached])
     assignment = SlotAssignment(slot=0, sampling=sampling, cached_token_ids=cached, **more)
-    rules = LogitRules.of(assignment, VOCAB_SIZE, CPU)
+    rules = LogitsProcessors.of(assignment, VOCAB_SIZE, CPU)
     while rules is not None and num_cached < len(tokens):
         end = min(len(tokens), num_cached + rng.randint(1, 20))
         rules.count(tokens[num_cached:end], num_cached)
@@ -115,7 +117,7 @@ def test_rules_equal_transformers_processors() -> None:
         logits = torch.randn(len(cases), VOCAB_SIZE) * 6
         untouched = logits.clone()
         rules = [rules_of(*case, rng) for case in cases]
-        found = apply_rules(logits, rules, [len(tokens) for _, tokens in cases])
+        found = apply_processors(logits, rules, [len(tokens) for _, tokens in cases])
         assert torch.equal(logits, untouched)
         for row, (sampling, tokens) in enumerate(cases):
             expected = transformers_scores(logits[row : row + 1], sampling, tokens)[0]
@@ -140,7 +142,7 @@ def test_counts_of_the_output_alone() -> None:
         )
         tokens += rng.choices(tokens, k=20)
         logits = torch.randn(1, VOCAB_SIZE)
-        found = apply_rules(logits, [rules_of(sampling, tokens, rng)], [len(tokens)])[0]
+        found = apply_processors(logits, [rules_of(sampling, tokens, rng)], [len(tokens)])[0]
         output = tokens[sampling.num_prompt_tokens :]
         expected = torch.tensor(
             [-frequency * output.count(i) - presence * (i in output) for i in range(VOCAB_SIZE)]
@@ -150,7 +152,7 @@ def test_counts_of_the_output_alone() -> None:
 
 def test_rows_without_rules_cost_nothing() -> None:
     logits = torch.randn(3, VOCAB_SIZE)
-    assert apply_rules(logits, [None, None, None], [1, 2, 3]) is logits
+    assert apply_processors(logits, [None, None, None], [1, 2, 3]) is logits
 
 
 def test_what_is_left_when_rules_contradict() -> None:
@@ -164,7 +166,7 @@ def test_what_is_left_when_rules_contradict() -> None:
             constrained = sampling.stop_token_ids
             constraint = Bits(constrained, VOCAB_SIZE)
         rules = rules_of(sampling, tokens, rng, constraint=constraint)
-        found = apply_rules(torch.randn(1, VOCAB_SIZE), [rules], [len(tokens)])[0]
+        found = apply_processors(torch.randn(1, VOCAB_SIZE), [rules], [len(tokens)])[0]
 
         allowed = set(sampling.allowed_token_ids or range(VOCAB_SIZE))
         kept = allowed - set(sampling.stop_token_ids if len(tokens) < sampling.min_length else ())
@@ -177,9 +179,9 @@ def test_what_is_left_when_rules_contradict() -> None:
 
 def test_stops_stay_where_nothing_else_exists() -> None:
     sampling = sampling_of(stop_token_ids=(0, 1, 2, 3), min_length=5)
-    rules = LogitRules.of(SlotAssignment(slot=0, sampling=sampling), 4, CPU)
+    rules = LogitsProcessors.of(SlotAssignment(slot=0, sampling=sampling), 4, CPU)
     logits = torch.randn(1, 4)
-    assert torch.equal(apply_rules(logits, [rules], [2]), logits)
+    assert torch.equal(apply_processors(logits, [rules], [2]), logits)
 
 
 @pytest.mark.parametrize("index", [0, 4, 14, 20])

@@ -67,26 +67,26 @@ def assert_parity(decoder: Decoder, model: Any, token_ids: torch.Tensor, chunks:
     assert sum(chunks) == len(token_ids)
     expected = model(token_ids[None], output_hidden_states=True, use_cache=False)
     cache, blocks = poisoned_cache(decoder.config), shuffled_blocks()
-    boundaries = range(decoder.config.num_layers + 1)
+    aux_layers = range(decoder.config.num_layers + 1)
     inner = inner_terms(decoder.config)
     start = 0
     for num_rows in chunks:
         rows = slice(start, start + num_rows)
         batch = AttentionBatch([SequenceRows(blocks, start, num_rows)], cache)
-        hidden, features = decoder.forward(token_ids[rows], batch, cache, boundaries)
+        hidden, features = decoder.forward(token_ids[rows], batch, cache, aux_layers)
         # transformers' last hidden state is the one after the final norm, so the last boundary is compared
         # through the logits alone.
-        for boundary in boundaries[:-1]:
+        for aux_layer in aux_layers[:-1]:
             assert_near(
-                features[boundary],
-                expected.hidden_states[boundary][0, rows],
+                features[aux_layer],
+                expected.hidden_states[aux_layer][0, rows],
                 inner=inner,
-                depth=boundary + 1,
-                name=f"boundary {boundary}",
+                depth=aux_layer + 1,
+                name=f"layer {aux_layer}",
             )
 
         assert torch.equal(features[-1], hidden)
         logprobs = decoder.logits(hidden).log_softmax(-1)
         logprobs_expected = expected.logits[0, rows].log_softmax(-1)
-        assert_near(logprobs, logprobs_expected, inner=inner, depth=len(boundaries), name="log-probabilities")
+        assert_near(logprobs, logprobs_expected, inner=inner, depth=len(aux_layers), name="log-probabilities")
         start += num_rows

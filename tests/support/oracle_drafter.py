@@ -17,7 +17,7 @@ class OracleDrafter:
     """`answers`: the whole token sequence, prompt included, of each seed. A drafted token is wrong with
     probability `corruption`. `histogram[a]` counts rounds in which the first a drafts were right."""
 
-    boundaries: Sequence[int] = ()
+    aux_layers: Sequence[int] = ()
 
     def __init__(self, answers: dict[int, list[int]], corruption: float, vocab_size: int) -> None:
         self.histogram: dict[int, int] = {}
@@ -28,7 +28,7 @@ class OracleDrafter:
     def enter(self, slot: Slot, cached_token_ids: Sequence[int]) -> None:
         pass
 
-    def follow(self, spans: Sequence[Span], captured: Sequence[Tensor], hidden: Tensor) -> None:
+    def draft_extend(self, spans: Sequence[Span], aux_hidden: Sequence[Tensor], hidden: Tensor) -> None:
         pass
 
     def propose(self, slots: Sequence[Slot], num_draft_tokens: Sequence[int]) -> list[list[int]]:

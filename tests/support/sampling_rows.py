@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotFlag, num_mask_words
-from drift_sdk.execution.eager.logits_processors import LogitRules, apply_rules
+from drift_sdk.execution.eager.logits_processors import LogitsProcessors, apply_processors
 from drift_sdk.steps import SlotAssignment, SlotSampling
 
 GREEDY = SlotSampling(
@@ -64,7 +64,7 @@ class Rows:
         return None if group is None else group.sampling
 
     def ruled(self) -> torch.Tensor:
-        """Logits [R, V] as `apply_rules` changes them, row by row."""
+        """Logits [R, V] as `apply_processors` changes them, row by row."""
         logits = self.logits[0].clone()
         for row in range(logits.shape[0]):
             group = self.groups[row // self.rows_per_slot]
@@ -78,8 +78,8 @@ class Rows:
                 constraint=None if group.masks is None else FixedMask(group.masks[depth]),
                 cached_token_ids=known,
             )
-            rules = LogitRules.of(assignment, logits.shape[1], logits.device)
-            logits[row : row + 1] = apply_rules(logits[row : row + 1], [rules], [len(known)])
+            rules = LogitsProcessors.of(assignment, logits.shape[1], logits.device)
+            logits[row : row + 1] = apply_processors(logits[row : row + 1], [rules], [len(known)])
 
         return logits
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from drift_sdk.driver.loop_poster import Bridge
+from drift_sdk.driver.loop_poster import LoopPoster
 from drift_sdk.driver.request import Request
-from drift_sdk.driver.request_registry import Intake, failure_of
-from drift_sdk.driver.stats_recorder import Recorder
+from drift_sdk.driver.request_registry import RequestRegistry, failure_of
+from drift_sdk.driver.stats_recorder import StatsRecorder
 from drift_sdk.driver.stream_updates import Outbox, Update
-from drift_sdk.driver.text_worker import TextWork
+from drift_sdk.driver.text_worker import TextWorker
 from drift_sdk.errors import DriftError, EngineClosed
 from drift_sdk.results import Chunk
 from drift_sdk.scheduling.scheduler import Scheduler
@@ -19,11 +19,13 @@ __all__ = ["Delivery"]
 class Delivery:
     """The requests that the scheduler knows, and updates for their streams until they are posted."""
 
-    def __init__(self, scheduler: Scheduler, intake: Intake, recorder: Recorder, text_work: TextWork) -> None:
+    def __init__(
+        self, scheduler: Scheduler, intake: RequestRegistry, recorder: StatsRecorder, text_work: TextWorker
+    ) -> None:
         self._scheduler = scheduler
-        self._intake = intake
+        self._registry = intake
         self._recorder = recorder
-        self._text_work = text_work
+        self._text_worker = text_work
         self._active: dict[Sequence, Request] = {}
         self._outbox = Outbox()
 
@@ -34,7 +36,7 @@ class Delivery:
             self._active[request.sequence] = request
             self._scheduler.add(request.sequence)
             self._recorder.entered(request)
-        self._intake.entered(self.publish_stats)
+        self._registry.entered(self.publish_stats)
         if error is not None and not request.is_done:
             self._fail(request, error)
 
@@ -47,28 +49,28 @@ class Delivery:
             return
 
         if delta.sequence.constraint is not None:
-            delta.sequence.is_held = True
-            self._text_work.advance(request, delta.output.token_ids)
+            delta.sequence.awaits_mask = True
+            self._text_worker.advance(request, delta.output.token_ids)
         self._outbox.put(Update(feed=request.feed, chunk=chunk))
 
     def release(self, request: Request, error: DriftError | None) -> None:
         """What a constrained request may say next is worked out, or could not be."""
         if not request.is_done and request.sequence is not None:
-            request.sequence.is_held = False
+            request.sequence.awaits_mask = False
             if error is not None:
                 self._fail(request, error)
 
     def cancel(self, request: Request) -> None:
         if not request.is_done:
             self._finish(request, request.end("cancelled"))
-            self._text_work.abandon(request)
+            self._text_worker.abandon(request)
 
     def close(self, failure: BaseException | None) -> None:
         """End every request: it is told of the failure, or that the engine was closed."""
-        for request in self._intake.live():
+        for request in self._registry.live():
             cause = failure_of(failure) if failure is not None else EngineClosed("the engine was closed")
             request.is_done = True
-            self._intake.leave(request)
+            self._registry.leave(request)
             self._recorder.failed(request, cause)
             self._outbox.put(Update(feed=request.feed, error=cause))
         self._outbox.post()
@@ -87,10 +89,10 @@ class Delivery:
     def publish_stats(self) -> None:
         self._recorder.publish(self._scheduler)
 
-    def _forget(self, bridge: Bridge) -> None:
-        for request in self._intake.live(bridge):
+    def _forget(self, bridge: LoopPoster) -> None:
+        for request in self._registry.live(bridge):
             self._drop(request)
-            self._text_work.abandon(request)
+            self._text_worker.abandon(request)
             self._recorder.deserted(request)
         self.publish_stats()
 
@@ -108,6 +110,6 @@ class Delivery:
     def _drop(self, request: Request) -> None:
         """Off the books, and out of the scheduler where the device has not ended it already."""
         request.is_done = True
-        self._intake.leave(request)
+        self._registry.leave(request)
         if request.sequence is not None and self._active.pop(request.sequence, None) is not None:
             self._scheduler.remove(request.sequence)

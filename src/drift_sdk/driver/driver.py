@@ -26,9 +26,9 @@ from drift_sdk.driver.loop_poster import Latch
 from drift_sdk.driver.model_opener import ModelOpener
 from drift_sdk.driver.process_hooks import close_at_exit, life_cycle_lock, num_forks
 from drift_sdk.driver.request import ModelText, Request
-from drift_sdk.driver.request_registry import Intake
-from drift_sdk.driver.stats_recorder import Recorder
-from drift_sdk.driver.text_worker import TextWork
+from drift_sdk.driver.request_registry import RequestRegistry
+from drift_sdk.driver.stats_recorder import StatsRecorder
+from drift_sdk.driver.text_worker import TextWorker
 from drift_sdk.errors import EngineClosed
 from drift_sdk.progress import Report
 from drift_sdk.scheduling.scheduler import Scheduler
@@ -57,10 +57,10 @@ class Driver:
         self.model_text: ModelText | None = None
         self.executor_name: str | None = None
         self._opener = ModelOpener(open_model, report, self._check_wanted)
-        self._intake = Intake(max_queued_requests)
-        self.recorder = Recorder(self._intake)
+        self._registry = RequestRegistry(max_queued_requests)
+        self.recorder = StatsRecorder(self._registry)
         self._inbox = Inbox()
-        self._text_work = TextWork(self.tell)
+        self._text_worker = TextWorker(self.tell)
         self._thread = threading.Thread(target=self._run, name="drift-engine", daemon=True)
         self._num_forks = num_forks()
         self._num_starters = 0
@@ -96,27 +96,27 @@ class Driver:
 
     def submit(self, request: Request) -> None:
         """Take a request in; QueueFull, EngineClosed or ExecutorError if that cannot be."""
-        self._intake.admit(request, lambda: self.recorder.stats)
+        self._registry.admit(request, lambda: self.recorder.stats)
         assert self.model_text is not None
         try:
-            self._text_work.prepare(request, self.model_text)
+            self._text_worker.prepare(request, self.model_text)
         except BaseException as error:
-            self._intake.withdraw(request)
+            self._registry.withdraw(request)
             if not isinstance(error, EngineClosed):
                 raise
         else:
             return
 
-        raise self._intake.refusal()  # it has closed since the request was admitted
+        raise self._registry.refusal()  # it has closed since the request was admitted
 
     @property
     def has_room(self) -> bool:
         """False if a request would be turned away because the queue is full."""
-        return not self.is_open or self._intake.has_room(self.recorder.stats)
+        return not self.is_open or self._registry.has_room(self.recorder.stats)
 
     @property
     def is_open(self) -> bool:
-        return not self.is_foreign and self._intake.is_open
+        return not self.is_foreign and self._registry.is_open
 
     @property
     def is_closing(self) -> bool:
@@ -143,7 +143,7 @@ class Driver:
 
         # Finalisers call this, whatever locks their thread may hold.
         self._deadlines.append(time.monotonic() + drain_s)
-        self._intake.close()
+        self._registry.close()
         self.tell(Close())
 
     def _run(self) -> None:
@@ -154,10 +154,10 @@ class Driver:
             self.model_text, self.executor_name = model.text, model.executor_name
             self._executor = model.executor
             self._scheduler = Scheduler(model.scheduling)
-            self._delivery = Delivery(self._scheduler, self._intake, self.recorder, self._text_work)
+            self._delivery = Delivery(self._scheduler, self._registry, self.recorder, self._text_worker)
             self.recorder.opened(model, time.monotonic() - started_at)
             self._delivery.publish_stats()
-            self._intake.open()
+            self._registry.open()
             self.opened.set()
             self._serve(self._delivery)
         except BaseException as error:
@@ -284,14 +284,14 @@ class Driver:
         if not self._deadlines:
             return False
 
-        return self._intake.is_empty or time.monotonic() >= min(self._deadlines)
+        return self._registry.is_empty or time.monotonic() >= min(self._deadlines)
 
     def _shut_down(self, failure: BaseException | None) -> None:
         self._deadlines.append(time.monotonic())  # from now on no task joins in
-        self._intake.close(failure if not isinstance(failure, EngineClosed) else None)
+        self._registry.close(failure if not isinstance(failure, EngineClosed) else None)
         if self._delivery is not None:
             self._delivery.close(failure)
-        self._text_work.close()
+        self._text_worker.close()
         for command in self._when_quiet:
             self.tell(command)
         self._inbox.close()

@@ -12,10 +12,10 @@ from drift_sdk.progress import Report
 from drift_sdk.scheduling.config import SchedulerConfig
 from drift_sdk.steps import Executor, ExecutorLimits
 
-__all__ = ["OpenModel", "OpenedModel", "with_limits"]
+__all__ = ["LoadedModel", "OpenModel", "with_limits"]
 
 
-class OpenedModel(Struct, frozen=True, kw_only=True):
+class LoadedModel(Struct, frozen=True, kw_only=True):
     """A model ready to serve: how it runs, how it is scheduled, and its text.
 
     `fallback` says why "auto" chose a slower executor than the device allows; None if it did not.
@@ -38,7 +38,7 @@ class OpenModel(Protocol):
     `limits`: those of an earlier opening, which are kept instead of being worked out from the memory free
     now."""
 
-    def __call__(self, report: Report, limits: ExecutorLimits | None = None) -> OpenedModel: ...
+    def __call__(self, report: Report, limits: ExecutorLimits | None = None) -> LoadedModel: ...
 
 
 def with_limits(config: EngineConfig, limits: ExecutorLimits | None) -> EngineConfig:

@@ -10,14 +10,14 @@ from typing import Any
 import anyio
 from anyio.lowlevel import current_token
 
-__all__ = ["Bridge", "Latch", "LoopClosed"]
+__all__ = ["Latch", "LoopClosed", "LoopPoster"]
 
 
 class LoopClosed(Exception):
     """The caller's event loop has ended; nothing can be delivered to it any more."""
 
 
-class Bridge:
+class LoopPoster:
     """Posts calls to one event loop (asyncio, uvloop or trio), `loop`."""
 
     __slots__ = ("_post", "loop")
@@ -28,7 +28,7 @@ class Bridge:
         self._post = loop.call_soon_threadsafe if is_asyncio else loop.run_sync_soon
 
     @classmethod
-    def current(cls) -> Bridge:
+    def current(cls) -> LoopPoster:
         """The bridge to the running loop; RuntimeError outside one."""
         try:
             return cls(current_token().native_token)
@@ -48,7 +48,7 @@ class Latch:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiters: list[tuple[Bridge, anyio.Event]] = []
+        self._waiters: list[tuple[LoopPoster, anyio.Event]] = []
         self._error: BaseException | None = None
         self.is_set = False
 
@@ -70,7 +70,7 @@ class Latch:
                 return self._error
 
             event = anyio.Event()
-            self._waiters.append((Bridge.current(), event))
+            self._waiters.append((LoopPoster.current(), event))
 
         await event.wait()
         return self._error

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from drift_sdk.driver.loaded_model import OpenedModel, OpenModel
+from drift_sdk.driver.loaded_model import LoadedModel, OpenModel
 from drift_sdk.driver.request import ModelText
 from drift_sdk.driver.startup_progress import StageClock
 from drift_sdk.errors import ConfigError, ModelLoadError
@@ -31,7 +31,7 @@ class ModelOpener:
         self._report = report
         self._check_wanted = check_wanted
 
-    def open(self) -> OpenedModel:
+    def open(self) -> LoadedModel:
         """Open the model for the first time."""
         model = self._open(self._open_model)
         # Not the executor, which is freed while the engine sleeps.
@@ -39,7 +39,7 @@ class ModelOpener:
         self._scheduling, self._text = model.scheduling, model.text
         return model
 
-    def open_again(self) -> OpenedModel:
+    def open_again(self) -> LoadedModel:
         """Open the model with the limits of the first time; ModelLoadError unless the requests of that time
         can go on with it. Other weights, chat template or default parameters are no obstacle."""
         limits = self._limits
@@ -58,7 +58,7 @@ class ModelOpener:
         text = msgspec.structs.replace(model.text, tokenizer=self._text.tokenizer)
         return msgspec.structs.replace(model, text=text)
 
-    def _open(self, open_model: Callable[[Report], OpenedModel]) -> OpenedModel:
+    def _open(self, open_model: Callable[[Report], LoadedModel]) -> LoadedModel:
         def report(stage: str, fraction: float) -> None:
             if stage in INTERRUPTIBLE:
                 self._check_wanted()
@@ -74,7 +74,7 @@ class ModelOpener:
 
         return msgspec.structs.replace(model, start_seconds=clock.seconds)
 
-    def _check_same(self, model: OpenedModel) -> None:
+    def _check_same(self, model: LoadedModel) -> None:
         compare("executor", self._executor_name, model.executor_name)
         for name in ModelText.__struct_fields__:
             if name not in ("tokenizer", "chat_template", "default_params"):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from drift_sdk.draft_policy.count import DraftCount
 from drift_sdk.driver.prompts import ModelText, Prompt
-from drift_sdk.driver.stream_updates import Feed
+from drift_sdk.driver.stream_updates import StreamUpdates
 from drift_sdk.errors import RequestError
 from drift_sdk.grammars import JsonSchema
 from drift_sdk.results import Chunk, Completion, FinishReason, Timing, TokenLogprobs, Usage
@@ -61,7 +61,7 @@ class Request:
         prompt: Prompt,
         params: SamplingParams,
         seed: int,
-        feed: Feed,
+        feed: StreamUpdates,
         tool_names: frozenset[str] | None = None,
     ) -> None:
         """`tool_names`: None leaves tool calls in the text alone."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from drift_sdk.driver.loop_poster import Bridge
+from drift_sdk.driver.loop_poster import LoopPoster
 from drift_sdk.driver.request import Request
 from drift_sdk.errors import EngineClosed, ExecutorError, QueueFull
 from drift_sdk.stats import EngineStats
 
-__all__ = ["Intake", "failure_of"]
+__all__ = ["RequestRegistry", "failure_of"]
 
 
-class Intake:
+class RequestRegistry:
     """Live requests, from the call that submits them to their end. Used from any thread.
 
     A request enters when `admit` takes it in, and counts as entering until the scheduler knows it.
@@ -88,7 +88,7 @@ class Intake:
         with self._lock:
             self._live.pop(request, None)
 
-    def live(self, bridge: Bridge | None = None) -> list[Request]:
+    def live(self, bridge: LoopPoster | None = None) -> list[Request]:
         """Who is inside, of one event loop or of all."""
         with self._lock:
             return [

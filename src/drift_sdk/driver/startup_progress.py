@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from itertools import pairwise
 
-from drift_sdk.driver.loop_poster import Bridge, LoopClosed
+from drift_sdk.driver.loop_poster import LoopClosed, LoopPoster
 from drift_sdk.progress import Progress, Report
 
 __all__ = ["StageClock", "reporter"]
@@ -38,7 +38,7 @@ class StageClock:
 def reporter(on_progress: Callable[[Progress], None] | None) -> Report:
     """Passes (stage, fraction), called on any thread, to `on_progress` on the running loop: each whole
     percent once."""
-    bridge = Bridge.current()
+    bridge = LoopPoster.current()
     last: tuple[str, int] | None = None
 
     def report(stage: str, fraction: float) -> None:

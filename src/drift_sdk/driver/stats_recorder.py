@@ -8,9 +8,9 @@ import time
 import msgspec
 
 from drift_sdk.draft_policy.count import DraftCount
-from drift_sdk.driver.loaded_model import OpenedModel
+from drift_sdk.driver.loaded_model import LoadedModel
 from drift_sdk.driver.request import Request
-from drift_sdk.driver.request_registry import Intake
+from drift_sdk.driver.request_registry import RequestRegistry
 from drift_sdk.errors import DriftError
 from drift_sdk.results import Chunk, Completion
 from drift_sdk.scheduling.scheduler import Scheduler
@@ -18,7 +18,7 @@ from drift_sdk.scheduling.sequence import Delta
 from drift_sdk.stats import EngineStats, Histograms
 from drift_sdk.steps import StepResult
 
-__all__ = ["Recorder"]
+__all__ = ["StatsRecorder"]
 
 RATE_WINDOW_S = 5.0
 MARK_EVERY_S = 0.25
@@ -26,17 +26,17 @@ MARK_EVERY_S = 0.25
 log = logging.getLogger("drift_sdk")
 
 
-class Recorder:
+class StatsRecorder:
     """Fed by the driver on the engine's thread; `read`, `stats` and `histograms` serve any thread.
 
     What happens per chunk is a few additions: streams that got their last chunks in the same step, nearly all
     of them, share one entry in the histogram of times between tokens.
     """
 
-    def __init__(self, intake: Intake) -> None:
+    def __init__(self, intake: RequestRegistry) -> None:
         self.stats = EngineStats()
         self.histograms = Histograms()
-        self._intake = intake
+        self._registry = intake
         self._now = 0.0  # when the step at hand was collected
         self._gap_from = 0.0
         self._num_gaps = 0
@@ -67,7 +67,7 @@ class Recorder:
         rate = (stats.num_generated_tokens - num_tokens) / max(now - since, MARK_EVERY_S)
         return msgspec.structs.replace(stats, tokens_per_second=max(rate, 0.0))
 
-    def opened(self, model: OpenedModel, seconds: float) -> None:
+    def opened(self, model: LoadedModel, seconds: float) -> None:
         scheduling = model.scheduling
         self._start_seconds = model.start_seconds
         self._num_untuned_shapes = len(model.untuned_shapes)
@@ -106,7 +106,7 @@ class Recorder:
         self.histograms.step.observe(result.duration_s)
         work = result.host_work
         self._num_host["waits"] += work.num_waits
-        self._num_host["rounds"] += work.num_host_rounds
+        self._num_host["rounds"] += work.num_split_rounds
         self._num_host["copies"] += work.num_copies
         self._num_host["allocations"] += work.num_allocations
         for output in result.decode:
@@ -173,8 +173,8 @@ class Recorder:
             num_cached_blocks=scheduler.num_cached_blocks,
             num_prefill_rows=self._num_prefill_rows,
             num_decode_rows=self._num_decode_rows,
-            num_submitted=self._intake.num_admitted,
-            num_rejected=self._intake.num_rejected,
+            num_submitted=self._registry.num_admitted,
+            num_rejected=self._registry.num_rejected,
             num_stopped=ended["stop"],
             num_length_limited=ended["length"],
             num_cancelled=ended["cancelled"],
@@ -196,7 +196,7 @@ class Recorder:
             start_seconds=self._start_seconds,
             num_untuned_shapes=self._num_untuned_shapes,
             num_host_waits=self._num_host["waits"],
-            num_host_rounds=self._num_host["rounds"],
+            num_split_rounds=self._num_host["rounds"],
             num_host_copies=self._num_host["copies"],
             num_allocations=self._num_host["allocations"],
         )

@@ -5,24 +5,24 @@ from __future__ import annotations
 import anyio
 from msgspec import Struct
 
-from drift_sdk.driver.loop_poster import Bridge, LoopClosed
+from drift_sdk.driver.loop_poster import LoopClosed, LoopPoster
 from drift_sdk.driver.process_hooks import num_forks
 from drift_sdk.errors import EngineClosed
 from drift_sdk.results import Chunk, Completion
 
-__all__ = ["Feed", "Outbox", "Update"]
+__all__ = ["Outbox", "StreamUpdates", "Update"]
 
 
 class Update(Struct, frozen=True, kw_only=True, gc=False):
     """What one step of the engine brings to a stream: a chunk, and at the end how it ended."""
 
-    feed: Feed
+    feed: StreamUpdates
     chunk: Chunk | None = None
     completion: Completion | None = None
     error: BaseException | None = None
 
 
-class Feed:
+class StreamUpdates:
     """A stream's mailbox. The engine's thread posts updates to its loop; all else happens on that loop.
 
     The engine holds the feed and the caller holds the stream, so that dropping the stream can be noticed.
@@ -30,7 +30,7 @@ class Feed:
 
     __slots__ = ("_num_forks", "_pending", "_wake", "bridge", "completion", "error")
 
-    def __init__(self, bridge: Bridge) -> None:
+    def __init__(self, bridge: LoopPoster) -> None:
         self._num_forks = num_forks()
         self.bridge = bridge
         self.completion: Completion | None = None
@@ -91,7 +91,7 @@ class Outbox:
     """Updates of a step, gathered by event loop. Used on the engine's thread alone."""
 
     def __init__(self) -> None:
-        self._updates: dict[object, tuple[Bridge, list[Update]]] = {}  # by loop
+        self._updates: dict[object, tuple[LoopPoster, list[Update]]] = {}  # by loop
 
     @property
     def has_updates(self) -> bool:
@@ -104,13 +104,13 @@ class Outbox:
             posting = self._updates[bridge.loop] = (bridge, [])
         posting[1].append(update)
 
-    def post(self) -> list[Bridge]:
+    def post(self) -> list[LoopPoster]:
         """Send everything, one post a loop; the loops that have ended."""
         if not self._updates:
             return []
 
         updates, self._updates = self._updates, {}
-        closed: list[Bridge] = []
+        closed: list[LoopPoster] = []
         for bridge, batch in updates.values():
             try:
                 bridge.post(deliver, batch)

@@ -13,7 +13,7 @@ from drift_sdk.driver.prompts import ModelText
 from drift_sdk.driver.request import Request
 from drift_sdk.errors import DriftError, EngineClosed, RequestError
 
-__all__ = ["TextWork"]
+__all__ = ["TextWorker"]
 
 NUM_PARALLEL = 2
 """Jobs at a time: a long prompt does not hold up a grammar."""
@@ -48,7 +48,7 @@ class Job:
         self.is_answered = False
 
 
-class TextWork:
+class TextWorker:
     """Prepares requests and follows their constraints; the outcome of every job goes to the engine's thread
     by `tell`, once, unless it is closed before.
 

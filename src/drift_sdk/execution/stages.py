@@ -13,7 +13,16 @@ import torch
 if TYPE_CHECKING:
     from drift_sdk.execution.device.device import Device, Replay
 
-__all__ = ["NO_STAGES", "GpuMark", "Mark", "NoStages", "NvtxStages", "Stages", "TimedStages", "forward_stage"]
+__all__ = [
+    "NO_STAGE_MARKS",
+    "GpuMark",
+    "Mark",
+    "NoStageMarks",
+    "NvtxStageMarks",
+    "StageMarks",
+    "TimedStageMarks",
+    "forward_stage",
+]
 
 NO_MARK = nullcontext()
 
@@ -23,7 +32,7 @@ def forward_stage(num_draft_tokens: int) -> str:
     return "verify" if num_draft_tokens > 0 else "base_decode"
 
 
-class Stages(Protocol):
+class StageMarks(Protocol):
     """`with stages("verify"):` around what a step starts on the device, or around the launch of a replay."""
 
     def __call__(self, name: str) -> AbstractContextManager[None]: ...
@@ -32,7 +41,7 @@ class Stages(Protocol):
         """As the device does."""
 
 
-class NoStages:
+class NoStageMarks:
     def __call__(self, name: str) -> AbstractContextManager[None]:
         return NO_MARK
 
@@ -40,10 +49,10 @@ class NoStages:
         return device.capture(step)
 
 
-NO_STAGES = NoStages()
+NO_STAGE_MARKS = NoStageMarks()
 
 
-class NvtxStages(NoStages):
+class NvtxStageMarks(NoStageMarks):
     """Ranges of a profiler: around each stage while steps are warmed up and captured, and ever after around
     the launches of prefill steps and rounds."""
 
@@ -77,7 +86,7 @@ class GpuMark:
 Span = tuple[str, Mark, Mark]
 
 
-class TimedStages:
+class TimedStageMarks:
     """Times the stages of captured steps. Kernels on either side of a mark do not overlap, so a round takes a
     little longer with them. A stage within another one is part of that.
     """

@@ -43,7 +43,7 @@ class StrictExecutor:
 def check_host_work(work: HostWork) -> None:
     for number, what in (
         (work.num_waits, "waits for room in the ring of inputs: too much was admitted at once"),
-        (work.num_host_rounds, "rounds in which the host was asked what may follow the drafts"),
+        (work.num_split_rounds, "rounds in which the host was asked what may follow the drafts"),
         (work.num_copies, "results copied to make room in the ring"),
         (work.num_allocations, "allocations of device memory while serving"),
     ):

@@ -87,9 +87,9 @@ class Decoder:
         token_ids: torch.Tensor,
         batch: AttentionBatch,
         cache: KVCache,
-        boundaries: Sequence[int] = (),
+        aux_layers: Sequence[int] = (),
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Residual stream [N, hidden] after the last layer, and at each of `boundaries`; none is normalised.
+        """Residual stream [N, hidden] after the last layer, and at each of `aux_layers`; none is normalised.
 
         token_ids [N] int64 in the batch's order of rows. Boundary j is the input of layer j, boundary
         num_layers the output of the last. The rows' keys and values are written to the cache.
@@ -98,23 +98,23 @@ class Decoder:
         if token_ids.shape != (batch.num_rows,):
             raise ValueError(f"token_ids of shape {list(token_ids.shape)}: expected [{batch.num_rows}]")
 
-        if not all(0 <= boundary <= num_layers for boundary in boundaries):
-            raise ValueError(f"boundaries={list(boundaries)}: expected each from 0 to {num_layers}")
+        if not all(0 <= aux_layer <= num_layers for aux_layer in aux_layers):
+            raise ValueError(f"aux_layers={list(aux_layers)}: expected each from 0 to {num_layers}")
 
         cos, sin = rotary_tables(batch.positions, self._frequencies, self.dtype)
         hidden = F.embedding(token_ids, self.weights.embedding)
-        captured = {}
+        aux_hidden = {}
         for index, layer in enumerate(self.weights.layers):
-            if index in boundaries:
-                captured[index] = hidden
+            if index in aux_layers:
+                aux_hidden[index] = hidden
 
             query, key, value = self._project(layer, hidden, cos, sin)
             attended = batch.attend(query, key, value, cache, index)
             hidden = hidden + linear(attended, layer.output, layer.output_bias)
             hidden = hidden + self._mlp(layer, hidden)
 
-        captured[num_layers] = hidden
-        return hidden, [captured[boundary] for boundary in boundaries]
+        aux_hidden[num_layers] = hidden
+        return hidden, [aux_hidden[aux_layer] for aux_layer in aux_layers]
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -57,7 +57,7 @@ class DraftConfig(Struct, frozen=True, kw_only=True):
     """Shapes and options of an EAGLE-3 draft of one target.
 
     `vocab_size`, `target_hidden_size`: the target's. `draft_vocab_size`: the tokens the draft can propose.
-    `boundaries`: where the target's residual stream is captured, low to high; boundary j is the input of
+    `aux_layers`: where the target's residual stream is captured, low to high; boundary j is the input of
     layer j. Empty when the feature is the target's final hidden state after its norm, not projected.
     `has_input_norm`: the concatenated features are normalised (`norm_before_fc`).
     `has_feature_norms`: each feature is normalised by itself (`fc_norm`).
@@ -80,7 +80,7 @@ class DraftConfig(Struct, frozen=True, kw_only=True):
     has_attention_bias: bool
     has_mlp_bias: bool
     is_head_tied: bool
-    boundaries: tuple[int, ...]
+    aux_layers: tuple[int, ...]
     has_input_norm: bool
     has_feature_norms: bool
     is_residual_normed: bool
@@ -120,7 +120,7 @@ class DraftConfig(Struct, frozen=True, kw_only=True):
             has_attention_bias=shape.has_qkv_bias,
             has_mlp_bias=shape.has_mlp_bias,
             is_head_tied=shape.is_head_tied,
-            boundaries=_boundaries(settings, target.num_layers, aux_layer_convention),
+            aux_layers=_aux_layers(settings, target.num_layers, aux_layer_convention),
             has_input_norm=_flag(settings, "norm_before_fc"),
             has_feature_norms=_flag(settings, "fc_norm"),
             is_residual_normed=_flag(settings, "norm_before_residual", default=_is_nested(config)),
@@ -201,7 +201,7 @@ def _draft_vocab_size(settings: Mapping[str, Any], vocab_size: int) -> int:
     return sizes[0] if sizes else vocab_size
 
 
-def _boundaries(settings: Mapping[str, Any], num_layers: int, convention: str | None) -> tuple[int, ...]:
+def _aux_layers(settings: Mapping[str, Any], num_layers: int, convention: str | None) -> tuple[int, ...]:
     if convention not in ("output", "boundary", None):
         raise ModelLoadError(
             f"aux_layer_convention={short_repr(convention)}: expected 'output', 'boundary' or None"
@@ -223,27 +223,27 @@ def _boundaries(settings: Mapping[str, Any], num_layers: int, convention: str | 
                 f"expected {NUM_DEFAULT_FEATURES} or more"
             )
 
-        boundaries = sorted((2, num_layers // 2, num_layers - 3))
+        aux_layers = sorted((2, num_layers // 2, num_layers - 3))
     else:
         if convention is None:
             convention = "boundary" if num_layers in ids else "output"
 
         first = 1 if convention == "output" else 0
-        boundaries = sorted(layer_id + first for layer_id in ids)
-        is_distinct = len(set(boundaries)) == len(ids)
-        if not is_distinct or not all(first <= boundary <= num_layers for boundary in boundaries):
+        aux_layers = sorted(layer_id + first for layer_id in ids)
+        is_distinct = len(set(aux_layers)) == len(ids)
+        if not is_distinct or not all(first <= aux_layer <= num_layers for aux_layer in aux_layers):
             raise ModelLoadError(
                 f"config: eagle_aux_hidden_state_layer_ids={short_repr(ids)} as {convention} ids: "
                 f"expected different ones from 0 to {num_layers - first}"
             )
 
-    num_features = settings.get("num_aux_hidden_states", len(boundaries))
-    if num_features != len(boundaries):
+    num_features = settings.get("num_aux_hidden_states", len(aux_layers))
+    if num_features != len(aux_layers):
         raise ModelLoadError(
-            f"config: num_aux_hidden_states={short_repr(num_features)}: expected {len(boundaries)}"
+            f"config: num_aux_hidden_states={short_repr(num_features)}: expected {len(aux_layers)}"
         )
 
-    return tuple(boundaries)
+    return tuple(aux_layers)
 
 
 def _check_fit(draft: DraftConfig, target: DecoderConfig) -> None:
@@ -259,13 +259,13 @@ def _check_fit(draft: DraftConfig, target: DecoderConfig) -> None:
             f"(target_hidden_size, else hidden_size), its target has {target.hidden_size}: expected the same"
         )
 
-    if not draft.boundaries and draft.hidden_size != target.hidden_size:
+    if not draft.aux_layers and draft.hidden_size != target.hidden_size:
         raise ModelLoadError(
             f"config: use_aux_hidden_state=False with hidden_size={draft.hidden_size}: "
             f"expected the target's {target.hidden_size}"
         )
 
-    if not draft.boundaries and (draft.has_input_norm or draft.has_feature_norms):
+    if not draft.aux_layers and (draft.has_input_norm or draft.has_feature_norms):
         raise ModelLoadError(
             "config: norm_before_fc or fc_norm with use_aux_hidden_state=False: expected none"
         )

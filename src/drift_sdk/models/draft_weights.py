@@ -41,9 +41,9 @@ class DraftWeights:
 
 def required_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor a draft cannot do without."""
-    hidden, num_features = config.hidden_size, len(config.boundaries)
+    hidden, num_features = config.hidden_size, len(config.aux_layers)
     shapes: dict[str, tuple[int, ...]] = {}
-    if config.boundaries:
+    if config.aux_layers:
         shapes[FC] = (hidden, num_features * config.target_hidden_size)
 
     if config.has_input_norm:
@@ -119,10 +119,10 @@ def load_draft_weights(
         whole = embedding if config.is_head_tied and EMBEDDING in names else target.head
         head = whole if len(ids) == len(whole) else whole[ids]
 
-    feature_norms = range(len(config.boundaries) if config.has_feature_norms else 0)
+    feature_norms = range(len(config.aux_layers) if config.has_feature_norms else 0)
     weights = DraftWeights(
         embedding=embedding,
-        fc=read(FC) if config.boundaries else None,
+        fc=read(FC) if config.aux_layers else None,
         input_norm=read(INPUT_NORM) if config.has_input_norm else None,
         feature_norms=tuple(read(_feature_norm(index)) for index in feature_norms),
         hidden_norm=read(HIDDEN_NORM),

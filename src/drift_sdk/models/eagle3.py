@@ -21,11 +21,11 @@ from drift_sdk.models.kv_cache import KVCache
 from drift_sdk.models.linear import linear
 from drift_sdk.models.rope import inverse_frequencies, rotary_tables, rotate
 
-__all__ = ["SLOT_OFFSET", "DraftDecoder"]
+__all__ = ["DRAFT_KV_OFFSET", "DraftDecoder"]
 
 # Row i, of position i, holds (feature of token i, token i + 1). It lies at the slot of token i + 1, so that a
 # block's draft keys and values follow from the block's own tokens and those before.
-SLOT_OFFSET = 1
+DRAFT_KV_OFFSET = 1
 
 
 def _read_config(source: Source, target: Decoder, aux_layer_convention: str | None) -> DraftConfig:
@@ -39,8 +39,8 @@ class DraftDecoder:
     """Row i, made of the feature at position i and token i + 1, in; what token i + 2 follows from, out.
 
     It owns weights only, in the dtype and on the device of its target, some of them shared with it. What
-    rows see comes in an AttentionBatch made with `slot_offset=SLOT_OFFSET`, what they remember in a KVCache
-    of `num_layers` layers.
+    rows see comes in an AttentionBatch made with `slot_offset=DRAFT_KV_OFFSET`, what they remember in a
+    KVCache of `num_layers` layers.
     """
 
     def __init__(self, config: DraftConfig, weights: DraftWeights, target: Decoder) -> None:
@@ -108,9 +108,9 @@ class DraftDecoder:
         return self.weights.final_norm.dtype
 
     @property
-    def boundaries(self) -> tuple[int, ...]:
+    def aux_layers(self) -> tuple[int, ...]:
         """The boundaries of the target whose residual stream `fuse` takes, low to high."""
-        return self.config.boundaries
+        return self.config.aux_layers
 
     @property
     def num_layers(self) -> int:
@@ -122,24 +122,24 @@ class DraftDecoder:
         return self.weights.target_ids
 
     @torch.inference_mode()
-    def fuse(self, captured: Sequence[torch.Tensor], final_hidden: torch.Tensor) -> torch.Tensor:
-        """Features [N, hidden] from what the target's `forward` returns: the residual stream at `boundaries`,
+    def fuse(self, aux_hidden: Sequence[torch.Tensor], final_hidden: torch.Tensor) -> torch.Tensor:
+        """Features [N, hidden] from what the target's `forward` returns: the residual stream at `aux_layers`,
         [N, target_hidden] each, and after the last layer, [N, target_hidden]. None is normalised yet.
 
         A row that the draft feeds back to itself is a feature already and does not pass through here.
         """
-        if len(captured) != len(self.boundaries):
-            raise ValueError(f"{len(captured)} captured: expected {len(self.boundaries)}")
+        if len(aux_hidden) != len(self.aux_layers):
+            raise ValueError(f"aux_hidden: {len(aux_hidden)} tensors: expected {len(self.aux_layers)}")
 
         weights, eps = self.weights, self.config.rms_norm_eps
         if weights.fc is None:
             return rms_norm(final_hidden, self._target_norm, self._target_eps)
 
         if weights.feature_norms:
-            pairs = zip(captured, weights.feature_norms, strict=True)
-            captured = [rms_norm(feature, norm, eps) for feature, norm in pairs]
+            pairs = zip(aux_hidden, weights.feature_norms, strict=True)
+            aux_hidden = [rms_norm(feature, norm, eps) for feature, norm in pairs]
 
-        features = torch.cat(tuple(captured), dim=-1)
+        features = torch.cat(tuple(aux_hidden), dim=-1)
         if weights.input_norm is not None:
             features = rms_norm(features, weights.input_norm, eps)
 

@@ -17,10 +17,10 @@ from drift_sdk.steps import (
     StepResult,
 )
 
-__all__ = ["DrivenSlots"]
+__all__ = ["ManualDriver"]
 
 
-class DrivenSlots:
+class ManualDriver:
     """Greedy sequences of random tokens, one in each of an executor's first slots.
 
     Each has the blocks of its whole length from the start. Every step is launched and then waited for.

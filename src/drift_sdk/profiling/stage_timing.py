@@ -8,15 +8,15 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from drift_sdk.profiling.manual_driver import DrivenSlots
+from drift_sdk.profiling.manual_driver import ManualDriver
 from drift_sdk.steps import SlotOutput
 
-__all__ = ["StageTimes", "time_stages"]
+__all__ = ["StageTiming", "time_stages"]
 
 NUM_WARM_UP_ROUNDS = 3
 
 
-class StageTimes(Struct, frozen=True, kw_only=True):
+class StageTiming(Struct, frozen=True, kw_only=True):
     """Means over rounds, in seconds.
 
     stages: of the device, for each stage of a round, all its parts together. round_seconds: of the device,
@@ -38,18 +38,18 @@ class StageTimes(Struct, frozen=True, kw_only=True):
 
 
 def time_stages(
-    slots: DrivenSlots,
+    slots: ManualDriver,
     take_stages: Callable[[], dict[str, float]],
     *,
     batch: int,
     context: int,
     num_draft_tokens: int,
     num_rounds: int,
-) -> StageTimes:
+) -> StageTiming:
     """Fill the slots, then time rounds, one at a time.
 
     take_stages: seconds of each stage in the steps since its last call. Raises ConfigError as
-    `DrivenSlots.fill`.
+    `ManualDriver.fill`.
     """
     most = context + 1 + (NUM_WARM_UP_ROUNDS + num_rounds) * (num_draft_tokens + 1)
     slots.fill(context, [most + 1] * batch)
@@ -69,7 +69,7 @@ def time_stages(
         for name, seconds in take_stages().items():
             stages.setdefault(name, []).append(seconds)
 
-    return StageTimes(
+    return StageTiming(
         stages={name: sum(seconds) / num_rounds for name, seconds in stages.items()},
         round_seconds=statistics.mean(durations),
         cpu_seconds=cpu_seconds / num_rounds,

@@ -65,7 +65,7 @@ class RunningSet:
         self._max_num_seqs = max_num_seqs
 
     @property
-    def worst(self) -> Sequence:
+    def lowest_priority(self) -> Sequence:
         return self.sequences[-1]
 
     @property

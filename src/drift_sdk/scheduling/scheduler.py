@@ -72,7 +72,7 @@ class Scheduler:
     @property
     def num_held(self) -> int:
         """Sequences whose next token waits for the host."""
-        return sum(sequence.is_held for sequence in (*self._running.sequences, *self._queue))
+        return sum(sequence.awaits_mask for sequence in (*self._running.sequences, *self._queue))
 
     @property
     def num_free_blocks(self) -> int:
@@ -142,7 +142,7 @@ class Scheduler:
         num_useful = 0
 
         for sequence, chunk, output in zip(prefill, plan.prefill, result.prefill, strict=True):
-            sequence.land(chunk.is_last, chunk.is_last)
+            sequence.complete(chunk.is_last, chunk.is_last)
             if sequence.finish is not None:
                 continue
 
@@ -159,7 +159,7 @@ class Scheduler:
                     self._end(sequence, output.finish)
 
         for sequence, row, output in zip(decode, plan.decode, result.decode, strict=True):
-            sequence.land(1, row.num_draft_tokens + 1)
+            sequence.complete(1, row.num_draft_tokens + 1)
             if sequence.finish is not None:
                 continue
 
@@ -246,7 +246,7 @@ class Scheduler:
             if sequence.num_in_flight:
                 return False
 
-            worst = self._running.worst
+            worst = self._running.lowest_priority
             self._preempt(worst)
             if worst is sequence:
                 return False
@@ -261,7 +261,7 @@ class Scheduler:
 
         sequence = self._queue.peek()
         # Its tokens, and so its chunks, are known only when all results are in; the last chunk samples.
-        is_settled = not sequence.num_in_flight and not sequence.is_held
+        is_settled = not sequence.num_in_flight and not sequence.awaits_mask
         if not is_settled or not self._blocks.try_admit(sequence, self._max_emitted_tokens):
             return None
 

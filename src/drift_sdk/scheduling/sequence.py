@@ -21,7 +21,7 @@ class Sequence:
         "block_table",
         "constraint",
         "finish",
-        "is_held",
+        "awaits_mask",
         "is_publishing",
         "has_draft_kv",
         "max_draft_tokens",
@@ -64,7 +64,7 @@ class Sequence:
         self.constraint = constraint
         self.max_draft_tokens = max_draft_tokens  # None = what the batch drafts
         self.has_draft_kv = False  # set by the scheduler
-        self.is_held = False  # no row is planned: the host works out what a constraint allows next
+        self.awaits_mask = False  # no row is planned: the host works out what a constraint allows next
 
         self.token_ids = list(prompt_ids)  # prompt and committed output
         self.num_prompt_tokens = len(prompt_ids)
@@ -113,7 +113,7 @@ class Sequence:
     @property
     def awaits_host(self) -> bool:
         """What a constrained sequence may say next depends on every token before: none may be in flight."""
-        return self.constraint is not None and (self.is_held or self.num_in_flight > 0)
+        return self.constraint is not None and (self.awaits_mask or self.num_in_flight > 0)
 
     def num_kv_slots(self, length: int) -> int:
         """KV slots written once the sequence has `length` tokens, its limit at most."""
@@ -136,7 +136,7 @@ class Sequence:
         self.min_in_flight_tokens += least
         self.max_in_flight_tokens += most
 
-    def land(self, least: int, most: int) -> None:
+    def complete(self, least: int, most: int) -> None:
         """The result of such a step is in."""
         self.num_in_flight -= 1
         self.min_in_flight_tokens -= least

@@ -11,7 +11,7 @@ from msgspec import Struct
 from drift_sdk.config import EngineConfig
 from drift_sdk.errors import ConfigError, FieldError
 from drift_sdk.execution.eager.executor import EagerExecutor
-from drift_sdk.execution.stages import NO_STAGES, Stages
+from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
 from drift_sdk.execution.strict import StrictExecutor
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
@@ -110,7 +110,7 @@ def open_graph_executor(
     draft: DraftDecoder | NGram | None,
     report: Callable[[str, float], None],
     acceptance_trace: Sequence[int] | None = None,
-    stages: Stages | None = None,
+    stages: StageMarks | None = None,
 ) -> OpenedExecutor:
     """Captures everything; ExecutorError if that fails, ConfigError if it would be slower than is allowed or
     the KV cache does not fit. `stages`: for measuring, see there."""
@@ -142,7 +142,7 @@ def open_graph_executor(
             draft=draft,
             draft_choices=choices if draft is not None else (),
             acceptance_trace=acceptance_trace,
-            stages=stages or NO_STAGES,
+            stages=stages or NO_STAGE_MARKS,
             step_timeout_s=config.step_timeout_s,
             report=report,
         )

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from drift_sdk.config import EngineConfig
-from drift_sdk.driver.loaded_model import OpenedModel
+from drift_sdk.driver.loaded_model import LoadedModel
 from drift_sdk.driver.request import ModelText
 from drift_sdk.errors import ConfigError, ModelLoadError, RequestError, short_repr
-from drift_sdk.execution.stages import Stages
+from drift_sdk.execution.stages import StageMarks
 from drift_sdk.loading.source import Source, eos_token_ids, resolve
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
@@ -47,8 +47,8 @@ def open_model(
     report: Report,
     *,
     acceptance_trace: Sequence[int] | None = None,
-    stages: Stages | None = None,
-) -> OpenedModel:
+    stages: StageMarks | None = None,
+) -> LoadedModel:
     """Find the files, load weights and tokenizer, make the executor; ModelLoadError or ConfigError.
 
     For measuring with graphs: acceptance_trace, tokens that rounds emit in turn, whatever was drafted;
@@ -91,7 +91,7 @@ def open_model(
         limits.max_model_len,
     )
     report("ready", 1.0)
-    return OpenedModel(
+    return LoadedModel(
         executor=opened.executor,
         executor_name=executor_name,
         fallback=fallback,

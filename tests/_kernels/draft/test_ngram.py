@@ -162,7 +162,7 @@ def test_rounds_follow_what_turned_out_true(device: str) -> None:
                     next_token=token,
                     hits=token,
                     last_token=token,
-                    captured=(),
+                    aux_hidden=(),
                     hidden=nothing,
                 )
             # Sampled behind the prompts.
@@ -188,11 +188,11 @@ def test_rounds_follow_what_turned_out_true(device: str) -> None:
             emitted[place] = num_right + 1
             tokens[slot] += [*drafts[:num_right], rng.randrange(3)]
         expected = history.cpu().clone()
-        rounds.follow(
+        rounds.draft_extend(
             rows,
             num_slots=3,
             num_draft_tokens=num_draft_tokens,
-            captured=(),
+            aux_hidden=(),
             hidden=nothing,
             chosen=nothing,
             emitted=int32(emitted, device),

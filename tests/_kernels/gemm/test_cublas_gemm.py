@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from drift_sdk._kernels.gemm import cublas_gemm as library_gemm
+from drift_sdk._kernels.gemm import cublas_gemm as cublas_gemm
 from drift_sdk._kernels.gemm.cublas_gemm import fastest_gated_multiply, fastest_multiply
 from drift_sdk._kernels.gemm.gemm import GemmConfig, gated_multiply, multiply
 from drift_sdk._kernels.gemm.tuning import table_for
@@ -30,7 +30,7 @@ def poisoned(*shape: int, device: str, dtype: torch.dtype = torch.float32) -> to
 
 
 def test_float32_is_never_the_librarys(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(library_gemm, "library_multiply")
+    monkeypatch.delattr(cublas_gemm, "library_multiply")
     x, weight = inputs((3, 20, 140), device)
     found, expected = (poisoned(2, 3, 20, device=device) for _ in range(2))
     fastest_multiply(x, weight, found, SLICED)
@@ -49,16 +49,16 @@ def test_slices_that_one_program_adds_are_not_for_the_library() -> None:
 
 def test_a_verdict_holds_for_one_state_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another engine of the process may find another backend, other settings or another workspace."""
-    states = {library_gemm.library_state()}
-    for variable in library_gemm.WORKSPACE_VARIABLES:
+    states = {cublas_gemm.library_state()}
+    for variable in cublas_gemm.WORKSPACE_VARIABLES:
         monkeypatch.setenv(variable, ":16:8")
-        states.add(library_gemm.library_state())
+        states.add(cublas_gemm.library_state())
     matmul = torch.backends.cuda.matmul
     for name in ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"):
         before = getattr(matmul, name)
         try:
             setattr(matmul, name, not before)
-            states.add(library_gemm.library_state())
+            states.add(cublas_gemm.library_state())
         finally:
             setattr(matmul, name, before)
     assert len(states) == 6
@@ -66,14 +66,14 @@ def test_a_verdict_holds_for_one_state_of_the_library(monkeypatch: pytest.Monkey
 
 @pytest.mark.gpu
 def test_a_changed_library_is_looked_at_again(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library_gemm, "_has_same_bits", {})
+    monkeypatch.setattr(cublas_gemm, "_has_same_bits", {})
     x, weight = inputs((256, 640, 576), device, torch.bfloat16)
     out = poisoned(2, 256, 640, device=device)
     for num_verdicts, size in ((1, None), (1, None), (2, ":4096:2")):
         if size is not None:
             monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", size)
         fastest_multiply(x, weight, out, SLICED)
-        assert len(library_gemm._has_same_bits) == num_verdicts
+        assert len(cublas_gemm._has_same_bits) == num_verdicts
 
 
 @pytest.mark.gpu
@@ -106,7 +106,7 @@ def test_the_library_is_used_where_the_table_names_it(
 ) -> None:
     """Of the shapes that were measured, on the GPU they were measured on, it is fit for all."""
     caplog.set_level(logging.WARNING, "drift_sdk")
-    monkeypatch.setattr(library_gemm, "_has_same_bits", {})
+    monkeypatch.setattr(cublas_gemm, "_has_same_bits", {})
     table = table_for("nvidia-h200")
     for num_columns, inner in ((6144, 4096), (4096, 4096), (4096, 14_336), (128_256, 4096)):
         config = table.gemm(num_columns, inner).config(384)
@@ -117,8 +117,8 @@ def test_the_library_is_used_where_the_table_names_it(
     x, weight = inputs((384, 28_672, 4096), device, torch.bfloat16)
     out = poisoned(384, 14_336, device=device, dtype=torch.bfloat16)
     fastest_gated_multiply(x, weight, out, config, torch.empty(384, 28_672, device=device).to(torch.bfloat16))
-    assert all(library_gemm._has_same_bits.values())
-    assert len(library_gemm._has_same_bits) == 5
+    assert all(cublas_gemm._has_same_bits.values())
+    assert len(cublas_gemm._has_same_bits) == 5
     assert not caplog.records
 
 
@@ -126,13 +126,13 @@ def test_the_library_is_used_where_the_table_names_it(
 def test_a_library_of_other_bits_is_left_alone(
     device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(library_gemm, "_has_same_bits", {})
+    monkeypatch.setattr(cublas_gemm, "_has_same_bits", {})
 
     def one_bit_off(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, config: GemmConfig) -> None:
         multiply(x, weight, out, config)
         out.view(torch.int32)[..., 0] ^= 1
 
-    monkeypatch.setattr(library_gemm, "library_multiply", one_bit_off)
+    monkeypatch.setattr(cublas_gemm, "library_multiply", one_bit_off)
     x, weight = inputs((256, 640, 576), device, torch.bfloat16)
     found, expected = (poisoned(2, 256, 640, device=device) for _ in range(2))
     for _ in range(2):

@@ -48,10 +48,10 @@ def test_add_norm(num_rows: int, size: int, num_slices: int | None, dtype: torch
         bias = random(size, dtype=dtype, device=device, seed=4) if num_slices > 1 else None
 
     expected_hidden, expected = add_norm_reference(hidden, delta, weight, eps=EPS, bias=bias)
-    normed, captured = (poisoned(num_rows, size, dtype=dtype, device=device) for _ in range(2))
-    add_norm(hidden, delta, weight, normed, eps=EPS, bias=bias, captured=captured)
+    normed, aux_hidden = (poisoned(num_rows, size, dtype=dtype, device=device) for _ in range(2))
+    add_norm(hidden, delta, weight, normed, eps=EPS, bias=bias, aux_hidden=aux_hidden)
     assert torch.equal(hidden, expected_hidden)
-    assert torch.equal(captured, expected_hidden)
+    assert torch.equal(aux_hidden, expected_hidden)
     assert_normed(normed, expected)
 
 
@@ -89,17 +89,17 @@ def test_slices_are_rounded_once_and_in_order(device: str) -> None:
 
 def test_rows_may_stand_apart_and_do_not_touch_each_other(device: str) -> None:
     wide = poisoned(5, 200, dtype=torch.float32, device=device)
-    hidden, captured, normed = wide[1:4, :64], wide[1:4, 64:128], wide[1:4, 130:194]
+    hidden, aux_hidden, normed = wide[1:4, :64], wide[1:4, 64:128], wide[1:4, 130:194]
     hidden.copy_(random(3, 64, dtype=torch.float32, device=device, seed=1))
     hidden[1] = torch.nan
     partials = poisoned(2, 8, 64, dtype=torch.float32, device=device)
     partials[:, :3] = random(2, 3, 64, dtype=torch.float32, device=device, seed=2)
     weight = random(64, dtype=torch.float32, device=device, seed=3)
     expected_hidden, expected = add_norm_reference(hidden.clone(), partials[:, :3], weight, eps=EPS)
-    add_norm(hidden, partials[:, :3], weight, normed, eps=EPS, captured=captured)
+    add_norm(hidden, partials[:, :3], weight, normed, eps=EPS, aux_hidden=aux_hidden)
     for row in (0, 2):
         assert torch.equal(hidden[row], expected_hidden[row])
-        assert torch.equal(captured[row], expected_hidden[row])
+        assert torch.equal(aux_hidden[row], expected_hidden[row])
         assert_normed(normed[row], expected[row])
 
     written = torch.zeros_like(wide, dtype=torch.bool)

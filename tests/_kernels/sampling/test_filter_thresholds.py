@@ -10,9 +10,9 @@ import torch
 from msgspec.structs import replace
 from sampling_rows import GREEDY, Group, make_rows, moved
 
-from drift_sdk._kernels.sampling.sample_buffers import CHUNK, MAX_SURVIVORS, SampleBuffers
+from drift_sdk._kernels.sampling.sample_buffers import CHUNK, MAX_CANDIDATES, SampleBuffers
 from drift_sdk._kernels.sampling.sampled_rows import sample_rows
-from drift_sdk._kernels.sampling.scaled_logits import HOPELESS
+from drift_sdk._kernels.sampling.scaled_logits import NEGLIGIBLE_LOGIT
 from drift_sdk.steps import SlotSampling
 
 pytestmark = pytest.mark.kernel
@@ -36,7 +36,7 @@ def check(logits: torch.Tensor, samplings: list[dict[str, float]], device: str) 
         scaled = (row_logits - row_logits.max()) / sampling.temperature
         must_stay, must_go = limits(scaled.double(), sampling)
         is_kept = scaled >= buffers.row_threshold[row]
-        can_win = scaled > HOPELESS.value
+        can_win = scaled > NEGLIGIBLE_LOGIT.value
         assert not bool((must_stay & can_win & ~is_kept).any()), f"row {row} lacks some: {sampling}"
         assert not bool((must_go & can_win & is_kept).any()), f"row {row} has too many: {sampling}"
 
@@ -84,10 +84,10 @@ def test_spreads_of_all_sizes(spread: float, fields: dict[str, float], device: s
 
 
 @pytest.mark.parametrize("spread", [1.0, 1e-3])
-@pytest.mark.parametrize("num_near", [MAX_SURVIVORS - 1, MAX_SURVIVORS, MAX_SURVIVORS + 1])
+@pytest.mark.parametrize("num_near", [MAX_CANDIDATES - 1, MAX_CANDIDATES, MAX_CANDIDATES + 1])
 def test_as_many_as_can_be_set_apart(num_near: int, spread: float, device: str) -> None:
     """From one more on the whole row is gone through."""
-    logits = torch.full((2, MAX_SURVIVORS + 900), -50.0)
+    logits = torch.full((2, MAX_CANDIDATES + 900), -50.0)
     near = torch.linspace(0.0, spread, num_near)
     logits[:, 450 : 450 + num_near] = near
     check(logits, [{"top_k": num_near - 5}, {"top_p": 0.99}], device)

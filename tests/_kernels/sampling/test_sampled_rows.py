@@ -13,7 +13,7 @@ from tolerances import assert_near, bound
 from drift_sdk._kernels.sampling import sampled_rows
 from drift_sdk._kernels.sampling.noise import gumbel_noise
 from drift_sdk._kernels.sampling.sample import filter_logits, sample, top_logprobs
-from drift_sdk._kernels.sampling.sample_buffers import MAX_SURVIVORS, MAX_TOP, SampleBuffers
+from drift_sdk._kernels.sampling.sample_buffers import MAX_CANDIDATES, MAX_TOP, SampleBuffers
 from drift_sdk._kernels.sampling.sampled_rows import sample_rows
 
 pytestmark = pytest.mark.kernel
@@ -211,7 +211,7 @@ def test_few_are_in_doubt_where_thousands_are_as_likely(
     """Otherwise one program goes through the whole row again and again."""
     logits = torch.randn(128_256, generator=torch.Generator().manual_seed(2)) * scale
     buffers = one_row(logits, device, temperature=0.8, seed=3, **fields)
-    assert 0 < buffers.num_survivors[0].max() <= MAX_SURVIVORS
+    assert 0 < buffers.num_candidates[0].max() <= MAX_CANDIDATES
 
     scaled = (logits - logits.max()) / 0.8
     given = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, **fields}

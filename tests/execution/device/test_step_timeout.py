@@ -16,7 +16,7 @@ from tiny_llama import tiny_llama
 
 from drift_sdk import EngineClosed, EngineConfig, ExecutorError
 from drift_sdk._kernels.gemm.tuning import TunedTable
-from drift_sdk.driver.loaded_model import OpenedModel
+from drift_sdk.driver.loaded_model import LoadedModel
 from drift_sdk.execution.device import device as device_module
 from drift_sdk.execution.device.device import step_timeout
 from drift_sdk.execution.device.ring import Ring
@@ -208,7 +208,7 @@ def test_every_stream_is_told_and_closing_does_not_wait(loop: str) -> None:
         engine = scripted_engine("Hello, hello!", config=EngineConfig(step_timeout_s=0.5))
         open_model = engine._open
 
-        def open_hanging(report) -> OpenedModel:
+        def open_hanging(report) -> LoadedModel:
             opened = open_model(report)
             opened.executor.__class__ = HangingExecutor
             return opened
@@ -243,18 +243,18 @@ def test_a_request_that_meets_the_end_is_told_of_it(failure: ExecutorError | Non
         async with scripted_engine("Hello!") as engine:
             driver = engine._driver
             assert driver is not None
-            prepare = driver._text_work.prepare
+            prepare = driver._text_worker.prepare
 
             def end_first(*arguments) -> None:
-                driver._intake.close(failure)
-                driver._text_work.close()
+                driver._registry.close(failure)
+                driver._text_worker.close()
                 prepare(*arguments)
 
-            driver._text_work.prepare = end_first
+            driver._text_worker.prepare = end_first
             with pytest.raises(EngineClosed if failure is None else ExecutorError) as caught:
                 engine.generate("x")
             assert caught.value.__cause__ is failure
-            assert driver._intake.is_empty
-            assert driver._intake.num_admitted == 0
+            assert driver._registry.is_empty
+            assert driver._registry.num_admitted == 0
 
     anyio.run(main)

@@ -23,7 +23,7 @@ from drift_sdk.execution.eager.executor import EagerExecutor
 from drift_sdk.execution.graph.executor import GraphExecutor
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.eagle3 import DraftDecoder
-from drift_sdk.profiling.manual_driver import DrivenSlots
+from drift_sdk.profiling.manual_driver import ManualDriver
 from drift_sdk.steps import Executor, ExecutorLimits
 
 pytestmark = pytest.mark.kernel
@@ -37,7 +37,7 @@ Round = list[tuple[tuple[int, ...], int, int]]
 
 
 def rounds(executor: Executor) -> list[Round]:
-    slots = DrivenSlots(executor, prefill_token_budget=BUDGET)
+    slots = ManualDriver(executor, prefill_token_budget=BUDGET)
     slots.fill(6, [13, 11])
     found = []
     while slots.active:
@@ -54,7 +54,7 @@ def executors(tmp_path: Path) -> tuple[GraphExecutor, EagerExecutor]:
     target = drawn_decoder(config, "cuda" if IS_GPU else "cpu", seed=3)
     make_draft("reference", tmp_path / "draft", tmp_path)
     draft = DraftDecoder.load(tmp_path / "draft", target)
-    assert len(set(draft.boundaries)) < len(draft.boundaries)
+    assert len(set(draft.aux_layers)) < len(draft.aux_layers)
     graph = GraphExecutor(
         GpuDevice(0) if IS_GPU else InterpretedDevice(),
         target,
@@ -101,7 +101,7 @@ def test_kernels_that_start_dependents_before_they_wait_follow_long_ones(
     for name in ("mm", "addmm"):
         monkeypatch.setattr(torch, name, recording(name))
     graph, _ = executors(tmp_path)
-    slots = DrivenSlots(graph, prefill_token_budget=BUDGET)
+    slots = ManualDriver(graph, prefill_token_budget=BUDGET)
     slots.fill(6, [13, 11])
     slots.round(3)
     graph.close()

@@ -22,7 +22,7 @@ from drift_sdk._kernels.slots.slot_columns import num_mask_words
 from drift_sdk.execution.device.device import GpuDevice
 from drift_sdk.execution.device.ring import Ring
 from drift_sdk.execution.eager.executor import EagerExecutor
-from drift_sdk.execution.graph.captured_graphs import Graphs
+from drift_sdk.execution.graph.captured_graphs import CapturedGraphs
 from drift_sdk.execution.graph.executor import GraphExecutor
 from drift_sdk.execution.rounds.drafter import RoundDrafter
 from drift_sdk.models.decoder import Decoder
@@ -118,7 +118,7 @@ CASES = [
 class Oracle:
     """A RoundDrafter that says what it is told to: told [S, max_model_len] int32, by slot and position."""
 
-    boundaries: Tokens[int] = ()
+    aux_layers: Tokens[int] = ()
 
     def __init__(self, device: torch.device) -> None:
         self.told = torch.zeros(LIMITS.max_num_seqs, LIMITS.max_model_len, dtype=torch.int32, device=device)
@@ -131,7 +131,7 @@ class Oracle:
         tokens = self.told[slot.clamp(min=0), position.clamp(max=LIMITS.max_model_len - 1)]
         rows.token.view(num_slots, -1)[:, 1:].copy_(tokens)
 
-    def follow(self, rows: Any, **_: object) -> None:
+    def draft_extend(self, rows: Any, **_: object) -> None:
         pass
 
     def follow_prefill(self, rows: Any, **_: object) -> None:
@@ -281,7 +281,7 @@ def test_an_oracle_of_constrained_slots(
     decoder: Decoder, expected: Run, waits: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     oracle = Oracle(decoder.device)
-    monkeypatch.setattr(Graphs, "_open_drafter", lambda *_: oracle)
+    monkeypatch.setattr(CapturedGraphs, "_open_drafter", lambda *_: oracle)
     executor = graph_executor(decoder)
 
     def tell(plan: StepPlan) -> None:
@@ -330,4 +330,4 @@ def test_a_slot_is_rid_of_its_last_constraint(decoder: Decoder, expected: Run, w
 
 def test_the_oracle_is_what_graphs_expect() -> None:
     drafter: RoundDrafter = Oracle(torch.device("cpu"))
-    assert drafter.boundaries == ()
+    assert drafter.aux_layers == ()

@@ -81,7 +81,7 @@ class Pair:
         self.rounds.cache.allocate(limits.num_blocks)
         self.generator = torch.Generator().manual_seed(0)
         self.tokens = torch.randint(VOCAB_SIZE, (3, NUM_TOKENS), generator=self.generator)
-        shape = (len(draft.boundaries) + 1, 3, NUM_TOKENS, TARGET["hidden_size"])
+        shape = (len(draft.aux_layers) + 1, 3, NUM_TOKENS, TARGET["hidden_size"])
         self.features = torch.randn(shape, generator=self.generator)
         blocks = torch.randperm(limits.num_blocks, generator=self.generator).view(3, max_blocks)
         self.slots = []
@@ -119,7 +119,7 @@ class Pair:
         inputs = self.ints([[-1] * num_rows, [2**31 - 1] * num_rows, [2**31 - 1] * num_rows])
         following = self.ints([-1] * num_rows)
         hits = self.ints([-1] * MAX_CHUNKS)
-        captured = self.step_features(num_rows)
+        aux_hidden = self.step_features(num_rows)
         spans = []
         first = 0
         for number, (index, start, end) in enumerate(chunks):
@@ -133,20 +133,20 @@ class Pair:
                 self.table.state.last_token[index] = self.tokens[index, end]
             if start > state_of(slot).num_rows:
                 hits[number] = first
-            captured[:, rows] = self.features[:, index, start:end].to(DEVICE)
+            aux_hidden[:, rows] = self.features[:, index, start:end].to(DEVICE)
             slot.length, slot.last_token = end + 1, int(self.tokens[index, end])
             next_tokens = self.tokens[index, start + 1 : end + 1].tolist()
             spans.append(Span(slot, start, int(self.tokens[index, start]), next_tokens, first))
             first = rows.stop + gap
 
-        self.eager.follow(spans, list(captured[:-1]), captured[-1])
+        self.eager.draft_extend(spans, list(aux_hidden[:-1]), aux_hidden[-1])
         self.rounds.follow_prefill(
             Rows(slot=inputs[0], token=inputs[1], position=inputs[2]),
             next_token=following,
             hits=hits,
             last_token=self.table.state.last_token,
-            captured=list(captured[:-1]),
-            hidden=captured[-1],
+            aux_hidden=list(aux_hidden[:-1]),
+            hidden=aux_hidden[-1],
         )
         self.compare([index for index, _, _ in chunks])
 
@@ -160,7 +160,7 @@ class Pair:
             position=self.ints([2**31 - 1] * num_rows),
         )
         chosen = torch.randint(VOCAB_SIZE, (num_rows,), generator=self.generator).int().to(DEVICE)
-        captured = self.step_features(num_rows)
+        aux_hidden = self.step_features(num_rows)
         for group, (index, cap, num_emitted) in enumerate(plan):
             first = group * num_rows_each
             chosen[first + num_emitted : first + num_rows_each] = -1 if index < 0 else chosen[first]
@@ -174,7 +174,7 @@ class Pair:
                 list(range(length - 1, length + num_drafts))
             )
             true = slice(length - 1, length - 1 + num_emitted)
-            captured[:, first : first + num_emitted] = self.features[:, index, true].to(DEVICE)
+            aux_hidden[:, first : first + num_emitted] = self.features[:, index, true].to(DEVICE)
             following = self.tokens[index, length : length + num_emitted]
             chosen[first : first + num_emitted] = following.int().to(DEVICE)
 
@@ -195,13 +195,13 @@ class Pair:
             following = self.tokens[index, slot.length : end].tolist()
             spans.append(Span(slot, slot.length - 1, slot.last_token, following, group * num_rows_each))
             slot.length, slot.last_token = end, int(self.tokens[index, end - 1])
-        self.eager.follow(spans, list(captured[:-1]), captured[-1])
-        self.rounds.follow(
+        self.eager.draft_extend(spans, list(aux_hidden[:-1]), aux_hidden[-1])
+        self.rounds.draft_extend(
             rows,
             num_slots=num_slots,
             num_draft_tokens=num_drafts,
-            captured=list(captured[:-1]),
-            hidden=captured[-1],
+            aux_hidden=list(aux_hidden[:-1]),
+            hidden=aux_hidden[-1],
             chosen=chosen,
             emitted=self.ints([num_emitted for *_, num_emitted in plan]),
         )
@@ -286,11 +286,11 @@ def test_long_blocks_and_many_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def rotate_by_place(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(draft_cache, "SLOT_OFFSET", 0)
+    patch.setattr(draft_cache, "DRAFT_KV_OFFSET", 0)
 
 
 def see_the_first_place(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(eagle_rounds, "SLOT_OFFSET", 0)
+    patch.setattr(eagle_rounds, "DRAFT_KV_OFFSET", 0)
 
 
 def keep_the_row_before(patch: pytest.MonkeyPatch) -> None:
@@ -310,15 +310,15 @@ def forget_hits(patch: pytest.MonkeyPatch) -> None:
 
 
 def leave_what_was_drafted(patch: pytest.MonkeyPatch) -> None:
-    original = EagleRounds.follow
+    original = EagleRounds.draft_extend
 
-    def follow(rounds: EagleRounds, *args: object, **options: object) -> None:
+    def draft_extend(rounds: EagleRounds, *args: object, **options: object) -> None:
         keys = rounds.cache.keys.clone()
         original(rounds, *args, **options)
         is_written = ~keys.isnan()
         rounds.cache.keys[is_written] = keys[is_written]
 
-    patch.setattr(EagleRounds, "follow", follow)
+    patch.setattr(EagleRounds, "draft_extend", draft_extend)
 
 
 def follow_wrong_drafts(patch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from drift_sdk._kernels.common.launch_order import note_library_kernel
 from drift_sdk._kernels.gemm.gemm import GemmConfig, gated_multiply, multiply
 from drift_sdk._kernels.layers.swiglu import swiglu
 
-__all__ = ["fastest_gated_multiply", "library_gated_multiply", "library_multiply", "fastest_multiply"]
+__all__ = ["fastest_gated_multiply", "fastest_multiply", "library_gated_multiply", "library_multiply"]
 
 log = logging.getLogger("drift_sdk")
 

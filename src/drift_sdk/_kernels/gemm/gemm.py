@@ -35,7 +35,7 @@ class GemmConfig(Struct, frozen=True):
 
     num_slices: of the inner dimension. is_spread: a CTA for each slice, else one CTA sums them all.
     tile_n, tile_m, tile_k: of the weight's rows, of the rows, and of the inner dimension.
-    is_library: the vendor's library is faster still, see library_gemm.py; it does not sum slices up.
+    is_library: the vendor's library is faster still, see cublas_gemm.py; it does not sum slices up.
     """
 
     num_slices: int = 1

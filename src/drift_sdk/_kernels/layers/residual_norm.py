@@ -20,8 +20,8 @@ __all__ = ["add_norm", "add_norm_reference"]
 
 @triton.jit
 def _add_norm(
-    hidden, delta, bias, weight, normed, captured, eps,
-    hidden_stride, slice_stride, delta_stride, normed_stride, captured_stride,
+    hidden, delta, bias, weight, normed, aux_hidden, eps,
+    hidden_stride, slice_stride, delta_stride, normed_stride, aux_hidden_stride,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, NUM_SLICES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -51,8 +51,8 @@ def _add_norm(
         x = (x.to(tl.float32) + total.to(x.dtype).to(tl.float32)).to(x.dtype)
         tl.store(hidden, x, mask=is_column)
 
-    if captured is not None:
-        tl.store(captured + row * captured_stride + column, x, mask=is_column)
+    if aux_hidden is not None:
+        tl.store(aux_hidden + row * aux_hidden_stride + column, x, mask=is_column)
 
     wide = x.to(tl.float32)
     scaled = wide * inverse_rms(tl.sum(wide * wide, axis=0), SIZE, eps)
@@ -67,7 +67,7 @@ def add_norm(
     *,
     eps: float,
     bias: Tensor | None = None,
-    captured: Tensor | None = None,
+    aux_hidden: Tensor | None = None,
 ) -> None:
     """hidden += delta in place, then normed = rms_norm(hidden) * weight.
 
@@ -75,7 +75,7 @@ def add_norm(
     delta: [N, H] in the storage type, or fp32 partial sums [num_slices, N, H], added in the order of slices,
     then bias [H] (storage type) if given, then rounded to the storage type; or None for the norm alone.
     Beside a delta, which a product made right before, hidden must be older than that product.
-    captured [N, H], if given, takes a copy of the updated hidden. Rows of all but weight and bias may stand
+    aux_hidden [N, H], if given, takes a copy of the updated hidden. Rows of all but weight and bias may stand
     apart. Raises ValueError for another shape, type or layout.
     """
     num_rows, size = hidden.shape
@@ -96,8 +96,8 @@ def add_norm(
         if delta is None:
             raise ValueError("bias: given without delta: expected None")
 
-    if captured is not None:
-        check_rows("captured", captured, (num_rows, size), dtype)
+    if aux_hidden is not None:
+        check_rows("aux_hidden", aux_hidden, (num_rows, size), dtype)
 
     _add_norm[(num_rows,)](
         hidden,
@@ -105,13 +105,13 @@ def add_norm(
         bias,
         weight,
         normed,
-        captured,
+        aux_hidden,
         eps,
         hidden.stride(0),
         delta.stride(0) if delta is not None and delta.dim() == 3 else 0,
         0 if delta is None else delta.stride(-2),
         normed.stride(0),
-        0 if captured is None else captured.stride(0),
+        0 if aux_hidden is None else aux_hidden.stride(0),
         SIZE=size,
         BLOCK=triton.next_power_of_2(size),
         NUM_SLICES=num_slices,

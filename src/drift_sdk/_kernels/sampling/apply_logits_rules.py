@@ -1,7 +1,7 @@
 """Logits as their slot's rules change them, and the best of each chunk of them.
 
-Reference: `apply_rules`, over the operations of penalties.py. Bytes: a row of logits once, and once more to
-write it where rules apply. The vocabulary is cut into chunks, a program each.
+Reference: `apply_processors`, over the operations of penalties.py. Bytes: a row of logits once, and once
+more to write it where rules apply. The vocabulary is cut into chunks, a program each.
 """
 
 from __future__ import annotations

@@ -15,14 +15,14 @@ import triton.language as tl
 
 from drift_sdk._kernels.common.launching import start_dependents, wait_for_producers
 from drift_sdk._kernels.sampling.apply_logits_rules import ruled_row
-from drift_sdk._kernels.sampling.scaled_logits import HOPELESS, best_of_chunks, mass_of_chunks, scale
+from drift_sdk._kernels.sampling.scaled_logits import NEGLIGIBLE_LOGIT, best_of_chunks, mass_of_chunks, scale
 
-__all__ = ["BRACKET", "LEVELS", "PASSES", "filter_settings", "narrow", "set_apart"]
+__all__ = ["BRACKET", "LEVELS", "PASSES", "collect_candidates", "filter_settings", "refine_bracket"]
 
 PASSES = tl.constexpr(2)
 LEVELS = tl.constexpr(7)
 """Levels within the bracket at which a pass weighs the row: what is left of a bracket after two passes, a
-64th, holds less than `MAX_SURVIVORS` of a chunk as a rule, also where thousands of tokens are about as
+64th, holds less than `MAX_CANDIDATES` of a chunk as a rule, also where thousands of tokens are about as
 likely."""
 BRACKET = tl.constexpr(4)
 """What is noted of a bracket: its low and high end, the weight of all from the high end on and, without
@@ -56,12 +56,12 @@ def _bracket(
     below low, unless low was so low already that none of those matters."""
     if PASS == 0:
         # Nothing lies above the best, which is zero.
-        low, high, above, mass = HOPELESS + 0.0, 1e-30, 0.0, 0.0
+        low, high, above, mass = NEGLIGIBLE_LOGIT + 0.0, 1e-30, 0.0, 0.0
         if top_k == 0:
             mass = mass_of_chunks(chunk_value, chunk_mass, row, best, temperature, num_chunks, CHUNKS)
             # All tokens below this have less mass together than top_p leaves out; the tenth is for rounding.
             left_out = tl.maximum((mass - top_p * mass) / vocab_size, 1e-30)
-            low = tl.maximum(tl.log(left_out) - 0.1, HOPELESS)
+            low = tl.maximum(tl.log(left_out) - 0.1, NEGLIGIBLE_LOGIT)
     else:
         last = brackets + (row * (PASSES + 1) + PASS - 1) * BRACKET
         low, high, above, mass = tl.load(last), tl.load(last + 1), tl.load(last + 2), tl.load(last + 3)
@@ -88,7 +88,7 @@ def _bracket(
 
 
 @triton.jit
-def narrow(
+def refine_bracket(
     logits, plane_stride, row_slot, row_position,
     slot_temperature, slot_top_k, slot_top_p, slot_flags, slot_min_length,
     chunk_value, chunk_mass, brackets, weights, vocab_size, num_chunks,
@@ -129,15 +129,15 @@ def narrow(
 
 
 @triton.jit
-def set_apart(
+def collect_candidates(
     logits, plane_stride, row_slot, row_position,
     slot_temperature, slot_top_k, slot_top_p, slot_flags, slot_min_length,
-    chunk_value, chunk_mass, brackets, weights, survivors, num_survivors, vocab_size, num_chunks,
+    chunk_value, chunk_mass, brackets, weights, candidates, num_candidates, vocab_size, num_chunks,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows, parts of its chunks). The last bracket, and each chunk's scaled logits in it, with top_k
-    also those above: survivors [R, num_chunks, MOST], filled up with -inf; num_survivors [R, num_chunks] may
-    be more than MOST."""
+    also those above: candidates [R, num_chunks, MOST], filled up with -inf; num_candidates [R, num_chunks]
+    may be more than MOST."""
     wait_for_producers(PDL)
     start_dependents(PDL)
     row = tl.program_id(0)
@@ -158,7 +158,7 @@ def set_apart(
         place = tl.arange(0, MOST)
         for chunk in range(tl.program_id(1), num_chunks, tl.num_programs(1)):
             cell = row * num_chunks + chunk
-            chunk_survivors = survivors + cell.to(tl.int64) * MOST
+            chunk_candidates = candidates + cell.to(tl.int64) * MOST
             number = 0
             if scale(tl.load(chunk_value + cell), best, temperature) >= low:
                 token_ids = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -166,8 +166,8 @@ def set_apart(
                 scaled = scale(values, best, temperature)
                 is_doubtful = (scaled >= low) & (scaled < end)
                 last = tl.cumsum(is_doubtful.to(tl.int32), axis=0)
-                tl.store(chunk_survivors + last - 1, scaled, mask=is_doubtful & (last <= MOST))
+                tl.store(chunk_candidates + last - 1, scaled, mask=is_doubtful & (last <= MOST))
                 number = tl.sum(is_doubtful.to(tl.int32), axis=0)
 
-            tl.store(chunk_survivors + place, -float("inf"), mask=place >= number)
-            tl.store(num_survivors + cell, number)
+            tl.store(chunk_candidates + place, -float("inf"), mask=place >= number)
+            tl.store(num_candidates + cell, number)

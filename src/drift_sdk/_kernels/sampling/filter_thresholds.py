@@ -97,7 +97,7 @@ def _cut(
 def find_thresholds(
     logits, plane_stride, row_slot, row_position,
     slot_temperature, slot_top_k, slot_top_p, slot_flags, slot_min_length, chunk_value,
-    slot_min_p, brackets, survivors, num_survivors, row_max, row_threshold, vocab_size, num_chunks,
+    slot_min_p, brackets, candidates, num_candidates, row_max, row_threshold, vocab_size, num_chunks,
     CHUNKS: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows,). Writes row_max and row_threshold of rows that are not greedy: scaled logits below the
@@ -120,9 +120,9 @@ def find_thresholds(
         low, high = tl.load(bracket), tl.load(bracket + 1)
         above, mass = tl.load(bracket + 2), tl.load(bracket + 3)
         chunk = tl.arange(0, CHUNKS)
-        numbers = tl.load(num_survivors + row * num_chunks + chunk, mask=chunk < num_chunks, other=0)
-        values, num_values = survivors + row.to(tl.int64) * num_chunks * MOST, num_chunks * MOST
-        largest, divisor = 0.0, 1.0  # survivors are scaled
+        numbers = tl.load(num_candidates + row * num_chunks + chunk, mask=chunk < num_chunks, other=0)
+        values, num_values = candidates + row.to(tl.int64) * num_chunks * MOST, num_chunks * MOST
+        largest, divisor = 0.0, 1.0  # candidates are scaled
         if tl.max(numbers, axis=0) > MOST:
             values = ruled_row(
                 logits, plane_stride, row_position, slot_flags, slot_min_length, row, slot, vocab_size

@@ -11,7 +11,7 @@ import triton.language as tl
 from drift_sdk._kernels.common.launching import start_dependents, wait_for_producers
 from drift_sdk._kernels.sampling.apply_logits_rules import ruled_row
 from drift_sdk._kernels.sampling.gumbel import arg_max, gumbel
-from drift_sdk._kernels.sampling.scaled_logits import HOPELESS, scale
+from drift_sdk._kernels.sampling.scaled_logits import NEGLIGIBLE_LOGIT, scale
 
 __all__ = ["choose"]
 
@@ -45,7 +45,7 @@ def choose(
     )
     for chunk in range(tl.program_id(1), num_chunks, tl.num_programs(1)):
         cell = row * num_chunks + chunk
-        if scale(tl.load(chunk_value + cell), best, temperature) < tl.maximum(threshold, HOPELESS):
+        if scale(tl.load(chunk_value + cell), best, temperature) < tl.maximum(threshold, NEGLIGIBLE_LOGIT):
             tl.store(chunk_value + cell, -float("inf"))
         else:
             token_ids = chunk * CHUNK + tl.arange(0, CHUNK)

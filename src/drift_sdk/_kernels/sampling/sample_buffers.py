@@ -10,11 +10,11 @@ from torch import Tensor
 
 from drift_sdk._kernels.sampling.filter_brackets import BRACKET, LEVELS, PASSES
 
-__all__ = ["CHUNK", "MAX_SURVIVORS", "MAX_TOP", "SampleBuffers"]
+__all__ = ["CHUNK", "MAX_CANDIDATES", "MAX_TOP", "SampleBuffers"]
 
 CHUNK = 4096
 """Tokens of one program where a row is shared by several."""
-MAX_SURVIVORS = 256
+MAX_CANDIDATES = 256
 """The most logits of a chunk that are set apart while its row's filters are applied."""
 MAX_TOP = 20
 """The most tokens whose log-probabilities are reported."""
@@ -36,8 +36,8 @@ class SampleBuffers:
     raw_sum: Tensor
     brackets: Tensor
     weights: Tensor
-    survivors: Tensor
-    num_survivors: Tensor
+    candidates: Tensor
+    num_candidates: Tensor
     row_max: Tensor
     row_threshold: Tensor
     candidate_value: Tensor
@@ -62,8 +62,8 @@ class SampleBuffers:
             raw_sum=buffer(torch.float32, num_chunks),
             brackets=buffer(torch.float32, PASSES.value + 1, BRACKET.value),
             weights=buffer(torch.float32, PASSES.value, num_chunks, LEVELS.value),
-            survivors=buffer(torch.float32, num_chunks, MAX_SURVIVORS),
-            num_survivors=buffer(torch.int32, num_chunks),
+            candidates=buffer(torch.float32, num_chunks, MAX_CANDIDATES),
+            num_candidates=buffer(torch.int32, num_chunks),
             row_max=buffer(torch.float32),
             row_threshold=buffer(torch.float32),
             candidate_value=buffer(torch.float32, num_chunks, MAX_TOP),

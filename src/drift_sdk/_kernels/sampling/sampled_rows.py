@@ -9,10 +9,10 @@ from torch import Tensor
 from drift_sdk._kernels.common.arguments import check_tensor
 from drift_sdk._kernels.common.launching import launch_options, uses_pdl
 from drift_sdk._kernels.sampling.apply_logits_rules import rule_logits
-from drift_sdk._kernels.sampling.filter_brackets import PASSES, narrow, set_apart
+from drift_sdk._kernels.sampling.filter_brackets import PASSES, collect_candidates, refine_bracket
 from drift_sdk._kernels.sampling.filter_thresholds import find_thresholds
 from drift_sdk._kernels.sampling.gumbel_sample import choose
-from drift_sdk._kernels.sampling.sample_buffers import CHUNK, MAX_SURVIVORS, MAX_TOP, SampleBuffers
+from drift_sdk._kernels.sampling.sample_buffers import CHUNK, MAX_CANDIDATES, MAX_TOP, SampleBuffers
 from drift_sdk._kernels.sampling.top_tokens import pick_tokens, rank_chunks
 from drift_sdk._kernels.slots.slot_columns import SlotColumns
 
@@ -110,16 +110,18 @@ def sample_rows(
         **launch_options(),
     }
     for number in range(PASSES.value):
-        narrow[by_part](*rows, *bracketing, vocab_size, num_chunks, PASS=number, num_warps=4, **chunks)
+        refine_bracket[by_part](
+            *rows, *bracketing, vocab_size, num_chunks, PASS=number, num_warps=4, **chunks
+        )
 
-    set_apart[by_part](
+    collect_candidates[by_part](
         *rows,
         *bracketing,
-        buffers.survivors,
-        buffers.num_survivors,
+        buffers.candidates,
+        buffers.num_candidates,
         vocab_size,
         num_chunks,
-        MOST=MAX_SURVIVORS,
+        MOST=MAX_CANDIDATES,
         num_warps=4,
         **chunks,
     )
@@ -127,14 +129,14 @@ def sample_rows(
         *rows,
         slots.min_p,
         buffers.brackets,
-        buffers.survivors,
-        buffers.num_survivors,
+        buffers.candidates,
+        buffers.num_candidates,
         buffers.row_max,
         buffers.row_threshold,
         vocab_size,
         num_chunks,
         CHUNKS=triton.next_power_of_2(num_chunks),
-        MOST=MAX_SURVIVORS,
+        MOST=MAX_CANDIDATES,
         BLOCK=FILTER_BLOCK,
         PDL=uses_pdl(),
         num_warps=8,

@@ -7,10 +7,10 @@ import triton.language as tl
 
 from drift_sdk._kernels.sampling.gumbel import LEAST_NOISE, MOST_NOISE
 
-__all__ = ["HOPELESS", "best_of_chunks", "mass_of_chunks", "scale"]
+__all__ = ["NEGLIGIBLE_LOGIT", "best_of_chunks", "mass_of_chunks", "scale"]
 
 # So far below the best logit no noise lifts a token to the top: where in there a filter cuts is of no matter.
-HOPELESS = tl.constexpr(LEAST_NOISE - MOST_NOISE - 0.1)
+NEGLIGIBLE_LOGIT = tl.constexpr(LEAST_NOISE - MOST_NOISE - 0.1)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Counting the tokens that a prefill brings in, for the penalties. Reference: `LogitRules.count`."""
+"""Counting the tokens that a prefill brings in, for the penalties. Reference: `LogitsProcessors.count`."""
 
 from __future__ import annotations
 

@@ -17,11 +17,11 @@ __all__ = ["Results", "Ring"]
 class Results:
     """One replay's results: there when it is over."""
 
-    __slots__ = ("is_wanted", "words")
+    __slots__ = ("is_pending", "words")
 
     def __init__(self, words: NDArray[np.int32]) -> None:
         self.words = words
-        self.is_wanted = True
+        self.is_pending = True
 
 
 class Ring:
@@ -80,7 +80,7 @@ class Ring:
             self._num_waits += 1
             done.wait(self._timeout_s)
         results = self._results[entry]
-        if results is not None and results.is_wanted:
+        if results is not None and results.is_pending:
             self._num_copies += 1
             results.words = results.words.copy()
         self._results[entry] = None
@@ -122,7 +122,7 @@ class Ring:
         """What the host had to do here since it was last asked, and allocations that were found."""
         work = HostWork(
             num_waits=self._num_waits,
-            num_host_rounds=self._num_host_rounds,
+            num_split_rounds=self._num_host_rounds,
             num_copies=self._num_copies,
             num_allocations=num_allocations,
         )

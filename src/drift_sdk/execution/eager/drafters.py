@@ -14,7 +14,7 @@ from drift_sdk.execution.eager.sampling import choose
 from drift_sdk.execution.eager.slot import Slot
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.eagle3 import SLOT_OFFSET, DraftDecoder
+from drift_sdk.models.eagle3 import DRAFT_KV_OFFSET, DraftDecoder
 from drift_sdk.models.kv_cache import KVCache
 from drift_sdk.steps import ExecutorLimits
 
@@ -33,17 +33,17 @@ class Span(Struct, frozen=True):
 
 
 class Drafter(Protocol):
-    """Proposes tokens and follows what became of them. `boundaries`: the target's layer boundaries whose
-    residual stream `follow` wants."""
+    """Proposes tokens and follows what became of them. `aux_layers`: the target's layer boundaries whose
+    residual stream `draft_extend` wants."""
 
-    boundaries: Sequence[int]
+    aux_layers: Sequence[int]
 
     def enter(self, slot: Slot, cached_token_ids: Sequence[int]) -> None:
         """A sequence enters a slot."""
 
-    def follow(self, spans: Sequence[Span], captured: Sequence[Tensor], hidden: Tensor) -> None:
-        """The target has computed these rows: `captured` at each boundary and `hidden` after the last layer,
-        [N, H] of the whole step."""
+    def draft_extend(self, spans: Sequence[Span], aux_hidden: Sequence[Tensor], hidden: Tensor) -> None:
+        """The target has computed these rows: `aux_hidden` at each boundary and `hidden` after the last
+        layer, [N, H] of the whole step."""
 
     def propose(self, slots: Sequence[Slot], num_draft_tokens: Sequence[int]) -> list[list[int]]:
         """At most so many tokens for each slot to say after its newest."""
@@ -52,7 +52,7 @@ class Drafter(Protocol):
 class NGramDrafter:
     """Prompt look-up in each sequence's own history."""
 
-    boundaries: Sequence[int] = ()
+    aux_layers: Sequence[int] = ()
 
     def __init__(self, min_length: int, max_length: int) -> None:
         self._lengths = min_length, max_length
@@ -61,7 +61,7 @@ class NGramDrafter:
         slot.draft = NGramIndex(*self._lengths)
         slot.draft.extend(cached_token_ids)
 
-    def follow(self, spans: Sequence[Span], captured: Sequence[Tensor], hidden: Tensor) -> None:
+    def draft_extend(self, spans: Sequence[Span], aux_hidden: Sequence[Tensor], hidden: Tensor) -> None:
         for span in spans:
             index = span.slot.draft
             assert isinstance(index, NGramIndex)
@@ -98,7 +98,7 @@ class EagleDrafter:
 
     def __init__(self, draft: DraftDecoder, target: Decoder, limits: ExecutorLimits) -> None:
         config = draft.config
-        self.boundaries: Sequence[int] = draft.boundaries
+        self.aux_layers: Sequence[int] = draft.aux_layers
         self._draft = draft
         self._vocab_size = limits.vocab_size
         self._block_size = limits.block_size
@@ -118,12 +118,12 @@ class EagleDrafter:
     def enter(self, slot: Slot, cached_token_ids: Sequence[int]) -> None:
         slot.draft = EagleState()
 
-    def follow(self, spans: Sequence[Span], captured: Sequence[Tensor], hidden: Tensor) -> None:
+    def draft_extend(self, spans: Sequence[Span], aux_hidden: Sequence[Tensor], hidden: Tensor) -> None:
         spans = [span for span in spans if span.next_token_ids]
         if not spans:
             return
 
-        fused = self._draft.fuse(captured, hidden)
+        fused = self._draft.fuse(aux_hidden, hidden)
         features: list[Tensor] = []
         tokens: list[int] = []
         rows: list[SequenceRows] = []
@@ -188,7 +188,7 @@ class EagleDrafter:
 
     def _forward(self, features: Tensor, tokens: Sequence[int], rows: Sequence[SequenceRows]) -> Tensor:
         token_ids = torch.tensor(tokens, dtype=torch.int64, device=features.device)
-        batch = AttentionBatch(rows, self._cache, slot_offset=SLOT_OFFSET)
+        batch = AttentionBatch(rows, self._cache, slot_offset=DRAFT_KV_OFFSET)
         return self._draft.forward(features, token_ids, batch, self._cache)
 
     def _keep_features(self, span: Span, features: Tensor) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from drift_sdk.errors import ExecutorError
 from drift_sdk.execution.eager.drafters import Drafter, Span
-from drift_sdk.execution.eager.logits_processors import LogitRules, apply_rules
+from drift_sdk.execution.eager.logits_processors import LogitsProcessors, apply_processors
 from drift_sdk.execution.eager.sampling import choose, token_logprobs
 from drift_sdk.execution.eager.slot import Slot
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
@@ -63,7 +63,7 @@ class EagerExecutor:
         plan = self._launched.popleft()
         started_at = time.perf_counter()
         for assignment in plan.assignments:
-            rules = LogitRules.of(assignment, self.limits.vocab_size, self._device)
+            rules = LogitsProcessors.of(assignment, self.limits.vocab_size, self._device)
             slot = self._slots[assignment.slot] = Slot(assignment.sampling, rules)
             if self._drafter is not None:
                 self._drafter.enter(slot, assignment.cached_token_ids)
@@ -90,7 +90,7 @@ class EagerExecutor:
             SequenceRows(self._slots[chunk.slot].block_table, chunk.start, len(chunk.token_ids))
             for chunk in chunks
         ]
-        hidden, captured = self._forward([token for chunk in chunks for token in chunk.token_ids], rows)
+        hidden, aux_hidden = self._forward([token for chunk in chunks for token in chunk.token_ids], rows)
         last_rows, last_slots = [], []
         first_row = 0
         for chunk in chunks:
@@ -108,7 +108,7 @@ class EagerExecutor:
 
         outputs = iter(self._emit(hidden[last_rows], last_slots))
         if self._drafter is not None:
-            self._drafter.follow(self._prefill_spans(chunks), captured, hidden)
+            self._drafter.draft_extend(self._prefill_spans(chunks), aux_hidden, hidden)
         return tuple(next(outputs) if chunk.is_last else SlotOutput() for chunk in chunks)
 
     def _prefill_spans(self, chunks: tuple[PrefillChunk, ...]) -> list[Span]:
@@ -154,7 +154,7 @@ class EagerExecutor:
 
         lengths = [slot.length for slot in slots]
         newest = [slot.last_token for slot in slots]
-        hidden, captured = self._forward(
+        hidden, aux_hidden = self._forward(
             [token for last, draft in zip(newest, drafts, strict=True) for token in (last, *draft)],
             [
                 SequenceRows(slot.block_table, slot.length - 1, 1 + len(draft))
@@ -170,7 +170,7 @@ class EagerExecutor:
                     slots, lengths, newest, outputs, first_rows, strict=False
                 )
             ]
-            self._drafter.follow(spans, captured, hidden)
+            self._drafter.draft_extend(spans, aux_hidden, hidden)
 
         by_slot = {row.slot: output for row, output in zip(active, outputs, strict=True)}
         return tuple(by_slot.get(row.slot, SlotOutput()) for row in rows)
@@ -215,8 +215,8 @@ class EagerExecutor:
 
         batch = AttentionBatch(rows, cache)
         tokens = torch.tensor(token_ids, dtype=torch.int64, device=decoder.device)
-        boundaries = self._drafter.boundaries if self._drafter is not None else ()
-        return decoder.forward(tokens, batch, cache, boundaries)
+        aux_layers = self._drafter.aux_layers if self._drafter is not None else ()
+        return decoder.forward(tokens, batch, cache, aux_layers)
 
     def _emit(self, hidden: Tensor, slots: list[Slot]) -> list[SlotOutput]:
         """Sample one token for each slot from its row of hidden [M, H], and advance the slots."""
@@ -227,7 +227,7 @@ class EagerExecutor:
         assert decoder is not None
         logits = decoder.logits(hidden)
         lengths = [slot.length for slot in slots]
-        ruled = apply_rules(logits, [slot.rules for slot in slots], lengths)
+        ruled = apply_processors(logits, [slot.rules for slot in slots], lengths)
         tokens = choose(ruled, [slot.sampling for slot in slots], lengths)
         logprobs = token_logprobs(logits, tokens, [slot.sampling.num_logprobs for slot in slots])
         prompts = [slot.whole_prompt_logprobs for slot in slots]  # appending ends the prompt

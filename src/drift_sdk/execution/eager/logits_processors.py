@@ -20,10 +20,10 @@ from drift_sdk._kernels.sampling.penalties import (
 )
 from drift_sdk.steps import SlotAssignment
 
-__all__ = ["LogitRules", "apply_rules"]
+__all__ = ["LogitsProcessors", "apply_processors"]
 
 
-class LogitRules:
+class LogitsProcessors:
     """One slot's rules, with what they need on the device; `of` makes them for slots that have any.
 
     stop_ids, bias_ids: int64 [N]; bias: fp32 [N]. is_allowed: bool [V], or None for all. is_in_prompt: bool
@@ -52,7 +52,7 @@ class LogitRules:
         self.begin_step()
 
     @classmethod
-    def of(cls, assignment: SlotAssignment, vocab_size: int, device: torch.device) -> LogitRules | None:
+    def of(cls, assignment: SlotAssignment, vocab_size: int, device: torch.device) -> LogitsProcessors | None:
         sampling = assignment.sampling
         has_rules = (
             sampling.has_penalties
@@ -106,7 +106,9 @@ class LogitRules:
         return self.is_short(length) or self.is_allowed is not None or self.constraint is not None
 
 
-def apply_rules(logits: Tensor, rules: Sequence[LogitRules | None], lengths: Sequence[int]) -> Tensor:
+def apply_processors(
+    logits: Tensor, rules: Sequence[LogitsProcessors | None], lengths: Sequence[int]
+) -> Tensor:
     """logits [M, V] fp32 as the rows' rules change them; the same tensor where no row has any.
 
     `lengths`: how many tokens each row's sequence has. The order is that of transformers' `generate`: biases,
@@ -123,7 +125,7 @@ def apply_rules(logits: Tensor, rules: Sequence[LogitRules | None], lengths: Seq
     return _replace_rows(logits, rows, changed)
 
 
-def _add_biases(logits: Tensor, rules: list[LogitRules]) -> Tensor:
+def _add_biases(logits: Tensor, rules: list[LogitsProcessors]) -> Tensor:
     token_ids = torch.cat([rule.bias_ids for rule in rules])
     if token_ids.numel() == 0:
         return logits
@@ -132,7 +134,7 @@ def _add_biases(logits: Tensor, rules: list[LogitRules]) -> Tensor:
     return add_bias(logits, _rows_of([rule.bias_ids for rule in rules]), token_ids, bias)
 
 
-def _penalise(logits: Tensor, rules: list[LogitRules]) -> Tensor:
+def _penalise(logits: Tensor, rules: list[LogitsProcessors]) -> Tensor:
     rows = [row for row, rule in enumerate(rules) if rule.sampling.has_penalties]
     if not rows:
         return logits
@@ -148,7 +150,7 @@ def _penalise(logits: Tensor, rules: list[LogitRules]) -> Tensor:
     return _replace_rows(logits, rows, changed)
 
 
-def _forbid(logits: Tensor, rules: list[LogitRules], lengths: list[int]) -> Tensor:
+def _forbid(logits: Tensor, rules: list[LogitsProcessors], lengths: list[int]) -> Tensor:
     rows = [row for row, rule in enumerate(rules) if rule.forbids(lengths[row])]
     if not rows:
         return logits

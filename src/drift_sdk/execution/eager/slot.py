@@ -8,7 +8,7 @@ from drift_sdk.results import TokenLogprobs
 from drift_sdk.steps import SlotSampling
 
 if TYPE_CHECKING:  # a scripted executor has slots and no torch
-    from drift_sdk.execution.eager.logits_processors import LogitRules
+    from drift_sdk.execution.eager.logits_processors import LogitsProcessors
 
 __all__ = ["Slot"]
 
@@ -31,7 +31,7 @@ class Slot:
         "sampling",
     )
 
-    def __init__(self, sampling: SlotSampling, rules: LogitRules | None = None) -> None:
+    def __init__(self, sampling: SlotSampling, rules: LogitsProcessors | None = None) -> None:
         self.sampling = sampling
         self.rules = rules
         self.draft: object = None
@@ -49,9 +49,9 @@ class Slot:
     def whole_prompt_logprobs(self) -> tuple[TokenLogprobs, ...] | None:
         """The prompt's, if they are wanted and the prompt is all there is: with the first token. A sequence
         that was preempted later has delivered them, and may not have computed all of them again."""
-        is_wanted = self.sampling.num_prompt_logprobs is not None
+        is_pending = self.sampling.num_prompt_logprobs is not None
         is_whole = self.length == self.sampling.num_prompt_tokens
-        return tuple(self.prompt_logprobs) if is_wanted and is_whole else None
+        return tuple(self.prompt_logprobs) if is_pending and is_whole else None
 
     def append(self, token_id: int) -> Literal["stop", "length"] | None:
         """Take in a generated token; how the sequence finished, if it did."""

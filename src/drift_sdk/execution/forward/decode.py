@@ -16,12 +16,12 @@ from drift_sdk._kernels.layers.rope_store import rotate_and_store
 from drift_sdk._kernels.layers.swiglu import swiglu
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.attention_groups import AttentionGroups
-from drift_sdk.execution.forward.kv_cache import PagedCache
+from drift_sdk.execution.forward.kv_cache import PagedKVCache
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.weights import LayerWeights
 from drift_sdk.steps import ExecutorLimits
 
-__all__ = ["DecodeForward", "Rows", "attention_groups", "captures"]
+__all__ = ["DecodeForward", "Rows", "attention_groups", "aux_buffers"]
 
 
 class Rows(Struct, frozen=True):
@@ -37,11 +37,11 @@ class Rows(Struct, frozen=True):
         return cls(*(workspace.take(f"row_{name}", (num_rows,), torch.int32) for name in fields))
 
 
-def captures(
-    workspace: Workspace, name: str, boundaries: Sequence[int], num_rows: int, size: int, dtype: torch.dtype
+def aux_buffers(
+    workspace: Workspace, name: str, aux_layers: Sequence[int], num_rows: int, size: int, dtype: torch.dtype
 ) -> dict[int, Tensor]:
     """A buffer [num_rows, size] for the residual stream at each boundary. Some may be named twice."""
-    return {index: workspace.take(f"{name}_{index}", (num_rows, size), dtype) for index in boundaries}
+    return {index: workspace.take(f"{name}_{index}", (num_rows, size), dtype) for index in aux_layers}
 
 
 def attention_groups(
@@ -72,7 +72,7 @@ class DecodeForward:
     def __init__(
         self,
         decoder: Decoder,
-        cache: PagedCache,
+        cache: PagedKVCache,
         block_table: Tensor,
         rows: Rows,
         workspace: Workspace,
@@ -80,9 +80,9 @@ class DecodeForward:
         attention: AttentionGroups,
         *,
         hidden: str,
-        captured: str,
+        aux_hidden: str,
         rows_per_sequence: int,
-        boundaries: Sequence[int] = (),
+        aux_layers: Sequence[int] = (),
     ) -> None:
         config, dtype = decoder.config, decoder.dtype
         num_rows = rows.slot.shape[0]
@@ -96,21 +96,21 @@ class DecodeForward:
         self._attended = workspace.take("attended", (num_rows, config.num_heads, config.head_dim), dtype)
         self._activated = workspace.take("activated", (num_rows, config.intermediate_size), dtype)
         self._attention = attention
-        self._boundaries = boundaries
-        self._captured = captures(workspace, captured, boundaries, num_rows, config.hidden_size, dtype)
+        self._aux_layers = aux_layers
+        self._aux_hidden = aux_buffers(workspace, aux_hidden, aux_layers, num_rows, config.hidden_size, dtype)
 
     @property
-    def captured(self) -> list[Tensor]:
+    def aux_hidden(self) -> list[Tensor]:
         """The residual stream [R, H] at each boundary, low to high."""
-        return [self._captured[boundary] for boundary in self._boundaries]
+        return [self._aux_hidden[aux_layer] for aux_layer in self._aux_layers]
 
     def run(self) -> None:
         decoder, weights, rows = self._decoder, self._decoder.weights, self._rows
         eps = decoder.config.rms_norm_eps
         first_norm = weights.layers[0].input_norm
         embed_norm(rows.token, rows.slot, weights.embedding, first_norm, self.hidden, self.normed, eps=eps)
-        if 0 in self._captured:
-            self._captured[0].copy_(self.hidden)
+        if 0 in self._aux_hidden:
+            self._aux_hidden[0].copy_(self.hidden)
         self._attention.plan(rows.slot, rows.position, self._rows_per_sequence)
         norms = [layer.input_norm for layer in weights.layers[1:]] + [weights.final_norm]
         for index, (layer, next_norm) in enumerate(zip(weights.layers, norms, strict=True)):
@@ -126,7 +126,7 @@ class DecodeForward:
                 self.normed,
                 eps=eps,
                 bias=layer.down_bias,
-                captured=self._captured.get(index + 1),
+                aux_hidden=self._aux_hidden.get(index + 1),
             )
 
     def _attend(self, layer: LayerWeights, index: int) -> None:

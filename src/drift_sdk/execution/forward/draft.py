@@ -16,8 +16,8 @@ from drift_sdk._kernels.layers.rope_store import rotate_and_store
 from drift_sdk._kernels.layers.swiglu import swiglu
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.decode import Rows
-from drift_sdk.execution.forward.draft_kv_cache import DraftCache
-from drift_sdk.execution.stages import NO_STAGES, Stages
+from drift_sdk.execution.forward.draft_kv_cache import DraftKVCache
+from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
 from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.models.weights import LayerWeights
 
@@ -38,11 +38,11 @@ class DraftForward:
     def __init__(
         self,
         draft: DraftDecoder,
-        cache: DraftCache,
+        cache: DraftKVCache,
         block_table: Tensor,
         workspace: Workspace,
         tuned: TunedTable,
-        stages: Stages = NO_STAGES,
+        stages: StageMarks = NO_STAGE_MARKS,
     ) -> None:
         self._draft, self._cache, self._block_table = draft, cache, block_table
         self._workspace, self._tuned, self._stages = workspace, tuned, stages

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from drift_sdk.models.eagle3 import SLOT_OFFSET, DraftDecoder
+from drift_sdk.models.eagle3 import DRAFT_KV_OFFSET, DraftDecoder
 from drift_sdk.models.rope import inverse_frequencies
 from drift_sdk.steps import ExecutorLimits
 
-__all__ = ["DraftCache"]
+__all__ = ["DraftKVCache"]
 
 
-class DraftCache:
+class DraftKVCache:
     """Row i, of (feature of position i, token i + 1), lies at the place of token i + 1 of its slot's blocks:
     place 0 of a slot means nothing.
 
@@ -29,7 +29,7 @@ class DraftCache:
         self.block_size = limits.block_size
         self.outputs = torch.empty(num_slots, config.hidden_size, dtype=dtype, device=device)
         frequencies = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
-        positions = torch.arange(self.num_places, dtype=torch.float32, device=device) - SLOT_OFFSET
+        positions = torch.arange(self.num_places, dtype=torch.float32, device=device) - DRAFT_KV_OFFSET
         angles = positions[:, None] * frequencies.to(device)
         self.cos, self.sin = angles.cos().to(dtype), angles.sin().to(dtype)
         self.allocate(1)

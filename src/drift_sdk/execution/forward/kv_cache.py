@@ -9,10 +9,10 @@ from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.rope import inverse_frequencies
 from drift_sdk.steps import ExecutorLimits
 
-__all__ = ["PagedCache"]
+__all__ = ["PagedKVCache"]
 
 
-class PagedCache:
+class PagedKVCache:
     """keys, values: [num_layers, num_blocks, num_kv_heads, block_size, head_dim], uninitialised; of one block
     until `allocate`, enough for steps without rows.
 

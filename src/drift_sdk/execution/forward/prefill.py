@@ -14,8 +14,8 @@ from drift_sdk._kernels.layers.residual_norm import add_norm
 from drift_sdk._kernels.layers.rope_store import rotate_and_store
 from drift_sdk._kernels.layers.swiglu import swiglu
 from drift_sdk.execution.device.workspace import Workspace
-from drift_sdk.execution.forward.decode import Rows, captures
-from drift_sdk.execution.forward.kv_cache import PagedCache
+from drift_sdk.execution.forward.decode import Rows, aux_buffers
+from drift_sdk.execution.forward.kv_cache import PagedKVCache
 from drift_sdk.models.decoder import Decoder
 
 __all__ = ["PrefillForward"]
@@ -32,21 +32,21 @@ class PrefillForward:
     def __init__(
         self,
         decoder: Decoder,
-        cache: PagedCache,
+        cache: PagedKVCache,
         block_table: Tensor,
         rows: Rows,
         tiles: Tensor,
         workspace: Workspace,
         attention: PrefillAttentionConfig,
-        boundaries: Sequence[int] = (),
+        aux_layers: Sequence[int] = (),
     ) -> None:
         config, dtype = decoder.config, decoder.dtype
         num_rows = rows.slot.shape[0]
         self._decoder, self._cache, self._block_table = decoder, cache, block_table
         self._rows, self._tiles, self._attention = rows, tiles, attention
         size = config.hidden_size
-        self._boundaries = boundaries
-        self._captured = captures(workspace, "prefill_captured", boundaries, num_rows, size, dtype)
+        self._aux_layers = aux_layers
+        self._aux_hidden = aux_buffers(workspace, "prefill_aux_hidden", aux_layers, num_rows, size, dtype)
 
         def take(name: str, *shape: int) -> Tensor:
             return workspace.take(name, (num_rows, *shape), dtype)
@@ -62,17 +62,17 @@ class PrefillForward:
         self._delta = take("delta", config.hidden_size)
 
     @property
-    def captured(self) -> list[Tensor]:
+    def aux_hidden(self) -> list[Tensor]:
         """The residual stream [N, H] at each boundary, low to high."""
-        return [self._captured[boundary] for boundary in self._boundaries]
+        return [self._aux_hidden[aux_layer] for aux_layer in self._aux_layers]
 
     def run(self) -> None:
         decoder, weights, rows, cache = self._decoder, self._decoder.weights, self._rows, self._cache
         eps = decoder.config.rms_norm_eps
         first_norm = weights.layers[0].input_norm
         embed_norm(rows.token, rows.slot, weights.embedding, first_norm, self.hidden, self._normed, eps=eps)
-        if 0 in self._captured:
-            self._captured[0].copy_(self.hidden)
+        if 0 in self._aux_hidden:
+            self._aux_hidden[0].copy_(self.hidden)
         norms = [layer.input_norm for layer in weights.layers[1:]] + [weights.final_norm]
         for index, (layer, next_norm) in enumerate(zip(weights.layers, norms, strict=True)):
             _multiply(self._normed, layer.qkv, layer.qkv_bias, self._qkv)
@@ -104,8 +104,8 @@ class PrefillForward:
             _multiply(self._normed, layer.gate_up, layer.gate_up_bias, self._gate_up)
             swiglu(self._gate_up, self._activated)
             _multiply(self._activated, layer.down, layer.down_bias, self._delta)
-            captured = self._captured.get(index + 1)
-            add_norm(self.hidden, self._delta, next_norm, self._normed, eps=eps, captured=captured)
+            aux_hidden = self._aux_hidden.get(index + 1)
+            add_norm(self.hidden, self._delta, next_norm, self._normed, eps=eps, aux_hidden=aux_hidden)
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:

@@ -11,7 +11,7 @@ from drift_sdk._kernels.commit.commit import record_words
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.steps import ExecutorLimits
 
-__all__ = ["EXACT_TILE_ROWS", "GraphLayout", "bucket_of"]
+__all__ = ["EXACT_TILE_ROWS", "GraphBuckets", "bucket_of"]
 
 DECODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 MIN_PREFILL_ROWS = 16
@@ -29,7 +29,7 @@ def bucket_of(sizes: Sequence[int], size: int) -> int:
     return next(bucket for bucket in sizes if bucket >= size)
 
 
-class GraphLayout(Struct, frozen=True, kw_only=True):
+class GraphBuckets(Struct, frozen=True, kw_only=True):
     """decode: slots of decode steps; drafts: how many tokens a round may draft; prefill: tokens of prefill
     steps: all ascending.
 
@@ -53,7 +53,7 @@ class GraphLayout(Struct, frozen=True, kw_only=True):
         *,
         is_exact: bool,
         draft_choices: Sequence[int] = (),
-    ) -> GraphLayout:
+    ) -> GraphBuckets:
         attention = prefill_attention_config(decoder.config.head_dim, decoder.dtype)
         tile_rows = EXACT_TILE_ROWS if is_exact else attention.tile_rows
         most = budget + (min(limits.max_num_seqs, budget) * (tile_rows - 1) if is_exact else 0)

@@ -19,25 +19,25 @@ from drift_sdk.execution.device.ring import Ring
 from drift_sdk.execution.device.slot_table import SlotTable
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.attention_groups import AttentionGroups
-from drift_sdk.execution.forward.decode import DecodeForward, Rows, attention_groups, captures
-from drift_sdk.execution.forward.draft_kv_cache import DraftCache
-from drift_sdk.execution.forward.kv_cache import PagedCache
+from drift_sdk.execution.forward.decode import DecodeForward, Rows, attention_groups, aux_buffers
+from drift_sdk.execution.forward.draft_kv_cache import DraftKVCache
+from drift_sdk.execution.forward.kv_cache import PagedKVCache
 from drift_sdk.execution.forward.prefill import PrefillForward
-from drift_sdk.execution.graph.buckets import EXACT_TILE_ROWS, GraphLayout
+from drift_sdk.execution.graph.buckets import EXACT_TILE_ROWS, GraphBuckets
 from drift_sdk.execution.rounds.drafter import RoundDrafter
 from drift_sdk.execution.rounds.eagle import EagleRounds
 from drift_sdk.execution.rounds.ngram import NGramRounds
 from drift_sdk.execution.rounds.round import RoundSteps
-from drift_sdk.execution.rounds.sample_commit import TokenHead
-from drift_sdk.execution.stages import Stages
+from drift_sdk.execution.rounds.sample_commit import SampleCommit
+from drift_sdk.execution.stages import StageMarks
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.speculation import NGram
 from drift_sdk.steps import ExecutorLimits
 
-__all__ = ["FitBlocks", "Graphs"]
+__all__ = ["CapturedGraphs", "FitBlocks"]
 
-PREFILL_HIDDEN, PREFILL_CAPTURED = "prefill_hidden", "prefill_captured"
+PREFILL_HIDDEN, PREFILL_AUX_HIDDEN = "prefill_hidden", "prefill_aux_hidden"
 
 FitBlocks = Callable[[int], int]
 """How many KV blocks there is room for beside so many graphs, once everything else has its memory."""
@@ -45,7 +45,7 @@ Report = Callable[[str, float], None]
 Step = Callable[[], None]
 
 
-class Graphs:
+class CapturedGraphs:
     """All graphs of an executor, captured when made, largest first. Before that the largest steps are run
     once, so that the KV cache can be given what is left of the memory.
 
@@ -60,7 +60,7 @@ class Graphs:
         device: Device,
         decoder: Decoder,
         limits: ExecutorLimits,
-        layout: GraphLayout,
+        layout: GraphBuckets,
         table: SlotTable,
         ring: Ring,
         tuned: TunedTable,
@@ -69,7 +69,7 @@ class Graphs:
         fit_blocks: FitBlocks,
         report: Report,
         acceptance_trace: Sequence[int] | None,
-        stages: Stages,
+        stages: StageMarks,
     ) -> None:
         self._device, self._decoder, self._table, self._ring = device, decoder, table, ring
         self._layout, self._tuned, self._stages = layout, tuned, stages
@@ -81,8 +81,8 @@ class Graphs:
                 num_rounds=torch.zeros(limits.max_num_seqs, dtype=torch.int32, device=torch_device),
             )
         self._workspace = Workspace(torch_device)
-        self._cache = PagedCache(decoder, limits)
-        self._caches: list[PagedCache | DraftCache] = [self._cache]
+        self._cache = PagedKVCache(decoder, limits)
+        self._caches: list[PagedKVCache | DraftKVCache] = [self._cache]
         self._inbox = torch.full((layout.payload_words,), -1, dtype=torch.int32, device=torch_device)
         self._samples = SampleBuffers.allocate(layout.max_rows, limits.vocab_size, torch_device)
         most = layout.prefill[-1]
@@ -105,7 +105,7 @@ class Graphs:
 
         self._drafter = self._open_drafter(draft, limits)
         self.prefill: dict[int, Replay] = {}
-        self.follow: dict[int, Replay] = {}
+        self.draft_extend: dict[int, Replay] = {}
         self.decode: dict[tuple[int, int], Replay] = {}
         self.draft: dict[tuple[int, int], Replay] = {}
         self.verify: dict[tuple[int, int], Replay] = {}
@@ -123,7 +123,7 @@ class Graphs:
         for size in reversed(layout.prefill):
             self.prefill[size] = self._capture(self._prefill_step(size))
             if self._drafter is not None:
-                self.follow[size] = self._capture(self._follow_step(size, self._drafter))
+                self.draft_extend[size] = self._capture(self._draft_extend_step(size, self._drafter))
         for num_slots in reversed(layout.decode):
             for num_drafts in reversed(layout.drafts):
                 self._capture_round(num_slots, num_drafts)
@@ -143,7 +143,7 @@ class Graphs:
         self._report("warm up", 0.0)
         steps = [self._prefill_step(layout.prefill[-1])]
         if self._drafter is not None:
-            steps.append(self._follow_step(layout.prefill[-1], self._drafter))
+            steps.append(self._draft_extend_step(layout.prefill[-1], self._drafter))
         steps.append(self._round_steps(layout.decode[-1], layout.drafts[-1]).whole)
         steps.append(self._head_step(layout.decode[-1]))
         for step in steps:
@@ -230,7 +230,7 @@ class Graphs:
                 tiles,
                 self._workspace,
                 attention,
-                self._boundaries,
+                self._aux_layers,
             )
 
         def step() -> None:
@@ -241,14 +241,14 @@ class Graphs:
 
         return step
 
-    def _follow_step(self, num_rows: int, drafter: RoundDrafter) -> Step:
+    def _draft_extend_step(self, num_rows: int, drafter: RoundDrafter) -> Step:
         """What the drafter takes in of a prefill step, once the tokens behind its rows are known."""
         layout = self._layout
         token, slot, position, next_token = self._inbox[: 4 * num_rows].view(4, num_rows)
         hits = self._inbox[4 * num_rows : layout.follow_words(num_rows)]
         rows = Rows(slot=slot, token=token, position=position)
         size, dtype = self._decoder.config.hidden_size, self._decoder.dtype
-        captured = captures(self._workspace, PREFILL_CAPTURED, self._boundaries, num_rows, size, dtype)
+        aux_hidden = aux_buffers(self._workspace, PREFILL_AUX_HIDDEN, self._aux_layers, num_rows, size, dtype)
 
         def step() -> None:
             self._enter(layout.follow_words(num_rows))
@@ -257,7 +257,7 @@ class Graphs:
                 next_token=next_token,
                 hits=hits,
                 last_token=self._table.state.last_token,
-                captured=[captured[boundary] for boundary in self._boundaries],
+                aux_hidden=[aux_hidden[aux_layer] for aux_layer in self._aux_layers],
                 hidden=self.prefill_hidden[:num_rows],
             )
             self._advance()
@@ -265,8 +265,8 @@ class Graphs:
         return step
 
     @property
-    def _boundaries(self) -> Sequence[int]:
-        return self._drafter.boundaries if self._drafter is not None else ()
+    def _aux_layers(self) -> Sequence[int]:
+        return self._drafter.aux_layers if self._drafter is not None else ()
 
     def _open_drafter(
         self, draft: DraftDecoder | NGram | None, limits: ExecutorLimits
@@ -308,14 +308,14 @@ class Graphs:
             self._tuned,
             attention,
             hidden=hidden,
-            captured=PREFILL_CAPTURED if hidden == PREFILL_HIDDEN else "captured",
+            aux_hidden=PREFILL_AUX_HIDDEN if hidden == PREFILL_HIDDEN else "captured",
             rows_per_sequence=rows_per_sequence,
-            boundaries=self._boundaries,
+            aux_layers=self._aux_layers,
         )
 
-    def _token_head(self, rows: Rows, rows_per_slot: int) -> TokenHead:
+    def _token_head(self, rows: Rows, rows_per_slot: int) -> SampleCommit:
         head: Tensor = self._decoder.weights.head
-        return TokenHead(
+        return SampleCommit(
             head,
             rows,
             self._table,

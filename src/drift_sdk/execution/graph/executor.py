@@ -17,20 +17,20 @@ from drift_sdk.execution.device.errors import is_kept, typed_errors
 from drift_sdk.execution.device.ring import Results, Ring
 from drift_sdk.execution.device.slot_table import NO_UPDATES, Pairs, SlotTable, Updates
 from drift_sdk.execution.graph.allocation_count import AllocationCount
-from drift_sdk.execution.graph.buckets import GraphLayout
-from drift_sdk.execution.graph.captured_graphs import FitBlocks, Graphs
+from drift_sdk.execution.graph.buckets import GraphBuckets
+from drift_sdk.execution.graph.captured_graphs import CapturedGraphs, FitBlocks
 from drift_sdk.execution.graph.input_payloads import (
     fill_chunks,
-    fill_followed,
+    fill_draft_extend,
     fill_masks,
     fill_slots,
     first_rows,
 )
-from drift_sdk.execution.graph.prompt_logprobs import PromptScores, ScoredParts
+from drift_sdk.execution.graph.prompt_logprobs import PromptLogprobs, ScoredParts
 from drift_sdk.execution.graph.result_records import outputs
 from drift_sdk.execution.graph.round_launch import launch_round
 from drift_sdk.execution.graph.round_timing import time_rounds
-from drift_sdk.execution.stages import NO_STAGES, Stages
+from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.speculation import NGram
@@ -83,7 +83,7 @@ class GraphExecutor:
         draft: DraftDecoder | NGram | None = None,
         draft_choices: Sequence[int] = (),
         acceptance_trace: Sequence[int] | None = None,
-        stages: Stages = NO_STAGES,
+        stages: StageMarks = NO_STAGE_MARKS,
         step_timeout_s: float | None = None,
         fit_blocks: FitBlocks | None = None,
         report: Callable[[str, float], None] = lambda stage, fraction: None,
@@ -91,7 +91,7 @@ class GraphExecutor:
         """fit_blocks: None = the KV cache has limits.num_blocks blocks."""
         self.limits = limits
         self._device, self._stages = device, stages
-        self._layout = layout = GraphLayout.of(
+        self._layout = layout = GraphBuckets.of(
             decoder,
             limits,
             prefill_token_budget,
@@ -112,7 +112,7 @@ class GraphExecutor:
                 mask_words=num_mask_words(limits.vocab_size),
                 timeout_s=step_timeout_s,
             )
-            self._graphs: Graphs | None = Graphs(
+            self._graphs: CapturedGraphs | None = CapturedGraphs(
                 device,
                 decoder,
                 limits,
@@ -126,7 +126,7 @@ class GraphExecutor:
                 acceptance_trace=acceptance_trace,
                 stages=stages,
             )
-        self._scores = PromptScores(decoder, self._graphs.prefill_hidden)
+        self._scores = PromptLogprobs(decoder, self._graphs.prefill_hidden)
         self._sampling: dict[int, SlotSampling] = {}
         # By slot, of those that have any: most steps have none.
         self._constraints: dict[int, TokenConstraint] = {}
@@ -255,7 +255,7 @@ class GraphExecutor:
             self._table.assign(assignment, updates)
 
     def _launch_prefill(
-        self, graphs: Graphs, chunks: tuple[PrefillChunk, ...], updates: Pairs
+        self, graphs: CapturedGraphs, chunks: tuple[PrefillChunk, ...], updates: Pairs
     ) -> Results | None:
         """Compute chunks and, behind those that end a prompt, sample: the records of that."""
         ring = self._ring
@@ -281,19 +281,19 @@ class GraphExecutor:
             fill_masks(self._constraints, [*last], ring.mask(entry))
             ring.start(entry, graphs.head[size])
             results = ring.results(entry)
-        if graphs.follow:
+        if graphs.draft_extend:
             entry = ring.acquire(NO_UPDATES)
             hits = [chunk.slot for chunk in chunks if chunk.start > 0 and chunk.slot in self._fresh]
             self._fresh.difference_update(chunk.slot for chunk in chunks)
-            bucket = fill_followed(self._layout, chunks, hits, ring.payload(entry))
-            ring.start(entry, graphs.follow[bucket])
+            bucket = fill_draft_extend(self._layout, chunks, hits, ring.payload(entry))
+            ring.start(entry, graphs.draft_extend[bucket])
         return results
 
     def _outputs(self, results: Results | None, rows_per_slot: int, slots: list[int]) -> Iterator[SlotOutput]:
         if results is None:
             return iter(())
 
-        results.is_wanted = False
+        results.is_pending = False
         return outputs(results.words, rows_per_slot, slots, self._num_logprobs)
 
     def _take_scores(self, chunks: tuple[PrefillChunk, ...]) -> dict[int, ScoredParts]:

@@ -8,14 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drift_sdk._kernels.attention.prefill_tiles import prefill_tiles
-from drift_sdk.execution.graph.buckets import GraphLayout, bucket_of
+from drift_sdk.execution.graph.buckets import GraphBuckets, bucket_of
 from drift_sdk.steps import PrefillChunk, TokenConstraint
 
 __all__ = [
     "Constraints",
     "fill_chunks",
+    "fill_draft_extend",
     "fill_draft_masks",
-    "fill_followed",
     "fill_masks",
     "fill_slots",
     "first_rows",
@@ -27,7 +27,7 @@ Constraints = Mapping[int, TokenConstraint]
 """By slot, of those that are under one."""
 
 
-def first_rows(layout: GraphLayout, chunks: Sequence[PrefillChunk]) -> list[int]:
+def first_rows(layout: GraphBuckets, chunks: Sequence[PrefillChunk]) -> list[int]:
     """Where each chunk begins among the rows of the step, and where the last one ends."""
     ends = [0]
     for chunk in chunks:
@@ -36,7 +36,7 @@ def first_rows(layout: GraphLayout, chunks: Sequence[PrefillChunk]) -> list[int]
     return ends
 
 
-def fill_chunks(layout: GraphLayout, chunks: Sequence[PrefillChunk], payload: Words) -> int:
+def fill_chunks(layout: GraphBuckets, chunks: Sequence[PrefillChunk], payload: Words) -> int:
     """A prefill step's payload; the bucket it is for."""
     ends = first_rows(layout, chunks)
     num_rows = bucket_of(layout.prefill, ends[-1])
@@ -55,8 +55,8 @@ def fill_chunks(layout: GraphLayout, chunks: Sequence[PrefillChunk], payload: Wo
     return num_rows
 
 
-def fill_followed(
-    layout: GraphLayout, chunks: Sequence[PrefillChunk], hits: Sequence[int], payload: Words
+def fill_draft_extend(
+    layout: GraphBuckets, chunks: Sequence[PrefillChunk], hits: Sequence[int], payload: Words
 ) -> int:
     """The payload of what a drafter takes in of a prefill step; the bucket it is for.
 
@@ -82,7 +82,7 @@ def fill_followed(
     return num_rows
 
 
-def fill_slots(layout: GraphLayout, slots: Sequence[int], values: Sequence[int], payload: Words) -> int:
+def fill_slots(layout: GraphBuckets, slots: Sequence[int], values: Sequence[int], payload: Words) -> int:
     """Slots, and a value for each; the bucket they are for."""
     size = bucket_of(layout.decode, len(slots))
     payload[:size] = -1

@@ -10,7 +10,7 @@ from drift_sdk.models.decoder import Decoder
 from drift_sdk.results import TokenLogprobs
 from drift_sdk.steps import PrefillChunk
 
-__all__ = ["PromptScores", "ScoredParts"]
+__all__ = ["PromptLogprobs", "ScoredParts"]
 
 LOGITS_ROWS = 256
 """Positions whose logits are held at a time."""
@@ -19,7 +19,7 @@ ScoredParts = list[tuple[tuple[int, ...], Tensor, Tensor, Tensor]]
 """Token ids, their log-probabilities, the likeliest ids and theirs, on their way to the host."""
 
 
-class PromptScores:
+class PromptLogprobs:
     """Scores what follows each prompt position, from `hidden` [N, H] of the prefill step that has just been
     started. The results are on their way to the host until that step is over."""
 

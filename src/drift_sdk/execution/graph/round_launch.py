@@ -6,20 +6,20 @@ from collections.abc import Sequence
 
 from drift_sdk.execution.device.ring import Results, Ring
 from drift_sdk.execution.device.slot_table import NO_UPDATES, Pairs
-from drift_sdk.execution.graph.buckets import GraphLayout, bucket_of
-from drift_sdk.execution.graph.captured_graphs import Graphs
+from drift_sdk.execution.graph.buckets import GraphBuckets, bucket_of
+from drift_sdk.execution.graph.captured_graphs import CapturedGraphs
 from drift_sdk.execution.graph.input_payloads import Constraints, fill_draft_masks, fill_masks, fill_slots
-from drift_sdk.execution.stages import Stages, forward_stage
+from drift_sdk.execution.stages import StageMarks, forward_stage
 from drift_sdk.steps import DecodeRow
 
 __all__ = ["launch_round"]
 
 
 def launch_round(
-    graphs: Graphs,
-    layout: GraphLayout,
+    graphs: CapturedGraphs,
+    layout: GraphBuckets,
     ring: Ring,
-    stages: Stages,
+    stages: StageMarks,
     rows: Sequence[DecodeRow],
     constraints: Constraints,
     updates: Pairs,

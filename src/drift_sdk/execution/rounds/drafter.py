@@ -16,27 +16,27 @@ class RoundDrafter(Protocol):
     """Every method records kernels that take all they need from the device.
 
     A round of B slots with K drafts each has T = K + 1 rows a slot: row b * T its newest token, the others
-    the drafts behind it, slot -1 where there is no use for one. `boundaries`: the target's layer boundaries
+    the drafts behind it, slot -1 where there is no use for one. `aux_layers`: the target's layer boundaries
     whose residual stream is wanted.
     """
 
-    boundaries: Sequence[int]
+    aux_layers: Sequence[int]
 
     def propose(self, rows: Rows, *, num_slots: int, num_draft_tokens: int) -> None:
         """Write drafted tokens to rows.token [B * T]; a row without one loses its slot."""
 
-    def follow(
+    def draft_extend(
         self,
         rows: Rows,
         *,
         num_slots: int,
         num_draft_tokens: int,
-        captured: Sequence[Tensor],
+        aux_hidden: Sequence[Tensor],
         hidden: Tensor,
         chosen: Tensor,
         emitted: Tensor,
     ) -> None:
-        """The target has computed these rows: `captured` [B * T, H] at each boundary and `hidden` after the
+        """The target has computed these rows: `aux_hidden` [B * T, H] at each boundary and `hidden` after the
         last layer. chosen [B * T] int32 is behind them, of which the first emitted [B] int32 of each slot
         were emitted."""
 
@@ -47,7 +47,7 @@ class RoundDrafter(Protocol):
         next_token: Tensor,
         hits: Tensor,
         last_token: Tensor,
-        captured: Sequence[Tensor],
+        aux_hidden: Sequence[Tensor],
         hidden: Tensor,
     ) -> None:
         """The target has computed the rows [N] of chunks. next_token [N] int32: what follows each, -1 for

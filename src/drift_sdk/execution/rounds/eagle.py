@@ -21,10 +21,10 @@ from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.attention_groups import AttentionGroups
 from drift_sdk.execution.forward.decode import Rows
 from drift_sdk.execution.forward.draft import Attend, DraftForward
-from drift_sdk.execution.forward.draft_kv_cache import DraftCache
-from drift_sdk.execution.stages import NO_STAGES, Stages
+from drift_sdk.execution.forward.draft_kv_cache import DraftKVCache
+from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.eagle3 import SLOT_OFFSET, DraftDecoder
+from drift_sdk.models.eagle3 import DRAFT_KV_OFFSET, DraftDecoder
 from drift_sdk.steps import ExecutorLimits
 
 __all__ = ["EagleRounds"]
@@ -34,7 +34,7 @@ class EagleRounds:
     """What `EagleDrafter` does, for slots and rows that only the device knows.
 
     A round of B slots with K drafts each has T = K + 1 rows a slot: row b * T its newest token, the others
-    the drafts behind it, as far as the slot has use for them. `boundaries`: as of DraftDecoder.
+    the drafts behind it, as far as the slot has use for them. `aux_layers`: as of DraftDecoder.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class EagleRounds:
         max_num_slots: int,
         max_draft_tokens: int,
         max_prefill_rows: int,
-        stages: Stages = NO_STAGES,
+        stages: StageMarks = NO_STAGE_MARKS,
     ) -> None:
         """block_table [S, max_blocks] int32. max_num_slots, max_draft_tokens: of a round. max_prefill_rows:
         of a prefill step."""
         config = draft.config
-        self.boundaries: Sequence[int] = draft.boundaries
-        self.cache = DraftCache(draft, limits, limits.max_num_seqs)
+        self.aux_layers: Sequence[int] = draft.aux_layers
+        self.cache = DraftKVCache(draft, limits, limits.max_num_seqs)
         self._draft, self._target, self._block_table = draft, target, block_table
         self._columns, self._workspace, self._stages = columns, workspace, stages
         self._max_num_slots, self._max_draft_tokens = max_num_slots, max_draft_tokens
@@ -120,13 +120,13 @@ class EagleRounds:
                     attend = self._few_rows(drafted, 1)
                 forward.run(drafted, forward.output(num_slots), attend, is_fused=False)
 
-    def follow(
+    def draft_extend(
         self,
         rows: Rows,
         *,
         num_slots: int,
         num_draft_tokens: int,
-        captured: Sequence[Tensor],
+        aux_hidden: Sequence[Tensor],
         hidden: Tensor,
         chosen: Tensor,
         emitted: Tensor,
@@ -140,7 +140,7 @@ class EagleRounds:
         true = self._rows(rows.slot.shape[0])
         round_rows(rows.slot, rows.position, chosen, emitted, (true.slot, true.token, true.position))
         attend = self._few_rows(true, num_rows_each)
-        self._forward.run(true, self._fuse(captured, hidden), attend, is_fused=True)
+        self._forward.run(true, self._fuse(aux_hidden, hidden), attend, is_fused=True)
         keep_last_rows(true.slot, self._forward.output(rows.slot.shape[0]), self.cache.outputs)
 
     def follow_prefill(
@@ -150,7 +150,7 @@ class EagleRounds:
         next_token: Tensor,
         hits: Tensor,
         last_token: Tensor,
-        captured: Sequence[Tensor],
+        aux_hidden: Sequence[Tensor],
         hidden: Tensor,
     ) -> None:
         """Take in the rows [N] of a prefill step, a slot's together, slot -1 for padding.
@@ -158,14 +158,14 @@ class EagleRounds:
         next_token [N] int32: what follows each row; -1: the sampled token, the slot's last_token [S].
         hits [C] int32, C at least the number of chunks: the first row of each chunk whose predecessor no
         step has computed, because it came from the prefix cache; -1: none.
-        captured, hidden [N, target_hidden]: as of `follow`.
+        captured, hidden [N, target_hidden]: as of `draft_extend`.
         """
         num_rows, num_hits = rows.slot.shape[0], hits.shape[0]
         true = self._rows(num_rows + num_hits)
         out = (true.slot, true.token, true.position)
         chunk_rows(rows.slot, rows.token, rows.position, next_token, hits, last_token, out)
         attend = self._many_rows(true, num_hits)
-        self._forward.run(true, self._fuse(captured, hidden), attend, is_fused=True)
+        self._forward.run(true, self._fuse(aux_hidden, hidden), attend, is_fused=True)
         output = self._forward.output(num_rows + num_hits)
         keep_last_rows(true.slot[:num_rows], output[:num_rows], self.cache.outputs)
 
@@ -186,11 +186,11 @@ class EagleRounds:
 
         return Rows(slot=take("slot"), token=take("token"), position=take("position"))
 
-    def _fuse(self, captured: Sequence[Tensor], hidden: Tensor) -> Tensor:
+    def _fuse(self, aux_hidden: Sequence[Tensor], hidden: Tensor) -> Tensor:
         """Features of rows [R, target_hidden], as `draft_inputs` takes them; DraftDecoder.fuse in kernels."""
         draft, weights, num_rows = self._draft, self._draft.weights, hidden.shape[0]
         eps, width = draft.config.rms_norm_eps, draft.config.target_hidden_size
-        shape = (num_rows, width * max(len(self.boundaries), 1))
+        shape = (num_rows, width * max(len(self.aux_layers), 1))
         features = self._workspace.take("draft_features", shape, draft.dtype)
         if weights.fc is None:
             final_norm, target_eps = self._target.weights.final_norm, self._target.config.rms_norm_eps
@@ -198,11 +198,11 @@ class EagleRounds:
             return features
 
         if weights.feature_norms:
-            for index, (tensor, norm) in enumerate(zip(captured, weights.feature_norms, strict=True)):
+            for index, (tensor, norm) in enumerate(zip(aux_hidden, weights.feature_norms, strict=True)):
                 part = features[:, index * width : (index + 1) * width]
                 add_norm(tensor, None, norm, part, eps=eps)
         else:
-            torch.cat(tuple(captured), dim=1, out=features)
+            torch.cat(tuple(aux_hidden), dim=1, out=features)
             note_library_kernel(features)
         if weights.input_norm is not None:
             add_norm(features, None, weights.input_norm, features, eps=eps)
@@ -222,7 +222,7 @@ class EagleRounds:
                 rows.position,
                 attended,
                 rows_per_slot,
-                first_key=SLOT_OFFSET,
+                first_key=DRAFT_KV_OFFSET,
             )
 
         return attend
@@ -242,7 +242,7 @@ class EagleRounds:
                 tiles,
                 attended.flatten(1),
                 self._prefill,
-                first_key=SLOT_OFFSET,
+                first_key=DRAFT_KV_OFFSET,
             )
 
         return attend

@@ -21,7 +21,7 @@ class NGramRounds:
     tokens of a prefix hit are the host's to write.
     """
 
-    boundaries: Sequence[int] = ()
+    aux_layers: Sequence[int] = ()
 
     def __init__(self, history: Tensor, workspace: Workspace, *, min_length: int, max_length: int) -> None:
         num_slots, max_num_tokens = history.shape
@@ -45,13 +45,13 @@ class NGramRounds:
             max_length=self._max_length,
         )
 
-    def follow(
+    def draft_extend(
         self,
         rows: Rows,
         *,
         num_slots: int,
         num_draft_tokens: int,
-        captured: Sequence[Tensor],
+        aux_hidden: Sequence[Tensor],
         hidden: Tensor,
         chosen: Tensor,
         emitted: Tensor,
@@ -66,7 +66,7 @@ class NGramRounds:
         next_token: Tensor,
         hits: Tensor,
         last_token: Tensor,
-        captured: Sequence[Tensor],
+        aux_hidden: Sequence[Tensor],
         hidden: Tensor,
     ) -> None:
         append_history(rows.slot, rows.position, rows.token, self._history)

@@ -12,8 +12,8 @@ from drift_sdk._kernels.slots.slot_columns import SlotState
 from drift_sdk.execution.device.ring import Ring
 from drift_sdk.execution.forward.decode import DecodeForward, Rows
 from drift_sdk.execution.rounds.drafter import RoundDrafter
-from drift_sdk.execution.rounds.sample_commit import TokenHead
-from drift_sdk.execution.stages import NO_STAGES, Stages, forward_stage
+from drift_sdk.execution.rounds.sample_commit import SampleCommit
+from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks, forward_stage
 
 __all__ = ["RoundSteps"]
 
@@ -35,9 +35,9 @@ class RoundSteps:
     ring: Ring
     rows: Rows
     forward: DecodeForward
-    head: TokenHead
+    head: SampleCommit
     drafter: RoundDrafter | None
-    stages: Stages = NO_STAGES
+    stages: StageMarks = NO_STAGE_MARKS
 
     def whole(self) -> None:
         self._draft()
@@ -68,11 +68,11 @@ class RoundSteps:
         head.run(forward.normed, has_draft_masks=has_draft_masks)
         if self.drafter is not None:
             with self.stages("draft_extend"):
-                self.drafter.follow(
+                self.drafter.draft_extend(
                     self.rows,
                     num_slots=self.slots.shape[0],
                     num_draft_tokens=self.num_drafts,
-                    captured=forward.captured,
+                    aux_hidden=forward.aux_hidden,
                     hidden=forward.hidden,
                     chosen=head.chosen,
                     emitted=head.emitted,

@@ -15,12 +15,12 @@ from drift_sdk.execution.device.ring import Ring
 from drift_sdk.execution.device.slot_table import SlotTable
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.decode import Rows
-from drift_sdk.execution.stages import NO_STAGES, Stages, forward_stage
+from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks, forward_stage
 
-__all__ = ["TokenHead"]
+__all__ = ["SampleCommit"]
 
 
-class TokenHead:
+class SampleCommit:
     """Chooses a token behind each row and commits it: `rows_per_slot` rows of each slot at a time.
 
     chosen [R] int32: the token behind each row. emitted [B] int32: how many of them each slot got.
@@ -38,7 +38,7 @@ class TokenHead:
         *,
         rows_per_slot: int,
         simulated: SimulatedRounds | None,
-        stages: Stages = NO_STAGES,
+        stages: StageMarks = NO_STAGE_MARKS,
     ) -> None:
         num_rows, vocab_size = rows.slot.shape[0], head.shape[0]
         self._head, self._rows, self._table, self._ring = head, rows, table, ring
