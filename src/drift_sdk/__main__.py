@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 import msgspec
 
@@ -110,6 +111,11 @@ def make_parser() -> argparse.ArgumentParser:
         option, default = f"--{name.replace('_', '-')}", getattr(defaults, name)
         warmer.add_argument(option, type=kind, default=default, help=f"{meaning} (default: %(default)s)")
     add_drafts(warmer)
+
+    tuner = commands.add_parser("tune", help="measure which launch configurations of the GEMMs suit this GPU")
+    tuner.add_argument("shapes", nargs="+", metavar="SHAPE", help="NxK, or NxK:gated for gate and up")
+    tuner.add_argument("--out", type=Path, required=True, help="the table; what it holds already is kept")
+    tuner.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that compile")
     return parser
 
 
@@ -142,6 +148,9 @@ def prepare(options: argparse.Namespace) -> Callable[[], int]:
         config = EngineConfig(**settings, speculation=speculation(options))
         return lambda: asyncio.run(warm_up(options.model, config))
 
+    if options.command == "tune":
+        return partial(tune, options.shapes, options.out, options.jobs)
+
     params = SamplingParams(
         max_tokens=options.max_tokens,
         temperature=options.temperature,
@@ -161,6 +170,13 @@ def doctor(*, as_json: bool) -> int:
         print(diagnosis.text())
 
     return 0 if diagnosis.is_usable else 1
+
+
+def tune(shapes: Sequence[str], out: Path, num_jobs: int) -> int:
+    from drift_sdk.cli.tune import tune_shapes  # only here, for it needs torch and Triton
+
+    tune_shapes(shapes, out, num_jobs)
+    return 0
 
 
 async def chat(model: str, config: EngineConfig, params: SamplingParams, system: str | None) -> int:

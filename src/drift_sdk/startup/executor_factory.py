@@ -182,7 +182,7 @@ def _limits(config: EngineConfig, decoder: Decoder, demand: KVDemand, room: Memo
 
 def untuned_error(gpu: str, untuned: Sequence[str]) -> FieldError:
     shapes = " ".join(shape.replace(" ", ":") for shape in untuned)
-    command = f"python -m perf.tune --out src/drift_sdk/_kernels/gemm/tuned/{gpu}.json {shapes}"
+    command = f"python -m drift_sdk tune --out src/drift_sdk/_kernels/gemm/tuned/{gpu}.json {shapes}"
     allowed = f"measured configurations of all weights; {gpu} lacks {', '.join(untuned)}: run {command}"
     return ConfigError.of("strict_performance", True, allowed)
 

@@ -1,6 +1,7 @@
 """Measure which tiles and slices suit this GPU, and write the table that the kernels read.
 
-    python -m perf.tune --out src/drift_sdk/_kernels/gemm/tuned/nvidia-h200.json 6144x4096 28672x4096:gated
+    table=src/drift_sdk/_kernels/gemm/tuned/nvidia-h200.json
+    python -m drift_sdk tune --out $table 6144x4096 28672x4096:gated
 
 Every candidate is checked against float32 before it is timed, in a captured chain over enough different
 weights that none is found in the cache. One number of slices is chosen for a weight, by the sum of its best
@@ -10,11 +11,10 @@ count.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import multiprocessing
 import subprocess
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -201,22 +201,17 @@ def faster_by_library(
     return (cost, config) if cost < best[0] else best
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("weights", nargs="+", type=Weight.parse, help="NxK, or NxK:gated for gate and up")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--jobs", type=int, default=multiprocessing.cpu_count())
-    arguments = parser.parse_args()
+def tune_shapes(shapes: Sequence[str], out: Path, num_jobs: int) -> None:
+    """Measure weights of these shapes and merge the outcome into the table in `out`."""
+    weights = [Weight.parse(shape) for shape in shapes]
     jobs = {
         (weight, config): None
-        for weight in arguments.weights
+        for weight in weights
         for num_rows in ROW_COUNTS
         for config in candidates(weight, num_rows)
     }
     print(f"compiling {len(jobs)} candidates", flush=True)
-    with multiprocessing.get_context("spawn").Pool(arguments.jobs) as pool:
+    with multiprocessing.get_context("spawn").Pool(num_jobs) as pool:
         pool.map(compile_one, jobs, chunksize=8)
 
     name = torch.cuda.get_device_name()
@@ -231,18 +226,14 @@ def main() -> None:
             ).stdout.strip(),
         },
     )
-    for weight in arguments.weights:
+    for weight in weights:
         key = gemm_key(weight.num_columns, weight.inner, is_gated=weight.is_gated)
         gemms[key], provenance[key] = tune(weight)
         print(gpu_key(name), key, provenance[key], flush=True)
 
-    if arguments.out.exists():  # what was measured before stays
-        old = msgspec.json.decode(arguments.out.read_bytes(), type=TunedTable)
+    if out.exists():  # what was measured before stays
+        old = msgspec.json.decode(out.read_bytes(), type=TunedTable)
         gemms, provenance = old.gemms | gemms, old.provenance | provenance
     table = TunedTable(gemms=gemms, provenance=provenance)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(table), indent=1) + b"\n")
-
-
-if __name__ == "__main__":
-    main()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_bytes(msgspec.json.format(msgspec.json.encode(table), indent=1) + b"\n")
