@@ -53,6 +53,7 @@ def render() -> str:
     parts.append("## Testing code that embeds an engine")
     parts.append(f"### drift_sdk.testing.{signature('scripted_engine', testing.scripted_engine)}")
     parts.append(doc_of(testing.scripted_engine))
+    parts.append(render_class("drift_sdk.testing.ScriptedModel", testing.ScriptedModel))
     parts.append("## Measuring")
     for function in (
         measurement.simulated_engine,
@@ -62,7 +63,7 @@ def render() -> str:
     ):
         parts.append(f"### drift_sdk.measurement.{signature(function.__name__, function)}")
         parts.append(doc_of(function))
-    for cls in (measurement.AcceptanceTrace, measurement.RecordedRounds, measurement.StageTimes):
+    for cls in (measurement.AcceptanceTrace, measurement.RecordedRounds, measurement.StageTiming):
         parts.append(render_class(f"drift_sdk.measurement.{cls.__name__}", cls))
     return "\n\n".join(part for part in parts if part) + "\n"
 

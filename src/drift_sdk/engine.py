@@ -44,6 +44,10 @@ class Engine:
     model:       a folder, a .gguf file or a hub id. A `Path` is never a hub id.
     config:      see `EngineConfig`.
     on_progress: called on the starting task's loop with each stage of starting.
+    open_model:  for tests and measurement only: opens the model in place of the files that `model` names. It
+                 is called on the engine's thread as `open_model(report, limits)`, at the start with the first
+                 argument alone and by `wake()` with both, and returns a `LoadedModel`; see `OpenModel` in
+                 drift_sdk/driver/loaded_model.py. `drift_sdk.testing.ScriptedModel` is one.
 
     `async with`, or `start()` and `aclose()`, from any task of any loop. Nothing of the host process is
     touched; a thread of the engine's own does the work, from start to close.
@@ -55,6 +59,7 @@ class Engine:
         config: EngineConfig | None = None,
         *,
         on_progress: Callable[[Progress], None] | None = None,
+        open_model: OpenModel | None = None,
     ) -> None:
         if not isinstance(model, str | Path) or not str(model):
             raise ConfigError.of("model", model, "a folder, a .gguf file or a hub id")
@@ -68,7 +73,7 @@ class Engine:
         self._life_cycle = LifeCycle()
         self._numbers = itertools.count()
         self._seeds = random.SystemRandom()
-        self._open: OpenModel = partial(open_files, model, self.config)
+        self._open_model: OpenModel = open_model or partial(open_files, model, self.config)
 
     async def start(self) -> None:
         """Load the model and get ready to serve. Idempotent; cancellation is raised when that is done, and
@@ -261,7 +266,7 @@ class Engine:
         return self._life_cycle.driver
 
     def _make_driver(self) -> Driver:
-        return Driver(self._open, reporter(self._on_progress), self.config.max_queued_requests)
+        return Driver(self._open_model, reporter(self._on_progress), self.config.max_queued_requests)
 
     def _running_driver(self) -> Driver:
         driver = self._driver

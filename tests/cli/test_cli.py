@@ -22,7 +22,7 @@ from drift_sdk.cli import doctor
 from drift_sdk.cli.doctor import Device, examine
 from drift_sdk.cli.warm import Warmed, kernel_cache
 from drift_sdk.driver.loaded_model import LoadedModel
-from drift_sdk.testing import scripted_engine
+from drift_sdk.testing import ScriptedModel, scripted_engine
 
 COMMAND = [sys.executable, "-m", "drift_sdk"]
 SCRIPTED = """
@@ -191,15 +191,13 @@ def test_ctrl_c_ends_chat_while_the_model_is_loaded(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(*_: object, **__: object) -> Engine:
-        engine = scripted_engine("fine")
-        opening = engine._open
+        model = ScriptedModel("fine")
 
-        def open_model(report: Callable[[str, float], None]) -> LoadedModel:
+        def open_model(report: Callable[[str, float], None], limits: object = None) -> LoadedModel:
             os.kill(os.getpid(), signal.SIGINT)
-            return opening(report)
+            return model(report)
 
-        engine._open = open_model
-        return engine
+        return Engine("scripted", model.config, open_model=open_model)
 
     monkeypatch.setattr("drift_sdk.__main__.Engine", interrupted)
     monkeypatch.setattr("builtins.input", lambda _: pytest.fail("asked for a question"))

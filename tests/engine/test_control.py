@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 import threading
+from pathlib import Path
 
 import anyio
 import pytest
 from loops import on_every_loop, run, until
+from model_zoo import make_model
 from msgspec.structs import replace
 
 from drift_sdk import EngineClosed, EngineConfig, ModelLoadError, RequestError, SamplingParams
 from drift_sdk.driver.loaded_model import LoadedModel, with_limits
+from drift_sdk.measurement import recorded_engine
 from drift_sdk.testing import byte_tokenizer, scripted_engine
 
 ENDLESS = SamplingParams(max_tokens=None, ignore_eos=True)
@@ -148,6 +151,17 @@ def test_cancelled_sleep_and_wake_are_carried_through(loop: str) -> None:
             assert (await engine.generate("x")).text == "ok"
 
     run(loop, main)
+
+
+async def test_a_recorded_engine_wakes_with_the_limits_of_its_start(tmp_path: Path) -> None:
+    make_model(0, tmp_path)
+    config = EngineConfig(device="cpu", executor="eager", max_model_len=32, kv_cache_tokens=64)
+    async with recorded_engine(tmp_path, config) as engine:
+        num_blocks = engine.stats().num_blocks
+        await engine.sleep()
+        await engine.wake()
+        assert engine.stats().num_blocks == num_blocks
+        assert len((await engine.generate([5, 6], SamplingParams(max_tokens=3))).token_ids) >= 1
 
 
 def changed_vocabulary(model: LoadedModel) -> LoadedModel:

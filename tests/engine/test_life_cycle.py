@@ -29,7 +29,9 @@ from drift_sdk import (
     SamplingParams,
 )
 from drift_sdk.driver.loaded_model import LoadedModel
-from drift_sdk.testing import EOS_TOKEN_ID, scripted_engine
+from drift_sdk.progress import Report
+from drift_sdk.steps import ExecutorLimits
+from drift_sdk.testing import EOS_TOKEN_ID, ScriptedModel, scripted_engine
 
 # What `import drift_sdk` may load, beside the standard library.
 LIGHT_PACKAGES = {"anyio", "drift_sdk", "exceptiongroup", "idna", "msgspec", "sniffio", "typing_extensions"}
@@ -180,17 +182,22 @@ def test_a_cancelled_start_leaves_the_engine_to_others(loop: str, survivor: int 
 @on_every_loop
 def test_a_failed_start_fails_for_everybody_and_closes_nobody_elses(loop: str) -> None:
     async def main() -> None:
-        engine = scripted_engine("ok")
-        working, engine._open = engine._open, failing_open
+        model = ScriptedModel("ok")
+        is_broken = True
+
+        def open_model(report: Report, limits: ExecutorLimits | None = None) -> LoadedModel:
+            return (failing_open if is_broken else model)(report, limits)
+
+        engine = Engine("scripted", model.config, open_model=open_model)
         num_failures = 0
 
         async def start() -> None:
-            nonlocal num_failures
+            nonlocal is_broken, num_failures
             try:
                 await engine.start()
             except ModelLoadError:
                 num_failures += 1
-                engine._open = working
+                is_broken = False
                 await engine.start()
 
         async with anyio.create_task_group() as tasks:
@@ -334,14 +341,15 @@ def test_native_cancellation_of_start_and_close(loop: str) -> None:
 @on_every_loop
 def test_a_failing_start_leaves_nothing_and_may_be_tried_again(loop: str) -> None:
     async def main() -> None:
-        engine = scripted_engine("ok")
-        working = engine._open
-        engine._open = failing_open
+        model = ScriptedModel("ok")
+        openers = [failing_open, failing_open, model]
+        engine = Engine(
+            "scripted", model.config, open_model=lambda report, limits=None: openers.pop(0)(report, limits)
+        )
         for _ in range(2):
             with pytest.raises(ModelLoadError, match=r"no such model"):
                 await engine.start()
             assert engine_threads() == []
-        engine._open = working
         async with engine:
             assert (await engine.generate("x")).text == "ok"
 
@@ -465,8 +473,8 @@ def test_progress_is_reported_on_the_loop() -> None:
             assert threading.current_thread() is thread
             seen.append(progress)
 
-        engine = scripted_engine("ok")
-        engine._on_progress = on_progress
+        model = ScriptedModel("ok")
+        engine = Engine("scripted", model.config, on_progress=on_progress, open_model=model)
         async with engine:
             await anyio.lowlevel.checkpoint()
         assert [progress.stage for progress in seen] == ["ready"]
@@ -476,19 +484,17 @@ def test_progress_is_reported_on_the_loop() -> None:
 
 async def test_the_stages_of_starting_are_timed(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "drift_sdk")
-    engine = scripted_engine("ok")
-    opens = engine._open
+    model = ScriptedModel("ok")
 
-    def open_in_stages(report) -> LoadedModel:
+    def open_in_stages(report: Report, limits: ExecutorLimits | None = None) -> LoadedModel:
         time.sleep(0.02)
         report("find", 0.0)
         for fraction in (0.0, 0.5, 1.0):
             report("load weights", fraction)
             time.sleep(0.02)
-        return opens(report)
+        return model(report, limits)
 
-    engine._open = open_in_stages
-    async with engine:
+    async with Engine("scripted", model.config, open_model=open_in_stages) as engine:
         stages = engine.stats().start_seconds
         assert [stage for stage, _ in stages] == ["imports", "find", "load weights"]
         lengths = dict(stages)
@@ -507,18 +513,16 @@ async def refused_start(engine: Engine) -> None:
         await engine.start()
 
 
-def failing_open(report) -> LoadedModel:
+def failing_open(report: Report, limits: ExecutorLimits | None = None) -> LoadedModel:
     raise ModelLoadError("no such model: tried everything")
 
 
 def gated_engine(gate: threading.Event) -> Engine:
-    """Its model opens when the gate does."""
-    engine = scripted_engine("ok", config=EngineConfig(max_model_len=64, kv_cache_tokens=256))
-    opens = engine._open
+    """An engine whose model is opened once `gate` is set."""
+    model = ScriptedModel("ok", config=EngineConfig(max_model_len=64, kv_cache_tokens=256))
 
-    def open_behind_gate(report) -> LoadedModel:
+    def open_behind_gate(report: Report, limits: ExecutorLimits | None = None) -> LoadedModel:
         assert gate.wait(WAIT_S)
-        return opens(report)
+        return model(report, limits)
 
-    engine._open = open_behind_gate
-    return engine
+    return Engine("scripted", model.config, open_model=open_behind_gate)

@@ -20,6 +20,7 @@ from drift_sdk import (
     Chunk,
     ConfigError,
     DriftError,
+    Engine,
     EngineClosed,
     EngineConfig,
     EngineStats,
@@ -34,7 +35,7 @@ from drift_sdk.driver.stats_recorder import StatsRecorder
 from drift_sdk.startup.executor_factory import choose_executor
 from drift_sdk.stats import Histogram, Histograms
 from drift_sdk.steps import SlotOutput, StepResult
-from drift_sdk.testing import scripted_engine
+from drift_sdk.testing import ScriptedModel, scripted_engine
 
 ENDLESS = SamplingParams(max_tokens=None, ignore_eos=True)
 SECRET = "the quick brown fox"
@@ -318,15 +319,14 @@ async def test_the_log_tells_all_but_texts(caplog: pytest.LogCaptureFixture) -> 
 
 
 async def test_auto_making_do_with_less_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    engine = scripted_engine("a")
-    opens = engine._open
+    model = ScriptedModel("a")
 
     def open_fallback(report, limits=None):
-        model = opens(report, limits)
-        return msgspec.structs.replace(model, executor_name="eager", fallback="no graphs here")
+        return msgspec.structs.replace(
+            model(report, limits), executor_name="eager", fallback="no graphs here"
+        )
 
-    engine._open = open_fallback
-    async with engine:
+    async with Engine("scripted", model.config, open_model=open_fallback) as engine:
         await engine.sleep()
         await engine.wake()
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
