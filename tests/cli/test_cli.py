@@ -13,10 +13,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 from model_zoo import make_model
 from random_folder import make_random_folder
 
-from drift_sdk import Chain, Engine, EngineConfig, NGram, Speculation
+from drift_sdk import Chain, Engine, EngineConfig, NGram, Speculation, __version__
 from drift_sdk.__main__ import main
 from drift_sdk.cli import doctor
 from drift_sdk.cli.doctor import Device, examine
@@ -28,9 +29,10 @@ COMMAND = [sys.executable, "-m", "drift_sdk"]
 SCRIPTED = """
 import sys
 from drift_sdk import __main__ as command_line
+from drift_sdk.cli import chat
 from drift_sdk.testing import scripted_engine
 reply = sys.argv.pop(1)
-command_line.Engine = lambda *arguments, **options: scripted_engine(reply)
+chat.Engine = lambda *arguments, **options: scripted_engine(reply)
 sys.exit(command_line.main())
 """
 """The command line with an engine that needs no model: its reply is the first argument."""
@@ -169,7 +171,7 @@ def test_chat_forgets_what_no_longer_fits(
     """Else every question after the first that is refused would be refused too."""
     config = EngineConfig(max_model_len=160, kv_cache_tokens=320)
     questions = iter([*(f"question {number}" for number in range(6)), "long " * 40, "the last"])
-    monkeypatch.setattr("drift_sdk.__main__.Engine", lambda *_, **__: scripted_engine("fine", config=config))
+    monkeypatch.setattr("drift_sdk.cli.chat.Engine", lambda *_, **__: scripted_engine("fine", config=config))
     monkeypatch.setattr("builtins.input", lambda _: next_line(questions))
     assert main(["chat", "any", "--system", "be brief"]) == 0
     said = capsys.readouterr()
@@ -199,7 +201,7 @@ def test_ctrl_c_ends_chat_while_the_model_is_loaded(
 
         return Engine("scripted", model.config, open_model=open_model)
 
-    monkeypatch.setattr("drift_sdk.__main__.Engine", interrupted)
+    monkeypatch.setattr("drift_sdk.cli.chat.Engine", interrupted)
     monkeypatch.setattr("builtins.input", lambda _: pytest.fail("asked for a question"))
     assert main(["chat", "any"]) == 130
     assert capsys.readouterr() == ("", "")
@@ -282,7 +284,7 @@ def test_warm_starts_with_the_settings_it_is_given(
         seconds = (("load weights", 1.5), ("capture graphs", 12.0))
         return Warmed(executor="graph", start_seconds=seconds, kernel_cache=Path("/cache"))
 
-    monkeypatch.setattr("drift_sdk.__main__.warm", warm)
+    monkeypatch.setattr("drift_sdk.cli.warm.warm", warm)
     settings = {
         "device": "cpu",
         "dtype": "bfloat16",
@@ -315,11 +317,16 @@ def test_kernels_are_where_triton_keeps_them(monkeypatch: pytest.MonkeyPatch, tm
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [
-        ("chat model --temperature -1", 2, "temperature=-1.0: expected"),
+        ("chat model --temperature -1", 2, "error: --temperature -1.0: expected a finite number"),
         ("chat model --max-tokens x", 2, "--max-tokens: invalid int value"),
-        ("chat model --draft ngram --num-draft-tokens 0", 2, "num_draft_tokens=0: expected"),
-        ("warm model --num-draft-tokens 2", 2, "num_draft_tokens=2: expected --draft"),
-        ("warm model --max-num-seqs 0", 2, "max_num_seqs=0: expected"),
+        ("chat model --draft ngram --num-draft-tokens 0", 2, "error: --num-draft-tokens 0: expected"),
+        ("chat model --device tpu", 2, "error: --device 'tpu': expected"),
+        ("warm model --num-draft-tokens 2", 2, "error: --num-draft-tokens 2: expected --draft beside it"),
+        ("warm model --max-num-seqs 0", 2, "error: --max-num-seqs 0: expected"),
+        ("warm model --max-model-len None", 2, "--max-model-len: invalid int value"),
+        ("tune --out table.json 64", 2, "argument SHAPE: '64': expected NxK or NxK:gated"),
+        ("tune --out table.json 64x0", 2, "argument SHAPE: '64x0': expected NxK or NxK:gated"),
+        ("tune 64x64", 2, "the following arguments are required: --out"),
         ("", 2, "the following arguments are required: command"),
         ("chat /nowhere/at/all", 1, "ModelLoadError: "),
         ("warm /nowhere/at/all", 1, "ModelLoadError: "),
@@ -335,3 +342,30 @@ def test_errors_are_one_line(
     assert found == status
     last = capsys.readouterr().err.splitlines()[-1]
     assert said in last
+
+
+def test_an_error_of_the_start_names_the_option(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["warm", str(model), "--device", "cpu", "--max-model-len", "100000"]) == 1
+    assert capsys.readouterr().err.startswith("ConfigError: --max-model-len 100000: expected at most")
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"drift_sdk {__version__}\n"
+
+
+def test_help_shows_no_value_that_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["warm", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "most tokens of prompt and completion together (default: the model's own context)" in shown
+    assert "None" not in shown
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_tune_without_a_gpu_is_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["tune", "--out", str(tmp_path / "table.json"), "64x64", "128x64:gated"]) == 1
+    assert capsys.readouterr().err.startswith("DriftError: tune needs ")
+    assert not (tmp_path / "table.json").exists()
