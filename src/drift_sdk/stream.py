@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Generator, Iterable
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -12,10 +12,10 @@ import anyio
 from anyio.lowlevel import checkpoint_if_cancelled
 
 from drift_sdk.driver.stream_updates import StreamUpdates
-from drift_sdk.errors import QueueFull
+from drift_sdk.errors import QueueFull, RequestError
 from drift_sdk.results import Chunk, Completion
 
-__all__ = ["TokenStream", "map_prompts"]
+__all__ = ["TokenStream", "check_prompts", "map_prompts"]
 
 
 class TokenStream(AsyncIterator[Chunk]):
@@ -31,9 +31,9 @@ class TokenStream(AsyncIterator[Chunk]):
     the next `__anext__` or `await`. A stream is used on the event loop it was made on.
     """
 
-    def __init__(self, request_id: str, feed: StreamUpdates, cancel: Callable[[], None]) -> None:
+    def __init__(self, request_id: str, updates: StreamUpdates, cancel: Callable[[], None]) -> None:
         self.request_id = request_id
-        self._feed = feed
+        self._updates = updates
         self._cancel = cancel
         self._is_cancelled = False
         self._is_entered = False
@@ -51,20 +51,21 @@ class TokenStream(AsyncIterator[Chunk]):
 
     async def completion(self) -> Completion:
         """Wait for the end; a coroutine, for task groups and `create_task`. Chunks stay readable."""
-        feed = self._feed
+        updates = self._updates
+        updates.check_loop()
         try:
             await checkpoint_if_cancelled()
-            while not feed.is_done:
-                await feed.changed()
+            while not updates.is_done:
+                await updates.wait()
         except BaseException:
             self._abandon()
             raise
 
-        if feed.completion is None:
-            assert feed.error is not None
-            raise feed.error
+        if updates.completion is None:
+            assert updates.error is not None
+            raise updates.error
 
-        return feed.completion
+        return updates.completion
 
     def __await__(self) -> Generator[Any, Any, Completion]:
         return self.completion().__await__()
@@ -76,23 +77,24 @@ class TokenStream(AsyncIterator[Chunk]):
         if self._is_iterated:
             raise RuntimeError("this stream is being iterated already")
 
-        feed = self._feed
+        updates = self._updates
+        updates.check_loop()
         self._is_iterated = True
         try:
             await checkpoint_if_cancelled()
-            while not feed.has_chunk and not feed.is_done:
-                await feed.changed()
+            while not updates.has_chunk and not updates.is_done:
+                await updates.wait()
         except BaseException:
             self._abandon()
             raise
         finally:
             self._is_iterated = False
 
-        if feed.has_chunk:
-            return feed.take()
+        if updates.has_chunk:
+            return updates.take_chunk()
 
-        if feed.error is not None:
-            raise feed.error
+        if updates.error is not None:
+            raise updates.error
 
         raise StopAsyncIteration
 
@@ -113,10 +115,15 @@ class TokenStream(AsyncIterator[Chunk]):
             self.cancel()
 
     def __del__(self) -> None:
-        feed = getattr(self, "_feed", None)
-        if feed is not None and not feed.is_done and not self._is_cancelled and not feed.is_foreign:
+        updates = getattr(self, "_updates", None)
+        if (
+            updates is not None
+            and not updates.is_done
+            and not self._is_cancelled
+            and not updates.is_from_parent
+        ):
             self.cancel()
-            message = f"unfinished stream {self.request_id} was dropped"
+            message = f"stream {self.request_id} was garbage-collected before it ended, and is cancelled"
             warnings.warn(message, ResourceWarning, stacklevel=2, source=self)
 
 
@@ -124,6 +131,19 @@ PromptT = TypeVar("PromptT")
 
 POLL_S = 0.01
 """Seconds between looks at a queue that others have filled."""
+
+
+def check_prompts(prompts: object) -> None:
+    """RequestError for what cannot be iterated over, and for a single text."""
+    allowed = "an iterable of prompts"
+    if isinstance(prompts, str | bytes | bytearray):
+        raise RequestError.of("prompts", prompts, f"{allowed}; generate() takes a single one")
+
+    if isinstance(prompts, AsyncIterable):
+        raise RequestError.of("prompts", prompts, f"{allowed}, not an async iterable")
+
+    if not isinstance(prompts, Iterable):
+        raise RequestError.of("prompts", prompts, allowed)
 
 
 async def map_prompts(

@@ -12,7 +12,7 @@ import pytest
 from loops import run, until
 
 from drift_sdk import DriftError, EngineClosed, EngineConfig, PromptTooLong, RequestError, SamplingParams
-from drift_sdk.driver import text_worker as text_work
+from drift_sdk.driver import text_worker
 from drift_sdk.driver.prompts import ModelText, TextPrompt
 from drift_sdk.testing import ScriptedEngine, scripted_engine
 
@@ -59,7 +59,7 @@ def test_cancelled_prompts_hold_nobody_up(stall: Stall) -> None:
             for stream in streams:
                 assert (await stream).finish_reason == "cancelled"
             stall.released.set()
-            await until(lambda: len(text_threads()) <= text_work.NUM_PARALLEL + 1)
+            await until(lambda: len(text_threads()) <= text_worker.NUM_PARALLEL + 1)
             assert (await engine.generate("again")).text == "ok"
 
     run("asyncio", main)
@@ -70,14 +70,14 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.offset_s = 0.0
-        monkeypatch.setattr(text_work, "time", self)
+        monkeypatch.setattr(text_worker, "time", self)
 
     def monotonic(self) -> float:
         return time.monotonic() + self.offset_s
 
     def forward(self, engine: ScriptedEngine) -> None:
         """All work in progress is overdue from now on."""
-        self.offset_s += text_work.JOB_TIMEOUT_S
+        self.offset_s += text_worker.JOB_TIMEOUT_S
         with engine._driver._text_worker._changed:
             engine._driver._text_worker._changed.notify_all()
 
@@ -85,7 +85,7 @@ class Clock:
 def test_work_that_hangs_fails_its_own_request(stall: Stall, monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads take the place of those that hang as long as there are not too many; then new requests fail."""
     clock = Clock(monkeypatch)
-    most = text_work.MAX_ABANDONED + text_work.NUM_PARALLEL
+    most = text_worker.MAX_ABANDONED + text_worker.NUM_PARALLEL
 
     async def main() -> None:
         config = EngineConfig(max_num_seqs=2, max_queued_requests=2, max_model_len=64, kv_cache_tokens=256)
@@ -94,7 +94,7 @@ def test_work_that_hangs_fails_its_own_request(stall: Stall, monkeypatch: pytest
                 stream = engine.generate(f"stall {index}")
                 await until(lambda index=index: len(stall.begun) == 2 * index + 1)
                 clock.forward(engine)
-                with pytest.raises(RequestError, match=r"^prompt: expected what can be worked out within"):
+                with pytest.raises(RequestError, match=r"^prompt: expected text work of at most 60 s"):
                     await stream
                 if index < most - 1:
                     assert (await engine.generate("hi")).text == "ok"
@@ -103,7 +103,7 @@ def test_work_that_hangs_fails_its_own_request(stall: Stall, monkeypatch: pytest
                     await engine.generate("hi")
             assert len(text_threads()) == most + 1
             stall.released.set()
-            await until(lambda: len(text_threads()) <= text_work.NUM_PARALLEL + 1)
+            await until(lambda: len(text_threads()) <= text_worker.NUM_PARALLEL + 1)
             await until(lambda: not engine._driver._text_worker._in_progress)
             assert (await engine.generate("hi")).text == "ok"
 
@@ -114,7 +114,7 @@ def test_closing_does_not_wait_for_work_that_hangs(
     stall: Stall, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nothing of it is told to the engine afterwards."""
-    monkeypatch.setattr(text_work, "CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(text_worker, "CLOSE_TIMEOUT_S", 0.05)
 
     async def main() -> None:
         engine = scripted_engine("ok")
@@ -125,16 +125,16 @@ def test_closing_does_not_wait_for_work_that_hangs(
         with anyio.fail_after(120):
             await engine.aclose()
         (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-        assert warning.endswith("no longer waited for: prompt of req-0, prompt of req-1")
+        assert warning.endswith("busy text threads: prompt of req-0, prompt of req-1")
         for stream in streams:
             with pytest.raises(EngineClosed):
                 await stream
         told: list[object] = []
-        monkeypatch.setattr(driver._inbox, "put", told.append)
+        monkeypatch.setattr(driver._commands, "put", told.append)
         async with engine:
             assert (await engine.generate("hi")).text == "ok"
             stall.released.set()
-            await until(lambda: len(text_threads()) <= text_work.NUM_PARALLEL)
+            await until(lambda: len(text_threads()) <= text_worker.NUM_PARALLEL)
         assert told == []
 
     run("asyncio", main)

@@ -328,7 +328,7 @@ def test_others_go_on_while_one_is_held_and_it_can_be_cancelled(loop: str, folde
             await until(lambda: gate.num_waiting == 1)
             free = await engine.generate([7], SamplingParams(max_tokens=30, ignore_eos=True))
             assert len(free.token_ids) == 30
-            assert not held._feed.has_chunk
+            assert not held._updates.has_chunk
             held.cancel()
             completion = await held
             assert (completion.text, completion.finish_reason) == (first.text, "cancelled")

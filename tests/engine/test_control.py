@@ -120,7 +120,7 @@ def test_a_cancelled_pause_leaves_the_engine_as_it_was(loop: str) -> None:
                 async with anyio.create_task_group() as tasks:
                     if is_paused_already:
                         tasks.start_soon(engine.pause)
-                        await until(lambda: engine._driver._inbox._commands.qsize() == 1)
+                        await until(lambda: engine._driver._commands._queue.qsize() == 1)
                     with anyio.move_on_after(0.02) as scope:
                         await engine.pause()
                     assert scope.cancelled_caught

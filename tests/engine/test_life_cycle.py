@@ -25,6 +25,7 @@ from drift_sdk import (
     EngineClosed,
     EngineConfig,
     ModelLoadError,
+    Progress,
     RequestError,
     SamplingParams,
 )
@@ -436,7 +437,7 @@ def test_dropping_an_open_engine_closes_it_with_a_warning(loop: str) -> None:
     async def main() -> None:
         engine = scripted_engine("ok")
         await engine.start()
-        with pytest.warns(ResourceWarning, match="dropped unclosed"):
+        with pytest.warns(ResourceWarning, match="garbage-collected without being closed"):
             del engine
             gc.collect()
         await until(lambda: engine_threads() == [])
@@ -480,6 +481,73 @@ def test_progress_is_reported_on_the_loop() -> None:
         assert [progress.stage for progress in seen] == ["ready"]
 
     run("asyncio", main)
+
+
+@on_every_loop
+@pytest.mark.parametrize("error", [ValueError("in the callback"), BaseException("of another kind")])
+def test_exception_of_on_progress_is_logged_once_per_start(
+    loop: str, error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen: list[Progress] = []
+
+    def on_progress(progress: Progress) -> None:
+        seen.append(progress)
+        raise error
+
+    model = ScriptedModel("ok")
+
+    def open_model(report: Report, limits: ExecutorLimits | None = None) -> LoadedModel:
+        for percent in range(10):
+            report("load weights", percent / 10)
+        return model(report, limits)
+
+    async def main() -> None:
+        engine = Engine("scripted", model.config, on_progress=on_progress, open_model=open_model)
+        for num_starts in (1, 2):
+            async with engine:
+                assert (await engine.generate("x")).text == "ok"
+            assert len(seen) == num_starts
+            records = [record for record in caplog.records if record.levelno == logging.ERROR]
+            assert len(records) == num_starts
+            assert records[-1].getMessage() == "on_progress raised an exception and is not called again"
+            assert records[-1].exc_info[1] is error
+
+    run(loop, main)
+
+
+def test_on_progress_must_be_an_ordinary_function() -> None:
+    async def coroutine_function(progress: Progress) -> None: ...
+
+    class WithCoroutine:
+        async def __call__(self, progress: Progress) -> None: ...
+
+    for wrong in (5, "print", coroutine_function, WithCoroutine()):
+        with pytest.raises(ConfigError, match="^on_progress=.*: expected a function that takes a Progress"):
+            Engine("model", on_progress=wrong)
+    with pytest.raises(ConfigError, match="^open_model=5: expected a function"):
+        Engine("model", open_model=5)
+
+
+async def test_errors_tell_an_engine_that_was_closed_from_one_never_started() -> None:
+    engine = scripted_engine("ok")
+    with pytest.raises(EngineClosed, match=r"^the engine is not open: use `async with` or start\(\)$"):
+        engine.generate("x")
+    async with engine:
+        pass
+    with pytest.raises(EngineClosed, match=r"^the engine was closed: start\(\) opens it again$"):
+        engine.generate("x")
+
+
+async def test_error_while_the_model_is_loaded_says_so() -> None:
+    gate = threading.Event()
+    engine = gated_engine(gate)
+    task = asyncio.create_task(engine.start())
+    await until(lambda: engine_threads() != [])
+    with pytest.raises(EngineClosed, match="the engine is still starting"):
+        engine.generate("x", SamplingParams())
+    gate.set()
+    await task
+    await engine.aclose()
 
 
 async def test_the_stages_of_starting_are_timed(caplog: pytest.LogCaptureFixture) -> None:

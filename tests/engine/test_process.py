@@ -67,7 +67,7 @@ def test_the_exit_status_survives_other_work_in_flight(work: str) -> None:
 def test_what_hangs_does_not_keep_the_interpreter() -> None:
     assert leave("hanging_step", "exit") == []
     (warning,) = leave("hanging_text", "exit")
-    assert "no longer waited for: prompt of req-0" in warning
+    assert "busy text threads: prompt of req-0" in warning
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -16,8 +16,7 @@ import time
 from typing import Any
 
 from drift_sdk import Engine, EngineConfig, Regex, SamplingParams
-from drift_sdk.driver import process_hooks
-from drift_sdk.driver import text_worker as text_work
+from drift_sdk.driver import process_hooks, text_worker
 from drift_sdk.driver.prompts import TextPrompt
 from drift_sdk.testing import ScriptedModel, scripted_engine
 
@@ -51,7 +50,7 @@ async def begin(work: str) -> None:
 
         engine = Engine("scripted", LARGE, open_model=open_slowly)
     elif work.startswith("hanging"):
-        text_work.CLOSE_TIMEOUT_S = 0.2
+        text_worker.CLOSE_TIMEOUT_S = 0.2
         process_hooks.EXIT_TIMEOUT_S = 0.2 if work == "hanging_step" else 20.0
         engine = scripted_engine(endless, step_s=3600.0 if work == "hanging_step" else 0.0)
     else:

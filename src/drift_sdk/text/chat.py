@@ -26,7 +26,8 @@ class ChatTemplate:
 
     Templates come with downloaded models, so they run sandboxed, see plain data only and take at most
     4,000,000 steps to render: iterations, calls, operations and 64 characters of text each are one. Rendered
-    prompts hold their own special tokens: encode them with `add_special_tokens=False`.
+    prompts hold their own special tokens: encode them with `add_special_tokens=False`. `uses_tools`: whether
+    the template reads the variable `tools`.
 
     Raises `ModelLoadError` when the template cannot be compiled.
     """
@@ -37,9 +38,14 @@ class ChatTemplate:
         self._special_tokens = {name: token for name, token in special_tokens.items() if token is not None}
         try:
             with budget():  # constant expressions are computed here
-                self._template = _environment().from_string(source)
+                environment = _environment()
+                tree = environment.parse(source)
+                self._template = environment.from_string(tree)
         except Exception as error:
             raise ModelLoadError(f"chat template cannot be compiled: {error}") from error
+
+        names = tree.find_all(jinja2.nodes.Name)
+        self.uses_tools = any(name.name == "tools" and name.ctx == "load" for name in names)
 
     def render(
         self,
