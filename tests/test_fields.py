@@ -11,6 +11,7 @@ import anyio
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from drift_sdk import (
     ConfigError,
@@ -415,6 +416,52 @@ def test_from_dict_names_an_unknown_field(name: Any) -> None:
     assert (error.field, error.value) == (name, 1)
     assert all(field in error.allowed and field in str(error) for field in SamplingParams.__struct_fields__)
     assert str(error).startswith(f"{name}=1: unknown field")
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [("temprature", "temperature"), ("max_token", "max_tokens"), ("Stop", "stop"), ("n", None), ("", None)],
+)
+def test_unknown_field_names_the_nearest_one(name: str, nearest: str | None) -> None:
+    hint = f" (did you mean {nearest}?)" if nearest is not None else ""
+    for attempt in (
+        lambda: SamplingParams.from_dict({name: 0.5}),
+        lambda: SamplingParams().replace(**{name: 0.5}),
+    ):
+        with pytest.raises(RequestError) as caught:
+            attempt()
+        assert str(caught.value).startswith(
+            f"{name}=0.5: unknown field{hint}, expected one of allowed_token_ids,"
+        )
+        assert caught.value.field == name
+
+
+def test_replace_checks_what_it_changes() -> None:
+    params = SamplingParams(max_tokens=5, stop="a")
+    assert params.replace() == params
+    assert params.replace(stop=["b"], temperature=0.5) == SamplingParams(
+        max_tokens=5, stop=("b",), temperature=0.5
+    )
+    with pytest.raises(RequestError, match="temperature=-1: expected"):
+        params.replace(temperature=-1)
+    with pytest.raises(RequestError, match="min_tokens=6: expected an integer from 0 to 5"):
+        params.replace(min_tokens=6)
+    config = EngineConfig(max_num_seqs=3)
+    assert config.replace(dtype="float32") == EngineConfig(max_num_seqs=3, dtype="float32")
+    with pytest.raises(ConfigError, match="max_num_seqs=0: expected"):
+        config.replace(max_num_seqs=0)
+    with pytest.raises(
+        ConfigError, match=r"max_seqs=5: unknown field \(did you mean max_num_seqs\?\)"
+    ) as caught:
+        config.replace(max_seqs=5)
+    assert (caught.value.field, caught.value.value) == ("max_seqs", 5)
+
+
+def test_device_of_torch_is_refused_with_the_string_to_give() -> None:
+    for name in ("cpu", "cuda:1"):
+        with pytest.raises(ConfigError) as caught:
+            EngineConfig(device=torch.device(name))
+        assert f': expected a string, here "{name}": "auto", "cpu", ' in str(caught.value)
 
 
 @pytest.mark.parametrize("struct, error, cases, field", FIELDS, ids=ids)

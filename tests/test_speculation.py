@@ -41,6 +41,13 @@ def test_the_range_of_a_field(struct, field, valid, refused) -> None:
         assert field in str(caught.value) and caught.value.allowed in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["ngram", "NGram", "n-gram"])
+def test_ngram_as_a_string_is_refused_with_what_to_write(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"draft='{name}': expected NGram\(\) for n-gram drafts, or"):
+        Speculation(draft=name)
+    assert Speculation(draft=Path(name)).draft == Path(name)
+
+
 def test_a_chain_offers_shorter_ones() -> None:
     assert Chain(1).choices == (1,)
     assert Chain(3).choices == (1, 3)
