@@ -112,8 +112,7 @@ class ExecutorError(DriftError):
     """A step failed on the device, or the engine failed in another way.
 
     process_unusable: no engine can use the device again from this process, because a fatal CUDA error has
-    made
-                      its context unusable.
+                      made its context unusable.
     """
 
     def __init__(self, message: str, *, process_unusable: bool = False) -> None:

@@ -62,8 +62,7 @@ class Regex(Struct, frozen=True):
     """The text is matched by a regular expression from its first to its last character.
 
     pattern: in the syntax of Rust's regex crate, which has no look-around and no back-references. \\d, \\w
-    and
-             \\s are ASCII, (?i) folds case by Unicode. At most 256 KiB and 1,000 repetitions.
+             and \\s are ASCII, (?i) folds case by Unicode. At most 256 KiB and 1,000 repetitions.
 
     A value that is not a string raises RequestError; a pattern that cannot be used is found when the request
     is prepared, and its stream raises RequestError."""

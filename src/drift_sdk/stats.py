@@ -62,8 +62,7 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     Slow paths of the graph executor:
 
     num_untuned_shapes: shapes of weights whose kernels were never measured on this kind of GPU, or cannot be
-    run
-                        as measured.
+                        run as measured.
     num_host_waits:     times that the host waited for room to pass on a step's input.
     num_split_rounds:   rounds split in two to ask a grammar which tokens may follow each draft.
     num_host_copies:    results that were copied because they were read late.

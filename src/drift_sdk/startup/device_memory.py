@@ -72,10 +72,10 @@ class DeviceMemory:
             )
 
     def room(self, *, reserve: int | None = None) -> MemoryRoom:
-        """What the KV cache may take, now that the weights are loaded.
+        """Memory that the KV cache may take. Called when the weights are loaded.
 
-        reserve: bytes of the device that are still to be taken by others than the KV cache; None = by an
-        executor that allocates as it goes.
+        reserve: bytes of a GPU to keep free for later allocations other than the KV cache; None = a tenth of
+                 the rest, for an executor that allocates in its steps. Without effect on a CPU.
         """
         available = available_bytes(self._device)
         if not self._is_gpu:
