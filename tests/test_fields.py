@@ -1,4 +1,4 @@
-"""Every public field of what a person types: both ends of its range, just outside, and wrong types."""
+"""Public fields: both ends of each range, values just outside, and wrong types."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MOST = 2**31 - 1
 
 
 class Case(NamedTuple):
-    """Values of a field that are taken and values that are refused; `given`: what the others need to be."""
+    """Valid and refused values of a field; `given`: values of other fields that they need."""
 
     valid: tuple[Any, ...]
     refused: tuple[Any, ...]
@@ -168,12 +168,14 @@ ids = [f"{fields[0].__name__}.{fields[3]}" for fields in FIELDS]
 
 
 @pytest.mark.parametrize("struct, error, cases", TABLES)
-def test_no_case_is_left_over(struct: type, error: type, cases: dict[str, Case]) -> None:
+def test_every_field_has_a_case(struct: type, error: type, cases: dict[str, Case]) -> None:
     assert set(cases) == set(struct.__struct_fields__)
 
 
 @pytest.mark.parametrize("struct, error, cases, field", FIELDS, ids=ids)
-def test_the_range_of_a_field(struct: Any, error: type, cases: dict[str, Case], field: str) -> None:
+def test_field_accepts_its_range_and_refuses_the_rest(
+    struct: Any, error: type, cases: dict[str, Case], field: str
+) -> None:
     assert field in cases, f"{field} has no case"
     case = cases[field]
     struct(**{field: getattr(struct(), field)})
@@ -188,8 +190,8 @@ def test_the_range_of_a_field(struct: Any, error: type, cases: dict[str, Case], 
 
 
 def check_refusal(found: Any, error: type, field: str, value: Any) -> None:
-    """The typed error, and what a person needs: the field, the value (or the item of it that is at fault),
-    and what would be taken."""
+    """Check the error's class, and that it names the field, the value (or the wrong item of it) and what is
+    allowed."""
     assert type(found) is error
     assert found.field == field
     assert repr(found.value) in repr(value), (found.value, value)
@@ -203,7 +205,7 @@ def check_refusal(found: Any, error: type, field: str, value: Any) -> None:
         assert len(str(found)) < 1000
 
 
-def test_nothing_wrong_reaches_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_params_do_not_reach_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with scripted_engine("Hello!") as engine:
             submitted: list[Any] = []
@@ -215,7 +217,7 @@ def test_nothing_wrong_reaches_the_driver(monkeypatch: pytest.MonkeyPatch) -> No
                 for value in case.refused:
                     with pytest.raises(RequestError):
                         engine.generate("x", SamplingParams(**case.given, **{field: value}))
-                    if value != {"5": 1.0}:  # the wire's way to say 5
+                    if value != {"5": 1.0}:  # the key 5 as JSON has it
                         with pytest.raises(RequestError):
                             engine.generate("x", SamplingParams.from_dict({**case.given, field: value}))
                     with pytest.raises(RequestError, match="params"):
@@ -228,7 +230,7 @@ def test_nothing_wrong_reaches_the_driver(monkeypatch: pytest.MonkeyPatch) -> No
     anyio.run(main)
 
 
-def test_whatever_is_valid_is_served() -> None:
+def test_valid_params_are_served() -> None:
     async def main() -> None:
         config = EngineConfig(max_model_len=64, kv_cache_tokens=1024)
         async with scripted_engine("777", config=config) as engine:
@@ -242,7 +244,7 @@ def test_whatever_is_valid_is_served() -> None:
     anyio.run(main)
 
 
-def test_a_wrong_config_starts_nothing() -> None:
+def test_engine_refuses_a_wrong_config_and_model() -> None:
     for wrong in ({}, "auto", SamplingParams(), 7):
         with pytest.raises(ConfigError) as caught:
             Engine("folder", wrong)
@@ -255,7 +257,7 @@ def test_a_wrong_config_starts_nothing() -> None:
 
 @pytest.mark.parametrize("field", ["stop_token_ids", "logit_bias", "allowed_token_ids"])
 def test_ids_outside_the_vocabulary_are_refused(field: str) -> None:
-    """The vocabulary is known when the model is: the stream raises."""
+    """The vocabulary is known once the model is open, so the stream raises the error."""
     outside = EOS_TOKEN_ID + 1
 
     async def main() -> None:
@@ -279,8 +281,8 @@ class Unprintable:
     [10**10_000, "x" * 10**7, b"x" * 10**7, ["x" * 10**6] * 99, {"x" * 10**6: {}}, Unprintable()],
     ids=["digits", "text", "bytes", "list", "dict", "unprintable"],
 )
-def test_messages_stay_short(value: Any) -> None:
-    """Whatever is given, however large, in every place that an error names."""
+def test_error_messages_stay_short(value: Any) -> None:
+    """Values of any type and size, in every place that an error names."""
     names = ("max_tokens", "temperature", "stop", "stop_token_ids", "ignore_eos", "logit_bias", "grammar")
     attempts = [lambda name=name: SamplingParams(**{name: value}) for name in names]
     attempts += [
@@ -303,7 +305,7 @@ def test_messages_stay_short(value: Any) -> None:
         assert "expected" in str(caught.value)
 
 
-def test_long_messages_keep_both_ends() -> None:
+def test_long_messages_are_cut_in_the_middle() -> None:
     message = str(DriftError(f"start {'x' * 10**6} end"))
     assert message.startswith("start xxx") and message.endswith("xxx end")
     assert len(message) <= 4000
@@ -326,7 +328,7 @@ def test_wrong_prompts_are_refused(prompt: Any) -> None:
 
 
 @pytest.mark.parametrize("prompt", [None, 7, b"abc", {1: 2}, {1}, iter([1]), np.array([1, 2])])
-def test_what_is_no_prompt_is_refused_at_once(prompt: Any) -> None:
+def test_value_that_is_no_prompt_is_refused_at_the_call(prompt: Any) -> None:
     async def main() -> None:
         async with scripted_engine("Hello!") as engine:
             with pytest.raises(RequestError, match="prompt="):
@@ -335,7 +337,7 @@ def test_what_is_no_prompt_is_refused_at_once(prompt: Any) -> None:
     anyio.run(main)
 
 
-def test_numbers_of_numpy_are_no_token_ids() -> None:
+def test_numpy_integers_are_refused() -> None:
     async def main() -> None:
         async with scripted_engine("Hello!") as engine:
             with pytest.raises(RequestError, match=r"prompt\[0\]="):
@@ -356,7 +358,7 @@ def test_max_tokens_bounds_min_tokens() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16"])
-def test_a_dtype_the_cpu_lacks(dtype: str) -> None:
+def test_dtype_that_the_cpu_lacks_is_refused(dtype: str) -> None:
     assert EngineConfig(dtype=dtype, device="cuda").dtype == dtype
     with pytest.raises(ConfigError) as caught:
         EngineConfig(dtype=dtype, device="cpu")
@@ -465,7 +467,9 @@ def test_device_of_torch_is_refused_with_the_string_to_give() -> None:
 
 
 @pytest.mark.parametrize("struct, error, cases, field", FIELDS, ids=ids)
-def test_fields_never_change(struct: Any, error: type, cases: dict[str, Case], field: str) -> None:
+def test_structs_are_immutable_hashable_and_can_be_pickled(
+    struct: Any, error: type, cases: dict[str, Case], field: str
+) -> None:
     made = struct()
     with pytest.raises(AttributeError):
         setattr(made, field, getattr(made, field))
@@ -478,7 +482,7 @@ def test_fields_never_change(struct: Any, error: type, cases: dict[str, Case], f
         assert pickle.loads(pickle.dumps(made)) == made
 
 
-def test_what_the_caller_keeps_changes_nothing() -> None:
+def test_later_changes_of_lists_do_not_change_params() -> None:
     stops, ids, bias = ["a"], [1, 2], {5: 1.0, 3: 2.0}
     params = SamplingParams(stop=stops, stop_token_ids=ids, allowed_token_ids=ids, logit_bias=bias)
     stops.append("b")
@@ -492,7 +496,7 @@ def test_what_the_caller_keeps_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("struct, error, cases", TABLES)
-def test_fields_go_by_name(struct: Any, error: type, cases: dict[str, Case]) -> None:
+def test_fields_are_given_by_name(struct: Any, error: type, cases: dict[str, Case]) -> None:
     with pytest.raises(TypeError):
         struct(5)
     with pytest.raises(TypeError, match="unknown"):

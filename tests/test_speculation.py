@@ -1,3 +1,5 @@
+"""Fields of Chain, NGram and Speculation."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -20,13 +22,13 @@ CASES = [
 NEEDED = {Speculation: {"draft": "hub/id"}}
 
 
-def test_no_field_is_left_out() -> None:
+def test_every_field_of_speculation_has_a_case() -> None:
     for struct in (Chain, NGram, Speculation):
         assert {field for s, field, _, _ in CASES if s is struct} == set(struct.__struct_fields__)
 
 
 @pytest.mark.parametrize(("struct", "field", "valid", "refused"), CASES)
-def test_the_range_of_a_field(struct, field, valid, refused) -> None:
+def test_field_accepts_its_range_and_refuses_the_rest(struct, field, valid, refused) -> None:
     for value in valid:
         built = struct(**{**NEEDED.get(struct, {}), field: value})
         assert getattr(built, field) == value
@@ -48,7 +50,7 @@ def test_ngram_as_a_string_is_refused_with_what_to_write(name: str) -> None:
     assert Speculation(draft=Path(name)).draft == Path(name)
 
 
-def test_a_chain_offers_shorter_ones() -> None:
+def test_chain_offers_shorter_lengths() -> None:
     assert Chain(1).choices == (1,)
     assert Chain(3).choices == (1, 3)
     assert Chain(5).choices == (1, 3, 5)

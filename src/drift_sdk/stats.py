@@ -36,28 +36,28 @@ class EngineStats(Struct, frozen=True, kw_only=True):
 
     Counted since the start:
 
-    num_submitted:           requests admitted.
-    num_rejected:            requests rejected with QueueFull.
-    num_stopped:             requests ended by the end of sequence, a stop token or a stop string.
-    num_length_limited:      requests ended by max_tokens or by the end of the context.
-    num_cancelled:           requests cancelled.
-    num_failed:              requests ended by an error.
-    num_preemptions:         times that a sequence gave up its KV to one that is served first.
-    num_prompt_tokens:       tokens of prompts whose first token has come.
-    num_cached_tokens:       of them, those found in the prefix cache.
-    num_generated_tokens:    tokens generated.
-    num_draft_rounds:        rounds of a sequence in which tokens were drafted.
-    num_drafted_tokens:      tokens drafted in them.
-    num_accepted_tokens:     of them, those accepted because the model chose the same token.
-    accepted_at:             at index i, rounds in which draft i and all drafts before it were accepted.
-    num_undrafted_by_policy: rows without a draft on a speculating engine, because none would be faster.
+    num_submitted:            requests admitted.
+    num_rejected:             requests rejected with QueueFull.
+    num_stopped:              requests ended by the end of sequence, a stop token or a stop string.
+    num_length_limited:       requests ended by max_tokens or by the end of the context.
+    num_cancelled:            requests cancelled.
+    num_failed:               requests ended by an error.
+    num_preemptions:          times that a sequence gave up its KV to one that is served first.
+    num_prompt_tokens:        tokens of prompts whose first token has come.
+    num_cached_tokens:        of them, those found in the prefix cache.
+    num_generated_tokens:     tokens generated.
+    num_draft_rounds:         rounds of a sequence in which tokens were drafted.
+    num_drafted_tokens:       tokens drafted in them.
+    num_accepted_tokens:      of them, those accepted because the model chose the same token.
+    accepted_at:              at index i, rounds in which draft i and all drafts before it were accepted.
+    num_undrafted_by_policy:  rows without a draft on a speculating engine, because none would be faster.
     num_undrafted_by_request: the same because the request forbids drafts.
-    num_undrafted_for_room:  the same because there was room for one more token only.
+    num_undrafted_for_room:   the same because there was room for one more token only.
     num_undrafted_by_drafter: the same because the drafter proposed nothing.
-    num_steps:               steps run.
-    step_seconds:            device time of these steps.
-    start_seconds:           stages of starting and the seconds that each took, in order. "imports" is the
-                             time before the first report, mostly the import of torch.
+    num_steps:                steps run.
+    step_seconds:             device time of these steps.
+    start_seconds:            stages of starting and the seconds that each took, in order. "imports" is the
+                              time before the first report, mostly the import of torch.
 
     Slow paths of the graph executor:
 

@@ -1,4 +1,4 @@
-"""The command line, as a user runs it: in a process of its own."""
+"""The command line, partly in separate processes, as a user runs it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ reply = sys.argv.pop(1)
 chat.Engine = lambda *arguments, **options: scripted_engine(reply)
 sys.exit(command_line.main())
 """
-"""The command line with an engine that needs no model: its reply is the first argument."""
+"""The command line with a scripted engine, whose reply is the first argument."""
 
 
 @pytest.fixture(scope="module")
@@ -51,14 +51,14 @@ def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run([*COMMAND, *arguments], input=stdin, capture_output=True, text=True, timeout=300)
 
 
-def test_doctor_says_what_is_there() -> None:
+def test_doctor_prints_what_it_finds() -> None:
     ran = run("doctor")
     assert ran.returncode == 0, ran.stderr
     for word in ("Python", "torch", "CUDA driver", "executor", "ready to run"):
         assert word in ran.stdout
 
 
-def test_doctor_tells_programs_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_prints_the_same_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     diagnosis = examine()
@@ -70,7 +70,7 @@ def test_doctor_tells_programs_the_same(capsys: pytest.CaptureFixture[str]) -> N
     assert found["packages"]["tokenizers"]
 
 
-def test_doctor_fails_where_an_engine_would(
+def test_doctor_fails_where_no_engine_can_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(doctor, "version_of", lambda name: None if name == "tokenizers" else "1.0")
@@ -82,7 +82,7 @@ def test_doctor_fails_where_an_engine_would(
     assert "not usable" in said
 
 
-def test_a_gpu_that_torch_cannot_use_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_a_gpu_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(torch):
         raise RuntimeError("no kernel image")
 
@@ -93,7 +93,7 @@ def test_a_gpu_that_torch_cannot_use_is_a_problem(monkeypatch: pytest.MonkeyPatc
 
 
 def test_doctor_runs_where_the_engine_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As without numpy or gguf: that is when a user asks it."""
+    """For example without numpy or gguf: users run doctor in such a case."""
     monkeypatch.setitem(sys.modules, "drift_sdk.startup.executor_factory", None)
     diagnosis = examine()
     assert diagnosis.executor is None
@@ -121,7 +121,7 @@ def test_doctor_names_the_extra_of_an_optional_package(monkeypatch: pytest.Monke
         ("nothing of the kind", None),
     ],
 )
-def test_the_driver_is_what_the_kernel_says(
+def test_cuda_driver_version_is_read_from_the_kernel_module(
     text: str, version: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "version"
@@ -130,7 +130,7 @@ def test_the_driver_is_what_the_kernel_says(
     assert doctor.cuda_driver() == version
 
 
-def test_a_diagnosis_lists_its_gpus() -> None:
+def test_diagnosis_lists_gpus() -> None:
     gib = 2**30
     device = Device(name="GPU", compute_capability="9.0", free_memory=70 * gib, total_memory=80 * gib)
     lines = msgspec.structs.replace(examine(), devices=[device], cuda_driver="570.1").text().splitlines()
@@ -151,7 +151,7 @@ def test_chat_answers_every_line_and_ends_with_its_input(model: Path) -> None:
     assert run("chat", str(model), *options[:4], stdin="hello\n").stdout != once.stdout
 
 
-def test_chat_drafts_where_it_is_told_to(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_passes_the_draft_options_on(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[EngineConfig] = []
 
     async def chat(model: str, config: EngineConfig, params: object, system: object) -> int:
@@ -165,10 +165,10 @@ def test_chat_drafts_where_it_is_told_to(model: Path, monkeypatch: pytest.Monkey
     assert given == [EngineConfig(), EngineConfig(speculation=drafts)]
 
 
-def test_chat_forgets_what_no_longer_fits(
+def test_chat_drops_messages_that_no_longer_fit(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Else every question after the first that is refused would be refused too."""
+    """Otherwise every question after the first that does not fit would be refused too."""
     config = EngineConfig(max_model_len=160, kv_cache_tokens=320)
     questions = iter([*(f"question {number}" for number in range(6)), "long " * 40, "the last"])
     monkeypatch.setattr("drift_sdk.cli.chat.Engine", lambda *_, **__: scripted_engine("fine", config=config))
@@ -207,7 +207,7 @@ def test_ctrl_c_ends_chat_while_the_model_is_loaded(
     assert capsys.readouterr() == ("", "")
 
 
-def test_chat_ends_quietly_when_nobody_reads_its_output() -> None:
+def test_chat_ends_silently_when_its_output_is_closed() -> None:
     command = [sys.executable, "-c", SCRIPTED, "fine", "chat", "any"]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as chat:
@@ -217,7 +217,7 @@ def test_chat_ends_quietly_when_nobody_reads_its_output() -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
-def test_output_that_cannot_be_written_is_one_line() -> None:
+def test_error_of_writing_output_is_one_line() -> None:
     with open("/dev/full", "w") as full:
         ran = subprocess.run(
             [sys.executable, "-c", SCRIPTED, "fine", "chat", "any"],
@@ -231,7 +231,7 @@ def test_output_that_cannot_be_written_is_one_line() -> None:
     assert re.fullmatch(r"OSError: .*No space left on device\n", ran.stderr)
 
 
-def test_chat_in_a_terminal_that_knows_only_ascii() -> None:
+def test_chat_works_in_an_ascii_terminal() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", SCRIPTED, "é and ✓", "chat", "any"],
         input=b"caf\xc3\xa9 \xff?\n",
@@ -257,7 +257,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(model: Path) -> None:
             chat.kill()
     assert chat.returncode == 0
     assert " [cancelled]\n> " in rest
-    assert rest.endswith("\n> \n")  # the second answer, however it ended, and a new prompt
+    assert rest.endswith("\n> \n")  # the second answer, whatever ended it, and the next prompt
 
 
 def test_warm_needs_no_weights_and_compiles_nothing_for_a_cpu(tmp_path: Path) -> None:
@@ -308,7 +308,7 @@ def test_warm_starts_with_the_settings_it_is_given(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is there on Linux alone")
-def test_kernels_are_where_triton_keeps_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_kernel_cache_is_the_folder_of_triton(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     assert kernel_cache("graph") == tmp_path
     assert kernel_cache("eager") is None
@@ -332,7 +332,7 @@ def test_kernels_are_where_triton_keeps_them(monkeypatch: pytest.MonkeyPatch, tm
         ("warm /nowhere/at/all", 1, "ModelLoadError: "),
     ],
 )
-def test_errors_are_one_line(
+def test_command_line_errors_are_one_line(
     arguments: str, status: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
@@ -349,14 +349,14 @@ def test_an_error_of_the_start_names_the_option(model: Path, capsys: pytest.Capt
     assert capsys.readouterr().err.startswith("ConfigError: --max-model-len 100000: expected at most")
 
 
-def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert ended.value.code == 0
     assert capsys.readouterr().out == f"drift_sdk {__version__}\n"
 
 
-def test_help_shows_no_value_that_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_only_valid_values(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["warm", "--help"])
     shown = " ".join(capsys.readouterr().out.split())

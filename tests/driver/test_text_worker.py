@@ -1,4 +1,4 @@
-"""Work on text threads that hangs, fails in unusual ways, or is no longer wanted."""
+"""Text threads: work that hangs, fails in unusual ways, or belongs to a cancelled request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from drift_sdk.testing import ScriptedEngine, scripted_engine
 
 
 class Stall:
-    """Tokenising a prompt that begins with "stall" waits until it is released; `begun` has those prompts."""
+    """Blocks tokenising of prompts that begin with "stall" until `released` is set. `begun` lists all prompts
+    whose tokenising has begun."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.released = threading.Event()
@@ -45,7 +46,7 @@ def text_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "drift-text"]
 
 
-def test_cancelled_prompts_hold_nobody_up(stall: Stall) -> None:
+def test_cancelled_prompts_do_not_delay_other_requests(stall: Stall) -> None:
     async def main() -> None:
         async with scripted_engine("ok") as engine:
             streams = [engine.generate(f"stall {index}") for index in range(2)]
@@ -66,7 +67,7 @@ def test_cancelled_prompts_hold_nobody_up(stall: Stall) -> None:
 
 
 class Clock:
-    """Time for text threads, which can be put forward."""
+    """The clock of text threads, which a test can put forward."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.offset_s = 0.0
@@ -76,14 +77,14 @@ class Clock:
         return time.monotonic() + self.offset_s
 
     def forward(self, engine: ScriptedEngine) -> None:
-        """All work in progress is overdue from now on."""
+        """Make all jobs in progress overdue."""
         self.offset_s += text_worker.JOB_TIMEOUT_S
         with engine._driver._text_worker._changed:
             engine._driver._text_worker._changed.notify_all()
 
 
-def test_work_that_hangs_fails_its_own_request(stall: Stall, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads take the place of those that hang as long as there are not too many; then new requests fail."""
+def test_hanging_text_work_fails_only_its_own_request(stall: Stall, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to `MAX_ABANDONED` hanging threads are replaced; after that new requests fail."""
     clock = Clock(monkeypatch)
     most = text_worker.MAX_ABANDONED + text_worker.NUM_PARALLEL
 
@@ -110,10 +111,10 @@ def test_work_that_hangs_fails_its_own_request(stall: Stall, monkeypatch: pytest
     run("asyncio", main)
 
 
-def test_closing_does_not_wait_for_work_that_hangs(
+def test_closing_does_not_wait_for_hanging_text_work(
     stall: Stall, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nothing of it is told to the engine afterwards."""
+    """The outcome of the hanging work is not sent to the engine afterwards."""
     monkeypatch.setattr(text_worker, "CLOSE_TIMEOUT_S", 0.05)
 
     async def main() -> None:
@@ -141,11 +142,11 @@ def test_closing_does_not_wait_for_work_that_hangs(
 
 
 class Panic(BaseException):
-    """As pyo3's PanicException, which is no Exception either."""
+    """A BaseException that is not an Exception, like pyo3's PanicException."""
 
 
 @pytest.mark.parametrize("failure", [SystemExit(3), Panic("library"), KeyboardInterrupt()])
-def test_whatever_is_raised_fails_the_request_alone(
+def test_any_exception_on_a_text_thread_fails_only_its_request(
     failure: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     token_ids = TextPrompt.token_ids
@@ -160,7 +161,7 @@ def test_whatever_is_raised_fails_the_request_alone(
     async def main() -> None:
         config = EngineConfig(max_num_seqs=1, max_queued_requests=1, max_model_len=64, kv_cache_tokens=64)
         async with scripted_engine("ok", config=config) as engine:
-            for _ in range(5):  # more than there are threads and places
+            for _ in range(5):  # more often than there are threads and places in the queue
                 with anyio.fail_after(120), pytest.raises(DriftError) as caught:
                     await engine.generate("bad")
                 assert caught.value.__cause__ is failure
@@ -170,8 +171,8 @@ def test_whatever_is_raised_fails_the_request_alone(
     run("asyncio", main)
 
 
-def test_a_request_that_no_thread_takes_is_not_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process may be out of threads."""
+def test_request_is_not_admitted_if_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process has as many threads as the system allows."""
 
     async def main() -> None:
         config = EngineConfig(max_num_seqs=1, max_queued_requests=0, max_model_len=64, kv_cache_tokens=64)
@@ -190,7 +191,7 @@ def refuse(thread: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
 
 
-def test_what_cannot_fit_is_refused_without_tokenising(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_that_cannot_fit_is_refused_without_tokenising(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with scripted_engine("ok") as engine:
             tokenizer = engine.tokenizer

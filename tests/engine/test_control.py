@@ -21,7 +21,8 @@ ENDLESS = SamplingParams(max_tokens=None, ignore_eos=True)
 
 
 def counting(prompt_ids, output_ids, seed) -> int:
-    """Depends on every token before: what is lost or doubled shows."""
+    """A next token that depends on all tokens before it, so that a lost or repeated one changes the
+    output."""
     return (sum(prompt_ids) + sum(output_ids) * 31 + len(output_ids)) % 250
 
 
@@ -49,7 +50,7 @@ def test_pause_stops_steps_and_resume_goes_on(loop: str) -> None:
 
 
 @on_every_loop
-def test_sleep_frees_the_executor_and_wake_loses_nothing(loop: str) -> None:
+def test_sleep_frees_the_executor_and_wake_continues_all_requests(loop: str) -> None:
     async def main() -> None:
         config = EngineConfig(max_model_len=512, kv_cache_tokens=2048)
         async with scripted_engine(counting, config=config, step_s=0.001) as engine:
@@ -74,7 +75,7 @@ def test_sleep_frees_the_executor_and_wake_loses_nothing(loop: str) -> None:
 
 
 @on_every_loop
-def test_a_failed_wake_stays_asleep(loop: str) -> None:
+def test_engine_stays_asleep_after_a_failed_wake(loop: str) -> None:
     async def main() -> None:
         async with scripted_engine("ok") as engine:
             opener = engine._driver._opener
@@ -98,9 +99,9 @@ def test_a_failed_wake_stays_asleep(loop: str) -> None:
 
 
 @on_every_loop
-def test_a_cancelled_pause_leaves_the_engine_as_it_was(loop: str) -> None:
-    """A step is in flight, so that the pause has to wait; one that has been cancelled takes back itself
-    alone."""
+def test_cancelled_pause_leaves_the_engine_unchanged(loop: str) -> None:
+    """A step is in flight, so the pause has to wait. A cancelled pause takes back itself and no other
+    pause."""
     awaits_mask, may_go_on = threading.Event(), threading.Event()
 
     def holding(prompt_ids, output_ids, seed) -> int:
@@ -140,7 +141,7 @@ def test_a_cancelled_pause_leaves_the_engine_as_it_was(loop: str) -> None:
 
 
 @on_every_loop
-def test_cancelled_sleep_and_wake_are_carried_through(loop: str) -> None:
+def test_cancelled_sleep_and_wake_are_completed(loop: str) -> None:
     async def main() -> None:
         async with scripted_engine("ok", step_s=0.001) as engine:
             for command, is_asleep in ((engine.sleep, True), (engine.wake, False)):
@@ -153,7 +154,7 @@ def test_cancelled_sleep_and_wake_are_carried_through(loop: str) -> None:
     run(loop, main)
 
 
-async def test_a_recorded_engine_wakes_with_the_limits_of_its_start(tmp_path: Path) -> None:
+async def test_recorded_engine_wakes_with_the_limits_of_its_start(tmp_path: Path) -> None:
     make_model(0, tmp_path)
     config = EngineConfig(device="cpu", executor="eager", max_model_len=32, kv_cache_tokens=64)
     async with recorded_engine(tmp_path, config) as engine:
@@ -201,7 +202,7 @@ def changed_executor(model: LoadedModel) -> LoadedModel:
         (changed_executor, "executor='other', was 'scripted'"),
     ],
 )
-def test_waking_up_as_another_model_is_refused(change, message: str) -> None:
+def test_wake_refuses_another_model(change, message: str) -> None:
     async def main() -> None:
         async with scripted_engine("ok") as engine:
             opener = engine._driver._opener
@@ -220,8 +221,8 @@ def test_waking_up_as_another_model_is_refused(change, message: str) -> None:
     run("asyncio", main)
 
 
-def test_waking_up_takes_other_templates_and_as_many_blocks() -> None:
-    """What is free by then, which the size may depend on, does not count."""
+def test_wake_accepts_other_templates_and_keeps_the_blocks() -> None:
+    """The size of the KV cache does not depend on the memory that is free when the engine wakes up."""
 
     async def main() -> None:
         config = EngineConfig(max_model_len=64, kv_cache_tokens=1000)
@@ -250,7 +251,7 @@ def test_waking_up_takes_other_templates_and_as_many_blocks() -> None:
 
 
 @on_every_loop
-def test_closing_answers_whoever_waits(loop: str) -> None:
+def test_closing_ends_all_waiting_calls(loop: str) -> None:
     async def main() -> None:
         engine = scripted_engine("ok")
         with pytest.raises(EngineClosed):
@@ -306,7 +307,7 @@ def test_map_keeps_order_and_bounds(loop: str) -> None:
 @on_every_loop
 @pytest.mark.parametrize("num_others", [0, 5])
 def test_map_waits_for_room_in_the_queue(loop: str, num_others: int) -> None:
-    """Room that its own requests take, and that of others."""
+    """The queue is full with its own requests, or with those of others."""
 
     async def main() -> None:
         config = EngineConfig(max_num_seqs=1, max_queued_requests=4, max_model_len=64, kv_cache_tokens=256)
@@ -324,7 +325,7 @@ def test_map_waits_for_room_in_the_queue(loop: str, num_others: int) -> None:
 
 
 @on_every_loop
-def test_map_gives_what_came_before_an_error(loop: str) -> None:
+def test_map_yields_completions_before_an_error(loop: str) -> None:
     def prompts():
         yield from ("a", "b", "c")
         raise ValueError("the file is torn")
@@ -342,8 +343,8 @@ def test_map_gives_what_came_before_an_error(loop: str) -> None:
     run(loop, main)
 
 
-def test_map_ends_with_its_engine() -> None:
-    """Also where it waits for room that there never is."""
+def test_map_raises_engine_closed_when_the_engine_closes() -> None:
+    """Even while it waits for room in a queue that is always full."""
 
     async def main() -> None:
         config = EngineConfig(max_num_seqs=1, max_queued_requests=0, max_model_len=512, kv_cache_tokens=512)

@@ -1,4 +1,4 @@
-"""Starting and closing: from anywhere, any number of times, leaving nothing behind in the host."""
+"""Starting and closing an engine: from any task, any number of times, leaving the host process unchanged."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_start_and_close_are_idempotent_and_shared_by_tasks(loop: str) -> None:
 
 
 @on_every_loop
-def test_started_and_closed_by_different_tasks(loop: str) -> None:
+def test_engine_can_be_started_and_closed_by_different_tasks(loop: str) -> None:
     async def main() -> None:
         engine = scripted_engine("ok")
         async with anyio.create_task_group() as tasks:
@@ -122,7 +122,7 @@ def test_cancelling_the_start_leaves_no_thread(loop: str) -> None:
 
 
 @on_every_loop
-def test_a_start_while_closing_waits_and_opens_anew(loop: str) -> None:
+def test_start_while_closing_waits_and_opens_again(loop: str) -> None:
     async def main() -> None:
         engine = scripted_engine("ok", step_s=0.001)
         await engine.start()
@@ -133,7 +133,7 @@ def test_a_start_while_closing_waits_and_opens_anew(loop: str) -> None:
             await until(lambda: not engine.is_open)
             with anyio.move_on_after(0.05) as scope:
                 await engine.start()
-            assert scope.cancelled_caught  # whoever waits for the end may give up
+            assert scope.cancelled_caught  # waiting for the end of closing can be cancelled
             tasks.start_soon(engine.start)
             await anyio.sleep(0.02)
             assert len(engine.executors) == 1
@@ -149,7 +149,9 @@ def test_a_start_while_closing_waits_and_opens_anew(loop: str) -> None:
 
 @on_every_loop
 @pytest.mark.parametrize("survivor", [0, 1, None])
-def test_a_cancelled_start_leaves_the_engine_to_others(loop: str, survivor: int | None) -> None:
+def test_cancelled_start_closes_the_engine_only_if_no_other_task_starts_it(
+    loop: str, survivor: int | None
+) -> None:
     async def main() -> None:
         opening = threading.Event()
         engine = gated_engine(opening)
@@ -181,7 +183,7 @@ def test_a_cancelled_start_leaves_the_engine_to_others(loop: str, survivor: int 
 
 
 @on_every_loop
-def test_a_failed_start_fails_for_everybody_and_closes_nobody_elses(loop: str) -> None:
+def test_failed_start_raises_in_all_tasks_and_spares_a_later_start(loop: str) -> None:
     async def main() -> None:
         model = ScriptedModel("ok")
         is_broken = True
@@ -212,7 +214,7 @@ def test_a_failed_start_fails_for_everybody_and_closes_nobody_elses(loop: str) -
 
 
 @on_every_loop
-def test_a_cancelled_close_is_carried_through_and_does_not_block_the_loop(loop: str) -> None:
+def test_cancelled_aclose_is_completed_and_does_not_block_the_loop(loop: str) -> None:
     async def main() -> None:
         engine = scripted_engine("ok")
         await engine.start()
@@ -247,8 +249,8 @@ def test_a_cancelled_close_is_carried_through_and_does_not_block_the_loop(loop: 
     run(loop, main)
 
 
-def test_starts_and_closes_race() -> None:
-    """Whatever the order, each call ends, and what is closed last leaves nothing behind."""
+def test_concurrent_starts_and_closes_all_end() -> None:
+    """In any order every call ends, and after the last close no thread is left."""
     num_rounds = int(os.environ.get("DRIFT_TEST_RACES", "10"))
     random = Random(0)
 
@@ -292,7 +294,7 @@ def test_starts_and_closes_race() -> None:
 
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 def test_native_cancellation_of_start_and_close(loop: str) -> None:
-    """asyncio's own cancellation is not held off by anyio's shields."""
+    """anyio's shields do not hold off asyncio's own cancellation."""
 
     async def main() -> None:
         gate = threading.Event()
@@ -340,7 +342,7 @@ def test_native_cancellation_of_start_and_close(loop: str) -> None:
 
 
 @on_every_loop
-def test_a_failing_start_leaves_nothing_and_may_be_tried_again(loop: str) -> None:
+def test_failed_start_leaves_no_thread_and_can_be_repeated(loop: str) -> None:
     async def main() -> None:
         model = ScriptedModel("ok")
         openers = [failing_open, failing_open, model]
@@ -358,7 +360,7 @@ def test_a_failing_start_leaves_nothing_and_may_be_tried_again(loop: str) -> Non
 
 
 @on_every_loop
-def test_an_unknown_model_names_each_place_tried(loop: str, tmp_path) -> None:
+def test_wrong_model_config_and_drain_are_refused_by_name(loop: str, tmp_path) -> None:
     async def main() -> None:
         with pytest.raises(ModelLoadError, match="nowhere"):
             await Engine(tmp_path / "nowhere").start()
@@ -373,7 +375,7 @@ def test_an_unknown_model_names_each_place_tried(loop: str, tmp_path) -> None:
 
 
 @on_every_loop
-def test_two_engines_at_once(loop: str) -> None:
+def test_two_engines_serve_at_once(loop: str) -> None:
     async def main() -> None:
         async with scripted_engine("first") as first, scripted_engine("second") as second:
             results: list[str] = []
@@ -411,7 +413,7 @@ def test_one_engine_serves_two_loops() -> None:
 
 
 @on_every_loop
-def test_the_host_is_left_as_it_was(loop: str) -> None:
+def test_host_process_is_left_unchanged(loop: str) -> None:
     def host() -> dict[str, object]:
         return {
             "signals": {number: signal.getsignal(number) for number in signal.valid_signals()},
@@ -445,7 +447,7 @@ def test_dropping_an_open_engine_closes_it_with_a_warning(loop: str) -> None:
     run(loop, main)
 
 
-async def test_as_an_asyncio_fixture_would(tmp_path) -> None:
+async def test_engine_can_be_started_and_closed_by_separate_tasks_like_a_fixture(tmp_path) -> None:
     engine = scripted_engine("ok")
     await asyncio.create_task(engine.start())
     assert (await engine.generate("x")).text == "ok"
@@ -453,8 +455,8 @@ async def test_as_an_asyncio_fixture_would(tmp_path) -> None:
     await asyncio.create_task(engine.aclose())
 
 
-def test_import_is_light_and_loads_no_torch() -> None:
-    """By what is loaded, not by how long it takes: the caller's machine may be slow or busy."""
+def test_import_loads_few_modules_and_no_torch() -> None:
+    """Measured by the modules loaded, not by the time: the machine may be slow or busy."""
     script = (
         "import sys, threading; before = set(sys.modules); import drift_sdk;"
         "assert threading.active_count() == 1; print(*sorted(set(sys.modules) - before))"
@@ -466,7 +468,7 @@ def test_import_is_light_and_loads_no_torch() -> None:
     assert len(loaded) < 400
 
 
-def test_progress_is_reported_on_the_loop() -> None:
+def test_on_progress_is_called_on_the_event_loop() -> None:
     async def main() -> None:
         thread, seen = threading.current_thread(), []
 
@@ -550,7 +552,7 @@ async def test_error_while_the_model_is_loaded_says_so() -> None:
     await engine.aclose()
 
 
-async def test_the_stages_of_starting_are_timed(caplog: pytest.LogCaptureFixture) -> None:
+async def test_stages_of_starting_are_timed(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "drift_sdk")
     model = ScriptedModel("ok")
 

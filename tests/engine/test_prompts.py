@@ -1,4 +1,4 @@
-"""Prompts of `generate`, `chat` and `map`: what is refused, and the hints that the errors give."""
+"""Prompts of `generate`, `chat` and `map`: wrong ones, and the hints in their errors."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Endless:
         (Endless(), "prompts=.*: expected an iterable of prompts, not an async iterable$"),
     ],
 )
-async def test_map_refuses_what_is_no_iterable_of_prompts(prompts: Any, message: str) -> None:
+async def test_map_refuses_values_that_are_no_iterable_of_prompts(prompts: Any, message: str) -> None:
     async with scripted_engine("fine") as engine:
         with pytest.raises(RequestError, match=message) as caught:
             engine.map(prompts)
