@@ -306,7 +306,8 @@ class Engine:
         return TokenStream(request.request_id, request.stream_updates, lambda: driver.send(Cancel(request)))
 
     def _warn_if_tools_are_ignored(self) -> None:
-        template = self._model_text().chat_template
+        model_text = self._driver.model_text if self._driver is not None else None
+        template = model_text.chat_template if model_text is not None else None
         if template is not None and not template.uses_tools and not self._has_warned_of_tools:
             self._has_warned_of_tools = True
             log.warning("the chat template of %s ignores tools: the model does not see them", self.model)

@@ -26,8 +26,7 @@ class TokenStream(AsyncIterator[Chunk]):
     - Under `async with`, when the block is left. A cancelled `__anext__` or `await` in the block (a timeout
       between tokens) does not cancel the request, and no token is lost.
     - Otherwise when a task that waits in `__anext__` or `await` is cancelled, or when the last reference to
-    an
-      unfinished stream is dropped, with a ResourceWarning.
+      an unfinished stream is dropped, with a ResourceWarning.
 
     Unread tokens are joined into one pending chunk, so a slow reader delays neither the engine nor other
     streams. The error of a failed request is raised by the next `__anext__` or `await`. A stream is read on
