@@ -33,10 +33,10 @@ MOST = 2**31 - 1
 
 
 class Case(NamedTuple):
-    """Valid and refused values of a field; `given`: values of other fields that they need."""
+    """Valid and rejected values of a field; `given`: values of other fields that they need."""
 
     valid: tuple[Any, ...]
-    refused: tuple[Any, ...]
+    rejected: tuple[Any, ...]
     given: dict[str, Any] = {}
 
 
@@ -65,8 +65,8 @@ def choice(*names: str, **given: Any) -> Case:
     return Case(names, ("", names[0].upper(), f" {names[0]}", None, 1, True, names, {}), given)
 
 
-def text(*valid: Any, refused: tuple[Any, ...] = ()) -> Case:
-    return Case((*valid, None), ("", 7, True, 1.0, (), ("a",), b"a", *refused))
+def text(*valid: Any, rejected: tuple[Any, ...] = ()) -> Case:
+    return Case((*valid, None), ("", 7, True, 1.0, (), ("a",), b"a", *rejected))
 
 
 WRONG_IDS = (True, -1, MOST + 1, "5", 5.0, None, b"5")
@@ -156,7 +156,7 @@ CONFIG = {
     "cache_dir": text("folder", Path("folder")),
     "local_files_only": flag(),
     "tokenizer": text("folder", Path("folder")),
-    "chat_template": text("{{ messages }}", refused=(Path("folder"),)),
+    "chat_template": text("{{ messages }}", rejected=(Path("folder"),)),
     "speculation": Case(
         (None, Speculation(draft="folder"), Speculation(draft=NGram())),
         ("folder", 7, True, {}, (), NGram(), Speculation),
@@ -173,7 +173,7 @@ def test_every_field_has_a_case(struct: type, error: type, cases: dict[str, Case
 
 
 @pytest.mark.parametrize("struct, error, cases, field", FIELDS, ids=ids)
-def test_field_accepts_its_range_and_refuses_the_rest(
+def test_field_accepts_its_range_and_rejects_the_rest(
     struct: Any, error: type, cases: dict[str, Case], field: str
 ) -> None:
     assert field in cases, f"{field} has no case"
@@ -183,13 +183,13 @@ def test_field_accepts_its_range_and_refuses_the_rest(
         kept = getattr(struct(**case.given, **{field: value}), field)
         assert kept in (value, (value,)), f"{field}={value!r} became {kept!r}"
 
-    for value in case.refused:
+    for value in case.rejected:
         with pytest.raises(DriftError) as caught:
             struct(**case.given, **{field: value})
-        check_refusal(caught.value, error, field, value)
+        check_rejection(caught.value, error, field, value)
 
 
-def check_refusal(found: Any, error: type, field: str, value: Any) -> None:
+def check_rejection(found: Any, error: type, field: str, value: Any) -> None:
     """Check the error's class, and that it names the field, the value (or the wrong item of it) and what is
     allowed."""
     assert type(found) is error
@@ -214,7 +214,7 @@ def test_wrong_params_do_not_reach_the_driver(monkeypatch: pytest.MonkeyPatch) -
                 engine._driver, "submit", lambda request: (submitted.append(request), submit(request))
             )
             for field, case in PARAMS.items():
-                for value in case.refused:
+                for value in case.rejected:
                     with pytest.raises(RequestError):
                         engine.generate("x", SamplingParams(**case.given, **{field: value}))
                     if value != {"5": 1.0}:  # the key 5 as JSON has it
@@ -244,19 +244,19 @@ def test_valid_params_are_served() -> None:
     anyio.run(main)
 
 
-def test_engine_refuses_a_wrong_config_and_model() -> None:
+def test_engine_rejects_a_wrong_config_and_model() -> None:
     for wrong in ({}, "auto", SamplingParams(), 7):
         with pytest.raises(ConfigError) as caught:
             Engine("folder", wrong)
-        check_refusal(caught.value, ConfigError, "config", wrong)
+        check_rejection(caught.value, ConfigError, "config", wrong)
     for wrong in ("", None, 7, b"folder", True):
         with pytest.raises(ConfigError) as caught:
             Engine(wrong)
-        check_refusal(caught.value, ConfigError, "model", wrong)
+        check_rejection(caught.value, ConfigError, "model", wrong)
 
 
 @pytest.mark.parametrize("field", ["stop_token_ids", "logit_bias", "allowed_token_ids"])
-def test_ids_outside_the_vocabulary_are_refused(field: str) -> None:
+def test_ids_outside_the_vocabulary_are_rejected(field: str) -> None:
     """The vocabulary is known once the model is open, so the stream raises the error."""
     outside = EOS_TOKEN_ID + 1
 
@@ -265,7 +265,7 @@ def test_ids_outside_the_vocabulary_are_refused(field: str) -> None:
             ids = {outside: 1.0} if field == "logit_bias" else (5, outside)
             with pytest.raises(RequestError) as caught:
                 await engine.generate("x", SamplingParams(**{field: ids}))
-            check_refusal(caught.value, RequestError, field, outside)
+            check_rejection(caught.value, RequestError, field, outside)
             assert str(EOS_TOKEN_ID) in caught.value.allowed
 
     anyio.run(main)
@@ -316,7 +316,7 @@ def test_long_messages_are_cut_in_the_middle() -> None:
     "prompt",
     [[], "", [2**70], [True], [1.0], [None], ["a"], [[1]], [10**10_000], [5, -1], "a\ud800b" * 10**6],
 )
-def test_wrong_prompts_are_refused(prompt: Any) -> None:
+def test_wrong_prompts_are_rejected(prompt: Any) -> None:
     async def main() -> None:
         async with scripted_engine("Hello!") as engine:
             with pytest.raises(RequestError) as caught:
@@ -328,7 +328,7 @@ def test_wrong_prompts_are_refused(prompt: Any) -> None:
 
 
 @pytest.mark.parametrize("prompt", [None, 7, b"abc", {1: 2}, {1}, iter([1]), np.array([1, 2])])
-def test_value_that_is_no_prompt_is_refused_at_the_call(prompt: Any) -> None:
+def test_value_that_is_no_prompt_is_rejected_at_the_call(prompt: Any) -> None:
     async def main() -> None:
         async with scripted_engine("Hello!") as engine:
             with pytest.raises(RequestError, match="prompt="):
@@ -337,7 +337,7 @@ def test_value_that_is_no_prompt_is_refused_at_the_call(prompt: Any) -> None:
     anyio.run(main)
 
 
-def test_numpy_integers_are_refused() -> None:
+def test_numpy_integers_are_rejected() -> None:
     async def main() -> None:
         async with scripted_engine("Hello!") as engine:
             with pytest.raises(RequestError, match=r"prompt\[0\]="):
@@ -358,11 +358,11 @@ def test_max_tokens_bounds_min_tokens() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16"])
-def test_dtype_that_the_cpu_lacks_is_refused(dtype: str) -> None:
+def test_dtype_that_the_cpu_lacks_is_rejected(dtype: str) -> None:
     assert EngineConfig(dtype=dtype, device="cuda").dtype == dtype
     with pytest.raises(ConfigError) as caught:
         EngineConfig(dtype=dtype, device="cpu")
-    check_refusal(caught.value, ConfigError, "dtype", dtype)
+    check_rejection(caught.value, ConfigError, "dtype", dtype)
 
 
 @pytest.mark.parametrize("tokens_per_step", [1, 3])
@@ -401,13 +401,13 @@ def test_from_dict_takes_wire_input() -> None:
     for key in ("five", "-5", "", " 5", "05", "\u0665", "9" * 5000):
         with pytest.raises(RequestError) as caught:
             SamplingParams.from_dict({"logit_bias": {key: 1.0}})
-        check_refusal(caught.value, RequestError, "logit_bias", {key: 1.0})
+        check_rejection(caught.value, RequestError, "logit_bias", {key: 1.0})
     with pytest.raises(RequestError, match="each token id once"):
         SamplingParams.from_dict({"logit_bias": {"5": 1.0, 5: 2.0}})
     for wrong in (None, 7, "{}", [("max_tokens", 5)]):
         with pytest.raises(RequestError) as caught:
             SamplingParams.from_dict(wrong)
-        check_refusal(caught.value, RequestError, "params", wrong)
+        check_rejection(caught.value, RequestError, "params", wrong)
 
 
 @pytest.mark.parametrize("name", ["max_token", "n", "best_of", "", "Temperature", "__class__", 7])
@@ -459,7 +459,7 @@ def test_replace_checks_what_it_changes() -> None:
     assert (caught.value.field, caught.value.value) == ("max_seqs", 5)
 
 
-def test_device_of_torch_is_refused_with_the_string_to_give() -> None:
+def test_device_of_torch_is_rejected_with_the_string_to_give() -> None:
     for name in ("cpu", "cuda:1"):
         with pytest.raises(ConfigError) as caught:
             EngineConfig(device=torch.device(name))

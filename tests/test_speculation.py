@@ -27,15 +27,15 @@ def test_every_field_of_speculation_has_a_case() -> None:
         assert {field for s, field, _, _ in CASES if s is struct} == set(struct.__struct_fields__)
 
 
-@pytest.mark.parametrize(("struct", "field", "valid", "refused"), CASES)
-def test_field_accepts_its_range_and_refuses_the_rest(struct, field, valid, refused) -> None:
+@pytest.mark.parametrize(("struct", "field", "valid", "rejected"), CASES)
+def test_field_accepts_its_range_and_rejects_the_rest(struct, field, valid, rejected) -> None:
     for value in valid:
         built = struct(**{**NEEDED.get(struct, {}), field: value})
         assert getattr(built, field) == value
         with pytest.raises(AttributeError):
             setattr(built, field, value)
         assert msgspec.structs.replace(built) == built
-    for value in refused:
+    for value in rejected:
         with pytest.raises(ConfigError) as caught:
             struct(**{**NEEDED.get(struct, {}), field: value})
         assert caught.value.field == field
@@ -44,7 +44,7 @@ def test_field_accepts_its_range_and_refuses_the_rest(struct, field, valid, refu
 
 
 @pytest.mark.parametrize("name", ["ngram", "NGram", "n-gram"])
-def test_ngram_as_a_string_is_refused_with_what_to_write(name: str) -> None:
+def test_ngram_as_a_string_is_rejected_with_what_to_write(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"draft='{name}': expected NGram\(\) for n-gram drafts, or"):
         Speculation(draft=name)
     assert Speculation(draft=Path(name)).draft == Path(name)

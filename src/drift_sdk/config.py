@@ -32,7 +32,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     device:                   "auto" (the first GPU, else the CPU), "cpu", "cuda" or "cuda:N", N from 0 to 99.
     dtype:                    "auto" (bfloat16 on a GPU, float32 on the CPU), "float32", "bfloat16" or
-                              "float16"; float16 is refused with device="cpu".
+                              "float16"; float16 is rejected with device="cpu".
     max_num_seqs:             most sequences running at once, 1 to 4,096.
     max_model_len:            most tokens of prompt and completion together, at least 2; None = the model's
                               own context.

@@ -149,7 +149,7 @@ class Engine:
 
         All of them are copied at the call and must be plain data (mappings, sequences and scalars). Raises
         what `generate` raises. The stream raises RequestError if the model has no template or the template
-        refuses the messages."""
+        rejects the messages."""
         if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
             raise RequestError.of("messages", messages, "a sequence of mappings with role and content")
 

@@ -168,7 +168,7 @@ def check_needs_no_host(params: SamplingParams, *, is_speculating: bool) -> None
 
 def _bias_from_json(bias: Mapping[Any, Any]) -> dict[Any, Any]:
     """The mapping with its keys as integers where they are decimal token ids; other keys are kept, for the
-    check of the field to refuse."""
+    check of the field to reject."""
     read: dict[Any, Any] = {}
     for key, addend in bias.items():
         token_id = int(key) if isinstance(key, str) and re.fullmatch("0|[1-9][0-9]{0,9}", key) else key

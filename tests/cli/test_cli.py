@@ -168,7 +168,7 @@ def test_chat_passes_the_draft_options_on(model: Path, monkeypatch: pytest.Monke
 def test_chat_drops_messages_that_no_longer_fit(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Otherwise every question after the first that does not fit would be refused too."""
+    """Otherwise every question after the first that does not fit would be rejected too."""
     config = EngineConfig(max_model_len=160, kv_cache_tokens=320)
     questions = iter([*(f"question {number}" for number in range(6)), "long " * 40, "the last"])
     monkeypatch.setattr("drift_sdk.cli.chat.Engine", lambda *_, **__: scripted_engine("fine", config=config))
@@ -176,9 +176,9 @@ def test_chat_drops_messages_that_no_longer_fit(
     assert main(["chat", "any", "--system", "be brief"]) == 0
     said = capsys.readouterr()
     assert said.out == 7 * "fine\n" + "\n"
-    forgotten, *_, refused = said.err.splitlines()
+    forgotten, *_, rejected = said.err.splitlines()
     assert forgotten == "[4 earlier messages no longer fit]"
-    assert refused.startswith("PromptTooLong: ")
+    assert rejected.startswith("PromptTooLong: ")
 
 
 def next_line(lines: Iterator[str]) -> str:

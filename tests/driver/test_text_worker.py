@@ -178,7 +178,7 @@ def test_request_is_not_admitted_if_no_thread_can_be_started(monkeypatch: pytest
         config = EngineConfig(max_num_seqs=1, max_queued_requests=0, max_model_len=64, kv_cache_tokens=64)
         async with scripted_engine("ok", config=config) as engine:
             with monkeypatch.context() as patch:
-                patch.setattr(threading.Thread, "start", refuse)
+                patch.setattr(threading.Thread, "start", fail_to_start)
                 for _ in range(3):
                     with pytest.raises(RuntimeError, match="can't start"):
                         engine.generate("x")
@@ -187,11 +187,11 @@ def test_request_is_not_admitted_if_no_thread_can_be_started(monkeypatch: pytest
     run("asyncio", main)
 
 
-def refuse(thread: threading.Thread) -> None:
+def fail_to_start(thread: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
 
 
-def test_prompt_that_cannot_fit_is_refused_without_tokenising(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_that_cannot_fit_is_rejected_without_tokenising(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with scripted_engine("ok") as engine:
             tokenizer = engine.tokenizer

@@ -142,7 +142,7 @@ def test_grammar_without_llguidance_names_the_extra(monkeypatch: pytest.MonkeyPa
     anyio.run(main)
 
 
-def test_value_that_is_no_grammar_is_refused_at_the_call() -> None:
+def test_value_that_is_no_grammar_is_rejected_at_the_call() -> None:
     for given in ("[a-z]+", {"type": "object"}, Person, 5, JsonSchema):
         with pytest.raises(RequestError, match="^grammar=.*expected a JsonSchema, a Regex, a Lark or None"):
             SamplingParams(grammar=given)  # type: ignore[arg-type]

@@ -202,7 +202,7 @@ def changed_executor(model: LoadedModel) -> LoadedModel:
         (changed_executor, "executor='other', was 'scripted'"),
     ],
 )
-def test_wake_refuses_another_model(change, message: str) -> None:
+def test_wake_rejects_another_model(change, message: str) -> None:
     async def main() -> None:
         async with scripted_engine("ok") as engine:
             opener = engine._driver._opener

@@ -89,7 +89,7 @@ def test_closing_while_starting_waits_and_closes(loop: str) -> None:
         gate = threading.Event()
         engine = gated_engine(gate)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(refused_start, engine)
+            tasks.start_soon(rejected_start, engine)
             await until(lambda: engine_threads() != [])
             with pytest.raises(EngineClosed):
                 engine.generate("x")
@@ -360,7 +360,7 @@ def test_failed_start_leaves_no_thread_and_can_be_repeated(loop: str) -> None:
 
 
 @on_every_loop
-def test_wrong_model_config_and_drain_are_refused_by_name(loop: str, tmp_path) -> None:
+def test_wrong_model_config_and_drain_are_rejected_by_name(loop: str, tmp_path) -> None:
     async def main() -> None:
         with pytest.raises(ModelLoadError, match="nowhere"):
             await Engine(tmp_path / "nowhere").start()
@@ -578,7 +578,7 @@ async def test_stages_of_starting_are_timed(caplog: pytest.LogCaptureFixture) ->
     assert said[0] == f"started: {', '.join(parts)}"
 
 
-async def refused_start(engine: Engine) -> None:
+async def rejected_start(engine: Engine) -> None:
     with pytest.raises(EngineClosed, match="closed while"):
         await engine.start()
 

@@ -89,13 +89,13 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any])
 
 
 @pytest.mark.parametrize("size", [0, 4, 8, 100, 0.5, -1])
-def test_truncated_safetensors_are_refused(folder: Path, size: int | float) -> None:
+def test_truncated_safetensors_are_rejected(folder: Path, size: int | float) -> None:
     cut(folder / "model.safetensors", size)
     opening_fails(folder, str(folder / "model.safetensors"))
 
 
 @pytest.mark.parametrize("start", [0, 8, 40])
-def test_corrupt_safetensors_header_is_refused(folder: Path, start: int) -> None:
+def test_corrupt_safetensors_header_is_rejected(folder: Path, start: int) -> None:
     file = folder / "model.safetensors"
     data = bytearray(file.read_bytes())
     data[start : start + 16] = b"\xff" * 16
@@ -104,7 +104,7 @@ def test_corrupt_safetensors_header_is_refused(folder: Path, start: int) -> None
 
 
 @pytest.mark.parametrize("size", [0, 0.5])
-def test_truncated_shard_is_refused(models: dict[str, Path], tmp_path: Path, size: int | float) -> None:
+def test_truncated_shard_is_rejected(models: dict[str, Path], tmp_path: Path, size: int | float) -> None:
     folder = Path(shutil.copytree(models["sharded"], tmp_path / "model"))
     (shard,) = folder.glob(f"{SHARD}*")
     cut(shard, size)
@@ -115,46 +115,46 @@ def test_truncated_shard_is_refused(models: dict[str, Path], tmp_path: Path, siz
     opening_fails(folder, str(folder / "model.safetensors.index.json"))
 
 
-def test_missing_tensor_is_refused(folder: Path) -> None:
+def test_missing_tensor_is_rejected(folder: Path) -> None:
     edit_tensors(folder, lambda tensors: tensors.pop(QUERY))
     opening_fails(folder, str(folder), f"tensor {QUERY}", "missing")
 
 
-def test_tensor_that_the_model_lacks_is_refused(folder: Path) -> None:
+def test_tensor_that_the_model_lacks_is_rejected(folder: Path) -> None:
     edit_tensors(folder, lambda tensors: tensors.update({"model.layers.9.extra": torch.zeros(3, 4)}))
     opening_fails(folder, str(folder / "model.safetensors"), "model.layers.9.extra", "[3, 4]")
 
 
-def test_tensor_of_the_wrong_shape_is_refused(folder: Path) -> None:
+def test_tensor_of_the_wrong_shape_is_rejected(folder: Path) -> None:
     edit_tensors(folder, lambda tensors: tensors.update({QUERY: tensors[QUERY][:-1].clone()}))
     opening_fails(folder, str(folder / "model.safetensors"), QUERY, "[63, 64]", "[64, 64]")
 
 
-def test_config_of_other_shapes_is_refused(folder: Path) -> None:
+def test_config_of_other_shapes_is_rejected(folder: Path) -> None:
     edit_json(folder / "config.json", intermediate_size=81)
     opening_fails(folder, str(folder / "model.safetensors"), "mlp.gate_proj.weight", "[80, 64]", "[81, 64]")
 
 
-def test_tensor_of_the_wrong_type_is_refused(folder: Path) -> None:
+def test_tensor_of_the_wrong_type_is_rejected(folder: Path) -> None:
     edit_tensors(folder, lambda tensors: tensors.update({QUERY: tensors[QUERY].to(torch.int8)}))
     opening_fails(folder, str(folder / "model.safetensors"), QUERY, "int8")
 
 
-def test_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+def test_folder_without_a_model_is_rejected(tmp_path: Path) -> None:
     opening_fails(tmp_path, str(tmp_path), "config.json")
     opening_fails(tmp_path / "missing", str(tmp_path / "missing"))
     (tmp_path / "model.bin").write_bytes(b"x")
     opening_fails(tmp_path / "model.bin", str(tmp_path / "model.bin"))
 
 
-def test_folder_without_weights_is_refused(folder: Path) -> None:
+def test_folder_without_weights_is_rejected(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     opening_fails(folder, str(folder), "model.safetensors")
 
 
 @pytest.mark.parametrize("contents", ["", "{", "[]", "7", '{"model_type": "llama",}', "\udcff"])
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "generation_config.json"])
-def test_corrupt_json_file_is_refused(folder: Path, name: str, contents: str) -> None:
+def test_corrupt_json_file_is_rejected(folder: Path, name: str, contents: str) -> None:
     (folder / name).write_bytes(contents.encode(errors="surrogateescape"))
     opening_fails(folder, str(folder / name))
 
@@ -167,13 +167,13 @@ def test_corrupt_json_file_is_refused(folder: Path, name: str, contents: str) ->
         {"architectures": 5, "model_type": []},
     ],
 )
-def test_unknown_architecture_is_refused(folder: Path, settings: dict[str, Any]) -> None:
+def test_unknown_architecture_is_rejected(folder: Path, settings: dict[str, Any]) -> None:
     edit_json(folder / "config.json", **settings)
     opening_fails(folder, str(folder / "config.json"), "architectures", "LlamaForCausalLM")
 
 
 @pytest.mark.parametrize("value", [None, True, -1, 0, 3, 2.5, "64", [], [1], {}, {"a": 1}, 2**70, 1e400])
-def test_any_value_of_a_setting_opens_or_is_refused(folder: Path, value: Any) -> None:
+def test_any_value_of_a_setting_opens_or_is_rejected(folder: Path, value: Any) -> None:
     """With any value in config.json the model opens or raises a ModelLoadError."""
     file = folder / "config.json"
     given = json.loads(file.read_text())
@@ -194,23 +194,23 @@ def test_any_value_of_a_setting_opens_or_is_refused(folder: Path, value: Any) ->
     assert len(has_failed) >= 2
 
 
-def test_folder_without_a_tokenizer_is_refused(folder: Path) -> None:
+def test_folder_without_a_tokenizer_is_rejected(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
     opening_fails(folder, str(folder / "tokenizer.json"))
 
 
 @pytest.mark.parametrize("contents", [b"", b"{}", b"[1]", b"\xff\xfe", b'{"model": {"type": "BPE"}}'])
-def test_broken_tokenizer_is_refused(folder: Path, contents: bytes) -> None:
+def test_broken_tokenizer_is_rejected(folder: Path, contents: bytes) -> None:
     (folder / "tokenizer.json").write_bytes(contents)
     opening_fails(folder, str(folder / "tokenizer.json"))
 
 
-def test_truncated_tokenizer_is_refused(folder: Path) -> None:
+def test_truncated_tokenizer_is_rejected(folder: Path) -> None:
     cut(folder / "tokenizer.json", 0.5)
     opening_fails(folder, str(folder / "tokenizer.json"))
 
 
-def test_chat_template_that_cannot_be_compiled_is_refused(folder: Path) -> None:
+def test_chat_template_that_cannot_be_compiled_is_rejected(folder: Path) -> None:
     edit_json(folder / "tokenizer_config.json", chat_template="{% for %}")
     opening_fails(folder, str(folder), "chat template")
     (folder / "chat_template.jinja").write_bytes(b"\xff\xff")
@@ -234,7 +234,7 @@ def write_gguf(file: Path, architecture: str = "llama") -> None:
     writer.close()
 
 
-def test_truncated_gguf_is_refused(tmp_path: Path) -> None:
+def test_truncated_gguf_is_rejected(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     write_gguf(file)
     size = file.stat().st_size
@@ -244,7 +244,7 @@ def test_truncated_gguf_is_refused(tmp_path: Path) -> None:
         opening_fails(file, str(file), "not a whole GGUF file")
 
 
-def test_unusable_gguf_is_refused(tmp_path: Path) -> None:
+def test_unusable_gguf_is_rejected(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     write_gguf(file)
     opening_fails(file, str(file))  # most of a model is missing
@@ -268,7 +268,7 @@ def test_unusable_gguf_is_refused(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("load", ["auto", "random"])
-def test_extreme_shapes_are_refused(folder: Path, settings: dict[str, Any], needle: str, load: str) -> None:
+def test_extreme_shapes_are_rejected(folder: Path, settings: dict[str, Any], needle: str, load: str) -> None:
     """Shapes are compared with the files before any tensor is made."""
     if load == "random" and needle in ("has shape", "is missing"):
         return  # there is nothing to compare with
@@ -281,12 +281,12 @@ def test_extreme_shapes_are_refused(folder: Path, settings: dict[str, Any], need
     opening_fails(folder, str(folder), needle, config=config)
 
 
-def test_weights_that_are_not_finite_are_refused(folder: Path) -> None:
+def test_weights_that_are_not_finite_are_rejected(folder: Path) -> None:
     edit_tensors(folder, lambda tensors: tensors[QUERY].fill_(torch.nan))
     opening_fails(folder, str(folder / "model.safetensors"), QUERY, "NaN")
 
 
-def test_index_that_names_a_fifo_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
+def test_index_that_names_a_fifo_is_rejected(models: dict[str, Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(models["sharded"], tmp_path / "model"))
     (shard,) = folder.glob(f"{SHARD}*")
     shard.unlink()
@@ -294,13 +294,13 @@ def test_index_that_names_a_fifo_is_refused(models: dict[str, Path], tmp_path: P
     opening_fails(folder, str(shard), "is a FIFO, expected a regular file")
 
 
-def test_end_of_sequence_ids_outside_the_vocabulary_are_refused(folder: Path) -> None:
+def test_end_of_sequence_ids_outside_the_vocabulary_are_rejected(folder: Path) -> None:
     edit_json(folder / "generation_config.json", eos_token_id=[70_000, 2**70])
     opening_fails(folder, "eos_token_id=[70000, 1180591620717411303424]", "vocab_size=")
 
 
 def test_token_id_beyond_the_model_fails_its_own_request(folder: Path) -> None:
-    """Tokenizers of some models have more tokens than the model. Only a prompt that uses them is refused."""
+    """Tokenizers of some models have more tokens than the model. Only a prompt that uses them is rejected."""
     added = {"id": 70_000, "content": "<added>", "special": True}
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
@@ -393,7 +393,7 @@ def test_default_params_come_from_generation_config(
         ("eos_token_id", -1, "token ids"),
     ],
 )
-def test_default_params_out_of_range_are_refused(folder: Path, name: str, value: Any, allowed: str) -> None:
+def test_default_params_out_of_range_are_rejected(folder: Path, name: str, value: Any, allowed: str) -> None:
     settings = {"do_sample": True, name: value}
     (folder / "generation_config.json").write_text(json.dumps(settings))
     opening_fails(folder, "generation_config", f"{name}={value!r}", allowed)

@@ -59,7 +59,7 @@ class Endless:
         (Endless(), "prompts=.*: expected an iterable of prompts, not an async iterable$"),
     ],
 )
-async def test_map_refuses_values_that_are_no_iterable_of_prompts(prompts: Any, message: str) -> None:
+async def test_map_rejects_values_that_are_no_iterable_of_prompts(prompts: Any, message: str) -> None:
     async with scripted_engine("fine") as engine:
         with pytest.raises(RequestError, match=message) as caught:
             engine.map(prompts)
@@ -95,7 +95,7 @@ async def test_chat_does_not_warn_where_the_template_reads_tools(
     assert caplog.records == []
 
 
-async def test_content_of_parts_is_refused_where_the_template_takes_strings() -> None:
+async def test_content_of_parts_is_rejected_where_the_template_takes_strings() -> None:
     parts = [{"type": "text", "text": "hi"}]
     template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}{% endfor %}"
     async with scripted_engine("fine", config=EngineConfig(chat_template=template)) as engine:

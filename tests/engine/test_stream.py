@@ -80,7 +80,7 @@ def test_unread_tokens_are_joined_for_a_slow_reader(loop: str) -> None:
 
 
 @on_every_loop
-def test_two_concurrent_iterations_are_refused(loop: str) -> None:
+def test_two_concurrent_iterations_are_rejected(loop: str) -> None:
     async def main() -> None:
         async with scripted_engine(endless, step_s=0.01) as engine, engine.generate("x", ENDLESS) as stream:
             async with anyio.create_task_group() as tasks:
@@ -101,7 +101,7 @@ def test_two_concurrent_iterations_are_refused(loop: str) -> None:
 @on_every_loop
 @pytest.mark.parametrize("other", ["asyncio", "trio"])
 @pytest.mark.parametrize("how", ["anext", "await", "completion"])
-def test_reading_on_another_event_loop_is_refused_at_once(loop: str, other: str, how: str) -> None:
+def test_reading_on_another_event_loop_is_rejected_at_once(loop: str, other: str, how: str) -> None:
     """The request goes on, and its own loop can read it."""
 
     async def main() -> None:
@@ -398,7 +398,7 @@ def test_later_changes_of_arguments_have_no_effect(loop: str) -> None:
         run(loop, main)
 
 
-def test_chat_refuses_arguments_that_are_not_plain_data() -> None:
+def test_chat_rejects_arguments_that_are_not_plain_data() -> None:
     deep: list[object] = []
     for _ in range(5000):
         deep = [deep]
@@ -558,7 +558,7 @@ def slow_text() -> Iterator[None]:
         Request.prepare = prepare
 
 
-def test_generate_outside_a_loop_is_refused() -> None:
+def test_generate_outside_a_loop_is_rejected() -> None:
     engine = scripted_engine()
 
     async def start() -> None:

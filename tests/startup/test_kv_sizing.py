@@ -51,7 +51,7 @@ def test_context_is_cut_to_the_cache() -> None:
         ({"kv_cache_tokens": 64, "max_model_len": 65}, GIB, "kv_cache_tokens", "at least max_model_len=65"),
     ],
 )
-def test_cache_that_does_not_fit_is_refused_with_numbers(
+def test_cache_that_does_not_fit_is_rejected_with_numbers(
     fields: dict[str, Any], share: int, field: str, words: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -76,7 +76,7 @@ def test_room_on_a_cpu_is_a_share_of_available_memory() -> None:
     assert "available" in given.account
 
 
-def test_weights_that_do_not_fit_are_refused_before_they_are_loaded() -> None:
+def test_weights_that_do_not_fit_are_rejected_before_they_are_loaded() -> None:
     memory = DeviceMemory(torch.device("cpu"), EngineConfig())
     memory.check_weights(1)
     with pytest.raises(ConfigError, match="the weights take 1048576.00 GiB") as caught:

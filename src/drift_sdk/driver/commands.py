@@ -98,7 +98,7 @@ class CommandQueue:
     def put(self, command: Command) -> None:
         self._queue.put(command)
         if self._is_closed:
-            self._refuse_all()
+            self._reject_all()
 
     def get(self, timeout_s: float | None) -> Command | None:
         """The next command. Blocks until there is one, `timeout_s` seconds at most (None = no limit); None if
@@ -117,9 +117,9 @@ class CommandQueue:
 
     def close(self) -> None:
         self._is_closed = True
-        self._refuse_all()
+        self._reject_all()
 
-    def _refuse_all(self) -> None:
+    def _reject_all(self) -> None:
         while (command := self.get_nowait()) is not None:
             if isinstance(command, Pause | Resume | Sleep | Wake):
                 command.done.set(EngineClosed("the engine was closed"))

@@ -112,7 +112,7 @@ class Driver:
         else:
             return
 
-        raise self._registry.refusal()  # the engine has closed since the request was admitted
+        raise self._registry.rejection()  # the engine has closed since the request was admitted
 
     @property
     def has_room(self) -> bool:

@@ -50,7 +50,7 @@ class RequestRegistry:
         """Make a request live; QueueFull, EngineClosed or ExecutorError if it is rejected."""
         with self._lock:
             if not self.is_open:
-                raise self.refusal()
+                raise self.rejection()
 
             stats = read_stats()
             if not self.has_room(stats):
@@ -61,7 +61,7 @@ class RequestRegistry:
             self.num_admitted += 1
             self._live[request] = None
 
-    def refusal(self) -> EngineClosed | ExecutorError:
+    def rejection(self) -> EngineClosed | ExecutorError:
         """The error for a request that is submitted while the registry is not open."""
         if self._failure is not None:
             return failure_of(self._failure)
