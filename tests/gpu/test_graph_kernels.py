@@ -13,7 +13,8 @@ from torch import Tensor
 
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.device.device import GpuDevice
-from drift_sdk.execution.graph.executor import GraphExecutor
+from drift_sdk.execution.forward.kv_cache import PagedKVCache
+from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.steps import ExecutorLimits, SlotOutput, SlotSampling, StepPlan, StepResult
@@ -61,22 +62,26 @@ def decoder() -> Decoder:
     return Decoder.random(config, device="cuda", dtype=torch.bfloat16, seed=1)
 
 
+def cache_of(executor: GraphExecutor) -> PagedKVCache:
+    assert executor._graphs is not None
+    return executor._graphs._steps._model.cache
+
+
 @pytest.fixture(scope="module", params=[False, True], ids=["prefill", "exact prefill"])
 def executors(decoder: Decoder, request: pytest.FixtureRequest) -> Iterator[list[GraphExecutor]]:
     """One that replays, one that launches."""
     limits = ExecutorLimits(
         max_num_seqs=6, max_model_len=256, num_blocks=64, block_size=16, vocab_size=VOCAB_SIZE
     )
+    options = GraphOptions(prefill_token_budget=BUDGET, exact_prefill=request.param)
     found = [
-        GraphExecutor(
-            device, decoder, limits, TunedTable(), prefill_token_budget=BUDGET, exact_prefill=request.param
-        )
+        GraphExecutor(device, decoder, limits, TunedTable(), options)
         for device in (GpuDevice(0), LaunchingDevice(0))
     ]
     torch.cuda.synchronize()  # steps that were not captured but run may still be on their stream
     for executor in found:
-        cache = executor._graphs._cache
-        for tensor in (*executor._graphs._workspace._buffers.values(), cache.keys, cache.values):
+        cache = cache_of(executor)
+        for tensor in (*executor._resources.workspace._buffers.values(), cache.keys, cache.values):
             tensor.flatten().view(torch.uint8).fill_(255)  # the same in both: NaN, -1
     torch.cuda.synchronize()
     yield found
@@ -126,9 +131,8 @@ class Step(NamedTuple):
 def steps_of(executor: GraphExecutor) -> list[Step]:
     """One at a time."""
     found: list[Step] = []
-    graphs = executor._graphs
-    assert graphs is not None
-    tensors = {"slot table": executor._table.words, **graphs._workspace._buffers}
+    resources = executor._resources
+    tensors = {"slot table": resources.table.words, **resources.workspace._buffers}
 
     def note(plan: StepPlan, result: StepResult) -> None:
         state = {name: bits(tensor) for name, tensor in tensors.items()}
@@ -149,7 +153,7 @@ def test_replays_equal_launches_in_every_step(executors: list[GraphExecutor]) ->
         assert not differing, f"step {number}: {differing}"
 
     for name in ("keys", "values"):
-        one, two = (getattr(executor._graphs._cache, name) for executor in executors)
+        one, two = (getattr(cache_of(executor), name) for executor in executors)
         assert torch.equal(bits(one), bits(two)), name
         assert one.isfinite().float().mean() > 0.1
 

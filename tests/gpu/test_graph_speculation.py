@@ -13,7 +13,7 @@ import torch
 from random_folder import make_random_draft_folder, make_random_folder
 
 from drift_sdk import Chain, Completion, Engine, EngineConfig, JsonSchema, NGram, SamplingParams, Speculation
-from drift_sdk.execution.graph.captured_graphs import CapturedGraphs
+from drift_sdk.execution.drafter_factory import NGramDrafterFactory
 from drift_sdk.execution.graph.executor import GraphExecutor
 from drift_sdk.execution.rounds.drafter import RoundDrafter
 from drift_sdk.steps import StepPlan
@@ -46,6 +46,7 @@ class Oracle:
     """
 
     aux_layers: Sequence[int] = ()
+    kv_cache = None
 
     def __init__(self) -> None:
         self.stories = torch.zeros(MAX_SEQS, MAX_MODEL_LEN, dtype=torch.int64, device="cuda")
@@ -65,7 +66,7 @@ class Oracle:
     def draft_extend(self, rows: Any, **_: object) -> None:
         pass
 
-    def follow_prefill(self, rows: Any, **_: object) -> None:
+    def draft_extend_prefill(self, rows: Any, **_: object) -> None:
         pass
 
     def learn(self, cases: Sequence[Case], completions: Sequence[Completion]) -> None:
@@ -86,7 +87,7 @@ class Oracle:
             launch(executor, plan)
 
         monkeypatch.setattr(GraphExecutor, "launch", watched)
-        monkeypatch.setattr(CapturedGraphs, "_open_drafter", lambda *_: self)
+        monkeypatch.setattr(NGramDrafterFactory, "round_drafter", lambda *_: self)
 
 
 @pytest.fixture(scope="module")

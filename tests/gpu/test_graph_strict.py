@@ -17,7 +17,7 @@ from random_folder import make_random_draft_folder, make_random_folder
 from drift_sdk import Chain, ConfigError, Engine, EngineConfig, ExecutorError, SamplingParams, Speculation
 from drift_sdk._kernels.gemm.tuning import TunedTable, WatchedTable
 from drift_sdk.execution.device.device import Device
-from drift_sdk.execution.graph import allocation_count
+from drift_sdk.execution.graph import executor as graph_executor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -75,7 +75,7 @@ def test_untuned_weights_keep_a_strict_engine_from_starting(folder: Path) -> Non
 def test_serving_needs_nothing_of_the_host(
     folder: Path, draft: Path, has_draft: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(allocation_count, "COUNT_EVERY", 1)
+    monkeypatch.setattr(graph_executor, "ALLOCATION_COUNT_INTERVAL", 1)
     speculation = Speculation(draft=draft, shape=Chain(3), adaptive=False) if has_draft else None
 
     async def main() -> None:
@@ -92,7 +92,7 @@ def test_serving_needs_nothing_of_the_host(
 
 @pytest.mark.usefixtures("everything_tuned")
 def test_allocations_end_a_strict_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(allocation_count, "COUNT_EVERY", 1)
+    monkeypatch.setattr(graph_executor, "ALLOCATION_COUNT_INTERVAL", 1)
 
     async def main() -> None:
         async with engine_of(folder, strict_performance=True) as engine:

@@ -13,8 +13,8 @@ from draft_zoo import make_draft
 from model_zoo import make_model
 from tolerances import assert_near
 
-import drift_sdk.startup.executor_factory
 from drift_sdk import Chain, Engine, EngineConfig, SamplingParams, Speculation
+from drift_sdk.execution.drafter_factory import EagleDrafterFactory
 from drift_sdk.execution.eager.drafters import EagleDrafter, Span, state_of
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
@@ -153,11 +153,11 @@ def check(
     make_draft(variant, tmp_path / "draft", tmp_path / "target")
     drafters: list[WatchedDrafter] = []
 
-    def make_drafter(draft: DraftDecoder, target: Decoder, limits: ExecutorLimits) -> EagleDrafter:
-        drafters.append(drafter_class(draft, target, limits))
+    def eager_drafter(factory: EagleDrafterFactory, target: Decoder, limits: ExecutorLimits) -> EagleDrafter:
+        drafters.append(drafter_class(factory._draft, target, limits))
         return drafters[-1]
 
-    monkeypatch.setattr(drift_sdk.startup.executor_factory, "make_drafter", make_drafter)
+    monkeypatch.setattr(EagleDrafterFactory, "eager_drafter", eager_drafter)
     rng = random.Random(11)
     shared = [rng.randrange(3, 300) for _ in range(40)]
     prompts = [

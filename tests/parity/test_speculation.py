@@ -16,7 +16,6 @@ from near_ties import no_near_ties
 from numpy.typing import NDArray
 from oracle_drafter import OracleDrafter
 
-import drift_sdk.startup.executor_factory
 from drift_sdk import (
     Chain,
     Completion,
@@ -29,6 +28,7 @@ from drift_sdk import (
     SamplingParams,
     Speculation,
 )
+from drift_sdk.execution.drafter_factory import NGramDrafterFactory
 from drift_sdk.text.grammar import GrammarConstraint
 
 VOCAB_SIZE = 500
@@ -149,7 +149,7 @@ def test_an_oracle(
         for case, completion in zip(given, plain[temperature], strict=True)
     }
     oracle = OracleDrafter(answers, corruption, VOCAB_SIZE)
-    monkeypatch.setattr(drift_sdk.startup.executor_factory, "make_drafter", lambda *_: oracle)
+    monkeypatch.setattr(NGramDrafterFactory, "eager_drafter", lambda *_: oracle)
     speculation = Speculation(draft=NGram(), shape=Chain(num_draft_tokens), adaptive=False)
     config = config_of(speculation=speculation, **{"max_num_seqs": 16, **VARIANTS[variant]})
     found = anyio.run(lambda: run_all(folder, config, given, alone=False))
@@ -176,7 +176,7 @@ def test_every_acceptance_length_occurs(
     expected = anyio.run(ask_all, config_of())
     answers = {c.seed: [*p, *c.token_ids] for p, c in zip(prompts, expected, strict=True)}
     oracle = OracleDrafter(answers, corruption, VOCAB_SIZE)
-    monkeypatch.setattr(drift_sdk.startup.executor_factory, "make_drafter", lambda *_: oracle)
+    monkeypatch.setattr(NGramDrafterFactory, "eager_drafter", lambda *_: oracle)
     speculation = Speculation(draft=NGram(), shape=Chain(num_draft_tokens), adaptive=False)
     found = anyio.run(ask_all, config_of(speculation=speculation))
     assert [c.token_ids for c in found] == [c.token_ids for c in expected]
@@ -301,9 +301,7 @@ def test_grammars_end_mid_path(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     answers = {c.seed: [5 + c.seed, 9, 11, *c.token_ids] for c in expected}
     for corruption in (0.0, 0.3):
         oracle = OracleDrafter(answers, corruption, VOCAB_SIZE)
-        monkeypatch.setattr(
-            drift_sdk.startup.executor_factory, "make_drafter", lambda *_, oracle=oracle: oracle
-        )
+        monkeypatch.setattr(NGramDrafterFactory, "eager_drafter", lambda *_, oracle=oracle: oracle)
         speculation = Speculation(draft=NGram(), shape=Chain(4), adaptive=False)
         asked.clear()
         num_outside = 0

@@ -16,12 +16,10 @@ from drift_sdk.execution.stages import StageMarks
 from drift_sdk.loading.source import Source, eos_token_ids, resolve
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
-from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.sampling_params import SamplingParams
 from drift_sdk.scheduling.config import SchedulerConfig
-from drift_sdk.speculation import NGram
 from drift_sdk.startup.device_memory import DeviceMemory, opening_lock
-from drift_sdk.startup.draft_startup import open_draft
+from drift_sdk.startup.draft_startup import open_drafter_factory
 from drift_sdk.startup.executor_factory import (
     choose_executor,
     kv_demand,
@@ -70,18 +68,16 @@ def open_model(
     with opening_lock(device):
         memory = DeviceMemory(device, config)
         decoder = _load_decoder(source, decoder_config, config, device, dtype, memory, report)
-        draft = open_draft(config, decoder)
+        drafters = open_drafter_factory(config, decoder)
         block_size = config.block_size or BLOCK_SIZES[executor_name]
-        demand = kv_demand(decoder, draft, block_size)
+        demand = kv_demand(decoder, drafters, block_size)
         if executor_name == "graph":
             opened = open_graph_executor(
-                config, decoder, demand, memory, draft, report, acceptance_trace, stages
+                config, decoder, demand, memory, drafters, report, acceptance_trace, stages
             )
         else:
-            opened = open_eager_executor(config, decoder, demand, memory, draft)
+            opened = open_eager_executor(config, decoder, demand, memory, drafters)
     limits = opened.executor.limits
-    has_drafts = draft is not None
-    speculation = config.speculation if has_drafts else None
     num_bytes = limits.num_blocks * demand.bytes_per_block
     log.info(
         "KV cache: %d tokens, %s, for up to %d sequences of up to %d tokens",
@@ -101,11 +97,11 @@ def open_model(
             num_blocks=limits.num_blocks,
             block_size=limits.block_size,
             prefill_token_budget=config.prefill_token_budget,
-            draft_choices=speculation.shape.choices if speculation is not None else (),
-            is_draft_adaptive=speculation is not None and speculation.adaptive,
+            draft_choices=drafters.draft_choices,
+            is_draft_adaptive=drafters.is_adaptive,
             round_costs=opened.round_costs,
-            has_draft_kv=isinstance(draft, DraftDecoder),
-            wants_history=isinstance(draft, NGram),
+            has_draft_kv=drafters.needs_draft_kv,
+            wants_history=drafters.needs_history,
             target_latency_ms_p50=config.target_latency_ms_p50,
             target_latency_ms_p95=config.target_latency_ms_p95,
             prefer_high_throughput=config.prefer_high_throughput,
@@ -117,7 +113,7 @@ def open_model(
             default_params=default_params,
             max_model_len=limits.max_model_len,
             vocab_size=limits.vocab_size,
-            has_drafts=has_drafts,
+            has_drafts=bool(drafters.draft_choices),
         ),
     )
 

@@ -157,7 +157,7 @@ def test_rounds_follow_what_turned_out_true(device: str) -> None:
                     prefill_rows.append((-1, 77, 1 << 30))
                     tokens[slot] += chunk
                 slot, token, position = (int32(column, device) for column in zip(*prefill_rows, strict=True))
-                rounds.follow_prefill(
+                rounds.draft_extend_prefill(
                     Rows(slot=slot, token=token, position=position),
                     next_token=token,
                     hits=token,
