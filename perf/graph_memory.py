@@ -106,6 +106,8 @@ def open_executor(
     num_drafts: int,
     stages: StageMarks,
 ) -> GraphExecutor:
+    """A graph executor of the model with random weights. num_drafts: tokens that a round may draft; 0 without
+    a draft."""
     decoder = Decoder.random(model.config, device=device.torch_device, dtype=dtype)
     drafters: DrafterFactory = NO_DRAFTER
     if num_drafts:

@@ -112,6 +112,7 @@ def tiles_of(executor: Any) -> Callable[[], int]:
 
 
 def active_table(runs: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """A table row for each run, with ACTIVE_COLUMNS."""
     return [
         (
             run["scenario"],

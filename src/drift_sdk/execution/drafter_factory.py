@@ -36,7 +36,8 @@ class DrafterFactory(ABC):
     draft_choices: numbers of tokens that a round may draft, ascending, without 0; empty without speculation.
     is_adaptive: whether a batch drafts fewer tokens, or none, where that is measured to be faster.
     needs_history: the drafter reads the token at each position of a slot, those of prefix hits included.
-    needs_draft_kv: the drafter keeps keys and values of its own in the target's blocks, one slot ahead.
+    needs_draft_kv: the drafter keeps its own keys and values in the target's blocks, one position ahead of
+    the target's.
     always_drafts: the drafter finds a token for every slot that may draft.
     """
 
