@@ -24,7 +24,7 @@ from drift_sdk.execution.forward.kv_cache import PagedKVCache
 from drift_sdk.execution.forward.model_resources import ModelResources
 from drift_sdk.execution.graph.buckets import GraphBuckets
 from drift_sdk.execution.graph.captured_graphs import CapturedGraphs, FitBlocks
-from drift_sdk.execution.graph.graph_steps import GraphSteps, simulated_rounds
+from drift_sdk.execution.graph.graph_steps import GraphSteps
 from drift_sdk.execution.graph.prompt_logprobs import PromptLogprobs
 from drift_sdk.execution.graph.step_launcher import StepLauncher, StepResults
 from drift_sdk.execution.resources import DeviceResources
@@ -122,14 +122,11 @@ class GraphExecutor:
         )
         with typed_errors(device), device.work():
             self._resources = _open_resources(device, limits, buckets, options, drafters)
-            model = ModelResources(
-                decoder=decoder, cache=PagedKVCache(decoder, limits), tuned=tuned, limits=limits
+            cache = PagedKVCache(decoder, limits)
+            model = ModelResources(decoder=decoder, cache=cache, tuned=tuned, limits=limits)
+            steps = GraphSteps(
+                self._resources, model, buckets, drafters, acceptance_trace=options.acceptance_trace
             )
-            simulated = None
-            if options.acceptance_trace is not None:
-                trace, num_slots = options.acceptance_trace, limits.max_num_seqs
-                simulated = simulated_rounds(trace, num_slots, device.torch_device)
-            steps = GraphSteps(self._resources, model, buckets, drafters, simulated)
             self._graphs: CapturedGraphs | None = CapturedGraphs(
                 self._resources,
                 steps,
@@ -140,7 +137,7 @@ class GraphExecutor:
         prompt_logprobs = PromptLogprobs(decoder, steps.prefill_hidden.final)
         self._launcher = StepLauncher(self._resources, self._graphs, buckets, prompt_logprobs)
         self._launched: deque[_LaunchedStep] = deque()
-        self._events: list[Event] = []  # not in use
+        self._events: list[Event] = []  # of collected steps, to be used again
         self._allocations = AllocationCount(device)
 
     def _fit(self, fit_blocks: FitBlocks | None, num_graphs: int) -> int:

@@ -24,18 +24,10 @@ from drift_sdk.execution.rounds.drafter import RoundDrafter, RoundSizes
 from drift_sdk.execution.rounds.round import DecodeRound
 from drift_sdk.execution.rounds.sample_commit import SampleCommit
 
-__all__ = ["GraphSteps", "Step", "simulated_rounds"]
+__all__ = ["GraphSteps", "Step"]
 
 Step = Callable[[], None]
 """Records the kernels of a step on the current stream."""
-
-
-def simulated_rounds(trace: Sequence[int], num_slots: int, device: torch.device) -> SimulatedRounds:
-    """For measuring: rounds that emit the numbers of tokens in `trace`, whatever was drafted."""
-    return SimulatedRounds(
-        trace=torch.tensor(trace, dtype=torch.int32, device=device),
-        num_rounds=torch.zeros(num_slots, dtype=torch.int32, device=device),
-    )
 
 
 class GraphSteps:
@@ -56,13 +48,17 @@ class GraphSteps:
         model: ModelResources,
         buckets: GraphBuckets,
         drafters: DrafterFactory,
-        simulated: SimulatedRounds | None,
+        *,
+        acceptance_trace: Sequence[int] | None,
     ) -> None:
+        """acceptance_trace: see `GraphOptions`."""
         self._resources, self._model, self._buckets = resources, model, buckets
-        self._simulated = simulated
         workspace, max_rows = resources.workspace, buckets.max_rows
         device = resources.device.torch_device
         self._samples = SampleBuffers.allocate(max_rows, model.limits.vocab_size, device)
+        self._simulated: SimulatedRounds | None = None
+        if acceptance_trace is not None:
+            self._simulated = _simulated_rounds(acceptance_trace, model.limits.max_num_seqs, device)
         # The step that needs most takes its attention first: the partial sums of all steps share one buffer.
         self._exact_attention = self._attention_of_exact_prefill() if buckets.is_exact else None
         self.attention = attention_groups(
@@ -225,3 +221,11 @@ class GraphSteps:
             simulated=self._simulated,
             stages=resources.stages,
         )
+
+
+def _simulated_rounds(trace: Sequence[int], num_slots: int, device: torch.device) -> SimulatedRounds:
+    """For measuring: rounds that emit the numbers of tokens in `trace`, whatever was drafted."""
+    return SimulatedRounds(
+        trace=torch.tensor(trace, dtype=torch.int32, device=device),
+        num_rounds=torch.zeros(num_slots, dtype=torch.int32, device=device),
+    )
