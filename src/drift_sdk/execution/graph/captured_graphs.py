@@ -67,16 +67,14 @@ class CapturedGraphs:
             replay.close()
 
     def _count_graphs(self) -> int:
+        """How many graphs will be captured."""
         buckets, has_drafter = self._buckets, self._steps.drafter is not None
         num_prefill = len(buckets.prefill) * (2 if has_drafter else 1)
-        num_halves = 2 * (len(buckets.drafts) - 1)
-        num_first_tokens = 1
-        num_update = 1
-        return (
-            num_prefill
-            + len(buckets.decode) * (len(buckets.drafts) + num_halves + num_first_tokens)
-            + num_update
-        )
+        num_whole_rounds = len(buckets.drafts)
+        num_halves = 2 * (len(buckets.drafts) - 1)  # a round without drafts is never split
+        num_decode = len(buckets.decode) * (num_whole_rounds + num_halves)
+        num_first_tokens = len(buckets.decode)
+        return num_prefill + num_decode + num_first_tokens + 1  # and `update`
 
     def _warm_up(self) -> None:
         """Run the largest step of each kind, so that later ones need no more memory."""
