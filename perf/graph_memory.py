@@ -109,10 +109,10 @@ def open_executor(
     """A graph executor of the model with random weights. num_drafts: tokens that a round may draft; 0 without
     a draft."""
     decoder = Decoder.random(model.config, device=device.torch_device, dtype=dtype)
-    drafters: DrafterFactory = NO_DRAFTER
+    drafter_factory: DrafterFactory = NO_DRAFTER
     if num_drafts:
         draft = DraftDecoder.load_random(prepare_draft(model).path, decoder)
-        drafters = EagleDrafterFactory(draft, (num_drafts,))
+        drafter_factory = EagleDrafterFactory(draft, (num_drafts,))
     is_gpu = device.torch_device.type == "cuda"
     name = torch.cuda.get_device_name(device.torch_device) if is_gpu else "cpu"
     return GraphExecutor(
@@ -121,7 +121,7 @@ def open_executor(
         limits,
         table_for(gpu_key(name)),
         GraphOptions(prefill_token_budget=2048 if is_gpu else 16, stages=stages),
-        drafters=drafters,
+        drafter_factory=drafter_factory,
     )
 
 

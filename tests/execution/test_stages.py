@@ -77,7 +77,7 @@ def graph_executor(
             acceptance_trace=AcceptanceTrace.of(acceptance).lengths,
             stages=stages,
         ),
-        drafters=EagleDrafterFactory(draft, (3,)) if draft is not None else NO_DRAFTER,
+        drafter_factory=EagleDrafterFactory(draft, (3,)) if draft is not None else NO_DRAFTER,
     )
 
 

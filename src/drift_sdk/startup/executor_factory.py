@@ -82,11 +82,11 @@ def choose_executor(config: EngineConfig, device: torch.device) -> tuple[str, st
     return "eager", obstacle if config.executor == "auto" and device.type == "cuda" else None
 
 
-def kv_demand(decoder: Decoder, drafters: DrafterFactory, block_size: int) -> KVDemand:
+def kv_demand(decoder: Decoder, drafter_factory: DrafterFactory, block_size: int) -> KVDemand:
     """KV cache demand of a model, including what its drafter keeps for each block."""
     config = decoder.config
     values_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
-    values_per_block = values_per_token * block_size + drafters.num_values_per_block(block_size)
+    values_per_block = values_per_token * block_size + drafter_factory.num_values_per_block(block_size)
     return KVDemand(
         context=config.max_position_embeddings,
         block_size=block_size,
@@ -99,11 +99,11 @@ def open_eager_executor(
     decoder: Decoder,
     demand: KVDemand,
     memory: DeviceMemory,
-    drafters: DrafterFactory,
+    drafter_factory: DrafterFactory,
 ) -> OpenedExecutor:
     """Make an eager executor. Raises ConfigError for a KV cache that does not fit."""
     limits = _limits(config, decoder, demand, memory.room())
-    drafter = drafters.eager_drafter(decoder, limits)
+    drafter = drafter_factory.eager_drafter(decoder, limits)
     return OpenedExecutor(executor=EagerExecutor(decoder, limits, drafter))
 
 
@@ -112,7 +112,7 @@ def open_graph_executor(
     decoder: Decoder,
     demand: KVDemand,
     memory: DeviceMemory,
-    drafters: DrafterFactory,
+    drafter_factory: DrafterFactory,
     report: Report,
     acceptance_trace: Sequence[int] | None = None,
     stages: StageMarks | None = None,
@@ -142,17 +142,17 @@ def open_graph_executor(
         stages=stages or NO_STAGE_MARKS,
     )
     hooks = StartupHooks(fit_blocks=fit_blocks, report=report)
-    executor = _start_graph_executor(decoder, limits, table, options, drafters, hooks)
+    executor = _start_graph_executor(decoder, limits, table, options, drafter_factory, hooks)
     untuned = tuple(sorted(table.untuned))
     if untuned and config.strict_performance:
         executor.close()
         raise untuned_error(gpu, untuned)
 
     round_costs = {}
-    if drafters.is_adaptive:
+    if drafter_factory.is_adaptive:
         report("measure rounds", 0.0)
         round_costs = executor.round_costs()
-    strict = StrictExecutor(executor, must_draft=drafters.always_drafts)
+    strict = StrictExecutor(executor, must_draft=drafter_factory.always_drafts)
     return OpenedExecutor(
         executor=strict if config.strict_performance else executor,
         untuned=untuned,
@@ -165,7 +165,7 @@ def _start_graph_executor(
     limits: ExecutorLimits,
     table: TunedTable,
     options: GraphOptions,
-    drafters: DrafterFactory,
+    drafter_factory: DrafterFactory,
     hooks: StartupHooks,
 ) -> GraphExecutor:
     from drift_sdk.execution.device.device import GpuDevice
@@ -174,7 +174,9 @@ def _start_graph_executor(
 
     device = GpuDevice(decoder.device.index or 0)
     try:
-        return GraphExecutor(device, decoder, limits, table, options, drafters=drafters, hooks=hooks)
+        return GraphExecutor(
+            device, decoder, limits, table, options, drafter_factory=drafter_factory, hooks=hooks
+        )
     except BaseException:
         if not is_kept(device):
             device.close()  # gives its stream, with the stream's library workspaces, to the next engine

@@ -68,15 +68,15 @@ def open_model(
     with opening_lock(device):
         memory = DeviceMemory(device, config)
         decoder = _load_decoder(source, decoder_config, config, device, dtype, memory, report)
-        drafters = open_drafter_factory(config, decoder)
+        drafter_factory = open_drafter_factory(config, decoder)
         block_size = config.block_size or BLOCK_SIZES[executor_name]
-        demand = kv_demand(decoder, drafters, block_size)
+        demand = kv_demand(decoder, drafter_factory, block_size)
         if executor_name == "graph":
             opened = open_graph_executor(
-                config, decoder, demand, memory, drafters, report, acceptance_trace, stages
+                config, decoder, demand, memory, drafter_factory, report, acceptance_trace, stages
             )
         else:
-            opened = open_eager_executor(config, decoder, demand, memory, drafters)
+            opened = open_eager_executor(config, decoder, demand, memory, drafter_factory)
     limits = opened.executor.limits
     num_bytes = limits.num_blocks * demand.bytes_per_block
     log.info(
@@ -97,11 +97,11 @@ def open_model(
             num_blocks=limits.num_blocks,
             block_size=limits.block_size,
             prefill_token_budget=config.prefill_token_budget,
-            draft_choices=drafters.draft_choices,
-            is_draft_adaptive=drafters.is_adaptive,
+            draft_choices=drafter_factory.draft_choices,
+            is_draft_adaptive=drafter_factory.is_adaptive,
             round_costs=opened.round_costs,
-            has_draft_kv=drafters.needs_draft_kv,
-            wants_history=drafters.needs_history,
+            has_draft_kv=drafter_factory.needs_draft_kv,
+            wants_history=drafter_factory.needs_history,
             target_latency_ms_p50=config.target_latency_ms_p50,
             target_latency_ms_p95=config.target_latency_ms_p95,
             prefer_high_throughput=config.prefer_high_throughput,
@@ -113,7 +113,7 @@ def open_model(
             default_params=default_params,
             max_model_len=limits.max_model_len,
             vocab_size=limits.vocab_size,
-            has_drafts=bool(drafters.draft_choices),
+            has_drafts=bool(drafter_factory.draft_choices),
         ),
     )
 

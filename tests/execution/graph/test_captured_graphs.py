@@ -41,7 +41,7 @@ class RecordingDevice(InterpretedDevice):
 def test_cache_is_sized_between_warm_up_and_captures(has_drafter: bool) -> None:
     device = RecordingDevice()
     decoder = Decoder.random(DecoderConfig.from_hf(tiny_llama()), device="cpu", dtype=torch.float32)
-    drafters: DrafterFactory = NGramDrafterFactory(NGram(), (1, 3)) if has_drafter else NO_DRAFTER
+    drafter_factory: DrafterFactory = NGramDrafterFactory(NGram(), (1, 3)) if has_drafter else NO_DRAFTER
     counts: list[int] = []
     fractions: list[float] = []
 
@@ -60,7 +60,7 @@ def test_cache_is_sized_between_warm_up_and_captures(has_drafter: bool) -> None:
         LIMITS,
         TunedTable(),
         GraphOptions(prefill_token_budget=40),
-        drafters=drafters,
+        drafter_factory=drafter_factory,
         hooks=StartupHooks(fit_blocks=fit_blocks, report=report),
     )
     num_kinds = 4 if has_drafter else 3

@@ -62,7 +62,7 @@ def executors(tmp_path: Path) -> tuple[GraphExecutor, EagerExecutor]:
         LIMITS,
         TunedTable(),
         GraphOptions(prefill_token_budget=BUDGET),
-        drafters=EagleDrafterFactory(draft, (3,)),
+        drafter_factory=EagleDrafterFactory(draft, (3,)),
     )
     return graph, EagerExecutor(target, LIMITS, EagleDrafter(draft, target, LIMITS))
 

@@ -75,7 +75,7 @@ def test_timing_rounds_does_not_change_tokens() -> None:
             LIMITS,
             TunedTable(),
             GraphOptions(prefill_token_budget=16),
-            drafters=NGramDrafterFactory(NGram(min_length=1), (1,)),
+            drafter_factory=NGramDrafterFactory(NGram(min_length=1), (1,)),
         )
         if is_timed:
             costs = executor.round_costs()

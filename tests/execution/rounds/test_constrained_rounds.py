@@ -254,14 +254,14 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def graph_executor(decoder: Decoder, drafters: DrafterFactory = NGRAM_DRAFTERS) -> GraphExecutor:
+def graph_executor(decoder: Decoder, drafter_factory: DrafterFactory = NGRAM_DRAFTERS) -> GraphExecutor:
     return GraphExecutor(
         GpuDevice(0) if IS_GPU else InterpretedDevice(),
         decoder,
         LIMITS,
         TunedTable(),
         GraphOptions(prefill_token_budget=16),
-        drafters=drafters,
+        drafter_factory=drafter_factory,
     )
 
 

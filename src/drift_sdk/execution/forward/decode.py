@@ -54,8 +54,8 @@ def attention_groups(
 class DecodeForward:
     """Computes rows through all layers, `rows_per_sequence` rows of each sequence.
 
-    A row gets the bits that it gets alone: each weight's product adds its slices in one fixed order, and
-    attention has partitions at fixed positions.
+    A row gets the bits that it gets alone: products use the one reduction tree of each weight, and attention
+    has partitions at fixed positions.
 
     hidden_states: of the rows, filled by `run`. normed [R, hidden]: the normalised residual stream after the
     last layer, filled by `run`.

@@ -106,7 +106,7 @@ class GraphExecutor:
         tuned: TunedTable,
         options: GraphOptions,
         *,
-        drafters: DrafterFactory = NO_DRAFTER,
+        drafter_factory: DrafterFactory = NO_DRAFTER,
         hooks: StartupHooks = NO_HOOKS,
     ) -> None:
         """Raises ExecutorError if a step cannot be captured, and what hooks.fit_blocks raises."""
@@ -118,14 +118,14 @@ class GraphExecutor:
             limits,
             options.prefill_token_budget,
             is_exact=options.exact_prefill,
-            draft_choices=drafters.draft_choices,
+            draft_choices=drafter_factory.draft_choices,
         )
         with typed_errors(device), device.work():
-            self._resources = _open_resources(device, limits, buckets, options, drafters)
+            self._resources = _open_resources(device, limits, buckets, options, drafter_factory)
             cache = PagedKVCache(decoder, limits)
             model = ModelResources(decoder=decoder, cache=cache, tuned=tuned, limits=limits)
             steps = GraphSteps(
-                self._resources, model, buckets, drafters, acceptance_trace=options.acceptance_trace
+                self._resources, model, buckets, drafter_factory, acceptance_trace=options.acceptance_trace
             )
             self._graphs: CapturedGraphs | None = CapturedGraphs(
                 self._resources,
@@ -220,10 +220,10 @@ def _open_resources(
     limits: ExecutorLimits,
     buckets: GraphBuckets,
     options: GraphOptions,
-    drafters: DrafterFactory,
+    drafter_factory: DrafterFactory,
 ) -> DeviceResources:
     """Raises ConfigError for more slots than the slot table can address."""
-    table = SlotTable(limits, device.torch_device, has_history=drafters.needs_history)
+    table = SlotTable(limits, device.torch_device, has_history=drafter_factory.needs_history)
     sizes = RingSizes(
         num_entries=NUM_ENTRIES,
         max_updates=MAX_UPDATES,

@@ -47,7 +47,7 @@ class GraphSteps:
         resources: DeviceResources,
         model: ModelResources,
         buckets: GraphBuckets,
-        drafters: DrafterFactory,
+        drafter_factory: DrafterFactory,
         *,
         acceptance_trace: Sequence[int] | None,
     ) -> None:
@@ -64,7 +64,7 @@ class GraphSteps:
         self.attention = attention_groups(
             model, workspace, num_sequences=buckets.decode[-1], num_rows=buckets.max_rows_per_slot
         )
-        self.drafter = drafters.round_drafter(
+        self.drafter = drafter_factory.round_drafter(
             resources,
             model,
             RoundSizes(
