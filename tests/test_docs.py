@@ -26,7 +26,7 @@ def any_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_model(0, tmp_path)
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     monkeypatch.setattr(
-        "drift_sdk.startup.model_startup.resolve", lambda model, **_: Source(str(model), tmp_path)
+        "drift_sdk.startup.model_startup.resolve", lambda model, **_: Source(tmp_path)
     )
 
 

@@ -308,11 +308,35 @@ def test_file_of_anything_but_named_tensors(
 
 
 def test_folder_without_a_draft(target: Decoder, tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match="holds no config.json"):
+    with pytest.raises(ModelLoadError) as caught:
         DraftDecoder.load(tmp_path, target)
+
+    assert str(caught.value) == f"draft: {tmp_path}: holds no config.json"
 
     with pytest.raises(ModelLoadError, match="never a hub id"):
         DraftDecoder.load(tmp_path / "nothing", target)
+
+
+@pytest.mark.parametrize("has_weights", [True, False])
+def test_whole_model_as_a_draft(
+    has_weights: bool, target: Decoder, target_folder: Path, tmp_path: Path
+) -> None:
+    folder = target_folder
+    if not has_weights:
+        folder = tmp_path
+        shutil.copy(target_folder / "config.json", folder)
+    with pytest.raises(ModelLoadError) as caught:
+        DraftDecoder.load(folder, target)
+
+    assert str(caught.value) == f"draft: {folder}: holds a whole model, expected a draft head"
+
+
+def test_error_about_a_draft_names_it_once(folder: Path, target: Decoder) -> None:
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ModelLoadError, match=f"^draft: {folder}/config.json: not a JSON object") as caught:
+        DraftDecoder.load(folder, target)
+
+    assert str(caught.value).count(str(folder)) == 1
 
 
 @pytest.mark.parametrize("name", ["specforge", "whole vocabulary", "ids only", "tied", "speculators", "deep"])

@@ -9,6 +9,7 @@ from drift_sdk.errors import ModelLoadError
 from drift_sdk.execution.eager.drafters import Drafter, EagleDrafter, NGramDrafter
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.eagle3 import DraftDecoder
+from drift_sdk.progress import Report
 from drift_sdk.speculation import NGram
 from drift_sdk.steps import ExecutorLimits
 
@@ -17,7 +18,7 @@ __all__ = ["make_drafter", "open_draft"]
 log = logging.getLogger("drift_sdk")
 
 
-def open_draft(config: EngineConfig, target: Decoder) -> DraftDecoder | NGram | None:
+def open_draft(config: EngineConfig, target: Decoder, report: Report) -> DraftDecoder | NGram | None:
     """The configured draft; None without speculation, or if one that is not required cannot be had.
 
     Raises ModelLoadError. Where the target's weights are random, so are the draft's.
@@ -37,6 +38,7 @@ def open_draft(config: EngineConfig, target: Decoder) -> DraftDecoder | NGram | 
             aux_layer_convention=speculation.aux_layer_convention,
             cache_dir=config.cache_dir,
             local_files_only=config.local_files_only,
+            report=report,
         )
     except ModelLoadError as error:
         if speculation.required or config.strict_performance:
