@@ -10,10 +10,7 @@ from typing import Any
 import huggingface_hub
 from huggingface_hub import errors
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from huggingface_hub.utils import (
-    tqdm,  # type: ignore[attr-defined]  # public, but not marked as exported
-    validate_repo_id,
-)
+from huggingface_hub.utils import tqdm, validate_repo_id  # type: ignore[attr-defined]  # not marked as public
 
 from drift_sdk._files import has_file
 from drift_sdk.errors import ModelLoadError
@@ -100,7 +97,7 @@ def _progress_bar_class(report: Report | None) -> type[Any]:
             # too.
             is_transfer = str(kwargs.get("name")).endswith(".transfer")
             self._counts_bytes = kwargs.get("unit") == "B" and not is_transfer
-            super().__init__(*args, **(kwargs | {"disable": True}))
+            super().__init__(*args, **(kwargs | {"disable": True}))  # type: ignore[no-untyped-call]
 
         def update(self, n: float | None = 1) -> None:
             if report is None or not self._counts_bytes:
