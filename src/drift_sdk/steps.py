@@ -131,6 +131,7 @@ class PrefillChunk(Struct, frozen=True, kw_only=True):
 
     @property
     def is_last(self) -> bool:
+        """Whether a token is sampled after this chunk."""
         return self.next_token_id is None
 
 
@@ -220,7 +221,8 @@ class Executor(Protocol):
     """Runs plans in the order of their launch. All methods are called on one thread, the engine's."""
 
     @property
-    def limits(self) -> ExecutorLimits: ...
+    def limits(self) -> ExecutorLimits:
+        """The sizes it was built for."""
 
     def launch(self, plan: StepPlan) -> None:
         """Start a step and return at once, whether or not earlier steps have finished. Only a plan with draft

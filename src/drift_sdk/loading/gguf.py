@@ -101,6 +101,7 @@ class GGUFFile:
         return self.location
 
     def get(self, name: str) -> torch.Tensor:
+        """A tensor dequantised to float32, with its rows in the order of Hugging Face."""
         array = self._dequantise(self._stored_names[name])
         if self.config["model_type"] == "llama" and ".self_attn.q_proj." in name:
             array = _unpermute(array, self.config["num_attention_heads"])

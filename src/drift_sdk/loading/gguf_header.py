@@ -52,6 +52,8 @@ class GGUFTensor(Struct, frozen=True, kw_only=True):
 
 
 class GGUFHeader(Struct, frozen=True, kw_only=True):
+    """The key/value metadata of a file, and its tensors by name."""
+
     metadata: dict[str, Any]
     tensors: dict[str, GGUFTensor]
 
@@ -144,6 +146,7 @@ class _Cursor:
         self.offset = 0
 
     def scalar(self, layout: struct.Struct) -> Any:
+        """The next number or boolean of this layout."""
         try:
             (value,) = layout.unpack_from(self._data, self.offset)
         except struct.error as error:
@@ -153,6 +156,7 @@ class _Cursor:
         return value
 
     def string(self) -> str:
+        """The next string: its length in bytes, then UTF-8."""
         num_bytes = self.scalar(UINT64)
         end = self.offset + num_bytes
         if end > len(self._data):
@@ -163,6 +167,7 @@ class _Cursor:
         return text
 
     def value(self, kind: int) -> Any:
+        """The next value of a GGUFValueType: a scalar, a string, or a list of either."""
         if kind == GGUFValueType.STRING:
             return self.string()
 

@@ -25,9 +25,11 @@ class TensorSource(Protocol):
     def location(self) -> str:
         """The file or folder that holds the tensors, for messages."""
 
-    def names(self) -> Collection[str]: ...
+    def names(self) -> Collection[str]:
+        """The names of all tensors."""
 
-    def shape(self, name: str) -> tuple[int, ...]: ...
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor."""
 
     def file(self, name: str) -> str:
         """The file that holds a tensor."""

@@ -119,6 +119,7 @@ class _Reader:
         self._like = like
 
     def read(self, name: str) -> torch.Tensor:
+        """A copy of a tensor; ModelLoadError naming it for a wrong dtype or lack of memory."""
         tensor = self._tensors.get(name)
         check_dtype(self._tensors, name, tensor.dtype)
         try:

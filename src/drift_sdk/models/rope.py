@@ -38,6 +38,7 @@ class LinearScaling(Struct, frozen=True, kw_only=True):
     factor: float
 
     def apply(self, frequencies: torch.Tensor) -> torch.Tensor:
+        """Scaled frequencies [head_dim / 2]."""
         return frequencies / self.factor
 
 
@@ -55,6 +56,7 @@ class Llama3Scaling(Struct, frozen=True, kw_only=True):
     original_max_position_embeddings: int
 
     def apply(self, frequencies: torch.Tensor) -> torch.Tensor:
+        """Scaled frequencies [head_dim / 2]."""
         context = self.original_max_position_embeddings
         wavelengths = 2 * math.pi / frequencies
         is_long = wavelengths > context / self.low_freq_factor
@@ -71,6 +73,7 @@ class FrequencyFactors(Struct, frozen=True, kw_only=True):
     factors: tuple[float, ...]
 
     def apply(self, frequencies: torch.Tensor) -> torch.Tensor:
+        """Scaled frequencies [head_dim / 2]."""
         return frequencies / torch.tensor(self.factors, dtype=torch.float32, device="cpu")
 
 

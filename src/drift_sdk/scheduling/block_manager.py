@@ -23,6 +23,7 @@ class BlockPool:
         return len(self._free)
 
     def is_free(self, block_id: int) -> bool:
+        """Whether a block is in the pool."""
         return bool(self._is_free[block_id])
 
     def allocate(self, count: int) -> list[int]:

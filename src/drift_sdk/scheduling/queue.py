@@ -29,13 +29,16 @@ class WaitingQueue:
         return iter(self._sequences)
 
     def push(self, sequence: Sequence) -> None:
+        """Add a sequence at its place in the order."""
         insort(self._sequences, sequence)
         self.num_never_started += sequence.started_at is None
 
     def peek(self) -> Sequence:
+        """The first sequence; IndexError if there is none."""
         return self._sequences[0]
 
     def pop(self) -> Sequence:
+        """Remove and return the first sequence; IndexError if there is none."""
         sequence = self._sequences.pop(0)
         self.num_never_started -= sequence.started_at is None
         return sequence

@@ -57,6 +57,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
+        """Sequences without a slot: new and preempted ones."""
         return len(self._queue)
 
     @property
@@ -66,6 +67,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
+        """Sequences with a slot."""
         return len(self._running.sequences)
 
     @property
@@ -85,10 +87,12 @@ class Scheduler:
 
     @property
     def num_cached_blocks(self) -> int:
+        """Blocks in the prefix cache, referenced or not."""
         return self._blocks.trie.num_nodes
 
     @property
     def has_work(self) -> bool:
+        """Whether any sequence is running or waiting, or any step is uncommitted."""
         return bool(self._running.sequences or self._queue or self._launched)
 
     def add(self, sequence: Sequence) -> None:

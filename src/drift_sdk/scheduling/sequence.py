@@ -102,10 +102,12 @@ class Sequence:
 
     @property
     def is_running(self) -> bool:
+        """Whether it has a slot."""
         return self.slot >= 0
 
     @property
     def is_prefilling(self) -> bool:
+        """Whether prefill chunks are still to be launched."""
         return self.num_launched_tokens < self.num_prefill_tokens
 
     @property

@@ -48,7 +48,7 @@ class _Round(NamedTuple):
 
 
 class EagerExecutor:
-    """Runs a `Decoder` over a paged KV cache of `limits.num_blocks` blocks.
+    """The `Executor` that runs a `Decoder` over a paged KV cache of `limits.num_blocks` blocks.
 
     With a drafter, a decode row verifies draft tokens: the target computes the newest token and all draft
     tokens in one forward pass, samples its own token after each of them, and continues as long as it equals
@@ -78,6 +78,7 @@ class EagerExecutor:
 
     @torch.inference_mode()
     def collect(self) -> StepResult:
+        """Run the oldest launched step. Raises ExecutorError for a step launched after `close`."""
         plan = self._launched.popleft()
         started_at = time.perf_counter()
         self._update_slots(plan)
