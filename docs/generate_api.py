@@ -62,7 +62,7 @@ def render() -> str:
     ):
         parts.append(f"### drift_sdk.measurement.{signature(function.__name__, function)}")
         parts.append(doc_of(function))
-    for cls in (measurement.AcceptanceTrace, measurement.RecordedRounds, measurement.StageTimes):
+    for cls in (measurement.AcceptanceTrace, measurement.RecordedRounds, measurement.StageTiming):
         parts.append(render_class(f"drift_sdk.measurement.{cls.__name__}", cls))
     return "\n\n".join(part for part in parts if part) + "\n"
 
