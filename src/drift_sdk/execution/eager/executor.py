@@ -31,7 +31,7 @@ LOGITS_ROWS = 256
 """Prompt positions whose logits are computed at a time: those of a long prompt would take much memory."""
 
 
-class _Round(NamedTuple):
+class _SlotRows(NamedTuple):
     """The rows of one slot in a decode part: its newest token and the draft tokens after it.
 
     start:      position of the first row.
@@ -165,24 +165,25 @@ class EagerExecutor:
         if not active:
             return tuple(SlotOutput() for _ in rows)
 
-        rounds = self._propose(active)
+        slot_rows = self._propose(active)
         hidden, aux_hidden = self._forward(
-            [token for each in rounds for token in (each.token_id, *each.draft)],
-            [SequenceRows(each.slot.block_table, each.start, 1 + len(each.draft)) for each in rounds],
+            [token for each in slot_rows for token in (each.token_id, *each.draft)],
+            [SequenceRows(each.slot.block_table, each.start, 1 + len(each.draft)) for each in slot_rows],
         )
-        outputs = self._verify(rounds, hidden)
+        outputs = self._verify(slot_rows, hidden)
         if self._drafter is not None:
             spans = [
                 Span(each.slot, each.start, each.token_id, output.token_ids, each.first_row)
-                for each, output in zip(rounds, outputs, strict=True)
+                for each, output in zip(slot_rows, outputs, strict=True)
             ]
             self._drafter.draft_extend(spans, aux_hidden, hidden)
 
         by_slot = {row.slot: output for row, output in zip(active, outputs, strict=True)}
         return tuple(by_slot.get(row.slot, SlotOutput()) for row in rows)
 
-    def _propose(self, rows: list[DecodeRow]) -> list[_Round]:
-        """The rounds of slots that have not finished, with what the drafter proposes for them."""
+    def _propose(self, rows: list[DecodeRow]) -> list[_SlotRows]:
+        """The rows of slots that have not finished: the newest token, and what the drafter proposes after
+        it."""
         slots = [self._slots[row.slot] for row in rows]
         drafts: list[list[int]] = [[] for _ in rows]
         if self._drafter is not None:
@@ -193,34 +194,34 @@ class EagerExecutor:
             ]
             drafts = self._drafter.propose(slots, limits)
 
-        rounds: list[_Round] = []
+        slot_rows: list[_SlotRows] = []
         first_row = 0
         for slot, draft in zip(slots, drafts, strict=True):
-            rounds.append(_Round(slot, slot.length - 1, slot.last_token, draft, first_row))
+            slot_rows.append(_SlotRows(slot, slot.length - 1, slot.last_token, draft, first_row))
             first_row += 1 + len(draft)
 
-        return rounds
+        return slot_rows
 
-    def _verify(self, rounds: list[_Round], hidden: Tensor) -> list[SlotOutput]:
+    def _verify(self, slot_rows: list[_SlotRows], hidden: Tensor) -> list[SlotOutput]:
         """Sample a token after each row of a slot, from hidden [N, H], until one differs from the next draft
         token.
 
         Every token is sampled exactly as in plain decoding, so the tokens are the same with any draft.
         """
-        for each in rounds:
+        for each in slot_rows:
             if each.slot.rules is not None:
                 each.slot.rules.begin_step(each.draft)
 
-        emitted: list[list[SlotOutput]] = [[] for _ in rounds]
-        num_accepted = [0] * len(rounds)
-        active = list(range(len(rounds)))
+        emitted: list[list[SlotOutput]] = [[] for _ in slot_rows]
+        num_accepted = [0] * len(slot_rows)
+        active = list(range(len(slot_rows)))
         for depth in count():
-            last_hidden = hidden[[rounds[index].first_row + depth for index in active]]
-            outputs = self._sample_tokens(last_hidden, [rounds[index].slot for index in active])
+            last_hidden = hidden[[slot_rows[index].first_row + depth for index in active]]
+            outputs = self._sample_tokens(last_hidden, [slot_rows[index].slot for index in active])
             continued = []
             for index, output in zip(active, outputs, strict=True):
                 emitted[index].append(output)
-                draft = rounds[index].draft
+                draft = slot_rows[index].draft
                 if depth < len(draft) and output.token_ids[0] == draft[depth]:
                     num_accepted[index] += 1
                     if output.finish is None:
@@ -231,7 +232,7 @@ class EagerExecutor:
 
         return [
             _join_outputs(outputs, len(each.draft), accepted)
-            for outputs, each, accepted in zip(emitted, rounds, num_accepted, strict=True)
+            for outputs, each, accepted in zip(emitted, slot_rows, num_accepted, strict=True)
         ]
 
     def _forward(self, token_ids: list[int], rows: list[SequenceRows]) -> tuple[Tensor, list[Tensor]]:
