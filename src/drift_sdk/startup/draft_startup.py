@@ -14,6 +14,7 @@ from drift_sdk.execution.drafter_factory import (
 )
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.eagle3 import DraftDecoder
+from drift_sdk.progress import Report
 from drift_sdk.speculation import NGram, Speculation
 
 __all__ = ["open_drafter_factory"]
@@ -21,7 +22,7 @@ __all__ = ["open_drafter_factory"]
 log = logging.getLogger("drift_sdk")
 
 
-def open_drafter_factory(config: EngineConfig, target: Decoder) -> DrafterFactory:
+def open_drafter_factory(config: EngineConfig, target: Decoder, report: Report) -> DrafterFactory:
     """The factory of the configured drafter, with the draft's weights loaded.
 
     NO_DRAFTER without speculation, or with a warning if a draft that is not required cannot be used. A draft
@@ -36,7 +37,7 @@ def open_drafter_factory(config: EngineConfig, target: Decoder) -> DrafterFactor
         return NGramDrafterFactory(speculation.draft, choices, is_adaptive=is_adaptive)
 
     try:
-        draft = _load_draft(config, speculation, target)
+        draft = _load_draft(config, speculation, target, report)
     except ModelLoadError as error:
         if speculation.required or config.strict_performance:
             raise
@@ -47,7 +48,9 @@ def open_drafter_factory(config: EngineConfig, target: Decoder) -> DrafterFactor
     return EagleDrafterFactory(draft, choices, is_adaptive=is_adaptive)
 
 
-def _load_draft(config: EngineConfig, speculation: Speculation, target: Decoder) -> DraftDecoder:
+def _load_draft(
+    config: EngineConfig, speculation: Speculation, target: Decoder, report: Report
+) -> DraftDecoder:
     assert not isinstance(speculation.draft, NGram)
     load = DraftDecoder.load if config.load == "auto" else DraftDecoder.load_random
     return load(
@@ -56,4 +59,5 @@ def _load_draft(config: EngineConfig, speculation: Speculation, target: Decoder)
         aux_layer_convention=speculation.aux_layer_convention,
         cache_dir=config.cache_dir,
         local_files_only=config.local_files_only,
+        report=report,
     )

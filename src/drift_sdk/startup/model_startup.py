@@ -13,7 +13,7 @@ from drift_sdk.driver.loaded_model import LoadedModel
 from drift_sdk.driver.request import ModelText
 from drift_sdk.errors import ConfigError, ModelLoadError, RequestError, short_repr
 from drift_sdk.execution.stages import StageMarks
-from drift_sdk.loading.source import Source, eos_token_ids, resolve
+from drift_sdk.loading.source import Role, Source, eos_token_ids, expand_home, name_role, resolve
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.sampling_params import SamplingParams
@@ -53,14 +53,14 @@ def open_model(
     stages, marks around their parts.
     """
     report("find", 0.0)
-    source = _resolve(model, config)
+    source = _resolve(model, config, "model", report)
     device = _device(config)
     dtype = _dtype(config, device)
     executor_name, fallback = choose_executor(config, device)
     decoder_config = _decoder_config(source)
 
     report("load tokenizer", 0.0)
-    tokenizer, own_template = _tokenizer(source, config)
+    tokenizer, own_template = _tokenizer(source, config, report)
     chat_template = _chat_template(source, config, tokenizer, own_template)
     default_params = _default_params(source)
     eos_ids = eos_token_ids(source, decoder_config.vocab_size)
@@ -68,7 +68,7 @@ def open_model(
     with opening_lock(device):
         memory = DeviceMemory(device, config)
         decoder = _load_decoder(source, decoder_config, config, device, dtype, memory, report)
-        drafter_factory = open_drafter_factory(config, decoder)
+        drafter_factory = open_drafter_factory(config, decoder, report)
         block_size = config.block_size or BLOCK_SIZES[executor_name]
         demand = kv_demand(decoder, drafter_factory, block_size)
         if executor_name == "graph":
@@ -118,12 +118,14 @@ def open_model(
     )
 
 
-def _resolve(model: str | Path, config: EngineConfig) -> Source:
+def _resolve(name: str | Path, config: EngineConfig, role: Role, report: Report) -> Source:
     return resolve(
-        model,
+        name,
+        role=role,
         revision=config.revision,
         cache_dir=config.cache_dir,
         local_files_only=config.local_files_only,
+        report=report,
     )
 
 
@@ -147,22 +149,27 @@ def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[config.dtype]
 
 
-def _tokenizer(source: Source, config: EngineConfig) -> tuple[Tokenizer, str | None]:
+def _tokenizer(source: Source, config: EngineConfig, report: Report) -> tuple[Tokenizer, str | None]:
     """The tokenizer and the chat template that comes with it."""
     if config.tokenizer is None:
         return source.tokenizer(), source.chat_template
 
     if str(config.tokenizer).endswith(".json"):
-        return Tokenizer.from_file(Path(config.tokenizer)), source.chat_template
+        with name_role("tokenizer"):
+            tokenizer = Tokenizer.from_file(expand_home(config.tokenizer))
+        return tokenizer, source.chat_template
 
-    other = _resolve(config.tokenizer, config)
-    return other.tokenizer(), other.chat_template or source.chat_template
+    other = _resolve(config.tokenizer, config, "tokenizer", report)
+    with name_role("tokenizer"):
+        tokenizer, own_template = other.tokenizer(), other.chat_template
+    return tokenizer, own_template or source.chat_template
 
 
 def _decoder_config(source: Source) -> DecoderConfig:
+    settings = source.config  # its errors name the file
     file = source.path if source.path.is_file() else source.path / "config.json"
     try:
-        return DecoderConfig.from_hf(source.config)
+        return DecoderConfig.from_hf(settings)
     except ModelLoadError as error:
         raise ModelLoadError(f"{file}: {error}") from error
     except Exception as error:  # whatever foreign settings of the wrong type lead to
