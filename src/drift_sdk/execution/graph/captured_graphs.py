@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from drift_sdk._kernels.attention.prefill_attention import prefill_attention_config
-from drift_sdk._kernels.commit.commit import SimulatedRounds
+from drift_sdk._kernels.commit.simulated_commit import SimulatedRounds
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk._kernels.layers.embedding import embed_norm
 from drift_sdk._kernels.sampling.sample_buffers import SampleBuffers
 from drift_sdk._kernels.sampling.token_counts import count_tokens
-from drift_sdk._kernels.slots.input_ring import advance, enter, gather_rows
+from drift_sdk._kernels.slots.gather_rows import gather_rows
+from drift_sdk._kernels.slots.input_ring import advance, enter
 from drift_sdk.execution.device.device import Device, Replay
 from drift_sdk.execution.device.ring import Ring
 from drift_sdk.execution.device.slot_table import SlotTable

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from drift_sdk._kernels.slots.input_ring import gather_rows, show_drafts
+from drift_sdk._kernels.slots.gather_rows import gather_rows
+from drift_sdk._kernels.slots.input_ring import show_drafts
 from drift_sdk._kernels.slots.slot_columns import SlotState
 from drift_sdk.execution.device.ring import Ring
 from drift_sdk.execution.forward.decode import DecodeForward, Rows
