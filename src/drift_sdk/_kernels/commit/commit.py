@@ -36,9 +36,9 @@ __all__ = [
     "FINISHED_LENGTH",
     "FINISHED_STOP",
     "RECORD_HEADER_WORDS",
-    "check_commit",
     "commit",
     "commit_reference",
+    "commit_tensors",
     "emit_token",
     "find_record",
     "record_words",
@@ -69,20 +69,14 @@ def record_words(rows_per_slot: int) -> int:
 def find_record(
     output_ring_ptr,  # [num_entries, entry_words] int32
     current_entry_ptr,  # [1] int32
-    next_entry_ptr,  # [1] int32, read and written by the program of group 0
     group,
-    num_entries,
     entry_words,
     ROWS_PER_SLOT: tl.constexpr,
 ):
-    """The pointer to a group's record in this replay's entry; the ring's index moves on."""
+    """The pointer to a group's record in this replay's entry of the ring."""
     entry_index = tl.load(current_entry_ptr).to(tl.int64)
-    record_ptr = (
-        output_ring_ptr + entry_index * entry_words + group * (HEADER_SIZE + ROWS_PER_SLOT * ROW_SIZE)
-    )
-    if group == 0:
-        tl.store(next_entry_ptr, entry_after(tl.load(next_entry_ptr), num_entries))
-    return record_ptr
+    record_size = HEADER_SIZE + ROWS_PER_SLOT * ROW_SIZE
+    return output_ring_ptr + entry_index * entry_words + group * record_size
 
 
 @triton.jit
@@ -190,15 +184,15 @@ def _commit(
     ROWS_PER_SLOT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (B,): a program a slot of the step."""
+    """Grid (B,): a program a slot of the step. Half of its lines are lists of arguments."""
     wait_for_producers(PDL)
     start_dependents(PDL)
     group = tl.program_id(0)
     first_row = group * ROWS_PER_SLOT
     slot = tl.load(row_slot_ptr + first_row)
-    record_ptr = find_record(
-        output_ring_ptr, current_entry_ptr, next_entry_ptr, group, num_entries, entry_words, ROWS_PER_SLOT
-    )
+    record_ptr = find_record(output_ring_ptr, current_entry_ptr, group, entry_words, ROWS_PER_SLOT)
+    if group == 0:
+        tl.store(next_entry_ptr, entry_after(tl.load(next_entry_ptr), num_entries))
     if slot < 0:
         write_empty_record(record_ptr, emitted_ptr + group)
     else:
@@ -282,7 +276,7 @@ def commit(
 
     Raises ValueError for another shape or type.
     """
-    check_commit(
+    tensors = commit_tensors(
         row_slot,
         row_token,
         buffers,
@@ -294,28 +288,9 @@ def commit(
         next_entry,
         rows_per_slot,
     )
-    num_entries, entry_words = output_ring.shape
-    _commit[(row_slot.shape[0] // rows_per_slot,)](
-        row_slot,
-        row_token,
-        buffers.chosen,
-        buffers.chosen_logprob,
-        buffers.top_token,
-        buffers.top_logprob,
-        state.length,
-        state.last_token,
-        state.finish,
-        state.max_length,
-        slots.flags,
-        slots.num_logprobs,
-        slots.stop_bits,
-        slots.counts,
-        emitted,
-        output_ring,
-        current_entry,
-        next_entry,
-        num_entries,
-        entry_words,
+    _commit[(emitted.shape[0],)](
+        *tensors,
+        *output_ring.shape,
         slots.vocab_size,
         slots.stop_bits.shape[1],
         ROWS_PER_SLOT=rows_per_slot,
@@ -325,7 +300,7 @@ def commit(
     )
 
 
-def check_commit(
+def commit_tensors(
     row_slot: Tensor,
     row_token: Tensor,
     buffers: SampleBuffers,
@@ -336,8 +311,11 @@ def check_commit(
     current_entry: Tensor,
     next_entry: Tensor,
     rows_per_slot: int,
-) -> None:
-    """Raises ValueError for arguments of `commit` of another shape or type."""
+) -> tuple[Tensor, ...]:
+    """The tensors that both commit kernels take first, in the order of their arguments.
+
+    Raises ValueError for arguments of another shape or type.
+    """
     (num_rows,), (num_slots,) = row_slot.shape, emitted.shape
     if num_rows != num_slots * rows_per_slot:
         raise ValueError(f"row_slot: {num_rows} rows: expected {rows_per_slot} of each of {num_slots} slots")
@@ -354,6 +332,12 @@ def check_commit(
     needed, entry_words = num_slots * record_words(rows_per_slot), output_ring.shape[1]
     if entry_words < needed:
         raise ValueError(f"output_ring: {entry_words} words an entry: expected at least {needed}")
+
+    rows = (row_slot, row_token, buffers.chosen)
+    logprobs = (buffers.chosen_logprob, buffers.top_token, buffers.top_logprob)
+    states = (state.length, state.last_token, state.finish, state.max_length)
+    columns = (slots.flags, slots.num_logprobs, slots.stop_bits, slots.counts)
+    return (*rows, *logprobs, *states, *columns, emitted, output_ring, current_entry, next_entry)
 
 
 def commit_reference(

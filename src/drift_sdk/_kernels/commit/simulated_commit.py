@@ -20,9 +20,9 @@ from drift_sdk._kernels.commit.commit import (
     HEADER_SIZE,
     PENALTIES,
     ROW_SIZE,
-    check_commit,
     commit,
     commit_reference,
+    commit_tensors,
     emit_token,
     find_record,
     write_empty_record,
@@ -31,6 +31,7 @@ from drift_sdk._kernels.commit.commit import (
 from drift_sdk._kernels.common.arguments import check_tensor
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.sampling.sample_buffers import SampleBuffers
+from drift_sdk._kernels.slots.input_ring import entry_after
 from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotState
 
 __all__ = ["SimulatedRounds", "commit_simulated", "commit_simulated_reference"]
@@ -92,15 +93,16 @@ def _commit_simulated(
     ROWS_PER_SLOT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (B,): a program a slot of the step. `_commit`, but for what is marked as simulated."""
+    """Grid (B,): a program a slot of the step. As `_commit`, except where marked as simulated. Half of its
+    lines are lists of arguments."""
     wait_for_producers(PDL)
     start_dependents(PDL)
     group = tl.program_id(0)
     first_row = group * ROWS_PER_SLOT
     slot = tl.load(row_slot_ptr + first_row)
-    record_ptr = find_record(
-        output_ring_ptr, current_entry_ptr, next_entry_ptr, group, num_entries, entry_words, ROWS_PER_SLOT
-    )
+    record_ptr = find_record(output_ring_ptr, current_entry_ptr, group, entry_words, ROWS_PER_SLOT)
+    if group == 0:
+        tl.store(next_entry_ptr, entry_after(tl.load(next_entry_ptr), num_entries))
     if slot < 0:
         write_empty_record(record_ptr, emitted_ptr + group)
     else:
@@ -194,7 +196,7 @@ def commit_simulated(
         commit(row_slot, row_token, buffers, state, slots, emitted, output_ring, current_entry, next_entry)
         return
 
-    check_commit(
+    tensors = commit_tensors(
         row_slot,
         row_token,
         buffers,
@@ -208,30 +210,11 @@ def commit_simulated(
     )
     check_tensor("trace", rounds.trace, rounds.trace.shape, torch.int32)
     check_tensor("num_rounds", rounds.num_rounds, state.length.shape, torch.int32)
-    num_entries, entry_words = output_ring.shape
-    _commit_simulated[(row_slot.shape[0] // rows_per_slot,)](
-        row_slot,
-        row_token,
-        buffers.chosen,
-        buffers.chosen_logprob,
-        buffers.top_token,
-        buffers.top_logprob,
-        state.length,
-        state.last_token,
-        state.finish,
-        state.max_length,
-        slots.flags,
-        slots.num_logprobs,
-        slots.stop_bits,
-        slots.counts,
-        emitted,
-        output_ring,
-        current_entry,
-        next_entry,
+    _commit_simulated[(emitted.shape[0],)](
+        *tensors,
         rounds.trace,
         rounds.num_rounds,
-        num_entries,
-        entry_words,
+        *output_ring.shape,
         slots.vocab_size,
         slots.stop_bits.shape[1],
         rounds.trace.shape[0],

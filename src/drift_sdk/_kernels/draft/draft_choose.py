@@ -158,21 +158,13 @@ def choose_drafts(
     """
     num_slots, vocab_size = logits.shape[-2:]
     num_slices = logits.shape[0] if logits.dim() == 3 else 1
-    num_rows = row_slot.shape[0]
-    rows_per_slot = num_rows // num_slots
     num_chunks = num_draft_chunks(vocab_size)
-    if num_rows % num_slots or not 1 <= depth < rows_per_slot:
-        raise ValueError(
-            f"depth={depth}: expected 1 to {rows_per_slot - 1} of {num_rows} rows of {num_slots} slots"
-        )
-
+    rows_per_slot = row_slot.shape[0] // num_slots
+    _check_rows(num_slots, depth, row_slot, row_token, row_position)
     check_tensor("logits", logits, logits.shape, torch.float32 if logits.dim() == 3 else logits.dtype)
     check_tensor("target_ids", target_ids, (vocab_size,), torch.int32)
-    for name, column in (("row_slot", row_slot), ("row_token", row_token), ("row_position", row_position)):
-        check_tensor(name, column, (num_rows,), torch.int32)
-
     check_tensor("temperature", temperature, temperature.shape, torch.float32)
-    check_tensor("seed", seed, seed.shape, torch.int64)
+    check_tensor("seed", seed, temperature.shape, torch.int64)
     check_tensor("chunks", chunks[0], (num_slots, num_chunks), torch.float32)
     check_tensor("chunks", chunks[1], (num_slots, num_chunks), torch.int32)
     for name, column in zip(("slot", "token", "position"), out, strict=True):
@@ -222,3 +214,17 @@ def choose_drafts_reference(
     noise = gumbel_noise(seed, position.long(), int(target_ids[-1]) + 1)[:, target_ids.long()]
     scaled = (logits - logits.amax(-1, keepdim=True)) / temperature[:, None] + noise
     return target_ids[scaled.where(temperature[:, None] > 0, logits).argmax(-1)]
+
+
+def _check_rows(
+    num_slots: int, depth: int, row_slot: Tensor, row_token: Tensor, row_position: Tensor
+) -> None:
+    (num_rows,) = row_slot.shape
+    rows_per_slot = num_rows // num_slots
+    if num_rows % num_slots or not 1 <= depth < rows_per_slot:
+        raise ValueError(
+            f"depth={depth}: expected 1 to {rows_per_slot - 1} of {num_rows} rows of {num_slots} slots"
+        )
+
+    for name, column in (("row_slot", row_slot), ("row_token", row_token), ("row_position", row_position)):
+        check_tensor(name, column, (num_rows,), torch.int32)

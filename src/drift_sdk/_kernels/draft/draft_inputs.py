@@ -163,28 +163,15 @@ def draft_inputs(
     Raises ValueError for another shape, type or layout.
     """
     num_rows, size = hidden.shape
-    dtype = hidden.dtype
-    num_features, num_slices = features.shape[-2], features.shape[0] if features.dim() == 3 else 1
+    num_slices = features.shape[0] if features.dim() == 3 else 1
     for name, column in (("row_slot", row_slot), ("row_token", row_token), ("row_position", row_position)):
         check_tensor(name, column, (num_rows,), torch.int32)
 
-    if features.dim() == 3:
-        check_tensor("features", features, (num_slices, num_features, size), torch.float32)
-    else:
-        check_tensor("features", features, (num_features, size), dtype)
-
-    if num_features > num_rows or (block_features is None and num_features != num_rows):
-        raise ValueError(f"features: {num_features} rows: expected {num_rows}, or fewer with block_features")
-
-    check_tensor("embedding", embedding, (embedding.shape[0], size), dtype)
-    check_tensor("token_norm", token_norm, (size,), dtype)
-    check_tensor("feature_norm", feature_norm, (size,), dtype)
-    check_tensor("hidden", hidden, (num_rows, size), dtype)
-    check_tensor("inputs", inputs, (num_rows, 2 * size), dtype)
+    _check_features(features, hidden, inputs, block_features)
+    check_tensor("embedding", embedding, (embedding.shape[0], size), hidden.dtype)
+    check_tensor("token_norm", token_norm, (size,), hidden.dtype)
+    check_tensor("feature_norm", feature_norm, (size,), hidden.dtype)
     check_rows("block_table", block_table, block_table.shape, torch.int32)
-    if block_features is not None:
-        check_tensor("block_features", block_features, (block_features.shape[0], size), dtype)
-
     _draft_inputs[(num_rows,)](
         row_slot,
         row_token,
@@ -198,7 +185,7 @@ def draft_inputs(
         block_table,
         block_features,
         eps,
-        num_features,
+        features.shape[-2],
         features.stride(0) if features.dim() == 3 else 0,
         block_table.stride(0),
         SIZE=size,
@@ -245,3 +232,20 @@ def draft_inputs_reference(
     normed = rms_norm_reference(feature, feature_norm, eps).where(is_live[:, None], 0)
     token = rms_norm_reference(embedded, token_norm, eps).where(is_live[:, None], 0)
     return normed if is_residual_normed else feature, torch.cat((token, normed), dim=1)
+
+
+def _check_features(features: Tensor, hidden: Tensor, inputs: Tensor, block_features: Tensor | None) -> None:
+    (num_rows, size), dtype = hidden.shape, hidden.dtype
+    num_features = features.shape[-2]
+    if features.dim() == 3:
+        check_tensor("features", features, (features.shape[0], num_features, size), torch.float32)
+    else:
+        check_tensor("features", features, (num_features, size), dtype)
+
+    if num_features > num_rows or (block_features is None and num_features != num_rows):
+        raise ValueError(f"features: {num_features} rows: expected {num_rows}, or fewer with block_features")
+
+    check_tensor("hidden", hidden, (num_rows, size), dtype)
+    check_tensor("inputs", inputs, (num_rows, 2 * size), dtype)
+    if block_features is not None:
+        check_tensor("block_features", block_features, (block_features.shape[0], size), dtype)

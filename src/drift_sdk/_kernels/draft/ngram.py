@@ -176,10 +176,9 @@ def propose_ngrams(
 
     Raises ValueError for another shape, type or layout.
     """
-    (num_rows,) = row_slot.shape
-    num_groups = num_rows // rows_per_slot
-    if num_rows % rows_per_slot:
-        raise ValueError(f"row_slot: {num_rows} rows: expected a multiple of {rows_per_slot}")
+    num_groups, remainder = divmod(row_slot.shape[0], rows_per_slot)
+    if remainder:
+        raise ValueError(f"row_slot: {row_slot.shape[0]} rows: expected a multiple of {rows_per_slot}")
 
     _check_rows(history, row_slot=row_slot, row_position=row_position, row_token=row_token)
     searchers = num_searchers(history.shape[1])

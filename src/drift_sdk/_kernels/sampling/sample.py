@@ -1,4 +1,7 @@
-"""Choosing tokens: filters, Gumbel-max, log-probabilities."""
+"""Sampling in plain torch: filters, Gumbel-max, log-probabilities.
+
+The eager executor samples with it, and it is the reference of `sampled_rows.sample_rows`.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,8 @@ def sample(
     if rows.numel() == 0:
         return tokens
 
-    # With the largest logit at zero no temperature is so low that several overflow to infinity and tie.
+    # With the largest logit at zero, none overflows to infinity, at which several would tie, however low the
+    # temperature.
     scaled = (logits[rows] - logits[rows].amax(dim=-1, keepdim=True)) / temperature[rows, None]
     kept = filter_logits(scaled, top_k[rows], top_p[rows], min_p[rows])
     noise = gumbel_noise(seed[rows], position[rows], logits.shape[-1])
@@ -42,7 +46,8 @@ def sample(
 def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """logits [M, V] with -inf where top_k, then top_p, then min_p (each [M]) cut a token off.
 
-    Each filter is a threshold on the logit, so tokens that tie with the last one kept stay.
+    logits are scaled by the temperature already. Each filter is a threshold on the logit, so tokens that tie
+    with the last one kept stay.
     """
     num_tokens = logits.shape[-1]
     needs_order = bool(((top_k > 0) & (top_k < num_tokens)).any() or (top_p < 1).any())
