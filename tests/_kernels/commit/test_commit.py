@@ -159,7 +159,7 @@ class Round:
         return self.emitted[:-1].tolist()
 
     def results(self) -> dict[str, list[int]]:
-        """Everything that a commit writes, but for `chosen`."""
+        """Everything that a commit writes, except `chosen`."""
         state = {name: getattr(self.state, name).tolist() for name in SlotState.__struct_fields__}
         return state | {
             "counts": self.columns.counts.tolist(),

@@ -168,9 +168,9 @@ def test_launches_on_a_gpu_are_noted() -> None:
     launches = Launches()
     note(launches, staging._advance, index, 3, True, num_warps=1, launch_pdl=True)
     key = next(key for key in launch_order._accesses if key[0] is staging._advance)
-    assert launch_order._accesses[key] == KernelAccess(names(), names("next_entry_ptr"), False)
+    assert launch_order._accesses[key] == KernelAccess(names(), names("next_index"), False)
     launches = Launches()
-    impatient = KernelAccess(names("next_entry_ptr"), names("next_entry_ptr"), False)
-    launches.add("advance", impatient, {"next_entry_ptr": index})
+    impatient = KernelAccess(names("next_index"), names("next_index"), False)
+    launches.add("advance", impatient, {"next_index": index})
     with pytest.raises(LaunchOrderError):
-        launches.add("advance", impatient, {"next_entry_ptr": index})
+        launches.add("advance", impatient, {"next_index": index})

@@ -93,7 +93,7 @@ def test_draft_noise_depends_on_the_position(device: str) -> None:
     assert case.run(1)[1] == case.expected(1) != first
 
 
-def test_choose_drafts_leaves_rows_without_slot_alone(device: str) -> None:
+def test_choose_drafts_does_not_write_rows_without_slot(device: str) -> None:
     case = Case(device, 96, None)
     case.row_slot[0 * ROWS + 2] = -1  # slot 3 may have one draft
     case.row_slot[2 * ROWS + 1 : 3 * ROWS] = -1  # slot 0 none

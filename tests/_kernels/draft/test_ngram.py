@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from drift_sdk._kernels.draft.ngram import (
-    SEARCH_BLOCK,
+    SEARCH_TOKENS,
     append_history,
     append_history_reference,
     num_searchers,
@@ -111,15 +111,22 @@ def test_proposals_from_random_histories(
 def test_longest_run_is_found_across_searchers(extra: int, device: str) -> None:
     """Runs begin or end where a searcher's block does. The longest run is chosen, then the latest."""
     rng = random.Random(extra)
-    num_columns = 9 * SEARCH_BLOCK if device == "cpu" else 32_769
+    num_columns = 9 * SEARCH_TOKENS if device == "cpu" else 32_769
     assert num_searchers(num_columns) > 1
     tail = [7, 8, 9, 10]
     slots: list[Slot | None] = []
-    ends = (4, SEARCH_BLOCK, SEARCH_BLOCK + 2, 3 * SEARCH_BLOCK + 1, 4 * SEARCH_BLOCK + 3, num_columns - 20)
+    ends = (
+        4,
+        SEARCH_TOKENS,
+        SEARCH_TOKENS + 2,
+        3 * SEARCH_TOKENS + 1,
+        4 * SEARCH_TOKENS + 3,
+        num_columns - 20,
+    )
     for end in ends:
         tokens = [rng.randrange(20, 25) for _ in range(num_columns - 1 - extra)]
         tokens[end - 4 : end] = tail
-        for shorter in (5 * SEARCH_BLOCK, num_columns - 50):
+        for shorter in (5 * SEARCH_TOKENS, num_columns - 50):
             tokens[shorter - 3 : shorter] = tail[1:]
         tokens[-4:] = tail
         slots.append((tokens, 99))

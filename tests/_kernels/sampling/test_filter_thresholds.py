@@ -92,7 +92,7 @@ def test_filters_of_logits_of_any_spread(spread: float, fields: dict[str, float]
 @pytest.mark.parametrize("spread", [1.0, 1e-3])
 @pytest.mark.parametrize("num_near", [MAX_CANDIDATES - 1, MAX_CANDIDATES, MAX_CANDIDATES + 1])
 def test_filters_with_more_candidates_than_are_collected(num_near: int, spread: float, device: str) -> None:
-    """With more than MAX_CANDIDATES in a chunk the whole row is gone through."""
+    """With more than MAX_CANDIDATES in a chunk the kernel reads the whole row."""
     logits = torch.full((2, MAX_CANDIDATES + 900), -50.0)
     near = torch.linspace(0.0, spread, num_near)
     logits[:, 450 : 450 + num_near] = near

@@ -1,9 +1,9 @@
 """The commit of a round with a given number of right drafts, to measure what a round costs at any acceptance.
 
-It does what `commit` does, with two differences: a trace says how many tokens a round emits, and drafts are
-not compared with what was chosen. As many drafts as the trace says are taken for right, or all that there are
-if these are fewer, and take the place of the tokens chosen before them. A stop id and the length limit end a
-slot as ever. WHAT THE SLOTS SAY IS NOT THE MODEL'S.
+It does what `commit` does, with two differences: a trace gives the number of tokens of each round, and drafts
+are not compared with the tokens chosen. As many drafts as the trace gives are accepted, or all that there are
+if these are fewer, and replace the tokens chosen before them. A stop id and the length limit end a slot as in
+`commit`. THE TOKENS EMITTED ARE NOT THE MODEL'S.
 
 Grid, ownership, bytes and programmatic dependent launch: as of `commit`, and three words a slot more.
 """
@@ -37,7 +37,7 @@ from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotState
 __all__ = ["SimulatedRounds", "commit_simulated", "commit_simulated_reference"]
 
 GOLDEN_SECTION = 0.618
-"""(sqrt(5) - 1) / 2: multiples of it, modulo 1, are spread more evenly than those of any other number."""
+"""(sqrt(5) - 1) / 2: multiples of it, modulo 1, are spread evenly, however many there are."""
 
 
 class SimulatedRounds(Struct, frozen=True):
@@ -62,7 +62,7 @@ def _commit_simulated(
     # The rows of the step, and what was chosen behind them.
     row_slot_ptr,  # [R] int32
     row_token_ptr,  # [R] int32
-    chosen_ptr,  # [R] int32, written: a draft that is taken for right stands behind the row before it
+    chosen_ptr,  # [R] int32, written: an accepted draft replaces the token behind the row before it
     chosen_logprob_ptr,  # [R] fp32
     top_token_ptr,  # [R, MAX_TOP] int32
     top_logprob_ptr,  # [R, MAX_TOP] fp32
@@ -97,14 +97,14 @@ def _commit_simulated(
     lines are lists of arguments."""
     wait_for_producers(PDL)
     start_dependents(PDL)
-    group = tl.program_id(0)
-    first_row = group * ROWS_PER_SLOT
+    slot_index = tl.program_id(0)
+    first_row = slot_index * ROWS_PER_SLOT
     slot = tl.load(row_slot_ptr + first_row)
-    record_ptr = find_record(output_ring_ptr, current_entry_ptr, group, entry_words, ROWS_PER_SLOT)
-    if group == 0:
+    record_ptr = find_record(output_ring_ptr, current_entry_ptr, slot_index, entry_words, ROWS_PER_SLOT)
+    if slot_index == 0:
         tl.store(next_entry_ptr, entry_after(tl.load(next_entry_ptr), num_entries))
     if slot < 0:
-        write_empty_record(record_ptr, emitted_ptr + group)
+        write_empty_record(record_ptr, emitted_ptr + slot_index)
     else:
         slot_stop_bits_ptr = stop_bits_ptr + slot.to(tl.int64) * num_words
         slot_counts_ptr = counts_ptr + slot.to(tl.int64) * vocab_size
@@ -119,7 +119,7 @@ def _commit_simulated(
         finish = start * 0
         newest = start * 0
         is_walking = start >= 0
-        # Simulated: the trace says how many drafts are right.
+        # Simulated: the trace gives the number of right drafts.
         num_rounds = tl.load(num_rounds_ptr + slot)
         tl.store(num_rounds_ptr + slot, num_rounds + 1)
         num_right = tl.load(trace_ptr + (num_rounds + slot * trace_stride) % trace_length) - 1
@@ -129,7 +129,7 @@ def _commit_simulated(
             if depth + 1 < ROWS_PER_SLOT:
                 is_drafted = tl.load(row_slot_ptr + row + 1) >= 0
                 draft = tl.load(row_token_ptr + row + 1)
-                # Simulated: the draft takes the place of the token chosen before it.
+                # Simulated: the draft replaces the token chosen before it.
                 token = tl.where(is_drafted & (depth < num_right), draft, token)
                 tl.store(chosen_ptr + row, token)
             if is_walking:
@@ -160,7 +160,7 @@ def _commit_simulated(
             length_ptr + slot,
             last_token_ptr + slot,
             finish_ptr + slot,
-            emitted_ptr + group,
+            emitted_ptr + slot_index,
             record_ptr,
             start + num_tokens,
             newest,

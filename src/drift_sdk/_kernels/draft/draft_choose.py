@@ -1,4 +1,4 @@
-"""The tokens that a draft proposes: the best of its logits, with the very noise the target will choose by.
+"""The tokens that a draft proposes: the best of its logits, with the noise that the target will choose by.
 
 The arg max of logits + temperature * noise is that of logits / temperature + noise, at any temperature above
 zero, and at zero that of the logits. The noise is that of the target's id at the token's position, so that
@@ -7,8 +7,7 @@ draft and target agree often.
 Two launches. `_best_of_chunks`, grid (slots, chunks): a program owns CHUNK_TOKENS logits of the one row that
 a slot drafts from at this depth. `_place_tokens`, grid (slots,): a program owns a slot, takes the best of its
 chunks, and writes the drafted token and the row that the draft computes next. Logits that come as partial
-sums are added slice by slice, in order, so a draft's logits have the bits of the product that sums them
-itself. Bytes: a row of logits a slot, all its slices.
+sums are added slice by slice, in order. Bytes: a row of logits a slot, all its slices.
 
 Programmatic dependent launch: both wait for their producers before their first read and, being short, let
 their dependents start right after that.
@@ -59,7 +58,7 @@ def _best_of_chunks(
     chunk_value_ptr,  # [B, C] fp32, written
     chunk_token_ptr,  # [B, C] int32, written
     vocab_size,  # D
-    slice_stride,  # elements from a slice of logits to the next
+    logits_slice_stride,  # elements from a slice of logits to the next
     DEPTH: tl.constexpr,  # of the rows drafted now, 1 or more
     ROWS_PER_SLOT: tl.constexpr,
     NUM_SLICES: tl.constexpr,
@@ -69,16 +68,16 @@ def _best_of_chunks(
     """Grid (B, C)."""
     wait_for_producers(PDL)
     start_dependents(PDL)
-    group, chunk = tl.program_id(0), tl.program_id(1)
-    row = group * ROWS_PER_SLOT + DEPTH
+    slot_index, chunk = tl.program_id(0), tl.program_id(1)
+    row = slot_index * ROWS_PER_SLOT + DEPTH
     slot = tl.load(row_slot_ptr + row)
     if slot >= 0:
         column = chunk * CHUNK_TOKENS + tl.arange(0, CHUNK_TOKENS)
         in_vocab = column < vocab_size
-        slice_ptr = logits_ptr + group.to(tl.int64) * vocab_size + column
+        slice_ptr = logits_ptr + slot_index.to(tl.int64) * vocab_size + column
         logits = tl.load(slice_ptr, mask=in_vocab, other=-float("inf")).to(tl.float32)
         for index in tl.static_range(1, NUM_SLICES):
-            logits += tl.load(slice_ptr + index * slice_stride, mask=in_vocab, other=0.0)
+            logits += tl.load(slice_ptr + index * logits_slice_stride, mask=in_vocab, other=0.0)
 
         token_ids = tl.load(target_ids_ptr + column, mask=in_vocab, other=LAST_ID)
         temperature = tl.load(temperature_ptr + slot)
@@ -87,7 +86,7 @@ def _best_of_chunks(
             logits += temperature * _noise(tl.load(seed_ptr + slot), position, token_ids)
 
         best, token = arg_max(logits, token_ids)
-        cell = group * tl.num_programs(1) + chunk
+        cell = slot_index * tl.num_programs(1) + chunk
         tl.store(chunk_value_ptr + cell, best)
         tl.store(chunk_token_ptr + cell, token)
 
@@ -111,8 +110,8 @@ def _place_tokens(
     """Grid (B,)."""
     wait_for_producers(PDL)
     start_dependents(PDL)
-    group = tl.program_id(0)
-    row = group * ROWS_PER_SLOT + DEPTH
+    slot_index = tl.program_id(0)
+    row = slot_index * ROWS_PER_SLOT + DEPTH
     slot = tl.load(row_slot_ptr + row)
     next_slot = slot
     if DEPTH + 1 < ROWS_PER_SLOT:
@@ -120,15 +119,15 @@ def _place_tokens(
     token = slot * 0 - 1  # -1 as a tensor: changed in the branch
     if slot >= 0:
         chunk = tl.arange(0, PADDED_CHUNKS)
-        cell = group * num_chunks + chunk
+        cell = slot_index * num_chunks + chunk
         is_chunk = chunk < num_chunks
         values = tl.load(chunk_value_ptr + cell, mask=is_chunk, other=-float("inf"))
         _, token = arg_max(values, tl.load(chunk_token_ptr + cell, mask=is_chunk, other=LAST_ID))
         tl.store(row_token_ptr + row, token)
 
-    tl.store(next_slot_ptr + group, tl.where(slot >= 0, next_slot, -1))
-    tl.store(next_token_ptr + group, token)
-    tl.store(next_position_ptr + group, tl.load(row_position_ptr + row))
+    tl.store(next_slot_ptr + slot_index, tl.where(slot >= 0, next_slot, -1))
+    tl.store(next_token_ptr + slot_index, token)
+    tl.store(next_position_ptr + slot_index, tl.load(row_position_ptr + row))
 
 
 def choose_drafts(
@@ -148,8 +147,8 @@ def choose_drafts(
 
     logits: of the rows before these, over the draft's vocabulary: [B, D] in the storage type, or fp32 partial
     sums [num_slices, B, D], added in order. target_ids [D] int32, ascending: the target's id of each of the
-    draft's; ties go to the lowest. row_slot, row_token, row_position [B * T] int32; rows of slot -1 are left
-    alone. temperature [S] fp32, seed [S] int64. depth: 1 to T - 1.
+    draft's; ties go to the lowest. row_slot, row_token, row_position [B * T] int32; rows of slot -1 are not
+    written. temperature [S] fp32, seed [S] int64. depth: 1 to T - 1.
     chunks: scratch, [B, num_draft_chunks] fp32 and int32. out: (slot, token, position) [B] int32, written: of
     the rows that the draft computes next, with slot -1 where row b * T + depth or the one behind it has none.
     After the last depth the slot is that of row b * T + depth.

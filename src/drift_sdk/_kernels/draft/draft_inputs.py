@@ -3,9 +3,9 @@
 Features that end a KV block are stored beside the block on the way, and those after a prefix hit are loaded
 from there.
 
-Grid (rows,): a program owns a row, and keeps it in registers: BLOCK_COLUMNS is the whole row. Partial sums
+Grid (rows,): a program owns a row, and keeps it in registers: PADDED_COLUMNS is the whole row. Partial sums
 are added slice by slice, in order, then rounded to the storage type. A norm's sum of squares is in the order
-of Triton's reduction, which BLOCK_COLUMNS and `norm_warps` fix, so a row's bits depend on that row alone.
+of Triton's reduction, which PADDED_COLUMNS and `norm_warps` fix, so a row's bits depend only on that row.
 Bytes: a row of the embedding and NUM_SLICES rows of fp32, or one of the storage type, in; three out.
 
 Programmatic dependent launch: the kernel waits for its producers before its first read and, being short, lets
@@ -28,29 +28,29 @@ __all__ = ["draft_inputs", "draft_inputs_reference"]
 
 @triton.jit
 def _exchange_block_feature(
-    feature,  # [BLOCK_COLUMNS]: the row's, if it is given
+    feature,  # [PADDED_COLUMNS]: the row's, if it is given
     row_position_ptr,  # [R] int32
     block_table_ptr,  # [S, max_blocks] int32
     block_features_ptr,  # [num_blocks, SIZE], read or written
     row,
     slot,
-    column,  # [BLOCK_COLUMNS]
+    column,  # [PADDED_COLUMNS]
     is_live,
     is_given,
-    table_stride,
+    block_table_stride,
     SIZE: tl.constexpr,
-    KV_BLOCK_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
 ):
     """The row's feature: its block's where it is not given; one that ends a block is stored beside the
     block."""
     position = tl.load(row_position_ptr + row)
-    entry_ptr = block_table_ptr + slot.to(tl.int64) * table_stride + (position - 1) // KV_BLOCK_SIZE
+    entry_ptr = block_table_ptr + slot.to(tl.int64) * block_table_stride + (position - 1) // BLOCK_SIZE
     block = tl.load(entry_ptr, mask=is_live, other=0).to(tl.int64)
     block_feature_ptr = block_features_ptr + block * SIZE + column
     is_kept = is_live & (is_given == 0)
     kept = tl.load(block_feature_ptr, mask=column < tl.where(is_kept, SIZE, 0), other=0.0)
     feature = tl.where(is_kept, kept, feature)
-    ends_block = is_live & is_given & (position % KV_BLOCK_SIZE == 0)
+    ends_block = is_live & is_given & (position % BLOCK_SIZE == 0)
     tl.store(block_feature_ptr, feature, mask=column < tl.where(ends_block, SIZE, 0))
     return feature
 
@@ -75,11 +75,11 @@ def _draft_inputs(
     # Sizes.
     eps,
     num_features,  # F
-    slice_stride,  # elements from a slice of features to the next
-    table_stride,  # elements from a row of block_table to the next
+    features_slice_stride,  # elements from a slice of features to the next
+    block_table_stride,  # elements from a row of block_table to the next
     SIZE: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,  # SIZE as a power of two
-    KV_BLOCK_SIZE: tl.constexpr,  # tokens of a KV block
+    PADDED_COLUMNS: tl.constexpr,  # SIZE as a power of two
+    BLOCK_SIZE: tl.constexpr,  # tokens of a KV block
     NUM_SLICES: tl.constexpr,
     IS_RESIDUAL_NORMED: tl.constexpr,
     PDL: tl.constexpr,
@@ -88,7 +88,7 @@ def _draft_inputs(
     wait_for_producers(PDL)
     start_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK_COLUMNS)
+    column = tl.arange(0, PADDED_COLUMNS)
     is_column = column < SIZE
     slot = tl.load(row_slot_ptr + row)
     token = tl.load(row_token_ptr + row).to(tl.int64)
@@ -99,7 +99,7 @@ def _draft_inputs(
     is_loaded = column < tl.where(is_live & is_given, SIZE, 0)
     total = tl.load(slice_ptr, mask=is_loaded, other=0.0).to(tl.float32)
     for index in tl.static_range(1, NUM_SLICES):
-        total += tl.load(slice_ptr + index * slice_stride, mask=is_loaded, other=0.0)
+        total += tl.load(slice_ptr + index * features_slice_stride, mask=is_loaded, other=0.0)
 
     feature = total.to(dtype)
     if block_features_ptr is not None:
@@ -113,9 +113,9 @@ def _draft_inputs(
             column,
             is_live,
             is_given,
-            table_stride,
+            block_table_stride,
             SIZE,
-            KV_BLOCK_SIZE,
+            BLOCK_SIZE,
         )
 
     wide = feature.to(tl.float32)
@@ -189,8 +189,8 @@ def draft_inputs(
         features.stride(0) if features.dim() == 3 else 0,
         block_table.stride(0),
         SIZE=size,
-        BLOCK_COLUMNS=triton.next_power_of_2(size),
-        KV_BLOCK_SIZE=block_size,
+        PADDED_COLUMNS=triton.next_power_of_2(size),
+        BLOCK_SIZE=block_size,
         NUM_SLICES=num_slices,
         IS_RESIDUAL_NORMED=is_residual_normed,
         PDL=uses_pdl(),

@@ -3,7 +3,7 @@
 The row that pairs the feature of position p with the token of position p + 1 is counted at the token's place:
 its position here is p + 1.
 
-Grid of both kernels (blocks of rows,): a program owns BLOCK_ROWS rows. Bytes: 24 to 32 a row; the time is
+Grid of both kernels (tiles of rows,): a program owns TILE_ROWS rows. Bytes: 24 to 32 a row; the time is
 that of a launch.
 
 Programmatic dependent launch: both wait for their producers before their first read and, being short, let
@@ -22,7 +22,7 @@ from drift_sdk._kernels.common.launching import launch_options, start_dependents
 
 __all__ = ["chunk_rows", "chunk_rows_reference", "round_rows", "round_rows_reference"]
 
-BLOCK_ROWS = 256
+TILE_ROWS = 256
 """Rows of a program: two a thread of 4 warps."""
 
 
@@ -37,13 +37,13 @@ def _round_rows(
     draft_position_ptr,  # [R] int32, written
     num_rows,  # R
     ROWS_PER_SLOT: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (blocks of R,)."""
+    """Grid (tiles of R,)."""
     wait_for_producers(PDL)
     start_dependents(PDL)
-    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     is_row = row < num_rows
     is_emitted = row % ROWS_PER_SLOT < tl.load(emitted_ptr + row // ROWS_PER_SLOT, mask=is_row, other=0)
     slot = tl.load(row_slot_ptr + row, mask=is_emitted, other=-1)
@@ -67,13 +67,13 @@ def _chunk_rows(
     draft_position_ptr,  # [N + C] int32, written
     num_rows,  # N
     num_hits,  # C
-    BLOCK_ROWS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (blocks of N + C,)."""
+    """Grid (tiles of N + C,)."""
     wait_for_producers(PDL)
     start_dependents(PDL)
-    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     is_hit = (row >= num_rows) & (row < num_rows + num_hits)
     source = tl.load(hits_ptr + row - num_rows, mask=is_hit, other=-1)
     source = tl.where(row < num_rows, row, source)
@@ -98,12 +98,12 @@ def round_rows(
     emitted: Tensor,
     out: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """Write (slot, token, position) [R] of a round's rows, R / B for each slot: of slot b the first
-    emitted[b].
+    """Write the rows (slot, token, position) [R] that a draft computes of a round, those that were emitted.
 
-    row_slot, row_position [R]: the round's rows. chosen [R]: the token behind each row. emitted [B]: 0 for
-    padding. out, written: the token is the chosen one, the position that of this token; rows that are not
-    emitted get slot -1. All int32. Raises ValueError for another shape or type.
+    row_slot, row_position [R]: the round's rows, R / B for each of B slots. chosen [R]: the token behind each
+    row. emitted [B]: of slot b the first emitted[b] rows were emitted; 0 for padding. out, written: the token
+    is the chosen one, the position that of this token; rows that were not emitted get slot -1. All int32.
+    Raises ValueError for another shape or type.
     """
     (num_rows,), (num_slots,) = row_slot.shape, emitted.shape
     if num_rows % num_slots:
@@ -114,7 +114,7 @@ def round_rows(
 
     check_tensor("emitted", emitted, (num_slots,), torch.int32)
     _check_out(out, num_rows)
-    _round_rows[(triton.cdiv(num_rows, BLOCK_ROWS),)](
+    _round_rows[(triton.cdiv(num_rows, TILE_ROWS),)](
         row_slot,
         row_position,
         chosen,
@@ -122,7 +122,7 @@ def round_rows(
         *out,
         num_rows,
         ROWS_PER_SLOT=num_rows // num_slots,
-        BLOCK_ROWS=BLOCK_ROWS,
+        TILE_ROWS=TILE_ROWS,
         PDL=uses_pdl(),
         **launch_options(),
     )
@@ -137,13 +137,13 @@ def chunk_rows(
     last_token: Tensor,
     out: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """Write (slot, token, position) [N + C] of a prefill step's rows [N], and of the row before each of hits
-    [C].
+    """Write the rows (slot, token, position) [N + C] that a draft computes of a prefill step.
 
-    next_token [N]: the token that follows each row; -1: the slot's last_token [S]. hits: rows whose
-    predecessor the draft has to compute too; -1: none. out, written: the N rows, then the C predecessors,
-    slot -1 for padding; the token is the one that the feature is paired with, the position that of the token.
-    All int32. Raises ValueError for another shape or type.
+    They are the step's rows [N], and the row before each of hits [C]. next_token [N]: the token that follows
+    each row; -1: the slot's last_token [S]. hits: rows whose predecessor the draft has to compute too; -1:
+    none. out, written: the N rows, then the C predecessors, slot -1 for padding; the token is the one that
+    the feature is paired with, the position that of the token. All int32. Raises ValueError for another shape
+    or type.
     """
     (num_rows,), (num_hits,) = row_slot.shape, hits.shape
     for name, tensor in (
@@ -157,7 +157,7 @@ def chunk_rows(
     check_tensor("hits", hits, (num_hits,), torch.int32)
     check_tensor("last_token", last_token, last_token.shape, torch.int32)
     _check_out(out, num_rows + num_hits)
-    _chunk_rows[(triton.cdiv(num_rows + num_hits, BLOCK_ROWS),)](
+    _chunk_rows[(triton.cdiv(num_rows + num_hits, TILE_ROWS),)](
         row_slot,
         row_token,
         row_position,
@@ -167,7 +167,7 @@ def chunk_rows(
         *out,
         num_rows,
         num_hits,
-        BLOCK_ROWS=BLOCK_ROWS,
+        TILE_ROWS=TILE_ROWS,
         PDL=uses_pdl(),
         **launch_options(),
     )

@@ -28,7 +28,7 @@ def _keep_last_rows(
     state_ptr,  # [S, SIZE], written
     num_rows,  # R
     SIZE: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,  # SIZE as a power of two
+    PADDED_COLUMNS: tl.constexpr,  # SIZE as a power of two
     PDL: tl.constexpr,
 ):
     """Grid (R,)."""
@@ -38,7 +38,7 @@ def _keep_last_rows(
     slot = tl.load(row_slot_ptr + row)
     following = tl.load(row_slot_ptr + row + 1, mask=row + 1 < num_rows, other=-1)
     if (slot >= 0) & (slot != following):
-        column = tl.arange(0, BLOCK_COLUMNS)
+        column = tl.arange(0, PADDED_COLUMNS)
         is_column = column < SIZE
         values = tl.load(output_ptr + row.to(tl.int64) * SIZE + column, mask=is_column, other=0.0)
         tl.store(state_ptr + slot.to(tl.int64) * SIZE + column, values, mask=is_column)
@@ -60,7 +60,7 @@ def keep_last_rows(row_slot: Tensor, output: Tensor, state: Tensor) -> None:
         state,
         num_rows,
         SIZE=size,
-        BLOCK_COLUMNS=triton.next_power_of_2(size),
+        PADDED_COLUMNS=triton.next_power_of_2(size),
         PDL=uses_pdl(),
         num_warps=norm_warps(size),
         **launch_options(),

@@ -1,14 +1,13 @@
-"""The tiles of a draft's prefill attention, made on the device: the table that `prefill_tiles` makes on the
-host.
+"""The tiles of a draft's prefill attention, made on the device.
 
-A tile is a run of one slot's rows that a program of the attention owns. It ends with its slot's rows, and
-where the row's index is a multiple of the tile's size. The tiles of chunks stand in falling order of their
-rows: of a long chunk, those that see most keys come first. Before them stand tiles of one row each, of the
-single rows; behind them unused tiles, of slot -1.
+`prefill_tiles` makes the same kind of table on the host. A tile is a run of one slot's rows that a program of
+the attention owns. It ends with its slot's rows, and where the row's index is a multiple of the tile's size.
+The tiles of chunks stand in falling order of their rows: of a long chunk, those that see most keys come
+first. Before them stand tiles of one row each, of the single rows; behind them unused tiles, of slot -1.
 
 Grid (ceil(N / TILE_ROWS) + 1,): program p owns the tiles that start in rows p * TILE_ROWS on; the last
 program owns the single rows' tiles and the unused ones. Every program counts the tiles of all N rows, to know
-where its own stand: 8 bytes a row, from L2. Integers alone: no order matters.
+where its own stand: 8 bytes a row, from L2. All values are integers, so no order of summation matters.
 
 Programmatic dependent launch: the kernel waits for its producers before its first read and, being short, lets
 its dependents start right after that.
@@ -27,8 +26,8 @@ from drift_sdk._kernels.common.launching import launch_options, start_dependents
 
 __all__ = ["draft_tiles", "draft_tiles_reference", "num_draft_tiles"]
 
-BLOCK_ROWS = 1024
-"""Rows, or tiles of single rows, that a program looks at a time: 4 a thread of 8 warps."""
+CHUNK_ROWS = 1024
+"""Rows, or tiles of single rows, that a program reads at a time: 4 a thread of 8 warps."""
 NUM_FIELDS = tl.constexpr(TILE_FIELDS)
 
 
@@ -60,7 +59,7 @@ def _draft_tiles(
     num_single,  # C
     num_tiles,
     TILE_ROWS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    CHUNK_ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (ceil(N / TILE_ROWS) + 1,)."""
@@ -71,8 +70,8 @@ def _draft_tiles(
     # Tiles of all rows, and of the rows before this program's; zeros as tensors, changed in the loop.
     num_used = first_row * 0
     num_before = first_row * 0
-    for first in range(0, num_rows, BLOCK_ROWS):
-        row = first + tl.arange(0, BLOCK_ROWS)
+    for first in range(0, num_rows, CHUNK_ROWS):
+        row = first + tl.arange(0, CHUNK_ROWS)
         _, is_start = _find_starts(row_slot_ptr, row, num_rows, TILE_ROWS)
         num_used += tl.sum(is_start.to(tl.int32))
         num_before += tl.sum((is_start & (row < first_row)).to(tl.int32))
@@ -91,8 +90,8 @@ def _draft_tiles(
         tl.store(tile_ptr + 2, size, mask=is_start)
         tl.store(tile_ptr + 3, tl.load(row_position_ptr + row, mask=is_start, other=0), mask=is_start)
     else:
-        for first in range(0, num_tiles, BLOCK_ROWS):
-            tile = first + tl.arange(0, BLOCK_ROWS)
+        for first in range(0, num_tiles, CHUNK_ROWS):
+            tile = first + tl.arange(0, CHUNK_ROWS)
             is_single = tile < num_single
             row = num_rows + tile
             tile_ptr = tiles_ptr + tile * NUM_FIELDS
@@ -113,7 +112,7 @@ def draft_tiles(
     The first N rows are chunks, runs of a slot's consecutive positions, at most C of them; rows of slot -1
     are in no tile. The last C = num_single rows have a tile each, of slot -1 if the row has none. tile_rows:
     rows of a tile, a power of two. Fields as of `prefill_tiles`: slot, first row, number of rows, position of
-    the first row; other fields of unused tiles are left alone. All int32.
+    the first row; other fields of unused tiles are not written. All int32.
 
     Raises ValueError for another shape or type.
     """
@@ -130,7 +129,7 @@ def draft_tiles(
         num_single,
         num_tiles,
         TILE_ROWS=tile_rows,
-        BLOCK_ROWS=BLOCK_ROWS,
+        CHUNK_ROWS=CHUNK_ROWS,
         PDL=uses_pdl(),
         num_warps=8,
         **launch_options(),

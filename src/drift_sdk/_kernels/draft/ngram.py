@@ -1,10 +1,10 @@
-"""Prompt look-up on the device: a draft is what followed the last time the sequence ended in the same tokens.
+"""Prompt look-up on the device: drafts are the tokens behind an earlier occurrence of the sequence's end.
 
-Two launches propose. `_search`, grid (slots, searchers): a program owns every P-th block of BLOCK_TOKENS
+Two launches propose. `_search`, grid (slots, searchers): a program owns every P-th chunk of CHUNK_TOKENS
 places of its slot's history, and finds the longest run of tokens there that also ends the history, the
 latest of equally long ones. `_propose`, grid (slots,): a program owns a slot, takes the best of what
-its searchers found, and writes the tokens behind it. A third, `_append`, grid (blocks of rows,), keeps the
-history. Integers alone: no order of summation matters.
+its searchers found, and writes the tokens behind it. A third, `_append`, grid (tiles of rows,), keeps the
+history. All values are integers, so no order of summation matters.
 
 Bytes: 4 for each token of the history, then up to MAX_LENGTH times that from L1; of a proposal and of an
 append a few words a row.
@@ -27,12 +27,12 @@ from drift_sdk._kernels.common.launching import launch_options, start_dependents
 
 __all__ = ["append_history", "append_history_reference", "num_searchers", "propose_ngrams"]
 
-SEARCH_BLOCK = 1024
+SEARCH_TOKENS = 1024
 """Places in the history that a program searches at a time: 8 a thread of 4 warps."""
 MAX_SEARCHERS = 32
-"""Most programs that search a history: with two blocks each they cover 65,536 tokens before any has a third,
+"""Most programs that search a history: with two chunks each they cover 65,536 tokens before any has a third,
 and a single sequence is shared by 32 multiprocessors."""
-APPEND_BLOCK = 256
+APPEND_ROWS = 256
 """Rows of a program that appends: two a thread of 4 warps."""
 END_BITS = tl.constexpr(32)
 """A find is one int64: the run's length above these bits, the place behind its end below. So the larger find
@@ -52,24 +52,24 @@ def _search(
     ROWS_PER_SLOT: tl.constexpr,
     MIN_LENGTH: tl.constexpr,
     MAX_LENGTH: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
+    CHUNK_TOKENS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (R / ROWS_PER_SLOT, P). Writes the best find in this program's blocks."""
+    """Grid (R / ROWS_PER_SLOT, P). Writes the best find in this program's chunks."""
     wait_for_producers(PDL)
     start_dependents(PDL)
-    group, searcher = tl.program_id(0), tl.program_id(1)
-    slot = tl.load(row_slot_ptr + group * ROWS_PER_SLOT)
-    length = tl.load(row_position_ptr + group * ROWS_PER_SLOT) + 1
+    slot_index, searcher = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(row_slot_ptr + slot_index * ROWS_PER_SLOT)
+    length = tl.load(row_position_ptr + slot_index * ROWS_PER_SLOT) + 1
     length = tl.where(slot >= 0, length, 0)
     tokens_ptr = history_ptr + slot.to(tl.int64) * history_stride
-    newest = tl.load(row_token_ptr + group * ROWS_PER_SLOT)
-    best = tl.zeros([BLOCK_TOKENS], tl.int64)
-    for first in range(searcher * BLOCK_TOKENS, length, tl.num_programs(1) * BLOCK_TOKENS):
+    newest = tl.load(row_token_ptr + slot_index * ROWS_PER_SLOT)
+    best = tl.zeros([CHUNK_TOKENS], tl.int64)
+    for first in range(searcher * CHUNK_TOKENS, length, tl.num_programs(1) * CHUNK_TOKENS):
         # A run of n tokens before `end` equals the last n; something follows it, so `end` is in the history.
-        end = first + tl.arange(0, BLOCK_TOKENS)
+        end = first + tl.arange(0, CHUNK_TOKENS)
         is_equal = end < length
-        run = tl.zeros([BLOCK_TOKENS], tl.int64)
+        run = tl.zeros([CHUNK_TOKENS], tl.int64)
         for back in tl.static_range(1, MAX_LENGTH + 1):
             is_equal &= end >= back
             # The newest token is not in the history yet.
@@ -79,7 +79,7 @@ def _search(
 
         best = tl.maximum(best, tl.where(run >= MIN_LENGTH, (run << END_BITS) + end, 0))
 
-    tl.store(found_ptr + group * tl.num_programs(1) + searcher, tl.max(best))
+    tl.store(found_ptr + slot_index * tl.num_programs(1) + searcher, tl.max(best))
 
 
 @triton.jit
@@ -99,22 +99,22 @@ def _propose(
     """Grid (R / ROWS_PER_SLOT,)."""
     wait_for_producers(PDL)
     start_dependents(PDL)
-    group = tl.program_id(0)
-    slot = tl.load(row_slot_ptr + group * ROWS_PER_SLOT)
-    length = tl.load(row_position_ptr + group * ROWS_PER_SLOT) + 1
+    slot_index = tl.program_id(0)
+    slot = tl.load(row_slot_ptr + slot_index * ROWS_PER_SLOT)
+    length = tl.load(row_position_ptr + slot_index * ROWS_PER_SLOT) + 1
     searcher = tl.arange(0, PADDED_SEARCHERS)
     is_searcher = searcher < NUM_SEARCHERS
-    best = tl.max(tl.load(found_ptr + group * NUM_SEARCHERS + searcher, mask=is_searcher, other=0))
+    best = tl.max(tl.load(found_ptr + slot_index * NUM_SEARCHERS + searcher, mask=is_searcher, other=0))
     end = tl.where(best > 0, best & END_MASK, length)
     draft = tl.arange(0, PADDED_ROWS)
-    row = group * ROWS_PER_SLOT + 1 + draft
+    row = slot_index * ROWS_PER_SLOT + 1 + draft
     is_draft = draft + 1 < tl.where(slot >= 0, ROWS_PER_SLOT, 0)
     own_slot = tl.load(row_slot_ptr + row, mask=is_draft, other=-1)
     is_proposed = (own_slot >= 0) & (end + draft < length)
     is_newest = is_proposed & (end + draft == length - 1)
     place_ptr = history_ptr + slot.to(tl.int64) * history_stride + end + draft
     token = tl.load(place_ptr, mask=is_proposed & (is_newest == 0), other=-1)
-    token = tl.where(is_newest, tl.load(row_token_ptr + group * ROWS_PER_SLOT), token)
+    token = tl.where(is_newest, tl.load(row_token_ptr + slot_index * ROWS_PER_SLOT), token)
     tl.store(row_token_ptr + row, token, mask=is_draft)
     tl.store(row_slot_ptr + row, tl.where(is_proposed, own_slot, -1), mask=is_draft)
 
@@ -130,13 +130,13 @@ def _append(
     num_rows,  # R
     ROWS_PER_SLOT: tl.constexpr,
     HAS_EMITTED: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (blocks of R,)."""
+    """Grid (tiles of R,)."""
     wait_for_producers(PDL)
     start_dependents(PDL)
-    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     slot = tl.load(row_slot_ptr + row, mask=row < num_rows, other=-1)
     is_appended = slot >= 0
     if HAS_EMITTED:
@@ -148,9 +148,9 @@ def _append(
 
 
 def num_searchers(max_num_tokens: int) -> int:
-    """How many programs search a history of at most so many tokens: two blocks each, as long as there are
+    """How many programs search a history of at most so many tokens: two chunks each, as long as there are
     fewer than MAX_SEARCHERS."""
-    return min(-(-max_num_tokens // (2 * SEARCH_BLOCK)), MAX_SEARCHERS)
+    return min(-(-max_num_tokens // (2 * SEARCH_TOKENS)), MAX_SEARCHERS)
 
 
 def propose_ngrams(
@@ -176,14 +176,14 @@ def propose_ngrams(
 
     Raises ValueError for another shape, type or layout.
     """
-    num_groups, remainder = divmod(row_slot.shape[0], rows_per_slot)
+    num_slots, remainder = divmod(row_slot.shape[0], rows_per_slot)
     if remainder:
         raise ValueError(f"row_slot: {row_slot.shape[0]} rows: expected a multiple of {rows_per_slot}")
 
     _check_rows(history, row_slot=row_slot, row_position=row_position, row_token=row_token)
     searchers = num_searchers(history.shape[1])
-    check_tensor("found", found, (num_groups, searchers), torch.int64)
-    _search[(num_groups, searchers)](
+    check_tensor("found", found, (num_slots, searchers), torch.int64)
+    _search[(num_slots, searchers)](
         row_slot,
         row_position,
         row_token,
@@ -193,12 +193,12 @@ def propose_ngrams(
         ROWS_PER_SLOT=rows_per_slot,
         MIN_LENGTH=min_length,
         MAX_LENGTH=max_length,
-        BLOCK_TOKENS=SEARCH_BLOCK,
+        CHUNK_TOKENS=SEARCH_TOKENS,
         PDL=uses_pdl(),
         num_warps=4,
         **launch_options(),
     )
-    _propose[(num_groups,)](
+    _propose[(num_slots,)](
         row_slot,
         row_position,
         row_token,
@@ -230,13 +230,13 @@ def append_history(
     """
     (num_rows,) = row_slot.shape
     _check_rows(history, row_slot=row_slot, row_position=row_position, row_token=row_token)
-    num_groups = num_rows if emitted is None else emitted.shape[0]
-    if num_rows % num_groups:
-        raise ValueError(f"row_slot: {num_rows} rows: expected a multiple of emitted's {num_groups}")
+    num_slots = num_rows if emitted is None else emitted.shape[0]
+    if num_rows % num_slots:
+        raise ValueError(f"row_slot: {num_rows} rows: expected a multiple of emitted's {num_slots}")
 
     if emitted is not None:
-        check_tensor("emitted", emitted, (num_groups,), torch.int32)
-    _append[(triton.cdiv(num_rows, APPEND_BLOCK),)](
+        check_tensor("emitted", emitted, (num_slots,), torch.int32)
+    _append[(triton.cdiv(num_rows, APPEND_ROWS),)](
         row_slot,
         row_position,
         row_token,
@@ -244,9 +244,9 @@ def append_history(
         history,
         history.stride(0),
         num_rows,
-        ROWS_PER_SLOT=num_rows // num_groups,
+        ROWS_PER_SLOT=num_rows // num_slots,
         HAS_EMITTED=emitted is not None,
-        BLOCK_ROWS=APPEND_BLOCK,
+        TILE_ROWS=APPEND_ROWS,
         PDL=uses_pdl(),
         num_warps=4,
         **launch_options(),

@@ -39,8 +39,8 @@ ALLOWED = tl.constexpr(SlotFlag.ALLOWED.value)
 CONSTRAINT = tl.constexpr(SlotFlag.CONSTRAINT.value)
 STOPS = tl.constexpr(SlotFlag.STOPS.value)
 
-BLOCK_WORDS = tl.constexpr(1024)
-"""Words of a set of tokens looked at a time in `_leaves_any`: 4 a thread of 8 warps, one load of 16 bytes,
+CHUNK_WORDS = tl.constexpr(1024)
+"""Words of a set of tokens read at a time in `_leaves_any`: 4 a thread of 8 warps, one load of 16 bytes,
 and 32,768 tokens, a quarter of a vocabulary of 128,256."""
 
 
@@ -59,7 +59,7 @@ def _has_rules(flags, is_short):
 @triton.jit
 def find_ruled_row(
     logits_ptr,  # [2, R, V] fp32
-    plane_stride,
+    logits_plane_stride,
     row_position_ptr,  # [R] int32
     flags_ptr,  # [S] int32
     min_length_ptr,  # [S] int32
@@ -72,7 +72,7 @@ def find_ruled_row(
     flags = tl.load(flags_ptr + slot)
     is_short = _bans_stops(flags, tl.load(min_length_ptr + slot), tl.load(row_position_ptr + row))
     plane = _has_rules(flags, is_short).to(tl.int64)
-    return logits_ptr + plane * plane_stride + row.to(tl.int64) * vocab_size
+    return logits_ptr + plane * logits_plane_stride + row.to(tl.int64) * vocab_size
 
 
 @triton.jit
@@ -97,7 +97,7 @@ def _leaves_any(
     num_left = 0
     first_word = 0
     while (num_left == 0) & (first_word < num_words):
-        word = first_word + tl.arange(0, BLOCK_WORDS)
+        word = first_word + tl.arange(0, CHUNK_WORDS)
         is_word = word < num_words
         # Bits behind the vocabulary are no tokens.
         num_bits = tl.minimum(tl.maximum(vocab_size - word * 32, 0), 32)
@@ -112,7 +112,7 @@ def _leaves_any(
             left &= tl.load(mask_words_ptr + word, mask=is_word, other=0)
 
         num_left = tl.sum((left != 0).to(tl.int32), axis=0)
-        first_word += BLOCK_WORDS
+        first_word += CHUNK_WORDS
 
     return num_left > 0
 
@@ -194,7 +194,7 @@ def _forbid(
 def rule_logits(
     # The rows.
     logits_ptr,  # [2, R, V] fp32: plane 0 is read, plane 1 written
-    plane_stride,
+    logits_plane_stride,
     row_slot_ptr,  # [R] int32
     row_position_ptr,  # [R] int32
     row_token_ptr,  # [R] int32
@@ -279,7 +279,7 @@ def rule_logits(
             flags,
             vocab_size,
         )
-        tl.store(raw_logits_ptr + plane_stride, logits, mask=in_vocab)
+        tl.store(raw_logits_ptr + logits_plane_stride, logits, mask=in_vocab)
 
     best, token = arg_max(logits, token_ids)
     tl.store(chunk_value_ptr + cell, best)

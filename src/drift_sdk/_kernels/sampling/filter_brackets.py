@@ -115,7 +115,7 @@ def _find_bracket(
 def _refine_bracket(
     # The rows.
     logits_ptr,  # [2, R, V] fp32
-    plane_stride,
+    logits_plane_stride,
     row_slot_ptr,  # [R] int32
     row_position_ptr,  # [R] int32
     # The slots.
@@ -161,7 +161,14 @@ def _refine_bracket(
             PADDED_CHUNKS,
         )
         row_logits_ptr = find_ruled_row(
-            logits_ptr, plane_stride, row_position_ptr, flags_ptr, min_length_ptr, row, slot, vocab_size
+            logits_ptr,
+            logits_plane_stride,
+            row_position_ptr,
+            flags_ptr,
+            min_length_ptr,
+            row,
+            slot,
+            vocab_size,
         )
         for chunk in range(tl.program_id(1), num_chunks, tl.num_programs(1)):
             chunk_weights_ptr = weights_ptr + ((row * PASSES + PASS) * num_chunks + chunk) * LEVELS
@@ -184,7 +191,7 @@ def _refine_bracket(
 def _collect_candidates(
     # The rows.
     logits_ptr,  # [2, R, V] fp32
-    plane_stride,
+    logits_plane_stride,
     row_slot_ptr,  # [R] int32
     row_position_ptr,  # [R] int32
     # The slots.
@@ -235,7 +242,14 @@ def _collect_candidates(
         )
         end = tl.where(top_k > 0, float("inf"), high)
         row_logits_ptr = find_ruled_row(
-            logits_ptr, plane_stride, row_position_ptr, flags_ptr, min_length_ptr, row, slot, vocab_size
+            logits_ptr,
+            logits_plane_stride,
+            row_position_ptr,
+            flags_ptr,
+            min_length_ptr,
+            row,
+            slot,
+            vocab_size,
         )
         place = tl.arange(0, MAX_CANDIDATES)
         for chunk in range(tl.program_id(1), num_chunks, tl.num_programs(1)):

@@ -2,11 +2,11 @@
 
 Of the logits that `filter_brackets` has collected, `_find_thresholds` finds the smallest that is kept: it
 cuts the bracket to a third, again and again, until no logit is left in it. Where more than MAX_CANDIDATES of
-a chunk were collected it goes through the whole row instead. min_p is a threshold by itself; the larger
+a chunk were collected it reads the whole row instead. min_p is a threshold by itself; the larger
 holds.
 
-Grid (rows,): a program owns a row. Weights are summed lane by lane over blocks of BLOCK_TOKENS in rising
-order of tokens, then over the lanes in the order of Triton's reduction, which BLOCK_TOKENS and the 8 warps
+Grid (rows,): a program owns a row. Weights are summed lane by lane over chunks of CHUNK_VALUES in rising
+order of tokens, then over the lanes in the order of Triton's reduction, which CHUNK_VALUES and the 8 warps
 fix. So a weight that is computed again is the same number.
 
 Bytes: MAX_CANDIDATES logits a chunk in each round, from L1 and L2; where these were too many, the whole row.
@@ -31,7 +31,7 @@ from drift_sdk._kernels.sampling.scaled_logits import best_of_chunks, scale
 
 __all__ = ["find_thresholds"]
 
-BLOCK_TOKENS = 8192
+CHUNK_VALUES = 8192
 """Logits a program, which has a row to itself, weighs at a time: 32 a thread of 8 warps."""
 
 
@@ -45,15 +45,15 @@ def _weigh(
     middle,
     high,
     IS_MASS: tl.constexpr,  # weights are exp(scaled logits), else 1
-    BLOCK_TOKENS: tl.constexpr,
+    CHUNK_VALUES: tl.constexpr,
 ):
     """The weights of the scaled logits not below low, middle and high, and the largest logit below high."""
-    low_weights = tl.zeros((BLOCK_TOKENS,), tl.float32)
-    middle_weights = tl.zeros((BLOCK_TOKENS,), tl.float32)
-    high_weights = tl.zeros((BLOCK_TOKENS,), tl.float32)
-    lesser = tl.full((BLOCK_TOKENS,), -float("inf"), tl.float32)
-    for first in range(0, num_values, BLOCK_TOKENS):
-        index = first + tl.arange(0, BLOCK_TOKENS)
+    low_weights = tl.zeros((CHUNK_VALUES,), tl.float32)
+    middle_weights = tl.zeros((CHUNK_VALUES,), tl.float32)
+    high_weights = tl.zeros((CHUNK_VALUES,), tl.float32)
+    lesser = tl.full((CHUNK_VALUES,), -float("inf"), tl.float32)
+    for first in range(0, num_values, CHUNK_VALUES):
+        index = first + tl.arange(0, CHUNK_VALUES)
         is_value = index < num_values
         logits = tl.load(values_ptr + index, mask=is_value, other=-float("inf"))
         scaled = scale(logits, row_max, temperature)
@@ -79,16 +79,16 @@ def _close_bracket(
     high,
     limit,
     IS_MASS: tl.constexpr,  # the limit is one of mass, else of count
-    BLOCK_TOKENS: tl.constexpr,
+    CHUNK_VALUES: tl.constexpr,
 ):
-    """The smallest scaled logit kept, or `high`. In the bracket (low, high) lies what is in doubt: all from
+    """The smallest scaled logit kept, or `high`. In the bracket (low, high) lie the logits in doubt: all from
     high on are kept, and none below low, unless low was so low already that none of those can be chosen."""
     is_open = True
     while is_open:
         third = (high - low) * (1.0 / 3.0)
         lower, upper = low + third, high - third
         low_weight, middle_weight, high_weight, next_value = _weigh(
-            values_ptr, num_values, row_max, temperature, lower, upper, high, IS_MASS, BLOCK_TOKENS
+            values_ptr, num_values, row_max, temperature, lower, upper, high, IS_MASS, CHUNK_VALUES
         )
         # What lies above the next value is exactly what was weighed from high on.
         is_open = (high_weight < limit) & (next_value >= low)
@@ -107,29 +107,29 @@ def _find_threshold(
     temperature,
     low,
     high,
-    above,  # weight of the row that is not among these logits; of no matter with top_k
+    above,  # weight of the row that is not among these logits; not used with top_k
     top_k,  # 0: off
     top_p,
-    mass,  # of the whole row; of no matter with top_k
-    BLOCK_TOKENS: tl.constexpr,
+    mass,  # of the whole row; not used with top_k
+    CHUNK_VALUES: tl.constexpr,
 ):
     """The threshold of top_k, then of top_p, within a bracket (low, high) of the first of them."""
     threshold = -float("inf")
     if top_k > 0:
         limit = top_k.to(tl.float32)
         threshold = _close_bracket(
-            values_ptr, num_values, row_max, temperature, low, high, limit, False, BLOCK_TOKENS
+            values_ptr, num_values, row_max, temperature, low, high, limit, False, CHUNK_VALUES
         )
         # top_p is then a share of what top_k has kept.
         low, high, above = threshold, 0.0, 0.0
         mass, _, _, _ = _weigh(
-            values_ptr, num_values, row_max, temperature, low, low, low, True, BLOCK_TOKENS
+            values_ptr, num_values, row_max, temperature, low, low, low, True, CHUNK_VALUES
         )
 
     if top_p < 1:
         limit = top_p * mass - above
         threshold = _close_bracket(
-            values_ptr, num_values, row_max, temperature, low, high, limit, True, BLOCK_TOKENS
+            values_ptr, num_values, row_max, temperature, low, high, limit, True, CHUNK_VALUES
         )
 
     return threshold
@@ -139,7 +139,7 @@ def _find_threshold(
 def _find_thresholds(
     # The rows.
     logits_ptr,  # [2, R, V] fp32
-    plane_stride,
+    logits_plane_stride,
     row_slot_ptr,  # [R] int32
     row_position_ptr,  # [R] int32
     # The slots.
@@ -161,10 +161,10 @@ def _find_thresholds(
     num_chunks,  # C
     PADDED_CHUNKS: tl.constexpr,
     MAX_CANDIDATES: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
+    CHUNK_VALUES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (R,). Rows that are greedy, and padding, are left alone."""
+    """Grid (R,). Greedy rows and padding are not written."""
     wait_for_producers(PDL)
     start_dependents(PDL)
     row = tl.program_id(0)
@@ -188,11 +188,18 @@ def _find_thresholds(
         largest, divisor = 0.0, 1.0  # candidates are scaled
         if tl.max(numbers, axis=0) > MAX_CANDIDATES:
             values_ptr = find_ruled_row(
-                logits_ptr, plane_stride, row_position_ptr, flags_ptr, min_length_ptr, row, slot, vocab_size
+                logits_ptr,
+                logits_plane_stride,
+                row_position_ptr,
+                flags_ptr,
+                min_length_ptr,
+                row,
+                slot,
+                vocab_size,
             )
             num_values, largest, divisor, above = vocab_size, best, temperature, 0.0
         threshold = _find_threshold(
-            values_ptr, num_values, largest, divisor, low, high, above, top_k, top_p, mass, BLOCK_TOKENS
+            values_ptr, num_values, largest, divisor, low, high, above, top_k, top_p, mass, CHUNK_VALUES
         )
 
     min_p = tl.load(min_p_ptr + slot)
@@ -226,7 +233,7 @@ def find_thresholds(rows: RowsToSample) -> None:
         rows.num_chunks,
         PADDED_CHUNKS=rows.padded_chunks,
         MAX_CANDIDATES=MAX_CANDIDATES,
-        BLOCK_TOKENS=BLOCK_TOKENS,
+        CHUNK_VALUES=CHUNK_VALUES,
         PDL=uses_pdl(),
         num_warps=8,
         **launch_options(),

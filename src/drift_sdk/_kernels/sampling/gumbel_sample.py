@@ -32,7 +32,7 @@ __all__ = ["add_noise"]
 def _gumbel_sample(
     # The rows.
     logits_ptr,  # [2, R, V] fp32
-    plane_stride,
+    logits_plane_stride,
     row_slot_ptr,  # [R] int32
     row_position_ptr,  # [R] int32
     # The slots.
@@ -51,7 +51,7 @@ def _gumbel_sample(
     CHUNK_TOKENS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (R, P). Rows that are greedy, and padding, are left alone."""
+    """Grid (R, P). Greedy rows and padding are not written."""
     wait_for_producers(PDL)
     start_dependents(PDL)
     row = tl.program_id(0)
@@ -68,7 +68,7 @@ def _gumbel_sample(
     position = tl.load(row_position_ptr + row)
     seed = tl.load(seed_ptr + slot)
     row_logits_ptr = find_ruled_row(
-        logits_ptr, plane_stride, row_position_ptr, flags_ptr, min_length_ptr, row, slot, vocab_size
+        logits_ptr, logits_plane_stride, row_position_ptr, flags_ptr, min_length_ptr, row, slot, vocab_size
     )
     for chunk in range(tl.program_id(1), num_chunks, tl.num_programs(1)):
         cell = row * num_chunks + chunk

@@ -49,11 +49,11 @@ def gumbel_noise(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
     precise near zero. u = (word + 1/2) / 2**32 in fp32, at most 1 - 2**-24, the last number before 1;
     E = -log(1 - u) through log1p; noise = -log(E).
     """
-    num_groups = -(-vocab_size // 4)
-    groups = torch.arange(num_groups, dtype=torch.int64, device=seed.device)
+    num_counters = -(-vocab_size // 4)
+    counters = torch.arange(num_counters, dtype=torch.int64, device=seed.device)
     zero = torch.zeros((), dtype=torch.int64, device=seed.device)
-    words = philox(seed[:, None], (groups[None, :], position[:, None], zero, zero))
-    bits = torch.stack([word.expand(seed.shape[0], num_groups) for word in words], dim=-1)
+    words = philox(seed[:, None], (counters[None, :], position[:, None], zero, zero))
+    bits = torch.stack([word.expand(seed.shape[0], num_counters) for word in words], dim=-1)
     uniform = bits.flatten(1)[:, :vocab_size].to(torch.float32) * 2.0**-32 + 2.0**-33
     uniform = uniform.clamp(max=1.0 - 2.0**-24)
     return -torch.log(-torch.log1p(-uniform))

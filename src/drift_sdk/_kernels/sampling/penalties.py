@@ -3,7 +3,7 @@ masks.
 
 In plain torch: the eager executor applies them, and they are the reference of `apply_logits_rules`. Each
 works on the rows it is given and does not change its arguments (`count_tokens` excepted). A row's result
-depends on that row alone.
+depends only on that row.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def sample(
     logits [M, V] fp32; temperature, top_p, min_p [M] fp32; top_k, seed, position [M] int64, on one device.
     `position` is the absolute position of the token being chosen. Rows of temperature 0 take the arg max;
     the others the arg max of filtered logits / temperature + Gumbel noise, which samples the softmax. Ties
-    go to the lowest id. A row's token depends on that row alone.
+    go to the lowest id. A row's token depends only on that row.
     """
     tokens = logits.argmax(dim=-1)
     rows = (temperature > 0).nonzero().flatten()

@@ -19,8 +19,8 @@ logits, four loads of 16 bytes, each. A vocabulary of 128,256 tokens has 32 chun
 shared by 32 multiprocessors."""
 MAX_CANDIDATES = 256
 """Most logits of a chunk that are collected while its row's filters are applied, a sixteenth of the chunk.
-The last bracket holds fewer as a rule (see `filter_settings.LEVELS`); where it holds more the whole row is
-gone through, which is as exact and slower."""
+The last bracket holds fewer as a rule (see `filter_settings.LEVELS`); where it holds more, `find_thresholds`
+reads the whole row, which is as exact and slower."""
 MAX_TOP = 20
 """Most tokens whose log-probabilities are reported: `SamplingParams` allows no more."""
 

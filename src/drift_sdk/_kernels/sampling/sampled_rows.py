@@ -2,7 +2,7 @@
 
 The launches are the same for every step, so that a captured graph serves any mixture of rows: what a slot's
 columns ask for decides in each kernel which rows have work. Rows share nothing: a row's token, and every bit
-of its log-probabilities, are those it has alone.
+of its log-probabilities, are the same as in a step without other rows.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def sample_rows(
     row_slot (-1: padding), row_token and its absolute position row_position [R] int32: the chosen token is
     that of position row_position + 1. mask_words [R, W] int32: what each row's constraint allows.
 
-    Rows come in groups of `rows_per_slot` of one slot at consecutive positions: the first holds a token that
+    `rows_per_slot` rows of one slot stand together, at consecutive positions: the first holds a token that
     `slots` has counted, the others the tokens drafted behind it, which are not counted yet.
 
     Results are in rows [:R] of `buffers`: chosen, chosen_logprob, top_token, top_logprob. Raises ValueError

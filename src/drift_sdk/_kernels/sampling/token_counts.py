@@ -1,8 +1,8 @@
 """Counts of the tokens that a prefill brings in, which the penalties need.
 
-Grid (blocks of rows,): a program owns BLOCK_ROWS rows. Rows of one slot may lie in several programs and hold
+Grid (tiles of rows,): a program owns TILE_ROWS rows. Rows of one slot may lie in several programs and hold
 the same token, so sets and counts are updated by atomic operations; on integers, so the order in which
-programs get there does not matter. Bytes: 12 a row, and up to 12 more for rows of slots with penalties.
+programs get there does not matter. Bytes: 12 a row, and up to 16 more for rows of slots with penalties.
 
 Programmatic dependent launch: the kernel waits for its producers before its first read and, being short, lets
 its dependents start right after that.
@@ -25,7 +25,7 @@ __all__ = ["count_tokens"]
 
 PENALTIES = tl.constexpr(SlotFlag.PENALTIES.value)
 
-BLOCK_ROWS = 256
+TILE_ROWS = 256
 """Rows of a program: two a thread of 4 warps."""
 
 
@@ -41,13 +41,13 @@ def _count_tokens(
     num_rows,  # N
     VOCAB_SIZE: tl.constexpr,
     NUM_WORDS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (blocks of rows,)."""
+    """Grid (tiles of rows,)."""
     wait_for_producers(PDL)
     start_dependents(PDL)
-    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     is_row = row < num_rows
     slot = tl.load(row_slot_ptr + row, mask=is_row, other=-1)
     token = tl.load(row_token_ptr + row, mask=is_row, other=-1)
@@ -73,7 +73,7 @@ def count_tokens(row_slot: Tensor, row_token: Tensor, row_position: Tensor, slot
         check_tensor(name, column, (num_rows,), torch.int32)
 
     slots.check()
-    _count_tokens[(triton.cdiv(num_rows, BLOCK_ROWS),)](
+    _count_tokens[(triton.cdiv(num_rows, TILE_ROWS),)](
         row_slot,
         row_token,
         row_position,
@@ -84,7 +84,7 @@ def count_tokens(row_slot: Tensor, row_token: Tensor, row_position: Tensor, slot
         num_rows,
         VOCAB_SIZE=slots.vocab_size,
         NUM_WORDS=slots.prompt_bits.shape[1],
-        BLOCK_ROWS=BLOCK_ROWS,
+        TILE_ROWS=TILE_ROWS,
         PDL=uses_pdl(),
         **launch_options(),
     )

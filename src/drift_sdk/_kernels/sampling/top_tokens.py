@@ -6,7 +6,7 @@ and merges what their log-probabilities need. Tokens are found one by one in the
 rising), each as the first behind the one before, so equal logits are reported with the lowest ids first.
 
 The logarithm of the sum of exponentials comes from each chunk's largest logit and sum, merged in one
-reduction over the row's chunks: its bits depend on the row alone.
+reduction over the row's chunks: its bits depend only on the row.
 
 Bytes: a row of logits where log-probabilities of several tokens are reported; else a few words a chunk.
 
@@ -52,7 +52,7 @@ def _rank_chunks(
     CHUNK_TOKENS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (R, P). As many tokens of each chunk as the row reports; rows that report none are left alone."""
+    """Grid (R, P). As many tokens of each chunk as the row reports; rows that report none are not written."""
     wait_for_producers(PDL)
     start_dependents(PDL)
     row = tl.program_id(0)

@@ -21,8 +21,8 @@ from drift_sdk._kernels.slots.slot_columns import SlotState
 
 __all__ = ["gather_rows", "gather_rows_reference"]
 
-MIN_BLOCK_ROWS = 16
-"""Fewest rows of a block: one compiled kernel serves all numbers of slots with 1 to 16 rows together."""
+MIN_PADDED_ROWS = 16
+"""Least number of rows that a program is compiled for: steps of 1 to 16 rows share one."""
 
 
 @triton.jit
@@ -38,13 +38,13 @@ def _gather_rows(
     row_position_ptr,  # [R] int32, written
     num_rows,
     ROWS_PER_SLOT: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,  # all rows
+    PADDED_ROWS: tl.constexpr,  # R as a power of two
     PDL: tl.constexpr,
 ):
     """Grid (1,)."""
     wait_for_producers(PDL)
     start_dependents(PDL)
-    row = tl.arange(0, BLOCK_ROWS)
+    row = tl.arange(0, PADDED_ROWS)
     is_row = row < num_rows
     depth = row % ROWS_PER_SLOT
     slot = tl.load(slots_ptr + row // ROWS_PER_SLOT, mask=is_row, other=-1)
@@ -101,7 +101,7 @@ def gather_rows(
         row_position,
         num_rows,
         ROWS_PER_SLOT=num_rows // num_slots,
-        BLOCK_ROWS=max(MIN_BLOCK_ROWS, triton.next_power_of_2(num_rows)),
+        PADDED_ROWS=max(MIN_PADDED_ROWS, triton.next_power_of_2(num_rows)),
         PDL=uses_pdl(),
         num_warps=4,
         **launch_options(),

@@ -1,17 +1,17 @@
 """The ring of inputs: how a replayed graph reads its own input, and how it leaves drafts for the host.
 
 The host writes the input of a replay into the next entry of a ring in pinned memory. The replay's first
-kernel, `enter`, reads that entry over the bus: this is the only copy. An index on the device, which the host
-counts along with, says which entry it is, so one captured graph serves any number of replays in flight. One
-kernel at the end of each replay (`advance`, `show_drafts` or `commit`) moves the index on, around the ring:
-the index stays in [0, num_entries) however many replays there have been.
+kernel, `enter`, reads that entry over the bus: this is the only copy. An index on the device, of which the
+host keeps a copy in step, tells which entry it is, so one captured graph serves any number of replays in
+flight. One kernel at the end of each replay (`advance`, `show_drafts` or `commit`) moves the index on, around
+the ring: the index stays in [0, num_entries) however many replays there have been.
 
 An entry is int32 words: HEADER_WORDS words, of which the first is the number of updates; `max_updates` places
 in the slot tables; `max_updates` values; the payload.
 
 | kernel | grid | a program owns | bytes |
 |---|---|---|---|
-| `_enter` | 1 + payload blocks | program 0: all updates; others: one block | 12 an update, 8 a word |
+| `_enter` | 1 + payload tiles | program 0: all updates; others: one tile | 12 an update, 8 a word |
 | `_advance` | 1 | the index | 8 |
 | `_show_drafts` | 1 | all rows | 12 a row |
 | `_copy_masks` | rows | the mask of its row | 8 a word, of rows under a constraint |
@@ -47,10 +47,10 @@ __all__ = [
 
 HEADER_WORDS = 4
 """The number of updates, and three unused words: the places begin at 16 bytes, the widest load."""
-BLOCK_WORDS = 1024
+COPY_WORDS = 1024
 """Payload or mask words a program copies at a time: 8 a thread of 4 warps, two loads of 16 bytes."""
-MIN_BLOCK_ROWS = 16
-"""Fewest rows of a block: one compiled kernel serves all numbers of rows from 1 to 16."""
+MIN_PADDED_ROWS = 16
+"""Least number of rows that `_show_drafts` is compiled for: steps of 1 to 16 rows share one."""
 CONSTRAINT = tl.constexpr(SlotFlag.CONSTRAINT.value)
 
 
@@ -72,10 +72,10 @@ def _enter(
     MAX_UPDATES: tl.constexpr,
     PADDED_UPDATES: tl.constexpr,  # MAX_UPDATES as a power of two
     PAYLOAD_WORDS: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr,
+    TILE_WORDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (1 + blocks of the payload,). Program 0 makes the updates, each other one copies a block."""
+    """Grid (1 + tiles of the payload,). Program 0 makes the updates, each other one copies a tile."""
     wait_for_producers(PDL)
     start_dependents(PDL)
     entry_index = tl.load(next_entry_ptr)
@@ -89,7 +89,7 @@ def _enter(
         tl.store(table_words_ptr + place, value, mask=is_update)
         tl.store(current_entry_ptr, entry_index)
     else:
-        word = (program - 1) * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)
+        word = (program - 1) * TILE_WORDS + tl.arange(0, TILE_WORDS)
         is_word = word < PAYLOAD_WORDS
         values = tl.load(entry_ptr + HEADER_WORDS + 2 * MAX_UPDATES + word, mask=is_word, other=0)
         tl.store(payload_ptr + word, values, mask=is_word)
@@ -116,12 +116,12 @@ def _show_drafts(
     num_rows,
     num_entries,
     entry_words,
-    BLOCK_ROWS: tl.constexpr,  # all rows
+    PADDED_ROWS: tl.constexpr,  # R as a power of two
     PDL: tl.constexpr,
 ):
     """Grid (1,)."""
     wait_for_producers(PDL)
-    row = tl.arange(0, BLOCK_ROWS)
+    row = tl.arange(0, PADDED_ROWS)
     is_row = row < num_rows
     slot = tl.load(row_slot_ptr + row, mask=is_row, other=-1)
     token = tl.load(row_token_ptr + row, mask=is_row & (slot >= 0), other=-1)
@@ -140,7 +140,7 @@ def _copy_masks(
     entry_words,  # words from an entry of source to the next
     num_words,  # W
     ROWS_PER_MASK: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr,
+    CHUNK_WORDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (R,)."""
@@ -153,8 +153,8 @@ def _copy_masks(
         mask_ptr = source_ptr + row // ROWS_PER_MASK * num_words
         if current_entry_ptr is not None:
             mask_ptr += tl.load(current_entry_ptr).to(tl.int64) * entry_words
-        for first_word in range(0, num_words, BLOCK_WORDS):
-            word = first_word + tl.arange(0, BLOCK_WORDS)
+        for first_word in range(0, num_words, CHUNK_WORDS):
+            word = first_word + tl.arange(0, CHUNK_WORDS)
             is_word = word < num_words
             bits = tl.load(mask_ptr + word, mask=is_word, other=0)
             tl.store(row_mask_ptr + row * num_words + word, bits, mask=is_word)
@@ -188,7 +188,7 @@ def enter(
     if num_words > room:
         raise ValueError(f"payload: {num_words} words: expected at most the entry's {room}")
 
-    _enter[(1 + triton.cdiv(num_words, BLOCK_WORDS),)](
+    _enter[(1 + triton.cdiv(num_words, COPY_WORDS),)](
         input_ring,
         next_entry,
         current_entry,
@@ -199,7 +199,7 @@ def enter(
         MAX_UPDATES=max_updates,
         PADDED_UPDATES=triton.next_power_of_2(max_updates),
         PAYLOAD_WORDS=num_words,
-        BLOCK_WORDS=BLOCK_WORDS,
+        TILE_WORDS=COPY_WORDS,
         PDL=uses_pdl(),
         num_warps=4,
         **launch_options(),
@@ -225,7 +225,7 @@ def copy_masks(
     *,
     rows_per_mask: int,
 ) -> None:
-    """Copy the masks of rows whose slot is under a constraint; other rows of `masks` are left alone.
+    """Copy the masks of rows whose slot is under a constraint; other rows of `masks` are not written.
 
     row_slot [R], -1: padding. flags [S]: a `SlotFlag`. source: [num_entries, M, W], of which the entry
     current_entry [1] is read; or [M, W], where current_entry is None; pinned. Mask m is that of rows
@@ -252,7 +252,7 @@ def copy_masks(
         source.stride(0),
         num_words,
         ROWS_PER_MASK=rows_per_mask,
-        BLOCK_WORDS=BLOCK_WORDS,
+        CHUNK_WORDS=COPY_WORDS,
         PDL=uses_pdl(),
         num_warps=4,
         **launch_options(),
@@ -287,7 +287,7 @@ def show_drafts(
         num_rows,
         num_entries,
         entry_words,
-        BLOCK_ROWS=max(MIN_BLOCK_ROWS, triton.next_power_of_2(num_rows)),
+        PADDED_ROWS=max(MIN_PADDED_ROWS, triton.next_power_of_2(num_rows)),
         PDL=uses_pdl(),
         num_warps=4,
         **launch_options(),

@@ -18,7 +18,8 @@ __all__ = ["SlotColumns", "SlotFlag", "SlotState", "num_mask_words"]
 
 
 class SlotFlag(IntFlag):
-    """The rules that apply to a slot's logits. A wide table is read only for slots whose flag is set."""
+    """The rules that apply to a slot's logits. Sampling reads a table [S, V] or [S, W] only for slots that
+    have the table's flag."""
 
     BIAS = 1
     """`SlotColumns.bias` is added."""
@@ -42,7 +43,8 @@ class SlotColumns:
     """The columns that sampling reads. Where nothing else is said a column is [S] and means what the field of
     the same name of `SlotSampling` means.
 
-    bias, counts, prompt_bits, stop_bits and allowed_bits of a slot are undefined without the slot's flag.
+    bias, counts, prompt_bits and allowed_bits are undefined for slots without the flag. stop_bits is defined
+    for every slot in use, since the commit kernel reads it whatever the flags are.
     """
 
     temperature: Tensor
@@ -70,7 +72,7 @@ class SlotColumns:
     num_logprobs: Tensor
     """int32 [S]; -1: none are reported."""
     bias: Tensor
-    """fp32 [S, V]: what is added to the logit of every token."""
+    """fp32 [S, V]: the addend of every token's logit."""
     counts: Tensor
     """int32 [S, V]: how often each token was generated."""
     prompt_bits: Tensor
