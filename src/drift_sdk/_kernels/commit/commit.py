@@ -84,7 +84,7 @@ def write_empty_record(
     record_ptr,  # the slot's record
     emitted_ptr,  # the slot's word
 ):
-    """The results of padding: no tokens."""
+    """Write the results of padding: no tokens."""
     tl.store(emitted_ptr, 0)
     tl.store(record_ptr, 0)
     tl.store(record_ptr + 1, 0)
@@ -130,10 +130,10 @@ def emit_token(
 
 @triton.jit
 def write_slot(
-    length_ptr,  # the slot's word of each of the three
+    length_ptr,  # the slot's word, as in the next three
     last_token_ptr,
     finish_ptr,
-    emitted_ptr,  # the slot's word
+    emitted_ptr,
     record_ptr,  # the slot's record
     new_length,
     newest,
@@ -142,7 +142,7 @@ def write_slot(
     num_drafted,
     num_accepted,
 ):
-    """The results of a slot: its state, and the header of its record."""
+    """Write the results of a slot: its state, and the header of its record."""
     tl.store(length_ptr, new_length)
     tl.store(last_token_ptr, newest)
     tl.store(finish_ptr, finish)
