@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from drift_sdk._kernels.commit.commit import SimulatedRounds
+from drift_sdk._kernels.commit.simulated_commit import SimulatedRounds
 from drift_sdk._kernels.layers.embedding import embed_norm
 from drift_sdk._kernels.sampling.sample_buffers import SampleBuffers
 from drift_sdk._kernels.sampling.token_counts import count_tokens
-from drift_sdk._kernels.slots.input_ring import gather_rows
+from drift_sdk._kernels.slots.gather_rows import gather_rows
 from drift_sdk.execution.drafter_factory import DrafterFactory
 from drift_sdk.execution.forward.attention_groups import AttentionGroups
 from drift_sdk.execution.forward.decode import DecodeForward, Rows, attention_groups

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from drift_sdk._kernels.slots.input_ring import gather_rows, show_drafts
+from drift_sdk._kernels.slots.gather_rows import gather_rows
+from drift_sdk._kernels.slots.input_ring import show_drafts
 from drift_sdk.execution.forward.decode import DecodeForward, Rows
 from drift_sdk.execution.resources import DeviceResources
 from drift_sdk.execution.rounds.drafter import RoundDrafter
