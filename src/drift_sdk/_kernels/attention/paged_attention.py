@@ -1,6 +1,7 @@
 """Attention of a few query rows a sequence over a paged cache, for decoding and for verifying drafts.
 
-    out[r, h] = softmax over positions p <= position[r] of (query[r, h] . key[p] / sqrt(head_dim)) . value[p]
+    score[r, h, p] = query[r, h] . key[p] / sqrt(head_dim)                 for positions p <= position[r]
+    out[r, h] = sum over p of softmax(score[r, h])[p] * value[p]
 
 Two kernels. `_attend` sums the keys of each partition by itself, in the form of a softmax's maximum, weight
 and weighted sum of values; `_add_partitions` combines the partitions of each row.
