@@ -90,7 +90,8 @@ class AttentionScratch(Struct, frozen=True):
     """A plan, and memory for the partitions' sums of its sequences, fp32, uninitialised.
 
     sums: [plan.num_sequences, num_kv_heads, plan.max_num_partitions, rows * group, head_dim], the values
-    weighted by exp2(score - maximum), where rows is the number of rows of a sequence.
+    weighted by exp2(score - maximum), where rows is the largest number of rows of a sequence. A step of fewer
+    rows uses the beginning of the memory, laid out as if it were made for that number.
     maxima: the same without the last dimension, the highest score in a partition (times log2(e)).
     weights: like maxima, the sum of exp2(score - maximum).
     """
@@ -473,12 +474,11 @@ def _check_paged_attention(
     check_tensors((num_blocks, num_kv_heads, block_size, head_dim), query.dtype, keys=keys, values=values)
     check_tensor("block_table", block_table, block_table.shape, torch.int32)
     check_tensors((num_rows,), torch.int32, row_slot=row_slot, row_position=row_position)
-    sums_shape = (
-        scratch.plan.num_sequences,
-        num_kv_heads,
-        scratch.plan.max_num_partitions,
-        rows_per_sequence * (num_heads // num_kv_heads),
-    )
+    num_query_rows, room = rows_per_sequence * (num_heads // num_kv_heads), scratch.maxima.shape[-1]
+    if room < num_query_rows:
+        raise ValueError(f"scratch: room for {room} query rows: expected {num_query_rows} or more")
+
+    sums_shape = (scratch.plan.num_sequences, num_kv_heads, scratch.plan.max_num_partitions, room)
     check_tensor("scratch.sums", scratch.sums, (*sums_shape, head_dim), torch.float32)
     check_tensor("scratch.maxima", scratch.maxima, sums_shape, torch.float32)
     check_tensor("scratch.weights", scratch.weights, sums_shape, torch.float32)
