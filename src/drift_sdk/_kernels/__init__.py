@@ -27,11 +27,12 @@ Names inside kernels
 - `<name>_mask`: a tile of booleans given to a load or a store: where it is false, memory is not touched.
   `is_<property>`: one property of elements (the row exists, the key is seen), of which masks are made.
 - `num_<things>`, `NUM_<THINGS>`: a count. `first_<thing>`: the index of the first.
-- `TILE_<DIMENSION>`: how many entries of a dimension a program computes at a time, a power of two.
+- `TILE_<DIMENSION>`, `BLOCK_<DIMENSION>`: how many entries of a dimension a program handles at once, a power
+  of two. Tiles are those of products and of attention; kernels over rows, columns or tokens have blocks.
 - `PADDED_<DIMENSION>`: the size of a whole dimension, rounded up to the power of two that `tl.arange` needs.
-- `CHUNK_<THINGS>`: how many entries a loop takes at a time, where they are no tile of the result.
-- `BLOCK_SIZE`: token positions in a block of the KV cache. The word "block" means nothing else here.
-- `GROUP_SIZE`: query heads that share one KV head (grouped-query attention). "Group" means nothing else.
+- `CHUNK_<THINGS>`: how many entries a loop takes at a time.
+- `KV_BLOCK_SIZE`: token positions in a block of the KV cache.
+- `GROUP_SIZE`: query heads that share one KV head (grouped-query attention).
 - `NUM_STAGES`: depth of Triton's software pipeline. `PDL`: whether programmatic dependent launch is used.
 
 A padding row has slot -1. The storage type is that of weights and activations (bfloat16, float16 or float32);

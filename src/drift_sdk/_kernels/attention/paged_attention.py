@@ -147,18 +147,18 @@ def _cache_offset(
     dim,  # [TILE_DIM]
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
+    KV_BLOCK_SIZE: tl.constexpr,
     TILE_KEYS: tl.constexpr,
 ):
     """Return where a tile's keys (or values) lie in the cache: offsets [TILE_KEYS, TILE_DIM]."""
-    if BLOCK_SIZE >= TILE_KEYS:  # a tile lies in one block, and is contiguous in it
-        block = tl.load(table_ptr + first_key // BLOCK_SIZE).to(tl.int64)
-        return ((block * NUM_KV_HEADS + head) * BLOCK_SIZE + first_key % BLOCK_SIZE) * HEAD_DIM + (
+    if KV_BLOCK_SIZE >= TILE_KEYS:  # a tile lies in one block, and is contiguous in it
+        block = tl.load(table_ptr + first_key // KV_BLOCK_SIZE).to(tl.int64)
+        return ((block * NUM_KV_HEADS + head) * KV_BLOCK_SIZE + first_key % KV_BLOCK_SIZE) * HEAD_DIM + (
             key[:, None] * HEAD_DIM + dim[None, :]
         )
     else:
-        block = tl.load(table_ptr + position // BLOCK_SIZE, mask=position < num_keys, other=0).to(tl.int64)
-        cache_row = (block * NUM_KV_HEADS + head) * BLOCK_SIZE + position % BLOCK_SIZE
+        block = tl.load(table_ptr + position // KV_BLOCK_SIZE, mask=position < num_keys, other=0).to(tl.int64)
+        cache_row = (block * NUM_KV_HEADS + head) * KV_BLOCK_SIZE + position % KV_BLOCK_SIZE
         return cache_row[:, None] * HEAD_DIM + dim[None, :]
 
 
@@ -185,7 +185,7 @@ def _add_tile(
 @triton.jit(do_not_specialize=["num_partitions", "max_blocks"])
 def _attend(
     query_ptr,  # [R, num_heads, HEAD_DIM], storage type; heads of a group side by side
-    keys_ptr,  # [num_blocks, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM], storage type
+    keys_ptr,  # [num_blocks, NUM_KV_HEADS, KV_BLOCK_SIZE, HEAD_DIM], storage type
     values_ptr,  # as keys
     block_table_ptr,  # [S, max_blocks] int32
     row_slot_ptr,  # [R] int32; -1: padding row
@@ -204,7 +204,7 @@ def _attend(
     HEAD_DIM: tl.constexpr,
     TILE_ROWS: tl.constexpr,  # ROWS_PER_SEQUENCE * GROUP_SIZE, rounded up to a power of two, 16 or more
     PADDED_DIM: tl.constexpr,  # HEAD_DIM, rounded up likewise
-    BLOCK_SIZE: tl.constexpr,  # positions in a block of the cache
+    KV_BLOCK_SIZE: tl.constexpr,  # positions in a block of the KV cache
     NUM_STAGES: tl.constexpr,
     FIRST_KEY: tl.constexpr,  # positions before it are not seen
     TILE_KEYS: tl.constexpr,
@@ -275,7 +275,7 @@ def _attend(
                 dim,
                 NUM_KV_HEADS,
                 HEAD_DIM,
-                BLOCK_SIZE,
+                KV_BLOCK_SIZE,
                 TILE_KEYS,
             )
             keys = tl.load(keys_ptr + cache_offset, mask=key_mask, other=0.0)
@@ -422,7 +422,7 @@ def paged_attention(
         num_partitions=plan.max_num_partitions,
         max_blocks=block_table.shape[1],
         TILE_ROWS=max(MIN_DOT_SIZE, triton.next_power_of_2(rows_per_sequence * group)),
-        BLOCK_SIZE=block_size,
+        KV_BLOCK_SIZE=block_size,
         NUM_STAGES=config.num_stages,
         FIRST_KEY=first_key,
         TILE_KEYS=plan.partitions.tile,

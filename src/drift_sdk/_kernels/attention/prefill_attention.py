@@ -88,7 +88,7 @@ def _attend_keys(
     weight,  # [TILE_ROWS] fp32: the sum of exp2(score - maximum)
     total,  # [TILE_ROWS, PADDED_DIM] fp32: values weighted likewise
     queries,  # [TILE_ROWS, PADDED_DIM], storage type
-    keys_ptr,  # [num_blocks, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM], storage type
+    keys_ptr,  # [num_blocks, NUM_KV_HEADS, KV_BLOCK_SIZE, HEAD_DIM], storage type
     values_ptr,  # as keys
     table_ptr,  # [max_blocks] int32: the block table's row of the slot
     head,  # KV head
@@ -101,7 +101,7 @@ def _attend_keys(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,  # HEAD_DIM, rounded up to a power of two, 16 or more
-    BLOCK_SIZE: tl.constexpr,  # positions in a block of the cache
+    KV_BLOCK_SIZE: tl.constexpr,  # positions in a block of the KV cache
     TILE_KEYS: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: off
     NUM_STAGES: tl.constexpr,
@@ -116,13 +116,13 @@ def _attend_keys(
     for k in tl.range(begin, end, TILE_KEYS, num_stages=NUM_STAGES):
         key_position = k + tl.arange(0, TILE_KEYS)
         is_key = (key_position >= first_key) & (key_position < num_keys)
-        if BLOCK_SIZE >= TILE_KEYS:  # a tile lies in one block, and is contiguous in it
-            block = tl.load(table_ptr + k // BLOCK_SIZE).to(tl.int64)
-            tile_offset = ((block * NUM_KV_HEADS + head) * BLOCK_SIZE + k % BLOCK_SIZE) * HEAD_DIM
+        if KV_BLOCK_SIZE >= TILE_KEYS:  # a tile lies in one block, and is contiguous in it
+            block = tl.load(table_ptr + k // KV_BLOCK_SIZE).to(tl.int64)
+            tile_offset = ((block * NUM_KV_HEADS + head) * KV_BLOCK_SIZE + k % KV_BLOCK_SIZE) * HEAD_DIM
             key_offset = (tl.arange(0, TILE_KEYS) * HEAD_DIM)[:, None] + dim[None, :]
         else:
-            block = tl.load(table_ptr + key_position // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
-            cache_row = (block * NUM_KV_HEADS + head) * BLOCK_SIZE + key_position % BLOCK_SIZE
+            block = tl.load(table_ptr + key_position // KV_BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
+            cache_row = (block * NUM_KV_HEADS + head) * KV_BLOCK_SIZE + key_position % KV_BLOCK_SIZE
             tile_offset = 0
             key_offset = (cache_row * HEAD_DIM)[:, None] + dim[None, :]
 
@@ -163,7 +163,7 @@ def _attend_keys(
 @triton.jit
 def _prefill_attention(
     query_ptr,  # [R, NUM_HEADS, HEAD_DIM], storage type; rows have a stride
-    keys_ptr,  # [num_blocks, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM], storage type
+    keys_ptr,  # [num_blocks, NUM_KV_HEADS, KV_BLOCK_SIZE, HEAD_DIM], storage type
     values_ptr,  # as keys
     block_table_ptr,  # [S, max_blocks] int32; rows have a stride
     tiles_ptr,  # [num_tiles, NUM_FIELDS] int32, see prefill_tiles.py; slot -1: unused
@@ -176,7 +176,7 @@ def _prefill_attention(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,  # HEAD_DIM, rounded up to a power of two, 16 or more
-    BLOCK_SIZE: tl.constexpr,  # positions in a block of the cache
+    KV_BLOCK_SIZE: tl.constexpr,  # positions in a block of the KV cache
     TILE_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: off
@@ -231,20 +231,20 @@ def _prefill_attention(
         maximum, weight, total = _attend_keys(
             maximum, weight, total, queries, keys_ptr, values_ptr, table_ptr, kv_head, position,
             edge, begin, first_key, num_keys, scale,
-            NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE_KEYS, WINDOW, NUM_STAGES, True,
+            NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, KV_BLOCK_SIZE, TILE_KEYS, WINDOW, NUM_STAGES, True,
         )  # fmt: skip
 
     # Tiles of keys that all rows see.
     maximum, weight, total = _attend_keys(
         maximum, weight, total, queries, keys_ptr, values_ptr, table_ptr, kv_head, position,
         begin, diagonal, first_key, num_keys, scale,
-        NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE_KEYS, WINDOW, NUM_STAGES, False,
+        NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, KV_BLOCK_SIZE, TILE_KEYS, WINDOW, NUM_STAGES, False,
     )  # fmt: skip
     # Tiles of keys along the diagonal.
     maximum, weight, total = _attend_keys(
         maximum, weight, total, queries, keys_ptr, values_ptr, table_ptr, kv_head, position,
         diagonal, num_keys, first_key, num_keys, scale,
-        NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE_KEYS, WINDOW, NUM_STAGES, True,
+        NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, KV_BLOCK_SIZE, TILE_KEYS, WINDOW, NUM_STAGES, True,
     )  # fmt: skip
     start_dependents(PDL)
     # Every row that exists has seen a key. The others are divided by 1, and not stored.
@@ -312,7 +312,7 @@ def prefill_attention(
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         PADDED_DIM=max(int(triton.next_power_of_2(head_dim)), MIN_DOT_SIZE),
-        BLOCK_SIZE=block_size,
+        KV_BLOCK_SIZE=block_size,
         TILE_ROWS=config.tile_rows,
         TILE_KEYS=config.tile_keys,
         WINDOW=window,

@@ -92,7 +92,7 @@ def _rotate_and_store(
     row_position_ptr,  # [R] int32
     block_table_ptr,  # [S, max_blocks] int32
     query_out_ptr,  # [R, NUM_HEADS, HEAD_DIM], storage type
-    keys_ptr,  # [num_blocks, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM], storage type
+    keys_ptr,  # [num_blocks, NUM_KV_HEADS, KV_BLOCK_SIZE, HEAD_DIM], storage type
     values_ptr,  # as keys
     eps,
     qkv_slice_stride,
@@ -101,7 +101,7 @@ def _rotate_and_store(
     NUM_HEADS: tl.constexpr,  # width = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,  # positions in a block of the cache
+    KV_BLOCK_SIZE: tl.constexpr,  # positions in a block of the KV cache
     TILE_HEADS: tl.constexpr,  # heads of a program
     PADDED_HALF: tl.constexpr,  # HEAD_DIM / 2, rounded up to a power of two
     NUM_SLICES: tl.constexpr,
@@ -130,7 +130,7 @@ def _rotate_and_store(
     element_offset = (first_head + head)[:, None] * HEAD_DIM + dim[None, :]
     position = tl.load(row_position_ptr + row, cache_modifier=".cg")
     position = tl.where(slot < 0, 0, position)
-    block_ptr = block_table_ptr + slot.to(tl.int64) * table_stride + position // BLOCK_SIZE
+    block_ptr = block_table_ptr + slot.to(tl.int64) * table_stride + position // KV_BLOCK_SIZE
     block = tl.load(block_ptr, mask=slot >= 0, other=0, cache_modifier=".cg")
     angle_offset = position.to(tl.int64) * HALF + dim
     cosines = tl.load(cos_ptr + angle_offset, mask=dim < HALF, other=0.0).to(tl.float32)[None, :]
@@ -165,7 +165,7 @@ def _rotate_and_store(
         tl.store(out_ptrs + HALF, tl.where(slot < 0, 0.0, stored_high), mask=element_mask)
     else:
         cache_mask = (head < tl.where(slot < 0, 0, num_heads))[:, None] & (dim < HALF)[None, :]
-        cache_row = (block.to(tl.int64) * NUM_KV_HEADS + head) * BLOCK_SIZE + position % BLOCK_SIZE
+        cache_row = (block.to(tl.int64) * NUM_KV_HEADS + head) * KV_BLOCK_SIZE + position % KV_BLOCK_SIZE
         out_ptrs = tl.where(is_value, values_ptr, keys_ptr) + cache_row[:, None] * HEAD_DIM + dim[None, :]
         tl.store(out_ptrs, stored_low, mask=cache_mask)
         tl.store(out_ptrs + HALF, stored_high, mask=cache_mask)
@@ -239,7 +239,7 @@ def rotate_and_store(
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
-        BLOCK_SIZE=block_size,
+        KV_BLOCK_SIZE=block_size,
         TILE_HEADS=tile_heads,
         PADDED_HALF=padded_half,
         NUM_SLICES=slices.num_slices,

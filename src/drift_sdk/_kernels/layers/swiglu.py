@@ -2,7 +2,7 @@
 
     output[r, i] = silu(gate_up[r, i]) * gate_up[r, I + i]
 
-Grid: (rows, tiles of columns). A program owns TILE_SIZE columns of one row.
+Grid: (rows, blocks of columns). A program owns BLOCK_COLUMNS columns of one row.
 
 Bytes: three elements of the storage type for each element of the output; nothing else counts.
 
@@ -21,7 +21,7 @@ from drift_sdk._kernels.common.launching import launch_options, start_dependents
 
 __all__ = ["swiglu", "swiglu_reference"]
 
-TILE_SIZE = 1_024
+BLOCK_COLUMNS = 1_024
 """Columns of a program: 8 for each of the 128 threads of four warps, loads of 16 bytes of bfloat16."""
 
 NUM_WARPS = 4
@@ -34,14 +34,14 @@ def _swiglu(
     gate_up_stride,
     output_stride,
     SIZE: tl.constexpr,  # columns of the output
-    TILE_SIZE: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (row, tile): one tile of a row's columns."""
+    """Program (row, block): one block of a row's columns."""
     wait_for_producers(PDL)
     start_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * TILE_SIZE + tl.arange(0, TILE_SIZE)
+    column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     column_mask = column < SIZE
     gate_ptrs = gate_up_ptr + (row * gate_up_stride + column)
     gate = tl.load(gate_ptrs, mask=column_mask, other=0.0)
@@ -62,13 +62,13 @@ def swiglu(gate_up: Tensor, output: Tensor) -> None:
     num_rows, size = output.shape
     check_rows("output", output, (num_rows, size), output.dtype)
     check_rows("gate_up", gate_up, (num_rows, 2 * size), output.dtype)
-    _swiglu[(num_rows, triton.cdiv(size, TILE_SIZE))](
+    _swiglu[(num_rows, triton.cdiv(size, BLOCK_COLUMNS))](
         gate_up_ptr=gate_up,
         output_ptr=output,
         gate_up_stride=gate_up.stride(0),
         output_stride=output.stride(0),
         SIZE=size,
-        TILE_SIZE=TILE_SIZE,
+        BLOCK_COLUMNS=BLOCK_COLUMNS,
         PDL=uses_pdl(),
         num_warps=NUM_WARPS,
         **launch_options(),
