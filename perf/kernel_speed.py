@@ -29,6 +29,7 @@ from perf.tune import time_us
 __all__ = ["SUITES", "KernelRun", "limit_us", "main", "measure"]
 
 ROW_COUNTS = (1, 4, 16, 64, 256)
+"""Numbers of rows that are timed unless others are given."""
 
 SUITES: dict[str, Callable[[Model, tuple[int, ...], TunedTable, str], Iterator[Case]]] = {
     "gemm": gemm_cases,

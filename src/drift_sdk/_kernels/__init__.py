@@ -5,9 +5,9 @@ Module layout
 1. A docstring: what is computed (formula), the grid and which program owns what, bytes read and written, the
    order of summation where exactness rests on it, and the kernel's place in programmatic dependent launch
    (what it reads before it waits, see common/launching.py).
-2. Kernels (`@triton.jit`). Their names start with an underscore: only wrappers launch them. Every kernel
-   takes one argument a line, with its shape.
-3. The wrapper: checks shapes, types and strides (common/arguments.py), then launches. It allocates nothing.
+2. Kernels (`@triton.jit`), with one argument a line and its shape. Only the module's wrappers launch them.
+3. The wrappers: they check shapes, types and strides (common/arguments.py), and launch. Outputs are tensors
+   of the caller.
 4. `<wrapper>_reference`: the same in plain torch, for tests.
 
 Letters of shapes
@@ -17,8 +17,8 @@ of the vocabulary. Products: M rows times N columns of the weight, over an inner
 
 Names inside kernels
 --------------------
-- `<tensor>_ptr`: a pointer argument, to the tensor's first element. `<tensor>_ptrs`: a tile of pointers
-  derived from it.
+- `<tensor>_ptr`: a pointer: as an argument, to the tensor's first element. `<tensor>_ptrs`: a tile of
+  pointers derived from it.
 - `<tensor>_stride`: elements from one row of the tensor to the next. `<tensor>_<dimension>_stride`: the same
   for another dimension. Dimensions without a stride are contiguous.
 - `<name>_offset`: a distance in elements, never in bytes, added to a pointer.

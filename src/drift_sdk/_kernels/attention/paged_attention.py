@@ -144,13 +144,13 @@ def _cache_offset(
     position,  # [TILE_KEYS]: first_key + key
     num_keys,
     head,  # KV head
-    dim,  # [TILE_DIM]
+    dim,  # [PADDED_DIM]
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     KV_BLOCK_SIZE: tl.constexpr,
     TILE_KEYS: tl.constexpr,
 ):
-    """Return where a tile's keys (or values) lie in the cache: offsets [TILE_KEYS, TILE_DIM]."""
+    """Return where a tile's keys (or values) lie in the cache: offsets [TILE_KEYS, PADDED_DIM]."""
     if KV_BLOCK_SIZE >= TILE_KEYS:  # a tile lies in one block, and is contiguous in it
         block = tl.load(table_ptr + first_key // KV_BLOCK_SIZE).to(tl.int64)
         return ((block * NUM_KV_HEADS + head) * KV_BLOCK_SIZE + first_key % KV_BLOCK_SIZE) * HEAD_DIM + (
@@ -170,7 +170,7 @@ def _add_tile(
     score,  # [TILE_ROWS, TILE_KEYS] fp32, times log2(e); -inf: not seen
     values,  # [TILE_KEYS, PADDED_DIM], storage type
 ):
-    """Take a tile of keys into a softmax: return maximum, weight and total with it."""
+    """Add a tile of keys to the sums of a softmax: return the new maximum, weight and total."""
     new_maximum = tl.maximum(maximum, tl.max(score, 1))
     # A row that has seen no key yet has the maximum -inf, and -inf - -inf would be NaN.
     reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
@@ -192,8 +192,8 @@ def _attend(
     row_position_ptr,  # [R] int32: the last position that a row sees
     tiles_ptr,  # [max_num_tiles, TILE_WORDS] int32
     num_tiles_ptr,  # [1] int32
-    sums_ptr,  # [num_sequences, NUM_KV_HEADS, num_partitions, ROWS * GROUP_SIZE, HEAD_DIM] fp32
-    maxima_ptr,  # [num_sequences, NUM_KV_HEADS, num_partitions, ROWS * GROUP_SIZE] fp32
+    sums_ptr,  # [num_sequences, NUM_KV_HEADS, num_partitions, query rows, HEAD_DIM] fp32
+    maxima_ptr,  # [num_sequences, NUM_KV_HEADS, num_partitions, query rows] fp32
     weights_ptr,  # as maxima
     scale,  # of scores: 1 / sqrt(HEAD_DIM)
     num_partitions,  # for which sums have room, of each sequence
@@ -308,8 +308,8 @@ def _attend(
 
 @triton.jit(do_not_specialize=["num_partitions"])
 def _add_partitions(
-    sums_ptr,  # [num_sequences, NUM_KV_HEADS, num_partitions, ROWS * GROUP_SIZE, HEAD_DIM] fp32
-    maxima_ptr,  # [num_sequences, NUM_KV_HEADS, num_partitions, ROWS * GROUP_SIZE] fp32
+    sums_ptr,  # [num_sequences, NUM_KV_HEADS, num_partitions, query rows, HEAD_DIM] fp32
+    maxima_ptr,  # [num_sequences, NUM_KV_HEADS, num_partitions, query rows] fp32
     weights_ptr,  # as maxima
     row_slot_ptr,  # [R] int32; -1: padding row
     row_position_ptr,  # [R] int32
@@ -326,7 +326,7 @@ def _add_partitions(
     WIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (query row, head, sequence): the partitions of one row and one query head."""
+    """Program (query row, head, sequence): the partitions of one row and one query head of the group."""
     start_dependents(PDL)
     query_row, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = sequence * ROWS_PER_SEQUENCE + query_row // GROUP_SIZE

@@ -6,7 +6,7 @@
 Order of summation: the inner dimension is cut into slices at fixed places. Tensor cores sum each slice in
 ascending order of k, in float32, and the sums of the slices are added in ascending order. The weights stand
 on the M side of the MMA, so the instruction is the same for one row and for hundreds. Tiles, pipeline stages,
-warps, and whether slices are spread over CTAs, are therefore free.
+warps, and whether slices are spread over CTAs, therefore do not change the bits.
 
 Grid: (tiles of the weight times tiles of rows, partial sums). A program owns TILE_M rows times TILE_N columns
 of one partial sum in the output, and writes each of its elements once.
