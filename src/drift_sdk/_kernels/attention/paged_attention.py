@@ -266,18 +266,9 @@ def _attend(
                 is_key = is_key & (position >= FIRST_KEY)
             key_mask = is_key[:, None] & is_dim[None, :]
             cache_offset = _cache_offset(
-                table_ptr,
-                first_key,
-                key,
-                position,
-                num_keys,
-                head,
-                dim,
-                NUM_KV_HEADS,
-                HEAD_DIM,
-                KV_BLOCK_SIZE,
-                TILE_KEYS,
-            )
+                table_ptr, first_key, key, position, num_keys, head, dim,
+                NUM_KV_HEADS, HEAD_DIM, KV_BLOCK_SIZE, TILE_KEYS,
+            )  # fmt: skip
             keys = tl.load(keys_ptr + cache_offset, mask=key_mask, other=0.0)
             values = tl.load(values_ptr + cache_offset, mask=key_mask, other=0.0)
             score = tl.dot(queries, keys.T, input_precision="ieee") * (scale * LOG2_E)
