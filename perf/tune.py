@@ -1,11 +1,11 @@
-"""Measure which tiles and slices suit this GPU, and write the table that the kernels read.
+"""Measures which tiles and slices suit this GPU, and writes the table that the kernels read.
 
     python -m perf.tune --out src/drift_sdk/_kernels/gemm/tuned/nvidia-h200.json 6144x4096 28672x4096:gated
 
-Every candidate is checked against float32 before it is timed, in a captured chain over enough different
-weights that none is found in the cache. One number of slices is chosen for a weight, by the sum of its best
-times over the row counts, each relative to the best of any number of slices; then the best tiles for each row
-count.
+Every candidate is compared with float32 before it is timed, in a captured chain of products over enough
+different weights that none is found in the cache. One number of slices is chosen for a weight: the one with
+the least sum of best times over the row counts up to 64, each time relative to the best of any number of
+slices. Then the best tiles are chosen for each row count.
 """
 
 from __future__ import annotations
@@ -34,46 +34,75 @@ from drift_sdk._kernels.gemm.gemm import (
 from drift_sdk._kernels.gemm.tuning import TunedGemm, TunedTable, gemm_key, gpu_key
 
 ROW_COUNTS = (1, 4, 16, 32, 64, 128, 256, 384)
+"""Numbers of rows that are measured."""
+
+MAX_SLICING_ROWS = 64
+"""Row counts up to this one decide the number of slices."""
+
 MIN_LIBRARY_ROWS = 128
+"""Row counts from this one on are also measured with the vendor's library."""
+
+MAX_SLICED_COLUMNS = 20_000
+"""Weights with more columns are not sliced: 157 tiles of 128 columns are more than an H200 has
+multiprocessors (132)."""
+
 SHARED_BYTES = 227 * 1024
+"""Shared memory that a CTA may have on compute capability 9.0."""
+
 WORKING_SET_BYTES = 300e6
+"""Bytes of different weights in a chain: several times the 50 MB of an H200's L2 cache."""
+
+PARTIALS_BYTES_PER_US = 3e6
+"""Speed at which the kernel after a product is taken to read its partial sums: 3 TB/s."""
+
+Measured = tuple[float, GemmConfig]
+"""Microseconds a product, and its configuration."""
 
 
 class Weight(msgspec.Struct, frozen=True):
+    """The shape of a weight: [num_columns, inner], gate and up together where it is gated."""
+
     num_columns: int
     inner: int
     is_gated: bool
 
     @classmethod
     def parse(cls, text: str) -> Weight:
+        """Parse "NxK" or "NxK:gated"."""
         shape, _, kind = text.partition(":")
         num_columns, inner = map(int, shape.split("x"))
         return cls(num_columns, inner, kind == "gated")
 
 
 def candidates(weight: Weight, num_rows: int) -> Iterator[GemmConfig]:
-    slices = (1,) if weight.is_gated or weight.num_columns > 20_000 else (1, 2, 4)
+    """Yield the configurations to try for a weight and a number of rows: those that fit shared memory.
+
+    tile_n is 64 at least: the weights stand on the M side of wgmma, which has 64 rows.
+    """
+    slices = (1,) if weight.is_gated or weight.num_columns > MAX_SLICED_COLUMNS else (1, 2, 4)
     tiles: Iterable[tuple[int, bool, int, int, int, int, int]]
     if num_rows <= 64:
         tile_m = max(16, num_rows)
-        tiles = itertools.product(slices, (True,), (32, 64, 128), (tile_m,), (64, 128), (3, 4, 5, 6), (4,))
+        tiles = itertools.product(slices, (True,), (64, 128), (tile_m,), (64, 128), (3, 4, 5, 6), (4,))
     else:
         shapes = (
             (64, 64, 64, 4, 4), (64, 128, 64, 4, 4), (64, 256, 64, 3, 8), (64, 256, 64, 4, 4),
             (128, 64, 64, 4, 4), (128, 64, 64, 5, 8), (128, 128, 64, 3, 8), (128, 128, 64, 4, 8),
             (64, 128, 128, 3, 4), (128, 256, 64, 3, 8), (256, 128, 64, 3, 8),
         )  # fmt: skip
-        # Few tiles leave multiprocessors idle: slices spread over CTAs then pay for their partial sums.
+        # Few tiles leave multiprocessors idle: slices spread over CTAs are then worth their partial sums.
         spreads = (False, True) if len(slices) > 1 else (False,)
         tiles = ((s, spread, *shape) for s in slices for spread in spreads for shape in shapes)
     for config in (GemmConfig(*tile) for tile in tiles):
         num_weight_tiles = 2 if weight.is_gated else 1
+        # Bytes of a stage's tiles, of 2 bytes an element, times the stages.
         size = (config.tile_n * num_weight_tiles + config.tile_m) * config.tile_k * 2 * config.num_stages
-        if size < SHARED_BYTES and config.tile_n % 64 == 0:
+        if size < SHARED_BYTES:
             yield config
 
 
 def run(weight: Weight, config: GemmConfig, x: Tensor, w: Tensor, out: Tensor) -> None:
+    """Multiply x [M, inner] by w, a weight of the given shape, with the kernels of gemm.py."""
     if weight.is_gated:
         gated_multiply(x, w, out, config)
     else:
@@ -81,6 +110,7 @@ def run(weight: Weight, config: GemmConfig, x: Tensor, w: Tensor, out: Tensor) -
 
 
 def output(weight: Weight, config: GemmConfig, num_rows: int) -> Tensor:
+    """Allocate the output of a product."""
     if weight.is_gated:
         return torch.empty(num_rows, weight.num_columns // 2, dtype=torch.bfloat16, device="cuda")
 
@@ -88,12 +118,16 @@ def output(weight: Weight, config: GemmConfig, num_rows: int) -> Tensor:
 
 
 def make_weight(weight: Weight) -> Tensor:
+    """Return random numbers, scaled so that products have a standard deviation of 1."""
     w = torch.randn(weight.num_columns, weight.inner, device="cuda", dtype=torch.bfloat16)
     return w.mul_(weight.inner**-0.5)
 
 
 def compile_one(job: tuple[Weight, GemmConfig]) -> None:
-    """In a process of its own: what it compiles, the cache keeps. A tile that does not fit is left out."""
+    """Compile a candidate in a process of the pool, into the cache that all processes share.
+
+    A tile that does not fit is left out.
+    """
     weight, config = job
     num_rows = config.tile_m
     x = torch.zeros(num_rows, weight.inner, device="cuda", dtype=torch.bfloat16)
@@ -105,6 +139,7 @@ def compile_one(job: tuple[Weight, GemmConfig]) -> None:
 
 
 def is_right(weight: Weight, config: GemmConfig, num_rows: int, w: Tensor) -> bool:
+    """Whether a candidate fits the GPU, and its products of random rows are those of the reference."""
     x = torch.randn(num_rows, weight.inner, device="cuda", dtype=torch.bfloat16)
     out = output(weight, config, num_rows).fill_(torch.nan)
     try:
@@ -119,7 +154,10 @@ def is_right(weight: Weight, config: GemmConfig, num_rows: int, w: Tensor) -> bo
 
 
 def time_us(step: Callable[[], None], num_calls: int) -> float:
-    """Microseconds a call, of the calls in `step`, captured and replayed: the median of five."""
+    """Return the microseconds of one of the `num_calls` calls in `step`, which is captured in a CUDA graph.
+
+    The median of five measurements of four replays each, after three more that warm up.
+    """
     step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -138,10 +176,28 @@ def time_us(step: Callable[[], None], num_calls: int) -> float:
     return sorted(times[3:])[2]
 
 
+def partials_us(weight: Weight, out: Tensor) -> float:
+    """Return the time in which the next kernel reads the partial sums. A gated product leaves none."""
+    return 0.0 if weight.is_gated else out.nbytes / PARTIALS_BYTES_PER_US
+
+
 def tune(weight: Weight) -> tuple[TunedGemm, str]:
+    """Return the best configurations of a weight, and a line about the choice for the table's provenance."""
     num_weights = max(2, min(64, int(WORKING_SET_BYTES / (weight.num_columns * weight.inner * 2))))
     weights = [make_weight(weight) for _ in range(num_weights)]
-    best: dict[tuple[int, int], tuple[float, GemmConfig]] = {}
+    best = best_configs(weight, weights)
+    chosen = best_num_slices(best)
+    for num_rows in ROW_COUNTS:
+        if num_rows >= MIN_LIBRARY_ROWS:
+            best[chosen, num_rows] = faster_by_library(weight, num_rows, weights, best[chosen, num_rows])
+    by_rows = tuple((rows, best[chosen, rows][1]) for rows in ROW_COUNTS)
+    times = ", ".join(f"{rows}: {best[chosen, rows][0]:.1f}" for rows in ROW_COUNTS)
+    return TunedGemm(by_rows), f"{chosen} slices; us by rows: {times}"
+
+
+def best_configs(weight: Weight, weights: list[Tensor]) -> dict[tuple[int, int], Measured]:
+    """Time all candidates. Return the fastest for each (number of slices, number of rows)."""
+    best: dict[tuple[int, int], Measured] = {}
     for num_rows in ROW_COUNTS:
         x = torch.randn(num_rows, weight.inner, device="cuda", dtype=torch.bfloat16)
         for config in candidates(weight, num_rows):
@@ -154,28 +210,30 @@ def tune(weight: Weight) -> tuple[TunedGemm, str]:
                 for w in weights:
                     run(weight, config, x, w, out)
 
-            # Whoever adds the partial sums reads them again.
-            cost = time_us(step, num_weights) + (out.nbytes / 3e6 if not weight.is_gated else 0.0)
+            cost = time_us(step, len(weights)) + partials_us(weight, out)
             key = (config.num_slices, num_rows)
             if key not in best or cost < best[key][0]:
                 best[key] = (cost, config)
+    return best
 
+
+def best_num_slices(best: dict[tuple[int, int], Measured]) -> int:
+    """Return the number of slices with the least sum of times over the row counts that decide it.
+
+    best: the fastest for each (number of slices, number of rows). Each time counts relative to the best of
+    any number of slices for its row count.
+    """
     slices = sorted({num_slices for num_slices, _ in best})
     fastest = {rows: min(best[s, rows][0] for s in slices if (s, rows) in best) for rows in ROW_COUNTS}
-    chosen = min(slices, key=lambda s: sum(best[s, rows][0] / fastest[rows] for rows in ROW_COUNTS[:5]))
-    for num_rows in ROW_COUNTS:
-        if num_rows >= MIN_LIBRARY_ROWS:
-            best[chosen, num_rows] = faster_by_library(weight, num_rows, weights, best[chosen, num_rows])
-    by_rows = tuple((rows, best[chosen, rows][1]) for rows in ROW_COUNTS)
-    times = ", ".join(f"{rows}: {best[chosen, rows][0]:.1f}" for rows in ROW_COUNTS)
-    return TunedGemm(by_rows), f"{chosen} slices; us by rows: {times}"
+    deciding = [rows for rows in ROW_COUNTS if rows <= MAX_SLICING_ROWS]
+    return min(slices, key=lambda s: sum(best[s, rows][0] / fastest[rows] for rows in deciding))
 
 
-def faster_by_library(
-    weight: Weight, num_rows: int, weights: list[Tensor], best: tuple[float, GemmConfig]
-) -> tuple[float, GemmConfig]:
-    """The library instead, where it gives the same bits in less time: then the tiles are for where it does
-    not."""
+def faster_by_library(weight: Weight, num_rows: int, weights: list[Tensor], best: Measured) -> Measured:
+    """Return the library's configuration, where it gives the same bits in less time, and `best` otherwise.
+
+    The tiles of such a configuration are those of `best`, for machines where the library's bits differ.
+    """
     config = msgspec.structs.replace(best[1], is_spread=best[1].num_slices > 1, is_library=True)
     x = torch.randn(num_rows, weight.inner, device="cuda", dtype=torch.bfloat16)
     out, expected = (output(weight, config, num_rows) for _ in range(2))
@@ -196,9 +254,32 @@ def faster_by_library(
         for w in weights:
             call(w)
 
-    cost = time_us(step, len(weights))
-    cost += out.nbytes / 3e6 if not weight.is_gated else 0.0
+    cost = time_us(step, len(weights)) + partials_us(weight, out)
     return (cost, config) if cost < best[0] else best
+
+
+def compile_candidates(weights: list[Weight], num_processes: int) -> None:
+    """Compile all candidates of all weights, side by side, before anything is timed."""
+    jobs = {
+        (weight, config): None
+        for weight in weights
+        for num_rows in ROW_COUNTS
+        for config in candidates(weight, num_rows)
+    }
+    print(f"compiling {len(jobs)} candidates", flush=True)
+    with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
+        pool.map(compile_one, jobs, chunksize=8)
+
+
+def provenance_of_run(gpu: str) -> dict[str, str]:
+    """Return where, when and with what this run measures."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    return {
+        "gpu": gpu,
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "versions": f"torch {torch.__version__}, triton {triton.__version__}",
+        "commit": commit,
+    }
 
 
 def main() -> None:
@@ -206,37 +287,18 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("weights", nargs="+", type=Weight.parse, help="NxK, or NxK:gated for gate and up")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--jobs", type=int, default=multiprocessing.cpu_count())
+    parser.add_argument("--out", type=Path, required=True, help="the table; its other entries are kept")
+    parser.add_argument("--jobs", type=int, default=multiprocessing.cpu_count(), help="compiling processes")
     arguments = parser.parse_args()
-    jobs = {
-        (weight, config): None
-        for weight in arguments.weights
-        for num_rows in ROW_COUNTS
-        for config in candidates(weight, num_rows)
-    }
-    print(f"compiling {len(jobs)} candidates", flush=True)
-    with multiprocessing.get_context("spawn").Pool(arguments.jobs) as pool:
-        pool.map(compile_one, jobs, chunksize=8)
-
-    name = torch.cuda.get_device_name()
-    gemms, provenance = (
-        {},
-        {
-            "gpu": name,
-            "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-            "versions": f"torch {torch.__version__}, triton {triton.__version__}",
-            "commit": subprocess.run(
-                ["git", "rev-parse", "HEAD"], capture_output=True, text=True
-            ).stdout.strip(),
-        },
-    )
+    compile_candidates(arguments.weights, arguments.jobs)
+    gpu = torch.cuda.get_device_name()
+    gemms, provenance = {}, provenance_of_run(gpu)
     for weight in arguments.weights:
         key = gemm_key(weight.num_columns, weight.inner, is_gated=weight.is_gated)
         gemms[key], provenance[key] = tune(weight)
-        print(gpu_key(name), key, provenance[key], flush=True)
+        print(gpu_key(gpu), key, provenance[key], flush=True)
 
-    if arguments.out.exists():  # what was measured before stays
+    if arguments.out.exists():
         old = msgspec.json.decode(arguments.out.read_bytes(), type=TunedTable)
         gemms, provenance = old.gemms | gemms, old.provenance | provenance
     table = TunedTable(gemms=gemms, provenance=provenance)
