@@ -1,4 +1,4 @@
-"""Memory of each captured graph, as the driver counts it. On a GPU.
+"""Memory of each captured graph, as the driver counts it. Needs a GPU.
 
 python -m perf.graph_memory --batch 64 --num-draft-tokens 3
 """
@@ -16,7 +16,8 @@ from msgspec import Struct
 
 from drift_sdk._kernels.gemm.tuning import gpu_key, table_for
 from drift_sdk.execution.device.device import Device, GpuDevice, Replay
-from drift_sdk.execution.graph.executor import GraphExecutor
+from drift_sdk.execution.drafter_factory import NO_DRAFTER, DrafterFactory, EagleDrafterFactory
+from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
 from drift_sdk.execution.stages import NoStageMarks, StageMarks
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.eagle3 import DraftDecoder
@@ -29,14 +30,16 @@ from perf.harness.table import show, title_of
 __all__ = ["Captured", "GraphRun", "NotesMemory", "captured_graphs", "main", "measure"]
 
 BLOCK_SIZE = 64
-KINDS = ("prefill", "draft_extend", "decode", "draft", "verify", "head")
+KINDS = ("prefill", "draft_extend", "decode", "draft", "verify", "first_tokens")
 
 
 class GraphRun(Run, kw_only=True):
-    """A graph, or all of one kind. `graph`: kind and size: rows of prefill; slots, and drafts, of a round.
+    """Memory of one graph, or of all graphs of one kind.
 
-    `mib`: memory that was taken while it was run once and captured: what its kernels, buffers that no larger
-    graph had taken before, and the graph itself need. `num_graphs`: of this kind, where `graph` is a kind.
+    graph: kind and size: the rows of a prefill step; slots and drafts of a round; or "all" and the kind.
+    mib: MiB that were allocated while the graph was run once and captured, by its kernels, by buffers that no
+    larger graph had allocated before, and by the graph itself.
+    num_graphs: number of graphs of the kind, where `graph` names a kind.
     """
 
     graph: str
@@ -45,13 +48,18 @@ class GraphRun(Run, kw_only=True):
 
 
 class Captured(Struct, frozen=True):
+    """A captured graph: its kind, its size as text, and the MiB that its capture allocated."""
+
     kind: str
     size: str
     mib: float
 
 
 class NotesMemory(NoStageMarks):
-    """Notes how much memory each capture takes, by its replay's id."""
+    """Records the bytes that each capture allocates.
+
+    taken: bytes by the id of the capture's replay. free_bytes: reads how many bytes the device has free.
+    """
 
     def __init__(self, free_bytes: Callable[[], int]) -> None:
         self._free_bytes = free_bytes
@@ -65,8 +73,11 @@ class NotesMemory(NoStageMarks):
 
 
 def captured_graphs(executor: Any, taken: dict[int, int]) -> list[Captured]:
-    """Every graph of a GraphExecutor, with the memory that its capture took, in the order of captures."""
-    # Which replay is whose, nobody but a measurement wants to know.
+    """Every graph of a GraphExecutor with the memory that its capture allocated, in the order of captures.
+
+    taken: `NotesMemory.taken` of the executor's stage marks.
+    """
+    # Read from a private attribute: only measurements need to know which graph a replay belongs to.
     graphs = executor._graphs
     names = {id(graphs.update): ("update", "")}
     for kind in KINDS:
@@ -77,7 +88,7 @@ def captured_graphs(executor: Any, taken: dict[int, int]) -> list[Captured]:
 
 
 def measure(captured: Sequence[Captured], **fields: Any) -> Iterator[GraphRun]:
-    """A run for each graph, then one for each kind."""
+    """A run for each graph, then one for each kind. fields: of every run."""
     for graph in captured:
         yield GraphRun(**fields, graph=f"{graph.kind} {graph.size}".strip(), mib=graph.mib)
 
@@ -95,8 +106,13 @@ def open_executor(
     num_drafts: int,
     stages: StageMarks,
 ) -> GraphExecutor:
+    """A graph executor of the model with random weights. num_drafts: tokens that a round may draft; 0 without
+    a draft."""
     decoder = Decoder.random(model.config, device=device.torch_device, dtype=dtype)
-    draft = DraftDecoder.load_random(prepare_draft(model).path, decoder) if num_drafts else None
+    drafter_factory: DrafterFactory = NO_DRAFTER
+    if num_drafts:
+        draft = DraftDecoder.load_random(prepare_draft(model).path, decoder)
+        drafter_factory = EagleDrafterFactory(draft, (num_drafts,))
     is_gpu = device.torch_device.type == "cuda"
     name = torch.cuda.get_device_name(device.torch_device) if is_gpu else "cpu"
     return GraphExecutor(
@@ -104,10 +120,8 @@ def open_executor(
         decoder,
         limits,
         table_for(gpu_key(name)),
-        prefill_token_budget=2048 if is_gpu else 16,
-        draft=draft,
-        draft_choices=(num_drafts,) if num_drafts else (),
-        stages=stages,
+        GraphOptions(prefill_token_budget=2048 if is_gpu else 16, stages=stages),
+        drafter_factory=drafter_factory,
     )
 
 

@@ -1,9 +1,9 @@
-"""Kernels by themselves, in a captured graph: time, bytes a second, share of what the GPU can do at most.
+"""Times single kernels in a captured graph: time, bytes a second, share of what the GPU can do at most.
 
     python -m perf.kernel_speed --model llama-3.1-8b --suite gemm --rows 1 4 16 64 256
     python -m perf.kernel_speed --suite attention norm rope sampling
 
-A suite is a function of (model, row counts, tuned table, device) that yields cases.
+A suite is a function of (model, row counts, tuned table, device) that yields cases, see perf/cases.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from perf.harness.table import show
 __all__ = ["SUITES", "KernelRun", "limit_us", "main", "measure"]
 
 ROW_COUNTS = (1, 4, 16, 64, 256)
+"""Numbers of rows that are timed unless others are given."""
 
 SUITES: dict[str, Callable[[Model, tuple[int, ...], TunedTable, str], Iterator[Case]]] = {
     "gemm": gemm_cases,
@@ -40,8 +41,13 @@ SUITES: dict[str, Callable[[Model, tuple[int, ...], TunedTable, str], Iterator[C
 
 
 class KernelRun(Run, kw_only=True):
-    """`limit_us`: the longer of reading `num_bytes` and computing `num_flops` at the speeds measured in this
-    run; `roofline_fraction` is of that. `engine` is "drift" or the library compared with."""
+    """The measurement of a case, as recorded.
+
+    engine: "drift", or the library compared with. us: microseconds a call.
+    limit_us: the longer of reading `num_bytes` and computing `num_flops` at the speeds measured in this run;
+    `roofline_fraction` is limit_us / us. tb_s: `num_bytes` over `us`.
+    matmul_tflop_s: the speed of large products measured in this run.
+    """
 
     kernel: str
     shape: str
@@ -55,7 +61,7 @@ class KernelRun(Run, kw_only=True):
 
 
 def measure(case: Case, model: str, bandwidth_tb_s: float, peak_tflop_s: float) -> KernelRun:
-    """Raises RuntimeError for a kernel that leaves some of its output unwritten."""
+    """Time a case. Raises RuntimeError for a kernel that leaves some of its output unwritten."""
     prepared = case.prepare()
     for output in prepared.outputs:
         output.fill_(torch.nan)
@@ -86,6 +92,7 @@ def measure(case: Case, model: str, bandwidth_tb_s: float, peak_tflop_s: float) 
 
 
 def limit_us(case: Case, bandwidth_tb_s: float, peak_tflop_s: float) -> float:
+    """Return the least microseconds of a call, at a bandwidth in TB/s and a speed of products in TFLOP/s."""
     return max(case.num_bytes / bandwidth_tb_s, case.num_flops / peak_tflop_s) / 1e6
 
 

@@ -1,17 +1,17 @@
-"""Where the time of a round goes: each stage against its own roofline. On a GPU.
+"""Time of each stage of a decode round, compared with the stage's roofline. Needs a GPU.
 
 python -m perf.stages --scenario single-512 batch4-16k --num-draft-tokens 3 --acceptance-length 3.2
 python -m perf.stages --by-active --scenario batch4-16k
 
-Acceptance is simulated. Rounds are driven by hand, one at a time, with marks between their stages, which cost
-a few microseconds each. --by-active: sequences that end one after the other, and what a round then takes and
-attends to.
+Acceptance is simulated. Rounds are launched one at a time without a scheduler, with marks between their
+stages, which cost a few microseconds each. --by-active: sequences that end one after the other, and for each
+number of active ones the time of a round and the keys and values that its attention reads.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from perf.harness.driven import NUM_WARM_UP_ROUNDS, Driven
 from perf.harness.record import Run
 from perf.harness.recording import Recording, free_memory, parser
 from perf.harness.scenario import SCENARIOS, Scenario
-from perf.harness.shapes import prepare, prepare_draft
+from perf.harness.shapes import Model, prepare, prepare_draft
 from perf.harness.stage_work import Work
 from perf.harness.table import drafts_of, show, title_of
 
@@ -38,10 +38,11 @@ ROUND = "round"
 
 
 class StageRun(Run, kw_only=True):
-    """A stage, or the whole round. `limit_ms`: the longer of reading `num_bytes` and computing `num_flops`;
-    `roofline_fraction` is of that. `share`: of the round.
+    """A stage, or the whole round.
 
-    Of the round alone: `idle_share`, of it in no stage; `cpu_us`, of the thread that launches and collects.
+    limit_ms: the longer of the times for reading `num_bytes` and for computing `num_flops`;
+    `roofline_fraction` is relative to it. share: of the round's time. Only for the whole round: idle_share,
+    the share of its time that lies in no stage; cpu_us, CPU time of the thread that launches and collects.
     """
 
     stage: str
@@ -62,7 +63,10 @@ def measure_stages(
     scenario: Scenario,
     num_rounds: int,
 ) -> Iterator[StageRun]:
-    """A run for each stage, and one for the whole round behind them."""
+    """A run for each stage, then one for the whole round.
+
+    take_stages: see `staged_executor`.
+    """
     times = time_stages(
         driven.slots(executor),
         take_stages,
@@ -88,6 +92,7 @@ def measure_stages(
 def stage_run(
     driven: Driven, scenario: Scenario, stage: str, seconds: float, times: StageTiming, work: Work
 ) -> StageRun:
+    """The run of a stage that takes `seconds` of a round and must do `work`."""
     limit_s = work.limit_s(driven.bandwidth_tb_s, driven.peak_tflop_s)
     return StageRun(
         **driven.fields(scenario),
@@ -102,6 +107,7 @@ def stage_run(
 
 
 def stage_table(runs: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """A table row for each run, with STAGE_COLUMNS."""
     return [
         (
             run["scenario"],
@@ -137,24 +143,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         given.scenario = [Scenario.parse("batch4-16k")]
     recording = Recording("active" if given.by_active else "stages", given.device, given.out)
     peak_tflop_s = matmul_tflop_s(given.device)
-    most = (
-        given.rounds
-        * (given.num_draft_tokens + 1)
-        * max(s.batch if given.by_active else 2 for s in given.scenario)
+    num_tokens = most_tokens(given.scenario, given.rounds, given.num_draft_tokens, by_active=given.by_active)
+    options = DecodeOptions(
+        device=given.device, dtype=given.dtype, executor="graph", lengths=(0, num_tokens + 2)
     )
-    options = DecodeOptions(device=given.device, dtype=given.dtype, executor="graph", lengths=(0, most + 2))
     with tempfile.TemporaryDirectory() as folder:
         model = prepare(given.model, Path(folder) / given.model)
-        draftings: list[Drafting | None] = [None]
-        if given.num_draft_tokens:
-            draftings.append(
-                Drafting(
-                    draft=prepare_draft(model, given.draft),
-                    num_draft_tokens=given.num_draft_tokens,
-                    acceptance_length=given.acceptance_length,
-                )
-            )
-        for drafting in draftings:
+        for drafting in draftings_of(model, given.draft, given.num_draft_tokens, given.acceptance_length):
             plain = engine_config(model, given.scenario, options)
             config = plain if drafting is None else drafting.config(plain)
             driven = Driven(
@@ -165,26 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 bandwidth_tb_s=recording.bandwidth_tb_s,
                 peak_tflop_s=peak_tflop_s,
             )
-            acceptance = drafting.simulated_length if drafting is not None else None
-            print(f"opening {model.name}, {driven.num_drafts} drafts a round", flush=True)
-            with staged_executor(model.path, config, acceptance) as (executor, take_stages):
-                for scenario in given.scenario:
-                    runs: Iterator[Run]
-                    if not given.by_active:
-                        runs = measure_stages(driven, executor, take_stages, scenario, given.rounds)
-                        add_all(recording, runs)
-                        continue
-
-                    for has_ended_rows in (False, True):
-                        runs = measure_by_active(
-                            driven,
-                            executor,
-                            tiles_of(executor),
-                            scenario,
-                            given.rounds,
-                            has_ended_rows=has_ended_rows,
-                        )
-                        add_all(recording, runs)
+            measure_all(recording, driven, given.scenario, given.rounds, by_active=given.by_active)
             free_memory()
 
     found, title = recording.results.runs, title_of(recording.results)
@@ -195,7 +171,54 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"written to {recording.path}")
 
 
-def add_all(recording: Recording, runs: Iterator[Run]) -> None:
+def most_tokens(
+    scenarios: Sequence[Scenario], num_rounds: int, num_draft_tokens: int, *, by_active: bool
+) -> int:
+    """Most tokens that a sequence emits in the measured rounds."""
+    return num_rounds * (num_draft_tokens + 1) * max(each.batch if by_active else 2 for each in scenarios)
+
+
+def draftings_of(
+    model: Model, draft: str | None, num_draft_tokens: int, acceptance_length: float
+) -> list[Drafting | None]:
+    """How rounds are measured: plain, then with drafts if there are to be any."""
+    if not num_draft_tokens:
+        return [None]
+
+    drafting = Drafting(
+        draft=prepare_draft(model, draft),
+        num_draft_tokens=num_draft_tokens,
+        acceptance_length=acceptance_length,
+    )
+    return [None, drafting]
+
+
+def measure_all(
+    recording: Recording, driven: Driven, scenarios: Sequence[Scenario], num_rounds: int, *, by_active: bool
+) -> None:
+    """Open an executor and measure all scenarios with it."""
+    drafting = driven.drafting
+    acceptance = drafting.simulated_length if drafting is not None else None
+    print(f"opening {driven.model.name}, {driven.num_drafts} drafts a round", flush=True)
+    with staged_executor(driven.model.path, driven.config, acceptance) as (executor, take_stages):
+        for scenario in scenarios:
+            if not by_active:
+                add_all(recording, measure_stages(driven, executor, take_stages, scenario, num_rounds))
+                continue
+
+            for has_ended_rows in (False, True):
+                runs = measure_by_active(
+                    driven,
+                    executor,
+                    tiles_of(executor),
+                    scenario,
+                    num_rounds,
+                    has_ended_rows=has_ended_rows,
+                )
+                add_all(recording, runs)
+
+
+def add_all(recording: Recording, runs: Iterable[Run]) -> None:
     for run in runs:
         recording.add(run)
 

@@ -1,9 +1,10 @@
-"""One decode step, kernel by kernel: launches, time, bytes, share of the limit, and idle time. On a GPU.
+"""The kernels of a decode step: launches, time, bytes, fraction of the roofline, and idle time. Needs a GPU.
 
 python -m perf.step_profile --scenario single-512 batch64-512
 
-Replays of a plain step, seen by torch.profiler. Kernels overlap (programmatic dependent launch), and one that
-waits for its predecessor counts as running: times of kernels add up to more than the step.
+Replays of a step without drafts are traced by torch.profiler. Kernels overlap (programmatic dependent
+launch), and a kernel that waits for its predecessor counts as running, so the times of kernels add up to more
+than the step.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ STEP = "step"
 
 
 class Kernel(Struct, frozen=True, order=True):
-    """Microseconds on the device's clock."""
+    """A kernel or copy of a trace; start and end in microseconds of the device's clock."""
 
     start: float
     end: float
@@ -44,11 +45,12 @@ class Kernel(Struct, frozen=True, order=True):
 
 
 class KernelRun(Run, kw_only=True):
-    """A kernel in a place of the step (`shape`), or the whole step; means over steps.
+    """A kernel with its role in the step (`shape`), or the whole step. Numbers are means over steps.
 
-    `us`: a launch; `us_per_step`: all `launches`, overlapping ones counted in full; of the step, from its
-    first kernel to the end of its last. `num_bytes` of a launch, `tb_s` and `roofline_fraction` where it is
-    clear what must be read. `idle_share`: of the step, without any kernel.
+    us: of a launch; of the step, from the start of its first kernel to the end of its last. us_per_step: of
+    all `launches`, overlapping ones counted in full. num_bytes: of a launch; given, with tb_s and
+    roofline_fraction, where it is known what must be read. idle_share: share of the step in which no kernel
+    runs.
     """
 
     kernel: str
@@ -73,7 +75,7 @@ def kernels_of_trace(trace: dict[str, Any]) -> list[Kernel]:
 
 
 def steps_of(kernels: Sequence[Kernel], num_steps: int) -> list[Sequence[Kernel]]:
-    """Raises RuntimeError where they do not fall into steps that are alike."""
+    """The kernels of each step. Raises RuntimeError unless all steps have the same kernels."""
     size, rest = divmod(len(kernels), num_steps)
     steps = [kernels[first : first + size] for first in range(0, size * num_steps, max(size, 1))]
     names = {tuple(sorted(kernel.name for kernel in step)) for step in steps}
@@ -84,7 +86,8 @@ def steps_of(kernels: Sequence[Kernel], num_steps: int) -> list[Sequence[Kernel]
 
 
 def roles_of(step: Sequence[Kernel], model: Model) -> list[str]:
-    """What each kernel of a plain step multiplies, by its place among those of its name; "" for others."""
+    """The weight that each kernel of a plain step multiplies by, derived from its place among the kernels of
+    its name; "" for kernels that multiply by none."""
     qkv, output, gate_up, down, head = map(str, weight_shapes(model))
     by_layer = (f"qkv {qkv}", f"output {output}", f"down {down}") * model.config.num_layers
     products = iter((*by_layer, f"lm_head {head}"))
@@ -96,7 +99,10 @@ def roles_of(step: Sequence[Kernel], model: Model) -> list[str]:
 
 
 def role_bytes(role: str, name: str, model: Model, batch: int, context: float, itemsize: int) -> float | None:
-    """What a launch must read, if it is one of those that read much."""
+    """Bytes that a launch must read, for the kernels that read most; None for others.
+
+    role: as `roles_of` returns it. name: of the kernel.
+    """
     for weight in weight_shapes(model):
         if role and role.split(" ", 1)[1] == str(weight):
             return float(weight.num_columns * weight.inner * itemsize + batch * weight.inner * itemsize)
@@ -108,7 +114,7 @@ def role_bytes(role: str, name: str, model: Model, batch: int, context: float, i
 
 
 def busy_us(kernels: Iterable[Kernel]) -> float:
-    """How long at least one of them runs."""
+    """Microseconds in which at least one of the kernels runs."""
     busy, reached = 0.0, float("-inf")
     for kernel in sorted(kernels):
         busy += max(0.0, kernel.end - max(kernel.start, reached))
@@ -125,7 +131,7 @@ def profile_runs(
     options: DecodeOptions,
     bandwidth_tb_s: float,
 ) -> Iterator[KernelRun]:
-    """A run for each kernel and place in the order of the step, then one for the step."""
+    """A run for each kernel and role in the order of the step, then one for the step."""
     context = scenario.context + 1 + NUM_WARM_UP_ROUNDS + num_steps / 2
     fields: dict[str, Any] = {
         "engine": "drift",
@@ -141,9 +147,9 @@ def profile_runs(
     launches: Counter[tuple[str, str]] = Counter()
     for step in steps:
         for kernel, role in zip(step, roles_of(step, model), strict=True):
-            place = kernel.name, role
-            totals[place] = totals.get(place, 0.0) + kernel.end - kernel.start
-            launches[place] += 1
+            key = kernel.name, role
+            totals[key] = totals.get(key, 0.0) + kernel.end - kernel.start
+            launches[key] += 1
 
     for (name, role), total in totals.items():
         us = total / launches[name, role]
@@ -161,26 +167,26 @@ def profile_runs(
             run.roofline_fraction = run.tb_s / bandwidth_tb_s
         yield run
 
-    spans = [max(kernel.end for kernel in step) - step[0].start for step in steps]
-    span = sum(spans) / num_steps
+    step_times = [max(kernel.end for kernel in step) - step[0].start for step in steps]
+    step_us = sum(step_times) / num_steps
     num_bytes = model.decode_bytes(scenario.batch, context, options.itemsize)
     yield KernelRun(
         **fields,
         kernel=STEP,
         shape="",
         launches=len(steps[0]),
-        us=span,
-        us_per_step=span,
-        ms_per_round=span / 1e3,
+        us=step_us,
+        us_per_step=step_us,
+        ms_per_round=step_us / 1e3,
         num_bytes=num_bytes,
-        tb_s=num_bytes / span / 1e6,
-        roofline_fraction=num_bytes / span / 1e6 / bandwidth_tb_s,
-        idle_share=1 - sum(map(busy_us, steps)) / sum(spans),
+        tb_s=num_bytes / step_us / 1e6,
+        roofline_fraction=num_bytes / step_us / 1e6 / bandwidth_tb_s,
+        idle_share=1 - sum(map(busy_us, steps)) / sum(step_times),
     )
 
 
 def traced(work: Callable[[], None]) -> dict[str, Any]:
-    """The trace of what the GPU does for `work`, which waits for it."""
+    """The profiler's trace of the GPU while `work` runs."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -236,6 +242,7 @@ COLUMNS = ("scenario", "kernel", "place", "launches", "us", "us a step", "MB", "
 
 
 def table_rows(runs: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """A table row for each run, with COLUMNS."""
     return [
         (
             run["scenario"],

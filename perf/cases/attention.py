@@ -1,4 +1,4 @@
-"""Attention by itself: of decode and verify rows over long and short contexts, and of a prompt."""
+"""Cases of attention: decode and verify rows over long and short contexts, and a whole prompt."""
 
 from __future__ import annotations
 
@@ -23,13 +23,18 @@ __all__ = ["attention_cases", "decode_case", "prefill_case"]
 
 BLOCK_SIZE = 64
 CONTEXTS, BATCHES, ROWS_PER_SEQUENCE = (512, 16_384, 32_768), (1, 4, 8, 64), (1, 4)
+"""Tokens of a sequence; sequences; rows of each: one to decode, or one and three drafts to verify."""
 PROMPT = 8192
+"""Tokens of the prompt."""
 
 
 def attention_cases(
     model: Model, row_counts: tuple[int, ...], table: TunedTable, device: str
 ) -> Iterator[Case]:
-    """bfloat16. What is to be found out hangs on contexts and batches, not on row_counts."""
+    """Yield the cases of CONTEXTS, BATCHES and ROWS_PER_SEQUENCE, and of a prompt; in bfloat16.
+
+    row_counts and table have no influence on attention.
+    """
     for context in CONTEXTS:
         for batch in BATCHES:
             for rows in ROWS_PER_SEQUENCE:
@@ -38,7 +43,7 @@ def attention_cases(
 
 
 def decode_case(config: DecoderConfig, context: int, batch: int, rows: int, device: str) -> Case:
-    """The last `rows` of `context` tokens of each sequence."""
+    """Return the case of the last `rows` rows of each of `batch` sequences of `context` tokens."""
     kv_bytes = batch * context * 2 * config.num_kv_heads * config.head_dim * ITEMSIZE
     row_size = config.num_heads * config.head_dim
     return Case(
@@ -52,7 +57,7 @@ def decode_case(config: DecoderConfig, context: int, batch: int, rows: int, devi
 
 
 def prefill_case(config: DecoderConfig, num_tokens: int, device: str) -> Case:
-    """A whole prompt; a token meets half of the others."""
+    """Return the case of a whole prompt. A token sees half of the tokens on average."""
     row_size = config.num_heads * config.head_dim
     kv_bytes = num_tokens * 2 * config.num_kv_heads * config.head_dim * ITEMSIZE
     return Case(
@@ -66,6 +71,7 @@ def prefill_case(config: DecoderConfig, num_tokens: int, device: str) -> Case:
 
 
 def prepare_decode(config: DecoderConfig, context: int, batch: int, rows: int, device: str) -> Prepared:
+    """Make the inputs of `decode_case`: random queries, keys and values, and the attention plan."""
     caches, block_table = cache_of(config, context, batch, device)
     slot = torch.arange(batch, dtype=torch.int32, device=device).repeat_interleave(rows)
     position = torch.arange(context - rows, context, dtype=torch.int32, device=device).repeat(batch)
@@ -88,6 +94,7 @@ def prepare_decode(config: DecoderConfig, context: int, batch: int, rows: int, d
 
 
 def prepare_prefill(config: DecoderConfig, num_tokens: int, device: str) -> Prepared:
+    """Make the inputs of `prefill_case`: random queries, keys and values, and the table of tiles."""
     caches, block_table = cache_of(config, num_tokens, 1, device)
     attention = prefill_attention_config(config.head_dim, torch.bfloat16)
     found = np.empty((-(-num_tokens // attention.tile_rows), TILE_FIELDS), np.int32)
@@ -106,7 +113,7 @@ def prepare_prefill(config: DecoderConfig, num_tokens: int, device: str) -> Prep
 def cache_of(
     config: DecoderConfig, context: int, batch: int, device: str
 ) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-    """Keys and values of some layers, and the block table of sequences whose blocks lie anywhere."""
+    """Return keys and values of several layers, and the block table of sequences with shuffled blocks."""
     num_blocks = -(-context // BLOCK_SIZE)
     shape = (batch * num_blocks, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
     layers = num_copies(

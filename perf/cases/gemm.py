@@ -1,4 +1,4 @@
-"""Matrix products of a decoder: the engine's kernels with their tuned configurations, and cuBLAS."""
+"""Cases of a decoder's matrix products: the engine's kernels as tuned, and cuBLAS."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from perf.harness.shapes import Model
 __all__ = ["WeightShape", "gemm_cases", "weight_shapes"]
 
 ITEMSIZE = 2
+"""Bytes of a bfloat16."""
 
 
 class WeightShape(Struct, frozen=True):
-    """[num_columns, inner]; gate and up together where it is gated."""
+    """The shape [num_columns, inner] of a weight; num_columns counts gate and up where it is gated."""
 
     num_columns: int
     inner: int
@@ -35,6 +36,7 @@ class WeightShape(Struct, frozen=True):
 
 
 def weight_shapes(model: Model) -> tuple[WeightShape, ...]:
+    """Return the weights of a layer (queries, keys and values; output; gate and up; down) and the head."""
     config = model.config
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     return (
@@ -47,7 +49,7 @@ def weight_shapes(model: Model) -> tuple[WeightShape, ...]:
 
 
 def gemm_cases(model: Model, row_counts: tuple[int, ...], table: TunedTable, device: str) -> Iterator[Case]:
-    """Each weight and number of rows with either kernel, one after the other. bfloat16."""
+    """Yield each weight and number of rows with the engine's kernel, then with cuBLAS; in bfloat16."""
     for weight in weight_shapes(model):
         for num_rows in row_counts:
             for kernel, prepare in (("gemm", prepare_ours), ("cublas", prepare_cublas)):
@@ -62,6 +64,7 @@ def gemm_cases(model: Model, row_counts: tuple[int, ...], table: TunedTable, dev
 
 
 def prepare_ours(weight: WeightShape, num_rows: int, table: TunedTable, device: str) -> Prepared:
+    """Make the inputs of the engine's kernel, in the configuration that the table names."""
     config = table.gemm(weight.num_columns, weight.inner, is_gated=weight.is_gated).config(num_rows)
     if weight.is_gated:
         out = torch.empty(num_rows, weight.num_columns // 2, dtype=torch.bfloat16, device=device)
@@ -77,7 +80,7 @@ def prepare_ours(weight: WeightShape, num_rows: int, table: TunedTable, device: 
 
 
 def prepare_cublas(weight: WeightShape, num_rows: int, table: TunedTable, device: str) -> Prepared:
-    """The product alone: of a gated weight, the activation is left out."""
+    """Make the inputs of cuBLAS, for the product alone: a gated weight's activation is left out."""
     out = torch.empty(num_rows, weight.num_columns, dtype=torch.bfloat16, device=device)
     return _prepared(weight, num_rows, device, lambda x, w: torch.mm(x, w.T, out=out), out)
 
@@ -85,6 +88,7 @@ def prepare_cublas(weight: WeightShape, num_rows: int, table: TunedTable, device
 def _prepared(
     weight: WeightShape, num_rows: int, device: str, call: Callable[[Tensor, Tensor], object], out: Tensor
 ) -> Prepared:
+    """Return calls on random rows x [num_rows, inner] and several weights, which write `out`."""
     x = torch.randn(num_rows, weight.inner, device=device, dtype=torch.bfloat16)
     weights = [
         torch.randn(weight.num_columns, weight.inner, device=device, dtype=torch.bfloat16).mul_(

@@ -1,4 +1,4 @@
-"""Kernels that work row by row: norms, rotation and store, sampling."""
+"""Cases of kernels that work row by row: norms, rotation and store, sampling."""
 
 from __future__ import annotations
 
@@ -20,16 +20,19 @@ from perf.harness.shapes import Model
 
 __all__ = ["norm_cases", "rope_cases", "sampling_cases"]
 
-SUM_ITEMSIZE = 4  # partial sums and logits are fp32
+SUM_ITEMSIZE = 4
+"""Bytes of a partial sum or a logit: they are float32."""
 BLOCK_SIZE = 64
 CONTEXT = 512
+"""Tokens before the newest of each sequence."""
 FILTERED = {"temperature": 0.8, "top_p": 0.95}
 PEAKED, FLAT = 3.0, 1.3
-"""Spread of logits: few tokens hold nearly all the mass, or thousands do, as of random weights."""
+"""Standard deviations of logits. Peaked: few tokens hold nearly all the probability. Flat: thousands do, as
+with random weights."""
 
 
 def norm_cases(model: Model, row_counts: tuple[int, ...], table: TunedTable, device: str) -> Iterator[Case]:
-    """A product's partial sums added to the residual stream, and its norm."""
+    """Yield cases of `add_norm`: a product's partial sums added to the residual stream, and its norm."""
     size = model.config.hidden_size
     gemm = table.gemm(size, model.config.num_heads * model.config.head_dim)
     for num_rows in row_counts:
@@ -45,7 +48,7 @@ def norm_cases(model: Model, row_counts: tuple[int, ...], table: TunedTable, dev
 
 
 def rope_cases(model: Model, row_counts: tuple[int, ...], table: TunedTable, device: str) -> Iterator[Case]:
-    """Queries, keys and values from partial sums: rotated, and the latter two stored."""
+    """Yield cases of `rotate_and_store`, of a product's partial sums."""
     config = model.config
     width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     gemm = table.gemm(width, config.hidden_size)
@@ -65,7 +68,7 @@ def rope_cases(model: Model, row_counts: tuple[int, ...], table: TunedTable, dev
 def sampling_cases(
     model: Model, row_counts: tuple[int, ...], table: TunedTable, device: str
 ) -> Iterator[Case]:
-    """The logits of every row, read once: for the most likely token, and for one of the likely ones."""
+    """Yield cases of `sample_rows`: greedy, and with top-p. The bytes are those of the logits, read once."""
     vocab_size = model.config.vocab_size
     kinds: tuple[tuple[str, dict[str, float], float], ...] = (
         ("greedy", {}, PEAKED),
@@ -85,6 +88,7 @@ def sampling_cases(
 
 
 def prepare_norm(size: int, num_partials: int, num_rows: int, device: str) -> Prepared:
+    """Make the inputs of `add_norm`."""
     copies = num_copies(num_rows * size * (num_partials * SUM_ITEMSIZE + ITEMSIZE))
     sums = torch.randn(copies, num_partials, num_rows, size, device=device)
     hidden = torch.randn(copies, num_rows, size, device=device).to(torch.bfloat16)
@@ -99,7 +103,7 @@ def prepare_norm(size: int, num_partials: int, num_rows: int, device: str) -> Pr
 
 
 def prepare_rope(config: DecoderConfig, num_partials: int, num_rows: int, device: str) -> Prepared:
-    """The newest row of each sequence, behind `CONTEXT` tokens."""
+    """Make the inputs of `rotate_and_store`: the newest row of each sequence, after CONTEXT tokens."""
     width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     copies = num_copies(num_rows * width * num_partials * SUM_ITEMSIZE)
     sums = torch.randn(copies, num_partials, num_rows, width, device=device)
@@ -123,8 +127,9 @@ def prepare_rope(config: DecoderConfig, num_partials: int, num_rows: int, device
 def prepare_sampling(
     vocab_size: int, settings: dict[str, float], spread: float, num_rows: int, device: str
 ) -> Prepared:
+    """Make the inputs of `sample_rows`: logits of standard deviation `spread`, and columns of `settings`."""
     copies = num_copies(num_rows * vocab_size * SUM_ITEMSIZE)
-    # Two planes each, of which the second is written where rules apply.
+    # Two planes each. The second is written where logits rules apply.
     logits = torch.randn(copies, 2, num_rows, vocab_size, device=device).mul_(spread)
     columns = SlotColumns.allocate(num_rows, vocab_size, device)
     columns.num_logprobs.fill_(-1)
@@ -140,5 +145,5 @@ def prepare_sampling(
         for index in range(copies):
             sample_rows(logits[index], slot, position, token, columns, masks, buffers)
 
-    # Token ids, whose bits are those of finite numbers.
+    # Token ids, viewed as float32 to be filled with NaN: the bits of ids are those of finite numbers.
     return Prepared(step, copies, (buffers.chosen.view(torch.float32),))

@@ -1,4 +1,4 @@
-"""Rounds of a batch whose sequences end one after the other."""
+"""Time of decode rounds while the sequences of a batch end one after the other."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ ACTIVE_COLUMNS = (
 
 
 class ActiveRun(Run, kw_only=True):
-    """Rounds of a batch in which `active_sequences` have not ended. `has_ended_rows`: the others' rows are
-    still asked for, as in the steps that were launched before their end was read.
+    """Rounds of a batch in which `active_sequences` sequences have not ended.
 
-    `num_tiles`: of the attention plan, read from the device; `tile_bytes`: keys and values in them, of all
-    layers; `attention_bytes`: of what the active sequences must read.
+    has_ended_rows: rows of the ended sequences are still planned, as in steps that are launched before the
+    end is read. num_tiles: of the attention plan, read from the device. tile_bytes: keys and values in these
+    tiles, of all layers. attention_bytes: keys and values that the active sequences must read.
     """
 
     active_sequences: int
@@ -55,19 +55,23 @@ def measure_by_active(
     *,
     has_ended_rows: bool,
 ) -> Iterator[ActiveRun]:
-    """Sequences that end about `num_rounds` rounds one after the other: a run for each number of them."""
-    slots, everyone = driven.slots(executor), range(scenario.batch)
+    """A run for each number of active sequences, of a batch in which a sequence ends about every `num_rounds`
+    rounds.
+
+    num_tiles: see `tiles_of`. has_ended_rows: see `ActiveRun`.
+    """
+    slots, all_slots = driven.slots(executor), range(scenario.batch)
     gap = num_rounds * (driven.num_drafts + 1)
     first = scenario.context + 1
-    slots.fill(scenario.context, [first + gap * (index + 1) for index in everyone])
+    slots.fill(scenario.context, [first + gap * (index + 1) for index in all_slots])
     for _ in range(NUM_WARM_UP_ROUNDS):
         slots.round(driven.num_drafts)
     seconds: dict[int, list[float]] = {}
     tiles: dict[int, list[int]] = {}
     contexts: dict[int, list[int]] = {}
-    lengths = dict.fromkeys(everyone, 0)
+    lengths = dict.fromkeys(all_slots, 0)
     while slots.active:
-        rows = list(everyone) if has_ended_rows else slots.active
+        rows = list(all_slots) if has_ended_rows else slots.active
         result = slots.round(driven.num_drafts, rows)
         emitted = {
             slot: len(output.token_ids)
@@ -101,13 +105,14 @@ def measure_by_active(
 
 
 def tiles_of(executor: Any) -> Callable[[], int]:
-    """Reads the number of tiles that the latest round's attention was dealt."""
-    # Nobody but a measurement wants to know.
-    attention = executor._graphs._attention
+    """A function that reads from the device how many tiles of attention the latest round had."""
+    # Read from a private attribute: only measurements need to know.
+    attention = executor._graphs._steps.attention
     return lambda: sum(int(scratch.plan.num_tiles.item()) for scratch in attention.scratches)
 
 
 def active_table(runs: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """A table row for each run, with ACTIVE_COLUMNS."""
     return [
         (
             run["scenario"],

@@ -1,4 +1,4 @@
-"""What is measured where rounds are driven by hand, and what the machine can do at most."""
+"""Settings of measurements that launch rounds without a scheduler."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ NUM_WARM_UP_ROUNDS = 3
 
 
 class Driven(Struct, frozen=True, kw_only=True):
-    """An executor to be measured, what runs on it, and what the machine can do at most."""
+    """An executor to be measured, the model and drafts that it runs, and the limits of the machine.
+
+    bandwidth_tb_s: memory bandwidth of the device. peak_tflop_s: its matrix product throughput.
+    """
 
     model: Model
     drafting: Drafting | None
@@ -32,14 +35,17 @@ class Driven(Struct, frozen=True, kw_only=True):
 
     @property
     def num_drafts(self) -> int:
+        """Tokens drafted in a round; 0 without speculation."""
         return self.drafting.num_draft_tokens if self.drafting is not None else 0
 
     @property
     def draft(self) -> Draft | None:
+        """The EAGLE-3 draft; None without one."""
         draft = self.drafting.draft if self.drafting is not None else None
         return draft if isinstance(draft, Draft) else None
 
     def fields(self, scenario: Scenario) -> dict[str, Any]:
+        """Fields that all runs of a scenario have."""
         fields: dict[str, Any] = {
             "engine": "drift",
             "model": self.model.name,
@@ -58,9 +64,11 @@ class Driven(Struct, frozen=True, kw_only=True):
         return fields
 
     def slots(self, executor: Executor) -> ManualDriver:
+        """A driver that launches steps of `executor`."""
         return ManualDriver(executor, prefill_token_budget=self.config.prefill_token_budget)
 
     def work(self, batch: int, mean_context: float) -> dict[str, Work]:
+        """The work of each stage, see `stage_work`."""
         return stage_work(
             self.model,
             self.draft,

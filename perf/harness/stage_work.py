@@ -1,4 +1,4 @@
-"""What each stage of a round must read and compute."""
+"""The bytes that each stage of a round must read, and the operations that it must compute."""
 
 from __future__ import annotations
 
@@ -15,20 +15,24 @@ LOGIT_BYTES = 4
 
 
 class Work(Struct, frozen=True):
+    """Bytes to read and floating-point operations to compute."""
+
     num_bytes: float = 0.0
     num_flops: float = 0.0
 
     def limit_s(self, bandwidth_tb_s: float, peak_tflop_s: float) -> float:
-        """Reading or computing, whichever takes longer."""
+        """Seconds that the work takes at least: the longer of reading and computing."""
         return max(self.num_bytes / bandwidth_tb_s, self.num_flops / peak_tflop_s) / 1e12
 
 
 def stage_work(
     model: Model, draft: Draft | None, *, num_drafts: int, batch: int, mean_context: float, itemsize: int
 ) -> dict[str, Work]:
-    """By stage, of a round of `batch` sequences with `num_drafts` tokens drafted for each; 0 without draft.
+    """The work of each stage of a round of `batch` sequences.
 
-    Weights are read once for each pass, the KV of every sequence once for each layer, features once.
+    num_drafts: tokens drafted for each sequence; 0 without a draft. mean_context: tokens of a sequence.
+    itemsize: bytes of a weight. Weights are counted once for each pass, KV of every sequence once for each
+    layer, and features once.
     """
     config, rows = model.config, batch * (num_drafts + 1)
     attention = 4 * config.num_layers * config.num_heads * config.head_dim * mean_context
@@ -49,10 +53,10 @@ def stage_work(
     mlp = sum(math.prod(shape) for name, shape in shapes.items() if ".mlp." in name)
     attending = sum(map(math.prod, shapes.values())) - mlp
     head = math.prod(shareable_shapes(draft.config)[DRAFT_HEAD])
-    own = draft.config
-    kv = batch * mean_context * 2 * own.num_layers * own.num_kv_heads * own.head_dim
-    scores = 4 * own.num_layers * own.num_heads * own.head_dim * mean_context
-    features = rows * len(own.aux_layers) * own.target_hidden_size
+    shape = draft.config
+    kv = batch * mean_context * 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
+    scores = 4 * shape.num_layers * shape.num_heads * shape.head_dim * mean_context
+    features = rows * len(shape.aux_layers) * shape.target_hidden_size
     num_passes = max(num_drafts - 1, 0)
     if num_drafts:
         work["draft_lm_head"] = Work(num_drafts * itemsize * head, num_drafts * batch * 2 * head)

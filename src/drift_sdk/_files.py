@@ -1,4 +1,7 @@
-"""Regular files, told from what must not be opened: a FIFO blocks its reader, a device never ends."""
+"""A check that a path is a regular file, to be made before opening it.
+
+Opening a FIFO blocks its reader, and reading a device may never end.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from drift_sdk.errors import ModelLoadError
 
 __all__ = ["has_file"]
 
-KINDS = {
+SPECIAL_KINDS = {
     stat.S_IFDIR: "a directory",
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",
@@ -19,9 +22,10 @@ KINDS = {
 
 
 def has_file(path: Path) -> bool:
-    """Whether a regular file, or a symbolic link to one, is at `path`.
+    """Whether a regular file, or a symbolic link to one, exists at `path`.
 
-    Raises ModelLoadError naming the path for anything else that is there, a link that leads nowhere included.
+    False if nothing exists there. Raises ModelLoadError naming the path if something else does: a directory,
+    a special file, a symbolic link to a missing file, or a path that cannot be examined.
     """
     try:
         mode = path.stat().st_mode
@@ -34,7 +38,7 @@ def has_file(path: Path) -> bool:
         raise ModelLoadError(f"{path}: cannot be read: {error}") from error
 
     if not stat.S_ISREG(mode):
-        kind = KINDS.get(stat.S_IFMT(mode), "a special file")
+        kind = SPECIAL_KINDS.get(stat.S_IFMT(mode), "a special file")
         raise ModelLoadError(f"{path}: is {kind}, expected a regular file")
 
     return True

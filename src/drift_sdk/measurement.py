@@ -1,5 +1,7 @@
-"""Speculative decoding at any acceptance, to measure what it costs; which acceptance there was; and where the
-time of a round goes.
+"""Engines for measurements: simulated acceptance, recorded rounds, profiles, and times of a round's stages.
+
+The speed of speculative decoding depends on how many drafts are right, which random weights tell nothing
+about. So acceptance can be simulated, by a mean or by a recorded trace:
 
     engine = simulated_engine(folder, config, acceptance=3.2)
 
@@ -8,7 +10,7 @@ time of a round goes.
     engine.rounds.trace().save("trace.json")
     again = simulated_engine(folder, config, acceptance=AcceptanceTrace.load("trace.json").lengths)
 
-How fast an engine speculates hangs on how many of its drafts are right, of which random weights say nothing.
+The stages of a round are timed without an engine:
 
     times = stage_times(folder, config, batch=1, context=512, num_draft_tokens=3, acceptance=3.2)
 """
@@ -50,16 +52,17 @@ log = logging.getLogger("drift_sdk")
 
 
 def recorded_engine(model: str | Path, config: EngineConfig) -> RecordedEngine:
-    """An engine like any other, of any executor, that notes how many tokens each round emitted: see its
-    `rounds`."""
+    """An engine, of any executor, that records how many tokens each round emits, in its `rounds`."""
     return RecordedEngine(model, config)
 
 
 def profiled_engine(model: str | Path, config: EngineConfig) -> RecordedEngine:
-    """An engine whose steps a profiler finds in NVTX ranges: the launch of each in "prefill", "base_decode"
-    or "verify", and, while graphs are captured, what each stage starts (see `stage_times`).
+    """An engine whose steps are marked by NVTX ranges, for profilers.
 
-    config: with executor="graph". Raises ConfigError.
+    The launch of each step is a range "prefill", "base_decode" or "verify". While graphs are captured, the
+    kernels of each stage are launched in a range of the stage's name (see `stage_times`).
+
+    config: with executor="graph". Raises ConfigError for another executor.
     """
     check_graphs(config, "to have its stages marked")
     return RecordedEngine(model, config, is_profiled=True)
@@ -73,16 +76,19 @@ def check_graphs(config: EngineConfig, purpose: str) -> None:
 def simulated_engine(
     model: str | Path, config: EngineConfig, *, acceptance: float | Sequence[int]
 ) -> RecordedEngine:
-    """An engine for measuring alone: WHAT IT GENERATES IS NOT THE MODEL'S.
+    """An engine for measurements only: WHAT IT GENERATES IS NOT THE MODEL'S OUTPUT.
 
-    Drafts are made and verified as ever, but not compared: as many are taken for right as make rounds of
-    `acceptance` tokens, the model's own included. A sequence gives the tokens of each round in turn, over and
-    over, as `recorded_engine` noted them. A number is their mean, with the least variance (3.2: three tokens,
-    or four in one round of five), from 1 to the shape's num_draft_tokens + 1. Each slot starts elsewhere in
-    them. A round with fewer drafts than that, by the policy's choice or for want of a proposal, takes all it
-    has; one that is not to draft does not count.
+    Drafts are made and verified as usual, but not compared with the model's tokens: as many are accepted as
+    make rounds of `acceptance` tokens, the model's own included.
 
-    config: with speculation and executor="graph", whose rounds alone can be simulated. Raises ConfigError.
+    acceptance: a sequence gives the number of tokens of each round in turn, over and over, as
+    `recorded_engine` has recorded them. A number is their mean, with the least variance (3.2: three tokens,
+    or four in one round of five), from 1 to the shape's num_draft_tokens + 1. Each slot starts at another
+    place in the sequence. A round with fewer drafts, because the policy chose so or the drafter proposed
+    fewer, accepts all that there are; a round without drafts by the policy's choice is not counted.
+
+    config: with speculation, and with executor="graph", the only executor whose rounds can be simulated.
+    Raises ConfigError for another config or acceptance.
     """
     trace = simulated_trace(config, acceptance)
     return RecordedEngine(model, config, trace)
@@ -92,14 +98,14 @@ def simulated_trace(config: EngineConfig, acceptance: float | Sequence[int]) -> 
     trace = AcceptanceTrace.of(acceptance)
     check_graphs(config, "to simulate acceptance")
     if config.speculation is None:
-        raise ConfigError.of("speculation", None, "a Speculation whose acceptance to simulate")
+        raise ConfigError.of("speculation", None, "a Speculation, whose acceptance is to be simulated")
 
     most = config.speculation.shape.num_draft_tokens + 1
     if not isinstance(acceptance, Sequence) and acceptance > most:
         raise ConfigError.of("acceptance", acceptance, f"at most {most}, the tokens of a round")
 
     log.warning(
-        "acceptance is simulated at %g tokens a round: what this engine generates is not the model's",
+        "acceptance is simulated at %g tokens a round: what this engine generates is not the model's output",
         trace.mean,
     )
     return trace
@@ -115,16 +121,20 @@ def stage_times(
     acceptance: float | Sequence[int] | None = None,
     num_rounds: int = 64,
 ) -> StageTiming:
-    """Open a model on a GPU, without an engine, and time the stages of its rounds; on the calling thread.
+    """Load a model on a GPU, without an engine, and time the stages of its rounds; on the calling thread.
 
-    `batch` sequences of `context` random tokens each, rounds one at a time. Stages: "base_decode", or
-    "verify" where tokens were drafted: the model's own pass over all rows; "accept": the tokens chosen behind
-    them; "commit"; and of an EAGLE-3 draft "draft_lm_head", "draft_attention" and "draft_mlp", all steps
-    together, and "draft_extend", what it takes in of the tokens that were right. Marks between them cost a
-    few microseconds each.
+    There are `batch` sequences with prompts of `context` random tokens, and `num_rounds` rounds are timed,
+    one at a time. The stages are
 
-    config: with room for the sequences, and a Speculation of num_draft_tokens if that is not 0.
-    acceptance: as of `simulated_engine`; None: the drafts' own. Raises ConfigError.
+    - "base_decode", or "verify" where tokens were drafted: the model's own pass over all rows;
+    - "accept": the tokens chosen behind the rows; and "commit";
+    - of an EAGLE-3 draft, "draft_lm_head", "draft_attention" and "draft_mlp", each summed over the drafted
+      tokens; and "draft_extend", the draft's pass over the tokens that were right.
+
+    The marks between stages take a few microseconds each.
+
+    config: with room for the sequences, and with a Speculation of at least num_draft_tokens unless that is 0.
+    acceptance: as for `simulated_engine`; None: drafts are compared. Raises ConfigError.
     """
     most = config.speculation.shape.num_draft_tokens if config.speculation is not None else 0
     check_int(ConfigError, "num_draft_tokens", num_draft_tokens, ge=0, le=most)
@@ -144,8 +154,11 @@ def stage_times(
 def staged_executor(
     model: str | Path, config: EngineConfig, acceptance: float | Sequence[int] | None = None
 ) -> Iterator[tuple[Executor, Callable[[], dict[str, float]]]]:
-    """An executor of graphs with marks in them, and what gives the seconds of each stage since its last
-    call."""
+    """An executor of CUDA graphs with marks between stages, and a function that returns the seconds of each
+    stage in the steps since its last call. The executor is closed at the end of the block.
+
+    model, config, acceptance: as for `stage_times`. Raises ConfigError.
+    """
     from drift_sdk.execution.stages import TimedStageMarks
     from drift_sdk.startup.model_startup import open_model
 
@@ -160,7 +173,7 @@ def staged_executor(
 
 
 class RecordedEngine(Engine):
-    """An `Engine` that writes down its rounds: `rounds`, complete once the engine is paused or closed."""
+    """An `Engine` that records its rounds in `rounds`, which are complete once it is paused or closed."""
 
     def __init__(
         self,
@@ -184,7 +197,7 @@ def open_recorded(
     report: Callable[[str, float], None],
     limits: ExecutorLimits | None = None,
 ) -> LoadedModel:
-    # Imported here, on the engine's thread, for it loads torch.
+    # Imported here, on the engine's thread, because it loads torch.
     from drift_sdk.execution.stages import NvtxStageMarks
     from drift_sdk.startup.model_startup import open_model
 

@@ -1,8 +1,12 @@
-"""The seam between the scheduler, which knows no GPU, and the executor, which knows no queue.
+"""The contract between scheduler and executor: plans of steps, and their results.
 
-A step is launched before the previous one has been read, so a plan says which slots take part and which KV
-blocks they may write, but not how long they are: lengths, last tokens and finished flags live in the
-executor's slot tables and are advanced by the steps themselves. Steps run in the order of their launch.
+The scheduler uses no device, and the executor knows no queue.
+
+A slot is a row of the executor's slot tables and holds one running sequence. A step may be launched before
+the result of the previous one has been collected, so a plan names the slots that take part and the KV blocks
+that they may write, but not the lengths of decoding sequences: lengths, newest tokens and finished flags are
+kept in the executor's slot tables and are advanced by the steps themselves. Steps run in the order of their
+launch.
 """
 
 from __future__ import annotations
@@ -35,18 +39,22 @@ __all__ = [
 
 
 class SlotSampling(Struct, frozen=True, kw_only=True):
-    """How a slot's tokens are chosen and when they end; all a device needs to know of a request.
+    """The parameters of a request that the device needs: how its tokens are sampled, and when it ends.
 
-    The token at a position is a function of context, `seed` and position alone. The first
-    `num_prompt_tokens` tokens of a sequence are its prompt; `max_length` counts prompt and generated tokens.
-    A slot whose newest token is in `stop_token_ids`, or whose length has reached `max_length`, is finished:
-    later rows for it emit nothing.
+    The token at a position is a function of the context, `seed` and the position alone. A slot is finished
+    when its newest token is in `stop_token_ids` or its length has reached `max_length`; later rows of a
+    finished slot emit nothing.
 
-    `min_length`: stop ids are not chosen while the sequence is shorter.
-    Penalties: `repetition_penalty` looks at prompt and output, the two others at the output alone.
-    `logit_bias`: (token id, addend) pairs. `allowed_token_ids`: None = all.
-    `num_logprobs`, `num_prompt_logprobs`: how many of the most likely tokens to report at each generated
-    position and at each prompt position; None = no report.
+    temperature, top_k, top_p, min_p: as in SamplingParams.
+    num_prompt_tokens:     the first tokens of the sequence, its prompt.
+    max_length:            tokens of prompt and output together.
+    min_length:            stop ids are not sampled while the sequence is shorter, in tokens as `max_length`.
+    presence_penalty, frequency_penalty: apply to tokens of the output.
+    repetition_penalty:    applies to tokens of prompt and output.
+    logit_bias:            (token id, addend to its logit) pairs.
+    allowed_token_ids:     the only ids that may be sampled; None = all.
+    num_logprobs:          number of most likely tokens to report at each output position; None = no report.
+    num_prompt_logprobs:   the same at each prompt position.
     """
 
     temperature: float
@@ -68,27 +76,32 @@ class SlotSampling(Struct, frozen=True, kw_only=True):
 
     @property
     def has_penalties(self) -> bool:
+        """Whether any penalty differs from its neutral value."""
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
 
 
 class TokenConstraint(Protocol):
-    """What a sequence may say next, known to the host alone (a grammar).
+    """The tokens that a sequence may have next, computed by the host (a grammar).
 
-    The scheduler plans a constrained sequence's next row only when all its tokens are committed and the
-    host is ready, so an executor that asks while launching or running a step gets the current answer.
+    The scheduler plans a constrained sequence's next row only when all its tokens are committed and the host
+    has computed the mask, so an executor that calls `masks` while launching or running a step gets the masks
+    for the sequence's current tokens.
     """
 
     def masks(self, draft_token_ids: Sequence[int]) -> NDArray[np.int32]:
-        """Allowed tokens after the committed ones and after each of the drafted ones in turn:
-        [len(draft_token_ids) + 1, ceil(vocab_size / 32)], bit i % 32 of word i // 32 stands for token i.
+        """Allowed tokens after the committed tokens, and after each of the draft tokens in turn.
+
+        Shape [len(draft_token_ids) + 1, ceil(vocab_size / 32)]. Bit i % 32 of word i // 32 is set if token i
+        is allowed.
         """
 
 
 class SlotAssignment(Struct, frozen=True, kw_only=True):
-    """A sequence enters a slot: its row of the device tables starts afresh.
+    """A sequence is placed in a slot, whose row of the slot tables is initialised.
 
-    `cached_token_ids`: the tokens found in the prefix cache, which no chunk brings; only for slots with
-    penalties, which count them, and executors that want the history.
+    cached_token_ids: the tokens found in the prefix cache, which no chunk contains. Given only for sampling
+    with penalties, which count them, and to executors that want the history
+    (`SchedulerConfig.wants_history`); else empty.
     """
 
     slot: int
@@ -98,7 +111,7 @@ class SlotAssignment(Struct, frozen=True, kw_only=True):
 
 
 class BlockUpdate(Struct, frozen=True, kw_only=True):
-    """Entries `first_index...` of a slot's block table are to hold `block_ids`."""
+    """Sets the entries of a slot's block table from `first_index` on to `block_ids`."""
 
     slot: int
     first_index: int
@@ -106,8 +119,10 @@ class BlockUpdate(Struct, frozen=True, kw_only=True):
 
 
 class PrefillChunk(Struct, frozen=True, kw_only=True):
-    """Tokens at positions `start ... start + len(token_ids) - 1` of a slot, and the known token after them:
-    None after the last chunk, which samples it."""
+    """Prompt tokens at positions `start ... start + len(token_ids) - 1` of a slot.
+
+    next_token_id: the token after them; None for the last chunk, after which a token is sampled.
+    """
 
     slot: int
     start: int
@@ -116,20 +131,21 @@ class PrefillChunk(Struct, frozen=True, kw_only=True):
 
     @property
     def is_last(self) -> bool:
+        """Whether a token is sampled after this chunk."""
         return self.next_token_id is None
 
 
 class DecodeRow(Struct, frozen=True, kw_only=True):
-    """A slot that decodes: up to `num_draft_tokens` drafted tokens are verified and 1 to
-    `num_draft_tokens + 1` tokens emitted, none if the slot has finished."""
+    """A slot that decodes. At most `num_draft_tokens` draft tokens are verified, and 1 to `num_draft_tokens +
+    1` tokens are emitted; none if the slot has finished."""
 
     slot: int
     num_draft_tokens: int
 
 
 class StepPlan(Struct, frozen=True, kw_only=True):
-    """One step. Assignments come first, then block updates, then the prefill part, then the decode part.
-    A slot has a chunk or a row, never both."""
+    """One step. Assignments are applied first, then block updates; then the prefill part runs, then the
+    decode part. A slot has at most one chunk or one row, never both."""
 
     step_id: int
     assignments: tuple[SlotAssignment, ...]
@@ -138,14 +154,17 @@ class StepPlan(Struct, frozen=True, kw_only=True):
     decode: tuple[DecodeRow, ...]
 
 
-# Nothing of what comes with every token, here and on its way to the stream, can be part of a cycle: the
-# collector need not go through it again and again.
+# Objects made for every token, here and on the way to the stream, cannot be part of a reference cycle.
+# gc=False keeps the garbage collector from traversing them.
 class SlotOutput(Struct, frozen=True, kw_only=True, gc=False):
-    """Tokens a slot emitted in one step, in order, and how it finished if it did.
+    """The tokens that a slot emitted in one step, in order.
 
-    `logprobs` has an entry per token where they were asked for. `prompt_logprobs` comes with the first
-    token: an entry per prompt token from the second on. `num_drafted` tokens were drafted for the row, the
-    first `num_accepted` of them right.
+    finish:           how the slot finished; None if it has not.
+    logprobs:         an entry for each token; None if not requested.
+    prompt_logprobs:  an entry for each prompt token from the second on, with the first output token alone;
+                      None if not requested.
+    num_drafted:      tokens that were drafted for the row.
+    num_accepted:     how many of them, from the first on, were accepted.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -157,11 +176,12 @@ class SlotOutput(Struct, frozen=True, kw_only=True, gc=False):
 
 
 class HostWork(Struct, frozen=True, kw_only=True):
-    """What the host did where the device should have gone on by itself, since the step before was collected.
+    """Counts of host work that delays the device, since the previous step was collected.
 
-    `num_waits`: for a replay to be over because there was no room for the next one's input.
-    `num_split_rounds`: rounds cut in two, to ask a constraint what may follow each draft. `num_copies`: of
-    results that came late to be read. `num_allocations`: of device memory, torch's, counted now and then.
+    num_waits:         waits for the end of a replay, because there was no room for the next one's input.
+    num_split_rounds:  rounds split in two replays, to ask a constraint for the masks after the draft tokens.
+    num_copies:        copies of results that were not collected in time.
+    num_allocations:   allocations of device memory by torch; checked only from time to time.
     """
 
     num_waits: int = 0
@@ -171,9 +191,9 @@ class HostWork(Struct, frozen=True, kw_only=True):
 
 
 class StepResult(Struct, frozen=True, kw_only=True):
-    """What a step did: an output per chunk and per row of its plan, in the plan's order.
+    """The result of a step: an output for each chunk and each row of its plan, in the plan's order.
 
-    `duration_s` is the time the device worked on it, in seconds.
+    duration_s: seconds that the device worked on the step.
     """
 
     step_id: int
@@ -184,7 +204,11 @@ class StepResult(Struct, frozen=True, kw_only=True):
 
 
 class ExecutorLimits(Struct, frozen=True, kw_only=True):
-    """What an executor has room for. KV holds `num_blocks` blocks of `block_size` tokens each."""
+    """The sizes that an executor is built for. Its KV cache has `num_blocks` blocks of `block_size` tokens.
+
+    max_num_seqs:   number of slots.
+    max_model_len:  longest sequence, in tokens of prompt and output.
+    """
 
     max_num_seqs: int
     max_model_len: int
@@ -194,17 +218,18 @@ class ExecutorLimits(Struct, frozen=True, kw_only=True):
 
 
 class Executor(Protocol):
-    """Runs plans in the order of their launch. Every method is called on one thread, the engine's."""
+    """Runs plans in the order of their launch. All methods are called on one thread, the engine's."""
 
     @property
-    def limits(self) -> ExecutorLimits: ...
+    def limits(self) -> ExecutorLimits:
+        """The sizes it was built for."""
 
     def launch(self, plan: StepPlan) -> None:
-        """Start a step and return at once, whether or not earlier steps have finished; only where a
-        constrained slot drafts may it take until the tokens are drafted."""
+        """Start a step and return at once, whether or not earlier steps have finished. Only a plan with draft
+        tokens for a constrained slot may block until the tokens are drafted."""
 
     def collect(self) -> StepResult:
-        """Wait for the oldest launched step that was not collected yet and return its result."""
+        """Wait for the oldest launched step that has not been collected, and return its result."""
 
     def close(self) -> None:
-        """Release memory and handles; idempotent. Launched steps are abandoned."""
+        """Release memory and handles. Launched steps are abandoned. Idempotent."""

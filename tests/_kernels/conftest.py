@@ -1,3 +1,5 @@
+"""The device of kernel tests, and the tests that need a GPU."""
+
 from __future__ import annotations
 
 import pytest
@@ -6,11 +8,12 @@ import torch
 
 @pytest.fixture
 def device() -> str:
-    """Kernels run compiled where there is a GPU, else in Triton's interpreter (see the outer conftest)."""
+    """The device of a test's tensors. Kernels are compiled where there is a GPU; else they run in Triton's
+    interpreter, see tests/conftest.py."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture(autouse=True)
-def real_sizes_need_a_gpu(request: pytest.FixtureRequest) -> None:
+def skip_gpu_tests_without_a_gpu(request: pytest.FixtureRequest) -> None:
     if request.node.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
         pytest.skip("too large for the interpreter")

@@ -1,3 +1,5 @@
+"""Counts of drafted and accepted tokens."""
+
 from __future__ import annotations
 
 import random
@@ -6,7 +8,7 @@ from drift_sdk import SpeculationStats
 from drift_sdk.draft_policy.count import DraftCount
 
 
-def test_equals_a_count_round_by_round() -> None:
+def test_stats_equal_a_count_of_single_rounds() -> None:
     rng = random.Random(3)
     count, rounds = DraftCount(), []
     for _ in range(500):
@@ -27,14 +29,14 @@ def test_equals_a_count_round_by_round() -> None:
         assert stats.acceptance_histogram == tuple(accepted.count(n) for n in range(most + 1))
 
 
-def test_nothing_drafted() -> None:
+def test_stats_without_drafts() -> None:
     count = DraftCount()
     count.add(0, 0)
     assert count.stats() == SpeculationStats()
     assert (count.stats().acceptance_length, count.stats().rates) == (0.0, ())
 
 
-def test_a_draft_that_never_holds() -> None:
+def test_stats_of_rejected_drafts() -> None:
     count = DraftCount()
     for num_drafted in (1, 3, 2):
         count.add(num_drafted, 0)

@@ -1,3 +1,5 @@
+"""The n-gram index against a search of the whole sequence."""
+
 from __future__ import annotations
 
 from hypothesis import given
@@ -23,7 +25,7 @@ def naive(tokens: list[int], min_length: int, max_length: int, num_tokens: int) 
     lengths=st.tuples(st.integers(1, 3), st.integers(0, 3)),
     num_tokens=st.integers(0, 6),
 )
-def test_equals_a_search_of_the_whole_history(tokens, cut, lengths, num_tokens) -> None:
+def test_proposals_equal_a_search_of_the_whole_sequence(tokens, cut, lengths, num_tokens) -> None:
     min_length, max_length = lengths[0], lengths[0] + lengths[1]
     index = NGramIndex(min_length, max_length)
     index.extend(tokens[:cut])
@@ -32,7 +34,7 @@ def test_equals_a_search_of_the_whole_history(tokens, cut, lengths, num_tokens) 
     assert len(index) == len(tokens)
 
 
-def test_a_repeated_phrase_is_continued() -> None:
+def test_repeated_phrase_is_continued() -> None:
     index = NGramIndex(2, 4)
     index.extend(b"to be or not to ")
     assert bytes(index.propose(6)) == b"be or "

@@ -1,4 +1,4 @@
-"""The policy against simulated devices and drafts: what it costs, and what it gains."""
+"""The draft policy on simulated devices and drafts: time against plain decoding and the best policy."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from drift_sdk.draft_policy.round_costs import RoundCosts
 from drift_sdk.steps import DecodeRow, PrefillChunk, SlotOutput, StepPlan, StepResult
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-# Milliseconds of rounds as an 8B model has them, those without drafts and those with three; 1, 8 and 64
-# measured on one GPU, the others in between or beyond.
+# Milliseconds of rounds of an 8B model by bucket, without draft tokens and with three. Those of 1, 8 and 64
+# slots are measured on one GPU, the others are interpolated or extrapolated.
 PLAIN_MS = (4.15, 4.2, 4.3, 4.47, 4.7, 5.1, 5.92, 8.0, 12.5)
 THREE_MS = (4.88, 4.95, 5.05, 5.27, 6.3, 8.4, 12.8, 23.0, 44.0)
+# Extra time by number of draft tokens, in units of that of three.
 SHARE_OF_THREE = {0: 0.0, 1: 0.4, 3: 1.0, 5: 1.75}
 CHOICES = [(1, 3), (1, 3, 5)]
-FLIGHT = 2  # rounds are chosen before the result of the one before is known
+NUM_IN_FLIGHT = 2  # rounds that are chosen before the result of an earlier one is known
 
 Rates = Sequence[float]
 
@@ -38,7 +39,7 @@ def round_costs(choices: Sequence[int]) -> dict[tuple[int, int], float]:
 
 
 def even_rates(acceptance_length: float) -> Rates:
-    """Of drafts each as likely to be right as the one before, so that rounds of three have that length."""
+    """Equal rates for all positions, such that rounds of three emit `acceptance_length` tokens on average."""
     low, high = 0.0, 1.0
     for _ in range(50):
         rate = (low + high) / 2
@@ -49,7 +50,7 @@ def even_rates(acceptance_length: float) -> Rates:
 
 
 def falling_rates(acceptance_length: float) -> Rates:
-    """Of drafts right up to a place, and wrong behind it."""
+    """Rates of a draft that is right up to some position and wrong after it."""
     return [min(max(acceptance_length - 1 - index, 0.0), 1.0) for index in range(5)]
 
 
@@ -63,9 +64,14 @@ def tokens_of(rates: Rates, num_drafts: int) -> float:
 
 
 class Outcome(Struct):
-    """Seconds that rounds took, and that the tokens of each would have taken without drafts and at the best
-    number of them: known only in a simulation. Of the rounds after `num_learning`, how often each number was
-    chosen."""
+    """Results of a simulation, in seconds.
+
+    taken:       time of all rounds.
+    plain:       time that their tokens would have taken without drafts.
+    late_taken:  time of the rounds after the first `num_learning`.
+    late_best:   time that their tokens would have taken with the best number of draft tokens.
+    chosen:      how often those rounds used each number.
+    """
 
     taken: float = 0.0
     plain: float = 0.0
@@ -93,7 +99,8 @@ def play(
     num_learning: int = 200,
     noise: Callable[[random.Random], float] = lambda rng: rng.gauss(1.0, 0.02),
 ) -> Outcome:
-    """Rounds whose costs the policy knows but for `attention(round, slots)` seconds and 3% of it a draft."""
+    """Simulate rounds. Their time is `round_seconds`, as measured before, plus `attention(round, slots)`
+    seconds that no measurement contains, and 3% of that for each draft token."""
     rng, in_flight = random.Random(7), deque()
     outcome = Outcome(chosen=Counter())
     for number in range(num_rounds):
@@ -104,7 +111,7 @@ def play(
         k = policy.num_draft_tokens(slots)
         accepted = [(k, accepted_drafts(rng, now[:k])) for _ in range(slots)]
         in_flight.append((slots, k, true[k] * noise(rng), accepted))
-        if len(in_flight) > FLIGHT:
+        if len(in_flight) > NUM_IN_FLIGHT:
             policy.record(*in_flight.popleft())
 
         emitted = tokens_of(now, k)
@@ -130,7 +137,7 @@ def adaptive(choices: Sequence[int], *, is_measured: bool = True) -> DraftPolicy
 @pytest.mark.parametrize("choices", CHOICES)
 @pytest.mark.parametrize("profile", [even_rates, falling_rates])
 @pytest.mark.parametrize("length", [1.0, 1.5, 2.5, 3.2])
-def test_never_much_slower_than_plain_and_soon_nearly_the_best(
+def test_speed_is_close_to_the_best(
     choices: Sequence[int], profile: Callable[[float], Rates], length: float
 ) -> None:
     for slots in (1, 3, *BUCKETS[2:]):
@@ -138,11 +145,11 @@ def test_never_much_slower_than_plain_and_soon_nearly_the_best(
         found = play(policy, choices, 600, lambda _, slots=slots: slots, lambda _, rates=rates: rates)
         assert found.against_plain >= 0.98, (slots, found)
         assert found.against_best >= 0.97, (slots, found)
-        assert set(found.chosen) >= {0, choices[0]}, (slots, found)  # never permanently off, or on
+        assert set(found.chosen) >= {0, choices[0]}, (slots, found)  # every choice is tried again
 
 
 @pytest.mark.parametrize("length", [1.5, 2.5, 3.2])
-def test_nothing_has_to_be_tried_when_costs_are_known(length: float) -> None:
+def test_measured_costs_need_no_learning(length: float) -> None:
     for slots in BUCKETS:
         rates = even_rates(length)
         found = play(adaptive((1, 3)), (1, 3), 30, lambda _, slots=slots: slots, lambda _, rates=rates: rates)
@@ -151,7 +158,7 @@ def test_nothing_has_to_be_tried_when_costs_are_known(length: float) -> None:
 
 @pytest.mark.parametrize("choices", CHOICES)
 @pytest.mark.parametrize("length", [1.0, 1.5, 2.5, 3.2])
-def test_without_measured_costs_it_finds_them_out(choices: Sequence[int], length: float) -> None:
+def test_costs_are_learned_without_measurements(choices: Sequence[int], length: float) -> None:
     for slots in BUCKETS:
         policy, rates = adaptive(choices, is_measured=False), even_rates(length)
         found = play(policy, choices, 600, lambda _, slots=slots: slots, lambda _, rates=rates: rates)
@@ -161,7 +168,7 @@ def test_without_measured_costs_it_finds_them_out(choices: Sequence[int], length
 
 @pytest.mark.parametrize("choices", CHOICES)
 @pytest.mark.parametrize("period", [100, 400, 2000])
-def test_drafts_that_turn_good_and_bad(choices: Sequence[int], period: int) -> None:
+def test_acceptance_that_changes(choices: Sequence[int], period: int) -> None:
     good, bad = even_rates(3.2), even_rates(1.1)
     for slots in (1, 8, 16, 64, 256):
         found = play(
@@ -176,8 +183,8 @@ def test_drafts_that_turn_good_and_bad(choices: Sequence[int], period: int) -> N
 
 
 @pytest.mark.parametrize("slots", [1, 16, 64])
-def test_from_off_it_comes_back(slots: int) -> None:
-    # Of what pays at all: at 64 sequences only a good draft does.
+def test_drafting_resumes_when_acceptance_rises(slots: int) -> None:
+    # A high rate, because at 64 sequences only a good draft gains time.
     policy, good = adaptive((1, 3)), even_rates(3.8)
     off = play(policy, (1, 3), 600, lambda _: slots, lambda _: [0.0] * 5)
     assert off.chosen[0] > 0.9 * off.chosen.total()
@@ -187,7 +194,7 @@ def test_from_off_it_comes_back(slots: int) -> None:
 
 @pytest.mark.parametrize("choices", CHOICES)
 @pytest.mark.parametrize("length", [1.1, 1.5, 2.5, 3.2])
-def test_batches_of_any_size_in_turn(choices: Sequence[int], length: float) -> None:
+def test_batches_of_changing_size(choices: Sequence[int], length: float) -> None:
     rng = random.Random(5)
     sizes: list[int] = []
     while len(sizes) < 1500:
@@ -199,8 +206,8 @@ def test_batches_of_any_size_in_turn(choices: Sequence[int], length: float) -> N
 
 
 @pytest.mark.parametrize("length", [1.5, 2.5, 3.2])
-def test_contexts_that_grow_and_end(length: float) -> None:
-    """Attention takes up to three times as long as all the rest of a round, and suddenly nothing again."""
+def test_contexts_that_grow_and_end_suddenly(length: float) -> None:
+    """Attention grows to three times the rest of a round, then drops to nothing at once."""
     rates = even_rates(length)
     for slots in (1, 8, 64, 256):
         plain_s = round_seconds(slots, 0)
@@ -218,9 +225,8 @@ def test_contexts_that_grow_and_end(length: float) -> None:
 
 @pytest.mark.parametrize("is_measured", [True, False])
 @pytest.mark.parametrize("length", [1.0, 3.2])
-def test_rounds_that_are_held_up(is_measured: bool, length: float) -> None:
-    """The first round and 1 in 50 take twenty times as long, whatever was drafted: it must not be held
-    against the number of drafts."""
+def test_delayed_rounds_do_not_change_the_choice(is_measured: bool, length: float) -> None:
+    """The first round and 1 in 50 take twenty times as long with any number of draft tokens."""
     rates = even_rates(length)
     for slots in (1, 64):
         stalls = iter([20.0])
@@ -240,21 +246,21 @@ def test_rounds_that_are_held_up(is_measured: bool, length: float) -> None:
 @given(
     slots=st.integers(1, 64),
     rates=st.lists(st.floats(0.0, 1.0), min_size=3, max_size=3),
-    dearness=st.floats(0.0, 4.0),
+    attention_factor=st.floats(0.0, 4.0),
 )
-def test_any_draft_and_any_attention(slots: int, rates: list[float], dearness: float) -> None:
+def test_any_draft_and_any_attention(slots: int, rates: list[float], attention_factor: float) -> None:
     found = play(
         adaptive((1, 3)),
         (1, 3),
         400,
         lambda _: slots,
         lambda _: rates,
-        attention=lambda number, slots: dearness * 100e-6 * slots,
+        attention=lambda number, slots: attention_factor * 100e-6 * slots,
     )
     assert found.against_plain >= 0.96
 
 
-def test_without_adapting_the_chain_is_always_drafted() -> None:
+def test_largest_number_without_adapting() -> None:
     policy = DraftPolicy([1, 3], is_adaptive=False, round_costs=round_costs((1, 3)))
     assert set(play(policy, (1, 3), 50, lambda _: 4, lambda _: [0.0] * 5, num_learning=0).chosen) == {3}
 
@@ -275,29 +281,31 @@ class Recording(DraftPolicy):
         super().record(*args)
 
 
-def test_what_a_step_tells() -> None:
+def test_observations_of_a_step() -> None:
     policy = Recording([1, 3], is_adaptive=True, round_costs=round_costs((1, 3)))
     outputs = [
         SlotOutput(token_ids=(5, 6), num_drafted=2, num_accepted=1),
-        SlotOutput(token_ids=(5,)),  # nothing was proposed: drafted in vain
-        SlotOutput(token_ids=(5, 6), finish="stop", num_drafted=2, num_accepted=2),  # the end cuts it short
-        SlotOutput(),  # it had finished before
+        SlotOutput(token_ids=(5,)),  # nothing was proposed: counts as rejected
+        SlotOutput(
+            token_ids=(5, 6), finish="stop", num_drafted=2, num_accepted=2
+        ),  # the end may cut the round short: not counted
+        SlotOutput(),  # had finished before: not counted
     ]
     policy.observe(plan_of([2, 2, 2, 2]), result_of(outputs, 0.005))
     assert policy.recorded == (4, 2, 0.005, [(2, 1), (2, 0)])
     policy.observe(plan_of([1, 0, 1, 0], has_chunk=True), result_of(outputs, 0.1))
-    assert policy.recorded[:3] == (4, 1, None)  # the prompt's time is not the round's
+    assert policy.recorded[:3] == (4, 1, None)  # its time includes the prompt's
 
 
-def test_caps_of_requests_do_not_confuse_costs() -> None:
-    """A batch of rows that may have two drafts runs rounds of three."""
+def test_rows_with_fewer_drafts_count_for_the_round_that_runs() -> None:
+    """A batch whose rows may have two draft tokens runs rounds of three."""
     policy = DraftPolicy([1, 3], is_adaptive=True)
     for k, seconds in ((0, 1.0), (1, 1.1), (2, 1.2)):
         policy.record(4, k, seconds, [(k, k)] * 4)
     assert [policy._costs.seconds(4, k) for k in (0, 1, 3)] == [1.0, 1.1, 1.2]
 
 
-def test_buckets_are_the_executors() -> None:
+def test_buckets_are_those_of_the_measured_costs() -> None:
     """Batches of 33 to 48 run in the largest graphs there are."""
     costs = {(bucket, k): 0.005 for bucket in (1, 2, 4, 8, 16, 32, 48) for k in (0, 3)}
     costs[48, 3] = 1.0
@@ -305,8 +313,8 @@ def test_buckets_are_the_executors() -> None:
     assert (policy.num_draft_tokens(32), policy.num_draft_tokens(33)) == (3, 0)
 
 
-def test_the_first_round_tells_what_contexts_cost() -> None:
-    """All numbers of drafts alike; a faster one later is believed at once too."""
+def test_first_round_sets_the_excess_of_all_numbers() -> None:
+    """The first round of a bucket counts in full for all numbers; so does a much faster one later."""
     costs = RoundCosts({(8, 0): 0.004, (8, 3): 0.005})
     costs.record(8, 3, 0.015)
     assert (costs.seconds(8, 3), costs.seconds(8, 0)) == pytest.approx((0.015, 0.014))

@@ -8,7 +8,8 @@ from drift_sdk._kernels.attention.paged_attention import AttentionConfig
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter runs one program after the other; their number is no part of what they compute."""
+    """Few programs per attention launch: the interpreter runs them one after the other, and their number does
+    not affect the result."""
     if torch.cuda.is_available():
         return
 

@@ -1,4 +1,4 @@
-"""Marks around the parts of a round: which there are, what they add up to, and that they change nothing."""
+"""Marks around the stages of a round: their names and times, and that they do not change the output."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from tiny_llama import tiny_llama
 from drift_sdk import ConfigError, Engine, EngineConfig, NGram, Speculation
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.device.device import GpuDevice
+from drift_sdk.execution.drafter_factory import NO_DRAFTER, EagleDrafterFactory
 from drift_sdk.execution.eager.executor import EagerExecutor
-from drift_sdk.execution.graph.executor import GraphExecutor
+from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
 from drift_sdk.execution.stages import NO_STAGE_MARKS, GpuMark, NvtxStageMarks, StageMarks, TimedStageMarks
 from drift_sdk.measurement import AcceptanceTrace, profiled_engine, recorded_engine, stage_times
 from drift_sdk.models.decoder import Decoder
@@ -39,7 +40,7 @@ BUDGET = 16
 
 
 class FakeMark:
-    """Of a clock that goes one second further with every mark."""
+    """A mark of a clock that advances by one second with every mark."""
 
     num_recorded = 0
 
@@ -71,15 +72,16 @@ def graph_executor(
         target,
         LIMITS,
         TunedTable(),
-        prefill_token_budget=BUDGET,
-        draft=draft,
-        draft_choices=(3,) if draft is not None else (),
-        acceptance_trace=AcceptanceTrace.of(acceptance).lengths,
-        stages=stages,
+        GraphOptions(
+            prefill_token_budget=BUDGET,
+            acceptance_trace=AcceptanceTrace.of(acceptance).lengths,
+            stages=stages,
+        ),
+        drafter_factory=EagleDrafterFactory(draft, (3,)) if draft is not None else NO_DRAFTER,
     )
 
 
-def test_stages_of_a_drafted_round(target: Decoder, draft: DraftDecoder) -> None:
+def test_drafted_and_plain_rounds_have_their_stages(target: Decoder, draft: DraftDecoder) -> None:
     stages = TimedStageMarks(GpuMark if IS_GPU else InterpretedEvent)
     executor = graph_executor(target, draft, stages, acceptance=2.5)
     slots = ManualDriver(executor, prefill_token_budget=BUDGET)
@@ -89,7 +91,7 @@ def test_stages_of_a_drafted_round(target: Decoder, draft: DraftDecoder) -> None
     ]  # fmt: skip
     assert all(seconds > 0 for seconds in times.stages.values())
     assert 0 < times.unaccounted_share < 1
-    assert times.tokens_per_round == 2.5  # two rounds in turn, wherever in the trace
+    assert times.tokens_per_round == 2.5  # the trace alternates between rounds of two and three tokens
     assert times.drafts_per_round == 3
     assert times.cpu_seconds > 0
     plain = time_stages(slots, stages.take, batch=2, context=9, num_draft_tokens=0, num_rounds=2)
@@ -98,17 +100,18 @@ def test_stages_of_a_drafted_round(target: Decoder, draft: DraftDecoder) -> None
     executor.close()
 
 
-@pytest.mark.interpreter  # marks of this clock are no part of a graph
-def test_every_part_is_marked_once(target: Decoder, draft: DraftDecoder) -> None:
-    """A second for each start or end of a mark: the parts of stages that occur several times are added."""
+@pytest.mark.interpreter  # marks of this clock cannot be captured in a graph
+def test_kernels_are_marked_once(target: Decoder, draft: DraftDecoder) -> None:
+    """Each part of a stage takes one second of the clock; parts of the same stage are added up."""
     stages = TimedStageMarks(FakeMark)
     executor = graph_executor(target, draft, stages)
     slots = ManualDriver(executor, prefill_token_budget=BUDGET)
     slots.fill(5, [20])
     stages.take()
     slots.round(3)
-    # Three choices and what comes before the first; two steps, each planned and run; the forward pass, then
-    # its last product. What follows the tokens is one stage, whatever is in it.
+    # draft_lm_head: three choices, and loading the outputs before the first. draft_attention: two draft rows,
+    # each planned and run. verify: the forward pass, then the LM head. draft_extend is one stage, and stages
+    # inside it are not counted.
     assert stages.take() == {
         "draft_lm_head": 4, "draft_attention": 4, "draft_mlp": 2, "verify": 2,
         "accept": 1, "commit": 1, "draft_extend": 1,
@@ -117,20 +120,20 @@ def test_every_part_is_marked_once(target: Decoder, draft: DraftDecoder) -> None
     executor.close()
 
 
-def test_without_stages_the_device_captures_the_steps_themselves() -> None:
-    aux_hidden: list[object] = []
-    device = SimpleNamespace(capture=aux_hidden.append)
+def test_no_stage_marks_capture_the_step_unchanged() -> None:
+    captured: list[object] = []
+    device = SimpleNamespace(capture=captured.append)
 
     def step() -> None: ...
 
     NO_STAGE_MARKS.capture(device, step)
-    assert aux_hidden == [step]
+    assert captured == [step]
     with NO_STAGE_MARKS("verify") as nothing:
         assert nothing is None
 
 
-def test_ranges_of_a_profiler(target: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Around launches, and around what is captured: where each replay is a run, both are seen."""
+def test_nvtx_marks_surround_captures_and_launches(target: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the interpreted device a replay runs its step, so ranges of both appear."""
     names: list[str] = []
 
     @contextmanager
@@ -140,19 +143,19 @@ def test_ranges_of_a_profiler(target: Decoder, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr("torch.cuda.nvtx.range", noted)
     executor = graph_executor(target, None, NvtxStageMarks())
-    aux_hidden = len(names)
+    num_at_start = len(names)
     slots = ManualDriver(executor, prefill_token_budget=BUDGET)
     slots.fill(6, [12])
     slots.round(0)
-    assert names[aux_hidden] == "prefill"
+    assert names[num_at_start] == "prefill"
     if IS_GPU:
-        assert aux_hidden > 0 and names[aux_hidden:] == ["prefill", "base_decode"]
+        assert num_at_start > 0 and names[num_at_start:] == ["prefill", "base_decode"]
     else:
         assert names[-4:] == ["base_decode"] * 2 + ["accept", "commit"]
     executor.close()
 
 
-def test_tokens_are_the_same_with_marks(target: Decoder) -> None:
+def test_marks_do_not_change_tokens(target: Decoder) -> None:
     found = []
     for stages in (NO_STAGE_MARKS, TimedStageMarks(GpuMark if IS_GPU else InterpretedEvent)):
         executor = graph_executor(target, None, stages)
@@ -163,8 +166,8 @@ def test_tokens_are_the_same_with_marks(target: Decoder) -> None:
     assert found[0] == found[1]
 
 
-def test_sequences_end_one_after_the_other(target: Decoder) -> None:
-    """On any executor; a prompt longer than the budget takes several steps."""
+def test_manual_driver_drops_sequences_that_have_ended(target: Decoder) -> None:
+    """It works with any executor. A prompt longer than the budget takes several steps."""
     executor = EagerExecutor(target, LIMITS)
     slots = ManualDriver(executor, prefill_token_budget=5)
     slots.fill(12, [16, 14])
@@ -172,14 +175,14 @@ def test_sequences_end_one_after_the_other(target: Decoder) -> None:
     while slots.active:
         active.append(len(slots.active))
         slots.round(0)
-    assert active == [2, 1, 1]  # each has a token of its prompt already
+    assert active == [2, 1, 1]  # prefill has emitted a token of each sequence already
     times = time_stages(slots, dict, batch=2, context=8, num_draft_tokens=0, num_rounds=4)
     assert (times.tokens_per_round, times.stages, times.unaccounted_share) == (1, {}, 1)
     assert 0 < times.cpu_seconds <= times.round_seconds * 1.5
     executor.close()
 
 
-class NotingExecutor(EagerExecutor):
+class RecordingEagerExecutor(EagerExecutor):
     def __init__(self, target: Decoder) -> None:
         super().__init__(target, LIMITS)
         self.plans: list[StepPlan] = []
@@ -190,8 +193,8 @@ class NotingExecutor(EagerExecutor):
 
 
 @pytest.mark.parametrize("budget", [3, 5, 16])
-def test_prompts_fill_the_budget_and_blocks_are_nobody_elses(target: Decoder, budget: int) -> None:
-    executor = NotingExecutor(target)
+def test_manual_driver_fills_the_budget_and_gives_each_slot_its_blocks(target: Decoder, budget: int) -> None:
+    executor = RecordingEagerExecutor(target)
     ManualDriver(executor, prefill_token_budget=budget).fill(7, [20, 31])
     first, *others = executor.plans
     blocks = [block for update in first.block_updates for block in update.block_ids]
@@ -218,14 +221,16 @@ def test_prompts_fill_the_budget_and_blocks_are_nobody_elses(target: Decoder, bu
         (4, [40, 50], "max_model_len"),
     ],
 )
-def test_what_has_no_room(target: Decoder, context: int, max_lengths: list[int], field: str) -> None:
+def test_manual_driver_rejects_sequences_without_room(
+    target: Decoder, context: int, max_lengths: list[int], field: str
+) -> None:
     slots = ManualDriver(EagerExecutor(target, LIMITS), prefill_token_budget=BUDGET)
     with pytest.raises(ConfigError, match=field):
         slots.fill(context, max_lengths)
 
 
-def test_a_profiled_engine_has_ranges(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """In graphs alone."""
+def test_profiled_engine_opens_with_nvtx_marks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Only with executor="graph"; other engines open without marks."""
     opened: list[object] = []
 
     def open_model(*_: object, stages: object, **__: object) -> None:
@@ -246,7 +251,7 @@ def test_a_profiled_engine_has_ranges(monkeypatch: pytest.MonkeyPatch, tmp_path:
         profiled_engine(tmp_path, EngineConfig())
 
 
-def test_only_graphs_have_stages(tmp_path: Path) -> None:
+def test_stage_times_rejects_more_drafts_than_configured(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="num_draft_tokens=4: expected an integer from 0 to 3"):
         config = EngineConfig(speculation=Speculation(draft=NGram()))
         stage_times(tmp_path, config, batch=1, context=8, num_draft_tokens=4)

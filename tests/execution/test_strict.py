@@ -1,4 +1,4 @@
-"""strict_performance: what would silently be slow fails, and what is counted either way."""
+"""strict_performance: slow paths raise errors; host work is counted with and without it."""
 
 from __future__ import annotations
 
@@ -27,11 +27,10 @@ from drift_sdk._kernels.gemm.gemm import GemmConfig
 from drift_sdk._kernels.gemm.tuning import UNTUNED, TunedGemm, TunedTable, WatchedTable
 from drift_sdk.driver.request_registry import RequestRegistry
 from drift_sdk.driver.stats_recorder import StatsRecorder
-from drift_sdk.execution.device.ring import Ring
+from drift_sdk.execution.device.ring import Ring, RingSizes
 from drift_sdk.execution.device.slot_table import NO_UPDATES
-from drift_sdk.execution.graph import allocation_count
-from drift_sdk.execution.graph.allocation_count import AllocationCount
-from drift_sdk.execution.graph.executor import GraphExecutor
+from drift_sdk.execution.graph import executor as graph_executor
+from drift_sdk.execution.graph.executor import AllocationCount, GraphExecutor, GraphOptions
 from drift_sdk.execution.strict import StrictExecutor
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
@@ -48,7 +47,7 @@ PARTIAL = TunedGemm(((16, GemmConfig(2, True, 64, 16, 64, 4, 4)),))
 
 
 class OneStep:
-    """An executor of one step, of which the result is given."""
+    """An executor that returns a given result for its only step."""
 
     limits = None
 
@@ -93,31 +92,31 @@ def collect(plan: StepPlan, *, must_draft: bool = False, **result: object) -> St
         (HostWork(num_allocations=7), "7 allocations of device memory"),
     ],
 )
-def test_work_of_the_host_is_an_error(work: HostWork, message: str) -> None:
+def test_host_work_is_an_error(work: HostWork, message: str) -> None:
     with pytest.raises(ExecutorError, match=f"strict_performance: {message}") as caught:
         collect(plan_of(), host_work=work)
     assert not caught.value.process_unusable
 
 
-def test_a_round_without_the_planned_draft_is_an_error() -> None:
+def test_row_without_its_planned_drafts_is_an_error() -> None:
     drafted = SlotOutput(token_ids=(5,), num_drafted=1)
     lost = SlotOutput(token_ids=(5,))
     with pytest.raises(ExecutorError, match="slot 1 drafted none of 3 planned tokens"):
         collect(plan_of(3, 3), decode=(drafted, lost), must_draft=True)
-    collect(plan_of(3, 3), decode=(drafted, lost))  # the drafter is one that may find nothing
+    collect(plan_of(3, 3), decode=(drafted, lost))  # with a drafter that may find no draft
 
 
 @pytest.mark.parametrize(
     ("num_drafts", "output"),
     [
-        (0, SlotOutput(token_ids=(5,))),  # the policy's choice, or the request's
+        (0, SlotOutput(token_ids=(5,))),  # not planned to draft, by the policy or the request
         (3, SlotOutput(token_ids=(5,), finish="length")),  # room for one last token
         (3, SlotOutput(token_ids=(5,), finish="stop")),
-        (3, SlotOutput()),  # it had finished before
+        (3, SlotOutput()),  # the slot had finished before
         (3, SlotOutput(token_ids=(5,), num_drafted=1)),
     ],
 )
-def test_what_is_no_loss(num_drafts: int, output: SlotOutput) -> None:
+def test_rows_without_drafts_are_accepted(num_drafts: int, output: SlotOutput) -> None:
     collect(plan_of(num_drafts), decode=(output,), must_draft=True)
 
 
@@ -142,10 +141,9 @@ class SlowDevice(InterpretedDevice):
         return self.events[-1]
 
 
-def test_a_ring_counts_what_the_host_has_to_do() -> None:
+def test_ring_counts_host_work() -> None:
     device = SlowDevice()
-    ring = Ring(
-        device,
+    sizes = RingSizes(
         num_entries=2,
         max_updates=4,
         payload_words=4,
@@ -154,6 +152,7 @@ def test_a_ring_counts_what_the_host_has_to_do() -> None:
         num_draft_masks=2,
         mask_words=1,
     )
+    ring = Ring(device, sizes)
     replay = SimpleNamespace(launch=lambda: None)
     for _ in range(2):
         entry = ring.acquire(NO_UPDATES)
@@ -170,8 +169,8 @@ def test_a_ring_counts_what_the_host_has_to_do() -> None:
     assert ring.take_work(0) == HostWork()
 
 
-def test_allocations_are_counted_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(allocation_count, "COUNT_EVERY", 3)
+def test_allocations_are_counted_at_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_executor, "ALLOCATION_COUNT_INTERVAL", 3)
     device = SimpleNamespace(num_allocations=10)
     count = AllocationCount(device)
     found = []
@@ -181,7 +180,7 @@ def test_allocations_are_counted_now_and_then(monkeypatch: pytest.MonkeyPatch) -
     assert found == [0, 0, 3, 0, 0, 3, 0]
 
 
-def test_a_watched_table_knows_what_it_lacks() -> None:
+def test_watched_table_records_missing_entries() -> None:
     gemms = {"128x64": WHOLE, "96x64": PARTIAL, "256x64 gated": WHOLE}
     table, watched = TunedTable(gemms=gemms), WatchedTable(gemms=gemms)
     assert watched.gemm(128, 64) is WHOLE
@@ -193,7 +192,7 @@ def test_a_watched_table_knows_what_it_lacks() -> None:
     assert watched.gemm(512, 64, is_gated=True) is UNTUNED
     assert watched.whole_config(96, 64, 20) == UNTUNED.config(20) == table.whole_config(96, 64, 20)
     assert watched.untuned == {"256x64", "512x64 gated", "96x64"}
-    assert WatchedTable(gemms=gemms).untuned == set()  # each its own
+    assert WatchedTable(gemms=gemms).untuned == set()  # tables do not share the set
 
 
 class WarmingDevice(InterpretedDevice):
@@ -209,7 +208,7 @@ class WarmingDevice(InterpretedDevice):
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("has_same_bits", [True, False])
-def test_weights_whose_library_has_other_bits_count_as_untuned(
+def test_weights_for_which_cublas_has_other_bits_count_as_untuned(
     has_same_bits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cublas_gemm, "_is_for_library", lambda x, config: config.is_library)
@@ -223,11 +222,11 @@ def test_weights_whose_library_has_other_bits_count_as_untuned(
     weights = {"64x32", "32x32", "48x32 gated", "32x24", "80x32"}  # qkv, output, gate and up, down, head
     watched = WatchedTable(gemms=dict.fromkeys(weights, by_library))
     limits = ExecutorLimits(max_num_seqs=1, max_model_len=32, num_blocks=8, block_size=4, vocab_size=80)
-    GraphExecutor(WarmingDevice(), decoder, limits, watched, prefill_token_budget=16).close()
+    GraphExecutor(WarmingDevice(), decoder, limits, watched, GraphOptions(prefill_token_budget=16)).close()
     assert watched.untuned == (set() if has_same_bits else weights)
 
 
-def test_untuned_weights_are_named_with_what_to_run() -> None:
+def test_untuned_error_names_weights_and_the_command() -> None:
     error = untuned_error("nvidia-x", ("256x64", "512x64 gated"))
     assert isinstance(error, ConfigError)
     assert error.field == "strict_performance" and error.value is True
@@ -239,14 +238,16 @@ def test_untuned_weights_are_named_with_what_to_run() -> None:
 
 @pytest.mark.parametrize("executor", ["auto", "eager"])
 @pytest.mark.parametrize(("field", "value"), [("strict_performance", True), ("step_timeout_s", 2.0)])
-def test_without_graphs_it_does_not_start(executor: str, field: str, value: object) -> None:
+def test_settings_that_need_graphs_are_rejected_without_them(
+    executor: str, field: str, value: object
+) -> None:
     with pytest.raises(ConfigError, match=f"{field}={value}: expected executor graph") as caught:
         choose_executor(EngineConfig(executor=executor, **{field: value}), CPU)
     assert (caught.value.field, caught.value.value) == (field, value)
 
 
 @on_every_loop
-def test_requests_that_need_the_host_are_refused_at_once(loop: str) -> None:
+def test_requests_that_need_host_work_are_rejected(loop: str) -> None:
     async def main() -> None:
         config = EngineConfig(
             max_model_len=64,
@@ -281,7 +282,7 @@ def test_requests_that_need_the_host_are_refused_at_once(loop: str) -> None:
     run(loop, main)
 
 
-def test_the_counters_are_in_the_statistics() -> None:
+def test_host_work_is_in_the_statistics() -> None:
     recorder = StatsRecorder(RequestRegistry(None))
     for work in (HostWork(num_waits=1, num_copies=2), HostWork(num_waits=3, num_split_rounds=5), HostWork()):
         result = StepResult(step_id=0, prefill=(), decode=(), duration_s=0.001, host_work=work)

@@ -153,7 +153,7 @@ strategy: st.SearchStrategy[bytes] = headers | others | others | cuts
 
 def run(data: bytes) -> None:
     FILE.write_bytes(data)
-    source = Source("model", FILE)
+    source = Source(FILE)
     tensors = source.tensors()
     for name in tensors.names():
         if math.prod(tensors.shape(name)) <= MAX_ELEMENTS and ".self_attn." not in name:

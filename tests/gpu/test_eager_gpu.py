@@ -33,7 +33,7 @@ def greedy_after(model, prompt: list[int], tokens: tuple[int, ...]) -> torch.Ten
 
 @pytest.mark.parametrize("index", range(NUM_MODELS))
 def test_greedy_tokens_equal_transformers(index: int, tmp_path: Path) -> None:
-    """fp32 on both sides; a token may differ only where transformers' two best are within 1e-4."""
+    """float32 on both sides. A token may differ only where transformers' two best tokens are within 1e-4."""
     model = make_model(index, tmp_path).to("cuda")
     generator = torch.Generator().manual_seed(index)
     prompts = [torch.randint(3, 300, (length,), generator=generator).tolist() for length in (1, 19, 70)]
@@ -54,7 +54,7 @@ def test_greedy_tokens_equal_transformers(index: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kv_cache_tokens", [16_384, 320])
-def test_together_equals_alone(tmp_path: Path, kv_cache_tokens: int) -> None:
+def test_batched_requests_equal_single_ones(tmp_path: Path, kv_cache_tokens: int) -> None:
     make_model(0, tmp_path)
     rng = random.Random(5)
     cases = [
@@ -90,7 +90,7 @@ def test_together_equals_alone(tmp_path: Path, kv_cache_tokens: int) -> None:
     anyio.run(main)
 
 
-def test_memory_comes_back(tmp_path: Path) -> None:
+def test_closed_engines_free_their_memory(tmp_path: Path) -> None:
     make_model(6, tmp_path)
 
     async def cycle() -> None:
@@ -102,14 +102,14 @@ def test_memory_comes_back(tmp_path: Path) -> None:
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated()
 
-    anyio.run(cycle)  # what the first one leaves (cuBLAS workspaces) is the baseline
+    anyio.run(cycle)  # the baseline includes what the first engine leaves: cuBLAS workspaces
     baseline = in_use()
     for _ in range(10):
         anyio.run(cycle)
     assert in_use() <= baseline
 
 
-def test_a_real_model_in_bfloat16_names_paris() -> None:
+def test_real_model_in_bfloat16_names_paris() -> None:
     import smollm2
 
     async def main() -> None:
@@ -123,8 +123,8 @@ def test_a_real_model_in_bfloat16_names_paris() -> None:
 
 @pytest.mark.parametrize("draft", ["ngram", "reference", "speculators", "ids only"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_speculation_on_equals_off(tmp_path: Path, draft: str, temperature: float) -> None:
-    """fp32, with penalties, biases and prompt log-probabilities among the requests."""
+def test_speculation_does_not_change_tokens(tmp_path: Path, draft: str, temperature: float) -> None:
+    """In float32, with penalties, biases and prompt log-probabilities among the requests."""
     make_model(0, tmp_path / "target")
     if draft != "ngram":
         make_draft(draft, tmp_path / "draft", tmp_path / "target")

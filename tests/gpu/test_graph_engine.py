@@ -1,4 +1,4 @@
-"""An engine on the graph executor: what it gives back, what it shares, how it ends and how it fails."""
+"""Engines on the graph executor: answers, several engines on a GPU, closing, sleeping and failing."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def answers(engine: Engine, cases: Sequence[Case]) -> list[Completion]:
 
 
 def varied_cases() -> list[Case]:
-    """Every field that the device has to know of."""
+    """Requests that use every sampling field that the device reads."""
     rng = random.Random(12)
     ways: list[dict[str, Any]] = [
         {},
@@ -118,7 +118,7 @@ def constrained_cases() -> list[Case]:
 
 
 def assert_near(found: Any, expected: Any) -> None:
-    """Log-probabilities, of tokens or of a prompt: ids equal, numbers as near as float32 is."""
+    """Compare log-probabilities of tokens or of a prompt: equal ids, numbers within float32 rounding."""
     assert (found is None) == (expected is None)
     for entry, other in zip(found or (), expected or (), strict=True):
         if other is None:
@@ -127,7 +127,7 @@ def assert_near(found: Any, expected: Any) -> None:
 
         assert entry.token_id == other.token_id
         assert abs(entry.logprob - other.logprob) < 1e-3
-        # Two tokens as likely as each other to float32 may change places.
+        # Two tokens that float32 cannot tell apart may change places.
         assert all(abs(a - b) < 1e-3 for (_, a), (_, b) in zip(entry.top, other.top, strict=True))
         expected = dict(other.top)
         least = min(expected.values(), default=0.0)
@@ -136,8 +136,9 @@ def assert_near(found: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("exact_prefill", [False, True])
 @pytest.mark.parametrize("kind", ["varied", "constrained"])
-def test_answers_equal_the_eager_ones(folder: Path, kind: str, exact_prefill: bool) -> None:
-    """In float32: texts, tokens, ends, log-probabilities; prompts in chunks, more requests than slots."""
+def test_answers_equal_those_of_the_eager_executor(folder: Path, kind: str, exact_prefill: bool) -> None:
+    """In float32: texts, tokens, finish reasons and log-probabilities, with prompts in chunks and more
+    requests than slots."""
     if kind == "constrained":
         pytest.importorskip("llguidance")
     cases = varied_cases() if kind == "varied" else constrained_cases()
@@ -162,9 +163,9 @@ def test_answers_equal_the_eager_ones(folder: Path, kind: str, exact_prefill: bo
     assert len({one.finish_reason for one in found}) == 2
 
 
-def test_requests_with_thousands_of_settings_spare_their_neighbours(folder: Path) -> None:
-    """What enters slots at once may need more replays than the ring has entries, while others' results are
-    still in it."""
+def test_many_slot_updates_do_not_affect_other_requests(folder: Path) -> None:
+    """Updates of sequences that are assigned in one step may need more replays than the ring has entries,
+    while results of other sequences are still in it."""
     rng = random.Random(14)
     bias = {token: rng.uniform(-6, 6) for token in range(3, VOCAB_SIZE)}
 
@@ -176,7 +177,7 @@ def test_requests_with_thousands_of_settings_spare_their_neighbours(folder: Path
         async with engine_of(folder, executor, max_num_seqs=24, kv_cache_tokens=16_384) as engine:
             for num_heavy in range(11, 20):
                 cases = [([5, 6, 7 + index], params(40, index)) for index in range(4)]
-                # These end in one step, and make room for all that have much to bring.
+                # These end in one step and free slots for all requests with many updates.
                 cases += [([8, index], params(6, index)) for index in range(20)]
                 cases += [([9, index], params(3, index, logit_bias=bias)) for index in range(num_heavy)]
                 await engine.pause()
@@ -190,7 +191,7 @@ def test_requests_with_thousands_of_settings_spare_their_neighbours(folder: Path
 
 
 @on_every_loop
-def test_cancelling_in_flight_harms_nobody(folder: Path, loop: str) -> None:
+def test_cancelled_requests_do_not_affect_others(folder: Path, loop: str) -> None:
     rng = random.Random(15)
     cases = [
         (random_prompt(rng), SamplingParams(max_tokens=40, seed=index, temperature=0.8)) for index in range(6)
@@ -217,8 +218,8 @@ def test_cancelling_in_flight_harms_nobody(folder: Path, loop: str) -> None:
     run(loop, main)
 
 
-def test_two_engines_at_once_are_as_each_alone(folder: Path, other_folder: Path) -> None:
-    """Opened, used and closed beside each other."""
+def test_two_engines_at_once_answer_as_each_alone(folder: Path, other_folder: Path) -> None:
+    """Both are opened, used and closed at the same time."""
     rng = random.Random(16)
     folders = (folder, other_folder)
     cases = [
@@ -249,8 +250,8 @@ def test_two_engines_at_once_are_as_each_alone(folder: Path, other_folder: Path)
     anyio.run(main)
 
 
-def test_sleep_and_wake(folder: Path) -> None:
-    """Weights, graphs and KV go and come; a stream goes on where it was."""
+def test_stream_continues_after_sleep_and_wake(folder: Path) -> None:
+    """Weights, graphs and KV cache are freed and made again."""
 
     async def main() -> None:
         async with engine_of(folder, exact_prefill=True) as engine:
@@ -265,7 +266,7 @@ def test_sleep_and_wake(folder: Path) -> None:
     anyio.run(main)
 
 
-def test_too_large_a_cache_is_a_typed_error_and_leaves_the_process_usable(folder: Path) -> None:
+def test_too_large_cache_raises_and_leaves_the_process_usable(folder: Path) -> None:
     async def main() -> None:
         for _ in range(2):
             with pytest.raises(ConfigError, match="there is room for") as caught:
@@ -281,7 +282,7 @@ def test_too_large_a_cache_is_a_typed_error_and_leaves_the_process_usable(folder
     anyio.run(main)
 
 
-def test_a_failed_step_closes_this_engine_only(folder: Path) -> None:
+def test_failed_step_closes_only_its_engine(folder: Path) -> None:
     """An error that CUDA recovers from, in the middle of a round."""
 
     async def main() -> None:
@@ -310,10 +311,8 @@ def test_a_failed_step_closes_this_engine_only(folder: Path) -> None:
     anyio.run(main)
 
 
-def test_a_fatal_error_reaches_every_stream_and_the_process_ends_by_itself(
-    folder: Path, other_folder: Path
-) -> None:
-    """Both engines' streams: the context that they share is lost."""
+def test_fatal_error_reaches_every_stream_and_the_process_exits(folder: Path, other_folder: Path) -> None:
+    """Streams of both engines get it, because the context that they share is lost."""
     command = [sys.executable, fatal_child.__file__, str(folder), str(other_folder)]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:

@@ -1,4 +1,4 @@
-"""In bfloat16 too a request's tokens and log-probabilities are those it gets alone, to the last bit."""
+"""In bfloat16, a request gets the same tokens and log-probabilities in a batch as alone, to the last bit."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 MAX_SEQS = 64
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 GROUPS = (1, 2, 3, 4, 7, 8, 13, 16, 32, 64)
-"""So many requests at once, one group after the other: every bucket, full and not."""
+"""Numbers of requests that run together, one group after the other: every bucket, full and not full."""
 NUM_TOKENS = 40
 PROMPT = 64
-"""Tokens of a prompt that is a prefill step of its own, and fills the step."""
+"""Tokens of a prompt that fills a prefill step."""
 
 Case = tuple[list[int], SamplingParams]
 
@@ -54,7 +54,7 @@ LLAMA_8B = {
 
 
 def params_of(index: int, rng: random.Random, vocab_size: int) -> SamplingParams:
-    """Greedy, and every way of sampling."""
+    """Greedy decoding and all kinds of sampling in turn."""
     ways: list[dict[str, Any]] = [
         {},
         {"temperature": 0.8, "top_p": 0.9},
@@ -78,7 +78,7 @@ def params_of(index: int, rng: random.Random, vocab_size: int) -> SamplingParams
 
 @dataclass
 class Model:
-    """A model's folder, the requests put to it, and what it answers when each runs alone."""
+    """A model's folder, requests, and the answers to them when each runs alone."""
 
     folder: Path
     vocab_size: int
@@ -98,7 +98,7 @@ class Model:
         return Engine(self.folder, config)
 
     def cases(self, seed: int, lengths: Sequence[int]) -> list[Case]:
-        """A case for each place in the groups; no two prompts begin alike."""
+        """A case for each place in the groups; all prompts begin differently."""
         rng = random.Random(seed)
         return [
             (
@@ -131,7 +131,7 @@ class Model:
 
 @pytest.fixture(scope="module", params=["llama", "qwen3", "llama 8b"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
-    """Of each family, and the shapes of an 8B model, two layers of it, with the configurations measured for
+    """A model of each family, and two layers of an 8B model's shapes with the configurations measured for
     them."""
     folder = tmp_path_factory.mktemp("model")
     with pytest.MonkeyPatch.context() as patch:
@@ -148,19 +148,19 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 class Sizes:
-    """How many rows and chunks the steps of graph executors have."""
+    """Records the numbers of rows and the chunk lengths of all steps of graph executors."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.decode: set[int] = set()
         self.chunks: set[int] = set()
         launch = GraphExecutor.launch
 
-        def noting(executor: GraphExecutor, plan: Any) -> None:
+        def recording(executor: GraphExecutor, plan: Any) -> None:
             self.decode.add(len(plan.decode))
             self.chunks |= {len(chunk.token_ids) for chunk in plan.prefill}
             launch(executor, plan)
 
-        monkeypatch.setattr(GraphExecutor, "launch", noting)
+        monkeypatch.setattr(GraphExecutor, "launch", recording)
 
     @property
     def buckets(self) -> set[int]:
@@ -173,7 +173,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> Sizes:
 
 
 async def at_once(engine: Engine, cases: Sequence[Case]) -> list[Completion]:
-    """All of them known to the scheduler before its next step."""
+    """Submit all cases before the scheduler plans its next step."""
     await engine.pause()
     num_submitted = engine.stats().num_submitted
     streams = [engine.generate(*case) for case in cases]
@@ -188,22 +188,22 @@ async def in_groups(engine: Engine, cases: list[Case], groups: Sequence[int]) ->
 
 
 def assert_same(found: Sequence[Completion], expected: Sequence[Completion]) -> None:
-    """Tokens, and log-probabilities as the very same floats."""
+    """Compare tokens and texts, and log-probabilities bit for bit."""
     for index, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert one.token_ids == other.token_ids, f"request {index}"
         assert one.logprobs == other.logprobs, f"request {index}"
         assert len(one.token_ids) == NUM_TOKENS and one.text == other.text
 
 
-def test_the_requests_tell_something(model: Model) -> None:
-    """Different ones get different answers, and nobody just repeats himself."""
+def test_requests_have_varied_answers(model: Model) -> None:
+    """Otherwise equal answers would not show much: requests differ, and few answers repeat a token."""
     answers = [completion.token_ids for completion in model.exact_alone]
     assert len(set(answers)) > 0.9 * len(answers)
     assert sum(len(set(answer)) > NUM_TOKENS / 2 for answer in answers) > 0.8 * len(answers)
 
 
-def test_together_equals_alone_with_exact_prefill(model: Model, sizes: Sizes) -> None:
-    """In groups of every bucket, and then all at once, with their prompts in the prefix cache."""
+def test_batched_equals_alone_with_exact_prefill(model: Model, sizes: Sizes) -> None:
+    """In groups of every bucket, then all together with their prompts in the prefix cache."""
 
     async def main() -> None:
         async with model.engine(exact_prefill=True) as engine:
@@ -220,8 +220,8 @@ def test_together_equals_alone_with_exact_prefill(model: Model, sizes: Sizes) ->
     assert len(model.groups) < len(GROUPS) or sizes.buckets == set(BUCKETS)
 
 
-def test_together_equals_alone_with_whole_prompts(model: Model, sizes: Sizes) -> None:
-    """Without exact prefill: each prompt is a prefill step of its own, whoever decodes beside it."""
+def test_batched_equals_alone_with_whole_prompts(model: Model, sizes: Sizes) -> None:
+    """Without exact prefill, each prompt is one prefill step, whatever other requests decode."""
     expected = model.plain_alone
     sizes.decode.clear()
     sizes.chunks.clear()
@@ -240,7 +240,7 @@ def test_together_equals_alone_with_whole_prompts(model: Model, sizes: Sizes) ->
 def test_cut_cached_and_preempted_prompts_with_exact_prefill(
     model: Model, sizes: Sizes, budget: int, kv_cache_tokens: int
 ) -> None:
-    """Twice the same requests: prompts are in the cache the second time, as far as there was room."""
+    """The same requests twice: the second time prompts are in the cache if there was room."""
     cases, expected = model.varied[-60:], model.exact_alone[-60:]
     sizes.chunks.clear()
 
@@ -253,7 +253,7 @@ def test_cut_cached_and_preempted_prompts_with_exact_prefill(
                 assert_same(found, expected)
                 num_cached += sum(completion.usage.cached_tokens for completion in found)
             stats = engine.stats()
-            # The small pool keeps nothing, and takes from those who run.
+            # The small cache keeps no blocks of finished requests, and running requests are preempted.
             assert (num_cached > 0) == (kv_cache_tokens > 1024)
             assert (stats.num_preemptions > 0) == (kv_cache_tokens == 1024)
             assert stats.num_running == stats.num_waiting == 0
@@ -263,8 +263,8 @@ def test_cut_cached_and_preempted_prompts_with_exact_prefill(
 
 
 @pytest.mark.parametrize("model", ["qwen3"], indirect=True)
-def test_a_different_tree_is_seen(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the tests above could not tell: sums in other slices give other bits."""
+def test_different_reduction_tree_is_detected(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums in other slices give other bits, so the tests above can detect them."""
     expected = model.exact_alone[:6]
     other = TunedGemm(((2**31, GemmConfig(8, False, 64, 64, 64, 3, 4)),))
     changed = TunedTable(gemms=dict.fromkeys(SLICED_TABLE.gemms, other))

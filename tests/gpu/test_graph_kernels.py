@@ -1,4 +1,4 @@
-"""A replayed graph does what its kernels do when they are launched one by one: bit for bit."""
+"""Replayed graphs compute the same bits as their kernels launched one by one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.device.device import GpuDevice
-from drift_sdk.execution.graph.executor import GraphExecutor
+from drift_sdk.execution.forward.kv_cache import PagedKVCache
+from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.steps import ExecutorLimits, SlotOutput, SlotSampling, StepPlan, StepResult
@@ -35,7 +36,7 @@ SHAPES = {
 
 
 class LaunchedReplay:
-    """A step that is not captured but run at each replay."""
+    """A replay that runs its step, which was not captured."""
 
     def __init__(self, device: GpuDevice, step: Callable[[], None]) -> None:
         self._device, self._step = device, step
@@ -49,9 +50,11 @@ class LaunchedReplay:
 
 
 class LaunchingDevice(GpuDevice):
+    """A GPU whose replays launch the kernels one by one."""
+
     def capture(self, step: Callable[[], None]) -> LaunchedReplay:
         with self.work():
-            step()  # as a capture does first
+            step()  # a capture runs the step first too
         return LaunchedReplay(self, step)
 
 
@@ -61,23 +64,27 @@ def decoder() -> Decoder:
     return Decoder.random(config, device="cuda", dtype=torch.bfloat16, seed=1)
 
 
+def cache_of(executor: GraphExecutor) -> PagedKVCache:
+    assert executor._graphs is not None
+    return executor._graphs._steps._model.cache
+
+
 @pytest.fixture(scope="module", params=[False, True], ids=["prefill", "exact prefill"])
 def executors(decoder: Decoder, request: pytest.FixtureRequest) -> Iterator[list[GraphExecutor]]:
-    """One that replays, one that launches."""
+    """An executor that replays graphs, and one that launches kernels."""
     limits = ExecutorLimits(
         max_num_seqs=6, max_model_len=256, num_blocks=64, block_size=16, vocab_size=VOCAB_SIZE
     )
+    options = GraphOptions(prefill_token_budget=BUDGET, exact_prefill=request.param)
     found = [
-        GraphExecutor(
-            device, decoder, limits, TunedTable(), prefill_token_budget=BUDGET, exact_prefill=request.param
-        )
+        GraphExecutor(device, decoder, limits, TunedTable(), options)
         for device in (GpuDevice(0), LaunchingDevice(0))
     ]
-    torch.cuda.synchronize()  # steps that were not captured but run may still be on their stream
+    torch.cuda.synchronize()  # steps that were run instead of captured may still be in their stream
     for executor in found:
-        cache = executor._graphs._cache
-        for tensor in (*executor._graphs._workspace._buffers.values(), cache.keys, cache.values):
-            tensor.flatten().view(torch.uint8).fill_(255)  # the same in both: NaN, -1
+        cache = cache_of(executor)
+        for tensor in (*executor._resources.workspace._buffers.values(), cache.keys, cache.values):
+            tensor.flatten().view(torch.uint8).fill_(255)  # the same in both executors: NaN, -1
     torch.cuda.synchronize()
     yield found
     for executor in found:
@@ -98,7 +105,7 @@ def requests() -> list[tuple[list[int], SlotSampling]]:
             "stop_token_ids": tuple(range(0, VOCAB_SIZE, 40)),
         },
         {"temperature": 1.2, "min_p": 0.05, "seed": 7, "presence_penalty": 0.7},
-        # More updates than one replay takes.
+        # More updates than one ring entry holds.
         {"logit_bias": tuple((token, rng.uniform(-4, 4)) for token in range(700)), "num_logprobs": 1},
         {"allowed_token_ids": tuple(range(3, 600, 7)), "temperature": 0.5, "seed": 11},
     ]
@@ -111,12 +118,12 @@ def requests() -> list[tuple[list[int], SlotSampling]]:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """What is in it, NaN or not."""
+    """The bytes of a tensor, so that NaN equals NaN."""
     return tensor.flatten().view(torch.uint8).cpu()
 
 
 class Step(NamedTuple):
-    """What a step did, and what it left behind in the slot table and in all buffers but the KV cache."""
+    """A step's plan and outputs, and the contents of slot table and workspace after it."""
 
     plan: StepPlan
     outputs: tuple[SlotOutput, ...]
@@ -124,11 +131,10 @@ class Step(NamedTuple):
 
 
 def steps_of(executor: GraphExecutor) -> list[Step]:
-    """One at a time."""
+    """Run all requests with one step in flight."""
     found: list[Step] = []
-    graphs = executor._graphs
-    assert graphs is not None
-    tensors = {"slot table": executor._table.words, **graphs._workspace._buffers}
+    resources = executor._resources
+    tensors = {"slot table": resources.table.words, **resources.workspace._buffers}
 
     def note(plan: StepPlan, result: StepResult) -> None:
         state = {name: bits(tensor) for name, tensor in tensors.items()}
@@ -139,7 +145,8 @@ def steps_of(executor: GraphExecutor) -> list[Step]:
 
 
 def test_replays_equal_launches_in_every_step(executors: list[GraphExecutor]) -> None:
-    """Tokens, log-probabilities, slot tables, logits and all between after each step, and KV in the end."""
+    """Compare outputs, slot tables and all buffers of the workspace after each step, and the KV cache at the
+    end."""
     steps, others = map(steps_of, executors)
     assert len(steps) == len(others) > 40
     for number, (step, other) in enumerate(zip(steps, others, strict=True)):
@@ -149,7 +156,7 @@ def test_replays_equal_launches_in_every_step(executors: list[GraphExecutor]) ->
         assert not differing, f"step {number}: {differing}"
 
     for name in ("keys", "values"):
-        one, two = (getattr(executor._graphs._cache, name) for executor in executors)
+        one, two = (getattr(cache_of(executor), name) for executor in executors)
         assert torch.equal(bits(one), bits(two)), name
         assert one.isfinite().float().mean() > 0.1
 

@@ -1,4 +1,4 @@
-"""A closed engine leaves nothing on the GPU. To be run alone: what others use shows in the device's count."""
+"""Closed engines free their GPU memory. Run these tests alone: memory of other processes is counted too."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUM_CYCLES = 10
 
 
 def in_use() -> tuple[int, int]:
-    """Bytes that tensors have, and bytes that the device lacks, torch's own reserve given back."""
+    """Bytes of tensors, and bytes of the device that are not free once torch has released its cache."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -42,7 +42,7 @@ def check_cycles(folder: Path, config: EngineConfig) -> None:
             cut.cancel()
             await cut
 
-    anyio.run(cycle)  # contexts, modules and library workspaces are there from then on
+    anyio.run(cycle)  # allocates contexts, modules and library workspaces, which stay
     allocated, used = in_use()
     found = []
     for _ in range(NUM_CYCLES):
@@ -55,8 +55,8 @@ def check_cycles(folder: Path, config: EngineConfig) -> None:
     assert found[-1][1] - found[1][1] <= 16 * MIB, f"grows with each cycle: {report}"
 
 
-def test_memory_comes_back(tmp_path: Path) -> None:
-    """Of an engine with 0.6 GiB of weights, caches and graphs."""
+def test_closed_engine_frees_its_memory(tmp_path: Path) -> None:
+    """The engine has 0.6 GiB of weights, caches and graphs."""
     make_random_folder(tmp_path, "llama")
     config = EngineConfig(
         device="cuda",
@@ -70,8 +70,8 @@ def test_memory_comes_back(tmp_path: Path) -> None:
     check_cycles(tmp_path, config)
 
 
-def test_memory_of_steps_that_allocate_comes_back(tmp_path: Path) -> None:
-    """Biased layers have temporaries, which lie in the graphs' own pool."""
+def test_closed_engine_frees_memory_of_steps_that_allocate(tmp_path: Path) -> None:
+    """Layers with biases allocate temporaries in the memory pool of graphs."""
     make_model(5, tmp_path)
     config = EngineConfig(
         device="cuda",
@@ -86,12 +86,12 @@ def test_memory_of_steps_that_allocate_comes_back(tmp_path: Path) -> None:
 
 
 def kv_tokens(engine: Engine) -> int:
-    """With graphs and no block_size, a block has 64."""
+    """Tokens of the KV cache. The graph executor's default block has 64 tokens."""
     return engine.stats().num_blocks * 64
 
 
 def share_config(fraction: float, **fields: Any) -> EngineConfig:
-    """KV without end: only memory bounds the cache."""
+    """A configuration whose KV cache is limited only by memory."""
     fields = {"max_num_seqs": 16, "prefill_token_budget": 512, "load": "random"} | fields
     return EngineConfig(device="cuda", executor="graph", gpu_memory_fraction=fraction, **fields)
 
@@ -111,8 +111,9 @@ def used_without_collecting() -> int:
     return total - free
 
 
-def test_a_closed_engine_leaves_its_memory_to_the_next(tmp_path: Path) -> None:
-    """To others on the GPU too: without the collector's help, and without the host emptying torch's cache."""
+def test_closed_engine_leaves_its_memory_to_the_next(tmp_path: Path) -> None:
+    """And to other processes: without a run of the garbage collector, and without the caller emptying torch's
+    cache."""
     endless_model(tmp_path)
 
     async def main() -> list[tuple[int, int, int]]:
@@ -133,7 +134,7 @@ def test_a_closed_engine_leaves_its_memory_to_the_next(tmp_path: Path) -> None:
 
 
 def test_engines_share_a_gpu(tmp_path: Path) -> None:
-    """Two at once, started together, beside tensors of the host; each stays within its share."""
+    """Two engines, started together while the caller holds tensors; each stays within its share."""
     endless_model(tmp_path)
 
     async def main() -> None:
@@ -146,7 +147,8 @@ def test_engines_share_a_gpu(tmp_path: Path) -> None:
         left, _ = torch.cuda.mem_get_info()
         assert left >= (0.55**2 - 0.02) * free
         sizes = sorted(kv_tokens(engine) for engine in engines)
-        assert 0.4 < sizes[0] / sizes[1] < 0.65, sizes  # a share of what is free: 0.45 and 0.45 of 0.55
+        # Shares of the free memory: 0.45, and 0.45 of the remaining 0.55.
+        assert 0.4 < sizes[0] / sizes[1] < 0.65, sizes
         texts = [await generate(engine, 64) for engine in engines]
         assert texts[0] == texts[1]
         for engine in engines:
@@ -156,13 +158,13 @@ def test_engines_share_a_gpu(tmp_path: Path) -> None:
     anyio.run(main)
 
 
-def test_what_does_not_fit_is_refused_with_figures(tmp_path: Path) -> None:
+def test_errors_of_what_does_not_fit_have_figures(tmp_path: Path) -> None:
     endless_model(tmp_path)
 
     async def start(config: EngineConfig) -> ConfigError:
         with pytest.raises(ConfigError) as caught:
             await Engine(tmp_path, config).start()
-        return caught.value  # kept, with its traceback: what it was raised through must not hold memory
+        return caught.value  # the error keeps its traceback, whose frames must not keep memory
 
     weights = anyio.run(start, share_config(0.001))
     assert weights.field == "gpu_memory_fraction" and "the weights take" in str(weights)

@@ -1,4 +1,4 @@
-"""A real model in bfloat16 that drafts by n-grams says to the last bit what it says without."""
+"""A real model in bfloat16: n-gram drafts do not change a bit of the output."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Case = tuple[str, SamplingParams]
 
 
 def cases() -> list[Case]:
-    """Half greedy, half sampled: texts that come back to what they said, and such that do not."""
+    """Half greedy, half sampled; some texts repeat themselves, others do not."""
     rng = random.Random(5)
     ways: list[dict[str, float]] = [{}, {"temperature": 0.7, "top_p": 0.9}, {}, {"temperature": 1.0}]
     return [
@@ -45,12 +45,12 @@ def cases() -> list[Case]:
 
 
 def answers(speculation: Speculation | None, at_once: int) -> tuple[list[Completion], EngineStats]:
-    """10,000 tokens of all requests, so many of them running at once."""
+    """10,000 tokens of all requests together. at_once: requests that run at a time."""
     config = EngineConfig(
         device="cuda",
         executor="graph",
         dtype="bfloat16",
-        exact_prefill=True,  # which prompts share a prefill step is a matter of time
+        exact_prefill=True,  # which prompts share a prefill step depends on timing
         max_num_seqs=at_once,
         max_model_len=1024,
         kv_cache_tokens=BATCH * 1024,
@@ -71,7 +71,7 @@ def plain() -> Sequence[Completion]:
 
 
 @pytest.mark.parametrize("at_once", [1, BATCH])
-def test_on_equals_off(plain: Sequence[Completion], at_once: int) -> None:
+def test_ngram_drafts_do_not_change_the_output(plain: Sequence[Completion], at_once: int) -> None:
     speculation = Speculation(draft=NGram(), shape=Chain(5), adaptive=False)
     found, stats = answers(speculation, at_once)
     assert sum(len(completion.token_ids) for completion in found) == 10_000

@@ -1,11 +1,11 @@
 """The graph executor against transformers on the same GPU: small models of every family, and a real one.
 
-float32: a token differs from the reference's only where its two best are within 1e-4.
+float32: a token differs from the reference's only where the reference's two best tokens are within 1e-4.
 
 bfloat16, on a real model: at 480 greedy positions (the prompts below, on a CPU) transformers in bfloat16
-differed from itself in float32 at 3%, as far as 0.15 of log-probability; with the logits in float32, as the
-executor computes them, at 1.3%, as far as 0.06. Hence the bounds. Small random models have flat logits: there
-only the size of the error tells anything.
+chose another token than in float32 at 3% of the positions, less likely by up to 0.15 of log-probability. With
+logits in float32, as the executor computes them, it was 1.3% and up to 0.06. The bounds follow from that.
+Small random models have flat logits, so for them only the size of the error is compared.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from drift_sdk.loading.source import resolve
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
-# Grouped heads of every ratio, each kind of rotation, biases, tied heads, odd sizes; every second one with
-# exact prefill.
+# They cover grouped heads of every ratio, each kind of rotation, biases, tied LM heads and odd sizes; every
+# second one runs with exact prefill.
 FP32_MODELS = (1, 3, 6, 10, 15, 17, 20, 23)
 BF16_MODELS = (0, 14, 24)
 NEAR_TIE = 0.15
@@ -63,7 +63,7 @@ def scores_after(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> Te
 
 
 def in_bfloat16(model: Any) -> Any:
-    """A copy with weights of bfloat16; the rotation's frequencies stay as they are."""
+    """A copy with bfloat16 weights; the rotation frequencies keep their type."""
     rough = copy.deepcopy(model)
     for parameter in rough.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
@@ -71,8 +71,11 @@ def in_bfloat16(model: Any) -> Any:
 
 
 class Comparison(NamedTuple):
-    """At each generated position: how much likelier transformers' best token is than the chosen one, and how
-    far the chosen one's log-probability is off. And the latter for transformers in bfloat16."""
+    """Differences from transformers in float32 at each generated position.
+
+    regret: log-probability of transformers' best token minus that of the chosen token. error: error of the
+    chosen token's log-probability. reference_error: the same error of transformers in bfloat16.
+    """
 
     regret: Tensor
     error: Tensor
@@ -129,7 +132,7 @@ def test_greedy_tokens_equal_transformers_in_float32(index: int, tmp_path: Path)
 
 
 @pytest.mark.parametrize("index", BF16_MODELS)
-def test_bfloat16_is_no_further_off_than_transformers(index: int, tmp_path: Path) -> None:
+def test_bfloat16_error_is_not_larger_than_that_of_transformers(index: int, tmp_path: Path) -> None:
     exact = make_model(index, tmp_path).to("cuda")
     rough = in_bfloat16(exact)
     prompts = random_prompts(index)
@@ -140,7 +143,7 @@ def test_bfloat16_is_no_further_off_than_transformers(index: int, tmp_path: Path
         [compare(exact, rough, prompt, each) for prompt, each in zip(prompts, completions, strict=True)]
     )
     assert found.error.mean() <= 1.25 * found.reference_error.mean()
-    # A token is chosen wrongly only as far as the log-probabilities are off.
+    # A wrong token is at most as much less likely as twice the error of log-probabilities.
     assert found.regret.max() <= 2 * max(found.error.max(), found.reference_error.max())
 
 
@@ -174,10 +177,10 @@ def smollm2_prompts() -> list[list[int]]:
 @pytest.mark.parametrize(
     ("budget", "exact_prefill"), [(512, False), (16, False), (16, True)], ids=["whole", "cut", "exact"]
 )
-def test_a_real_model_in_bfloat16_is_near_float32(
+def test_real_model_in_bfloat16_is_near_float32(
     smollm2_models: tuple[Any, Any], smollm2_prompts: list[list[int]], budget: int, exact_prefill: bool
 ) -> None:
-    """Whether prompts are prefilled at once or in chunks of 16 tokens."""
+    """With prompts in one chunk, and in chunks of 16 tokens."""
     exact, rough = smollm2_models
     config = graph_config(
         dtype="bfloat16", max_num_seqs=10, prefill_token_budget=budget, exact_prefill=exact_prefill
@@ -201,7 +204,7 @@ def test_a_real_model_in_bfloat16_is_near_float32(
     assert found.error.mean() <= found.reference_error.mean(), report
 
 
-def test_a_real_model_in_float32_equals_transformers(
+def test_real_model_in_float32_equals_transformers(
     smollm2_models: tuple[Any, Any], smollm2_prompts: list[list[int]]
 ) -> None:
     model, _ = smollm2_models
@@ -214,7 +217,7 @@ def test_a_real_model_in_float32_equals_transformers(
         assert found.error.max().item() < 1e-3
 
 
-def test_the_chat_names_paris() -> None:
+def test_chat_names_paris() -> None:
     async def main() -> None:
         async with Engine(
             smollm2.path(), EngineConfig(device="cuda", executor="graph", max_num_seqs=4)

@@ -1,4 +1,4 @@
-"""Speculation on the graph executor changes no bit of what is said, whatever is drafted."""
+"""Speculation on the graph executor does not change a bit of the output, whatever is drafted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from random_folder import make_random_draft_folder, make_random_folder
 
 from drift_sdk import Chain, Completion, Engine, EngineConfig, JsonSchema, NGram, SamplingParams, Speculation
-from drift_sdk.execution.graph.captured_graphs import CapturedGraphs
+from drift_sdk.execution.drafter_factory import NGramDrafterFactory
 from drift_sdk.execution.graph.executor import GraphExecutor
 from drift_sdk.execution.rounds.drafter import RoundDrafter
 from drift_sdk.steps import StepPlan
@@ -30,9 +30,9 @@ LLAMA_8B = {
     "num_key_value_heads": 8,
 }
 BATCHES = {1: 2000, 4: 500, 64: 32}
-"""Requests at once, and tokens of each."""
+"""Number of requests that run together, and tokens of each."""
 GREEDY, SAMPLED = 0, 1
-"""What the first request of a batch is; of several, some are each."""
+"""How the first request of a batch is decoded; batches of several requests have both kinds."""
 KINDS = [(1, GREEDY), (1, SAMPLED), (4, GREEDY), (64, GREEDY)]
 
 Kind = tuple[int, int]
@@ -40,12 +40,13 @@ Case = tuple[list[int], SamplingParams]
 
 
 class Oracle:
-    """A RoundDrafter that knows what plain decoding says, and lies about every so many-th token.
+    """A RoundDrafter that drafts the tokens of plain decoding, a share `corruption` of them wrong.
 
     stories [MAX_SEQS, MAX_MODEL_LEN] int64: the tokens of each slot's sequence.
     """
 
     aux_layers: Sequence[int] = ()
+    kv_cache = None
 
     def __init__(self) -> None:
         self.stories = torch.zeros(MAX_SEQS, MAX_MODEL_LEN, dtype=torch.int64, device="cuda")
@@ -65,7 +66,7 @@ class Oracle:
     def draft_extend(self, rows: Any, **_: object) -> None:
         pass
 
-    def follow_prefill(self, rows: Any, **_: object) -> None:
+    def draft_extend_prefill(self, rows: Any, **_: object) -> None:
         pass
 
     def learn(self, cases: Sequence[Case], completions: Sequence[Completion]) -> None:
@@ -75,7 +76,7 @@ class Oracle:
         torch.cuda.synchronize()
 
     def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Tell by its seed which sequence enters a slot."""
+        """Become the drafter of all engines; recognise the sequence that enters a slot by its seed."""
         launch: Callable[[GraphExecutor, StepPlan], None] = GraphExecutor.launch
 
         def watched(executor: GraphExecutor, plan: StepPlan) -> None:
@@ -86,7 +87,7 @@ class Oracle:
             launch(executor, plan)
 
         monkeypatch.setattr(GraphExecutor, "launch", watched)
-        monkeypatch.setattr(CapturedGraphs, "_open_drafter", lambda *_: self)
+        monkeypatch.setattr(NGramDrafterFactory, "round_drafter", lambda *_: self)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +100,7 @@ def engine_of(folder: Path, speculation: Speculation | None, **fields: Any) -> E
         device="cuda",
         executor="graph",
         load="random",
-        exact_prefill=True,  # which prompts share a prefill step is a matter of time
+        exact_prefill=True,  # which prompts share a prefill step depends on timing
         max_num_seqs=MAX_SEQS,
         max_model_len=MAX_MODEL_LEN,
         speculation=speculation,
@@ -152,12 +153,12 @@ def plain(folder: Path) -> dict[Kind, list[Completion]]:
     return anyio.run(main)
 
 
-@pytest.mark.xdist_group("8b, oracle")  # no more at once than the GPU has room for
+@pytest.mark.xdist_group("8b, oracle")  # tests of a group do not run together: the GPU has no room for that
 @pytest.mark.parametrize("num_draft_tokens", [1, 3, 5])
-def test_oracle_on_equals_off(
+def test_oracle_drafts_do_not_change_the_output(
     folder: Path, plain: dict[Kind, list[Completion]], num_draft_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """bfloat16, greedy and sampled; corrupted so that every acceptance length occurs."""
+    """In bfloat16, greedy and sampled, with so many wrong drafts that every acceptance length occurs."""
     oracle = Oracle()
     oracle.watch(monkeypatch)
     for kind, completions in plain.items():
@@ -187,10 +188,10 @@ def test_oracle_on_equals_off(
     ],
 )
 @pytest.mark.parametrize("num_draft_tokens", [1, 3, 5])
-def test_drafts_on_equals_off(
+def test_real_drafts_do_not_change_the_output(
     folder: Path, plain: dict[Kind, list[Completion]], draft: str, num_draft_tokens: int, tmp_path: Path
 ) -> None:
-    """Admissions and cancelled requests among the rounds."""
+    """Requests are admitted and cancelled while others decode."""
     if draft == "eagle":
         make_random_draft_folder(tmp_path, folder)
 
@@ -218,7 +219,7 @@ def test_drafts_on_equals_off(
 
 
 @pytest.mark.xdist_group("8b, eagle")
-def test_stops_and_grammars_among_drafts(folder: Path) -> None:
+def test_drafts_with_stops_and_grammars_do_not_change_the_output(folder: Path) -> None:
     pytest.importorskip("llguidance")
     rng = random.Random(3)
     cases: list[Case] = [
@@ -237,6 +238,6 @@ def test_stops_and_grammars_among_drafts(folder: Path) -> None:
     assert_same(anyio.run(main, speculation), expected)
 
 
-def test_a_drafter_is_what_graphs_expect() -> None:
+def test_oracle_is_a_round_drafter() -> None:
     drafter: RoundDrafter = Oracle()
     assert drafter.aux_layers == ()

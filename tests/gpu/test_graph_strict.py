@@ -17,7 +17,7 @@ from random_folder import make_random_draft_folder, make_random_folder
 from drift_sdk import Chain, ConfigError, Engine, EngineConfig, ExecutorError, SamplingParams, Speculation
 from drift_sdk._kernels.gemm.tuning import TunedTable, WatchedTable
 from drift_sdk.execution.device.device import Device
-from drift_sdk.execution.graph import allocation_count
+from drift_sdk.execution.graph import executor as graph_executor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -55,7 +55,7 @@ async def serve(engine: Engine, given: Sequence[list[int]], params: SamplingPara
         assert len((await stream).token_ids) == params.max_tokens
 
 
-def test_untuned_weights_keep_a_strict_engine_from_starting(folder: Path) -> None:
+def test_strict_engine_with_untuned_weights_does_not_start(folder: Path) -> None:
     async def main() -> None:
         with pytest.raises(ConfigError, match="python -m drift_sdk tune .*32000x1024") as caught:
             async with engine_of(folder, strict_performance=True):
@@ -72,10 +72,10 @@ def test_untuned_weights_keep_a_strict_engine_from_starting(folder: Path) -> Non
 
 @pytest.mark.parametrize("has_draft", [False, True])
 @pytest.mark.usefixtures("everything_tuned")
-def test_serving_needs_nothing_of_the_host(
+def test_serving_needs_no_host_work(
     folder: Path, draft: Path, has_draft: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(allocation_count, "COUNT_EVERY", 1)
+    monkeypatch.setattr(graph_executor, "ALLOCATION_COUNT_INTERVAL", 1)
     speculation = Speculation(draft=draft, shape=Chain(3), adaptive=False) if has_draft else None
 
     async def main() -> None:
@@ -91,8 +91,8 @@ def test_serving_needs_nothing_of_the_host(
 
 
 @pytest.mark.usefixtures("everything_tuned")
-def test_allocations_end_a_strict_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(allocation_count, "COUNT_EVERY", 1)
+def test_allocations_close_a_strict_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_executor, "ALLOCATION_COUNT_INTERVAL", 1)
 
     async def main() -> None:
         async with engine_of(folder, strict_performance=True) as engine:
@@ -123,14 +123,14 @@ def test_round_costs_are_measured_and_plausible(folder: Path, draft: Path) -> No
     run("asyncio", main)
 
 
-def test_a_step_that_takes_too_long_ends_the_engine(folder: Path) -> None:
+def test_step_beyond_the_timeout_closes_the_engine(folder: Path) -> None:
     class SlowReplay:
         def __init__(self, device: Device, replay: Any) -> None:
             self._device, self._replay = device, replay
 
         def launch(self) -> None:
             with self._device.work():
-                torch.cuda._sleep(6_000_000_000)  # cycles, so some three seconds
+                torch.cuda._sleep(6_000_000_000)  # clock cycles, about three seconds
             self._replay.launch()
 
         def close(self) -> None:
@@ -146,7 +146,7 @@ def test_a_step_that_takes_too_long_ends_the_engine(folder: Path) -> None:
             with anyio.fail_after(2.0), pytest.raises(ExecutorError, match="within 0.3 s") as caught:
                 await engine.generate([5, 6, 7], GREEDY)
             assert caught.value.process_unusable
-        assert 0.3 < time.monotonic() - started_at < 2.0  # closing has not waited either
+        assert 0.3 < time.monotonic() - started_at < 2.0  # closing did not wait either
 
     run("asyncio", main)
     torch.cuda.synchronize()

@@ -1,4 +1,5 @@
-"""Drafts from files: configs of every format, broken folders, what is shared with the target, the tools."""
+"""Drafts from files: configs of all formats, invalid folders, weights shared with the target, and the
+tools."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def target(target_folder: Path) -> Decoder:
 
 @pytest.fixture
 def folder(tmp_path: Path, target_folder: Path) -> Path:
-    """The specforge variant, in one file of safetensors."""
+    """A draft of the specforge variant, in one safetensors file."""
     make_draft("specforge", tmp_path, target_folder)
     return tmp_path
 
@@ -61,7 +62,7 @@ def _change(folder: Path, changes: dict[str, torch.Tensor | None]) -> str:
 
 
 def _llama(num_layers: int, **changes: Any) -> tuple[dict[str, Any], DecoderConfig]:
-    """A flat draft's config, and a target it fits."""
+    """The flat config of a draft, and the config of a target it fits."""
     shape = {
         "architectures": ["LlamaForCausalLM"],
         "vocab_size": 500,
@@ -77,7 +78,7 @@ def _llama(num_layers: int, **changes: Any) -> tuple[dict[str, Any], DecoderConf
     "num_layers, expected",
     [(32, (2, 16, 29)), (16, (2, 8, 13)), (36, (2, 18, 33)), (24, (2, 12, 21)), (3, (0, 1, 2))],
 )
-def test_default_boundaries(num_layers: int, expected: tuple[int, ...]) -> None:
+def test_default_aux_layers(num_layers: int, expected: tuple[int, ...]) -> None:
     config, target = _llama(num_layers)
     for convention in ("output", "boundary", None):
         draft = DraftConfig.from_hf(config, target, aux_layer_convention=convention)
@@ -97,7 +98,7 @@ def test_default_boundaries(num_layers: int, expected: tuple[int, ...]) -> None:
     ],
 )
 @pytest.mark.parametrize("is_inside", [False, True])
-def test_boundaries_of_ids(
+def test_aux_layers_of_ids(
     ids: list[int], convention: str | None, expected: tuple[int, ...], is_inside: bool
 ) -> None:
     options = {"eagle_aux_hidden_state_layer_ids": ids}
@@ -105,7 +106,7 @@ def test_boundaries_of_ids(
     assert DraftConfig.from_hf(config, target, aux_layer_convention=convention).aux_layers == expected
 
 
-def test_rope_is_the_drafts_own() -> None:
+def test_rope_settings_are_the_drafts() -> None:
     config, target = _llama(36)
     draft = DraftConfig.from_hf(config, target)
     assert (draft.rope_theta, draft.rope_scaling, target.rope_theta) == (10_000.0, None, 5e5)
@@ -147,13 +148,13 @@ def test_rope_is_the_drafts_own() -> None:
         ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
     ],
 )
-def test_what_is_not_computed_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_setting_that_is_not_implemented_is_rejected(changes: dict[str, Any], message: str) -> None:
     config, target = _llama(36, **changes)
     with pytest.raises(ModelLoadError, match=message):
         DraftConfig.from_hf(config, target)
 
 
-def test_unknown_convention_and_small_target_are_refused() -> None:
+def test_unknown_convention_and_small_target_are_rejected() -> None:
     config, target = _llama(36)
     with pytest.raises(ModelLoadError, match="aux_layer_convention='input'"):
         DraftConfig.from_hf(config, target, aux_layer_convention="input")
@@ -180,7 +181,7 @@ def test_convention_reaches_the_config(folder: Path, target: Decoder) -> None:
     assert found.aux_layers == (0, 1, 2)
 
 
-def test_what_is_missing_is_shared_with_the_target(
+def test_missing_tensors_are_shared_with_the_target(
     target: Decoder, target_folder: Path, tmp_path: Path
 ) -> None:
     drafts = {}
@@ -246,9 +247,7 @@ def test_wrong_tensor_is_named(
         assert part in str(caught.value)
 
 
-def test_narrow_draft_needs_its_own_embedding_and_head(
-    target: Decoder, target_folder: Path, tmp_path: Path
-) -> None:
+def test_narrow_draft_needs_embedding_and_head(target: Decoder, target_folder: Path, tmp_path: Path) -> None:
     for name in ("embed_tokens.weight", "lm_head.weight"):
         make_draft("narrow", tmp_path, target_folder)
         _change(tmp_path, {name: None})
@@ -296,7 +295,7 @@ class _Code:
 
 
 @pytest.mark.parametrize("contents", [[1, 2], {"a": 1}, {3: torch.ones(2)}, {"a": _Code()}])
-def test_file_of_anything_but_named_tensors(
+def test_file_without_named_tensors_is_rejected(
     contents: Any, target: Decoder, target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_draft("reference", tmp_path, target_folder)
@@ -308,21 +307,45 @@ def test_file_of_anything_but_named_tensors(
 
 
 def test_folder_without_a_draft(target: Decoder, tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match="holds no config.json"):
+    with pytest.raises(ModelLoadError) as caught:
         DraftDecoder.load(tmp_path, target)
+
+    assert str(caught.value) == f"draft: {tmp_path}: holds no config.json"
 
     with pytest.raises(ModelLoadError, match="never a hub id"):
         DraftDecoder.load(tmp_path / "nothing", target)
+
+
+@pytest.mark.parametrize("has_weights", [True, False])
+def test_whole_model_as_a_draft(
+    has_weights: bool, target: Decoder, target_folder: Path, tmp_path: Path
+) -> None:
+    folder = target_folder
+    if not has_weights:
+        folder = tmp_path
+        shutil.copy(target_folder / "config.json", folder)
+    with pytest.raises(ModelLoadError) as caught:
+        DraftDecoder.load(folder, target)
+
+    assert str(caught.value) == f"draft: {folder}: holds a whole model, expected a draft head"
+
+
+def test_error_about_a_draft_names_it_once(folder: Path, target: Decoder) -> None:
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ModelLoadError, match=f"^draft: {folder}/config.json: not a JSON object") as caught:
+        DraftDecoder.load(folder, target)
+
+    assert str(caught.value).count(str(folder)) == 1
 
 
 @pytest.mark.parametrize("name", ["specforge", "whole vocabulary", "ids only", "tied", "speculators", "deep"])
 def test_reduced_vocabulary(name: str, target: Decoder, target_folder: Path, tmp_path: Path) -> None:
     make_draft(name, tmp_path / "draft", target_folder)
     whole = DraftDecoder.load(tmp_path / "draft", target)
-    at_hand = whole.target_ids.tolist()
+    own_ids = whole.target_ids.tolist()
     generator = torch.Generator().manual_seed(2)
-    frequent = [at_hand[i] for i in torch.randperm(len(at_hand), generator=generator)[:12].tolist()]
-    kept = next(token for token in reversed(at_hand) if token not in frequent)
+    frequent = [own_ids[i] for i in torch.randperm(len(own_ids), generator=generator)[:12].tolist()]
+    kept = next(token for token in reversed(own_ids) if token not in frequent)
     counts = {token: 100 - index for index, token in enumerate(frequent)}
     (tmp_path / "counts.json").write_text(json.dumps(counts))
     arguments = ["--size", "11", "--frequencies", str(tmp_path / "counts.json"), "--keep", str(kept)]
@@ -354,7 +377,7 @@ def test_reduced_vocabulary_of_texts(
     assert "3 tokens" in capsys.readouterr().out
 
 
-def test_reducing_refuses_what_cannot_be(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reducing_rejects_invalid_arguments(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tool = reduce_vocab
     (folder / "counts.json").write_text("{}")
     for size, keep, output, message in (
@@ -373,7 +396,7 @@ def test_reducing_refuses_what_cannot_be(folder: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_stages_agree_with_a_plain_pass(
+def test_stages_equal_a_plain_forward_pass(
     name: str, target: Decoder, target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_draft(name, tmp_path, target_folder)
@@ -388,7 +411,7 @@ def test_stages_agree_with_a_plain_pass(
         assert stage["min_cosine"] > 0.99999 and stage["top_k_overlap"] > 0.98, stage
 
 
-def test_stage_that_departs_is_seen(
+def test_wrong_stage_is_found(
     target: Decoder, target_folder: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tool = compare_stages
@@ -422,7 +445,7 @@ def test_stages_of_a_text(
     assert [line.split()[0] for line in lines[1:]] == ["fc", "attention.0", "mlp.0", "pre_head", "logits"]
 
 
-def test_both_formats_in_one_folder_prefer_safetensors(
+def test_safetensors_take_precedence(
     target: Decoder, target_folder: Path, folder: Path, tmp_path: Path
 ) -> None:
     other = tmp_path / "other"
@@ -440,8 +463,8 @@ def test_draft_weights_that_are_not_finite(folder: Path, target: Decoder) -> Non
         DraftDecoder.load(folder, target)
 
 
-def test_tensors_without_plain_data(folder: Path, target: Decoder) -> None:
-    """A pytorch_model.bin may hold more kinds of tensors than there are weights of."""
+def test_sparse_and_meta_tensors_are_rejected(folder: Path, target: Decoder) -> None:
+    """A pytorch_model.bin may hold kinds of tensors that no weight has."""
     (folder / "model.safetensors").unlink()
     for odd in (torch.eye(3).to_sparse(), torch.empty(3, device="meta")):
         torch.save({"norm.weight": odd}, folder / "pytorch_model.bin")

@@ -1,4 +1,4 @@
-"""GGUF files: metadata, every quantisation, the order of rows, and broken files."""
+"""GGUF files: metadata, all quantisations, the order of rows, and invalid files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-# Widths of 32, 64 or 96, so that the rows of most matrices are whole blocks.
+# Indices of models in the zoo. Their widths are 32, 64 or 96, so that the rows of most matrices are whole
+# blocks.
 LLAMA_BIASED, LLAMA_TIED, LLAMA3, QWEN2, QWEN3 = 7, 4, 1, 12, 18
 LLAMA_PLAIN = 6
 WRITTEN = (Q.F32, Q.F16, Q.BF16, Q.Q8_0, Q.Q4_0, Q.Q4_1)
@@ -46,7 +47,8 @@ K_QUANTS = (Q.Q2_K, Q.Q3_K, Q.Q4_K, Q.Q5_K, Q.Q6_K)
 
 
 def _permute(array: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[np.float32]:
-    """The order llama.cpp's converter writes: 2i of a head is i, and 2i + 1 is i + head_dim / 2."""
+    """The order of rows that llama.cpp's converter writes: row 2i of a head is row i of the model, and row
+    2i + 1 is row i + head_dim / 2."""
     head_dim = array.shape[0] // num_heads
     order = [
         h * head_dim + i + half
@@ -58,7 +60,7 @@ def _permute(array: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[np.f
 
 
 def _write(model: Any, file: Path, quantisation: Q = Q.F32, **extra: npt.NDArray[np.float32]) -> Any:
-    """Write the model as llama.cpp's converter does; returns it with the weights as the file holds them."""
+    """Write a model as llama.cpp's converter does. Returns a copy of it with the weights as stored."""
     config = model.config
     family = config.model_type
     writer = gguf.GGUFWriter(file, family)
@@ -121,7 +123,9 @@ def _gguf_name(module: str, suffix: str) -> str:
 
 @pytest.mark.parametrize("index", [LLAMA_BIASED, LLAMA_TIED, QWEN2, QWEN3])
 @pytest.mark.parametrize("quantisation", WRITTEN, ids=lambda kind: kind.name)
-def test_equals_transformers_on_the_dequantised_weights(index: int, quantisation: Q, tmp_path: Path) -> None:
+def test_decoder_equals_transformers_on_dequantised_weights(
+    index: int, quantisation: Q, tmp_path: Path
+) -> None:
     model = make_model(index, tmp_path / "hf")
     stored = _write(model, tmp_path / "model.gguf", quantisation)
     kinds = [tensor.tensor_type for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors]
@@ -141,10 +145,10 @@ def test_equals_transformers_on_the_dequantised_weights(index: int, quantisation
 @pytest.mark.parametrize("quantisation", K_QUANTS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("num_rows", [1, 3, 800])
 def test_k_quants(quantisation: Q, num_rows: int, tmp_path: Path) -> None:
-    """Random blocks, their scales finite halves, in sizes around the rows they are dequantised by."""
+    """Random blocks with finite float16 scales, fewer and more than are dequantised at a time."""
     block_size, block_bytes = gguf.GGML_QUANT_SIZES[quantisation]
     raw = np.random.default_rng(0).integers(0, 255, (num_rows, 2 * block_bytes), dtype=np.uint8)
-    raw = raw & 0x3F  # a half with a clear top bit of its exponent is finite
+    raw = raw & 0x3F  # a float16 without the top bit of its exponent is finite
     writer = gguf.GGUFWriter(tmp_path / "k.gguf", "llama")
     writer.add_tensor("blk.0.ffn_up.weight", raw, raw_dtype=quantisation)
     writer.write_header_to_file()
@@ -167,14 +171,14 @@ def test_frequency_factors_are_llama3_scaling(tmp_path: Path) -> None:
     assert_parity(decoder, stored, random_tokens(decoder.config, 24), (24,))
 
 
-def test_frequency_factors_beside_another_scaling_are_refused(tmp_path: Path) -> None:
+def test_frequency_factors_beside_another_scaling_are_rejected(tmp_path: Path) -> None:
     metadata = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0}
     _small(tmp_path / "m.gguf", tensor="rope_freqs.weight", **metadata)
     with pytest.raises(ModelLoadError, match="rope_freqs.weight beside rope scaling 'linear'"):
         GGUFFile(tmp_path / "m.gguf")
 
 
-def test_config_and_texts(tmp_path: Path) -> None:
+def test_config_and_tokenizer(tmp_path: Path) -> None:
     _write(make_model(LLAMA_PLAIN, tmp_path / "hf"), tmp_path / "model.gguf")
     source = resolve(tmp_path / "model.gguf")
     found = DecoderConfig.from_hf(source.config)
@@ -219,7 +223,9 @@ def _small(
         ({"split.count": 3}, "one of 3 parts"),
     ],
 )
-def test_what_is_not_implemented_is_refused(metadata: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_metadata_that_is_not_implemented_is_rejected(
+    metadata: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     _small(tmp_path / "m.gguf", **metadata)
     with pytest.raises(ModelLoadError) as caught:
         GGUFFile(tmp_path / "m.gguf")
@@ -234,7 +240,7 @@ def test_what_is_not_implemented_is_refused(metadata: dict[str, Any], message: s
         ({"llama.attention.head_count": [4, 4]}, "num_attention_heads"),
     ],
 )
-def test_what_the_config_asks_for_is_refused_there(
+def test_settings_that_are_not_implemented_are_rejected_by_the_config(
     metadata: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     shapes = {"embedding_length": 8, "attention.head_count": 2, "attention.key_length": 4}
@@ -251,7 +257,7 @@ def test_linear_scaling(tmp_path: Path) -> None:
         assert (rope["rope_type"], rope["factor"]) == ("linear", 4.0)
 
 
-def test_unknown_tensor_is_refused_by_its_own_name(tmp_path: Path) -> None:
+def test_unknown_tensor_is_rejected_by_its_name_in_the_file(tmp_path: Path) -> None:
     model = make_model(QWEN2, tmp_path / "hf")
     _write(model, tmp_path / "model.gguf", **{"blk.0.attn_sinks.weight": np.ones(4, np.float32)})
     with pytest.raises(
@@ -279,7 +285,7 @@ def test_metadata_equals_the_gguf_package(tmp_path: Path) -> None:
     assert found == expected
 
 
-def test_every_cut_is_noticed(tmp_path: Path) -> None:
+def test_truncated_file_is_rejected(tmp_path: Path) -> None:
     _small(tmp_path / "whole.gguf", **{"a.string": "text", "some.ints": [1, 2], "some.strings": ["a", "b"]})
     data = (tmp_path / "whole.gguf").read_bytes()
     # The file ends in padding that no tensor needs.
@@ -327,8 +333,8 @@ def _tensor(name: bytes = b"a", shape: tuple[int, ...] = (8,), kind: int = 0, of
 UINT32, STRING, ARRAY = 4, 8, 9
 NESTED = struct.pack("<IQ", ARRAY, 1) * 100_000
 HEADERS = {
-    "2^60 keys": (_header(num_keys=2**60), "cut short"),
-    "2^60 tensors": (_header(num_tensors=2**60), "cut short"),
+    "2^60 keys": (_header(num_keys=2**60), "truncated"),
+    "2^60 tensors": (_header(num_tensors=2**60), "truncated"),
     "all zeros": (_header(b"\0" * 10**6, num_keys=2**60), "'' occurs twice"),
     "long string": (_header(struct.pack("<Q", 2**60), num_keys=1), "a string ends at"),
     "2^60 strings": (
@@ -424,8 +430,8 @@ def test_two_names_of_one_tensor(tmp_path: Path) -> None:
         GGUFFile(tmp_path / "m.gguf")
 
 
-def test_scales_that_are_not_finite_are_only_numbers(tmp_path: Path) -> None:
-    """Whoever reads them sees to that; nothing is warned of."""
+def test_scales_that_are_not_finite_are_read_without_warning(tmp_path: Path) -> None:
+    """The code that loads weights rejects them."""
     raw = np.full((1, 34), 0xFF, np.uint8)  # Q8_0: a scale of NaN
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
     writer.add_tensor("output_norm.weight", raw, raw_dtype=Q.Q8_0)

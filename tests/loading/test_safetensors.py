@@ -1,4 +1,4 @@
-"""Folders of safetensors: single, sharded, broken."""
+"""Folders of safetensors: a single file, shards, and invalid files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHARDED, SINGLE = 0, 1
 
 
 @pytest.mark.parametrize("index", [SHARDED, SINGLE])
-def test_every_tensor_is_found(index: int, tmp_path: Path) -> None:
+def test_all_tensors_are_read(index: int, tmp_path: Path) -> None:
     model = make_model(index, tmp_path)
     tensors = SafetensorsFolder(tmp_path)
     expected = model.state_dict()
@@ -64,7 +64,7 @@ def test_broken_index_is_named(text: str, tmp_path: Path) -> None:
         SafetensorsFolder(tmp_path)
 
 
-def test_tensor_that_the_index_misplaces_is_named(tmp_path: Path) -> None:
+def test_tensor_missing_from_its_shard_is_named(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / "x.safetensors")
     index = {"weight_map": {"a": "x.safetensors", "b": "x.safetensors"}}
     (tmp_path / INDEX_FILE).write_text(json.dumps(index))
@@ -75,7 +75,7 @@ def test_tensor_that_the_index_misplaces_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("chunk_bytes", [24, 1 << 20])
-def test_reading_into_a_place_is_reading_and_copying(
+def test_read_into_equals_a_copy(
     stored: torch.dtype,
     wanted: torch.dtype,
     chunk_bytes: int,
@@ -93,7 +93,7 @@ def test_reading_into_a_place_is_reading_and_copying(
         assert (whole[0] == -9.0).all() and (whole[2] == -9.0).all()
 
 
-def test_what_is_no_weight_is_not_read_into_one(tmp_path: Path) -> None:
+def test_integers_are_not_read_into_weights(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2, dtype=torch.int32)}, tmp_path / SINGLE_FILE)
     place = torch.zeros(2)
     with pytest.raises(ModelLoadError, match=r"tensor a is stored as torch\.int32, expected float32"):
@@ -102,7 +102,7 @@ def test_what_is_no_weight_is_not_read_into_one(tmp_path: Path) -> None:
         SafetensorsFolder(tmp_path).read_into("b", place)
 
 
-def test_a_file_that_shrinks_under_its_reader_is_named(tmp_path: Path) -> None:
+def test_file_truncated_after_opening_is_named(tmp_path: Path) -> None:
     file = tmp_path / SINGLE_FILE
     save_file({"a": torch.ones(4096)}, file)
     tensors = SafetensorsFolder(tmp_path)
@@ -114,7 +114,7 @@ def test_a_file_that_shrinks_under_its_reader_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells how much of a file is in a process's memory")
 @pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16])
-def test_what_is_read_into_its_place_is_not_in_memory_twice(wanted: torch.dtype, tmp_path: Path) -> None:
+def test_read_into_uses_no_memory_of_the_mapping(wanted: torch.dtype, tmp_path: Path) -> None:
     names, shape = [f"t{index}" for index in range(8)], (1024, 1024)
     numbers = {name: torch.ones(shape, dtype=torch.bfloat16) for name in names}
     save_file(numbers, tmp_path / SINGLE_FILE)
@@ -148,7 +148,7 @@ def entry(start: int = 0, end: int = 8, dtype: str = "F32", shape: Any = (2,)) -
 
 
 @pytest.mark.parametrize("metadata", [None, {}, {"data_offsets": "x"}, {"format": "pt", "dtype": "F32"}])
-def test_metadata_is_no_tensor(metadata: Any, tmp_path: Path) -> None:
+def test_metadata_is_ignored(metadata: Any, tmp_path: Path) -> None:
     write_header(tmp_path / SINGLE_FILE, {"__metadata__": metadata, "a": entry()})
     tensors = SafetensorsFolder(tmp_path)
     assert list(tensors.names()) == ["a"] and tensors.shape("a") == (2,)
@@ -189,7 +189,7 @@ def test_wrong_headers(header: dict[str, Any] | bytes, length: int | None, tmp_p
         SafetensorsFolder(tmp_path)
 
 
-def test_a_tensor_in_two_shards(tmp_path: Path) -> None:
+def test_tensor_in_two_shards_is_rejected(tmp_path: Path) -> None:
     save_file({"a": torch.ones(1), "b": torch.ones(1)}, tmp_path / "1.safetensors")
     save_file({"a": torch.zeros(1), "c": torch.ones(1)}, tmp_path / "2.safetensors")
     weight_map = {"a": "1.safetensors", "b": "1.safetensors", "c": "2.safetensors"}

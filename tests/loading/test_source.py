@@ -1,18 +1,20 @@
-"""Where a model's name leads: a folder, a file, the hub; and what a folder offers."""
+"""Finding a model, a draft or a tokenizer by name, and reading the files of a folder."""
 
 from __future__ import annotations
 
 import json
+import traceback
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
-from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from model_zoo import make_model
 
 from drift_sdk.errors import ModelLoadError
-from drift_sdk.loading.source import eos_token_ids, resolve
+from drift_sdk.loading.source import Role, eos_token_ids, resolve
 
 
 @pytest.fixture
@@ -23,30 +25,51 @@ def folder(tmp_path: Path) -> Path:
 
 
 class Hub:
-    """snapshot_download over a cached and a remote folder, either of which may be absent."""
+    """A fake snapshot_download over a cached and a remote folder, either of which may be absent.
 
-    def __init__(self, cached: Path | None, remote: Path | None) -> None:
-        self.cached = cached
-        self.remote = remote
+    `problem`: raised by a download without a remote folder. `num_bytes`: sizes of the files of a download, of
+    which half is received.
+    """
+
+    def __init__(self) -> None:
+        self.cached: Path | None = None
+        self.remote: Path | None = None
+        self.problem: Exception = ConnectionError("no route")
+        self.num_bytes: list[int] = []
         self.calls: list[dict[str, Any]] = []
 
     def __call__(self, repo_id: str, *, local_files_only: bool, **options: Any) -> str:
-        if repo_id.count("/") > 1:
-            raise huggingface_hub.errors.HFValidationError("too many parts")
-
         self.calls.append({"repo_id": repo_id, "local_files_only": local_files_only, **options})
         if local_files_only and self.cached is None:
             raise LocalEntryNotFoundError("nothing cached\nand more")
 
         if not local_files_only and self.remote is None:
-            raise ConnectionError("no route")
+            advice = "Got: ...\nPlease check your connection, or pass local_files_only=False"
+            raise LocalEntryNotFoundError(advice) from self.problem
 
+        if not local_files_only:
+            self.count_bytes(options["tqdm_class"])
         return str(self.cached if local_files_only else self.remote)
+
+    def count_bytes(self, bar_class: Any) -> None:
+        """The bars of huggingface_hub 2: bytes from the network, bytes on the disk, files."""
+        transfer, disk = (
+            bar_class(desc="bytes", total=0, initial=0, unit="B", name=f"huggingface_hub.snapshot{suffix}")
+            for suffix in (".transfer", "")
+        )
+        files = bar_class(total=len(self.num_bytes), desc="files")
+        for size in self.num_bytes:
+            transfer.total += size
+            disk.total += size
+        for size in self.num_bytes:
+            transfer.update(size)
+            disk.update(size // 2)
+            files.update(1)
 
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
-    hub = Hub(None, None)
+    hub = Hub()
     monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
     return hub
 
@@ -54,7 +77,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
 @pytest.mark.parametrize("as_type", [str, Path])
 def test_folder(folder: Path, as_type: type, hub: Hub) -> None:
     source = resolve(as_type(folder))
-    assert source.path == folder and source.name == str(folder)
+    assert source.path == folder
     assert source.config["model_type"] == "llama"
     assert source.generation_config["eos_token_id"] == 1
     assert source.chat_template is None
@@ -63,49 +86,102 @@ def test_folder(folder: Path, as_type: type, hub: Hub) -> None:
     assert hub.calls == []
 
 
-def test_path_is_never_a_hub_id(hub: Hub) -> None:
-    with pytest.raises(ModelLoadError, match="'org/model' does not exist .a Path is never a hub id."):
-        resolve(Path("org/model"))
+@pytest.mark.parametrize("role", ["model", "draft", "tokenizer"])
+def test_missing_path_is_never_a_hub_id(role: Role, hub: Hub) -> None:
+    with pytest.raises(ModelLoadError) as caught:
+        resolve(Path("org/model"), role=role)
+
+    assert str(caught.value) == f"{role} 'org/model' does not exist (a Path is never a hub id)"
+    assert hub.calls == []
+
+
+@pytest.mark.parametrize("name", ["org/model.gguf", "notes.txt", "model.safetensors"])
+def test_missing_file_is_not_looked_up_on_the_hub(name: str, hub: Hub) -> None:
+    with pytest.raises(ModelLoadError, match=rf"model '{name}' does not exist \(a name that ends in"):
+        resolve(name)
 
     assert hub.calls == []
 
 
-def test_every_place_tried_is_listed(hub: Hub) -> None:
-    with pytest.raises(ModelLoadError) as caught:
-        resolve("org/model", revision="v2")
+@pytest.mark.parametrize("name", ["/no/such/folder", "./folder", "a/b/c", "org//model", "~/no such folder"])
+def test_name_that_is_no_hub_id(name: str, hub: Hub) -> None:
+    with pytest.raises(ModelLoadError, match="does not exist, and is not a hub id"):
+        resolve(name)
 
-    for part in (
-        "path 'org/model' does not exist",
-        "revision 'v2'",
-        "hub cache",
-        "nothing cached",
-        "no route",
-    ):
-        assert part in str(caught.value)
+    assert hub.calls == []
 
-    assert "and more" not in str(caught.value)
-    assert isinstance(caught.value.__cause__.__cause__, ConnectionError)
+
+@pytest.mark.parametrize("role", ["model", "draft", "tokenizer"])
+def test_existing_file_of_another_kind(role: Role, folder: Path, hub: Hub) -> None:
+    file = folder / "model.safetensors"
+    with pytest.raises(ModelLoadError, match=f"^{role} '{file}' is not a folder"):
+        resolve(str(file), role=role)
+
+    assert hub.calls == []
+
+
+def test_draft_is_never_a_gguf_file(tmp_path: Path) -> None:
+    file = tmp_path / "draft.gguf"
+    file.write_bytes(b"GGUF")
+    with pytest.raises(ModelLoadError, match="draft.gguf' is a GGUF file, expected the folder of a draft"):
+        resolve(file, role="draft")
+
+
+@pytest.mark.parametrize("as_type", [str, Path])
+def test_tilde_is_the_home_directory(as_type: type, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert resolve(as_type("~/model")).path == folder
+    assert resolve(as_type("~/model"), role="draft").path == folder
+    with pytest.raises(ModelLoadError, match="'~nobody-of-this-name/model' does not exist"):
+        resolve(as_type("~nobody-of-this-name/model"))
+
+
+@pytest.mark.parametrize("role", ["model", "draft", "tokenizer"])
+def test_unreachable_hub(role: Role, hub: Hub) -> None:
     with pytest.raises(ModelLoadError) as caught:
+        resolve("org/model", role=role, revision="v2")
+
+    expected = "not in the cache, and the hub cannot be reached: ConnectionError: no route"
+    assert str(caught.value).startswith(f"{role} 'org/model' at revision 'v2': {expected}")
+    printed = "".join(traceback.format_exception(caught.value))
+    assert printed.count("Traceback") == 1 and "local_files_only" not in printed.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "problem, expected",
+    [
+        (OSError(28, "No space left on device"), "it cannot be downloaded: OSError: .* No space left"),
+        (TimeoutError(110, "timed out"), "the hub cannot be reached: TimeoutError: .*timed out"),
+        (RuntimeError(), r"the hub cannot be reached: RuntimeError \("),
+        (
+            HfHubHTTPError("404 Client Error.\n\nRepository Not Found", response=Mock()),
+            "the hub answers: HfHubHTTPError: 404 Client Error. Repository Not Found",
+        ),
+    ],
+)
+def test_failed_download_names_its_cause(problem: Exception, expected: str, hub: Hub) -> None:
+    hub.problem = problem
+    with pytest.raises(ModelLoadError, match=f"not in the cache, and {expected}"):
+        resolve("org/model")
+
+
+def test_local_files_only_never_asks_the_hub(hub: Hub) -> None:
+    with pytest.raises(ModelLoadError, match="not in the cache, and local_files_only is set"):
         resolve("org/model", local_files_only=True)
 
-    assert "no route" not in str(caught.value)
-    with pytest.raises(ModelLoadError, match="not a hub id"):
-        resolve("/no/such/folder")
+    assert [call["local_files_only"] for call in hub.calls] == [True]
 
 
-def test_real_hub_functions_refuse_without_a_network(tmp_path: Path) -> None:
-    """The real library, on an empty cache and without leave to go online."""
-    with pytest.raises(ModelLoadError, match="LocalEntryNotFoundError"):
+def test_empty_cache_of_the_real_library(tmp_path: Path) -> None:
+    """The real huggingface_hub reports a cache miss as expected; it may not go online."""
+    with pytest.raises(ModelLoadError, match="not in the cache, and local_files_only is set"):
         resolve("org/model", cache_dir=tmp_path, local_files_only=True)
-
-    with pytest.raises(ModelLoadError, match="not a hub id"):
-        resolve("org//model", cache_dir=tmp_path, local_files_only=True)
 
 
 def test_cache_comes_before_the_network(folder: Path, hub: Hub, tmp_path: Path) -> None:
     hub.cached = folder
     source = resolve("org/model", revision="v2", cache_dir=tmp_path)
-    assert source.path == folder and source.name == "org/model"
+    assert source.path == folder
     (call,) = hub.calls
     assert call["local_files_only"] is True
     assert call["revision"] == "v2" and call["cache_dir"] == tmp_path
@@ -130,6 +206,17 @@ def test_progress_bars_stay_off(folder: Path, hub: Hub, capsys: pytest.CaptureFi
         bar.update(3)
 
     assert capsys.readouterr() == ("", "")
+
+
+def test_download_reports_the_share_of_bytes(folder: Path, hub: Hub) -> None:
+    hub.remote, hub.num_bytes = folder, [100, 300]
+    reports: list[tuple[str, float]] = []
+    resolve("org/model", report=lambda stage, fraction: reports.append((stage, fraction)))
+    assert reports == [("download", 0.125), ("download", 0.5)]
+
+    hub.cached = folder
+    resolve("org/model", report=lambda stage, fraction: reports.append((stage, fraction)))
+    assert len(reports) == 2
 
 
 def test_wrong_folders_and_files(folder: Path, tmp_path: Path) -> None:
@@ -188,5 +275,5 @@ def test_eos_token_ids(folder: Path) -> None:
     write("config.json", eos_token_id=None)
     assert eos_token_ids(resolve(folder), 100) == ()
     write("config.json", eos_token_id="x")
-    with pytest.raises(ModelLoadError, match="eos_token_id='x'"):
+    with pytest.raises(ModelLoadError, match=f"{folder}: config: eos_token_id='x'"):
         eos_token_ids(resolve(folder), 100)

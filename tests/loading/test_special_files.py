@@ -1,4 +1,4 @@
-"""What may stand in place of a file: FIFOs, devices, directories, links that lead nowhere."""
+"""Special files in place of regular ones: FIFOs, devices, sockets, directories, broken links."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def put(kind: str, path: Path, sockets: list[socket.socket]) -> None:
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="special files as Linux has them")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", READERS)
-def test_is_named_and_never_waited_for(
+def test_special_file_is_rejected_without_blocking(
     name: str, kind: str, tmp_path: Path, sockets: list[socket.socket]
 ) -> None:
     if name == "shard.safetensors":
@@ -78,7 +78,7 @@ def test_is_named_and_never_waited_for(
 
 
 @pytest.mark.parametrize("name", ["model.gguf", "model"])
-def test_as_the_model_itself(name: str, tmp_path: Path) -> None:
+def test_special_file_as_the_model(name: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / name)
     with pytest.raises(ModelLoadError, match="is not a folder or a .gguf file"):
         resolve(tmp_path / name)
@@ -93,7 +93,7 @@ def test_as_the_model_itself(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "shard", ["/etc/passwd", "../outside.safetensors", "a/../../outside.safetensors", "", ".", "..", "a\0b"]
 )
-def test_no_shard_lies_outside(shard: str, tmp_path: Path) -> None:
+def test_shard_outside_the_folder_is_rejected(shard: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     (folder / "a").mkdir(parents=True)
     save_file({"a": torch.ones(1)}, tmp_path / "outside.safetensors")
@@ -104,8 +104,8 @@ def test_no_shard_lies_outside(shard: str, tmp_path: Path) -> None:
         assert str(folder) in str(caught.value)
 
 
-def test_the_hub_cache_is_made_of_links(tmp_path: Path) -> None:
-    """Each file of a snapshot is a link out of its folder; a shard may lie in a folder below."""
+def test_links_of_the_hub_cache_are_followed(tmp_path: Path) -> None:
+    """Each file of a snapshot is a symbolic link out of its folder; a shard may lie in a subfolder."""
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "main"
     blobs.mkdir()
     (snapshot / "weights").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Rows of several sequences in one step see exactly what they see alone."""
+"""Attention of several sequences in one step equals that of each sequence alone."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from drift_sdk.models.kv_cache import KVCache
 
 NUM_BLOCKS = 256
 BLOCK_SIZE = 8
-# (tokens already in the cache, rows of this step): decode rows, prompts' first and later chunks,
-# verification of two and five rows.
+# (tokens in the cache, rows of this step) of each sequence: decode rows, first and later chunks of prompts,
+# and rows that verify drafts.
 MIXED = [
     (13, 1),
     (0, 20),
@@ -45,7 +45,7 @@ def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def _tables(lengths: list[int]) -> list[list[int]]:
-    """Scattered blocks for each sequence, with one more than it needs."""
+    """Scattered blocks for each sequence, one more than it needs."""
     free = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(3)).tolist()
     return [[free.pop() for _ in range(length // BLOCK_SIZE + 2)] for length in lengths]
 
@@ -53,7 +53,7 @@ def _tables(lengths: list[int]) -> list[list[int]]:
 def _run(
     decoder: Decoder, sequences: list[tuple[int, int]], *, together: bool
 ) -> tuple[list[torch.Tensor], KVCache]:
-    """Hidden rows of each sequence, all in one step or each in a step of its own."""
+    """Hidden rows of each sequence, computed together in one step or in one step for each sequence."""
     cache = poisoned_cache(decoder.config, NUM_BLOCKS)
     tables = _tables([start + num_rows for start, num_rows in sequences])
     tokens, rows = [], []
@@ -87,12 +87,12 @@ def _assert_same(
         assert_near(mine, theirs, inner=inner, depth=depth)
 
 
-def test_mixed_step_equals_each_alone(decoder: Decoder) -> None:
+def test_mixed_step_equals_single_sequences(decoder: Decoder) -> None:
     _assert_same(decoder.config, _run(decoder, MIXED, together=True), _run(decoder, MIXED, together=False))
 
 
 @pytest.mark.parametrize("padding, max_slots", [(0, 32_768), (10_000, 32_768), (10_000, 80)])
-def test_grouping_changes_nothing(
+def test_grouping_does_not_change_the_output(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch, padding: int, max_slots: int
 ) -> None:
     expected = _run(decoder, MIXED, together=True)
@@ -101,16 +101,16 @@ def test_grouping_changes_nothing(
     _assert_same(decoder.config, _run(decoder, MIXED, together=True), expected)
 
 
-def test_sequences_far_apart_are_not_padded_to_each_other() -> None:
+def test_sequences_of_very_different_lengths_are_not_grouped() -> None:
     lengths = [4000, 10, 3900, 240, 2100, 20, 900]
-    groups = attention._members([SequenceRows((), length - 1, 1) for length in lengths])
+    groups = attention._group_sequences([SequenceRows((), length - 1, 1) for length in lengths])
     assert sorted(groups) == [[0, 2, 4], [1, 3, 5], [6]]
-    many = attention._members([SequenceRows((), 8191, 1)] * 10)
+    many = attention._group_sequences([SequenceRows((), 8191, 1)] * 10)
     assert [len(group) for group in many] == [4, 4, 2]
 
 
 def test_long_chunk_after_a_long_context() -> None:
-    """Some key blocks of the attention kernel are hidden from a row altogether: they must add nothing."""
+    """Some key blocks of the attention kernel are masked completely for a row and must not contribute."""
     cache = KVCache(1, 400, BLOCK_SIZE, 2, 16, torch.float32, "cpu")
     cache.keys.fill_(float("nan"))
     cache.values.fill_(float("nan"))
@@ -131,7 +131,7 @@ def test_long_chunk_after_a_long_context() -> None:
     assert_near(found, expected, inner=start + num_rows, magnitude=value.abs().max().item())
 
 
-def test_positions_and_slots_follow_the_rows_order(decoder: Decoder) -> None:
+def test_positions_and_slots_are_in_the_order_of_rows(decoder: Decoder) -> None:
     cache = poisoned_cache(decoder.config, 8)
     batch = AttentionBatch(
         [SequenceRows([5, 2], 9, 1), SequenceRows([3, 0], 6, 4), SequenceRows([7], 2, 1)], cache
@@ -141,8 +141,8 @@ def test_positions_and_slots_follow_the_rows_order(decoder: Decoder) -> None:
     assert batch.slot_mapping.tolist() == [2 * 8 + 1, 3 * 8 + 6, 3 * 8 + 7, 0, 1, 7 * 8 + 2]
 
 
-def test_everything_lives_on_the_given_device(tmp_path: Path) -> None:
-    """On the meta device an operation that mixes in a tensor of the CPU fails."""
+def test_all_tensors_are_on_the_given_device(tmp_path: Path) -> None:
+    """On the meta device, an operation with a tensor of the CPU fails."""
     make_model(1, tmp_path)
     source = resolve(tmp_path)
     config = DecoderConfig.from_hf(source.config)
@@ -161,12 +161,12 @@ def test_everything_lives_on_the_given_device(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "rows, message", [(SequenceRows([1], 0, 9), "1 blocks"), (SequenceRows([1], 0, 0), "at least one")]
 )
-def test_impossible_rows_are_refused(decoder: Decoder, rows: SequenceRows, message: str) -> None:
+def test_invalid_rows_are_rejected(decoder: Decoder, rows: SequenceRows, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         AttentionBatch([rows], poisoned_cache(decoder.config, 8))
 
 
-def test_wrong_tokens_or_boundaries_are_refused(decoder: Decoder) -> None:
+def test_wrong_token_shapes_and_aux_layers_are_rejected(decoder: Decoder) -> None:
     cache = poisoned_cache(decoder.config, 8)
     batch = AttentionBatch([SequenceRows([1], 0, 2)], cache)
     with pytest.raises(ValueError, match=r"expected \[2\]"):

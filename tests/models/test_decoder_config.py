@@ -1,4 +1,4 @@
-"""What config.json may ask for, and what is refused by name."""
+"""Settings of config.json that are accepted, and errors that name the others."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LLAMA3: dict[str, Any] = {
 }
 
 
-def test_old_and_new_rope_settings_mean_the_same() -> None:
+def test_old_and_new_rope_settings_are_equivalent() -> None:
     old = LLAMA | {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}}
     new = LLAMA | {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **LLAMA3}}
     config = DecoderConfig.from_hf(old)
@@ -60,7 +60,7 @@ def test_frequencies_equal_transformers(index: int, tmp_path: Path) -> None:
 
 
 def test_frequencies_of_llama_3_1_equal_transformers() -> None:
-    """At its own sizes all three bands of wavelengths occur."""
+    """With the sizes of Llama 3.1, wavelengths of all three bands occur."""
     settings = {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3, "original_max_position_embeddings": 8192}
     theirs = transformers.LlamaConfig(head_dim=128, rope_parameters=settings)
     expected = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(theirs).inv_freq
@@ -75,7 +75,7 @@ def test_frequencies_of_llama_3_1_equal_transformers() -> None:
     torch.testing.assert_close(inverse_frequencies(128, 5e5, factors), expected, rtol=rtol, atol=0)
 
 
-def test_families_differ_where_they_should() -> None:
+def test_options_of_families() -> None:
     llama, qwen2, qwen3 = (DecoderConfig.from_hf(config) for config in (LLAMA, QWEN2, QWEN3))
     assert (llama.head_dim, qwen2.head_dim, qwen3.head_dim) == (16, 16, 128)
     assert (llama.has_qkv_bias, qwen2.has_qkv_bias, qwen3.has_qkv_bias) == (False, True, False)
@@ -138,7 +138,7 @@ def test_settings_without_effect_are_accepted(config: dict[str, Any]) -> None:
         (LLAMA | {"attention_bias": "yes"}, "attention_bias='yes'"),
     ],
 )
-def test_what_is_not_computed_is_refused_by_name(config: dict[str, Any], message: str) -> None:
+def test_setting_that_is_not_implemented_is_named(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelLoadError) as caught:
         DecoderConfig.from_hf(config)
 
@@ -213,14 +213,16 @@ def test_values_out_of_range(changes: dict[str, Any], message: str) -> None:
         ROPE3 | {"factor": 1e-6, "original_max_position_embeddings": 2**31 - 1},
     ],
 )
-def test_the_ends_of_the_ranges_give_finite_rotations(theta: float, scaling: dict[str, Any] | None) -> None:
+def test_frequencies_at_the_ends_of_the_ranges_are_finite(
+    theta: float, scaling: dict[str, Any] | None
+) -> None:
     config = DecoderConfig.from_hf(LLAMA | {"head_dim": 256, "rope_theta": theta, "rope_scaling": scaling})
     found = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
     assert found.isfinite().all() and (found >= 0).all()
 
 
-def test_the_largest_shapes_can_be_named() -> None:
-    """Without memory and in no time, so that a file that lacks them is told of at once."""
+def test_shapes_of_the_largest_config() -> None:
+    """They take no memory and little time, so that errors about missing tensors come at once."""
     most = {"num_hidden_layers": 1024, "hidden_size": 2**24, "intermediate_size": 2**24, "vocab_size": 2**24}
     heads = {"num_attention_heads": 2**23, "num_key_value_heads": 2**23, "head_dim": 2}
     shapes = tensor_shapes(DecoderConfig.from_hf(LLAMA | most | heads))

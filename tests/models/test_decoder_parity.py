@@ -1,4 +1,4 @@
-"""The decoder equals transformers on every kind of model, however a prompt is cut into steps."""
+"""The decoder equals transformers on all kinds of models, for any division of a prompt into steps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CHUNKINGS = ((45,), (1, 44), (16, 17, 12), (7,) * 6 + (3,), (40, 5))
 
 
 @pytest.mark.parametrize("index", range(NUM_MODELS))
-def test_equals_transformers(index: int, tmp_path: Path) -> None:
+def test_decoder_equals_transformers(index: int, tmp_path: Path) -> None:
     model = make_model(index, tmp_path)
     decoder = load_decoder(tmp_path)
     token_ids = random_tokens(decoder.config, 45 + NUM_DECODE_STEPS, seed=index)
@@ -41,7 +41,7 @@ def test_equals_transformers(index: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("index", [0, 12, 18])
-def test_last_boundary_is_the_stream_before_the_final_norm(index: int, tmp_path: Path) -> None:
+def test_last_aux_layer_is_the_stream_before_the_final_norm(index: int, tmp_path: Path) -> None:
     model = make_model(index, tmp_path)
     decoder = load_decoder(tmp_path)
     token_ids = random_tokens(decoder.config, 20)
@@ -58,7 +58,7 @@ def test_last_boundary_is_the_stream_before_the_final_norm(index: int, tmp_path:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_norm_and_rotation_round_where_transformers_does(dtype: torch.dtype) -> None:
+def test_norm_and_rotation_round_as_transformers(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(9, 5, 24, generator=generator).to(dtype)
     norm = modeling_llama.LlamaRMSNorm(24, eps=1e-5).to(dtype)
@@ -74,7 +74,7 @@ def test_norm_and_rotation_round_where_transformers_does(dtype: torch.dtype) -> 
 
 
 def _rope_off_by_one(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> Decoder:
-    """The query's position alone: rotating queries and keys alike changes nothing."""
+    """Shift the positions of queries alone: shifting those of keys too would have no effect."""
 
     def shifted(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         rotated = rotate(x, cos, sin)
@@ -102,7 +102,7 @@ def _causal_mask_off_by_one(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -
 
 
 def _wrong_gqa_map(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> Decoder:
-    """Heads take turns with the key heads, where neighbours should share one."""
+    """Assign key heads to query heads in turn, instead of one to neighbouring query heads."""
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
         times = query.shape[1] // key.shape[1]
@@ -120,7 +120,7 @@ def _wrong_eps(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> Decoder:
 
 
 def _untied_head(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> Decoder:
-    """A head of its own where the embedding should serve."""
+    """Use a random head instead of the embedding."""
     config = msgspec.structs.replace(decoder.config, is_head_tied=False)
     other = Decoder.random(config, device="cpu", dtype=decoder.dtype)
     weights = type(decoder.weights)(
@@ -145,15 +145,16 @@ def test_planted_fault_is_found(
     chunks = (20, 1, 1, 1, 1)
     assert_parity(decoder, model, token_ids, chunks)
     with monkeypatch.context() as context:
-        # transformers uses the same attention function, so its answer is taken before the fault is planted.
-        answer = _Recorded(model, token_ids)
+        # transformers calls the same attention function, so its output is computed before the fault is
+        # planted.
+        recorded = _Recorded(model, token_ids)
         broken = plant(decoder, context)
         with pytest.raises(AssertionError, match="differ by"):
-            assert_parity(broken, answer, token_ids, chunks)
+            assert_parity(broken, recorded, token_ids, chunks)
 
 
 class _Recorded:
-    """A model that was asked already."""
+    """Returns the output that a model computed before, whatever the arguments."""
 
     def __init__(self, model: Any, token_ids: torch.Tensor) -> None:
         with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""A draft against plain torch written from its description: features, rows, logits, the slots of its keys."""
+"""A draft against a plain reference in float64: features, rows, logits, and KV slots."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from drift_sdk.models.draft_config import DraftConfig
 from drift_sdk.models.eagle3 import DRAFT_KV_OFFSET, DraftDecoder
 from drift_sdk.models.kv_cache import KVCache
 
-INNER = 192  # the longest sum: three features of 64
+INNER = 192  # terms of the longest sum: three hidden states of 64
 NUM_BLOCKS = 16
 NUM_PROMPT_TOKENS, NUM_DRAFT_STEPS = 43, 5
 CHUNKS = (1, 20, 7, 15)
@@ -34,7 +34,7 @@ TARGET = 1
 
 
 class Reference:
-    """The draft of a folder in float64: one row after another over plain lists of keys and values."""
+    """The draft of a folder in float64, independent of the implementation: row by row, over lists."""
 
     def __init__(self, folder: Path, target_folder: Path, num_target_layers: int) -> None:
         config = json.loads((folder / "config.json").read_text())
@@ -76,7 +76,8 @@ class Reference:
         return weight * x / ((x * x).mean() + eps).sqrt()
 
     def fuse(self, aux_hidden: list[torch.Tensor], final: torch.Tensor) -> torch.Tensor:
-        """One row: the target's stream at each boundary and after its last layer."""
+        """The feature of one row, from the target's residual stream at the aux layers and after the last
+        layer."""
         if not self.aux_layers:
             return self.norm(final, self.target["model.norm.weight"], self.target_eps)
         if self.options.get("fc_norm"):
@@ -114,7 +115,7 @@ class Reference:
         return y + self.w[f"{name}.bias"] if f"{name}.bias" in self.w else y
 
     def row(self, feature: torch.Tensor, token: int) -> torch.Tensor:
-        """Append a row; what is fed back."""
+        """Append a row; returns the next feature."""
         embedding = self.w.get("embed_tokens.weight", self.target["model.embed_tokens.weight"])[token]
         position = len(self.keys[0])
         num_heads, num_kv_heads = self.shape["num_attention_heads"], self.shape["num_key_value_heads"]
@@ -195,7 +196,7 @@ def _target_states(
 
 @torch.inference_mode()
 def _assert_parity(draft: DraftDecoder, target: Decoder, reference: Reference) -> None:
-    """Prefill in chunks, then draft with what is fed back: every row, and in the end every slot."""
+    """Compare all rows of a prefill in chunks and of draft steps after it, and at the end all KV slots."""
     assert list(draft.aux_layers) == reference.aux_layers
     assert torch.equal(draft.target_ids, reference.ids)
     tokens = random_tokens(target.config, NUM_PROMPT_TOKENS + 1, seed=3)
@@ -227,7 +228,7 @@ def _assert_parity(draft: DraftDecoder, target: Decoder, reference: Reference) -
     g, token = hidden[-1:], draft.target_ids[draft.logits(hidden[-1:]).argmax(-1)]
     expected_g = fed_back[-1]
     for position in range(start, start + NUM_DRAFT_STEPS):
-        depth += draft.num_layers  # what is fed back brings its error with it
+        depth += draft.num_layers  # the previous output is an input, with its error
         g = draft.forward(g, token, _batch(blocks, position, 1, cache), cache)
         expected_g = reference.row(expected_g, int(token))
         assert_near(g, expected_g[None], inner=INNER, depth=depth, name=f"draft row {position}")
@@ -241,7 +242,7 @@ def _assert_parity(draft: DraftDecoder, target: Decoder, reference: Reference) -
 
 
 def _assert_cache(cache: KVCache, blocks: list[int], reference: Reference, depth: int) -> None:
-    """Row i lies at slot i + 1 of the sequence, and nothing else was written."""
+    """Row i lies at slot i + 1 of the sequence, and no other slot was written."""
     num_rows = len(reference.keys[0])
     places = torch.arange(1, num_rows + 1)
     slots = torch.tensor(blocks)[places // BLOCK_SIZE] * BLOCK_SIZE + places % BLOCK_SIZE
@@ -261,15 +262,15 @@ def _batch(blocks: list[int], start: int, num_rows: int, cache: KVCache) -> Atte
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_parity(name: str, target: Decoder, target_folder: Path, tmp_path: Path) -> None:
+def test_draft_equals_the_reference(name: str, target: Decoder, target_folder: Path, tmp_path: Path) -> None:
     make_draft(name, tmp_path, target_folder)
     draft = DraftDecoder.load(tmp_path, target)
     assert draft.num_layers == VARIANTS[name].num_layers
     _assert_parity(draft, target, Reference(tmp_path, target_folder, target.config.num_layers))
 
 
-def test_parity_with_a_tied_target_of_four_layers(tmp_path: Path) -> None:
-    """The default boundaries of so few layers coincide: 1, 2 and 2."""
+def test_draft_of_a_tied_target_of_four_layers(tmp_path: Path) -> None:
+    """Two of the default aux layers coincide: 1, 2 and 2."""
     make_model(6, tmp_path / "target")
     make_draft("ids only", tmp_path / "draft", tmp_path / "target")
     target = load_decoder(tmp_path / "target")
@@ -291,7 +292,7 @@ FAULTS = (
 
 @pytest.mark.parametrize("name", ["reference", "fc norm and output norm"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_planted_fault_shows(
+def test_planted_fault_is_found(
     fault: str,
     name: str,
     target: Decoder,
@@ -335,8 +336,8 @@ def _replace(config: DraftConfig, **changes: Any) -> DraftConfig:
     return DraftConfig(**{name: getattr(config, name) for name in config.__struct_fields__} | changes)
 
 
-def test_sequences_together_equal_each_alone(target: Decoder, target_folder: Path, tmp_path: Path) -> None:
-    """Chunks, decode rows and padding of mixed lengths; a table ends exactly with a sequence's last slot."""
+def test_batch_equals_single_sequences(target: Decoder, target_folder: Path, tmp_path: Path) -> None:
+    """Chunks and decode rows of different lengths. A block table ends exactly at a sequence's last slot."""
     make_draft("deep", tmp_path, target_folder)
     draft = DraftDecoder.load(tmp_path, target)
     starts_and_rows = [(15, 1), (0, 7), (3, 1), (6, 2), (0, 3), (22, 1), (0, 20), (8, 3)]
@@ -377,7 +378,7 @@ def test_sequences_together_equal_each_alone(target: Decoder, target_folder: Pat
     assert_near(found_cache.keys, expected_cache.keys, inner=INNER, depth=depth)
 
 
-def test_offset_batch_has_plain_positions_and_shifted_slots() -> None:
+def test_slot_offset_shifts_slots_but_not_positions() -> None:
     cache = KVCache(1, 8, BLOCK_SIZE, 1, 4, torch.float32, "cpu")
     rows = [SequenceRows([5, 2], 7, 1), SequenceRows([3, 0], 6, 4), SequenceRows([7], 2, 1)]
     batch = AttentionBatch(rows, cache, slot_offset=1)
@@ -391,8 +392,8 @@ def test_offset_batch_has_plain_positions_and_shifted_slots() -> None:
         AttentionBatch(rows, cache, slot_offset=-1)
 
 
-def test_context_beyond_the_drafts_own(target: Decoder, target_folder: Path, tmp_path: Path) -> None:
-    """The zoo's drafts say 16 positions; rows far behind still turn by their own position."""
+def test_context_longer_than_the_drafts(target: Decoder, target_folder: Path, tmp_path: Path) -> None:
+    """The zoo's drafts have a context of 16; rows beyond it are rotated by their positions."""
     make_draft("reference", tmp_path, target_folder)
     draft = DraftDecoder.load(tmp_path, target)
     reference = Reference(tmp_path, target_folder, target.config.num_layers)
@@ -426,8 +427,8 @@ def test_random_draft(target: Decoder, target_folder: Path, tmp_path: Path) -> N
         assert logits.shape == (8, config.draft_vocab_size) and logits.isfinite().all()
 
 
-def test_everything_lives_in_the_targets_dtype_and_on_its_device(target_folder: Path, tmp_path: Path) -> None:
-    """On the meta device an operation that mixes in a tensor of the CPU fails."""
+def test_all_tensors_have_the_targets_dtype_and_device(target_folder: Path, tmp_path: Path) -> None:
+    """On the meta device, an operation with a tensor of the CPU fails."""
     source = resolve(target_folder)
     away = Decoder.load(
         DecoderConfig.from_hf(source.config), source.tensors(), device="meta", dtype=torch.bfloat16
@@ -445,7 +446,7 @@ def test_everything_lives_in_the_targets_dtype_and_on_its_device(target_folder: 
         assert draft.dtype == torch.bfloat16 and draft.target_ids.device.type == "meta"
 
 
-def test_wrong_shapes_are_refused(target: Decoder, target_folder: Path, tmp_path: Path) -> None:
+def test_wrong_shapes_are_rejected(target: Decoder, target_folder: Path, tmp_path: Path) -> None:
     make_draft("reference", tmp_path, target_folder)
     draft = DraftDecoder.load(tmp_path, target)
     cache = _cache(draft)

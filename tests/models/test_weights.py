@@ -1,4 +1,4 @@
-"""Filling a decoder: every tensor accounted for, random weights, no process-wide setting used."""
+"""Loading weights: all tensors are checked; random weights; process-wide settings are not used."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_dtype_is_converted(folder: Path) -> None:
     assert torch.equal(half.weights.layers[1].down, full.weights.layers[1].down.to(torch.bfloat16))
 
 
-def test_random_numbers_are_drawn_in_place() -> None:
+def test_random_weights_are_drawn_in_place() -> None:
     shapes = {"a.weight": (33, 20), "norm.weight": (20,)}
     tensors = RandomTensors(shapes, device=torch.device("cpu"), dtype=torch.bfloat16, seed=3)
     assert isinstance(tensors, InPlaceSource)
@@ -233,7 +233,7 @@ def test_weights_too_large_for_half_precision(folder: Path) -> None:
 
 
 def test_no_memory_for_weights(folder: Path) -> None:
-    """As for shapes that random weights are asked for."""
+    """The config asks for more memory than the device has, as random weights may."""
     shapes = resolve(folder).config | {"hidden_size": 2**22, "vocab_size": 2**24}
     with pytest.raises(ModelLoadError, match=r"not enough memory on cpu for \d+\.\d GiB of weights"):
         Decoder.random(DecoderConfig.from_hf(shapes), device="cpu", dtype=torch.float32)

@@ -1,3 +1,5 @@
+"""SmolLM2 and transformers' reference of it."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -15,7 +17,7 @@ def smollm2_file() -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2_reference(smollm2_file: Path):
-    """transformers' model and tokenizer on the same dequantised weights, fp32."""
+    """The model (float32, the same dequantised weights) and the tokenizer of transformers."""
     folder, name = str(smollm2_file.parent), smollm2_file.name
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
     return model.eval(), AutoTokenizer.from_pretrained(folder, gguf_file=name)

@@ -1,4 +1,4 @@
-"""A request's tokens do not depend on what else the engine runs, nor on how its prompt was cut up."""
+"""A request's tokens depend neither on other requests nor on how its prompt is divided into chunks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MODEL = 0
 
 
 class Case:
-    """A request, and when it arrives."""
+    """A request, and the step at which it arrives."""
 
     def __init__(self, rng: random.Random, index: int) -> None:
         shared = [7 + (5 * i) % 300 for i in range(48)]
@@ -66,7 +66,7 @@ def alone(folder: Path, cases: list[Case]) -> list[Completion]:
 
 @pytest.mark.parametrize("kv_cache_tokens", [16_384, 320])
 @pytest.mark.parametrize("prefill_token_budget", [16, 64, 512])
-def test_together_equals_alone(
+def test_requests_together_equal_requests_alone(
     folder: Path,
     cases: list[Case],
     alone: list[Completion],
@@ -93,7 +93,7 @@ def test_together_equals_alone(
                 await until(lambda: engine.stats().num_steps - first >= cases[index].arrival or is_idle())
                 completions[index] = await engine.generate(cases[index].prompt, cases[index].params)
 
-            for _ in range(2):  # the second time around, prefixes are cached
+            for _ in range(2):  # in the second pass, prefixes are cached
                 async with anyio.create_task_group() as tasks:
                     for index in range(NUM_REQUESTS):
                         tasks.start_soon(ask, index)
@@ -113,7 +113,7 @@ def test_together_equals_alone(
     anyio.run(main)
 
 
-def test_the_seed_decides(folder: Path) -> None:
+def test_tokens_follow_the_seed(folder: Path) -> None:
     async def main() -> None:
         config = engine_config(max_model_len=256)
         async with Engine(folder, config) as engine:

@@ -1,4 +1,4 @@
-"""What the drafter keeps, step after step, is what the draft gives on the whole true history at once."""
+"""The eager EAGLE drafter's state after each step equals the draft's output on the whole sequence at once."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from draft_zoo import make_draft
 from model_zoo import make_model
 from tolerances import assert_near
 
-import drift_sdk.startup.executor_factory
 from drift_sdk import Chain, Engine, EngineConfig, SamplingParams, Speculation
+from drift_sdk.execution.drafter_factory import EagleDrafterFactory
 from drift_sdk.execution.eager.drafters import EagleDrafter, Span, state_of
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
@@ -26,14 +26,19 @@ BLOCK_SIZE = 8
 
 
 class WatchedDrafter(EagleDrafter):
-    """Notes what it holds after each step: seed, number of draft rows, newest hidden state, rows computed."""
+    """Records its state after each step.
+
+    seen:        seed, number of draft rows and newest hidden state of each slot.
+    num_rows:    draft rows computed so far.
+    first_rows:  draft rows computed in the first step of a request that ran alone, by seed.
+    """
 
     def __init__(self, draft: DraftDecoder, target: Decoder, limits: ExecutorLimits) -> None:
         super().__init__(draft, target, limits)
         self.draft, self.target = draft, target
         self.seen: list[tuple[int, int, torch.Tensor]] = []
         self.num_rows = 0
-        self.first_rows: dict[int, int] = {}  # draft rows of a request's first step, alone
+        self.first_rows: dict[int, int] = {}
 
     def draft_extend(
         self, spans: Sequence[Span], aux_hidden: Sequence[torch.Tensor], hidden: torch.Tensor
@@ -52,7 +57,7 @@ class WatchedDrafter(EagleDrafter):
 
 
 @torch.inference_mode()
-def at_once(target: Decoder, draft: DraftDecoder, tokens: list[int]) -> torch.Tensor:
+def whole_pass(target: Decoder, draft: DraftDecoder, tokens: list[int]) -> torch.Tensor:
     """The draft's hidden state of every row of a token sequence, [len(tokens) - 1, H]."""
 
     def cache(config, num_layers: int) -> KVCache:
@@ -75,6 +80,8 @@ def at_once(target: Decoder, draft: DraftDecoder, tokens: list[int]) -> torch.Te
 
 
 class PositionOff(WatchedDrafter):
+    """Fault: positions above 3 are one too high."""
+
     def _forward(self, features, tokens, rows) -> torch.Tensor:
         with pytest.MonkeyPatch.context() as patch:
             original = AttentionBatch.__init__
@@ -88,12 +95,14 @@ class PositionOff(WatchedDrafter):
 
 
 class FeatureOff(WatchedDrafter):
+    """Fault: features belong to the row before."""
+
     def draft_extend(self, spans, aux_hidden, hidden) -> None:
         super().draft_extend(spans, [tensor.roll(1, 0) for tensor in aux_hidden], hidden.roll(1, 0))
 
 
 class StaleDraftKV(WatchedDrafter):
-    """What was drafted stays, though the target's features are known."""
+    """Fault: KV computed from the draft's own outputs is kept when the target's features are known."""
 
     def draft_extend(self, spans, aux_hidden, hidden) -> None:
         keys, values = self._cache.keys.clone(), self._cache.values.clone()
@@ -105,7 +114,7 @@ class StaleDraftKV(WatchedDrafter):
 
 
 class RewindOneShort(WatchedDrafter):
-    """The last rejected token counts as said."""
+    """Fault: a token other than the last emitted one is taken as part of the sequence."""
 
     def draft_extend(self, spans, aux_hidden, hidden) -> None:
         longer = [
@@ -122,7 +131,7 @@ class RewindOneShort(WatchedDrafter):
 
 
 @pytest.mark.parametrize("fault", [PositionOff, FeatureOff, StaleDraftKV, RewindOneShort])
-def test_faults_are_seen(
+def test_planted_fault_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: type[WatchedDrafter]
 ) -> None:
     with pytest.raises(AssertionError):
@@ -136,7 +145,7 @@ def test_faults_are_seen(
         *((224, variant) for variant in ("reference", "deep")),
     ],
 )
-def test_the_state_is_that_of_the_true_history(
+def test_state_equals_a_pass_over_the_whole_sequence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kv_cache_tokens: int, variant: str
 ) -> None:
     check(tmp_path, monkeypatch, variant, kv_cache_tokens, WatchedDrafter)
@@ -149,22 +158,39 @@ def check(
     kv_cache_tokens: int,
     drafter_class: type[WatchedDrafter],
 ) -> None:
+    """Run requests with a drafter of this class and compare all states it has seen."""
     make_model(1, tmp_path / "target")
     make_draft(variant, tmp_path / "draft", tmp_path / "target")
     drafters: list[WatchedDrafter] = []
 
-    def make_drafter(draft: DraftDecoder, target: Decoder, limits: ExecutorLimits) -> EagleDrafter:
-        drafters.append(drafter_class(draft, target, limits))
+    def eager_drafter(factory: EagleDrafterFactory, target: Decoder, limits: ExecutorLimits) -> EagleDrafter:
+        drafters.append(drafter_class(factory._draft, target, limits))
         return drafters[-1]
 
-    monkeypatch.setattr(drift_sdk.startup.executor_factory, "make_drafter", make_drafter)
+    monkeypatch.setattr(EagleDrafterFactory, "eager_drafter", eager_drafter)
+    histories, num_preemptions = anyio.run(run_requests, tmp_path, kv_cache_tokens, drafters)
+    assert (num_preemptions > 0) == (kv_cache_tokens == 224)
+    (drafter,) = drafters
+    expected = {seed: whole_pass(drafter.target, drafter.draft, tokens) for seed, tokens in histories.items()}
+    assert len(drafter.seen) > 200
+    depth = drafter.target.config.num_layers + drafter.draft.num_layers + 1
+    for seed, num_rows, hidden in drafter.seen:
+        if num_rows <= expected[seed].shape[0]:
+            name = f"{num_rows} rows of seed {seed}"
+            assert_near(hidden, expected[seed][num_rows - 1], inner=192, depth=depth, name=name)
+
+
+async def run_requests(
+    folder: Path, kv_cache_tokens: int, drafters: list[WatchedDrafter]
+) -> tuple[dict[int, list[int]], int]:
+    """Run requests together, and in the large cache again alone. Returns prompt and output tokens by seed,
+    and the number of preemptions of the first run."""
     rng = random.Random(11)
     shared = [rng.randrange(3, 300) for _ in range(40)]
     prompts = [
         shared[: rng.choice([0, 17, 40])] + [rng.randrange(3, 300) for _ in range(rng.randint(1, 30))]
         for _ in range(10)
     ]
-    speculation = Speculation(draft=tmp_path / "draft", shape=Chain(3), adaptive=False)
     config = EngineConfig(
         dtype="float32",
         device="cpu",
@@ -172,42 +198,28 @@ def check(
         block_size=BLOCK_SIZE,
         kv_cache_tokens=kv_cache_tokens,
         prefill_token_budget=24,
-        speculation=speculation,
+        speculation=Speculation(draft=folder / "draft", shape=Chain(3), adaptive=False),
     )
     histories: dict[int, list[int]] = {}
+    async with Engine(folder / "target", config) as engine:
 
-    async def main() -> int:
-        num_preemptions = 0
-        async with Engine(tmp_path / "target", config) as engine:
+        async def ask(seed: int) -> int:
+            prompt = prompts[seed % len(prompts)]
+            params = SamplingParams(max_tokens=30, ignore_eos=True, seed=seed, temperature=0.8)
+            completion = await engine.generate(prompt, params)
+            histories[seed] = [*prompt, *completion.token_ids]
+            return completion.usage.cached_tokens
 
-            async def ask(seed: int) -> int:
-                prompt = prompts[seed % len(prompts)]
-                params = SamplingParams(max_tokens=30, ignore_eos=True, seed=seed, temperature=0.8)
-                completion = await engine.generate(prompt, params)
-                histories[seed] = [*prompt, *completion.token_ids]
-                return completion.usage.cached_tokens
-
-            async with anyio.create_task_group() as tasks:
-                for seed in range(10):
-                    tasks.start_soon(ask, seed)
-            num_preemptions = engine.stats().num_preemptions
-            if kv_cache_tokens == 4096:
-                # Alone and all cached: a hit costs one draft row more than the prompt's uncached tokens.
-                for seed in range(10, 20):
-                    prompt = prompts[seed % 10]
-                    num_cached = await ask(seed)
-                    assert num_cached == (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
-                    num_rows = len(prompt) - num_cached + (num_cached > 0)
-                    assert drafters[0].first_rows[seed] == num_rows
-        return num_preemptions
-
-    num_preemptions = anyio.run(main)
-    assert (num_preemptions > 0) == (kv_cache_tokens == 224)
-    (drafter,) = drafters
-    expected = {seed: at_once(drafter.target, drafter.draft, tokens) for seed, tokens in histories.items()}
-    assert len(drafter.seen) > 200
-    depth = drafter.target.config.num_layers + drafter.draft.num_layers + 1
-    for seed, num_rows, hidden in drafter.seen:
-        if num_rows <= expected[seed].shape[0]:
-            name = f"{num_rows} rows of seed {seed}"
-            assert_near(hidden, expected[seed][num_rows - 1], inner=192, depth=depth, name=name)
+        async with anyio.create_task_group() as tasks:
+            for seed in range(10):
+                tasks.start_soon(ask, seed)
+        num_preemptions = engine.stats().num_preemptions
+        if kv_cache_tokens == 4096:
+            # Alone, with cached prompts: a hit costs one more draft row than the prompt has uncached tokens.
+            for seed in range(10, 20):
+                prompt = prompts[seed % 10]
+                num_cached = await ask(seed)
+                assert num_cached == (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
+                num_rows = len(prompt) - num_cached + (num_cached > 0)
+                assert drafters[0].first_rows[seed] == num_rows
+    return histories, num_preemptions

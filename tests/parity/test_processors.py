@@ -1,4 +1,4 @@
-"""What changes logits, against transformers' logits processors: by itself and through the whole engine."""
+"""Logits rules against transformers' logits processors, alone and in the whole engine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ VOCAB_SIZE = 500
 CPU = torch.device("cpu")
 NUM_TOKENS = 40
 NUM_REQUESTS = 17
-MODEL = 0  # whose bound is that of 3 and 4 too
+MODEL = 0  # index in the zoo; its bound on log-probabilities also holds for models 3 and 4
 
 
 class Bits:
@@ -55,7 +55,7 @@ def sampling_of(**rules: Any) -> SlotSampling:
 
 
 def random_case(rng: random.Random, vocab_size: int) -> tuple[SlotSampling, list[int]]:
-    """A sampling with some of the rules, and a sequence's tokens."""
+    """Sampling parameters with some of the rules, and the tokens of a sequence."""
 
     def some_ids(most: int) -> tuple[int, ...]:
         return tuple(rng.sample(range(vocab_size), rng.randint(1, min(most, vocab_size))))
@@ -78,7 +78,8 @@ def random_case(rng: random.Random, vocab_size: int) -> tuple[SlotSampling, list
 def rules_of(
     sampling: SlotSampling, tokens: list[int], rng: random.Random, **more: Any
 ) -> LogitsProcessors | None:
-    """As an executor makes them: some tokens cached, the rest in chunks."""
+    """The rules of a slot as an executor creates them: some tokens are cached, the rest is counted in
+    chunks."""
     num_cached = rng.randrange(len(tokens)) if sampling.has_penalties else 0
     cached = tuple(tokens[:num_cached])
     assignment = SlotAssignment(slot=0, sampling=sampling, cached_token_ids=cached, **more)
@@ -122,15 +123,15 @@ def test_rules_equal_transformers_processors() -> None:
         for row, (sampling, tokens) in enumerate(cases):
             expected = transformers_scores(logits[row : row + 1], sampling, tokens)[0]
             if set(sampling.allowed_token_ids or (-1,)) <= set(sampling.stop_token_ids):
-                continue  # min_length forbids all that is allowed: see below
+                continue  # min_length forbids all allowed tokens: see below
 
             assert torch.equal(found[row], expected), sampling
             seen.add((rules[row] is None, len(tokens) < sampling.min_length, sampling.has_penalties))
     assert len(seen) >= 5
 
 
-def test_counts_of_the_output_alone() -> None:
-    """Presence and frequency penalties, which transformers lacks, by the formula."""
+def test_count_penalties_follow_the_formula() -> None:
+    """Presence and frequency penalties, which transformers does not have. They count the output alone."""
     rng = random.Random(6)
     for _ in range(30):
         sampling, tokens = random_case(rng, VOCAB_SIZE)
@@ -150,13 +151,13 @@ def test_counts_of_the_output_alone() -> None:
         assert_near(found - logits[0], expected, inner=1, depth=2)
 
 
-def test_rows_without_rules_cost_nothing() -> None:
+def test_rows_without_rules_are_returned_as_they_are() -> None:
     logits = torch.randn(3, VOCAB_SIZE)
     assert apply_processors(logits, [None, None, None], [1, 2, 3]) is logits
 
 
-def test_what_is_left_when_rules_contradict() -> None:
-    """Stop ids give way to allowed ids, everything to a constraint."""
+def test_allowed_tokens_when_rules_contradict() -> None:
+    """Allowed ids take precedence over the ban of stop ids, and a constraint over all rules."""
     rng = random.Random(7)
     for _ in range(200):
         sampling, tokens = random_case(rng, VOCAB_SIZE)
@@ -177,11 +178,59 @@ def test_what_is_left_when_rules_contradict() -> None:
         assert set(found.isfinite().nonzero().flatten().tolist()) == kept
 
 
-def test_stops_stay_where_nothing_else_exists() -> None:
+def test_stop_ids_are_kept_if_no_other_token_exists() -> None:
     sampling = sampling_of(stop_token_ids=(0, 1, 2, 3), min_length=5)
     rules = LogitsProcessors.of(SlotAssignment(slot=0, sampling=sampling), 4, CPU)
     logits = torch.randn(1, 4)
     assert torch.equal(apply_processors(logits, [rules], [2]), logits)
+
+
+@torch.inference_mode()
+def transformers_tokens(model: Any, prompt: list[int], params: SamplingParams) -> list[int]:
+    """Greedy tokens of transformers' `generate` with the rules of `params`."""
+    arguments: dict[str, Any] = {}
+    if params.logit_bias:
+        arguments["sequence_bias"] = {(i,): bias for i, bias in params.logit_bias.items()}
+    if params.allowed_token_ids is not None:
+        allowed = list(params.allowed_token_ids)
+        arguments["prefix_allowed_tokens_fn"] = lambda *_: allowed
+    output = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        do_sample=False,
+        max_new_tokens=NUM_TOKENS,
+        min_new_tokens=params.min_tokens,
+        repetition_penalty=params.repetition_penalty,
+        eos_token_id=list(params.stop_token_ids) or None,
+        pad_token_id=2,
+        **arguments,
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+def rule_combinations(
+    rng: random.Random, plain_tokens: Sequence[int], vocab_size: int
+) -> list[dict[str, Any]]:
+    """Fields of SamplingParams, each set of which changes the greedy output `plain_tokens`."""
+    stops = tuple(dict.fromkeys(plain_tokens[2:9]))[:4]
+    bias = {i: rng.uniform(-3, 3) for i in rng.sample(range(vocab_size), 60)}
+    bias |= {plain_tokens[3]: -100.0}
+    allowed = tuple(rng.sample(range(vocab_size), 100))
+    return [
+        {"repetition_penalty": 1.4},
+        {"repetition_penalty": 0.8, "logit_bias": bias},
+        {"logit_bias": bias},
+        {"min_tokens": 12, "stop_token_ids": stops},
+        {"min_tokens": 12, "stop_token_ids": stops, "allowed_token_ids": stops + allowed},
+        {"allowed_token_ids": allowed, "repetition_penalty": 2.0},
+        {
+            "repetition_penalty": 1.2,
+            "min_tokens": 25,
+            "stop_token_ids": stops,
+            "logit_bias": bias,
+            "allowed_token_ids": stops + allowed,
+        },
+    ]
 
 
 @pytest.mark.parametrize("index", [0, 4, 14, 20])
@@ -190,74 +239,31 @@ def test_greedy_tokens_equal_transformers_generate(index: int, tmp_path: Path) -
     vocab_size = model.config.vocab_size
     rng = random.Random(index)
     prompts = [[rng.randrange(3, vocab_size) for _ in range(length)] for length in (1, 9, 30, 70)]
-
-    def reference(prompt: list[int], params: SamplingParams) -> list[int]:
-        arguments: dict[str, Any] = {}
-        if params.logit_bias:
-            arguments["sequence_bias"] = {(i,): bias for i, bias in params.logit_bias.items()}
-        if params.allowed_token_ids is not None:
-            allowed = list(params.allowed_token_ids)
-            arguments["prefix_allowed_tokens_fn"] = lambda *_: allowed
-        with torch.inference_mode():
-            output = model.generate(
-                torch.tensor([prompt]),
-                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-                do_sample=False,
-                max_new_tokens=NUM_TOKENS,
-                min_new_tokens=params.min_tokens,
-                repetition_penalty=params.repetition_penalty,
-                eos_token_id=list(params.stop_token_ids) or None,
-                pad_token_id=2,
-                **arguments,
-            )
-        return output[0, len(prompt) :].tolist()
-
     config = engine_config(prefill_token_budget=16, block_size=8, max_model_len=256)
 
     async def main() -> None:
         async with Engine(tmp_path, config) as engine:
             for prompt in prompts:
                 plain = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
-                dull = (await engine.generate(prompt, plain)).token_ids
-                stops = tuple(dict.fromkeys(dull[2:9]))[:4]
-                bias = {i: rng.uniform(-3, 3) for i in rng.sample(range(vocab_size), 60)}
-                bias |= {dull[3]: -100.0}
-                allowed = tuple(rng.sample(range(vocab_size), 100))
-                cases = [
-                    {"repetition_penalty": 1.4},
-                    {"repetition_penalty": 0.8, "logit_bias": bias},
-                    {"logit_bias": bias},
-                    {"min_tokens": 12, "stop_token_ids": stops},
-                    {"min_tokens": 12, "stop_token_ids": stops, "allowed_token_ids": stops + allowed},
-                    {"allowed_token_ids": allowed, "repetition_penalty": 2.0},
-                    {
-                        "repetition_penalty": 1.2,
-                        "min_tokens": 25,
-                        "stop_token_ids": stops,
-                        "logit_bias": bias,
-                        "allowed_token_ids": stops + allowed,
-                    },
-                ]
-                num_changed = 0
+                plain_tokens = (await engine.generate(prompt, plain)).token_ids
                 params = [
-                    SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1, **case)
-                    for case in cases
+                    SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1, **fields)
+                    for fields in rule_combinations(rng, plain_tokens, vocab_size)
                 ]
                 streams = [engine.generate(prompt, each) for each in params]
                 for stream, each in zip(streams, params, strict=True):
                     found = await stream
-                    assert list(found.token_ids) == reference(prompt, each), each
+                    assert list(found.token_ids) == transformers_tokens(model, prompt, each), each
                     assert len(found.token_ids) > each.min_tokens
                     assert_raw_logprobs(model, prompt, found)
-                    num_changed += found.token_ids != dull
-                assert num_changed == len(cases)
+                    assert found.token_ids != plain_tokens
 
     anyio.run(main)
 
 
 @torch.inference_mode()
 def greedy_with_penalties(model: Any, prompt: list[int], presence: float, frequency: float) -> list[int]:
-    """OpenAI's formula, token by token."""
+    """Greedy tokens with the penalties of OpenAI's formula."""
     output: list[int] = []
     while len(output) < NUM_TOKENS:
         logits = model(torch.tensor([prompt + output])).logits[0, -1].float()
@@ -268,7 +274,7 @@ def greedy_with_penalties(model: Any, prompt: list[int], presence: float, freque
 
 
 @pytest.mark.parametrize("index", [4, 13])
-def test_presence_and_frequency_follow_the_formula(index: int, tmp_path: Path) -> None:
+def test_presence_and_frequency_penalties_in_the_engine(index: int, tmp_path: Path) -> None:
     model = make_model(index, tmp_path)
     rng = random.Random(index)
     config = engine_config(prefill_token_budget=16, block_size=8, max_model_len=256)
@@ -278,7 +284,7 @@ def test_presence_and_frequency_follow_the_formula(index: int, tmp_path: Path) -
             plain = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
             for length in (1, 7, 40):
                 prompt = [rng.randrange(3, model.config.vocab_size) for _ in range(length)]
-                dull = (await engine.generate(prompt, plain)).token_ids
+                plain_tokens = (await engine.generate(prompt, plain)).token_ids
                 num_changed = 0
                 for presence, frequency in ((1.5, 0.0), (0.0, 0.7), (2.0, 2.0), (-2.0, 0.0), (0.0, -2.0)):
                     params = SamplingParams(
@@ -289,14 +295,14 @@ def test_presence_and_frequency_follow_the_formula(index: int, tmp_path: Path) -
                     )
                     found = (await engine.generate(prompt, params)).token_ids
                     assert list(found) == greedy_with_penalties(model, prompt, presence, frequency)
-                    num_changed += found != dull
+                    num_changed += found != plain_tokens
                 assert num_changed >= 3
 
     anyio.run(main)
 
 
 def test_counts_survive_preemption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sequences are put back with much output, and find some of it cached, some of it not."""
+    """Sequences with much output are preempted; later some find output tokens in the cache, others do not."""
     num_outputs, num_cached = [], []
     preempt, admit = Scheduler._preempt, Scheduler._admit
 
@@ -347,7 +353,7 @@ def test_counts_survive_preemption(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 class Request:
-    """A request with a few of the rules, and prompts that share beginnings."""
+    """A request with some of the rules. Prompts share prefixes."""
 
     def __init__(self, rng: random.Random, index: int) -> None:
         shared = [7 + (5 * i) % 300 for i in range(48)]
@@ -398,7 +404,7 @@ def alone(folder: Path, requests: list[Request]) -> list[Completion]:
         async with Engine(folder, config) as engine:
             found = []
             for each in requests:
-                await engine.sleep()  # nothing is cached
+                await engine.sleep()  # empties the prefix cache
                 await engine.wake()
                 with no_near_ties(logprob_bound(MODEL)):
                     found.append(await engine.generate(each.prompt, each.params))
@@ -409,7 +415,7 @@ def alone(folder: Path, requests: list[Request]) -> list[Completion]:
 
 @pytest.mark.parametrize("kv_cache_tokens", [16_384, 320])
 @pytest.mark.parametrize("prefill_token_budget", [16, 512])
-def test_together_equals_alone(
+def test_requests_together_equal_requests_alone(
     folder: Path,
     requests: list[Request],
     alone: list[Completion],
@@ -456,8 +462,8 @@ def assert_same_logprobs(found: Any, expected: Any) -> None:
         assert all(abs(a[1] - b[1]) < logprob_bound(MODEL) for a, b in zip(one.top, other.top, strict=True))
 
 
-def test_every_rule_matters(folder: Path, requests: list[Request], alone: list[Completion]) -> None:
-    """Otherwise the tests above could not tell whether it is kept."""
+def test_each_rule_changes_tokens(folder: Path, requests: list[Request], alone: list[Completion]) -> None:
+    """Otherwise the tests above would not notice a rule without effect."""
     neutral = SamplingParams()
 
     async def main() -> None:
@@ -485,7 +491,7 @@ def test_every_rule_matters(folder: Path, requests: list[Request], alone: list[C
 
 
 def assert_raw_logprobs(model: Any, prompt: list[int], completion: Completion) -> None:
-    """Those of the model's own distribution, whatever rules have changed."""
+    """Assert that log-probabilities are those of the model's distribution before any rule."""
     tokens = list(completion.token_ids)
     expected = reference_logprobs(model, prompt + tokens)[len(prompt) - 1 :]
     for entry, token, row in zip(completion.logprobs, tokens, expected, strict=True):
@@ -495,7 +501,7 @@ def assert_raw_logprobs(model: Any, prompt: list[int], completion: Completion) -
 
 @torch.inference_mode()
 def reference_logprobs(model: Any, prompt: list[int]) -> torch.Tensor:
-    """Log-probabilities [len(prompt) - 1, V] of what follows each prompt token but the last."""
+    """Log-probabilities [len(prompt) - 1, V] after each token of the prompt but the last."""
     return model(torch.tensor([prompt])).logits[0, :-1].float().log_softmax(-1)
 
 
@@ -547,7 +553,7 @@ def test_prompt_logprobs_equal_transformers(
 
 
 def test_prompt_logprobs_survive_preemption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of sequences put back amid their prompt, and of others put back after their first tokens."""
+    """Some sequences are preempted during their prefill, others after their first tokens."""
     was_prefilling = []
     preempt = Scheduler._preempt
 

@@ -1,4 +1,4 @@
-"""Whole engine against transformers on random small models of every family."""
+"""The engine against transformers, on small random models of all families."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUM_TOKENS = 64
 
 @torch.inference_mode()
 def reference(model, prompt: list[int]) -> tuple[list[int], list[float], float]:
-    """Greedy tokens, their log-probabilities, and by how much the nearest of the second best was behind."""
+    """Greedy tokens, their log-probabilities, and the smallest gap between the best and second best token."""
     tokens = torch.tensor([prompt])
     found, logprobs, gap, cache = [], [], float("inf"), None
     for _ in range(NUM_TOKENS):
@@ -33,8 +33,8 @@ def reference(model, prompt: list[int]) -> tuple[list[int], list[float], float]:
 
 
 def varied_prompts(model, tie_gap: float) -> list[tuple[list[int], list[int], list[float]]]:
-    """Three prompts that the model answers neither with a loop nor by a near tie, which may go either way,
-    with what transformers makes of them."""
+    """Three prompts with transformers' tokens and log-probabilities, such that the output is no loop and
+    contains no near tie, which rounding could decide either way."""
     generator = torch.Generator().manual_seed(7)
     found = []
     for length in (1, 19, 70, 2, 33, 5, 64, 8, 90):
@@ -45,7 +45,7 @@ def varied_prompts(model, tie_gap: float) -> list[tuple[list[int], list[int], li
         if len(found) == 3:
             return found
 
-    raise AssertionError("this model's greedy text is too dull to tell anything")
+    raise AssertionError("too few prompts with a varied greedy output")
 
 
 @pytest.mark.parametrize("index", range(NUM_MODELS))

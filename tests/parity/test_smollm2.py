@@ -1,4 +1,4 @@
-"""A real model, end to end: text in, tokens and text out, equal to transformers on the same weights."""
+"""A real model through the whole engine, against transformers on the same weights."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ CONFIG = EngineConfig(dtype="float32", device="cpu", kv_cache_tokens=16_384)
 
 @torch.inference_mode()
 def num_near_ties(model, prompt: list[int], tokens: Sequence[int]) -> int:
-    """Tokens that are not transformers' greedy choice after the prompt and the tokens before, each of which
-    must all but tie with that choice."""
+    """The number of tokens that differ from transformers' greedy choice after the same tokens. AssertionError
+    if such a token is no near tie with that choice."""
     ids = torch.tensor([[*prompt, *tokens[:-1]]])
     logits = model(ids, use_cache=False, logits_to_keep=len(tokens)).logits[0].float()
     config = model.config
@@ -50,7 +50,7 @@ def test_greedy_tokens_equal_transformers(smollm2_file: Path, smollm2_reference)
     assert num_ties <= sum(map(len, found)) // 100
 
 
-def test_the_demo_names_paris(smollm2_file: Path, smollm2_reference) -> None:
+def test_chat_answers_paris(smollm2_file: Path, smollm2_reference) -> None:
     model, tokenizer = smollm2_reference
     messages = [{"role": "user", "content": "What is the capital of France?"}]
 

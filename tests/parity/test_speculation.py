@@ -1,4 +1,4 @@
-"""Speculation on equals speculation off, token for token, whatever the draft is worth."""
+"""Tokens are the same with and without speculation, for drafts of any quality."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from near_ties import no_near_ties
 from numpy.typing import NDArray
 from oracle_drafter import OracleDrafter
 
-import drift_sdk.startup.executor_factory
 from drift_sdk import (
     Chain,
     Completion,
@@ -29,6 +28,7 @@ from drift_sdk import (
     SamplingParams,
     Speculation,
 )
+from drift_sdk.execution.drafter_factory import NGramDrafterFactory
 from drift_sdk.text.grammar import GrammarConstraint
 
 VOCAB_SIZE = 500
@@ -119,12 +119,12 @@ def assert_same(found: list[Completion], expected: list[Completion]) -> None:
 VARIANTS = [
     {"prefill_token_budget": 512},
     {"prefill_token_budget": 16},
-    {"prefill_token_budget": 32, "kv_cache_tokens": 256},  # so small that preemption happens
+    {"prefill_token_budget": 32, "kv_cache_tokens": 256},  # small enough for preemption
     {"prefill_token_budget": 64, "max_num_seqs": 1},
 ]
 
 
-# Each shape with each corruption and with each temperature, and each corruption with each temperature.
+# All pairs of shape and corruption, of shape and temperature, and of corruption and temperature.
 SHAPES = [(1, 0), (2, 1), (3, 2), (4, 0), (5, 2), (3, 3), (5, 1)]
 ORACLES = [
     (*shape, (0.0, 0.2, 0.5)[corruption], (0.0, 0.7, 1.0)[(corruption + index) % 3])
@@ -134,7 +134,7 @@ ORACLES = [
 
 
 @pytest.mark.parametrize(("num_draft_tokens", "variant", "corruption", "temperature"), ORACLES)
-def test_an_oracle(
+def test_oracle_drafter(
     folder: Path,
     plain: dict[float, list[Completion]],
     monkeypatch: pytest.MonkeyPatch,
@@ -149,7 +149,7 @@ def test_an_oracle(
         for case, completion in zip(given, plain[temperature], strict=True)
     }
     oracle = OracleDrafter(answers, corruption, VOCAB_SIZE)
-    monkeypatch.setattr(drift_sdk.startup.executor_factory, "make_drafter", lambda *_: oracle)
+    monkeypatch.setattr(NGramDrafterFactory, "eager_drafter", lambda *_: oracle)
     speculation = Speculation(draft=NGram(), shape=Chain(num_draft_tokens), adaptive=False)
     config = config_of(speculation=speculation, **{"max_num_seqs": 16, **VARIANTS[variant]})
     found = anyio.run(lambda: run_all(folder, config, given, alone=False))
@@ -176,7 +176,7 @@ def test_every_acceptance_length_occurs(
     expected = anyio.run(ask_all, config_of())
     answers = {c.seed: [*p, *c.token_ids] for p, c in zip(prompts, expected, strict=True)}
     oracle = OracleDrafter(answers, corruption, VOCAB_SIZE)
-    monkeypatch.setattr(drift_sdk.startup.executor_factory, "make_drafter", lambda *_: oracle)
+    monkeypatch.setattr(NGramDrafterFactory, "eager_drafter", lambda *_: oracle)
     speculation = Speculation(draft=NGram(), shape=Chain(num_draft_tokens), adaptive=False)
     found = anyio.run(ask_all, config_of(speculation=speculation))
     assert [c.token_ids for c in found] == [c.token_ids for c in expected]
@@ -191,7 +191,7 @@ def test_every_acceptance_length_occurs(
 
 @pytest.mark.parametrize(("alone", "adaptive"), [(True, False), (False, False), (False, True)])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_ngram(
+def test_ngram_drafter(
     folder: Path, plain: dict[float, list[Completion]], temperature: float, alone: bool, adaptive: bool
 ) -> None:
     for variant in VARIANTS[1:2] if alone else VARIANTS:
@@ -204,7 +204,7 @@ def test_ngram(
 
 @pytest.mark.parametrize(("num_draft_tokens", "variant"), [(1, 0), (2, 3), (3, 1), (4, 0), (5, 2)])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_random_eagle_head(
+def test_random_eagle_draft(
     folder: Path,
     tmp_path: Path,
     plain: dict[float, list[Completion]],
@@ -220,7 +220,7 @@ def test_a_random_eagle_head(
     assert sum(f.speculation.num_drafted for f in found) > 0
 
 
-def test_a_draft_that_cannot_be_used(folder: Path, tmp_path: Path, plain) -> None:
+def test_unusable_draft(folder: Path, tmp_path: Path, plain) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["Nonsense"]}')
 
     async def start(required: bool) -> list[Completion]:
@@ -234,8 +234,8 @@ def test_a_draft_that_cannot_be_used(folder: Path, tmp_path: Path, plain) -> Non
         assert found.speculation is None
 
 
-def test_prefix_hits_keep_the_draft(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """After a hit nothing but the uncached tokens is computed, and acceptance is what it was without."""
+def test_prefix_hit_covers_the_draft(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """After a hit only uncached tokens are computed, and acceptance is the same as without the hit."""
     make_draft("reference", tmp_path, folder)
     rng = random.Random(3)
     prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(70)] for _ in range(6)]
@@ -270,7 +270,7 @@ def test_prefix_hits_keep_the_draft(folder: Path, monkeypatch: pytest.MonkeyPatc
     anyio.run(main)
 
 
-def test_grammars_end_mid_path(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammars_that_end_within_a_draft(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     grammars = [Regex("[a-f]{5,20}"), JsonSchema({"enum": ["abcabcabc", "abcdef"]}), Regex("(ab|cd){2,9}!")]
 
     def given() -> list[SamplingParams]:
@@ -286,7 +286,7 @@ def test_grammars_end_mid_path(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     masks_of = GrammarConstraint.masks
     asked: Counter[tuple[GrammarConstraint, int]] = Counter()
-    num_outside = 0  # drafts that leave the grammar
+    num_outside = 0  # drafts with a token that the grammar forbids
 
     def masks(constraint: GrammarConstraint, draft_token_ids: Sequence[int]) -> NDArray[np.int32]:
         nonlocal num_outside
@@ -301,9 +301,7 @@ def test_grammars_end_mid_path(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     answers = {c.seed: [5 + c.seed, 9, 11, *c.token_ids] for c in expected}
     for corruption in (0.0, 0.3):
         oracle = OracleDrafter(answers, corruption, VOCAB_SIZE)
-        monkeypatch.setattr(
-            drift_sdk.startup.executor_factory, "make_drafter", lambda *_, oracle=oracle: oracle
-        )
+        monkeypatch.setattr(NGramDrafterFactory, "eager_drafter", lambda *_, oracle=oracle: oracle)
         speculation = Speculation(draft=NGram(), shape=Chain(4), adaptive=False)
         asked.clear()
         num_outside = 0
@@ -311,5 +309,5 @@ def test_grammars_end_mid_path(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert [c.token_ids for c in found] == [c.token_ids for c in expected]
         assert [c.parsed for c in found] == [c.parsed for c in expected]
         assert sum(c.speculation.num_accepted for c in found) > 0
-        assert set(asked.values()) == {1}  # once a round, for all its rows
+        assert set(asked.values()) == {1}  # once for each round, for all its rows
         assert num_outside > 0 or corruption == 0.0

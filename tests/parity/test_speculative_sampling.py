@@ -1,4 +1,4 @@
-"""Sampled speculative output follows the model's own distribution."""
+"""Tokens sampled with speculation follow the distribution of plain sampling."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from drift_sdk.steps import (
 VOCAB_SIZE = 12
 PROMPT = (3, 7, 1)
 NUM_SEQUENCES = 1024
-NUM_TOKENS = 100  # of a sequence: 102,400 in each sample
+NUM_TOKENS = 100  # of each sequence: 102,400 in a sample
 NUM_DRAFT_TOKENS = 4
 BLOCK_SIZE = 16
-NUM_RELABELLINGS = 999
+NUM_PERMUTATIONS = 999
 
 Sequences = list[list[int]]
 
@@ -58,14 +58,15 @@ def decoder() -> Decoder:
     )
     decoder = Decoder.random(config, device="cpu", dtype=torch.float32, seed=1)
     with torch.inference_mode():
-        decoder.weights.embedding.mul_(3)  # so that a token says much about the next one
+        decoder.weights.embedding.mul_(3)  # makes the next token depend strongly on the last one
     return decoder
 
 
 def generate(
     decoder: Decoder, seeds: Sequence[int], drafter: Drafter | None = None
 ) -> tuple[Sequences, Counter[int]]:
-    """NUM_TOKENS sampled tokens for each seed, all in one batch, and how many rounds accepted how many."""
+    """NUM_TOKENS or more sampled tokens for each seed, all in one batch, and the number of rounds by accepted
+    tokens."""
     max_length = len(PROMPT) + NUM_TOKENS
     blocks_each = -(-(max_length + NUM_DRAFT_TOKENS) // BLOCK_SIZE)
     limits = ExecutorLimits(
@@ -120,7 +121,7 @@ def generate(
 
 
 def pair_counts(sequences: Sequences) -> Tensor:
-    """How often each token followed each in every sequence: [num_sequences, VOCAB_SIZE, VOCAB_SIZE]."""
+    """How often each token followed each token in each sequence: [num_sequences, VOCAB_SIZE, VOCAB_SIZE]."""
     tokens = torch.tensor(sequences)
     pairs = tokens[:, :-1] * VOCAB_SIZE + tokens[:, 1:]
     counts = torch.zeros(len(sequences), VOCAB_SIZE**2, dtype=torch.float64)
@@ -129,33 +130,34 @@ def pair_counts(sequences: Sequences) -> Tensor:
 
 
 def chi_square(one: Tensor, other: Tensor) -> Tensor:
-    """Of the homogeneity of two samples' histograms [..., V, V] of the next token, summed over the token
-    before: [...], of V * (V - 1) degrees of freedom."""
+    """The chi-square statistic of homogeneity [...] of two samples' histograms [..., V, V] of the next token,
+    summed over the token before. It has V * (V - 1) degrees of freedom."""
     both = one + other
     total = torch.zeros(one.shape[:-2], dtype=torch.float64)
     for counts in (one, other):
         expected = both * counts.sum(-1, keepdim=True) / both.sum(-1, keepdim=True)
-        assert expected.min() > 5, "too rare for the statistic's distribution to hold"
+        assert expected.min() > 5, "too few expected pairs for the chi-square distribution"
         total += ((counts - expected) ** 2 / expected).sum((-2, -1))
 
     return total
 
 
 def p_values(one: Sequences, other: Sequences) -> tuple[float, float]:
-    """Of the chi-square under its textbook distribution, as if nothing but the token before mattered to a
-    token, and among samples in which the sequences are dealt out anew, which assumes nothing."""
+    """Two p-values of the chi-square statistic: from the chi-square distribution, which assumes that a token
+    depends only on the token before it, and from a permutation test over the sequences, which assumes
+    nothing."""
     counts = torch.cat([pair_counts(one), pair_counts(other)])
     found = chi_square(counts[: len(one)].sum(0), counts[len(one) :].sum(0))
     half_degrees = torch.tensor(VOCAB_SIZE * (VOCAB_SIZE - 1) / 2, dtype=torch.float64)
     by_distribution = torch.special.gammaincc(half_degrees, found / 2)
 
     generator = torch.Generator().manual_seed(5)
-    is_in_one = torch.zeros(NUM_RELABELLINGS, len(counts), dtype=torch.float64)
+    is_in_one = torch.zeros(NUM_PERMUTATIONS, len(counts), dtype=torch.float64)
     for row in is_in_one:
         row[torch.randperm(len(counts), generator=generator)[: len(one)]] = 1.0
-    dealt = (is_in_one @ counts.flatten(1)).view(-1, VOCAB_SIZE, VOCAB_SIZE)
-    is_larger = chi_square(dealt, counts.sum(0) - dealt) >= found
-    return by_distribution.item(), (1 + int(is_larger.sum())) / (1 + NUM_RELABELLINGS)
+    permuted = (is_in_one @ counts.flatten(1)).view(-1, VOCAB_SIZE, VOCAB_SIZE)
+    is_larger = chi_square(permuted, counts.sum(0) - permuted) >= found
+    return by_distribution.item(), (1 + int(is_larger.sum())) / (1 + NUM_PERMUTATIONS)
 
 
 SEEDS = range(NUM_SEQUENCES)
@@ -187,7 +189,7 @@ def drafter_of(kind: str, plain: Sequences) -> Drafter:
     return OracleDrafter(answers, corruption=0.3, vocab_size=VOCAB_SIZE)
 
 
-def test_the_distribution_is_that_of_plain_sampling(
+def test_distribution_equals_plain_sampling(
     speculative: tuple[Sequences, Counter[int]], plain_of_other_seeds: Sequences
 ) -> None:
     sequences, num_accepted = speculative
@@ -196,7 +198,7 @@ def test_the_distribution_is_that_of_plain_sampling(
     assert min(p_values(sequences, plain_of_other_seeds)) > 0.01
 
 
-def test_seed_by_seed_the_tokens_are_those_of_plain_sampling(
+def test_tokens_of_each_seed_equal_plain_sampling(
     speculative: tuple[Sequences, Counter[int]], plain: Sequences
 ) -> None:
     assert speculative[0] == plain
@@ -210,14 +212,14 @@ class EqualToAny(int):
 
 
 class AlwaysAccepted(NGramDrafter):
-    """Drafts with which every token agrees: the walk goes on along rows of a context nobody said."""
+    """Fault: every draft token equals any token, so rows with a wrong context are accepted."""
 
     def propose(self, slots, num_draft_tokens) -> list[list[int]]:
         return [[EqualToAny(token) for token in draft] for draft in super().propose(slots, num_draft_tokens)]
 
 
 @pytest.mark.parametrize("fault", ["everything is accepted", "noise is used twice"])
-def test_a_bias_is_found(
+def test_planted_bias_is_found(
     decoder: Decoder, plain_of_other_seeds: Sequences, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     drafter = NGramDrafter(min_length=1, max_length=3)
@@ -229,6 +231,6 @@ def test_a_bias_is_found(
             eager, "choose", lambda logits, of, positions: choose(logits, of, [p // 2 * 2 for p in positions])
         )
     sequences, _ = generate(decoder, SEEDS[:512], drafter)
-    by_distribution, by_dealing = p_values(sequences, plain_of_other_seeds)
+    by_distribution, by_permutation = p_values(sequences, plain_of_other_seeds)
     assert by_distribution < 1e-6
-    assert by_dealing == 1 / (1 + NUM_RELABELLINGS)
+    assert by_permutation == 1 / (1 + NUM_PERMUTATIONS)

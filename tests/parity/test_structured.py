@@ -1,4 +1,4 @@
-"""Structured output of a real model: whatever it is asked for, its text is JSON that its schema describes."""
+"""Structured output of a real model: its text is JSON that the schema describes, for many schemas."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     },
 }
 
-# Digits behind a point are not bounded: at temperature 1 a model may write them for long.
+# The number of digits after a decimal point is not limited: at temperature 1 a model may write very many.
 OPEN_ENDED = {"number range"}
 
 
 @pytest.mark.slow
-def test_completions_are_what_their_schemas_describe(
+def test_completions_match_their_schemas(
     smollm2_file: Path, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ) -> None:
     seconds: list[float] = []

@@ -107,24 +107,28 @@ def test_memory_of_every_graph(tiny: Model) -> None:
         max_num_seqs=2, max_model_len=64, num_blocks=4, block_size=16, vocab_size=tiny.config.vocab_size
     )
     executor = open_executor(tiny, InterpretedDevice(), limits, torch.float32, 2, memory)
-    aux_hidden = captured_graphs(executor, memory.taken)
-    assert [graph.mib for graph in aux_hidden] == [float(index + 1) for index in range(len(aux_hidden))]
-    assert {graph.kind for graph in aux_hidden} == {
-        "prefill", "draft_extend", "decode", "draft", "verify", "head", "update",
+    graphs = captured_graphs(executor, memory.taken)
+    assert [graph.mib for graph in graphs] == [float(index + 1) for index in range(len(graphs))]
+    assert {graph.kind for graph in graphs} == {
+        "prefill", "draft_extend", "decode", "draft", "verify", "first_tokens", "update",
     }  # fmt: skip
-    assert {graph.size for graph in aux_hidden if graph.kind == "decode"} == {"1x0", "1x2", "2x0", "2x2"}
-    assert len(aux_hidden) == len(memory.taken)
+    assert {graph.size for graph in graphs if graph.kind == "decode"} == {"1x0", "1x2", "2x0", "2x2"}
+    assert len(graphs) == len(memory.taken)
     assert isinstance(tiles_of(executor)(), int)
     executor.close()
 
 
 def test_graphs_of_a_kind_are_added() -> None:
-    aux_hidden = [Captured("decode", "2x0", 3.0), Captured("head", "2", 1.0), Captured("decode", "1x0", 0.5)]
+    graphs = [
+        Captured("decode", "2x0", 3.0),
+        Captured("first_tokens", "2", 1.0),
+        Captured("decode", "1x0", 0.5),
+    ]
     fields = {"engine": "drift", "model": "m", "dtype": "d", "scenario": "graphs", "batch": 2, "context": 8}
-    runs = [(run.graph, run.num_graphs, run.mib) for run in measure(aux_hidden, **fields)]
+    runs = [(run.graph, run.num_graphs, run.mib) for run in measure(graphs, **fields)]
     assert runs == [
-        ("decode 2x0", 1, 3.0), ("head 2", 1, 1.0), ("decode 1x0", 1, 0.5),
-        ("all decode", 2, 3.5), ("all head", 1, 1.0),
+        ("decode 2x0", 1, 3.0), ("first_tokens 2", 1, 1.0), ("decode 1x0", 1, 0.5),
+        ("all decode", 2, 3.5), ("all first_tokens", 1, 1.0),
     ]  # fmt: skip
 
 

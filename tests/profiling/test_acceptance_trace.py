@@ -1,3 +1,5 @@
+"""Traces of acceptance: made from means, saved, and checked when an engine simulates them."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -11,21 +13,21 @@ from drift_sdk.profiling.acceptance_trace import AcceptanceTrace
 
 
 @pytest.mark.parametrize("mean", [1.0, 1.5, 2.56, 3.2, 4.0, 5.999])
-def test_a_mean_comes_out_exactly_with_two_neighbouring_lengths(mean: float) -> None:
+def test_trace_of_a_mean_has_that_mean_and_least_variance(mean: float) -> None:
     trace = AcceptanceTrace.of(mean)
     assert trace.mean == mean
     assert set(trace.lengths) <= {int(mean), -int(-mean // 1)}
-    # Spread evenly: any few rounds in turn differ by one token at most.
+    # Long rounds are spread evenly: sums over equally many consecutive rounds differ by one token at most.
     for width in range(1, min(len(trace.lengths), 30)):
         sums = [sum(trace.lengths[at : at + width]) for at in range(len(trace.lengths) - width + 1)]
         assert max(sums) - min(sums) <= 1
 
 
-def test_three_point_two() -> None:
+def test_trace_of_3_2() -> None:
     assert AcceptanceTrace.of(3.2).lengths == (3, 3, 3, 3, 4)
 
 
-def test_a_trace_survives_its_file(tmp_path: Path) -> None:
+def test_trace_is_saved_and_loaded(tmp_path: Path) -> None:
     trace = AcceptanceTrace(((3, 1, 4), (2,)))
     trace.save(tmp_path / "trace.json")
     assert AcceptanceTrace.load(tmp_path / "trace.json") == trace
@@ -36,12 +38,12 @@ def test_a_trace_survives_its_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("acceptance", [0.5, float("nan"), True, "3", [], [3, 0], [2.5], None])
-def test_what_is_no_acceptance(acceptance: Any) -> None:
+def test_invalid_acceptance_is_rejected(acceptance: Any) -> None:
     with pytest.raises(ConfigError, match="acceptance="):
         AcceptanceTrace.of(acceptance)
 
 
-def test_only_speculating_graphs_simulate() -> None:
+def test_simulated_engine_needs_speculation_and_graphs() -> None:
     speculation = Speculation(draft=NGram())
     with pytest.raises(ConfigError, match="executor='auto'"):
         simulated_engine("folder", EngineConfig(speculation=speculation), acceptance=2.0)

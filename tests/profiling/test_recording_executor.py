@@ -1,4 +1,4 @@
-"""What an engine notes of its rounds is what its streams have seen."""
+"""Recorded rounds are those that the streams of an engine received."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from drift_sdk.steps import DecodeRow, ExecutorLimits, SlotAssignment, SlotOutpu
 NUM_TOKENS = (60, 5, 70, 1)
 
 
-async def test_rounds_of_an_engine_that_drafts(tmp_path: Path) -> None:
+async def test_recorded_rounds_of_an_engine_with_drafts(tmp_path: Path) -> None:
     make_model(0, tmp_path)
     speculation = Speculation(draft=NGram(min_length=1), shape=Chain(3), adaptive=False)
     config = EngineConfig(executor="eager", max_num_seqs=2, speculation=speculation)
@@ -31,7 +31,7 @@ async def test_rounds_of_an_engine_that_drafts(tmp_path: Path) -> None:
         stats = engine.stats()
 
     trace = engine.rounds.trace()
-    # The first token is the prompt's; a request of one token has no round.
+    # The first token comes from the prefill, so a request of one token has no round.
     assert sorted(map(sum, trace.sequences)) == sorted(number - 1 for number in NUM_TOKENS if number > 1)
     assert max(trace.lengths) > 1
     assert sum(trace.lengths) - len(trace.lengths) == stats.num_accepted_tokens
@@ -42,7 +42,7 @@ async def test_rounds_of_an_engine_that_drafts(tmp_path: Path) -> None:
 
 
 class ScriptedExecutor:
-    """Gives these numbers of tokens to the rows of each step."""
+    """An executor whose rows emit these numbers of tokens in each step."""
 
     limits = ExecutorLimits(max_num_seqs=2, max_model_len=8, num_blocks=4, block_size=4, vocab_size=9)
 
@@ -70,13 +70,13 @@ def plan(rows: list[int], assigned: Sequence[int] = ()) -> StepPlan:
     )
 
 
-def test_steps_are_read_when_their_slots_are_others() -> None:
+def test_rounds_are_recorded_after_their_slots_are_reassigned() -> None:
     rounds = RecordedRounds()
     inner = ScriptedExecutor([[3, 1], [2, 0], [], [1, 4]])
     executor = RecordingExecutor(inner, rounds)
     assert executor.limits is inner.limits
     executor.launch(plan([0, 1], assigned=[0, 1]))
-    executor.launch(plan([0, 1]))  # slot 1 has finished, which nobody has read
+    executor.launch(plan([0, 1]))  # slot 1 has finished, but that step is not collected yet
     executor.collect()
     executor.launch(plan([], assigned=[1]))
     executor.launch(plan([1, 0]))

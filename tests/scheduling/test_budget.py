@@ -1,3 +1,5 @@
+"""The token budget against simulated step times."""
+
 from __future__ import annotations
 
 import random
@@ -9,13 +11,13 @@ from drift_sdk.scheduling.budget import TokenBudget
 
 
 class Machine:
-    """Steps take decode time and time per prefill token, with log-normal noise."""
+    """A simulated device: a step takes decode time plus time per prefill token, with log-normal noise."""
 
     def __init__(self, budget: TokenBudget, *, decode_s: float = 0.008, token_s: float = 2e-5) -> None:
         self.budget = budget
         self.decode_s = decode_s
         self.token_s = token_s
-        self.overhead_s = 0.001  # of a prefill part, whatever its size
+        self.overhead_s = 0.001  # of a prefill part of any size
         self.noise = 0.1
         self._random = random.Random(7)
 
@@ -43,20 +45,20 @@ def make(p50: float | None = None, p95: float | None = None, *, throughput: bool
     )
 
 
-def test_without_targets_a_quarter_while_others_decode() -> None:
+def test_budget_without_targets_is_a_quarter_while_decoding() -> None:
     assert (make().num_tokens(0), make().num_tokens(1)) == (2048, 512)
     assert (make(throughput=True).num_tokens(0), make(throughput=True).num_tokens(1)) == (2048, 2048)
 
 
-def test_rounds_of_several_tokens_may_take_as_much_longer() -> None:
-    """The prompt's share is counted for each token that a sequence gets, not for each step."""
+def test_share_grows_with_the_tokens_of_a_round() -> None:
+    """The share is one for each token that a decoding sequence gets, not for each step."""
     budget = make()
     for _ in range(100):
         budget.observe(0, 8, 25, 0.012)
     assert budget.num_tokens(8) == pytest.approx(512 * 25 / 8, abs=1)
     for _ in range(100):
         budget.observe(0, 8, 40, 0.012)
-    assert budget.num_tokens(8) == 2048  # never over the budget
+    assert budget.num_tokens(8) == 2048  # at most max_tokens
     for _ in range(100):
         budget.observe(0, 0, 0, 0.012)
         budget.observe(512, 8, 8, 0.02)
@@ -64,15 +66,13 @@ def test_rounds_of_several_tokens_may_take_as_much_longer() -> None:
 
 
 @pytest.mark.parametrize(("max_tokens", "block_size", "share"), [(40, 16, 16), (8, 16, 8), (1, 1, 1)])
-def test_the_share_is_a_block_at_least_and_never_over_the_budget(
-    max_tokens: int, block_size: int, share: int
-) -> None:
+def test_share_is_between_a_block_and_the_budget(max_tokens: int, block_size: int, share: int) -> None:
     assert TokenBudget(max_tokens=max_tokens, block_size=block_size).num_tokens(3) == share
 
 
 @pytest.mark.parametrize("throughput", [False, True])
 @pytest.mark.parametrize("knows_decode_time", [False, True])
-def test_a_median_target_is_met_and_used(throughput: bool, knows_decode_time: bool) -> None:
+def test_median_target_is_met(throughput: bool, knows_decode_time: bool) -> None:
     machine = Machine(make(p50=20.0, throughput=throughput))
     if knows_decode_time:
         for _ in range(5):
@@ -83,7 +83,7 @@ def test_a_median_target_is_met_and_used(throughput: bool, knows_decode_time: bo
     assert p50 == pytest.approx(20.0, rel=0.1)
 
 
-def test_a_p95_target_is_met_and_used() -> None:
+def test_p95_target_is_met() -> None:
     machine = Machine(make(p95=30.0))
     machine.percentiles_ms(200)
     _, p95 = machine.percentiles_ms(400)
@@ -91,14 +91,14 @@ def test_a_p95_target_is_met_and_used() -> None:
 
 
 @pytest.mark.parametrize(("p50", "p95"), [(20.0, 60.0), (40.0, 25.0)])
-def test_the_stricter_of_two_targets_decides(p50: float, p95: float) -> None:
+def test_stricter_of_two_targets_is_met(p50: float, p95: float) -> None:
     machine = Machine(make(p50=p50, p95=p95))
     machine.percentiles_ms(200)
     found = machine.percentiles_ms(400)
     assert max(found[0] / p50, found[1] / p95) == pytest.approx(1.0, rel=0.1)
 
 
-def test_a_lone_prompt_may_take_the_whole_budget() -> None:
+def test_budget_without_decode_rows_is_whole() -> None:
     budget = make(p50=20.0)
     machine = Machine(budget)
     machine.percentiles_ms(100)
@@ -106,14 +106,14 @@ def test_a_lone_prompt_may_take_the_whole_budget() -> None:
     assert budget.num_tokens(0) == 2048
 
 
-def test_an_unreachable_target_leaves_prompts_the_floor() -> None:
+def test_budget_of_an_unreachable_target_is_the_minimum() -> None:
     budget = make(p50=5.0)
     machine = Machine(budget)
     machine.percentiles_ms(100)
     assert budget.num_tokens(8) == 16
 
 
-def test_room_enough_gives_the_whole_budget() -> None:
+def test_budget_of_a_loose_target_is_whole() -> None:
     budget = make(p50=1000.0, p95=1000.0)
     machine = Machine(budget)
     machine.percentiles_ms(50)
@@ -121,7 +121,7 @@ def test_room_enough_gives_the_whole_budget() -> None:
 
 
 @pytest.mark.parametrize("has_pauses", [False, True])
-def test_the_budget_recovers_when_the_machine_does(has_pauses: bool) -> None:
+def test_budget_recovers_from_a_slow_phase(has_pauses: bool) -> None:
     budget = make(p50=20.0)
     machine = Machine(budget)
     machine.percentiles_ms(200)
@@ -139,19 +139,19 @@ def test_the_budget_recovers_when_the_machine_does(has_pauses: bool) -> None:
     assert machine.percentiles_ms(300)[0] == pytest.approx(20.0, rel=0.1)
 
 
-def test_an_outdated_decode_time_does_not_hold_the_budget_down() -> None:
+def test_outdated_decode_time_does_not_limit_the_budget() -> None:
     budget = make(p50=20.0)
     machine = Machine(budget, decode_s=0.05)
     for _ in range(20):
         machine.step(num_waiting_tokens=0)
 
-    # From here on every step has a prompt, so none shows the decode time by itself.
+    # From here on every step has prefill tokens, so none shows the decode time alone.
     machine.decode_s = 0.008
     machine.percentiles_ms(200)
     assert machine.percentiles_ms(300)[0] == pytest.approx(20.0, rel=0.1)
 
 
-def test_rare_outliers_do_not_move_a_median_target() -> None:
+def test_outlier_does_not_change_the_budget() -> None:
     budget = make(p50=20.0)
     machine = Machine(budget)
     machine.noise = 0.0
@@ -162,7 +162,7 @@ def test_rare_outliers_do_not_move_a_median_target() -> None:
     assert budget.num_tokens(8) == pytest.approx(usual, rel=0.05)
 
 
-def test_steps_that_did_nothing_teach_nothing() -> None:
+def test_empty_step_does_not_change_the_budget() -> None:
     budget = make(p50=20.0)
     Machine(budget).percentiles_ms(50)
     before = budget.num_tokens(8)
@@ -170,7 +170,7 @@ def test_steps_that_did_nothing_teach_nothing() -> None:
     assert budget.num_tokens(8) == before
 
 
-def test_until_a_prompt_was_measured_a_target_takes_the_share() -> None:
+def test_budget_before_the_first_prefill_is_the_share() -> None:
     budget = make(p50=20.0)
     for _ in range(5):
         budget.observe(0, 8, 8, 0.008)

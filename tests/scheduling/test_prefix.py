@@ -1,3 +1,5 @@
+"""The prefix trie against a model of it."""
+
 from __future__ import annotations
 
 import pytest
@@ -18,8 +20,11 @@ def paths_of(token_ids: list[int]) -> list[Path]:
 
 
 class PrefixTrieMachine(RuleBasedStateMachine):
-    """Against a dict from whole histories to blocks, with times of last use. A holder references what was
-    cached of its tokens, inserts the rest, and lets go later; a guess is a match without references."""
+    """The trie against a dict from paths to blocks, with times of last use.
+
+    A holder references the cached prefix of its tokens, inserts the rest, and releases all of it later. A
+    guess is a match without references.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +59,7 @@ class PrefixTrieMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.holders)
     @rule(data=st.data())
-    def let_go(self, data: st.DataObject) -> None:
+    def release(self, data: st.DataObject) -> None:
         paths, nodes = self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1)))
         self.trie.release(nodes)
         for path in reversed(paths):
@@ -115,7 +120,7 @@ TestPrefixTrie = PrefixTrieMachine.TestCase
 TestPrefixTrie.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
-def test_a_released_node_cannot_be_released_again() -> None:
+def test_second_release_is_rejected() -> None:
     trie = PrefixTrie(1)
     node = trie.insert(trie.root, (1,), 0)
     trie.release([node])
@@ -123,7 +128,7 @@ def test_a_released_node_cannot_be_released_again() -> None:
         trie.release([node])
 
 
-def test_leaves_go_before_their_parents_and_the_least_recent_first() -> None:
+def test_eviction_takes_leaves_first_in_lru_order() -> None:
     trie = PrefixTrie(1)
     a = trie.insert(trie.root, (1,), 10)
     b = trie.insert(a, (2,), 11)

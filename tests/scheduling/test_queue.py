@@ -1,3 +1,5 @@
+"""The order of the waiting queue, and what it counts."""
+
 from __future__ import annotations
 
 from hypothesis import given, settings
@@ -30,7 +32,7 @@ def make(priority: int, arrival: int) -> Sequence:
 @given(
     st.lists(st.one_of(st.tuples(st.just("push"), st.integers(0, 3)), st.tuples(st.just("pop"), st.just(0))))
 )
-def test_pops_in_order_of_priority_then_arrival(operations: list[tuple[str, int]]) -> None:
+def test_pop_follows_priority_then_arrival(operations: list[tuple[str, int]]) -> None:
     queue = WaitingQueue()
     model: list[tuple[int, int]] = []
     for arrival, (operation, priority) in enumerate(operations):
@@ -45,7 +47,7 @@ def test_pops_in_order_of_priority_then_arrival(operations: list[tuple[str, int]
         queue.check_integrity()
 
 
-def test_discard_takes_out_the_very_sequence_and_ignores_strangers() -> None:
+def test_discard_removes_the_same_object_and_ignores_others() -> None:
     queue = WaitingQueue()
     twins = [make(0, 1), make(0, 1)]
     for sequence in twins:
@@ -60,7 +62,7 @@ def test_discard_takes_out_the_very_sequence_and_ignores_strangers() -> None:
     assert queue.num_never_started == 1
 
 
-def test_only_sequences_that_never_ran_are_counted_as_new() -> None:
+def test_num_never_started_excludes_preempted_sequences() -> None:
     queue = WaitingQueue()
     preempted = make(0, 0)
     preempted.started_at = 1.0

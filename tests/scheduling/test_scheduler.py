@@ -1,3 +1,5 @@
+"""Plans and commits of the scheduler, step by step against a fake device."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -12,7 +14,7 @@ from drift_sdk.steps import PrefillChunk, StepPlan
 
 
 class Rig:
-    """A scheduler and a device, driven by hand."""
+    """A scheduler with a fake device; the test makes each call. Integrity is checked after each."""
 
     def __init__(self, **changes: Any) -> None:
         values: dict[str, Any] = {
@@ -32,7 +34,7 @@ class Rig:
         self.num_added = 0
 
     def add(self, prompt: list[int] | int, max_tokens: int = 50, priority: int = 0) -> Sequence:
-        """A prompt, or the length of one that shares no block with others."""
+        """Add a sequence. `prompt`: token ids, or the length of a prompt that shares no block with others."""
         if isinstance(prompt, int):
             prompt = [1000 + self.num_added] * prompt
 
@@ -62,7 +64,7 @@ class Rig:
         return deltas
 
     def turn(self, count: int = 1) -> None:
-        """Steps one at a time."""
+        """Run `count` steps, each committed before the next."""
         for _ in range(count):
             self.launch()
             self.commit()
@@ -84,7 +86,7 @@ def rows(plan: StepPlan) -> list[int]:
     return [row.slot for row in plan.decode]
 
 
-def test_chunks_and_the_first_row_are_launched_ahead() -> None:
+def test_chunks_and_rows_are_launched_ahead() -> None:
     rig = Rig(prefill_token_budget=4)
     sequence = rig.add(10)
     plans = [rig.launch() for _ in range(5)]
@@ -96,7 +98,7 @@ def test_chunks_and_the_first_row_are_launched_ahead() -> None:
     assert sequence.token_ids == rig.story(sequence)[:13]
 
 
-def test_a_budget_is_shared_in_order_and_decode_rows_come_along() -> None:
+def test_budget_goes_to_prompts_in_order_beside_decode_rows() -> None:
     rig = Rig(prefill_token_budget=8)
     rig.add(3)
     rig.turn()
@@ -109,7 +111,7 @@ def test_a_budget_is_shared_in_order_and_decode_rows_come_along() -> None:
     assert (spans(plan), rows(plan)) == ([(2, 2, 5), (3, 0, 3)], [0, 1])
 
 
-def test_decoding_sequences_leave_prompts_a_share_of_the_budget() -> None:
+def test_budget_while_decoding_is_a_share() -> None:
     rig = Rig(prefill_token_budget=40, prefer_high_throughput=False)
     rig.add(30)
     rig.add(30)
@@ -118,7 +120,7 @@ def test_decoding_sequences_leave_prompts_a_share_of_the_budget() -> None:
 
 
 @pytest.mark.parametrize("num_draft_tokens", [0, 2])
-def test_no_row_is_planned_once_every_token_may_be_on_its_way(num_draft_tokens: int) -> None:
+def test_no_row_is_planned_when_all_tokens_may_be_in_flight(num_draft_tokens: int) -> None:
     rig = Rig(num_draft_tokens=num_draft_tokens)
     sequence = rig.add(5, max_tokens=3)
     assert [rig.schedule() is None for _ in range(4)] == [False, False, False, True]
@@ -127,8 +129,8 @@ def test_no_row_is_planned_once_every_token_may_be_on_its_way(num_draft_tokens: 
 
 
 @pytest.mark.parametrize("has_draft_kv", [False, True])
-def test_blocks_are_reserved_for_all_drafts_and_the_rest_is_given_back(has_draft_kv: bool) -> None:
-    """The newest token has no KV yet, but where a draft's is kept a slot ahead."""
+def test_blocks_for_rejected_drafts_are_freed(has_draft_kv: bool) -> None:
+    """The newest token has no KV yet, unless a draft's KV is kept one slot ahead."""
     rig = Rig(num_draft_tokens=3, has_draft_kv=has_draft_kv)
     sequence = rig.add(8)
     for num_tokens in (8 + 1, 8 + 1 + 4, 8 + 1 + 4 + 4):
@@ -139,20 +141,20 @@ def test_blocks_are_reserved_for_all_drafts_and_the_rest_is_given_back(has_draft
         assert len(sequence.block_table) == num_blocks
 
     rig.commit()
-    num_given_back = 0
+    num_freed = 0
     for _ in range(8):
         num_held = len(sequence.block_table)
         rig.commit()
         most = len(sequence.token_ids) + sequence.max_in_flight_tokens - (not has_draft_kv)
         assert len(sequence.block_table) == -(-most // 4)
         assert rig.scheduler.num_free_blocks == 100 - len(sequence.block_table)
-        num_given_back += num_held - len(sequence.block_table)
+        num_freed += num_held - len(sequence.block_table)
         rig.launch()
 
-    assert num_given_back > 0
+    assert num_freed > 0
 
 
-def test_blocks_are_shared_as_soon_as_decoding_has_filled_them() -> None:
+def test_blocks_filled_by_decoding_are_shared() -> None:
     rig = Rig()
     running = rig.add(3)
     rig.turn(8)
@@ -162,7 +164,7 @@ def test_blocks_are_shared_as_soon_as_decoding_has_filled_them() -> None:
     assert follower.num_cached_tokens == 8
 
 
-def test_blocks_are_never_reserved_past_the_limit() -> None:
+def test_no_blocks_are_reserved_beyond_max_length() -> None:
     rig = Rig(num_draft_tokens=4, num_blocks=2)
     sequence = rig.add(6, max_tokens=3)
     rig.drain()
@@ -170,7 +172,7 @@ def test_blocks_are_never_reserved_past_the_limit() -> None:
 
 
 @pytest.mark.parametrize(("length", "num_cached"), [(7, 4), (8, 4), (9, 8), (4, 0), (3, 0)])
-def test_a_hit_is_whole_blocks_and_leaves_a_token_to_compute(length: int, num_cached: int) -> None:
+def test_prefix_hit_is_whole_blocks_and_excludes_the_last_token(length: int, num_cached: int) -> None:
     rig = Rig()
     prompt = list(range(length))
     first = rig.add(prompt, max_tokens=1)
@@ -182,7 +184,7 @@ def test_a_hit_is_whole_blocks_and_leaves_a_token_to_compute(length: int, num_ca
     rig.drain()
 
 
-def test_only_committed_blocks_are_shared() -> None:
+def test_uncommitted_blocks_are_not_shared() -> None:
     rig = Rig(prefill_token_budget=8)
     prompt = list(range(13))
     rig.add(prompt)
@@ -198,7 +200,7 @@ def test_only_committed_blocks_are_shared() -> None:
     rig.drain()
 
 
-def test_what_twins_computed_twice_is_cached_once_and_continued() -> None:
+def test_equal_blocks_of_two_sequences_are_cached_once() -> None:
     rig = Rig()
     prompt = list(range(12))
     twins = [rig.add(prompt, max_tokens=9), rig.add(prompt, max_tokens=9)]
@@ -216,14 +218,14 @@ def test_what_twins_computed_twice_is_cached_once_and_continued() -> None:
     rig.drain()
 
 
-def test_the_largest_sequence_fits_whatever_its_twin_has_cached() -> None:
+def test_longest_sequence_fits_beside_an_equal_one() -> None:
     rig = Rig(num_blocks=4, max_num_seqs=2)
     twins = [rig.add([1, 2, 3, 4, 5], max_tokens=12), rig.add([1, 2, 3, 4, 5], max_tokens=12)]
     rig.drain()
     assert [twin.token_ids for twin in twins] == [rig.story(twin) for twin in twins]
 
 
-def test_admission_goes_by_priority_then_arrival() -> None:
+def test_admission_follows_priority_then_arrival() -> None:
     rig = Rig(max_num_seqs=1)
     added = [rig.add(3, max_tokens=1, priority=priority) for priority in (1, 0, 1, 0)]
     ended: list[Sequence] = []
@@ -234,7 +236,7 @@ def test_admission_goes_by_priority_then_arrival() -> None:
     assert ended == [added[1], added[3], added[0], added[2]]
 
 
-def test_nobody_overtakes_the_head_of_the_queue() -> None:
+def test_no_sequence_overtakes_the_first_of_the_queue() -> None:
     rig = Rig(num_blocks=10)
     rig.add(20, max_tokens=20)
     rig.turn()
@@ -248,7 +250,7 @@ def test_nobody_overtakes_the_head_of_the_queue() -> None:
     assert small.started_at is not None
 
 
-def test_nobody_is_admitted_while_a_row_waits_for_room() -> None:
+def test_no_admission_while_a_row_lacks_blocks() -> None:
     rig = Rig(num_blocks=6, num_draft_tokens=7)
     rig.add(4, max_tokens=20)
     rig.add(8, max_tokens=1)
@@ -262,7 +264,7 @@ def test_nobody_is_admitted_while_a_row_waits_for_room() -> None:
     assert small.token_ids == rig.story(small)
 
 
-def test_admission_counts_cached_blocks_as_room_but_not_twice() -> None:
+def test_admission_counts_cached_blocks_once() -> None:
     rig = Rig(num_blocks=6)
     prompt = list(range(16))
     rig.add(prompt, max_tokens=1)
@@ -278,7 +280,7 @@ def test_admission_counts_cached_blocks_as_room_but_not_twice() -> None:
     assert waiting.num_cached_tokens == 12
 
 
-def test_the_worst_is_preempted_and_recomputes_its_output_too() -> None:
+def test_preempted_sequence_recomputes_its_output_too() -> None:
     rig = Rig(num_blocks=8)
     worst = rig.add(9, max_tokens=20, priority=1)
     rig.turn(3)
@@ -302,7 +304,7 @@ def test_the_worst_is_preempted_and_recomputes_its_output_too() -> None:
     assert (best.token_ids, worst.token_ids) == (rig.story(best), rig.story(worst))
 
 
-def test_a_worse_sequence_waits_rather_than_preempt_a_better_one() -> None:
+def test_later_sequence_preempts_itself_rather_than_an_earlier_one() -> None:
     rig = Rig(num_blocks=8, max_num_seqs=2)
     best, worst = rig.add(4, max_tokens=25), rig.add(16, max_tokens=9)
     while not rig.scheduler.num_preemptions:
@@ -313,10 +315,10 @@ def test_a_worse_sequence_waits_rather_than_preempt_a_better_one() -> None:
     assert (best.token_ids, worst.token_ids) == (rig.story(best), rig.story(worst))
 
 
-def test_results_in_flight_of_a_preempted_sequence_count_and_delay_its_return() -> None:
+def test_results_in_flight_of_a_preempted_sequence_delay_its_admission() -> None:
     rig = Rig(num_blocks=3)
     best, worst = rig.add(3, max_tokens=9), rig.add(5, max_tokens=8)
-    assert [rows(rig.launch()) for _ in range(3)] == [[], [0, 1], [1]]  # the best waits for its results
+    assert [rows(rig.launch()) for _ in range(3)] == [[], [0, 1], [1]]  # `best` waits for its results
     rig.commit()
     rig.commit()
     assert rows(rig.launch()) == [0]
@@ -331,7 +333,7 @@ def test_results_in_flight_of_a_preempted_sequence_count_and_delay_its_return() 
     assert worst.token_ids == rig.story(worst)
 
 
-def test_a_preempted_sequence_may_end_while_it_waits() -> None:
+def test_preempted_sequence_ends_while_waiting() -> None:
     rig = Rig(num_blocks=3)
     best, worst = rig.add(3, max_tokens=9), rig.add(5, max_tokens=3)
     for _ in range(3):
@@ -348,7 +350,7 @@ def test_a_preempted_sequence_may_end_while_it_waits() -> None:
     assert (best.token_ids, worst.token_ids) == (rig.story(best), rig.story(worst))
 
 
-def test_removal_frees_slot_and_blocks_at_once_and_drops_what_is_in_flight() -> None:
+def test_removal_frees_slot_and_blocks_and_drops_results_in_flight() -> None:
     rig = Rig(max_num_seqs=1, num_blocks=3)
     removed = rig.add(8, max_tokens=5)
     rig.launch()
@@ -357,17 +359,17 @@ def test_removal_frees_slot_and_blocks_at_once_and_drops_what_is_in_flight() -> 
     rig.scheduler.remove(removed)
     assert rig.scheduler.num_free_blocks == 3
     assert removed.finish == "cancelled"
-    heir = rig.add(5, max_tokens=2)
+    successor = rig.add(5, max_tokens=2)
     plan = rig.launch()
     assert [assignment.slot for assignment in plan.assignments] == [0]
     assert rig.commit() == rig.commit() == []
     (delta,) = rig.commit()
-    assert delta.sequence is heir
+    assert delta.sequence is successor
     rig.drain()
-    assert heir.token_ids == rig.story(heir)
+    assert successor.token_ids == rig.story(successor)
 
 
-def test_a_reason_given_before_removal_is_kept() -> None:
+def test_removal_keeps_an_earlier_finish_reason() -> None:
     rig = Rig()
     sequence = rig.add(8)
     rig.turn()
@@ -378,7 +380,7 @@ def test_a_reason_given_before_removal_is_kept() -> None:
     assert rig.scheduler.num_free_blocks == 100
 
 
-def test_a_waiting_sequence_can_be_removed() -> None:
+def test_removal_of_a_waiting_sequence() -> None:
     rig = Rig(max_num_seqs=1)
     rig.add(3)
     waiting = rig.add(3)
@@ -387,7 +389,7 @@ def test_a_waiting_sequence_can_be_removed() -> None:
     assert (rig.scheduler.num_waiting, rig.scheduler.num_queued, rig.scheduler.num_running) == (0, 0, 1)
 
 
-def test_a_sequence_that_cannot_fit_is_refused() -> None:
+def test_sequence_larger_than_the_cache_is_rejected() -> None:
     rig = Rig(num_blocks=2)
     with pytest.raises(AssertionError, match="3 blocks"):
         rig.add(5, max_tokens=5)
@@ -395,7 +397,7 @@ def test_a_sequence_that_cannot_fit_is_refused() -> None:
     rig.add(5, max_tokens=4)
 
 
-def test_results_out_of_order_are_refused() -> None:
+def test_result_out_of_order_is_rejected() -> None:
     rig = Rig()
     rig.add(3)
     rig.launch()
@@ -405,7 +407,7 @@ def test_results_out_of_order_are_refused() -> None:
         rig.scheduler.commit(rig.device.collect())
 
 
-def test_the_budget_learns_from_results_that_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_budget_observes_results_of_unfinished_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(prefill_token_budget=6)
     seen: list[tuple[int, int, int, float]] = []
     monkeypatch.setattr(rig.scheduler._budget, "observe", lambda *observed: seen.append(observed))
@@ -421,14 +423,14 @@ def test_the_budget_learns_from_results_that_count(monkeypatch: pytest.MonkeyPat
     for _ in range(3):
         rig.commit()
 
-    # The removed sequence's rows were run; the second one's last row came after its end.
+    # The rows of the removed sequence were computed. The last row of `second` came after its end.
     assert second.finish == "length"
     assert seen[1:] == [(4, 1, 1, pytest.approx(0.0104)), (0, 2, 2, pytest.approx(0.01))]
     rig.commit()
     assert len(seen) == 3
 
 
-def test_a_chunk_and_its_plan_name_the_tokens_of_the_prompt() -> None:
+def test_chunk_holds_the_tokens_of_the_prompt() -> None:
     rig = Rig()
     sequence = rig.add([5, 6, 7])
     assert rig.launch().prefill == (

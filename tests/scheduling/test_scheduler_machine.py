@@ -1,4 +1,4 @@
-"""The scheduler against a device that checks every KV slot, under any order of events."""
+"""The scheduler under random orders of events, against a fake device that checks every KV slot."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         stops: list[int],
         wants_logprobs: bool,
     ) -> None:
-        # KV is needed for all tokens but the last, or a draft's for that too, and the pool holds that of the
-        # longest sequence.
+        # The cache must hold the longest sequence: KV of all tokens but the last, with a draft also of the
+        # last.
         most = self.config.num_blocks * self.config.block_size + (not self.config.has_draft_kv)
         prefix = data.draw(st.sampled_from(self.prefixes), label="prefix")
         prompt_ids = ([*prefix, *suffix] or [0])[: most - 1]
@@ -92,7 +92,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.delivered)
     @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
-        """At any moment, also one that has ended."""
+        """Remove any sequence at any time, even if it has ended."""
         sequence = data.draw(st.sampled_from(list(self.delivered)))
         self.scheduler.remove(sequence)
         self.scheduler.remove(sequence)
@@ -111,7 +111,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 8))
     def turn(self, count: int) -> None:
-        """The engine's own round, several times."""
+        """Launch and commit as the engine does, several times."""
         for _ in range(count):
             if self.scheduler.num_in_flight < self.depth:
                 self.try_launch()
@@ -147,7 +147,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         plan = self.scheduler.schedule()
         self.scheduler.check_integrity()
         if plan is None:
-            assert not must_launch, "work waits, nothing is in flight, and nothing is planned"
+            assert not must_launch, "there is work, nothing is in flight, and nothing is planned"
             assert self.scheduler.num_preemptions == before or self.scheduler.num_in_flight
             return False
 
@@ -156,10 +156,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         return True
 
     def check_order(self) -> None:
-        """The best running sequence takes part in the newest plan, unless it waits for its own results."""
+        """The first running sequence is part of the newest plan, unless it waits for its own results."""
         running = sorted((s for s in self.delivered if s.slot >= 0), key=lambda s: s.order)
         if running and not running[0].num_in_flight:
-            raise AssertionError(f"{running[0]} stands still")
+            raise AssertionError(f"{running[0]} makes no progress")
 
     def commit_one(self) -> None:
         for delta in self.scheduler.commit(self.device.collect()):
@@ -169,7 +169,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def deliver(self, delta: Delta) -> None:
         sequence, output = delta.sequence, delta.output
-        assert sequence not in self.removed, "a removed sequence gets tokens"
+        assert sequence not in self.removed, "tokens for a removed sequence"
         assert output.token_ids
         token_ids = self.delivered[sequence]
         first = sequence.num_prompt_tokens + len(token_ids)
@@ -208,7 +208,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 class TinyPoolMachine(SchedulerMachine):
-    """So few blocks that sequences take them from one another all the time."""
+    """So few blocks that sequences are preempted all the time."""
 
     block_sizes = (2, 4)
     max_num_blocks = 9
@@ -225,7 +225,7 @@ TestTinyPool.settings = settings(max_examples=250, stateful_step_count=40, deadl
 
 @pytest.mark.parametrize("num_draft_tokens", [0, 3])
 @pytest.mark.parametrize("depth", [1, 2, 4])
-def test_nothing_is_lost_under_many_preemptions(num_draft_tokens: int, depth: int) -> None:
+def test_tokens_under_many_preemptions(num_draft_tokens: int, depth: int) -> None:
     config = SchedulerConfig(
         max_num_seqs=8,
         num_blocks=24,

@@ -1,4 +1,4 @@
-"""How often drafts are right, as measured."""
+"""Measured acceptance rates of draft tokens."""
 
 from __future__ import annotations
 
@@ -6,22 +6,30 @@ from collections.abc import Sequence
 
 __all__ = ["Acceptance"]
 
-MEMORY = 0.99  # share of a weight that a round leaves
+MEMORY = 0.99
+"""Factor that every round applies to the weights of earlier trials."""
 PRIOR_RATE = 0.6
-MIN_WEIGHT = 4.0  # of a guess, and of what was known long ago
-MAX_WEIGHT = 400.0  # enough to be sure: a large batch learns anew within a few rounds
+"""Rate assumed before the first trial."""
+MIN_WEIGHT = 4.0
+"""Weight, in trials, of the assumed rate and of trials long ago."""
+MAX_WEIGHT = 400.0
+"""Largest weight of earlier trials: enough for a certain rate, and little enough that a large batch replaces
+it within a few rounds."""
 
 
 class Acceptance:
-    """For each position in a draft, the rate at which it is accepted once those before it were, with a weight
-    in trials. Weights fade with every round, rates stay until there is something newer."""
+    """The acceptance rate of each position in a draft, given that all positions before it were accepted.
+
+    Each rate has a weight, in trials. Weights decrease with every round; a rate changes only with new trials.
+    """
 
     def __init__(self, num_positions: int) -> None:
         self._rates = [PRIOR_RATE] * num_positions
         self._weights = [MIN_WEIGHT] * num_positions
 
     def tokens_of_round(self, num_draft_tokens: int) -> float:
-        """Tokens that a slot may be expected to emit, the model's own included."""
+        """The expected number of tokens that a slot emits in a round with so many draft tokens: accepted ones
+        and the one that the target adds."""
         total = reached = 1.0
         for rate in self._rates[:num_draft_tokens]:
             reached *= rate
@@ -30,7 +38,10 @@ class Acceptance:
         return total
 
     def record(self, slots: Sequence[tuple[int, int]]) -> None:
-        """A round: (planned, accepted) drafts of every slot. What was planned and not proposed counts."""
+        """Add the trials of a round, from the numbers of (planned, accepted) draft tokens of every slot.
+
+        A draft token that was planned but not proposed counts as rejected.
+        """
         num_positions = len(self._rates)
         hits, trials = [0] * num_positions, [0] * num_positions
         for num_planned, num_accepted in slots:

@@ -1,3 +1,5 @@
+"""Counts of drafted and accepted tokens."""
+
 from __future__ import annotations
 
 from itertools import accumulate
@@ -8,13 +10,15 @@ __all__ = ["DraftCount"]
 
 
 class DraftCount:
-    """Adds up what became of drafts: of a request's, or of an engine's."""
+    """The numbers of drafted and accepted tokens of a request, or of an engine."""
 
     def __init__(self) -> None:
         self._num_drafted = 0
-        self._num_rounds_of = [0]  # by accepted tokens, up to the most ever drafted in a round
+        # Number of rounds by accepted tokens, from 0 to the most tokens ever drafted in a round.
+        self._num_rounds_of = [0]
 
     def add(self, num_drafted: int, num_accepted: int) -> None:
+        """Count a round of one slot; one without drafted tokens is ignored."""
         if num_drafted == 0:
             return
 
@@ -24,7 +28,8 @@ class DraftCount:
         self._num_rounds_of[num_accepted] += 1
 
     def stats(self) -> SpeculationStats:
-        # Rounds that accepted as many or more.
+        """The counts so far."""
+        # Entry i: the number of rounds that accepted i tokens or more.
         num_rounds, *accepted_at = [*accumulate(reversed(self._num_rounds_of))][::-1]
         return SpeculationStats(
             num_rounds=num_rounds,

@@ -1,4 +1,4 @@
-"""Prompt look-up: what followed the last time the sequence said this."""
+"""Prompt lookup: draft tokens from earlier occurrences of the last tokens of the same sequence."""
 
 from __future__ import annotations
 
@@ -8,21 +8,24 @@ __all__ = ["NGramIndex"]
 
 
 class NGramIndex:
-    """Where each run of `min_length` to `max_length` tokens of a growing sequence was last continued.
+    """Index of a growing sequence: the latest continuation of each n-gram of `min_length` to `max_length`
+    tokens.
 
-    O(max_length) a token, whatever the sequence's length.
+    Adding a token takes time proportional to the number of lengths times `max_length`, independent of the
+    sequence's length.
     """
 
     def __init__(self, min_length: int, max_length: int) -> None:
         self._lengths = range(max_length, min_length - 1, -1)
         self._token_ids: list[int] = []
-        # Position after the latest occurrence of a run that has a token after it.
+        # Position after the latest occurrence of an n-gram that has a token after it.
         self._continuations: dict[tuple[int, ...], int] = {}
 
     def __len__(self) -> int:
         return len(self._token_ids)
 
     def extend(self, token_ids: Sequence[int]) -> None:
+        """Append tokens to the sequence."""
         tokens = self._token_ids
         for token_id in token_ids:
             position = len(tokens)
@@ -32,7 +35,11 @@ class NGramIndex:
             tokens.append(token_id)
 
     def propose(self, num_tokens: int) -> list[int]:
-        """At most `num_tokens` tokens, those that followed the longest run that also ends the sequence."""
+        """At most `num_tokens` tokens that followed the latest earlier occurrence of the sequence's last
+        tokens.
+
+        The longest n-gram with an earlier occurrence is used; empty if there is none.
+        """
         tokens = self._token_ids
         for length in self._lengths:
             if length > len(tokens):

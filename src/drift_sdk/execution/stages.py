@@ -1,5 +1,4 @@
-"""Marks around the parts of a round, for measuring. Whoever does not ask for them captures the same graphs as
-without."""
+"""Marks around the stages of a step, for measuring. With NO_STAGE_MARKS the captured graphs contain none."""
 
 from __future__ import annotations
 
@@ -28,20 +27,22 @@ NO_MARK = nullcontext()
 
 
 def forward_stage(num_draft_tokens: int) -> str:
-    """What the model's own part of a round is called."""
+    """The name of the stage in which the target computes a round's rows."""
     return "verify" if num_draft_tokens > 0 else "base_decode"
 
 
 class StageMarks(Protocol):
-    """`with stages("verify"):` around what a step starts on the device, or around the launch of a replay."""
+    """Used as `with stages("verify"):` around the kernels of a stage, or around the launch of a replay."""
 
     def __call__(self, name: str) -> AbstractContextManager[None]: ...
 
     def capture(self, device: Device, step: Callable[[], None]) -> Replay:
-        """As the device does."""
+        """Capture a step by `device.capture`, with its marks."""
 
 
 class NoStageMarks:
+    """Marks nothing."""
+
     def __call__(self, name: str) -> AbstractContextManager[None]:
         return NO_MARK
 
@@ -53,8 +54,8 @@ NO_STAGE_MARKS = NoStageMarks()
 
 
 class NvtxStageMarks(NoStageMarks):
-    """Ranges of a profiler: around each stage while steps are warmed up and captured, and ever after around
-    the launches of prefill steps and rounds."""
+    """Profiler ranges: around each stage while steps are warmed up and captured, and while serving around the
+    launches of prefill steps and rounds."""
 
     def __call__(self, name: str) -> AbstractContextManager[None]:
         nvtx: Any = torch.cuda.nvtx
@@ -62,15 +63,17 @@ class NvtxStageMarks(NoStageMarks):
 
 
 class Mark(Protocol):
-    """A point in what the device does, recorded by a step and again by each of its replays."""
+    """A point in the device's work, recorded by a step and again by each of its replays."""
 
-    def record(self) -> None: ...
+    def record(self) -> None:
+        """Put the mark after all work recorded so far."""
 
-    def seconds_since(self, earlier: Any) -> float: ...
+    def seconds_since(self, earlier: Any) -> float:
+        """Seconds of the device between two marks of its latest run."""
 
 
 class GpuMark:
-    """An event that is a node of the graph in which it is recorded."""
+    """A mark that is a node of the graph in which it is recorded."""
 
     def __init__(self) -> None:
         event: Any = torch.cuda.Event
@@ -83,23 +86,26 @@ class GpuMark:
         return float(earlier._event.elapsed_time(self._event)) / 1e3
 
 
-Span = tuple[str, Mark, Mark]
+TimedStage = tuple[str, Mark, Mark]
+"""A stage's name and the marks at its start and end."""
 
 
 class TimedStageMarks:
-    """Times the stages of captured steps. Kernels on either side of a mark do not overlap, so a round takes a
-    little longer with them. A stage within another one is part of that.
+    """Times the stages of captured steps.
+
+    Kernels on either side of a mark do not overlap, so a round takes a little longer with marks. A stage
+    inside another one counts as part of the outer one.
     """
 
     def __init__(self, make_mark: Callable[[], Mark] = GpuMark) -> None:
         self._make_mark = make_mark
-        self._spans: list[Span] | None = None  # of the step that is being run
+        self._running: list[TimedStage] | None = None  # stages of the step that is being run
         self._is_within = False
-        self._launched: list[list[Span]] = []
+        self._launched: list[list[TimedStage]] = []
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        if self._spans is None or self._is_within:
+        if self._running is None or self._is_within:
             yield
             return
 
@@ -111,32 +117,35 @@ class TimedStageMarks:
         finally:
             self._is_within = False
         end.record()
-        self._spans.append((name, start, end))
+        self._running.append((name, start, end))
 
     def capture(self, device: Device, step: Callable[[], None]) -> Replay:
-        spans: list[Span] = []
-        replay = device.capture(partial(self._run, step, spans))
-        return WatchedReplay(replay, lambda: self._launched.append(spans))
+        stages: list[TimedStage] = []
+        replay = device.capture(partial(self._run, step, stages))
+        return WatchedReplay(replay, lambda: self._launched.append(stages))
 
     def take(self) -> dict[str, float]:
-        """Seconds of each stage in the replays launched since the last call: each once, and all over."""
+        """Seconds of each stage, added up over the replays launched since the last call. Each of these
+        replays must have been launched once only, and must have ended."""
         found: dict[str, float] = {}
-        for name, start, end in (span for spans in self._launched for span in spans):
+        for name, start, end in (stage for stages in self._launched for stage in stages):
             found[name] = found.get(name, 0.0) + end.seconds_since(start)
         self._launched.clear()
         return found
 
-    def _run(self, step: Callable[[], None], spans: list[Span]) -> None:
-        # A step is run to warm up before it is captured: the latest marks are those of the graph.
-        spans.clear()
-        self._spans = spans
+    def _run(self, step: Callable[[], None], stages: list[TimedStage]) -> None:
+        # A step is run once before it is captured: the latest marks are those of the graph.
+        stages.clear()
+        self._running = stages
         try:
             step()
         finally:
-            self._spans = None
+            self._running = None
 
 
 class WatchedReplay:
+    """A replay that calls `on_launch` before each launch."""
+
     def __init__(self, replay: Replay, on_launch: Callable[[], None]) -> None:
         self._replay, self._on_launch = replay, on_launch
 

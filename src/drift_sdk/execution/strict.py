@@ -1,4 +1,4 @@
-"""What would silently be slow fails."""
+"""strict_performance: slow paths raise instead of degrading."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ __all__ = ["StrictExecutor"]
 
 
 class StrictExecutor:
-    """Another executor whose steps must keep the device going by itself: ExecutorError where the host had to
-    wait, take part in a round, copy results or allocate memory, and, with `must_draft`, where a slot that was
-    to draft did not, though it went on."""
+    """Wraps an executor and raises ExecutorError from `collect` for steps in which the host did work that the
+    device should not depend on.
+
+    That is: the host waited, took part in a round, copied results or allocated device memory. With
+    `must_draft` also: a slot that was planned to draft did not, although its sequence goes on.
+    """
 
     def __init__(self, executor: Executor, *, must_draft: bool) -> None:
         self._executor = executor
@@ -41,9 +44,10 @@ class StrictExecutor:
 
 
 def check_host_work(work: HostWork) -> None:
+    """Raise ExecutorError for any host work."""
     for number, what in (
         (work.num_waits, "waits for room in the ring of inputs: too much was admitted at once"),
-        (work.num_split_rounds, "rounds in which the host was asked what may follow the drafts"),
+        (work.num_split_rounds, "rounds in which the host computed which tokens may follow the drafts"),
         (work.num_copies, "results copied to make room in the ring"),
         (work.num_allocations, "allocations of device memory while serving"),
     ):
@@ -52,8 +56,9 @@ def check_host_work(work: HostWork) -> None:
 
 
 def check_drafts(plan: StepPlan, result: StepResult) -> None:
+    """Raise ExecutorError for a row that was planned to draft, drafted nothing, and did not finish."""
     for row, output in zip(plan.decode, result.decode, strict=True):
-        # In its last round a slot may have use for a single token.
+        # In its last round a slot may have room for a single token, which needs no draft.
         goes_on = bool(output.token_ids) and output.finish is None
         if goes_on and row.num_draft_tokens > 0 and output.num_drafted == 0:
             planned = f"{row.num_draft_tokens} planned tokens"

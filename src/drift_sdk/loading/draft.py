@@ -1,4 +1,4 @@
-"""An EAGLE-3 draft's files: tensors under one set of names, and the tokens the draft can propose."""
+"""The files of an EAGLE-3 draft: its tensors under one set of names, and the tokens that it can propose."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from drift_sdk.loading.tensors import TensorSource
 __all__ = ["OFFSETS", "PROPOSABLE", "TORCH_FILE", "DraftTensors", "TorchFile", "read_target_ids"]
 
 TORCH_FILE = "pytorch_model.bin"
-# Draft id i stands for the target's id i + d2t[i]; t2d marks the target's ids that the draft has.
+# Names of tensors. Draft id i stands for the target's id i + d2t[i]; t2d marks the target's ids that the
+# draft can propose.
 OFFSETS, PROPOSABLE = "d2t", "t2d"
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 FIRST_LAYER, SINGLE_LAYER = "layers.0.", "midlayer."
 
 
 class TorchFile:
-    """The TensorSource of a pytorch_model.bin, mapped into memory where its format allows it.
+    """The TensorSource of a pytorch_model.bin. The file is mapped into memory if its format allows it.
 
-    Raises ModelLoadError naming a file that is corrupt, truncated, or holds anything but named tensors.
+    Raises ModelLoadError naming the file if it is corrupt, truncated, or holds anything but named tensors.
     """
 
     def __init__(self, path: Path) -> None:
         self.location = str(path)
         try:
             contents = _load(path)
-        except Exception as error:  # the unpickler raises whatever it stumbles over in a corrupt file
+        except Exception as error:  # the unpickler raises errors of many types for a corrupt file
             reason = str(error).strip().partition("\n")[0]
             raise ModelLoadError(f"{path}: not a whole file of torch tensors: {reason}") from error
 
@@ -56,10 +57,10 @@ class TorchFile:
 
 
 class DraftTensors:
-    """The TensorSource of a draft's folder: model.safetensors, its shards, else pytorch_model.bin.
+    """The TensorSource of a draft's folder: of model.safetensors, its shards, or else pytorch_model.bin.
 
-    The first layer is named layers.0 here, also where the file says midlayer. Raises ModelLoadError naming a
-    file that is missing or broken.
+    The first layer's tensors are named "layers.0.", also if the file names them "midlayer.". Raises
+    ModelLoadError naming a file that is missing or broken, or two tensors of the same name.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -97,9 +98,12 @@ class DraftTensors:
 
 
 def read_target_ids(tensors: TensorSource, vocab_size: int, draft_vocab_size: int) -> torch.Tensor:
-    """The target's id of each of the draft's, [draft_vocab_size] int64 on the CPU, strictly increasing.
+    """The target's token id for each of the draft's, [draft_vocab_size] int64 on the CPU, strictly
+    increasing.
 
-    Raises ModelLoadError naming what d2t or t2d hold that no reduced vocabulary can.
+    Without a tensor d2t the draft has the target's vocabulary. Raises ModelLoadError naming tensor and value:
+    for a missing d2t of a reduced vocabulary, ids that are out of range or do not increase, and a t2d that
+    contradicts d2t.
     """
     names = tensors.names()
     ids = torch.arange(draft_vocab_size, device="cpu")
@@ -120,9 +124,9 @@ def read_target_ids(tensors: TensorSource, vocab_size: int, draft_vocab_size: in
             f"expected 0 to {vocab_size - 1}"
         )
 
-    is_falling = ids[1:] <= ids[:-1]
-    if is_falling.any():
-        first = int(is_falling.nonzero()[0])
+    is_not_increasing = ids[1:] <= ids[:-1]
+    if is_not_increasing.any():
+        first = int(is_not_increasing.nonzero()[0])
         raise ModelLoadError(
             f"{tensors.file(OFFSETS)}: tensor {OFFSETS} maps draft ids {first} and {first + 1} to "
             f"{ids[first : first + 2].tolist()}, expected increasing ids"
@@ -143,6 +147,7 @@ def read_target_ids(tensors: TensorSource, vocab_size: int, draft_vocab_size: in
 def _read_vector(
     tensors: TensorSource, name: str, length: int, dtypes: tuple[torch.dtype, ...]
 ) -> torch.Tensor:
+    """A tensor as stored; ModelLoadError unless it has shape [length] and one of `dtypes`."""
     if tensors.shape(name) != (length,):
         raise ModelLoadError(
             f"{tensors.file(name)}: tensor {name} has shape {list(tensors.shape(name))}, expected [{length}]"
@@ -159,7 +164,7 @@ def _read_vector(
 
 
 def _is_plain(value: object) -> bool:
-    """Neither sparse nor quantised, nor without data."""
+    """Whether a value is a tensor that is neither sparse nor quantised and has its data on the CPU."""
     return (
         isinstance(value, torch.Tensor)
         and value.layout == torch.strided
@@ -172,5 +177,5 @@ def _load(path: Path) -> object:
     with path.open("rb") as file:
         is_zip = file.read(4) == b"PK\x03\x04"
 
-    # Files from before torch 1.6 are no zip archives, which alone can be mapped.
+    # Files written by torch before 1.6 are no zip archives, and only those can be mapped.
     return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)

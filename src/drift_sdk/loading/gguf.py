@@ -1,4 +1,8 @@
-"""Models in GGUF files: their configuration and dequantised weights under Hugging Face names."""
+"""Models in GGUF files: their configuration, and dequantised weights under Hugging Face names.
+
+Format and names of metadata: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Names of tensors:
+those that llama.cpp's convert_hf_to_gguf.py writes.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +38,7 @@ LAYER_MODULES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-# Metadata that changes the arithmetic in a way a config.json of these architectures cannot say.
+# Metadata that changes the arithmetic in a way that a config.json of these architectures cannot express.
 UNSUPPORTED_KEYS = (
     "attention.clamp_kqv",
     "attention.max_alibi_bias",
@@ -48,15 +52,19 @@ UNSUPPORTED_KEYS = (
     "residual_scale",
     "use_parallel_residual",
 )
-# The quants module works through 16 rows at a time: long rows make that few calls on much data.
+# Bytes passed as one row to gguf's quants module. It processes 16 rows at a time: long rows make few calls on
+# much data.
 ROW_BYTES = 1 << 16
 
 
 class GGUFFile:
-    """The TensorSource of a .gguf file, with its metadata and a config as config.json would have it.
+    """The TensorSource of a .gguf file.
 
-    Opening reads the header alone; tensors are dequantised to float32 when asked for. Raises ModelLoadError
-    naming the file when it is not whole, or holds a model that is not implemented.
+    metadata:  the file's key/value metadata, as plain Python values.
+    config:    the settings that a config.json of the model would have.
+
+    Opening reads only the header; `get` dequantises a tensor to float32. Raises ModelLoadError naming the
+    file if it is not whole, or holds a model that is not implemented.
     """
 
     def __init__(self, path: Path) -> None:
@@ -93,6 +101,7 @@ class GGUFFile:
         return self.location
 
     def get(self, name: str) -> torch.Tensor:
+        """A tensor dequantised to float32, with its rows in the order of Hugging Face."""
         array = self._dequantise(self._stored_names[name])
         if self.config["model_type"] == "llama" and ".self_attn.q_proj." in name:
             array = _unpermute(array, self.config["num_attention_heads"])
@@ -102,6 +111,7 @@ class GGUFFile:
         return torch.from_numpy(array)
 
     def _dequantise(self, stored_name: str) -> npt.NDArray[np.float32]:
+        """A tensor of the file, by the file's own name."""
         tensor = self._header.tensors[stored_name]
         raw = np.frombuffer(self._data, np.uint8, tensor.num_bytes, tensor.offset)
         _, block_bytes = GGML_QUANT_SIZES[tensor.quantization]
@@ -192,7 +202,7 @@ class GGUFFile:
         return parameters | {"rope_type": "factors", "factors": self._dequantise(ROPE_FACTORS).tolist()}
 
     def _eos_token_ids(self) -> list[int]:
-        """The end of text, of turn and of message: any of them ends a completion."""
+        """The ids of the end of text, of turn and of message, each of which ends a completion."""
         ids: list[int] = []
         for key in (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")):
             token_id = self.metadata.get(key, 0)
@@ -206,7 +216,7 @@ class GGUFFile:
 
 
 def _hf_name(name: str) -> str:
-    """The Hugging Face name; the file's own for a tensor these architectures do not have."""
+    """The Hugging Face name of a tensor; its name in the file if these architectures have no such tensor."""
     if match := re.fullmatch(r"blk\.([0-9]+)\.(\w+)\.(weight|bias)", name):
         layer, module, suffix = match.groups()
         return f"model.layers.{layer}.{LAYER_MODULES[module]}.{suffix}" if module in LAYER_MODULES else name
@@ -216,12 +226,15 @@ def _hf_name(name: str) -> str:
 
 
 def _unpermute(array: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[np.float32]:
-    """llama.cpp rotates neighbours, so its files interleave the two halves of a head that belong together."""
+    """Undo the permutation of a query or key projection's rows [num_heads * head_dim, ...].
+
+    llama.cpp rotates pairs of neighbouring elements, so its files interleave the two halves of each head.
+    """
     pairs = array.reshape(num_heads, array.shape[0] // num_heads // 2, 2, *array.shape[1:])
     return pairs.swapaxes(1, 2).reshape(array.shape)
 
 
 def _to_float32(raw: npt.NDArray[np.uint8], quantization: GGMLQuantizationType) -> npt.NDArray[np.float32]:
-    with np.errstate(all="ignore"):  # numbers that are not finite are refused with the tensor's name
+    with np.errstate(all="ignore"):  # numbers that are not finite are rejected later, with the tensor's name
         array: npt.NDArray[np.float32] = quants.dequantize(raw, quantization)
     return array.reshape(-1)

@@ -1,4 +1,4 @@
-"""Random weights: a model's shapes and speed without its files."""
+"""Random weights, to run a model of given shapes without its files."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ __all__ = ["RandomTensors"]
 
 
 class RandomTensors:
-    """A TensorSource of random numbers, drawn on the device itself and the same for the same seed.
+    """A TensorSource of normally distributed numbers, drawn on the device, the same for the same seed.
 
-    Matrices keep the scale of what they multiply (deviation 1 / sqrt(in)), norms are near one, biases small.
+    Matrices [out, in] have the standard deviation 1 / sqrt(in), so that they keep the scale of their input.
+    Vectors have the standard deviation 0.02, with mean 1 for norms and 0 for biases.
     """
 
     def __init__(
@@ -45,10 +46,10 @@ class RandomTensors:
         return tensor
 
     def read_into(self, name: str, place: torch.Tensor) -> None:
-        """Draw into `place`, on the source's device; other types get other numbers."""
+        """Fill `place`, a tensor on the source's device. The numbers depend on its dtype."""
         shape = self._shapes[name]
-        # Seeded by name as well, so that a tensor does not depend on which were drawn before it; hashed into
-        # 32 bits because the CPU's generator looks at no more.
+        # The seed includes the name, so that a tensor does not depend on which were drawn before it. It is
+        # hashed into 32 bits because the CPU's generator uses no more.
         self._generator.manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
         mean = 1.0 if name.endswith("norm.weight") else 0.0
         deviation = shape[-1] ** -0.5 if len(shape) == 2 else 0.02

@@ -1,4 +1,7 @@
-"""Weights in safetensors files: one, or shards with an index."""
+"""Weights in safetensors files: one file, or shards with an index.
+
+Format: https://github.com/huggingface/safetensors#format
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,9 @@ __all__ = ["INDEX_FILE", "SINGLE_FILE", "SafetensorsFolder", "read_index"]
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 LENGTH_BYTES = 8
+"""A file begins with the length of its JSON header, in bytes, as a little-endian integer of so many bytes."""
 CHUNK_BYTES = 1 << 20
-"""Small enough to be still in the CPU's cache when it is copied on."""
+"""Size of the buffer for reading: small enough to be still in the CPU's cache when it is copied on."""
 
 
 class _Index(msgspec.Struct):
@@ -29,7 +33,7 @@ class _Index(msgspec.Struct):
 
 
 class _Entry(msgspec.Struct):
-    """Of a tensor in a file's header. Offsets count from the header's end."""
+    """A tensor's entry in a file's header. Offsets are in bytes from the end of the header."""
 
     data_offsets: tuple[int, int]
 
@@ -37,8 +41,8 @@ class _Entry(msgspec.Struct):
 class SafetensorsFolder:
     """The TensorSource of a folder with model.safetensors, or with model.safetensors.index.json and shards.
 
-    Opening reads the headers alone. Raises ModelLoadError naming a file that is missing, truncated, corrupt
-    or outside the folder.
+    Opening reads only the headers. Raises ModelLoadError naming a file that is missing, truncated, corrupt or
+    outside the folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -59,7 +63,7 @@ class SafetensorsFolder:
         self._check_places()
 
     def _check_places(self) -> None:
-        """Each tensor is where the index says, and nowhere else."""
+        """Raise ModelLoadError unless each tensor is in the file that the index names, and in no other."""
         for name, file in self._files.items():
             if name not in self._starts[file]:
                 raise ModelLoadError(
@@ -92,8 +96,11 @@ class SafetensorsFolder:
         return tensor
 
     def read_into(self, name: str, place: torch.Tensor) -> None:
-        """Read past the mapping that `get` gives views of: pages of it would stay beside what is made of
-        them."""
+        """Fill `place`, as in InPlaceSource.
+
+        Does not read through the memory mapping that `get` returns views of: its pages would stay in memory
+        beside the copies.
+        """
         dtype = self.get(name).dtype
         check_dtype(self, name, dtype)
         file = self._files[name]
@@ -106,12 +113,12 @@ class SafetensorsFolder:
 
 
 def _read_tensor(stored: FileIO, dtype: torch.dtype, place: torch.Tensor) -> None:
-    """Fill place [N] with the next N numbers of `dtype`."""
+    """Fill `place` [N] with the next N numbers of a file, which are stored as `dtype`."""
     if place.device.type == "cpu" and place.dtype == dtype:
         _read_bytes(stored, place)
         return
 
-    # Through a piece of memory that a GPU reads by itself, and converted on the device.
+    # Through a buffer, pinned for a GPU so that it reads the memory itself, and converted on the device.
     is_pinned = place.device.type == "cuda"
     buffer = torch.empty(CHUNK_BYTES // dtype.itemsize, dtype=dtype, device="cpu", pin_memory=is_pinned)
     for part in torch.split(place, len(buffer)):
@@ -121,6 +128,7 @@ def _read_tensor(stored: FileIO, dtype: torch.dtype, place: torch.Tensor) -> Non
 
 
 def _read_bytes(stored: FileIO, place: torch.Tensor) -> None:
+    """Fill a CPU tensor with the next bytes of a file; OSError if it ends before."""
     rest = place.view(torch.uint8).numpy().data
     while rest:
         num_read = stored.readinto(rest)
@@ -131,7 +139,7 @@ def _read_bytes(stored: FileIO, place: torch.Tensor) -> None:
 
 
 def read_index(folder: Path) -> dict[str, str]:
-    """The shard of each tensor, a path inside the folder; ModelLoadError for anything else."""
+    """The shard of each tensor, as a path inside the folder. Raises ModelLoadError naming the index file."""
     path = folder / INDEX_FILE
     try:
         weight_map = msgspec.json.decode(path.read_bytes(), type=_Index).weight_map
@@ -139,7 +147,8 @@ def read_index(folder: Path) -> dict[str, str]:
         raise ModelLoadError(f"{path}: not an index of shards: {error}") from error
 
     for file in sorted(set(weight_map.values())):
-        # The file may be a symbolic link out of the folder, as in the hub's cache; the name must not be.
+        # The file may be a symbolic link that leads out of the folder, as in the hub's cache, but not the
+        # name.
         shard = PurePath(file)
         if not shard.parts or shard.anchor or ".." in shard.parts:
             raise ModelLoadError(f"{path}: shard {short_repr(file)}, expected a path inside the folder")
@@ -148,7 +157,7 @@ def read_index(folder: Path) -> dict[str, str]:
 
 
 def _starts(path: Path) -> dict[str, int]:
-    """Where each tensor begins in a file that is known to be whole."""
+    """The offset of each tensor in bytes from the start of a file that is known to be whole."""
     with path.open("rb") as file:
         num_bytes = int.from_bytes(file.read(LENGTH_BYTES), "little")
         header = file.read(num_bytes)
@@ -164,6 +173,7 @@ def _starts(path: Path) -> dict[str, int]:
 
 
 def _open(path: Path) -> Any:
+    """An open safetensors file; ModelLoadError naming it if it is missing, truncated or corrupt."""
     if not has_file(path):
         raise ModelLoadError(f"{path}: missing, {INDEX_FILE} names it")
 

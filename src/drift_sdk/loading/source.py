@@ -1,41 +1,56 @@
-"""Where a model comes from: a folder, a .gguf file or the Hugging Face hub."""
+"""Finding the files of a model, a draft or a tokenizer: a folder, a .gguf file or the Hugging Face hub."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from drift_sdk._files import has_file
 from drift_sdk.errors import ModelLoadError, short_repr
 from drift_sdk.loading.gguf import GGUFFile
-from drift_sdk.loading.hub import download
+from drift_sdk.loading.hub import download, is_hub_id
 from drift_sdk.loading.safetensors import SafetensorsFolder
 from drift_sdk.loading.tensors import TensorSource
+from drift_sdk.progress import Report
 
 if TYPE_CHECKING:
     from drift_sdk.text.tokenizer import Tokenizer
 
-__all__ = ["Source", "eos_token_ids", "resolve"]
+__all__ = ["Role", "Source", "eos_token_ids", "expand_home", "name_role", "resolve"]
+
+Role = Literal["model", "draft", "tokenizer"]
+"""The use that files are loaded for; part of error messages."""
+
+EXPECTED = {
+    "model": "a folder or a .gguf file",
+    "draft": "a folder",
+    "tokenizer": "a folder, a tokenizer.json or a .gguf file",
+}
+# Names that end like this mean files, never hub ids.
+FILE_SUFFIXES = (".bin", ".gguf", ".json", ".safetensors", ".txt")
 
 
 class Source:
-    """A model's files. Each is read when asked for, so a broken one is reported by what needs it.
+    """The files of a model. Each is read on first use, so an error about one is raised by its first user.
 
-    `name`: what the caller asked for; `path`: the folder or .gguf file found for it.
+    path: the folder, or the .gguf file.
     """
 
-    def __init__(self, name: str, path: Path) -> None:
-        self.name = name
+    def __init__(self, path: Path) -> None:
         self.path = path
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """As in config.json; from the metadata for a GGUF file."""
+        """The contents of config.json; for a GGUF file the same settings, made from its metadata.
+
+        Raises ModelLoadError naming the file.
+        """
         if self._gguf is not None:
             return self._gguf.config
 
@@ -48,12 +63,19 @@ class Source:
 
     @cached_property
     def generation_config(self) -> dict[str, Any]:
-        """As in generation_config.json; empty where there is none."""
+        """The contents of generation_config.json; empty if there is none.
+
+        Raises ModelLoadError naming the file.
+        """
         return self._json("generation_config.json")
 
     @cached_property
     def chat_template(self) -> str | None:
-        """Jinja text: chat_template.jinja, else the tokenizer's own; the default one of several."""
+        """The chat template's Jinja text, or None: chat_template.jinja, else the one in tokenizer_config.json
+        or the GGUF file. Of several named templates, the one named "default".
+
+        Raises ModelLoadError naming the file.
+        """
         from drift_sdk.text.tokenizer import default_template
 
         if self._gguf is not None:
@@ -66,9 +88,11 @@ class Source:
         return default_template(self._json(file).get("chat_template"), self.path / file)
 
     def tensors(self) -> TensorSource:
+        """The model's weights; ModelLoadError naming a file that is missing or broken."""
         return SafetensorsFolder(self.path) if self._gguf is None else self._gguf
 
     def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; ModelLoadError naming the file it cannot be built from."""
         from drift_sdk.text.tokenizer import Tokenizer
 
         if self._gguf is not None:
@@ -90,6 +114,7 @@ class Source:
             raise ModelLoadError(f"{self.path / file}: cannot be read: {error}") from error
 
     def _json(self, file: str) -> dict[str, Any]:
+        """The contents of a JSON file in the folder; empty if it is missing, and for a GGUF file."""
         path = self.path / file
         if self._gguf is not None or not has_file(path):
             return {}
@@ -101,56 +126,103 @@ class Source:
 
 
 def resolve(
-    model: str | Path,
+    name: str | Path,
     *,
+    role: Role = "model",
     revision: str | None = None,
     cache_dir: str | Path | None = None,
     local_files_only: bool = False,
+    report: Report | None = None,
 ) -> Source:
-    """Find a model: an existing folder, an existing .gguf file, else, for a str alone, a hub id.
+    """Find the files of a model, a draft or a tokenizer.
 
-    The hub's local cache comes before the network. Raises ModelLoadError naming each place that was tried.
+    name: an existing folder, an existing .gguf file (for a draft not), else, for a str alone, a hub id. A
+    leading "~" stands for a home directory. The hub's local cache is tried before the network; a name with
+    the suffix of a file, or of something that exists, is not looked up on the hub.
+    report: called with (stage, fraction) while files are downloaded, see `loading.hub.download`.
+
+    Raises ModelLoadError naming role and name, with the reason.
     """
-    path = Path(model)
-    if os.path.isdir(path) or (os.path.isfile(path) and path.suffix == ".gguf"):
-        return Source(str(model), path)
+    path = expand_home(name)
+    found = f"{role} {short_repr(str(name))}"
+    if os.path.isdir(path):
+        return Source(path)
 
-    found = "is not a folder or a .gguf file" if os.path.lexists(path) else "does not exist"
-    tried = f"no model found: path {short_repr(str(path))} {found}"
-    if isinstance(model, Path):
-        raise ModelLoadError(f"{tried} (a Path is never a hub id)")
+    if os.path.isfile(path) and path.suffix == ".gguf":
+        if role == "draft":
+            raise ModelLoadError(f"{found} is a GGUF file, expected the folder of a draft head")
+
+        return Source(path)
+
+    if os.path.lexists(path):
+        raise ModelLoadError(f"{found} is not {EXPECTED[role]}")
+
+    if isinstance(name, Path):
+        raise ModelLoadError(f"{found} does not exist (a Path is never a hub id)")
+
+    if path.suffix in FILE_SUFFIXES:
+        raise ModelLoadError(f"{found} does not exist (a name that ends in {path.suffix} is never a hub id)")
+
+    if not is_hub_id(name):
+        raise ModelLoadError(f"{found} does not exist, and is not a hub id")
 
     try:
-        folder = download(model, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only)
+        folder = download(
+            name, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only, report=report
+        )
     except ModelLoadError as error:
-        raise ModelLoadError(f"{tried}; {error}") from error
+        where = f" at revision {revision!r}" if revision is not None else ""
+        raise ModelLoadError(f"{found}{where}: {error} (no such path exists either)") from None
 
-    return Source(model, folder)
+    return Source(folder)
+
+
+def expand_home(name: str | Path) -> Path:
+    """The path with a leading "~" or "~user" replaced by the home directory, where one is known."""
+    path = Path(name)
+    try:
+        return path.expanduser()
+    except RuntimeError:  # an unknown user, or no home directory
+        return path
+
+
+@contextmanager
+def name_role(role: Role) -> Iterator[None]:
+    """Prefix the message of a ModelLoadError raised in the block with `role`."""
+    try:
+        yield
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{role}: {error}") from error.__cause__
 
 
 def eos_token_ids(source: Source, vocab_size: int) -> tuple[int, ...]:
-    """Ids below vocab_size that end a completion: generation_config's, else the config's. Empty when neither
-    names any; ModelLoadError when none of those named can be generated."""
+    """The ids below `vocab_size` that end a completion: those of generation_config.json, else those of the
+    config. Empty if neither names any.
+
+    Raises ModelLoadError for a value that is no token id or list of them, and if every named id is
+    `vocab_size` or above.
+    """
     for name, settings in (("generation_config", source.generation_config), ("config", source.config)):
         if settings.get("eos_token_id") is not None:
-            ids = _ids(name, settings)
+            place = f"{source.path}: {name}"
+            ids = _ids(place, settings)
             # A padded or trimmed vocabulary leaves ids that cannot be generated.
             known = tuple(token_id for token_id in ids if token_id < vocab_size)
             if ids and not known:
-                found = f"{name}: eos_token_id={short_repr(list(ids))}"
-                raise ModelLoadError(f"{source.path}: {found}: expected one below vocab_size={vocab_size}")
+                found = f"{place}: eos_token_id={short_repr(list(ids))}"
+                raise ModelLoadError(f"{found}: expected one below vocab_size={vocab_size}")
 
             return known
 
     return ()
 
 
-def _ids(name: str, settings: Mapping[str, Any]) -> tuple[int, ...]:
+def _ids(place: str, settings: Mapping[str, Any]) -> tuple[int, ...]:
     value = settings["eos_token_id"]
     ids = tuple(value) if isinstance(value, list) else (value,)
     if not all(
         isinstance(token_id, int) and not isinstance(token_id, bool) and token_id >= 0 for token_id in ids
     ):
-        raise ModelLoadError(f"{name}: eos_token_id={short_repr(value)}: expected token ids")
+        raise ModelLoadError(f"{place}: eos_token_id={short_repr(value)}: expected token ids")
 
     return ids

@@ -1,4 +1,4 @@
-"""What a decoder's weights are read from."""
+"""Sources of a decoder's weights, and checks of what they give."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ STORED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 class TensorSource(Protocol):
     """Tensors by their Hugging Face names, read one at a time.
 
-    Every method but `names` raises KeyError for a name that is not among them, and ModelLoadError for a file
-    that cannot be read.
+    All methods but `names` raise KeyError for an unknown name, and ModelLoadError for a file that cannot be
+    read.
     """
 
     @property
     def location(self) -> str:
-        """The file or folder all of it comes from, for messages."""
+        """The file or folder that holds the tensors, for messages."""
 
-    def names(self) -> Collection[str]: ...
+    def names(self) -> Collection[str]:
+        """The names of all tensors."""
 
-    def shape(self, name: str) -> tuple[int, ...]: ...
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor."""
 
     def file(self, name: str) -> str:
-        """The file a tensor comes from."""
+        """The file that holds a tensor."""
 
     def get(self, name: str) -> torch.Tensor:
         """The tensor as stored, or dequantised to float32."""
@@ -38,17 +40,18 @@ class TensorSource(Protocol):
 
 @runtime_checkable
 class InPlaceSource(TensorSource, Protocol):
-    """A TensorSource that needs no copy of a tensor to bring it where it belongs."""
+    """A TensorSource that can read a tensor directly into its place."""
 
     def read_into(self, name: str, place: torch.Tensor) -> None:
-        """Fill `place`: contiguous, of the tensor's shape, on any device and of any floating type.
+        """Fill `place`, a contiguous tensor of the stored shape, on any device and of any floating-point
+        dtype.
 
-        Raises ModelLoadError for a tensor that is not stored as floating numbers, too.
+        Raises ModelLoadError also for a tensor that is not stored as floating-point numbers.
         """
 
 
 def check_dtype(tensors: TensorSource, name: str, dtype: torch.dtype) -> None:
-    """ModelLoadError naming tensor and file for a type that is no type of weights."""
+    """Raise ModelLoadError naming tensor and file if weights cannot be stored as `dtype`."""
     if dtype not in STORED_DTYPES:
         raise ModelLoadError(
             f"{tensors.file(name)}: tensor {name} is stored as {dtype}, expected float32, bfloat16 or float16"
@@ -56,8 +59,10 @@ def check_dtype(tensors: TensorSource, name: str, dtype: torch.dtype) -> None:
 
 
 class FiniteCheck:
-    """Tells tensors with NaN or infinity, after a conversion that may have made it: one pass over each, which
-    is read back from the device at the end, once for all."""
+    """Finds tensors with NaN or infinity, which a conversion may have produced.
+
+    Each tensor is reduced on its device when it is added; the results are read back once, by `finish`.
+    """
 
     def __init__(self, tensors: TensorSource) -> None:
         self._tensors = tensors
@@ -65,14 +70,15 @@ class FiniteCheck:
         self._extremes: list[torch.Tensor] = []
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Look over a floating tensor; no result is waited for."""
+        """Check a floating-point tensor, without waiting for the result. All tensors have one device and
+        dtype."""
         if tensor.numel() and not tensor.is_meta:
             self._names.append(name)
-            # NaN if any number is, and nothing as large as the tensor is made.
+            # The extremes are NaN if any number is, and no temporary as large as the tensor is allocated.
             self._extremes += torch.aminmax(tensor)
 
     def finish(self) -> None:
-        """ModelLoadError naming the first tensor that is not finite, and its file."""
+        """Raise ModelLoadError naming the first tensor that is not finite, and its file."""
         if not self._names:
             return
 

@@ -1,4 +1,4 @@
-"""Which keys the rows of a step see, and attention over them in a paged cache."""
+"""Causal attention of the rows of a step over a paged KV cache, in plain torch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,22 @@ from drift_sdk.models.kv_cache import KVCache
 
 __all__ = ["AttentionBatch", "SequenceRows"]
 
-# Sequences with more rows than this are computed alone: a prompt's chunk fills the machine by itself.
 MAX_PADDED_ROWS = 16
-# Sequences share a padded computation while its padded key slots stay under this ...
+"""Sequences with more rows than this are computed alone: the chunk of a prompt uses the device well by
+itself."""
 MAX_PADDED_SLOTS = 32_768
-# ... and none is padded by more than this, nor by more than its own length.
+"""Most key slots, padding included, of sequences that are computed as one padded batch."""
 MIN_PADDING = 256
+"""In a padded batch, a sequence is padded by at most this number of keys or, if it is longer, its own
+length."""
 
 
 class SequenceRows(Struct, frozen=True):
-    """A sequence's part of a step: rows at positions `start ... start + num_rows - 1`, whose keys and values
-    go to, and whose context lies in, the blocks `block_ids`, shifted by the batch's `slot_offset`."""
+    """The rows of one sequence in a step, at positions `start ... start + num_rows - 1`.
+
+    block_ids: the sequence's KV blocks from position 0 on. They hold its context and receive the keys and
+    values of the rows, all shifted by the batch's `slot_offset`.
+    """
 
     block_ids: Sequence[int]
     start: int
@@ -31,19 +36,23 @@ class SequenceRows(Struct, frozen=True):
 
     @property
     def num_keys(self) -> int:
+        """Keys that the last row sees."""
         return self.start + self.num_rows
 
 
 class AttentionBatch:
-    """What the rows of a step see: built once a step from host integers, shared by all layers.
+    """The rows of a step and the keys that each of them sees. Built once a step from integers of the host,
+    and used by all layers.
 
-    The rows of all sequences stand one after another; row j of a sequence sees its keys at positions
-    0 ... start + j. Position p lies at place p + `slot_offset` of the sequence's blocks; the places before
+    Rows are ordered by sequence. Row j of a sequence sees its keys at positions 0 ... start + j. The key of
+    position p lies at index p + `slot_offset` of the slots of the sequence's blocks; slots at indices below
     `slot_offset` are never read.
 
     num_rows:      N, over all sequences.
     positions:     [N] int64, on the cache's device, without the offset.
-    slot_mapping:  [N] int64, the cache slot each row's key and value go to.
+    slot_mapping:  [N] int64, the cache slot that receives each row's key and value.
+
+    Raises ValueError for rows or an offset below the allowed range, and for too few blocks.
     """
 
     def __init__(self, sequences: Sequence[SequenceRows], cache: KVCache, *, slot_offset: int = 0) -> None:
@@ -52,10 +61,9 @@ class AttentionBatch:
 
         first_rows = list(accumulate((sequence.num_rows for sequence in sequences), initial=0))
         self.num_rows = first_rows[-1]
-        members = _members(sequences)
         self._groups = [
             _Group([sequences[i] for i in group], [first_rows[i] for i in group], cache, slot_offset)
-            for group in members
+            for group in _group_sequences(sequences)
         ]
         self.positions = torch.empty(self.num_rows, dtype=torch.int64, device=cache.device)
         self.slot_mapping = torch.empty(self.num_rows, dtype=torch.int64, device=cache.device)
@@ -66,9 +74,12 @@ class AttentionBatch:
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: KVCache, layer: int
     ) -> torch.Tensor:
-        """Write the rows' keys and values to the cache, then attend to all that each row sees.
+        """Write the rows' keys and values to the cache, then compute their attention in one layer.
 
-        query [N, num_heads, head_dim], key and value [N, num_kv_heads, head_dim]: [N, num_heads * head_dim].
+        query:       [N, num_heads, head_dim].
+        key, value:  [N, num_kv_heads, head_dim].
+
+        Returns [N, num_heads * head_dim].
         """
         keys, values = cache.layer(layer)
         keys.index_copy_(0, self.slot_mapping, key)
@@ -85,10 +96,10 @@ class AttentionBatch:
 
 
 class _Group:
-    """Sequences with equally many rows, computed as one padded batch.
+    """Sequences with the same number of rows, computed as one padded batch.
 
-    Padding gathers the slot of position 0, which is always written: an unwritten one may hold NaN, which no
-    mask takes away again.
+    Padding keys are read from the slot of position 0, which is always written: an unwritten slot may hold
+    NaN, which remains NaN under a mask.
     """
 
     def __init__(
@@ -114,8 +125,8 @@ class _Group:
             mask = torch.zeros(is_visible.shape, dtype=cache.dtype, device="cpu")
             mask = mask.masked_fill_(~is_visible, float("-inf"))[:, None]
         elif self.num_rows > 1 and not self.is_causal:
-            # Row i sees key j if j <= start + i. With the keys in falling order that is a function of row
-            # plus column, so max_keys + num_rows numbers strided over themselves are the whole mask.
+            # Row i sees key j if j <= start + i. With the keys in reverse order that depends on row plus
+            # column alone, so a strided view of max_keys + num_rows - 1 numbers is the whole mask.
             key_slots = key_slots.flip(1)
             diagonals = torch.zeros(max_keys + self.num_rows - 1, dtype=cache.dtype, device=cache.device)
             diagonals[: self.num_rows - 1] = float("-inf")
@@ -127,6 +138,8 @@ class _Group:
         self._mask = None if mask is None else mask.to(cache.device)
 
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Attention of the group's rows: query [M, num_heads, head_dim], keys and values of a whole layer,
+        [num_slots, num_kv_heads, head_dim]. Returns [M, num_heads * head_dim]."""
         batch, num_heads, head_dim = self.num_sequences, query.shape[1], query.shape[2]
         gathered_shape = (batch, -1, *keys.shape[1:])
         output = F.scaled_dot_product_attention(
@@ -140,8 +153,8 @@ class _Group:
         return output.transpose(1, 2).reshape(batch * self.num_rows, num_heads * head_dim)
 
 
-def _members(sequences: Sequence[SequenceRows]) -> list[list[int]]:
-    """Indices of the sequences of each group, in order within a group."""
+def _group_sequences(sequences: Sequence[SequenceRows]) -> list[list[int]]:
+    """The indices of the sequences of each group, in ascending order within a group."""
     groups: list[list[int]] = []
     by_num_rows: dict[int, list[int]] = {}
     for index, sequence in enumerate(sequences):
@@ -155,8 +168,8 @@ def _members(sequences: Sequence[SequenceRows]) -> list[list[int]]:
         longest = 0
         for index in sorted(indices, key=lambda i: sequences[i].num_keys, reverse=True):
             length = sequences[index].num_keys
-            is_far = longest - length > max(MIN_PADDING, length)
-            if not group or is_far or (len(group) + 1) * longest > MAX_PADDED_SLOTS:
+            needs_much_padding = longest - length > max(MIN_PADDING, length)
+            if not group or needs_much_padding or (len(group) + 1) * longest > MAX_PADDED_SLOTS:
                 group, longest = [], length
                 groups.append(group)
 
@@ -166,7 +179,7 @@ def _members(sequences: Sequence[SequenceRows]) -> list[list[int]]:
 
 
 def _rows(first_rows: Sequence[int], num_rows: int, device: torch.device) -> slice | torch.Tensor:
-    """Where a group's rows stand in the step: a slice when they stand together."""
+    """The indices of a group's rows in the step: a slice if they are consecutive."""
     first = first_rows[0]
     if first_rows[-1] - first == num_rows * (len(first_rows) - 1):
         return slice(first, first_rows[-1] + num_rows)
@@ -178,7 +191,8 @@ def _rows(first_rows: Sequence[int], num_rows: int, device: torch.device) -> sli
 def _slots(
     sequences: Sequence[SequenceRows], max_keys: int, block_size: int, slot_offset: int
 ) -> torch.Tensor:
-    """Cache slot of every position, [num_sequences, max_keys]; past a sequence's end, of its first block."""
+    """The cache slot of each position, [num_sequences, max_keys] int64 on the CPU. Slots beyond the end of a
+    sequence's table are those of its first block."""
     max_blocks = -(-(max_keys + slot_offset) // block_size)
     tables = []
     for sequence in sequences:
@@ -191,6 +205,7 @@ def _slots(
 
 
 def _check(sequence: SequenceRows, cache: KVCache, slot_offset: int) -> None:
+    """Raise ValueError for an invalid range of rows, or too few blocks for it."""
     if slot_offset < 0:
         raise ValueError(f"slot_offset={slot_offset}: expected 0 or more")
 

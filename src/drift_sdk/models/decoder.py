@@ -20,9 +20,10 @@ __all__ = ["Decoder"]
 
 
 class Decoder:
-    """Token ids in, residual stream out; logits for the rows that need them.
+    """A decoder in plain torch: token ids in, residual stream out; logits are computed for selected rows.
 
-    It owns weights only: what rows see comes in an AttentionBatch, what they remember in a KVCache.
+    It owns only weights. The rows of a step and the keys they see are given by an AttentionBatch; keys and
+    values are kept in a KVCache.
     """
 
     def __init__(self, config: DecoderConfig, weights: DecoderWeights) -> None:
@@ -43,8 +44,10 @@ class Decoder:
         on_tensor: Callable[[int, int], None] | None = None,
         check_bytes: Callable[[int], None] | None = None,
     ) -> Decoder:
-        """Weights converted to `dtype` on `device`; `on_tensor(num_loaded, num_tensors)` follows each.
-        `check_bytes(num_bytes)` is called before memory is taken, and may raise.
+        """A decoder with weights converted to `dtype` on `device`.
+
+        on_tensor(num_loaded, num_tensors) is called after each tensor.
+        check_bytes(num_bytes) is called before memory is allocated, and may raise.
 
         Raises ModelLoadError naming tensor, file, found and expected shape.
         """
@@ -68,7 +71,8 @@ class Decoder:
         seed: int = 0,
         check_bytes: Callable[[int], None] | None = None,
     ) -> Decoder:
-        """Random weights of the configured shapes, drawn on the device, the same for the same seed."""
+        """A decoder with random weights of the configured shapes, drawn on the device, the same for the same
+        seed. `check_bytes` as in `load`."""
         shapes = tensor_shapes(config)
         tensors = RandomTensors(shapes, device=torch.device(device), dtype=dtype, seed=seed)
         return cls.load(config, tensors, device=device, dtype=dtype, check_bytes=check_bytes)
@@ -89,10 +93,13 @@ class Decoder:
         cache: KVCache,
         aux_layers: Sequence[int] = (),
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Residual stream [N, hidden] after the last layer, and at each of `aux_layers`; none is normalised.
+        """The residual stream [N, hidden] after the last layer and at each of `aux_layers`, not normalised.
 
-        token_ids [N] int64 in the batch's order of rows. Boundary j is the input of layer j, boundary
-        num_layers the output of the last. The rows' keys and values are written to the cache.
+        token_ids:   [N] int64, in the batch's order of rows.
+        aux_layers:  j stands for the input of layer j, num_layers for the output of the last layer.
+
+        The rows' keys and values are written to the cache. Raises ValueError for another shape of `token_ids`
+        or a layer out of range.
         """
         num_layers = self.config.num_layers
         if token_ids.shape != (batch.num_rows,):
@@ -118,14 +125,16 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Float32 logits [M, vocab] of rows [M, hidden] of the residual stream after the last layer."""
+        """Float32 logits [M, vocab] of rows [M, hidden] of the residual stream after the last layer, before
+        the final norm."""
         normed = rms_norm(hidden, self.weights.final_norm, self.config.rms_norm_eps)
         return linear(normed, self.weights.head).to(torch.float32)
 
     def _project(
         self, layer: LayerWeights, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rotated queries [N, num_heads, head_dim] and keys, and values [N, num_kv_heads, head_dim]."""
+        """Queries [N, num_heads, head_dim] and keys [N, num_kv_heads, head_dim], both rotated, and values
+        [N, num_kv_heads, head_dim], from the layer's input [N, hidden]."""
         config = self.config
         normed = rms_norm(hidden, layer.input_norm, config.rms_norm_eps)
         num_rotated = config.num_heads + config.num_kv_heads
@@ -148,5 +157,8 @@ class Decoder:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x over its root mean square along the last dimension, in float32, times weight in x's own dtype."""
+    """x [..., D] divided by its root mean square over the last dimension, times weight [D].
+
+    The division is computed in float32, the product in x's dtype. RMSNorm: arXiv 1910.07467.
+    """
     return weight * F.rms_norm(x.to(torch.float32), (x.shape[-1],), eps=eps).to(x.dtype)

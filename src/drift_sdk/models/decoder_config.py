@@ -1,4 +1,7 @@
-"""What a decoder looks like, read from a model's config.json."""
+"""Shapes and options of a decoder, from a model's config.json.
+
+Names and defaults of settings are those of transformers' LlamaConfig, Qwen2Config and Qwen3Config.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +11,25 @@ from typing import Any
 from msgspec import Struct
 
 from drift_sdk.errors import ModelLoadError, short_repr
-from drift_sdk.models.rope import RopeScaling, rope_from_hf
+from drift_sdk.models.rope import MAX_CONTEXT, RopeScaling, rope_from_hf
 
 __all__ = ["DecoderConfig"]
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-# Far beyond any model, and small enough to name every tensor and to multiply sizes.
+# Far beyond any model, but small enough that all tensors can be listed and sizes multiplied.
 MAX_SIZE = 2**24
 MAX_LAYERS = 1024
-MIN_CONTEXT = 2  # a token of a prompt and one to follow
-MAX_CONTEXT = 2**31 - 1
+MIN_CONTEXT = 2  # one token of a prompt and one generated token
 MAX_EPS = 1.0
 
 
 class DecoderConfig(Struct, frozen=True, kw_only=True):
     """Shapes and options of a Llama, Qwen2 or Qwen3 decoder.
 
-    `has_qk_norm`: queries and keys are normalised per head before the rotation (Qwen3).
-    `max_position_embeddings`: the model's own context, in tokens.
+    intermediate_size:        width of the MLP.
+    max_position_embeddings:  the model's context, in tokens.
+    has_qk_norm:              queries and keys are normalised per head before the rotation (Qwen3).
+    is_head_tied:             the output head is the embedding.
     """
 
     vocab_size: int
@@ -49,10 +53,10 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
     def from_hf(cls, config: Mapping[str, Any]) -> DecoderConfig:
         """From the contents of a config.json.
 
-        Raises ModelLoadError naming the setting when it asks for anything this decoder does not compute.
+        Raises ModelLoadError naming a setting that is missing, out of range or not implemented.
         """
         family = _family(config)
-        _refuse_unknown_options(config)
+        _check_options(config)
         hidden_size, num_heads = _int(config, "hidden_size"), _int(config, "num_attention_heads")
         num_kv_heads = _int(config, "num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
@@ -60,7 +64,7 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
                 f"config: num_key_value_heads={num_kv_heads}: expected a divisor of {num_heads}"
             )
 
-        # Qwen3 has heads of 128 unless it says otherwise, whatever its hidden size.
+        # transformers' Qwen3Config has a head_dim of 128 by default, for any hidden size.
         head_dim = _int(config, "head_dim", 128 if family == "qwen3" else hidden_size // num_heads)
         if head_dim % 2 or num_heads * head_dim > MAX_SIZE:
             raise ModelLoadError(
@@ -90,6 +94,7 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
 
 
 def _family(config: Mapping[str, Any]) -> str:
+    """The key in ARCHITECTURES of the model's architecture; without `architectures`, `model_type` decides."""
     known = ", ".join(ARCHITECTURES.values())
     architectures = config.get("architectures") or [ARCHITECTURES.get(str(config.get("model_type")))]
     for family, architecture in ARCHITECTURES.items():
@@ -100,7 +105,7 @@ def _family(config: Mapping[str, Any]) -> str:
     raise ModelLoadError(f"config: {found}: expected one of {known}")
 
 
-def _refuse_unknown_options(config: Mapping[str, Any]) -> None:
+def _check_options(config: Mapping[str, Any]) -> None:
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise ModelLoadError(f"config: hidden_act={short_repr(activation)}: only 'silu' is implemented")
@@ -120,6 +125,7 @@ def _refuse_unknown_options(config: Mapping[str, Any]) -> None:
 
 
 def _has_sliding_window(config: Mapping[str, Any]) -> bool:
+    """Whether any layer uses attention other than full attention."""
     layer_types = config.get("layer_types")
     if layer_types is not None:
         is_list = isinstance(layer_types, list) and layer_types
@@ -128,7 +134,7 @@ def _has_sliding_window(config: Mapping[str, Any]) -> bool:
     if "use_sliding_window" not in config:
         return config.get("sliding_window") is not None
 
-    # Qwen files name a window even where the switch or the number of windowed layers leaves it unused.
+    # Qwen files name a window even if the switch or the number of windowed layers leaves it unused.
     first_windowed = config.get("max_window_layers", 0)
     is_unused = isinstance(first_windowed, int) and first_windowed >= _num_layers(config)
     return bool(config["use_sliding_window"] and config.get("sliding_window") and not is_unused)

@@ -1,4 +1,9 @@
-"""What an EAGLE-3 draft looks like, read from its config.json and its target's configuration."""
+"""Configuration of an EAGLE-3 draft, from its config.json and its target's configuration.
+
+Three formats are read: flat files as SafeAILab's EAGLE repository publishes them, flat files with a table
+`eagle_config` (SpecForge, NVIDIA), and files of the speculators library, with a table
+`transformer_layer_config`.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +13,11 @@ from typing import Any
 from msgspec import Struct
 
 from drift_sdk.errors import ModelLoadError, short_repr
+from drift_sdk.models.decoder_config import ARCHITECTURES as MODEL_ARCHITECTURES
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.rope import RopeScaling
 
-__all__ = ["DraftConfig", "draft_settings"]
+__all__ = ["DraftConfig", "draft_settings", "is_model_config"]
 
 ARCHITECTURES = (
     "LlamaForCausalLM",
@@ -33,8 +39,8 @@ OPTIONS = (
     "norm_output",
     "return_hidden_post_norm",
 )
-# Options with the one value that is implemented. `bias` is the projection's to some and the attention's to
-# others.
+# Options of which one value is implemented. Some formats mean the projection of the features by `bias`,
+# others the attention.
 FIXED_OPTIONS: dict[str, bool | float | str] = {
     "bias": False,
     "eh_proj_before_attn": False,
@@ -48,21 +54,25 @@ FIXED_OPTIONS: dict[str, bool | float | str] = {
     "use_last_layernorm": True,
     "use_mtp_layernorm": False,
 }
-# Says something about parallel drafting alone, which `parallel_draft_step` rules out.
+# Concerns parallel drafting alone, which the only accepted value of `parallel_draft_step` rules out.
 UNUSED_OPTIONS = ("parallel_draft_heads_num_layers",)
 NUM_DEFAULT_FEATURES = 3
 
 
 class DraftConfig(Struct, frozen=True, kw_only=True):
-    """Shapes and options of an EAGLE-3 draft of one target.
+    """Shapes and options of an EAGLE-3 draft of one target. Names in brackets are those of config.json.
 
-    `vocab_size`, `target_hidden_size`: the target's. `draft_vocab_size`: the tokens the draft can propose.
-    `aux_layers`: where the target's residual stream is captured, low to high; boundary j is the input of
-    layer j. Empty when the feature is the target's final hidden state after its norm, not projected.
-    `has_input_norm`: the concatenated features are normalised (`norm_before_fc`).
-    `has_feature_norms`: each feature is normalised by itself (`fc_norm`).
-    `is_residual_normed`: the residual stream starts from the normalised feature (`norm_before_residual`).
-    `is_output_normed`: what is fed back has gone through the final norm (`norm_output`).
+    vocab_size:          the target's number of tokens; so many can be input.
+    draft_vocab_size:    number of tokens the draft can propose.
+    target_hidden_size:  width of the target's residual stream.
+    aux_layers:          layers of the target whose input (the residual stream) the feature is made of, low to
+                         high; the target's number of layers stands for the output of the last one. Empty if
+                         the feature is the target's final hidden state after its norm, not projected.
+    has_input_norm:      the concatenated hidden states are normalised (`norm_before_fc`).
+    has_feature_norms:   each hidden state is normalised by itself (`fc_norm`).
+    is_residual_normed:  the draft's residual stream starts from the normalised feature, else from the feature
+                         itself (`norm_before_residual`).
+    is_output_normed:    the output that becomes the next input has passed the final norm (`norm_output`).
     """
 
     vocab_size: int
@@ -92,16 +102,17 @@ class DraftConfig(Struct, frozen=True, kw_only=True):
     ) -> DraftConfig:
         """From the contents of a draft's config.json.
 
-        `aux_layer_convention`: what `eagle_aux_hidden_state_layer_ids` count. "output": id j is the output of
-        layer j, boundary j + 1; "boundary": id j is boundary j; None: "boundary" where an id is the target's
-        number of layers, else "output".
+        aux_layer_convention: the meaning of `eagle_aux_hidden_state_layer_ids`. "output": id j is the output
+        of layer j, which is the input of layer j + 1; "boundary": id j is the input of layer j; None:
+        "boundary" if an id is the target's number of layers, else "output".
 
-        Raises ModelLoadError naming the setting that asks for what is not computed, or both values where the
-        draft does not fit its target.
+        Raises ModelLoadError naming the setting that is not implemented, or both values where the draft does
+        not fit its target.
         """
         settings = draft_settings(config)
-        _refuse_unknown_options(config, settings)
-        # The layers are Llama's. Rotation follows from positions, so a short context of its own is no limit.
+        _check_options(config, settings)
+        # The layers are Llama's. The rotation is computed from positions, so the draft's own context is no
+        # limit.
         llama = {"max_position_embeddings": target.max_position_embeddings} | settings
         shape = DecoderConfig.from_hf(llama | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"})
         draft = cls(
@@ -131,9 +142,9 @@ class DraftConfig(Struct, frozen=True, kw_only=True):
 
 
 def draft_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a config.json in one flat dict, wherever its format keeps them; nulls are left out.
+    """The settings of a draft's config.json in one flat dict, from all tables of its format, without nulls.
 
-    Raises ModelLoadError for a setting that is given twice and differs.
+    Raises ModelLoadError for a setting that has two different values.
     """
     layer, eagle = (_table(config, name) for name in ("transformer_layer_config", "eagle_config"))
     top = {name: value for name, value in config.items() if value is not None}
@@ -142,11 +153,20 @@ def draft_settings(config: Mapping[str, Any]) -> dict[str, Any]:
             found = f"{name}={short_repr(top[name])}, but {short_repr(value)} in eagle_config"
             raise ModelLoadError(f"config: {found}: expected the same")
 
-    # A speculator's top level describes the whole, its layer's table one Llama layer.
+    # In the speculators format, the top level describes the draft and the layer's table one Llama layer.
     return top | eagle | layer | {"architectures": top.get("architectures")}
 
 
+def is_model_config(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json describes a language model rather than a draft head of one."""
+    is_draft = any(name in config for name in (*OPTIONS, "eagle_config", "transformer_layer_config"))
+    architectures = config.get("architectures")
+    is_known = any(architectures == [architecture] for architecture in MODEL_ARCHITECTURES.values())
+    return is_known and not is_draft
+
+
 def _table(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A table of the config without its nulls; empty if there is none."""
     table = config.get(name) or {}
     if not isinstance(table, Mapping):
         raise ModelLoadError(f"config: {name}={short_repr(table)}: expected a table of settings")
@@ -155,10 +175,11 @@ def _table(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _is_nested(config: Mapping[str, Any]) -> bool:
+    """Whether the file has the speculators library's format."""
     return bool(config.get("transformer_layer_config"))
 
 
-def _refuse_unknown_options(config: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+def _check_options(config: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     architectures = settings["architectures"]
     if not (
         isinstance(architectures, list) and len(architectures) == 1 and architectures[0] in ARCHITECTURES
@@ -167,7 +188,7 @@ def _refuse_unknown_options(config: Mapping[str, Any], settings: Mapping[str, An
             f"config: architectures={short_repr(architectures)}: expected one of {', '.join(ARCHITECTURES)}"
         )
 
-    # A speculator's own model_type says nothing about its layers.
+    # In the speculators format, the top level's model_type does not describe the layers.
     model_type = (config.get("transformer_layer_config") or config).get("model_type") or "llama"
     if model_type != "llama":
         raise ModelLoadError(f"config: model_type={short_repr(model_type)}: expected 'llama'")
@@ -202,6 +223,7 @@ def _draft_vocab_size(settings: Mapping[str, Any], vocab_size: int) -> int:
 
 
 def _aux_layers(settings: Mapping[str, Any], num_layers: int, convention: str | None) -> tuple[int, ...]:
+    """The field `aux_layers` for a target of `num_layers` layers; ModelLoadError for ids out of range."""
     if convention not in ("output", "boundary", None):
         raise ModelLoadError(
             f"aux_layer_convention={short_repr(convention)}: expected 'output', 'boundary' or None"
@@ -216,27 +238,7 @@ def _aux_layers(settings: Mapping[str, Any], num_layers: int, convention: str | 
             f"config: eagle_aux_hidden_state_layer_ids={short_repr(ids)}: expected a list of integers"
         )
 
-    if not ids:
-        if num_layers < NUM_DEFAULT_FEATURES:
-            raise ModelLoadError(
-                f"config: no eagle_aux_hidden_state_layer_ids, and a target of {num_layers} layers: "
-                f"expected {NUM_DEFAULT_FEATURES} or more"
-            )
-
-        aux_layers = sorted((2, num_layers // 2, num_layers - 3))
-    else:
-        if convention is None:
-            convention = "boundary" if num_layers in ids else "output"
-
-        first = 1 if convention == "output" else 0
-        aux_layers = sorted(layer_id + first for layer_id in ids)
-        is_distinct = len(set(aux_layers)) == len(ids)
-        if not is_distinct or not all(first <= aux_layer <= num_layers for aux_layer in aux_layers):
-            raise ModelLoadError(
-                f"config: eagle_aux_hidden_state_layer_ids={short_repr(ids)} as {convention} ids: "
-                f"expected different ones from 0 to {num_layers - first}"
-            )
-
+    aux_layers = _layers_of_ids(ids, num_layers, convention) if ids else _default_layers(num_layers)
     num_features = settings.get("num_aux_hidden_states", len(aux_layers))
     if num_features != len(aux_layers):
         raise ModelLoadError(
@@ -246,7 +248,35 @@ def _aux_layers(settings: Mapping[str, Any], num_layers: int, convention: str | 
     return tuple(aux_layers)
 
 
+def _default_layers(num_layers: int) -> list[int]:
+    """The layers of drafts that name none: those of SafeAILab's EAGLE-3 code."""
+    if num_layers < NUM_DEFAULT_FEATURES:
+        raise ModelLoadError(
+            f"config: no eagle_aux_hidden_state_layer_ids, and a target of {num_layers} layers: "
+            f"expected {NUM_DEFAULT_FEATURES} or more"
+        )
+
+    return sorted((2, num_layers // 2, num_layers - 3))
+
+
+def _layers_of_ids(ids: list[int], num_layers: int, convention: str | None) -> list[int]:
+    if convention is None:
+        convention = "boundary" if num_layers in ids else "output"
+
+    first = 1 if convention == "output" else 0
+    aux_layers = sorted(layer_id + first for layer_id in ids)
+    is_distinct = len(set(aux_layers)) == len(ids)
+    if not is_distinct or not all(first <= aux_layer <= num_layers for aux_layer in aux_layers):
+        raise ModelLoadError(
+            f"config: eagle_aux_hidden_state_layer_ids={short_repr(ids)} as {convention} ids: "
+            f"expected different ones from 0 to {num_layers - first}"
+        )
+
+    return aux_layers
+
+
 def _check_fit(draft: DraftConfig, target: DecoderConfig) -> None:
+    """ModelLoadError for shapes that are not the target's, and for options that exclude each other."""
     if draft.vocab_size != target.vocab_size:
         raise ModelLoadError(
             f"config: the draft has vocab_size={draft.vocab_size}, its target {target.vocab_size}: "

@@ -1,4 +1,4 @@
-"""An EAGLE-3 draft's weights: their names and shapes, and what it shares with its target."""
+"""An EAGLE-3 draft's weights: names, shapes, and loading. Some may be shared with the target."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from drift_sdk.errors import ModelLoadError
 from drift_sdk.loading.draft import OFFSETS, PROPOSABLE
 from drift_sdk.loading.tensors import FiniteCheck, TensorSource, check_dtype
 from drift_sdk.models.draft_config import DraftConfig
-from drift_sdk.models.weights import DecoderWeights, LayerWeights
+from drift_sdk.models.weights import DecoderWeights, LayerWeights, others
 
 __all__ = ["DraftWeights", "load_draft_weights", "required_shapes", "shareable_shapes"]
 
@@ -21,11 +21,15 @@ HIDDEN_NORM = "layers.0.hidden_norm.weight"
 
 @dataclass(frozen=True, slots=True)
 class DraftWeights:
-    """embedding [vocab, hidden]; fc [hidden, num_features * target_hidden]; input_norm [the same columns];
-    feature_norms [target_hidden] each; hidden_norm and final_norm [hidden]; head [draft_vocab, hidden];
-    target_ids [draft_vocab] int64: the target's id of each of the draft's.
+    """The weights of a draft. The first layer's qkv has 2 * hidden columns, those for the embedding first.
 
-    The first layer's qkv has 2 * hidden columns, the embedding's half first.
+    embedding:                [vocab, hidden].
+    fc:                       [hidden, num_features * target_hidden].
+    input_norm:               [num_features * target_hidden].
+    feature_norms:            [target_hidden] each.
+    hidden_norm, final_norm:  [hidden].
+    head:                     [draft_vocab, hidden].
+    target_ids:               [draft_vocab] int64, the target's token id for each of the draft's.
     """
 
     embedding: torch.Tensor
@@ -40,7 +44,7 @@ class DraftWeights:
 
 
 def required_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor a draft cannot do without."""
+    """The names and shapes of the tensors that every draft of this config must store."""
     hidden, num_features = config.hidden_size, len(config.aux_layers)
     shapes: dict[str, tuple[int, ...]] = {}
     if config.aux_layers:
@@ -60,7 +64,7 @@ def required_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
 
 
 def shareable_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of the tensors that are the target's where a draft of its width stores none."""
+    """The names and shapes of the tensors that a draft of the target's width may share with it instead."""
     return {
         EMBEDDING: (config.vocab_size, config.hidden_size),
         HEAD: (config.draft_vocab_size, config.hidden_size),
@@ -70,51 +74,21 @@ def shareable_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
 def load_draft_weights(
     config: DraftConfig, tensors: TensorSource, target_ids: torch.Tensor, target: DecoderWeights
 ) -> DraftWeights:
-    """Weights of the target's dtype, on its device; its embedding and head where the draft has none.
+    """Weights in the target's dtype, on its device.
+
+    target_ids: as DraftWeights has them, on any device. Embedding and head are the target's if `tensors` has
+    none; of the head, only the rows of `target_ids`.
 
     Raises ModelLoadError naming tensor, file, found and expected shape for a tensor that is missing,
-    unexpected, misshapen or not finite.
+    unexpected, misshapen or not finite, and if there is not enough memory.
     """
     _check_names(config, tensors)
-    names, finite = tensors.names(), FiniteCheck(tensors)
-
-    def read(name: str) -> torch.Tensor:
-        tensor = tensors.get(name)
-        check_dtype(tensors, name, tensor.dtype)
-        try:
-            tensor = tensor.to(device=target.embedding.device, dtype=target.embedding.dtype, copy=True)
-        except RuntimeError as error:  # torch.OutOfMemoryError is one, too
-            raise ModelLoadError(f"{tensors.file(name)}: no memory for tensor {name}: {error}") from error
-
-        finite.add(name, tensor)
-        return tensor
-
-    def stacked(prefix: str, modules: str, suffix: str) -> torch.Tensor:
-        return torch.cat([read(f"{prefix}.{module}_proj.{suffix}") for module in modules.split()])
-
-    def layer(index: int) -> LayerWeights:
-        prefix = f"layers.{index}"
-        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-        has_bias, has_mlp_bias = config.has_attention_bias, config.has_mlp_bias
-        return LayerWeights(
-            input_norm=read(f"{prefix}.input_layernorm.weight"),
-            qkv=stacked(attention, "q k v", "weight"),
-            qkv_bias=stacked(attention, "q k v", "bias") if has_bias else None,
-            query_norm=None,
-            key_norm=None,
-            output=read(f"{attention}.o_proj.weight"),
-            output_bias=read(f"{attention}.o_proj.bias") if has_bias else None,
-            mlp_norm=read(f"{prefix}.post_attention_layernorm.weight"),
-            gate_up=stacked(mlp, "gate up", "weight"),
-            gate_up_bias=stacked(mlp, "gate up", "bias") if has_mlp_bias else None,
-            down=read(f"{mlp}.down_proj.weight"),
-            down_bias=read(f"{mlp}.down_proj.bias") if has_mlp_bias else None,
-        )
-
-    embedding = read(EMBEDDING) if EMBEDDING in names else target.embedding
+    reader = _Reader(tensors, target.embedding)
+    names = tensors.names()
+    embedding = reader.read(EMBEDDING) if EMBEDDING in names else target.embedding
     ids = target_ids.to(embedding.device)
     if HEAD in names:
-        head = read(HEAD)
+        head = reader.read(HEAD)
     else:
         whole = embedding if config.is_head_tied and EMBEDDING in names else target.head
         head = whole if len(ids) == len(whole) else whole[ids]
@@ -122,20 +96,68 @@ def load_draft_weights(
     feature_norms = range(len(config.aux_layers) if config.has_feature_norms else 0)
     weights = DraftWeights(
         embedding=embedding,
-        fc=read(FC) if config.aux_layers else None,
-        input_norm=read(INPUT_NORM) if config.has_input_norm else None,
-        feature_norms=tuple(read(_feature_norm(index)) for index in feature_norms),
-        hidden_norm=read(HIDDEN_NORM),
-        layers=tuple(layer(index) for index in range(config.num_layers)),
-        final_norm=read(FINAL_NORM),
+        fc=reader.read(FC) if config.aux_layers else None,
+        input_norm=reader.read(INPUT_NORM) if config.has_input_norm else None,
+        feature_norms=tuple(reader.read(_feature_norm(index)) for index in feature_norms),
+        hidden_norm=reader.read(HIDDEN_NORM),
+        layers=tuple(_read_layer(config, reader, index) for index in range(config.num_layers)),
+        final_norm=reader.read(FINAL_NORM),
         head=head,
         target_ids=ids,
     )
-    finite.finish()
+    reader.finite.finish()
     return weights
 
 
+class _Reader:
+    """Reads tensors into the dtype and onto the device of `like`, and collects them for a check of
+    finiteness."""
+
+    def __init__(self, tensors: TensorSource, like: torch.Tensor) -> None:
+        self.finite = FiniteCheck(tensors)
+        self._tensors = tensors
+        self._like = like
+
+    def read(self, name: str) -> torch.Tensor:
+        """A copy of a tensor; ModelLoadError naming it for a wrong dtype or lack of memory."""
+        tensor = self._tensors.get(name)
+        check_dtype(self._tensors, name, tensor.dtype)
+        try:
+            tensor = tensor.to(device=self._like.device, dtype=self._like.dtype, copy=True)
+        except RuntimeError as error:  # torch.OutOfMemoryError is a RuntimeError
+            file = self._tensors.file(name)
+            raise ModelLoadError(f"{file}: no memory for tensor {name}: {error}") from error
+
+        self.finite.add(name, tensor)
+        return tensor
+
+    def read_stacked(self, prefix: str, modules: str, suffix: str) -> torch.Tensor:
+        """One tensor of the rows of several modules' projections."""
+        return torch.cat([self.read(f"{prefix}.{module}_proj.{suffix}") for module in modules.split()])
+
+
+def _read_layer(config: DraftConfig, reader: _Reader, index: int) -> LayerWeights:
+    prefix = f"layers.{index}"
+    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    has_bias, has_mlp_bias = config.has_attention_bias, config.has_mlp_bias
+    return LayerWeights(
+        input_norm=reader.read(f"{prefix}.input_layernorm.weight"),
+        qkv=reader.read_stacked(attention, "q k v", "weight"),
+        qkv_bias=reader.read_stacked(attention, "q k v", "bias") if has_bias else None,
+        query_norm=None,
+        key_norm=None,
+        output=reader.read(f"{attention}.o_proj.weight"),
+        output_bias=reader.read(f"{attention}.o_proj.bias") if has_bias else None,
+        mlp_norm=reader.read(f"{prefix}.post_attention_layernorm.weight"),
+        gate_up=reader.read_stacked(mlp, "gate up", "weight"),
+        gate_up_bias=reader.read_stacked(mlp, "gate up", "bias") if has_mlp_bias else None,
+        down=reader.read(f"{mlp}.down_proj.weight"),
+        down_bias=reader.read(f"{mlp}.down_proj.bias") if has_mlp_bias else None,
+    )
+
+
 def _layer_shapes(config: DraftConfig, index: int) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of the tensors of one layer, without the hidden norm of the first."""
     prefix, hidden = f"layers.{index}", config.hidden_size
     query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     width = 2 * hidden if index == 0 else hidden
@@ -168,30 +190,27 @@ def _feature_norm(index: int) -> str:
 
 
 def _check_names(config: DraftConfig, tensors: TensorSource) -> None:
+    """Raise ModelLoadError for a tensor that is missing, unexpected or misshapen."""
     required, own = required_shapes(config), shareable_shapes(config)
     if config.hidden_size != config.target_hidden_size:
-        # Neither the target's embedding nor its head has this width.
+        # The target's embedding and head have another width.
         required |= own
 
     names = set(tensors.names())
     missing = [name for name in required if name not in names]
     if missing:
         found = f"tensor {missing[0]} of shape {list(required[missing[0]])} is missing"
-        raise ModelLoadError(f"{tensors.location}: {found}{_others(missing)}")
+        raise ModelLoadError(f"{tensors.location}: {found}{others(missing)}")
 
     extra = names - required.keys() - own.keys() - {OFFSETS, PROPOSABLE}
-    # Old files hold the frequencies of the rotation; they follow from the config.
+    # Old files contain the frequencies of the rotation, which are computed from the config.
     extra = {name for name in extra if not name.endswith("rotary_emb.inv_freq")}
     if extra:
         name = min(extra)
         found = f"tensor {name} of shape {list(tensors.shape(name))} is not part of this draft"
-        raise ModelLoadError(f"{tensors.file(name)}: {found}{_others(sorted(extra))}")
+        raise ModelLoadError(f"{tensors.file(name)}: {found}{others(sorted(extra))}")
 
     for name, expected in (required | own).items():
         if name in names and tensors.shape(name) != expected:
             found = f"tensor {name} has shape {list(tensors.shape(name))}, expected {list(expected)}"
             raise ModelLoadError(f"{tensors.file(name)}: {found}")
-
-
-def _others(names: list[str]) -> str:
-    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""

@@ -1,8 +1,13 @@
-"""The EAGLE-3 draft: a Llama layer or a few that read the target's features beside the next token."""
+"""The EAGLE-3 draft head: one or a few Llama layers that predict the target's next feature.
+
+A feature is made of the target's residual stream at a few layers ("EAGLE-3: Scaling up Inference Acceleration
+of Large Language Models via Training-Time Test", arXiv 2503.01840).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
@@ -12,34 +17,31 @@ import torch.nn.functional as F
 from drift_sdk.errors import ModelLoadError
 from drift_sdk.loading.draft import DraftTensors, read_target_ids
 from drift_sdk.loading.random import RandomTensors
-from drift_sdk.loading.source import Source, resolve
+from drift_sdk.loading.source import Source, name_role, resolve
 from drift_sdk.models.attention import AttentionBatch
 from drift_sdk.models.decoder import Decoder, rms_norm
-from drift_sdk.models.draft_config import DraftConfig
+from drift_sdk.models.draft_config import DraftConfig, is_model_config
 from drift_sdk.models.draft_weights import DraftWeights, load_draft_weights, required_shapes, shareable_shapes
 from drift_sdk.models.kv_cache import KVCache
 from drift_sdk.models.linear import linear
 from drift_sdk.models.rope import inverse_frequencies, rotary_tables, rotate
+from drift_sdk.progress import Report
 
 __all__ = ["DRAFT_KV_OFFSET", "DraftDecoder"]
 
-# Row i, of position i, holds (feature of token i, token i + 1). It lies at the slot of token i + 1, so that a
-# block's draft keys and values follow from the block's own tokens and those before.
 DRAFT_KV_OFFSET = 1
-
-
-def _read_config(source: Source, target: Decoder, aux_layer_convention: str | None) -> DraftConfig:
-    try:
-        return DraftConfig.from_hf(source.config, target.config, aux_layer_convention=aux_layer_convention)
-    except ModelLoadError as error:
-        raise ModelLoadError(f"{source.path}: {error}") from error
+"""Draft row i combines the feature of position i with token i + 1. Its keys and values lie at KV slot i + 1,
+so that the draft's KV in a block depends only on the tokens of that block and of those before it."""
 
 
 class DraftDecoder:
-    """Row i, made of the feature at position i and token i + 1, in; what token i + 2 follows from, out.
+    """An EAGLE-3 draft head of one target.
 
-    It owns weights only, in the dtype and on the device of its target, some of them shared with it. What
-    rows see comes in an AttentionBatch made with `slot_offset=DRAFT_KV_OFFSET`, what they remember in a
+    Draft row i takes the feature of position i and token i + 1, and returns the next feature, from which
+    `logits` predicts token i + 2.
+
+    It owns weights only, in the dtype and on the device of its target; some are shared with the target. What
+    rows see comes in an AttentionBatch made with `slot_offset=DRAFT_KV_OFFSET`; keys and values are kept in a
     KVCache of `num_layers` layers.
     """
 
@@ -54,30 +56,37 @@ class DraftDecoder:
     @torch.inference_mode()
     def load(
         cls,
-        folder: str | Path,
+        name: str | Path,
         target: Decoder,
         *,
         aux_layer_convention: str | None = None,
-        revision: str | None = None,
         cache_dir: str | Path | None = None,
         local_files_only: bool = False,
+        report: Report | None = None,
     ) -> Self:
-        """From a folder or, for a str alone, a hub id. `aux_layer_convention` as in DraftConfig.from_hf.
+        """A draft from a folder or, for a str alone, a hub id.
 
-        Raises ModelLoadError naming the file and what of it is broken, not implemented or does not fit the
-        target.
+        `aux_layer_convention` as in DraftConfig.from_hf. `report` is called with (stage, fraction) while
+        files are downloaded.
+
+        Raises ModelLoadError that says it is about the draft and names the file: for a file that is missing
+        or broken, for a setting that is not implemented, for a draft that does not fit the target, and for a
+        whole model in place of a draft head.
         """
-        source = resolve(folder, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only)
-        config = _read_config(source, target, aux_layer_convention)
-        tensors = DraftTensors(source.path)
-        ids = read_target_ids(tensors, config.vocab_size, config.draft_vocab_size)
-        return cls(config, load_draft_weights(config, tensors, ids, target.weights), target)
+        source = resolve(
+            name, role="draft", cache_dir=cache_dir, local_files_only=local_files_only, report=report
+        )
+        with _explain_errors(source):
+            config = _read_config(source, target, aux_layer_convention)
+            tensors = DraftTensors(source.path)
+            ids = read_target_ids(tensors, config.vocab_size, config.draft_vocab_size)
+            return cls(config, load_draft_weights(config, tensors, ids, target.weights), target)
 
     @classmethod
     @torch.inference_mode()
     def random(cls, config: DraftConfig, target: Decoder, seed: int = 0) -> Self:
-        """Random weights with an embedding and a head of their own, the same for the same seed. A reduced
-        vocabulary is spread evenly over the target's."""
+        """A draft with random weights, the same for the same seed, with an embedding and a head that are not
+        shared with the target. A reduced vocabulary is spread evenly over the target's."""
         shapes = required_shapes(config) | shareable_shapes(config)
         tensors = RandomTensors(shapes, device=target.device, dtype=target.dtype, seed=seed)
         ids = (
@@ -88,16 +97,25 @@ class DraftDecoder:
     @classmethod
     def load_random(
         cls,
-        folder: str | Path,
+        name: str | Path,
         target: Decoder,
         *,
         aux_layer_convention: str | None = None,
         cache_dir: str | Path | None = None,
         local_files_only: bool = False,
+        report: Report | None = None,
     ) -> Self:
-        """Random weights for the config in a folder or hub id; ModelLoadError if it does not fit."""
-        source = resolve(folder, revision=None, cache_dir=cache_dir, local_files_only=local_files_only)
-        return cls.random(_read_config(source, target, aux_layer_convention), target)
+        """A draft with random weights and the config of a folder or hub id; arguments and errors as in
+        `load`.
+
+        The folder needs no weights.
+        """
+        source = resolve(
+            name, role="draft", cache_dir=cache_dir, local_files_only=local_files_only, report=report
+        )
+        with _explain_errors(source):
+            config = _read_config(source, target, aux_layer_convention)
+        return cls.random(config, target)
 
     @property
     def device(self) -> torch.device:
@@ -109,7 +127,7 @@ class DraftDecoder:
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """The boundaries of the target whose residual stream `fuse` takes, low to high."""
+        """The target's layers whose input `fuse` takes, low to high; see DraftConfig."""
         return self.config.aux_layers
 
     @property
@@ -118,15 +136,18 @@ class DraftDecoder:
 
     @property
     def target_ids(self) -> torch.Tensor:
-        """The target's id of each of the draft's, [draft_vocab] int64."""
+        """The target's token id for each of the draft's, [draft_vocab] int64."""
         return self.weights.target_ids
 
     @torch.inference_mode()
     def fuse(self, aux_hidden: Sequence[torch.Tensor], final_hidden: torch.Tensor) -> torch.Tensor:
-        """Features [N, hidden] from what the target's `forward` returns: the residual stream at `aux_layers`,
-        [N, target_hidden] each, and after the last layer, [N, target_hidden]. None is normalised yet.
+        """Features [N, hidden] from what the target's `forward` returns.
 
-        A row that the draft feeds back to itself is a feature already and does not pass through here.
+        aux_hidden:    the residual stream at `aux_layers`, [N, target_hidden] each.
+        final_hidden:  the residual stream after the last layer, [N, target_hidden].
+
+        Neither is normalised yet. A row that the draft returns for its own next input is a feature already
+        and is not passed to this function. Raises ValueError for a wrong number of tensors in `aux_hidden`.
         """
         if len(aux_hidden) != len(self.aux_layers):
             raise ValueError(f"aux_hidden: {len(aux_hidden)} tensors: expected {len(self.aux_layers)}")
@@ -149,10 +170,14 @@ class DraftDecoder:
     def forward(
         self, features: torch.Tensor, token_ids: torch.Tensor, batch: AttentionBatch, cache: KVCache
     ) -> torch.Tensor:
-        """The next features [N, hidden], to be fed back with the tokens chosen from their logits.
+        """The next features [N, hidden]: input of `logits`, and of the next call together with the tokens
+        chosen from those logits.
 
-        features [N, hidden] of positions i, token_ids [N] int64 of the target's vocabulary at i + 1; the
-        batch has the positions i. The rows' keys and values are written to the cache.
+        features:   [N, hidden], of positions i.
+        token_ids:  [N] int64 in the target's vocabulary, of positions i + 1.
+        batch:      has the positions i. The rows' keys and values are written to the cache.
+
+        Raises ValueError for other shapes.
         """
         expected = (batch.num_rows, self.config.hidden_size)
         if features.shape != expected or token_ids.shape != expected[:1]:
@@ -191,7 +216,8 @@ class DraftDecoder:
         batch: AttentionBatch,
         cache: KVCache,
     ) -> torch.Tensor:
-        """What layer `index` adds to the residual stream, [N, hidden], from its normalised inputs."""
+        """The attention output [N, hidden] of layer `index` for its normalised inputs [N, hidden], or
+        [N, 2 * hidden] in layer 0."""
         layer, head_dim = self.weights.layers[index], self.config.head_dim
         num_heads, num_kv_heads = self.config.num_heads, self.config.num_kv_heads
         qkv = linear(inputs, layer.qkv, layer.qkv_bias).view(-1, num_heads + 2 * num_kv_heads, head_dim)
@@ -211,3 +237,38 @@ class DraftDecoder:
             return hidden
 
         return rms_norm(hidden, self.weights.final_norm, self.config.rms_norm_eps)
+
+
+def _read_config(source: Source, target: Decoder, aux_layer_convention: str | None) -> DraftConfig:
+    """The draft's config; ModelLoadError naming the folder or its config.json."""
+    settings = source.config  # its errors name the file
+    try:
+        return DraftConfig.from_hf(settings, target.config, aux_layer_convention=aux_layer_convention)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{source.path}: {error}") from error
+
+
+@contextmanager
+def _explain_errors(source: Source) -> Iterator[None]:
+    """Make a ModelLoadError say that it is about the draft, and whether the source is a whole model."""
+    with name_role("draft"):
+        try:
+            yield
+        except ModelLoadError as error:
+            if not _is_whole_model(source):
+                raise
+
+            raise ModelLoadError(f"{source.path}: holds a whole model, expected a draft head") from error
+
+
+def _is_whole_model(source: Source) -> bool:
+    """Whether a folder holds a language model: by the names of its tensors, or its config if it has none."""
+    try:
+        return any(name.startswith("model.") for name in DraftTensors(source.path).names())
+    except ModelLoadError:
+        pass
+
+    try:
+        return is_model_config(source.config)
+    except ModelLoadError:
+        return False

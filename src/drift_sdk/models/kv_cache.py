@@ -1,4 +1,4 @@
-"""Keys and values of every token, in blocks."""
+"""The KV cache of plain torch: keys and values of tokens, in blocks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ __all__ = ["KVCache"]
 
 
 class KVCache:
-    """Slot `block_id * block_size + offset` of every layer holds one token's keys and values.
+    """Keys and values of all layers. In each layer, KV slot `block_id * block_size + offset` holds one
+    token's.
 
-    `keys`, `values`: [num_layers, num_blocks * block_size, num_kv_heads, head_dim], uninitialised: a slot
-    means nothing until it has been written.
+    keys, values: [num_layers, num_blocks * block_size, num_kv_heads, head_dim], not initialised: a slot must
+    be written before it is read.
     """
 
     def __init__(

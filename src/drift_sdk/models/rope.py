@@ -1,4 +1,7 @@
-"""Rotary position embedding: frequencies, their scalings, and the rotation itself."""
+"""Rotary position embedding (RoFormer, arXiv 2104.09864): frequencies, their scaling, and the rotation.
+
+The scalings are those of transformers' modeling_rope_utils.
+"""
 
 from __future__ import annotations
 
@@ -23,24 +26,29 @@ __all__ = [
 ]
 
 DEFAULT_THETA = 10_000.0
-# What float32 has room for: beyond, frequencies would be zero, infinite or NaN.
+# Allowed ranges. Beyond them, frequencies in float32 would be zero, infinite or NaN.
 THETAS = (1.0, 1e30)
 FACTORS = (1e-6, 1e30)
 MAX_CONTEXT = 2**31 - 1
 
 
 class LinearScaling(Struct, frozen=True, kw_only=True):
-    """Every frequency divided by `factor`."""
+    """All frequencies are divided by `factor`."""
 
     factor: float
 
     def apply(self, frequencies: torch.Tensor) -> torch.Tensor:
+        """Scaled frequencies [head_dim / 2]."""
         return frequencies / self.factor
 
 
 class Llama3Scaling(Struct, frozen=True, kw_only=True):
-    """Llama 3.1: wavelengths beyond the original context are divided by `factor`, short ones kept, and those
-    between blended."""
+    """The scaling of Llama 3.1.
+
+    With c = original_max_position_embeddings, frequencies of wavelengths above c / low_freq_factor are
+    divided by `factor`, those of wavelengths below c / high_freq_factor are kept, and those between are
+    interpolated.
+    """
 
     factor: float
     low_freq_factor: float
@@ -48,6 +56,7 @@ class Llama3Scaling(Struct, frozen=True, kw_only=True):
     original_max_position_embeddings: int
 
     def apply(self, frequencies: torch.Tensor) -> torch.Tensor:
+        """Scaled frequencies [head_dim / 2]."""
         context = self.original_max_position_embeddings
         wavelengths = 2 * math.pi / frequencies
         is_long = wavelengths > context / self.low_freq_factor
@@ -59,11 +68,12 @@ class Llama3Scaling(Struct, frozen=True, kw_only=True):
 
 
 class FrequencyFactors(Struct, frozen=True, kw_only=True):
-    """Frequency i divided by `factors[i]`: how GGUF files carry Llama 3.1's scaling, already worked out."""
+    """Frequency i is divided by `factors[i]`. GGUF files store Llama 3.1's scaling in this form."""
 
     factors: tuple[float, ...]
 
     def apply(self, frequencies: torch.Tensor) -> torch.Tensor:
+        """Scaled frequencies [head_dim / 2]."""
         return frequencies / torch.tensor(self.factors, dtype=torch.float32, device="cpu")
 
 
@@ -71,9 +81,11 @@ RopeScaling = LinearScaling | Llama3Scaling | FrequencyFactors
 
 
 def rope_from_hf(config: Mapping[str, Any], head_dim: int) -> tuple[float, RopeScaling | None]:
-    """Base and scaling from `rope_parameters`, or from `rope_theta` and `rope_scaling` in older files.
+    """The base theta and the scaling of a config.json: from `rope_parameters`, or from `rope_theta` and
+    `rope_scaling` in older files.
 
-    Raises ModelLoadError for a rope type that is not implemented or lacks a setting.
+    Raises ModelLoadError for a rope type that is not implemented, and for a setting that is missing or out of
+    range.
     """
     given = [config.get(name) for name in ("rope_parameters", "rope_scaling")]
     settings: Any = next((settings for settings in given if settings not in (None, {})), {})
@@ -101,21 +113,7 @@ def rope_from_hf(config: Mapping[str, Any], head_dim: int) -> tuple[float, RopeS
         return theta, LinearScaling(factor=_number(settings, "factor", *FACTORS))
 
     if rope_type == "llama3":
-        name = "original_max_position_embeddings"
-        context = next((value for value in (config.get(name), settings.get(name)) if value is not None), None)
-        context = config.get("max_position_embeddings") if context is None else context
-        low = _number(settings, "low_freq_factor", *FACTORS)
-        high = _number(settings, "high_freq_factor", *FACTORS)
-        if low >= high:
-            raise ModelLoadError(f"config: low_freq_factor={low}: expected less than high_freq_factor={high}")
-
-        scaling = Llama3Scaling(
-            factor=_number(settings, "factor", *FACTORS),
-            low_freq_factor=low,
-            high_freq_factor=high,
-            original_max_position_embeddings=int(_number({name: context}, name, 1, MAX_CONTEXT)),
-        )
-        return theta, scaling
+        return theta, _llama3_scaling(config, settings)
 
     if rope_type == "factors":
         return theta, FrequencyFactors(factors=_factors(settings.get("factors"), head_dim // 2))
@@ -123,8 +121,25 @@ def rope_from_hf(config: Mapping[str, Any], head_dim: int) -> tuple[float, RopeS
     raise ModelLoadError(f"config: rope_type={short_repr(rope_type)}: expected default, linear or llama3")
 
 
+def _llama3_scaling(config: Mapping[str, Any], settings: Mapping[str, Any]) -> Llama3Scaling:
+    name = "original_max_position_embeddings"
+    context = next((value for value in (config.get(name), settings.get(name)) if value is not None), None)
+    context = config.get("max_position_embeddings") if context is None else context
+    low = _number(settings, "low_freq_factor", *FACTORS)
+    high = _number(settings, "high_freq_factor", *FACTORS)
+    if low >= high:
+        raise ModelLoadError(f"config: low_freq_factor={low}: expected less than high_freq_factor={high}")
+
+    return Llama3Scaling(
+        factor=_number(settings, "factor", *FACTORS),
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_max_position_embeddings=int(_number({name: context}, name, 1, MAX_CONTEXT)),
+    )
+
+
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> torch.Tensor:
-    """Radians a position, [head_dim / 2], float32 on the CPU."""
+    """The angle of each pair of elements per position, in radians: [head_dim / 2], float32 on the CPU."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     frequencies = 1.0 / (theta**exponents)
     return frequencies if scaling is None else scaling.apply(frequencies)
@@ -133,14 +148,18 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None
 def rotary_tables(
     positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines [N, 1, head_dim] for `rotate`, for positions [N]."""
+    """Cosines and sines [N, 1, head_dim] for `rotate`, of positions [N] and frequencies [head_dim / 2].
+
+    The first half of the sines is negated, as `rotate` needs them.
+    """
     angles = positions.to(torch.float32)[:, None, None] * frequencies
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Heads [N, num_heads, head_dim] turned by their positions; element i pairs with i + head_dim / 2."""
+    """Heads [N, num_heads, head_dim] rotated by the angles of `rotary_tables`. Element i forms a pair with
+    element i + head_dim / 2."""
     swapped = x.roll(x.shape[-1] // 2, dims=-1)
     return (x * cos).add_(swapped.mul_(sin))
 

@@ -1,4 +1,4 @@
-"""A decoder's weights: their layout, and filling it from named tensors."""
+"""A decoder's weights: their layout in memory, and loading them from named tensors."""
 
 from __future__ import annotations
 
@@ -12,17 +12,23 @@ from drift_sdk.errors import ModelLoadError
 from drift_sdk.loading.tensors import FiniteCheck, InPlaceSource, TensorSource, check_dtype
 from drift_sdk.models.decoder_config import DecoderConfig
 
-__all__ = ["DecoderWeights", "LayerWeights", "load_weights", "tensor_shapes", "weight_bytes"]
+__all__ = ["DecoderWeights", "LayerWeights", "load_weights", "others", "tensor_shapes", "weight_bytes"]
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer. Queries, keys and values are the rows of one matrix, gate and up of another.
+    """The weights of one layer. Query, key and value projections are one matrix, gate and up projections
+    another.
 
-    qkv [(num_heads + 2 * num_kv_heads) * head_dim, hidden], output [hidden, num_heads * head_dim],
-    gate_up [2 * intermediate, hidden], down [hidden, intermediate]; norms [hidden], head norms [head_dim].
+    qkv:                    [(num_heads + 2 * num_kv_heads) * head_dim, hidden].
+    output:                 [hidden, num_heads * head_dim].
+    gate_up:                [2 * intermediate, hidden].
+    down:                   [hidden, intermediate].
+    input_norm, mlp_norm:   [hidden].
+    query_norm, key_norm:   [head_dim].
+    Biases:                 [rows of their matrix].
     """
 
     input_norm: torch.Tensor
@@ -41,7 +47,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """embedding and head [vocab, hidden] (one tensor when tied), final_norm [hidden]."""
+    """All weights. embedding and head: [vocab, hidden], one tensor if tied. final_norm: [hidden]."""
 
     embedding: torch.Tensor
     layers: tuple[LayerWeights, ...]
@@ -50,13 +56,13 @@ class DecoderWeights:
 
 
 def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor a model of these shapes is stored as."""
+    """The names and shapes of all tensors that a model of these shapes is stored as."""
     _, places = _allocate(config, torch.device("meta"), torch.float32)
     return {name: tuple(place.shape) for name, place in places.items()}
 
 
 def weight_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
-    """Memory that the weights of a model of these shapes take."""
+    """Bytes of the weights of a model of these shapes in `dtype`."""
     return sum(map(math.prod, tensor_shapes(config).values())) * dtype.itemsize
 
 
@@ -69,19 +75,20 @@ def load_weights(
     on_tensor: Callable[[int, int], None] | None = None,
     check_bytes: Callable[[int], None] | None = None,
 ) -> DecoderWeights:
-    """Weights of `dtype` on `device`; `on_tensor(num_loaded, num_tensors)` is called after each tensor.
+    """Weights in `dtype` on `device`.
 
-    `check_bytes` is called before any memory is taken, with how much it will be, and may raise.
+    on_tensor(num_loaded, num_tensors) is called after each tensor.
+    check_bytes(num_bytes) is called before memory is allocated, with the amount, and may raise.
 
-    Raises ModelLoadError naming tensor and file for a tensor that is missing, unexpected or misshapen, before
-    any memory is taken; for weights there is no memory for; and for one that is not finite in `dtype`.
+    Raises ModelLoadError naming tensor and file: before memory is allocated, for a tensor that is missing,
+    unexpected or misshapen; if there is not enough memory; and for a tensor that is not finite in `dtype`.
     """
     _check_names(config, tensors)
     if check_bytes is not None:
         check_bytes(weight_bytes(config, dtype))
     try:
         weights, places = _allocate(config, device, dtype)
-    except RuntimeError as error:  # torch.OutOfMemoryError is one, too
+    except RuntimeError as error:  # torch.OutOfMemoryError is a RuntimeError
         size = f"{weight_bytes(config, dtype) / 2**30:.1f} GiB"
         raise ModelLoadError(
             f"{tensors.location}: not enough memory on {device} for {size} of weights: {error}"
@@ -99,14 +106,15 @@ def load_weights(
 
 
 def _check_names(config: DecoderConfig, tensors: TensorSource) -> None:
+    """Raise ModelLoadError for a tensor that is missing, unexpected or misshapen."""
     shapes = tensor_shapes(config)
     names = set(tensors.names())
     missing = [name for name in shapes if name not in names]
     if missing:
         found = f"tensor {missing[0]} of shape {list(shapes[missing[0]])} is missing"
-        raise ModelLoadError(f"{tensors.location}: {found}{_others(missing)}")
+        raise ModelLoadError(f"{tensors.location}: {found}{others(missing)}")
 
-    # Old files hold the frequencies of the rotation; they follow from the config.
+    # Old files contain the frequencies of the rotation, which are computed from the config.
     extra = sorted(name for name in names - shapes.keys() if not name.endswith("rotary_emb.inv_freq"))
     if HEAD in extra and config.is_head_tied:
         _check_tied_head(tensors)
@@ -114,7 +122,7 @@ def _check_names(config: DecoderConfig, tensors: TensorSource) -> None:
 
     if extra:
         found = f"tensor {extra[0]} of shape {list(tensors.shape(extra[0]))} is not part of this model"
-        raise ModelLoadError(f"{tensors.file(extra[0])}: {found}{_others(extra)}")
+        raise ModelLoadError(f"{tensors.file(extra[0])}: {found}{others(extra)}")
 
     for name, expected in shapes.items():
         shape = tensors.shape(name)
@@ -125,13 +133,18 @@ def _check_names(config: DecoderConfig, tensors: TensorSource) -> None:
 
 
 def _check_tied_head(tensors: TensorSource) -> None:
-    """A tied head may be stored as well, but a different one means the config is wrong."""
+    """Raise ModelLoadError if a stored head differs from the embedding although the config ties them."""
     is_same_shape = tensors.shape(HEAD) == tensors.shape(EMBEDDING)
     if not (is_same_shape and torch.equal(_read(tensors, HEAD), _read(tensors, EMBEDDING))):
         raise ModelLoadError(
             f"{tensors.file(HEAD)}: tensor {HEAD} differs from {EMBEDDING}, expected the same: "
             "the config says tie_word_embeddings"
         )
+
+
+def others(names: list[str]) -> str:
+    """The number of names after the first, as the end of a message."""
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
 def _fill(place: torch.Tensor, tensors: TensorSource, name: str) -> None:
@@ -147,14 +160,10 @@ def _read(tensors: TensorSource, name: str) -> torch.Tensor:
     return tensor
 
 
-def _others(names: list[str]) -> str:
-    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-
-
 def _allocate(
     config: DecoderConfig, device: torch.device, dtype: torch.dtype
 ) -> tuple[DecoderWeights, dict[str, torch.Tensor]]:
-    """Uninitialised weights, and the part of them each stored tensor belongs in."""
+    """Weights that are not initialised, and for each stored tensor the part of them that it fills."""
     hidden = config.hidden_size
     places: dict[str, torch.Tensor] = {}
 

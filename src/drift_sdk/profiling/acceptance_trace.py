@@ -1,4 +1,4 @@
-"""How many tokens rounds of speculative decoding emit, one after the other."""
+"""The trace of acceptance: how many tokens each round of speculative decoding emits, in order."""
 
 from __future__ import annotations
 
@@ -17,25 +17,32 @@ from drift_sdk.errors import ConfigError
 __all__ = ["AcceptanceTrace"]
 
 MAX_DENOMINATOR = 1000
+"""Longest trace made from a mean: means differ from it by less than a thousandth."""
 
 
 class AcceptanceTrace(Struct, frozen=True):
-    """Tokens that each round of each sequence emitted, the model's own included, so 1 or more."""
+    """Numbers of tokens emitted, for each sequence and each of its rounds in order.
+
+    A number counts the model's own token, so it is 1 or more.
+    """
 
     sequences: tuple[tuple[int, ...], ...]
 
     @classmethod
     def of_mean(cls, mean: float) -> Self:
-        """The shortest of this mean, to a thousandth, and of the least variance: 3.2 is 3, 3, 3, 3, 4."""
+        """The shortest trace with this mean, to a thousandth, and with the least variance.
+
+        It is one sequence: 3.2 is 3, 3, 3, 3, 4.
+        """
         ratio = Fraction(mean).limit_denominator(MAX_DENOMINATOR)
         whole = [ratio * index // 1 for index in range(ratio.denominator + 1)]
         return cls((tuple(after - before for before, after in zip(whole, whole[1:], strict=False)),))
 
     @classmethod
     def of(cls, acceptance: float | Sequence[int]) -> Self:
-        """From a mean or from tokens round by round.
+        """A trace from a mean, or from the number of tokens of each round.
 
-        Raises ConfigError for a mean under one token, for rounds of less, and for no rounds at all.
+        Raises ConfigError for a mean below 1, for a round of less than one token, and for no rounds.
         """
         if not isinstance(acceptance, Sequence):
             check_float(ConfigError, "acceptance", acceptance, ge=1)
@@ -50,21 +57,25 @@ class AcceptanceTrace(Struct, frozen=True):
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Of all rounds, sequence after sequence."""
+        """Numbers of tokens of all rounds, sequence after sequence."""
         return tuple(chain.from_iterable(self.sequences))
 
     @property
     def mean(self) -> float:
+        """Tokens a round."""
         lengths = self.lengths
         return sum(lengths) / len(lengths)
 
     def save(self, path: str | Path) -> None:
+        """Write the trace to a JSON file."""
         Path(path).write_bytes(msgspec.json.encode(self) + b"\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Raises ConfigError for a file that is not one of `save`."""
+        """Read a trace that `save` has written. Raises ConfigError for any other file."""
         try:
             return msgspec.json.decode(Path(path).read_bytes(), type=cls)
         except msgspec.DecodeError as error:
-            raise ConfigError.of("path", str(path), f"the file of a trace: {error}") from error
+            raise ConfigError.of(
+                "path", str(path), f"a file written by AcceptanceTrace.save: {error}"
+            ) from error

@@ -1,4 +1,4 @@
-"""An executor driven by hand, step by step, without queue and scheduler: for measuring."""
+"""The manual driver: runs an executor step by step, without queue and scheduler, for measurements."""
 
 from __future__ import annotations
 
@@ -23,19 +23,22 @@ __all__ = ["ManualDriver"]
 class ManualDriver:
     """Greedy sequences of random tokens, one in each of an executor's first slots.
 
-    Each has the blocks of its whole length from the start. Every step is launched and then waited for.
+    Each sequence has the KV blocks of its whole length from the start. A step is collected before the next is
+    launched.
     """
 
     def __init__(self, executor: Executor, *, prefill_token_budget: int) -> None:
+        """prefill_token_budget: the most prompt tokens of a step."""
         self._executor, self._budget = executor, prefill_token_budget
         self._num_steps = 0
         self.active: list[int] = []
         """Slots whose sequences have not ended."""
 
     def fill(self, context: int, max_lengths: Sequence[int], *, seed: int = 0) -> None:
-        """New sequences of `context` tokens, of which sequence i ends at `max_lengths[i]`.
+        """Start new sequences with prompts of `context` random tokens, and prefill them.
 
-        Raises ConfigError where the executor has no room for them.
+        Sequence i, in slot i, ends at max_lengths[i] tokens, the prompt included. seed: of the random tokens.
+        Raises ConfigError if the executor has too few slots or blocks, or too short a context.
         """
         limits, batch = self._executor.limits, len(max_lengths)
         blocks_each = [-(-(length + 1) // limits.block_size) for length in max_lengths]
@@ -45,7 +48,7 @@ class ManualDriver:
             ("kv_cache_tokens", limits.num_blocks * limits.block_size, sum(blocks_each) * limits.block_size),
         ):
             if needed > most:
-                raise ConfigError.of(field, most, f"{needed} at least, for {batch} sequences")
+                raise ConfigError.of(field, most, f"at least {needed}, for {batch} sequences")
 
         rng = random.Random(seed)
         prompts = [[rng.randrange(limits.vocab_size) for _ in range(context)] for _ in max_lengths]
@@ -58,14 +61,17 @@ class ManualDriver:
             blocks = tuple(range(first, first + count))
             updates.append(BlockUpdate(slot=slot, first_index=0, block_ids=blocks))
             first += count
-        first_chunks, *others = _packed(prompts, self._budget)
+        first_chunks, *others = _prefill_steps(prompts, self._budget)
         self._step(assignments=tuple(assignments), block_updates=tuple(updates), prefill=tuple(first_chunks))
         for chunks in others:
             self._step(prefill=tuple(chunks))
         self.active = list(range(batch))
 
     def round(self, num_draft_tokens: int, slots: Sequence[int] | None = None) -> StepResult:
-        """A round of these slots, or of those that are active; `active` is then up to date."""
+        """Run a decode round with `num_draft_tokens` drafts a slot, of these slots or of all active ones.
+
+        Slots whose sequences end in it are removed from `active`.
+        """
         rows = self.active if slots is None else slots
         result = self._step(
             decode=tuple(DecodeRow(slot=slot, num_draft_tokens=num_draft_tokens) for slot in rows)
@@ -107,8 +113,8 @@ def _greedy(num_prompt_tokens: int, max_length: int) -> SlotSampling:
     )
 
 
-def _packed(prompts: Sequence[Sequence[int]], budget: int) -> Iterator[list[PrefillChunk]]:
-    """The chunks of each prefill step: prompts one after the other, as many tokens as the budget allows."""
+def _prefill_steps(prompts: Sequence[Sequence[int]], budget: int) -> Iterator[list[PrefillChunk]]:
+    """The chunks of each prefill step: prompts one after the other, `budget` tokens a step but the last."""
     chunks: list[PrefillChunk] = []
     room = budget
     for slot, prompt in enumerate(prompts):

@@ -1,4 +1,4 @@
-"""An executor that notes what came of every round."""
+"""The recording executor: records how many tokens each round of an engine emits."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ __all__ = ["RecordedRounds", "RecordingExecutor"]
 
 
 class RecordedRounds:
-    """What the rounds of an engine emitted, from its start on.
+    """Numbers of tokens that the rounds of an engine emitted, since it was started.
 
-    steps: of each step with rounds, the tokens that each sequence got, by its number; a slot that had
-    finished got none and is not there. A sequence that was preempted comes back as another one.
+    steps: for each step with rounds, a mapping from the number of a sequence to its number of tokens; slots
+    that had finished got no tokens and are left out. num_sequences: how many sequences there have been; they
+    are numbered in the order of their assignment. A sequence that was preempted is counted as a new one when
+    it is resumed.
     """
 
     def __init__(self) -> None:
@@ -22,8 +24,11 @@ class RecordedRounds:
         self.num_sequences = 0
 
     def trace(self) -> AcceptanceTrace:
-        """Round by round of each sequence, in the order of their first rounds. A round that had no draft
-        emitted one token; the last one of a sequence may have been cut short."""
+        """The rounds of each sequence, sequences in the order of their first rounds.
+
+        A round without drafts emitted one token; the last round of a sequence may have been cut short by its
+        end.
+        """
         found: dict[int, list[int]] = {}
         for step in self.steps:
             for sequence, num_tokens in step.items():
@@ -33,12 +38,12 @@ class RecordedRounds:
 
 
 class RecordingExecutor:
-    """Runs plans on `executor` and writes down their rounds."""
+    """An `Executor` that runs plans on another one, and records their rounds in `rounds`."""
 
     def __init__(self, executor: Executor, rounds: RecordedRounds) -> None:
         self._executor, self._rounds = executor, rounds
-        self._launched: deque[list[int]] = deque()  # sequences of each step's rows
-        self._sequences: dict[int, int] = {}  # by slot
+        self._launched: deque[list[int]] = deque()  # of each step in flight, the sequence of each decode row
+        self._sequences: dict[int, int] = {}  # the number of the sequence in each slot
 
     @property
     def limits(self) -> ExecutorLimits:
@@ -49,7 +54,7 @@ class RecordingExecutor:
         for assignment in plan.assignments:
             self._sequences[assignment.slot] = self._rounds.num_sequences
             self._rounds.num_sequences += 1
-        # When the step is collected, its slots may be others'.
+        # By the time the step is collected, its slots may have been assigned to other sequences.
         self._launched.append([self._sequences[row.slot] for row in plan.decode])
 
     def collect(self) -> StepResult:

@@ -1,4 +1,4 @@
-"""Where the time of a round goes."""
+"""Times of the stages of a round."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from drift_sdk.steps import SlotOutput
 __all__ = ["StageTiming", "time_stages"]
 
 NUM_WARM_UP_ROUNDS = 3
+"""Rounds run before the first one that is timed, so that clocks and caches are in their steady state."""
 
 
 class StageTiming(Struct, frozen=True, kw_only=True):
     """Means over rounds, in seconds.
 
-    stages: of the device, for each stage of a round, all its parts together. round_seconds: of the device,
-    for a whole round. cpu_seconds: of the thread that launches and collects it. tokens_per_round,
-    drafts_per_round: of a sequence.
+    stages: time on the device of each stage of a round, by its name; the parts of a stage are added up.
+    round_seconds: time on the device of a whole round. cpu_seconds: CPU time of the thread that launches and
+    collects a round. tokens_per_round, drafts_per_round: tokens emitted and drafted for one sequence.
+    num_rounds: how many rounds were timed.
     """
 
     stages: dict[str, float]
@@ -33,7 +35,7 @@ class StageTiming(Struct, frozen=True, kw_only=True):
 
     @property
     def unaccounted_share(self) -> float:
-        """Of the round, what lies in no stage: between them, before and after."""
+        """The share of the round, 0 to 1, that belongs to no stage: between stages, before and after them."""
         return 1 - sum(self.stages.values()) / self.round_seconds
 
 
@@ -48,11 +50,13 @@ def time_stages(
 ) -> StageTiming:
     """Fill the slots, then time rounds, one at a time.
 
-    take_stages: seconds of each stage in the steps since its last call. Raises ConfigError as
-    `ManualDriver.fill`.
+    take_stages: returns the seconds of each stage in the steps since its last call. batch: number of
+    sequences. context: prompt tokens of each. num_draft_tokens: drafts of a sequence in each round.
+    num_rounds: how many rounds are timed, after NUM_WARM_UP_ROUNDS that are not. Raises ConfigError if the
+    executor has no room for the sequences, see `ManualDriver.fill`.
     """
-    most = context + 1 + (NUM_WARM_UP_ROUNDS + num_rounds) * (num_draft_tokens + 1)
-    slots.fill(context, [most + 1] * batch)
+    max_length = context + 1 + (NUM_WARM_UP_ROUNDS + num_rounds) * (num_draft_tokens + 1)
+    slots.fill(context, [max_length + 1] * batch)
     for _ in range(NUM_WARM_UP_ROUNDS):
         slots.round(num_draft_tokens)
     take_stages()
@@ -61,9 +65,9 @@ def time_stages(
     outputs: list[SlotOutput] = []
     cpu_seconds = 0.0
     for _ in range(num_rounds):
-        begun_at = time.thread_time()
+        started_at = time.thread_time()
         result = slots.round(num_draft_tokens)
-        cpu_seconds += time.thread_time() - begun_at
+        cpu_seconds += time.thread_time() - started_at
         durations.append(result.duration_s)
         outputs += result.decode
         for name, seconds in take_stages().items():

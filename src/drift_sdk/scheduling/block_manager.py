@@ -1,21 +1,63 @@
+"""Allocation of KV blocks to sequences, with a cache of prefixes."""
+
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from drift_sdk.scheduling.blocks import BlockPool
 from drift_sdk.scheduling.prefix import PrefixTrie
 from drift_sdk.scheduling.sequence import Sequence
 
-__all__ = ["BlockManager"]
+__all__ = ["BlockManager", "BlockPool"]
+
+
+class BlockPool:
+    """The free blocks. Blocks are numbered from 0; the block freed last is allocated first."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._is_free = bytearray(b"\x01") * num_blocks
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def is_free(self, block_id: int) -> bool:
+        """Whether a block is in the pool."""
+        return bool(self._is_free[block_id])
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` blocks. AssertionError if fewer are free: the caller checks `num_free` first."""
+        assert 0 <= count <= len(self._free), f"{count} blocks requested, {len(self._free)} free"
+        split = len(self._free) - count
+        block_ids = self._free[split:]
+        del self._free[split:]
+        for block_id in block_ids:
+            self._is_free[block_id] = 0
+
+        return block_ids
+
+    def free(self, block_ids: Iterable[int]) -> None:
+        """Return blocks to the pool. AssertionError for a block that is free already."""
+        for block_id in block_ids:
+            assert not self._is_free[block_id], f"block {block_id} is free already"
+            self._is_free[block_id] = 1
+            self._free.append(block_id)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if the list and the flags disagree."""
+        assert len(set(self._free)) == len(self._free), "a block is in the free list twice"
+        assert sum(self._is_free) == len(self._free), "free flags and free list differ in number"
+        assert all(self._is_free[block_id] for block_id in self._free), "a listed block is not flagged free"
 
 
 class BlockManager:
-    """Which sequence holds which blocks. A block is free, private to one running sequence, or cached.
+    """The owner of every KV block. A block is free, private to one running sequence, or cached.
 
-    A sequence holds its table's first `len(prefix_nodes)` blocks as references on cached nodes and the rest
-    privately. Only committed KV is published; steps in flight write at `num_computed_tokens` or above, so
-    never into a cached block. Blocks are free for later plans as soon as they are given up: steps run in
-    the order of their launch, so a new holder's writes come after those still in flight.
+    The first `len(prefix_nodes)` blocks of a sequence's table are references on cached nodes, the others are
+    private. Only committed KV is published; steps in flight write at position `num_computed_tokens` or above,
+    so never into a cached block. A freed block can be allocated in the next plan even with steps in flight:
+    steps run in the order of their launch, so the writes of the new owner come after those of the old one.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -25,25 +67,31 @@ class BlockManager:
 
     @property
     def num_available(self) -> int:
+        """Blocks that can be allocated: free ones, and cached ones that no sequence references."""
         return self.pool.num_free + self.trie.num_evictable
 
     def num_blocks(self, num_slots: int) -> int:
+        """Blocks needed for KV of `num_slots` tokens."""
         return -(-num_slots // self.block_size)
 
     def try_admit(self, sequence: Sequence, max_emitted_tokens: int) -> bool:
-        """Give a waiting sequence its cached prefix and blocks for the rest of its tokens, or nothing
-        unless its first decode row would find room too."""
+        """Assign a waiting sequence its cached prefix and new blocks for the rest of its tokens.
+
+        Returns False, with nothing assigned, unless there are also blocks for its first decode row, of at
+        most `max_emitted_tokens` tokens.
+        """
         length = len(sequence.token_ids)
         nodes = sequence.prefix_nodes
-        # At least the last token is computed: its output is the next token.
+        # The last token is always computed, because the next token follows from its logits.
         max_hits = (length - 1) // self.block_size if sequence.can_share_prefix else 0
         self.trie.extend_match(nodes, sequence.token_ids, max_hits)
 
-        first_row = self.num_blocks(sequence.num_kv_slots(length + 1 + max_emitted_tokens))
-        num_missing = first_row - len(nodes)
+        num_needed = self.num_blocks(sequence.num_kv_slots(length + 1 + max_emitted_tokens))
+        num_missing = num_needed - len(nodes)
         if num_missing > self.num_available:
             return False
 
+        # The unreferenced nodes of the prefix are counted as available, but cannot be evicted for it.
         if num_missing > self.num_available - self.trie.count_unreferenced(nodes):
             return False
 
@@ -55,7 +103,10 @@ class BlockManager:
         return True
 
     def extend(self, sequence: Sequence, num_blocks: int) -> None:
-        """Lengthen the table to `num_blocks` entries; the caller has checked `num_available`."""
+        """Lengthen a sequence's table to `num_blocks` entries, evicting cached blocks if necessary.
+
+        The caller has checked `num_available`.
+        """
         count = num_blocks - len(sequence.block_table)
         if count > self.pool.num_free:
             self.pool.free([self.trie.evict() for _ in range(count - self.pool.num_free)])
@@ -63,22 +114,23 @@ class BlockManager:
         sequence.block_table += self.pool.allocate(count)
 
     def trim(self, sequence: Sequence) -> None:
-        """After a row that emitted less than it might have: give back what steps in flight cannot reach."""
+        """Free the blocks that steps in flight cannot reach, after a row that emitted fewer tokens than it
+        was planned for."""
         num_slots = sequence.num_kv_slots(len(sequence.token_ids) + sequence.max_in_flight_tokens)
         num_blocks = self.num_blocks(num_slots)
-        assert num_blocks >= len(sequence.prefix_nodes), f"{sequence}: a cached block is given back"
+        assert num_blocks >= len(sequence.prefix_nodes), f"{sequence}: a cached block would be freed"
         self.pool.free(sequence.block_table[num_blocks:])
         del sequence.block_table[num_blocks:]
 
     def publish(self, sequence: Sequence) -> None:
-        """Offer blocks that have become full to others."""
+        """Insert the sequence's blocks that have become full and committed into the prefix cache."""
         nodes = sequence.prefix_nodes
         while sequence.is_publishing and (len(nodes) + 1) * self.block_size <= sequence.num_computed_tokens:
             parent = nodes[-1] if nodes else self.trie.root
             key = self._key(sequence, len(nodes))
-            # A reference on an equal block of somebody else would keep two blocks from eviction for one
-            # table entry, and the largest sequence could then outgrow the pool. The rest is offered when
-            # the sequence lets go of its blocks.
+            # An equal block of another sequence is cached already. A reference on it would keep two blocks
+            # from eviction for one table entry, and the longest sequence could then need more blocks than
+            # there are. The remaining blocks are published when the sequence releases its blocks.
             if key in parent.children:
                 sequence.is_publishing = False
                 break
@@ -86,7 +138,7 @@ class BlockManager:
             nodes.append(self.trie.insert(parent, key, sequence.block_table[len(nodes)]))
 
     def release(self, sequence: Sequence) -> None:
-        """Take all blocks from a sequence; full committed ones stay cached."""
+        """Take all blocks from a sequence. Full committed blocks stay cached, the others are freed."""
         nodes = sequence.prefix_nodes
         table = sequence.block_table
         num_full = sequence.num_computed_tokens // self.block_size
@@ -108,11 +160,14 @@ class BlockManager:
         sequence.block_table = []
 
     def forget_cached(self) -> None:
-        """Free every block that is cached; no sequence holds any."""
+        """Free all cached blocks. No sequence may hold any block."""
         self.pool.free([self.trie.evict() for _ in range(self.trie.num_evictable)])
 
     def check_integrity(self, running: Iterable[Sequence]) -> None:
-        """Raise AssertionError unless every block has exactly one owner and references are counted right."""
+        """Raise AssertionError unless every block has exactly one owner and all references are counted.
+
+        running: all sequences that hold blocks.
+        """
         self.pool.check_integrity()
         self.trie.check_integrity()
         nodes = self.trie.iter_nodes()
@@ -146,8 +201,9 @@ class BlockManager:
         assert not any(map(self.pool.is_free, cached)), "a cached block is free"
         assert not any(map(self.pool.is_free, private)), "a private block is free"
         num_owned = self.pool.num_free + len(cached) + len(private)
-        assert num_owned == self.pool.num_blocks, f"{num_owned} owners of {self.pool.num_blocks} blocks"
+        assert num_owned == self.pool.num_blocks, f"{num_owned} owned of {self.pool.num_blocks} blocks"
 
     def _key(self, sequence: Sequence, index: int) -> tuple[int, ...]:
+        """The token ids of block `index` of a sequence."""
         start = index * self.block_size
         return tuple(sequence.token_ids[start : start + self.block_size])

@@ -1,3 +1,5 @@
+"""The number of prefill tokens of a step, from latency targets and measured step times."""
+
 from __future__ import annotations
 
 from bisect import bisect_left, insort
@@ -6,24 +8,29 @@ from math import ceil
 
 __all__ = ["TokenBudget"]
 
-MIN_TOKENS = 16  # prompts always progress
-SMOOTHING = 0.1  # weight of the newest step in the averages
-WINDOW = 128  # steps whose spread gives the percentiles
+MIN_TOKENS = 16
+"""Smallest budget under a latency target, so that prompts always progress."""
+SMOOTHING = 0.1
+"""Weight of the newest step in the exponential averages."""
+WINDOW = 128
+"""Number of latest steps whose ratios of measured to predicted time give the percentiles."""
 
 
 class TokenBudget:
-    """How many prefill tokens the next step may take.
+    """Chooses how many prefill tokens the next step may take.
 
-    Nobody decoding: all of `max_tokens`, for nobody waits between two tokens. Otherwise, in this order:
+    Without decode rows: all of `max_tokens`, since no sequence waits for its next token. Otherwise the first
+    of these rules that applies:
 
-    - With a latency target, as many as the predicted step time allows, `MIN_TOKENS` at least. Targets win
-      over `prefer_high_throughput`. A step is modelled as decode time + tokens x time per token, both
-      exponential averages. The spread of measured over predicted time in the last `WINDOW` steps says how
-      far the median and the 95th percentile lie from the prediction.
+    - With a latency target, as many tokens as the predicted step time allows, `MIN_TOKENS` at least. Targets
+      take precedence over `prefer_high_throughput`. The predicted time of a step is decode time + tokens x
+      time per token, both exponential averages. The ratios of measured to predicted time in the last `WINDOW`
+      steps tell how far the median and the 95th percentile lie from the prediction.
     - With `prefer_high_throughput`, all of `max_tokens`.
-    - A quarter of it, a block at least, for each token that a decoding sequence gets out of a step, on
-      average: a round of speculation gives several, so that it may take as much longer. The same until a
-      target has a prompt's step to learn from.
+    - A quarter of `max_tokens`, a block at least, times the average number of tokens that a decoding sequence
+      gets from a step: a round of speculation emits several tokens, so it may take longer in proportion. At
+      most `max_tokens`. This rule also applies with a latency target until a step with prefill tokens has
+      been measured.
     """
 
     def __init__(
@@ -45,10 +52,11 @@ class TokenBudget:
 
         self._decode_s: float | None = None
         self._token_s: float | None = None
-        self._ratios: deque[float] = deque()  # measured over predicted, of steps with decode rows
+        self._ratios: deque[float] = deque()  # measured / predicted time of steps with decode rows
         self._sorted_ratios: list[float] = []
 
     def num_tokens(self, num_decode_rows: int) -> int:
+        """The budget of a step with `num_decode_rows` decode rows."""
         if num_decode_rows == 0:
             return self.max_tokens
 
@@ -70,13 +78,17 @@ class TokenBudget:
 
     @property
     def _fair_share(self) -> int:
+        """The budget of the last rule of the class."""
         return min(self.max_tokens, int(self._share * self._tokens_per_row))
 
     def observe(
         self, num_prefill_tokens: int, num_decode_rows: int, num_decoded_tokens: int, duration_s: float
     ) -> None:
-        """Learn from a step that was run to its end: `duration_s` seconds of the device's time, in which its
-        decode rows gave `num_decoded_tokens` tokens."""
+        """Update the averages with a completed step.
+
+        duration_s:          seconds the device worked on it.
+        num_decoded_tokens:  tokens that its `num_decode_rows` decode rows emitted.
+        """
         if num_decode_rows:
             self._tokens_per_row = _average(self._tokens_per_row, num_decoded_tokens / num_decode_rows)
         if not self._targets or num_prefill_tokens + num_decode_rows == 0:
@@ -85,20 +97,20 @@ class TokenBudget:
         decode_s = (self._decode_s or 0.0) if num_decode_rows else 0.0
         predicted_s = decode_s + num_prefill_tokens * (self._token_s or 0.0)
         if num_decode_rows and predicted_s > 0.0:
-            self._remember(duration_s / predicted_s)
+            self._record_ratio(duration_s / predicted_s)
 
         if num_prefill_tokens:
-            # Whatever the decode time does not explain is laid to the prompt's tokens, so an unknown or
-            # outdated decode time still leads to a budget that meets the target.
+            # All time beyond the decode time is attributed to the prefill tokens, so an unknown or outdated
+            # decode time still leads to a budget that meets the target.
             token_s = max(duration_s - decode_s, 0.0) / num_prefill_tokens
             self._token_s = _average(self._token_s, token_s)
 
         if num_prefill_tokens == 0 or duration_s < decode_s:
-            # Under load every step may have a prompt: one that took less time than decoding alone is said
-            # to take shows that decoding has become faster.
+            # Under load every step may have prefill tokens. One that took less than the average decode time
+            # shows that decoding has become faster.
             self._decode_s = _average(self._decode_s, duration_s)
 
-    def _remember(self, ratio: float) -> None:
+    def _record_ratio(self, ratio: float) -> None:
         if len(self._ratios) == WINDOW:
             oldest = self._ratios.popleft()
             del self._sorted_ratios[bisect_left(self._sorted_ratios, oldest)]
@@ -107,6 +119,7 @@ class TokenBudget:
         insort(self._sorted_ratios, ratio)
 
     def _ratio(self, quantile: float) -> float:
+        """The quantile (0 to 1) of the latest ratios; 1.0 if there are none."""
         if not self._sorted_ratios:
             return 1.0
 

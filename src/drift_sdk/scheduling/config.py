@@ -1,3 +1,5 @@
+"""Configuration of a scheduler."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -8,12 +10,18 @@ __all__ = ["SchedulerConfig"]
 
 
 class SchedulerConfig(Struct, frozen=True, kw_only=True):
-    """What a scheduler shares out: slots, blocks of `block_size` tokens, prefill tokens a step.
+    """Resources and limits that a scheduler distributes.
 
-    `draft_choices`: how many tokens a batch may draft for its rows, none if empty; chosen by what is measured
-    if `is_draft_adaptive`, else always the most. `round_costs`: what the executor measured when it was made,
-    seconds by (slots, drafts). `has_draft_kv`: it keeps a draft's keys and values one slot ahead.
-    `wants_history`: it wants to know the tokens of prefix hits.
+    max_num_seqs:          number of slots, so of sequences running at once.
+    num_blocks:            KV blocks of the cache, of `block_size` tokens each.
+    prefill_token_budget:  most prefill tokens in one step.
+    draft_choices:         numbers of draft tokens that a batch may use; empty without speculation.
+    is_draft_adaptive:     choose among them by measured cost and acceptance, else always use the largest.
+    round_costs:           seconds of a round by (slots, draft tokens), as the executor measured them at
+                           start.
+    has_draft_kv:          the executor keeps a draft's keys and values, one KV slot ahead of the target's.
+    wants_history:         the executor needs the token ids of prefix hits.
+    target_latency_ms_p50, target_latency_ms_p95, prefer_high_throughput: as in EngineConfig.
     """
 
     max_num_seqs: int
@@ -31,5 +39,5 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
 
     @property
     def num_draft_tokens(self) -> int:
-        """Most tokens drafted for a row in one step."""
+        """Most tokens that are drafted for a row in one step."""
         return max(self.draft_choices, default=0)

@@ -1,3 +1,5 @@
+"""The prefix cache: committed KV blocks in a trie over token ids."""
+
 from __future__ import annotations
 
 from collections import OrderedDict
@@ -7,9 +9,11 @@ __all__ = ["PrefixNode", "PrefixTrie"]
 
 
 class PrefixNode:
-    """A full block of committed KV. `key` holds its token ids; its history is the path from the root.
+    """A full block of committed KV.
 
-    `block_id` is -1 once the node has been evicted, and at the root.
+    key:             the token ids of the block. Those before it are the keys on the path from the root.
+    block_id:        the KV block; -1 at the root and once the node has been evicted.
+    num_references:  running sequences whose tables contain the block.
     """
 
     __slots__ = ("block_id", "children", "key", "num_references", "parent")
@@ -23,11 +27,12 @@ class PrefixNode:
 
 
 class PrefixTrie:
-    """Blocks by content. A child is found by the very token ids it holds, so nothing can collide.
+    """Cached blocks by content. A child is looked up by its token ids themselves, so keys cannot collide.
 
-    Whoever references a node references all its ancestors too, so the children of an unreferenced node are
-    unreferenced. They are released deepest first and a node in use is never passed over, so a child is
-    always older in the LRU order than its parent: the oldest node is a leaf.
+    A sequence that references a node references all its ancestors too, so the children of an unreferenced
+    node are unreferenced. A path is released from its end to the root, and a node enters the LRU order when
+    its last reference is dropped, so a child is always older in that order than its parent: the oldest node
+    is a leaf.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -38,12 +43,16 @@ class PrefixTrie:
 
     @property
     def num_evictable(self) -> int:
+        """Nodes without references."""
         return len(self._unreferenced)
 
     def extend_match(self, nodes: list[PrefixNode], token_ids: Seq[int], max_blocks: int) -> None:
-        """Bring `nodes`, an earlier match of `token_ids` from the root, up to date, in place and without
-        taking references. At most `max_blocks` nodes; the work is that of what changed."""
-        # An ancestor outlives its descendants, so only the end of the path can have gone.
+        """Update `nodes`, the path of an earlier match of `token_ids` from the root, in place.
+
+        Evicted nodes are removed, and nodes are appended as long as they match, up to `max_blocks` in all. No
+        references are taken. The time is proportional to the number of nodes that change.
+        """
+        # An ancestor outlives its descendants, so only nodes at the end of the path can have been evicted.
         while nodes and nodes[-1].block_id < 0:
             nodes.pop()
 
@@ -58,7 +67,7 @@ class PrefixTrie:
             node = child
 
     def count_unreferenced(self, nodes: list[PrefixNode]) -> int:
-        """How many nodes of a path would stop being evictable if it were acquired."""
+        """The number of nodes of a path without references, which `acquire` would make unevictable."""
         count = 0
         for node in reversed(nodes):
             if node.num_references:
@@ -69,14 +78,15 @@ class PrefixTrie:
         return count
 
     def acquire(self, nodes: list[PrefixNode]) -> None:
-        """Reference every node of a path from the root."""
+        """Add one reference to every node of a path from the root."""
         for node in nodes:
             if node.num_references == 0:
                 del self._unreferenced[node]
             node.num_references += 1
 
     def release(self, nodes: list[PrefixNode]) -> None:
-        """Drop one reference from every node of a path from the root; content stays until evicted."""
+        """Drop one reference from every node of a path from the root. The blocks stay cached until
+        evicted."""
         for node in reversed(nodes):
             assert node.num_references > 0, f"block {node.block_id} is released but not referenced"
             node.num_references -= 1
@@ -84,8 +94,9 @@ class PrefixTrie:
                 self._unreferenced[node] = None
 
     def insert(self, parent: PrefixNode, key: tuple[int, ...], block_id: int) -> PrefixNode:
-        """Add a block below a node the caller references; the new node comes with one reference."""
-        assert key not in parent.children, f"block {block_id} holds what is cached already"
+        """Add a block below a node that the caller references. The new node has one reference, the
+        caller's."""
+        assert key not in parent.children, f"the tokens of block {block_id} are cached already"
         assert parent is self.root or parent.num_references > 0, "the parent is not referenced"
         node = PrefixNode(parent, key, block_id)
         node.num_references = 1
@@ -94,7 +105,7 @@ class PrefixTrie:
         return node
 
     def evict(self) -> int:
-        """Forget the least recently used unreferenced node and return its block."""
+        """Remove the least recently used node without references and return its block."""
         node, _ = self._unreferenced.popitem(last=False)
         assert not node.children and node.parent is not None, f"block {node.block_id} is not a leaf"
         del node.parent.children[node.key]

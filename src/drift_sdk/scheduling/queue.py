@@ -1,3 +1,5 @@
+"""Waiting and running sequences, in order of (priority, arrival)."""
+
 from __future__ import annotations
 
 from bisect import bisect_left, insort
@@ -9,11 +11,14 @@ __all__ = ["RunningSet", "WaitingQueue"]
 
 
 class WaitingQueue:
-    """Sequences without a slot, best (priority, arrival) first. A preempted one finds its old place."""
+    """Sequences without a slot, in order of (priority, arrival), the lowest first.
+
+    A preempted sequence returns to its place in this order.
+    """
 
     def __init__(self) -> None:
-        # A sorted list: moving a few thousand pointers is cheaper than a heap's comparisons in Python, and
-        # a cancelled sequence is really gone.
+        # A sorted list: moving a few thousand pointers is cheaper than a heap's comparisons in Python, and a
+        # cancelled sequence can be removed at once.
         self._sequences: list[Sequence] = []
         self.num_never_started = 0
 
@@ -24,19 +29,22 @@ class WaitingQueue:
         return iter(self._sequences)
 
     def push(self, sequence: Sequence) -> None:
+        """Add a sequence at its place in the order."""
         insort(self._sequences, sequence)
         self.num_never_started += sequence.started_at is None
 
     def peek(self) -> Sequence:
+        """The first sequence; IndexError if there is none."""
         return self._sequences[0]
 
     def pop(self) -> Sequence:
+        """Remove and return the first sequence; IndexError if there is none."""
         sequence = self._sequences.pop(0)
         self.num_never_started -= sequence.started_at is None
         return sequence
 
     def discard(self, sequence: Sequence) -> None:
-        """Take a sequence out if it is waiting."""
+        """Remove a sequence if it is waiting."""
         index = bisect_left(self._sequences, sequence)
         while index < len(self._sequences) and self._sequences[index].order == sequence.order:
             if self._sequences[index] is sequence:
@@ -47,7 +55,7 @@ class WaitingQueue:
             index += 1
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if the order is lost, a count is wrong or somebody should not be here."""
+        """Raise AssertionError if the order or a count is wrong, or a sequence has finished or has a slot."""
         assert self._sequences == sorted(self._sequences), "waiting sequences are out of order"
         num_never_started = sum(sequence.started_at is None for sequence in self._sequences)
         assert num_never_started == self.num_never_started, f"{self.num_never_started} counted as new"
@@ -57,7 +65,7 @@ class WaitingQueue:
 
 
 class RunningSet:
-    """Sequences with a slot, best (priority, arrival) first."""
+    """Sequences with a slot, in order of (priority, arrival), the lowest first."""
 
     def __init__(self, max_num_seqs: int) -> None:
         self.sequences: list[Sequence] = []
@@ -66,6 +74,7 @@ class RunningSet:
 
     @property
     def lowest_priority(self) -> Sequence:
+        """The last sequence in the order, which is preempted first. There must be one."""
         return self.sequences[-1]
 
     @property
@@ -73,16 +82,18 @@ class RunningSet:
         return bool(self._free_slots)
 
     def add(self, sequence: Sequence) -> None:
+        """Give a sequence a free slot; there must be one."""
         sequence.slot = self._free_slots.pop()
         insort(self.sequences, sequence)
 
     def remove(self, sequence: Sequence) -> None:
+        """Free the slot of a running sequence."""
         self.sequences.remove(sequence)
         self._free_slots.append(sequence.slot)
         sequence.slot = -1
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if the order is lost or a slot has no or two holders."""
+        """Raise AssertionError if the order is wrong, or a slot is neither free nor held by one sequence."""
         assert self.sequences == sorted(self.sequences), "running sequences are out of order"
         slots = sorted([sequence.slot for sequence in self.sequences] + self._free_slots)
         assert slots == list(range(self._max_num_seqs)), f"slots held or free: {slots}"

@@ -1,3 +1,5 @@
+"""The scheduler: which sequences run in the next step, with which KV blocks. It uses no device."""
+
 from __future__ import annotations
 
 import time
@@ -17,16 +19,18 @@ __all__ = ["Scheduler"]
 
 
 class Scheduler:
-    """Decides who runs in the next step, with which blocks, and takes in what steps did.
+    """Plans steps, and commits their results.
 
-    A plan may be made before earlier ones are committed, to any depth; they are committed in order. Decode
-    rows come first, best (priority, arrival) first, then prompts in the same order, then the queue's head
-    while slots, blocks and the token budget last. Nobody in the queue overtakes its head.
+    A plan may be made before earlier ones are committed, to any depth; results are committed in the order of
+    their plans. A plan has decode rows first, then prefill chunks of running sequences, then chunks of newly
+    admitted ones, while slots, blocks and the token budget last; each group in order of (priority, arrival),
+    the lowest first. If the first sequence of the queue cannot be admitted, no other is.
 
-    A row without room waits for its own results in flight, which may give blocks back, and then takes those
-    of the worst running sequence, itself if there is no worse one. So the best sequence always advances.
-    A preempted sequence computes its tokens so far anew when its turn comes; results of its steps in flight
-    still count, and it is not admitted before the last of them.
+    A decode row that lacks blocks is left out while the sequence has steps in flight, because their results
+    may free blocks. With none in flight, running sequences are preempted, the last in the order first, which
+    may be the sequence itself. So the first sequence in the order always advances. A preempted sequence
+    computes all its tokens again after its next admission; results of its steps in flight still count, and it
+    is not admitted before the last of them is committed.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -53,42 +57,50 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
+        """Sequences without a slot: new and preempted ones."""
         return len(self._queue)
 
     @property
     def num_queued(self) -> int:
-        """Waiting and never started."""
+        """Waiting sequences that have never been admitted; the others were preempted."""
         return self._queue.num_never_started
 
     @property
     def num_running(self) -> int:
+        """Sequences with a slot."""
         return len(self._running.sequences)
 
     @property
     def num_in_flight(self) -> int:
-        """Steps planned and not committed."""
+        """Planned steps that are not committed."""
         return len(self._launched)
 
     @property
     def num_held(self) -> int:
-        """Sequences whose next token waits for the host."""
+        """Sequences whose next row waits for the host to compute a constraint's mask."""
         return sum(sequence.awaits_mask for sequence in (*self._running.sequences, *self._queue))
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that a plan can have: free, or cached and unreferenced."""
+        """Blocks that the next plan can allocate: free ones, and cached ones that no sequence references."""
         return self._blocks.num_available
 
     @property
     def num_cached_blocks(self) -> int:
+        """Blocks in the prefix cache, referenced or not."""
         return self._blocks.trie.num_nodes
 
     @property
     def has_work(self) -> bool:
+        """Whether any sequence is running or waiting, or any step is uncommitted."""
         return bool(self._running.sequences or self._queue or self._launched)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a new sequence. The whole pool must have room for `sampling.max_length` tokens."""
+        """Queue a new sequence.
+
+        AssertionError unless the whole cache has blocks for `sampling.max_length` tokens and the prompt
+        leaves room for one token.
+        """
         sequence.has_draft_kv = self.config.has_draft_kv
         num_blocks = self._blocks.num_blocks(sequence.num_kv_slots(sequence.max_length))
         assert num_blocks <= self.config.num_blocks, f"{sequence}: {num_blocks} blocks, more than there are"
@@ -96,35 +108,34 @@ class Scheduler:
         self._queue.push(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Drop a sequence at once: its slot and blocks are free for the next plan, and nothing that is in
-        flight for it is delivered. Idempotent."""
+        """Remove a sequence at once. Its slot and blocks are free for the next plan, and results of its steps
+        in flight are dropped. Idempotent."""
         self._end(sequence, sequence.finish or "cancelled")
 
     def forget_kv(self) -> None:
-        """All KV is lost: whoever runs goes back to the queue, nothing is cached. With no step in flight."""
+        """Handle the loss of all KV: preempt all running sequences and empty the prefix cache.
+
+        No step may be in flight.
+        """
         assert not self._launched, "steps are in flight"
         for sequence in list(self._running.sequences):
             self._preempt(sequence)
         self._blocks.forget_cached()
 
     def schedule(self) -> StepPlan | None:
-        """The next step, to be launched in this order; None if nothing can be launched now: there is no
-        work, or all of it waits for results in flight."""
+        """Plan the next step. The caller launches plans in the order they are returned.
+
+        None if nothing can be launched now: there is no work, or all of it waits for results in flight or for
+        the host.
+        """
         num_draft_tokens = 0
         if self._policy is not None:
             num_draft_tokens = self._policy.num_draft_tokens(len(self._running.sequences))
 
         step = StepBuilder(num_draft_tokens, wants_history=self.config.wants_history)
-        prefilling, is_short = self._plan_rows(step)
+        prefilling, lacks_blocks = self._plan_rows(step)
         if prefilling or self._queue:
-            budget = self._budget.num_tokens(len(step.decode))
-            for sequence in prefilling:
-                if budget > 0:
-                    budget -= step.add_chunk(sequence, budget)
-
-            # A newcomer would take the room that a running sequence is waiting for.
-            while budget > 0 and not is_short and (admitted := self._admit(step)) is not None:
-                budget -= step.add_chunk(admitted, budget)
+            self._plan_chunks(step, prefilling, may_admit=not lacks_blocks)
 
         if not step.prefill and not step.decode:
             return None
@@ -135,79 +146,46 @@ class Scheduler:
         return launched.plan
 
     def commit(self, result: StepResult) -> list[Delta]:
-        """Take in the result of the oldest uncommitted plan. A delta per sequence that gained tokens."""
-        plan, prefill, decode = self._launched.popleft()
-        assert result.step_id == plan.step_id, f"step {result.step_id}: step {plan.step_id} comes first"
+        """Apply the result of the oldest uncommitted plan.
+
+        Returns a delta for each sequence that gained tokens, those with chunks first. Results of sequences
+        that have ended since the plan was made are dropped. AssertionError for the result of another plan.
+        """
+        step = self._launched.popleft()
+        assert result.step_id == step.plan.step_id, (
+            f"step {result.step_id}: step {step.plan.step_id} comes first"
+        )
         deltas: list[Delta] = []
-        num_useful = 0
-
-        for sequence, chunk, output in zip(prefill, plan.prefill, result.prefill, strict=True):
-            sequence.complete(chunk.is_last, chunk.is_last)
-            if sequence.finish is not None:
-                continue
-
-            assert len(output.token_ids) == chunk.is_last, f"{sequence}: {output} of {chunk}"
-            num_useful += 1
-            if sequence.is_running:
-                assert chunk.start == sequence.num_computed_tokens, f"{sequence}: chunk at {chunk.start}"
-                sequence.num_computed_tokens = chunk.start + len(chunk.token_ids)
-                self._blocks.publish(sequence)
-            if chunk.is_last:
-                sequence.token_ids += output.token_ids
-                deltas.append(Delta(sequence, output))
-                if output.finish is not None:
-                    self._end(sequence, output.finish)
-
-        for sequence, row, output in zip(decode, plan.decode, result.decode, strict=True):
-            sequence.complete(1, row.num_draft_tokens + 1)
-            if sequence.finish is not None:
-                continue
-
-            token_ids = output.token_ids
-            assert 0 < len(token_ids) <= row.num_draft_tokens + 1, f"{sequence}: {output}"
-            num_useful += 1
-            sequence.token_ids += token_ids
-            deltas.append(Delta(sequence, output, row.num_draft_tokens))
-            if sequence.slot >= 0:
-                sequence.num_computed_tokens = len(sequence.token_ids) - 1
-                if output.finish is None:
-                    self._blocks.publish(sequence)
-                    if len(token_ids) <= row.num_draft_tokens:
-                        self._blocks.trim(sequence)
-            if output.finish is not None:
-                self._end(sequence, output.finish)
-
+        num_useful = self._commit_prefill(step, result, deltas)
+        num_useful += self._commit_decode(step, result, deltas)
         if num_useful:
-            # What the device did, also for sequences that were removed meanwhile.
-            num_prefill_tokens = sum([len(chunk.token_ids) for chunk in plan.prefill])
-            num_decoded = [len(output.token_ids) for output in result.decode if output.token_ids]
-            self._budget.observe(num_prefill_tokens, len(num_decoded), sum(num_decoded), result.duration_s)
-            if self._policy is not None and plan.decode:
-                self._policy.observe(plan, result)
+            self._observe(step.plan, result)
 
         return deltas
 
     def check_integrity(self) -> None:
-        """Raise AssertionError with the reason if anything is lost, shared or counted wrongly. Valid
-        between any two calls."""
+        """Raise AssertionError with the reason if a sequence, slot, block or count is inconsistent. May be
+        called between any two other calls."""
         running, waiting = self._running.sequences, list(self._queue)
         self._running.check_integrity()
         self._queue.check_integrity()
         self._blocks.check_integrity(running)
-        assert len({*running, *waiting}) == len(running) + len(waiting), "a sequence has two places"
+        assert len({*running, *waiting}) == len(running) + len(waiting), "a sequence is listed twice"
         check_in_flight(self._launched, [*running, *waiting])
         for sequence in running:
-            assert sequence.finish is None, f"{sequence} has finished and runs"
+            assert sequence.finish is None, f"{sequence} has finished and is running"
             length, computed = len(sequence.token_ids), sequence.num_computed_tokens
             assert computed <= sequence.num_launched_tokens or computed == length - 1, (
                 f"{sequence}: {computed} of {length} tokens computed, {sequence.num_launched_tokens} launched"
             )
 
     def _plan_rows(self, step: StepBuilder) -> tuple[list[Sequence], bool]:
-        """Add a row for whoever can decode. Returns who has chunks to compute still, and whether somebody
-        found no room."""
+        """Add a decode row for every sequence that can decode.
+
+        Returns the running sequences with prefill chunks still to launch, and whether a row lacked blocks.
+        """
         prefilling: list[Sequence] = []
-        is_short = False
+        lacks_blocks = False
         running = self._running.sequences
         most_drafts = step.num_draft_tokens
         block_size = self.config.block_size
@@ -231,36 +209,53 @@ class Scheduler:
             first_index = len(sequence.block_table)
             if num_slots > first_index * block_size:
                 if not self._reserve(sequence, self._blocks.num_blocks(num_slots)):
-                    is_short = True
+                    lacks_blocks = True
                     continue
 
                 step.update_blocks(sequence, first_index)
 
             step.add_row(sequence, num_drafts)
 
-        return prefilling, is_short
+        return prefilling, lacks_blocks
+
+    def _plan_chunks(self, step: StepBuilder, prefilling: list[Sequence], *, may_admit: bool) -> None:
+        """Add chunks of running sequences, then, with `may_admit`, of newly admitted ones, within the
+        budget."""
+        budget = self._budget.num_tokens(len(step.decode))
+        for sequence in prefilling:
+            if budget > 0:
+                budget -= step.add_chunk(sequence, budget)
+
+        # Without `may_admit`: a new sequence would take the blocks that a running one is waiting for.
+        while budget > 0 and may_admit and (admitted := self._admit(step)) is not None:
+            budget -= step.add_chunk(admitted, budget)
 
     def _reserve(self, sequence: Sequence, num_blocks: int) -> bool:
-        """Lengthen a running sequence's table to `num_blocks`, at the cost of worse ones if need be."""
+        """Lengthen a running sequence's table to `num_blocks` entries, preempting sequences if necessary.
+
+        Returns False if the row has to be left out: the sequence has steps in flight that may free blocks, or
+        was preempted itself.
+        """
         while num_blocks - len(sequence.block_table) > self._blocks.num_available:
             if sequence.num_in_flight:
                 return False
 
-            worst = self._running.lowest_priority
-            self._preempt(worst)
-            if worst is sequence:
+            preempted = self._running.lowest_priority
+            self._preempt(preempted)
+            if preempted is sequence:
                 return False
 
         self._blocks.extend(sequence, num_blocks)
         return True
 
     def _admit(self, step: StepBuilder) -> Sequence | None:
-        """Give the queue's head a slot and blocks, or None."""
+        """Give the first waiting sequence a slot and blocks and return it; None if that is not possible."""
         if not self._queue or not self._running.has_free_slot:
             return None
 
         sequence = self._queue.peek()
-        # Its tokens, and so its chunks, are known only when all results are in; the last chunk samples.
+        # The tokens of its chunks are known only when all its steps are committed. The last chunk samples a
+        # token, which needs the constraint's mask.
         is_settled = not sequence.num_in_flight and not sequence.awaits_mask
         if not is_settled or not self._blocks.try_admit(sequence, self._max_emitted_tokens):
             return None
@@ -277,12 +272,71 @@ class Scheduler:
         step.update_blocks(sequence, 0)
         return sequence
 
+    def _commit_prefill(self, step: LaunchedStep, result: StepResult, deltas: list[Delta]) -> int:
+        """Commit the chunks of a step; returns how many belong to sequences that have not ended."""
+        num_useful = 0
+        for sequence, chunk, output in zip(step.prefill, step.plan.prefill, result.prefill, strict=True):
+            sequence.complete(chunk.is_last, chunk.is_last)
+            if sequence.finish is not None:
+                continue
+
+            assert len(output.token_ids) == chunk.is_last, f"{sequence}: {output} of {chunk}"
+            num_useful += 1
+            if sequence.is_running:
+                assert chunk.start == sequence.num_computed_tokens, f"{sequence}: chunk at {chunk.start}"
+                sequence.num_computed_tokens = chunk.start + len(chunk.token_ids)
+                self._blocks.publish(sequence)
+            if chunk.is_last:
+                sequence.token_ids += output.token_ids
+                deltas.append(Delta(sequence, output))
+                if output.finish is not None:
+                    self._end(sequence, output.finish)
+
+        return num_useful
+
+    def _commit_decode(self, step: LaunchedStep, result: StepResult, deltas: list[Delta]) -> int:
+        """Commit the decode rows of a step; returns how many belong to sequences that have not ended."""
+        num_useful = 0
+        for sequence, row, output in zip(step.decode, step.plan.decode, result.decode, strict=True):
+            sequence.complete(1, row.num_draft_tokens + 1)
+            if sequence.finish is not None:
+                continue
+
+            token_ids = output.token_ids
+            assert 0 < len(token_ids) <= row.num_draft_tokens + 1, f"{sequence}: {output}"
+            num_useful += 1
+            sequence.token_ids += token_ids
+            deltas.append(Delta(sequence, output, row.num_draft_tokens))
+            if sequence.slot >= 0:  # is_running, without the cost of a property for every row
+                sequence.num_computed_tokens = len(sequence.token_ids) - 1
+                if output.finish is None:
+                    self._blocks.publish(sequence)
+                    if len(token_ids) <= row.num_draft_tokens:
+                        self._blocks.trim(sequence)
+            if output.finish is not None:
+                self._end(sequence, output.finish)
+
+        return num_useful
+
+    def _observe(self, plan: StepPlan, result: StepResult) -> None:
+        """Let the token budget and the draft policy learn from a step.
+
+        The counts are those of the device's work, so they include sequences that have been removed.
+        """
+        num_prefill_tokens = sum([len(chunk.token_ids) for chunk in plan.prefill])
+        num_decoded = [len(output.token_ids) for output in result.decode if output.token_ids]
+        self._budget.observe(num_prefill_tokens, len(num_decoded), sum(num_decoded), result.duration_s)
+        if self._policy is not None and plan.decode:
+            self._policy.observe(plan, result)
+
     def _preempt(self, sequence: Sequence) -> None:
+        """Return a running sequence to the queue without its slot and blocks."""
         self._release(sequence)
         self._queue.push(sequence)
         self.num_preemptions += 1
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
+        """Finish a running or waiting sequence."""
         sequence.finish = reason
         if sequence.is_running:
             self._release(sequence)
@@ -291,5 +345,6 @@ class Scheduler:
             sequence.prefix_nodes = []
 
     def _release(self, sequence: Sequence) -> None:
+        """Free a running sequence's slot and blocks."""
         self._running.remove(sequence)
         self._blocks.release(sequence)

@@ -1,3 +1,5 @@
+"""The scheduler's state of one request."""
+
 from __future__ import annotations
 
 from msgspec import Struct
@@ -10,9 +12,9 @@ __all__ = ["Delta", "Sequence"]
 
 
 class Sequence:
-    """A request as the scheduler sees it: its tokens, its place, and what steps in flight may still add.
+    """The scheduler's state of a request: its tokens, its slot and blocks, and its steps in flight.
 
-    While results are in flight the true length is known to the device alone; it lies between
+    While steps are in flight, only the device knows the sequence's length. It lies between
     `len(token_ids) + min_in_flight_tokens` and `len(token_ids) + max_in_flight_tokens`.
     """
 
@@ -62,9 +64,9 @@ class Sequence:
         self.order = (priority, arrival)
         self.max_length = sampling.max_length
         self.constraint = constraint
-        self.max_draft_tokens = max_draft_tokens  # None = what the batch drafts
+        self.max_draft_tokens = max_draft_tokens  # None = as many as the batch drafts
         self.has_draft_kv = False  # set by the scheduler
-        self.awaits_mask = False  # no row is planned: the host works out what a constraint allows next
+        self.awaits_mask = False  # set while the host computes a constraint's mask: no row is planned
 
         self.token_ids = list(prompt_ids)  # prompt and committed output
         self.num_prompt_tokens = len(prompt_ids)
@@ -72,16 +74,17 @@ class Sequence:
         self.started_at: float | None = None  # time.monotonic() of the first admission
         self.finish: FinishReason | None = None
 
-        # While it runs; a waiting sequence has slot -1 and no blocks.
+        # State of a running sequence. A waiting one has slot -1 and no blocks.
         self.slot = -1
         self.block_table: list[int] = []
-        self.prefix_nodes: list[PrefixNode] = []  # of the table's first entries; only a guess while waiting
-        self.is_publishing = True  # false once somebody else has published the same block
-        self.num_prefill_tokens = 0  # length at admission: what the chunks have to cover
-        self.num_launched_tokens = 0  # of them, in launched chunks or cached
-        self.num_computed_tokens = 0  # KV of positions below is committed; steps in flight write above
+        # Cached nodes of the table's first entries. While waiting, an earlier match that may be outdated.
+        self.prefix_nodes: list[PrefixNode] = []
+        self.is_publishing = True  # False once another sequence has published an equal block
+        self.num_prefill_tokens = 0  # length at admission: the tokens that chunks compute, and cached ones
+        self.num_launched_tokens = 0  # those of them in launched chunks or cached
+        self.num_computed_tokens = 0  # KV below this position is committed; steps in flight write from it on
 
-        # Steps that were launched and not committed, and the tokens they emit.
+        # Launched steps that are not committed, and the fewest and most tokens they emit.
         self.num_in_flight = 0
         self.min_in_flight_tokens = 0
         self.max_in_flight_tokens = 0
@@ -99,31 +102,37 @@ class Sequence:
 
     @property
     def is_running(self) -> bool:
+        """Whether it has a slot."""
         return self.slot >= 0
 
     @property
     def is_prefilling(self) -> bool:
+        """Whether prefill chunks are still to be launched."""
         return self.num_launched_tokens < self.num_prefill_tokens
 
     @property
     def can_share_prefix(self) -> bool:
-        """Log-probabilities of the prompt need every position computed."""
+        """Whether the sequence may use cached blocks: not if its prompt's log-probabilities are still to be
+        computed, which need every position."""
         return self.sampling.num_prompt_logprobs is None or self.num_output_tokens > 0
 
     @property
     def awaits_host(self) -> bool:
-        """What a constrained sequence may say next depends on every token before: none may be in flight."""
+        """Whether no row can be planned because of a constraint: its mask for the next token depends on all
+        tokens before it, so no step may be in flight and the mask must have been computed."""
         return self.constraint is not None and (self.awaits_mask or self.num_in_flight > 0)
 
     def num_kv_slots(self, length: int) -> int:
-        """KV slots written once the sequence has `length` tokens, its limit at most."""
-        # The newest token's KV is written by the step that feeds it, but a draft's row that pairs it with the
-        # feature before lies in its slot.
+        """The number of KV slots in use when the sequence has `length` tokens, or `max_length` if that is
+        less."""
+        # The newest token's own KV is written by the step it is the input of. With a draft, its slot is used
+        # before: it holds the draft row that combines this token with the feature of the position before.
         length = length if length < self.max_length else self.max_length
         return length if self.has_draft_kv else length - 1
 
     def num_draft_tokens(self, most: int) -> int:
-        """Tokens worth drafting in the next step, `most` at most: the step adds one of its own."""
+        """The number of tokens to draft in the next step, at most `most`: no more than can be emitted besides
+        the token that the target itself adds."""
         if self.max_draft_tokens is not None and self.max_draft_tokens < most:
             most = self.max_draft_tokens
 
@@ -131,21 +140,24 @@ class Sequence:
         return min(most, room)
 
     def launch(self, least: int, most: int) -> None:
-        """A step that emits `least` to `most` tokens was planned."""
+        """Count a planned step that emits `least` to `most` tokens as in flight."""
         self.num_in_flight += 1
         self.min_in_flight_tokens += least
         self.max_in_flight_tokens += most
 
     def complete(self, least: int, most: int) -> None:
-        """The result of such a step is in."""
+        """Count such a step as no longer in flight: its result is being committed."""
         self.num_in_flight -= 1
         self.min_in_flight_tokens -= least
         self.max_in_flight_tokens -= most
 
 
 class Delta(Struct, frozen=True, gc=False):
-    """What one committed step added to a sequence. `num_planned_drafts`: None for a first token, which no
-    draft can precede."""
+    """The output that one committed step added to a sequence.
+
+    num_planned_drafts: draft tokens planned for its row; None for the token of a last prefill chunk, for
+    which nothing can be drafted.
+    """
 
     sequence: Sequence
     output: SlotOutput

@@ -1,3 +1,5 @@
+"""Building the plan of one step."""
+
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -10,7 +12,7 @@ __all__ = ["LaunchedStep", "StepBuilder", "check_in_flight"]
 
 
 class LaunchedStep(NamedTuple):
-    """A plan and whom it was made for: by its commit a slot may have another sequence."""
+    """A plan with the sequences of its chunks and rows: at its commit, a slot may hold another sequence."""
 
     plan: StepPlan
     prefill: list[Sequence]
@@ -18,10 +20,14 @@ class LaunchedStep(NamedTuple):
 
 
 class StepBuilder:
-    """A plan in the making."""
+    """Collects the parts of a step's plan.
+
+    num_draft_tokens:  of the batch; a row may have fewer.
+    wants_history:     assignments carry the token ids of prefix hits.
+    """
 
     def __init__(self, num_draft_tokens: int, *, wants_history: bool) -> None:
-        self.num_draft_tokens = num_draft_tokens  # of the batch; a row may have fewer
+        self.num_draft_tokens = num_draft_tokens
         self.prefill: list[Sequence] = []
         self.decode: list[Sequence] = []
         self._wants_history = wants_history
@@ -31,6 +37,7 @@ class StepBuilder:
         self._chunks: list[PrefillChunk] = []
 
     def assign_slot(self, sequence: Sequence) -> None:
+        """Add the assignment of an admitted sequence to its slot."""
         cached: tuple[int, ...] = ()
         if self._wants_history or sequence.sampling.has_penalties:
             cached = tuple(sequence.token_ids[: sequence.num_computed_tokens])
@@ -45,19 +52,20 @@ class StepBuilder:
         )
 
     def update_blocks(self, sequence: Sequence, first_index: int) -> None:
-        """The sequence's table has grown from `first_index` on."""
+        """Add the entries of the sequence's block table from `first_index` on."""
         block_ids = tuple(sequence.block_table[first_index:])
         self._block_updates.append(
             BlockUpdate(slot=sequence.slot, first_index=first_index, block_ids=block_ids)
         )
 
     def add_row(self, sequence: Sequence, num_draft_tokens: int) -> None:
+        """Add a decode row."""
         sequence.launch(1, num_draft_tokens + 1)
         self.decode.append(sequence)
         self._rows.append(DecodeRow(slot=sequence.slot, num_draft_tokens=num_draft_tokens))
 
     def add_chunk(self, sequence: Sequence, max_tokens: int) -> int:
-        """The sequence's next chunk; returns its number of tokens."""
+        """Add the sequence's next prefill chunk, of at most `max_tokens` tokens; returns its length."""
         start = sequence.num_launched_tokens
         end = min(start + max_tokens, sequence.num_prefill_tokens)
         is_last = end == sequence.num_prefill_tokens
@@ -75,6 +83,7 @@ class StepBuilder:
         return end - start
 
     def build(self, step_id: int) -> LaunchedStep:
+        """The plan of everything added so far."""
         plan = StepPlan(
             step_id=step_id,
             assignments=tuple(self._assignments),
@@ -86,7 +95,7 @@ class StepBuilder:
 
 
 def check_in_flight(launched: Iterable[LaunchedStep], sequences: Iterable[Sequence]) -> None:
-    """Raise AssertionError unless every sequence counts the launched steps that name it."""
+    """Raise AssertionError unless every sequence's in-flight counts equal those of the launched steps."""
     in_flight = {sequence: [0, 0, 0] for sequence in sequences}
     for plan, prefill, decode in launched:
         emitted = [(int(chunk.is_last), int(chunk.is_last)) for chunk in plan.prefill]

@@ -1,4 +1,4 @@
-"""From a Speculation to a draft that fits the model."""
+"""Loading of the configured draft."""
 
 from __future__ import annotations
 
@@ -6,51 +6,58 @@ import logging
 
 from drift_sdk.config import EngineConfig
 from drift_sdk.errors import ModelLoadError
-from drift_sdk.execution.eager.drafters import Drafter, EagleDrafter, NGramDrafter
+from drift_sdk.execution.drafter_factory import (
+    NO_DRAFTER,
+    DrafterFactory,
+    EagleDrafterFactory,
+    NGramDrafterFactory,
+)
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.eagle3 import DraftDecoder
-from drift_sdk.speculation import NGram
-from drift_sdk.steps import ExecutorLimits
+from drift_sdk.progress import Report
+from drift_sdk.speculation import NGram, Speculation
 
-__all__ = ["make_drafter", "open_draft"]
+__all__ = ["open_drafter_factory"]
 
 log = logging.getLogger("drift_sdk")
 
 
-def open_draft(config: EngineConfig, target: Decoder) -> DraftDecoder | NGram | None:
-    """The configured draft; None without speculation, or if one that is not required cannot be had.
+def open_drafter_factory(config: EngineConfig, target: Decoder, report: Report) -> DrafterFactory:
+    """The factory of the configured drafter, with the draft's weights loaded.
 
-    Raises ModelLoadError. Where the target's weights are random, so are the draft's.
+    NO_DRAFTER without speculation, or with a warning if a draft that is not required cannot be used. A draft
+    of a target with random weights gets random weights. Raises ModelLoadError.
     """
     speculation = config.speculation
     if speculation is None:
-        return None
+        return NO_DRAFTER
 
+    choices, is_adaptive = speculation.shape.choices, speculation.adaptive
     if isinstance(speculation.draft, NGram):
-        return speculation.draft
+        return NGramDrafterFactory(speculation.draft, choices, is_adaptive=is_adaptive)
 
-    load = DraftDecoder.load if config.load == "auto" else DraftDecoder.load_random
     try:
-        return load(
-            speculation.draft,
-            target,
-            aux_layer_convention=speculation.aux_layer_convention,
-            cache_dir=config.cache_dir,
-            local_files_only=config.local_files_only,
-        )
+        draft = _load_draft(config, speculation, target, report)
     except ModelLoadError as error:
         if speculation.required or config.strict_performance:
             raise
 
         log.warning("decoding without speculation, the draft cannot be used: %s", error)
-        return None
+        return NO_DRAFTER
+
+    return EagleDrafterFactory(draft, choices, is_adaptive=is_adaptive)
 
 
-def make_drafter(
-    draft: DraftDecoder | NGram | None, target: Decoder, limits: ExecutorLimits
-) -> Drafter | None:
-    """What drafts for the eager executor."""
-    if isinstance(draft, NGram):
-        return NGramDrafter(draft.min_length, draft.max_length)
-
-    return EagleDrafter(draft, target, limits) if draft is not None else None
+def _load_draft(
+    config: EngineConfig, speculation: Speculation, target: Decoder, report: Report
+) -> DraftDecoder:
+    assert not isinstance(speculation.draft, NGram)
+    load = DraftDecoder.load if config.load == "auto" else DraftDecoder.load_random
+    return load(
+        speculation.draft,
+        target,
+        aux_layer_convention=speculation.aux_layer_convention,
+        cache_dir=config.cache_dir,
+        local_files_only=config.local_files_only,
+        report=report,
+    )

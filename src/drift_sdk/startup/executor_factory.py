@@ -1,28 +1,30 @@
-"""Which executor runs a model on a device, and making it."""
+"""Choice and construction of the executor that runs a model on a device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from msgspec import Struct
 
 from drift_sdk.config import EngineConfig
 from drift_sdk.errors import ConfigError, FieldError
+from drift_sdk.execution.drafter_factory import DrafterFactory
 from drift_sdk.execution.eager.executor import EagerExecutor
 from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
 from drift_sdk.execution.strict import StrictExecutor
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.decoder_config import DecoderConfig
-from drift_sdk.models.draft_config import DraftConfig
-from drift_sdk.models.eagle3 import DraftDecoder
-from drift_sdk.speculation import NGram
+from drift_sdk.progress import Report
 from drift_sdk.startup.device_memory import DeviceMemory
-from drift_sdk.startup.draft_startup import make_drafter
 from drift_sdk.startup.kv_sizing import KVDemand, MemoryRoom, size_kv
 from drift_sdk.steps import Executor, ExecutorLimits
+
+if TYPE_CHECKING:
+    from drift_sdk._kernels.gemm.tuning import TunedTable
+    from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions, StartupHooks
 
 __all__ = [
     "OpenedExecutor",
@@ -33,17 +35,22 @@ __all__ = [
 ]
 
 MIN_CAPABILITY = (9, 0)
+"""The least CUDA compute capability that the kernels run on."""
 
 RESERVE_BYTES = 2**28
 GRAPH_BYTES_PER_LAYER = 2**15
-"""Memory kept free for what comes after the KV cache: a captured graph takes 0.6 MiB for the 32 layers of
-Llama-3.1-8B, 19 KiB a layer (graphs by kind in perf/results/nvidia-h200/memory.json); smaller buckets load
-kernels of their own, and log-probabilities of prompts are computed beside the graphs."""
+"""Memory kept free for what is allocated after the KV cache. A captured graph takes 0.6 MiB for the 32 layers
+of Llama-3.1-8B, which is 19 KiB a layer (graphs by kind in perf/results/nvidia-h200/memory.json). Smaller
+buckets load kernels that larger ones do not use, and log-probabilities of prompts are computed outside the
+graphs."""
 
 
 class OpenedExecutor(Struct, frozen=True, kw_only=True):
-    """An executor, and what came to light when it was made. `untuned`: weight shapes that run without
-    measured configurations. `round_costs`: seconds by (slots, drafts), if somebody may choose."""
+    """An executor, and what was found while it was made.
+
+    untuned:     weight shapes that run without measured configurations.
+    round_costs: seconds of a round by (slots, drafts); empty unless the number of drafts is adaptive.
+    """
 
     executor: Executor
     untuned: tuple[str, ...] = ()
@@ -51,9 +58,10 @@ class OpenedExecutor(Struct, frozen=True, kw_only=True):
 
 
 def choose_executor(config: EngineConfig, device: torch.device) -> tuple[str, str | None]:
-    """The executor's name, and why "auto" has to make do with a slower one than the device's kind allows.
+    """The executor's name, and the reason if "auto" chooses a slower executor than a GPU allows, else None.
 
-    Raises ConfigError for an executor that cannot run there.
+    Raises ConfigError for an executor that cannot run on the device, and for settings that need the graph
+    executor where it cannot run.
     """
     if config.executor == "eager":
         obstacle: str | None = 'executor="eager"'
@@ -69,25 +77,21 @@ def choose_executor(config: EngineConfig, device: torch.device) -> tuple[str, st
         raise ConfigError.of("strict_performance", True, f"executor graph; here {obstacle}")
 
     if config.step_timeout_s is not None:
-        # An eager step is over when it returns: nobody is there to give it up.
+        # An eager step runs on the engine's thread until it returns, so it cannot be abandoned.
         raise ConfigError.of("step_timeout_s", config.step_timeout_s, f"executor graph; here {obstacle}")
 
     return "eager", obstacle if config.executor == "auto" and device.type == "cuda" else None
 
 
-def kv_demand(decoder: Decoder, draft: DraftDecoder | NGram | None, block_size: int) -> KVDemand:
-    """What KV of a model takes, with that of its draft and the features kept beside each block."""
-    configs: list[DecoderConfig | DraftConfig] = [decoder.config]
-    numbers_per_block = 0
-    if isinstance(draft, DraftDecoder):
-        configs.append(draft.config)
-        numbers_per_block = draft.config.hidden_size
-    for shapes in configs:
-        numbers_per_block += 2 * shapes.num_layers * shapes.num_kv_heads * shapes.head_dim * block_size
+def kv_demand(decoder: Decoder, drafter_factory: DrafterFactory, block_size: int) -> KVDemand:
+    """KV cache demand of a model, including what its drafter keeps for each block."""
+    config = decoder.config
+    values_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    values_per_block = values_per_token * block_size + drafter_factory.num_values_per_block(block_size)
     return KVDemand(
-        context=decoder.config.max_position_embeddings,
+        context=config.max_position_embeddings,
         block_size=block_size,
-        bytes_per_block=numbers_per_block * decoder.dtype.itemsize,
+        bytes_per_block=values_per_block * decoder.dtype.itemsize,
     )
 
 
@@ -96,11 +100,12 @@ def open_eager_executor(
     decoder: Decoder,
     demand: KVDemand,
     memory: DeviceMemory,
-    draft: DraftDecoder | NGram | None,
+    drafter_factory: DrafterFactory,
 ) -> OpenedExecutor:
-    """Raises ConfigError for a KV cache that does not fit."""
+    """Make an eager executor. Raises ConfigError for a KV cache that does not fit."""
     limits = _limits(config, decoder, demand, memory.room())
-    return OpenedExecutor(executor=EagerExecutor(decoder, limits, make_drafter(draft, decoder, limits)))
+    drafter = drafter_factory.eager_drafter(decoder, limits)
+    return OpenedExecutor(executor=EagerExecutor(decoder, limits, drafter))
 
 
 def open_graph_executor(
@@ -108,69 +113,79 @@ def open_graph_executor(
     decoder: Decoder,
     demand: KVDemand,
     memory: DeviceMemory,
-    draft: DraftDecoder | NGram | None,
-    report: Callable[[str, float], None],
+    drafter_factory: DrafterFactory,
+    report: Report,
     acceptance_trace: Sequence[int] | None = None,
     stages: StageMarks | None = None,
 ) -> OpenedExecutor:
-    """Captures everything; ExecutorError if that fails, ConfigError if it would be slower than is allowed or
-    the KV cache does not fit. `stages`: for measuring, see there."""
-    # Only here, for they need Triton and the driver.
-    from drift_sdk._kernels.gemm.tuning import WatchedTable, gpu_key, table_for
-    from drift_sdk.execution.device.device import GpuDevice
-    from drift_sdk.execution.device.errors import is_kept
-    from drift_sdk.execution.graph.executor import GraphExecutor
+    """Make a graph executor and capture everything.
 
-    choices = config.speculation.shape.choices if config.speculation is not None else ()
-    gpu = gpu_key(torch.cuda.get_device_name(decoder.device))
-    table = WatchedTable(gemms=table_for(gpu).gemms)
+    Raises ExecutorError if a capture fails, and ConfigError if steps would be slower than the configuration
+    allows or the KV cache does not fit. acceptance_trace, stages: for measuring, see `GraphOptions`.
+    """
+    # Imported only here: they need Triton and the driver.
+    from drift_sdk._kernels.gemm.tuning import WatchedTable, gpu_key, table_for
+    from drift_sdk.execution.graph.executor import GraphOptions, StartupHooks
 
     def fit_blocks(num_graphs: int) -> int:
         reserve = RESERVE_BYTES + num_graphs * decoder.config.num_layers * GRAPH_BYTES_PER_LAYER
         return size_kv(config, demand, memory.room(reserve=reserve)).num_blocks
 
-    device = GpuDevice(decoder.device.index or 0)
-    try:
-        executor = GraphExecutor(
-            device,
-            decoder,
-            # Buffers are made for the longest sequences there could be room for; less may be left.
-            _limits(config, decoder, demand, memory.room(reserve=0)),
-            table,
-            fit_blocks=fit_blocks,
-            prefill_token_budget=config.prefill_token_budget,
-            exact_prefill=config.exact_prefill,
-            draft=draft,
-            draft_choices=choices if draft is not None else (),
-            acceptance_trace=acceptance_trace,
-            stages=stages or NO_STAGE_MARKS,
-            step_timeout_s=config.step_timeout_s,
-            report=report,
-        )
-    except BaseException:
-        if not is_kept(device):
-            device.close()  # its stream, and the library workspaces of that, are the next engine's
-        raise
-
+    gpu = gpu_key(torch.cuda.get_device_name(decoder.device))
+    table = WatchedTable(gemms=table_for(gpu).gemms)
+    # Buffers are made for the longest sequences that there could be room for; less room may be left.
+    limits = _limits(config, decoder, demand, memory.room(reserve=0))
+    options = GraphOptions(
+        prefill_token_budget=config.prefill_token_budget,
+        exact_prefill=config.exact_prefill,
+        step_timeout_s=config.step_timeout_s,
+        acceptance_trace=acceptance_trace,
+        stages=stages or NO_STAGE_MARKS,
+    )
+    hooks = StartupHooks(fit_blocks=fit_blocks, report=report)
+    executor = _start_graph_executor(decoder, limits, table, options, drafter_factory, hooks)
     untuned = tuple(sorted(table.untuned))
     if untuned and config.strict_performance:
         executor.close()
         raise untuned_error(gpu, untuned)
 
     round_costs = {}
-    if draft is not None and config.speculation is not None and config.speculation.adaptive:
+    if drafter_factory.is_adaptive:
         report("measure rounds", 0.0)
         round_costs = executor.round_costs()
+    strict = StrictExecutor(executor, must_draft=drafter_factory.always_drafts)
     return OpenedExecutor(
-        executor=StrictExecutor(executor, must_draft=isinstance(draft, DraftDecoder))
-        if config.strict_performance
-        else executor,
+        executor=strict if config.strict_performance else executor,
         untuned=untuned,
         round_costs=round_costs,
     )
 
 
+def _start_graph_executor(
+    decoder: Decoder,
+    limits: ExecutorLimits,
+    table: TunedTable,
+    options: GraphOptions,
+    drafter_factory: DrafterFactory,
+    hooks: StartupHooks,
+) -> GraphExecutor:
+    from drift_sdk.execution.device.device import GpuDevice
+    from drift_sdk.execution.device.errors import is_kept
+    from drift_sdk.execution.graph.executor import GraphExecutor
+
+    device = GpuDevice(decoder.device.index or 0)
+    try:
+        return GraphExecutor(
+            device, decoder, limits, table, options, drafter_factory=drafter_factory, hooks=hooks
+        )
+    except BaseException:
+        if not is_kept(device):
+            device.close()  # gives its stream, with the stream's library workspaces, to the next engine
+        raise
+
+
 def _limits(config: EngineConfig, decoder: Decoder, demand: KVDemand, room: MemoryRoom) -> ExecutorLimits:
+    """Limits of an executor whose KV cache takes its memory from `room`; ConfigError if it does not fit."""
     size = size_kv(config, demand, room)
     return ExecutorLimits(
         max_num_seqs=config.max_num_seqs,
@@ -182,6 +197,7 @@ def _limits(config: EngineConfig, decoder: Decoder, demand: KVDemand, room: Memo
 
 
 def untuned_error(gpu: str, untuned: Sequence[str]) -> FieldError:
+    """The ConfigError of strict_performance for weight shapes without measured configurations on `gpu`."""
     shapes = " ".join(shape.replace(" ", ":") for shape in untuned)
     table = Path(__file__).parents[1] / "_kernels" / "gemm" / "tuned" / f"{gpu}.json"
     command = f"python -m drift_sdk tune --out {table} {shapes}"
@@ -190,7 +206,7 @@ def untuned_error(gpu: str, untuned: Sequence[str]) -> FieldError:
 
 
 def _obstacle(config: EngineConfig, device: torch.device) -> str | None:
-    """Why there can be no graphs."""
+    """Why the graph executor cannot run; None if it can."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return "CUDA graphs need an NVIDIA GPU"
 

@@ -13,17 +13,16 @@ from drift_sdk.config import EngineConfig
 from drift_sdk.driver.loaded_model import LoadedModel
 from drift_sdk.driver.request import ModelText
 from drift_sdk.errors import ConfigError, ModelLoadError, RequestError, short_repr
+from drift_sdk.execution.drafter_factory import DrafterFactory
 from drift_sdk.execution.stages import StageMarks
-from drift_sdk.loading.source import Source, eos_token_ids, resolve
+from drift_sdk.loading.source import Role, Source, eos_token_ids, expand_home, name_role, resolve
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
-from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.progress import Report
 from drift_sdk.sampling_params import SamplingParams
 from drift_sdk.scheduling.config import SchedulerConfig
-from drift_sdk.speculation import NGram
 from drift_sdk.startup.device_memory import DeviceMemory, opening_lock
-from drift_sdk.startup.draft_startup import open_draft
+from drift_sdk.startup.draft_startup import open_drafter_factory
 from drift_sdk.startup.executor_factory import (
     OpenedExecutor,
     choose_executor,
@@ -61,26 +60,26 @@ def open_model(
     Raises ModelLoadError or ConfigError, and ExecutorError if the device fails.
     """
     report("find", 0.0)
-    source = _resolve(model, config)
+    source = _resolve(model, config, "model", report)
     device = _device(config)
     dtype = _dtype(config, device)
     executor_name, fallback = choose_executor(config, device)
     decoder_config = _decoder_config(source)
 
     report("load tokenizer", 0.0)
-    text = _load_text(source, config, decoder_config.vocab_size)
+    text = _load_text(source, config, decoder_config.vocab_size, report)
 
     with opening_lock(device):
         memory = DeviceMemory(device, config)
         decoder = _load_decoder(_Weights(source, decoder_config, device, dtype), config, memory, report)
-        draft = open_draft(config, decoder)
-        demand = kv_demand(decoder, draft, config.block_size or BLOCK_SIZES[executor_name])
+        drafter_factory = open_drafter_factory(config, decoder, report)
+        demand = kv_demand(decoder, drafter_factory, config.block_size or BLOCK_SIZES[executor_name])
         if executor_name == "graph":
             opened = open_graph_executor(
-                config, decoder, demand, memory, draft, report, acceptance_trace, stages
+                config, decoder, demand, memory, drafter_factory, report, acceptance_trace, stages
             )
         else:
-            opened = open_eager_executor(config, decoder, demand, memory, draft)
+            opened = open_eager_executor(config, decoder, demand, memory, drafter_factory)
     _log_kv_cache(opened.executor.limits, demand)
     report("ready", 1.0)
     return LoadedModel(
@@ -88,8 +87,8 @@ def open_model(
         executor_name=executor_name,
         fallback=fallback,
         untuned_shapes=opened.untuned,
-        scheduling=_scheduling(config, opened, draft),
-        text=_model_text(text, opened.executor.limits, has_drafts=draft is not None),
+        scheduling=_scheduling(config, opened, drafter_factory),
+        text=_model_text(text, opened.executor.limits, has_drafts=bool(drafter_factory.draft_choices)),
     )
 
 
@@ -111,8 +110,8 @@ class _Weights(Struct, frozen=True):
     dtype: torch.dtype
 
 
-def _load_text(source: Source, config: EngineConfig, vocab_size: int) -> _Text:
-    tokenizer, own_template = _tokenizer(source, config)
+def _load_text(source: Source, config: EngineConfig, vocab_size: int, report: Report) -> _Text:
+    tokenizer, own_template = _tokenizer(source, config, report)
     return _Text(
         tokenizer=tokenizer,
         chat_template=_chat_template(source, config, tokenizer, own_template),
@@ -134,20 +133,19 @@ def _model_text(text: _Text, limits: ExecutorLimits, *, has_drafts: bool) -> Mod
 
 
 def _scheduling(
-    config: EngineConfig, opened: OpenedExecutor, draft: DraftDecoder | NGram | None
+    config: EngineConfig, opened: OpenedExecutor, drafter_factory: DrafterFactory
 ) -> SchedulerConfig:
     limits = opened.executor.limits
-    speculation = config.speculation if draft is not None else None
     return SchedulerConfig(
         max_num_seqs=limits.max_num_seqs,
         num_blocks=limits.num_blocks,
         block_size=limits.block_size,
         prefill_token_budget=config.prefill_token_budget,
-        draft_choices=speculation.shape.choices if speculation is not None else (),
-        is_draft_adaptive=speculation is not None and speculation.adaptive,
+        draft_choices=drafter_factory.draft_choices,
+        is_draft_adaptive=drafter_factory.is_adaptive,
         round_costs=opened.round_costs,
-        has_draft_kv=isinstance(draft, DraftDecoder),
-        wants_history=isinstance(draft, NGram),
+        has_draft_kv=drafter_factory.needs_draft_kv,
+        wants_history=drafter_factory.needs_history,
         target_latency_ms_p50=config.target_latency_ms_p50,
         target_latency_ms_p95=config.target_latency_ms_p95,
         prefer_high_throughput=config.prefer_high_throughput,
@@ -164,12 +162,14 @@ def _log_kv_cache(limits: ExecutorLimits, demand: KVDemand) -> None:
     )
 
 
-def _resolve(model: str | Path, config: EngineConfig) -> Source:
+def _resolve(name: str | Path, config: EngineConfig, role: Role, report: Report) -> Source:
     return resolve(
-        model,
+        name,
+        role=role,
         revision=config.revision,
         cache_dir=config.cache_dir,
         local_files_only=config.local_files_only,
+        report=report,
     )
 
 
@@ -194,23 +194,28 @@ def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[config.dtype]
 
 
-def _tokenizer(source: Source, config: EngineConfig) -> tuple[Tokenizer, str | None]:
+def _tokenizer(source: Source, config: EngineConfig, report: Report) -> tuple[Tokenizer, str | None]:
     """The tokenizer, and the text of the chat template that comes with it or with the model; None without."""
     if config.tokenizer is None:
         return source.tokenizer(), source.chat_template
 
     if str(config.tokenizer).endswith(".json"):
-        return Tokenizer.from_file(Path(config.tokenizer)), source.chat_template
+        with name_role("tokenizer"):
+            tokenizer = Tokenizer.from_file(expand_home(config.tokenizer))
+        return tokenizer, source.chat_template
 
-    other = _resolve(config.tokenizer, config)
-    return other.tokenizer(), other.chat_template or source.chat_template
+    other = _resolve(config.tokenizer, config, "tokenizer", report)
+    with name_role("tokenizer"):
+        tokenizer, own_template = other.tokenizer(), other.chat_template
+    return tokenizer, own_template or source.chat_template
 
 
 def _decoder_config(source: Source) -> DecoderConfig:
     """The decoder's shapes from the model's config; ModelLoadError naming the file if they are wrong."""
+    settings = source.config  # its errors name the file
     file = source.path if source.path.is_file() else source.path / "config.json"
     try:
-        return DecoderConfig.from_hf(source.config)
+        return DecoderConfig.from_hf(settings)
     except ModelLoadError as error:
         raise ModelLoadError(f"{file}: {error}") from error
     except Exception as error:  # settings of a wrong type may raise anything

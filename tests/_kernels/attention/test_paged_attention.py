@@ -1,10 +1,18 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from tolerances import assert_near
 
-from drift_sdk._kernels.attention.attention_plan import AttentionPlan, Partitions, plan_attention
+from drift_sdk._kernels.attention.attention_plan import (
+    AttentionPlan,
+    Partitions,
+    plan_attention,
+    plan_attention_reference,
+)
 from drift_sdk._kernels.attention.paged_attention import (
     AttentionConfig,
     AttentionScratch,
@@ -20,7 +28,7 @@ SMALL = Partitions(narrow=32, narrow_end=64, wide=48, tile=16)
 
 
 class Case:
-    """A cache in random blocks whose slots behind each sequence's end hold NaN."""
+    """Sequences of given lengths in a cache of shuffled blocks. Positions after a sequence's end hold NaN."""
 
     def __init__(
         self,
@@ -71,7 +79,7 @@ class Case:
         config: AttentionConfig | None = None,
         first_key: int = 0,
     ) -> torch.Tensor:
-        """All rows, or some of them in sequences of `num_rows`."""
+        """The output of the kernels for all rows, or for some of them in sequences of `num_rows`."""
         rows = slice(None) if rows is None else rows
         num_rows = num_rows or self.num_rows
         query = self.query[rows].contiguous()
@@ -118,7 +126,7 @@ class Case:
 
 
 def assert_attended(case: Case, found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Shares and output are rounded to the storage type: half an eps each."""
+    """Probabilities and output are rounded to the storage type: half an eps each."""
     magnitude = case.values.nan_to_num().abs().max().item()
     num_roundings = 0 if found.dtype == torch.float32 else 1
     assert_near(found, expected, inner=case.max_num_keys, magnitude=magnitude, num_roundings=num_roundings)
@@ -136,14 +144,16 @@ def assert_attended(case: Case, found: torch.Tensor, expected: torch.Tensor) -> 
     ],
     ids=str,
 )
-def test_attention(shape: dict[str, int], num_rows: int, dtype: torch.dtype, device: str) -> None:
+def test_attention_is_near_the_reference(
+    shape: dict[str, int], num_rows: int, dtype: torch.dtype, device: str
+) -> None:
     case = Case([1, 17, 33, 97, 130], num_rows, device=device, dtype=dtype, **shape)
     assert_attended(case, case.run(SMALL), case.reference())
 
 
 @pytest.mark.parametrize("first_key", [1, 5])
 @pytest.mark.parametrize("block_size", [4, 64])
-def test_keys_before_the_first_are_not_seen(block_size: int, first_key: int, device: str) -> None:
+def test_positions_before_first_key_are_not_read(block_size: int, first_key: int, device: str) -> None:
     case = Case([6, 7, 33, 50], 1, device=device, block_size=block_size)
     for position in range(first_key):
         block = case.block_table[:, position // block_size].long()
@@ -155,7 +165,7 @@ def test_keys_before_the_first_are_not_seen(block_size: int, first_key: int, dev
         case.run(SMALL, first_key=16)
 
 
-def test_padding_rows_are_zero_and_alone(device: str) -> None:
+def test_padding_rows_get_zeros_and_change_no_other_row(device: str) -> None:
     case = Case([5, 40, 9], 1, device=device)
     case.row_slot[1] = -1
     out = case.run(SMALL)
@@ -163,8 +173,8 @@ def test_padding_rows_are_zero_and_alone(device: str) -> None:
     assert_attended(case, out, case.reference())
 
 
-def test_a_row_alone_and_among_others(device: str) -> None:
-    """Bit for bit on a GPU; the interpreter's products are BLAS's, whose order is its own."""
+def test_bits_of_a_row_do_not_depend_on_other_rows(device: str) -> None:
+    """Bit for bit on a GPU. The interpreter multiplies by BLAS, whose order of summation may vary."""
     dtype = torch.bfloat16 if IS_GPU else torch.float32
     lengths = [1021, 4093, 9000, 7] if IS_GPU else [61, 130, 7]
     config = Partitions() if IS_GPU else SMALL
@@ -179,28 +189,93 @@ def test_a_row_alone_and_among_others(device: str) -> None:
 
 
 @pytest.mark.parametrize("num_programs", [2, 4, 10, 64])
-def test_bits_do_not_depend_on_the_programs(num_programs: int, device: str) -> None:
+def test_bits_do_not_depend_on_the_number_of_programs(num_programs: int, device: str) -> None:
     case = Case([1, 50, 200, 33], 2, device=device)
     expected = case.run(SMALL, config=AttentionConfig(num_programs=6))
     assert torch.equal(case.run(SMALL, config=AttentionConfig(num_programs=num_programs)), expected)
 
 
 @pytest.mark.parametrize("num_keys", [1, 15, 16, 17, 32, 33, 64, 65, 96, 97, 160, 161, 1000])
-def test_partitions_cover_the_keys(num_keys: int) -> None:
+def test_partitions_cover_all_keys(num_keys: int) -> None:
     borders = [0, 32, *range(64, 2000, 48)]
     assert SMALL.count(num_keys) == sum(border < num_keys for border in borders)
 
 
+@pytest.mark.parametrize(("lengths", "num_rows"), [([1], 1), ([5, 40, 9, 130, 16], 1), ([2, 33, 97], 4)])
+def test_plan_equals_the_reference(lengths: list[int], num_rows: int, device: str) -> None:
+    case = Case(lengths, num_rows, device=device)
+    if len(lengths) > 1:
+        case.row_slot[num_rows : 2 * num_rows] = -1
+    plan = AttentionPlan(len(lengths) + 2, case.max_num_keys, SMALL, torch.device(device))
+    plan_attention(case.row_slot, case.row_position, plan, num_rows)
+    expected = plan_attention_reference(case.row_slot, case.row_position, SMALL, num_rows)
+    assert plan.num_tiles.item() == len(expected)
+    assert torch.equal(plan.tiles[: len(expected)], expected)
+
+
+def test_plan_errors_name_the_argument(device: str) -> None:
+    case = Case([5, 40], 1, device=device)
+    plan = AttentionPlan(1, 100, SMALL, torch.device(device))
+    with pytest.raises(ValueError, match="row_slot: 2 sequences: expected at most 1"):
+        plan_attention(case.row_slot, case.row_position, plan, 1)
+    with pytest.raises(ValueError, match=r"row_position: \[1\] torch.int32: expected \[2\] torch.int32"):
+        plan_attention(case.row_slot, case.row_position[:1], plan, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("query", lambda x: x.half(), r"out: .*torch.float32: expected .*torch.float16"),
+        ("values", lambda x: x[:, :1], r"values: \[.*\] torch.float32: expected \[.*\]"),
+        ("block_table", lambda x: x.T, "block_table: strides .*: expected 1 along the last dimension"),
+        ("row_slot", lambda x: x[1:], r"row_slot: \[1\] torch.int32: expected \[2\] torch.int32"),
+        ("row_position", lambda x: x.long(), "row_position: .* torch.int64: expected .* torch.int32"),
+        ("rows_per_sequence", lambda x: 3, "query: 2 rows: expected 3 for each of at most 2 sequences"),
+        ("rows_per_sequence", lambda x: 2, "scratch: room for 2 query rows: expected 4 or more"),
+    ],
+)
+def test_errors_name_the_argument(name: str, change: Callable[[Any], Any], message: str, device: str) -> None:
+    case = Case([5, 40], 1, device=device)
+    plan = AttentionPlan(2, case.max_num_keys, SMALL, torch.device(device))
+    arguments: dict[str, Any] = {
+        "query": case.query,
+        "keys": case.keys,
+        "values": case.values,
+        "block_table": case.block_table,
+        "row_slot": case.row_slot,
+        "row_position": case.row_position,
+        "out": torch.empty_like(case.query),
+        "scratch": AttentionScratch.allocate(plan, num_kv_heads=2, num_rows=1, group=2, head_dim=16),
+        "config": AttentionConfig(),
+        "rows_per_sequence": 1,
+    }
+    arguments[name] = change(arguments[name])
+    with pytest.raises(ValueError, match=message):
+        paged_attention(**arguments)
+
+
+def test_scratch_for_more_rows_serves_fewer(device: str) -> None:
+    case = Case([5, 40], 1, device=device)
+    plan = AttentionPlan(2, case.max_num_keys, SMALL, torch.device(device))
+    scratch = AttentionScratch.allocate(plan, num_kv_heads=2, num_rows=3, group=2, head_dim=16)
+    plan_attention(case.row_slot, case.row_position, plan, 1)
+    out = torch.full_like(case.query, torch.nan)
+    caches = case.keys, case.values, case.block_table
+    rows = case.row_slot, case.row_position
+    paged_attention(case.query, *caches, *rows, out, scratch, AttentionConfig(num_programs=4), 1)
+    assert_attended(case, out, case.reference())
+
+
 @pytest.mark.parametrize("num_warps", [0, 3, 4, 8])
-def test_warps_that_would_change_the_bits_are_refused(num_warps: int) -> None:
+def test_four_warps_or_more_are_rejected(num_warps: int) -> None:
     with pytest.raises(ValueError, match=f"num_warps={num_warps}: expected 1 or 2"):
         AttentionConfig(num_warps=num_warps)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("num_rows", "group"), [(1, 4), (4, 4), (8, 4), (8, 8), (16, 8)])
-def test_warps_and_stages_are_no_part_of_the_bits(num_rows: int, group: int, device: str) -> None:
-    """Tiles of 16 to 128 rows; of 64 rows on, four warps would be given another instruction."""
+def test_bits_do_not_depend_on_warps_and_stages(num_rows: int, group: int, device: str) -> None:
+    """Tiles of 16 to 128 rows. From 64 rows on, four warps would use another instruction."""
     shape = {"block_size": 64, "num_kv_heads": 2, "group": group, "head_dim": 128}
     case = Case([700, 1, 1500, 64], num_rows, device=device, dtype=torch.bfloat16, **shape)
     found = [

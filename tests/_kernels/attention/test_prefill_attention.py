@@ -21,7 +21,7 @@ pytestmark = pytest.mark.kernel
 
 SMALL = PrefillAttentionConfig(tile_rows=16, tile_keys=16, num_warps=4, num_stages=2)
 MAX_KEYS = 96
-# Slot, start, rows. Mid-block starts, a single row, tiles that straddle blocks, more than one tile.
+# Slot, start, number of rows. Starts inside a block, a single row, tiles over two blocks, several tiles.
 CHUNKS = [
     [(0, 0, 1)],
     [(2, 0, 3), (0, 37, 17)],
@@ -32,7 +32,7 @@ HEADS = [(3, 3, 64), (9, 3, 16), (4, 1, 80), (8, 1, 8), (2, 1, 256)]
 
 
 class Prompt:
-    """Chunks over a cache where all that no row may see is NaN, and queries inside wider rows."""
+    """Chunks over a cache in which everything that no row sees is NaN. Queries are parts of wider rows."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Prompt:
         self.options: dict[str, Any] = {"window": window, "sinks": sinks}
 
     def run(self, config: PrefillAttentionConfig | None, num_unused: int = 2) -> torch.Tensor:
-        """The kernel's output, or the reference's for None; poisoned before."""
+        """The output of the kernel, or of the reference if config is None. It holds NaN before."""
         tile_rows = 16 if config is None else config.tile_rows
         num_tiles = self.num_rows // tile_rows + len(self.chunks) + num_unused
         tiles = np.full((num_tiles, 4), 2**30, dtype=np.int32)
@@ -97,7 +97,7 @@ class Prompt:
 
 
 def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Shares of the softmax are rounded to the storage type before they meet the values."""
+    """Probabilities are rounded to the storage type before the product with the values."""
     num_roundings = 0 if found.dtype == torch.float32 else 1
     tolerances.assert_near(found, expected, inner=MAX_KEYS, magnitude=4.0, num_roundings=num_roundings)
 
@@ -106,7 +106,7 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
     ("chunks", "heads", "block_size"),
     [(CHUNKS[i % 3], *shape) for i, shape in enumerate(product(HEADS, [1, 4, 16, 64]))],
 )
-def test_equals_the_reference(
+def test_attention_is_near_the_reference(
     chunks: list[tuple[int, int, int]], heads: tuple[int, int, int], block_size: int, device: str
 ) -> None:
     prompt = Prompt(chunks, heads, block_size, device)
@@ -116,7 +116,9 @@ def test_equals_the_reference(
 @pytest.mark.parametrize("block_size", [4, 64])
 @pytest.mark.parametrize("window", [1, 7, 16, 40, 1000])
 @pytest.mark.parametrize("has_sinks", [False, True])
-def test_windows_and_sinks(window: int, has_sinks: bool, block_size: int, device: str) -> None:
+def test_windows_and_sinks_are_near_the_reference(
+    window: int, has_sinks: bool, block_size: int, device: str
+) -> None:
     prompt = Prompt(CHUNKS[2], (4, 2, 16), block_size, device, window=window, has_sinks=has_sinks)
     assert_near(prompt.run(SMALL), prompt.run(None))
 
@@ -124,7 +126,7 @@ def test_windows_and_sinks(window: int, has_sinks: bool, block_size: int, device
 @pytest.mark.parametrize("block_size", [4, 64])
 @pytest.mark.parametrize("window", [0, 3, 40])
 @pytest.mark.parametrize("first_key", [1, 5])
-def test_keys_before_the_first_are_not_seen(
+def test_positions_before_first_key_are_not_read(
     first_key: int, window: int, block_size: int, device: str
 ) -> None:
     prompt = Prompt([(1, 5, 33), (0, 63, 1), (3, 31, 16)], (4, 2, 16), block_size, device, window=window)
@@ -136,7 +138,7 @@ def test_keys_before_the_first_are_not_seen(
     assert_near(prompt.run(SMALL), prompt.run(None))
 
 
-def test_a_sink_takes_its_share(device: str) -> None:
+def test_a_sink_takes_its_share_of_the_softmax(device: str) -> None:
     prompt = Prompt([(0, 0, 2)], (2, 1, 16), 4, device, has_sinks=True)
     prompt.query[:2] = 0
     prompt.options["sinks"] = torch.tensor([0.0, -100.0], device=device)
@@ -147,14 +149,14 @@ def test_a_sink_takes_its_share(device: str) -> None:
 
 
 @pytest.mark.parametrize("tile", [(32, 16), (16, 32), (64, 64)])
-def test_tiles_of_any_size(tile: tuple[int, int], device: str) -> None:
+def test_tiles_of_other_sizes_are_near_the_reference(tile: tuple[int, int], device: str) -> None:
     prompt = Prompt(CHUNKS[2], (4, 2, 16), 16, device)
     config = PrefillAttentionConfig(tile_rows=tile[0], tile_keys=tile[1], num_warps=4, num_stages=2)
     assert_near(prompt.run(config), prompt.run(None))
 
 
-def test_a_row_has_the_same_bits_in_any_chunk(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # BLAS, of the interpreter, adds up a row by its place in the matrix; tensor cores do not.
+def test_bits_of_a_row_do_not_depend_on_its_chunk(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The interpreter multiplies by BLAS, whose order of summation depends on the row; tensor cores' does not.
     monkeypatch.setattr(np, "matmul", lambda a, b, dtype: (a[:, :, None] * b).sum(1, dtype=dtype))
     whole = Prompt([(0, 0, 70)], (4, 2, 16), 16, device)
     expected = whole.run(SMALL)
@@ -170,7 +172,9 @@ def test_a_row_has_the_same_bits_in_any_chunk(device: str, monkeypatch: pytest.M
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("block_size", [16, 64, 128])
-def test_real_sizes(dtype: torch.dtype, head_dim: int, block_size: int, device: str) -> None:
+def test_real_sizes_are_near_the_reference(
+    dtype: torch.dtype, head_dim: int, block_size: int, device: str
+) -> None:
     chunks = [(0, 1000, 500), (3, 0, 129), (1, 2047, 1), (2, 777, 128)]
     heads = (8, 2, head_dim)
     for options in ({}, {"window": 200, "has_sinks": True}):
@@ -178,7 +182,7 @@ def test_real_sizes(dtype: torch.dtype, head_dim: int, block_size: int, device: 
         assert_near(prompt.run(prefill_attention_config(head_dim, dtype)), prompt.run(None))
 
 
-def test_every_row_is_in_one_tile_and_the_heaviest_come_first() -> None:
+def test_every_row_is_in_one_tile_and_tiles_with_most_keys_come_first() -> None:
     chunks = [(4, 0, 1), (0, 100, 33), (7, 3, 16), (1, 0, 250)]
     out = np.full((25, 4), 2**30, dtype=np.int32)
     num_tiles = prefill_tiles(chunks, 16, out)
@@ -197,7 +201,7 @@ def test_every_row_is_in_one_tile_and_the_heaviest_come_first() -> None:
     assert (out[num_tiles:, 0] == -1).all()
 
 
-def test_tiles_need_room() -> None:
+def test_tiles_that_do_not_fit_are_rejected() -> None:
     out = np.zeros((3, 4), dtype=np.int32)
     assert prefill_tiles([], 16, out) == 0
     assert out[:, 0].tolist() == [-1, -1, -1]
@@ -206,7 +210,7 @@ def test_tiles_need_room() -> None:
         prefill_tiles([(0, 0, 33), (1, 0, 1)], 16, out)
 
 
-def test_wrong_arguments_are_named(device: str) -> None:
+def test_errors_name_the_argument(device: str) -> None:
     prompt = Prompt([(0, 0, 2)], (4, 2, 16), 4, device)
     prompt.options["window"] = -1
     with pytest.raises(ValueError, match="window=-1: expected 0"):
@@ -222,7 +226,11 @@ def test_wrong_arguments_are_named(device: str) -> None:
         prompt.run(SMALL)
 
     prompt = Prompt([(0, 0, 2)], (4, 3, 16), 4, device)
-    with pytest.raises(ValueError, match="num_heads=4, .* expected a multiple of num_kv_heads=3"):
+    with pytest.raises(ValueError, match="num_heads=4: expected a multiple of num_kv_heads=3"):
+        prompt.run(SMALL)
+
+    prompt = Prompt([(0, 0, 2)], (4, 2, 16), 3, device)
+    with pytest.raises(ValueError, match="block_size=3: expected a power of two"):
         prompt.run(SMALL)
 
     prompt = Prompt([(0, 0, 2)], (4, 2, 16), 4, device)

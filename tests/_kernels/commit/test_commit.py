@@ -1,8 +1,12 @@
+"""The commit kernel against a walk of each slot by hand, and against its reference."""
+
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +14,14 @@ import torch
 from drift_sdk._kernels.commit.commit import (
     FINISHED_LENGTH,
     FINISHED_STOP,
-    SimulatedRounds,
     commit,
+    commit_reference,
     record_words,
+)
+from drift_sdk._kernels.commit.simulated_commit import (
+    SimulatedRounds,
+    commit_simulated,
+    commit_simulated_reference,
 )
 from drift_sdk._kernels.sampling.sample_buffers import MAX_TOP, SampleBuffers
 from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotFlag, SlotState
@@ -26,7 +35,8 @@ ENTRY, NUM_ENTRIES = 1, 3
 
 @dataclass
 class Slot:
-    """What a round finds: a slot, and of its rows what was drafted (-1: no row) and what was chosen."""
+    """A slot before a round: drafts, the tokens of its rows but the first (-1: no row), and chosen, the
+    tokens behind all of its rows."""
 
     length: int
     max_length: int
@@ -56,7 +66,8 @@ class Slot:
 
 
 class Round:
-    """Slots (None: padding) over tables of which a round may see only its own rows; all results poisoned."""
+    """Slots (None: padding) of larger tables. Everything that a round must not read or not leave is poisoned:
+    other slots' columns, and all results."""
 
     def __init__(self, slots: list[Slot | None], rows_per_slot: int, device: str) -> None:
         self.slots, self.rows_per_slot = slots, rows_per_slot
@@ -82,10 +93,10 @@ class Round:
                 self._fill(index, slot)
 
         words = len(slots) * record_words(rows_per_slot) + 3
-        self.outbox = poisoned(NUM_ENTRIES, words)
+        self.output_ring = poisoned(NUM_ENTRIES, words)
         self.emitted = poisoned(len(slots) + 1)
-        self.current = torch.tensor([ENTRY], dtype=torch.int32)
-        self.next_index = poisoned(1).fill_(len(slots) % NUM_ENTRIES)
+        self.current_entry = torch.tensor([ENTRY], dtype=torch.int32)
+        self.next_entry = poisoned(1).fill_(len(slots) % NUM_ENTRIES)
         self._move(device)
 
     def slot_id(self, index: int) -> int:
@@ -104,13 +115,13 @@ class Round:
 
         rows = slice(first, first + self.rows_per_slot)
         self.row_slot[rows] = torch.tensor([number, *(number if d >= 0 else -1 for d in slot.drafts)])
-        # The token of a row without a slot is of no worth, right as it may be.
+        # The token of a row without a slot is ignored, even where it is right.
         drafts = (token if d < 0 else d for d, token in zip(slot.drafts, slot.chosen, strict=False))
         self.row_token[rows] = torch.tensor([3, *drafts])
         self.buffers.chosen[rows] = torch.tensor(slot.chosen)
 
     def _move(self, device: str) -> None:
-        for name in ("row_slot", "row_token", "emitted", "current", "next_index"):
+        for name in ("row_slot", "row_token", "emitted", "current_entry", "next_entry"):
             setattr(self, name, getattr(self, name).to(device))
         self.state = SlotState(
             *(getattr(self.state, name).to(device) for name in SlotState.__struct_fields__)
@@ -120,33 +131,54 @@ class Round:
             for tables in (self.columns, self.buffers)
         )
         if device == "cuda":
-            self.outbox = self.outbox.pin_memory()
+            self.output_ring = self.output_ring.pin_memory()
 
-    def run(self) -> None:
-        commit(
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """The positional arguments of `commit`."""
+        return (
             self.row_slot,
             self.row_token,
             self.buffers,
             self.state,
             self.columns,
             self.emitted[:-1],
-            self.outbox,
-            self.current,
-            self.next_index,
-            rows_per_slot=self.rows_per_slot,
+            self.output_ring,
+            self.current_entry,
+            self.next_entry,
         )
-        if self.outbox.is_pinned():
+
+    def run(self) -> None:
+        commit(*self.arguments, rows_per_slot=self.rows_per_slot)
+        if self.output_ring.is_pinned():
             torch.cuda.synchronize()
 
+    def run_simulated(self, rounds: SimulatedRounds) -> list[int]:
+        """Commit simulated rounds. Returns the number of tokens of each slot."""
+        commit_simulated(*self.arguments, rounds, rows_per_slot=self.rows_per_slot)
+        return self.emitted[:-1].tolist()
+
+    def results(self) -> dict[str, list[int]]:
+        """Everything that a commit writes, except `chosen`."""
+        state = {name: getattr(self.state, name).tolist() for name in SlotState.__struct_fields__}
+        return state | {
+            "counts": self.columns.counts.tolist(),
+            "emitted": self.emitted.tolist(),
+            "output_ring": self.output_ring.tolist(),
+            "next_entry": self.next_entry.tolist(),
+        }
+
     def check(self) -> None:
-        """Run, and hold all that was written, and all that was not, against the walks."""
+        """Run, and compare every word, written or not, with the walks and with the reference's."""
+        twin = copy.deepcopy(self)
+        commit_reference(*twin.arguments, rows_per_slot=self.rows_per_slot)
         counts = self.columns.counts.cpu().clone()
         state = {name: getattr(self.state, name).tolist() for name in SlotState.__struct_fields__}
         emitted = [0] * len(self.slots)
-        outbox = torch.full_like(self.outbox, POISON)
+        output_ring = torch.full_like(self.output_ring, POISON)
         words = record_words(self.rows_per_slot)
         for index, slot in enumerate(self.slots):
-            record = outbox[ENTRY, index * words : (index + 1) * words]
+            record = output_ring[ENTRY, index * words : (index + 1) * words]
             record[:4] = 0
             if slot is None:
                 continue
@@ -170,8 +202,9 @@ class Round:
         assert self.emitted.tolist() == [*emitted, POISON]
         assert {name: getattr(self.state, name).tolist() for name in state} == state
         assert torch.equal(self.columns.counts.cpu(), counts)
-        assert torch.equal(self.outbox, outbox)
-        assert self.next_index.item() == (len(self.slots) + 1) % NUM_ENTRIES
+        assert torch.equal(self.output_ring, output_ring)
+        assert self.next_entry.item() == (len(self.slots) + 1) % NUM_ENTRIES
+        assert self.results() == twin.results()
 
     def _record_row(self, record: torch.Tensor, row: int, depth: int, token: int, slot: Slot) -> None:
         first = 4 + depth * (2 + 2 * MAX_TOP)
@@ -186,7 +219,8 @@ class Round:
 
 
 def random_slot(rng: random.Random, num_drafts: int) -> Slot | None:
-    """Drafts are right more often than not, so that walks are long; a slot has as many rows as it has use."""
+    """A slot with random drafts, or padding. Drafts are right more often than not, so that walks are long; a
+    slot has no more rows than it has room for."""
     if rng.random() < 0.15:
         return None
 
@@ -209,19 +243,19 @@ def random_slot(rng: random.Random, num_drafts: int) -> Slot | None:
 
 @pytest.mark.parametrize("rows_per_slot", [1, 3, 4])
 @pytest.mark.parametrize("num_slots", [1, 40])
-def test_random_rounds(num_slots: int, rows_per_slot: int, device: str) -> None:
+def test_commit_of_random_rounds(num_slots: int, rows_per_slot: int, device: str) -> None:
     for seed in range(20 if num_slots == 1 else 3):
         rng = random.Random(f"{seed} {num_slots} {rows_per_slot}")
         slots = [random_slot(rng, rows_per_slot - 1) for _ in range(num_slots)]
         Round(slots, rows_per_slot, device).check()
 
 
-def test_walks_end_where_they_should(device: str) -> None:
+def test_commit_ends_at_wrong_draft_stop_id_or_length_limit(device: str) -> None:
     chosen = [11, 12, 13, 14]
     right = [11, 12, 13]
     cases = [
         (Slot(5, 99, right, chosen), 4, 0, 3),
-        (Slot(5, 99, [11, 60, 13], chosen), 2, 0, 1),  # what comes behind a wrong draft is of no worth
+        (Slot(5, 99, [11, 60, 13], chosen), 2, 0, 1),  # drafts behind a wrong one are ignored
         (Slot(5, 99, [60, 12, 13], chosen), 1, 0, 0),
         (Slot(5, 99, [11, -1, -1], [11, 12, -1, -1]), 2, 0, 1),
         (Slot(5, 99, [-1, -1, -1], [11, -1, -1, -1]), 1, 0, 0),
@@ -240,38 +274,24 @@ def test_walks_end_where_they_should(device: str) -> None:
     Round([None, *(slot for slot, *_ in cases), None], 4, device).check()
 
 
-def simulated_round(step: Round, simulated: SimulatedRounds, rows_per_slot: int) -> list[int]:
-    """Tokens each slot got."""
-    commit(
-        step.row_slot,
-        step.row_token,
-        step.buffers,
-        step.state,
-        step.columns,
-        step.emitted[:-1],
-        step.outbox,
-        step.current,
-        step.next_index,
-        rows_per_slot=rows_per_slot,
-        simulated=simulated,
-    )
-    return step.emitted[:-1].tolist()
-
-
 def simulated_rounds(trace: list[int], num_slots: int, device: str) -> SimulatedRounds:
     num_rounds = torch.zeros(num_slots + 2, dtype=torch.int32, device=device)
     return SimulatedRounds(torch.tensor(trace, dtype=torch.int32, device=device), num_rounds)
 
 
 @pytest.mark.parametrize("trace", [[1], [4], [3, 3, 3, 3, 4], [2, 1, 4, 4, 1, 3, 2]])
-def test_simulated_rounds_emit_what_the_trace_says(trace: list[int], device: str) -> None:
+def test_simulated_rounds_emit_the_numbers_of_the_trace(trace: list[int], device: str) -> None:
     num_slots, drafts, chosen = 3, [20, 21, 22], [11, 12, 13, 14]
     simulated = simulated_rounds(trace, num_slots, device)
     emitted: list[list[int]] = []
     for _ in range(2 * len(trace)):
         slots: list[Slot | None] = [Slot(5, 999, drafts, chosen) for _ in range(num_slots)]
         step = Round(slots, 4, device)
-        emitted.append(simulated_round(step, simulated, 4))
+        twin, twin_rounds = copy.deepcopy(step), copy.deepcopy(simulated)
+        emitted.append(step.run_simulated(simulated))
+        commit_simulated_reference(*twin.arguments, twin_rounds, rows_per_slot=4)
+        assert step.results() == twin.results()
+        assert torch.equal(simulated.num_rounds, twin_rounds.num_rounds)
         tokens = step.buffers.chosen.view(num_slots, 4).tolist()
         for number, row in zip(emitted[-1], tokens, strict=True):
             assert row[:number] == drafts[: number - 1] + [chosen[number - 1]]
@@ -286,7 +306,7 @@ def test_simulated_rounds_emit_what_the_trace_says(trace: list[int], device: str
     assert len(set(starts)) == min(len(trace), num_slots)
 
 
-def test_simulated_rounds_end_where_there_is_no_draft_and_no_room(device: str) -> None:
+def test_simulated_rounds_end_without_draft_at_stop_id_and_at_length_limit(device: str) -> None:
     slots = [
         Slot(5, 999, [20, -1, -1], [11, 12, -1, -1]),
         Slot(5, 999, [-1, -1, -1], [11, -1, -1, -1]),
@@ -296,15 +316,52 @@ def test_simulated_rounds_end_where_there_is_no_draft_and_no_room(device: str) -
     ]
     step = Round(slots, 4, device)
     simulated = simulated_rounds([4], len(slots), device)
-    assert simulated_round(step, simulated, 4) == [2, 1, 2, 2, 0]
+    twin, twin_rounds = copy.deepcopy(step), copy.deepcopy(simulated)
+    assert step.run_simulated(simulated) == [2, 1, 2, 2, 0]
+    commit_simulated_reference(*twin.arguments, twin_rounds, rows_per_slot=4)
+    assert step.results() == twin.results()
     assert [step.state.finish[step.slot_id(index)].item() for index in range(4)] == [
         0, 0, FINISHED_LENGTH, FINISHED_STOP,
     ]  # fmt: skip
     assert simulated.num_rounds.tolist() == [0, 0, 1, 1, 1, 1, 0]  # padding has no slot
 
 
-def test_rounds_without_drafts_leave_the_trace_where_it_is(device: str) -> None:
+def test_simulated_rounds_of_one_row_are_not_counted(device: str) -> None:
     slots: list[Slot | None] = [Slot(5, 999, [], [11]), Slot(5, 999, [], [12])]
     simulated = simulated_rounds([3, 4], 2, device)
-    assert simulated_round(Round(slots, 1, device), simulated, 1) == [1, 1]
+    assert Round(slots, 1, device).run_simulated(simulated) == [1, 1]
     assert simulated.num_rounds.tolist() == [0] * 4
+
+
+def test_simulated_rounds_do_not_compare_drafts(device: str) -> None:
+    """A right draft beyond the trace's number is not accepted, a wrong one within it is."""
+    slots: list[Slot | None] = [Slot(5, 999, [11, 12, 13], [11, 12, 13, 14])]
+    step = Round(slots, 4, device)
+    assert step.run_simulated(simulated_rounds([2], 1, device)) == [2]
+    slots = [Slot(5, 999, [20, 12, 13], [11, 12, 13, 14])]
+    step = Round(slots, 4, device)
+    assert step.run_simulated(simulated_rounds([2], 1, device)) == [2]
+    assert step.buffers.chosen.tolist()[:2] == [20, 12]
+
+
+def test_commit_names_wrong_arguments(device: str) -> None:
+    step = Round([Slot(5, 99, [11], [11, 12])], 2, device)
+    for name, value, message in (
+        ("row_token", step.row_token[:1], r"row_token: \[1\] torch.int32: expected \[2\] torch.int32"),
+        ("row_slot", step.row_slot[:1], "row_slot: 1 rows: expected 2 of each of 1 slots"),
+        ("next_entry", step.next_entry.long(), r"next_entry: \[1\] torch.int64: expected \[1\] torch.int32"),
+        (
+            "output_ring",
+            step.output_ring[:, :80].contiguous(),
+            f"output_ring: 80 words an entry: expected at least {record_words(2)}",
+        ),
+    ):
+        other = copy.copy(step)
+        setattr(other, name, value)
+        with pytest.raises(ValueError, match=message):
+            other.run()
+        with pytest.raises(ValueError, match=message):
+            other.run_simulated(simulated_rounds([2], 1, device))
+
+    with pytest.raises(ValueError, match=r"num_rounds: \[4\] torch.int32: expected \[3\] torch.int32"):
+        step.run_simulated(simulated_rounds([2], 2, device))

@@ -46,13 +46,13 @@ def names(*values: str) -> frozenset[str]:
 
 
 @pytest.mark.parametrize("wait", [WAIT, OLD_WAIT])
-def test_what_stands_before_the_wait_is_read_early(wait: str) -> None:
+def test_loads_before_the_wait_are_early_reads(wait: str) -> None:
     assert access(wait, LOAD_A, STORE_B, TRIGGER) == KernelAccess(names(), names("b"), False)
     assert access(LOAD_A, wait, TRIGGER, STORE_B) == KernelAccess(names("a"), names("b"), False)
     assert access(TRIGGER, LOAD_A, wait, STORE_B) == KernelAccess(names("a"), names("b"), True)
 
 
-def test_pointers_are_followed_through_loops() -> None:
+def test_pointers_are_traced_through_loops() -> None:
     loop = """
     %end:2 = scf.for %i = %c0 to %n step %c1 iter_args(%at = %a, %s = %zero) -> (!tt.ptr<f32>, f32) : i32 {
       %part = tt.load %at : !tt.ptr<f32> loc(#loc2)
@@ -64,7 +64,7 @@ def test_pointers_are_followed_through_loops() -> None:
     assert access(WAIT, loop, STORE_B).reads_early == names()
 
 
-def test_a_number_that_was_loaded_is_not_a_pointer() -> None:
+def test_loaded_numbers_are_not_pointers() -> None:
     indirect = """
     %index = tt.load %a : !tt.ptr<f32> loc(#loc2)
     %place = tt.addptr %b, %index : !tt.ptr<bf16>, i32 loc(#loc3)
@@ -73,7 +73,7 @@ def test_a_number_that_was_loaded_is_not_a_pointer() -> None:
     assert access(indirect, WAIT, store) == KernelAccess(names("a"), names("b"), False)
 
 
-def test_a_pointer_that_cannot_be_followed_may_point_anywhere() -> None:
+def test_untraceable_pointers_count_as_pointers_into_every_argument() -> None:
     chosen = """
     %chosen = scf.if %is_first -> (!tt.ptr<f32>) {
       scf.yield %a : !tt.ptr<f32> loc(#loc2)
@@ -85,29 +85,29 @@ def test_a_pointer_that_cannot_be_followed_may_point_anywhere() -> None:
     assert access(WAIT, chosen, load, store) == KernelAccess(names(), names("a", "b"), False)
 
 
-def test_atomics_write() -> None:
+def test_atomics_count_as_writes() -> None:
     atomic = """
     %old = tt.atomic_rmw add, relaxed, gpu, %a, %n, %true : (!tt.ptr<f32>, i32, i1) -> i32 loc(#loc2)
 """
     assert access(WAIT, atomic).writes == names("a")
-    with pytest.raises(LaunchOrderError, match=r"kernel: writes \['a'\] unwaited"):
+    with pytest.raises(LaunchOrderError, match=r"kernel: writes \['a'\] before it waits"):
         access(atomic, WAIT)
 
 
-def test_every_kernel_waits_and_writes_after_it() -> None:
+def test_kernels_that_end_or_write_without_waiting_are_rejected() -> None:
     with pytest.raises(LaunchOrderError, match="kernel: may end without having waited"):
         access(LOAD_A)
     branch = "    scf.if %c {\n      tt.grid_dependency_wait loc(#loc4)\n    } loc(#loc4)\n"
     with pytest.raises(LaunchOrderError, match="may end without having waited"):
         access(branch, LOAD_A, STORE_B)
-    with pytest.raises(LaunchOrderError, match=r"writes \['b'\] unwaited"):
+    with pytest.raises(LaunchOrderError, match=r"writes \['b'\] before it waits"):
         access(LOAD_A, STORE_B, WAIT)
 
 
 WRITER = KernelAccess(names(), names("out"), False)
-RUSHING_WRITER = KernelAccess(names(), names("out"), True)
+EARLY_TRIGGER_WRITER = KernelAccess(names(), names("out"), True)
 READER = KernelAccess(names("x"), names("out"), False)
-PATIENT = KernelAccess(names(), names("out"), False)
+WAITING_READER = KernelAccess(names(), names("out"), False)
 
 
 def run(*steps: tuple[KernelAccess, torch.Tensor | None, torch.Tensor | None]) -> None:
@@ -116,7 +116,7 @@ def run(*steps: tuple[KernelAccess, torch.Tensor | None, torch.Tensor | None]) -
         launches.add(f"k{index}", kernel, {"x": x, "out": out})
 
 
-def test_the_kernel_before_may_still_run() -> None:
+def test_early_reads_of_what_the_preceding_kernel_writes_are_rejected() -> None:
     plan, other = torch.zeros(2, 8)
     with pytest.raises(LaunchOrderError, match="k1 reads x before it waits: k0 may still be writing it"):
         run((WRITER, None, plan), (READER, plan, other))
@@ -124,38 +124,40 @@ def test_the_kernel_before_may_still_run() -> None:
         run((WRITER, None, plan[3:4]), (READER, plan[::2][1:3], other))  # a view of a view
     run((WRITER, None, plan[:4]), (READER, plan[4:], other))
     run((WRITER, None, plan), (WRITER, None, other), (READER, plan, other))
-    run((WRITER, None, plan), (PATIENT, plan, other))
+    run((WRITER, None, plan), (WAITING_READER, plan, other))
     run((WRITER, None, plan), (READER, None, other), (READER, plan[:0], other))
 
 
-def test_a_kernel_of_torch_is_waited_for() -> None:
+def test_torch_kernels_wait_and_count_as_writers() -> None:
     plan, other = torch.zeros(2, 8)
-    impatient = KernelAccess(names("x"), names("out"), True)
+    early_trigger_reader = KernelAccess(names("x"), names("out"), True)
     launches = Launches()
     launches.add("k0", WRITER, {"out": plan})
     launches.add("torch", LIBRARY, {"out": other})
-    launches.add("k1", impatient, {"x": plan, "out": None})
+    launches.add("k1", early_trigger_reader, {"x": plan, "out": None})
     with pytest.raises(LaunchOrderError, match="k2 reads x before it waits: torch may still be writing it"):
         launches.add("k2", READER, {"x": other, "out": None})
-    note_library_kernel(other)  # outside of a step that is captured: nothing to check
+    note_library_kernel(other)  # outside `checked_launches`, where nothing is checked
 
 
-def test_a_kernel_that_lets_others_start_before_it_waits_hides_no_writer() -> None:
+def test_early_triggers_keep_earlier_writers_in_the_check() -> None:
     plan, other = torch.zeros(2, 8)
     with pytest.raises(LaunchOrderError, match="k3 reads x before it waits: k0 may still be writing it"):
         run(
             (WRITER, None, plan),
-            (RUSHING_WRITER, None, other),
-            (RUSHING_WRITER, None, other),
+            (EARLY_TRIGGER_WRITER, None, other),
+            (EARLY_TRIGGER_WRITER, None, other),
             (READER, plan, None),
         )
-    run((WRITER, None, plan), (WRITER, None, other), (RUSHING_WRITER, None, other), (READER, plan, None))
+    run(
+        (WRITER, None, plan), (WRITER, None, other), (EARLY_TRIGGER_WRITER, None, other), (READER, plan, None)
+    )
 
 
 @pytest.mark.gpu
 @pytest.mark.kernel
-def test_launches_on_a_gpu_are_noted() -> None:
-    """A kernel that waits first may follow itself; one that claims to read early may not."""
+def test_launches_on_a_gpu_are_recorded() -> None:
+    """A kernel that waits first may follow itself; one that reads early what it writes may not."""
     index = torch.zeros(1, dtype=torch.int32, device="cuda")
     with checked_launches():
         advance(index, 3)
@@ -163,14 +165,15 @@ def test_launches_on_a_gpu_are_noted() -> None:
     assert index.item() == 2
 
     from drift_sdk._kernels.common import launch_order
-    from drift_sdk._kernels.slots import input_ring as staging
+    from drift_sdk._kernels.slots.input_ring import _advance
 
+    argument = _advance.arg_names[0]
     launches = Launches()
-    note(launches, staging._advance, index, 3, True, num_warps=1, launch_pdl=True)
-    key = next(key for key in launch_order._accesses if key[0] is staging._advance)
-    assert launch_order._accesses[key] == KernelAccess(names(), names("next_index"), False)
+    note(launches, _advance, index, 3, True, num_warps=1, launch_pdl=True)
+    key = next(key for key in launch_order._accesses if key[0] is _advance)
+    assert launch_order._accesses[key] == KernelAccess(names(), names(argument), False)
     launches = Launches()
-    impatient = KernelAccess(names("next_index"), names("next_index"), False)
-    launches.add("advance", impatient, {"next_index": index})
+    early_reader = KernelAccess(names(argument), names(argument), False)
+    launches.add("advance", early_reader, {argument: index})
     with pytest.raises(LaunchOrderError):
-        launches.add("advance", impatient, {"next_index": index})
+        launches.add("advance", early_reader, {argument: index})

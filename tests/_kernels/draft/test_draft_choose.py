@@ -1,3 +1,5 @@
+"""The tokens that a draft proposes, against the reference."""
+
 from __future__ import annotations
 
 import pytest
@@ -7,14 +9,14 @@ from drift_sdk._kernels.draft.draft_choose import choose_drafts, choose_drafts_r
 
 pytestmark = pytest.mark.kernel
 
-# Of each slot: temperature and seed.
+# By slot.
 TEMPERATURES = [0.0, 0.7, 1e-38, 1.0, 3.0]
 SEEDS = [1, 2**40 + 3, -5, 7, 0]
 ROWS = 3
 
 
 class Case:
-    """Five slots in an order of their own and a padding one, three rows each."""
+    """Five slots in mixed order and padding, three rows each."""
 
     def __init__(self, device: str, vocab_size: int, num_slices: int | None, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(vocab_size + seed)
@@ -34,7 +36,7 @@ class Case:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
     def run(self, depth: int) -> tuple[list[int], list[int], list[int]]:
-        """Slots, tokens and positions of the rows to come."""
+        """Choose drafts. Returns slots, tokens and positions of the rows that the draft computes next."""
         num_slots, shape = len(self.slots), (len(self.slots), num_draft_chunks(len(self.target_ids)))
         chunks = (
             torch.full(shape, torch.nan, device=self.device),
@@ -57,6 +59,7 @@ class Case:
         return slot, token, position
 
     def expected(self, depth: int) -> list[int]:
+        """The reference's tokens; -1 for padding."""
         logits = self.logits.sum(0) if self.logits.dim() == 3 else self.logits
         slots = torch.tensor(self.slots, device=self.device).clamp(min=0)
         tokens = choose_drafts_reference(
@@ -71,7 +74,7 @@ class Case:
 
 @pytest.mark.parametrize("num_slices", [None, 1, 2])
 @pytest.mark.parametrize("vocab_size", [5, 96, 1024, 2500])
-def test_tokens_are_the_references(vocab_size: int, num_slices: int | None, device: str) -> None:
+def test_choose_drafts_equals_reference(vocab_size: int, num_slices: int | None, device: str) -> None:
     case = Case(device, vocab_size, num_slices)
     slot, token, position = case.run(1)
     assert token == case.expected(1)
@@ -81,7 +84,7 @@ def test_tokens_are_the_references(vocab_size: int, num_slices: int | None, devi
     assert case.row_token.view(-1, ROWS)[:, ::2].eq(-7).all()
 
 
-def test_the_noise_is_that_of_the_position(device: str) -> None:
+def test_draft_noise_depends_on_the_position(device: str) -> None:
     case = Case(device, 2500, None)
     first = case.run(1)[1]
     assert case.run(2)[1] == case.expected(2)
@@ -90,7 +93,7 @@ def test_the_noise_is_that_of_the_position(device: str) -> None:
     assert case.run(1)[1] == case.expected(1) != first
 
 
-def test_no_row_behind_the_last_nor_behind_a_cap(device: str) -> None:
+def test_choose_drafts_does_not_write_rows_without_slot(device: str) -> None:
     case = Case(device, 96, None)
     case.row_slot[0 * ROWS + 2] = -1  # slot 3 may have one draft
     case.row_slot[2 * ROWS + 1 : 3 * ROWS] = -1  # slot 0 none
@@ -102,7 +105,7 @@ def test_no_row_behind_the_last_nor_behind_a_cap(device: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")
-def test_ties_go_to_the_lowest_id_and_nan_gives_some_token(device: str) -> None:
+def test_draft_ties_go_to_the_lowest_id_and_nan_gives_a_valid_one(device: str) -> None:
     case = Case(device, 2500, None)
     case.logits[2] = 0.0
     case.logits[2, [900, 1100, 2499]] = 5.0
@@ -112,7 +115,7 @@ def test_ties_go_to_the_lowest_id_and_nan_gives_some_token(device: str) -> None:
     assert token[4] in case.target_ids.tolist()
 
 
-def test_wrong_arguments_are_named(device: str) -> None:
+def test_choose_drafts_names_wrong_arguments(device: str) -> None:
     case = Case(device, 96, None)
     for depth in (0, 3):
         with pytest.raises(ValueError, match=f"depth={depth}: expected 1 to 2 of 18 rows of 6 slots"):

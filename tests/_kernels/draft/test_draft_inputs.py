@@ -1,3 +1,5 @@
+"""The input of a draft's first layer, against the reference."""
+
 from __future__ import annotations
 
 import pytest
@@ -16,6 +18,8 @@ POSITIONS = [4, 5, 8, 8, 9, 12, 16, 4]
 
 
 class Case:
+    """Rows of three slots, of which rows 2 and 3 are dead; whatever must not be read is NaN."""
+
     def __init__(self, dtype: torch.dtype, device: str, size: int, num_slices: int | None, num_features: int):
         generator = torch.Generator().manual_seed(size)
 
@@ -41,6 +45,7 @@ class Case:
         self.inputs = torch.full((8, 2 * size), torch.nan, dtype=dtype, device=device)
 
     def run(self, *, is_residual_normed: bool, has_blocks: bool) -> None:
+        """Compute the inputs, and compare hidden, inputs and block features with the reference's."""
         options = {
             "eps": 1e-5,
             "is_residual_normed": is_residual_normed,
@@ -66,29 +71,29 @@ class Case:
 @pytest.mark.parametrize(
     ("size", "num_slices", "is_residual_normed"), [(64, None, False), (20, 1, True), (20, 3, False)]
 )
-def test_inputs(
+def test_draft_inputs_equal_reference(
     size: int, num_slices: int | None, is_residual_normed: bool, dtype: torch.dtype, device: str
 ) -> None:
     case = Case(dtype, device, size, num_slices, num_features=6)
     case.run(is_residual_normed=is_residual_normed, has_blocks=True)
-    # Positions 4 and 12 end a block of slots 1 and 2; rows 6 and 7 came from blocks; a dead row ends nothing.
+    # Positions 4 and 12 end a block of slots 1 and 2; rows 6 and 7 were read from blocks; dead rows end none.
     written = case.block_table[[1, 2, 1, 0], [0, 2, 3, 0]].long()
     others = [block for block in range(12) if block not in written.tolist()]
     assert not case.blocks[written].isnan().any() and case.blocks[others].isnan().all()
 
 
-def test_what_the_draft_made_is_kept_nowhere(device: str) -> None:
+def test_draft_inputs_without_block_features(device: str) -> None:
     case = Case(torch.float32, device, 64, None, num_features=8)
     case.run(is_residual_normed=False, has_blocks=False)
 
 
-def test_features_may_be_replaced_by_the_residual_stream(device: str) -> None:
+def test_draft_inputs_with_hidden_in_place_of_features(device: str) -> None:
     case = Case(torch.float32, device, 64, None, num_features=8)
     case.hidden = case.features
     case.run(is_residual_normed=True, has_blocks=False)
 
 
-def test_wrong_arguments_are_named(device: str) -> None:
+def test_draft_inputs_name_wrong_arguments(device: str) -> None:
     case = Case(torch.float32, device, 64, None, num_features=6)
     with pytest.raises(ValueError, match="features: 6 rows: expected 8, or fewer with block_features"):
         case.run(is_residual_normed=False, has_blocks=False)

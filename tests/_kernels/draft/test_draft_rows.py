@@ -1,3 +1,5 @@
+"""Rows, tiles and kept outputs of a draft, against their references."""
+
 from __future__ import annotations
 
 import pytest
@@ -29,7 +31,7 @@ def columns(num_rows: int, device: str) -> tuple[torch.Tensor, torch.Tensor, tor
 def assert_rows(
     found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...], device: str
 ) -> list[tuple[int, ...]]:
-    """Slots are equal, and tokens and positions of live rows: these."""
+    """Check that slots are equal, and of live rows tokens and positions. Returns the live rows."""
     assert torch.equal(found[0], expected[0])
     is_live = found[0] >= 0
     for column, other in zip(found, expected, strict=True):
@@ -38,8 +40,9 @@ def assert_rows(
     return list(zip(*(column[is_live].tolist() for column in found), strict=True))
 
 
-def test_rows_of_a_round(device: str) -> None:
-    """A slot with all rows, one with a cap, one that lost all but its first, padding, one that has ended."""
+def test_round_rows_are_those_emitted(device: str) -> None:
+    """Slots with all rows, with fewer drafts, with only the first row emitted; padding; one that has
+    ended."""
     slot = ints([3, 3, 3, 0, 0, -1, 1, 1, 1, -1, -1, -1, 4, 4, 4], device)
     position = ints([9, 10, 11, 5, 6, 7, 70, 71, 72, *[GARBAGE - 1] * 3, 0, 1, 2], device)
     chosen = ints([11, 12, 13, 21, 22, -1, 31, 32, 33, -1, -1, -1, 41, 42, 43], device)
@@ -51,8 +54,8 @@ def test_rows_of_a_round(device: str) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [12, 300])
-def test_rows_of_chunks(num_rows: int, device: str) -> None:
-    """A chunk that goes on, one that is the last, gaps, and a prefix hit before one of them."""
+def test_chunk_rows_pair_with_the_next_token(num_rows: int, device: str) -> None:
+    """A chunk with more to come, one that is the last of its prompt, gaps, and chunks after a prefix hit."""
     padding = num_rows - 10
     slot = ints([2, 2, 2, -1, 0, 0, 0, 0, 5, -1] + [-1] * padding, device)
     token = ints([10, 11, 12, GARBAGE, 20, 21, 22, 23, 50, GARBAGE] + [GARBAGE] * padding, device)
@@ -81,7 +84,7 @@ def test_rows_of_chunks(num_rows: int, device: str) -> None:
         ([(6, 0, 900), (2, 7, 300)], 128),
     ],
 )
-def test_tiles(chunks: list[tuple[int, int, int]], tile_rows: int, device: str) -> None:
+def test_draft_tiles_equal_reference(chunks: list[tuple[int, int, int]], tile_rows: int, device: str) -> None:
     slots = [slot for slot, _, size in chunks for _ in range(size)]
     positions = [start + row for _, start, size in chunks for row in range(size)]
     num_single = 40
@@ -101,7 +104,7 @@ def test_tiles(chunks: list[tuple[int, int, int]], tile_rows: int, device: str) 
     assert sorted(rows, key=lambda row: row[1]) == live
 
 
-def test_last_rows_are_kept(device: str) -> None:
+def test_keep_last_rows_copies_the_last_row_of_each_slot(device: str) -> None:
     slots = ints([2, 2, -1, -1, 0, 4, 4, 4], device)
     output = torch.randn(8, 20, device=device)
     state = torch.full((5, 20), torch.nan, device=device)
@@ -113,7 +116,7 @@ def test_last_rows_are_kept(device: str) -> None:
     assert state[[1, 3]].isnan().all()
 
 
-def test_wrong_arguments_are_named(device: str) -> None:
+def test_draft_kernels_name_wrong_arguments(device: str) -> None:
     row, short = ints([0] * 6, device), ints([0] * 4, device)
     with pytest.raises(ValueError, match="row_slot: 6 rows: expected a multiple of 4"):
         round_rows(row, row, row, short, columns(6, device))

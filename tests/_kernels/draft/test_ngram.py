@@ -1,3 +1,5 @@
+"""Prompt look-up on the device, against `NGramIndex` on the host."""
+
 from __future__ import annotations
 
 import random
@@ -5,7 +7,13 @@ import random
 import pytest
 import torch
 
-from drift_sdk._kernels.draft.ngram import SEARCH_BLOCK, append_history, num_searchers, propose_ngrams
+from drift_sdk._kernels.draft.ngram import (
+    SEARCH_TOKENS,
+    append_history,
+    append_history_reference,
+    num_searchers,
+    propose_ngrams,
+)
 from drift_sdk.draft_policy.ngram import NGramIndex
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.decode import Rows
@@ -22,7 +30,8 @@ def int32(values: object, device: str) -> torch.Tensor:
 
 
 def histories(slots: list[Slot | None], num_columns: int, device: str) -> torch.Tensor:
-    """Slot s lies in row len(slots) - s, all but its newest token; what is nobody's is all alike."""
+    """The histories [S, num_columns]: slot i of `slots` is in row len(slots) - i, without its newest token.
+    All other entries are the same token."""
     history = torch.full((len(slots) + 1, num_columns), 1, dtype=torch.int32)
     for index, slot in enumerate(slots):
         if slot is not None:
@@ -32,7 +41,8 @@ def histories(slots: list[Slot | None], num_columns: int, device: str) -> torch.
 
 
 def round_rows(slots: list[Slot | None], num_draft_tokens: int, device: str) -> Rows:
-    """As a round begins: padding has no tokens; a row beyond what its slot may draft has no slot."""
+    """The rows at the start of a round: padding has no tokens, and a row beyond what its slot may draft no
+    slot."""
     row_slot, token, position = [], [], []
     for index, slot in enumerate(slots):
         tokens, most = slot or ([], 0)
@@ -44,10 +54,17 @@ def round_rows(slots: list[Slot | None], num_draft_tokens: int, device: str) -> 
     return Rows(slot=int32(row_slot, device), token=int32(token, device), position=int32(position, device))
 
 
+def drafts_of_index(tokens: list[int], lengths: tuple[int, int], most: int) -> list[int]:
+    """What `NGramIndex` proposes behind these tokens."""
+    ngrams = NGramIndex(*lengths)
+    ngrams.extend(tokens)
+    return ngrams.propose(most)
+
+
 def check(
     slots: list[Slot | None], lengths: tuple[int, int], num_draft_tokens: int, device: str, num_columns: int
 ) -> Rows:
-    """Proposals as `NGramIndex` makes them, in every row."""
+    """Check that the proposals are those of `NGramIndex`, in every row. Returns the rows."""
     rows = round_rows(slots, num_draft_tokens, device)
     before = round_rows(slots, num_draft_tokens, "cpu")
     rounds = NGramRounds(
@@ -62,9 +79,7 @@ def check(
         if slot is None:
             continue
 
-        ngrams = NGramIndex(*lengths)
-        ngrams.extend(slot[0])
-        drafts = ngrams.propose(min(num_draft_tokens, slot[1]))
+        drafts = drafts_of_index(slot[0], lengths, min(num_draft_tokens, slot[1]))
         first = index * (num_draft_tokens + 1) + 1
         expected_token[first : first + len(drafts)] = int32(drafts, "cpu")
         expected_slot[first + len(drafts) : first + num_draft_tokens] = -1
@@ -77,7 +92,9 @@ def check(
 
 @pytest.mark.parametrize("lengths", [(1, 1), (1, 4), (2, 4), (3, 3), (4, 16), (16, 16)], ids=str)
 @pytest.mark.parametrize("num_draft_tokens", [1, 3, 16])
-def test_random_histories(lengths: tuple[int, int], num_draft_tokens: int, device: str) -> None:
+def test_proposals_from_random_histories(
+    lengths: tuple[int, int], num_draft_tokens: int, device: str
+) -> None:
     rng = random.Random(f"{lengths} {num_draft_tokens}")
     slots: list[Slot | None] = []
     for number in range(200 if device == "cuda" else 24):
@@ -91,18 +108,25 @@ def test_random_histories(lengths: tuple[int, int], num_draft_tokens: int, devic
 
 
 @pytest.mark.parametrize("extra", [0, 1, 5])
-def test_blocks_of_several_searchers(extra: int, device: str) -> None:
-    """Runs that begin or end where a searcher's block does; the longest one wins, then the latest."""
+def test_longest_run_is_found_across_searchers(extra: int, device: str) -> None:
+    """Runs begin or end where a searcher's block does. The longest run is chosen, then the latest."""
     rng = random.Random(extra)
-    num_columns = 9 * SEARCH_BLOCK if device == "cpu" else 32_769
+    num_columns = 9 * SEARCH_TOKENS if device == "cpu" else 32_769
     assert num_searchers(num_columns) > 1
     tail = [7, 8, 9, 10]
     slots: list[Slot | None] = []
-    ends = (4, SEARCH_BLOCK, SEARCH_BLOCK + 2, 3 * SEARCH_BLOCK + 1, 4 * SEARCH_BLOCK + 3, num_columns - 20)
+    ends = (
+        4,
+        SEARCH_TOKENS,
+        SEARCH_TOKENS + 2,
+        3 * SEARCH_TOKENS + 1,
+        4 * SEARCH_TOKENS + 3,
+        num_columns - 20,
+    )
     for end in ends:
         tokens = [rng.randrange(20, 25) for _ in range(num_columns - 1 - extra)]
         tokens[end - 4 : end] = tail
-        for shorter in (5 * SEARCH_BLOCK, num_columns - 50):
+        for shorter in (5 * SEARCH_TOKENS, num_columns - 50):
             tokens[shorter - 3 : shorter] = tail[1:]
         tokens[-4:] = tail
         slots.append((tokens, 99))
@@ -113,7 +137,7 @@ def test_blocks_of_several_searchers(extra: int, device: str) -> None:
         assert draft == tokens[end : end + 3]
 
 
-def test_edges(device: str) -> None:
+def test_proposals_of_short_overlapping_and_missing_runs(device: str) -> None:
     slots: list[Slot | None] = [
         ([5], 4),  # shorter than any run
         ([5, 5], 4),  # the run is the history's beginning
@@ -138,8 +162,9 @@ def test_edges(device: str) -> None:
     check([None, None], (1, 2), 2, device, 4)
 
 
-def test_rounds_follow_what_turned_out_true(device: str) -> None:
-    """Prompts in chunks, then tokens of each round, as the index follows them; a slot begins anew."""
+def test_history_follows_prompts_and_rounds(device: str) -> None:
+    """Prompts come in chunks, then each round's tokens; slots are reused. Proposals are those of the
+    index."""
     rng = random.Random(2)
     num_slots, num_draft_tokens, num_columns = 3, 3, 130
     history = torch.full((num_slots, num_columns), -9, dtype=torch.int32, device=device)
@@ -157,7 +182,7 @@ def test_rounds_follow_what_turned_out_true(device: str) -> None:
                     prefill_rows.append((-1, 77, 1 << 30))
                     tokens[slot] += chunk
                 slot, token, position = (int32(column, device) for column in zip(*prefill_rows, strict=True))
-                rounds.follow_prefill(
+                rounds.draft_extend_prefill(
                     Rows(slot=slot, token=token, position=position),
                     next_token=token,
                     hits=token,
@@ -175,9 +200,7 @@ def test_rounds_follow_what_turned_out_true(device: str) -> None:
         rows = Rows(slot=torch.where(rows.slot < 0, -1, live), token=rows.token, position=rows.position)
         rounds.propose(rows, num_slots=3, num_draft_tokens=num_draft_tokens)
         for place, slot in ((0, 2), (2, 1)):
-            ngrams = NGramIndex(*lengths)
-            ngrams.extend(tokens[slot])
-            drafts = ngrams.propose(2 if slot == 1 else 3)
+            drafts = drafts_of_index(tokens[slot], lengths, 2 if slot == 1 else 3)
             proposed = rows.token[4 * place + 1 : 4 * place + 4].tolist()
             assert proposed == drafts + [-1] * (3 - len(drafts))
 
@@ -202,7 +225,7 @@ def test_rounds_follow_what_turned_out_true(device: str) -> None:
         assert torch.equal(history.cpu(), expected)
 
 
-def test_a_history_may_be_a_view_of_an_arena(device: str) -> None:
+def test_append_history_to_a_view_of_an_arena(device: str) -> None:
     arena = torch.full((500,), 3, dtype=torch.int32, device=device)
     history = arena[50:170].view(3, 40)
     row_slot, position = int32([2, 0, -1], device), int32([39, 1, 7], device)
@@ -211,7 +234,20 @@ def test_a_history_may_be_a_view_of_an_arena(device: str) -> None:
     assert (arena[51], arena[169]) == (12, 11)
 
 
-def test_arguments_are_checked(device: str) -> None:
+@pytest.mark.parametrize("num_emitted", [None, [2, 0, 3]])
+def test_append_history_equals_reference(num_emitted: list[int] | None, device: str) -> None:
+    row_slot = int32([1, 1, -1, 0, 0, 0, 2, 2, 2], device)
+    position, token = int32([4, 5, 6, 0, 1, 2, 7, 8, 9], device), int32(list(range(10, 19)), device)
+    emitted = None if num_emitted is None else int32(num_emitted, device)
+    history = torch.full((3, 10), -9, dtype=torch.int32, device=device)
+    expected = history.clone()
+    append_history(row_slot, position, token, history, emitted=emitted)
+    append_history_reference(row_slot, position, token, expected, emitted=emitted)
+    assert torch.equal(history, expected)
+    assert int((history != -9).sum()) == (8 if num_emitted is None else 5)
+
+
+def test_ngram_kernels_name_wrong_arguments(device: str) -> None:
     row = int32([0, -1, 0, -1], device)
     history = int32([[1, 2, 3]], device)
     found = torch.zeros(2, 1, dtype=torch.int64, device=device)

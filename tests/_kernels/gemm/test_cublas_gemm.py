@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from drift_sdk._kernels.gemm import cublas_gemm as cublas_gemm
+from drift_sdk._kernels.gemm import cublas_gemm
 from drift_sdk._kernels.gemm.cublas_gemm import fastest_gated_multiply, fastest_multiply
 from drift_sdk._kernels.gemm.gemm import GemmConfig, gated_multiply, multiply
 from drift_sdk._kernels.gemm.tuning import table_for
@@ -29,7 +29,7 @@ def poisoned(*shape: int, device: str, dtype: torch.dtype = torch.float32) -> to
     return torch.full(shape, torch.nan, dtype=dtype, device=device)
 
 
-def test_float32_is_never_the_librarys(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float32_products_never_use_the_library(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(cublas_gemm, "library_multiply")
     x, weight = inputs((3, 20, 140), device)
     found, expected = (poisoned(2, 3, 20, device=device) for _ in range(2))
@@ -42,13 +42,13 @@ def test_float32_is_never_the_librarys(device: str, monkeypatch: pytest.MonkeyPa
     assert torch.equal(found, expected)
 
 
-def test_slices_that_one_program_adds_are_not_for_the_library() -> None:
+def test_the_library_requires_spread_slices() -> None:
     with pytest.raises(ValueError, match="expected slices that are spread"):
         GemmConfig(2, False, is_library=True)
 
 
-def test_a_verdict_holds_for_one_state_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another engine of the process may find another backend, other settings or another workspace."""
+def test_library_state_changes_with_settings_and_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another engine of the process may run with another backend, other settings or another workspace."""
     states = {cublas_gemm.library_state()}
     for variable in cublas_gemm.WORKSPACE_VARIABLES:
         monkeypatch.setenv(variable, ":16:8")
@@ -65,22 +65,22 @@ def test_a_verdict_holds_for_one_state_of_the_library(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.gpu
-def test_a_changed_library_is_looked_at_again(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_library_is_compared_again(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cublas_gemm, "_has_same_bits", {})
     x, weight = inputs((256, 640, 576), device, torch.bfloat16)
     out = poisoned(2, 256, 640, device=device)
-    for num_verdicts, size in ((1, None), (1, None), (2, ":4096:2")):
+    for num_comparisons, size in ((1, None), (1, None), (2, ":4096:2")):
         if size is not None:
             monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", size)
         fastest_multiply(x, weight, out, SLICED)
-        assert len(cublas_gemm._has_same_bits) == num_verdicts
+        assert len(cublas_gemm._has_same_bits) == num_comparisons
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 100, 256, 384, 1000])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_bits_are_those_of_the_kernel(num_rows: int, dtype: torch.dtype, device: str) -> None:
-    """Whether or not the library is found fit."""
+def test_bits_equal_those_of_the_kernel(num_rows: int, dtype: torch.dtype, device: str) -> None:
+    """Whether the library has the same bits or not."""
     for num_columns, inner, config in ((6144, 4096, SLICED), (640, 576, SLICED), (1000, 2048, GemmConfig())):
         config = GemmConfig(config.num_slices, True, 128, 64, 64, 3, 4, is_library=True)
         x, weight = inputs((num_rows, num_columns, inner), device, dtype)
@@ -101,10 +101,10 @@ def test_bits_are_those_of_the_kernel(num_rows: int, dtype: torch.dtype, device:
 
 
 @pytest.mark.gpu
-def test_the_library_is_used_where_the_table_names_it(
+def test_tuned_shapes_use_the_library_where_the_table_names_it(
     device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of the shapes that were measured, on the GPU they were measured on, it is fit for all."""
+    """The library has the kernel's bits for all shapes of the table, on the GPU they were measured on."""
     caplog.set_level(logging.WARNING, "drift_sdk")
     monkeypatch.setattr(cublas_gemm, "_has_same_bits", {})
     table = table_for("nvidia-h200")
@@ -123,7 +123,7 @@ def test_the_library_is_used_where_the_table_names_it(
 
 
 @pytest.mark.gpu
-def test_a_library_of_other_bits_is_left_alone(
+def test_a_library_with_other_bits_is_not_used(
     device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(cublas_gemm, "_has_same_bits", {})
@@ -140,5 +140,5 @@ def test_a_library_of_other_bits_is_left_alone(
     multiply(x, weight, expected, SLICED)
     assert torch.equal(found, expected)
     assert [record.getMessage() for record in caplog.records] == [
-        "256 rows by 640x576: the library's bits are not the kernel's, which is slower"
+        "256 rows by 640x576: the library's bits differ: using the kernel, which is slower"
     ]

@@ -25,7 +25,8 @@ CONFIGS = (
 )
 
 
-LARGEST = 4.0  # of products: their standard deviation is 1
+LARGEST = 4.0
+"""An upper bound of most products: their standard deviation is 1."""
 
 
 def shapes() -> tuple[tuple[int, int, int], ...]:
@@ -33,7 +34,7 @@ def shapes() -> tuple[tuple[int, int, int], ...]:
 
 
 def dtypes() -> tuple[torch.dtype, ...]:
-    """The interpreter multiplies bfloat16 as if it were integers."""
+    """Types that can be tested. The interpreter multiplies bfloat16 as if its bits were integers."""
     return (torch.float32, torch.bfloat16, torch.float16) if torch.cuda.is_available() else (torch.float32,)
 
 
@@ -58,7 +59,9 @@ def product(x: torch.Tensor, weight: torch.Tensor, config: GemmConfig) -> torch.
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("shape", shapes(), ids=str)
-def test_product(shape: tuple[int, int, int], config: GemmConfig, dtype: torch.dtype, device: str) -> None:
+def test_multiply_is_near_the_exact_product(
+    shape: tuple[int, int, int], config: GemmConfig, dtype: torch.dtype, device: str
+) -> None:
     x, weight = inputs(shape, dtype, device)
     found = product(x, weight, config)
     exact = x.double() @ weight.double().T
@@ -83,13 +86,15 @@ def test_bits_do_not_depend_on_rows_or_tiles(num_slices: int, device: str) -> No
             found = product(x[:num_rows].contiguous(), weight, config)
             if is_gpu:
                 assert torch.equal(found, expected[:num_rows])
-            else:  # the interpreter's products are BLAS's, whose order is its own
+            else:  # the interpreter multiplies by BLAS, whose order of summation may depend on the shape
                 assert_near(found, expected[:num_rows], inner=x.shape[1], magnitude=LARGEST)
 
 
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
 @pytest.mark.parametrize("shape", shapes(), ids=str)
-def test_gated_product(shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
+def test_gated_multiply_is_near_the_reference(
+    shape: tuple[int, int, int], dtype: torch.dtype, device: str
+) -> None:
     num_rows, num_columns, inner = shape
     x, weight = inputs((num_rows, 2 * num_columns, inner), dtype, device)
     out = torch.full((num_rows, num_columns), torch.nan, dtype=dtype, device=device)
@@ -100,10 +105,13 @@ def test_gated_product(shape: tuple[int, int, int], dtype: torch.dtype, device: 
     assert_near(out, expected, inner=inner, depth=2, magnitude=LARGEST, num_roundings=num_roundings)
 
 
-def test_wrong_shapes_are_named() -> None:
+def test_errors_name_the_argument() -> None:
     x, weight = torch.zeros(2, 8), torch.zeros(4, 8)
-    with pytest.raises(ValueError, match=r"out: torch.float32 of shape \[1, 2, 5\].*\[1, 2, 4\]"):
+    with pytest.raises(ValueError, match=r"out: \[1, 2, 5\] torch.float32: expected \[1, 2, 4\]"):
         multiply(x, weight, torch.zeros(1, 2, 5), GemmConfig())
 
-    with pytest.raises(ValueError, match=r"x: .*expected contiguous torch.float16"):
+    with pytest.raises(ValueError, match=r"x: \[2, 8\] torch.float32: expected \[2, 8\] torch.float16"):
         multiply(x, weight.half(), torch.zeros(1, 2, 4), GemmConfig())
+
+    with pytest.raises(ValueError, match=r"x: strides \(16, 1\): expected a contiguous tensor"):
+        multiply(torch.zeros(2, 16)[:, :8], weight, torch.zeros(1, 2, 4), GemmConfig())

@@ -12,7 +12,7 @@ from drift_sdk.models.decoder import rms_norm
 pytestmark = pytest.mark.kernel
 
 EPS = 1e-5
-# The interpreter cuts bfloat16 off where it should round, so there float16 stands for both.
+# The interpreter truncates to bfloat16 instead of rounding, so it tests float16 in its place.
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if torch.cuda.is_available() else [])]
 SHAPES = [(1, 64), (3, 576), (17, 80), (2, 4096), (1, 1)]
 
@@ -27,7 +27,7 @@ def poisoned(*shape: int, dtype: torch.dtype, device: str) -> torch.Tensor:
 
 
 def assert_normed(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """The sum of squares is added up in another order: a last bit of the type before the weight."""
+    """The sum of squares has another order, which may change the last bit before the weight."""
     tolerance = torch.finfo(expected.dtype).eps * (16 if expected.dtype == torch.float32 else 2)
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=16 * torch.finfo(torch.float32).eps)
 
@@ -35,8 +35,10 @@ def assert_normed(found: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_rows", "size"), SHAPES)
 @pytest.mark.parametrize("num_slices", [None, 0, 1, 2, 5])
-def test_add_norm(num_rows: int, size: int, num_slices: int | None, dtype: torch.dtype, device: str) -> None:
-    """None slices: no delta. 0: a delta in the storage type."""
+def test_add_norm_is_near_the_reference(
+    num_rows: int, size: int, num_slices: int | None, dtype: torch.dtype, device: str
+) -> None:
+    """num_slices: None without a delta, 0 for a delta in the storage type."""
     hidden = random(num_rows, size, dtype=dtype, device=device, seed=1)
     weight = random(size, dtype=dtype, device=device, seed=2)
     delta = bias = None
@@ -56,7 +58,7 @@ def test_add_norm(num_rows: int, size: int, num_slices: int | None, dtype: torch
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_references_are_the_decoders_arithmetic(dtype: torch.dtype, device: str) -> None:
+def test_the_reference_equals_the_decoder(dtype: torch.dtype, device: str) -> None:
     hidden = random(17, 576, dtype=dtype, device=device, seed=1)
     delta = random(17, 576, dtype=dtype, device=device, seed=2)
     weight = random(576, dtype=dtype, device=device, seed=3)
@@ -65,8 +67,8 @@ def test_the_references_are_the_decoders_arithmetic(dtype: torch.dtype, device: 
     assert torch.equal(found, rms_norm(hidden + delta, weight, EPS))
 
 
-def test_the_norm_is_rounded_before_the_weight(device: str) -> None:
-    """Exact values throughout, but for the one rounding in question."""
+def test_normalised_values_are_rounded_before_the_weight(device: str) -> None:
+    """All values are exact except for the one rounding that is tested."""
     hidden = torch.tensor([[3.0, 4.0]], dtype=torch.float16, device=device)
     weight = torch.tensor([1001.0, 999.0], dtype=torch.float16, device=device)
     normed = torch.zeros_like(hidden)
@@ -87,7 +89,7 @@ def test_slices_are_rounded_once_and_in_order(device: str) -> None:
     assert hidden.item() == 1.0 + 2.0**-23
 
 
-def test_rows_may_stand_apart_and_do_not_touch_each_other(device: str) -> None:
+def test_rows_may_have_any_stride_and_do_not_change_each_other(device: str) -> None:
     wide = poisoned(5, 200, dtype=torch.float32, device=device)
     hidden, aux_hidden, normed = wide[1:4, :64], wide[1:4, 64:128], wide[1:4, 130:194]
     hidden.copy_(random(3, 64, dtype=torch.float32, device=device, seed=1))
@@ -109,7 +111,7 @@ def test_rows_may_stand_apart_and_do_not_touch_each_other(device: str) -> None:
     assert wide[~written].isnan().all()
 
 
-def test_a_row_has_the_same_bits_alone_and_among_others(device: str) -> None:
+def test_bits_of_a_row_do_not_depend_on_other_rows(device: str) -> None:
     hidden = random(17, 1000, dtype=torch.float32, device=device, seed=1)
     partials = random(3, 17, 1000, dtype=torch.float32, device=device, seed=2)
     weight = random(1000, dtype=torch.float32, device=device, seed=3)
@@ -124,7 +126,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_rows", "size"), SHAPES)
-def test_embed_norm(num_rows: int, size: int, dtype: torch.dtype, device: str) -> None:
+def test_embed_norm_is_near_the_reference(num_rows: int, size: int, dtype: torch.dtype, device: str) -> None:
     embedding = random(11, size, dtype=dtype, device=device, seed=1)
     weight = random(size, dtype=dtype, device=device, seed=2)
     row_token = torch.tensor([10, -1, 0, 3] * 5, dtype=torch.int32, device=device)[:num_rows]
@@ -138,7 +140,7 @@ def test_embed_norm(num_rows: int, size: int, dtype: torch.dtype, device: str) -
     assert not hidden[1:3].any() and not normed[1:3].any()
 
 
-def test_wrong_arguments_are_named(device: str) -> None:
+def test_errors_name_the_argument(device: str) -> None:
     hidden, weight = torch.zeros(3, 8, device=device), torch.ones(8, device=device)
     with pytest.raises(ValueError, match=r"weight: \[7\] torch.float32: expected \[8\] torch.float32"):
         add_norm(hidden, None, weight[:7], hidden.clone(), eps=EPS)

@@ -13,14 +13,14 @@ pytestmark = pytest.mark.kernel
 
 EPS = 1e-6
 MAX_POSITIONS = 130
-# The interpreter cuts bfloat16 off where it should round, so there float16 stands for both.
+# The interpreter truncates to bfloat16 instead of rounding, so it tests float16 in its place.
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if torch.cuda.is_available() else [])]
 # num_rows, num_heads, num_kv_heads, head_dim, block_size
 SHAPES = [(1, 9, 3, 64, 16), (3, 4, 4, 80, 1), (17, 8, 2, 16, 4), (2, 16, 2, 128, 64), (3, 3, 1, 256, 16)]
 
 
 class Step:
-    """A step's arguments, reproducible; every slot's blocks are shuffled over the pool."""
+    """Reproducible arguments of a step. The blocks of all slots are shuffled over the pool."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Step:
         slots = torch.randint(num_slots, (self.num_rows,), generator=generator)
         slots[1::3] = -1
         self.row_slot = slots.to(torch.int32).to(device)
-        # Each row a position of its own, or two would write one place.
+        # Every row has another position, so that no two write the same place.
         positions = torch.randperm(MAX_POSITIONS, generator=generator)[: self.num_rows]
         positions[0] = MAX_POSITIONS - 1
         positions[1::3] = 2**31 - 1
@@ -59,7 +59,7 @@ class Step:
         else:
             self.qkv = random(self.num_rows, width)
 
-        self.qkv[..., 4::3, :] = torch.nan  # padding, all but the first of it
+        self.qkv[..., 4::3, :] = torch.nan  # padding rows but the first
         self.options: dict[str, Any] = {"bias": random(width) if has_bias else None, "eps": EPS}
         if has_norms:
             self.options |= {"query_norm": random(head_dim), "key_norm": random(head_dim)}
@@ -74,7 +74,7 @@ class Step:
         )
 
     def run(self, operation: Any) -> tuple[torch.Tensor, ...]:
-        """(query_out, keys, values), all poisoned before."""
+        """Return (query_out, keys, values), all filled with NaN before."""
         outputs = self.poisoned()
         tables = (self.row_slot, self.row_position, self.block_table, self.cos, self.sin)
         operation(self.qkv, *tables, *outputs, **self.options)
@@ -85,10 +85,10 @@ class Step:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("num_slices", [0, 1, 3])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_equals_the_reference(
+def test_output_equals_the_reference(
     shape: tuple[int, int, int, int, int], num_slices: int, has_bias: bool, dtype: torch.dtype, device: str
 ) -> None:
-    """Bit for bit, and nothing else is written: the places no live row has are NaN in both."""
+    """Bit for bit. Nothing else is written: places of no live row are NaN in both."""
     step = Step(shape, dtype, device, num_slices=num_slices, has_bias=has_bias)
     expected = step.run(rotate_and_store_reference)
     for name, found, wanted in zip(
@@ -104,8 +104,10 @@ def test_equals_the_reference(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_norms_of_heads(shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: str) -> None:
-    """The sums of squares are added up in another order: a last bit of the normalised value."""
+def test_normalised_heads_are_near_the_reference(
+    shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: str
+) -> None:
+    """Sums of squares have another order, which may change the last bit of a normalised value."""
     step = Step(shape, dtype, device, num_slices=2, has_bias=True, has_norms=True)
     tolerance = torch.finfo(dtype).eps * (16 if dtype == torch.float32 else 4)
     for found, wanted in zip(step.run(rotate_and_store), step.run(rotate_and_store_reference), strict=True):
@@ -114,7 +116,7 @@ def test_norms_of_heads(shape: tuple[int, int, int, int, int], dtype: torch.dtyp
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_norms", [False, True])
-def test_the_reference_is_the_decoders_arithmetic(dtype: torch.dtype, has_norms: bool, device: str) -> None:
+def test_the_reference_equals_the_decoder(dtype: torch.dtype, has_norms: bool, device: str) -> None:
     step = Step((17, 8, 2, 64, 16), dtype, device, has_norms=has_norms)
     live = step.row_slot >= 0
     heads = step.qkv[live].view(-1, 12, 64)
@@ -138,7 +140,7 @@ def test_the_reference_is_the_decoders_arithmetic(dtype: torch.dtype, has_norms:
     assert torch.equal(values[blocks, :, positions % 16], value)
 
 
-def test_a_row_has_the_same_bits_alone_and_among_others(device: str) -> None:
+def test_bits_of_a_row_do_not_depend_on_other_rows(device: str) -> None:
     step = Step((17, 8, 2, 64, 16), torch.float32, device, num_slices=2, has_norms=True)
     together, keys, values = step.run(rotate_and_store)
     for row in (0, 5, 12):
@@ -153,7 +155,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others(device: str) -> None:
         assert torch.equal(own_values[is_own], values[is_own])
 
 
-def test_rows_may_stand_apart(device: str) -> None:
+def test_rows_may_have_any_stride(device: str) -> None:
     step = Step((3, 4, 2, 64, 16), torch.float32, device, num_slices=2)
     expected = step.run(rotate_and_store)
     wide = torch.full((2, 8, 600), torch.nan, device=device)
@@ -163,7 +165,7 @@ def test_rows_may_stand_apart(device: str) -> None:
         torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
 
 
-def test_wrong_arguments_are_named(device: str) -> None:
+def test_errors_name_the_argument(device: str) -> None:
     step = Step((3, 4, 2, 64, 16), torch.float32, device)
     step.options["query_norm"] = torch.ones(64, device=device)
     with pytest.raises(ValueError, match="query_norm, key_norm: one of them is None"):
@@ -175,5 +177,5 @@ def test_wrong_arguments_are_named(device: str) -> None:
         step.run(rotate_and_store)
 
     step = Step((3, 4, 2, 64, 3), torch.float32, device)
-    with pytest.raises(ValueError, match="block_size=3: expected .* power of two"):
+    with pytest.raises(ValueError, match="block_size=3: expected a power of two"):
         step.run(rotate_and_store)

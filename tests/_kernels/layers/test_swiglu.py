@@ -7,14 +7,14 @@ from drift_sdk._kernels.layers.swiglu import swiglu, swiglu_reference
 
 pytestmark = pytest.mark.kernel
 
-# The interpreter cuts bfloat16 off where it should round, so there float16 stands for both.
+# The interpreter truncates to bfloat16 instead of rounding, so it tests float16 in its place.
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if torch.cuda.is_available() else [])]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 64), (3, 1536), (17, 100), (2, 1025), (1, 1)])
-def test_swiglu(num_rows: int, size: int, dtype: torch.dtype, device: str) -> None:
-    """Exponentials differ in their last bit, so the gated value may be rounded to a neighbour."""
+def test_swiglu_is_near_the_reference(num_rows: int, size: int, dtype: torch.dtype, device: str) -> None:
+    """Exponentials may differ in their last bit, so the gated value may be rounded to a neighbour."""
     gate_up = (torch.randn(num_rows, 2 * size, generator=torch.Generator().manual_seed(1)) * 4).to(dtype)
     wide = torch.full((num_rows + 2, size + 5), torch.nan, dtype=dtype, device=device)
     output = wide[1:-1, :size]
@@ -26,7 +26,7 @@ def test_swiglu(num_rows: int, size: int, dtype: torch.dtype, device: str) -> No
     assert wide[0].isnan().all() and wide[-1].isnan().all() and wide[:, size:].isnan().all()
 
 
-def test_the_gated_value_is_rounded_before_the_product(device: str) -> None:
+def test_gated_values_are_rounded_before_the_product(device: str) -> None:
     gate, up = torch.linspace(1, 4, 64), torch.linspace(1000, 2000, 64)
     gate_up = torch.cat((gate, up))[None].to(torch.float16).to(device)
     output = torch.zeros(1, 64, dtype=torch.float16, device=device)
@@ -43,6 +43,6 @@ def test_large_gates_do_not_overflow(device: str) -> None:
     assert output.tolist() == [[2e4, pytest.approx(-160 * 1.8e-35, rel=0.01), 0.0]]
 
 
-def test_wrong_arguments_are_named(device: str) -> None:
+def test_errors_name_the_argument(device: str) -> None:
     with pytest.raises(ValueError, match=r"gate_up: \[2, 8\] torch.float32: expected \[2, 6\] torch.float32"):
         swiglu(torch.zeros(2, 8, device=device), torch.zeros(2, 3, device=device))

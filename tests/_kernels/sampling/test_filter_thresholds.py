@@ -1,4 +1,4 @@
-"""The set of tokens kept, not only the one chosen of it."""
+"""The thresholds of filters: the whole set of tokens kept, not only the token chosen from it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from msgspec.structs import replace
 from sampling_rows import GREEDY, Group, make_rows, moved
 
-from drift_sdk._kernels.sampling.sample_buffers import CHUNK, MAX_CANDIDATES, SampleBuffers
+from drift_sdk._kernels.sampling.sample_buffers import CHUNK_TOKENS, MAX_CANDIDATES, SampleBuffers
 from drift_sdk._kernels.sampling.sampled_rows import sample_rows
 from drift_sdk._kernels.sampling.scaled_logits import NEGLIGIBLE_LOGIT
 from drift_sdk.steps import SlotSampling
@@ -19,10 +19,11 @@ pytestmark = pytest.mark.kernel
 
 
 SLACK = 1e-5
-"""How far from a limit rounding may decide."""
+"""Tokens closer to a limit than this may be kept or not: rounding decides."""
 
 
 def check(logits: torch.Tensor, samplings: list[dict[str, float]], device: str) -> None:
+    """Sample rows of logits [R, V] with these fields each, and check which tokens their thresholds keep."""
     groups = [Group(replace(GREEDY, **{"temperature": 1.0, **fields}), (0,)) for fields in samplings]
     rows = make_rows(groups, logits, device)
     num_rows, vocab_size = logits.shape
@@ -37,12 +38,17 @@ def check(logits: torch.Tensor, samplings: list[dict[str, float]], device: str) 
         must_stay, must_go = limits(scaled.double(), sampling)
         is_kept = scaled >= buffers.row_threshold[row]
         can_win = scaled > NEGLIGIBLE_LOGIT.value
-        assert not bool((must_stay & can_win & ~is_kept).any()), f"row {row} lacks some: {sampling}"
-        assert not bool((must_go & can_win & is_kept).any()), f"row {row} has too many: {sampling}"
+        assert not bool((must_stay & can_win & ~is_kept).any()), (
+            f"row {row}: too few tokens are kept: {sampling}"
+        )
+        assert not bool((must_go & can_win & is_kept).any()), (
+            f"row {row}: too many tokens are kept: {sampling}"
+        )
 
 
 def limits(scaled: torch.Tensor, sampling: SlotSampling) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tokens that the filters surely keep, tokens that they surely cut off) of scaled logits [V]."""
+    """(tokens that the filters must keep, tokens that they must cut off), bool [V] each, of scaled logits
+    [V]."""
     levels, level = scaled.unique(return_inverse=True)
     number = torch.bincount(level, minlength=len(levels)).double()
     num_larger = (number.sum() - number.cumsum(0))[level]
@@ -57,7 +63,7 @@ def limits(scaled: torch.Tensor, sampling: SlotSampling) -> tuple[torch.Tensor, 
 
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 31, 33, 4097, 9000])
-def test_what_is_kept(vocab_size: int, device: str) -> None:
+def test_random_filters_keep_the_right_tokens(vocab_size: int, device: str) -> None:
     rng = random.Random(vocab_size)
     num_rows = 24 if vocab_size < 1000 or device == "cuda" else 8
     samplings = [
@@ -77,16 +83,16 @@ def test_what_is_kept(vocab_size: int, device: str) -> None:
 
 @pytest.mark.parametrize("spread", [1e-30, 1e-6, 1.0, 1e4])
 @pytest.mark.parametrize("fields", [{"top_k": 7}, {"top_p": 0.6}, {"top_k": 50, "top_p": 0.8}], ids=str)
-def test_spreads_of_all_sizes(spread: float, fields: dict[str, float], device: str) -> None:
-    """The bracket closes on logits that all but tie and on logits far apart."""
+def test_filters_of_logits_of_any_spread(spread: float, fields: dict[str, float], device: str) -> None:
+    """Brackets close on logits that are nearly equal and on logits that are far apart."""
     logits = torch.randn(2, 300, generator=torch.Generator().manual_seed(3)) * spread
     check(logits, [fields, fields], device)
 
 
 @pytest.mark.parametrize("spread", [1.0, 1e-3])
 @pytest.mark.parametrize("num_near", [MAX_CANDIDATES - 1, MAX_CANDIDATES, MAX_CANDIDATES + 1])
-def test_as_many_as_can_be_set_apart(num_near: int, spread: float, device: str) -> None:
-    """From one more on the whole row is gone through."""
+def test_filters_with_more_candidates_than_are_collected(num_near: int, spread: float, device: str) -> None:
+    """With more than MAX_CANDIDATES in a chunk the kernel reads the whole row."""
     logits = torch.full((2, MAX_CANDIDATES + 900), -50.0)
     near = torch.linspace(0.0, spread, num_near)
     logits[:, 450 : 450 + num_near] = near
@@ -94,8 +100,8 @@ def test_as_many_as_can_be_set_apart(num_near: int, spread: float, device: str) 
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.3])
-def test_brackets_close_from_every_side(temperature: float, device: str) -> None:
-    """Logits that lie dense, with each chunk's best at another level."""
+def test_filters_of_a_ramp_at_every_share_and_count(temperature: float, device: str) -> None:
+    """Logits lie densely, and the best of each chunk at another level."""
     ramp = torch.linspace(-30.0, 0.0, 9000)
     top_p = [
         {"temperature": temperature, "top_p": share} for share in torch.linspace(0.01, 0.99, 40).tolist()
@@ -105,15 +111,15 @@ def test_brackets_close_from_every_side(temperature: float, device: str) -> None
     check(ramp.repeat(len(samplings), 1), samplings, device)
 
 
-def test_a_chunk_counts_from_the_level_that_its_best_reaches(device: str) -> None:
-    """A quarter of the kept mass lies between the lowest two levels, in a chunk with nothing above."""
-    logits = torch.full((1, 3 * CHUNK), -50.0)
+def test_chunk_below_all_levels_but_the_lowest_is_weighed(device: str) -> None:
+    """A quarter of the mass kept lies between the lowest two levels, in a chunk without larger logits."""
+    logits = torch.full((1, 3 * CHUNK_TOKENS), -50.0)
     logits[0, 0] = 0.0
-    logits[0, CHUNK : 2 * CHUNK] = -9.3
-    logits[0, 2 * CHUNK : 2 * CHUNK + 1000] = -10.0
+    logits[0, CHUNK_TOKENS : 2 * CHUNK_TOKENS] = -9.3
+    logits[0, 2 * CHUNK_TOKENS : 2 * CHUNK_TOKENS + 1000] = -10.0
     check(logits, [{"top_p": 0.95}], device)
 
 
-def test_ties_at_the_border_stay(device: str) -> None:
+def test_filters_keep_ties_with_the_last_token_kept(device: str) -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
     check(logits, [{"top_k": 1}, {"top_p": 0.2}], device)

@@ -1,3 +1,5 @@
+"""Noise inside a kernel against the reference in torch."""
+
 from __future__ import annotations
 
 import pytest
@@ -15,19 +17,28 @@ SIZE = 256
 
 
 @triton.jit
-def _noise(seeds, positions, out, SIZE: tl.constexpr):
+def _noise(
+    seeds_ptr,  # [R] int64
+    positions_ptr,  # [R] int32
+    out_ptr,  # [R, blocks * SIZE] fp32, written
+    SIZE: tl.constexpr,
+):
     row, block = tl.program_id(0), tl.program_id(1)
-    noise = gumbel(tl.load(seeds + row), tl.load(positions + row), block * SIZE, SIZE)
-    tl.store(out + (row * tl.num_programs(1) + block) * SIZE + tl.arange(0, SIZE), noise)
+    noise = gumbel(tl.load(seeds_ptr + row), tl.load(positions_ptr + row), block * SIZE, SIZE)
+    tl.store(out_ptr + (row * tl.num_programs(1) + block) * SIZE + tl.arange(0, SIZE), noise)
 
 
 @triton.jit
-def _exponentials(uniforms, out, SIZE: tl.constexpr):
+def _exponentials(
+    uniforms_ptr,  # [N] fp32
+    out_ptr,  # [N] fp32, written
+    SIZE: tl.constexpr,
+):
     index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    tl.store(out + index, exponential(tl.load(uniforms + index)))
+    tl.store(out_ptr + index, exponential(tl.load(uniforms_ptr + index)))
 
 
-def test_noise_is_the_references(device: str) -> None:
+def test_gumbel_equals_reference(device: str) -> None:
     seeds = torch.tensor([0, 1, -1, 2**63 - 1, -(2**63), 7 << 32], device=device)
     positions = torch.tensor([0, 1, 2**31 - 1, 12345, 7, 99], dtype=torch.int32, device=device)
     out = torch.full((6, 4 * SIZE), torch.nan, device=device)
@@ -37,7 +48,7 @@ def test_noise_is_the_references(device: str) -> None:
     assert torch.unique(out).numel() > 0.99 * out.numel()
 
 
-def test_exponential_is_precise_everywhere(device: str) -> None:
+def test_exponential_is_precise_for_all_uniforms(device: str) -> None:
     powers = 2.0 ** -torch.arange(1, 34, dtype=torch.float64)
     uniforms = torch.cat([powers, powers * 1.37, 1 - powers[:24], torch.linspace(0.001, 0.999, 1024)])
     uniforms = torch.cat([uniforms, torch.full((-len(uniforms) % SIZE,), 0.25)]).float().to(device)
@@ -47,7 +58,7 @@ def test_exponential_is_precise_everywhere(device: str) -> None:
     assert ((out.double() - expected) / expected).abs().max() < 16 * torch.finfo(torch.float32).eps
 
 
-def test_bounds_of_the_noise() -> None:
+def test_noise_bounds_are_rounded_outwards() -> None:
     most = -torch.log(-torch.log1p(-torch.tensor(2.0**-33, dtype=torch.float64)))
     least = -torch.log(-torch.log1p(-torch.tensor(1 - 2.0**-24, dtype=torch.float64)))
     assert most + 1e-4 < MOST_NOISE.value < most + 0.1

@@ -1,3 +1,5 @@
+"""The reference of the noise: known answers, and its distribution."""
+
 from __future__ import annotations
 
 import math
@@ -21,7 +23,7 @@ from drift_sdk._kernels.sampling.noise import gumbel_noise, philox
         ),
     ],
 )
-def test_philox_known_answers(counter, key, words) -> None:
+def test_philox_gives_known_answers(counter, key, words) -> None:
     seed = key[1] << 32 | key[0]
     seed -= 2**64 if seed >= 2**63 else 0
     tensors = tuple(torch.tensor([word], dtype=torch.int64) for word in counter)
@@ -32,7 +34,7 @@ def noise_of(seed: int, position: int, vocab_size: int) -> torch.Tensor:
     return gumbel_noise(torch.tensor([seed]), torch.tensor([position]), vocab_size)[0]
 
 
-def test_noise_depends_on_seed_position_and_token_alone() -> None:
+def test_noise_depends_only_on_seed_position_and_token() -> None:
     seeds, positions = torch.tensor([1, 2**63 - 1, 7, 7]), torch.tensor([0, 5, 2**31 - 1, 5])
     together = gumbel_noise(seeds, positions, 1001)
     for row, (seed, position) in enumerate(zip(seeds.tolist(), positions.tolist(), strict=True)):
@@ -42,7 +44,7 @@ def test_noise_depends_on_seed_position_and_token_alone() -> None:
     assert len({tuple(row.tolist()) for row in together}) == 4
 
 
-def test_noise_is_standard_gumbel() -> None:
+def test_noise_is_distributed_as_standard_gumbel() -> None:
     noise = torch.cat([noise_of(seed, 3, 100_000) for seed in range(4)]).double()
     assert torch.isfinite(noise).all()
     assert abs(noise.mean().item() - 0.5772156649) < 4 * 1.2825 / math.sqrt(noise.numel())

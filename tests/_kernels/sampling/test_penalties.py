@@ -1,3 +1,5 @@
+"""The operations that change logits, against formulas in Python."""
+
 from __future__ import annotations
 
 import math
@@ -21,7 +23,7 @@ VOCAB_SIZES = [1, 31, 32, 33, 500]
 
 
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
-def test_count_tokens(vocab_size: int) -> None:
+def test_count_tokens_counts_repeated_ids(vocab_size: int) -> None:
     counts = torch.zeros(vocab_size, dtype=torch.int32)
     ids = torch.randint(0, vocab_size, (3 * vocab_size,))
     count_tokens(counts, ids[:5])
@@ -31,8 +33,8 @@ def test_count_tokens(vocab_size: int) -> None:
 
 
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
-def test_penalties_equal_the_formulas(vocab_size: int) -> None:
-    """Number by number, in Python, as OpenAI and the CTRL paper write them."""
+def test_penalties_equal_their_formulas(vocab_size: int) -> None:
+    """Each number is compared with the formulas of OpenAI's API and of the CTRL paper, computed in Python."""
     torch.manual_seed(vocab_size)
     logits = torch.randn(4, vocab_size) * 5
     logits[:, 0] = 0.0
@@ -64,7 +66,7 @@ def test_neutral_penalties_change_nothing() -> None:
     assert torch.equal(penalise_repetition(logits, counts > 0, torch.ones(3)), logits)
 
 
-def test_bias_and_selection_go_to_their_rows() -> None:
+def test_bias_and_selection_change_only_their_entries() -> None:
     logits = torch.zeros(3, 40)
     rows, ids = torch.tensor([0, 2, 2]), torch.tensor([39, 0, 31])
     found = add_bias(logits, rows, ids, torch.tensor([1.0, -100.0, 100.0]))
@@ -75,7 +77,7 @@ def test_bias_and_selection_go_to_their_rows() -> None:
 
 
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
-def test_unpack_mask(vocab_size: int) -> None:
+def test_unpack_mask_of_every_bit(vocab_size: int) -> None:
     num_words = -(-vocab_size // 32)
     words = torch.randint(-(2**31), 2**31, (6, num_words), dtype=torch.int64).to(torch.int32)
     words[0], words[1], words[2] = 0, -1, -(2**31)
@@ -87,7 +89,7 @@ def test_unpack_mask(vocab_size: int) -> None:
             assert found[row, token].item() == bool(word >> (token % 32) & 1), (row, token)
 
 
-def test_a_row_that_loses_all_goes_by_the_last_resort() -> None:
+def test_mask_logits_falls_back_where_no_token_is_kept() -> None:
     logits = torch.tensor([[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]])
     is_kept = torch.tensor([[True, False, False], [False, False, False]])
     at_least = torch.tensor([[False, True, True], [False, True, False]])
@@ -95,7 +97,7 @@ def test_a_row_that_loses_all_goes_by_the_last_resort() -> None:
     assert found.tolist() == [[1.0, -math.inf, -math.inf], [-math.inf, 2.0, -math.inf]]
 
 
-def test_the_lowest_temperatures_are_greedy() -> None:
+def test_lowest_temperatures_choose_the_arg_max() -> None:
     logits = torch.randn(6, 100) * 20
     given = {
         "temperature": torch.tensor([1e-44, 1e-40, 1e-38, 1e-30, 1e-10, 1e-6]),

@@ -1,3 +1,5 @@
+"""The reference of sampling, against transformers and against probabilities."""
+
 from __future__ import annotations
 
 import math
@@ -26,12 +28,12 @@ def columns(num_rows: int, **given: list[float]) -> dict[str, torch.Tensor]:
     }
 
 
-def test_greedy_takes_the_lowest_of_equal_logits() -> None:
+def test_greedy_chooses_the_lowest_of_equal_logits() -> None:
     logits = torch.tensor([[0.0, 3.0, 3.0, 1.0], [5.0, 5.0, 5.0, 5.0]])
     assert sample(logits, **columns(2, temperature=[0.0, 0.0])).tolist() == [1, 0]
 
 
-def test_a_row_does_not_depend_on_its_neighbours() -> None:
+def test_sampled_row_does_not_depend_on_other_rows() -> None:
     torch.manual_seed(0)
     logits = torch.randn(24, 501) * 3
     given = columns(
@@ -72,7 +74,7 @@ def test_filters_equal_transformers(vocab_size: int) -> None:
         assert torch.equal(found, expected), (top_k, top_p, min_p)
 
 
-def test_ties_at_the_border_stay() -> None:
+def test_filters_keep_ties_with_the_last_token_kept() -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 0.0]])
     one, zero = torch.ones(1), torch.zeros(1)
     kept = filter_logits(logits, torch.tensor([1]), one, zero)
@@ -101,7 +103,7 @@ def test_samples_follow_the_filtered_softmax() -> None:
     assert chi_square < degrees + 4 * math.sqrt(2 * degrees)
 
 
-def test_top_logprobs() -> None:
+def test_top_logprobs_equal_log_softmax() -> None:
     logits = torch.randn(5, 33)
     tokens = torch.tensor([0, 5, 32, 7, 7])
     chosen, ids, values = top_logprobs(logits, tokens, 4)

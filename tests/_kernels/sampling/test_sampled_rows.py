@@ -1,3 +1,5 @@
+"""Sampling of rows with every kind of rule and filter, against the eager operations."""
+
 from __future__ import annotations
 
 import math
@@ -10,7 +12,7 @@ from msgspec.structs import replace as replace_fields
 from sampling_rows import GREEDY, Group, Rows, make_rows, moved, pack, random_rows
 from tolerances import assert_near, bound
 
-from drift_sdk._kernels.sampling import sampled_rows
+from drift_sdk._kernels.sampling import rows_to_sample
 from drift_sdk._kernels.sampling.noise import gumbel_noise
 from drift_sdk._kernels.sampling.sample import filter_logits, sample, top_logprobs
 from drift_sdk._kernels.sampling.sample_buffers import MAX_CANDIDATES, MAX_TOP, SampleBuffers
@@ -19,12 +21,13 @@ from drift_sdk._kernels.sampling.sampled_rows import sample_rows
 pytestmark = pytest.mark.kernel
 
 VOCAB_SIZES = (1, 2, 31, 33, 4095, 4097, 10_000)
-# Of logits plus noise, of which the largest are at most about 25.
+# Difference of logits plus noise, the largest of which are at most about 25, that rounding may decide.
 NEAR_TIE = 2 * bound(25.0, inner=1, depth=2)
 RESULTS = ("chosen", "chosen_logprob", "top_token", "top_logprob")
 
 
 def run(rows: Rows) -> SampleBuffers:
+    """Sample the rows with buffers of one row more. Results are poisoned, other buffers hold old values."""
     num_rows, vocab_size = rows.logits.shape[1:]
     buffers = SampleBuffers.allocate(num_rows + 1, vocab_size, rows.logits.device)
     for name in SampleBuffers.__slots__:
@@ -48,6 +51,7 @@ def run(rows: Rows) -> SampleBuffers:
 
 
 def columns(rows: Rows, live: list[int]) -> dict[str, torch.Tensor]:
+    """The arguments of `sample` for these rows."""
     slot = rows.row_slot[live].to(torch.int64)
     slots = rows.slots
     return {
@@ -61,7 +65,7 @@ def columns(rows: Rows, live: list[int]) -> dict[str, torch.Tensor]:
 
 
 def check(rows: Rows) -> SampleBuffers:
-    """Rows sampled, and every result held against the eager operations."""
+    """Sample the rows, and compare every result with that of the eager operations."""
     raw = rows.logits[0].cpu().clone()
     buffers = moved(run(rows), "cpu")
     rows = moved(rows, "cpu")
@@ -86,6 +90,7 @@ def check(rows: Rows) -> SampleBuffers:
 
 
 def check_tokens(ruled: torch.Tensor, given: dict[str, torch.Tensor], chosen: torch.Tensor) -> None:
+    """Tokens are those of `sample`, unless logits plus noise are nearly equal."""
     expected = sample(ruled, **given)
     for row in (chosen != expected).nonzero().flatten().tolist():
         temperature = given["temperature"][row]
@@ -95,7 +100,7 @@ def check_tokens(ruled: torch.Tensor, given: dict[str, torch.Tensor], chosen: to
         kept = filter_logits(scaled[None], *filters)
         noise = gumbel_noise(given["seed"][row : row + 1], given["position"][row : row + 1], ruled.shape[1])
         noisy = (kept + noise)[0]
-        assert noisy[chosen[row]] > noisy[expected[row]] - NEAR_TIE, f"row {row}: no near tie"
+        assert noisy[chosen[row]] > noisy[expected[row]] - NEAR_TIE, f"row {row}: not a near-tie"
 
 
 def check_logprobs(rows: Rows, raw: torch.Tensor, buffers: SampleBuffers, live: list[int]) -> None:
@@ -112,7 +117,7 @@ def check_logprobs(rows: Rows, raw: torch.Tensor, buffers: SampleBuffers, live: 
         found = buffers.chosen_logprob[row : row + 1]
         assert_near(found, chosen, inner=1, depth=2, magnitude=magnitude)
         num_top = values.shape[1]
-        # Reference ids of equal logits are in any order; here the lowest come first.
+        # torch.topk gives ids of equal logits in any order; the kernel gives the lowest first.
         order = torch.argsort(raw[row], descending=True, stable=True)[:num_top]
         assert buffers.top_token[row, :num_top].tolist() == order.tolist()
         assert_near(buffers.top_logprob[row, :num_top], values[0], inner=1, depth=2, magnitude=magnitude)
@@ -121,19 +126,19 @@ def check_logprobs(rows: Rows, raw: torch.Tensor, buffers: SampleBuffers, live: 
 
 
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
-def test_rows_of_every_kind(vocab_size: int, device: str) -> None:
+def test_random_rows_equal_eager_sampling(vocab_size: int, device: str) -> None:
     num_groups = 200 if device == "cuda" else 40 if vocab_size < 100 else 16
     check(random_rows(vocab_size, num_groups, vocab_size, device))
 
 
 @pytest.mark.parametrize("vocab_size", [2, 33, 4097])
-def test_drafted_tokens_count_as_output(vocab_size: int, device: str) -> None:
+def test_penalties_count_drafted_tokens_as_output(vocab_size: int, device: str) -> None:
     num_groups = 100 if device == "cuda" else 8
     check(random_rows(vocab_size + 1, num_groups, vocab_size, device, rows_per_slot=3))
 
 
 @pytest.mark.parametrize("rows_per_slot", [1, 2])
-def test_a_row_is_the_same_alone_and_in_any_order(rows_per_slot: int, device: str) -> None:
+def test_row_has_the_same_bits_alone_and_in_any_order(rows_per_slot: int, device: str) -> None:
     rows = random_rows(5, 10, 4500, device, rows_per_slot)
     together = run(replace(rows, logits=rows.logits.clone()))
     order = random.Random(0).sample(range(10), 10)
@@ -147,19 +152,19 @@ def test_a_row_is_the_same_alone_and_in_any_order(rows_per_slot: int, device: st
 
 
 @pytest.mark.parametrize("num_programs", [1, 30])
-def test_a_program_may_take_several_chunks(
+def test_number_of_programs_does_not_change_bits(
     num_programs: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = random_rows(6, 12, 4096 * 4 + 1, device)
     one_each = run(replace(rows, logits=rows.logits.clone()))
-    monkeypatch.setattr(sampled_rows, "MOST_PROGRAMS", num_programs)
+    monkeypatch.setattr(rows_to_sample, "MAX_PROGRAMS", num_programs)
     found = run(replace(rows, logits=rows.logits.clone()))
     for name in (*RESULTS, "row_max", "row_threshold"):
         mine, theirs = getattr(found, name), getattr(one_each, name)
         assert torch.equal(mine.view(torch.int32), theirs.view(torch.int32)), name
 
 
-def test_no_rows_at_all(device: str) -> None:
+def test_sample_rows_of_no_rows(device: str) -> None:
     rows = random_rows(1, 4, 40, device).take([])
     buffers = run(rows)
     assert buffers.chosen.tolist() == [-77]
@@ -177,7 +182,7 @@ def one_row(
     return check(make_rows([Group(sampling, (0, 0), (), words)], row, device))
 
 
-def test_greedy_takes_the_lowest_of_equal_logits(device: str) -> None:
+def test_greedy_chooses_the_lowest_of_equal_logits(device: str) -> None:
     logits = torch.zeros(9000)
     logits[[4097, 4100, 8999]] = 2.0
     assert one_row(logits, device).chosen[0] == 4097
@@ -191,7 +196,9 @@ def test_greedy_takes_the_lowest_of_equal_logits(device: str) -> None:
     [{}, {"top_k": 3}, {"top_p": 1e-9}, {"top_p": 0.999}, {"min_p": 1.0}, {"top_k": 9, "top_p": 0.4}],
     ids=str,
 )
-def test_temperatures_of_all_sizes(temperature: float, fields: dict[str, float], device: str) -> None:
+def test_sample_rows_at_extreme_temperatures(
+    temperature: float, fields: dict[str, float], device: str
+) -> None:
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(24, 5000, generator=generator) * 4
     groups = [
@@ -205,10 +212,10 @@ def test_temperatures_of_all_sizes(temperature: float, fields: dict[str, float],
 @pytest.mark.parametrize(
     "fields", [{"top_p": 0.8}, {"top_p": 0.95}, {"top_p": 0.99}, {"top_k": 1000}], ids=str
 )
-def test_few_are_in_doubt_where_thousands_are_as_likely(
+def test_candidates_of_flat_logits_fit_the_buffer(
     fields: dict[str, float], scale: float, device: str
 ) -> None:
-    """Otherwise one program goes through the whole row again and again."""
+    """With more candidates than fit, one program would go through the whole row many times."""
     logits = torch.randn(128_256, generator=torch.Generator().manual_seed(2)) * scale
     buffers = one_row(logits, device, temperature=0.8, seed=3, **fields)
     assert 0 < buffers.num_candidates[0].max() <= MAX_CANDIDATES
@@ -221,7 +228,7 @@ def test_few_are_in_doubt_where_thousands_are_as_likely(
     assert num_kept == pytest.approx(int(kept.isfinite().sum()), rel=1e-3)
 
 
-def test_stop_ids_give_way_where_nothing_else_is_left(device: str) -> None:
+def test_stop_ids_are_allowed_where_no_other_token_is_left(device: str) -> None:
     logits = [1.0, 2.0, 3.0, 4.0]
     short = {"min_length": 9}
     assert one_row(logits, device, stop_token_ids=(3,), **short).chosen[0] == 2
@@ -233,7 +240,7 @@ def test_stop_ids_give_way_where_nothing_else_is_left(device: str) -> None:
     assert one_row(logits, device, stop_token_ids=(3,), min_length=2).chosen[0] == 3
 
 
-def test_allowed_ids_give_way_to_a_constraint(device: str) -> None:
+def test_constraint_takes_precedence_over_allowed_ids(device: str) -> None:
     logits = [1.0, 2.0, 3.0, 4.0]
     assert one_row(logits, device, allowed_token_ids=(0, 1), masks=(1, 2)).chosen[0] == 1
     assert one_row(logits, device, allowed_token_ids=(0, 3), masks=(1, 2)).chosen[0] == 2
@@ -242,8 +249,8 @@ def test_allowed_ids_give_way_to_a_constraint(device: str) -> None:
     assert one_row(logits, device, masks=(), **given).chosen[0] == 0
 
 
-def test_the_last_words_spare_bits_are_no_tokens(device: str) -> None:
-    """A token that alone is left is found beyond the first words looked at, and none behind the last."""
+def test_bits_behind_the_vocabulary_are_no_tokens(device: str) -> None:
+    """The only token left is found beyond the first block of words, and none behind the vocabulary."""
     vocab_size = 33_000
     others = tuple(token for token in range(vocab_size) if token != 32_900)
     logits = torch.linspace(0, 1, vocab_size)
@@ -252,7 +259,7 @@ def test_the_last_words_spare_bits_are_no_tokens(device: str) -> None:
     assert one_row(logits, device, stop_token_ids=everything, min_length=9).chosen[0] == vocab_size - 1
 
 
-def test_arguments_are_checked(device: str) -> None:
+def test_sample_rows_names_wrong_arguments(device: str) -> None:
     rows = random_rows(1, 4, 40, device)
     buffers = SampleBuffers.allocate(4, 40, device)
     fields = ("logits", "row_slot", "row_position", "row_token", "slots", "mask_words")

@@ -1,3 +1,5 @@
+"""Counts of tokens that a prefill brings in, against a loop over its rows."""
+
 from __future__ import annotations
 
 import pytest
@@ -11,7 +13,7 @@ pytestmark = pytest.mark.kernel
 
 
 @pytest.mark.parametrize("vocab_size", [1, 31, 33, 1000])
-def test_prompt_and_output_are_told_apart(vocab_size: int, device: str) -> None:
+def test_count_tokens_marks_prompt_and_counts_output(vocab_size: int, device: str) -> None:
     num_rows, num_slots = 700, 5
     generator = torch.Generator().manual_seed(vocab_size)
 
@@ -39,7 +41,7 @@ def test_prompt_and_output_are_told_apart(vocab_size: int, device: str) -> None:
     assert torch.equal(unpack_mask(slots.prompt_bits.cpu(), vocab_size), is_in_prompt)
 
 
-def test_arguments_are_checked(device: str) -> None:
+def test_count_tokens_names_wrong_arguments(device: str) -> None:
     slots = SlotColumns.allocate(1, 8, device)
     row = torch.zeros(3, dtype=torch.int32, device=device)
     with pytest.raises(ValueError, match=r"row_token: \[3\] torch.int64: expected \[3\] torch.int32"):

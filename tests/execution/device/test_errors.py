@@ -1,4 +1,4 @@
-"""Errors of CUDA's libraries, told apart by what they say."""
+"""Classification of errors of CUDA and its libraries by their messages."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from drift_sdk.execution.device.errors import FATAL, executor_error, keep_foreve
 
 
 class CUDAError(Exception):
-    """As cuda.core raises: the driver's name and an explanation."""
+    """An error as cuda.core raises it: the driver's name of the error and an explanation."""
 
 
 class OutOfResources(Exception):
-    """As Triton raises."""
+    """An error as Triton raises it."""
 
 
 @pytest.mark.parametrize("name", FATAL)
-def test_what_loses_the_context_is_fatal(name: str) -> None:
+def test_errors_that_lose_the_context_are_fatal(name: str) -> None:
     words = FATAL[name]
     for error in (
         CUDAError(f"{name}: While executing a kernel, something happened."),
@@ -42,7 +42,7 @@ def test_what_loses_the_context_is_fatal(name: str) -> None:
         RuntimeError("Triton Error [CUDA]: out of memory"),
     ],
 )
-def test_too_little_memory_is_recoverable_and_says_what_to_do(error: Exception) -> None:
+def test_out_of_memory_is_recoverable_and_names_settings(error: Exception) -> None:
     found = executor_error(error)
     assert not found.process_unusable
     assert "too little memory" in str(found) and "kv_cache_tokens" in str(found)
@@ -61,47 +61,47 @@ def test_too_little_memory_is_recoverable_and_says_what_to_do(error: Exception) 
         KeyError(3),
     ],
 )
-def test_what_a_new_engine_survives_is_recoverable(error: Exception) -> None:
+def test_other_errors_are_recoverable(error: Exception) -> None:
     found = executor_error(error)
     assert not found.process_unusable
     assert str(found) == f"failed on the device: {type(error).__name__}: {error}"
 
 
-def test_what_led_to_an_error_counts() -> None:
+def test_fatal_causes_make_an_error_fatal() -> None:
     with pytest.raises(ExecutorError) as caught, typed_errors(None):
         try:
             raise CUDAError("CUDA_ERROR_ILLEGAL_ADDRESS: ...")
         except CUDAError:
-            raise RuntimeError("while ending the capture")  # noqa: B904 - as foreign code does
+            raise RuntimeError("while ending the capture")  # noqa: B904 - as libraries do
     assert caught.value.process_unusable
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
-def test_an_error_that_is_its_own_context_is_read_once() -> None:
+def test_circular_contexts_are_read_once() -> None:
     one, other = RuntimeError("one"), RuntimeError("other")
     one.__context__, other.__context__ = other, one
     assert not executor_error(one).process_unusable
 
 
-def test_errors_of_the_package_pass_unchanged() -> None:
+def test_errors_of_the_package_are_not_wrapped() -> None:
     for error in (RequestError("grammar"), ExecutorError("lost", process_unusable=True)):
         with pytest.raises(type(error)) as caught, typed_errors(None):
             raise error
         assert caught.value is error
 
 
-def test_interrupts_pass() -> None:
+def test_interrupts_are_not_wrapped() -> None:
     with pytest.raises(KeyboardInterrupt), typed_errors(None):
         raise KeyboardInterrupt
 
 
-class Thing:
+class Owner:
     pass
 
 
-def test_what_is_kept_is_never_freed() -> None:
-    kept, lost, other = Thing(), Thing(), Thing()
-    references = [weakref.ref(thing) for thing in (kept, lost, other)]
+def test_kept_objects_are_never_freed() -> None:
+    kept, lost, other = Owner(), Owner(), Owner()
+    references = [weakref.ref(owner) for owner in (kept, lost, other)]
     keep_forever(kept)
     with pytest.raises(ExecutorError), typed_errors(lost):
         raise CUDAError("CUDA_ERROR_LAUNCH_FAILED: ...")

@@ -15,8 +15,8 @@ def limits(max_num_seqs: int, vocab_size: int) -> ExecutorLimits:
 
 
 @pytest.mark.parametrize("has_history", [False, True])
-def test_more_slots_than_can_be_addressed_are_refused(has_history: bool) -> None:
-    """An update's place is an int32: behind it, tables of other slots would be written."""
+def test_more_slots_than_can_be_addressed_are_rejected(has_history: bool) -> None:
+    """An update's place is an int32: a larger place would wrap around and change other slots."""
     meta = torch.device("meta")
     with pytest.raises(ConfigError, match="max_num_seqs=4096: expected at most") as caught:
         SlotTable(limits(4096, 262_144), meta, has_history=has_history)

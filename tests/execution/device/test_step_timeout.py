@@ -1,4 +1,4 @@
-"""A device that hangs: the engine gives it up, and waits for it nowhere."""
+"""Step timeout: an engine abandons a device that hangs and never waits for it again."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.driver.loaded_model import LoadedModel
 from drift_sdk.execution.device import device as device_module
 from drift_sdk.execution.device.device import step_timeout
-from drift_sdk.execution.device.ring import Ring
+from drift_sdk.execution.device.ring import Ring, RingSizes
 from drift_sdk.execution.device.slot_table import NO_UPDATES
-from drift_sdk.execution.graph.executor import GraphExecutor
+from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.steps import (
@@ -48,7 +48,7 @@ class HangingEvent(InterpretedEvent):
 
     def wait(self, timeout_s: float | None = None) -> None:
         if self._device.is_hung:
-            assert timeout_s is not None, "waits for ever"
+            assert timeout_s is not None, "waits without a limit"
             self._device.timeouts.append(timeout_s)
             raise step_timeout(timeout_s)
 
@@ -68,9 +68,8 @@ class HangingDevice(InterpretedDevice):
 
 def graph_executor(device: HangingDevice, step_timeout_s: float | None) -> GraphExecutor:
     decoder = Decoder.random(DecoderConfig.from_hf(SHAPES), device="cpu", dtype=torch.float32)
-    return GraphExecutor(
-        device, decoder, LIMITS, TunedTable(), prefill_token_budget=16, step_timeout_s=step_timeout_s
-    )
+    options = GraphOptions(prefill_token_budget=16, step_timeout_s=step_timeout_s)
+    return GraphExecutor(device, decoder, LIMITS, TunedTable(), options)
 
 
 def first_step() -> StepPlan:
@@ -84,7 +83,7 @@ def first_step() -> StepPlan:
 
 
 @pytest.mark.interpreter
-def test_a_step_that_does_not_end_is_given_up_and_its_memory_kept() -> None:
+def test_hanging_step_raises_and_keeps_its_memory() -> None:
     device = HangingDevice()
     executor = graph_executor(device, 0.5)
     executor.launch(first_step())
@@ -93,17 +92,17 @@ def test_a_step_that_does_not_end_is_given_up_and_its_memory_kept() -> None:
         executor.collect()
     assert caught.value.process_unusable
     executor.close()
-    assert device.timeouts == [0.5]  # closing has not tried again
+    assert device.timeouts == [0.5]  # closing did not wait again
     assert not device.is_closed
     graphs = weakref.ref(executor._graphs)
     del executor, caught
     gc.collect()
-    assert graphs() is not None  # replays in flight write there
+    assert graphs() is not None  # replays in flight still write to its buffers
 
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("num_launched", [0, 1])
-def test_closing_waits_as_long_as_what_is_in_flight_may_take(num_launched: int) -> None:
+def test_close_waits_one_timeout_for_each_step_in_flight(num_launched: int) -> None:
     device = HangingDevice()
     executor = graph_executor(device, 0.5)
     for _ in range(num_launched):
@@ -114,10 +113,9 @@ def test_closing_waits_as_long_as_what_is_in_flight_may_take(num_launched: int) 
     assert not device.is_closed
 
 
-def test_room_in_the_ring_is_waited_for_no_longer_than_steps_may_take() -> None:
+def test_ring_waits_at_most_two_timeouts() -> None:
     device = HangingDevice()
-    ring = Ring(
-        device,
+    sizes = RingSizes(
         num_entries=2,
         max_updates=4,
         payload_words=4,
@@ -125,8 +123,8 @@ def test_room_in_the_ring_is_waited_for_no_longer_than_steps_may_take() -> None:
         max_slots=1,
         num_draft_masks=0,
         mask_words=1,
-        timeout_s=0.5,
     )
+    ring = Ring(device, sizes, timeout_s=0.5)
     device.is_hung = True
     for wait in (lambda: ring.acquire(NO_UPDATES), lambda: ring.wait(0)):
         with pytest.raises(ExecutorError, match="within 1 s"):
@@ -139,7 +137,7 @@ class FakeStream:
 
 
 class FakeCudaEvent:
-    """Of cuda.core: done the fourth time it is asked, if ever."""
+    """An event of cuda.core that is done when it is asked the fourth time, or never."""
 
     def __init__(self, *, is_hung: bool) -> None:
         self._is_hung = is_hung
@@ -163,7 +161,7 @@ class FakeCudaDevice:
         return self.made
 
 
-def test_an_event_that_nobody_recorded_is_done() -> None:
+def test_event_that_was_never_recorded_is_done() -> None:
     device = FakeCudaDevice(is_hung=True)
     event = device_module._GpuEvent(device, FakeStream())
     assert event.is_done
@@ -172,7 +170,7 @@ def test_an_event_that_nobody_recorded_is_done() -> None:
     assert device.made.num_syncs == device.made.num_asked == 0
 
 
-def test_waiting_with_a_limit_polls() -> None:
+def test_wait_with_a_timeout_polls() -> None:
     device = FakeCudaDevice()
     event = device_module._GpuEvent(device, FakeStream())
     event.record()
@@ -183,7 +181,7 @@ def test_waiting_with_a_limit_polls() -> None:
     assert (device.made.num_asked, device.made.num_syncs) == (0, 1)
 
 
-def test_waiting_with_a_limit_ends() -> None:
+def test_wait_ends_after_the_timeout() -> None:
     event = device_module._GpuEvent(FakeCudaDevice(is_hung=True), FakeStream())
     event.record()
     started_at = time.monotonic()
@@ -194,7 +192,7 @@ def test_waiting_with_a_limit_ends() -> None:
 
 
 class HangingExecutor(ScriptedExecutor):
-    """Its device hangs at the third step."""
+    """An executor whose device hangs at the third step."""
 
     def collect(self):
         if self.num_steps == 2:
@@ -203,7 +201,7 @@ class HangingExecutor(ScriptedExecutor):
 
 
 @on_every_loop
-def test_every_stream_is_told_and_closing_does_not_wait(loop: str) -> None:
+def test_every_stream_gets_the_error_and_close_does_not_wait(loop: str) -> None:
     async def main() -> None:
         model = ScriptedModel("Hello, hello!", config=EngineConfig(step_timeout_s=0.5))
 
@@ -235,7 +233,7 @@ def test_every_stream_is_told_and_closing_does_not_wait(loop: str) -> None:
 
 
 @pytest.mark.parametrize("failure", [ExecutorError("broken"), None])
-def test_a_request_that_meets_the_end_is_told_of_it(failure: ExecutorError | None) -> None:
+def test_request_admitted_before_the_engine_ends_gets_the_reason(failure: ExecutorError | None) -> None:
     """The engine ends after a request is admitted and before its text is prepared."""
 
     async def main() -> None:

@@ -6,7 +6,7 @@ import torch
 from drift_sdk._kernels.attention.paged_attention import paged_attention_reference
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward import attention_groups
-from drift_sdk.execution.forward.attention_groups import AttentionGroups
+from drift_sdk.execution.forward.attention_groups import AttentionGroups, AttentionShape
 
 pytestmark = pytest.mark.kernel
 
@@ -21,17 +21,14 @@ def groups(workspace: Workspace, max_scratch_bytes: int | None, num_rows: int = 
     return AttentionGroups(
         workspace,
         DEVICE,
+        AttentionShape(num_kv_heads=NUM_KV_HEADS, group=GROUP, head_dim=HEAD_DIM, max_num_keys=MAX_NUM_KEYS),
         num_sequences=len(LENGTHS),
         num_rows=num_rows,
-        num_kv_heads=NUM_KV_HEADS,
-        group=GROUP,
-        head_dim=HEAD_DIM,
-        max_num_keys=MAX_NUM_KEYS,
         max_scratch_bytes=max_scratch_bytes,
     )
 
 
-def test_bits_do_not_depend_on_the_groups() -> None:
+def test_bits_do_not_depend_on_groups() -> None:
     generator = torch.Generator().manual_seed(3)
     blocks_each = -(-MAX_NUM_KEYS // BLOCK_SIZE)
     shape = (len(LENGTHS) * blocks_each, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
@@ -57,7 +54,7 @@ def test_bits_do_not_depend_on_the_groups() -> None:
         attention.plan(row_slot[:6], row_position[:6], 1)
 
 
-def test_partial_sums_take_bounded_memory_shared_by_all() -> None:
+def test_partial_sums_share_bounded_memory() -> None:
     workspace = Workspace(DEVICE)
     first = groups(workspace, 3 * BYTES_PER_SEQUENCE, num_rows=2)
     second = groups(workspace, 3 * BYTES_PER_SEQUENCE, num_rows=1)
@@ -65,7 +62,7 @@ def test_partial_sums_take_bounded_memory_shared_by_all() -> None:
     assert sums[0].data_ptr() == sums[1].data_ptr() == first.scratches[-1].sums.data_ptr()
     num_bytes = sum(buffer.numel() for buffer in workspace._buffers.values())
     assert num_bytes <= 3 * BYTES_PER_SEQUENCE
-    assert groups(workspace, 1).group_size == 1  # a sequence needs what it needs
+    assert groups(workspace, 1).group_size == 1  # a group has at least one sequence, whatever the bound
     assert groups(workspace, None).group_size == len(LENGTHS)
     if DEVICE.type == "cpu":
         assert attention_groups.scratch_bytes(DEVICE) == attention_groups.CPU_SCRATCH_BYTES

@@ -1,4 +1,4 @@
-"""Rounds with an EAGLE-3 draft, by graphs and eagerly: the same tokens, drafted and accepted alike."""
+"""Rounds with an EAGLE-3 draft: graph and eager executor emit, draft and accept the same tokens."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from triton.runtime import interpreter
 
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.device.device import GpuDevice
+from drift_sdk.execution.drafter_factory import EagleDrafterFactory
 from drift_sdk.execution.eager.drafters import EagleDrafter
 from drift_sdk.execution.eager.executor import EagerExecutor
-from drift_sdk.execution.graph.executor import GraphExecutor
+from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.profiling.manual_driver import ManualDriver
@@ -48,7 +49,7 @@ def rounds(executor: Executor) -> list[Round]:
 
 
 def executors(tmp_path: Path) -> tuple[GraphExecutor, EagerExecutor]:
-    """Of a target of four layers one is captured twice: the features name it twice."""
+    """Both executors of a target with four layers; the draft names one of them twice as aux layer."""
     (tmp_path / "config.json").write_text(json.dumps(TARGET))
     config = DecoderConfig.from_hf(TARGET)
     target = drawn_decoder(config, "cuda" if IS_GPU else "cpu", seed=3)
@@ -60,14 +61,13 @@ def executors(tmp_path: Path) -> tuple[GraphExecutor, EagerExecutor]:
         target,
         LIMITS,
         TunedTable(),
-        prefill_token_budget=BUDGET,
-        draft=draft,
-        draft_choices=(3,),
+        GraphOptions(prefill_token_budget=BUDGET),
+        drafter_factory=EagleDrafterFactory(draft, (3,)),
     )
     return graph, EagerExecutor(target, LIMITS, EagleDrafter(draft, target, LIMITS))
 
 
-def test_rounds_equal_the_eager_ones(tmp_path: Path) -> None:
+def test_rounds_equal_those_of_the_eager_executor(tmp_path: Path) -> None:
     graph, eager = executors(tmp_path)
     expected = rounds(eager)
     assert rounds(graph) == expected
@@ -75,16 +75,17 @@ def test_rounds_equal_the_eager_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.interpreter
-def test_kernels_that_start_dependents_before_they_wait_follow_long_ones(
+def test_kernels_that_start_dependents_early_follow_long_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What comes after them may read what is older than the product or the attention before them."""
+    """A kernel after them may start before the product or attention kernel before them has ended, and read
+    older values."""
     early = {"_add_norm", "_rotate_and_store", "_add_partitions"}
     launched: list[str] = []
     launch = interpreter.GridExecutor.__call__
 
     def recorded(self: Any, *args: Any, **kwargs: Any) -> None:
-        # A norm of nothing but the residual stream waits first.
+        # A norm of the residual stream alone, without a product, waits before it starts dependents.
         launched.append("" if kwargs.get("NUM_SLICES") == 0 else self.fn.__name__)
         launch(self, *args, **kwargs)
 

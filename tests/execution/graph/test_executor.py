@@ -1,4 +1,4 @@
-"""The graph executor against the eager one: the same scheduler, the same requests, the same steps."""
+"""The graph executor against the eager executor: same scheduler, same requests, same steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tolerances import bound
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.device.device import GpuDevice
 from drift_sdk.execution.eager.executor import EagerExecutor
-from drift_sdk.execution.graph.executor import GraphExecutor
+from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
 from drift_sdk.loading.source import resolve
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
@@ -46,7 +46,7 @@ def tiny(family: str, num_layers: int, heads: tuple[int, int, int], **more: obje
     }
 
 
-# Every program of every kernel is interpreted: models of so few that it can be borne. A GPU takes whole ones.
+# Every program of every kernel is interpreted, so these models have few. A GPU runs models of the zoo.
 TINY_MODELS = {
     "llama": tiny("llama", 2, (3, 1, 8), tie_word_embeddings=True),
     "qwen2": tiny("qwen2", 1, (2, 2, 16)),
@@ -78,7 +78,9 @@ def limits_of(decoder: Decoder) -> ExecutorLimits:
 
 def graph_executor(decoder: Decoder, limits: ExecutorLimits, budget: int, **options: object) -> GraphExecutor:
     device = GpuDevice(0) if IS_GPU else InterpretedDevice()
-    return GraphExecutor(device, decoder, limits, TunedTable(), prefill_token_budget=budget, **options)
+    return GraphExecutor(
+        device, decoder, limits, TunedTable(), GraphOptions(prefill_token_budget=budget, **options)
+    )
 
 
 def requests_of(seed: int) -> list[Request]:
@@ -115,7 +117,8 @@ def run(executor: Executor, requests: list[Request], budget: int) -> tuple[list[
     return tokens, steps
 
 
-# The interpreter is slow: families differ in a bias and two norms, which both ways of prefill have.
+# The interpreter is slow, so two cases are left out: the families differ in a bias and two norms, which both
+# ways of prefill compute.
 CASES = [
     (model, is_exact)
     for model in MODELS
@@ -125,10 +128,10 @@ CASES = [
 
 
 @pytest.mark.parametrize(("model", "is_exact"), CASES)
-def test_steps_equal_the_eager_ones(model: str | int, is_exact: bool, tmp_path: Path) -> None:
+def test_steps_equal_those_of_the_eager_executor(model: str | int, is_exact: bool, tmp_path: Path) -> None:
     decoder = load(model, tmp_path)
     limits, requests = limits_of(decoder), requests_of(MODELS.index(model))
-    # Exact chunks fill whole tiles of rows.
+    # Chunks of exact prefill fill whole tiles of rows.
     budget = 8 if is_exact else 16
     expected_tokens, expected = run(EagerExecutor(decoder, limits), requests, budget)
     executor = graph_executor(decoder, limits, budget, exact_prefill=is_exact)
@@ -147,7 +150,7 @@ def test_steps_equal_the_eager_ones(model: str | int, is_exact: bool, tmp_path: 
 def compare(found: SlotOutput, expected: SlotOutput) -> None:
     assert found.token_ids == expected.token_ids
     assert found.finish == expected.finish
-    # A slot that had finished has none, of either kind of none.
+    # A slot that had finished before has None or ().
     compare_logprobs(found.logprobs or None, expected.logprobs or None)
     compare_logprobs(found.prompt_logprobs, expected.prompt_logprobs)
 
@@ -165,8 +168,8 @@ def compare_logprobs(
 
 
 def check_that_all_occurred(steps: list[Step]) -> None:
-    """Chunked prompts, prefix hits, slots used twice, both ends of a request, rows of decode and prefill in
-    one step, log-probabilities of both kinds."""
+    """Check that the steps contained chunked prompts, prefix hits, reused slots, both finish reasons, prefill
+    and decode rows in one step, and log-probabilities of both kinds."""
     plans = [plan for plan, _ in steps]
     chunks = [chunk for plan in plans for chunk in plan.prefill]
     assignments = [assignment for plan in plans for assignment in plan.assignments]

@@ -1,4 +1,4 @@
-"""A slot may have its next sequence while the step that ends the one before is still in flight."""
+"""A slot reused while the step that ends its previous sequence is still in flight."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tiny_llama import tiny_llama
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.device.device import GpuDevice
 from drift_sdk.execution.eager.executor import EagerExecutor
-from drift_sdk.execution.graph.executor import GraphExecutor
+from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.scheduling.config import SchedulerConfig
@@ -26,9 +26,9 @@ SHAPES = tiny_llama(vocab_size=300, intermediate_size=48, rms_norm_eps=1e-6)
 LIMITS = ExecutorLimits(max_num_seqs=1, max_model_len=64, num_blocks=8, block_size=16, vocab_size=300)
 
 
-def first_output_of_the_next(executor: Executor, *, ends_by_chunk: bool) -> SlotOutput:
-    """A sequence is removed while its last chunk, or a row of it, is in flight; then comes another one of the
-    same length, which wants log-probabilities."""
+def first_output_after_reuse(executor: Executor, *, ends_by_chunk: bool) -> SlotOutput:
+    """The output of a sequence with log-probabilities that enters the slot of a removed sequence of the same
+    length, whose last chunk or decode row is in flight."""
     scheduler = Scheduler(
         SchedulerConfig(
             max_num_seqs=LIMITS.max_num_seqs,
@@ -64,18 +64,18 @@ def first_output_of_the_next(executor: Executor, *, ends_by_chunk: bool) -> Slot
 
 
 @pytest.mark.parametrize("ends_by_chunk", [True, False], ids=["chunk", "row"])
-def test_a_reused_slot_reports_what_its_new_sequence_wants(ends_by_chunk: bool) -> None:
+def test_reused_slot_reports_logprobs_of_its_new_sequence(ends_by_chunk: bool) -> None:
     config = DecoderConfig.from_hf(SHAPES)
     decoder = Decoder.random(config, device="cuda" if IS_GPU else "cpu", dtype=torch.float32)
-    expected = first_output_of_the_next(EagerExecutor(decoder, LIMITS), ends_by_chunk=ends_by_chunk)
+    expected = first_output_after_reuse(EagerExecutor(decoder, LIMITS), ends_by_chunk=ends_by_chunk)
     executor = GraphExecutor(
         GpuDevice(0) if IS_GPU else InterpretedDevice(),
         decoder,
         LIMITS,
         TunedTable(),
-        prefill_token_budget=16,
+        GraphOptions(prefill_token_budget=16),
     )
-    found = first_output_of_the_next(executor, ends_by_chunk=ends_by_chunk)
+    found = first_output_after_reuse(executor, ends_by_chunk=ends_by_chunk)
     executor.close()
     assert found.token_ids == expected.token_ids
     assert expected.prompt_logprobs is not None and len(expected.prompt_logprobs) == 4

@@ -1,4 +1,4 @@
-"""What rounds cost is measured before there is anything to serve, and leaves no trace."""
+"""Timing of rounds at start, which must not affect what is served later."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tiny_llama import tiny_llama
 from drift_sdk import NGram
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.device.device import GpuDevice
-from drift_sdk.execution.graph.executor import GraphExecutor
-from drift_sdk.execution.graph.round_timing import time_rounds
+from drift_sdk.execution.drafter_factory import NGramDrafterFactory
+from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions, time_rounds
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.steps import ExecutorLimits
@@ -23,7 +23,7 @@ LIMITS = ExecutorLimits(max_num_seqs=2, max_model_len=32, num_blocks=16, block_s
 
 
 class Clock:
-    """A device whose replays take as long as they are told, the first one longer."""
+    """A device whose replays take given times."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -46,7 +46,7 @@ class Mark:
         return self._at - earlier._at
 
 
-class Timed:
+class TimedReplay:
     def __init__(self, clock: Clock, *seconds: float) -> None:
         self._clock = clock
         self._seconds = iter(seconds)
@@ -55,14 +55,14 @@ class Timed:
         self._clock.now += next(self._seconds)
 
 
-def test_the_median_counts() -> None:
+def test_round_cost_is_the_median() -> None:
     clock = Clock()
-    rounds = {(1, 0): Timed(clock, 9.0, 1.0, 2.0), (8, 3): Timed(clock, 4.0, 4.0, 90.0)}
+    rounds = {(1, 0): TimedReplay(clock, 9.0, 1.0, 2.0), (8, 3): TimedReplay(clock, 4.0, 4.0, 90.0)}
     assert time_rounds(clock, rounds) == {(1, 0): 2.0, (8, 3): 4.0}
 
 
 @pytest.mark.kernel
-def test_it_changes_nothing_that_is_served_afterwards() -> None:
+def test_timing_rounds_does_not_change_tokens() -> None:
     decoder = Decoder.random(
         DecoderConfig.from_hf(SHAPES), device="cuda" if IS_GPU else "cpu", dtype=torch.float32, seed=1
     )
@@ -74,9 +74,8 @@ def test_it_changes_nothing_that_is_served_afterwards() -> None:
             decoder,
             LIMITS,
             TunedTable(),
-            prefill_token_budget=16,
-            draft=NGram(min_length=1),
-            draft_choices=(1,),
+            GraphOptions(prefill_token_budget=16),
+            drafter_factory=NGramDrafterFactory(NGram(min_length=1), (1,)),
         )
         if is_timed:
             costs = executor.round_costs()

@@ -1,4 +1,4 @@
-"""Slots under a constraint draft too: what they say is what they say without drafts."""
+"""Slots under a constraint that draft: the same tokens as without drafts."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk._kernels.slots.slot_columns import num_mask_words
 from drift_sdk.execution.device.device import GpuDevice
 from drift_sdk.execution.device.ring import Ring
+from drift_sdk.execution.drafter_factory import DrafterFactory, NGramDrafterFactory
 from drift_sdk.execution.eager.executor import EagerExecutor
-from drift_sdk.execution.graph.captured_graphs import CapturedGraphs
-from drift_sdk.execution.graph.executor import GraphExecutor
+from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
 from drift_sdk.execution.rounds.drafter import RoundDrafter
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
@@ -48,8 +48,8 @@ SHAPES = tiny_llama(
 
 
 class Script:
-    """A `TokenConstraint` that counts in fours, as a grammar goes through its fields: a fixed token, another
-    one that alternates, a free one, one that follows from that or, later on, the end."""
+    """A `TokenConstraint` with a period of four tokens: a fixed token, one that alternates, a free one, and
+    one that is determined by the free one or, later on, the end of the sequence."""
 
     def __init__(self) -> None:
         self.said: list[int] = []
@@ -57,7 +57,7 @@ class Script:
         self.num_allowed: list[int] = []
 
     def masks(self, draft_token_ids: Tokens[int]) -> NDArray[np.int32]:
-        """As a grammar's, rows behind a draft that is not allowed or ends the text are zero."""
+        """As for a grammar, rows after a draft that is not allowed or ends the text are zero."""
         assert all(0 <= token < VOCAB_SIZE for token in draft_token_ids), draft_token_ids
         rows = np.zeros((len(draft_token_ids) + 1, num_mask_words(VOCAB_SIZE)), np.uint32)
         said = [*self.said]
@@ -116,9 +116,10 @@ CASES = [
 
 
 class Oracle:
-    """A RoundDrafter that says what it is told to: told [S, max_model_len] int32, by slot and position."""
+    """A RoundDrafter that drafts given tokens: told [S, max_model_len] int32, by slot and position."""
 
     aux_layers: Tokens[int] = ()
+    kv_cache = None
 
     def __init__(self, device: torch.device) -> None:
         self.told = torch.zeros(LIMITS.max_num_seqs, LIMITS.max_model_len, dtype=torch.int32, device=device)
@@ -134,19 +135,36 @@ class Oracle:
     def draft_extend(self, rows: Any, **_: object) -> None:
         pass
 
-    def follow_prefill(self, rows: Any, **_: object) -> None:
+    def draft_extend_prefill(self, rows: Any, **_: object) -> None:
         pass
 
 
+class OracleFactory(NGramDrafterFactory):
+    """Gives an executor this oracle as its drafter."""
+
+    def __init__(self, oracle: Oracle) -> None:
+        super().__init__(NGram(), (NUM_DRAFTS,))
+        self._oracle = oracle
+
+    def round_drafter(self, *_: object) -> Oracle:
+        return self._oracle
+
+
+NGRAM_DRAFTERS = NGramDrafterFactory(NGram(min_length=1), (NUM_DRAFTS,))
+
+
 class Run(Struct):
-    """What came of all cases. num_halved: rounds in which a constrained slot might draft, num_mixed: and
-    unconstrained ones took part."""
+    """Outputs of all cases.
+
+    num_split: rounds in which a constrained slot may draft. num_mixed: those of them that have unconstrained
+    slots too.
+    """
 
     tokens: list[list[int]]
     logprobs: list[list[float]]
     scripts: list[Script]
     num_accepted: int = 0
-    num_halved: int = 0
+    num_split: int = 0
     num_mixed: int = 0
 
 
@@ -191,7 +209,7 @@ def run(
             for assignment in plan.assignments:
                 constrained[assignment.slot] = assignment.constraint is not None
             if any(row.num_draft_tokens > 0 and constrained[row.slot] for row in plan.decode):
-                found.num_halved += 1
+                found.num_split += 1
                 found.num_mixed += not all(constrained[row.slot] for row in plan.decode)
             on_plan(plan)
             executor.launch(plan)
@@ -224,7 +242,7 @@ def expected(decoder: Decoder) -> Run:
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of the rings: an element for each time the host waited in the midst of a round."""
+    """The ring entry of each wait of the host between the halves of a round."""
     found: list[int] = []
     wait = Ring.wait
 
@@ -236,15 +254,14 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def graph_executor(decoder: Decoder) -> GraphExecutor:
+def graph_executor(decoder: Decoder, drafter_factory: DrafterFactory = NGRAM_DRAFTERS) -> GraphExecutor:
     return GraphExecutor(
         GpuDevice(0) if IS_GPU else InterpretedDevice(),
         decoder,
         LIMITS,
         TunedTable(),
-        prefill_token_budget=16,
-        draft=NGram(min_length=1),
-        draft_choices=(NUM_DRAFTS,),
+        GraphOptions(prefill_token_budget=16),
+        drafter_factory=drafter_factory,
     )
 
 
@@ -252,12 +269,13 @@ def check(found: Run, expected: Run, waits: list[int]) -> None:
     assert found.tokens == expected.tokens
     for logprobs, others in zip(found.logprobs, expected.logprobs, strict=True):
         assert logprobs == pytest.approx(others, abs=LOGPROB_BOUND)
-    assert len(waits) == found.num_halved > found.num_mixed > 0
+    assert len(waits) == found.num_split > found.num_mixed > 0
     assert found.num_accepted > 0
 
 
 def outcomes(found: Run) -> set[str]:
-    """How far the drafts of constrained slots were allowed."""
+    """How much of the drafts of constrained slots was allowed: "all", "some", "none", or "ends" where the
+    first token that is not allowed is the end of the sequence."""
     kinds = set()
     for script in found.scripts:
         for asked, num_allowed in zip(script.asked, script.num_allowed, strict=True):
@@ -271,18 +289,15 @@ def outcomes(found: Run) -> set[str]:
     return kinds
 
 
-def test_ngrams_of_constrained_slots(decoder: Decoder, expected: Run, waits: list[int]) -> None:
+def test_constrained_slots_with_ngram_drafts(decoder: Decoder, expected: Run, waits: list[int]) -> None:
     found = run(graph_executor(decoder), CASES, num_drafts=NUM_DRAFTS)
     check(found, expected, waits)
     assert outcomes(found) == {"all", "some", "none"}
 
 
-def test_an_oracle_of_constrained_slots(
-    decoder: Decoder, expected: Run, waits: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_constrained_slots_with_scripted_drafts(decoder: Decoder, expected: Run, waits: list[int]) -> None:
     oracle = Oracle(decoder.device)
-    monkeypatch.setattr(CapturedGraphs, "_open_drafter", lambda *_: oracle)
-    executor = graph_executor(decoder)
+    executor = graph_executor(decoder, OracleFactory(oracle))
 
     def tell(plan: StepPlan) -> None:
         for assignment in plan.assignments:
@@ -297,8 +312,8 @@ def test_an_oracle_of_constrained_slots(
 
 
 def story_of(index: int, tokens: list[int]) -> list[int]:
-    """A case's tokens by position, some replaced by one that no mask allows, some by another that one does;
-    and behind the end it goes on."""
+    """A case's tokens by position, some replaced by a token that no mask allows, some by another token that
+    the mask allows; after the end the story continues."""
     prompt = CASES[index].prompt
     story = [*prompt]
     for number, token in enumerate(tokens):
@@ -311,23 +326,23 @@ def story_of(index: int, tokens: list[int]) -> list[int]:
     return story + [10] * (LIMITS.max_model_len - len(story))
 
 
-def test_the_host_waits_for_no_drafts_that_are_unconstrained(
+def test_host_does_not_wait_for_unconstrained_drafts(
     decoder: Decoder, expected: Run, waits: list[int]
 ) -> None:
     cases = [2, 4]
     found = run(graph_executor(decoder), [CASES[index] for index in cases], num_drafts=NUM_DRAFTS)
     assert found.tokens == [expected.tokens[index] for index in cases]
-    assert waits == [] and found.num_halved == 0
+    assert waits == [] and found.num_split == 0
     assert not any(script.asked for script in found.scripts)
 
 
-def test_a_slot_is_rid_of_its_last_constraint(decoder: Decoder, expected: Run, waits: list[int]) -> None:
+def test_reused_slot_drops_its_constraint(decoder: Decoder, expected: Run, waits: list[int]) -> None:
     cases = [5, 4, 4, 2]
     found = run(graph_executor(decoder), [CASES[index] for index in cases], num_drafts=NUM_DRAFTS)
     assert found.tokens == [expected.tokens[index] for index in cases]
-    assert len(waits) == found.num_halved
+    assert len(waits) == found.num_split
 
 
-def test_the_oracle_is_what_graphs_expect() -> None:
+def test_oracle_is_a_round_drafter() -> None:
     drafter: RoundDrafter = Oracle(torch.device("cpu"))
     assert drafter.aux_layers == ()

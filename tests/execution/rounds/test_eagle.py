@@ -1,4 +1,4 @@
-"""The draft on the device against the eager drafter: the same steps, the same drafts, the same state."""
+"""The EAGLE-3 drafter of graphs against the eager drafter: same steps, same drafts, same state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ from drift_sdk.execution.forward import attention_groups
 from drift_sdk.execution.forward import draft as draft_forward
 from drift_sdk.execution.forward import draft_kv_cache as draft_cache
 from drift_sdk.execution.forward.decode import Rows
+from drift_sdk.execution.forward.kv_cache import PagedKVCache
+from drift_sdk.execution.forward.model_resources import ModelResources
 from drift_sdk.execution.rounds import eagle as eagle_rounds
+from drift_sdk.execution.rounds.drafter import RoundSizes
 from drift_sdk.execution.rounds.eagle import EagleRounds
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
@@ -40,14 +43,14 @@ SAMPLINGS = [(0.0, 0), (0.9, 5), (1.4, 2**40 + 1)]
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each costs the interpreter a millisecond."""
+    """Few programs per attention launch: each takes the interpreter a millisecond."""
     if DEVICE == "cpu":
         monkeypatch.setattr(attention_groups, "AttentionConfig", lambda: AttentionConfig(num_programs=4))
 
 
 class Pair:
-    """Both drafters through the same steps of a target whose features are drawn at random, once for each
-    slot and position."""
+    """Runs both drafters through the same steps of a target with random features, drawn once for each slot
+    and position."""
 
     def __init__(self, variant: str, folder: Path, block_size: int = 4) -> None:
         folder.mkdir(exist_ok=True)
@@ -66,19 +69,17 @@ class Pair:
         self.draft, self.block_size = draft, block_size
         self.eager = EagleDrafter(draft, target, limits)
         self.table = SlotTable(limits, torch.device(DEVICE))
+        model = ModelResources(
+            decoder=target, cache=PagedKVCache(target, limits), tuned=TunedTable(), limits=limits
+        )
         self.rounds = EagleRounds(
             draft,
-            target,
-            limits,
-            self.table.block_table,
-            self.table.columns,
+            model,
+            self.table,
             Workspace(torch.device(DEVICE)),
-            TunedTable(),
-            max_num_slots=4,
-            max_draft_tokens=3,
-            max_prefill_rows=24,
+            RoundSizes(max_num_slots=4, max_draft_tokens=3, max_prefill_rows=24),
         )
-        self.rounds.cache.allocate(limits.num_blocks)
+        self.rounds.kv_cache.allocate(limits.num_blocks)
         self.generator = torch.Generator().manual_seed(0)
         self.tokens = torch.randint(VOCAB_SIZE, (3, NUM_TOKENS), generator=self.generator)
         shape = (len(draft.aux_layers) + 1, 3, NUM_TOKENS, TARGET["hidden_size"])
@@ -106,7 +107,7 @@ class Pair:
             self.slots.append(slot)
 
     def share(self, slot: int, other: int, num_blocks: int) -> None:
-        """`slot` found the first blocks of `other` in the prefix cache."""
+        """Make `slot` a sequence that found the first blocks of `other` in the prefix cache."""
         size = num_blocks * self.block_size
         self.tokens[slot, :size] = self.tokens[other, :size]
         self.features[:, slot, :size] = self.features[:, other, :size]
@@ -114,8 +115,8 @@ class Pair:
         self.table.block_table[slot, :num_blocks] = self.table.block_table[other, :num_blocks]
 
     def prefill(self, chunks: list[tuple[int, int, int]], num_rows: int, gap: int = 1) -> None:
-        """Chunks (slot, start, end) with `gap` rows of padding behind each; all but the last chunk's next
-        tokens are known."""
+        """Run chunks (slot, start, end) with `gap` padding rows after each. The next token of each chunk is
+        known, except for the last chunk."""
         inputs = self.ints([[-1] * num_rows, [2**31 - 1] * num_rows, [2**31 - 1] * num_rows])
         following = self.ints([-1] * num_rows)
         hits = self.ints([-1] * MAX_CHUNKS)
@@ -140,7 +141,7 @@ class Pair:
             first = rows.stop + gap
 
         self.eager.draft_extend(spans, list(aux_hidden[:-1]), aux_hidden[-1])
-        self.rounds.follow_prefill(
+        self.rounds.draft_extend_prefill(
             Rows(slot=inputs[0], token=inputs[1], position=inputs[2]),
             next_token=following,
             hits=hits,
@@ -151,7 +152,7 @@ class Pair:
         self.compare([index for index, _, _ in chunks])
 
     def round(self, num_drafts: int, plan: list[tuple[int, int, int]]) -> None:
-        """Of each entry (slot, cap, number of tokens emitted), slot -1 for padding."""
+        """Run a round with an entry (slot, most drafts, tokens emitted) for each slot; slot -1: padding."""
         num_rows_each, num_slots = num_drafts + 1, len(plan)
         num_rows = num_slots * num_rows_each
         rows = Rows(
@@ -208,7 +209,7 @@ class Pair:
         self.compare([index for _, index, _, _ in live])
 
     def compare(self, slots: list[int]) -> None:
-        cache, eager, size = self.rounds.cache, self.eager, self.block_size
+        cache, eager, size = self.rounds.kv_cache, self.eager, self.block_size
         for index in slots:
             slot = self.slots[index]
             state = state_of(slot)
@@ -236,7 +237,7 @@ def near(found: torch.Tensor, expected: torch.Tensor | None) -> None:
 
 @torch.inference_mode()
 def check(pair: Pair) -> None:
-    """A prompt, a prefix hit, a draft that was wrong in the middle, one that was right to its end."""
+    """A prompt, a prefix hit, a draft that is rejected in the middle, and one that is accepted as a whole."""
     pair.prefill([(0, 0, 5)], num_rows=5)
     pair.share(2, 0, 1)
     pair.prefill([(2, 4, 5)], num_rows=1)
@@ -256,13 +257,14 @@ def check(pair: Pair) -> None:
         "biased",
     ],
 )
-def test_state_and_drafts_are_the_eager_ones(variant: str, tmp_path: Path) -> None:
+def test_state_and_drafts_equal_the_eager_drafter(variant: str, tmp_path: Path) -> None:
     check(Pair(variant, tmp_path))
 
 
 @torch.inference_mode()
-def test_slots_of_all_kinds(tmp_path: Path) -> None:
-    """Chunks beside each other, a hit beside a chunk, padding, caps, rounds without drafts."""
+def test_mixed_steps_equal_the_eager_drafter(tmp_path: Path) -> None:
+    """Several chunks in a step, a prefix hit beside a chunk, padding rows, limited drafts, rounds without
+    drafts."""
     pair = Pair("reference", tmp_path)
     pair.prefill([(0, 0, 5)], num_rows=6)
     pair.prefill([(1, 0, 1), (0, 5, 9)], num_rows=7)
@@ -276,8 +278,10 @@ def test_slots_of_all_kinds(tmp_path: Path) -> None:
 
 
 @torch.inference_mode()
-def test_long_blocks_and_many_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of cuBLAS, tiles of keys within a block."""
+def test_long_blocks_and_many_rows_equal_the_eager_drafter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products by cuBLAS, and several tiles of keys within a block."""
     monkeypatch.setattr(draft_forward, "MAX_MULTIPLY_ROWS", 2)
     pair = Pair("reference", tmp_path, block_size=32)
     pair.prefill([(0, 0, 7), (1, 0, 9)], num_rows=24, gap=4)
@@ -289,39 +293,39 @@ def rotate_by_place(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(draft_cache, "DRAFT_KV_OFFSET", 0)
 
 
-def see_the_first_place(patch: pytest.MonkeyPatch) -> None:
+def attend_the_unused_place(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(eagle_rounds, "DRAFT_KV_OFFSET", 0)
 
 
-def keep_the_row_before(patch: pytest.MonkeyPatch) -> None:
+def keep_outputs_of_other_rows(patch: pytest.MonkeyPatch) -> None:
     original = eagle_rounds.keep_last_rows
     patch.setattr(
         eagle_rounds, "keep_last_rows", lambda slot, output, state: original(slot, output.roll(1, 0), state)
     )
 
 
-def forget_hits(patch: pytest.MonkeyPatch) -> None:
-    original = EagleRounds.follow_prefill
+def ignore_prefix_hits(patch: pytest.MonkeyPatch) -> None:
+    original = EagleRounds.draft_extend_prefill
     patch.setattr(
         EagleRounds,
-        "follow_prefill",
+        "draft_extend_prefill",
         lambda rounds, rows, *, hits, **options: original(rounds, rows, hits=hits * 0 - 1, **options),
     )
 
 
-def leave_what_was_drafted(patch: pytest.MonkeyPatch) -> None:
+def keep_drafted_kv(patch: pytest.MonkeyPatch) -> None:
     original = EagleRounds.draft_extend
 
     def draft_extend(rounds: EagleRounds, *args: object, **options: object) -> None:
-        keys = rounds.cache.keys.clone()
+        keys = rounds.kv_cache.keys.clone()
         original(rounds, *args, **options)
         is_written = ~keys.isnan()
-        rounds.cache.keys[is_written] = keys[is_written]
+        rounds.kv_cache.keys[is_written] = keys[is_written]
 
     patch.setattr(EagleRounds, "draft_extend", draft_extend)
 
 
-def follow_wrong_drafts(patch: pytest.MonkeyPatch) -> None:
+def extend_rejected_drafts(patch: pytest.MonkeyPatch) -> None:
     original = eagle_rounds.round_rows
     patch.setattr(
         eagle_rounds,
@@ -330,19 +334,19 @@ def follow_wrong_drafts(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of NaN
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy warns of NaN
 @pytest.mark.parametrize(
     "fault",
     [
         rotate_by_place,
-        see_the_first_place,
-        keep_the_row_before,
-        forget_hits,
-        leave_what_was_drafted,
-        follow_wrong_drafts,
+        attend_the_unused_place,
+        keep_outputs_of_other_rows,
+        ignore_prefix_hits,
+        keep_drafted_kv,
+        extend_rejected_drafts,
     ],
 )
-def test_faults_are_seen(fault: Callable[[pytest.MonkeyPatch], None], tmp_path: Path) -> None:
+def test_faults_are_detected(fault: Callable[[pytest.MonkeyPatch], None], tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         fault(patch)
         with pytest.raises(AssertionError):
@@ -350,7 +354,7 @@ def test_faults_are_seen(fault: Callable[[pytest.MonkeyPatch], None], tmp_path: 
 
 
 @torch.inference_mode()
-def test_rounds_beyond_the_limits_are_refused(tmp_path: Path) -> None:
+def test_rounds_larger_than_the_limits_are_rejected(tmp_path: Path) -> None:
     pair = Pair("reference", tmp_path)
     with pytest.raises(ValueError, match="5 rows of 1 slots with 4 drafts each: .* at most 4 slots .* 3$"):
         pair.round(4, [(-1, 0, 0)])

@@ -1,9 +1,18 @@
-"""Which keys a step attends to, cut into tiles and dealt out: made once a step, used by all layers.
+"""The attention plan: the keys of a step cut into tiles, made once a step and used by all layers.
 
-A sequence's keys fall into partitions at fixed positions (see `Partitions`), a partition into tiles. The
-tiles of all sequences stand in one list, and each program takes an equal share of it, moved on to whole
-partitions: programs finish together whatever the lengths are, and what is computed does not depend on how
-many there are.
+A sequence's keys lie in partitions with fixed borders (see `Partitions`), and a partition consists of tiles.
+The plan is one list of the tiles of all sequences, in the order of sequences and then of keys. Each program
+of paged attention takes an equal share of the list, with its ends moved to the next border of a partition.
+Programs therefore finish together whatever the lengths are, and what is computed does not depend on how many
+programs there are.
+
+Grid: one program for each sequence. It reads the rows of all sequences to find where its own tiles begin in
+the list, and writes these. The program of the last sequence also writes their total number.
+
+Bytes: 8 for each row in, read by every program, and 16 for each tile out. The time is that of a launch.
+
+Dependent launch: the kernel waits first, then permits its dependents to start. The kernels of attention read
+the plan before they wait, at least two kernels later.
 """
 
 from __future__ import annotations
@@ -14,18 +23,46 @@ import triton.language as tl
 from msgspec import Struct
 from torch import Tensor
 
+from drift_sdk._kernels.common.arguments import check_tensors
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 
-__all__ = ["AttentionPlan", "Partitions", "partition_of", "partition_start", "plan_attention"]
+__all__ = [
+    "TILE_FIRST_KEY",
+    "TILE_NUM_KEYS",
+    "TILE_SEQUENCE",
+    "TILE_SLOT",
+    "TILE_WORDS",
+    "AttentionPlan",
+    "Partitions",
+    "partition_of",
+    "partition_start",
+    "plan_attention",
+    "plan_attention_reference",
+]
 
+# Words of a tile in the list, int32.
+TILE_SEQUENCE = tl.constexpr(0)  # the sequence's index in the step
+TILE_SLOT = tl.constexpr(1)  # the sequence's slot
+TILE_NUM_KEYS = tl.constexpr(2)  # how many keys the sequence has
+TILE_FIRST_KEY = tl.constexpr(3)  # the position of the tile's first key
 TILE_WORDS = tl.constexpr(4)
+
+NUM_WARPS = 4
+CHUNK_TILES = 512
+"""Tiles that a program writes at a time: four for each of the 128 threads of four warps."""
 
 
 class Partitions(Struct, frozen=True):
-    """`narrow` keys wide up to position `narrow_end`, `wide` ones after it; tiles of `tile` keys.
+    """Where the keys of a sequence are cut; part of the result's bits.
 
-    Part of the result's bits. Short contexts want narrow partitions, to fill the machine; long ones wide,
-    with less to add up.
+    Up to position `narrow_end`, partitions are `narrow` keys wide; after it, `wide` keys. They consist of
+    tiles of `tile` keys. Short contexts need narrow partitions, to fill the GPU; long ones need wide
+    partitions, which leave less to add up.
+
+    Measured on an H200 for Llama-3.1-8B shapes. In whole steps, partitions of 64 keys were 0.9% faster than
+    128 for one short sequence and 0.5% slower for eight (docs/performance.md, "What was tried"). In a first
+    probe of the kernel, one sequence at 512 keys took 6.4 us a layer with partitions of 128 and 12.3 us with
+    512; at 32,768 keys it took 73 us with 256, 56 us with 512 and 47 us with 1,024. 512 was kept.
     """
 
     narrow: int = 128
@@ -38,7 +75,7 @@ class Partitions(Struct, frozen=True):
             raise ValueError(f"{self}: expected widths of whole tiles, and whole partitions to narrow_end")
 
     def count(self, num_keys: int) -> int:
-        """How many partitions `num_keys` keys lie in."""
+        """Return how many partitions `num_keys` keys lie in."""
         narrow, wide = min(num_keys, self.narrow_end), max(num_keys - self.narrow_end, 0)
         return -(-narrow // self.narrow) - (-wide // self.wide)
 
@@ -46,9 +83,10 @@ class Partitions(Struct, frozen=True):
 class AttentionPlan:
     """The list of tiles of at most `num_sequences` sequences of at most `max_num_keys` keys.
 
-    tiles:     [num_sequences * max tiles, 4] int32, in order: sequence, its slot, its number of keys, the
-               tile's first key.
-    num_tiles: [1] int32.
+    tiles: [max_num_tiles, 4] int32, in order; the words are TILE_SEQUENCE, TILE_SLOT, TILE_NUM_KEYS and
+    TILE_FIRST_KEY. max_num_tiles = num_sequences * ceil(max_num_keys / partitions.tile).
+    num_tiles: [1] int32, how many of them are in use.
+    max_num_partitions: how many partitions a sequence may have.
     """
 
     def __init__(
@@ -57,73 +95,115 @@ class AttentionPlan:
         self.num_sequences = num_sequences
         self.partitions = partitions
         self.max_num_partitions = partitions.count(max_num_keys)
-        most = num_sequences * -(-max_num_keys // partitions.tile)
-        self.tiles = torch.empty(most, 4, dtype=torch.int32, device=device)
+        max_num_tiles = num_sequences * -(-max_num_keys // partitions.tile)
+        self.tiles = torch.empty(max_num_tiles, TILE_WORDS.value, dtype=torch.int32, device=device)
         self.num_tiles = torch.empty(1, dtype=torch.int32, device=device)
 
 
 @triton.jit
 def partition_of(position, NARROW: tl.constexpr, NARROW_END: tl.constexpr, WIDE: tl.constexpr):
-    """The partition that a position lies in."""
+    """Return the index of the partition that a position lies in."""
     wide = NARROW_END // NARROW + (position - NARROW_END) // WIDE
     return tl.where(position < NARROW_END, position // NARROW, wide)
 
 
 @triton.jit
 def partition_start(index, NARROW: tl.constexpr, NARROW_END: tl.constexpr, WIDE: tl.constexpr):
-    """The first position of a partition."""
+    """Return the first position of a partition, given its index."""
     wide = NARROW_END + (index - NARROW_END // NARROW) * WIDE
     return tl.where(index < NARROW_END // NARROW, index * NARROW, wide)
 
 
 @triton.jit(do_not_specialize=["num_sequences"])
 def _plan(
-    row_slot, row_position, tiles, num_tiles, num_sequences,
-    ROWS: tl.constexpr, SEQUENCES: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    row_slot_ptr,  # [num_sequences * ROWS_PER_SEQUENCE] int32; -1: padding row
+    row_position_ptr,  # [num_sequences * ROWS_PER_SEQUENCE] int32
+    tiles_ptr,  # [max_num_tiles, TILE_WORDS] int32
+    num_tiles_ptr,  # [1] int32
+    num_sequences,
+    ROWS_PER_SEQUENCE: tl.constexpr,
+    PADDED_SEQUENCES: tl.constexpr,  # num_sequences, rounded up to a power of two
+    TILE_KEYS: tl.constexpr,
+    CHUNK_TILES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (s): the tiles of sequence s."""
     wait_for_producers(PDL)
     start_dependents(PDL)
     own = tl.program_id(0)
-    sequence = tl.arange(0, SEQUENCES)
+    sequence = tl.arange(0, PADDED_SEQUENCES)
+    # Of every sequence: the keys that its last live row sees, and its slot; 0 and -1 without a live row.
     num_keys = tl.zeros_like(sequence)
     slots = num_keys - 1
-    for row in tl.static_range(ROWS):
+    for row in tl.static_range(ROWS_PER_SEQUENCE):
         is_sequence = sequence < num_sequences
-        slot = tl.load(row_slot + sequence * ROWS + row, mask=is_sequence, other=-1)
-        position = tl.load(row_position + sequence * ROWS + row, mask=is_sequence, other=0)
+        slot = tl.load(row_slot_ptr + sequence * ROWS_PER_SEQUENCE + row, mask=is_sequence, other=-1)
+        position = tl.load(row_position_ptr + sequence * ROWS_PER_SEQUENCE + row, mask=is_sequence, other=0)
         num_keys = tl.maximum(num_keys, tl.where(slot >= 0, position + 1, 0))
         slots = tl.maximum(slots, slot)
 
-    counts = (num_keys + TILE - 1) // TILE
-    first = tl.sum(tl.where(sequence < own, counts, 0))
-    count = tl.sum(tl.where(sequence == own, counts, 0))
+    num_tiles = (num_keys + TILE_KEYS - 1) // TILE_KEYS
+    own_first_tile = tl.sum(tl.where(sequence < own, num_tiles, 0))
+    own_num_tiles = tl.sum(tl.where(sequence == own, num_tiles, 0))
     own_slot = tl.max(tl.where(sequence == own, slots, -1))
-    own_keys = tl.sum(tl.where(sequence == own, num_keys, 0))
-    for start in range(0, count, CHUNK):
-        tile = start + tl.arange(0, CHUNK)
-        place = tiles + (first + tile) * TILE_WORDS
-        is_tile = tile < count
-        tl.store(place, own + tile * 0, mask=is_tile)
-        tl.store(place + 1, own_slot + tile * 0, mask=is_tile)
-        tl.store(place + 2, own_keys + tile * 0, mask=is_tile)
-        tl.store(place + 3, tile * TILE, mask=is_tile)
+    own_num_keys = tl.sum(tl.where(sequence == own, num_keys, 0))
+    for first_tile in range(0, own_num_tiles, CHUNK_TILES):
+        tile = first_tile + tl.arange(0, CHUNK_TILES)
+        tile_ptrs = tiles_ptr + (own_first_tile + tile) * TILE_WORDS
+        is_tile = tile < own_num_tiles
+        tl.store(tile_ptrs + TILE_SEQUENCE, own + tile * 0, mask=is_tile)
+        tl.store(tile_ptrs + TILE_SLOT, own_slot + tile * 0, mask=is_tile)
+        tl.store(tile_ptrs + TILE_NUM_KEYS, own_num_keys + tile * 0, mask=is_tile)
+        tl.store(tile_ptrs + TILE_FIRST_KEY, tile * TILE_KEYS, mask=is_tile)
     if own == num_sequences - 1:
-        tl.store(num_tiles, first + count)
+        tl.store(num_tiles_ptr, own_first_tile + own_num_tiles)
 
 
 def plan_attention(
     row_slot: Tensor, row_position: Tensor, plan: AttentionPlan, rows_per_sequence: int
 ) -> None:
-    """Fill a plan for rows that see positions 0 ... row_position[r] of slot row_slot[r], none if it is -1.
+    """Write `plan` for rows that see positions 0 ... row_position[r] of slot row_slot[r].
 
-    Each `rows_per_sequence` rows in turn are one sequence.
+    row_slot, row_position [R] int32. Each `rows_per_sequence` consecutive rows are one sequence. Rows of slot
+    -1 see nothing. Raises ValueError for another shape, type or layout, and for more sequences than the plan
+    has room for.
     """
+    check_tensors(row_slot.shape[:1], torch.int32, row_slot=row_slot, row_position=row_position)
     num_sequences = row_slot.shape[0] // rows_per_sequence
     if num_sequences > plan.num_sequences:
-        raise ValueError(f"{num_sequences} sequences: expected at most {plan.num_sequences}")
+        raise ValueError(f"row_slot: {num_sequences} sequences: expected at most {plan.num_sequences}")
 
     _plan[(num_sequences,)](
-        row_slot, row_position, plan.tiles, plan.num_tiles, num_sequences,
-        rows_per_sequence, triton.next_power_of_2(num_sequences), plan.partitions.tile, 512, uses_pdl(),
-        num_warps=4, **launch_options(),
-    )  # fmt: skip
+        row_slot_ptr=row_slot,
+        row_position_ptr=row_position,
+        tiles_ptr=plan.tiles,
+        num_tiles_ptr=plan.num_tiles,
+        num_sequences=num_sequences,
+        ROWS_PER_SEQUENCE=rows_per_sequence,
+        PADDED_SEQUENCES=triton.next_power_of_2(num_sequences),
+        TILE_KEYS=plan.partitions.tile,
+        CHUNK_TILES=CHUNK_TILES,
+        PDL=uses_pdl(),
+        num_warps=NUM_WARPS,
+        **launch_options(),
+    )
+
+
+def plan_attention_reference(
+    row_slot: Tensor, row_position: Tensor, partitions: Partitions, rows_per_sequence: int
+) -> Tensor:
+    """Return the tiles in use, [num_tiles, 4] int32, as `plan_attention` writes them."""
+    tiles: list[tuple[int, int, int, int]] = []
+    rows = zip(
+        row_slot.view(-1, rows_per_sequence).tolist(),
+        row_position.view(-1, rows_per_sequence).tolist(),
+        strict=True,
+    )
+    for sequence, (slots, positions) in enumerate(rows):
+        num_keys = max(
+            position + 1 if slot >= 0 else 0 for slot, position in zip(slots, positions, strict=True)
+        )
+        tiles.extend(
+            (sequence, max(slots), num_keys, first_key) for first_key in range(0, num_keys, partitions.tile)
+        )
+    return torch.tensor(tiles, dtype=torch.int32, device=row_slot.device).view(-1, TILE_WORDS.value)

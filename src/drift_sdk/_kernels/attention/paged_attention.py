@@ -1,13 +1,30 @@
 """Attention of a few query rows a sequence over a paged cache, for decoding and for verifying drafts.
 
-The keys of a sequence are cut into partitions at fixed positions, each is summed by itself, and the
-partitions' sums are added in a fixed order. A program has too few warps for wgmma, so the MMA is the same for
-one row and for many; the softmax's denominator is a product with ones, so that its order is the MMA's too.
-So a row's bits depend on its query and on the keys it sees: not on the rows beside it, other sequences, or
-who computes what.
+    score[r, h, p] = query[r, h] . key[p] / sqrt(head_dim)                 for positions p <= position[r]
+    out[r, h] = sum over p of softmax(score[r, h])[p] * value[p]
 
-Bytes: the keys and values that some row sees, once for all rows of a sequence and all heads of a group. It
-takes many programs on a multiprocessor to keep enough of them on the way.
+Two kernels. `_attend` sums the keys of each partition by itself, in the form of a softmax's maximum, weight
+and weighted sum of values; `_add_partitions` combines the partitions of each row.
+
+Order of summation: the keys of a sequence are cut into partitions at fixed positions, tiles of a partition
+are taken in ascending order, and the partitions' sums are combined in a fixed order. A program of `_attend`
+has too few warps for wgmma, so the MMA is the same for one row and for many. The softmax's denominator is a
+product with ones, so that its order is the MMA's too. So a row's bits depend on its query and on the keys it
+sees: not on the rows beside it, on other sequences, or on which program computes what.
+
+Grid of `_attend`: (KV heads, shares). Program (h, s) owns KV head h of the s-th share of the plan's tiles
+(see attention_plan.py), for all rows of each sequence and all query heads of the group. Grid of
+`_add_partitions`: (rows of a sequence times query heads of a group, KV heads, sequences). A program owns one
+row of one query head of the output.
+
+Bytes: the keys and values that some row sees, once for all rows of a sequence and all heads of a group; and
+the partitions' sums, written and read once. Many programs a multiprocessor are needed to keep enough loads
+under way.
+
+Dependent launch: `_attend` reads the plan, the rows and the block table before it waits; they are older than
+the two kernels before it, which make queries and keys. It permits its dependents to start at its end.
+`_add_partitions` always follows it, so it permits its dependents to start at once; before it waits, it reads
+the rows.
 """
 
 from __future__ import annotations
@@ -19,25 +36,45 @@ from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk._kernels.attention.attention_plan import (
+    TILE_FIRST_KEY,
+    TILE_NUM_KEYS,
+    TILE_SEQUENCE,
+    TILE_SLOT,
     TILE_WORDS,
     AttentionPlan,
     partition_of,
     partition_start,
 )
+from drift_sdk._kernels.common.arguments import check_range, check_tensor, check_tensors
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 
 __all__ = ["AttentionConfig", "AttentionScratch", "paged_attention", "paged_attention_reference"]
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-CHUNK = 32
-"""Partitions added at a time."""
+"""log2(e): exp(x) = exp2(x * LOG2_E), and GPUs have an instruction for exp2."""
+
+MIN_DOT_SIZE = 16
+"""The least rows and columns of a tile in a product: those of an MMA."""
+
+ONES_COLUMNS = tl.constexpr(MIN_DOT_SIZE)
+"""Columns of the matrix of ones that gives the denominator as a product. All columns of it are the same."""
+
+CHUNK_PARTITIONS = 32
+"""Partitions that `_add_partitions` combines at a time: all their loads are under way at once. With head_dim
+128 they take 32 * 128 fp32 = 128 registers of each of a warp's 32 threads, of the 255 that a thread may have.
+Part of the result's bits, since sums are rescaled after each chunk."""
+
+ADD_WARPS = 1
+"""Warps of a program of `_add_partitions`. Part of the result's bits: the order of its sums depends on it."""
 
 
 class AttentionConfig(Struct, frozen=True):
-    """How the work is done; within its limits none of it is part of the result's bits.
+    """How `_attend` is launched; within these limits none of it is part of the result's bits.
 
-    num_programs: over all heads. num_warps: 1 or 2. From 4 warps on, Triton computes tiles of 64 rows and
-    more by wgmma, which sums in another order than mma.sync: a row's bits would depend on the rows beside it.
+    num_programs: over all heads. 528 are as many as an H200 holds at once: 132 multiprocessors times 4.
+    num_stages: of Triton's pipeline.
+    num_warps: 1 or 2. From 4 warps on, Triton computes tiles of 64 rows and more by wgmma, which sums in
+    another order than mma.sync: a row's bits would depend on the rows beside it.
     """
 
     num_programs: int = 528
@@ -50,10 +87,13 @@ class AttentionConfig(Struct, frozen=True):
 
 
 class AttentionScratch(Struct, frozen=True):
-    """A plan, and room for the partitions' sums of its sequences, fp32, uninitialised.
+    """A plan, and memory for the partitions' sums of its sequences, fp32, uninitialised.
 
-    sums [plan.num_sequences, num_kv_heads, plan.max_num_partitions, rows * group, head_dim]; maxima, weights
-    alike without the last dimension.
+    sums: [plan.num_sequences, num_kv_heads, plan.max_num_partitions, rows * group, head_dim], the values
+    weighted by exp2(score - maximum), where rows is the largest number of rows of a sequence. A step of fewer
+    rows uses the beginning of the memory, laid out as if it were made for that number.
+    maxima: the same without the last dimension, the highest score in a partition (times log2(e)).
+    weights: like maxima, the sum of exp2(score - maximum).
     """
 
     plan: AttentionPlan
@@ -65,6 +105,7 @@ class AttentionScratch(Struct, frozen=True):
     def allocate(
         cls, plan: AttentionPlan, *, num_kv_heads: int, num_rows: int, group: int, head_dim: int
     ) -> AttentionScratch:
+        """Allocate memory for `num_rows` rows a sequence and `group` query heads a KV head."""
         shape = (plan.num_sequences, num_kv_heads, plan.max_num_partitions, num_rows * group)
 
         def empty(*last: int) -> Tensor:
@@ -74,145 +115,233 @@ class AttentionScratch(Struct, frozen=True):
 
 
 @triton.jit
-def _whole_partition(
-    tiles, index, num_tiles, TILE: tl.constexpr, NARROW: tl.constexpr, NARROW_END: tl.constexpr,
+def _next_partition(
+    tiles_ptr,  # [max_num_tiles, TILE_WORDS] int32
+    tile_index,
+    num_tiles,
+    TILE_KEYS: tl.constexpr,
+    NARROW: tl.constexpr,
+    NARROW_END: tl.constexpr,
     WIDE: tl.constexpr,
-):  # fmt: skip
-    """The first tile from `index` on at which a partition starts."""
-    is_tile = index < num_tiles
-    num_keys = tl.load(tiles + index * TILE_WORDS + 2, mask=is_tile, other=0, cache_modifier=".cg")
-    first = tl.load(tiles + index * TILE_WORDS + 3, mask=is_tile, other=0, cache_modifier=".cg")
-    partition = partition_of(first, NARROW, NARROW_END, WIDE)
-    is_start = partition_start(partition, NARROW, NARROW_END, WIDE) == first
+):
+    """Return the index of the first tile, from tile_index on, at which a partition starts."""
+    is_tile = tile_index < num_tiles
+    tile_ptr = tiles_ptr + tile_index * TILE_WORDS
+    num_keys = tl.load(tile_ptr + TILE_NUM_KEYS, mask=is_tile, other=0, cache_modifier=".cg")
+    first_key = tl.load(tile_ptr + TILE_FIRST_KEY, mask=is_tile, other=0, cache_modifier=".cg")
+    partition = partition_of(first_key, NARROW, NARROW_END, WIDE)
+    is_start = partition_start(partition, NARROW, NARROW_END, WIDE) == first_key
     next_start = partition_start(partition + 1, NARROW, NARROW_END, WIDE)
-    num_skipped = (tl.minimum(next_start, num_keys) - first + TILE - 1) // TILE
-    return tl.where(is_start, index, index + num_skipped)
+    num_skipped = (tl.minimum(next_start, num_keys) - first_key + TILE_KEYS - 1) // TILE_KEYS
+    return tl.where(is_start, tile_index, tile_index + num_skipped)
+
+
+@triton.jit
+def _cache_offset(
+    table_ptr,  # [max_blocks] int32: the block table's row of a slot
+    first_key,  # position of the tile's first key
+    key,  # [TILE_KEYS]: 0 ... TILE_KEYS - 1
+    position,  # [TILE_KEYS]: first_key + key
+    num_keys,
+    head,  # KV head
+    dim,  # [PADDED_DIM]
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    KV_BLOCK_SIZE: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+):
+    """Return where a tile's keys (or values) lie in the cache: offsets [TILE_KEYS, PADDED_DIM]."""
+    if KV_BLOCK_SIZE >= TILE_KEYS:  # a tile lies in one block, and is contiguous in it
+        block = tl.load(table_ptr + first_key // KV_BLOCK_SIZE).to(tl.int64)
+        return ((block * NUM_KV_HEADS + head) * KV_BLOCK_SIZE + first_key % KV_BLOCK_SIZE) * HEAD_DIM + (
+            key[:, None] * HEAD_DIM + dim[None, :]
+        )
+    else:
+        block = tl.load(table_ptr + position // KV_BLOCK_SIZE, mask=position < num_keys, other=0).to(tl.int64)
+        cache_row = (block * NUM_KV_HEADS + head) * KV_BLOCK_SIZE + position % KV_BLOCK_SIZE
+        return cache_row[:, None] * HEAD_DIM + dim[None, :]
+
+
+@triton.jit
+def _add_tile(
+    maximum,  # [TILE_ROWS] fp32: the highest score so far; -inf: no key was seen
+    weight,  # [TILE_ROWS, ONES_COLUMNS] fp32: sum of exp2(score - maximum), the same in all columns
+    total,  # [TILE_ROWS, PADDED_DIM] fp32: values weighted likewise
+    score,  # [TILE_ROWS, TILE_KEYS] fp32, times log2(e); -inf: not seen
+    values,  # [TILE_KEYS, PADDED_DIM], storage type
+):
+    """Add a tile of keys to the sums of a softmax: return the new maximum, weight and total."""
+    new_maximum = tl.maximum(maximum, tl.max(score, 1))
+    # A row that has seen no key yet has the maximum -inf, and -inf - -inf would be NaN.
+    reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    rescale = tl.exp2(maximum - reference)
+    probability = tl.exp2(score - reference[:, None]).to(values.dtype)
+    ones = tl.full((score.shape[1], ONES_COLUMNS), 1.0, values.dtype)
+    weight = tl.dot(probability, ones, weight * rescale[:, None], input_precision="ieee")
+    total = tl.dot(probability, values, total * rescale[:, None], input_precision="ieee")
+    return new_maximum, weight, total
 
 
 @triton.jit(do_not_specialize=["num_partitions", "max_blocks"])
 def _attend(
-    query, keys, values, block_table, row_slot, row_position, tiles, num_tiles, sums, maxima, weights,
-    scale, num_partitions, max_blocks,
-    ROWS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, TILE_ROWS: tl.constexpr,
-    TILE_DIM: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, FIRST: tl.constexpr,
-    TILE: tl.constexpr, NARROW: tl.constexpr, NARROW_END: tl.constexpr, WIDE: tl.constexpr,
+    query_ptr,  # [R, num_heads, HEAD_DIM], storage type; heads of a group side by side
+    keys_ptr,  # [num_blocks, NUM_KV_HEADS, KV_BLOCK_SIZE, HEAD_DIM], storage type
+    values_ptr,  # as keys
+    block_table_ptr,  # [S, max_blocks] int32
+    row_slot_ptr,  # [R] int32; -1: padding row
+    row_position_ptr,  # [R] int32: the last position that a row sees
+    tiles_ptr,  # [max_num_tiles, TILE_WORDS] int32
+    num_tiles_ptr,  # [1] int32
+    sums_ptr,  # [num_sequences, NUM_KV_HEADS, num_partitions, query rows, HEAD_DIM] fp32
+    maxima_ptr,  # [num_sequences, NUM_KV_HEADS, num_partitions, query rows] fp32
+    weights_ptr,  # as maxima
+    scale,  # of scores: 1 / sqrt(HEAD_DIM)
+    num_partitions,  # for which sums have room, of each sequence
+    max_blocks,
+    ROWS_PER_SEQUENCE: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,  # query heads that share a KV head
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILE_ROWS: tl.constexpr,  # ROWS_PER_SEQUENCE * GROUP_SIZE, rounded up to a power of two, 16 or more
+    PADDED_DIM: tl.constexpr,  # HEAD_DIM, rounded up likewise
+    KV_BLOCK_SIZE: tl.constexpr,  # positions in a block of the KV cache
+    NUM_STAGES: tl.constexpr,
+    FIRST_KEY: tl.constexpr,  # positions before it are not seen
+    TILE_KEYS: tl.constexpr,
+    NARROW: tl.constexpr,  # NARROW, NARROW_END, WIDE: see `Partitions`
+    NARROW_END: tl.constexpr,
+    WIDE: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
-    """Program (head, share): a run of tiles, sequence after sequence."""
+):
+    """Program (head, share): the tiles of a share, one sequence after the other.
+
+    A "query row" below is one row of the step with one query head of the group.
+    """
+    NUM_QUERY_ROWS: tl.constexpr = ROWS_PER_SEQUENCE * GROUP_SIZE
     # Plan, rows and block table are older than the two kernels before, which make queries and keys.
     head = tl.program_id(0)
-    row = tl.arange(0, TILE_ROWS)
-    is_row = row < ROWS * GROUP
-    dim = tl.arange(0, TILE_DIM)
-    is_dim = dim < DIM
-    key = tl.arange(0, TILE)
-    total_tiles = tl.load(num_tiles, cache_modifier=".cg")
+    query_row = tl.arange(0, TILE_ROWS)
+    is_row = query_row < NUM_QUERY_ROWS
+    dim = tl.arange(0, PADDED_DIM)
+    is_dim = dim < HEAD_DIM
+    key = tl.arange(0, TILE_KEYS)
+    num_tiles = tl.load(num_tiles_ptr, cache_modifier=".cg")
     share = tl.program_id(1)
-    index = _whole_partition(
-        tiles, total_tiles * share // tl.num_programs(1), total_tiles, TILE, NARROW, NARROW_END, WIDE
+    tile_index = _next_partition(
+        tiles_ptr, num_tiles * share // tl.num_programs(1), num_tiles, TILE_KEYS, NARROW, NARROW_END, WIDE
     )
-    end = _whole_partition(
-        tiles, total_tiles * (share + 1) // tl.num_programs(1), total_tiles, TILE, NARROW, NARROW_END, WIDE
-    )
-    while index < end:
-        sequence = tl.load(tiles + index * TILE_WORDS, cache_modifier=".cg")
-        slot = tl.load(tiles + index * TILE_WORDS + 1, cache_modifier=".cg")
-        num_keys = tl.load(tiles + index * TILE_WORDS + 2, cache_modifier=".cg")
-        run_start = tl.load(tiles + index * TILE_WORDS + 3, cache_modifier=".cg")
-        run = tl.minimum(end - index, (num_keys - run_start + TILE - 1) // TILE)
-        step_row = sequence * ROWS + row // GROUP
-        is_live = tl.load(row_slot + step_row, mask=is_row, other=-1, cache_modifier=".cg") >= 0
-        last = tl.load(row_position + step_row, mask=is_live, other=-1, cache_modifier=".cg")
-        query_row = (step_row * HEADS + head) * GROUP + row % GROUP
-        is_query = is_live[:, None] & is_dim[None, :]
+    end_index = _next_partition(
+        tiles_ptr, num_tiles * (share + 1) // tl.num_programs(1), num_tiles,
+        TILE_KEYS, NARROW, NARROW_END, WIDE,
+    )  # fmt: skip
+    while tile_index < end_index:
+        # The share's tiles of one sequence.
+        tile_ptr = tiles_ptr + tile_index * TILE_WORDS
+        sequence = tl.load(tile_ptr + TILE_SEQUENCE, cache_modifier=".cg")
+        slot = tl.load(tile_ptr + TILE_SLOT, cache_modifier=".cg")
+        num_keys = tl.load(tile_ptr + TILE_NUM_KEYS, cache_modifier=".cg")
+        sequence_key = tl.load(tile_ptr + TILE_FIRST_KEY, cache_modifier=".cg")
+        num_own_tiles = tl.minimum(
+            end_index - tile_index, (num_keys - sequence_key + TILE_KEYS - 1) // TILE_KEYS
+        )
+        row = sequence * ROWS_PER_SEQUENCE + query_row // GROUP_SIZE
+        is_live = tl.load(row_slot_ptr + row, mask=is_row, other=-1, cache_modifier=".cg") >= 0
+        last_position = tl.load(row_position_ptr + row, mask=is_live, other=-1, cache_modifier=".cg")
+        query_index = (row * NUM_KV_HEADS + head) * GROUP_SIZE + query_row % GROUP_SIZE
+        query_mask = is_live[:, None] & is_dim[None, :]
         wait_for_producers(PDL)
-        queries = tl.load(query + query_row[:, None] * DIM + dim[None, :], mask=is_query, other=0.0)
-        table = block_table + slot.to(tl.int64) * max_blocks
-        record = (sequence * HEADS + head) * num_partitions * (ROWS * GROUP) + row
+        queries = tl.load(
+            query_ptr + query_index[:, None] * HEAD_DIM + dim[None, :], mask=query_mask, other=0.0
+        )
+        table_ptr = block_table_ptr + slot.to(tl.int64) * max_blocks
+        first_sum = (sequence * NUM_KV_HEADS + head) * num_partitions * NUM_QUERY_ROWS + query_row
         maximum = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
-        weight = tl.zeros((TILE_ROWS, 16), tl.float32)  # in each of 16 columns, as wide as an MMA is
-        total = tl.zeros((TILE_ROWS, TILE_DIM), tl.float32)
-        ones = tl.full((TILE, 16), 1.0, keys.dtype.element_ty)
-        for tile in tl.range(0, run, num_stages=STAGES):
-            first = run_start + tile * TILE
-            position = first + key
+        weight = tl.zeros((TILE_ROWS, ONES_COLUMNS), tl.float32)
+        total = tl.zeros((TILE_ROWS, PADDED_DIM), tl.float32)
+        for tile in tl.range(0, num_own_tiles, num_stages=NUM_STAGES):
+            first_key = sequence_key + tile * TILE_KEYS
+            position = first_key + key
             is_key = position < num_keys
-            if FIRST > 0:
-                is_key = is_key & (position >= FIRST)
-            is_loaded = is_key[:, None] & is_dim[None, :]
-            if BLOCK >= TILE:  # a whole tile lies in one block
-                block = tl.load(table + first // BLOCK).to(tl.int64)
-                place = ((block * HEADS + head) * BLOCK + first % BLOCK) * DIM + (
-                    key[:, None] * DIM + dim[None, :]
-                )
-            else:
-                block = tl.load(table + position // BLOCK, mask=position < num_keys, other=0).to(tl.int64)
-                place = ((block * HEADS + head) * BLOCK + position % BLOCK)[:, None] * DIM + dim[None, :]
-            keys_tile = tl.load(keys + place, mask=is_loaded, other=0.0)
-            values_tile = tl.load(values + place, mask=is_loaded, other=0.0)
-            score = tl.dot(queries, keys_tile.T, input_precision="ieee") * (scale * LOG2_E)
-            is_seen = position[None, :] <= last[:, None]
-            if FIRST > 0:
-                is_seen = is_seen & (position >= FIRST)[None, :]
+            if FIRST_KEY > 0:
+                is_key = is_key & (position >= FIRST_KEY)
+            key_mask = is_key[:, None] & is_dim[None, :]
+            cache_offset = _cache_offset(
+                table_ptr, first_key, key, position, num_keys, head, dim,
+                NUM_KV_HEADS, HEAD_DIM, KV_BLOCK_SIZE, TILE_KEYS,
+            )  # fmt: skip
+            keys = tl.load(keys_ptr + cache_offset, mask=key_mask, other=0.0)
+            values = tl.load(values_ptr + cache_offset, mask=key_mask, other=0.0)
+            score = tl.dot(queries, keys.T, input_precision="ieee") * (scale * LOG2_E)
+            is_seen = position[None, :] <= last_position[:, None]
+            if FIRST_KEY > 0:
+                is_seen = is_seen & (position >= FIRST_KEY)[None, :]
             score = tl.where(is_seen, score, float("-inf"))
-            new_maximum = tl.maximum(maximum, tl.max(score, 1))
-            # A row that has seen no key yet: nothing may become NaN.
-            reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-            rescale = tl.exp2(maximum - reference)
-            probability = tl.exp2(score - reference[:, None])
-            probability = probability.to(values_tile.dtype)
-            weight = tl.dot(probability, ones, weight * rescale[:, None], input_precision="ieee")
-            total = tl.dot(probability, values_tile, total * rescale[:, None], input_precision="ieee")
-            maximum = new_maximum
-
-            partition = partition_of(first, NARROW, NARROW_END, WIDE)
+            maximum, weight, total = _add_tile(maximum, weight, total, score, values)
+            partition = partition_of(first_key, NARROW, NARROW_END, WIDE)
             next_start = partition_start(partition + 1, NARROW, NARROW_END, WIDE)
-            if (first + TILE >= next_start) | (first + TILE >= num_keys):
-                out = record + partition * (ROWS * GROUP)
-                is_out = is_row[:, None] & is_dim[None, :]
-                tl.store(sums + out.to(tl.int64)[:, None] * DIM + dim[None, :], total, mask=is_out)
-                tl.store(maxima + out, maximum, mask=is_row)
-                tl.store(weights + out, tl.max(weight, 1), mask=is_row)
+            if (first_key + TILE_KEYS >= next_start) | (first_key + TILE_KEYS >= num_keys):
+                # The partition's last tile: store its sums, and start the next partition.
+                sum_index = first_sum + partition * NUM_QUERY_ROWS
+                sum_mask = is_row[:, None] & is_dim[None, :]
+                sum_ptrs = sums_ptr + sum_index.to(tl.int64)[:, None] * HEAD_DIM + dim[None, :]
+                tl.store(sum_ptrs, total, mask=sum_mask)
+                tl.store(maxima_ptr + sum_index, maximum, mask=is_row)
+                tl.store(weights_ptr + sum_index, tl.max(weight, 1), mask=is_row)
                 maximum = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
-                weight = tl.zeros((TILE_ROWS, 16), tl.float32)
-                total = tl.zeros((TILE_ROWS, TILE_DIM), tl.float32)
+                weight = tl.zeros((TILE_ROWS, ONES_COLUMNS), tl.float32)
+                total = tl.zeros((TILE_ROWS, PADDED_DIM), tl.float32)
 
-        index += run
+        tile_index += num_own_tiles
 
-    wait_for_producers(PDL)  # without a tile too, see there
+    wait_for_producers(PDL)  # every CTA waits before it ends, also one without a tile
     start_dependents(PDL)
 
 
 @triton.jit(do_not_specialize=["num_partitions"])
 def _add_partitions(
-    sums, maxima, weights, row_slot, row_position, out, num_partitions,
-    ROWS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, TILE_DIM: tl.constexpr,
-    CHUNK: tl.constexpr, NARROW: tl.constexpr, NARROW_END: tl.constexpr, WIDE: tl.constexpr,
+    sums_ptr,  # [num_sequences, NUM_KV_HEADS, num_partitions, query rows, HEAD_DIM] fp32
+    maxima_ptr,  # [num_sequences, NUM_KV_HEADS, num_partitions, query rows] fp32
+    weights_ptr,  # as maxima
+    row_slot_ptr,  # [R] int32; -1: padding row
+    row_position_ptr,  # [R] int32
+    out_ptr,  # [R, num_heads, HEAD_DIM], storage type
+    num_partitions,  # for which sums have room, of each sequence
+    ROWS_PER_SEQUENCE: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    CHUNK_PARTITIONS: tl.constexpr,
+    NARROW: tl.constexpr,
+    NARROW_END: tl.constexpr,
+    WIDE: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
-    """Program (row, head, sequence). CHUNK partitions at a time: their loads are all under way at once."""
+):
+    """Program (query row, head, sequence): the partitions of one row and one query head of the group."""
     start_dependents(PDL)
-    row, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    step_row = sequence * ROWS + row // GROUP
-    dim = tl.arange(0, TILE_DIM)
-    is_dim = dim < DIM
-    slot = tl.load(row_slot + step_row, cache_modifier=".cg")
-    position = tl.load(row_position + step_row, cache_modifier=".cg")
-    # Rows of slot -1 see nothing, and get zeros.
+    query_row, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = sequence * ROWS_PER_SEQUENCE + query_row // GROUP_SIZE
+    dim = tl.arange(0, PADDED_DIM)
+    is_dim = dim < HEAD_DIM
+    slot = tl.load(row_slot_ptr + row, cache_modifier=".cg")
+    position = tl.load(row_position_ptr + row, cache_modifier=".cg")
+    # Padding rows see nothing, and get zeros.
     end = tl.where(slot >= 0, partition_of(position, NARROW, NARROW_END, WIDE) + 1, 0)
     wait_for_producers(PDL)
-    place = ((sequence * HEADS + head) * num_partitions).to(tl.int64) * (ROWS * GROUP) + row
+    first_sum = ((sequence * NUM_KV_HEADS + head) * num_partitions).to(tl.int64) * (
+        ROWS_PER_SEQUENCE * GROUP_SIZE
+    ) + query_row
     maximum = tl.full((), float("-inf"), tl.float32)
     weight = tl.zeros((), tl.float32)
-    total = tl.zeros((TILE_DIM,), tl.float32)
-    for first in range(0, end, CHUNK):
-        partition = first + tl.arange(0, CHUNK)
-        is_there = partition < end
-        where = place + partition * (ROWS * GROUP)
-        part_maximum = tl.load(maxima + where, mask=is_there, other=float("-inf"))
-        part_weight = tl.load(weights + where, mask=is_there, other=0.0)
-        is_part = is_there[:, None] & is_dim[None, :]
-        part = tl.load(sums + where[:, None] * DIM + dim[None, :], mask=is_part, other=0.0)
+    total = tl.zeros((PADDED_DIM,), tl.float32)
+    for first in range(0, end, CHUNK_PARTITIONS):
+        partition = first + tl.arange(0, CHUNK_PARTITIONS)
+        is_partition = partition < end
+        sum_index = first_sum + partition * (ROWS_PER_SEQUENCE * GROUP_SIZE)
+        part_maximum = tl.load(maxima_ptr + sum_index, mask=is_partition, other=float("-inf"))
+        part_weight = tl.load(weights_ptr + sum_index, mask=is_partition, other=0.0)
+        part_mask = is_partition[:, None] & is_dim[None, :]
+        part = tl.load(sums_ptr + sum_index[:, None] * HEAD_DIM + dim[None, :], mask=part_mask, other=0.0)
         new_maximum = tl.maximum(maximum, tl.max(part_maximum, 0))
         rescale = tl.exp2(maximum - new_maximum)
         share = tl.exp2(part_maximum - new_maximum)
@@ -221,8 +350,8 @@ def _add_partitions(
         maximum = new_maximum
 
     result = total / tl.where(end > 0, weight, 1.0)
-    place_out = out + ((step_row * HEADS + head) * GROUP + row % GROUP) * DIM + dim
-    tl.store(place_out, result.to(out.dtype.element_ty), mask=is_dim)
+    out_ptrs = out_ptr + ((row * NUM_KV_HEADS + head) * GROUP_SIZE + query_row % GROUP_SIZE) * HEAD_DIM + dim
+    tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=is_dim)
 
 
 def paged_attention(
@@ -239,44 +368,111 @@ def paged_attention(
     *,
     first_key: int = 0,
 ) -> None:
-    """out [R, num_heads, head_dim]: row r sees positions first_key ... row_position[r] of slot row_slot[r].
+    """Attention of rows to positions first_key ... row_position[r] of slot row_slot[r], in `out`.
 
-    query as out; keys, values [num_blocks, num_kv_heads, block_size, head_dim]; block_table [S, max_blocks],
-    row_slot and row_position [R] int32, of which `scratch.plan` was made. A row of slot -1 gets zeros. What
-    lies before first_key is not read; it is one of the first tile's keys.
+    query, out: [R, num_heads, head_dim]. keys, values: [num_blocks, num_kv_heads, block_size, head_dim], all
+    four of the storage type.
+    block_table: [S, max_blocks] int32, the blocks of each slot in order. row_slot, row_position: [R] int32,
+    those that `scratch.plan` was made of, `rows_per_sequence` consecutive rows a sequence. Rows of slot -1
+    get zeros.
+    first_key: positions before it are not read; it must lie in the first tile.
+    All contiguous. Raises ValueError for another shape, type or layout.
     """
     plan = scratch.plan
+    _check_paged_attention(
+        query, keys, values, block_table, row_slot, row_position, out, scratch, rows_per_sequence
+    )
+    check_range("first_key", first_key, 0, plan.partitions.tile - 1)
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads, block_size = keys.shape[1:3]
-    if query.shape != out.shape or keys.shape != values.shape or keys.shape[3] != head_dim:
+    group = num_heads // num_kv_heads
+    # What both kernels take.
+    shape = {
+        "ROWS_PER_SEQUENCE": rows_per_sequence,
+        "GROUP_SIZE": group,
+        "NUM_KV_HEADS": num_kv_heads,
+        "HEAD_DIM": head_dim,
+        "PADDED_DIM": max(MIN_DOT_SIZE, triton.next_power_of_2(head_dim)),
+        "NARROW": plan.partitions.narrow,
+        "NARROW_END": plan.partitions.narrow_end,
+        "WIDE": plan.partitions.wide,
+    }
+    _attend[(num_kv_heads, max(1, config.num_programs // num_kv_heads))](
+        query_ptr=query,
+        keys_ptr=keys,
+        values_ptr=values,
+        block_table_ptr=block_table,
+        row_slot_ptr=row_slot,
+        row_position_ptr=row_position,
+        tiles_ptr=plan.tiles,
+        num_tiles_ptr=plan.num_tiles,
+        sums_ptr=scratch.sums,
+        maxima_ptr=scratch.maxima,
+        weights_ptr=scratch.weights,
+        scale=head_dim**-0.5,
+        num_partitions=plan.max_num_partitions,
+        max_blocks=block_table.shape[1],
+        TILE_ROWS=max(MIN_DOT_SIZE, triton.next_power_of_2(rows_per_sequence * group)),
+        KV_BLOCK_SIZE=block_size,
+        NUM_STAGES=config.num_stages,
+        FIRST_KEY=first_key,
+        TILE_KEYS=plan.partitions.tile,
+        PDL=uses_pdl(),
+        num_warps=config.num_warps,
+        **shape,
+        **launch_options(),
+    )
+    _add_partitions[(rows_per_sequence * group, num_kv_heads, num_rows // rows_per_sequence)](
+        sums_ptr=scratch.sums,
+        maxima_ptr=scratch.maxima,
+        weights_ptr=scratch.weights,
+        row_slot_ptr=row_slot,
+        row_position_ptr=row_position,
+        out_ptr=out,
+        num_partitions=plan.max_num_partitions,
+        CHUNK_PARTITIONS=CHUNK_PARTITIONS,
+        PDL=uses_pdl(),
+        num_warps=ADD_WARPS,
+        **shape,
+        **launch_options(),
+    )
+
+
+def _check_paged_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    block_table: Tensor,
+    row_slot: Tensor,
+    row_position: Tensor,
+    out: Tensor,
+    scratch: AttentionScratch,
+    rows_per_sequence: int,
+) -> None:
+    """Raise ValueError for arguments of `paged_attention` of another shape, type or layout."""
+    num_rows, num_heads, head_dim = query.shape
+    num_blocks, num_kv_heads, block_size, _ = keys.shape
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_heads={num_heads}: expected a multiple of num_kv_heads={num_kv_heads}")
+
+    if num_rows % rows_per_sequence or num_rows > scratch.plan.num_sequences * rows_per_sequence:
         raise ValueError(
-            f"query {list(query.shape)}, out {list(out.shape)}, keys {list(keys.shape)}, "
-            f"values {list(values.shape)}: expected two and two alike, of one head_dim"
+            f"query: {num_rows} rows: expected {rows_per_sequence} for each of at most "
+            f"{scratch.plan.num_sequences} sequences"
         )
 
-    if not 0 <= first_key < plan.partitions.tile:
-        raise ValueError(f"first_key={first_key}: expected 0 to {plan.partitions.tile - 1}")
+    check_tensors((num_rows, num_heads, head_dim), query.dtype, query=query, out=out)
+    check_tensors((num_blocks, num_kv_heads, block_size, head_dim), query.dtype, keys=keys, values=values)
+    check_tensor("block_table", block_table, block_table.shape, torch.int32)
+    check_tensors((num_rows,), torch.int32, row_slot=row_slot, row_position=row_position)
+    num_query_rows, room = rows_per_sequence * (num_heads // num_kv_heads), scratch.maxima.shape[-1]
+    if room < num_query_rows:
+        raise ValueError(f"scratch: room for {room} query rows: expected {num_query_rows} or more")
 
-    group = num_heads // num_kv_heads
-    num_sequences = num_rows // rows_per_sequence
-    tile_rows = max(16, 1 << (rows_per_sequence * group - 1).bit_length())  # an MMA has 16 at least
-    tile_dim = max(16, triton.next_power_of_2(head_dim))
-    partitions = (plan.partitions.narrow, plan.partitions.narrow_end, plan.partitions.wide)
-    num_shares = max(1, config.num_programs // num_kv_heads)
-    _attend[(num_kv_heads, num_shares)](
-        query, keys, values, block_table, row_slot, row_position, plan.tiles, plan.num_tiles,
-        scratch.sums, scratch.maxima, scratch.weights,
-        head_dim**-0.5, plan.max_num_partitions, block_table.shape[1],
-        rows_per_sequence, group, num_kv_heads, head_dim, tile_rows, tile_dim, block_size,
-        config.num_stages, first_key, plan.partitions.tile, *partitions, uses_pdl(),
-        num_warps=config.num_warps, **launch_options(),
-    )  # fmt: skip
-    _add_partitions[(rows_per_sequence * group, num_kv_heads, num_sequences)](
-        scratch.sums, scratch.maxima, scratch.weights, row_slot, row_position, out,
-        plan.max_num_partitions, rows_per_sequence, group, num_kv_heads, head_dim, tile_dim,
-        CHUNK, *partitions, uses_pdl(),
-        num_warps=1, **launch_options(),
-    )  # fmt: skip
+    sums_shape = (scratch.plan.num_sequences, num_kv_heads, scratch.plan.max_num_partitions, room)
+    check_tensor("scratch.sums", scratch.sums, (*sums_shape, head_dim), torch.float32)
+    check_tensor("scratch.maxima", scratch.maxima, sums_shape, torch.float32)
+    check_tensor("scratch.weights", scratch.weights, sums_shape, torch.float32)
 
 
 def paged_attention_reference(
@@ -289,7 +485,7 @@ def paged_attention_reference(
     *,
     first_key: int = 0,
 ) -> Tensor:
-    """The same in float64, one row after the other."""
+    """Return the attention of each row in float64, one row after the other: [R, num_heads, head_dim]."""
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads, block_size = keys.shape[1:3]
     out = torch.zeros(num_rows, num_heads, head_dim, dtype=torch.float64, device=query.device)

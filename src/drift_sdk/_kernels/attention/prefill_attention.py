@@ -1,15 +1,26 @@
 """Causal attention of prompt chunks over a paged cache, to which their own keys were written before.
 
-A program has a tile of one chunk's rows for one head, and goes through the keys they see from position 0 on:
-first those that all rows see, without any mask, then the few tiles along the diagonal. Keys are cut at
-multiples of TILE_KEYS whatever the tile of rows, and keys that a row does not see leave its sums as they are:
-a row's result does not depend on where its chunk began.
+    score[r, h, p] = query[r, h] . key[p] / sqrt(head_dim)                 for positions p <= position[r]
+    output[r, h] = sum over p of softmax(score[r, h])[p] * value[p]
+
+With a window w, a row sees only the last w of these positions. A sink is one more score in the softmax, whose
+value is zero.
+
+Grid: (query heads, tiles of rows). A program owns one tile of a chunk's rows for one query head, and writes
+each of its outputs once. It takes the keys that the rows see from position 0 on: first those that all of its
+rows see, without any mask, then the few tiles of keys along the diagonal.
+
+Order of summation: keys are cut at multiples of TILE_KEYS, whatever the tile of rows, and keys that a row
+does not see leave its sums as they are. A row's result therefore does not depend on where its chunk began.
 
 Flops: 4 * num_heads * head_dim for each pair of a row and a key it sees. Bytes: a program reads the keys and
 values it sees once, TILE_ROWS flops for each byte of bfloat16. At 128 rows and 600 TFLOP/s that is 4.7 TB/s,
-most of it from L2, because programs of one tile's heads are neighbours and walk along the same keys; 64 rows
-would need twice that, more than L2 gives. Blocks of TILE_KEYS or more are the fast path: a tile of keys is
-then one contiguous piece, found by one entry of the table.
+most of it from L2, because programs of one tile's heads are neighbours and take the same keys in the same
+order; 64 rows would need twice that, more than L2 gives. Blocks of TILE_KEYS or more are the fast path: a
+tile of keys is then one contiguous piece, found by one entry of the table.
+
+Dependent launch: the kernel waits first. It permits its dependents to start when only the output is left to
+store; a program without rows does so by ending.
 """
 
 from __future__ import annotations
@@ -21,7 +32,13 @@ from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk._kernels.attention.prefill_tiles import TILE_FIELDS
-from drift_sdk._kernels.common.arguments import check_rows, check_tensor
+from drift_sdk._kernels.common.arguments import (
+    check_power_of_two,
+    check_range,
+    check_rows,
+    check_tensor,
+    check_tensors,
+)
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 
 __all__ = [
@@ -32,15 +49,23 @@ __all__ = [
 ]
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+"""log2(e): exp(x) = exp2(x * LOG2_E), and GPUs have an instruction for exp2."""
+
 NUM_FIELDS = tl.constexpr(TILE_FIELDS)
+
 MIN_DOT_SIZE = 16
+"""The least rows and columns of a tile in a product: those of an MMA."""
 
 
 class PrefillAttentionConfig(Struct, frozen=True):
-    """How the work is cut up: powers of two, tiles of 16 at least.
+    """How the work is cut up. tile_rows and tile_keys are powers of two, 16 at least.
 
-    Keys are found through the block table, so the stages serve two loads one after the other: five of them
-    keep three tiles of keys in shared memory, three would wait for each tile just asked for.
+    tile_rows: rows of a program; the module's docstring says why 128.
+    tile_keys: keys that a program takes at a time, part of the result's bits. The others may be part of them
+    too, by the instructions that Triton chooses for them.
+    num_stages: of Triton's pipeline. Keys are found through the block table, so the stages serve two loads
+    one after the other: five of them keep three tiles of keys in shared memory; three stages would wait for
+    each tile right after asking for it.
     """
 
     tile_rows: int = 128
@@ -50,7 +75,7 @@ class PrefillAttentionConfig(Struct, frozen=True):
 
 
 def prefill_attention_config(head_dim: int, dtype: torch.dtype) -> PrefillAttentionConfig:
-    """For heads of this size: what fits in registers and shared memory without spilling."""
+    """Return the configuration for a size of heads: what fits in registers and shared memory, no spilling."""
     if dtype == torch.float32:
         return PrefillAttentionConfig(tile_rows=16, tile_keys=32, num_stages=1)
 
@@ -59,42 +84,60 @@ def prefill_attention_config(head_dim: int, dtype: torch.dtype) -> PrefillAttent
 
 @triton.jit
 def _attend_keys(
-    maximum, weight, total, queries, keys, values, table, head, position, begin, end, first_key,
-    num_keys, scale,
-    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    TILE_KEYS: tl.constexpr, WINDOW: tl.constexpr, STAGES: tl.constexpr, IS_MASKED: tl.constexpr,
-):  # fmt: skip
-    """Take in keys begin ... end - 1, begin a multiple of TILE_KEYS: the softmax's maximum, weight and sum.
+    maximum,  # [TILE_ROWS] fp32: the highest score so far, times log2(e)
+    weight,  # [TILE_ROWS] fp32: the sum of exp2(score - maximum)
+    total,  # [TILE_ROWS, PADDED_DIM] fp32: values weighted likewise
+    queries,  # [TILE_ROWS, PADDED_DIM], storage type
+    keys_ptr,  # [num_blocks, NUM_KV_HEADS, KV_BLOCK_SIZE, HEAD_DIM], storage type
+    values_ptr,  # as keys
+    table_ptr,  # [max_blocks] int32: the block table's row of the slot
+    head,  # KV head
+    position,  # [TILE_ROWS]: the last position that each row sees
+    begin,  # a multiple of TILE_KEYS
+    end,
+    first_key,  # positions before it are not loaded
+    num_keys,  # positions from it on are not loaded
+    scale,  # of scores, times log2(e)
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,  # HEAD_DIM, rounded up to a power of two, 16 or more
+    KV_BLOCK_SIZE: tl.constexpr,  # positions in a block of the KV cache
+    TILE_KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0: off
+    NUM_STAGES: tl.constexpr,
+    IS_MASKED: tl.constexpr,  # whether some row does not see some of these keys
+):
+    """Add keys begin ... end - 1 to the sums of the rows; return maximum, weight and total.
 
     Keys before first_key or from num_keys on may never have been written: they are not loaded.
     """
     dim = tl.arange(0, PADDED_DIM)
     is_dim = dim < HEAD_DIM
-    for k in tl.range(begin, end, TILE_KEYS, num_stages=STAGES):
+    for k in tl.range(begin, end, TILE_KEYS, num_stages=NUM_STAGES):
         key_position = k + tl.arange(0, TILE_KEYS)
         is_key = (key_position >= first_key) & (key_position < num_keys)
-        if BLOCK_SIZE >= TILE_KEYS:
-            block = tl.load(table + k // BLOCK_SIZE).to(tl.int64)
-            first = ((block * NUM_KV_HEADS + head) * BLOCK_SIZE + k % BLOCK_SIZE) * HEAD_DIM
-            places = (tl.arange(0, TILE_KEYS) * HEAD_DIM)[:, None] + dim[None, :]
+        if KV_BLOCK_SIZE >= TILE_KEYS:  # a tile lies in one block, and is contiguous in it
+            block = tl.load(table_ptr + k // KV_BLOCK_SIZE).to(tl.int64)
+            tile_offset = ((block * NUM_KV_HEADS + head) * KV_BLOCK_SIZE + k % KV_BLOCK_SIZE) * HEAD_DIM
+            key_offset = (tl.arange(0, TILE_KEYS) * HEAD_DIM)[:, None] + dim[None, :]
         else:
-            blocks = tl.load(table + key_position // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
-            cache_row = (blocks * NUM_KV_HEADS + head) * BLOCK_SIZE + key_position % BLOCK_SIZE
-            first = 0
-            places = (cache_row * HEAD_DIM)[:, None] + dim[None, :]
+            block = tl.load(table_ptr + key_position // KV_BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
+            cache_row = (block * NUM_KV_HEADS + head) * KV_BLOCK_SIZE + key_position % KV_BLOCK_SIZE
+            tile_offset = 0
+            key_offset = (cache_row * HEAD_DIM)[:, None] + dim[None, :]
 
         if IS_MASKED:
-            is_loaded = is_key[:, None] & is_dim[None, :]
-            key = tl.load(keys + first + places, mask=is_loaded, other=0.0)
-            value = tl.load(values + first + places, mask=is_loaded, other=0.0)
+            key_mask = is_key[:, None] & is_dim[None, :]
+            keys = tl.load(keys_ptr + tile_offset + key_offset, mask=key_mask, other=0.0)
+            values = tl.load(values_ptr + tile_offset + key_offset, mask=key_mask, other=0.0)
         elif HEAD_DIM < PADDED_DIM:
-            key = tl.load(keys + first + places, mask=is_dim[None, :], other=0.0)
-            value = tl.load(values + first + places, mask=is_dim[None, :], other=0.0)
+            keys = tl.load(keys_ptr + tile_offset + key_offset, mask=is_dim[None, :], other=0.0)
+            values = tl.load(values_ptr + tile_offset + key_offset, mask=is_dim[None, :], other=0.0)
         else:
-            key = tl.load(keys + first + places)
-            value = tl.load(values + first + places)
+            keys = tl.load(keys_ptr + tile_offset + key_offset)
+            values = tl.load(values_ptr + tile_offset + key_offset)
 
-        score = tl.dot(queries, key.T, input_precision="ieee")
+        score = tl.dot(queries, keys.T, input_precision="ieee")
         if IS_MASKED:
             is_seen = (key_position[None, :] <= position[:, None]) & (key_position >= first_key)[None, :]
             if WINDOW > 0:
@@ -105,13 +148,13 @@ def _attend_keys(
         new_maximum = tl.maximum(maximum, tl.max(score, axis=1) * scale)
         reference = new_maximum
         if IS_MASKED and WINDOW > 0:
-            # A row that has seen no key yet: nothing may become NaN.
+            # A row that has seen no key yet has the maximum -inf, and -inf - -inf would be NaN.
             reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
 
         rescale = tl.exp2(maximum - reference)
         probability = tl.exp2(score * scale - reference[:, None])
         weight = weight * rescale + tl.sum(probability, axis=1)
-        total = tl.dot(probability.to(value.dtype), value, total * rescale[:, None], input_precision="ieee")
+        total = tl.dot(probability.to(values.dtype), values, total * rescale[:, None], input_precision="ieee")
         maximum = new_maximum
 
     return maximum, weight, total
@@ -119,75 +162,96 @@ def _attend_keys(
 
 @triton.jit
 def _prefill_attention(
-    query, keys, values, block_table, tiles, sinks, output, scale, query_stride, table_stride,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr, WINDOW: tl.constexpr,
-    FIRST: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    query_ptr,  # [R, NUM_HEADS, HEAD_DIM], storage type; rows have a stride
+    keys_ptr,  # [num_blocks, NUM_KV_HEADS, KV_BLOCK_SIZE, HEAD_DIM], storage type
+    values_ptr,  # as keys
+    block_table_ptr,  # [S, max_blocks] int32; rows have a stride
+    tiles_ptr,  # [num_tiles, NUM_FIELDS] int32, see prefill_tiles.py; slot -1: unused
+    sinks_ptr,  # [NUM_HEADS] fp32, or None
+    output_ptr,  # [R, NUM_HEADS * HEAD_DIM], storage type
+    scale,  # of scores: log2(e) / sqrt(HEAD_DIM)
+    query_stride,
+    table_stride,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,  # HEAD_DIM, rounded up to a power of two, 16 or more
+    KV_BLOCK_SIZE: tl.constexpr,  # positions in a block of the KV cache
+    TILE_ROWS: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0: off
+    FIRST_KEY: tl.constexpr,  # positions before it are not seen
+    NUM_STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Program (head, tile): heads run first, so those that share keys run together."""
     wait_for_producers(PDL)
     head = tl.program_id(0)
-    tiles += tl.program_id(1) * NUM_FIELDS
-    slot = tl.load(tiles)
+    tiles_ptr += tl.program_id(1) * NUM_FIELDS
+    slot = tl.load(tiles_ptr)
     if slot < 0:
         return
 
-    first_row = tl.load(tiles + 1).to(tl.int64)
-    num_rows = tl.load(tiles + 2)
-    start = tl.load(tiles + 3)
+    first_row = tl.load(tiles_ptr + 1).to(tl.int64)
+    num_rows = tl.load(tiles_ptr + 2)
+    start = tl.load(tiles_ptr + 3)
     row = tl.arange(0, TILE_ROWS)
     dim = tl.arange(0, PADDED_DIM)
-    is_place = (row < num_rows)[:, None] & (dim < HEAD_DIM)[None, :]
-    query += first_row * query_stride + head * HEAD_DIM
-    queries = tl.load(query + row[:, None] * query_stride + dim[None, :], mask=is_place, other=0.0)
+    row_mask = (row < num_rows)[:, None] & (dim < HEAD_DIM)[None, :]
+    query_ptr += first_row * query_stride + head * HEAD_DIM
+    queries = tl.load(query_ptr + row[:, None] * query_stride + dim[None, :], mask=row_mask, other=0.0)
 
-    if sinks is None:
+    if sinks_ptr is None:
         maximum = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
         weight = tl.zeros((TILE_ROWS,), tl.float32)
     else:
         # As if a key with this score and no value had been seen before all others.
-        maximum = tl.zeros((TILE_ROWS,), tl.float32) + tl.load(sinks + head) * LOG2_E
+        maximum = tl.zeros((TILE_ROWS,), tl.float32) + tl.load(sinks_ptr + head) * LOG2_E
         weight = tl.full((TILE_ROWS,), 1.0, tl.float32)
 
     total = tl.zeros((TILE_ROWS, PADDED_DIM), tl.float32)
     position = start + row
     num_keys = start + num_rows
-    # The first row sees the earliest key, and its last one is the last that all rows see.
+    # The last key that the first row sees is the last that all rows see: tiles before need no mask for it.
     diagonal = (start + 1) // TILE_KEYS * TILE_KEYS
-    first_key = FIRST
+    first_key = FIRST_KEY
     begin = 0
     kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
-    table = block_table + slot.to(tl.int64) * table_stride
-    if WINDOW > 0 or FIRST > 0:
-        last_edge = FIRST
+    table_ptr = block_table_ptr + slot.to(tl.int64) * table_stride
+    if WINDOW > 0 or FIRST_KEY > 0:
+        # Tiles of keys along the early edge, which not all rows see in full, are masked too. The edge begins
+        # at the first key that the first row sees, and ends at the first key that the last row sees.
+        last_edge = FIRST_KEY
         if WINDOW > 0:
-            first_key = tl.maximum(start - WINDOW + 1, FIRST)
-            last_edge = tl.maximum(num_keys - WINDOW, FIRST)
+            first_key = tl.maximum(start - WINDOW + 1, FIRST_KEY)
+            last_edge = tl.maximum(num_keys - WINDOW, FIRST_KEY)
 
         edge = first_key // TILE_KEYS * TILE_KEYS
         begin = tl.minimum((last_edge + TILE_KEYS - 1) // TILE_KEYS * TILE_KEYS, diagonal)
         maximum, weight, total = _attend_keys(
-            maximum, weight, total, queries, keys, values, table, kv_head, position,
+            maximum, weight, total, queries, keys_ptr, values_ptr, table_ptr, kv_head, position,
             edge, begin, first_key, num_keys, scale,
-            NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE_KEYS, WINDOW, STAGES, True,
+            NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, KV_BLOCK_SIZE, TILE_KEYS, WINDOW, NUM_STAGES, True,
         )  # fmt: skip
 
+    # Tiles of keys that all rows see.
     maximum, weight, total = _attend_keys(
-        maximum, weight, total, queries, keys, values, table, kv_head, position,
+        maximum, weight, total, queries, keys_ptr, values_ptr, table_ptr, kv_head, position,
         begin, diagonal, first_key, num_keys, scale,
-        NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE_KEYS, WINDOW, STAGES, False,
+        NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, KV_BLOCK_SIZE, TILE_KEYS, WINDOW, NUM_STAGES, False,
     )  # fmt: skip
+    # Tiles of keys along the diagonal.
     maximum, weight, total = _attend_keys(
-        maximum, weight, total, queries, keys, values, table, kv_head, position,
+        maximum, weight, total, queries, keys_ptr, values_ptr, table_ptr, kv_head, position,
         diagonal, num_keys, first_key, num_keys, scale,
-        NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE_KEYS, WINDOW, STAGES, True,
+        NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, KV_BLOCK_SIZE, TILE_KEYS, WINDOW, NUM_STAGES, True,
     )  # fmt: skip
     start_dependents(PDL)
-    # Every row that exists has seen a key; what is divided by here for the others is not stored.
+    # Every row that exists has seen a key. The others are divided by 1, and not stored.
     result = total * (1.0 / tl.where(row < num_rows, weight, 1.0))[:, None]
-    output += first_row * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM
-    output += row[:, None] * (NUM_HEADS * HEAD_DIM) + dim[None, :]
-    tl.store(output, result.to(queries.dtype), mask=is_place)
+    output_ptr += first_row * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM
+    output_ptrs = output_ptr + (row[:, None] * (NUM_HEADS * HEAD_DIM) + dim[None, :])
+    tl.store(output_ptrs, result.to(queries.dtype), mask=row_mask)
 
 
 def prefill_attention(
@@ -203,55 +267,61 @@ def prefill_attention(
     sinks: Tensor | None = None,
     first_key: int = 0,
 ) -> None:
-    """output [N, num_heads * head_dim]: each row's attention to the keys it sees.
+    """output [R, num_heads * head_dim]: each row's attention to the keys it sees.
 
-    query [N, num_heads, head_dim], whose rows may stand apart; keys, values [num_blocks, num_kv_heads,
-    block_size, head_dim]; block_table [S, max_blocks] int32; all but the last in the storage type.
-    tiles [num_tiles, 4] int32 as `prefill_tiles` fills it for config.tile_rows: (slot, or -1 for an unused
-    tile; first row in query; number of rows; position of the first row). Row j of a tile sees positions
+    query: [R, num_heads, head_dim]; its rows may have any stride. keys, values: [num_blocks, num_kv_heads,
+    block_size, head_dim]. All four are of the storage type.
+    block_table: [S, max_blocks] int32, the blocks of each slot in order; its rows may have any stride.
+    tiles: [num_tiles, 4] int32, as `prefill_tiles` fills it for config.tile_rows: slot, or -1 for an unused
+    tile; first row in query; number of rows; position of the first row. Row j of a tile sees positions
     0 ... position + j, with `window` only the last so many of them. Rows of no tile are left as they are.
-    sinks [num_heads] fp32: a score each that takes its share of the softmax and adds nothing.
-    first_key: what lies before it no row sees; at most 15, and at most any row's own position.
+    sinks: [num_heads] fp32, a score each that takes its share of the softmax and adds nothing.
+    first_key: positions before it are seen by no row; at most 15, and at most any row's own position.
     Raises ValueError for another shape, type or layout.
     """
     num_rows, num_heads, head_dim = query.shape
     num_blocks, num_kv_heads, block_size, _ = keys.shape
     dtype = query.dtype
-    if num_heads % num_kv_heads or block_size & (block_size - 1):
-        raise ValueError(
-            f"num_heads={num_heads}, block_size={block_size}: "
-            f"expected a multiple of num_kv_heads={num_kv_heads} and a power of two"
-        )
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_heads={num_heads}: expected a multiple of num_kv_heads={num_kv_heads}")
 
-    if window < 0:
-        raise ValueError(f"window={window}: expected 0 (off) or more")
-
-    if not 0 <= first_key < MIN_DOT_SIZE:
-        raise ValueError(f"first_key={first_key}: expected 0 to {MIN_DOT_SIZE - 1}")
-
+    check_power_of_two("block_size", block_size)
+    check_range("window", window, 0)
+    check_range("first_key", first_key, 0, MIN_DOT_SIZE - 1)  # it lies in the first tile of keys
     check_rows("query", query, query.shape, dtype)
     if query.stride(1) != head_dim:
         raise ValueError(f"query: strides {query.stride()}: expected a row's heads side by side")
 
-    for name, cache in (("keys", keys), ("values", values)):
-        check_tensor(name, cache, (num_blocks, num_kv_heads, block_size, head_dim), dtype)
-
+    check_tensors((num_blocks, num_kv_heads, block_size, head_dim), dtype, keys=keys, values=values)
     check_rows("block_table", block_table, block_table.shape, torch.int32)
     check_tensor("tiles", tiles, (tiles.shape[0], TILE_FIELDS), torch.int32)
     check_tensor("output", output, (num_rows, num_heads * head_dim), dtype)
-    if sinks is not None:
-        check_tensor("sinks", sinks, (num_heads,), torch.float32)
-
+    check_tensors((num_heads,), torch.float32, sinks=sinks)
     _prefill_attention[(num_heads, tiles.shape[0])](
-        query, keys, values, block_table, tiles, sinks, output,
-        head_dim**-0.5 * LOG2_E.value, query.stride(0), block_table.stride(0),
-        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
-        PADDED_DIM=max(int(triton.next_power_of_2(head_dim)), MIN_DOT_SIZE), BLOCK_SIZE=block_size,
-        TILE_ROWS=config.tile_rows, TILE_KEYS=config.tile_keys, WINDOW=window, FIRST=first_key,
-        STAGES=config.num_stages, PDL=uses_pdl(),
+        query_ptr=query,
+        keys_ptr=keys,
+        values_ptr=values,
+        block_table_ptr=block_table,
+        tiles_ptr=tiles,
+        sinks_ptr=sinks,
+        output_ptr=output,
+        scale=head_dim**-0.5 * LOG2_E.value,
+        query_stride=query.stride(0),
+        table_stride=block_table.stride(0),
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        PADDED_DIM=max(int(triton.next_power_of_2(head_dim)), MIN_DOT_SIZE),
+        KV_BLOCK_SIZE=block_size,
+        TILE_ROWS=config.tile_rows,
+        TILE_KEYS=config.tile_keys,
+        WINDOW=window,
+        FIRST_KEY=first_key,
+        NUM_STAGES=config.num_stages,
+        PDL=uses_pdl(),
         num_warps=config.num_warps,
         **launch_options(),
-    )  # fmt: skip
+    )
 
 
 def prefill_attention_reference(
@@ -266,7 +336,7 @@ def prefill_attention_reference(
     sinks: Tensor | None = None,
     first_key: int = 0,
 ) -> None:
-    """The same in float64, one tile after the other, rounded once."""
+    """Write what `prefill_attention` writes: in float64, one tile after the other, rounded once."""
     num_heads, head_dim = query.shape[1:]
     num_kv_heads, block_size = keys.shape[1:3]
     for slot, first_row, num_rows, start in tiles.tolist():

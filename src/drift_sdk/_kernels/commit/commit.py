@@ -1,136 +1,256 @@
-"""Accept, append, stop: what a round's chosen tokens do to the slots, and the record of it for the host.
+"""The commit of a round: drafts are accepted, tokens appended, slots ended, and the results recorded.
 
-A slot's rows hold its newest token and the tokens drafted behind it. The first row's choice is always
-emitted; the next row's too if the draft said the same; and so on, until a wrong draft, a stop id or the
-length limit.
+A slot's rows hold its newest token and the tokens drafted behind it. The token chosen behind the first row is
+always emitted. The one behind the next row is emitted too if that row's draft is the token emitted before it;
+and so on, until a wrong draft, a stop id or the length limit.
+
+Grid: one program a slot of the step, which owns the slot's row of the tables, its record and all of its rows,
+so the tokens of a slot are appended in order. Program 0 also moves the ring's index on to the next replay's
+entry. Bytes: 56 a slot, 20 a row and, for each token emitted, 8 with penalties and 328 with
+log-probabilities. Everything computed is an integer; log-probabilities are copied bit by bit.
+
+A slot's record: its number of tokens, why it has ended (0: it has not), how many tokens were drafted and how
+many of these accepted; then of each row, as far as its token was emitted, the token, its log-probability,
+MAX_TOP token ids and their log-probabilities (fp32 bits), the last three for slots that report them.
+
+Programmatic dependent launch: the kernel waits for its producers before its first read and, being short, lets
+its dependents start right after that. It is the last kernel of a round, or the last before a drafter's.
+
+`simulated_commit` is the same with a given number of right drafts, for measurements.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
-from msgspec import Struct
 from torch import Tensor
 
+from drift_sdk._kernels.common.arguments import check_tensor
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.sampling.sample_buffers import MAX_TOP, SampleBuffers
-from drift_sdk._kernels.slots.input_ring import next_entry
+from drift_sdk._kernels.slots.input_ring import entry_after
 from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotFlag, SlotState
 
-__all__ = ["FINISHED_LENGTH", "FINISHED_STOP", "SimulatedRounds", "commit", "record_words"]
+__all__ = [
+    "FINISHED_LENGTH",
+    "FINISHED_STOP",
+    "RECORD_HEADER_WORDS",
+    "commit",
+    "commit_reference",
+    "commit_tensors",
+    "emit_token",
+    "find_record",
+    "record_words",
+    "write_empty_record",
+    "write_slot",
+]
 
 FINISHED_STOP, FINISHED_LENGTH = 1, 2
+"""Why a slot has ended, as in `SlotState.finish` and in its record; 0: it has not."""
 RECORD_HEADER_WORDS = 4
-RECORD_HEADER = tl.constexpr(RECORD_HEADER_WORDS)
+"""Number of tokens, finish, number drafted, number accepted."""
+ROW_RECORD_WORDS = 2 + 2 * MAX_TOP
+"""Token, log-probability, MAX_TOP ids, MAX_TOP log-probabilities."""
+
+STOP, LENGTH = tl.constexpr(FINISHED_STOP), tl.constexpr(FINISHED_LENGTH)
+HEADER_SIZE, ROW_SIZE = tl.constexpr(RECORD_HEADER_WORDS), tl.constexpr(ROW_RECORD_WORDS)
 TOP = tl.constexpr(MAX_TOP)
-TOP_PADDED = tl.constexpr(32)
+PADDED_TOP = tl.constexpr(triton.next_power_of_2(MAX_TOP))
 PENALTIES = tl.constexpr(SlotFlag.PENALTIES.value)
 
 
 def record_words(rows_per_slot: int) -> int:
-    """Words of a slot's record: number of tokens, finish, drafted, accepted; then for each row its token, its
-    log-probability, MAX_TOP ids and MAX_TOP log-probabilities (fp32 bits)."""
-    return RECORD_HEADER_WORDS + rows_per_slot * (2 + 2 * MAX_TOP)
+    """Words of the record of a slot with this many rows."""
+    return RECORD_HEADER_WORDS + rows_per_slot * ROW_RECORD_WORDS
 
 
-class SimulatedRounds(Struct, frozen=True):
-    """For measuring: how many tokens each round is to emit, in turn, and how many rounds each slot had.
+@triton.jit
+def find_record(
+    output_ring_ptr,  # [num_entries, entry_words] int32
+    current_entry_ptr,  # [1] int32
+    slot_index,  # of the slot in the step
+    entry_words,
+    ROWS_PER_SLOT: tl.constexpr,
+):
+    """The pointer to a slot's record in this replay's entry of the ring."""
+    entry_index = tl.load(current_entry_ptr).to(tl.int64)
+    record_size = HEADER_SIZE + ROWS_PER_SLOT * ROW_SIZE
+    return output_ring_ptr + entry_index * entry_words + slot_index * record_size
 
-    trace [n] int32, num_rounds [S] int32. Round r of slot s takes the entry r + s * `stride`, modulo n.
-    """
 
-    trace: Tensor
-    num_rounds: Tensor
+@triton.jit
+def write_empty_record(
+    record_ptr,  # the slot's record
+    emitted_ptr,  # the slot's word
+):
+    """Write the results of padding: no tokens."""
+    tl.store(emitted_ptr, 0)
+    tl.store(record_ptr, 0)
+    tl.store(record_ptr + 1, 0)
+    tl.store(record_ptr + 2, 0)
+    tl.store(record_ptr + 3, 0)
 
-    @property
-    def stride(self) -> int:
-        """The golden section of the trace: slots next to each other stand far apart in it."""
-        return max(1, round(0.618 * self.trace.shape[0]))
+
+@triton.jit
+def emit_token(
+    token,
+    row,
+    length,  # of the sequence, with this token
+    max_length,
+    is_counted,  # whether the slot has penalties
+    has_logprobs,
+    slot_stop_bits_ptr,  # [W] int32: the slot's
+    slot_counts_ptr,  # [V] int32: the slot's, written
+    chosen_logprob_ptr,  # [R] fp32
+    top_token_ptr,  # [R, MAX_TOP] int32
+    top_logprob_ptr,  # [R, MAX_TOP] fp32
+    row_record_ptr,  # the row's part of the record, written
+):
+    """Append `token`, chosen behind `row`. Returns why the slot ends with it (0: it does not): a stop id
+    takes precedence over the length limit."""
+    tl.store(row_record_ptr, token)
+    word = tl.load(slot_stop_bits_ptr + token // 32)
+    is_stop = ((word >> (token % 32)) & 1) != 0
+    finish = tl.where(length >= max_length, LENGTH, 0)
+    finish = tl.where(is_stop, STOP, finish)
+    if is_counted:
+        tl.atomic_add(slot_counts_ptr + token, 1, sem="relaxed")
+    if has_logprobs:
+        rank = tl.arange(0, PADDED_TOP)
+        is_rank = rank < TOP
+        logprob = tl.load(chosen_logprob_ptr + row)
+        tl.store(row_record_ptr + 1, logprob.to(tl.int32, bitcast=True))
+        ids = tl.load(top_token_ptr + row * TOP + rank, mask=is_rank, other=-1)
+        values = tl.load(top_logprob_ptr + row * TOP + rank, mask=is_rank, other=0.0)
+        tl.store(row_record_ptr + 2 + rank, ids, mask=is_rank)
+        tl.store(row_record_ptr + 2 + TOP + rank, values.to(tl.int32, bitcast=True), mask=is_rank)
+    return finish
+
+
+@triton.jit
+def write_slot(
+    length_ptr,  # the slot's word, as in the next three
+    last_token_ptr,
+    finish_ptr,
+    emitted_ptr,
+    record_ptr,  # the slot's record
+    new_length,
+    newest,
+    finish,
+    num_tokens,
+    num_drafted,
+    num_accepted,
+):
+    """Write the results of a slot: its state, and the header of its record."""
+    tl.store(length_ptr, new_length)
+    tl.store(last_token_ptr, newest)
+    tl.store(finish_ptr, finish)
+    tl.store(emitted_ptr, num_tokens)
+    tl.store(record_ptr, num_tokens)
+    tl.store(record_ptr + 1, finish)
+    tl.store(record_ptr + 2, num_drafted)
+    tl.store(record_ptr + 3, num_accepted)
 
 
 @triton.jit
 def _commit(
-    row_slot, row_token, chosen, chosen_logprob, top_token, top_logprob,
-    length, last_token, finish, max_length, flags, num_logprobs, stop_bits, counts,
-    emitted, outbox, current, next_index, num_entries, outbox_words, vocab_size, num_words,
-    trace, num_rounds, trace_length, trace_stride,
-    ROWS: tl.constexpr, IS_SIMULATED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    # The rows of the step, and what was chosen behind them.
+    row_slot_ptr,  # [R] int32
+    row_token_ptr,  # [R] int32
+    chosen_ptr,  # [R] int32
+    chosen_logprob_ptr,  # [R] fp32
+    top_token_ptr,  # [R, MAX_TOP] int32
+    top_logprob_ptr,  # [R, MAX_TOP] fp32
+    # The slots.
+    length_ptr,  # [S] int32, read and written
+    last_token_ptr,  # [S] int32, written
+    finish_ptr,  # [S] int32, written
+    max_length_ptr,  # [S] int32
+    flags_ptr,  # [S] int32
+    num_logprobs_ptr,  # [S] int32
+    stop_bits_ptr,  # [S, W] int32
+    counts_ptr,  # [S, V] int32, counted up
+    # The results.
+    emitted_ptr,  # [B] int32, written
+    output_ring_ptr,  # [num_entries, entry_words] int32, pinned, written
+    current_entry_ptr,  # [1] int32
+    next_entry_ptr,  # [1] int32, read and written
+    # Sizes.
+    num_entries,
+    entry_words,
+    vocab_size,  # V
+    num_words,  # W
+    ROWS_PER_SLOT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (B,): a program a slot of the step. Half of its lines are lists of arguments."""
     wait_for_producers(PDL)
     start_dependents(PDL)
-    group = tl.program_id(0)
-    first = group * ROWS
-    slot = tl.load(row_slot + first)
-    WORDS_PER_ROW: tl.constexpr = 2 + 2 * TOP
-    entry = tl.load(current).to(tl.int64)
-    record = outbox + entry * outbox_words + group * (RECORD_HEADER + ROWS * WORDS_PER_ROW)
-    if group == 0:
-        tl.store(next_index, next_entry(tl.load(next_index), num_entries))
+    slot_index = tl.program_id(0)
+    first_row = slot_index * ROWS_PER_SLOT
+    slot = tl.load(row_slot_ptr + first_row)
+    record_ptr = find_record(output_ring_ptr, current_entry_ptr, slot_index, entry_words, ROWS_PER_SLOT)
+    if slot_index == 0:
+        tl.store(next_entry_ptr, entry_after(tl.load(next_entry_ptr), num_entries))
     if slot < 0:
-        tl.store(emitted + group, 0)
-        tl.store(record, 0)
-        tl.store(record + 1, 0)
-        tl.store(record + 2, 0)
-        tl.store(record + 3, 0)
+        write_empty_record(record_ptr, emitted_ptr + slot_index)
     else:
-        wide_slot = slot.to(tl.int64)
-        start = tl.load(length + slot)
-        limit = tl.load(max_length + slot)
-        is_counted = (tl.load(flags + slot) & PENALTIES) != 0
-        reports = tl.load(num_logprobs + slot) >= 0
-        place = tl.arange(0, TOP_PADDED)
+        slot_stop_bits_ptr = stop_bits_ptr + slot.to(tl.int64) * num_words
+        slot_counts_ptr = counts_ptr + slot.to(tl.int64) * vocab_size
+        start = tl.load(length_ptr + slot)
+        max_length = tl.load(max_length_ptr + slot)
+        is_counted = (tl.load(flags_ptr + slot) & PENALTIES) != 0
+        has_logprobs = tl.load(num_logprobs_ptr + slot) >= 0
+        # Changed in branches below, so tensors of `start`'s type from the beginning.
         num_tokens = start * 0
         num_drafted = start * 0
         num_accepted = start * 0
-        reason = start * 0
+        finish = start * 0
         newest = start * 0
         is_walking = start >= 0
-        if IS_SIMULATED:
-            num_before = tl.load(num_rounds + slot)
-            tl.store(num_rounds + slot, num_before + 1)
-            num_right = tl.load(trace + (num_before + slot * trace_stride) % trace_length) - 1
-        for row in tl.static_range(ROWS):
-            token = tl.load(chosen + first + row, mask=is_walking, other=0)
-            if row + 1 < ROWS:
-                is_drafted = tl.load(row_slot + first + row + 1) >= 0
-                draft = tl.load(row_token + first + row + 1)
-                if IS_SIMULATED:
-                    token = tl.where(is_drafted & (row < num_right), draft, token)
-                    tl.store(chosen + first + row, token)
+        for depth in tl.static_range(ROWS_PER_SLOT):
+            row = first_row + depth
+            token = tl.load(chosen_ptr + row, mask=is_walking, other=0)
+            if depth + 1 < ROWS_PER_SLOT:
+                is_drafted = tl.load(row_slot_ptr + row + 1) >= 0
+                draft = tl.load(row_token_ptr + row + 1)
             if is_walking:
-                out = record + RECORD_HEADER + row * WORDS_PER_ROW
-                tl.store(out, token)
                 newest = token
                 num_tokens += 1
-                word = tl.load(stop_bits + wide_slot * num_words + token // 32)
-                is_stop = ((word >> (token % 32)) & 1) != 0
-                reason = tl.where(start + num_tokens >= limit, 2, 0)
-                reason = tl.where(is_stop, 1, reason)
-                if is_counted:
-                    tl.atomic_add(counts + wide_slot * vocab_size + token, 1, sem="relaxed")
-                if reports:
-                    logprob = tl.load(chosen_logprob + first + row)
-                    tl.store(out + 1, logprob.to(tl.int32, bitcast=True))
-                    ids = tl.load(top_token + (first + row) * TOP + place, mask=place < TOP, other=-1)
-                    values = tl.load(top_logprob + (first + row) * TOP + place, mask=place < TOP, other=0.0)
-                    tl.store(out + 2 + place, ids, mask=place < TOP)
-                    tl.store(out + 2 + TOP + place, values.to(tl.int32, bitcast=True), mask=place < TOP)
-            if row + 1 < ROWS:
-                num_drafted += is_drafted.to(tl.int32)
+                finish = emit_token(
+                    token,
+                    row,
+                    start + num_tokens,
+                    max_length,
+                    is_counted,
+                    has_logprobs,
+                    slot_stop_bits_ptr,
+                    slot_counts_ptr,
+                    chosen_logprob_ptr,
+                    top_token_ptr,
+                    top_logprob_ptr,
+                    record_ptr + HEADER_SIZE + depth * ROW_SIZE,
+                )
+            if depth + 1 < ROWS_PER_SLOT:
                 is_right = is_walking & is_drafted & (draft == token)
-                if IS_SIMULATED:
-                    is_right &= row < num_right
+                num_drafted += is_drafted.to(tl.int32)
                 num_accepted += is_right.to(tl.int32)
-                is_walking = is_right & (reason == 0)
+                is_walking = is_right & (finish == 0)
 
-        tl.store(length + slot, start + num_tokens)
-        tl.store(last_token + slot, newest)
-        tl.store(finish + slot, reason)
-        tl.store(emitted + group, num_tokens)
-        tl.store(record, num_tokens)
-        tl.store(record + 1, reason)
-        tl.store(record + 2, num_drafted)
-        tl.store(record + 3, num_accepted)
+        write_slot(
+            length_ptr + slot,
+            last_token_ptr + slot,
+            finish_ptr + slot,
+            emitted_ptr + slot_index,
+            record_ptr,
+            start + num_tokens,
+            newest,
+            finish,
+            num_tokens,
+            num_drafted,
+            num_accepted,
+        )
 
 
 def commit(
@@ -140,29 +260,139 @@ def commit(
     state: SlotState,
     slots: SlotColumns,
     emitted: Tensor,
-    outbox: Tensor,
-    current: Tensor,
-    next_index: Tensor,
+    output_ring: Tensor,
+    current_entry: Tensor,
+    next_entry: Tensor,
     *,
     rows_per_slot: int = 1,
-    simulated: SimulatedRounds | None = None,
 ) -> None:
-    """Advance the slots of rows [R] by what was chosen; record it in entry `current` of outbox [E, words].
+    """Advance the slots of rows [R] by what was chosen, and record it for the host.
 
-    emitted [B] int32 gets the number of tokens of each slot. simulated: drafts are not compared, but as many
-    taken for right as its trace says, or all there are; rounds of one row are not counted in it.
+    row_slot, row_token [R]: `rows_per_slot` rows of each of B slots, no two of which are the same. The first
+    has slot -1 for padding, the others where nothing was drafted. buffers: what `sample_rows` has chosen for
+    them. emitted [B], written: how many tokens each slot got. output_ring [num_entries, entry_words], pinned:
+    its entry current_entry [1] gets the slots' records, one behind another. next_entry [1] moves on to the
+    next replay's entry: no kernel behind this one may read this replay's input. All int32.
 
-    It moves `next_index` on to the next replay's entry: this replay's input must not be looked at after it.
-    No two slots of a step are the same.
+    Raises ValueError for another shape or type.
     """
-    is_simulated = simulated is not None and rows_per_slot > 1
-    rounds = simulated if simulated is not None else SimulatedRounds(state.length, state.length)
-    _commit[(row_slot.shape[0] // rows_per_slot,)](
-        row_slot, row_token, buffers.chosen, buffers.chosen_logprob, buffers.top_token, buffers.top_logprob,
-        state.length, state.last_token, state.finish, state.max_length,
-        slots.flags, slots.num_logprobs, slots.stop_bits, slots.counts,
-        emitted, outbox, current, next_index, *outbox.shape, slots.vocab_size, slots.stop_bits.shape[1],
-        rounds.trace, rounds.num_rounds, rounds.trace.shape[0], rounds.stride,
-        rows_per_slot, is_simulated, uses_pdl(),
-        num_warps=1, **launch_options(),
-    )  # fmt: skip
+    tensors = commit_tensors(
+        row_slot,
+        row_token,
+        buffers,
+        state,
+        slots,
+        emitted,
+        output_ring,
+        current_entry,
+        next_entry,
+        rows_per_slot,
+    )
+    _commit[(emitted.shape[0],)](
+        *tensors,
+        *output_ring.shape,
+        slots.vocab_size,
+        slots.stop_bits.shape[1],
+        ROWS_PER_SLOT=rows_per_slot,
+        PDL=uses_pdl(),
+        num_warps=1,
+        **launch_options(),
+    )
+
+
+def commit_tensors(
+    row_slot: Tensor,
+    row_token: Tensor,
+    buffers: SampleBuffers,
+    state: SlotState,
+    slots: SlotColumns,
+    emitted: Tensor,
+    output_ring: Tensor,
+    current_entry: Tensor,
+    next_entry: Tensor,
+    rows_per_slot: int,
+) -> tuple[Tensor, ...]:
+    """The tensors that both commit kernels take first, in the order of their arguments.
+
+    Raises ValueError for arguments of another shape or type.
+    """
+    (num_rows,), (num_slots,) = row_slot.shape, emitted.shape
+    if num_rows != num_slots * rows_per_slot:
+        raise ValueError(f"row_slot: {num_rows} rows: expected {rows_per_slot} of each of {num_slots} slots")
+
+    check_tensor("row_slot", row_slot, (num_rows,), torch.int32)
+    check_tensor("row_token", row_token, (num_rows,), torch.int32)
+    buffers.check(num_rows, slots.vocab_size)
+    state.check()
+    slots.check()
+    check_tensor("emitted", emitted, (num_slots,), torch.int32)
+    check_tensor("output_ring", output_ring, output_ring.shape, torch.int32)
+    check_tensor("current_entry", current_entry, (1,), torch.int32)
+    check_tensor("next_entry", next_entry, (1,), torch.int32)
+    needed, entry_words = num_slots * record_words(rows_per_slot), output_ring.shape[1]
+    if entry_words < needed:
+        raise ValueError(f"output_ring: {entry_words} words an entry: expected at least {needed}")
+
+    rows = (row_slot, row_token, buffers.chosen)
+    logprobs = (buffers.chosen_logprob, buffers.top_token, buffers.top_logprob)
+    states = (state.length, state.last_token, state.finish, state.max_length)
+    columns = (slots.flags, slots.num_logprobs, slots.stop_bits, slots.counts)
+    return (*rows, *logprobs, *states, *columns, emitted, output_ring, current_entry, next_entry)
+
+
+def commit_reference(
+    row_slot: Tensor,
+    row_token: Tensor,
+    buffers: SampleBuffers,
+    state: SlotState,
+    slots: SlotColumns,
+    emitted: Tensor,
+    output_ring: Tensor,
+    current_entry: Tensor,
+    next_entry: Tensor,
+    *,
+    rows_per_slot: int = 1,
+) -> None:
+    """`commit` in plain torch, one slot after the other."""
+    size = record_words(rows_per_slot)
+    for index in range(len(emitted)):
+        rows = range(index * rows_per_slot, (index + 1) * rows_per_slot)
+        record = output_ring[int(current_entry), index * size : (index + 1) * size]
+        emitted[index] = 0
+        record[:RECORD_HEADER_WORDS] = 0
+        slot = int(row_slot[rows[0]])
+        if slot < 0:
+            continue
+
+        is_drafted = [int(row_slot[row]) >= 0 for row in rows[1:]]
+        drafts = [int(row_token[row]) if has else -1 for row, has in zip(rows[1:], is_drafted, strict=True)]
+        tokens: list[int] = []
+        finish = num_accepted = 0
+        for row, draft in zip(rows, [*drafts, -1], strict=True):
+            token = int(buffers.chosen[row])
+            tokens.append(token)
+            if int(slots.stop_bits[slot, token // 32]) >> token % 32 & 1:
+                finish = FINISHED_STOP
+            elif int(state.length[slot]) + len(tokens) >= int(state.max_length[slot]):
+                finish = FINISHED_LENGTH
+            num_accepted += draft == token
+            if finish or draft != token:
+                break
+
+        state.length[slot] += len(tokens)
+        state.last_token[slot], state.finish[slot] = tokens[-1], finish
+        emitted[index] = len(tokens)
+        header = [len(tokens), finish, sum(is_drafted), num_accepted]
+        record[:RECORD_HEADER_WORDS] = torch.tensor(header, dtype=torch.int32)
+        for depth, token in enumerate(tokens):
+            row_record = record[RECORD_HEADER_WORDS + depth * ROW_RECORD_WORDS :][:ROW_RECORD_WORDS]
+            row_record[0] = token
+            if int(slots.flags[slot]) & SlotFlag.PENALTIES:
+                slots.counts[slot, token] += 1
+            if int(slots.num_logprobs[slot]) >= 0:
+                row = rows[depth]
+                row_record[1] = buffers.chosen_logprob[row].view(torch.int32)
+                row_record[2 : 2 + MAX_TOP] = buffers.top_token[row]
+                row_record[2 + MAX_TOP :] = buffers.top_logprob[row].view(torch.int32)
+
+    next_entry.add_(1).remainder_(len(output_ring))

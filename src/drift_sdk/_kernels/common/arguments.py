@@ -1,20 +1,30 @@
-"""Checks of what kernels are called with: of shapes, types and strides alone, never of values."""
+"""Checks of kernel arguments: shapes, types and strides, and numbers on the host.
+
+Values of tensors are never read, since that would wait for the device. Every check raises ValueError with the
+argument's name, what was found and what was expected.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
-__all__ = ["check_rows", "check_tensor"]
+__all__ = [
+    "PartialSums",
+    "check_partial_sums",
+    "check_power_of_two",
+    "check_range",
+    "check_rows",
+    "check_tensor",
+    "check_tensors",
+]
 
 
 def check_rows(name: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
-    """The last dimension must be contiguous; rows may stand apart.
-
-    Raises ValueError naming what was found and expected.
-    """
+    """Check shape, type, and that the last dimension is contiguous. Other dimensions may have any stride."""
     if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
         found = f"{list(tensor.shape)} {tensor.dtype}"
         raise ValueError(f"{name}: {found}: expected {list(shape)} {dtype}")
@@ -24,7 +34,52 @@ def check_rows(name: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dty
 
 
 def check_tensor(name: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
-    """The whole tensor must be contiguous. Raises ValueError naming what was found and expected."""
+    """Check shape, type, and that the whole tensor is contiguous."""
     check_rows(name, tensor, shape, dtype)
     if not tensor.is_contiguous():
         raise ValueError(f"{name}: strides {tensor.stride()}: expected a contiguous tensor")
+
+
+def check_tensors(shape: Sequence[int], dtype: torch.dtype, **tensors: Tensor | None) -> None:
+    """`check_tensor` for several arguments, by name. None is an optional argument that is not given."""
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            check_tensor(name, tensor, shape, dtype)
+
+
+class PartialSums(Struct, frozen=True):
+    """Where a kernel finds the slices of a sum: how many there are, and the elements from one to the next."""
+
+    num_slices: int
+    slice_stride: int
+
+
+def check_partial_sums(
+    name: str, tensor: Tensor, num_rows: int, size: int, dtype: torch.dtype
+) -> PartialSums:
+    """Check a sum in either of two forms, and return how to read it.
+
+    Two dimensions: the sum itself, [num_rows, size] in the storage type `dtype`; one slice. Three dimensions:
+    float32 partial sums [num_slices, num_rows, size] with at least one slice, which the kernel adds in
+    order. Rows may have any stride.
+    """
+    if tensor.dim() != 3:
+        check_rows(name, tensor, (num_rows, size), dtype)
+        return PartialSums(1, 0)
+
+    num_slices = tensor.shape[0]
+    check_rows(name, tensor, (max(num_slices, 1), num_rows, size), torch.float32)
+    return PartialSums(num_slices, tensor.stride(0))
+
+
+def check_range(name: str, value: int, lowest: int, highest: int | None = None) -> None:
+    """Check that lowest <= value <= highest; without `highest`, there is no upper limit."""
+    if value < lowest or (highest is not None and value > highest):
+        limit = "or more" if highest is None else f"to {highest}"
+        raise ValueError(f"{name}={value}: expected {lowest} {limit}")
+
+
+def check_power_of_two(name: str, value: int) -> None:
+    """Check that a size is 1, 2, 4, 8, ..."""
+    if value < 1 or value & (value - 1):
+        raise ValueError(f"{name}={value}: expected a power of two")

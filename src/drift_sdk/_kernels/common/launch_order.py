@@ -1,13 +1,14 @@
 """A check of programmatic dependent launch: no kernel reads, before it waits, what may still be written.
 
-A kernel's CTAs may be placed as soon as all CTAs of the kernel before have let their dependents start. What a
-kernel reads before `wait_for_producers` must be older than every kernel that may then still be running:
-the one before; and, where that one let dependents start before it had itself waited, the one before it, and
-so on.
+The CTAs of a kernel may be placed as soon as all CTAs of the kernel before it have permitted their dependents
+to start. What a kernel reads before `wait_for_producers` must therefore have been written before any kernel
+that may still be running: the kernel before it; if that one permitted its dependents to start before it had
+itself waited, also the kernel before that; and so on.
 
-Which arguments a kernel reads before it waits, and which it writes, is read off its Triton IR; which tensors
-they are, off the launches of a step. Torch's own kernels wait for everything before them and let nothing
-start before they end: `note_library_kernel` tells of them. One that is not told of makes the check stricter.
+Which pointer arguments a kernel reads before it waits, and which it writes, is taken from its Triton IR
+(TTIR); which tensors they are, from the launches of a step. Kernels of torch wait for everything before them,
+and let nothing start before they end: `note_library_kernel` adds them to the order of launches. One that is
+not noted makes the check stricter.
 """
 
 from __future__ import annotations
@@ -35,10 +36,12 @@ __all__ = [
 WAIT = re.compile(r"grid_dependency_wait|griddepcontrol\.wait")
 TRIGGER = re.compile(r"grid_dependency_launch_dependents|griddepcontrol\.launch_dependents")
 OPERATION = re.compile(r"^ *(?:(%[\w.]+)(?::\d+)? = )?\"?([\w.]+)\"?(.*)$")
+"""A line of TTIR: its result, if it has one, the operation, and the rest with the operands."""
 ARGUMENT = re.compile(r"(%[\w.]+): (!tt\.ptr<[^ ]*|!tt\.tensordesc<[^ ]*)")
 LOOP_VALUE = re.compile(r"(%[\w.]+) = (%[\w.]+)")
 NAME = re.compile(r"%[\w.]+")
-BODY_INDENT = 4  # of a line in a kernel's outermost block
+BODY_INDENT = 4
+"""Spaces before an operation in the outermost block of a kernel."""
 
 
 class LaunchOrderError(AssertionError):
@@ -46,9 +49,10 @@ class LaunchOrderError(AssertionError):
 
 
 class KernelAccess(Struct, frozen=True):
-    """reads_early: pointer arguments read before the kernel waits; writes: those written.
+    """What a kernel does to its pointer arguments, by their names in its signature.
 
-    triggers_early: it lets its dependents start before it has waited.
+    reads_early: those read before the kernel waits. writes: those written. triggers_early: the kernel permits
+    its dependents to start before it has waited.
     """
 
     reads_early: frozenset[str]
@@ -57,106 +61,134 @@ class KernelAccess(Struct, frozen=True):
 
 
 def access_of(ttir: str) -> KernelAccess:
-    """What a compiled kernel reads and writes, and in which order with respect to its wait.
+    """Return what a compiled kernel reads and writes, and in which order with respect to its wait.
 
-    A pointer that cannot be followed to its argument, like a result of scf.if, may point into any of them.
-    Raises LaunchOrderError for a kernel that may end without having waited, or writes before it waits.
+    A pointer that cannot be traced to its argument, like a result of scf.if, counts as one into any of them.
+    Raises LaunchOrderError for a kernel that may end without having waited, or that writes before it waits.
     """
-    sources: dict[str, set[str]] = {}  # value -> the arguments that a pointer points into
-    pointers: set[str] = set()
-    early: set[str] = set()
-    written: set[str] = set()
-    name = "kernel"
-    has_waited = waits_always = triggers_early = False
+    scan = AccessScan()
     for line in ttir.splitlines():
-        code = line.partition(" loc(")[0] if "tt.func" not in line else line
-        if "tt.func" in code:
-            if name != "kernel":
-                raise LaunchOrderError(f"{name}: calls a function that is not inlined")
-            name = code.partition("@")[2].partition("(")[0]
-            sources |= {found[0]: {found[0][1:]} for found in ARGUMENT.findall(code)}
-            pointers = set[str]().union(*sources.values())
-            continue
+        if "tt.func" in line:
+            scan.enter_function(line)
+        else:
+            scan.visit(line.partition(" loc(")[0])
+    return scan.access()
 
-        if WAIT.search(code):
-            has_waited = True
-            waits_always |= len(code) - len(code.lstrip()) == BODY_INDENT
-        if TRIGGER.search(code):
-            triggers_early |= not has_waited
-        match = OPERATION.match(code)
+
+class AccessScan:
+    """A pass over the lines of a kernel's TTIR, which traces pointers from arguments to loads and stores."""
+
+    def __init__(self) -> None:
+        self._name = "kernel"  # until the function's line
+        self._sources: dict[str, set[str]] = {}  # value -> the arguments that a pointer points into
+        self._pointers: set[str] = set()  # all pointer arguments
+        self._early: set[str] = set()
+        self._written: set[str] = set()
+        self._has_waited = self._waits_always = self._triggers_early = False
+
+    def enter_function(self, line: str) -> None:
+        """Take the kernel's name and its pointer arguments."""
+        if self._name != "kernel":
+            raise LaunchOrderError(f"{self._name}: calls a function that is not inlined")
+
+        self._name = line.partition("@")[2].partition("(")[0]
+        self._sources |= {found[0]: {found[0][1:]} for found in ARGUMENT.findall(line)}
+        self._pointers = set[str]().union(*self._sources.values())
+
+    def visit(self, line: str) -> None:
+        """Take an operation of the kernel's body, without its location."""
+        if WAIT.search(line):
+            self._has_waited = True
+            self._waits_always |= len(line) - len(line.lstrip()) == BODY_INDENT
+        if TRIGGER.search(line):
+            self._triggers_early |= not self._has_waited
+        match = OPERATION.match(line)
         if match is None:
-            continue
+            return
 
         result, operation, rest = match.groups()
         operands = NAME.findall(rest)
-        is_read = operation.startswith(("tt.load", "tt.descriptor_load"))
-        is_write = operation.startswith(("tt.store", "tt.descriptor_store", "tt.atomic"))
-        # Of a load, of a store and of an atomic operation, the place is the first operand.
-        places = (sources.get(operands[0]) or pointers) if is_read or is_write else set[str]()
-        if operation == "scf.for" or operation == "scf.while":
+        if operation in ("scf.for", "scf.while"):
             for inner, outer in LOOP_VALUE.findall(rest):
-                sources.setdefault(inner, set()).update(sources.get(outer, ()))
-        if is_read:
-            if not has_waited:
-                early |= places
-        elif is_write:
-            written |= places
-            if not has_waited:
-                raise LaunchOrderError(f"{name}: writes {sorted(places)} unwaited")
+                self._sources.setdefault(inner, set()).update(self._sources.get(outer, ()))
+        # The first operand of a load, a store or an atomic operation is its pointer.
+        if operation.startswith(("tt.load", "tt.descriptor_load")):
+            if not self._has_waited:
+                self._early |= self._arguments_of(operands[0])
+        elif operation.startswith(("tt.store", "tt.descriptor_store", "tt.atomic")):
+            self._written |= self._arguments_of(operands[0])
+            if not self._has_waited:
+                arguments = sorted(self._arguments_of(operands[0]))
+                raise LaunchOrderError(f"{self._name}: writes {arguments} before it waits")
         elif result is not None:
-            found = set[str]().union(*(sources.get(operand, set()) for operand in operands))
+            found = set[str]().union(*(self._sources.get(operand, set()) for operand in operands))
             if found:
-                sources.setdefault(result, set()).update(found)
+                self._sources.setdefault(result, set()).update(found)
 
-    if not waits_always:
-        raise LaunchOrderError(f"{name}: may end without having waited")
+    def access(self) -> KernelAccess:
+        """Return the findings, once all lines were taken."""
+        if not self._waits_always:
+            raise LaunchOrderError(f"{self._name}: may end without having waited")
 
-    return KernelAccess(frozenset(early), frozenset(written), triggers_early)
+        return KernelAccess(frozenset(self._early), frozenset(self._written), self._triggers_early)
+
+    def _arguments_of(self, pointer: str) -> set[str]:
+        return self._sources.get(pointer) or self._pointers
 
 
 LIBRARY = KernelAccess(frozenset(), frozenset({"out"}), False)
+"""A kernel of torch's: it waits first, and writes its argument `out`."""
 
 
 class Launches:
-    """A step's launches, in order: those of the thread that makes this."""
+    """The launches of a step, in order: those made by the thread that creates this object."""
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
         self.is_compiling = False
-        self._running: list[tuple[str, list[Span]]] = []  # what the next kernel may overtake, and its writes
+        # Kernels that may still run when the next one starts, and the memory that they write.
+        self._running: list[tuple[str, list[AddressRange]]] = []
 
     def add(self, kernel: str, access: KernelAccess, arguments: Mapping[str, object]) -> None:
-        """The next kernel; LaunchOrderError if it reads early what may still be written."""
+        """Add the next kernel.
+
+        arguments: values by the names that `access` uses. Raises LaunchOrderError if the kernel reads, before
+        it waits, what may still be written.
+        """
         for name in sorted(access.reads_early):
-            read = span_of(arguments[name])
-            for writer, spans in self._running:
-                if read is not None and any(read[0] < end and start < read[1] for start, end in spans):
+            read = address_range(arguments[name])
+            for writer, written in self._running:
+                if read is not None and any(read[0] < end and start < read[1] for start, end in written):
                     raise LaunchOrderError(
                         f"{kernel} reads {name} before it waits: {writer} may still be writing it"
                     )
 
-        spans = [span for name in access.writes if (span := span_of(arguments[name])) is not None]
+        written = [found for name in access.writes if (found := address_range(arguments[name])) is not None]
         if not access.triggers_early:
             self._running.clear()
-        self._running.append((kernel, spans))
+        self._running.append((kernel, written))
 
 
-Span = tuple[int, int]
-"""First address, and the one behind the last."""
+AddressRange = tuple[int, int]
+"""The first address, and the address after the last."""
 
 
-def span_of(argument: object) -> Span | None:
+def address_range(argument: object) -> AddressRange | None:
+    """Return the memory that a tensor spans, or None for other arguments and empty tensors."""
     if not isinstance(argument, Tensor) or argument.numel() == 0:
         return None
 
-    first = argument.data_ptr()
+    start = argument.data_ptr()
     last = sum((size - 1) * stride for size, stride in zip(argument.shape, argument.stride(), strict=True))
-    return first, first + (last + 1) * argument.element_size()
+    return start, start + (last + 1) * argument.element_size()
 
 
 @contextmanager
 def checked_launches() -> Iterator[None]:
-    """Check the launches of this package's kernels in this block, which is a step that is to be captured."""
+    """Check the launches of this package's kernels inside a `with` block: a step that is to be captured.
+
+    Raises LaunchOrderError at the launch that breaks the order.
+    """
     launches = _current.launches = Launches()
     kernels = [
         (kernel, partial(note, launches, kernel))
@@ -176,7 +208,7 @@ def checked_launches() -> Iterator[None]:
 
 
 def note_library_kernel(out: Tensor) -> None:
-    """Tell of a kernel of torch's that was just launched, and of what it writes."""
+    """Add a kernel of torch's, just launched, to the launches being checked. `out`: the tensor it writes."""
     launches: Launches | None = getattr(_current, "launches", None)
     if launches is not None:
         launches.add("a kernel of torch", LIBRARY, {"out": out})
@@ -187,7 +219,10 @@ _accesses: dict[tuple[Any, ...], KernelAccess] = {}
 
 
 def note(launches: Launches, kernel: Any, *values: Any, **options: Any) -> None:
-    """A hook that Triton calls before each launch of a kernel."""
+    """Add a launch of a Triton kernel. A hook that Triton calls before it, with the launch's arguments.
+
+    Arguments may be given by position or by name; `options` also holds settings of the launch.
+    """
     if launches.is_compiling or launches.thread != threading.get_ident():
         return
 

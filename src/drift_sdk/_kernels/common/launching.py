@@ -1,14 +1,22 @@
-"""How kernels are launched: compiled on a GPU, interpreted without one; one after the other, or overlapping.
+"""How kernels are launched: compiled or interpreted, one after the other or overlapping.
 
-Programmatic dependent launch lets a kernel's CTAs be placed while the kernel before it still runs. Each
-kernel waits before it touches what others write, and a product or another long kernel says that its successor
-may be placed only when it is nearly done, or the successor would sit on the multiprocessors. A short kernel
-that always follows a long one says so at once, even before it waits.
+On a GPU kernels are compiled; without one, Triton's interpreter runs them on the CPU.
 
-So what is older than the two kernels before is there when a CTA is placed, and may be read without waiting;
-past the L1 cache (".cg"), which may hold what was there before, unless it never changes. Every CTA waits
-before it ends, or its successors could pass a kernel that is still at work. Both are checked when a step is
-captured, see launch_order.py.
+Programmatic dependent launch (PDL) lets the CTAs of a kernel be placed on multiprocessors while the kernel
+before it still runs. Two device functions control it:
+
+- `wait_for_producers` blocks until every earlier kernel has finished and its writes are visible. A kernel
+  calls it before it touches what other kernels write. Every CTA calls it before it ends, also one without any
+  work: otherwise later kernels could start while an earlier one still runs.
+- `start_dependents` permits the CTAs of the next kernel to be placed. A product or another long kernel calls
+  it when it is nearly done, since waiting CTAs would occupy the multiprocessors that it needs. A short kernel
+  that always follows a long one calls it first, even before it waits.
+
+Before it waits, a kernel may read what was written before the two kernels that precede it: those writes are
+complete when a CTA is placed. Such loads bypass the L1 cache (`cache_modifier=".cg"`), which may hold earlier
+contents; data that never changes, like a weight, may be read through L1.
+
+Both rules are checked when a step is captured, see launch_order.py.
 """
 
 from __future__ import annotations
@@ -36,12 +44,12 @@ def is_interpreted() -> bool:
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels are kept, from one process to the next."""
+    """The folder that keeps compiled kernels from one process to the next."""
     return Path(triton.knobs.cache.dir)
 
 
 def uses_pdl() -> bool:
-    """Whether kernels overlap. The GPU must be of compute capability 9.0 or later."""
+    """Whether kernels are compiled for PDL. The GPU must be of compute capability 9.0 or later."""
     return not is_interpreted()
 
 
@@ -52,21 +60,24 @@ def launch_options() -> dict[str, bool]:
 
 @triton.jit
 def wait_for_producers(PDL: tl.constexpr):
-    """Until every earlier kernel has finished and its writes are visible."""
+    """Block until every earlier kernel has finished and its writes are visible."""
     if PDL:
         gdc_wait()
 
 
 @triton.jit
 def start_dependents(PDL: tl.constexpr):
-    """Let the next kernel's CTAs be placed as soon as there is room."""
+    """Permit the next kernel's CTAs to be placed as soon as there is room."""
     if PDL:
         gdc_launch_dependents()
 
 
 @triton.jit
 def prefetch(pointers, PDL: tl.constexpr):
-    """Bring the lines of 128 bytes that these point into to the L2 cache, while the kernel waits."""
+    """Load the 128-byte lines that a tile of pointers points into to the L2 cache, without waiting for them.
+
+    Called before `wait_for_producers`, for data that never changes. The result of the assembly is a dummy.
+    """
     if PDL:
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;",

@@ -1,7 +1,18 @@
-"""Prompt look-up: what followed the last time a sequence said this. Reference: `speculation.ngram`.
+"""Prompt look-up on the device: drafts are the tokens behind an earlier occurrence of the sequence's end.
 
-A sequence's history is searched by several programs, block by block in turn; a second launch takes the best
-of what they found. Bytes: 4 for each token of the history, then up to `max_length` times that from L1.
+Two launches propose. `_search`, grid (slots, searchers): a program owns every P-th chunk of CHUNK_TOKENS
+places of its slot's history, and finds the longest run of tokens there that also ends the history, the
+latest of equally long ones. `_propose`, grid (slots,): a program owns a slot, takes the best of what
+its searchers found, and writes the tokens behind it. A third, `_append`, grid (tiles of rows,), keeps the
+history. All values are integers, so no order of summation matters.
+
+Bytes: 4 for each token of the history, then up to MAX_LENGTH times that from L1; of a proposal and of an
+append a few words a row.
+
+Programmatic dependent launch: all wait for their producers before their first read, and let their dependents
+start right after that.
+
+Reference: draft_policy.ngram of the proposals; `append_history_reference` of the history.
 """
 
 from __future__ import annotations
@@ -14,92 +25,132 @@ from torch import Tensor
 from drift_sdk._kernels.common.arguments import check_rows, check_tensor
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 
-__all__ = ["append_history", "num_searchers", "propose_ngrams"]
+__all__ = ["append_history", "append_history_reference", "num_searchers", "propose_ngrams"]
 
-SEARCH_BLOCK = 1024
+SEARCH_TOKENS = 1024
+"""Places in the history that a program searches at a time: 8 a thread of 4 warps."""
 MAX_SEARCHERS = 32
-APPEND_BLOCK = 256
+"""Most programs that search a history: with two chunks each they cover 65,536 tokens before any has a third,
+and a single sequence is shared by 32 multiprocessors."""
+APPEND_ROWS = 256
+"""Rows of a program that appends: two a thread of 4 warps."""
+END_BITS = tl.constexpr(32)
+"""A find is one int64: the run's length above these bits, the place behind its end below. So the larger find
+is the longer run, and the later one of runs as long. 0: nothing was found."""
+END_MASK = tl.constexpr(2**31 - 1)
+"""The place of a find: positions are int32 and not negative."""
 
 
 @triton.jit
 def _search(
-    row_slot, row_position, row_token, history, found, history_stride,
-    ROWS: tl.constexpr, MIN_LENGTH: tl.constexpr, MAX_LENGTH: tl.constexpr, BLOCK: tl.constexpr,
+    row_slot_ptr,  # [R] int32
+    row_position_ptr,  # [R] int32
+    row_token_ptr,  # [R] int32
+    history_ptr,  # [S, max tokens] int32
+    found_ptr,  # [R / ROWS_PER_SLOT, P] int64, written
+    history_stride,  # elements from a slot's history to the next
+    ROWS_PER_SLOT: tl.constexpr,
+    MIN_LENGTH: tl.constexpr,
+    MAX_LENGTH: tl.constexpr,
+    CHUNK_TOKENS: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
-    """The longest run in this program's blocks, and of those the latest, as one number: length, then end."""
+):
+    """Grid (R / ROWS_PER_SLOT, P). Writes the best find in this program's chunks."""
     wait_for_producers(PDL)
     start_dependents(PDL)
-    sequence, searcher = tl.program_id(0), tl.program_id(1)
-    slot = tl.load(row_slot + sequence * ROWS)
-    length = tl.load(row_position + sequence * ROWS) + 1
+    slot_index, searcher = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(row_slot_ptr + slot_index * ROWS_PER_SLOT)
+    length = tl.load(row_position_ptr + slot_index * ROWS_PER_SLOT) + 1
     length = tl.where(slot >= 0, length, 0)
-    tokens = history + slot.to(tl.int64) * history_stride
-    newest = tl.load(row_token + sequence * ROWS)
-    best = tl.zeros([BLOCK], tl.int64)
-    for first in range(searcher * BLOCK, length, tl.num_programs(1) * BLOCK):
-        # A run of n tokens before `end` is like the last n; something follows it, so `end` is in the history.
-        end = first + tl.arange(0, BLOCK)
-        is_alike = end < length
-        run = tl.zeros([BLOCK], tl.int64)
+    tokens_ptr = history_ptr + slot.to(tl.int64) * history_stride
+    newest = tl.load(row_token_ptr + slot_index * ROWS_PER_SLOT)
+    best = tl.zeros([CHUNK_TOKENS], tl.int64)
+    for first in range(searcher * CHUNK_TOKENS, length, tl.num_programs(1) * CHUNK_TOKENS):
+        # A run of n tokens before `end` equals the last n; something follows it, so `end` is in the history.
+        end = first + tl.arange(0, CHUNK_TOKENS)
+        is_equal = end < length
+        run = tl.zeros([CHUNK_TOKENS], tl.int64)
         for back in tl.static_range(1, MAX_LENGTH + 1):
-            is_alike &= end >= back
-            last = tl.load(tokens + length - back, mask=length >= back, other=-1) if back > 1 else newest
-            is_alike &= tl.load(tokens + end - back, mask=is_alike, other=-2) == last
-            run += is_alike.to(tl.int64)
+            is_equal &= end >= back
+            # The newest token is not in the history yet.
+            last = tl.load(tokens_ptr + length - back, mask=length >= back, other=-1) if back > 1 else newest
+            is_equal &= tl.load(tokens_ptr + end - back, mask=is_equal, other=-2) == last
+            run += is_equal.to(tl.int64)
 
-        best = tl.maximum(best, tl.where(run >= MIN_LENGTH, (run << 32) + end, 0))
+        best = tl.maximum(best, tl.where(run >= MIN_LENGTH, (run << END_BITS) + end, 0))
 
-    tl.store(found + sequence * tl.num_programs(1) + searcher, tl.max(best))
+    tl.store(found_ptr + slot_index * tl.num_programs(1) + searcher, tl.max(best))
 
 
 @triton.jit
 def _propose(
-    row_slot, row_position, row_token, history, found, history_stride,
-    SEARCHERS: tl.constexpr, PADDED_SEARCHERS: tl.constexpr, ROWS: tl.constexpr, PADDED_ROWS: tl.constexpr,
+    row_slot_ptr,  # [R] int32, written for rows that are drafted
+    row_position_ptr,  # [R] int32
+    row_token_ptr,  # [R] int32, written for rows that are drafted
+    history_ptr,  # [S, max tokens] int32
+    found_ptr,  # [R / ROWS_PER_SLOT, NUM_SEARCHERS] int64
+    history_stride,  # elements from a slot's history to the next
+    NUM_SEARCHERS: tl.constexpr,
+    PADDED_SEARCHERS: tl.constexpr,  # NUM_SEARCHERS as a power of two
+    ROWS_PER_SLOT: tl.constexpr,
+    PADDED_ROWS: tl.constexpr,  # ROWS_PER_SLOT as a power of two
     PDL: tl.constexpr,
-):  # fmt: skip
+):
+    """Grid (R / ROWS_PER_SLOT,)."""
     wait_for_producers(PDL)
     start_dependents(PDL)
-    sequence = tl.program_id(0)
-    slot = tl.load(row_slot + sequence * ROWS)
-    length = tl.load(row_position + sequence * ROWS) + 1
+    slot_index = tl.program_id(0)
+    slot = tl.load(row_slot_ptr + slot_index * ROWS_PER_SLOT)
+    length = tl.load(row_position_ptr + slot_index * ROWS_PER_SLOT) + 1
     searcher = tl.arange(0, PADDED_SEARCHERS)
-    best = tl.max(tl.load(found + sequence * SEARCHERS + searcher, mask=searcher < SEARCHERS, other=0))
-    end = tl.where(best > 0, best & 0x7FFFFFFF, length)
+    is_searcher = searcher < NUM_SEARCHERS
+    best = tl.max(tl.load(found_ptr + slot_index * NUM_SEARCHERS + searcher, mask=is_searcher, other=0))
+    end = tl.where(best > 0, best & END_MASK, length)
     draft = tl.arange(0, PADDED_ROWS)
-    row = sequence * ROWS + 1 + draft
-    is_draft = draft + 1 < tl.where(slot >= 0, ROWS, 0)
-    own_slot = tl.load(row_slot + row, mask=is_draft, other=-1)
+    row = slot_index * ROWS_PER_SLOT + 1 + draft
+    is_draft = draft + 1 < tl.where(slot >= 0, ROWS_PER_SLOT, 0)
+    own_slot = tl.load(row_slot_ptr + row, mask=is_draft, other=-1)
     is_proposed = (own_slot >= 0) & (end + draft < length)
     is_newest = is_proposed & (end + draft == length - 1)
-    place = history + slot.to(tl.int64) * history_stride + end + draft
-    token = tl.load(place, mask=is_proposed & (is_newest == 0), other=-1)
-    token = tl.where(is_newest, tl.load(row_token + sequence * ROWS), token)
-    tl.store(row_token + row, token, mask=is_draft)
-    tl.store(row_slot + row, tl.where(is_proposed, own_slot, -1), mask=is_draft)
+    place_ptr = history_ptr + slot.to(tl.int64) * history_stride + end + draft
+    token = tl.load(place_ptr, mask=is_proposed & (is_newest == 0), other=-1)
+    token = tl.where(is_newest, tl.load(row_token_ptr + slot_index * ROWS_PER_SLOT), token)
+    tl.store(row_token_ptr + row, token, mask=is_draft)
+    tl.store(row_slot_ptr + row, tl.where(is_proposed, own_slot, -1), mask=is_draft)
 
 
 @triton.jit
 def _append(
-    row_slot, row_position, row_token, emitted, history, history_stride, num_rows,
-    ROWS: tl.constexpr, HAS_EMITTED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    row_slot_ptr,  # [R] int32
+    row_position_ptr,  # [R] int32
+    row_token_ptr,  # [R] int32
+    emitted_ptr,  # [R / ROWS_PER_SLOT] int32; not read without HAS_EMITTED
+    history_ptr,  # [S, max tokens] int32, written
+    history_stride,  # elements from a slot's history to the next
+    num_rows,  # R
+    ROWS_PER_SLOT: tl.constexpr,
+    HAS_EMITTED: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (tiles of R,)."""
     wait_for_producers(PDL)
     start_dependents(PDL)
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    slot = tl.load(row_slot + row, mask=row < num_rows, other=-1)
-    is_true = slot >= 0
+    row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    slot = tl.load(row_slot_ptr + row, mask=row < num_rows, other=-1)
+    is_appended = slot >= 0
     if HAS_EMITTED:
-        is_true &= row % ROWS < tl.load(emitted + row // ROWS, mask=is_true, other=0)
-    position = tl.load(row_position + row, mask=is_true, other=0)
-    token = tl.load(row_token + row, mask=is_true, other=-1)
-    tl.store(history + slot.to(tl.int64) * history_stride + position, token, mask=is_true)
+        num_emitted = tl.load(emitted_ptr + row // ROWS_PER_SLOT, mask=is_appended, other=0)
+        is_appended &= row % ROWS_PER_SLOT < num_emitted
+    position = tl.load(row_position_ptr + row, mask=is_appended, other=0)
+    token = tl.load(row_token_ptr + row, mask=is_appended, other=-1)
+    tl.store(history_ptr + slot.to(tl.int64) * history_stride + position, token, mask=is_appended)
 
 
 def num_searchers(max_num_tokens: int) -> int:
-    """How many programs search a history of so many tokens."""
-    return min(-(-max_num_tokens // (2 * SEARCH_BLOCK)), MAX_SEARCHERS)
+    """How many programs search a history of at most so many tokens: two chunks each, as long as there are
+    fewer than MAX_SEARCHERS."""
+    return min(-(-max_num_tokens // (2 * SEARCH_TOKENS)), MAX_SEARCHERS)
 
 
 def propose_ngrams(
@@ -113,33 +164,55 @@ def propose_ngrams(
     min_length: int,
     max_length: int,
 ) -> None:
-    """Draft behind the first row of each `rows_per_slot` what followed in the past.
+    """Draft the tokens that followed the end of the sequence when it last occurred before.
 
-    row_slot, row_position, row_token [R] int32, the first row of each slot that of its newest token. history
-    [S, max tokens] int32: the token at each position before it. found [R / rows_per_slot, num_searchers]
-    int64: scratch.
+    row_slot, row_position, row_token [R] int32: `rows_per_slot` rows of each slot, the first that of its
+    newest token. history [S, max tokens] int32: the token at each position before that one. found [R /
+    rows_per_slot, num_searchers] int64: scratch.
 
-    Sought is the longest run of `min_length` to `max_length` tokens that also ends the history, where it
-    last occurred before. The tokens from there on go to `row_token` of the other rows that have a slot; rows
-    for which there are none lose theirs. Raises ValueError for another shape, type or layout.
+    The longest run of `min_length` to `max_length` tokens is looked up that also ends the sequence, where it
+    last occurred before. The tokens behind it are written to row_token of the slot's other rows, as far as
+    these have a slot; rows for which there is no token get slot -1.
+
+    Raises ValueError for another shape, type or layout.
     """
-    (num_rows,) = row_slot.shape
-    num_sequences = num_rows // rows_per_slot
-    if num_rows % rows_per_slot:
-        raise ValueError(f"row_slot: {num_rows} rows: expected a multiple of {rows_per_slot}")
+    num_slots, remainder = divmod(row_slot.shape[0], rows_per_slot)
+    if remainder:
+        raise ValueError(f"row_slot: {row_slot.shape[0]} rows: expected a multiple of {rows_per_slot}")
 
     _check_rows(history, row_slot=row_slot, row_position=row_position, row_token=row_token)
     searchers = num_searchers(history.shape[1])
-    check_tensor("found", found, (num_sequences, searchers), torch.int64)
-    _search[(num_sequences, searchers)](
-        row_slot, row_position, row_token, history, found, history.stride(0),
-        rows_per_slot, min_length, max_length, SEARCH_BLOCK, uses_pdl(), num_warps=4, **launch_options(),
-    )  # fmt: skip
-    _propose[(num_sequences,)](
-        row_slot, row_position, row_token, history, found, history.stride(0),
-        searchers, triton.next_power_of_2(searchers), rows_per_slot, triton.next_power_of_2(rows_per_slot),
-        uses_pdl(), num_warps=1, **launch_options(),
-    )  # fmt: skip
+    check_tensor("found", found, (num_slots, searchers), torch.int64)
+    _search[(num_slots, searchers)](
+        row_slot,
+        row_position,
+        row_token,
+        history,
+        found,
+        history.stride(0),
+        ROWS_PER_SLOT=rows_per_slot,
+        MIN_LENGTH=min_length,
+        MAX_LENGTH=max_length,
+        CHUNK_TOKENS=SEARCH_TOKENS,
+        PDL=uses_pdl(),
+        num_warps=4,
+        **launch_options(),
+    )
+    _propose[(num_slots,)](
+        row_slot,
+        row_position,
+        row_token,
+        history,
+        found,
+        history.stride(0),
+        NUM_SEARCHERS=searchers,
+        PADDED_SEARCHERS=triton.next_power_of_2(searchers),
+        ROWS_PER_SLOT=rows_per_slot,
+        PADDED_ROWS=triton.next_power_of_2(rows_per_slot),
+        PDL=uses_pdl(),
+        num_warps=1,
+        **launch_options(),
+    )
 
 
 def append_history(
@@ -152,22 +225,48 @@ def append_history(
 ) -> None:
     """history[row_slot, row_position] = row_token, for rows [R] int32 with a slot.
 
-    emitted [B] int32: of the R / B rows of each slot the first so many alone. Raises ValueError for another
+    emitted [B] int32: of the R / B rows of each slot only the first so many. Raises ValueError for another
     shape, type or layout.
     """
     (num_rows,) = row_slot.shape
     _check_rows(history, row_slot=row_slot, row_position=row_position, row_token=row_token)
-    num_sequences = num_rows if emitted is None else emitted.shape[0]
-    if num_rows % num_sequences:
-        raise ValueError(f"row_slot: {num_rows} rows: expected a multiple of emitted's {num_sequences}")
+    num_slots = num_rows if emitted is None else emitted.shape[0]
+    if num_rows % num_slots:
+        raise ValueError(f"row_slot: {num_rows} rows: expected a multiple of emitted's {num_slots}")
 
     if emitted is not None:
-        check_tensor("emitted", emitted, (num_sequences,), torch.int32)
-    _append[(triton.cdiv(num_rows, APPEND_BLOCK),)](
-        row_slot, row_position, row_token, row_slot if emitted is None else emitted, history,
-        history.stride(0), num_rows, num_rows // num_sequences, emitted is not None, APPEND_BLOCK,
-        uses_pdl(), num_warps=4, **launch_options(),
-    )  # fmt: skip
+        check_tensor("emitted", emitted, (num_slots,), torch.int32)
+    _append[(triton.cdiv(num_rows, APPEND_ROWS),)](
+        row_slot,
+        row_position,
+        row_token,
+        row_slot if emitted is None else emitted,
+        history,
+        history.stride(0),
+        num_rows,
+        ROWS_PER_SLOT=num_rows // num_slots,
+        HAS_EMITTED=emitted is not None,
+        TILE_ROWS=APPEND_ROWS,
+        PDL=uses_pdl(),
+        num_warps=4,
+        **launch_options(),
+    )
+
+
+def append_history_reference(
+    row_slot: Tensor,
+    row_position: Tensor,
+    row_token: Tensor,
+    history: Tensor,
+    *,
+    emitted: Tensor | None = None,
+) -> None:
+    """`append_history` in plain torch."""
+    is_appended = row_slot >= 0
+    if emitted is not None:
+        depth = torch.arange(len(row_slot) // len(emitted), device=row_slot.device)
+        is_appended &= (depth < emitted[:, None]).flatten()
+    history[row_slot[is_appended].long(), row_position[is_appended].long()] = row_token[is_appended]
 
 
 def _check_rows(history: Tensor, **rows: Tensor) -> None:

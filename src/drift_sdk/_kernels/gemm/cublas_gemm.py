@@ -1,8 +1,13 @@
-"""Products by whichever is the faster of two that give the same bits: the one tree, or the vendor's library.
+"""Products by the faster of two implementations that give the same bits: gemm.py, or the vendor's library.
 
-From about 200 rows on cuBLAS is faster. Its kernels sum a slice in ascending order by the same instructions,
-as long as it does not cut the inner dimension itself. Whether that is so depends on its version, its settings
-and the shape, so it is looked at once for every shape, on random numbers, before the library is used for it.
+From about 200 rows on, cuBLAS is faster. Its kernels sum a slice in ascending order by the same instructions,
+as long as it does not cut the inner dimension itself. Whether it does depends on its version, its settings
+and the shape. So before the library is used for a shape, both implementations multiply random numbers once,
+and their bits are compared.
+
+The products of the library are launched by torch, slice by slice, and written to the same partial sums. Such
+a launch waits for everything before it, and lets nothing start before it ends: `note_library_kernel` tells
+the check of launch order. The references are those of gemm.py.
 """
 
 from __future__ import annotations
@@ -23,9 +28,10 @@ log = logging.getLogger("drift_sdk")
 
 LibraryState = tuple[object, ...]
 Case = tuple[int, torch.Size, torch.dtype, torch.device, GemmConfig, LibraryState]
+"""Number of rows, the weight's shape, type, device, configuration, and `library_state`."""
 
-# Verdicts of this process, each on one state of the library.
 _has_same_bits: dict[Case, bool] = {}
+"""Results of the comparisons in this process, each for one state of the library."""
 
 WORKSPACE_VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG",
@@ -35,7 +41,11 @@ WORKSPACE_VARIABLES = (
 
 
 def fastest_multiply(x: Tensor, weight: Tensor, out: Tensor, config: GemmConfig) -> bool:
-    """`multiply`, by the library where `config` says so and the bits are the same. False if they are not."""
+    """`multiply`, by the library where `config` names it and its bits are the same.
+
+    x [M, K], weight [N, K], out [config.num_partials, M, N] float32. Returns False where `config` names the
+    library and its bits differ, so that the kernel ran instead, which is slower.
+    """
     if not _is_for_library(x, config):
         multiply(x, weight, out, config)
         return True
@@ -51,7 +61,12 @@ def fastest_multiply(x: Tensor, weight: Tensor, out: Tensor, config: GemmConfig)
 def fastest_gated_multiply(
     x: Tensor, weight: Tensor, out: Tensor, config: GemmConfig, gate_up: Tensor | None
 ) -> bool:
-    """`gated_multiply`, likewise. gate_up [M, 2 N] like out: given where `config` names the library."""
+    """`gated_multiply`, by the library where `config` names it and its bits are the same.
+
+    x [M, K], weight [2 N, K], out [M, N]. gate_up [M, 2 N], of out's type, takes the library's product; it
+    is given where `config` names the library, and without it the kernel runs. Returns False where `config`
+    names the library and its bits differ, so that the kernel ran instead, which is slower.
+    """
     if gate_up is None or not _is_for_library(x, config):
         gated_multiply(x, weight, out, config)
         return True
@@ -65,19 +80,29 @@ def fastest_gated_multiply(
 
 
 def library_multiply(x: Tensor, weight: Tensor, out: Tensor, config: GemmConfig) -> None:
-    """Partial sums out [config.num_slices, M, N] fp32, one product each."""
+    """Partial sums out [config.num_slices, M, N] float32 of x [M, K] and weight [N, K]: one product each."""
     size = config.slice_size(x.shape[1])
-    for index in range(config.num_slices):
-        part = slice(index * size, (index + 1) * size)
-        torch.mm(x[:, part], weight[:, part].T, out_dtype=torch.float32, out=out[index])
-        note_library_kernel(out[index])
+    for slice_index in range(config.num_slices):
+        inner = slice(slice_index * size, (slice_index + 1) * size)
+        torch.mm(x[:, inner], weight[:, inner].T, out_dtype=torch.float32, out=out[slice_index])
+        note_library_kernel(out[slice_index])
+
+
+def library_gated_multiply(x: Tensor, weight: Tensor, out: Tensor, gate_up: Tensor) -> None:
+    """gate_up [M, 2 N] = x [M, K] times weight [2 N, K] transposed, then out [M, N] = silu(gate) * up."""
+    torch.mm(x, weight.T, out=gate_up)
+    note_library_kernel(gate_up)
+    swiglu(gate_up, out)
 
 
 def library_state() -> LibraryState:
-    """What the library's choice of a kernel depends on beside the product: torch's settings of it and the
-    size of its workspace, all of which the host may change between two engines."""
+    """Return what the library's choice of a kernel depends on beside the product.
+
+    These are torch's settings of the library and the sizes of its workspaces. The host may change all of
+    them between two engines.
+    """
     cuda = torch.backends.cuda
-    # Of torch 2.13; before, the environment alone sets them.
+    # These exist from torch 2.13 on. In earlier versions only the environment sets the sizes.
     sizes = [getattr(cuda, name, None) for name in ("cublas_workspace_size", "cublaslt_workspace_size")]
     return (
         cuda.preferred_blas_library(),
@@ -89,37 +114,35 @@ def library_state() -> LibraryState:
     )
 
 
-def library_gated_multiply(x: Tensor, weight: Tensor, out: Tensor, gate_up: Tensor) -> None:
-    torch.mm(x, weight.T, out=gate_up)
-    note_library_kernel(gate_up)
-    swiglu(gate_up, out)
-
-
 def _is_for_library(x: Tensor, config: GemmConfig) -> bool:
-    """In fp32 the library takes instructions of its own."""
+    """Whether the library may be used at all. In float32 it uses other instructions than the kernel."""
     return config.is_library and x.device.type == "cuda" and x.dtype != torch.float32
 
 
 def _is_exact(
     x: Tensor, weight: Tensor, out: Tensor, config: GemmConfig, gate_up: Tensor | None = None
 ) -> bool:
-    """Whether both give the same bits. Runs them the first time, and leaves `out` with neither's result."""
+    """Whether both implementations give the same bits. The first call for a case runs them, and warns once.
+
+    The arguments are those of the product, which is gated if gate_up is given. The contents of `out` (and of
+    gate_up) are undefined afterwards.
+    """
     case = x.shape[0], weight.shape, x.dtype, x.device, config, library_state()
     if case not in _has_same_bits:
         generator = torch.Generator(x.device).manual_seed(0)
-        rows = torch.randn(x.shape, generator=generator, device=x.device, dtype=x.dtype)
+        random = torch.randn(x.shape, generator=generator, device=x.device, dtype=x.dtype)
         expected = torch.empty_like(out)
         if gate_up is None:
-            multiply(rows, weight, expected, config)
-            library_multiply(rows, weight, out, config)
+            multiply(random, weight, expected, config)
+            library_multiply(random, weight, out, config)
         else:
-            gated_multiply(rows, weight, expected, config)
-            library_gated_multiply(rows, weight, out, gate_up)
+            gated_multiply(random, weight, expected, config)
+            library_gated_multiply(random, weight, out, gate_up)
         _has_same_bits[case] = torch.equal(out, expected)
         if not _has_same_bits[case]:
             shape = "x".join(map(str, weight.shape))
             log.warning(
-                "%d rows by %s: the library's bits are not the kernel's, which is slower", case[0], shape
+                "%d rows by %s: the library's bits differ: using the kernel, which is slower", case[0], shape
             )
 
     return _has_same_bits[case]

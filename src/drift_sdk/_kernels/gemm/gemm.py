@@ -1,11 +1,21 @@
-"""Matrix products whose bits do not depend on the number of rows: one reduction tree per weight.
+"""Matrix products whose bits do not depend on the number of rows: one reduction tree for each weight.
 
-The inner dimension is cut into slices at fixed places; each is summed by the tensor cores in ascending order,
-and the slices' sums are added in order. The weights stand on the M side of the MMA, so the instruction is the
-same for one row and for hundreds. Tiles, stages, warps and whether slices are spread over CTAs are free.
+    multiply:        out[m, n] = sum over k of x[m, k] * weight[n, k]
+    gated_multiply:  out[m, n] = silu(x[m] . weight[n]) * (x[m] . weight[N + n])
 
-Bytes: the weight once, rows * (K + N * slices) beside it; flops: 2 * rows * N * K. Up to about 150 rows of
-bfloat16 an H200 is bound by the bytes.
+Order of summation: the inner dimension is cut into slices at fixed places. Tensor cores sum each slice in
+ascending order of k, in float32, and the sums of the slices are added in ascending order. The weights stand
+on the M side of the MMA, so the instruction is the same for one row and for hundreds. Tiles, pipeline stages,
+warps, and whether slices are spread over CTAs, therefore do not change the bits.
+
+Grid: (tiles of the weight times tiles of rows, partial sums). A program owns TILE_M rows times TILE_N columns
+of one partial sum in the output, and writes each of its elements once.
+
+Bytes: the weight once, and rows * (K + N * slices) elements beside it. Flops: 2 * rows * N * K. Up to about
+150 rows of bfloat16, an H200 is bound by the bytes.
+
+Dependent launch: before it waits, a program asks for the first tile of its weights, which never change. It
+permits its dependents to start after its loop, when only the store is left.
 """
 
 from __future__ import annotations
@@ -16,6 +26,7 @@ import triton.language as tl
 from msgspec import Struct
 from torch import Tensor
 
+from drift_sdk._kernels.common.arguments import check_tensor
 from drift_sdk._kernels.common.launching import (
     launch_options,
     prefetch,
@@ -27,15 +38,28 @@ from drift_sdk._kernels.common.launching import (
 __all__ = ["GemmConfig", "gated_multiply", "gated_multiply_reference", "multiply", "multiply_reference"]
 
 SLICE_ALIGNMENT = 64
-"""Slices begin at multiples of this many columns."""
+"""Slices begin at multiples of this many inner indices. It is the smallest tile_k that `tune` tries, so a
+slice can consist of whole tiles, and 64 elements of 2 bytes are a line of 128 bytes. Part of the result's
+bits."""
+
+BAND_TILES = tl.constexpr(8)
+"""Tiles of the weight in a band, see `_tile_indices`. Triton's tutorial on matrix products has the same value
+(GROUP_SIZE_M); `tune` does not vary it, and no result depends on it."""
+
+LINE_BITS = tl.constexpr(1024)
+"""Bits of a cache line: 128 bytes."""
 
 
 class GemmConfig(Struct, frozen=True):
     """How a product is cut up. `num_slices` is part of the result's bits, the rest is not.
 
-    num_slices: of the inner dimension. is_spread: a CTA for each slice, else one CTA sums them all.
-    tile_n, tile_m, tile_k: of the weight's rows, of the rows, and of the inner dimension.
-    is_library: the vendor's library is faster still, see cublas_gemm.py; it does not sum slices up.
+    num_slices: slices of the inner dimension.
+    is_spread: one CTA for each slice, which leaves partial sums; otherwise one CTA adds all slices.
+    tile_n, tile_m, tile_k: entries of a tile along the weight's rows (columns of the output), along the rows,
+    and along the inner dimension; powers of two.
+    num_stages, num_warps: of Triton's pipeline, and of a program.
+    is_library: the vendor's library is faster, see cublas_gemm.py. It does not add slices, so they must be
+    spread.
     """
 
     num_slices: int = 1
@@ -52,182 +76,264 @@ class GemmConfig(Struct, frozen=True):
             raise ValueError(f"{self}: expected slices that are spread, for the library")
 
     def slice_size(self, inner: int) -> int:
+        """Inner indices of every slice but the last, which has the rest of `inner`."""
         return -(-inner // (self.num_slices * SLICE_ALIGNMENT)) * SLICE_ALIGNMENT
 
     @property
     def num_partials(self) -> int:
-        """How many sums `multiply` leaves to be added in order."""
+        """How many partial sums `multiply` leaves, to be added in order."""
         return self.num_slices if self.is_spread else 1
 
 
 @triton.jit
-def _tile(NUM_N: tl.constexpr, TILE_M: tl.constexpr, M, GROUP: tl.constexpr):
-    """Which tiles of the weight and of the rows a program has: neighbours share the weights of a group."""
-    num_m = tl.cdiv(M, TILE_M)
-    pid = tl.program_id(0)
-    first = pid // (GROUP * num_m) * GROUP
-    size = tl.minimum(NUM_N - first, GROUP)
-    within = pid % (GROUP * num_m)
-    return first + within % size, within // size
+def _tile_indices(
+    NUM_TILES_N: tl.constexpr,  # tiles of the weight
+    TILE_M: tl.constexpr,
+    M,
+    BAND_TILES: tl.constexpr,
+):
+    """Return the weight tile and the row tile that a program owns.
+
+    Programs run in bands of BAND_TILES weight tiles. Inside a band they go through all its weight tiles
+    before the next row tile, so that programs that run together share the band's weights in the L2 cache.
+    """
+    num_tiles_m = tl.cdiv(M, TILE_M)
+    program = tl.program_id(0)
+    first_tile = program // (BAND_TILES * num_tiles_m) * BAND_TILES
+    band_size = tl.minimum(NUM_TILES_N - first_tile, BAND_TILES)
+    place_in_band = program % (BAND_TILES * num_tiles_m)
+    return first_tile + place_in_band % band_size, place_in_band // band_size
 
 
 @triton.jit
-def _prefetch_tile(
-    w, columns, first, N: tl.constexpr, K: tl.constexpr, TILE_K: tl.constexpr, PDL: tl.constexpr
+def _prefetch_weights(
+    weight_ptr,  # [N, K]
+    column,  # [TILE_N]: rows of the weight
+    first_inner,  # the slice's first inner index
+    N: tl.constexpr,
+    K: tl.constexpr,
+    TILE_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Weights of the first tile of a slice: they do not change, so there is nothing to wait for. More than
-    that gains nothing."""
-    LINE: tl.constexpr = 1024 // w.dtype.element_ty.primitive_bitwidth
-    line = tl.arange(0, max(TILE_K // LINE, 1)) * LINE
-    place = columns[:, None] * K + (first + line)[None, :]
-    prefetch(w + tl.minimum(place, N * K - 1), PDL)
+    """Ask for the weights of a slice's first tile. They never change, so there is nothing to wait for.
+
+    Measured: asking for four times as much takes the gain back (docs/performance.md, "What was tried").
+    """
+    LINE_SIZE: tl.constexpr = LINE_BITS // weight_ptr.dtype.element_ty.primitive_bitwidth
+    line = tl.arange(0, max(TILE_K // LINE_SIZE, 1)) * LINE_SIZE
+    weight_offset = column[:, None] * K + (first_inner + line)[None, :]
+    prefetch(weight_ptr + tl.minimum(weight_offset, N * K - 1), PDL)
 
 
 @triton.jit
 def _slice_product(
-    x, w, rows, columns, is_row, is_column, first, end,
-    K: tl.constexpr, TILE_N: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
-    STAGES: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """Sum over inner indices first ... end - 1: [TILE_N, TILE_M] fp32."""
+    x_ptr,  # [M, K]
+    weight_ptr,  # [N, K]
+    row,  # [TILE_M]
+    column,  # [TILE_N]
+    is_row,  # [TILE_M]: row < M
+    is_column,  # [TILE_N]: column < N
+    first_inner,
+    end_inner,
+    K: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    IS_EVEN: tl.constexpr,  # columns and slices consist of whole tiles: no mask but that of rows
+):
+    """Return the sum over inner indices first_inner ... end_inner - 1: [TILE_N, TILE_M] fp32."""
     total = tl.zeros((TILE_N, TILE_M), tl.float32)
-    inner = tl.arange(0, TILE_K)
-    for k in tl.range(first, end, TILE_K, num_stages=STAGES):
-        if EVEN:
-            weight = tl.load(w + columns[:, None] * K + (k + inner)[None, :], eviction_policy="evict_first")
-            row = tl.load(x + rows[:, None] * K + (k + inner)[None, :], mask=is_row[:, None], other=0.0)
+    inner_range = tl.arange(0, TILE_K)
+    for k in tl.range(first_inner, end_inner, TILE_K, num_stages=NUM_STAGES):
+        if IS_EVEN:
+            weights = tl.load(
+                weight_ptr + column[:, None] * K + (k + inner_range)[None, :], eviction_policy="evict_first"
+            )
+            x = tl.load(
+                x_ptr + row[:, None] * K + (k + inner_range)[None, :], mask=is_row[:, None], other=0.0
+            )
         else:
-            is_inner = (k + inner) < end
-            weight = tl.load(
-                w + columns[:, None] * K + (k + inner)[None, :],
+            is_inner = (k + inner_range) < end_inner
+            weights = tl.load(
+                weight_ptr + column[:, None] * K + (k + inner_range)[None, :],
                 mask=is_column[:, None] & is_inner[None, :],
                 other=0.0,
                 eviction_policy="evict_first",
             )
-            row = tl.load(
-                x + rows[:, None] * K + (k + inner)[None, :],
+            x = tl.load(
+                x_ptr + row[:, None] * K + (k + inner_range)[None, :],
                 mask=is_row[:, None] & is_inner[None, :],
                 other=0.0,
             )
-        total = tl.dot(weight, row.T, total, input_precision="ieee")
+        total = tl.dot(weights, x.T, total, input_precision="ieee")
 
     return total
 
 
 @triton.jit(do_not_specialize=["M"])
 def _multiply(
-    x, w, out, M,
-    N: tl.constexpr, K: tl.constexpr, SLICE: tl.constexpr, SLICES: tl.constexpr, SPREAD: tl.constexpr,
-    TILE_N: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    EVEN: tl.constexpr = N % TILE_N == 0 and K % SLICE == 0 and SLICE % TILE_K == 0
-    tile_n, tile_m = _tile(tl.cdiv(N, TILE_N), TILE_M, M, 8)
-    columns = (tile_n * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
-    _prefetch_tile(w, columns, tl.program_id(1) * SLICE, N, K, TILE_K, PDL)
+    x_ptr,  # [M, K], storage type
+    weight_ptr,  # [N, K], storage type
+    out_ptr,  # [num_partials, M, N], fp32
+    M,  # rows
+    N: tl.constexpr,  # columns: rows of the weight
+    K: tl.constexpr,  # inner dimension
+    SLICE_SIZE: tl.constexpr,  # inner indices of a slice
+    NUM_SLICES: tl.constexpr,
+    IS_SPREAD: tl.constexpr,  # one program for each slice
+    TILE_N: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (t, s): tile t of the output, and slice s, or all slices if they are not spread."""
+    IS_EVEN: tl.constexpr = N % TILE_N == 0 and K % SLICE_SIZE == 0 and SLICE_SIZE % TILE_K == 0
+    tile_n, tile_m = _tile_indices(tl.cdiv(N, TILE_N), TILE_M, M, BAND_TILES)
+    column = (tile_n * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
+    _prefetch_weights(weight_ptr, column, tl.program_id(1) * SLICE_SIZE, N, K, TILE_K, PDL)
     wait_for_producers(PDL)
-    rows = (tile_m * TILE_M + tl.arange(0, TILE_M)).to(tl.int64)
-    is_row, is_column = rows < M, columns < N
-    if SPREAD:
-        first = tl.program_id(1) * SLICE
+    row = (tile_m * TILE_M + tl.arange(0, TILE_M)).to(tl.int64)
+    is_row, is_column = row < M, column < N
+    if IS_SPREAD:
+        first_inner = tl.program_id(1) * SLICE_SIZE
         total = _slice_product(
-            x, w, rows, columns, is_row, is_column, first, tl.minimum(first + SLICE, K),
-            K, TILE_N, TILE_M, TILE_K, STAGES, EVEN,
+            x_ptr, weight_ptr, row, column, is_row, is_column,
+            first_inner, tl.minimum(first_inner + SLICE_SIZE, K),
+            K, TILE_N, TILE_M, TILE_K, NUM_STAGES, IS_EVEN,
         )  # fmt: skip
-        out += tl.program_id(1).to(tl.int64) * M * N
+        out_ptr += tl.program_id(1).to(tl.int64) * M * N
     else:
         total = tl.zeros((TILE_N, TILE_M), tl.float32)
-        for index in tl.static_range(SLICES):
-            part = _slice_product(
-                x, w, rows, columns, is_row, is_column, index * SLICE, min(index * SLICE + SLICE, K),
-                K, TILE_N, TILE_M, TILE_K, STAGES, EVEN,
+        for slice_index in tl.static_range(NUM_SLICES):
+            slice_total = _slice_product(
+                x_ptr, weight_ptr, row, column, is_row, is_column,
+                slice_index * SLICE_SIZE, min(slice_index * SLICE_SIZE + SLICE_SIZE, K),
+                K, TILE_N, TILE_M, TILE_K, NUM_STAGES, IS_EVEN,
             )  # fmt: skip
-            total = part if index == 0 else total + part
+            total = slice_total if slice_index == 0 else total + slice_total
 
     start_dependents(PDL)
-    place = out + rows[None, :] * N + columns[:, None]
-    tl.store(place, total.to(out.dtype.element_ty), mask=is_row[None, :] & is_column[:, None])
+    out_ptrs = out_ptr + row[None, :] * N + column[:, None]
+    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=is_row[None, :] & is_column[:, None])
 
 
 @triton.jit(do_not_specialize=["M"])
 def _gated_multiply(
-    x, w, out, M,
-    N: tl.constexpr, K: tl.constexpr,
-    TILE_N: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Columns n and N + n of the weight meet in one program, and silu(first) * second is stored."""
-    EVEN: tl.constexpr = N % TILE_N == 0 and K % TILE_K == 0
-    tile_n, tile_m = _tile(tl.cdiv(N, TILE_N), TILE_M, M, 8)
-    columns = (tile_n * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
-    _prefetch_tile(w, columns, 0, 2 * N, K, TILE_K, PDL)
-    _prefetch_tile(w, N + columns, 0, 2 * N, K, TILE_K, PDL)
+    x_ptr,  # [M, K], storage type
+    weight_ptr,  # [2 * N, K], storage type: N rows of the gate, then N of up
+    out_ptr,  # [M, N], storage type
+    M,  # rows
+    N: tl.constexpr,  # columns of the output
+    K: tl.constexpr,  # inner dimension
+    TILE_N: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (t): tile t of the output, from columns n and N + n of the weight."""
+    IS_EVEN: tl.constexpr = N % TILE_N == 0 and K % TILE_K == 0
+    tile_n, tile_m = _tile_indices(tl.cdiv(N, TILE_N), TILE_M, M, BAND_TILES)
+    column = (tile_n * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
+    _prefetch_weights(weight_ptr, column, 0, 2 * N, K, TILE_K, PDL)
+    _prefetch_weights(weight_ptr, N + column, 0, 2 * N, K, TILE_K, PDL)
     wait_for_producers(PDL)
-    rows = (tile_m * TILE_M + tl.arange(0, TILE_M)).to(tl.int64)
-    is_row, is_column = rows < M, columns < N
-    inner = tl.arange(0, TILE_K)
+    row = (tile_m * TILE_M + tl.arange(0, TILE_M)).to(tl.int64)
+    is_row, is_column = row < M, column < N
+    inner_range = tl.arange(0, TILE_K)
     gate = tl.zeros((TILE_N, TILE_M), tl.float32)
     up = tl.zeros((TILE_N, TILE_M), tl.float32)
-    place = w + columns[:, None] * K
-    for k in tl.range(0, K, TILE_K, num_stages=STAGES):
-        where = (k + inner)[None, :]
-        if EVEN:
-            row = tl.load(x + rows[:, None] * K + where, mask=is_row[:, None], other=0.0)
-            gate_weight = tl.load(place + where, eviction_policy="evict_first")
-            up_weight = tl.load(place + N * K + where, eviction_policy="evict_first")
+    gate_ptrs = weight_ptr + column[:, None] * K
+    for k in tl.range(0, K, TILE_K, num_stages=NUM_STAGES):
+        inner = (k + inner_range)[None, :]
+        if IS_EVEN:
+            x = tl.load(x_ptr + row[:, None] * K + inner, mask=is_row[:, None], other=0.0)
+            gate_weights = tl.load(gate_ptrs + inner, eviction_policy="evict_first")
+            up_weights = tl.load(gate_ptrs + N * K + inner, eviction_policy="evict_first")
         else:
-            row = tl.load(x + rows[:, None] * K + where, mask=is_row[:, None] & (where < K), other=0.0)
-            is_weight = is_column[:, None] & (where < K)
-            gate_weight = tl.load(place + where, mask=is_weight, other=0.0, eviction_policy="evict_first")
-            up_weight = tl.load(
-                place + N * K + where, mask=is_weight, other=0.0, eviction_policy="evict_first"
+            x = tl.load(x_ptr + row[:, None] * K + inner, mask=is_row[:, None] & (inner < K), other=0.0)
+            weight_mask = is_column[:, None] & (inner < K)
+            gate_weights = tl.load(
+                gate_ptrs + inner, mask=weight_mask, other=0.0, eviction_policy="evict_first"
             )
-        gate = tl.dot(gate_weight, row.T, gate, input_precision="ieee")
-        up = tl.dot(up_weight, row.T, up, input_precision="ieee")
+            up_weights = tl.load(
+                gate_ptrs + N * K + inner, mask=weight_mask, other=0.0, eviction_policy="evict_first"
+            )
+        gate = tl.dot(gate_weights, x.T, gate, input_precision="ieee")
+        up = tl.dot(up_weights, x.T, up, input_precision="ieee")
 
     start_dependents(PDL)
     # As in the model: both products, the activation and the result are each rounded to the storage type.
-    dtype = out.dtype.element_ty
+    dtype = out_ptr.dtype.element_ty
     gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
     activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    place_out = out + rows[None, :] * N + columns[:, None]
-    tl.store(place_out, (activated * up).to(dtype), mask=is_row[None, :] & is_column[:, None])
+    out_ptrs = out_ptr + row[None, :] * N + column[:, None]
+    tl.store(out_ptrs, (activated * up).to(dtype), mask=is_row[None, :] & is_column[:, None])
 
 
 def multiply(x: Tensor, weight: Tensor, out: Tensor, config: GemmConfig) -> None:
-    """Rows x [M, K] times weight [N, K] transposed, in out [config.num_partials, M, N] float32.
+    """Partial sums of x times weight transposed, in `out`. The product is their sum, added in order.
 
-    The result is the sum of out over its first dimension, added in order.
+    x [M, K] and weight [N, K], of one type; out [config.num_partials, M, N] float32. All contiguous.
+    Raises ValueError for another shape, type or layout.
     """
     (num_rows, inner), num_columns = x.shape, weight.shape[0]
-    _check("x", x, (num_rows, inner), weight.dtype)
-    _check("weight", weight, (num_columns, inner), x.dtype)
-    _check("out", out, (config.num_partials, num_rows, num_columns), torch.float32)
+    check_tensor("x", x, (num_rows, inner), weight.dtype)
+    check_tensor("weight", weight, (num_columns, inner), x.dtype)
+    check_tensor("out", out, (config.num_partials, num_rows, num_columns), torch.float32)
     num_tiles = triton.cdiv(num_columns, config.tile_n) * triton.cdiv(num_rows, config.tile_m)
     _multiply[(num_tiles, config.num_partials)](
-        x, weight, out, num_rows, num_columns, inner, config.slice_size(inner), config.num_slices,
-        config.is_spread, config.tile_n, config.tile_m, config.tile_k, config.num_stages, uses_pdl(),
-        num_warps=config.num_warps, **launch_options(),
-    )  # fmt: skip
+        x_ptr=x,
+        weight_ptr=weight,
+        out_ptr=out,
+        M=num_rows,
+        N=num_columns,
+        K=inner,
+        SLICE_SIZE=config.slice_size(inner),
+        NUM_SLICES=config.num_slices,
+        IS_SPREAD=config.is_spread,
+        TILE_N=config.tile_n,
+        TILE_M=config.tile_m,
+        TILE_K=config.tile_k,
+        NUM_STAGES=config.num_stages,
+        PDL=uses_pdl(),
+        num_warps=config.num_warps,
+        **launch_options(),
+    )
 
 
 def gated_multiply(x: Tensor, weight: Tensor, out: Tensor, config: GemmConfig) -> None:
-    """silu(x G^T) * (x U^T) in out [M, N], for x [M, K] and weight [2 N, K], G above U, all of one dtype.
+    """silu(x G^T) * (x U^T) in out [M, N], for x [M, K] and weight [2 N, K]: G, and U below it.
 
-    The inner dimension is one slice.
+    All contiguous and of one type. The inner dimension is one slice, whatever config.num_slices says.
+    Raises ValueError for another shape, type or layout.
     """
     (num_rows, inner), num_columns = x.shape, weight.shape[0] // 2
-    _check("x", x, (num_rows, inner), weight.dtype)
-    _check("weight", weight, (2 * num_columns, inner), x.dtype)
-    _check("out", out, (num_rows, num_columns), x.dtype)
+    check_tensor("x", x, (num_rows, inner), weight.dtype)
+    check_tensor("weight", weight, (2 * num_columns, inner), x.dtype)
+    check_tensor("out", out, (num_rows, num_columns), x.dtype)
     num_tiles = triton.cdiv(num_columns, config.tile_n) * triton.cdiv(num_rows, config.tile_m)
     _gated_multiply[(num_tiles,)](
-        x, weight, out, num_rows, num_columns, inner,
-        config.tile_n, config.tile_m, config.tile_k, config.num_stages, uses_pdl(),
-        num_warps=config.num_warps, **launch_options(),
-    )  # fmt: skip
+        x_ptr=x,
+        weight_ptr=weight,
+        out_ptr=out,
+        M=num_rows,
+        N=num_columns,
+        K=inner,
+        TILE_N=config.tile_n,
+        TILE_M=config.tile_m,
+        TILE_K=config.tile_k,
+        NUM_STAGES=config.num_stages,
+        PDL=uses_pdl(),
+        num_warps=config.num_warps,
+        **launch_options(),
+    )
 
 
 def multiply_reference(x: Tensor, weight: Tensor, config: GemmConfig) -> Tensor:
-    """What the partial sums of `multiply` add up to: [M, N] float32."""
+    """Return what the partial sums of `multiply` add up to: [M, N] float32."""
     size = config.slice_size(x.shape[1])
     total = torch.zeros(x.shape[0], weight.shape[0], device=x.device)
     for first in range(0, x.shape[1], size):
@@ -238,14 +344,6 @@ def multiply_reference(x: Tensor, weight: Tensor, config: GemmConfig) -> Tensor:
 
 
 def gated_multiply_reference(x: Tensor, weight: Tensor) -> Tensor:
-    """silu(x G^T) * (x U^T): [M, N] in x's dtype, every intermediate rounded to it."""
+    """Return silu(x G^T) * (x U^T): [M, N] in x's type, every intermediate rounded to it."""
     gate, up = (x.to(torch.float32) @ weight.to(torch.float32).T).to(x.dtype).chunk(2, dim=1)
     return torch.nn.functional.silu(gate) * up
-
-
-def _check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
-        raise ValueError(
-            f"{name}: {tensor.dtype} of shape {list(tensor.shape)}, strides {list(tensor.stride())}: "
-            f"expected contiguous {dtype} of shape {list(shape)}"
-        )

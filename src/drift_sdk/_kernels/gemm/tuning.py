@@ -1,4 +1,7 @@
-"""Measured launch configurations: a table for each GPU, by operation and weight shape."""
+"""Tuned tables: measured launch configurations of products, by GPU and by shape of the weight.
+
+The tables are `tuned/<gpu>.json`, written by `python -m drift_sdk tune`. A weight without an entry runs with
+UNTUNED."""
 
 from __future__ import annotations
 
@@ -14,13 +17,17 @@ __all__ = ["TunedGemm", "TunedTable", "WatchedTable", "gpu_key", "table_for"]
 
 
 class TunedGemm(Struct, frozen=True):
-    """One weight: `by_rows` holds (most rows, configuration), ascending; all of one number of slices."""
+    """Configurations of one weight: pairs (highest number of rows, configuration), in ascending order.
+
+    All have the same number of slices, so that bits do not depend on the number of rows.
+    """
 
     by_rows: tuple[tuple[int, GemmConfig], ...]
 
     def config(self, num_rows: int) -> GemmConfig:
-        for most, config in self.by_rows:
-            if num_rows <= most:
+        """Return the configuration for a number of rows: the last one if there are more than any entry's."""
+        for max_rows, config in self.by_rows:
+            if num_rows <= max_rows:
                 return config
 
         return self.by_rows[-1][1]
@@ -34,36 +41,50 @@ UNTUNED = TunedGemm(
         (2**31, GemmConfig(1, False, 128, 128, 64, 3, 8)),
     )
 )
-"""What a weight without measurements gets: right everywhere, fast nowhere."""
+"""The configurations of a weight without measurements: a correct, untuned fallback.
+
+One slice. Up to 64 rows, one tile takes all rows and reads each weight once; beyond, tiles of 128 times 128.
+The largest tiles, of a gated product, take 147,456 bytes of shared memory in a type of 2 bytes
+((2 * 128 + 128) * 64 * 2 bytes, 3 stages) and 196,608 in float32, of the 232,448 that a CTA may have on
+compute capability 9.0.
+"""
 
 
 class TunedTable(Struct, frozen=True, kw_only=True):
-    """What was measured on one kind of GPU.
+    """The measurements of one kind of GPU.
 
-    gemms: by "NxK", gated ones by "NxK gated" with N counting gate and up. provenance: how, when, with what.
+    gemms: by "NxK"; by "NxK gated" for gated products, with N counting both gate and up. provenance: when and
+    with which versions each entry was measured.
     """
 
     gemms: dict[str, TunedGemm] = {}
     provenance: dict[str, str] = {}
 
     def gemm(self, num_columns: int, inner: int, *, is_gated: bool = False) -> TunedGemm:
+        """Return the configurations of a weight [num_columns, inner]; UNTUNED if it has no entry."""
         return self.gemms.get(gemm_key(num_columns, inner, is_gated=is_gated), UNTUNED)
 
     def whole_config(self, num_columns: int, inner: int, num_rows: int) -> GemmConfig:
-        """For a product that is wanted whole, not in partial sums."""
+        """Return a configuration that leaves the whole product in one sum, without partial sums.
+
+        That of the table if it does, else that of UNTUNED.
+        """
         config = self.gemm(num_columns, inner).config(num_rows)
         return config if config.num_partials == 1 else UNTUNED.config(num_rows)
 
     def refuse(self, num_columns: int, inner: int, *, is_gated: bool = False) -> None:
-        """Say that a weight's configuration could not be followed. Whoever watches the table notes it."""
+        """Report that a weight's configuration could not be used. Only a WatchedTable records it."""
 
     def has_gemm(self, num_columns: int, inner: int, *, is_gated: bool = False) -> bool:
+        """Whether a weight has an entry."""
         return gemm_key(num_columns, inner, is_gated=is_gated) in self.gemms
 
 
 class WatchedTable(TunedTable, frozen=True, kw_only=True):
-    """A table of one engine: `untuned` gathers the weights it was asked for in vain, and those whose
-    configurations could not be followed."""
+    """The table of one engine, which records weights that do not run as measured.
+
+    untuned: keys of the weights that have no entry, and of those whose configurations could not be used.
+    """
 
     untuned: set[str] = msgspec.field(default_factory=set)
 
@@ -83,16 +104,17 @@ class WatchedTable(TunedTable, frozen=True, kw_only=True):
 
 
 def gemm_key(num_columns: int, inner: int, *, is_gated: bool = False) -> str:
+    """Return a weight's key in a table."""
     return f"{num_columns}x{inner}{' gated' if is_gated else ''}"
 
 
 def gpu_key(name: str) -> str:
-    """ "NVIDIA H200" -> "nvidia-h200", the name of its table and of its folder of results."""
+    """Return a GPU's key: "NVIDIA H200" -> "nvidia-h200". It names the GPU's table and folder of results."""
     return "-".join(name.lower().split())
 
 
 @cache
 def table_for(gpu: str) -> TunedTable:
-    """The table of a GPU by its key; an empty one if it was never measured."""
+    """Return the table of a GPU by its key; an empty table if the GPU was never measured."""
     file = resources.files("drift_sdk._kernels.gemm") / "tuned" / f"{gpu}.json"
     return msgspec.json.decode(file.read_bytes(), type=TunedTable) if file.is_file() else TunedTable()

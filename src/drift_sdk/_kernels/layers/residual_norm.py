@@ -1,7 +1,20 @@
-"""The residual stream takes what a layer adds to it and is normalised, in one pass.
+"""The residual stream: a layer's output is added to it, and it is normalised, in one pass.
 
-Bytes: three rows of the storage type and NUM_SLICES rows of fp32 for each row; a program has one row, in
-registers: made for H up to 16,384. With a few rows the time is that of a launch and one trip to memory.
+    hidden[r] = hidden[r] + (sum of slices of delta[r] + bias)
+    normed[r] = rms_norm(hidden[r]) * weight
+
+Grid: (rows). A program owns one row, in registers: made for H up to 16,384, which are 32 values for each of
+the 512 threads of 16 warps.
+
+Order of summation: slices in ascending order in float32, then the bias, then rounded to the storage type and
+added to the residual stream.
+
+Bytes: three rows of the storage type and NUM_SLICES rows of fp32 for each row. With a few rows the time is
+that of a launch and one trip to memory.
+
+Dependent launch: with a delta, the kernel always follows the product that made it, so it permits its
+dependents to start at once; before it waits, it reads the weight, which never changes, and the residual
+stream, which is older than the product. Without a delta it reads the weight, waits, and then permits them.
 """
 
 from __future__ import annotations
@@ -11,7 +24,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drift_sdk._kernels.common.arguments import check_rows, check_tensor
+from drift_sdk._kernels.common.arguments import (
+    PartialSums,
+    check_partial_sums,
+    check_rows,
+    check_tensor,
+    check_tensors,
+)
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.layers.rms_norm import inverse_rms, norm_warps, rms_norm_reference, weigh
 
@@ -20,43 +39,57 @@ __all__ = ["add_norm", "add_norm_reference"]
 
 @triton.jit
 def _add_norm(
-    hidden, delta, bias, weight, normed, aux_hidden, eps,
-    hidden_stride, slice_stride, delta_stride, normed_stride, aux_hidden_stride,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, NUM_SLICES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    hidden_ptr,  # [R, SIZE], storage type; updated in place
+    delta_ptr,  # [NUM_SLICES, R, SIZE] fp32, or [R, SIZE] in the storage type, or None
+    bias_ptr,  # [SIZE], storage type, or None
+    weight_ptr,  # [SIZE], storage type
+    normed_ptr,  # [R, SIZE], storage type
+    aux_hidden_ptr,  # [R, SIZE], storage type: a copy of the updated hidden; or None
+    eps,
+    hidden_stride,
+    delta_slice_stride,
+    delta_stride,
+    normed_stride,
+    aux_hidden_stride,
+    SIZE: tl.constexpr,  # hidden size
+    PADDED_SIZE: tl.constexpr,  # SIZE, rounded up to a power of two
+    NUM_SLICES: tl.constexpr,  # 0: no delta
+    PDL: tl.constexpr,
+):
+    """Program (row): one row."""
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    is_column = column < SIZE
-    hidden += row * hidden_stride + column
+    column = tl.arange(0, PADDED_SIZE)
+    column_mask = column < SIZE
+    hidden_ptrs = hidden_ptr + (row * hidden_stride + column)
     # Loaded here, the weight is not waited for after the sum.
-    weights = tl.load(weight + column, mask=is_column, other=0.0)
+    weight = tl.load(weight_ptr + column, mask=column_mask, other=0.0)
     if NUM_SLICES > 0:
         # A product has made delta right before; the residual stream is older.
         start_dependents(PDL)
-        x = tl.load(hidden, mask=is_column, other=0.0, cache_modifier=".cg")
+        x = tl.load(hidden_ptrs, mask=column_mask, other=0.0, cache_modifier=".cg")
         wait_for_producers(PDL)
     else:
         wait_for_producers(PDL)
         start_dependents(PDL)
-        x = tl.load(hidden, mask=is_column, other=0.0)
+        x = tl.load(hidden_ptrs, mask=column_mask, other=0.0)
     if NUM_SLICES > 0:
-        delta += row * delta_stride + column
-        total = tl.load(delta, mask=is_column, other=0.0).to(tl.float32)
-        for index in tl.static_range(1, NUM_SLICES):
-            total += tl.load(delta + index * slice_stride, mask=is_column, other=0.0)
+        delta_ptrs = delta_ptr + (row * delta_stride + column)
+        total = tl.load(delta_ptrs, mask=column_mask, other=0.0).to(tl.float32)
+        for slice_index in tl.static_range(1, NUM_SLICES):
+            total += tl.load(delta_ptrs + slice_index * delta_slice_stride, mask=column_mask, other=0.0)
 
-        if bias is not None:
-            total += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)
+        if bias_ptr is not None:
+            total += tl.load(bias_ptr + column, mask=column_mask, other=0.0).to(tl.float32)
 
         x = (x.to(tl.float32) + total.to(x.dtype).to(tl.float32)).to(x.dtype)
-        tl.store(hidden, x, mask=is_column)
+        tl.store(hidden_ptrs, x, mask=column_mask)
 
-    if aux_hidden is not None:
-        tl.store(aux_hidden + row * aux_hidden_stride + column, x, mask=is_column)
+    if aux_hidden_ptr is not None:
+        tl.store(aux_hidden_ptr + row * aux_hidden_stride + column, x, mask=column_mask)
 
     wide = x.to(tl.float32)
     scaled = wide * inverse_rms(tl.sum(wide * wide, axis=0), SIZE, eps)
-    tl.store(normed + row * normed_stride + column, weigh(scaled, weights), mask=is_column)
+    tl.store(normed_ptr + row * normed_stride + column, weigh(scaled, weight), mask=column_mask)
 
 
 def add_norm(
@@ -71,50 +104,45 @@ def add_norm(
 ) -> None:
     """hidden += delta in place, then normed = rms_norm(hidden) * weight.
 
-    hidden [N, H] in the storage type; weight [H] and normed [N, H] likewise.
-    delta: [N, H] in the storage type, or fp32 partial sums [num_slices, N, H], added in the order of slices,
+    hidden, normed: [R, H] in the storage type. weight: [H], likewise.
+    delta: [R, H] in the storage type, or fp32 partial sums [num_slices, R, H], added in the order of slices,
     then bias [H] (storage type) if given, then rounded to the storage type; or None for the norm alone.
     Beside a delta, which a product made right before, hidden must be older than that product.
-    aux_hidden [N, H], if given, takes a copy of the updated hidden. Rows of all but weight and bias may stand
-    apart. Raises ValueError for another shape, type or layout.
+    aux_hidden: [R, H] in the storage type, if given, takes a copy of the updated hidden.
+    Rows of all but weight and bias may have any stride. Raises ValueError for another shape, type or layout.
     """
     num_rows, size = hidden.shape
     dtype = hidden.dtype
     check_rows("hidden", hidden, (num_rows, size), dtype)
     check_tensor("weight", weight, (size,), dtype)
     check_rows("normed", normed, (num_rows, size), dtype)
-    num_slices = 0
-    if delta is not None and delta.dim() == 3:
-        num_slices = delta.shape[0]
-        check_rows("delta", delta, (max(num_slices, 1), num_rows, size), torch.float32)
-    elif delta is not None:
-        num_slices = 1
-        check_rows("delta", delta, (num_rows, size), dtype)
+    slices = PartialSums(0, 0)
+    if delta is not None:
+        slices = check_partial_sums("delta", delta, num_rows, size, dtype)
 
-    if bias is not None:
-        check_tensor("bias", bias, (size,), dtype)
-        if delta is None:
-            raise ValueError("bias: given without delta: expected None")
+    check_tensors((size,), dtype, bias=bias)
+    if bias is not None and delta is None:
+        raise ValueError("bias: given without delta: expected None")
 
     if aux_hidden is not None:
         check_rows("aux_hidden", aux_hidden, (num_rows, size), dtype)
 
     _add_norm[(num_rows,)](
-        hidden,
-        delta,
-        bias,
-        weight,
-        normed,
-        aux_hidden,
-        eps,
-        hidden.stride(0),
-        delta.stride(0) if delta is not None and delta.dim() == 3 else 0,
-        0 if delta is None else delta.stride(-2),
-        normed.stride(0),
-        0 if aux_hidden is None else aux_hidden.stride(0),
+        hidden_ptr=hidden,
+        delta_ptr=delta,
+        bias_ptr=bias,
+        weight_ptr=weight,
+        normed_ptr=normed,
+        aux_hidden_ptr=aux_hidden,
+        eps=eps,
+        hidden_stride=hidden.stride(0),
+        delta_slice_stride=slices.slice_stride,
+        delta_stride=0 if delta is None else delta.stride(-2),
+        normed_stride=normed.stride(0),
+        aux_hidden_stride=0 if aux_hidden is None else aux_hidden.stride(0),
         SIZE=size,
-        BLOCK=triton.next_power_of_2(size),
-        NUM_SLICES=num_slices,
+        PADDED_SIZE=triton.next_power_of_2(size),
+        NUM_SLICES=slices.num_slices,
         PDL=uses_pdl(),
         num_warps=norm_warps(size),
         **launch_options(),
@@ -129,7 +157,7 @@ def add_norm_reference(
     eps: float,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The updated hidden, and normed: what `add_norm` writes, in new tensors."""
+    """Return (hidden, normed) as `add_norm` writes them, in new tensors."""
     if delta is not None:
         total = delta if delta.dim() == 2 else _sum_in_order(delta)
         if bias is not None:
@@ -141,6 +169,7 @@ def add_norm_reference(
 
 
 def _sum_in_order(partials: Tensor) -> Tensor:
+    """Return the sum of partial sums [num_slices, ...], added in ascending order."""
     total = partials[0]
     for part in partials[1:]:
         total = total + part

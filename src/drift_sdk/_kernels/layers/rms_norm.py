@@ -1,6 +1,9 @@
-"""Normalisation by the root mean square, as a part of other kernels.
+"""Normalisation by the root mean square (RMS norm), as a part of other kernels.
 
-Two roundings to the storage type: of the normalised value, then of its product with the weight.
+    rms_norm(x) = x / sqrt(mean(x^2) + eps) * weight
+
+Two roundings to the storage type: of the normalised value, then of its product with the weight. The sum of
+squares is float32, in an order that depends on the size and on the number of warps (see `norm_warps`).
 """
 
 from __future__ import annotations
@@ -15,26 +18,35 @@ __all__ = ["inverse_rms", "norm_warps", "rms_norm_reference", "weigh"]
 
 
 @triton.jit
-def inverse_rms(sum_of_squares, SIZE: tl.constexpr, eps):
-    """What SIZE fp32 values with this sum of squares are multiplied with."""
+def inverse_rms(
+    sum_of_squares,  # fp32
+    SIZE: tl.constexpr,  # of how many values
+    eps,
+):
+    """Return 1 / sqrt(sum_of_squares / SIZE + eps), the factor that normalises the values."""
     return tl.rsqrt(sum_of_squares / SIZE + eps)
 
 
 @triton.jit
-def weigh(normed, weight):
-    """fp32 normed times weight, rounded before and after to the weight's type, which is the result's."""
+def weigh(
+    normed,  # fp32, any shape
+    weight,  # storage type, the same shape
+):
+    """Return normed times weight in the storage type, rounded to it before and after the product."""
     rounded = normed.to(weight.dtype).to(tl.float32)
     return (rounded * weight.to(tl.float32)).to(weight.dtype)
 
 
 def norm_warps(size: int) -> int:
-    """Warps of a program that normalises a row of `size`: 16 bytes of bfloat16 a thread while they last.
+    """Return the warps of a program that normalises a row of `size` values: 1 to 16, a power of two.
 
-    A function of the size alone: the order of the sum, and so its bits, depend on it.
+    256 values a warp are 8 for each of its 32 threads, 16 bytes of bfloat16: the widest load. 16 warps, which
+    are reached at 4,096 values, are half of the 32 that a CTA may have. The result depends on the size alone,
+    since the order of the sum of squares, and so its bits, depend on the number of warps.
     """
     return min(max(int(triton.next_power_of_2(size)) // 256, 1), 16)
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., H] over its root mean square, rounded to x's type, times weight [H]."""
+    """Return x [..., H] over its root mean square, rounded to x's type, times weight [H]."""
     return weight * F.rms_norm(x.to(torch.float32), (x.shape[-1],), eps=eps).to(x.dtype)

@@ -1,9 +1,21 @@
 """Queries, keys and values of a step: biased, normalised, rotated, and the keys and values put in the cache.
 
+    x = sum of slices of qkv[r] + bias                          heads of queries, then of keys, then of values
+    x = rms_norm(x) * norm                                      queries and keys, where norms are given
+    low', high' = low * cos - high * sin, high * cos + low * sin         queries and keys: halves of a head
+
+Grid: (rows, tiles of heads). A program owns some heads of one kind (queries, keys or values) of one row: the
+first tiles are of query heads, the next of keys, the last of values.
+
+Order of summation: slices in ascending order in float32, then the bias, then rounded to the storage type.
+Every product and sum of the rotation is rounded to the storage type.
+
 Bytes: a row of (num_heads + 2 * num_kv_heads) * head_dim, NUM_SLICES times in fp32 or once in the storage
-type, in, and once in the storage type out. A program has some heads of one kind of one row: 1,024 elements,
-so that a row of an 8B model is six programs and a step of one row still spreads over the loads' latency.
-Cosines and sines come in tables: the fast instructions for them are wrong at large angles.
+type, in, and once in the storage type out. Cosines and sines are read from tables: the GPU's fast
+instructions for them are wrong at large angles.
+
+Dependent launch: the kernel always follows the product that made qkv, so it permits its dependents to start
+at once. Before it waits, it reads rows, block table, cosines and sines, which are older than the product.
 """
 
 from __future__ import annotations
@@ -13,32 +25,56 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drift_sdk._kernels.common.arguments import check_rows, check_tensor
+from drift_sdk._kernels.common.arguments import (
+    PartialSums,
+    check_partial_sums,
+    check_power_of_two,
+    check_rows,
+    check_tensor,
+    check_tensors,
+)
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.layers.rms_norm import inverse_rms, rms_norm_reference, weigh
 
 __all__ = ["rotate_and_store", "rotate_and_store_reference"]
 
 PROGRAM_ELEMENTS = 1_024
+"""Elements of a program: 8 for each of the 128 threads of four warps. A row of an 8B model (48 heads of 128)
+is then six programs, so that a step of one row still spreads the latency of its loads."""
+
 NUM_WARPS = 4
 
 
 @triton.jit
-def _load(qkv, bias, places, slice_stride, is_place, NUM_SLICES: tl.constexpr, DTYPE: tl.constexpr):
-    """Elements of a row, summed over slices, biased, and rounded to the storage type: fp32."""
-    total = tl.load(qkv + places, mask=is_place, other=0.0).to(tl.float32)
-    for index in tl.static_range(1, NUM_SLICES):
-        total += tl.load(qkv + index * slice_stride + places, mask=is_place, other=0.0)
+def _load_heads(
+    qkv_ptr,  # a row: NUM_SLICES times [width]
+    bias_ptr,  # [width], storage type, or None
+    element_offset,  # [TILE_HEADS, PADDED_HALF]
+    slice_stride,
+    element_mask,  # [TILE_HEADS, PADDED_HALF]
+    NUM_SLICES: tl.constexpr,
+    DTYPE: tl.constexpr,  # the storage type
+):
+    """Return elements of a row, summed over slices, biased, and rounded to the storage type: fp32."""
+    total = tl.load(qkv_ptr + element_offset, mask=element_mask, other=0.0).to(tl.float32)
+    for slice_index in tl.static_range(1, NUM_SLICES):
+        total += tl.load(qkv_ptr + slice_index * slice_stride + element_offset, mask=element_mask, other=0.0)
 
-    if bias is not None:
-        total += tl.load(bias + places, mask=is_place, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + element_offset, mask=element_mask, other=0.0).to(tl.float32)
 
     return total.to(DTYPE).to(tl.float32)
 
 
 @triton.jit
-def _turned(x, cosines, y, sines, DTYPE: tl.constexpr):
-    """x * cosines + y * sines, each product and the sum rounded to the storage type."""
+def _rotate(
+    x,  # fp32, as y
+    cosines,
+    y,
+    sines,
+    DTYPE: tl.constexpr,
+):
+    """Return x * cosines + y * sines, each product and the sum rounded to the storage type DTYPE."""
     left = (x * cosines).to(DTYPE).to(tl.float32)
     right = (y * sines).to(DTYPE).to(tl.float32)
     return (left + right).to(DTYPE)
@@ -46,66 +82,93 @@ def _turned(x, cosines, y, sines, DTYPE: tl.constexpr):
 
 @triton.jit
 def _rotate_and_store(
-    qkv, bias, query_norm, key_norm, cos, sin, row_slot, row_position, block_table,
-    query_out, keys, values, eps, slice_stride, row_stride, table_stride,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    HEADS: tl.constexpr, PADDED_HALF: tl.constexpr, NUM_SLICES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Program (row, group): the first groups are of query heads, then of keys, then of values."""
+    qkv_ptr,  # [NUM_SLICES, R, width] fp32, or [R, width] in the storage type; see NUM_HEADS for width
+    bias_ptr,  # [width], storage type, or None
+    query_norm_ptr,  # [HEAD_DIM], storage type, or None
+    key_norm_ptr,  # [HEAD_DIM], storage type, or None
+    cos_ptr,  # [max_positions, HEAD_DIM / 2], storage type
+    sin_ptr,  # [max_positions, HEAD_DIM / 2], storage type
+    row_slot_ptr,  # [R] int32; negative: padding row
+    row_position_ptr,  # [R] int32
+    block_table_ptr,  # [S, max_blocks] int32
+    query_out_ptr,  # [R, NUM_HEADS, HEAD_DIM], storage type
+    keys_ptr,  # [num_blocks, NUM_KV_HEADS, KV_BLOCK_SIZE, HEAD_DIM], storage type
+    values_ptr,  # as keys
+    eps,
+    qkv_slice_stride,
+    qkv_stride,
+    table_stride,
+    NUM_HEADS: tl.constexpr,  # width = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    KV_BLOCK_SIZE: tl.constexpr,  # positions in a block of the KV cache
+    TILE_HEADS: tl.constexpr,  # heads of a program
+    PADDED_HALF: tl.constexpr,  # HEAD_DIM / 2, rounded up to a power of two
+    NUM_SLICES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (row, tile): the first tiles are of query heads, then of keys, then of values."""
     start_dependents(PDL)
-    DTYPE: tl.constexpr = query_out.dtype.element_ty
+    DTYPE: tl.constexpr = query_out_ptr.dtype.element_ty
     HALF: tl.constexpr = HEAD_DIM // 2
-    QUERY_GROUPS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
-    KV_GROUPS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
+    QUERY_TILES: tl.constexpr = (NUM_HEADS + TILE_HEADS - 1) // TILE_HEADS
+    KV_TILES: tl.constexpr = (NUM_KV_HEADS + TILE_HEADS - 1) // TILE_HEADS
     row = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1)
-    slot = tl.load(row_slot + row, cache_modifier=".cg")
-    is_query = group < QUERY_GROUPS
-    is_value = group >= QUERY_GROUPS + KV_GROUPS
-    # Heads of a kind are counted from its own first one.
-    kind_group = tl.where(is_query, group, (group - QUERY_GROUPS) % KV_GROUPS)
-    head = kind_group * HEADS + tl.arange(0, HEADS)
+    tile = tl.program_id(1)
+    slot = tl.load(row_slot_ptr + row, cache_modifier=".cg")
+    is_query = tile < QUERY_TILES
+    is_value = tile >= QUERY_TILES + KV_TILES
+    # Heads are counted from the first of their kind.
+    tile_of_kind = tl.where(is_query, tile, (tile - QUERY_TILES) % KV_TILES)
+    head = tile_of_kind * TILE_HEADS + tl.arange(0, TILE_HEADS)
     num_heads = tl.where(is_query, NUM_HEADS, NUM_KV_HEADS)
     first_head = tl.where(is_query, 0, tl.where(is_value, NUM_HEADS + NUM_KV_HEADS, NUM_HEADS))
 
-    i = tl.arange(0, PADDED_HALF)
-    is_place = (head < num_heads)[:, None] & (i < HALF)[None, :]
-    places = (first_head + head)[:, None] * HEAD_DIM + i[None, :]
-    position = tl.load(row_position + row, cache_modifier=".cg")
+    # Elements of the lower half of each head; the upper half lies HALF elements further.
+    dim = tl.arange(0, PADDED_HALF)
+    element_mask = (head < num_heads)[:, None] & (dim < HALF)[None, :]
+    element_offset = (first_head + head)[:, None] * HEAD_DIM + dim[None, :]
+    position = tl.load(row_position_ptr + row, cache_modifier=".cg")
     position = tl.where(slot < 0, 0, position)
-    entry = block_table + slot.to(tl.int64) * table_stride + position // BLOCK_SIZE
-    block = tl.load(entry, mask=slot >= 0, other=0, cache_modifier=".cg")
-    angle = position.to(tl.int64) * HALF + i
-    cosines = tl.load(cos + angle, mask=i < HALF, other=0.0).to(tl.float32)[None, :]
-    sines = tl.load(sin + angle, mask=i < HALF, other=0.0).to(tl.float32)[None, :]
+    block_ptr = block_table_ptr + slot.to(tl.int64) * table_stride + position // KV_BLOCK_SIZE
+    block = tl.load(block_ptr, mask=slot >= 0, other=0, cache_modifier=".cg")
+    angle_offset = position.to(tl.int64) * HALF + dim
+    cosines = tl.load(cos_ptr + angle_offset, mask=dim < HALF, other=0.0).to(tl.float32)[None, :]
+    sines = tl.load(sin_ptr + angle_offset, mask=dim < HALF, other=0.0).to(tl.float32)[None, :]
     # Rows and block table are older than the product that is waited for.
     wait_for_producers(PDL)
-    qkv += row * row_stride
-    low = _load(qkv, bias, places, slice_stride, is_place, NUM_SLICES, DTYPE)
-    high = _load(qkv, bias, places + HALF, slice_stride, is_place, NUM_SLICES, DTYPE)
+    qkv_ptr += row * qkv_stride
+    low = _load_heads(qkv_ptr, bias_ptr, element_offset, qkv_slice_stride, element_mask, NUM_SLICES, DTYPE)
+    high = _load_heads(
+        qkv_ptr, bias_ptr, element_offset + HALF, qkv_slice_stride, element_mask, NUM_SLICES, DTYPE
+    )
     if is_value:
         stored_low, stored_high = low.to(DTYPE), high.to(DTYPE)
     else:
-        if query_norm is not None:
+        if query_norm_ptr is not None:
             squares = tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)
             scale = inverse_rms(squares, HEAD_DIM, eps)[:, None]
-            norm = tl.where(is_query, query_norm, key_norm) + i
-            low = weigh(low * scale, tl.load(norm, mask=i < HALF, other=0.0)[None, :]).to(tl.float32)
-            high = weigh(high * scale, tl.load(norm + HALF, mask=i < HALF, other=0.0)[None, :]).to(tl.float32)
+            norm_ptrs = tl.where(is_query, query_norm_ptr, key_norm_ptr) + dim
+            scaled_low = low * scale
+            low_norm = tl.load(norm_ptrs, mask=dim < HALF, other=0.0)[None, :]
+            low = weigh(scaled_low, low_norm).to(tl.float32)
+            scaled_high = high * scale
+            high_norm = tl.load(norm_ptrs + HALF, mask=dim < HALF, other=0.0)[None, :]
+            high = weigh(scaled_high, high_norm).to(tl.float32)
 
-        stored_low = _turned(low, cosines, high, -sines, DTYPE)
-        stored_high = _turned(high, cosines, low, sines, DTYPE)
+        stored_low = _rotate(low, cosines, high, -sines, DTYPE)
+        stored_high = _rotate(high, cosines, low, sines, DTYPE)
 
     if is_query:
-        out = query_out + row * NUM_HEADS * HEAD_DIM + places
-        tl.store(out, tl.where(slot < 0, 0.0, stored_low), mask=is_place)
-        tl.store(out + HALF, tl.where(slot < 0, 0.0, stored_high), mask=is_place)
+        out_ptrs = query_out_ptr + row * NUM_HEADS * HEAD_DIM + element_offset
+        tl.store(out_ptrs, tl.where(slot < 0, 0.0, stored_low), mask=element_mask)
+        tl.store(out_ptrs + HALF, tl.where(slot < 0, 0.0, stored_high), mask=element_mask)
     else:
-        is_stored = (head < tl.where(slot < 0, 0, num_heads))[:, None] & (i < HALF)[None, :]
-        cache_row = (block.to(tl.int64) * NUM_KV_HEADS + head) * BLOCK_SIZE + position % BLOCK_SIZE
-        out = tl.where(is_value, values, keys) + cache_row[:, None] * HEAD_DIM + i[None, :]
-        tl.store(out, stored_low, mask=is_stored)
-        tl.store(out + HALF, stored_high, mask=is_stored)
+        cache_mask = (head < tl.where(slot < 0, 0, num_heads))[:, None] & (dim < HALF)[None, :]
+        cache_row = (block.to(tl.int64) * NUM_KV_HEADS + head) * KV_BLOCK_SIZE + position % KV_BLOCK_SIZE
+        out_ptrs = tl.where(is_value, values_ptr, keys_ptr) + cache_row[:, None] * HEAD_DIM + dim[None, :]
+        tl.store(out_ptrs, stored_low, mask=cache_mask)
+        tl.store(out_ptrs + HALF, stored_high, mask=cache_mask)
 
 
 def rotate_and_store(
@@ -126,82 +189,106 @@ def rotate_and_store(
 ) -> None:
     """Rotated queries to query_out; rotated keys, and values, to the cache.
 
-    qkv: [N, W] in the storage type, or fp32 partial sums [num_slices, N, W], added in the order of slices,
+    qkv: [R, W] in the storage type, or fp32 partial sums [num_slices, R, W], added in the order of slices,
     then bias [W] if given, then rounded; W = (num_heads + 2 * num_kv_heads) * head_dim: queries, keys,
-    values. Its rows may stand apart. query_norm and key_norm [head_dim], both or neither, with eps: heads are
-    normalised before the rotation.
-    row_slot, row_position [N] int32, block_table [S, max_blocks] int32. Rows with a negative slot are
-    padding: their queries are zeros and the cache does not see them.
-    cos, sin [max_positions, head_dim / 2] in the storage type, for every position of a live row.
-    query_out [N, num_heads, head_dim]; keys, values [num_blocks, num_kv_heads, block_size, head_dim].
+    values. Its rows may have any stride.
+    row_slot, row_position: [R] int32. Rows with a negative slot are padding: their queries are zeros, and
+    nothing is written to the cache for them. No two live rows may have the same slot and position.
+    block_table: [S, max_blocks] int32, the blocks of each slot in order; its rows may have any stride.
+    cos, sin: [max_positions, head_dim / 2] in the storage type, for every position of a live row.
+    query_out: [R, num_heads, head_dim]. keys, values: [num_blocks, num_kv_heads, block_size, head_dim].
+    query_norm, key_norm: [head_dim], both or neither, with eps: heads are normalised before the rotation.
     Raises ValueError for another shape, type or layout.
     """
-    num_rows, num_heads, head_dim = query_out.shape
-    num_blocks, num_kv_heads, block_size, _ = keys.shape
-    dtype = query_out.dtype
-    width = (num_heads + 2 * num_kv_heads) * head_dim
-    if qkv.dim() == 3:
-        check_rows("qkv", qkv, (max(qkv.shape[0], 1), num_rows, width), torch.float32)
-    else:
-        check_rows("qkv", qkv, (num_rows, width), dtype)
-
-    if head_dim % 2 or block_size & (block_size - 1):
-        raise ValueError(
-            f"head_dim={head_dim}, block_size={block_size}: expected an even number and a power of two"
-        )
-
-    if (query_norm is None) != (key_norm is None):
-        raise ValueError("query_norm, key_norm: one of them is None: expected both or neither")
-
-    check_tensor("row_slot", row_slot, (num_rows,), torch.int32)
-    check_tensor("row_position", row_position, (num_rows,), torch.int32)
-    check_rows("block_table", block_table, block_table.shape, torch.int32)
-    check_tensor("query_out", query_out, query_out.shape, dtype)
-    check_tensor("cos", cos, (cos.shape[0], head_dim // 2), dtype)
-    check_tensor("sin", sin, cos.shape, dtype)
-    for name, cache in (("keys", keys), ("values", values)):
-        check_tensor(name, cache, (num_blocks, num_kv_heads, block_size, head_dim), dtype)
-
-    for name, norm in (("query_norm", query_norm), ("key_norm", key_norm)):
-        if norm is not None:
-            check_tensor(name, norm, (head_dim,), dtype)
-
-    if bias is not None:
-        check_tensor("bias", bias, (width,), dtype)
-
-    padded_half = int(triton.next_power_of_2(head_dim // 2))
-    heads = min(max(PROGRAM_ELEMENTS // (2 * padded_half), 1), int(triton.next_power_of_2(num_heads)))
-    num_groups = -(-num_heads // heads) + 2 * -(-num_kv_heads // heads)
-    _rotate_and_store[(num_rows, num_groups)](
+    slices = _check_rotate_and_store(
         qkv,
-        bias,
-        query_norm,
-        key_norm,
-        cos,
-        sin,
         row_slot,
         row_position,
         block_table,
+        cos,
+        sin,
         query_out,
         keys,
         values,
-        eps,
-        qkv.stride(0) if qkv.dim() == 3 else 0,
-        qkv.stride(-2),
-        block_table.stride(0),
+        bias,
+        query_norm,
+        key_norm,
+    )
+    num_rows, num_heads, head_dim = query_out.shape
+    num_kv_heads, block_size = keys.shape[1:3]
+    padded_half = int(triton.next_power_of_2(head_dim // 2))
+    tile_heads = min(max(PROGRAM_ELEMENTS // (2 * padded_half), 1), int(triton.next_power_of_2(num_heads)))
+    num_tiles = triton.cdiv(num_heads, tile_heads) + 2 * triton.cdiv(num_kv_heads, tile_heads)
+    _rotate_and_store[(num_rows, num_tiles)](
+        qkv_ptr=qkv,
+        bias_ptr=bias,
+        query_norm_ptr=query_norm,
+        key_norm_ptr=key_norm,
+        cos_ptr=cos,
+        sin_ptr=sin,
+        row_slot_ptr=row_slot,
+        row_position_ptr=row_position,
+        block_table_ptr=block_table,
+        query_out_ptr=query_out,
+        keys_ptr=keys,
+        values_ptr=values,
+        eps=eps,
+        qkv_slice_stride=slices.slice_stride,
+        qkv_stride=qkv.stride(-2),
+        table_stride=block_table.stride(0),
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
-        BLOCK_SIZE=block_size,
-        HEADS=heads,
+        KV_BLOCK_SIZE=block_size,
+        TILE_HEADS=tile_heads,
         PADDED_HALF=padded_half,
-        NUM_SLICES=qkv.shape[0] if qkv.dim() == 3 else 1,
+        NUM_SLICES=slices.num_slices,
         PDL=uses_pdl(),
         num_warps=NUM_WARPS,
         # A fused multiply-add would leave out the rounding of a product.
         enable_fp_fusion=False,
         **launch_options(),
     )
+
+
+def _check_rotate_and_store(
+    qkv: Tensor,
+    row_slot: Tensor,
+    row_position: Tensor,
+    block_table: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    query_out: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    bias: Tensor | None,
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+) -> PartialSums:
+    """Raise ValueError for arguments of `rotate_and_store` of another shape, type or layout.
+
+    Returns the slices of qkv.
+    """
+    num_rows, num_heads, head_dim = query_out.shape
+    num_blocks, num_kv_heads, block_size, _ = keys.shape
+    dtype = query_out.dtype
+    width = (num_heads + 2 * num_kv_heads) * head_dim
+    slices = check_partial_sums("qkv", qkv, num_rows, width, dtype)
+    if head_dim % 2:
+        raise ValueError(f"head_dim={head_dim}: expected an even number")
+
+    check_power_of_two("block_size", block_size)
+    if (query_norm is None) != (key_norm is None):
+        raise ValueError("query_norm, key_norm: one of them is None: expected both or neither")
+
+    check_tensors((num_rows,), torch.int32, row_slot=row_slot, row_position=row_position)
+    check_rows("block_table", block_table, block_table.shape, torch.int32)
+    check_tensor("query_out", query_out, query_out.shape, dtype)
+    check_tensors((cos.shape[0], head_dim // 2), dtype, cos=cos, sin=sin)
+    check_tensors((num_blocks, num_kv_heads, block_size, head_dim), dtype, keys=keys, values=values)
+    check_tensors((head_dim,), dtype, query_norm=query_norm, key_norm=key_norm)
+    check_tensors((width,), dtype, bias=bias)
+    return slices
 
 
 def rotate_and_store_reference(
@@ -220,7 +307,7 @@ def rotate_and_store_reference(
     key_norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> None:
-    """What `rotate_and_store` does, written plainly."""
+    """Write what `rotate_and_store` writes, row by row."""
     num_rows, num_heads, head_dim = query_out.shape
     num_kv_heads, block_size = keys.shape[1:3]
     if qkv.dim() == 3:
@@ -243,12 +330,13 @@ def rotate_and_store_reference(
     for row in range(num_rows):
         slot, position = int(row_slot[row]), int(row_position[row])
         if slot >= 0:
-            block, offset = block_table[slot, position // block_size], position % block_size
+            block, place = block_table[slot, position // block_size], position % block_size
             query_out[row] = _rotated(query[row], cos[position], sin[position])
-            keys[block, :, offset] = _rotated(key[row], cos[position], sin[position])
-            values[block, :, offset] = value[row]
+            keys[block, :, place] = _rotated(key[row], cos[position], sin[position])
+            values[block, :, place] = value[row]
 
 
 def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return rotated heads [num_heads, head_dim] of one position, with cos and sin [head_dim / 2]."""
     low, high = heads.chunk(2, dim=-1)
     return torch.cat((low * cos + high * -sin, high * cos + low * sin), dim=-1)

@@ -1,7 +1,22 @@
-"""Logits as their slot's rules change them, and the best of each chunk of them.
+"""The rules of a slot applied to its rows' logits: bias, penalties, stop ids, allowed ids, constraint.
 
-Reference: `apply_processors`, over the operations of penalties.py. Bytes: a row of logits once, and once
-more to write it where rules apply. The vocabulary is cut into chunks, a program each.
+Rules apply in this order: the bias is added; tokens seen before get the repetition, frequency and presence
+penalties; tokens that the rules forbid become -inf. Stop ids are forbidden while the sequence is shorter than
+min_length, unless no other token would be left; allowed ids give way to a constraint where the two together
+would leave no token.
+
+Grid (rows, chunks): a program owns a chunk of a row, in `rule_logits`. It also finds the best token of its
+chunk, which is all that a greedy row needs; the chunk's mass, which top_p needs; and the largest raw logit
+and the sum of exponentials, which log-probabilities need. Sums run over one chunk in the order of Triton's
+reduction, which CHUNK_TOKENS and the 8 warps fix, so a row's bits do not depend on other rows. Products are
+rounded before they are subtracted, as in the reference: no fused multiply-add.
+
+Bytes: a row of logits once, and once more to write it where rules apply; of the tables the slot's rows.
+
+Programmatic dependent launch: the kernel waits for its producers before its first read, and lets its
+dependents, the short launches of `sample_rows`, start right after that.
+
+Reference: `apply_processors` in execution.eager.logits_processors, over the operations of `penalties`.
 """
 
 from __future__ import annotations
@@ -9,12 +24,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from drift_sdk._kernels.common.launching import start_dependents, wait_for_producers
+from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.sampling.gumbel import arg_max
+from drift_sdk._kernels.sampling.rows_to_sample import RowsToSample
+from drift_sdk._kernels.sampling.sample_buffers import CHUNK_TOKENS
 from drift_sdk._kernels.sampling.scaled_logits import scale
 from drift_sdk._kernels.slots.slot_columns import SlotFlag
 
-__all__ = ["rule_logits", "ruled_row"]
+__all__ = ["apply_logits_rules", "find_ruled_row"]
 
 BIAS = tl.constexpr(SlotFlag.BIAS.value)
 PENALTIES = tl.constexpr(SlotFlag.PENALTIES.value)
@@ -22,145 +39,292 @@ ALLOWED = tl.constexpr(SlotFlag.ALLOWED.value)
 CONSTRAINT = tl.constexpr(SlotFlag.CONSTRAINT.value)
 STOPS = tl.constexpr(SlotFlag.STOPS.value)
 
-WORD_BLOCK = tl.constexpr(1024)
+CHUNK_WORDS = tl.constexpr(1024)
+"""Words of a set of tokens read at a time in `_leaves_any`: 4 a thread of 8 warps, one load of 16 bytes,
+and 32,768 tokens, a quarter of a vocabulary of 128,256."""
 
 
 @triton.jit
 def _bans_stops(flags, min_length, position):
-    """Whether stop ids are out of the question behind the token at `position`."""
+    """Whether stop ids are forbidden behind the token at `position`: the sequence would end too short."""
     return ((flags & STOPS) != 0) & (position + 1 < min_length)
 
 
 @triton.jit
 def _has_rules(flags, is_short):
-    """Whether a row's logits are in the second plane, changed."""
+    """Whether rules change a row's logits, which are then in plane 1."""
     return ((flags & (BIAS | PENALTIES | ALLOWED | CONSTRAINT)) != 0) | is_short
 
 
 @triton.jit
-def ruled_row(logits, plane_stride, row_position, slot_flags, slot_min_length, row, slot, vocab_size):
-    """Where a row's logits are, rules and all."""
-    flags = tl.load(slot_flags + slot)
-    is_short = _bans_stops(flags, tl.load(slot_min_length + slot), tl.load(row_position + row))
+def find_ruled_row(
+    logits_ptr,  # [2, R, V] fp32
+    logits_plane_stride,
+    row_position_ptr,  # [R] int32
+    flags_ptr,  # [S] int32
+    min_length_ptr,  # [S] int32
+    row,
+    slot,  # not -1
+    vocab_size,  # V
+):
+    """The pointer to a row's logits [V] with its rules applied: in plane 1 if there are any, else in plane
+    0."""
+    flags = tl.load(flags_ptr + slot)
+    is_short = _bans_stops(flags, tl.load(min_length_ptr + slot), tl.load(row_position_ptr + row))
     plane = _has_rules(flags, is_short).to(tl.int64)
-    return logits + plane * plane_stride + row.to(tl.int64) * vocab_size
+    return logits_ptr + plane * logits_plane_stride + row.to(tl.int64) * vocab_size
 
 
 @triton.jit
-def _bits(words, token_ids, in_vocab):
-    word = tl.load(words + token_ids // 32, mask=in_vocab, other=0)
+def _has_bit(words_ptr, token_ids, in_vocab):
+    """Whether each of token_ids [N] is in the set of tokens at words_ptr [W] int32."""
+    word = tl.load(words_ptr + token_ids // 32, mask=in_vocab, other=0)
     return ((word >> (token_ids % 32)) & 1) != 0
 
 
 @triton.jit
-def _leaves_any(stop_words, allowed_words, mask_words, is_short, is_restricted, is_constrained, vocab_size):
-    """Whether any token is left when stop ids are banned (is_short), the allowed ids and the constraint hold
-    (is_restricted, is_constrained)."""
+def _leaves_any(
+    stop_words_ptr,  # [W] int32: the slot's stop ids
+    allowed_words_ptr,  # [W] int32: its allowed ids
+    mask_words_ptr,  # [W] int32: what the row's constraint allows
+    is_short,  # whether stop ids are forbidden
+    is_restricted,  # whether only allowed ids may be chosen
+    is_constrained,  # whether the row has a constraint
+    vocab_size,
+):
+    """Whether all rules together leave any token."""
     num_words = (vocab_size + 31) // 32
     num_left = 0
-    first = 0
-    while (num_left == 0) & (first < num_words):
-        index = first + tl.arange(0, WORD_BLOCK)
-        is_word = index < num_words
+    first_word = 0
+    while (num_left == 0) & (first_word < num_words):
+        word = first_word + tl.arange(0, CHUNK_WORDS)
+        is_word = word < num_words
         # Bits behind the vocabulary are no tokens.
-        num_bits = tl.minimum(tl.maximum(vocab_size - index * 32, 0), 32)
+        num_bits = tl.minimum(tl.maximum(vocab_size - word * 32, 0), 32)
         left = tl.where(num_bits == 32, -1, (1 << (num_bits % 32)) - 1)
         if is_short:
-            left &= tl.load(stop_words + index, mask=is_word, other=0) ^ -1
+            left &= tl.load(stop_words_ptr + word, mask=is_word, other=0) ^ -1
 
         if is_restricted:
-            left &= tl.load(allowed_words + index, mask=is_word, other=0)
+            left &= tl.load(allowed_words_ptr + word, mask=is_word, other=0)
 
         if is_constrained:
-            left &= tl.load(mask_words + index, mask=is_word, other=0)
+            left &= tl.load(mask_words_ptr + word, mask=is_word, other=0)
 
         num_left = tl.sum((left != 0).to(tl.int32), axis=0)
-        first += WORD_BLOCK
+        first_word += CHUNK_WORDS
 
     return num_left > 0
 
 
 @triton.jit
+def _penalise(
+    logits,  # [N] fp32
+    token_ids,  # [N]
+    in_vocab,  # [N]
+    slot_counts_ptr,  # [V] int32: how often the slot generated each token
+    slot_prompt_bits_ptr,  # [W] int32
+    row_token_ptr,  # [R] int32
+    row,
+    presence_ptr,  # fp32: the slot's word of each of the three
+    frequency_ptr,
+    repetition_ptr,
+    ROWS_PER_SLOT: tl.constexpr,
+):
+    """Logits less the penalties for tokens seen before."""
+    counts = tl.load(slot_counts_ptr + token_ids, mask=in_vocab, other=0)
+    # A slot's later rows are reached only if the tokens drafted before them were chosen.
+    depth = row % ROWS_PER_SLOT
+    for earlier in tl.static_range(1, ROWS_PER_SLOT):
+        drafted = tl.load(row_token_ptr + row - depth + earlier, mask=earlier <= depth, other=-1)
+        counts += (token_ids == drafted).to(tl.int32)
+
+    is_seen = _has_bit(slot_prompt_bits_ptr, token_ids, in_vocab) | (counts > 0)
+    repetition = tl.load(repetition_ptr)
+    divided = tl.div_rn(logits, repetition)
+    penalised = tl.where(logits < 0, logits * repetition, divided)
+    logits = tl.where(is_seen, penalised, logits)
+    logits -= tl.load(frequency_ptr) * counts.to(tl.float32)
+    logits -= tl.load(presence_ptr) * (counts > 0).to(tl.float32)
+    return logits
+
+
+@triton.jit
+def _forbid(
+    logits,  # [N] fp32
+    token_ids,  # [N]
+    in_vocab,  # [N]
+    stop_words_ptr,  # [W] int32: the slot's stop ids
+    allowed_words_ptr,  # [W] int32: its allowed ids
+    mask_words_ptr,  # [W] int32: what the row's constraint allows
+    is_short,
+    flags,
+    vocab_size,
+):
+    """Logits with -inf for tokens that must not be chosen."""
+    is_restricted = (flags & ALLOWED) != 0
+    is_constrained = (flags & CONSTRAINT) != 0
+    # Stop ids give way where nothing else would be left, allowed ids to a constraint.
+    if is_short | (is_restricted & is_constrained):
+        is_left = _leaves_any(
+            stop_words_ptr,
+            allowed_words_ptr,
+            mask_words_ptr,
+            is_short,
+            is_restricted,
+            is_constrained,
+            vocab_size,
+        )
+        is_short = is_short & is_left
+        is_restricted = is_restricted & (is_left | (is_constrained == 0))
+
+    if is_short:
+        logits = tl.where(_has_bit(stop_words_ptr, token_ids, in_vocab), -float("inf"), logits)
+
+    if is_restricted:
+        logits = tl.where(_has_bit(allowed_words_ptr, token_ids, in_vocab), logits, -float("inf"))
+
+    if is_constrained:
+        logits = tl.where(_has_bit(mask_words_ptr, token_ids, in_vocab), logits, -float("inf"))
+
+    return logits
+
+
+@triton.jit
 def rule_logits(
-    logits, plane_stride, row_slot, row_position, row_token, row_mask_words,
-    slot_flags, slot_min_length, slot_presence, slot_frequency, slot_repetition, slot_num_logprobs,
-    slot_temperature, slot_top_p, slot_bias, slot_counts, slot_prompt_bits, slot_stop_bits, slot_allowed_bits,
-    chunk_value, chunk_token, chunk_mass, raw_max, raw_sum, vocab_size, num_words,
-    ROWS_PER_SLOT: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Grid (rows, chunks). Writes plane 1 of the rows that have rules, every chunk's best (chunk_value,
-    chunk_token), where top_p applies the mass of its scaled logits with the best at zero (chunk_mass), and,
-    of the raw logits of rows that report log-probabilities, each chunk's largest and the sum of exponentials
-    below it (raw_max, raw_sum)."""
+    # The rows.
+    logits_ptr,  # [2, R, V] fp32: plane 0 is read, plane 1 written
+    logits_plane_stride,
+    row_slot_ptr,  # [R] int32
+    row_position_ptr,  # [R] int32
+    row_token_ptr,  # [R] int32
+    row_mask_words_ptr,  # [R, W] int32
+    # The slots.
+    flags_ptr,  # [S] int32
+    min_length_ptr,  # [S] int32
+    presence_ptr,  # [S] fp32
+    frequency_ptr,  # [S] fp32
+    repetition_ptr,  # [S] fp32
+    num_logprobs_ptr,  # [S] int32
+    temperature_ptr,  # [S] fp32
+    top_p_ptr,  # [S] fp32
+    bias_ptr,  # [S, V] fp32
+    counts_ptr,  # [S, V] int32
+    prompt_bits_ptr,  # [S, W] int32
+    stop_bits_ptr,  # [S, W] int32
+    allowed_bits_ptr,  # [S, W] int32
+    # The results, as in `SampleBuffers`.
+    chunk_value_ptr,  # [R, C] fp32
+    chunk_token_ptr,  # [R, C] int32
+    chunk_mass_ptr,  # [R, C] fp32
+    raw_max_ptr,  # [R, C] fp32
+    raw_sum_ptr,  # [R, C] fp32
+    # Sizes.
+    vocab_size,  # V
+    num_words,  # W
+    ROWS_PER_SLOT: tl.constexpr,
+    CHUNK_TOKENS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (R, C). Longer than other kernels by its signature: it reads every rule there is."""
     wait_for_producers(PDL)
     start_dependents(PDL)
     row, chunk = tl.program_id(0), tl.program_id(1)
-    slot = tl.load(row_slot + row)
+    slot = tl.load(row_slot_ptr + row)
     if slot < 0:
         return
 
-    temperature, top_p = tl.load(slot_temperature + slot), tl.load(slot_top_p + slot)
+    temperature, top_p = tl.load(temperature_ptr + slot), tl.load(top_p_ptr + slot)
     wide_row, wide_slot = row.to(tl.int64), slot.to(tl.int64)
-    token_ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    token_ids = chunk * CHUNK_TOKENS + tl.arange(0, CHUNK_TOKENS)
     in_vocab = token_ids < vocab_size
-    raw_logits = logits + wide_row * vocab_size + token_ids
-    values = tl.load(raw_logits, mask=in_vocab, other=-float("inf"))
+    raw_logits_ptr = logits_ptr + wide_row * vocab_size + token_ids
+    logits = tl.load(raw_logits_ptr, mask=in_vocab, other=-float("inf"))
     cell = row * tl.num_programs(1) + chunk
-    if tl.load(slot_num_logprobs + slot) >= 0:
-        largest = tl.max(values, axis=0)
-        reference = tl.where(largest == -float("inf"), 0.0, largest)
-        tl.store(raw_max + cell, largest)
-        tl.store(raw_sum + cell, tl.sum(tl.exp(values - reference), axis=0))
+    if tl.load(num_logprobs_ptr + slot) >= 0:
+        largest = tl.max(logits, axis=0)
+        zero = tl.where(largest == -float("inf"), 0.0, largest)
+        tl.store(raw_max_ptr + cell, largest)
+        tl.store(raw_sum_ptr + cell, tl.sum(tl.exp(logits - zero), axis=0))
 
-    flags = tl.load(slot_flags + slot)
-    is_short = _bans_stops(flags, tl.load(slot_min_length + slot), tl.load(row_position + row))
+    flags = tl.load(flags_ptr + slot)
+    is_short = _bans_stops(flags, tl.load(min_length_ptr + slot), tl.load(row_position_ptr + row))
     if _has_rules(flags, is_short):
         if (flags & BIAS) != 0:
-            values += tl.load(slot_bias + wide_slot * vocab_size + token_ids, mask=in_vocab, other=0.0)
+            logits += tl.load(bias_ptr + wide_slot * vocab_size + token_ids, mask=in_vocab, other=0.0)
 
         if (flags & PENALTIES) != 0:
-            counts = tl.load(slot_counts + wide_slot * vocab_size + token_ids, mask=in_vocab, other=0)
-            # A slot's later rows are reached only if the tokens drafted before them were chosen.
-            step = row % ROWS_PER_SLOT
-            for depth in tl.static_range(1, ROWS_PER_SLOT):
-                drafted = tl.load(row_token + row - step + depth, mask=depth <= step, other=-1)
-                counts += (token_ids == drafted).to(tl.int32)
-
-            is_seen = _bits(slot_prompt_bits + wide_slot * num_words, token_ids, in_vocab) | (counts > 0)
-            repetition = tl.load(slot_repetition + slot)
-            divided = tl.div_rn(values, repetition)
-            penalised = tl.where(values < 0, values * repetition, divided)
-            values = tl.where(is_seen, penalised, values)
-            values -= tl.load(slot_frequency + slot) * counts.to(tl.float32)
-            values -= tl.load(slot_presence + slot) * (counts > 0).to(tl.float32)
-
-        stop_words = slot_stop_bits + wide_slot * num_words
-        allowed_words = slot_allowed_bits + wide_slot * num_words
-        mask_words = row_mask_words + wide_row * num_words
-        is_restricted = (flags & ALLOWED) != 0
-        is_constrained = (flags & CONSTRAINT) != 0
-        # Stop ids give way where nothing else would be left, allowed ids to a constraint.
-        if is_short | (is_restricted & is_constrained):
-            is_left = _leaves_any(
-                stop_words, allowed_words, mask_words, is_short, is_restricted, is_constrained, vocab_size
+            logits = _penalise(
+                logits,
+                token_ids,
+                in_vocab,
+                counts_ptr + wide_slot * vocab_size,
+                prompt_bits_ptr + wide_slot * num_words,
+                row_token_ptr,
+                row,
+                presence_ptr + slot,
+                frequency_ptr + slot,
+                repetition_ptr + slot,
+                ROWS_PER_SLOT,
             )
-            is_short = is_short & is_left
-            is_restricted = is_restricted & (is_left | (is_constrained == 0))
 
-        if is_short:
-            values = tl.where(_bits(stop_words, token_ids, in_vocab), -float("inf"), values)
+        logits = _forbid(
+            logits,
+            token_ids,
+            in_vocab,
+            stop_bits_ptr + wide_slot * num_words,
+            allowed_bits_ptr + wide_slot * num_words,
+            row_mask_words_ptr + wide_row * num_words,
+            is_short,
+            flags,
+            vocab_size,
+        )
+        tl.store(raw_logits_ptr + logits_plane_stride, logits, mask=in_vocab)
 
-        if is_restricted:
-            values = tl.where(_bits(allowed_words, token_ids, in_vocab), values, -float("inf"))
-
-        if is_constrained:
-            values = tl.where(_bits(mask_words, token_ids, in_vocab), values, -float("inf"))
-
-        tl.store(raw_logits + plane_stride, values, mask=in_vocab)
-
-    value, token = arg_max(values, token_ids)
-    tl.store(chunk_value + cell, value)
-    tl.store(chunk_token + cell, token)
+    best, token = arg_max(logits, token_ids)
+    tl.store(chunk_value_ptr + cell, best)
+    tl.store(chunk_token_ptr + cell, token)
     if (temperature > 0) & (top_p < 1):
-        reference = tl.where(value == -float("inf"), 0.0, value)
-        tl.store(chunk_mass + cell, tl.sum(tl.exp(scale(values, reference, temperature)), axis=0))
+        zero = tl.where(best == -float("inf"), 0.0, best)
+        tl.store(chunk_mass_ptr + cell, tl.sum(tl.exp(scale(logits, zero, temperature)), axis=0))
+
+
+def apply_logits_rules(rows: RowsToSample) -> None:
+    """Write plane 1 of rows that have rules, and of every chunk: the best token (chunk_value, chunk_token);
+    the mass where top_p applies (chunk_mass); of raw logits where log-probabilities are reported, the largest
+    and the sum of exponentials (raw_max, raw_sum)."""
+    slots, buffers = rows.slots, rows.buffers
+    rule_logits[rows.chunk_grid](
+        rows.logits,
+        rows.logits.stride(0),
+        rows.row_slot,
+        rows.row_position,
+        rows.row_token,
+        rows.mask_words,
+        slots.flags,
+        slots.min_length,
+        slots.presence_penalty,
+        slots.frequency_penalty,
+        slots.repetition_penalty,
+        slots.num_logprobs,
+        slots.temperature,
+        slots.top_p,
+        slots.bias,
+        slots.counts,
+        slots.prompt_bits,
+        slots.stop_bits,
+        slots.allowed_bits,
+        buffers.chunk_value,
+        buffers.chunk_token,
+        buffers.chunk_mass,
+        buffers.raw_max,
+        buffers.raw_sum,
+        rows.vocab_size,
+        rows.mask_words.shape[1],
+        ROWS_PER_SLOT=rows.rows_per_slot,
+        CHUNK_TOKENS=CHUNK_TOKENS,
+        PDL=uses_pdl(),
+        num_warps=8,
+        enable_fp_fusion=False,  # a product is rounded before it is subtracted, as in the reference
+        **launch_options(),
+    )

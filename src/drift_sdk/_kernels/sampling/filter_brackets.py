@@ -1,11 +1,24 @@
-"""Between which two levels a row's logits are cut off by top_k or top_p, and the logits that lie there.
+"""Brackets around the levels where top_k or top_p cut rows off, and the logits that lie in them.
 
-A token stays while the weight of all strictly larger logits is below a limit: their count below top_k, or
-their mass below top_p. Both fall as the logit grows, so weighing the row at a few levels tells between which
-two of them the smallest logit kept lies. All chunks of a row do so side by side, in two passes, and then set
-apart what lies in there: from a few to some thousand.
+A token stays while the weight of all strictly larger logits is below a limit: their count is below top_k, or
+their mass below top_p of the row's. Both fall as the logit grows, so weighing the row at a few levels tells
+between which two of them the smallest logit kept lies: that is the bracket. All chunks of a row are weighed
+side by side, in two passes (`_refine_bracket`); then the scaled logits in the last bracket are collected
+(`_collect_candidates`): from a few to some thousand. With top_k those above the bracket are collected too,
+for a top_p that comes after it.
+
+Grid (rows, parts) of both: a program owns every P-th chunk of its row. Every program of a row computes the
+bracket again, from the weights that the launch before has left, by the same operations in the same order, so
+all agree on it to the bit; without fused multiply-adds, which one kernel might have and another not. Program
+0 of a row writes it down. A weight is the sum over one chunk, then over the row's chunks, in the order of
+Triton's reductions, which CHUNK_TOKENS, the number of chunks and the 4 warps fix.
 
 Bytes: a row of logits three times, less the chunks whose best lies below the bracket.
+
+Programmatic dependent launch: the kernels wait for their producers before their first read and let their
+dependents start right after that: rows without a filter end at once.
+
+Reference: `sample.filter_logits`, together with `filter_thresholds`.
 """
 
 from __future__ import annotations
@@ -13,161 +26,305 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from drift_sdk._kernels.common.launching import start_dependents, wait_for_producers
-from drift_sdk._kernels.sampling.apply_logits_rules import ruled_row
+from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk._kernels.sampling.apply_logits_rules import find_ruled_row
+from drift_sdk._kernels.sampling.filter_settings import BRACKET_FIELDS, LEVELS, PASSES, load_filter
+from drift_sdk._kernels.sampling.rows_to_sample import RowsToSample
+from drift_sdk._kernels.sampling.sample_buffers import CHUNK_TOKENS, MAX_CANDIDATES
 from drift_sdk._kernels.sampling.scaled_logits import NEGLIGIBLE_LOGIT, best_of_chunks, mass_of_chunks, scale
 
-__all__ = ["BRACKET", "LEVELS", "PASSES", "collect_candidates", "filter_settings", "refine_bracket"]
+__all__ = ["collect_candidates", "refine_brackets"]
 
-PASSES = tl.constexpr(2)
-LEVELS = tl.constexpr(7)
-"""Levels within the bracket at which a pass weighs the row: what is left of a bracket after two passes, a
-64th, holds less than `MAX_CANDIDATES` of a chunk as a rule, also where thousands of tokens are about as
-likely."""
-BRACKET = tl.constexpr(4)
-"""What is noted of a bracket: its low and high end, the weight of all from the high end on and, without
-top_k, the mass of the whole row."""
-
-
-@triton.jit
-def filter_settings(slot_temperature, slot_top_k, slot_top_p, slot, vocab_size):
-    """(temperature, top_k or 0 if it cuts nothing off, top_p, whether a row is sampled through a filter that
-    needs an order) of a slot, -1: none."""
-    is_slot = slot >= 0
-    temperature = tl.load(slot_temperature + slot, mask=is_slot, other=0.0)
-    top_k = tl.load(slot_top_k + slot, mask=is_slot, other=0)
-    top_k = tl.where(top_k < vocab_size, top_k, 0)
-    top_p = tl.load(slot_top_p + slot, mask=is_slot, other=1.0)
-    return temperature, top_k, top_p, (temperature > 0) & ((top_k > 0) | (top_p < 1))
+FIRST_HIGH = tl.constexpr(1e-30)
+"""High end of the first bracket: above the best scaled logit, 0, which must lie in the bracket."""
+LEAST_LEFT_OUT = tl.constexpr(1e-30)
+"""Least mass a token that top_p leaves out is taken to have, so that its logarithm is finite: about -69, far
+below NEGLIGIBLE_LOGIT."""
+ROUNDING_MARGIN = tl.constexpr(0.1)
+"""The first bracket of top_p begins this far below its computed low end, for rounding: far more than the
+rounding of the sums, and little beside the width of the bracket."""
 
 
 @triton.jit
 def _level(low, high, number: tl.constexpr):
+    """Level `number` of a pass: level 0 to LEVELS - 1 cut the bracket into LEVELS + 1 equal parts."""
     # Rounded twice in every launch (no fused multiply-add), so that all mean the same level.
     return low + (high - low) * ((number + 1) / (LEVELS + 1))
 
 
 @triton.jit
-def _bracket(
-    brackets, weights, chunk_value, chunk_mass, row, best, temperature, top_k, top_p, vocab_size, num_chunks,
-    PASS: tl.constexpr, CHUNKS: tl.constexpr,
-):  # fmt: skip
-    """(low, high) of what is in doubt before a pass: of scaled logits all from high on are kept, and none
-    below low, unless low was so low already that none of those matters."""
+def _find_bracket(
+    brackets_ptr,  # [R, PASSES + 1, BRACKET_FIELDS] fp32: read at PASS - 1, written at PASS
+    weights_ptr,  # [R, PASSES, C, LEVELS] fp32: read at PASS - 1
+    chunk_value_ptr,  # [R, C] fp32
+    chunk_mass_ptr,  # [R, C] fp32
+    row,
+    best,  # of the row
+    temperature,
+    top_k,
+    top_p,
+    vocab_size,
+    num_chunks,  # C
+    PASS: tl.constexpr,
+    PADDED_CHUNKS: tl.constexpr,
+):
+    """(low, high): the bracket before a pass. All scaled logits from high on are kept, and none below low,
+    unless low was so low already that none of those can be chosen."""
     if PASS == 0:
         # Nothing lies above the best, which is zero.
-        low, high, above, mass = NEGLIGIBLE_LOGIT + 0.0, 1e-30, 0.0, 0.0
+        low, high, above, mass = NEGLIGIBLE_LOGIT + 0.0, FIRST_HIGH + 0.0, 0.0, 0.0
         if top_k == 0:
-            mass = mass_of_chunks(chunk_value, chunk_mass, row, best, temperature, num_chunks, CHUNKS)
-            # All tokens below this have less mass together than top_p leaves out; the tenth is for rounding.
-            left_out = tl.maximum((mass - top_p * mass) / vocab_size, 1e-30)
-            low = tl.maximum(tl.log(left_out) - 0.1, NEGLIGIBLE_LOGIT)
+            mass = mass_of_chunks(
+                chunk_value_ptr, chunk_mass_ptr, row, best, temperature, num_chunks, PADDED_CHUNKS
+            )
+            # All tokens below this have less mass together than top_p leaves out.
+            left_out = tl.maximum((mass - top_p * mass) / vocab_size, LEAST_LEFT_OUT)
+            low = tl.maximum(tl.log(left_out) - ROUNDING_MARGIN, NEGLIGIBLE_LOGIT)
     else:
-        last = brackets + (row * (PASSES + 1) + PASS - 1) * BRACKET
-        low, high, above, mass = tl.load(last), tl.load(last + 1), tl.load(last + 2), tl.load(last + 3)
+        last_ptr = brackets_ptr + (row * (PASSES + 1) + PASS - 1) * BRACKET_FIELDS
+        low, high, above, mass = (
+            tl.load(last_ptr),
+            tl.load(last_ptr + 1),
+            tl.load(last_ptr + 2),
+            tl.load(last_ptr + 3),
+        )
         limit = tl.where(top_k > 0, top_k.to(tl.float32), top_p * mass)
-        chunk = tl.arange(0, CHUNKS)
-        cell = weights + ((row * PASSES + PASS - 1) * num_chunks + chunk) * LEVELS
+        chunk = tl.arange(0, PADDED_CHUNKS)
+        is_chunk = chunk < num_chunks
+        chunk_weights_ptr = weights_ptr + ((row * PASSES + PASS - 1) * num_chunks + chunk) * LEVELS
         from_low, from_high = low, high
         for number in tl.static_range(LEVELS):
             level = _level(from_low, from_high, number)
-            weight = tl.sum(tl.load(cell + number, mask=chunk < num_chunks, other=0.0), axis=0)
+            weight = tl.sum(tl.load(chunk_weights_ptr + number, mask=is_chunk, other=0.0), axis=0)
             low = tl.where(weight >= limit, level, low)
             # The first level whose weight is below the limit.
             is_end = (weight < limit) & (high == from_high)
             high, above = tl.where(is_end, level, high), tl.where(is_end, weight, above)
 
     if tl.program_id(1) == 0:
-        own = brackets + (row * (PASSES + 1) + PASS) * BRACKET
-        tl.store(own, low)
-        tl.store(own + 1, high)
-        tl.store(own + 2, above)
-        tl.store(own + 3, mass)
+        bracket_ptr = brackets_ptr + (row * (PASSES + 1) + PASS) * BRACKET_FIELDS
+        tl.store(bracket_ptr, low)
+        tl.store(bracket_ptr + 1, high)
+        tl.store(bracket_ptr + 2, above)
+        tl.store(bracket_ptr + 3, mass)
 
     return low, high
 
 
 @triton.jit
-def refine_bracket(
-    logits, plane_stride, row_slot, row_position,
-    slot_temperature, slot_top_k, slot_top_p, slot_flags, slot_min_length,
-    chunk_value, chunk_mass, brackets, weights, vocab_size, num_chunks,
-    PASS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Grid (rows, parts of its chunks). The bracket before this pass, and each chunk's weight from the levels
-    in it on. brackets [R, PASSES + 1, BRACKET]; weights [R, PASSES, num_chunks, LEVELS]."""
+def _refine_bracket(
+    # The rows.
+    logits_ptr,  # [2, R, V] fp32
+    logits_plane_stride,
+    row_slot_ptr,  # [R] int32
+    row_position_ptr,  # [R] int32
+    # The slots.
+    temperature_ptr,  # [S] fp32
+    top_k_ptr,  # [S] int32
+    top_p_ptr,  # [S] fp32
+    flags_ptr,  # [S] int32
+    min_length_ptr,  # [S] int32
+    # The buffers.
+    chunk_value_ptr,  # [R, C] fp32
+    chunk_mass_ptr,  # [R, C] fp32
+    brackets_ptr,  # [R, PASSES + 1, BRACKET_FIELDS] fp32: read at PASS - 1, written at PASS
+    weights_ptr,  # [R, PASSES, C, LEVELS] fp32: read at PASS - 1, written at PASS
+    # Sizes.
+    vocab_size,  # V
+    num_chunks,  # C
+    PASS: tl.constexpr,  # 0 to PASSES - 1
+    CHUNK_TOKENS: tl.constexpr,
+    PADDED_CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (R, P). The bracket before this pass, and each chunk's weight from each of its levels on."""
     wait_for_producers(PDL)
     start_dependents(PDL)
     row = tl.program_id(0)
-    slot = tl.load(row_slot + row)
-    temperature, top_k, top_p, is_cut = filter_settings(
-        slot_temperature, slot_top_k, slot_top_p, slot, vocab_size
-    )
+    slot = tl.load(row_slot_ptr + row)
+    temperature, top_k, top_p, is_cut = load_filter(temperature_ptr, top_k_ptr, top_p_ptr, slot, vocab_size)
     if is_cut:
-        best = best_of_chunks(chunk_value, row, num_chunks, CHUNKS)
-        low, high = _bracket(
-            brackets, weights, chunk_value, chunk_mass, row, best, temperature, top_k, top_p, vocab_size,
-            num_chunks, PASS, CHUNKS,
-        )  # fmt: skip
-        row_logits = ruled_row(
-            logits, plane_stride, row_position, slot_flags, slot_min_length, row, slot, vocab_size
+        best = best_of_chunks(chunk_value_ptr, row, num_chunks, PADDED_CHUNKS)
+        low, high = _find_bracket(
+            brackets_ptr,
+            weights_ptr,
+            chunk_value_ptr,
+            chunk_mass_ptr,
+            row,
+            best,
+            temperature,
+            top_k,
+            top_p,
+            vocab_size,
+            num_chunks,
+            PASS,
+            PADDED_CHUNKS,
+        )
+        row_logits_ptr = find_ruled_row(
+            logits_ptr,
+            logits_plane_stride,
+            row_position_ptr,
+            flags_ptr,
+            min_length_ptr,
+            row,
+            slot,
+            vocab_size,
         )
         for chunk in range(tl.program_id(1), num_chunks, tl.num_programs(1)):
-            cell = weights + ((row * PASSES + PASS) * num_chunks + chunk) * LEVELS
-            chunk_best = scale(tl.load(chunk_value + row * num_chunks + chunk), best, temperature)
+            chunk_weights_ptr = weights_ptr + ((row * PASSES + PASS) * num_chunks + chunk) * LEVELS
+            chunk_best = scale(tl.load(chunk_value_ptr + row * num_chunks + chunk), best, temperature)
             if chunk_best >= _level(low, high, 0):
-                token_ids = chunk * CHUNK + tl.arange(0, CHUNK)
-                values = tl.load(row_logits + token_ids, mask=token_ids < vocab_size, other=-float("inf"))
-                scaled = scale(values, best, temperature)
+                token_ids = chunk * CHUNK_TOKENS + tl.arange(0, CHUNK_TOKENS)
+                in_vocab = token_ids < vocab_size
+                logits = tl.load(row_logits_ptr + token_ids, mask=in_vocab, other=-float("inf"))
+                scaled = scale(logits, best, temperature)
                 weight = tl.where(top_k > 0, 1.0, tl.exp(scaled))
                 for number in tl.static_range(LEVELS):
                     is_counted = scaled >= _level(low, high, number)
-                    tl.store(cell + number, tl.sum(tl.where(is_counted, weight, 0.0), axis=0))
+                    tl.store(chunk_weights_ptr + number, tl.sum(tl.where(is_counted, weight, 0.0), axis=0))
             else:
                 for number in tl.static_range(LEVELS):
-                    tl.store(cell + number, 0.0)
+                    tl.store(chunk_weights_ptr + number, 0.0)
 
 
 @triton.jit
-def collect_candidates(
-    logits, plane_stride, row_slot, row_position,
-    slot_temperature, slot_top_k, slot_top_p, slot_flags, slot_min_length,
-    chunk_value, chunk_mass, brackets, weights, candidates, num_candidates, vocab_size, num_chunks,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Grid (rows, parts of its chunks). The last bracket, and each chunk's scaled logits in it, with top_k
-    also those above: candidates [R, num_chunks, MOST], filled up with -inf; num_candidates [R, num_chunks]
-    may be more than MOST."""
+def _collect_candidates(
+    # The rows.
+    logits_ptr,  # [2, R, V] fp32
+    logits_plane_stride,
+    row_slot_ptr,  # [R] int32
+    row_position_ptr,  # [R] int32
+    # The slots.
+    temperature_ptr,  # [S] fp32
+    top_k_ptr,  # [S] int32
+    top_p_ptr,  # [S] fp32
+    flags_ptr,  # [S] int32
+    min_length_ptr,  # [S] int32
+    # The buffers.
+    chunk_value_ptr,  # [R, C] fp32
+    chunk_mass_ptr,  # [R, C] fp32
+    brackets_ptr,  # [R, PASSES + 1, BRACKET_FIELDS] fp32: read at PASSES - 1, written at PASSES
+    weights_ptr,  # [R, PASSES, C, LEVELS] fp32: read at PASSES - 1
+    candidates_ptr,  # [R, C, MAX_CANDIDATES] fp32, written
+    num_candidates_ptr,  # [R, C] int32, written
+    # Sizes.
+    vocab_size,  # V
+    num_chunks,  # C
+    CHUNK_TOKENS: tl.constexpr,
+    PADDED_CHUNKS: tl.constexpr,
+    MAX_CANDIDATES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (R, P). The last bracket; and each chunk's scaled logits in it, with top_k also those above,
+    filled up with -inf. The number of candidates may be more than MAX_CANDIDATES: the first so many are
+    stored."""
     wait_for_producers(PDL)
     start_dependents(PDL)
     row = tl.program_id(0)
-    slot = tl.load(row_slot + row)
-    temperature, top_k, top_p, is_cut = filter_settings(
-        slot_temperature, slot_top_k, slot_top_p, slot, vocab_size
-    )
+    slot = tl.load(row_slot_ptr + row)
+    temperature, top_k, top_p, is_cut = load_filter(temperature_ptr, top_k_ptr, top_p_ptr, slot, vocab_size)
     if is_cut:
-        best = best_of_chunks(chunk_value, row, num_chunks, CHUNKS)
-        low, high = _bracket(
-            brackets, weights, chunk_value, chunk_mass, row, best, temperature, top_k, top_p, vocab_size,
-            num_chunks, PASSES, CHUNKS,
-        )  # fmt: skip
-        end = tl.where(top_k > 0, float("inf"), high)
-        row_logits = ruled_row(
-            logits, plane_stride, row_position, slot_flags, slot_min_length, row, slot, vocab_size
+        best = best_of_chunks(chunk_value_ptr, row, num_chunks, PADDED_CHUNKS)
+        low, high = _find_bracket(
+            brackets_ptr,
+            weights_ptr,
+            chunk_value_ptr,
+            chunk_mass_ptr,
+            row,
+            best,
+            temperature,
+            top_k,
+            top_p,
+            vocab_size,
+            num_chunks,
+            PASSES,
+            PADDED_CHUNKS,
         )
-        place = tl.arange(0, MOST)
+        end = tl.where(top_k > 0, float("inf"), high)
+        row_logits_ptr = find_ruled_row(
+            logits_ptr,
+            logits_plane_stride,
+            row_position_ptr,
+            flags_ptr,
+            min_length_ptr,
+            row,
+            slot,
+            vocab_size,
+        )
+        place = tl.arange(0, MAX_CANDIDATES)
         for chunk in range(tl.program_id(1), num_chunks, tl.num_programs(1)):
             cell = row * num_chunks + chunk
-            chunk_candidates = candidates + cell.to(tl.int64) * MOST
-            number = 0
-            if scale(tl.load(chunk_value + cell), best, temperature) >= low:
-                token_ids = chunk * CHUNK + tl.arange(0, CHUNK)
-                values = tl.load(row_logits + token_ids, mask=token_ids < vocab_size, other=-float("inf"))
-                scaled = scale(values, best, temperature)
-                is_doubtful = (scaled >= low) & (scaled < end)
-                last = tl.cumsum(is_doubtful.to(tl.int32), axis=0)
-                tl.store(chunk_candidates + last - 1, scaled, mask=is_doubtful & (last <= MOST))
-                number = tl.sum(is_doubtful.to(tl.int32), axis=0)
+            chunk_candidates_ptr = candidates_ptr + cell.to(tl.int64) * MAX_CANDIDATES
+            num_found = 0
+            if scale(tl.load(chunk_value_ptr + cell), best, temperature) >= low:
+                token_ids = chunk * CHUNK_TOKENS + tl.arange(0, CHUNK_TOKENS)
+                in_vocab = token_ids < vocab_size
+                logits = tl.load(row_logits_ptr + token_ids, mask=in_vocab, other=-float("inf"))
+                scaled = scale(logits, best, temperature)
+                is_candidate = (scaled >= low) & (scaled < end)
+                rank = tl.cumsum(is_candidate.to(tl.int32), axis=0)  # from 1 on
+                is_stored = is_candidate & (rank <= MAX_CANDIDATES)
+                tl.store(chunk_candidates_ptr + rank - 1, scaled, mask=is_stored)
+                num_found = tl.sum(is_candidate.to(tl.int32), axis=0)
 
-            tl.store(chunk_candidates + place, -float("inf"), mask=place >= number)
-            tl.store(num_candidates + cell, number)
+            tl.store(chunk_candidates_ptr + place, -float("inf"), mask=place >= num_found)
+            tl.store(num_candidates_ptr + cell, num_found)
+
+
+def refine_brackets(rows: RowsToSample) -> None:
+    """Write the brackets before each pass, and the weights of each pass: PASSES launches."""
+    for number in range(PASSES.value):
+        _refine_bracket[rows.part_grid](
+            rows.logits,
+            rows.logits.stride(0),
+            rows.row_slot,
+            rows.row_position,
+            rows.slots.temperature,
+            rows.slots.top_k,
+            rows.slots.top_p,
+            rows.slots.flags,
+            rows.slots.min_length,
+            rows.buffers.chunk_value,
+            rows.buffers.chunk_mass,
+            rows.buffers.brackets,
+            rows.buffers.weights,
+            rows.vocab_size,
+            rows.num_chunks,
+            PASS=number,
+            CHUNK_TOKENS=CHUNK_TOKENS,
+            PADDED_CHUNKS=rows.padded_chunks,
+            PDL=uses_pdl(),
+            num_warps=4,
+            enable_fp_fusion=False,  # a bracket's levels are computed again in each launch
+            **launch_options(),
+        )
+
+
+def collect_candidates(rows: RowsToSample) -> None:
+    """Write the last bracket, and the logits that lie in it: candidates, num_candidates."""
+    _collect_candidates[rows.part_grid](
+        rows.logits,
+        rows.logits.stride(0),
+        rows.row_slot,
+        rows.row_position,
+        rows.slots.temperature,
+        rows.slots.top_k,
+        rows.slots.top_p,
+        rows.slots.flags,
+        rows.slots.min_length,
+        rows.buffers.chunk_value,
+        rows.buffers.chunk_mass,
+        rows.buffers.brackets,
+        rows.buffers.weights,
+        rows.buffers.candidates,
+        rows.buffers.num_candidates,
+        rows.vocab_size,
+        rows.num_chunks,
+        CHUNK_TOKENS=CHUNK_TOKENS,
+        PADDED_CHUNKS=rows.padded_chunks,
+        MAX_CANDIDATES=MAX_CANDIDATES,
+        PDL=uses_pdl(),
+        num_warps=4,
+        enable_fp_fusion=False,  # a bracket's levels are computed again in each launch
+        **launch_options(),
+    )

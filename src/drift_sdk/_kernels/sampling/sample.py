@@ -1,4 +1,7 @@
-"""Choosing tokens: filters, Gumbel-max, log-probabilities."""
+"""Sampling in plain torch: filters, Gumbel-max, log-probabilities.
+
+The eager executor samples with it, and it is the reference of `sampled_rows.sample_rows`.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +27,15 @@ def sample(
     logits [M, V] fp32; temperature, top_p, min_p [M] fp32; top_k, seed, position [M] int64, on one device.
     `position` is the absolute position of the token being chosen. Rows of temperature 0 take the arg max;
     the others the arg max of filtered logits / temperature + Gumbel noise, which samples the softmax. Ties
-    go to the lowest id. A row's token depends on that row alone.
+    go to the lowest id. A row's token depends only on that row.
     """
     tokens = logits.argmax(dim=-1)
     rows = (temperature > 0).nonzero().flatten()
     if rows.numel() == 0:
         return tokens
 
-    # With the largest logit at zero no temperature is so low that several overflow to infinity and tie.
+    # With the largest logit at zero, none overflows to infinity, at which several would tie, however low the
+    # temperature.
     scaled = (logits[rows] - logits[rows].amax(dim=-1, keepdim=True)) / temperature[rows, None]
     kept = filter_logits(scaled, top_k[rows], top_p[rows], min_p[rows])
     noise = gumbel_noise(seed[rows], position[rows], logits.shape[-1])
@@ -42,7 +46,8 @@ def sample(
 def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """logits [M, V] with -inf where top_k, then top_p, then min_p (each [M]) cut a token off.
 
-    Each filter is a threshold on the logit, so tokens that tie with the last one kept stay.
+    logits are scaled by the temperature already. Each filter is a threshold on the logit, so tokens that tie
+    with the last one kept stay.
     """
     num_tokens = logits.shape[-1]
     needs_order = bool(((top_k > 0) & (top_k < num_tokens)).any() or (top_p < 1).any())

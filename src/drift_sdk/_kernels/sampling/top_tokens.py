@@ -1,7 +1,19 @@
-"""The chosen token of each row, and where asked for its log-probability and the most likely tokens.
+"""The chosen token of each row and, where they are asked for, its log-probability and the most likely tokens.
 
-Reference: `sample.top_logprobs`. Tokens are found one by one in the order (logit falling, id rising), each as
-the first behind the one before.
+Two kernels. `_rank_chunks`, grid (rows, parts): a program owns every P-th chunk of its row, and finds the
+chunk's most likely tokens. `_pick_tokens`, grid (rows,): a program owns a row, takes the best of its chunks,
+and merges what their log-probabilities need. Tokens are found one by one in the order (logit falling, id
+rising), each as the first behind the one before, so equal logits are reported with the lowest ids first.
+
+The logarithm of the sum of exponentials comes from each chunk's largest logit and sum, merged in one
+reduction over the row's chunks: its bits depend only on the row.
+
+Bytes: a row of logits where log-probabilities of several tokens are reported; else a few words a chunk.
+
+Programmatic dependent launch: both kernels wait for their producers before their first read and let their
+dependents start right after that: most rows report nothing.
+
+Reference: `sample.top_logprobs`.
 """
 
 from __future__ import annotations
@@ -9,15 +21,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from drift_sdk._kernels.common.launching import start_dependents, wait_for_producers
+from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.sampling.gumbel import LAST_ID, arg_max
+from drift_sdk._kernels.sampling.rows_to_sample import RowsToSample
+from drift_sdk._kernels.sampling.sample_buffers import CHUNK_TOKENS, MAX_TOP
 
 __all__ = ["pick_tokens", "rank_chunks"]
 
 
 @triton.jit
-def _next(values, token_ids, last_value, last_token):
-    """The first of (values, token_ids) [N] behind the last one: LAST_ID where there is none."""
+def _next_token(values, token_ids, last_value, last_token):
+    """(value, token) of the first of (values, token_ids) [N] behind the last one; LAST_ID if there is
+    none."""
     is_behind = (values < last_value) | ((values == last_value) & (token_ids > last_token))
     value = tl.max(tl.where(is_behind, values, -float("inf")), axis=0)
     is_first = is_behind & (values == value)
@@ -25,85 +40,156 @@ def _next(values, token_ids, last_value, last_token):
 
 
 @triton.jit
-def rank_chunks(
-    logits, row_slot, slot_num_logprobs, candidate_value, candidate_token, vocab_size, num_chunks,
-    MAX_TOP: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Grid (rows, parts of its chunks). For rows that report log-probabilities, each chunk's best of the raw
-    logits as candidates [R, C, MAX_TOP], as many as are reported."""
+def _rank_chunks(
+    logits_ptr,  # [2, R, V] fp32: plane 0
+    row_slot_ptr,  # [R] int32
+    num_logprobs_ptr,  # [S] int32
+    chunk_top_value_ptr,  # [R, C, MAX_TOP] fp32, written
+    chunk_top_token_ptr,  # [R, C, MAX_TOP] int32, written
+    vocab_size,  # V
+    num_chunks,  # C
+    MAX_TOP: tl.constexpr,
+    CHUNK_TOKENS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (R, P). As many tokens of each chunk as the row reports; rows that report none are not written."""
     wait_for_producers(PDL)
     start_dependents(PDL)
     row = tl.program_id(0)
-    slot = tl.load(row_slot + row)
+    slot = tl.load(row_slot_ptr + row)
     if slot < 0:
         return
 
-    num_top = tl.load(slot_num_logprobs + slot)
+    num_top = tl.load(num_logprobs_ptr + slot)
     if num_top <= 0:
         return
 
-    raw_logits = logits + row.to(tl.int64) * vocab_size
+    raw_logits_ptr = logits_ptr + row.to(tl.int64) * vocab_size
     for chunk in range(tl.program_id(1), num_chunks, tl.num_programs(1)):
-        token_ids = chunk * CHUNK + tl.arange(0, CHUNK)
+        token_ids = chunk * CHUNK_TOKENS + tl.arange(0, CHUNK_TOKENS)
         # NaN comes behind nothing.
-        values = tl.load(raw_logits + token_ids, mask=token_ids < vocab_size, other=float("nan"))
-        first = (row * num_chunks + chunk) * MAX_TOP
+        logits = tl.load(raw_logits_ptr + token_ids, mask=token_ids < vocab_size, other=float("nan"))
+        first_place = (row * num_chunks + chunk) * MAX_TOP
         value, token = float("inf"), -1
-        for index in range(0, tl.minimum(num_top, MAX_TOP)):
-            value, token = _next(values, token_ids, value, token)
-            tl.store(candidate_value + first + index, value)
-            tl.store(candidate_token + first + index, token)
+        for rank in range(0, tl.minimum(num_top, MAX_TOP)):
+            value, token = _next_token(logits, token_ids, value, token)
+            tl.store(chunk_top_value_ptr + first_place + rank, value)
+            tl.store(chunk_top_token_ptr + first_place + rank, token)
 
 
 @triton.jit
-def pick_tokens(
-    logits, row_slot, slot_num_logprobs, chunk_value, chunk_token, raw_max, raw_sum,
-    candidate_value, candidate_token, chosen, chosen_logprob, top_token, top_logprob,
-    vocab_size, num_chunks, MAX_TOP: tl.constexpr,
-    CHUNKS: tl.constexpr, CANDIDATES: tl.constexpr, TOPS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Grid (rows,). Writes every row's chosen token, -1 for padding, and for rows that report them the
-    log-probabilities; places behind the tokens reported get -1 and -inf. CHUNKS, CANDIDATES and TOPS are
-    num_chunks, num_chunks * MAX_TOP and MAX_TOP as powers of two."""
+def _pick_tokens(
+    logits_ptr,  # [2, R, V] fp32: plane 0
+    row_slot_ptr,  # [R] int32
+    num_logprobs_ptr,  # [S] int32
+    # The buffers.
+    chunk_value_ptr,  # [R, C] fp32
+    chunk_token_ptr,  # [R, C] int32
+    raw_max_ptr,  # [R, C] fp32
+    raw_sum_ptr,  # [R, C] fp32
+    chunk_top_value_ptr,  # [R, C, MAX_TOP] fp32
+    chunk_top_token_ptr,  # [R, C, MAX_TOP] int32
+    # The results.
+    chosen_ptr,  # [R] int32, written
+    chosen_logprob_ptr,  # [R] fp32, written
+    top_token_ptr,  # [R, MAX_TOP] int32, written
+    top_logprob_ptr,  # [R, MAX_TOP] fp32, written
+    # Sizes.
+    vocab_size,  # V
+    num_chunks,  # C
+    MAX_TOP: tl.constexpr,
+    PADDED_CHUNKS: tl.constexpr,  # C as a power of two
+    PADDED_CHUNK_TOPS: tl.constexpr,  # C * MAX_TOP as a power of two
+    PADDED_TOP: tl.constexpr,  # MAX_TOP as a power of two
+    PDL: tl.constexpr,
+):
+    """Grid (R,)."""
     wait_for_producers(PDL)
     start_dependents(PDL)
     row = tl.program_id(0)
-    slot = tl.load(row_slot + row)
+    slot = tl.load(row_slot_ptr + row)
     if slot < 0:
-        tl.store(chosen + row, -1)
+        tl.store(chosen_ptr + row, -1)
         return
 
-    chunk = tl.arange(0, CHUNKS)
+    chunk = tl.arange(0, PADDED_CHUNKS)
     is_chunk = chunk < num_chunks
     cell = row * num_chunks + chunk
-    values = tl.load(chunk_value + cell, mask=is_chunk, other=-float("inf"))
-    _, token = arg_max(values, tl.load(chunk_token + cell, mask=is_chunk, other=LAST_ID))
-    tl.store(chosen + row, token)
-    num_top = tl.load(slot_num_logprobs + slot)
+    chunk_values = tl.load(chunk_value_ptr + cell, mask=is_chunk, other=-float("inf"))
+    _, chosen = arg_max(chunk_values, tl.load(chunk_token_ptr + cell, mask=is_chunk, other=LAST_ID))
+    tl.store(chosen_ptr + row, chosen)
+    num_top = tl.load(num_logprobs_ptr + slot)
     if num_top < 0:
         return
 
-    maxima = tl.load(raw_max + cell, mask=is_chunk, other=-float("inf"))
-    sums = tl.load(raw_sum + cell, mask=is_chunk, other=0.0)
+    maxima = tl.load(raw_max_ptr + cell, mask=is_chunk, other=-float("inf"))
+    sums = tl.load(raw_sum_ptr + cell, mask=is_chunk, other=0.0)
     largest = tl.max(maxima, axis=0)
     log_sum = tl.log(tl.sum(sums * tl.exp(maxima - largest), axis=0))
-    chosen_logit = tl.load(logits + row.to(tl.int64) * vocab_size + token)
-    tl.store(chosen_logprob + row, chosen_logit - largest - log_sum)
+    chosen_logit = tl.load(logits_ptr + row.to(tl.int64) * vocab_size + chosen)
+    tl.store(chosen_logprob_ptr + row, chosen_logit - largest - log_sum)
 
-    place = tl.arange(0, CANDIDATES)
-    is_candidate = (place < num_chunks * MAX_TOP) & (place % MAX_TOP < num_top)
-    first = row * num_chunks * MAX_TOP
-    values = tl.load(candidate_value + first + place, mask=is_candidate, other=float("nan"))
-    token_ids = tl.load(candidate_token + first + place, mask=is_candidate, other=LAST_ID)
-    rank = tl.arange(0, TOPS)
-    tokens = tl.full((TOPS,), -1, tl.int32)
-    logprobs = tl.full((TOPS,), -float("inf"), tl.float32)
+    place = tl.arange(0, PADDED_CHUNK_TOPS)
+    is_ranked = (place < num_chunks * MAX_TOP) & (place % MAX_TOP < num_top)
+    first_place = row * num_chunks * MAX_TOP
+    values = tl.load(chunk_top_value_ptr + first_place + place, mask=is_ranked, other=float("nan"))
+    token_ids = tl.load(chunk_top_token_ptr + first_place + place, mask=is_ranked, other=LAST_ID)
+    ranks = tl.arange(0, PADDED_TOP)
+    top_tokens = tl.full((PADDED_TOP,), -1, tl.int32)
+    top_logprobs = tl.full((PADDED_TOP,), -float("inf"), tl.float32)
     value, token = float("inf"), -1
-    for index in range(0, tl.minimum(num_top, MAX_TOP)):
-        value, token = _next(values, token_ids, value, token)
-        is_place = (rank == index) & (token != LAST_ID)
-        tokens = tl.where(is_place, token, tokens)
-        logprobs = tl.where(is_place, value - largest - log_sum, logprobs)
+    for rank in range(0, tl.minimum(num_top, MAX_TOP)):
+        value, token = _next_token(values, token_ids, value, token)
+        is_own = (ranks == rank) & (token != LAST_ID)
+        top_tokens = tl.where(is_own, token, top_tokens)
+        top_logprobs = tl.where(is_own, value - largest - log_sum, top_logprobs)
 
-    tl.store(top_token + row * MAX_TOP + rank, tokens, mask=rank < MAX_TOP)
-    tl.store(top_logprob + row * MAX_TOP + rank, logprobs, mask=rank < MAX_TOP)
+    tl.store(top_token_ptr + row * MAX_TOP + ranks, top_tokens, mask=ranks < MAX_TOP)
+    tl.store(top_logprob_ptr + row * MAX_TOP + ranks, top_logprobs, mask=ranks < MAX_TOP)
+
+
+def rank_chunks(rows: RowsToSample) -> None:
+    """Write the most likely tokens of each chunk, by raw logits, of rows that report any: chunk_top_value and
+    chunk_top_token."""
+    _rank_chunks[rows.part_grid](
+        rows.logits,
+        rows.row_slot,
+        rows.slots.num_logprobs,
+        rows.buffers.chunk_top_value,
+        rows.buffers.chunk_top_token,
+        rows.vocab_size,
+        rows.num_chunks,
+        MAX_TOP=MAX_TOP,
+        CHUNK_TOKENS=CHUNK_TOKENS,
+        PDL=uses_pdl(),
+        num_warps=8,
+        **launch_options(),
+    )
+
+
+def pick_tokens(rows: RowsToSample) -> None:
+    """Write every row's chosen token, -1 for padding; and for rows that report them the log-probabilities of
+    the token and of the most likely ones, from raw logits, with -1 and -inf behind the last one reported."""
+    _pick_tokens[rows.row_grid](
+        rows.logits,
+        rows.row_slot,
+        rows.slots.num_logprobs,
+        rows.buffers.chunk_value,
+        rows.buffers.chunk_token,
+        rows.buffers.raw_max,
+        rows.buffers.raw_sum,
+        rows.buffers.chunk_top_value,
+        rows.buffers.chunk_top_token,
+        rows.buffers.chosen,
+        rows.buffers.chosen_logprob,
+        rows.buffers.top_token,
+        rows.buffers.top_logprob,
+        rows.vocab_size,
+        rows.num_chunks,
+        MAX_TOP=MAX_TOP,
+        PADDED_CHUNKS=rows.padded_chunks,
+        PADDED_CHUNK_TOPS=triton.next_power_of_2(rows.num_chunks * MAX_TOP),
+        PADDED_TOP=triton.next_power_of_2(MAX_TOP),
+        PDL=uses_pdl(),
+        **launch_options(),
+    )

@@ -1,4 +1,4 @@
-"""One GPU as the engine's thread uses it: a stream, events on it, and graphs captured from it."""
+"""A GPU as the engine's thread uses it: a stream, events in it, and captured graphs."""
 
 from __future__ import annotations
 
@@ -18,55 +18,64 @@ from drift_sdk.errors import ExecutorError
 __all__ = ["Device", "Event", "GpuDevice", "Replay"]
 
 POLL_S = 50e-6
+"""Seconds between two checks of an event while waiting with a timeout."""
 
 
 class Replay(Protocol):
     """A captured step."""
 
     def launch(self) -> None:
-        """Start it behind what was started before, and return at once."""
+        """Start the step after all work started before, and return at once."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free the graph; idempotent."""
 
 
 class Event(Protocol):
-    """A mark in the stream. May be recorded any number of times."""
+    """A mark in the stream, which may be recorded any number of times."""
 
-    def record(self) -> None: ...
+    def record(self) -> None:
+        """Put the mark after all work started so far."""
 
     @property
     def is_done(self) -> bool:
-        """Whether the device has passed the latest mark; true if there is none."""
+        """Whether the device has reached the latest mark; true if the event was never recorded."""
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Until it has. ExecutorError, after which no engine of the process can use the device, if that takes
-        more than `timeout_s` seconds."""
+        """Block until the device has reached the latest mark.
 
-    def seconds_since(self, earlier: Event) -> float: ...
+        Raises ExecutorError with `process_unusable` if that takes more than `timeout_s` seconds: no engine of
+        the process can use the device any more.
+        """
+
+    def seconds_since(self, earlier: Event) -> float:
+        """Seconds of the device between two marks, both of which it has reached."""
 
 
 class Device(Protocol):
-    """What an executor needs of a GPU. All work goes to one stream, in order."""
+    """What an executor uses of a GPU. All work goes to one stream and runs in order."""
 
     torch_device: torch.device
 
     @property
     def num_allocations(self) -> int:
-        """That torch has made on the device since the process started, for whomever."""
+        """Allocations by torch on the device since the process started, for any code of the process."""
 
     def work(self) -> AbstractContextManager[None]:
-        """Torch and Triton work in this block goes to the stream."""
+        """A context in which torch and Triton work goes to the stream."""
 
     def warm_up(self, step: Callable[[], None]) -> None:
-        """Have all that a step allocates beside its own buffers: kernels, library workspaces. It may be run
-        for that, with whatever is in its inputs."""
+        """Allocate all that a step needs besides its own buffers: kernels and library workspaces. The step
+        may be run for that, with arbitrary inputs."""
 
     def capture(self, step: Callable[[], None]) -> Replay:
-        """`step` as something to replay. It may be run for that, with whatever is in its inputs."""
+        """Capture a step as a graph. The step may be run for that, with arbitrary inputs."""
 
-    def event(self) -> Event: ...
+    def event(self) -> Event:
+        """A new event, not recorded yet."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free what the device object holds. Work in the stream must have ended."""
 
 
 class _GpuReplay:
@@ -103,7 +112,7 @@ class _GpuEvent:
                 self._event.sync()
             return
 
-        # CUDA has no wait that ends before the device does.
+        # CUDA has no wait with a timeout.
         deadline = time.monotonic() + timeout_s
         while not self.is_done:
             if time.monotonic() > deadline:
@@ -117,25 +126,26 @@ class _GpuEvent:
 
 
 def step_timeout(timeout_s: float) -> ExecutorError:
+    """The error of a device that has not finished a step within `timeout_s` seconds."""
     message = f"the device has not finished a step within {timeout_s:g} s and may never do so"
     return ExecutorError(message, process_unusable=True)
 
 
-# Streams of engines that were closed, by device. Libraries keep a workspace for each stream that they have
-# seen, for good: with new streams every engine would leave one behind.
+# Streams of closed engines, by device. Libraries keep a workspace for every stream they have ever seen, so
+# with new streams every engine would leave a workspace behind.
 _idle_streams: dict[int, list[Any]] = {}
 
 
 class GpuDevice:
-    """An NVIDIA GPU through cuda.core. Made on the thread that uses it, and used on that thread alone.
+    """An NVIDIA GPU through cuda.core. It is made and used on one thread.
 
-    Graphs share one memory pool for what their steps allocate, so only one of them runs at a time.
+    Graphs share one memory pool for what their steps allocate, so only one graph may run at a time.
     """
 
     def __init__(self, index: int) -> None:
         self.torch_device = torch.device("cuda", index)
         torch.cuda.set_device(self.torch_device)
-        torch.cuda.current_stream()  # torch's context, which cuda.core then shares
+        torch.cuda.current_stream()  # makes torch's context, which cuda.core then shares
         self._device = CudaDevice(index)
         self._device.set_current()
         idle = _idle_streams.setdefault(index, [])
@@ -151,7 +161,6 @@ class GpuDevice:
 
     @contextmanager
     def work(self) -> Iterator[None]:
-        """Torch and Triton work in this block goes to the stream."""
         with torch.inference_mode(), torch.cuda.stream(self._torch_stream):
             yield
 
@@ -163,11 +172,11 @@ class GpuDevice:
     def capture(self, step: Callable[[], None]) -> Replay:
         with self.work():
             with checked_launches():
-                step()  # all kernels are compiled and loaded, libraries have their workspaces
+                step()  # compiles and loads all kernels, allocates library workspaces
             self._stream.sync()
             builder = self._stream.create_graph_builder()
             with torch.cuda.use_mem_pool(self._pool):
-                # Our own mistakes are errors; other threads' CUDA calls are none of our business.
+                # Calls of this thread that cannot be captured are errors; calls of other threads are not.
                 builder.begin_building("thread_local")
                 try:
                     step()
@@ -183,8 +192,8 @@ class GpuDevice:
         return _GpuEvent(self._device, self._stream)
 
     def close(self) -> None:
-        """Also give the memory that torch has cached back to the device, for the next engine of any
-        process."""
+        """Keep the stream for the next engine, and return the memory that torch has cached to the device, for
+        engines of any process."""
         self._stream.sync()
         _idle_streams[self._device.device_id].append(self._stream)
         del self._pool

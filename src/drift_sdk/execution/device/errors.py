@@ -1,4 +1,4 @@
-"""What went wrong on a device, as the error a caller sees."""
+"""Errors of CUDA and its libraries as ExecutorError."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from drift_sdk.errors import DriftError, ExecutorError
 
 __all__ = ["executor_error", "is_kept", "keep_forever", "typed_errors"]
 
-# The driver's name of an error, which cuda.core gives, and its words, which torch and Triton pass on. After
-# each of these every further CUDA call of the process fails. cuBLAS has names of its own for what has failed,
-# but they do not tell whether the context is lost: the next call does.
+# The driver's name of an error, which cuda.core gives, and its description, which torch and Triton give.
+# After each of these errors every further CUDA call of the process fails. cuBLAS has its own names of errors,
+# but they do not tell whether the context is lost; the next call does.
 FATAL = {
     "CUDA_ERROR_DEINITIALIZED": "driver shutting down",
     "CUDA_ERROR_ECC_UNCORRECTABLE": "uncorrectable ECC error",
@@ -39,8 +39,11 @@ OUT_OF_MEMORY = ("CUDA_ERROR_OUT_OF_MEMORY", "out of memory")
 
 
 def executor_error(error: BaseException) -> ExecutorError:
-    """The error that a failing step or start is reported as. `process_unusable` if it, or an error that led
-    to it, is one that CUDA does not recover from."""
+    """The ExecutorError of a failing step or start.
+
+    It has `process_unusable` set if the error, or an error that led to it, is one that CUDA does not recover
+    from.
+    """
     texts = [f"{type(each).__name__}: {each}" for each in _with_causes(error)]
     brief = texts[0].splitlines()[0]
     for text in texts:
@@ -57,8 +60,10 @@ def executor_error(error: BaseException) -> ExecutorError:
 
 @contextmanager
 def typed_errors(owner: object) -> Iterator[None]:
-    """What fails inside is raised as ExecutorError, unless it is an error of this package already. After one
-    that leaves the process unusable `owner`, who has the device's memory, is kept forever."""
+    """Raise errors of the block as ExecutorError, unless they are errors of this package already.
+
+    After an error that leaves the process unusable, `owner`, which holds the device's memory, is never freed.
+    """
     try:
         yield
     except DriftError as error:
@@ -73,20 +78,22 @@ def typed_errors(owner: object) -> Iterator[None]:
 
 
 def keep_forever(thing: object) -> None:
-    """Let nothing of `thing` ever be freed, at the interpreter's end neither.
+    """Prevent `thing` from being freed, even when the interpreter exits.
 
-    After a fatal error torch cannot give memory back: the driver refuses, and what torch raises then, inside
-    a destructor, ends the process. From a device that hangs it cannot be taken back either.
+    After a fatal error torch cannot free device memory: the driver refuses, torch raises inside a destructor,
+    and that ends the process. Memory of a device that hangs cannot be freed either.
     """
     _kept.add(id(thing))
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 def is_kept(thing: object) -> bool:
+    """Whether `keep_forever` was called with `thing`."""
     return id(thing) in _kept
 
 
 def _with_causes(error: BaseException) -> list[BaseException]:
+    """The error, then the errors that led to it, each once."""
     found: list[BaseException] = []
     current: BaseException | None = error
     while current is not None and current not in found:

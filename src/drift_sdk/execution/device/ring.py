@@ -1,21 +1,27 @@
-"""The host's side of the rings through which replays get their input and give their results."""
+"""Host side of the rings through which replays receive their input and return their results."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
+from msgspec import Struct
 from numpy.typing import NDArray
 
-from drift_sdk._kernels.slots.input_ring import HEADER_WORDS
+from drift_sdk._kernels.slots.input_ring import HEADER_WORDS, advance, enter
 from drift_sdk.execution.device.device import Device, Event, Replay
 from drift_sdk.execution.device.slot_table import Pairs
 from drift_sdk.steps import HostWork
 
-__all__ = ["Results", "Ring"]
+__all__ = ["PayloadBuffer", "Results", "Ring", "RingSizes"]
 
 
 class Results:
-    """One replay's results: there when it is over."""
+    """The result words of one replay, valid once the replay has ended.
+
+    words: int32, as `result_records` reads them.
+    is_pending: whether the words are still to be read. The ring copies pending words before it reuses their
+    entry; after `is_pending` has been set to False the words may be overwritten.
+    """
 
     __slots__ = ("is_pending", "words")
 
@@ -24,41 +30,55 @@ class Results:
         self.is_pending = True
 
 
-class Ring:
-    """`num_entries` entries in pinned memory, used in turn, each by one replay at a time.
+class RingSizes(Struct, frozen=True, kw_only=True):
+    """Sizes of a ring.
 
-    Each is filled with at most `max_updates` updates and `payload_words` words, and left with
-    `record_words` words of results; masks [num_entries, max_slots, mask_words] go with the input.
-    `next_index`, the next replay's entry, follows the host's on the device.
-
-    draft_masks [num_draft_masks, mask_words], pinned too, are there once: written only after a `wait`, when
-    no replay is left that reads them. timeout_s: most seconds that the device may take for a step; a wait
-    here may be for two.
+    num_entries:     replays that can be in flight at once.
+    max_updates:     most slot table updates of an entry.
+    payload_words:   most payload words of an entry.
+    record_words:    most result words of an entry.
+    max_slots:       most slots of a round, each with one constraint mask in an entry.
+    num_draft_masks: constraint masks for the rows of a split round; 0 without drafts.
+    mask_words:      words of a mask, one bit for each token of the vocabulary.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        *,
-        num_entries: int,
-        max_updates: int,
-        payload_words: int,
-        record_words: int,
-        max_slots: int,
-        num_draft_masks: int,
-        mask_words: int,
-        timeout_s: float | None = None,
-    ) -> None:
+    num_entries: int
+    max_updates: int
+    payload_words: int
+    record_words: int
+    max_slots: int
+    num_draft_masks: int
+    mask_words: int
+
+
+class Ring:
+    """Entries in pinned memory, used in turn, each by one replay at a time.
+
+    input [num_entries, words]: an entry's header, updates (places, then values) and payload.
+    output [num_entries, record_words]: the results that an entry's replay leaves.
+    masks [num_entries, max_slots, mask_words]: constraint masks, part of an entry's input.
+    draft_masks [num_draft_masks, mask_words]: pinned too, and not per entry. They are written only after
+    `wait`, when no replay that reads them is left.
+    next_index [1]: on the device, the index of the next replay's entry; it follows the host's index.
+    current [1]: on the device, the index of the running replay's entry.
+
+    All are int32.
+    """
+
+    def __init__(self, device: Device, sizes: RingSizes, *, timeout_s: float | None = None) -> None:
+        """timeout_s: most seconds that the device may take for a step. A wait in this class may cover two
+        steps, so it lasts at most twice as long. None: no limit."""
         is_pinned = device.torch_device.type == "cuda"
 
         def pinned(*shape: int) -> torch.Tensor:
             return torch.full(shape, -1, dtype=torch.int32, pin_memory=is_pinned)
 
-        self.max_updates = max_updates
-        self.input = pinned(num_entries, HEADER_WORDS + 2 * max_updates + payload_words)
-        self.output = pinned(num_entries, record_words)
-        self.masks = pinned(num_entries, max_slots, mask_words)
-        self.draft_masks = pinned(num_draft_masks, mask_words)
+        num_entries = sizes.num_entries
+        self.max_updates = sizes.max_updates
+        self.input = pinned(num_entries, HEADER_WORDS + 2 * sizes.max_updates + sizes.payload_words)
+        self.output = pinned(num_entries, sizes.record_words)
+        self.masks = pinned(num_entries, sizes.max_slots, sizes.mask_words)
+        self.draft_masks = pinned(sizes.num_draft_masks, sizes.mask_words)
         self.next_index = torch.zeros(1, dtype=torch.int32, device=device.torch_device)
         self.current = torch.zeros(1, dtype=torch.int32, device=device.torch_device)
         self.input[:, 0] = 0
@@ -69,10 +89,14 @@ class Ring:
         self._results: list[Results | None] = [None] * num_entries
         self._next = 0
         self._timeout_s = None if timeout_s is None else 2 * timeout_s
-        self._num_waits = self._num_host_rounds = self._num_copies = 0
+        self._num_waits = self._num_split_rounds = self._num_copies = 0
 
     def acquire(self, updates: Pairs) -> int:
-        """The next replay's entry, once the replay that had it before is over. These updates come first."""
+        """Return the index of the next replay's entry, with `updates` written to it.
+
+        Blocks until the replay that used the entry before has ended. The replay applies the updates before
+        it does anything else. Raises ExecutorError if the wait exceeds the timeout.
+        """
         entry = self._next
         self._next = (entry + 1) % len(self._done)
         done = self._done[entry]
@@ -93,43 +117,76 @@ class Ring:
         return entry
 
     def payload(self, entry: int) -> NDArray[np.int32]:
+        """The payload words of an acquired entry, to be filled before `start`."""
         words: NDArray[np.int32] = self._input[entry, HEADER_WORDS + 2 * self.max_updates :]
         return words
 
     def mask(self, entry: int) -> NDArray[np.int32]:
-        """[max_slots, mask_words]: what slots under a constraint may say next."""
+        """Masks [max_slots, mask_words] of an acquired entry: the tokens allowed next for each slot under a
+        constraint, to be filled before `start`."""
         mask: NDArray[np.int32] = self._masks[entry]
         return mask
 
     def start(self, entry: int, replay: Replay) -> None:
-        """From the replay's end on the entry is free again, its results are there."""
+        """Launch a replay that reads this entry. The entry is free again, and its results are valid, once the
+        replay has ended."""
         replay.launch()
         self._done[entry].record()
 
     def wait(self, entry: int) -> NDArray[np.int32]:
-        """What the replay that has been started leaves behind, once it and all before it are over."""
-        self._num_host_rounds += 1
+        """Block until the entry's replay and all replays before it have ended; return its result words.
+
+        Raises ExecutorError if the wait exceeds the timeout.
+        """
+        self._num_split_rounds += 1
         self._done[entry].wait(self._timeout_s)
         words: NDArray[np.int32] = self._output[entry]
         return words
 
     def results(self, entry: int) -> Results:
-        """What the replay that has been started leaves behind. Good until it is said not to be wanted."""
+        """The results of the entry's started replay, pending until the caller sets `is_pending` to False."""
         results = self._results[entry] = Results(self._output[entry])
         return results
 
     def take_work(self, num_allocations: int) -> HostWork:
-        """What the host had to do here since it was last asked, and allocations that were found."""
+        """The host work counted since the last call, with `num_allocations` added to it."""
         work = HostWork(
             num_waits=self._num_waits,
-            num_split_rounds=self._num_host_rounds,
+            num_split_rounds=self._num_split_rounds,
             num_copies=self._num_copies,
             num_allocations=num_allocations,
         )
-        self._num_waits = self._num_host_rounds = self._num_copies = 0
+        self._num_waits = self._num_split_rounds = self._num_copies = 0
         return work
 
     def reset(self) -> None:
-        """After warming up: the next replay is the first."""
+        """Start again at the first entry, after warm-up runs and captures have moved the device's index."""
         self.next_index.zero_()
         self._next = 0
+
+
+class PayloadBuffer:
+    """The device's copy of the running replay's payload.
+
+    words [payload_words] int32: filled by `enter`, read by the kernels after it. Captured kernels address
+    slices of it, so it is never replaced.
+    """
+
+    def __init__(self, ring: Ring, slot_words: torch.Tensor, num_words: int) -> None:
+        """slot_words: the slot table's arena, to which updates are applied. num_words: of the largest
+        payload."""
+        self._ring, self._slot_words = ring, slot_words
+        self.words = torch.full((num_words,), -1, dtype=torch.int32, device=slot_words.device)
+
+    def enter(self, num_words: int) -> None:
+        """Record the first kernel of a step: it applies the entry's updates to the slot table and copies the
+        first `num_words` words of its payload."""
+        ring = self._ring
+        payload = self.words[:num_words]
+        enter(
+            ring.input, ring.next_index, ring.current, payload, self._slot_words, max_updates=ring.max_updates
+        )
+
+    def advance(self) -> None:
+        """Record the kernel that moves on to the next entry: a step's last, unless another one does it."""
+        advance(self._ring.next_index, len(self._ring.input))

@@ -1,4 +1,4 @@
-"""The device's truth about every slot, in one arena of words that the host's updates address."""
+"""The slot tables on the device: one arena of int32 words that the host's updates address."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from drift_sdk.steps import BlockUpdate, ExecutorLimits, SlotAssignment, SlotSam
 
 __all__ = ["NO_UPDATES", "Pairs", "SlotTable", "Updates"]
 
+# One value for each slot, by name.
 COLUMNS = {
     "seed": torch.int64,
     "temperature": torch.float32,
@@ -36,14 +37,15 @@ COLUMNS = {
 }
 
 MAX_WORDS = 2**31 - 1
-"""Of the arena: an update names its place in a word of 32 bits."""
+"""Most words of the arena: an update holds its place in a signed 32-bit word."""
 
 Pairs = tuple[NDArray[np.int64], NDArray[np.int32]]
+"""Places in the arena and the words to be written there."""
 NO_UPDATES: Pairs = (np.empty(0, np.int64), np.empty(0, np.int32))
 
 
 class Updates:
-    """Words to be written, at distinct places."""
+    """Words to be written to the arena, all at distinct places."""
 
     def __init__(self) -> None:
         self._places: list[NDArray[np.int64]] = []
@@ -53,11 +55,12 @@ class Updates:
         return sum(map(len, self._places))
 
     def add(self, places: NDArray[np.int64], values: NDArray[np.int32]) -> None:
+        """Add the word `values[i]` at `places[i]` for all i."""
         self._places.append(places)
         self._values.append(values)
 
     def slices(self, most: int) -> Iterator[Pairs]:
-        """All of them, at most so many at a time."""
+        """All updates, at most `most` at a time."""
         if not self._places:
             return
 
@@ -67,15 +70,19 @@ class Updates:
 
 
 class SlotTable:
-    """Rows for `limits.max_num_seqs` slots.
+    """Tables with a row for each of S = `limits.max_num_seqs` slots.
 
-    words: the arena, int32. columns, state, block_table [S, max_blocks] int32: views of it. history
-    [S, max_model_len + 1] int32: the token at each position, for drafters that want it.
-
-    Raises ConfigError for more slots than the arena can address.
+    words: the arena, int32. The others are views of it.
+    columns: what sampling reads. state: lengths, newest tokens and finished flags.
+    block_table [S, max_blocks] int32.
+    history [S, max_model_len + 1] int32: the token at each position; [S, 0] without `has_history`.
     """
 
     def __init__(self, limits: ExecutorLimits, device: torch.device, *, has_history: bool = False) -> None:
+        """has_history: whether a drafter needs the history.
+
+        Raises ConfigError for more slots than the arena can address.
+        """
         num_slots, vocab_size = limits.max_num_seqs, limits.vocab_size
         max_blocks = -(-(limits.max_model_len + 1) // limits.block_size) + 1
         num_words = num_mask_words(vocab_size)
@@ -113,8 +120,11 @@ class SlotTable:
         )  # fmt: skip
 
     def assign(self, assignment: SlotAssignment, updates: Updates) -> None:
-        """A sequence enters a slot. Its rows of the wide tables are cleared at once, in the stream's order;
-        the rest is left to the updates."""
+        """Assign a slot to a sequence.
+
+        The slot's rows of wide tables are cleared here, by work in the stream; all other changes are added to
+        `updates`.
+        """
         slot, sampling = assignment.slot, assignment.sampling
         flags = _flags(assignment)
         for name, value in _column_values(sampling, flags).items():
@@ -141,14 +151,17 @@ class SlotTable:
             self._set(updates, "counts", slot, counts.astype(np.int32), ids)
 
     def place_blocks(self, update: BlockUpdate, updates: Updates) -> None:
+        """Set entries of a slot's block table."""
         places = np.arange(update.first_index, update.first_index + len(update.block_ids))
         self._set(updates, "block_table", update.slot, np.array(update.block_ids, dtype=np.int32), places)
 
     def set_length(self, slot: int, length: int, last_token: int, updates: Updates) -> None:
+        """Set how many tokens a slot has, and the newest of them."""
         self._set(updates, "length", slot, np.array([length], dtype=np.int32))
         self._set(updates, "last_token", slot, np.array([last_token], dtype=np.int32))
 
     def _part(self, name: str) -> Tensor:
+        """The words of a table, all slots one after the other."""
         start = self._starts[name]
         return self.words[start : start + self._widths[name] * self._num_slots]
 
@@ -160,10 +173,12 @@ class SlotTable:
         values: NDArray[np.int32],
         columns: NDArray[np.int64] | None = None,
     ) -> None:
+        """Set words of a slot's row in a table; columns: their places in the row, None = the first ones."""
         first = self._starts[name] + slot * self._widths[name]
         updates.add(first + (np.arange(len(values)) if columns is None else columns), values)
 
     def _set_bits(self, updates: Updates, name: str, slot: int, bits: Tensor, token_ids: object) -> None:
+        """Clear a slot's row of the table `bits`, and set the bits of `token_ids`."""
         bits[slot].zero_()
         ids = np.unique(np.asarray(token_ids, dtype=np.int64))
         words, inverse = np.unique(ids // 32, return_inverse=True)
@@ -173,6 +188,7 @@ class SlotTable:
 
 
 def _flags(assignment: SlotAssignment) -> SlotFlag:
+    """The rules that a sequence's logits are subject to."""
     sampling = assignment.sampling
     flags = SlotFlag(0)
     if sampling.logit_bias:
@@ -189,6 +205,7 @@ def _flags(assignment: SlotAssignment) -> SlotFlag:
 
 
 def _column_values(sampling: SlotSampling, flags: SlotFlag) -> dict[str, float]:
+    """The values of a new sequence by column, without those of its seed and length."""
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,

@@ -1,4 +1,4 @@
-"""Memory that all graphs of an executor share."""
+"""Device memory that all graphs of an executor share."""
 
 from __future__ import annotations
 
@@ -11,8 +11,15 @@ __all__ = ["Workspace"]
 
 
 class Workspace:
-    """Named buffers, as large as the largest of their takers: graphs run one at a time, so what one leaves in
-    a buffer the next may overwrite. Whoever needs most should take first."""
+    """Named buffers, each as large as the largest request for it.
+
+    Graphs run one at a time, so a graph may overwrite what another one left in a buffer. The user that needs
+    most of a buffer should take it first: a buffer that has to grow is replaced, and the smaller one is kept
+    because captured graphs still write to it.
+
+    A name is used in one file only. Buffers that several files use are fields of a struct that is passed on
+    (see `forward/step_buffers.py`).
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -20,7 +27,7 @@ class Workspace:
         self._outgrown: list[Tensor] = []  # captured graphs still write there
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """An uninitialised view of a buffer's beginning."""
+        """An uninitialised view of the beginning of a buffer, of this shape and type."""
         num_bytes = math.prod(shape) * dtype.itemsize
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < num_bytes:

@@ -1,4 +1,4 @@
-"""Where drafted tokens come from. A draft never changes what is said, only how fast."""
+"""Drafters of the eager executor. A draft changes the speed of decoding, never the tokens."""
 
 from __future__ import annotations
 
@@ -22,8 +22,13 @@ __all__ = ["Drafter", "EagleDrafter", "NGramDrafter", "Span"]
 
 
 class Span(Struct, frozen=True):
-    """Rows of a target step that turned out true: a slot's positions from `start` on, the token there and,
-    for each row, the token after it. `first_row` is where they stand in the step's tensors."""
+    """The rows of one slot in a step of the target whose inputs belong to the sequence.
+
+    start:           position of the first row.
+    token_id:        the token at `start`.
+    next_token_ids:  for each row, the token at the position after it.
+    first_row:       index of the first row in the step's tensors.
+    """
 
     slot: Slot
     start: int
@@ -33,24 +38,30 @@ class Span(Struct, frozen=True):
 
 
 class Drafter(Protocol):
-    """Proposes tokens and follows what became of them. `aux_layers`: the target's layer boundaries whose
-    residual stream `draft_extend` wants."""
+    """Proposes draft tokens, and is updated with the tokens of every step.
+
+    aux_layers: the layers of the target whose input `draft_extend` needs; see Decoder.forward.
+    """
 
     aux_layers: Sequence[int]
 
     def enter(self, slot: Slot, cached_token_ids: Sequence[int]) -> None:
-        """A sequence enters a slot."""
+        """Initialise the state of a slot for a new sequence, whose first tokens were found in the prefix
+        cache."""
 
     def draft_extend(self, spans: Sequence[Span], aux_hidden: Sequence[Tensor], hidden: Tensor) -> None:
-        """The target has computed these rows: `aux_hidden` at each boundary and `hidden` after the last
-        layer, [N, H] of the whole step."""
+        """Update the slots' states with rows that the target has computed.
+
+        aux_hidden:  the residual stream at each of `aux_layers`, [N, H] each, of all rows of the step.
+        hidden:      the residual stream after the last layer, [N, H].
+        """
 
     def propose(self, slots: Sequence[Slot], num_draft_tokens: Sequence[int]) -> list[list[int]]:
-        """At most so many tokens for each slot to say after its newest."""
+        """Draft tokens to follow the newest token of each slot, at most as many as given for it."""
 
 
 class NGramDrafter:
-    """Prompt look-up in each sequence's own history."""
+    """Prompt lookup: proposes the continuation of an earlier occurrence of a sequence's last tokens."""
 
     aux_layers: Sequence[int] = ()
 
@@ -78,7 +89,11 @@ class NGramDrafter:
 
 
 class EagleState:
-    """A slot's draft: how many of its rows are done, and what the latest one gave."""
+    """The draft state of a slot.
+
+    num_rows:  draft rows computed from features of the target.
+    hidden:    output of the latest of them, [H]; None before the first.
+    """
 
     __slots__ = ("hidden", "num_rows")
 
@@ -88,12 +103,12 @@ class EagleState:
 
 
 class EagleDrafter:
-    """An EAGLE-3 head on the target's features.
+    """Drafts with an EAGLE-3 head on the target's features.
 
-    Draft row i is (feature of position i, token i + 1), at RoPE position i; its keys and values lie at KV
-    slot i + 1 of the sequence's own blocks, so a block's draft KV depends on that block's tokens and those
-    before alone, and a prefix hit brings both. The feature of a block's last token is kept beside the block,
-    for the first row after a hit.
+    Draft row i combines the feature of position i with token i + 1, at RoPE position i. Its keys and values
+    lie at KV slot i + 1 of the sequence's blocks, so a block's draft KV depends only on the tokens of that
+    block and of those before it, and a prefix hit covers both models. The feature of each block's last token
+    is stored beside the block: it is needed for the first draft row after a prefix hit.
     """
 
     def __init__(self, draft: DraftDecoder, target: Decoder, limits: ExecutorLimits) -> None:
@@ -133,7 +148,8 @@ class EagleDrafter:
             own = fused[span.first_row : span.first_row + num_rows]
             start = span.start
             if start > 0 and state.num_rows < start:
-                # The first rows after a prefix hit: the row before them needs the first new token too.
+                # After a prefix hit: the draft row of position start - 1 was not computed, because it
+                # contains the first token that was not cached.
                 features.append(self._block_features[self._block(span.slot, start - 1)][None])
                 tokens.append(span.token_id)
                 start -= 1
@@ -152,32 +168,34 @@ class EagleDrafter:
     def propose(self, slots: Sequence[Slot], num_draft_tokens: Sequence[int]) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in slots]
         hidden = {index: state_of(slot).hidden for index, slot in enumerate(slots)}
-        alive = [
+        active = [
             index for index, most in enumerate(num_draft_tokens) if most > 0 and hidden[index] is not None
         ]
-        while alive:
-            stacked = torch.stack([tensor for index in alive if (tensor := hidden[index]) is not None])
-            tokens = self._choose(stacked, [slots[index] for index in alive], [drafts[i] for i in alive])
-            for index, token in zip(alive, tokens, strict=True):
+        while active:
+            stacked = torch.stack([tensor for index in active if (tensor := hidden[index]) is not None])
+            tokens = self._choose(stacked, [slots[index] for index in active], [drafts[i] for i in active])
+            for index, token in zip(active, tokens, strict=True):
                 drafts[index].append(token)
-            going = [n for n, index in enumerate(alive) if len(drafts[index]) < num_draft_tokens[index]]
-            if not going:
+            continued = [n for n, index in enumerate(active) if len(drafts[index]) < num_draft_tokens[index]]
+            if not continued:
                 break
 
-            alive = [alive[n] for n in going]
-            # The next row pairs what the draft itself made with the token it chose, one position on.
+            active = [active[n] for n in continued]
+            # The next row combines the draft's own output with the token sampled from it, one position
+            # further.
             rows = [
                 SequenceRows(slots[index].block_table, slots[index].length - 2 + len(drafts[index]), 1)
-                for index in alive
+                for index in active
             ]
-            output = self._forward(stacked[going], [drafts[index][-1] for index in alive], rows)
-            for n, index in enumerate(alive):
+            output = self._forward(stacked[continued], [drafts[index][-1] for index in active], rows)
+            for n, index in enumerate(active):
                 hidden[index] = output[n]
 
         return drafts
 
     def _choose(self, hidden: Tensor, slots: Sequence[Slot], drafted: Sequence[Sequence[int]]) -> list[int]:
-        """A token for each row as the target would choose it from these logits, with the same noise."""
+        """A draft token from each row of hidden [M, H], sampled with the target's noise for its position, so
+        that it equals the target's token where the logits agree."""
         logits = torch.full(
             (len(slots), self._vocab_size), -torch.inf, dtype=torch.float32, device=hidden.device
         )
@@ -187,21 +205,24 @@ class EagleDrafter:
         return chosen
 
     def _forward(self, features: Tensor, tokens: Sequence[int], rows: Sequence[SequenceRows]) -> Tensor:
+        """The draft's output [N, H] for features [N, H] and the tokens after them."""
         token_ids = torch.tensor(tokens, dtype=torch.int64, device=features.device)
         batch = AttentionBatch(rows, self._cache, slot_offset=DRAFT_KV_OFFSET)
         return self._draft.forward(features, token_ids, batch, self._cache)
 
     def _keep_features(self, span: Span, features: Tensor) -> None:
-        """Beside every block whose last position is among the rows."""
+        """Store features [num_rows, H] of a span's rows at the last positions of blocks."""
         size = self._block_size
         first = size - 1 - span.start % size
         for offset in range(first, features.shape[0], size):
             self._block_features[self._block(span.slot, span.start + offset)] = features[offset]
 
     def _block(self, slot: Slot, position: int) -> int:
+        """The KV block that holds a position."""
         return slot.block_table[position // self._block_size]
 
 
 def state_of(slot: Slot) -> EagleState:
+    """The state that an EagleDrafter keeps for a slot."""
     assert isinstance(slot.draft, EagleState)
     return slot.draft

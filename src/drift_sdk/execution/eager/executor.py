@@ -1,15 +1,16 @@
 """The eager executor: plain torch on any device, one operation after the other.
 
-It is the oracle for every other executor. A step runs when it is collected, not when it is launched: that
-keeps launch-ahead's rules (plans are made before earlier results are known) without holding back a result
-until the step behind it has run too.
+Tests compare other executors with it. A step runs when it is collected, not when it is launched: plans are
+still made before earlier results are known, as on every executor, but a result does not wait for the step
+launched after it.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from itertools import accumulate, count
+from itertools import count
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,14 +28,31 @@ from drift_sdk.steps import DecodeRow, ExecutorLimits, PrefillChunk, SlotOutput,
 __all__ = ["EagerExecutor"]
 
 LOGITS_ROWS = 256
-"""Prompt positions whose logits are held at a time: a long prompt times the vocabulary is much memory."""
+"""Prompt positions whose logits are computed at a time: those of a long prompt would take much memory."""
+
+
+class _SlotRows(NamedTuple):
+    """The rows of one slot in a decode part: its newest token and the draft tokens after it.
+
+    start:      position of the first row.
+    token_id:   the newest token, the input of the first row.
+    draft:      draft tokens, the inputs of the rows after it.
+    first_row:  index of the first row in the tensors of the step.
+    """
+
+    slot: Slot
+    start: int
+    token_id: int
+    draft: list[int]
+    first_row: int
 
 
 class EagerExecutor:
-    """Runs a `Decoder` over a paged KV cache of `limits.num_blocks` blocks.
+    """The `Executor` that runs a `Decoder` over a paged KV cache of `limits.num_blocks` blocks.
 
-    With a drafter, a decode row carries drafted tokens behind the newest one: the target computes them all at
-    once, chooses its own token after each, and goes on as long as the draft said the same.
+    With a drafter, a decode row verifies draft tokens: the target computes the newest token and all draft
+    tokens in one forward pass, samples its own token after each of them, and continues as long as it equals
+    the next draft token.
     """
 
     def __init__(self, decoder: Decoder, limits: ExecutorLimits, drafter: Drafter | None = None) -> None:
@@ -60,16 +78,10 @@ class EagerExecutor:
 
     @torch.inference_mode()
     def collect(self) -> StepResult:
+        """Run the oldest launched step. Raises ExecutorError for a step launched after `close`."""
         plan = self._launched.popleft()
         started_at = time.perf_counter()
-        for assignment in plan.assignments:
-            rules = LogitsProcessors.of(assignment, self.limits.vocab_size, self._device)
-            slot = self._slots[assignment.slot] = Slot(assignment.sampling, rules)
-            if self._drafter is not None:
-                self._drafter.enter(slot, assignment.cached_token_ids)
-        for update in plan.block_updates:
-            self._slots[update.slot].place_blocks(update.first_index, update.block_ids)
-
+        self._update_slots(plan)
         prefill = self._prefill(plan.prefill)
         decode = self._decode(plan.decode)
         duration_s = time.perf_counter() - started_at
@@ -82,7 +94,17 @@ class EagerExecutor:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def _update_slots(self, plan: StepPlan) -> None:
+        for assignment in plan.assignments:
+            rules = LogitsProcessors.of(assignment, self.limits.vocab_size, self._device)
+            slot = self._slots[assignment.slot] = Slot(assignment.sampling, rules)
+            if self._drafter is not None:
+                self._drafter.enter(slot, assignment.cached_token_ids)
+        for update in plan.block_updates:
+            self._slots[update.slot].place_blocks(update.first_index, update.block_ids)
+
     def _prefill(self, chunks: tuple[PrefillChunk, ...]) -> tuple[SlotOutput, ...]:
+        """Run the prefill part: an output for each chunk, with a token for each last one."""
         if not chunks:
             return ()
 
@@ -106,12 +128,13 @@ class EagerExecutor:
                 last_rows.append(first_row - 1)
                 last_slots.append(slot)
 
-        outputs = iter(self._emit(hidden[last_rows], last_slots))
+        outputs = iter(self._sample_tokens(hidden[last_rows], last_slots))
         if self._drafter is not None:
             self._drafter.draft_extend(self._prefill_spans(chunks), aux_hidden, hidden)
         return tuple(next(outputs) if chunk.is_last else SlotOutput() for chunk in chunks)
 
     def _prefill_spans(self, chunks: tuple[PrefillChunk, ...]) -> list[Span]:
+        """The rows of chunks for the drafter, after the last chunks have sampled their tokens."""
         spans = []
         first_row = 0
         for chunk in chunks:
@@ -125,7 +148,8 @@ class EagerExecutor:
         return spans
 
     def _score_prompt(self, hidden: Tensor, chunk: PrefillChunk, slot: Slot) -> None:
-        """Log-probabilities of the known tokens that follow a chunk's rows of hidden [N, H]."""
+        """Add the log-probabilities of the prompt tokens that follow a chunk's rows, hidden [N, H], to the
+        slot."""
         following = (*chunk.token_ids[1:], *([] if chunk.next_token_id is None else [chunk.next_token_id]))
         num_top = slot.sampling.num_prompt_logprobs
         assert num_top is not None and self._decoder is not None
@@ -136,79 +160,83 @@ class EagerExecutor:
             slot.prompt_logprobs += [entry for entry in entries if entry is not None]
 
     def _decode(self, rows: tuple[DecodeRow, ...]) -> tuple[SlotOutput, ...]:
+        """Run the decode part: draft, verify all draft tokens in one forward pass, extend the draft."""
         active = [row for row in rows if not self._slots[row.slot].is_finished]
         if not active:
             return tuple(SlotOutput() for _ in rows)
 
-        slots = [self._slots[row.slot] for row in active]
-        drafts: list[list[int]] = [[] for _ in active]
-        if self._drafter is not None:
-            # Only here is it known how much room a sequence has left.
-            drafts = self._drafter.propose(
-                slots,
-                [
-                    min(row.num_draft_tokens, slot.sampling.max_length - slot.length - 1)
-                    for row, slot in zip(active, slots, strict=True)
-                ],
-            )
-
-        lengths = [slot.length for slot in slots]
-        newest = [slot.last_token for slot in slots]
+        slot_rows = self._propose(active)
         hidden, aux_hidden = self._forward(
-            [token for last, draft in zip(newest, drafts, strict=True) for token in (last, *draft)],
-            [
-                SequenceRows(slot.block_table, slot.length - 1, 1 + len(draft))
-                for slot, draft in zip(slots, drafts, strict=True)
-            ],
+            [token for each in slot_rows for token in (each.token_id, *each.draft)],
+            [SequenceRows(each.slot.block_table, each.start, 1 + len(each.draft)) for each in slot_rows],
         )
-        first_rows = [0, *accumulate(1 + len(draft) for draft in drafts)]
-        outputs = self._verify(slots, drafts, hidden, first_rows)
+        outputs = self._verify(slot_rows, hidden)
         if self._drafter is not None:
             spans = [
-                Span(slot, length - 1, token, output.token_ids, first_row)
-                for slot, length, token, output, first_row in zip(
-                    slots, lengths, newest, outputs, first_rows, strict=False
-                )
+                Span(each.slot, each.start, each.token_id, output.token_ids, each.first_row)
+                for each, output in zip(slot_rows, outputs, strict=True)
             ]
             self._drafter.draft_extend(spans, aux_hidden, hidden)
 
         by_slot = {row.slot: output for row, output in zip(active, outputs, strict=True)}
         return tuple(by_slot.get(row.slot, SlotOutput()) for row in rows)
 
-    def _verify(
-        self, slots: list[Slot], drafts: list[list[int]], hidden: Tensor, first_rows: list[int]
-    ) -> list[SlotOutput]:
-        """Walk down each slot's rows of hidden while the target's own token is the drafted one. Every token
-        is chosen just as in plain decoding, so the tokens are the same."""
-        for slot, draft in zip(slots, drafts, strict=True):
-            if slot.rules is not None:
-                slot.rules.begin_step(draft)
+    def _propose(self, rows: list[DecodeRow]) -> list[_SlotRows]:
+        """The rows of slots that have not finished: the newest token, and what the drafter proposes after
+        it."""
+        slots = [self._slots[row.slot] for row in rows]
+        drafts: list[list[int]] = [[] for _ in rows]
+        if self._drafter is not None:
+            # The plan could not know the slots' lengths, so the limit by `max_length` is applied here.
+            limits = [
+                min(row.num_draft_tokens, slot.sampling.max_length - slot.length - 1)
+                for row, slot in zip(rows, slots, strict=True)
+            ]
+            drafts = self._drafter.propose(slots, limits)
 
-        steps: list[list[SlotOutput]] = [[] for _ in slots]
-        num_accepted = [0] * len(slots)
-        walking = list(range(len(slots)))
+        slot_rows: list[_SlotRows] = []
+        first_row = 0
+        for slot, draft in zip(slots, drafts, strict=True):
+            slot_rows.append(_SlotRows(slot, slot.length - 1, slot.last_token, draft, first_row))
+            first_row += 1 + len(draft)
+
+        return slot_rows
+
+    def _verify(self, slot_rows: list[_SlotRows], hidden: Tensor) -> list[SlotOutput]:
+        """Sample a token after each row of a slot, from hidden [N, H], until one differs from the next draft
+        token.
+
+        Every token is sampled exactly as in plain decoding, so the tokens are the same with any draft.
+        """
+        for each in slot_rows:
+            if each.slot.rules is not None:
+                each.slot.rules.begin_step(each.draft)
+
+        emitted: list[list[SlotOutput]] = [[] for _ in slot_rows]
+        num_accepted = [0] * len(slot_rows)
+        active = list(range(len(slot_rows)))
         for depth in count():
-            outputs = self._emit(
-                hidden[[first_rows[index] + depth for index in walking]], [slots[index] for index in walking]
-            )
-            going = []
-            for index, output in zip(walking, outputs, strict=True):
-                steps[index].append(output)
-                draft = drafts[index]
+            last_hidden = hidden[[slot_rows[index].first_row + depth for index in active]]
+            outputs = self._sample_tokens(last_hidden, [slot_rows[index].slot for index in active])
+            continued = []
+            for index, output in zip(active, outputs, strict=True):
+                emitted[index].append(output)
+                draft = slot_rows[index].draft
                 if depth < len(draft) and output.token_ids[0] == draft[depth]:
                     num_accepted[index] += 1
                     if output.finish is None:
-                        going.append(index)
-            if not going:
+                        continued.append(index)
+            if not continued:
                 break
-            walking = going
+            active = continued
 
         return [
-            _joined(outputs, len(draft), accepted)
-            for outputs, draft, accepted in zip(steps, drafts, num_accepted, strict=True)
+            _join_outputs(outputs, len(each.draft), accepted)
+            for outputs, each, accepted in zip(emitted, slot_rows, num_accepted, strict=True)
         ]
 
     def _forward(self, token_ids: list[int], rows: list[SequenceRows]) -> tuple[Tensor, list[Tensor]]:
+        """The target's residual stream [N, H] after the last layer, and at each layer the drafter needs."""
         decoder, cache = self._decoder, self._cache
         if decoder is None or cache is None:
             raise ExecutorError("the executor is closed")
@@ -218,8 +246,8 @@ class EagerExecutor:
         aux_layers = self._drafter.aux_layers if self._drafter is not None else ()
         return decoder.forward(tokens, batch, cache, aux_layers)
 
-    def _emit(self, hidden: Tensor, slots: list[Slot]) -> list[SlotOutput]:
-        """Sample one token for each slot from its row of hidden [M, H], and advance the slots."""
+    def _sample_tokens(self, hidden: Tensor, slots: list[Slot]) -> list[SlotOutput]:
+        """Sample one token for each slot from its row of hidden [M, H], and append it to the slot."""
         if not slots:
             return []
 
@@ -230,7 +258,7 @@ class EagerExecutor:
         ruled = apply_processors(logits, [slot.rules for slot in slots], lengths)
         tokens = choose(ruled, [slot.sampling for slot in slots], lengths)
         logprobs = token_logprobs(logits, tokens, [slot.sampling.num_logprobs for slot in slots])
-        prompts = [slot.whole_prompt_logprobs for slot in slots]  # appending ends the prompt
+        prompts = [slot.whole_prompt_logprobs for slot in slots]  # before a token is appended
         return [
             SlotOutput(
                 token_ids=(token,),
@@ -242,8 +270,8 @@ class EagerExecutor:
         ]
 
 
-def _joined(outputs: list[SlotOutput], num_drafted: int, num_accepted: int) -> SlotOutput:
-    """The tokens of one round, in order, as one output."""
+def _join_outputs(outputs: list[SlotOutput], num_drafted: int, num_accepted: int) -> SlotOutput:
+    """The tokens of one slot's round, in order, as one output."""
     if len(outputs) == 1 and not num_drafted:
         return outputs[0]
 

@@ -1,4 +1,4 @@
-"""What changes a slot's logits before its token is chosen."""
+"""Logits rules of slots: biases, penalties and masks that apply before a token is sampled."""
 
 from __future__ import annotations
 
@@ -24,10 +24,14 @@ __all__ = ["LogitsProcessors", "apply_processors"]
 
 
 class LogitsProcessors:
-    """One slot's rules, with what they need on the device; `of` makes them for slots that have any.
+    """The logits rules of one slot, with their tensors on the device. `of` returns None for a slot without
+    rules.
 
-    stop_ids, bias_ids: int64 [N]; bias: fp32 [N]. is_allowed: bool [V], or None for all. is_in_prompt: bool
-    [V], and output_counts: int32 [V], how often each token was generated; both empty without penalties.
+    stop_ids:       [N] int64.
+    bias_ids, bias: [N] int64 and [N] fp32.
+    is_allowed:     [V] bool; None = all tokens.
+    is_in_prompt:   [V] bool, tokens of the prompt; [0] without penalties.
+    output_counts:  [V] int32, how often each token was generated; [0] without penalties.
     """
 
     def __init__(self, assignment: SlotAssignment, vocab_size: int, device: torch.device) -> None:
@@ -53,6 +57,7 @@ class LogitsProcessors:
 
     @classmethod
     def of(cls, assignment: SlotAssignment, vocab_size: int, device: torch.device) -> LogitsProcessors | None:
+        """The rules of a slot; None if it has none."""
         sampling = assignment.sampling
         has_rules = (
             sampling.has_penalties
@@ -64,7 +69,7 @@ class LogitsProcessors:
         return cls(assignment, vocab_size, device) if has_rules else None
 
     def count(self, token_ids: Sequence[int], start: int) -> None:
-        """Take in the tokens at positions from `start` on, of the prompt or generated."""
+        """Count tokens of the prompt or of the output, at positions from `start` on, for the penalties."""
         if not token_ids or not self.sampling.has_penalties:
             return
 
@@ -74,23 +79,27 @@ class LogitsProcessors:
         count_tokens(self.output_counts, ids[num_prompt_ids:])
 
     def begin_step(self, draft_token_ids: Sequence[int] = ()) -> None:
-        """A step follows, in which a token is chosen at its first row and, as long as they agree, after each
-        of the drafted ones."""
+        """Prepare for a step that samples a token at its first row and, while they agree, after each draft
+        token."""
         self._draft_token_ids = draft_token_ids
         self._masks: NDArray[np.int32] | None = None
         self._num_chosen = 0
 
     def append(self, token_id: int, position: int) -> None:
-        """Take in a token that was just chosen."""
+        """Count a token that was just sampled; the next row of the step follows."""
         self._num_chosen += 1
         self.count((token_id,), position)
 
     @property
     def mask(self) -> NDArray[np.int32]:
-        """What the constraint allows at the step's row at hand: [ceil(V / 32)], see `TokenConstraint`. Rows
-        behind a drafted token that it forbids are never reached: no such token is chosen."""
+        """The constraint's mask at the current row of the step: [ceil(V / 32)] int32, see `TokenConstraint`.
+
+        Rows after a draft token that the constraint forbids are never reached, because no such token is
+        sampled.
+        """
         assert self.constraint is not None
-        # Once for all the step's rows: row by row, the constraint would go the whole way again for each.
+        # Computed once for all rows: for each row alone, the constraint would process all draft tokens before
+        # it again.
         if self._masks is None:
             self._masks = self.constraint.masks(self._draft_token_ids)
 
@@ -98,21 +107,23 @@ class LogitsProcessors:
         return row
 
     def is_short(self, length: int) -> bool:
-        """Whether a sequence of this length may not stop yet."""
+        """Whether a sequence of this length is too short to stop."""
         return length < self.sampling.min_length
 
     def forbids(self, length: int) -> bool:
-        """Whether any token is out of the question after this many."""
+        """Whether any token may be forbidden in a sequence of this length."""
         return self.is_short(length) or self.is_allowed is not None or self.constraint is not None
 
 
 def apply_processors(
     logits: Tensor, rules: Sequence[LogitsProcessors | None], lengths: Sequence[int]
 ) -> Tensor:
-    """logits [M, V] fp32 as the rows' rules change them; the same tensor where no row has any.
+    """logits [M, V] fp32 after the rules of each row; the same tensor if no row has any.
 
-    `lengths`: how many tokens each row's sequence has. The order is that of transformers' `generate`: biases,
-    repetition, frequency and presence penalties, then everything that forbids tokens.
+    lengths: the number of tokens of each row's sequence.
+
+    The order is that of transformers' `generate`: biases; repetition, frequency and presence penalties; then
+    all rules that forbid tokens.
     """
     rows = [row for row, rule in enumerate(rules) if rule is not None]
     if not rows:
@@ -155,7 +166,8 @@ def _forbid(logits: Tensor, rules: list[LogitsProcessors], lengths: list[int]) -
     if not rows:
         return logits
 
-    # Stop ids give way where nothing else would be left, allowed ids to a constraint.
+    # If no token remains, `is_kept_at_least` applies instead: stop ids are allowed again, and a constraint
+    # takes precedence over allowed ids.
     stop_ids = [rules[row].stop_ids[: None if rules[row].is_short(lengths[row]) else 0] for row in rows]
     num_rows, vocab_size = len(rows), logits.shape[-1]
     is_kept = ~select_tokens(num_rows, vocab_size, _rows_of(stop_ids), torch.cat(stop_ids))
@@ -182,6 +194,6 @@ def _replace_rows(logits: Tensor, rows: list[int], changed: Tensor) -> Tensor:
 
 
 def _rows_of(parts: list[Tensor]) -> Tensor:
-    """The index of the part that each element of their concatenation comes from: int64 [N]."""
+    """For each element of the concatenated parts, the index of its part: [N] int64."""
     lengths = torch.tensor([part.numel() for part in parts], device=parts[0].device)
     return torch.arange(len(parts), device=lengths.device).repeat_interleave(lengths)

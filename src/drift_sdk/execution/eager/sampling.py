@@ -1,4 +1,4 @@
-"""From logits to tokens, for rows that each have a sampling of their own."""
+"""Sampling of tokens from logits, with separate parameters for each row."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ __all__ = ["choose", "token_logprobs"]
 
 
 def choose(logits: Tensor, samplings: Sequence[SlotSampling], positions: Sequence[int]) -> Tensor:
-    """The token of each row of logits [M, V] fp32 at its absolute position: int64 [M]."""
+    """Sample a token from each row of logits [M, V] fp32.
+
+    positions: of the tokens in their sequences, from 0; part of the key of the random numbers.
+
+    Returns [M] int64.
+    """
 
     def column(values: Sequence[float] | Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=logits.device)
@@ -34,8 +39,10 @@ def choose(logits: Tensor, samplings: Sequence[SlotSampling], positions: Sequenc
 def token_logprobs(
     logits: Tensor, tokens: Tensor, wanted: Sequence[int | None]
 ) -> list[TokenLogprobs | None]:
-    """An entry for each of tokens [M] under logits [M, V], with the `wanted` most likely ones; None unless
-    wanted."""
+    """The log-probabilities of tokens [M] under logits [M, V], and of the most likely tokens.
+
+    wanted: for each row the number of most likely tokens; None = no entry, returned as None.
+    """
     rows = [row for row, num_top in enumerate(wanted) if num_top is not None]
     entries: list[TokenLogprobs | None] = [None] * len(wanted)
     if not rows:

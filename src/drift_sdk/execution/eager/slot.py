@@ -1,4 +1,4 @@
-"""A slot: one running sequence as the device sees it."""
+"""The state of one slot: a running sequence on the executor's side."""
 
 from __future__ import annotations
 
@@ -14,10 +14,15 @@ __all__ = ["Slot"]
 
 
 class Slot:
-    """The truth about a sequence: its length, newest token, block table and whether it has finished.
+    """The state of a running sequence.
 
-    `rules`: what changes its logits; None = nothing. `prompt_logprobs`: those of the chunks so far.
-    `draft`: what a drafter keeps of it.
+    length:           tokens of prompt and output computed or sampled so far.
+    last_token:       the newest token; -1 before the first one is sampled.
+    block_table:      its KV blocks.
+    is_finished:      whether it has stopped or reached its limit.
+    rules:            rules that change its logits; None without any.
+    prompt_logprobs:  log-probabilities of the chunks so far.
+    draft:            state of a drafter.
     """
 
     __slots__ = (
@@ -42,19 +47,21 @@ class Slot:
         self.is_finished = False
 
     def place_blocks(self, first_index: int, block_ids: tuple[int, ...]) -> None:
-        """Entries from `first_index` on; those behind them belonged to a reservation given back."""
+        """Set the entries of the block table from `first_index` on; later ones belonged to blocks that were
+        freed."""
         self.block_table[first_index:] = block_ids
 
     @property
     def whole_prompt_logprobs(self) -> tuple[TokenLogprobs, ...] | None:
-        """The prompt's, if they are wanted and the prompt is all there is: with the first token. A sequence
-        that was preempted later has delivered them, and may not have computed all of them again."""
-        is_pending = self.sampling.num_prompt_logprobs is not None
+        """The log-probabilities of the prompt, for the output with the first token; None if they were not
+        requested or the sequence has output tokens. A sequence that is preempted after its first token has
+        returned them already, and may not compute all of them again."""
+        is_requested = self.sampling.num_prompt_logprobs is not None
         is_whole = self.length == self.sampling.num_prompt_tokens
-        return tuple(self.prompt_logprobs) if is_pending and is_whole else None
+        return tuple(self.prompt_logprobs) if is_requested and is_whole else None
 
     def append(self, token_id: int) -> Literal["stop", "length"] | None:
-        """Take in a generated token; how the sequence finished, if it did."""
+        """Append a sampled token. Returns how the sequence finished; None if it has not."""
         if self.rules is not None:
             self.rules.append(token_id, self.length)
         self.last_token = token_id

@@ -1,62 +1,79 @@
-"""Attention of a step's sequences, a group of them at a time, in scratch memory of bounded size."""
+"""Paged attention of a step's sequences, a group of them at a time, in scratch memory of bounded size."""
 
 from __future__ import annotations
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk._kernels.attention.attention_plan import AttentionPlan, Partitions, plan_attention
 from drift_sdk._kernels.attention.paged_attention import AttentionConfig, AttentionScratch, paged_attention
 from drift_sdk.execution.device.workspace import Workspace
 
-__all__ = ["AttentionGroups"]
+__all__ = ["AttentionGroups", "AttentionShape"]
 
 SCRATCH_SHARE = 64
-"""At most one part in so many of a GPU's memory holds partial sums: 2.2 GiB of an H200's 140, which is room
-for 256 sequences of 131,072 tokens that decode one row each (8 KV heads, groups of 4, heads of 128)."""
+"""The partial sums take at most 1 / SCRATCH_SHARE of a GPU's memory: 2.2 GiB of an H200's 140 GiB, which is
+room for 256 sequences of 131,072 tokens that decode one row each (8 KV heads, groups of 4, heads of 128)."""
 CPU_SCRATCH_BYTES = 2**28
+"""The most memory that partial sums take on a CPU, where kernels are interpreted."""
+
+
+class AttentionShape(Struct, frozen=True, kw_only=True):
+    """Sizes of a model's attention.
+
+    num_kv_heads, head_dim: of the KV cache. group: query heads for each KV head. max_num_keys: most keys of a
+    sequence.
+    """
+
+    num_kv_heads: int
+    group: int
+    head_dim: int
+    max_num_keys: int
 
 
 class AttentionGroups:
-    """Paged attention for up to `num_sequences` sequences of up to `num_rows` rows and `max_num_keys` keys.
+    """Paged attention for up to `num_sequences` sequences of up to `num_rows` rows each.
 
-    Partial sums of many rows at long contexts would take gigabytes: where they exceed the bound, the
+    Partial sums of many rows at long contexts would take gigabytes. Where they exceed the bound, the
     sequences are attended in groups, one launch after the other. A sequence's bits do not depend on its
     group. All users of a workspace share the same scratch memory.
+
+    group_size: most sequences of a group. scratches: the scratch memory of each group; all groups share the
+    partial sums, each has its own plan.
     """
 
     def __init__(
         self,
         workspace: Workspace,
         device: torch.device,
+        shape: AttentionShape,
         *,
         num_sequences: int,
         num_rows: int,
-        num_kv_heads: int,
-        group: int,
-        head_dim: int,
-        max_num_keys: int,
         max_scratch_bytes: int | None = None,
     ) -> None:
+        """max_scratch_bytes: the bound; None: `scratch_bytes` of the device."""
         partitions = Partitions()
-        num_partials = num_kv_heads * partitions.count(max_num_keys) * num_rows * group
+        num_partitions = partitions.count(shape.max_num_keys)
+        num_partials = shape.num_kv_heads * num_partitions * num_rows * shape.group
         most = scratch_bytes(device) if max_scratch_bytes is None else max_scratch_bytes
-        self.group_size = max(1, min(num_sequences, most // (num_partials * (head_dim + 2) * 4)))
-        shape = (self.group_size, num_kv_heads, partitions.count(max_num_keys), num_rows * group)
+        self.group_size = max(1, min(num_sequences, most // (num_partials * (shape.head_dim + 2) * 4)))
+        sizes = (self.group_size, shape.num_kv_heads, num_partitions, num_rows * shape.group)
 
         def take(name: str, *last: int) -> Tensor:
-            return workspace.take(f"attention_{name}", (*shape, *last), torch.float32)
+            return workspace.take(f"attention_{name}", (*sizes, *last), torch.float32)
 
-        sums, maxima, weights = take("sums", head_dim), take("maxima"), take("weights")
+        sums, maxima, weights = take("sums", shape.head_dim), take("maxima"), take("weights")
         self.scratches = [
             AttentionScratch(
-                AttentionPlan(self.group_size, max_num_keys, partitions, device), sums, maxima, weights
+                AttentionPlan(self.group_size, shape.max_num_keys, partitions, device), sums, maxima, weights
             )
             for _ in range(-(-num_sequences // self.group_size))
         ]
 
     def plan(self, row_slot: Tensor, row_position: Tensor, rows_per_sequence: int) -> None:
-        """Deal out the keys that rows [R] see; once a step, before any layer attends."""
+        """Distribute the keys of rows [R] over programs; once a step, before any layer calls `attend`."""
         for scratch, rows in self._groups(len(row_slot), rows_per_sequence):
             plan_attention(row_slot[rows], row_position[rows], scratch.plan, rows_per_sequence)
 
@@ -73,7 +90,10 @@ class AttentionGroups:
         *,
         first_key: int = 0,
     ) -> None:
-        """See `paged_attention`; of the rows that `plan` was last given."""
+        """Attend the rows that `plan` was last called with; see `paged_attention` for the arguments.
+
+        Raises ValueError for more sequences than the object was made for.
+        """
         for scratch, rows in self._groups(len(row_slot), rows_per_sequence):
             paged_attention(
                 query[rows],
@@ -90,6 +110,7 @@ class AttentionGroups:
             )
 
     def _groups(self, num_rows: int, rows_per_sequence: int) -> list[tuple[AttentionScratch, slice]]:
+        """The scratch memory and the rows of each group."""
         size = self.group_size * rows_per_sequence
         firsts = range(0, num_rows, size)
         if len(firsts) > len(self.scratches):
@@ -103,7 +124,7 @@ class AttentionGroups:
 
 
 def scratch_bytes(device: torch.device) -> int:
-    """The most memory that partial sums may take on a device."""
+    """The most bytes that partial sums may take on a device."""
     if device.type != "cuda":
         return CPU_SCRATCH_BYTES
 

@@ -1,4 +1,4 @@
-"""The draft's layers over some rows, in kernels. What it gives is a guess, so nothing hangs on its bits."""
+"""The forward pass of an EAGLE-3 draft. Drafted tokens are verified, so its bits do not affect the output."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from drift_sdk._kernels.layers.swiglu import swiglu
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.decode import Rows
 from drift_sdk.execution.forward.draft_kv_cache import DraftKVCache
+from drift_sdk.execution.forward.step_buffers import take_partials
 from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
 from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.models.weights import LayerWeights
@@ -24,16 +25,18 @@ from drift_sdk.models.weights import LayerWeights
 __all__ = ["Attend", "DraftForward"]
 
 MAX_MULTIPLY_ROWS = 128
-"""The most rows for which `multiply` is the faster; cuBLAS has the others."""
+"""Most rows for which the `multiply` kernel is faster than cuBLAS; products of more rows use cuBLAS."""
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], None]
-"""(query [R, num_heads, head_dim], keys and values of a layer, attended likewise): fills the last."""
+"""Takes query [R, num_heads, head_dim], keys and values of a layer, and attended, which has the query's shape
+and is filled."""
 
 
 class DraftForward:
-    """Runs rows through all layers; their keys and values go to the cache. `rows.position` is a row's place
-    there. `hidden` and `normed` [R, hidden], buffers: the residual stream after the last layer, and what the
-    final norm makes of it."""
+    """Computes rows through all layers of the draft; their keys and values go to the cache.
+
+    `rows.position` is a row's place in the cache.
+    """
 
     def __init__(
         self,
@@ -42,32 +45,43 @@ class DraftForward:
         block_table: Tensor,
         workspace: Workspace,
         tuned: TunedTable,
+        *,
+        max_num_rows: int,
         stages: StageMarks = NO_STAGE_MARKS,
     ) -> None:
+        """block_table [S, max_blocks] int32. max_num_rows: most rows of a `run`."""
         self._draft, self._cache, self._block_table = draft, cache, block_table
         self._workspace, self._tuned, self._stages = workspace, tuned, stages
+        # Taken at their largest: smaller requests are views of these.
+        self._inputs(max_num_rows)
+        self.hidden(max_num_rows)
 
     def hidden(self, num_rows: int) -> Tensor:
+        """The residual stream [num_rows, hidden] after the last layer, as the latest `run` left it."""
         return self._take("draft_hidden", num_rows, self._draft.config.hidden_size)
 
     def normed(self, num_rows: int) -> Tensor:
+        """`hidden` after the final norm [num_rows, hidden], as the latest `run` left it."""
         return self._take("draft_normed", num_rows, self._draft.config.hidden_size)
 
     def output(self, num_rows: int) -> Tensor:
-        """What is fed back: one of the two."""
+        """The rows [num_rows, hidden] that the next drafted row takes as its feature: `normed` or `hidden`,
+        as the draft's config says."""
         is_normed = self._draft.config.is_output_normed
         return self.normed(num_rows) if is_normed else self.hidden(num_rows)
 
     def run(self, rows: Rows, features: Tensor, attend: Attend, *, is_fused: bool) -> None:
-        """features [R, hidden], of the position before each row's place; as draft_inputs takes them.
+        """Record the kernels of all layers.
 
-        is_fused: they are the target's. Those that end a block are kept beside it; where there are fewer than
-        rows, the last rows' are taken from there.
+        features [R, hidden]: of the position before each row's place, as `draft_inputs` takes them.
+        is_fused: whether the features come from the target. If so, the feature of each block's last token is
+        kept beside the block; where there are fewer features than rows, the features of the last rows are
+        read from there.
         """
         config, weights, cache = self._draft.config, self._draft.weights, self._cache
         num_rows, eps = rows.slot.shape[0], config.rms_norm_eps
         hidden, normed = self.hidden(num_rows), self.normed(num_rows)
-        inputs = self._take("draft_inputs", num_rows, 2 * config.hidden_size)
+        inputs = self._inputs(num_rows)
         draft_inputs(
             rows.slot,
             rows.token,
@@ -95,8 +109,9 @@ class DraftForward:
                 add_norm(hidden, product, next_norm, normed, eps=eps, bias=layer.down_bias)
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x [R, in] times weight [out, in] transposed: fp32 partial sums [num_partials, R, out] to be added
-        in order, or, of many rows, [R, out]. Good until the next product."""
+        """x [R, in] times weight [out, in] transposed: fp32 partial sums [num_partials, R, out], to be added
+        in order, for at most MAX_MULTIPLY_ROWS rows; the whole product [R, out] for more. Valid until the
+        next product."""
         num_rows, num_columns = x.shape[0], weight.shape[0]
         if num_rows > MAX_MULTIPLY_ROWS:
             product = torch.mm(x, weight.T, out=self._take("draft_product", num_rows, num_columns))
@@ -104,12 +119,12 @@ class DraftForward:
             return product
 
         config = self._tuned.gemm(*weight.shape).config(num_rows)
-        shape = (config.num_partials, num_rows, num_columns)
-        partials = self._workspace.take("partials", shape, torch.float32)
+        partials = take_partials(self._workspace, config, num_rows, num_columns)
         multiply(x, weight, partials, config)
         return partials
 
     def _attend(self, layer: LayerWeights, index: int, rows: Rows, inputs: Tensor, attend: Attend) -> Tensor:
+        """The attention output [R, num_heads * head_dim] of layer `index`, whose input is `inputs`."""
         config, cache = self._draft.config, self._cache
         num_rows = rows.slot.shape[0]
         query = self._take("draft_query", num_rows, config.num_heads, config.head_dim)
@@ -130,6 +145,7 @@ class DraftForward:
         return attended.flatten(1)
 
     def _activated(self, layer: LayerWeights, normed: Tensor) -> Tensor:
+        """The gated activation [R, intermediate] of the normalised rows [R, hidden]."""
         num_rows, size = normed.shape[0], self._draft.config.intermediate_size
         activated = self._take("draft_activated", num_rows, size)
         weight, bias = layer.gate_up, layer.gate_up_bias
@@ -146,6 +162,10 @@ class DraftForward:
         note_library_kernel(gate_up)
         swiglu(gate_up, activated)
         return activated
+
+    def _inputs(self, num_rows: int) -> Tensor:
+        """The first layer's input [num_rows, 2 * hidden]: token embedding and feature, both normalised."""
+        return self._take("draft_inputs", num_rows, 2 * self._draft.config.hidden_size)
 
     def _take(self, name: str, *shape: int) -> Tensor:
         return self._workspace.take(name, shape, self._draft.dtype)

@@ -1,4 +1,4 @@
-"""What a draft remembers on the device: keys and values, the tables of its rotation, features, outputs."""
+"""The KV cache of an EAGLE-3 draft, its rotation tables, and the features and outputs kept beside it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ __all__ = ["DraftKVCache"]
 
 
 class DraftKVCache:
-    """Row i, of (feature of position i, token i + 1), lies at the place of token i + 1 of its slot's blocks:
-    place 0 of a slot means nothing.
+    """The draft's state on the device.
 
-    keys, values: [num_layers, num_blocks, num_kv_heads, block_size, head_dim], uninitialised; of one block,
-    as block_features, until `allocate`.
-    cos, sin: [max_model_len + 2, head_dim / 2] by place, so of the position before; place 0 is never used.
+    Draft row i is computed from the feature of position i and token i + 1. Its keys and values lie at the
+    place of token i + 1 in its slot's blocks, so place 0 of a slot is unused.
+
+    keys, values: [num_layers, num_blocks, num_kv_heads, block_size, head_dim], uninitialised. They and
+    `block_features` have a single block until `allocate` is called.
+    cos, sin: [max_model_len + 2, head_dim / 2] by place, so each holds the rotation of the position before;
+    the entry of place 0 is never used.
     block_features: [num_blocks, hidden], the feature of each block's last token.
-    outputs: [num_slots, hidden], what each slot's newest row gave.
+    outputs: [num_slots, hidden], the output of each slot's newest row.
     """
 
     def __init__(self, draft: DraftDecoder, limits: ExecutorLimits, num_slots: int) -> None:
@@ -35,7 +38,7 @@ class DraftKVCache:
         self.allocate(1)
 
     def allocate(self, num_blocks: int) -> None:
-        """Replace keys, values and features; graphs that were captured before still use the old ones."""
+        """Replace keys, values and block features. Graphs captured before still use the old ones."""
         config, dtype, device = self._draft.config, self._draft.dtype, self._draft.device
         shape = (config.num_layers, num_blocks, config.num_kv_heads, self.block_size, config.head_dim)
         self.keys = torch.empty(shape, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Which graphs an executor captures, and how much its rings must hold for them."""
+"""The sizes that graphs are captured for, and the sizes of the ring that follow from them."""
 
 from __future__ import annotations
 
@@ -14,27 +14,33 @@ from drift_sdk.steps import ExecutorLimits
 __all__ = ["EXACT_TILE_ROWS", "GraphBuckets", "bucket_of"]
 
 DECODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""Slots of decode steps."""
 MIN_PREFILL_ROWS = 16
+"""Rows of the smallest prefill bucket."""
 FLAT_PREFILL_ROWS = 256
-"""Below, reading the weights is a large part of a prefill step, and padding costs little."""
+"""Below this many rows, reading the weights is a large part of a prefill step and padding costs little, so
+each bucket has twice the rows of the one before."""
 STEPS_PER_OCTAVE = 2
-"""Buckets from FLAT_PREFILL_ROWS to twice as many, and so on. More of them would pad steps less, and take
-time at start: each is run once and captured."""
+"""Prefill buckets from FLAT_PREFILL_ROWS rows to twice as many, from there to four times as many, and so on.
+More buckets would pad steps less, but each takes time at start: it is run once and captured."""
 EXACT_TILE_ROWS = 8
-"""In exact prefill, rows of a chunk that are attended together, as if they were to be verified."""
+"""In exact prefill, rows of a chunk that are attended together, as if they were drafts to verify."""
 
 
 def bucket_of(sizes: Sequence[int], size: int) -> int:
-    """The smallest of `sizes`, ascending, that `size` fits in."""
+    """The smallest of the ascending `sizes` that is at least `size`."""
     return next(bucket for bucket in sizes if bucket >= size)
 
 
 class GraphBuckets(Struct, frozen=True, kw_only=True):
-    """decode: slots of decode steps; drafts: how many tokens a round may draft; prefill: tokens of prefill
-    steps: all ascending.
+    """The sizes that graphs are captured for. All are ascending.
 
-    tile_rows: of a tile of prefill attention. max_chunks: most chunks of a prefill step. is_exact: prefill in
-    the kernels of decoding, each chunk padded to whole tiles.
+    decode:     slots of decode steps.
+    drafts:     tokens that a round may draft for each slot; the first is 0.
+    prefill:    rows of prefill steps.
+    tile_rows:  rows of a tile of prefill attention.
+    max_chunks: most chunks of a prefill step.
+    is_exact:   whether prefill runs in the kernels of decoding, each chunk padded to whole tiles.
     """
 
     decode: tuple[int, ...]
@@ -54,6 +60,10 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
         is_exact: bool,
         draft_choices: Sequence[int] = (),
     ) -> GraphBuckets:
+        """The buckets of a model and its limits.
+
+        budget: most tokens of a prefill step. draft_choices: numbers of tokens that a round may draft.
+        """
         attention = prefill_attention_config(decoder.config.head_dim, decoder.dtype)
         tile_rows = EXACT_TILE_ROWS if is_exact else attention.tile_rows
         most = budget + (min(limits.max_num_seqs, budget) * (tile_rows - 1) if is_exact else 0)
@@ -68,44 +78,50 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
 
     @property
     def max_rows_per_slot(self) -> int:
+        """Most rows of a slot in a round: its newest token and the drafts."""
         return self.drafts[-1] + 1
 
     @property
     def max_rows(self) -> int:
-        """Of a decode step."""
+        """Most rows of a round."""
         return self.decode[-1] * self.max_rows_per_slot
 
     @property
     def num_draft_masks(self) -> int:
-        """One for each row of a decode step, if slots may have several."""
+        """Constraint masks of a split round: one for each row, if slots may have several rows; else 0."""
         return self.max_rows if self.max_rows_per_slot > 1 else 0
 
     def num_tiles(self, num_rows: int) -> int:
+        """Most tiles of prefill attention that chunks of `num_rows` rows are cut into."""
         return num_rows // self.tile_rows + min(num_rows, self.max_chunks)
 
     def padded(self, num_tokens: int) -> int:
-        """Rows of a chunk; in exact mode it ends with a tile of rows."""
+        """Rows of a chunk of `num_tokens` tokens; in exact prefill they fill whole tiles."""
         return -(-num_tokens // self.tile_rows) * self.tile_rows if self.is_exact else num_tokens
 
     def prefill_words(self, num_rows: int) -> int:
-        """Payload: token, slot and position of each row, then the tiles."""
+        """Payload words of a prefill step: token, slot and position of each row, then the tiles."""
         return 3 * num_rows + 4 * self.num_tiles(num_rows)
 
-    def follow_words(self, num_rows: int) -> int:
-        """Payload: token, slot and position of each row and the token behind it, then hits."""
+    def draft_extend_words(self, num_rows: int) -> int:
+        """Payload words of a step that updates the drafter after prefill: token, slot and position of each
+        row and the token after it, then the rows that follow prefix hits."""
         return 4 * num_rows + self.max_chunks
 
     @property
     def payload_words(self) -> int:
+        """Payload words of the largest step; a round's payload has two words for each slot."""
         most = self.prefill[-1]
-        return max(2 * self.decode[-1], self.prefill_words(most), self.follow_words(most))
+        return max(2 * self.decode[-1], self.prefill_words(most), self.draft_extend_words(most))
 
     @property
     def record_words(self) -> int:
+        """Result words of the largest round."""
         return self.decode[-1] * record_words(self.max_rows_per_slot)
 
 
 def _prefill_buckets(most: int) -> tuple[int, ...]:
+    """Rows of prefill steps, up to `most`."""
     sizes = [MIN_PREFILL_ROWS]
     while sizes[-1] < most:
         octave = 1 << (sizes[-1].bit_length() - 1)
@@ -114,5 +130,5 @@ def _prefill_buckets(most: int) -> tuple[int, ...]:
 
 
 def _buckets(sizes: Sequence[int], most: int) -> tuple[int, ...]:
-    """Those of `sizes` below `most`, and `most`."""
+    """The sizes below `most`, then `most` itself."""
     return (*(size for size in sizes if size < most), most)

@@ -1,10 +1,12 @@
-"""The graph executor: every step is a few replays of captured graphs, started without waiting."""
+"""The graph executor: every step is a few replays of captured CUDA graphs, launched without waiting."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import pairwise
+from statistics import median
 
 import msgspec
 from msgspec import Struct
@@ -12,63 +14,88 @@ from msgspec import Struct
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk._kernels.slots.slot_columns import num_mask_words
 from drift_sdk.errors import ExecutorError
-from drift_sdk.execution.device.device import Device, Event
+from drift_sdk.execution.device.device import Device, Event, Replay
 from drift_sdk.execution.device.errors import is_kept, typed_errors
-from drift_sdk.execution.device.ring import Results, Ring
-from drift_sdk.execution.device.slot_table import NO_UPDATES, Pairs, SlotTable, Updates
-from drift_sdk.execution.graph.allocation_count import AllocationCount
+from drift_sdk.execution.device.ring import PayloadBuffer, Ring, RingSizes
+from drift_sdk.execution.device.slot_table import SlotTable
+from drift_sdk.execution.device.workspace import Workspace
+from drift_sdk.execution.drafter_factory import NO_DRAFTER, DrafterFactory
+from drift_sdk.execution.forward.kv_cache import PagedKVCache
+from drift_sdk.execution.forward.model_resources import ModelResources
 from drift_sdk.execution.graph.buckets import GraphBuckets
 from drift_sdk.execution.graph.captured_graphs import CapturedGraphs, FitBlocks
-from drift_sdk.execution.graph.input_payloads import (
-    fill_chunks,
-    fill_draft_extend,
-    fill_masks,
-    fill_slots,
-    first_rows,
-)
-from drift_sdk.execution.graph.prompt_logprobs import PromptLogprobs, ScoredParts
-from drift_sdk.execution.graph.result_records import outputs
-from drift_sdk.execution.graph.round_launch import launch_round
-from drift_sdk.execution.graph.round_timing import time_rounds
+from drift_sdk.execution.graph.graph_steps import GraphSteps
+from drift_sdk.execution.graph.prompt_logprobs import PromptLogprobs
+from drift_sdk.execution.graph.step_launcher import StepLauncher, StepResults
+from drift_sdk.execution.resources import DeviceResources
 from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.eagle3 import DraftDecoder
-from drift_sdk.speculation import NGram
-from drift_sdk.steps import (
-    ExecutorLimits,
-    PrefillChunk,
-    SlotAssignment,
-    SlotOutput,
-    SlotSampling,
-    StepPlan,
-    StepResult,
-    TokenConstraint,
-)
+from drift_sdk.progress import Report
+from drift_sdk.steps import ExecutorLimits, StepPlan, StepResult
 
-__all__ = ["GraphExecutor"]
+__all__ = ["AllocationCount", "GraphExecutor", "GraphOptions", "StartupHooks", "time_rounds"]
 
 NUM_ENTRIES = 16
+"""Replays that can be in flight at once."""
 MAX_UPDATES = 512
+"""Slot table updates of one replay. A step with more of them starts replays that do nothing else."""
+ALLOCATION_COUNT_INTERVAL = 256
+"""Steps between two counts of allocations: asking torch takes as long as launching a step."""
+NUM_TIMED_REPLAYS = 3
+"""Replays of each round that are timed at start."""
 
 
-class _Ticket(Struct):
-    """A step in flight, and where the records of its finished prompts and of its rows will be: for rounds of
-    so many rows a slot."""
+class GraphOptions(Struct, frozen=True, kw_only=True):
+    """Settings of a graph executor.
+
+    prefill_token_budget: most tokens of a prefill step.
+    exact_prefill:        prefill runs in the kernels of decoding, so tokens do not depend on how a prompt is
+                          cut, cached or recomputed.
+    step_timeout_s:       most seconds that the device may take for a step; None = no limit.
+    acceptance_trace:     for measuring: tokens that rounds emit in turn, whatever was drafted.
+    stages:               for measuring: marks around the stages of steps.
+    """
+
+    prefill_token_budget: int
+    exact_prefill: bool = False
+    step_timeout_s: float | None = None
+    acceptance_trace: Sequence[int] | None = None
+    stages: StageMarks = NO_STAGE_MARKS
+
+
+def ignore_progress(stage: str, fraction: float) -> None:
+    """A `Report` that drops what it is given."""
+
+
+class StartupHooks(Struct, frozen=True, kw_only=True):
+    """Called while an executor starts.
+
+    fit_blocks: how many KV blocks there is room for; None = limits.num_blocks. report: progress.
+    """
+
+    fit_blocks: FitBlocks | None = None
+    report: Report = ignore_progress
+
+
+NO_HOOKS = StartupHooks()
+
+
+class _LaunchedStep(Struct):
+    """A step in flight: the marks before and after it on the device, and where its results will be."""
 
     plan: StepPlan
     started: Event
     ended: Event
-    head: Results | None = None
-    decode: Results | None = None
-    rows_per_slot: int = 1
-    scores: dict[int, ScoredParts] = {}
+    results: StepResults
 
 
 class GraphExecutor:
-    """Runs a `Decoder` by CUDA graphs. Everything is captured when it is made, nothing while serving.
+    """Runs a `Decoder` by CUDA graphs. Everything is captured by the constructor, nothing while serving.
 
     `launch` writes to pinned memory and starts replays; lengths, tokens and finished flags live on the
-    device. It waits for nothing but drafts behind which a constraint must be asked.
+    device. It waits for nothing but drafts after which a constraint must be asked, and a free ring entry.
+
+    limits: what the executor has room for; known only once the KV cache has been sized.
     """
 
     def __init__(
@@ -77,68 +104,45 @@ class GraphExecutor:
         decoder: Decoder,
         limits: ExecutorLimits,
         tuned: TunedTable,
+        options: GraphOptions,
         *,
-        prefill_token_budget: int,
-        exact_prefill: bool = False,
-        draft: DraftDecoder | NGram | None = None,
-        draft_choices: Sequence[int] = (),
-        acceptance_trace: Sequence[int] | None = None,
-        stages: StageMarks = NO_STAGE_MARKS,
-        step_timeout_s: float | None = None,
-        fit_blocks: FitBlocks | None = None,
-        report: Callable[[str, float], None] = lambda stage, fraction: None,
+        drafter_factory: DrafterFactory = NO_DRAFTER,
+        hooks: StartupHooks = NO_HOOKS,
     ) -> None:
-        """fit_blocks: None = the KV cache has limits.num_blocks blocks."""
+        """Raises ExecutorError if a step cannot be captured, and what hooks.fit_blocks raises."""
         self.limits = limits
-        self._device, self._stages = device, stages
-        self._layout = layout = GraphBuckets.of(
+        self._device = device
+        self._step_timeout_s = options.step_timeout_s
+        buckets = GraphBuckets.of(
             decoder,
             limits,
-            prefill_token_budget,
-            is_exact=exact_prefill,
-            draft_choices=draft_choices,
+            options.prefill_token_budget,
+            is_exact=options.exact_prefill,
+            draft_choices=drafter_factory.draft_choices,
         )
         with typed_errors(device), device.work():
-            has_history = isinstance(draft, NGram)
-            self._table = SlotTable(limits, device.torch_device, has_history=has_history)
-            self._ring = Ring(
-                device,
-                num_entries=NUM_ENTRIES,
-                max_updates=MAX_UPDATES,
-                payload_words=layout.payload_words,
-                record_words=layout.record_words,
-                max_slots=layout.decode[-1],
-                num_draft_masks=layout.num_draft_masks,
-                mask_words=num_mask_words(limits.vocab_size),
-                timeout_s=step_timeout_s,
+            self._resources = _open_resources(device, limits, buckets, options, drafter_factory)
+            cache = PagedKVCache(decoder, limits)
+            model = ModelResources(decoder=decoder, cache=cache, tuned=tuned, limits=limits)
+            steps = GraphSteps(
+                self._resources, model, buckets, drafter_factory, acceptance_trace=options.acceptance_trace
             )
             self._graphs: CapturedGraphs | None = CapturedGraphs(
-                device,
-                decoder,
-                limits,
-                layout,
-                self._table,
-                self._ring,
-                tuned,
-                draft=draft,
-                fit_blocks=partial(self._fit, fit_blocks),
-                report=report,
-                acceptance_trace=acceptance_trace,
-                stages=stages,
+                self._resources,
+                steps,
+                buckets,
+                fit_blocks=partial(self._fit, hooks.fit_blocks),
+                report=hooks.report,
             )
-        self._scores = PromptLogprobs(decoder, self._graphs.prefill_hidden)
-        self._sampling: dict[int, SlotSampling] = {}
-        # By slot, of those that have any: most steps have none.
-        self._constraints: dict[int, TokenConstraint] = {}
-        self._num_logprobs: dict[int, int] = {}
-        self._fresh: set[int] = set()  # slots whose first chunk is still to come
-        self._launched: deque[_Ticket] = deque()
-        self._events: list[Event] = []
-        self._step_timeout_s = step_timeout_s
+        prompt_logprobs = PromptLogprobs(decoder, steps.prefill_hidden.final)
+        self._launcher = StepLauncher(self._resources, self._graphs, buckets, prompt_logprobs)
+        self._launched: deque[_LaunchedStep] = deque()
+        self._events: list[Event] = []  # of collected steps, to be used again
         self._allocations = AllocationCount(device)
 
     def _fit(self, fit_blocks: FitBlocks | None, num_graphs: int) -> int:
-        """How many blocks the cache gets; sequences can be no longer than all of them."""
+        """How many blocks the cache gets. A sequence can be no longer than all of them together, so
+        `limits` is reduced to that."""
         limits = self.limits
         if fit_blocks is not None:
             num_blocks = fit_blocks(num_graphs)
@@ -148,60 +152,38 @@ class GraphExecutor:
         return limits.num_blocks
 
     def round_costs(self) -> dict[tuple[int, int], float]:
-        """Seconds that rounds of (slots, drafts) take without any context. To be asked before serving."""
+        """Seconds that rounds of (slots, drafts) take without any context. Call it before anything is
+        launched."""
         assert self._graphs is not None and not self._launched
         with typed_errors(self), self._device.work():
             costs = time_rounds(self._device, self._graphs.decode)
-            self._ring.reset()
+            self._resources.ring.reset()
         return costs
 
     def launch(self, plan: StepPlan) -> None:
-        graphs = self._graphs
-        if graphs is None:
+        if self._graphs is None:
             raise ExecutorError("the executor is closed")
 
         with typed_errors(self):
-            ticket = _Ticket(plan, self._event(), self._event())
-            self._launched.append(ticket)
-            ticket.started.record()
-            updates = self._updates(plan)
-            # The last updates ride along with the first replay.
-            *early, rest = [*updates.slices(MAX_UPDATES)] or [NO_UPDATES]
-            for pairs in early:
-                self._ring.start(self._ring.acquire(pairs), graphs.update)
-
-            if plan.prefill:
-                with self._stages("prefill"):
-                    ticket.head = self._launch_prefill(graphs, plan.prefill, rest)
-                ticket.scores = self._take_scores(plan.prefill)
-                rest = NO_UPDATES
-            if plan.decode:
-                ticket.rows_per_slot, ticket.decode = launch_round(
-                    graphs, self._layout, self._ring, self._stages, plan.decode, self._constraints, rest
-                )
-            ticket.ended.record()
+            step = _LaunchedStep(plan, self._event(), self._event(), StepResults())
+            self._launched.append(step)
+            step.started.record()
+            step.results = self._launcher.launch(plan)
+            step.ended.record()
 
     def collect(self) -> StepResult:
-        ticket = self._launched.popleft()
+        step = self._launched.popleft()
         with typed_errors(self):
-            ticket.ended.wait(self._step_timeout_s)
-        plan = ticket.plan
-        last = [chunk.slot for chunk in plan.prefill if chunk.is_last]
-        sampled = self._outputs(ticket.head, 1, last)
-        prefill = tuple(
-            self._scored(next(sampled), ticket.scores.get(chunk.slot)) if chunk.is_last else SlotOutput()
-            for chunk in plan.prefill
-        )
-        slots = [row.slot for row in plan.decode]
-        decode = tuple(self._outputs(ticket.decode, ticket.rows_per_slot, slots))
-        duration_s = ticket.ended.seconds_since(ticket.started)
-        self._events += [ticket.started, ticket.ended]
+            step.ended.wait(self._step_timeout_s)
+        prefill, decode = self._launcher.read(step.plan, step.results)
+        duration_s = step.ended.seconds_since(step.started)
+        self._events += [step.started, step.ended]
         return StepResult(
-            step_id=plan.step_id,
+            step_id=step.plan.step_id,
             prefill=prefill,
             decode=decode,
             duration_s=duration_s,
-            host_work=self._ring.take_work(self._allocations.step()),
+            host_work=self._resources.ring.take_work(self._allocations.step()),
         )
 
     def close(self) -> None:
@@ -213,107 +195,86 @@ class GraphExecutor:
         except ExecutorError as error:
             if not error.process_unusable:
                 raise
-            return  # the driver takes nothing back
+            return  # the driver cannot free anything any more
 
         self._launched.clear()
         self._graphs.close()
         self._graphs = None
-        del self._table, self._ring, self._scores
+        del self._resources, self._launcher
         self._device.close()
 
     def _finish(self) -> None:
-        """Steps in flight write to memory that is another engine's as soon as it is given back."""
+        """Wait for the steps in flight: the memory they write to belongs to another engine as soon as it is
+        freed."""
         with typed_errors(self):
             (event := self._event()).record()
             timeout_s = self._step_timeout_s
             event.wait(timeout_s and timeout_s * (len(self._launched) + 1))
 
-    def _updates(self, plan: StepPlan) -> Updates:
-        updates = Updates()
-        for assignment in plan.assignments:
-            self._assign(assignment, updates)
-        for update in plan.block_updates:
-            self._table.place_blocks(update, updates)
-        for chunk in plan.prefill:
-            if chunk.is_last:
-                length = chunk.start + len(chunk.token_ids)
-                self._table.set_length(chunk.slot, length, chunk.token_ids[-1], updates)
-
-        return updates
-
-    def _assign(self, assignment: SlotAssignment, updates: Updates) -> None:
-        slot, sampling = assignment.slot, assignment.sampling
-        self._sampling[slot] = sampling
-        self._fresh.add(slot)
-        self._constraints.pop(slot, None)
-        self._num_logprobs.pop(slot, None)
-        if assignment.constraint is not None:
-            self._constraints[slot] = assignment.constraint
-        if sampling.num_logprobs is not None:
-            self._num_logprobs[slot] = sampling.num_logprobs
-        with self._device.work():
-            self._table.assign(assignment, updates)
-
-    def _launch_prefill(
-        self, graphs: CapturedGraphs, chunks: tuple[PrefillChunk, ...], updates: Pairs
-    ) -> Results | None:
-        """Compute chunks and, behind those that end a prompt, sample: the records of that."""
-        ring = self._ring
-        entry = ring.acquire(updates)
-        bucket = fill_chunks(self._layout, chunks, ring.payload(entry))
-        ring.start(entry, graphs.prefill[bucket])
-        firsts = first_rows(self._layout, chunks)
-        for chunk, first in zip(chunks, firsts, strict=False):
-            num_top = self._sampling[chunk.slot].num_prompt_logprobs
-            if num_top is not None:
-                with self._device.work():
-                    self._scores.score(chunk, first, num_top)
-
-        last = {
-            chunk.slot: first + len(chunk.token_ids) - 1
-            for chunk, first in zip(chunks, firsts, strict=False)
-            if chunk.is_last
-        }
-        results = None
-        if last:
-            entry = ring.acquire(NO_UPDATES)
-            size = fill_slots(self._layout, [*last], [*last.values()], ring.payload(entry))
-            fill_masks(self._constraints, [*last], ring.mask(entry))
-            ring.start(entry, graphs.head[size])
-            results = ring.results(entry)
-        if graphs.draft_extend:
-            entry = ring.acquire(NO_UPDATES)
-            hits = [chunk.slot for chunk in chunks if chunk.start > 0 and chunk.slot in self._fresh]
-            self._fresh.difference_update(chunk.slot for chunk in chunks)
-            bucket = fill_draft_extend(self._layout, chunks, hits, ring.payload(entry))
-            ring.start(entry, graphs.draft_extend[bucket])
-        return results
-
-    def _outputs(self, results: Results | None, rows_per_slot: int, slots: list[int]) -> Iterator[SlotOutput]:
-        if results is None:
-            return iter(())
-
-        results.is_pending = False
-        return outputs(results.words, rows_per_slot, slots, self._num_logprobs)
-
-    def _take_scores(self, chunks: tuple[PrefillChunk, ...]) -> dict[int, ScoredParts]:
-        """Of prompts that end here and are all there is: when the step is collected, the slot may be
-        another's."""
-        found = {}
-        for chunk in chunks:
-            sampling = self._sampling[chunk.slot]
-            is_whole = chunk.start + len(chunk.token_ids) == sampling.num_prompt_tokens
-            if chunk.is_last and is_whole and sampling.num_prompt_logprobs is not None:
-                found[chunk.slot] = self._scores.take(chunk.slot)
-
-        return found
-
-    def _scored(self, output: SlotOutput, parts: ScoredParts | None) -> SlotOutput:
-        """With the prompt's log-probabilities, if they are wanted."""
-        if parts is None:
-            return output
-
-        return msgspec.structs.replace(output, prompt_logprobs=self._scores.entries(parts))
-
     def _event(self) -> Event:
         return self._events.pop() if self._events else self._device.event()
+
+
+def _open_resources(
+    device: Device,
+    limits: ExecutorLimits,
+    buckets: GraphBuckets,
+    options: GraphOptions,
+    drafter_factory: DrafterFactory,
+) -> DeviceResources:
+    """Raises ConfigError for more slots than the slot table can address."""
+    table = SlotTable(limits, device.torch_device, has_history=drafter_factory.needs_history)
+    sizes = RingSizes(
+        num_entries=NUM_ENTRIES,
+        max_updates=MAX_UPDATES,
+        payload_words=buckets.payload_words,
+        record_words=buckets.record_words,
+        max_slots=buckets.decode[-1],
+        num_draft_masks=buckets.num_draft_masks,
+        mask_words=num_mask_words(limits.vocab_size),
+    )
+    ring = Ring(device, sizes, timeout_s=options.step_timeout_s)
+    return DeviceResources(
+        device=device,
+        ring=ring,
+        payload=PayloadBuffer(ring, table.words, buckets.payload_words),
+        table=table,
+        workspace=Workspace(device.torch_device),
+        stages=options.stages,
+    )
+
+
+def time_rounds(device: Device, rounds: Mapping[tuple[int, int], Replay]) -> dict[tuple[int, int], float]:
+    """Seconds that each replay takes on an idle device, the median of a few. All their rows are padding, so
+    attention is not included."""
+    marks = [device.event() for _ in range(NUM_TIMED_REPLAYS + 1)]
+    costs: dict[tuple[int, int], float] = {}
+    for bucket, replay in rounds.items():
+        marks[0].record()
+        for mark in marks[1:]:
+            replay.launch()
+            mark.record()
+        marks[-1].wait()
+        costs[bucket] = median(later.seconds_since(earlier) for earlier, later in pairwise(marks))
+
+    return costs
+
+
+class AllocationCount:
+    """Counts allocations on a device from its construction on, by all code of the process. While an executor
+    serves there should be none."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._num_counted = device.num_allocations
+        self._num_steps = 0
+
+    def step(self) -> int:
+        """Allocations since the last count every ALLOCATION_COUNT_INTERVAL steps, else 0. To be called once a
+        step."""
+        self._num_steps += 1
+        if self._num_steps % ALLOCATION_COUNT_INTERVAL:
+            return 0
+
+        before, self._num_counted = self._num_counted, self._device.num_allocations
+        return self._num_counted - before

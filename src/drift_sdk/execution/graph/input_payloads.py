@@ -1,4 +1,4 @@
-"""What the host writes for a replay: the rows of chunks, or slots."""
+"""Payloads and constraint masks that the host writes for a replay."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ __all__ = [
 Words = NDArray[np.int32]
 
 Constraints = Mapping[int, TokenConstraint]
-"""By slot, of those that are under one."""
+"""By slot, of the slots that have a constraint."""
 
 
-def first_rows(layout: GraphBuckets, chunks: Sequence[PrefillChunk]) -> list[int]:
-    """Where each chunk begins among the rows of the step, and where the last one ends."""
+def first_rows(buckets: GraphBuckets, chunks: Sequence[PrefillChunk]) -> list[int]:
+    """The first row of each chunk in the step, then the end of the last chunk's rows."""
     ends = [0]
     for chunk in chunks:
-        ends.append(ends[-1] + layout.padded(len(chunk.token_ids)))
+        ends.append(ends[-1] + buckets.padded(len(chunk.token_ids)))
 
     return ends
 
 
-def fill_chunks(layout: GraphBuckets, chunks: Sequence[PrefillChunk], payload: Words) -> int:
-    """A prefill step's payload; the bucket it is for."""
-    ends = first_rows(layout, chunks)
-    num_rows = bucket_of(layout.prefill, ends[-1])
+def fill_chunks(buckets: GraphBuckets, chunks: Sequence[PrefillChunk], payload: Words) -> int:
+    """Write the payload of a prefill step and return its bucket."""
+    ends = first_rows(buckets, chunks)
+    num_rows = bucket_of(buckets.prefill, ends[-1])
     token, slot, position = payload[: 3 * num_rows].reshape(3, num_rows)
     slot[:] = -1
     for chunk, first in zip(chunks, ends, strict=False):
@@ -48,24 +48,24 @@ def fill_chunks(layout: GraphBuckets, chunks: Sequence[PrefillChunk], payload: W
         slot[rows] = chunk.slot
         position[rows] = np.arange(chunk.start, chunk.start + len(chunk.token_ids))
 
-    if not layout.is_exact:
-        tiles = payload[3 * num_rows : layout.prefill_words(num_rows)].reshape(-1, 4)
+    if not buckets.is_exact:
+        tiles = payload[3 * num_rows : buckets.prefill_words(num_rows)].reshape(-1, 4)
         sizes = [(chunk.slot, chunk.start, len(chunk.token_ids)) for chunk in chunks]
-        prefill_tiles(sizes, layout.tile_rows, tiles)
+        prefill_tiles(sizes, buckets.tile_rows, tiles)
     return num_rows
 
 
 def fill_draft_extend(
-    layout: GraphBuckets, chunks: Sequence[PrefillChunk], hits: Sequence[int], payload: Words
+    buckets: GraphBuckets, chunks: Sequence[PrefillChunk], hits: Sequence[int], payload: Words
 ) -> int:
-    """The payload of what a drafter takes in of a prefill step; the bucket it is for.
+    """Write the payload of the step that updates the drafter after a prefill step, and return its bucket.
 
-    hits: slots whose chunk is the first behind a prefix hit.
+    hits: slots whose chunk is the first after a prefix hit.
     """
-    ends = first_rows(layout, chunks)
-    num_rows = bucket_of(layout.prefill, ends[-1])
+    ends = first_rows(buckets, chunks)
+    num_rows = bucket_of(buckets.prefill, ends[-1])
     token, slot, position, following = payload[: 4 * num_rows].reshape(4, num_rows)
-    hit_rows = payload[4 * num_rows : layout.follow_words(num_rows)]
+    hit_rows = payload[4 * num_rows : buckets.draft_extend_words(num_rows)]
     slot[:] = -1
     following[:] = -1
     hit_rows[:] = -1
@@ -82,9 +82,9 @@ def fill_draft_extend(
     return num_rows
 
 
-def fill_slots(layout: GraphBuckets, slots: Sequence[int], values: Sequence[int], payload: Words) -> int:
-    """Slots, and a value for each; the bucket they are for."""
-    size = bucket_of(layout.decode, len(slots))
+def fill_slots(buckets: GraphBuckets, slots: Sequence[int], values: Sequence[int], payload: Words) -> int:
+    """Write slots, then a value for each slot, and return the bucket. The rest of the slots is -1."""
+    size = bucket_of(buckets.decode, len(slots))
     payload[:size] = -1
     payload[: len(slots)] = slots
     payload[size : size + len(values)] = values
@@ -92,7 +92,7 @@ def fill_slots(layout: GraphBuckets, slots: Sequence[int], values: Sequence[int]
 
 
 def fill_masks(constraints: Constraints, slots: Sequence[int], masks: Words) -> None:
-    """What slots under a constraint may say next: masks [B, W], a row each."""
+    """Write the tokens allowed next for each of `slots` that has a constraint to its row of masks [B, W]."""
     for place, slot in enumerate(slots if constraints else ()):
         constraint = constraints.get(slot)
         if constraint is not None:
@@ -100,8 +100,10 @@ def fill_masks(constraints: Constraints, slots: Sequence[int], masks: Words) -> 
 
 
 def fill_draft_masks(constraints: Constraints, slots: Sequence[int], tokens: Words, masks: Words) -> None:
-    """The same for every row: tokens [B * T] of a round, each slot's newest and the drafts behind it (-1:
-    none), and masks [B * T, W]."""
+    """Write the tokens allowed after every row of a round to masks [B * T, W], for slots with a constraint.
+
+    tokens [B * T]: each slot's newest token and the drafts after it; -1: no draft.
+    """
     rows_per_slot = len(tokens) // len(slots)
     drafts_of = tokens.reshape(-1, rows_per_slot)[:, 1:].tolist()
     for place, (slot, drafts) in enumerate(zip(slots, drafts_of, strict=True)):

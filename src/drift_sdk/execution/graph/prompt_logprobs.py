@@ -1,4 +1,4 @@
-"""Log-probabilities of prompt tokens, for those who ask: outside the graphs, by operations of torch."""
+"""Log-probabilities of prompt tokens, computed by torch outside the graphs for requests that want them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from drift_sdk.steps import PrefillChunk
 __all__ = ["PromptLogprobs", "ScoredParts"]
 
 LOGITS_ROWS = 256
-"""Positions whose logits are held at a time."""
+"""Most prompt positions whose logits are in memory at once."""
 
 ScoredParts = list[tuple[tuple[int, ...], Tensor, Tensor, Tensor]]
-"""Token ids, their log-probabilities, the likeliest ids and theirs, on their way to the host."""
+"""For each part: token ids, their log-probabilities [N], the most likely ids and their log-probabilities
+[N, num_top]. The tensors are in pinned memory and being copied to."""
 
 
 class PromptLogprobs:
-    """Scores what follows each prompt position, from `hidden` [N, H] of the prefill step that has just been
-    started. The results are on their way to the host until that step is over."""
+    """Scores the token after each prompt position, from `hidden` [N, H] of the prefill step launched last.
+
+    The results are valid on the host once that step has ended.
+    """
 
     def __init__(self, decoder: Decoder, hidden: Tensor) -> None:
         self._decoder = decoder
@@ -29,7 +32,10 @@ class PromptLogprobs:
         self._parts: dict[int, ScoredParts] = {}
 
     def score(self, chunk: PrefillChunk, first_row: int, num_top: int) -> None:
-        """The known tokens behind a chunk's rows, which begin at `first_row`."""
+        """Start to score the known tokens after a chunk's rows, the first of which is `first_row`.
+
+        num_top: how many of the most likely tokens to report at each position.
+        """
         if chunk.start == 0:
             self._parts[chunk.slot] = []
         following = (*chunk.token_ids[1:], *([] if chunk.next_token_id is None else [chunk.next_token_id]))
@@ -44,12 +50,12 @@ class PromptLogprobs:
             self._parts.setdefault(chunk.slot, []).append((token_ids, host[0], host[1], host[2]))
 
     def take(self, slot: int) -> ScoredParts:
-        """All of a slot's parts: nothing of them is left to the sequence that has the slot next."""
+        """Remove and return all parts of a slot, so that the slot's next sequence does not find them."""
         return self._parts.pop(slot, [])
 
     @staticmethod
     def entries(parts: ScoredParts) -> tuple[TokenLogprobs, ...]:
-        """An entry for each scored token, once the steps are over."""
+        """An entry for each scored token; call it only after the steps have ended."""
         return tuple(
             TokenLogprobs(token_id=token, logprob=logprob, top=tuple(zip(ids, values, strict=True)))
             for token_ids, chosen, top_ids, top_values in parts

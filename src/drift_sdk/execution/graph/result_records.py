@@ -1,4 +1,4 @@
-"""From the words that a replay leaves for the host to what slots emitted."""
+"""Slot outputs from the result words of a replay."""
 
 from __future__ import annotations
 
@@ -23,10 +23,14 @@ Words = NDArray[np.int32]
 def outputs(
     words: Words, rows_per_slot: int, slots: Sequence[int], num_logprobs: Mapping[int, int]
 ) -> Iterator[SlotOutput]:
-    """An output for each of a replay's `slots`; `num_logprobs` says of those that report any how many."""
+    """An output for each of a replay's `slots`.
+
+    words: the replay's results. rows_per_slot: rows of each slot in the replay. num_logprobs: by slot, how
+    many of the most likely tokens it reports; slots that report none are missing.
+    """
     size = record_words(rows_per_slot)
     records = words[: len(slots) * size].reshape(-1, size)
-    # One conversion for all: a list of numbers is much cheaper to walk than an array, or than many lists.
+    # One conversion for all slots: iterating a list of numbers is much cheaper than an array or many lists.
     headers = records[:, :RECORD_HEADER_WORDS].T.tolist()
     rows = records[:, RECORD_HEADER_WORDS:].reshape(-1, 2 + 2 * MAX_TOP)
     tokens = rows[:, 0].tolist()
@@ -49,6 +53,7 @@ def outputs(
 
 
 def _logprobs(row: Words, num_top: int) -> TokenLogprobs:
+    """row: a token's words as `record_words` lays them out."""
     values = row.view(np.float32)
     ids = row[2 : 2 + num_top].tolist()
     top = zip(ids, values[2 + MAX_TOP : 2 + MAX_TOP + num_top].tolist(), strict=True)

@@ -1,29 +1,48 @@
-"""What drafts tokens inside the graphs."""
+"""The interface of drafters that draft inside the graphs of rounds."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Protocol
 
+from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk.execution.forward.decode import Rows
+from drift_sdk.execution.forward.draft_kv_cache import DraftKVCache
 
-__all__ = ["RoundDrafter"]
+__all__ = ["RoundDrafter", "RoundSizes"]
+
+
+class RoundSizes(Struct, frozen=True, kw_only=True):
+    """Sizes of the largest steps that a drafter takes part in.
+
+    max_num_slots, max_draft_tokens: of a round. max_prefill_rows: of a prefill step.
+    """
+
+    max_num_slots: int
+    max_draft_tokens: int
+    max_prefill_rows: int
 
 
 class RoundDrafter(Protocol):
-    """Every method records kernels that take all they need from the device.
+    """A drafter of the graph executor. Every method records kernels that read all they need from the device.
 
-    A round of B slots with K drafts each has T = K + 1 rows a slot: row b * T its newest token, the others
-    the drafts behind it, slot -1 where there is no use for one. `aux_layers`: the target's layer boundaries
-    whose residual stream is wanted.
+    A round of B slots with K drafts each has T = K + 1 rows a slot: row b * T holds the newest token, the
+    rows after it hold the drafts. A row that its slot has no use for has slot -1.
+
+    aux_layers: the target's layer boundaries whose residual stream the drafter reads, low to high.
     """
 
     aux_layers: Sequence[int]
 
+    @property
+    def kv_cache(self) -> DraftKVCache | None:
+        """Keys and values of the draft in the target's blocks; None if the drafter keeps none. The executor
+        allocates them together with the target's."""
+
     def propose(self, rows: Rows, *, num_slots: int, num_draft_tokens: int) -> None:
-        """Write drafted tokens to rows.token [B * T]; a row without one loses its slot."""
+        """Write drafted tokens to rows.token [B * T]. The slot of a row without a draft becomes -1."""
 
     def draft_extend(
         self,
@@ -36,11 +55,14 @@ class RoundDrafter(Protocol):
         chosen: Tensor,
         emitted: Tensor,
     ) -> None:
-        """The target has computed these rows: `aux_hidden` [B * T, H] at each boundary and `hidden` after the
-        last layer. chosen [B * T] int32 is behind them, of which the first emitted [B] int32 of each slot
-        were emitted."""
+        """Update the drafter's state after the target has computed and sampled a round's rows.
 
-    def follow_prefill(
+        aux_hidden: the residual stream [B * T, H] at each boundary. hidden [B * T, H]: the same after the
+        last layer. chosen [B * T] int32: the token sampled after each row. emitted [B] int32: how many of
+        them each slot emitted, from its first row on.
+        """
+
+    def draft_extend_prefill(
         self,
         rows: Rows,
         *,
@@ -50,5 +72,8 @@ class RoundDrafter(Protocol):
         aux_hidden: Sequence[Tensor],
         hidden: Tensor,
     ) -> None:
-        """The target has computed the rows [N] of chunks. next_token [N] int32: what follows each, -1 for
-        the slot's last_token [S]. hits [C] int32: first row of each chunk behind a prefix hit; -1: none."""
+        """Update the drafter's state after the target has computed the rows [N] of chunks.
+
+        next_token [N] int32: the token after each row; -1: the slot's last_token [S]. hits [C] int32: the
+        first row of each chunk that follows a prefix hit; -1: none. aux_hidden, hidden: as in `draft_extend`.
+        """

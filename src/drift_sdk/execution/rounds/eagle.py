@@ -1,4 +1,4 @@
-"""An EAGLE-3 draft on the device: chains of drafted tokens, within the graphs that verify them."""
+"""The EAGLE-3 drafter of the graph executor: chains of drafted tokens, within the graphs that verify them."""
 
 from __future__ import annotations
 
@@ -13,97 +13,95 @@ from drift_sdk._kernels.draft.draft_choose import choose_drafts, num_draft_chunk
 from drift_sdk._kernels.draft.draft_rows import chunk_rows, round_rows
 from drift_sdk._kernels.draft.draft_state import keep_last_rows
 from drift_sdk._kernels.draft.draft_tiles import draft_tiles, num_draft_tiles
-from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk._kernels.layers.embedding import embed_norm
 from drift_sdk._kernels.layers.residual_norm import add_norm
-from drift_sdk._kernels.slots.slot_columns import SlotColumns
+from drift_sdk.execution.device.slot_table import SlotTable
 from drift_sdk.execution.device.workspace import Workspace
-from drift_sdk.execution.forward.attention_groups import AttentionGroups
+from drift_sdk.execution.forward.attention_groups import AttentionGroups, AttentionShape
 from drift_sdk.execution.forward.decode import Rows
 from drift_sdk.execution.forward.draft import Attend, DraftForward
 from drift_sdk.execution.forward.draft_kv_cache import DraftKVCache
+from drift_sdk.execution.forward.model_resources import ModelResources
+from drift_sdk.execution.rounds.drafter import RoundSizes
 from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
-from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.eagle3 import DRAFT_KV_OFFSET, DraftDecoder
-from drift_sdk.steps import ExecutorLimits
 
 __all__ = ["EagleRounds"]
 
 
 class EagleRounds:
-    """What `EagleDrafter` does, for slots and rows that only the device knows.
+    """A `RoundDrafter` that computes what `EagleDrafter` does, for slots and rows known only to the device.
 
-    A round of B slots with K drafts each has T = K + 1 rows a slot: row b * T its newest token, the others
-    the drafts behind it, as far as the slot has use for them. `aux_layers`: as of DraftDecoder.
+    aux_layers: the draft's. kv_cache: the draft's keys and values, in the target's blocks.
     """
 
     def __init__(
         self,
         draft: DraftDecoder,
-        target: Decoder,
-        limits: ExecutorLimits,
-        block_table: Tensor,
-        columns: SlotColumns,
+        model: ModelResources,
+        table: SlotTable,
         workspace: Workspace,
-        tuned: TunedTable,
+        sizes: RoundSizes,
         *,
-        max_num_slots: int,
-        max_draft_tokens: int,
-        max_prefill_rows: int,
         stages: StageMarks = NO_STAGE_MARKS,
     ) -> None:
-        """block_table [S, max_blocks] int32. max_num_slots, max_draft_tokens: of a round. max_prefill_rows:
-        of a prefill step."""
-        config = draft.config
+        """model: the target. sizes: of the largest round and the largest prefill step."""
+        config, limits = draft.config, model.limits
         self.aux_layers: Sequence[int] = draft.aux_layers
-        self.cache = DraftKVCache(draft, limits, limits.max_num_seqs)
-        self._draft, self._target, self._block_table = draft, target, block_table
-        self._columns, self._workspace, self._stages = columns, workspace, stages
-        self._max_num_slots, self._max_draft_tokens = max_num_slots, max_draft_tokens
+        self.kv_cache = DraftKVCache(draft, limits, limits.max_num_seqs)
+        self._draft, self._target = draft, model.decoder
+        self._block_table, self._columns = table.block_table, table.columns
+        self._workspace, self._stages, self._sizes = workspace, stages, sizes
         self._target_ids = draft.target_ids.to(torch.int32)
-        self._forward = DraftForward(draft, self.cache, block_table, workspace, tuned, stages)
-        self._attention = AttentionGroups(
+        max_round_rows = sizes.max_num_slots * (sizes.max_draft_tokens + 1)
+        self._forward = DraftForward(
+            draft,
+            self.kv_cache,
+            table.block_table,
             workspace,
-            draft.device,
-            num_sequences=max_num_slots,
-            num_rows=max_draft_tokens + 1,
+            model.tuned,
+            # A prefill step may have one more row for each chunk that follows a prefix hit.
+            max_num_rows=max(max_round_rows, sizes.max_prefill_rows + limits.max_num_seqs),
+            stages=stages,
+        )
+        shape = AttentionShape(
             num_kv_heads=config.num_kv_heads,
             group=config.num_heads // config.num_kv_heads,
             head_dim=config.head_dim,
-            max_num_keys=self.cache.num_places,
+            max_num_keys=self.kv_cache.num_places,
+        )
+        self._attention = AttentionGroups(
+            workspace,
+            draft.device,
+            shape,
+            num_sequences=sizes.max_num_slots,
+            num_rows=sizes.max_draft_tokens + 1,
         )
         self._prefill = prefill_attention_config(config.head_dim, draft.dtype)
-        most = max(max_num_slots * (max_draft_tokens + 1), max_prefill_rows + limits.max_num_seqs)
-        for name, size in (("draft_inputs", 2 * config.hidden_size), ("draft_hidden", config.hidden_size)):
-            workspace.take(name, (most, size), draft.dtype)
 
     def propose(self, rows: Rows, *, num_slots: int, num_draft_tokens: int) -> None:
-        """Write the drafted tokens to rows.token: of row b * T + j, j from 1, unless its slot is -1."""
+        """Write the drafted tokens to `rows.token`: of row b * T + j for j from 1, unless its slot is -1.
+
+        Raises ValueError for a round larger than `sizes`.
+        """
         num_rows_each = self._rows_per_slot(rows, num_slots, num_draft_tokens)
         if num_draft_tokens == 0:
             return
 
-        weights, forward = self._draft.weights, self._forward
         drafted = self._rows(num_slots)
-        hidden, normed = forward.hidden(num_slots), forward.normed(num_slots)
         drafted.slot.copy_(rows.slot.view(num_slots, num_rows_each)[:, 1])
         note_library_kernel(drafted.slot)
-        eps = self._draft.config.rms_norm_eps
-        with self._stages("draft_lm_head"):
-            embed_norm(
-                drafted.slot, drafted.slot, self.cache.outputs, weights.final_norm, hidden, normed, eps=eps
-            )
-            if self._draft.config.is_output_normed:
-                normed.copy_(hidden)
-        shape = (num_slots, num_draft_chunks(weights.head.shape[0]))
+        self._load_outputs(drafted)
+        num_chunks = num_draft_chunks(self._draft.weights.head.shape[0])
         chunks = (
-            self._workspace.take("draft_chunk_value", shape, torch.float32),
-            self._workspace.take("draft_chunk_token", shape, torch.int32),
+            self._workspace.take("draft_chunk_value", (num_slots, num_chunks), torch.float32),
+            self._workspace.take("draft_chunk_token", (num_slots, num_chunks), torch.int32),
         )
+        forward = self._forward
         for depth in range(1, num_draft_tokens + 1):
             with self._stages("draft_lm_head"):
                 choose_drafts(
-                    forward.multiply(normed, weights.head),
+                    forward.multiply(forward.normed(num_slots), self._draft.weights.head),
                     self._target_ids,
                     rows.slot,
                     rows.token,
@@ -115,9 +113,9 @@ class EagleRounds:
                     depth=depth,
                 )
             if depth < num_draft_tokens:
-                # The next row pairs what the draft itself made with the token it chose.
+                # The next row pairs the draft's own output with the token just chosen.
                 with self._stages("draft_attention"):
-                    attend = self._few_rows(drafted, 1)
+                    attend = self._attend_few_rows(drafted, 1)
                 forward.run(drafted, forward.output(num_slots), attend, is_fused=False)
 
     def draft_extend(
@@ -131,19 +129,22 @@ class EagleRounds:
         chosen: Tensor,
         emitted: Tensor,
     ) -> None:
-        """Take in the rows of a round that turned out true: of slot b the first emitted[b].
+        """Compute the draft rows of the tokens that a round emitted: of slot b the first emitted[b].
 
-        captured: [R, target_hidden] at each boundary; hidden likewise after the last layer, none normalised.
-        chosen [R], emitted [B] int32: the token behind each row; how many each slot emitted, 0 for padding.
+        aux_hidden: [R, target_hidden] at each boundary. hidden [R, target_hidden]: after the last layer. None
+        of them is normalised. chosen [R] int32: the token sampled after each row. emitted [B] int32: tokens
+        that each slot emitted, 0 for padding rows. Raises ValueError for a round larger than `sizes`.
         """
+        num_rows = rows.slot.shape[0]
         num_rows_each = self._rows_per_slot(rows, num_slots, num_draft_tokens)
-        true = self._rows(rows.slot.shape[0])
-        round_rows(rows.slot, rows.position, chosen, emitted, (true.slot, true.token, true.position))
-        attend = self._few_rows(true, num_rows_each)
-        self._forward.run(true, self._fuse(aux_hidden, hidden), attend, is_fused=True)
-        keep_last_rows(true.slot, self._forward.output(rows.slot.shape[0]), self.cache.outputs)
+        emitted_rows = self._rows(num_rows)
+        out = (emitted_rows.slot, emitted_rows.token, emitted_rows.position)
+        round_rows(rows.slot, rows.position, chosen, emitted, out)
+        attend = self._attend_few_rows(emitted_rows, num_rows_each)
+        self._forward.run(emitted_rows, self._fuse(aux_hidden, hidden), attend, is_fused=True)
+        keep_last_rows(emitted_rows.slot, self._forward.output(num_rows), self.kv_cache.outputs)
 
-    def follow_prefill(
+    def draft_extend_prefill(
         self,
         rows: Rows,
         *,
@@ -153,41 +154,63 @@ class EagleRounds:
         aux_hidden: Sequence[Tensor],
         hidden: Tensor,
     ) -> None:
-        """Take in the rows [N] of a prefill step, a slot's together, slot -1 for padding.
+        """Compute the draft rows of a prefill step's rows [N], in which a slot's rows lie together; padding
+        rows have slot -1.
 
-        next_token [N] int32: what follows each row; -1: the sampled token, the slot's last_token [S].
-        hits [C] int32, C at least the number of chunks: the first row of each chunk whose predecessor no
-        step has computed, because it came from the prefix cache; -1: none.
-        captured, hidden [N, target_hidden]: as of `draft_extend`.
+        next_token [N] int32: the token after each row; -1: the sampled token, the slot's last_token [S].
+        hits [C] int32, C at least the number of chunks: the first row of each chunk whose predecessor was
+        computed by no step, because it came from the prefix cache; -1: none.
+        aux_hidden, hidden [N, target_hidden]: as in `draft_extend`.
         """
         num_rows, num_hits = rows.slot.shape[0], hits.shape[0]
-        true = self._rows(num_rows + num_hits)
-        out = (true.slot, true.token, true.position)
+        draft_rows = self._rows(num_rows + num_hits)
+        out = (draft_rows.slot, draft_rows.token, draft_rows.position)
         chunk_rows(rows.slot, rows.token, rows.position, next_token, hits, last_token, out)
-        attend = self._many_rows(true, num_hits)
-        self._forward.run(true, self._fuse(aux_hidden, hidden), attend, is_fused=True)
+        attend = self._attend_many_rows(draft_rows, num_hits)
+        self._forward.run(draft_rows, self._fuse(aux_hidden, hidden), attend, is_fused=True)
         output = self._forward.output(num_rows + num_hits)
-        keep_last_rows(true.slot[:num_rows], output[:num_rows], self.cache.outputs)
+        keep_last_rows(draft_rows.slot[:num_rows], output[:num_rows], self.kv_cache.outputs)
+
+    def _load_outputs(self, drafted: Rows) -> None:
+        """Load the output of each slot's newest row, as the first drafted token is chosen from it."""
+        config, forward, num_slots = self._draft.config, self._forward, drafted.slot.shape[0]
+        hidden, normed = forward.hidden(num_slots), forward.normed(num_slots)
+        final_norm = self._draft.weights.final_norm
+        with self._stages("draft_lm_head"):
+            embed_norm(
+                drafted.slot,
+                drafted.slot,
+                self.kv_cache.outputs,
+                final_norm,
+                hidden,
+                normed,
+                eps=config.rms_norm_eps,
+            )
+            if config.is_output_normed:
+                normed.copy_(hidden)  # the kept output has been normalised already
 
     def _rows_per_slot(self, rows: Rows, num_slots: int, num_draft_tokens: int) -> int:
-        num_rows = rows.slot.shape[0]
-        is_known = num_slots <= self._max_num_slots and num_draft_tokens <= self._max_draft_tokens
+        """Rows of each slot in a round; ValueError for a round larger than `sizes`."""
+        num_rows, sizes = rows.slot.shape[0], self._sizes
+        is_known = num_slots <= sizes.max_num_slots and num_draft_tokens <= sizes.max_draft_tokens
         if not is_known or num_rows != num_slots * (num_draft_tokens + 1):
             raise ValueError(
                 f"{num_rows} rows of {num_slots} slots with {num_draft_tokens} drafts each: expected all "
-                f"rows of at most {self._max_num_slots} slots with at most {self._max_draft_tokens}"
+                f"rows of at most {sizes.max_num_slots} slots with at most {sizes.max_draft_tokens}"
             )
 
         return num_draft_tokens + 1
 
     def _rows(self, num_rows: int) -> Rows:
+        """Uninitialised rows of the draft."""
+
         def take(name: str) -> Tensor:
             return self._workspace.take(f"draft_row_{name}", (num_rows,), torch.int32)
 
         return Rows(slot=take("slot"), token=take("token"), position=take("position"))
 
     def _fuse(self, aux_hidden: Sequence[Tensor], hidden: Tensor) -> Tensor:
-        """Features of rows [R, target_hidden], as `draft_inputs` takes them; DraftDecoder.fuse in kernels."""
+        """Features of rows [R, target_hidden] for `draft_inputs`, computed as `DraftDecoder.fuse` does."""
         draft, weights, num_rows = self._draft, self._draft.weights, hidden.shape[0]
         eps, width = draft.config.rms_norm_eps, draft.config.target_hidden_size
         shape = (num_rows, width * max(len(self.aux_layers), 1))
@@ -209,7 +232,8 @@ class EagleRounds:
 
         return self._forward.multiply(features, weights.fc)
 
-    def _few_rows(self, rows: Rows, rows_per_slot: int) -> Attend:
+    def _attend_few_rows(self, rows: Rows, rows_per_slot: int) -> Attend:
+        """Attention of a round's rows, `rows_per_slot` of each slot, planned on the device."""
         self._attention.plan(rows.slot, rows.position, rows_per_slot)
 
         def attend(query: Tensor, keys: Tensor, values: Tensor, attended: Tensor) -> None:
@@ -227,7 +251,8 @@ class EagleRounds:
 
         return attend
 
-    def _many_rows(self, rows: Rows, num_hits: int) -> Attend:
+    def _attend_many_rows(self, rows: Rows, num_hits: int) -> Attend:
+        """Attention of a prefill step's rows by tiles; the last `num_hits` rows precede prefix hits."""
         tile_rows = self._prefill.tile_rows
         num_tiles = num_draft_tiles(rows.slot.shape[0] - num_hits, num_hits, tile_rows)
         tiles = self._workspace.take("draft_tiles", (num_tiles, 4), torch.int32)

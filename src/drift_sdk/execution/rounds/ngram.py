@@ -1,4 +1,4 @@
-"""Prompt look-up inside a round's graph: the history of every slot lives on the device."""
+"""The n-gram drafter of the graph executor: prompt look-up in the token history of slots on the device."""
 
 from __future__ import annotations
 
@@ -10,20 +10,23 @@ from torch import Tensor
 from drift_sdk._kernels.draft.ngram import append_history, num_searchers, propose_ngrams
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.decode import Rows
+from drift_sdk.execution.forward.draft_kv_cache import DraftKVCache
 
 __all__ = ["NGramRounds"]
 
 
 class NGramRounds:
-    """A RoundDrafter that drafts as `NGramDrafter` does.
+    """A `RoundDrafter` that drafts the tokens that `NGramDrafter` drafts.
 
-    history [S, max_model_len + 1] int32: the token at each position of a slot before its newest. Cached
-    tokens of a prefix hit are the host's to write.
+    history [S, max_model_len + 1] int32: the token at each position of a slot before its newest token. The
+    drafter appends to it; the host writes the cached tokens of a prefix hit.
     """
 
     aux_layers: Sequence[int] = ()
+    kv_cache: DraftKVCache | None = None
 
     def __init__(self, history: Tensor, workspace: Workspace, *, min_length: int, max_length: int) -> None:
+        """min_length, max_length: tokens of the runs that are looked up, see `NGram`."""
         num_slots, max_num_tokens = history.shape
         self._history = history
         self._min_length, self._max_length = min_length, max_length
@@ -56,10 +59,10 @@ class NGramRounds:
         chosen: Tensor,
         emitted: Tensor,
     ) -> None:
-        # A row that turned out true holds what was chosen behind the row before it.
+        # An accepted row holds the token that was sampled after the row before it.
         append_history(rows.slot, rows.position, rows.token, self._history, emitted=emitted)
 
-    def follow_prefill(
+    def draft_extend_prefill(
         self,
         rows: Rows,
         *,

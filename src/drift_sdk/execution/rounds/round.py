@@ -1,79 +1,80 @@
-"""A decode round on the device: whole, or in two halves between which the host sees the drafts."""
+"""A decode round on the device: one step, or two between which the host reads the drafted tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 from torch import Tensor
 
-from drift_sdk._kernels.slots.input_ring import gather_rows, show_drafts
-from drift_sdk._kernels.slots.slot_columns import SlotState
-from drift_sdk.execution.device.ring import Ring
+from drift_sdk._kernels.slots.gather_rows import gather_rows
+from drift_sdk._kernels.slots.input_ring import show_drafts
 from drift_sdk.execution.forward.decode import DecodeForward, Rows
+from drift_sdk.execution.resources import DeviceResources
 from drift_sdk.execution.rounds.drafter import RoundDrafter
 from drift_sdk.execution.rounds.sample_commit import SampleCommit
-from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks, forward_stage
+from drift_sdk.execution.stages import forward_stage
 
-__all__ = ["RoundSteps"]
+__all__ = ["DecodeRound"]
 
 
-@dataclass(frozen=True, slots=True)
-class RoundSteps:
-    """What a round of B slots with K drafts each, so T = K + 1 rows a slot, does: each method is a step to
-    capture.
+class DecodeRound:
+    """A round of B slots with K drafts each, T = K + 1 rows a slot. Each public method is a step to capture.
 
-    slots, max_drafts [B] int32: the round's payload, brought by `enter`: slots, then how many drafts each may
-    have. rows [B * T]: whoever verifies them finds them where they were drafted.
+    Its payload: slots [B], then the most drafts of each slot [B].
     """
 
-    num_drafts: int
-    enter: Callable[[int], None]
-    slots: Tensor
-    max_drafts: Tensor
-    state: SlotState
-    ring: Ring
-    rows: Rows
-    forward: DecodeForward
-    head: SampleCommit
-    drafter: RoundDrafter | None
-    stages: StageMarks = NO_STAGE_MARKS
+    def __init__(
+        self,
+        resources: DeviceResources,
+        payload: Tensor,
+        rows: Rows,
+        forward: DecodeForward,
+        sample_commit: SampleCommit,
+        drafter: RoundDrafter | None,
+    ) -> None:
+        """payload [2, B] int32: slots (-1: padding) and most drafts. rows [B * T]: rows are drafted and
+        verified in the same buffers."""
+        self._resources, self._rows, self._forward = resources, rows, forward
+        self._sample_commit, self._drafter = sample_commit, drafter
+        self._slots, self._max_drafts = payload
+        self._num_slots = payload.shape[1]
+        self._num_drafts = rows.slot.shape[0] // self._num_slots - 1
 
     def whole(self) -> None:
+        """Draft, verify and commit without the host."""
         self._draft()
         self._verify(has_draft_masks=False)
 
     def draft(self) -> None:
-        """The first half: it leaves the drafted tokens in the ring, see `show_drafts`."""
+        """The first half of a split round: leaves the drafted tokens in the ring, see `show_drafts`."""
         self._draft()
-        ring, rows = self.ring, self.rows
+        ring, rows = self._resources.ring, self._rows
         show_drafts(rows.slot, rows.token, ring.output, ring.current, ring.next_index)
 
     def verify(self) -> None:
-        """The second half, next after the first. Slots under a constraint have a mask for every row."""
-        self.enter(0)
+        """The second half, the next replay after the first. Slots under a constraint have a mask for every
+        row."""
+        self._resources.payload.enter(0)
         self._verify(has_draft_masks=True)
 
     def _draft(self) -> None:
-        rows, num_slots = self.rows, self.slots.shape[0]
-        self.enter(2 * num_slots)
-        gather_rows(self.slots, self.max_drafts, self.state, rows.slot, rows.token, rows.position)
-        if self.drafter is not None:
-            self.drafter.propose(rows, num_slots=num_slots, num_draft_tokens=self.num_drafts)
+        rows, state = self._rows, self._resources.table.state
+        self._resources.payload.enter(2 * self._num_slots)
+        gather_rows(self._slots, self._max_drafts, state, rows.slot, rows.token, rows.position)
+        if self._drafter is not None:
+            self._drafter.propose(rows, num_slots=self._num_slots, num_draft_tokens=self._num_drafts)
 
     def _verify(self, *, has_draft_masks: bool) -> None:
-        forward, head = self.forward, self.head
-        with self.stages(forward_stage(self.num_drafts)):
+        forward, sample_commit, stages = self._forward, self._sample_commit, self._resources.stages
+        with stages(forward_stage(self._num_drafts)):
             forward.run()
-        head.run(forward.normed, has_draft_masks=has_draft_masks)
-        if self.drafter is not None:
-            with self.stages("draft_extend"):
-                self.drafter.draft_extend(
-                    self.rows,
-                    num_slots=self.slots.shape[0],
-                    num_draft_tokens=self.num_drafts,
-                    aux_hidden=forward.aux_hidden,
-                    hidden=forward.hidden,
-                    chosen=head.chosen,
-                    emitted=head.emitted,
+        sample_commit.run(forward.normed, has_draft_masks=has_draft_masks)
+        if self._drafter is not None:
+            with stages("draft_extend"):
+                self._drafter.draft_extend(
+                    self._rows,
+                    num_slots=self._num_slots,
+                    num_draft_tokens=self._num_drafts,
+                    aux_hidden=forward.hidden_states.aux,
+                    hidden=forward.hidden_states.final,
+                    chosen=sample_commit.chosen,
+                    emitted=sample_commit.emitted,
                 )

@@ -1,11 +1,14 @@
-"""From the last layer to the next token: logits, sampling, and what becomes of the slots."""
+"""The end of a step: logits from the last layer, a token behind each row, and the commit of the slots."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from drift_sdk._kernels.commit.commit import SimulatedRounds, commit
+from drift_sdk._kernels.commit.commit import commit
+from drift_sdk._kernels.commit.simulated_commit import SimulatedRounds, commit_simulated
 from drift_sdk._kernels.gemm.cublas_gemm import fastest_multiply
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk._kernels.sampling.sample_buffers import SampleBuffers
@@ -21,9 +24,10 @@ __all__ = ["SampleCommit"]
 
 
 class SampleCommit:
-    """Chooses a token behind each row and commits it: `rows_per_slot` rows of each slot at a time.
+    """Chooses a token behind each of R rows and commits it; `rows_per_slot` rows of each of B slots.
 
-    chosen [R] int32: the token behind each row. emitted [B] int32: how many of them each slot got.
+    chosen [R] int32: the token behind each row. emitted [B] int32: how many of them each slot got. Both are
+    written by `run`.
     """
 
     def __init__(
@@ -40,10 +44,13 @@ class SampleCommit:
         simulated: SimulatedRounds | None,
         stages: StageMarks = NO_STAGE_MARKS,
     ) -> None:
+        """head [V, H]: the weight of the last product. buffers: for at least as many rows as `rows`.
+        simulated: None in production; else drafts are accepted as it says, whatever is chosen."""
         num_rows, vocab_size = rows.slot.shape[0], head.shape[0]
         self._head, self._rows, self._table, self._ring = head, rows, table, ring
-        self._buffers, self._rows_per_slot = buffers, rows_per_slot
-        self._simulated, self._stages = simulated, stages
+        self._buffers, self._rows_per_slot, self._stages = buffers, rows_per_slot, stages
+        # Which of the two kernels a graph has is decided here, before it is captured.
+        self._commit_rows = commit if simulated is None else partial(commit_simulated, rounds=simulated)
         self._logits = workspace.take("logits", (2, num_rows, vocab_size), torch.float32)
         self.emitted = workspace.take("emitted", (num_rows // rows_per_slot,), torch.int32)
         self.chosen = buffers.chosen[:num_rows]
@@ -52,8 +59,11 @@ class SampleCommit:
         self._tuned, self._gemm = tuned, tuned.whole_config(vocab_size, head.shape[1], num_rows)
 
     def run(self, normed: Tensor, *, has_draft_masks: bool = False) -> None:
-        """normed [R, H]: the normalised residual stream after the last layer. Slots under a constraint have a
-        mask each in the ring, or one for every row in its draft masks."""
+        """Launch everything from the product with `head` to the commit.
+
+        normed [R, H]: the normalised residual stream after the last layer. Slots under a constraint have one
+        mask each in the ring; with has_draft_masks they have one for every row, in the ring's draft masks.
+        """
         with self._stages(forward_stage(self._rows_per_slot - 1)):
             if not fastest_multiply(normed, self._head, self._logits[:1], self._gemm):
                 self._tuned.refuse(*self._head.shape)
@@ -89,7 +99,7 @@ class SampleCommit:
 
     def _commit(self) -> None:
         rows, ring = self._rows, self._ring
-        commit(
+        self._commit_rows(
             rows.slot,
             rows.token,
             self._buffers,
@@ -100,5 +110,4 @@ class SampleCommit:
             ring.current,
             ring.next_index,
             rows_per_slot=self._rows_per_slot,
-            simulated=self._simulated,
         )

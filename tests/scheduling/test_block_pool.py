@@ -1,3 +1,5 @@
+"""The pool of free blocks against a model of it."""
+
 from __future__ import annotations
 
 import pytest
@@ -5,13 +7,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from drift_sdk.scheduling.blocks import BlockPool
+from drift_sdk.scheduling.block_manager import BlockPool
 
 NUM_BLOCKS = 7
 
 
 class BlockPoolMachine(RuleBasedStateMachine):
-    """Against a set of held blocks."""
+    """The pool against the set of allocated blocks, `held`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,0 +1,261 @@
+"""The commit of a round with a given number of right drafts, to measure what a round costs at any acceptance.
+
+It does what `commit` does, with two differences: a trace gives the number of tokens of each round, and drafts
+are not compared with the tokens chosen. As many drafts as the trace gives are accepted, or all that there are
+if these are fewer, and replace the tokens chosen before them. A stop id and the length limit end a slot as in
+`commit`. THE TOKENS EMITTED ARE NOT THE MODEL'S.
+
+Grid, ownership, bytes and programmatic dependent launch: as of `commit`, and three words a slot more.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from msgspec import Struct
+from torch import Tensor
+
+from drift_sdk._kernels.commit.commit import (
+    HEADER_SIZE,
+    PENALTIES,
+    ROW_SIZE,
+    commit,
+    commit_reference,
+    commit_tensors,
+    emit_token,
+    find_record,
+    write_empty_record,
+    write_slot,
+)
+from drift_sdk._kernels.common.arguments import check_tensor
+from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk._kernels.sampling.sample_buffers import SampleBuffers
+from drift_sdk._kernels.slots.input_ring import entry_after
+from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotState
+
+__all__ = ["SimulatedRounds", "commit_simulated", "commit_simulated_reference"]
+
+GOLDEN_SECTION = 0.618
+"""(sqrt(5) - 1) / 2: multiples of it, modulo 1, are spread evenly, however many there are."""
+
+
+class SimulatedRounds(Struct, frozen=True):
+    """How many tokens each round is to emit, in turn, and how many rounds each slot has had.
+
+    Round r of slot s takes entry (r + s * stride) % n of the trace.
+    """
+
+    trace: Tensor
+    """int32 [n]: tokens of a round, the model's own included, so 1 or more."""
+    num_rounds: Tensor
+    """int32 [S]: rounds of each slot so far; counted up by the kernel."""
+
+    @property
+    def stride(self) -> int:
+        """The golden section of the trace: neighbouring slots stand far apart in it."""
+        return max(1, round(GOLDEN_SECTION * self.trace.shape[0]))
+
+
+@triton.jit
+def _commit_simulated(
+    # The rows of the step, and what was chosen behind them.
+    row_slot_ptr,  # [R] int32
+    row_token_ptr,  # [R] int32
+    chosen_ptr,  # [R] int32, written: an accepted draft replaces the token behind the row before it
+    chosen_logprob_ptr,  # [R] fp32
+    top_token_ptr,  # [R, MAX_TOP] int32
+    top_logprob_ptr,  # [R, MAX_TOP] fp32
+    # The slots.
+    length_ptr,  # [S] int32, read and written
+    last_token_ptr,  # [S] int32, written
+    finish_ptr,  # [S] int32, written
+    max_length_ptr,  # [S] int32
+    flags_ptr,  # [S] int32
+    num_logprobs_ptr,  # [S] int32
+    stop_bits_ptr,  # [S, W] int32
+    counts_ptr,  # [S, V] int32, counted up
+    # The results.
+    emitted_ptr,  # [B] int32, written
+    output_ring_ptr,  # [num_entries, entry_words] int32, pinned, written
+    current_entry_ptr,  # [1] int32
+    next_entry_ptr,  # [1] int32, read and written
+    # The trace.
+    trace_ptr,  # [n] int32
+    num_rounds_ptr,  # [S] int32, counted up
+    # Sizes.
+    num_entries,
+    entry_words,
+    vocab_size,  # V
+    num_words,  # W
+    trace_length,  # n
+    trace_stride,
+    ROWS_PER_SLOT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (B,): a program a slot of the step. As `_commit`, except where marked as simulated. Half of its
+    lines are lists of arguments."""
+    wait_for_producers(PDL)
+    start_dependents(PDL)
+    slot_index = tl.program_id(0)
+    first_row = slot_index * ROWS_PER_SLOT
+    slot = tl.load(row_slot_ptr + first_row)
+    record_ptr = find_record(output_ring_ptr, current_entry_ptr, slot_index, entry_words, ROWS_PER_SLOT)
+    if slot_index == 0:
+        tl.store(next_entry_ptr, entry_after(tl.load(next_entry_ptr), num_entries))
+    if slot < 0:
+        write_empty_record(record_ptr, emitted_ptr + slot_index)
+    else:
+        slot_stop_bits_ptr = stop_bits_ptr + slot.to(tl.int64) * num_words
+        slot_counts_ptr = counts_ptr + slot.to(tl.int64) * vocab_size
+        start = tl.load(length_ptr + slot)
+        max_length = tl.load(max_length_ptr + slot)
+        is_counted = (tl.load(flags_ptr + slot) & PENALTIES) != 0
+        has_logprobs = tl.load(num_logprobs_ptr + slot) >= 0
+        # Changed in branches below, so tensors of `start`'s type from the beginning.
+        num_tokens = start * 0
+        num_drafted = start * 0
+        num_accepted = start * 0
+        finish = start * 0
+        newest = start * 0
+        is_walking = start >= 0
+        # Simulated: the trace gives the number of right drafts.
+        num_rounds = tl.load(num_rounds_ptr + slot)
+        tl.store(num_rounds_ptr + slot, num_rounds + 1)
+        num_right = tl.load(trace_ptr + (num_rounds + slot * trace_stride) % trace_length) - 1
+        for depth in tl.static_range(ROWS_PER_SLOT):
+            row = first_row + depth
+            token = tl.load(chosen_ptr + row, mask=is_walking, other=0)
+            if depth + 1 < ROWS_PER_SLOT:
+                is_drafted = tl.load(row_slot_ptr + row + 1) >= 0
+                draft = tl.load(row_token_ptr + row + 1)
+                # Simulated: the draft replaces the token chosen before it.
+                token = tl.where(is_drafted & (depth < num_right), draft, token)
+                tl.store(chosen_ptr + row, token)
+            if is_walking:
+                newest = token
+                num_tokens += 1
+                finish = emit_token(
+                    token,
+                    row,
+                    start + num_tokens,
+                    max_length,
+                    is_counted,
+                    has_logprobs,
+                    slot_stop_bits_ptr,
+                    slot_counts_ptr,
+                    chosen_logprob_ptr,
+                    top_token_ptr,
+                    top_logprob_ptr,
+                    record_ptr + HEADER_SIZE + depth * ROW_SIZE,
+                )
+            if depth + 1 < ROWS_PER_SLOT:
+                # Simulated: a draft beyond the trace's number is wrong, whatever was chosen.
+                is_right = is_walking & is_drafted & (draft == token) & (depth < num_right)
+                num_drafted += is_drafted.to(tl.int32)
+                num_accepted += is_right.to(tl.int32)
+                is_walking = is_right & (finish == 0)
+
+        write_slot(
+            length_ptr + slot,
+            last_token_ptr + slot,
+            finish_ptr + slot,
+            emitted_ptr + slot_index,
+            record_ptr,
+            start + num_tokens,
+            newest,
+            finish,
+            num_tokens,
+            num_drafted,
+            num_accepted,
+        )
+
+
+def commit_simulated(
+    row_slot: Tensor,
+    row_token: Tensor,
+    buffers: SampleBuffers,
+    state: SlotState,
+    slots: SlotColumns,
+    emitted: Tensor,
+    output_ring: Tensor,
+    current_entry: Tensor,
+    next_entry: Tensor,
+    rounds: SimulatedRounds,
+    *,
+    rows_per_slot: int,
+) -> None:
+    """`commit` with as many right drafts as `rounds` says.
+
+    buffers.chosen is written: it holds the tokens emitted; rows behind the last token emitted are undefined.
+    Rounds of one row have no drafts: they are committed as by `commit`, and not counted in `rounds`.
+
+    Raises ValueError for another shape or type.
+    """
+    if rows_per_slot == 1:
+        commit(row_slot, row_token, buffers, state, slots, emitted, output_ring, current_entry, next_entry)
+        return
+
+    tensors = commit_tensors(
+        row_slot,
+        row_token,
+        buffers,
+        state,
+        slots,
+        emitted,
+        output_ring,
+        current_entry,
+        next_entry,
+        rows_per_slot,
+    )
+    check_tensor("trace", rounds.trace, rounds.trace.shape, torch.int32)
+    check_tensor("num_rounds", rounds.num_rounds, state.length.shape, torch.int32)
+    _commit_simulated[(emitted.shape[0],)](
+        *tensors,
+        rounds.trace,
+        rounds.num_rounds,
+        *output_ring.shape,
+        slots.vocab_size,
+        slots.stop_bits.shape[1],
+        rounds.trace.shape[0],
+        rounds.stride,
+        ROWS_PER_SLOT=rows_per_slot,
+        PDL=uses_pdl(),
+        num_warps=1,
+        **launch_options(),
+    )
+
+
+def commit_simulated_reference(
+    row_slot: Tensor,
+    row_token: Tensor,
+    buffers: SampleBuffers,
+    state: SlotState,
+    slots: SlotColumns,
+    emitted: Tensor,
+    output_ring: Tensor,
+    current_entry: Tensor,
+    next_entry: Tensor,
+    rounds: SimulatedRounds,
+    *,
+    rows_per_slot: int,
+) -> None:
+    """`commit_simulated` in plain torch: tokens and drafts are put so that `commit` accepts as many."""
+    row_token = row_token.clone()
+    for first in range(0, len(row_slot), rows_per_slot):
+        slot = int(row_slot[first])
+        if slot < 0 or rows_per_slot == 1:
+            continue
+
+        entry = (int(rounds.num_rounds[slot]) + slot * rounds.stride) % len(rounds.trace)
+        num_right = int(rounds.trace[entry]) - 1
+        rounds.num_rounds[slot] += 1
+        for depth in range(rows_per_slot - 1):
+            row = first + depth
+            if depth >= num_right:
+                row_token[row + 1] = -1  # no token that is ever chosen
+            elif row_slot[row + 1] >= 0:
+                buffers.chosen[row] = row_token[row + 1]
+
+    arguments = (row_slot, row_token, buffers, state, slots, emitted, output_ring, current_entry, next_entry)
+    commit_reference(*arguments, rows_per_slot=rows_per_slot)

@@ -1,0 +1,141 @@
+"""Speculation of an opened model: what its drafter needs, and the drafter of each executor.
+
+Everything that depends on the kind of draft is decided here. Executors, scheduler and start-up read it from
+the factory.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from drift_sdk.execution.eager.drafters import Drafter, EagleDrafter, NGramDrafter
+from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.eagle3 import DraftDecoder
+from drift_sdk.speculation import NGram
+from drift_sdk.steps import ExecutorLimits
+
+if TYPE_CHECKING:
+    from drift_sdk.execution.forward.model_resources import ModelResources
+    from drift_sdk.execution.resources import DeviceResources
+    from drift_sdk.execution.rounds.drafter import RoundDrafter, RoundSizes
+
+__all__ = [
+    "NO_DRAFTER",
+    "DrafterFactory",
+    "EagleDrafterFactory",
+    "NGramDrafterFactory",
+    "NoDrafterFactory",
+]
+
+
+class DrafterFactory(ABC):
+    """Makes the drafter of an executor and states what it needs.
+
+    draft_choices: numbers of tokens that a round may draft, ascending, without 0; empty without speculation.
+    is_adaptive: whether a batch drafts fewer tokens, or none, where that is measured to be faster.
+    needs_history: the drafter reads the token at each position of a slot, those of prefix hits included.
+    needs_draft_kv: the drafter keeps its own keys and values in the target's blocks, one position ahead of
+    the target's.
+    always_drafts: the drafter finds a token for every slot that may draft.
+    """
+
+    needs_history = False
+    needs_draft_kv = False
+    always_drafts = False
+
+    def __init__(self, draft_choices: Sequence[int], *, is_adaptive: bool = True) -> None:
+        self.draft_choices = tuple(draft_choices)
+        self.is_adaptive = is_adaptive
+
+    def num_values_per_block(self, block_size: int) -> int:
+        """Numbers of the model's dtype that the drafter keeps for a block of `block_size` tokens."""
+        return 0
+
+    @abstractmethod
+    def eager_drafter(self, target: Decoder, limits: ExecutorLimits) -> Drafter | None:
+        """The drafter of the eager executor; None without speculation."""
+
+    @abstractmethod
+    def round_drafter(
+        self, resources: DeviceResources, model: ModelResources, sizes: RoundSizes
+    ) -> RoundDrafter | None:
+        """The drafter of the graph executor; None without speculation. Imports Triton.
+
+        sizes: of the largest steps that it takes part in.
+        """
+
+
+class NoDrafterFactory(DrafterFactory):
+    """Decoding without speculation."""
+
+    def __init__(self) -> None:
+        super().__init__((), is_adaptive=False)
+
+    def eager_drafter(self, target: Decoder, limits: ExecutorLimits) -> Drafter | None:
+        return None
+
+    def round_drafter(
+        self, resources: DeviceResources, model: ModelResources, sizes: RoundSizes
+    ) -> RoundDrafter | None:
+        return None
+
+
+NO_DRAFTER = NoDrafterFactory()
+
+
+class NGramDrafterFactory(DrafterFactory):
+    """Prompt look-up in each sequence's own history."""
+
+    needs_history = True
+
+    def __init__(self, ngram: NGram, draft_choices: Sequence[int], *, is_adaptive: bool = True) -> None:
+        super().__init__(draft_choices, is_adaptive=is_adaptive)
+        self._ngram = ngram
+
+    def eager_drafter(self, target: Decoder, limits: ExecutorLimits) -> Drafter:
+        return NGramDrafter(self._ngram.min_length, self._ngram.max_length)
+
+    def round_drafter(
+        self, resources: DeviceResources, model: ModelResources, sizes: RoundSizes
+    ) -> RoundDrafter:
+        from drift_sdk.execution.rounds.ngram import NGramRounds
+
+        return NGramRounds(
+            resources.table.history,
+            resources.workspace,
+            min_length=self._ngram.min_length,
+            max_length=self._ngram.max_length,
+        )
+
+
+class EagleDrafterFactory(DrafterFactory):
+    """An EAGLE-3 draft of the target."""
+
+    needs_draft_kv = True
+    always_drafts = True
+
+    def __init__(
+        self, draft: DraftDecoder, draft_choices: Sequence[int], *, is_adaptive: bool = True
+    ) -> None:
+        super().__init__(draft_choices, is_adaptive=is_adaptive)
+        self._draft = draft
+
+    def num_values_per_block(self, block_size: int) -> int:
+        """Keys and values of all layers, and the feature kept beside each block."""
+        config = self._draft.config
+        values_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+        return values_per_token * block_size + config.hidden_size
+
+    def eager_drafter(self, target: Decoder, limits: ExecutorLimits) -> Drafter:
+        return EagleDrafter(self._draft, target, limits)
+
+    def round_drafter(
+        self, resources: DeviceResources, model: ModelResources, sizes: RoundSizes
+    ) -> RoundDrafter:
+        from drift_sdk.execution.rounds.eagle import EagleRounds
+
+        return EagleRounds(
+            self._draft, model, resources.table, resources.workspace, sizes, stages=resources.stages
+        )

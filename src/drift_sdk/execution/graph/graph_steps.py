@@ -1,0 +1,231 @@
+"""The steps that CUDA graphs are captured from: the kernels of each kind of step, and their buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from drift_sdk._kernels.commit.simulated_commit import SimulatedRounds
+from drift_sdk._kernels.layers.embedding import embed_norm
+from drift_sdk._kernels.sampling.sample_buffers import SampleBuffers
+from drift_sdk._kernels.sampling.token_counts import count_tokens
+from drift_sdk._kernels.slots.gather_rows import gather_rows
+from drift_sdk.execution.drafter_factory import DrafterFactory
+from drift_sdk.execution.forward.attention_groups import AttentionGroups
+from drift_sdk.execution.forward.decode import DecodeForward, Rows, attention_groups
+from drift_sdk.execution.forward.model_resources import ModelResources
+from drift_sdk.execution.forward.prefill import PrefillForward
+from drift_sdk.execution.forward.step_buffers import HiddenStates, LayerBuffers
+from drift_sdk.execution.graph.buckets import EXACT_TILE_ROWS, GraphBuckets
+from drift_sdk.execution.resources import DeviceResources
+from drift_sdk.execution.rounds.drafter import RoundDrafter, RoundSizes
+from drift_sdk.execution.rounds.round import DecodeRound
+from drift_sdk.execution.rounds.sample_commit import SampleCommit
+
+__all__ = ["GraphSteps", "Step"]
+
+Step = Callable[[], None]
+"""Records the kernels of a step on the current stream."""
+
+
+class GraphSteps:
+    """The steps of an executor, by kind and size.
+
+    Every step starts with the kernel that reads its ring entry, so that the same graph can be launched again
+    before it has ended, and ends with a kernel that moves on to the next entry.
+
+    drafter: drafts in rounds; None without speculation.
+    prefill_hidden: the residual stream of the latest prefill step. It is kept until the first tokens have
+    been sampled from it and the drafter has read it.
+    attention: the plan and scratch memory of rounds.
+    """
+
+    def __init__(
+        self,
+        resources: DeviceResources,
+        model: ModelResources,
+        buckets: GraphBuckets,
+        drafter_factory: DrafterFactory,
+        *,
+        acceptance_trace: Sequence[int] | None,
+    ) -> None:
+        """acceptance_trace: see `GraphOptions`."""
+        self._resources, self._model, self._buckets = resources, model, buckets
+        workspace, max_rows = resources.workspace, buckets.max_rows
+        device = resources.device.torch_device
+        self._samples = SampleBuffers.allocate(max_rows, model.limits.vocab_size, device)
+        self._simulated: SimulatedRounds | None = None
+        if acceptance_trace is not None:
+            self._simulated = _simulated_rounds(acceptance_trace, model.limits.max_num_seqs, device)
+        # The step that needs most takes its attention first: the partial sums of all steps share one buffer.
+        self._exact_attention = self._attention_of_exact_prefill() if buckets.is_exact else None
+        self.attention = attention_groups(
+            model, workspace, num_sequences=buckets.decode[-1], num_rows=buckets.max_rows_per_slot
+        )
+        self.drafter = drafter_factory.round_drafter(
+            resources,
+            model,
+            RoundSizes(
+                max_num_slots=buckets.decode[-1],
+                max_draft_tokens=buckets.drafts[-1],
+                max_prefill_rows=buckets.prefill[-1],
+            ),
+        )
+        aux_layers = self.drafter.aux_layers if self.drafter is not None else ()
+        decoder = model.decoder
+        self.prefill_hidden = HiddenStates.take(
+            workspace, "prefill", decoder, buckets.prefill[-1], aux_layers
+        )
+        self._round_hidden = HiddenStates.take(workspace, "round", decoder, max_rows, aux_layers)
+
+    def largest(self) -> list[Step]:
+        """The largest step of each kind that needs memory. All other steps need no memory that these do not
+        take."""
+        buckets = self._buckets
+        steps = [self.prefill(buckets.prefill[-1])]
+        if self.drafter is not None:
+            steps.append(self.draft_extend(buckets.prefill[-1], self.drafter))
+        steps.append(self.round(buckets.decode[-1], buckets.drafts[-1]).whole)
+        steps.append(self.first_tokens(buckets.decode[-1]))
+        return steps
+
+    def allocate_caches(self, num_blocks: int) -> None:
+        """Give the KV caches of target and draft their blocks; before anything is captured."""
+        self._model.cache.allocate(num_blocks)
+        if self.drafter is not None and self.drafter.kv_cache is not None:
+            self.drafter.kv_cache.allocate(num_blocks)
+
+    def update(self) -> None:
+        """Apply slot table updates and nothing else."""
+        self._resources.payload.enter(0)
+        self._resources.payload.advance()
+
+    def prefill(self, num_rows: int) -> Step:
+        """Compute chunks of `num_rows` rows in all. Payload: token, slot and position of each row, then the
+        tiles."""
+        resources, buckets = self._resources, self._buckets
+        payload, columns = resources.payload, resources.table.columns
+        num_words = buckets.prefill_words(num_rows)
+        token, slot, position = payload.words[: 3 * num_rows].view(3, num_rows)
+        rows = Rows(slot=slot, token=token, position=position)
+        hidden = self.prefill_hidden.first(num_rows)
+        forward: DecodeForward | PrefillForward
+        if self._exact_attention is not None:
+            forward = self._decode_forward(rows, self._exact_attention, hidden, EXACT_TILE_ROWS)
+        else:
+            tiles = payload.words[3 * num_rows : num_words].view(buckets.num_tiles(num_rows), 4)
+            block_table = resources.table.block_table
+            forward = PrefillForward(self._model, rows, tiles, block_table, resources.workspace, hidden)
+
+        def step() -> None:
+            payload.enter(num_words)
+            count_tokens(slot, token, position, columns)
+            forward.run()
+            payload.advance()
+
+        return step
+
+    def draft_extend(self, num_rows: int, drafter: RoundDrafter) -> Step:
+        """Update the drafter after a prefill step, once the tokens after its rows are known. Payload: token,
+        slot and position of each row and the token after it, then the rows that follow prefix hits."""
+        payload, buckets = self._resources.payload, self._buckets
+        num_words = buckets.draft_extend_words(num_rows)
+        token, slot, position, next_token = payload.words[: 4 * num_rows].view(4, num_rows)
+        hits = payload.words[4 * num_rows : num_words]
+        rows = Rows(slot=slot, token=token, position=position)
+        hidden = self.prefill_hidden.first(num_rows)
+
+        def step() -> None:
+            payload.enter(num_words)
+            drafter.draft_extend_prefill(
+                rows,
+                next_token=next_token,
+                hits=hits,
+                last_token=self._resources.table.state.last_token,
+                aux_hidden=hidden.aux,
+                hidden=hidden.final,
+            )
+            payload.advance()
+
+        return step
+
+    def round(self, num_slots: int, num_drafts: int) -> DecodeRound:
+        """A round of `num_slots` slots with `num_drafts` drafts each."""
+        resources, rows_per_slot = self._resources, num_drafts + 1
+        num_rows = num_slots * rows_per_slot
+        rows = Rows.take(resources.workspace, num_rows)
+        hidden = self._round_hidden.first(num_rows)
+        return DecodeRound(
+            resources,
+            resources.payload.words[: 2 * num_slots].view(2, num_slots),
+            rows,
+            self._decode_forward(rows, self.attention, hidden, rows_per_slot),
+            self._sample_commit(rows, rows_per_slot),
+            self.drafter,
+        )
+
+    def first_tokens(self, num_slots: int) -> Step:
+        """Sample the first token of `num_slots` finished prompts from `prefill_hidden`. Payload: slots, then
+        the row of each prompt's last token in the prefill step."""
+        resources, decoder = self._resources, self._model.decoder
+        payload = resources.payload
+        rows = Rows.take(resources.workspace, num_slots)
+        slots, sources = payload.words[: 2 * num_slots].view(2, num_slots)
+        prefill_hidden, hidden = self.prefill_hidden.final, self._round_hidden.first(num_slots).final
+        normed = LayerBuffers.take(resources.workspace, decoder, num_slots).normed
+        sample_commit = self._sample_commit(rows, 1)
+        final_norm, eps = decoder.weights.final_norm, decoder.config.rms_norm_eps
+
+        def step() -> None:
+            payload.enter(2 * num_slots)
+            gather_rows(slots, sources, resources.table.state, rows.slot, rows.token, rows.position)
+            embed_norm(sources, rows.slot, prefill_hidden, final_norm, hidden, normed, eps=eps)
+            sample_commit.run(normed)
+
+        return step
+
+    def _attention_of_exact_prefill(self) -> AttentionGroups:
+        """Exact prefill attends tiles of rows as if each tile were the rows of a sequence to verify."""
+        num_tiles = self._buckets.prefill[-1] // EXACT_TILE_ROWS
+        return attention_groups(
+            self._model, self._resources.workspace, num_sequences=num_tiles, num_rows=EXACT_TILE_ROWS
+        )
+
+    def _decode_forward(
+        self, rows: Rows, attention: AttentionGroups, hidden: HiddenStates, rows_per_sequence: int
+    ) -> DecodeForward:
+        return DecodeForward(
+            self._model,
+            rows,
+            self._resources.table.block_table,
+            self._resources.workspace,
+            attention,
+            hidden,
+            rows_per_sequence=rows_per_sequence,
+        )
+
+    def _sample_commit(self, rows: Rows, rows_per_slot: int) -> SampleCommit:
+        resources = self._resources
+        lm_head: Tensor = self._model.decoder.weights.head
+        return SampleCommit(
+            lm_head,
+            rows,
+            resources.table,
+            resources.ring,
+            self._samples,
+            resources.workspace,
+            self._model.tuned,
+            rows_per_slot=rows_per_slot,
+            simulated=self._simulated,
+            stages=resources.stages,
+        )
+
+
+def _simulated_rounds(trace: Sequence[int], num_slots: int, device: torch.device) -> SimulatedRounds:
+    """For measuring: rounds that emit the numbers of tokens in `trace`, whatever was drafted."""
+    return SimulatedRounds(
+        trace=torch.tensor(trace, dtype=torch.int32, device=device),
+        num_rounds=torch.zeros(num_slots, dtype=torch.int32, device=device),
+    )

@@ -1,0 +1,239 @@
+"""Launching of steps: the replays of a plan, their inputs, and their results once the step has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+from msgspec import Struct
+
+from drift_sdk.execution.device.ring import Results
+from drift_sdk.execution.device.slot_table import NO_UPDATES, Pairs, Updates
+from drift_sdk.execution.graph.buckets import GraphBuckets, bucket_of
+from drift_sdk.execution.graph.captured_graphs import CapturedGraphs
+from drift_sdk.execution.graph.input_payloads import (
+    fill_chunks,
+    fill_draft_extend,
+    fill_draft_masks,
+    fill_masks,
+    fill_slots,
+    first_rows,
+)
+from drift_sdk.execution.graph.prompt_logprobs import PromptLogprobs, ScoredParts
+from drift_sdk.execution.graph.result_records import outputs
+from drift_sdk.execution.resources import DeviceResources
+from drift_sdk.execution.stages import forward_stage
+from drift_sdk.steps import (
+    DecodeRow,
+    PrefillChunk,
+    SlotAssignment,
+    SlotOutput,
+    SlotSampling,
+    StepPlan,
+    TokenConstraint,
+)
+
+__all__ = ["StepLauncher", "StepResults"]
+
+
+class StepResults(Struct):
+    """Where the results of a launched step will be.
+
+    first_tokens: of the prompts that end in the step. decode: of its round, with `rows_per_slot` rows a slot.
+    prompt_logprobs: by slot, of prompts that end in the step and report log-probabilities.
+    """
+
+    first_tokens: Results | None = None
+    decode: Results | None = None
+    rows_per_slot: int = 1
+    prompt_logprobs: dict[int, ScoredParts] = {}
+
+
+class StepLauncher:
+    """Starts the replays of plans and reads their results.
+
+    It keeps what the host must know of each slot; lengths, tokens and finished flags are on the device.
+    Launching waits for the device only for drafts after which a constraint must be asked, and for a free ring
+    entry.
+    """
+
+    def __init__(
+        self,
+        resources: DeviceResources,
+        graphs: CapturedGraphs,
+        buckets: GraphBuckets,
+        prompt_logprobs: PromptLogprobs,
+    ) -> None:
+        self._resources, self._graphs, self._buckets = resources, graphs, buckets
+        self._prompt_logprobs = prompt_logprobs
+        self._sampling: dict[int, SlotSampling] = {}
+        # By slot, only of slots that have any: in most steps no slot does.
+        self._constraints: dict[int, TokenConstraint] = {}
+        self._num_logprobs: dict[int, int] = {}
+        self._fresh: set[int] = set()  # slots whose first chunk is still to come
+
+    def launch(self, plan: StepPlan) -> StepResults:
+        """Start all replays of a plan, in order: updates, prefill, decode."""
+        found = StepResults()
+        updates = self._launch_early_updates(self._updates(plan))
+        if plan.prefill:
+            with self._resources.stages("prefill"):
+                found.first_tokens = self._launch_prefill(plan.prefill, updates)
+            found.prompt_logprobs = self._take_prompt_logprobs(plan.prefill)
+            updates = NO_UPDATES
+        if plan.decode:
+            found.rows_per_slot, found.decode = self._launch_round(plan.decode, updates)
+        return found
+
+    def read(
+        self, plan: StepPlan, found: StepResults
+    ) -> tuple[tuple[SlotOutput, ...], tuple[SlotOutput, ...]]:
+        """The outputs of a plan's chunks and of its decode rows; call it only after the step has ended."""
+        last = [chunk.slot for chunk in plan.prefill if chunk.is_last]
+        sampled = self._outputs(found.first_tokens, 1, last)
+        prefill = tuple(
+            _with_prompt_logprobs(next(sampled), found.prompt_logprobs.get(chunk.slot))
+            if chunk.is_last
+            else SlotOutput()
+            for chunk in plan.prefill
+        )
+        slots = [row.slot for row in plan.decode]
+        return prefill, tuple(self._outputs(found.decode, found.rows_per_slot, slots))
+
+    def _updates(self, plan: StepPlan) -> Updates:
+        """The slot table updates of a plan's assignments, block updates and finished prompts."""
+        table, updates = self._resources.table, Updates()
+        for assignment in plan.assignments:
+            self._assign(assignment, updates)
+        for update in plan.block_updates:
+            table.place_blocks(update, updates)
+        for chunk in plan.prefill:
+            if chunk.is_last:
+                length = chunk.start + len(chunk.token_ids)
+                table.set_length(chunk.slot, length, chunk.token_ids[-1], updates)
+
+        return updates
+
+    def _assign(self, assignment: SlotAssignment, updates: Updates) -> None:
+        slot, sampling = assignment.slot, assignment.sampling
+        self._sampling[slot] = sampling
+        self._fresh.add(slot)
+        self._constraints.pop(slot, None)
+        self._num_logprobs.pop(slot, None)
+        if assignment.constraint is not None:
+            self._constraints[slot] = assignment.constraint
+        if sampling.num_logprobs is not None:
+            self._num_logprobs[slot] = sampling.num_logprobs
+        with self._resources.device.work():
+            self._resources.table.assign(assignment, updates)
+
+    def _launch_early_updates(self, updates: Updates) -> Pairs:
+        """Send all updates but the last ones, which one entry holds and the step's first replay applies.
+        Return those."""
+        ring = self._resources.ring
+        *early, rest = [*updates.slices(ring.max_updates)] or [NO_UPDATES]
+        for pairs in early:
+            ring.start(ring.acquire(pairs), self._graphs.update)
+        return rest
+
+    def _launch_prefill(self, chunks: tuple[PrefillChunk, ...], updates: Pairs) -> Results | None:
+        """Compute chunks, sample the first token of prompts that end, and update the drafter. Return the
+        results of the first tokens; None if no prompt ends."""
+        ring = self._resources.ring
+        entry = ring.acquire(updates)
+        bucket = fill_chunks(self._buckets, chunks, ring.payload(entry))
+        ring.start(entry, self._graphs.prefill[bucket])
+        firsts = first_rows(self._buckets, chunks)
+        self._score_prompts(chunks, firsts)
+        results = self._launch_first_tokens(chunks, firsts)
+        if self._graphs.draft_extend:
+            self._launch_draft_extend(chunks)
+        return results
+
+    def _score_prompts(self, chunks: tuple[PrefillChunk, ...], firsts: Sequence[int]) -> None:
+        """firsts: the first row of each chunk, see `first_rows`."""
+        for chunk, first in zip(chunks, firsts, strict=False):
+            num_top = self._sampling[chunk.slot].num_prompt_logprobs
+            if num_top is not None:
+                with self._resources.device.work():
+                    self._prompt_logprobs.score(chunk, first, num_top)
+
+    def _launch_first_tokens(self, chunks: tuple[PrefillChunk, ...], firsts: Sequence[int]) -> Results | None:
+        """firsts: the first row of each chunk, see `first_rows`."""
+        last_rows = {
+            chunk.slot: first + len(chunk.token_ids) - 1
+            for chunk, first in zip(chunks, firsts, strict=False)
+            if chunk.is_last
+        }
+        if not last_rows:
+            return None
+
+        ring, slots = self._resources.ring, [*last_rows]
+        entry = ring.acquire(NO_UPDATES)
+        bucket = fill_slots(self._buckets, slots, [*last_rows.values()], ring.payload(entry))
+        fill_masks(self._constraints, slots, ring.mask(entry))
+        ring.start(entry, self._graphs.first_tokens[bucket])
+        return ring.results(entry)
+
+    def _launch_draft_extend(self, chunks: tuple[PrefillChunk, ...]) -> None:
+        ring = self._resources.ring
+        entry = ring.acquire(NO_UPDATES)
+        hits = [chunk.slot for chunk in chunks if chunk.start > 0 and chunk.slot in self._fresh]
+        self._fresh.difference_update(chunk.slot for chunk in chunks)
+        bucket = fill_draft_extend(self._buckets, chunks, hits, ring.payload(entry))
+        ring.start(entry, self._graphs.draft_extend[bucket])
+
+    def _launch_round(self, rows: Sequence[DecodeRow], updates: Pairs) -> tuple[int, Results]:
+        """Start a round of `rows`. Return how many rows a slot it has, and its results.
+
+        Only the host knows which tokens a constraint allows after a draft. So if a constrained slot drafts,
+        and only then, the round is split, and this waits until the tokens are drafted.
+        """
+        graphs, ring, constraints = self._graphs, self._resources.ring, self._constraints
+        slots = [row.slot for row in rows]
+        drafts = [row.num_draft_tokens for row in rows]
+        num_drafts = bucket_of(self._buckets.drafts, max(drafts))
+        entry = ring.acquire(updates)
+        bucket = fill_slots(self._buckets, slots, drafts, ring.payload(entry)), num_drafts
+        is_split = any(
+            row.num_draft_tokens > 0 and row.slot in constraints for row in (rows if constraints else ())
+        )
+        with self._resources.stages(forward_stage(num_drafts)):
+            if is_split:
+                ring.start(entry, graphs.draft[bucket])
+                tokens = ring.wait(entry)[: len(rows) * (num_drafts + 1)]
+                fill_draft_masks(constraints, slots, tokens, ring.draft_masks.numpy())
+                entry = ring.acquire(NO_UPDATES)
+                ring.start(entry, graphs.verify[bucket])
+            else:
+                fill_masks(constraints, slots, ring.mask(entry))
+                ring.start(entry, graphs.decode[bucket])
+        return num_drafts + 1, ring.results(entry)
+
+    def _take_prompt_logprobs(self, chunks: tuple[PrefillChunk, ...]) -> dict[int, ScoredParts]:
+        """By slot, of prompts that end in this step. They are taken now because the slot may have another
+        sequence when the step is collected. A preempted sequence that recomputes generated tokens too does
+        not report them again."""
+        found = {}
+        for chunk in chunks:
+            sampling = self._sampling[chunk.slot]
+            is_whole = chunk.start + len(chunk.token_ids) == sampling.num_prompt_tokens
+            if chunk.is_last and is_whole and sampling.num_prompt_logprobs is not None:
+                found[chunk.slot] = self._prompt_logprobs.take(chunk.slot)
+
+        return found
+
+    def _outputs(self, results: Results | None, rows_per_slot: int, slots: list[int]) -> Iterator[SlotOutput]:
+        if results is None:
+            return iter(())
+
+        results.is_pending = False
+        return outputs(results.words, rows_per_slot, slots, self._num_logprobs)
+
+
+def _with_prompt_logprobs(output: SlotOutput, parts: ScoredParts | None) -> SlotOutput:
+    """The output of a prompt's last chunk, with the prompt's log-probabilities if it reports them."""
+    if parts is None:
+        return output
+
+    return msgspec.structs.replace(output, prompt_logprobs=PromptLogprobs.entries(parts))

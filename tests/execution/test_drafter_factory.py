@@ -1,0 +1,124 @@
+"""Drafter factories: what they state agrees with the drafters they make."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from draft_zoo import make_draft
+from interpreted_device import InterpretedDevice
+from tiny_llama import tiny_llama
+
+from drift_sdk import EngineConfig, NGram
+from drift_sdk._kernels.gemm.tuning import TunedTable
+from drift_sdk.execution.device.ring import PayloadBuffer, Ring, RingSizes
+from drift_sdk.execution.device.slot_table import SlotTable
+from drift_sdk.execution.device.workspace import Workspace
+from drift_sdk.execution.drafter_factory import (
+    NO_DRAFTER,
+    DrafterFactory,
+    EagleDrafterFactory,
+    NGramDrafterFactory,
+)
+from drift_sdk.execution.eager.drafters import EagleDrafter, NGramDrafter
+from drift_sdk.execution.forward.kv_cache import PagedKVCache
+from drift_sdk.execution.forward.model_resources import ModelResources
+from drift_sdk.execution.resources import DeviceResources
+from drift_sdk.execution.rounds.drafter import RoundDrafter, RoundSizes
+from drift_sdk.execution.rounds.eagle import EagleRounds
+from drift_sdk.execution.rounds.ngram import NGramRounds
+from drift_sdk.execution.stages import NO_STAGE_MARKS
+from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.eagle3 import DraftDecoder
+from drift_sdk.startup.draft_startup import open_drafter_factory
+from drift_sdk.startup.executor_factory import kv_demand
+from drift_sdk.steps import ExecutorLimits
+
+TARGET = tiny_llama(vocab_size=160, num_hidden_layers=3)
+LIMITS = ExecutorLimits(max_num_seqs=2, max_model_len=40, num_blocks=20, block_size=4, vocab_size=160)
+
+
+@pytest.fixture
+def target() -> Decoder:
+    return Decoder.random(DecoderConfig.from_hf(TARGET), device="cpu", dtype=torch.float32)
+
+
+@pytest.fixture
+def draft(target: Decoder, tmp_path: Path) -> DraftDecoder:
+    (tmp_path / "config.json").write_text(json.dumps(TARGET))
+    make_draft("reference", tmp_path / "draft", tmp_path)
+    return DraftDecoder.load(tmp_path / "draft", target)
+
+
+def round_drafter(factory: DrafterFactory, target: Decoder) -> RoundDrafter | None:
+    device = InterpretedDevice()
+    table = SlotTable(LIMITS, device.torch_device, has_history=factory.needs_history)
+    sizes = RingSizes(
+        num_entries=1,
+        max_updates=1,
+        payload_words=1,
+        record_words=1,
+        max_slots=1,
+        num_draft_masks=0,
+        mask_words=1,
+    )
+    ring = Ring(device, sizes)
+    resources = DeviceResources(
+        device=device,
+        ring=ring,
+        payload=PayloadBuffer(ring, table.words, 1),
+        table=table,
+        workspace=Workspace(device.torch_device),
+        stages=NO_STAGE_MARKS,
+    )
+    cache = PagedKVCache(target, LIMITS)
+    model = ModelResources(decoder=target, cache=cache, tuned=TunedTable(), limits=LIMITS)
+    return factory.round_drafter(
+        resources, model, RoundSizes(max_num_slots=2, max_draft_tokens=3, max_prefill_rows=16)
+    )
+
+
+def test_no_drafter_needs_nothing(target: Decoder) -> None:
+    assert open_drafter_factory(EngineConfig(), target) is NO_DRAFTER
+    assert NO_DRAFTER.draft_choices == () and not NO_DRAFTER.is_adaptive
+    assert not (NO_DRAFTER.needs_history or NO_DRAFTER.needs_draft_kv or NO_DRAFTER.always_drafts)
+    assert NO_DRAFTER.eager_drafter(target, LIMITS) is None
+    assert round_drafter(NO_DRAFTER, target) is None
+
+
+def test_ngram_drafter_needs_history(target: Decoder) -> None:
+    factory = NGramDrafterFactory(NGram(), (1, 3))
+    assert factory.needs_history and not factory.needs_draft_kv and not factory.always_drafts
+    assert isinstance(factory.eager_drafter(target, LIMITS), NGramDrafter)
+    drafter = round_drafter(factory, target)
+    assert isinstance(drafter, NGramRounds)
+    assert drafter.kv_cache is None
+
+
+def test_eagle_drafter_needs_draft_kv(target: Decoder, draft: DraftDecoder) -> None:
+    factory = EagleDrafterFactory(draft, (1, 3))
+    assert factory.needs_draft_kv and factory.always_drafts and not factory.needs_history
+    assert isinstance(factory.eager_drafter(target, LIMITS), EagleDrafter)
+    drafter = round_drafter(factory, target)
+    assert isinstance(drafter, EagleRounds)
+    assert drafter.aux_layers == draft.aux_layers
+
+
+def test_kv_demand_is_what_caches_allocate(target: Decoder, draft: DraftDecoder) -> None:
+    """Bytes of a block: keys and values of the target, and all that the drafter keeps for it."""
+    block_size, itemsize = LIMITS.block_size, 4
+    cache = PagedKVCache(target, LIMITS)
+    target_bytes = (cache.keys.numel() + cache.values.numel()) * itemsize  # of its only block
+    assert kv_demand(target, NO_DRAFTER, block_size).bytes_per_block == target_bytes
+    ngrams = NGramDrafterFactory(NGram(), (3,))
+    assert kv_demand(target, ngrams, block_size).bytes_per_block == target_bytes
+
+    factory = EagleDrafterFactory(draft, (3,))
+    drafter = round_drafter(factory, target)
+    assert drafter is not None and drafter.kv_cache is not None
+    kept = drafter.kv_cache
+    draft_bytes = (kept.keys.numel() + kept.values.numel() + kept.block_features.numel()) * itemsize
+    assert kv_demand(target, factory, block_size).bytes_per_block == target_bytes + draft_bytes
