@@ -20,9 +20,8 @@ from perf import serving
 from perf.harness.record import read
 from perf.service.benchmark import Benchmark, Plan
 from perf.service.children import Child, ChildFailed, ask_all
-from perf.service.driver import Drive, Record, drive
+from perf.service.client import Drive, Record, drive, figures_of, token_gaps
 from perf.service.engines import drift_engine, parse_settings, peer_of
-from perf.service.figures import figures_of, token_gaps
 from perf.service.load import CASES, OUTPUTS, PROMPTS, Case, Lengths, Request, requests_of
 from perf.service.runs import ratio_table
 
@@ -31,7 +30,7 @@ VLLM = {
     "__init__.py": """
 import sys
 __version__ = "0.0.fake"
-foreign = {"drift_sdk", "torch", "record", "shapes"} & set(sys.modules)
+foreign = {"drift_sdk", "torch", "perf.harness.record", "perf.harness.shapes"} & set(sys.modules)
 assert not foreign, foreign
 """,
     "engine/arg_utils.py": """
