@@ -178,7 +178,7 @@ def test_sentencepiece_bos_can_be_off(sentencepiece_metadata: dict[str, Any]) ->
             "tokenizer.ggml.token_type: found 424 entries, expected 3",
         ),
         ("tokenizer.ggml.merges", None, "tokenizer.ggml.merges"),
-        ("tokenizer.ggml.merges", ["zz yy"], "merges: 'zz yy', expected two tokens that make a third"),
+        ("tokenizer.ggml.merges", ["zz yy"], "merges: 'zz yy', expected two tokens that form a third"),
         ("tokenizer.ggml.merges", ["a"], "merges: 'a', expected two tokens"),
         (
             "tokenizer.ggml.merges",

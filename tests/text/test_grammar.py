@@ -464,7 +464,7 @@ def test_tokens_that_do_not_fit_are_named(model: Model) -> None:
 
 def test_a_model_without_an_end_is_refused(model: Model) -> None:
     for eos_token_ids in ((), (model.vocab_size,)):
-        with pytest.raises(RequestError, match="the model names none"):
+        with pytest.raises(RequestError, match="the model has none"):
             constrain(Regex("a"), model.tokenizer, vocab_size=model.vocab_size, eos_token_ids=eos_token_ids)
 
 
