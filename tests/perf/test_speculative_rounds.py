@@ -18,7 +18,7 @@ def quick_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("perf.harness.recording.read_bandwidth_tb_s", lambda device: 0.01)
 
 
-def test_a_result_file_of_drafted_and_plain_rounds(tmp_path: Path) -> None:
+def test_speculative_writes_drafted_and_plain_runs(tmp_path: Path) -> None:
     out = tmp_path / "speculative.json"
     speculative.main(
         [
@@ -37,7 +37,7 @@ def test_a_result_file_of_drafted_and_plain_rounds(tmp_path: Path) -> None:
     assert len(speculative_table(read(out))[2]) == 2
 
 
-def test_shares_of_rounds() -> None:
+def test_shares_of_rounds_are_computed_from_statistics() -> None:
     counts = Counts(num_steps=3, num_rounds=6, num_drafted=18, num_accepted=5)
     rounds = Rounds(num_tokens=9, seconds=(1.0,), counts=(counts,), emitted=((3, 1), (4, 1, 1), (1,)))
     assert rounds.several_share == 2 / 6
@@ -53,7 +53,7 @@ def test_shares_of_rounds() -> None:
         (["--policy-sweep", "--acceptance-length", "2"], "of its own"),
     ],
 )
-def test_arguments_that_make_no_sense(
+def test_contradicting_arguments_are_rejected(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):

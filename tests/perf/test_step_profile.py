@@ -47,7 +47,7 @@ def trace_of(names: list[str], num_steps: int) -> dict[str, Any]:
     return {"traceEvents": events[::-1]}
 
 
-def test_kernels_of_a_step_by_place(tiny: Model) -> None:
+def test_kernels_of_a_step_are_grouped_by_place(tiny: Model) -> None:
     names = step_names(tiny.config.num_layers)
     kernels = kernels_of_trace(trace_of(names, 4))
     assert len(kernels) == 4 * len(names)
@@ -85,13 +85,13 @@ def test_overlapping_kernels_count_once() -> None:
 
 
 @pytest.mark.parametrize("num_kernels", [0, 7, 8])
-def test_steps_must_be_alike(num_kernels: int, tiny: Model) -> None:
+def test_steps_with_different_kernels_are_rejected(num_kernels: int, tiny: Model) -> None:
     kernels = [Kernel(index, index + 1, "ab"[index % 3 == 0]) for index in range(num_kernels)]
     with pytest.raises(RuntimeError, match="expected 4 steps of the same ones"):
         list(profile_runs(kernels, 4, tiny, Scenario.parse("single-64"), OPTIONS, 4.0))
 
 
-def test_memory_of_every_graph(tiny: Model) -> None:
+def test_memory_is_measured_for_every_graph(tiny: Model) -> None:
     """Each capture takes a MiB more than the one before it."""
 
     state = {"calls": 0, "free": 2**40}
@@ -118,7 +118,7 @@ def test_memory_of_every_graph(tiny: Model) -> None:
     executor.close()
 
 
-def test_graphs_of_a_kind_are_added() -> None:
+def test_memory_of_graphs_of_a_kind_is_added() -> None:
     graphs = [
         Captured("decode", "2x0", 3.0),
         Captured("first_tokens", "2", 1.0),
@@ -132,7 +132,7 @@ def test_graphs_of_a_kind_are_added() -> None:
     ]  # fmt: skip
 
 
-def test_graphs_of_a_speculating_engine_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_graphs_of_a_speculating_engine_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     fields = {"engine": "drift", "model": "m", "dtype": "d", "scenario": "graphs", "batch": 2, "context": 8}
     for run in measure([Captured("decode", "2x3", 3.0)], num_draft_tokens=3, **fields):
         progress(run)
@@ -140,7 +140,7 @@ def test_graphs_of_a_speculating_engine_are_shown(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("script", [main, memory_main])
-def test_both_need_a_gpu(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_profile_and_memory_need_a_gpu(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         script(["--device", "cpu"])
     assert "on a GPU" in capsys.readouterr().err
