@@ -1,4 +1,4 @@
-"""Other engines, measured like this one, each by a function."""
+"""Other engines, each measured by a function in the same way as this one."""
 
 from __future__ import annotations
 
@@ -15,4 +15,4 @@ PEERS: dict[str, Callable[[Model, Sequence[Scenario], int, float], Iterator[Deco
     "transformers": transformers.measure,
     "vllm": vllm.measure,
 }
-"""By name: measure(model, scenarios, repeats, read bandwidth in TB/s) yields a run for each scenario."""
+"""Name -> measure(model, scenarios, repeats, read bandwidth in TB/s), which yields a run per scenario."""

@@ -15,7 +15,8 @@ from msgspec import to_builtins
 from drift_sdk import Engine, PromptTooLong, SamplingParams, TokenStream
 from drift_sdk.testing import scripted_engine
 from perf import decode, startup
-from perf.decode import DecodeOptions, generation_seconds, measure, measure_one
+from perf.decode import measure, measure_one
+from perf.harness.decoding import DecodeOptions, generation_seconds
 from perf.harness.host import LoopLag, percentile, thread_seconds
 from perf.harness.scenario import Scenario
 from perf.harness.shapes import Model, prepare

@@ -12,8 +12,8 @@ from msgspec import to_builtins
 from drift_sdk.execution.eager.executor import EagerExecutor
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.steps import ExecutorLimits
-from perf.decode import DecodeOptions, engine_config
 from perf.harness.active_rounds import ACTIVE_COLUMNS, active_table, measure_by_active
+from perf.harness.decoding import DecodeOptions, engine_config
 from perf.harness.drafting import Drafting
 from perf.harness.driven import Driven
 from perf.harness.scenario import Scenario

@@ -11,10 +11,10 @@ from interpreted_device import InterpretedDevice
 from msgspec import UNSET, to_builtins
 
 from drift_sdk.steps import ExecutorLimits
-from perf.decode import DecodeOptions
 from perf.graph_memory import Captured, NotesMemory, captured_graphs, measure, open_executor
 from perf.graph_memory import main as memory_main
 from perf.harness.active_rounds import tiles_of
+from perf.harness.decoding import DecodeOptions
 from perf.harness.scenario import Scenario
 from perf.harness.shapes import Model, prepare
 from perf.harness.table import progress
