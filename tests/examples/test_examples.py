@@ -97,7 +97,7 @@ def test_concurrent_streams_prints_all_answers(model: str) -> None:
 def test_speculate_prints_equal_tokens() -> None:
     out, _ = run("speculate")
     assert "the same tokens: True" in out
-    assert float(re.search(r"tokens a round: ([\d.]+)", out)[1]) > 2
+    assert float(re.search(r"tokens per round: ([\d.]+)", out)[1]) > 2
 
 
 def test_cancel_ends_requests_early() -> None:
@@ -139,7 +139,7 @@ def test_batch_continues_an_interrupted_run(tmp_path: Path, small: str) -> None:
     prompts.write_text("\n".join(lines) + "\n")
     answers.write_text(first + '{"text": "half a li')
     _, err = run("batch", *options)
-    assert "3 of 5 are in" in err
+    assert "3 of 5 are already in" in err
     assert "1/2" in err and "2/2" in err
     assert answers.read_text().startswith(first)
     assert [json.loads(line)["finish_reason"] for line in answers.read_text().splitlines()] == ["length"] * 5
@@ -300,9 +300,9 @@ def test_chat_continues_after_a_too_long_message(
     ask(["long " * 20, "one", "two", "three", "four"], monkeypatch)
     said = capsys.readouterr()
     assert said.out.count("fine\n") == 3
-    first, second, anew = said.err.splitlines()
+    first, second, cleared = said.err.splitlines()
     assert first.startswith("PromptTooLong: ") and second.startswith("PromptTooLong: ")
-    assert anew == "the conversation starts anew: ask again"
+    assert cleared == "the conversation is cleared: ask again"
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no signals to send")

@@ -1,4 +1,4 @@
-"""Every fuzz target, with a few examples; `runner.py` says how to run one for minutes."""
+"""Runs every fuzz target with a few examples. `runner.py` describes how to run a target for longer."""
 
 from __future__ import annotations
 
