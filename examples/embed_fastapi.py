@@ -44,9 +44,10 @@ class UnknownModel(Exception):
 
 
 class EventStream(StreamingResponse):
-    """A response of server-sent events that owns its requests: when sending ends, for any reason, the
-    requests
-    are cancelled."""
+    """A response of server-sent events that owns its requests.
+
+    When sending ends, for any reason, the requests are cancelled.
+    """
 
     def __init__(self, streams: Sequence[TokenStream], events: AsyncIterator[bytes]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})

@@ -210,8 +210,7 @@ class NamedChoice(Wire):
 
 
 def forced_call(tools: list[Tool]) -> Lark:
-    """A grammar for a single call of one of these tools, in a form that `Completion.tool_calls`
-    recognises."""
+    """A grammar for one call of one of these tools, in a form that `Completion.tool_calls` recognises."""
     style = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
     calls = []
     for tool in tools:

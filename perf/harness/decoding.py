@@ -51,9 +51,11 @@ class DecodeOptions(Struct, frozen=True, kw_only=True):
 
 
 def engine_config(model: Model, scenarios: Iterable[Scenario], options: DecodeOptions) -> EngineConfig:
-    """A configuration with room for the longest sequence, and for the KV of the largest batch while its
-    prompts
-    stay in the prefix cache."""
+    """A configuration that fits the scenarios.
+
+    It has room for the longest sequence, and for the KV of the largest batch while its prompts stay in the
+    prefix cache.
+    """
     lengths = [-(-(s.context + options.lengths[1]) // BLOCK_SIZE) * BLOCK_SIZE for s in scenarios]
     most = max(s.batch * length for s, length in zip(scenarios, lengths, strict=True))
     max_model_len = options.max_model_len or max(lengths)

@@ -78,8 +78,11 @@ class Model(Struct, frozen=True, kw_only=True):
 
     @property
     def num_read_parameters(self) -> int:
-        """Parameters that a decode step reads: all except the embedding table, of which it reads only a few
-        rows. If the table is also the head, it is read too."""
+        """Number of parameters that a decode step reads.
+
+        All are read except the embedding table, of which only a few rows are. If the table is also the head,
+        it is read as a whole.
+        """
         shapes = tensor_shapes(self.config)
         skipped = 0 if self.config.is_head_tied else math.prod(shapes[EMBEDDING])
         return sum(map(math.prod, shapes.values())) - skipped
@@ -94,8 +97,11 @@ class Model(Struct, frozen=True, kw_only=True):
         return itemsize * (self.num_read_parameters + batch * mean_context * self.num_cached_per_token)
 
     def prefill_flops(self, num_tokens: int) -> float:
-        """Operations of a prompt: 2 per weight and token, the head for the last token only, and causal
-        attention, in which a token attends to half of the others on average."""
+        """Operations of a prompt.
+
+        2 per weight and token, the head for the last token only, and causal attention, in which a token attends
+        to half of the others on average.
+        """
         config = self.config
         head = config.vocab_size * config.hidden_size
         weights = 2 * (self.num_read_parameters - head) * num_tokens + 2 * head

@@ -1,5 +1,6 @@
-"""The process of a measured service. It reads commands from standard input, one JSON object per line, and
-answers each on standard output.
+"""The process of a measured service.
+
+It reads commands from standard input, one JSON object per line, and answers each on standard output.
 
     {"do": "start", "settings": {...}}                               {"facts": {...}}
     {"do": "run", "case": {...}, "seed": "...", "limit_s": ...}      {"figures": {...}}

@@ -124,8 +124,7 @@ def line_of(run: ServingRun) -> str:
 
 
 def ratio_table(results: Results, peer: str) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
-    """Title, columns and rows: ratios of this engine to the peer in each case, median and extremes of the
-    repeats."""
+    """Title, columns and rows: ratios of this engine to the peer in each case (median and extremes)."""
     rows = []
     for key in dict.fromkeys(kind_of(run) for run in results.runs):
         pairs = paired(results, peer, key)

@@ -36,8 +36,10 @@ SETTINGS = {
 
 
 class VllmService:
-    """AsyncLLM, the engine under vLLM's server. Its core runs in another process. Tokens are not
-    detokenised."""
+    """AsyncLLM, the engine under vLLM's server. Its core runs in another process.
+
+    Tokens are not detokenised.
+    """
 
     def __init__(self, engine: AsyncLLM, settings: dict[str, Any], start_s: float) -> None:
         self._engine = engine

@@ -1,5 +1,4 @@
-"""A process whose GPU fails permanently while two engines have requests. It prints the errors of their
-streams.
+"""A process whose GPU fails permanently while two engines have requests; prints their streams' errors.
 
 python fatal_child.py MODEL_FOLDER OTHER_FOLDER
 """

@@ -1,5 +1,4 @@
-"""A process that forks while its engine is running; its children check the behaviour of the engine after a
-fork.
+"""A process that forks while its engine is running. Its children check how the engine behaves there.
 
 python fork_child.py TIMES
 """
@@ -74,8 +73,7 @@ def drop_all(engines: list[Engine], streams: list[TokenStream]) -> None:
 
 
 def child(number: int, engines: list[Engine], streams: list[TokenStream]) -> None:
-    """Checks, then ends the process: every third child normally, with its exit hooks, the others by
-    os._exit."""
+    """Check and end the child: every third one normally, with its exit hooks, the others by os._exit."""
     try:
         if number % 2:
             asyncio.run(check_child(engines[0], streams))

@@ -26,8 +26,7 @@ def run(loop: str, main: Callable[[], Awaitable[Any]]) -> Any:
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
-    """Wait until a condition is true, by polling: there is no event for what happens on the engine's
-    thread."""
+    """Wait until a condition is true. It polls, because the engine's thread sets no event for it."""
     with anyio.fail_after(timeout_s):
         while not condition():  # noqa: ASYNC110 - see above
             await anyio.sleep(0.001)

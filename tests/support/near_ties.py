@@ -24,9 +24,10 @@ NUM_DISTURBANCES = 12
 
 @contextmanager
 def no_near_ties(bound: float) -> Iterator[None]:
-    """Check that every token that eager executors choose in this block is also chosen if logits change by up
-    to
-    `bound`. Raises AssertionError at the end of the block."""
+    """Check that eager executors would choose the same tokens if logits changed by up to `bound`.
+
+    Covers all tokens chosen in the block. Raises AssertionError at the end of the block.
+    """
     generator = torch.Generator().manual_seed(0)
     ties: list[tuple[int, int]] = []
     choose = eager.choose

@@ -14,8 +14,7 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen
 
 
 def make_random_folder(folder: Path, model_type: str, **fields: Any) -> Path:
-    """Write config.json of a medium-sized model, with `fields` changed, and a tokenizer; returns the
-    folder."""
+    """Write config.json of a medium-sized model, with `fields`, and a tokenizer; returns the folder."""
     config = {
         "architectures": [ARCHITECTURES[model_type]],
         "model_type": model_type,
@@ -41,8 +40,7 @@ def make_random_folder(folder: Path, model_type: str, **fields: Any) -> Path:
 
 
 def make_random_draft_folder(folder: Path, target: Path, **fields: Any) -> Path:
-    """Write config.json of an EAGLE-3 head for the target in a folder, with `fields` changed; returns the
-    folder."""
+    """Write config.json of an EAGLE-3 head for a target's folder, with `fields`; returns the folder."""
     shapes = json.loads((target / "config.json").read_text())
     config = shapes | {
         "architectures": ["LlamaForCausalLMEagle3"],

@@ -27,8 +27,12 @@ UNIT_ROUNDOFF = torch.finfo(torch.float32).eps / 2
 
 
 def bound(magnitude: float, *, inner: int, depth: int = 1) -> float:
-    """The bound for values up to `magnitude` computed by sums of `inner` terms in `depth` consecutive
-    layers."""
+    """The bound for values computed by sums in consecutive layers.
+
+    magnitude:  largest absolute value.
+    inner:      number of terms of a sum.
+    depth:      number of layers.
+    """
     return GROWTH * UNIT_ROUNDOFF * math.sqrt(inner) * depth * magnitude
 
 

@@ -93,8 +93,7 @@ class ChatTemplate:
 
 
 class _GenerationBlocks(jinja2.ext.Extension):
-    """Accepts {% generation %} blocks, which mark the assistant's text for training, and renders their
-    body."""
+    """Renders the body of {% generation %} blocks, which mark the assistant's text for training."""
 
     tags = {"generation"}
 

@@ -11,8 +11,9 @@ __all__ = ["Detokenizer"]
 
 
 class Detokenizer:
-    """Turns the token ids of one text into characters. The result does not depend on how the ids are split
-    over pushes.
+    """Turns the token ids of one text into characters.
+
+    The result does not depend on how the ids are split over pushes.
 
     A character whose bytes are spread over several tokens is returned when it is complete. Bytes that can no
     longer become a character are returned as U+FFFD. Special ids add nothing. A push takes time proportional
@@ -50,8 +51,7 @@ class Detokenizer:
         return self._stripped(text) if self._num_leading_spaces else text
 
     def _stripped(self, text: str) -> str:
-        """Remove leading spaces, up to the number that the tokenizer's decoder removes at the start of a
-        text.
+        """Remove the leading spaces that the tokenizer's decoder removes at the start of a text.
 
         After the first other character nothing more is removed.
         """

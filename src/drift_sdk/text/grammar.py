@@ -298,8 +298,11 @@ def is_allowed(row: NDArray[np.int32], token_id: int) -> bool:
 
 
 def reason(matcher: LLMatcher) -> str:
-    """llguidance's error message without its listing of the grammar, its dump of the parser state, and the
-    position of the schema or pattern in the text made by `lark_of`."""
+    """llguidance's error message, shortened.
+
+    Removed are its listing of the grammar, its dump of the parser state, and the position of the schema or
+    pattern in the text made by `lark_of`.
+    """
     message = re.split(r"\n<state>|\n +\d+ \| ", matcher.get_error())[0]
     return re.sub(r"^at 1\(8\): (failed to compile JSON schema: )?", "", message).strip()
 

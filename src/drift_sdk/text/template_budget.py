@@ -97,8 +97,10 @@ def tick(num_chars: int) -> bool:
 
 
 def size(value: object) -> int:
-    """Size of a value without the contents of its members: characters of text, members of a container, bytes
-    of an integer; 0 for anything else."""
+    """Size of a value without the contents of its members.
+
+    Characters of a text, members of a container, bytes of an integer; 0 for anything else.
+    """
     if isinstance(value, str | bytes | list | tuple | dict | range):
         return len(value)
 
@@ -186,8 +188,7 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):
         self.charged_slice = charged_slice
 
     def charge_functions(self) -> None:
-        """Charge for the filters and tests that the environment has now; call it after adding the last
-        one."""
+        """Charge for the filters and tests that the environment has now. Call it after adding filters."""
         self.filters = {name: charged(name, function) for name, function in self.filters.items()}
         tests: dict[str, Any] = dict(self.tests)
         for name, function in tests.items():
@@ -297,8 +298,10 @@ def tick_for(node: jinja2.nodes.Node) -> jinja2.nodes.Call:
 
 
 class TemplateCharges(NodeTransformer):
-    """Adds charges to a template's syntax tree where the sandbox has no hook: bodies, slices, `~`,
-    comparisons."""
+    """Adds charges to a template's syntax tree where the sandbox has no hook.
+
+    These are bodies of loops, macros and call blocks, slices, `~` and comparisons.
+    """
 
     def visit_For(self, node: jinja2.nodes.For) -> jinja2.nodes.For:
         self._charge_body(node)
