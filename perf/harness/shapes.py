@@ -99,8 +99,8 @@ class Model(Struct, frozen=True, kw_only=True):
     def prefill_flops(self, num_tokens: int) -> float:
         """Operations of a prompt.
 
-        2 per weight and token, the head for the last token only, and causal attention, in which a token attends
-        to half of the others on average.
+        They are 2 per weight and token, the head for the last token only, and causal attention, in which a
+        token attends to half of the others on average.
         """
         config = self.config
         head = config.vocab_size * config.hidden_size

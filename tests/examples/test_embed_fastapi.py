@@ -1,4 +1,4 @@
-"""The FastAPI example under uvicorn, driven by OpenAI's own client."""
+"""The FastAPI example under uvicorn, used through OpenAI's own client."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SCHEMA = {
 
 @contextmanager
 def serving(engine: Engine) -> Iterator[str]:
-    """The example's app on a thread with a loop of its own; its base URL."""
+    """Serve the example's app from another thread with its own event loop; yields the base URL."""
     config = uvicorn.Config(
         make_app(engine, MODEL), log_level="error", ws="none", timeout_graceful_shutdown=2
     )
@@ -75,7 +75,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, st
 
 @pytest.fixture
 def endless() -> Iterator[tuple[Engine, str]]:
-    """Says "la la la" without end, a letter each 2 ms."""
+    """A server whose model generates "la la la" without end, a letter every 2 ms."""
     config = EngineConfig(max_model_len=16_384, kv_cache_tokens=65_536, max_num_seqs=2, max_queued_requests=1)
     engine = scripted_engine(lambda _, output, __: b"la "[len(output) % 3], config=config, step_s=0.002)
     with serving(engine) as url:
@@ -89,7 +89,7 @@ async def client(small: tuple[Engine, str]) -> AsyncIterator[openai.AsyncOpenAI]
 
 
 def client_of(url: str) -> openai.AsyncOpenAI:
-    # Without the certificates of the web, which take longer to load than a test takes to run.
+    # Without loading certificates, which takes longer than a test.
     plain = openai.DefaultAsyncHttpxClient(verify=False)
     return openai.AsyncOpenAI(
         base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300, http_client=plain
@@ -183,7 +183,7 @@ async def test_logprobs_equal_those_of_the_engine(
     whole = await client.chat.completions.create(**options)
     entries = whole.choices[0].logprobs.content
     assert len(entries) == 6
-    # Batched with nothing, on the CPU, in float32: the same numbers.
+    # On the CPU, in float32 and without a batch, the numbers are equal.
     assert [entry.logprob for entry in entries] == [entry.logprob for entry in expected.logprobs]
     for entry in entries:
         assert len(entry.top_logprobs) == 3
@@ -207,7 +207,7 @@ async def test_logprobs_equal_those_of_the_engine(
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 async def test_response_follows_a_json_schema(client: openai.AsyncOpenAI, is_streamed: bool) -> None:
-    """Weights are random: that the text is JSON at all is the grammar's doing."""
+    """The weights are random, so the text is JSON only because of the grammar."""
     options = {
         "model": MODEL,
         "messages": QUESTION,
@@ -416,13 +416,13 @@ TOOLS = [{"type": "function", "function": function} for function in (WEATHER, TI
 
 @pytest.fixture(scope="module")
 def echo() -> Iterator[str]:
-    """A server whose model says its prompt."""
+    """A server whose model repeats its prompt."""
     with serving(replying(lambda prompt: prompt)) as url:
         yield url
 
 
 async def joined(stream: AsyncIterator[ChatCompletionChunk]) -> dict[int, Choice]:
-    """What the chunks of a stream add up to, by choice."""
+    """The joined chunks of a stream, by choice."""
     found: dict[int, Choice] = {}
     async for chunk in stream:
         for choice in chunk.choices:
@@ -449,7 +449,7 @@ class Choice:
 
 @pytest.mark.parametrize(("stop", "text"), [(None, "é ✓ end"), ("✓", "é "), (" e", "é ✓")])
 async def test_bytes_of_logprobs_equal_those_of_the_text(stop: str | None, text: str) -> None:
-    """Each token is a byte here, so characters are split; the end of sequence and the stop are no text."""
+    """Each token is a byte here, so characters are split. End of sequence and stop string are not text."""
     with serving(replying(lambda _: "é ✓ end")) as url:
         async with client_of(url) as client:
             options = {"model": MODEL, "messages": QUESTION, "logprobs": True, "stop": stop}
@@ -494,7 +494,7 @@ async def test_nulls_stand_for_defaults(echo: str) -> None:
 
 
 async def test_answers_are_accepted_as_messages(echo: str) -> None:
-    """As clients do: what a server answered, nulls and unknown fields included."""
+    """Clients send back the messages of a server, with nulls and unknown fields."""
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"city": "Rome"}'}}
     messages = [
         {
@@ -657,7 +657,7 @@ async def test_text_is_streamed_when_tools_are_given() -> None:
 async def test_tool_call_can_be_forced(
     client: openai.AsyncOpenAI, choice: object, names: set[str], is_streamed: bool
 ) -> None:
-    """Weights are random: that there is a call at all is the grammar's doing."""
+    """The weights are random, so there is a call only because of the grammar."""
     options = {"model": MODEL, "messages": QUESTION, "tools": TOOLS, "tool_choice": choice, "seed": 3}
     if is_streamed:
         stream = await client.chat.completions.create(**options, stream=True)

@@ -1,4 +1,4 @@
-"""Every example runs as it is, in a process of its own."""
+"""Every example runs unchanged, in its own process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from drift_sdk.testing import scripted_engine
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SUPPORT = {"command_line", "openai_answers", "openai_protocol", "smollm2"}
 
-# A SmolLM2 that is not there yet is fetched by the first test.
+# If SmolLM2 is missing, the first test downloads it.
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -45,7 +45,7 @@ def model() -> str:
 
 @pytest.fixture(scope="session")
 def small(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Random weights, for examples whose text does not matter: SmolLM2 takes seconds to load."""
+    """A model with random weights, for examples whose text does not matter. SmolLM2 takes seconds to load."""
     folder = tmp_path_factory.mktemp("small")
     make_model(1, folder)
     (folder / "chat_template.jinja").write_text(
@@ -68,7 +68,7 @@ def running(name: str, *arguments: str, **environment: str) -> Iterator[subproce
 
 
 def run(name: str, *arguments: str, stdin: str = "") -> tuple[str, str]:
-    """What it wrote to stdout and to stderr."""
+    """Run an example; returns its output on stdout and stderr."""
     with running(name, *arguments) as process:
         out, err = process.communicate(stdin, timeout=300)
     assert process.returncode == 0, err
@@ -117,7 +117,7 @@ def test_dashboard_draws_for_some_seconds(small: str) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no signals to send")
 def test_dashboard_exits_without_traceback_on_ctrl_c(small: str) -> None:
-    # As if in a terminal, where every frame is drawn and not the last alone.
+    # As in a terminal, where every frame is drawn instead of only the last one.
     with running("dashboard", small, "--streams", "2", "--max-tokens", "8", FORCE_COLOR="1") as process:
         while "streams" not in process.stdout.readline():
             assert process.poll() is None
@@ -154,7 +154,7 @@ OWN = '{"text": "a", "finish_reason": "stop"}\n'
 
 @pytest.fixture
 def scripted_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The batch example with an engine that needs no model."""
+    """The batch example with a scripted engine."""
     config = EngineConfig(max_model_len=64, kv_cache_tokens=256)
     monkeypatch.setattr(batch, "Engine", lambda model: scripted_engine("fine", config=config))
 
@@ -279,7 +279,7 @@ def test_wrong_arguments_are_rejected(arguments: str) -> None:
 
 
 def ask(questions: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the chat example with an engine that needs no model."""
+    """Run the chat example with a scripted engine."""
     config = EngineConfig(max_model_len=64, kv_cache_tokens=256)
     lines = iter(questions)
 

@@ -1,4 +1,4 @@
-"""Cases of kernels to time: their bytes and operations, and that their steps write what they should."""
+"""Cases of kernels to time: their bytes and operations, and the output of their steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step must read and compute, and the models and prompts that are measured."""
+"""Bytes and operations of a step, and the models and prompts that are measured."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_bytes_equal_the_size_of_the_tensors_that_a_step_reads(tmp_path: Path) -
     "name, tokens_per_s", [("single-512", 286), ("single-32k", 223), ("batch4-16k", 729)]
 )
 def test_limits_of_the_published_shapes(name: str, tokens_per_s: float, tmp_path: Path) -> None:
-    """Worked out by hand for reads at 4.3 TB/s."""
+    """The expected speeds are computed by hand for reads at 4.3 TB/s."""
     model, scenario = prepare("llama-3.1-8b", tmp_path), Scenario.parse(name)
     seconds = model.decode_bytes(scenario.batch, scenario.mean_context(), 2) / 4.3e12
     assert scenario.batch / seconds == pytest.approx(tokens_per_s, rel=0.005)
@@ -58,7 +58,7 @@ def test_byte_tokenizer_fills_the_vocabulary(tmp_path: Path) -> None:
     assert tokenizer.vocab_size == 320
     text = "Any text, any bytes: äöü €\n"
     token_ids = tokenizer.encode(text)
-    assert len(token_ids) < len(text.encode())  # made-up words of one letter are merged
+    assert len(token_ids) < len(text.encode())  # artificial words of one letter are merged
     assert tokenizer.decode(token_ids) == text
 
 

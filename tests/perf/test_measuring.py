@@ -1,4 +1,4 @@
-"""The measuring scripts, on a tiny model and the CPU: they run, and their figures mean what they say."""
+"""The measuring scripts on a tiny model and the CPU: they run, and their figures are right."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def test_decode_run_has_plausible_figures(tiny: Model) -> None:
 
 
 async def test_fixed_costs_of_a_generation_cancel_out(tiny: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second each time, and 10 ms a token; the first ones of each length take longer."""
+    """A generation takes 1 s plus 10 ms per token; the warm-up generations take a second longer."""
     calls: list[int] = []
 
     async def seconds(engine: object, prompts: object, num_tokens: int, params: object) -> float:
@@ -74,7 +74,7 @@ async def test_fixed_costs_of_a_generation_cancel_out(tiny: Model, monkeypatch: 
 
 
 async def test_clock_starts_when_all_requests_are_queued() -> None:
-    """32 more steps of 2 ms take 64 ms more, for one sequence as for four."""
+    """32 additional steps of 2 ms take 64 ms, for one sequence and for four."""
     async with scripted_engine(lambda prompt, generated, seed: 65, step_s=0.002) as engine:
         for batch in (1, 4):
             prompts = [[70 + index] * 8 for index in range(batch)]
@@ -162,7 +162,7 @@ async def test_lag_equals_the_time_that_the_loop_was_blocked() -> None:
         await asyncio.sleep(0.05)
     async with LoopLag() as held:
         await asyncio.sleep(0.01)
-        time.sleep(0.05)  # noqa: ASYNC251 - what is measured
+        time.sleep(0.05)  # noqa: ASYNC251 - blocks the loop on purpose
         await asyncio.sleep(0.01)
     assert held.ms_p99 >= 45
     assert idle.lags_s

@@ -1,4 +1,4 @@
-"""Peers: their anchors, the process that vLLM runs in, the static-cache loop of transformers."""
+"""Peers: anchors, the process that runs vLLM, the static-cache loop of transformers."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_failure_of_vllm_is_reported(tiny: Model, tmp_path: Path, monkeypatch: p
 def test_static_cache_loop_generates_the_tokens_of_transformers(tiny: Model) -> None:
     torch.manual_seed(0)
     peer = load(tiny, "cpu", torch.float32)
-    with torch.no_grad():  # weights so large that attention decides
+    with torch.no_grad():  # large weights, so that the tokens depend on attention
         for weight in peer.model.layers.parameters():
             if weight.dim() == 2:
                 weight.normal_(0.0, 2 * weight.shape[1] ** -0.5)

@@ -1,4 +1,4 @@
-"""Result files: what they hold, how new runs meet old ones, what is drawn and printed from them."""
+"""Result files: their content, merging of new and old runs, tables and pictures."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_results_are_written_and_read_back(tmp_path: Path) -> None:
     assert set(raw) == {"commit", "date", "gpu", "driver", "versions", "read_bandwidth_tb_s", "runs"}
     assert raw["runs"][1].keys() == SCHEMA
     extras = {"num_repeats", "tokens_per_s_min", "tokens_per_s_max", "bytes_per_round", "executor"}
-    assert raw["runs"][0].keys() == SCHEMA | extras  # what was not measured is left out
+    assert raw["runs"][0].keys() == SCHEMA | extras  # fields that were not measured are left out
 
 
 def test_new_run_replaces_the_old_one_of_the_same_kind(tmp_path: Path) -> None:

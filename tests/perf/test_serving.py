@@ -1,4 +1,4 @@
-"""The service benchmark: its load, its driver, its figures, and the processes that it starts and kills."""
+"""The service benchmark: its load, client, figures, and the processes that it starts and kills."""
 
 from __future__ import annotations
 
@@ -143,11 +143,11 @@ def test_cases_are_fitted_to_model_and_drafts() -> None:
             Case.parse(name)
 
 
-# The driver.
+# The client.
 
 
 class Ticks:
-    """A clock that advances by one with every look."""
+    """A clock that advances by one with every reading."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -158,7 +158,10 @@ class Ticks:
 
 
 class FakeService:
-    """Gives the first token and then all others; `wrong`, by the number of the request, fails."""
+    """Yields the first token of a request, then all others.
+
+    wrong, missing, endless: number of the request that fails, that lacks a token, that does not end.
+    """
 
     def __init__(self, wrong: int = -1, missing: int = -1, endless: int = -1) -> None:
         self.wrong, self.missing, self.endless = wrong, missing, endless
@@ -192,7 +195,7 @@ async def test_closed_loop_keeps_its_clients_busy() -> None:
     ends = sorted(record.ended_at for record in driven.records if record.ended_at is not None)
     assert len(ends) == 12
     begin, end = driven.window
-    # Open once three have ended; closed when somebody found nothing to send.
+    # The window opens when three have ended, and closes when a client finds nothing left to send.
     assert ends[2] < begin < ends[3]
     assert max(record.sent_at for record in driven.records) < end < driven.total_s
     assert ends[-3] < end < ends[-2]
@@ -238,11 +241,15 @@ def test_chunk_of_several_tokens_has_a_gap_per_token() -> None:
 
 def test_figures_cover_the_window() -> None:
     records = [
-        Record(100, 3, 0.0, [(1.0, 1), (5.0, 2)], ended_at=5.0),  # sent before, its last tokens count
-        Record(50, 3, 4.0, [(4.5, 1), (5.5, 1), (9.0, 1)], ended_at=9.0),  # ends after, its latencies count
-        Record(20, 2, 7.0, [(8.5, 2)], ended_at=8.5),  # sent before the end
+        Record(
+            100, 3, 0.0, [(1.0, 1), (5.0, 2)], ended_at=5.0
+        ),  # sent before the window; its last tokens count
+        Record(
+            50, 3, 4.0, [(4.5, 1), (5.5, 1), (9.0, 1)], ended_at=9.0
+        ),  # ends after the window; its latencies count
+        Record(20, 2, 7.0, [(8.5, 2)], ended_at=8.5),  # sent before the end of the window
         Record(30, 1, 7.5, [], ended_at=7.6, error="gone"),
-        Record(10, 1, 8.5, [(9.5, 1)], ended_at=9.5),  # sent after
+        Record(10, 1, 8.5, [(9.5, 1)], ended_at=9.5),  # sent after the window
         Record(10, 9, 8.6, [(9.6, 1)]),  # cut off
     ]
     found = figures_of(Drive(records, (4.0, 8.0), 10.0))
@@ -281,7 +288,7 @@ for line in sys.stdin:
 
 @pytest.fixture
 def children(tmp_path: Path) -> Iterator[list[Child]]:
-    """Two, each with processes of their own: one in their group and one that has left it."""
+    """Two children, each with two processes: one in the child's group and one that has left it."""
     command = [sys.executable, "-I", "-S", "-c", CHILD]
     made = [Child(name, command, os.environ, tmp_path / name) for name in ("one", "two")]
     yield list(made)
@@ -323,7 +330,7 @@ def test_failing_child_is_killed_with_its_descendants(
 def test_death_of_a_child_is_reported(children: list[Child], capsys: pytest.CaptureFixture[str]) -> None:
     one, two = children
     answers = ask_all(children, lambda child: {"do": "tell"}, 30)
-    # Those that it has started keep its output open.
+    # The processes that it started keep its output open.
     assert list(ask_all(children, lambda child: {"do": "die" if child is two else "tell"}, 30)) == [one]
     assert "two ended with exit code 3" in capsys.readouterr().err
     in_group, alone = answers[two]["started"]
@@ -367,7 +374,7 @@ def test_two_engines_are_measured_at_the_same_time(
         for case in ("closed-2", "open-500")
         for repeat, engine, gpu in ((0, "drift", 4), (0, "vllm", 5), (1, "vllm", 4), (1, "drift", 5))
     }
-    # Case by case, both together.
+    # One case after the other, each on both engines.
     assert [run["case"] for run in runs] == ["closed-2"] * 2 + ["open-500"] * 2 + ["closed-2"] * 2 + [
         "open-500"
     ] * 2

@@ -31,7 +31,7 @@ def test_speculative_writes_drafted_and_plain_runs(tmp_path: Path) -> None:
     assert plain["several_share"] == 0 and plain["num_active"] > 2.9
     assert (plain["num_active_max"], drafted["num_active_max"]) == (3, 3)
     assert 1 <= drafted["num_active_min"] <= drafted["num_active"] <= 3
-    # A tiny model soon repeats itself, so that some drafts are right.
+    # A tiny model soon repeats its tokens, so that some drafts are right.
     assert 0 < drafted["several_share"] <= drafted["measured_acceptance_length"] - 1
     assert drafted["acceptance"] == "real" and drafted["draft"] == "ngram"
     assert len(speculative_table(read(out))[2]) == 2

@@ -1,4 +1,4 @@
-"""The stages of a round against their rooflines: figures by hand, and a drive on an executor of the CPU."""
+"""Stages of a round: limits compared with values computed by hand, and a run on an executor of the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step's trace taken apart: names, places and gaps; and the memory that captures take."""
+"""Analysis of a step's trace (names, places and gaps of kernels), and the memory of captures."""
 
 from __future__ import annotations
 
@@ -35,8 +35,11 @@ def step_names(num_layers: int) -> list[str]:
 
 
 def trace_of(names: list[str], num_steps: int) -> dict[str, Any]:
-    """Kernels of 10 us, each starting 8 us after the one before it, but the last 2 us after its end; steps a
-    millisecond apart. In no order."""
+    """A shuffled trace of steps that begin a millisecond apart.
+
+    Each kernel takes 10 us and starts 8 us after the previous one, except the last, which starts 2 us after
+    the end of the previous one.
+    """
     events: list[dict[str, Any]] = [{"ph": "X", "cat": "cpu_op", "name": "launch", "ts": 0.0, "dur": 5.0}]
     for step in range(num_steps):
         for index, name in enumerate(names):
@@ -92,7 +95,7 @@ def test_steps_with_different_kernels_are_rejected(num_kernels: int, tiny: Model
 
 
 def test_memory_is_measured_for_every_graph(tiny: Model) -> None:
-    """Each capture takes a MiB more than the one before it."""
+    """Each capture takes a MiB more than the previous one."""
 
     state = {"calls": 0, "free": 2**40}
 
