@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from msgspec import UNSET
@@ -26,11 +26,16 @@ from perf.harness.recording import Recording, free_memory, parser
 from perf.harness.scenario import SCENARIOS, Scenario
 from perf.harness.shapes import Model, prepare
 from perf.harness.table import decode_table, show
-from perf.peers import PEERS
+from perf.peers import transformers, vllm
 
-__all__ = ["main", "measure"]
+__all__ = ["PEERS", "main", "measure"]
 
 IDLE_S = 0.5
+PEERS: dict[str, Callable[[Model, Sequence[Scenario], int, float], Iterator[DecodeRun]]] = {
+    "transformers": transformers.measure,
+    "vllm": vllm.measure,
+}
+"""Name -> measure(model, scenarios, repeats, read bandwidth in TB/s), which yields a run per scenario."""
 
 
 async def measure(

@@ -7,17 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from perf.decode import PEERS
 from perf.harness.scenario import Scenario
 from perf.harness.shapes import MODELS, Model, prepare
-from perf.peers import PEERS
 from perf.peers.anchors import ANCHORS, anchor_of, is_void
 from perf.peers.transformers import Decoding, load
 from perf.peers.vllm import measure_prompts
 
 VLLM = """
+import sys
 import time
 from types import SimpleNamespace
 __version__ = "0.0.fake"
+foreign = {"drift_sdk", "torch", "transformers"} & set(sys.modules)
+assert not foreign, foreign
 now = [0.0]
 time.perf_counter = lambda: now[0]
 

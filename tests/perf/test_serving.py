@@ -241,12 +241,8 @@ def test_chunk_of_several_tokens_has_a_gap_per_token() -> None:
 
 def test_figures_cover_the_window() -> None:
     records = [
-        Record(
-            100, 3, 0.0, [(1.0, 1), (5.0, 2)], ended_at=5.0
-        ),  # sent before the window; its last tokens count
-        Record(
-            50, 3, 4.0, [(4.5, 1), (5.5, 1), (9.0, 1)], ended_at=9.0
-        ),  # ends after the window; its latencies count
+        Record(100, 3, 0.0, [(1.0, 1), (5.0, 2)], ended_at=5.0),  # sent before; its last tokens count
+        Record(50, 3, 4.0, [(4.5, 1), (5.5, 1), (9.0, 1)], ended_at=9.0),  # ends after; its latencies count
         Record(20, 2, 7.0, [(8.5, 2)], ended_at=8.5),  # sent before the end of the window
         Record(30, 1, 7.5, [], ended_at=7.6, error="gone"),
         Record(10, 1, 8.5, [(9.5, 1)], ended_at=9.5),  # sent after the window
