@@ -180,7 +180,7 @@ class ResponseFormat(Wire):
             return JsonSchema({"type": "object"})
 
         if self.json_schema is None:
-            raise RequestError.of("response_format", self.type, "a json_schema beside it")
+            raise RequestError.of("response_format", self.type, "a json_schema in the same object")
 
         return JsonSchema(self.json_schema.schema_)
 
@@ -242,7 +242,7 @@ class ChatBody(Body):
 
     def sampling(self, index: int = 0) -> SamplingParams:
         if self.top_logprobs and not self.logprobs:
-            raise RequestError.of("top_logprobs", self.top_logprobs, "logprobs=true beside it")
+            raise RequestError.of("top_logprobs", self.top_logprobs, "logprobs=true in the same request")
 
         return self.params(
             index,

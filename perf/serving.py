@@ -1,4 +1,4 @@
-"""A service's load on this engine, in its default configuration, and on a peer, each on a GPU of its own.
+"""A service's load on this engine, in its default configuration, and on a peer, each on its own GPU.
 
 python -m perf.serving --peer vllm --devices 0 1 --swap --repeats 2 --cases closed-64 prefix open-20
 python -m perf.serving --peer vllm --draft

@@ -33,7 +33,7 @@ class ChildFailed(Exception):
 
 
 class Child:
-    """A child process in a process group of its own. As a context manager: it is killed at the end.
+    """A child process with its own process group. As a context manager, it is killed at the end.
 
     command:  the command line. Commands go to its standard input, answers come from its standard output, one
               JSON object per line.
@@ -47,7 +47,7 @@ class Child:
         self.name, self.log, self.slot = name, log, slot
         self._answers: queue.Queue[str | None] = queue.Queue()
         with log.open("wb") as stream:
-            # A group of its own, but in this session: ending the session ends the child too.
+            # Its own group, but in this session: ending the session ends the child too.
             self._process = subprocess.Popen(
                 command,
                 env=environment,

@@ -85,7 +85,7 @@ class ChatTemplate:
         except Exception as error:
             # The template is the model's code, run on the caller's data: any error concerns this request.
             raise RequestError(
-                f"messages: the chat template refused them: {error}",
+                f"messages: the chat template rejected them: {error}",
                 field="messages",
                 value=messages,
                 allowed="what the model's chat template accepts",
