@@ -15,13 +15,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
-import torch
 
 from perf.harness.processes import module_command, with_paths
 from perf.harness.record import Run
 from perf.harness.recording import Recording, dtype_name, free_memory, parser
 from perf.harness.shapes import Model, prepare
-from perf.harness.startup_process import Job, Startup
+from perf.harness.startup_process import Job, Startup, gpu_memory_gib
 from perf.harness.table import show
 
 __all__ = ["StartupRun", "import_seconds", "main", "measure"]
@@ -69,7 +68,8 @@ def measure(
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {name: str(Path(folder, cache)) for name, cache in CACHES.items()}
         for kernel_cache in ("cold", "warm"):
-            used_gib = gpu_memory_gib()
+            free_memory()
+            used_gib = gpu_memory_gib(device) or 0.0  # of all processes, before this start
             job = Job(
                 model=str(model.path),
                 load=model.load,
@@ -118,16 +118,6 @@ def last_line(command: Sequence[str], environment: dict[str, str]) -> str:
     """The last line that a command prints. Raises CalledProcessError if it fails."""
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return done.stdout.splitlines()[-1]
-
-
-def gpu_memory_gib() -> float:
-    """Memory in use on the first GPU, of all processes; 0 without a GPU."""
-    if not torch.cuda.is_available():
-        return 0.0
-
-    free_memory()
-    free, total = torch.cuda.mem_get_info()
-    return (total - free) / 2**30
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

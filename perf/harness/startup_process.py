@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-__all__ = ["Job", "Startup"]
+__all__ = ["Job", "Startup", "gpu_memory_gib"]
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
 
