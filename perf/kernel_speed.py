@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from drift_sdk._kernels.gemm.tuning import TunedTable, gpu_key, table_for
+from drift_sdk.cli.tune import time_us
 from perf.cases.attention import attention_cases
 from perf.cases.case import Case
 from perf.cases.gemm import gemm_cases
@@ -24,7 +25,6 @@ from perf.harness.record import Run
 from perf.harness.recording import Recording, free_memory, parser
 from perf.harness.shapes import Model, prepare
 from perf.harness.table import show
-from perf.tune import time_us
 
 __all__ = ["SUITES", "KernelRun", "limit_us", "main", "measure"]
 

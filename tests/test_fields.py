@@ -1,4 +1,4 @@
-"""Every public field of what a person types: both ends of its range, just outside, and wrong types."""
+"""Public fields: both ends of each range, values just outside, and wrong types."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import anyio
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from drift_sdk import (
     ConfigError,
@@ -32,10 +33,10 @@ MOST = 2**31 - 1
 
 
 class Case(NamedTuple):
-    """Values of a field that are taken and values that are refused; `given`: what the others need to be."""
+    """Valid and rejected values of a field; `given`: values of other fields that they need."""
 
     valid: tuple[Any, ...]
-    refused: tuple[Any, ...]
+    rejected: tuple[Any, ...]
     given: dict[str, Any] = {}
 
 
@@ -64,8 +65,8 @@ def choice(*names: str, **given: Any) -> Case:
     return Case(names, ("", names[0].upper(), f" {names[0]}", None, 1, True, names, {}), given)
 
 
-def text(*valid: Any, refused: tuple[Any, ...] = ()) -> Case:
-    return Case((*valid, None), ("", 7, True, 1.0, (), ("a",), b"a", *refused))
+def text(*valid: Any, rejected: tuple[Any, ...] = ()) -> Case:
+    return Case((*valid, None), ("", 7, True, 1.0, (), ("a",), b"a", *rejected))
 
 
 WRONG_IDS = (True, -1, MOST + 1, "5", 5.0, None, b"5")
@@ -155,7 +156,7 @@ CONFIG = {
     "cache_dir": text("folder", Path("folder")),
     "local_files_only": flag(),
     "tokenizer": text("folder", Path("folder")),
-    "chat_template": text("{{ messages }}", refused=(Path("folder"),)),
+    "chat_template": text("{{ messages }}", rejected=(Path("folder"),)),
     "speculation": Case(
         (None, Speculation(draft="folder"), Speculation(draft=NGram())),
         ("folder", 7, True, {}, (), NGram(), Speculation),
@@ -167,12 +168,14 @@ ids = [f"{fields[0].__name__}.{fields[3]}" for fields in FIELDS]
 
 
 @pytest.mark.parametrize("struct, error, cases", TABLES)
-def test_no_case_is_left_over(struct: type, error: type, cases: dict[str, Case]) -> None:
+def test_every_field_has_a_case(struct: type, error: type, cases: dict[str, Case]) -> None:
     assert set(cases) == set(struct.__struct_fields__)
 
 
 @pytest.mark.parametrize("struct, error, cases, field", FIELDS, ids=ids)
-def test_the_range_of_a_field(struct: Any, error: type, cases: dict[str, Case], field: str) -> None:
+def test_field_accepts_its_range_and_rejects_the_rest(
+    struct: Any, error: type, cases: dict[str, Case], field: str
+) -> None:
     assert field in cases, f"{field} has no case"
     case = cases[field]
     struct(**{field: getattr(struct(), field)})
@@ -180,15 +183,15 @@ def test_the_range_of_a_field(struct: Any, error: type, cases: dict[str, Case], 
         kept = getattr(struct(**case.given, **{field: value}), field)
         assert kept in (value, (value,)), f"{field}={value!r} became {kept!r}"
 
-    for value in case.refused:
+    for value in case.rejected:
         with pytest.raises(DriftError) as caught:
             struct(**case.given, **{field: value})
-        check_refusal(caught.value, error, field, value)
+        check_rejection(caught.value, error, field, value)
 
 
-def check_refusal(found: Any, error: type, field: str, value: Any) -> None:
-    """The typed error, and what a person needs: the field, the value (or the item of it that is at fault),
-    and what would be taken."""
+def check_rejection(found: Any, error: type, field: str, value: Any) -> None:
+    """Check the error's class, and that it names the field, the value (or the wrong item of it) and what is
+    allowed."""
     assert type(found) is error
     assert found.field == field
     assert repr(found.value) in repr(value), (found.value, value)
@@ -202,7 +205,7 @@ def check_refusal(found: Any, error: type, field: str, value: Any) -> None:
         assert len(str(found)) < 1000
 
 
-def test_nothing_wrong_reaches_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_params_do_not_reach_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with scripted_engine("Hello!") as engine:
             submitted: list[Any] = []
@@ -211,10 +214,10 @@ def test_nothing_wrong_reaches_the_driver(monkeypatch: pytest.MonkeyPatch) -> No
                 engine._driver, "submit", lambda request: (submitted.append(request), submit(request))
             )
             for field, case in PARAMS.items():
-                for value in case.refused:
+                for value in case.rejected:
                     with pytest.raises(RequestError):
                         engine.generate("x", SamplingParams(**case.given, **{field: value}))
-                    if value != {"5": 1.0}:  # the wire's way to say 5
+                    if value != {"5": 1.0}:  # the key 5 as JSON has it
                         with pytest.raises(RequestError):
                             engine.generate("x", SamplingParams.from_dict({**case.given, field: value}))
                     with pytest.raises(RequestError, match="params"):
@@ -227,7 +230,7 @@ def test_nothing_wrong_reaches_the_driver(monkeypatch: pytest.MonkeyPatch) -> No
     anyio.run(main)
 
 
-def test_whatever_is_valid_is_served() -> None:
+def test_valid_params_are_served() -> None:
     async def main() -> None:
         config = EngineConfig(max_model_len=64, kv_cache_tokens=1024)
         async with scripted_engine("777", config=config) as engine:
@@ -241,20 +244,20 @@ def test_whatever_is_valid_is_served() -> None:
     anyio.run(main)
 
 
-def test_a_wrong_config_starts_nothing() -> None:
+def test_engine_rejects_a_wrong_config_and_model() -> None:
     for wrong in ({}, "auto", SamplingParams(), 7):
         with pytest.raises(ConfigError) as caught:
             Engine("folder", wrong)
-        check_refusal(caught.value, ConfigError, "config", wrong)
+        check_rejection(caught.value, ConfigError, "config", wrong)
     for wrong in ("", None, 7, b"folder", True):
         with pytest.raises(ConfigError) as caught:
             Engine(wrong)
-        check_refusal(caught.value, ConfigError, "model", wrong)
+        check_rejection(caught.value, ConfigError, "model", wrong)
 
 
 @pytest.mark.parametrize("field", ["stop_token_ids", "logit_bias", "allowed_token_ids"])
-def test_ids_outside_the_vocabulary_are_refused(field: str) -> None:
-    """The vocabulary is known when the model is: the stream raises."""
+def test_ids_outside_the_vocabulary_are_rejected(field: str) -> None:
+    """The vocabulary is known once the model is open, so the stream raises the error."""
     outside = EOS_TOKEN_ID + 1
 
     async def main() -> None:
@@ -262,7 +265,7 @@ def test_ids_outside_the_vocabulary_are_refused(field: str) -> None:
             ids = {outside: 1.0} if field == "logit_bias" else (5, outside)
             with pytest.raises(RequestError) as caught:
                 await engine.generate("x", SamplingParams(**{field: ids}))
-            check_refusal(caught.value, RequestError, field, outside)
+            check_rejection(caught.value, RequestError, field, outside)
             assert str(EOS_TOKEN_ID) in caught.value.allowed
 
     anyio.run(main)
@@ -278,8 +281,8 @@ class Unprintable:
     [10**10_000, "x" * 10**7, b"x" * 10**7, ["x" * 10**6] * 99, {"x" * 10**6: {}}, Unprintable()],
     ids=["digits", "text", "bytes", "list", "dict", "unprintable"],
 )
-def test_messages_stay_short(value: Any) -> None:
-    """Whatever is given, however large, in every place that an error names."""
+def test_error_messages_stay_short(value: Any) -> None:
+    """Values of any type and size, in every place that an error names."""
     names = ("max_tokens", "temperature", "stop", "stop_token_ids", "ignore_eos", "logit_bias", "grammar")
     attempts = [lambda name=name: SamplingParams(**{name: value}) for name in names]
     attempts += [
@@ -302,7 +305,7 @@ def test_messages_stay_short(value: Any) -> None:
         assert "expected" in str(caught.value)
 
 
-def test_long_messages_keep_both_ends() -> None:
+def test_long_messages_are_cut_in_the_middle() -> None:
     message = str(DriftError(f"start {'x' * 10**6} end"))
     assert message.startswith("start xxx") and message.endswith("xxx end")
     assert len(message) <= 4000
@@ -313,7 +316,7 @@ def test_long_messages_keep_both_ends() -> None:
     "prompt",
     [[], "", [2**70], [True], [1.0], [None], ["a"], [[1]], [10**10_000], [5, -1], "a\ud800b" * 10**6],
 )
-def test_wrong_prompts_are_refused(prompt: Any) -> None:
+def test_wrong_prompts_are_rejected(prompt: Any) -> None:
     async def main() -> None:
         async with scripted_engine("Hello!") as engine:
             with pytest.raises(RequestError) as caught:
@@ -325,7 +328,7 @@ def test_wrong_prompts_are_refused(prompt: Any) -> None:
 
 
 @pytest.mark.parametrize("prompt", [None, 7, b"abc", {1: 2}, {1}, iter([1]), np.array([1, 2])])
-def test_what_is_no_prompt_is_refused_at_once(prompt: Any) -> None:
+def test_value_that_is_no_prompt_is_rejected_at_the_call(prompt: Any) -> None:
     async def main() -> None:
         async with scripted_engine("Hello!") as engine:
             with pytest.raises(RequestError, match="prompt="):
@@ -334,10 +337,10 @@ def test_what_is_no_prompt_is_refused_at_once(prompt: Any) -> None:
     anyio.run(main)
 
 
-def test_numbers_of_numpy_are_no_token_ids() -> None:
+def test_numpy_integers_are_rejected() -> None:
     async def main() -> None:
         async with scripted_engine("Hello!") as engine:
-            with pytest.raises(RequestError, match="prompt="):
+            with pytest.raises(RequestError, match=r"prompt\[0\]="):
                 await engine.generate([np.int64(5)])
 
     anyio.run(main)
@@ -355,11 +358,11 @@ def test_max_tokens_bounds_min_tokens() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16"])
-def test_a_dtype_the_cpu_lacks(dtype: str) -> None:
+def test_dtype_that_the_cpu_lacks_is_rejected(dtype: str) -> None:
     assert EngineConfig(dtype=dtype, device="cuda").dtype == dtype
     with pytest.raises(ConfigError) as caught:
         EngineConfig(dtype=dtype, device="cpu")
-    check_refusal(caught.value, ConfigError, "dtype", dtype)
+    check_rejection(caught.value, ConfigError, "dtype", dtype)
 
 
 @pytest.mark.parametrize("tokens_per_step", [1, 3])
@@ -398,13 +401,13 @@ def test_from_dict_takes_wire_input() -> None:
     for key in ("five", "-5", "", " 5", "05", "\u0665", "9" * 5000):
         with pytest.raises(RequestError) as caught:
             SamplingParams.from_dict({"logit_bias": {key: 1.0}})
-        check_refusal(caught.value, RequestError, "logit_bias", {key: 1.0})
+        check_rejection(caught.value, RequestError, "logit_bias", {key: 1.0})
     with pytest.raises(RequestError, match="each token id once"):
         SamplingParams.from_dict({"logit_bias": {"5": 1.0, 5: 2.0}})
     for wrong in (None, 7, "{}", [("max_tokens", 5)]):
         with pytest.raises(RequestError) as caught:
             SamplingParams.from_dict(wrong)
-        check_refusal(caught.value, RequestError, "params", wrong)
+        check_rejection(caught.value, RequestError, "params", wrong)
 
 
 @pytest.mark.parametrize("name", ["max_token", "n", "best_of", "", "Temperature", "__class__", 7])
@@ -417,8 +420,56 @@ def test_from_dict_names_an_unknown_field(name: Any) -> None:
     assert str(error).startswith(f"{name}=1: unknown field")
 
 
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [("temprature", "temperature"), ("max_token", "max_tokens"), ("Stop", "stop"), ("n", None), ("", None)],
+)
+def test_unknown_field_names_the_nearest_one(name: str, nearest: str | None) -> None:
+    hint = f" (did you mean {nearest}?)" if nearest is not None else ""
+    for attempt in (
+        lambda: SamplingParams.from_dict({name: 0.5}),
+        lambda: SamplingParams().replace(**{name: 0.5}),
+    ):
+        with pytest.raises(RequestError) as caught:
+            attempt()
+        assert str(caught.value).startswith(
+            f"{name}=0.5: unknown field{hint}, expected one of allowed_token_ids,"
+        )
+        assert caught.value.field == name
+
+
+def test_replace_checks_what_it_changes() -> None:
+    params = SamplingParams(max_tokens=5, stop="a")
+    assert params.replace() == params
+    assert params.replace(stop=["b"], temperature=0.5) == SamplingParams(
+        max_tokens=5, stop=("b",), temperature=0.5
+    )
+    with pytest.raises(RequestError, match="temperature=-1: expected"):
+        params.replace(temperature=-1)
+    with pytest.raises(RequestError, match="min_tokens=6: expected an integer from 0 to 5"):
+        params.replace(min_tokens=6)
+    config = EngineConfig(max_num_seqs=3)
+    assert config.replace(dtype="float32") == EngineConfig(max_num_seqs=3, dtype="float32")
+    with pytest.raises(ConfigError, match="max_num_seqs=0: expected"):
+        config.replace(max_num_seqs=0)
+    with pytest.raises(
+        ConfigError, match=r"max_seqs=5: unknown field \(did you mean max_num_seqs\?\)"
+    ) as caught:
+        config.replace(max_seqs=5)
+    assert (caught.value.field, caught.value.value) == ("max_seqs", 5)
+
+
+def test_device_of_torch_is_rejected_with_the_string_to_give() -> None:
+    for name in ("cpu", "cuda:1"):
+        with pytest.raises(ConfigError) as caught:
+            EngineConfig(device=torch.device(name))
+        assert f': expected a string, here "{name}": "auto", "cpu", ' in str(caught.value)
+
+
 @pytest.mark.parametrize("struct, error, cases, field", FIELDS, ids=ids)
-def test_fields_never_change(struct: Any, error: type, cases: dict[str, Case], field: str) -> None:
+def test_structs_are_immutable_hashable_and_can_be_pickled(
+    struct: Any, error: type, cases: dict[str, Case], field: str
+) -> None:
     made = struct()
     with pytest.raises(AttributeError):
         setattr(made, field, getattr(made, field))
@@ -431,7 +482,7 @@ def test_fields_never_change(struct: Any, error: type, cases: dict[str, Case], f
         assert pickle.loads(pickle.dumps(made)) == made
 
 
-def test_what_the_caller_keeps_changes_nothing() -> None:
+def test_later_changes_of_lists_do_not_change_params() -> None:
     stops, ids, bias = ["a"], [1, 2], {5: 1.0, 3: 2.0}
     params = SamplingParams(stop=stops, stop_token_ids=ids, allowed_token_ids=ids, logit_bias=bias)
     stops.append("b")
@@ -445,7 +496,7 @@ def test_what_the_caller_keeps_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("struct, error, cases", TABLES)
-def test_fields_go_by_name(struct: Any, error: type, cases: dict[str, Case]) -> None:
+def test_fields_are_given_by_name(struct: Any, error: type, cases: dict[str, Case]) -> None:
     with pytest.raises(TypeError):
         struct(5)
     with pytest.raises(TypeError, match="unknown"):

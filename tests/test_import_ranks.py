@@ -28,7 +28,10 @@ WITHOUT_TORCH = [
     "testing",
     "measurement",
 ]
-ONLY_IN = {"triton": ["_kernels"], "cuda": ["execution/graph/captured_graphs", "execution/device"]}
+ONLY_IN = {
+    "triton": ["_kernels", "cli/tune"],
+    "cuda": ["execution/graph/captured_graphs", "execution/device"],
+}
 
 
 def ranks_of(package: str) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""The distributions: what they hold, and that an installed one works without the source tree."""
+"""Wheel and sdist: their contents, and that an installed wheel works without the source tree."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 
 def build(tree: Path, target: str, folder: Path) -> Path:
-    """Builds in this environment, so nothing is downloaded."""
+    """Build in the current environment, so that nothing is downloaded."""
     run(sys.executable, "-m", "hatchling", "build", "-t", target, "-d", folder, cwd=tree)
     (file,) = folder.iterdir()
     return file
@@ -77,7 +77,7 @@ def metadata_of(wheel: Path) -> Message:
         return Parser().parsestr(archive.read(f"{NAME}.dist-info/METADATA").decode())
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+def test_wheel_contains_exactly_the_package(wheel: Path) -> None:
     assert wheel.name == f"{NAME}-py3-none-any.whl"
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
@@ -89,7 +89,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert license_text == (ROOT / "LICENSE").read_text()
 
 
-def test_the_wheel_describes_itself(wheel: Path) -> None:
+def test_wheel_metadata_is_complete(wheel: Path) -> None:
     metadata = metadata_of(wheel)
     assert (metadata["Name"], metadata["Version"]) == ("drift-engine", VERSION)
     assert metadata["License-Expression"] == "Apache-2.0"
@@ -98,7 +98,7 @@ def test_the_wheel_describes_itself(wheel: Path) -> None:
     assert set(metadata.get_all("Provides-Extra", [])) == {"grammar", "metrics", "perf", "test"}
 
 
-def test_the_sdist_holds_what_a_user_needs(sdist: Path) -> None:
+def test_sdist_contains_sources_docs_examples_and_tests(sdist: Path) -> None:
     assert sdist.name == f"{NAME}.tar.gz"
     with tarfile.open(sdist) as archive:
         names = {name.removeprefix(f"{NAME}/") for name in archive.getnames()}
@@ -109,14 +109,14 @@ def test_the_sdist_holds_what_a_user_needs(sdist: Path) -> None:
     assert not [name for name in names if re.search(r"__pycache__|\.cache|\.pyc|tests/perf", name)]
 
 
-def test_the_wheel_of_the_sdist_is_the_same(wheel: Path, wheel_of_sdist: Path) -> None:
+def test_wheel_of_the_sdist_is_the_same(wheel: Path, wheel_of_sdist: Path) -> None:
     with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(wheel_of_sdist) as other:
         contents = [{name: archive.read(name) for name in archive.namelist()} for archive in (one, other)]
     assert contents[0] == contents[1]
 
 
-def test_an_installed_wheel_works(wheel_of_sdist: Path, tmp_path: Path) -> None:
-    """In a virtual environment that holds nothing else. What the package depends on is found where it is."""
+def test_installed_wheel_works(wheel_of_sdist: Path, tmp_path: Path) -> None:
+    """Install into an empty virtual environment, which finds the dependencies in the current one."""
     folder = tmp_path / "venv"
     venv.create(folder, with_pip=False)
     python = folder / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
@@ -140,13 +140,13 @@ def test_an_installed_wheel_works(wheel_of_sdist: Path, tmp_path: Path) -> None:
     assert (diagnosis["is_usable"], diagnosis["drift_sdk"]) == (True, VERSION)
 
 
-def test_the_version_is_in_the_changelog() -> None:
+def test_version_is_in_the_changelog() -> None:
     versions = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
     assert versions[:2] == ["Unreleased", VERSION]
 
 
-def test_nothing_tells_users_to_install_another_project() -> None:
-    """The name drift-sdk belongs to one."""
+def test_documents_do_not_name_the_package_of_another_project() -> None:
+    """On the package index, drift-sdk is the name of another project."""
     texts = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *PACKAGE.rglob("*.py")]
     wrong = re.compile(r"pip install.*drift-sdk|drift-sdk\[")
     assert not [str(text) for text in texts if wrong.search(text.read_text())]

@@ -1,3 +1,5 @@
+"""Fields of Chain, NGram and Speculation."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -20,20 +22,20 @@ CASES = [
 NEEDED = {Speculation: {"draft": "hub/id"}}
 
 
-def test_no_field_is_left_out() -> None:
+def test_every_field_of_speculation_has_a_case() -> None:
     for struct in (Chain, NGram, Speculation):
         assert {field for s, field, _, _ in CASES if s is struct} == set(struct.__struct_fields__)
 
 
-@pytest.mark.parametrize(("struct", "field", "valid", "refused"), CASES)
-def test_the_range_of_a_field(struct, field, valid, refused) -> None:
+@pytest.mark.parametrize(("struct", "field", "valid", "rejected"), CASES)
+def test_field_accepts_its_range_and_rejects_the_rest(struct, field, valid, rejected) -> None:
     for value in valid:
         built = struct(**{**NEEDED.get(struct, {}), field: value})
         assert getattr(built, field) == value
         with pytest.raises(AttributeError):
             setattr(built, field, value)
         assert msgspec.structs.replace(built) == built
-    for value in refused:
+    for value in rejected:
         with pytest.raises(ConfigError) as caught:
             struct(**{**NEEDED.get(struct, {}), field: value})
         assert caught.value.field == field
@@ -41,7 +43,14 @@ def test_the_range_of_a_field(struct, field, valid, refused) -> None:
         assert field in str(caught.value) and caught.value.allowed in str(caught.value)
 
 
-def test_a_chain_offers_shorter_ones() -> None:
+@pytest.mark.parametrize("name", ["ngram", "NGram", "n-gram"])
+def test_ngram_as_a_string_is_rejected_with_what_to_write(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"draft='{name}': expected NGram\(\) for n-gram drafts, or"):
+        Speculation(draft=name)
+    assert Speculation(draft=Path(name)).draft == Path(name)
+
+
+def test_chain_offers_shorter_lengths() -> None:
     assert Chain(1).choices == (1,)
     assert Chain(3).choices == (1, 3)
     assert Chain(5).choices == (1, 3, 5)

@@ -1,4 +1,4 @@
-"""The command line: `python -m drift_sdk doctor`, `chat MODEL` and `warm MODEL`."""
+"""The command line, `python -m drift_sdk COMMAND`: parses arguments and runs doctor, chat, warm or tune."""
 
 from __future__ import annotations
 
@@ -6,29 +6,27 @@ import argparse
 import asyncio
 import io
 import os
-import signal
+import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-
-import msgspec
+from pathlib import Path
 
 from drift_sdk import (
     Chain,
     ConfigError,
     DriftError,
-    Engine,
     EngineConfig,
     NGram,
-    Progress,
-    PromptTooLong,
-    RequestError,
     SamplingParams,
     Speculation,
-    TokenStream,
+    __version__,
 )
-from drift_sdk.cli.doctor import examine
-from drift_sdk.cli.warm import warm
+from drift_sdk.cli.chat import chat
+from drift_sdk.cli.doctor import run_doctor
+from drift_sdk.cli.terminal import print_error
+from drift_sdk.cli.warm import run_warm
+from drift_sdk.errors import FieldError, short_repr
 
 WARM_SETTINGS = {
     "device": (str, "auto, cpu, cuda or cuda:N"),
@@ -36,10 +34,13 @@ WARM_SETTINGS = {
     "executor": (str, "auto, eager or graph"),
     "load": (str, "auto, or random: a folder with config and tokenizer is enough"),
     "max_num_seqs": (int, "most sequences running at once"),
-    "max_model_len": (int, "most tokens of prompt and completion together; None = the model's own context"),
+    "max_model_len": (int, "most tokens of prompt and completion together"),
     "prefill_token_budget": (int, "most prompt tokens computed in one step"),
 }
-"""Of EngineConfig: what the kernels depend on."""
+"""Fields of EngineConfig that decide which kernels are compiled: type and help of each one's option."""
+
+WITHOUT_OPTION = {"max_model_len": "the model's own context"}
+"""Of fields whose default is None: its meaning."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,16 +49,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0: done. 1: an error, one line on stderr; also a machine that `doctor` finds unusable, and a reader of
     stdout that went away. 2: wrong arguments. 130: Ctrl-C.
     """
-    # Text that a terminal cannot show, or input that is not in its encoding, does not end a conversation.
+    # Text that the terminal cannot show, and input that is not in its encoding, do not end a conversation.
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     parser = make_parser()
     options = parser.parse_args(arguments)
     try:
-        command = prepare(options)
+        command = make_command(options)
     except DriftError as error:
-        parser.error(str(error))
+        parser.error(describe_error(error, options))
 
     try:
         status = command()
@@ -66,13 +67,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         status = 1
     except (DriftError, OSError) as error:
-        say(error)
+        print_error(error, describe_error(error, options))
         status = 1
-    return status if can_flush() else status or 1
+    return status if flush_stdout() else status or 1
 
 
-def can_flush() -> bool:
-    """Whether stdout accepts the buffered text; if not, it is dropped, or the interpreter would try again."""
+def flush_stdout() -> bool:
+    """Write the buffered text to stdout. False if that fails: the text is dropped, or the interpreter would
+    try again at its end."""
     if sys.stdout is None:
         return True
 
@@ -84,39 +86,135 @@ def can_flush() -> bool:
         return False
 
 
+def describe_error(error: Exception, options: argparse.Namespace) -> str:
+    """The error's message, naming the option instead of the field where the field has one."""
+    if not isinstance(error, FieldError) or not hasattr(options, error.field):
+        return str(error)
+
+    return f"{option_name(error.field)} {short_repr(error.value)}: expected {error.allowed}"
+
+
+def option_name(field: str) -> str:
+    return f"--{field.replace('_', '-')}"
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m drift_sdk")
+    parser.add_argument("--version", action="version", version=f"drift_sdk {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    check = commands.add_parser("doctor", help="look at the machine and say what an engine would find")
-    check.add_argument("--json", action="store_true", help="for programs")
+    add_doctor(commands)
+    add_chat(commands)
+    add_warm(commands)
+    add_tune(commands)
+    return parser
 
-    talk = commands.add_parser("chat", help="talk with a model; Ctrl-C stops an answer, Ctrl-D leaves")
-    talk.add_argument("model", help="a folder, a .gguf file or a hub id")
-    talk.add_argument("--system", help="the system message")
-    talk.add_argument("--max-tokens", type=int, default=1024, help="of an answer (default: %(default)s)")
-    talk.add_argument("--temperature", type=float, default=0.7, help="0 = greedy (default: %(default)s)")
-    talk.add_argument("--top-p", type=float, default=0.95, help="default: %(default)s")
-    talk.add_argument("--seed", type=int, help="gives the same answers again")
-    talk.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
-    add_drafts(talk)
 
-    warmer = commands.add_parser(
+Commands = argparse._SubParsersAction  # what add_subparsers returns; it has no public name
+
+
+def add_doctor(commands: Commands[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser("doctor", help="examine this machine and report what an engine would find")
+    command.add_argument("--json", action="store_true", help="print the report as JSON")
+
+
+def add_chat(commands: Commands[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser("chat", help="talk with a model; Ctrl-C stops an answer, Ctrl-D leaves")
+    command.add_argument("model", help="a folder, a .gguf file or a hub id")
+    command.add_argument("--system", help="the system message")
+    command.add_argument(
+        "--max-tokens", type=int, default=1024, help="most tokens of an answer (default: %(default)s)"
+    )
+    command.add_argument("--temperature", type=float, default=0.7, help="0 = greedy (default: %(default)s)")
+    command.add_argument(
+        "--top-p",
+        type=float,
+        default=0.95,
+        help="probability that the most likely tokens kept add up to (default: %(default)s)",
+    )
+    command.add_argument("--seed", type=int, help="gives the same answers again")
+    command.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
+    add_drafts(command)
+
+
+def add_warm(commands: Commands[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser(
         "warm",
         help="compile the kernels that serving a model needs, with the settings it will be served with",
     )
-    warmer.add_argument("model", help="a folder, a .gguf file or a hub id")
+    command.add_argument("model", help="a folder, a .gguf file or a hub id")
     defaults = EngineConfig()
     for name, (kind, meaning) in WARM_SETTINGS.items():
-        option, default = f"--{name.replace('_', '-')}", getattr(defaults, name)
-        warmer.add_argument(option, type=kind, default=default, help=f"{meaning} (default: %(default)s)")
-    add_drafts(warmer)
-    return parser
+        default = getattr(defaults, name)
+        shown = WITHOUT_OPTION.get(name, default)
+        command.add_argument(
+            option_name(name), type=kind, default=default, help=f"{meaning} (default: {shown})"
+        )
+    add_drafts(command)
+
+
+def add_tune(commands: Commands[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser(
+        "tune", help="measure the fastest launch configurations of GEMMs on this GPU"
+    )
+    command.add_argument(
+        "shapes",
+        nargs="+",
+        type=weight_shape,
+        metavar="SHAPE",
+        help="shape of a weight: NxK, N output features by K input features; NxK:gated for gate and up "
+        "projection together, N counting both",
+    )
+    command.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        help="JSON file of the table; entries of other shapes that it holds are kept",
+    )
+    command.add_argument(
+        "--jobs",
+        type=int,
+        default=os.cpu_count(),
+        help="processes that compile (default: one for each CPU, %(default)s)",
+    )
 
 
 def add_drafts(command: argparse.ArgumentParser) -> None:
     command.add_argument("--draft", help="an EAGLE-3 head, a folder or a hub id; or ngram")
     default = Chain().num_draft_tokens
-    command.add_argument("--num-draft-tokens", type=int, help=f"a round, with --draft (default: {default})")
+    command.add_argument(
+        "--num-draft-tokens", type=int, help=f"most tokens drafted a round, with --draft (default: {default})"
+    )
+
+
+def weight_shape(text: str) -> tuple[int, int, bool]:
+    """(N, K, whether it is gated) of NxK or NxK:gated."""
+    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)(:gated)?", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected NxK or NxK:gated, such as 6144x4096")
+
+    return int(found[1]), int(found[2]), found[3] is not None
+
+
+def make_command(options: argparse.Namespace) -> Callable[[], int]:
+    """The command to run, which returns the exit status. Raises DriftError for an argument out of range."""
+    match options.command:
+        case "doctor":
+            return partial(run_doctor, as_json=options.json)
+        case "warm":
+            settings = {name: getattr(options, name) for name in WARM_SETTINGS}
+            config = EngineConfig(**settings, speculation=speculation(options))
+            return lambda: asyncio.run(run_warm(options.model, config))
+        case "tune":
+            return partial(run_tune, options.shapes, options.out, options.jobs)
+
+    params = SamplingParams(
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        seed=options.seed,
+    )
+    config = EngineConfig(device=options.device, speculation=speculation(options))
+    return lambda: asyncio.run(chat(options.model, config, params, options.system))
 
 
 def speculation(options: argparse.Namespace) -> Speculation | None:
@@ -132,109 +230,14 @@ def speculation(options: argparse.Namespace) -> Speculation | None:
     return Speculation(draft=draft, shape=shape)
 
 
-def prepare(options: argparse.Namespace) -> Callable[[], int]:
-    """The command. Raises DriftError for an argument out of range."""
-    if options.command == "doctor":
-        return partial(doctor, as_json=options.json)
+def run_tune(shapes: Sequence[tuple[int, int, bool]], out: Path, num_jobs: int) -> int:
+    try:
+        from drift_sdk.cli.tune import tune_shapes  # imported here, for it needs torch and Triton
+    except ImportError as error:
+        raise DriftError(f"tune needs torch and Triton: {error}") from error
 
-    if options.command == "warm":
-        settings = {name: getattr(options, name) for name in WARM_SETTINGS}
-        config = EngineConfig(**settings, speculation=speculation(options))
-        return lambda: asyncio.run(warm_up(options.model, config))
-
-    params = SamplingParams(
-        max_tokens=options.max_tokens,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        seed=options.seed,
-    )
-    config = EngineConfig(device=options.device, speculation=speculation(options))
-    return lambda: asyncio.run(chat(options.model, config, params, options.system))
-
-
-def doctor(*, as_json: bool) -> int:
-    diagnosis = examine()
-    if as_json:
-        found = {"is_usable": diagnosis.is_usable, **msgspec.to_builtins(diagnosis)}
-        print(msgspec.json.format(msgspec.json.encode(found)).decode())
-    else:
-        print(diagnosis.text())
-
-    return 0 if diagnosis.is_usable else 1
-
-
-async def chat(model: str, config: EngineConfig, params: SamplingParams, system: str | None) -> int:
-    fixed = [{"role": "system", "content": system}] if system is not None else []
-    history: list[dict[str, str]] = []
-    stream: TokenStream | None = None
-
-    def stop() -> None:
-        if stream is not None:
-            stream.cancel()
-
-    async with Engine(model, config, on_progress=show_progress) as engine:
-        hide_progress()
-        # Ctrl-C ends the program while the model is loaded, and an answer from here on.
-        if sys.platform != "win32":
-            asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop)
-        while True:
-            try:
-                question = await asyncio.to_thread(input, "> ")
-            except EOFError:
-                print()
-                return 0
-
-            if not question.strip():
-                continue
-
-            asked = {"role": "user", "content": question}
-            completion = None
-            while completion is None:
-                stream = engine.chat([*fixed, *history, asked], params)
-                try:
-                    async for chunk in stream:
-                        print(chunk.text, end="", flush=True)
-
-                    completion = await stream
-                except RequestError as error:
-                    if not (isinstance(error, PromptTooLong) and history):
-                        say(error)
-                        break
-
-                    print(f"[{forget_half(history)} earlier messages no longer fit]", file=sys.stderr)
-
-            if completion is not None:
-                history += [asked, {"role": "assistant", "content": completion.text}]
-                print("" if completion.finish_reason == "stop" else f" [{completion.finish_reason}]")
-
-
-def forget_half(history: list[dict[str, str]]) -> int:
-    """Drop the older half of the questions and answers, so that there is room for an answer; how many."""
-    num_exchanges = len(history) // 2
-    num_messages = 2 * ((num_exchanges + 1) // 2)
-    del history[:num_messages]
-    return num_messages
-
-
-def say(error: Exception) -> None:
-    print(f"{type(error).__name__}: {error}", file=sys.stderr)
-
-
-async def warm_up(model: str, config: EngineConfig) -> int:
-    warmed = await warm(model, config, show_progress)
-    hide_progress()
-    print(warmed.text())
+    tune_shapes(shapes, out, num_jobs)
     return 0
-
-
-def show_progress(progress: Progress) -> None:
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{progress.stage}: {progress.fraction:.0%}", end="", file=sys.stderr, flush=True)
-
-
-def hide_progress() -> None:
-    if sys.stderr.isatty():
-        print("\r\x1b[K", end="", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,3 +1,5 @@
+"""An immutable mapping that has a hash."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
@@ -10,7 +12,8 @@ V = TypeVar("V", covariant=True)
 
 
 class FrozenMapping(Mapping[K, V]):
-    """A mapping in the order of its keys. It never changes, so a frozen Struct that holds one has a hash."""
+    """An immutable mapping, sorted by its keys. It has a hash, so that a frozen Struct that holds one has one
+    too."""
 
     __slots__ = ("_items",)
 

@@ -13,7 +13,8 @@ __all__ = ["to_plain"]
 
 
 def to_plain(field: str, value: object) -> Any:
-    """A copy that shares nothing mutable with `value`; RequestError naming `field` if there is none."""
+    """A deep copy of `value` that shares nothing mutable with it; RequestError naming `field` if it is not
+    plain data."""
     try:
         return msgspec.to_builtins(value, enc_hook=to_builtin)
     except Exception as error:
@@ -22,6 +23,7 @@ def to_plain(field: str, value: object) -> Any:
 
 
 def to_builtin(value: object) -> dict[Any, Any] | list[Any] | str:
+    """The dict, list or str that stands for a value of a type that msgspec does not know."""
     if isinstance(value, Mapping):
         return dict(value)
 

@@ -1,18 +1,67 @@
-"""Checks for the fields of public Structs: msgspec's constructors check neither types nor ranges."""
+"""Checks of the fields of public Structs: msgspec's constructors check neither types nor ranges.
+
+Each check raises the error class that it is given, naming field, value and range.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
 
-from drift_sdk.errors import FieldError
+import msgspec
+from msgspec import Struct
 
-__all__ = ["check_bool", "check_choice", "check_float", "check_int", "check_str", "check_str_tuple"]
+from drift_sdk.errors import FieldError, short_repr
+
+__all__ = [
+    "check_bool",
+    "check_choice",
+    "check_field_names",
+    "check_float",
+    "check_int",
+    "check_str",
+    "check_str_tuple",
+    "replace_fields",
+]
+
+MAX_NAME_CHARS = 64
+"""Longest name of an unknown field that is shown in full."""
 
 ErrorType = type[FieldError]
+StructT = TypeVar("StructT", bound=Struct)
+
+
+def replace_fields(error: ErrorType, struct: StructT, changes: Mapping[str, object]) -> StructT:
+    """A copy of a Struct with some fields changed, checked like a new one; `error` for an unknown field."""
+    check_field_names(error, type(struct), changes)
+    return msgspec.structs.replace(struct, **changes)
+
+
+def check_field_names(error: ErrorType, struct: type[Struct], values: Mapping[Any, object]) -> None:
+    """Raise for the first name in `values` that is not a field of the Struct: the message names the nearest
+    field and all fields."""
+    known = set(struct.__struct_fields__)
+    for name, value in values.items():
+        if name not in known:
+            allowed = ", ".join(sorted(known))
+            is_short = isinstance(name, str) and len(name) <= MAX_NAME_CHARS
+            shown = name if is_short else short_repr(name)
+            hint = nearest_name(name, known) if is_short else ""
+            message = f"{shown}={short_repr(value)}: unknown field{hint}, expected one of {allowed}"
+            raise error(message, field=name, value=value, allowed=allowed)
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str:
+    """Words that suggest the most similar name; empty if none is similar."""
+    import difflib  # imported here: few programs need it
+
+    matches = difflib.get_close_matches(name, sorted(known), n=1)
+    return f" (did you mean {matches[0]}?)" if matches else ""
 
 
 def check_bool(error: ErrorType, field: str, value: object) -> None:
+    """Check for True or False."""
     if not isinstance(value, bool):
         raise error.of(field, value, "True or False")
 
@@ -26,6 +75,7 @@ def check_int(
     le: int | None = None,
     optional: bool = False,
 ) -> None:
+    """Check for an int that is not a bool, from `ge` to `le` (None = no bound); None passes if `optional`."""
     if value is None and optional:
         return
 
@@ -44,6 +94,8 @@ def check_float(
     le: float | None = None,
     optional: bool = False,
 ) -> None:
+    """Check for a finite int or float, at least `ge`, over `gt` and at most `le` (None = no bound); None
+    passes if `optional`."""
     if value is None and optional:
         return
 
@@ -57,12 +109,14 @@ def check_float(
 
 
 def check_choice(error: ErrorType, field: str, value: object, choices: Iterable[str]) -> None:
+    """Check for one of some strings."""
     choices = tuple(choices)
     if not isinstance(value, str) or value not in choices:
         raise error.of(field, value, "one of " + ", ".join(map(repr, choices)))
 
 
 def check_str(error: ErrorType, field: str, value: object, *, optional: bool = False) -> None:
+    """Check for a string that is not empty; None passes if `optional`."""
     if value is None and optional:
         return
 
@@ -71,6 +125,7 @@ def check_str(error: ErrorType, field: str, value: object, *, optional: bool = F
 
 
 def check_str_tuple(error: ErrorType, field: str, value: object, *, max_items: int, max_chars: int) -> None:
+    """Check for a tuple of strings that are not empty and can be encoded as UTF-8."""
     allowed = f"at most {max_items} non-empty strings of at most {max_chars} characters, no lone surrogates"
     if not isinstance(value, tuple) or len(value) > max_items:
         raise error.of(field, value, allowed)
@@ -81,7 +136,7 @@ def check_str_tuple(error: ErrorType, field: str, value: object, *, max_items: i
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether a string has a UTF-8 form: no lone surrogates."""
+    """Whether a string can be encoded as UTF-8: it has no lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -94,7 +149,7 @@ def _is_finite(value: object) -> bool:
     assert isinstance(value, int | float)
     try:
         return math.isfinite(value)
-    except OverflowError:  # an integer no float can hold
+    except OverflowError:  # an integer too large for a float
         return False
 
 
@@ -104,6 +159,7 @@ def _in_range(value: object, ge: float | None, le: float | None) -> bool:
 
 
 def _range(ge: float | None, le: float | None) -> str:
+    """The bounds in words, with a leading blank; empty if there are none."""
     if ge is not None and le is not None:
         return f" from {ge} to {le}"
 

@@ -1,4 +1,4 @@
-"""What an engine is set up with."""
+"""Configuration of an engine."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ import re
 from pathlib import Path
 from typing import Literal
 
-import msgspec
 from msgspec import Struct
 
-from drift_sdk._validation import check_bool, check_choice, check_float, check_int, check_str
+from drift_sdk._validation import (
+    check_bool,
+    check_choice,
+    check_float,
+    check_int,
+    check_str,
+    replace_fields,
+)
 from drift_sdk.errors import ConfigError
 from drift_sdk.speculation import Speculation
 
@@ -21,53 +27,62 @@ LOADS = ("auto", "random")
 
 
 class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How an engine runs. Checked when built; a wrong value raises `ConfigError` naming field, value, range.
+    """How an engine runs. The fields are checked when it is made: a wrong value raises `ConfigError` naming
+    field, value and range.
 
-    device:                   "auto" (the first GPU, else the CPU), "cpu", "cuda" or "cuda:N".
+    device:                   "auto" (the first GPU, else the CPU), "cpu", "cuda" or "cuda:N", N from 0 to 99.
     dtype:                    "auto" (bfloat16 on a GPU, float32 on the CPU), "float32", "bfloat16" or
-                              "float16".
-    max_num_seqs:             most sequences running at once.
-    max_model_len:            most tokens of prompt and completion together; None = the model's own context.
-    block_size:               tokens in a KV block, a power of two; None = 64 with graphs, else 16.
-    kv_cache_tokens:          tokens the KV cache holds; None = as many as there is memory for, at most what
-                              max_num_seqs sequences of full length can use. On a GPU that memory is what
-                              gpu_memory_fraction leaves, on a CPU an eighth of what is available.
-    gpu_memory_fraction:      share of the GPU's free memory, as measured at start, that this engine may use:
-                              weights, graphs and scratch memory are subtracted, the rest holds the KV cache.
-                              Of no effect on a CPU; kv_cache_tokens goes before it.
-    prefill_token_budget:     most prompt tokens computed in one step; longer prompts are cut into chunks.
-    max_queued_requests:      most requests waiting to start, then QueueFull; None = unbounded.
-    target_latency_ms_p50:    wanted time between tokens, median; the prefill share of a step shrinks to meet
-    target_latency_ms_p95:    it. And the same for the 95th percentile. None = no target.
-    prefer_high_throughput:   give prompts the whole budget even while others decode.
-    executor:                 "graph" (CUDA graphs, NVIDIA GPUs of compute capability 9.0 or later), "eager"
-                              (any device), or "auto" (graphs where they can be had).
-    strict_performance:       what would silently be slow fails, see below. False: it is counted.
-    step_timeout_s:           seconds the GPU may take for a step; then every stream gets an ExecutorError
-                              with process_unusable, and nobody waits for the GPU any more. None = no limit.
-                              Graph executor only; the end of a step is then seen some 0.1 ms later.
-    exact_prefill:            on the graph executor, prompts get the very bits of decoding: the same tokens
-                              however a prompt is cut, cached or preempted, at some speed.
-    load:                     "auto" (the model's files) or "random" (weights of the configured shapes).
-    revision:                 of a hub id: branch, tag or commit.
-    cache_dir:                of the hub; None = the hub's own default.
-    local_files_only:         never ask the hub.
-    tokenizer:                folder, tokenizer.json, .gguf file or hub id, if not the model's own.
-    chat_template:            Jinja text, if not the model's own.
-    speculation:              drafts to verify several tokens a step; None = plain decoding.
+                              "float16"; float16 is rejected with device="cpu".
+    max_num_seqs:             most sequences running at once, 1 to 4,096.
+    max_model_len:            most tokens of prompt and completion together, at least 2; None = the model's
+                              own context.
+    block_size:               tokens in a KV block, a power of two from 1 to 1,024; None = 64 with graphs,
+                              else 16.
+    kv_cache_tokens:          tokens that the KV cache holds; None = as many as there is memory for, at most
+                              as many as max_num_seqs sequences of full length can use. On a GPU that memory
+                              is what gpu_memory_fraction leaves, on a CPU an eighth of what is available.
+    gpu_memory_fraction:      share of the GPU's free memory, as measured at start, that this engine may use,
+                              over 0 to 1. Weights, graphs and scratch memory are subtracted; the rest holds
+                              the KV cache. Without effect on a CPU. kv_cache_tokens takes precedence.
+    prefill_token_budget:     most prompt tokens computed in one step, 1 to 2**20; longer prompts are cut into
+                              chunks.
+    max_queued_requests:      most requests waiting to start; further ones raise QueueFull. None = unbounded.
+    target_latency_ms_p50:    target for the median time between tokens, in milliseconds: the prefill share of
+                              a step shrinks to meet it. None = no target.
+    target_latency_ms_p95:    the same for the 95th percentile.
+    prefer_high_throughput:   give prompts the whole budget even while other sequences decode.
+    executor:                 "graph" (CUDA graphs; NVIDIA GPUs of compute capability 9.0 or later), "eager"
+                              (any device), or "auto" (CUDA graphs where supported, else eager).
+    strict_performance:       raise an error instead of running on a slow path; see below. If False, slow
+                              paths are counted.
+    step_timeout_s:           most seconds that the GPU may take for a step. After that every stream raises
+                              ExecutorError with process_unusable, and the engine stops waiting for the GPU.
+                              None = no limit. Graph executor only; the end of a step is then noticed about
+                              0.1 ms later.
+    exact_prefill:            on the graph executor, compute prompts with the kernels of decoding, so that
+                              their bits are those of decoding: tokens do not depend on how a prompt is cut,
+                              cached or preempted. At a cost in speed.
+    load:                     "auto" (the model's files) or "random" (random weights of the configured
+                              shapes).
+    revision:                 branch, tag or commit of a hub id; None = the hub's default.
+    cache_dir:                folder of the hub's cache; None = the hub's own default.
+    local_files_only:         never contact the hub.
+    tokenizer:                folder, tokenizer.json, .gguf file or hub id; None = the model's own.
+    chat_template:            text of a Jinja template; None = the model's own.
+    speculation:              draft several tokens and verify them in one step; None = plain decoding.
 
     With `strict_performance`:
-    - Starting raises ConfigError without the graph executor, or where a weight's shape was never measured on
-      this kind of GPU or cannot be run as measured, and ModelLoadError for a draft that cannot be had,
-      required or not.
-    - Submitting raises RequestError for what needs the host in the midst of a step: prompt_logprobs, and a
-      grammar on a speculating engine unless its num_draft_tokens is 0.
+    - Starting raises ConfigError without the graph executor, and where the shape of a weight was never
+      measured on this kind of GPU or cannot be run as measured; ModelLoadError for a draft that cannot be
+      loaded, required or not.
+    - Submitting raises RequestError for requests that need the host in the middle of a step: prompt_logprobs,
+      and a grammar on a speculating engine unless its num_draft_tokens is 0.
     - Serving ends with ExecutorError when the host waits for room to pass on a step's input (so much was
-      admitted at once), when it copies results to make room, when torch allocates memory of the GPU (anybody
-      in the process: it is checked every 256 steps), and when a draft model drafts nothing in a round that
-      is not a sequence's last. That the policy drafts less, that a request caps its drafts and that `NGram`
-      finds nothing are no losses.
-    The same is counted in `EngineStats`, strict or not.
+      admitted at once), when it copies results to make room, when torch allocates memory of the GPU (in the
+      whole process; checked every 256 steps), and when a draft model drafts nothing in a round that is not a
+      sequence's last. It is not an error that the policy drafts less, that a request limits its drafts, or
+      that `NGram` finds nothing.
+    All of this is counted in `EngineStats`, strict or not.
     """
 
     device: str = "auto"
@@ -128,10 +143,15 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise ConfigError.of("dtype", self.dtype, "float32 or bfloat16 on the CPU")
 
     def _check_device(self) -> None:
-        check_str(ConfigError, "device", self.device)
-        # torch takes "cuda:200" for the device of index -56.
+        allowed = '"auto", "cpu", "cuda" or "cuda:N", N from 0 to 99'
+        if not isinstance(self.device, str):
+            is_torch_device = type(self.device).__module__ == "torch"
+            hint = f', here "{self.device}"' if is_torch_device else ""
+            raise ConfigError.of("device", self.device, f"a string{hint}: {allowed}")
+
+        # The upper bound: torch takes "cuda:200" for the device of index -56.
         if not re.fullmatch(r"auto|cpu|cuda(:[1-9]?[0-9])?", self.device):
-            raise ConfigError.of("device", self.device, '"auto", "cpu", "cuda" or "cuda:N", N from 0 to 99')
+            raise ConfigError.of("device", self.device, allowed)
 
     def _check_path(self, name: str) -> None:
         value = getattr(self, name)
@@ -139,5 +159,6 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise ConfigError.of(name, value, "a path, a non-empty string or None")
 
     def replace(self, **changes: object) -> EngineConfig:
-        """A copy with some fields changed."""
-        return msgspec.structs.replace(self, **changes)
+        """A copy with some fields changed, checked like a new one: ConfigError for a wrong value, and for an
+        unknown field, with the name of the most similar one."""
+        return replace_fields(ConfigError, self, changes)

@@ -1,12 +1,12 @@
-"""The errors a caller can see.
+"""The errors that this package raises.
 
 DriftError
-├── ConfigError          a field of EngineConfig out of range or of the wrong type
+├── ConfigError          a wrong field of EngineConfig or Speculation, or a wrong argument of Engine
 ├── ModelLoadError       a model, draft or tokenizer that cannot be loaded
 ├── RequestError         a field of SamplingParams, a prompt or messages that cannot be served
 │   └── PromptTooLong
-├── QueueFull            more requests waiting than max_queued_requests allows
-├── EngineClosed         the engine is not open, or closed under a stream
+├── QueueFull            as many requests waiting as max_queued_requests allows
+├── EngineClosed         the engine is not open, or was closed while a stream was running
 └── ExecutorError        a step failed on the device
 """
 
@@ -31,17 +31,17 @@ MAX_REPR_CHARS = 200
 
 
 class DriftError(Exception):
-    """Base of every error this package raises on purpose. Long messages are cut in their middle."""
+    """Base class of the errors of this package. Messages over 4,000 characters are cut in the middle."""
 
     def __init__(self, message: str = "") -> None:
         super().__init__(_shorten(message, MAX_MESSAGE_CHARS))
 
 
 def short_repr(value: object) -> str:
-    """The repr of a value of any type and size, cut to what a message has room for. Never raises."""
+    """The repr of a value of any type and size, cut to 200 characters. Never raises."""
     try:
         return _shorten(_repr.repr(value), MAX_REPR_CHARS)
-    except Exception:  # an integer of too many digits, or what a __repr__ raises
+    except Exception:  # for an integer of too many digits, or from a __repr__
         return f"<{type(value).__name__}>"
 
 
@@ -60,9 +60,11 @@ _repr.maxstring = _repr.maxlong = _repr.maxother = MAX_REPR_CHARS
 
 
 class FieldError(DriftError):
-    """A named field holds a value outside its range.
+    """A field or argument has a wrong value.
 
-    Attributes: `field` (its name), `value` (what was given), `allowed` (the range, in words).
+    field:   its name.
+    value:   the wrong value, or the item of it that is wrong.
+    allowed: what is allowed, in words.
     """
 
     def __init__(self, message: str, *, field: str = "", value: object = None, allowed: str = "") -> None:
@@ -73,13 +75,15 @@ class FieldError(DriftError):
 
     @classmethod
     def of(cls, field: str, value: object, allowed: str) -> FieldError:
+        """The error with the message "FIELD=VALUE: expected ALLOWED"."""
         return cls(
             f"{field}={short_repr(value)}: expected {allowed}", field=field, value=value, allowed=allowed
         )
 
 
 class ConfigError(FieldError):
-    """A field of the engine's configuration cannot be used."""
+    """A field of the engine's configuration has a wrong value, or one that this machine or model cannot
+    serve."""
 
 
 class ModelLoadError(DriftError):
@@ -87,24 +91,29 @@ class ModelLoadError(DriftError):
 
 
 class RequestError(FieldError):
-    """A request cannot be served as it stands; other requests are not affected."""
+    """A request has a wrong prompt, wrong messages or wrong parameters; other requests are not affected."""
 
 
 class PromptTooLong(RequestError):
-    """The prompt leaves no room for a single new token within `max_model_len`."""
+    """The prompt leaves no room for a new token within `max_model_len`."""
 
 
 class QueueFull(DriftError):
-    """`max_queued_requests` requests are waiting already; try again when some have started."""
+    """The request was rejected because `max_queued_requests` requests are waiting already; try again
+    later."""
 
 
 class EngineClosed(DriftError):
-    """The engine has not been started, or was closed while this stream was running."""
+    """The engine is not open: it has not been started, or was closed, perhaps while this stream was
+    running."""
 
 
 class ExecutorError(DriftError):
-    """A step failed on the device. `process_unusable` is true when no engine can use the device again
-    from this process (a fatal CUDA error poisons the context)."""
+    """A step failed on the device, or the engine failed in another way.
+
+    process_unusable: no engine can use the device again from this process, because a fatal CUDA error has
+                      made its context unusable.
+    """
 
     def __init__(self, message: str, *, process_unusable: bool = False) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""What a completion may say: grammars, as a request names them."""
+"""Constraints of a completion's text, as values: JSON schemas, regular expressions, Lark grammars."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ __all__ = ["Grammar", "JsonSchema", "Lark", "Regex"]
 
 
 class JsonSchema(Struct, frozen=True, dict=True):
-    """JSON as a schema describes it: compact or indented, without further blanks.
+    """The text is JSON that a schema describes, compact or indented, without other white space.
 
     schema: a JSON schema, as a dict or as JSON text, or a type to decode into: a msgspec Struct, a dataclass,
             a TypedDict, a builtin generic such as `list[int]`, or a pydantic model class.
 
-    A dict is kept as JSON text. Objects of a type have its fields and no others; what a schema leaves open
-    stays open, so close its objects (`additionalProperties`) and bound its strings and arrays, or a model may
-    go on until `max_tokens`. What is not a schema raises `RequestError`; keywords that llguidance cannot
-    enforce are found when the request is prepared, and raised by its stream.
+    A dict is kept as JSON text. Objects of a type have its fields and no others. A schema that allows further
+    properties, or strings and arrays of any length, is not restricted further: close its objects
+    (`additionalProperties`) and bound its strings and arrays, or a model may go on until `max_tokens`.
 
-    So are numbers that are not exact as doubles or reach 2**63 (but for `maximum` 2**63 - 1), exclusive
-    bounds over 2**53, bounds with more than 15 decimals, and schemas of more than 256 KiB, 5,000 parts
-    (objects, properties, alternatives), 100 levels, 1,000 properties of one object (100 with minProperties or
-    maxProperties), 10 patternProperties or 8 patterns, formats and lengths for one string. In a `pattern`,
-    \\d and \\w are ASCII; \\s is any Unicode space. Each has at most 1,000 repetitions.
+    A value that is not a schema raises `RequestError`. Keywords that llguidance cannot enforce are found when
+    the request is prepared, and its stream raises RequestError. So it does for numbers that are not exact as
+    doubles or reach 2**63 (except `maximum` 2**63 - 1), exclusive bounds over 2**53, bounds with more than 15
+    decimals, and schemas of more than 256 KiB, 5,000 parts (objects, properties, alternatives), 100 levels,
+    1,000 properties of one object (100 with minProperties or maxProperties), 10 patternProperties or 8
+    patterns, formats and lengths for one string. In a `pattern`, \\d and \\w are ASCII and \\s is any Unicode
+    space. Each pattern has at most 1,000 repetitions.
     """
 
     schema: Any
@@ -38,16 +39,16 @@ class JsonSchema(Struct, frozen=True, dict=True):
     def __post_init__(self) -> None:
         if isinstance(self.schema, dict):
             msgspec.structs.force_setattr(self, "schema", _dump(self.schema))
-        _ = self.definition  # what is wrong with it is raised now
+        _ = self.definition  # raises RequestError for what is not a schema
 
     @cached_property
     def definition(self) -> dict[str, Any]:
-        """The JSON schema."""
+        """The JSON schema as a dict."""
         return _parse(self.schema) if isinstance(self.schema, str) else _derive(self.schema)
 
     def decode(self, text: str) -> Any:
-        """The value that a completion's text stands for: of the type, or plain JSON. What a type checks
-        beyond its schema raises the type's own validation error."""
+        """The value of a completion's text: of the schema's type, or plain JSON. A type that checks more than
+        its schema says raises its own validation error."""
         if isinstance(self.schema, str):
             return json.loads(text)
 
@@ -58,11 +59,13 @@ class JsonSchema(Struct, frozen=True, dict=True):
 
 
 class Regex(Struct, frozen=True):
-    """Text that a regular expression matches from its first to its last character.
+    """The text is matched by a regular expression from its first to its last character.
 
-    pattern: in the syntax of Rust's regex crate, which has no look-around and no back-references; \\d, \\w
-             and \\s stand for ASCII, (?i) folds case by Unicode. At most 256 KiB and 1,000 repetitions.
-    """
+    pattern: in the syntax of Rust's regex crate, which has no look-around and no back-references. \\d, \\w
+             and \\s are ASCII, (?i) folds case by Unicode. At most 256 KiB and 1,000 repetitions.
+
+    A value that is not a string raises RequestError; a pattern that cannot be used is found when the request
+    is prepared, and its stream raises RequestError."""
 
     pattern: str
 
@@ -71,13 +74,17 @@ class Regex(Struct, frozen=True):
 
 
 class Lark(Struct, frozen=True):
-    """Text of a context-free grammar, in llguidance's variant of Lark: its rule `start`.
+    """The text is derived from the rule `start` of a context-free grammar.
 
-    Special tokens are written as <|name|>, JSON schemas as %json {...}, with the bounds of `JsonSchema`. At
-    most 256 KiB, 5,000 rules and groups and as many repetitions, 1,000 of them in one regex, where \\d, \\w
-    and \\s are Unicode. Syntax:
-    https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
-    """
+    grammar: in llguidance's variant of Lark,
+             https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
+
+    Special tokens are written as <|name|>, JSON schemas as %json {...} with the bounds of `JsonSchema`. At
+    most 256 KiB, 5,000 rules and groups, 5,000 repetitions, and 1,000 repetitions in one regular expression,
+    where \\d, \\w and \\s are Unicode.
+
+    A value that is not a string raises RequestError; a grammar that cannot be used is found when the request
+    is prepared, and its stream raises RequestError."""
 
     grammar: str
 
@@ -119,12 +126,12 @@ def _parse(text: str) -> dict[str, Any]:
 def _derive(kind: Any) -> dict[str, Any]:
     """The schema of a type."""
     allowed = "a JSON schema (dict or JSON text) or a type that has one"
-    if kind is None:  # msgspec would take it for a type
+    if kind is None:  # msgspec takes None for a type
         raise RequestError.of("schema", kind, allowed)
 
     try:
         schema = kind.model_json_schema() if _is_pydantic(kind) else msgspec.json.schema(kind)
-    except Exception as error:  # a model class may run code of its own
+    except Exception as error:  # a model class may run any code
         raise RequestError.of("schema", kind, f"{allowed} ({error})") from error
 
     closed: dict[str, Any] = _close(schema)
@@ -132,12 +139,13 @@ def _derive(kind: Any) -> dict[str, Any]:
 
 
 def _is_pydantic(schema: Any) -> TypeGuard[Any]:
-    """Told by its methods: importing pydantic to ask would be for everybody to pay."""
+    """Whether it is a pydantic model class, judged by its methods: importing pydantic to find out would slow
+    down programs that do not use it."""
     return isinstance(schema, type) and hasattr(schema, "model_json_schema")
 
 
 def _close(schema: Any) -> Any:
-    """A schema made from a type, whose objects shall have the type's fields alone."""
+    """The schema of a type with `additionalProperties` false in each object that has properties."""
     if isinstance(schema, list):
         return [_close(item) for item in schema]
 

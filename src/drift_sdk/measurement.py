@@ -27,14 +27,14 @@ import msgspec
 
 from drift_sdk._validation import check_int
 from drift_sdk.config import EngineConfig
-from drift_sdk.driver.loaded_model import LoadedModel
+from drift_sdk.driver.loaded_model import LoadedModel, with_limits
 from drift_sdk.engine import Engine
 from drift_sdk.errors import ConfigError
 from drift_sdk.profiling.acceptance_trace import AcceptanceTrace
 from drift_sdk.profiling.manual_driver import ManualDriver
 from drift_sdk.profiling.recording_executor import RecordedRounds, RecordingExecutor
 from drift_sdk.profiling.stage_timing import StageTiming, time_stages
-from drift_sdk.steps import Executor
+from drift_sdk.steps import Executor, ExecutorLimits
 
 __all__ = [
     "AcceptanceTrace",
@@ -183,9 +183,9 @@ class RecordedEngine(Engine):
         *,
         is_profiled: bool = False,
     ) -> None:
-        super().__init__(model, config)
         self.rounds = RecordedRounds()
-        self._open = partial(open_recorded, model, self.config, acceptance, is_profiled, self.rounds)
+        open_model = partial(open_recorded, model, config, acceptance, is_profiled, self.rounds)
+        super().__init__(model, config, open_model=open_model)
 
 
 def open_recorded(
@@ -195,6 +195,7 @@ def open_recorded(
     is_profiled: bool,
     rounds: RecordedRounds,
     report: Callable[[str, float], None],
+    limits: ExecutorLimits | None = None,
 ) -> LoadedModel:
     # Imported here, on the engine's thread, because it loads torch.
     from drift_sdk.execution.stages import NvtxStageMarks
@@ -202,5 +203,6 @@ def open_recorded(
 
     lengths = acceptance.lengths if acceptance is not None else None
     stages = NvtxStageMarks() if is_profiled else None
+    config = with_limits(config, limits)
     opened = open_model(model, config, report, acceptance_trace=lengths, stages=stages)
     return msgspec.structs.replace(opened, executor=RecordingExecutor(opened.executor, rounds))

@@ -9,11 +9,15 @@ from msgspec import Struct
 __all__ = ["Progress", "Report"]
 
 Report = Callable[[str, float], None]
-"""Takes a stage and how much of it is done."""
+"""Called with a stage of starting and the fraction of it that is done, 0 to 1."""
 
 
 class Progress(Struct, frozen=True, kw_only=True):
-    """A stage of starting, and how much of it is done (0 to 1)."""
+    """A stage of starting an engine.
+
+    stage:    such as "find", "load weights" or "capture graphs"; the last is "ready".
+    fraction: how much of the stage is done, 0 to 1.
+    """
 
     stage: str
     fraction: float

@@ -1,4 +1,4 @@
-"""What a caller receives: chunks while a request runs, one completion at its end."""
+"""Results of requests: chunks while a request runs, a completion at its end."""
 
 from __future__ import annotations
 
@@ -25,11 +25,13 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 
 class TokenLogprobs(Struct, frozen=True, kw_only=True):
-    """Log-probabilities at one generated position, of the model's own distribution (log-softmax of the raw
-    logits in fp32, before temperature and filters).
+    """Log-probabilities at one position, of the model's own distribution: log-softmax of the raw logits in
+    fp32, before penalties, temperature and filters.
 
-    `top` holds the `logprobs` most likely tokens as (token id, log-probability), most likely first; the
-    sampled token is not necessarily among them.
+    token_id: the token at this position.
+    logprob:  its log-probability.
+    top:      (token id, log-probability) of the most likely tokens, as many as `logprobs` asks for, most
+              likely first; the token at this position is not necessarily among them.
     """
 
     token_id: int
@@ -38,11 +40,14 @@ class TokenLogprobs(Struct, frozen=True, kw_only=True):
 
 
 class Chunk(Struct, frozen=True, kw_only=True, gc=False):
-    """One or more tokens of a stream. Tokens not read yet coalesce into the next chunk.
+    """New tokens of a stream. Tokens that have not been read are joined into the next chunk.
 
-    `text` never splits a character, so it may be empty, and may lag behind `token_ids` while a stop string
-    could still begin in it. The texts of all chunks, joined, equal `Completion.text`.
-    `finish_reason` is None on every chunk but the last.
+    text:          text of the tokens. It never splits a character, so it may be empty, and it lags behind
+                   token_ids while a stop string could still begin in it. The texts of all chunks, joined,
+                   equal `Completion.text`.
+    token_ids:     the tokens; empty in a last chunk that brings none.
+    logprobs:      an entry for each token if the request asks for them, else None.
+    finish_reason: None on every chunk but the last.
     """
 
     text: str
@@ -52,7 +57,12 @@ class Chunk(Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Usage(Struct, frozen=True, kw_only=True):
-    """Token counts. `cached_tokens` of the prompt were taken from the prefix cache."""
+    """Numbers of tokens.
+
+    prompt_tokens:     tokens of the prompt.
+    cached_tokens:     of them, those whose KV was found in the prefix cache.
+    completion_tokens: tokens generated.
+    """
 
     prompt_tokens: int
     cached_tokens: int
@@ -60,8 +70,13 @@ class Usage(Struct, frozen=True, kw_only=True):
 
 
 class Timing(Struct, frozen=True, kw_only=True):
-    """Seconds: waiting for a slot, from there to the first token, from the call to the first token, and
-    from the first token to the last."""
+    """Times of a request, in seconds.
+
+    queued_s:      from the call to the first slot.
+    prefill_s:     from the first slot to the first token.
+    first_token_s: from the call to the first token.
+    decode_s:      from the first token to the end.
+    """
 
     queued_s: float
     prefill_s: float
@@ -70,16 +85,24 @@ class Timing(Struct, frozen=True, kw_only=True):
 
 
 class ToolCall(Struct, frozen=True, kw_only=True):
-    """A call of one of the tools that `chat` was given. The arguments are as the model wrote them: nothing
-    holds them to the tool's schema."""
+    """A tool call in a completion's text.
+
+    name:      of the tool; not necessarily one that `chat` was given.
+    arguments: as the model wrote them: they are not checked against the tool's schema.
+    """
 
     name: str
     arguments: dict[str, Any]
 
 
 class SpeculationStats(Struct, frozen=True, kw_only=True):
-    """How speculation went for a request: rounds in which tokens were drafted, tokens drafted, and how many
-    of those the model said too. `accepted_at[i]` counts rounds in which draft i was right, and all before."""
+    """Counts of speculation, for a request or an engine.
+
+    num_rounds:   rounds in which tokens were drafted.
+    num_drafted:  tokens drafted.
+    num_accepted: of them, those accepted because the model chose the same token.
+    accepted_at:  at index i, rounds in which draft i and all drafts before it were accepted.
+    """
 
     num_rounds: int = 0
     num_drafted: int = 0
@@ -88,36 +111,42 @@ class SpeculationStats(Struct, frozen=True, kw_only=True):
 
     @property
     def acceptance_length(self) -> float:
-        """Mean tokens a round, the model's own included; 0 without rounds."""
+        """Mean tokens a round, the model's own token included; 0 without rounds."""
         return 1 + self.num_accepted / self.num_rounds if self.num_rounds else 0.0
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """Share of rounds in which draft i was right, and all before."""
+        """At index i, share of rounds in which draft i and all drafts before it were accepted."""
         return tuple(count / self.num_rounds for count in self.accepted_at)
 
     @property
     def num_rewound(self) -> int:
-        """Tokens drafted in vain, each a row of the KV cache rewound."""
+        """Drafted tokens that were not accepted, each a row of the KV cache to be rewound."""
         return self.num_drafted - self.num_accepted
 
     @property
     def acceptance_histogram(self) -> tuple[int, ...]:
-        """Rounds in which exactly 0, 1, ... drafted tokens were accepted."""
+        """At index i, rounds in which exactly i drafted tokens were accepted."""
         at_least = (self.num_rounds, *self.accepted_at, 0)
         return tuple(count - more for count, more in pairwise(at_least))
 
 
 class Completion(Struct, frozen=True, kw_only=True, dict=True):
-    """A finished request.
+    """A request that has ended.
 
-    `stop_reason` is the stop string or the stop token's id that ended it (`finish_reason == "stop"`).
-    `seed` reproduces the tokens of a sampled request on the same model and parameters.
-    `speculation` is None where the engine does not speculate.
-    `prompt_logprobs` has an entry per prompt token where they were asked for, None for the first; None for
-    a request cancelled before its first token.
-    `tool_calls`: those found in the text, which holds them too; empty when `chat` was given no tools.
-    `schema`: the request's `JsonSchema` if the text is complete, None if it was cut short.
+    request_id:      name of the request, also in the log.
+    text:            the text generated.
+    token_ids:       all tokens generated, including those of a stop string that was cut from the text.
+    finish_reason:   "stop" (end of sequence, stop token or stop string), "length" or "cancelled".
+    stop_reason:     the stop string or the stop token's id that ended it, if finish_reason is "stop".
+    usage, timing:   numbers of tokens, and times.
+    seed:            gives the same tokens again, with the same model and parameters.
+    speculation:     None if the engine does not speculate.
+    logprobs:        an entry for each generated token if the request asks for them, else None.
+    prompt_logprobs: an entry for each token of the prompt, None for the first, if the request asks for them;
+                     else None. Also None for a request cancelled before its first token.
+    tool_calls:      those found in the text, which still contains them; empty if `chat` was given no tools.
+    schema:          the request's `JsonSchema` if the text is complete; None if it was cut short.
     """
 
     request_id: str
@@ -136,8 +165,9 @@ class Completion(Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def parsed(self) -> Any:
-        """The value of the schema's type, or the plain JSON value; None without a schema or a complete text.
+        """The text as a value of the schema's type, or as a plain JSON value; None without a schema or
+        without a complete text.
 
-        What a type checks beyond its schema raises the type's own validation error, at the first use.
+        A type that checks more than its schema says raises its own validation error, at the first use.
         """
         return None if self.schema is None else self.schema.decode(self.text)

@@ -1,4 +1,4 @@
-"""What a request asks for."""
+"""Parameters of a request."""
 
 from __future__ import annotations
 
@@ -10,8 +10,15 @@ import msgspec
 from msgspec import Struct
 
 from drift_sdk._frozen_mapping import FrozenMapping
-from drift_sdk._validation import check_bool, check_float, check_int, check_str_tuple
-from drift_sdk.errors import RequestError, short_repr
+from drift_sdk._validation import (
+    check_bool,
+    check_field_names,
+    check_float,
+    check_int,
+    check_str_tuple,
+    replace_fields,
+)
+from drift_sdk.errors import RequestError
 from drift_sdk.grammars import Grammar
 
 __all__ = ["MAX_SEED", "SamplingParams", "check_needs_no_host"]
@@ -22,43 +29,48 @@ MAX_STOPS = 64
 MAX_LOGPROBS = 20
 MAX_BIAS = 100.0
 MAX_STOP_CHARS = 1024
-MAX_NAME_CHARS = 64
 NO_BIAS: FrozenMapping[int, float] = FrozenMapping({})
 
 
 class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a request's tokens are chosen and when they end.
+    """How a request's tokens are chosen and when they end. The fields are checked when it is made: a wrong
+    value raises `RequestError` naming field, value and range.
 
-    max_tokens:         most tokens to generate; None = to the end of the context.
-    min_tokens:         tokens generated before a stop id may be chosen and stop strings are looked for.
-    temperature:        0 = greedy; above, logits are divided by it before the filters.
+    max_tokens:         most tokens to generate, at least 1; None = until the end of the context.
+    min_tokens:         tokens to generate before stop ids may be chosen and stop strings are looked for, 0 to
+                        max_tokens.
+    temperature:        0 = greedy; otherwise logits are divided by it before the filters. At most 100.
     top_k:              keep the k most likely tokens; 0 = all.
-    top_p:              keep the smallest set of most likely tokens whose probability reaches top_p; 1 = all.
-    min_p:              keep tokens at least min_p times as likely as the most likely one; 0 = all.
-    seed:               equal seeds give equal tokens, whatever else the engine runs; None = drawn anew.
-    stop:               a string or several, at most 64 of at most 1,024 characters; generation ends before
-                        the first one to appear.
-    stop_token_ids:     ids that end generation, beside the model's own end-of-sequence ids.
+    top_p:              keep the smallest set of most likely tokens whose probability reaches top_p, over 0 to
+                        1; 1 = all.
+    min_p:              keep tokens at least min_p times as likely as the most likely one, 0 to 1; 0 = all.
+    seed:               equal seeds give equal tokens, whatever else the engine runs, 0 to 2**63 - 1; None = a
+                        random seed, which the completion names.
+    stop:               a string or several, at most 64 of at most 1,024 characters each. Generation ends when
+                        one is complete, and the text is cut before it.
+    stop_token_ids:     ids that end generation in addition to the model's end-of-sequence ids, at most 64.
     ignore_eos:         generate past the model's end-of-sequence ids.
-    include_stop:       keep the stop string that ended the text.
-    logprobs:           log-probabilities of each generated token and the n most likely ones; None = none.
+    include_stop:       keep the stop string or stop token that ended the text.
+    logprobs:           log-probabilities of each generated token and of this many most likely ones, 0 to 20;
+                        None = none.
     prompt_logprobs:    the same for each token of the prompt but the first.
-    presence_penalty:   subtracted from the logits of tokens in the output, -2 to 2.
+    presence_penalty:   subtracted from the logits of tokens that are in the output, -2 to 2.
     frequency_penalty:  subtracted for each time that a token is in the output, -2 to 2.
     repetition_penalty: divides positive logits of tokens in prompt or output and multiplies negative ones,
                         0.01 to 2; 1 = off, above 1 discourages.
     logit_bias:         token id -> number added to its logit, -100 to 100.
-    allowed_token_ids:  nothing else is generated; None = all.
-    grammar:            what the text may be, a `JsonSchema`, `Regex` or `Lark`; None = anything. The text
-                        ends where it may and the model ends it, with `ignore_eos` where it must.
-    priority:           lower is served earlier; equal priorities in order of arrival.
-    num_draft_tokens:   most tokens drafted a step, if the engine speculates; 0 = none, None = the engine's.
+    allowed_token_ids:  ids of the only tokens that may be generated; None = all.
+    grammar:            form of the text, a `JsonSchema`, `Regex` or `Lark`; None = any. The text ends where
+                        the grammar allows it and the model chooses to, or with `ignore_eos` where the grammar
+                        allows nothing more.
+    priority:           requests of lower priority values are served earlier, equal ones in order of arrival.
+    num_draft_tokens:   most tokens drafted a step if the engine speculates, 0 to 16; 0 = none, None = as the
+                        engine.
 
     The order is logit_bias, repetition, frequency and presence penalty, min_tokens, allowed_token_ids,
-    temperature, top_k, top_p, min_p. Where min_tokens leaves none of allowed_token_ids, it gives way.
-    Every value is checked here; a wrong one raises `RequestError` naming field, value and range. Ids outside
-    the model's vocabulary are found when the request is prepared: its stream raises.
-    """
+    temperature, top_k, top_p, min_p. Where min_tokens leaves none of allowed_token_ids, min_tokens is
+    ignored. Ids outside the model's vocabulary are found when the request is prepared; its stream then raises
+    RequestError."""
 
     max_tokens: int | None = 256
     min_tokens: int = 0
@@ -83,7 +95,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     num_draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        # A frozen Struct is normalised once, here: a lone stop string and lists become tuples.
+        # The Struct is frozen, so it is normalised here: a single stop string and lists become tuples.
         if isinstance(self.stop, str) and self.stop:
             msgspec.structs.force_setattr(self, "stop", (self.stop,))
         elif isinstance(self.stop, list):
@@ -125,27 +137,27 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
-        """Build from wire input; an unknown or wrong field raises `RequestError`."""
+        """Make parameters from wire input, such as decoded JSON, in which the keys of `logit_bias` are
+        strings. RequestError for a wrong value, and for an unknown field, with the name of the most similar
+        one."""
         if not isinstance(values, Mapping):
             raise RequestError.of("params", values, "a mapping")
 
-        known = set(cls.__struct_fields__)
-        for name, value in values.items():
-            if name not in known:
-                allowed = ", ".join(sorted(known))
-                shown = name if isinstance(name, str) and len(name) <= MAX_NAME_CHARS else short_repr(name)
-                message = f"{shown}={short_repr(value)}: unknown field, expected one of {allowed}"
-                raise RequestError(message, field=name, value=value, allowed=allowed)
-
+        check_field_names(RequestError, cls, values)
         bias = values.get("logit_bias")
         if isinstance(bias, Mapping):
             values = {**values, "logit_bias": _bias_from_json(bias)}
 
         return cls(**values)
 
+    def replace(self, **changes: object) -> SamplingParams:
+        """A copy with some fields changed, checked like a new one: RequestError for a wrong value, and for an
+        unknown field, with the name of the most similar one."""
+        return replace_fields(RequestError, self, changes)
+
 
 def check_needs_no_host(params: SamplingParams, *, is_speculating: bool) -> None:
-    """RequestError for what takes the host in the midst of a step."""
+    """RequestError for parameters that need the host in the middle of a step (strict_performance)."""
     if params.prompt_logprobs is not None:
         raise RequestError.of("prompt_logprobs", params.prompt_logprobs, "None with strict_performance")
 
@@ -155,7 +167,8 @@ def check_needs_no_host(params: SamplingParams, *, is_speculating: bool) -> None
 
 
 def _bias_from_json(bias: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The keys of a JSON object are strings. What is no token id stays as it is and is refused as such."""
+    """The mapping with its keys as integers where they are decimal token ids; other keys are kept, for the
+    check of the field to reject."""
     read: dict[Any, Any] = {}
     for key, addend in bias.items():
         token_id = int(key) if isinstance(key, str) and re.fullmatch("0|[1-9][0-9]{0,9}", key) else key

@@ -1,4 +1,4 @@
-"""What may speculate, and how far."""
+"""Settings of speculative decoding."""
 
 from __future__ import annotations
 
@@ -14,10 +14,17 @@ __all__ = ["Chain", "NGram", "Speculation"]
 
 MAX_DRAFT_TOKENS = 16
 MAX_NGRAM = 16
+NGRAM_NAMES = ("ngram", "n-gram", "n_gram")
+"""Strings that are taken for n-gram drafts by mistake; a folder of such a name is given as a Path."""
 
 
 class Chain(Struct, frozen=True):
-    """One drafted token after the other, `num_draft_tokens` of them a round."""
+    """Drafts of one token after another.
+
+    num_draft_tokens: most tokens drafted in a round, 1 to 16.
+
+    A wrong value raises ConfigError.
+    """
 
     num_draft_tokens: int = 3
 
@@ -26,15 +33,20 @@ class Chain(Struct, frozen=True):
 
     @property
     def choices(self) -> tuple[int, ...]:
-        """The lengths a batch may choose from; graphs are captured for these."""
+        """The numbers of draft tokens that a batch may choose from, ascending; graphs are captured for
+        these."""
         shorter = [length for length in (1, 3, 5, 8, 12) if length < self.num_draft_tokens]
         return (*shorter, self.num_draft_tokens)
 
 
 class NGram(Struct, frozen=True, kw_only=True):
-    """Drafts by looking up what followed the last time a sequence said this; needs no draft model.
+    """Drafts without a draft model: the newest tokens of a sequence are looked up in its prompt and output,
+    and the tokens that followed their last earlier occurrence are the draft.
 
-    A run of `max_length` down to `min_length` tokens is looked for.
+    min_length: fewest newest tokens that are looked up, 1 to 16.
+    max_length: most newest tokens that are looked up, min_length to 16. Longer runs are tried first.
+
+    A wrong value raises ConfigError.
     """
 
     min_length: int = 2
@@ -46,15 +58,18 @@ class NGram(Struct, frozen=True, kw_only=True):
 
 
 class Speculation(Struct, frozen=True, kw_only=True):
-    """Speculative decoding. It never changes a token, only how many come at a time.
+    """Speculative decoding: several tokens are drafted, and the model verifies them in one step. It never
+    changes a token, only how many tokens come at a time.
 
     draft:                folder or hub id of an EAGLE-3 head, or `NGram()`.
-    shape:                what is drafted in a round.
-    adaptive:             a batch drafts fewer tokens, or none, where that is faster as measured.
-    aux_layer_convention: what explicit layer ids in the draft's config mean: the "output" of that layer, or
-                          the "boundary" before it; None = as most publishers mean them.
-    required:             a draft that cannot be loaded or does not fit is a ModelLoadError; if not required,
-                          a warning and plain decoding.
+    shape:                how many tokens are drafted in a round.
+    adaptive:             draft fewer tokens, or none, where measurements show that to be faster.
+    aux_layer_convention: meaning of explicit layer ids in the draft's config: "output", the output of that
+                          layer, or "boundary", the boundary before it. None = as most publishers mean them.
+    required:             True: a draft that cannot be loaded or does not fit raises ModelLoadError. False: it
+                          is logged as a warning, and the engine decodes without drafts.
+
+    A wrong value raises ConfigError.
     """
 
     draft: str | Path | NGram
@@ -66,6 +81,10 @@ class Speculation(Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not isinstance(self.draft, str | Path | NGram) or self.draft == "":
             raise ConfigError.of("draft", self.draft, "a folder, a hub id or NGram()")
+
+        if isinstance(self.draft, str) and self.draft.lower() in NGRAM_NAMES:
+            allowed = "NGram() for n-gram drafts, or a folder or hub id of an EAGLE-3 head"
+            raise ConfigError.of("draft", self.draft, allowed)
 
         if not isinstance(self.shape, Chain):
             raise ConfigError.of("shape", self.shape, "a Chain")

@@ -1,4 +1,4 @@
-"""What an engine tells about itself, as plain values."""
+"""Statistics of an engine, as plain values."""
 
 from __future__ import annotations
 
@@ -19,25 +19,54 @@ TOKENS = tuple(float(2**exponent) for exponent in range(18))
 
 
 class EngineStats(Struct, frozen=True, kw_only=True):
-    """A snapshot after a step.
+    """A snapshot, made after each step and when requests come or go between steps.
 
-    Now: sequences running (in a slot), waiting (for a slot, preempted ones included) and queued (never
-    started). Blocks: free ones include cached blocks that nobody uses now. Rows of the last step, prefill
-    chunks and decoding sequences. `tokens_per_second` generated over the last 5 seconds.
+    Current state:
 
-    Since the start: requests submitted, rejected (QueueFull), and ended: stopped (end of sequence, stop token
-    or stop string), length-limited, cancelled, failed (any error). Tokens of prompts whose first token has
-    come, and how many of them the prefix cache held; tokens generated. Rounds of a sequence with drafted
-    tokens, the tokens drafted in them, and those the model said too; `accepted_at[i]`: rounds in which draft
-    i was right, and all before. Rows of a speculating engine without a draft, by the reason. `step_seconds`
-    sums the device time of `num_steps` steps. `start_seconds`: the stages of starting and how long each took,
-    in order; "imports" is what comes before the first report, torch's mostly.
+    num_running:       sequences in a slot.
+    num_waiting:       sequences waiting for a slot, preempted ones included.
+    num_queued:        of them, those that never had a slot.
+    num_free_slots:    slots without a sequence.
+    num_blocks:        blocks of the KV cache.
+    num_free_blocks:   of them, those that no sequence uses, cached ones included.
+    num_cached_blocks: of them, those in the prefix cache.
+    num_prefill_rows:  prefill chunks of the last step.
+    num_decode_rows:   decoding sequences of the last step.
+    tokens_per_second: tokens generated a second, over the last 5 seconds.
 
-    What slows the graph executor down: `num_untuned_shapes` of weights whose kernels were never measured on
-    this kind of GPU, or cannot be run as measured. Times the host had to wait for room to pass on a step's
-    input, rounds cut in two to ask a grammar what may follow each draft, results copied because they were
-    read late, and allocations of the GPU's memory by torch, of anybody in the process, counted every 256
-    steps.
+    Counted since the start:
+
+    num_submitted:            requests admitted.
+    num_rejected:             requests rejected with QueueFull.
+    num_stopped:              requests ended by the end of sequence, a stop token or a stop string.
+    num_length_limited:       requests ended by max_tokens or by the end of the context.
+    num_cancelled:            requests cancelled.
+    num_failed:               requests ended by an error.
+    num_preemptions:          times that a sequence gave up its KV to one that is served first.
+    num_prompt_tokens:        tokens of prompts whose first token has come.
+    num_cached_tokens:        of them, those found in the prefix cache.
+    num_generated_tokens:     tokens generated.
+    num_draft_rounds:         rounds of a sequence in which tokens were drafted.
+    num_drafted_tokens:       tokens drafted in them.
+    num_accepted_tokens:      of them, those accepted because the model chose the same token.
+    accepted_at:              at index i, rounds in which draft i and all drafts before it were accepted.
+    num_undrafted_by_policy:  rows without a draft on a speculating engine, because none would be faster.
+    num_undrafted_by_request: the same because the request forbids drafts.
+    num_undrafted_for_room:   the same because there was room for one more token only.
+    num_undrafted_by_drafter: the same because the drafter proposed nothing.
+    num_steps:                steps run.
+    step_seconds:             device time of these steps.
+    start_seconds:            stages of starting and the seconds that each took, in order. "imports" is the
+                              time before the first report, mostly the import of torch.
+
+    Slow paths of the graph executor:
+
+    num_untuned_shapes: shapes of weights whose kernels were never measured on this kind of GPU, or cannot be
+                        run as measured.
+    num_host_waits:     times that the host waited for room to pass on a step's input.
+    num_split_rounds:   rounds split in two to ask a grammar which tokens may follow each draft.
+    num_host_copies:    results that were copied because they were read late.
+    num_allocations:    allocations of GPU memory by torch, in the whole process, counted every 256 steps.
     """
 
     num_running: int = 0
@@ -80,13 +109,12 @@ class EngineStats(Struct, frozen=True, kw_only=True):
 
     @property
     def kv_use(self) -> float:
-        """Share of the KV cache held by sequences, 0 to 1; blocks that are merely cached do not count."""
+        """Share of the KV cache that sequences hold, 0 to 1; blocks that are only cached do not count."""
         return 1.0 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
 
     @property
     def speculation(self) -> SpeculationStats:
-        """How speculation went since the start, as in a `Completion`, over all requests; zeros where nothing
-        was drafted."""
+        """Counts of speculation since the start, over all requests; zeros if nothing was drafted."""
         return SpeculationStats(
             num_rounds=self.num_draft_rounds,
             num_drafted=self.num_drafted_tokens,
@@ -96,8 +124,12 @@ class EngineStats(Struct, frozen=True, kw_only=True):
 
 
 class Histogram:
-    """How many observations fell into each bucket. `bounds` are inclusive upper bounds; the last bucket has
-    none."""
+    """Counts of observations by bucket.
+
+    bounds: inclusive upper bounds of the buckets, ascending; one more bucket has none.
+    counts: observations in each bucket.
+    total:  sum of all observed values.
+    """
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -107,16 +139,21 @@ class Histogram:
         self.total = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
+        """Count a value, as often as `times` says."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
 
 class Histograms:
-    """An engine's distributions: written on its thread, read from any.
+    """Histograms of an engine, written on its thread and read from any.
 
-    Seconds: from the call to the first token, from one chunk of a stream to its next, from the call to the
-    first slot, from the call to the end, of a step on the device. Tokens: of prompts and of completions.
-    The end's ones count requests that ended by a stop or by length.
+    first_token:         seconds from the call to the first token.
+    time_between_tokens: seconds from one chunk of a stream to its next.
+    queued:              seconds from the call to the first slot.
+    request:             seconds from the call to the end, of requests that ended by a stop or by length.
+    step:                seconds of a step on the device.
+    prompt_tokens:       tokens of prompts whose first token has come.
+    completion_tokens:   tokens of completions that ended by a stop or by length.
     """
 
     __slots__ = (

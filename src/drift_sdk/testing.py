@@ -25,13 +25,20 @@ from drift_sdk.steps import DecodeRow, ExecutorLimits, PrefillChunk, SlotOutput,
 from drift_sdk.text.chat import ChatTemplate
 from drift_sdk.text.tokenizer import Tokenizer
 
-__all__ = ["EOS_TOKEN_ID", "ScriptedExecutor", "byte_tokenizer", "scripted_engine"]
+__all__ = [
+    "EOS_TOKEN_ID",
+    "ScriptedEngine",
+    "ScriptedExecutor",
+    "ScriptedModel",
+    "byte_tokenizer",
+    "scripted_engine",
+]
 
 EOS_TOKEN_ID = 256
-"""The scripted model's end of sequence; ids 0 to 255 are bytes."""
+"""The scripted model's end-of-sequence id; ids 0 to 255 are bytes."""
 
 NextToken = Callable[[Sequence[int], Sequence[int], int], int]
-"""The scripted model: (prompt's token ids, ids generated so far, seed) -> next token id."""
+"""A scripted model: (token ids of the prompt, token ids generated so far, seed) -> next token id."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -40,10 +47,14 @@ CHAT_TEMPLATE = (
 
 
 class ScriptedExecutor:
-    """An executor whose tokens are a function of those before them.
+    """An executor whose tokens are a function of the tokens before them.
 
-    Like a device, it runs steps in the order of their launch and knows by itself how long its sequences are.
-    `tokens_per_step` is what a decode row emits at most; a step takes `step_s` seconds.
+    Like a device, it runs steps in the order of their launch and keeps the lengths of its sequences itself.
+
+    limits:          slots, blocks and lengths, as of any executor.
+    next_token:      (token ids of the prompt, token ids generated so far, seed) -> next token id.
+    step_s:          seconds that a step takes.
+    tokens_per_step: most tokens that a decode row emits in one step.
     """
 
     def __init__(
@@ -61,7 +72,7 @@ class ScriptedExecutor:
         self._step_s = step_s
         self._tokens_per_step = tokens_per_step
         self._slots: dict[int, Slot] = {}
-        # The KV cache: what a prefix hit finds in a block is the tokens that were computed there.
+        # The KV cache: each place holds the token computed there, so that a prefix hit finds those tokens.
         self._kv = [-1] * (limits.num_blocks * limits.block_size)
         self._launched: deque[StepPlan] = deque()
 
@@ -100,10 +111,10 @@ class ScriptedExecutor:
     def _decode(self, row: DecodeRow) -> SlotOutput:
         return self._emit(self._slots[row.slot], min(row.num_draft_tokens + 1, self._tokens_per_step))
 
-    def _emit(self, slot: Slot, most: int) -> SlotOutput:
+    def _emit(self, slot: Slot, max_tokens: int) -> SlotOutput:
         emitted: list[int] = []
         finish = None
-        while len(emitted) < most and not slot.is_finished:
+        while len(emitted) < max_tokens and not slot.is_finished:
             if slot.last_token >= 0:
                 self._kv[self._kv_slot(slot, slot.length - 1)] = slot.last_token
             tokens = [self._kv[self._kv_slot(slot, position)] for position in range(slot.length)]
@@ -125,6 +136,76 @@ class ScriptedExecutor:
         return slot.block_table[position // block_size] * block_size + position % block_size
 
 
+class ScriptedModel:
+    """Opens a `ScriptedExecutor` in place of a model's files: the `open_model` of an `Engine`.
+
+    reply:           the text that answers every prompt, or a function that computes each next token: (token
+                     ids of the prompt, token ids generated so far, seed) -> token id.
+    config:          of the engine. None = a context of 4,096 tokens and a KV cache of 65,536.
+    step_s:          seconds that a step takes.
+    tokens_per_step: most tokens that a decode row emits in one step.
+
+    `executors` lists the executors opened so far, the newest last. To make opening fail or wait, wrap it:
+
+        model = ScriptedModel("Paris.")
+
+        def open_slowly(report, limits=None):
+            time.sleep(1.0)
+            return model(report, limits)
+
+        engine = Engine("scripted", model.config, open_model=open_slowly)
+    """
+
+    def __init__(
+        self,
+        reply: str | NextToken = "Hello!",
+        *,
+        config: EngineConfig | None = None,
+        step_s: float = 0.0,
+        tokens_per_step: int = 1,
+    ) -> None:
+        self.config = (
+            config if config is not None else EngineConfig(max_model_len=4096, kv_cache_tokens=65_536)
+        )
+        self.executors: list[ScriptedExecutor] = []
+        self._next_token = text_script(reply) if isinstance(reply, str) else reply
+        self._step_s = step_s
+        self._tokens_per_step = tokens_per_step
+
+    def __call__(self, report: Report, limits: ExecutorLimits | None = None) -> LoadedModel:
+        config = with_limits(self.config, limits)
+        executor = ScriptedExecutor(
+            scripted_limits(config),
+            self._next_token,
+            step_s=self._step_s,
+            tokens_per_step=self._tokens_per_step,
+        )
+        self.executors.append(executor)
+        report("ready", 1.0)
+        return LoadedModel(
+            executor=executor,
+            executor_name="scripted",
+            scheduling=scripted_scheduling(config, executor.limits, self._tokens_per_step),
+            text=ModelText(
+                tokenizer=byte_tokenizer(),
+                chat_template=ChatTemplate(
+                    config.chat_template or CHAT_TEMPLATE, bos_token=None, eos_token=None
+                ),
+                eos_token_ids=(EOS_TOKEN_ID,),
+                max_model_len=executor.limits.max_model_len,
+                vocab_size=executor.limits.vocab_size,
+            ),
+        )
+
+
+class ScriptedEngine(Engine):
+    """An `Engine` that opens a `ScriptedModel`; `executors` lists its executors, the newest last."""
+
+    def __init__(self, model: ScriptedModel) -> None:
+        super().__init__("scripted", model.config, open_model=model)
+        self.executors = model.executors
+
+
 def scripted_engine(
     reply: str | NextToken = "Hello!",
     *,
@@ -132,72 +213,48 @@ def scripted_engine(
     step_s: float = 0.0,
     tokens_per_step: int = 1,
 ) -> Engine:
-    """An engine whose model answers every prompt with `reply` (then ends), or computes each next token with
-    it. Tokens are the UTF-8 bytes of the text. `step_s`: seconds a step takes."""
-    config = config if config is not None else EngineConfig(max_model_len=4096, kv_cache_tokens=65_536)
-    next_token = text_script(reply) if isinstance(reply, str) else reply
-    return ScriptedEngine(config, next_token, step_s, tokens_per_step)
+    """An engine whose model answers every prompt with `reply`, then ends; or computes each next token with
+    `reply`, a function of the prompt's token ids, the token ids generated so far and the seed. Tokens are the
+    UTF-8 bytes of the text, and `EOS_TOKEN_ID`.
+
+    config:          None = a context of 4,096 tokens and a KV cache of 65,536.
+    step_s:          seconds that a step takes.
+    tokens_per_step: most tokens that a sequence emits in one step.
+    """
+    return ScriptedEngine(ScriptedModel(reply, config=config, step_s=step_s, tokens_per_step=tokens_per_step))
 
 
-class ScriptedEngine(Engine):
-    """An `Engine` that opens a `ScriptedExecutor` instead of a model's files."""
-
-    def __init__(
-        self, config: EngineConfig, next_token: NextToken, step_s: float, tokens_per_step: int
-    ) -> None:
-        super().__init__("scripted", config)
-        self.executors: list[ScriptedExecutor] = []
-        executors = self.executors
-
-        def open_model(report: Report, limits: ExecutorLimits | None = None) -> LoadedModel:
-            opened = open_scripted(with_limits(config, limits), next_token, step_s, tokens_per_step)
-            assert isinstance(opened.executor, ScriptedExecutor)
-            executors.append(opened.executor)
-            report("ready", 1.0)
-            return opened
-
-        self._open = open_model
-
-
-def open_scripted(
-    config: EngineConfig, next_token: NextToken, step_s: float, tokens_per_step: int
-) -> LoadedModel:
+def scripted_limits(config: EngineConfig) -> ExecutorLimits:
     max_model_len = config.max_model_len or 4096
     block_size = config.block_size or 16
     kv_cache_tokens = max(config.kv_cache_tokens or 65_536, max_model_len)
-    limits = ExecutorLimits(
+    return ExecutorLimits(
         max_num_seqs=config.max_num_seqs,
         max_model_len=max_model_len,
         num_blocks=-(-kv_cache_tokens // block_size),
         block_size=block_size,
         vocab_size=EOS_TOKEN_ID + 1,
     )
-    return LoadedModel(
-        executor=ScriptedExecutor(limits, next_token, step_s=step_s, tokens_per_step=tokens_per_step),
-        executor_name="scripted",
-        scheduling=SchedulerConfig(
-            max_num_seqs=limits.max_num_seqs,
-            num_blocks=limits.num_blocks,
-            block_size=limits.block_size,
-            prefill_token_budget=config.prefill_token_budget,
-            draft_choices=(tokens_per_step - 1,) if tokens_per_step > 1 else (),
-            is_draft_adaptive=False,
-            target_latency_ms_p50=config.target_latency_ms_p50,
-            target_latency_ms_p95=config.target_latency_ms_p95,
-            prefer_high_throughput=config.prefer_high_throughput,
-        ),
-        text=ModelText(
-            tokenizer=byte_tokenizer(),
-            chat_template=ChatTemplate(config.chat_template or CHAT_TEMPLATE, bos_token=None, eos_token=None),
-            eos_token_ids=(EOS_TOKEN_ID,),
-            max_model_len=max_model_len,
-            vocab_size=limits.vocab_size,
-        ),
+
+
+def scripted_scheduling(
+    config: EngineConfig, limits: ExecutorLimits, tokens_per_step: int
+) -> SchedulerConfig:
+    return SchedulerConfig(
+        max_num_seqs=limits.max_num_seqs,
+        num_blocks=limits.num_blocks,
+        block_size=limits.block_size,
+        prefill_token_budget=config.prefill_token_budget,
+        draft_choices=(tokens_per_step - 1,) if tokens_per_step > 1 else (),
+        is_draft_adaptive=False,
+        target_latency_ms_p50=config.target_latency_ms_p50,
+        target_latency_ms_p95=config.target_latency_ms_p95,
+        prefer_high_throughput=config.prefer_high_throughput,
     )
 
 
 def text_script(text: str) -> NextToken:
-    """Answers any prompt with the text's bytes, then the end of sequence."""
+    """A script that answers any prompt with the bytes of the text, then `EOS_TOKEN_ID`."""
     answer = [*text.encode(), EOS_TOKEN_ID]
 
     def next_token(prompt_ids: Sequence[int], output_ids: Sequence[int], seed: int) -> int:
@@ -208,7 +265,7 @@ def text_script(text: str) -> NextToken:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """A tokenizer of 256 byte tokens and an end of sequence."""
+    """A tokenizer of 256 byte tokens and an end-of-sequence token, `EOS_TOKEN_ID`."""
     return Tokenizer.from_gguf(
         {
             "tokenizer.ggml.model": "gpt2",

@@ -1,4 +1,4 @@
-"""The command line, as a user runs it: in a process of its own."""
+"""The command line, partly in separate processes, as a user runs it."""
 
 from __future__ import annotations
 
@@ -13,27 +13,29 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 from model_zoo import make_model
 from random_folder import make_random_folder
 
-from drift_sdk import Chain, Engine, EngineConfig, NGram, Speculation
+from drift_sdk import Chain, Engine, EngineConfig, NGram, Speculation, __version__
 from drift_sdk.__main__ import main
 from drift_sdk.cli import doctor
 from drift_sdk.cli.doctor import Device, examine
 from drift_sdk.cli.warm import Warmed, kernel_cache
 from drift_sdk.driver.loaded_model import LoadedModel
-from drift_sdk.testing import scripted_engine
+from drift_sdk.testing import ScriptedModel, scripted_engine
 
 COMMAND = [sys.executable, "-m", "drift_sdk"]
 SCRIPTED = """
 import sys
 from drift_sdk import __main__ as command_line
+from drift_sdk.cli import chat
 from drift_sdk.testing import scripted_engine
 reply = sys.argv.pop(1)
-command_line.Engine = lambda *arguments, **options: scripted_engine(reply)
+chat.Engine = lambda *arguments, **options: scripted_engine(reply)
 sys.exit(command_line.main())
 """
-"""The command line with an engine that needs no model: its reply is the first argument."""
+"""The command line with a scripted engine, whose reply is the first argument."""
 
 
 @pytest.fixture(scope="module")
@@ -49,14 +51,14 @@ def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run([*COMMAND, *arguments], input=stdin, capture_output=True, text=True, timeout=300)
 
 
-def test_doctor_says_what_is_there() -> None:
+def test_doctor_prints_what_it_finds() -> None:
     ran = run("doctor")
     assert ran.returncode == 0, ran.stderr
     for word in ("Python", "torch", "CUDA driver", "executor", "ready to run"):
         assert word in ran.stdout
 
 
-def test_doctor_tells_programs_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_prints_the_same_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     diagnosis = examine()
@@ -68,7 +70,7 @@ def test_doctor_tells_programs_the_same(capsys: pytest.CaptureFixture[str]) -> N
     assert found["packages"]["tokenizers"]
 
 
-def test_doctor_fails_where_an_engine_would(
+def test_doctor_fails_where_no_engine_can_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(doctor, "version_of", lambda name: None if name == "tokenizers" else "1.0")
@@ -80,7 +82,7 @@ def test_doctor_fails_where_an_engine_would(
     assert "not usable" in said
 
 
-def test_a_gpu_that_torch_cannot_use_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_a_gpu_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(torch):
         raise RuntimeError("no kernel image")
 
@@ -91,7 +93,7 @@ def test_a_gpu_that_torch_cannot_use_is_a_problem(monkeypatch: pytest.MonkeyPatc
 
 
 def test_doctor_runs_where_the_engine_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As without numpy or gguf: that is when a user asks it."""
+    """For example without numpy or gguf: users run doctor in such a case."""
     monkeypatch.setitem(sys.modules, "drift_sdk.startup.executor_factory", None)
     diagnosis = examine()
     assert diagnosis.executor is None
@@ -119,7 +121,7 @@ def test_doctor_names_the_extra_of_an_optional_package(monkeypatch: pytest.Monke
         ("nothing of the kind", None),
     ],
 )
-def test_the_driver_is_what_the_kernel_says(
+def test_cuda_driver_version_is_read_from_the_kernel_module(
     text: str, version: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "version"
@@ -128,7 +130,7 @@ def test_the_driver_is_what_the_kernel_says(
     assert doctor.cuda_driver() == version
 
 
-def test_a_diagnosis_lists_its_gpus() -> None:
+def test_diagnosis_lists_gpus() -> None:
     gib = 2**30
     device = Device(name="GPU", compute_capability="9.0", free_memory=70 * gib, total_memory=80 * gib)
     lines = msgspec.structs.replace(examine(), devices=[device], cuda_driver="570.1").text().splitlines()
@@ -149,7 +151,7 @@ def test_chat_answers_every_line_and_ends_with_its_input(model: Path) -> None:
     assert run("chat", str(model), *options[:4], stdin="hello\n").stdout != once.stdout
 
 
-def test_chat_drafts_where_it_is_told_to(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_passes_the_draft_options_on(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[EngineConfig] = []
 
     async def chat(model: str, config: EngineConfig, params: object, system: object) -> int:
@@ -163,20 +165,20 @@ def test_chat_drafts_where_it_is_told_to(model: Path, monkeypatch: pytest.Monkey
     assert given == [EngineConfig(), EngineConfig(speculation=drafts)]
 
 
-def test_chat_forgets_what_no_longer_fits(
+def test_chat_drops_messages_that_no_longer_fit(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Else every question after the first that is refused would be refused too."""
+    """Otherwise every question after the first that does not fit would be rejected too."""
     config = EngineConfig(max_model_len=160, kv_cache_tokens=320)
     questions = iter([*(f"question {number}" for number in range(6)), "long " * 40, "the last"])
-    monkeypatch.setattr("drift_sdk.__main__.Engine", lambda *_, **__: scripted_engine("fine", config=config))
+    monkeypatch.setattr("drift_sdk.cli.chat.Engine", lambda *_, **__: scripted_engine("fine", config=config))
     monkeypatch.setattr("builtins.input", lambda _: next_line(questions))
     assert main(["chat", "any", "--system", "be brief"]) == 0
     said = capsys.readouterr()
     assert said.out == 7 * "fine\n" + "\n"
-    forgotten, *_, refused = said.err.splitlines()
+    forgotten, *_, rejected = said.err.splitlines()
     assert forgotten == "[4 earlier messages no longer fit]"
-    assert refused.startswith("PromptTooLong: ")
+    assert rejected.startswith("PromptTooLong: ")
 
 
 def next_line(lines: Iterator[str]) -> str:
@@ -191,23 +193,21 @@ def test_ctrl_c_ends_chat_while_the_model_is_loaded(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(*_: object, **__: object) -> Engine:
-        engine = scripted_engine("fine")
-        opening = engine._open
+        model = ScriptedModel("fine")
 
-        def open_model(report: Callable[[str, float], None]) -> LoadedModel:
+        def open_model(report: Callable[[str, float], None], limits: object = None) -> LoadedModel:
             os.kill(os.getpid(), signal.SIGINT)
-            return opening(report)
+            return model(report)
 
-        engine._open = open_model
-        return engine
+        return Engine("scripted", model.config, open_model=open_model)
 
-    monkeypatch.setattr("drift_sdk.__main__.Engine", interrupted)
+    monkeypatch.setattr("drift_sdk.cli.chat.Engine", interrupted)
     monkeypatch.setattr("builtins.input", lambda _: pytest.fail("asked for a question"))
     assert main(["chat", "any"]) == 130
     assert capsys.readouterr() == ("", "")
 
 
-def test_chat_ends_quietly_when_nobody_reads_its_output() -> None:
+def test_chat_ends_silently_when_its_output_is_closed() -> None:
     command = [sys.executable, "-c", SCRIPTED, "fine", "chat", "any"]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as chat:
@@ -217,7 +217,7 @@ def test_chat_ends_quietly_when_nobody_reads_its_output() -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
-def test_output_that_cannot_be_written_is_one_line() -> None:
+def test_error_of_writing_output_is_one_line() -> None:
     with open("/dev/full", "w") as full:
         ran = subprocess.run(
             [sys.executable, "-c", SCRIPTED, "fine", "chat", "any"],
@@ -231,7 +231,7 @@ def test_output_that_cannot_be_written_is_one_line() -> None:
     assert re.fullmatch(r"OSError: .*No space left on device\n", ran.stderr)
 
 
-def test_chat_in_a_terminal_that_knows_only_ascii() -> None:
+def test_chat_works_in_an_ascii_terminal() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", SCRIPTED, "é and ✓", "chat", "any"],
         input=b"caf\xc3\xa9 \xff?\n",
@@ -257,7 +257,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(model: Path) -> None:
             chat.kill()
     assert chat.returncode == 0
     assert " [cancelled]\n> " in rest
-    assert rest.endswith("\n> \n")  # the second answer, however it ended, and a new prompt
+    assert rest.endswith("\n> \n")  # the second answer, whatever ended it, and the next prompt
 
 
 def test_warm_needs_no_weights_and_compiles_nothing_for_a_cpu(tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_warm_starts_with_the_settings_it_is_given(
         seconds = (("load weights", 1.5), ("capture graphs", 12.0))
         return Warmed(executor="graph", start_seconds=seconds, kernel_cache=Path("/cache"))
 
-    monkeypatch.setattr("drift_sdk.__main__.warm", warm)
+    monkeypatch.setattr("drift_sdk.cli.warm.warm", warm)
     settings = {
         "device": "cpu",
         "dtype": "bfloat16",
@@ -308,7 +308,7 @@ def test_warm_starts_with_the_settings_it_is_given(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is there on Linux alone")
-def test_kernels_are_where_triton_keeps_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_kernel_cache_is_the_folder_of_triton(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     assert kernel_cache("graph") == tmp_path
     assert kernel_cache("eager") is None
@@ -317,17 +317,22 @@ def test_kernels_are_where_triton_keeps_them(monkeypatch: pytest.MonkeyPatch, tm
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [
-        ("chat model --temperature -1", 2, "temperature=-1.0: expected"),
+        ("chat model --temperature -1", 2, "error: --temperature -1.0: expected a finite number"),
         ("chat model --max-tokens x", 2, "--max-tokens: invalid int value"),
-        ("chat model --draft ngram --num-draft-tokens 0", 2, "num_draft_tokens=0: expected"),
-        ("warm model --num-draft-tokens 2", 2, "num_draft_tokens=2: expected --draft"),
-        ("warm model --max-num-seqs 0", 2, "max_num_seqs=0: expected"),
+        ("chat model --draft ngram --num-draft-tokens 0", 2, "error: --num-draft-tokens 0: expected"),
+        ("chat model --device tpu", 2, "error: --device 'tpu': expected"),
+        ("warm model --num-draft-tokens 2", 2, "error: --num-draft-tokens 2: expected --draft beside it"),
+        ("warm model --max-num-seqs 0", 2, "error: --max-num-seqs 0: expected"),
+        ("warm model --max-model-len None", 2, "--max-model-len: invalid int value"),
+        ("tune --out table.json 64", 2, "argument SHAPE: '64': expected NxK or NxK:gated"),
+        ("tune --out table.json 64x0", 2, "argument SHAPE: '64x0': expected NxK or NxK:gated"),
+        ("tune 64x64", 2, "the following arguments are required: --out"),
         ("", 2, "the following arguments are required: command"),
         ("chat /nowhere/at/all", 1, "ModelLoadError: "),
         ("warm /nowhere/at/all", 1, "ModelLoadError: "),
     ],
 )
-def test_errors_are_one_line(
+def test_command_line_errors_are_one_line(
     arguments: str, status: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
@@ -337,3 +342,30 @@ def test_errors_are_one_line(
     assert found == status
     last = capsys.readouterr().err.splitlines()[-1]
     assert said in last
+
+
+def test_an_error_of_the_start_names_the_option(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["warm", str(model), "--device", "cpu", "--max-model-len", "100000"]) == 1
+    assert capsys.readouterr().err.startswith("ConfigError: --max-model-len 100000: expected at most")
+
+
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"drift_sdk {__version__}\n"
+
+
+def test_help_shows_only_valid_values(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["warm", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "most tokens of prompt and completion together (default: the model's own context)" in shown
+    assert "None" not in shown
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_tune_without_a_gpu_is_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["tune", "--out", str(tmp_path / "table.json"), "64x64", "128x64:gated"]) == 1
+    assert capsys.readouterr().err.startswith("DriftError: tune needs ")
+    assert not (tmp_path / "table.json").exists()

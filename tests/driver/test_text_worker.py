@@ -1,4 +1,4 @@
-"""Work on text threads that hangs, fails in unusual ways, or is no longer wanted."""
+"""Text threads: work that hangs, fails in unusual ways, or belongs to a cancelled request."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import pytest
 from loops import run, until
 
 from drift_sdk import DriftError, EngineClosed, EngineConfig, PromptTooLong, RequestError, SamplingParams
-from drift_sdk.driver import text_worker as text_work
+from drift_sdk.driver import text_worker
 from drift_sdk.driver.prompts import ModelText, TextPrompt
 from drift_sdk.testing import ScriptedEngine, scripted_engine
 
 
 class Stall:
-    """Tokenising a prompt that begins with "stall" waits until it is released; `begun` has those prompts."""
+    """Blocks tokenising of prompts that begin with "stall" until `released` is set. `begun` lists all prompts
+    whose tokenising has begun."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.released = threading.Event()
@@ -45,7 +46,7 @@ def text_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "drift-text"]
 
 
-def test_cancelled_prompts_hold_nobody_up(stall: Stall) -> None:
+def test_cancelled_prompts_do_not_delay_other_requests(stall: Stall) -> None:
     async def main() -> None:
         async with scripted_engine("ok") as engine:
             streams = [engine.generate(f"stall {index}") for index in range(2)]
@@ -59,33 +60,33 @@ def test_cancelled_prompts_hold_nobody_up(stall: Stall) -> None:
             for stream in streams:
                 assert (await stream).finish_reason == "cancelled"
             stall.released.set()
-            await until(lambda: len(text_threads()) <= text_work.NUM_PARALLEL + 1)
+            await until(lambda: len(text_threads()) <= text_worker.NUM_PARALLEL + 1)
             assert (await engine.generate("again")).text == "ok"
 
     run("asyncio", main)
 
 
 class Clock:
-    """Time for text threads, which can be put forward."""
+    """The clock of text threads, which a test can put forward."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.offset_s = 0.0
-        monkeypatch.setattr(text_work, "time", self)
+        monkeypatch.setattr(text_worker, "time", self)
 
     def monotonic(self) -> float:
         return time.monotonic() + self.offset_s
 
     def forward(self, engine: ScriptedEngine) -> None:
-        """All work in progress is overdue from now on."""
-        self.offset_s += text_work.JOB_TIMEOUT_S
+        """Make all jobs in progress overdue."""
+        self.offset_s += text_worker.JOB_TIMEOUT_S
         with engine._driver._text_worker._changed:
             engine._driver._text_worker._changed.notify_all()
 
 
-def test_work_that_hangs_fails_its_own_request(stall: Stall, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads take the place of those that hang as long as there are not too many; then new requests fail."""
+def test_hanging_text_work_fails_only_its_own_request(stall: Stall, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to `MAX_ABANDONED` hanging threads are replaced; after that new requests fail."""
     clock = Clock(monkeypatch)
-    most = text_work.MAX_ABANDONED + text_work.NUM_PARALLEL
+    most = text_worker.MAX_ABANDONED + text_worker.NUM_PARALLEL
 
     async def main() -> None:
         config = EngineConfig(max_num_seqs=2, max_queued_requests=2, max_model_len=64, kv_cache_tokens=256)
@@ -94,7 +95,7 @@ def test_work_that_hangs_fails_its_own_request(stall: Stall, monkeypatch: pytest
                 stream = engine.generate(f"stall {index}")
                 await until(lambda index=index: len(stall.begun) == 2 * index + 1)
                 clock.forward(engine)
-                with pytest.raises(RequestError, match=r"^prompt: expected what can be worked out within"):
+                with pytest.raises(RequestError, match=r"^prompt: expected text work of at most 60 s"):
                     await stream
                 if index < most - 1:
                     assert (await engine.generate("hi")).text == "ok"
@@ -103,18 +104,18 @@ def test_work_that_hangs_fails_its_own_request(stall: Stall, monkeypatch: pytest
                     await engine.generate("hi")
             assert len(text_threads()) == most + 1
             stall.released.set()
-            await until(lambda: len(text_threads()) <= text_work.NUM_PARALLEL + 1)
+            await until(lambda: len(text_threads()) <= text_worker.NUM_PARALLEL + 1)
             await until(lambda: not engine._driver._text_worker._in_progress)
             assert (await engine.generate("hi")).text == "ok"
 
     run("asyncio", main)
 
 
-def test_closing_does_not_wait_for_work_that_hangs(
+def test_closing_does_not_wait_for_hanging_text_work(
     stall: Stall, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nothing of it is told to the engine afterwards."""
-    monkeypatch.setattr(text_work, "CLOSE_TIMEOUT_S", 0.05)
+    """The outcome of the hanging work is not sent to the engine afterwards."""
+    monkeypatch.setattr(text_worker, "CLOSE_TIMEOUT_S", 0.05)
 
     async def main() -> None:
         engine = scripted_engine("ok")
@@ -125,27 +126,27 @@ def test_closing_does_not_wait_for_work_that_hangs(
         with anyio.fail_after(120):
             await engine.aclose()
         (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-        assert warning.endswith("no longer waited for: prompt of req-0, prompt of req-1")
+        assert warning.endswith("busy text threads: prompt of req-0, prompt of req-1")
         for stream in streams:
             with pytest.raises(EngineClosed):
                 await stream
         told: list[object] = []
-        monkeypatch.setattr(driver._inbox, "put", told.append)
+        monkeypatch.setattr(driver._commands, "put", told.append)
         async with engine:
             assert (await engine.generate("hi")).text == "ok"
             stall.released.set()
-            await until(lambda: len(text_threads()) <= text_work.NUM_PARALLEL)
+            await until(lambda: len(text_threads()) <= text_worker.NUM_PARALLEL)
         assert told == []
 
     run("asyncio", main)
 
 
 class Panic(BaseException):
-    """As pyo3's PanicException, which is no Exception either."""
+    """A BaseException that is not an Exception, like pyo3's PanicException."""
 
 
 @pytest.mark.parametrize("failure", [SystemExit(3), Panic("library"), KeyboardInterrupt()])
-def test_whatever_is_raised_fails_the_request_alone(
+def test_any_exception_on_a_text_thread_fails_only_its_request(
     failure: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     token_ids = TextPrompt.token_ids
@@ -160,7 +161,7 @@ def test_whatever_is_raised_fails_the_request_alone(
     async def main() -> None:
         config = EngineConfig(max_num_seqs=1, max_queued_requests=1, max_model_len=64, kv_cache_tokens=64)
         async with scripted_engine("ok", config=config) as engine:
-            for _ in range(5):  # more than there are threads and places
+            for _ in range(5):  # more often than there are threads and places in the queue
                 with anyio.fail_after(120), pytest.raises(DriftError) as caught:
                     await engine.generate("bad")
                 assert caught.value.__cause__ is failure
@@ -170,14 +171,14 @@ def test_whatever_is_raised_fails_the_request_alone(
     run("asyncio", main)
 
 
-def test_a_request_that_no_thread_takes_is_not_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process may be out of threads."""
+def test_request_is_not_admitted_if_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process has as many threads as the system allows."""
 
     async def main() -> None:
         config = EngineConfig(max_num_seqs=1, max_queued_requests=0, max_model_len=64, kv_cache_tokens=64)
         async with scripted_engine("ok", config=config) as engine:
             with monkeypatch.context() as patch:
-                patch.setattr(threading.Thread, "start", refuse)
+                patch.setattr(threading.Thread, "start", fail_to_start)
                 for _ in range(3):
                     with pytest.raises(RuntimeError, match="can't start"):
                         engine.generate("x")
@@ -186,11 +187,11 @@ def test_a_request_that_no_thread_takes_is_not_admitted(monkeypatch: pytest.Monk
     run("asyncio", main)
 
 
-def refuse(thread: threading.Thread) -> None:
+def fail_to_start(thread: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
 
 
-def test_what_cannot_fit_is_refused_without_tokenising(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_that_cannot_fit_is_rejected_without_tokenising(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with scripted_engine("ok") as engine:
             tokenizer = engine.tokenizer

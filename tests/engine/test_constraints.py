@@ -1,4 +1,5 @@
-"""Constrained requests in an engine: ends, errors, neighbours, preemption and waiting for masks."""
+"""Constrained requests in an engine: their ends, errors, other requests, preemption, and waiting for
+masks."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ from drift_sdk.text import grammar
 from drift_sdk.text.grammar import GrammarConstraint
 
 VOCAB_SIZE = 500
-EOS = 1  # of the small models
+EOS = 1  # end-of-sequence id of the small models
 
 
 class Person(msgspec.Struct):
@@ -62,7 +63,7 @@ def small(folder: Path, **options: Any) -> Engine:
 
 @on_every_loop
 @pytest.mark.parametrize("tokens_per_step", [1, 4])
-def test_a_typed_completion(loop: str, tokens_per_step: int) -> None:
+def test_completion_is_parsed_into_the_type_of_its_schema(loop: str, tokens_per_step: int) -> None:
     async def main() -> None:
         async with scripted_engine(PERSON, tokens_per_step=tokens_per_step) as engine:
             stream = engine.generate("Who?", SamplingParams(grammar=JsonSchema(Person)))
@@ -80,7 +81,7 @@ def test_a_typed_completion(loop: str, tokens_per_step: int) -> None:
     run(loop, main)
 
 
-def test_what_was_cut_short_is_not_parsed() -> None:
+def test_incomplete_text_is_not_parsed() -> None:
     async def main() -> None:
         async with scripted_engine("12345", step_s=0.005) as engine:
 
@@ -106,13 +107,13 @@ def test_what_was_cut_short_is_not_parsed() -> None:
 
 
 @on_every_loop
-def test_a_grammar_that_fails_fails_alone(loop: str) -> None:
+def test_failing_grammar_fails_only_its_own_request(loop: str) -> None:
     async def main() -> None:
         async with scripted_engine(PERSON, step_s=0.001) as engine:
             good = [engine.generate("x", SamplingParams(grammar=JsonSchema(Person))) for _ in range(4)]
             free = [engine.generate("x") for _ in range(4)]
             broken = [engine.generate("x", SamplingParams(grammar=BROKEN)) for _ in range(3)]
-            # The model says what this one does not allow, after a few tokens.
+            # After a few tokens the model generates a character that this grammar does not allow.
             unfit = engine.generate("x", SamplingParams(grammar=Regex(r"\{.name.: .B.*")))
             for stream in broken:
                 with pytest.raises(RequestError, match="Regex cannot be compiled") as caught:
@@ -128,7 +129,7 @@ def test_a_grammar_that_fails_fails_alone(loop: str) -> None:
     run(loop, main)
 
 
-def test_without_llguidance_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammar_without_llguidance_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     monkeypatch.delitem(sys.modules, "drift_sdk.text.grammar")
 
@@ -141,14 +142,14 @@ def test_without_llguidance_the_error_says_what_to_install(monkeypatch: pytest.M
     anyio.run(main)
 
 
-def test_what_is_no_grammar_is_refused_at_the_call() -> None:
+def test_value_that_is_no_grammar_is_rejected_at_the_call() -> None:
     for given in ("[a-z]+", {"type": "object"}, Person, 5, JsonSchema):
         with pytest.raises(RequestError, match="^grammar=.*expected a JsonSchema, a Regex, a Lark or None"):
             SamplingParams(grammar=given)  # type: ignore[arg-type]
 
 
 @on_every_loop
-def test_tool_calls_are_found_where_tools_were_given(loop: str) -> None:
+def test_tool_calls_are_found_only_if_tools_were_given(loop: str) -> None:
     reply = 'Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
     messages = [{"role": "user", "content": "1 + 1?"}]
@@ -170,7 +171,7 @@ def test_tool_calls_are_found_where_tools_were_given(loop: str) -> None:
 # A model with weights of no meaning says anything: whatever makes sense is the grammar's.
 
 
-def test_grammars_end(folder: Path) -> None:
+def test_grammar_ends_the_text(folder: Path) -> None:
     async def main() -> None:
         async with small(folder) as engine:
 
@@ -183,23 +184,23 @@ def test_grammars_end(folder: Path) -> None:
                 assert re.fullmatch("(yes|no)( indeed){0,2}", found.text)
                 assert found.finish_reason == "stop" and found.stop_reason == found.token_ids[-1] == EOS
 
-            # Where the text may end but need not, `ignore_eos` and `min_tokens` go on.
+            # Where the grammar lets the text end or go on, `ignore_eos` and `min_tokens` make it go on.
             longest = await ask(Regex("a{3,9}"), ignore_eos=True)
             assert (longest.text, longest.finish_reason, longest.stop_reason) == ("a" * 9, "stop", EOS)
             endless = await ask(Regex("a+"), ignore_eos=True)
             assert endless.finish_reason == "length" and len(endless.token_ids) == 40
             assert len((await ask(Regex("a*"), min_tokens=9)).token_ids) > 9
-            # ... and where it must, they give way.
+            # Where the text must end, they have no effect.
             assert (await ask(Regex("ab"), min_tokens=30)).text == "ab"
             assert (await ask(Regex("ab"), max_tokens=2)).finish_reason in ("length", "stop")
             assert (await ask(Regex("a{20}"), stop="aaa")).text == ""
-            # Ids that the caller allows give way to the grammar where they leave nothing.
+            # Where the grammar allows none of the ids that the caller allows, the grammar takes precedence.
             assert (await ask(Regex("ab"), allowed_token_ids=(400,), logit_bias={5: 100.0})).text == "ab"
 
     anyio.run(main)
 
 
-def test_every_way_of_sampling_keeps_to_the_grammar(folder: Path) -> None:
+def test_all_sampling_parameters_respect_the_grammar(folder: Path) -> None:
     pattern = r"[A-Z][a-z]{2,8}, (\d{1,3}|none)\."
 
     async def main() -> None:
@@ -258,7 +259,7 @@ def alone(folder: Path) -> list[Completion]:
 
 
 @pytest.mark.parametrize(("kv_cache_tokens", "budget"), [(8192, 512), (8192, 16), (288, 64), (288, 16)])
-def test_together_equals_alone(
+def test_batch_of_constrained_requests_equals_each_alone(
     folder: Path, alone: list[Completion], kv_cache_tokens: int, budget: int
 ) -> None:
     async def main() -> None:
@@ -283,7 +284,7 @@ def test_together_equals_alone(
     anyio.run(main)
 
 
-def test_alone_keeps_to_the_grammars(alone: list[Completion]) -> None:
+def test_each_request_alone_satisfies_its_grammar(alone: list[Completion]) -> None:
     assert len({completion.text for completion in alone}) > 15
     for completion, (_, params) in zip(alone, requests(), strict=True):
         if completion.finish_reason == "stop" and isinstance(params.grammar, JsonSchema):
@@ -294,7 +295,7 @@ def test_alone_keeps_to_the_grammars(alone: list[Completion]) -> None:
 
 
 class Gate:
-    """Holds up the text threads in `advance` while it is closed."""
+    """While it is closed, text threads block in `advance`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_open = threading.Event()
@@ -319,7 +320,9 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 
 @on_every_loop
-def test_others_go_on_while_one_is_held_and_it_can_be_cancelled(loop: str, folder: Path, gate: Gate) -> None:
+def test_request_that_awaits_its_mask_delays_no_other_and_can_be_cancelled(
+    loop: str, folder: Path, gate: Gate
+) -> None:
     async def main() -> None:
         async with small(folder) as engine:
             gate.is_open.clear()
@@ -328,7 +331,7 @@ def test_others_go_on_while_one_is_held_and_it_can_be_cancelled(loop: str, folde
             await until(lambda: gate.num_waiting == 1)
             free = await engine.generate([7], SamplingParams(max_tokens=30, ignore_eos=True))
             assert len(free.token_ids) == 30
-            assert not held._feed.has_chunk
+            assert not held._updates.has_chunk
             held.cancel()
             completion = await held
             assert (completion.text, completion.finish_reason) == (first.text, "cancelled")
@@ -341,7 +344,7 @@ def test_others_go_on_while_one_is_held_and_it_can_be_cancelled(loop: str, folde
     run(loop, main)
 
 
-def test_closing_while_one_is_held(folder: Path, gate: Gate) -> None:
+def test_closing_while_a_request_awaits_its_mask(folder: Path, gate: Gate) -> None:
     async def main() -> None:
         async with small(folder) as engine:
             gate.is_open.clear()
@@ -355,8 +358,9 @@ def test_closing_while_one_is_held(folder: Path, gate: Gate) -> None:
     anyio.run(main)
 
 
-def test_who_is_preempted_while_held_waits_for_its_mask(folder: Path, gate: Gate) -> None:
-    """The better request takes the blocks of the held one and ends: there is room again before the mask."""
+def test_request_preempted_while_it_awaits_its_mask_continues(folder: Path, gate: Gate) -> None:
+    """The request of higher priority takes the blocks of the one that awaits its mask, and ends before the
+    mask is computed."""
     constrained = ([5, 6, 7], SamplingParams(grammar=Regex("(ab|cd){30}"), max_tokens=70, seed=3, priority=1))
     greedy = (list(range(20, 40)), SamplingParams(max_tokens=100, ignore_eos=True))
 
@@ -381,9 +385,11 @@ def test_who_is_preempted_while_held_waits_for_its_mask(folder: Path, gate: Gate
     anyio.run(main)
 
 
-def test_a_heavy_grammar_blocks_neither_loop_nor_steps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled on a text thread, without the interpreter's lock: the loop turns during the compilation, and
-    another request is answered before it has ended."""
+def test_compiling_a_large_grammar_blocks_neither_loop_nor_steps(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The grammar is compiled on a text thread that has released the GIL: the event loop runs meanwhile, and
+    another request is answered before compiling has ended."""
     num_turns = 0
     num_turns_meanwhile: list[int] = []
     is_answered = threading.Event()
@@ -411,7 +417,7 @@ def test_a_heavy_grammar_blocks_neither_loop_nor_steps(folder: Path, monkeypatch
 
     async def main() -> None:
         async with small(folder) as engine:
-            # The vocabulary is read at the first grammar.
+            # The first grammar of an engine reads the vocabulary.
             await engine.generate([5], SamplingParams(grammar=Regex("a")))
             monkeypatch.setattr(grammar, "LLMatcher", watched)
             params = [SamplingParams(grammar=heavy(index), max_tokens=3) for index in range(4)]

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import itertools
 import threading
+from pathlib import Path
 
 import anyio
 import pytest
 from loops import on_every_loop, run, until
+from model_zoo import make_model
 from msgspec.structs import replace
 
 from drift_sdk import EngineClosed, EngineConfig, ModelLoadError, RequestError, SamplingParams
 from drift_sdk.driver.loaded_model import LoadedModel, with_limits
+from drift_sdk.measurement import recorded_engine
 from drift_sdk.testing import byte_tokenizer, scripted_engine
 
 ENDLESS = SamplingParams(max_tokens=None, ignore_eos=True)
 
 
 def counting(prompt_ids, output_ids, seed) -> int:
-    """Depends on every token before: what is lost or doubled shows."""
+    """A next token that depends on all tokens before it, so that a lost or repeated one changes the
+    output."""
     return (sum(prompt_ids) + sum(output_ids) * 31 + len(output_ids)) % 250
 
 
@@ -46,7 +50,7 @@ def test_pause_stops_steps_and_resume_goes_on(loop: str) -> None:
 
 
 @on_every_loop
-def test_sleep_frees_the_executor_and_wake_loses_nothing(loop: str) -> None:
+def test_sleep_frees_the_executor_and_wake_continues_all_requests(loop: str) -> None:
     async def main() -> None:
         config = EngineConfig(max_model_len=512, kv_cache_tokens=2048)
         async with scripted_engine(counting, config=config, step_s=0.001) as engine:
@@ -71,7 +75,7 @@ def test_sleep_frees_the_executor_and_wake_loses_nothing(loop: str) -> None:
 
 
 @on_every_loop
-def test_a_failed_wake_stays_asleep(loop: str) -> None:
+def test_engine_stays_asleep_after_a_failed_wake(loop: str) -> None:
     async def main() -> None:
         async with scripted_engine("ok") as engine:
             opener = engine._driver._opener
@@ -95,9 +99,9 @@ def test_a_failed_wake_stays_asleep(loop: str) -> None:
 
 
 @on_every_loop
-def test_a_cancelled_pause_leaves_the_engine_as_it_was(loop: str) -> None:
-    """A step is in flight, so that the pause has to wait; one that has been cancelled takes back itself
-    alone."""
+def test_cancelled_pause_leaves_the_engine_unchanged(loop: str) -> None:
+    """A step is in flight, so the pause has to wait. A cancelled pause takes back itself and no other
+    pause."""
     awaits_mask, may_go_on = threading.Event(), threading.Event()
 
     def holding(prompt_ids, output_ids, seed) -> int:
@@ -117,7 +121,7 @@ def test_a_cancelled_pause_leaves_the_engine_as_it_was(loop: str) -> None:
                 async with anyio.create_task_group() as tasks:
                     if is_paused_already:
                         tasks.start_soon(engine.pause)
-                        await until(lambda: engine._driver._inbox._commands.qsize() == 1)
+                        await until(lambda: engine._driver._commands._queue.qsize() == 1)
                     with anyio.move_on_after(0.02) as scope:
                         await engine.pause()
                     assert scope.cancelled_caught
@@ -137,7 +141,7 @@ def test_a_cancelled_pause_leaves_the_engine_as_it_was(loop: str) -> None:
 
 
 @on_every_loop
-def test_cancelled_sleep_and_wake_are_carried_through(loop: str) -> None:
+def test_cancelled_sleep_and_wake_are_completed(loop: str) -> None:
     async def main() -> None:
         async with scripted_engine("ok", step_s=0.001) as engine:
             for command, is_asleep in ((engine.sleep, True), (engine.wake, False)):
@@ -148,6 +152,17 @@ def test_cancelled_sleep_and_wake_are_carried_through(loop: str) -> None:
             assert (await engine.generate("x")).text == "ok"
 
     run(loop, main)
+
+
+async def test_recorded_engine_wakes_with_the_limits_of_its_start(tmp_path: Path) -> None:
+    make_model(0, tmp_path)
+    config = EngineConfig(device="cpu", executor="eager", max_model_len=32, kv_cache_tokens=64)
+    async with recorded_engine(tmp_path, config) as engine:
+        num_blocks = engine.stats().num_blocks
+        await engine.sleep()
+        await engine.wake()
+        assert engine.stats().num_blocks == num_blocks
+        assert len((await engine.generate([5, 6], SamplingParams(max_tokens=3))).token_ids) >= 1
 
 
 def changed_vocabulary(model: LoadedModel) -> LoadedModel:
@@ -187,7 +202,7 @@ def changed_executor(model: LoadedModel) -> LoadedModel:
         (changed_executor, "executor='other', was 'scripted'"),
     ],
 )
-def test_waking_up_as_another_model_is_refused(change, message: str) -> None:
+def test_wake_rejects_another_model(change, message: str) -> None:
     async def main() -> None:
         async with scripted_engine("ok") as engine:
             opener = engine._driver._opener
@@ -206,8 +221,8 @@ def test_waking_up_as_another_model_is_refused(change, message: str) -> None:
     run("asyncio", main)
 
 
-def test_waking_up_takes_other_templates_and_as_many_blocks() -> None:
-    """What is free by then, which the size may depend on, does not count."""
+def test_wake_accepts_other_templates_and_keeps_the_blocks() -> None:
+    """The size of the KV cache does not depend on the memory that is free when the engine wakes up."""
 
     async def main() -> None:
         config = EngineConfig(max_model_len=64, kv_cache_tokens=1000)
@@ -236,7 +251,7 @@ def test_waking_up_takes_other_templates_and_as_many_blocks() -> None:
 
 
 @on_every_loop
-def test_closing_answers_whoever_waits(loop: str) -> None:
+def test_closing_ends_all_waiting_calls(loop: str) -> None:
     async def main() -> None:
         engine = scripted_engine("ok")
         with pytest.raises(EngineClosed):
@@ -292,7 +307,7 @@ def test_map_keeps_order_and_bounds(loop: str) -> None:
 @on_every_loop
 @pytest.mark.parametrize("num_others", [0, 5])
 def test_map_waits_for_room_in_the_queue(loop: str, num_others: int) -> None:
-    """Room that its own requests take, and that of others."""
+    """The queue is full with its own requests, or with those of others."""
 
     async def main() -> None:
         config = EngineConfig(max_num_seqs=1, max_queued_requests=4, max_model_len=64, kv_cache_tokens=256)
@@ -310,7 +325,7 @@ def test_map_waits_for_room_in_the_queue(loop: str, num_others: int) -> None:
 
 
 @on_every_loop
-def test_map_gives_what_came_before_an_error(loop: str) -> None:
+def test_map_yields_completions_before_an_error(loop: str) -> None:
     def prompts():
         yield from ("a", "b", "c")
         raise ValueError("the file is torn")
@@ -328,8 +343,8 @@ def test_map_gives_what_came_before_an_error(loop: str) -> None:
     run(loop, main)
 
 
-def test_map_ends_with_its_engine() -> None:
-    """Also where it waits for room that there never is."""
+def test_map_raises_engine_closed_when_the_engine_closes() -> None:
+    """Even while it waits for room in a queue that is always full."""
 
     async def main() -> None:
         config = EngineConfig(max_num_seqs=1, max_queued_requests=0, max_model_len=512, kv_cache_tokens=512)

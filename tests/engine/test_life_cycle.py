@@ -1,4 +1,4 @@
-"""Starting and closing: from anywhere, any number of times, leaving nothing behind in the host."""
+"""Starting and closing an engine: from any task, any number of times, leaving the host process unchanged."""
 
 from __future__ import annotations
 
@@ -25,11 +25,14 @@ from drift_sdk import (
     EngineClosed,
     EngineConfig,
     ModelLoadError,
+    Progress,
     RequestError,
     SamplingParams,
 )
 from drift_sdk.driver.loaded_model import LoadedModel
-from drift_sdk.testing import EOS_TOKEN_ID, scripted_engine
+from drift_sdk.progress import Report
+from drift_sdk.steps import ExecutorLimits
+from drift_sdk.testing import EOS_TOKEN_ID, ScriptedModel, scripted_engine
 
 # What `import drift_sdk` may load, beside the standard library.
 LIGHT_PACKAGES = {"anyio", "drift_sdk", "exceptiongroup", "idna", "msgspec", "sniffio", "typing_extensions"}
@@ -67,7 +70,7 @@ def test_start_and_close_are_idempotent_and_shared_by_tasks(loop: str) -> None:
 
 
 @on_every_loop
-def test_started_and_closed_by_different_tasks(loop: str) -> None:
+def test_engine_can_be_started_and_closed_by_different_tasks(loop: str) -> None:
     async def main() -> None:
         engine = scripted_engine("ok")
         async with anyio.create_task_group() as tasks:
@@ -86,7 +89,7 @@ def test_closing_while_starting_waits_and_closes(loop: str) -> None:
         gate = threading.Event()
         engine = gated_engine(gate)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(refused_start, engine)
+            tasks.start_soon(rejected_start, engine)
             await until(lambda: engine_threads() != [])
             with pytest.raises(EngineClosed):
                 engine.generate("x")
@@ -119,7 +122,7 @@ def test_cancelling_the_start_leaves_no_thread(loop: str) -> None:
 
 
 @on_every_loop
-def test_a_start_while_closing_waits_and_opens_anew(loop: str) -> None:
+def test_start_while_closing_waits_and_opens_again(loop: str) -> None:
     async def main() -> None:
         engine = scripted_engine("ok", step_s=0.001)
         await engine.start()
@@ -130,7 +133,7 @@ def test_a_start_while_closing_waits_and_opens_anew(loop: str) -> None:
             await until(lambda: not engine.is_open)
             with anyio.move_on_after(0.05) as scope:
                 await engine.start()
-            assert scope.cancelled_caught  # whoever waits for the end may give up
+            assert scope.cancelled_caught  # waiting for the end of closing can be cancelled
             tasks.start_soon(engine.start)
             await anyio.sleep(0.02)
             assert len(engine.executors) == 1
@@ -146,7 +149,9 @@ def test_a_start_while_closing_waits_and_opens_anew(loop: str) -> None:
 
 @on_every_loop
 @pytest.mark.parametrize("survivor", [0, 1, None])
-def test_a_cancelled_start_leaves_the_engine_to_others(loop: str, survivor: int | None) -> None:
+def test_cancelled_start_closes_the_engine_only_if_no_other_task_starts_it(
+    loop: str, survivor: int | None
+) -> None:
     async def main() -> None:
         opening = threading.Event()
         engine = gated_engine(opening)
@@ -178,19 +183,24 @@ def test_a_cancelled_start_leaves_the_engine_to_others(loop: str, survivor: int 
 
 
 @on_every_loop
-def test_a_failed_start_fails_for_everybody_and_closes_nobody_elses(loop: str) -> None:
+def test_failed_start_raises_in_all_tasks_and_spares_a_later_start(loop: str) -> None:
     async def main() -> None:
-        engine = scripted_engine("ok")
-        working, engine._open = engine._open, failing_open
+        model = ScriptedModel("ok")
+        is_broken = True
+
+        def open_model(report: Report, limits: ExecutorLimits | None = None) -> LoadedModel:
+            return (failing_open if is_broken else model)(report, limits)
+
+        engine = Engine("scripted", model.config, open_model=open_model)
         num_failures = 0
 
         async def start() -> None:
-            nonlocal num_failures
+            nonlocal is_broken, num_failures
             try:
                 await engine.start()
             except ModelLoadError:
                 num_failures += 1
-                engine._open = working
+                is_broken = False
                 await engine.start()
 
         async with anyio.create_task_group() as tasks:
@@ -204,7 +214,7 @@ def test_a_failed_start_fails_for_everybody_and_closes_nobody_elses(loop: str) -
 
 
 @on_every_loop
-def test_a_cancelled_close_is_carried_through_and_does_not_block_the_loop(loop: str) -> None:
+def test_cancelled_aclose_is_completed_and_does_not_block_the_loop(loop: str) -> None:
     async def main() -> None:
         engine = scripted_engine("ok")
         await engine.start()
@@ -239,8 +249,8 @@ def test_a_cancelled_close_is_carried_through_and_does_not_block_the_loop(loop: 
     run(loop, main)
 
 
-def test_starts_and_closes_race() -> None:
-    """Whatever the order, each call ends, and what is closed last leaves nothing behind."""
+def test_concurrent_starts_and_closes_all_end() -> None:
+    """In any order every call ends, and after the last close no thread is left."""
     num_rounds = int(os.environ.get("DRIFT_TEST_RACES", "10"))
     random = Random(0)
 
@@ -284,7 +294,7 @@ def test_starts_and_closes_race() -> None:
 
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 def test_native_cancellation_of_start_and_close(loop: str) -> None:
-    """asyncio's own cancellation is not held off by anyio's shields."""
+    """anyio's shields do not hold off asyncio's own cancellation."""
 
     async def main() -> None:
         gate = threading.Event()
@@ -332,16 +342,17 @@ def test_native_cancellation_of_start_and_close(loop: str) -> None:
 
 
 @on_every_loop
-def test_a_failing_start_leaves_nothing_and_may_be_tried_again(loop: str) -> None:
+def test_failed_start_leaves_no_thread_and_can_be_repeated(loop: str) -> None:
     async def main() -> None:
-        engine = scripted_engine("ok")
-        working = engine._open
-        engine._open = failing_open
+        model = ScriptedModel("ok")
+        openers = [failing_open, failing_open, model]
+        engine = Engine(
+            "scripted", model.config, open_model=lambda report, limits=None: openers.pop(0)(report, limits)
+        )
         for _ in range(2):
             with pytest.raises(ModelLoadError, match=r"no such model"):
                 await engine.start()
             assert engine_threads() == []
-        engine._open = working
         async with engine:
             assert (await engine.generate("x")).text == "ok"
 
@@ -349,7 +360,7 @@ def test_a_failing_start_leaves_nothing_and_may_be_tried_again(loop: str) -> Non
 
 
 @on_every_loop
-def test_an_unknown_model_names_each_place_tried(loop: str, tmp_path) -> None:
+def test_wrong_model_config_and_drain_are_rejected_by_name(loop: str, tmp_path) -> None:
     async def main() -> None:
         with pytest.raises(ModelLoadError, match="nowhere"):
             await Engine(tmp_path / "nowhere").start()
@@ -364,7 +375,7 @@ def test_an_unknown_model_names_each_place_tried(loop: str, tmp_path) -> None:
 
 
 @on_every_loop
-def test_two_engines_at_once(loop: str) -> None:
+def test_two_engines_serve_at_once(loop: str) -> None:
     async def main() -> None:
         async with scripted_engine("first") as first, scripted_engine("second") as second:
             results: list[str] = []
@@ -402,7 +413,7 @@ def test_one_engine_serves_two_loops() -> None:
 
 
 @on_every_loop
-def test_the_host_is_left_as_it_was(loop: str) -> None:
+def test_host_process_is_left_unchanged(loop: str) -> None:
     def host() -> dict[str, object]:
         return {
             "signals": {number: signal.getsignal(number) for number in signal.valid_signals()},
@@ -428,7 +439,7 @@ def test_dropping_an_open_engine_closes_it_with_a_warning(loop: str) -> None:
     async def main() -> None:
         engine = scripted_engine("ok")
         await engine.start()
-        with pytest.warns(ResourceWarning, match="dropped unclosed"):
+        with pytest.warns(ResourceWarning, match="garbage-collected without being closed"):
             del engine
             gc.collect()
         await until(lambda: engine_threads() == [])
@@ -436,7 +447,7 @@ def test_dropping_an_open_engine_closes_it_with_a_warning(loop: str) -> None:
     run(loop, main)
 
 
-async def test_as_an_asyncio_fixture_would(tmp_path) -> None:
+async def test_engine_can_be_started_and_closed_by_separate_tasks_like_a_fixture(tmp_path) -> None:
     engine = scripted_engine("ok")
     await asyncio.create_task(engine.start())
     assert (await engine.generate("x")).text == "ok"
@@ -444,8 +455,8 @@ async def test_as_an_asyncio_fixture_would(tmp_path) -> None:
     await asyncio.create_task(engine.aclose())
 
 
-def test_import_is_light_and_loads_no_torch() -> None:
-    """By what is loaded, not by how long it takes: the caller's machine may be slow or busy."""
+def test_import_loads_few_modules_and_no_torch() -> None:
+    """Measured by the modules loaded, not by the time: the machine may be slow or busy."""
     script = (
         "import sys, threading; before = set(sys.modules); import drift_sdk;"
         "assert threading.active_count() == 1; print(*sorted(set(sys.modules) - before))"
@@ -457,7 +468,7 @@ def test_import_is_light_and_loads_no_torch() -> None:
     assert len(loaded) < 400
 
 
-def test_progress_is_reported_on_the_loop() -> None:
+def test_on_progress_is_called_on_the_event_loop() -> None:
     async def main() -> None:
         thread, seen = threading.current_thread(), []
 
@@ -465,8 +476,8 @@ def test_progress_is_reported_on_the_loop() -> None:
             assert threading.current_thread() is thread
             seen.append(progress)
 
-        engine = scripted_engine("ok")
-        engine._on_progress = on_progress
+        model = ScriptedModel("ok")
+        engine = Engine("scripted", model.config, on_progress=on_progress, open_model=model)
         async with engine:
             await anyio.lowlevel.checkpoint()
         assert [progress.stage for progress in seen] == ["ready"]
@@ -474,21 +485,86 @@ def test_progress_is_reported_on_the_loop() -> None:
     run("asyncio", main)
 
 
-async def test_the_stages_of_starting_are_timed(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "drift_sdk")
-    engine = scripted_engine("ok")
-    opens = engine._open
+@on_every_loop
+@pytest.mark.parametrize("error", [ValueError("in the callback"), BaseException("of another kind")])
+def test_exception_of_on_progress_is_logged_once_per_start(
+    loop: str, error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen: list[Progress] = []
 
-    def open_in_stages(report) -> LoadedModel:
+    def on_progress(progress: Progress) -> None:
+        seen.append(progress)
+        raise error
+
+    model = ScriptedModel("ok")
+
+    def open_model(report: Report, limits: ExecutorLimits | None = None) -> LoadedModel:
+        for percent in range(10):
+            report("load weights", percent / 10)
+        return model(report, limits)
+
+    async def main() -> None:
+        engine = Engine("scripted", model.config, on_progress=on_progress, open_model=open_model)
+        for num_starts in (1, 2):
+            async with engine:
+                assert (await engine.generate("x")).text == "ok"
+            assert len(seen) == num_starts
+            records = [record for record in caplog.records if record.levelno == logging.ERROR]
+            assert len(records) == num_starts
+            assert records[-1].getMessage() == "on_progress raised an exception and is not called again"
+            assert records[-1].exc_info[1] is error
+
+    run(loop, main)
+
+
+def test_on_progress_must_be_an_ordinary_function() -> None:
+    async def coroutine_function(progress: Progress) -> None: ...
+
+    class WithCoroutine:
+        async def __call__(self, progress: Progress) -> None: ...
+
+    for wrong in (5, "print", coroutine_function, WithCoroutine()):
+        with pytest.raises(ConfigError, match="^on_progress=.*: expected a function that takes a Progress"):
+            Engine("model", on_progress=wrong)
+    with pytest.raises(ConfigError, match="^open_model=5: expected a function"):
+        Engine("model", open_model=5)
+
+
+async def test_errors_tell_an_engine_that_was_closed_from_one_never_started() -> None:
+    engine = scripted_engine("ok")
+    with pytest.raises(EngineClosed, match=r"^the engine is not open: use `async with` or start\(\)$"):
+        engine.generate("x")
+    async with engine:
+        pass
+    with pytest.raises(EngineClosed, match=r"^the engine was closed: start\(\) opens it again$"):
+        engine.generate("x")
+
+
+async def test_error_while_the_model_is_loaded_says_so() -> None:
+    gate = threading.Event()
+    engine = gated_engine(gate)
+    task = asyncio.create_task(engine.start())
+    await until(lambda: engine_threads() != [])
+    with pytest.raises(EngineClosed, match="the engine is still starting"):
+        engine.generate("x", SamplingParams())
+    gate.set()
+    await task
+    await engine.aclose()
+
+
+async def test_stages_of_starting_are_timed(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "drift_sdk")
+    model = ScriptedModel("ok")
+
+    def open_in_stages(report: Report, limits: ExecutorLimits | None = None) -> LoadedModel:
         time.sleep(0.02)
         report("find", 0.0)
         for fraction in (0.0, 0.5, 1.0):
             report("load weights", fraction)
             time.sleep(0.02)
-        return opens(report)
+        return model(report, limits)
 
-    engine._open = open_in_stages
-    async with engine:
+    async with Engine("scripted", model.config, open_model=open_in_stages) as engine:
         stages = engine.stats().start_seconds
         assert [stage for stage, _ in stages] == ["imports", "find", "load weights"]
         lengths = dict(stages)
@@ -502,23 +578,21 @@ async def test_the_stages_of_starting_are_timed(caplog: pytest.LogCaptureFixture
     assert said[0] == f"started: {', '.join(parts)}"
 
 
-async def refused_start(engine: Engine) -> None:
+async def rejected_start(engine: Engine) -> None:
     with pytest.raises(EngineClosed, match="closed while"):
         await engine.start()
 
 
-def failing_open(report) -> LoadedModel:
+def failing_open(report: Report, limits: ExecutorLimits | None = None) -> LoadedModel:
     raise ModelLoadError("no such model: tried everything")
 
 
 def gated_engine(gate: threading.Event) -> Engine:
-    """Its model opens when the gate does."""
-    engine = scripted_engine("ok", config=EngineConfig(max_model_len=64, kv_cache_tokens=256))
-    opens = engine._open
+    """An engine whose model is opened once `gate` is set."""
+    model = ScriptedModel("ok", config=EngineConfig(max_model_len=64, kv_cache_tokens=256))
 
-    def open_behind_gate(report) -> LoadedModel:
+    def open_behind_gate(report: Report, limits: ExecutorLimits | None = None) -> LoadedModel:
         assert gate.wait(WAIT_S)
-        return opens(report)
+        return model(report, limits)
 
-    engine._open = open_behind_gate
-    return engine
+    return Engine("scripted", model.config, open_model=open_behind_gate)

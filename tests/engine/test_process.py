@@ -1,4 +1,4 @@
-"""Leaving the interpreter, and forking, while an engine is at work.
+"""Exit of the interpreter, and forks, while an engine is running.
 
 DRIFT_TEST_REPEATS says how often everything is done; once unless set.
 """
@@ -28,7 +28,7 @@ def run_child(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def leave(work: str, end: str, *arguments: str) -> list[str]:
-    """What the process says; its status must be the one it asked for."""
+    """The lines that the process writes to stderr. Its exit status must be that of `end`."""
     done = run_child(str(SUPPORT / "leaving_child.py"), work, end, *arguments)
     assert done.returncode == STATUS[end], done
     return done.stderr.splitlines()
@@ -45,32 +45,32 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("end", STATUS)
-def test_the_exit_status_survives_a_step_in_flight(end: str) -> None:
+def test_exit_status_is_kept_with_a_step_in_flight(end: str) -> None:
     for _ in range(REPEATS):
         lines = leave("step", end)
         assert lines[-1:] == ([LAST_LINE[end]] if end in LAST_LINE else [])
 
 
 @pytest.mark.parametrize("end", ["exit", "exception"])
-def test_the_exit_status_survives_torch_in_flight(end: str, folder: Path) -> None:
+def test_exit_status_is_kept_with_torch_in_flight(end: str, folder: Path) -> None:
     for _ in range(REPEATS):
         lines = leave("eager", end, str(folder))
         assert lines[-1:] == ([LAST_LINE[end]] if end in LAST_LINE else [])
 
 
 @pytest.mark.parametrize("work", ["tokenize", "grammar", "loading"])
-def test_the_exit_status_survives_other_work_in_flight(work: str) -> None:
+def test_exit_status_is_kept_with_other_work_in_flight(work: str) -> None:
     for _ in range(REPEATS):
         assert leave(work, "exit") == []
 
 
-def test_what_hangs_does_not_keep_the_interpreter() -> None:
+def test_hanging_work_does_not_keep_the_interpreter() -> None:
     assert leave("hanging_step", "exit") == []
     (warning,) = leave("hanging_text", "exit")
-    assert "no longer waited for: prompt of req-0" in warning
+    assert "busy text threads: prompt of req-0" in warning
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_children_of_a_fork_find_the_engine_closed_and_may_start_it() -> None:
+def test_forked_child_finds_the_engine_closed_and_can_start_it() -> None:
     done = run_child(str(SUPPORT / "fork_child.py"), str(6 * REPEATS))
     assert (done.returncode, done.stderr) == (0, "")

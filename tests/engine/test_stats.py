@@ -1,4 +1,4 @@
-"""What an engine counts, times and logs."""
+"""Statistics, histograms and log lines of an engine."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from drift_sdk import (
     Chunk,
     ConfigError,
     DriftError,
+    Engine,
     EngineClosed,
     EngineConfig,
     EngineStats,
@@ -34,7 +35,7 @@ from drift_sdk.driver.stats_recorder import StatsRecorder
 from drift_sdk.startup.executor_factory import choose_executor
 from drift_sdk.stats import Histogram, Histograms
 from drift_sdk.steps import SlotOutput, StepResult
-from drift_sdk.testing import scripted_engine
+from drift_sdk.testing import ScriptedModel, scripted_engine
 
 ENDLESS = SamplingParams(max_tokens=None, ignore_eos=True)
 SECRET = "the quick brown fox"
@@ -61,7 +62,7 @@ def idle_scheduler() -> Any:
     )
 
 
-def test_a_histogram_counts_up_to_its_bounds() -> None:
+def test_histogram_bounds_are_inclusive() -> None:
     histogram = Histogram((1.0, 2.0, 5.0))
     for value in (0.5, 1.0, 1.1, 5.0, 5.1, 100.0):
         histogram.observe(value)
@@ -71,7 +72,7 @@ def test_a_histogram_counts_up_to_its_bounds() -> None:
 
 
 @on_every_loop
-def test_every_request_is_counted_where_it_ended(loop: str) -> None:
+def test_every_request_is_counted_by_its_end(loop: str) -> None:
     async def main() -> None:
         async with scripted_engine("Hello!", step_s=0.001) as engine:
             before = engine.stats()
@@ -104,7 +105,7 @@ def test_every_request_is_counted_where_it_ended(loop: str) -> None:
     run(loop, main)
 
 
-async def test_what_happens_without_a_step_shows_at_once() -> None:
+async def test_stats_are_current_without_a_step() -> None:
     config = EngineConfig(max_model_len=512, kv_cache_tokens=2048, max_queued_requests=0, max_num_seqs=2)
     async with scripted_engine("Hello!", config=config) as engine:
         await engine.pause()
@@ -120,7 +121,7 @@ async def test_what_happens_without_a_step_shows_at_once() -> None:
         await streams[1]
 
 
-async def test_rows_and_kv_use_of_a_running_batch() -> None:
+async def test_stats_show_rows_and_kv_use_of_a_running_batch() -> None:
     config = EngineConfig(max_model_len=512, kv_cache_tokens=1024, block_size=16, max_num_seqs=4)
     async with scripted_engine("Hello!", config=config, step_s=0.001) as engine:
         streams = [engine.generate(f"prompt {index}", ENDLESS) for index in range(3)]
@@ -134,7 +135,7 @@ async def test_rows_and_kv_use_of_a_running_batch() -> None:
             await stream
 
 
-def test_the_rate_is_of_the_last_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rate_covers_the_last_five_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     recorder, scheduler = StatsRecorder(RequestRegistry(None)), idle_scheduler()
@@ -154,7 +155,7 @@ def test_the_rate_is_of_the_last_seconds(monkeypatch: pytest.MonkeyPatch) -> Non
     assert recorder.read().tokens_per_second == 0.0
 
 
-async def test_the_text_says_what_the_statistics_say() -> None:
+async def test_prometheus_text_agrees_with_the_statistics() -> None:
     async with scripted_engine("Hello!", step_s=0.002) as engine:
         async with anyio.create_task_group() as tasks:
             for index in range(5):
@@ -223,7 +224,7 @@ def test_streams_share_a_gap_only_from_the_same_step(monkeypatch: pytest.MonkeyP
     assert {request.last_chunk_at for request in requests} == {10.004}
 
 
-async def test_a_request_counts_as_running_before_its_first_step_is_done() -> None:
+async def test_request_counts_as_running_before_its_first_step_is_done() -> None:
     async with scripted_engine("Hello!", step_s=0.3) as engine:
         stream = engine.generate("x", SamplingParams(max_tokens=1))
         await until(lambda: engine.stats().num_running == 1)
@@ -231,7 +232,7 @@ async def test_a_request_counts_as_running_before_its_first_step_is_done() -> No
         await stream
 
 
-async def test_engines_share_no_registry() -> None:
+async def test_engines_have_separate_prometheus_registries() -> None:
     async with scripted_engine("a") as first, scripted_engine("b") as second:
         await first.generate("x")
         assert samples(first.metrics_text())["drift_requests_submitted_total",] == 1
@@ -240,7 +241,7 @@ async def test_engines_share_no_registry() -> None:
     assert not any(family.name.startswith("drift") for family in REGISTRY.collect())
 
 
-def test_every_metric_is_in_the_table() -> None:
+def test_docstring_lists_every_metric() -> None:
     text = prometheus.metrics_text(EngineStats(), Histograms(), model="m", executor="e")
     listed = {
         line.split()[0].partition("{")[0] for line in prometheus.__doc__.splitlines() if line[:6] == "drift_"
@@ -249,7 +250,9 @@ def test_every_metric_is_in_the_table() -> None:
     assert listed == found
 
 
-async def test_without_the_package_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_metrics_text_without_prometheus_client_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     importing = builtins.__import__
 
     def without(name: str, *args: object):
@@ -264,7 +267,7 @@ async def test_without_the_package_the_error_names_the_extra(monkeypatch: pytest
             engine.metrics_text()
 
 
-async def test_an_engine_is_open_until_it_is_closed_or_fails() -> None:
+async def test_engine_is_open_until_it_is_closed_or_fails() -> None:
     engine = scripted_engine("a")
     assert not engine.is_open
     async with engine:
@@ -279,7 +282,7 @@ async def test_an_engine_is_open_until_it_is_closed_or_fails() -> None:
         assert not failing.is_open
 
 
-async def test_the_executor_has_a_name_while_open() -> None:
+async def test_executor_has_a_name_while_the_engine_is_open() -> None:
     engine = scripted_engine("a")
     with pytest.raises(EngineClosed):
         _ = engine.executor
@@ -289,8 +292,9 @@ async def test_the_executor_has_a_name_while_open() -> None:
         assert engine.executor == "scripted"
 
 
-async def test_the_log_tells_all_but_texts(caplog: pytest.LogCaptureFixture) -> None:
-    """At DEBUG: every request's start and end, and never a word of prompts, answers or messages."""
+async def test_log_contains_requests_but_no_texts(caplog: pytest.LogCaptureFixture) -> None:
+    """At level DEBUG the log has the start and end of every request, and no text of prompts, completions or
+    messages."""
     caplog.set_level(logging.DEBUG, "drift_sdk")
     answer = "jumps over the lazy dog"
     async with scripted_engine(answer) as engine:
@@ -317,23 +321,22 @@ async def test_the_log_tells_all_but_texts(caplog: pytest.LogCaptureFixture) -> 
         assert levels[word] == logging.INFO
 
 
-async def test_auto_making_do_with_less_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    engine = scripted_engine("a")
-    opens = engine._open
+async def test_fallback_of_executor_auto_is_logged_as_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    model = ScriptedModel("a")
 
     def open_fallback(report, limits=None):
-        model = opens(report, limits)
-        return msgspec.structs.replace(model, executor_name="eager", fallback="no graphs here")
+        return msgspec.structs.replace(
+            model(report, limits), executor_name="eager", fallback="no graphs here"
+        )
 
-    engine._open = open_fallback
-    async with engine:
+    async with Engine("scripted", model.config, open_model=open_fallback) as engine:
         await engine.sleep()
         await engine.wake()
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert warnings == ["executor=auto chose eager: no graphs here"]
 
 
-def test_auto_on_a_gpu_says_why_it_is_not_faster() -> None:
+def test_executor_auto_gives_its_reason_for_eager_on_a_gpu() -> None:
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
     name, fallback = choose_executor(EngineConfig(), gpu)
     assert (name == "eager") == (fallback is not None)

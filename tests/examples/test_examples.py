@@ -28,9 +28,9 @@ from model_zoo import make_model
 from rich.console import Console
 from rich.live import Live
 
-from drift_sdk import EngineConfig, ModelLoadError, QueueFull, SamplingParams
+from drift_sdk import Engine, EngineConfig, ModelLoadError, QueueFull, SamplingParams
 from drift_sdk.driver.loaded_model import LoadedModel
-from drift_sdk.testing import scripted_engine
+from drift_sdk.testing import ScriptedModel, scripted_engine
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SUPPORT = {"command_line", "openai_answers", "openai_protocol", "smollm2"}
@@ -307,14 +307,13 @@ def test_chat_continues_after_a_too_long_message(
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no signals to send")
 def test_chat_exits_on_ctrl_c_while_loading_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = scripted_engine("fine")
-    opening = engine._open
+    model = ScriptedModel("fine")
 
-    def interrupted(report: Callable[[str, float], None]) -> LoadedModel:
+    def interrupted(report: Callable[[str, float], None], limits: object = None) -> LoadedModel:
         os.kill(os.getpid(), signal.SIGINT)
-        return opening(report)
+        return model(report)
 
-    engine._open = interrupted
+    engine = Engine("scripted", model.config, open_model=interrupted)
     monkeypatch.setattr(chat, "Engine", lambda model: engine)
     monkeypatch.setattr("builtins.input", lambda _: pytest.fail("asked for a question"))
     assert command_line.status_of(lambda: anyio.run(chat.main, "any", 64)) == 130

@@ -57,7 +57,7 @@ async def serve(engine: Engine, given: Sequence[list[int]], params: SamplingPara
 
 def test_strict_engine_with_untuned_weights_does_not_start(folder: Path) -> None:
     async def main() -> None:
-        with pytest.raises(ConfigError, match="perf.tune .*32000x1024") as caught:
+        with pytest.raises(ConfigError, match="python -m drift_sdk tune .*32000x1024") as caught:
             async with engine_of(folder, strict_performance=True):
                 pass
         assert caught.value.field == "strict_performance"

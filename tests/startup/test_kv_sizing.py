@@ -24,18 +24,18 @@ def size(demand: KVDemand, given: MemoryRoom, **fields: Any) -> KVSize:
     return size_kv(EngineConfig(**fields), demand, given)
 
 
-def test_the_cache_takes_the_whole_share() -> None:
+def test_cache_takes_the_whole_share() -> None:
     found = size(LLAMA_8B, room(100 * GIB))
     assert found == KVSize(num_blocks=100 * GIB // LLAMA_8B.bytes_per_block, max_model_len=131_072)
     assert size(LLAMA_8B, room(100 * GIB + 5)).num_blocks == found.num_blocks
 
 
-def test_it_is_no_larger_than_all_sequences_can_use() -> None:
+def test_cache_is_no_larger_than_all_sequences_can_use() -> None:
     assert size(TINY, room(GIB), max_num_seqs=3) == KVSize(num_blocks=3 * 16, max_model_len=256)
     assert size(TINY, room(GIB), max_num_seqs=3, max_model_len=17) == KVSize(num_blocks=6, max_model_len=17)
 
 
-def test_the_context_is_cut_to_the_cache() -> None:
+def test_context_is_cut_to_the_cache() -> None:
     assert size(LLAMA_8B, room(GIB)) == KVSize(num_blocks=128, max_model_len=8192)
     assert size(LLAMA_8B, room(GIB), max_model_len=4096).max_model_len == 4096
 
@@ -51,7 +51,7 @@ def test_the_context_is_cut_to_the_cache() -> None:
         ({"kv_cache_tokens": 64, "max_model_len": 65}, GIB, "kv_cache_tokens", "at least max_model_len=65"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_figures(
+def test_cache_that_does_not_fit_is_rejected_with_numbers(
     fields: dict[str, Any], share: int, field: str, words: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -60,8 +60,8 @@ def test_what_does_not_fit_is_refused_with_figures(
     assert words in str(caught.value)
 
 
-def test_a_length_that_was_asked_for_may_take_more_than_the_default() -> None:
-    """On a CPU, whose share is modest."""
+def test_configured_max_model_len_may_take_more_than_the_default_share() -> None:
+    """On a CPU, where the default share is an eighth of the available memory."""
     given = room(GIB, 4 * GIB, field="")
     assert size(LLAMA_8B, given, max_model_len=9000) == KVSize(num_blocks=141, max_model_len=9000)
     assert size(LLAMA_8B, given, kv_cache_tokens=9000) == KVSize(num_blocks=141, max_model_len=9000)
@@ -69,14 +69,14 @@ def test_a_length_that_was_asked_for_may_take_more_than_the_default() -> None:
         size(LLAMA_8B, room(0, field=""))
 
 
-def test_room_on_a_cpu() -> None:
+def test_room_on_a_cpu_is_a_share_of_available_memory() -> None:
     device = torch.device("cpu")
     given = DeviceMemory(device, EngineConfig()).room()
     assert 0 < given.share < given.most == given.for_length < available_bytes(device) * 2
     assert "available" in given.account
 
 
-def test_weights_that_do_not_fit_are_refused_before_they_are_loaded() -> None:
+def test_weights_that_do_not_fit_are_rejected_before_they_are_loaded() -> None:
     memory = DeviceMemory(torch.device("cpu"), EngineConfig())
     memory.check_weights(1)
     with pytest.raises(ConfigError, match="the weights take 1048576.00 GiB") as caught:
@@ -101,7 +101,7 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_loaded() -> None:
         ),
     ],
 )
-def test_a_container_has_what_its_limit_leaves(
+def test_available_bytes_respects_the_limit_of_a_container(
     tmp_path: Path, files: dict[str, str], expected: int | None
 ) -> None:
     for name, text in files.items():

@@ -16,10 +16,9 @@ import time
 from typing import Any
 
 from drift_sdk import Engine, EngineConfig, Regex, SamplingParams
-from drift_sdk.driver import process_hooks
-from drift_sdk.driver import text_worker as text_work
+from drift_sdk.driver import process_hooks, text_worker
 from drift_sdk.driver.prompts import TextPrompt
-from drift_sdk.testing import scripted_engine
+from drift_sdk.testing import ScriptedModel, scripted_engine
 
 ENDLESS = SamplingParams(max_tokens=None, ignore_eos=True)
 LARGE = EngineConfig(max_model_len=2**20, kv_cache_tokens=2**20, max_num_seqs=2)
@@ -40,23 +39,24 @@ async def begin(work: str) -> None:
             device="cpu", executor="eager", dtype="float32", load="random", kv_cache_tokens=512
         )
         engine = Engine(sys.argv[3], config)
+    elif work == "loading":
+        model = ScriptedModel(endless, config=LARGE)
+
+        def open_slowly(report: Any, limits: Any = None) -> Any:
+            for _ in range(10_000):
+                report("load weights", 0.5)
+                time.sleep(0.01)
+            return model(report)
+
+        engine = Engine("scripted", LARGE, open_model=open_slowly)
     elif work.startswith("hanging"):
-        text_work.CLOSE_TIMEOUT_S = 0.2
+        text_worker.CLOSE_TIMEOUT_S = 0.2
         process_hooks.EXIT_TIMEOUT_S = 0.2 if work == "hanging_step" else 20.0
         engine = scripted_engine(endless, step_s=3600.0 if work == "hanging_step" else 0.0)
     else:
         engine = scripted_engine(endless, config=LARGE, step_s=0.02)
     kept.append(engine)
     if work == "loading":
-        opens = engine._open
-
-        def open_slowly(report: Any) -> Any:
-            for _ in range(10_000):
-                report("load weights", 0.5)
-                time.sleep(0.01)
-            return opens(report)
-
-        engine._open = open_slowly
         kept.append(asyncio.ensure_future(engine.start()))
         await asyncio.sleep(0.05)
         return

@@ -1,4 +1,4 @@
-"""Looks at the machine and says what an engine would find there."""
+"""The command `doctor`: examines the machine and reports what an engine would find there."""
 
 from __future__ import annotations
 
@@ -9,22 +9,26 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 
-__all__ = ["Device", "Diagnosis", "examine"]
+__all__ = ["Device", "Diagnosis", "examine", "run_doctor"]
 
 REQUIRED = (
     *("torch", "anyio", "msgspec", "numpy", "safetensors", "tokenizers", "huggingface_hub", "jinja2", "gguf"),
     *(("triton", "cuda-core", "cuda-bindings") if sys.platform == "linux" else ()),
 )
+"""Packages that every engine needs."""
 OPTIONAL = {"llguidance": "grammar", "prometheus-client": "metrics"}
+"""Packages that some requests need, and the extra that installs each."""
 MIN_TORCH = (2, 11)
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 GIB = 2**30
 
 
 class Device(Struct, frozen=True, kw_only=True):
-    """A GPU; bytes of memory."""
+    """A GPU as torch sees it. free_memory and total_memory are in bytes; compute_capability is such as
+    "9.0"."""
 
     name: str
     compute_capability: str
@@ -33,8 +37,22 @@ class Device(Struct, frozen=True, kw_only=True):
 
 
 class Diagnosis(Struct, frozen=True, kw_only=True):
-    """What was found. `problems` keep an engine from running, `notes` do not; `packages` holds the version
-    of each, or None. `free_memory` in bytes, None where the system does not tell."""
+    """What `examine` found.
+
+    drift_sdk:       version of the installed package; None if it is not installed.
+    python:          version of Python.
+    platform:        operating system and architecture.
+    torch:           version of torch; None if it is not installed.
+    torch_cuda:      version of CUDA that torch was built with; None without CUDA, or without torch.
+    cuda_driver:     version of the NVIDIA driver; None if there is none.
+    devices:         GPUs that torch sees.
+    free_memory:     bytes of main memory that are available; None if the system does not tell.
+    packages:        version of each package that an engine needs or can use; None if it is not installed.
+    executor:        the executor that executor="auto" chooses; None if it cannot be determined.
+    executor_reason: why.
+    problems:        what keeps an engine from running; empty if nothing does.
+    notes:           what does not keep an engine from running and is worth knowing.
+    """
 
     drift_sdk: str | None
     python: str
@@ -52,10 +70,11 @@ class Diagnosis(Struct, frozen=True, kw_only=True):
 
     @property
     def is_usable(self) -> bool:
+        """Whether an engine can run here."""
         return not self.problems
 
     def text(self) -> str:
-        """For people."""
+        """The findings, one a line."""
         driver = self.cuda_driver or "none"
         devices = [
             f"{device.name}, compute {device.compute_capability}, "
@@ -83,7 +102,7 @@ class Diagnosis(Struct, frozen=True, kw_only=True):
 
 
 def examine() -> Diagnosis:
-    """Look at Python, packages, driver, GPUs and memory. Starts CUDA if there is any."""
+    """Examine Python, packages, driver, GPUs and memory. Initialises CUDA if there is a GPU."""
     packages = {name: version_of(name) for name in (*REQUIRED, *OPTIONAL)}
     problems = [f"{name} is not installed" for name in REQUIRED if packages[name] is None]
     notes = [
@@ -132,7 +151,20 @@ def examine() -> Diagnosis:
     )
 
 
+def run_doctor(*, as_json: bool) -> int:
+    """Print what `examine` finds, as JSON or as text; the exit status, 1 if no engine can run here."""
+    diagnosis = examine()
+    if as_json:
+        found = {"is_usable": diagnosis.is_usable, **msgspec.to_builtins(diagnosis)}
+        print(msgspec.json.format(msgspec.json.encode(found)).decode())
+    else:
+        print(diagnosis.text())
+
+    return 0 if diagnosis.is_usable else 1
+
+
 def version_of(package: str) -> str | None:
+    """The installed version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -145,13 +177,13 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def cuda_driver() -> str | None:
-    """Version of the NVIDIA driver, by the kernel's own word."""
+    """Version of the NVIDIA driver, as the Linux kernel reports it; None if there is none."""
     found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", DRIVER_FILE.read_text()) if DRIVER_FILE.exists() else None
     return found.group() if found is not None else None
 
 
 def gpus(torch: Any) -> list[Device]:
-    """Every GPU of torch's, after a first operation on it."""
+    """The GPUs that torch sees, each after a first operation on it. Raises what torch raises if one fails."""
     devices = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         torch.zeros(1, device=f"cuda:{index}").add_(1).item()
@@ -166,7 +198,7 @@ def gpus(torch: Any) -> list[Device]:
 
 
 def chosen_executor(device: Any) -> tuple[str, str]:
-    """What executor="auto" comes to on this device, and why."""
+    """The executor that executor="auto" chooses for a torch.device, and why."""
     from drift_sdk.config import EngineConfig
     from drift_sdk.startup.executor_factory import choose_executor
 
@@ -178,7 +210,7 @@ def chosen_executor(device: Any) -> tuple[str, str]:
 
 
 def free_memory() -> int | None:
-    """Bytes that can be had without swapping."""
+    """Bytes of main memory that can be allocated without swapping; None if the system does not tell."""
     file = Path("/proc/meminfo")
     found = re.search(r"MemAvailable:\s+(\d+) kB", file.read_text()) if file.exists() else None
     return int(found.group(1)) * 1024 if found is not None else None

@@ -1,4 +1,4 @@
-"""What other threads tell the engine's."""
+"""Commands from other threads to the engine's thread, and the queue that carries them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ __all__ = [
     "Cancel",
     "Close",
     "Command",
+    "CommandQueue",
     "Continue",
-    "Inbox",
     "Pause",
     "Resume",
     "Sleep",
@@ -26,85 +26,100 @@ __all__ = [
 
 
 class Submit(Struct, frozen=True):
-    """A request is prepared, or could not be."""
+    """A request has been prepared (`error` is None), or preparing it has failed."""
 
     request: Request
     error: DriftError | None
 
 
 class Continue(Struct, frozen=True):
-    """What a constrained request may say next is worked out, or could not be."""
+    """The next token mask of a constrained request has been computed (`error` is None), or that has
+    failed."""
 
     request: Request
     error: DriftError | None
 
 
 class Cancel(Struct, frozen=True):
+    """End a request with finish reason "cancelled"."""
+
     request: Request
 
 
 class Close(Struct, frozen=True):
-    """The driver's deadline has been set, or brought forward."""
+    """The driver's deadline has been set or brought forward: the engine's thread is to look at it."""
 
 
 class Pause(Struct, frozen=True):
-    """Holds steps back until it is taken back, or all pauses are ended by `Resume`."""
+    """Launch no steps until this pause is taken back by `Unpause`, or all pauses are ended by `Resume`.
+    `done` is set when no step is in flight."""
 
     done: Latch
 
 
 class Unpause(Struct, frozen=True):
-    """Takes one pause back; others stay in force."""
+    """Take one pause back; others stay in force."""
 
     pause: Pause
 
 
 class Resume(Struct, frozen=True):
+    """End all pauses."""
+
     done: Latch
 
 
 class Sleep(Struct, frozen=True):
+    """Close the executor once no step is in flight."""
+
     done: Latch
 
 
 class Wake(Struct, frozen=True):
+    """Open the model again; `done` is set with the error if that fails."""
+
     done: Latch
 
 
 Command = Submit | Continue | Cancel | Close | Pause | Unpause | Resume | Sleep | Wake
 
 
-class Inbox:
-    """Commands from any thread, in order. Once closed, nobody is left waiting: whoever waits for a command
-    that will not be carried out is told so."""
+class CommandQueue:
+    """Commands in the order in which they are put, from any thread; one thread gets them.
+
+    Once it is closed, the latch of every command still in it, or put later, is set with EngineClosed, so that
+    no caller waits for a command that will not be carried out.
+    """
 
     def __init__(self) -> None:
-        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._is_closed = False
 
     def put(self, command: Command) -> None:
-        self._commands.put(command)
+        self._queue.put(command)
         if self._is_closed:
-            self._answer()
+            self._reject_all()
 
     def get(self, timeout_s: float | None) -> Command | None:
-        """The next command, waiting `timeout_s` seconds for it (None = for ever); None if there is none."""
+        """The next command. Blocks until there is one, `timeout_s` seconds at most (None = no limit); None if
+        there is none by then."""
         try:
-            return self._commands.get(timeout=timeout_s)
+            return self._queue.get(timeout=timeout_s)
         except queue.Empty:
             return None
 
     def get_nowait(self) -> Command | None:
+        """The next command; None if there is none."""
         try:
-            return self._commands.get_nowait()
+            return self._queue.get_nowait()
         except queue.Empty:
             return None
 
     def close(self) -> None:
         self._is_closed = True
-        self._answer()
+        self._reject_all()
 
-    def _answer(self) -> None:
+    def _reject_all(self) -> None:
         while (command := self.get_nowait()) is not None:
             if isinstance(command, Pause | Resume | Sleep | Wake):
                 command.done.set(EngineClosed("the engine was closed"))

@@ -1,4 +1,4 @@
-"""From what steps bring to text in streams, and how requests end. Used on the engine's thread alone."""
+"""Delivery: step results to text in streams, and the end of requests. Used on the engine's thread only."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from drift_sdk.driver.loop_poster import LoopPoster
 from drift_sdk.driver.request import Request
 from drift_sdk.driver.request_registry import RequestRegistry, failure_of
 from drift_sdk.driver.stats_recorder import StatsRecorder
-from drift_sdk.driver.stream_updates import Outbox, Update
+from drift_sdk.driver.stream_updates import PendingUpdates, Update
 from drift_sdk.driver.text_worker import TextWorker
 from drift_sdk.errors import DriftError, EngineClosed
 from drift_sdk.results import Chunk
@@ -17,33 +17,39 @@ __all__ = ["Delivery"]
 
 
 class Delivery:
-    """The requests that the scheduler knows, and updates for their streams until they are posted."""
+    """The requests that the scheduler knows, and the updates of their streams until they are posted."""
 
     def __init__(
-        self, scheduler: Scheduler, intake: RequestRegistry, recorder: StatsRecorder, text_work: TextWorker
+        self,
+        scheduler: Scheduler,
+        registry: RequestRegistry,
+        stats_recorder: StatsRecorder,
+        text_worker: TextWorker,
     ) -> None:
         self._scheduler = scheduler
-        self._registry = intake
-        self._recorder = recorder
-        self._text_worker = text_work
-        self._active: dict[Sequence, Request] = {}
-        self._outbox = Outbox()
+        self._registry = registry
+        self._stats_recorder = stats_recorder
+        self._text_worker = text_worker
+        self._requests: dict[Sequence, Request] = {}  # those that the scheduler knows
+        self._updates = PendingUpdates()
 
     def enter(self, request: Request, error: DriftError | None) -> None:
-        """A request is prepared, or could not be."""
-        if error is None and not request.is_done:  # it may have been cancelled meanwhile
+        """Hand a prepared request to the scheduler, or end it with the error that preparing it has raised. A
+        request that has been cancelled meanwhile is dropped."""
+        if error is None and not request.is_done:
             assert request.sequence is not None
-            self._active[request.sequence] = request
+            self._requests[request.sequence] = request
             self._scheduler.add(request.sequence)
-            self._recorder.entered(request)
-        self._registry.entered(self.publish_stats)
+            self._stats_recorder.entered(request)
+        self._registry.mark_prepared(self.publish_stats)
         if error is not None and not request.is_done:
             self._fail(request, error)
 
     def extend(self, delta: Delta) -> None:
-        request = self._active[delta.sequence]
+        """Turn a sequence's new tokens into text, and end its request if they end it."""
+        request = self._requests[delta.sequence]
         chunk = request.extend(delta.output)
-        self._recorder.extended(request, delta, chunk)
+        self._stats_recorder.extended(request, delta, chunk)
         if request.is_done:
             self._finish(request, chunk)
             return
@@ -51,65 +57,70 @@ class Delivery:
         if delta.sequence.constraint is not None:
             delta.sequence.awaits_mask = True
             self._text_worker.advance(request, delta.output.token_ids)
-        self._outbox.put(Update(feed=request.feed, chunk=chunk))
+        self._updates.add(Update(stream_updates=request.stream_updates, chunk=chunk))
 
     def release(self, request: Request, error: DriftError | None) -> None:
-        """What a constrained request may say next is worked out, or could not be."""
+        """Let a constrained request be scheduled again, its next mask having been computed, or end it with
+        the error that has raised."""
         if not request.is_done and request.sequence is not None:
             request.sequence.awaits_mask = False
             if error is not None:
                 self._fail(request, error)
 
     def cancel(self, request: Request) -> None:
+        """End a request with finish reason "cancelled", unless it has ended already."""
         if not request.is_done:
             self._finish(request, request.end("cancelled"))
             self._text_worker.abandon(request)
 
     def close(self, failure: BaseException | None) -> None:
-        """End every request: it is told of the failure, or that the engine was closed."""
-        for request in self._registry.live():
+        """End every request, with an ExecutorError that names the failure or with EngineClosed if there is
+        none."""
+        for request in self._registry.live_requests():
             cause = failure_of(failure) if failure is not None else EngineClosed("the engine was closed")
             request.is_done = True
-            self._registry.leave(request)
-            self._recorder.failed(request, cause)
-            self._outbox.put(Update(feed=request.feed, error=cause))
-        self._outbox.post()
-        self._active.clear()
+            self._registry.remove(request)
+            self._stats_recorder.failed(request, cause)
+            self._updates.add(Update(stream_updates=request.stream_updates, error=cause))
+        self._updates.post()
+        self._requests.clear()
 
     @property
     def has_updates(self) -> bool:
-        return self._outbox.has_updates
+        return self._updates.has_any
 
     def post(self) -> None:
-        """Publish the newest stats and send all updates; a loop that has ended frees its requests."""
+        """Publish the newest statistics and send all updates. The requests of an event loop that has ended
+        are dropped."""
         self.publish_stats()
-        for bridge in self._outbox.post():
-            self._forget(bridge)
+        for loop_poster in self._updates.post():
+            self._drop_requests_of(loop_poster)
 
     def publish_stats(self) -> None:
-        self._recorder.publish(self._scheduler)
+        self._stats_recorder.publish(self._scheduler)
 
-    def _forget(self, bridge: LoopPoster) -> None:
-        for request in self._registry.live(bridge):
-            self._drop(request)
+    def _drop_requests_of(self, loop_poster: LoopPoster) -> None:
+        for request in self._registry.live_requests(loop_poster):
+            self._remove(request)
             self._text_worker.abandon(request)
-            self._recorder.deserted(request)
+            self._stats_recorder.deserted(request)
         self.publish_stats()
 
     def _finish(self, request: Request, chunk: Chunk) -> None:
-        self._drop(request)
+        self._remove(request)
         completion = request.completion()
-        self._recorder.finished(request, completion)
-        self._outbox.put(Update(feed=request.feed, chunk=chunk, completion=completion))
+        self._stats_recorder.finished(request, completion)
+        self._updates.add(Update(stream_updates=request.stream_updates, chunk=chunk, completion=completion))
 
     def _fail(self, request: Request, error: DriftError) -> None:
-        self._drop(request)
-        self._recorder.failed(request, error)
-        self._outbox.put(Update(feed=request.feed, error=error))
+        self._remove(request)
+        self._stats_recorder.failed(request, error)
+        self._updates.add(Update(stream_updates=request.stream_updates, error=error))
 
-    def _drop(self, request: Request) -> None:
-        """Off the books, and out of the scheduler where the device has not ended it already."""
+    def _remove(self, request: Request) -> None:
+        """Remove a request from the registry, and from the scheduler if the device has not ended it
+        already."""
         request.is_done = True
-        self._registry.leave(request)
-        if request.sequence is not None and self._active.pop(request.sequence, None) is not None:
+        self._registry.remove(request)
+        if request.sequence is not None and self._requests.pop(request.sequence, None) is not None:
             self._scheduler.remove(request.sequence)

@@ -1,4 +1,4 @@
-"""The engine's thread: schedule, launch, collect, commit, deliver, round after round."""
+"""The engine's thread: it schedules, launches, collects, commits and delivers, round after round."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from drift_sdk.driver.commands import (
     Cancel,
     Close,
     Command,
+    CommandQueue,
     Continue,
-    Inbox,
     Pause,
     Resume,
     Sleep,
@@ -21,7 +21,7 @@ from drift_sdk.driver.commands import (
     Wake,
 )
 from drift_sdk.driver.delivery import Delivery
-from drift_sdk.driver.loaded_model import OpenModel
+from drift_sdk.driver.loaded_model import LoadedModel, OpenModel
 from drift_sdk.driver.loop_poster import Latch
 from drift_sdk.driver.model_opener import ModelOpener
 from drift_sdk.driver.process_hooks import close_at_exit, life_cycle_lock, num_forks
@@ -37,18 +37,19 @@ from drift_sdk.steps import Executor
 __all__ = ["Driver"]
 
 LAUNCH_DEPTH = 2
-"""Steps in flight: one runs while the next is planned and queued behind it."""
+"""Most steps in flight: one runs while the next is planned and queued behind it."""
 
 log = logging.getLogger("drift_sdk")
 
 
 class Driver:
-    """Owns the engine's thread, and on it the executor and the scheduler.
+    """Owns the engine's thread and, on that thread, the executor and the scheduler.
 
-    `submit`, `tell`, `close` and `recorder.read` may be used from any thread. `opened` is set when the
-    model is ready (or with what went wrong), `closed` when the thread has let go of everything.
+    `submit`, `send`, `close` and `stats_recorder.read` may be called from any thread. `opened` is set when
+    the model is ready, or with the error that prevented that; `closed` when the thread has released
+    everything.
 
-    In a forked child the thread does not exist: `is_foreign` is true there, and the driver does nothing.
+    In a forked child the thread does not exist: there `is_from_parent` is true, and the driver does nothing.
     """
 
     def __init__(self, open_model: OpenModel, report: Report, max_queued_requests: int | None) -> None:
@@ -56,36 +57,40 @@ class Driver:
         self.closed = Latch()
         self.model_text: ModelText | None = None
         self.executor_name: str | None = None
-        self._opener = ModelOpener(open_model, report, self._check_wanted)
+        self._opener = ModelOpener(open_model, report, self._check_is_wanted)
         self._registry = RequestRegistry(max_queued_requests)
-        self.recorder = StatsRecorder(self._registry)
-        self._inbox = Inbox()
-        self._text_worker = TextWorker(self.tell)
+        self.stats_recorder = StatsRecorder(self._registry)
+        self._commands = CommandQueue()
+        self._text_worker = TextWorker(self.send)
         self._thread = threading.Thread(target=self._run, name="drift-engine", daemon=True)
         self._num_forks = num_forks()
         self._num_starters = 0
 
         self._executor: Executor | None = None  # None while asleep
         self._delivery: Delivery | None = None  # None until the model is opened
-        self._deadlines: list[float] = []  # of closing, one for each time it was asked for
+        self._deadlines: list[float] = []  # one for each call of `close`; the earliest counts
         self._pauses: set[Pause] = set()
-        self._when_quiet: list[Pause | Sleep] = []  # handled when no step is in flight
+        self._deferred: list[Pause | Sleep] = []  # carried out when no step is in flight
 
     def start(self) -> None:
+        """Start the engine's thread, which opens the model first. Called once."""
         self._thread.start()
         close_at_exit(self)
 
     def join(self, timeout_s: float | None = None) -> None:
+        """Block until the thread has ended, `timeout_s` seconds at most (None = no limit)."""
         self._thread.join(timeout_s)
 
-    def join_in(self) -> bool:
-        """One more task wants the engine open; False if it is closing."""
+    def add_starter(self) -> bool:
+        """Count one more task that wants the engine open. Returns False, and counts nothing, if the driver is
+        closing."""
         with life_cycle_lock():
             self._num_starters += not self.is_closing
             return not self.is_closing
 
-    def leave(self) -> bool:
-        """A task that has joined in was cancelled; closes, and returns True, if it was the only one."""
+    def remove_starter(self) -> bool:
+        """Called when a task that `add_starter` has counted is cancelled. If it was the only one, the driver
+        is closed and True is returned."""
         with life_cycle_lock():
             self._num_starters -= 1
             if self._num_starters:
@@ -95,8 +100,8 @@ class Driver:
             return True
 
     def submit(self, request: Request) -> None:
-        """Take a request in; QueueFull, EngineClosed or ExecutorError if that cannot be."""
-        self._registry.admit(request, lambda: self.recorder.stats)
+        """Admit a request and have it prepared; QueueFull, EngineClosed or ExecutorError if it cannot be."""
+        self._registry.admit(request, lambda: self.stats_recorder.stats)
         assert self.model_text is not None
         try:
             self._text_worker.prepare(request, self.model_text)
@@ -107,59 +112,55 @@ class Driver:
         else:
             return
 
-        raise self._registry.refusal()  # it has closed since the request was admitted
+        raise self._registry.rejection()  # the engine has closed since the request was admitted
 
     @property
     def has_room(self) -> bool:
-        """False if a request would be turned away because the queue is full."""
-        return not self.is_open or self._registry.has_room(self.recorder.stats)
+        """False if a request would be rejected because the queue is full."""
+        return not self.is_open or self._registry.has_room(self.stats_recorder.stats)
 
     @property
     def is_open(self) -> bool:
-        return not self.is_foreign and self._registry.is_open
+        """Whether requests are admitted."""
+        return not self.is_from_parent and self._registry.is_open
 
     @property
     def is_closing(self) -> bool:
+        """Whether `close` has been called, or the thread has ended by itself."""
         return bool(self._deadlines)
 
     @property
-    def is_foreign(self) -> bool:
-        """Whether it was started in a process of which this one is a fork."""
+    def is_from_parent(self) -> bool:
+        """Whether the driver was made by a process that this one is a fork of."""
         return self._num_forks != num_forks()
 
     @property
     def is_over(self) -> bool:
-        return self.is_foreign or self.closed.is_set
+        """Whether the driver will do nothing more."""
+        return self.is_from_parent or self.closed.is_set
 
-    def tell(self, command: Command) -> None:
-        """Have the engine's thread carry out a command; one that comes too late is answered here."""
-        if not self.is_foreign:
-            self._inbox.put(command)
+    def send(self, command: Command) -> None:
+        """Queue a command for the engine's thread. If that has ended, the command's latch, if it has one, is
+        set with EngineClosed."""
+        if not self.is_from_parent:
+            self._commands.put(command)
 
     def close(self, drain_s: float) -> None:
-        """Take no more requests; end once the live ones have, after `drain_s` seconds at the latest."""
-        if self.is_foreign:
+        """Reject new requests, and end the thread once the live ones have ended, after `drain_s` seconds at
+        the latest. Returns at once. May be called again; the earliest deadline counts."""
+        if self.is_from_parent:
             return
 
         # Finalisers call this, whatever locks their thread may hold.
         self._deadlines.append(time.monotonic() + drain_s)
         self._registry.close()
-        self.tell(Close())
+        self.send(Close())
 
     def _run(self) -> None:
+        """The thread's function: open the model, serve, shut down."""
         failure: BaseException | None = None
         try:
-            started_at = time.monotonic()
-            model = self._opener.open()
-            self.model_text, self.executor_name = model.text, model.executor_name
-            self._executor = model.executor
-            self._scheduler = Scheduler(model.scheduling)
-            self._delivery = Delivery(self._scheduler, self._registry, self.recorder, self._text_worker)
-            self.recorder.opened(model, time.monotonic() - started_at)
-            self._delivery.publish_stats()
-            self._registry.open()
-            self.opened.set()
-            self._serve(self._delivery)
+            self._serve(self._open())
         except BaseException as error:
             if self.opened.is_set:
                 log.error("the engine failed: %r", error)
@@ -168,64 +169,95 @@ class Driver:
         finally:
             self._shut_down(failure)
 
-    def _check_wanted(self) -> None:
-        """EngineClosed once nobody waits for the model being loaded: at the deadline of closing, before it if
-        there are no requests to be drained."""
+    def _open(self) -> Delivery:
+        """Open the model and admit requests."""
+        started_at = time.monotonic()
+        model = self._opener.open()
+        self.model_text, self.executor_name = model.text, model.executor_name
+        self._executor = model.executor
+        self._scheduler = Scheduler(model.scheduling)
+        delivery = Delivery(self._scheduler, self._registry, self.stats_recorder, self._text_worker)
+        self._delivery = delivery
+        self.stats_recorder.opened(model, time.monotonic() - started_at)
+        delivery.publish_stats()
+        self._registry.open()
+        self.opened.set()
+        return delivery
+
+    def _check_is_wanted(self) -> None:
+        """Raise EngineClosed while the model is loaded if loading has become pointless: the deadline of
+        closing has passed, or the driver is closing and there are no requests to drain."""
         if self._has_ended():
             raise EngineClosed("the engine was closed while its model was being loaded")
 
     def _serve(self, delivery: Delivery) -> None:
         is_busy = False
         while True:
-            self._receive(delivery, is_idle=not is_busy)
+            self._handle_commands(delivery, is_idle=not is_busy)
             if self._has_ended():
                 return
 
-            is_busy = self._turn(delivery)
+            is_busy = self._run_round(delivery)
 
-    def _turn(self, delivery: Delivery) -> bool:
-        """One round; False if nothing is left to do but to wait for commands."""
-        scheduler, executor = self._scheduler, self._executor
-        if executor is None:
-            self._act_when_quiet()
+    def _run_round(self, delivery: Delivery) -> bool:
+        """Launch one step and collect one, where there are such. Returns False if there is nothing to do
+        until a command comes."""
+        if self._executor is None:
+            self._carry_out_deferred()
             return False
 
-        may_launch = not self._pauses and not self._when_quiet
-        if may_launch and scheduler.num_in_flight < LAUNCH_DEPTH:
-            plan = scheduler.schedule()
-            if plan is not None:
-                executor.launch(plan)
-                if plan.assignments:
-                    delivery.publish_stats()
-                if scheduler.num_in_flight < LAUNCH_DEPTH:
-                    return True
-
-        if scheduler.num_in_flight:
-            result = executor.collect()
-            self.recorder.collected(result)
-            for delta in scheduler.commit(result):
-                delivery.extend(delta)
-            delivery.post()
+        has_launched = self._launch_step(self._executor, delivery)
+        if has_launched and self._scheduler.num_in_flight < LAUNCH_DEPTH:
             return True
 
-        if may_launch and scheduler.has_work and not scheduler.num_held:
+        if self._scheduler.num_in_flight:
+            self._collect_step(self._executor, delivery)
+            return True
+
+        if self._may_launch and self._scheduler.has_work and not self._scheduler.num_held:
             raise RuntimeError("requests wait, nothing is in flight and nothing can be scheduled")
 
-        self._act_when_quiet()
+        self._carry_out_deferred()
         return False
 
-    def _receive(self, delivery: Delivery, *, is_idle: bool) -> None:
-        """Handle every command that waits; when idle, wait for one."""
+    @property
+    def _may_launch(self) -> bool:
+        return not self._pauses and not self._deferred
+
+    def _launch_step(self, executor: Executor, delivery: Delivery) -> bool:
+        """Plan a step and launch it. Returns False if no step may be launched or there is nothing to plan."""
+        if not self._may_launch or self._scheduler.num_in_flight >= LAUNCH_DEPTH:
+            return False
+
+        plan = self._scheduler.schedule()
+        if plan is None:
+            return False
+
+        executor.launch(plan)
+        if plan.assignments:
+            delivery.publish_stats()
+        return True
+
+    def _collect_step(self, executor: Executor, delivery: Delivery) -> None:
+        """Block until the oldest step in flight is done, and deliver its tokens."""
+        result = executor.collect()
+        self.stats_recorder.collected(result)
+        for delta in self._scheduler.commit(result):
+            delivery.extend(delta)
+        delivery.post()
+
+    def _handle_commands(self, delivery: Delivery, *, is_idle: bool) -> None:
+        """Handle every queued command; when idle, block until there is one or the deadline has passed."""
         command: Command | None
         if is_idle and not self._has_ended():
             is_closing = self.is_closing
             timeout_s = max(0.0, min(self._deadlines) - time.monotonic()) if is_closing else None
-            command = self._inbox.get(timeout_s)
+            command = self._commands.get(timeout_s)
         else:
-            command = self._inbox.get_nowait()
+            command = self._commands.get_nowait()
         while command is not None:
             self._handle(command, delivery)
-            command = self._inbox.get_nowait()
+            command = self._commands.get_nowait()
 
         if delivery.has_updates:  # requests have ended without a step
             delivery.post()
@@ -239,62 +271,73 @@ class Driver:
             case Cancel(request):
                 delivery.cancel(request)
             case Close():
-                pass  # the thread is awake
+                pass  # it was sent to wake the thread
             case Pause():
                 self._pauses.add(command)
-                self._when_quiet.append(command)
+                self._deferred.append(command)
             case Unpause(pause):
                 self._pauses.discard(pause)
-                self._when_quiet = [each for each in self._when_quiet if each is not pause]
+                self._deferred = [each for each in self._deferred if each is not pause]
             case Resume(done):
                 self._pauses.clear()
                 done.set()
             case Sleep():
-                self._when_quiet.append(command)
+                self._deferred.append(command)
             case Wake(done):
                 done.set(self._wake())
 
-    def _act_when_quiet(self) -> None:
-        commands, self._when_quiet = self._when_quiet, []
+    def _carry_out_deferred(self) -> None:
+        """Carry out the commands that waited until no step is in flight."""
+        commands, self._deferred = self._deferred, []
         for command in commands:
-            if isinstance(command, Sleep) and self._executor is not None:
-                started_at = time.monotonic()
-                self._scheduler.forget_kv()
-                self._executor.close()
-                self._executor = None
-                self.recorder.publish(self._scheduler)
-                log.info("asleep in %.2f s: weights and KV cache are freed", time.monotonic() - started_at)
+            if isinstance(command, Sleep):
+                self._fall_asleep()
             command.done.set()
 
-    def _wake(self) -> Exception | None:
-        """Open the model again, unless it is open; what went wrong."""
+    def _fall_asleep(self) -> None:
+        """Free weights and KV cache, unless they are freed already."""
         if self._executor is None:
-            started_at = time.monotonic()
-            try:
-                model = self._opener.open_again()
-            except Exception as error:
-                return error
+            return
 
-            self._executor, self.model_text = model.executor, model.text
-            log.info("awake in %.2f s", time.monotonic() - started_at)
+        started_at = time.monotonic()
+        self._scheduler.forget_kv()
+        self._executor.close()
+        self._executor = None
+        self.stats_recorder.publish(self._scheduler)
+        log.info("asleep in %.2f s: weights and KV cache are freed", time.monotonic() - started_at)
+
+    def _wake(self) -> Exception | None:
+        """Open the model again, unless it is open. Returns the error if that fails."""
+        if self._executor is not None:
+            return None
+
+        started_at = time.monotonic()
+        try:
+            model: LoadedModel = self._opener.open_again()
+        except Exception as error:
+            return error
+
+        self._executor, self.model_text = model.executor, model.text
+        log.info("awake in %.2f s", time.monotonic() - started_at)
         return None
 
     def _has_ended(self) -> bool:
-        """Whether it is closing, and the requests have ended or the time for that has."""
+        """Whether the driver is closing, and either the last request has ended or the deadline has passed."""
         if not self._deadlines:
             return False
 
         return self._registry.is_empty or time.monotonic() >= min(self._deadlines)
 
     def _shut_down(self, failure: BaseException | None) -> None:
-        self._deadlines.append(time.monotonic())  # from now on no task joins in
+        """End all requests, text threads and commands, and free the executor."""
+        self._deadlines.append(time.monotonic())  # from now on `add_starter` returns False
         self._registry.close(failure if not isinstance(failure, EngineClosed) else None)
         if self._delivery is not None:
             self._delivery.close(failure)
         self._text_worker.close()
-        for command in self._when_quiet:
-            self.tell(command)
-        self._inbox.close()
+        for command in self._deferred:
+            self.send(command)
+        self._commands.close()
         try:
             if self._executor is not None:
                 self._executor.close()
@@ -303,14 +346,14 @@ class Driver:
         finally:
             self._executor = None
             if self.executor_name is not None:
-                self.recorder.closed()
+                self.stats_recorder.closed()
             self.opened.set(failure)
             self.closed.set()
 
 
 def clear_frames(error: BaseException | None) -> None:
-    """Clear the variables of the frames that an error and its causes were raised through: who keeps the error
-    shall not keep weights and caches."""
+    """Clear the local variables of the frames that an error and its causes were raised through, so that an
+    error that is kept keeps no weights and caches."""
     cleared: list[BaseException] = []
     while error is not None and error not in cleared:
         cleared.append(error)

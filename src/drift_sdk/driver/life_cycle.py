@@ -1,4 +1,4 @@
-"""Starting and closing, by any number of tasks of any loops at once."""
+"""Starting and closing an engine, by any number of tasks of any event loops at once."""
 
 from __future__ import annotations
 
@@ -14,22 +14,25 @@ __all__ = ["LifeCycle"]
 
 
 class LifeCycle:
-    """Which driver an engine has; None while it is closed.
+    """The driver of an engine: `driver`, None while the engine is closed.
 
-    A driver is started by the first `start`; later ones join in. Once it is closing nobody joins: a `start`
-    waits for the end and then makes a new one.
+    The first `start` makes and starts a driver, and later ones share it. While a driver is closing, `start`
+    waits for its end and then makes a new one. `was_started`: whether there has ever been a driver.
     """
 
     def __init__(self) -> None:
         self.driver: Driver | None = None
+        self.was_started = False
 
     async def start(self, make_driver: Callable[[], Driver]) -> None:
-        driver = await self._join(make_driver)
+        """Wait until a driver has opened its model. Raises the error of opening, or EngineClosed if it is
+        closed meanwhile. If the task is cancelled, the driver is closed unless another task starts it too."""
+        driver = await self._share_driver(make_driver)
         try:
             error = await driver.opened.wait_shielded()
-            await checkpoint_if_cancelled()  # anyio's and trio's cancellation, which has been held off
+            await checkpoint_if_cancelled()  # anyio's and trio's cancellation was held off until here
         except BaseException:
-            if driver.leave():
+            if driver.remove_starter():
                 await self._finish(driver)
             raise
 
@@ -41,38 +44,42 @@ class LifeCycle:
             raise EngineClosed("the engine was closed while it was starting")
 
     async def aclose(self, drain_s: float) -> None:
+        """Close the driver, if there is one, and wait for its end. Live requests may go on for `drain_s`
+        seconds."""
         driver = self.driver
         if driver is None:
             return
 
-        if driver.is_foreign:  # the parent's: there is nothing to close in this process
+        if driver.is_from_parent:  # there is nothing to close in this process
             self.driver = None
             return
 
         driver.close(drain_s)
         await self._finish(driver)
 
-    async def _join(self, make_driver: Callable[[], Driver]) -> Driver:
+    async def _share_driver(self, make_driver: Callable[[], Driver]) -> Driver:
+        """The driver that is starting or open, counted as wanted by this task; a new one if there is none."""
         while True:
             with life_cycle_lock():
                 driver = self.driver
                 if driver is None or driver.is_over:
                     driver = self.driver = make_driver()
-                    driver.join_in()
+                    self.was_started = True
+                    driver.add_starter()
                     driver.start()
                     return driver
 
-                if driver.join_in():
+                if driver.add_starter():
                     return driver
 
             await driver.closed.wait()
 
     async def _finish(self, driver: Driver) -> None:
-        """Wait for the end of a driver that is closing."""
+        """Wait for the end of a driver that is closing, and forget it."""
         try:
             await driver.closed.wait_shielded()
         finally:
             driver.join()
             with life_cycle_lock():
-                if self.driver is driver:  # another task may have started the engine anew meanwhile
+                if self.driver is driver:  # another task may have started the engine again
                     self.driver = None

@@ -1,4 +1,4 @@
-"""A model ready to serve, and how one is asked for."""
+"""A model that is ready to serve, and the protocol of functions that open one."""
 
 from __future__ import annotations
 
@@ -16,11 +16,17 @@ __all__ = ["LoadedModel", "OpenModel", "with_limits"]
 
 
 class LoadedModel(Struct, frozen=True, kw_only=True):
-    """A model ready to serve: how it runs, how it is scheduled, and its text.
+    """A model that is ready to serve.
 
-    `fallback` says why "auto" chose a slower executor than the device allows; None if it did not.
-    `untuned_shapes`: of weights whose kernels were never measured on this GPU, or cannot be run as measured.
-    `start_seconds`: stages of opening it and how long each took, in order.
+    executor:       runs its steps.
+    executor_name:  "graph", "eager" or "scripted".
+    scheduling:     how its sequences are scheduled.
+    text:           tokenizer, chat template and what else turns text into tokens and back.
+    fallback:       why executor="auto" chose a slower executor than this kind of device allows; None if it
+                    did not.
+    untuned_shapes: shapes of weights whose kernels were never measured on this GPU, or cannot be run as
+                    measured.
+    start_seconds:  stages of opening it and the seconds that each took, in order.
     """
 
     executor: Executor
@@ -33,16 +39,21 @@ class LoadedModel(Struct, frozen=True, kw_only=True):
 
 
 class OpenModel(Protocol):
-    """Opens a model on the engine's thread, reporting (stage, fraction done) as it goes.
+    """A function that opens a model. It is called on the engine's thread.
 
-    `limits`: those of an earlier opening, which are kept instead of being worked out from the memory free
-    now."""
+    report: to be called with each stage and the fraction of it that is done, 0 to 1.
+    limits: None at the start. When the engine wakes up, those of the start: they are kept, instead of being
+            computed from the memory that is free now.
+
+    Raises ModelLoadError or ConfigError.
+    """
 
     def __call__(self, report: Report, limits: ExecutorLimits | None = None) -> LoadedModel: ...
 
 
 def with_limits(config: EngineConfig, limits: ExecutorLimits | None) -> EngineConfig:
-    """The config that asks for these limits, whatever memory is free."""
+    """The config with the context and KV cache of these limits, which then do not depend on the memory that
+    is free; None: the config itself."""
     if limits is None:
         return config
 

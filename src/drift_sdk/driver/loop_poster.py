@@ -1,4 +1,4 @@
-"""From the engine's thread into a caller's event loop, without ever waiting for it."""
+"""Calls from other threads into a caller's event loop, which never wait for that loop."""
 
 from __future__ import annotations
 
@@ -18,25 +18,36 @@ class LoopClosed(Exception):
 
 
 class LoopPoster:
-    """Posts calls to one event loop (asyncio, uvloop or trio), `loop`."""
+    """Posts calls to one event loop, `loop`: an asyncio or uvloop loop, or a trio token."""
 
-    __slots__ = ("_post", "loop")
+    __slots__ = ("_is_asyncio", "_post", "loop")
 
     def __init__(self, loop: Any) -> None:
         self.loop = loop
-        is_asyncio = isinstance(loop, asyncio.AbstractEventLoop)
-        self._post = loop.call_soon_threadsafe if is_asyncio else loop.run_sync_soon
+        self._is_asyncio = isinstance(loop, asyncio.AbstractEventLoop)
+        self._post = loop.call_soon_threadsafe if self._is_asyncio else loop.run_sync_soon
 
     @classmethod
     def current(cls) -> LoopPoster:
-        """The bridge to the running loop; RuntimeError outside one."""
+        """A poster to the running loop; RuntimeError outside an event loop."""
         try:
             return cls(current_token().native_token)
         except (anyio.NoEventLoopError, RuntimeError):
             raise RuntimeError("call this from a coroutine: no event loop is running here") from None
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller runs on this loop. Cheap on asyncio: it is asked for every chunk."""
+        try:
+            if self._is_asyncio:
+                return asyncio.get_running_loop() is self.loop
+
+            return current_token().native_token is self.loop
+        except (anyio.NoEventLoopError, RuntimeError):
+            return False
+
     def post(self, function: Callable[..., object], *args: object) -> None:
-        """Have the loop call `function(*args)` soon; `LoopClosed` if it never will."""
+        """Have the loop call `function(*args)` soon; `LoopClosed` if the loop has ended. From any thread."""
         try:
             self._post(function, *args)
         except RuntimeError as error:  # trio.RunFinishedError is one too
@@ -44,7 +55,7 @@ class LoopPoster:
 
 
 class Latch:
-    """Set once by any thread, awaited by any number of tasks of any loop."""
+    """Set once by any thread, awaited by any number of tasks of any event loop."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -53,18 +64,19 @@ class Latch:
         self.is_set = False
 
     def set(self, error: BaseException | None = None) -> None:
+        """Set it, and resume the tasks that wait; `error` is what their `wait` returns."""
         with self._lock:
             self.is_set, self._error = True, error
             waiters, self._waiters = self._waiters, []
 
-        for bridge, event in waiters:
+        for loop_poster, event in waiters:
             try:
-                bridge.post(event.set)
+                loop_poster.post(event.set)
             except LoopClosed:
                 continue
 
     async def wait(self) -> BaseException | None:
-        """Wait until set; what it was set with."""
+        """Wait until it is set; the error it was set with, or None."""
         with self._lock:
             if self.is_set:
                 return self._error
@@ -76,8 +88,9 @@ class Latch:
         return self._error
 
     async def wait_shielded(self) -> BaseException | None:
-        """Wait until set, through any cancellation; asyncio's own (task.cancel, wait_for, TaskGroup), which
-        anyio's shield does not hold off, is raised afterwards."""
+        """Wait until it is set even if the task is cancelled; the cancellation is raised afterwards. That
+        includes asyncio's native cancellation (task.cancel, wait_for, TaskGroup), which anyio's shields do
+        not hold off."""
         cancelled: BaseException | None = None
         while True:
             try:

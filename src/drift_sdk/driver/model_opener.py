@@ -1,4 +1,4 @@
-"""Opening a driver's model, at the start and after sleeping. Runs on the engine's thread."""
+"""Opens a driver's model, at the start and again after it has slept. Used on the engine's thread."""
 
 from __future__ import annotations
 
@@ -17,35 +17,37 @@ from drift_sdk.steps import ExecutorLimits
 __all__ = ["ModelOpener"]
 
 INTERRUPTIBLE = ("find", "load tokenizer", "load weights")
-"""Stages before there is an executor, which would have to be closed."""
+"""Stages in which opening may be interrupted: there is no executor yet that would have to be closed."""
 
 
 class ModelOpener:
-    """Opens the model with a clock running over the stages it reports.
+    """Opens the model and times the stages that it reports.
 
-    `check_wanted` is called as long as nothing but files has been opened; what it raises ends the opening.
+    check_is_wanted: called at each report of the `INTERRUPTIBLE` stages; an exception that it raises ends the
+                     opening.
     """
 
-    def __init__(self, open_model: OpenModel, report: Report, check_wanted: Callable[[], None]) -> None:
+    def __init__(self, open_model: OpenModel, report: Report, check_is_wanted: Callable[[], None]) -> None:
         self._open_model = open_model
         self._report = report
-        self._check_wanted = check_wanted
+        self._check_is_wanted = check_is_wanted
 
     def open(self) -> LoadedModel:
         """Open the model for the first time."""
         model = self._open(self._open_model)
-        # Not the executor, which is freed while the engine sleeps.
+        # Without the executor, which is freed while the engine sleeps.
         self._executor_name, self._limits = model.executor_name, model.executor.limits
         self._scheduling, self._text = model.scheduling, model.text
         return model
 
     def open_again(self) -> LoadedModel:
-        """Open the model with the limits of the first time; ModelLoadError unless the requests of that time
-        can go on with it. Other weights, chat template or default parameters are no obstacle."""
+        """Open the model with the limits of the first opening. Raises ModelLoadError if requests that began
+        with the first one could not continue with it; other weights, another chat template and other default
+        parameters are allowed."""
         limits = self._limits
         try:
             model = self._open(lambda report: self._open_model(report, limits))
-        except ConfigError as error:  # what could be had with this config no longer can
+        except ConfigError as error:  # it did work with this config at the start
             raise ModelLoadError(f"the model cannot be opened as it was at the start: {error}") from error
 
         try:
@@ -54,14 +56,14 @@ class ModelOpener:
             model.executor.close()
             raise
 
-        # Grammars in use are compiled for the tokenizer of the first time, which is equal.
+        # Grammars in use were compiled for the tokenizer of the first opening, which is equal.
         text = msgspec.structs.replace(model.text, tokenizer=self._text.tokenizer)
         return msgspec.structs.replace(model, text=text)
 
     def _open(self, open_model: Callable[[Report], LoadedModel]) -> LoadedModel:
         def report(stage: str, fraction: float) -> None:
             if stage in INTERRUPTIBLE:
-                self._check_wanted()
+                self._check_is_wanted()
             self._report(stage, fraction)
 
         clock = StageClock(report)
@@ -69,18 +71,19 @@ class ModelOpener:
             model = open_model(clock)
         except Exception:
             raise
-        except BaseException as error:  # a library's, such as pyo3's PanicException
+        except BaseException as error:  # of a library, such as pyo3's PanicException
             raise ModelLoadError(f"the model cannot be opened: {error!r}") from error
 
         return msgspec.structs.replace(model, start_seconds=clock.seconds)
 
     def _check_same(self, model: LoadedModel) -> None:
+        """ModelLoadError for the first difference to the model of the first opening."""
         compare("executor", self._executor_name, model.executor_name)
         for name in ModelText.__struct_fields__:
             if name not in ("tokenizer", "chat_template", "default_params"):
                 compare(name, getattr(self._text, name), getattr(model.text, name))
         for name in SchedulerConfig.__struct_fields__:
-            if name != "round_costs":  # measured anew
+            if name != "round_costs":  # measured at each opening
                 compare(name, getattr(self._scheduling, name), getattr(model.scheduling, name))
         compare_limits(self._limits, model.executor.limits)
         compare("tokenizer", self._text.tokenizer.fingerprint, model.text.tokenizer.fingerprint)
@@ -92,5 +95,6 @@ def compare_limits(first: ExecutorLimits, found: ExecutorLimits) -> None:
 
 
 def compare(name: str, first: object, found: object) -> None:
+    """ModelLoadError if a property differs from that of the first opening."""
     if first != found:
         raise ModelLoadError(f"the model has changed since the start: {name}={found!r}, was {first!r}")

@@ -1,8 +1,8 @@
-"""Process-wide hooks: open engines are closed before the interpreter exits, and forks are noticed.
+"""Process-wide hooks: they close open engines before the interpreter exits, and count forks.
 
 A daemon thread that returns from native code while the interpreter is being finalised is ended by
 `pthread_exit`, which aborts the process if there are C++ or Rust frames on its stack. `atexit` hooks run
-before finalisation, while daemon threads still work, so engines are closed there.
+before finalisation, while daemon threads still run, so engines are closed there.
 
 In a forked child none of the parent's threads exist, and any lock may be held by one of them. Objects of the
 parent are therefore never used in the child: they remember `num_forks()` and compare.
@@ -20,21 +20,23 @@ from weakref import WeakSet
 __all__ = ["EXIT_TIMEOUT_S", "close_at_exit", "life_cycle_lock", "num_forks"]
 
 EXIT_TIMEOUT_S = 20.0
-"""Most seconds that open engines delay the exit, all of them together."""
+"""Most seconds that all open engines together delay the exit."""
 
 
 class Closable(Protocol):
+    """An object that has a thread: `close` asks it to end and returns at once, `join` waits for its end."""
+
     def close(self, drain_s: float) -> None: ...
 
     def join(self, timeout_s: float | None = None) -> None: ...
 
 
 class ProcessState:
-    """What belongs to this process alone; a forked child begins with a new one."""
+    """State of this process alone; a forked child begins with a new object."""
 
     def __init__(self, num_forks: int) -> None:
         self.num_forks = num_forks
-        # Reentrant: a section may be interrupted by the collector, and that by an engine's finaliser.
+        # Reentrant: the garbage collector may run within a locked section, and an engine's finaliser in it.
         self.lock = threading.RLock()
         self.open: WeakSet[Closable] = WeakSet()
 
@@ -48,16 +50,19 @@ def num_forks() -> int:
 
 
 def life_cycle_lock() -> threading.RLock:
-    """Guards every engine's transitions between closed, starting, open and closing; held for moments only."""
+    """The lock of every engine's transitions between closed, starting, open and closing. No one waits while
+    holding it."""
     return _state.lock
 
 
 def close_at_exit(each: Closable) -> None:
-    """Close it before the interpreter exits, if it still exists then. Closing twice must do no harm."""
+    """Have an object closed before the interpreter exits, if it still exists then. It may have been closed
+    before: closing twice must do no harm."""
     _state.open.add(each)
 
 
 def close_all() -> None:
+    """Close all open engines, and wait for their ends for `EXIT_TIMEOUT_S` seconds at most."""
     deadline = time.monotonic() + EXIT_TIMEOUT_S
     open_ones = list(_state.open)
     for each in open_ones:
@@ -67,6 +72,7 @@ def close_all() -> None:
 
 
 def begin_child() -> None:
+    """Called in a forked child: no engine of the parent is open there."""
     global _state
     _state = ProcessState(_state.num_forks + 1)
 

@@ -1,4 +1,4 @@
-"""Prompts: from what a caller gives to token ids."""
+"""Prompts as callers give them, and their token ids."""
 
 from __future__ import annotations
 
@@ -7,22 +7,32 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec import Struct
 
-from drift_sdk.errors import PromptTooLong, RequestError
+from drift_sdk.errors import PromptTooLong, RequestError, short_repr
 from drift_sdk.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # their libraries would make up most of the package's import time
     from drift_sdk.text.chat import ChatTemplate
     from drift_sdk.text.tokenizer import Tokenizer
 
-__all__ = ["ChatPrompt", "ModelText", "Prompt", "TextPrompt", "TokenPrompt"]
+__all__ = ["ChatPrompt", "ModelText", "Prompt", "TextPrompt", "TokenPrompt", "as_prompt"]
 
-LONG = 8
-"""Characters for each token of the context: shorter texts are tokenised to see whether they fit. Few texts
-that fit are longer, so the rest may cost the time it takes to read the vocabulary once."""
+MAX_CHARS_PER_TOKEN = 8
+"""A text of at most this many characters for each token of the context is tokenised to find out whether it
+fits. Longer texts rarely fit; before one is tokenised, the least number of its tokens is computed, which
+takes one pass over the vocabulary."""
 
 
 class ModelText(Struct, frozen=True, kw_only=True):
-    """What a model brings for turning requests into sequences and tokens into text."""
+    """The parts of a model that turn requests into sequences and tokens into text.
+
+    tokenizer:      text to token ids and back.
+    chat_template:  messages to text; None if the model has none.
+    eos_token_ids:  token ids that end a completion.
+    max_model_len:  most tokens of prompt and completion together.
+    vocab_size:     token ids of the model are from 0 to vocab_size - 1.
+    default_params: parameters of requests that give none.
+    has_drafts:     whether the engine speculates.
+    """
 
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
@@ -34,16 +44,19 @@ class ModelText(Struct, frozen=True, kw_only=True):
 
 
 class Prompt(Protocol):
-    """What a request begins with. `field`: the caller's argument it comes from."""
+    """A prompt. `field` is the name of the caller's argument that it comes from, for error messages."""
 
     @property
     def field(self) -> str: ...
 
     def token_ids(self, model: ModelText) -> list[int]:
-        """Runs on a text thread. RequestError if there are none for this model."""
+        """The prompt's token ids. Runs on a text thread. RequestError if the prompt does not fit the
+        model."""
 
 
 class TextPrompt(Struct, frozen=True):
+    """A text, which is tokenised with the model's special tokens (such as BOS) added."""
+
     text: str
     field = "prompt"
 
@@ -52,16 +65,22 @@ class TextPrompt(Struct, frozen=True):
 
 
 class TokenPrompt(Struct, frozen=True):
+    """Token ids, used as they are."""
+
     ids: tuple[int, ...]
     field = "prompt"
 
     def token_ids(self, model: ModelText) -> list[int]:
         check_length(len(self.ids), model)
-        return checked_ids(self.ids, model.vocab_size)
+        return checked_ids(self.ids, model, given=list(self.ids))
 
 
 class ChatPrompt(Struct, frozen=True):
-    """messages, tools, template_args: plain data that nobody else can change."""
+    """A conversation, which the model's chat template renders and which is then tokenised without special
+    tokens added.
+
+    messages, tools, template_args: plain data that no other object refers to.
+    """
 
     messages: list[Mapping[str, Any]]
     tools: list[Mapping[str, Any]] | None
@@ -73,19 +92,59 @@ class ChatPrompt(Struct, frozen=True):
             allowed = "a model with a chat template; use generate()"
             raise RequestError.of("messages", len(self.messages), allowed)
 
-        text = model.chat_template.render(self.messages, tools=self.tools, template_args=self.template_args)
-        return encode(text, model, add_special_tokens=False)
+        return encode(self._render(model.chat_template), model, add_special_tokens=False)
+
+    def _render(self, template: ChatTemplate) -> str:
+        try:
+            return template.render(self.messages, tools=self.tools, template_args=self.template_args)
+        except RequestError as error:
+            # Many templates take strings only, and what they raise for a list does not say so.
+            indices = (i for i, message in enumerate(self.messages) if is_list_of_parts(message))
+            index = next(indices, None)
+            if error.field != "messages" or index is None:
+                raise
+
+            allowed = "a string: the model's chat template does not take a list of parts"
+            field = f"messages[{index}].content"
+            value = self.messages[index]["content"]
+            raise RequestError.of(field, value, f"{allowed} ({error.__cause__ or error})") from error
+
+
+def as_prompt(prompt: str | Sequence[int]) -> Prompt:
+    """The prompt as a value. RequestError for what is neither a text nor a sequence of ids."""
+    allowed = "a string or a sequence of token ids"
+    if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Sequence):
+        raise RequestError.of("prompt", prompt, allowed)
+
+    if isinstance(prompt, str):
+        return TextPrompt(prompt)
+
+    if len(prompt) and isinstance(prompt[0], Mapping):
+        raise RequestError.of("prompt", prompt, f"{allowed}; chat() takes messages")
+
+    if len(prompt) and isinstance(prompt[0], str | list | tuple):
+        raise RequestError.of("prompt", prompt, f"{allowed}; map() takes several prompts")
+
+    return TokenPrompt(tuple(prompt))
+
+
+def is_list_of_parts(message: object) -> bool:
+    """Whether a message's content has the form [{"type": "text", "text": ...}, ...]."""
+    return isinstance(message, Mapping) and isinstance(message.get("content"), list)
 
 
 def encode(text: str, model: ModelText, *, add_special_tokens: bool) -> list[int]:
-    if len(text) > LONG * model.max_model_len:
+    """Token ids of a text; RequestError if they do not fit the model."""
+    if len(text) > MAX_CHARS_PER_TOKEN * model.max_model_len:
         check_length(model.tokenizer.min_num_tokens(text), model, "at least ")
     ids = model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
     check_length(len(ids), model)
-    return checked_ids(ids, model.vocab_size)
+    return checked_ids(ids, model, given=text)
 
 
 def check_length(num_tokens: int, model: ModelText, bound: str = "") -> None:
+    """PromptTooLong for a prompt that leaves no room for a token. `bound`: words before the number in the
+    message."""
     if num_tokens >= model.max_model_len:
         allowed = f"at most {model.max_model_len - 1} tokens (max_model_len - 1)"
         raise PromptTooLong(
@@ -96,12 +155,17 @@ def check_length(num_tokens: int, model: ModelText, bound: str = "") -> None:
         )
 
 
-def checked_ids(ids: Sequence[int], vocab_size: int) -> list[int]:
-    prompt_ids = list(ids)
-    is_ids = all(type(token_id) is int and 0 <= token_id < vocab_size for token_id in prompt_ids)
-    if not prompt_ids or not is_ids:
-        found = next((i for i in prompt_ids if type(i) is not int or not 0 <= i < vocab_size), None)
-        allowed = f"at least one token id, each from 0 to {vocab_size - 1}"
-        raise RequestError.of("prompt", found if prompt_ids else "", allowed)
+def checked_ids(ids: Sequence[int], model: ModelText, *, given: str | Sequence[int]) -> list[int]:
+    """The ids as a list. RequestError if there are none, with `given` as the prompt, and for the first that
+    is not a token id of the model, with its index."""
+    allowed = f"token id from 0 to {model.vocab_size - 1}"
+    if not ids:
+        raise RequestError.of("prompt", given, f"at least one {allowed}")
 
-    return prompt_ids
+    for index, token_id in enumerate(ids):
+        if type(token_id) is not int or not 0 <= token_id < model.vocab_size:
+            place = f"prompt[{index}]" if not isinstance(given, str) else f"prompt: token {index}"
+            message = f"{place}={short_repr(token_id)}: expected a {allowed}"
+            raise RequestError(message, field="prompt", value=token_id, allowed=f"a {allowed}")
+
+    return list(ids)

@@ -1,4 +1,4 @@
-"""A request on the engine's side: from prompt to sequence, from tokens to text."""
+"""A request on the engine's side: turns the prompt into a sequence, and tokens into text."""
 
 from __future__ import annotations
 
@@ -25,9 +25,18 @@ __all__ = ["ModelText", "Request", "slot_sampling"]
 
 
 class Request:
-    """One request. `prepare` and `advance` run on text threads, all else on the engine's."""
+    """One request. `prepare` and `advance` run on text threads, all else on the engine's thread.
+
+    request_id:     its name in logs and in the completion.
+    arrival:        number of requests that were submitted to the engine before it.
+    prompt, params: as the caller gave them; params may be the model's defaults.
+    seed:           of its sampling: that of params, or drawn.
+    stream_updates: the reading end of its stream.
+    tool_names:     names of the tools that the caller gave; None = tool calls are not looked for.
+    """
 
     __slots__ = (
+        "_arrival",
         "_completion_ids",
         "_constraint",
         "_detokenizer",
@@ -41,16 +50,15 @@ class Request:
         "_stop_reason",
         "_text",
         "_tool_names",
-        "feed",
         "is_done",
         "last_chunk_at",
         "params",
         "request_id",
         "seed",
         "sequence",
+        "stream_updates",
         "submitted_at",
         "text_field",
-        "_arrival",
     )
 
     def __init__(
@@ -61,19 +69,18 @@ class Request:
         prompt: Prompt,
         params: SamplingParams,
         seed: int,
-        feed: StreamUpdates,
+        stream_updates: StreamUpdates,
         tool_names: frozenset[str] | None = None,
     ) -> None:
-        """`tool_names`: None leaves tool calls in the text alone."""
         self.request_id = request_id
         self.params = params
         self.seed = seed
-        self.feed = feed
+        self.stream_updates = stream_updates
         self.sequence: Sequence | None = None
         self.submitted_at = time.monotonic()
-        self.last_chunk_at: float | None = None  # the recorder's
+        self.last_chunk_at: float | None = None  # set by StatsRecorder; time.monotonic()
         self.is_done = False
-        self.text_field = prompt.field  # what a text thread is working on
+        self.text_field = prompt.field  # the argument that a text thread is working on
         self._arrival = arrival
         self._prompt = prompt
         self._tool_names = tool_names
@@ -88,22 +95,12 @@ class Request:
         self._drafts: DraftCount | None = None
 
     def prepare(self, model: ModelText) -> None:
-        """Tokenise and set up the sequence; RequestError if prompt or parameters do not fit the model."""
+        """Tokenise the prompt, compile the grammar and make the sequence. RequestError if prompt or
+        parameters do not fit the model."""
         prompt_ids = self._prompt.token_ids(model)
+        self._compile_grammar(model)
         params = self.params
-        if params.grammar is not None:
-            self.text_field = "grammar"
-            from drift_sdk.text.grammar import constrain  # what it needs may not be installed
-
-            self._constraint = constrain(
-                params.grammar,
-                model.tokenizer,
-                vocab_size=model.vocab_size,
-                eos_token_ids=model.eos_token_ids,
-                ignore_eos=params.ignore_eos,
-            )
-
-        # A grammar says itself where the text may end.
+        # The grammar decides where the text may end; the end-of-sequence ids must then stay possible.
         has_eos = not params.ignore_eos or self._constraint is not None
         eos_token_ids = model.eos_token_ids if has_eos else ()
         self._detokenizer = model.tokenizer.detokenizer()
@@ -119,25 +116,41 @@ class Request:
             max_draft_tokens=params.num_draft_tokens,
             sampling=slot_sampling(
                 params,
+                model,
                 seed=self.seed,
                 num_prompt_tokens=len(prompt_ids),
-                max_model_len=model.max_model_len,
-                vocab_size=model.vocab_size,
                 eos_token_ids=eos_token_ids,
             ),
         )
 
+    def _compile_grammar(self, model: ModelText) -> None:
+        if self.params.grammar is None:
+            return
+
+        self.text_field = "grammar"
+        from drift_sdk.text.grammar import constrain  # imported here: llguidance may not be installed
+
+        self._constraint = constrain(
+            self.params.grammar,
+            model.tokenizer,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            ignore_eos=self.params.ignore_eos,
+        )
+
     def advance(self, token_ids: tuple[int, ...]) -> None:
-        """Follow a constraint along newly generated tokens; runs on a text thread, one call at a time."""
+        """Advance the constraint by newly generated tokens. Runs on a text thread, one call at a time."""
         assert self._constraint is not None
         self._constraint.advance(token_ids)
 
     @property
     def has_drafts(self) -> bool:
+        """Whether the engine speculates; False before `prepare`."""
         return self._drafts is not None
 
     def extend(self, output: SlotOutput) -> Chunk:
-        """Take in newly generated tokens; the chunk's finish reason says whether the request has ended."""
+        """Turn newly generated tokens into a chunk. The chunk's finish reason tells whether they end the
+        request."""
         if self._drafts is not None:
             self._drafts.add(output.num_drafted, output.num_accepted)
         token_ids, logprobs = output.token_ids, output.logprobs
@@ -150,31 +163,31 @@ class Request:
         shown_ids = token_ids
         if finish == "stop":
             self._stop_reason = token_ids[-1]
-            # A stop token ends the text before itself, as a stop string does.
+            # The text is cut before a stop token, as before a stop string.
             if not self.params.include_stop:
                 shown_ids = token_ids[:-1]
 
         if self._matcher is None:
             text = self._detokenizer.push(shown_ids)
         else:
-            text, num_used, stop = self._match(self._matcher, shown_ids)
+            text, num_used, stop = self._match_stops(self._matcher, shown_ids)
             if stop is not None:
                 token_ids, finish = token_ids[:num_used], "stop"
                 self._stop_reason = stop
                 logprobs = logprobs[:num_used] if logprobs is not None else None
 
         if finish is not None:
-            text += self._rest(is_stopped=isinstance(self._stop_reason, str))
+            text += self._remaining_text(is_stopped=isinstance(self._stop_reason, str))
 
         return self._record(text, token_ids, logprobs, finish)
 
     def end(self, finish: FinishReason) -> Chunk:
-        """The last chunk of a request that ends without a further token."""
-        text = self._rest(is_stopped=False) if self.sequence is not None else ""
+        """End the request without a further token; returns its last chunk."""
+        text = self._remaining_text(is_stopped=False) if self.sequence is not None else ""
         return self._record(text, (), None, finish)
 
     def completion(self) -> Completion:
-        """All of a finished request."""
+        """The completion of a request that has ended."""
         assert self._finish_reason is not None
         now = time.monotonic()
         sequence = self.sequence
@@ -208,14 +221,15 @@ class Request:
         )
 
     def _satisfied_schema(self) -> JsonSchema | None:
-        """The schema if the grammar came to its end: a stop string or another stop id cuts the text short."""
+        """The request's schema if the text is complete, that is, if the grammar's end-of-sequence id ended
+        it: a stop string or another stop id cuts the text short."""
         grammar, constraint = self.params.grammar, self._constraint
         is_complete = constraint is not None and self._stop_reason in constraint.eos_token_ids
         return grammar if is_complete and isinstance(grammar, JsonSchema) else None
 
-    def _match(self, matcher: StopMatcher, token_ids: tuple[int, ...]) -> tuple[str, int, str | None]:
-        """Text, how many tokens it took, and the stop string that ended it: token by token, so that tokens
-        emitted together past a stop string are left out."""
+    def _match_stops(self, matcher: StopMatcher, token_ids: tuple[int, ...]) -> tuple[str, int, str | None]:
+        """(text, number of tokens used, the stop string that ended the text or None). Tokens are matched one
+        by one, so that those emitted in the same step behind a stop string are left out."""
         texts: list[str] = []
         num_unmatched = self.params.min_tokens - len(self._completion_ids)
         for index, token_id in enumerate(token_ids):
@@ -228,8 +242,8 @@ class Request:
 
         return "".join(texts), len(token_ids), None
 
-    def _rest(self, *, is_stopped: bool) -> str:
-        """What detokeniser and stop matcher still hold back at the end."""
+    def _remaining_text(self, *, is_stopped: bool) -> str:
+        """Text that detokeniser and stop matcher still hold back at the end; none behind a stop string."""
         if is_stopped:
             return ""
 
@@ -247,6 +261,7 @@ class Request:
         logprobs: tuple[TokenLogprobs, ...] | None,
         finish: FinishReason | None,
     ) -> Chunk:
+        """Add to the completion what a chunk brings; returns the chunk."""
         self._text.append(text)
         self._completion_ids.extend(token_ids)
         if self.params.logprobs is not None:
@@ -264,19 +279,22 @@ class Request:
 
 def slot_sampling(
     params: SamplingParams,
+    model: ModelText,
     *,
     seed: int,
     num_prompt_tokens: int,
-    max_model_len: int,
-    vocab_size: int,
     eos_token_ids: tuple[int, ...],
 ) -> SlotSampling:
-    """`eos_token_ids` end the text beside the request's own stop ids. Raises RequestError naming a token id
-    outside the vocabulary."""
-    for field in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
-        _check_vocabulary(field, getattr(params, field) or (), vocab_size)
+    """The parameters in the executor's terms: lengths count the prompt.
 
-    max_length = max_model_len
+    eos_token_ids: end the text, in addition to the request's own stop ids.
+
+    Raises RequestError naming the first token id that is outside the vocabulary.
+    """
+    for field in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+        _check_vocabulary(field, getattr(params, field) or (), model.vocab_size)
+
+    max_length = model.max_model_len
     if params.max_tokens is not None:
         max_length = min(max_length, num_prompt_tokens + params.max_tokens)
 

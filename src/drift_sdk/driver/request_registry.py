@@ -1,4 +1,4 @@
-"""The door of an engine: who may come in, and who is inside."""
+"""Admission control and the registry of live requests."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ __all__ = ["RequestRegistry", "failure_of"]
 class RequestRegistry:
     """Live requests, from the call that submits them to their end. Used from any thread.
 
-    A request enters when `admit` takes it in, and counts as entering until the scheduler knows it.
+    A request is live once `admit` has returned. It counts as being prepared until `mark_prepared`, when the
+    scheduler knows it or preparing it has failed.
+
+    max_queued_requests: most requests waiting for a slot, those being prepared included; None = unbounded.
     """
 
     def __init__(self, max_queued_requests: int | None) -> None:
         self._max_queued_requests = max_queued_requests
-        # Reentrant: a section may be interrupted by the collector, and that by an engine's finaliser.
+        # Reentrant: the garbage collector may run within a locked section, and an engine's finaliser in it.
         self._lock = threading.RLock()
         self._live: dict[Request, None] = {}
-        self._num_entering = 0
+        self._num_being_prepared = 0
         self.num_admitted = 0
         self.num_rejected = 0
         self.is_open = False
@@ -32,76 +35,92 @@ class RequestRegistry:
         self._failure: BaseException | None = None
 
     def open(self) -> None:
-        """Let requests in, unless it has been closed already."""
+        """Admit requests from now on, unless `close` has been called before."""
         with self._lock:
             self.is_open = not self._is_closed
 
     def close(self, failure: BaseException | None = None) -> None:
-        """Let nobody in any more; they are told of the failure, if that is why."""
+        """Reject new requests, with an ExecutorError that names `failure` if there is one, else
+        EngineClosed."""
         with self._lock:
             self.is_open, self._is_closed = False, True
             self._failure = failure or self._failure
 
     def admit(self, request: Request, read_stats: Callable[[], EngineStats]) -> None:
-        """Take a request in; QueueFull, EngineClosed or ExecutorError if that cannot be."""
+        """Make a request live; QueueFull, EngineClosed or ExecutorError if it is rejected."""
         with self._lock:
             if not self.is_open:
-                raise self.refusal()
+                raise self.rejection()
 
-            if not self.has_room(read_stats()):
+            stats = read_stats()
+            if not self.has_room(stats):
                 self.num_rejected += 1
-                raise QueueFull(
-                    f"max_queued_requests={self._max_queued_requests} requests are waiting already"
-                )
+                raise self._queue_full(stats)
 
-            self._num_entering += 1
+            self._num_being_prepared += 1
             self.num_admitted += 1
             self._live[request] = None
 
-    def refusal(self) -> EngineClosed | ExecutorError:
-        """The error for a request that comes while it is closed."""
+    def rejection(self) -> EngineClosed | ExecutorError:
+        """The error for a request that is submitted while the registry is not open."""
         if self._failure is not None:
             return failure_of(self._failure)
 
-        return EngineClosed("the engine is not open")
+        return EngineClosed("the engine was closed" if self._is_closed else "the engine is still starting")
 
     def has_room(self, stats: EngineStats) -> bool:
-        """Whether the queue would take one more request."""
+        """Whether one more request would be admitted, as far as the queue is concerned."""
         limit = self._max_queued_requests
-        return limit is None or self._num_entering + stats.num_queued - stats.num_free_slots < limit
+        return limit is None or self._num_queued(stats) < limit
 
     def withdraw(self, request: Request) -> None:
         """Undo `admit`."""
         with self._lock:
-            self._num_entering -= 1
+            self._num_being_prepared -= 1
             self.num_admitted -= 1
             self._live.pop(request, None)
 
-    def entered(self, publish_stats: Callable[[], None]) -> None:
-        """One more of those admitted is known to the scheduler, or failed before. It passes from one count
-        to the other at once, so nobody is turned away for having been counted twice."""
+    def mark_prepared(self, publish_stats: Callable[[], None]) -> None:
+        """Called when one of the admitted requests is known to the scheduler, or preparing it has failed.
+        `publish_stats` runs under the same lock, so that no request is rejected because this one is counted
+        twice, as being prepared and as queued."""
         with self._lock:
             publish_stats()
-            self._num_entering -= 1
+            self._num_being_prepared -= 1
 
-    def leave(self, request: Request) -> None:
+    def remove(self, request: Request) -> None:
+        """Called when a request has ended."""
         with self._lock:
             self._live.pop(request, None)
 
-    def live(self, bridge: LoopPoster | None = None) -> list[Request]:
-        """Who is inside, of one event loop or of all."""
+    def live_requests(self, loop_poster: LoopPoster | None = None) -> list[Request]:
+        """Live requests of one event loop, or of all (None)."""
         with self._lock:
-            return [
-                request for request in self._live if bridge is None or request.feed.bridge.loop is bridge.loop
-            ]
+            if loop_poster is None:
+                return list(self._live)
+
+            loop = loop_poster.loop
+            return [request for request in self._live if request.stream_updates.loop_poster.loop is loop]
 
     @property
     def is_empty(self) -> bool:
         return not self._live
 
+    def _num_queued(self, stats: EngineStats) -> int:
+        """Requests that will wait for a slot: negative while more slots are free than requests are coming."""
+        return self._num_being_prepared + stats.num_queued - stats.num_free_slots
+
+    def _queue_full(self, stats: EngineStats) -> QueueFull:
+        num_queued = max(self._num_queued(stats), 0)
+        waiting = "1 request is" if num_queued == 1 else f"{num_queued} requests are"
+        return QueueFull(
+            f"max_queued_requests={self._max_queued_requests}: no slot is free and {waiting} waiting for one "
+            "already; try again later"
+        )
+
 
 def failure_of(cause: BaseException) -> ExecutorError:
-    """A fresh error for one caller."""
+    """A new error, for one caller, that says the engine failed because of `cause`."""
     is_unusable = isinstance(cause, ExecutorError) and cause.process_unusable
     error = ExecutorError(f"the engine failed: {cause!r}", process_unusable=is_unusable)
     error.__cause__ = cause

@@ -1,4 +1,4 @@
-"""The way from the engine's thread to a stream: updates go out with one post a step, feeds take them in."""
+"""Updates from the engine's thread to streams, posted to each event loop once a step and kept until read."""
 
 from __future__ import annotations
 
@@ -10,41 +10,43 @@ from drift_sdk.driver.process_hooks import num_forks
 from drift_sdk.errors import EngineClosed
 from drift_sdk.results import Chunk, Completion
 
-__all__ = ["Outbox", "StreamUpdates", "Update"]
+__all__ = ["PendingUpdates", "StreamUpdates", "Update"]
 
 
 class Update(Struct, frozen=True, kw_only=True, gc=False):
-    """What one step of the engine brings to a stream: a chunk, and at the end how it ended."""
+    """One step's news for one stream: a chunk, and at the end of the request its completion or its error."""
 
-    feed: StreamUpdates
+    stream_updates: StreamUpdates
     chunk: Chunk | None = None
     completion: Completion | None = None
     error: BaseException | None = None
 
 
 class StreamUpdates:
-    """A stream's mailbox. The engine's thread posts updates to its loop; all else happens on that loop.
+    """Chunks of one stream that have not been read, and how it ended. Used on the stream's event loop only;
+    the engine's thread posts `deliver` to that loop.
 
-    The engine holds the feed and the caller holds the stream, so that dropping the stream can be noticed.
+    The engine holds this object and the caller holds the stream, so that a dropped stream can be noticed.
     """
 
-    __slots__ = ("_num_forks", "_pending", "_wake", "bridge", "completion", "error")
+    __slots__ = ("_event", "_num_forks", "_pending", "completion", "error", "loop_poster")
 
-    def __init__(self, bridge: LoopPoster) -> None:
+    def __init__(self, loop_poster: LoopPoster) -> None:
         self._num_forks = num_forks()
-        self.bridge = bridge
+        self.loop_poster = loop_poster
         self.completion: Completion | None = None
         self.error: BaseException | None = None
         self._pending: list[Chunk] = []
-        self._wake: anyio.Event | None = None
+        self._event: anyio.Event | None = None  # set by the next update
 
     @property
     def is_done(self) -> bool:
+        """Whether the request has ended; chunks may still be unread."""
         return self.completion is not None or self.error is not None
 
     @property
-    def is_foreign(self) -> bool:
-        """Whether this process is a fork of the one it was made in: nothing more will be delivered."""
+    def is_from_parent(self) -> bool:
+        """Whether it was made by a process that this one is a fork of: no further update will come."""
         return self._num_forks != num_forks()
 
     @property
@@ -52,16 +54,17 @@ class StreamUpdates:
         return bool(self._pending)
 
     def deliver(self, update: Update) -> None:
+        """Keep an update until it is read, and resume the tasks in `wait`."""
         if update.chunk is not None:
             self._pending.append(update.chunk)
         self.completion = update.completion
         self.error = update.error
-        if self._wake is not None:
-            self._wake.set()
-            self._wake = None
+        if self._event is not None:
+            self._event.set()
+            self._event = None
 
-    def take(self) -> Chunk:
-        """Everything that waits, as one chunk."""
+    def take_chunk(self) -> Chunk:
+        """Remove all unread chunks and return them as one. There must be at least one."""
         pending, self._pending = self._pending, []
         if len(pending) == 1:
             return pending[0]
@@ -76,51 +79,59 @@ class StreamUpdates:
             finish_reason=pending[-1].finish_reason,
         )
 
-    async def changed(self) -> None:
+    def check_loop(self) -> None:
+        """RuntimeError on another event loop than the stream's; in a forked child any loop will do."""
+        if not self.loop_poster.is_current and not self.is_from_parent:
+            raise RuntimeError(
+                "this stream belongs to another event loop: await it, or iterate over it, on the event loop "
+                "that generate() or chat() was called on"
+            )
+
+    async def wait(self) -> None:
         """Wait for the next update; EngineClosed if none can come."""
-        if self.is_foreign:
+        if self.is_from_parent:
             raise EngineClosed("the engine runs in the process that this one was forked from")
 
-        if self._wake is None:
-            self._wake = anyio.Event()
+        if self._event is None:
+            self._event = anyio.Event()
 
-        await self._wake.wait()
+        await self._event.wait()
 
 
-class Outbox:
-    """Updates of a step, gathered by event loop. Used on the engine's thread alone."""
+class PendingUpdates:
+    """Updates that have not been posted, by event loop. Used on the engine's thread only."""
 
     def __init__(self) -> None:
         self._updates: dict[object, tuple[LoopPoster, list[Update]]] = {}  # by loop
 
     @property
-    def has_updates(self) -> bool:
+    def has_any(self) -> bool:
         return bool(self._updates)
 
-    def put(self, update: Update) -> None:
-        bridge = update.feed.bridge
-        posting = self._updates.get(bridge.loop)
-        if posting is None:
-            posting = self._updates[bridge.loop] = (bridge, [])
-        posting[1].append(update)
+    def add(self, update: Update) -> None:
+        loop_poster = update.stream_updates.loop_poster
+        of_loop = self._updates.get(loop_poster.loop)
+        if of_loop is None:
+            of_loop = self._updates[loop_poster.loop] = (loop_poster, [])
+        of_loop[1].append(update)
 
     def post(self) -> list[LoopPoster]:
-        """Send everything, one post a loop; the loops that have ended."""
+        """Send all updates, with one call for each loop; returns the loops that have ended."""
         if not self._updates:
             return []
 
         updates, self._updates = self._updates, {}
-        closed: list[LoopPoster] = []
-        for bridge, batch in updates.values():
+        ended: list[LoopPoster] = []
+        for loop_poster, batch in updates.values():
             try:
-                bridge.post(deliver, batch)
+                loop_poster.post(deliver, batch)
             except LoopClosed:
-                closed.append(bridge)
+                ended.append(loop_poster)
 
-        return closed
+        return ended
 
 
 def deliver(batch: list[Update]) -> None:
-    """Runs on the caller's loop."""
+    """Deliver a step's updates; runs on the caller's event loop."""
     for update in batch:
-        update.feed.deliver(update)
+        update.stream_updates.deliver(update)

@@ -1,4 +1,4 @@
-"""Threads for tokenizer, chat template and grammar, beside the engine's thread and the caller's loop."""
+"""Text threads, which run tokenizer, chat template and grammar beside the engine's thread."""
 
 from __future__ import annotations
 
@@ -16,22 +16,26 @@ from drift_sdk.errors import DriftError, EngineClosed, RequestError
 __all__ = ["TextWorker"]
 
 NUM_PARALLEL = 2
-"""Jobs at a time: a long prompt does not hold up a grammar."""
+"""Most jobs in progress at a time. More than one, so that a long prompt does not delay a grammar."""
 
 JOB_TIMEOUT_S = 60.0
 """Most seconds a job may take before its request fails."""
 
 MAX_ABANDONED = 4
-"""Threads that may be left to finish a job nobody waits for while others take their place."""
+"""Most threads that are left to finish a job whose result is not needed while other threads replace them."""
 
 CLOSE_TIMEOUT_S = 5.0
-"""Most seconds that closing waits for jobs in progress."""
+"""Most seconds that `close` waits for jobs in progress."""
 
 log = logging.getLogger("drift_sdk")
 
 
 class Job:
-    """Something to be done for a request; `answer` makes the command that tells the engine's thread."""
+    """Work for a request.
+
+    work:   does it; an exception that it raises is the outcome.
+    answer: makes the command that tells the engine's thread the outcome.
+    """
 
     __slots__ = ("answer", "deadline", "is_answered", "request", "work")
 
@@ -49,18 +53,22 @@ class Job:
 
 
 class TextWorker:
-    """Prepares requests and follows their constraints; the outcome of every job goes to the engine's thread
-    by `tell`, once, unless it is closed before.
+    """Prepares requests and advances their constraints. The outcome of every job is sent to the engine's
+    thread once, by `send`, unless the worker is closed before.
 
-    Threads are started as they are needed, one more than there are jobs in progress: an idle one watches the
-    clock. A job cannot be interrupted. One that takes too long is answered with a RequestError, one whose
-    request has ended is answered at once; both are abandoned: they no longer count among the `NUM_PARALLEL`,
-    their results are ignored, and their threads end with them. Once `MAX_ABANDONED` are, jobs wait for those
-    in progress, and fail when these are overdue. The threads are daemons: none keeps the interpreter from
-    exiting."""
+    Threads are started when they are needed, one more than there are jobs in progress: the idle one watches
+    for overdue jobs. A job cannot be interrupted. A job that takes longer than `JOB_TIMEOUT_S` is answered
+    with a RequestError, and a job whose request has ended is answered at once. Both are abandoned: they no
+    longer count among the `NUM_PARALLEL`, their results are ignored, and their threads end when they do.
+    While `MAX_ABANDONED` jobs are abandoned, no further one is: waiting jobs wait for those in progress, and
+    fail when all of these are overdue. The threads are daemons, which do not keep the interpreter from
+    exiting.
 
-    def __init__(self, tell: Callable[[Command], None]) -> None:
-        self._tell = tell
+    `prepare`, `advance` and `abandon` may be called from any thread.
+    """
+
+    def __init__(self, send: Callable[[Command], None]) -> None:
+        self._send = send
         self._changed = threading.Condition()
         self._waiting: deque[Job] = deque()
         self._in_progress: list[Job] = []
@@ -70,13 +78,16 @@ class TextWorker:
         self._is_closed = False
 
     def prepare(self, request: Request, model_text: ModelText) -> None:
+        """Have a request prepared; a `Submit` tells the outcome. EngineClosed if the worker is closed, and
+        RuntimeError if a thread is needed and cannot be started."""
         self._add(Job(request, lambda: request.prepare(model_text), Submit))
 
     def advance(self, request: Request, token_ids: tuple[int, ...]) -> None:
+        """Have a request's constraint advanced; a `Continue` tells the outcome. Raises as `prepare` does."""
         self._add(Job(request, lambda: request.advance(token_ids), Continue))
 
     def abandon(self, request: Request) -> None:
-        """The request has ended: nobody waits for its job in progress."""
+        """Abandon a request's job in progress, if there is one: the request has ended."""
         if not self._in_progress:
             return
 
@@ -85,7 +96,7 @@ class TextWorker:
                 self._abandon(job, None)
 
     def close(self) -> None:
-        """Drop what has not begun and wait for the rest, `CLOSE_TIMEOUT_S` seconds at most."""
+        """Drop jobs that have not begun and wait for the others, `CLOSE_TIMEOUT_S` seconds at most."""
         with self._changed:
             self._is_closed = True
             self._waiting.clear()
@@ -98,8 +109,8 @@ class TextWorker:
         with self._changed:
             jobs = self._in_progress + self._abandoned
         if jobs:
-            what = ", ".join(f"{job.request.text_field} of {job.request.request_id}" for job in jobs)
-            log.warning("closed while text threads are still busy, and no longer waited for: %s", what)
+            descriptions = ", ".join(f"{job.request.text_field} of {job.request.request_id}" for job in jobs)
+            log.warning("closed without waiting any longer for busy text threads: %s", descriptions)
 
     def _add(self, job: Job) -> None:
         with self._changed:
@@ -111,6 +122,7 @@ class TextWorker:
             self._changed.notify()
 
     def _keep_one_idle(self) -> None:
+        """Start a thread if none is idle."""
         if not self._num_idle:
             thread = threading.Thread(target=self._run, name="drift-text", daemon=True)
             thread.start()
@@ -118,8 +130,8 @@ class TextWorker:
             self._num_idle += 1
 
     def _run(self) -> None:
-        """A thread's life: it begins idle and does one job after the other."""
-        while (job := self._next()) is not None:
+        """A thread's function. The thread begins idle and does one job after another."""
+        while (job := self._next_job()) is not None:
             error = None if job.request.is_done else attempt(job)
             with self._changed:
                 self._answer(job, error)
@@ -134,8 +146,8 @@ class TextWorker:
         with self._changed:
             self._threads.discard(threading.current_thread())
 
-    def _next(self) -> Job | None:
-        """Wait for a job; None when the idle thread is to end."""
+    def _next_job(self) -> Job | None:
+        """Block until there is a job that may begin; None when the worker is closed."""
         with self._changed:
             while not self._is_closed:
                 self._abandon_overdue()
@@ -147,7 +159,7 @@ class TextWorker:
                     self._keep_one_idle()
                     return job
 
-                # Whoever waits need not be told of jobs that begin meanwhile: it is awake before they are
+                # A job that begins during this wait does not shorten it: the wait ends before that job is
                 # overdue.
                 deadlines = [job.deadline for job in self._in_progress if not job.is_answered]
                 left = min(deadlines) - time.monotonic() if deadlines else JOB_TIMEOUT_S
@@ -157,6 +169,8 @@ class TextWorker:
             return None
 
     def _abandon_overdue(self) -> None:
+        """Answer overdue jobs; if no further thread can be replaced and all in progress are overdue, waiting
+        jobs too."""
         now = time.monotonic()
         for job in [job for job in self._in_progress if job.deadline <= now]:
             self._abandon(job, overdue(job.request.text_field))
@@ -166,7 +180,7 @@ class TextWorker:
                 self._answer(job, overdue(job.request.text_field))
 
     def _abandon(self, job: Job, error: DriftError | None) -> None:
-        """Answer a job in progress, and go on without its thread unless too many are missing already."""
+        """Answer a job in progress, and replace its thread unless `MAX_ABANDONED` threads are replaced."""
         self._answer(job, error)
         if len(self._abandoned) < MAX_ABANDONED:
             self._in_progress.remove(job)
@@ -176,17 +190,17 @@ class TextWorker:
 
     def _answer(self, job: Job, error: DriftError | None) -> None:
         if not job.is_answered and not self._is_closed:
-            self._tell(job.answer(job.request, error))
+            self._send(job.answer(job.request, error))
         job.is_answered = True
 
 
 def attempt(job: Job) -> DriftError | None:
-    """Do a job; what the request's stream is told if that fails."""
+    """Do a job. Returns the error for the request's stream if that fails."""
     try:
         job.work()
     except DriftError as error:
         return error
-    except BaseException as cause:  # SystemExit, pyo3's PanicException: no reason for the thread to end
+    except BaseException as cause:  # such as SystemExit and pyo3's PanicException: the thread goes on
         failure = DriftError(f"request {job.request.request_id} could not be prepared: {cause!r}")
         failure.__cause__ = cause
         return failure
@@ -195,5 +209,6 @@ def attempt(job: Job) -> DriftError | None:
 
 
 def overdue(field: str) -> RequestError:
-    allowed = f"what can be worked out within {JOB_TIMEOUT_S:g} s"
+    """The error for a request whose job takes too long; `field` names what the job works on."""
+    allowed = f"text work of at most {JOB_TIMEOUT_S:g} s"
     return RequestError(f"{field}: expected {allowed}", field=field, allowed=allowed)

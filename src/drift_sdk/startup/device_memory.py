@@ -1,4 +1,4 @@
-"""Memory of the device an engine runs on: what is free, what the engine may take and what it has taken."""
+"""Memory of an engine's device: how much is free, how much the engine may take and how much it has taken."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ from drift_sdk.startup.kv_sizing import MemoryRoom, gib
 __all__ = ["DeviceMemory", "available_bytes", "opening_lock"]
 
 CPU_KV_SHARE = 1 / 8
-"""Of the RAM that is available once the weights are loaded, as the default KV cache."""
+"""Share of the main memory that is available once the weights are loaded, for the default KV cache."""
 CPU_KV_MOST = 3 / 4
-"""The same, where the configuration asks for a context or a size that takes more."""
+"""The same share, for a configured context or KV cache that takes more."""
 EAGER_RESERVE = 1 / 10
-"""Of what is left of an engine's share on a GPU, for what the eager executor allocates step by step."""
+"""Share of what is left of an engine's memory on a GPU, kept for the eager executor's allocations in
+steps."""
 CGROUP_FOLDER = Path("/sys/fs/cgroup")
 
 _opening_locks: defaultdict[torch.device, threading.Lock] = defaultdict(threading.Lock)
 
 
 def opening_lock(device: torch.device) -> threading.Lock:
-    """Held while an engine takes its memory: engines of a process that start together on one GPU would take
-    each other's weights for their own."""
+    """A lock to hold while an engine takes its memory. Without it, engines of a process that start at the
+    same time on one GPU would count each other's weights as their own."""
     return _opening_locks[device]
 
 
 class DeviceMemory:
-    """A device's memory, measured when an engine starts; what others free or take meanwhile is counted as the
-    engine's own.
+    """A device's memory, measured when an engine starts. Memory that others free or take after that is
+    counted as the engine's.
 
-    On a GPU an engine may use `gpu_memory_fraction` of what is free then.
+    On a GPU an engine may use `gpu_memory_fraction` of what is free at the start.
     """
 
     def __init__(self, device: torch.device, config: EngineConfig) -> None:
@@ -53,7 +54,7 @@ class DeviceMemory:
         return int(self._config.gpu_memory_fraction * self._at_start)
 
     def check_weights(self, num_bytes: int) -> None:
-        """Raise ConfigError for weights that do not fit, before any is loaded."""
+        """Raise ConfigError for weights of so many bytes that do not fit. Called before any is loaded."""
         if self._is_gpu and num_bytes > self._budget:
             raise ConfigError.of(
                 "gpu_memory_fraction",
@@ -71,10 +72,10 @@ class DeviceMemory:
             )
 
     def room(self, *, reserve: int | None = None) -> MemoryRoom:
-        """What the KV cache may take, now that the weights are loaded.
+        """Memory that the KV cache may take. Called when the weights are loaded.
 
-        reserve: bytes of the device that are still to be taken by others than the KV cache; None = by an
-        executor that allocates as it goes.
+        reserve: bytes of a GPU to keep free for later allocations other than the KV cache; None = a tenth of
+                 the rest, for an executor that allocates in its steps. Without effect on a CPU.
         """
         available = available_bytes(self._device)
         if not self._is_gpu:
@@ -104,8 +105,9 @@ class DeviceMemory:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Memory that can be allocated: of a GPU what is free once torch has given back what it only keeps for
-    later; of the CPU what is available, to this process's control group too."""
+    """Bytes that can be allocated. On a GPU: the free memory, after torch has returned the memory that it
+    only keeps for later. On the CPU: the available memory, within the limit of the process's control
+    group."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(device)
@@ -117,7 +119,7 @@ def available_bytes(device: torch.device) -> int:
 
 
 def _available_to_group(folder: Path = CGROUP_FOLDER) -> int | None:
-    """What is left of the memory limit of a container (cgroup v2, else v1); None without a limit."""
+    """Bytes left of the memory limit of the process's control group (v2, else v1); None without a limit."""
     for limit, used, details, cached in (
         ("memory.max", "memory.current", "memory.stat", "inactive_file"),
         (
@@ -130,10 +132,10 @@ def _available_to_group(folder: Path = CGROUP_FOLDER) -> int | None:
         try:
             most, now = (int((folder / name).read_text()) for name in (limit, used))
             lines = dict(line.split() for line in (folder / details).read_text().splitlines())
-        except (OSError, ValueError):  # no such group, or "max": no limit
+        except (OSError, ValueError):  # no such group, or "max", which means no limit
             continue
 
-        # Cached files count as used, and are given up when memory runs short.
+        # Cached files count as used, and are freed when memory runs short.
         return max(most - now + int(lines.get(cached, 0)), 0)
 
     return None

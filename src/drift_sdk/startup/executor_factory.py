@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -198,7 +199,8 @@ def _limits(config: EngineConfig, decoder: Decoder, demand: KVDemand, room: Memo
 def untuned_error(gpu: str, untuned: Sequence[str]) -> FieldError:
     """The ConfigError of strict_performance for weight shapes without measured configurations on `gpu`."""
     shapes = " ".join(shape.replace(" ", ":") for shape in untuned)
-    command = f"python -m perf.tune --out src/drift_sdk/_kernels/gemm/tuned/{gpu}.json {shapes}"
+    table = Path(__file__).parents[1] / "_kernels" / "gemm" / "tuned" / f"{gpu}.json"
+    command = f"python -m drift_sdk tune --out {table} {shapes}"
     allowed = f"measured configurations of all weights; {gpu} lacks {', '.join(untuned)}: run {command}"
     return ConfigError.of("strict_performance", True, allowed)
 

@@ -1,4 +1,4 @@
-"""KV cache sizing: blocks and context length from a configuration, a model's shapes and figures of memory."""
+"""KV cache sizing: blocks and context length from a configuration, a model's shapes and the free memory."""
 
 from __future__ import annotations
 
@@ -10,30 +10,35 @@ from drift_sdk.errors import ConfigError, FieldError
 __all__ = ["KVDemand", "KVSize", "MemoryRoom", "gib", "size_kv"]
 
 MIN_DEFAULT_MODEL_LEN = 512
-"""Without a max_model_len, an engine that cannot hold a sequence of this length (or of the model's own,
-shorter context) is refused rather than started."""
+"""Tokens. Without a max_model_len, an engine whose KV cache cannot hold a sequence of this length, or of the
+model's own context if that is shorter, does not start."""
 
 
 class KVDemand(Struct, frozen=True, kw_only=True):
-    """What a model's KV takes. context: its own, in tokens. bytes_per_block: of all layers, a draft's
-    included, for `block_size` tokens."""
+    """Memory that a model's KV takes.
+
+    context:         the model's own context, in tokens.
+    block_size:      tokens in a block.
+    bytes_per_block: bytes of a block, of all layers, those of a draft model included.
+    """
 
     context: int
     block_size: int
     bytes_per_block: int
 
     def num_blocks(self, num_tokens: int) -> int:
+        """Blocks that hold this many tokens of one sequence."""
         return -(-num_tokens // self.block_size)
 
 
 class MemoryRoom(Struct, frozen=True, kw_only=True):
-    """Memory that a KV cache may take, in bytes.
+    """Bytes of memory that a KV cache may take.
 
     share:       for the default size.
-    for_length:  for one sequence of a max_model_len that was asked for, if the default size cannot hold it.
-    most:        for a size that was asked for in tokens.
-    share_field: the configuration's field that sets the share; empty where it has none.
-    account:     how the figures come about, in words.
+    for_length:  for one sequence of the configured max_model_len, if the default size cannot hold it.
+    most:        for a configured kv_cache_tokens.
+    share_field: the configuration's field that sets the share; empty if there is none.
+    account:     how these numbers come about, in words for error messages.
     """
 
     share: int
@@ -44,24 +49,26 @@ class MemoryRoom(Struct, frozen=True, kw_only=True):
 
 
 class KVSize(Struct, frozen=True, kw_only=True):
+    """Blocks of the KV cache, and most tokens of a sequence."""
+
     num_blocks: int
     max_model_len: int
 
 
 def size_kv(config: EngineConfig, demand: KVDemand, room: MemoryRoom) -> KVSize:
-    """How many blocks the cache has and how long a sequence may be: always room for the longest one.
+    """The size of the KV cache and the length of a sequence, so that the longest sequence fits into the
+    cache.
 
-    As many blocks as `kv_cache_tokens` asks for; else as many as fit into the share, at most as many as
-    `max_num_seqs` sequences of full length can use. Where that is less than the model's context and no
-    max_model_len is given, the context is cut to it. Raises ConfigError, with the figures, for what does not
-    fit.
-    """
+    There are as many blocks as kv_cache_tokens needs; without it, as many as fit into the share, and at most
+    as many as max_num_seqs sequences of full length can use. If that is less than the model's context and no
+    max_model_len is given, the context is cut to it. Raises ConfigError, with the numbers, for a cache that
+    does not fit."""
     if config.max_model_len is not None and config.max_model_len > demand.context:
         allowed = f"at most the model's context of {demand.context}"
         raise ConfigError.of("max_model_len", config.max_model_len, allowed)
 
     if config.kv_cache_tokens is not None:
-        return _asked_for(config, config.kv_cache_tokens, demand, room)
+        return _configured_size(config, config.kv_cache_tokens, demand, room)
 
     max_model_len = config.max_model_len or demand.context
     num_used = config.max_num_seqs * demand.num_blocks(max_model_len)
@@ -71,13 +78,13 @@ def size_kv(config: EngineConfig, demand: KVDemand, room: MemoryRoom) -> KVSize:
         num_blocks = demand.num_blocks(least)
         most = room.for_length if config.max_model_len is not None else room.share
         if num_blocks * demand.bytes_per_block > most:
-            raise _too_little(config, demand, room, least, max(most, 0))
+            raise _room_error(config, demand, room, least, max(most, 0))
 
     num_tokens = num_blocks * demand.block_size
     return KVSize(num_blocks=num_blocks, max_model_len=min(max_model_len, num_tokens))
 
 
-def _too_little(
+def _room_error(
     config: EngineConfig, demand: KVDemand, room: MemoryRoom, num_tokens: int, most: int
 ) -> FieldError:
     needed = gib(demand.num_blocks(num_tokens) * demand.bytes_per_block)
@@ -94,7 +101,7 @@ def _too_little(
     return ConfigError.of("max_model_len", length, f"less, or more free memory: {figures}")
 
 
-def _asked_for(config: EngineConfig, num_tokens: int, demand: KVDemand, room: MemoryRoom) -> KVSize:
+def _configured_size(config: EngineConfig, num_tokens: int, demand: KVDemand, room: MemoryRoom) -> KVSize:
     if config.max_model_len is not None and num_tokens < config.max_model_len:
         allowed = f"at least max_model_len={config.max_model_len}"
         raise ConfigError.of("kv_cache_tokens", num_tokens, allowed)

@@ -1,32 +1,37 @@
-"""From a model's name to a model ready to serve. Runs on the engine's thread."""
+"""Opens a model: from its name to a model that is ready to serve. Runs on the engine's thread."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from msgspec import Struct
 
 from drift_sdk.config import EngineConfig
 from drift_sdk.driver.loaded_model import LoadedModel
 from drift_sdk.driver.request import ModelText
 from drift_sdk.errors import ConfigError, ModelLoadError, RequestError, short_repr
+from drift_sdk.execution.drafter_factory import DrafterFactory
 from drift_sdk.execution.stages import StageMarks
 from drift_sdk.loading.source import Role, Source, eos_token_ids, expand_home, name_role, resolve
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.progress import Report
 from drift_sdk.sampling_params import SamplingParams
 from drift_sdk.scheduling.config import SchedulerConfig
 from drift_sdk.startup.device_memory import DeviceMemory, opening_lock
 from drift_sdk.startup.draft_startup import open_drafter_factory
 from drift_sdk.startup.executor_factory import (
+    OpenedExecutor,
     choose_executor,
     kv_demand,
     open_eager_executor,
     open_graph_executor,
 )
-from drift_sdk.startup.kv_sizing import gib
+from drift_sdk.startup.kv_sizing import KVDemand, gib
+from drift_sdk.steps import ExecutorLimits
 from drift_sdk.text.chat import ChatTemplate
 from drift_sdk.text.tokenizer import Tokenizer
 
@@ -35,8 +40,7 @@ __all__ = ["open_model"]
 log = logging.getLogger("drift_sdk")
 
 BLOCK_SIZES = {"eager": 16, "graph": 64}
-
-Report = Callable[[str, float], None]
+"""Tokens in a KV block by default."""
 
 
 def open_model(
@@ -47,10 +51,13 @@ def open_model(
     acceptance_trace: Sequence[int] | None = None,
     stages: StageMarks | None = None,
 ) -> LoadedModel:
-    """Find the files, load weights and tokenizer, make the executor; ModelLoadError or ConfigError.
+    """Find the model's files, load weights and tokenizer, and make the executor. Runs on the engine's thread.
 
-    For measuring with graphs: acceptance_trace, tokens that rounds emit in turn, whatever was drafted;
-    stages, marks around their parts.
+    report:           called with each stage and the fraction of it that is done, 0 to 1.
+    acceptance_trace: for measurement with graphs: tokens that rounds emit in turn, whatever was drafted.
+    stages:           for measurement with graphs: marks around the stages of a step.
+
+    Raises ModelLoadError or ConfigError, and ExecutorError if the device fails.
     """
     report("find", 0.0)
     source = _resolve(model, config, "model", report)
@@ -60,61 +67,98 @@ def open_model(
     decoder_config = _decoder_config(source)
 
     report("load tokenizer", 0.0)
-    tokenizer, own_template = _tokenizer(source, config, report)
-    chat_template = _chat_template(source, config, tokenizer, own_template)
-    default_params = _default_params(source)
-    eos_ids = eos_token_ids(source, decoder_config.vocab_size)
+    text = _load_text(source, config, decoder_config.vocab_size, report)
 
     with opening_lock(device):
         memory = DeviceMemory(device, config)
-        decoder = _load_decoder(source, decoder_config, config, device, dtype, memory, report)
+        decoder = _load_decoder(_Weights(source, decoder_config, device, dtype), config, memory, report)
         drafter_factory = open_drafter_factory(config, decoder, report)
-        block_size = config.block_size or BLOCK_SIZES[executor_name]
-        demand = kv_demand(decoder, drafter_factory, block_size)
+        demand = kv_demand(decoder, drafter_factory, config.block_size or BLOCK_SIZES[executor_name])
         if executor_name == "graph":
             opened = open_graph_executor(
                 config, decoder, demand, memory, drafter_factory, report, acceptance_trace, stages
             )
         else:
             opened = open_eager_executor(config, decoder, demand, memory, drafter_factory)
-    limits = opened.executor.limits
-    num_bytes = limits.num_blocks * demand.bytes_per_block
-    log.info(
-        "KV cache: %d tokens, %s, for up to %d sequences of up to %d tokens",
-        limits.num_blocks * limits.block_size,
-        gib(num_bytes),
-        limits.max_num_seqs,
-        limits.max_model_len,
-    )
+    _log_kv_cache(opened.executor.limits, demand)
     report("ready", 1.0)
     return LoadedModel(
         executor=opened.executor,
         executor_name=executor_name,
         fallback=fallback,
         untuned_shapes=opened.untuned,
-        scheduling=SchedulerConfig(
-            max_num_seqs=limits.max_num_seqs,
-            num_blocks=limits.num_blocks,
-            block_size=limits.block_size,
-            prefill_token_budget=config.prefill_token_budget,
-            draft_choices=drafter_factory.draft_choices,
-            is_draft_adaptive=drafter_factory.is_adaptive,
-            round_costs=opened.round_costs,
-            has_draft_kv=drafter_factory.needs_draft_kv,
-            wants_history=drafter_factory.needs_history,
-            target_latency_ms_p50=config.target_latency_ms_p50,
-            target_latency_ms_p95=config.target_latency_ms_p95,
-            prefer_high_throughput=config.prefer_high_throughput,
-        ),
-        text=ModelText(
-            tokenizer=tokenizer,
-            chat_template=chat_template,
-            eos_token_ids=eos_ids,
-            default_params=default_params,
-            max_model_len=limits.max_model_len,
-            vocab_size=limits.vocab_size,
-            has_drafts=bool(drafter_factory.draft_choices),
-        ),
+        scheduling=_scheduling(config, opened, drafter_factory),
+        text=_model_text(text, opened.executor.limits, has_drafts=bool(drafter_factory.draft_choices)),
+    )
+
+
+class _Text(Struct, frozen=True, kw_only=True):
+    """The parts of a `ModelText` that are read from files."""
+
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    eos_token_ids: tuple[int, ...]
+    default_params: SamplingParams
+
+
+class _Weights(Struct, frozen=True):
+    """Where the decoder's weights are, and how they are loaded."""
+
+    source: Source
+    config: DecoderConfig
+    device: torch.device
+    dtype: torch.dtype
+
+
+def _load_text(source: Source, config: EngineConfig, vocab_size: int, report: Report) -> _Text:
+    tokenizer, own_template = _tokenizer(source, config, report)
+    return _Text(
+        tokenizer=tokenizer,
+        chat_template=_chat_template(source, config, tokenizer, own_template),
+        default_params=_default_params(source),
+        eos_token_ids=eos_token_ids(source, vocab_size),
+    )
+
+
+def _model_text(text: _Text, limits: ExecutorLimits, *, has_drafts: bool) -> ModelText:
+    return ModelText(
+        tokenizer=text.tokenizer,
+        chat_template=text.chat_template,
+        eos_token_ids=text.eos_token_ids,
+        default_params=text.default_params,
+        max_model_len=limits.max_model_len,
+        vocab_size=limits.vocab_size,
+        has_drafts=has_drafts,
+    )
+
+
+def _scheduling(
+    config: EngineConfig, opened: OpenedExecutor, drafter_factory: DrafterFactory
+) -> SchedulerConfig:
+    limits = opened.executor.limits
+    return SchedulerConfig(
+        max_num_seqs=limits.max_num_seqs,
+        num_blocks=limits.num_blocks,
+        block_size=limits.block_size,
+        prefill_token_budget=config.prefill_token_budget,
+        draft_choices=drafter_factory.draft_choices,
+        is_draft_adaptive=drafter_factory.is_adaptive,
+        round_costs=opened.round_costs,
+        has_draft_kv=drafter_factory.needs_draft_kv,
+        wants_history=drafter_factory.needs_history,
+        target_latency_ms_p50=config.target_latency_ms_p50,
+        target_latency_ms_p95=config.target_latency_ms_p95,
+        prefer_high_throughput=config.prefer_high_throughput,
+    )
+
+
+def _log_kv_cache(limits: ExecutorLimits, demand: KVDemand) -> None:
+    log.info(
+        "KV cache: %d tokens, %s, for up to %d sequences of up to %d tokens",
+        limits.num_blocks * limits.block_size,
+        gib(limits.num_blocks * demand.bytes_per_block),
+        limits.max_num_seqs,
+        limits.max_model_len,
     )
 
 
@@ -130,6 +174,7 @@ def _resolve(name: str | Path, config: EngineConfig, role: Role, report: Report)
 
 
 def _device(config: EngineConfig) -> torch.device:
+    """The device of a configuration; ConfigError if this machine does not have it."""
     has_gpu = torch.cuda.is_available()
     if config.device == "auto":
         return torch.device("cuda", 0) if has_gpu else torch.device("cpu")
@@ -150,7 +195,7 @@ def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
 
 
 def _tokenizer(source: Source, config: EngineConfig, report: Report) -> tuple[Tokenizer, str | None]:
-    """The tokenizer and the chat template that comes with it."""
+    """The tokenizer, and the text of the chat template that comes with it or with the model; None without."""
     if config.tokenizer is None:
         return source.tokenizer(), source.chat_template
 
@@ -172,7 +217,7 @@ def _decoder_config(source: Source) -> DecoderConfig:
         return DecoderConfig.from_hf(settings)
     except ModelLoadError as error:
         raise ModelLoadError(f"{file}: {error}") from error
-    except Exception as error:  # whatever foreign settings of the wrong type lead to
+    except Exception as error:  # settings of a wrong type may raise anything
         raise ModelLoadError(f"{file}: not the config of a model: {error!r}") from error
 
 
@@ -190,8 +235,8 @@ def _chat_template(
 
 
 def _default_params(source: Source) -> SamplingParams:
-    """The model's own sampling defaults. As transformers reads them, except that a temperature without
-    do_sample asks for sampling too."""
+    """The model's own sampling defaults, from generation_config.json. They are read as transformers reads
+    them, except that a temperature without do_sample turns sampling on too."""
     settings = {name: value for name, value in source.generation_config.items() if value is not None}
     does_sample = settings.get("do_sample", "temperature" in settings)
     names = {"max_new_tokens": "max_tokens", "repetition_penalty": "repetition_penalty"}
@@ -210,25 +255,21 @@ def _default_params(source: Source) -> SamplingParams:
         raise ModelLoadError(f"{file}: {name}={short_repr(error.value)}: expected {error.allowed}") from error
 
 
-def _load_decoder(
-    source: Source,
-    decoder_config: DecoderConfig,
-    config: EngineConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    memory: DeviceMemory,
-    report: Report,
-) -> Decoder:
+def _load_decoder(weights: _Weights, config: EngineConfig, memory: DeviceMemory, report: Report) -> Decoder:
     report("load weights", 0.0)
-    check_bytes = memory.check_weights
     if config.load == "random":
-        return Decoder.random(decoder_config, device=device, dtype=dtype, check_bytes=check_bytes)
+        return Decoder.random(
+            weights.config,
+            device=weights.device,
+            dtype=weights.dtype,
+            check_bytes=memory.check_weights,
+        )
 
     return Decoder.load(
-        decoder_config,
-        source.tensors(),
-        device=device,
-        dtype=dtype,
+        weights.config,
+        weights.source.tensors(),
+        device=weights.device,
+        dtype=weights.dtype,
         on_tensor=lambda done, total: report("load weights", done / total),
-        check_bytes=check_bytes,
+        check_bytes=memory.check_weights,
     )

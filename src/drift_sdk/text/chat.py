@@ -30,6 +30,7 @@ class ChatTemplate:
 
     source:                template text.
     bos_token, eos_token:  text of the model's special tokens; None if it has none.
+    uses_tools:            whether the template reads the variable `tools`.
 
     Raises `ModelLoadError` if the template cannot be compiled.
     """
@@ -40,9 +41,14 @@ class ChatTemplate:
         self._special_tokens = {name: token for name, token in special_tokens.items() if token is not None}
         try:
             with budget():  # compiling evaluates constant expressions
-                self._template = _environment().from_string(source)
+                environment = _environment()
+                tree = environment.parse(source)
+                self._template = environment.from_string(tree)
         except Exception as error:
             raise ModelLoadError(f"chat template cannot be compiled: {error}") from error
+
+        names = tree.find_all(jinja2.nodes.Name)
+        self.uses_tools = any(name.name == "tools" and name.ctx == "load" for name in names)
 
     def render(
         self,

@@ -14,7 +14,7 @@ from loops import WAIT_S, on_every_loop, run
 from scheduled_run import sampling_of
 from tiny_llama import tiny_llama
 
-from drift_sdk import EngineClosed, EngineConfig, ExecutorError
+from drift_sdk import Engine, EngineClosed, EngineConfig, ExecutorError
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.driver.loaded_model import LoadedModel
 from drift_sdk.execution.device import device as device_module
@@ -31,7 +31,7 @@ from drift_sdk.steps import (
     SlotAssignment,
     StepPlan,
 )
-from drift_sdk.testing import ScriptedExecutor, scripted_engine
+from drift_sdk.testing import ScriptedExecutor, ScriptedModel, scripted_engine
 
 SHAPES = tiny_llama(tie_word_embeddings=True)
 LIMITS = ExecutorLimits(max_num_seqs=1, max_model_len=32, num_blocks=8, block_size=4, vocab_size=64)
@@ -203,15 +203,14 @@ class HangingExecutor(ScriptedExecutor):
 @on_every_loop
 def test_every_stream_gets_the_error_and_close_does_not_wait(loop: str) -> None:
     async def main() -> None:
-        engine = scripted_engine("Hello, hello!", config=EngineConfig(step_timeout_s=0.5))
-        open_model = engine._open
+        model = ScriptedModel("Hello, hello!", config=EngineConfig(step_timeout_s=0.5))
 
-        def open_hanging(report) -> LoadedModel:
-            opened = open_model(report)
+        def open_hanging(report, limits=None) -> LoadedModel:
+            opened = model(report)
             opened.executor.__class__ = HangingExecutor
             return opened
 
-        engine._open = open_hanging
+        engine = Engine("scripted", model.config, open_model=open_hanging)
         errors: list[ExecutorError] = []
 
         async def consume() -> None:

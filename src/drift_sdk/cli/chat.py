@@ -1,0 +1,94 @@
+"""The command `chat`: a conversation with a model in the terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+
+from drift_sdk.cli.terminal import hide_progress, print_error, show_progress
+from drift_sdk.config import EngineConfig
+from drift_sdk.engine import Engine
+from drift_sdk.errors import PromptTooLong, RequestError
+from drift_sdk.results import Completion
+from drift_sdk.sampling_params import SamplingParams
+from drift_sdk.stream import TokenStream
+
+__all__ = ["chat"]
+
+
+async def chat(model: str, config: EngineConfig, params: SamplingParams, system: str | None) -> int:
+    """Answer each line of stdin until its end; the exit status, always 0.
+
+    system: the system message; None = none. Ctrl-C stops an answer (not on Windows). Raises what starting the
+    engine raises, and OSError if stdout cannot be written.
+    """
+    async with Engine(model, config, on_progress=show_progress) as engine:
+        hide_progress()
+        conversation = Conversation(engine, params, system)
+        # Ctrl-C ends the program while the model is loaded, and stops an answer from here on.
+        if sys.platform != "win32":
+            asyncio.get_running_loop().add_signal_handler(signal.SIGINT, conversation.stop)
+        while (question := await read_question()) is not None:
+            if question.strip():
+                await conversation.ask(question)
+    return 0
+
+
+class Conversation:
+    """Questions and answers so far, sent again with each question after the system message."""
+
+    def __init__(self, engine: Engine, params: SamplingParams, system: str | None) -> None:
+        self._engine = engine
+        self._params = params
+        self._system = [{"role": "system", "content": system}] if system is not None else []
+        self._history: list[dict[str, str]] = []
+        self._stream: TokenStream | None = None
+
+    def stop(self) -> None:
+        """End the answer in progress, if there is one."""
+        if self._stream is not None:
+            self._stream.cancel()
+
+    async def ask(self, question: str) -> None:
+        """Print the answer and why it ended, unless that is its own end. A prompt that is too long is sent
+        again without the older half of the history; any other RequestError is printed."""
+        asked = {"role": "user", "content": question}
+        completion: Completion | None = None
+        while completion is None:
+            try:
+                completion = await self._print_answer(asked)
+            except RequestError as error:
+                if not (isinstance(error, PromptTooLong) and self._history):
+                    print_error(error)
+                    return
+
+                num_dropped = drop_older_half(self._history)
+                print(f"[{num_dropped} earlier messages no longer fit]", file=sys.stderr)
+
+        self._history += [asked, {"role": "assistant", "content": completion.text}]
+        print("" if completion.finish_reason == "stop" else f" [{completion.finish_reason}]")
+
+    async def _print_answer(self, asked: dict[str, str]) -> Completion:
+        self._stream = self._engine.chat([*self._system, *self._history, asked], self._params)
+        async for chunk in self._stream:
+            print(chunk.text, end="", flush=True)
+        return await self._stream
+
+
+async def read_question() -> str | None:
+    """The next line of stdin, read on a thread; None at its end."""
+    try:
+        return await asyncio.to_thread(input, "> ")
+    except EOFError:
+        print()
+        return None
+
+
+def drop_older_half(history: list[dict[str, str]]) -> int:
+    """Remove the older half of the exchanges, rounded up, each a question and its answer; returns the number
+    of messages removed."""
+    num_exchanges = len(history) // 2
+    num_messages = 2 * ((num_exchanges + 1) // 2)
+    del history[:num_messages]
+    return num_messages

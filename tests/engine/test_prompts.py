@@ -1,0 +1,136 @@
+"""Prompts of `generate`, `chat` and `map`: wrong ones, and the hints in their errors."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from drift_sdk import EngineConfig, QueueFull, RequestError, SamplingParams
+from drift_sdk.testing import scripted_engine
+
+USER = {"role": "user", "content": "hi"}
+TOOLS = [{"type": "function", "function": {"name": "look"}}]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([USER], r"expected a string or a sequence of token ids; chat\(\) takes messages$"),
+        (["a", "b"], r"expected a string or a sequence of token ids; map\(\) takes several prompts$"),
+        ([[1, 2], [3]], r"expected a string or a sequence of token ids; map\(\) takes several prompts$"),
+    ],
+)
+async def test_generate_names_the_method_that_takes_the_prompt(prompt: Any, message: str) -> None:
+    async with scripted_engine("fine") as engine:
+        with pytest.raises(RequestError, match=message) as caught:
+            engine.generate(prompt)
+        assert (caught.value.field, caught.value.value) == ("prompt", prompt)
+
+
+async def test_generate_names_an_empty_prompt_and_a_wrong_token_id() -> None:
+    async with scripted_engine("fine") as engine:
+        for prompt, value, message in (
+            ([], [], "prompt=[]: expected at least one token id from 0 to 256"),
+            ("", "", "prompt='': expected at least one token id from 0 to 256"),
+            ([5, 6, 300, -1], 300, "prompt[2]=300: expected a token id from 0 to 256"),
+            ([5, "x"], "x", "prompt[1]='x': expected a token id from 0 to 256"),
+        ):
+            with pytest.raises(RequestError) as caught:
+                await engine.generate(prompt)
+            assert str(caught.value) == message
+            assert (caught.value.field, caught.value.value) == ("prompt", value)
+
+
+class Endless:
+    def __aiter__(self) -> AsyncIterator[str]:
+        raise AssertionError("not reached")
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ("abc", r"prompts='abc': expected an iterable of prompts; generate\(\) takes a single one"),
+        (b"abc", r"prompts=b'abc': expected an iterable of prompts; generate"),
+        (7, "prompts=7: expected an iterable of prompts$"),
+        (None, "prompts=None: expected an iterable of prompts$"),
+        (Endless(), "prompts=.*: expected an iterable of prompts, not an async iterable$"),
+    ],
+)
+async def test_map_rejects_values_that_are_no_iterable_of_prompts(prompts: Any, message: str) -> None:
+    async with scripted_engine("fine") as engine:
+        with pytest.raises(RequestError, match=message) as caught:
+            engine.map(prompts)
+        assert caught.value.field == "prompts"
+
+
+async def test_chat_warns_once_of_a_template_that_ignores_tools(caplog: pytest.LogCaptureFixture) -> None:
+    async with scripted_engine("fine") as engine:
+        await engine.chat([USER])
+        await engine.chat([USER], tools=[])
+        assert caplog.records == []
+        for _ in range(2):
+            assert (await engine.chat([USER], tools=TOOLS)).text == "fine"
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage() == "the chat template of scripted ignores tools: the model does not see them"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ tools }}",
+        "{% if tools is not none %}{{ tools | tojson }}{% endif %}x",
+        "{% if not tools is defined %}{% set tools = none %}{% endif %}x",
+        "{% macro show() %}{% for tool in tools %}{{ tool }}{% endfor %}{% endmacro %}{{ show() }}x",
+    ],
+)
+async def test_chat_does_not_warn_where_the_template_reads_tools(
+    template: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with scripted_engine("fine", config=EngineConfig(chat_template=template)) as engine:
+        await engine.chat([USER], tools=TOOLS)
+    assert caplog.records == []
+
+
+async def test_content_of_parts_is_rejected_where_the_template_takes_strings() -> None:
+    parts = [{"type": "text", "text": "hi"}]
+    template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}{% endfor %}"
+    async with scripted_engine("fine", config=EngineConfig(chat_template=template)) as engine:
+        with pytest.raises(RequestError) as caught:
+            await engine.chat([USER, {"role": "user", "content": parts}])
+        assert (caught.value.field, caught.value.value) == ("messages[1].content", parts)
+        assert "expected a string: the model's chat template does not take a list of parts" in str(
+            caught.value
+        )
+        with pytest.raises(RequestError, match="the chat template refused them") as caught:
+            await engine.chat([{"role": "user", "content": 7}])
+        assert caught.value.field == "messages"
+
+
+async def test_content_of_parts_is_served_where_the_template_takes_it() -> None:
+    template = "{% for part in messages[0]['content'] %}{{ part['text'] }}{% endfor %}"
+    async with scripted_engine("fine", config=EngineConfig(chat_template=template)) as engine:
+        content = [{"type": "text", "text": "hi"}, {"type": "text", "text": " there"}]
+        completion = await engine.chat([{"role": "user", "content": content}])
+        assert completion.usage.prompt_tokens == len("hi there")
+
+
+async def test_queue_full_says_how_many_requests_wait() -> None:
+    for limit, waiting in ((0, "0 requests are"), (1, "1 request is"), (2, "2 requests are")):
+        config = EngineConfig(max_num_seqs=1, max_queued_requests=limit, max_model_len=64, kv_cache_tokens=64)
+        async with scripted_engine(lambda *_: 65, config=config, step_s=0.001) as engine:
+            endless = SamplingParams(max_tokens=None)
+            streams = [engine.generate("x", endless)]
+            await anext(streams[0])
+            streams += [engine.generate("x", endless) for _ in range(limit)]
+            with pytest.raises(QueueFull) as caught:
+                engine.generate("x")
+            assert str(caught.value) == (
+                f"max_queued_requests={limit}: no slot is free and {waiting} waiting for one already; "
+                "try again later"
+            )
+            for stream in streams:
+                stream.cancel()
