@@ -1,18 +1,19 @@
-# make demo    set up and stream an answer of a small model in the terminal
-# make test    set up, lint, type-check and run the tests (CPU only)
-# make check   lint and types alone
-# make fuzz SECONDS=120   every fuzz target for so long
-# make gpu-test OUT=folder   the tests of an NVIDIA GPU, in this Python; reports go to the folder
-# make gpu-perf OUT=folder   all measurements on it, likewise
+# make demo                  set up, and stream an answer of a small model in the terminal
+# make test                  set up, lint, check types and run the tests (on the CPU)
+# make unit                  run the tests only
+# make check                 lint and check types only
+# make fuzz SECONDS=120      run each fuzz target for this time
+# make gpu-test OUT=folder   run the tests for an NVIDIA GPU with PYTHON; reports are written to the folder
+# make gpu-perf OUT=folder   run all measurements on a GPU with PYTHON; results are written to the folder
+# make clean                 remove .venv and all caches
 PYTHON ?= python3
 BIN := .venv/bin
 
 OUT ?= gpu-results
 JOBS ?= 12
-GPU_PYTEST = $(PYTHON) -m pytest -q -W default -p no:cacheprovider -p no:benchmark
-
-# pytest-benchmark, where a Python has it, warns of several.
 PROCESSES ?= 2
+# pytest-benchmark is disabled because, where it is installed, it warns when several processes run tests.
+GPU_PYTEST = $(PYTHON) -m pytest -q -W default -p no:cacheprovider -p no:benchmark
 
 .PHONY: demo test unit check fuzz gpu-test gpu-perf clean
 
@@ -24,8 +25,8 @@ test:
 	@PYTHON=$(PYTHON) .ci/setup test
 	@$(MAKE) --no-print-directory --jobs 2 check unit
 
-# No test looks at a clock, so they may run side by side. Modules share engines and models: a process takes a
-# run of tests, and from another what that has left when it is through.
+# No test depends on the clock, so tests may run in parallel. The tests of a module share engines and models:
+# each process gets consecutive tests, and takes over tests of another process when it has finished its own.
 unit:
 	@$(BIN)/python -m pytest -m "not gpu" -n $(PROCESSES) --dist worksteal -p no:benchmark
 
@@ -39,8 +40,8 @@ TARGETS := $(filter-out runner following test_fuzz,$(notdir $(basename $(wildcar
 fuzz:
 	@for target in $(TARGETS); do $(BIN)/python tests/fuzz/runner.py $$target --seconds $(SECONDS) || exit 1; done
 
-# Processes take turns on a GPU: those that keep it busy run beside those that compile. Memory is counted for the
-# whole GPU: by tests that run alone.
+# Processes take turns on a GPU: tests that keep it busy run together with tests that mostly compile. Tests of the
+# GPU's memory run alone, because they count the memory of all processes.
 BUSY := tests/gpu/test_graph_speculation.py tests/gpu/test_graph_ngram.py
 gpu-test:
 	@mkdir -p $(OUT)

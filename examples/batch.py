@@ -1,10 +1,11 @@
-"""Complete a file of prompts, many at a time, and go on where an earlier run was stopped.
+"""Complete a file of prompts, many at a time, and continue where an earlier run was stopped.
 
 python examples/batch.py [MODEL] [--input prompts.jsonl] [--output answers.jsonl]
 
 Each line of the input is a JSON object with a "prompt". Line n of the output answers line n of the input: it
-has "text" and "finish_reason", or "error" if the prompt cannot be served. Stop it with Ctrl-C and start it
-again: lines that are complete are not computed anew. A file that it has not written is never changed.
+has "text" and "finish_reason", or "error" if the prompt cannot be served. The program can be stopped with
+Ctrl-C and started again: complete lines are not computed again. A file that it has not written is never
+changed.
 """
 
 import json
@@ -32,11 +33,11 @@ Answer = dict[str, str]
 
 
 class FileError(OSError):
-    """A file that cannot be used; the message says which and why."""
+    """A file that cannot be used. The message names the file and the reason."""
 
 
 def lines_of(source: Path) -> Iterator[str]:
-    """The prompts of a file. Raises FileError at the first line that has none."""
+    """The prompts of a file. Raises FileError at the first line without a prompt."""
     with source.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             try:
@@ -50,6 +51,7 @@ def lines_of(source: Path) -> Iterator[str]:
 
 
 def count_prompts(source: Path) -> int:
+    """The number of prompts of a file. Raises FileError if the file cannot be used."""
     if not source.is_file():
         raise FileError(f"{source}: expected a file of prompts")
 
@@ -60,8 +62,10 @@ def count_prompts(source: Path) -> int:
 
 
 def complete_lines(output: Path) -> tuple[int, int]:
-    """Number and bytes of the complete lines of the output: a run that was killed may have left part of
-    another. Raises FileError if anything in it was not written by this program."""
+    """Number and bytes of the complete lines of the output; the last line of a killed run may be incomplete.
+
+    Raises FileError if any line was not written by this program.
+    """
     content = output.read_bytes()
     complete, newline, rest = content.rpartition(b"\n")
     lines = complete.split(b"\n") if newline else []
@@ -73,6 +77,7 @@ def complete_lines(output: Path) -> tuple[int, int]:
 
 
 def is_answer(line: bytes) -> bool:
+    """Whether a line has the form of this program's output."""
     try:
         answer = json.loads(line)
     except (ValueError, RecursionError):
@@ -83,7 +88,7 @@ def is_answer(line: bytes) -> bool:
 
 
 def earlier_answers(source: Path, output: Path, num_prompts: int) -> tuple[int, int]:
-    """Number and bytes of the answers in the output. Raises FileError if it cannot be added to."""
+    """Number and bytes of the answers in the output. Raises FileError if the output cannot be continued."""
     if not output.exists():
         return 0, 0
 
@@ -103,8 +108,10 @@ def earlier_answers(source: Path, output: Path, num_prompts: int) -> tuple[int, 
 async def answers_to(
     engine: Engine, prompts: Iterable[str], params: SamplingParams
 ) -> AsyncGenerator[tuple[Answer, int], None]:
-    """Answers in the order of their prompts, and their numbers of tokens. As `engine.map`, but an error takes
-    the place of its answer and ends nothing."""
+    """Answers in the order of their prompts, each with its number of tokens.
+
+    Like `engine.map`, except that an error is an answer and does not end the iteration.
+    """
     waiting = iter(prompts)
     streams: deque[TokenStream] = deque()
     try:
@@ -131,11 +138,11 @@ async def main(model: str, source: Path, output: Path, params: SamplingParams) -
     num_prompts = count_prompts(source)
     num_earlier, num_bytes = earlier_answers(source, output, num_prompts)
     if num_earlier:
-        print(f"{num_earlier} of {num_prompts} are in {output} already", file=sys.stderr)
+        print(f"{num_earlier} of {num_prompts} are already in {output}", file=sys.stderr)
     if num_earlier == num_prompts:
         return
 
-    # Opened before the model is loaded: a place that cannot be written to is found out at once.
+    # Opened before the model is loaded, so that a file that cannot be written is reported at once.
     with output.open("a", encoding="utf-8", newline="\n") as lines:
         lines.truncate(num_bytes)
         async with Engine(model) as engine:
@@ -145,7 +152,7 @@ async def main(model: str, source: Path, output: Path, params: SamplingParams) -
 
 
 async def write(answers: AsyncIterable[tuple[Answer, int]], lines: TextIO, num_wanted: int) -> None:
-    """Each answer as a line, as it comes; progress on stderr."""
+    """Write each answer as a line as soon as it is known, and progress to stderr."""
     num_done = num_errors = num_tokens = 0
     started_at = time.perf_counter()
     try:
@@ -166,7 +173,7 @@ def show(text: str) -> None:
     print(text, end="", file=sys.stderr, flush=True)
 
 
-def options() -> Any:
+def parse_options() -> Any:
     parser = command_line.parser(__doc__)
     parser.add_argument("--input", type=Path, default=PROMPTS)
     parser.add_argument("--output", type=Path, default=ANSWERS)
@@ -175,6 +182,6 @@ def options() -> Any:
 
 
 if __name__ == "__main__":
-    given = options()
+    given = parse_options()
     params = SamplingParams(max_tokens=given.max_tokens, temperature=0.7, seed=0)
     command_line.run(main, given.model, given.input, given.output, params)

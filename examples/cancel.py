@@ -1,4 +1,4 @@
-"""Four ways a request ends early; the engine is free of each at once.
+"""Four ways to end a request early. The engine frees the request at once in each case.
 
 python examples/cancel.py [MODEL]
 """
@@ -19,7 +19,7 @@ async def main(model: str) -> None:
                 print("left the block after", repr(chunk.text))
                 break
 
-        # 2. Call cancel(): what was generated stays readable.
+        # 2. Call cancel(). The text generated so far stays readable.
         stream = engine.generate("Once upon a time", STORY)
         async for _ in stream:
             stream.cancel()
@@ -31,7 +31,7 @@ async def main(model: str) -> None:
             await engine.generate("Once upon a time", STORY)
         print("timed out:", scope.cancelled_caught)
 
-        # 4. ... but inside the block a timeout between tokens keeps it.
+        # 4. ... but under `async with` a timeout between tokens keeps it.
         num_timeouts, text = 0, ""
         async with engine.generate("Once upon a time", SamplingParams(max_tokens=16)) as stream:
             while True:
@@ -42,7 +42,7 @@ async def main(model: str) -> None:
                     num_timeouts += 1
                 except StopAsyncIteration:
                     break
-        print(f"{num_timeouts} timeouts between tokens lost nothing:", repr(text))
+        print(f"{num_timeouts} timeouts between tokens, nothing lost:", repr(text))
 
         await anyio.sleep(0.5)
         print("running:", engine.stats().num_running, "free blocks:", engine.stats().num_free_blocks)

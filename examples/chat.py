@@ -1,4 +1,4 @@
-"""Talk with a model in the terminal; Ctrl-C stops an answer, Ctrl-D leaves.
+"""Chat with a model in the terminal. Ctrl-C stops an answer, Ctrl-D ends the program.
 
 python examples/chat.py [MODEL]
 """
@@ -22,7 +22,8 @@ async def main(model: str, max_tokens: int) -> None:
             stream.cancel()
 
     async with Engine(model) as engine:
-        # The signal is this program's to handle: the engine never touches it. Until here it ends the program.
+        # The engine does not handle signals; the program does. While the model is loaded, Ctrl-C ends the
+        # program.
         with suppress(NotImplementedError):  # Windows
             asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop)
         while True:
@@ -44,7 +45,7 @@ async def main(model: str, max_tokens: int) -> None:
                 print(f"{type(error).__name__}: {error}", file=sys.stderr)
                 if isinstance(error, PromptTooLong) and messages:
                     messages.clear()
-                    print("the conversation starts anew: ask again", file=sys.stderr)
+                    print("the conversation is cleared: ask again", file=sys.stderr)
                 continue
 
             messages.append({"role": "assistant", "content": completion.text})
@@ -53,6 +54,6 @@ async def main(model: str, max_tokens: int) -> None:
 
 if __name__ == "__main__":
     parser = command_line.parser(__doc__)
-    parser.add_argument("--max-tokens", type=int, default=512, help="of an answer")
+    parser.add_argument("--max-tokens", type=int, default=512, help="length limit of an answer")
     options = parser.parse_args()
     command_line.run(main, options.model, options.max_tokens)

@@ -1,4 +1,4 @@
-"""Arguments, exit status and one-line errors of the examples."""
+"""Common parts of the examples: arguments, exit status and one-line errors."""
 
 import argparse
 import io
@@ -14,7 +14,7 @@ from drift_sdk import DriftError
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """A parser with the argument MODEL; the first paragraph of the module's docstring is its help."""
+    """A parser with the argument MODEL. Its help is the first paragraph of `doc`, the module's docstring."""
     description = (doc or "").partition("\n\n")[0]
     made = argparse.ArgumentParser(description=description)
     made.add_argument("model", nargs="?", help="a folder, a .gguf file or a hub id (default: SmolLM2-135M)")
@@ -22,7 +22,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 def whole(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
-    """The type of an argument that is a whole number in a range."""
+    """The type of an argument that is a whole number from `least` to `most`."""
 
     def number(text: str) -> int:
         value = int(text)
@@ -31,16 +31,16 @@ def whole(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
 
         return value
 
-    number.__name__ = "whole number"  # argparse names it in its message
+    number.__name__ = "whole number"  # for argparse's error messages
     return number
 
 
 def run(main: Callable[..., Awaitable[None]], model: str | None, *arguments: Any) -> NoReturn:
     """Run `main(model, *arguments)` on asyncio and exit with its status.
 
-    0: finished. 1: an error, in one line on stderr, or a reader of stdout that went away. 130: Ctrl-C.
+    0: finished. 1: an error, printed to stderr in one line, or stdout was closed. 130: Ctrl-C.
     """
-    # Text that the terminal cannot show, or input that is not in its encoding, is no reason to end.
+    # Text that the terminal cannot show, or input in another encoding, must not end the program.
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
@@ -48,6 +48,7 @@ def run(main: Callable[..., Awaitable[None]], model: str | None, *arguments: Any
 
 
 def status_of(program: Callable[[], None]) -> int:
+    """Run a program, print its error if it has one, and return its exit status."""
     try:
         program()
         status = 0
@@ -64,7 +65,10 @@ def status_of(program: Callable[[], None]) -> int:
 
 
 def can_flush() -> bool:
-    """Whether stdout takes what is still buffered. If not, it is dropped: the interpreter would try again."""
+    """Whether the buffer of stdout can be written.
+
+    If not, it is discarded, or the interpreter would retry.
+    """
     if sys.stdout is None:
         return True
 
@@ -77,7 +81,7 @@ def can_flush() -> bool:
 
 
 def first_of(error: BaseException) -> BaseException:
-    """The first error of a task group's, which may be groups themselves."""
+    """The first error of an exception group, whose members may be groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -1,4 +1,4 @@
-"""Many streams at once: the engine batches them, each task just reads its own.
+"""Many streams at once. The engine batches them; each task reads its own stream.
 
 python examples/concurrent_streams.py [MODEL] [NUM_STREAMS]
 """

@@ -1,6 +1,6 @@
-"""Watch an engine at work: a live view in the terminal while a load of requests runs.
+"""A live view of an engine in the terminal while requests are running.
 
-python examples/dashboard.py [MODEL] [--seconds N] [--streams 8]        Ctrl-C ends it
+python examples/dashboard.py [MODEL] [--seconds N] [--streams 8]        Ctrl-C ends the program
 """
 
 import random
@@ -31,7 +31,7 @@ SAMPLE_S = 0.5
 
 
 class Lane:
-    """One task of the load: it asks, reads the answer and asks again."""
+    """The state of one task, which sends a request, reads the answer and repeats."""
 
     def __init__(self) -> None:
         self.state = "waiting"
@@ -41,7 +41,7 @@ class Lane:
 
 
 class Load:
-    """What the tasks do and have found."""
+    """The tasks that send requests, and their measurements."""
 
     def __init__(self, engine: Engine, num_lanes: int, max_tokens: int) -> None:
         self.engine = engine
@@ -50,11 +50,12 @@ class Load:
         self._max_tokens = max_tokens
 
     async def run(self, lane: Lane) -> None:
+        """One task: send requests and read their answers without end."""
         while True:
             lane.question = f"Write {random.choice(FORMS)} about {random.choice(TOPICS)}."
             lane.state, lane.text, lane.num_tokens = "waiting", "", 0
             params = SamplingParams(max_tokens=random.randint(MIN_TOKENS, self._max_tokens), temperature=0.8)
-            patience = self._max_tokens if random.random() < 0.9 else MIN_TOKENS  # some leave early
+            patience = self._max_tokens if random.random() < 0.9 else MIN_TOKENS  # cancels some early
             async with self.engine.chat([{"role": "user", "content": lane.question}], params) as stream:
                 async for chunk in stream:
                     lane.state = "running"
@@ -80,7 +81,7 @@ class Dashboard:
         self._rates: deque[float] = deque(maxlen=200)
 
     def sample(self) -> None:
-        """A new point of the curve, twice a second."""
+        """Add a point to the curve of tokens per second, twice a second."""
         now = time.monotonic()
         if now - self._sampled_at >= SAMPLE_S:
             num_tokens = self._engine.stats().num_generated_tokens
@@ -145,7 +146,7 @@ def meter(share: float, colour: str) -> ProgressBar:
 
 
 class Curve:
-    """The newest values as bars of an eighth of a line's height each, scaled to the largest."""
+    """The newest values as bars, scaled to the largest value, with a resolution of an eighth of a line."""
 
     def __init__(self, values: Iterable[float], height: int) -> None:
         self._values = list(values)
@@ -161,7 +162,7 @@ class Curve:
 
 
 class Tail:
-    """As much of a text's end as there is room for."""
+    """The end of a text, as much as fits into a line."""
 
     def __init__(self, text: str) -> None:
         self._text = " ".join(text.split())
@@ -195,14 +196,17 @@ def positive(text: str) -> float:
 if __name__ == "__main__":
     parser = command_line.parser(__doc__)
     parser.add_argument(
-        "--seconds", type=positive, default=float("inf"), help="how long (default: until Ctrl-C)"
+        "--seconds", type=positive, default=float("inf"), help="duration (default: until Ctrl-C)"
     )
     whole = command_line.whole
     parser.add_argument(
         "--streams", type=whole(1), default=8, help="requests at a time (default: %(default)s)"
     )
     parser.add_argument(
-        "--max-tokens", type=whole(MIN_TOKENS), default=120, help="of an answer (default: %(default)s)"
+        "--max-tokens",
+        type=whole(MIN_TOKENS),
+        default=120,
+        help="limit of an answer (default: %(default)s)",
     )
     options = parser.parse_args()
     command_line.run(main, options.model, options.seconds, options.streams, options.max_tokens)

@@ -1,11 +1,15 @@
-"""An engine inside a FastAPI application, behind OpenAI's protocol: same process, same event loop.
+"""An engine in a FastAPI application that serves OpenAI's protocol, in the same process and event loop.
 
 python examples/embed_fastapi.py [MODEL] [--port 8000]
 
 curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' -d '{
     "messages": [{"role": "user", "content": "What is the capital of France?"}], "stream": true}'
 
-A client that goes away frees its request. Signals are uvicorn's to handle.
+A client that disconnects cancels its request. A request that cannot be served gets its error status, streamed
+or not: the response begins after the first chunk. uvicorn handles SIGINT and SIGTERM: it waits up to 5
+seconds
+     for
+open responses, then the engine is closed.
 """
 
 import asyncio
@@ -32,14 +36,18 @@ from drift_sdk import Chunk, Completion, DriftError, Engine, EngineClosed, Engin
 
 ResultT = TypeVar("ResultT")
 CLIENT_CLOSED_REQUEST = 499
+SHUTDOWN_TIMEOUT_S = 5  # without a limit, uvicorn would wait for every open stream
 
 
 class UnknownModel(Exception):
-    """A model that this server does not have."""
+    """The request names a model that this server does not have."""
 
 
 class EventStream(StreamingResponse):
-    """Owns the requests while they are sent: however sending ends, the requests end with it."""
+    """A response of server-sent events that owns its requests.
+
+    When sending ends, for any reason, the requests are cancelled.
+    """
 
     def __init__(self, streams: Sequence[TokenStream], events: AsyncIterator[bytes]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
@@ -53,7 +61,7 @@ class EventStream(StreamingResponse):
 
 
 def submit(makers: Iterable[Callable[[], TokenStream]]) -> list[TokenStream]:
-    """All requests or, if one is refused, none."""
+    """Submit all requests. If one is rejected, the others are cancelled and its error is raised."""
     streams: list[TokenStream] = []
     try:
         for make in makers:
@@ -74,7 +82,7 @@ def cancel(streams: Iterable[TokenStream]) -> None:
 async def while_connected(
     request: Request, streams: Sequence[TokenStream], result: Awaitable[ResultT]
 ) -> ResultT:
-    """Wait for a result of the streams; if it fails or the client leaves meanwhile, cancel the requests."""
+    """Wait for a result of the streams. If it fails or the client disconnects, cancel the requests."""
 
     async def watch() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -96,7 +104,7 @@ async def all_of(streams: Sequence[TokenStream]) -> list[Completion]:
 
 
 async def merged(streams: Sequence[TokenStream]) -> AsyncIterator[tuple[int, Chunk]]:
-    """The chunks of all streams as they come, each with its stream's index."""
+    """The chunks of all streams as they arrive, each with the index of its stream."""
     if len(streams) == 1:
         async for chunk in streams[0]:
             yield 0, chunk
@@ -115,10 +123,13 @@ async def merged(streams: Sequence[TokenStream]) -> AsyncIterator[tuple[int, Chu
     finally:
         for task in waiting:
             task.cancel()
-            task.add_done_callback(lambda task: task.cancelled() or task.exception())  # they have been heard
+            # exception() marks an error as retrieved, so that asyncio does not log it.
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
 
 def next_of(stream: TokenStream) -> "asyncio.Task[Chunk | None]":
+    """A task that waits for the next chunk; None at the end of the stream."""
+
     async def chunk() -> Chunk | None:
         return await anext(stream, None)
 
@@ -132,23 +143,46 @@ async def answer(
     choices: Sequence[ChatAnswer | TextAnswer],
     model: str,
 ) -> Response:
+    """The response to a request: server-sent events or one JSON object, as its body asks."""
     shape, request_id = choices[0], streams[0].request_id
     common = {"id": f"{shape.id_prefix}-{request_id}", "created": int(time.time()), "model": model}
-    if not body.stream:
-        completions = await while_connected(request, streams, all_of(streams))
-        if any(completion.finish_reason == "cancelled" for completion in completions):
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
+    if body.stream:
+        return await streamed_answer(request, body, streams, choices, {**common, "object": shape.chunk_kind})
 
-        written = [
-            {"index": index, **choice.whole(completion)}
-            for index, (choice, completion) in enumerate(zip(choices, completions, strict=True))
-        ]
-        counts = usage([completion.usage for completion in completions], body.n)
-        return JSONResponse({**common, "object": shape.kind, "choices": written, "usage": counts})
+    return await whole_answer(request, body, streams, choices, {**common, "object": shape.kind})
 
-    common["object"] = shape.chunk_kind
+
+async def whole_answer(
+    request: Request,
+    body: ChatBody | CompletionBody,
+    streams: Sequence[TokenStream],
+    choices: Sequence[ChatAnswer | TextAnswer],
+    common: dict[str, Any],
+) -> Response:
+    """All choices in one JSON object. common: fields that every object of the answer has."""
+    completions = await while_connected(request, streams, all_of(streams))
+    if any(completion.finish_reason == "cancelled" for completion in completions):
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+    written = [
+        {"index": index, **choice.whole(completion)}
+        for index, (choice, completion) in enumerate(zip(choices, completions, strict=True))
+    ]
+    counts = usage([completion.usage for completion in completions], body.n)
+    return JSONResponse({**common, "choices": written, "usage": counts})
+
+
+async def streamed_answer(
+    request: Request,
+    body: ChatBody | CompletionBody,
+    streams: Sequence[TokenStream],
+    choices: Sequence[ChatAnswer | TextAnswer],
+    common: dict[str, Any],
+) -> Response:
+    """The chunks of all choices as server-sent events."""
     chunks = merged(streams)
-    # A request that cannot be served still gets its status: nothing is sent before the first chunk.
+    # Nothing is sent before the first chunk: a request that cannot be served raises here, and gets its
+    # status.
     first = await while_connected(request, streams, anext(chunks))
 
     async def event_of(index: int, chunk: Chunk) -> bytes:
@@ -175,11 +209,15 @@ async def answer(
 
 
 def event(values: dict[str, Any]) -> bytes:
+    """A server-sent event."""
     return b"data: " + msgspec.json.encode(values) + b"\n\n"
 
 
 def make_app(engine: Engine, model: str) -> FastAPI:
-    """The application; the engine lives as long as it does."""
+    """The application. It starts the engine when it starts, and closes it at its end.
+
+    model: the name by which clients know the engine's model.
+    """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -187,14 +225,24 @@ def make_app(engine: Engine, model: str) -> FastAPI:
             yield
 
     app = FastAPI(title="drift_sdk", lifespan=lifespan)
+    add_answers(app, engine, model)
+    add_models(app, model)
+    add_status(app, engine)
+    add_error_handlers(app)
+    return app
 
-    def check_model(asked: str | None) -> None:
-        if asked not in (None, model):
-            raise UnknownModel(f"model {asked!r}: this server has {model!r}")
+
+def check_model(asked: str | None, model: str) -> None:
+    if asked not in (None, model):
+        raise UnknownModel(f"model {asked!r}: this server has {model!r}")
+
+
+def add_answers(app: FastAPI, engine: Engine, model: str) -> None:
+    """The endpoints that generate text."""
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatBody, request: Request) -> Response:
-        check_model(body.model)
+        check_model(body.model, model)
         messages, tools = [message.plain() for message in body.messages], body.offered_tools
         all_params = [body.sampling(index) for index in range(body.n)]
         streams = submit(partial(engine.chat, messages, params, tools or None) for params in all_params)
@@ -203,12 +251,15 @@ def make_app(engine: Engine, model: str) -> FastAPI:
 
     @app.post("/v1/completions")
     async def complete(body: CompletionBody, request: Request) -> Response:
-        check_model(body.model)
+        check_model(body.model, model)
         all_params = [body.sampling(index) for index in range(body.n)]
         pairs = itertools.product(body.prompt, all_params)
         streams = submit(partial(engine.generate, prompt, params) for prompt, params in pairs)
         return await answer(request, body, streams, [TextAnswer(engine) for _ in streams], model)
 
+
+def add_models(app: FastAPI, model: str) -> None:
+    """The endpoints that list and describe the model."""
     entry = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "drift_sdk"}
 
     @app.get("/v1/models")
@@ -217,8 +268,12 @@ def make_app(engine: Engine, model: str) -> FastAPI:
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> dict[str, Any]:
-        check_model(name)
+        check_model(name, model)
         return entry
+
+
+def add_status(app: FastAPI, engine: Engine) -> None:
+    """The endpoints for monitoring."""
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -232,6 +287,10 @@ def make_app(engine: Engine, model: str) -> FastAPI:
         stats = engine.stats()
         return {"status": "ok", "num_running": stats.num_running, "num_waiting": stats.num_waiting}
 
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Errors become responses in OpenAI's form."""
+
     @app.exception_handler(DriftError)
     async def drift_error(request: Request, error: DriftError) -> JSONResponse:
         status, body = error_body(error, request.url.path)
@@ -241,7 +300,7 @@ def make_app(engine: Engine, model: str) -> FastAPI:
     async def wrong_body(request: Request, error: RequestValidationError) -> JSONResponse:
         found = error.errors()
         param = next((part for part in found[0]["loc"][1:2] if isinstance(part, str)), None)
-        # Where a field may be of several kinds, there is an error for each.
+        # A field that may have several types has an error for each of them.
         places = [".".join(map(str, each["loc"][1:])) or "body" for each in found]
         wrong = "; ".join(f"{place}: {each['msg']}" for place, each in zip(places, found, strict=True))
         return JSONResponse(shaped_error(wrong[:2000], "invalid_request_error", param=param), 400)
@@ -255,19 +314,20 @@ def make_app(engine: Engine, model: str) -> FastAPI:
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
         return JSONResponse(shaped_error(error.detail, "invalid_request_error"), error.status_code)
 
-    return app
-
 
 def name_of(model: str) -> str:
-    """What clients call it: a file's or folder's name without the path, or the hub id."""
+    """The name that clients use: the file's or folder's name without the path, or the hub id."""
     return Path(model).name.removesuffix(".gguf") if Path(model).exists() else model
 
 
 async def main(model: str, host: str, port: int, max_queued: int) -> None:
-    # Started before there is a server: a model that cannot be loaded ends the program with one line.
+    # Started before the server: if the model cannot be loaded, the program ends with one line.
     async with Engine(model, EngineConfig(max_queued_requests=max_queued)) as engine:
         config = uvicorn.Config(
-            make_app(engine, name_of(model)), host=host, port=port, timeout_graceful_shutdown=5
+            make_app(engine, name_of(model)),
+            host=host,
+            port=port,
+            timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
         )
         await uvicorn.Server(config).serve()
 
@@ -277,7 +337,10 @@ if __name__ == "__main__":
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=command_line.whole(0, 65_535), default=8000)
     parser.add_argument(
-        "--max-queued", type=command_line.whole(1), default=256, help="more waiting requests get a 429"
+        "--max-queued",
+        type=command_line.whole(1),
+        default=256,
+        help="waiting requests; more get a 429",
     )
     options = parser.parse_args()
     command_line.run(main, options.model, options.host, options.port, options.max_queued)

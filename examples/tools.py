@@ -1,9 +1,9 @@
-"""A tool's round trip: the model asks for a call, this program answers, the model goes on.
+"""A tool call: the model requests a call, this program answers it, the model continues.
 
 python examples/tools.py [MODEL]
 
-Large models call tools of their own accord. A small one is held to it: a grammar made of the tool's schema
-leaves it the choice of the arguments alone.
+Large models decide by themselves to call a tool. For a small one, a grammar made from the tool's schema
+forces the call; the model chooses only the arguments.
 """
 
 import json
@@ -34,7 +34,7 @@ def get_weather(city: str, unit: str) -> dict[str, Any]:
 
 
 def call_of(tool: dict[str, Any]) -> Lark:
-    """A grammar of one call of a tool, as Hermes, Qwen and SmolLM2 write it."""
+    """A grammar for one call of a tool, in the format of Hermes, Qwen and SmolLM2."""
     call = {
         "type": "object",
         "properties": {"name": {"const": tool["name"]}, "arguments": tool["parameters"]},
@@ -53,7 +53,7 @@ def answer(call: ToolCall) -> str:
 
 
 async def main(model: str) -> None:
-    # Templates that know tools are given them; for the others the system message says the same.
+    # Templates that support tools receive them. Others ignore them, so the system message describes them too.
     system = (
         f"You can call this function: {json.dumps(WEATHER)}\n"
         'To call it, write <tool_call>{"name": ..., "arguments": {...}}</tool_call>.'

@@ -1,11 +1,12 @@
-"""Where a draft's arithmetic departs from a plain float64 pass over the same files, stage by stage.
+"""Compare a draft's arithmetic with a plain float64 computation from the same files, stage by stage.
 
     python -m perf.compare_stages TARGET DRAFT --text prompt.txt --dtype bfloat16
     python -m perf.compare_stages TARGET DRAFT --tokens 1 5 9 12 --json
 
-The target runs once; both sides start from its residual streams. Stages: fc, attention and mlp of each layer,
-pre_head (what the head multiplies) and logits. Figures over all rows: mean and largest difference, smallest
-cosine, share of the reference's k largest entries that are among the draft's k largest.
+The target runs once; both computations start from its residual streams. The stages are fc, attention and mlp
+of each layer, pre_head (the input of the head) and logits. Figures are over all rows: mean and largest
+difference, smallest cosine, and the share of the reference's k largest entries that are among the draft's k
+largest.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ BLOCK_SIZE = 16
 
 
 class StageDifference(Struct, frozen=True, kw_only=True):
+    """Differences of a stage over all rows."""
+
     stage: str
     mean_difference: float
     max_difference: float
@@ -43,7 +46,7 @@ class StageDifference(Struct, frozen=True, kw_only=True):
 
 
 class RecordedDraft(DraftDecoder):
-    """A draft that keeps what attention and mlp add to the residual stream."""
+    """A draft that records the outputs of attention and mlp, and the input of the head."""
 
     stages: dict[str, torch.Tensor]
 
@@ -72,8 +75,12 @@ class RecordedDraft(DraftDecoder):
 def compare(
     target: Decoder, folder: Path, token_ids: Sequence[int], *, top_k: int = 10, **options: Any
 ) -> list[StageDifference]:
-    """`token_ids`: two or more. The target runs all but the last, the draft embeds all but the first.
-    `options` as in DraftDecoder.load."""
+    """The differences of all stages.
+
+    folder:     of the draft.
+    token_ids:  two or more. The target runs all but the last, the draft embeds all but the first.
+    options:    as in DraftDecoder.load.
+    """
     draft = RecordedDraft.load(folder, target, **options)
     tokens = torch.tensor(token_ids, dtype=torch.int64, device=target.device)
     num_rows = len(token_ids) - 1
@@ -94,79 +101,106 @@ def compare(
     features = draft.fuse(aux_hidden, final)
     draft.stages = {"fc": features}
     draft.stages["logits"] = draft.logits(draft.forward(features, tokens[1:], batch, cache))
-    expected = plain_stages(folder, target, aux_hidden, final, tokens[1:], draft.target_ids)
+    expected = PlainDraft(folder, target).stages(aux_hidden, final, tokens[1:], draft.target_ids)
     return [_difference(stage, draft.stages[stage], expected[stage], top_k) for stage in expected]
 
 
-@torch.inference_mode()
-def plain_stages(
-    folder: Path,
-    target: Decoder,
-    aux_hidden: Sequence[torch.Tensor],
-    final: torch.Tensor,
-    token_ids: torch.Tensor,
-    target_ids: torch.Tensor,
-) -> dict[str, torch.Tensor]:
-    """The stages in float64, of all rows at once and without a cache, from the draft's files alone."""
-    settings = draft_settings(json.loads((folder / "config.json").read_text()))
-    tensors, device = DraftTensors(folder), token_ids.device
-    names, eps = tensors.names(), settings.get("rms_norm_eps", 1e-6)
+class PlainDraft:
+    """A draft's computation in float64, from its files, for all rows at once and without a cache."""
 
-    def weight(name: str) -> torch.Tensor:
-        return tensors.get(name).to(device=device, dtype=torch.float64)
+    def __init__(self, folder: Path, target: Decoder) -> None:
+        self._settings = draft_settings(json.loads((folder / "config.json").read_text()))
+        self._tensors, self._target = DraftTensors(folder), target
+        self._names, self._eps = self._tensors.names(), self._settings.get("rms_norm_eps", 1e-6)
 
-    def project(name: str, x: torch.Tensor) -> torch.Tensor:
-        product = x @ weight(f"{name}.weight").T
-        return product + weight(f"{name}.bias") if f"{name}.bias" in names else product
+    @torch.inference_mode()
+    def stages(
+        self,
+        aux_hidden: Sequence[torch.Tensor],
+        final: torch.Tensor,
+        token_ids: torch.Tensor,
+        target_ids: torch.Tensor,
+    ) -> dict[str, torch.Tensor]:
+        """The output of each stage, in the order of computation.
 
-    def norm(x: torch.Tensor, scale: torch.Tensor, eps: float = eps) -> torch.Tensor:
-        return scale * x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+        aux_hidden, final:  the target's residual streams and its last hidden state, [N, hidden] each.
+        token_ids:          [N], the tokens to embed.
+        target_ids:         the target's ids of the draft's vocabulary.
+        """
+        settings = self._settings
+        hidden = self._features(aux_hidden, final)
+        stages = {"fc": hidden}
+        embedded = self._norm(self._embedding()[token_ids], "layers.0.input_layernorm.weight")
+        normed = self._norm(hidden, "layers.0.hidden_norm.weight")
+        is_nested = "transformer_layer_config" in settings
+        hidden = normed if settings.get("norm_before_residual", is_nested) else hidden
+        for index in range(settings["num_hidden_layers"]):
+            layer = f"layers.{index}"
+            first = torch.cat((embedded, normed), -1)
+            inputs = self._norm(hidden, f"{layer}.input_layernorm.weight") if index else first
+            query, key, value = (self._project(f"{layer}.self_attn.{n}_proj", inputs) for n in "qkv")
+            attended = _attend(settings, query, key, value)
+            stages[f"attention.{index}"] = self._project(f"{layer}.self_attn.o_proj", attended)
+            hidden = hidden + stages[f"attention.{index}"]
+            normed_hidden = self._norm(hidden, f"{layer}.post_attention_layernorm.weight")
+            gate, up = (self._project(f"{layer}.mlp.{n}_proj", normed_hidden) for n in ("gate", "up"))
+            stages[f"mlp.{index}"] = self._project(f"{layer}.mlp.down_proj", F.silu(gate) * up)
+            hidden = hidden + stages[f"mlp.{index}"]
 
-    streams = [stream.double() for stream in aux_hidden]
-    if settings.get("fc_norm"):
-        streams = [norm(stream, weight(f"fc_norm.{i}.weight")) for i, stream in enumerate(streams)]
+        stages["pre_head"] = self._norm(hidden, "norm.weight")
+        stages["logits"] = stages["pre_head"] @ self._head(target_ids).T
+        return stages
 
-    if streams:
+    def _features(self, aux_hidden: Sequence[torch.Tensor], final: torch.Tensor) -> torch.Tensor:
+        """The target's features, fused as the draft's settings say."""
+        streams = [stream.double() for stream in aux_hidden]
+        if not streams:
+            weights, eps = self._target.weights, self._target.config.rms_norm_eps
+            return rms_norm(final.double(), weights.final_norm.double(), eps)
+
+        if self._settings.get("fc_norm"):
+            streams = [self._norm(stream, f"fc_norm.{i}.weight") for i, stream in enumerate(streams)]
+
         joined = torch.cat(streams, -1)
-        joined = norm(joined, weight("input_norm.weight")) if settings.get("norm_before_fc") else joined
-        hidden = project("fc", joined)
-    else:
-        hidden = norm(final.double(), target.weights.final_norm.double(), target.config.rms_norm_eps)
+        return self._project(
+            "fc", self._norm(joined, "input_norm.weight") if self._settings.get("norm_before_fc") else joined
+        )
 
-    stages = {"fc": hidden}
-    is_own = "embed_tokens.weight" in names
-    embedding = weight("embed_tokens.weight") if is_own else target.weights.embedding.double()
-    embedded = norm(embedding[token_ids], weight("layers.0.input_layernorm.weight"))
-    normed = norm(hidden, weight("layers.0.hidden_norm.weight"))
-    is_nested = "transformer_layer_config" in settings
-    hidden = normed if settings.get("norm_before_residual", is_nested) else hidden
-    for index in range(settings["num_hidden_layers"]):
-        layer = f"layers.{index}"
-        first = torch.cat((embedded, normed), -1)
-        inputs = norm(hidden, weight(f"{layer}.input_layernorm.weight")) if index else first
-        query, key, value = (project(f"{layer}.self_attn.{n}_proj", inputs) for n in "qkv")
-        attended = _attend(settings, query, key, value)
-        stages[f"attention.{index}"] = project(f"{layer}.self_attn.o_proj", attended)
-        hidden = hidden + stages[f"attention.{index}"]
-        normed_hidden = norm(hidden, weight(f"{layer}.post_attention_layernorm.weight"))
-        gate, up = (project(f"{layer}.mlp.{n}_proj", normed_hidden) for n in ("gate", "up"))
-        stages[f"mlp.{index}"] = project(f"{layer}.mlp.down_proj", F.silu(gate) * up)
-        hidden = hidden + stages[f"mlp.{index}"]
+    def _embedding(self) -> torch.Tensor:
+        """The draft's own embedding table, or the target's."""
+        if "embed_tokens.weight" in self._names:
+            return self._weight("embed_tokens.weight")
 
-    stages["pre_head"] = norm(hidden, weight("norm.weight"))
-    if "lm_head.weight" in names:
-        head = weight("lm_head.weight")
-    elif settings.get("tie_word_embeddings") and is_own:
-        head = embedding[target_ids]
-    else:
-        head = target.weights.head[target_ids].double()
+        return self._target.weights.embedding.double()
 
-    return stages | {"logits": stages["pre_head"] @ head.T}
+    def _head(self, target_ids: torch.Tensor) -> torch.Tensor:
+        if "lm_head.weight" in self._names:
+            return self._weight("lm_head.weight")
+
+        if self._settings.get("tie_word_embeddings") and "embed_tokens.weight" in self._names:
+            return self._embedding()[target_ids]
+
+        return self._target.weights.head[target_ids].double()
+
+    def _project(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        product = x @ self._weight(f"{name}.weight").T
+        return product + self._weight(f"{name}.bias") if f"{name}.bias" in self._names else product
+
+    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return rms_norm(x, self._weight(name), self._eps)
+
+    def _weight(self, name: str) -> torch.Tensor:
+        return self._tensors.get(name).to(device=self._target.device, dtype=torch.float64)
+
+
+def rms_norm(x: torch.Tensor, scale: torch.Tensor, eps: float) -> torch.Tensor:
+    return scale * x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
 
 
 def _attend(
     settings: Mapping[str, Any], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> torch.Tensor:
+    """Causal attention with rotary positions over all rows, [N, heads * head_dim]."""
     num_rows, num_heads = len(query), settings["num_attention_heads"]
     num_kv_heads = settings.get("num_key_value_heads", num_heads)
     query, key, value = (
@@ -189,7 +223,7 @@ def _attend(
 
 
 def _angles(settings: Mapping[str, Any], num_rows: int, head_dim: int) -> torch.Tensor:
-    """Radians of each row and pair, [num_rows, head_dim / 2]: positions count from 0."""
+    """Rotation angles in radians of each row and pair, [num_rows, head_dim / 2]. Positions start at 0."""
     rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     theta = rope.get("rope_theta") or settings.get("rope_theta") or 10_000.0
     pairs = torch.arange(head_dim // 2, dtype=torch.float64)
@@ -210,6 +244,7 @@ def _angles(settings: Mapping[str, Any], num_rows: int, head_dim: int) -> torch.
 def _target_states(
     target: Decoder, tokens: torch.Tensor, aux_layers: Sequence[int]
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """The target's residual streams at `aux_layers`, and its last hidden state."""
     config, num_blocks = target.config, -(-len(tokens) // BLOCK_SIZE)
     cache = KVCache(
         config.num_layers,

@@ -1,4 +1,6 @@
-"""Decode rate of the engine, by the difference of two lengths, and what decoding costs the host process.
+"""Measure the decode rate of the engine and the cost of decoding for the host process.
+
+The rate is taken from the difference between generating two numbers of tokens.
 
 python -m perf.decode --model llama-3.1-8b --scenario single-512 batch64-512
 python -m perf.decode --model smollm2-135m --peer transformers --out decode.json
@@ -10,49 +12,30 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from msgspec import UNSET, Struct
+from msgspec import UNSET
 from msgspec.structs import replace
 
-from drift_sdk import Engine, EngineConfig, SamplingParams
+from drift_sdk import Engine, SamplingParams
+from perf.harness.decoding import GREEDY, DecodeOptions, engine_config, generation_seconds
 from perf.harness.host import ENGINE_THREAD, LoopLag, thread_seconds
 from perf.harness.record import DecodeRun, Run
-from perf.harness.recording import Recording, dtype_name, free_memory, parser
-from perf.harness.scenario import LENGTHS, SCENARIOS, Scenario
+from perf.harness.recording import Recording, free_memory, parser
+from perf.harness.scenario import SCENARIOS, Scenario
 from perf.harness.shapes import Model, prepare
 from perf.harness.table import decode_table, show
-from perf.peers import PEERS
+from perf.peers import transformers, vllm
 
-__all__ = ["DecodeOptions", "main", "measure"]
+__all__ = ["PEERS", "main", "measure"]
 
 IDLE_S = 0.5
-BLOCK_SIZE = 64  # the largest that an executor chooses by itself
-GREEDY = SamplingParams(ignore_eos=True)
-ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
-class DecodeOptions(Struct, frozen=True, kw_only=True):
-    """How the engine is set up and how often what is timed. `lengths`: tokens of the shorter and the longer
-    generation. `params`: of every request, save its length."""
-
-    device: str = "cpu"
-    dtype: str = "auto"
-    executor: str = "auto"
-    max_model_len: int | None = None
-    repeats: int = 5
-    lengths: tuple[int, int] = LENGTHS
-    params: SamplingParams = GREEDY
-
-    @property
-    def dtype_name(self) -> str:
-        return dtype_name(self.dtype, self.device)
-
-    @property
-    def itemsize(self) -> int:
-        return ITEMSIZES[self.dtype_name]
+PEERS: dict[str, Callable[[Model, Sequence[Scenario], int, float], Iterator[DecodeRun]]] = {
+    "transformers": transformers.measure,
+    "vllm": vllm.measure,
+}
+"""Name -> measure(model, scenarios, repeats, read bandwidth in TB/s), which yields a run per scenario."""
 
 
 async def measure(
@@ -62,7 +45,7 @@ async def measure(
     bandwidth_tb_s: float,
     on_run: Callable[[Run], None] = lambda run: None,
 ) -> list[DecodeRun]:
-    """Runs of all scenarios on one engine, each reported as it is done."""
+    """Measure all scenarios on one engine. `on_run` is called with each run as soon as it has ended."""
     runs = []
     async with Engine(model.path, engine_config(model, scenarios, options)) as engine:
         for scenario in scenarios:
@@ -72,26 +55,10 @@ async def measure(
     return runs
 
 
-def engine_config(model: Model, scenarios: Iterable[Scenario], options: DecodeOptions) -> EngineConfig:
-    """Room for the longest sequence, and for the KV of the largest batch with its prompts kept."""
-    lengths = [-(-(s.context + options.lengths[1]) // BLOCK_SIZE) * BLOCK_SIZE for s in scenarios]
-    most = max(s.batch * length for s, length in zip(scenarios, lengths, strict=True))
-    max_model_len = options.max_model_len or max(lengths)
-    config: dict[str, Any] = {
-        "device": options.device,
-        "dtype": options.dtype,
-        "executor": options.executor,
-        "load": model.load,
-        "max_num_seqs": max(s.batch for s in scenarios),
-        "max_model_len": max_model_len,
-        "kv_cache_tokens": max(most, max_model_len) + BLOCK_SIZE * max(s.batch for s in scenarios),
-    }
-    return EngineConfig(**config)
-
-
 async def measure_one(
     engine: Engine, model: Model, scenario: Scenario, options: DecodeOptions, bandwidth_tb_s: float
 ) -> DecodeRun:
+    """Measure one scenario: rate, lag of the event loop, CPU time."""
     prompts = scenario.prompts(model.config.vocab_size)
     (short, long), params = options.lengths, options.params
     for num_tokens in (short, long, long):
@@ -119,33 +86,13 @@ async def measure_one(
     return run
 
 
-async def generation_seconds(
-    engine: Engine, prompts: Sequence[Sequence[int]], num_tokens: int, params: SamplingParams = GREEDY
-) -> float:
-    """From letting the engine go, with every request in its queue, to the last completion."""
-    params = replace(params, max_tokens=num_tokens)
-    await engine.pause()
-    streams = [engine.generate(prompt, params) for prompt in prompts]
-    ends = [asyncio.ensure_future(stream.completion()) for stream in streams]
-    # The engine announces neither; a request that is refused has ended.
-    while engine.stats().num_queued < len(ends) and not any(end.done() for end in ends):  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
-
-    started_at = time.perf_counter()
-    await engine.resume()
-    completions = await asyncio.gather(*ends)
-    taken = time.perf_counter() - started_at
-    lengths = {len(completion.token_ids) for completion in completions}
-    if lengths != {num_tokens}:
-        raise RuntimeError(f"completions of {sorted(lengths)} tokens: expected {num_tokens} each")
-
-    return taken
-
-
 async def measure_host(
     engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams, run: DecodeRun
 ) -> None:
-    """Lag and CPU time while every chunk is read; one after the other, since watching the lag takes time."""
+    """Measure lag and CPU time while every chunk is read, and store them in `run`.
+
+    They are measured in separate generations, because measuring the lag takes CPU time.
+    """
     async with LoopLag() as idle:
         await asyncio.sleep(IDLE_S)
 
@@ -166,7 +113,7 @@ async def measure_host(
 
 
 async def read_chunks(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams) -> int:
-    """How many chunks came."""
+    """Generate once and read every chunk; returns the number of chunks."""
 
     async def read(prompt: Sequence[int]) -> int:
         return len([chunk async for chunk in engine.generate(prompt, params)])
@@ -175,15 +122,21 @@ async def read_chunks(engine: Engine, prompts: Sequence[Sequence[int]], params: 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    given_parser = parser(__doc__)
-    given_parser.add_argument("--scenario", nargs="+", type=Scenario.parse, default=SCENARIOS, metavar="NAME")
-    given_parser.add_argument("--max-model-len", type=int, help="the default is what the scenarios need")
-    given_parser.add_argument("--peer", nargs="+", choices=PEERS, default=(), help="measured in the same run")
-    given_parser.add_argument("--temperature", type=float, default=0.0, help="sampled: another file")
-    given_parser.add_argument("--top-p", type=float, default=1.0)
-    given = given_parser.parse_args(arguments)
+    arguments_parser = parser(__doc__)
+    arguments_parser.add_argument(
+        "--scenario", nargs="+", type=Scenario.parse, default=SCENARIOS, metavar="NAME"
+    )
+    arguments_parser.add_argument("--max-model-len", type=int, help="default: what the scenarios need")
+    arguments_parser.add_argument(
+        "--peer", nargs="+", choices=PEERS, default=(), help="engines to measure in the same run"
+    )
+    arguments_parser.add_argument(
+        "--temperature", type=float, default=0.0, help="above 0: sampled, written to another file"
+    )
+    arguments_parser.add_argument("--top-p", type=float, default=1.0)
+    given = arguments_parser.parse_args(arguments)
     if given.temperature and given.peer:
-        given_parser.error("peers are greedy")
+        arguments_parser.error("--temperature: expected 0 with --peer, because peers are greedy")
 
     options = DecodeOptions(
         device=given.device,

@@ -1,4 +1,4 @@
-"""Put result files that were written elsewhere into perf/results, each into the file of its GPU and topic.
+"""Merge result files that were written elsewhere into perf/results, each into the file of its GPU and topic.
 
 python -m perf.merge from-the-gpu/decode.json from-the-gpu/kernels.json
 """
@@ -18,12 +18,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("files", type=Path, nargs="+", help="named after their topic")
+    parser.add_argument("files", type=Path, nargs="+", help="result files, named after their topics")
     for file in parser.parse_args(arguments).files:
         results = read(file)
         path = result_path(file.stem, results.gpu)
         merged = write(results, path)
-        print(f"{path}: {len(results.runs)} runs in, {len(merged.runs)} in all")
+        print(f"{path}: {len(results.runs)} runs merged, {len(merged.runs)} in total")
 
 
 if __name__ == "__main__":

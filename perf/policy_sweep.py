@@ -1,6 +1,6 @@
-"""What the adaptive policy makes of batches of any size, against plain decoding in the same run.
+"""The adaptive draft policy on batches of all sizes, compared with plain decoding in the same run.
 
-`python -m perf.speculative --policy-sweep` measures it. A picture of what it found:
+`python -m perf.speculative --policy-sweep` measures it. This script draws the result:
 python -m perf.policy_sweep perf/results/nvidia-h200/policy.json --out policy.png
 """
 
@@ -22,13 +22,13 @@ SCENARIOS = tuple(
     Scenario.parse(f"batch{batch}-512" if batch > 1 else "single-512") for batch in (2**n for n in range(9))
 )
 FLOOR = 0.97
-"""The least speedup: what speculation may cost where it does not pay."""
+"""The least acceptable speedup: speculation that does not pay may cost the difference to 1."""
 
 COLUMNS = ("batch", "drafts", "tok/s", "drafted a round", "AL", "against plain", "")
 
 
 def policy_table(results: Results) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
-    """Title, columns and rows, with a remark where speculation costs more than it may."""
+    """Title, columns and rows, with a remark where the speedup is below `FLOOR`."""
     rows = [
         (
             str(run["batch"]),
@@ -45,7 +45,7 @@ def policy_table(results: Results) -> tuple[str, Sequence[str], Sequence[Sequenc
 
 
 def draw(results: Results, path: Path) -> None:
-    """Write a PNG: speedup by batch, a line for each model and acceptance length. Needs matplotlib."""
+    """Write a PNG: speedup over batch size, one line per model and acceptance length. Needs matplotlib."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 6), layout="constrained")
@@ -62,7 +62,7 @@ def draw(results: Results, path: Path) -> None:
     axes.set_xscale("log", base=2)
     ticks = sorted({batch for line in lines.values() for batch, _ in line})
     axes.set_xticks(ticks, labels=[str(batch) for batch in ticks])
-    axes.set(xlabel="sequences", ylabel="tokens a second, against plain decoding", ylim=(0, None))
+    axes.set(xlabel="sequences", ylabel="tokens/s relative to plain decoding", ylim=(0, None))
     axes.axhline(1.0, color="black", linewidth=1, alpha=0.5)
     axes.axhline(FLOOR, color="tab:red", linewidth=1, linestyle="--", label=f"floor {FLOOR}")
     axes.legend()
@@ -72,6 +72,7 @@ def draw(results: Results, path: Path) -> None:
 
 
 def drafted(results: Results) -> list[dict[str, Any]]:
+    """The runs with drafts."""
     return [run for run in results.runs if run["num_draft_tokens"]]
 
 

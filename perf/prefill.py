@@ -1,4 +1,4 @@
-"""Prompt tokens a second: one request after the other, each with a prompt that no cache has seen.
+"""Measure prompt tokens per second, with one request at a time and a new prompt for each.
 
 python -m perf.prefill --model llama-3.1-8b --tokens 8192 32768 --peer vllm
 """
@@ -30,6 +30,8 @@ NUM_WARM_UPS = 2
 
 
 class PrefillOptions(Struct, frozen=True, kw_only=True):
+    """Settings as in EngineConfig, and the number of timed repeats."""
+
     device: str = "cpu"
     dtype: str = "auto"
     executor: str = "auto"
@@ -44,7 +46,10 @@ async def measure(
     peak_tflop_s: float,
     on_run: Callable[[Run], None] = lambda run: None,
 ) -> list[PrefillRun]:
-    """Runs of all prompt lengths, in tokens, on one engine, each reported as it is done."""
+    """Measure all prompt lengths, in tokens, on one engine.
+
+    `on_run` is called with each run as soon as it has ended.
+    """
     runs = []
     seeds = itertools.count()
     settings: dict[str, Any] = {
@@ -82,7 +87,7 @@ async def measure(
 
 
 async def first_token_seconds(engine: Engine, prompt: Sequence[int]) -> float:
-    """From the call to the one token. Raises RuntimeError if the prefix cache helped."""
+    """Seconds from the call to the first token. Raises RuntimeError if part of the prompt was cached."""
     started_at = time.perf_counter()
     completion = await engine.generate(prompt, SamplingParams(max_tokens=1, ignore_eos=True))
     taken = time.perf_counter() - started_at
@@ -95,13 +100,17 @@ async def first_token_seconds(engine: Engine, prompt: Sequence[int]) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    given_parser = parser(__doc__)
-    given_parser.add_argument("--tokens", type=int, nargs="+", default=(8192, 32_768), help="prompt lengths")
-    given_parser.add_argument("--prefill-token-budget", type=int, default=EngineConfig().prefill_token_budget)
-    given_parser.add_argument(
-        "--peer", nargs="+", choices=("vllm",), default=(), help="measured in the same run"
+    arguments_parser = parser(__doc__)
+    arguments_parser.add_argument(
+        "--tokens", type=int, nargs="+", default=(8192, 32_768), help="prompt lengths"
     )
-    given = given_parser.parse_args(arguments)
+    arguments_parser.add_argument(
+        "--prefill-token-budget", type=int, default=EngineConfig().prefill_token_budget
+    )
+    arguments_parser.add_argument(
+        "--peer", nargs="+", choices=("vllm",), default=(), help="engines to measure in the same run"
+    )
+    given = arguments_parser.parse_args(arguments)
     options = PrefillOptions(
         device=given.device,
         dtype=given.dtype,

@@ -1,10 +1,11 @@
-"""Give a draft a smaller vocabulary: its most frequent tokens, so that its head multiplies fewer rows.
+"""Reduce a draft's vocabulary to its most frequent tokens, so that its head multiplies fewer rows.
 
     python -m perf.reduce_vocab DRAFT OUTPUT --size 16000 --frequencies counts.json
     python -m perf.reduce_vocab DRAFT OUTPUT --size 16000 --texts a.txt b.txt --tokenizer TARGET --keep 128009
 
-counts.json is an object from token ids to counts. A draft with a head of its own loses rows of it; one that
-uses its target's is left with the ids alone. What the draft proposes changes, never what is generated.
+counts.json is an object from token ids to counts. If the draft has its own head, rows of the head are
+removed; if it uses the target's head, only the list of ids changes. The draft proposes other tokens;
+generated tokens stay the same.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ VOCABULARY_KEYS = ("draft_vocab_size", "truncated_vocab_size")
 def choose_ids(
     available: Sequence[int], counts: Mapping[int, int], size: int, keep: Collection[int] = ()
 ) -> list[int]:
-    """`size` of the available ids, ascending: those to keep, then by falling count, then by rising id.
+    """`size` of the available ids, in ascending order.
 
-    Raises ValueError for a size or an id to keep that the available ids do not hold.
+    Ids in `keep` are chosen first, then those with the highest counts, then those with the lowest ids. Raises
+    ValueError for a size that is too small or too large, and for an id to keep that is not available.
     """
     missing = sorted(set(keep) - set(available))
     if missing:
@@ -42,7 +44,7 @@ def choose_ids(
 
     if not len(set(keep)) <= size <= len(available) or size < 1:
         least = max(1, len(set(keep)))
-        raise ValueError(f"size={size}: expected {least} to {len(available)}, of ids to keep and ids at hand")
+        raise ValueError(f"size={size}: expected {least} (ids to keep) to {len(available)} (ids available)")
 
     kept = set(keep)
     ranked = sorted(available, key=lambda token: (token not in kept, -counts.get(token, 0), token))
@@ -52,10 +54,10 @@ def choose_ids(
 def reduce_vocabulary(
     folder: Path, output: Path, counts: Mapping[int, int], size: int, keep: Collection[int] = ()
 ) -> list[int]:
-    """Write the draft of `folder` with a vocabulary of `size` into `output`; the target's ids it proposes.
+    """Write the draft in `folder`, with a vocabulary of `size`, into `output`.
 
-    Raises ModelLoadError for a broken draft, ValueError as `choose_ids`, FileExistsError for an `output` that
-    is no empty folder.
+    Returns the target's ids that it can propose. Raises ModelLoadError for a broken draft, ValueError as
+    `choose_ids`, FileExistsError if `output` exists and is not an empty folder.
     """
     config = resolve(folder).config
     settings, tensors = draft_settings(config), DraftTensors(folder)
@@ -89,6 +91,7 @@ def reduce_vocabulary(
 
 
 def count_tokens(model: str, texts: Sequence[Path]) -> Counter[int]:
+    """How often each token occurs in the texts."""
     tokenizer = resolve(model).tokenizer()
     counts: Counter[int] = Counter()
     for text in texts:
@@ -106,9 +109,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--size", type=int, required=True, help="tokens to keep")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--frequencies", type=Path, help="JSON object from token ids to counts")
-    source.add_argument("--texts", type=Path, nargs="+", help="texts to count tokens in")
+    source.add_argument("--texts", type=Path, nargs="+", help="text files to count tokens in")
     parser.add_argument("--tokenizer", help="the target: folder, .gguf file or hub id; with --texts")
-    parser.add_argument("--keep", type=int, nargs="*", default=[], help="ids kept whatever their count")
+    parser.add_argument("--keep", type=int, nargs="*", default=[], help="ids to keep, whatever their counts")
     options = parser.parse_args(arguments)
     try:
         if options.frequencies is not None:

@@ -1,4 +1,4 @@
-"""A picture of decode results: time of a round against the time that reading its bytes takes.
+"""Draw decode results: the time of a round over the time that it takes to read its bytes.
 
 python -m perf.roofline perf/results/nvidia-h200/decode.json --out roofline.png
 """
@@ -8,13 +8,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
 from perf.harness.record import Results, read
 from perf.harness.table import engine_of
 from perf.peers.anchors import anchor_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 __all__ = ["Point", "draw", "main", "points"]
 
@@ -29,8 +32,12 @@ SHARES = (1.0, 0.8, 0.6)
 
 
 class Point(Struct, frozen=True):
-    """Milliseconds of a round, measured and at the limit. `engine`: with its executor, if it has several.
-    `is_anchor`: measured earlier, elsewhere."""
+    """A round in the picture.
+
+    engine:        name of the engine, with its executor if it has several.
+    limit_ms, ms:  milliseconds of a round at the limit, and measured.
+    is_anchor:     whether it comes from an anchor instead of a run.
+    """
 
     engine: str
     scenario: str
@@ -40,7 +47,7 @@ class Point(Struct, frozen=True):
 
 
 def points(results: Results) -> list[Point]:
-    """Of every run, and of the anchors that belong to them where the peer is not among the runs."""
+    """The points of all runs, and of anchors for peers that are not among the runs."""
     found: dict[tuple[Any, ...], Point] = {}
     measured = {_identity(run) for run in results.runs}
     for run in results.runs:
@@ -72,6 +79,17 @@ def draw(results: Results, path: Path) -> None:
         axis.set_major_formatter(FormatStrFormatter("%g"))
         axis.set_minor_formatter(FormatStrFormatter("%g"))
 
+    _draw_limits(axes, shown)
+    _draw_points(axes, shown)
+    _draw_names(axes, shown)
+    axes.legend()
+    axes.set_title(f"Decoding on {results.gpu}, reads at {results.read_bandwidth_tb_s:.2f} TB/s")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def _draw_limits(axes: Axes, shown: Sequence[Point]) -> None:
+    """A line for each of SHARES of the roofline."""
     limits = [point.limit_ms for point in shown]
     ends = (min(limits) * 0.8, max(limits) * 1.3)
     for share in SHARES:
@@ -79,6 +97,9 @@ def draw(results: Results, path: Path) -> None:
         axes.plot(ends, [end / share for end in ends], color="black", alpha=alpha, linewidth=1)
         axes.annotate(f"{share:.0%}", (ends[1], ends[1] / share), fontsize=8, va="center")
 
+
+def _draw_points(axes: Axes, shown: Sequence[Point]) -> None:
+    """A colour for each engine; anchors are hollow."""
     for engine, is_anchor in sorted({(point.engine, point.is_anchor) for point in shown}):
         group = [point for point in shown if (point.engine, point.is_anchor) == (engine, is_anchor)]
         colour = COLOURS.get(engine, "tab:red")
@@ -91,6 +112,9 @@ def draw(results: Results, path: Path) -> None:
             zorder=3,
         )
 
+
+def _draw_names(axes: Axes, shown: Sequence[Point]) -> None:
+    """The name of each scenario, under its lowest point."""
     lowest: dict[str, Point] = {}
     for point in sorted(shown, key=lambda point: -point.ms):
         lowest[point.scenario] = point
@@ -98,13 +122,9 @@ def draw(results: Results, path: Path) -> None:
         place = (point.limit_ms, point.ms)
         axes.annotate(name, place, xytext=(4, -12), textcoords="offset points", fontsize=8)
 
-    axes.legend()
-    axes.set_title(f"Decoding on {results.gpu}, reads at {results.read_bandwidth_tb_s:.2f} TB/s")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-
 
 def _identity(run: dict[str, Any]) -> tuple[Any, ...]:
+    """Equal for runs of the same kind."""
     names = ("engine", "model", "dtype", "scenario", "num_draft_tokens", "tree", "acceptance_length")
     own = ("executor",) if run["engine"] == "drift" else ()
     return tuple(run.get(name) for name in (*names, *own))
@@ -120,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("file", type=Path, help="a decode result file")
-    parser.add_argument("--model", help="its runs alone")
+    parser.add_argument("--model", help="draw only the runs of this model")
     parser.add_argument("--out", type=Path, required=True, help="PNG to write")
     given = parser.parse_args(arguments)
     results = read(given.file)

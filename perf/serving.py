@@ -1,4 +1,4 @@
-"""The same load on this engine, in its default configuration, and on a peer, side by side on a GPU each.
+"""A service's load on this engine, in its default configuration, and on a peer, each on its own GPU.
 
 python -m perf.serving --peer vllm --devices 0 1 --swap --repeats 2 --cases closed-64 prefix open-20
 python -m perf.serving --peer vllm --draft
@@ -29,56 +29,65 @@ __all__ = ["main"]
 
 
 def arguments_of(arguments: Sequence[str] | None) -> argparse.Namespace:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument(
-        "--model", default="llama-3.1-8b", help=f"{', '.join(MODELS)}, {SCRIPTED} (a dry run) or a folder"
-    )
-    made.add_argument("--cases", nargs="+", type=Case.parse, default=CASES, metavar="NAME")
-    made.add_argument("--num-requests", type=int, help="of each case; else some 20 s on an H200")
-    made.add_argument("--seconds", type=float, default=40.0, help="most that a case may take")
-    made.add_argument("--repeats", type=int, default=1, help="each with other requests of the same kind")
-    made.add_argument("--seed", default="0")
-    made.add_argument("--draft", action="store_true", help="EAGLE-3 drafts of random weights on all engines")
-    made.add_argument("--num-draft-tokens", type=int, default=3, metavar="K")
-    made.add_argument("--acceptance-length", type=float, default=3.2, help="simulated: tokens a round")
-    made.add_argument("--set", nargs="+", default=[], metavar="FIELD=VALUE", help="of EngineConfig")
-    made.add_argument(
-        "--compare-set", action="append", metavar='"FIELD=VALUE ..."', help="one after the other; repeatable"
-    )
-    made.add_argument("--peer", choices=("vllm", SCRIPTED))
-    made.add_argument("--peer-path", default=os.environ.get("VLLM_PATH"), help="folder to import vLLM from")
-    made.add_argument("--peer-set", nargs="+", default=[], metavar="FIELD=VALUE", help="of AsyncEngineArgs")
-    made.add_argument(
-        "--devices", nargs="+", type=int, default=[0], help="GPUs: one each, or one for all in turn"
-    )
-    made.add_argument("--swap", action="store_true", help="engines change places after each repeat")
-    made.add_argument("--logs", type=Path, help="folder for what the engines print; temporary if not given")
-    made.add_argument("--out", type=Path, help="result file; the default is perf/results/GPU/serving.json")
-    given = made.parse_args(arguments)
+    """The command line's options. Exits with an error if they do not fit together."""
+    parser = make_parser()
+    given = parser.parse_args(arguments)
     num_engines = 1 if given.peer is None else 2
     if len(given.devices) not in (1, num_engines):
-        made.error(f"--devices {given.devices}: expected one, or {num_engines}")
+        parser.error(f"--devices {given.devices}: expected one, or {num_engines}")
     if given.compare_set and given.peer is not None:
-        made.error("--compare-set is of this engine alone: expected no --peer")
+        parser.error("--compare-set compares configurations of this engine: expected no --peer")
     if given.peer is not None and (given.model == SCRIPTED) != (given.peer == SCRIPTED):
-        made.error(f"--model {given.model}, --peer {given.peer}: expected both {SCRIPTED}, or none")
+        parser.error(f"--model {given.model}, --peer {given.peer}: expected both {SCRIPTED}, or none")
     if given.model == SCRIPTED and given.draft:
-        made.error(f"--model {SCRIPTED}: expected no --draft")
+        parser.error(f"--model {SCRIPTED}: expected no --draft")
 
     for text in (*given.set, *given.peer_set, *(given.compare_set or ())):
         try:
             parse_settings(text)
         except ValueError as error:
-            made.error(str(error))
+            parser.error(str(error))
 
     return given
 
 
+def make_parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument(
+        "--model", default="llama-3.1-8b", help=f"{', '.join(MODELS)}, {SCRIPTED} (a dry run) or a folder"
+    )
+    made.add_argument("--cases", nargs="+", type=Case.parse, default=CASES, metavar="NAME")
+    made.add_argument("--num-requests", type=int, help="per case; default: about 20 s on an H200")
+    made.add_argument("--seconds", type=float, default=40.0, help="limit for a case")
+    made.add_argument("--repeats", type=int, default=1, help="each repeat draws new requests")
+    made.add_argument("--seed", default="0")
+    made.add_argument("--draft", action="store_true", help="EAGLE-3 drafts of random weights on all engines")
+    made.add_argument("--num-draft-tokens", type=int, default=3, metavar="K")
+    made.add_argument("--acceptance-length", type=float, default=3.2, help="simulated tokens per round")
+    made.add_argument("--set", nargs="+", default=[], metavar="FIELD=VALUE", help="fields of EngineConfig")
+    made.add_argument(
+        "--compare-set", action="append", metavar='"FIELD=VALUE ..."', help="a configuration; repeatable"
+    )
+    made.add_argument("--peer", choices=("vllm", SCRIPTED))
+    made.add_argument("--peer-path", default=os.environ.get("VLLM_PATH"), help="folder to import vLLM from")
+    made.add_argument("--peer-set", nargs="+", default=[], metavar="FIELD=VALUE", help="AsyncEngineArgs")
+    made.add_argument(
+        "--devices", nargs="+", type=int, default=[0], help="GPUs: one per engine, or one for all in turn"
+    )
+    made.add_argument("--swap", action="store_true", help="engines swap GPUs after each repeat")
+    made.add_argument("--logs", type=Path, help="folder for the engines' output (default: temporary)")
+    made.add_argument("--out", type=Path, help="result file (default: perf/results/GPU/serving.json)")
+    return made
+
+
 def benchmark_of(given: argparse.Namespace, folder: Path) -> Benchmark:
-    """folder: for models and logs. Raises ValueError for a model that cannot be measured so."""
+    """The benchmark that the options describe.
+
+    folder: for models and logs. Raises ValueError for a model that the peer cannot be given.
+    """
     model = find_model(given.model, folder)
     if given.peer == "vllm" and (model is None or model.load != "random"):
-        raise ValueError(f"model={given.model!r}: expected one of random weights, all that vllm is given")
+        raise ValueError(f"model={given.model!r}: expected one with random weights to compare with vllm")
 
     drafts = Drafts(given.num_draft_tokens, given.acceptance_length) if given.draft else None
     engines = [drift_engine(model, drafts, given.set)]
@@ -111,9 +120,9 @@ def benchmark_of(given: argparse.Namespace, folder: Path) -> Benchmark:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Exits with 1 if an engine failed: what was measured before is written."""
+    """Measure and print a table. Exits with 1 if an engine failed; results measured before are written."""
     given = arguments_of(arguments)
-    # Leaving kills the engines' processes, so that a SIGTERM must leave and not just end.
+    # Leaving the `with` blocks kills the engines' processes, so SIGTERM must raise instead of ending at once.
     previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         with tempfile.TemporaryDirectory() as folder:

@@ -1,11 +1,12 @@
-"""Speculative decoding against plain decoding of the same scenarios, in one run.
+"""Measure speculative decoding and compare it with plain decoding of the same scenarios in the same run.
 
 python -m perf.speculative --num-draft-tokens 1 3 5 --acceptance-length 3.2 --scenario single-512 batch64-512
 python -m perf.speculative --model smollm2-135m --draft ngram
 python -m perf.speculative --policy-sweep --repeats 3
 
-An acceptance length is simulated: drafts are made and verified, but not compared. Without one acceptance is
-real: that of --draft, or of random weights if the model's are.
+With --acceptance-length, acceptance is simulated: drafts are made and verified, but not compared. Without it,
+acceptance is that of the draft given by --draft, or of a draft with random weights if the model has random
+weights.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 
 from drift_sdk import NGram
 from drift_sdk.measurement import recorded_engine
-from perf.decode import DecodeOptions
+from perf.harness.decoding import DecodeOptions
 from perf.harness.drafting import Drafting
 from perf.harness.record import DecodeRun, Run
 from perf.harness.recording import Recording, free_memory, parser
@@ -39,15 +40,21 @@ MAX_DRAFT_TOKENS = 16
 
 
 class SpeculativeRun(DecodeRun, kw_only=True):
-    """Decoding with drafts, and without any to compare with.
+    """Decoding with drafts, or without drafts for comparison.
 
-    `acceptance_length`: the one to simulate, if it is not real; `measured_acceptance_length`: what it was.
-    `limit_tokens_per_s`: as many tokens over the time that reading the bytes of a round takes;
-    `limit_fraction`: the share of it that was reached. `speedup`: over plain decoding in the same run.
-    `efficiency`: speedup over measured acceptance length. `is_adaptive`: of `num_draft_tokens` at most, the
-    policy chose `mean_drafts` a round. `several_share`: of the rounds of a sequence, those that gave two
-    tokens or more. `num_active`: sequences that got tokens in a step, on average, and the fewest and the
-    most. `gpu_memory_gib`: everybody's, afterwards.
+    acceptance_length:                           tokens per round to simulate, or the measured ones if
+                                                 acceptance is real.
+    measured_acceptance_length:                  tokens per round and sequence.
+    mean_drafts:                                 tokens drafted per round and sequence.
+    limit_tokens_per_s:                          tokens of a round over the time to read its bytes.
+    limit_fraction:                              tokens/s over `limit_tokens_per_s`.
+    several_share:                               share of the rounds of a sequence with two or more tokens.
+    num_active, num_active_min, num_active_max:  sequences that got tokens in a step: mean, least, most.
+    is_adaptive:                                 whether the policy chose the number of drafts, up to
+                                                 `num_draft_tokens`.
+    speedup:                                     over plain decoding in the same run.
+    efficiency:                                  speedup over measured acceptance length.
+    gpu_memory_gib:                              memory in use on the GPU afterwards, of all processes.
     """
 
     measured_acceptance_length: float
@@ -73,8 +80,10 @@ async def measure(
     bandwidth_tb_s: float,
     on_run: Callable[[Run], None] = lambda run: None,
 ) -> list[SpeculativeRun]:
-    """Runs of all scenarios, plain first and then with each of the draftings, on an engine each; each run is
-    reported as it is done."""
+    """Measure all scenarios, first without drafts, then with each of the draftings, each on a new engine.
+
+    `on_run` is called with each run as soon as it has ended.
+    """
     config = batch_config(model, scenarios, options)
     runs: list[SpeculativeRun] = []
     plain: dict[str, float] = {}
@@ -109,7 +118,7 @@ def run_of(
     bandwidth_tb_s: float,
     executor: str,
 ) -> SpeculativeRun:
-    """Without a speedup still."""
+    """The run of these rounds, without its speedup and efficiency. drafting: None for plain decoding."""
     num_bytes = model.decode_bytes(scenario.batch, scenario.mean_context(options.lengths), options.itemsize)
     fields: dict[str, Any] = {}
     if drafting is not None:
@@ -147,21 +156,8 @@ def run_of(
 
 
 def arguments_of(arguments: Sequence[str] | None) -> argparse.Namespace:
-    made = parser(__doc__)
-    made.add_argument("--scenario", nargs="+", type=Scenario.parse, default=SCENARIOS, metavar="NAME")
-    made.add_argument(
-        "--num-draft-tokens",
-        nargs="+",
-        type=int,
-        default=[3],
-        metavar="K",
-        help="in a round; 0 adds nothing to what is measured without drafts",
-    )
-    made.add_argument(
-        "--acceptance-length", type=float, help="to simulate: tokens a round, as far as the drafts reach"
-    )
-    made.add_argument("--draft", help='an EAGLE-3 head, folder or hub id, or "ngram"')
-    made.add_argument("--policy-sweep", action="store_true", help="what the adaptive policy makes of batches")
+    """The command line's options. Exits with an error if they do not fit together."""
+    made = speculative_parser()
     given = made.parse_args(arguments)
     most = max(given.num_draft_tokens)
     if not 0 <= min(given.num_draft_tokens) <= most <= MAX_DRAFT_TOKENS:
@@ -171,18 +167,39 @@ def arguments_of(arguments: Sequence[str] | None) -> argparse.Namespace:
         made.error(f"--acceptance-length {given.acceptance_length}: expected 1 to {most + 1}")
 
     if given.policy_sweep and given.acceptance_length is not None:
-        made.error("--policy-sweep has acceptance lengths of its own: expected no --acceptance-length")
+        made.error("--policy-sweep sets the acceptance lengths: expected no --acceptance-length")
 
     is_simulated = given.policy_sweep or given.acceptance_length is not None
     if is_simulated and given.executor == "auto":
         given.executor = "graph"
     if is_simulated and (given.executor != "graph" or not given.device.startswith("cuda")):
-        made.error("acceptance is simulated on the graph executor alone, on a GPU")
+        made.error("simulated acceptance needs the graph executor on a GPU")
 
     if given.model == "smollm2-135m" and given.draft is None:
         made.error(f"--model {given.model}: expected a --draft")
 
     return given
+
+
+def speculative_parser() -> argparse.ArgumentParser:
+    made = parser(__doc__)
+    made.add_argument("--scenario", nargs="+", type=Scenario.parse, default=SCENARIOS, metavar="NAME")
+    made.add_argument(
+        "--num-draft-tokens",
+        nargs="+",
+        type=int,
+        default=[3],
+        metavar="K",
+        help="per round; 0 adds nothing to the run without drafts",
+    )
+    made.add_argument(
+        "--acceptance-length", type=float, help="tokens per round to simulate, up to drafts + 1"
+    )
+    made.add_argument("--draft", help='an EAGLE-3 head, folder or hub id, or "ngram"')
+    made.add_argument(
+        "--policy-sweep", action="store_true", help="measure the adaptive policy on batches of all sizes"
+    )
+    return made
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -20,9 +20,9 @@ from msgspec import UNSET, UnsetType
 from drift_sdk.measurement import staged_executor
 from drift_sdk.profiling.stage_timing import StageTiming, time_stages
 from drift_sdk.steps import Executor
-from perf.decode import DecodeOptions, engine_config
 from perf.harness.active_rounds import ACTIVE_COLUMNS, active_table, measure_by_active, tiles_of
 from perf.harness.bandwidth import matmul_tflop_s
+from perf.harness.decoding import DecodeOptions, engine_config
 from perf.harness.drafting import Drafting
 from perf.harness.driven import NUM_WARM_UP_ROUNDS, Driven
 from perf.harness.record import Run

@@ -1,4 +1,4 @@
-"""Time from nothing to the first token, in processes of their own: without compiled kernels, then with them.
+"""Measure the time from the start of a process to the first token, without and with compiled kernels.
 
 python -m perf.startup --model llama-3.1-8b
 """
@@ -15,13 +15,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
-import torch
 
 from perf.harness.processes import module_command, with_paths
 from perf.harness.record import Run
 from perf.harness.recording import Recording, dtype_name, free_memory, parser
 from perf.harness.shapes import Model, prepare
-from perf.harness.startup_process import Job, Startup
+from perf.harness.startup_process import Job, Startup, gpu_memory_gib
 from perf.harness.table import show
 
 __all__ = ["StartupRun", "import_seconds", "main", "measure"]
@@ -32,12 +31,15 @@ CACHES = {"TRITON_CACHE_DIR": "triton", "CUDA_CACHE_PATH": "cuda"}
 
 
 class StartupRun(Run, kw_only=True):
-    """Seconds. `kernel_cache`: "cold" where every kernel had to be compiled, "warm" right after that.
+    """A start in a new process. Times are in seconds, memory in GiB.
 
-    `import_s`: of the package alone, median of the repeats. `start_s`: of `Engine.start`; `stages`: of that,
-    as the engine reports them. `first_token_s`: to the first token of a short prompt, start included.
-    `process_s`: from before the process was there to that token. Memory in GiB: the GPU's, as the driver
-    counts it, and the most that the process had in main memory.
+    kernel_cache:        "cold" if all kernels had to be compiled, "warm" right after that.
+    import_s:            import of the package alone, median of the repeats.
+    start_s, stages:     `Engine.start`, and its stages as the engine reports them.
+    first_token_s:       from the start to the first token of a short prompt.
+    process_s:           from before the process was started to the first token.
+    gpu_memory_gib:      memory of the GPU, as the driver counts it.
+    process_memory_gib:  peak main memory of the process.
     """
 
     executor: str
@@ -60,13 +62,14 @@ def measure(
     repeats: int,
     on_run: Callable[[Run], None] = lambda run: None,
 ) -> list[StartupRun]:
-    """A cold start and a warm one, each reported as it is done."""
+    """Measure a cold start and a warm one. `on_run` is called with each run as soon as it has ended."""
     import_s = statistics.median(import_seconds() for _ in range(repeats))
     runs = []
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {name: str(Path(folder, cache)) for name, cache in CACHES.items()}
         for kernel_cache in ("cold", "warm"):
-            used_gib = gpu_memory_gib()
+            free_memory()
+            used_gib = gpu_memory_gib(device) or 0.0  # of all processes, before this start
             job = Job(
                 model=str(model.path),
                 load=model.load,
@@ -101,27 +104,20 @@ def measure(
 
 
 def start_up(job: Job, environment: dict[str, str]) -> Startup:
+    """Start an engine in a new process."""
     command = module_command(PROCESS, msgspec.json.encode(job).decode())
     return msgspec.json.decode(last_line(command, with_paths(environment)), type=Startup)
 
 
 def import_seconds() -> float:
+    """Seconds to import the package in a new process."""
     return float(last_line([sys.executable, "-c", IMPORT], dict(os.environ)))
 
 
 def last_line(command: Sequence[str], environment: dict[str, str]) -> str:
+    """The last line that a command prints. Raises CalledProcessError if it fails."""
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return done.stdout.splitlines()[-1]
-
-
-def gpu_memory_gib() -> float:
-    """In use on the first GPU, by whomever; 0 without one."""
-    if not torch.cuda.is_available():
-        return 0.0
-
-    free_memory()
-    free, total = torch.cuda.mem_get_info()
-    return (total - free) / 2**30
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

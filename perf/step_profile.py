@@ -21,7 +21,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from drift_sdk.profiling.manual_driver import ManualDriver
 from perf.cases.gemm import weight_shapes
-from perf.decode import DecodeOptions, engine_config
+from perf.harness.decoding import DecodeOptions, engine_config
 from perf.harness.record import Run
 from perf.harness.recording import Recording, parser
 from perf.harness.scenario import SCENARIOS, Scenario

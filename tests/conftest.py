@@ -1,4 +1,4 @@
-"""Uninitialised memory is poisoned: whatever of the package reads it finds NaN."""
+"""Settings of all tests. Uninitialised tensors are filled with NaN, so that code that reads them fails."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import os
 import signal
 import sys
 
-# Before torch reads it. Tests run side by side, and torch's threads wait by spinning: with more than one each
-# they would take the cores from one another. Child processes inherit it.
+# Set before torch is imported. Tests run in parallel processes, and torch's threads spin while they wait:
+# with more than one thread each, processes would take the cores from each other. Child processes inherit the
+# setting.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import placement
@@ -16,16 +17,17 @@ import quick_interpreter
 import torch
 from hypothesis import settings
 
-# Read when a kernel is decorated: without a GPU, Triton's interpreter runs it.
+# Read when a kernel is decorated. Without a GPU, kernels run in Triton's interpreter.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     quick_interpreter.install()
 
-# A busy machine may pause a test for longer than the default deadline; CI repeats what a desk found.
+# No deadline, because a busy machine may pause a test. A failing example is printed so that it can be
+# repeated.
 settings.register_profile("drift", deadline=None, print_blob=True)
 settings.load_profile("drift")
 
-# A shell's background jobs ignore Ctrl-C, and so would the programs that tests start and interrupt.
+# A shell's background jobs ignore SIGINT, and programs that tests start and interrupt would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -35,8 +37,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--executor",
         choices=placement.EXECUTORS,
         default="eager",
-        help="what runs the engines of tests/engine/test_constraints.py, tests/parity/test_batching.py and "
-        "tests/parity/test_processors.py: eagerly on the CPU, or by graphs on a GPU",
+        help="executor of the engines in tests/engine/test_constraints.py, tests/parity/test_batching.py and "
+        "tests/parity/test_processors.py: eager on the CPU, or graphs on a GPU",
     )
 
 
@@ -46,6 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fills tensors that the package makes with torch.empty: floats with NaN, integers with their maximum."""
+
     def poisoned(make):
         def empty(*args, **kwargs):
             tensor = make(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Documents say what is true: snippets run, the API page is the code's."""
+"""README, guide and API page: snippets run, links lead to files, the API page matches the code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import re
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 from model_zoo import make_model
 
@@ -22,7 +24,7 @@ TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfo
 
 @pytest.fixture
 def any_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every model name finds a small random model."""
+    """Resolves every model name to a small random model."""
     make_model(0, tmp_path)
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     monkeypatch.setattr("drift_sdk.startup.model_startup.resolve", lambda model, **_: Source(tmp_path))
@@ -34,14 +36,14 @@ def snippets_of(file: str) -> list[str]:
     return snippets
 
 
-def test_snippets_of_the_readme_are_scripts(any_model: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_snippets_of_the_readme_run_as_scripts(any_model: None, capsys: pytest.CaptureFixture[str]) -> None:
     for number, snippet in enumerate(snippets_of("README.md")):
         exec(compile(snippet, f"README.md#{number}", "exec"), {"__name__": "__main__"})
         assert capsys.readouterr().out
 
 
 def test_snippets_of_the_guide_run(any_model: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One after the other, with `await` at the top level."""
+    """They run one after the other, with `await` at the top level."""
     module = types.ModuleType("snippets")
     monkeypatch.setitem(sys.modules, "snippets", module)  # typing looks names up there
 
@@ -55,13 +57,39 @@ def test_snippets_of_the_guide_run(any_model: None, monkeypatch: pytest.MonkeyPa
     asyncio.run(main())
 
 
-def test_links_lead_somewhere() -> None:
+async def test_the_guides_fastapi_handler_answers_with_the_right_status(any_model: None) -> None:
+    """Errors of preparing a prompt become 400, a full queue 503, and both come before the headers."""
+    (snippet,) = [text for text in snippets_of("docs/guide.md") if "FastAPI(" in text]
+    names: dict[str, Any] = {}
+    exec(compile(snippet, "guide.md#fastapi", "exec"), names)
+    app = names["app"]
+    transport = httpx.ASGITransport(app=app)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://guide") as client,
+    ):
+        found = await client.get("/stream", params={"prompt": "Hello"})
+        empty = await client.get("/stream", params={"prompt": ""})
+        assert (found.status_code, empty.status_code) == (200, 400)
+        assert "prompt" in empty.json()["detail"]
+
+        class FullEngine:
+            def generate(self, prompt: str) -> None:
+                raise drift_sdk.QueueFull("8 requests are waiting")
+
+        app.state.engine, engine = FullEngine(), app.state.engine
+        full = await client.get("/stream", params={"prompt": "Hello"})
+        app.state.engine = engine
+        assert (full.status_code, full.json()["detail"]) == (503, "8 requests are waiting")
+
+
+def test_links_lead_to_files() -> None:
     for file in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         links = re.findall(r"\]\((?!https?:)([^)#]+)", file.read_text())
         assert not [link for link in links if not (file.parent / link).exists()], file
 
 
-def test_the_api_page_is_current() -> None:
+def test_the_api_page_matches_the_code() -> None:
     sys.path.insert(0, str(ROOT / "docs"))
     try:
         import generate_api

@@ -1,4 +1,4 @@
-"""What the machine can do at most, measured in the run that is compared with it."""
+"""The machine's read bandwidth and matrix-product speed, measured in the run that is compared with them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NUM_WARM_UPS, NUM_REPEATS = 3, 9
 
 
 def read_bandwidth_tb_s(device: str, num_bytes: int | None = None) -> float:
-    """TB/s at which a sum reads memory too large for any cache; the default is 8 GiB on a GPU."""
+    """TB/s at which a sum reads memory that does not fit any cache: 8 GiB on a GPU by default."""
     if num_bytes is None:
         num_bytes = 2**33 if device.startswith("cuda") else 2**28
 
@@ -24,14 +24,14 @@ def read_bandwidth_tb_s(device: str, num_bytes: int | None = None) -> float:
 
 
 def matmul_tflop_s(device: str) -> float:
-    """TFLOP/s of a square bfloat16 product of random numbers, 8,192 wide on a GPU."""
+    """TFLOP/s of a square bfloat16 matrix product of random numbers, 8,192 wide on a GPU."""
     size = 8192 if device.startswith("cuda") else 512
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     return 2 * size**3 / seconds(lambda: a @ b, device) / 1e12
 
 
 def seconds(call: Callable[[], object], device: str) -> float:
-    """Seconds that a call takes on the device: the median of nine, after three to warm up."""
+    """Seconds that a call takes on the device: the median of nine calls after three warm-up calls."""
     time_once = _gpu_seconds if device.startswith("cuda") else _cpu_seconds
     for _ in range(NUM_WARM_UPS):
         time_once(call)

@@ -1,4 +1,7 @@
-"""A tokenizer of any size, for models without one: as costly to load and to undo as a real one."""
+"""Makes a tokenizer of any size for models without one.
+
+Loading and decoding cost as much as with a real one.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,13 @@ __all__ = ["NUM_SPECIAL", "write_tokenizer"]
 
 SPECIAL = ("<bos>", "<eos>")
 NUM_SPECIAL = len(SPECIAL)
-SPACE = "Ġ"  # how byte-level pieces write a space
+SPACE = "Ġ"  # represents a space in byte-level tokens
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Byte-level BPE in tokenizer.json: two special tokens, the 256 bytes, then made-up words.
+    """Write a byte-level BPE tokenizer: two special tokens, the 256 bytes, then artificial words.
 
-    Raises ValueError for a vocabulary that has no room for the bytes.
+    Raises ValueError if `vocab_size` is too small for the bytes.
     """
     pieces = [*SPECIAL, *sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())]
     if vocab_size < len(pieces):
@@ -28,7 +31,7 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
 
     words = list(itertools.islice(_words(), vocab_size - len(pieces)))
     vocab = {piece: index for index, piece in enumerate(pieces + words)}
-    # A word comes after the word that it lengthens by one letter, so each is a single merge.
+    # Each word extends an earlier word by one letter, so it needs a single merge.
     merges = [(word[:-1], word[-1]) for word in words]
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

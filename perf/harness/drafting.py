@@ -1,4 +1,4 @@
-"""What drafts in an engine that is measured, and how its acceptance comes about."""
+"""The drafts of a measured engine, and whether their acceptance is simulated or real."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from drift_sdk import Chain, EngineConfig, NGram, Speculation
 from drift_sdk.measurement import RecordedEngine, recorded_engine, simulated_engine
-from perf.decode import DecodeOptions
+from perf.harness.decoding import DecodeOptions
 from perf.harness.scenario import Scenario
 from perf.harness.shapes import Draft, Model
 
@@ -17,8 +17,13 @@ __all__ = ["Drafting"]
 
 
 class Drafting(Struct, frozen=True, kw_only=True):
-    """Chains of `num_draft_tokens`. `acceptance_length`: tokens a round to simulate, as far as so many drafts
-    can bring them; None: acceptance is real."""
+    """Chains of drafted tokens.
+
+    num_draft_tokens:   tokens drafted per round; the most if adaptive.
+    acceptance_length:  tokens per round to simulate, limited to `num_draft_tokens + 1`; None for real
+                        acceptance.
+    is_adaptive:        whether the policy chooses the number of drafts.
+    """
 
     draft: Draft | NGram
     num_draft_tokens: int
@@ -35,13 +40,14 @@ class Drafting(Struct, frozen=True, kw_only=True):
 
     @property
     def simulated_length(self) -> float | None:
+        """Tokens per round to simulate; None for real acceptance."""
         if self.acceptance_length is None:
             return None
 
         return min(self.acceptance_length, self.num_draft_tokens + 1.0)
 
     def round_bytes(self, mean_drafts: float, scenario: Scenario, options: DecodeOptions) -> float:
-        """Bytes that a round of so many drafts must read beside the target's."""
+        """Bytes that a round with `mean_drafts` drafts must read in addition to the target's."""
         if isinstance(self.draft, NGram):
             return 0.0
 
@@ -49,7 +55,7 @@ class Drafting(Struct, frozen=True, kw_only=True):
         return self.draft.round_bytes(mean_drafts, scenario.batch, context, options.itemsize)
 
     def config(self, plain: EngineConfig) -> EngineConfig:
-        """The plain one with these drafts."""
+        """The configuration `plain` with these drafts."""
         speculation = Speculation(
             draft=self.draft if isinstance(self.draft, NGram) else self.draft.path,
             shape=Chain(self.num_draft_tokens),
@@ -58,7 +64,10 @@ class Drafting(Struct, frozen=True, kw_only=True):
         return plain.replace(speculation=speculation)
 
     def engine(self, model: Model, plain: EngineConfig) -> RecordedEngine:
-        """An engine of the plain config, with these drafts. Raises ConfigError as `simulated_engine`."""
+        """An engine with the configuration `plain` and these drafts.
+
+        Raises ConfigError as `simulated_engine`.
+        """
         config = self.config(plain)
         if self.simulated_length is None:
             return recorded_engine(model.path, config)

@@ -9,7 +9,7 @@ from msgspec import Struct
 from drift_sdk import EngineConfig
 from drift_sdk.profiling.manual_driver import ManualDriver
 from drift_sdk.steps import Executor
-from perf.decode import DecodeOptions
+from perf.harness.decoding import DecodeOptions
 from perf.harness.drafting import Drafting
 from perf.harness.scenario import Scenario
 from perf.harness.shapes import Draft, Model

@@ -1,4 +1,4 @@
-"""What decoding costs the host process: how late its event loop runs, how much CPU time a thread takes."""
+"""Cost of decoding for the host process: lag of its event loop, CPU time of a thread."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ SLEEP_S = 0.001
 
 
 class LoopLag:
-    """`async with`: a task sleeps for `period_s` again and again and notes how late it wakes."""
+    """Measures the lag of the event loop while its `async with` block runs.
+
+    A task sleeps for `period_s` seconds repeatedly and records how much later than requested it wakes.
+    """
 
     def __init__(self, period_s: float = SLEEP_S) -> None:
         self.lags_s: list[float] = []
@@ -46,9 +49,9 @@ class LoopLag:
 
 
 def thread_seconds(name: str) -> float | None:
-    """CPU seconds that this process's thread of that name has taken; None where the system does not say.
+    """CPU seconds that the thread of this name has used; None if the system does not report it.
 
-    Raises ValueError unless there is exactly one.
+    Raises ValueError unless this process has exactly one such thread.
     """
     threads = [thread for thread in threading.enumerate() if thread.name == name]
     if len(threads) != 1:
@@ -63,7 +66,7 @@ def thread_seconds(name: str) -> float | None:
 
 
 def percentile(values: list[float], share: float) -> float:
-    """The smallest value that at least `share` of them do not exceed; 0 of none."""
+    """The smallest value such that at least `share` of the values do not exceed it; 0 if there are none."""
     if not values:
         return 0.0
 

@@ -1,4 +1,4 @@
-"""The machine and the software that figures belong to."""
+"""Names and versions of the machine and the software on which figures are measured."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def gpu_name(device: str) -> str:
 
 
 def driver() -> str | None:
-    """The version of NVIDIA's driver; None without one."""
+    """The version of NVIDIA's driver; None if there is none."""
     found = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     if found:
         return found.splitlines()[0]
@@ -39,8 +39,10 @@ def driver() -> str | None:
 
 
 def commit() -> str:
-    """What was measured: $DRIFT_COMMIT where the code comes without its history, else git's; "-dirty" where
-    measured code differs from the commit."""
+    """The commit of the measured code: $DRIFT_COMMIT if it is set (for code without its history), else git's.
+
+    "-dirty" is appended if measured code differs from git's commit.
+    """
     given = os.environ.get("DRIFT_COMMIT")
     if given:
         return given
@@ -53,7 +55,7 @@ def commit() -> str:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Of Python, torch, triton, CUDA, and of other packages that are installed."""
+    """Versions of Python, torch, triton, CUDA and the given packages, of those that are installed."""
     found = {"python": platform.python_version(), "torch": str(torch.__version__)}
     if torch.version.cuda is not None:
         found["cuda"] = torch.version.cuda
@@ -68,6 +70,7 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def _output(*command: str) -> str | None:
+    """What a command prints, run in the repository; None if it fails."""
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):

@@ -10,14 +10,15 @@ from pathlib import Path
 __all__ = ["ROOT", "module_command", "with_paths"]
 
 ROOT = Path(__file__).parents[2]
-"""The repository."""
+"""The repository's root folder."""
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
+    """The command line that runs a module with this Python."""
     return [sys.executable, "-m", module, *arguments]
 
 
 def with_paths(environment: Mapping[str, str], *paths: str | None) -> dict[str, str]:
-    """The environment with `paths`, then the repository, before what it has in PYTHONPATH."""
+    """The environment with `paths`, then the repository, put in front of its PYTHONPATH."""
     found = (*paths, str(ROOT), environment.get("PYTHONPATH"))
     return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, found))}

@@ -1,4 +1,4 @@
-"""Result files: what was measured, where, with what; and how new runs replace old ones."""
+"""Result files: runs, the machine and versions they were measured on, and merging of new and old runs."""
 
 from __future__ import annotations
 
@@ -26,14 +26,19 @@ IDENTITY = (
     "prefill_token_budget", "kernel", "shape", "num_rows", "kernel_cache",
     "stage", "active_sequences", "has_ended_rows", "graph", "repeat", "config",
 )  # fmt: skip
-"""Fields that say what a run is a run of; a new one replaces the old one that agrees in all of them."""
+"""Fields that identify a run: a new run replaces an old one that is equal in all of them."""
 
 
 class Run(Struct, kw_only=True):
-    """One measurement. None: has no meaning here; a topic adds what else it needs.
+    """One measurement. Subclasses add the fields of a topic. None means that a field does not apply.
 
-    `tree`: shape of the drafted tree, None for a chain. `acceptance_length`: tokens emitted per round and
-    sequence. `roofline_fraction`: the time that reading what must be read takes, of the time measured.
+    batch, context:     number of sequences, and prompt tokens of each.
+    num_draft_tokens:   tokens drafted per round.
+    tree:               shape of the drafted tree; None for a chain.
+    acceptance_length:  tokens emitted per round and sequence.
+    tokens_per_s:       of all sequences together.
+    ms_per_round:       milliseconds of a round.
+    roofline_fraction:  the least time for reading the bytes of a round over the measured time.
     """
 
     engine: str
@@ -52,11 +57,15 @@ class Run(Struct, kw_only=True):
 
 
 class DecodeRun(Run, kw_only=True):
-    """Decoding. min and max are of the repeats, of which `tokens_per_s` is the median.
+    """Decoding. `tokens_per_s` is the median of the repeats.
 
-    `bytes_per_round`: what a round must read. Lag: how much later than asked the event loop ran, while the
-    streams were read, and idle. CPU: of the engine's thread, and of the loop that reads the chunks.
-    `temperature`, `top_p`: of requests that are not greedy. `settings`: of a peer.
+    tokens_per_s_min, tokens_per_s_max:     extremes of the repeats.
+    bytes_per_round:                        bytes that a round must read.
+    temperature, top_p:                     of requests that are not greedy.
+    loop_lag_ms_p99, loop_lag_idle_ms_p99:  lag of the event loop while streams are read, and when idle.
+    engine_cpu_ms_per_round:                CPU time of the engine's thread.
+    loop_cpu_us_per_chunk:                  CPU time of the thread that reads the chunks.
+    engine_version, settings:               of a peer.
     """
 
     num_repeats: int
@@ -85,12 +94,15 @@ class DecodeRun(Run, kw_only=True):
         tokens_per_round: float = 1.0,
         **fields: Any,
     ) -> Self:
-        """From the seconds of a round in each repeat, in which a sequence gets so many tokens.
+        """Make a run from the seconds of a round in each repeat.
 
-        Raises ValueError for a round that takes no time: the lengths are too close for this clock.
+        num_bytes:         bytes that a round must read.
+        tokens_per_round:  tokens of a sequence per round.
+
+        Raises ValueError if a round is not above 0 s: the two lengths are too close for the clock.
         """
         if min(rounds_s) <= 0:
-            raise ValueError(f"rounds of {list(rounds_s)} s: expected all above 0, with more tokens between")
+            raise ValueError(f"rounds of {list(rounds_s)} s: expected all above 0; use lengths further apart")
 
         round_s, num_tokens = statistics.median(rounds_s), scenario.batch * tokens_per_round
         return cls(
@@ -110,10 +122,11 @@ class DecodeRun(Run, kw_only=True):
 
 
 class PrefillRun(Run, kw_only=True):
-    """A prompt of `context` tokens, up to its first token. `seconds` is the median of the repeats.
+    """A prompt of `context` tokens, measured to its first token. `seconds` is the median of the repeats.
 
-    `tflop_s`: operations of the prompt over that time; `matmul_tflop_s`: of a large product in this run.
-    `settings`: of a peer.
+    tflop_s:                   operations of the prompt over `seconds`.
+    matmul_tflop_s:            speed of a large matrix product in the same run.
+    engine_version, settings:  of a peer.
     """
 
     num_repeats: int
@@ -129,6 +142,7 @@ class PrefillRun(Run, kw_only=True):
 
     @classmethod
     def of_times(cls, times_s: Sequence[float], num_tokens: int, num_flops: float, **fields: Any) -> Self:
+        """Make a run from the seconds of each repeat. num_flops: operations of the prompt."""
         seconds = statistics.median(times_s)
         return cls(
             scenario=f"prefill-{num_tokens}",
@@ -145,7 +159,7 @@ class PrefillRun(Run, kw_only=True):
 
 
 class Results(Struct, kw_only=True):
-    """A result file. A run with a `commit`, `date` or another of these fields of its own was measured so."""
+    """A result file. Fields that a run has itself (`commit`, `date`, ...) override those of the file."""
 
     commit: str
     date: str
@@ -157,7 +171,7 @@ class Results(Struct, kw_only=True):
 
     @classmethod
     def of(cls, device: str, read_bandwidth_tb_s: float, *packages: str) -> Results:
-        """Without runs, of this machine, now."""
+        """Results without runs, measured on this machine now."""
         return cls(
             commit=machine.commit(),
             date=datetime.now(UTC).strftime("%Y-%m-%d"),
@@ -169,18 +183,19 @@ class Results(Struct, kw_only=True):
         )
 
     def add(self, run: Run) -> None:
+        """Append a run, with its figures rounded to five digits."""
         self.runs.append({name: _rounded(value) for name, value in msgspec.to_builtins(run).items()})
 
 
 def read(path: Path) -> Results:
-    """Raises msgspec.ValidationError for what is not a result file."""
+    """Read a result file. Raises msgspec.ValidationError if it is not one."""
     return msgspec.json.decode(path.read_bytes(), type=Results)
 
 
 def merge(old: Results, new: Results) -> Results:
-    """The new runs, and the old ones that they do not replace.
+    """The old runs that are not replaced, followed by the new runs.
 
-    An old run keeps commit, date, versions and so on of its own where they differ from the new ones.
+    Old runs keep their commit, date, driver, versions and bandwidth where these differ from the new ones.
     Raises ValueError for results of different machines.
     """
     if old.gpu != new.gpu:
@@ -197,7 +212,7 @@ def merge(old: Results, new: Results) -> Results:
 
 
 def write(results: Results, path: Path) -> Results:
-    """Write the results to `path`, merged into those that it holds; what it holds now."""
+    """Merge the results into the file at `path`; returns the content of the file."""
     if path.exists():
         results = merge(read(path), results)
 
@@ -207,15 +222,16 @@ def write(results: Results, path: Path) -> Results:
 
 
 def result_path(topic: str, gpu: str) -> Path:
+    """The file of a topic's results on a GPU."""
     return RESULTS / gpu_key(gpu) / f"{topic}.json"
 
 
 def _identity(run: dict[str, Any]) -> tuple[Any, ...]:
-    # A real acceptance is a finding.
+    # A real acceptance length is a result, not part of the identity.
     names = IDENTITY if run["acceptance"] == "simulated" else set(IDENTITY) - {"acceptance_length"}
     return tuple(run.get(name) for name in sorted(names))
 
 
 def _rounded(value: Any) -> Any:
-    """Five digits say more than any of these figures is good for."""
+    """A float rounded to five digits, more than the accuracy of any figure. Other values are unchanged."""
     return float(f"{value:.5g}") if isinstance(value, float) else value

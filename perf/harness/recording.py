@@ -1,4 +1,4 @@
-"""What every measuring script does around its measurements: arguments, bandwidth, the result file."""
+"""Common parts of all measuring scripts: arguments, read bandwidth, the result file."""
 
 from __future__ import annotations
 
@@ -18,8 +18,14 @@ __all__ = ["Recording", "dtype_name", "free_memory", "parser"]
 
 
 class Recording:
-    """Results of one call of a script. Measures the read bandwidth, then takes runs and writes each at once:
-    one that fails costs nothing measured before it."""
+    """Results of one execution of a script.
+
+    Measures the read bandwidth first. Each run is written at once, so that a failure later loses no results.
+
+    topic:     name of the result file.
+    path:      result file; None for the default file of the topic and GPU.
+    packages:  further packages whose versions are stored.
+    """
 
     def __init__(self, topic: str, device: str, path: Path | None, *packages: str) -> None:
         self.bandwidth_tb_s = read_bandwidth_tb_s(device)
@@ -28,13 +34,14 @@ class Recording:
         self.path = path or result_path(topic, self.results.gpu)
 
     def add(self, run: Run) -> None:
+        """Store a run in the result file and print a line about it."""
         self.results.add(run)
         write(self.results, self.path)
         progress(run)
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """With the arguments that all scripts share."""
+    """A parser with the arguments that all scripts share."""
     made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -42,13 +49,13 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     made.add_argument("--executor", default="auto", help="as in EngineConfig")
     made.add_argument("--device", default=default_device(), help="cpu, cuda or cuda:N")
     made.add_argument("--dtype", default="auto", help="as in EngineConfig")
-    made.add_argument("--repeats", type=int, default=5, help="what counts is their median")
-    made.add_argument("--out", type=Path, help="result file; the default is perf/results/GPU/TOPIC.json")
+    made.add_argument("--repeats", type=int, default=5, help="timed repeats; the result is their median")
+    made.add_argument("--out", type=Path, help="result file (default: perf/results/GPU/TOPIC.json)")
     return made
 
 
 def dtype_name(dtype: str, device: str) -> str:
-    """What the engine makes of "auto"."""
+    """The dtype that the engine uses: the given one, or what it chooses for "auto"."""
     if dtype != "auto":
         return dtype
 
@@ -56,6 +63,7 @@ def dtype_name(dtype: str, device: str) -> str:
 
 
 def free_memory() -> None:
+    """Return unused GPU memory of this process to the device."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

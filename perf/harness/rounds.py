@@ -1,4 +1,4 @@
-"""Rounds of decoding: how long, how many, and what became of the drafts in them."""
+"""Rounds of decoding: their time and number, and how many drafts they accepted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from drift_sdk import EngineConfig, EngineStats
 from drift_sdk.measurement import RecordedEngine
-from perf.decode import BLOCK_SIZE, DecodeOptions, engine_config, generation_seconds
+from perf.harness.decoding import BLOCK_SIZE, DecodeOptions, engine_config, generation_seconds
 from perf.harness.scenario import Scenario
 from perf.harness.shapes import Model
 
@@ -17,8 +17,13 @@ __all__ = ["Counts", "Rounds", "batch_config", "measure_rounds"]
 
 
 class Counts(Struct, frozen=True):
-    """What an engine has done: steps; rounds of a sequence, with a draft or without one; tokens drafted in
-    them, and accepted."""
+    """Counters of an engine.
+
+    num_steps:     steps of the engine.
+    num_rounds:    rounds of a sequence, with or without drafts.
+    num_drafted:   tokens drafted in these rounds.
+    num_accepted:  drafted tokens that were accepted.
+    """
 
     num_steps: int
     num_rounds: int
@@ -46,10 +51,11 @@ class Counts(Struct, frozen=True):
 
 
 class Rounds(Struct, frozen=True, kw_only=True):
-    """What longer generations took more than shorter ones, in each repeat: seconds, and counts.
+    """Differences between longer and shorter generations, for each repeat.
 
-    `num_tokens` more of each sequence. `emitted`: of each step of the longer ones, the tokens of each
-    sequence that got any.
+    num_tokens:       additional tokens of each sequence.
+    seconds, counts:  additional time, and additional counts.
+    emitted:          for each step of the longer generations, the tokens of each sequence that got any.
     """
 
     num_tokens: int
@@ -59,39 +65,39 @@ class Rounds(Struct, frozen=True, kw_only=True):
 
     @property
     def tokens_per_step(self) -> float:
-        """Of a sequence, whether it still runs or waits for slower ones."""
+        """Mean tokens of a sequence per step, including steps in which it waits for slower sequences."""
         return self.num_tokens * len(self.counts) / self._sum("num_steps")
 
     @property
     def step_seconds(self) -> list[float]:
-        """Of each repeat, with as many tokens a step in all of them."""
+        """Seconds of a step in each repeat, computed with the mean tokens per step of all repeats."""
         return [seconds / self.num_tokens * self.tokens_per_step for seconds in self.seconds]
 
     def tokens_per_s(self, batch: int) -> float:
-        """Of so many sequences together: the median of the repeats."""
+        """Tokens per second of `batch` sequences together: the median of the repeats."""
         return batch * self.num_tokens / statistics.median(self.seconds)
 
     @property
     def acceptance_length(self) -> float:
-        """Mean tokens of a round of a sequence that runs; 1 where nothing speculates."""
+        """Mean tokens per round of a running sequence; 1 without speculation."""
         num_rounds = self._sum("num_rounds")
         return 1 + self._sum("num_accepted") / num_rounds if num_rounds else 1.0
 
     @property
     def mean_drafts(self) -> float:
-        """Tokens drafted in a round of a sequence."""
+        """Mean tokens drafted per round of a sequence."""
         num_rounds = self._sum("num_rounds")
         return self._sum("num_drafted") / num_rounds if num_rounds else 0.0
 
     @property
     def several_share(self) -> float:
-        """Rounds of a sequence with two tokens or more, of all of them."""
+        """Share of the rounds of a sequence with two or more tokens."""
         lengths = [length for step in self.emitted for length in step]
         return sum(length > 1 for length in lengths) / len(lengths)
 
     @property
     def num_active(self) -> list[int]:
-        """Sequences that got tokens, step by step."""
+        """Number of sequences that got tokens, for each step."""
         return [len(step) for step in self.emitted]
 
     def _sum(self, name: str) -> int:
@@ -99,8 +105,10 @@ class Rounds(Struct, frozen=True, kw_only=True):
 
 
 def batch_config(model: Model, scenarios: Sequence[Scenario], options: DecodeOptions) -> EngineConfig:
-    """As for plain decoding, with a budget in which all sequences of a batch start in one step: what the
-    prefix cache lacks of each is a block."""
+    """The configuration for plain decoding, with a larger prefill budget.
+
+    All sequences of a batch can start in one step: the prefix cache lacks one block of each.
+    """
     config = engine_config(model, scenarios, options)
     budget = max(config.prefill_token_budget, BLOCK_SIZE * config.max_num_seqs)
     return config.replace(prefill_token_budget=budget)
@@ -109,7 +117,7 @@ def batch_config(model: Model, scenarios: Sequence[Scenario], options: DecodeOpt
 async def measure_rounds(
     engine: RecordedEngine, scenario: Scenario, vocab_size: int, options: DecodeOptions
 ) -> Rounds:
-    """By the difference of two lengths. Leaves the engine paused."""
+    """Measure rounds by the difference of two lengths. The engine is paused afterwards."""
     prompts = scenario.prompts(vocab_size)
     short, long = options.lengths
     for num_tokens in (short, long, long):
@@ -134,7 +142,8 @@ async def measure_rounds(
 async def counted_generation(
     engine: RecordedEngine, prompts: Sequence[Sequence[int]], num_tokens: int
 ) -> tuple[float, Counts]:
-    # Steps that were launched ahead count only once they have ended.
+    """Seconds and counts of one generation. The engine is paused afterwards."""
+    # The counters include steps that were launched ahead only after these have ended.
     await engine.pause()
     before = Counts.of(engine.stats())
     seconds = await generation_seconds(engine, prompts, num_tokens)

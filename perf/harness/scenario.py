@@ -1,4 +1,4 @@
-"""What is measured: how many sequences, on how long a context, with how many drafted tokens."""
+"""Scenarios: the number of sequences and the length of their contexts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from perf.harness.byte_tokenizer import NUM_SPECIAL
 __all__ = ["LENGTHS", "SCENARIOS", "Scenario", "random_tokens"]
 
 LENGTHS = (8, 264)
-"""Tokens generated in the two runs whose difference is the decode rate: prefill and start drop out of it."""
+"""Tokens of the two generations whose difference gives the decode rate. Prefill and start cancel out."""
 
 
 class Scenario(Struct, frozen=True):
@@ -24,7 +24,7 @@ class Scenario(Struct, frozen=True):
 
     @classmethod
     def parse(cls, name: str) -> Scenario:
-        """From "single-512" or "batch4-16k", k being 1,024; ValueError for anything else."""
+        """Parse "single-512" or "batch4-16k" (k = 1,024). Raises ValueError for anything else."""
         match = re.fullmatch(r"(?:single|batch([1-9]\d*))-([1-9]\d*)(k?)", name)
         if match is None:
             raise ValueError(f"scenario={name!r}: expected single-N or batchB-N, N in tokens or like 16k")
@@ -33,11 +33,11 @@ class Scenario(Struct, frozen=True):
         return cls(name, int(batch or 1), int(context) * (1024 if is_kilo else 1))
 
     def mean_context(self, lengths: tuple[int, int] = LENGTHS) -> float:
-        """Tokens of a sequence, on average, while those that are timed are generated."""
+        """Mean tokens of a sequence during the timed part of a generation."""
         return self.context + sum(lengths) / 2
 
     def prompts(self, vocab_size: int) -> list[list[int]]:
-        """Random tokens, others for each sequence, the same in every process."""
+        """Random prompts, different for each sequence, the same in every process."""
         return [random_tokens(vocab_size, self.context, seed=index) for index in range(self.batch)]
 
 
@@ -47,4 +47,5 @@ SCENARIOS = tuple(
 
 
 def random_tokens(vocab_size: int, num_tokens: int, seed: int) -> list[int]:
+    """Random token ids without special tokens."""
     return random.Random(seed).choices(range(NUM_SPECIAL, vocab_size), k=num_tokens)

@@ -1,4 +1,4 @@
-"""Models and drafts to measure: published shapes, random weights, and what reading and multiplying costs."""
+"""Models and drafts to measure: published shapes, random weights, and the bytes and operations of a step."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ DRAFT_HEAD, DRAFT_FUSION = "lm_head.weight", "fc.weight"
 
 
 class Model(Struct, frozen=True, kw_only=True):
-    """A model on disk. `load` is what `EngineConfig.load` has to be for it."""
+    """A model on disk. `load` is the value of `EngineConfig.load` for it."""
 
     name: str
     path: Path
@@ -78,15 +78,18 @@ class Model(Struct, frozen=True, kw_only=True):
 
     @property
     def num_read_parameters(self) -> int:
-        """Parameters that a decode step reads: all but the embedding table, of which it reads a few rows,
-        unless that is the head too."""
+        """Number of parameters that a decode step reads.
+
+        All are read except the embedding table, of which only a few rows are. If the table is also the head,
+        it is read as a whole.
+        """
         shapes = tensor_shapes(self.config)
         skipped = 0 if self.config.is_head_tied else math.prod(shapes[EMBEDDING])
         return sum(map(math.prod, shapes.values())) - skipped
 
     @property
     def num_cached_per_token(self) -> int:
-        """Numbers that a token leaves in the KV cache."""
+        """Numbers that a token adds to the KV cache."""
         return 2 * self.config.num_layers * self.config.num_kv_heads * self.config.head_dim
 
     def decode_bytes(self, batch: int, mean_context: float, itemsize: int) -> float:
@@ -94,8 +97,11 @@ class Model(Struct, frozen=True, kw_only=True):
         return itemsize * (self.num_read_parameters + batch * mean_context * self.num_cached_per_token)
 
     def prefill_flops(self, num_tokens: int) -> float:
-        """Operations of a prompt: 2 for each weight and token, the head for the last token alone, and causal
-        attention, in which a token meets half of the others."""
+        """Operations of a prompt.
+
+        They are 2 per weight and token, the head for the last token only, and causal attention, in which a
+        token attends to half of the others on average.
+        """
         config = self.config
         head = config.vocab_size * config.hidden_size
         weights = 2 * (self.num_read_parameters - head) * num_tokens + 2 * head
@@ -110,8 +116,10 @@ class Draft(Struct, frozen=True, kw_only=True):
     config: DraftConfig
 
     def round_bytes(self, num_drafts: float, batch: int, mean_context: float, itemsize: int) -> float:
-        """Bytes that a round must read beside the target's: layers, head and KV for each drafted token, and
-        once what fuses the target's features."""
+        """Bytes that a round must read in addition to the target's.
+
+        Layers, head and KV are read for each drafted token, the weights that fuse the target's features once.
+        """
         config = self.config
         shapes = required_shapes(config)
         fusion = math.prod(shapes.pop(DRAFT_FUSION, (0,)))
@@ -121,9 +129,9 @@ class Draft(Struct, frozen=True, kw_only=True):
 
 
 def prepare(name: str, folder: Path) -> Model:
-    """Write a model of published shapes into `folder`, or find the real one.
+    """Write a model with published shapes into `folder`, or locate the real model.
 
-    Raises ValueError for a name that is not one of MODELS.
+    Raises ValueError for a name that is not in MODELS.
     """
     if name == SMOLLM2:
         path = _smollm2_file()
@@ -140,13 +148,13 @@ def prepare(name: str, folder: Path) -> Model:
 
 
 def prepare_draft(model: Model, path: Path | str | None = None) -> Draft:
-    """A draft that is there, or else the shapes of one in a new folder beside the model's, of random weights.
+    """The draft at `path`, or a new one with random weights in a folder beside the model's.
 
-    Raises ValueError for a model of real weights without a draft, ModelLoadError for one that does not fit.
+    Raises ValueError for a model with real weights and no `path`, ModelLoadError if the draft does not fit.
     """
     if path is None:
         if model.load != "random":
-            raise ValueError(f"model={model.name!r}: expected one of random weights, or a draft for it")
+            raise ValueError(f"model={model.name!r}: expected one with random weights, or a draft for it")
 
         target = json.loads((model.path / "config.json").read_text())
         path = model.path.with_name(f"{model.path.name}-eagle3")
@@ -162,7 +170,7 @@ def prepare_draft(model: Model, path: Path | str | None = None) -> Draft:
 
 
 def _smollm2_file() -> Path:
-    """The examples know where to get it; they are no package."""
+    """The model's file, downloaded if necessary by examples/smollm2.py (the examples are not a package)."""
     file = ROOT / "examples" / "smollm2.py"
     spec = importlib.util.spec_from_file_location("smollm2", file)
     assert spec is not None and spec.loader is not None

@@ -1,4 +1,4 @@
-"""The process that `startup` watches: starts an engine, generates a token, prints what it noted as JSON."""
+"""The process that `perf.startup` measures: starts an engine, generates a token, prints times as JSON."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-__all__ = ["Job", "Startup"]
+__all__ = ["Job", "Startup", "gpu_memory_gib"]
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
 
 
 class Job(Struct, frozen=True, kw_only=True):
-    """Arguments of the engine, as in EngineConfig. `started_at`: when the process was, by `time.time`."""
+    """Arguments of the engine, as in EngineConfig.
+
+    started_at: start of the process, in seconds of `time.time`.
+    """
 
     model: str
     load: str
@@ -27,7 +30,7 @@ class Job(Struct, frozen=True, kw_only=True):
 
 
 class Startup(Struct, frozen=True, kw_only=True):
-    """Seconds and GiB, as in `startup.StartupRun`; GPU memory is everybody's."""
+    """Seconds and GiB, as in `perf.startup.StartupRun`. GPU memory is that of all processes."""
 
     executor: str
     num_prompt_tokens: int
@@ -40,16 +43,17 @@ class Startup(Struct, frozen=True, kw_only=True):
 
 
 async def start_up(job: Job) -> Startup:
+    """Start an engine and generate a token."""
     from drift_sdk import Engine, EngineConfig, Progress, SamplingParams
 
     begun_at: dict[str, float] = {}
 
-    def note(progress: Progress) -> None:
+    def record(progress: Progress) -> None:
         begun_at.setdefault(progress.stage, time.perf_counter())
 
     names = ("load", "device", "dtype", "executor")
     config = EngineConfig(**{name: getattr(job, name) for name in names})
-    engine = Engine(Path(job.model), config, on_progress=note)
+    engine = Engine(Path(job.model), config, on_progress=record)
     started_at = time.perf_counter()
     async with engine:
         ready_at = time.perf_counter()
@@ -68,7 +72,7 @@ async def start_up(job: Job) -> Startup:
 
 
 def durations(begun_at: dict[str, float], started_at: float, ready_at: float) -> dict[str, float]:
-    """Of each stage until the next; "imports" is what comes before the first."""
+    """Seconds of each stage until the next one. "imports" is the time before the first stage."""
     names = ["imports", *begun_at]
     times = [started_at, *begun_at.values(), ready_at]
     lengths = (end - begin for begin, end in zip(times, times[1:], strict=False))
@@ -76,6 +80,7 @@ def durations(begun_at: dict[str, float], started_at: float, ready_at: float) ->
 
 
 def gpu_memory_gib(device: str) -> float | None:
+    """Memory in use on the GPU, of all processes; None on a CPU."""
     if not device.startswith("cuda"):
         return None
 
@@ -86,7 +91,10 @@ def gpu_memory_gib(device: str) -> float | None:
 
 
 def process_memory_gib() -> float:
-    """The most so far. Not by getrusage where that can be helped: its figure survives from the parent."""
+    """Peak main memory of this process.
+
+    getrusage is used only where /proc is missing, because its figure includes that of the parent process.
+    """
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.is_file() else ()
     for line in lines:

@@ -1,4 +1,4 @@
-"""Results in the terminal."""
+"""Tables of results for the terminal."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from perf.peers.anchors import anchor_of, is_void
 
 __all__ = ["decode_table", "engine_of", "prefill_table", "progress", "show", "speculative_table", "title_of"]
 
-# A log has no width of its own.
+# A log file has no width.
 console = Console(width=None if sys.stdout.isatty() else 180)
-DECODE_COLUMNS = ("scenario", "engine", "tok/s", "ms/round", "of roofline", "against vLLM")
-PREFILL_COLUMNS = ("scenario", "engine", "tok/s", "ms", "TFLOP/s", "against vLLM")
+DECODE_COLUMNS = ("scenario", "engine", "tok/s", "ms/round", "of roofline", "over vLLM")
+PREFILL_COLUMNS = ("scenario", "engine", "tok/s", "ms", "TFLOP/s", "over vLLM")
 SPECULATIVE_COLUMNS = (
     "scenario", "drafts", "tok/s", "ms/round", "AL", "2+", "active", "speedup", "efficiency",
-    "limit tok/s", "of limit", "against vLLM", "GiB",
+    "limit tok/s", "of limit", "over vLLM", "GiB",
 )  # fmt: skip
 
 
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table."""
     table = Table(*columns, title=title)
     for row in rows:
         table.add_row(*row)
@@ -33,7 +34,7 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> N
 
 
 def progress(run: Run) -> None:
-    """One line for a run that is done: its name, and every figure it has."""
+    """Print a line about a run that has ended: its name and all its figures."""
     fields = msgspec.to_builtins(run)
     name = " ".join(str(fields[name]) for name in ("engine", "model", "scenario"))
     name += f" {drafts_of(fields)}" if fields["num_draft_tokens"] else ""
@@ -42,7 +43,7 @@ def progress(run: Run) -> None:
 
 
 def decode_table(results: Results) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
-    """Title, columns and rows of decode results, with ratios to vLLM in this run, else to its anchors."""
+    """Title, columns and rows of decode results, with ratios to vLLM in the same file or to its anchors."""
     rows = [
         (
             run["scenario"],
@@ -58,7 +59,7 @@ def decode_table(results: Results) -> tuple[str, Sequence[str], Sequence[Sequenc
 
 
 def prefill_table(results: Results) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
-    """Likewise of prompts."""
+    """Title, columns and rows of prefill results, with the same ratios."""
     rows = [
         (
             run["scenario"],
@@ -74,7 +75,7 @@ def prefill_table(results: Results) -> tuple[str, Sequence[str], Sequence[Sequen
 
 
 def speculative_table(results: Results) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
-    """Likewise of speculative decoding, and of plain decoding beside it."""
+    """Title, columns and rows of speculative and plain decoding, with the same ratios."""
     rows = [
         (
             run["scenario"],
@@ -101,19 +102,19 @@ def title_of(results: Results) -> str:
 
 
 def engine_of(run: dict[str, Any]) -> str:
-    """ "drift graph"; a peer's name alone."""
+    """The engine's name with its executor ("drift graph"), or a peer's name."""
     return " ".join(filter(None, (run["engine"], run.get("executor"))))
 
 
 def drafts_of(run: dict[str, Any]) -> str:
-    """ "3, AL 3.2 simulated"; "none" of plain decoding."""
+    """Description of the drafts, such as "3, AL 3.2 simulated"; "none" for plain decoding."""
     if not run["num_draft_tokens"]:
         return "none"
 
     if run["acceptance"] == "simulated":
         return f"{run['num_draft_tokens']}, AL {run['acceptance_length']:g} simulated"
 
-    # Graphs are captured for a number of drafts, whoever drafts.
+    # A run about graphs has a number of drafts, but no draft.
     return ", ".join(filter(None, (str(run["num_draft_tokens"]), run.get("draft"))))
 
 
@@ -122,6 +123,7 @@ def shown(value: float | None, unit: str = "") -> str:
 
 
 def against_vllm(run: dict[str, Any], results: Results) -> str:
+    """Ratio of a run to vLLM's, of vLLM's own runs to their anchors; empty if there is nothing to compare."""
     if run["engine"] == "vllm":
         anchor = anchor_of(run, results.gpu)
         remark = " (void)" if is_void(run, results.gpu) else ""

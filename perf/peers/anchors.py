@@ -1,5 +1,7 @@
-"""What peers reached on one H200, bfloat16 or MXFP4, with their best settings (2026-11-21; vLLM 0.26,
-torch 2.11): a peer's run that falls more than 3% under its anchor is void."""
+"""Anchors: speeds that peers reached on one H200, in bfloat16 or MXFP4, with their best settings.
+
+Measured on 2026-11-21 with vLLM 0.26 and torch 2.11. A peer's run more than 3% below its anchor is void.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,8 @@ TOLERANCE = 0.03
 
 
 class Anchor(Struct, frozen=True):
+    """The speed of a peer in a scenario."""
+
     engine: str
     model: str
     scenario: str
@@ -48,7 +52,7 @@ ANCHORS = (
 
 
 def anchor_of(run: Mapping[str, Any], gpu: str) -> Anchor | None:
-    """The anchor that agrees with a run, on the anchors' own GPU; None without one."""
+    """The anchor for a run; None if there is none, or if the run is from another GPU."""
     if gpu != ANCHOR_GPU or run["dtype"] not in ("bfloat16", "mxfp4"):
         return None
 
@@ -61,6 +65,6 @@ def anchor_of(run: Mapping[str, Any], gpu: str) -> Anchor | None:
 
 
 def is_void(run: Mapping[str, Any], gpu: str) -> bool:
-    """Whether a peer's run falls so far under its anchor that nothing may be concluded from it."""
+    """Whether a peer's run is so far below its anchor that no conclusions may be drawn from it."""
     anchor = anchor_of(run, gpu)
     return anchor is not None and run["tokens_per_s"] < (1 - TOLERANCE) * anchor.tokens_per_s

@@ -1,4 +1,4 @@
-"""Hugging Face transformers: static cache, compiled decode step, replayed from a CUDA graph."""
+"""Hugging Face transformers with a static cache and a compiled decode step, replayed from a CUDA graph."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ NUM_WARM_UPS = 3
 
 
 class Decoding:
-    """Sequences of equal length in a static cache: `prefill`, then a `step` for each token.
+    """Sequences of equal length in a static cache: `prefill`, then one `step` per token.
 
-    `tokens` [batch, 1]: the newest ones. `rewind` forgets what was generated.
+    tokens: [batch, 1], the newest token of each sequence.
+
+    Raises RuntimeError if the cache of this version of transformers cannot be rewound.
     """
 
     def __init__(self, model: Any, batch: int, context: int, max_length: int, *, compiles: bool) -> None:
@@ -34,28 +36,31 @@ class Decoding:
         self.tokens = torch.zeros(batch, 1, dtype=torch.int64, device=model.device)
         if not hasattr(self._cache.layers[0], "cumulative_length"):
             raise RuntimeError(
-                "a static cache without cumulative_length: expected transformers 5.23 or like it"
+                "a static cache without cumulative_length: expected transformers 5.23 or a compatible version"
             )
 
     @torch.inference_mode()
     def prefill(self, prompts: torch.Tensor) -> None:
+        """Compute prompts [batch, context] and choose the first token of each."""
         for chunk in prompts.split(PREFILL_CHUNK, dim=1):
             logits = self._model(input_ids=chunk, past_key_values=self._cache, logits_to_keep=1).logits
         self.tokens.copy_(logits[:, -1].argmax(-1, keepdim=True))
 
     @torch.inference_mode()
     def step(self) -> None:
+        """Generate one token for each sequence."""
         logits = self._forward(input_ids=self.tokens, past_key_values=self._cache).logits
         self.tokens.copy_(logits[:, -1].argmax(-1, keepdim=True))
 
     @torch.inference_mode()
     def rewind(self) -> None:
+        """Remove the generated tokens from the cache."""
         for layer in self._cache.layers:
             layer.cumulative_length.fill_(self._context)
 
 
 def load(model: Model, device: str, dtype: torch.dtype) -> Any:
-    """Random weights of the model's shapes."""
+    """A model with random weights of these shapes."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     settings = json.loads((model.path / "config.json").read_text())
@@ -67,12 +72,12 @@ def load(model: Model, device: str, dtype: torch.dtype) -> Any:
 def measure(
     model: Model, scenarios: Sequence[Scenario], repeats: int, bandwidth_tb_s: float
 ) -> Iterator[DecodeRun]:
-    """bfloat16 on the first GPU; for models of random weights.
+    """Measure models with random weights in bfloat16 on the first GPU.
 
-    Raises RuntimeError for a real model, and without a GPU.
+    Raises RuntimeError for a model with real weights, and without a GPU.
     """
     if model.load != "random":
-        raise RuntimeError(f"model {model.name}: the transformers peer measures random weights alone")
+        raise RuntimeError(f"model {model.name}: the transformers peer measures random weights only")
 
     if not torch.cuda.is_available():
         raise RuntimeError("the transformers peer replays a CUDA graph: expected a GPU")
@@ -96,7 +101,7 @@ def measure(
 
 
 def replay_seconds(peer: Any, scenario: Scenario, repeats: int) -> list[float]:
-    """Seconds of a step between the shorter and the longer length, in each repeat."""
+    """Seconds of a step between the shorter and the longer length, for each repeat."""
     short, long = LENGTHS
     decoding = Decoding(
         peer, scenario.batch, scenario.context, scenario.context + long + NUM_WARM_UPS, compiles=True

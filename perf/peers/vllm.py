@@ -1,6 +1,6 @@
-"""vLLM with random weights, in a process of its own: its CUDA context and its settings stay out of this one.
+"""vLLM with random weights, in another process, which keeps its CUDA context and settings apart.
 
-$VLLM_PATH: a folder that vllm is imported from, where it is not installed beside the engine.
+$VLLM_PATH: a folder from which vllm is imported if it is not installed with the engine.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ ITEMSIZE = 2
 def measure(
     model: Model, scenarios: Sequence[Scenario], repeats: int, bandwidth_tb_s: float
 ) -> Iterator[DecodeRun]:
-    """bfloat16 on the first GPU; for models of random weights.
+    """Measure decoding of models with random weights in bfloat16 on the first GPU.
 
-    Raises RuntimeError for a real model, and if vLLM is missing or fails. Its messages go to stderr.
+    Raises RuntimeError for a model with real weights, and if vLLM is missing or fails. vLLM's messages go to
+    stderr.
     """
     job = Job(folder=str(model.path), repeats=repeats, scenarios=[s.name for s in scenarios])
     for times in _times(model, job):
@@ -54,7 +55,7 @@ def measure(
 def measure_prompts(
     model: Model, lengths: Sequence[int], repeats: int, peak_tflop_s: float
 ) -> Iterator[PrefillRun]:
-    """Single prompts that no cache has seen, likewise."""
+    """Measure single prompts that are not cached, under the same conditions."""
     job = Job(folder=str(model.path), repeats=repeats, prompt_lengths=list(lengths))
     for times in _times(model, job):
         num_tokens = int(times.scenario)
@@ -68,8 +69,9 @@ def measure_prompts(
 
 
 def _times(model: Model, job: Job) -> Iterator[Times]:
+    """Run the job in a new process and yield its times as they are reported."""
     if model.load != "random":
-        raise RuntimeError(f"model {model.name}: the vllm peer measures random weights alone")
+        raise RuntimeError(f"model {model.name}: the vllm peer measures random weights only")
 
     environment = with_paths(os.environ | ENVIRONMENT, os.environ.get("VLLM_PATH"))
     command = module_command(PROCESS, msgspec.json.encode(job).decode())

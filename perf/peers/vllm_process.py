@@ -1,5 +1,7 @@
-"""The process that runs vLLM for `peers.vllm`: a job as its argument, a line of times for each scenario and
-each length of a prompt."""
+"""The process that runs vLLM for `perf.peers.vllm`.
+
+Its argument is a job. It prints a line of times for each scenario and each prompt length.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ PROMPT_IDS = range(10, 30_000)
 
 
 class Job(Struct, frozen=True):
-    """`folder`: holds the model's config.json. prompt_lengths: of prompts to read, one at a time."""
+    """What to measure.
+
+    folder:          folder of the model's config.json.
+    scenarios:       names of decode scenarios.
+    prompt_lengths:  lengths of single prompts, in tokens.
+    """
 
     folder: str
     repeats: int
@@ -30,9 +37,10 @@ class Job(Struct, frozen=True):
 
 
 class Times(Struct, frozen=True):
-    """Seconds of each repeat: of a decode step, by the difference of two lengths, or of a prompt.
+    """Times of a scenario or prompt.
 
-    scenario: its name, or the prompt's length.
+    scenario:  name of the scenario, or length of the prompt.
+    seconds:   for each repeat, the time of a decode step (by the difference of two lengths) or of the prompt.
     """
 
     scenario: str | int

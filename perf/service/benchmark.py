@@ -1,4 +1,4 @@
-"""Runs a service's load on several engines in lock step and writes each result as soon as it is there."""
+"""Runs a service's load on several engines, case by case, and writes each result as soon as it is known."""
 
 from __future__ import annotations
 
@@ -23,22 +23,24 @@ from perf.service.runs import ServingRun, line_of
 __all__ = ["WARM_UPS", "Benchmark", "Plan"]
 
 START_LIMIT_S = 300.0
-ANSWER_LIMIT_S = 60.0  # beyond what a case may take
+ANSWER_LIMIT_S = 60.0  # in addition to the time that a case may take
 WARM_UP = Case("warm-up", 64, clients=64, outputs=Lengths(16, 0.3, 8, 24))
 WARM_UPS = (WARM_UP, dataclasses.replace(WARM_UP, name="sampled warm-up", is_sampled=True))
-"""Not counted: what is compiled at its first use is compiled then."""
+"""Cases that are not counted: kernels compiled at their first use are compiled here."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """What is run, where and how often.
 
-    devices:  a GPU for each engine, or one that they use in turn.
-    swap:     engines change places after each repeat; they are started anew for it.
-    configs:  settings to add to the engines' own, one after the other, as text.
-    seconds:  most that a case may take.
-    logs:     folder for what the engines print.
-    out:      result file; None for that of the GPU.
+    devices:         one GPU per engine, or one that they use in turn.
+    logs:            folder for the output of the engines.
+    out:             result file; None for the default file of the GPU.
+    swap:            engines swap GPUs after each repeat and are restarted.
+    configs:         settings to add to the engines' own, as text, one after the other.
+    seconds:         limit for a case.
+    start_limit_s:   limit for a start, warm-ups included.
+    answer_limit_s:  limit for an answer, in addition to `seconds` for a case.
     """
 
     cases: Sequence[Case]
@@ -56,7 +58,12 @@ class Plan:
 
 
 class Benchmark:
-    """results: None before the first. num_failed: engines that failed on the way."""
+    """A plan and the engines that it is run on.
+
+    results:     all results so far; None before the first.
+    path:        the file that they are written to; None before the first.
+    num_failed:  number of engines that failed.
+    """
 
     def __init__(self, plan: Plan, engines: Sequence[MeasuredEngine]) -> None:
         self._plan, self._engines = plan, engines
@@ -66,46 +73,40 @@ class Benchmark:
         self.num_failed = 0
 
     def measure(self) -> None:
+        """Run the whole plan."""
         plan = self._plan
         rounds = [[repeat] for repeat in range(plan.repeats)] if plan.swap else [range(plan.repeats)]
         for index, repeats in enumerate(rounds):
             turn = index % len(self._engines) if plan.swap else 0
             engines = [*self._engines[turn:], *self._engines[:turn]]
             if len(plan.devices) > 1:
-                self._measure(engines, repeats)
+                self._measure_together(engines, repeats)
             else:
                 for engine in engines:
-                    self._measure([engine], repeats)
+                    self._measure_together([engine], repeats)
 
-    def _measure(self, engines: Sequence[MeasuredEngine], repeats: Sequence[int]) -> None:
-        """Each engine on a GPU and on CPU cores of its own. All run the same case at the same time."""
+    def _measure_together(self, engines: Sequence[MeasuredEngine], repeats: Sequence[int]) -> None:
+        """Run all cases, each on all engines at the same time, each engine on its own GPU and CPU cores."""
         plan = self._plan
         with ExitStack() as stack:
             started = {
-                stack.enter_context(self._start(engine, slot, len(engines))): engine
+                stack.enter_context(self._start_process(engine, slot, len(engines))): engine
                 for slot, engine in enumerate(engines)
             }
             children = list(started)
             for number, config in enumerate(plan.configs):
                 if number:
                     ask_all(children, lambda child: {"do": "stop"}, plan.answer_limit_s)
-                added = parse_settings(config)
-                commands = {
-                    child: {"do": "start", "settings": engine.settings | added}
-                    for child, engine in started.items()
-                }
-                answers = ask_all(children, commands.__getitem__, plan.start_limit_s)
-                facts = {child: answer["facts"] for child, answer in answers.items()}
-                for child in children:
-                    print(f"{child.name} started in {facts[child]['start_s']:.1f} s", flush=True)
+                facts = self._start_engines(started, children, config)
                 for repeat in repeats:
                     for case in plan.cases:
-                        figures = self._run(case, repeat, children)
-                        for child, found in figures.items():
-                            self._add(started[child], child, config, case, repeat, facts[child], found)
+                        for child, figures in self._run(case, repeat, children).items():
+                            engine = started[child]
+                            fields = run_fields(engine, config, repeat, plan.devices[child.slot])
+                            self._add(ServingRun.of(case, facts[child], figures, **fields), facts[child])
             self.num_failed += len(started) - len(children)
 
-    def _start(self, engine: MeasuredEngine, slot: int, num_slots: int) -> Child:
+    def _start_process(self, engine: MeasuredEngine, slot: int, num_slots: int) -> Child:
         cores = sorted(os.sched_getaffinity(0))
         share = len(cores) // num_slots
         job = dataclasses.replace(
@@ -119,6 +120,20 @@ class Benchmark:
         self._num_started += 1
         return Child(engine.name, job.command, environment, log, slot)
 
+    def _start_engines(
+        self, engines: Mapping[Child, MeasuredEngine], children: list[Child], config: str
+    ) -> dict[Child, dict[str, Any]]:
+        """Start the engine of each child with the added settings; returns what each child reports of it."""
+        added = parse_settings(config)
+        commands = {
+            child: {"do": "start", "settings": engine.settings | added} for child, engine in engines.items()
+        }
+        answers = ask_all(children, commands.__getitem__, self._plan.start_limit_s)
+        facts = {child: answer["facts"] for child, answer in answers.items()}
+        for child in children:
+            print(f"{child.name} started in {facts[child]['start_s']:.1f} s", flush=True)
+        return facts
+
     def _run(self, case: Case, repeat: int, children: list[Child]) -> dict[Child, dict[str, Any]]:
         plan = self._plan
         command = {
@@ -130,35 +145,8 @@ class Benchmark:
         answers = ask_all(children, lambda child: command, plan.seconds + plan.answer_limit_s)
         return {child: answer["figures"] for child, answer in answers.items()}
 
-    def _add(
-        self,
-        engine: MeasuredEngine,
-        child: Child,
-        config: str,
-        case: Case,
-        repeat: int,
-        facts: Mapping[str, Any],
-        figures: Mapping[str, Any],
-    ) -> None:
-        fields: dict[str, Any] = {}
-        if engine.job.draft is not None:
-            fields = {
-                "num_draft_tokens": engine.job.num_draft_tokens,
-                "acceptance": "simulated",
-                "acceptance_length": engine.job.acceptance_length,
-            }
-        run = ServingRun.of(
-            case,
-            facts,
-            figures,
-            engine=engine.name,
-            model=engine.model_name,
-            dtype=dtype_name(engine.settings.get("dtype", "auto"), default_device()),
-            repeat=repeat,
-            gpu_index=self._plan.devices[child.slot],
-            config=" ".join(filter(None, (engine.given, config))) or None,
-            **fields,
-        )
+    def _add(self, run: ServingRun, facts: Mapping[str, Any]) -> None:
+        """Add a run to the results, write them and print a line about it."""
         if self.results is None or self.path is None:
             made = Results.of("cpu", facts.get("read_bandwidth_tb_s", 0.0))
             self.results = replace(made, gpu=facts.get("gpu", made.gpu))
@@ -166,3 +154,22 @@ class Benchmark:
         self.results.add(run)
         write(self.results, self.path)
         print(line_of(run), flush=True)
+
+
+def run_fields(engine: MeasuredEngine, config: str, repeat: int, gpu_index: int) -> dict[str, Any]:
+    """The fields of a run that do not come from the engine's process."""
+    fields: dict[str, Any] = {
+        "engine": engine.name,
+        "model": engine.model_name,
+        "dtype": dtype_name(engine.settings.get("dtype", "auto"), default_device()),
+        "repeat": repeat,
+        "gpu_index": gpu_index,
+        "config": " ".join(filter(None, (engine.given, config))) or None,
+    }
+    if engine.job.draft is not None:
+        fields |= {
+            "num_draft_tokens": engine.job.num_draft_tokens,
+            "acceptance": "simulated",
+            "acceptance_length": engine.job.acceptance_length,
+        }
+    return fields

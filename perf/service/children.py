@@ -1,4 +1,4 @@
-"""Processes of services as their coordinator sees them: started, asked, killed with all they have started.
+"""Child processes that take commands and answer them, and are killed with all processes that they started.
 
 A child that dies, answers with an error or does not answer in time is killed; the others go on.
 """
@@ -6,7 +6,6 @@ A child that dies, answers with an error or does not answer in time is killed; t
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import queue
@@ -16,50 +15,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import psutil
 
-from perf.harness.processes import module_command
+__all__ = ["Child", "ChildFailed", "ask_all"]
 
-__all__ = ["Child", "ChildFailed", "Job", "ask_all"]
-
-PROCESS = "perf.service.process"
 POLL_S = 0.1
-LOG_TAIL = 4000  # characters of a failed child's log that its error quotes
+LOG_TAIL = 4000  # characters from the end of a failed child's log that its error quotes
 KILL_LIMIT_S = 20.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What a service's process needs to know.
-
-    service:    "drift" or "vllm".
-    model:      the model's folder or file; None for a scripted engine.
-    load:       as in EngineConfig.
-    draft:      folder of an EAGLE-3 head; None for no drafts. acceptance_length: the one to simulate.
-    warm_ups:   cases to run once started, as dictionaries.
-    cores:      CPU cores to stay on; none for all.
-    """
-
-    service: str
-    model: str | None
-    load: str
-    vocab_size: int
-    max_model_len: int
-    warm_ups: Sequence[dict[str, Any]] = ()
-    draft: str | None = None
-    num_draft_tokens: int = 0
-    acceptance_length: float | None = None
-    measures_machine: bool = False
-    cores: Sequence[int] = ()
-
-    @property
-    def command(self) -> list[str]:
-        return module_command(PROCESS, json.dumps(dataclasses.asdict(self)))
 
 
 class ChildFailed(Exception):
@@ -67,7 +33,13 @@ class ChildFailed(Exception):
 
 
 class Child:
-    """A service's process, and the group of all that it starts. `with`: is killed at the end."""
+    """A child process with its own process group. As a context manager, it is killed at the end.
+
+    command:  the command line. Commands go to its standard input, answers come from its standard output, one
+              JSON object per line.
+    log:      file for its standard error.
+    slot:     number of the GPU's place in the plan.
+    """
 
     def __init__(
         self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path, slot: int = 0
@@ -75,7 +47,7 @@ class Child:
         self.name, self.log, self.slot = name, log, slot
         self._answers: queue.Queue[str | None] = queue.Queue()
         with log.open("wb") as stream:
-            # A group of its own, but not a session: who ends the session ends it too.
+            # Its own group, but in this session: ending the session ends the child too.
             self._process = subprocess.Popen(
                 command,
                 env=environment,
@@ -91,22 +63,22 @@ class Child:
         return self._process.pid
 
     def send(self, command: Mapping[str, Any]) -> None:
-        """Give it a command; raises ChildFailed if it is gone."""
+        """Send a command. Raises ChildFailed if the process has ended."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(command).encode() + b"\n")
             self._process.stdin.flush()
         except (OSError, ValueError):  # broken, or closed when it was killed
-            raise self._failed("is gone") from None
+            raise self._failed("has ended") from None
 
     def receive(self, limit_s: float) -> dict[str, Any]:
-        """Its next answer; raises ChildFailed if there is none in time, or if it is an error."""
+        """The next answer. Raises ChildFailed if none comes in `limit_s` seconds or if it is an error."""
         give_up_at = time.monotonic() + limit_s
         while time.monotonic() < give_up_at:
             try:
                 line = self._answers.get(timeout=POLL_S)
             except queue.Empty:
-                # What it has started may keep its output open.
+                # Processes that the child started may keep its output open.
                 if self._process.poll() is not None and self._answers.empty():
                     raise self._failed(f"ended with exit code {self._process.returncode}") from None
                 continue
@@ -122,7 +94,7 @@ class Child:
         raise self._failed(f"did not answer in {limit_s:g} s")
 
     def kill(self) -> None:
-        """Kill the process and all that it has started, and wait until they are gone. Idempotent."""
+        """Kill the process and all that it has started, and wait until they have ended. Idempotent."""
         started = self._started()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
@@ -150,14 +122,14 @@ class Child:
         self.kill()
 
     def _started(self) -> list[psutil.Process]:
-        """Its descendants, and the rest of its group: if it is gone, theirs is the only trace."""
+        """Its descendants, and the other processes of its group, which are found even if it has ended."""
         found = {process for process in psutil.process_iter() if group_of(process.pid) == self.pid}
         with contextlib.suppress(psutil.Error):
             found |= set(psutil.Process(self.pid).children(recursive=True))
         return [process for process in found if process.pid != self.pid]
 
     def _read(self) -> None:
-        # Closed here alone: another thread would wait for as long as somebody may still write.
+        # Closed on this thread only: closing on another would block while a writer still has it open.
         assert self._process.stdout is not None
         with self._process.stdout as stream:
             for line in stream:
@@ -177,7 +149,7 @@ def group_of(pid: int) -> int | None:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether it still holds anything: one that nobody has waited for does not."""
+    """Whether the process still holds resources. A zombie (ended, but not waited for) does not."""
     try:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:
@@ -187,26 +159,26 @@ def is_alive(process: psutil.Process) -> bool:
 def ask_all(
     children: list[Child], command: Callable[[Child], Mapping[str, Any]], limit_s: float
 ) -> dict[Child, dict[str, Any]]:
-    """Give each its command at the same time and wait for all answers.
+    """Send each child its command, at the same time, and wait up to `limit_s` seconds for all answers.
 
-    Those that fail are reported, killed and taken out of `children`.
+    Children that fail are reported on stderr, killed and removed from `children`.
     """
     answers: dict[Child, dict[str, Any]] = {}
     give_up_at = time.monotonic() + limit_s
     asked = []
     for child in list(children):
-        with _dropped_if_failed(child, children):
+        with _removed_if_failed(child, children):
             child.send(command(child))
             asked.append(child)
     for child in asked:
-        with _dropped_if_failed(child, children):
+        with _removed_if_failed(child, children):
             answers[child] = child.receive(max(POLL_S, give_up_at - time.monotonic()))
 
     return answers
 
 
 @contextlib.contextmanager
-def _dropped_if_failed(child: Child, children: list[Child]) -> Iterator[None]:
+def _removed_if_failed(child: Child, children: list[Child]) -> Iterator[None]:
     try:
         yield
     except ChildFailed as failure:

@@ -1,4 +1,4 @@
-"""This project's engine as a service to be measured."""
+"""This project's engine as a measured service."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["DriftService", "engine_config"]
 
 
 class DriftService:
-    """An engine with its default configuration, but for `settings`."""
+    """An engine with its default configuration, except for the given settings."""
 
     def __init__(self, engine: Engine, start_s: float) -> None:
         self._engine = engine
@@ -30,9 +30,10 @@ class DriftService:
 
     @classmethod
     async def start(cls, job: dict[str, Any], settings: dict[str, Any]) -> DriftService:
-        """job: `model`, `load`, and with drafts `draft`, `num_draft_tokens` and `acceptance_length`.
+        """Start an engine.
 
-        settings: fields of EngineConfig.
+        job:       `model`, `load`, and with drafts `draft`, `num_draft_tokens` and `acceptance_length`.
+        settings:  fields of EngineConfig.
         """
         started_at = time.perf_counter()
         if job["model"] is None:
@@ -48,6 +49,7 @@ class DriftService:
         return cls(engine, time.perf_counter() - started_at)
 
     async def stream(self, request: Request, is_sampled: bool) -> AsyncIterator[int]:
+        """Generate exactly `request.num_tokens` tokens; yields the number of tokens of each chunk."""
         params = SamplingParams(
             max_tokens=request.num_tokens,
             ignore_eos=True,
@@ -58,7 +60,7 @@ class DriftService:
             yield len(chunk.token_ids)
 
     def counts(self) -> dict[str, int]:
-        """What the engine has counted since its start."""
+        """Counts since the engine's start."""
         stats = self._engine.stats()
         names = ("num_preemptions", "num_cached_tokens", "num_steps", "num_draft_rounds")
         return {name: getattr(stats, name) for name in (*names, "num_accepted_tokens")}
@@ -68,9 +70,10 @@ class DriftService:
 
 
 def engine_config(job: dict[str, Any], settings: dict[str, Any]) -> EngineConfig:
-    """The default one, with the job's model and drafts and with the settings.
+    """The default configuration with the job's drafts and the settings.
 
-    Acceptance is simulated on the graph executor alone. Raises ConfigError, TypeError for an unknown field.
+    Drafts select the graph executor, because only it simulates acceptance. Raises ConfigError for a wrong
+    value, TypeError for an unknown field.
     """
     fields: dict[str, Any] = {"load": job["load"]}
     if job["draft"] is not None:
@@ -80,9 +83,10 @@ def engine_config(job: dict[str, Any], settings: dict[str, Any]) -> EngineConfig
 
 
 def block_size(engine: Engine) -> int:
-    """What an executor chooses where the config does not."""
+    """Tokens per KV block: the config's, or what the executor chooses by default."""
     return engine.config.block_size or (64 if engine.executor == "graph" else 16)
 
 
 def next_token(prompt_ids: Sequence[int], output_ids: Sequence[int], seed: int) -> int:
+    """The script of the scripted engine: printable characters in turn."""
     return len(output_ids) % 64 + 32

@@ -1,4 +1,4 @@
-"""Engines to measure under a service's load: their models, drafts, settings and environment."""
+"""The engines to measure under a service's load: model, drafts, settings and environment."""
 
 from __future__ import annotations
 
@@ -12,12 +12,21 @@ from typing import Any
 
 from drift_sdk.loading.source import resolve
 from drift_sdk.models.decoder_config import DecoderConfig
-from perf.harness.processes import with_paths
+from perf.harness.processes import module_command, with_paths
 from perf.harness.shapes import Model, prepare, prepare_draft
-from perf.service.children import Job
 
-__all__ = ["SCRIPTED", "Drafts", "MeasuredEngine", "drift_engine", "find_model", "parse_settings", "peer_of"]
+__all__ = [
+    "SCRIPTED",
+    "Drafts",
+    "Job",
+    "MeasuredEngine",
+    "drift_engine",
+    "find_model",
+    "parse_settings",
+    "peer_of",
+]
 
+PROCESS = "perf.service.process"
 SCRIPTED = "scripted"
 SCRIPTED_VOCAB_SIZE, SCRIPTED_MODEL_LEN = 256, 1024
 VLLM_ENVIRONMENT = {
@@ -29,9 +38,41 @@ VLLM_ENVIRONMENT = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """The arguments of a service's process (`perf.service.process`).
+
+    service:            "drift" or "vllm".
+    model:              the model's folder or file; None for a scripted engine.
+    load:               as in EngineConfig.
+    warm_ups:           cases to run after the start, as dictionaries.
+    draft:              folder of an EAGLE-3 head; None for no drafts.
+    num_draft_tokens:   drafted per round.
+    acceptance_length:  tokens per round to simulate.
+    measures_machine:   whether the process names the GPU and measures its bandwidth.
+    cores:              CPU cores to run on; empty for all.
+    """
+
+    service: str
+    model: str | None
+    load: str
+    vocab_size: int
+    max_model_len: int
+    warm_ups: Sequence[dict[str, Any]] = ()
+    draft: str | None = None
+    num_draft_tokens: int = 0
+    acceptance_length: float | None = None
+    measures_machine: bool = False
+    cores: Sequence[int] = ()
+
+    @property
+    def command(self) -> list[str]:
+        return module_command(PROCESS, json.dumps(dataclasses.asdict(self)))
+
+
 @dataclass(frozen=True)
 class Drafts:
-    """Chains of an EAGLE-3 head of random weights, at a simulated acceptance."""
+    """Chains of an EAGLE-3 head of random weights, at a simulated acceptance (tokens per round)."""
 
     num_draft_tokens: int
     acceptance_length: float
@@ -39,7 +80,11 @@ class Drafts:
 
 @dataclass(frozen=True)
 class MeasuredEngine:
-    """settings: fields that differ from its default configuration. given: the same as text, None for none."""
+    """An engine, its process and its settings.
+
+    settings:  fields that differ from its default configuration.
+    given:     the same as text; None if there are none.
+    """
 
     name: str
     model_name: str
@@ -50,9 +95,10 @@ class MeasuredEngine:
 
 
 def find_model(name: str, folder: Path) -> Model | None:
-    """One of MODELS, or any folder with a config.json, of random weights where it has none; None if scripted.
+    """A model of MODELS or of any folder with a config.json; None for a scripted engine.
 
-    Raises ValueError for any other name.
+    A folder without weights gets random ones. Files of MODELS are written to `folder`. Raises ValueError for
+    any other name.
     """
     if name == SCRIPTED:
         return None
@@ -71,7 +117,7 @@ def find_model(name: str, folder: Path) -> Model | None:
 
 
 def drift_engine(model: Model | None, drafts: Drafts | None, given: Sequence[str]) -> MeasuredEngine:
-    """This project's engine; scripted without a model. given: settings as "field=value"."""
+    """This project's engine, scripted if there is no model. given: settings as "field=value"."""
     job = Job(
         service="drift",
         model=None,
@@ -102,8 +148,10 @@ def drift_engine(model: Model | None, drafts: Drafts | None, given: Sequence[str
 
 
 def peer_of(engine: MeasuredEngine, name: str, path: str | None, given: Sequence[str]) -> MeasuredEngine:
-    """The peer of that name with the same model and drafts: "vllm", imported from the folder `path`, or
-    another scripted engine."""
+    """The peer with the same model and drafts.
+
+    name: "vllm", imported from the folder `path`, or another scripted engine.
+    """
     job, environment = dataclasses.replace(engine.job, measures_machine=False), dict(engine.environment)
     if name == "vllm":
         job = dataclasses.replace(job, service="vllm")
@@ -113,7 +161,10 @@ def peer_of(engine: MeasuredEngine, name: str, path: str | None, given: Sequence
 
 
 def parse_settings(text: str) -> dict[str, Any]:
-    """From "field=value field=value"; values are JSON, or text as it stands. Raises ValueError."""
+    """Settings from "field=value field=value". A value that is not JSON is taken as text.
+
+    Raises ValueError for a part of another form.
+    """
     settings: dict[str, Any] = {}
     for part in text.split():
         name, equals, value = part.partition("=")

@@ -1,4 +1,7 @@
-"""A service's load: its cases and their requests. Standard library alone: peers' processes import it."""
+"""A service's load: cases and their requests.
+
+Standard library alone: peers' processes import this module.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,10 @@ __all__ = ["CASES", "OUTPUTS", "PROMPTS", "Case", "Lengths", "Request", "request
 
 FIRST_TOKEN_ID = 10  # the ids below are special tokens in some models
 NUM_REQUESTS = {"closed-1": 24, "closed-8": 150, "closed-64": 530, "closed-256": 1000, "sampled-64": 480}
-"""About 20 seconds on an H200. Other closed loops have 8 for each client."""
+"""Requests of a closed loop that take about 20 seconds on an H200. Others have 8 per client."""
 NUM_PREFIX_REQUESTS = 480
 OPEN_LOOP_S = 20
-DRAFT_FACTOR = 1.6  # as many more requests with drafts, which make a closed loop so much faster
+DRAFT_FACTOR = 1.6  # times as many requests with drafts, which make a closed loop that much faster
 
 
 @dataclass(frozen=True)
@@ -44,10 +47,11 @@ OWN_PARTS = Lengths(64, 0.5, 16, 256)
 class Case:
     """One kind of load.
 
-    clients:       of a closed loop, each with one request at a time; 0 for an open loop.
-    rate:          requests a second of an open loop with Poisson arrivals; 0 for a closed one.
-    is_sampled:    temperature 0.8 and top_p 0.95; greedy otherwise.
-    num_prefixes:  every prompt starts with one of so many shared prefixes of `prefix_tokens` tokens.
+    clients:        of a closed loop, each with one request at a time; 0 for an open loop.
+    rate:           requests per second of an open loop with Poisson arrivals; 0 for a closed loop.
+    is_sampled:     temperature 0.8 and top_p 0.95; greedy otherwise.
+    num_prefixes:   number of shared prefixes; every prompt starts with one of them.
+    prefix_tokens:  tokens of each shared prefix.
     """
 
     name: str
@@ -95,7 +99,7 @@ class Case:
         return replace(self, num_requests=round(DRAFT_FACTOR * self.num_requests))
 
     def fitted(self, max_model_len: int) -> Case:
-        """The same load with prompts that leave room for the longest output in so short a context."""
+        """The same load with prompts that leave room for the longest output in `max_model_len` tokens."""
         room = max_model_len - self.outputs.most
         if room < 2 * self.prompts.least:
             raise ValueError(f"max_model_len={max_model_len}: expected room for {self.outputs.most} tokens")
@@ -113,7 +117,7 @@ CASES = tuple(
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt and how many tokens to generate. `due_s`: when it arrives, in an open loop."""
+    """A prompt and the number of tokens to generate. due_s: its arrival in an open loop, in seconds."""
 
     prompt: list[int]
     num_tokens: int
@@ -121,9 +125,9 @@ class Request:
 
 
 def requests_of(case: Case, vocab_size: int, seed: str) -> list[Request]:
-    """The case's requests, in order: a function of the arguments alone, in every process.
+    """The case's requests, in order. Equal arguments give equal requests in every process.
 
-    Random token ids, so that no two prompts share a block unless the case has shared prefixes.
+    Token ids are random, so that no two prompts share a block unless the case has shared prefixes.
     """
     return list(_requests(case, vocab_size, random.Random(f"{seed}/{case.name}")))
 

@@ -1,12 +1,13 @@
-"""The process of a service that is measured: takes commands on its standard input, one JSON object a line,
-and answers each on its standard output.
+"""The process of a measured service.
+
+It reads commands from standard input, one JSON object per line, and answers each on standard output.
 
     {"do": "start", "settings": {...}}                               {"facts": {...}}
     {"do": "run", "case": {...}, "seed": "...", "limit_s": ...}      {"figures": {...}}
     {"do": "stop"}                                                   {}
 
-A command that fails is answered with {"error": "..."}. When the input ends the process kills its group, and
-with it whatever processes the engine has started.
+A command that fails is answered with {"error": "..."}. When the input ends, the process kills its process
+group, and with it all processes that the engine has started.
 """
 
 from __future__ import annotations
@@ -24,24 +25,23 @@ from typing import Any, TextIO
 import psutil
 
 from perf.harness.host import LoopLag
-from perf.service.driver import drive
-from perf.service.figures import figures_of
+from perf.service.client import drive, figures_of
 from perf.service.load import Case, Lengths, requests_of
 
 __all__ = ["main"]
 
-LAG_PERIOD_S = 0.02  # rare enough to take no time from the streams
+LAG_PERIOD_S = 0.02  # long enough not to take time from the streams
 WARM_UP_LIMIT_S = 120
 
 
 class Process:
-    """A service and what it is told to do. job: see `serving_children.Job`."""
+    """A service and the commands for it. job: the fields of `perf.service.engines.Job`."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         self._job = job
         self._service: Any = None
 
-    async def obey(self, command: dict[str, Any]) -> dict[str, Any]:
+    async def answer(self, command: dict[str, Any]) -> dict[str, Any]:
         if command["do"] == "start":
             return {"facts": await self._start(command["settings"])}
         if command["do"] == "run":
@@ -52,7 +52,7 @@ class Process:
         return {}
 
     async def _start(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """Start the engine and warm it up: kernels that are compiled at their first use are compiled then."""
+        """Start the engine and warm it up, so that kernels compiled at their first use are compiled here."""
         facts = machine_facts() if self._job["measures_machine"] else {}
         self._service = await start_service(self._job, settings)
         for fields in self._job["warm_ups"]:
@@ -78,7 +78,7 @@ class Process:
 
 
 async def start_service(job: dict[str, Any], settings: dict[str, Any]) -> Any:
-    """One side's modules are not imported in the other's process."""
+    """Start the job's service. Its module is imported here: each process imports only its own engine."""
     if job["service"] == "vllm":
         from perf.service.vllm import VllmService
 
@@ -95,7 +95,7 @@ def case_of(fields: dict[str, Any]) -> Case:
 
 
 def tree_cpu_seconds() -> float:
-    """CPU time of this process and of all that it has started and that still run."""
+    """CPU time of this process and of its descendants that are still running."""
     total = time.process_time()
     for process in psutil.Process().children(recursive=True):
         try:
@@ -108,7 +108,7 @@ def tree_cpu_seconds() -> float:
 
 
 def machine_facts() -> dict[str, Any]:
-    """The GPU and its read bandwidth, before anything else uses it."""
+    """The GPU's name and its read bandwidth, measured before anything else uses it."""
     from perf.harness.bandwidth import read_bandwidth_tb_s
     from perf.harness.machine import default_device, gpu_name
     from perf.harness.recording import free_memory
@@ -120,6 +120,7 @@ def machine_facts() -> dict[str, Any]:
 
 
 async def serve(job: dict[str, Any], replies: TextIO) -> None:
+    """Answer commands from standard input until it ends."""
     process, loop = Process(job), asyncio.get_running_loop()
     commands: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
 
@@ -132,7 +133,7 @@ async def serve(job: dict[str, Any], replies: TextIO) -> None:
     threading.Thread(target=read, name="commands", daemon=True).start()
     while True:
         try:
-            answer = await process.obey(await commands.get())
+            answer = await process.answer(await commands.get())
         except Exception:
             answer = {"error": traceback.format_exc()}
         replies.write(json.dumps(answer) + "\n")
@@ -140,7 +141,7 @@ async def serve(job: dict[str, Any], replies: TextIO) -> None:
 
 
 def end_group() -> None:
-    """End this process and all that it has started."""
+    """Kill this process and all processes that it has started."""
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(1)
@@ -151,7 +152,7 @@ def main() -> None:
     if job["cores"]:
         os.sched_setaffinity(0, job["cores"])
 
-    # What an engine prints goes with the errors.
+    # Standard output is for answers; what an engine prints goes to standard error.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     asyncio.run(serve(job, replies))

@@ -1,4 +1,4 @@
-"""Results of a service's load: the run object, ratios between engines, tables."""
+"""Results of a service's load: the run object and the tables of ratios between engines."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ FLOORS = {
     ("closed-64", False): 1.2, ("sampled-64", False): 1.5, ("closed-8", False): 1.15, ("prefix", False): 1.1,
     ("closed-64", True): 1.0, ("sampled-64", True): 1.4, ("closed-8", True): 1.1, ("prefix", True): 1.05,
 }  # fmt: skip
-"""Least tokens/s over the peer's in the default configuration, by case and whether tokens are drafted."""
+"""Least ratio of tokens/s to the peer's in the default configuration, by case and use of drafts."""
 LATENCY_LIMITS = {("open-20", False): (1.2, 0.6)}
-"""Most TTFT p95 and ITL p99 over the peer's."""
+"""Greatest ratios of TTFT p95 and ITL p99 to the peer's."""
 
 
 class ServingRun(Run, kw_only=True):
-    """One engine under one load. `serving_figures.figures_of` says what the figures are of.
+    """One engine under one load. `perf.service.client.figures_of` describes the figures.
 
-    clients, rate:      of a closed loop; requests a second of an open one.
-    repeat, gpu_index:  which of the repeats, and on which GPU.
+    clients, rate:      clients of a closed loop; requests per second of an open loop.
+    repeat, gpu_index:  number of the repeat and of the GPU.
     config:             fields that differ from the engine's default configuration, as given; None for none.
-    lengths:            distributions that the prompts and outputs were drawn from.
+    lengths:            distributions from which the prompts and outputs were drawn.
     cpu_s:              CPU time of all the engine's processes, client included, over the whole run.
-    loop_lag_ms_p99:    how much later than asked the client's event loop ran.
-    kv_cache_tokens:    that the engine had room for.
+    loop_lag_ms_p99:    delay of wake-ups of the client's event loop.
+    kv_cache_tokens:    capacity of the engine's KV cache.
     """
 
     case: str
@@ -77,7 +77,7 @@ class ServingRun(Run, kw_only=True):
     def of(
         cls, case: Case, facts: Mapping[str, Any], figures: Mapping[str, Any], **fields: Any
     ) -> ServingRun:
-        """From what a service's process said when it started and after the load."""
+        """From the facts that a service's process reported at its start and the figures after the load."""
         counts, found = dict(figures["counts"]), dict(figures)
         del found["counts"]
         if found["first_error"] is None:
@@ -110,21 +110,21 @@ def lengths_of(case: Case) -> str:
 
 
 def line_of(run: ServingRun) -> str:
-    """What there is to say when a run is done."""
+    """A line of text about a run that has ended."""
     latencies = (
         f"{name} {'/'.join(f'{values[share]:.4g}' for share in values)}"
         for name, values in (("TTFT", run.ttft_ms), ("ITL", run.itl_ms))
     )
-    troubles = f", {run.num_errors} errors" if run.num_errors else ""
-    troubles += f", {run.num_unfinished} unfinished" if run.num_unfinished else ""
+    problems = f", {run.num_errors} errors" if run.num_errors else ""
+    problems += f", {run.num_unfinished} unfinished" if run.num_unfinished else ""
     config = f" [{run.config}]" if run.config else ""
     name = f"{run.case} #{run.repeat} {run.engine}{config} on {run.gpu_index}"
     speed = f"{run.tokens_per_s:.0f} tok/s in {run.window_s:.1f} of {run.total_s:.1f} s"
-    return f"{name}: {speed}, {', '.join(latencies)} ms, CPU {run.cpu_s:.1f} s{troubles}"
+    return f"{name}: {speed}, {', '.join(latencies)} ms, CPU {run.cpu_s:.1f} s{problems}"
 
 
 def ratio_table(results: Results, peer: str) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
-    """Title, columns and rows: this engine over the peer in each case, median and extremes of the repeats."""
+    """Title, columns and rows: ratios of this engine to the peer in each case (median and extremes)."""
     rows = []
     for key in dict.fromkeys(kind_of(run) for run in results.runs):
         pairs = paired(results, peer, key)
@@ -148,19 +148,19 @@ def ratio_table(results: Results, peer: str) -> tuple[str, Sequence[str], Sequen
                 ratio(pairs, "itl_ms", "p50"),
                 ratio(pairs, "itl_ms", "p99") + ("" if limits[1] is None else f", at most {limits[1]:g}x"),
                 ratio(pairs, "cpu_s"),
-                trouble(ours, theirs),
+                problems_of(ours, theirs),
             )
         )
 
     columns = (
         "case", "drafts", "config", "drift tok/s", f"{peer} tok/s", "ratio", "TTFT p50", "TTFT p95",
-        "ITL p50", "ITL p99", "CPU", "trouble",
+        "ITL p50", "ITL p99", "CPU", "problems",
     )  # fmt: skip
     return f"{title_of(results)}: drift over {peer}", columns, rows
 
 
 def comparison_table(results: Results) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
-    """Title, columns and rows: each configuration of one engine over its default one."""
+    """Title, columns and rows: ratios of each configuration of one engine to its default configuration."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for run in results.runs:
         groups.setdefault((run["case"], run["num_draft_tokens"], run["config"]), []).append(run)
@@ -180,11 +180,21 @@ def comparison_table(results: Results) -> tuple[str, Sequence[str], Sequence[Seq
                 latencies_of(runs, "ttft_ms"),
                 latencies_of(runs, "itl_ms"),
                 f"{median(runs, 'kv_cache_tokens'):.0f}",
-                trouble(runs),
+                problems_of(runs),
             )
         )
 
-    columns = ("case", "drafts", "config", "tok/s", "of default", "TTFT ms", "ITL ms", "KV tokens", "trouble")
+    columns = (
+        "case",
+        "drafts",
+        "config",
+        "tok/s",
+        "of default",
+        "TTFT ms",
+        "ITL ms",
+        "KV tokens",
+        "problems",
+    )
     return title_of(results), columns, rows
 
 
@@ -202,7 +212,7 @@ def paired(results: Results, peer: str, key: tuple[str, int]) -> list[tuple[dict
 
 
 def ratio(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]], name: str, share: str = "") -> str:
-    """Median of the repeats, with the extremes if there are several."""
+    """Median of the repeats, with the extremes if there are several; empty if the peer's value is 0."""
     found = []
     for ours, theirs in pairs:
         our, their = (run[name][share] if share else run[name] for run in (ours, theirs))
@@ -227,7 +237,8 @@ def median(runs: Sequence[dict[str, Any]], name: str) -> float:
     return float(statistics.median(run[name] for run in runs))
 
 
-def trouble(*sides: Sequence[dict[str, Any]]) -> str:
+def problems_of(*sides: Sequence[dict[str, Any]]) -> str:
+    """Failed and unfinished requests of each run; empty if there are none."""
     counts = [
         f"{run['engine']} #{run['repeat']}: {run[name]} {name.removeprefix('num_')}"
         for runs in sides

@@ -1,5 +1,7 @@
-"""vLLM as a service to be measured. Imports nothing of this project but the load: its process has vLLM's own
-packages on its path."""
+"""vLLM as a measured service.
+
+Of this project it imports only the load, because its process has vLLM's own packages on its path.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +26,20 @@ SETTINGS = {
     "dtype": "bfloat16",
     "skip_tokenizer_init": True,
     "max_num_seqs": 256,
-    "max_num_batched_tokens": 8192,  # what its server chooses on GPUs of 70 GB and more
+    "max_num_batched_tokens": 8192,  # vLLM's server chooses this on GPUs of 70 GB and more
     "gpu_memory_utilization": 0.9,
     "enable_prefix_caching": True,
     "disable_log_stats": True,
     "seed": 0,
 }
-"""Everything else is its own choice: CUDA graphs, compilation, asynchronous scheduling."""
+"""Everything else is vLLM's default: CUDA graphs, compilation, asynchronous scheduling."""
 
 
 class VllmService:
-    """AsyncLLM, the engine under vLLM's server, whose core runs in a process of its own. Nothing is
-    detokenised."""
+    """AsyncLLM, the engine under vLLM's server. Its core runs in another process.
+
+    Tokens are not detokenised.
+    """
 
     def __init__(self, engine: AsyncLLM, settings: dict[str, Any], start_s: float) -> None:
         self._engine = engine
@@ -53,9 +57,10 @@ class VllmService:
 
     @classmethod
     async def start(cls, job: dict[str, Any], settings: dict[str, Any]) -> VllmService:
-        """job: `model`, and with drafts `draft`, `num_draft_tokens` and `acceptance_length`.
+        """Start an engine.
 
-        settings: arguments of AsyncEngineArgs.
+        job:       `model`, and with drafts `draft`, `num_draft_tokens` and `acceptance_length`.
+        settings:  arguments of AsyncEngineArgs.
         """
         started_at = time.perf_counter()
         arguments = SETTINGS | {"model": job["model"], "max_model_len": job["max_model_len"]}
@@ -74,6 +79,7 @@ class VllmService:
         return cls(engine, arguments, time.perf_counter() - started_at)
 
     async def stream(self, request: Request, is_sampled: bool) -> AsyncIterator[int]:
+        """Generate exactly `request.num_tokens` tokens; yields the number of tokens of each chunk."""
         params = SamplingParams(
             max_tokens=request.num_tokens,
             ignore_eos=True,
@@ -81,7 +87,7 @@ class VllmService:
             top_p=0.95 if is_sampled else 1.0,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
-            skip_clone=True,  # as its server does
+            skip_clone=True,  # as vLLM's server does
         )
         is_first = True
         outputs = self._engine.generate(tokens_input(request.prompt), params, str(next(self._numbers)))
@@ -92,7 +98,7 @@ class VllmService:
             yield len(output.outputs[0].token_ids)
 
     def counts(self) -> dict[str, int]:
-        """What was counted since the start."""
+        """Counts since the engine's start."""
         return {"num_cached_tokens": self._num_cached_tokens}
 
     async def aclose(self) -> None:

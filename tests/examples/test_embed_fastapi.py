@@ -1,4 +1,4 @@
-"""The FastAPI example under uvicorn, driven by OpenAI's own client."""
+"""The FastAPI example under uvicorn, used through OpenAI's own client."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SCHEMA = {
 
 @contextmanager
 def serving(engine: Engine) -> Iterator[str]:
-    """The example's app on a thread with a loop of its own; its base URL."""
+    """Serve the example's app from another thread with its own event loop; yields the base URL."""
     config = uvicorn.Config(
         make_app(engine, MODEL), log_level="error", ws="none", timeout_graceful_shutdown=2
     )
@@ -75,7 +75,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, st
 
 @pytest.fixture
 def endless() -> Iterator[tuple[Engine, str]]:
-    """Says "la la la" without end, a letter each 2 ms."""
+    """A server whose model generates "la la la" without end, a letter every 2 ms."""
     config = EngineConfig(max_model_len=16_384, kv_cache_tokens=65_536, max_num_seqs=2, max_queued_requests=1)
     engine = scripted_engine(lambda _, output, __: b"la "[len(output) % 3], config=config, step_s=0.002)
     with serving(engine) as url:
@@ -89,14 +89,14 @@ async def client(small: tuple[Engine, str]) -> AsyncIterator[openai.AsyncOpenAI]
 
 
 def client_of(url: str) -> openai.AsyncOpenAI:
-    # Without the certificates of the web, which take longer to load than a test takes to run.
+    # Without loading certificates, which takes longer than a test.
     plain = openai.DefaultAsyncHttpxClient(verify=False)
     return openai.AsyncOpenAI(
         base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300, http_client=plain
     )
 
 
-async def test_a_chat_is_the_engines_own(small: tuple[Engine, str], client: openai.AsyncOpenAI) -> None:
+async def test_chat_equals_that_of_the_engine(small: tuple[Engine, str], client: openai.AsyncOpenAI) -> None:
     expected = await small[0].chat(QUESTION, SamplingParams(max_tokens=24))
     found = await client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=24)
     assert found.choices[0].message.content == expected.text != ""
@@ -109,7 +109,7 @@ async def test_a_chat_is_the_engines_own(small: tuple[Engine, str], client: open
     assert (found.object, found.model) == ("chat.completion", MODEL)
 
 
-async def test_a_streamed_chat_joins_to_the_same(
+async def test_streamed_chat_equals_that_of_the_engine(
     small: tuple[Engine, str], client: openai.AsyncOpenAI
 ) -> None:
     expected = await small[0].chat(QUESTION, SamplingParams(max_tokens=40))
@@ -134,7 +134,7 @@ async def test_a_streamed_chat_joins_to_the_same(
     ]
 
 
-async def test_sampling_follows_its_seed(small: tuple[Engine, str], client: openai.AsyncOpenAI) -> None:
+async def test_equal_seeds_give_equal_samples(small: tuple[Engine, str], client: openai.AsyncOpenAI) -> None:
     async def text(seed: int) -> str:
         found = await client.chat.completions.create(
             model=MODEL, messages=QUESTION, temperature=1.0, top_p=0.9, seed=seed, max_tokens=24
@@ -146,7 +146,7 @@ async def test_sampling_follows_its_seed(small: tuple[Engine, str], client: open
     assert await text(5) != await text(6)
 
 
-async def test_a_stop_string_ends_the_text_before_it(client: openai.AsyncOpenAI) -> None:
+async def test_text_ends_before_the_stop_string(client: openai.AsyncOpenAI) -> None:
     whole = await client.completions.create(model=MODEL, prompt="abc", temperature=0, max_tokens=24)
     text = whole.choices[0].text
     stop = text[8:10]
@@ -158,7 +158,9 @@ async def test_a_stop_string_ends_the_text_before_it(client: openai.AsyncOpenAI)
         assert cut.choices[0].finish_reason == "stop"
 
 
-async def test_completions_take_ids_and_stream(small: tuple[Engine, str], client: openai.AsyncOpenAI) -> None:
+async def test_completions_accept_token_ids_and_stream(
+    small: tuple[Engine, str], client: openai.AsyncOpenAI
+) -> None:
     expected = await small[0].generate([5, 6, 7], SamplingParams(max_tokens=16))
     stream = await client.completions.create(model=MODEL, prompt=[5, 6, 7], temperature=0, stream=True)
     chunks = [chunk async for chunk in stream]
@@ -166,7 +168,9 @@ async def test_completions_take_ids_and_stream(small: tuple[Engine, str], client
     assert chunks[-1].choices[0].finish_reason == expected.finish_reason
 
 
-async def test_logprobs(small: tuple[Engine, str], client: openai.AsyncOpenAI) -> None:
+async def test_logprobs_equal_those_of_the_engine(
+    small: tuple[Engine, str], client: openai.AsyncOpenAI
+) -> None:
     expected = await small[0].chat(QUESTION, SamplingParams(max_tokens=6, logprobs=3))
     options = {
         "model": MODEL,
@@ -179,7 +183,7 @@ async def test_logprobs(small: tuple[Engine, str], client: openai.AsyncOpenAI) -
     whole = await client.chat.completions.create(**options)
     entries = whole.choices[0].logprobs.content
     assert len(entries) == 6
-    # Batched with nothing, on the CPU, in float32: the same numbers.
+    # On the CPU, in float32 and without a batch, the numbers are equal.
     assert [entry.logprob for entry in entries] == [entry.logprob for entry in expected.logprobs]
     for entry in entries:
         assert len(entry.top_logprobs) == 3
@@ -202,8 +206,8 @@ async def test_logprobs(small: tuple[Engine, str], client: openai.AsyncOpenAI) -
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-async def test_json_of_a_schema(client: openai.AsyncOpenAI, is_streamed: bool) -> None:
-    """Weights are random: that the text is JSON at all is the grammar's doing."""
+async def test_response_follows_a_json_schema(client: openai.AsyncOpenAI, is_streamed: bool) -> None:
+    """The weights are random, so the text is JSON only because of the grammar."""
     options = {
         "model": MODEL,
         "messages": QUESTION,
@@ -223,7 +227,7 @@ async def test_json_of_a_schema(client: openai.AsyncOpenAI, is_streamed: bool) -
     assert set(found) == {"colour", "count"}
 
 
-async def test_json_objects(client: openai.AsyncOpenAI) -> None:
+async def test_response_format_json_object_gives_an_object(client: openai.AsyncOpenAI) -> None:
     found = await client.chat.completions.create(
         model=MODEL, messages=QUESTION, seed=2, max_tokens=20, response_format={"type": "json_object"}
     )
@@ -264,7 +268,7 @@ async def test_json_objects(client: openai.AsyncOpenAI) -> None:
     ],
 )
 @pytest.mark.parametrize("is_streamed", [False, True])
-async def test_wrong_parameters_are_named(
+async def test_wrong_parameter_is_named_in_the_error(
     client: openai.AsyncOpenAI, param: str, options: dict[str, object], is_streamed: bool
 ) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
@@ -276,20 +280,22 @@ async def test_wrong_parameters_are_named(
     assert caught.value.body["message"]
 
 
-async def test_a_prompt_that_is_too_long_has_its_code(client: openai.AsyncOpenAI) -> None:
+async def test_too_long_prompt_has_its_error_code(client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         await client.completions.create(model=MODEL, prompt=[5] * 600)
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
 
 
-async def test_a_model_can_be_looked_up(client: openai.AsyncOpenAI) -> None:
+async def test_model_can_be_looked_up(client: openai.AsyncOpenAI) -> None:
     assert (await client.models.retrieve(MODEL)).id == MODEL
     with pytest.raises(openai.NotFoundError) as caught:
         await client.models.retrieve("some/other")
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
 
 
-async def test_models_health_and_metrics(small: tuple[Engine, str], client: openai.AsyncOpenAI) -> None:
+async def test_models_health_and_metrics_are_served(
+    small: tuple[Engine, str], client: openai.AsyncOpenAI
+) -> None:
     assert [model.id async for model in client.models.list()] == [MODEL]
     with pytest.raises(openai.NotFoundError, match="other"):
         await client.chat.completions.create(model="other", messages=QUESTION)
@@ -303,7 +309,7 @@ async def test_models_health_and_metrics(small: tuple[Engine, str], client: open
         assert body["error"]["type"] == "invalid_request_error"
 
 
-async def test_leaving_a_stream_frees_its_request(endless: tuple[Engine, str]) -> None:
+async def test_disconnecting_from_a_stream_frees_its_request(endless: tuple[Engine, str]) -> None:
     engine, url = endless
     async with client_of(url) as client:
         stream = await client.chat.completions.create(model=MODEL, messages=QUESTION, stream=True)
@@ -320,7 +326,9 @@ async def test_leaving_a_stream_frees_its_request(endless: tuple[Engine, str]) -
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "completions"])
-async def test_leaving_an_unstreamed_request_frees_it(endless: tuple[Engine, str], path: str) -> None:
+async def test_disconnecting_from_an_unstreamed_request_frees_it(
+    endless: tuple[Engine, str], path: str
+) -> None:
     engine, url = endless
     body = {"messages": QUESTION} if path.startswith("chat") else {"prompt": "x", "max_tokens": 10_000}
     async with httpx.AsyncClient(base_url=url, verify=False) as plain:
@@ -333,7 +341,7 @@ async def test_leaving_an_unstreamed_request_frees_it(endless: tuple[Engine, str
         assert engine.stats().num_cancelled == 1
 
 
-async def test_leaving_before_the_first_token_frees_the_request(endless: tuple[Engine, str]) -> None:
+async def test_disconnecting_before_the_first_token_frees_the_request(endless: tuple[Engine, str]) -> None:
     engine, url = endless
     await engine.pause()
     async with httpx.AsyncClient(base_url=url, verify=False) as plain:
@@ -346,7 +354,7 @@ async def test_leaving_before_the_first_token_frees_the_request(endless: tuple[E
     assert engine.stats().num_cancelled == 1
 
 
-async def test_too_many_requests_and_a_closed_engine(endless: tuple[Engine, str]) -> None:
+async def test_full_queue_and_closed_engine_have_their_status(endless: tuple[Engine, str]) -> None:
     engine, url = endless
     async with client_of(url) as client:
         streams = [
@@ -408,13 +416,13 @@ TOOLS = [{"type": "function", "function": function} for function in (WEATHER, TI
 
 @pytest.fixture(scope="module")
 def echo() -> Iterator[str]:
-    """A server whose model says its prompt."""
+    """A server whose model repeats its prompt."""
     with serving(replying(lambda prompt: prompt)) as url:
         yield url
 
 
 async def joined(stream: AsyncIterator[ChatCompletionChunk]) -> dict[int, Choice]:
-    """What the chunks of a stream add up to, by choice."""
+    """The joined chunks of a stream, by choice."""
     found: dict[int, Choice] = {}
     async for chunk in stream:
         for choice in chunk.choices:
@@ -440,8 +448,8 @@ class Choice:
 
 
 @pytest.mark.parametrize(("stop", "text"), [(None, "é ✓ end"), ("✓", "é "), (" e", "é ✓")])
-async def test_bytes_of_logprobs_are_those_of_the_text(stop: str | None, text: str) -> None:
-    """Each token is a byte here, so characters are split; the end of sequence and the stop are no text."""
+async def test_bytes_of_logprobs_equal_those_of_the_text(stop: str | None, text: str) -> None:
+    """Each token is a byte here, so characters are split. End of sequence and stop string are not text."""
     with serving(replying(lambda _: "é ✓ end")) as url:
         async with client_of(url) as client:
             options = {"model": MODEL, "messages": QUESTION, "logprobs": True, "stop": stop}
@@ -485,8 +493,8 @@ async def test_nulls_stand_for_defaults(echo: str) -> None:
             assert message.get("text") == expected.json()["choices"][0].get("text")
 
 
-async def test_answers_can_be_sent_back(echo: str) -> None:
-    """As clients do: what a server answered, nulls and unknown fields included."""
+async def test_answers_are_accepted_as_messages(echo: str) -> None:
+    """Clients send back the messages of a server, with nulls and unknown fields."""
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"city": "Rome"}'}}
     messages = [
         {
@@ -515,7 +523,7 @@ async def test_answers_can_be_sent_back(echo: str) -> None:
         (["one"], ["one"]),
     ],
 )
-async def test_prompts_come_one_or_several(echo: str, prompt: list[object], texts: list[str]) -> None:
+async def test_prompt_may_be_one_or_a_list(echo: str, prompt: list[object], texts: list[str]) -> None:
     async with client_of(echo) as client:
         options = {"model": MODEL, "prompt": prompt, "n": 2, "seed": 1}
         found = await client.completions.create(**options)
@@ -533,7 +541,7 @@ async def test_prompts_come_one_or_several(echo: str, prompt: list[object], text
     assert chunks[-1].usage == found.usage
 
 
-async def test_empty_prompts_are_refused(echo: str) -> None:
+async def test_empty_prompts_are_rejected(echo: str) -> None:
     async with client_of(echo) as client:
         for prompt in ([], "", [[]], [""], ["x"] * 129, [["a"]], {"a": 1}):
             with pytest.raises(openai.BadRequestError) as caught:
@@ -541,7 +549,7 @@ async def test_empty_prompts_are_refused(echo: str) -> None:
             assert caught.value.param == "prompt"
 
 
-async def test_several_choices_have_seeds_of_their_own(
+async def test_several_choices_have_different_seeds(
     small: tuple[Engine, str], client: openai.AsyncOpenAI
 ) -> None:
     expected = [
@@ -565,7 +573,7 @@ async def test_logit_bias_is_honoured(small: tuple[Engine, str], client: openai.
     assert found.choices[0].text == expected.text
 
 
-async def test_a_choice_that_is_refused_cancels_the_others() -> None:
+async def test_rejected_choice_cancels_the_others() -> None:
     engine = replying(lambda _: "long " * 500, max_num_seqs=1, max_queued_requests=1)
     with serving(engine) as url:
         async with client_of(url) as client:
@@ -585,7 +593,7 @@ async def test_unknown_fields_are_ignored_and_logged_once(
             found = await client.chat.completions.create(model=MODEL, messages=QUESTION, extra_body=fields)
             assert found.choices[0].message.content
     logged = [record.getMessage() for record in caplog.records if record.name == "openai_protocol"]
-    assert logged == ["ignored: the request field 'what_is_this' is not known"]
+    assert logged == ["ignored unknown request field 'what_is_this'"]
 
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"place": "Rome"}}\n</tool_call>'
@@ -603,7 +611,7 @@ CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"place": "Rome"}}\n</
         (f"<think>{{hm}}</think>{CALL}", "<think>{hm}</think>", 1),
     ],
 )
-async def test_calls_of_tools_are_read(reply: str, content: str | None, calls: int) -> None:
+async def test_tool_calls_are_found_in_the_text(reply: str, content: str | None, calls: int) -> None:
     prompts: list[str] = []
 
     def noted(prompt: str) -> str:
@@ -626,7 +634,7 @@ async def test_calls_of_tools_are_read(reply: str, content: str | None, calls: i
     assert "The weather of a city." in prompts[0] and "get_time" in prompts[0]
 
 
-async def test_text_is_streamed_though_there_are_tools() -> None:
+async def test_text_is_streamed_when_tools_are_given() -> None:
     reply = "word " * 30
     with serving(replying(lambda _: reply)) as url:
         async with client_of(url) as client:
@@ -646,10 +654,10 @@ async def test_text_is_streamed_though_there_are_tools() -> None:
     ],
 )
 @pytest.mark.parametrize("is_streamed", [False, True])
-async def test_a_call_can_be_forced(
+async def test_tool_call_can_be_forced(
     client: openai.AsyncOpenAI, choice: object, names: set[str], is_streamed: bool
 ) -> None:
-    """Weights are random: that there is a call at all is the grammar's doing."""
+    """The weights are random, so there is a call only because of the grammar."""
     options = {"model": MODEL, "messages": QUESTION, "tools": TOOLS, "tool_choice": choice, "seed": 3}
     if is_streamed:
         stream = await client.chat.completions.create(**options, stream=True)
@@ -664,7 +672,7 @@ async def test_a_call_can_be_forced(
     assert arguments.get("place", "Rome") in ("Rome", "Oslo")
 
 
-async def test_tools_that_must_not_be_called_are_not_shown(echo: str) -> None:
+async def test_tools_are_hidden_with_tool_choice_none(echo: str) -> None:
     async with client_of(echo) as client:
         found = await client.chat.completions.create(
             model=MODEL, messages=QUESTION, tools=TOOLS, tool_choice="none"
@@ -686,7 +694,7 @@ async def test_tools_that_must_not_be_called_are_not_shown(echo: str) -> None:
         b'{"messages": [null]}',
     ],
 )
-async def test_what_is_no_request_is_refused(echo: str, body: bytes) -> None:
+async def test_malformed_body_is_rejected(echo: str, body: bytes) -> None:
     async with httpx.AsyncClient(base_url=echo, verify=False) as plain:
         for path in ("chat/completions", "completions"):
             headers = {"Content-Type": "application/json"}
@@ -694,7 +702,7 @@ async def test_what_is_no_request_is_refused(echo: str, body: bytes) -> None:
             assert (found.status_code, found.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
-def test_a_model_is_called_by_its_name(tmp_path: Path) -> None:
+def test_name_of_a_model_is_its_file_name_or_hub_id(tmp_path: Path) -> None:
     (tmp_path / "Llama-3.1-8B").mkdir()
     (tmp_path / "small.Q4_1.gguf").touch()
     assert name_of(str(tmp_path / "Llama-3.1-8B")) == "Llama-3.1-8B"

@@ -1,4 +1,4 @@
-"""Every example runs as it is, in a process of its own."""
+"""Every example runs unchanged, in its own process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from drift_sdk.testing import ScriptedModel, scripted_engine
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SUPPORT = {"command_line", "openai_answers", "openai_protocol", "smollm2"}
 
-# A SmolLM2 that is not there yet is fetched by the first test.
+# If SmolLM2 is missing, the first test downloads it.
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -45,7 +45,7 @@ def model() -> str:
 
 @pytest.fixture(scope="session")
 def small(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Random weights, for examples whose text does not matter: SmolLM2 takes seconds to load."""
+    """A model with random weights, for examples whose text does not matter. SmolLM2 takes seconds to load."""
     folder = tmp_path_factory.mktemp("small")
     make_model(1, folder)
     (folder / "chat_template.jinja").write_text(
@@ -68,7 +68,7 @@ def running(name: str, *arguments: str, **environment: str) -> Iterator[subproce
 
 
 def run(name: str, *arguments: str, stdin: str = "") -> tuple[str, str]:
-    """What it wrote to stdout and to stderr."""
+    """Run an example; returns its output on stdout and stderr."""
     with running(name, *arguments) as process:
         out, err = process.communicate(stdin, timeout=300)
     assert process.returncode == 0, err
@@ -76,38 +76,38 @@ def run(name: str, *arguments: str, stdin: str = "") -> tuple[str, str]:
     return out, err
 
 
-def test_hello() -> None:
+def test_hello_streams_an_answer() -> None:
     out, _ = run("hello")
     assert "Paris" in out
     assert re.search(r"\[\d+ tokens, first after \d+ ms, [\d.]+ tok/s\]", out)
 
 
-def test_chat() -> None:
+def test_chat_answers_and_ends_at_end_of_input() -> None:
     out, _ = run("chat", "--max-tokens", "24", stdin="Say hello in one word.\n")
     assert len(out.removeprefix("> ").strip()) > 3
     assert out.count("> ") == 2
 
 
-def test_concurrent_streams(model: str) -> None:
+def test_concurrent_streams_prints_all_answers(model: str) -> None:
     out, _ = run("concurrent_streams", model, "3")
     assert [line[:5] for line in out.splitlines()[:3]] == ["  0  ", "  1  ", "  2  "]
     assert re.search(r"3 streams, \d+ tokens in [\d.]+ s", out)
 
 
-def test_speculate() -> None:
+def test_speculate_prints_equal_tokens() -> None:
     out, _ = run("speculate")
     assert "the same tokens: True" in out
-    assert float(re.search(r"tokens a round: ([\d.]+)", out)[1]) > 2
+    assert float(re.search(r"tokens per round: ([\d.]+)", out)[1]) > 2
 
 
-def test_cancel() -> None:
+def test_cancel_ends_requests_early() -> None:
     out, _ = run("cancel")
     assert "cancel(): cancelled" in out
     assert "timed out: True" in out
     assert "running: 0 " in out
 
 
-def test_dashboard(small: str) -> None:
+def test_dashboard_draws_for_some_seconds(small: str) -> None:
     out, _ = run("dashboard", small, "--seconds", "3", "--streams", "3", "--max-tokens", "8")
     for word in ("drift_sdk", "running", "KV cache", "tokens/s", "streams"):
         assert word in out
@@ -116,8 +116,8 @@ def test_dashboard(small: str) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no signals to send")
-def test_dashboard_ends_quietly_at_ctrl_c(small: str) -> None:
-    # As if in a terminal, where every frame is drawn and not the last alone.
+def test_dashboard_exits_without_traceback_on_ctrl_c(small: str) -> None:
+    # As in a terminal, where every frame is drawn instead of only the last one.
     with running("dashboard", small, "--streams", "2", "--max-tokens", "8", FORCE_COLOR="1") as process:
         while "streams" not in process.stdout.readline():
             assert process.poll() is None
@@ -126,7 +126,7 @@ def test_dashboard_ends_quietly_at_ctrl_c(small: str) -> None:
     assert (process.returncode, err) == (130, "")
 
 
-def test_batch_goes_on_where_it_was_stopped(tmp_path: Path, small: str) -> None:
+def test_batch_continues_an_interrupted_run(tmp_path: Path, small: str) -> None:
     prompts, answers = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     lines = (EXAMPLES / "prompts.jsonl").read_text().splitlines()[:5]
     options = (small, "--input", str(prompts), "--output", str(answers), "--max-tokens", "6")
@@ -139,7 +139,7 @@ def test_batch_goes_on_where_it_was_stopped(tmp_path: Path, small: str) -> None:
     prompts.write_text("\n".join(lines) + "\n")
     answers.write_text(first + '{"text": "half a li')
     _, err = run("batch", *options)
-    assert "3 of 5 are in" in err
+    assert "3 of 5 are already in" in err
     assert "1/2" in err and "2/2" in err
     assert answers.read_text().startswith(first)
     assert [json.loads(line)["finish_reason"] for line in answers.read_text().splitlines()] == ["length"] * 5
@@ -154,7 +154,7 @@ OWN = '{"text": "a", "finish_reason": "stop"}\n'
 
 @pytest.fixture
 def scripted_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The batch example with an engine that needs no model."""
+    """The batch example with a scripted engine."""
     config = EngineConfig(max_model_len=64, kv_cache_tokens=256)
     monkeypatch.setattr(batch, "Engine", lambda model: scripted_engine("fine", config=config))
 
@@ -171,9 +171,7 @@ def run_batch(source: Path, output: Path) -> None:
         *(OWN + "notes\n", OWN + "notes", "notes\n" + OWN, OWN + "\n" + OWN, 3 * OWN),
     ],
 )
-def test_batch_leaves_a_file_alone_that_is_not_its_own(
-    content: str, tmp_path: Path, scripted_batch: None
-) -> None:
+def test_batch_does_not_change_a_file_of_others(content: str, tmp_path: Path, scripted_batch: None) -> None:
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "notes.txt"
     prompts.write_text(2 * '{"prompt": "x"}\n')
     output.write_text(content, encoding="latin-1")
@@ -183,7 +181,7 @@ def test_batch_leaves_a_file_alone_that_is_not_its_own(
 
 
 @pytest.mark.parametrize("rest", ["", "{", '{"te', '{"text": "half a \xe9', '{"error": "half'])
-def test_batch_goes_on_behind_its_complete_lines(rest: str, tmp_path: Path, scripted_batch: None) -> None:
+def test_batch_continues_after_complete_lines(rest: str, tmp_path: Path, scripted_batch: None) -> None:
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     prompts.write_text(3 * '{"prompt": "x"}\n')
     output.write_text(OWN + '{"error": "too long"}\n' + rest, encoding="latin-1")
@@ -192,7 +190,7 @@ def test_batch_goes_on_behind_its_complete_lines(rest: str, tmp_path: Path, scri
     assert output.read_text() == OWN + '{"error": "too long"}\n' + new
 
 
-def test_batch_does_not_write_into_its_input(tmp_path: Path, scripted_batch: None) -> None:
+def test_batch_rejects_its_input_as_output(tmp_path: Path, scripted_batch: None) -> None:
     prompts = tmp_path / "prompts.jsonl"
     content = '{"prompt": "x"}\n{"prompt": "y"}'
     prompts.write_text(content)
@@ -204,7 +202,7 @@ def test_batch_does_not_write_into_its_input(tmp_path: Path, scripted_batch: Non
     assert prompts.read_text() == content
 
 
-def test_batch_writes_errors_in_the_place_of_answers(tmp_path: Path, scripted_batch: None) -> None:
+def test_batch_writes_errors_in_place_of_answers(tmp_path: Path, scripted_batch: None) -> None:
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     texts = ["a", "long " * 20, "b", "\ud800", *("c" * n for n in range(80))]
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
@@ -229,7 +227,7 @@ def test_batch_writes_errors_in_the_place_of_answers(tmp_path: Path, scripted_ba
         (None, "expected a file of prompts"),
     ],
 )
-def test_batch_names_what_is_wrong_with_its_input(
+def test_batch_names_the_error_in_its_input(
     content: bytes | None, message: str | None, tmp_path: Path, scripted_batch: None
 ) -> None:
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
@@ -258,7 +256,7 @@ def test_batch_names_what_is_wrong_with_its_input(
         ),
     ],
 )
-def test_examples_end_with_a_status_and_one_line(
+def test_examples_exit_with_a_status_and_one_line(
     error: BaseException | None, status: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def program() -> None:
@@ -272,7 +270,7 @@ def test_examples_end_with_a_status_and_one_line(
 @pytest.mark.parametrize(
     "arguments", ["dashboard --max-tokens 3", "dashboard --seconds nan", "batch --max-tokens 0"]
 )
-def test_wrong_arguments_are_refused(arguments: str) -> None:
+def test_wrong_arguments_are_rejected(arguments: str) -> None:
     name, *rest = arguments.split()
     with running(name, *rest) as process:
         out, err = process.communicate(timeout=300)
@@ -281,7 +279,7 @@ def test_wrong_arguments_are_refused(arguments: str) -> None:
 
 
 def ask(questions: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the chat example with an engine that needs no model."""
+    """Run the chat example with a scripted engine."""
     config = EngineConfig(max_model_len=64, kv_cache_tokens=256)
     lines = iter(questions)
 
@@ -296,19 +294,19 @@ def ask(questions: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(chat.main("any", 64))
 
 
-def test_chat_goes_on_after_a_message_that_is_too_long(
+def test_chat_continues_after_a_too_long_message(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ask(["long " * 20, "one", "two", "three", "four"], monkeypatch)
     said = capsys.readouterr()
     assert said.out.count("fine\n") == 3
-    first, second, anew = said.err.splitlines()
+    first, second, cleared = said.err.splitlines()
     assert first.startswith("PromptTooLong: ") and second.startswith("PromptTooLong: ")
-    assert anew == "the conversation starts anew: ask again"
+    assert cleared == "the conversation is cleared: ask again"
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no signals to send")
-def test_chat_ends_at_ctrl_c_while_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_exits_on_ctrl_c_while_loading_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     model = ScriptedModel("fine")
 
     def interrupted(report: Callable[[str, float], None], limits: object = None) -> LoadedModel:
@@ -323,7 +321,7 @@ def test_chat_ends_at_ctrl_c_while_the_model_is_loaded(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(("width", "height"), [(1, 1), (5, 3), (20, 5), (40, 100), (300, 80)])
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-def test_dashboard_fits_into_any_terminal(width: int, height: int, encoding: str) -> None:
+def test_dashboard_fits_terminals_of_any_size(width: int, height: int, encoding: str) -> None:
     async def draw() -> bytes:
         async with scripted_engine("fine " * 50) as engine:
             load = dashboard.Load(engine, num_lanes=3, max_tokens=20)
@@ -344,20 +342,20 @@ def test_dashboard_fits_into_any_terminal(width: int, height: int, encoding: str
     assert max(map(len, lines)) <= width
 
 
-def test_structured() -> None:
+def test_structured_prints_a_recipe() -> None:
     out, _ = run("structured")
     assert "decoded: Recipe(" in out
     assert re.search(r"a date: \d{4}-\d\d-\d\d", out)
 
 
-def test_tools() -> None:
+def test_tools_prints_call_and_result() -> None:
     out, _ = run("tools")
     assert "call:  get_weather {" in out
     assert "result: {" in out
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no signals to send")
-def test_embed_fastapi_serves_until_it_is_interrupted() -> None:
+def test_embed_fastapi_serves_until_interrupted() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=300)
@@ -379,7 +377,7 @@ def test_embed_fastapi_serves_until_it_is_interrupted() -> None:
     assert "Application shutdown complete" in err
 
 
-def test_no_example_is_left_out() -> None:
+def test_every_example_is_tested() -> None:
     names = {file.stem for file in EXAMPLES.glob("*.py")} - SUPPORT
     tests = "\n".join(name for name in globals() if name.startswith("test_"))
     assert not [name for name in names if f"test_{name}" not in tests]

@@ -1,4 +1,4 @@
-"""Messages, tools and template arguments of any shape, rendered by a plain template."""
+"""Messages, tools and template arguments of any form, rendered by a simple template."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat templates, from plausible to absurd: compiled and rendered."""
+"""Chat templates, valid and invalid: compiled and rendered."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from drift_sdk.text import template_budget
 from drift_sdk.text.chat import ChatTemplate
 
-template_budget.MAX_STEPS = 200_000  # fewer, for more examples
+template_budget.MAX_STEPS = 200_000  # fewer steps, so that more examples run
 
 VALUES = st.sampled_from(
     [

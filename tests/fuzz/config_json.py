@@ -1,4 +1,4 @@
-"""The config.json of a model and of a draft: any value in any setting."""
+"""The config.json of a model and of a draft, with any value in any setting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Follows a grammar for a few tokens; no target."""
+"""Generates a few tokens under a grammar. This module is used by targets and is not a target."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def tokenizer() -> Tokenizer:
 
 
 def follow(make: Callable[[], Grammar]) -> bytes:
-    """Text of the grammar: random bytes that its masks allow, up to its end or for `NUM_TOKENS`."""
+    """Text of the grammar: random bytes that its masks allow, up to its end or to `NUM_TOKENS` bytes."""
     choice = random.Random(0)
     constraint = constrain(make(), tokenizer(), vocab_size=EOS_TOKEN_ID + 1, eos_token_ids=(EOS_TOKEN_ID,))
     text = bytearray()

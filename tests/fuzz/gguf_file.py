@@ -1,4 +1,4 @@
-"""GGUF files: a whole one with bytes changed, and headers put together at random."""
+"""GGUF files: a valid file with some bytes changed, and random headers."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ sized = st.sampled_from([(0, 1), (1, 1), (2, 2), (4, 4), (5, 4), (6, 4), (7, 1),
 
 
 def _scalars(kind: tuple[int, int]) -> st.SearchStrategy[tuple[bytes, bytes]]:
-    """A kind and a value of it: small, or any bytes."""
+    """A type of GGUF metadata and a value of it: a small one, or arbitrary bytes."""
     size = kind[1]
     small = st.integers(0, 9).map(lambda value: value.to_bytes(size, "little"))
     return st.tuples(st.just(struct.pack("<I", kind[0])), small | st.binary(min_size=size, max_size=size))
@@ -127,7 +127,7 @@ def _edit(parts: tuple[bytes, list[tuple[int, bytes]], int | None]) -> bytes:
 
 
 def _other_value(parts: tuple[bytes, str, bytes]) -> bytes:
-    """A key gets another value: its name is changed where it is, and the value added under it."""
+    """Give a key another value: the existing entry is renamed, and a new one with the value is added."""
     data, key, value = parts
     name = key.encode()
     counts = struct.unpack_from("<QQ", data, 8)
@@ -139,7 +139,7 @@ def _other_value(parts: tuple[bytes, str, bytes]) -> bytes:
 
 
 def _key_of(num_bytes: int) -> bytes:
-    """A key and value of as many bytes, or 32 more."""
+    """A key and value of `num_bytes` bytes, or 32 more."""
     num_bytes += 32 if 0 < num_bytes < 16 else 0
     return _string(b"f" * (num_bytes - 13)) + struct.pack("<IB", 0, 0) if num_bytes else b""
 

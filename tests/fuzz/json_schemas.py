@@ -1,4 +1,4 @@
-"""JSON schemas, from plausible to absurd: compiled, and followed for a few tokens."""
+"""JSON schemas, valid and invalid: compiled, then used to generate a few tokens."""
 
 from __future__ import annotations
 

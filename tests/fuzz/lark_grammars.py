@@ -1,4 +1,4 @@
-"""Lark grammars, from plausible to absurd: compiled, and followed for a few tokens."""
+"""Lark grammars, valid and invalid: compiled, then used to generate a few tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters of requests: any value in any field, from Python and from the wire."""
+"""Parameters of requests, with any value in any field, from Python and from JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Regexes, from plausible to absurd: compiled, and followed for a few tokens."""
+"""Regexes, valid and invalid: compiled, then used to generate a few tokens."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ REPEATS = st.sampled_from(
 
 
 def repeated(pair: tuple[str, int]) -> str:
-    """A pattern so often, and never so long that drawing it takes all memory."""
+    """A pattern, repeated. The length is bounded, so that drawing it does not exhaust the memory."""
     pattern, times = pair
     return pattern * min(times, 1 + (1 << 20) // len(pattern))
 

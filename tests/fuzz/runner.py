@@ -2,22 +2,22 @@
 
 A target is a module of this folder, `tests/fuzz/<target>.py`:
 
-    strategy = st.text() | st.binary()      # a hypothesis strategy; what it draws can be pickled
+    strategy = st.text() | st.binary()      # a hypothesis strategy whose examples can be pickled
 
     def run(data) -> None:                  # feeds one example to the code under test
         load(data)
 
 An example passes if `run` returns or raises a `DriftError`. Any other exception (BaseExceptions and
-assertions of `run` included), a signal, running out of memory and a hang are failures, reported with the
-example.
+assertions of `run` included), a signal, running out of memory and a hang are failures, and are reported with
+the example.
 
-In the suite `test_fuzz.py` runs each target with a few examples. By hand, for minutes:
+In the test suite, `test_fuzz.py` runs each target with a few examples. To run a target for longer:
 
     python tests/fuzz/runner.py <target> --seconds 120 [--seed 7]
     python tests/fuzz/runner.py <target> --replay example.pickle
 
 Each example runs on a thread with a small stack, so that native recursion that is safe here is safe on every
-platform. What it may take is stated below; memory is on top of what the target's imports need.
+platform. The limits are stated below; the limit of memory is in addition to that of the target's imports.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from typing import Any
 
 FOLDER = Path(__file__).parent
 MEMORY_BYTES = 2 << 30
-CPU_S = 20  # of one example
-WALL_S = 120  # of one example, for what hangs without computing
+CPU_S = 20  # CPU time of an example
+WALL_S = 120  # elapsed time of an example, for hangs that use no CPU time
 STACK_BYTES = 512 << 10
 SHOWN_CHARS = 3000
 NO_TARGETS = {"runner", "following", "conftest"}
 
 
 class FuzzFailure(AssertionError):
-    """What a target did, and the example it did it with."""
+    """The failure of a target, with the example."""
 
 
 def targets() -> list[str]:
@@ -58,7 +58,7 @@ def targets() -> list[str]:
 
 
 def fuzz(target: str, *, examples: int = 0, seconds: float = 0, seed: int = 0) -> None:
-    """Run a target with so many examples or for so many seconds; `FuzzFailure` at its first failure."""
+    """Run a target for a number of examples or seconds. Raises `FuzzFailure` at the first failure."""
     with tempfile.NamedTemporaryFile(prefix=f"{target}-", suffix=".pickle", delete=False) as file:
         journal = Path(file.name)
 
@@ -83,7 +83,7 @@ def fuzz(target: str, *, examples: int = 0, seconds: float = 0, seed: int = 0) -
 
 
 def work(module: ModuleType, journal: Path | None, examples: int, seconds: float, seed: int) -> None:
-    """The child: draw examples and run them."""
+    """Draw examples and run them, in the child process. journal: file for the current example."""
     import hypothesis
 
     end = time.monotonic() + seconds
@@ -115,6 +115,7 @@ def work(module: ModuleType, journal: Path | None, examples: int, seconds: float
 
 
 def try_one(module: ModuleType, data: Any) -> None:
+    """Run an example within the limits of time. Raises `FuzzFailure`."""
     from drift_sdk.errors import DriftError
 
     failures: list[BaseException] = []
@@ -140,7 +141,7 @@ def try_one(module: ModuleType, data: Any) -> None:
 
 def limit_memory() -> None:
     if sys.platform != "linux":
-        return  # elsewhere the limit is not kept
+        return  # other systems do not enforce the limit
 
     import resource
 
@@ -165,7 +166,7 @@ def main() -> None:
     parser.add_argument("--examples", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=0)
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 32))
-    parser.add_argument("--replay", type=Path, help="run this one example, in this process")
+    parser.add_argument("--replay", type=Path, help="run only this example, in this process")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--journal", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Folders of safetensors: headers and indices put together at random, and whole files with bytes changed."""
+"""Folders of safetensors files: random headers and indices, and valid files with some bytes changed."""
 
 from __future__ import annotations
 

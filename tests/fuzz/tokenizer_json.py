@@ -1,4 +1,4 @@
-"""tokenizer.json and tokenizer_config.json: any value in any place of one that works."""
+"""tokenizer.json and tokenizer_config.json: valid ones with any value in some places."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ values = st.recursive(
 names = st.sampled_from(["bos_token", "eos_token", "add_bos_token", "chat_template"])
 texts = st.sampled_from(["<s>", "</s>", "a", {"content": "<s>"}, [{"name": "default", "template": "x"}]])
 configs = st.just({}) | st.dictionaries(names, texts | st.booleans() | values, max_size=2)
-# What a place may get instead, by the type of what it has.
+# Values that may replace a value, by its type.
 ALIKE: dict[type, st.SearchStrategy[Any]] = {
     str: st.sampled_from(LIKELY) | st.text(max_size=3),
     int: st.integers(-1, 9) | st.sampled_from([2**31, 2**32 - 1, 2**63]),
@@ -103,7 +103,7 @@ def _replaced(spec: Any, path: tuple[Any, ...], value: Any) -> Any:
             place = place[key]
         place[path[-1]] = value
     except (TypeError, KeyError, IndexError):
-        pass  # an earlier change took this place away
+        pass  # an earlier change removed this place
     return spec
 
 

@@ -1,4 +1,4 @@
-"""Cases of kernels to time: their bytes and operations, and that their steps write what they should."""
+"""Cases of kernels to time: their bytes and operations, and the output of their steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from perf.harness.shapes import prepare
 from perf.kernel_speed import limit_us, main, measure
 
 
-def test_weights_of_the_published_shapes_are_tuned(tmp_path: Path) -> None:
+def test_published_shapes_have_tuned_entries(tmp_path: Path) -> None:
     weights = weight_shapes(prepare("llama-3.1-8b", tmp_path))
     assert [str(weight) for weight in weights] == [
         "6144x4096", "4096x4096", "28672x4096 gated", "4096x14336", "128256x4096",
@@ -28,7 +28,7 @@ def test_weights_of_the_published_shapes_are_tuned(tmp_path: Path) -> None:
 
 
 @pytest.mark.kernel
-def test_either_kernel_of_a_case_fills_its_output(tmp_path: Path) -> None:
+def test_both_kernels_of_a_product_case_fill_the_output(tmp_path: Path) -> None:
     cases = list(gemm_cases(prepare("tiny", tmp_path), (3,), TunedTable(), "cpu"))
     assert [case.kernel for case in cases] == ["gemm", "cublas"] * 5
     for case in cases[:6]:
@@ -40,7 +40,7 @@ def test_either_kernel_of_a_case_fills_its_output(tmp_path: Path) -> None:
         assert all(output.isfinite().all() for output in prepared.outputs)
 
 
-def test_bytes_and_operations(tmp_path: Path) -> None:
+def test_product_cases_count_bytes_and_operations(tmp_path: Path) -> None:
     case = next(gemm_cases(prepare("tiny", tmp_path), (3,), TunedTable(), "cpu"))
     columns, inner = (4 + 2 * 2) * 16, 64
     assert case.shape == f"{columns}x{inner}"
@@ -62,13 +62,13 @@ def case_of(output: torch.Tensor, num_bytes: float = 4e6, num_flops: float = 1e9
     )
 
 
-def test_the_limit_is_bytes_or_operations_whichever_takes_longer() -> None:
+def test_limit_is_the_longer_of_bytes_and_operations() -> None:
     output = torch.empty(4)
     assert limit_us(case_of(output), bandwidth_tb_s=4.0, peak_tflop_s=1000.0) == 1.0
     assert limit_us(case_of(output, num_flops=3e9), bandwidth_tb_s=4.0, peak_tflop_s=1000.0) == 3.0
 
 
-def test_output_that_stays_unwritten_is_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritten_output_raises_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("perf.kernel_speed.time_us", lambda step, num_calls: 2.0)
     with pytest.raises(RuntimeError, match="not finite"):
         measure(case_of(torch.empty(4)), "tiny", 4.0, 1000.0)
@@ -102,7 +102,7 @@ def test_attention_cases_fill_their_output(tmp_path: Path, monkeypatch: pytest.M
     filled(prefill_case(config, 100, "cpu"))
 
 
-def test_what_attention_reads(tmp_path: Path) -> None:
+def test_attention_cases_count_bytes_read(tmp_path: Path) -> None:
     config = prepare("tiny", tmp_path).config
     one, four = (decode_case(config, 1000, 3, rows, "cpu") for rows in (1, 4))
     kv = 3 * 1000 * 2 * 2 * 16 * 2  # sequences, keys, keys and values, heads, head_dim, bytes
@@ -114,7 +114,7 @@ def test_what_attention_reads(tmp_path: Path) -> None:
     )
 
 
-def test_attention_at_all_contexts_and_batches(tmp_path: Path) -> None:
+def test_attention_cases_cover_all_contexts_and_batches(tmp_path: Path) -> None:
     cases = list(attention_cases(prepare("llama-3.1-8b", tmp_path), (1,), TunedTable(), "cpu"))
     assert len(cases) == 3 * 4 * 2 + 1
     long = next(case for case in cases if case.shape == "batch 1, 32768 keys" and case.num_rows == 1)

@@ -1,4 +1,4 @@
-"""What a step must read and compute, and the models and prompts that are measured."""
+"""Bytes and operations of a step, and the models and prompts that are measured."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from perf.harness.scenario import SCENARIOS, Scenario
 from perf.harness.shapes import prepare
 
 
-def test_bytes_are_those_of_the_tensors_that_a_step_reads(tmp_path: Path) -> None:
+def test_bytes_equal_the_size_of_the_tensors_that_a_step_reads(tmp_path: Path) -> None:
     model = prepare("tiny", tmp_path)
     weights = Decoder.random(model.config, device=torch.device("cpu"), dtype=torch.bfloat16).weights
     layers = [getattr(layer, field.name) for layer in weights.layers for field in dataclasses.fields(layer)]
@@ -30,7 +30,7 @@ def test_bytes_are_those_of_the_tensors_that_a_step_reads(tmp_path: Path) -> Non
     "name, tokens_per_s", [("single-512", 286), ("single-32k", 223), ("batch4-16k", 729)]
 )
 def test_limits_of_the_published_shapes(name: str, tokens_per_s: float, tmp_path: Path) -> None:
-    """Worked out by hand for reads at 4.3 TB/s."""
+    """The expected speeds are computed by hand for reads at 4.3 TB/s."""
     model, scenario = prepare("llama-3.1-8b", tmp_path), Scenario.parse(name)
     seconds = model.decode_bytes(scenario.batch, scenario.mean_context(), 2) / 4.3e12
     assert scenario.batch / seconds == pytest.approx(tokens_per_s, rel=0.005)
@@ -46,28 +46,28 @@ def test_operations_of_a_prompt(tmp_path: Path) -> None:
     assert model.prefill_flops(8192) == pytest.approx(layers + attention, rel=1e-3)
 
 
-def test_the_published_8b_has_its_published_size(tmp_path: Path) -> None:
+def test_8b_shapes_have_the_published_number_of_parameters(tmp_path: Path) -> None:
     model = prepare("llama-3.1-8b", tmp_path)
     assert model.num_read_parameters + 128_256 * 4096 == 8_030_261_248
     assert model.config.rope_scaling is not None
 
 
-def test_the_tokenizer_fills_the_vocabulary(tmp_path: Path) -> None:
+def test_byte_tokenizer_fills_the_vocabulary(tmp_path: Path) -> None:
     prepare("tiny", tmp_path)
     tokenizer = resolve(tmp_path).tokenizer()
     assert tokenizer.vocab_size == 320
     text = "Any text, any bytes: äöü €\n"
     token_ids = tokenizer.encode(text)
-    assert len(token_ids) < len(text.encode())  # made-up words of one letter are merged
+    assert len(token_ids) < len(text.encode())  # artificial words of one letter are merged
     assert tokenizer.decode(token_ids) == text
 
 
-def test_an_unknown_model(tmp_path: Path) -> None:
+def test_unknown_model_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="llama-4"):
         prepare("llama-4", tmp_path)
 
 
-def test_scenarios() -> None:
+def test_scenarios_are_parsed() -> None:
     assert [(s.batch, s.context) for s in SCENARIOS] == [
         (1, 512),
         (1, 32_768),
@@ -81,7 +81,7 @@ def test_scenarios() -> None:
             Scenario.parse(name)
 
 
-def test_prompts_differ_between_sequences_and_agree_between_calls() -> None:
+def test_prompts_differ_between_sequences_and_repeat_between_calls() -> None:
     scenario = Scenario.parse("batch4-64")
     prompts = scenario.prompts(320)
     assert prompts == scenario.prompts(320)
@@ -90,6 +90,6 @@ def test_prompts_differ_between_sequences_and_agree_between_calls() -> None:
     assert all(2 <= token < 320 for prompt in prompts for token in prompt)
 
 
-def test_speeds_of_this_machine_are_plausible() -> None:
+def test_measured_speeds_of_the_machine_are_plausible() -> None:
     assert 1e-3 < read_bandwidth_tb_s("cpu", 2**24) < 10
     assert 1e-4 < matmul_tflop_s("cpu") < 1000

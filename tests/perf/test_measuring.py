@@ -1,4 +1,4 @@
-"""The measuring scripts, on a tiny model and the CPU: they run, and their figures mean what they say."""
+"""The measuring scripts on a tiny model and the CPU: they run, and their figures are right."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from msgspec import to_builtins
 from drift_sdk import Engine, PromptTooLong, SamplingParams, TokenStream
 from drift_sdk.testing import scripted_engine
 from perf import decode, startup
-from perf.decode import DecodeOptions, generation_seconds, measure, measure_one
+from perf.decode import measure, measure_one
+from perf.harness.decoding import DecodeOptions, generation_seconds
 from perf.harness.host import LoopLag, percentile, thread_seconds
 from perf.harness.scenario import Scenario
 from perf.harness.shapes import Model, prepare
@@ -33,7 +34,7 @@ def quick_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("perf.harness.recording.read_bandwidth_tb_s", lambda device: 0.01)
 
 
-async def test_decode_rate(tiny: Model) -> None:
+async def test_decode_run_has_plausible_figures(tiny: Model) -> None:
     options = DecodeOptions(repeats=2, lengths=(2, 34), max_model_len=128)
     reported: list[Any] = []
     scenarios = [Scenario.parse("single-16"), Scenario.parse("batch3-40")]
@@ -53,8 +54,8 @@ async def test_decode_rate(tiny: Model) -> None:
         assert run.loop_lag_ms_p99 >= 0 and run.loop_lag_idle_ms_p99 >= 0
 
 
-async def test_what_every_generation_costs_drops_out(tiny: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second each time, and 10 ms a token; the first ones of each length take longer."""
+async def test_fixed_costs_of_a_generation_cancel_out(tiny: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A generation takes 1 s plus 10 ms per token; the warm-up generations take a second longer."""
     calls: list[int] = []
 
     async def seconds(engine: object, prompts: object, num_tokens: int, params: object) -> float:
@@ -72,8 +73,8 @@ async def test_what_every_generation_costs_drops_out(tiny: Model, monkeypatch: p
     assert run.tokens_per_s_min == pytest.approx(200.0) and run.tokens_per_s_max == pytest.approx(200.0)
 
 
-async def test_the_clock_starts_when_all_are_queued() -> None:
-    """32 more steps of 2 ms take 64 ms more, for one sequence as for four."""
+async def test_clock_starts_when_all_requests_are_queued() -> None:
+    """32 additional steps of 2 ms take 64 ms, for one sequence and for four."""
     async with scripted_engine(lambda prompt, generated, seed: 65, step_s=0.002) as engine:
         for batch in (1, 4):
             prompts = [[70 + index] * 8 for index in range(batch)]
@@ -83,13 +84,13 @@ async def test_the_clock_starts_when_all_are_queued() -> None:
         assert engine.stats().num_steps < 2 * (2 + 34) + 8
 
 
-async def test_a_generation_cut_short_is_no_measurement() -> None:
+async def test_generation_cut_short_raises_an_error() -> None:
     async with scripted_engine(lambda prompt, generated, seed: 65) as engine:
         with pytest.raises(RuntimeError, match=r"completions of \[4\] tokens: expected 300 each"):
             await generation_seconds(engine, [[70] * (engine.max_model_len - 4)], 300)
 
 
-async def test_a_prompt_that_is_refused_ends_the_wait() -> None:
+async def test_rejected_prompt_ends_the_wait() -> None:
     async with scripted_engine() as engine:
         with pytest.raises(PromptTooLong):
             await generation_seconds(engine, [[70] * 8, [70] * engine.max_model_len], 2)
@@ -105,7 +106,9 @@ def test_decode_writes_a_result_file(tmp_path: Path) -> None:
     assert "temperature" not in written["runs"][0]
 
 
-def test_sampled_runs_are_sampled_and_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampled_runs_are_sampled_and_recorded_as_sampled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: set[tuple[float, float]] = set()
     generate = Engine.generate
 
@@ -135,14 +138,14 @@ def test_prefill_writes_a_result_file(tmp_path: Path) -> None:
         assert run["seconds_min"] <= run["seconds"] <= run["seconds_max"]
 
 
-async def test_a_prompt_that_was_cached_is_no_measurement() -> None:
+async def test_cached_prompt_raises_an_error() -> None:
     async with scripted_engine() as engine:
         await first_token_seconds(engine, [70] * 64)
         with pytest.raises(RuntimeError, match="cached"):
             await first_token_seconds(engine, [70] * 64)
 
 
-def test_startup_has_a_cold_and_a_warm_run(tiny: Model) -> None:
+def test_startup_measures_a_cold_and_a_warm_run(tiny: Model) -> None:
     runs = startup.measure(tiny, device="cpu", dtype="float32", executor="auto", repeats=1)
     assert [run.kernel_cache for run in runs] == ["cold", "warm"]
     for run in runs:
@@ -154,25 +157,25 @@ def test_startup_has_a_cold_and_a_warm_run(tiny: Model) -> None:
         assert to_builtins(run)["scenario"] == "startup"
 
 
-async def test_lag_is_how_long_the_loop_was_held_up() -> None:
+async def test_lag_equals_the_time_that_the_loop_was_blocked() -> None:
     async with LoopLag() as idle:
         await asyncio.sleep(0.05)
     async with LoopLag() as held:
         await asyncio.sleep(0.01)
-        time.sleep(0.05)  # noqa: ASYNC251 - what is measured
+        time.sleep(0.05)  # noqa: ASYNC251 - blocks the loop on purpose
         await asyncio.sleep(0.01)
     assert held.ms_p99 >= 45
     assert idle.lags_s
     assert min(idle.lags_s) > -0.001
 
 
-def test_percentiles() -> None:
+def test_percentile_is_the_smallest_value_not_exceeded_by_its_share() -> None:
     values = [float(value) for value in range(1, 101)]
     assert [percentile(values, share) for share in (0.0, 0.5, 0.99, 1.0)] == [1.0, 50.0, 99.0, 100.0]
     assert percentile([3.0], 0.99) == 3.0
 
 
-def test_cpu_time_of_a_thread() -> None:
+def test_thread_seconds_measures_the_cpu_time_of_a_thread() -> None:
     is_busy, is_over = threading.Event(), threading.Event()
 
     def work() -> None:

@@ -1,4 +1,4 @@
-"""Peers: their anchors, the process that vLLM runs in, the static-cache loop of transformers."""
+"""Peers: anchors, the process that runs vLLM, the static-cache loop of transformers."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from perf.decode import PEERS
 from perf.harness.scenario import Scenario
 from perf.harness.shapes import MODELS, Model, prepare
-from perf.peers import PEERS
 from perf.peers.anchors import ANCHORS, anchor_of, is_void
 from perf.peers.transformers import Decoding, load
 from perf.peers.vllm import measure_prompts
 
 VLLM = """
+import sys
 import time
 from types import SimpleNamespace
 __version__ = "0.0.fake"
+foreign = {"drift_sdk", "torch", "transformers"} & set(sys.modules)
+assert not foreign, foreign
 now = [0.0]
 time.perf_counter = lambda: now[0]
 
@@ -48,7 +51,9 @@ def fake_vllm(folder: Path, monkeypatch: pytest.MonkeyPatch, missing: int) -> No
     monkeypatch.setenv("VLLM_PATH", str(folder))
 
 
-def test_vllm_runs_in_its_own_process(tiny: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_decodes_in_its_own_process(
+    tiny: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake_vllm(tmp_path / "site", monkeypatch, missing=0)
     scenarios = [Scenario.parse("single-16"), Scenario.parse("batch4-16")]
     runs = list(PEERS["vllm"](tiny, scenarios, 3, 0.01))
@@ -61,7 +66,9 @@ def test_vllm_runs_in_its_own_process(tiny: Model, tmp_path: Path, monkeypatch: 
     assert "enable_prefix_caching=True" in str(runs[0].settings)
 
 
-def test_vllm_reads_prompts(tiny: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_prefills_in_its_own_process(
+    tiny: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake_vllm(tmp_path / "site", monkeypatch, missing=0)
     runs = list(measure_prompts(tiny, [16, 32], 3, 100.0))
     assert [(run.engine, run.scenario, run.context, run.num_repeats) for run in runs] == [
@@ -72,16 +79,16 @@ def test_vllm_reads_prompts(tiny: Model, tmp_path: Path, monkeypatch: pytest.Mon
     assert runs[1].tflop_s == pytest.approx(tiny.prefill_flops(32) / runs[1].seconds / 1e12)
 
 
-def test_a_vllm_that_fails_is_reported(tiny: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_of_vllm_is_reported(tiny: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_vllm(tmp_path / "site", monkeypatch, missing=1)
     with pytest.raises(RuntimeError, match="exit code 1"):
         list(PEERS["vllm"](tiny, [Scenario.parse("single-16")], 1, 0.01))
 
 
-def test_the_static_cache_loop_generates_what_transformers_does(tiny: Model) -> None:
+def test_static_cache_loop_generates_the_tokens_of_transformers(tiny: Model) -> None:
     torch.manual_seed(0)
     peer = load(tiny, "cpu", torch.float32)
-    with torch.no_grad():  # weights so large that attention decides
+    with torch.no_grad():  # large weights, so that the tokens depend on attention
         for weight in peer.model.layers.parameters():
             if weight.dim() == 2:
                 weight.normal_(0.0, 2 * weight.shape[1] ** -0.5)
@@ -101,7 +108,7 @@ def test_the_static_cache_loop_generates_what_transformers_does(tiny: Model) -> 
         assert torch.equal(torch.cat(rows, 1), expected)
 
 
-def test_peers_refuse_what_they_cannot_measure(tiny: Model) -> None:
+def test_peers_reject_scenarios_that_they_cannot_measure(tiny: Model) -> None:
     import msgspec
 
     real = msgspec.structs.replace(tiny, load="auto")
@@ -110,7 +117,7 @@ def test_peers_refuse_what_they_cannot_measure(tiny: Model) -> None:
             list(measure(real, [], 1, 0.01))
 
 
-def test_anchors() -> None:
+def test_anchor_is_found_by_run() -> None:
     run = {
         "engine": "vllm", "model": "llama-3.1-8b", "dtype": "bfloat16", "scenario": "single-512",
         "num_draft_tokens": 0, "acceptance_length": None,
@@ -126,7 +133,7 @@ def test_anchors() -> None:
     assert not is_void(run | {"tokens_per_s": 199.0}, "NVIDIA H200")
 
 
-def test_no_two_anchors_are_of_the_same_run() -> None:
+def test_anchors_are_of_distinct_runs() -> None:
     keys = [(a.engine, a.model, a.scenario, a.num_draft_tokens, a.acceptance_length) for a in ANCHORS]
     assert len(set(keys)) == len(keys)
     assert {a.model for a in ANCHORS} & set(MODELS) == {"llama-3.1-8b"}

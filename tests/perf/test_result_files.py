@@ -1,4 +1,4 @@
-"""Result files: what they hold, how new runs meet old ones, what is drawn and printed from them."""
+"""Result files: their content, merging of new and old runs, tables and pictures."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def decode_run(scenario: str = "single-512", round_s: float = 4e-3, **fields: An
     return DecodeRun.of_rounds(rounds_s, 12e9, 4.0, scenario=Scenario.parse(scenario), **given)
 
 
-def test_figures_of_a_run() -> None:
+def test_run_computes_its_figures() -> None:
     run = decode_run("batch8-512")
     assert (run.tokens_per_s, run.tokens_per_s_min, run.tokens_per_s_max) == (2000.0, 1000.0, 4000.0)
     assert run.ms_per_round == 4.0
@@ -54,7 +54,7 @@ def test_figures_of_a_run() -> None:
         decode_run(round_s=0.0)
 
 
-def test_round_trip(tmp_path: Path) -> None:
+def test_results_are_written_and_read_back(tmp_path: Path) -> None:
     found, path = results(), tmp_path / "gpu" / "decode.json"
     found.add(decode_run())
     found.add(Run(engine="drift", model="m", dtype="float32", scenario="startup", batch=1, context=8))
@@ -64,10 +64,10 @@ def test_round_trip(tmp_path: Path) -> None:
     assert set(raw) == {"commit", "date", "gpu", "driver", "versions", "read_bandwidth_tb_s", "runs"}
     assert raw["runs"][1].keys() == SCHEMA
     extras = {"num_repeats", "tokens_per_s_min", "tokens_per_s_max", "bytes_per_round", "executor"}
-    assert raw["runs"][0].keys() == SCHEMA | extras  # what was not measured is left out
+    assert raw["runs"][0].keys() == SCHEMA | extras  # fields that were not measured are left out
 
 
-def test_a_new_run_replaces_the_old_one_of_the_same_kind(tmp_path: Path) -> None:
+def test_new_run_replaces_the_old_one_of_the_same_kind(tmp_path: Path) -> None:
     path = tmp_path / "decode.json"
     old, new = results(), results(commit="def", read_bandwidth_tb_s=4.2)
     for run in (decode_run(), decode_run("single-32k"), decode_run(executor="eager")):
@@ -83,7 +83,7 @@ def test_a_new_run_replaces_the_old_one_of_the_same_kind(tmp_path: Path) -> None
     assert "versions" not in kept and "commit" not in added
 
 
-def test_what_an_old_run_was_measured_with_outlives_several_merges() -> None:
+def test_old_run_keeps_its_commit_over_several_merges() -> None:
     first, second, third = results(commit="1"), results(commit="2"), results(commit="3")
     first.add(decode_run())
     second.add(decode_run("single-32k"))
@@ -92,7 +92,7 @@ def test_what_an_old_run_was_measured_with_outlives_several_merges() -> None:
     assert [run.get("commit") for run in runs] == ["1", "2", None]
 
 
-def test_machines_do_not_mix(tmp_path: Path) -> None:
+def test_results_of_different_machines_are_not_merged(tmp_path: Path) -> None:
     path = tmp_path / "decode.json"
     write(results(), path)
     before = path.read_bytes()
@@ -110,7 +110,7 @@ def test_merge_finds_the_file_by_gpu_and_topic(tmp_path: Path, monkeypatch: pyte
     assert read(tmp_path / "results" / "nvidia-h200" / "decode.json") == found
 
 
-def test_the_commit_comes_from_outside_where_there_is_no_history(
+def test_commit_is_read_from_the_environment_without_history(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("DRIFT_COMMIT", "given")
@@ -121,7 +121,7 @@ def test_the_commit_comes_from_outside_where_there_is_no_history(
     assert machine.commit() == "unknown"
 
 
-def test_changed_code_is_said_to_be_dirty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_commit_of_changed_code_is_marked_dirty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("DRIFT_COMMIT", raising=False)
     monkeypatch.setattr(machine, "ROOT", tmp_path)
     (tmp_path / "src").mkdir()
@@ -135,7 +135,7 @@ def test_changed_code_is_said_to_be_dirty(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert machine.commit() == f"{clean}-dirty"
 
 
-def test_ratios_are_to_the_peer_of_the_run_or_to_its_anchor() -> None:
+def test_ratio_is_to_the_measured_peer_or_its_anchor() -> None:
     found = results()
     found.add(decode_run())  # 250 tokens/s
     assert decode_table(found)[2][0][-1] == "1.22x (anchor)"
@@ -150,7 +150,7 @@ def test_ratios_are_to_the_peer_of_the_run_or_to_its_anchor() -> None:
     assert decode_table(found)[2][0][-1] == ""
 
 
-def test_points_of_the_picture() -> None:
+def test_roofline_points_are_computed_from_runs() -> None:
     found = results()
     found.add(decode_run())
     drift, *anchors = points(found)
@@ -170,7 +170,7 @@ def test_points_of_the_picture() -> None:
     assert [(point.ms, point.is_anchor) for point in vllm] == [(5.0, False)]
 
 
-def test_the_picture_is_drawn(tmp_path: Path) -> None:
+def test_roofline_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     found = results()
     for name in ("single-512", "batch64-512"):

@@ -1,4 +1,4 @@
-"""The service benchmark: its load, its driver, its figures, and the processes that it starts and kills."""
+"""The service benchmark: its load, client, figures, and the processes that it starts and kills."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from perf import serving
 from perf.harness.record import read
 from perf.service.benchmark import Benchmark, Plan
 from perf.service.children import Child, ChildFailed, ask_all
-from perf.service.driver import Drive, Record, drive
+from perf.service.client import Drive, Record, drive, figures_of, token_gaps
 from perf.service.engines import drift_engine, parse_settings, peer_of
-from perf.service.figures import figures_of, token_gaps
 from perf.service.load import CASES, OUTPUTS, PROMPTS, Case, Lengths, Request, requests_of
 from perf.service.runs import ratio_table
 
@@ -31,7 +30,7 @@ VLLM = {
     "__init__.py": """
 import sys
 __version__ = "0.0.fake"
-foreign = {"drift_sdk", "torch", "record", "shapes"} & set(sys.modules)
+foreign = {"drift_sdk", "torch", "perf.harness.record", "perf.harness.shapes"} & set(sys.modules)
 assert not foreign, foreign
 """,
     "engine/arg_utils.py": """
@@ -92,7 +91,7 @@ def short(name: str, num_requests: int, **fields: Any) -> Case:
 # The load.
 
 
-def test_requests_are_a_function_of_case_and_seed() -> None:
+def test_requests_depend_on_case_and_seed_only() -> None:
     for case in CASES:
         few = replace(case, num_requests=20)
         first, again = (requests_of(few, 1000, "0/0") for _ in range(2))
@@ -114,7 +113,7 @@ def test_lengths_follow_their_distribution() -> None:
         assert lengths.least <= min(found) <= max(found) <= lengths.most
 
 
-def test_shared_prefixes() -> None:
+def test_prompts_share_prefixes() -> None:
     case = replace(Case.parse("prefix"), num_requests=60)
     requests = requests_of(case, 100_000, "0/0")
     assert len({tuple(request.prompt[:2000]) for request in requests}) == 8
@@ -122,7 +121,7 @@ def test_shared_prefixes() -> None:
     assert all(2016 <= len(request.prompt) <= 2256 for request in requests)
 
 
-def test_arrivals_of_an_open_loop() -> None:
+def test_arrivals_of_an_open_loop_are_exponential() -> None:
     times = [request.due_s for request in requests_of(Case.parse("open-20"), 100, "0/0")]
     assert times == sorted(times)
     assert times[-1] == pytest.approx(20, rel=0.15)
@@ -130,7 +129,7 @@ def test_arrivals_of_an_open_loop() -> None:
     assert statistics.stdev(gaps) == pytest.approx(statistics.mean(gaps), rel=0.2)  # exponential
 
 
-def test_cases_fit_the_model_and_the_drafts() -> None:
+def test_cases_are_fitted_to_model_and_drafts() -> None:
     prefix = Case.parse("prefix").fitted(1024)
     longest = prefix.prefix_tokens + prefix.prompts.most + prefix.outputs.most
     assert prefix.prefix_tokens > 0 and longest <= 1024
@@ -144,11 +143,11 @@ def test_cases_fit_the_model_and_the_drafts() -> None:
             Case.parse(name)
 
 
-# The driver.
+# The client.
 
 
 class Ticks:
-    """A clock that advances by one with every look."""
+    """A clock that advances by one with every reading."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -159,7 +158,10 @@ class Ticks:
 
 
 class FakeService:
-    """Gives the first token and then all others; `wrong`, by the number of the request, fails."""
+    """Yields the first token of a request, then all others.
+
+    wrong, missing, endless: number of the request that fails, that lacks a token, that does not end.
+    """
 
     def __init__(self, wrong: int = -1, missing: int = -1, endless: int = -1) -> None:
         self.wrong, self.missing, self.endless = wrong, missing, endless
@@ -184,7 +186,7 @@ class FakeService:
             self.num_running -= 1
 
 
-async def test_a_closed_loop_keeps_its_clients_busy() -> None:
+async def test_closed_loop_keeps_its_clients_busy() -> None:
     case = short("closed", 12, clients=3)
     requests, service = requests_of(case, 100, "0"), FakeService()
     driven = await drive(service, case, requests, 60, Ticks())
@@ -193,13 +195,13 @@ async def test_a_closed_loop_keeps_its_clients_busy() -> None:
     ends = sorted(record.ended_at for record in driven.records if record.ended_at is not None)
     assert len(ends) == 12
     begin, end = driven.window
-    # Open once three have ended; closed when somebody found nothing to send.
+    # The window opens when three have ended, and closes when a client finds nothing left to send.
     assert ends[2] < begin < ends[3]
     assert max(record.sent_at for record in driven.records) < end < driven.total_s
     assert ends[-3] < end < ends[-2]
 
 
-async def test_an_open_loop_sends_when_requests_are_due() -> None:
+async def test_open_loop_sends_requests_when_due() -> None:
     case = short("open", 20, rate=2000.0)
     requests = requests_of(case, 100, "0")
     driven = await drive(FakeService(), case, requests, 60)
@@ -209,7 +211,7 @@ async def test_an_open_loop_sends_when_requests_are_due() -> None:
     assert all(record.chunks[0][0] >= record.sent_at for record in driven.records)
 
 
-async def test_a_load_is_cut_off_in_time() -> None:
+async def test_load_is_cut_off_at_its_limit() -> None:
     case = short("closed", 6, clients=2)
     driven = await drive(FakeService(endless=4), case, requests_of(case, 100, "0"), 0.05)
     found = figures_of(driven)
@@ -230,20 +232,20 @@ async def test_failures_are_counted() -> None:
 # The figures.
 
 
-def test_a_chunk_of_several_tokens_counts_for_each() -> None:
+def test_chunk_of_several_tokens_has_a_gap_per_token() -> None:
     record = Record(8, 6, 0.0, [(1.0, 2), (1.6, 3), (1.7, 1)])
     gaps = list(token_gaps(record))
     assert [at for at, _ in gaps] == [1.6, 1.6, 1.6, 1.7]
     assert [gap for _, gap in gaps] == pytest.approx([0.2, 0.2, 0.2, 0.1])
 
 
-def test_figures_are_of_the_window() -> None:
+def test_figures_cover_the_window() -> None:
     records = [
-        Record(100, 3, 0.0, [(1.0, 1), (5.0, 2)], ended_at=5.0),  # sent before, its last tokens count
-        Record(50, 3, 4.0, [(4.5, 1), (5.5, 1), (9.0, 1)], ended_at=9.0),  # ends after, its latencies count
-        Record(20, 2, 7.0, [(8.5, 2)], ended_at=8.5),  # sent before the end
+        Record(100, 3, 0.0, [(1.0, 1), (5.0, 2)], ended_at=5.0),  # sent before; its last tokens count
+        Record(50, 3, 4.0, [(4.5, 1), (5.5, 1), (9.0, 1)], ended_at=9.0),  # ends after; its latencies count
+        Record(20, 2, 7.0, [(8.5, 2)], ended_at=8.5),  # sent before the end of the window
         Record(30, 1, 7.5, [], ended_at=7.6, error="gone"),
-        Record(10, 1, 8.5, [(9.5, 1)], ended_at=9.5),  # sent after
+        Record(10, 1, 8.5, [(9.5, 1)], ended_at=9.5),  # sent after the window
         Record(10, 9, 8.6, [(9.6, 1)]),  # cut off
     ]
     found = figures_of(Drive(records, (4.0, 8.0), 10.0))
@@ -258,7 +260,7 @@ def test_figures_are_of_the_window() -> None:
     assert (found["num_errors"], found["first_error"], found["num_unfinished"]) == (1, "gone", 1)
 
 
-def test_percentiles_of_latencies() -> None:
+def test_latencies_have_percentiles() -> None:
     records = [Record(1, 1, 0.0, [(value / 1000, 1)], ended_at=1.0) for value in range(1, 101)]
     found = figures_of(Drive(records, (0.0, 1.0), 1.0))
     assert found["ttft_ms"] == {"p50": 50.0, "p95": 95.0, "p99": 99.0}
@@ -282,7 +284,7 @@ for line in sys.stdin:
 
 @pytest.fixture
 def children(tmp_path: Path) -> Iterator[list[Child]]:
-    """Two, each with processes of their own: one in their group and one that has left it."""
+    """Two children, each with two processes: one in the child's group and one that has left it."""
     command = [sys.executable, "-I", "-S", "-c", CHILD]
     made = [Child(name, command, os.environ, tmp_path / name) for name in ("one", "two")]
     yield list(made)
@@ -300,7 +302,7 @@ def is_running(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("doing", "message"), [("hang", "two did not answer in 1 s"), ("fail", "two failed:\nrefused")]
 )
-def test_a_child_that_fails_is_killed_with_all_it_started(
+def test_failing_child_is_killed_with_its_descendants(
     children: list[Child], doing: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, two = children
@@ -321,10 +323,10 @@ def test_a_child_that_fails_is_killed_with_all_it_started(
     assert not any(map(is_running, [one.pid, *answers[one]["started"]]))
 
 
-def test_a_child_that_dies_is_noticed(children: list[Child], capsys: pytest.CaptureFixture[str]) -> None:
+def test_death_of_a_child_is_reported(children: list[Child], capsys: pytest.CaptureFixture[str]) -> None:
     one, two = children
     answers = ask_all(children, lambda child: {"do": "tell"}, 30)
-    # Those that it has started keep its output open.
+    # The processes that it started keep its output open.
     assert list(ask_all(children, lambda child: {"do": "die" if child is two else "tell"}, 30)) == [one]
     assert "two ended with exit code 3" in capsys.readouterr().err
     in_group, alone = answers[two]["started"]
@@ -349,7 +351,9 @@ def plan(folder: Path, **fields: Any) -> Plan:
     )
 
 
-def test_two_engines_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_engines_are_measured_at_the_same_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     site = tmp_path / "site"
     for name, text in VLLM.items():
         (site / "vllm" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -366,7 +370,7 @@ def test_two_engines_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[
         for case in ("closed-2", "open-500")
         for repeat, engine, gpu in ((0, "drift", 4), (0, "vllm", 5), (1, "vllm", 4), (1, "drift", 5))
     }
-    # Case by case, both together.
+    # One case after the other, each on both engines.
     assert [run["case"] for run in runs] == ["closed-2"] * 2 + ["open-500"] * 2 + ["closed-2"] * 2 + [
         "open-500"
     ] * 2
@@ -393,9 +397,7 @@ def test_two_engines_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert {process.pid for process in psutil.Process().children(recursive=True)} == before
 
 
-def test_an_engine_that_fails_leaves_the_other_to_be_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failing_engine_does_not_stop_the_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ours = drift_engine(None, None, [])
     benchmark = Benchmark(plan(tmp_path, devices=[0, 1]), [ours, peer_of(ours, "vllm", None, [])])
     benchmark.measure()
@@ -404,7 +406,7 @@ def test_an_engine_that_fails_leaves_the_other_to_be_measured(
     assert "No module named 'vllm'" in capsys.readouterr().err
 
 
-def test_the_command_compares_configurations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_compares_configurations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "WARM_UPS", ())
     out = tmp_path / "serving.json"
     serving.main(
@@ -416,7 +418,7 @@ def test_the_command_compares_configurations(tmp_path: Path, monkeypatch: pytest
     assert runs[0]["num_tokens"] == runs[1]["num_tokens"]
 
 
-def test_a_process_ends_with_its_coordinator(tmp_path: Path) -> None:
+def test_process_ends_when_its_input_is_closed(tmp_path: Path) -> None:
     engine = drift_engine(None, None, [])
     with Child("orphan", engine.job.command, engine.environment, tmp_path / "log") as child:
         assert child._process.stdin is not None
@@ -424,7 +426,7 @@ def test_a_process_ends_with_its_coordinator(tmp_path: Path) -> None:
         assert child._process.wait(120) == -signal.SIGKILL
 
 
-def test_settings_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_options_of_the_command_line_are_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     assert parse_settings("a=1 b=0.5 c=true d=null e=graph") == {
         "a": 1,
         "b": 0.5,

@@ -18,7 +18,7 @@ def quick_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("perf.harness.recording.read_bandwidth_tb_s", lambda device: 0.01)
 
 
-def test_a_result_file_of_drafted_and_plain_rounds(tmp_path: Path) -> None:
+def test_speculative_writes_drafted_and_plain_runs(tmp_path: Path) -> None:
     out = tmp_path / "speculative.json"
     speculative.main(
         [
@@ -31,13 +31,13 @@ def test_a_result_file_of_drafted_and_plain_rounds(tmp_path: Path) -> None:
     assert plain["several_share"] == 0 and plain["num_active"] > 2.9
     assert (plain["num_active_max"], drafted["num_active_max"]) == (3, 3)
     assert 1 <= drafted["num_active_min"] <= drafted["num_active"] <= 3
-    # A tiny model soon repeats itself, so that some drafts are right.
+    # A tiny model soon repeats its tokens, so that some drafts are right.
     assert 0 < drafted["several_share"] <= drafted["measured_acceptance_length"] - 1
     assert drafted["acceptance"] == "real" and drafted["draft"] == "ngram"
     assert len(speculative_table(read(out))[2]) == 2
 
 
-def test_shares_of_rounds() -> None:
+def test_shares_of_rounds_are_computed_from_statistics() -> None:
     counts = Counts(num_steps=3, num_rounds=6, num_drafted=18, num_accepted=5)
     rounds = Rounds(num_tokens=9, seconds=(1.0,), counts=(counts,), emitted=((3, 1), (4, 1, 1), (1,)))
     assert rounds.several_share == 2 / 6
@@ -50,10 +50,10 @@ def test_shares_of_rounds() -> None:
         (["--num-draft-tokens", "17"], "expected 0 to 16"),
         (["--acceptance-length", "4.5"], "expected 1 to 4"),
         (["--acceptance-length", "2", "--device", "cpu"], "on a GPU"),
-        (["--policy-sweep", "--acceptance-length", "2"], "of its own"),
+        (["--policy-sweep", "--acceptance-length", "2"], "sets the acceptance lengths"),
     ],
 )
-def test_arguments_that_make_no_sense(
+def test_contradicting_arguments_are_rejected(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):

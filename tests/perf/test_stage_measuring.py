@@ -1,4 +1,4 @@
-"""The stages of a round against their rooflines: figures by hand, and a drive on an executor of the CPU."""
+"""Stages of a round: limits compared with values computed by hand, and a run on an executor of the CPU."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from msgspec import to_builtins
 from drift_sdk.execution.eager.executor import EagerExecutor
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.steps import ExecutorLimits
-from perf.decode import DecodeOptions, engine_config
 from perf.harness.active_rounds import ACTIVE_COLUMNS, active_table, measure_by_active
+from perf.harness.decoding import DecodeOptions, engine_config
 from perf.harness.drafting import Drafting
 from perf.harness.driven import Driven
 from perf.harness.scenario import Scenario
@@ -50,7 +50,7 @@ def driven(model: Model, drafting: Drafting | None = None) -> Driven:
     )
 
 
-def test_all_stages_together_read_what_a_round_reads(tmp_path: Path) -> None:
+def test_bytes_of_all_stages_add_up_to_those_of_the_round(tmp_path: Path) -> None:
     model = prepare("llama-3.1-8b", tmp_path / "llama-3.1-8b")
     draft = prepare_draft(model)
     work = stage_work(model, draft, num_drafts=3, batch=4, mean_context=16_384, itemsize=2)
@@ -68,12 +68,12 @@ def test_all_stages_together_read_what_a_round_reads(tmp_path: Path) -> None:
     assert plain["base_decode"].num_flops * 4 == work["verify"].num_flops
 
 
-def test_the_limit_of_work() -> None:
+def test_limit_of_stage_work_is_the_longer_of_bytes_and_operations() -> None:
     assert Work(4e9, 1e12).limit_s(4.0, 500.0) == 2e-3
     assert Work(4e6, 1e12).limit_s(4.0, 500.0) == 2e-3
 
 
-def test_stages_of_plain_rounds(tiny: Model, executor: EagerExecutor) -> None:
+def test_stages_of_plain_rounds_are_measured(tiny: Model, executor: EagerExecutor) -> None:
     seconds = {"base_decode": 3e-6, "accept": 2e-6}
     runs = list(measure_stages(driven(tiny), executor, lambda: seconds, SCENARIO, num_rounds=4))
     assert [run.stage for run in runs] == ["base_decode", "accept", "round"]
@@ -89,7 +89,7 @@ def test_stages_of_plain_rounds(tiny: Model, executor: EagerExecutor) -> None:
 
 
 @pytest.mark.parametrize("has_ended_rows", [False, True])
-def test_rounds_by_the_number_of_sequences_left(
+def test_rounds_are_grouped_by_active_sequences(
     has_ended_rows: bool, tiny: Model, executor: EagerExecutor
 ) -> None:
     tiles = itertools.count(100)
@@ -108,7 +108,7 @@ def test_rounds_by_the_number_of_sequences_left(
     assert last.bytes_per_round > tiny.decode_bytes(1, 20 + 10, 4)
 
 
-def test_a_drafted_run_says_so(tmp_path: Path, tiny: Model) -> None:
+def test_drafted_run_is_recorded_as_drafted(tmp_path: Path, tiny: Model) -> None:
     drafting = Drafting(draft=prepare_draft(tiny), num_draft_tokens=2, acceptance_length=9.0)
     fields = driven(tiny, drafting).fields(SCENARIO)
     assert (fields["num_draft_tokens"], fields["acceptance_length"]) == (2, 3.0)

@@ -1,4 +1,4 @@
-"""A step's trace taken apart: names, places and gaps; and the memory that captures take."""
+"""Analysis of a step's trace (names, places and gaps of kernels), and the memory of captures."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from interpreted_device import InterpretedDevice
 from msgspec import UNSET, to_builtins
 
 from drift_sdk.steps import ExecutorLimits
-from perf.decode import DecodeOptions
 from perf.graph_memory import Captured, NotesMemory, captured_graphs, measure, open_executor
 from perf.graph_memory import main as memory_main
 from perf.harness.active_rounds import tiles_of
+from perf.harness.decoding import DecodeOptions
 from perf.harness.scenario import Scenario
 from perf.harness.shapes import Model, prepare
 from perf.harness.table import progress
@@ -35,8 +35,11 @@ def step_names(num_layers: int) -> list[str]:
 
 
 def trace_of(names: list[str], num_steps: int) -> dict[str, Any]:
-    """Kernels of 10 us, each starting 8 us after the one before it, but the last 2 us after its end; steps a
-    millisecond apart. In no order."""
+    """A shuffled trace of steps that begin a millisecond apart.
+
+    Each kernel takes 10 us and starts 8 us after the previous one, except the last, which starts 2 us after
+    the end of the previous one.
+    """
     events: list[dict[str, Any]] = [{"ph": "X", "cat": "cpu_op", "name": "launch", "ts": 0.0, "dur": 5.0}]
     for step in range(num_steps):
         for index, name in enumerate(names):
@@ -47,7 +50,7 @@ def trace_of(names: list[str], num_steps: int) -> dict[str, Any]:
     return {"traceEvents": events[::-1]}
 
 
-def test_kernels_of_a_step_by_place(tiny: Model) -> None:
+def test_kernels_of_a_step_are_grouped_by_place(tiny: Model) -> None:
     names = step_names(tiny.config.num_layers)
     kernels = kernels_of_trace(trace_of(names, 4))
     assert len(kernels) == 4 * len(names)
@@ -85,14 +88,14 @@ def test_overlapping_kernels_count_once() -> None:
 
 
 @pytest.mark.parametrize("num_kernels", [0, 7, 8])
-def test_steps_must_be_alike(num_kernels: int, tiny: Model) -> None:
+def test_steps_with_different_kernels_are_rejected(num_kernels: int, tiny: Model) -> None:
     kernels = [Kernel(index, index + 1, "ab"[index % 3 == 0]) for index in range(num_kernels)]
     with pytest.raises(RuntimeError, match="expected 4 steps of the same ones"):
         list(profile_runs(kernels, 4, tiny, Scenario.parse("single-64"), OPTIONS, 4.0))
 
 
-def test_memory_of_every_graph(tiny: Model) -> None:
-    """Each capture takes a MiB more than the one before it."""
+def test_memory_is_measured_for_every_graph(tiny: Model) -> None:
+    """Each capture takes a MiB more than the previous one."""
 
     state = {"calls": 0, "free": 2**40}
 
@@ -118,7 +121,7 @@ def test_memory_of_every_graph(tiny: Model) -> None:
     executor.close()
 
 
-def test_graphs_of_a_kind_are_added() -> None:
+def test_memory_of_graphs_of_a_kind_is_added() -> None:
     graphs = [
         Captured("decode", "2x0", 3.0),
         Captured("first_tokens", "2", 1.0),
@@ -132,7 +135,7 @@ def test_graphs_of_a_kind_are_added() -> None:
     ]  # fmt: skip
 
 
-def test_graphs_of_a_speculating_engine_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_graphs_of_a_speculating_engine_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     fields = {"engine": "drift", "model": "m", "dtype": "d", "scenario": "graphs", "batch": 2, "context": 8}
     for run in measure([Captured("decode", "2x3", 3.0)], num_draft_tokens=3, **fields):
         progress(run)
@@ -140,7 +143,7 @@ def test_graphs_of_a_speculating_engine_are_shown(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("script", [main, memory_main])
-def test_both_need_a_gpu(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_profile_and_memory_need_a_gpu(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         script(["--device", "cpu"])
     assert "on a GPU" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""A decoder against transformers: log-probabilities and features of prefill chunks and decode steps."""
+"""Compares a decoder with transformers: log-probabilities and features of prefill chunks and decode steps."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def load_decoder(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
 
 
 def inner_terms(config: DecoderConfig) -> int:
-    """Of a decoder's longest sums."""
+    """Number of terms of a decoder's longest sums."""
     return max(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
 
 
 def poisoned_cache(
     config: DecoderConfig, num_blocks: int = 32, dtype: torch.dtype = torch.float32
 ) -> KVCache:
-    """A cache of NaN: any slot read before it was written shows."""
+    """A cache filled with NaN, so that reading a slot before it was written shows in the result."""
     cache = KVCache(
         config.num_layers, num_blocks, BLOCK_SIZE, config.num_kv_heads, config.head_dim, dtype, "cpu"
     )
@@ -60,9 +60,9 @@ def random_tokens(config: DecoderConfig, num_tokens: int, seed: int = 0) -> torc
 
 @torch.inference_mode()
 def assert_parity(decoder: Decoder, model: Any, token_ids: torch.Tensor, chunks: Sequence[int]) -> None:
-    """Run token_ids [N] in steps of `chunks` rows and compare every row with one pass of transformers.
+    """Run token_ids [N] in steps of `chunks` rows and compare every row with a single pass of transformers.
 
-    Every layer boundary is compared as well. Raises AssertionError naming the first thing that differs.
+    The output of every layer is compared as well. Raises AssertionError that names the first difference.
     """
     assert sum(chunks) == len(token_ids)
     expected = model(token_ids[None], output_hidden_states=True, use_cache=False)
@@ -74,8 +74,8 @@ def assert_parity(decoder: Decoder, model: Any, token_ids: torch.Tensor, chunks:
         rows = slice(start, start + num_rows)
         batch = AttentionBatch([SequenceRows(blocks, start, num_rows)], cache)
         hidden, features = decoder.forward(token_ids[rows], batch, cache, aux_layers)
-        # transformers' last hidden state is the one after the final norm, so the last boundary is compared
-        # through the logits alone.
+        # transformers' last hidden state is the one after the final norm, so the output of the last layer is
+        # compared through the logits only.
         for aux_layer in aux_layers[:-1]:
             assert_near(
                 features[aux_layer],

@@ -23,11 +23,13 @@ LLAMA3 = {
 
 
 class Variant(Struct, frozen=True, kw_only=True):
-    """How a draft is stored and what its config says beyond its shapes.
+    """The format of a draft's files, and settings of its config besides the shapes.
 
-    `file`: "bin", "legacy bin" (no zip archive), "safetensors" or "shards". `draft_vocab_size` None: the
-    whole vocabulary, without d2t and t2d. `layer`: settings of the Llama layer; `options`: of the draft,
-    `eagle`: of its eagle_config.
+    file:              "bin", "legacy bin" (no zip archive), "safetensors" or "shards".
+    draft_vocab_size:  None for the whole vocabulary, without d2t and t2d.
+    layer:             settings of the Llama layer.
+    options:           settings of the draft.
+    eagle:             settings of its eagle_config.
     """
 
     architecture: str = "LlamaForCausalLMEagle3"
@@ -208,9 +210,9 @@ def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> to
     if len(shape) == 1:
         return tensor.normal_(1.0, 0.2, generator=generator)
 
-    # The target's residual stream is several times larger than one, and the draft's own grows by what its
-    # layers add each time it is fed back: small gains keep both near one, so that an absolute tolerance means
-    # the same for every variant.
+    # The target's residual stream is several times larger than one, and that of the draft grows by the output
+    # of its layers each time it is fed back. Small gains keep both near one, so that an absolute tolerance
+    # means the same for every variant.
     gains = {"fc.": 0.3, "q_proj": 1.5, "k_proj": 1.5, "o_proj": 0.5, "down_proj": 0.5}
     gain = next((gain for part, gain in gains.items() if part in name), 1.0)
     return tensor.normal_(0.0, gain * shape[1] ** -0.5, generator=generator)

@@ -1,4 +1,4 @@
-"""Random weights that are the same on every device."""
+"""A decoder with random weights that are the same on every device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["drawn_decoder"]
 
 
 class _DrawnTensors(RandomTensors):
-    """Drawn on the CPU, wherever they go."""
+    """Random tensors that are drawn on the CPU and copied to their device."""
 
     def read_into(self, name: str, place: torch.Tensor) -> None:
         drawn = torch.empty(place.shape, dtype=place.dtype)
@@ -22,7 +22,10 @@ class _DrawnTensors(RandomTensors):
 
 
 def drawn_decoder(config: DecoderConfig, device: str, seed: int) -> Decoder:
-    """In float32. Tests that hang on what a random model happens to say find it say the same everywhere."""
+    """A decoder in float32.
+
+    Tests that depend on the output of a random model get the same one on any device.
+    """
     cpu = torch.device("cpu")
     tensors = _DrawnTensors(tensor_shapes(config), device=cpu, dtype=torch.float32, seed=seed)
     return Decoder.load(config, tensors, device=device, dtype=torch.float32)

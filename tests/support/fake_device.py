@@ -1,8 +1,9 @@
-"""A simulated executor that keeps device truth and checks every KV slot it reads.
+"""A simulated executor that keeps the device's state and checks every KV slot that it reads.
 
-The next token is a hash of a sequence's history and seed over a small alphabet, so a sequence's whole
-output is known beforehand (`Story`) and the scheduler can be held to it. KV slots hold (token, position, hash
-of the history up to it); a row may attend only if all earlier positions hold its own story.
+The next token is a hash of a sequence's history and seed over a small alphabet. So the whole output of a
+sequence is known in advance (`Story`), and the scheduler's result can be compared with it. KV slots hold
+(token, position, hash of the history up to the token). A row may attend only if all earlier positions hold
+its own story.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def mix(history: int, value: int) -> int:
 
 
 class Story:
-    """All tokens of one request from prompt to end, and what KV holds at each position."""
+    """All tokens of one request, from prompt to end, and the content of its KV at each position."""
 
     def __init__(self, prompt_ids: list[int], sampling: SlotSampling) -> None:
         self.prompt_ids = prompt_ids
@@ -73,7 +74,7 @@ class FakeSlot:
 
 
 class FakeDevice:
-    """Runs plans at `collect`, in the order of their launch, as late as a device may."""
+    """Runs plans when they are collected, in the order of their launch: as late as a device may run them."""
 
     def __init__(self, config: SchedulerConfig, seed: int = 0) -> None:
         self.config = config
@@ -93,7 +94,7 @@ class FakeDevice:
         stop_token_ids: tuple[int, ...] = (),
         num_logprobs: int | None = None,
     ) -> Sequence:
-        """A sequence whose story this device knows. `arrival` is its seed."""
+        """A new sequence whose story this device knows. `arrival` is its seed."""
         sampling = SlotSampling(
             temperature=1.0,
             top_k=0,
@@ -167,7 +168,7 @@ class FakeDevice:
         self._check(slot, slot.length - 1)
         first = slot.length - 1
         output = self._emit(slot, self._random.randint(1, num_draft_tokens + 1))
-        # All drafts are verified, so rejected ones leave junk above the newest token, within the limit.
+        # All drafts are verified, so rejected ones leave junk after the newest token, up to the limit.
         last = min(first + num_draft_tokens, slot.story.sampling.max_length - 2)
         for position in range(first, last + 1):
             is_true = position < slot.length - 1

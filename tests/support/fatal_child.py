@@ -1,4 +1,4 @@
-"""A process whose GPU fails for good while two engines have requests; it prints what their streams said.
+"""A process whose GPU fails permanently while two engines have requests; prints their streams' errors.
 
 python fatal_child.py MODEL_FOLDER OTHER_FOLDER
 """
@@ -27,7 +27,7 @@ def _write_astray(pointer, distance):
 
 
 class FailingReplay:
-    """A step behind which a kernel writes where no memory is."""
+    """A step followed by a kernel that writes to an invalid address."""
 
     def __init__(self, device: Device, replay: Any, target: torch.Tensor) -> None:
         self._device, self._replay, self._target = device, replay, target
@@ -78,7 +78,7 @@ async def main(folders: list[str]) -> None:
     assert len(healthy.token_ids) == 3
     await other.pause()
     target = torch.zeros(1, dtype=torch.int32, device="cuda")
-    _write_astray.warmup(target, FAR, grid=(1,))  # compiled before the streams have begun to run
+    _write_astray.warmup(target, FAR, grid=(1,))  # compiled before the streams start
     streams = [[engine.generate([5, 6, 7 + index], endless) for index in range(3)] for engine in engines]
     for stream in streams[0]:
         await anext(stream)

@@ -1,4 +1,4 @@
-"""A process that forks while its engine is at work, and checks what its children find.
+"""A process that forks while its engine is running. Its children check how the engine behaves there.
 
 python fork_child.py TIMES
 """
@@ -55,7 +55,7 @@ async def check_child(engine: Engine, streams: list[TokenStream]) -> None:
         await stream.aclose()
     await engine.aclose(drain=60.0)
     await engine.aclose()
-    async with engine:  # anew, in this process
+    async with engine:  # started again, in this process
         assert (await engine.generate("x")).text == TEXT
     async with scripted_engine("a child's own") as own:
         assert (await own.generate("x")).text == "a child's own"
@@ -73,7 +73,7 @@ def drop_all(engines: list[Engine], streams: list[TokenStream]) -> None:
 
 
 def child(number: int, engines: list[Engine], streams: list[TokenStream]) -> None:
-    """Ends the process: every second child as an ordinary one does, with its hooks."""
+    """Check and end the child: every third one normally, with its exit hooks, the others by os._exit."""
     try:
         if number % 2:
             asyncio.run(check_child(engines[0], streams))
@@ -105,14 +105,14 @@ def main(times: int) -> None:
     loop.run_until_complete(engine.start())
 
     async def submit() -> list[TokenStream]:
-        # One is running, one has ended without this loop's knowing.
+        # One is running; the other has ended, but this loop has not run since.
         return [engine.generate("x", SamplingParams(max_tokens=500, ignore_eos=True)), engine.generate("x")]
 
     streams = loop.run_until_complete(submit())
     is_over = False
 
     def load() -> None:
-        """Keeps locks busy."""
+        """Submit requests repeatedly, so that locks are often held at a fork."""
 
         async def ask() -> None:
             while not is_over:

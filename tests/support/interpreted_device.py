@@ -1,4 +1,4 @@
-"""A device without a GPU: a captured step is run anew at each replay, by Triton's interpreter."""
+"""A device without a GPU: each replay runs the captured step again, in Triton's interpreter."""
 
 from __future__ import annotations
 

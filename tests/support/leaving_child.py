@@ -1,4 +1,4 @@
-"""A process that leaves the interpreter while its engine is at work.
+"""A process that exits the interpreter while its engine is running.
 
 python leaving_child.py WORK END [FOLDER]
 
@@ -33,7 +33,7 @@ def hang(*arguments: object) -> Any:
 
 
 async def begin(work: str) -> None:
-    """Returns when the work is in progress."""
+    """Start an engine and the given work; returns when the work is in progress."""
     if work == "eager":
         config = EngineConfig(
             device="cpu", executor="eager", dtype="float32", load="random", kv_cache_tokens=512
@@ -85,7 +85,7 @@ def endless(prompt_ids: Any, output_ids: Any, seed: int) -> int:
     return ord("a") + len(output_ids) % 26
 
 
-# Not closed, as in a notebook: the engine would drop the requests of a closed loop.
+# The loop is not closed, as in a notebook: the engine would cancel the requests of a closed loop.
 loop = asyncio.new_event_loop()
 loop.run_until_complete(begin(sys.argv[1]))
 match sys.argv[2]:

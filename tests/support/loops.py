@@ -1,4 +1,4 @@
-"""Running a coroutine function on each kind of event loop."""
+"""Runs a coroutine function on each kind of event loop."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ import trio
 
 LOOPS = ["asyncio", "uvloop", "trio"]
 
-# What a test waits for at most: it ends one that hangs, and no machine is as slow.
+# Limit of a wait in a test, in seconds: it ends tests that hang, and is long enough for any machine.
 WAIT_S = 120.0
 
 on_every_loop = pytest.mark.parametrize("loop", LOOPS)
 
 
 def run(loop: str, main: Callable[[], Awaitable[Any]]) -> Any:
+    """Run `main` on a new loop of the kind `loop`, one of LOOPS."""
     options = {"use_uvloop": True} if loop == "uvloop" else {}
     return anyio.run(main, backend="trio" if loop == "trio" else "asyncio", backend_options=options)
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
-    """Poll: what happens on the engine's thread has no event to wait for."""
+    """Wait until a condition is true. It polls, because the engine's thread sets no event for it."""
     with anyio.fail_after(timeout_s):
         while not condition():  # noqa: ASYNC110 - see above
             await anyio.sleep(0.001)
@@ -53,7 +54,7 @@ def with_checkpoints(
 
 
 def num_tasks() -> int:
-    """Tasks of the running loop, asyncio's or trio's."""
+    """Number of tasks of the running loop (asyncio or trio)."""
     if trio.lowlevel.in_trio_run():
         return trio.lowlevel.current_statistics().tasks_living
 

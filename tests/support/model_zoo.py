@@ -81,8 +81,8 @@ NUM_MODELS = len(KINDS)
 def make_model(index: int, folder: Path) -> Any:
     """Build model `index` (0 to NUM_MODELS - 1), save it to `folder` and return it, in float32 and eval mode.
 
-    The same index gives the same weights. Every fourth model is saved in shards. Token 0 begins a text, 1
-    ends it, 2 pads.
+    The same index gives the same weights. Every fourth model is saved in shards. Token 0 is the beginning of
+    sequence, token 1 the end of sequence, token 2 padding.
     """
     config_class, model_class, fields = KINDS[index]
     config = config_class(
@@ -108,7 +108,10 @@ def make_model(index: int, folder: Path) -> Any:
 
 
 def logprob_bound(index: int) -> float:
-    """How far log-probabilities of model `index`, which reach down to about -16, may lie apart."""
+    """The largest difference between log-probabilities of model `index` that rounding explains.
+
+    They reach down to about -16.
+    """
     fields = {"intermediate_size": 80, "num_hidden_layers": 3, **KINDS[index][2]}
     width = fields["num_attention_heads"] * fields["head_dim"]
     inner = max(fields["hidden_size"], fields["intermediate_size"], width)
@@ -117,9 +120,12 @@ def logprob_bound(index: int) -> float:
 
 @torch.no_grad()
 def _randomise(name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
-    """Large enough that greedy decoding wanders (19 or more different tokens in 64, from prompts of 1, 19 and
-    70), small enough that rounding is not amplified: embeddings small beside what the layers add, so that a
-    tied head does not repeat its input."""
+    """Draw random values for a parameter.
+
+    They are large enough that greedy decoding varies (19 or more different tokens in 64, from prompts of 1,
+    19 and 70 tokens), and small enough that rounding is not amplified. Embeddings are small compared with the
+    output of the layers, so that a tied head does not repeat its input.
+    """
     if name.endswith("norm.weight"):
         parameter.normal_(1.0, 0.2, generator=generator)
     elif name.endswith("bias"):
@@ -132,7 +138,7 @@ def _randomise(name: str, parameter: torch.Tensor, generator: torch.Generator) -
 
 
 def save_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Byte-level BPE: three special tokens, the 256 bytes, then pairs of letters."""
+    """Save a byte-level BPE tokenizer: three special tokens, the 256 bytes, then pairs of letters."""
     special = ["<bos>", "<eos>", "<pad>"]
     pieces = special + sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     merges = list(itertools.product(string.ascii_lowercase, repeat=2))[: vocab_size - len(pieces)]

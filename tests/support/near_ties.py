@@ -1,8 +1,9 @@
-"""Whether rounding could change what an engine says on the CPU.
+"""Checks that rounding cannot change the tokens of an engine on the CPU.
 
-There a row's bits depend on its neighbours: BLAS adds up products of one row and of many in another order. So
-the same request has the same tokens alone, in a batch and cut into chunks as long as no choice is a near tie.
-Tests that compare tokens for equality hold their requests to that: then equality holds on every CPU.
+On a CPU, the bits of a row depend on the other rows: BLAS sums products of one row and of several rows in
+different orders. A request therefore has the same tokens alone, in a batch and cut into chunks only if no
+choice between tokens is a near tie. Tests that compare tokens for equality check this for their requests;
+then equality holds on every CPU.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ NUM_DISTURBANCES = 12
 
 @contextmanager
 def no_near_ties(bound: float) -> Iterator[None]:
-    """Every token that eager executors choose in this block stays the choice if logits move by `bound`."""
+    """Check that eager executors would choose the same tokens if logits changed by up to `bound`.
+
+    Covers all tokens chosen in the block. Raises AssertionError at the end of the block.
+    """
     generator = torch.Generator().manual_seed(0)
     ties: list[tuple[int, int]] = []
     choose = eager.choose

@@ -1,4 +1,4 @@
-"""A drafter that knows the answer, and errs as often as it is told to."""
+"""A drafter that knows the right tokens and drafts wrong ones with a given probability."""
 
 from __future__ import annotations
 
@@ -14,8 +14,12 @@ __all__ = ["OracleDrafter"]
 
 
 class OracleDrafter:
-    """`answers`: the whole token sequence, prompt included, of each seed. A drafted token is wrong with
-    probability `corruption`. `histogram[a]` counts rounds in which the first a drafts were right."""
+    """A drafter with a given accuracy.
+
+    answers:     seed -> all tokens of the sequence, prompt included.
+    corruption:  probability that a drafted token is wrong.
+    histogram:   a -> number of rounds in which exactly the first a drafts were right.
+    """
 
     aux_layers: Sequence[int] = ()
 
@@ -36,7 +40,7 @@ class OracleDrafter:
         for slot, most in zip(slots, num_draft_tokens, strict=True):
             answer = self._answers[slot.sampling.seed]
             right = answer[slot.length : slot.length + most]
-            # What goes wrong is a matter of request and position, not of the order of rounds.
+            # Which tokens are wrong depends on request and position, not on the order of rounds.
             rngs = [random.Random(f"{slot.sampling.seed} {slot.length + i}") for i in range(len(right))]
             draft = [
                 token

@@ -1,4 +1,4 @@
-"""Where engines under test run: eagerly on the CPU; with `pytest --executor graph` by graphs on a GPU."""
+"""The executor of engines under test: eager on the CPU, or graphs on a GPU with `pytest --executor graph`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ _defaults: dict[str, Any] = {"device": "cpu", "executor": "eager", "dtype": "flo
 
 
 def use(executor: str) -> None:
-    """For all that `engine_config` makes from now on."""
+    """Set the executor of all configurations that `engine_config` returns from now on."""
     _defaults.update(executor=executor, device="cuda" if executor == "graph" else "cpu")
 
 
 def engine_config(**fields: Any) -> EngineConfig:
-    """In float32, so that whatever is compared may be equal; `fields` go first."""
+    """A configuration in float32, so that results can be compared for equality.
+
+    `fields` override defaults.
+    """
     return EngineConfig(**{**_defaults, **fields})

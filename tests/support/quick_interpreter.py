@@ -1,8 +1,9 @@
-"""Triton's interpreter without the work that it repeats at every call of a function.
+"""Speeds up Triton's interpreter by doing once what it repeats at every call of a function.
 
-It replaces triton.language's functions by its own when a kernel is launched, and anew, by a search through
-the whole module, whenever the kernel calls another function: a third of the time that these tests took. Here
-that is done once a process. Where Triton's internals are others than those of 3.9, nothing is changed.
+The interpreter replaces the functions of triton.language by its own when a kernel is launched, and again, by
+searching the whole module, whenever the kernel calls another function. This took a third of the time of the
+tests. Here it is done once per process. If Triton's internals differ from those of version 3.9, nothing is
+changed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ __all__ = ["install"]
 
 
 def install() -> None:
-    """For this process, in which every kernel is interpreted."""
+    """Change the interpreter of this process, in which all kernels must be interpreted."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -29,7 +30,7 @@ def install() -> None:
 
     @cache
     def patch_all() -> None:
-        # Kernels know the module by the one name, Triton's own functions by the other.
+        # Kernels refer to the module as `tl`, Triton's own functions as `core`.
         patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
 
     def patch_once(fn: Any) -> Any:

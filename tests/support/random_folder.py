@@ -1,4 +1,4 @@
-"""A model's folder without weights, to be opened with `load="random"`."""
+"""Folders of models without weights, for engines with `load="random"`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen
 
 
 def make_random_folder(folder: Path, model_type: str, **fields: Any) -> Path:
-    """config.json of a medium-sized model, `fields` changed, and a tokenizer; returns the folder."""
+    """Write config.json of a medium-sized model, with `fields`, and a tokenizer; returns the folder."""
     config = {
         "architectures": [ARCHITECTURES[model_type]],
         "model_type": model_type,
@@ -40,7 +40,7 @@ def make_random_folder(folder: Path, model_type: str, **fields: Any) -> Path:
 
 
 def make_random_draft_folder(folder: Path, target: Path, **fields: Any) -> Path:
-    """config.json of an EAGLE-3 head for a target's folder, `fields` changed; returns the folder."""
+    """Write config.json of an EAGLE-3 head for a target's folder, with `fields`; returns the folder."""
     shapes = json.loads((target / "config.json").read_text())
     config = shapes | {
         "architectures": ["LlamaForCausalLMEagle3"],

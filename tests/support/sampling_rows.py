@@ -1,4 +1,4 @@
-"""Rows to sample with every kind of rule, in device tables and as the eager executor's rules."""
+"""Rows to sample with all kinds of logits processors, in device tables and for the eager executor."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GARBAGE = 0x5A5A5A5A
 
 
 class FixedMask:
-    """A constraint that allows the same tokens everywhere."""
+    """A constraint that allows the same tokens at every position."""
 
     def __init__(self, words: NDArray[np.int32]) -> None:
         self.words = words
@@ -40,7 +40,12 @@ class FixedMask:
 
 @dataclass(frozen=True)
 class Group:
-    """A slot's rows: its history, the tokens drafted behind it, each row's mask (None: no constraint)."""
+    """The rows of a slot.
+
+    history:  tokens of the sequence so far.
+    drafts:   tokens drafted after it.
+    masks:    the mask of each row; None without a constraint.
+    """
 
     sampling: SlotSampling
     history: tuple[int, ...]
@@ -50,6 +55,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Rows:
+    """Rows of several slots, as the sampling kernels take them. A group that is None is padding."""
+
     logits: torch.Tensor
     row_slot: torch.Tensor
     row_position: torch.Tensor
@@ -64,7 +71,7 @@ class Rows:
         return None if group is None else group.sampling
 
     def ruled(self) -> torch.Tensor:
-        """Logits [R, V] as `apply_processors` changes them, row by row."""
+        """Logits [R, V] after `apply_processors`, computed row by row."""
         logits = self.logits[0].clone()
         for row in range(logits.shape[0]):
             group = self.groups[row // self.rows_per_slot]
@@ -84,7 +91,7 @@ class Rows:
         return logits
 
     def take(self, groups: Sequence[int]) -> Rows:
-        """These groups alone, in this order, over the same slots."""
+        """Only the rows of these groups, in this order, with the same slots."""
         rows = [group * self.rows_per_slot + depth for group in groups for depth in range(self.rows_per_slot)]
         return replace(
             self,
@@ -98,8 +105,11 @@ class Rows:
 
 
 def moved(tensors: Any, device: str) -> Any:
-    """A dataclass with all its tensors on another device: read or written one by one they would have to wait
-    there, each time anew, for whatever else it does."""
+    """A copy of a dataclass with all its tensors on another device.
+
+    They are prepared on the CPU because each read or write of a single value on a GPU waits for its other
+    work.
+    """
     found = {}
     for field in fields(tensors):
         value = getattr(tensors, field.name)
@@ -111,7 +121,7 @@ def moved(tensors: Any, device: str) -> Any:
 
 
 def pack(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
-    """Words with the tokens' bits; all bits behind the vocabulary are set, none of which counts."""
+    """Words with the bits of the tokens. All bits after the vocabulary are set, and must be ignored."""
     bits = np.zeros(num_mask_words(vocab_size) * 32, np.uint8)
     bits[vocab_size:] = 1
     bits[list(token_ids)] = 1
@@ -121,7 +131,7 @@ def pack(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
 def make_rows(
     groups: Sequence[Group | None], logits: torch.Tensor, device: str, rows_per_slot: int = 1
 ) -> Rows:
-    """logits [R, V] for the groups' rows; None is padding. What a slot has no flag for is garbage."""
+    """Rows of the groups with these logits [R, V]. Columns of a slot without their flag contain garbage."""
     num_rows, vocab_size = logits.shape
     slots = SlotColumns.allocate(len(groups) + 2, vocab_size, "cpu")
     for name in ("bias", "counts", "prompt_bits", "stop_bits", "allowed_bits"):
@@ -137,7 +147,7 @@ def make_rows(
             row_token += [-1] * rows_per_slot
             continue
 
-        slot = len(groups) + 1 - index  # not the row's own index, and slot 0 is nobody's
+        slot = len(groups) + 1 - index  # different from the row's index; slot 0 is unused
         fill_slot(slots, slot, group)
         row_slot += [slot] * rows_per_slot
         row_position += [len(group.history) - 1 + depth for depth in range(rows_per_slot)]
@@ -205,7 +215,7 @@ def fill_slot(slots: SlotColumns, slot: int, group: Group) -> None:
 
 
 def random_group(rng: random.Random, vocab_size: int, rows_per_slot: int = 1) -> Group | None:
-    """Any mixture of samplings and rules, or padding."""
+    """A random mixture of parameters and processors, or padding (None)."""
     if rng.random() < 0.15:
         return None
 
@@ -248,7 +258,7 @@ def random_rows(seed: int, num_groups: int, vocab_size: int, device: str, rows_p
     groups = [random_group(rng, vocab_size, rows_per_slot) for _ in range(num_groups)]
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(num_groups * rows_per_slot, vocab_size, generator=generator) * 3
-    # Ties are many in every third row; some logits of every fourth are -inf, though never all.
+    # Every third row has many ties. In every fourth row some logits, but not all, are -inf.
     logits[::3] = (logits[::3] * 2).round() / 2
     logits[::4, 1::5] = -torch.inf
     return make_rows(groups, logits, device, rows_per_slot)

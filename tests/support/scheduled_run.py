@@ -1,4 +1,4 @@
-"""Requests run on an executor by the real scheduler, without an engine around it."""
+"""Runs requests on an executor with the real scheduler, without an engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["run_scheduled", "sampling_of"]
 
 
 def sampling_of(num_prompt_tokens: int, num_tokens: int, **changes: object) -> SlotSampling:
-    """Greedy, without stops, unless changed."""
+    """Parameters of a greedy request without stop ids, with `changes`."""
     fields = {
         "temperature": 0.0,
         "top_k": 0,
@@ -36,8 +36,14 @@ def run_scheduled(
     draft_choices: tuple[int, ...] = (),
     on_step: Callable[[StepPlan, StepResult], None] = lambda plan, result: None,
 ) -> list[list[int]]:
-    """Each request's tokens, with `depth` steps in flight; `on_step` sees what each step did. The most of
-    `draft_choices` is drafted, by whoever needs no cache of his own."""
+    """Run all requests and return their tokens.
+
+    requests:       prompt and parameters of each.
+    depth:          number of steps in flight.
+    draft_choices:  numbers of drafts that the scheduler may choose from; it always chooses the largest. Only
+                    for drafters without a KV cache.
+    on_step:        called with the plan and the result of each step.
+    """
     limits = executor.limits
     scheduler = Scheduler(
         SchedulerConfig(

@@ -8,7 +8,7 @@ __all__ = ["tiny_llama"]
 
 
 def tiny_llama(**changes: Any) -> dict[str, Any]:
-    """As in config.json: one layer of two heads, unless changed."""
+    """Contents of a config.json with one layer and two heads, with `changes`."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

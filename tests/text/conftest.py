@@ -1,3 +1,5 @@
+"""Small tokenizers: byte-level and sentencepiece, as tokenizer.json and as GGUF metadata."""
+
 from __future__ import annotations
 
 import json
@@ -38,7 +40,7 @@ def byte_level_json() -> str:
 
 @pytest.fixture(scope="session")
 def byte_level_metadata(byte_level_json: str) -> dict[str, Any]:
-    """The same vocabulary and merges, as a GGUF file would give them."""
+    """The same vocabulary and merges in the form of GGUF metadata."""
     spec = json.loads(byte_level_json)
     ids = dict(spec["model"]["vocab"]) | {token["content"]: token["id"] for token in spec["added_tokens"]}
     tokens = sorted(ids, key=ids.__getitem__)
@@ -58,7 +60,7 @@ def byte_level_metadata(byte_level_json: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def sentencepiece_metadata() -> dict[str, Any]:
-    """A small sentencepiece BPE as a GGUF file would give it: scores, no merges, 256 byte tokens."""
+    """A small sentencepiece BPE in the form of GGUF metadata: scores, no merges, 256 byte tokens."""
     raw = tokenizers.Tokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="always")
     corpus = ["".join(char for char in line if char.isascii() or char == "中") for line in CORPUS]
@@ -81,7 +83,7 @@ def sentencepiece_metadata() -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def metaspace_raw() -> tokenizers.Tokenizer:
-    """A tokenizer whose decoder is Metaspace alone."""
+    """A tokenizer whose only decoder step is Metaspace."""
     vocab = {"▁": 0, "a": 1, "b": 2, "▁a": 3, "ab": 4}
     raw = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[("▁", "a"), ("a", "b")]))
     raw.pre_tokenizer = pre_tokenizers.Metaspace()

@@ -1,3 +1,5 @@
+"""Chat templates: rendered as by transformers, in a sandbox with bounded work."""
+
 from __future__ import annotations
 
 import enum
@@ -143,7 +145,7 @@ CHATS: list[list[dict[str, Any]]] = [
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
 @pytest.mark.parametrize("args", [{}, {"enable_thinking": False, "date_string": "1 Jan"}])
 @pytest.mark.parametrize("source", [CHATML, LLAMA3, QWEN], ids=["chatml", "llama3", "qwen"])
-def test_equals_transformers(
+def test_prompt_equals_that_of_transformers(
     source: str,
     chat: list[dict[str, Any]],
     tools: list[dict[str, Any]] | None,
@@ -176,13 +178,13 @@ def render(source: str, messages: Any = USER, **args: Any) -> str:
     return ChatTemplate(source, bos_token=None, eos_token="</s>").render(messages, **args)
 
 
-def test_lines_of_blocks_leave_no_space() -> None:
+def test_block_lines_leave_no_whitespace() -> None:
     source = "{% for m in messages %}\n    {% if m.role %}\n{{ m.role }}\n    {% endif %}\n{% endfor %}\n"
     [expected], _ = render_jinja_template([USER], chat_template=source)
     assert render(source) == expected == "user\n"
 
 
-def test_a_missing_token_renders_as_nothing() -> None:
+def test_missing_token_renders_as_nothing() -> None:
     assert render("[{{ bos_token }}{{ eos_token }}]") == "[</s>]"
 
 
@@ -197,7 +199,7 @@ def test_strftime_now() -> None:
     assert render("{{ strftime_now('%Y') }}") in {str(datetime.now().year), str(datetime.now().year - 1)}
 
 
-def test_generation_blocks_have_their_own_scope() -> None:
+def test_generation_block_has_its_own_scope() -> None:
     source = "{% set a = 1 %}{% generation %}{% set a = 2 %}{{ a }}{% endgeneration %}{{ a }}"
     [expected], _ = render_jinja_template([USER], chat_template=source)
     assert render(source) == expected == "21"
@@ -208,7 +210,7 @@ class Role(enum.StrEnum):
 
 
 class Text(str):
-    """A string with a method a template could call."""
+    """A string with a method that a template could call."""
 
     def leak(self) -> str:
         return "leaked"
@@ -222,11 +224,11 @@ class Text(str):
         [UserDict(role=Role.USER, content=Text("x"))],
     ],
 )
-def test_any_sequence_of_mappings_will_do(messages: Any) -> None:
+def test_messages_may_be_any_sequence_of_mappings(messages: Any) -> None:
     assert render("{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}", messages) == "user:x"
 
 
-def test_templates_see_plain_data() -> None:
+def test_template_receives_plain_data_only() -> None:
     with pytest.raises(RequestError):
         render("{{ messages[0].content.leak() }}", [{"role": "user", "content": Text("x")}])
 
@@ -234,7 +236,7 @@ def test_templates_see_plain_data() -> None:
 @pytest.mark.parametrize(
     "source", ["{% if %}", "{{ x", "{% for m in messages %}", "{{ x | no_such_filter }}"]
 )
-def test_a_broken_template_cannot_be_loaded(source: str) -> None:
+def test_broken_template_raises_model_load_error(source: str) -> None:
     with pytest.raises(ModelLoadError, match="chat template"):
         ChatTemplate(source, bos_token=None, eos_token=None)
 
@@ -256,7 +258,7 @@ def test_a_broken_template_cannot_be_loaded(source: str) -> None:
         "{{ no_such_name | tojson }}",
     ],
 )
-def test_what_fails_while_rendering_is_a_request_error(source: str) -> None:
+def test_rendering_failure_raises_request_error(source: str) -> None:
     with pytest.raises(RequestError, match="chat template") as caught:
         render(source)
 
@@ -264,7 +266,7 @@ def test_what_fails_while_rendering_is_a_request_error(source: str) -> None:
     assert USER == [{"role": "user", "content": "x"}]
 
 
-def test_the_templates_own_message_is_passed_on() -> None:
+def test_error_contains_the_message_of_raise_exception() -> None:
     with pytest.raises(RequestError, match="roles must alternate"):
         render("{{ raise_exception('roles must alternate') }}")
 
@@ -282,7 +284,7 @@ def test_the_templates_own_message_is_passed_on() -> None:
         ([{"role": "user", "content": object()}], "messages"),
     ],
 )
-def test_malformed_messages(messages: Any, field: str) -> None:
+def test_malformed_messages_are_rejected_by_field(messages: Any, field: str) -> None:
     with pytest.raises(RequestError) as caught:
         render("x", messages)
 
@@ -299,7 +301,7 @@ def test_malformed_messages(messages: Any, field: str) -> None:
         ({"template_args": {"x": object()}}, "template_args"),
     ],
 )
-def test_malformed_arguments(args: dict[str, Any], field: str) -> None:
+def test_malformed_arguments_are_rejected_by_field(args: dict[str, Any], field: str) -> None:
     with pytest.raises(RequestError) as caught:
         render("x", **args)
 
@@ -314,14 +316,14 @@ def nested(depth: int) -> Any:
 
 
 @pytest.mark.parametrize("args", [[1], "ab", 3, {1: 2, "deep": nested(100_000)}, nested(5000)])
-def test_template_args_of_another_shape(args: Any) -> None:
+def test_template_args_of_wrong_type_are_rejected(args: Any) -> None:
     with pytest.raises(RequestError) as caught:
         render("x", template_args=args)
 
     assert caught.value.field == "template_args"
 
 
-def test_messages_nested_too_deeply() -> None:
+def test_deeply_nested_messages_are_rejected() -> None:
     for depth in (5_000, 100_000):
         with pytest.raises(RequestError, match="messages=.*: expected plain data") as caught:
             render("x", [{"role": "user", "content": nested(depth)}])
@@ -370,14 +372,16 @@ DOUBLED = "{% set ns = namespace(s=[1]) %}{% for i in range(60) %}{% set ns.s = 
         "{{ ([range(99999) | list] * 9999) | sum(start=[]) | length }}",
     ],
 )
-def test_a_template_takes_a_bounded_number_of_steps(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_budget, "MAX_STEPS", 200_000)  # as many as a test has time for
+def test_expensive_template_exceeds_the_step_limit(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_budget, "MAX_STEPS", 200_000)  # to keep the test short
     with pytest.raises(RequestError, match=r"chat template .* (more than \d+ |a width that is)"):
         render(source)
 
 
 @pytest.mark.parametrize("source", [CHATML, LLAMA3, QWEN], ids=["chatml", "llama3", "qwen"])
-def test_long_conversations_are_far_from_the_bound(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_conversation_uses_less_than_a_quarter_of_the_steps(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     roles = ["user", "assistant"]
     messages = [{"role": roles[i % 2], "content": "word " * 40} for i in range(10_000)]
     monkeypatch.setattr(template_budget, "MAX_STEPS", template_budget.MAX_STEPS // 4)

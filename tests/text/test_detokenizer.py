@@ -1,3 +1,5 @@
+"""Detokenised pieces join to the text that the tokenizer decodes at once."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -39,7 +41,7 @@ def sentencepiece(sentencepiece_metadata: dict[str, Any]) -> Tokenizer:
 
 
 def push_in_pieces(detokenizer: Detokenizer, ids: Sequence[int], sizes: Sequence[int]) -> list[str]:
-    """What each push and the flush returned; the sizes of the pushes are used over and over."""
+    """The results of all pushes and of the flush. The sizes of the pushes are used in turn, repeatedly."""
     pieces = []
     start = turn = 0
     while start < len(ids):
@@ -68,7 +70,7 @@ def test_byte_level_random_ids_equal_decode_of_all(
 def test_byte_level_random_bytes_equal_decode_of_all(
     byte_level: Tokenizer, byte_level_metadata: dict[str, Any], data: bytes, sizes: list[int]
 ) -> None:
-    # Any bytes at all, cut into the smallest tokens: broken UTF-8 of every kind.
+    # Arbitrary bytes, each a token: every kind of broken UTF-8.
     table = TokenBytes(byte_level._raw, byte_level.special_token_ids)
     num_tokens = len(byte_level_metadata["tokenizer.ggml.tokens"])
     id_of = {table[token_id]: token_id for token_id in range(num_tokens) if len(table[token_id]) == 1}
@@ -78,11 +80,11 @@ def test_byte_level_random_bytes_equal_decode_of_all(
 
 
 @given(text=st.one_of(st.text(max_size=30), st.sampled_from(SAMPLES)), sizes=CUTS)
-def test_byte_level_text_survives_and_characters_stay_whole(
+def test_byte_level_text_is_restored_with_whole_characters(
     byte_level: Tokenizer, text: str, sizes: list[int]
 ) -> None:
     text = text.replace(REPLACEMENT, "")
-    # An added token spelled in the byte alphabet decodes to the spelled bytes, so it does not survive.
+    # An added token spelled in the byte alphabet decodes to the spelled bytes, so it is not restored.
     ids = byte_level.encode(text.replace("Ġspelled", ""), add_special_tokens=False)
     pieces = push_in_pieces(byte_level.detokenizer(), ids, sizes)
     assert REPLACEMENT not in "".join(pieces)
@@ -91,7 +93,7 @@ def test_byte_level_text_survives_and_characters_stay_whole(
         assert "".join(pieces) == text.replace("Ġspelled", "")
 
 
-def test_character_of_four_tokens_comes_with_the_last(byte_level: Tokenizer) -> None:
+def test_character_of_four_tokens_is_returned_with_the_last_token(byte_level: Tokenizer) -> None:
     ids = byte_level.encode("𝔘", add_special_tokens=False)
     assert len(ids) == 4
     detokenizer = byte_level.detokenizer()
@@ -107,14 +109,14 @@ def test_flush_replaces_an_incomplete_character_once(byte_level: Tokenizer) -> N
     assert detokenizer.flush() == ""
 
 
-def test_broken_character_is_replaced_as_soon_as_it_is_certain(byte_level: Tokenizer) -> None:
+def test_broken_character_is_replaced_at_the_first_invalid_byte(byte_level: Tokenizer) -> None:
     start = byte_level.encode("𝔘", add_special_tokens=False)[:2]
     detokenizer = byte_level.detokenizer()
     assert detokenizer.push(start) == ""
     assert detokenizer.push(byte_level.encode("the", add_special_tokens=False)) == REPLACEMENT + "the"
 
 
-def test_special_and_unknown_ids_add_nothing_and_split_nothing(byte_level: Tokenizer) -> None:
+def test_special_and_unknown_ids_add_nothing_and_do_not_split_characters(byte_level: Tokenizer) -> None:
     ids = byte_level.encode("𝔘", add_special_tokens=False)
     assert byte_level.eos_token_id is not None
     between = [*ids[:2], byte_level.eos_token_id, byte_level.vocab_size + 7, *ids[2:]]
@@ -154,7 +156,7 @@ def test_sentencepiece_text_equals_decode_of_all(
 def test_sentencepiece_random_pieces_equal_decode_of_all(
     sentencepiece: Tokenizer, data: st.DataObject, sizes: list[int]
 ) -> None:
-    # Weighted towards short ids of spaces, which the decoder strips at the very start only.
+    # Tokens of spaces are drawn often, because the decoder removes leading spaces at the start only.
     spaces = [sentencepiece.token_to_id("▁"), sentencepiece.token_to_id("    "), 1]
     pieces = st.integers(0, sentencepiece.vocab_size + 2).filter(
         lambda i: not is_byte_token(sentencepiece, i)
@@ -174,7 +176,7 @@ def test_sentencepiece_broken_byte_runs_keep_their_valid_characters(
         assert text == sentencepiece.decode(ids)
 
 
-def test_sentencepiece_character_in_byte_tokens_comes_whole(sentencepiece: Tokenizer) -> None:
+def test_sentencepiece_character_in_byte_tokens_is_returned_whole(sentencepiece: Tokenizer) -> None:
     ids = sentencepiece.encode("a🎉", add_special_tokens=False)
     detokenizer = sentencepiece.detokenizer()
     pieces = [detokenizer.push([token_id]) for token_id in ids]
@@ -182,7 +184,7 @@ def test_sentencepiece_character_in_byte_tokens_comes_whole(sentencepiece: Token
     assert "".join(pieces) == "a🎉"
 
 
-def test_metaspace_decoder_drops_one_leading_space(metaspace_raw: tokenizers.Tokenizer) -> None:
+def test_metaspace_decoder_removes_one_leading_space(metaspace_raw: tokenizers.Tokenizer) -> None:
     tokenizer = Tokenizer(metaspace_raw, bos_token=None, eos_token=None, chat_template=None, adds_bos=None)
     for text in ("a", "ab a", "a a ab"):
         ids = tokenizer.encode(text)
@@ -190,7 +192,7 @@ def test_metaspace_decoder_drops_one_leading_space(metaspace_raw: tokenizers.Tok
 
 
 @pytest.mark.parametrize("tokens", [["▁", "▁", "▁", "a"], ["▁", "a", "▁", "a"], ["▁▁▁a"], ["a", "▁▁"], ["▁"]])
-def test_leading_spaces_are_counted_over_pushes(tokens: list[str]) -> None:
+def test_leading_spaces_are_counted_across_pushes(tokens: list[str]) -> None:
     vocab = {token: token_id for token_id, token in enumerate(dict.fromkeys(tokens))}
     raw = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
     raw.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 2, 0)])
@@ -208,7 +210,7 @@ def test_leading_spaces_are_counted_over_pushes(tokens: list[str]) -> None:
         (decoders.Replace(tokenizers.Regex("_+"), " "), "Replace"),
     ],
 )
-def test_decoders_that_cannot_be_followed_are_refused(decoder: decoders.Decoder | None, found: str) -> None:
+def test_unsupported_decoders_are_rejected(decoder: decoders.Decoder | None, found: str) -> None:
     raw = tokenizers.Tokenizer(models.BPE())
     raw.decoder = decoder
     with pytest.raises(ModelLoadError, match=found):

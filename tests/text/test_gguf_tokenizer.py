@@ -1,3 +1,5 @@
+"""Tokenizers built from GGUF metadata: ids and text, and errors in the metadata."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -22,7 +24,7 @@ TEXTS = [
 
 
 def words(tokenizer: Tokenizer, text: str) -> list[str]:
-    """How a text is cut before merging."""
+    """The parts into which a text is split before merging."""
     return [text[start:end] for _, (start, end) in tokenizer._raw.pre_tokenizer.pre_tokenize_str(text)]
 
 
@@ -42,7 +44,7 @@ def test_byte_level_equals_the_tokenizer_json(
     assert tokenizer.special_token_ids == original.special_token_ids
 
 
-def test_fields_come_from_the_metadata(byte_level_metadata: dict[str, Any]) -> None:
+def test_fields_are_read_from_the_metadata(byte_level_metadata: dict[str, Any]) -> None:
     tokenizer = Tokenizer.from_gguf(byte_level_metadata)
     assert tokenizer.bos_token == "<|im_start|>"
     assert tokenizer.eos_token == "<|im_end|>"
@@ -60,18 +62,20 @@ def test_fields_come_from_the_metadata(byte_level_metadata: dict[str, Any]) -> N
         ("qwen2", ["don", "'t", " pay", " ", "1", "2", "3", "4", "½", "!?\n\n", "  ", " OK"]),
     ],
 )
-def test_pre_tokenizers(byte_level_metadata: dict[str, Any], pre: str, expected: list[str]) -> None:
+def test_pre_tokenizer_splits_text_as_named(
+    byte_level_metadata: dict[str, Any], pre: str, expected: list[str]
+) -> None:
     tokenizer = Tokenizer.from_gguf(byte_level_metadata | {"tokenizer.ggml.pre": pre})
     assert words(tokenizer, "don't pay 1234½!?\n\n   OK") == expected
 
 
-def test_a_file_without_pre_tokenizer_splits_as_gpt2(byte_level_metadata: dict[str, Any]) -> None:
+def test_file_without_pre_tokenizer_splits_as_gpt2(byte_level_metadata: dict[str, Any]) -> None:
     metadata = {key: value for key, value in byte_level_metadata.items() if not key.endswith(".pre")}
     assert words(Tokenizer.from_gguf(metadata), "don't 12") == ["don", "'t", " 12"]
 
 
 @pytest.mark.parametrize(("pre", "num_tokens"), [("gpt-2", 2), ("llama-bpe", 1)])
-def test_llama3_takes_whole_words_without_a_merge(
+def test_llama3_uses_whole_words_without_a_merge(
     byte_level_metadata: dict[str, Any], pre: str, num_tokens: int
 ) -> None:
     tokens = [*byte_level_metadata["tokenizer.ggml.tokens"], "Zq"]
@@ -90,7 +94,7 @@ def test_qwen2_composes_characters(byte_level_metadata: dict[str, Any]) -> None:
     ("pre", "add_bos_token", "is_added"),
     [("gpt-2", None, False), ("gpt-2", True, True), ("llama-bpe", None, True), ("llama-bpe", False, False)],
 )
-def test_byte_level_bos(
+def test_byte_level_bos_follows_metadata_and_pre_tokenizer(
     byte_level_metadata: dict[str, Any], pre: str, add_bos_token: bool | None, is_added: bool
 ) -> None:
     metadata = byte_level_metadata | {"tokenizer.ggml.pre": pre}
@@ -103,7 +107,7 @@ def test_byte_level_bos(
 
 
 def join_best_neighbours(text: str, scores: dict[str, float]) -> list[str]:
-    """Sentencepiece's own rule: join the neighbours whose joined token scores best, leftmost first."""
+    """Sentencepiece's rule: join the two neighbours whose joined token has the best score, leftmost first."""
     symbols = list(text)
     while True:
         joined = [left + right for left, right in zip(symbols, symbols[1:], strict=False)]
@@ -150,7 +154,7 @@ def test_sentencepiece_bytes_specials_and_spaces(sentencepiece_metadata: dict[st
     for text in ("the 🎉 fox", "  two spaces", "中文"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
-    # The space prefix comes again after each token that is matched whole.
+    # The space prefix is added again after each added token.
     assert tokenizer.decode(tokenizer.encode("a<extra>b")) == "a<extra> b"
 
 
@@ -160,7 +164,7 @@ def test_sentencepiece_without_a_space_prefix(sentencepiece_metadata: dict[str, 
     assert tokenizer.decode(tokenizer.encode(" the")) == " the"
 
 
-def test_sentencepiece_bos_can_be_off(sentencepiece_metadata: dict[str, Any]) -> None:
+def test_sentencepiece_bos_can_be_disabled(sentencepiece_metadata: dict[str, Any]) -> None:
     tokenizer = Tokenizer.from_gguf(sentencepiece_metadata | {"tokenizer.ggml.add_bos_token": False})
     assert tokenizer.encode("") == []
 
@@ -178,13 +182,13 @@ def test_sentencepiece_bos_can_be_off(sentencepiece_metadata: dict[str, Any]) ->
             "tokenizer.ggml.token_type: found 424 entries, expected 3",
         ),
         ("tokenizer.ggml.merges", None, "tokenizer.ggml.merges"),
-        ("tokenizer.ggml.merges", ["zz yy"], "merges: 'zz yy', expected two tokens that make a third"),
+        ("tokenizer.ggml.merges", ["zz yy"], "merges: 'zz yy', expected two tokens that form a third"),
         ("tokenizer.ggml.merges", ["a"], "merges: 'a', expected two tokens"),
         (
             "tokenizer.ggml.merges",
             ["! z"],
             "merges: '! z', expected two tokens",
-        ),  # both are known, "!z" is not
+        ),  # both are in the vocabulary, "!z" is not
         ("tokenizer.ggml.merges", [7], "merges: found 7, expected each to be a string"),
         ("tokenizer.ggml.merges", "a b", "merges: found str"),
         ("tokenizer.ggml.model", ["gpt2"], r"tokenizer.ggml.model=\['gpt2'\]"),
@@ -199,21 +203,21 @@ def test_sentencepiece_bos_can_be_off(sentencepiece_metadata: dict[str, Any]) ->
         ("tokenizer.ggml.eos_token_id", 10**6, "tokenizer.ggml.eos_token_id=1000000"),
     ],
 )
-def test_unusable_metadata_is_named(
+def test_unusable_metadata_is_rejected_by_key(
     byte_level_metadata: dict[str, Any], key: str, value: object, found: str
 ) -> None:
     with pytest.raises(ModelLoadError, match=found):
         Tokenizer.from_gguf(byte_level_metadata | {key: value})
 
 
-def test_repeated_tokens_are_refused(byte_level_metadata: dict[str, Any]) -> None:
+def test_repeated_tokens_are_rejected(byte_level_metadata: dict[str, Any]) -> None:
     tokens = list(byte_level_metadata["tokenizer.ggml.tokens"])
     tokens[-1] = tokens[5]
     with pytest.raises(ModelLoadError, match="occurs twice"):
         Tokenizer.from_gguf(byte_level_metadata | {"tokenizer.ggml.tokens": tokens})
 
 
-def test_sentencepiece_without_scores_is_refused(sentencepiece_metadata: dict[str, Any]) -> None:
+def test_sentencepiece_without_scores_is_rejected(sentencepiece_metadata: dict[str, Any]) -> None:
     metadata = {key: value for key, value in sentencepiece_metadata.items() if not key.endswith("scores")}
     with pytest.raises(ModelLoadError, match="tokenizer.ggml.scores"):
         Tokenizer.from_gguf(metadata)
@@ -225,13 +229,13 @@ def test_sentencepiece_without_scores_is_refused(sentencepiece_metadata: dict[st
         ("scores", ["x"], "found 'x', expected each to be a number"),
         ("scores", [float("nan")], "found nan, expected each to be a number"),
         ("tokens", [7], "found 7, expected each to be a string"),
-        ("tokens", ["a" * 100_000], "one of 100000 characters, expected at most 1024"),
+        ("tokens", ["a" * 100_000], "a token of 100000 characters, expected at most 1024"),
     ],
 )
-def test_unusable_sentencepieces_are_named(
+def test_unusable_sentencepiece_entries_are_rejected_by_key(
     sentencepiece_metadata: dict[str, Any], key: str, value: list[Any], found: str
 ) -> None:
-    """One entry of a list, of an ordinary token."""
+    """One entry, that of an ordinary token, has a wrong value."""
     key = f"tokenizer.ggml.{key}"
     values = list(sentencepiece_metadata[key])
     values[300:301] = value

@@ -1,4 +1,4 @@
-"""Masks against languages small enough to be listed: what may come next is known without a parser."""
+"""Masks of grammars, compared with those of languages small enough to be listed; bounds and errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from drift_sdk.text import grammar as grammars
 from drift_sdk.text.grammar import GrammarConstraint, constrain
 from drift_sdk.text.tokenizer import Tokenizer
 
-NUM_PADDED = 37  # ids of the model behind the tokenizer's last
+NUM_PADDED = 37  # ids of the model after the tokenizer's last one
 ANYTHING = Regex(r"(?s:.*)")
 
 
@@ -45,7 +45,7 @@ def model(tokenizer: Tokenizer) -> Model:
 
 
 class Model:
-    """A tokenizer, and the ids and bytes of a model that is a little larger."""
+    """A tokenizer, and a model whose vocabulary is a little larger."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -62,7 +62,7 @@ class Model:
         )
 
     def expected(self, sentences: Iterable[bytes], prefix: bytes, *, ignore_eos: bool = False) -> set[int]:
-        """What may follow: tokens with which some sentence goes on, and the ends of a whole one."""
+        """Ids that may follow a prefix: tokens that continue a sentence, and eos ids after a whole one."""
         rests = {sentence[len(prefix) :] for sentence in sentences if sentence.startswith(prefix)}
         ids = {i for i, data in self.bytes.items() if data and any(rest.startswith(data) for rest in rests)}
         if b"" in rests and not (ignore_eos and ids):
@@ -86,7 +86,7 @@ def as_regex(sentences: Sequence[str]) -> Regex:
     return Regex("|".join("".join(escapes.get(char, char) for char in each) for each in sentences))
 
 
-# Bytes, words and added tokens of the vocabulary, and characters of two to four bytes.
+# Single bytes, words and added tokens of the vocabulary, and characters of two to four bytes.
 words = st.lists(
     st.sampled_from(
         ["a", "b", "the", " the", "fox", "{", '"', "\n", "/", "é", "中文", "🎉", "<think>", "<思>"]
@@ -94,7 +94,7 @@ words = st.lists(
     min_size=1,
     max_size=4,
 ).map("".join)
-# Some sentences begin others: they may end and need not.
+# Some sentences are prefixes of others: after them the text may end or continue.
 languages = st.lists(words, min_size=1, max_size=5).map(
     lambda parts: sorted({*parts, *(left + right for left, right in itertools.pairwise(parts))})
 )
@@ -106,7 +106,7 @@ def test_masks_are_exact_along_any_walk(
 ) -> None:
     grammar: Regex | JsonSchema = as_regex(sentences)
     if kind == "json":
-        # What has to be escaped may be escaped in more than one way.
+        # Characters that must be escaped have several escapes: leave them out.
         sentences = sorted({sentence.translate(dict.fromkeys(map(ord, '"\n'))) for sentence in sentences})
         grammar = JsonSchema({"enum": sentences})
         sentences = [json.dumps(sentence, ensure_ascii=False) for sentence in sentences]
@@ -118,12 +118,12 @@ def test_masks_are_exact_along_any_walk(
         expected = model.expected(language, text, ignore_eos=ignore_eos)
         assert next_ids(constraint) == expected
         check_drafts(model, constraint, language, text, data, ignore_eos)
-        assert next_ids(constraint) == expected, "drafts leave no trace"
+        assert next_ids(constraint) == expected, "drafts changed the state"
         goes_on = sorted(expected - set(model.eos_token_ids))
         if not goes_on:
             break
 
-        # Sometimes several tokens at once, as a verified draft brings them.
+        # Sometimes several tokens at once, as after a verified draft.
         committed = [data.draw(st.sampled_from(goes_on))]
         text += model.bytes[committed[0]]
         more = sorted(model.expected(language, text) - set(model.eos_token_ids))
@@ -143,7 +143,7 @@ def check_drafts(
     data: st.DataObject,
     ignore_eos: bool,
 ) -> None:
-    """Rows along a draft of which some tokens fit and some do not."""
+    """Check the masks of a draft in which some tokens are allowed and some are not."""
     draft: list[int] = []
     rows = [model.expected(language, text, ignore_eos=ignore_eos)]
     for _ in range(data.draw(st.integers(0, 4))):
@@ -162,7 +162,7 @@ def check_drafts(
     assert [allowed(row) for row in masks] == rows
 
 
-def test_an_earlier_answer_stays_as_it_was(model: Model) -> None:
+def test_mask_does_not_change_after_advance(model: Model) -> None:
     constraint = model.constrain(Regex("ab"))
     before = constraint.masks(())
     copy = before.copy()
@@ -171,14 +171,14 @@ def test_an_earlier_answer_stays_as_it_was(model: Model) -> None:
     assert before.flags.writeable  # torch would warn
 
 
-def test_special_and_padded_ids_are_never_text(model: Model) -> None:
+def test_special_and_padded_ids_never_count_as_text(model: Model) -> None:
     texts = {token_id for token_id, data in model.bytes.items() if data}
     assert next_ids(model.constrain(ANYTHING)) <= texts | set(model.eos_token_ids)
     assert len(next_ids(model.constrain(ANYTHING))) > 300
     assert not next_ids(model.constrain(Regex("<.im_start.>"))) & model.tokenizer.special_token_ids
 
 
-def test_an_end_of_sequence_that_the_tokenizer_takes_for_text(tokenizer: Tokenizer) -> None:
+def test_eos_id_that_is_text_to_the_tokenizer_only_ends_the_text(tokenizer: Tokenizer) -> None:
     think = tokenizer.token_to_id("<think>")
     assert think not in tokenizer.special_token_ids
     constraint = constrain(
@@ -189,7 +189,7 @@ def test_an_end_of_sequence_that_the_tokenizer_takes_for_text(tokenizer: Tokeniz
     assert think not in next_ids(constraint)
 
 
-def test_a_vocabulary_may_be_smaller_than_the_tokenizer() -> None:
+def test_vocabulary_may_be_smaller_than_the_tokenizer() -> None:
     tokenizer = byte_tokenizer()
     options = {"vocab_size": 100, "eos_token_ids": (99,)}
     assert next_ids(constrain(Regex("[a-z]"), tokenizer, **options)) == {97, 98}
@@ -197,7 +197,7 @@ def test_a_vocabulary_may_be_smaller_than_the_tokenizer() -> None:
         constrain(Regex("az"), tokenizer, **options).advance((97,))
 
 
-def test_lark_knows_special_tokens_and_schemas(model: Model) -> None:
+def test_lark_supports_special_tokens_and_schemas(model: Model) -> None:
     start = model.tokenizer.token_to_id("<|im_start|>")
     constraint = model.constrain(Lark('start: <|im_start|> %json {"enum": ["a"]}'))
     assert next_ids(constraint) == {start}
@@ -205,7 +205,7 @@ def test_lark_knows_special_tokens_and_schemas(model: Model) -> None:
     assert next_ids(constraint) == set(model.eos_token_ids)
 
 
-def test_no_setting_of_a_grammar_makes_masks_inexact(model: Model) -> None:
+def test_grammar_cannot_switch_forcing_on(model: Model) -> None:
     constraint = model.constrain(Lark('%llguidance {"no_forcing": false}\nstart: "fox"'))
     assert next_ids(constraint) == model.expected([b"fox"], b"")
     assert len(next_ids(constraint)) > 1
@@ -221,7 +221,7 @@ def accepts(model: Model, grammar: Any, text: str) -> bool:
     return set(model.eos_token_ids) <= next_ids(constraint)
 
 
-def test_json_is_compact_or_indented_without_further_blanks(model: Model) -> None:
+def test_json_is_compact_or_indented_without_other_whitespace(model: Model) -> None:
     value = {"a": [1, {"b": 2}]}
     for text in (json.dumps(value), json.dumps(value, indent=4), json.dumps(value, separators=(",", ":"))):
         assert accepts(model, JsonSchema({}), text)
@@ -252,8 +252,10 @@ def test_json_is_compact_or_indented_without_further_blanks(model: Model) -> Non
         (JsonSchema(set[int]), "uniqueItems"),
     ],
 )
-def test_grammars_that_cannot_be_compiled(model: Model, grammar: Any, reason: str) -> None:
-    for _ in range(2):  # a failure is not remembered as anything else
+def test_grammar_that_cannot_be_compiled_is_rejected_with_a_reason(
+    model: Model, grammar: Any, reason: str
+) -> None:
+    for _ in range(2):  # a failure is not cached as a success
         with pytest.raises(RequestError, match=rf"(?s)^grammar: .*{reason}") as caught:
             model.constrain(grammar)
         assert caught.value.field == "grammar"
@@ -316,7 +318,7 @@ def optional(count: int, **more: Any) -> dict[str, Any]:
         (Lark('start: "a"' + ' "b"?' * 6000), "repetitions: expected at most"),
     ],
 )
-def test_bounds_are_named_before_anything_is_compiled(
+def test_grammar_out_of_bounds_is_rejected_before_compiling(
     model: Model, grammar: Any, bound: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammars, "LLMatcher", None)
@@ -326,7 +328,7 @@ def test_bounds_are_named_before_anything_is_compiled(
         model.constrain(grammar)
 
 
-def test_a_schema_nested_too_deeply() -> None:
+def test_schema_that_json_cannot_represent_is_rejected() -> None:
     value: Any = 1
     for _ in range(5000):
         value = [value]
@@ -346,7 +348,7 @@ def test_a_schema_nested_too_deeply() -> None:
     ],
     ids=["refs", "rules", "terminals", "required"],
 )
-def test_long_chains_within_bounds_compile_on_any_thread(model: Model, grammar: Any) -> None:
+def test_longest_chains_compile_on_a_thread_with_a_small_stack(model: Model, grammar: Any) -> None:
     found: list[object] = []
 
     is_restored = threading.Event()
@@ -371,7 +373,7 @@ def test_long_chains_within_bounds_compile_on_any_thread(model: Model, grammar: 
     assert threading.stack_size() == before
 
 
-def test_bounds_of_integers_are_exact(model: Model) -> None:
+def test_integer_bounds_are_exact(model: Model) -> None:
     for low, high in [(0, 2**63 - 1), (-(2**53), 2**53), (2**53 - 7, 2**53), (-12, 1003), (10**15, 10**17)]:
         schema = JsonSchema({"type": "integer", "minimum": low, "maximum": high})
         for value in (low, low + 1, high - 1, high):
@@ -395,12 +397,12 @@ DIGITS = [char for char in map(chr, range(0x110000)) if char.isdigit() or unicod
         JsonSchema({"type": "string", "pattern": r"^[^\D]$"}),
     ],
 )
-def test_digits_are_ascii(grammar: Any) -> None:
+def test_digit_classes_match_ascii_only(grammar: Any) -> None:
     assert len(DIGITS) > 700
     assert characters(grammar, DIGITS) == set("0123456789")
 
 
-def test_shorthand_classes_of_a_regex_are_ascii() -> None:
+def test_word_and_space_classes_of_a_regex_match_ascii_only() -> None:
     samples = [*map(chr, range(0x300)), *map(chr, range(0x2000, 0x2070)), "\u3000", "\ufeff", *DIGITS]
     words = {char for char in samples if char.isascii() and (char.isalnum() or char == "_")}
     spaces = set(" \t\n\r\f\v")
@@ -411,7 +413,7 @@ def test_shorthand_classes_of_a_regex_are_ascii() -> None:
 
 
 def characters(grammar: Any, samples: Iterable[str]) -> set[str]:
-    """Those of the samples that the grammar takes for one character: found byte by byte in its masks."""
+    """The samples that the grammar accepts as one character, found byte by byte in its masks."""
     start = constrain(grammar, byte_tokenizer(), vocab_size=257, eos_token_ids=(256,))
     if isinstance(grammar, JsonSchema):
         start.advance(b'"')
@@ -432,10 +434,10 @@ def characters(grammar: Any, samples: Iterable[str]) -> set[str]:
 
 
 class Panic(BaseException):
-    """As pyo3's PanicException, no Exception."""
+    """Not an Exception, like pyo3's PanicException."""
 
 
-def test_a_panic_is_an_error_of_its_request(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_panic_of_llguidance_raises_request_error(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     def panic(*args: object, **options: object) -> None:
         raise Panic("index out of bounds")
 
@@ -444,7 +446,9 @@ def test_a_panic_is_an_error_of_its_request(model: Model, monkeypatch: pytest.Mo
         model.constrain(Regex("panic"))
 
 
-def test_a_compilation_that_does_not_end(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_compilation_is_rejected_after_the_timeout(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
     release = threading.Event()
     monkeypatch.setattr(grammars, "LLMatcher", lambda *args, **options: release.wait())
     monkeypatch.setattr(grammars, "COMPILE_TIMEOUT_S", 0.05)
@@ -453,7 +457,7 @@ def test_a_compilation_that_does_not_end(model: Model, monkeypatch: pytest.Monke
     release.set()
 
 
-def test_tokens_that_do_not_fit_are_named(model: Model) -> None:
+def test_token_outside_the_grammar_is_named_in_the_error(model: Model) -> None:
     constraint = model.constrain(Regex("ab"))
     a, c = model.tokenizer.encode("a")[0], model.tokenizer.encode("c")[0]
     with pytest.raises(
@@ -462,9 +466,9 @@ def test_tokens_that_do_not_fit_are_named(model: Model) -> None:
         constraint.advance((a, c))
 
 
-def test_a_model_without_an_end_is_refused(model: Model) -> None:
+def test_model_without_eos_id_is_rejected(model: Model) -> None:
     for eos_token_ids in ((), (model.vocab_size,)):
-        with pytest.raises(RequestError, match="the model names none"):
+        with pytest.raises(RequestError, match="the model has none"):
             constrain(Regex("a"), model.tokenizer, vocab_size=model.vocab_size, eos_token_ids=eos_token_ids)
 
 
@@ -490,7 +494,7 @@ def test_grammars_are_compiled_once(model: Model, monkeypatch: pytest.MonkeyPatc
     assert len(compiled) == 2 + grammars.NUM_CACHED_GRAMMARS
 
 
-def test_a_vocabulary_is_read_once_and_dropped_with_its_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vocabulary_is_read_once_and_freed_with_its_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     tables = []
     real = grammars.TokenTable
 
@@ -512,7 +516,7 @@ def test_a_vocabulary_is_read_once_and_dropped_with_its_tokenizer(monkeypatch: p
     gc.collect()
     assert gone() is None
     assert len(grammars._vocabularies) == num_vocabularies - 1
-    constraint.advance(b"a")  # who is under way is not disturbed
+    constraint.advance(b"a")  # a constraint in use still works
     assert next_ids(constraint) == {256}
 
 
@@ -561,7 +565,9 @@ class Model_(pydantic.BaseModel):
         ('{"type": ["number", "null"]}', "1.5", 1.5),
     ],
 )
-def test_schemas_from_types(model: Model, schema: Any, text: str, value: Any) -> None:
+def test_schema_of_a_type_accepts_and_decodes_its_values(
+    model: Model, schema: Any, text: str, value: Any
+) -> None:
     grammar = JsonSchema(schema)
     assert grammar.decode(text) == value
     assert type(grammar.decode(text)) is type(value)
@@ -570,7 +576,7 @@ def test_schemas_from_types(model: Model, schema: Any, text: str, value: Any) ->
     assert grammar == JsonSchema(schema) and hash(grammar) == hash(JsonSchema(schema))
 
 
-def test_objects_of_a_type_have_its_fields_alone(model: Model) -> None:
+def test_objects_of_a_type_have_no_other_fields(model: Model) -> None:
     fields = msgspec.defstruct("Fields", [("properties", int), ("type", Point)])
     for kind, text in ((Point, '{"x": 1, %s"y": 2}'), (fields, '{"properties": 1, %s"type": {"x": 1}}')):
         assert accepts(model, JsonSchema(kind), text % "")
@@ -579,13 +585,13 @@ def test_objects_of_a_type_have_its_fields_alone(model: Model) -> None:
     assert accepts(model, JsonSchema({"properties": {"x": {"type": "integer"}}}), '{"x": 1, "z": 3}')
 
 
-def test_what_a_type_checks_beyond_its_schema_is_its_own_error(model: Model) -> None:
+def test_validators_of_a_type_raise_their_own_error(model: Model) -> None:
     assert accepts(model, JsonSchema(Model_), '{"size": 3}')
     with pytest.raises(pydantic.ValidationError, match="odd"):
         JsonSchema(Model_).decode('{"size": 3}')
 
 
-def test_a_dict_may_change_later() -> None:
+def test_schema_is_copied_from_its_dict() -> None:
     schema = {"type": "integer"}
     grammar = JsonSchema(schema)
     schema["type"] = "string"
@@ -611,20 +617,20 @@ def test_a_dict_may_change_later() -> None:
         [int],
     ],
 )
-def test_what_is_not_a_schema(schema: Any) -> None:
+def test_value_that_is_no_schema_is_rejected(schema: Any) -> None:
     with pytest.raises(RequestError, match="^schema="):
         JsonSchema(schema)
 
 
 @pytest.mark.parametrize("text", [None, 5, "", b"a", "\ud800", ["a"]])
-def test_what_is_not_a_pattern_or_grammar(text: Any) -> None:
+def test_value_that_is_no_pattern_or_grammar_is_rejected(text: Any) -> None:
     with pytest.raises(RequestError, match="^pattern="):
         Regex(text)
     with pytest.raises(RequestError, match="^grammar="):
         Lark(text)
 
 
-def test_importing_the_package_loads_neither_llguidance_nor_pydantic() -> None:
+def test_importing_the_package_does_not_load_llguidance_or_pydantic() -> None:
     code = (
         "import sys, msgspec, drift_sdk\n"
         "class A(msgspec.Struct):\n  x: int\n"
@@ -635,8 +641,8 @@ def test_importing_the_package_loads_neither_llguidance_nor_pydantic() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes to fork")
-def test_a_forked_child_finds_no_lock_held() -> None:
-    """By a thread that it does not have, which was reading a vocabulary or starting a compilation."""
+def test_locks_are_free_in_a_forked_child() -> None:
+    """At the fork, a thread that does not exist in the child was holding them."""
     script = """
 import os
 from drift_sdk.text import grammar

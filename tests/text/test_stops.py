@@ -1,3 +1,5 @@
+"""Stop strings are found in text cut into any pieces, and only the beginning of one is held back."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +15,7 @@ TEXT = st.text("abcd", max_size=30)
 
 
 def search_whole(text: str, stops: Sequence[str], include_stop: bool) -> tuple[str, str | None]:
-    """The first end of any stop in the whole text; of those that end there, the longest."""
+    """Expected result: the first end of any stop in the whole text; of those that end there, the longest."""
     for end in range(len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:
@@ -24,6 +26,7 @@ def search_whole(text: str, stops: Sequence[str], include_stop: bool) -> tuple[s
 
 
 def run(matcher: StopMatcher, pieces: Sequence[str]) -> tuple[str, str | None]:
+    """The emitted text and the stop string that ended it."""
     emitted = ""
     for piece in pieces:
         text, match = matcher.push(piece)
@@ -35,6 +38,7 @@ def run(matcher: StopMatcher, pieces: Sequence[str]) -> tuple[str, str | None]:
 
 
 def all_cuts(text: str) -> Iterator[list[str]]:
+    """Every way to cut a text into pieces."""
     if not text:
         yield []
 
@@ -61,7 +65,7 @@ def all_cuts(text: str) -> Iterator[list[str]]:
         ((), "abc"),
     ],
 )
-def test_every_cut_gives_what_the_whole_text_gives(
+def test_result_is_the_same_for_every_way_to_cut_the_text(
     stops: tuple[str, ...], text: str, include_stop: bool
 ) -> None:
     expected = search_whole(text, stops, include_stop)
@@ -71,14 +75,14 @@ def test_every_cut_gives_what_the_whole_text_gives(
 
 @given(stops=STOPS, pieces=st.lists(TEXT, max_size=8), include_stop=st.booleans())
 @example(stops=("b", "abc"), pieces=["a", "bc"], include_stop=False)
-def test_random_cuts_give_what_the_whole_text_gives(
+def test_result_is_the_same_for_random_cuts(
     stops: tuple[str, ...], pieces: list[str], include_stop: bool
 ) -> None:
     assert run(StopMatcher(stops, include_stop), pieces) == search_whole("".join(pieces), stops, include_stop)
 
 
 @given(stops=STOPS, pieces=st.lists(TEXT, max_size=8))
-def test_only_what_may_begin_a_stop_is_held_back(stops: tuple[str, ...], pieces: list[str]) -> None:
+def test_text_held_back_is_the_beginning_of_a_stop(stops: tuple[str, ...], pieces: list[str]) -> None:
     matcher = StopMatcher(stops, False)
     seen = emitted = ""
     for piece in pieces:
@@ -110,7 +114,7 @@ def test_nothing_more_is_emitted_after_a_match() -> None:
     assert matcher.flush() == ""
 
 
-def test_without_stops_all_text_passes() -> None:
+def test_all_text_is_emitted_without_stops() -> None:
     matcher = StopMatcher((), False)
     assert matcher.push("anything") == ("anything", None)
     assert matcher.flush() == ""

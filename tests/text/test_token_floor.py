@@ -1,4 +1,4 @@
-"""The lower bound on tokens is never too high, and high enough to be of use."""
+"""The lower bound on the number of tokens: never too high, and not much too low."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def wrap(raw: tokenizers.Tokenizer) -> Tokenizer:
 
 
 def merged(pieces: list[str], words: list[str]) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """A vocabulary with these words, each made of its characters from left to right."""
+    """Vocabulary and merges with these words, each merged from its characters from left to right."""
     vocab = {piece: index for index, piece in enumerate(pieces)}
     merges = []
     for word in words:
@@ -95,11 +95,11 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
 
 @settings(max_examples=100)
 @given(text=texts)
-def test_never_more_than_there_are(tokenizer: Tokenizer, text: str) -> None:
+def test_bound_does_not_exceed_the_number_of_tokens(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.min_num_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False))
 
 
-def test_close_enough_to_be_of_use(tokenizer: Tokenizer) -> None:
+def test_bound_is_at_least_an_eighth_of_the_number_of_tokens(tokenizer: Tokenizer) -> None:
     text = "the abc is a thing " * 100
     assert tokenizer.min_num_tokens(text) >= len(tokenizer.encode(text)) / 8
 
@@ -116,13 +116,13 @@ def test_close_enough_to_be_of_use(tokenizer: Tokenizer) -> None:
         ),
     ],
 )
-def test_nothing_is_known_of_tokenizers_that_leave_text_out(part: str, value: object) -> None:
+def test_bound_is_zero_if_the_tokenizer_may_drop_text(part: str, value: object) -> None:
     spec = json.loads(byte_level().to_str())
     spec[part] = value
     assert wrap(tokenizers.Tokenizer.from_str(json.dumps(spec))).min_num_tokens("a b c" * 1000) == 0
 
 
-def test_fingerprints_tell_tokenizers_apart() -> None:
+def test_fingerprints_differ_between_tokenizers() -> None:
     assert wrap(byte_level()).fingerprint == wrap(byte_level()).fingerprint
     prints = {TOKENIZERS[name]().fingerprint for name in TOKENIZERS}
     assert len(prints) == len(TOKENIZERS)

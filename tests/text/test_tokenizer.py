@@ -26,7 +26,7 @@ def path(tmp_path: Path, byte_level_json: str) -> Path:
     return file
 
 
-def test_equals_transformers(path: Path) -> None:
+def test_ids_and_text_equal_those_of_transformers(path: Path) -> None:
     config = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
     tokenizer = Tokenizer.from_file(path, config)
     reference = PreTrainedTokenizerFast(tokenizer_file=str(path), **config)
@@ -41,7 +41,7 @@ def test_equals_transformers(path: Path) -> None:
     assert tokenizer.decode(ids, skip_special_tokens=False) == TEXT
 
 
-def test_fields_come_from_the_config(path: Path) -> None:
+def test_fields_are_read_from_the_config(path: Path) -> None:
     templates = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
     config = {
         "bos_token": None,
@@ -64,13 +64,13 @@ def test_config_is_optional(path: Path) -> None:
 
 
 @pytest.mark.parametrize("template", [[{"name": "rag", "template": "x"}], None])
-def test_without_a_default_there_is_no_template(path: Path, template: object) -> None:
+def test_template_is_none_without_a_default(path: Path, template: object) -> None:
     assert Tokenizer.from_file(path, {"chat_template": template}).chat_template is None
 
 
 @pytest.mark.parametrize("has_template", [False, True])
 @pytest.mark.parametrize("add_bos_token", [None, False, True])
-def test_bos_is_added_iff_the_tokenizer_does(
+def test_bos_is_added_as_transformers_does(
     path: Path, has_template: bool, add_bos_token: bool | None
 ) -> None:
     if has_template:
@@ -91,7 +91,7 @@ def test_bos_is_added_iff_the_tokenizer_does(
     assert tokenizer.encode("The") == ([1] if is_added else []) + plain
 
 
-def test_truncation_and_padding_of_the_file_are_off(path: Path) -> None:
+def test_truncation_and_padding_of_the_file_are_ignored(path: Path) -> None:
     raw = tokenizers.Tokenizer.from_file(str(path))
     expected = raw.encode(TEXT).ids
     raw.enable_truncation(max_length=3)
@@ -100,13 +100,13 @@ def test_truncation_and_padding_of_the_file_are_off(path: Path) -> None:
     assert Tokenizer.from_file(path).encode(TEXT) == expected
 
 
-def test_eos_is_special_though_the_file_does_not_say_so(path: Path) -> None:
+def test_eos_is_special_even_if_the_file_does_not_mark_it(path: Path) -> None:
     tokenizer = Tokenizer.from_file(path, {"eos_token": "<think>"})
     assert tokenizer.eos_token_id in tokenizer.special_token_ids
     assert tokenizer.decode(tokenizer.encode("a<think>b")) == "ab"
 
 
-def test_eos_keeps_its_rules_about_spaces(path: Path) -> None:
+def test_eos_keeps_its_rules_for_adjacent_spaces(path: Path) -> None:
     raw = tokenizers.Tokenizer.from_file(str(path))
     raw.add_special_tokens([tokenizers.AddedToken("<|im_end|>", rstrip=True, normalized=False)])
     raw.save(str(path))
@@ -114,7 +114,7 @@ def test_eos_keeps_its_rules_about_spaces(path: Path) -> None:
     assert Tokenizer.from_file(path, {"eos_token": "<|im_end|>"}).encode("a<|im_end|>  b") == expected
 
 
-def test_a_token_outside_the_vocabulary_is_not_added(path: Path) -> None:
+def test_token_outside_the_vocabulary_is_not_added(path: Path) -> None:
     tokenizer = Tokenizer.from_file(
         path, {"eos_token": "<|none|>", "bos_token": "<s>", "add_bos_token": True}
     )
@@ -124,7 +124,7 @@ def test_a_token_outside_the_vocabulary_is_not_added(path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, "", "{", '{"version": "1.0"}'])
-def test_missing_and_broken_files_are_named(tmp_path: Path, content: str | None) -> None:
+def test_missing_and_broken_files_are_named_in_the_error(tmp_path: Path, content: str | None) -> None:
     file = tmp_path / "tokenizer.json"
     if content is not None:
         file.write_text(content)
@@ -133,7 +133,7 @@ def test_missing_and_broken_files_are_named(tmp_path: Path, content: str | None)
         Tokenizer.from_file(file)
 
 
-def test_unsupported_decoder_names_file_and_decoder(path: Path) -> None:
+def test_error_of_unsupported_decoder_names_file_and_decoder(path: Path) -> None:
     raw = tokenizers.Tokenizer.from_file(str(path))
     raw.decoder = decoders.CTC()
     raw.save(str(path))
@@ -154,13 +154,13 @@ def test_unsupported_decoder_names_file_and_decoder(path: Path) -> None:
         {"chat_template": [{"name": "default", "template": 7}]},
     ],
 )
-def test_settings_of_the_wrong_type_are_named(path: Path, config: dict[str, Any]) -> None:
+def test_settings_of_the_wrong_type_are_named_in_the_error(path: Path, config: dict[str, Any]) -> None:
     (name,) = config
     with pytest.raises(ModelLoadError, match=f"tokenizer_config.json: {name}="):
         Tokenizer.from_file(path, config)
 
 
-def test_a_panic_of_the_library_names_the_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_panic_of_the_library_names_the_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class PanicException(BaseException):
         """As PyO3 names it."""
 
@@ -179,14 +179,14 @@ def test_a_panic_of_the_library_names_the_file(path: Path, monkeypatch: pytest.M
         load(KeyboardInterrupt())
 
 
-def test_lone_surrogates_are_the_requests_fault(path: Path) -> None:
+def test_lone_surrogates_raise_request_error(path: Path) -> None:
     with pytest.raises(RequestError, match="surrogates") as caught:
         Tokenizer.from_file(path).encode("a\ud800")
 
     assert caught.value.field == "prompt"
 
 
-def test_a_template_of_unknown_tokens_is_refused(path: Path) -> None:
+def test_post_processor_with_unknown_tokens_is_rejected(path: Path) -> None:
     """The library panics when it applies one."""
     raw = tokenizers.Tokenizer.from_file(str(path))
     raw.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
@@ -197,7 +197,7 @@ def test_a_template_of_unknown_tokens_is_refused(path: Path) -> None:
         Tokenizer.from_file(path)
 
 
-def test_text_that_a_vocabulary_cannot_say(path: Path) -> None:
+def test_text_outside_the_vocabulary_raises_request_error(path: Path) -> None:
     spec = json.loads(path.read_text(encoding="utf-8"))
     spec["model"] = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "none"}
     path.write_text(json.dumps(spec))
@@ -207,7 +207,7 @@ def test_text_that_a_vocabulary_cannot_say(path: Path) -> None:
         tokenizer.encode("b")
 
 
-def test_threads_may_share_one(path: Path) -> None:
+def test_threads_may_share_a_tokenizer(path: Path) -> None:
     tokenizer = Tokenizer.from_file(path)
     texts = [f"{TEXT} {number} 🎉" * 5 for number in range(200)]
 
@@ -220,7 +220,7 @@ def test_threads_may_share_one(path: Path) -> None:
         assert list(pool.map(round_trip, texts)) == expected
 
 
-def test_loads_no_torch_and_leaves_the_environment(path: Path) -> None:
+def test_import_does_not_load_torch_or_change_the_environment(path: Path) -> None:
     program = (
         "import json, os, sys; before = dict(os.environ)\n"
         "from pathlib import Path; from drift_sdk.text.chat import ChatTemplate\n"

@@ -1,3 +1,5 @@
+"""Tool calls are found in completions in the formats of several models."""
+
 from __future__ import annotations
 
 import json
@@ -39,7 +41,7 @@ TRICKY_JSON = json.dumps({"name": "add", "arguments": TRICKY.arguments})
         ('{"name": "weather", "parameters": {"city": "Paris"}}', (WEATHER,)),
         (f"<|python_tag|>{WEATHER_JSON}", (WEATHER,)),
         (f" {WEATHER_JSON}; {ADD_JSON}\n", (WEATHER, ADD)),
-        # Malformed ones do not spoil the others.
+        # Malformed calls are skipped.
         (f"<tool_call>{WEATHER_JSON[:-1]}</tool_call><tool_call>{ADD_JSON}</tool_call>", (ADD,)),
         (f"<tool_call>[{WEATHER_JSON}, 7, {{}}]</tool_call>", (WEATHER,)),
         ('<tool_call>{"name": "add", "arguments": "text"}</tool_call>', ()),
@@ -47,7 +49,7 @@ TRICKY_JSON = json.dumps({"name": "add", "arguments": TRICKY.arguments})
         ("<tool_call>", ()),
         ("<tool_call>" + "[" * 100_000, ()),
         ("<tool_call>" + "9" * 10_000, ()),
-        # Text and JSON that are no calls.
+        # Text and JSON that are not calls.
         ("", ()),
         ("It is sunny.", ()),
         (f"I would say {WEATHER_JSON}", ()),
@@ -59,18 +61,18 @@ TRICKY_JSON = json.dumps({"name": "add", "arguments": TRICKY.arguments})
         ("[" * 100_000, ()),
     ],
 )
-def test_calls_in_a_text(text: str, calls: tuple[ToolCall, ...]) -> None:
+def test_calls_are_found_in_a_text(text: str, calls: tuple[ToolCall, ...]) -> None:
     assert find_tool_calls(text, NAMES) == calls
 
 
-def test_every_beginning_of_a_text_is_read_without_error() -> None:
+def test_every_prefix_of_a_text_is_parsed_without_error() -> None:
     text = f"<think>x</think> <tool_call>[{WEATHER_JSON}]</tool_call> <tool_call>{TRICKY_JSON}</tool_call>"
     found = [len(find_tool_calls(text[:length], NAMES)) for length in range(len(text) + 1)]
     assert found == sorted(found)
     assert found[-1] == 2
 
 
-def test_names_of_tools() -> None:
+def test_names_are_read_from_descriptions_of_tools() -> None:
     tools = [
         {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}},
         {"name": "add", "description": "Adds.", "parameters": {}},
@@ -79,5 +81,5 @@ def test_names_of_tools() -> None:
         {"name": 5},
         "text",
     ]
-    assert tool_names(tools) == NAMES  # type: ignore[arg-type]  # the template refuses what is no mapping
+    assert tool_names(tools) == NAMES  # type: ignore[arg-type]  # the template rejects what is not a mapping
     assert tool_names(5) == tool_names([]) == frozenset()  # type: ignore[arg-type]

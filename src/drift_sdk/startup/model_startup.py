@@ -211,7 +211,6 @@ def _tokenizer(source: Source, config: EngineConfig, report: Report) -> tuple[To
 
 
 def _decoder_config(source: Source) -> DecoderConfig:
-    """The decoder's shapes from the model's config; ModelLoadError naming the file if they are wrong."""
     settings = source.config  # its errors name the file
     file = source.path if source.path.is_file() else source.path / "config.json"
     try:

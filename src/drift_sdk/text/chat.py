@@ -1,4 +1,4 @@
-"""Chat templates: messages to a prompt."""
+"""Chat templates: turn messages into a prompt."""
 
 from __future__ import annotations
 
@@ -24,20 +24,23 @@ RESERVED_ARGS = ("messages", "tools", "documents", "add_generation_prompt")
 class ChatTemplate:
     """A model's chat template, in the Jinja dialect of Hugging Face's `apply_chat_template`.
 
-    Templates come with downloaded models, so they run sandboxed, see plain data only and take at most
-    4,000,000 steps to render: iterations, calls, operations and 64 characters of text each are one. Rendered
-    prompts hold their own special tokens: encode them with `add_special_tokens=False`. `uses_tools`: whether
-    the template reads the variable `tools`.
+    Templates come with downloaded models. They run in a sandbox, receive plain data only and may take at most
+    4,000,000 steps to render; an iteration, a call, an operation and 64 characters of text are one step each.
+    A rendered prompt contains its special tokens: encode it with `add_special_tokens=False`.
 
-    Raises `ModelLoadError` when the template cannot be compiled.
+    source:                template text.
+    bos_token, eos_token:  text of the model's special tokens; None if it has none.
+    uses_tools:            whether the template reads the variable `tools`.
+
+    Raises `ModelLoadError` if the template cannot be compiled.
     """
 
     def __init__(self, source: str, *, bos_token: str | None, eos_token: str | None) -> None:
         special_tokens = {"bos_token": bos_token, "eos_token": eos_token}
-        # A token the model lacks stays undefined, which renders as nothing; None would render as "None".
+        # A token that the model lacks stays undefined and renders as nothing; None would render as "None".
         self._special_tokens = {name: token for name, token in special_tokens.items() if token is not None}
         try:
-            with budget():  # constant expressions are computed here
+            with budget():  # compiling evaluates constant expressions
                 environment = _environment()
                 tree = environment.parse(source)
                 self._template = environment.from_string(tree)
@@ -57,9 +60,13 @@ class ChatTemplate:
     ) -> str:
         """The prompt for these messages.
 
-        `tools` are JSON schemas of functions, `template_args` further variables of the template, such as
-        enable_thinking. Raises `RequestError` when messages, tools or arguments are not of this form, or when
-        the template refuses them.
+        messages:               mappings with at least a string "role".
+        tools:                  descriptions of functions (JSON schemas).
+        template_args:          further variables of the template, such as enable_thinking.
+        add_generation_prompt:  whether the prompt ends with the beginning of the assistant's answer.
+
+        Raises `RequestError` if messages, tools or arguments have another form, or if the template rejects
+        them.
         """
         _check_messages(messages)
         if tools is not None:
@@ -82,9 +89,9 @@ class ChatTemplate:
             with budget():
                 return self._template.render(variables)
         except Exception as error:
-            # The template is foreign code run on the caller's data: whatever it raises is about this request.
+            # The template is the model's code, run on the caller's data: any error concerns this request.
             raise RequestError(
-                f"messages: the chat template refused them: {error}",
+                f"messages: the chat template rejected them: {error}",
                 field="messages",
                 value=messages,
                 allowed="what the model's chat template accepts",
@@ -92,7 +99,7 @@ class ChatTemplate:
 
 
 class _GenerationBlocks(jinja2.ext.Extension):
-    """Accepts {% generation %} blocks: they mark the assistant's text for training and mean nothing here."""
+    """Renders the body of {% generation %} blocks, which mark the assistant's text for training."""
 
     tags = {"generation"}
 
@@ -122,7 +129,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own filter escapes HTML and sorts keys, which no model was trained on.
+    # Replaces Jinja's filter, which escapes HTML and sorts keys: models were not trained on such text.
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -1,4 +1,4 @@
-"""Token ids to text, as they come."""
+"""Incremental detokenisation: token ids to text, as the ids arrive."""
 
 from __future__ import annotations
 
@@ -11,27 +11,29 @@ __all__ = ["Detokenizer"]
 
 
 class Detokenizer:
-    """Turns the token ids of one text into characters, however the ids are cut into pushes.
+    """Turns the token ids of one text into characters.
 
-    A character whose bytes are spread over several tokens is returned when it is complete; bytes that can no
-    longer become a character are returned as U+FFFD. Special ids add nothing. Every push takes time in
-    proportion to its own ids.
+    The result does not depend on how the ids are split over pushes.
 
-    The joined text equals `Tokenizer.decode` of all ids. The exceptions are sentencepiece models: a run of
-    byte tokens with an invalid byte in it keeps its valid characters here, where `decode` replaces every byte
-    of the run (the run's end cannot be awaited in a stream).
+    A character whose bytes are spread over several tokens is returned when it is complete. Bytes that can no
+    longer become a character are returned as U+FFFD. Special ids add nothing. A push takes time proportional
+    to the number of its own ids.
+
+    The joined text equals `Tokenizer.decode` of all ids, with one exception: with sentencepiece models, a run
+    of byte tokens that contains an invalid byte keeps its valid characters here, while `decode` replaces
+    every byte of the run. (A stream cannot wait for the end of the run.)
     """
 
     __slots__ = ("_bytes_of", "_incomplete", "_num_leading_spaces", "_text_of")
 
     def __init__(self, token_bytes: TokenBytes) -> None:
         self._bytes_of, self._text_of = token_bytes.__getitem__, token_bytes.texts.get
-        self._incomplete = b""  # the first bytes of a character
+        self._incomplete = b""  # first bytes of a character whose last bytes have not arrived
         self._num_leading_spaces = token_bytes.num_leading_spaces
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that became certain with these ids, often empty."""
-        if len(token_ids) == 1 and not self._incomplete:  # as a rule
+        """Add ids; returns the text that they complete, which may be empty."""
+        if len(token_ids) == 1 and not self._incomplete:  # the usual case
             text = self._text_of(token_ids[0])
             if text is not None:
                 return self._stripped(text) if self._num_leading_spaces else text
@@ -39,7 +41,7 @@ class Detokenizer:
         return self._decode(b"".join(map(self._bytes_of, token_ids)))
 
     def flush(self) -> str:
-        """The rest, once no more ids will come: U+FFFD if a character is incomplete."""
+        """End the text; returns what is left of it: U+FFFD if a character is incomplete, else nothing."""
         return self._decode(b"", is_last=True)
 
     def _decode(self, data: bytes, *, is_last: bool = False) -> str:
@@ -49,7 +51,10 @@ class Detokenizer:
         return self._stripped(text) if self._num_leading_spaces else text
 
     def _stripped(self, text: str) -> str:
-        """Only the very start of the text is stripped: it is over at the first other character."""
+        """Remove the leading spaces that the tokenizer's decoder removes at the start of a text.
+
+        After the first other character nothing more is removed.
+        """
         num_spaces = len(text) - len(text.lstrip(" "))
         num_stripped = min(num_spaces, self._num_leading_spaces)
         self._num_leading_spaces = self._num_leading_spaces - num_stripped if num_spaces == len(text) else 0

@@ -1,7 +1,7 @@
-"""The tokenizer that a GGUF file's metadata describes.
+"""Builds the tokenizer that the metadata of a GGUF file describes.
 
-Keys and their meaning: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Where a file is silent,
-this follows llama.cpp, for which the files are written.
+Keys and their meaning: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. For what a file does not
+specify, this module follows llama.cpp, for which the files are written.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from drift_sdk.errors import ModelLoadError, short_repr
 
 __all__ = ["adds_bos", "build_gguf_tokenizer", "special_token"]
 
-# How a "gpt2" vocabulary splits text before merging, by the names that files use for it.
+# Ways to split text before merging with a "gpt2" vocabulary, by the names that files use for them.
 GPT2_NAMES = frozenset({"gpt-2", "default", "phi-2", "mpt", "olmo", "roberta-bpe"})
 SINGLE_DIGIT_NAMES = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"})
 LLAMA3_NAMES = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2"})
 QWEN2_NAMES = frozenset({"qwen2", "deepseek-r1-qwen"})
 
-# The split of cl100k, with runs of up to three digits (Llama 3) or single ones (Qwen 2).
+# The split of cl100k, with runs of up to three digits (Llama 3) or with single digits (Qwen 2).
 CL100K_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -34,10 +34,12 @@ QWEN2_SPLIT = CL100K_SPLIT % r"\p{N}"
 METASPACE = "\u2581"
 TOKENS = "tokenizer.ggml.tokens"
 MAX_TOKEN_CHARS = 1024
-NAMES = {str: "a string", int: "an integer", float: "a number"}
+TYPE_NAMES = {str: "a string", int: "an integer", float: "a number"}
 
 
 class TokenType(IntEnum):
+    """Values of tokenizer.ggml.token_type."""
+
     NORMAL = 1
     UNKNOWN = 2
     CONTROL = 3
@@ -47,23 +49,15 @@ class TokenType(IntEnum):
 
 
 def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    """Build from a file's metadata, plain Python values by key; `ModelLoadError` names the key at fault."""
+    """The tokenizer for a file's metadata, given as plain Python values by key.
+
+    Raises `ModelLoadError` that names the key with a missing or wrong value.
+    """
     model = metadata.get("tokenizer.ggml.model")
     if model not in ("gpt2", "llama"):
         raise ModelLoadError(f"tokenizer.ggml.model={short_repr(model)}: expected 'gpt2' or 'llama'")
 
-    tokens = _list(metadata, TOKENS, str)
-    types: Sequence[int] = [TokenType.NORMAL] * len(tokens)
-    if "tokenizer.ggml.token_type" in metadata:
-        types = _list(metadata, "tokenizer.ggml.token_type", int, length=len(tokens))
-
-    if model == "llama":
-        # User-defined tokens are looked for in the text as it was typed, with plain spaces.
-        tokens = [
-            token.replace(METASPACE, " ") if token_type == TokenType.USER_DEFINED else token
-            for token, token_type in zip(tokens, types, strict=True)
-        ]
-
+    tokens, types = _read_tokens(metadata, model)
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
     if len(vocab) != len(tokens):
         repeated = next(token for token_id, token in enumerate(tokens) if vocab[token] != token_id)
@@ -77,15 +71,37 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
     except Exception as error:
         raise ModelLoadError(f"tokenizer.ggml: vocabulary and merges do not fit together: {error}") from error
 
+    _add_tokens(raw, tokens, types)
+    return raw
+
+
+def _read_tokens(metadata: Mapping[str, Any], model: str) -> tuple[list[str], Sequence[int]]:
+    """The vocabulary and the `TokenType` of each token."""
+    tokens: list[str] = _list(metadata, TOKENS, str)
+    types: Sequence[int] = [TokenType.NORMAL] * len(tokens)
+    if "tokenizer.ggml.token_type" in metadata:
+        types = _list(metadata, "tokenizer.ggml.token_type", int, length=len(tokens))
+
+    if model == "llama":
+        # User-defined tokens are matched in the original text, which has plain spaces.
+        tokens = [
+            token.replace(METASPACE, " ") if token_type == TokenType.USER_DEFINED else token
+            for token, token_type in zip(tokens, types, strict=True)
+        ]
+
+    return tokens, types
+
+
+def _add_tokens(raw: tokenizers.Tokenizer, tokens: Sequence[str], types: Sequence[int]) -> None:
+    """Mark special and user-defined tokens, which are matched in a text before it is split."""
     added = list(zip(tokens, types, strict=True))
     is_special = (TokenType.UNKNOWN, TokenType.CONTROL)
     raw.add_special_tokens([AddedToken(token, normalized=False) for token, t in added if t in is_special])
     raw.add_tokens([AddedToken(token, normalized=False) for token, t in added if t == TokenType.USER_DEFINED])
-    return raw
 
 
 def special_token(metadata: Mapping[str, Any], name: str) -> str | None:
-    """The text of the "bos", "eos" or "unknown" token, None where the file has none."""
+    """The text of the token of that name ("bos", "eos" or "unknown"); None if the file has none."""
     key = f"tokenizer.ggml.{name}_token_id"
     token_id = metadata.get(key)
     if token_id is None:
@@ -108,6 +124,7 @@ def adds_bos(metadata: Mapping[str, Any]) -> bool:
 def _byte_level(
     metadata: Mapping[str, Any], vocab: dict[str, int], types: Sequence[int]
 ) -> tokenizers.Tokenizer:
+    """A tokenizer with a "gpt2" vocabulary: byte-level BPE with the file's merges."""
     pre = metadata.get("tokenizer.ggml.pre", "default")
     if not isinstance(pre, str):
         raise ModelLoadError(f"tokenizer.ggml.pre={short_repr(pre)}: expected a string")
@@ -134,20 +151,20 @@ def _byte_level(
     raw.pre_tokenizer = pre_tokenizer
     raw.decoder = decoders.ByteLevel()
     if pre == "qwen2":
-        # Not said in the file, but so the model was trained.
+        # The file does not say so, but the model was trained with it.
         raw.normalizer = normalizers.NFC()
 
     return raw
 
 
 def _read_merges(metadata: Mapping[str, Any], vocab: dict[str, int]) -> list[tuple[str, str]]:
-    """Pairs of tokens that make another. The library panics on any others."""
+    """Pairs of tokens that form a third. The tokenizers library panics on other pairs."""
     key = "tokenizer.ggml.merges"
     merges = []
     for merge in _list(metadata, key, str):
         left, space, right = merge.partition(" ")
         if not (space and left in vocab and right in vocab and left + right in vocab):
-            raise ModelLoadError(f"{key}: {short_repr(merge)}, expected two tokens that make a third")
+            raise ModelLoadError(f"{key}: {short_repr(merge)}, expected two tokens that form a third")
 
         merges.append((left, right))
 
@@ -157,6 +174,7 @@ def _read_merges(metadata: Mapping[str, Any], vocab: dict[str, int]) -> list[tup
 def _sentencepiece(
     metadata: Mapping[str, Any], vocab: dict[str, int], types: Sequence[int]
 ) -> tokenizers.Tokenizer:
+    """A tokenizer with a "llama" vocabulary: sentencepiece BPE, whose merges follow from the scores."""
     scores = _list(metadata, "tokenizer.ggml.scores", float, length=len(vocab))
     raw = tokenizers.Tokenizer(
         models.BPE(
@@ -183,14 +201,18 @@ def _sentencepiece(
 def _merges_by_score(
     vocab: dict[str, int], scores: list[float], types: Sequence[int]
 ) -> list[tuple[str, str]]:
-    """Sentencepiece joins the neighbours whose joined token scores best. The same as ranked pairs: every cut
-    of a token into two others, best token first, and of one token's cuts the longest left part first."""
+    """Ranked merges that are equivalent to sentencepiece's scores.
+
+    Sentencepiece joins the two neighbours whose joined token has the best score. The equivalent list has each
+    way to cut a token into two others, in the order of the tokens' scores, best first; for one token, the cut
+    with the longest left part comes first.
+    """
     mergeable = {
         token for token, t in zip(vocab, types, strict=True) if t in (TokenType.NORMAL, TokenType.UNUSED)
     }
     longest = max(map(len, mergeable), default=0)
     if longest > MAX_TOKEN_CHARS:
-        raise ModelLoadError(f"{TOKENS}: one of {longest} characters, expected at most {MAX_TOKEN_CHARS}")
+        raise ModelLoadError(f"{TOKENS}: a token of {longest} characters, expected at most {MAX_TOKEN_CHARS}")
 
     merges = []
     for token in sorted(mergeable, key=lambda token: (-scores[vocab[token]], vocab[token])):
@@ -211,15 +233,19 @@ def _flag(metadata: Mapping[str, Any], key: str, *, default: bool) -> bool:
 
 
 def _list(metadata: Mapping[str, Any], key: str, kind: type, *, length: int | None = None) -> list[Any]:
+    """The list at a key.
+
+    Raises ModelLoadError unless it has `length` values of type `kind`, none of them NaN.
+    """
     values = metadata.get(key)
     if not isinstance(values, list):
         raise ModelLoadError(f"{key}: found {type(values).__name__}, expected a list")
 
     if length is not None and len(values) != length:
-        raise ModelLoadError(f"{key}: found {len(values)} entries, expected {length}, one a token")
+        raise ModelLoadError(f"{key}: found {len(values)} entries, expected {length}, one per token")
 
     if not all(type(value) is kind and value == value for value in values):
         found = next(value for value in values if type(value) is not kind or value != value)
-        raise ModelLoadError(f"{key}: found {short_repr(found)}, expected each to be {NAMES[kind]}")
+        raise ModelLoadError(f"{key}: found {short_repr(found)}, expected each to be {TYPE_NAMES[kind]}")
 
     return values

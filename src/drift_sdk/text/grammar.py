@@ -1,8 +1,9 @@
-"""Grammars at work: which tokens a completion may go on with. llguidance does the parsing.
+"""Constrained decoding: computes which tokens may come next under a grammar. llguidance does the parsing.
 
-Masks are exact: a token is allowed if and only if the grammar can take its bytes. llguidance could also
-insist on the tokenizer's own spelling of text that is certain ("forcing"). That is switched off: it calls
-back into Python for each mask, and a draft's tokens would be held to a rule that sampled ones never meet.
+Masks are exact: a token is allowed if and only if the grammar accepts its bytes. llguidance can also require
+the tokenizer's own spelling of text that has only one continuation ("forcing"). This is switched off, because
+it calls back into Python for each mask, and because it would restrict drafted tokens by a rule that does not
+apply to sampled ones.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ try:
     from llguidance import LLMatcher, LLTokenizer, regex_to_lark
     from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 except ImportError as error:
-    # The first request with a grammar imports this module, and gets the error.
+    # This module is imported by the first request with a grammar, which receives the error.
     allowed = 'the package llguidance: pip install "drift-engine[grammar]"'
     raise RequestError(f"grammar: needs {allowed}", field="grammar", allowed=allowed) from error
 
@@ -36,14 +37,14 @@ __all__ = ["GrammarConstraint", "constrain"]
 
 NUM_CACHED_GRAMMARS = 64
 
-# Within the bounds of grammar_limits, compiling takes up to a few seconds. What takes longer is left to run:
-# native code cannot be stopped.
+# Within the bounds of grammar_limits, compiling takes up to a few seconds. After this time the request fails;
+# the compilation continues on its thread, because native code cannot be stopped.
 COMPILE_TIMEOUT_S = 20
 
 NO_FORCING = '\n%llguidance {"no_forcing": true}'
 
-# One blank, or a new line and its indentation: where JSON allows any whitespace, small models write it on
-# and on.
+# Whitespace in JSON: one blank, or a newline and its indentation. If any whitespace were allowed, small
+# models might generate it without end.
 JSON_STYLE = {"whitespace_pattern": r"( |\n[ \t]{0,32})"}
 
 Bitmask = NDArray[np.int32]
@@ -57,15 +58,19 @@ def constrain(
     eos_token_ids: Sequence[int],
     ignore_eos: bool = False,
 ) -> GrammarConstraint:
-    """A grammar at its beginning, for one completion of a model of `vocab_size` token ids.
+    """A constraint for one completion, at the beginning of the grammar.
 
-    Compiled grammars are cached, and a model's vocabulary is read at its first grammar. Raises `RequestError`
-    for a grammar that cannot be compiled, with the reason.
+    vocab_size:     number of the model's token ids.
+    eos_token_ids:  ids that end the text; those from `vocab_size` on are ignored.
+    ignore_eos:     allow them only where nothing else is allowed.
+
+    Compiled grammars are cached; a model's vocabulary is read for its first grammar. Raises `RequestError`,
+    with the reason, for a grammar that cannot be compiled.
     """
     kind = type(grammar).__name__
     eos_token_ids = tuple(token_id for token_id in eos_token_ids if token_id < vocab_size)
     if not eos_token_ids:
-        raise failure(f"{kind} ends with an end-of-sequence token, the model names none", grammar)
+        raise failure(f"{kind} ends with an end-of-sequence token, but the model has none", grammar)
 
     vocabulary = vocabulary_of(tokenizer, vocab_size, eos_token_ids)
     try:
@@ -77,16 +82,16 @@ def constrain(
 
 
 class GrammarConstraint:
-    """A grammar, and how far a completion has come in it: a `TokenConstraint`.
+    """A grammar and a completion's position in it. Implements `TokenConstraint`.
 
-    End-of-sequence ids are allowed where the text may end; with `ignore_eos`, where it must. One thread at a
-    time uses it: a text thread in `advance`, the engine's in `masks`.
+    End-of-sequence ids are allowed where the text may end; with `ignore_eos`, only where it must end. Only
+    one thread at a time may use it: a text thread calls `advance`, the engine's thread calls `masks`.
     """
 
     def __init__(
         self, matcher: LLMatcher, vocab_size: int, eos_token_ids: Sequence[int], *, ignore_eos: bool = False
     ) -> None:
-        """Takes `matcher` over."""
+        """`matcher` must not be used by others afterwards."""
         self.eos_token_ids = frozenset(eos_token_ids)
         self._matcher = matcher
         self._num_tokens = 0
@@ -100,7 +105,10 @@ class GrammarConstraint:
         self._next = self._compute_next()
 
     def masks(self, draft_token_ids: Sequence[int]) -> Bitmask:
-        """See `TokenConstraint`. Rows after a drafted token that is not allowed or ends the text are zero."""
+        """Masks for the next token and after each drafted token, see `TokenConstraint`.
+
+        Rows after a drafted token that is not allowed or that ends the text are zero.
+        """
         if not draft_token_ids:
             return self._next
 
@@ -112,7 +120,7 @@ class GrammarConstraint:
                 break
 
             if not self._matcher.consume_token(token_id):
-                break  # a limit of the parser: the next `advance` reports it
+                break  # the parser has reached a limit, which the next `advance` reports
 
             num_consumed += 1
             self._fill(rows, index + 1)
@@ -121,8 +129,10 @@ class GrammarConstraint:
         return rows
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """Go on by newly generated tokens; `RequestError` if the grammar has no place for them or nothing to
-        follow."""
+        """Move on by newly generated tokens.
+
+        Raises `RequestError` if the grammar does not accept them, or if no token may follow them.
+        """
         num_consumed = self._matcher.try_consume_tokens(list(token_ids))
         self._num_tokens += num_consumed
         if num_consumed < len(token_ids):
@@ -133,16 +143,16 @@ class GrammarConstraint:
         self._next = self._compute_next()
 
     def _compute_next(self) -> Bitmask:
-        rows = self._empty.copy()  # the last one may still be read
+        rows = self._empty.copy()  # the previous mask may still be in use
         self._fill(rows, 0)
         self._check()
         if not rows.any():
-            raise failure(f"no token of the model's continues the text of {self._num_tokens} tokens")
+            raise failure(f"no token of the model continues the text of {self._num_tokens} tokens")
 
         return rows
 
     def _fill(self, rows: Bitmask, index: int) -> None:
-        """Row `index` is what may come next; zero where the parser gives up."""
+        """Write the mask for the next token into row `index`; zero if the parser has failed."""
         fill_next_token_bitmask(self._matcher, rows, index)
         if self._matcher.is_error():
             rows[index] = 0
@@ -155,8 +165,11 @@ class GrammarConstraint:
 
 
 class TokenTable:
-    """A vocabulary in the form that llguidance reads. Special tokens have a name and no text; ids behind the
-    tokenizer's last, with which a model's vocabulary may be padded, have neither."""
+    """A vocabulary in the form that llguidance reads.
+
+    Special tokens have a name and no text. Ids after the tokenizer's last one, with which a model's
+    vocabulary may be padded, have neither.
+    """
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -171,12 +184,14 @@ class TokenTable:
             self.tokens[token_id] = tokenizer.decode([token_id], skip_special_tokens=False).encode()
 
     def __call__(self, text: str | bytes) -> list[int]:
-        raise NotImplementedError("without forcing no text is tokenised")
+        raise NotImplementedError("llguidance tokenises text only for forcing, which is off")
 
 
 class Vocabulary:
-    """A model's tokens, and the grammars compiled for them. It must not hold its tokenizer, whose end is its
-    own."""
+    """A model's tokens in llguidance's form, and a cache of grammars compiled for them.
+
+    It must not keep a reference to its tokenizer: it is the value of a weak dictionary with that key.
+    """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         table = TokenTable(tokenizer, vocab_size, eos_token_ids)
@@ -191,7 +206,7 @@ _stack_size_lock = threading.Lock()
 
 
 def renew_locks() -> None:
-    """In a forked child: a thread that does not exist there may hold them."""
+    """Replace the locks in a forked child, where their owner may be a thread that does not exist there."""
     global _vocabularies_lock, _stack_size_lock
     _vocabularies_lock, _stack_size_lock = threading.Lock(), threading.Lock()
 
@@ -201,6 +216,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
 
 
 def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Vocabulary:
+    """The vocabulary for these arguments, made at the first call and kept as long as the tokenizer."""
     with _vocabularies_lock:
         vocabularies = _vocabularies.setdefault(tokenizer, {})
         vocabulary = vocabularies.get((vocab_size, eos_token_ids))
@@ -212,13 +228,17 @@ def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[in
 
 
 def compile_lark(ll_tokenizer: LLTokenizer, lark: str) -> LLMatcher:
-    """Compile on a thread of its own: how large other threads' stacks are is the host's business."""
+    """Compile a grammar in llguidance's notation, on a new thread with a stack that is large enough.
+
+    The stack size of other threads is the host program's choice. Raises ValueError with the reason if the
+    grammar cannot be compiled in `COMPILE_TIMEOUT_S` seconds.
+    """
     compiled: SimpleQueue[LLMatcher | BaseException] = SimpleQueue()
 
     def work() -> None:
         try:
             compiled.put(LLMatcher(ll_tokenizer, lark, log_level=0))
-        except BaseException as error:  # a Rust panic is no Exception
+        except BaseException as error:  # a Rust panic is not an Exception
             compiled.put(error)
 
     start_thread(work)
@@ -237,21 +257,26 @@ def compile_lark(ll_tokenizer: LLTokenizer, lark: str) -> LLMatcher:
 
 
 def start_thread(work: Callable[[], None]) -> None:
-    """Start a thread with a stack of `STACK_BYTES`. Python takes the size from a setting of the process,
-    which is changed for this one start."""
+    """Start a thread with a stack of `STACK_BYTES`.
+
+    Python takes the stack size from a setting of the process, which is changed during this start only.
+    """
     with _stack_size_lock:
         before = threading.stack_size(STACK_BYTES)
         try:
             threading.Thread(target=work, name="drift-grammar", daemon=True).start()
         except RuntimeError as error:
-            raise ValueError(f"no thread with {STACK_BYTES >> 20} MiB of stack starts") from error
+            raise ValueError(f"a thread with {STACK_BYTES >> 20} MiB of stack cannot be started") from error
         finally:
             threading.stack_size(before)
 
 
 def lark_of(grammar: Grammar) -> str:
-    """Any grammar in llguidance's one notation. A setting counts where it comes last. ValueError for a
-    grammar out of bounds."""
+    """A grammar in llguidance's notation, with forcing switched off.
+
+    The setting is appended because llguidance uses the last one. Raises ValueError for a grammar that exceeds
+    the bounds.
+    """
     if isinstance(grammar, JsonSchema):
         check_schema(grammar.definition)
         schema = {"x-guidance": JSON_STYLE} | grammar.definition
@@ -259,7 +284,7 @@ def lark_of(grammar: Grammar) -> str:
 
     if isinstance(grammar, Regex):
         check_regex(grammar.pattern)
-        # \s becomes a class with a space in it, which (?x) would ignore.
+        # \s becomes a class that contains a space, which (?x) would ignore.
         pattern = regex_to_lark(grammar.pattern, "dws").replace(r"[ \t", r"[\x20\t")
         return f"start: /{pattern}/{NO_FORCING}"
 
@@ -268,12 +293,16 @@ def lark_of(grammar: Grammar) -> str:
 
 
 def is_allowed(row: NDArray[np.int32], token_id: int) -> bool:
+    """Whether the bit of a token is set in a row of a mask."""
     return bool(int(row[token_id // 32]) >> token_id % 32 & 1)
 
 
 def reason(matcher: LLMatcher) -> str:
-    """llguidance's message, without its listing of the grammar, its dump of the parser, and the place at
-    which `lark_of` put a schema or a pattern."""
+    """llguidance's error message, shortened.
+
+    Removed are its listing of the grammar, its dump of the parser state, and the position of the schema or
+    pattern in the text made by `lark_of`.
+    """
     message = re.split(r"\n<state>|\n +\d+ \| ", matcher.get_error())[0]
     return re.sub(r"^at 1\(8\): (failed to compile JSON schema: )?", "", message).strip()
 

@@ -1,30 +1,31 @@
-"""Bounds of grammars, checked before they are compiled.
+"""Bounds of grammars, checked before a grammar is compiled.
 
-llguidance compiles by native recursion, at some places in time quadratic or worse in the grammar's size, and
-holds numbers as doubles and 64-bit integers without saying where they do not fit. Within these bounds its
-stack need is below `STACK_BYTES` and every number means what it says. A `ValueError` names the bound that is
-exceeded.
+llguidance compiles by native recursion, in some cases in time quadratic or worse in the size of the grammar,
+and represents numbers as doubles and 64-bit integers without reporting those that do not fit. Within these
+bounds it needs less stack than `STACK_BYTES`, and all numbers are represented exactly. A `ValueError` names
+the bound that is exceeded.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from decimal import Decimal
 from math import gcd, isfinite
 from typing import Any, TypeGuard
+from urllib.parse import unquote
 
 __all__ = ["STACK_BYTES", "check_lark", "check_regex", "check_schema"]
 
 STACK_BYTES = 64 << 20
-"""Of the thread that compiles: twice of what `MAX_PARTS` parts were seen to need (up to 7 KB each)."""
+"""Stack of the compiling thread: about twice the measured need of `MAX_PARTS` parts (up to 7 KB each)."""
 
 MAX_BYTES = 256 << 10
 MAX_PARTS = 5_000
 MAX_DEPTH = 100
 MAX_PROPERTIES = 1_000
-MAX_COUNTED_PROPERTIES = 100  # where minProperties or maxProperties makes a choice of each
+MAX_COUNTED_PROPERTIES = 100  # with minProperties or maxProperties, where each property is a choice
 MAX_PATTERN_PROPERTIES = 10
 MAX_REPETITIONS = 1_000
 MAX_CONSTRAINTS = 8
@@ -40,7 +41,7 @@ SEQUENCES = ("properties", "required", "prefixItems", "items", "allOf", "anyOf",
 
 REPETITION = re.compile(r"\\.|[?*+{]", re.DOTALL)
 
-# The tokens of llguidance's Lark that decide where others begin, and those that make it recurse.
+# Tokens of llguidance's Lark that determine where other tokens begin, and those that cause recursion.
 LARK_TOKEN = re.compile(
     r"""(?P<text>"(?:\\.|[^"\\\n])*")"""
     r"""|(?P<comment>(?:\#|//)[^\n]*)"""
@@ -55,6 +56,7 @@ decoder = json.JSONDecoder()
 
 
 def check_regex(pattern: str) -> None:
+    """Check a regular expression. Raises ValueError."""
     _check_size(pattern)
     if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
         raise ValueError("pattern ends with a backslash that escapes nothing")
@@ -63,6 +65,7 @@ def check_regex(pattern: str) -> None:
 
 
 def check_lark(text: str) -> None:
+    """Check a Lark grammar with the schemas in it. Raises ValueError."""
     _check_size(text)
     num_parts = num_repetitions = position = 0
     while match := LARK_TOKEN.search(text, position):
@@ -85,6 +88,7 @@ def check_lark(text: str) -> None:
 
 
 def check_schema(schema: Any) -> None:
+    """Check a JSON schema. Raises ValueError."""
     num_parts = num_patterns = num_repetitions = 0
     objects: list[dict[str, Any]] = []
     multiples: set[Decimal] = set()
@@ -110,7 +114,7 @@ def check_schema(schema: Any) -> None:
 
 
 def _walk(schema: Any) -> Iterator[tuple[Any, int]]:
-    """All objects and arrays, data included: a $ref may point anywhere."""
+    """All objects and arrays of a schema with their depth, data included, because a $ref may refer to it."""
     stack = [(schema, 1)]
     while stack:
         value, depth = stack.pop()
@@ -121,11 +125,11 @@ def _walk(schema: Any) -> Iterator[tuple[Any, int]]:
 
 
 def _num_parts(value: dict[str, Any] | list[Any]) -> int:
-    """How much a value adds to the depth of llguidance's recursion, at most."""
+    """An upper bound on what a value adds to the depth of llguidance's recursion."""
     if isinstance(value, list):
         return 1
 
-    # Each property is a level, and so are names in `required` and members of constants.
+    # Each property, each name in `required` and each member of a constant is a level.
     num_members = sum(_size_of(value.get(keyword)) for keyword in SEQUENCES)
     constants = [value.get("const"), *_members(value, "enum")]
     num_members += sum(len(each) for constant in constants for each, _ in _walk(constant))
@@ -133,6 +137,7 @@ def _num_parts(value: dict[str, Any] | list[Any]) -> int:
 
 
 def _check_keywords(schema: dict[str, Any]) -> None:
+    """Check the numbers of one object of a schema, and how many properties it has."""
     for keyword in LOWER_BOUNDS + UPPER_BOUNDS:
         if _is_number(bound := schema.get(keyword)):
             _check_bound(keyword, bound)
@@ -150,13 +155,14 @@ def _check_keywords(schema: dict[str, Any]) -> None:
 
 
 def _patterns(schema: dict[str, Any]) -> list[str]:
+    """The regular expressions of one object of a schema."""
     named = schema.get("patternProperties")
     patterns = [schema.get("pattern"), *(named if isinstance(named, dict) else ())]
     return [pattern for pattern in patterns if isinstance(pattern, str)]
 
 
 def _check_bound(keyword: str, bound: float) -> None:
-    # The largest double in int64 is its own upper bound to llguidance: no integer is lost.
+    # llguidance uses the largest double in int64 as upper bound instead, which excludes no integer.
     if keyword == "maximum" and bound == INT64_MAX and isinstance(bound, int):
         return
 
@@ -171,7 +177,7 @@ def _check_bound(keyword: str, bound: float) -> None:
 
 
 def _check_exact(keyword: str, number: float) -> None:
-    """Numbers are doubles to llguidance, and integers then int64."""
+    """Check that a number is exact in llguidance, which holds it as double and integers then as int64."""
     if not abs(number) <= INT64_MAX or abs(float(number)) >= 2.0**63 or float(number) != number:
         allowed = (
             f"a number from {-MAX_INTEGER} to {MAX_INTEGER} (2**53), or below 2**63 in magnitude where a "
@@ -181,7 +187,7 @@ def _check_exact(keyword: str, number: float) -> None:
 
 
 def _check_multiples(multiples: set[Decimal], *, is_merged: bool) -> None:
-    """llguidance multiplies those that meet in one place as 32-bit integers."""
+    """Check values of multipleOf that may be merged: llguidance multiplies them as 32-bit integers."""
     if not is_merged or len(multiples) < 2:
         return
 
@@ -198,17 +204,40 @@ def _check_multiples(multiples: set[Decimal], *, is_merged: bool) -> None:
 
 
 def _check_merged_strings(schema: Any, objects: list[dict[str, Any]]) -> None:
-    """Patterns, formats and lengths that a string must meet at once multiply llguidance's work."""
+    """Check how many patterns, formats and lengths apply to one string: they multiply llguidance's work."""
     anchors = {f"#{each['$anchor']}": each for each in objects if isinstance(each.get("$anchor"), str)}
+
+    def target(reference: Any) -> Any:
+        """The part of the schema that a $ref refers to; None if it is not in the schema."""
+        if not isinstance(reference, str) or not reference.startswith("#"):
+            return None
+        return anchors.get(reference, _resolve(schema, reference))
+
+    counts = _count_constraints(objects, target)
+    for each in objects:
+        names: dict[str, int] = {}  # property -> constraints of all its merged definitions
+        members = [
+            target(m.get("$ref")) if isinstance(m, dict) and "$ref" in m else m
+            for m in _members(each, "allOf")
+        ]
+        for member in [each, *members]:
+            properties = member.get("properties") if isinstance(member, dict) else None
+            for name, value in properties.items() if isinstance(properties, dict) else ():
+                names[name] = names.get(name, 0) + counts.get(id(value), 0)
+        most = max([counts.get(id(each), 0), *names.values()])
+        _check_count("patterns, formats and lengths for one string", most, MAX_CONSTRAINTS)
+
+
+def _count_constraints(objects: list[dict[str, Any]], target: Callable[[Any], Any]) -> dict[int, int]:
+    """Number of patterns, formats and lengths that each object puts on one string, by the object's id().
+
+    Constraints of allOf and $ref add up; of anyOf and oneOf, the alternative with the most counts. Counting
+    is repeated until no count grows; counts stop at MAX_CONSTRAINTS + 1, so that circular references end.
+    """
     counts: dict[int, int] = {}
 
     def count(value: Any) -> int:
         return counts.get(id(value), 0)
-
-    def target(reference: Any) -> Any:
-        if not isinstance(reference, str) or not reference.startswith("#"):
-            return None
-        return anchors.get(reference, _resolve(schema, reference))
 
     limit = MAX_CONSTRAINTS + 1
     is_stable = False
@@ -223,23 +252,11 @@ def _check_merged_strings(schema: Any, objects: list[dict[str, Any]]) -> None:
                 counts[id(each)] = found
                 is_stable = False
 
-    for each in objects:
-        names: dict[str, int] = {}
-        members = [
-            target(m.get("$ref")) if isinstance(m, dict) and "$ref" in m else m
-            for m in _members(each, "allOf")
-        ]
-        for member in [each, *members]:
-            properties = member.get("properties") if isinstance(member, dict) else None
-            for name, value in properties.items() if isinstance(properties, dict) else ():
-                names[name] = names.get(name, 0) + count(value)
-        most = max([count(each), *names.values()])
-        _check_count("patterns, formats and lengths for one string", most, MAX_CONSTRAINTS)
+    return counts
 
 
 def _resolve(schema: Any, reference: str) -> Any:
-    from urllib.parse import unquote
-
+    """The value that a JSON pointer refers to; None if there is none."""
     value = schema
     for step in unquote(reference).split("/")[1:]:
         step = step.replace("~1", "/").replace("~0", "~")
@@ -262,6 +279,7 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def _decimal(keyword: str, number: float) -> Decimal:
+    """A number as it is written. Raises ValueError unless it is finite."""
     if isinstance(number, float) and not isfinite(number):
         raise ValueError(f"{keyword}={number}: expected a finite number")
     return Decimal(repr(number))
@@ -276,6 +294,7 @@ def _check_size(text: str) -> None:
 
 
 def _check_repetitions(what: str, pattern: str) -> int:
+    """The number of repetition operators in a regular expression. Raises ValueError if there are too many."""
     num_repetitions = sum(len(found) == 1 for found in REPETITION.findall(pattern))
     _check_count(f"repetitions in {what}", num_repetitions, MAX_REPETITIONS)
     return num_repetitions

@@ -1,4 +1,4 @@
-"""Finding stop strings in text that arrives in pieces."""
+"""Finds stop strings in text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ __all__ = ["StopMatcher"]
 
 
 class StopMatcher:
-    """Watches a growing text for stop strings and holds back only what could still begin one.
+    """Searches a growing text for stop strings and holds back only text that may be the start of one.
 
-    The text ends at the first moment at which any stop string is complete: of all occurrences the one that
-    ends first wins, and of those that end together the longest. With stops "b" and "abc", "abc" ends at its
-    "b". That can be decided as text arrives, so the result does not depend on how the text was cut.
+    stops:         the stop strings, none of them empty.
+    include_stop:  whether the emitted text includes the stop string that ended it.
 
-    Matching walks an Aho-Corasick automaton (Aho and Corasick 1975): its state is the longest suffix of the
-    text that begins some stop string, which is also exactly the text to hold back. Time is linear in the
-    text; less than the longest stop string is held.
+    The text ends as soon as any stop string is complete: of all occurrences, the one that ends first wins,
+    and of those that end together, the longest. With the stops "b" and "abc", the text "abc" ends at its "b".
+    This can be decided while text arrives, so the result does not depend on how the text is cut into pieces.
+
+    Matching walks an Aho-Corasick automaton (Aho and Corasick 1975). Its state is the longest suffix of the
+    text that is a prefix of some stop string, which is also exactly the text to hold back. Time is linear in
+    the length of the text; the text held back is shorter than the longest stop string.
     """
 
     def __init__(self, stops: tuple[str, ...], include_stop: bool) -> None:
@@ -26,10 +29,10 @@ class StopMatcher:
         self._matched: str | None = None
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Add text; return what is safe to emit now, and the stop string that ended the text or None.
+        """Add text; returns the text to emit now, and the stop string that ended the text or None.
 
-        The emitted text leaves the stop string out, or ends with it if `include_stop`. After a match nothing
-        more is emitted and the same stop string is returned again.
+        The emitted text excludes the stop string, or ends with it if `include_stop`. After a match, nothing
+        more is emitted and the same stop string is returned.
         """
         if self._matched is not None:
             return "", self._matched
@@ -48,7 +51,7 @@ class StopMatcher:
         return _emit(before, text, num_held=state.depth), None
 
     def flush(self) -> str:
-        """The text still held back, once no more will come."""
+        """End the text; returns the text that was held back."""
         held = self._state.prefix()
         self._state = self._root
         return held
@@ -60,8 +63,13 @@ class StopMatcher:
 
 
 class _State:
-    """A prefix of a stop string. `fallback` is the longest proper suffix of it which is a prefix too; `match`
-    is the longest stop string it ends with."""
+    """A state of the automaton: a prefix of a stop string, the first `depth` characters of `stop`.
+
+    children:  next character -> state.
+    fallback:  the longest proper suffix of the prefix that is also a prefix of a stop string; None for the
+               root.
+    match:     the longest stop string that the prefix ends with; None if there is none.
+    """
 
     __slots__ = ("children", "depth", "fallback", "match", "stop")
 
@@ -85,7 +93,7 @@ def _build_automaton(stops: tuple[str, ...]) -> _State:
 
         state.match = stop
 
-    # Breadth first, so that the fallbacks of all shorter prefixes are known.
+    # Breadth first: a fallback is computed from the fallbacks of shorter prefixes.
     states = deque([root])
     while states:
         parent = states.popleft()
@@ -106,7 +114,7 @@ def _find_fallback(parent: _State, char: str, root: _State) -> _State:
 
 
 def _emit(before: _State, text: str, *, num_held: int) -> str:
-    """The held text of `before` and `text` joined, less the last `num_held` characters."""
+    """The text held back in state `before`, followed by `text`, without the last `num_held` characters."""
     num_emitted = before.depth + len(text) - num_held
     if num_emitted <= before.depth:
         return before.stop[:num_emitted]

@@ -1,7 +1,8 @@
-"""A Jinja sandbox in which rendering takes a bounded amount of work.
+"""A Jinja sandbox that bounds the work of compiling and rendering a template.
 
 Chat templates come with downloaded models. Every loop iteration, call, filter, test and operator is charged
-to the render's budget, by the sizes of what goes in, before it is done; so is all text that comes out.
+to the budget of the render before it is executed, by the size of its operands. All text of the result is
+charged too.
 """
 
 from __future__ import annotations
@@ -17,50 +18,48 @@ import jinja2
 import jinja2.nodes
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-from drift_sdk.text.template_charges import TemplateCharges
+from jinja2.visitor import NodeTransformer
 
 __all__ = ["MAX_STEPS", "BudgetedEnvironment", "budget"]
 
 MAX_STEPS = 4_000_000
-"""Steps of one render; reading or writing `CHARS_PER_STEP` characters is one more."""
+"""Steps of one compilation or render; reading or writing `CHARS_PER_STEP` characters is one step."""
 
 CHARS_PER_STEP = 64
 MAX_CHARS = 32 << 20  # of one string
-MACRO_CHARS = 8 * CHARS_PER_STEP  # a macro's call takes the time of so many
+MACRO_CHARS = 8 * CHARS_PER_STEP  # charged for a macro's call, which takes as long
 
-# What takes the time of its result's members, not of all the text in them, and what takes no time.
+# Filters whose time depends on the number of members, not on the text in them.
 SHALLOW = frozenset(
     {
-        "attr",
-        "batch",
-        "dictsort",
-        "items",
-        "list",
-        "map",
-        "reject",
-        "rejectattr",
-        "reverse",
-        "select",
-        "selectattr",
+        *("attr", "batch", "dictsort", "items", "list", "map", "reject", "rejectattr", "reverse"),
+        *("select", "selectattr"),
     }
 )
+# Tests that compare values, and so may read all of their text.
 COMPARING = frozenset(
-    {"in", "eq", "equalto", "==", "ne", "!=", "lt", "lessthan", "<", "le", "<=", "gt", "greaterthan"}
+    {
+        *("in", "eq", "equalto", "==", "ne", "!="),
+        *("lt", "lessthan", "<", "le", "<=", "gt", "greaterthan", ">", "ge", ">="),
+    }
 )
-COMPARING |= {">", "ge", ">="}
+# Filters that take constant time.
 CONSTANT = frozenset({"count", "d", "default", "first", "last", "length"})
 
-# What multiplies the length of one argument by another's, and what takes a length as a number.
+# Functions whose result may be as long as the product of the lengths of two arguments.
 PRODUCTS = frozenset({"format", "format_map", "translate", "indent", "wordwrap"})
+# Functions with a length as an integer argument.
 WIDTHS = frozenset(
     {"batch", "center", "expandtabs", "indent", "ljust", "rjust", "round", "slice", "tojson", "zfill"}
 )
+# Formats with a width of six digits or more, or with a width that is an argument.
 WIDTH_IN_FORMAT = re.compile(r"\d{6}|\{[^{}]*\{|%[^a-zA-Z%]*\*")
-MAX_BITS = 1 << 16
+MAX_BITS = 1 << 16  # of an integer
 
 
 class Budget:
+    """The steps left in one compilation or render."""
+
     def __init__(self) -> None:
         self.num_left = MAX_STEPS
 
@@ -75,7 +74,7 @@ _budget: ContextVar[Budget] = ContextVar("budget")
 
 @contextmanager
 def budget() -> Iterator[None]:
-    """What is compiled or rendered inside shares one budget."""
+    """Start a new budget, shared by everything that is compiled or rendered inside the block."""
     token = _budget.set(Budget())
     try:
         yield
@@ -84,6 +83,7 @@ def budget() -> Iterator[None]:
 
 
 def charge(num_chars: int) -> None:
+    """Charge one step, and the reading or writing of so many characters. Raises TemplateError."""
     if num_chars > MAX_CHARS:
         raise jinja2.TemplateError(f"it makes a text of more than {MAX_CHARS} characters")
 
@@ -91,13 +91,16 @@ def charge(num_chars: int) -> None:
 
 
 def tick(num_chars: int) -> bool:
-    """Charges for one pass through a body with so many characters of text."""
+    """Charge one pass through a body with so many characters of text. The result is always True."""
     charge(num_chars)
     return True
 
 
 def size(value: object) -> int:
-    """Characters or members, of a container without what is in them."""
+    """Size of a value without the contents of its members.
+
+    Characters of a text, members of a container, bytes of an integer; 0 for anything else.
+    """
     if isinstance(value, str | bytes | list | tuple | dict | range):
         return len(value)
 
@@ -105,7 +108,7 @@ def size(value: object) -> int:
 
 
 def text_size(value: object) -> int:
-    """Characters of the value as text, about; a container's members count as often as they occur."""
+    """Approximate number of characters of a value as text. Members count as often as they occur."""
     total = 0
     stack = [value]
     while stack:
@@ -125,7 +128,10 @@ def text_size(value: object) -> int:
 
 
 def charge_call(name: str, values: Sequence[object]) -> None:
-    """Charge for a method of a string or a filter by what it reads, and by what it may make."""
+    """Charge a string method or filter by the size of its arguments and of the largest possible result.
+
+    values: all arguments, the string or filtered value first.
+    """
     if name in CONSTANT:
         return charge(0)
 
@@ -153,15 +159,21 @@ def charge_call(name: str, values: Sequence[object]) -> None:
 
 
 def widths(name: str, values: Sequence[object]) -> list[int]:
+    """The arguments that may be lengths of the result."""
     return [value for value in values[1:] if isinstance(value, int) and value > 0] if name in WIDTHS else []
 
 
 def has_width(value: object) -> bool:
+    """Whether a value is a format string with a large or variable width."""
     return isinstance(value, str) and WIDTH_IN_FORMAT.search(value) is not None
 
 
 class BudgetedEnvironment(ImmutableSandboxedEnvironment):
-    """A sandbox whose templates are compiled and rendered inside `budget`."""
+    """A sandbox that charges for everything a template does. Compile and render templates inside `budget`.
+
+    Filters and functions are charged through hooks of Jinja's sandbox. `TemplateCharges` adds calls of
+    `tick`, `concatenated`, `charged_text` and `charged_slice` where the sandbox has no hook.
+    """
 
     intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%", "**"})
 
@@ -176,7 +188,7 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):
         self.charged_slice = charged_slice
 
     def charge_functions(self) -> None:
-        """Have the filters and tests charged that are there by now."""
+        """Charge for the filters and tests that the environment has now. Call it after adding filters."""
         self.filters = {name: charged(name, function) for name, function in self.filters.items()}
         tests: dict[str, Any] = dict(self.tests)
         for name, function in tests.items():
@@ -190,6 +202,7 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):
         return tree.set_lineno(1)  # type: ignore[return-value]
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Called by the sandbox for every call in a template."""
         if obj in (tick, concatenated, charged_text, charged_slice):
             return obj(*args)
 
@@ -210,6 +223,7 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):
         return result
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Called by the sandbox for each of `intercepted_binops`."""
         if isinstance(left, int) and isinstance(right, int):
             is_power = operator == "**"
             num_bits = (
@@ -228,13 +242,14 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def charged(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    passed = 1 if hasattr(function, "jinja_pass_arg") else 0  # the context or environment comes first
+    """A filter or test that charges for its call and its result. name: the filter to charge for."""
+    num_passed = 1 if hasattr(function, "jinja_pass_arg") else 0  # the context or environment comes first
 
     @wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if name == "join":
             args = tuple(list(each) if isinstance(each, Iterator) else each for each in args)
-        charge_call(name, (*args[passed:], *kwargs.values()))
+        charge_call(name, (*args[num_passed:], *kwargs.values()))
         result = function(*args, **kwargs)
         charge(0 if name in CONSTANT else size(result))
         return result
@@ -243,6 +258,7 @@ def charged(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def charged_range(*args: int) -> range:
+    """`range`, charged by its length."""
     numbers = range(*args)
     try:
         charge(len(numbers) * CHARS_PER_STEP)
@@ -252,15 +268,71 @@ def charged_range(*args: int) -> range:
 
 
 def charged_text(value: Any) -> Any:
+    """The value, charged by the size of its text."""
     charge(text_size(value))
     return value
 
 
 def charged_slice(value: Any) -> Any:
+    """The value, charged by its own size."""
     charge(size(value))
     return value
 
 
 def concatenated(*values: Any) -> str:
+    """The values joined to one text, charged by its size."""
     charge(sum(map(text_size, values)))
     return "".join(map(str, values))
+
+
+def hook(name: str, *args: jinja2.nodes.Expr) -> jinja2.nodes.Call:
+    """A call of an attribute of the environment, as a node of a syntax tree."""
+    return jinja2.nodes.Call(jinja2.nodes.EnvironmentAttribute(name), list(args), [], None, None)
+
+
+def tick_for(node: jinja2.nodes.Node) -> jinja2.nodes.Call:
+    """A call of `tick` for a body that may be executed many times, with the size of its constant text."""
+    texts = [each.data for each in node.find_all(jinja2.nodes.TemplateData)]
+    texts += [each.value for each in node.find_all(jinja2.nodes.Const) if isinstance(each.value, str)]
+    return hook("tick", jinja2.nodes.Const(sum(map(len, texts))))
+
+
+class TemplateCharges(NodeTransformer):
+    """Adds charges to a template's syntax tree where the sandbox has no hook.
+
+    These are bodies of loops, macros and call blocks, slices, `~` and comparisons.
+    """
+
+    def visit_For(self, node: jinja2.nodes.For) -> jinja2.nodes.For:
+        self._charge_body(node)
+        if node.test is not None:
+            node.test = jinja2.nodes.And(hook("tick", jinja2.nodes.Const(0)), node.test)
+        return node
+
+    def visit_Macro(self, node: jinja2.nodes.Macro) -> jinja2.nodes.Macro:
+        self._charge_body(node)
+        return node
+
+    def visit_CallBlock(self, node: jinja2.nodes.CallBlock) -> jinja2.nodes.CallBlock:
+        self._charge_body(node)
+        return node
+
+    def _charge_body(self, node: jinja2.nodes.For | jinja2.nodes.Macro | jinja2.nodes.CallBlock) -> None:
+        tick = tick_for(node)  # before the visit, which adds text to the body
+        self.generic_visit(node)
+        node.body.insert(0, jinja2.nodes.ExprStmt(tick))
+
+    def visit_Concat(self, node: jinja2.nodes.Concat) -> jinja2.nodes.Node:
+        self.generic_visit(node)
+        return hook("concatenated", *node.nodes)
+
+    def visit_Compare(self, node: jinja2.nodes.Compare) -> jinja2.nodes.Node:
+        self.generic_visit(node)
+        node.expr = hook("charged_text", node.expr)
+        for operand in node.ops:
+            operand.expr = hook("charged_text", operand.expr)
+        return node
+
+    def visit_Getitem(self, node: jinja2.nodes.Getitem) -> jinja2.nodes.Node:
+        self.generic_visit(node)
+        return hook("charged_slice", node) if isinstance(node.arg, jinja2.nodes.Slice) else node

@@ -1,4 +1,4 @@
-"""What each token id adds to the text, as bytes."""
+"""The bytes that each token id adds to a text."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenBytes(dict[int, bytes]):
-    """Token id -> the UTF-8 bytes it adds to the text; an entry is made when its id is first looked up.
+    """Mapping of token id to the UTF-8 bytes that it adds to a text. Entries are made when first looked up.
 
-    Special ids and ids outside the vocabulary add nothing. `texts` has the ids looked up so far whose bytes
-    are whole characters. `num_leading_spaces` is how many spaces the tokenizer's decoder takes off the very
-    start of the text. Entries never change, so threads may share it.
+    Special ids and ids outside the vocabulary add nothing. Entries never change, so threads may share a
+    table.
 
-    Raises `ModelLoadError` when the decoder does more to tokens than this can express.
+    texts:               token id -> text, of the ids looked up so far whose bytes are whole characters.
+    num_leading_spaces:  number of spaces that the tokenizer's decoder removes at the start of a text.
+
+    Raises `ModelLoadError` if the tokenizer's decoder has a step that this class does not support.
     """
 
     def __init__(self, raw: tokenizers.Tokenizer, special_token_ids: frozenset[int]) -> None:
@@ -48,7 +50,7 @@ class TokenBytes(dict[int, bytes]):
 
     def _to_bytes(self, token: str) -> bytes:
         if self._is_byte_level:
-            # A token with any character outside the byte alphabet is meant literally, as added tokens may be.
+            # A token with a character outside the byte alphabet is literal text; added tokens may be.
             is_spelled = all(char in CHAR_TO_BYTE for char in token)
             return bytes(CHAR_TO_BYTE[char] for char in token) if is_spelled else token.encode()
 
@@ -90,8 +92,11 @@ class TokenBytes(dict[int, bytes]):
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's spelling of bytes as printable characters: those that print stand for themselves, the others
-    are numbered upwards from U+0100."""
+    """GPT-2's mapping of printable characters to bytes.
+
+    Bytes that are printable characters in Latin-1 are represented by these; the others by characters from
+    U+0100 on, in order.
+    """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (byte for byte in range(256) if byte not in printable)
     return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}

@@ -1,4 +1,4 @@
-"""A lower bound on the number of tokens of a text, without tokenising it."""
+"""A lower bound on the number of tokens of a text, computed without tokenising it."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from drift_sdk.text.token_bytes import TokenBytes
 __all__ = ["TokenFloor"]
 
 NON_ASCII = range(0x80, 0x100)
-# The bytes that occur in UTF-8 text.
+# Bytes that occur in UTF-8 text.
 UTF8 = frozenset(range(0x100)) - {0xC0, 0xC1, *range(0xF5, 0x100)}
 BLANKS = b" \t\n\v\f\r\x1c\x1d\x1e\x1f"
 
 
 class TokenFloor:
-    """At least so many tokens has a text, for a tokenizer whose tokens cover the bytes of the text one by
-    one.
+    """Computes the bound for a tokenizer whose tokens cover every byte of a text.
 
-    A byte weighs 1 / (bytes of the longest token it occurs in), so no token weighs more than 1, and the
-    weight of a text is no more than its tokens. A byte weighs nothing where it might vanish: if it is no
-    token by itself (bytes without a token are dropped, or joined to one unknown token), or if a blank beside
-    an added token is taken off. The floor is 0 for every text, or for all but ASCII ones, if the tokenizer
-    may shrink it before it is cut into tokens."""
+    Each byte has a weight: 1 / (number of bytes of the longest token that contains it). So no token weighs
+    more than 1, and the weight of a text does not exceed the number of its tokens. A byte that may be dropped
+    has weight 0: one that is not a token by itself (bytes without a token are dropped or merged into a single
+    unknown token), and a blank if blanks beside an added token are removed. If the tokenizer may shorten a
+    text before splitting it into tokens, the bound is 0: for every text, or only for texts that are not
+    ASCII.
+    """
 
     def __init__(self, raw: tokenizers.Tokenizer, token_bytes: TokenBytes) -> None:
         parts: Mapping[str, Any] = json.loads(raw.to_str(pretty=False))
@@ -40,43 +41,48 @@ class TokenFloor:
             parts["model"]["type"] in ("BPE", "Unigram")
             and all(keeps_length(step) for step in normalizers)
             and all(keeps_text(step) for step in steps(parts["pre_tokenizer"], "pretokenizers"))
-            # An added token that is normalised too would begin with what is prepended.
+            # If added tokens are normalised too, they begin with the prepended character.
             and not ("Prepend" in kinds and any(token["normalized"] for token in added))
         ):
             self._weights = weigh(raw, token_bytes)
             if any(token["lstrip"] or token["rstrip"] for token in added):
-                for byte in (*BLANKS, *NON_ASCII):  # there are blanks beyond ASCII
+                for byte in (*BLANKS, *NON_ASCII):  # some blanks are not ASCII
                     self._weights[byte] = 0.0
 
     def __call__(self, text: str) -> int:
+        """A number of tokens that the text has at least; 0 if nothing is known."""
         if not self._weights or (self._is_for_ascii and not text.isascii()):
             return 0
 
         counts = Counter(text.encode(errors="surrogatepass"))
         weight = sum(self._weights[byte] * count for byte, count in counts.items())
-        return int(weight * (1.0 - 1e-9))  # rounded down, with room for errors of the sum
+        return int(weight * (1.0 - 1e-9))  # rounded down, with a margin for rounding errors of the sum
 
 
 def weigh(raw: tokenizers.Tokenizer, token_bytes: TokenBytes) -> list[float]:
-    """The weight of each byte."""
+    """The weight of each byte, 256 numbers from 0 to 1."""
     longest, single = [0] * 0x100, set()
     added = raw.get_added_tokens_decoder()
     for token, token_id in raw.get_vocab(with_added_tokens=True).items():
         data = token_bytes[token_id]
         if len(data) == 1 and token_id not in added:
             single.add(data[0])
-        # A token may be written out in the text: a special one, or the sign that stands for a space.
+        # A token may also occur in a text as it is spelled: special tokens, and the character for a space.
         for form in (data, token.encode()):
             for byte in set(form):
                 longest[byte] = max(longest[byte], len(form))
 
-    # A character with a byte that is no token may become unknown as a whole.
+    # If a byte of a character is not a token, the whole character may become an unknown token.
     weighing = single if UTF8 <= single else single.difference(NON_ASCII)
     return [1.0 / longest[byte] if byte in weighing else 0.0 for byte in range(0x100)]
 
 
 def steps(spec: Mapping[str, Any] | None, parts: str) -> list[Mapping[str, Any]]:
-    """A component of a tokenizer's file, one entry for each of its steps."""
+    """The steps of a component of a tokenizer.json, with nested sequences flattened.
+
+    spec:   the component; None for no steps.
+    parts:  name of the field with the steps of a sequence.
+    """
     if spec is None:
         return []
 
@@ -87,6 +93,7 @@ def steps(spec: Mapping[str, Any] | None, parts: str) -> list[Mapping[str, Any]]
 
 
 def keeps_length(normalizer: Mapping[str, Any]) -> bool:
+    """Whether a normalizer never shortens a text (NFC: an ASCII text)."""
     match normalizer:
         case {"type": "Prepend" | "NFC"}:
             return True
@@ -97,6 +104,7 @@ def keeps_length(normalizer: Mapping[str, Any]) -> bool:
 
 
 def keeps_text(pre_tokenizer: Mapping[str, Any]) -> bool:
+    """Whether a pre-tokenizer keeps all characters of a text."""
     match pre_tokenizer:
         case {"type": "ByteLevel" | "Digits" | "Metaspace"}:
             return True

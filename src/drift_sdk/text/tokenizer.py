@@ -1,4 +1,4 @@
-"""Text to token ids and back."""
+"""The tokenizer: text to token ids and back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Tokenizer", "default_template"]
 
 
 class Tokenizer:
-    """A model's tokenizer. Nothing that it does changes once it is built, so threads may share it."""
+    """A model's tokenizer. Its behaviour never changes after construction, so threads may share it."""
 
     def __init__(
         self,
@@ -32,8 +32,15 @@ class Tokenizer:
         chat_template: str | None,
         adds_bos: bool | None,
     ) -> None:
-        """Takes `raw` over. `adds_bos` None leaves what is added around a text to `raw` itself."""
-        # A tokenizer.json may carry the truncation and padding of its training.
+        """Build around a tokenizer of the `tokenizers` library.
+
+        raw:                   must not be used by others afterwards.
+        bos_token, eos_token:  text of the special tokens; None if there are none.
+        chat_template:         text of the template; None if there is none.
+        adds_bos:              whether encoded texts begin with `bos_token`; None leaves the tokens added
+                               around a text to `raw`.
+        """
+        # A tokenizer.json may contain the truncation and padding used in training.
         raw.no_truncation()
         raw.no_padding()
         for token in (bos_token, eos_token):
@@ -61,9 +68,9 @@ class Tokenizer:
 
     @classmethod
     def from_file(cls, path: Path, tokenizer_config: Mapping[str, Any] | None = None) -> Tokenizer:
-        """Load a tokenizer.json, with the contents of the tokenizer_config.json beside it.
+        """Load a tokenizer.json. tokenizer_config: contents of the tokenizer_config.json in the same folder.
 
-        Raises `ModelLoadError` when the file is missing or is not a tokenizer.
+        Raises `ModelLoadError` if the file is missing or is not a tokenizer.
         """
         if not has_file(path):
             raise ModelLoadError(f"{path}: is missing")
@@ -85,7 +92,7 @@ class Tokenizer:
                 chat_template=chat_template,
                 adds_bos=add_bos_token,
             )
-            tokenizer.encode("")  # what is put around a text must be known
+            tokenizer.encode("")  # fails here if the tokens added around a text are unknown
             return tokenizer
 
     @classmethod
@@ -105,11 +112,11 @@ class Tokenizer:
         )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; special tokens written out in it become their ids.
+        """Token ids of a text. Special tokens spelled out in the text become their ids.
 
-        `add_special_tokens` adds what this model puts around a text, such as a beginning-of-sequence token:
-        not wanted for a rendered chat template. Raises `RequestError` when the text has no UTF-8 form, or has
-        what this vocabulary cannot say.
+        add_special_tokens: add the tokens that this model has around a text, such as a beginning-of-sequence
+        token. False for a rendered chat template. Raises `RequestError` if the text cannot be encoded as
+        UTF-8, or contains characters that the vocabulary cannot represent.
         """
         try:
             ids: list[int] = self._raw.encode(text, add_special_tokens=add_special_tokens).ids
@@ -126,7 +133,7 @@ class Tokenizer:
         return self._prefix + ids if add_special_tokens else ids
 
     def min_num_tokens(self, text: str) -> int:
-        """A lower bound on the length of `encode(text)`: quick, never too high, 0 if nothing is known."""
+        """A lower bound on the length of `encode(text)`, much faster to compute; 0 if nothing is known."""
         floor = self._floor
         if floor is None:
             floor = self._floor = TokenFloor(self._raw, self.token_bytes)
@@ -135,28 +142,30 @@ class Tokenizer:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for tokenizers that do the same."""
+        """A hash that is equal for tokenizers with the same behaviour."""
         parts = (self._raw.to_str(pretty=False), self._prefix, self.bos_token, self.eos_token)
         return hashlib.sha256(repr(parts).encode(errors="surrogatepass")).hexdigest()
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of token ids; bytes that are no character become U+FFFD, unknown ids add nothing."""
+        """The text of token ids. Bytes that are not a character become U+FFFD; unknown ids add nothing."""
         return self._raw.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def detokenizer(self) -> Detokenizer:
-        """A fresh one, for the ids of one text as they come."""
+        """A new detokenizer, for the ids of one text as they arrive."""
         return Detokenizer(self.token_bytes)
 
     def token_to_id(self, token: str) -> int | None:
+        """The id of a token; None if it is not in the vocabulary."""
         return self._raw.token_to_id(token)
 
 
 def _make_special(raw: tokenizers.Tokenizer, text: str) -> None:
+    """Mark a token of the vocabulary as special."""
     token_id = raw.token_to_id(text)
     if token_id is None:
         return
 
-    # Adding a token again replaces its entry, which may hold rules about the spaces beside it.
+    # Adding a token again replaces its entry, which may have rules about adjacent spaces: change that entry.
     known = raw.get_added_tokens_decoder()
     token = known[token_id] if token_id in known else tokenizers.AddedToken(text, normalized=False)
     token.special = True
@@ -165,7 +174,7 @@ def _make_special(raw: tokenizers.Tokenizer, text: str) -> None:
 
 @contextmanager
 def _no_panic(path: Path) -> Iterator[None]:
-    """ModelLoadError for whatever the library raises, its panics included, which are no Exceptions."""
+    """Turn all errors of the library into ModelLoadError, including its panics, which are not Exceptions."""
     try:
         yield
     except BaseException as error:
@@ -176,12 +185,15 @@ def _no_panic(path: Path) -> Iterator[None]:
 
 
 def _is_of_library(error: BaseException) -> bool:
-    """An error of the tokenizers library: its panics are no Exceptions."""
+    """Whether an error may come from the tokenizers library, whose panics are not Exceptions."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def default_template(template: object, place: object) -> str | None:
-    """Of what a file gives: one template, or a list of them with names; ModelLoadError naming the place."""
+    """The default chat template of a file, which has one template or a list of named ones.
+
+    Raises ModelLoadError that names `place` for any other value.
+    """
     if isinstance(template, list):
         named = [entry for entry in template if isinstance(entry, Mapping)]
         given = next((entry.get("template", "") for entry in named if entry.get("name") == "default"), None)
@@ -197,7 +209,7 @@ def default_template(template: object, place: object) -> str | None:
 
 
 def _token_text(config: Mapping[str, Any], name: str, place: Path) -> str | None:
-    """tokenizer_config.json gives a token as its text or as a dict with its text under "content"."""
+    """The text of a token of tokenizer_config.json, which has it as text or as a dict with "content"."""
     token = config.get(name)
     text = token.get("content") if isinstance(token, Mapping) else token
     if not (isinstance(text, str) or token is None):

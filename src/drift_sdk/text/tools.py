@@ -1,13 +1,13 @@
-"""Tool calls in a completion's text.
+"""Finds tool calls in a completion's text.
 
-The text alone decides how it is read, for that is what is known of a model: templates tell how calls are
-written into a prompt, in too many ways to be read back, and tags that are special tokens (Llama's
-<|python_tag|>) are not in the text at all.
+How a text is parsed depends on the text alone. A chat template cannot be used for this: it defines how calls
+are written into a prompt, in too many ways to be inverted, and tags that are special tokens (Llama's
+<|python_tag|>) are not in the text.
 
-- Between <tool_call> tags, one call or a list of them: Hermes, Qwen, SmolLM2. What a model thinks before
-  </think> is not said.
-- Without tags, when the text is nothing but calls, one after the other, and all of them of tools that were
-  given: Llama 3. Such a model may answer in JSON too, hence the care.
+- With <tool_call> tags (Hermes, Qwen, SmolLM2): each tag is followed by one call or a list of calls. Text
+  before </think> is ignored.
+- Without tags (Llama 3): the text consists of calls only, one after the other, and all of them name tools
+  that were given. The condition is strict because such a model may also answer in JSON.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ from drift_sdk.results import ToolCall
 __all__ = ["find_tool_calls", "tool_names"]
 
 TAG = "<tool_call>"
-BETWEEN = re.compile(r"[\s;]*")
+SEPARATORS = re.compile(r"[\s;]*")
 
 decoder = json.JSONDecoder()
 
 
 def tool_names(tools: Sequence[Mapping[str, Any]]) -> frozenset[str]:
-    """The names of functions, described as chat templates take them: {"type": "function", "function": {...}}
-    or the inner part alone. What is not of this form has no name."""
+    """The names of tools.
+
+    tools: descriptions as chat templates take them, {"type": "function", "function": {...}} or the inner part
+    alone. Descriptions of another form have no name.
+    """
     given = tools if isinstance(tools, Sequence) else ()
     descriptions = [tool.get("function", tool) for tool in given if isinstance(tool, Mapping)]
     names = [each.get("name") for each in descriptions if isinstance(each, Mapping)]
@@ -37,19 +40,21 @@ def tool_names(tools: Sequence[Mapping[str, Any]]) -> frozenset[str]:
 
 
 def find_tool_calls(text: str, names: Collection[str]) -> tuple[ToolCall, ...]:
-    """The calls in a text, in their order; those that are not well-formed are passed over.
+    """The calls in a text, in their order. Calls that are not well-formed are skipped.
 
-    names: of the tools that were given. A tagged call of another name is reported too: it was meant.
+    names: names of the tools that were given. Tagged calls of other names are included, because the tag shows
+    that a call was intended.
     """
-    said = text.rpartition("</think>")[2]
-    if TAG in said:
-        return find_tagged(said)
+    answer = text.rpartition("</think>")[2]
+    if TAG in answer:
+        return find_tagged(answer)
 
-    calls = find_bare(said.strip().removeprefix("<|python_tag|>"))
+    calls = find_bare(answer.strip().removeprefix("<|python_tag|>"))
     return calls if all(call.name in names for call in calls) else ()
 
 
 def find_tagged(text: str) -> tuple[ToolCall, ...]:
+    """The calls after <tool_call> tags."""
     calls: list[ToolCall] = []
     position = text.find(TAG)
     while position >= 0:
@@ -67,6 +72,7 @@ def find_tagged(text: str) -> tuple[ToolCall, ...]:
 
 
 def find_bare(text: str) -> tuple[ToolCall, ...]:
+    """The calls of a text that consists of calls only; otherwise none."""
     calls: list[ToolCall | None] = []
     position = 0
     while position < len(text):
@@ -82,17 +88,20 @@ def find_bare(text: str) -> tuple[ToolCall, ...]:
 
 
 def read_json(text: str, position: int) -> tuple[Any, int]:
-    """The JSON value from `position` on and where the next thing begins; ValueError if there is none."""
+    """The JSON value at `position`, and the position after it and the separators that follow.
+
+    Raises ValueError if there is no JSON value.
+    """
     try:
-        value, end = decoder.raw_decode(text, skip_blanks(text, position))
+        value, end = decoder.raw_decode(text, skip_separators(text, position))
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
 
-    return value, skip_blanks(text, end)
+    return value, skip_separators(text, end)
 
 
-def skip_blanks(text: str, position: int) -> int:
-    match = BETWEEN.match(text, position)
+def skip_separators(text: str, position: int) -> int:
+    match = SEPARATORS.match(text, position)
     return match.end() if match is not None else position
 
 
@@ -101,6 +110,7 @@ def as_list(value: Any) -> list[Any]:
 
 
 def as_call(value: Any) -> ToolCall | None:
+    """The call that a JSON value describes; None if it describes none."""
     if not isinstance(value, dict):
         return None
 

@@ -4,7 +4,7 @@
     out[r, h] = sum over p of softmax(score[r, h])[p] * value[p]
 
 Two kernels. `_attend` sums the keys of each partition by itself, in the form of a softmax's maximum, weight
-and weighted sum of values; `_add_partitions` combines the partitions of each row.
+and weighted sum of values; `_add_partitions` of partition_sums.py combines the partitions of each row.
 
 Order of summation: the keys of a sequence are cut into partitions at fixed positions, tiles of a partition
 are taken in ascending order, and the partitions' sums are combined in a fixed order. A program of `_attend`
@@ -13,9 +13,8 @@ product with ones, so that its order is the MMA's too. So a row's bits depend on
 sees: not on the rows beside it, on other sequences, or on which program computes what.
 
 Grid of `_attend`: (KV heads, shares). Program (h, s) owns KV head h of the s-th share of the plan's tiles
-(see attention_plan.py), for all rows of each sequence and all query heads of the group. Grid of
-`_add_partitions`: (rows of a sequence times query heads of a group, KV heads, sequences). A program owns one
-row of one query head of the output.
+(see attention_plan.py), for all rows of each sequence and all query heads of the group. For each of its
+partitions it writes the sums of these rows.
 
 Bytes: the keys and values that some row sees, once for all rows of a sequence and all heads of a group; and
 the partitions' sums, written and read once. Many programs a multiprocessor are needed to keep enough loads
@@ -23,8 +22,6 @@ under way.
 
 Dependent launch: `_attend` reads the plan, the rows and the block table before it waits; they are older than
 the two kernels before it, which make queries and keys. It permits its dependents to start at its end.
-`_add_partitions` always follows it, so it permits its dependents to start at once; before it waits, it reads
-the rows.
 """
 
 from __future__ import annotations
@@ -41,10 +38,10 @@ from drift_sdk._kernels.attention.attention_plan import (
     TILE_SEQUENCE,
     TILE_SLOT,
     TILE_WORDS,
-    AttentionPlan,
     partition_of,
     partition_start,
 )
+from drift_sdk._kernels.attention.partition_sums import MIN_DOT_SIZE, AttentionScratch, add_partitions
 from drift_sdk._kernels.common.arguments import check_range, check_tensor, check_tensors
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 
@@ -53,19 +50,8 @@ __all__ = ["AttentionConfig", "AttentionScratch", "paged_attention", "paged_atte
 LOG2_E = tl.constexpr(1.4426950408889634)
 """log2(e): exp(x) = exp2(x * LOG2_E), and GPUs have an instruction for exp2."""
 
-MIN_DOT_SIZE = 16
-"""The least rows and columns of a tile in a product: those of an MMA."""
-
 ONES_COLUMNS = tl.constexpr(MIN_DOT_SIZE)
 """Columns of the matrix of ones that gives the denominator as a product. All columns of it are the same."""
-
-CHUNK_PARTITIONS = 32
-"""Partitions that `_add_partitions` combines at a time: all their loads are under way at once. With head_dim
-128 they take 32 * 128 fp32 = 128 registers of each of a warp's 32 threads, of the 255 that a thread may have.
-Part of the result's bits, since sums are rescaled after each chunk."""
-
-ADD_WARPS = 1
-"""Warps of a program of `_add_partitions`. Part of the result's bits: the order of its sums depends on it."""
 
 
 class AttentionConfig(Struct, frozen=True):
@@ -84,34 +70,6 @@ class AttentionConfig(Struct, frozen=True):
     def __post_init__(self) -> None:
         if self.num_warps not in (1, 2):
             raise ValueError(f"num_warps={self.num_warps}: expected 1 or 2, or wgmma would change the bits")
-
-
-class AttentionScratch(Struct, frozen=True):
-    """A plan, and memory for the partitions' sums of its sequences, fp32, uninitialised.
-
-    sums: [plan.num_sequences, num_kv_heads, plan.max_num_partitions, rows * group, head_dim], the values
-    weighted by exp2(score - maximum), where rows is the largest number of rows of a sequence. A step of fewer
-    rows uses the beginning of the memory, laid out as if it were made for that number.
-    maxima: the same without the last dimension, the highest score in a partition (times log2(e)).
-    weights: like maxima, the sum of exp2(score - maximum).
-    """
-
-    plan: AttentionPlan
-    sums: Tensor
-    maxima: Tensor
-    weights: Tensor
-
-    @classmethod
-    def allocate(
-        cls, plan: AttentionPlan, *, num_kv_heads: int, num_rows: int, group: int, head_dim: int
-    ) -> AttentionScratch:
-        """Allocate memory for `num_rows` rows a sequence and `group` query heads a KV head."""
-        shape = (plan.num_sequences, num_kv_heads, plan.max_num_partitions, num_rows * group)
-
-        def empty(*last: int) -> Tensor:
-            return torch.empty(*shape, *last, dtype=torch.float32, device=plan.tiles.device)
-
-        return cls(plan, empty(head_dim), empty(), empty())
 
 
 @triton.jit
@@ -297,63 +255,6 @@ def _attend(
     start_dependents(PDL)
 
 
-@triton.jit(do_not_specialize=["num_partitions"])
-def _add_partitions(
-    sums_ptr,  # [num_sequences, NUM_KV_HEADS, num_partitions, query rows, HEAD_DIM] fp32
-    maxima_ptr,  # [num_sequences, NUM_KV_HEADS, num_partitions, query rows] fp32
-    weights_ptr,  # as maxima
-    row_slot_ptr,  # [R] int32; -1: padding row
-    row_position_ptr,  # [R] int32
-    out_ptr,  # [R, num_heads, HEAD_DIM], storage type
-    num_partitions,  # for which sums have room, of each sequence
-    ROWS_PER_SEQUENCE: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    CHUNK_PARTITIONS: tl.constexpr,
-    NARROW: tl.constexpr,
-    NARROW_END: tl.constexpr,
-    WIDE: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Program (query row, head, sequence): the partitions of one row and one query head of the group."""
-    start_dependents(PDL)
-    query_row, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row = sequence * ROWS_PER_SEQUENCE + query_row // GROUP_SIZE
-    dim = tl.arange(0, PADDED_DIM)
-    is_dim = dim < HEAD_DIM
-    slot = tl.load(row_slot_ptr + row, cache_modifier=".cg")
-    position = tl.load(row_position_ptr + row, cache_modifier=".cg")
-    # Padding rows see nothing, and get zeros.
-    end = tl.where(slot >= 0, partition_of(position, NARROW, NARROW_END, WIDE) + 1, 0)
-    wait_for_producers(PDL)
-    first_sum = ((sequence * NUM_KV_HEADS + head) * num_partitions).to(tl.int64) * (
-        ROWS_PER_SEQUENCE * GROUP_SIZE
-    ) + query_row
-    maximum = tl.full((), float("-inf"), tl.float32)
-    weight = tl.zeros((), tl.float32)
-    total = tl.zeros((PADDED_DIM,), tl.float32)
-    for first in range(0, end, CHUNK_PARTITIONS):
-        partition = first + tl.arange(0, CHUNK_PARTITIONS)
-        is_partition = partition < end
-        sum_index = first_sum + partition * (ROWS_PER_SEQUENCE * GROUP_SIZE)
-        part_maximum = tl.load(maxima_ptr + sum_index, mask=is_partition, other=float("-inf"))
-        part_weight = tl.load(weights_ptr + sum_index, mask=is_partition, other=0.0)
-        part_mask = is_partition[:, None] & is_dim[None, :]
-        part = tl.load(sums_ptr + sum_index[:, None] * HEAD_DIM + dim[None, :], mask=part_mask, other=0.0)
-        new_maximum = tl.maximum(maximum, tl.max(part_maximum, 0))
-        rescale = tl.exp2(maximum - new_maximum)
-        share = tl.exp2(part_maximum - new_maximum)
-        total = total * rescale + tl.sum(part * share[:, None], 0)
-        weight = weight * rescale + tl.sum(part_weight * share, 0)
-        maximum = new_maximum
-
-    result = total / tl.where(end > 0, weight, 1.0)
-    out_ptrs = out_ptr + ((row * NUM_KV_HEADS + head) * GROUP_SIZE + query_row % GROUP_SIZE) * HEAD_DIM + dim
-    tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=is_dim)
-
-
 def paged_attention(
     query: Tensor,
     keys: Tensor,
@@ -383,20 +284,9 @@ def paged_attention(
         query, keys, values, block_table, row_slot, row_position, out, scratch, rows_per_sequence
     )
     check_range("first_key", first_key, 0, plan.partitions.tile - 1)
-    num_rows, num_heads, head_dim = query.shape
+    num_heads, head_dim = query.shape[1:]
     num_kv_heads, block_size = keys.shape[1:3]
     group = num_heads // num_kv_heads
-    # What both kernels take.
-    shape = {
-        "ROWS_PER_SEQUENCE": rows_per_sequence,
-        "GROUP_SIZE": group,
-        "NUM_KV_HEADS": num_kv_heads,
-        "HEAD_DIM": head_dim,
-        "PADDED_DIM": max(MIN_DOT_SIZE, triton.next_power_of_2(head_dim)),
-        "NARROW": plan.partitions.narrow,
-        "NARROW_END": plan.partitions.narrow_end,
-        "WIDE": plan.partitions.wide,
-    }
     _attend[(num_kv_heads, max(1, config.num_programs // num_kv_heads))](
         query_ptr=query,
         keys_ptr=keys,
@@ -412,30 +302,24 @@ def paged_attention(
         scale=head_dim**-0.5,
         num_partitions=plan.max_num_partitions,
         max_blocks=block_table.shape[1],
+        ROWS_PER_SEQUENCE=rows_per_sequence,
+        GROUP_SIZE=group,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
         TILE_ROWS=max(MIN_DOT_SIZE, triton.next_power_of_2(rows_per_sequence * group)),
+        PADDED_DIM=max(MIN_DOT_SIZE, triton.next_power_of_2(head_dim)),
         KV_BLOCK_SIZE=block_size,
         NUM_STAGES=config.num_stages,
         FIRST_KEY=first_key,
         TILE_KEYS=plan.partitions.tile,
+        NARROW=plan.partitions.narrow,
+        NARROW_END=plan.partitions.narrow_end,
+        WIDE=plan.partitions.wide,
         PDL=uses_pdl(),
         num_warps=config.num_warps,
-        **shape,
         **launch_options(),
     )
-    _add_partitions[(rows_per_sequence * group, num_kv_heads, num_rows // rows_per_sequence)](
-        sums_ptr=scratch.sums,
-        maxima_ptr=scratch.maxima,
-        weights_ptr=scratch.weights,
-        row_slot_ptr=row_slot,
-        row_position_ptr=row_position,
-        out_ptr=out,
-        num_partitions=plan.max_num_partitions,
-        CHUNK_PARTITIONS=CHUNK_PARTITIONS,
-        PDL=uses_pdl(),
-        num_warps=ADD_WARPS,
-        **shape,
-        **launch_options(),
-    )
+    add_partitions(scratch, row_slot, row_position, out, rows_per_sequence, num_kv_heads)
 
 
 def _check_paged_attention(

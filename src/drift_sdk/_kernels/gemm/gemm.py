@@ -38,13 +38,13 @@ from drift_sdk._kernels.common.launching import (
 __all__ = ["GemmConfig", "gated_multiply", "gated_multiply_reference", "multiply", "multiply_reference"]
 
 SLICE_ALIGNMENT = 64
-"""Slices begin at multiples of this many inner indices. It is the smallest tile_k that `tune` tries, so a
+"""Slices begin at multiples of this many inner indices. It is the smallest tile_k that tuning tries, so a
 slice can consist of whole tiles, and 64 elements of 2 bytes are a line of 128 bytes. Part of the result's
 bits."""
 
 BAND_TILES = tl.constexpr(8)
 """Tiles of the weight in a band, see `_tile_indices`. Triton's tutorial on matrix products has the same value
-(GROUP_SIZE_M); `tune` does not vary it, and no result depends on it."""
+(GROUP_SIZE_M); tuning does not vary it, and no result depends on it."""
 
 LINE_BITS = tl.constexpr(1024)
 """Bits of a cache line: 128 bytes."""

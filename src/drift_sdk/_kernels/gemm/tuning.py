@@ -1,7 +1,7 @@
 """Tuned tables: measured launch configurations of products, by GPU and by shape of the weight.
 
-The tables are `tuned/<gpu>.json`, written by `python -m drift_sdk tune`. A weight without an entry runs with
-UNTUNED."""
+The tables are `tuned/<gpu>.json`, written by `drift_sdk tune`. A weight without an entry runs with UNTUNED.
+"""
 
 from __future__ import annotations
 
