@@ -19,6 +19,9 @@ from drift_sdk.text.template_budget import BudgetedEnvironment, budget
 __all__ = ["ChatTemplate"]
 
 RESERVED_ARGS = ("messages", "tools", "documents", "add_generation_prompt")
+MAX_INDENT = 16
+MAX_SEPARATOR_CHARS = 16
+MAX_FORMAT_CHARS = 256
 
 
 class ChatTemplate:
@@ -27,6 +30,8 @@ class ChatTemplate:
     Templates come with downloaded models, so they run sandboxed, see plain data only and take at most
     4,000,000 steps to render: iterations, calls, operations and 64 characters of text each are one. Rendered
     prompts hold their own special tokens: encode them with `add_special_tokens=False`.
+    Of Jinja's filters, pprint, striptags, urlize, wordcount and wordwrap do not exist; of Python's methods,
+    templates may call those of text, lists and dicts that change nothing and take bounded memory.
 
     Raises `ModelLoadError` when the template cannot be compiled.
     """
@@ -36,7 +41,7 @@ class ChatTemplate:
         # A token the model lacks stays undefined, which renders as nothing; None would render as "None".
         self._special_tokens = {name: token for name, token in special_tokens.items() if token is not None}
         try:
-            with budget():  # constant expressions are computed here
+            with budget(is_compiling=True):  # constant expressions are computed here
                 self._template = _environment().from_string(source)
         except Exception as error:
             raise ModelLoadError(f"chat template cannot be compiled: {error}") from error
@@ -116,6 +121,16 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
+    if indent is not None and not (isinstance(indent, int) and 0 <= indent <= MAX_INDENT):
+        raise jinja2.TemplateError(f"tojson: expected an indent from 0 to {MAX_INDENT}")
+
+    parts = () if separators is None else separators
+    if not (isinstance(parts, tuple | list) and all(isinstance(each, str) for each in parts)):
+        raise jinja2.TemplateError("tojson: expected separators that are text")
+
+    if sum(map(len, parts)) > MAX_SEPARATOR_CHARS:
+        raise jinja2.TemplateError(f"tojson: expected separators of {MAX_SEPARATOR_CHARS} characters at most")
+
     # Jinja's own filter escapes HTML and sorts keys, which no model was trained on.
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
@@ -127,6 +142,11 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _strftime_now(format: str) -> str:
+    if not isinstance(format, str) or len(format) > MAX_FORMAT_CHARS:
+        raise jinja2.TemplateError(
+            f"strftime_now: expected a format of {MAX_FORMAT_CHARS} characters at most"
+        )
+
     return datetime.now().strftime(format)
 
 

@@ -2,21 +2,29 @@
 
 Chat templates come with downloaded models. Every loop iteration, call, filter, test and operator is charged
 to the render's budget, by the sizes of what goes in, before it is done; so is all text that comes out.
+Constant expressions are computed when a template is compiled, under the same rules and a smaller budget.
+
+Templates call the methods listed in `METHODS` and the environment's functions, and no others. Filters that
+take more than linear time or make long lists on their way are removed.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Sequence, ValuesView
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
+from inspect import signature
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
+import jinja2.filters
 import jinja2.nodes
-from jinja2.runtime import Macro
+from jinja2.runtime import BlockReference, LoopContext, Macro, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Cycler, Joiner, Namespace
 
 from drift_sdk.text.template_charges import TemplateCharges
 
@@ -28,13 +36,18 @@ MAX_STEPS = 4_000_000
 CHARS_PER_STEP = 64
 MAX_CHARS = 32 << 20  # of one string
 MACRO_CHARS = 8 * CHARS_PER_STEP  # a macro's call takes the time of so many
+MEMBER_CHARS = 8  # a list takes the memory of so many for each member
+COMPILE_SHARE = 16  # compiling has this part of the steps: constants become part of the code
+MAX_SOURCE_CHARS = 256 << 10
+MAX_DEPTH = 500  # of values in one another that are compared, hashed or written as text
+MAX_PRECISION = 20  # decimals to round to
+MAX_INTEGER_CHARS = 4300  # Python reads no longer decimal numbers
 
 # What takes the time of its result's members, not of all the text in them, and what takes no time.
 SHALLOW = frozenset(
     {
         "attr",
         "batch",
-        "dictsort",
         "items",
         "list",
         "map",
@@ -52,31 +65,54 @@ COMPARING |= {">", "ge", ">="}
 CONSTANT = frozenset({"count", "d", "default", "first", "last", "length"})
 
 # What multiplies the length of one argument by another's, and what takes a length as a number.
-PRODUCTS = frozenset({"format", "format_map", "translate", "indent", "wordwrap"})
-WIDTHS = frozenset(
-    {"batch", "center", "expandtabs", "indent", "ljust", "rjust", "round", "slice", "tojson", "zfill"}
-)
+PRODUCTS = frozenset({"format", "indent"})
+WIDTHS = frozenset({"batch", "center", "indent", "ljust", "rjust", "slice", "tojson", "zfill"})
+# What compares each character of a text with each of an argument, and what reads an iterator to its end.
+SEARCHES = frozenset({"rfind", "rindex", "rpartition", "rsplit", "strip", "lstrip", "rstrip", "trim"})
+READING = frozenset({"groupby", "join", "max", "min", "sort", "sum", "unique", "urlencode"})
+# What makes a list of a text's characters.
+CHARACTERS = READING | {"batch", "list", "slice"}
+LINE_ENDS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
+
+METHODS: dict[type, frozenset[str]] = {
+    str: frozenset(
+        "capitalize casefold center count endswith find format index isalnum isalpha isascii isdecimal "
+        "isdigit isidentifier islower isnumeric isprintable isspace istitle isupper join ljust lower lstrip "
+        "partition removeprefix removesuffix replace rfind rindex rjust rpartition rsplit rstrip split "
+        "splitlines startswith strip swapcase title upper zfill".split()
+    ),
+    dict: frozenset({"copy", "get", "items", "keys", "values"}),
+    list: frozenset({"copy", "count", "index"}),
+    tuple: frozenset({"count", "index"}),
+    LoopContext: frozenset({"changed", "cycle"}),
+    Cycler: frozenset({"next", "reset"}),
+}
+"""By the type of the object, the methods that templates may call."""
+
+SLOW_FILTERS = ("pprint", "striptags", "urlize", "wordcount", "wordwrap")
 WIDTH_IN_FORMAT = re.compile(r"\d{6}|\{[^{}]*\{|%[^a-zA-Z%]*\*")
+NUMBER = re.compile(r"\d+")
 MAX_BITS = 1 << 16
+PLAIN = str | int | float | None | Undefined
 
 
 class Budget:
-    def __init__(self) -> None:
-        self.num_left = MAX_STEPS
+    def __init__(self, num_steps: int) -> None:
+        self.num_steps = self.num_left = num_steps
 
     def charge(self, num_steps: int) -> None:
         self.num_left -= num_steps
         if self.num_left < 0:
-            raise jinja2.TemplateError(f"it takes more than {MAX_STEPS} steps")
+            raise jinja2.TemplateError(f"it takes more than {self.num_steps} steps")
 
 
 _budget: ContextVar[Budget] = ContextVar("budget")
 
 
 @contextmanager
-def budget() -> Iterator[None]:
+def budget(*, is_compiling: bool = False) -> Iterator[None]:
     """What is compiled or rendered inside shares one budget."""
-    token = _budget.set(Budget())
+    token = _budget.set(Budget(MAX_STEPS // COMPILE_SHARE if is_compiling else MAX_STEPS))
     try:
         yield
     finally:
@@ -97,43 +133,81 @@ def tick(num_chars: int) -> bool:
 
 
 def size(value: object) -> int:
-    """Characters or members, of a container without what is in them."""
-    if isinstance(value, str | bytes | list | tuple | dict | range):
+    """Characters, or the memory of a container's members in characters, without what is in them."""
+    if isinstance(value, str):
         return len(value)
+
+    if isinstance(value, list | tuple | dict | range):
+        return MEMBER_CHARS * len(value)
 
     return value.bit_length() // 8 if isinstance(value, int) else 0
 
 
 def text_size(value: object) -> int:
     """Characters of the value as text, about; a container's members count as often as they occur."""
+    if isinstance(value, str):  # as a rule
+        return len(value)
+
     total = 0
-    stack = [value]
-    while stack:
-        value = stack.pop()
-        total += size(value)
-        members: Iterable[Any] = ()
-        if isinstance(value, dict):
-            members = [*value, *value.values()]
-        elif isinstance(value, list | tuple):
-            members = value
-        elif isinstance(value, jinja2.utils.Namespace):
-            members = [value._Namespace__attrs]
-        if members:
-            _budget.get().charge(2 * len(members))  # type: ignore[arg-type]
-            stack += members
+    level, depth = [value], 0
+    while level:
+        if depth > MAX_DEPTH:
+            raise jinja2.TemplateError(f"it nests values more than {MAX_DEPTH} levels deep")
+
+        next_level: list[Any] = []
+        for value in level:
+            if isinstance(value, str):
+                total += len(value)
+            elif isinstance(value, int):
+                total += 1 + value.bit_length() // 3
+            else:
+                members = members_of(value)
+                _budget.get().charge(2 * len(members))
+                total += 4 * len(members) if members else 24
+                next_level += members
+        level, depth = next_level, depth + 1
     return total
+
+
+def members_of(value: object) -> Sequence[Any]:
+    """What is written inside the value's text."""
+    if isinstance(value, list | tuple):
+        return value
+
+    if isinstance(value, dict | MappingProxyType):
+        return [*value, *value.values()]
+
+    if isinstance(value, KeysView | ValuesView | ItemsView):
+        return list(value)
+
+    return [value._Namespace__attrs] if isinstance(value, Namespace) else ()
+
+
+def depth_of(value: object) -> int:
+    """How many containers lie in one another, of what JSON can express."""
+    depth, level = 0, [value]
+    while level := [each for each in level if isinstance(each, list | tuple | dict)]:
+        depth += 1
+        members = [each.values() if isinstance(each, dict) else each for each in level]
+        _budget.get().charge(sum(map(len, members)))
+        level = [member for each in members for member in each]
+    return depth
 
 
 def charge_call(name: str, values: Sequence[object]) -> None:
     """Charge for a method of a string or a filter by what it reads, and by what it may make."""
+    charge(len(values) * CHARS_PER_STEP // 4)
     if name in CONSTANT:
-        return charge(0)
+        return
 
+    _budget.get().charge(num_parts(name, values))
     if name in SHALLOW:
         return charge(sum(map(size, values)) + sum(widths(name, values)))
 
     sizes = [text_size(value) for value in values]
     total = sum(sizes)
+    if name in SEARCHES:
+        _budget.get().charge(sizes[0] * max(sizes[1:], default=0) // (8 * CHARS_PER_STEP))
     if name == "replace" and len(values) > 2:
         total += sizes[2] * (1 + sizes[0] // max(sizes[1], 1))
     elif name == "join":
@@ -144,20 +218,54 @@ def charge_call(name: str, values: Sequence[object]) -> None:
     elif name in PRODUCTS:
         total += (total - max(sizes) + 1) * max(sizes)
 
-    if name in ("format", "format_map") and any(map(has_width, values)):
-        raise jinja2.TemplateError("it formats with a width that is too large or not a constant")
+    if name == "format":
+        total += format_widths(values[0])
 
     num_lines = 1 + sum(value.count("\n") + value.count("\t") for value in values if isinstance(value, str))
-    num_lines += total if name == "tojson" else 0
-    charge(total + num_lines * sum(widths(name, values)))
+    width = sum(widths(name, values))
+    if name == "tojson" and width:
+        num_lines += total * depth_of(values[0])
+    charge(total + num_lines * width)
 
 
 def widths(name: str, values: Sequence[object]) -> list[int]:
     return [value for value in values[1:] if isinstance(value, int) and value > 0] if name in WIDTHS else []
 
 
-def has_width(value: object) -> bool:
-    return isinstance(value, str) and WIDTH_IN_FORMAT.search(value) is not None
+def num_parts(name: str, values: Sequence[object]) -> int:
+    """Members of the lists that a method of a string or a filter makes on its way, beside its arguments."""
+    if name in ("batch", "slice"):
+        return sum(widths(name, values)) + sum(len(value) for value in values[:1] if isinstance(value, str))
+
+    if name == "join":  # of a text's characters; a filter's text comes first, a method's after the delimiter
+        return sum(len(value) for value in values if isinstance(value, str))
+
+    text = values[0] if values else None
+    if not isinstance(text, str):
+        return 0
+
+    if name in ("split", "rsplit"):
+        separator = values[1] if len(values) > 1 else None
+        return 1 + (text.count(separator) if isinstance(separator, str) and separator else len(text) // 2)
+
+    if name in ("splitlines", "indent"):
+        return 1 + sum(map(text.count, LINE_ENDS))
+
+    if name in ("title", "urlencode"):
+        return len(text) // 4
+
+    return len(text) if name in CHARACTERS else 0
+
+
+def format_widths(text: object) -> int:
+    """Characters that the widths and precisions of a format may make, at most."""
+    if not isinstance(text, str):
+        raise jinja2.TemplateError("it formats with a value that is not text")
+
+    if WIDTH_IN_FORMAT.search(text) is not None:
+        raise jinja2.TemplateError("it formats with a width that is too large or not a constant")
+
+    return sum(map(int, NUMBER.findall(text)))
 
 
 class BudgetedEnvironment(ImmutableSandboxedEnvironment):
@@ -169,7 +277,9 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(**options, finalize=charged_text)
         self.globals["range"] = charged_range
         del self.globals["lipsum"]
-        del self.filters["urlize"]
+        self.filters |= {"int": bounded_int, "round": bounded_round, "sum": bounded_sum}
+        for name in SLOW_FILTERS:
+            del self.filters[name]
         self.tick = tick
         self.concatenated = concatenated
         self.charged_text = charged_text
@@ -183,8 +293,12 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):
             tests[name] = charged(name if name in COMPARING else "length", function)
         self.tests = tests
 
-    def _parse(self, *args: Any, **options: Any) -> jinja2.nodes.Template:
-        tree = super()._parse(*args, **options)
+    def _parse(self, source: str, *args: Any, **options: Any) -> jinja2.nodes.Template:
+        if len(source) > MAX_SOURCE_CHARS:
+            found = f"{len(source)} characters"
+            raise jinja2.TemplateError(f"it has {found}, expected at most {MAX_SOURCE_CHARS}")
+
+        tree = super()._parse(source, *args, **options)
         TemplateCharges().visit(tree)
         tree.set_environment(self)
         return tree.set_lineno(1)  # type: ignore[return-value]
@@ -195,19 +309,40 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):
 
         method = getattr(obj, "__wrapped__", obj)  # the sandbox wraps str.format
         subject = getattr(method, "__self__", None)
+        name = getattr(method, "__name__", type(obj).__name__)
+        if not self._may_call(obj, subject, name):
+            raise jinja2.TemplateError(f"it calls {name}, which a chat template may not call")
+
+        if obj in (dict, Namespace) or (isinstance(subject, str) and name == "join"):
+            args = tuple(list(each) if isinstance(each, Iterator) else each for each in args)
+        values = (*args, *kwargs.values())
         if isinstance(subject, str):
-            name = getattr(method, "__name__", "")
-            args = tuple(
-                list(each) if name == "join" and isinstance(each, Iterator) else each for each in args
-            )
-            charge_call(name, (subject, *args, *kwargs.values()))
+            charge_call(name, (subject, *values))
         else:
-            is_macro = isinstance(obj, Macro)
-            charge(MACRO_CHARS if is_macro else sum(map(size, (subject, *args, *kwargs.values()))))
+            charge(len(values) * CHARS_PER_STEP // 4 + (MACRO_CHARS if isinstance(obj, Macro) else 0))
+            charge(sum(map(size, (subject, *values))))
+            if subject is not None and name not in ("copy", "items", "keys", "values"):
+                # Arguments are compared with members, or hashed.
+                charge(sum(map(text_size, args if isinstance(subject, dict) else (subject, *args))))
+            elif obj in (dict, Namespace):
+                # Each key may have to be compared with all others: hashes of numbers can be foreseen.
+                charge(sum(text_size(each) + size(each) ** 2 for each in args if not isinstance(each, dict)))
 
         result = super().call(context, obj, *args, **kwargs)
         charge(size(result))
         return result
+
+    def _may_call(self, obj: object, subject: object, name: str) -> bool:
+        if subject is not None:
+            return any(isinstance(subject, kind) and name in names for kind, names in METHODS.items())
+
+        return isinstance(obj, BlockReference | Joiner | LoopContext | Macro | Undefined) or any(
+            obj is function for function in self.globals.values()
+        )
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        charge(text_size(argument) if isinstance(argument, tuple) else 0)  # hashed, as a key
+        return super().getitem(obj, argument)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if isinstance(left, int) and isinstance(right, int):
@@ -217,6 +352,8 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):
             )
             if num_bits > MAX_BITS:
                 raise jinja2.TemplateError(f"it makes a number of more than {MAX_BITS} bits")
+        elif operator == "-" and not (isinstance(left, PLAIN) and isinstance(right, PLAIN)):
+            raise jinja2.TemplateError("it subtracts values that are not numbers")
         elif operator == "%" and isinstance(left, str):
             charge_call("format", (left, right))
         elif operator == "*":
@@ -229,17 +366,52 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):
 
 def charged(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     passed = 1 if hasattr(function, "jinja_pass_arg") else 0  # the context or environment comes first
+    places = {parameter: place for place, parameter in enumerate(signature(function).parameters)}
 
     @wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if name == "join":
+        if name in READING:
             args = tuple(list(each) if isinstance(each, Iterator) else each for each in args)
-        charge_call(name, (*args[passed:], *kwargs.values()))
+        named = sorted(kwargs, key=lambda parameter: places.get(parameter, len(places)))
+        values = (*args[passed:], *(kwargs[parameter] for parameter in named))
+        if name in ("join", "replace") and not all(isinstance(value, PLAIN) for value in values[1:]):
+            raise jinja2.TemplateError(f"its filter {name} is given what is neither text nor a number")
+
+        charge_call(name, values)
+        if name == "unique":  # each may have to be compared with all others
+            charge(sum(map(size, values)) ** 2)
         result = function(*args, **kwargs)
         charge(0 if name in CONSTANT else size(result))
-        return result
+        return metered(result) if isinstance(result, Iterator) else result
 
     return wrapper
+
+
+def metered(members: Iterable[Any]) -> Iterator[Any]:
+    """Charges for each member as it is read."""
+    for member in members:
+        charge(0)
+        yield member
+
+
+def bounded_int(value: Any, default: Any = 0, base: int = 10) -> Any:
+    is_long = isinstance(value, str) and len(value) > MAX_INTEGER_CHARS
+    return default if is_long else jinja2.filters.do_int(value, default, base)
+
+
+def bounded_round(value: Any, precision: int = 0, method: Any = "common") -> Any:
+    if not isinstance(precision, int) or not 0 <= precision <= MAX_PRECISION:
+        raise jinja2.TemplateError(f"it rounds to a precision that is not from 0 to {MAX_PRECISION}")
+
+    return jinja2.filters.do_round(value, precision, method)
+
+
+@jinja2.pass_environment
+def bounded_sum(environment: Any, iterable: Any, attribute: Any = None, start: Any = 0) -> Any:
+    if not isinstance(start, int | float):
+        raise jinja2.TemplateError("it adds to a sum that does not start with a number")
+
+    return jinja2.filters.do_sum(environment, iterable, attribute, start)
 
 
 def charged_range(*args: int) -> range:

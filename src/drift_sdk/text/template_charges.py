@@ -7,16 +7,23 @@ from jinja2.visitor import NodeTransformer
 
 __all__ = ["TemplateCharges"]
 
+NODE_CHARS = 4  # a node of the syntax tree takes the time of so many
+
 
 def hook(name: str, *args: jinja2.nodes.Expr) -> jinja2.nodes.Call:
     return jinja2.nodes.Call(jinja2.nodes.EnvironmentAttribute(name), list(args), [], None, None)
 
 
 def tick_for(node: jinja2.nodes.Node) -> jinja2.nodes.Call:
-    """Charges for a body that may be run often, with the constant text in it."""
-    texts = [each.data for each in node.find_all(jinja2.nodes.TemplateData)]
-    texts += [each.value for each in node.find_all(jinja2.nodes.Const) if isinstance(each.value, str)]
-    return hook("tick", jinja2.nodes.Const(sum(map(len, texts))))
+    """Charges for a body that may be run often, by its nodes and the constant text in it."""
+    num_chars = 0
+    for each in node.find_all(jinja2.nodes.Node):
+        num_chars += NODE_CHARS
+        if isinstance(each, jinja2.nodes.TemplateData):
+            num_chars += len(each.data)
+        elif isinstance(each, jinja2.nodes.Const) and isinstance(each.value, str):
+            num_chars += len(each.value)
+    return hook("tick", jinja2.nodes.Const(num_chars))
 
 
 class TemplateCharges(NodeTransformer):
@@ -34,6 +41,19 @@ class TemplateCharges(NodeTransformer):
         tick = tick_for(node)
         self.generic_visit(node)
         node.body.insert(0, jinja2.nodes.ExprStmt(tick))
+        return node
+
+    def visit_Block(self, node: jinja2.nodes.Block) -> jinja2.nodes.Block:
+        tick = tick_for(node)
+        self.generic_visit(node)
+        node.body.insert(0, jinja2.nodes.ExprStmt(tick))
+        return node
+
+    def visit_Dict(self, node: jinja2.nodes.Dict) -> jinja2.nodes.Dict:
+        self.generic_visit(node)
+        for pair in node.items:
+            if not isinstance(pair.key, jinja2.nodes.Const):
+                pair.key = hook("charged_text", pair.key)  # it is hashed
         return node
 
     def visit_CallBlock(self, node: jinja2.nodes.CallBlock) -> jinja2.nodes.CallBlock:
