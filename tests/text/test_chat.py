@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import enum
+import threading
 from collections import UserDict, UserList
 from datetime import datetime
 from types import MappingProxyType
@@ -463,6 +464,34 @@ def test_constants_are_computed_within_bounds() -> None:
         render("{{ 'x' | center(30000000) | length }}" * 20)
     with pytest.raises(ModelLoadError, match="expected at most 262144"):
         render("x" * (template_budget.MAX_SOURCE_CHARS + 1))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% macro m(n) %}{{ 'x'.format(m(n ~ 1)) }}{% endmacro %}{{ m(0) }}",
+        "{% block b %}{{ self.b() }}{% endblock %}",
+        "{% for x in [[1]] recursive %}{{ loop([[1]]) }}{% endfor %}",
+        "{% macro m() %}{% call m() %}{{ caller() }}{% endcall %}{% endmacro %}{{ m() }}",
+    ],
+)
+def test_calls_within_calls_need_a_small_stack(source: str) -> None:
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            render(source)
+        except BaseException as error:
+            errors.append(error)
+
+    before = threading.stack_size(256 << 10)
+    try:
+        thread = threading.Thread(target=work)
+        thread.start()
+    finally:
+        threading.stack_size(before)
+    thread.join()
+    assert "it nests more than 64 calls" in str(errors[0])
 
 
 def test_long_numbers_in_text_are_no_numbers() -> None:

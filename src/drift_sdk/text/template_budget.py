@@ -40,6 +40,7 @@ MEMBER_CHARS = 8  # a list takes the memory of so many for each member
 COMPILE_SHARE = 16  # compiling has this part of the steps: constants become part of the code
 MAX_SOURCE_CHARS = 256 << 10
 MAX_DEPTH = 500  # of values in one another that are compared, hashed or written as text
+MAX_CALLS = 64  # of macros, blocks and loops in one another: a thread's stack may be small
 MAX_PRECISION = 20  # decimals to round to
 MAX_INTEGER_CHARS = 4300  # Python reads no longer decimal numbers
 
@@ -99,6 +100,7 @@ PLAIN = str | int | float | None | Undefined
 class Budget:
     def __init__(self, num_steps: int) -> None:
         self.num_steps = self.num_left = num_steps
+        self.num_calls = 0  # in one another, now
 
     def charge(self, num_steps: int) -> None:
         self.num_left -= num_steps
@@ -328,7 +330,15 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):
                 # Each key may have to be compared with all others: hashes of numbers can be foreseen.
                 charge(sum(text_size(each) + size(each) ** 2 for each in args if not isinstance(each, dict)))
 
-        result = super().call(context, obj, *args, **kwargs)
+        budget = _budget.get()
+        if budget.num_calls >= MAX_CALLS:
+            raise jinja2.TemplateError(f"it nests more than {MAX_CALLS} calls")
+
+        budget.num_calls += 1
+        try:
+            result = super().call(context, obj, *args, **kwargs)
+        finally:
+            budget.num_calls -= 1
         charge(size(result))
         return result
 
