@@ -11,22 +11,21 @@ take more than linear time or make long lists on their way are removed.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Sequence, ValuesView
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
 from inspect import signature
-from types import MappingProxyType
 from typing import Any
 
 import jinja2
-import jinja2.filters
 import jinja2.nodes
 from jinja2.runtime import BlockReference, LoopContext, Macro, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Cycler, Joiner, Namespace
+from jinja2.utils import Joiner, Namespace
 
 from drift_sdk.text.template_charges import TemplateCharges
+from drift_sdk.text.template_rules import FILTERS, METHODS, SLOW_FILTERS, members_of
 
 __all__ = ["MAX_STEPS", "BudgetedEnvironment", "budget"]
 
@@ -41,8 +40,6 @@ COMPILE_SHARE = 16  # compiling has this part of the steps: constants become par
 MAX_SOURCE_CHARS = 256 << 10
 MAX_DEPTH = 500  # of values in one another that are compared, hashed or written as text
 MAX_CALLS = 64  # of macros, blocks and loops in one another: a thread's stack may be small
-MAX_PRECISION = 20  # decimals to round to
-MAX_INTEGER_CHARS = 4300  # Python reads no longer decimal numbers
 
 # What takes the time of its result's members, not of all the text in them, and what takes no time.
 SHALLOW = frozenset(
@@ -75,22 +72,6 @@ READING = frozenset({"groupby", "join", "max", "min", "sort", "sum", "unique", "
 CHARACTERS = READING | {"batch", "list", "slice"}
 LINE_ENDS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 
-METHODS: dict[type, frozenset[str]] = {
-    str: frozenset(
-        "capitalize casefold center count endswith find format index isalnum isalpha isascii isdecimal "
-        "isdigit isidentifier islower isnumeric isprintable isspace istitle isupper join ljust lower lstrip "
-        "partition removeprefix removesuffix replace rfind rindex rjust rpartition rsplit rstrip split "
-        "splitlines startswith strip swapcase title upper zfill".split()
-    ),
-    dict: frozenset({"copy", "get", "items", "keys", "values"}),
-    list: frozenset({"copy", "count", "index"}),
-    tuple: frozenset({"count", "index"}),
-    LoopContext: frozenset({"changed", "cycle"}),
-    Cycler: frozenset({"next", "reset"}),
-}
-"""By the type of the object, the methods that templates may call."""
-
-SLOW_FILTERS = ("pprint", "striptags", "urlize", "wordcount", "wordwrap")
 WIDTH_IN_FORMAT = re.compile(r"\d{6}|\{[^{}]*\{|%[^a-zA-Z%]*\*")
 NUMBER = re.compile(r"\d+")
 MAX_BITS = 1 << 16
@@ -169,20 +150,6 @@ def text_size(value: object) -> int:
                 next_level += members
         level, depth = next_level, depth + 1
     return total
-
-
-def members_of(value: object) -> Sequence[Any]:
-    """What is written inside the value's text."""
-    if isinstance(value, list | tuple):
-        return value
-
-    if isinstance(value, dict | MappingProxyType):
-        return [*value, *value.values()]
-
-    if isinstance(value, KeysView | ValuesView | ItemsView):
-        return list(value)
-
-    return [value._Namespace__attrs] if isinstance(value, Namespace) else ()
 
 
 def depth_of(value: object) -> int:
@@ -279,7 +246,7 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(**options, finalize=charged_text)
         self.globals["range"] = charged_range
         del self.globals["lipsum"]
-        self.filters |= {"int": bounded_int, "round": bounded_round, "sum": bounded_sum}
+        self.filters |= FILTERS
         for name in SLOW_FILTERS:
             del self.filters[name]
         self.tick = tick
@@ -402,26 +369,6 @@ def metered(members: Iterable[Any]) -> Iterator[Any]:
     for member in members:
         charge(0)
         yield member
-
-
-def bounded_int(value: Any, default: Any = 0, base: int = 10) -> Any:
-    is_long = isinstance(value, str) and len(value) > MAX_INTEGER_CHARS
-    return default if is_long else jinja2.filters.do_int(value, default, base)
-
-
-def bounded_round(value: Any, precision: int = 0, method: Any = "common") -> Any:
-    if not isinstance(precision, int) or not 0 <= precision <= MAX_PRECISION:
-        raise jinja2.TemplateError(f"it rounds to a precision that is not from 0 to {MAX_PRECISION}")
-
-    return jinja2.filters.do_round(value, precision, method)
-
-
-@jinja2.pass_environment
-def bounded_sum(environment: Any, iterable: Any, attribute: Any = None, start: Any = 0) -> Any:
-    if not isinstance(start, int | float):
-        raise jinja2.TemplateError("it adds to a sum that does not start with a number")
-
-    return jinja2.filters.do_sum(environment, iterable, attribute, start)
 
 
 def charged_range(*args: int) -> range:
