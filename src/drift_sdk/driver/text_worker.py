@@ -33,7 +33,7 @@ log = logging.getLogger("drift_sdk")
 class Job:
     """Something to be done for a request; `answer` makes the command that tells the engine's thread."""
 
-    __slots__ = ("answer", "deadline", "is_answered", "request", "work")
+    __slots__ = ("answer", "deadline", "is_answered", "is_plain", "request", "work")
 
     def __init__(
         self,
@@ -46,11 +46,19 @@ class Job:
         self.answer = answer
         self.deadline = 0.0
         self.is_answered = False
+        self.is_plain = request.params.grammar is None and request.text_field == "prompt"
 
 
 class TextWorker:
     """Prepares requests and follows their constraints; the outcome of every job goes to the engine's thread
     by `tell`, once, unless it is closed before.
+
+    Jobs of plain prompts (text or token ids, without a grammar) are not held up by grammars and chat messages
+    that do not end: a job in progress that is answered and cannot be abandoned keeps its place only from
+    jobs of its own kind. So at most `MAX_ABANDONED` + 2 * `NUM_PARALLEL` threads can hang.
+
+    If no thread can be started, jobs are done by the threads there are, and overdue jobs are answered when
+    one of these is idle. If there are none, the request fails with a RequestError.
 
     Threads are started as they are needed, one more than there are jobs in progress: an idle one watches the
     clock. A job cannot be interrupted. One that takes too long is answered with a RequestError, one whose
@@ -106,16 +114,25 @@ class TextWorker:
             if self._is_closed:
                 raise EngineClosed("the engine was closed")
 
-            self._keep_one_idle()
+            if not self._keep_one_idle() and not self._in_progress:
+                raise out_of_threads(job.request.text_field)
+
             self._waiting.append(job)
             self._changed.notify()
 
-    def _keep_one_idle(self) -> None:
+    def _keep_one_idle(self) -> bool:
+        """Start a thread if none is idle; False if the process can start none."""
         if not self._num_idle:
             thread = threading.Thread(target=self._run, name="drift-text", daemon=True)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError:
+                return False
+
             self._threads.add(thread)
             self._num_idle += 1
+
+        return True
 
     def _run(self) -> None:
         """A thread's life: it begins idle and does one job after the other."""
@@ -139,8 +156,8 @@ class TextWorker:
         with self._changed:
             while not self._is_closed:
                 self._abandon_overdue()
-                if self._waiting and len(self._in_progress) < NUM_PARALLEL:
-                    job = self._waiting.popleft()
+                if (job := self._first_with_place()) is not None:
+                    self._waiting.remove(job)
                     job.deadline = time.monotonic() + JOB_TIMEOUT_S
                     self._in_progress.append(job)
                     self._num_idle -= 1
@@ -156,23 +173,32 @@ class TextWorker:
             self._num_idle -= 1
             return None
 
+    def _first_with_place(self) -> Job | None:
+        has_place = {is_plain: len(self._rivals(is_plain)) < NUM_PARALLEL for is_plain in (False, True)}
+        return next((job for job in self._waiting if has_place[job.is_plain]), None)
+
+    def _rivals(self, is_plain: bool) -> list[Job]:
+        """Jobs in progress that keep their places from jobs of this kind."""
+        return [job for job in self._in_progress if job.is_plain == is_plain or not job.is_answered]
+
     def _abandon_overdue(self) -> None:
         now = time.monotonic()
         for job in [job for job in self._in_progress if job.deadline <= now]:
             self._abandon(job, overdue(job.request.text_field))
-        if sum(job.deadline <= now for job in self._in_progress) == NUM_PARALLEL:
-            while self._waiting:
-                job = self._waiting.popleft()
-                self._answer(job, overdue(job.request.text_field))
+        for is_plain in (False, True):
+            if sum(job.deadline <= now for job in self._rivals(is_plain)) >= NUM_PARALLEL:
+                failed = [job for job in self._waiting if job.is_plain == is_plain]
+                self._waiting = deque(job for job in self._waiting if job.is_plain != is_plain)
+                for job in failed:
+                    self._answer(job, overdue(job.request.text_field))
 
     def _abandon(self, job: Job, error: DriftError | None) -> None:
         """Answer a job in progress, and go on without its thread unless too many are missing already."""
         self._answer(job, error)
-        if len(self._abandoned) < MAX_ABANDONED:
+        if len(self._abandoned) < MAX_ABANDONED and self._keep_one_idle():
             self._in_progress.remove(job)
             self._abandoned.append(job)
-            self._keep_one_idle()
-            self._changed.notify()
+        self._changed.notify()
 
     def _answer(self, job: Job, error: DriftError | None) -> None:
         if not job.is_answered and not self._is_closed:
@@ -196,4 +222,9 @@ def attempt(job: Job) -> DriftError | None:
 
 def overdue(field: str) -> RequestError:
     allowed = f"what can be worked out within {JOB_TIMEOUT_S:g} s"
+    return RequestError(f"{field}: expected {allowed}", field=field, allowed=allowed)
+
+
+def out_of_threads(field: str) -> RequestError:
+    allowed = "a process that can start a thread for it"
     return RequestError(f"{field}: expected {allowed}", field=field, allowed=allowed)
