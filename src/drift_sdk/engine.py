@@ -100,9 +100,9 @@ class Engine:
         EngineClosed, end the thread and free the memory. Returns when that is done; returns at once if the
         engine is closed. If the task is cancelled, the cancellation is raised afterwards.
 
-        drain: a finite number of seconds, at least 0; RequestError otherwise.
+        drain: seconds, 0 to 1,000,000; RequestError otherwise.
         """
-        check_float(RequestError, "drain", drain, ge=0.0)
+        check_float(RequestError, "drain", drain, ge=0.0, le=1e6)
         await self._life_cycle.aclose(drain)
 
     async def __aenter__(self) -> Engine:

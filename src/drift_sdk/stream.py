@@ -183,12 +183,18 @@ async def map_prompts(
                         break
                     if not rejected:
                         rejected.append(next(waiting))
+                except StopIteration:
+                    is_exhausted = True
+                    continue
+                except Exception as error:
+                    is_exhausted, failure = True, error
+                    continue
+
+                try:
                     streams.append(generate(rejected[0]))
                     rejected.clear()
                 except QueueFull:  # other requests took the room
                     break
-                except StopIteration:
-                    is_exhausted = True
                 except Exception as error:
                     is_exhausted, failure = True, error
 

@@ -11,7 +11,15 @@ import anyio
 import pytest
 from loops import run, until
 
-from drift_sdk import DriftError, EngineClosed, EngineConfig, PromptTooLong, RequestError, SamplingParams
+from drift_sdk import (
+    DriftError,
+    EngineClosed,
+    EngineConfig,
+    PromptTooLong,
+    Regex,
+    RequestError,
+    SamplingParams,
+)
 from drift_sdk.driver import text_worker
 from drift_sdk.driver.prompts import ModelText, TextPrompt
 from drift_sdk.testing import ScriptedEngine, scripted_engine
@@ -111,6 +119,65 @@ def test_hanging_text_work_fails_only_its_own_request(stall: Stall, monkeypatch:
     run("asyncio", main)
 
 
+def test_plain_prompts_are_served_while_grammars_hang(stall: Stall, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    most = text_worker.MAX_ABANDONED + text_worker.NUM_PARALLEL
+    params = SamplingParams(grammar=Regex("ok"))
+
+    async def main() -> None:
+        async with scripted_engine("ok") as engine:
+            for index in range(most):
+                stream = engine.generate(f"stall {index}", params)
+                await until(lambda index=index: len(stall.begun) == index + 1)
+                clock.forward(engine)
+                with pytest.raises(RequestError, match=r"^prompt: expected text work of at most"):
+                    await stream
+            for _ in range(3):
+                with pytest.raises(RequestError, match="prompt"):
+                    await engine.generate("hi", params)
+                with anyio.fail_after(120):
+                    assert (await engine.generate("hi")).text == "ok"
+
+            for index in range(text_worker.NUM_PARALLEL):  # plain prompts that hang take the last places
+                stream = engine.generate(f"stall plain {index}")
+                await until(lambda index=index: f"stall plain {index}" in stall.begun)
+                clock.forward(engine)
+                with pytest.raises(RequestError, match="prompt"):
+                    await stream
+            with pytest.raises(RequestError, match="prompt"):
+                await engine.generate("hi")
+            assert len(text_threads()) == most + text_worker.NUM_PARALLEL + 1
+
+            stall.released.set()
+            await until(lambda: len(text_threads()) <= 2 * text_worker.NUM_PARALLEL + 1)
+            await until(lambda: not engine._driver._text_worker._in_progress)
+            assert (await engine.generate("hi")).text == "ok"
+
+    run("asyncio", main)
+
+
+def test_cancelled_grammars_that_hang_make_room_for_a_waiting_plain_prompt(stall: Stall) -> None:
+    most = text_worker.MAX_ABANDONED + text_worker.NUM_PARALLEL
+    params = SamplingParams(grammar=Regex("ok"))
+
+    async def main() -> None:
+        async with scripted_engine("ok") as engine:
+            streams = []
+            for index in range(most):
+                streams.append(engine.generate(f"stall {index}", params))
+                await until(lambda index=index: len(stall.begun) == index + 1)
+                if index < text_worker.MAX_ABANDONED:
+                    streams[index].cancel()
+            waiting = engine.generate("hi")
+            for stream in streams:
+                stream.cancel()
+                assert (await stream).finish_reason == "cancelled"
+            with anyio.fail_after(50):  # less than an idle thread waits if it is not told
+                assert (await waiting).text == "ok"
+
+    run("asyncio", main)
+
+
 def test_closing_does_not_wait_for_hanging_text_work(
     stall: Stall, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -180,9 +247,30 @@ def test_request_is_not_admitted_if_no_thread_can_be_started(monkeypatch: pytest
             with monkeypatch.context() as patch:
                 patch.setattr(threading.Thread, "start", fail_to_start)
                 for _ in range(3):
-                    with pytest.raises(RuntimeError, match="can't start"):
+                    with pytest.raises(RequestError, match="^prompt: expected a process that can start a th"):
                         engine.generate("x")
             assert (await engine.generate("x")).text == "ok"
+
+    run("asyncio", main)
+
+
+def test_a_process_out_of_threads_serves_by_those_it_has(
+    stall: Stall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with scripted_engine("ok") as engine:
+            assert (await engine.generate("hi")).text == "ok"
+            monkeypatch.setattr(threading.Thread, "start", fail_to_start)
+            with anyio.fail_after(120):
+                for _ in range(3):
+                    streams = [engine.generate(f"stall {index}") for index in range(5)]
+                    streams[1].cancel()  # its thread is not abandoned: none could take its place
+                    stall.released.set()
+                    for stream in streams:
+                        assert (await stream).finish_reason is not None
+                    stall.released.clear()
+                assert (await engine.generate("hi")).text == "ok"
+            assert len(text_threads()) <= text_worker.NUM_PARALLEL
 
     run("asyncio", main)
 

@@ -370,6 +370,8 @@ def test_wrong_model_config_and_drain_are_rejected_by_name(loop: str, tmp_path) 
             Engine("x", {"dtype": "auto"})
         with pytest.raises(RequestError, match="drain"):
             await scripted_engine().aclose(drain=-1.0)
+        with pytest.raises(RequestError, match="drain=10000000000.0: expected .*1000000"):
+            await scripted_engine().aclose(drain=1e10)
 
     run(loop, main)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -105,7 +105,7 @@ async def test_content_of_parts_is_rejected_where_the_template_takes_strings() -
         assert "expected a string: the model's chat template does not take a list of parts" in str(
             caught.value
         )
-        with pytest.raises(RequestError, match="the chat template refused them") as caught:
+        with pytest.raises(RequestError, match="the chat template rejected them") as caught:
             await engine.chat([{"role": "user", "content": 7}])
         assert caught.value.field == "messages"
 
@@ -134,3 +134,23 @@ async def test_queue_full_says_how_many_requests_wait() -> None:
             )
             for stream in streams:
                 stream.cancel()
+
+
+async def test_too_many_token_ids_are_rejected_before_they_are_copied() -> None:
+    async with scripted_engine("fine") as engine:
+        with pytest.raises(
+            RequestError, match="prompt: expected at most 16777216 token ids, not 100000000000"
+        ):
+            engine.generate(range(100_000_000_000))
+
+
+async def test_queue_full_of_the_prompts_themselves_ends_a_map() -> None:
+    def prompts() -> Iterator[str]:
+        yield "a"
+        raise QueueFull("of another engine")
+
+    async with scripted_engine("fine") as engine:
+        found = engine.map(prompts())
+        assert (await anext(found)).text == "fine"
+        with pytest.raises(QueueFull, match="of another engine"):
+            await anext(found)

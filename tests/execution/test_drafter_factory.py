@@ -82,7 +82,7 @@ def round_drafter(factory: DrafterFactory, target: Decoder) -> RoundDrafter | No
 
 
 def test_no_drafter_needs_nothing(target: Decoder) -> None:
-    assert open_drafter_factory(EngineConfig(), target) is NO_DRAFTER
+    assert open_drafter_factory(EngineConfig(), target, lambda stage, fraction: None) is NO_DRAFTER
     assert NO_DRAFTER.draft_choices == () and not NO_DRAFTER.is_adaptive
     assert not (NO_DRAFTER.needs_history or NO_DRAFTER.needs_draft_kv or NO_DRAFTER.always_drafts)
     assert NO_DRAFTER.eager_drafter(target, LIMITS) is None

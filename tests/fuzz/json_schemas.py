@@ -77,6 +77,19 @@ def chain(length: int, schema: Any) -> dict[str, Any]:
     return {"$ref": "#/$defs/r0", "$defs": links | {f"r{length}": schema}}
 
 
+def links(length: int, schema: Any) -> dict[str, Any]:
+    """A schema with a chain of direct references, and a choice of some of them."""
+    found: dict[str, Any] = {f"r{i}": {"$ref": f"#/$defs/r{i + 1}"} for i in range(length)}
+    choice = [{"$ref": f"#/$defs/r{i}"} for i in range(0, length, 7)]
+    return {"anyOf": choice, "$defs": found | {f"r{length}": schema}}
+
+
+def merge(length: int, schema: Any) -> dict[str, Any]:
+    """A schema with objects that merge the same large one, and have various values of multipleOf."""
+    users = {f"u{i}": {"allOf": [{"$ref": "#/$defs/large"}], "multipleOf": -i} for i in range(length)}
+    return {"$ref": "#/$defs/large", "$defs": {"large": wide(min(length, 900), schema)} | users}
+
+
 def nest(depth: int, schema: Any) -> Any:
     for _ in range(depth):
         schema = {"type": "array", "items": schema}
@@ -89,7 +102,7 @@ def wide(width: int, schema: Any) -> dict[str, Any]:
 
 plain = st.recursive(st.booleans() | schemas(st.booleans()), schemas, max_leaves=8)
 sizes = st.sampled_from([10, 98, 300, 900, 2000, 20_000])
-strategy = plain | st.tuples(st.sampled_from([chain, nest, wide]), sizes, plain)
+strategy = plain | st.tuples(st.sampled_from([chain, links, merge, nest, wide]), sizes, plain)
 
 
 def run(data: Any) -> None:

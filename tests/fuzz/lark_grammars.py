@@ -76,9 +76,19 @@ def chain(length: int, body: str, name: str) -> str:
     return f"start: {name}0\n{links}{name}{length}: {body}\n"
 
 
+# One piece of a token repeated, so that the end of a token may be searched for many times.
+PIECES = st.sampled_from(
+    ['"', '\\"', "/", "/\\", "\\", "'", '"a', "/a", "#", "//", "/*", "%", "%json", "%json {", "(", "a:", "~"]
+)
+TIMES = st.sampled_from([27, 4000, 40_000])
+repeated = st.tuples(st.sampled_from(["", "start: ", 'start: "a" ']), PIECES, TIMES).map(
+    lambda drawn: drawn[0] + drawn[1] * drawn[2]
+)
+
 lengths = st.sampled_from([30, 900, 4000, 20_000])
 strategy = (
     st.text(min_size=1, max_size=30)
+    | repeated
     | bodies.map(lambda body: f'start: {body}\na: "y" | a b\nb: A\nA: "z"\nB: /[0-9]/ A?\n')
     | rules.filter(bool)
     | st.tuples(lengths, bodies, st.sampled_from("rR")).map(lambda drawn: chain(*drawn))

@@ -82,8 +82,46 @@ changes = [
     st.sampled_from(paths).flatmap(lambda path, spec=spec: st.tuples(st.just(path), _alike(spec, path)))
     for spec, paths in zip(SPECS, PATHS, strict=True)
 ]
+# Steps that make text longer, each repeated many times.
+PARTS = {
+    "normalizer": "normalizers",
+    "pre_tokenizer": "pretokenizers",
+    "decoder": "decoders",
+    "post_processor": "processors",
+}
+LONG = ["", "x", "aa", "x" * 10, "\ufdfa", "ab" * 1000]
+patterns = st.sampled_from([{"Regex": "."}, {"Regex": "a*"}, {"Regex": ""}, {"String": ""}, {"String": "a"}])
+pieces = st.sampled_from(
+    [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "s", "type_id": 0}}]
+)
+steps = (
+    st.fixed_dictionaries({"type": st.just("Replace"), "pattern": patterns, "content": st.sampled_from(LONG)})
+    | st.fixed_dictionaries({"type": st.just("Prepend"), "prepend": st.sampled_from(LONG)})
+    | st.fixed_dictionaries({"prepend": st.sampled_from(LONG)})
+    | st.sampled_from(["NFC", "NFKD", "Lowercase", "ByteLevel", "Strip", "Fuse"]).map(
+        lambda kind: {"type": kind, "add_prefix_space": True, "trim_offsets": True, "use_regex": False}
+    )
+    | st.just({"type": "Metaspace", "replacement": "a", "prepend_scheme": "always", "split": True})
+    | st.lists(pieces, max_size=3).map(
+        lambda drawn: {
+            "type": "TemplateProcessing",
+            "single": drawn,
+            "pair": drawn,
+            "special_tokens": {"s": {"id": "s", "ids": [0] * 500, "tokens": ["<s>"] * 500}},
+        }
+    )
+)
+
+
+def _sequence(part: str, step: Any, times: int) -> tuple[tuple[Any, ...], Any]:
+    return (part,), {"type": "Sequence", PARTS[part]: [step] * times}
+
+
+sequences = st.builds(_sequence, st.sampled_from(list(PARTS)), steps, st.sampled_from([1, 2, 9, 40]))
 strategy = st.integers(0, len(SPECS) - 1).flatmap(
-    lambda index: st.tuples(st.just(index), st.lists(changes[index], min_size=1, max_size=3), configs)
+    lambda index: st.tuples(
+        st.just(index), st.lists(changes[index] | sequences, min_size=1, max_size=3), configs
+    )
 )
 
 

@@ -381,7 +381,7 @@ def test_reducing_rejects_invalid_arguments(folder: Path, capsys: pytest.Capture
     tool = reduce_vocab
     (folder / "counts.json").write_text("{}")
     for size, keep, output, message in (
-        ("97", [], "small", "size=97: expected 1 to 96"),
+        ("97", [], "small", "size=97: expected 1 (ids to keep) to 96 (ids available)"),
         ("0", [], "small", "size=0"),
         ("5", ["--keep", "600"], "small", r"keep=[600]"),
         ("5", [], ".", "not an empty folder"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import threading
 from collections import UserDict, UserList
 from datetime import datetime
 from types import MappingProxyType
@@ -12,7 +13,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from drift_sdk.errors import ModelLoadError, RequestError
-from drift_sdk.text import template_budget
+from drift_sdk.text import template_budget, template_rules
 from drift_sdk.text.chat import ChatTemplate
 
 CHATML = """\
@@ -332,6 +333,11 @@ def test_deeply_nested_messages_are_rejected() -> None:
 
 LOOP = "{% for i in range(99999) %}"
 DOUBLED = "{% set ns = namespace(s=[1]) %}{% for i in range(60) %}{% set ns.s = [ns.s, ns.s] %}{% endfor %}"
+DOUBLED_TUPLE = DOUBLED.replace("[", "(").replace("]", ",)")
+DEEP_LIST = "{% set ns = namespace(s=range(9999) | list) %}" + "{% set ns.s = [ns.s] %}" * 300
+NESTED_TUPLE = (
+    "{% set ns = namespace(s=(1,)) %}{% for i in range(9999) %}{% set ns.s = (ns.s,) %}{% endfor %}"
+)
 
 
 @pytest.mark.parametrize(
@@ -369,13 +375,169 @@ DOUBLED = "{% set ns = namespace(s=[1]) %}{% for i in range(60) %}{% set ns.s = 
         "{{ ('\\n' * 100000) | indent(100000) }}",
         "{{ [[1]] | tojson(indent=10**9) }}",
         "{{ ('%(a)s' * 100000) % {'a': 'x' * 10000} }}",
-        "{{ ([range(99999) | list] * 9999) | sum(start=[]) | length }}",
+        "{{ [1] | slice(100000) | list | length }}" * 3,
+        "{{ [1, 2] | batch(100000, 'x') | list | length }}" * 3,
+        "{{ range(9999) | list" + " | select" * 30 + " | list | length }}",
+        "{{ [1] | map(attribute='a.' * 300000 ~ 'a', default={}) | list }}",
+        "{{ ('a' * 100000) | replace(new='b' * 100000, old='a') }}",
+        "{{ ('{:>99999}' * 1000).format(*range(1000)) }}",
+        "{{ ('%99999d' * 1000) % 1 }}",
+        "{{ range(0, 9999 * 2**61, 2**61 - 1) | unique | list }}",
+        "{{ dict(range(0, 9999 * 2**61, 2**61 - 1) | batch(2)) }}",
+        "{{ namespace(range(0, 9999 * 2**61, 2**61 - 1) | batch(2)) }}",
+        DOUBLED + "{{ {'a': ns.s}.items() }}",
+        DOUBLED + "{{ {'a': ns.s}.items().mapping }}",
+        DOUBLED + "{{ [ns.s].index(ns.s[0]) }}",
+        DOUBLED + "{% for i in [1] %}{{ loop.changed(ns.s) }}{% endfor %}",
+        DOUBLED_TUPLE + "{{ {ns.s: 1} }}",
+        DOUBLED_TUPLE + "{{ {}[ns.s] }}",
+        DOUBLED_TUPLE + "{{ {}.get(ns.s) }}",
+        DOUBLED_TUPLE + "{{ dict([[ns.s, 1]]) }}",
+        NESTED_TUPLE + "{{ {ns.s: 1} }}",
+        NESTED_TUPLE + "{{ {}[ns.s] }}",
+        NESTED_TUPLE + "{{ [ns.s] | unique | list }}",
+        NESTED_TUPLE + "{{ [{}] | map(attribute=ns.s) | list }}",
+        "{% set all = range(9999) | list %}" + LOOP + "{{ cycler(*all) }}{% endfor %}",
+        "{% set all = range(9999) | list %}" + LOOP + "{{ ''.format(*all) }}{% endfor %}",
+        "{{ ('a ' * 1000000).split() | length }}",
+        "{{ ('a,' * 1000000).split(',') | length }}",
+        "{{ ('\n' * 1000000).splitlines() | length }}",
+        "{{ ('a' * 1000000) | list | length }}",
+        "{{ ''.join('a' * 1000000) | length }}",
+        "{{ ('a' * 100000).rfind('ab' ~ 'a' * 5000) }}",
+        "{{ ('a' * 100000).strip('b' * 5000 ~ 'a') }}",
+        "{{ ('a' * 100000) | trim('b' * 5000 ~ 'a') }}",
+        LOOP + "{% set a = 1 %}" * 1000 + "{% endfor %}",
+        "{% block b %}" + "{% set a = 1 %}" * 999 + "{% endblock %}" + LOOP + "{{ self.b() }}{% endfor %}",
+        DEEP_LIST + "{{ ns.s | tojson(indent=16) }}",
     ],
 )
 def test_expensive_template_exceeds_the_step_limit(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_budget, "MAX_STEPS", 200_000)  # to keep the test short
     with pytest.raises(RequestError, match=r"chat template .* (more than \d+ |a width that is)"):
         render(source)
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("{{ 5 | round(-20000000 * messages | length) }}", "rounds to a precision"),
+        ("{{ 1.5 | round(3000000, 'ceil') }}", "rounds to a precision"),
+        ("{{ range(9) | map('round', 3000000) | list }}", "rounds to a precision"),
+        ("{{ [[]] | sum(start=[0]) }}", "does not start with a number"),
+        ("{{ [[]] | sum(none, [0]) }}", "does not start with a number"),
+        ("{{ ['%1000000000d'] | format(1) }}", "a value that is not text"),
+        ("{{ [1, 2] | join(['x']) }}", "neither text nor a number"),
+        ("{{ 'a' | replace('a', ['x']) }}", "neither text nor a number"),
+        ("{{ [1] | tojson(indent='x') }}", "expected an indent from 0 to 16"),
+        ("{{ [1] | tojson(indent=17) }}", "expected an indent from 0 to 16"),
+        ("{{ [1] | tojson(separators=('x' * 99, ':')) }}", "expected separators of 16"),
+        ("{{ [1] | tojson(separators=([1], ':')) }}", "expected separators that are text"),
+        ("{{ strftime_now('%d' * 999) }}", "expected a format of 256"),
+        ("{{ {1: 2}.items() - [] }}", "subtracts values that are not numbers"),
+        ("{{ (5).to_bytes(3000000000, 'little') }}", "calls to_bytes"),
+        ("{{ (1.5).hex() }}", "calls hex"),
+        ("{{ 'a'.encode() }}", "calls encode"),
+        ("{{ 'a'.expandtabs(10**9) }}", "calls expandtabs"),
+        ("{{ 'a'.translate({97: 'x'}) }}", "calls translate"),
+        ("{{ 'a'.format_map({}) }}", "calls format_map"),
+        ("{{ ('a' | escape).unescape() }}", "calls unescape"),
+        ("{{ dict.fromkeys([1]) }}", "calls fromkeys"),
+        ("{{ dict.update(messages[0], {}) }}", "calls update"),
+        ("{{ (messages | map('string')).send(none) }}", "calls send"),
+        ("{{ messages[0].keys().isdisjoint([]) }}", "calls isdisjoint"),
+        ("{{ messages[0] | attr('popitem')() }}", "popitem"),
+    ],
+)
+def test_calls_and_arguments_without_bounds_are_rejected(source: str, reason: str) -> None:
+    with pytest.raises(RequestError, match=f"chat template rejected them: .*{reason}"):
+        render(source)
+
+
+@pytest.mark.parametrize("name", template_rules.SLOW_FILTERS)
+def test_slow_filters_do_not_exist(name: str) -> None:
+    with pytest.raises(ModelLoadError, match=f"No filter named '{name}'"):
+        render(f"{{{{ 'x' | {name} }}}}")
+
+
+def test_compilation_has_a_step_limit_and_a_source_limit() -> None:
+    """Constant expressions that take too many steps are left to the render, which rejects them."""
+    with pytest.raises(RequestError, match="more than"):
+        render("{{ 'x' | center(30000000) | length }}" * 20)
+    with pytest.raises(ModelLoadError, match="expected at most 262144"):
+        render("x" * (template_budget.MAX_SOURCE_CHARS + 1))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% macro m(n) %}{{ 'x'.format(m(n ~ 1)) }}{% endmacro %}{{ m(0) }}",
+        "{% block b %}{{ self.b() }}{% endblock %}",
+        "{% for x in [[1]] recursive %}{{ loop([[1]]) }}{% endfor %}",
+        "{% macro m() %}{% call m() %}{{ caller() }}{% endcall %}{% endmacro %}{{ m() }}",
+    ],
+)
+def test_nested_calls_are_rejected_before_a_small_stack_overflows(source: str) -> None:
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            render(source)
+        except BaseException as error:
+            errors.append(error)
+
+    before = threading.stack_size(256 << 10)
+    try:
+        thread = threading.Thread(target=work)
+        thread.start()
+    finally:
+        threading.stack_size(before)
+    thread.join()
+    assert "it nests more than 64 calls" in str(errors[0])
+
+
+def test_int_returns_the_default_for_long_numbers() -> None:
+    assert render("{{ ('f' * 5000) | int(7, 16) }} {{ '12' | int }} {{ 'f' | int(base=16) }}") == "7 12 15"
+
+
+def test_formatted_text_may_contain_long_numbers_and_braces() -> None:
+    messages = [{"role": "user", "content": "{1000000} %*d {{"}]
+    source = "{{ '%s' % messages[0].content }}{{ '{}'.format(messages[0].content) }}"
+    assert render(source, messages) == "{1000000} %*d {{" * 2
+
+
+IDIOMS = [
+    "{{ messages[0].content.strip().split('</think>')[-1].lstrip('\n').rstrip() | upper }}",
+    "{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | join(', ') }}",
+    "{{ messages | rejectattr('role', 'in', ['tool', 'system']) | list | length }}",
+    "{% for m in messages | reverse %}{{ loop.cycle('a', 'b') }}{{ m.role | title }}{% endfor %}",
+    "{% for k, v in messages[0].items() | sort if k != 'x' %}{{ k ~ '=' ~ v }}{% endfor %}",
+    "{% for k, v in messages[0] | dictsort %}{{ k }}{{ loop.changed(v) }}{% endfor %}",
+    "{% for k, v in messages[0] | items %}{{ loop.last }}{{ loop.nextitem }}{{ k }}{% endfor %}",
+    "{% for group in messages | groupby('role') %}{{ group.grouper }}{{ group.list | length }}{% endfor %}",
+    "{{ messages | map(attribute='role') | unique | list }}{{ messages[::-1] | first }}",
+    "{{ messages[0].get('content', 'none') }}{{ messages[0].keys() | list }}{{ dict(a=1).values() | list }}",
+    "{{ 'role: %s, %d' | format(messages[0].role, 7) }}{{ '%s!' % messages[0].role }}",
+    "{{ '{:>5}|{}|{a}'.format('x', 2, a='b') }}{{ 'a,b'.partition(',') }}{{ 'a b'.rsplit(' ', 1) }}",
+    "{{ 3.14159 | round(2) }}{{ 7 | round }}{{ 2.5 | round(0, 'floor') }}{{ [1, 2.5] | sum }}",
+    "{{ messages | sum(attribute='n', start=1) if messages[0].n is defined else 'none' }}",
+    "{{ messages[0] | tojson(indent=2) }}{{ messages | tojson(separators=(',', ':')) }}",
+    "{{ range(7) | batch(3) | list }}{{ range(7) | slice(3, 'x') | list }}{{ 'abc' | list }}",
+    "{{ 'x' | indent(4, true) }}{{ 'a b c' | replace('b', 1) | truncate(20) | center(9) }}",
+    "{% macro m(a, b=2) %}{{ a }}{{ b }}{{ caller() if caller }}{% endmacro %}{{ m(1) }}",
+    "{% macro m(a) %}{{ a }}{{ caller() }}{% endmacro %}{% call m(3) %}c{% endcall %}",
+    "{% set d = {'a': 1, ('b' ~ 'c'): 2} %}{{ d['bc'] }}{{ d.a - 1 }}{{ d.copy() }}{{ [1, 2].index(2) }}",
+    "{% set j = joiner(', ') %}{% set c = cycler(1, 2) %}{{ j() }}{{ j() }}{{ c.next() }}{{ c.current }}",
+    "{% block b %}{{ messages | length }}{% endblock %}{{ self.b() }}",
+    "{% for m in [[1], [2, [3]]] recursive %}{{ loop(m) if m is iterable else m }}{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("source", IDIOMS)
+def test_idioms_of_templates_render_as_by_transformers(source: str) -> None:
+    for chat in CHATS:
+        [expected], _ = render_jinja_template([chat], chat_template=source)
+        assert render(source, chat) == expected
 
 
 @pytest.mark.parametrize("source", [CHATML, LLAMA3, QWEN], ids=["chatml", "llama3", "qwen"])

@@ -27,6 +27,7 @@ from drift_sdk import JsonSchema, Lark, Regex, RequestError
 from drift_sdk.testing import byte_tokenizer
 from drift_sdk.text import grammar as grammars
 from drift_sdk.text.grammar import GrammarConstraint, constrain
+from drift_sdk.text.grammar_limits import check_schema
 from drift_sdk.text.tokenizer import Tokenizer
 
 NUM_PADDED = 37  # ids of the model after the tokenizer's last one
@@ -316,6 +317,10 @@ def optional(count: int, **more: Any) -> dict[str, Any]:
         (Regex("a\\"), "ends with a backslash"),
         (Lark("start: A\nA: /" + "a?" * 2000 + "/"), "repetitions in a regex"),
         (Lark('start: "a"' + ' "b"?' * 6000), "repetitions: expected at most"),
+        (Lark('\\"' * 32_000), "a string that begins at character 1 is not terminated"),
+        (Lark('start: "a\n"'), "a string that begins at character 7 is not terminated"),
+        (Lark("start: " + "/\\" * 32_000), "a regex that begins at character 7 is not terminated"),
+        (JsonSchema({"allOf": [{"multipleOf": -(3**k)} for k in range(1, 999)]}), "multipleOf="),
     ],
 )
 def test_grammar_out_of_bounds_is_rejected_before_compiling(
@@ -336,6 +341,59 @@ def test_schema_that_json_cannot_represent_is_rejected() -> None:
         JsonSchema({"const": value})
     with pytest.raises(RequestError, match="^schema=.*: expected plain JSON values"):
         JsonSchema({"minimum": 10**5000})
+
+
+def merging(num_objects: int) -> dict[str, Any]:
+    """A schema with many objects that merge the same large one."""
+    large = {"properties": {f"p{i}": {"pattern": "a"} for i in range(900)}}
+    users = {f"u{i}": {"allOf": [{"$ref": "#/$defs/large"}]} for i in range(num_objects)}
+    return {"$defs": {"large": large} | users}
+
+
+def alternatives(length: int) -> dict[str, Any]:
+    """A schema with a choice of the links of a chain that leads to a pattern."""
+    links = {f"r{i}": {"$ref": f"#/$defs/r{i + 1}"} for i in range(length)}
+    choice = [{"$ref": f"#/$defs/r{i}"} for i in range(length)]
+    return {"anyOf": choice, "$defs": links | {f"r{length}": {"pattern": "a", "format": "date"}}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        chain_of_refs(2000),
+        {"$defs": dict(reversed(chain_of_refs(2000)["$defs"].items()))},
+        alternatives(900),
+        merging(600),
+    ],
+    ids=["chain", "reversed chain", "alternatives", "merged"],
+)
+def test_checking_a_schema_takes_linear_time(schema: dict[str, Any]) -> None:
+    num_lines = 0
+
+    def count(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal num_lines
+        num_lines += event == "line"
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        check_schema(schema)
+    finally:
+        sys.settrace(before)
+    assert num_lines < 15 * len(json.dumps(schema))
+
+
+def test_constraints_are_counted_along_cycles_and_alternatives() -> None:
+    ring = {f"r{i}": {"allOf": [{"$ref": f"#/$defs/r{(i + 1) % 5}"}]} for i in range(5)}
+    check_schema({"$defs": ring})
+    with pytest.raises(ValueError, match="for one string"):
+        check_schema({"$defs": ring | {"r3": {"pattern": "a", "$ref": "#/$defs/r0"}}})
+
+    check_schema({"anyOf": patterns(100)})
+    check_schema({"allOf": [{"anyOf": patterns(100)}] * 8})
+    with pytest.raises(ValueError, match="for one string"):
+        check_schema({"allOf": [{"anyOf": patterns(100)}] * 9})
 
 
 @pytest.mark.parametrize(

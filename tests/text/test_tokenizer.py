@@ -1,19 +1,22 @@
 from __future__ import annotations
 
+import base64
 import json
 import os
 import subprocess
 import sys
+import unicodedata
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers
-from tokenizers import decoders, processors
+from tokenizers import decoders, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from drift_sdk.errors import ModelLoadError, RequestError
+from drift_sdk.text import tokenizer_limits
 from drift_sdk.text.tokenizer import Tokenizer
 
 TEXT = "<|im_start|>user\nThe quick 中文 🎉 don't <think>  12<|im_end|>"
@@ -205,6 +208,153 @@ def test_text_outside_the_vocabulary_raises_request_error(path: Path) -> None:
     assert tokenizer.encode("a") == [0]
     with pytest.raises(RequestError, match="prompt: expected text that can be tokenised"):
         tokenizer.encode("b")
+
+
+@pytest.mark.parametrize("unknown", [-(2**70), -1, 10**6, 2**32 - 1, 2**32, 2**70])
+def test_unknown_ids_add_nothing(path: Path, unknown: int) -> None:
+    tokenizer = Tokenizer.from_file(path)
+    left, right = tokenizer.encode("The"), tokenizer.encode(" dog")
+    for skip in (True, False):
+        assert tokenizer.decode([*left, unknown, *right], skip_special_tokens=skip) == "The dog"
+    assert tokenizer.decode([unknown]) == ""
+    assert tokenizer.detokenizer().push([*left, unknown, *right]) == "The dog"
+    assert tokenizer.token_bytes[unknown] == b""
+
+
+X = "x" * 10
+REGEX = {"type": "Replace", "pattern": {"Regex": "."}, "content": X}
+STRING = {"type": "Replace", "pattern": {"String": "ab"}, "content": X * 10}
+EMPTY = {"type": "Replace", "pattern": {"String": ""}, "content": X}
+BYTES = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": False}
+TEMPLATE = {
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "s", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}] * 2,
+    "pair": [],
+    "special_tokens": {"s": {"id": "s", "ids": [1] * 600, "tokens": ["s"] * 600}},
+}
+
+
+def charsmap(*replacements: str) -> str:
+    data = b"".join(each.encode() + b"\0" for each in replacements)
+    return base64.b64encode((4).to_bytes(4, "little") + bytes(4) + data).decode()
+
+
+@pytest.mark.parametrize(
+    ("part", "spec", "message"),
+    [
+        (
+            "normalizer",
+            {"type": "Sequence", "normalizers": [REGEX] * 9},
+            "normalizer: makes more than a mill",
+        ),
+        ("normalizer", {"type": "Sequence", "normalizers": [REGEX] * 2}, "makes up to 121 of one"),
+        ("normalizer", {"type": "Sequence", "normalizers": [STRING, STRING]}, "makes up to 2500 of one"),
+        ("normalizer", {"type": "Sequence", "normalizers": [EMPTY, EMPTY]}, "makes up to 121 of one"),
+        ("normalizer", {"type": "Prepend", "prepend": "x" * 100}, "makes up to 101 of one"),
+        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": charsmap("a", X * 20)}, "up to 200"),
+        ("normalizer", {"normalizers": [REGEX]}, "it is not known how much longer"),
+        ("normalizer", {"prepend": "x" * 1000}, "it is not known how much longer"),
+        ("normalizer", {"type": "Sequence", "normalizers": [{"type": "new"}]}, "it is not known how much"),
+        ("pre_tokenizer", {"type": "Sequence", "pretokenizers": [BYTES] * 30}, "makes more than a million"),
+        ("pre_tokenizer", {"type": "new"}, "it is not known how much longer"),
+        ("decoder", {"type": "Sequence", "decoders": [STRING] * 9}, "decoder: makes more than a million"),
+        ("post_processor", TEMPLATE, "adds 1200 tokens, expected at most 1024"),
+        (
+            "post_processor",
+            {"type": "Sequence", "processors": [TEMPLATE | {"single": TEMPLATE["single"][1::2]}] * 40},
+            "makes more than a million of one",
+        ),
+        ("post_processor", {"type": "new"}, "post_processor: .* is not known"),
+    ],
+)
+def test_parts_that_make_text_much_longer_are_rejected_before_they_are_built(
+    path: Path, part: str, spec: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizers, "Tokenizer", None)
+    file = json.loads(path.read_text(encoding="utf-8"))
+    file[part] = spec
+    path.write_text(json.dumps(file))
+    with pytest.raises(ModelLoadError, match=f"{path}.*{message}"):
+        Tokenizer.from_file(path)
+
+
+def test_affix_that_is_too_long_is_rejected(path: Path) -> None:
+    file = json.loads(path.read_text(encoding="utf-8"))
+    file["model"]["end_of_word_suffix"] = "x" * 65
+    path.write_text(json.dumps(file))
+    with pytest.raises(ModelLoadError, match="a prefix or suffix of 65 characters"):
+        Tokenizer.from_file(path)
+
+
+SPLIT = pre_tokenizers.Split(tokenizers.Regex(r"\p{N}{1,3}"), "isolated")
+PLAIN_BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+UNDERSCORE = "\u2581"
+# Parts of tokenizer.json files of well-known models.
+USUAL: dict[str, tuple[Any, Any, Any]] = {
+    "gpt-2": (None, pre_tokenizers.ByteLevel(), processors.ByteLevel()),
+    "llama-2, mistral": (
+        normalizers.Sequence([normalizers.Prepend(UNDERSCORE), normalizers.Replace(" ", UNDERSCORE)]),
+        None,
+        processors.TemplateProcessing("<s> $A", "<s> $A <s> $B:1", special_tokens=[("<s>", 1)]),
+    ),
+    "llama-3": (
+        None,
+        pre_tokenizers.Sequence([SPLIT, PLAIN_BYTES]),
+        processors.Sequence(
+            [processors.ByteLevel(), processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])]
+        ),
+    ),
+    "qwen": (normalizers.NFC(), pre_tokenizers.Sequence([SPLIT, PLAIN_BYTES]), processors.ByteLevel()),
+    "gpt-oss": (None, pre_tokenizers.Sequence([SPLIT, PLAIN_BYTES]), processors.ByteLevel()),
+    "deepseek": (
+        normalizers.Sequence([]),
+        pre_tokenizers.Sequence([SPLIT, SPLIT, pre_tokenizers.Digits(True), PLAIN_BYTES]),
+        None,
+    ),
+    "gemma": (normalizers.Replace(" ", UNDERSCORE), pre_tokenizers.Split(" ", "merged_with_previous"), None),
+    "sentencepiece": (
+        normalizers.Sequence(
+            [
+                normalizers.NFKC(),
+                normalizers.Strip(),
+                normalizers.Replace(tokenizers.Regex(" {2,}"), UNDERSCORE),
+            ]
+        ),
+        pre_tokenizers.Metaspace(),
+        None,
+    ),
+    "bert": (
+        normalizers.BertNormalizer(),
+        pre_tokenizers.BertPreTokenizer(),
+        processors.BertProcessing(("a", 1), ("b", 2)),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", USUAL)
+def test_usual_parts_are_within_bounds(path: Path, kind: str) -> None:
+    raw = tokenizers.Tokenizer.from_file(str(path))
+    normalizer, pre_tokenizer, post_processor = USUAL[kind]
+    for name, part in (("normalizer", normalizer), ("pre_tokenizer", pre_tokenizer)):
+        if part is not None:
+            setattr(raw, name, part)
+    if post_processor is not None:
+        raw.post_processor = post_processor
+    expected = raw.encode(TEXT).ids
+    raw.save(str(path))
+    assert Tokenizer.from_file(path).encode(TEXT) == expected
+
+
+def test_growth_of_normalizers_is_at_most_the_stated_one() -> None:
+    kinds = {"NFC": normalizers.NFC(), "NFD": normalizers.NFD(), "NFKC": normalizers.NFKC()}
+    kinds |= {"NFKD": normalizers.NFKD(), "Lowercase": normalizers.Lowercase()}
+    kinds |= {"BertNormalizer": normalizers.BertNormalizer(), "ByteLevel": normalizers.ByteLevel()}
+    every = [chr(code) for code in range(1, 0x30000) if not 0xD800 <= code < 0xE000]
+    chars = [char for char in every if unicodedata.normalize("NFKD", char).lower() != char]
+    chars += every[:300] + ["\u4e2d", "\U0001f389"]
+    for kind, normalizer in kinds.items():
+        longest = max(len(normalizer.normalize_str(char)) for char in chars)
+        assert longest <= tokenizer_limits.NORMALIZERS[kind], kind
 
 
 def test_threads_may_share_a_tokenizer(path: Path) -> None:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:  # their libraries would make up most of the package's import 
 
 __all__ = ["ChatPrompt", "ModelText", "Prompt", "TextPrompt", "TokenPrompt", "as_prompt"]
 
+MAX_PROMPT_TOKENS = 2**24
+"""More than any model's context. A prompt is copied at the call, before the model's own limit is checked."""
 MAX_CHARS_PER_TOKEN = 8
 """A text of at most this many characters for each token of the context is tokenised to find out whether it
 fits. Longer texts rarely fit; before one is tokenised, the least number of its tokens is computed, which
@@ -124,6 +126,10 @@ def as_prompt(prompt: str | Sequence[int]) -> Prompt:
 
     if len(prompt) and isinstance(prompt[0], str | list | tuple):
         raise RequestError.of("prompt", prompt, f"{allowed}; map() takes several prompts")
+
+    if len(prompt) > MAX_PROMPT_TOKENS:
+        allowed = f"at most {MAX_PROMPT_TOKENS} token ids"
+        raise RequestError(f"prompt: expected {allowed}, not {len(prompt)}", field="prompt", allowed=allowed)
 
     return TokenPrompt(tuple(prompt))
 

@@ -37,7 +37,7 @@ class Job:
     answer: makes the command that tells the engine's thread the outcome.
     """
 
-    __slots__ = ("answer", "deadline", "is_answered", "request", "work")
+    __slots__ = ("answer", "deadline", "is_answered", "is_plain", "request", "work")
 
     def __init__(
         self,
@@ -50,6 +50,7 @@ class Job:
         self.answer = answer
         self.deadline = 0.0
         self.is_answered = False
+        self.is_plain = request.params.grammar is None and request.text_field == "prompt"
 
 
 class TextWorker:
@@ -63,6 +64,13 @@ class TextWorker:
     While `MAX_ABANDONED` jobs are abandoned, no further one is: waiting jobs wait for those in progress, and
     fail when all of these are overdue. The threads are daemons, which do not keep the interpreter from
     exiting.
+
+    Jobs of plain prompts (text or token ids, without a grammar) are not held up by grammars and chat messages
+    that do not end: a job in progress that is answered and cannot be abandoned keeps its place only from
+    jobs of its own kind. So at most `MAX_ABANDONED` + 2 * `NUM_PARALLEL` threads can hang.
+
+    If no thread can be started, the existing threads do the jobs, and overdue jobs are answered when one of
+    these is idle. If there is no thread, the request fails with a RequestError.
 
     `prepare`, `advance` and `abandon` may be called from any thread.
     """
@@ -79,7 +87,7 @@ class TextWorker:
 
     def prepare(self, request: Request, model_text: ModelText) -> None:
         """Have a request prepared; a `Submit` tells the outcome. EngineClosed if the worker is closed, and
-        RuntimeError if a thread is needed and cannot be started."""
+        RequestError if there is no thread and none can be started."""
         self._add(Job(request, lambda: request.prepare(model_text), Submit))
 
     def advance(self, request: Request, token_ids: tuple[int, ...]) -> None:
@@ -117,17 +125,25 @@ class TextWorker:
             if self._is_closed:
                 raise EngineClosed("the engine was closed")
 
-            self._keep_one_idle()
+            if not self._keep_one_idle() and not self._in_progress:
+                raise out_of_threads(job.request.text_field)
+
             self._waiting.append(job)
             self._changed.notify()
 
-    def _keep_one_idle(self) -> None:
-        """Start a thread if none is idle."""
+    def _keep_one_idle(self) -> bool:
+        """Start a thread if none is idle; False if the process cannot start one."""
         if not self._num_idle:
             thread = threading.Thread(target=self._run, name="drift-text", daemon=True)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError:
+                return False
+
             self._threads.add(thread)
             self._num_idle += 1
+
+        return True
 
     def _run(self) -> None:
         """A thread's function. The thread begins idle and does one job after another."""
@@ -151,8 +167,8 @@ class TextWorker:
         with self._changed:
             while not self._is_closed:
                 self._abandon_overdue()
-                if self._waiting and len(self._in_progress) < NUM_PARALLEL:
-                    job = self._waiting.popleft()
+                if (job := self._first_with_place()) is not None:
+                    self._waiting.remove(job)
                     job.deadline = time.monotonic() + JOB_TIMEOUT_S
                     self._in_progress.append(job)
                     self._num_idle -= 1
@@ -168,25 +184,34 @@ class TextWorker:
             self._num_idle -= 1
             return None
 
+    def _first_with_place(self) -> Job | None:
+        has_place = {is_plain: len(self._rivals(is_plain)) < NUM_PARALLEL for is_plain in (False, True)}
+        return next((job for job in self._waiting if has_place[job.is_plain]), None)
+
+    def _rivals(self, is_plain: bool) -> list[Job]:
+        """Jobs in progress that keep their places from jobs of this kind."""
+        return [job for job in self._in_progress if job.is_plain == is_plain or not job.is_answered]
+
     def _abandon_overdue(self) -> None:
         """Answer overdue jobs; if no further thread can be replaced and all in progress are overdue, waiting
         jobs too."""
         now = time.monotonic()
         for job in [job for job in self._in_progress if job.deadline <= now]:
             self._abandon(job, overdue(job.request.text_field))
-        if sum(job.deadline <= now for job in self._in_progress) == NUM_PARALLEL:
-            while self._waiting:
-                job = self._waiting.popleft()
-                self._answer(job, overdue(job.request.text_field))
+        for is_plain in (False, True):
+            if sum(job.deadline <= now for job in self._rivals(is_plain)) >= NUM_PARALLEL:
+                failed = [job for job in self._waiting if job.is_plain == is_plain]
+                self._waiting = deque(job for job in self._waiting if job.is_plain != is_plain)
+                for job in failed:
+                    self._answer(job, overdue(job.request.text_field))
 
     def _abandon(self, job: Job, error: DriftError | None) -> None:
         """Answer a job in progress, and replace its thread unless `MAX_ABANDONED` threads are replaced."""
         self._answer(job, error)
-        if len(self._abandoned) < MAX_ABANDONED:
+        if len(self._abandoned) < MAX_ABANDONED and self._keep_one_idle():
             self._in_progress.remove(job)
             self._abandoned.append(job)
-            self._keep_one_idle()
-            self._changed.notify()
+        self._changed.notify()
 
     def _answer(self, job: Job, error: DriftError | None) -> None:
         if not job.is_answered and not self._is_closed:
@@ -211,4 +236,9 @@ def attempt(job: Job) -> DriftError | None:
 def overdue(field: str) -> RequestError:
     """The error for a request whose job takes too long; `field` names what the job works on."""
     allowed = f"text work of at most {JOB_TIMEOUT_S:g} s"
+    return RequestError(f"{field}: expected {allowed}", field=field, allowed=allowed)
+
+
+def out_of_threads(field: str) -> RequestError:
+    allowed = "a process that can start a thread for it"
     return RequestError(f"{field}: expected {allowed}", field=field, allowed=allowed)

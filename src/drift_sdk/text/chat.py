@@ -19,6 +19,9 @@ from drift_sdk.text.template_budget import BudgetedEnvironment, budget
 __all__ = ["ChatTemplate"]
 
 RESERVED_ARGS = ("messages", "tools", "documents", "add_generation_prompt")
+MAX_INDENT = 16
+MAX_SEPARATOR_CHARS = 16
+MAX_FORMAT_CHARS = 256
 
 
 class ChatTemplate:
@@ -27,6 +30,8 @@ class ChatTemplate:
     Templates come with downloaded models. They run in a sandbox, receive plain data only and may take at most
     4,000,000 steps to render; an iteration, a call, an operation and 64 characters of text are one step each.
     A rendered prompt contains its special tokens: encode it with `add_special_tokens=False`.
+    Jinja's filters pprint, striptags, urlize, wordcount and wordwrap are not available. Of Python's methods,
+    templates may call those of strings, lists and dicts that change nothing and need bounded memory.
 
     source:                template text.
     bos_token, eos_token:  text of the model's special tokens; None if it has none.
@@ -40,7 +45,7 @@ class ChatTemplate:
         # A token that the model lacks stays undefined and renders as nothing; None would render as "None".
         self._special_tokens = {name: token for name, token in special_tokens.items() if token is not None}
         try:
-            with budget():  # compiling evaluates constant expressions
+            with budget(is_compiling=True):  # compiling evaluates constant expressions
                 environment = _environment()
                 tree = environment.parse(source)
                 self._template = environment.from_string(tree)
@@ -129,6 +134,16 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
+    if indent is not None and not (isinstance(indent, int) and 0 <= indent <= MAX_INDENT):
+        raise jinja2.TemplateError(f"tojson: expected an indent from 0 to {MAX_INDENT}")
+
+    parts = () if separators is None else separators
+    if not (isinstance(parts, tuple | list) and all(isinstance(each, str) for each in parts)):
+        raise jinja2.TemplateError("tojson: expected separators that are text")
+
+    if sum(map(len, parts)) > MAX_SEPARATOR_CHARS:
+        raise jinja2.TemplateError(f"tojson: expected separators of {MAX_SEPARATOR_CHARS} characters at most")
+
     # Replaces Jinja's filter, which escapes HTML and sorts keys: models were not trained on such text.
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
@@ -140,6 +155,11 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _strftime_now(format: str) -> str:
+    if not isinstance(format, str) or len(format) > MAX_FORMAT_CHARS:
+        raise jinja2.TemplateError(
+            f"strftime_now: expected a format of {MAX_FORMAT_CHARS} characters at most"
+        )
+
     return datetime.now().strftime(format)
 
 

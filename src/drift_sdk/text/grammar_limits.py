@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from decimal import Decimal
 from math import gcd, isfinite
 from typing import Any, TypeGuard
@@ -41,11 +41,12 @@ SEQUENCES = ("properties", "required", "prefixItems", "items", "allOf", "anyOf",
 
 REPETITION = re.compile(r"\\.|[?*+{]", re.DOTALL)
 
-# Tokens of llguidance's Lark that determine where other tokens begin, and those that cause recursion.
+# Tokens of llguidance's Lark that determine where other tokens begin, and those that cause recursion. A
+# string or regex without an end matches too, so that no text is searched twice.
 LARK_TOKEN = re.compile(
-    r"""(?P<text>"(?:\\.|[^"\\\n])*")"""
+    r"""(?P<text>"(?:\\.|[^"\\\n])*(?P<quote>")?)"""
     r"""|(?P<comment>(?:\#|//)[^\n]*)"""
-    r"""|/(?P<regex>(?:\\.|[^/\\])+)/"""
+    r"""|/(?P<regex>(?:\\.|[^/\\])+)(?P<slash>/)?"""
     r"""|%(?P<json>json|regex|llguidance)"""
     r"""|(?P<part>[(\[{:])"""
     r"""|(?P<repetition>[?*+~])""",
@@ -70,6 +71,10 @@ def check_lark(text: str) -> None:
     num_parts = num_repetitions = position = 0
     while match := LARK_TOKEN.search(text, position):
         position = match.end()
+        if (match["text"] and not match["quote"]) or (match["regex"] and not match["slash"]):
+            what = "a string" if match["text"] else "a regex"
+            raise ValueError(f"{what} that begins at character {match.start()} is not terminated")
+
         if match["regex"]:
             num_repetitions += _check_repetitions("a regex", match["regex"])
         elif match["json"]:
@@ -108,9 +113,9 @@ def check_schema(schema: Any) -> None:
 
     _check_count("patternProperties", num_patterns, MAX_PATTERN_PROPERTIES)
     _check_count("repetitions", num_repetitions, MAX_PARTS)
+    _check_size(json.dumps(schema, ensure_ascii=False))
     _check_multiples(multiples, is_merged=any("allOf" in each or "$ref" in each for each in objects))
     _check_merged_strings(schema, objects)
-    _check_size(json.dumps(schema, ensure_ascii=False))
 
 
 def _walk(schema: Any) -> Iterator[tuple[Any, int]]:
@@ -192,11 +197,12 @@ def _check_multiples(multiples: set[Decimal], *, is_merged: bool) -> None:
         return
 
     decimals = max(-int(each.normalize().as_tuple().exponent) for each in multiples)
-    scaled = [int(each.scaleb(max(decimals, 0))) for each in multiples]
+    scaled = [abs(int(each.scaleb(max(decimals, 0)))) for each in multiples]
+    largest = max(scaled)
     common = 1
     for each in scaled:
         common = common * each // gcd(common, each) if each else common
-        if common * max(scaled) > UINT32_MAX:
+        if common * largest > UINT32_MAX:
             allowed = (
                 "values whose common multiples stay below 2**32 where schemas are merged by allOf or $ref"
             )
@@ -205,54 +211,92 @@ def _check_multiples(multiples: set[Decimal], *, is_merged: bool) -> None:
 
 def _check_merged_strings(schema: Any, objects: list[dict[str, Any]]) -> None:
     """Check how many patterns, formats and lengths apply to one string: they multiply llguidance's work."""
-    anchors = {f"#{each['$anchor']}": each for each in objects if isinstance(each.get("$anchor"), str)}
-
-    def target(reference: Any) -> Any:
-        """The part of the schema that a $ref refers to; None if it is not in the schema."""
-        if not isinstance(reference, str) or not reference.startswith("#"):
-            return None
-        return anchors.get(reference, _resolve(schema, reference))
-
-    counts = _count_constraints(objects, target)
+    objects = list({id(each): each for each in objects}.values())
+    targets = _targets(schema, objects)
+    counts = _count_constraints(objects, targets)
+    counted = {id(each): _counted_properties(each, counts) for each in objects}
+    checked: set[tuple[int, ...]] = set()
     for each in objects:
-        names: dict[str, int] = {}  # property -> constraints of all its merged definitions
+        _check_constraints(counts[id(each)])
         members = [
-            target(m.get("$ref")) if isinstance(m, dict) and "$ref" in m else m
-            for m in _members(each, "allOf")
+            targets.get(id(m)) if isinstance(m, dict) and "$ref" in m else m for m in _members(each, "allOf")
         ]
-        for member in [each, *members]:
-            properties = member.get("properties") if isinstance(member, dict) else None
-            for name, value in properties.items() if isinstance(properties, dict) else ():
-                names[name] = names.get(name, 0) + counts.get(id(value), 0)
-        most = max([counts.get(id(each), 0), *names.values()])
-        _check_count("patterns, formats and lengths for one string", most, MAX_CONSTRAINTS)
+        # Many objects may merge the same members: each combination is checked once.
+        merged = tuple(sorted(id(member) for member in [each, *members] if counted.get(id(member))))
+        if merged not in checked:
+            checked.add(merged)
+            names: dict[str, int] = {}  # property -> constraints of all its merged definitions
+            for member in merged:
+                for name, number in counted[member].items():
+                    names[name] = names.get(name, 0) + number
+            _check_constraints(max(names.values(), default=0))
 
 
-def _count_constraints(objects: list[dict[str, Any]], target: Callable[[Any], Any]) -> dict[int, int]:
+def _check_constraints(number: int) -> None:
+    _check_count("patterns, formats and lengths for one string", number, MAX_CONSTRAINTS)
+
+
+def _targets(schema: Any, objects: list[dict[str, Any]]) -> dict[int, Any]:
+    """The part of the schema that each object's $ref refers to, by the object's id()."""
+    anchors = {f"#{each['$anchor']}": each for each in objects if isinstance(each.get("$anchor"), str)}
+    found: dict[str, Any] = {}
+    targets: dict[int, Any] = {}
+    for each in objects:
+        reference = each.get("$ref")
+        if isinstance(reference, str) and reference.startswith("#"):
+            if reference not in found:
+                found[reference] = anchors[reference] if reference in anchors else _resolve(schema, reference)
+            targets[id(each)] = found[reference]
+    return targets
+
+
+def _count_constraints(objects: list[dict[str, Any]], targets: dict[int, Any]) -> dict[int, int]:
     """Number of patterns, formats and lengths that each object puts on one string, by the object's id().
 
-    Constraints of allOf and $ref add up; of anyOf and oneOf, the alternative with the most counts. Counting
-    is repeated until no count grows; counts stop at MAX_CONSTRAINTS + 1, so that circular references end.
+    Constraints of allOf and $ref add up; of anyOf and oneOf, the alternative with the most counts. When a
+    count grows, the counts of the objects that use it grow too. Counts stop at MAX_CONSTRAINTS + 1, so that
+    circular references end and each use takes at most that many steps.
     """
-    counts: dict[int, int] = {}
-
-    def count(value: Any) -> int:
-        return counts.get(id(value), 0)
-
     limit = MAX_CONSTRAINTS + 1
-    is_stable = False
-    while not is_stable:
-        is_stable = True
-        for each in reversed(objects):
-            merged = [count(member) for member in _members(each, "allOf")] + [count(target(each.get("$ref")))]
-            merged += [max(map(count, _members(each, key)), default=0) for key in ALTERNATIVES]
-            own = ("pattern" in each) + ("format" in each) + ("minLength" in each or "maxLength" in each)
-            found = min(own + sum(merged), limit)
-            if found > count(each):
-                counts[id(each)] = found
-                is_stable = False
+    counts = {id(each): 0 for each in objects}
+    sums = dict(counts)  # without the limit
+    largest: dict[tuple[int, str], int] = {}  # of an object's alternatives
+    users: dict[int, list[tuple[int, str]]] = {key: [] for key in counts}
+    for each in objects:
+        uses = [(member, "allOf") for member in _members(each, "allOf")] + [(targets.get(id(each)), "$ref")]
+        uses += [(member, keyword) for keyword in ALTERNATIVES for member in _members(each, keyword)]
+        for member, keyword in uses:
+            if id(member) in users:
+                users[id(member)].append((id(each), keyword))
+
+    pending: list[int] = []
+
+    def add(key: int, number: int) -> None:
+        sums[key] += number
+        if number and counts[key] < limit:
+            pending.append(key)
+
+    for each in objects:
+        add(id(each), ("pattern" in each) + ("format" in each) + ("minLength" in each or "maxLength" in each))
+
+    while pending:
+        key = pending.pop()
+        before, counts[key] = counts[key], min(sums[key], limit)
+        for user, keyword in users[key] if counts[key] > before else ():
+            if keyword not in ALTERNATIVES:
+                add(user, counts[key] - before)
+            elif counts[key] > (most := largest.get((user, keyword), 0)):
+                largest[user, keyword] = counts[key]
+                add(user, counts[key] - most)
 
     return counts
+
+
+def _counted_properties(schema: dict[str, Any], counts: dict[int, int]) -> dict[str, int]:
+    """Number of constraints of each property of an object, without properties that have none."""
+    properties = schema.get("properties")
+    members = properties.items() if isinstance(properties, dict) else ()
+    return {name: counts[id(value)] for name, value in members if counts.get(id(value))}
 
 
 def _resolve(schema: Any, reference: str) -> Any:

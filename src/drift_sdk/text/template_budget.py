@@ -2,80 +2,84 @@
 
 Chat templates come with downloaded models. Every loop iteration, call, filter, test and operator is charged
 to the budget of the render before it is executed, by the size of its operands. All text of the result is
-charged too.
+charged too. Compiling evaluates constant expressions: the same rules apply, with a smaller budget.
+
+Templates can call the methods in `METHODS` and the functions of the environment only. Filters that take more
+than linear time, or build long intermediate lists, are removed.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
+from inspect import signature
 from typing import Any
 
 import jinja2
 import jinja2.nodes
-from jinja2.runtime import Macro
+from jinja2.runtime import BlockReference, LoopContext, Macro, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.visitor import NodeTransformer
+from jinja2.utils import Joiner, Namespace
+
+from drift_sdk.text.template_charges import TemplateCharges
+from drift_sdk.text.template_rules import (
+    COMPARING,
+    CONSTANT,
+    FILTERS,
+    METHODS,
+    PRODUCTS,
+    READING,
+    SEARCHES,
+    SHALLOW,
+    SLOW_FILTERS,
+    format_widths,
+    members_of,
+    num_parts,
+    widths,
+)
 
 __all__ = ["MAX_STEPS", "BudgetedEnvironment", "budget"]
 
 MAX_STEPS = 4_000_000
-"""Steps of one compilation or render; reading or writing `CHARS_PER_STEP` characters is one step."""
+"""Steps of one render; reading or writing `CHARS_PER_STEP` characters is one step."""
 
 CHARS_PER_STEP = 64
 MAX_CHARS = 32 << 20  # of one string
 MACRO_CHARS = 8 * CHARS_PER_STEP  # charged for a macro's call, which takes as long
-
-# Filters whose time depends on the number of members, not on the text in them.
-SHALLOW = frozenset(
-    {
-        *("attr", "batch", "dictsort", "items", "list", "map", "reject", "rejectattr", "reverse"),
-        *("select", "selectattr"),
-    }
-)
-# Tests that compare values, and so may read all of their text.
-COMPARING = frozenset(
-    {
-        *("in", "eq", "equalto", "==", "ne", "!="),
-        *("lt", "lessthan", "<", "le", "<=", "gt", "greaterthan", ">", "ge", ">="),
-    }
-)
-# Filters that take constant time.
-CONSTANT = frozenset({"count", "d", "default", "first", "last", "length"})
-
-# Functions whose result may be as long as the product of the lengths of two arguments.
-PRODUCTS = frozenset({"format", "format_map", "translate", "indent", "wordwrap"})
-# Functions with a length as an integer argument.
-WIDTHS = frozenset(
-    {"batch", "center", "expandtabs", "indent", "ljust", "rjust", "round", "slice", "tojson", "zfill"}
-)
-# Formats with a width of six digits or more, or with a width that is an argument.
-WIDTH_IN_FORMAT = re.compile(r"\d{6}|\{[^{}]*\{|%[^a-zA-Z%]*\*")
+MEMBER_CHARS = 8  # charged for a member of a container, which takes as much memory
+COMPILE_SHARE = 16  # compiling has MAX_STEPS // COMPILE_SHARE steps
+MAX_SOURCE_CHARS = 256 << 10
+MAX_DEPTH = 500  # of nested values that are compared, hashed or written as text
+MAX_CALLS = 64  # of nested macros, blocks and loops: a thread's stack may be small
 MAX_BITS = 1 << 16  # of an integer
+PLAIN = str | int | float | None | Undefined
 
 
 class Budget:
     """The steps left in one compilation or render."""
 
-    def __init__(self) -> None:
-        self.num_left = MAX_STEPS
+    def __init__(self, num_steps: int) -> None:
+        self.num_steps = self.num_left = num_steps
+        self.num_calls = 0  # nested calls in progress
 
     def charge(self, num_steps: int) -> None:
         self.num_left -= num_steps
         if self.num_left < 0:
-            raise jinja2.TemplateError(f"it takes more than {MAX_STEPS} steps")
+            raise jinja2.TemplateError(f"it takes more than {self.num_steps} steps")
 
 
 _budget: ContextVar[Budget] = ContextVar("budget")
 
 
 @contextmanager
-def budget() -> Iterator[None]:
-    """Start a new budget, shared by everything that is compiled or rendered inside the block."""
-    token = _budget.set(Budget())
+def budget(*, is_compiling: bool = False) -> Iterator[None]:
+    """Start a new budget, shared by everything that is compiled or rendered inside the block.
+
+    is_compiling: whether the budget is that of a compilation, which is smaller.
+    """
+    token = _budget.set(Budget(MAX_STEPS // COMPILE_SHARE if is_compiling else MAX_STEPS))
     try:
         yield
     finally:
@@ -99,32 +103,53 @@ def tick(num_chars: int) -> bool:
 def size(value: object) -> int:
     """Size of a value without the contents of its members.
 
-    Characters of a text, members of a container, bytes of an integer; 0 for anything else.
+    Characters of a text, `MEMBER_CHARS` for each member of a container, bytes of an integer; 0 for anything
+    else.
     """
-    if isinstance(value, str | bytes | list | tuple | dict | range):
+    if isinstance(value, str):
         return len(value)
+
+    if isinstance(value, list | tuple | dict | range):
+        return MEMBER_CHARS * len(value)
 
     return value.bit_length() // 8 if isinstance(value, int) else 0
 
 
 def text_size(value: object) -> int:
     """Approximate number of characters of a value as text. Members count as often as they occur."""
+    if isinstance(value, str):  # the most frequent case
+        return len(value)
+
     total = 0
-    stack = [value]
-    while stack:
-        value = stack.pop()
-        total += size(value)
-        members: Iterable[Any] = ()
-        if isinstance(value, dict):
-            members = [*value, *value.values()]
-        elif isinstance(value, list | tuple):
-            members = value
-        elif isinstance(value, jinja2.utils.Namespace):
-            members = [value._Namespace__attrs]
-        if members:
-            _budget.get().charge(2 * len(members))  # type: ignore[arg-type]
-            stack += members
+    level, depth = [value], 0
+    while level:
+        if depth > MAX_DEPTH:
+            raise jinja2.TemplateError(f"it nests values more than {MAX_DEPTH} levels deep")
+
+        next_level: list[Any] = []
+        for value in level:
+            if isinstance(value, str):
+                total += len(value)
+            elif isinstance(value, int):
+                total += 1 + value.bit_length() // 3
+            else:
+                members = members_of(value)
+                _budget.get().charge(2 * len(members))
+                total += 4 * len(members) if members else 24
+                next_level += members
+        level, depth = next_level, depth + 1
     return total
+
+
+def depth_of(value: object) -> int:
+    """How deeply the lists, tuples and dicts of a value are nested."""
+    depth, level = 0, [value]
+    while level := [each for each in level if isinstance(each, list | tuple | dict)]:
+        depth += 1
+        members = [each.values() if isinstance(each, dict) else each for each in level]
+        _budget.get().charge(sum(map(len, members)))
+        level = [member for each in members for member in each]
+    return depth
 
 
 def charge_call(name: str, values: Sequence[object]) -> None:
@@ -132,14 +157,18 @@ def charge_call(name: str, values: Sequence[object]) -> None:
 
     values: all arguments, the string or filtered value first.
     """
+    charge(len(values) * CHARS_PER_STEP // 4)
     if name in CONSTANT:
-        return charge(0)
+        return
 
+    _budget.get().charge(num_parts(name, values))
     if name in SHALLOW:
         return charge(sum(map(size, values)) + sum(widths(name, values)))
 
     sizes = [text_size(value) for value in values]
     total = sum(sizes)
+    if name in SEARCHES:
+        _budget.get().charge(sizes[0] * max(sizes[1:], default=0) // (8 * CHARS_PER_STEP))
     if name == "replace" and len(values) > 2:
         total += sizes[2] * (1 + sizes[0] // max(sizes[1], 1))
     elif name == "join":
@@ -150,22 +179,14 @@ def charge_call(name: str, values: Sequence[object]) -> None:
     elif name in PRODUCTS:
         total += (total - max(sizes) + 1) * max(sizes)
 
-    if name in ("format", "format_map") and any(map(has_width, values)):
-        raise jinja2.TemplateError("it formats with a width that is too large or not a constant")
+    if name == "format":
+        total += format_widths(values[0])
 
     num_lines = 1 + sum(value.count("\n") + value.count("\t") for value in values if isinstance(value, str))
-    num_lines += total if name == "tojson" else 0
-    charge(total + num_lines * sum(widths(name, values)))
-
-
-def widths(name: str, values: Sequence[object]) -> list[int]:
-    """The arguments that may be lengths of the result."""
-    return [value for value in values[1:] if isinstance(value, int) and value > 0] if name in WIDTHS else []
-
-
-def has_width(value: object) -> bool:
-    """Whether a value is a format string with a large or variable width."""
-    return isinstance(value, str) and WIDTH_IN_FORMAT.search(value) is not None
+    width = sum(widths(name, values))
+    if name == "tojson" and width:
+        num_lines += total * depth_of(values[0])
+    charge(total + num_lines * width)
 
 
 class BudgetedEnvironment(ImmutableSandboxedEnvironment):
@@ -181,7 +202,9 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(**options, finalize=charged_text)
         self.globals["range"] = charged_range
         del self.globals["lipsum"]
-        del self.filters["urlize"]
+        self.filters |= FILTERS
+        for name in SLOW_FILTERS:
+            del self.filters[name]
         self.tick = tick
         self.concatenated = concatenated
         self.charged_text = charged_text
@@ -195,8 +218,12 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):
             tests[name] = charged(name if name in COMPARING else "length", function)
         self.tests = tests
 
-    def _parse(self, *args: Any, **options: Any) -> jinja2.nodes.Template:
-        tree = super()._parse(*args, **options)
+    def _parse(self, source: str, *args: Any, **options: Any) -> jinja2.nodes.Template:
+        if len(source) > MAX_SOURCE_CHARS:
+            found = f"{len(source)} characters"
+            raise jinja2.TemplateError(f"it has {found}, expected at most {MAX_SOURCE_CHARS}")
+
+        tree = super()._parse(source, *args, **options)
         TemplateCharges().visit(tree)
         tree.set_environment(self)
         return tree.set_lineno(1)  # type: ignore[return-value]
@@ -208,19 +235,50 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):
 
         method = getattr(obj, "__wrapped__", obj)  # the sandbox wraps str.format
         subject = getattr(method, "__self__", None)
-        if isinstance(subject, str):
-            name = getattr(method, "__name__", "")
-            args = tuple(
-                list(each) if name == "join" and isinstance(each, Iterator) else each for each in args
-            )
-            charge_call(name, (subject, *args, *kwargs.values()))
-        else:
-            is_macro = isinstance(obj, Macro)
-            charge(MACRO_CHARS if is_macro else sum(map(size, (subject, *args, *kwargs.values()))))
+        name = getattr(method, "__name__", type(obj).__name__)
+        if not self._may_call(obj, subject, name):
+            raise jinja2.TemplateError(f"it calls {name}, which a chat template may not call")
 
-        result = super().call(context, obj, *args, **kwargs)
+        if obj in (dict, Namespace) or (isinstance(subject, str) and name == "join"):
+            args = tuple(list(each) if isinstance(each, Iterator) else each for each in args)
+        values = (*args, *kwargs.values())
+        if isinstance(subject, str):
+            charge_call(name, (subject, *values))
+        else:
+            charge(len(values) * CHARS_PER_STEP // 4 + (MACRO_CHARS if isinstance(obj, Macro) else 0))
+            charge(sum(map(size, (subject, *values))))
+            if subject is not None and name not in ("copy", "items", "keys", "values"):
+                # The method compares its arguments with members, or hashes them.
+                charge(sum(map(text_size, args if isinstance(subject, dict) else (subject, *args))))
+            elif obj in (dict, Namespace):
+                # Each key may be compared with all others: templates can choose numbers with equal hashes.
+                charge(sum(text_size(each) + size(each) ** 2 for each in args if not isinstance(each, dict)))
+
+        budget = _budget.get()
+        if budget.num_calls >= MAX_CALLS:
+            raise jinja2.TemplateError(f"it nests more than {MAX_CALLS} calls")
+
+        budget.num_calls += 1
+        try:
+            result = super().call(context, obj, *args, **kwargs)
+        finally:
+            budget.num_calls -= 1
         charge(size(result))
         return result
+
+    def _may_call(self, obj: object, subject: object, name: str) -> bool:
+        """Whether templates may call an object. subject: the object of a method; None for a function."""
+        if subject is not None:
+            return any(isinstance(subject, kind) and name in names for kind, names in METHODS.items())
+
+        return isinstance(obj, BlockReference | Joiner | LoopContext | Macro | Undefined) or any(
+            obj is function for function in self.globals.values()
+        )
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """Called by Jinja for every subscript that is not a slice."""
+        charge(text_size(argument) if isinstance(argument, tuple) else 0)  # a key is hashed
+        return super().getitem(obj, argument)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Called by the sandbox for each of `intercepted_binops`."""
@@ -231,6 +289,8 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):
             )
             if num_bits > MAX_BITS:
                 raise jinja2.TemplateError(f"it makes a number of more than {MAX_BITS} bits")
+        elif operator == "-" and not (isinstance(left, PLAIN) and isinstance(right, PLAIN)):
+            raise jinja2.TemplateError("it subtracts values that are not numbers")
         elif operator == "%" and isinstance(left, str):
             charge_call("format", (left, right))
         elif operator == "*":
@@ -244,17 +304,32 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):
 def charged(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """A filter or test that charges for its call and its result. name: the filter to charge for."""
     num_passed = 1 if hasattr(function, "jinja_pass_arg") else 0  # the context or environment comes first
+    places = {parameter: place for place, parameter in enumerate(signature(function).parameters)}
 
     @wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if name == "join":
+        if name in READING:
             args = tuple(list(each) if isinstance(each, Iterator) else each for each in args)
-        charge_call(name, (*args[num_passed:], *kwargs.values()))
+        named = sorted(kwargs, key=lambda parameter: places.get(parameter, len(places)))
+        values = (*args[num_passed:], *(kwargs[parameter] for parameter in named))
+        if name in ("join", "replace") and not all(isinstance(value, PLAIN) for value in values[1:]):
+            raise jinja2.TemplateError(f"an argument of {name} is neither text nor a number")
+
+        charge_call(name, values)
+        if name == "unique":  # each member may be compared with all others
+            charge(sum(map(size, values)) ** 2)
         result = function(*args, **kwargs)
         charge(0 if name in CONSTANT else size(result))
-        return result
+        return metered(result) if isinstance(result, Iterator) else result
 
     return wrapper
+
+
+def metered(members: Iterable[Any]) -> Iterator[Any]:
+    """The members, each charged when it is read."""
+    for member in members:
+        charge(0)
+        yield member
 
 
 def charged_range(*args: int) -> range:
@@ -283,56 +358,3 @@ def concatenated(*values: Any) -> str:
     """The values joined to one text, charged by its size."""
     charge(sum(map(text_size, values)))
     return "".join(map(str, values))
-
-
-def hook(name: str, *args: jinja2.nodes.Expr) -> jinja2.nodes.Call:
-    """A call of an attribute of the environment, as a node of a syntax tree."""
-    return jinja2.nodes.Call(jinja2.nodes.EnvironmentAttribute(name), list(args), [], None, None)
-
-
-def tick_for(node: jinja2.nodes.Node) -> jinja2.nodes.Call:
-    """A call of `tick` for a body that may be executed many times, with the size of its constant text."""
-    texts = [each.data for each in node.find_all(jinja2.nodes.TemplateData)]
-    texts += [each.value for each in node.find_all(jinja2.nodes.Const) if isinstance(each.value, str)]
-    return hook("tick", jinja2.nodes.Const(sum(map(len, texts))))
-
-
-class TemplateCharges(NodeTransformer):
-    """Adds charges to a template's syntax tree where the sandbox has no hook.
-
-    These are bodies of loops, macros and call blocks, slices, `~` and comparisons.
-    """
-
-    def visit_For(self, node: jinja2.nodes.For) -> jinja2.nodes.For:
-        self._charge_body(node)
-        if node.test is not None:
-            node.test = jinja2.nodes.And(hook("tick", jinja2.nodes.Const(0)), node.test)
-        return node
-
-    def visit_Macro(self, node: jinja2.nodes.Macro) -> jinja2.nodes.Macro:
-        self._charge_body(node)
-        return node
-
-    def visit_CallBlock(self, node: jinja2.nodes.CallBlock) -> jinja2.nodes.CallBlock:
-        self._charge_body(node)
-        return node
-
-    def _charge_body(self, node: jinja2.nodes.For | jinja2.nodes.Macro | jinja2.nodes.CallBlock) -> None:
-        tick = tick_for(node)  # before the visit, which adds text to the body
-        self.generic_visit(node)
-        node.body.insert(0, jinja2.nodes.ExprStmt(tick))
-
-    def visit_Concat(self, node: jinja2.nodes.Concat) -> jinja2.nodes.Node:
-        self.generic_visit(node)
-        return hook("concatenated", *node.nodes)
-
-    def visit_Compare(self, node: jinja2.nodes.Compare) -> jinja2.nodes.Node:
-        self.generic_visit(node)
-        node.expr = hook("charged_text", node.expr)
-        for operand in node.ops:
-            operand.expr = hook("charged_text", operand.expr)
-        return node
-
-    def visit_Getitem(self, node: jinja2.nodes.Getitem) -> jinja2.nodes.Node:
-        self.generic_visit(node)
-        return hook("charged_slice", node) if isinstance(node.arg, jinja2.nodes.Slice) else node

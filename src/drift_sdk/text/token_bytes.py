@@ -10,7 +10,10 @@ import tokenizers
 
 from drift_sdk.errors import ModelLoadError
 
-__all__ = ["TokenBytes"]
+__all__ = ["NUM_IDS", "TokenBytes"]
+
+NUM_IDS = 2**32
+"""Token ids are less than this; the tokenizers library accepts no others."""
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -39,7 +42,7 @@ class TokenBytes(dict[int, bytes]):
         self._read_decoder()
 
     def __missing__(self, token_id: int) -> bytes:
-        token = self._raw.id_to_token(token_id)
+        token = self._raw.id_to_token(token_id) if 0 <= token_id < NUM_IDS else None
         if token is None or token_id in self._special_token_ids:
             return b""
 

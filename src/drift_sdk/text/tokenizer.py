@@ -14,8 +14,9 @@ from drift_sdk._files import has_file
 from drift_sdk.errors import ModelLoadError, RequestError, short_repr
 from drift_sdk.text.detokenizer import Detokenizer
 from drift_sdk.text.gguf_tokenizer import adds_bos, build_gguf_tokenizer, special_token
-from drift_sdk.text.token_bytes import TokenBytes
+from drift_sdk.text.token_bytes import NUM_IDS, TokenBytes
 from drift_sdk.text.token_floor import TokenFloor
+from drift_sdk.text.tokenizer_limits import check_tokenizer
 
 __all__ = ["Tokenizer", "default_template"]
 
@@ -70,7 +71,8 @@ class Tokenizer:
     def from_file(cls, path: Path, tokenizer_config: Mapping[str, Any] | None = None) -> Tokenizer:
         """Load a tokenizer.json. tokenizer_config: contents of the tokenizer_config.json in the same folder.
 
-        Raises `ModelLoadError` if the file is missing or is not a tokenizer.
+        Raises `ModelLoadError` if the file is missing, is not a tokenizer, or makes text more than 100
+        times as long (see `tokenizer_limits`).
         """
         if not has_file(path):
             raise ModelLoadError(f"{path}: is missing")
@@ -85,6 +87,7 @@ class Tokenizer:
         bos_token, eos_token = (_token_text(config, f"{name}_token", config_file) for name in ("bos", "eos"))
         chat_template = default_template(config.get("chat_template"), config_file)
         with _no_panic(path):
+            check_tokenizer(path.read_bytes())
             tokenizer = cls(
                 tokenizers.Tokenizer.from_file(str(path)),
                 bos_token=bos_token,
@@ -148,7 +151,8 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids. Bytes that are not a character become U+FFFD; unknown ids add nothing."""
-        return self._raw.decode(ids, skip_special_tokens=skip_special_tokens)
+        known = [token_id for token_id in ids if 0 <= token_id < NUM_IDS]
+        return self._raw.decode(known, skip_special_tokens=skip_special_tokens)
 
     def detokenizer(self) -> Detokenizer:
         """A new detokenizer, for the ids of one text as they arrive."""
