@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
 
 from drift_sdk._kernels.commit.simulated_commit import SimulatedRounds
 from drift_sdk._kernels.layers.embedding import embed_norm
@@ -207,19 +206,13 @@ class GraphSteps:
         )
 
     def _sample_commit(self, rows: Rows, rows_per_slot: int) -> SampleCommit:
-        resources = self._resources
-        lm_head: Tensor = self._model.decoder.weights.head
         return SampleCommit(
-            lm_head,
+            self._resources,
+            self._model,
             rows,
-            resources.table,
-            resources.ring,
             self._samples,
-            resources.workspace,
-            self._model.tuned,
             rows_per_slot=rows_per_slot,
             simulated=self._simulated,
-            stages=resources.stages,
         )
 
 

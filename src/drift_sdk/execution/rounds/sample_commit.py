@@ -10,15 +10,13 @@ from torch import Tensor
 from drift_sdk._kernels.commit.commit import commit
 from drift_sdk._kernels.commit.simulated_commit import SimulatedRounds, commit_simulated
 from drift_sdk._kernels.gemm.cublas_gemm import fastest_multiply
-from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk._kernels.sampling.sample_buffers import SampleBuffers
 from drift_sdk._kernels.sampling.sampled_rows import sample_rows
 from drift_sdk._kernels.slots.input_ring import copy_masks
-from drift_sdk.execution.device.ring import Ring
-from drift_sdk.execution.device.slot_table import SlotTable
-from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.decode import Rows
-from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks, forward_stage
+from drift_sdk.execution.forward.model_resources import ModelResources
+from drift_sdk.execution.resources import DeviceResources
+from drift_sdk.execution.stages import forward_stage
 
 __all__ = ["SampleCommit"]
 
@@ -32,31 +30,29 @@ class SampleCommit:
 
     def __init__(
         self,
-        head: Tensor,
+        resources: DeviceResources,
+        model: ModelResources,
         rows: Rows,
-        table: SlotTable,
-        ring: Ring,
         buffers: SampleBuffers,
-        workspace: Workspace,
-        tuned: TunedTable,
         *,
         rows_per_slot: int,
         simulated: SimulatedRounds | None,
-        stages: StageMarks = NO_STAGE_MARKS,
     ) -> None:
-        """head [V, H]: the weight of the last product. buffers: for at least as many rows as `rows`.
-        simulated: None in production; else drafts are accepted as it says, whatever is chosen."""
+        """buffers: for at least as many rows as `rows`. simulated: None in production; else drafts are
+        accepted as it says, whatever is chosen."""
+        head, workspace = model.decoder.weights.head, resources.workspace
         num_rows, vocab_size = rows.slot.shape[0], head.shape[0]
-        self._head, self._rows, self._table, self._ring = head, rows, table, ring
-        self._buffers, self._rows_per_slot, self._stages = buffers, rows_per_slot, stages
+        self._head, self._rows, self._table, self._ring = head, rows, resources.table, resources.ring
+        self._buffers, self._rows_per_slot, self._stages = buffers, rows_per_slot, resources.stages
         # Which of the two kernels a graph has is decided here, before it is captured.
         self._commit_rows = commit if simulated is None else partial(commit_simulated, rounds=simulated)
         self._logits = workspace.take("logits", (2, num_rows, vocab_size), torch.float32)
         self.emitted = workspace.take("emitted", (num_rows // rows_per_slot,), torch.int32)
         self.chosen = buffers.chosen[:num_rows]
-        num_words = table.columns.stop_bits.shape[1]
+        num_words = resources.table.columns.stop_bits.shape[1]
         self._masks = workspace.take("masks", (num_rows, num_words), torch.int32)
-        self._tuned, self._gemm = tuned, tuned.whole_config(vocab_size, head.shape[1], num_rows)
+        self._tuned = model.tuned
+        self._gemm = self._tuned.whole_config(vocab_size, head.shape[1], num_rows)
 
     def run(self, normed: Tensor, *, has_draft_masks: bool = False) -> None:
         """Launch everything from the product with `head` to the commit.
