@@ -32,7 +32,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     device:                   "auto" (the first GPU, else the CPU), "cpu", "cuda" or "cuda:N", N from 0 to 99.
     dtype:                    "auto" (bfloat16 on a GPU, float32 on the CPU), "float32", "bfloat16" or
-                              "float16"; float16 is rejected with device="cpu".
+                              "float16"; float16 is rejected on the CPU.
     max_num_seqs:             most sequences running at once, 1 to 4,096.
     max_model_len:            most tokens of prompt and completion together, at least 2; None = the model's
                               own context.
@@ -64,7 +64,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                               cached or preempted. At a cost in speed.
     load:                     "auto" (the model's files) or "random" (random weights of the configured
                               shapes).
-    revision:                 branch, tag or commit of a hub id; None = the hub's default.
+    revision:                 branch, tag or commit of the model's hub id; None = the hub's default.
     cache_dir:                folder of the hub's cache; None = the hub's own default.
     local_files_only:         never contact the hub.
     tokenizer:                folder, tokenizer.json, .gguf file or hub id; None = the model's own.

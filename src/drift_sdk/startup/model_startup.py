@@ -166,7 +166,7 @@ def _resolve(name: str | Path, config: EngineConfig, role: Role, report: Report)
     return resolve(
         name,
         role=role,
-        revision=config.revision,
+        revision=config.revision if role == "model" else None,
         cache_dir=config.cache_dir,
         local_files_only=config.local_files_only,
         report=report,
@@ -190,6 +190,9 @@ def _device(config: EngineConfig) -> torch.device:
 def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     if config.dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+    if config.dtype == "float16" and device.type == "cpu":
+        raise ConfigError.of("dtype", config.dtype, "float32 or bfloat16 on the CPU")
 
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[config.dtype]
 

@@ -1,0 +1,59 @@
+"""What opening a model takes from its configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import anyio
+import pytest
+import torch
+from model_zoo import make_model
+
+from drift_sdk import ConfigError, Engine, EngineConfig
+from drift_sdk.loading.source import Source
+from drift_sdk.startup import model_startup
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_model(1, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_float16_is_rejected_where_auto_finds_a_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    async def main() -> None:
+        with pytest.raises(ConfigError, match="dtype='float16': expected float32 or bfloat16 on the CPU"):
+            async with Engine(folder, EngineConfig(dtype="float16", max_model_len=64)):
+                pass
+
+    anyio.run(main)
+
+
+def test_revision_is_of_the_model_and_not_of_the_tokenizer(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    revisions: dict[str, str | None] = {}
+
+    def resolve(name: str | Path, *, role: str, revision: str | None, **_: object) -> Source:
+        revisions[role] = revision
+        return original(folder)
+
+    original = model_startup.resolve
+    monkeypatch.setattr(model_startup, "resolve", resolve)
+    config = EngineConfig(
+        dtype="float32",
+        device="cpu",
+        max_model_len=64,
+        revision="v1",
+        tokenizer="org/other",
+        kv_cache_tokens=64,
+    )
+
+    async def main() -> None:
+        async with Engine("org/model", config):
+            pass
+
+    anyio.run(main)
+    assert revisions == {"model": "v1", "tokenizer": None}
