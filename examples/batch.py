@@ -77,7 +77,7 @@ def complete_lines(output: Path) -> tuple[int, int]:
 
 
 def is_answer(line: bytes) -> bool:
-    """Whether a line has the form of this program's output."""
+    """True if a line has the form of this program's output."""
     try:
         answer = json.loads(line)
     except (ValueError, RecursionError):

@@ -65,7 +65,7 @@ def status_of(program: Callable[[], None]) -> int:
 
 
 def can_flush() -> bool:
-    """Whether the buffer of stdout can be written.
+    """True if the buffer of stdout can be written.
 
     If not, it is discarded, or the interpreter would retry.
     """

@@ -91,7 +91,7 @@ def reduce_vocabulary(
 
 
 def count_tokens(model: str, texts: Sequence[Path]) -> Counter[int]:
-    """How often each token occurs in the texts."""
+    """The number of occurrences of each token in the texts."""
     tokenizer = resolve(model).tokenizer()
     counts: Counter[int] = Counter()
     for text in texts:

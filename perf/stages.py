@@ -181,7 +181,7 @@ def most_tokens(
 def draftings_of(
     model: Model, draft: str | None, num_draft_tokens: int, acceptance_length: float
 ) -> list[Drafting | None]:
-    """How rounds are measured: plain, then with drafts if there are to be any."""
+    """The configurations of measured rounds: plain, then with drafts if drafts are asked for."""
     if not num_draft_tokens:
         return [None]
 

@@ -70,7 +70,7 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def _output(*command: str) -> str | None:
-    """What a command prints, run in the repository; None if it fails."""
+    """The output of a command that runs in the repository; None if it fails."""
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):

@@ -65,6 +65,6 @@ def anchor_of(run: Mapping[str, Any], gpu: str) -> Anchor | None:
 
 
 def is_void(run: Mapping[str, Any], gpu: str) -> bool:
-    """Whether a peer's run is so far below its anchor that no conclusions may be drawn from it."""
+    """True if a peer's run is so far below its anchor that no conclusions may be drawn from it."""
     anchor = anchor_of(run, gpu)
     return anchor is not None and run["tokens_per_s"] < (1 - TOLERANCE) * anchor.tokens_per_s

@@ -23,7 +23,7 @@ PROMPT_IDS = range(10, 30_000)
 
 
 class Job(Struct, frozen=True):
-    """What to measure.
+    """The measurements of a process.
 
     folder:          folder of the model's config.json.
     scenarios:       names of decode scenarios.

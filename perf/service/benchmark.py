@@ -31,7 +31,7 @@ WARM_UPS = (WARM_UP, dataclasses.replace(WARM_UP, name="sampled warm-up", is_sam
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is run, where and how often.
+    """The runs of a benchmark: cases, devices and repeats.
 
     devices:         one GPU per engine, or one that they use in turn.
     logs:            folder for the output of the engines.

@@ -149,7 +149,7 @@ def group_of(pid: int) -> int | None:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether the process still holds resources. A zombie (ended, but not waited for) does not."""
+    """True if the process still holds resources. A zombie (ended, but not waited for) does not."""
     try:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:

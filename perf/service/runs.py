@@ -77,7 +77,7 @@ class ServingRun(Run, kw_only=True):
     def of(
         cls, case: Case, facts: Mapping[str, Any], figures: Mapping[str, Any], **fields: Any
     ) -> ServingRun:
-        """From the facts that a service's process reported at its start and the figures after the load."""
+        """Make a run from the facts that a service reported at its start and the figures after the load."""
         counts, found = dict(figures["counts"]), dict(figures)
         del found["counts"]
         if found["first_error"] is None:

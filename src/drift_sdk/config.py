@@ -27,8 +27,8 @@ LOADS = ("auto", "random")
 
 
 class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How an engine runs. The fields are checked when it is made: a wrong value raises `ConfigError` naming
-    field, value and range.
+    """Settings of an engine. The fields are checked when it is made: a wrong value raises `ConfigError`,
+    which names field, value and range.
 
     device:                   "auto" (the first GPU, else the CPU), "cpu", "cuda" or "cuda:N", N from 0 to 99.
     dtype:                    "auto" (bfloat16 on a GPU, float32 on the CPU), "float32", "bfloat16" or

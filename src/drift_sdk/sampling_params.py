@@ -33,8 +33,8 @@ NO_BIAS: FrozenMapping[int, float] = FrozenMapping({})
 
 
 class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a request's tokens are chosen and when they end. The fields are checked when it is made: a wrong
-    value raises `RequestError` naming field, value and range.
+    """Settings of a request: how its tokens are chosen and when they end. The fields are checked when it is
+    made: a wrong value raises `RequestError`, which names field, value and range.
 
     max_tokens:         most tokens to generate, at least 1; None = until the end of the context.
     min_tokens:         tokens to generate before stop ids may be chosen and stop strings are looked for, 0 to

@@ -37,7 +37,7 @@ class Device(Struct, frozen=True, kw_only=True):
 
 
 class Diagnosis(Struct, frozen=True, kw_only=True):
-    """What `examine` found.
+    """The findings of `examine`.
 
     drift_sdk:       version of the installed package; None if it is not installed.
     python:          version of Python.

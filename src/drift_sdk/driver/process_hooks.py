@@ -45,7 +45,7 @@ _state = ProcessState(0)
 
 
 def num_forks() -> int:
-    """How many forks lie between the process that imported this module and the current one."""
+    """The number of forks between the process that imported this module and the current one."""
     return _state.num_forks
 
 

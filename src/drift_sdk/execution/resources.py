@@ -14,7 +14,7 @@ __all__ = ["DeviceResources"]
 
 
 class DeviceResources(Struct, frozen=True, kw_only=True):
-    """What captured steps use of the device.
+    """Device resources of captured steps.
 
     Code that needs only some of these takes them one by one.
 

@@ -113,7 +113,7 @@ def _progress_bar_class(report: Report | None) -> type[Any]:
 
 
 def _cache_state(error: Exception) -> str:
-    """What an error of a look-up in the cache says about the cache."""
+    """The message for an error of a look-up in the cache."""
     if isinstance(error, INCOMPLETE_ERRORS):
         return "only partly in the cache"
 

@@ -102,7 +102,7 @@ class _Text(Struct, frozen=True, kw_only=True):
 
 
 class _Weights(Struct, frozen=True):
-    """Where the decoder's weights are, and how they are loaded."""
+    """Source, configuration, device and dtype of the decoder's weights."""
 
     source: Source
     config: DecoderConfig

@@ -142,7 +142,7 @@ def text_size(value: object) -> int:
 
 
 def depth_of(value: object) -> int:
-    """How deeply the lists, tuples and dicts of a value are nested."""
+    """The depth to which the lists, tuples and dicts of a value are nested."""
     depth, level = 0, [value]
     while level := [each for each in level if isinstance(each, list | tuple | dict)]:
         depth += 1

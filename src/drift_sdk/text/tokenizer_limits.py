@@ -169,7 +169,7 @@ def _longest_replacement(charsmap: str) -> int:
 
 
 def _growth_of_tokens(spec: Any) -> tuple[int, int]:
-    """How often a text's tokens occur in the result of a post-processor, and how many tokens it adds."""
+    """The number of times that a text's tokens occur in a post-processor's result, and of tokens it adds."""
     match spec:
         case None | {"type": "ByteLevel"}:
             return 1, 0

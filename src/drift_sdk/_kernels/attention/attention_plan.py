@@ -53,7 +53,7 @@ CHUNK_TILES = 512
 
 
 class Partitions(Struct, frozen=True):
-    """Where the keys of a sequence are cut; part of the result's bits.
+    """Borders at which the keys of a sequence are cut; part of the result's bits.
 
     Up to position `narrow_end`, partitions are `narrow` keys wide; after it, `wide` keys. They consist of
     tiles of `tile` keys. Short contexts need narrow partitions, to fill the GPU; long ones need wide

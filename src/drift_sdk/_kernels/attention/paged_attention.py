@@ -8,9 +8,10 @@ and weighted sum of values; `_add_partitions` of partition_sums.py combines the 
 
 Order of summation: the keys of a sequence are cut into partitions at fixed positions, tiles of a partition
 are taken in ascending order, and the partitions' sums are combined in a fixed order. A program of `_attend`
-has too few warps for wgmma, so the MMA is the same for one row and for many. The softmax's denominator is a
-product with ones, so that its order is the MMA's too. So a row's bits depend on its query and on the keys it
-sees: not on the rows beside it, on other sequences, or on which program computes what.
+has too few warps for wgmma, so the instruction is the same for one row and for many. The softmax's
+denominator is a product with ones, so its order is that of the instruction too. A row's bits therefore depend
+on its query and on the keys it sees: not on the rows beside it, on other sequences, or on which program
+computes what.
 
 Grid of `_attend`: (KV heads, shares). Program (h, s) owns KV head h of the s-th share of the plan's tiles
 (see attention_plan.py), for all rows of each sequence and all query heads of the group. For each of its
@@ -55,12 +56,12 @@ ONES_COLUMNS = tl.constexpr(MIN_DOT_SIZE)
 
 
 class AttentionConfig(Struct, frozen=True):
-    """How `_attend` is launched; within these limits none of it is part of the result's bits.
+    """Launch configuration of `_attend`; within these limits none of it is part of the result's bits.
 
     num_programs: over all heads. 528 are as many as an H200 holds at once: 132 multiprocessors times 4.
     num_stages: of Triton's pipeline.
-    num_warps: 1 or 2. From 4 warps on, Triton computes tiles of 64 rows and more by wgmma, which sums in
-    another order than mma.sync: a row's bits would depend on the rows beside it.
+    num_warps: 1 or 2, whose results are compared bit for bit by a test on the GPU. From 4 warps on, Triton
+    computes tiles of 64 rows and more by wgmma instead of mma.sync.
     """
 
     num_programs: int = 528
@@ -69,7 +70,7 @@ class AttentionConfig(Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if self.num_warps not in (1, 2):
-            raise ValueError(f"num_warps={self.num_warps}: expected 1 or 2, or wgmma would change the bits")
+            raise ValueError(f"num_warps={self.num_warps}: expected 1 or 2, whose bits are equal")
 
 
 @triton.jit

@@ -58,7 +58,7 @@ MIN_DOT_SIZE = 16
 
 
 class PrefillAttentionConfig(Struct, frozen=True):
-    """How the work is cut up. tile_rows and tile_keys are powers of two, 16 at least.
+    """Tile sizes and launch configuration. tile_rows and tile_keys are powers of two, 16 at least.
 
     tile_rows: rows of a program; the module's docstring says why 128.
     tile_keys: keys that a program takes at a time, part of the result's bits. The others may be part of them

@@ -41,7 +41,7 @@ GOLDEN_SECTION = 0.618
 
 
 class SimulatedRounds(Struct, frozen=True):
-    """How many tokens each round is to emit, in turn, and how many rounds each slot has had.
+    """Numbers of tokens that rounds emit, in turn, and the number of rounds that each slot has had.
 
     Round r of slot s takes entry (r + s * stride) % n of the trace.
     """

@@ -48,7 +48,7 @@ def check_tensors(shape: Sequence[int], dtype: torch.dtype, **tensors: Tensor | 
 
 
 class PartialSums(Struct, frozen=True):
-    """Where a kernel finds the slices of a sum: how many there are, and the elements from one to the next."""
+    """Layout of the slices of a sum: how many there are, and the elements from one to the next."""
 
     num_slices: int
     slice_stride: int

@@ -49,7 +49,7 @@ class LaunchOrderError(AssertionError):
 
 
 class KernelAccess(Struct, frozen=True):
-    """What a kernel does to its pointer arguments, by their names in its signature.
+    """A kernel's reads and writes through its pointer arguments, by their names in its signature.
 
     reads_early: those read before the kernel waits. writes: those written. triggers_early: the kernel permits
     its dependents to start before it has waited.

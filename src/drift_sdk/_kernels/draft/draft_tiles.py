@@ -32,8 +32,8 @@ NUM_FIELDS = tl.constexpr(TILE_FIELDS)
 
 
 def num_draft_tiles(num_rows: int, num_chunks: int, tile_rows: int) -> int:
-    """How many tiles there is room for, used or not: those of num_rows rows in at most num_chunks chunks,
-    each of which may add one that is not full, and of as many single rows."""
+    """The number of tiles to make room for: those of num_rows rows in at most num_chunks chunks, each of
+    which may add one that is not full, and of as many single rows."""
     return -(-num_rows // tile_rows) + 2 * num_chunks
 
 

@@ -148,8 +148,8 @@ def _append(
 
 
 def num_searchers(max_num_tokens: int) -> int:
-    """How many programs search a history of at most so many tokens: two chunks each, as long as there are
-    fewer than MAX_SEARCHERS."""
+    """The number of programs that search a history of at most so many tokens: two chunks each, as long as
+    there are fewer than MAX_SEARCHERS."""
     return min(-(-max_num_tokens // (2 * SEARCH_TOKENS)), MAX_SEARCHERS)
 
 

@@ -51,7 +51,8 @@ LINE_BITS = tl.constexpr(1024)
 
 
 class GemmConfig(Struct, frozen=True):
-    """How a product is cut up. `num_slices` is part of the result's bits, the rest is not.
+    """Slices, tiles and launch configuration of a product. `num_slices` is part of the result's bits, the
+    rest is not.
 
     num_slices: slices of the inner dimension.
     is_spread: one CTA for each slice, which leaves partial sums; otherwise one CTA adds all slices.
@@ -81,7 +82,7 @@ class GemmConfig(Struct, frozen=True):
 
     @property
     def num_partials(self) -> int:
-        """How many partial sums `multiply` leaves, to be added in order."""
+        """The number of partial sums that `multiply` leaves, to be added in order."""
         return self.num_slices if self.is_spread else 1
 
 

@@ -53,7 +53,7 @@ class Event(Protocol):
 
 
 class Device(Protocol):
-    """What an executor uses of a GPU. All work goes to one stream and runs in order."""
+    """A GPU as an executor uses it. All work goes to one stream and runs in order."""
 
     torch_device: torch.device
 

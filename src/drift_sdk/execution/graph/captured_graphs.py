@@ -67,7 +67,7 @@ class CapturedGraphs:
             replay.close()
 
     def _count_graphs(self) -> int:
-        """How many graphs will be captured."""
+        """The number of graphs to capture."""
         buckets, has_drafter = self._buckets, self._steps.drafter is not None
         num_prefill = len(buckets.prefill) * (2 if has_drafter else 1)
         num_whole_rounds = len(buckets.drafts)

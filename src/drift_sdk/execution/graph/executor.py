@@ -141,7 +141,7 @@ class GraphExecutor:
         self._allocations = AllocationCount(device)
 
     def _fit(self, fit_blocks: FitBlocks | None, num_graphs: int) -> int:
-        """How many blocks the cache gets. A sequence can be no longer than all of them together, so
+        """The number of blocks that the cache gets. A sequence can be no longer than all of them together, so
         `limits` is reduced to that."""
         limits = self.limits
         if fit_blocks is not None:

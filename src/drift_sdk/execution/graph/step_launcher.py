@@ -37,7 +37,7 @@ __all__ = ["StepLauncher", "StepResults"]
 
 
 class StepResults(Struct):
-    """Where the results of a launched step will be.
+    """Places of the results of a launched step.
 
     first_tokens: of the prompts that end in the step. decode: of its round, with `rows_per_slot` rows a slot.
     prompt_logprobs: by slot, of prompts that end in the step and report log-probabilities.
