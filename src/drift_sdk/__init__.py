@@ -20,6 +20,7 @@ from drift_sdk.errors import (
     RequestError,
 )
 from drift_sdk.grammars import JsonSchema, Lark, Regex
+from drift_sdk.jobs import Job, JobResult
 from drift_sdk.progress import Progress
 from drift_sdk.results import (
     Chunk,
@@ -31,7 +32,8 @@ from drift_sdk.results import (
     ToolCall,
     Usage,
 )
-from drift_sdk.sampling_params import SamplingParams
+from drift_sdk.samples import Samples
+from drift_sdk.sampling_params import SamplingOptions, SamplingParams
 from drift_sdk.speculation import Chain, NGram, Speculation
 from drift_sdk.stats import EngineStats
 from drift_sdk.stream import TokenStream
@@ -48,6 +50,8 @@ __all__ = [
     "EngineStats",
     "ExecutorError",
     "FinishReason",
+    "Job",
+    "JobResult",
     "JsonSchema",
     "Lark",
     "ModelLoadError",
@@ -57,6 +61,8 @@ __all__ = [
     "QueueFull",
     "Regex",
     "RequestError",
+    "Samples",
+    "SamplingOptions",
     "SamplingParams",
     "Speculation",
     "SpeculationStats",

@@ -28,6 +28,7 @@ class Request:
     """One request. `prepare` and `advance` run on text threads, all else on the engine's thread.
 
     request_id:     its name in logs and in the completion.
+    group_id:       the name of all samples of its prompt together; None if it is the only one.
     arrival:        number of requests that were submitted to the engine before it.
     prompt, params: as the caller gave them; params may be the model's defaults.
     seed:           of its sampling: that of params, or drawn.
@@ -50,7 +51,10 @@ class Request:
         "_stop_reason",
         "_text",
         "_tool_names",
+        "followers",
+        "group_id",
         "is_done",
+        "is_held",
         "last_chunk_at",
         "params",
         "request_id",
@@ -65,6 +69,7 @@ class Request:
         self,
         *,
         request_id: str,
+        group_id: str | None = None,
         arrival: int,
         prompt: Prompt,
         params: SamplingParams,
@@ -73,6 +78,9 @@ class Request:
         tool_names: frozenset[str] | None = None,
     ) -> None:
         self.request_id = request_id
+        self.group_id = group_id
+        self.followers: tuple[Request, ...] = ()  # held until its prompt is in the prefix cache
+        self.is_held = False
         self.params = params
         self.seed = seed
         self.stream_updates = stream_updates
@@ -268,6 +276,8 @@ class Request:
             self._logprobs.extend(logprobs or ())
 
         self._finish_reason = finish
+        if finish == "length" and len(self._completion_ids) != self.params.max_tokens:
+            self._stop_reason = "context"
         self.is_done = finish is not None
         return Chunk(
             text=text,
