@@ -129,6 +129,9 @@ class Delivery:
         """Mark a request as accepted that the scheduler has queued, and its followers with it."""
         for accepted in (request, *request.followers):
             updates = accepted.stream_updates
+            if accepted.is_done or updates.is_accepted:
+                continue
+
             updates.is_accepted = True
             if updates.awaits_acceptance:
                 self._updates.add(Update(stream_updates=updates))
