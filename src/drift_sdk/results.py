@@ -28,15 +28,20 @@ class TokenLogprobs(Struct, frozen=True, kw_only=True):
     """Log-probabilities at one position, of the model's own distribution: log-softmax of the raw logits in
     fp32, before penalties, temperature and filters.
 
-    token_id: the token at this position.
-    logprob:  its log-probability.
-    top:      (token id, log-probability) of the most likely tokens, as many as `logprobs` asks for, most
-              likely first; the token at this position is not necessarily among them.
+    token_id:  the token at this position.
+    logprob:   its log-probability.
+    top:       (token id, log-probability) of the most likely tokens, as many as `logprobs` asks for, most
+               likely first; the token at this position is not necessarily among them.
+    text:      text of the token by itself. Bytes that are no whole character become U+FFFD:
+               `engine.tokenizer.token_bytes` has them. Special tokens are spelled out.
+    top_texts: texts of the tokens of `top`, in the same order.
     """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    text: str = ""
+    top_texts: tuple[str, ...] = ()
 
 
 class Chunk(Struct, frozen=True, kw_only=True, gc=False):

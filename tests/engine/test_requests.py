@@ -22,10 +22,12 @@ from drift_sdk import (
     RequestError,
     SamplingOptions,
     SamplingParams,
+    TokenLogprobs,
 )
 from drift_sdk.driver.loaded_model import LoadedModel
 from drift_sdk.driver.prompts import ModelText, TextPrompt
-from drift_sdk.testing import ScriptedModel, scripted_engine
+from drift_sdk.steps import SlotOutput, StepResult
+from drift_sdk.testing import EOS_TOKEN_ID, ScriptedExecutor, ScriptedModel, scripted_engine
 
 USER = {"role": "user", "content": "hi"}
 TOOLS = [{"type": "function", "function": {"name": "look", "description": "Look."}}]
@@ -45,6 +47,55 @@ def engine_with_defaults(params: SamplingParams) -> Engine:
         return replace(loaded, text=replace(loaded.text, default_params=params))
 
     return Engine("scripted", model.config, open_model=open_model)
+
+
+class WithTops:
+    """A scripted executor that reports three likely tokens at each position: the chosen one, the first byte
+    of a euro sign and the end of sequence."""
+
+    def __init__(self, executor: ScriptedExecutor) -> None:
+        self._executor = executor
+        self.limits, self.launch, self.close = executor.limits, executor.launch, executor.close
+
+    def collect(self) -> StepResult:
+        result = self._executor.collect()
+        return replace(
+            result,
+            prefill=tuple(
+                replace(with_tops(output), prompt_logprobs=(entry_of(ord("b")),)) for output in result.prefill
+            ),
+            decode=tuple(map(with_tops, result.decode)),
+        )
+
+
+def entry_of(token_id: int) -> TokenLogprobs:
+    top = ((token_id, -0.5), (0xE2, -1.5), (EOS_TOKEN_ID, -2.5))
+    return TokenLogprobs(token_id=token_id, logprob=-0.5, top=top)
+
+
+def with_tops(output: SlotOutput) -> SlotOutput:
+    return replace(output, logprobs=tuple(entry_of(token_id) for token_id in output.token_ids))
+
+
+async def test_logprobs_have_the_texts_of_their_tokens() -> None:
+    model = ScriptedModel("a€")
+
+    def open_model(report, limits=None) -> LoadedModel:
+        loaded = model(report, limits)
+        return replace(loaded, executor=WithTops(loaded.executor))
+
+    async with Engine("scripted", model.config, open_model=open_model) as engine:
+        stream = engine.generate("ab", logprobs=3, prompt_logprobs=3)
+        entries = [entry async for chunk in stream for entry in chunk.logprobs]
+        completion = await stream
+        assert tuple(entries) == completion.logprobs
+        texts = ["a", "\ufffd", "\ufffd", "\ufffd", "<eos>"]
+        assert [entry.text for entry in entries] == texts
+        assert [entry.top_texts for entry in entries] == [(text, "\ufffd", "<eos>") for text in texts]
+        assert [entry.logprob for entry in entries] == [-0.5] * 5 and entries[0].top[1] == (0xE2, -1.5)
+        first, second = completion.prompt_logprobs
+        assert first is None and (second.text, second.top_texts) == ("b", ("b", "\ufffd", "<eos>"))
+        assert (await engine.generate("ab")).logprobs is None
 
 
 def test_options_name_the_fields_of_sampling_params() -> None:
