@@ -17,8 +17,12 @@ ROOT = Path(drift_sdk.__file__).parent
 ARCHITECTURE = Path(__file__).parents[1] / "docs" / "architecture.md"
 PACKAGES = ("drift_sdk", "drift_sdk.execution", "drift_sdk._kernels")
 WITHOUT_TORCH = [
+    "sync",
     "engine",
+    "submission",
     "stream",
+    "samples",
+    "jobs",
     "driver",
     "scheduling",
     "draft_policy",

@@ -37,6 +37,7 @@ from drift_sdk.sampling_params import SamplingOptions, SamplingParams
 from drift_sdk.speculation import Chain, NGram, Speculation
 from drift_sdk.stats import EngineStats
 from drift_sdk.stream import TokenStream
+from drift_sdk.sync import SyncEngine, SyncStream
 
 __all__ = [
     "Chain",
@@ -66,6 +67,8 @@ __all__ = [
     "SamplingParams",
     "Speculation",
     "SpeculationStats",
+    "SyncEngine",
+    "SyncStream",
     "Timing",
     "TokenLogprobs",
     "TokenStream",
