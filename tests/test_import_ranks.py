@@ -19,6 +19,7 @@ PACKAGES = ("drift_sdk", "drift_sdk.execution", "drift_sdk._kernels")
 WITHOUT_TORCH = [
     "sync",
     "engine",
+    "serving",
     "submission",
     "stream",
     "samples",

@@ -29,10 +29,13 @@ def main() -> None:
     assert os.waitstatus_to_exitcode(status) == 3, status
     assert stream.result().text.startswith("fine")
     assert engine.generate("x").result().text == "fine"
-    threading.Thread(
-        target=engine.generate("x", max_tokens=None, ignore_eos=True).result, daemon=True
-    ).start()
-    sys.exit(4)  # while a thread waits
+    threading.Thread(target=wait_in_vain, args=(engine,), daemon=True).start()
+    sys.exit(4)
+
+
+def wait_in_vain(engine: SyncEngine) -> None:
+    with suppress(EngineClosed):
+        engine.generate("x", max_tokens=None, ignore_eos=True).result()
 
 
 def check_child(engine: SyncEngine) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import traceback
 from collections.abc import Sequence
 
 from drift_sdk.driver.commands import (
@@ -24,14 +23,13 @@ from drift_sdk.driver.commands import (
 from drift_sdk.driver.delivery import Delivery
 from drift_sdk.driver.loaded_model import LoadedModel, OpenModel
 from drift_sdk.driver.loop_poster import Latch
-from drift_sdk.driver.model_opener import ModelOpener
+from drift_sdk.driver.model_opener import ModelOpener, clear_frames
 from drift_sdk.driver.process_hooks import close_at_exit, life_cycle_lock, num_forks
 from drift_sdk.driver.prompts import ModelText, Prompt
 from drift_sdk.driver.request import Request
 from drift_sdk.driver.request_registry import RequestRegistry
 from drift_sdk.driver.stats_recorder import StatsRecorder
 from drift_sdk.driver.text_worker import TextWorker
-from drift_sdk.driver.token_count import TokenCount
 from drift_sdk.errors import EngineClosed
 from drift_sdk.progress import Report
 from drift_sdk.scheduling.scheduler import Scheduler
@@ -134,25 +132,12 @@ class Driver:
         return bool(requests)
 
     async def count_tokens(self, prompt: Prompt) -> int:
-        """The number of tokens of a prompt, counted on a text thread. If the task is cancelled, the result is
-        not waited for."""
+        """The number of tokens of a prompt, counted on a text thread."""
         if not self.is_open:
             raise self._registry.rejection()
 
         assert self.model_text is not None
-        count = TokenCount(prompt, self.model_text)
-        try:
-            self._text_worker.count(count)
-            error = await count.done.wait()
-        except BaseException:
-            count.is_done = True
-            self._text_worker.abandon(count)
-            raise
-
-        if error is not None:
-            raise error
-
-        return count.num_tokens
+        return await self._text_worker.count_tokens(prompt, self.model_text)
 
     @property
     def has_room(self) -> bool:
@@ -391,13 +376,3 @@ class Driver:
                 self.stats_recorder.closed()
             self.opened.set(failure)
             self.closed.set()
-
-
-def clear_frames(error: BaseException | None) -> None:
-    """Clear the local variables of the frames that an error and its causes were raised through, so that an
-    error that is kept keeps no weights and caches."""
-    cleared: list[BaseException] = []
-    while error is not None and error not in cleared:
-        cleared.append(error)
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from drift_sdk.driver.commands import Command, Continue, Submit
-from drift_sdk.driver.prompts import ModelText
+from drift_sdk.driver.prompts import ModelText, Prompt
 from drift_sdk.driver.request import Request
 from drift_sdk.driver.token_count import TokenCount
 from drift_sdk.errors import DriftError, EngineClosed, RequestError
@@ -91,7 +91,7 @@ class TextWorker:
     If no thread can be started, the existing threads do the jobs, and overdue jobs are answered when one of
     these is idle. If there is no thread, the request fails with a RequestError.
 
-    `prepare`, `advance`, `count` and `abandon` may be called from any thread.
+    `prepare`, `advance`, `count_tokens` and `abandon` may be called from any thread.
     """
 
     def __init__(self, send: Callable[[Command], None]) -> None:
@@ -113,9 +113,22 @@ class TextWorker:
         """Have a request's constraint advanced; a `Continue` tells the outcome. Raises as `prepare` does."""
         self._add_for(request, lambda: request.advance(token_ids), Continue)
 
-    def count(self, count: TokenCount) -> None:
-        """Have tokens counted; `done` of the count tells the outcome. Raises as `prepare` does."""
-        self._add(Job(count, count.run, count.done.set, is_plain=count.text_field == "prompt"))
+    async def count_tokens(self, prompt: Prompt, model_text: ModelText) -> int:
+        """The number of tokens of a prompt. Raises the prompt's error, EngineClosed if the worker is closed
+        meanwhile, and what `prepare` raises. If the task is cancelled, the work is abandoned."""
+        count = TokenCount(prompt, model_text)
+        try:
+            self._add(Job(count, count.run, count.done.set, is_plain=count.text_field == "prompt"))
+            error = await count.done.wait()
+        except BaseException:
+            count.is_done = True
+            self.abandon(count)
+            raise
+
+        if error is not None:
+            raise error
+
+        return count.num_tokens
 
     def abandon(self, client: Client) -> None:
         """Abandon a client's job in progress, if there is one: the outcome is of no interest any more."""
