@@ -84,7 +84,8 @@ def draw(results: Results, path: Path) -> None:
         _draw_model(axes, [bar for bar in shown if bar.model == model])
         axes.set_title(model)
 
-    figure.suptitle(f"Decoding on {results.gpu}, reads at {results.read_bandwidth_tb_s:.2f} TB/s; labels: tokens/s")
+    bandwidth = f"{results.read_bandwidth_tb_s:.2f} TB/s"
+    figure.suptitle(f"Decoding on {results.gpu}, reads at {bandwidth}; labels: tokens/s")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 
