@@ -246,6 +246,7 @@ def test_chat_works_in_an_ascii_terminal() -> None:
 def test_chat_lines_can_be_edited_and_recalled() -> None:
     import pty
 
+    pytest.importorskip("readline")
     ours, theirs = pty.openpty()
     command = [sys.executable, "-c", SCRIPTED, "fine", "chat", "any"]
     with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs) as chat:

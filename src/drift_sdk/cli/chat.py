@@ -78,8 +78,10 @@ class Conversation:
 
 
 async def read_question() -> str | None:
-    """The next line of stdin, read on a thread; None at its end. In a terminal the line can be edited, and the
-    arrow keys recall earlier ones."""
+    """The next line of stdin, read on a thread; None at its end.
+
+    In a terminal the line can be edited, and the arrow keys recall earlier ones.
+    """
     with suppress(ImportError):  # Windows has no readline
         import readline  # noqa: F401  # makes input() edit lines
 
