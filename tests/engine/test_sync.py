@@ -181,6 +181,24 @@ def test_closed_engine_rejects_calls_and_can_be_started_again() -> None:
     assert engine.cancel("x") is False
 
 
+def test_close_leaves_an_engine_open_that_was_started_again_meanwhile() -> None:
+    """By another thread, between the end of the engine and the end of its event loop."""
+    with sync_engine() as engine:
+        loop = engine._loop
+        call = loop.call
+
+        def call_and_start_again(function, *arguments):
+            result = call(function, *arguments)
+            loop.call = call
+            engine.close()
+            engine.start()
+            return result
+
+        loop.call = call_and_start_again
+        engine.close()
+        assert engine.generate("x").result().text == TEXT
+
+
 def test_closing_ends_waits_of_other_threads() -> None:
     with sync_engine(lambda *_: 65, step_s=0.005) as engine, ThreadPoolExecutor(3) as pool:
         streams = [engine.generate("x", max_tokens=None) for _ in range(2)]
