@@ -141,8 +141,9 @@ FAMILIES: dict[str, tuple[Any, Any, Any]] = {
 }
 
 
-def draw_config(family: str, seed: int) -> Any:
-    """A configuration of transformers with drawn shapes and options, the same for the same seed."""
+def draw_config(family: str, seed: int, **changes: Any) -> Any:
+    """A configuration of transformers with drawn shapes and options, the same for the same seed, and with
+    `changes`."""
     config_class, _, draw_options = FAMILIES[family]
     rng = random.Random(f"{family} {seed}")
     num_heads, num_kv_heads = rng.choice(HEADS)
@@ -162,12 +163,12 @@ def draw_config(family: str, seed: int) -> Any:
         "pad_token_id": 2,
     }
     options = draw_options(rng, fields)
-    return config_class(**fields, **options)
+    return config_class(**(fields | options | changes))
 
 
-def draw_model(family: str, seed: int) -> Any:
+def draw_model(family: str, seed: int, **changes: Any) -> Any:
     """A transformers model of `draw_config`, with random weights."""
-    return random_model(FAMILIES[family][1], draw_config(family, seed), seed=seed)
+    return random_model(FAMILIES[family][1], draw_config(family, seed, **changes), seed=seed)
 
 
 def own_decoder(model: Any, *, max_model_len: int | None = None) -> Decoder:
