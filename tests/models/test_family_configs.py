@@ -139,6 +139,18 @@ def test_gemma3_defaults() -> None:
     assert (config.attention_scale, config.windows) == (256**-0.5, (4096,) * 4)
 
 
+def test_text_part_of_a_model_with_vision() -> None:
+    text = {
+        name: value for name, value in _config(*GEMMA3, sliding_window=512).items() if name != "architectures"
+    }
+    outer = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text}
+    assert DecoderConfig.from_hf(outer) == _read(*GEMMA3, sliding_window=512)
+    with pytest.raises(ModelLoadError, match="text_config=None: expected a table"):
+        DecoderConfig.from_hf(outer | {"text_config": None})
+    with pytest.raises(ModelLoadError, match="quant_method='gptq'"):
+        DecoderConfig.from_hf(outer | {"quantization_config": {"quant_method": "gptq"}})
+
+
 def test_smollm3() -> None:
     config = _read(*SMOLLM3)
     assert config.ropes == (Rope(theta=2e6, rotary_dim=16),)
@@ -177,7 +189,6 @@ def test_granite() -> None:
         ("GraniteMoeHybridForCausalLM", "granitemoehybrid"),
         ("LlavaForConditionalGeneration", "llava"),
         ("Mistral3ForConditionalGeneration", "mistral3"),
-        ("MixtralForCausalLM", "mixtral"),
         ("Phi3SmallForCausalLM", "phi3small"),
         ("Phi3VForCausalLM", "phi3_v"),
         ("Phi4MMForCausalLM", "phi4mm"),
