@@ -47,20 +47,20 @@ FAMILIES: tuple[dict[str, Any], ...] = (
 DRAFT: dict[str, Any] = MODEL | {"num_hidden_layers": 1, "draft_vocab_size": 50}
 SETTINGS = (
     *DRAFT,
-    *("head_dim", "hidden_act", "attention_bias", "mlp_bias", "tie_word_embeddings", "quantization_config"),
-    *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", *ROPE, "type", "factors"),
-    *("layer_types", "sliding_window", "use_sliding_window", "max_window_layers"),
     *("short_factor", "long_factor", "attention_factor", "full_attention", "sliding_attention"),
     *("hidden_activation", "query_pre_attn_scalar", "sliding_window_pattern", "rope_local_base_freq"),
     *("no_rope_layers", "no_rope_layer_interval", "final_logit_softcapping", "text_config"),
     *("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"),
+    *("head_dim", "hidden_act", "attention_bias", "mlp_bias", "tie_word_embeddings", "quantization_config"),
+    *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", *ROPE, "type", "factors"),
+    *("layer_types", "sliding_window", "use_sliding_window", "max_window_layers"),
     *("eagle_config", "transformer_layer_config", "speculators_config", "algorithm", "norm_before_fc"),
     *("eagle_aux_hidden_state_layer_ids", "num_aux_hidden_states", "use_aux_hidden_state", "fc_norm"),
     *("target_hidden_size", "truncated_vocab_size", "norm_output", "bias", "parallel_draft_step"),
 )
 LIKELY = (
-    *("llama", "qwen2", "qwen3", "silu", "full_attention", "linear", "default", "factors", "eagle3"),
     *("sliding_attention", "longrope", "gelu_pytorch_tanh", [1.0] * 8),
+    *("llama", "qwen2", "qwen3", "silu", "full_attention", "linear", "default", "factors", "eagle3"),
     *("LlamaForCausalLM", "Qwen3ForCausalLM", 1, 2, 4, 16, 64, 1.0, 2**24, 2**31, 2**63, 10**4000, 0.5),
 )
 

@@ -67,15 +67,15 @@ class SafetensorsFolder:
         else:
             raise ModelLoadError(f"{folder}: holds neither {SINGLE_FILE} nor {INDEX_FILE}")
 
-        self._files = files
         self._folder = folder
         self._starts = {file: _starts(folder / file) for file in self._handles}
-        self._check_places()
+        self._check_places(files)
         self._stored_names = _text_names(files)
+        self._files = {name: files[stored] for name, stored in self._stored_names.items()}
 
-    def _check_places(self) -> None:
+    def _check_places(self, files: dict[str, str]) -> None:
         """Raise ModelLoadError unless each tensor is in the file that the index names, and in no other."""
-        for name, file in self._files.items():
+        for name, file in files.items():
             if name not in self._starts[file]:
                 raise ModelLoadError(
                     f"{self._folder / file}: tensor {name} is missing, {INDEX_FILE} places it there"
@@ -83,7 +83,7 @@ class SafetensorsFolder:
 
         for file, starts in self._starts.items():
             for name in starts:
-                other = self._files.get(name, file)
+                other = files.get(name, file)
                 if other != file:
                     raise ModelLoadError(
                         f"{self._folder / file}: tensor {name} is in {other} as well, expected it once"
@@ -93,16 +93,16 @@ class SafetensorsFolder:
         return self._stored_names.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        stored = self._stored_names[name]
-        return tuple(self._handles[self._files[stored]].get_slice(stored).get_shape())
+        handle = self._handles[self._files[name]]
+        return tuple(handle.get_slice(self._stored_names[name]).get_shape())
 
     def file(self, name: str) -> str:
-        return str(self._folder / self._files[self._stored_names[name]])
+        return str(self._folder / self._files[name])
 
     def get(self, name: str) -> torch.Tensor:
         try:
-            stored = self._stored_names[name]
-            tensor: torch.Tensor = self._handles[self._files[stored]].get_tensor(stored)
+            handle = self._handles[self._files[name]]
+            tensor: torch.Tensor = handle.get_tensor(self._stored_names[name])
         except (SafetensorError, OSError, RuntimeError) as error:
             raise ModelLoadError(f"{self.file(name)}: tensor {name} cannot be read: {error}") from error
 
@@ -116,12 +116,11 @@ class SafetensorsFolder:
         """
         dtype = self.get(name).dtype
         check_dtype(self, name, dtype)
-        stored = self._stored_names[name]
-        file = self._files[stored]
+        file = self._files[name]
         try:
-            with FileIO(self._folder / file) as opened:
-                opened.seek(self._starts[file][stored])
-                _read_tensor(opened, dtype, place.view(-1))
+            with FileIO(self._folder / file) as stored:
+                stored.seek(self._starts[file][self._stored_names[name]])
+                _read_tensor(stored, dtype, place.view(-1))
         except OSError as error:
             raise ModelLoadError(f"{self.file(name)}: tensor {name} cannot be read: {error}") from error
 
