@@ -188,13 +188,21 @@ class SyncEngine:
         prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
         n: int,
         params: SamplingParams | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_args: Mapping[str, Any] | None = None,
+        *,
+        request_id: str | None = None,
         **options: Unpack[SamplingOptions],
     ) -> list[SyncStream]:
         """Submit a prompt or a conversation `n` times and return the streams at once; see
         `Engine.samples`."""
+        engine = self._engine
 
         async def submit() -> Sequence[TokenStream]:
-            return self._engine.samples(prompt, n, params, **options)[:]
+            samples = engine.samples(
+                prompt, n, params, tools, template_args, request_id=request_id, **options
+            )
+            return samples[:]
 
         return [SyncStream(stream, self._call) for stream in self._call(submit)]
 

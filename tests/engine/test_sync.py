@@ -30,6 +30,7 @@ from drift_sdk.driver.loaded_model import LoadedModel
 from drift_sdk.testing import NextToken, ScriptedModel
 
 USER = {"role": "user", "content": "hi"}
+TOOLS = [{"type": "function", "function": {"name": "look"}}]
 TEXT = "Grüße, 世界!"
 SUPPORT = Path(__file__).parent.parent / "support"
 
@@ -82,6 +83,8 @@ def test_errors_are_raised_where_the_caller_waits(engine: SyncEngine) -> None:
 def test_samples_are_streams_of_one_prompt(engine: SyncEngine) -> None:
     streams = engine.samples("x", 3, seed=5)
     assert [stream.result().seed for stream in streams] == [5, 6, 7]
+    streams = engine.samples([USER], 2, tools=TOOLS, template_args={"a": 1}, request_id="two")
+    assert [stream.result().request_id for stream in streams] == ["two-0", "two-1"]
 
 
 def test_map_reads_its_prompts_in_the_calling_thread(engine: SyncEngine) -> None:
