@@ -148,6 +148,14 @@ def test_a_sink_takes_its_share_of_the_softmax(device: str) -> None:
     torch.testing.assert_close(output[1], torch.stack(((value[0] + value[1]) / 3, (value[0] + value[1]) / 2)))
 
 
+def test_scale_replaces_that_of_the_head_dim(device: str) -> None:
+    prompt = Prompt(CHUNKS[1], (4, 2, 16), 16, device)
+    usual = prompt.run(SMALL)
+    prompt.options["scale"] = 0.7
+    assert_near(prompt.run(SMALL), prompt.run(None))
+    assert not torch.allclose(prompt.run(SMALL), usual, atol=1e-2)
+
+
 @pytest.mark.parametrize("tile", [(32, 16), (16, 32), (64, 64)])
 def test_tiles_of_other_sizes_are_near_the_reference(tile: tuple[int, int], device: str) -> None:
     prompt = Prompt(CHUNKS[2], (4, 2, 16), 16, device)
