@@ -9,9 +9,9 @@ from torch import Tensor
 from drift_sdk._kernels.gemm.cublas_gemm import fastest_gated_multiply, fastest_multiply
 from drift_sdk._kernels.gemm.tuning import TunedGemm
 from drift_sdk._kernels.layers.embedding import embed_norm
+from drift_sdk._kernels.layers.glu import glu
 from drift_sdk._kernels.layers.residual_norm import add_norm
 from drift_sdk._kernels.layers.rope_store import rotate_and_store
-from drift_sdk._kernels.layers.swiglu import swiglu
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.attention_groups import AttentionGroups, AttentionShape
 from drift_sdk.execution.forward.model_resources import ModelResources
@@ -155,7 +155,7 @@ class DecodeForward:
         total, *others = self._multiply(normed, weight)
         for part in others:
             total = total + part
-        swiglu((total + layer.gate_up_bias).to(dtype), activated)
+        glu((total + layer.gate_up_bias).to(dtype), activated)
 
     def _multiply(self, x: Tensor, weight: Tensor) -> Tensor:
         """Partial sums [num_partials, R, N] of x times weight transposed, valid until the next product."""

@@ -8,9 +8,9 @@ from torch import Tensor
 from drift_sdk._kernels.attention.prefill_attention import prefill_attention, prefill_attention_config
 from drift_sdk._kernels.common.launch_order import note_library_kernel
 from drift_sdk._kernels.layers.embedding import embed_norm
+from drift_sdk._kernels.layers.glu import glu
 from drift_sdk._kernels.layers.residual_norm import add_norm
 from drift_sdk._kernels.layers.rope_store import rotate_and_store
-from drift_sdk._kernels.layers.swiglu import swiglu
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.decode import Rows
 from drift_sdk.execution.forward.model_resources import ModelResources
@@ -85,7 +85,7 @@ class PrefillForward:
             _multiply(attended, layer.output, layer.output_bias, self._delta)
             add_norm(hidden, self._delta, layer.mlp_norm, normed, eps=eps)
             _multiply(normed, layer.gate_up, layer.gate_up_bias, self._gate_up)
-            swiglu(self._gate_up, activated)
+            glu(self._gate_up, activated)
             _multiply(activated, layer.down, layer.down_bias, self._delta)
             add_norm(hidden, self._delta, next_norm, normed, eps=eps, aux_hidden=aux_hidden.get(index + 1))
 
