@@ -81,7 +81,7 @@ class Case:
         self.num_rows = num_rows
         self.max_num_keys = most + 300
         self.window = window
-        sinks = randn(num_kv_heads * group).float() if has_sinks else None
+        sinks = randn(num_kv_heads * group) if has_sinks else None
         self.options: dict[str, Any] = {"sinks": sinks, "scale": scale}
 
     def run(

@@ -74,7 +74,7 @@ class Prompt:
         rows = torch.full((self.num_rows + 2, width), torch.nan, dtype=dtype, device=device)
         rows[: self.num_rows] = random(self.num_rows, width).to(device)
         self.query = rows[:, : num_heads * head_dim].view(-1, num_heads, head_dim)
-        sinks = random(num_heads).to(device, torch.float32) if has_sinks else None
+        sinks = random(num_heads).to(device) if has_sinks else None
         self.options: dict[str, Any] = {"window": window, "sinks": sinks}
 
     def run(self, config: PrefillAttentionConfig | None, num_unused: int = 2) -> torch.Tensor:

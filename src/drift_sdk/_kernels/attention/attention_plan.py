@@ -99,6 +99,12 @@ class Partitions(Struct, frozen=True):
         """Return the most partitions that `num_keys` neighbouring keys lie in, wherever they begin."""
         return -(-(num_keys - 1) // min(self.narrow, self.wide)) + 1
 
+    def room(self, max_num_keys: int, window: int, num_rows: int) -> int:
+        """Return how many partitions the keys may lie in that `num_rows` neighbouring rows of a sequence of
+        at most `max_num_keys` keys see, each the last `window` keys; 0: all."""
+        every = self.count(max_num_keys)
+        return min(every, self.most(window + num_rows - 1)) if window > 0 else every
+
 
 class AttentionPlan:
     """The list of tiles of at most `num_sequences` sequences of at most `max_num_keys` keys.
@@ -126,12 +132,10 @@ class AttentionPlan:
         self.num_sequences = num_sequences
         self.partitions = partitions
         self.window, self.num_rows = window, num_rows
-        self.max_num_partitions = partitions.count(max_num_keys)
+        self.max_num_partitions = partitions.room(max_num_keys, window, num_rows)
         num_tiles = -(-max_num_keys // partitions.tile)
         if window > 0:
-            num_seen = window + num_rows - 1
-            self.max_num_partitions = min(self.max_num_partitions, partitions.most(num_seen))
-            num_tiles = min(num_tiles, -(-(num_seen - 1) // partitions.tile) + 1)
+            num_tiles = min(num_tiles, -(-(window + num_rows - 2) // partitions.tile) + 1)
         max_num_tiles = num_sequences * num_tiles
         self.tiles = torch.empty(max_num_tiles, TILE_WORDS.value, dtype=torch.int32, device=device)
         self.num_tiles = torch.empty(1, dtype=torch.int32, device=device)

@@ -310,7 +310,7 @@ def paged_attention(
     get zeros.
     first_key: positions before it are not read; it must lie in the first tile.
     scale: of scores; None: 1 / sqrt(head_dim).
-    sinks: [num_heads] fp32, a score each that takes its share of the softmax and adds nothing.
+    sinks: [num_heads] in the storage type, a score each that takes its share of the softmax and adds nothing.
     All contiguous. Raises ValueError for another shape, type or layout.
     """
     plan = scratch.plan
@@ -318,7 +318,7 @@ def paged_attention(
         query, keys, values, block_table, row_slot, row_position, out, scratch, rows_per_sequence
     )
     check_range("first_key", first_key, 0, plan.partitions.tile - 1)
-    check_tensors(query.shape[1:2], torch.float32, sinks=sinks)
+    check_tensors(query.shape[1:2], query.dtype, sinks=sinks)
     num_heads, head_dim = query.shape[1:]
     num_kv_heads, block_size = keys.shape[1:3]
     group = num_heads // num_kv_heads

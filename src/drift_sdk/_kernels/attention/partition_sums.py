@@ -86,7 +86,7 @@ def _add_partitions(
     weights_ptr,  # as maxima
     row_slot_ptr,  # [R] int32; -1: padding row
     row_position_ptr,  # [R] int32
-    sinks_ptr,  # [num_heads] fp32, or None
+    sinks_ptr,  # [num_heads], storage type, or None
     out_ptr,  # [R, num_heads, HEAD_DIM], storage type
     num_partitions,  # for which sums have room, of each sequence
     ROWS_PER_SEQUENCE: tl.constexpr,
@@ -121,7 +121,8 @@ def _add_partitions(
     maximum = tl.full((), float("-inf"), tl.float32)
     weight = tl.zeros((), tl.float32)
     if sinks_ptr is not None:
-        maximum = tl.load(sinks_ptr + head * GROUP_SIZE + query_row % GROUP_SIZE) * LOG2_E
+        sink = tl.load(sinks_ptr + head * GROUP_SIZE + query_row % GROUP_SIZE)
+        maximum = sink.to(tl.float32) * LOG2_E
         weight += 1.0
     total = tl.zeros((PADDED_DIM,), tl.float32)
     for first in range(begin, end, CHUNK_PARTITIONS):
@@ -160,7 +161,7 @@ def add_partitions(
     """Combine the partitions' sums in `scratch` to out [R, num_heads, head_dim], in the storage type.
 
     row_slot, row_position: [R] int32, `rows_per_sequence` consecutive rows a sequence; rows of slot -1 get
-    zeros. sinks: [num_heads] fp32, see `paged_attention`. The sums must be those of the same rows and heads.
+    zeros. sinks: [num_heads], see `paged_attention`. The sums must be those of the same rows and heads.
     Raises ValueError for another shape, type or layout.
     """
     plan = scratch.plan
@@ -168,7 +169,7 @@ def add_partitions(
     group = num_heads // num_kv_heads
     check_tensor("out", out, out.shape, out.dtype)
     check_tensors((num_rows,), torch.int32, row_slot=row_slot, row_position=row_position)
-    check_tensors((num_heads,), torch.float32, sinks=sinks)
+    check_tensors((num_heads,), out.dtype, sinks=sinks)
     _add_partitions[(rows_per_sequence * group, num_kv_heads, num_rows // rows_per_sequence)](
         sums_ptr=scratch.sums,
         maxima_ptr=scratch.maxima,

@@ -167,7 +167,7 @@ def _prefill_attention(
     values_ptr,  # as keys
     block_table_ptr,  # [S, max_blocks] int32; rows have a stride
     tiles_ptr,  # [num_tiles, NUM_FIELDS] int32, see prefill_tiles.py; slot -1: unused
-    sinks_ptr,  # [NUM_HEADS] fp32, or None
+    sinks_ptr,  # [NUM_HEADS], storage type, or None
     output_ptr,  # [R, NUM_HEADS * HEAD_DIM], storage type
     scale,  # of scores, times log2(e)
     query_stride,
@@ -206,7 +206,7 @@ def _prefill_attention(
         weight = tl.zeros((TILE_ROWS,), tl.float32)
     else:
         # As if a key with this score and no value had been seen before all others.
-        maximum = tl.zeros((TILE_ROWS,), tl.float32) + tl.load(sinks_ptr + head) * LOG2_E
+        maximum = tl.zeros((TILE_ROWS,), tl.float32) + tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
         weight = tl.full((TILE_ROWS,), 1.0, tl.float32)
 
     total = tl.zeros((TILE_ROWS, PADDED_DIM), tl.float32)
@@ -276,7 +276,7 @@ def prefill_attention(
     tiles: [num_tiles, 4] int32, as `prefill_tiles` fills it for config.tile_rows: slot, or -1 for an unused
     tile; first row in query; number of rows; position of the first row. Row j of a tile sees positions
     0 ... position + j, with `window` only the last so many of them. Rows of no tile are left as they are.
-    sinks: [num_heads] fp32, a score each that takes its share of the softmax and adds nothing.
+    sinks: [num_heads] in the storage type, a score each that takes its share of the softmax and adds nothing.
     first_key: positions before it are seen by no row; at most 15, and at most any row's own position.
     scale: of scores; None: 1 / sqrt(head_dim).
     Raises ValueError for another shape, type or layout.
@@ -298,7 +298,7 @@ def prefill_attention(
     check_rows("block_table", block_table, block_table.shape, torch.int32)
     check_tensor("tiles", tiles, (tiles.shape[0], TILE_FIELDS), torch.int32)
     check_tensor("output", output, (num_rows, num_heads * head_dim), dtype)
-    check_tensors((num_heads,), torch.float32, sinks=sinks)
+    check_tensors((num_heads,), dtype, sinks=sinks)
     _prefill_attention[(num_heads, tiles.shape[0])](
         query_ptr=query,
         keys_ptr=keys,
