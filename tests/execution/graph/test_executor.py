@@ -52,7 +52,7 @@ TINY_MODELS = {
     "qwen2": tiny("qwen2", 1, (2, 2, 16)),
     "qwen3": tiny("qwen3", 1, (4, 2, 6)),
 }
-MODELS: list[str | int] = [0, 13, 20] if IS_GPU else [*TINY_MODELS]
+MODELS: list[str | int] = [0, 13, 20, 26, 28, 29, 30, 31, 32] if IS_GPU else [*TINY_MODELS]
 
 Request = tuple[list[int], SlotSampling]
 Step = tuple[StepPlan, StepResult]
