@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.draft_config import DraftConfig
-from drift_sdk.models.rope import inverse_frequencies
+from drift_sdk.models.rope import Rope
 
 ROPE = {
     "rope_type": "llama3",
@@ -66,11 +66,14 @@ def run(data: tuple[bool, dict[str, Any]]) -> None:
         target = DecoderConfig.from_hf(MODEL)
         draft = DraftConfig.from_hf(copy.deepcopy(DRAFT | changes), target)
         assert draft.target_hidden_size == target.hidden_size
-        found: DecoderConfig | DraftConfig = draft
+        ropes: tuple[Rope, ...] = (draft.rope,)
     else:
         found = DecoderConfig.from_hf(copy.deepcopy(MODEL | changes))
         assert found.max_position_embeddings >= 2
+        ropes = found.ropes
 
-    if found.head_dim <= 2**16:
-        frequencies = inverse_frequencies(found.head_dim, found.rope_theta, found.rope_scaling)
+    for rope in ropes:
+        if rope.rotary_dim > 2**16:
+            continue
+        frequencies = rope.frequencies()
         assert frequencies.isfinite().all() and (frequencies >= 0).all()

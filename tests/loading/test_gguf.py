@@ -166,7 +166,7 @@ def test_k_quants(quantisation: Q, num_rows: int, tmp_path: Path) -> None:
 def test_frequency_factors_are_llama3_scaling(tmp_path: Path) -> None:
     stored = _write(make_model(LLAMA3, tmp_path / "hf"), tmp_path / "model.gguf")
     decoder = load_decoder(tmp_path / "model.gguf")
-    scaling = decoder.config.rope_scaling
+    scaling = decoder.config.ropes[0].scaling
     assert isinstance(scaling, FrequencyFactors) and max(scaling.factors) == pytest.approx(4.0)
     assert_parity(decoder, stored, random_tokens(decoder.config, 24), (24,))
 
@@ -244,6 +244,7 @@ def test_settings_that_are_not_implemented_are_rejected_by_the_config(
     metadata: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     shapes = {"embedding_length": 8, "attention.head_count": 2, "attention.key_length": 4}
+    shapes |= {"block_count": 1, "context_length": 8}
     _small(tmp_path / "m.gguf", **({f"llama.{key}": value for key, value in shapes.items()} | metadata))
     with pytest.raises(ModelLoadError, match=message):
         DecoderConfig.from_hf(GGUFFile(tmp_path / "m.gguf").config)
