@@ -9,14 +9,13 @@ from tolerances import assert_near
 
 from drift_sdk.loading.mxfp4 import dequantise
 from drift_sdk.models.experts import (
-    ClampedGate,
-    ExpertsConfig,
     ExpertWeights,
     QuantisedMatrices,
     apply_experts,
     choose_experts,
     gated,
 )
+from drift_sdk.models.experts_config import ClampedGate, ExpertsConfig
 
 HIDDEN, INTERMEDIATE, NUM_EXPERTS = 64, 32, 6
 CLAMPED = ClampedGate(alpha=1.702, limit=7.0)
@@ -30,7 +29,7 @@ def experts_config(**changes: object) -> ExpertsConfig:
         "is_normalised": True,
         "has_bias": True,
         "clamped_gate": CLAMPED,
-        "is_quantised": False,
+        "storage": "transposed",
     }
     return ExpertsConfig(**options | changes)
 
@@ -102,7 +101,7 @@ def reference(x: torch.Tensor, weights: ExpertWeights, config: ExpertsConfig) ->
     "changes",
     [
         {},
-        {"is_quantised": True},
+        {"storage": "mxfp4"},
         {"clamped_gate": None, "has_bias": False},
         {"clamped_gate": None, "has_bias": False, "is_normalised": False, "num_active": 1},
         {"num_active": NUM_EXPERTS},
@@ -150,7 +149,7 @@ def test_the_clamped_gate_clamps_gates_from_above_and_up_on_both_sides() -> None
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_quantised_experts_equal_their_dequantised_twins(dtype: torch.dtype) -> None:
-    config = experts_config(is_quantised=True, has_bias=False)
+    config = experts_config(storage="mxfp4", has_bias=False)
     weights = random_weights(config)
     weights = replace(weights, router=weights.router.to(dtype))
     x = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(2)).to(dtype)

@@ -10,52 +10,19 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from msgspec import Struct
 
 from drift_sdk.loading.mxfp4 import dequantise
+from drift_sdk.models.experts_config import ClampedGate, ExpertsConfig
 from drift_sdk.models.linear import linear
 
 __all__ = [
-    "ClampedGate",
     "ExpertMatrices",
     "ExpertWeights",
-    "ExpertsConfig",
     "QuantisedMatrices",
     "apply_experts",
     "choose_experts",
     "gated",
 ]
-
-
-class ClampedGate(Struct, frozen=True, kw_only=True):
-    """The activation of gpt-oss: (up + 1) * gate * sigmoid(alpha * gate), with gate <= limit and
-    -limit <= up <= limit.
-
-    Rows of gate and up projections alternate: row 2 i is the gate, row 2 i + 1 up.
-    """
-
-    alpha: float
-    limit: float
-
-
-class ExpertsConfig(Struct, frozen=True, kw_only=True):
-    """Shapes and options of the experts of a layer.
-
-    num_active:         experts that compute a row.
-    intermediate_size:  width of an expert's MLP.
-    is_normalised:      the weights of a row's experts add up to 1; otherwise those of all experts do.
-    has_bias:           the router and the experts' projections have biases.
-    clamped_gate:       None: silu(gate) * up, with all rows of the gate before those of up.
-    is_quantised:       the experts' projections are stored as MXFP4.
-    """
-
-    num_experts: int
-    num_active: int
-    intermediate_size: int
-    is_normalised: bool
-    has_bias: bool
-    clamped_gate: ClampedGate | None
-    is_quantised: bool
 
 
 @dataclass(frozen=True, slots=True)
