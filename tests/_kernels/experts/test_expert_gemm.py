@@ -4,14 +4,15 @@ import pytest
 import torch
 from tolerances import assert_near
 
-from drift_sdk._kernels.experts.expert_gemm import (
+from drift_sdk._kernels.experts.expert_gemm import expert_multiply, expert_multiply_reference
+from drift_sdk._kernels.experts.expert_tiles import (
     QUANTISED_TILE_K,
-    ClampedActivation,
     ExpertGemmConfig,
     ExpertMatrix,
     expert_gemm_config,
-    expert_multiply,
-    expert_multiply_reference,
+)
+from drift_sdk._kernels.experts.gated_expert_gemm import (
+    ClampedActivation,
     gated_expert_multiply,
     gated_expert_multiply_reference,
 )
@@ -260,9 +261,9 @@ def test_the_configuration_follows_the_rows_of_an_expert() -> None:
             lambda name, shape, dtype: torch.empty(shape, dtype=dtype, device="meta"), num_rows, 32, 4
         )
 
-    assert [expert_gemm_config(rows(n)).tile_m for n in (1, 64, 65, 512, 513, 8192)] == [
-        16, 16, 64, 64, 128, 128,
-    ]  # fmt: skip
+    for dtype, expected in ((torch.bfloat16, [16, 16, 64, 64, 128]), (torch.float32, [16, 16, 64, 64, 64])):
+        found = [expert_gemm_config(rows(num_rows), dtype).tile_m for num_rows in (1, 64, 65, 512, 8192)]
+        assert found == expected
 
 
 def test_errors_name_the_argument(device: str) -> None:
