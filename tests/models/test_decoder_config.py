@@ -53,9 +53,14 @@ def test_old_and_new_rope_settings_are_equivalent() -> None:
 @pytest.mark.parametrize("index", range(NUM_MODELS))
 def test_frequencies_equal_transformers(index: int, tmp_path: Path) -> None:
     model = make_model(index, tmp_path)
-    config = DecoderConfig.from_hf(json.loads((tmp_path / "config.json").read_text()))
-    found = config.ropes[0].frequencies()
-    assert torch.equal(found, model.model.rotary_emb.inv_freq)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    config = DecoderConfig.from_hf(settings, max_model_len=256)
+    theirs = model.model.rotary_emb
+    for layer, rope in enumerate(config.layer_ropes):
+        if rope is not None:
+            kind = f"{model.config.layer_types[layer]}_" if hasattr(theirs, "full_attention_inv_freq") else ""
+            assert torch.equal(config.ropes[rope].frequencies(), getattr(theirs, f"{kind}inv_freq"))
+            assert config.ropes[rope].magnitude == getattr(theirs, f"{kind}attention_scaling")
 
 
 def test_frequencies_of_llama_3_1_equal_transformers() -> None:

@@ -79,7 +79,10 @@ class Decoder:
         """A decoder with random weights of the configured shapes, drawn on the device, the same for the same
         seed. `check_bytes` as in `load`."""
         shapes = tensor_shapes(config)
-        tensors = RandomTensors(shapes, device=torch.device(device), dtype=dtype, seed=seed)
+        norm_mean = 0.0 if config.has_offset_norms else 1.0
+        tensors = RandomTensors(
+            shapes, device=torch.device(device), dtype=dtype, seed=seed, norm_mean=norm_mean
+        )
         return cls.load(config, tensors, device=device, dtype=dtype, check_bytes=check_bytes)
 
     @property

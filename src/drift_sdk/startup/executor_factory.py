@@ -72,7 +72,7 @@ def choose_executor(
     if config.executor == "eager":
         obstacle: str | None = 'executor="eager"'
     else:
-        obstacle = _obstacle(config, device, model)
+        obstacle = _device_obstacle(device) or _model_obstacle(model)
         if obstacle is None:
             return "graph", None
 
@@ -211,8 +211,8 @@ def untuned_error(gpu: str, untuned: Sequence[str]) -> FieldError:
     return ConfigError.of("strict_performance", True, allowed)
 
 
-def _obstacle(config: EngineConfig, device: torch.device, model: DecoderConfig | None) -> str | None:
-    """Why the graph executor cannot run; None if it can."""
+def _device_obstacle(device: torch.device) -> str | None:
+    """Why the graph executor cannot run on the device; None if it can."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return "CUDA graphs need an NVIDIA GPU"
 
@@ -225,6 +225,11 @@ def _obstacle(config: EngineConfig, device: torch.device, model: DecoderConfig |
     if missing:
         return f"{' and '.join(missing)} not installed"
 
+    return None
+
+
+def _model_obstacle(model: DecoderConfig | None) -> str | None:
+    """Why the graph executor cannot run a model; None if it can."""
     lacking = () if model is None else options_without_graphs(model)
     return f"CUDA graphs do not support {', '.join(lacking)} of this model" if lacking else None
 
