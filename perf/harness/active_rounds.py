@@ -108,7 +108,8 @@ def tiles_of(executor: Any) -> Callable[[], int]:
     """A function that reads from the device how many tiles of attention the latest round had."""
     # Read from a private attribute: only measurements need to know.
     attention = executor._graphs._steps.attention
-    return lambda: sum(int(scratch.plan.num_tiles.item()) for scratch in attention.scratches)
+    scratches = [scratch for each in attention.scratches.values() for scratch in each]
+    return lambda: sum(int(scratch.plan.num_tiles.item()) for scratch in scratches)
 
 
 def active_table(runs: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:

@@ -28,6 +28,8 @@ class Decoder:
 
     It owns only weights. The rows of a step and the keys they see are given by an AttentionBatch; keys and
     values are kept in a KVCache.
+
+    embedding_multiplier: the config's, rounded to the model's dtype.
     """
 
     def __init__(self, config: DecoderConfig, weights: DecoderWeights) -> None:
@@ -35,7 +37,7 @@ class Decoder:
         self.weights = weights
         self._frequencies = [rope.frequencies().to(self.device) for rope in config.ropes]
         multiplier = torch.tensor(config.embedding_multiplier, dtype=self.dtype, device="cpu")
-        self._embedding_multiplier = float(multiplier)
+        self.embedding_multiplier = float(multiplier)
 
     @classmethod
     @torch.inference_mode()
@@ -154,7 +156,7 @@ class Decoder:
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         embedded = F.embedding(token_ids, self.weights.embedding)
-        return embedded if self._embedding_multiplier == 1.0 else embedded * self._embedding_multiplier
+        return embedded if self.embedding_multiplier == 1.0 else embedded * self.embedding_multiplier
 
     def _add(self, hidden: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         """The residual stream [N, hidden] after the output [N, hidden] of attention or an MLP."""

@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tolerances import assert_near
@@ -25,10 +26,12 @@ pytestmark = pytest.mark.kernel
 IS_GPU = torch.cuda.is_available()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16) if IS_GPU else (torch.float32,)
 SMALL = Partitions(narrow=32, narrow_end=64, wide=48, tile=16)
+EVEN = Partitions(narrow=32, narrow_end=0, wide=32, tile=16)
 
 
 class Case:
-    """Sequences of given lengths in a cache of shuffled blocks. Positions after a sequence's end hold NaN."""
+    """Sequences of given lengths in a cache of shuffled blocks. Positions after a sequence's end, and before
+    the window of its first row, hold NaN."""
 
     def __init__(
         self,
@@ -42,6 +45,9 @@ class Case:
         group: int = 2,
         head_dim: int = 16,
         seed: int = 0,
+        window: int = 0,
+        has_sinks: bool = False,
+        scale: float | None = None,
     ) -> None:
         generator = torch.Generator(device).manual_seed(seed)
 
@@ -67,9 +73,16 @@ class Case:
                 place = self.block_table[index, block].item()
                 self.keys[place, :, :size] = randn(num_kv_heads, size, head_dim)
                 self.values[place, :, :size] = randn(num_kv_heads, size, head_dim)
+            for position in range(first - window + 1 if window else 0):
+                place = self.block_table[index, position // block_size].item()
+                self.keys[place, :, position % block_size] = torch.nan
+                self.values[place, :, position % block_size] = torch.nan
         self.query = randn(num_sequences * num_rows, num_kv_heads * group, head_dim)
         self.num_rows = num_rows
         self.max_num_keys = most + 300
+        self.window = window
+        sinks = randn(num_kv_heads * group) if has_sinks else None
+        self.options: dict[str, Any] = {"sinks": sinks, "scale": scale}
 
     def run(
         self,
@@ -86,7 +99,14 @@ class Case:
         slots, positions = self.row_slot[rows].contiguous(), self.row_position[rows].contiguous()
         num_heads, head_dim = query.shape[1:]
         num_kv_heads = self.keys.shape[1]
-        plan = AttentionPlan(len(query) // num_rows, self.max_num_keys, partitions, query.device)
+        plan = AttentionPlan(
+            len(query) // num_rows,
+            self.max_num_keys,
+            partitions,
+            query.device,
+            window=self.window,
+            num_rows=num_rows,
+        )
         scratch = AttentionScratch.allocate(
             plan,
             num_kv_heads=num_kv_heads,
@@ -110,6 +130,7 @@ class Case:
             config or AttentionConfig(num_programs=264 if IS_GPU else 7 * num_kv_heads),
             num_rows,
             first_key=first_key,
+            **self.options,
         )
         return out
 
@@ -122,6 +143,8 @@ class Case:
             self.row_slot,
             self.row_position,
             first_key=first_key,
+            window=self.window,
+            **self.options,
         )
 
 
@@ -165,6 +188,44 @@ def test_positions_before_first_key_are_not_read(block_size: int, first_key: int
         case.run(SMALL, first_key=16)
 
 
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("window", [1, 7, 16, 40, 100])
+def test_windows_and_sinks_are_near_the_reference(window: int, num_rows: int, device: str) -> None:
+    """Keys that no row sees are NaN, and later partitions take the places of earlier ones."""
+    case = Case(
+        [1, 17, 97, 150],
+        num_rows,
+        device=device,
+        block_size=4 if num_rows == 1 else 64,
+        num_kv_heads=1,
+        window=window,
+        has_sinks=window % 2 == 0,
+    )
+    assert_attended(case, case.run(SMALL if window == 40 else EVEN), case.reference())
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_a_sink_takes_its_share_of_the_softmax(num_rows: int, device: str) -> None:
+    case = Case([2, 1], num_rows, device=device, num_kv_heads=1)
+    case.query.zero_()
+    case.options["sinks"] = torch.tensor([0.0, -100.0], device=device)
+    values = case.values[case.block_table[:, 0].long(), 0]
+    out = case.run(SMALL).view(2, num_rows, 2, 16)
+    row = min(num_rows, 2) - 1  # the row at position 1 of the first sequence
+    both = values[0, 0] + values[0, 1]
+    torch.testing.assert_close(out[0, row], torch.stack((both / 3, both / 2)))
+    torch.testing.assert_close(out[1, 0], torch.stack((values[1, 0] / 2, values[1, 0])))
+    assert not out[1, 1:].any()  # padding rows
+
+
+def test_scale_replaces_that_of_the_head_dim(device: str) -> None:
+    case = Case([33, 5], 2, device=device, scale=0.7)
+    found = case.run(SMALL)
+    assert_attended(case, found, case.reference())
+    case.options["scale"] = None
+    assert not torch.allclose(case.run(SMALL), found, atol=1e-2)
+
+
 def test_padding_rows_get_zeros_and_change_no_other_row(device: str) -> None:
     case = Case([5, 40, 9], 1, device=device)
     case.row_slot[1] = -1
@@ -188,9 +249,36 @@ def test_bits_of_a_row_do_not_depend_on_other_rows(device: str) -> None:
             assert_attended(case, alone[0], together[row])
 
 
-@pytest.mark.parametrize("num_programs", [2, 4, 10, 64])
-def test_bits_do_not_depend_on_the_number_of_programs(num_programs: int, device: str) -> None:
-    case = Case([1, 50, 200, 33], 2, device=device)
+@pytest.fixture
+def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter multiplies by BLAS, whose order of summation may vary. Tensor cores' does not."""
+    monkeypatch.setattr(np, "matmul", lambda a, b, dtype: (a[:, :, None] * b).sum(1, dtype=dtype))
+
+
+@pytest.mark.usefixtures("exact_products")
+@pytest.mark.parametrize(("window", "partitions"), [(9, SMALL), (40, EVEN)], ids=["9", "40"])
+def test_bits_in_a_window_do_not_depend_on_other_rows(
+    window: int, partitions: Partitions, device: str
+) -> None:
+    """A row verified with others, in one prefill tile of eight with others, and alone."""
+    case = Case([130, 6], 8, device=device, num_kv_heads=1, window=window, has_sinks=True)
+    together = case.run(partitions)
+    for first in (0, 7, 11):
+        alone = case.run(partitions, slice(first, first + 1), 1)
+        assert torch.equal(alone[0], together[first])
+
+
+@pytest.mark.usefixtures("exact_products")
+def test_bits_in_a_window_of_all_keys_are_those_without(device: str) -> None:
+    case = Case([70, 130], 2, device=device, num_kv_heads=1)
+    expected = case.run(SMALL)
+    case.window = 130
+    assert torch.equal(case.run(SMALL), expected)
+
+
+@pytest.mark.parametrize(("num_programs", "window"), [(2, 0), (4, 0), (4, 40), (10, 0), (64, 0), (64, 40)])
+def test_bits_do_not_depend_on_the_number_of_programs(num_programs: int, window: int, device: str) -> None:
+    case = Case([1, 50, 200, 33], 2, device=device, window=window)
     expected = case.run(SMALL, config=AttentionConfig(num_programs=6))
     assert torch.equal(case.run(SMALL, config=AttentionConfig(num_programs=num_programs)), expected)
 
@@ -201,16 +289,38 @@ def test_partitions_cover_all_keys(num_keys: int) -> None:
     assert SMALL.count(num_keys) == sum(border < num_keys for border in borders)
 
 
+@pytest.mark.parametrize("num_keys", [1, 2, 17, 32, 33, 49, 50, 129])
+def test_most_partitions_are_those_at_any_place(num_keys: int) -> None:
+    for partitions in (SMALL, EVEN):
+        found = [partitions.count(end) - partitions.count(end - num_keys + 1) + 1 for end in range(200, 600)]
+        assert max(found) <= partitions.most(num_keys)
+        assert partitions is SMALL or max(found) == partitions.most(num_keys)
+
+
+@pytest.mark.parametrize(("window", "narrow_end", "wide"), [(0, 1024, 512), (128, 0, 128), (4096, 1024, 512)])
+def test_short_windows_have_narrow_partitions(window: int, narrow_end: int, wide: int) -> None:
+    assert Partitions.of_window(window) == Partitions(narrow_end=narrow_end, wide=wide)
+
+
+@pytest.mark.parametrize("window", [0, 1, 20, 500])
 @pytest.mark.parametrize(("lengths", "num_rows"), [([1], 1), ([5, 40, 9, 130, 16], 1), ([2, 33, 97], 4)])
-def test_plan_equals_the_reference(lengths: list[int], num_rows: int, device: str) -> None:
+def test_plan_equals_the_reference(lengths: list[int], num_rows: int, window: int, device: str) -> None:
     case = Case(lengths, num_rows, device=device)
     if len(lengths) > 1:
         case.row_slot[num_rows : 2 * num_rows] = -1
-    plan = AttentionPlan(len(lengths) + 2, case.max_num_keys, SMALL, torch.device(device))
+    num_sequences = len(lengths) + 2
+    plan = AttentionPlan(
+        num_sequences, case.max_num_keys, SMALL, torch.device(device), window=window, num_rows=num_rows
+    )
     plan_attention(case.row_slot, case.row_position, plan, num_rows)
-    expected = plan_attention_reference(case.row_slot, case.row_position, SMALL, num_rows)
+    expected = plan_attention_reference(case.row_slot, case.row_position, SMALL, num_rows, window)
     assert plan.num_tiles.item() == len(expected)
     assert torch.equal(plan.tiles[: len(expected)], expected)
+    if window:
+        # Tiles are read as far as the window reaches, whatever the length.
+        most_tiles = (window + num_rows - 1 + 2 * (SMALL.tile - 1)) // SMALL.tile
+        assert plan.tiles.shape[0] <= num_sequences * most_tiles
+        assert expected[:, 0].bincount().max() <= most_tiles
 
 
 def test_plan_errors_name_the_argument(device: str) -> None:
@@ -220,6 +330,15 @@ def test_plan_errors_name_the_argument(device: str) -> None:
         plan_attention(case.row_slot, case.row_position, plan, 1)
     with pytest.raises(ValueError, match=r"row_position: \[1\] torch.int32: expected \[2\] torch.int32"):
         plan_attention(case.row_slot, case.row_position[:1], plan, 1)
+    with pytest.raises(ValueError, match="window=-1: expected 0 or more"):
+        AttentionPlan(1, 100, SMALL, torch.device(device), window=-1)
+    with pytest.raises(ValueError, match="rows_per_sequence=2: expected 1 to 1"):
+        plan_attention(
+            case.row_slot,
+            case.row_position,
+            AttentionPlan(1, 100, SMALL, torch.device(device), window=8),
+            2,
+        )
 
 
 @pytest.mark.parametrize(
@@ -230,6 +349,7 @@ def test_plan_errors_name_the_argument(device: str) -> None:
         ("block_table", lambda x: x.T, "block_table: strides .*: expected 1 along the last dimension"),
         ("row_slot", lambda x: x[1:], r"row_slot: \[1\] torch.int32: expected \[2\] torch.int32"),
         ("row_position", lambda x: x.long(), "row_position: .* torch.int64: expected .* torch.int32"),
+        ("sinks", lambda x: x[1:], r"sinks: \[3\] torch.float32: expected \[4\] torch.float32"),
         ("rows_per_sequence", lambda x: 3, "query: 2 rows: expected 3 for each of at most 2 sequences"),
         ("rows_per_sequence", lambda x: 2, "scratch: room for 2 query rows: expected 4 or more"),
     ],
@@ -248,6 +368,7 @@ def test_errors_name_the_argument(name: str, change: Callable[[Any], Any], messa
         "scratch": AttentionScratch.allocate(plan, num_kv_heads=2, num_rows=1, group=2, head_dim=16),
         "config": AttentionConfig(),
         "rows_per_sequence": 1,
+        "sinks": torch.zeros(4, device=device),
     }
     arguments[name] = change(arguments[name])
     with pytest.raises(ValueError, match=message):

@@ -74,7 +74,7 @@ class Prompt:
         rows = torch.full((self.num_rows + 2, width), torch.nan, dtype=dtype, device=device)
         rows[: self.num_rows] = random(self.num_rows, width).to(device)
         self.query = rows[:, : num_heads * head_dim].view(-1, num_heads, head_dim)
-        sinks = random(num_heads).to(device, torch.float32) if has_sinks else None
+        sinks = random(num_heads).to(device) if has_sinks else None
         self.options: dict[str, Any] = {"window": window, "sinks": sinks}
 
     def run(self, config: PrefillAttentionConfig | None, num_unused: int = 2) -> torch.Tensor:
@@ -146,6 +146,14 @@ def test_a_sink_takes_its_share_of_the_softmax(device: str) -> None:
     output = prompt.run(SMALL).view(2, 2, 16)
     torch.testing.assert_close(output[0], torch.stack((value[0] / 2, value[0])))
     torch.testing.assert_close(output[1], torch.stack(((value[0] + value[1]) / 3, (value[0] + value[1]) / 2)))
+
+
+def test_scale_replaces_that_of_the_head_dim(device: str) -> None:
+    prompt = Prompt(CHUNKS[1], (4, 2, 16), 16, device)
+    usual = prompt.run(SMALL)
+    prompt.options["scale"] = 0.7
+    assert_near(prompt.run(SMALL), prompt.run(None))
+    assert not torch.allclose(prompt.run(SMALL), usual, atol=1e-2)
 
 
 @pytest.mark.parametrize("tile", [(32, 16), (16, 32), (64, 64)])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from drift_sdk._kernels.layers.embedding import embed_norm, embed_norm_reference
 from drift_sdk._kernels.layers.residual_norm import add_norm, add_norm_reference
-from drift_sdk.models.decoder import rms_norm
+from drift_sdk._kernels.layers.rms_norm import rms_norm_reference
+from drift_sdk.models.decoder import offset_rms_norm, rms_norm
 
 pytestmark = pytest.mark.kernel
 
@@ -65,6 +68,68 @@ def test_the_reference_equals_the_decoder(dtype: torch.dtype, device: str) -> No
     found_hidden, found = add_norm_reference(hidden, delta, weight, eps=EPS)
     assert torch.equal(found_hidden, hidden + delta)
     assert torch.equal(found, rms_norm(hidden + delta, weight, EPS))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_rows", "size"), SHAPES)
+@pytest.mark.parametrize(
+    ("has_norm", "multiplier", "is_offset", "num_slices"),
+    [(True, 1.0, True, 3), (True, 0.3, False, 1), (False, 0.22, False, 2)],
+)
+def test_changed_deltas_are_near_the_reference(
+    num_rows: int,
+    size: int,
+    has_norm: bool,
+    multiplier: float,
+    is_offset: bool,
+    num_slices: int,
+    dtype: torch.dtype,
+    device: str,
+) -> None:
+    hidden = random(num_rows, size, dtype=dtype, device=device, seed=1)
+    delta = random(num_slices, num_rows, size, dtype=torch.float32, device=device, seed=3)
+    weight, bias, norm = (random(size, dtype=dtype, device=device, seed=seed) for seed in (2, 4, 5))
+    change = {
+        "bias": bias,
+        "delta_norm": norm if has_norm else None,
+        "delta_multiplier": multiplier,
+        "is_offset": is_offset,
+    }
+    expected_hidden, expected = add_norm_reference(hidden, delta, weight, eps=EPS, **change)
+    normed = poisoned(num_rows, size, dtype=dtype, device=device)
+    add_norm(hidden, delta, weight, normed, eps=EPS, **change)
+    # A normalised delta may be rounded to a neighbour, and its sum with the stream may be small.
+    tolerance = torch.finfo(dtype).eps * (16 if dtype == torch.float32 else 4)
+    torch.testing.assert_close(hidden, expected_hidden, rtol=tolerance, atol=4 * tolerance)
+    expected = rms_norm_reference(hidden, weight, EPS, is_offset=is_offset)
+    assert_normed(normed, expected)
+
+
+def test_multiplier_of_the_normed_rows_is_applied_once(device: str) -> None:
+    """A power of two changes no other bit; both kernels apply it."""
+    hidden = random(2, 80, dtype=torch.float16, device=device, seed=1)
+    weight = random(80, dtype=torch.float16, device=device, seed=2)
+    row = torch.arange(2, dtype=torch.int32, device=device)
+    usual, added, embedded = (poisoned(2, 80, dtype=torch.float16, device=device) for _ in range(3))
+    add_norm(hidden, None, weight, usual, eps=EPS)
+    add_norm(hidden, None, weight, added, eps=EPS, normed_multiplier=1 / 8)
+    embed_norm(row, row, hidden, weight, hidden.clone(), embedded, eps=EPS, normed_multiplier=1 / 8)
+    assert torch.equal(added, usual / 8) and torch.equal(embedded, usual / 8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_offset_norms_are_rounded_once(dtype: torch.dtype, device: str) -> None:
+    hidden = random(17, 576, dtype=dtype, device=device, seed=1)
+    weight = random(576, dtype=dtype, device=device, seed=3)
+    _, expected = add_norm_reference(hidden, None, weight, eps=EPS, is_offset=True)
+    assert torch.equal(expected, offset_rms_norm(hidden, weight, EPS))
+    normed = torch.zeros_like(hidden)
+    add_norm(hidden, None, weight, normed, eps=EPS, is_offset=True)
+    exact = hidden.double() / (hidden.double().square().mean(-1, keepdim=True) + EPS).sqrt()
+    exact *= 1 + weight.double()
+    # One rounding: half an eps, and something for the sum of squares.
+    tolerance = torch.finfo(dtype).eps * (16 if dtype == torch.float32 else 0.51)
+    torch.testing.assert_close(normed.double(), exact, rtol=tolerance, atol=1e-6)
 
 
 def test_normalised_values_are_rounded_before_the_weight(device: str) -> None:
@@ -126,17 +191,21 @@ def test_bits_of_a_row_do_not_depend_on_other_rows(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_rows", "size"), SHAPES)
-def test_embed_norm_is_near_the_reference(num_rows: int, size: int, dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize("change", [{}, {"multiplier": 7.3, "is_offset": True}], ids=["plain", "changed"])
+def test_embed_norm_is_near_the_reference(
+    num_rows: int, size: int, change: dict[str, Any], dtype: torch.dtype, device: str
+) -> None:
     embedding = random(11, size, dtype=dtype, device=device, seed=1)
     weight = random(size, dtype=dtype, device=device, seed=2)
     row_token = torch.tensor([10, -1, 0, 3] * 5, dtype=torch.int32, device=device)[:num_rows]
     row_slot = torch.tensor([0, 1, -1, 7] * 5, dtype=torch.int32, device=device)[:num_rows]
-    expected_hidden, expected = embed_norm_reference(row_token, row_slot, embedding, weight, eps=EPS)
+    tables = (row_token, row_slot, embedding, weight)
+    expected_hidden, expected = embed_norm_reference(*tables, eps=EPS, **change)
     hidden, normed = (poisoned(num_rows, size, dtype=dtype, device=device) for _ in range(2))
-    embed_norm(row_token, row_slot, embedding, weight, hidden, normed, eps=EPS)
+    embed_norm(*tables, hidden, normed, eps=EPS, **change)
     assert torch.equal(hidden, expected_hidden)
     assert_normed(normed, expected)
-    assert torch.equal(hidden[0], embedding[10])
+    assert torch.equal(hidden[0], embedding[10] * change.get("multiplier", 1.0))
     assert not hidden[1:3].any() and not normed[1:3].any()
 
 
@@ -150,6 +219,9 @@ def test_errors_name_the_argument(device: str) -> None:
 
     with pytest.raises(ValueError, match="bias: given without delta"):
         add_norm(hidden, None, weight, hidden.clone(), eps=EPS, bias=weight)
+
+    with pytest.raises(ValueError, match="delta_norm: given without delta"):
+        add_norm(hidden, None, weight, hidden.clone(), eps=EPS, delta_norm=weight)
 
     with pytest.raises(ValueError, match="normed: strides"):
         add_norm(hidden, None, weight, torch.zeros(8, 3, device=device).T, eps=EPS)

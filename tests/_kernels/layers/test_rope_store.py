@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from drift_sdk._kernels.layers.rope_store import rotate_and_store, rotate_and_store_reference
-from drift_sdk.models.decoder import rms_norm
-from drift_sdk.models.rope import inverse_frequencies, rotary_tables, rotate
+from drift_sdk.models.decoder import offset_rms_norm, rms_norm
+from drift_sdk.models.rope import Rope, half_tables, rotary_tables, rotate
 
 pytestmark = pytest.mark.kernel
 
@@ -31,7 +31,10 @@ class Step:
         num_slices: int = 0,
         has_bias: bool = False,
         has_norms: bool = False,
+        is_offset: bool = False,
+        rotary_dim: int | None = None,
     ) -> None:
+        """rotary_dim: elements of a head that are rotated; 0: no tables; None: all."""
         self.num_rows, num_heads, num_kv_heads, head_dim, block_size = shape
         generator = torch.Generator().manual_seed(sum(shape))
 
@@ -50,17 +53,23 @@ class Step:
         positions[0] = MAX_POSITIONS - 1
         positions[1::3] = 2**31 - 1
         self.row_position = positions.to(torch.int32).to(device)
-        frequencies = inverse_frequencies(head_dim, 10_000.0, None)
-        cos, sin = rotary_tables(torch.arange(MAX_POSITIONS), frequencies, dtype)
-        self.cos = cos[:, 0, : head_dim // 2].contiguous().to(device)
-        self.sin = sin[:, 0, head_dim // 2 :].contiguous().to(device)
+        rotary_dim = head_dim if rotary_dim is None else rotary_dim
+        rope = Rope(theta=10_000.0, rotary_dim=rotary_dim)
+        self.cos, self.sin = (
+            table.to(device) if rotary_dim else None
+            for table in half_tables(rope, torch.arange(MAX_POSITIONS, dtype=torch.float32), dtype)
+        )
         if num_slices:
             self.qkv = random(num_slices, self.num_rows, width, dtype=torch.float32)
         else:
             self.qkv = random(self.num_rows, width)
 
         self.qkv[..., 4::3, :] = torch.nan  # padding rows but the first
-        self.options: dict[str, Any] = {"bias": random(width) if has_bias else None, "eps": EPS}
+        self.options: dict[str, Any] = {
+            "bias": random(width) if has_bias else None,
+            "eps": EPS,
+            "is_offset": is_offset,
+        }
         if has_norms:
             self.options |= {"query_norm": random(head_dim), "key_norm": random(head_dim)}
 
@@ -114,29 +123,54 @@ def test_normalised_heads_are_near_the_reference(
         torch.testing.assert_close(found, wanted, rtol=tolerance, atol=4 * tolerance, equal_nan=True)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES[-2:])
+@pytest.mark.parametrize(
+    ("shape", "rotary_dim"), [(SHAPES[0], 48), (SHAPES[1], 2), (SHAPES[2], 6), (SHAPES[4], 0)]
+)
 @pytest.mark.parametrize("has_norms", [False, True])
-def test_the_reference_equals_the_decoder(dtype: torch.dtype, has_norms: bool, device: str) -> None:
-    step = Step((17, 8, 2, 64, 16), dtype, device, has_norms=has_norms)
+def test_parts_of_heads_are_rotated_as_in_the_reference(
+    shape: tuple[int, int, int, int, int], rotary_dim: int, has_norms: bool, dtype: torch.dtype, device: str
+) -> None:
+    """Bit for bit without norms. Without tables, nothing is rotated."""
+    step = Step(shape, dtype, device, num_slices=2, has_bias=True, has_norms=has_norms, rotary_dim=rotary_dim)
+    tolerance = torch.finfo(dtype).eps * (16 if dtype == torch.float32 else 4) if has_norms else 0.0
+    for found, wanted in zip(step.run(rotate_and_store), step.run(rotate_and_store_reference), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=tolerance, atol=4 * tolerance, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("has_norms", "is_offset", "rotary_dim"),
+    [(False, False, 64), (True, False, 64), (True, True, 64), (False, False, 48), (True, False, 0)],
+)
+def test_the_reference_equals_the_decoder(
+    has_norms: bool, is_offset: bool, rotary_dim: int, dtype: torch.dtype, device: str
+) -> None:
+    shape = (17, 8, 2, 64, 16)
+    step = Step(shape, dtype, device, has_norms=has_norms, is_offset=is_offset, rotary_dim=rotary_dim)
     live = step.row_slot >= 0
     heads = step.qkv[live].view(-1, 12, 64)
     query, key, value = heads[:, :8], heads[:, 8:10], heads[:, 10:]
     if has_norms:
-        query = rms_norm(query, step.options["query_norm"], EPS)
-        key = rms_norm(key, step.options["key_norm"], EPS)
+        norm = offset_rms_norm if is_offset else rms_norm
+        query = norm(query, step.options["query_norm"], EPS)
+        key = norm(key, step.options["key_norm"], EPS)
 
     positions = step.row_position[live].to(torch.int64)
-    frequencies = inverse_frequencies(64, 10_000.0, None).to(device)
-    tables = (step.cos[positions, None], step.sin[positions, None])
-    cos, sin = torch.cat((tables[0],) * 2, dim=-1), torch.cat((-tables[1], tables[1]), dim=-1)
-    if device == "cpu":
-        decoder_cos, decoder_sin = rotary_tables(positions, frequencies, dtype)
-        assert torch.equal(cos, decoder_cos) and torch.equal(sin, decoder_sin)
+    if rotary_dim:
+        tables = (step.cos[positions, None], step.sin[positions, None])
+        cos, sin = torch.cat((tables[0],) * 2, dim=-1), torch.cat((-tables[1], tables[1]), dim=-1)
+        if device == "cpu":
+            frequencies = Rope(theta=10_000.0, rotary_dim=rotary_dim).frequencies()
+            decoder_cos, decoder_sin = rotary_tables(positions, frequencies, dtype)
+            assert torch.equal(cos, decoder_cos) and torch.equal(sin, decoder_sin)
+
+        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
 
     query_out, keys, values = step.run(rotate_and_store_reference)
     blocks = step.block_table[step.row_slot[live].to(torch.int64), positions // 16].to(torch.int64)
-    assert torch.equal(query_out[live], rotate(query, cos, sin))
-    assert torch.equal(keys[blocks, :, positions % 16], rotate(key, cos, sin))
+    assert torch.equal(query_out[live], query)
+    assert torch.equal(keys[blocks, :, positions % 16], key)
     assert torch.equal(values[blocks, :, positions % 16], value)
 
 
@@ -174,6 +208,15 @@ def test_errors_name_the_argument(device: str) -> None:
     step = Step((3, 4, 2, 64, 16), torch.float32, device)
     step.qkv = step.qkv[:, :-1]
     with pytest.raises(ValueError, match=r"qkv: \[3, 511\] torch.float32: expected \[3, 512\]"):
+        step.run(rotate_and_store)
+
+    step = Step((3, 4, 2, 64, 16), torch.float32, device)
+    step.cos = None
+    with pytest.raises(ValueError, match="cos, sin: one of them is None"):
+        step.run(rotate_and_store)
+
+    step.cos = step.sin = torch.zeros(MAX_POSITIONS, 33, device=device)
+    with pytest.raises(ValueError, match=r"cos.shape\[1\]=33: expected 1 to 32"):
         step.run(rotate_and_store)
 
     step = Step((3, 4, 2, 64, 3), torch.float32, device)

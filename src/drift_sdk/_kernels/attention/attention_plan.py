@@ -6,6 +6,10 @@ of paged attention takes an equal share of the list, with its ends moved to the 
 Programs therefore finish together whatever the lengths are, and what is computed does not depend on how many
 programs there are.
 
+With a window w, a row at position p sees the keys in (p - w, p]. A sequence's tiles then begin with the one
+that holds the first key that any of its rows sees, wherever in a partition it lies; earlier tiles are not in
+the list. Layers with different windows have different plans.
+
 Grid: one program for each sequence. It reads the rows of all sequences to find where its own tiles begin in
 the list, and writes these. The program of the last sequence also writes their total number.
 
@@ -23,7 +27,7 @@ import triton.language as tl
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.common.arguments import check_tensors
+from drift_sdk._kernels.common.arguments import check_range, check_tensors
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 
 __all__ = [
@@ -70,6 +74,18 @@ class Partitions(Struct, frozen=True):
     wide: int = 512
     tile: int = 64
 
+    @classmethod
+    def of_window(cls, window: int) -> Partitions:
+        """Borders for rows that see only their last `window` keys; 0: all keys.
+
+        Few keys need narrow partitions wherever they lie.
+        """
+        default = cls()
+        if not 0 < window <= default.narrow_end:
+            return default
+
+        return cls(narrow_end=0, wide=default.narrow)
+
     def __post_init__(self) -> None:
         if self.narrow % self.tile or self.wide % self.tile or self.narrow_end % self.narrow:
             raise ValueError(f"{self}: expected widths of whole tiles, and whole partitions to narrow_end")
@@ -79,23 +95,48 @@ class Partitions(Struct, frozen=True):
         narrow, wide = min(num_keys, self.narrow_end), max(num_keys - self.narrow_end, 0)
         return -(-narrow // self.narrow) - (-wide // self.wide)
 
+    def most(self, num_keys: int) -> int:
+        """Return the most partitions that `num_keys` neighbouring keys lie in, wherever they begin."""
+        return -(-(num_keys - 1) // min(self.narrow, self.wide)) + 1
+
+    def room(self, max_num_keys: int, window: int, num_rows: int) -> int:
+        """Return how many partitions the keys may lie in that `num_rows` neighbouring rows of a sequence of
+        at most `max_num_keys` keys see, each the last `window` keys; 0: all."""
+        every = self.count(max_num_keys)
+        return min(every, self.most(window + num_rows - 1)) if window > 0 else every
+
 
 class AttentionPlan:
     """The list of tiles of at most `num_sequences` sequences of at most `max_num_keys` keys.
 
+    window: how many keys a row sees, its own being the last; 0: all.
+    num_rows: most rows of a sequence, where a window bounds what they see together.
     tiles: [max_num_tiles, 4] int32, in order; the words are TILE_SEQUENCE, TILE_SLOT, TILE_NUM_KEYS and
-    TILE_FIRST_KEY. max_num_tiles = num_sequences * ceil(max_num_keys / partitions.tile).
+    TILE_FIRST_KEY. max_num_tiles: num_sequences times the tiles that all keys, or those in the window of some
+    row, may lie in.
     num_tiles: [1] int32, how many of them are in use.
-    max_num_partitions: how many partitions a sequence may have.
+    max_num_partitions: how many partitions of a sequence the tiles may lie in.
     """
 
     def __init__(
-        self, num_sequences: int, max_num_keys: int, partitions: Partitions, device: torch.device
+        self,
+        num_sequences: int,
+        max_num_keys: int,
+        partitions: Partitions,
+        device: torch.device,
+        *,
+        window: int = 0,
+        num_rows: int = 1,
     ) -> None:
+        check_range("window", window, 0)
         self.num_sequences = num_sequences
         self.partitions = partitions
-        self.max_num_partitions = partitions.count(max_num_keys)
-        max_num_tiles = num_sequences * -(-max_num_keys // partitions.tile)
+        self.window, self.num_rows = window, num_rows
+        self.max_num_partitions = partitions.room(max_num_keys, window, num_rows)
+        num_tiles = -(-max_num_keys // partitions.tile)
+        if window > 0:
+            num_tiles = min(num_tiles, -(-(window + num_rows - 2) // partitions.tile) + 1)
+        max_num_tiles = num_sequences * num_tiles
         self.tiles = torch.empty(max_num_tiles, TILE_WORDS.value, dtype=torch.int32, device=device)
         self.num_tiles = torch.empty(1, dtype=torch.int32, device=device)
 
@@ -123,6 +164,7 @@ def _plan(
     num_sequences,
     ROWS_PER_SEQUENCE: tl.constexpr,
     PADDED_SEQUENCES: tl.constexpr,  # num_sequences, rounded up to a power of two
+    WINDOW: tl.constexpr,  # 0: off
     TILE_KEYS: tl.constexpr,
     CHUNK_TILES: tl.constexpr,
     PDL: tl.constexpr,
@@ -135,18 +177,28 @@ def _plan(
     # Of every sequence: the keys that its last live row sees, and its slot; 0 and -1 without a live row.
     num_keys = tl.zeros_like(sequence)
     slots = num_keys - 1
+    first_position = num_keys + 0x7FFFFFFF  # of the first live row
     for row in tl.static_range(ROWS_PER_SEQUENCE):
         is_sequence = sequence < num_sequences
         slot = tl.load(row_slot_ptr + sequence * ROWS_PER_SEQUENCE + row, mask=is_sequence, other=-1)
         position = tl.load(row_position_ptr + sequence * ROWS_PER_SEQUENCE + row, mask=is_sequence, other=0)
         num_keys = tl.maximum(num_keys, tl.where(slot >= 0, position + 1, 0))
         slots = tl.maximum(slots, slot)
+        if WINDOW > 0:
+            first_position = tl.minimum(first_position, tl.where(slot >= 0, position, 0x7FFFFFFF))
 
     num_tiles = (num_keys + TILE_KEYS - 1) // TILE_KEYS
+    if WINDOW > 0:
+        # Tiles whose keys no row sees are left out. Without a live row there are none.
+        skipped_tiles = tl.minimum(tl.maximum(first_position - (WINDOW - 1), 0) // TILE_KEYS, num_tiles)
+        num_tiles -= skipped_tiles
     own_first_tile = tl.sum(tl.where(sequence < own, num_tiles, 0))
     own_num_tiles = tl.sum(tl.where(sequence == own, num_tiles, 0))
     own_slot = tl.max(tl.where(sequence == own, slots, -1))
     own_num_keys = tl.sum(tl.where(sequence == own, num_keys, 0))
+    own_first_key = 0
+    if WINDOW > 0:
+        own_first_key = tl.sum(tl.where(sequence == own, skipped_tiles, 0)) * TILE_KEYS
     for first_tile in range(0, own_num_tiles, CHUNK_TILES):
         tile = first_tile + tl.arange(0, CHUNK_TILES)
         tile_ptrs = tiles_ptr + (own_first_tile + tile) * TILE_WORDS
@@ -154,7 +206,7 @@ def _plan(
         tl.store(tile_ptrs + TILE_SEQUENCE, own + tile * 0, mask=is_tile)
         tl.store(tile_ptrs + TILE_SLOT, own_slot + tile * 0, mask=is_tile)
         tl.store(tile_ptrs + TILE_NUM_KEYS, own_num_keys + tile * 0, mask=is_tile)
-        tl.store(tile_ptrs + TILE_FIRST_KEY, tile * TILE_KEYS, mask=is_tile)
+        tl.store(tile_ptrs + TILE_FIRST_KEY, own_first_key + tile * TILE_KEYS, mask=is_tile)
     if own == num_sequences - 1:
         tl.store(num_tiles_ptr, own_first_tile + own_num_tiles)
 
@@ -162,16 +214,21 @@ def _plan(
 def plan_attention(
     row_slot: Tensor, row_position: Tensor, plan: AttentionPlan, rows_per_sequence: int
 ) -> None:
-    """Write `plan` for rows that see positions 0 ... row_position[r] of slot row_slot[r].
+    """Write `plan` for rows that see positions 0 ... row_position[r] of slot row_slot[r], or the last
+    `plan.window` of these.
 
-    row_slot, row_position [R] int32. Each `rows_per_sequence` consecutive rows are one sequence. Rows of slot
-    -1 see nothing. Raises ValueError for another shape, type or layout, and for more sequences than the plan
-    has room for.
+    row_slot, row_position [R] int32. Each `rows_per_sequence` consecutive rows are one sequence; with a
+    window, those of them that see anything have consecutive positions. Rows of slot -1 see nothing. Raises
+    ValueError for another shape, type or layout, and for more sequences, or with a window more rows of a
+    sequence, than the plan has room for.
     """
     check_tensors(row_slot.shape[:1], torch.int32, row_slot=row_slot, row_position=row_position)
     num_sequences = row_slot.shape[0] // rows_per_sequence
     if num_sequences > plan.num_sequences:
         raise ValueError(f"row_slot: {num_sequences} sequences: expected at most {plan.num_sequences}")
+
+    if plan.window > 0:
+        check_range("rows_per_sequence", rows_per_sequence, 1, plan.num_rows)
 
     _plan[(num_sequences,)](
         row_slot_ptr=row_slot,
@@ -181,6 +238,7 @@ def plan_attention(
         num_sequences=num_sequences,
         ROWS_PER_SEQUENCE=rows_per_sequence,
         PADDED_SEQUENCES=triton.next_power_of_2(num_sequences),
+        WINDOW=plan.window,
         TILE_KEYS=plan.partitions.tile,
         CHUNK_TILES=CHUNK_TILES,
         PDL=uses_pdl(),
@@ -190,9 +248,14 @@ def plan_attention(
 
 
 def plan_attention_reference(
-    row_slot: Tensor, row_position: Tensor, partitions: Partitions, rows_per_sequence: int
+    row_slot: Tensor,
+    row_position: Tensor,
+    partitions: Partitions,
+    rows_per_sequence: int,
+    window: int = 0,
 ) -> Tensor:
     """Return the tiles in use, [num_tiles, 4] int32, as `plan_attention` writes them."""
+    tile = partitions.tile
     tiles: list[tuple[int, int, int, int]] = []
     rows = zip(
         row_slot.view(-1, rows_per_sequence).tolist(),
@@ -200,10 +263,10 @@ def plan_attention_reference(
         strict=True,
     )
     for sequence, (slots, positions) in enumerate(rows):
-        num_keys = max(
-            position + 1 if slot >= 0 else 0 for slot, position in zip(slots, positions, strict=True)
-        )
-        tiles.extend(
-            (sequence, max(slots), num_keys, first_key) for first_key in range(0, num_keys, partitions.tile)
-        )
+        live = [position for slot, position in zip(slots, positions, strict=True) if slot >= 0]
+        if live:
+            num_keys = max(live) + 1
+            first_seen = max(min(live) - window + 1, 0) if window else 0
+            first_keys = range(first_seen // tile * tile, num_keys, tile)
+            tiles.extend((sequence, max(slots), num_keys, first_key) for first_key in first_keys)
     return torch.tensor(tiles, dtype=torch.int32, device=row_slot.device).view(-1, TILE_WORDS.value)

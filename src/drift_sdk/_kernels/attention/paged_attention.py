@@ -1,7 +1,10 @@
 """Attention of a few query rows a sequence over a paged cache, for decoding and for verifying drafts.
 
-    score[r, h, p] = query[r, h] . key[p] / sqrt(head_dim)                 for positions p <= position[r]
+    score[r, h, p] = query[r, h] . key[p] * scale                          for positions p <= position[r]
     out[r, h] = sum over p of softmax(score[r, h])[p] * value[p]
+
+With a window w, a row sees only the last w of these positions. A sink is one more score in the softmax, whose
+value is zero.
 
 Two kernels. `_attend` sums the keys of each partition by itself, in the form of a softmax's maximum, weight
 and weighted sum of values; `_add_partitions` of partition_sums.py combines the partitions of each row.
@@ -42,14 +45,16 @@ from drift_sdk._kernels.attention.attention_plan import (
     partition_of,
     partition_start,
 )
-from drift_sdk._kernels.attention.partition_sums import MIN_DOT_SIZE, AttentionScratch, add_partitions
+from drift_sdk._kernels.attention.partition_sums import (
+    LOG2_E,
+    MIN_DOT_SIZE,
+    AttentionScratch,
+    add_partitions,
+)
 from drift_sdk._kernels.common.arguments import check_range, check_tensor, check_tensors
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 
 __all__ = ["AttentionConfig", "AttentionScratch", "paged_attention", "paged_attention_reference"]
-
-LOG2_E = tl.constexpr(1.4426950408889634)
-"""log2(e): exp(x) = exp2(x * LOG2_E), and GPUs have an instruction for exp2."""
 
 ONES_COLUMNS = tl.constexpr(MIN_DOT_SIZE)
 """Columns of the matrix of ones that gives the denominator as a product. All columns of it are the same."""
@@ -78,18 +83,28 @@ def _next_partition(
     tiles_ptr,  # [max_num_tiles, TILE_WORDS] int32
     tile_index,
     num_tiles,
+    WINDOW: tl.constexpr,  # 0: off
     TILE_KEYS: tl.constexpr,
     NARROW: tl.constexpr,
     NARROW_END: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Return the index of the first tile, from tile_index on, at which a partition starts."""
+    """Return the index of the first tile, from tile_index on, at which a partition starts.
+
+    With a window, a sequence's first tile also counts as the start of one.
+    """
     is_tile = tile_index < num_tiles
     tile_ptr = tiles_ptr + tile_index * TILE_WORDS
     num_keys = tl.load(tile_ptr + TILE_NUM_KEYS, mask=is_tile, other=0, cache_modifier=".cg")
     first_key = tl.load(tile_ptr + TILE_FIRST_KEY, mask=is_tile, other=0, cache_modifier=".cg")
     partition = partition_of(first_key, NARROW, NARROW_END, WIDE)
     is_start = partition_start(partition, NARROW, NARROW_END, WIDE) == first_key
+    if WINDOW > 0:
+        sequence_ptr = tile_ptr + TILE_SEQUENCE
+        sequence = tl.load(sequence_ptr, mask=is_tile, other=-1, cache_modifier=".cg")
+        has_before = is_tile & (tile_index > 0)
+        before = tl.load(sequence_ptr - TILE_WORDS, mask=has_before, other=-1, cache_modifier=".cg")
+        is_start = is_start | (sequence != before)
     next_start = partition_start(partition + 1, NARROW, NARROW_END, WIDE)
     num_skipped = (tl.minimum(next_start, num_keys) - first_key + TILE_KEYS - 1) // TILE_KEYS
     return tl.where(is_start, tile_index, tile_index + num_skipped)
@@ -154,7 +169,7 @@ def _attend(
     sums_ptr,  # [num_sequences, NUM_KV_HEADS, num_partitions, query rows, HEAD_DIM] fp32
     maxima_ptr,  # [num_sequences, NUM_KV_HEADS, num_partitions, query rows] fp32
     weights_ptr,  # as maxima
-    scale,  # of scores: 1 / sqrt(HEAD_DIM)
+    scale,  # of scores
     num_partitions,  # for which sums have room, of each sequence
     max_blocks,
     ROWS_PER_SEQUENCE: tl.constexpr,
@@ -166,6 +181,7 @@ def _attend(
     KV_BLOCK_SIZE: tl.constexpr,  # positions in a block of the KV cache
     NUM_STAGES: tl.constexpr,
     FIRST_KEY: tl.constexpr,  # positions before it are not seen
+    WINDOW: tl.constexpr,  # 0: off
     TILE_KEYS: tl.constexpr,
     NARROW: tl.constexpr,  # NARROW, NARROW_END, WIDE: see `Partitions`
     NARROW_END: tl.constexpr,
@@ -187,11 +203,12 @@ def _attend(
     num_tiles = tl.load(num_tiles_ptr, cache_modifier=".cg")
     share = tl.program_id(1)
     tile_index = _next_partition(
-        tiles_ptr, num_tiles * share // tl.num_programs(1), num_tiles, TILE_KEYS, NARROW, NARROW_END, WIDE
-    )
+        tiles_ptr, num_tiles * share // tl.num_programs(1), num_tiles,
+        WINDOW, TILE_KEYS, NARROW, NARROW_END, WIDE,
+    )  # fmt: skip
     end_index = _next_partition(
         tiles_ptr, num_tiles * (share + 1) // tl.num_programs(1), num_tiles,
-        TILE_KEYS, NARROW, NARROW_END, WIDE,
+        WINDOW, TILE_KEYS, NARROW, NARROW_END, WIDE,
     )  # fmt: skip
     while tile_index < end_index:
         # The share's tiles of one sequence.
@@ -206,6 +223,10 @@ def _attend(
         row = sequence * ROWS_PER_SEQUENCE + query_row // GROUP_SIZE
         is_live = tl.load(row_slot_ptr + row, mask=is_row, other=-1, cache_modifier=".cg") >= 0
         last_position = tl.load(row_position_ptr + row, mask=is_live, other=-1, cache_modifier=".cg")
+        if WINDOW > 0:
+            # Keys that no row sees are not loaded: they may hold anything.
+            first_position = tl.min(tl.where(is_live, last_position, 0x7FFFFFFF), 0)
+            first_seen = first_position - (WINDOW - 1)
         query_index = (row * NUM_KV_HEADS + head) * GROUP_SIZE + query_row % GROUP_SIZE
         query_mask = is_live[:, None] & is_dim[None, :]
         wait_for_producers(PDL)
@@ -223,6 +244,8 @@ def _attend(
             is_key = position < num_keys
             if FIRST_KEY > 0:
                 is_key = is_key & (position >= FIRST_KEY)
+            if WINDOW > 0:
+                is_key = is_key & (position >= first_seen)
             key_mask = is_key[:, None] & is_dim[None, :]
             cache_offset = _cache_offset(
                 table_ptr, first_key, key, position, num_keys, head, dim,
@@ -234,13 +257,18 @@ def _attend(
             is_seen = position[None, :] <= last_position[:, None]
             if FIRST_KEY > 0:
                 is_seen = is_seen & (position >= FIRST_KEY)[None, :]
+            if WINDOW > 0:
+                is_seen = is_seen & (position[None, :] > last_position[:, None] - WINDOW)
             score = tl.where(is_seen, score, float("-inf"))
             maximum, weight, total = _add_tile(maximum, weight, total, score, values)
             partition = partition_of(first_key, NARROW, NARROW_END, WIDE)
             next_start = partition_start(partition + 1, NARROW, NARROW_END, WIDE)
             if (first_key + TILE_KEYS >= next_start) | (first_key + TILE_KEYS >= num_keys):
                 # The partition's last tile: store its sums, and start the next partition.
-                sum_index = first_sum + partition * NUM_QUERY_ROWS
+                place = partition
+                if WINDOW > 0:
+                    place = partition % num_partitions
+                sum_index = first_sum + place * NUM_QUERY_ROWS
                 sum_mask = is_row[:, None] & is_dim[None, :]
                 sum_ptrs = sums_ptr + sum_index.to(tl.int64)[:, None] * HEAD_DIM + dim[None, :]
                 tl.store(sum_ptrs, total, mask=sum_mask)
@@ -269,8 +297,11 @@ def paged_attention(
     rows_per_sequence: int,
     *,
     first_key: int = 0,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
-    """Attention of rows to positions first_key ... row_position[r] of slot row_slot[r], in `out`.
+    """Attention of rows to positions first_key ... row_position[r] of slot row_slot[r], in `out`; where
+    `scratch.plan` has a window, to the last `scratch.plan.window` of these.
 
     query, out: [R, num_heads, head_dim]. keys, values: [num_blocks, num_kv_heads, block_size, head_dim], all
     four of the storage type.
@@ -278,6 +309,8 @@ def paged_attention(
     those that `scratch.plan` was made of, `rows_per_sequence` consecutive rows a sequence. Rows of slot -1
     get zeros.
     first_key: positions before it are not read; it must lie in the first tile.
+    scale: of scores; None: 1 / sqrt(head_dim).
+    sinks: [num_heads] in the storage type, a score each that takes its share of the softmax and adds nothing.
     All contiguous. Raises ValueError for another shape, type or layout.
     """
     plan = scratch.plan
@@ -285,6 +318,7 @@ def paged_attention(
         query, keys, values, block_table, row_slot, row_position, out, scratch, rows_per_sequence
     )
     check_range("first_key", first_key, 0, plan.partitions.tile - 1)
+    check_tensors(query.shape[1:2], query.dtype, sinks=sinks)
     num_heads, head_dim = query.shape[1:]
     num_kv_heads, block_size = keys.shape[1:3]
     group = num_heads // num_kv_heads
@@ -300,7 +334,7 @@ def paged_attention(
         sums_ptr=scratch.sums,
         maxima_ptr=scratch.maxima,
         weights_ptr=scratch.weights,
-        scale=head_dim**-0.5,
+        scale=head_dim**-0.5 if scale is None else scale,
         num_partitions=plan.max_num_partitions,
         max_blocks=block_table.shape[1],
         ROWS_PER_SEQUENCE=rows_per_sequence,
@@ -312,6 +346,7 @@ def paged_attention(
         KV_BLOCK_SIZE=block_size,
         NUM_STAGES=config.num_stages,
         FIRST_KEY=first_key,
+        WINDOW=plan.window,
         TILE_KEYS=plan.partitions.tile,
         NARROW=plan.partitions.narrow,
         NARROW_END=plan.partitions.narrow_end,
@@ -320,7 +355,7 @@ def paged_attention(
         num_warps=config.num_warps,
         **launch_options(),
     )
-    add_partitions(scratch, row_slot, row_position, out, rows_per_sequence, num_kv_heads)
+    add_partitions(scratch, row_slot, row_position, out, rows_per_sequence, num_kv_heads, sinks=sinks)
 
 
 def _check_paged_attention(
@@ -369,22 +404,30 @@ def paged_attention_reference(
     row_position: Tensor,
     *,
     first_key: int = 0,
+    window: int = 0,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return the attention of each row in float64, one row after the other: [R, num_heads, head_dim]."""
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads, block_size = keys.shape[1:3]
+    scale = head_dim**-0.5 if scale is None else scale
     out = torch.zeros(num_rows, num_heads, head_dim, dtype=torch.float64, device=query.device)
     for row, (slot, position) in enumerate(zip(row_slot.tolist(), row_position.tolist(), strict=True)):
         if slot < 0:
             continue
 
         blocks = block_table[slot, : position // block_size + 1].long()
+        first = max(first_key, position - window + 1) if window else first_key
         seen = [
-            cache[blocks].transpose(1, 2).flatten(0, 1)[first_key : position + 1].double()
+            cache[blocks].transpose(1, 2).flatten(0, 1)[first : position + 1].double()
             for cache in (keys, values)
         ]
         key, value = (tensor.repeat_interleave(num_heads // num_kv_heads, dim=1) for tensor in seen)
-        scores = torch.einsum("hd,nhd->hn", query[row].double(), key) * head_dim**-0.5
-        out[row] = torch.einsum("hn,nhd->hd", scores.softmax(-1), value)
+        scores = torch.einsum("hd,nhd->hn", query[row].double(), key) * scale
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.double()[:, None]), dim=1)
+        shares = scores.softmax(-1)[:, : len(key)]
+        out[row] = torch.einsum("hn,nhd->hd", shares, value)
 
     return out

@@ -3,6 +3,9 @@
     m = max over partitions p of maxima[p],  share[p] = exp2(maxima[p] - m)
     out = (sum over p of share[p] * sums[p]) / (sum over p of share[p] * weights[p])
 
+With a window, p runs over the partitions that hold keys of the row's window. A sink is one more partition,
+the first: the head's sink is its maximum, 1 its weight and 0 its sum.
+
 The first kernel, `_attend` of paged_attention.py, writes sums, maxima and weights (see `AttentionScratch`).
 The reference, `paged_attention_reference`, is that of both kernels.
 
@@ -29,7 +32,10 @@ from drift_sdk._kernels.attention.attention_plan import AttentionPlan, partition
 from drift_sdk._kernels.common.arguments import check_tensor, check_tensors
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 
-__all__ = ["MIN_DOT_SIZE", "AttentionScratch", "add_partitions"]
+__all__ = ["LOG2_E", "MIN_DOT_SIZE", "AttentionScratch", "add_partitions"]
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+"""log2(e): exp(x) = exp2(x * LOG2_E), and GPUs have an instruction for exp2."""
 
 MIN_DOT_SIZE = 16
 """The least rows and columns of a tile in a product: those of an MMA. Dimensions are padded to it."""
@@ -46,6 +52,8 @@ ADD_WARPS = 1
 class AttentionScratch(Struct, frozen=True):
     """A plan, and memory for the partitions' sums of its sequences, fp32, uninitialised.
 
+    Partition p of a sequence has place p, or with a window, where later partitions replace earlier ones,
+    p % plan.max_num_partitions.
     sums: [plan.num_sequences, num_kv_heads, plan.max_num_partitions, rows * group, head_dim], the values
     weighted by exp2(score - maximum), where rows is the largest number of rows of a sequence. A step of fewer
     rows uses the beginning of the memory, laid out as if it were made for that number.
@@ -78,6 +86,7 @@ def _add_partitions(
     weights_ptr,  # as maxima
     row_slot_ptr,  # [R] int32; -1: padding row
     row_position_ptr,  # [R] int32
+    sinks_ptr,  # [num_heads], storage type, or None
     out_ptr,  # [R, num_heads, HEAD_DIM], storage type
     num_partitions,  # for which sums have room, of each sequence
     ROWS_PER_SEQUENCE: tl.constexpr,
@@ -86,6 +95,7 @@ def _add_partitions(
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     CHUNK_PARTITIONS: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0: off
     NARROW: tl.constexpr,
     NARROW_END: tl.constexpr,
     WIDE: tl.constexpr,
@@ -101,17 +111,27 @@ def _add_partitions(
     position = tl.load(row_position_ptr + row, cache_modifier=".cg")
     # Padding rows see nothing, and get zeros.
     end = tl.where(slot >= 0, partition_of(position, NARROW, NARROW_END, WIDE) + 1, 0)
+    begin = 0
+    if WINDOW > 0:
+        begin = partition_of(tl.maximum(position - (WINDOW - 1), 0), NARROW, NARROW_END, WIDE)
     wait_for_producers(PDL)
     first_sum = ((sequence * NUM_KV_HEADS + head) * num_partitions).to(tl.int64) * (
         ROWS_PER_SEQUENCE * GROUP_SIZE
     ) + query_row
     maximum = tl.full((), float("-inf"), tl.float32)
     weight = tl.zeros((), tl.float32)
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head * GROUP_SIZE + query_row % GROUP_SIZE)
+        maximum = sink.to(tl.float32) * LOG2_E
+        weight += 1.0
     total = tl.zeros((PADDED_DIM,), tl.float32)
-    for first in range(0, end, CHUNK_PARTITIONS):
+    for first in range(begin, end, CHUNK_PARTITIONS):
         partition = first + tl.arange(0, CHUNK_PARTITIONS)
         is_partition = partition < end
-        sum_index = first_sum + partition * (ROWS_PER_SEQUENCE * GROUP_SIZE)
+        place = partition
+        if WINDOW > 0:
+            place = partition % num_partitions
+        sum_index = first_sum + place * (ROWS_PER_SEQUENCE * GROUP_SIZE)
         part_maximum = tl.load(maxima_ptr + sum_index, mask=is_partition, other=float("-inf"))
         part_weight = tl.load(weights_ptr + sum_index, mask=is_partition, other=0.0)
         part_mask = is_partition[:, None] & is_dim[None, :]
@@ -135,24 +155,28 @@ def add_partitions(
     out: Tensor,
     rows_per_sequence: int,
     num_kv_heads: int,
+    *,
+    sinks: Tensor | None = None,
 ) -> None:
     """Combine the partitions' sums in `scratch` to out [R, num_heads, head_dim], in the storage type.
 
     row_slot, row_position: [R] int32, `rows_per_sequence` consecutive rows a sequence; rows of slot -1 get
-    zeros. The sums must be those of the same rows and heads. Raises ValueError for another shape, type or
-    layout.
+    zeros. sinks: [num_heads], see `paged_attention`. The sums must be those of the same rows and heads.
+    Raises ValueError for another shape, type or layout.
     """
     plan = scratch.plan
     num_rows, num_heads, head_dim = out.shape
     group = num_heads // num_kv_heads
     check_tensor("out", out, out.shape, out.dtype)
     check_tensors((num_rows,), torch.int32, row_slot=row_slot, row_position=row_position)
+    check_tensors((num_heads,), out.dtype, sinks=sinks)
     _add_partitions[(rows_per_sequence * group, num_kv_heads, num_rows // rows_per_sequence)](
         sums_ptr=scratch.sums,
         maxima_ptr=scratch.maxima,
         weights_ptr=scratch.weights,
         row_slot_ptr=row_slot,
         row_position_ptr=row_position,
+        sinks_ptr=sinks,
         out_ptr=out,
         num_partitions=plan.max_num_partitions,
         ROWS_PER_SEQUENCE=rows_per_sequence,
@@ -161,6 +185,7 @@ def add_partitions(
         HEAD_DIM=head_dim,
         PADDED_DIM=max(MIN_DOT_SIZE, triton.next_power_of_2(head_dim)),
         CHUNK_PARTITIONS=CHUNK_PARTITIONS,
+        WINDOW=plan.window,
         NARROW=plan.partitions.narrow,
         NARROW_END=plan.partitions.narrow_end,
         WIDE=plan.partitions.wide,

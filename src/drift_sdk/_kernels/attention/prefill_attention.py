@@ -1,6 +1,6 @@
 """Causal attention of prompt chunks over a paged cache, to which their own keys were written before.
 
-    score[r, h, p] = query[r, h] . key[p] / sqrt(head_dim)                 for positions p <= position[r]
+    score[r, h, p] = query[r, h] . key[p] * scale                          for positions p <= position[r]
     output[r, h] = sum over p of softmax(score[r, h])[p] * value[p]
 
 With a window w, a row sees only the last w of these positions. A sink is one more score in the softmax, whose
@@ -167,9 +167,9 @@ def _prefill_attention(
     values_ptr,  # as keys
     block_table_ptr,  # [S, max_blocks] int32; rows have a stride
     tiles_ptr,  # [num_tiles, NUM_FIELDS] int32, see prefill_tiles.py; slot -1: unused
-    sinks_ptr,  # [NUM_HEADS] fp32, or None
+    sinks_ptr,  # [NUM_HEADS], storage type, or None
     output_ptr,  # [R, NUM_HEADS * HEAD_DIM], storage type
-    scale,  # of scores: log2(e) / sqrt(HEAD_DIM)
+    scale,  # of scores, times log2(e)
     query_stride,
     table_stride,
     NUM_HEADS: tl.constexpr,
@@ -206,7 +206,7 @@ def _prefill_attention(
         weight = tl.zeros((TILE_ROWS,), tl.float32)
     else:
         # As if a key with this score and no value had been seen before all others.
-        maximum = tl.zeros((TILE_ROWS,), tl.float32) + tl.load(sinks_ptr + head) * LOG2_E
+        maximum = tl.zeros((TILE_ROWS,), tl.float32) + tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
         weight = tl.full((TILE_ROWS,), 1.0, tl.float32)
 
     total = tl.zeros((TILE_ROWS, PADDED_DIM), tl.float32)
@@ -266,6 +266,7 @@ def prefill_attention(
     window: int = 0,
     sinks: Tensor | None = None,
     first_key: int = 0,
+    scale: float | None = None,
 ) -> None:
     """output [R, num_heads * head_dim]: each row's attention to the keys it sees.
 
@@ -275,8 +276,9 @@ def prefill_attention(
     tiles: [num_tiles, 4] int32, as `prefill_tiles` fills it for config.tile_rows: slot, or -1 for an unused
     tile; first row in query; number of rows; position of the first row. Row j of a tile sees positions
     0 ... position + j, with `window` only the last so many of them. Rows of no tile are left as they are.
-    sinks: [num_heads] fp32, a score each that takes its share of the softmax and adds nothing.
+    sinks: [num_heads] in the storage type, a score each that takes its share of the softmax and adds nothing.
     first_key: positions before it are seen by no row; at most 15, and at most any row's own position.
+    scale: of scores; None: 1 / sqrt(head_dim).
     Raises ValueError for another shape, type or layout.
     """
     num_rows, num_heads, head_dim = query.shape
@@ -296,7 +298,7 @@ def prefill_attention(
     check_rows("block_table", block_table, block_table.shape, torch.int32)
     check_tensor("tiles", tiles, (tiles.shape[0], TILE_FIELDS), torch.int32)
     check_tensor("output", output, (num_rows, num_heads * head_dim), dtype)
-    check_tensors((num_heads,), torch.float32, sinks=sinks)
+    check_tensors((num_heads,), dtype, sinks=sinks)
     _prefill_attention[(num_heads, tiles.shape[0])](
         query_ptr=query,
         keys_ptr=keys,
@@ -305,7 +307,7 @@ def prefill_attention(
         tiles_ptr=tiles,
         sinks_ptr=sinks,
         output_ptr=output,
-        scale=head_dim**-0.5 * LOG2_E.value,
+        scale=(head_dim**-0.5 if scale is None else scale) * LOG2_E.value,
         query_stride=query.stride(0),
         table_stride=block_table.stride(0),
         NUM_HEADS=num_heads,
@@ -335,10 +337,12 @@ def prefill_attention_reference(
     window: int = 0,
     sinks: Tensor | None = None,
     first_key: int = 0,
+    scale: float | None = None,
 ) -> None:
     """Write what `prefill_attention` writes: in float64, one tile after the other, rounded once."""
     num_heads, head_dim = query.shape[1:]
     num_kv_heads, block_size = keys.shape[1:3]
+    scale = head_dim**-0.5 if scale is None else scale
     for slot, first_row, num_rows, start in tiles.tolist():
         if slot < 0:
             continue
@@ -359,7 +363,7 @@ def prefill_attention_reference(
             for cache in (keys, values)
         )
         rows = slice(first_row, first_row + num_rows)
-        scores = torch.einsum("rhd,khd->hrk", query[rows].double(), key) * head_dim**-0.5
+        scores = torch.einsum("rhd,khd->hrk", query[rows].double(), key) * scale
         scores = scores.masked_fill(~is_seen, -torch.inf)
         if sinks is not None:
             sink = sinks.double()[:, None, None].expand(-1, num_rows, 1)

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from drift_sdk._kernels.common.launch_order import note_library_kernel
 from drift_sdk._kernels.gemm.gemm import GemmConfig, gated_multiply, multiply
-from drift_sdk._kernels.layers.swiglu import swiglu
+from drift_sdk._kernels.layers.activation import Activation
+from drift_sdk._kernels.layers.glu import glu
 
 __all__ = ["fastest_gated_multiply", "fastest_multiply", "library_gated_multiply", "library_multiply"]
 
@@ -59,7 +60,12 @@ def fastest_multiply(x: Tensor, weight: Tensor, out: Tensor, config: GemmConfig)
 
 
 def fastest_gated_multiply(
-    x: Tensor, weight: Tensor, out: Tensor, config: GemmConfig, gate_up: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    config: GemmConfig,
+    gate_up: Tensor | None,
+    activation: Activation = "silu",
 ) -> bool:
     """`gated_multiply`, by the library where `config` names it and its bits are the same.
 
@@ -68,14 +74,15 @@ def fastest_gated_multiply(
     names the library and its bits differ, so that the kernel ran instead, which is slower.
     """
     if gate_up is None or not _is_for_library(x, config):
-        gated_multiply(x, weight, out, config)
+        gated_multiply(x, weight, out, config, activation)
         return True
 
+    # The gate follows the product in both; which one it is does not matter to the comparison.
     is_exact = _is_exact(x, weight, out, config, gate_up)
     if is_exact:
-        library_gated_multiply(x, weight, out, gate_up)
+        library_gated_multiply(x, weight, out, gate_up, activation)
     else:
-        gated_multiply(x, weight, out, config)
+        gated_multiply(x, weight, out, config, activation)
     return is_exact
 
 
@@ -88,11 +95,13 @@ def library_multiply(x: Tensor, weight: Tensor, out: Tensor, config: GemmConfig)
         note_library_kernel(out[slice_index])
 
 
-def library_gated_multiply(x: Tensor, weight: Tensor, out: Tensor, gate_up: Tensor) -> None:
-    """gate_up [M, 2 N] = x [M, K] times weight [2 N, K] transposed, then out [M, N] = silu(gate) * up."""
+def library_gated_multiply(
+    x: Tensor, weight: Tensor, out: Tensor, gate_up: Tensor, activation: Activation = "silu"
+) -> None:
+    """gate_up [M, 2 N] = x [M, K] times weight [2 N, K] transposed; out [M, N] = activation(gate) * up."""
     torch.mm(x, weight.T, out=gate_up)
     note_library_kernel(gate_up)
-    swiglu(gate_up, out)
+    glu(gate_up, out, activation)
 
 
 def library_state() -> LibraryState:

@@ -1,7 +1,7 @@
 """Matrix products whose bits do not depend on the number of rows: one reduction tree for each weight.
 
     multiply:        out[m, n] = sum over k of x[m, k] * weight[n, k]
-    gated_multiply:  out[m, n] = silu(x[m] . weight[n]) * (x[m] . weight[N + n])
+    gated_multiply:  out[m, n] = activation(x[m] . weight[n]) * (x[m] . weight[N + n])
 
 Order of summation: the inner dimension is cut into slices at fixed places. Tensor cores sum each slice in
 ascending order of k, in float32, and the sums of the slices are added in ascending order. The weights stand
@@ -34,6 +34,7 @@ from drift_sdk._kernels.common.launching import (
     uses_pdl,
     wait_for_producers,
 )
+from drift_sdk._kernels.layers.activation import Activation, activate, activate_reference
 
 __all__ = ["GemmConfig", "gated_multiply", "gated_multiply_reference", "multiply", "multiply_reference"]
 
@@ -232,6 +233,7 @@ def _gated_multiply(
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program (t): tile t of the output, from columns n and N + n of the weight."""
@@ -269,7 +271,7 @@ def _gated_multiply(
     # As in the model: both products, the activation and the result are each rounded to the storage type.
     dtype = out_ptr.dtype.element_ty
     gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
-    activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    activated = activate(gate, ACTIVATION).to(dtype).to(tl.float32)
     out_ptrs = out_ptr + row[None, :] * N + column[:, None]
     tl.store(out_ptrs, (activated * up).to(dtype), mask=is_row[None, :] & is_column[:, None])
 
@@ -305,8 +307,10 @@ def multiply(x: Tensor, weight: Tensor, out: Tensor, config: GemmConfig) -> None
     )
 
 
-def gated_multiply(x: Tensor, weight: Tensor, out: Tensor, config: GemmConfig) -> None:
-    """silu(x G^T) * (x U^T) in out [M, N], for x [M, K] and weight [2 N, K]: G, and U below it.
+def gated_multiply(
+    x: Tensor, weight: Tensor, out: Tensor, config: GemmConfig, activation: Activation = "silu"
+) -> None:
+    """activation(x G^T) * (x U^T) in out [M, N], for x [M, K] and weight [2 N, K]: G, and U below it.
 
     All contiguous and of one type. The inner dimension is one slice, whatever config.num_slices says.
     Raises ValueError for another shape, type or layout.
@@ -327,6 +331,7 @@ def gated_multiply(x: Tensor, weight: Tensor, out: Tensor, config: GemmConfig) -
         TILE_M=config.tile_m,
         TILE_K=config.tile_k,
         NUM_STAGES=config.num_stages,
+        ACTIVATION=activation,
         PDL=uses_pdl(),
         num_warps=config.num_warps,
         **launch_options(),
@@ -344,7 +349,7 @@ def multiply_reference(x: Tensor, weight: Tensor, config: GemmConfig) -> Tensor:
     return total
 
 
-def gated_multiply_reference(x: Tensor, weight: Tensor) -> Tensor:
-    """Return silu(x G^T) * (x U^T): [M, N] in x's type, every intermediate rounded to it."""
+def gated_multiply_reference(x: Tensor, weight: Tensor, activation: Activation = "silu") -> Tensor:
+    """Return activation(x G^T) * (x U^T): [M, N] in x's type, every intermediate rounded to it."""
     gate, up = (x.to(torch.float32) @ weight.to(torch.float32).T).to(x.dtype).chunk(2, dim=1)
-    return torch.nn.functional.silu(gate) * up
+    return activate_reference(gate, activation) * up

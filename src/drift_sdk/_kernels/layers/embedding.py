@@ -1,7 +1,7 @@
 """Rows of the embedding as the residual stream, and its first norm.
 
-    hidden[r] = embedding[row_token[r]]
-    normed[r] = rms_norm(hidden[r]) * weight
+    hidden[r] = embedding[row_token[r]] * multiplier
+    normed[r] = rms_norm(hidden[r]) * normed_multiplier * weight
 
 Grid: (rows). A program owns one row, in registers.
 
@@ -37,6 +37,9 @@ def _embed_norm(
     normed_stride,
     SIZE: tl.constexpr,  # hidden size
     PADDED_SIZE: tl.constexpr,  # SIZE, rounded up to a power of two
+    MULTIPLIER: tl.constexpr,
+    NORMED_MULTIPLIER: tl.constexpr,
+    IS_OFFSET: tl.constexpr,  # whether the norm multiplies by 1 + weight
     PDL: tl.constexpr,
 ):
     """Program (row): one row."""
@@ -50,12 +53,16 @@ def _embed_norm(
     is_live = tl.minimum(token, tl.load(row_slot_ptr + row)) >= 0
     live_mask = column < tl.where(is_live, SIZE, 0)
     x = tl.load(embedding_ptr + token * SIZE + column, mask=live_mask, other=0.0)
+    if MULTIPLIER != 1.0:
+        x = (x.to(tl.float32) * MULTIPLIER).to(x.dtype)
     tl.store(hidden_ptr + row * hidden_stride + column, x, mask=column_mask)
     wide = x.to(tl.float32)
     scaled = wide * inverse_rms(tl.sum(wide * wide, axis=0), SIZE, eps)
+    if NORMED_MULTIPLIER != 1.0:
+        scaled *= NORMED_MULTIPLIER
     # With eps 0 a row of zeros has no norm.
     scaled = tl.where(is_live, scaled, 0.0)
-    tl.store(normed_ptr + row * normed_stride + column, weigh(scaled, weight), mask=column_mask)
+    tl.store(normed_ptr + row * normed_stride + column, weigh(scaled, weight, IS_OFFSET), mask=column_mask)
 
 
 def embed_norm(
@@ -67,8 +74,11 @@ def embed_norm(
     normed: Tensor,
     *,
     eps: float,
+    multiplier: float = 1.0,
+    normed_multiplier: float = 1.0,
+    is_offset: bool = False,
 ) -> None:
-    """hidden = embedding[row_token], normed = rms_norm(hidden) * weight.
+    """hidden = embedding[row_token] * multiplier, normed = rms_norm(hidden) * normed_multiplier * weight.
 
     row_token, row_slot: [R] int32; rows with a negative token or slot get zeros in both outputs.
     embedding [V, H], weight [H], hidden and normed [R, H]: in the storage type. Rows of hidden and normed may
@@ -94,6 +104,9 @@ def embed_norm(
         normed_stride=normed.stride(0),
         SIZE=size,
         PADDED_SIZE=triton.next_power_of_2(size),
+        MULTIPLIER=multiplier,
+        NORMED_MULTIPLIER=normed_multiplier,
+        IS_OFFSET=is_offset,
         PDL=uses_pdl(),
         num_warps=norm_warps(size),
         **launch_options(),
@@ -101,9 +114,17 @@ def embed_norm(
 
 
 def embed_norm_reference(
-    row_token: Tensor, row_slot: Tensor, embedding: Tensor, weight: Tensor, *, eps: float
+    row_token: Tensor,
+    row_slot: Tensor,
+    embedding: Tensor,
+    weight: Tensor,
+    *,
+    eps: float,
+    multiplier: float = 1.0,
+    is_offset: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return (hidden, normed) as `embed_norm` writes them, in new tensors."""
     is_live = ((row_token >= 0) & (row_slot >= 0))[:, None]
-    hidden = torch.where(is_live, embedding[row_token.clamp(min=0).to(torch.int64)], 0)
-    return hidden, torch.where(is_live, rms_norm_reference(hidden, weight, eps), 0)
+    hidden = torch.where(is_live, embedding[row_token.clamp(min=0).to(torch.int64)], 0) * multiplier
+    normed = rms_norm_reference(hidden, weight, eps, is_offset=is_offset)
+    return hidden, torch.where(is_live, normed, 0)

@@ -1,19 +1,21 @@
 """The residual stream: a layer's output is added to it, and it is normalised, in one pass.
 
-    hidden[r] = hidden[r] + (sum of slices of delta[r] + bias)
-    normed[r] = rms_norm(hidden[r]) * weight
+    total[r] = sum of slices of delta[r] + bias
+    total[r] = rms_norm(total[r]) * delta_norm                                      where this norm is given
+    hidden[r] = hidden[r] + total[r] * delta_multiplier
+    normed[r] = rms_norm(hidden[r]) * normed_multiplier * weight
 
 Grid: (rows). A program owns one row, in registers: made for H up to 16,384, which are 32 values for each of
 the 512 threads of 16 warps.
 
 Order of summation: slices in ascending order in float32, then the bias, then rounded to the storage type and
-added to the residual stream.
+added to the residual stream. The norm of the delta and its product with the multiplier are each rounded too.
 
 Bytes: three rows of the storage type and NUM_SLICES rows of fp32 for each row. With a few rows the time is
 that of a launch and one trip to memory.
 
 Dependent launch: with a delta, the kernel always follows the product that made it, so it permits its
-dependents to start at once; before it waits, it reads the weight, which never changes, and the residual
+dependents to start at once; before it waits, it reads the weights, which never change, and the residual
 stream, which is older than the product. Without a delta it reads the weight, waits, and then permits them.
 """
 
@@ -42,6 +44,7 @@ def _add_norm(
     hidden_ptr,  # [R, SIZE], storage type; updated in place
     delta_ptr,  # [NUM_SLICES, R, SIZE] fp32, or [R, SIZE] in the storage type, or None
     bias_ptr,  # [SIZE], storage type, or None
+    delta_norm_ptr,  # [SIZE], storage type, or None
     weight_ptr,  # [SIZE], storage type
     normed_ptr,  # [R, SIZE], storage type
     aux_hidden_ptr,  # [R, SIZE], storage type: a copy of the updated hidden; or None
@@ -54,6 +57,9 @@ def _add_norm(
     SIZE: tl.constexpr,  # hidden size
     PADDED_SIZE: tl.constexpr,  # SIZE, rounded up to a power of two
     NUM_SLICES: tl.constexpr,  # 0: no delta
+    DELTA_MULTIPLIER: tl.constexpr,
+    NORMED_MULTIPLIER: tl.constexpr,
+    IS_OFFSET: tl.constexpr,  # whether norms multiply by 1 + weight
     PDL: tl.constexpr,
 ):
     """Program (row): one row."""
@@ -63,6 +69,8 @@ def _add_norm(
     hidden_ptrs = hidden_ptr + (row * hidden_stride + column)
     # Loaded here, the weight is not waited for after the sum.
     weight = tl.load(weight_ptr + column, mask=column_mask, other=0.0)
+    if delta_norm_ptr is not None:
+        delta_weight = tl.load(delta_norm_ptr + column, mask=column_mask, other=0.0)
     if NUM_SLICES > 0:
         # A product has made delta right before; the residual stream is older.
         start_dependents(PDL)
@@ -81,7 +89,13 @@ def _add_norm(
         if bias_ptr is not None:
             total += tl.load(bias_ptr + column, mask=column_mask, other=0.0).to(tl.float32)
 
-        x = (x.to(tl.float32) + total.to(x.dtype).to(tl.float32)).to(x.dtype)
+        total = total.to(x.dtype).to(tl.float32)
+        if delta_norm_ptr is not None:
+            total *= inverse_rms(tl.sum(total * total, axis=0), SIZE, eps)
+            total = weigh(total, delta_weight, IS_OFFSET).to(tl.float32)
+        if DELTA_MULTIPLIER != 1.0:
+            total = (total * DELTA_MULTIPLIER).to(x.dtype).to(tl.float32)
+        x = (x.to(tl.float32) + total).to(x.dtype)
         tl.store(hidden_ptrs, x, mask=column_mask)
 
     if aux_hidden_ptr is not None:
@@ -89,7 +103,9 @@ def _add_norm(
 
     wide = x.to(tl.float32)
     scaled = wide * inverse_rms(tl.sum(wide * wide, axis=0), SIZE, eps)
-    tl.store(normed_ptr + row * normed_stride + column, weigh(scaled, weight), mask=column_mask)
+    if NORMED_MULTIPLIER != 1.0:
+        scaled *= NORMED_MULTIPLIER
+    tl.store(normed_ptr + row * normed_stride + column, weigh(scaled, weight, IS_OFFSET), mask=column_mask)
 
 
 def add_norm(
@@ -101,15 +117,22 @@ def add_norm(
     eps: float,
     bias: Tensor | None = None,
     aux_hidden: Tensor | None = None,
+    delta_norm: Tensor | None = None,
+    delta_multiplier: float = 1.0,
+    normed_multiplier: float = 1.0,
+    is_offset: bool = False,
 ) -> None:
-    """hidden += delta in place, then normed = rms_norm(hidden) * weight.
+    """hidden += delta in place, then normed = rms_norm(hidden) * normed_multiplier * weight.
 
     hidden, normed: [R, H] in the storage type. weight: [H], likewise.
     delta: [R, H] in the storage type, or fp32 partial sums [num_slices, R, H], added in the order of slices,
     then bias [H] (storage type) if given, then rounded to the storage type; or None for the norm alone.
     Beside a delta, which a product made right before, hidden must be older than that product.
+    delta_norm [H] in the storage type, if given: delta is normalised, and weighed by it, before it is added.
+    delta_multiplier: delta is multiplied by it, after its norm.
+    normed_multiplier: applied before the first rounding of `normed`. is_offset: norms multiply by 1 + weight.
     aux_hidden: [R, H] in the storage type, if given, takes a copy of the updated hidden.
-    Rows of all but weight and bias may have any stride. Raises ValueError for another shape, type or layout.
+    Rows of all but weights and bias may have any stride. Raises ValueError for another shape, type or layout.
     """
     num_rows, size = hidden.shape
     dtype = hidden.dtype
@@ -120,9 +143,10 @@ def add_norm(
     if delta is not None:
         slices = check_partial_sums("delta", delta, num_rows, size, dtype)
 
-    check_tensors((size,), dtype, bias=bias)
-    if bias is not None and delta is None:
-        raise ValueError("bias: given without delta: expected None")
+    check_tensors((size,), dtype, bias=bias, delta_norm=delta_norm)
+    for name, tensor in (("bias", bias), ("delta_norm", delta_norm)):
+        if tensor is not None and delta is None:
+            raise ValueError(f"{name}: given without delta: expected None")
 
     if aux_hidden is not None:
         check_rows("aux_hidden", aux_hidden, (num_rows, size), dtype)
@@ -131,6 +155,7 @@ def add_norm(
         hidden_ptr=hidden,
         delta_ptr=delta,
         bias_ptr=bias,
+        delta_norm_ptr=delta_norm,
         weight_ptr=weight,
         normed_ptr=normed,
         aux_hidden_ptr=aux_hidden,
@@ -143,6 +168,9 @@ def add_norm(
         SIZE=size,
         PADDED_SIZE=triton.next_power_of_2(size),
         NUM_SLICES=slices.num_slices,
+        DELTA_MULTIPLIER=delta_multiplier,
+        NORMED_MULTIPLIER=normed_multiplier,
+        IS_OFFSET=is_offset,
         PDL=uses_pdl(),
         num_warps=norm_warps(size),
         **launch_options(),
@@ -156,6 +184,9 @@ def add_norm_reference(
     *,
     eps: float,
     bias: Tensor | None = None,
+    delta_norm: Tensor | None = None,
+    delta_multiplier: float = 1.0,
+    is_offset: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return (hidden, normed) as `add_norm` writes them, in new tensors."""
     if delta is not None:
@@ -163,9 +194,13 @@ def add_norm_reference(
         if bias is not None:
             total = total.to(torch.float32) + bias.to(torch.float32)
 
-        hidden = hidden + total.to(hidden.dtype)
+        total = total.to(hidden.dtype)
+        if delta_norm is not None:
+            total = rms_norm_reference(total, delta_norm, eps, is_offset=is_offset)
 
-    return hidden, rms_norm_reference(hidden, weight, eps)
+        hidden = hidden + total * delta_multiplier
+
+    return hidden, rms_norm_reference(hidden, weight, eps, is_offset=is_offset)
 
 
 def _sum_in_order(partials: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
     rms_norm(x) = x / sqrt(mean(x^2) + eps) * weight
 
-Two roundings to the storage type: of the normalised value, then of its product with the weight. The sum of
+Two roundings to the storage type: of the normalised value, then of its product with the weight. Offset norms
+(Gemma's) multiply by 1 + weight in float32, and round once. The sum of
 squares is float32, in an order that depends on the size and on the number of warps (see `norm_warps`).
 """
 
@@ -31,8 +32,13 @@ def inverse_rms(
 def weigh(
     normed,  # fp32, any shape
     weight,  # storage type, the same shape
+    IS_OFFSET: tl.constexpr = False,
 ):
-    """Return normed times weight in the storage type, rounded to it before and after the product."""
+    """Return normed times weight in the storage type, rounded to it before and after the product; with
+    IS_OFFSET, normed times 1 + weight, rounded once."""
+    if IS_OFFSET:
+        return (normed * (1.0 + weight.to(tl.float32))).to(weight.dtype)
+
     rounded = normed.to(weight.dtype).to(tl.float32)
     return (rounded * weight.to(tl.float32)).to(weight.dtype)
 
@@ -47,6 +53,11 @@ def norm_warps(size: int) -> int:
     return min(max(int(triton.next_power_of_2(size)) // 256, 1), 16)
 
 
-def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x [..., H] over its root mean square, rounded to x's type, times weight [H]."""
-    return weight * F.rms_norm(x.to(torch.float32), (x.shape[-1],), eps=eps).to(x.dtype)
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, *, is_offset: bool = False) -> Tensor:
+    """Return x [..., H] over its root mean square, rounded to x's type, times weight [H]; with is_offset,
+    times 1 + weight before it is rounded."""
+    normed = F.rms_norm(x.to(torch.float32), (x.shape[-1],), eps=eps)
+    if is_offset:
+        return (normed * (1.0 + weight.to(torch.float32))).to(x.dtype)
+
+    return weight * normed.to(x.dtype)

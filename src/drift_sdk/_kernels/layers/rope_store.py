@@ -2,7 +2,10 @@
 
     x = sum of slices of qkv[r] + bias                          heads of queries, then of keys, then of values
     x = rms_norm(x) * norm                                      queries and keys, where norms are given
-    low', high' = low * cos - high * sin, high * cos + low * sin         queries and keys: halves of a head
+    low', high' = low * cos - high * sin, high * cos + low * sin         queries and keys: rotated halves
+
+The first 2 * HALF elements of a head are rotated, which are all of it in most models; the rest stays as it
+is. Without cosines and sines nothing is rotated.
 
 Grid: (rows, tiles of heads). A program owns some heads of one kind (queries, keys or values) of one row: the
 first tiles are of query heads, the next of keys, the last of values.
@@ -29,6 +32,7 @@ from drift_sdk._kernels.common.arguments import (
     PartialSums,
     check_partial_sums,
     check_power_of_two,
+    check_range,
     check_rows,
     check_tensor,
     check_tensors,
@@ -86,8 +90,8 @@ def _rotate_and_store(
     bias_ptr,  # [width], storage type, or None
     query_norm_ptr,  # [HEAD_DIM], storage type, or None
     key_norm_ptr,  # [HEAD_DIM], storage type, or None
-    cos_ptr,  # [max_positions, HEAD_DIM / 2], storage type
-    sin_ptr,  # [max_positions, HEAD_DIM / 2], storage type
+    cos_ptr,  # [max_positions, HALF], storage type, or None
+    sin_ptr,  # [max_positions, HALF], storage type, or None
     row_slot_ptr,  # [R] int32; negative: padding row
     row_position_ptr,  # [R] int32
     block_table_ptr,  # [S, max_blocks] int32
@@ -103,14 +107,16 @@ def _rotate_and_store(
     HEAD_DIM: tl.constexpr,
     KV_BLOCK_SIZE: tl.constexpr,  # positions in a block of the KV cache
     TILE_HEADS: tl.constexpr,  # heads of a program
-    PADDED_HALF: tl.constexpr,  # HEAD_DIM / 2, rounded up to a power of two
+    HALF: tl.constexpr,  # half of the elements of a head that are rotated
+    PADDED_HALF: tl.constexpr,  # HALF, rounded up to a power of two
+    PADDED_REST: tl.constexpr,  # HEAD_DIM - 2 * HALF, rounded up likewise; 0: all are rotated
     NUM_SLICES: tl.constexpr,
+    IS_OFFSET: tl.constexpr,  # whether norms multiply by 1 + weight
     PDL: tl.constexpr,
 ):
     """Program (row, tile): the first tiles are of query heads, then of keys, then of values."""
     start_dependents(PDL)
     DTYPE: tl.constexpr = query_out_ptr.dtype.element_ty
-    HALF: tl.constexpr = HEAD_DIM // 2
     QUERY_TILES: tl.constexpr = (NUM_HEADS + TILE_HEADS - 1) // TILE_HEADS
     KV_TILES: tl.constexpr = (NUM_KV_HEADS + TILE_HEADS - 1) // TILE_HEADS
     row = tl.program_id(0).to(tl.int64)
@@ -124,7 +130,7 @@ def _rotate_and_store(
     num_heads = tl.where(is_query, NUM_HEADS, NUM_KV_HEADS)
     first_head = tl.where(is_query, 0, tl.where(is_value, NUM_HEADS + NUM_KV_HEADS, NUM_HEADS))
 
-    # Elements of the lower half of each head; the upper half lies HALF elements further.
+    # Elements of the lower half of what is rotated; the upper half lies HALF elements further, then the rest.
     dim = tl.arange(0, PADDED_HALF)
     element_mask = (head < num_heads)[:, None] & (dim < HALF)[None, :]
     element_offset = (first_head + head)[:, None] * HEAD_DIM + dim[None, :]
@@ -133,8 +139,9 @@ def _rotate_and_store(
     block_ptr = block_table_ptr + slot.to(tl.int64) * table_stride + position // KV_BLOCK_SIZE
     block = tl.load(block_ptr, mask=slot >= 0, other=0, cache_modifier=".cg")
     angle_offset = position.to(tl.int64) * HALF + dim
-    cosines = tl.load(cos_ptr + angle_offset, mask=dim < HALF, other=0.0).to(tl.float32)[None, :]
-    sines = tl.load(sin_ptr + angle_offset, mask=dim < HALF, other=0.0).to(tl.float32)[None, :]
+    if cos_ptr is not None:
+        cosines = tl.load(cos_ptr + angle_offset, mask=dim < HALF, other=0.0).to(tl.float32)[None, :]
+        sines = tl.load(sin_ptr + angle_offset, mask=dim < HALF, other=0.0).to(tl.float32)[None, :]
     # Rows and block table are older than the product that is waited for.
     wait_for_producers(PDL)
     qkv_ptr += row * qkv_stride
@@ -142,33 +149,57 @@ def _rotate_and_store(
     high = _load_heads(
         qkv_ptr, bias_ptr, element_offset + HALF, qkv_slice_stride, element_mask, NUM_SLICES, DTYPE
     )
+    if PADDED_REST > 0:
+        rest_dim = tl.arange(0, PADDED_REST)
+        is_rest = rest_dim < HEAD_DIM - 2 * HALF
+        rest_mask = (head < num_heads)[:, None] & is_rest[None, :]
+        rest_offset = (first_head + head)[:, None] * HEAD_DIM + 2 * HALF + rest_dim[None, :]
+        rest = _load_heads(qkv_ptr, bias_ptr, rest_offset, qkv_slice_stride, rest_mask, NUM_SLICES, DTYPE)
     if is_value:
         stored_low, stored_high = low.to(DTYPE), high.to(DTYPE)
     else:
         if query_norm_ptr is not None:
             squares = tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)
+            if PADDED_REST > 0:
+                squares += tl.sum(rest * rest, axis=1)
             scale = inverse_rms(squares, HEAD_DIM, eps)[:, None]
             norm_ptrs = tl.where(is_query, query_norm_ptr, key_norm_ptr) + dim
             scaled_low = low * scale
             low_norm = tl.load(norm_ptrs, mask=dim < HALF, other=0.0)[None, :]
-            low = weigh(scaled_low, low_norm).to(tl.float32)
+            low = weigh(scaled_low, low_norm, IS_OFFSET).to(tl.float32)
             scaled_high = high * scale
             high_norm = tl.load(norm_ptrs + HALF, mask=dim < HALF, other=0.0)[None, :]
-            high = weigh(scaled_high, high_norm).to(tl.float32)
+            high = weigh(scaled_high, high_norm, IS_OFFSET).to(tl.float32)
 
-        stored_low = _rotate(low, cosines, high, -sines, DTYPE)
-        stored_high = _rotate(high, cosines, low, sines, DTYPE)
+            if PADDED_REST > 0:
+                rest_norm_ptrs = tl.where(is_query, query_norm_ptr, key_norm_ptr) + 2 * HALF + rest_dim
+                rest_norm = tl.load(rest_norm_ptrs, mask=is_rest, other=0.0)[None, :]
+                rest = weigh(rest * scale, rest_norm, IS_OFFSET).to(tl.float32)
+
+        if cos_ptr is not None:
+            stored_low = _rotate(low, cosines, high, -sines, DTYPE)
+            stored_high = _rotate(high, cosines, low, sines, DTYPE)
+        else:
+            stored_low, stored_high = low.to(DTYPE), high.to(DTYPE)
 
     if is_query:
         out_ptrs = query_out_ptr + row * NUM_HEADS * HEAD_DIM + element_offset
         tl.store(out_ptrs, tl.where(slot < 0, 0.0, stored_low), mask=element_mask)
         tl.store(out_ptrs + HALF, tl.where(slot < 0, 0.0, stored_high), mask=element_mask)
+        if PADDED_REST > 0:
+            rest_ptrs = query_out_ptr + row * NUM_HEADS * HEAD_DIM + rest_offset
+            tl.store(rest_ptrs, tl.where(slot < 0, 0.0, rest.to(DTYPE)), mask=rest_mask)
     else:
-        cache_mask = (head < tl.where(slot < 0, 0, num_heads))[:, None] & (dim < HALF)[None, :]
+        is_stored = head < tl.where(slot < 0, 0, num_heads)
+        cache_mask = is_stored[:, None] & (dim < HALF)[None, :]
         cache_row = (block.to(tl.int64) * NUM_KV_HEADS + head) * KV_BLOCK_SIZE + position % KV_BLOCK_SIZE
         out_ptrs = tl.where(is_value, values_ptr, keys_ptr) + cache_row[:, None] * HEAD_DIM + dim[None, :]
         tl.store(out_ptrs, stored_low, mask=cache_mask)
         tl.store(out_ptrs + HALF, stored_high, mask=cache_mask)
+        if PADDED_REST > 0:
+            rest_ptrs = tl.where(is_value, values_ptr, keys_ptr) + cache_row[:, None] * HEAD_DIM
+            rest_ptrs += 2 * HALF + rest_dim[None, :]
+            tl.store(rest_ptrs, rest.to(DTYPE), mask=is_stored[:, None] & is_rest[None, :])
 
 
 def rotate_and_store(
@@ -176,8 +207,8 @@ def rotate_and_store(
     row_slot: Tensor,
     row_position: Tensor,
     block_table: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     query_out: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -186,6 +217,7 @@ def rotate_and_store(
     query_norm: Tensor | None = None,
     key_norm: Tensor | None = None,
     eps: float = 0.0,
+    is_offset: bool = False,
 ) -> None:
     """Rotated queries to query_out; rotated keys, and values, to the cache.
 
@@ -195,9 +227,11 @@ def rotate_and_store(
     row_slot, row_position: [R] int32. Rows with a negative slot are padding: their queries are zeros, and
     nothing is written to the cache for them. No two live rows may have the same slot and position.
     block_table: [S, max_blocks] int32, the blocks of each slot in order; its rows may have any stride.
-    cos, sin: [max_positions, head_dim / 2] in the storage type, for every position of a live row.
+    cos, sin: [max_positions, D / 2] in the storage type, for every position of a live row: the first D
+    elements of each head are rotated. Both None: nothing is rotated.
     query_out: [R, num_heads, head_dim]. keys, values: [num_blocks, num_kv_heads, block_size, head_dim].
     query_norm, key_norm: [head_dim], both or neither, with eps: heads are normalised before the rotation.
+    is_offset: the norms multiply by 1 + weight.
     Raises ValueError for another shape, type or layout.
     """
     slices = _check_rotate_and_store(
@@ -216,8 +250,12 @@ def rotate_and_store(
     )
     num_rows, num_heads, head_dim = query_out.shape
     num_kv_heads, block_size = keys.shape[1:3]
-    padded_half = int(triton.next_power_of_2(head_dim // 2))
-    tile_heads = min(max(PROGRAM_ELEMENTS // (2 * padded_half), 1), int(triton.next_power_of_2(num_heads)))
+    half = head_dim // 2 if cos is None else cos.shape[1]
+    padded_half, rest = int(triton.next_power_of_2(half)), head_dim - 2 * half
+    padded_rest = int(triton.next_power_of_2(rest)) if rest else 0
+    most_heads = PROGRAM_ELEMENTS // (2 * padded_half + padded_rest)
+    # A power of two, as is the largest number of heads that fit.
+    tile_heads = min(max(1 << most_heads.bit_length() - 1, 1), int(triton.next_power_of_2(num_heads)))
     num_tiles = triton.cdiv(num_heads, tile_heads) + 2 * triton.cdiv(num_kv_heads, tile_heads)
     _rotate_and_store[(num_rows, num_tiles)](
         qkv_ptr=qkv,
@@ -241,8 +279,11 @@ def rotate_and_store(
         HEAD_DIM=head_dim,
         KV_BLOCK_SIZE=block_size,
         TILE_HEADS=tile_heads,
+        HALF=half,
         PADDED_HALF=padded_half,
+        PADDED_REST=padded_rest,
         NUM_SLICES=slices.num_slices,
+        IS_OFFSET=is_offset,
         PDL=uses_pdl(),
         num_warps=NUM_WARPS,
         # A fused multiply-add would leave out the rounding of a product.
@@ -256,8 +297,8 @@ def _check_rotate_and_store(
     row_slot: Tensor,
     row_position: Tensor,
     block_table: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     query_out: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -277,6 +318,13 @@ def _check_rotate_and_store(
     if head_dim % 2:
         raise ValueError(f"head_dim={head_dim}: expected an even number")
 
+    if (cos is None) != (sin is None):
+        raise ValueError("cos, sin: one of them is None: expected both or neither")
+
+    if cos is not None:
+        check_range("cos.shape[1]", cos.shape[1], 1, head_dim // 2)
+        check_tensors(cos.shape, dtype, cos=cos, sin=sin)
+
     check_power_of_two("block_size", block_size)
     if (query_norm is None) != (key_norm is None):
         raise ValueError("query_norm, key_norm: one of them is None: expected both or neither")
@@ -284,7 +332,6 @@ def _check_rotate_and_store(
     check_tensors((num_rows,), torch.int32, row_slot=row_slot, row_position=row_position)
     check_rows("block_table", block_table, block_table.shape, torch.int32)
     check_tensor("query_out", query_out, query_out.shape, dtype)
-    check_tensors((cos.shape[0], head_dim // 2), dtype, cos=cos, sin=sin)
     check_tensors((num_blocks, num_kv_heads, block_size, head_dim), dtype, keys=keys, values=values)
     check_tensors((head_dim,), dtype, query_norm=query_norm, key_norm=key_norm)
     check_tensors((width,), dtype, bias=bias)
@@ -296,8 +343,8 @@ def rotate_and_store_reference(
     row_slot: Tensor,
     row_position: Tensor,
     block_table: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     query_out: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -306,6 +353,7 @@ def rotate_and_store_reference(
     query_norm: Tensor | None = None,
     key_norm: Tensor | None = None,
     eps: float = 0.0,
+    is_offset: bool = False,
 ) -> None:
     """Write what `rotate_and_store` writes, row by row."""
     num_rows, num_heads, head_dim = query_out.shape
@@ -323,20 +371,25 @@ def rotate_and_store_reference(
     heads = qkv.to(query_out.dtype).view(num_rows, -1, head_dim)
     query, key, value = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
     if query_norm is not None and key_norm is not None:
-        query = rms_norm_reference(query, query_norm, eps)
-        key = rms_norm_reference(key, key_norm, eps)
+        query = rms_norm_reference(query, query_norm, eps, is_offset=is_offset)
+        key = rms_norm_reference(key, key_norm, eps, is_offset=is_offset)
 
     query_out.zero_()
     for row in range(num_rows):
         slot, position = int(row_slot[row]), int(row_position[row])
         if slot >= 0:
             block, place = block_table[slot, position // block_size], position % block_size
-            query_out[row] = _rotated(query[row], cos[position], sin[position])
-            keys[block, :, place] = _rotated(key[row], cos[position], sin[position])
+            if cos is not None and sin is not None:
+                query_out[row] = _rotated(query[row], cos[position], sin[position])
+                keys[block, :, place] = _rotated(key[row], cos[position], sin[position])
+            else:
+                query_out[row], keys[block, :, place] = query[row], key[row]
             values[block, :, place] = value[row]
 
 
 def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return rotated heads [num_heads, head_dim] of one position, with cos and sin [head_dim / 2]."""
-    low, high = heads.chunk(2, dim=-1)
-    return torch.cat((low * cos + high * -sin, high * cos + low * sin), dim=-1)
+    """Return heads [num_heads, head_dim] of one position, their first elements rotated by cos and sin
+    [D / 2]."""
+    half = cos.shape[0]
+    low, high, rest = heads.split([half, half, heads.shape[-1] - 2 * half], dim=-1)
+    return torch.cat((low * cos + high * -sin, high * cos + low * sin, rest), dim=-1)

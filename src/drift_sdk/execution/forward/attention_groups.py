@@ -23,13 +23,14 @@ class AttentionShape(Struct, frozen=True, kw_only=True):
     """Sizes of a model's attention.
 
     num_kv_heads, head_dim: of the KV cache. group: query heads for each KV head. max_num_keys: most keys of a
-    sequence.
+    sequence. windows: how many keys rows see in the layers, each once; 0: all before them.
     """
 
     num_kv_heads: int
     group: int
     head_dim: int
     max_num_keys: int
+    windows: tuple[int, ...] = (0,)
 
 
 class AttentionGroups:
@@ -39,8 +40,8 @@ class AttentionGroups:
     sequences are attended in groups, one launch after the other. A sequence's bits do not depend on its
     group. All users of a workspace share the same scratch memory.
 
-    group_size: most sequences of a group. scratches: the scratch memory of each group; all groups share the
-    partial sums, each has its own plan.
+    group_size: most sequences of a group. scratches: for each window, the scratch memory of each group; all
+    share the partial sums, each has its own plan.
     """
 
     def __init__(
@@ -54,28 +55,37 @@ class AttentionGroups:
         max_scratch_bytes: int | None = None,
     ) -> None:
         """max_scratch_bytes: the bound; None: `scratch_bytes` of the device."""
-        partitions = Partitions()
-        num_partitions = partitions.count(shape.max_num_keys)
-        num_partials = shape.num_kv_heads * num_partitions * num_rows * shape.group
+        num_partitions = {
+            window: Partitions.of_window(window).room(shape.max_num_keys, window, num_rows)
+            for window in shape.windows
+        }
+        num_partials = shape.num_kv_heads * max(num_partitions.values()) * num_rows * shape.group
         most = scratch_bytes(device) if max_scratch_bytes is None else max_scratch_bytes
         self.group_size = max(1, min(num_sequences, most // (num_partials * (shape.head_dim + 2) * 4)))
-        sizes = (self.group_size, shape.num_kv_heads, num_partitions, num_rows * shape.group)
 
-        def take(name: str, *last: int) -> Tensor:
-            return workspace.take(f"attention_{name}", (*sizes, *last), torch.float32)
-
-        sums, maxima, weights = take("sums", shape.head_dim), take("maxima"), take("weights")
-        self.scratches = [
-            AttentionScratch(
-                AttentionPlan(self.group_size, shape.max_num_keys, partitions, device), sums, maxima, weights
+        def scratch(window: int) -> AttentionScratch:
+            partitions = Partitions.of_window(window)
+            plan = AttentionPlan(
+                self.group_size, shape.max_num_keys, partitions, device, window=window, num_rows=num_rows
             )
-            for _ in range(-(-num_sequences // self.group_size))
-        ]
+            rows = num_rows * shape.group
+            sizes = (self.group_size, shape.num_kv_heads, plan.max_num_partitions, rows)
+
+            def take(name: str, *last: int) -> Tensor:
+                return workspace.take(f"attention_{name}", (*sizes, *last), torch.float32)
+
+            return AttentionScratch(plan, take("sums", shape.head_dim), take("maxima"), take("weights"))
+
+        # The window that needs most takes its memory first.
+        windows = sorted(num_partitions, key=lambda window: -num_partitions[window])
+        num_groups = -(-num_sequences // self.group_size)
+        self.scratches = {window: [scratch(window) for _ in range(num_groups)] for window in windows}
 
     def plan(self, row_slot: Tensor, row_position: Tensor, rows_per_sequence: int) -> None:
         """Distribute the keys of rows [R] over programs; once a step, before any layer calls `attend`."""
-        for scratch, rows in self._groups(len(row_slot), rows_per_sequence):
-            plan_attention(row_slot[rows], row_position[rows], scratch.plan, rows_per_sequence)
+        for window in self.scratches:
+            for scratch, rows in self._groups(len(row_slot), rows_per_sequence, window):
+                plan_attention(row_slot[rows], row_position[rows], scratch.plan, rows_per_sequence)
 
     def attend(
         self,
@@ -88,13 +98,17 @@ class AttentionGroups:
         out: Tensor,
         rows_per_sequence: int,
         *,
+        window: int = 0,
         first_key: int = 0,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
-        """Attend the rows that `plan` was last called with; see `paged_attention` for the arguments.
+        """Attend the rows that `plan` was last called with, in a layer with one of the windows; see
+        `paged_attention` for the other arguments.
 
         Raises ValueError for more sequences than the object was made for.
         """
-        for scratch, rows in self._groups(len(row_slot), rows_per_sequence):
+        for scratch, rows in self._groups(len(row_slot), rows_per_sequence, window):
             paged_attention(
                 query[rows],
                 keys,
@@ -107,19 +121,24 @@ class AttentionGroups:
                 AttentionConfig(),
                 rows_per_sequence,
                 first_key=first_key,
+                scale=scale,
+                sinks=sinks,
             )
 
-    def _groups(self, num_rows: int, rows_per_sequence: int) -> list[tuple[AttentionScratch, slice]]:
-        """The scratch memory and the rows of each group."""
+    def _groups(
+        self, num_rows: int, rows_per_sequence: int, window: int
+    ) -> list[tuple[AttentionScratch, slice]]:
+        """The scratch memory and the rows of each group, for layers with this window."""
+        scratches = self.scratches[window]
         size = self.group_size * rows_per_sequence
         firsts = range(0, num_rows, size)
-        if len(firsts) > len(self.scratches):
-            most = self.group_size * len(self.scratches)
+        if len(firsts) > len(scratches):
+            most = self.group_size * len(scratches)
             raise ValueError(f"{num_rows // rows_per_sequence} sequences: expected at most {most}")
 
         return [
             (scratch, slice(first, min(first + size, num_rows)))
-            for scratch, first in zip(self.scratches, firsts, strict=False)
+            for scratch, first in zip(scratches, firsts, strict=False)
         ]
 
 

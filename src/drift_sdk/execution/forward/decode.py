@@ -8,13 +8,12 @@ from torch import Tensor
 
 from drift_sdk._kernels.gemm.cublas_gemm import fastest_gated_multiply, fastest_multiply
 from drift_sdk._kernels.gemm.tuning import TunedGemm
-from drift_sdk._kernels.layers.embedding import embed_norm
-from drift_sdk._kernels.layers.residual_norm import add_norm
+from drift_sdk._kernels.layers.glu import glu
 from drift_sdk._kernels.layers.rope_store import rotate_and_store
-from drift_sdk._kernels.layers.swiglu import swiglu
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.attention_groups import AttentionGroups, AttentionShape
 from drift_sdk.execution.forward.model_resources import ModelResources
+from drift_sdk.execution.forward.residual_stream import ResidualStream
 from drift_sdk.execution.forward.step_buffers import HiddenStates, LayerBuffers, take_gate_up, take_partials
 from drift_sdk.models.weights import LayerWeights
 
@@ -45,6 +44,7 @@ def attention_groups(
         group=config.num_heads // config.num_kv_heads,
         head_dim=config.head_dim,
         max_num_keys=model.limits.max_model_len + 1,
+        windows=tuple(dict.fromkeys(window or 0 for window in config.windows)),
     )
     return AttentionGroups(
         workspace, model.decoder.device, shape, num_sequences=num_sequences, num_rows=num_rows
@@ -79,54 +79,42 @@ class DecodeForward:
         self._rows_per_sequence = rows_per_sequence
         self._num_rows = rows.slot.shape[0]
         self._buffers = LayerBuffers.take(workspace, model.decoder, self._num_rows)
+        self._stream = ResidualStream(model.decoder, hidden_states, self._buffers.normed)
         self.hidden_states = hidden_states
         self.normed = self._buffers.normed
 
     def run(self) -> None:
         """Record the kernels of all layers."""
-        decoder, weights, rows, normed = self._decoder, self._decoder.weights, self._rows, self.normed
-        hidden, aux_hidden = self.hidden_states.final, self.hidden_states.by_layer
-        eps = decoder.config.rms_norm_eps
-        first_norm = weights.layers[0].input_norm
-        embed_norm(rows.token, rows.slot, weights.embedding, first_norm, hidden, normed, eps=eps)
-        if 0 in aux_hidden:
-            aux_hidden[0].copy_(hidden)
+        rows, stream, buffers = self._rows, self._stream, self._buffers
+        stream.embed(rows.token, rows.slot)
         self._attention.plan(rows.slot, rows.position, self._rows_per_sequence)
-        norms = [layer.input_norm for layer in weights.layers[1:]] + [weights.final_norm]
-        for index, (layer, next_norm) in enumerate(zip(weights.layers, norms, strict=True)):
+        for index, layer in enumerate(self._decoder.weights.layers):
             self._attend(layer, index)
-            product = self._multiply(self._buffers.attended.view(self._num_rows, -1), layer.output)
-            add_norm(hidden, product, layer.mlp_norm, normed, eps=eps, bias=layer.output_bias)
+            product = self._multiply(buffers.attended.view(self._num_rows, -1), layer.output)
+            stream.add_attention(index, product, layer.output_bias)
             self._activate(layer)
-            product = self._multiply(self._buffers.activated, layer.down)
-            add_norm(
-                hidden,
-                product,
-                next_norm,
-                normed,
-                eps=eps,
-                bias=layer.down_bias,
-                aux_hidden=aux_hidden.get(index + 1),
-            )
+            stream.add_mlp(index, self._multiply(buffers.activated, layer.down), layer.down_bias)
 
     def _attend(self, layer: LayerWeights, index: int) -> None:
         """Compute queries, store keys and values, and fill `attended`."""
-        rows, cache, buffers = self._rows, self._cache, self._buffers
+        rows, cache, buffers, config = self._rows, self._cache, self._buffers, self._decoder.config
         keys, values = cache.keys[index], cache.values[index]
+        cos, sin = cache.rotations[index]
         rotate_and_store(
             self._multiply(buffers.normed, layer.qkv),
             rows.slot,
             rows.position,
             self._block_table,
-            cache.cos,
-            cache.sin,
+            cos,
+            sin,
             buffers.query,
             keys,
             values,
             bias=layer.qkv_bias,
             query_norm=layer.query_norm,
             key_norm=layer.key_norm,
-            eps=self._decoder.config.rms_norm_eps,
+            eps=config.rms_norm_eps,
+            is_offset=config.has_offset_norms,
         )
         self._attention.attend(
             buffers.query,
@@ -137,25 +125,28 @@ class DecodeForward:
             rows.position,
             buffers.attended,
             self._rows_per_sequence,
+            window=config.windows[index] or 0,
+            scale=config.attention_scale,
         )
 
     def _activate(self, layer: LayerWeights) -> None:
         """Fill `activated` with the gated activation of the normalised rows."""
         normed, activated, dtype = self._buffers.normed, self._buffers.activated, self._decoder.dtype
+        activation = self._decoder.config.activation
         weight = layer.gate_up
         if layer.gate_up_bias is None:
             config = self._gemm(weight, is_gated=True).config(self._num_rows)
             gate_up = None
             if config.is_library:
                 gate_up = take_gate_up(self._workspace, self._num_rows, weight.shape[0], dtype)
-            if not fastest_gated_multiply(normed, weight, activated, config, gate_up):
+            if not fastest_gated_multiply(normed, weight, activated, config, gate_up, activation):
                 self._tuned.refuse(*weight.shape, is_gated=True)
             return
 
         total, *others = self._multiply(normed, weight)
         for part in others:
             total = total + part
-        swiglu((total + layer.gate_up_bias).to(dtype), activated)
+        glu((total + layer.gate_up_bias).to(dtype), activated, activation)
 
     def _multiply(self, x: Tensor, weight: Tensor) -> Tensor:
         """Partial sums [num_partials, R, N] of x times weight transposed, valid until the next product."""

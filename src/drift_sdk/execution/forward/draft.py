@@ -11,9 +11,9 @@ from drift_sdk._kernels.common.launch_order import note_library_kernel
 from drift_sdk._kernels.draft.draft_inputs import draft_inputs
 from drift_sdk._kernels.gemm.gemm import gated_multiply, multiply
 from drift_sdk._kernels.gemm.tuning import TunedTable
+from drift_sdk._kernels.layers.glu import glu
 from drift_sdk._kernels.layers.residual_norm import add_norm
 from drift_sdk._kernels.layers.rope_store import rotate_and_store
-from drift_sdk._kernels.layers.swiglu import swiglu
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.decode import Rows
 from drift_sdk.execution.forward.draft_kv_cache import DraftKVCache
@@ -160,7 +160,7 @@ class DraftForward:
         else:
             torch.addmm(bias, normed, weight.T, out=gate_up)
         note_library_kernel(gate_up)
-        swiglu(gate_up, activated)
+        glu(gate_up, activated)
         return activated
 
     def _inputs(self, num_rows: int) -> Tensor:

@@ -9,7 +9,10 @@ from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.rope import half_tables
 from drift_sdk.steps import ExecutorLimits
 
-__all__ = ["PagedKVCache"]
+__all__ = ["PagedKVCache", "Rotation"]
+
+Rotation = tuple[Tensor, Tensor] | tuple[None, None]
+"""Cosines and sines of a layer, or (None, None) without rotation."""
 
 
 class PagedKVCache:
@@ -17,13 +20,13 @@ class PagedKVCache:
 
     keys, values: [num_layers, num_blocks, num_kv_heads, block_size, head_dim], uninitialised. They have a
     single block until `allocate` is called, which is enough for steps whose rows are all padding.
-    cos, sin: [max_model_len + 1, head_dim / 2], by position, in the model's dtype, as the eager model
-    computes them.
+    rotations: for each layer, the cosines and sines [max_model_len + 1, rotary_dim / 2] by position, in the
+    model's dtype, as the eager model computes them.
     """
 
     def __init__(self, decoder: Decoder, limits: ExecutorLimits) -> None:
         self._decoder, self._block_size = decoder, limits.block_size
-        self.cos, self.sin = _rotation_tables(decoder, limits.max_model_len + 1)
+        self.rotations = _rotations(decoder, limits.max_model_len + 1)
         self.allocate(1)
 
     def allocate(self, num_blocks: int) -> None:
@@ -34,7 +37,8 @@ class PagedKVCache:
         self.values = torch.empty(shape, dtype=decoder.dtype, device=decoder.device)
 
 
-def _rotation_tables(decoder: Decoder, num_positions: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [num_positions, head_dim / 2]."""
+def _rotations(decoder: Decoder, num_positions: int) -> list[Rotation]:
+    """The tables of each layer. Layers with the same rotation share them."""
     positions = torch.arange(num_positions, dtype=torch.float32, device=decoder.device)
-    return half_tables(decoder.config.ropes[0], positions, decoder.dtype)
+    tables = [half_tables(rope, positions, decoder.dtype) for rope in decoder.config.ropes]
+    return [(None, None) if rope is None else tables[rope] for rope in decoder.config.layer_ropes]

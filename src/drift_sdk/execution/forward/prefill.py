@@ -7,14 +7,14 @@ from torch import Tensor
 
 from drift_sdk._kernels.attention.prefill_attention import prefill_attention, prefill_attention_config
 from drift_sdk._kernels.common.launch_order import note_library_kernel
-from drift_sdk._kernels.layers.embedding import embed_norm
-from drift_sdk._kernels.layers.residual_norm import add_norm
+from drift_sdk._kernels.layers.glu import glu
 from drift_sdk._kernels.layers.rope_store import rotate_and_store
-from drift_sdk._kernels.layers.swiglu import swiglu
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.decode import Rows
 from drift_sdk.execution.forward.model_resources import ModelResources
+from drift_sdk.execution.forward.residual_stream import ResidualStream
 from drift_sdk.execution.forward.step_buffers import HiddenStates, LayerBuffers, take_gate_up
+from drift_sdk.models.weights import LayerWeights
 
 __all__ = ["PrefillForward"]
 
@@ -48,46 +48,57 @@ class PrefillForward:
             return workspace.take(name, (num_rows, num_columns), decoder.dtype)
 
         self._buffers = LayerBuffers.take(workspace, decoder, num_rows)
+        self._stream = ResidualStream(decoder, hidden_states, self._buffers.normed)
         self._qkv = take("prefill_qkv", (config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
         self._gate_up = take_gate_up(workspace, num_rows, 2 * config.intermediate_size, decoder.dtype)
         self._delta = take("prefill_delta", config.hidden_size)
 
     def run(self) -> None:
         """Record the kernels of all layers."""
-        weights, rows, cache = self._decoder.weights, self._rows, self._cache
-        hidden, aux_hidden = self.hidden_states.final, self.hidden_states.by_layer
-        normed, query, activated = self._buffers.normed, self._buffers.query, self._buffers.activated
-        attended = self._buffers.attended.flatten(1)
-        eps = self._decoder.config.rms_norm_eps
-        first_norm = weights.layers[0].input_norm
-        embed_norm(rows.token, rows.slot, weights.embedding, first_norm, hidden, normed, eps=eps)
-        if 0 in aux_hidden:
-            aux_hidden[0].copy_(hidden)
-        norms = [layer.input_norm for layer in weights.layers[1:]] + [weights.final_norm]
-        for index, (layer, next_norm) in enumerate(zip(weights.layers, norms, strict=True)):
-            keys, values = cache.keys[index], cache.values[index]
-            _multiply(normed, layer.qkv, layer.qkv_bias, self._qkv)
-            rotate_and_store(
-                self._qkv,
-                rows.slot,
-                rows.position,
-                self._block_table,
-                cache.cos,
-                cache.sin,
-                query,
-                keys,
-                values,
-                query_norm=layer.query_norm,
-                key_norm=layer.key_norm,
-                eps=eps,
-            )
-            prefill_attention(query, keys, values, self._block_table, self._tiles, attended, self._attention)
+        decoder, rows, stream, buffers = self._decoder, self._rows, self._stream, self._buffers
+        attended = buffers.attended.flatten(1)
+        stream.embed(rows.token, rows.slot)
+        for index, layer in enumerate(decoder.weights.layers):
+            _multiply(buffers.normed, layer.qkv, layer.qkv_bias, self._qkv)
+            self._attend(layer, index)
             _multiply(attended, layer.output, layer.output_bias, self._delta)
-            add_norm(hidden, self._delta, layer.mlp_norm, normed, eps=eps)
-            _multiply(normed, layer.gate_up, layer.gate_up_bias, self._gate_up)
-            swiglu(self._gate_up, activated)
-            _multiply(activated, layer.down, layer.down_bias, self._delta)
-            add_norm(hidden, self._delta, next_norm, normed, eps=eps, aux_hidden=aux_hidden.get(index + 1))
+            stream.add_attention(index, self._delta)
+            _multiply(buffers.normed, layer.gate_up, layer.gate_up_bias, self._gate_up)
+            glu(self._gate_up, buffers.activated, decoder.config.activation)
+            _multiply(buffers.activated, layer.down, layer.down_bias, self._delta)
+            stream.add_mlp(index, self._delta)
+
+    def _attend(self, layer: LayerWeights, index: int) -> None:
+        """Store keys and values, and fill `attended`."""
+        rows, cache, buffers, config = self._rows, self._cache, self._buffers, self._decoder.config
+        keys, values = cache.keys[index], cache.values[index]
+        cos, sin = cache.rotations[index]
+        rotate_and_store(
+            self._qkv,
+            rows.slot,
+            rows.position,
+            self._block_table,
+            cos,
+            sin,
+            buffers.query,
+            keys,
+            values,
+            query_norm=layer.query_norm,
+            key_norm=layer.key_norm,
+            eps=config.rms_norm_eps,
+            is_offset=config.has_offset_norms,
+        )
+        prefill_attention(
+            buffers.query,
+            keys,
+            values,
+            self._block_table,
+            self._tiles,
+            buffers.attended.flatten(1),
+            self._attention,
+            window=config.windows[index] or 0,
+            scale=config.attention_scale,
+        )
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:

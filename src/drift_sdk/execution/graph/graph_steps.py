@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from drift_sdk._kernels.commit.simulated_commit import SimulatedRounds
-from drift_sdk._kernels.layers.embedding import embed_norm
 from drift_sdk._kernels.sampling.sample_buffers import SampleBuffers
 from drift_sdk._kernels.sampling.token_counts import count_tokens
 from drift_sdk._kernels.slots.gather_rows import gather_rows
@@ -16,6 +15,7 @@ from drift_sdk.execution.forward.attention_groups import AttentionGroups
 from drift_sdk.execution.forward.decode import DecodeForward, Rows, attention_groups
 from drift_sdk.execution.forward.model_resources import ModelResources
 from drift_sdk.execution.forward.prefill import PrefillForward
+from drift_sdk.execution.forward.residual_stream import ResidualStream
 from drift_sdk.execution.forward.step_buffers import HiddenStates, LayerBuffers
 from drift_sdk.execution.graph.buckets import EXACT_TILE_ROWS, GraphBuckets
 from drift_sdk.execution.resources import DeviceResources
@@ -172,15 +172,14 @@ class GraphSteps:
         payload = resources.payload
         rows = Rows.take(resources.workspace, num_slots)
         slots, sources = payload.words[: 2 * num_slots].view(2, num_slots)
-        prefill_hidden, hidden = self.prefill_hidden.final, self._round_hidden.first(num_slots).final
         normed = LayerBuffers.take(resources.workspace, decoder, num_slots).normed
+        stream = ResidualStream(decoder, self._round_hidden.first(num_slots), normed)
         sample_commit = self._sample_commit(rows, 1)
-        final_norm, eps = decoder.weights.final_norm, decoder.config.rms_norm_eps
 
         def step() -> None:
             payload.enter(2 * num_slots)
             gather_rows(slots, sources, resources.table.state, rows.slot, rows.token, rows.position)
-            embed_norm(sources, rows.slot, prefill_hidden, final_norm, hidden, normed, eps=eps)
+            stream.gather(self.prefill_hidden.final, sources, rows.slot)
             sample_commit.run(normed)
 
         return step

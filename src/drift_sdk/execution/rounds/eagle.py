@@ -216,8 +216,9 @@ class EagleRounds:
         shape = (num_rows, width * max(len(self.aux_layers), 1))
         features = self._workspace.take("draft_features", shape, draft.dtype)
         if weights.fc is None:
-            final_norm, target_eps = self._target.weights.final_norm, self._target.config.rms_norm_eps
-            add_norm(hidden, None, final_norm, features, eps=target_eps)
+            final_norm, config = self._target.weights.final_norm, self._target.config
+            is_offset = config.has_offset_norms
+            add_norm(hidden, None, final_norm, features, eps=config.rms_norm_eps, is_offset=is_offset)
             return features
 
         if weights.feature_norms:

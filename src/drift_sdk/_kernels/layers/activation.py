@@ -1,0 +1,42 @@
+"""The function of an MLP's gate, as a part of other kernels.
+
+silu(x) = x * sigmoid(x)
+gelu_tanh(x) = x / 2 * (1 + tanh(u)) = x * sigmoid(2 * u),   u = sqrt(2 / pi) * (x + 0.044715 * x^3)
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["Activation", "activate", "activate_reference"]
+
+Activation = Literal["silu", "gelu_tanh"]
+
+GELU_SCALE = tl.constexpr(1.5957691216057308)
+"""2 * sqrt(2 / pi)."""
+GELU_CUBIC = tl.constexpr(0.044715)
+
+
+@triton.jit
+def activate(
+    x,  # fp32, any shape
+    ACTIVATION: tl.constexpr,
+):
+    """Return the activation of x in fp32."""
+    if ACTIVATION == "gelu_tanh":
+        # At 10 and beyond, the sigmoid is 0 or 1; nothing overflows.
+        bounded = tl.minimum(tl.maximum(x, -10.0), 10.0)
+        twice_u = (bounded + bounded * bounded * bounded * GELU_CUBIC) * GELU_SCALE
+        return x / (1.0 + tl.exp(-twice_u))
+    else:
+        return x / (1.0 + tl.exp(-x))
+
+
+def activate_reference(x: Tensor, activation: Activation) -> Tensor:
+    """Return the activation of x, rounded to its type."""
+    return F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh")
