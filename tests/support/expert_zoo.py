@@ -56,7 +56,7 @@ EXPERT_MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
             "intermediate_size": 20,
             "num_local_experts": 5,
             "num_experts_per_tok": 1,
-            "sliding_window": 1,
+            "sliding_window": 2,
             "num_hidden_layers": 4,
             "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"],
             "rope_parameters": YARN | {"attention_factor": 1.25},
