@@ -36,12 +36,16 @@ SETTINGS = (
     *("head_dim", "hidden_act", "attention_bias", "mlp_bias", "tie_word_embeddings", "quantization_config"),
     *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", *ROPE, "type", "factors"),
     *("layer_types", "sliding_window", "use_sliding_window", "max_window_layers"),
+    *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "mlp_only_layers"),
+    *("decoder_sparse_step", "norm_topk_prob", "swiglu_limit", "beta_fast", "beta_slow", "truncate"),
+    *("attention_factor", "mscale", "mscale_all_dim"),
     *("eagle_config", "transformer_layer_config", "speculators_config", "algorithm", "norm_before_fc"),
     *("eagle_aux_hidden_state_layer_ids", "num_aux_hidden_states", "use_aux_hidden_state", "fc_norm"),
     *("target_hidden_size", "truncated_vocab_size", "norm_output", "bias", "parallel_draft_step"),
 )
 LIKELY = (
     *("llama", "qwen2", "qwen3", "silu", "full_attention", "linear", "default", "factors", "eagle3"),
+    *("qwen3_moe", "mixtral", "gpt_oss", "mxfp4", "yarn"),
     *("LlamaForCausalLM", "Qwen3ForCausalLM", 1, 2, 4, 16, 64, 1.0, 2**24, 2**31, 2**63, 10**4000, 0.5),
 )
 

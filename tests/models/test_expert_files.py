@@ -266,7 +266,7 @@ def test_settings_of_experts() -> None:
     ("config", "changes", "message"),
     [
         (QWEN3_MOE, {"num_experts_per_tok": 9}, "num_experts_per_tok=9: expected an integer from 1 to 8"),
-        (QWEN3_MOE, {"num_experts": 5000}, "num_experts=5000: expected an integer from 1 to 4096"),
+        (QWEN3_MOE, {"num_experts": 5000}, "num_experts=5000: expected an integer from 1 to 1024"),
         (QWEN3_MOE, {"mlp_only_layers": ["x"]}, r"mlp_only_layers=\['x'\]: expected numbers of layers"),
         (QWEN3_MOE, {"decoder_sparse_step": 0}, "decoder_sparse_step=0: expected an integer from 1"),
         (QWEN3_MOE, {"quantization_config": {"quant_method": "mxfp4"}}, "quant_method='mxfp4' is not impl"),

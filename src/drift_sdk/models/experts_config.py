@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 EXPERT_FAMILIES = ("gpt_oss", "mixtral", "qwen3_moe")
-MAX_EXPERTS = 4096
+MAX_EXPERTS = 1024
 GATE_NUMBERS = (1e-3, 1e6)
 
 ExpertStorage = Literal["qwen3_moe", "mixtral", "transposed", "mxfp4"]
