@@ -9,7 +9,7 @@ import torch
 
 from drift_sdk._kernels.layers.embedding import embed_norm, embed_norm_reference
 from drift_sdk._kernels.layers.residual_norm import add_norm, add_norm_reference
-from drift_sdk._kernels.layers.rms_norm import rms_norm_reference
+from drift_sdk._kernels.layers.rms_norm import NormKind, rms_norm_reference
 from drift_sdk.models.decoder import offset_rms_norm, rms_norm
 
 pytestmark = pytest.mark.kernel
@@ -73,15 +73,15 @@ def test_the_reference_equals_the_decoder(dtype: torch.dtype, device: str) -> No
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_rows", "size"), SHAPES)
 @pytest.mark.parametrize(
-    ("has_norm", "multiplier", "is_offset", "num_slices"),
-    [(True, 1.0, True, 3), (True, 0.3, False, 1), (False, 0.22, False, 2)],
+    ("has_norm", "multiplier", "norm_kind", "num_slices"),
+    [(True, 1.0, "offset", 3), (True, 0.3, "rounded", 1), (False, 0.22, "wide", 2)],
 )
 def test_changed_deltas_are_near_the_reference(
     num_rows: int,
     size: int,
     has_norm: bool,
     multiplier: float,
-    is_offset: bool,
+    norm_kind: NormKind,
     num_slices: int,
     dtype: torch.dtype,
     device: str,
@@ -93,7 +93,7 @@ def test_changed_deltas_are_near_the_reference(
         "bias": bias,
         "delta_norm": norm if has_norm else None,
         "delta_multiplier": multiplier,
-        "is_offset": is_offset,
+        "norm_kind": norm_kind,
     }
     expected_hidden, expected = add_norm_reference(hidden, delta, weight, eps=EPS, **change)
     normed = poisoned(num_rows, size, dtype=dtype, device=device)
@@ -101,7 +101,7 @@ def test_changed_deltas_are_near_the_reference(
     # A normalised delta may be rounded to a neighbour, and its sum with the stream may be small.
     tolerance = torch.finfo(dtype).eps * (16 if dtype == torch.float32 else 4)
     torch.testing.assert_close(hidden, expected_hidden, rtol=tolerance, atol=4 * tolerance)
-    expected = rms_norm_reference(hidden, weight, EPS, is_offset=is_offset)
+    expected = rms_norm_reference(hidden, weight, EPS, norm_kind=norm_kind)
     assert_normed(normed, expected)
 
 
@@ -118,18 +118,21 @@ def test_multiplier_of_the_normed_rows_is_applied_once(device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_offset_norms_are_rounded_once(dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize("norm_kind", ["wide", "offset"])
+def test_other_norms_are_rounded_once(norm_kind: NormKind, dtype: torch.dtype, device: str) -> None:
     hidden = random(17, 576, dtype=dtype, device=device, seed=1)
     weight = random(576, dtype=dtype, device=device, seed=3)
-    _, expected = add_norm_reference(hidden, None, weight, eps=EPS, is_offset=True)
-    assert torch.equal(expected, offset_rms_norm(hidden, weight, EPS))
+    _, expected = add_norm_reference(hidden, None, weight, eps=EPS, norm_kind=norm_kind)
+    if norm_kind == "offset":
+        assert torch.equal(expected, offset_rms_norm(hidden, weight, EPS))
     normed = torch.zeros_like(hidden)
-    add_norm(hidden, None, weight, normed, eps=EPS, is_offset=True)
+    add_norm(hidden, None, weight, normed, eps=EPS, norm_kind=norm_kind)
     exact = hidden.double() / (hidden.double().square().mean(-1, keepdim=True) + EPS).sqrt()
-    exact *= 1 + weight.double()
+    exact *= weight.double() + (norm_kind == "offset")
     # One rounding: half an eps, and something for the sum of squares.
     tolerance = torch.finfo(dtype).eps * (16 if dtype == torch.float32 else 0.51)
-    torch.testing.assert_close(normed.double(), exact, rtol=tolerance, atol=1e-6)
+    for found in (normed, expected):
+        torch.testing.assert_close(found.double(), exact, rtol=tolerance, atol=1e-6)
 
 
 def test_normalised_values_are_rounded_before_the_weight(device: str) -> None:
@@ -191,7 +194,7 @@ def test_bits_of_a_row_do_not_depend_on_other_rows(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_rows", "size"), SHAPES)
-@pytest.mark.parametrize("change", [{}, {"multiplier": 7.3, "is_offset": True}], ids=["plain", "changed"])
+@pytest.mark.parametrize("change", [{}, {"multiplier": 7.3, "norm_kind": "offset"}], ids=["plain", "changed"])
 def test_embed_norm_is_near_the_reference(
     num_rows: int, size: int, change: dict[str, Any], dtype: torch.dtype, device: str
 ) -> None:

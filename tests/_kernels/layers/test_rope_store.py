@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from drift_sdk._kernels.layers.rms_norm import NormKind
 from drift_sdk._kernels.layers.rope_store import rotate_and_store, rotate_and_store_reference
 from drift_sdk.models.decoder import offset_rms_norm, rms_norm
 from drift_sdk.models.rope import Rope, half_tables, rotary_tables, rotate
@@ -31,7 +32,7 @@ class Step:
         num_slices: int = 0,
         has_bias: bool = False,
         has_norms: bool = False,
-        is_offset: bool = False,
+        norm_kind: NormKind = "rounded",
         rotary_dim: int | None = None,
     ) -> None:
         """rotary_dim: elements of a head that are rotated; 0: no tables; None: all."""
@@ -68,7 +69,7 @@ class Step:
         self.options: dict[str, Any] = {
             "bias": random(width) if has_bias else None,
             "eps": EPS,
-            "is_offset": is_offset,
+            "norm_kind": norm_kind,
         }
         if has_norms:
             self.options |= {"query_norm": random(head_dim), "key_norm": random(head_dim)}
@@ -140,19 +141,25 @@ def test_parts_of_heads_are_rotated_as_in_the_reference(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("has_norms", "is_offset", "rotary_dim"),
-    [(False, False, 64), (True, False, 64), (True, True, 64), (False, False, 48), (True, False, 0)],
+    ("has_norms", "norm_kind", "rotary_dim"),
+    [
+        (False, "rounded", 64),
+        (True, "rounded", 64),
+        (True, "offset", 64),
+        (False, "rounded", 48),
+        (True, "rounded", 0),
+    ],
 )
 def test_the_reference_equals_the_decoder(
-    has_norms: bool, is_offset: bool, rotary_dim: int, dtype: torch.dtype, device: str
+    has_norms: bool, norm_kind: NormKind, rotary_dim: int, dtype: torch.dtype, device: str
 ) -> None:
     shape = (17, 8, 2, 64, 16)
-    step = Step(shape, dtype, device, has_norms=has_norms, is_offset=is_offset, rotary_dim=rotary_dim)
+    step = Step(shape, dtype, device, has_norms=has_norms, norm_kind=norm_kind, rotary_dim=rotary_dim)
     live = step.row_slot >= 0
     heads = step.qkv[live].view(-1, 12, 64)
     query, key, value = heads[:, :8], heads[:, 8:10], heads[:, 10:]
     if has_norms:
-        norm = offset_rms_norm if is_offset else rms_norm
+        norm = offset_rms_norm if norm_kind == "offset" else rms_norm
         query = norm(query, step.options["query_norm"], EPS)
         key = norm(key, step.options["key_norm"], EPS)
 

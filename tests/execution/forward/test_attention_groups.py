@@ -14,6 +14,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_SIZE = 1, 2, 16, 16
 LENGTHS = (70, 1, 150, 33, 9)
 MAX_NUM_KEYS = 160
+WINDOWS = (0, 40)
 BYTES_PER_SEQUENCE = NUM_KV_HEADS * 2 * 2 * GROUP * (HEAD_DIM + 2) * 4  # two partitions, two rows
 
 
@@ -21,7 +22,13 @@ def groups(workspace: Workspace, max_scratch_bytes: int | None, num_rows: int = 
     return AttentionGroups(
         workspace,
         DEVICE,
-        AttentionShape(num_kv_heads=NUM_KV_HEADS, group=GROUP, head_dim=HEAD_DIM, max_num_keys=MAX_NUM_KEYS),
+        AttentionShape(
+            num_kv_heads=NUM_KV_HEADS,
+            group=GROUP,
+            head_dim=HEAD_DIM,
+            max_num_keys=MAX_NUM_KEYS,
+            windows=WINDOWS,
+        ),
         num_sequences=len(LENGTHS),
         num_rows=num_rows,
         max_scratch_bytes=max_scratch_bytes,
@@ -38,18 +45,22 @@ def test_bits_do_not_depend_on_groups() -> None:
     last = [position for length in LENGTHS for position in (max(length - 2, 0), length - 1)]
     row_position = torch.tensor(last, dtype=torch.int32, device=DEVICE)
     query = torch.randn(len(row_slot), NUM_KV_HEADS * GROUP, HEAD_DIM, generator=generator).to(DEVICE)
-    found = []
+    sinks = torch.randn(NUM_KV_HEADS * GROUP, generator=generator).to(DEVICE)
+    tables, change = (block_table, row_slot, row_position), {"scale": 0.3, "sinks": sinks}
+    found: dict[int, list[torch.Tensor]] = {window: [] for window in WINDOWS}
     for group_size in (5, 2, 1):
         attention = groups(Workspace(DEVICE), group_size * BYTES_PER_SEQUENCE)
         assert attention.group_size == group_size
         attention.plan(row_slot, row_position, 2)
-        out = torch.full_like(query, torch.nan)
-        attention.attend(query, keys, values, block_table, row_slot, row_position, out, 2)
-        found.append(out)
+        for window in WINDOWS:
+            out = torch.full_like(query, torch.nan)
+            attention.attend(query, keys, values, *tables, out, 2, window=window, **change)
+            found[window].append(out)
 
-    expected = paged_attention_reference(query, keys, values, block_table, row_slot, row_position)
-    torch.testing.assert_close(found[0].double(), expected, rtol=0, atol=2e-5)
-    assert all(torch.equal(out, found[0]) for out in found)
+    for window, outputs in found.items():
+        expected = paged_attention_reference(query, keys, values, *tables, window=window, **change)
+        torch.testing.assert_close(outputs[0].double(), expected, rtol=0, atol=2e-5)
+        assert all(torch.equal(out, outputs[0]) for out in outputs)
     with pytest.raises(ValueError, match="6 sequences: expected at most 5"):
         attention.plan(row_slot[:6], row_position[:6], 1)
 
@@ -58,8 +69,9 @@ def test_partial_sums_share_bounded_memory() -> None:
     workspace = Workspace(DEVICE)
     first = groups(workspace, 3 * BYTES_PER_SEQUENCE, num_rows=2)
     second = groups(workspace, 3 * BYTES_PER_SEQUENCE, num_rows=1)
-    sums = [one.scratches[0].sums for one in (first, second)]
-    assert sums[0].data_ptr() == sums[1].data_ptr() == first.scratches[-1].sums.data_ptr()
+    scratches = [scratch for one in (first, second) for each in one.scratches.values() for scratch in each]
+    assert len(scratches) == (2 + 1) * len(WINDOWS)  # two groups and one
+    assert len({scratch.sums.data_ptr() for scratch in scratches}) == 1
     num_bytes = sum(buffer.numel() for buffer in workspace._buffers.values())
     assert num_bytes <= 3 * BYTES_PER_SEQUENCE
     assert groups(workspace, 1).group_size == 1  # a group has at least one sequence, whatever the bound

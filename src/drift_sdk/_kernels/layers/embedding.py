@@ -19,7 +19,7 @@ from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_rows, check_tensor, check_tensors
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
-from drift_sdk._kernels.layers.rms_norm import inverse_rms, norm_warps, rms_norm_reference, weigh
+from drift_sdk._kernels.layers.rms_norm import NormKind, inverse_rms, norm_warps, rms_norm_reference, weigh
 
 __all__ = ["embed_norm", "embed_norm_reference"]
 
@@ -39,7 +39,7 @@ def _embed_norm(
     PADDED_SIZE: tl.constexpr,  # SIZE, rounded up to a power of two
     MULTIPLIER: tl.constexpr,
     NORMED_MULTIPLIER: tl.constexpr,
-    IS_OFFSET: tl.constexpr,  # whether the norm multiplies by 1 + weight
+    NORM_KIND: tl.constexpr,  # see rms_norm.py
     PDL: tl.constexpr,
 ):
     """Program (row): one row."""
@@ -62,7 +62,7 @@ def _embed_norm(
         scaled *= NORMED_MULTIPLIER
     # With eps 0 a row of zeros has no norm.
     scaled = tl.where(is_live, scaled, 0.0)
-    tl.store(normed_ptr + row * normed_stride + column, weigh(scaled, weight, IS_OFFSET), mask=column_mask)
+    tl.store(normed_ptr + row * normed_stride + column, weigh(scaled, weight, NORM_KIND), mask=column_mask)
 
 
 def embed_norm(
@@ -76,7 +76,7 @@ def embed_norm(
     eps: float,
     multiplier: float = 1.0,
     normed_multiplier: float = 1.0,
-    is_offset: bool = False,
+    norm_kind: NormKind = "rounded",
 ) -> None:
     """hidden = embedding[row_token] * multiplier, normed = rms_norm(hidden) * normed_multiplier * weight.
 
@@ -106,7 +106,7 @@ def embed_norm(
         PADDED_SIZE=triton.next_power_of_2(size),
         MULTIPLIER=multiplier,
         NORMED_MULTIPLIER=normed_multiplier,
-        IS_OFFSET=is_offset,
+        NORM_KIND=norm_kind,
         PDL=uses_pdl(),
         num_warps=norm_warps(size),
         **launch_options(),
@@ -121,10 +121,10 @@ def embed_norm_reference(
     *,
     eps: float,
     multiplier: float = 1.0,
-    is_offset: bool = False,
+    norm_kind: NormKind = "rounded",
 ) -> tuple[Tensor, Tensor]:
     """Return (hidden, normed) as `embed_norm` writes them, in new tensors."""
     is_live = ((row_token >= 0) & (row_slot >= 0))[:, None]
     hidden = torch.where(is_live, embedding[row_token.clamp(min=0).to(torch.int64)], 0) * multiplier
-    normed = rms_norm_reference(hidden, weight, eps, is_offset=is_offset)
+    normed = rms_norm_reference(hidden, weight, eps, norm_kind=norm_kind)
     return hidden, torch.where(is_live, normed, 0)

@@ -34,7 +34,7 @@ from drift_sdk._kernels.common.arguments import (
     check_tensors,
 )
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
-from drift_sdk._kernels.layers.rms_norm import inverse_rms, norm_warps, rms_norm_reference, weigh
+from drift_sdk._kernels.layers.rms_norm import NormKind, inverse_rms, norm_warps, rms_norm_reference, weigh
 
 __all__ = ["add_norm", "add_norm_reference"]
 
@@ -59,7 +59,7 @@ def _add_norm(
     NUM_SLICES: tl.constexpr,  # 0: no delta
     DELTA_MULTIPLIER: tl.constexpr,
     NORMED_MULTIPLIER: tl.constexpr,
-    IS_OFFSET: tl.constexpr,  # whether norms multiply by 1 + weight
+    NORM_KIND: tl.constexpr,  # see rms_norm.py
     PDL: tl.constexpr,
 ):
     """Program (row): one row."""
@@ -92,7 +92,7 @@ def _add_norm(
         total = total.to(x.dtype).to(tl.float32)
         if delta_norm_ptr is not None:
             total *= inverse_rms(tl.sum(total * total, axis=0), SIZE, eps)
-            total = weigh(total, delta_weight, IS_OFFSET).to(tl.float32)
+            total = weigh(total, delta_weight, NORM_KIND).to(tl.float32)
         if DELTA_MULTIPLIER != 1.0:
             total = (total * DELTA_MULTIPLIER).to(x.dtype).to(tl.float32)
         x = (x.to(tl.float32) + total).to(x.dtype)
@@ -105,7 +105,7 @@ def _add_norm(
     scaled = wide * inverse_rms(tl.sum(wide * wide, axis=0), SIZE, eps)
     if NORMED_MULTIPLIER != 1.0:
         scaled *= NORMED_MULTIPLIER
-    tl.store(normed_ptr + row * normed_stride + column, weigh(scaled, weight, IS_OFFSET), mask=column_mask)
+    tl.store(normed_ptr + row * normed_stride + column, weigh(scaled, weight, NORM_KIND), mask=column_mask)
 
 
 def add_norm(
@@ -120,7 +120,7 @@ def add_norm(
     delta_norm: Tensor | None = None,
     delta_multiplier: float = 1.0,
     normed_multiplier: float = 1.0,
-    is_offset: bool = False,
+    norm_kind: NormKind = "rounded",
 ) -> None:
     """hidden += delta in place, then normed = rms_norm(hidden) * normed_multiplier * weight.
 
@@ -130,7 +130,7 @@ def add_norm(
     Beside a delta, which a product made right before, hidden must be older than that product.
     delta_norm [H] in the storage type, if given: delta is normalised, and weighed by it, before it is added.
     delta_multiplier: delta is multiplied by it, after its norm.
-    normed_multiplier: applied before the first rounding of `normed`. is_offset: norms multiply by 1 + weight.
+    normed_multiplier: applied before the first rounding of `normed`. norm_kind: see rms_norm.py.
     aux_hidden: [R, H] in the storage type, if given, takes a copy of the updated hidden.
     Rows of all but weights and bias may have any stride. Raises ValueError for another shape, type or layout.
     """
@@ -170,7 +170,7 @@ def add_norm(
         NUM_SLICES=slices.num_slices,
         DELTA_MULTIPLIER=delta_multiplier,
         NORMED_MULTIPLIER=normed_multiplier,
-        IS_OFFSET=is_offset,
+        NORM_KIND=norm_kind,
         PDL=uses_pdl(),
         num_warps=norm_warps(size),
         **launch_options(),
@@ -186,7 +186,7 @@ def add_norm_reference(
     bias: Tensor | None = None,
     delta_norm: Tensor | None = None,
     delta_multiplier: float = 1.0,
-    is_offset: bool = False,
+    norm_kind: NormKind = "rounded",
 ) -> tuple[Tensor, Tensor]:
     """Return (hidden, normed) as `add_norm` writes them, in new tensors."""
     if delta is not None:
@@ -196,11 +196,11 @@ def add_norm_reference(
 
         total = total.to(hidden.dtype)
         if delta_norm is not None:
-            total = rms_norm_reference(total, delta_norm, eps, is_offset=is_offset)
+            total = rms_norm_reference(total, delta_norm, eps, norm_kind=norm_kind)
 
         hidden = hidden + total * delta_multiplier
 
-    return hidden, rms_norm_reference(hidden, weight, eps, is_offset=is_offset)
+    return hidden, rms_norm_reference(hidden, weight, eps, norm_kind=norm_kind)
 
 
 def _sum_in_order(partials: Tensor) -> Tensor:

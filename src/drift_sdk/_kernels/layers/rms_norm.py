@@ -2,12 +2,19 @@
 
     rms_norm(x) = x / sqrt(mean(x^2) + eps) * weight
 
-Two roundings to the storage type: of the normalised value, then of its product with the weight. Offset norms
-(Gemma's) multiply by 1 + weight in float32, and round once. The sum of
-squares is float32, in an order that depends on the size and on the number of warps (see `norm_warps`).
+Kinds of norms differ in the product with the weight:
+
+- rounded: the normalised value is rounded to the storage type, and its product with the weight again
+- wide: the product with the weight is float32, and rounded once
+- offset: as wide, with 1 + weight in place of the weight (Gemma)
+
+The sum of squares is float32, in an order that depends on the size and on the number of warps (see
+`norm_warps`).
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["inverse_rms", "norm_warps", "rms_norm_reference", "weigh"]
+__all__ = ["NormKind", "inverse_rms", "norm_warps", "rms_norm_reference", "weigh"]
+
+NormKind = Literal["rounded", "wide", "offset"]
 
 
 @triton.jit
@@ -32,15 +41,16 @@ def inverse_rms(
 def weigh(
     normed,  # fp32, any shape
     weight,  # storage type, the same shape
-    IS_OFFSET: tl.constexpr = False,
+    NORM_KIND: tl.constexpr = "rounded",
 ):
-    """Return normed times weight in the storage type, rounded to it before and after the product; with
-    IS_OFFSET, normed times 1 + weight, rounded once."""
-    if IS_OFFSET:
+    """Return normed times weight in the storage type, as the kind of norm says."""
+    if NORM_KIND == "offset":
         return (normed * (1.0 + weight.to(tl.float32))).to(weight.dtype)
-
-    rounded = normed.to(weight.dtype).to(tl.float32)
-    return (rounded * weight.to(tl.float32)).to(weight.dtype)
+    elif NORM_KIND == "wide":
+        return (normed * weight.to(tl.float32)).to(weight.dtype)
+    else:
+        rounded = normed.to(weight.dtype).to(tl.float32)
+        return (rounded * weight.to(tl.float32)).to(weight.dtype)
 
 
 def norm_warps(size: int) -> int:
@@ -53,11 +63,11 @@ def norm_warps(size: int) -> int:
     return min(max(int(triton.next_power_of_2(size)) // 256, 1), 16)
 
 
-def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, *, is_offset: bool = False) -> Tensor:
-    """Return x [..., H] over its root mean square, rounded to x's type, times weight [H]; with is_offset,
-    times 1 + weight before it is rounded."""
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, *, norm_kind: NormKind = "rounded") -> Tensor:
+    """Return x [..., H] over its root mean square times weight [H], in x's type."""
     normed = F.rms_norm(x.to(torch.float32), (x.shape[-1],), eps=eps)
-    if is_offset:
-        return (normed * (1.0 + weight.to(torch.float32))).to(x.dtype)
+    if norm_kind == "rounded":
+        return weight * normed.to(x.dtype)
 
-    return weight * normed.to(x.dtype)
+    wide = weight.to(torch.float32)
+    return (normed * (1.0 + wide if norm_kind == "offset" else wide)).to(x.dtype)

@@ -38,7 +38,7 @@ from drift_sdk._kernels.common.arguments import (
     check_tensors,
 )
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
-from drift_sdk._kernels.layers.rms_norm import inverse_rms, rms_norm_reference, weigh
+from drift_sdk._kernels.layers.rms_norm import NormKind, inverse_rms, rms_norm_reference, weigh
 
 __all__ = ["rotate_and_store", "rotate_and_store_reference"]
 
@@ -111,7 +111,7 @@ def _rotate_and_store(
     PADDED_HALF: tl.constexpr,  # HALF, rounded up to a power of two
     PADDED_REST: tl.constexpr,  # HEAD_DIM - 2 * HALF, rounded up likewise; 0: all are rotated
     NUM_SLICES: tl.constexpr,
-    IS_OFFSET: tl.constexpr,  # whether norms multiply by 1 + weight
+    NORM_KIND: tl.constexpr,  # see rms_norm.py
     PDL: tl.constexpr,
 ):
     """Program (row, tile): the first tiles are of query heads, then of keys, then of values."""
@@ -166,15 +166,15 @@ def _rotate_and_store(
             norm_ptrs = tl.where(is_query, query_norm_ptr, key_norm_ptr) + dim
             scaled_low = low * scale
             low_norm = tl.load(norm_ptrs, mask=dim < HALF, other=0.0)[None, :]
-            low = weigh(scaled_low, low_norm, IS_OFFSET).to(tl.float32)
+            low = weigh(scaled_low, low_norm, NORM_KIND).to(tl.float32)
             scaled_high = high * scale
             high_norm = tl.load(norm_ptrs + HALF, mask=dim < HALF, other=0.0)[None, :]
-            high = weigh(scaled_high, high_norm, IS_OFFSET).to(tl.float32)
+            high = weigh(scaled_high, high_norm, NORM_KIND).to(tl.float32)
 
             if PADDED_REST > 0:
                 rest_norm_ptrs = tl.where(is_query, query_norm_ptr, key_norm_ptr) + 2 * HALF + rest_dim
                 rest_norm = tl.load(rest_norm_ptrs, mask=is_rest, other=0.0)[None, :]
-                rest = weigh(rest * scale, rest_norm, IS_OFFSET).to(tl.float32)
+                rest = weigh(rest * scale, rest_norm, NORM_KIND).to(tl.float32)
 
         if cos_ptr is not None:
             stored_low = _rotate(low, cosines, high, -sines, DTYPE)
@@ -217,7 +217,7 @@ def rotate_and_store(
     query_norm: Tensor | None = None,
     key_norm: Tensor | None = None,
     eps: float = 0.0,
-    is_offset: bool = False,
+    norm_kind: NormKind = "rounded",
 ) -> None:
     """Rotated queries to query_out; rotated keys, and values, to the cache.
 
@@ -231,7 +231,7 @@ def rotate_and_store(
     elements of each head are rotated. Both None: nothing is rotated.
     query_out: [R, num_heads, head_dim]. keys, values: [num_blocks, num_kv_heads, block_size, head_dim].
     query_norm, key_norm: [head_dim], both or neither, with eps: heads are normalised before the rotation.
-    is_offset: the norms multiply by 1 + weight.
+    norm_kind: of both, see rms_norm.py.
     Raises ValueError for another shape, type or layout.
     """
     slices = _check_rotate_and_store(
@@ -283,7 +283,7 @@ def rotate_and_store(
         PADDED_HALF=padded_half,
         PADDED_REST=padded_rest,
         NUM_SLICES=slices.num_slices,
-        IS_OFFSET=is_offset,
+        NORM_KIND=norm_kind,
         PDL=uses_pdl(),
         num_warps=NUM_WARPS,
         # A fused multiply-add would leave out the rounding of a product.
@@ -353,7 +353,7 @@ def rotate_and_store_reference(
     query_norm: Tensor | None = None,
     key_norm: Tensor | None = None,
     eps: float = 0.0,
-    is_offset: bool = False,
+    norm_kind: NormKind = "rounded",
 ) -> None:
     """Write what `rotate_and_store` writes, row by row."""
     num_rows, num_heads, head_dim = query_out.shape
@@ -371,8 +371,8 @@ def rotate_and_store_reference(
     heads = qkv.to(query_out.dtype).view(num_rows, -1, head_dim)
     query, key, value = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
     if query_norm is not None and key_norm is not None:
-        query = rms_norm_reference(query, query_norm, eps, is_offset=is_offset)
-        key = rms_norm_reference(key, key_norm, eps, is_offset=is_offset)
+        query = rms_norm_reference(query, query_norm, eps, norm_kind=norm_kind)
+        key = rms_norm_reference(key, key_norm, eps, norm_kind=norm_kind)
 
     query_out.zero_()
     for row in range(num_rows):

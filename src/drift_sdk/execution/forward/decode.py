@@ -13,7 +13,7 @@ from drift_sdk._kernels.layers.rope_store import rotate_and_store
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.attention_groups import AttentionGroups, AttentionShape
 from drift_sdk.execution.forward.model_resources import ModelResources
-from drift_sdk.execution.forward.residual_stream import ResidualStream
+from drift_sdk.execution.forward.residual_stream import ResidualStream, norm_kind
 from drift_sdk.execution.forward.step_buffers import HiddenStates, LayerBuffers, take_gate_up, take_partials
 from drift_sdk.models.weights import LayerWeights
 
@@ -114,7 +114,7 @@ class DecodeForward:
             query_norm=layer.query_norm,
             key_norm=layer.key_norm,
             eps=config.rms_norm_eps,
-            is_offset=config.has_offset_norms,
+            norm_kind=norm_kind(config),
         )
         self._attention.attend(
             buffers.query,

@@ -12,7 +12,7 @@ from drift_sdk._kernels.layers.rope_store import rotate_and_store
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.decode import Rows
 from drift_sdk.execution.forward.model_resources import ModelResources
-from drift_sdk.execution.forward.residual_stream import ResidualStream
+from drift_sdk.execution.forward.residual_stream import ResidualStream, norm_kind
 from drift_sdk.execution.forward.step_buffers import HiddenStates, LayerBuffers, take_gate_up
 from drift_sdk.models.weights import LayerWeights
 
@@ -86,7 +86,7 @@ class PrefillForward:
             query_norm=layer.query_norm,
             key_norm=layer.key_norm,
             eps=config.rms_norm_eps,
-            is_offset=config.has_offset_norms,
+            norm_kind=norm_kind(config),
         )
         prefill_attention(
             buffers.query,

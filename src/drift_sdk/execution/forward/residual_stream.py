@@ -6,10 +6,17 @@ from torch import Tensor
 
 from drift_sdk._kernels.layers.embedding import embed_norm
 from drift_sdk._kernels.layers.residual_norm import add_norm
+from drift_sdk._kernels.layers.rms_norm import NormKind
 from drift_sdk.execution.forward.step_buffers import HiddenStates
 from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.decoder_config import DecoderConfig
 
-__all__ = ["ResidualStream"]
+__all__ = ["ResidualStream", "norm_kind"]
+
+
+def norm_kind(config: DecoderConfig) -> NormKind:
+    """The kind of all norms of a model."""
+    return "offset" if config.has_offset_norms else "rounded"
 
 
 class ResidualStream:
@@ -23,6 +30,7 @@ class ResidualStream:
     def __init__(self, decoder: Decoder, hidden_states: HiddenStates, normed: Tensor) -> None:
         self._weights, self._config = decoder.weights, decoder.config
         self._embedding_multiplier = decoder.embedding_multiplier
+        self._norm_kind = norm_kind(decoder.config)
         self.hidden_states = hidden_states
         self.normed = normed
 
@@ -38,7 +46,7 @@ class ResidualStream:
             self.normed,
             eps=self._config.rms_norm_eps,
             multiplier=self._embedding_multiplier,
-            is_offset=self._config.has_offset_norms,
+            norm_kind=self._norm_kind,
         )
         if 0 in hidden_states.by_layer:
             hidden_states.by_layer[0].copy_(hidden_states.final)
@@ -54,7 +62,7 @@ class ResidualStream:
             self.normed,
             eps=self._config.rms_norm_eps,
             normed_multiplier=1.0 / self._config.logits_divisor,
-            is_offset=self._config.has_offset_norms,
+            norm_kind=self._norm_kind,
         )
 
     def add_attention(self, index: int, output: Tensor, bias: Tensor | None = None) -> None:
@@ -69,7 +77,7 @@ class ResidualStream:
             bias=bias,
             delta_norm=layer.attention_post_norm,
             delta_multiplier=config.residual_multiplier,
-            is_offset=config.has_offset_norms,
+            norm_kind=self._norm_kind,
         )
 
     def add_mlp(self, index: int, output: Tensor, bias: Tensor | None = None) -> None:
@@ -87,5 +95,5 @@ class ResidualStream:
             delta_norm=layers[index].mlp_post_norm,
             delta_multiplier=config.residual_multiplier,
             normed_multiplier=1.0 / config.logits_divisor if is_last else 1.0,
-            is_offset=config.has_offset_norms,
+            norm_kind=self._norm_kind,
         )

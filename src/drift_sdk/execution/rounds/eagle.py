@@ -22,6 +22,7 @@ from drift_sdk.execution.forward.decode import Rows
 from drift_sdk.execution.forward.draft import Attend, DraftForward
 from drift_sdk.execution.forward.draft_kv_cache import DraftKVCache
 from drift_sdk.execution.forward.model_resources import ModelResources
+from drift_sdk.execution.forward.residual_stream import norm_kind
 from drift_sdk.execution.rounds.drafter import RoundSizes
 from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
 from drift_sdk.models.eagle3 import DRAFT_KV_OFFSET, DraftDecoder
@@ -217,8 +218,8 @@ class EagleRounds:
         features = self._workspace.take("draft_features", shape, draft.dtype)
         if weights.fc is None:
             final_norm, config = self._target.weights.final_norm, self._target.config
-            is_offset = config.has_offset_norms
-            add_norm(hidden, None, final_norm, features, eps=config.rms_norm_eps, is_offset=is_offset)
+            kind = norm_kind(config)
+            add_norm(hidden, None, final_norm, features, eps=config.rms_norm_eps, norm_kind=kind)
             return features
 
         if weights.feature_norms:

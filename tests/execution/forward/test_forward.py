@@ -1,0 +1,204 @@
+"""Prefill and decode passes of the target against the eager decoder: streams of all layers, and logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from decoder_parity import inner_terms, poisoned_cache
+from drawn_decoder import drawn_decoder
+from msgspec import structs
+from tolerances import assert_near
+
+from drift_sdk._kernels.attention.prefill_attention import prefill_attention_config
+from drift_sdk._kernels.attention.prefill_tiles import prefill_tiles
+from drift_sdk._kernels.gemm.tuning import TunedTable
+from drift_sdk.execution.device.workspace import Workspace
+from drift_sdk.execution.forward.decode import DecodeForward, Rows, attention_groups
+from drift_sdk.execution.forward.kv_cache import PagedKVCache
+from drift_sdk.execution.forward.model_resources import ModelResources
+from drift_sdk.execution.forward.prefill import PrefillForward
+from drift_sdk.execution.forward.residual_stream import ResidualStream
+from drift_sdk.execution.forward.step_buffers import HiddenStates
+from drift_sdk.models.attention import AttentionBatch, SequenceRows
+from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.steps import ExecutorLimits
+
+pytestmark = pytest.mark.kernel
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BLOCK_SIZE, MAX_MODEL_LEN, EXACT_ROWS = 8, 24, 8
+WINDOW = 6
+# Of two sequences, the rows of each step: prompts in two chunks, then three rows to verify.
+PROMPT_STEPS = (((0, 9), (0, 3)), ((9, 14), (3, 6)))
+VERIFIED = ((14, 17), (6, 9))
+
+Spans = Sequence[tuple[int, int]]
+
+
+def tiny(family: str, **more: object) -> DecoderConfig:
+    config: dict[str, Any] = {
+        "model_type": family,
+        "vocab_size": 40,
+        "hidden_size": 16,
+        "intermediate_size": 20,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+        "rope_theta": 100.0,
+        "tie_word_embeddings": True,
+    }
+    return DecoderConfig.from_hf(config | more)
+
+
+LONG_ROPE = {"type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_factor": [2.0, 3.0, 4.0]}
+GRANITE = {
+    "embedding_multiplier": 6.0,
+    "residual_multiplier": 0.3,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 5.0,
+}
+CONFIGS = {
+    "mistral": tiny("mistral", sliding_window=WINDOW, num_hidden_layers=1),
+    "gemma3": tiny(
+        "gemma3_text", sliding_window=WINDOW, sliding_window_pattern=2, query_pre_attn_scalar=5, vocab_size=50
+    ),
+    "phi3": tiny(
+        "phi3",
+        sliding_window=None,
+        partial_rotary_factor=0.75,
+        rope_scaling=LONG_ROPE,
+        original_max_position_embeddings=16,
+        num_hidden_layers=1,
+    ),
+    "smollm3": tiny("smollm3", no_rope_layers=[1, 0], use_sliding_window=True, sliding_window=WINDOW),
+    "granite": tiny("granite", num_hidden_layers=1, attention_bias=True, mlp_bias=True, **GRANITE),
+}
+GEMMA = CONFIGS["gemma3"]
+# All options at once, with a window in the first layer and no rotation in the second.
+CONFIGS["all"] = structs.replace(
+    GEMMA,
+    layer_ropes=(0, None),
+    ropes=tuple(structs.replace(rope, rotary_dim=4) for rope in GEMMA.ropes),
+    has_qkv_bias=True,
+    has_mlp_bias=True,
+    residual_multiplier=0.7,
+    logits_divisor=3.0,
+)
+
+
+class Passes:
+    """The same steps of two sequences in kernels and in the eager decoder."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        self.decoder, self.eager = (drawn_decoder(config, device, seed=5) for device in (DEVICE, "cpu"))
+        blocks_each = MAX_MODEL_LEN // BLOCK_SIZE + 1
+        limits = ExecutorLimits(
+            vocab_size=config.vocab_size,
+            max_num_seqs=2,
+            max_model_len=MAX_MODEL_LEN,
+            num_blocks=2 * blocks_each,
+            block_size=BLOCK_SIZE,
+        )
+        generator = torch.Generator().manual_seed(7)
+        self.blocks = torch.randperm(2 * blocks_each, generator=generator).view(2, blocks_each)
+        self.tokens = torch.randint(config.vocab_size, (2, MAX_MODEL_LEN), generator=generator)
+        cache = PagedKVCache(self.decoder, limits)
+        cache.allocate(limits.num_blocks)
+        self.model = ModelResources(decoder=self.decoder, cache=cache, tuned=TunedTable(), limits=limits)
+        self.block_table = self.blocks.int().to(DEVICE)
+        self.workspace = Workspace(torch.device(DEVICE))
+        self.eager_cache = poisoned_cache(config)
+        self.aux_layers = range(config.num_layers + 1)
+
+    def compare(self, spans: Spans, rows_each: int | None) -> None:
+        """A step of rows first ... end - 1 of each sequence, `rows_each` of them together, or in prefill."""
+        rows, is_live, tiles = self._rows(spans, rows_each)
+        num_rows = len(rows.slot)
+        found = HiddenStates.take(self.workspace, "step", self.decoder, num_rows, self.aux_layers)
+        if rows_each is None:
+            PrefillForward(self.model, rows, tiles, self.block_table, self.workspace, found).run()
+        else:
+            attention = attention_groups(
+                self.model, self.workspace, num_sequences=num_rows // rows_each, num_rows=rows_each
+            )
+            forward = DecodeForward(
+                self.model,
+                rows,
+                self.block_table,
+                self.workspace,
+                attention,
+                found,
+                rows_per_sequence=rows_each,
+            )
+            forward.run()
+
+        expected, expected_aux = self._eager(spans)
+        inner, depth = inner_terms(self.decoder.config), len(self.aux_layers)
+        for layer, stream in found.by_layer.items():
+            name = f"layer {layer}"
+            assert_near(stream[is_live].cpu(), expected_aux[layer], inner=inner, depth=layer + 1, name=name)
+
+        assert torch.equal(found.final, found.by_layer[depth - 1])
+        normed = forward.normed if rows_each is not None else self._gathered(found.final, rows)
+        logits = normed[is_live].cpu() @ self.eager.weights.head.T
+        assert_near(logits, self.eager.logits(expected), inner=inner, depth=depth, name="logits")
+
+    def poison(self, spans: Spans) -> None:
+        """Fill with NaN the keys and values that rows of these spans do not see in layers with a window."""
+        cache = self.model.cache
+        for layer, window in enumerate(self.decoder.config.windows):
+            for blocks, (first, _) in zip(self.blocks, spans, strict=True):
+                for position in range(first - window + 1 if window else 0):
+                    block = blocks[position // BLOCK_SIZE]
+                    cache.keys[layer, block, :, position % BLOCK_SIZE] = torch.nan
+                    cache.values[layer, block, :, position % BLOCK_SIZE] = torch.nan
+
+    def _rows(self, spans: Spans, rows_each: int | None) -> tuple[Rows, torch.Tensor, torch.Tensor]:
+        """The rows, which of them are no padding, and the tiles of prefill."""
+        slots, positions = [], []
+        for slot, (first, end) in enumerate(spans):
+            padding = 0 if rows_each is None else -(end - first) % rows_each
+            slots += [slot] * (end - first) + [-1] * padding
+            positions += [*range(first, end), *[0] * padding]
+        is_live = torch.tensor(slots) >= 0
+        tokens = self.tokens[torch.tensor(slots).clamp(min=0), torch.tensor(positions)]
+        columns = torch.stack((torch.tensor(slots), tokens, torch.tensor(positions))).int().to(DEVICE)
+        tile_rows = prefill_attention_config(8, torch.float32).tile_rows
+        tiles = np.zeros((len(slots) // tile_rows + 2, 4), dtype=np.int32)
+        prefill_tiles([(slot, a, b - a) for slot, (a, b) in enumerate(spans)], tile_rows, tiles)
+        return Rows(*columns), is_live.to(DEVICE), torch.from_numpy(tiles).to(DEVICE)
+
+    def _gathered(self, source: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """The rows of a prefill step, normalised as those that tokens are sampled from."""
+        row = torch.arange(len(rows.slot), dtype=torch.int32, device=DEVICE)
+        hidden = HiddenStates.take(self.workspace, "gathered", self.decoder, len(row), ())
+        stream = ResidualStream(self.decoder, hidden, torch.full_like(source, torch.nan))
+        stream.gather(source, row, rows.slot)
+        return stream.normed
+
+    def _eager(self, spans: Spans) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        sequences = [
+            SequenceRows(blocks.tolist(), first, end - first)
+            for blocks, (first, end) in zip(self.blocks, spans, strict=True)
+        ]
+        batch = AttentionBatch(sequences, self.eager_cache)
+        tokens = [self.tokens[slot, first:end] for slot, (first, end) in enumerate(spans)]
+        return self.eager.forward(torch.cat(tokens), batch, self.eager_cache, self.aux_layers)
+
+
+@pytest.mark.parametrize(("name", "is_exact"), [*((name, False) for name in CONFIGS), ("all", True)])
+def test_passes_equal_those_of_the_eager_decoder(name: str, is_exact: bool) -> None:
+    """In layers with a window, keys outside it are NaN when the last rows are computed."""
+    passes = Passes(CONFIGS[name])
+    with torch.inference_mode():
+        for spans in PROMPT_STEPS:
+            passes.compare(spans, EXACT_ROWS if is_exact else None)
+
+        passes.poison(VERIFIED)
+        passes.compare(VERIFIED, 3)
