@@ -215,6 +215,11 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
         return None if index in self.mlp_layers else self.experts
 
     @property
+    def mlp_size(self) -> int:
+        """The width of the layers' MLPs; 0 if all layers have experts in their place."""
+        return self.intermediate_size if self.experts is None or self.mlp_layers else 0
+
+    @property
     def rotary_dim(self) -> int:
         """The number of elements of a head that are rotated, the same in all layers that rotate."""
         return self.ropes[0].rotary_dim if self.ropes else self.head_dim

@@ -21,8 +21,5 @@ def options_without_graphs(config: DecoderConfig) -> tuple[str, ...]:
         "embedding multipliers": config.embedding_multiplier != 1.0,
         "residual multipliers": config.residual_multiplier != 1.0,
         "divisors of logits": config.logits_divisor != 1.0,
-        "norms in float32": config.has_wide_norms,
-        "attention sinks": config.has_sinks,
-        "mixtures of experts": config.experts is not None,
     }
     return tuple(option for option, is_used in lacking.items() if is_used)
