@@ -129,10 +129,10 @@ class Model:
             return [await engine.generate(*case) for case in cases]
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "llama 8b"])
+@pytest.fixture(scope="module", params=["llama", "qwen3", "windows", "llama 8b"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
-    """A model of each family, and two layers of an 8B model's shapes with the configurations measured for
-    them."""
+    """A model of two families, one whose layers but the last have windows, and two layers of an 8B model's
+    shapes with the configurations measured for them."""
     folder = tmp_path_factory.mktemp("model")
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "llama":
@@ -142,6 +142,11 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         elif request.param == "qwen3":
             make_random_folder(folder, "qwen3", tie_word_embeddings=True)
             yield Model(folder, 32_000, GROUPS)
+        elif request.param == "windows":
+            layer_types = ["sliding_attention"] * 3 + ["full_attention"]
+            windows = {"use_sliding_window": True, "sliding_window": 100, "layer_types": layer_types}
+            make_random_folder(folder, "qwen3", tie_word_embeddings=True, **windows)
+            yield Model(folder, 32_000, (1, 3, 16, 64))
         else:
             make_random_folder(folder, "llama", **LLAMA_8B)
             yield Model(folder, 128_256, (1, 3, 16, 64))

@@ -30,9 +30,10 @@ from drift_sdk.loading.source import resolve
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 # They cover grouped heads of every ratio, each kind of rotation, biases, tied LM heads and odd sizes; every
-# second one runs with exact prefill.
-FP32_MODELS = (1, 3, 6, 10, 15, 17, 20, 23)
-BF16_MODELS = (0, 14, 24)
+# second one runs with exact prefill. From 26 on they have windows, partial or no rotation, other norms and
+# gates, and multipliers.
+FP32_MODELS = (1, 3, 6, 10, 15, 17, 20, 23, 26, 27, 28, 29, 30, 31, 32)
+BF16_MODELS = (0, 14, 24, 28, 30, 32)
 NEAR_TIE = 0.15
 MAX_DIFFERING = 0.025
 QUESTIONS = (
@@ -137,7 +138,7 @@ def test_bfloat16_error_is_not_larger_than_that_of_transformers(index: int, tmp_
     rough = in_bfloat16(exact)
     prompts = random_prompts(index)
     params = SamplingParams(max_tokens=64, ignore_eos=True, logprobs=0)
-    config = graph_config(dtype="bfloat16", prefill_token_budget=32, exact_prefill=index == 14)
+    config = graph_config(dtype="bfloat16", prefill_token_budget=32, exact_prefill=index in (14, 30))
     completions = ask_all(tmp_path, config, prompts, params)
     found = joined(
         [compare(exact, rough, prompt, each) for prompt, each in zip(prompts, completions, strict=True)]

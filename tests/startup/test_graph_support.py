@@ -33,26 +33,30 @@ def test_plain_models_run_on_graphs() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes, option",
+    "changes",
     [
-        ({"windows": (8,)}, "sliding windows"),
-        ({"ropes": (*PLAIN.ropes, Rope(theta=5e5, rotary_dim=16))}, "several rotations"),
-        ({"layer_ropes": (None,)}, "layers without rotation"),
-        ({"ropes": (Rope(theta=5e5, rotary_dim=8),)}, "partial rotation"),
-        ({"attention_scale": 0.3}, "attention scales"),
-        ({"activation": "gelu_tanh"}, "the activation gelu_tanh"),
-        ({"has_offset_norms": True}, "offset norms"),
-        ({"has_post_norms": True}, "norms of outputs"),
-        ({"embedding_multiplier": 12.0}, "embedding multipliers"),
-        ({"residual_multiplier": 0.22}, "residual multipliers"),
-        ({"logits_divisor": 8.0}, "divisors of logits"),
+        {"windows": (8,)},
+        {"ropes": (*PLAIN.ropes, Rope(theta=5e5, rotary_dim=16))},
+        {"layer_ropes": (None,)},
+        {"ropes": (Rope(theta=5e5, rotary_dim=8),)},
+        {"attention_scale": 0.3},
+        {"activation": "gelu_tanh"},
+        {"has_offset_norms": True},
+        {"has_post_norms": True},
+        {"embedding_multiplier": 12.0},
+        {"residual_multiplier": 0.22},
+        {"logits_divisor": 8.0},
     ],
+    ids=str,
 )
-def test_option_without_graphs_is_named(changes: dict[str, Any], option: str) -> None:
-    model = structs.replace(PLAIN, **changes)
-    assert options_without_graphs(model) == (option,)
-    reason = f"CUDA graphs do not support {option} of this model"
-    assert choose_executor(EngineConfig(), GPU, model) == ("eager", reason)
+def test_options_of_new_families_run_on_graphs(changes: dict[str, Any]) -> None:
+    assert choose_executor(EngineConfig(), GPU, structs.replace(PLAIN, **changes)) == ("graph", None)
+
+
+def test_option_without_graphs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor_factory, "options_without_graphs", lambda model: ("one option", "another"))
+    reason = "CUDA graphs do not support one option, another of this model"
+    assert choose_executor(EngineConfig(), GPU, PLAIN) == ("eager", reason)
     for config in (EngineConfig(executor="graph"), EngineConfig(strict_performance=True)):
         with pytest.raises(ConfigError, match=reason):
-            choose_executor(config, GPU, model)
+            choose_executor(config, GPU, PLAIN)

@@ -62,7 +62,8 @@ TINY_MODELS = {
         quantization_config={"quant_method": "mxfp4"},
     ),
 }
-MODELS: list[str | int] = [0, 13, 20, "gpt_oss"] if IS_GPU else ["llama", "qwen2", "qwen3"]
+ON_CPU = ("llama", "qwen2", "qwen3")
+MODELS: list[str | int] = [0, 13, 20, 26, 28, 29, 30, 31, 32, "gpt_oss"] if IS_GPU else [*ON_CPU]
 
 Request = tuple[list[int], SlotSampling]
 Step = tuple[StepPlan, StepResult]

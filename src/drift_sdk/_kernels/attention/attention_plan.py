@@ -38,6 +38,7 @@ __all__ = [
     "TILE_WORDS",
     "AttentionPlan",
     "Partitions",
+    "next_partition",
     "partition_of",
     "partition_start",
     "plan_attention",
@@ -153,6 +154,38 @@ def partition_start(index, NARROW: tl.constexpr, NARROW_END: tl.constexpr, WIDE:
     """Return the first position of a partition, given its index."""
     wide = NARROW_END + (index - NARROW_END // NARROW) * WIDE
     return tl.where(index < NARROW_END // NARROW, index * NARROW, wide)
+
+
+@triton.jit
+def next_partition(
+    tiles_ptr,  # [max_num_tiles, TILE_WORDS] int32
+    tile_index,
+    num_tiles,
+    WINDOW: tl.constexpr,  # 0: off
+    TILE_KEYS: tl.constexpr,
+    NARROW: tl.constexpr,
+    NARROW_END: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Return the index of the first tile, from tile_index on, at which a partition starts.
+
+    With a window, a sequence's first tile also counts as the start of one.
+    """
+    is_tile = tile_index < num_tiles
+    tile_ptr = tiles_ptr + tile_index * TILE_WORDS
+    num_keys = tl.load(tile_ptr + TILE_NUM_KEYS, mask=is_tile, other=0, cache_modifier=".cg")
+    first_key = tl.load(tile_ptr + TILE_FIRST_KEY, mask=is_tile, other=0, cache_modifier=".cg")
+    partition = partition_of(first_key, NARROW, NARROW_END, WIDE)
+    is_start = partition_start(partition, NARROW, NARROW_END, WIDE) == first_key
+    if WINDOW > 0:
+        sequence_ptr = tile_ptr + TILE_SEQUENCE
+        sequence = tl.load(sequence_ptr, mask=is_tile, other=-1, cache_modifier=".cg")
+        has_before = is_tile & (tile_index > 0)
+        before = tl.load(sequence_ptr - TILE_WORDS, mask=has_before, other=-1, cache_modifier=".cg")
+        is_start = is_start | (sequence != before)
+    next_start = partition_start(partition + 1, NARROW, NARROW_END, WIDE)
+    num_skipped = (tl.minimum(next_start, num_keys) - first_key + TILE_KEYS - 1) // TILE_KEYS
+    return tl.where(is_start, tile_index, tile_index + num_skipped)
 
 
 @triton.jit(do_not_specialize=["num_sequences"])

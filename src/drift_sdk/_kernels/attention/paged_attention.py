@@ -42,15 +42,11 @@ from drift_sdk._kernels.attention.attention_plan import (
     TILE_SEQUENCE,
     TILE_SLOT,
     TILE_WORDS,
+    next_partition,
     partition_of,
     partition_start,
 )
-from drift_sdk._kernels.attention.partition_sums import (
-    LOG2_E,
-    MIN_DOT_SIZE,
-    AttentionScratch,
-    add_partitions,
-)
+from drift_sdk._kernels.attention.partition_sums import LOG2_E, MIN_DOT_SIZE, AttentionScratch, add_partitions
 from drift_sdk._kernels.common.arguments import check_range, check_tensor, check_tensors
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 
@@ -76,38 +72,6 @@ class AttentionConfig(Struct, frozen=True):
     def __post_init__(self) -> None:
         if self.num_warps not in (1, 2):
             raise ValueError(f"num_warps={self.num_warps}: expected 1 or 2, whose bits are equal")
-
-
-@triton.jit
-def _next_partition(
-    tiles_ptr,  # [max_num_tiles, TILE_WORDS] int32
-    tile_index,
-    num_tiles,
-    WINDOW: tl.constexpr,  # 0: off
-    TILE_KEYS: tl.constexpr,
-    NARROW: tl.constexpr,
-    NARROW_END: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    """Return the index of the first tile, from tile_index on, at which a partition starts.
-
-    With a window, a sequence's first tile also counts as the start of one.
-    """
-    is_tile = tile_index < num_tiles
-    tile_ptr = tiles_ptr + tile_index * TILE_WORDS
-    num_keys = tl.load(tile_ptr + TILE_NUM_KEYS, mask=is_tile, other=0, cache_modifier=".cg")
-    first_key = tl.load(tile_ptr + TILE_FIRST_KEY, mask=is_tile, other=0, cache_modifier=".cg")
-    partition = partition_of(first_key, NARROW, NARROW_END, WIDE)
-    is_start = partition_start(partition, NARROW, NARROW_END, WIDE) == first_key
-    if WINDOW > 0:
-        sequence_ptr = tile_ptr + TILE_SEQUENCE
-        sequence = tl.load(sequence_ptr, mask=is_tile, other=-1, cache_modifier=".cg")
-        has_before = is_tile & (tile_index > 0)
-        before = tl.load(sequence_ptr - TILE_WORDS, mask=has_before, other=-1, cache_modifier=".cg")
-        is_start = is_start | (sequence != before)
-    next_start = partition_start(partition + 1, NARROW, NARROW_END, WIDE)
-    num_skipped = (tl.minimum(next_start, num_keys) - first_key + TILE_KEYS - 1) // TILE_KEYS
-    return tl.where(is_start, tile_index, tile_index + num_skipped)
 
 
 @triton.jit
@@ -202,11 +166,11 @@ def _attend(
     key = tl.arange(0, TILE_KEYS)
     num_tiles = tl.load(num_tiles_ptr, cache_modifier=".cg")
     share = tl.program_id(1)
-    tile_index = _next_partition(
+    tile_index = next_partition(
         tiles_ptr, num_tiles * share // tl.num_programs(1), num_tiles,
         WINDOW, TILE_KEYS, NARROW, NARROW_END, WIDE,
     )  # fmt: skip
-    end_index = _next_partition(
+    end_index = next_partition(
         tiles_ptr, num_tiles * (share + 1) // tl.num_programs(1), num_tiles,
         WINDOW, TILE_KEYS, NARROW, NARROW_END, WIDE,
     )  # fmt: skip
@@ -223,10 +187,11 @@ def _attend(
         row = sequence * ROWS_PER_SEQUENCE + query_row // GROUP_SIZE
         is_live = tl.load(row_slot_ptr + row, mask=is_row, other=-1, cache_modifier=".cg") >= 0
         last_position = tl.load(row_position_ptr + row, mask=is_live, other=-1, cache_modifier=".cg")
+        first_seen = FIRST_KEY
         if WINDOW > 0:
             # Keys that no row sees are not loaded: they may hold anything.
             first_position = tl.min(tl.where(is_live, last_position, 0x7FFFFFFF), 0)
-            first_seen = first_position - (WINDOW - 1)
+            first_seen = tl.maximum(first_position - (WINDOW - 1), FIRST_KEY)
         query_index = (row * NUM_KV_HEADS + head) * GROUP_SIZE + query_row % GROUP_SIZE
         query_mask = is_live[:, None] & is_dim[None, :]
         wait_for_producers(PDL)
@@ -242,9 +207,7 @@ def _attend(
             first_key = sequence_key + tile * TILE_KEYS
             position = first_key + key
             is_key = position < num_keys
-            if FIRST_KEY > 0:
-                is_key = is_key & (position >= FIRST_KEY)
-            if WINDOW > 0:
+            if FIRST_KEY > 0 or WINDOW > 0:
                 is_key = is_key & (position >= first_seen)
             key_mask = is_key[:, None] & is_dim[None, :]
             cache_offset = _cache_offset(
@@ -300,9 +263,9 @@ def paged_attention(
     scale: float | None = None,
     sinks: Tensor | None = None,
 ) -> None:
-    """Attention of rows to positions first_key ... row_position[r] of slot row_slot[r], in `out`; where
-    `scratch.plan` has a window, to the last `scratch.plan.window` of these.
+    """Attention of rows to positions first_key ... row_position[r] of slot row_slot[r], in `out`.
 
+    With a window, which `scratch.plan` has, a row sees only the last so many of these.
     query, out: [R, num_heads, head_dim]. keys, values: [num_blocks, num_kv_heads, block_size, head_dim], all
     four of the storage type.
     block_table: [S, max_blocks] int32, the blocks of each slot in order. row_slot, row_position: [R] int32,

@@ -4,7 +4,7 @@
     out = (sum over p of share[p] * sums[p]) / (sum over p of share[p] * weights[p])
 
 With a window, p runs over the partitions that hold keys of the row's window. A sink is one more partition,
-the first: the head's sink is its maximum, 1 its weight and 0 its sum.
+the last: the head's sink is its maximum, 1 its weight and 0 its sum.
 
 The first kernel, `_attend` of paged_attention.py, writes sums, maxima and weights (see `AttentionScratch`).
 The reference, `paged_attention_reference`, is that of both kernels.
@@ -120,10 +120,6 @@ def _add_partitions(
     ) + query_row
     maximum = tl.full((), float("-inf"), tl.float32)
     weight = tl.zeros((), tl.float32)
-    if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + head * GROUP_SIZE + query_row % GROUP_SIZE)
-        maximum = sink.to(tl.float32) * LOG2_E
-        weight += 1.0
     total = tl.zeros((PADDED_DIM,), tl.float32)
     for first in range(begin, end, CHUNK_PARTITIONS):
         partition = first + tl.arange(0, CHUNK_PARTITIONS)
@@ -143,6 +139,12 @@ def _add_partitions(
         weight = weight * rescale + tl.sum(part_weight * share, 0)
         maximum = new_maximum
 
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head * GROUP_SIZE + query_row % GROUP_SIZE).to(tl.float32) * LOG2_E
+        new_maximum = tl.maximum(maximum, sink)
+        rescale = tl.exp2(maximum - new_maximum)
+        total = total * rescale
+        weight = weight * rescale + tl.exp2(sink - new_maximum)
     result = total / tl.where(end > 0, weight, 1.0)
     out_ptrs = out_ptr + ((row * NUM_KV_HEADS + head) * GROUP_SIZE + query_row % GROUP_SIZE) * HEAD_DIM + dim
     tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=is_dim)

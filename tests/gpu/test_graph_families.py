@@ -1,0 +1,77 @@
+"""Small random models with windows, several rotations and other norms: graphs against the eager executor."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import anyio
+import pytest
+from model_zoo import make_model
+
+from drift_sdk import Chain, Completion, Engine, EngineConfig, NGram, SamplingParams, Speculation
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+# Qwen2 and Qwen3 with windows, Mistral, Phi-3, Gemma 3, SmolLM3 and Granite.
+MODELS = (26, 27, 28, 29, 30, 31, 32)
+WINDOWED = (27, 28, 30)
+NUM_TOKENS = 48
+# In float32, log-probabilities differ by less, and tokens only where two are nearer than that.
+NEAR = 1e-3
+
+
+def answers(folder: Path, prompts: list[list[int]], **fields: object) -> list[Completion]:
+    """Greedy answers to all prompts, computed together."""
+    settings: dict[str, object] = {"max_num_seqs": 4, "max_model_len": 256, "kv_cache_tokens": 2048}
+    config = EngineConfig(device="cuda", block_size=8, prefill_token_budget=32, **settings | fields)
+    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2)
+
+    async def main() -> list[Completion]:
+        async with Engine(folder, config) as engine:
+            streams = [engine.generate(prompt, params) for prompt in prompts]
+            return [await stream for stream in streams]
+
+    return anyio.run(main)
+
+
+def random_prompts(seed: int) -> list[list[int]]:
+    """Prompts shorter and longer than any window; the last two begin alike."""
+    rng = random.Random(seed)
+    shared = [rng.randrange(3, 300) for _ in range(40)]
+    return [[rng.randrange(3, 300) for _ in range(length)] for length in (1, 19)] + [shared, [*shared, 5, 6]]
+
+
+@pytest.mark.parametrize("exact_prefill", [False, True])
+@pytest.mark.parametrize("index", MODELS)
+def test_graphs_equal_the_eager_executor(index: int, exact_prefill: bool, tmp_path: Path) -> None:
+    make_model(index, tmp_path)
+    prompts = random_prompts(index)
+    expected = answers(tmp_path, prompts, executor="eager", dtype="float32")
+    found = answers(tmp_path, prompts, executor="graph", dtype="float32", exact_prefill=exact_prefill)
+    for one, other in zip(found, expected, strict=True):
+        assert one.logprobs is not None and other.logprobs is not None
+        for entry, wanted in zip(one.logprobs, other.logprobs, strict=True):
+            if entry.token_id != wanted.token_id:
+                (_, best), (_, second) = wanted.top
+                assert best - second < NEAR
+                break  # the texts after it have nothing in common
+
+            assert entry.logprob == pytest.approx(wanted.logprob, abs=NEAR)
+
+
+@pytest.mark.parametrize("index", WINDOWED)
+def test_drafts_change_no_bit_in_windows(index: int, tmp_path: Path) -> None:
+    """Rows that are verified together see other keys than each other; bfloat16, to the last bit."""
+    make_model(index, tmp_path)
+    rng = random.Random(index)
+    pattern = [rng.randrange(3, 300) for _ in range(7)]
+    prompts = [pattern * 5, *random_prompts(index)]
+    fields = {"executor": "graph", "dtype": "bfloat16", "exact_prefill": True}
+    plain = answers(tmp_path, prompts, **fields)
+    speculation = Speculation(draft=NGram(), shape=Chain(4), adaptive=False)
+    drafted = answers(tmp_path, prompts, speculation=speculation, **fields)
+    assert sum(one.speculation.num_drafted for one in drafted if one.speculation is not None) > 0
+    for one, other in zip(drafted, plain, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.logprobs == other.logprobs
