@@ -146,6 +146,8 @@ def test_rope_settings_are_the_drafts() -> None:
         ({"eagle_aux_hidden_state_layer_ids": [True]}, "expected a list of integers"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "yarn"),
         ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
+        ({"sliding_window": 64}, "sliding_window is in use: only full attention"),
+        ({"hidden_act": "gelu_pytorch_tanh"}, "hidden_act='gelu_tanh': only 'silu'"),
     ],
 )
 def test_setting_that_is_not_implemented_is_rejected(changes: dict[str, Any], message: str) -> None:

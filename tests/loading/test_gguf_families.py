@@ -106,7 +106,7 @@ def test_files_of_gemma_3_without_a_pattern(tmp_path: Path) -> None:
     are those of the published models."""
     file = tmp_path / "model.gguf"
     found = {}
-    for num_layers in (7, 62):
+    for num_layers, window in ((7, 24), (62, 24), (8, 0)):
         writer = gguf.GGUFWriter(file, "gemma3")
         writer.add_context_length(512)
         writer.add_embedding_length(48)
@@ -120,7 +120,8 @@ def test_files_of_gemma_3_without_a_pattern(tmp_path: Path) -> None:
         writer.add_rope_freq_base(1e6)
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(8.0)
-        writer.add_sliding_window(24)
+        if window:
+            writer.add_sliding_window(window)
         writer.add_tensor("token_embd.weight", np.zeros((9, 48), np.float32))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -137,6 +138,7 @@ def test_files_of_gemma_3_without_a_pattern(tmp_path: Path) -> None:
     assert (config.ropes, config.layer_ropes) == ((local, whole), (0,) * 5 + (1, 0))
     assert config.attention_scale == 16**-0.5
     assert found[62].attention_scale == 12**-0.5  # the 27B model: the width of heads is not the scale's
+    assert (found[8].windows, found[8].ropes) == ((None,) * 8, (whole,))  # no windows at all
     assert config.is_head_tied and config.embedding_multiplier == 48**0.5
 
 

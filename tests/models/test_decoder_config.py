@@ -116,7 +116,7 @@ def test_settings_without_effect_are_accepted(config: dict[str, Any]) -> None:
         ({}, "architectures=None"),
         (LLAMA | {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         (LLAMA | {"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
-        (QWEN3 | {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        (QWEN3 | {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window=None is not"),
         (LLAMA | {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not implemented"),
         (LLAMA | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not implemented"),
         (LLAMA | {"quantization_config": {"quant_method": "gptq"}}, "quant_method='gptq'"),

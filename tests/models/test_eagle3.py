@@ -20,7 +20,7 @@ from tolerances import assert_near
 from drift_sdk.loading.source import resolve
 from drift_sdk.models import eagle3
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
-from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.decoder import Decoder, offset_rms_norm
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.draft_config import DraftConfig
 from drift_sdk.models.eagle3 import DRAFT_KV_OFFSET, DraftDecoder
@@ -31,6 +31,7 @@ NUM_BLOCKS = 16
 NUM_PROMPT_TOKENS, NUM_DRAFT_STEPS = 43, 5
 CHUNKS = (1, 20, 7, 15)
 TARGET = 1
+GEMMA3 = 30  # a model of the zoo
 
 
 class Reference:
@@ -457,3 +458,15 @@ def test_wrong_shapes_are_rejected(target: Decoder, target_folder: Path, tmp_pat
         draft.forward(torch.zeros(2, 64), ids[:1], batch, cache)
     with pytest.raises(ValueError, match="aux_hidden: 1 tensors: expected 3"):
         draft.fuse([torch.zeros(2, 64)], torch.zeros(2, 64))
+
+
+def test_final_hidden_state_is_normed_as_by_the_target(tmp_path: Path) -> None:
+    """Gemma's norm multiplies by 1 + weight."""
+    make_model(GEMMA3, tmp_path / "target")
+    target = load_decoder(tmp_path / "target")
+    make_draft("final hidden", tmp_path / "draft", tmp_path / "target")
+    draft = DraftDecoder.load(tmp_path / "draft", target)
+    hidden = torch.randn(3, target.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    found = draft.fuse([], hidden)
+    norm = target.weights.final_norm
+    assert torch.equal(found, offset_rms_norm(hidden, norm, target.config.rms_norm_eps))

@@ -59,6 +59,9 @@ def test_fields_are_read_from_the_metadata(byte_level_metadata: dict[str, Any]) 
         ("default", ["don", "'t", " pay", " 1234½", "!?", "\n\n  ", " OK"]),
         ("smollm", ["don", "'t", " pay", " ", "1", "2", "3", "4", "½", "!?", "\n\n  ", " OK"]),
         ("llama-bpe", ["don", "'t", " pay", " ", "123", "4½", "!?\n\n", "  ", " OK"]),
+        ("smaug-bpe", ["don", "'t", " pay", " ", "123", "4½", "!?\n\n", "  ", " OK"]),
+        ("dbrx", ["don", "'t", " pay", " ", "123", "4½", "!?\n\n", "  ", " OK"]),
+        ("gpt-4o", ["don't", " pay", " ", "123", "4½", "!?\n\n", "  ", " OK"]),
         ("qwen2", ["don", "'t", " pay", " ", "1", "2", "3", "4", "½", "!?\n\n", "  ", " OK"]),
     ],
 )
@@ -67,6 +70,12 @@ def test_pre_tokenizer_splits_text_as_named(
 ) -> None:
     tokenizer = Tokenizer.from_gguf(byte_level_metadata | {"tokenizer.ggml.pre": pre})
     assert words(tokenizer, "don't pay 1234½!?\n\n   OK") == expected
+
+
+def test_gpt_4o_splits_words_at_capitals(byte_level_metadata: dict[str, Any]) -> None:
+    tokenizer = Tokenizer.from_gguf(byte_level_metadata | {"tokenizer.ggml.pre": "gpt-4o"})
+    expected = ["camel", "Case", " HTTPServer", " a", "/b", "//\n", " c"]
+    assert words(tokenizer, "camelCase HTTPServer a/b//\n c") == expected
 
 
 def test_file_without_pre_tokenizer_splits_as_gpt2(byte_level_metadata: dict[str, Any]) -> None:

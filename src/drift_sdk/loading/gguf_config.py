@@ -145,7 +145,8 @@ class _ConfigReader:
             head_dim = _quotient(config["hidden_size"], config["num_attention_heads"])
 
         pattern = settings.get("attention.sliding_window_pattern")
-        kinds: dict[str, Any] = {"sliding_window_pattern": pattern}
+        # Models without windows have neither a window nor a pattern.
+        kinds: dict[str, Any] = {"sliding_window_pattern": pattern if config["sliding_window"] else 1}
         if isinstance(pattern, list):
             kinds = {"layer_types": [("full_attention", "sliding_attention")[bool(flag)] for flag in pattern]}
 

@@ -22,6 +22,13 @@ __all__ = ["INDEX_FILE", "SINGLE_FILE", "SafetensorsFolder", "read_index"]
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+TEXT_PREFIXES = ("model.language_model.", "language_model.")
+OTHER_PARTS = (
+    "model.multi_modal_projector.",
+    "model.vision_tower.",
+    "multi_modal_projector.",
+    "vision_tower.",
+)
 LENGTH_BYTES = 8
 """A file begins with the length of its JSON header, in bytes, as a little-endian integer of so many bytes."""
 CHUNK_BYTES = 1 << 20
@@ -41,6 +48,9 @@ class _Entry(msgspec.Struct):
 class SafetensorsFolder:
     """The TensorSource of a folder with model.safetensors, or with model.safetensors.index.json and shards.
 
+    Of a model that reads images as well, it has the tensors of the text part alone, under the names that they
+    have in a model of text.
+
     Opening reads only the headers. Raises ModelLoadError naming a file that is missing, truncated, corrupt or
     outside the folder.
     """
@@ -57,14 +67,15 @@ class SafetensorsFolder:
         else:
             raise ModelLoadError(f"{folder}: holds neither {SINGLE_FILE} nor {INDEX_FILE}")
 
-        self._files = files
         self._folder = folder
         self._starts = {file: _starts(folder / file) for file in self._handles}
-        self._check_places()
+        self._check_places(files)
+        self._stored_names = _text_names(files)
+        self._files = {name: files[stored] for name, stored in self._stored_names.items()}
 
-    def _check_places(self) -> None:
+    def _check_places(self, files: dict[str, str]) -> None:
         """Raise ModelLoadError unless each tensor is in the file that the index names, and in no other."""
-        for name, file in self._files.items():
+        for name, file in files.items():
             if name not in self._starts[file]:
                 raise ModelLoadError(
                     f"{self._folder / file}: tensor {name} is missing, {INDEX_FILE} places it there"
@@ -72,24 +83,26 @@ class SafetensorsFolder:
 
         for file, starts in self._starts.items():
             for name in starts:
-                other = self._files.get(name, file)
+                other = files.get(name, file)
                 if other != file:
                     raise ModelLoadError(
                         f"{self._folder / file}: tensor {name} is in {other} as well, expected it once"
                     )
 
     def names(self) -> Collection[str]:
-        return self._files.keys()
+        return self._stored_names.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._handles[self._files[name]].get_slice(name).get_shape())
+        handle = self._handles[self._files[name]]
+        return tuple(handle.get_slice(self._stored_names[name]).get_shape())
 
     def file(self, name: str) -> str:
         return str(self._folder / self._files[name])
 
     def get(self, name: str) -> torch.Tensor:
         try:
-            tensor: torch.Tensor = self._handles[self._files[name]].get_tensor(name)
+            handle = self._handles[self._files[name]]
+            tensor: torch.Tensor = handle.get_tensor(self._stored_names[name])
         except (SafetensorError, OSError, RuntimeError) as error:
             raise ModelLoadError(f"{self.file(name)}: tensor {name} cannot be read: {error}") from error
 
@@ -106,10 +119,28 @@ class SafetensorsFolder:
         file = self._files[name]
         try:
             with FileIO(self._folder / file) as stored:
-                stored.seek(self._starts[file][name])
+                stored.seek(self._starts[file][self._stored_names[name]])
                 _read_tensor(stored, dtype, place.view(-1))
         except OSError as error:
             raise ModelLoadError(f"{self.file(name)}: tensor {name} cannot be read: {error}") from error
+
+
+def _text_names(stored_names: Collection[str]) -> dict[str, str]:
+    """The names in the files of the tensors of the text model, by their names without other parts."""
+    if not any(name.startswith(TEXT_PREFIXES) for name in stored_names):
+        return {name: name for name in stored_names}
+
+    found = {}
+    for name in stored_names:
+        if name.startswith(TEXT_PREFIXES):
+            parts = name.split(".")
+            parts.remove("language_model")
+            text_name = ".".join(parts)
+            found[text_name if text_name.startswith(("model.", "lm_head.")) else f"model.{text_name}"] = name
+        elif not name.startswith(OTHER_PARTS):
+            found[name] = name
+
+    return found
 
 
 def _read_tensor(stored: FileIO, dtype: torch.dtype, place: torch.Tensor) -> None:

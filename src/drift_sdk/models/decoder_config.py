@@ -15,6 +15,7 @@ from drift_sdk.models.experts_config import ExpertsConfig, experts_from_hf, mlp_
 from drift_sdk.models.layer_kinds import layer_kinds_from_hf
 from drift_sdk.models.rope import Rope
 from drift_sdk.models.settings import MAX_CONTEXT, MAX_SIZE, read_bool, read_int, read_number
+from drift_sdk.models.text_part import text_settings
 
 __all__ = ["Activation", "DecoderConfig"]
 
@@ -169,6 +170,7 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
 
         Raises ModelLoadError naming a setting that is missing, out of range or not implemented.
         """
+        config = text_settings(config)
         family = _family(config)
         given = {name: value for name, value in config.items() if value is not None or name in NULLABLE}
         config = DEFAULTS.get(family, {}) | given

@@ -41,10 +41,8 @@ def layer_kinds_from_hf(
     window = _window(config, family)
     types = _layer_types(config, family, window, is_rotated)
     if window is None and "sliding_attention" in types:
-        raise ModelLoadError(
-            f"config: layer_types={short_repr(config.get('layer_types'))}: expected no 'sliding_attention', "
-            "as no sliding_window is in use"
-        )
+        found = f"sliding_window={short_repr(config.get('sliding_window'))}"
+        raise ModelLoadError(f"config: {found} is not in use: expected one for 'sliding_attention' layers")
 
     by_type = _ropes(config, family, head_dim, max_model_len)
     used = [
@@ -86,7 +84,7 @@ def _layer_types(
 
         return list(types)
 
-    if window is None:
+    if window is None and family != "gemma3_text":
         return ["full_attention"] * num_layers
 
     is_windowed = [True] * num_layers

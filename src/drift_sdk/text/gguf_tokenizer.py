@@ -21,7 +21,9 @@ __all__ = ["adds_bos", "build_gguf_tokenizer", "special_token"]
 GPT2_NAMES = frozenset({"gpt-2", "default", "phi-2", "mpt", "olmo", "roberta-bpe"})
 SINGLE_DIGIT_NAMES = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"})
 LLAMA3_NAMES = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2"})
+LLAMA3_SPLIT_NAMES = frozenset({"smaug-bpe", "dbrx"})  # SmolLM3; Phi-4
 QWEN2_NAMES = frozenset({"qwen2", "deepseek-r1-qwen"})
+O200K_NAMES = frozenset({"gpt-4o"})  # Phi-4-mini
 
 # The split of cl100k, with runs of up to three digits (Llama 3) or with single digits (Qwen 2).
 CL100K_SPLIT = (
@@ -30,6 +32,17 @@ CL100K_SPLIT = (
 )
 LLAMA3_SPLIT = CL100K_SPLIT % r"\p{N}{1,3}"
 QWEN2_SPLIT = CL100K_SPLIT % r"\p{N}"
+UPPER, LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+O200K_SPLIT = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{UPPER}]*[{LOWER}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?[{UPPER}]+[{LOWER}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SPLITS = {
+    **dict.fromkeys(LLAMA3_NAMES | LLAMA3_SPLIT_NAMES, LLAMA3_SPLIT),
+    **dict.fromkeys(QWEN2_NAMES, QWEN2_SPLIT),
+    **dict.fromkeys(O200K_NAMES, O200K_SPLIT),
+}
 
 METASPACE = "\u2581"
 TOKENS = "tokenizer.ggml.tokens"
@@ -134,16 +147,15 @@ def _byte_level(
         pre_tokenizer = byte_level
     elif pre in SINGLE_DIGIT_NAMES:
         pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
-    elif pre in LLAMA3_NAMES or pre in QWEN2_NAMES:
-        split = LLAMA3_SPLIT if pre in LLAMA3_NAMES else QWEN2_SPLIT
+    elif pre in SPLITS:
         pre_tokenizer = pre_tokenizers.Sequence(
             [
-                pre_tokenizers.Split(Regex(split), behavior="isolated"),
+                pre_tokenizers.Split(Regex(SPLITS[pre]), behavior="isolated"),
                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
             ]
         )
     else:
-        known = sorted(GPT2_NAMES | SINGLE_DIGIT_NAMES | LLAMA3_NAMES | QWEN2_NAMES)
+        known = sorted(GPT2_NAMES | SINGLE_DIGIT_NAMES | SPLITS.keys())
         raise ModelLoadError(f"tokenizer.ggml.pre={short_repr(pre)}: expected one of {', '.join(known)}")
 
     merges = _read_merges(metadata, vocab)
