@@ -43,6 +43,15 @@ FAMILIES: tuple[dict[str, Any], ...] = (
     },
     {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "no_rope_layers": [1, 0, 1, 1]},
     {"architectures": ["GraniteForCausalLM"], "model_type": "granite", "logits_scaling": 2.0},
+    {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "decoder_sparse_step": 2},
+    {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4},
+    {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "sliding_window": 16},
+    {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "quantization_config": {"quant_method": "mxfp4"},
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    },
 )
 DRAFT: dict[str, Any] = MODEL | {"num_hidden_layers": 1, "draft_vocab_size": 50}
 SETTINGS = (

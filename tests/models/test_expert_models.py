@@ -10,7 +10,9 @@ import pytest
 import torch
 from decoder_parity import assert_parity, load_decoder, random_tokens
 from expert_zoo import EXPERT_MODELS, QUANTISED, make_expert_model, quantise_folder
+from transformers.models.gpt_oss import modeling_gpt_oss
 
+from drift_sdk.execution.forward.residual_stream import norm_kind
 from drift_sdk.models import attention
 from drift_sdk.models import decoder as decoder_module
 from drift_sdk.models import experts as experts_module
@@ -53,6 +55,22 @@ def test_decoder_equals_transformers(name: str, models: dict[str, Any]) -> None:
     decoder = load_decoder(folder)
     for chunks in CHUNKINGS:
         assert_parity(decoder, recorded, tokens, chunks)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_of_gpt_oss_round_as_transformers(dtype: torch.dtype, models: dict[str, Any]) -> None:
+    """Once, after the product with the weight: another result in bfloat16 than that of other families."""
+    decoder = load_decoder(models["gpt_oss"][0])
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(9, 64, generator=generator).to(dtype)
+    norm = modeling_gpt_oss.GptOssRMSNorm(64, eps=decoder.config.rms_norm_eps).to(dtype)
+    torch.nn.init.normal_(norm.weight, 1.0, 0.3, generator=generator)
+    with torch.inference_mode():
+        found = decoder.normalise(x, norm.weight)
+        assert torch.equal(found, norm(x))
+        plain = decoder_module.rms_norm(x, norm.weight, decoder.config.rms_norm_eps)
+    assert torch.equal(found, plain) == (dtype == torch.float32)
+    assert norm_kind(decoder.config) == "wide"
 
 
 def _no_sinks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,10 @@ def experts_from_hf(config: Mapping[str, Any], family: str) -> ExpertsConfig | N
     if family not in EXPERT_FAMILIES:
         return None
 
+    activation = config.get("hidden_act", "silu")
+    if activation != "silu":
+        raise ModelLoadError(f"config: hidden_act={short_repr(activation)}: expected 'silu' for experts")
+
     # transformers writes the number under either name.
     name = "num_experts" if config.get("num_experts") is not None else "num_local_experts"
     num_experts = read_int(config, name, le=MAX_EXPERTS)
