@@ -43,6 +43,15 @@ FAMILIES: tuple[dict[str, Any], ...] = (
     },
     {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "no_rope_layers": [1, 0, 1, 1]},
     {"architectures": ["GraniteForCausalLM"], "model_type": "granite", "logits_scaling": 2.0},
+    {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "decoder_sparse_step": 2},
+    {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4},
+    {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "sliding_window": 16},
+    {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "quantization_config": {"quant_method": "mxfp4"},
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    },
 )
 DRAFT: dict[str, Any] = MODEL | {"num_hidden_layers": 1, "draft_vocab_size": 50}
 SETTINGS = (
@@ -54,6 +63,9 @@ SETTINGS = (
     *("head_dim", "hidden_act", "attention_bias", "mlp_bias", "tie_word_embeddings", "quantization_config"),
     *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", *ROPE, "type", "factors"),
     *("layer_types", "sliding_window", "use_sliding_window", "max_window_layers"),
+    *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "mlp_only_layers"),
+    *("decoder_sparse_step", "norm_topk_prob", "swiglu_limit", "beta_fast", "beta_slow", "truncate"),
+    *("attention_factor", "mscale", "mscale_all_dim"),
     *("eagle_config", "transformer_layer_config", "speculators_config", "algorithm", "norm_before_fc"),
     *("eagle_aux_hidden_state_layer_ids", "num_aux_hidden_states", "use_aux_hidden_state", "fc_norm"),
     *("target_hidden_size", "truncated_vocab_size", "norm_output", "bias", "parallel_draft_step"),
@@ -61,6 +73,7 @@ SETTINGS = (
 LIKELY = (
     *("sliding_attention", "longrope", "gelu_pytorch_tanh", [1.0] * 8),
     *("llama", "qwen2", "qwen3", "silu", "full_attention", "linear", "default", "factors", "eagle3"),
+    *("qwen3_moe", "mixtral", "gpt_oss", "mxfp4", "yarn"),
     *("LlamaForCausalLM", "Qwen3ForCausalLM", 1, 2, 4, 16, 64, 1.0, 2**24, 2**31, 2**63, 10**4000, 0.5),
 )
 

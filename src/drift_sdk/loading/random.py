@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Collection, Mapping
 
 import torch
+
+from drift_sdk.loading.mxfp4 import BLOCK_SIZE, MAGNITUDES, SCALE_BIAS
 
 __all__ = ["RandomTensors"]
 
@@ -14,7 +17,8 @@ class RandomTensors:
     """A TensorSource of normally distributed numbers, drawn on the device, the same for the same seed.
 
     Matrices [out, in] have the standard deviation 1 / sqrt(in), so that they keep the scale of their input.
-    Vectors have the standard deviation 0.02, with mean `norm_mean` for norms and 0 for biases.
+    Vectors have the standard deviation 0.02, with mean `norm_mean` for norms and 0 for biases. MXFP4 weights
+    have random codes and the one scale that comes nearest to the deviation of matrices.
     """
 
     def __init__(
@@ -53,6 +57,19 @@ class RandomTensors:
         # The seed includes the name, so that a tensor does not depend on which were drawn before it. It is
         # hashed into 32 bits because the CPU's generator uses no more.
         self._generator.manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
+        if place.dtype == torch.uint8:
+            if name.endswith("_scales"):
+                place.fill_(_mxfp4_scale(BLOCK_SIZE * shape[-1]))
+            else:
+                place.random_(0, 256, generator=self._generator)
+            return
+
         mean = self._norm_mean if name.endswith("norm.weight") else 0.0
         deviation = shape[-1] ** -0.5 if len(shape) == 2 else 0.02
         place.normal_(mean, deviation, generator=self._generator)
+
+
+def _mxfp4_scale(num_columns: int) -> int:
+    """The scale with which random codes have a standard deviation near 1 / sqrt(num_columns)."""
+    deviation = math.sqrt(sum(magnitude**2 for magnitude in MAGNITUDES) / len(MAGNITUDES))
+    return SCALE_BIAS - round(math.log2(deviation * math.sqrt(num_columns)))

@@ -14,6 +14,7 @@ import msgspec
 from drift_sdk._files import has_file
 from drift_sdk.errors import ModelLoadError, short_repr
 from drift_sdk.loading.gguf import GGUFFile
+from drift_sdk.loading.gpt_oss import OriginalTensors, hf_settings, is_original
 from drift_sdk.loading.hub import download, is_hub_id
 from drift_sdk.loading.safetensors import SafetensorsFolder
 from drift_sdk.loading.tensors import TensorSource
@@ -59,7 +60,8 @@ class Source:
             hint = f"; a .gguf file is given by its own path: {ggufs}" if ggufs else ""
             raise ModelLoadError(f"{self.path}: holds no config.json{hint}")
 
-        return self._json("config.json")
+        settings = self._json("config.json")
+        return hf_settings(settings) if is_original(settings) else settings
 
     @cached_property
     def generation_config(self) -> dict[str, Any]:
@@ -89,7 +91,11 @@ class Source:
 
     def tensors(self) -> TensorSource:
         """The model's weights; ModelLoadError naming a file that is missing or broken."""
-        return SafetensorsFolder(self.path) if self._gguf is None else self._gguf
+        if self._gguf is not None:
+            return self._gguf
+
+        folder = SafetensorsFolder(self.path)
+        return OriginalTensors(folder) if is_original(self._json("config.json")) else folder
 
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer; ModelLoadError naming the file it cannot be built from."""

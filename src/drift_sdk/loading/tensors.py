@@ -44,15 +44,23 @@ class InPlaceSource(TensorSource, Protocol):
 
     def read_into(self, name: str, place: torch.Tensor) -> None:
         """Fill `place`, a contiguous tensor of the stored shape, on any device and of any floating-point
-        dtype.
+        dtype or uint8.
 
-        Raises ModelLoadError also for a tensor that is not stored as floating-point numbers.
+        Raises ModelLoadError also for a tensor that is not stored as floating-point numbers, or for a place
+        of uint8, as uint8.
         """
 
 
-def check_dtype(tensors: TensorSource, name: str, dtype: torch.dtype) -> None:
-    """Raise ModelLoadError naming tensor and file if weights cannot be stored as `dtype`."""
-    if dtype not in STORED_DTYPES:
+def check_dtype(
+    tensors: TensorSource, name: str, dtype: torch.dtype, place: torch.dtype = torch.float32
+) -> None:
+    """Raise ModelLoadError naming tensor and file if weights stored as `dtype` cannot fill a place of dtype
+    `place`: bytes fill bytes, and floating-point numbers those of any type."""
+    if place == torch.uint8:
+        if dtype != place:
+            raise ModelLoadError(f"{tensors.file(name)}: tensor {name} is stored as {dtype}, expected uint8")
+
+    elif dtype not in STORED_DTYPES:
         raise ModelLoadError(
             f"{tensors.file(name)}: tensor {name} is stored as {dtype}, expected float32, bfloat16 or float16"
         )

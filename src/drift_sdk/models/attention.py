@@ -23,6 +23,10 @@ MIN_PADDING = 256
 length."""
 
 
+SINK_PADDING = 8
+"""Elements that sinks add to a head: one is needed, but widths are multiples of 8 where attention is fast."""
+
+
 class SequenceRows(Struct, frozen=True):
     """The rows of one sequence in a step, at positions `start ... start + num_rows - 1`.
 
@@ -81,6 +85,7 @@ class AttentionBatch:
         *,
         window: int | None = None,
         scale: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write the rows' keys and values to the cache, then compute their attention in one layer.
 
@@ -88,6 +93,7 @@ class AttentionBatch:
         key, value:  [N, num_kv_heads, head_dim].
         window:      number of keys that a row sees at most, its own included; None: all before it.
         scale:       factor of the products of queries and keys; None: 1 / sqrt(head_dim).
+        sinks:       [num_heads], a logit of each head that takes part in the softmax and has no value.
 
         Returns [N, num_heads * head_dim].
         """
@@ -95,12 +101,12 @@ class AttentionBatch:
         keys.index_copy_(0, self.slot_mapping, key)
         values.index_copy_(0, self.slot_mapping, value)
         if len(self._groups) == 1:
-            return self._groups[0].attend(query, keys, values, window, scale)
+            return self._groups[0].attend(query, keys, values, window, scale, sinks)
 
         shape = (query.shape[0], query.shape[1] * query.shape[2])
         output = torch.empty(shape, dtype=query.dtype, device=query.device)
         for group in self._groups:
-            output[group.rows] = group.attend(query[group.rows], keys, values, window, scale)
+            output[group.rows] = group.attend(query[group.rows], keys, values, window, scale, sinks)
 
         return output
 
@@ -123,7 +129,7 @@ class _Group:
         self._positions = self._starts + torch.arange(self.num_rows, device="cpu")
         self._slots = _slots(sequences, max_keys, cache.block_size, slot_offset)
         self._dtype, self._device = cache.dtype, cache.device
-        self._keys: dict[int | None, _Keys] = {}
+        self._keys: dict[tuple[int | None, bool], _Keys] = {}
         self.positions = self._positions.view(-1).to(cache.device)
         self.row_slots = self._slots.gather(1, self._positions).view(-1).to(cache.device)
 
@@ -134,55 +140,69 @@ class _Group:
         values: torch.Tensor,
         window: int | None,
         scale: float | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Attention of the group's rows: query [M, num_heads, head_dim], keys and values of a whole layer,
         [num_slots, num_kv_heads, head_dim]. Returns [M, num_heads * head_dim]."""
-        if window not in self._keys:
-            self._keys[window] = self._find_keys(window)
+        kind = window, sinks is not None
+        if kind not in self._keys:
+            self._keys[kind] = self._find_keys(*kind)
 
-        found = self._keys[window]
+        found = self._keys[kind]
         batch, num_heads, head_dim = self.num_sequences, query.shape[1], query.shape[2]
         gathered_shape = (batch, -1, *keys.shape[1:])
+        query = query.view(batch, self.num_rows, num_heads, head_dim).transpose(1, 2)
+        key = keys.index_select(0, found.slots).view(gathered_shape).transpose(1, 2)
+        value = values.index_select(0, found.slots).view(gathered_shape).transpose(1, 2)
+        if sinks is not None:
+            scale = head_dim**-0.5 if scale is None else scale
+            query, key, value = _with_sinks(query, key, value, sinks / scale)
         output = F.scaled_dot_product_attention(
-            query.view(batch, self.num_rows, num_heads, head_dim).transpose(1, 2),
-            keys.index_select(0, found.slots).view(gathered_shape).transpose(1, 2),
-            values.index_select(0, found.slots).view(gathered_shape).transpose(1, 2),
+            query,
+            key,
+            value,
             attn_mask=found.mask,
             is_causal=found.is_causal,
             scale=scale,
             enable_gqa=True,
         )
+        output = output[..., :head_dim]
         return output.transpose(1, 2).reshape(batch * self.num_rows, num_heads * head_dim)
 
-    def _find_keys(self, window: int | None) -> _Keys:
+    def _find_keys(self, window: int | None, has_sinks: bool) -> _Keys:
         """The keys that the rows see in layers with this window: of each sequence, from the first that its
         first row sees to that of its last row.
 
         Padding keys are read from the slot of the first, which is always written: an unwritten slot may hold
-        NaN, which remains NaN under a mask.
+        NaN, which remains NaN under a mask. With sinks, the mask has a column more, which every row sees.
         """
         ends = self._positions[:, -1:] + 1
         firsts = torch.zeros_like(ends) if window is None else (self._starts - window + 1).clamp_(min=0)
         num_keys = int((ends - firsts).max())
         key_positions = firsts + torch.arange(num_keys, device="cpu")
         slots = self._slots.gather(1, torch.where(key_positions < ends, key_positions, firsts))
-        reach = num_keys if window is None else window
+        num_columns = num_keys + has_sinks
+        reach = num_columns if window is None else window
         is_alone = self.num_sequences == 1
-        is_causal = is_alone and num_keys == self.num_rows <= reach
+        is_causal = is_alone and num_keys == self.num_rows <= reach and not has_sinks
         mask = None
         if not is_alone:
             distances = self._positions[:, :, None] - key_positions[:, None]
             is_visible = (distances >= 0) & (distances < reach)
             mask = torch.zeros(is_visible.shape, dtype=self._dtype, device="cpu")
-            mask = mask.masked_fill_(~is_visible, float("-inf"))[:, None]
+            mask = F.pad(mask.masked_fill_(~is_visible, float("-inf")), (0, int(has_sinks)))[:, None]
         elif self.num_rows > 1 and not is_causal:
             # The distance of row and key decides. With the keys in reverse order it is row plus column,
-            # minus a constant, so a strided view of num_keys + num_rows - 1 numbers is the whole mask.
+            # minus a constant, so a strided view of num_columns + num_rows - 1 numbers is the whole mask.
+            # Without a window the sinks come as one more key before the first.
             slots = slots.flip(1)
             nearest = self.num_rows - 1
-            diagonals = torch.full((num_keys + nearest,), float("-inf"), dtype=self._dtype, device="cpu")
+            diagonals = torch.full((num_columns + nearest,), float("-inf"), dtype=self._dtype, device="cpu")
             diagonals[nearest : nearest + reach] = 0.0
-            mask = diagonals.to(self._device).as_strided((self.num_rows, num_keys), (1, 1))
+            mask = diagonals.to(self._device).as_strided((self.num_rows, num_columns), (1, 1))
+            if window is not None and has_sinks:
+                mask = mask.clone()
+                mask[:, num_keys] = 0.0
 
         mask = None if mask is None else mask.to(self._device)
         return _Keys(slots=slots.reshape(-1).to(self._device), mask=mask, is_causal=is_causal)
@@ -199,6 +219,22 @@ class _Keys(Struct, frozen=True, kw_only=True):
     slots: torch.Tensor
     mask: torch.Tensor | None
     is_causal: bool
+
+
+def _with_sinks(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, products: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values [batch, heads, rows or keys, head_dim] with a last key, whose product with the
+    queries of a head is products [num_heads] and whose value is zero.
+
+    Heads become longer by SINK_PADDING elements, of which the first holds the product.
+    """
+    padding = (0, SINK_PADDING)
+    query, key, value = F.pad(query, padding), F.pad(key, (*padding, 0, 1)), F.pad(value, (*padding, 0, 1))
+    head_dim = query.shape[-1] - SINK_PADDING
+    query[..., head_dim] = products[:, None]
+    key[..., -1, head_dim] = 1.0
+    return query, key, value
 
 
 def _group_sequences(sequences: Sequence[SequenceRows]) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""One decoder for all families of dense models."""
+"""One decoder for all families of models."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from drift_sdk.loading.random import RandomTensors
 from drift_sdk.loading.tensors import TensorSource
 from drift_sdk.models.attention import AttentionBatch
 from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.experts import apply_experts
 from drift_sdk.models.kv_cache import KVCache
 from drift_sdk.models.linear import linear
 from drift_sdk.models.rope import rotary_tables, rotate
@@ -125,7 +126,7 @@ class Decoder:
                 aux_hidden[index] = hidden
 
             hidden = self._add(hidden, self._attention(index, hidden, rotary[index], batch, cache))
-            hidden = self._add(hidden, self._mlp(self.weights.layers[index], hidden))
+            hidden = self._add(hidden, self._mlp(index, hidden))
 
         aux_hidden[num_layers] = hidden
         return hidden, [aux_hidden[aux_layer] for aux_layer in aux_layers]
@@ -139,7 +140,10 @@ class Decoder:
 
     def normalise(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """x [..., D], normalised with `weight` [D] as the model's norms do."""
-        norm = offset_rms_norm if self.config.has_offset_norms else rms_norm
+        if self.config.has_wide_norms:
+            norm = wide_rms_norm
+        else:
+            norm = offset_rms_norm if self.config.has_offset_norms else rms_norm
         return norm(x, weight, self.config.rms_norm_eps)
 
     def _rotary(self, batch: AttentionBatch) -> list[Rotary | None]:
@@ -166,7 +170,14 @@ class Decoder:
         layer, config = self.weights.layers[index], self.config
         query, key, value = self._project(layer, hidden, rotary)
         attended = batch.attend(
-            query, key, value, cache, index, window=config.windows[index], scale=config.attention_scale
+            query,
+            key,
+            value,
+            cache,
+            index,
+            window=config.windows[index],
+            scale=config.attention_scale,
+            sinks=layer.sinks,
         )
         output = linear(attended, layer.output, layer.output_bias)
         return (
@@ -195,8 +206,12 @@ class Decoder:
 
         return query_key[:, : config.num_heads], query_key[:, config.num_heads :], value
 
-    def _mlp(self, layer: LayerWeights, hidden: torch.Tensor) -> torch.Tensor:
+    def _mlp(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
+        layer, experts = self.weights.layers[index], self.config.layer_experts(index)
         normed = self.normalise(hidden, layer.mlp_norm)
+        if experts is not None and layer.experts is not None:
+            return apply_experts(normed, layer.experts, experts)
+
         gate, up = linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
         gate = F.silu(gate) if self.config.activation == "silu" else F.gelu(gate, approximate="tanh")
         output = linear(gate.mul_(up), layer.down, layer.down_bias)
@@ -216,3 +231,10 @@ def offset_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.
     float32: the norm of Gemma."""
     normed = F.rms_norm(x.to(torch.float32), (x.shape[-1],), eps=eps)
     return (normed * (1.0 + weight.to(torch.float32))).to(x.dtype)
+
+
+def wide_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [..., D] divided by its root mean square over the last dimension, times weight [D], all in float32:
+    the norm of gpt-oss."""
+    normed = F.rms_norm(x.to(torch.float32), (x.shape[-1],), eps=eps)
+    return (normed * weight.to(torch.float32)).to(x.dtype)

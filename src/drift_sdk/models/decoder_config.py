@@ -11,6 +11,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from drift_sdk.errors import ModelLoadError, short_repr
+from drift_sdk.models.experts_config import ExpertsConfig, experts_from_hf, mlp_layers
 from drift_sdk.models.layer_kinds import layer_kinds_from_hf
 from drift_sdk.models.rope import Rope
 from drift_sdk.models.settings import MAX_CONTEXT, MAX_SIZE, read_bool, read_int, read_number
@@ -27,6 +28,9 @@ ARCHITECTURES = {
     "gemma3_text": "Gemma3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "granite": "GraniteForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
 }
 # Defaults of settings that files may lack, where they differ from those of the other families.
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -49,8 +53,46 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "smollm3": {"rope_theta": 2_000_000.0, "no_rope_layer_interval": 4, "tie_word_embeddings": True},
     "granite": {"attention_multiplier": 1.0},
+    "qwen3_moe": {
+        "num_key_value_heads": 4,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "decoder_sparse_step": 1,
+    },
+    "mixtral": {
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "gpt_oss": {
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "attention_bias": True,
+        "sliding_window": 128,
+        "rope_theta": 150_000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+    },
 }
 NULLABLE = ("sliding_window",)  # null is a value of its own, not the default
+
+FUSED_PROJECTIONS = "has_fused_projections"
+"""A setting that loading adds for files with query, key and value projections as one tensor."""
 
 Activation = Literal["silu", "gelu_tanh"]
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -80,6 +122,11 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
     embedding_multiplier:     embeddings are multiplied by it, rounded to the model's dtype.
     residual_multiplier:      the outputs of attention and MLP are multiplied by it before they are added.
     logits_divisor:           logits are divided by it.
+    has_wide_norms:           all norms multiply by the weight in float32, before rounding.
+    has_sinks:                each head has a logit that takes part in the softmax of attention and has no
+                              value.
+    experts:                  the mixture of experts that layers have in place of an MLP; None: all have MLPs.
+    mlp_layers:               with experts, the layers that have an MLP all the same.
     has_fused_projections:    files have query, key and value projections as one tensor, and gate and up
                               projections as another.
     """
@@ -109,6 +156,10 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
     has_fused_projections: bool = False
+    has_wide_norms: bool = False
+    has_sinks: bool = False
+    experts: ExpertsConfig | None = None
+    mlp_layers: tuple[int, ...] = ()
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], *, max_model_len: int | None = None) -> DecoderConfig:
@@ -123,12 +174,12 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
         family = _family(config)
         given = {name: value for name, value in config.items() if value is not None or name in NULLABLE}
         config = DEFAULTS.get(family, {}) | given
-        _check_options(config)
+        _check_options(config, family)
         hidden_size, num_heads = read_int(config, "hidden_size"), read_int(config, "num_attention_heads")
         num_kv_heads, head_dim = _heads(config, hidden_size, num_heads)
         kinds = layer_kinds_from_hf(config, family, head_dim, max_model_len)
         has_attention_bias = family != "qwen2" and read_bool(config, "attention_bias")
-        is_gemma = family == "gemma3_text"
+        is_gemma, is_gpt_oss = family == "gemma3_text", family == "gpt_oss"
         return cls(
             vocab_size=read_int(config, "vocab_size"),
             hidden_size=hidden_size,
@@ -144,7 +195,7 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
             has_qkv_bias=has_attention_bias or family == "qwen2",
             has_output_bias=has_attention_bias,
             has_mlp_bias=family in ("llama", "smollm3", "granite") and read_bool(config, "mlp_bias"),
-            has_qk_norm=family in ("qwen3", "gemma3_text"),
+            has_qk_norm=family in ("qwen3", "qwen3_moe", "gemma3_text"),
             is_head_tied=read_bool(config, "tie_word_embeddings"),
             windows=kinds.windows,
             ropes=kinds.ropes,
@@ -153,9 +204,22 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
             activation=_activation(config, family),
             has_offset_norms=is_gemma,
             has_post_norms=is_gemma,
-            has_fused_projections=family == "phi3",
+            has_fused_projections=family == "phi3" or (is_gpt_oss and read_bool(config, FUSED_PROJECTIONS)),
+            has_wide_norms=is_gpt_oss,
+            has_sinks=is_gpt_oss,
+            experts=experts_from_hf(config, family),
+            mlp_layers=mlp_layers(config, family, len(kinds.windows)),
             **_multipliers(config, family, hidden_size),
         )
+
+    def layer_experts(self, index: int) -> ExpertsConfig | None:
+        """The experts of layer `index`; None if it has an MLP."""
+        return None if index in self.mlp_layers else self.experts
+
+    @property
+    def mlp_size(self) -> int:
+        """The width of the layers' MLPs; 0 if all layers have experts in their place."""
+        return self.intermediate_size if self.experts is None or self.mlp_layers else 0
 
     @property
     def rotary_dim(self) -> int:
@@ -175,7 +239,7 @@ def _family(config: Mapping[str, Any]) -> str:
     raise ModelLoadError(f"config: {found}: expected one of {known}")
 
 
-def _check_options(config: Mapping[str, Any]) -> None:
+def _check_options(config: Mapping[str, Any], family: str) -> None:
     for name in UNSUPPORTED:
         if config.get(name):
             raise ModelLoadError(f"config: {name}={short_repr(config[name])} is not implemented")
@@ -183,6 +247,9 @@ def _check_options(config: Mapping[str, Any]) -> None:
     quantization = config.get("quantization_config")
     if quantization:
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+        if family == "gpt_oss" and method == "mxfp4":
+            return
+
         found = f"quantization_config with quant_method={short_repr(method)}"
         raise ModelLoadError(f"config: {found} is not implemented")
 

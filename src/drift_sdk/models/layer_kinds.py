@@ -18,7 +18,7 @@ LOCAL_THETA = 10_000.0  # transformers' default for the windowed layers of Gemma
 LayerType = Literal["full_attention", "sliding_attention"]
 LAYER_TYPES: tuple[LayerType, ...] = ("full_attention", "sliding_attention")
 # Families whose window takes effect only with `use_sliding_window`.
-SWITCHED = ("qwen2", "qwen3", "smollm3")
+SWITCHED = ("qwen2", "qwen3", "qwen3_moe", "smollm3")
 
 
 class LayerKinds(Struct, frozen=True, kw_only=True):
@@ -93,6 +93,8 @@ def _layer_types(
         is_windowed = [layer >= first for layer in range(num_layers)]
     elif family == "smollm3":
         is_windowed = [not does_rotate for does_rotate in is_rotated]
+    elif family == "gpt_oss":
+        is_windowed = [layer % 2 == 0 for layer in range(num_layers)]
     elif family == "gemma3_text":
         period = read_int(config, "sliding_window_pattern")
         is_windowed = [(layer + 1) % period != 0 for layer in range(num_layers)]

@@ -13,7 +13,7 @@ import torch
 from msgspec import Struct
 
 from drift_sdk.errors import ModelLoadError, short_repr
-from drift_sdk.models.settings import MAX_CONTEXT, read_number
+from drift_sdk.models.settings import MAX_CONTEXT, read_bool, read_number
 
 __all__ = [
     "FrequencyFactors",
@@ -22,6 +22,7 @@ __all__ = [
     "LongRopeScaling",
     "Rope",
     "RopeScaling",
+    "YarnScaling",
     "half_tables",
     "inverse_frequencies",
     "rope_from_hf",
@@ -101,7 +102,27 @@ class LongRopeScaling(Struct, frozen=True, kw_only=True):
         return 1.0 / (torch.tensor(self.factors, dtype=torch.float32, device="cpu") * periods)
 
 
-RopeScaling = LinearScaling | Llama3Scaling | FrequencyFactors | LongRopeScaling
+class YarnScaling(Struct, frozen=True, kw_only=True):
+    """The scaling of YaRN (arXiv 2309.00071): frequencies of pairs up to `first` are kept, those from `last`
+    on are divided by `factor`, and those between are interpolated. All cosines and sines are multiplied by
+    `magnitude`.
+
+    first, last: indices of pairs, which need not be whole numbers.
+    """
+
+    factor: float
+    first: float
+    last: float
+    magnitude: float
+
+    def frequencies(self, periods: torch.Tensor) -> torch.Tensor:
+        """Scaled frequencies [rotary_dim / 2], from the positions per radian of each pair."""
+        pairs = torch.arange(len(periods), dtype=torch.float32, device="cpu")
+        kept = 1 - ((pairs - self.first) / (self.last - self.first)).clamp(0, 1)
+        return 1.0 / (self.factor * periods) * (1 - kept) + 1.0 / periods * kept
+
+
+RopeScaling = LinearScaling | Llama3Scaling | FrequencyFactors | LongRopeScaling | YarnScaling
 
 
 class Rope(Struct, frozen=True, kw_only=True):
@@ -118,7 +139,7 @@ class Rope(Struct, frozen=True, kw_only=True):
     @property
     def magnitude(self) -> float:
         """The factor of all cosines and sines."""
-        return self.scaling.magnitude if isinstance(self.scaling, LongRopeScaling) else 1.0
+        return self.scaling.magnitude if isinstance(self.scaling, LongRopeScaling | YarnScaling) else 1.0
 
     def frequencies(self) -> torch.Tensor:
         """The angle of each pair of elements per position, in radians: [rotary_dim / 2], float32 on the
@@ -150,7 +171,10 @@ def rope_from_hf(
             theta = read_number(source, "rope_theta", ge=THETAS[0], le=THETAS[1], place=IN_ROPE)
             break
 
-    scaling = _scaling(config, settings, rotary_dim, max_model_len)
+    if _first_given(settings, "rope_type", "type") == "yarn":
+        scaling: RopeScaling | None = _yarn_scaling(config, settings, rotary_dim, theta)
+    else:
+        scaling = _scaling(config, settings, rotary_dim, max_model_len)
     return Rope(theta=theta, rotary_dim=rotary_dim, scaling=scaling)
 
 
@@ -193,7 +217,7 @@ def _scaling(
         return FrequencyFactors(factors=_factors(settings, "factors", rotary_dim // 2))
 
     raise ModelLoadError(
-        f"config: rope_type={short_repr(rope_type)}: expected default, linear, llama3 or longrope"
+        f"config: rope_type={short_repr(rope_type)}: expected default, linear, llama3, longrope or yarn"
     )
 
 
@@ -236,6 +260,57 @@ def _long_rope_scaling(
             settings, "attention_factor", magnitude, ge=MAGNITUDES[0], le=MAGNITUDES[1], place=IN_ROPE
         ),
     )
+
+
+def _yarn_scaling(
+    config: Mapping[str, Any], settings: Mapping[str, Any], rotary_dim: int, theta: float
+) -> YarnScaling:
+    """YaRN's scaling. `first` is the pair that turns beta_fast times over the context of pretraining, `last`
+    that which turns beta_slow times."""
+    context = _original_context(config, settings, ge=2)
+    whole = read_number(config, "max_position_embeddings", ge=2, le=MAX_CONTEXT)
+    low, high = FACTORS
+    factor = read_number(settings, "factor", whole / context, ge=low, le=high, place=IN_ROPE)
+    fast, slow = (
+        read_number(settings, name, default, ge=low, le=high, place=IN_ROPE)
+        for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0))
+    )
+    if theta == 1.0:
+        raise ModelLoadError("config: rope_theta=1.0: expected more than 1 for YaRN")
+
+    def pair(num_turns: float) -> float:
+        return rotary_dim * math.log(context / (num_turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = pair(fast), pair(slow)
+    if settings.get("truncate") is None or read_bool(settings, "truncate"):
+        first, last = float(math.floor(first)), float(math.ceil(last))
+    first, last = max(first, 0.0), min(last, float(rotary_dim - 1))
+    if first > last:
+        raise ModelLoadError(f"config: beta_fast={fast}: expected at least beta_slow={slow}{IN_ROPE}")
+
+    return YarnScaling(
+        factor=factor,
+        first=first,
+        last=last if last > first else first + 0.001,
+        magnitude=read_number(
+            settings,
+            "attention_factor",
+            _yarn_magnitude(settings, factor),
+            ge=MAGNITUDES[0],
+            le=MAGNITUDES[1],
+            place=IN_ROPE,
+        ),
+    )
+
+
+def _yarn_magnitude(settings: Mapping[str, Any], factor: float) -> float:
+    """The factor of cosines and sines that follows from that of the context."""
+    weights = [
+        read_number(settings, name, 0.0, ge=0.0, le=MAGNITUDES[1], place=IN_ROPE)
+        for name in ("mscale", "mscale_all_dim")
+    ]
+    magnitudes = [0.1 * weight * math.log(max(factor, 1.0)) + 1.0 for weight in (*weights, 1.0)]
+    return magnitudes[0] / magnitudes[1] if all(weights) else magnitudes[2]
 
 
 def _original_context(config: Mapping[str, Any], settings: Mapping[str, Any], *, ge: int) -> int:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from drift_sdk.errors import ModelLoadError
+from drift_sdk.loading.mxfp4 import ScaleCheck
 from drift_sdk.loading.tensors import FiniteCheck, InPlaceSource, TensorSource, check_dtype
 from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.expert_weights import allocate_experts
+from drift_sdk.models.experts import ExpertWeights
 
 __all__ = ["DecoderWeights", "LayerWeights", "load_weights", "others", "tensor_shapes", "weight_bytes"]
 
@@ -24,12 +26,13 @@ class LayerWeights:
 
     qkv:                    [(num_heads + 2 * num_kv_heads) * head_dim, hidden].
     output:                 [hidden, num_heads * head_dim].
-    gate_up:                [2 * intermediate, hidden].
+    gate_up:                [2 * intermediate, hidden]. In a layer with experts, intermediate is 0.
     down:                   [hidden, intermediate].
     input_norm, mlp_norm:   [hidden].
     query_norm, key_norm:   [head_dim].
     Biases:                 [rows of their matrix].
     attention_post_norm, mlp_post_norm:  [hidden], of the outputs of attention and MLP.
+    sinks:                  [num_heads].
     """
 
     input_norm: torch.Tensor
@@ -46,6 +49,8 @@ class LayerWeights:
     down_bias: torch.Tensor | None
     attention_post_norm: torch.Tensor | None = None
     mlp_post_norm: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    experts: ExpertWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +70,9 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
 
 def weight_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
-    """Bytes of the weights of a model of these shapes in `dtype`."""
-    return sum(map(math.prod, tensor_shapes(config).values())) * dtype.itemsize
+    """Bytes of the weights of a model of these shapes in `dtype`; quantised weights keep their own."""
+    _, places = _allocate(config, torch.device("meta"), dtype)
+    return sum(place.nbytes for place in places.values())
 
 
 def load_weights(
@@ -87,6 +93,12 @@ def load_weights(
     unexpected or misshapen; if there is not enough memory; and for a tensor that is not finite in `dtype`.
     """
     _check_names(config, tensors)
+    if config.experts is not None and config.experts.is_quantised and dtype == torch.float16:
+        raise ModelLoadError(
+            f"{tensors.location}: MXFP4 weights in float16: expected bfloat16 or float32, which hold all of "
+            "their numbers"
+        )
+
     if check_bytes is not None:
         check_bytes(weight_bytes(config, dtype))
     try:
@@ -97,14 +109,18 @@ def load_weights(
             f"{tensors.location}: not enough memory on {device} for {size} of weights: {error}"
         ) from error
 
-    finite = FiniteCheck(tensors)
+    finite, scales = FiniteCheck(tensors), ScaleCheck(tensors)
     for num_loaded, (name, place) in enumerate(places.items(), start=1):
         _fill(place, tensors, name)
-        finite.add(name, place)
+        if place.dtype != torch.uint8:
+            finite.add(name, place)
+        elif name.endswith("_scales"):
+            scales.add(name, place)
         if on_tensor is not None:
             on_tensor(num_loaded, len(places))
 
     finite.finish()
+    scales.finish()
     return weights
 
 
@@ -151,7 +167,7 @@ def others(names: list[str]) -> str:
 
 
 def _fill(place: torch.Tensor, tensors: TensorSource, name: str) -> None:
-    if isinstance(tensors, InPlaceSource):
+    if isinstance(tensors, InPlaceSource) and place.is_contiguous():
         tensors.read_into(name, place)
     else:
         place.copy_(_read(tensors, name))
@@ -186,8 +202,14 @@ def _allocate(
 
         return stacked(suffix, {f"{prefix}.{name}": size for name, size in rows.items()}, *columns)
 
-    def layer(prefix: str) -> LayerWeights:
+    def empty(shape: tuple[int, ...], of: torch.dtype | None) -> torch.Tensor:
+        return torch.empty(shape, dtype=of or dtype, device=device)
+
+    def layer(index: int) -> LayerWeights:
+        prefix = f"model.layers.{index}"
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        experts = config.layer_experts(index)
+        has_mlp, has_mlp_bias = experts is None, experts is None and config.has_mlp_bias
         query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         qkv = (attention, "qkv_proj", {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size})
         gate_up = (mlp, "gate_up_proj", {f"{n}_proj": config.intermediate_size for n in ("gate", "up")})
@@ -203,22 +225,28 @@ def _allocate(
             output=whole(f"{attention}.o_proj.weight", hidden, query_size),
             output_bias=whole(f"{attention}.o_proj.bias", hidden) if config.has_output_bias else None,
             mlp_norm=whole(f"{prefix}.{mlp_norm}.weight", hidden),
-            gate_up=projection(*gate_up, "weight", hidden),
-            gate_up_bias=projection(*gate_up, "bias") if config.has_mlp_bias else None,
-            down=whole(f"{mlp}.down_proj.weight", hidden, config.intermediate_size),
-            down_bias=whole(f"{mlp}.down_proj.bias", hidden) if config.has_mlp_bias else None,
+            gate_up=projection(*gate_up, "weight", hidden) if has_mlp else empty((0, hidden), None),
+            gate_up_bias=projection(*gate_up, "bias") if has_mlp_bias else None,
+            down=(
+                whole(f"{mlp}.down_proj.weight", hidden, config.intermediate_size)
+                if has_mlp
+                else empty((hidden, 0), None)
+            ),
+            down_bias=whole(f"{mlp}.down_proj.bias", hidden) if has_mlp_bias else None,
             attention_post_norm=(
                 whole(f"{prefix}.post_attention_layernorm.weight", hidden) if has_post_norms else None
             ),
             mlp_post_norm=(
                 whole(f"{prefix}.post_feedforward_layernorm.weight", hidden) if has_post_norms else None
             ),
+            sinks=whole(f"{attention}.sinks", config.num_heads) if config.has_sinks else None,
+            experts=None if experts is None else allocate_experts(experts, hidden, prefix, places, empty),
         )
 
     embedding = whole(EMBEDDING, config.vocab_size, hidden)
     weights = DecoderWeights(
         embedding=embedding,
-        layers=tuple(layer(f"model.layers.{index}") for index in range(config.num_layers)),
+        layers=tuple(layer(index) for index in range(config.num_layers)),
         final_norm=whole(FINAL_NORM, hidden),
         head=embedding if config.is_head_tied else whole(HEAD, config.vocab_size, hidden),
     )

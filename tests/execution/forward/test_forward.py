@@ -79,6 +79,21 @@ CONFIGS = {
     "smollm3": tiny("smollm3", no_rope_layers=[1, 0], use_sliding_window=True, sliding_window=WINDOW),
     "granite": tiny("granite", num_hidden_layers=1, attention_bias=True, mlp_bias=True, **GRANITE),
 }
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "truncate": False}
+GPT_OSS = {"sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 3, "rope_scaling": YARN}
+CONFIGS |= {
+    "qwen3_moe": tiny("qwen3_moe", mlp_only_layers=[0], attention_bias=True, **EXPERTS),
+    "gpt_oss": tiny("gpt_oss", **GPT_OSS),
+    "gpt_oss in MXFP4": tiny(
+        "gpt_oss",
+        num_hidden_layers=1,
+        hidden_size=32,
+        intermediate_size=64,
+        quantization_config={"quant_method": "mxfp4"},
+        **GPT_OSS,
+    ),
+}
 GEMMA = CONFIGS["gemma3"]
 # All options at once, with a window in the first layer and no rotation in the second.
 CONFIGS["all"] = structs.replace(

@@ -12,6 +12,7 @@ from drift_sdk._kernels.layers.glu import glu
 from drift_sdk._kernels.layers.rope_store import rotate_and_store
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.attention_groups import AttentionGroups, AttentionShape
+from drift_sdk.execution.forward.expert_forward import ExpertForward
 from drift_sdk.execution.forward.model_resources import ModelResources
 from drift_sdk.execution.forward.residual_stream import ResidualStream, norm_kind
 from drift_sdk.execution.forward.step_buffers import HiddenStates, LayerBuffers, take_gate_up, take_partials
@@ -82,6 +83,7 @@ class DecodeForward:
         self._stream = ResidualStream(model.decoder, hidden_states, self._buffers.normed)
         self.hidden_states = hidden_states
         self.normed = self._buffers.normed
+        self._experts = ExpertForward.take(model, rows.slot, self.normed, workspace)
 
     def run(self) -> None:
         """Record the kernels of all layers."""
@@ -92,6 +94,10 @@ class DecodeForward:
             self._attend(layer, index)
             product = self._multiply(buffers.attended.view(self._num_rows, -1), layer.output)
             stream.add_attention(index, product, layer.output_bias)
+            if self._experts is not None and layer.experts is not None:
+                stream.add_mlp(index, self._experts.run(layer.experts))
+                continue
+
             self._activate(layer)
             stream.add_mlp(index, self._multiply(buffers.activated, layer.down), layer.down_bias)
 
@@ -127,6 +133,7 @@ class DecodeForward:
             self._rows_per_sequence,
             window=config.windows[index] or 0,
             scale=config.attention_scale,
+            sinks=layer.sinks,
         )
 
     def _activate(self, layer: LayerWeights) -> None:

@@ -11,6 +11,7 @@ from drift_sdk._kernels.layers.glu import glu
 from drift_sdk._kernels.layers.rope_store import rotate_and_store
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.decode import Rows
+from drift_sdk.execution.forward.expert_forward import ExpertForward
 from drift_sdk.execution.forward.model_resources import ModelResources
 from drift_sdk.execution.forward.residual_stream import ResidualStream, norm_kind
 from drift_sdk.execution.forward.step_buffers import HiddenStates, LayerBuffers, take_gate_up
@@ -50,8 +51,9 @@ class PrefillForward:
         self._buffers = LayerBuffers.take(workspace, decoder, num_rows)
         self._stream = ResidualStream(decoder, hidden_states, self._buffers.normed)
         self._qkv = take("prefill_qkv", (config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
-        self._gate_up = take_gate_up(workspace, num_rows, 2 * config.intermediate_size, decoder.dtype)
+        self._gate_up = take_gate_up(workspace, num_rows, 2 * config.mlp_size, decoder.dtype)
         self._delta = take("prefill_delta", config.hidden_size)
+        self._experts = ExpertForward.take(model, rows.slot, self._buffers.normed, workspace)
 
     def run(self) -> None:
         """Record the kernels of all layers."""
@@ -63,6 +65,10 @@ class PrefillForward:
             self._attend(layer, index)
             _multiply(attended, layer.output, layer.output_bias, self._delta)
             stream.add_attention(index, self._delta)
+            if self._experts is not None and layer.experts is not None:
+                stream.add_mlp(index, self._experts.run(layer.experts))
+                continue
+
             _multiply(buffers.normed, layer.gate_up, layer.gate_up_bias, self._gate_up)
             glu(self._gate_up, buffers.activated, decoder.config.activation)
             _multiply(buffers.activated, layer.down, layer.down_bias, self._delta)
@@ -98,6 +104,7 @@ class PrefillForward:
             self._attention,
             window=config.windows[index] or 0,
             scale=config.attention_scale,
+            sinks=layer.sinks,
         )
 
 

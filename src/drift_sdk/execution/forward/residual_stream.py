@@ -16,6 +16,9 @@ __all__ = ["ResidualStream", "norm_kind"]
 
 def norm_kind(config: DecoderConfig) -> NormKind:
     """The kind of all norms of a model."""
+    if config.has_wide_norms:
+        return "wide"
+
     return "offset" if config.has_offset_norms else "rounded"
 
 

@@ -77,7 +77,7 @@ class LayerBuffers(Struct, frozen=True):
             normed=take("normed", config.hidden_size),
             query=take("query", config.num_heads, config.head_dim),
             attended=take("attended", config.num_heads, config.head_dim),
-            activated=take("activated", config.intermediate_size),
+            activated=take("activated", config.mlp_size),
         )
 
 

@@ -1,0 +1,275 @@
+"""Routing of rows to experts, and for each expert the list of its rows.
+
+    choose_experts: the K experts of a row with the largest logits, largest first, and their weights
+    list_rows:      the pairs (row, rank) of each expert, in ascending order of rows
+
+A pair is the number row * K + rank: the rank-th expert of a row. Of equal logits, that of the lower expert
+comes first; NaN counts as the lowest number, so that a row always has K different experts, and its weights
+are NaN. A padding row has no experts (-1).
+
+Grid: `_choose_experts` (rows): a program owns a row. `_list_rows` (experts): a program owns an expert's list,
+and reads the experts of all pairs. Neither uses atomics: lists have a fixed order.
+
+Bytes: the logits once, and 4 * R * K for each expert, which come from the L2 cache.
+
+Dependent launch: both kernels wait before their first read of what changes. `_choose_experts` follows a
+product, so it permits its dependents to start at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from msgspec import Struct
+from torch import Tensor
+
+from drift_sdk._kernels.common.arguments import check_range, check_tensor, check_tensors
+from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+
+__all__ = [
+    "ExpertRows",
+    "choose_experts",
+    "choose_experts_reference",
+    "list_rows",
+    "list_rows_reference",
+]
+
+BLOCK_PAIRS = 1_024
+"""Pairs that a program of `_list_rows` reads at a time: 8 for each of the 128 threads of four warps."""
+
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+
+TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+class ExpertRows(Struct, frozen=True):
+    """The experts of R rows, K for each, and the rows of E experts.
+
+    experts [R, K] int32: the experts of each row; -1 for a padding row.
+    shares [R, K] fp32: their weights; undefined for a padding row.
+    pairs [E, R] int32: the pairs of each expert; undefined behind its count.
+    counts [E] int32: the number of pairs of each expert.
+    """
+
+    experts: Tensor
+    shares: Tensor
+    pairs: Tensor
+    counts: Tensor
+
+    @classmethod
+    def take(
+        cls,
+        take: Callable[[str, tuple[int, ...], torch.dtype], Tensor],
+        num_rows: int,
+        num_experts: int,
+        num_active: int,
+    ) -> ExpertRows:
+        """Uninitialised; take(name, shape, dtype) allocates a buffer."""
+        return cls(
+            experts=take("row_experts", (num_rows, num_active), torch.int32),
+            shares=take("row_shares", (num_rows, num_active), torch.float32),
+            pairs=take("expert_pairs", (num_experts, num_rows), torch.int32),
+            counts=take("expert_counts", (num_experts,), torch.int32),
+        )
+
+    @property
+    def num_rows(self) -> int:
+        return self.experts.shape[0]
+
+    @property
+    def num_active(self) -> int:
+        return self.experts.shape[1]
+
+    @property
+    def num_experts(self) -> int:
+        return self.counts.shape[0]
+
+
+@triton.jit
+def _choose_experts(
+    logits_ptr,  # [NUM_SLICES, R, NUM_EXPERTS] fp32: partial sums
+    bias_ptr,  # [NUM_EXPERTS], storage type; or None
+    row_slot_ptr,  # [R] int32
+    experts_ptr,  # [R, NUM_ACTIVE] int32, written
+    shares_ptr,  # [R, NUM_ACTIVE] fp32, written
+    slice_stride,
+    NUM_SLICES: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    PADDED_EXPERTS: tl.constexpr,
+    NUM_ACTIVE: tl.constexpr,
+    PADDED_ACTIVE: tl.constexpr,
+    IS_NORMALISED: tl.constexpr,  # weights of the chosen experts add up to 1
+    DTYPE: tl.constexpr,  # the storage type, to which logits are rounded
+    PDL: tl.constexpr,
+):
+    """Program (row): one row."""
+    start_dependents(PDL)
+    wait_for_producers(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, PADDED_EXPERTS)
+    is_expert = expert < NUM_EXPERTS
+    rank_range = tl.arange(0, PADDED_ACTIVE)
+    chosen = tl.full((PADDED_ACTIVE,), -1, tl.int32)
+    ranked = tl.full((PADDED_ACTIVE,), -float("inf"), tl.float32)
+    if tl.load(row_slot_ptr + row) >= 0:
+        logits_ptrs = logits_ptr + (row * NUM_EXPERTS + expert)
+        logits = tl.load(logits_ptrs, mask=is_expert, other=0.0)
+        for slice_index in tl.static_range(1, NUM_SLICES):
+            logits += tl.load(logits_ptrs + slice_index * slice_stride, mask=is_expert, other=0.0)
+
+        if bias_ptr is not None:
+            logits += tl.load(bias_ptr + expert, mask=is_expert, other=0.0).to(tl.float32)
+
+        logits = logits.to(DTYPE).to(tl.float32)
+        known = tl.where(logits > LOWEST, logits, LOWEST)  # NaN is not larger
+        key = tl.where(is_expert, known, -float("inf"))
+        for rank in tl.static_range(NUM_ACTIVE):
+            best = tl.max(key, axis=0)
+            first = tl.min(tl.where(key == best, expert, PADDED_EXPERTS), axis=0)
+            is_first = expert == first
+            key = tl.where(is_first, -float("inf"), key)
+            chosen = tl.where(rank_range == rank, first, chosen)
+            ranked = tl.where(rank_range == rank, tl.sum(tl.where(is_first, logits, 0.0), axis=0), ranked)
+
+        highest = tl.max(ranked, axis=0)
+        exponentials = tl.exp(ranked - highest)
+        if IS_NORMALISED:
+            norm = tl.sum(exponentials, axis=0)
+        else:
+            norm = tl.sum(tl.where(is_expert, tl.exp(logits - highest), 0.0), axis=0)
+        ranked = exponentials / norm
+
+    pair = row * NUM_ACTIVE + rank_range
+    is_rank = rank_range < NUM_ACTIVE
+    tl.store(experts_ptr + pair, chosen, mask=is_rank)
+    tl.store(shares_ptr + pair, ranked, mask=is_rank)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_rows"])
+def _list_rows(
+    experts_ptr,  # [R, NUM_ACTIVE] int32
+    pairs_ptr,  # [NUM_EXPERTS, R] int32, written
+    counts_ptr,  # [NUM_EXPERTS] int32, written
+    num_pairs,  # R * NUM_ACTIVE
+    num_rows,  # R
+    BLOCK_PAIRS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (expert): one list."""
+    wait_for_producers(PDL)
+    start_dependents(PDL)
+    expert = tl.program_id(0)
+    list_ptr = pairs_ptr + expert.to(tl.int64) * num_rows
+    count = 0
+    for first in range(0, num_pairs, BLOCK_PAIRS):
+        pair = first + tl.arange(0, BLOCK_PAIRS)
+        is_mine = tl.load(experts_ptr + pair, mask=pair < num_pairs, other=-1) == expert
+        one = is_mine.to(tl.int32)
+        # A row has different experts, so a list never has more than num_rows pairs.
+        tl.store(list_ptr + (count + tl.cumsum(one, axis=0) - one), pair, mask=is_mine)
+        count += tl.sum(one, axis=0)
+
+    tl.store(counts_ptr + expert, count)
+
+
+def choose_experts(
+    logits: Tensor,
+    bias: Tensor | None,
+    row_slot: Tensor,
+    rows: ExpertRows,
+    *,
+    is_normalised: bool,
+    dtype: torch.dtype,
+) -> None:
+    """Fill `rows.experts` and `rows.shares`.
+
+    logits: fp32 partial sums [num_slices, R, E], added in order, then bias [E] of type `dtype`, then rounded
+    to `dtype`. row_slot: [R] int32, -1 for a padding row. is_normalised: the weights of the chosen experts
+    add up to 1; otherwise those of all experts do. Raises ValueError for another shape, type or layout.
+    """
+    num_slices = logits.shape[0]
+    num_rows, num_experts, num_active = rows.num_rows, rows.num_experts, rows.num_active
+    check_range("num_slices", num_slices, 1)
+    check_range("num_active", num_active, 1, num_experts)
+    check_tensor("logits", logits, (num_slices, num_rows, num_experts), torch.float32)
+    check_tensors((num_experts,), dtype, bias=bias)
+    check_tensor("row_slot", row_slot, (num_rows,), torch.int32)
+    check_tensor("experts", rows.experts, (num_rows, num_active), torch.int32)
+    check_tensor("shares", rows.shares, (num_rows, num_active), torch.float32)
+    _choose_experts[(num_rows,)](
+        logits_ptr=logits,
+        bias_ptr=bias,
+        row_slot_ptr=row_slot,
+        experts_ptr=rows.experts,
+        shares_ptr=rows.shares,
+        slice_stride=logits.stride(0),
+        NUM_SLICES=num_slices,
+        NUM_EXPERTS=num_experts,
+        PADDED_EXPERTS=triton.next_power_of_2(num_experts),
+        NUM_ACTIVE=num_active,
+        PADDED_ACTIVE=triton.next_power_of_2(num_active),
+        IS_NORMALISED=is_normalised,
+        DTYPE=TRITON_DTYPES[dtype],
+        PDL=uses_pdl(),
+        num_warps=1,
+        **launch_options(),
+    )
+
+
+def list_rows(rows: ExpertRows) -> None:
+    """Fill `rows.pairs` and `rows.counts` from `rows.experts`, in which a row names an expert at most once.
+
+    Raises ValueError for another shape, type or layout than ExpertRows states.
+    """
+    num_rows, num_experts, num_active = rows.num_rows, rows.num_experts, rows.num_active
+    check_tensor("experts", rows.experts, (num_rows, num_active), torch.int32)
+    check_tensor("pairs", rows.pairs, (num_experts, num_rows), torch.int32)
+    check_tensor("counts", rows.counts, (num_experts,), torch.int32)
+    _list_rows[(num_experts,)](
+        experts_ptr=rows.experts,
+        pairs_ptr=rows.pairs,
+        counts_ptr=rows.counts,
+        num_pairs=num_rows * num_active,
+        num_rows=num_rows,
+        BLOCK_PAIRS=BLOCK_PAIRS,
+        PDL=uses_pdl(),
+        num_warps=4,
+        **launch_options(),
+    )
+
+
+def choose_experts_reference(
+    logits: Tensor,
+    bias: Tensor | None,
+    row_slot: Tensor,
+    num_active: int,
+    *,
+    is_normalised: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Return (experts [R, K] int32, shares [R, K] fp32) as `choose_experts` writes them.
+
+    Shares of padding rows are zero.
+    """
+    total = logits[0]
+    for part in logits[1:]:
+        total = total + part
+
+    if bias is not None:
+        total = total + bias.to(torch.float32)
+
+    total = total.to(dtype).to(torch.float32)
+    known = total.nan_to_num(nan=torch.finfo(torch.float32).min)
+    order = known.sort(dim=1, descending=True, stable=True).indices[:, :num_active]
+    shares = total.gather(1, order).softmax(dim=1) if is_normalised else total.softmax(dim=1).gather(1, order)
+    is_padding = (row_slot < 0)[:, None]
+    return order.to(torch.int32).masked_fill(is_padding, -1), shares.masked_fill(is_padding, 0.0)
+
+
+def list_rows_reference(experts: Tensor, num_experts: int) -> list[list[int]]:
+    """Return the pairs of each expert, from the experts [R, K] of the rows."""
+    named = experts.flatten().tolist()
+    return [[pair for pair, name in enumerate(named) if name == expert] for expert in range(num_experts)]

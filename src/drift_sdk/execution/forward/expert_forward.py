@@ -1,0 +1,98 @@
+"""The experts of a layer, for the rows of a prefill or decode pass."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from drift_sdk._kernels.experts.expert_gemm import expert_multiply
+from drift_sdk._kernels.experts.expert_tiles import ExpertMatrix, expert_gemm_config
+from drift_sdk._kernels.experts.gated_expert_gemm import ClampedActivation, gated_expert_multiply
+from drift_sdk._kernels.experts.routing import ExpertRows, choose_experts, list_rows
+from drift_sdk._kernels.gemm.gemm import multiply
+from drift_sdk._kernels.gemm.tuning import TunedTable
+from drift_sdk.execution.device.workspace import Workspace
+from drift_sdk.execution.forward.model_resources import ModelResources
+from drift_sdk.models.experts import ExpertMatrices, ExpertWeights, QuantisedMatrices
+from drift_sdk.models.experts_config import ExpertsConfig
+
+__all__ = ["ExpertForward"]
+
+
+class ExpertForward:
+    """Kernels that compute the experts of R rows. A row gets the bits that it gets alone.
+
+    Prefill and decode passes use the same kernels, so that a row has the same experts in both.
+    """
+
+    def __init__(
+        self,
+        config: ExpertsConfig,
+        tuned: TunedTable,
+        row_slot: Tensor,
+        normed: Tensor,
+        workspace: Workspace,
+    ) -> None:
+        """row_slot [R] int32, -1 for a padding row. normed [R, hidden]: the rows that `run` reads."""
+        num_rows, hidden_size = normed.shape
+        self._config, self._tuned, self._row_slot, self._normed = config, tuned, row_slot, normed
+        self._workspace = workspace
+        self._rows = ExpertRows.take(workspace.take, num_rows, config.num_experts, config.num_active)
+        self._gemm = expert_gemm_config(self._rows, normed.dtype)
+        gate = config.clamped_gate
+        self._activation = None if gate is None else ClampedActivation(gate.alpha, gate.limit)
+        num_pairs = num_rows * config.num_active
+        self._activated = workspace.take(
+            "expert_activated", (num_pairs, config.intermediate_size), normed.dtype
+        )
+        self._partials = workspace.take(
+            "expert_partials", (config.num_active, num_rows, hidden_size), torch.float32
+        )
+
+    @classmethod
+    def take(
+        cls, model: ModelResources, row_slot: Tensor, normed: Tensor, workspace: Workspace
+    ) -> ExpertForward | None:
+        """The experts of a model; None if it has none. The other arguments as in `__init__`."""
+        config = model.decoder.config.experts
+        return None if config is None else cls(config, model.tuned, row_slot, normed, workspace)
+
+    def run(self, weights: ExpertWeights) -> Tensor:
+        """Record the kernels of one layer.
+
+        Returns partial sums [num_active, R, hidden] float32, valid until the next layer: the shares of a
+        row's experts in its output, in order. Those of padding rows are undefined.
+        """
+        self._choose(weights)
+        list_rows(self._rows)
+        gate_up = _matrix(weights.gate_up, weights.gate_up_bias)
+        gated_expert_multiply(
+            self._normed, gate_up, self._rows, self._activated, self._gemm, self._activation
+        )
+        down = _matrix(weights.down, weights.down_bias)
+        expert_multiply(self._activated, down, self._rows, self._partials, self._gemm)
+        return self._partials
+
+    def _choose(self, weights: ExpertWeights) -> None:
+        """Fill the experts of the rows and their shares."""
+        normed, router = self._normed, weights.router
+        config = self._tuned.gemm(*router.shape).config(normed.shape[0])
+        shape = (config.num_partials, normed.shape[0], router.shape[0])
+        logits = self._workspace.take("expert_logits", shape, torch.float32)
+        multiply(normed, router, logits, config)
+        choose_experts(
+            logits,
+            weights.router_bias,
+            self._row_slot,
+            self._rows,
+            is_normalised=self._config.is_normalised,
+            dtype=normed.dtype,
+        )
+
+
+def _matrix(matrices: ExpertMatrices, bias: Tensor | None) -> ExpertMatrix:
+    """The matrices as the kernels take them."""
+    if isinstance(matrices, QuantisedMatrices):
+        return ExpertMatrix(matrices.blocks.flatten(2), matrices.scales, bias)
+
+    return ExpertMatrix(matrices, None, bias)

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from tolerances import assert_near
+
+from drift_sdk.loading.mxfp4 import dequantise
+from drift_sdk.models.experts import (
+    ExpertWeights,
+    QuantisedMatrices,
+    apply_experts,
+    choose_experts,
+    gated,
+)
+from drift_sdk.models.experts_config import ClampedGate, ExpertsConfig
+
+HIDDEN, INTERMEDIATE, NUM_EXPERTS = 64, 32, 6
+CLAMPED = ClampedGate(alpha=1.702, limit=7.0)
+
+
+def experts_config(**changes: object) -> ExpertsConfig:
+    options = {
+        "num_experts": NUM_EXPERTS,
+        "num_active": 3,
+        "intermediate_size": INTERMEDIATE,
+        "is_normalised": True,
+        "has_bias": True,
+        "clamped_gate": CLAMPED,
+        "storage": "transposed",
+    }
+    return ExpertsConfig(**options | changes)
+
+
+def random_weights(config: ExpertsConfig) -> ExpertWeights:
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+
+    def matrices(rows: int, columns: int) -> torch.Tensor | QuantisedMatrices:
+        if not config.is_quantised:
+            return draw(NUM_EXPERTS, rows, columns)
+
+        shape = NUM_EXPERTS, rows, columns // 32
+        blocks = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
+        return QuantisedMatrices(
+            blocks, torch.randint(118, 123, shape, generator=generator, dtype=torch.uint8)
+        )
+
+    def bias(*shape: int) -> torch.Tensor | None:
+        return draw(*shape) if config.has_bias else None
+
+    return ExpertWeights(
+        router=draw(NUM_EXPERTS, HIDDEN),
+        router_bias=bias(NUM_EXPERTS),
+        gate_up=matrices(2 * INTERMEDIATE, HIDDEN),
+        gate_up_bias=bias(NUM_EXPERTS, 2 * INTERMEDIATE),
+        down=matrices(HIDDEN, INTERMEDIATE),
+        down_bias=bias(NUM_EXPERTS, HIDDEN),
+    )
+
+
+def reference(x: torch.Tensor, weights: ExpertWeights, config: ExpertsConfig) -> torch.Tensor:
+    """The formula, row by row and expert by expert, in float64."""
+
+    def matrix(matrices: torch.Tensor | QuantisedMatrices, expert: int) -> torch.Tensor:
+        if isinstance(matrices, QuantisedMatrices):
+            matrices = dequantise(matrices.blocks, matrices.scales, torch.float32)
+        return matrices[expert].double()
+
+    def bias(biases: torch.Tensor | None, expert: int) -> torch.Tensor | float:
+        return 0.0 if biases is None else biases[expert].double()
+
+    rows = []
+    for row in x.double():
+        logits = [
+            float(weights.router[e].double() @ row + bias(weights.router_bias, e)) for e in range(NUM_EXPERTS)
+        ]
+        chosen = sorted(range(NUM_EXPERTS), key=lambda e: (-logits[e], e))[: config.num_active]
+        among = chosen if config.is_normalised else range(NUM_EXPERTS)
+        norm = sum(math.exp(logits[e]) for e in among)
+        total = torch.zeros(HIDDEN, dtype=torch.float64)
+        for expert in chosen:
+            projected = matrix(weights.gate_up, expert) @ row + bias(weights.gate_up_bias, expert)
+            if config.clamped_gate is None:
+                gate, up = projected[:INTERMEDIATE], projected[INTERMEDIATE:]
+                activated = gate * torch.sigmoid(gate) * up
+            else:
+                gate, up = projected[0::2].clamp(max=7.0), projected[1::2].clamp(-7.0, 7.0)
+                activated = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+            output = matrix(weights.down, expert) @ activated + bias(weights.down_bias, expert)
+            total += math.exp(logits[expert]) / norm * output
+        rows.append(total)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"storage": "mxfp4"},
+        {"clamped_gate": None, "has_bias": False},
+        {"clamped_gate": None, "has_bias": False, "is_normalised": False, "num_active": 1},
+        {"num_active": NUM_EXPERTS},
+    ],
+    ids=str,
+)
+def test_output_is_near_the_formula(changes: dict[str, object]) -> None:
+    config = experts_config(**changes)
+    weights = random_weights(config)
+    x = 4 * torch.randn(23, HIDDEN, generator=torch.Generator().manual_seed(2))
+    expected = reference(x, weights, config)
+    assert_near(apply_experts(x, weights, config), expected, inner=HIDDEN, depth=3)
+
+
+@pytest.mark.parametrize("is_normalised", [True, False])
+def test_equal_logits_go_to_the_lowest_experts(is_normalised: bool) -> None:
+    """More experts than a vector register holds, and ties at the border of those chosen."""
+    logits = torch.zeros(3, 128)
+    logits[1, [70, 5, 127, 33]] = 2.0
+    logits[2, [9, 4]] = 1.0
+    experts, shares = choose_experts(logits, 3, is_normalised=is_normalised)
+    assert experts.tolist() == [[0, 1, 2], [5, 33, 70], [4, 9, 0]]
+    assert torch.equal(shares[:2], shares[:2, :1].expand(2, 3))
+    norm = shares.double().sum(dim=1)
+    assert torch.allclose(norm, torch.ones(3, dtype=torch.float64)) == is_normalised
+
+
+def test_weights_of_experts_that_are_not_normalised_are_shares_of_all() -> None:
+    logits = torch.tensor([[0.0, math.log(3.0), 0.0, 0.0]])
+    experts, shares = choose_experts(logits, 2, is_normalised=False)
+    assert experts.tolist() == [[1, 0]]
+    assert torch.allclose(shares, torch.tensor([[0.5, 1 / 6]]))
+    assert torch.allclose(choose_experts(logits, 2, is_normalised=True)[1], torch.tensor([[0.75, 0.25]]))
+
+
+def test_the_clamped_gate_clamps_gates_from_above_and_up_on_both_sides() -> None:
+    gate_up = torch.tensor([[9.0, 0.0, -9.0, 9.0, 7.0, -9.0, 1.0, -1.0]])
+
+    def gate(value: float) -> float:
+        return value / (1 + math.exp(-1.702 * value))
+
+    expected = [gate(7.0), 8 * gate(-9.0), -6 * gate(7.0), 0.0]
+    assert gated(gate_up, CLAMPED)[0].tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_quantised_experts_equal_their_dequantised_twins(dtype: torch.dtype) -> None:
+    config = experts_config(storage="mxfp4", has_bias=False)
+    weights = random_weights(config)
+    weights = replace(weights, router=weights.router.to(dtype))
+    x = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(2)).to(dtype)
+    dense = replace(
+        weights,
+        gate_up=dequantise(weights.gate_up.blocks, weights.gate_up.scales, dtype),
+        down=dequantise(weights.down.blocks, weights.down.scales, dtype),
+    )
+    found = apply_experts(x, weights, config)
+    assert found.dtype == dtype
+    assert torch.equal(found, apply_experts(x, dense, config))
