@@ -32,7 +32,7 @@ from drift_sdk.results import (
     Usage,
 )
 from drift_sdk.sampling_params import SamplingParams
-from drift_sdk.speculation import Chain, NGram, Speculation
+from drift_sdk.speculation import Chain, DynamicTree, NGram, Speculation, StaticTree, load_tree
 from drift_sdk.stats import EngineStats
 from drift_sdk.stream import TokenStream
 
@@ -42,6 +42,7 @@ __all__ = [
     "Completion",
     "ConfigError",
     "DriftError",
+    "DynamicTree",
     "Engine",
     "EngineClosed",
     "EngineConfig",
@@ -60,11 +61,13 @@ __all__ = [
     "SamplingParams",
     "Speculation",
     "SpeculationStats",
+    "StaticTree",
     "Timing",
     "TokenLogprobs",
     "TokenStream",
     "ToolCall",
     "Usage",
+    "load_tree",
 ]
 
 __version__ = "0.1.0"

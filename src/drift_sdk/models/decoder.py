@@ -9,11 +9,11 @@ import torch.nn.functional as F
 
 from drift_sdk.loading.random import RandomTensors
 from drift_sdk.loading.tensors import TensorSource
-from drift_sdk.models.attention import AttentionBatch
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.kv_cache import KVCache
 from drift_sdk.models.linear import linear
 from drift_sdk.models.rope import inverse_frequencies, rotary_tables, rotate
+from drift_sdk.models.tree_attention import StepRows
 from drift_sdk.models.weights import DecoderWeights, LayerWeights, load_weights, tensor_shapes
 
 __all__ = ["Decoder"]
@@ -89,7 +89,7 @@ class Decoder:
     def forward(
         self,
         token_ids: torch.Tensor,
-        batch: AttentionBatch,
+        batch: StepRows,
         cache: KVCache,
         aux_layers: Sequence[int] = (),
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
