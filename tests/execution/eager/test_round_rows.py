@@ -128,11 +128,9 @@ def test_limits_of_a_draft() -> None:
     """A chain is limited by the room of its sequence, a tree only in its depth."""
     slot = make_slot(10, [0, 1], max_length=14)
     assert draft_limit(DecodeRow(slot=0, num_draft_tokens=5), slot)[:2] == (5, 3)
-    assert draft_limit(DecodeRow(slot=0, num_draft_tokens=MAX_TREE_DRAFTS, max_depth=8), slot) == (
-        63,
-        3,
-        False,
-    )
+    assert draft_limit(DecodeRow(slot=0, num_draft_tokens=2, max_depth=8), slot) == (2, 2, False)
+    row = DecodeRow(slot=0, num_draft_tokens=MAX_TREE_DRAFTS, max_depth=8)
+    assert draft_limit(row, slot) == (63, 3, False)
     full = make_slot(13, [0, 1], max_length=14)
     assert draft_limit(DecodeRow(slot=0, num_draft_tokens=9, max_depth=8), full) == (0, 0, False)
     assert DecodeRow(slot=0, num_draft_tokens=9, max_depth=8).max_emitted_tokens == 9

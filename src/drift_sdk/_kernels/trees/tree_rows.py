@@ -121,7 +121,7 @@ def tree_rows(
     and the number of its parent in the tree, lower than its own; -1 for the root. length [S] int32: tokens of
     each slot. block_table [S, max_blocks] int32.
     out: position [B * T] int32, bits [B * T] int64, kv_slot [B * T] int64 and path [B * T, PATH_ENTRIES]
-    int32. Of rows without a node, bits are 0 and paths -1, the others are not written; of padding, nothing is.
+    int32. Rows without a node get bits of 0 and paths of -1, and nothing else; those of padding get nothing.
     nodes_per_tree: T, at most MAX_TREE_NODES. first_tree_slot: of the cache's slots, the first of B * T for
     nodes that are not on a first path.
 

@@ -63,7 +63,7 @@ def draft_limit(row: DecodeRow, slot: Slot) -> DraftLimit:
     if row.max_depth is None:
         return DraftLimit(row.num_draft_tokens, min(row.num_draft_tokens, room))
 
-    depth = min(row.max_depth, room)
+    depth = min(row.max_depth, row.num_draft_tokens, room)
     is_constrained = slot.rules is not None and slot.rules.constraint is not None
     return DraftLimit(row.num_draft_tokens if depth else 0, depth, is_chain=is_constrained)
 
