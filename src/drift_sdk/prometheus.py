@@ -20,7 +20,7 @@ drift_rewound_tokens_total                counter   the others: rows of the KV c
 drift_acceptance_length                   gauge     mean tokens a round, the model's own included
 drift_acceptance_ratio{position}          gauge     share of rounds: drafts 0 to position accepted
 drift_undrafted_rows_total{reason}        counter   no draft: policy, request, room, drafter, checks
-drift_speculation_violations_total{reason} counter  rounds that checks found wrong: see steps.VIOLATIONS
+drift_violations_total{reason}            counter   rounds that checks of speculation found wrong
 drift_active_sequences{bound}             gauge     got tokens in a decoding step: min, mean, max
 drift_untuned_shapes                      gauge     shapes of weights without measured kernels
 drift_host_work_total{kind}               counter   wait, round, copy, allocation: see EngineStats
@@ -135,7 +135,7 @@ class EngineCollector(Collector):
         help_text = "Rows without a draft on a speculating engine"
         yield counters("undrafted_rows", help_text, "reason", undrafted)
         help_text = "Rounds that the checks of speculation found wrong"
-        yield counters("speculation_violations", help_text, "reason", dict(stats.violations))
+        yield counters("violations", help_text, "reason", dict(stats.violations))
 
     def _slow_paths(self) -> Iterator[Metric]:
         stats = self._stats

@@ -166,7 +166,7 @@ def attend_prefix(
     *,
     nodes_per_tree: int,
 ) -> None:
-    """Write the sums of these partitions to `scratch`; arguments as of `tree_attention`, which checks them."""
+    """Write the sums of these partitions to `scratch`. `tree_attention` states and checks the arguments."""
     plan = scratch.plan
     num_heads, head_dim = query.shape[1:]
     num_kv_heads, block_size = keys.shape[1:3]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 
 import torch
@@ -14,11 +14,23 @@ from drift_sdk.models.eagle3 import DRAFT_KV_OFFSET, DraftDecoder
 from drift_sdk.models.kv_cache import KVCache
 from drift_sdk.models.tree_attention import TreeAttentionBatch, TreeRows
 from drift_sdk.speculation import DynamicTree, StaticTree
-from drift_sdk.trees.growth import Draft, DraftLimit, DynamicGrowth, StaticGrowth
+from drift_sdk.trees.growth import Draft, DraftLimit, DynamicGrowth, StaticGrowth, TreeGrowth
 from drift_sdk.trees.limits import MAX_TREE_ROWS, max_batch_drafts
 from drift_sdk.trees.rank_paths import rank_tree
 
 __all__ = ["TreeGrower", "max_draft_rows", "target_logits"]
+
+
+class _GrowingTree:
+    """A tree that grows after a slot's newest token.
+
+    outputs:    the draft's output [N, H] for the nodes of the frontier.
+    key_slots:  cache slots of the nodes that the draft has computed, in the order of computing.
+    """
+
+    def __init__(self, slot: Slot, tree: TreeGrowth, outputs: Tensor) -> None:
+        self.slot, self.tree, self.outputs = slot, tree, outputs
+        self.key_slots: list[int] = []
 
 
 class TreeGrower:
@@ -44,54 +56,69 @@ class TreeGrower:
         self, slots: Sequence[Slot], hidden: Sequence[Tensor], limits: Sequence[DraftLimit]
     ) -> list[Draft]:
         """A tree for each slot, from the draft's output [H] for its newest row."""
-        trees = [self._growth(limit) for limit in limits]
-        key_slots: list[list[int]] = [[] for _ in slots]
-        outputs = [output[None] for output in hidden]  # [nodes of the frontier, H] of each slot
+        growing = [
+            _GrowingTree(slot, self._growth(limit), output[None])
+            for slot, limit, output in zip(slots, limits, hidden, strict=True)
+        ]
         free_slots = count(self._first_slot)
-        for depth in count():
-            active = [index for index, tree in enumerate(trees) if tree.num_candidates]
-            if not active:
-                return [tree.draft() for tree in trees]
+        active = [each for each in growing if each.tree.num_candidates]
+        depth = 0
+        while active:
+            outputs = torch.cat([each.outputs for each in active])
+            self._expand(active, outputs, depth)
+            active = self._compute(active, outputs, depth, free_slots)
+            depth += 1
 
-            stacked = torch.cat([outputs[index] for index in active])
-            owners = [index for index in active for _ in range(len(outputs[index]))]
-            token_ids, logprobs = rank(
-                target_logits(self._draft, stacked, self._vocab_size),
-                [slots[index].sampling for index in owners],
-                [slots[index].length + depth for index in owners],
-                max(trees[index].num_candidates for index in active),
-            )
-            first, parents, tokens, rows = 0, [], [], []
-            for index in active:
-                tree, end = trees[index], first + len(outputs[index])
-                tree.expand(token_ids[first:end], logprobs[first:end])
-                if tree.frontier:
-                    parents += [first + node.parent_index for node in tree.frontier]
-                    tokens += [node.token_id for node in tree.frontier]
-                    key_slots[index] += [next(free_slots) for _ in tree.frontier]
-                    rows.append(
-                        TreeRows(
-                            slots[index].block_table,
-                            slots[index].length - 1,
-                            [slots[index].length - 1 + depth] * len(tree.frontier),
-                            key_slots[index],
-                            [node.rows for node in tree.frontier],
-                        )
-                    )
-                first = end
+        return [each.tree.draft() for each in growing]
 
-            if rows:
-                batch = TreeAttentionBatch(rows, self._cache, slot_offset=DRAFT_KV_OFFSET)
-                inputs = torch.tensor(tokens, dtype=torch.int64, device=stacked.device)
-                computed = self._draft.forward(stacked[parents], inputs, batch, self._cache)
-                grown = [index for index in active if trees[index].frontier]
-                sizes = [len(trees[index].frontier) for index in grown]
-                for index, output in zip(grown, computed.split(sizes), strict=True):
-                    outputs[index] = output
+    def _expand(self, active: Sequence[_GrowingTree], outputs: Tensor, depth: int) -> None:
+        """Add candidates after the nodes of all frontiers, which are `depth` deep, from their outputs [N,
+        H]."""
+        owners = [each for each in active for _ in range(len(each.outputs))]
+        token_ids, logprobs = rank(
+            target_logits(self._draft, outputs, self._vocab_size),
+            [each.slot.sampling for each in owners],
+            [each.slot.length + depth for each in owners],
+            max(each.tree.num_candidates for each in active),
+        )
+        first = 0
+        for each in active:
+            end = first + len(each.outputs)
+            each.tree.expand(token_ids[first:end], logprobs[first:end])
+            first = end
 
-        raise AssertionError  # not reached: `count` has no end
+    def _compute(
+        self, active: Sequence[_GrowingTree], outputs: Tensor, depth: int, free_slots: Iterator[int]
+    ) -> list[_GrowingTree]:
+        """Compute the nodes of the new frontiers from the outputs [N, H] of the ones before, and return the
+        trees that have any."""
+        rows: list[TreeRows] = []
+        parents: list[int] = []
+        tokens: list[int] = []
+        first = 0
+        for each in active:
+            nodes, position = each.tree.frontier, each.slot.length - 1 + depth
+            parents += [first + node.parent_index for node in nodes]
+            tokens += [node.token_id for node in nodes]
+            first += len(each.outputs)
+            if nodes:
+                each.key_slots += [next(free_slots) for _ in nodes]
+                seen = [node.rows for node in nodes]
+                table, positions = each.slot.block_table, [position] * len(nodes)
+                rows.append(TreeRows(table, each.slot.length - 1, positions, each.key_slots, seen))
+        if not rows:
+            return []
 
-    def _growth(self, limit: DraftLimit) -> StaticGrowth | DynamicGrowth:
+        batch = TreeAttentionBatch(rows, self._cache, slot_offset=DRAFT_KV_OFFSET)
+        inputs = torch.tensor(tokens, dtype=torch.int64, device=outputs.device)
+        computed = self._draft.forward(outputs[parents], inputs, batch, self._cache)
+        grown = [each for each in active if each.tree.frontier]
+        for each, part in zip(grown, computed.split([row.num_rows for row in rows]), strict=True):
+            each.outputs = part
+
+        return grown
+
+    def _growth(self, limit: DraftLimit) -> TreeGrowth:
         shape = self._shape
         if isinstance(shape, StaticTree):
             return StaticGrowth(rank_tree(shape.paths), limit)
