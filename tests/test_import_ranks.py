@@ -22,6 +22,7 @@ WITHOUT_TORCH = [
     "driver",
     "scheduling",
     "draft_policy",
+    "trees",
     "text",
     "steps",
     "prometheus",
