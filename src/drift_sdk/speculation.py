@@ -11,7 +11,7 @@ from msgspec.structs import force_setattr
 from drift_sdk._validation import check_bool, check_choice, check_field_names, check_int
 from drift_sdk.errors import ConfigError
 from drift_sdk.trees.limits import MAX_CANDIDATES, MAX_DRAFT_ROWS, MAX_PATH_LENGTH, MAX_TREE_DRAFTS
-from drift_sdk.trees.rank_paths import RankPaths, check_paths, rank_tree, read_tree_file
+from drift_sdk.trees.rank_paths import check_paths, rank_tree, read_tree_file
 
 __all__ = ["Chain", "DynamicTree", "NGram", "Speculation", "StaticTree", "TreeShape", "load_tree"]
 
@@ -57,7 +57,7 @@ class StaticTree(Struct, frozen=True):
     256 nodes together, the roots included. A wrong value raises ConfigError.
     """
 
-    paths: RankPaths
+    paths: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
         force_setattr(self, "paths", check_paths(self.paths))
