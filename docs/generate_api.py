@@ -23,6 +23,8 @@ GROUPS = {
         "EngineConfig",
         "Speculation",
         "Chain",
+        "StaticTree",
+        "DynamicTree",
         "NGram",
         "Progress",
         "EngineStats",
@@ -56,12 +58,15 @@ GROUPS = {
 
 def render() -> str:
     names = [name for group in GROUPS.values() for name in group]
-    missing = set(drift_sdk.__all__) - set(names) - {"FinishReason"}
+    missing = set(drift_sdk.__all__) - set(names) - {"FinishReason", "load_tree"}
     assert not missing, f"names without a group: {sorted(missing)}"
     parts = ["# API", "Generated from the code by `docs/generate_api.py`."]
     for title, group in GROUPS.items():
         parts.append(f"## {title}")
         parts += [render_class(name, getattr(drift_sdk, name)) for name in group]
+        if title == "Running":
+            parts.append(f"### {signature('load_tree', drift_sdk.load_tree)}")
+            parts.append(doc_of(drift_sdk.load_tree))
     parts.append("## Testing code that embeds an engine")
     parts.append(f"### drift_sdk.testing.{signature('scripted_engine', testing.scripted_engine)}")
     parts.append(doc_of(testing.scripted_engine))

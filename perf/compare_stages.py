@@ -29,6 +29,7 @@ from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.draft_config import draft_settings
 from drift_sdk.models.eagle3 import DRAFT_KV_OFFSET, DraftDecoder
 from drift_sdk.models.kv_cache import KVCache
+from drift_sdk.models.tree_attention import StepRows
 
 __all__ = ["StageDifference", "compare", "main"]
 
@@ -55,7 +56,7 @@ class RecordedDraft(DraftDecoder):
         index: int,
         inputs: torch.Tensor,
         rotary: tuple[torch.Tensor, torch.Tensor],
-        batch: AttentionBatch,
+        batch: StepRows,
         cache: KVCache,
     ) -> torch.Tensor:
         added = super()._attention(index, inputs, rotary, batch, cache)

@@ -27,6 +27,7 @@ WITHOUT_TORCH = [
     "driver",
     "scheduling",
     "draft_policy",
+    "trees",
     "text",
     "steps",
     "prometheus",

@@ -34,7 +34,7 @@ from drift_sdk.results import (
 )
 from drift_sdk.samples import Samples
 from drift_sdk.sampling_params import SamplingOptions, SamplingParams
-from drift_sdk.speculation import Chain, NGram, Speculation
+from drift_sdk.speculation import Chain, DynamicTree, NGram, Speculation, StaticTree, load_tree
 from drift_sdk.stats import EngineStats
 from drift_sdk.stream import TokenStream
 from drift_sdk.sync import SyncEngine, SyncStream
@@ -45,6 +45,7 @@ __all__ = [
     "Completion",
     "ConfigError",
     "DriftError",
+    "DynamicTree",
     "Engine",
     "EngineClosed",
     "EngineConfig",
@@ -69,11 +70,13 @@ __all__ = [
     "SpeculationStats",
     "SyncEngine",
     "SyncStream",
+    "StaticTree",
     "Timing",
     "TokenLogprobs",
     "TokenStream",
     "ToolCall",
     "Usage",
+    "load_tree",
 ]
 
 __version__ = "0.1.0"

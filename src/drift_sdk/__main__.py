@@ -1,4 +1,4 @@
-"""The command line, `python -m drift_sdk COMMAND`: parses arguments and runs doctor, chat, warm or tune."""
+"""The command line, `python -m drift_sdk COMMAND`: parses arguments and runs a command."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from drift_sdk import (
 from drift_sdk.cli.chat import chat
 from drift_sdk.cli.doctor import run_doctor
 from drift_sdk.cli.terminal import print_error
+from drift_sdk.cli.tree import run_tree
 from drift_sdk.cli.warm import run_warm
 from drift_sdk.errors import FieldError, short_repr
 
@@ -106,6 +107,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_chat(commands)
     add_warm(commands)
     add_tune(commands)
+    add_tree(commands)
     return parser
 
 
@@ -178,6 +180,18 @@ def add_tune(commands: Commands[argparse.ArgumentParser]) -> None:
     )
 
 
+def add_tree(commands: Commands[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser(
+        "tree", help="draw a tree of drafts, its statistics and the buffers that it implies"
+    )
+    command.add_argument(
+        "path",
+        metavar="FILE",
+        type=Path,
+        help="a .toml or .json file: paths of ranks, or top_k, depth and num_draft_tokens",
+    )
+
+
 def add_drafts(command: argparse.ArgumentParser) -> None:
     command.add_argument("--draft", help="an EAGLE-3 head, a folder or a hub id; or ngram")
     default = Chain().num_draft_tokens
@@ -204,6 +218,8 @@ def make_command(options: argparse.Namespace) -> Callable[[], int]:
             settings = {name: getattr(options, name) for name in WARM_SETTINGS}
             config = EngineConfig(**settings, speculation=speculation(options))
             return lambda: asyncio.run(run_warm(options.model, config))
+        case "tree":
+            return partial(run_tree, options.path)
         case "tune":
             return partial(run_tune, options.shapes, options.out, options.jobs)
 

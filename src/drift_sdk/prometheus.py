@@ -19,7 +19,9 @@ drift_accepted_tokens_total               counter   of those, the ones accepted
 drift_rewound_tokens_total                counter   the others: rows of the KV cache rewound
 drift_acceptance_length                   gauge     mean tokens a round, the model's own included
 drift_acceptance_ratio{position}          gauge     share of rounds: drafts 0 to position accepted
-drift_undrafted_rows_total{reason}        counter   no draft: policy, request, room, drafter
+drift_undrafted_rows_total{reason}        counter   no draft: policy, request, room, drafter, checks
+drift_violations_total{reason}            counter   rounds that checks of speculation found wrong
+drift_active_sequences{bound}             gauge     got tokens in a decoding step: min, mean, max
 drift_untuned_shapes                      gauge     shapes of weights without measured kernels
 drift_host_work_total{kind}               counter   wait, round, copy, allocation: see EngineStats
 drift_tokens_per_second                   gauge     generated a second, over the last 5 seconds
@@ -128,9 +130,12 @@ class EngineCollector(Collector):
             "request": stats.num_undrafted_by_request,
             "room": stats.num_undrafted_for_room,
             "drafter": stats.num_undrafted_by_drafter,
+            "checks": stats.num_undrafted_by_checks,
         }
         help_text = "Rows without a draft on a speculating engine"
         yield counters("undrafted_rows", help_text, "reason", undrafted)
+        help_text = "Rounds that the checks of speculation found wrong"
+        yield counters("violations", help_text, "reason", dict(stats.violations))
 
     def _slow_paths(self) -> Iterator[Metric]:
         stats = self._stats
@@ -147,6 +152,8 @@ class EngineCollector(Collector):
         stats = self._stats
         rows = {"prefill": stats.num_prefill_rows, "decode": stats.num_decode_rows}
         yield gauges("step_rows", "Rows of the last step", "kind", rows)
+        active = {"min": stats.min_active, "mean": stats.mean_active, "max": stats.max_active}
+        yield gauges("active_sequences", "Sequences that got tokens in a decoding step", "bound", active)
         yield gauge("kv_blocks", "Blocks of the KV cache", stats.num_blocks)
         yield gauge("kv_blocks_free", "Blocks free or only cached", stats.num_free_blocks)
         yield gauge("kv_blocks_cached", "Blocks in the prefix cache", stats.num_cached_blocks)

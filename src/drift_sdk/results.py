@@ -106,7 +106,8 @@ class SpeculationStats(Struct, frozen=True, kw_only=True):
     num_rounds:   rounds in which tokens were drafted.
     num_drafted:  tokens drafted.
     num_accepted: of them, those accepted because the model chose the same token.
-    accepted_at:  at index i, rounds in which draft i and all drafts before it were accepted.
+    accepted_at:  at index i, rounds in which draft i and all drafts before it were accepted. Of a tree of
+                  drafts, those on one path count.
     """
 
     num_rounds: int = 0
@@ -123,6 +124,11 @@ class SpeculationStats(Struct, frozen=True, kw_only=True):
     def rates(self) -> tuple[float, ...]:
         """At index i, share of rounds in which draft i and all drafts before it were accepted."""
         return tuple(count / self.num_rounds for count in self.accepted_at)
+
+    @property
+    def multiple_rate(self) -> float:
+        """Share of rounds in which two or more drafted tokens were accepted."""
+        return self.rates[1] if len(self.accepted_at) > 1 else 0.0
 
     @property
     def num_rewound(self) -> int:

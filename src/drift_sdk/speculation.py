@@ -6,13 +6,18 @@ from pathlib import Path
 from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import force_setattr
 
-from drift_sdk._validation import check_bool, check_choice, check_int
+from drift_sdk._validation import check_bool, check_choice, check_field_names, check_int
 from drift_sdk.errors import ConfigError
+from drift_sdk.trees.limits import MAX_CANDIDATES, MAX_DRAFT_ROWS, MAX_PATH_LENGTH, MAX_TREE_DRAFTS
+from drift_sdk.trees.rank_paths import check_paths, rank_tree, read_tree_file
 
-__all__ = ["Chain", "NGram", "Speculation"]
+__all__ = ["Chain", "DynamicTree", "NGram", "Speculation", "StaticTree", "TreeShape", "load_tree"]
 
-MAX_DRAFT_TOKENS = 16
+MAX_DRAFT_TOKENS = MAX_PATH_LENGTH
+TREE_CHOICES = (1, 3, 7, 15, 31)
+"""Numbers of draft tokens that a batch may use instead of a whole tree: with the root, powers of two."""
 MAX_NGRAM = 16
 NGRAM_NAMES = ("ngram", "n-gram", "n_gram")
 """Strings that are taken for n-gram drafts by mistake; a folder of such a name is given as a Path."""
@@ -39,6 +44,109 @@ class Chain(Struct, frozen=True):
         return (*shorter, self.num_draft_tokens)
 
 
+class StaticTree(Struct, frozen=True):
+    """Drafts in the form of a tree that is the same in every round.
+
+    paths: the paths of all nodes but the root. A path lists, from the root on, the rank of each token among
+           the draft's candidates after its parent, 0 being the best: (0, 1) is the second best candidate
+           after the best one. 1 to 63 paths, each once, of 1 to 16 ranks from 0 to 15; the prefixes of a path
+           must be listed as well. At most 16 nodes of one depth may have children.
+
+    A round that drafts fewer tokens takes nodes by the sum of (rank + 1) along their path, the smallest
+    first; of equal sums the shortest path, then the path that sorts first. In a batch, rounds are limited to
+    256 nodes together, the roots included. A wrong value raises ConfigError.
+    """
+
+    paths: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        force_setattr(self, "paths", check_paths(self.paths))
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Most tokens drafted in a round."""
+        return len(self.paths)
+
+    @property
+    def depth(self) -> int:
+        """Most tokens of a path, and so most drafts that a round accepts."""
+        return max(map(len, self.paths))
+
+    @property
+    def num_candidates(self) -> int:
+        """Most candidates that are needed after a token."""
+        return max(path[-1] for path in self.paths) + 1
+
+    def num_draft_rows(self, num_draft_tokens: int) -> int:
+        """Rows that the draft computes for a round of one sequence with so many drafted tokens: nodes with
+        children, without the root."""
+        return sum(rank_tree(self.paths).tree.prefix(num_draft_tokens + 1).num_non_leaves[1:])
+
+    @property
+    def choices(self) -> tuple[int, ...]:
+        """The numbers of draft tokens that a batch may choose from, ascending."""
+        return (*(number for number in TREE_CHOICES if number < self.num_draft_tokens), self.num_draft_tokens)
+
+
+class DynamicTree(Struct, frozen=True, kw_only=True):
+    """Drafts in the form of a tree that is grown anew in every round, from the tokens that the draft holds
+    likeliest (EAGLE-2, arXiv 2406.16858).
+
+    top_k:             candidates considered after each token, and tokens of one depth that are drafted
+                       further, 1 to 16.
+    depth:             most tokens of a path, 1 to 16. top_k * (depth - 1) is at most 64.
+    num_draft_tokens:  tokens of the tree, the best by the product of probabilities on their path: 1 to 63,
+                       and no more than are considered, top_k + (depth - 1) * top_k ** 2.
+
+    In a batch, rounds are limited to 256 nodes together, the roots included: the best ones of each tree are
+    kept. A wrong value raises ConfigError.
+    """
+
+    top_k: int = 4
+    depth: int = 5
+    num_draft_tokens: int = 15
+
+    def __post_init__(self) -> None:
+        check_int(ConfigError, "top_k", self.top_k, ge=1, le=MAX_CANDIDATES)
+        check_int(ConfigError, "depth", self.depth, ge=1, le=MAX_PATH_LENGTH)
+        if self.top_k * (self.depth - 1) > MAX_DRAFT_ROWS:
+            most = MAX_DRAFT_ROWS // self.top_k + 1
+            raise ConfigError.of("depth", self.depth, f"an integer from 1 to {most} with top_k={self.top_k}")
+
+        most = min(self.top_k + (self.depth - 1) * self.top_k**2, MAX_TREE_DRAFTS)
+        check_int(ConfigError, "num_draft_tokens", self.num_draft_tokens, ge=1, le=most)
+
+    @property
+    def num_candidates(self) -> int:
+        """Most candidates that are needed after a token."""
+        return self.top_k
+
+    def num_draft_rows(self, num_draft_tokens: int) -> int:
+        """Most rows that the draft computes for a round of one sequence with so many drafted tokens."""
+        levels = min(self.depth, num_draft_tokens)
+        return min(self.top_k, num_draft_tokens) * max(levels - 1, 0)
+
+    @property
+    def choices(self) -> tuple[int, ...]:
+        """The numbers of draft tokens that a batch may choose from, ascending."""
+        return (*(number for number in TREE_CHOICES if number < self.num_draft_tokens), self.num_draft_tokens)
+
+
+TreeShape = StaticTree | DynamicTree
+
+
+def load_tree(file: str | Path) -> StaticTree | DynamicTree:
+    """The tree in a TOML or JSON file: the fields of a `StaticTree` or of a `DynamicTree`, or in JSON a list
+    of paths.
+
+    Raises ConfigError naming `file` for a file that cannot be read, and the field for a wrong value.
+    """
+    settings = read_tree_file(file)
+    struct = StaticTree if "paths" in settings else DynamicTree
+    check_field_names(ConfigError, struct, settings)
+    return struct(**settings)
+
+
 class NGram(Struct, frozen=True, kw_only=True):
     """Drafts without a draft model: the newest tokens of a sequence are looked up in its prompt and output,
     and the tokens that followed their last earlier occurrence are the draft.
@@ -62,10 +170,15 @@ class Speculation(Struct, frozen=True, kw_only=True):
     changes a token, only how many tokens come at a time.
 
     draft:                folder or hub id of an EAGLE-3 head, or `NGram()`.
-    shape:                how many tokens are drafted in a round.
+    shape:                how many tokens are drafted in a round, and in which form: `Chain`, `StaticTree` or
+                          `DynamicTree`. Trees need an EAGLE-3 head and the eager executor; sequences under
+                          a grammar draft chains.
     adaptive:             draft fewer tokens, or none, where measurements show that to be faster.
     aux_layer_convention: meaning of explicit layer ids in the draft's config: "output", the output of that
                           layer, or "boundary", the boundary before it. None = as most publishers mean them.
+    checks:               check every round, at a cost in speed; on the eager executor only. A request whose
+                          drafts break a rule decodes without drafts from then on; one whose state is wrong
+                          ends with ExecutorError. `EngineStats.violations` counts both.
     required:             True: a draft that cannot be loaded or does not fit raises ModelLoadError. False: it
                           is logged as a warning, and the engine decodes without drafts.
 
@@ -73,9 +186,10 @@ class Speculation(Struct, frozen=True, kw_only=True):
     """
 
     draft: str | Path | NGram
-    shape: Chain = Chain(3)
+    shape: Chain | StaticTree | DynamicTree = Chain(3)
     adaptive: bool = True
     aux_layer_convention: Literal["output", "boundary"] | None = None
+    checks: bool = False
     required: bool = True
 
     def __post_init__(self) -> None:
@@ -86,12 +200,16 @@ class Speculation(Struct, frozen=True, kw_only=True):
             allowed = "NGram() for n-gram drafts, or a folder or hub id of an EAGLE-3 head"
             raise ConfigError.of("draft", self.draft, allowed)
 
-        if not isinstance(self.shape, Chain):
-            raise ConfigError.of("shape", self.shape, "a Chain")
+        if not isinstance(self.shape, Chain | StaticTree | DynamicTree):
+            raise ConfigError.of("shape", self.shape, "a Chain, a StaticTree or a DynamicTree")
+
+        if isinstance(self.draft, NGram) and not isinstance(self.shape, Chain):
+            raise ConfigError.of("shape", self.shape, "a Chain with NGram()")
 
         check_bool(ConfigError, "adaptive", self.adaptive)
         if self.aux_layer_convention is not None:
             check_choice(
                 ConfigError, "aux_layer_convention", self.aux_layer_convention, ("output", "boundary")
             )
+        check_bool(ConfigError, "checks", self.checks)
         check_bool(ConfigError, "required", self.required)

@@ -50,10 +50,15 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     num_drafted_tokens:       tokens drafted in them.
     num_accepted_tokens:      of them, those accepted because the model chose the same token.
     accepted_at:              at index i, rounds in which draft i and all drafts before it were accepted.
-    num_undrafted_by_policy:  rows without a draft on a speculating engine, because none would be faster.
+    num_undrafted_by_policy:  rows without a draft on a speculating engine, because none would be faster, or
+                              because the batch is too large for trees.
     num_undrafted_by_request: the same because the request forbids drafts.
     num_undrafted_for_room:   the same because there was room for one more token only.
     num_undrafted_by_drafter: the same because the drafter proposed nothing.
+    num_undrafted_by_checks:  the same because a check had found the sequence's drafts wrong.
+    violations:               rounds that the checks of speculation found wrong, by reason: (reason, rounds).
+    min_active, max_active:   fewest and most sequences that got tokens in a step that decodes.
+    mean_active:              the mean of their number.
     num_steps:                steps run.
     step_seconds:             device time of these steps.
     start_seconds:            stages of starting and the seconds that each took, in order. "imports" is the
@@ -98,6 +103,11 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     num_undrafted_by_request: int = 0
     num_undrafted_for_room: int = 0
     num_undrafted_by_drafter: int = 0
+    num_undrafted_by_checks: int = 0
+    violations: tuple[tuple[str, int], ...] = ()
+    min_active: int = 0
+    max_active: int = 0
+    mean_active: float = 0.0
     num_steps: int = 0
     step_seconds: float = 0.0
     start_seconds: tuple[tuple[str, float], ...] = ()

@@ -35,6 +35,8 @@ __all__ = [
     "StepPlan",
     "StepResult",
     "TokenConstraint",
+    "VIOLATIONS",
+    "Violation",
 ]
 
 
@@ -136,11 +138,23 @@ class PrefillChunk(Struct, frozen=True, kw_only=True):
 
 
 class DecodeRow(Struct, frozen=True, kw_only=True):
-    """A slot that decodes. At most `num_draft_tokens` draft tokens are verified, and 1 to `num_draft_tokens +
-    1` tokens are emitted; none if the slot has finished."""
+    """A slot that decodes. At most `num_draft_tokens` draft tokens are verified, and 1 to
+    `max_emitted_tokens` tokens are emitted; none if the slot has finished.
+
+    max_depth: most draft tokens on a path if they may form a tree; None: they are a chain.
+    """
 
     slot: int
     num_draft_tokens: int
+    max_depth: int | None = None
+
+    @property
+    def max_emitted_tokens(self) -> int:
+        """Most tokens that are emitted: those of a path, and the one that the target adds."""
+        if self.max_depth is None or self.max_depth > self.num_draft_tokens:
+            return self.num_draft_tokens + 1
+
+        return self.max_depth + 1
 
 
 class StepPlan(Struct, frozen=True, kw_only=True):
@@ -154,6 +168,33 @@ class StepPlan(Struct, frozen=True, kw_only=True):
     decode: tuple[DecodeRow, ...]
 
 
+class Violation(Struct, frozen=True, kw_only=True):
+    """A rule of speculation that a round has broken.
+
+    reason:    a key of `VIOLATIONS`.
+    details:   what was found.
+    is_fatal:  the sequence's state cannot be trusted any more. Otherwise the drafts were dropped before they
+               were used, and the tokens are right.
+    """
+
+    reason: str
+    details: str
+    is_fatal: bool
+
+
+VIOLATIONS = {
+    "draft_tokens": "more tokens were drafted than planned, or tokens outside the vocabulary",
+    "draft_tree": "the structure of a drafted tree is wrong",
+    "block_table": "a block table is too short, or names a block that does not exist or twice the same",
+    "mask": "a row sees other keys than its prefix and its ancestors",
+    "non_finite": "hidden states are not finite: a row has read keys or values of rejected tokens",
+    "acceptance": "tokens were accepted that the target did not choose, or not accepted that it chose",
+    "length": "a sequence's length does not follow from the tokens of the round",
+    "kv": "keys or values of accepted tokens are not at their places",
+}
+"""Reasons of violations, and what they mean."""
+
+
 # Objects made for every token, here and on the way to the stream, cannot be part of a reference cycle.
 # gc=False keeps the garbage collector from traversing them.
 class SlotOutput(Struct, frozen=True, kw_only=True, gc=False):
@@ -164,7 +205,10 @@ class SlotOutput(Struct, frozen=True, kw_only=True, gc=False):
     prompt_logprobs:  an entry for each prompt token from the second on, with the first output token alone;
                       None if not requested.
     num_drafted:      tokens that were drafted for the row.
-    num_accepted:     how many of them, from the first on, were accepted.
+    num_accepted:     how many of them, one after another, were accepted.
+    accepted_nodes:   of a tree of drafts, the numbers of those that were accepted, the first draft being 1;
+                      empty for a chain.
+    violation:        what the checks of speculation found wrong; None if nothing was, or without checks.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -173,6 +217,8 @@ class SlotOutput(Struct, frozen=True, kw_only=True, gc=False):
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     num_drafted: int = 0
     num_accepted: int = 0
+    accepted_nodes: tuple[int, ...] = ()
+    violation: Violation | None = None
 
 
 class HostWork(Struct, frozen=True, kw_only=True):

@@ -320,3 +320,44 @@ def test_first_round_sets_the_excess_of_all_numbers() -> None:
     assert (costs.seconds(8, 3), costs.seconds(8, 0)) == pytest.approx((0.015, 0.014))
     costs.record(8, 0, 0.005)
     assert costs.seconds(8, 0) == pytest.approx(0.005)
+
+
+def test_trees_are_limited_to_the_rows_of_a_round() -> None:
+    for is_adaptive in (True, False):
+        policy = DraftPolicy((1, 3, 7, 15), {}, is_adaptive=is_adaptive, has_trees=True)
+        found = [policy.num_draft_tokens(slots) for slots in (1, 16, 17, 32, 33, 64, 65, 128, 129, 4096)]
+        assert found == [15, 15, 7, 7, 3, 3, 1, 1, 0, 0]
+
+
+def tree_result(num_drafts: int, accepted: Sequence[int], seconds: float) -> tuple[StepPlan, StepResult]:
+    """A round of one slot that accepted these nodes of a tree."""
+    plan = StepPlan(
+        step_id=0,
+        assignments=(),
+        block_updates=(),
+        prefill=(),
+        decode=(DecodeRow(slot=0, num_draft_tokens=num_drafts, max_depth=4),),
+    )
+    output = SlotOutput(
+        token_ids=(1,) * (len(accepted) + 1),
+        num_drafted=num_drafts,
+        num_accepted=len(accepted),
+        accepted_nodes=tuple(accepted),
+    )
+    return plan, StepResult(step_id=0, prefill=(), decode=(output,), duration_s=seconds)
+
+
+@pytest.mark.parametrize(("node", "expected"), [(1, 1), (2, 3), (5, 7), (12, 15)])
+def test_size_of_a_tree_is_chosen_by_the_nodes_that_are_accepted(node: int, expected: int) -> None:
+    """A tree is as large as the last node that pays; each further node costs 2% of a round."""
+    choices = (1, 3, 7, 15)
+    costs = {(1, number): 1.0 + 0.02 * number for number in (0, *choices)}
+    policy = DraftPolicy(choices, costs, is_adaptive=True, has_trees=True)
+    chosen = []
+    for _ in range(400):
+        number = policy.num_draft_tokens(1)
+        chosen.append(number)
+        if number:
+            policy.observe(*tree_result(number, [node] if node <= number else [], costs[1, number]))
+    assert Counter(chosen[200:]).most_common(1)[0][0] == expected
+    assert set(chosen[200:]) >= {0, expected}

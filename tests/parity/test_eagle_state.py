@@ -123,7 +123,7 @@ class RewindOneShort(WatchedDrafter):
                 s.start,
                 s.token_id,
                 (*s.next_token_ids[:-1], (s.next_token_ids[-1] + 1) % 300),
-                s.first_row,
+                s.rows,
             )
             for s in spans
         ]

@@ -25,6 +25,7 @@ from drift_sdk.steps import (
     SlotSampling,
     StepPlan,
 )
+from drift_sdk.trees.growth import Draft
 
 VOCAB_SIZE = 12
 PROMPT = (3, 7, 1)
@@ -217,8 +218,9 @@ class EqualToAny(int):
 class AlwaysAccepted(NGramDrafter):
     """Fault: every draft token equals any token, so rows with a wrong context are accepted."""
 
-    def propose(self, slots, num_draft_tokens) -> list[list[int]]:
-        return [[EqualToAny(token) for token in draft] for draft in super().propose(slots, num_draft_tokens)]
+    def propose(self, slots, limits) -> list[Draft]:
+        drafts = super().propose(slots, limits)
+        return [Draft.chain([EqualToAny(token) for token in draft.token_ids]) for draft in drafts]
 
 
 @pytest.mark.parametrize("fault", ["everything is accepted", "noise is used twice"])

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 from fake_device import FakeDevice
+from msgspec.structs import replace
 
 from drift_sdk.scheduling.config import SchedulerConfig
 from drift_sdk.scheduling.scheduler import Scheduler
 from drift_sdk.scheduling.sequence import Delta, Sequence
-from drift_sdk.steps import PrefillChunk, StepPlan
+from drift_sdk.steps import PrefillChunk, StepPlan, Violation
 
 
 class Rig:
@@ -436,3 +437,52 @@ def test_chunk_holds_the_tokens_of_the_prompt() -> None:
     assert rig.launch().prefill == (
         PrefillChunk(slot=sequence.slot, start=0, token_ids=(5, 6, 7), next_token_id=None),
     )
+
+
+def test_row_of_a_tree_reserves_the_blocks_of_its_depth() -> None:
+    rig = Rig(num_draft_tokens=15, max_tree_depth=3, block_size=1)
+    sequence = rig.add(5)
+    rig.turn()
+    (row,) = rig.launch().decode
+    assert (row.num_draft_tokens, row.max_depth, row.max_emitted_tokens) == (15, 3, 4)
+    # KV of the newest token and of three drafts.
+    assert len(sequence.block_table) == 9
+    assert sequence.max_in_flight_tokens == 4
+
+
+def test_tree_is_limited_by_request_room_and_constraint() -> None:
+    rig = Rig(num_draft_tokens=15, max_tree_depth=5)
+    capped, short, constrained = rig.add(5), rig.add(5, max_tokens=4), rig.add(5)
+    capped.max_draft_tokens = 6
+    constrained.constraint = object()  # type: ignore[assignment]  # it is never asked
+    rig.turn()
+    rows = {row.slot: row for row in rig.launch().decode}
+    found = [
+        (rows[sequence.slot].num_draft_tokens, rows[sequence.slot].max_emitted_tokens)
+        for sequence in (capped, short, constrained)
+    ]
+    assert found == [(6, 6), (15, 3), (5, 6)]
+
+
+@pytest.mark.parametrize("is_fatal", [True, False])
+def test_sequence_with_a_violation_drafts_no_more(is_fatal: bool) -> None:
+    rig = Rig(num_draft_tokens=3, block_size=1)
+    sequence = rig.add(5)
+    rig.turn(2)
+    num_cached = rig.scheduler.num_cached_blocks
+    rig.launch()
+    result = rig.device.collect()
+    violation = Violation(reason="kv", details="", is_fatal=is_fatal)
+    wrong = replace(result, decode=(replace(result.decode[0], violation=violation),))
+    (delta,) = rig.scheduler.commit(wrong)
+    assert delta.output.violation is violation
+    assert sequence.max_draft_tokens == 0 and sequence.has_wrong_drafts
+    # KV that cannot be trusted is not shared.
+    assert (rig.scheduler.num_cached_blocks == num_cached) == is_fatal
+    if is_fatal:
+        rig.scheduler.remove(sequence)
+        assert rig.scheduler.num_cached_blocks == num_cached
+    else:
+        (row,) = rig.launch().decode
+        assert row.num_draft_tokens == 0
+    rig.scheduler.check_integrity()

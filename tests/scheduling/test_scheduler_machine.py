@@ -45,6 +45,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             block_size=data.draw(st.sampled_from(self.block_sizes), label="block_size"),
             prefill_token_budget=data.draw(st.integers(1, 12), label="prefill_token_budget"),
             draft_choices=(num_draft_tokens,) if num_draft_tokens else (),
+            max_tree_depth=data.draw(st.sampled_from([None, 1, 2, 6]), label="max_tree_depth"),
             is_draft_adaptive=False,
             has_draft_kv=num_draft_tokens > 0 and data.draw(st.booleans(), label="has_draft_kv"),
             target_latency_ms_p50=target_ms,

@@ -138,7 +138,7 @@ class FakeDevice:
             self._run_chunk(self.slots[chunk.slot], chunk.start, chunk.token_ids, chunk.is_last)
             for chunk in plan.prefill
         )
-        decode = tuple(self._run_row(self.slots[row.slot], row.num_draft_tokens) for row in plan.decode)
+        decode = tuple(self._run_row(self.slots[row.slot], row.max_emitted_tokens) for row in plan.decode)
         num_prefill_tokens = sum(len(chunk.token_ids) for chunk in plan.prefill)
         duration_s = 0.01 * bool(decode) + 0.0001 * num_prefill_tokens
         return StepResult(step_id=plan.step_id, prefill=prefill, decode=decode, duration_s=duration_s)
@@ -160,16 +160,16 @@ class FakeDevice:
         slot.length = end
         return self._emit(slot, 1)
 
-    def _run_row(self, slot: FakeSlot, num_draft_tokens: int) -> SlotOutput:
+    def _run_row(self, slot: FakeSlot, max_emitted_tokens: int) -> SlotOutput:
         assert slot.length > 0, "a row before the last chunk"
         if slot.is_finished:
             return SlotOutput()
 
         self._check(slot, slot.length - 1)
         first = slot.length - 1
-        output = self._emit(slot, self._random.randint(1, num_draft_tokens + 1))
+        output = self._emit(slot, self._random.randint(1, max_emitted_tokens))
         # All drafts are verified, so rejected ones leave junk after the newest token, up to the limit.
-        last = min(first + num_draft_tokens, slot.story.sampling.max_length - 2)
+        last = min(first + max_emitted_tokens - 1, slot.story.sampling.max_length - 2)
         for position in range(first, last + 1):
             is_true = position < slot.length - 1
             self._write(slot, position, slot.story.kv[position] if is_true else JUNK)

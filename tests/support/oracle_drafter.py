@@ -9,6 +9,7 @@ from torch import Tensor
 
 from drift_sdk.execution.eager.drafters import Span
 from drift_sdk.execution.eager.slot import Slot
+from drift_sdk.trees.growth import Draft, DraftLimit
 
 __all__ = ["OracleDrafter"]
 
@@ -22,6 +23,7 @@ class OracleDrafter:
     """
 
     aux_layers: Sequence[int] = ()
+    max_tree_rows = 0
 
     def __init__(self, answers: dict[int, list[int]], corruption: float, vocab_size: int) -> None:
         self.histogram: dict[int, int] = {}
@@ -35,9 +37,10 @@ class OracleDrafter:
     def draft_extend(self, spans: Sequence[Span], aux_hidden: Sequence[Tensor], hidden: Tensor) -> None:
         pass
 
-    def propose(self, slots: Sequence[Slot], num_draft_tokens: Sequence[int]) -> list[list[int]]:
+    def propose(self, slots: Sequence[Slot], limits: Sequence[DraftLimit]) -> list[Draft]:
         drafts = []
-        for slot, most in zip(slots, num_draft_tokens, strict=True):
+        for slot, limit in zip(slots, limits, strict=True):
+            most = limit.chain_length
             answer = self._answers[slot.sampling.seed]
             right = answer[slot.length : slot.length + most]
             # Which tokens are wrong depends on request and position, not on the order of rounds.
@@ -53,5 +56,5 @@ class OracleDrafter:
             )
             if most:
                 self.histogram[num_right] = self.histogram.get(num_right, 0) + 1
-            drafts.append(draft)
+            drafts.append(Draft.chain(draft))
         return drafts

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import accumulate
 
 from drift_sdk.results import SpeculationStats
+from drift_sdk.trees.limits import MAX_PATH_LENGTH
 
 __all__ = ["DraftCount"]
 
@@ -14,7 +15,8 @@ class DraftCount:
 
     def __init__(self) -> None:
         self._num_drafted = 0
-        # Number of rounds by accepted tokens, from 0 to the most tokens ever drafted in a round.
+        # Number of rounds by accepted tokens, from 0 to the most tokens ever drafted in a round; no more than
+        # a path of a tree can have.
         self._num_rounds_of = [0]
 
     def add(self, num_drafted: int, num_accepted: int) -> None:
@@ -23,8 +25,9 @@ class DraftCount:
             return
 
         self._num_drafted += num_drafted
-        if num_drafted >= len(self._num_rounds_of):
-            self._num_rounds_of += [0] * (num_drafted + 1 - len(self._num_rounds_of))
+        most = min(num_drafted, MAX_PATH_LENGTH)
+        if most >= len(self._num_rounds_of):
+            self._num_rounds_of += [0] * (most + 1 - len(self._num_rounds_of))
         self._num_rounds_of[num_accepted] += 1
 
     def stats(self) -> SpeculationStats:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from drift_sdk.draft_policy.acceptance import Acceptance
+from drift_sdk.draft_policy.acceptance import Acceptance, TreeAcceptance
 from drift_sdk.draft_policy.round_costs import RoundCosts
 from drift_sdk.steps import StepPlan, StepResult
+from drift_sdk.trees.limits import max_batch_drafts
 
 __all__ = ["DraftPolicy"]
 
@@ -29,6 +30,10 @@ class DraftPolicy:
     round_costs:  seconds of a round by (bucket of slots, draft tokens), measured before serving. If empty,
                   the first rounds try every number.
     is_adaptive:  choose as described; False: always the largest number.
+    has_trees:    drafts form trees. A round with k draft tokens has the k best nodes of a tree, and emits 1 +
+                  p1 + ... + pk tokens a slot on average, where p_i is the probability that node i is
+                  accepted. Of the numbers, only those apply with which the trees of a batch have no more
+                  nodes together than a round may have (`MAX_TREE_ROWS`); without any, nothing is drafted.
     """
 
     def __init__(
@@ -37,9 +42,11 @@ class DraftPolicy:
         round_costs: Mapping[tuple[int, int], float] = {},
         *,
         is_adaptive: bool,
+        has_trees: bool = False,
     ) -> None:
-        self._choices = sorted({0, *choices}) if is_adaptive else [max(choices)]
-        self._acceptance = Acceptance(max(choices))
+        self._is_adaptive, self._has_trees = is_adaptive, has_trees
+        self._choices = sorted({0, *choices})
+        self._chains, self._trees = Acceptance(max(choices)), TreeAcceptance(max(choices))
         self._costs = RoundCosts(round_costs)
         self._num_rounds: dict[int, int] = {}  # by bucket
         # Value of `_num_rounds` when a number was last chosen, by (bucket, number).
@@ -47,12 +54,16 @@ class DraftPolicy:
 
     def num_draft_tokens(self, num_slots: int) -> int:
         """The number of draft tokens for the next round of `num_slots` slots."""
-        if len(self._choices) == 1:
-            return self._choices[0]
+        choices = self._choices
+        if self._has_trees:
+            most = max_batch_drafts(num_slots)
+            choices = [choice for choice in choices if choice <= most]
+        if not self._is_adaptive or len(choices) == 1:
+            return choices[-1]
 
         bucket = self._costs.bucket(num_slots)
         self._num_rounds[bucket] = self._num_rounds.get(bucket, 0) + 1
-        choice = self._choose(bucket)
+        choice = self._choose(bucket, choices)
         self._tried_at[bucket, choice] = self._num_rounds[bucket]
         return choice
 
@@ -63,12 +74,25 @@ class DraftPolicy:
         tokens and did not finish, because the end of a sequence may cut a round short.
         """
         most = max(row.num_draft_tokens for row in plan.decode)
-        slots = [
-            (row.num_draft_tokens, output.num_accepted)
+        rows = [
+            (row.num_draft_tokens, output)
             for row, output in zip(plan.decode, result.decode, strict=True)
             if output.token_ids and output.finish is None
         ]
-        self.record(len(plan.decode), most, None if plan.prefill else result.duration_s, slots)
+        duration_s = None if plan.prefill else result.duration_s
+        if not self._has_trees:
+            slots = [(num_planned, output.num_accepted) for num_planned, output in rows]
+            self.record(len(plan.decode), most, duration_s, slots)
+            return
+
+        if self._is_adaptive:
+            # The nodes of a tree that is a chain are numbered along it.
+            nodes = [
+                (num_planned, output.accepted_nodes or range(1, output.num_accepted + 1))
+                for num_planned, output in rows
+            ]
+            self._trees.record(nodes)
+            self._record_duration(len(plan.decode), most, duration_s)
 
     def record(
         self,
@@ -83,28 +107,30 @@ class DraftPolicy:
         duration_s:        seconds of the round; None if unknown.
         slots:             numbers of (planned, accepted) draft tokens of the slots.
         """
-        if len(self._choices) == 1:
-            return
+        if self._is_adaptive:
+            self._chains.record(slots)
+            self._record_duration(num_slots, num_draft_tokens, duration_s)
 
-        self._acceptance.record(slots)
+    def _record_duration(self, num_slots: int, num_draft_tokens: int, duration_s: float | None) -> None:
         if duration_s is not None:
             # The executor runs the next larger number it has a graph for.
             num_run = next(choice for choice in self._choices if choice >= num_draft_tokens)
             self._costs.record(self._costs.bucket(num_slots), num_run, duration_s)
 
-    def _choose(self, bucket: int) -> int:
-        """A number that was never timed, a number due to be tried again, or the best one."""
-        untried = [choice for choice in self._choices if not self._costs.is_known(bucket, choice)]
+    def _choose(self, bucket: int, choices: Sequence[int]) -> int:
+        """Of these numbers, one that was never timed, one that is due to be tried again, or the best one."""
+        untried = [choice for choice in choices if not self._costs.is_known(bucket, choice)]
         if untried:
             return untried[-1]
 
-        seconds = {choice: self._costs.seconds(bucket, choice) for choice in self._choices}
-        tokens = {choice: self._acceptance.tokens_of_round(choice) for choice in self._choices}
-        best = max(self._choices, key=lambda choice: tokens[choice] / seconds[choice])
-        for choice in self._choices:
+        acceptance = self._trees if self._has_trees else self._chains
+        seconds = {choice: self._costs.seconds(bucket, choice) for choice in choices}
+        tokens = {choice: acceptance.tokens_of_round(choice) for choice in choices}
+        best = max(choices, key=lambda choice: tokens[choice] / seconds[choice])
+        for choice in choices:
             # Time lost by such a round, in rounds of `best`: it replaces tokens / tokens of `best` of them.
             lost = seconds[choice] / seconds[best] - tokens[choice] / tokens[best]
-            gap = (len(self._choices) - 1) * lost / PROBE_SHARE
+            gap = (len(choices) - 1) * lost / PROBE_SHARE
             gap = min(max(gap, MIN_PROBE_GAP), MAX_PROBE_GAP)
             if choice != best and self._num_rounds[bucket] - self._tried_at.get((bucket, choice), 0) >= gap:
                 return choice

@@ -11,10 +11,11 @@ from drift_sdk.driver.request_registry import RequestRegistry, failure_of
 from drift_sdk.driver.stats_recorder import StatsRecorder
 from drift_sdk.driver.stream_updates import PendingUpdates, Update
 from drift_sdk.driver.text_worker import TextWorker
-from drift_sdk.errors import DriftError, EngineClosed
+from drift_sdk.errors import DriftError, EngineClosed, ExecutorError
 from drift_sdk.results import Chunk
 from drift_sdk.scheduling.scheduler import Scheduler
 from drift_sdk.scheduling.sequence import Delta, Sequence
+from drift_sdk.steps import VIOLATIONS
 
 __all__ = ["Delivery"]
 
@@ -65,6 +66,12 @@ class Delivery:
     def extend(self, delta: Delta) -> None:
         """Turn a sequence's new tokens into text, and end its request if they end it."""
         request = self._requests[delta.sequence]
+        violation = delta.output.violation
+        if violation is not None and violation.is_fatal:
+            meaning = f"{VIOLATIONS[violation.reason]} ({violation.details})"
+            self._fail(request, ExecutorError(f"a check of speculation has failed: {meaning}"))
+            return
+
         if request.followers:
             self._release_followers(request)
         chunk = request.extend(delta.output)

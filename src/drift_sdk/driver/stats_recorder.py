@@ -16,7 +16,7 @@ from drift_sdk.results import Chunk, Completion
 from drift_sdk.scheduling.scheduler import Scheduler
 from drift_sdk.scheduling.sequence import Delta
 from drift_sdk.stats import EngineStats, Histograms
-from drift_sdk.steps import StepResult
+from drift_sdk.steps import VIOLATIONS, StepResult, Violation
 
 __all__ = ["StatsRecorder"]
 
@@ -55,7 +55,9 @@ class StatsRecorder:
         self._start_seconds: tuple[tuple[str, float], ...] = ()
         self._num_untuned_shapes = 0
         self._num_host = {"waits": 0, "rounds": 0, "copies": 0, "allocations": 0}
-        self._num_undrafted = {"policy": 0, "request": 0, "room": 0, "drafter": 0}
+        self._num_undrafted = {"policy": 0, "request": 0, "room": 0, "drafter": 0, "checks": 0}
+        self._num_violations: dict[str, int] = {}
+        self._active = ActiveSequences()
         # (time, tokens generated until then), oldest first. Replaced as a whole, as other threads read it.
         self._marks: tuple[tuple[float, int], ...] = ((0.0, 0),)
 
@@ -94,7 +96,24 @@ class StatsRecorder:
     def closed(self) -> None:
         """The engine was closed."""
         num_requests, num_tokens = sum(self._num_ended.values()), self._num_generated_tokens
-        log.info("closed after %d requests and %d generated tokens", num_requests, num_tokens)
+        active = self._active
+        log.info(
+            "closed after %d requests and %d generated tokens; active sequences in a decoding step: "
+            "mean %.1f, %d to %d",
+            *(num_requests, num_tokens, active.mean, active.fewest, active.most),
+        )
+        drafts = self._drafts.stats()
+        if drafts.num_rounds or self._num_violations:
+            reasons = {"no draft by " + reason: number for reason, number in self._num_undrafted.items()}
+            reasons |= {"violation " + reason: number for reason, number in self._num_violations.items()}
+            log.info(
+                "speculation: %d rounds, %.2f tokens a round, %.0f%% of rounds with two or more accepted; %s",
+                drafts.num_rounds,
+                drafts.acceptance_length,
+                100 * drafts.multiple_rate,
+                ", ".join(f"{reason} {number}" for reason, number in reasons.items() if number)
+                or "a draft in every row",
+            )
 
     def entered(self, request: Request) -> None:
         """A request was handed to the scheduler."""
@@ -115,9 +134,15 @@ class StatsRecorder:
         self._num_host["rounds"] += work.num_split_rounds
         self._num_host["copies"] += work.num_copies
         self._num_host["allocations"] += work.num_allocations
+        num_active = 0
         for output in result.decode:
+            num_active += bool(output.token_ids)
             if output.num_drafted:
                 self._drafts.add(output.num_drafted, output.num_accepted)
+            if output.violation is not None:
+                self._count_violation(output.violation)
+        if num_active:
+            self._active.add(num_active)
 
     def extended(self, request: Request, delta: Delta, chunk: Chunk) -> None:
         """The collected step brought tokens of this request."""
@@ -199,6 +224,11 @@ class StatsRecorder:
             num_undrafted_by_request=self._num_undrafted["request"],
             num_undrafted_for_room=self._num_undrafted["room"],
             num_undrafted_by_drafter=self._num_undrafted["drafter"],
+            num_undrafted_by_checks=self._num_undrafted["checks"],
+            violations=tuple(self._num_violations.items()),
+            min_active=self._active.fewest,
+            max_active=self._active.most,
+            mean_active=self._active.mean,
             num_steps=self._num_steps,
             step_seconds=self._step_seconds,
             start_seconds=self._start_seconds,
@@ -218,6 +248,10 @@ class StatsRecorder:
         self.histograms.queued.observe(sequence.started_at - request.submitted_at)
         self.histograms.prompt_tokens.observe(sequence.num_prompt_tokens)
 
+    def _count_violation(self, violation: Violation) -> None:
+        self._num_violations[violation.reason] = self._num_violations.get(violation.reason, 0) + 1
+        log.warning("speculation: %s (%s)", VIOLATIONS[violation.reason], violation.details)
+
     def _close_gap(self) -> None:
         """Add the streams that share a gap to the histogram."""
         if self._num_gaps:
@@ -230,14 +264,36 @@ class StatsRecorder:
             self._marks = (*recent, (self._now, self._num_generated_tokens))
 
 
+class ActiveSequences:
+    """The number of sequences that got tokens in a step that decodes: fewest, most and mean."""
+
+    def __init__(self) -> None:
+        self.fewest = self.most = 0
+        self._num_steps = self._total = 0
+
+    def add(self, number: int) -> None:
+        """Count a step."""
+        self.fewest = min(self.fewest, number) if self._num_steps else number
+        self.most = max(self.most, number)
+        self._num_steps += 1
+        self._total += number
+
+    @property
+    def mean(self) -> float:
+        return self._total / self._num_steps if self._num_steps else 0.0
+
+
 def why_undrafted(request: Request, delta: Delta) -> str:
     """Why a row of a speculating engine had no draft: "request", its request forbids drafts; "room", there
-    was room for one more token only; "policy", none would be faster by the policy's measurements; "drafter",
-    the drafter had nothing to propose."""
+    was room for one more token only; "checks", its drafts were found wrong; "policy", none would be faster by
+    the policy's measurements; "drafter", the drafter had nothing to propose."""
     if request.params.num_draft_tokens == 0:
         return "request"
 
     if delta.output.finish == "length":
         return "room"
+
+    if delta.sequence.has_wrong_drafts:
+        return "checks"
 
     return "drafter" if delta.num_planned_drafts else "policy"

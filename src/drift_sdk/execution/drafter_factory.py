@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from drift_sdk.execution.eager.drafters import Drafter, EagleDrafter, NGramDrafter
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.eagle3 import DraftDecoder
-from drift_sdk.speculation import NGram
+from drift_sdk.speculation import DynamicTree, NGram, StaticTree
 from drift_sdk.steps import ExecutorLimits
 
 if TYPE_CHECKING:
@@ -39,11 +39,14 @@ class DrafterFactory(ABC):
     needs_draft_kv: the drafter keeps its own keys and values in the target's blocks, one position ahead of
     the target's.
     always_drafts: the drafter finds a token for every slot that may draft.
+    max_tree_depth: most tokens of a path if drafts form trees; None: they are chains.
     """
 
     needs_history = False
     needs_draft_kv = False
     always_drafts = False
+
+    max_tree_depth: int | None = None
 
     def __init__(self, draft_choices: Sequence[int], *, is_adaptive: bool = True) -> None:
         self.draft_choices = tuple(draft_choices)
@@ -111,16 +114,23 @@ class NGramDrafterFactory(DrafterFactory):
 
 
 class EagleDrafterFactory(DrafterFactory):
-    """An EAGLE-3 draft of the target."""
+    """An EAGLE-3 draft of the target. tree: the shape of its drafts, on the eager executor; None: chains."""
 
     needs_draft_kv = True
     always_drafts = True
 
     def __init__(
-        self, draft: DraftDecoder, draft_choices: Sequence[int], *, is_adaptive: bool = True
+        self,
+        draft: DraftDecoder,
+        draft_choices: Sequence[int],
+        *,
+        is_adaptive: bool = True,
+        tree: StaticTree | DynamicTree | None = None,
     ) -> None:
         super().__init__(draft_choices, is_adaptive=is_adaptive)
         self._draft = draft
+        self._tree = tree
+        self.max_tree_depth = None if tree is None else tree.depth
 
     def num_values_per_block(self, block_size: int) -> int:
         """Keys and values of all layers, and the feature kept beside each block."""
@@ -129,7 +139,7 @@ class EagleDrafterFactory(DrafterFactory):
         return values_per_token * block_size + config.hidden_size
 
     def eager_drafter(self, target: Decoder, limits: ExecutorLimits) -> Drafter:
-        return EagleDrafter(self._draft, target, limits)
+        return EagleDrafter(self._draft, target, limits, self._tree)
 
     def round_drafter(
         self, resources: DeviceResources, model: ModelResources, sizes: RoundSizes

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from drift_sdk.models.kv_cache import KVCache
 
-__all__ = ["AttentionBatch", "SequenceRows"]
+__all__ = ["AttentionBatch", "SequenceRows", "with_sinks"]
 
 MAX_PADDED_ROWS = 16
 """Sequences with more rows than this are computed alone: the chunk of a prompt uses the device well by
@@ -156,7 +156,7 @@ class _Group:
         value = values.index_select(0, found.slots).view(gathered_shape).transpose(1, 2)
         if sinks is not None:
             scale = head_dim**-0.5 if scale is None else scale
-            query, key, value = _with_sinks(query, key, value, sinks / scale)
+            query, key, value = with_sinks(query, key, value, sinks / scale)
         output = F.scaled_dot_product_attention(
             query,
             key,
@@ -221,7 +221,7 @@ class _Keys(Struct, frozen=True, kw_only=True):
     is_causal: bool
 
 
-def _with_sinks(
+def with_sinks(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, products: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries, keys and values [batch, heads, rows or keys, head_dim] with a last key, whose product with the

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 
 from drift_sdk.loading.random import RandomTensors
 from drift_sdk.loading.tensors import TensorSource
-from drift_sdk.models.attention import AttentionBatch
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.experts import apply_experts
 from drift_sdk.models.kv_cache import KVCache
 from drift_sdk.models.linear import linear
 from drift_sdk.models.rope import rotary_tables, rotate
+from drift_sdk.models.tree_attention import StepRows
 from drift_sdk.models.weights import DecoderWeights, LayerWeights, load_weights, tensor_shapes
 
 __all__ = ["Decoder"]
@@ -99,7 +99,7 @@ class Decoder:
     def forward(
         self,
         token_ids: torch.Tensor,
-        batch: AttentionBatch,
+        batch: StepRows,
         cache: KVCache,
         aux_layers: Sequence[int] = (),
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -146,7 +146,7 @@ class Decoder:
             norm = offset_rms_norm if self.config.has_offset_norms else rms_norm
         return norm(x, weight, self.config.rms_norm_eps)
 
-    def _rotary(self, batch: AttentionBatch) -> list[Rotary | None]:
+    def _rotary(self, batch: StepRows) -> list[Rotary | None]:
         """The rotation tables of each layer; None without rotation."""
         tables = [
             rotary_tables(batch.positions, frequencies, self.dtype, rope.magnitude)
@@ -164,7 +164,7 @@ class Decoder:
         return hidden + (output if multiplier == 1.0 else output * multiplier)
 
     def _attention(
-        self, index: int, hidden: torch.Tensor, rotary: Rotary | None, batch: AttentionBatch, cache: KVCache
+        self, index: int, hidden: torch.Tensor, rotary: Rotary | None, batch: StepRows, cache: KVCache
     ) -> torch.Tensor:
         """The attention output [N, hidden] of layer `index`, from its input [N, hidden]."""
         layer, config = self.weights.layers[index], self.config

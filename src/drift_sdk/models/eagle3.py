@@ -18,13 +18,13 @@ from drift_sdk.errors import ModelLoadError
 from drift_sdk.loading.draft import DraftTensors, read_target_ids
 from drift_sdk.loading.random import RandomTensors
 from drift_sdk.loading.source import Source, name_role, resolve
-from drift_sdk.models.attention import AttentionBatch
 from drift_sdk.models.decoder import Decoder, rms_norm
 from drift_sdk.models.draft_config import DraftConfig, is_model_config
 from drift_sdk.models.draft_weights import DraftWeights, load_draft_weights, required_shapes, shareable_shapes
 from drift_sdk.models.kv_cache import KVCache
 from drift_sdk.models.linear import linear
 from drift_sdk.models.rope import rotary_tables, rotate
+from drift_sdk.models.tree_attention import StepRows
 from drift_sdk.progress import Report
 
 __all__ = ["DRAFT_KV_OFFSET", "DraftDecoder"]
@@ -167,7 +167,7 @@ class DraftDecoder:
 
     @torch.inference_mode()
     def forward(
-        self, features: torch.Tensor, token_ids: torch.Tensor, batch: AttentionBatch, cache: KVCache
+        self, features: torch.Tensor, token_ids: torch.Tensor, batch: StepRows, cache: KVCache
     ) -> torch.Tensor:
         """The next features [N, hidden]: input of `logits`, and of the next call together with the tokens
         chosen from those logits.
@@ -212,7 +212,7 @@ class DraftDecoder:
         index: int,
         inputs: torch.Tensor,
         rotary: tuple[torch.Tensor, torch.Tensor],
-        batch: AttentionBatch,
+        batch: StepRows,
         cache: KVCache,
     ) -> torch.Tensor:
         """The attention output [N, hidden] of layer `index` for its normalised inputs [N, hidden], or

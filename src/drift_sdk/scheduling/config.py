@@ -16,6 +16,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     num_blocks:            KV blocks of the cache, of `block_size` tokens each.
     prefill_token_budget:  most prefill tokens in one step.
     draft_choices:         numbers of draft tokens that a batch may use; empty without speculation.
+    max_tree_depth:        most draft tokens on a path if they form trees; None: they are chains.
     is_draft_adaptive:     choose among them by measured cost and acceptance, else always use the largest.
     round_costs:           seconds of a round by (slots, draft tokens), as the executor measured them at
                            start.
@@ -29,6 +30,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     block_size: int
     prefill_token_budget: int
     draft_choices: tuple[int, ...] = ()
+    max_tree_depth: int | None = None
     is_draft_adaptive: bool = True
     round_costs: Mapping[tuple[int, int], float] = {}
     has_draft_kv: bool = False
@@ -38,6 +40,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     prefer_high_throughput: bool = False
 
     @property
-    def num_draft_tokens(self) -> int:
-        """Most tokens that are drafted for a row in one step."""
-        return max(self.draft_choices, default=0)
+    def max_emitted_tokens(self) -> int:
+        """Most tokens that a row emits in one step."""
+        most = max(self.draft_choices, default=0)
+        return 1 + (most if self.max_tree_depth is None else min(most, self.max_tree_depth))

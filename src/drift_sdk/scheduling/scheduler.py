@@ -13,7 +13,7 @@ from drift_sdk.scheduling.config import SchedulerConfig
 from drift_sdk.scheduling.queue import RunningSet, WaitingQueue
 from drift_sdk.scheduling.sequence import Delta, Sequence
 from drift_sdk.scheduling.step_builder import LaunchedStep, StepBuilder, check_in_flight
-from drift_sdk.steps import StepPlan, StepResult
+from drift_sdk.steps import DecodeRow, StepPlan, StepResult
 
 __all__ = ["Scheduler"]
 
@@ -35,7 +35,7 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self._max_emitted_tokens = config.num_draft_tokens + 1
+        self._max_emitted_tokens = config.max_emitted_tokens
         self._blocks = BlockManager(config.num_blocks, config.block_size)
         self._budget = TokenBudget(
             max_tokens=config.prefill_token_budget,
@@ -48,7 +48,12 @@ class Scheduler:
         self._running = RunningSet(config.max_num_seqs)
         self._launched: deque[LaunchedStep] = deque()
         self._policy = (
-            DraftPolicy(config.draft_choices, config.round_costs, is_adaptive=config.is_draft_adaptive)
+            DraftPolicy(
+                config.draft_choices,
+                config.round_costs,
+                is_adaptive=config.is_draft_adaptive,
+                has_trees=config.max_tree_depth is not None,
+            )
             if config.draft_choices
             else None
         )
@@ -204,8 +209,8 @@ class Scheduler:
             if length + sequence.min_in_flight_tokens >= sequence.max_length:
                 continue
 
-            num_drafts = sequence.num_draft_tokens(most_drafts) if most_drafts else 0
-            num_slots = sequence.num_kv_slots(length + sequence.max_in_flight_tokens + num_drafts + 1)
+            row = self._decode_row(sequence, most_drafts)
+            num_slots = sequence.num_kv_slots(length + sequence.max_in_flight_tokens + row.max_emitted_tokens)
             first_index = len(sequence.block_table)
             if num_slots > first_index * block_size:
                 if not self._reserve(sequence, self._blocks.num_blocks(num_slots)):
@@ -214,9 +219,20 @@ class Scheduler:
 
                 step.update_blocks(sequence, first_index)
 
-            step.add_row(sequence, num_drafts)
+            step.add_row(sequence, row)
 
         return prefilling, lacks_blocks
+
+    def _decode_row(self, sequence: Sequence, most_drafts: int) -> DecodeRow:
+        """The next decode row of a sequence in a batch that drafts at most `most_drafts` tokens a row."""
+        max_depth = self.config.max_tree_depth
+        if max_depth is None or most_drafts == 0:
+            num_drafts = sequence.num_draft_tokens(most_drafts) if most_drafts else 0
+            return DecodeRow(slot=sequence.slot, num_draft_tokens=num_drafts)
+
+        depth = min(max_depth, sequence.room)
+        num_drafts = sequence.num_tree_tokens(most_drafts, depth)
+        return DecodeRow(slot=sequence.slot, num_draft_tokens=num_drafts, max_depth=max(depth, 0))
 
     def _plan_chunks(self, step: StepBuilder, prefilling: list[Sequence], *, may_admit: bool) -> None:
         """Add chunks of running sequences, then, with `may_admit`, of newly admitted ones, within the
@@ -298,20 +314,24 @@ class Scheduler:
         """Commit the decode rows of a step; returns how many belong to sequences that have not ended."""
         num_useful = 0
         for sequence, row, output in zip(step.decode, step.plan.decode, result.decode, strict=True):
-            sequence.complete(1, row.num_draft_tokens + 1)
+            sequence.complete(1, row.max_emitted_tokens)
             if sequence.finish is not None:
                 continue
 
             token_ids = output.token_ids
-            assert 0 < len(token_ids) <= row.num_draft_tokens + 1, f"{sequence}: {output}"
+            assert 0 < len(token_ids) <= row.max_emitted_tokens, f"{sequence}: {output}"
             num_useful += 1
             sequence.token_ids += token_ids
             deltas.append(Delta(sequence, output, row.num_draft_tokens))
             if sequence.slot >= 0:  # is_running, without the cost of a property for every row
                 sequence.num_computed_tokens = len(sequence.token_ids) - 1
+                if output.violation is not None:
+                    sequence.max_draft_tokens, sequence.has_wrong_drafts = 0, True
+                    if output.violation.is_fatal:  # what the round has computed must not be shared
+                        sequence.num_computed_tokens = len(sequence.prefix_nodes) * self.config.block_size
                 if output.finish is None:
                     self._blocks.publish(sequence)
-                    if len(token_ids) <= row.num_draft_tokens:
+                    if len(token_ids) < row.max_emitted_tokens:
                         self._blocks.trim(sequence)
             if output.finish is not None:
                 self._end(sequence, output.finish)

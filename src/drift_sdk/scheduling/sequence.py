@@ -26,6 +26,7 @@ class Sequence:
         "awaits_mask",
         "is_publishing",
         "has_draft_kv",
+        "has_wrong_drafts",
         "max_draft_tokens",
         "max_in_flight_tokens",
         "max_length",
@@ -66,6 +67,7 @@ class Sequence:
         self.constraint = constraint
         self.max_draft_tokens = max_draft_tokens  # None = as many as the batch drafts
         self.has_draft_kv = False  # set by the scheduler
+        self.has_wrong_drafts = False  # set when a check has found them wrong: no more are planned
         self.awaits_mask = False  # set while the host computes a constraint's mask: no row is planned
 
         self.token_ids = list(prompt_ids)  # prompt and committed output
@@ -138,6 +140,23 @@ class Sequence:
 
         room = self.max_length - len(self.token_ids) - self.min_in_flight_tokens - 1
         return min(most, room)
+
+    @property
+    def room(self) -> int:
+        """Most draft tokens that the next step can accept: those that can be emitted besides the token that
+        the target itself adds."""
+        return self.max_length - len(self.token_ids) - self.min_in_flight_tokens - 1
+
+    def num_tree_tokens(self, most: int, max_depth: int) -> int:
+        """The number of tokens to draft in the next step in the form of a tree, at most `most`. A path of it
+        has at most `max_depth` tokens. The tree of a constrained sequence is a chain."""
+        if self.max_draft_tokens is not None and self.max_draft_tokens < most:
+            most = self.max_draft_tokens
+
+        if max_depth <= 0 or self.constraint is not None:
+            return min(most, max(max_depth, 0))
+
+        return most
 
     def launch(self, least: int, most: int) -> None:
         """Count a planned step that emits `least` to `most` tokens as in flight."""

@@ -58,11 +58,11 @@ class StepBuilder:
             BlockUpdate(slot=sequence.slot, first_index=first_index, block_ids=block_ids)
         )
 
-    def add_row(self, sequence: Sequence, num_draft_tokens: int) -> None:
-        """Add a decode row."""
-        sequence.launch(1, num_draft_tokens + 1)
+    def add_row(self, sequence: Sequence, row: DecodeRow) -> None:
+        """Add a decode row of a sequence."""
+        sequence.launch(1, row.max_emitted_tokens)
         self.decode.append(sequence)
-        self._rows.append(DecodeRow(slot=sequence.slot, num_draft_tokens=num_draft_tokens))
+        self._rows.append(row)
 
     def add_chunk(self, sequence: Sequence, max_tokens: int) -> int:
         """Add the sequence's next prefill chunk, of at most `max_tokens` tokens; returns its length."""
@@ -99,7 +99,7 @@ def check_in_flight(launched: Iterable[LaunchedStep], sequences: Iterable[Sequen
     in_flight = {sequence: [0, 0, 0] for sequence in sequences}
     for plan, prefill, decode in launched:
         emitted = [(int(chunk.is_last), int(chunk.is_last)) for chunk in plan.prefill]
-        emitted += [(1, row.num_draft_tokens + 1) for row in plan.decode]
+        emitted += [(1, row.max_emitted_tokens) for row in plan.decode]
         for sequence, (least, most) in zip(prefill + decode, emitted, strict=True):
             counts = in_flight.setdefault(sequence, [0, 0, 0])
             counts[:] = counts[0] + 1, counts[1] + least, counts[2] + most

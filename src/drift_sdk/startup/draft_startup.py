@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from drift_sdk.config import EngineConfig
-from drift_sdk.errors import ModelLoadError
+from drift_sdk.errors import ConfigError, ModelLoadError
 from drift_sdk.execution.drafter_factory import (
     NO_DRAFTER,
     DrafterFactory,
@@ -15,7 +15,7 @@ from drift_sdk.execution.drafter_factory import (
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.progress import Report
-from drift_sdk.speculation import NGram, Speculation
+from drift_sdk.speculation import Chain, NGram, Speculation
 
 __all__ = ["open_drafter_factory"]
 
@@ -26,7 +26,8 @@ def open_drafter_factory(config: EngineConfig, target: Decoder, report: Report) 
     """The factory of the configured drafter, with the draft's weights loaded.
 
     NO_DRAFTER without speculation, or with a warning if a draft that is not required cannot be used. A draft
-    of a target with random weights gets random weights. Raises ModelLoadError.
+    of a target with random weights gets random weights. Raises ModelLoadError, and ConfigError for a tree
+    with more candidates after a token than the draft's vocabulary has.
     """
     speculation = config.speculation
     if speculation is None:
@@ -45,7 +46,12 @@ def open_drafter_factory(config: EngineConfig, target: Decoder, report: Report) 
         log.warning("decoding without speculation, the draft cannot be used: %s", error)
         return NO_DRAFTER
 
-    return EagleDrafterFactory(draft, choices, is_adaptive=is_adaptive)
+    tree = None if isinstance(speculation.shape, Chain) else speculation.shape
+    if tree is not None and tree.num_candidates > draft.config.draft_vocab_size:
+        allowed = f"at most {draft.config.draft_vocab_size} candidates after a token, the draft's vocabulary"
+        raise ConfigError.of("shape", tree, allowed)
+
+    return EagleDrafterFactory(draft, choices, is_adaptive=is_adaptive, tree=tree)
 
 
 def _load_draft(

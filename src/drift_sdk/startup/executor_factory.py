@@ -14,11 +14,13 @@ from drift_sdk.config import EngineConfig
 from drift_sdk.errors import ConfigError, FieldError
 from drift_sdk.execution.drafter_factory import DrafterFactory
 from drift_sdk.execution.eager.executor import EagerExecutor
+from drift_sdk.execution.eager.round_checks import RoundChecks
 from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
 from drift_sdk.execution.strict import StrictExecutor
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.progress import Report
+from drift_sdk.speculation import Chain
 from drift_sdk.startup.device_memory import DeviceMemory
 from drift_sdk.startup.graph_support import options_without_graphs
 from drift_sdk.startup.kv_sizing import KVDemand, MemoryRoom, size_kv
@@ -74,6 +76,7 @@ def choose_executor(
     else:
         obstacle = _device_obstacle(device) or _model_obstacle(model)
         if obstacle is None:
+            _check_graph_speculation(config)
             return "graph", None
 
     if config.executor == "graph":
@@ -111,7 +114,9 @@ def open_eager_executor(
     """Make an eager executor. Raises ConfigError for a KV cache that does not fit."""
     limits = _limits(config, decoder, demand, memory.room())
     drafter = drafter_factory.eager_drafter(decoder, limits)
-    return OpenedExecutor(executor=EagerExecutor(decoder, limits, drafter))
+    has_checks = config.speculation is not None and config.speculation.checks
+    checks = RoundChecks(limits) if has_checks and drafter is not None else None
+    return OpenedExecutor(executor=EagerExecutor(decoder, limits, drafter, checks))
 
 
 def open_graph_executor(
@@ -209,6 +214,19 @@ def untuned_error(gpu: str, untuned: Sequence[str]) -> FieldError:
     command = f"python -m drift_sdk tune --out {table} {shapes}"
     allowed = f"measured configurations of all weights; {gpu} lacks {', '.join(untuned)}: run {command}"
     return ConfigError.of("strict_performance", True, allowed)
+
+
+def _check_graph_speculation(config: EngineConfig) -> None:
+    """Raise ConfigError for settings of speculation that the graph executor does not have."""
+    speculation = config.speculation
+    if speculation is None:
+        return
+
+    if not isinstance(speculation.shape, Chain):
+        raise ConfigError.of("shape", speculation.shape, 'a Chain here; trees need executor="eager"')
+
+    if speculation.checks:
+        raise ConfigError.of("checks", True, 'False here; checks need executor="eager"')
 
 
 def _device_obstacle(device: torch.device) -> str | None:

@@ -142,6 +142,7 @@ def _scheduling(
         block_size=limits.block_size,
         prefill_token_budget=config.prefill_token_budget,
         draft_choices=drafter_factory.draft_choices,
+        max_tree_depth=drafter_factory.max_tree_depth,
         is_draft_adaptive=drafter_factory.is_adaptive,
         round_costs=opened.round_costs,
         has_draft_kv=drafter_factory.needs_draft_kv,

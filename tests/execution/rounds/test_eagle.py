@@ -32,6 +32,7 @@ from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.steps import ExecutorLimits, SlotSampling
+from drift_sdk.trees.growth import DraftLimit
 
 pytestmark = pytest.mark.kernel
 
@@ -141,7 +142,9 @@ class Pair:
             aux_hidden[:, rows] = self.features[:, index, start:end].to(DEVICE)
             slot.length, slot.last_token = end + 1, int(self.tokens[index, end])
             next_tokens = self.tokens[index, start + 1 : end + 1].tolist()
-            spans.append(Span(slot, start, int(self.tokens[index, start]), next_tokens, first))
+            spans.append(
+                Span(slot, start, int(self.tokens[index, start]), next_tokens, range(first, rows.stop))
+            )
             first = rows.stop + gap
 
         self.eager.draft_extend(spans, list(aux_hidden[:-1]), aux_hidden[-1])
@@ -185,20 +188,22 @@ class Pair:
 
         live = [(group, *entry) for group, entry in enumerate(plan) if entry[0] >= 0]
         drafts = self.eager.propose(
-            [self.slots[index] for _, index, _, _ in live], [cap for *_, cap, _ in live]
+            [self.slots[index] for _, index, _, _ in live], [DraftLimit(cap, cap) for *_, cap, _ in live]
         )
         self.rounds.propose(rows, num_slots=num_slots, num_draft_tokens=num_drafts)
         found = rows.token.view(num_slots, num_rows_each).tolist()
         for (group, index, cap, _), draft in zip(live, drafts, strict=True):
-            assert len(draft) == cap
-            assert found[group] == [self.slots[index].last_token, *draft, *[-1] * (num_drafts - cap)]
+            assert len(draft.token_ids) == cap
+            tokens = [self.slots[index].last_token, *draft.token_ids]
+            assert found[group] == [*tokens, *[-1] * (num_drafts - cap)]
 
         spans = []
         for group, index, _, num_emitted in live:
             slot = self.slots[index]
             end = slot.length + num_emitted
             following = self.tokens[index, slot.length : end].tolist()
-            spans.append(Span(slot, slot.length - 1, slot.last_token, following, group * num_rows_each))
+            drafted_rows = range(group * num_rows_each, group * num_rows_each + num_emitted)
+            spans.append(Span(slot, slot.length - 1, slot.last_token, following, drafted_rows))
             slot.length, slot.last_token = end, int(self.tokens[index, end - 1])
         self.eager.draft_extend(spans, list(aux_hidden[:-1]), aux_hidden[-1])
         self.rounds.draft_extend(

@@ -12,11 +12,15 @@ from torch import Tensor
 from drift_sdk.draft_policy.ngram import NGramIndex
 from drift_sdk.execution.eager.sampling import choose
 from drift_sdk.execution.eager.slot import Slot
+from drift_sdk.execution.eager.tree_grower import TreeGrower, max_draft_rows, target_logits
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.eagle3 import DRAFT_KV_OFFSET, DraftDecoder
 from drift_sdk.models.kv_cache import KVCache
+from drift_sdk.speculation import DynamicTree, StaticTree
 from drift_sdk.steps import ExecutorLimits
+from drift_sdk.trees.growth import Draft, DraftLimit
+from drift_sdk.trees.limits import MAX_TREE_ROWS
 
 __all__ = ["Drafter", "EagleDrafter", "NGramDrafter", "Span"]
 
@@ -27,23 +31,26 @@ class Span(Struct, frozen=True):
     start:           position of the first row.
     token_id:        the token at `start`.
     next_token_ids:  for each row, the token at the position after it.
-    first_row:       index of the first row in the step's tensors.
+    rows:            indices of the rows in the step's tensors, as many as `next_token_ids`.
     """
 
     slot: Slot
     start: int
     token_id: int
     next_token_ids: Sequence[int]
-    first_row: int
+    rows: Sequence[int]
 
 
 class Drafter(Protocol):
     """Proposes draft tokens, and is updated with the tokens of every step.
 
-    aux_layers: the layers of the target whose input `draft_extend` needs; see Decoder.forward.
+    aux_layers:     the layers of the target whose input `draft_extend` needs; see Decoder.forward.
+    max_tree_rows:  most nodes of all trees that `propose` returns at once, roots included; 0 if it returns
+                    chains only.
     """
 
     aux_layers: Sequence[int]
+    max_tree_rows: int
 
     def enter(self, slot: Slot, cached_token_ids: Sequence[int]) -> None:
         """Initialise the state of a slot for a new sequence, whose first tokens were found in the prefix
@@ -56,14 +63,15 @@ class Drafter(Protocol):
         hidden:      the residual stream after the last layer, [N, H].
         """
 
-    def propose(self, slots: Sequence[Slot], num_draft_tokens: Sequence[int]) -> list[list[int]]:
-        """Draft tokens to follow the newest token of each slot, at most as many as given for it."""
+    def propose(self, slots: Sequence[Slot], limits: Sequence[DraftLimit]) -> list[Draft]:
+        """Draft tokens to follow the newest token of each slot, within its limit."""
 
 
 class NGramDrafter:
     """Prompt lookup: proposes the continuation of an earlier occurrence of a sequence's last tokens."""
 
     aux_layers: Sequence[int] = ()
+    max_tree_rows = 0
 
     def __init__(self, min_length: int, max_length: int) -> None:
         self._lengths = min_length, max_length
@@ -79,11 +87,11 @@ class NGramDrafter:
             tokens = (span.token_id, *span.next_token_ids)
             index.extend(tokens[len(index) - span.start :])
 
-    def propose(self, slots: Sequence[Slot], num_draft_tokens: Sequence[int]) -> list[list[int]]:
+    def propose(self, slots: Sequence[Slot], limits: Sequence[DraftLimit]) -> list[Draft]:
         drafts = []
-        for slot, most in zip(slots, num_draft_tokens, strict=True):
+        for slot, limit in zip(slots, limits, strict=True):
             assert isinstance(slot.draft, NGramIndex)
-            drafts.append(slot.draft.propose(most))
+            drafts.append(Draft.chain(slot.draft.propose(limit.chain_length)))
 
         return drafts
 
@@ -111,15 +119,24 @@ class EagleDrafter:
     is stored beside the block: it is needed for the first draft row after a prefix hit.
     """
 
-    def __init__(self, draft: DraftDecoder, target: Decoder, limits: ExecutorLimits) -> None:
+    def __init__(
+        self,
+        draft: DraftDecoder,
+        target: Decoder,
+        limits: ExecutorLimits,
+        tree: StaticTree | DynamicTree | None = None,
+    ) -> None:
+        """tree: the shape of drafts; None: chains."""
         config = draft.config
+        # Rows for nodes of trees lie behind the blocks that the scheduler allocates.
+        num_tree_blocks = 0 if tree is None else -(-max_draft_rows(tree) // limits.block_size)
         self.aux_layers: Sequence[int] = draft.aux_layers
         self._draft = draft
         self._vocab_size = limits.vocab_size
         self._block_size = limits.block_size
         self._cache = KVCache(
             num_layers=draft.num_layers,
-            num_blocks=limits.num_blocks,
+            num_blocks=limits.num_blocks + num_tree_blocks,
             block_size=limits.block_size,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
@@ -128,6 +145,15 @@ class EagleDrafter:
         )
         self._block_features = torch.empty(
             limits.num_blocks, config.hidden_size, dtype=target.dtype, device=target.device
+        )
+
+        self.max_tree_rows = 0 if tree is None else MAX_TREE_ROWS
+        self._trees = (
+            None
+            if tree is None
+            else TreeGrower(
+                draft, self._cache, tree, limits.num_blocks * limits.block_size, limits.vocab_size
+            )
         )
 
     def enter(self, slot: Slot, cached_token_ids: Sequence[int]) -> None:
@@ -145,7 +171,7 @@ class EagleDrafter:
         for span in spans:
             state = state_of(span.slot)
             num_rows = len(span.next_token_ids)
-            own = fused[span.first_row : span.first_row + num_rows]
+            own = fused[span.rows[0] : span.rows[-1] + 1] if is_run(span.rows) else fused[list(span.rows)]
             start = span.start
             if start > 0 and state.num_rows < start:
                 # After a prefix hit: the draft row of position start - 1 was not computed, because it
@@ -165,18 +191,34 @@ class EagleDrafter:
             last += row.num_rows
             state_of(span.slot).hidden = output[last]
 
-    def propose(self, slots: Sequence[Slot], num_draft_tokens: Sequence[int]) -> list[list[int]]:
+    def propose(self, slots: Sequence[Slot], limits: Sequence[DraftLimit]) -> list[Draft]:
+        # Without an output of the draft there is nothing to draft from.
+        indices = [index for index, slot in enumerate(slots) if state_of(slot).hidden is not None]
+        trees = [index for index in indices if self._trees is not None and not limits[index].is_chain]
+        chains = [index for index in indices if index not in trees]
+        drafts = [Draft.chain(()) for _ in slots]
+        lengths = [limits[index].chain_length for index in chains]
+        for index, tokens in zip(chains, self._chains([slots[i] for i in chains], lengths), strict=True):
+            drafts[index] = Draft.chain(tokens)
+        if self._trees is not None and trees:
+            hidden = [output for i in trees if (output := state_of(slots[i]).hidden) is not None]
+            grown = self._trees.grow([slots[i] for i in trees], hidden, [limits[i] for i in trees])
+            for index, draft in zip(trees, grown, strict=True):
+                drafts[index] = draft
+
+        return drafts
+
+    def _chains(self, slots: Sequence[Slot], lengths: Sequence[int]) -> list[list[int]]:
+        """Tokens one after another, as many as given for each slot."""
         drafts: list[list[int]] = [[] for _ in slots]
         hidden = {index: state_of(slot).hidden for index, slot in enumerate(slots)}
-        active = [
-            index for index, most in enumerate(num_draft_tokens) if most > 0 and hidden[index] is not None
-        ]
+        active = [index for index, length in enumerate(lengths) if length > 0]
         while active:
             stacked = torch.stack([tensor for index in active if (tensor := hidden[index]) is not None])
             tokens = self._choose(stacked, [slots[index] for index in active], [drafts[i] for i in active])
             for index, token in zip(active, tokens, strict=True):
                 drafts[index].append(token)
-            continued = [n for n, index in enumerate(active) if len(drafts[index]) < num_draft_tokens[index]]
+            continued = [n for n, index in enumerate(active) if len(drafts[index]) < lengths[index]]
             if not continued:
                 break
 
@@ -196,10 +238,7 @@ class EagleDrafter:
     def _choose(self, hidden: Tensor, slots: Sequence[Slot], drafted: Sequence[Sequence[int]]) -> list[int]:
         """A draft token from each row of hidden [M, H], sampled with the target's noise for its position, so
         that it equals the target's token where the logits agree."""
-        logits = torch.full(
-            (len(slots), self._vocab_size), -torch.inf, dtype=torch.float32, device=hidden.device
-        )
-        logits[:, self._draft.target_ids] = self._draft.logits(hidden)
+        logits = target_logits(self._draft, hidden, self._vocab_size)
         positions = [slot.length + len(tokens) for slot, tokens in zip(slots, drafted, strict=True)]
         chosen: list[int] = choose(logits, [slot.sampling for slot in slots], positions).tolist()
         return chosen
@@ -220,6 +259,11 @@ class EagleDrafter:
     def _block(self, slot: Slot, position: int) -> int:
         """The KV block that holds a position."""
         return slot.block_table[position // self._block_size]
+
+
+def is_run(rows: Sequence[int]) -> bool:
+    """Whether ascending row indices are consecutive."""
+    return rows[-1] - rows[0] == len(rows) - 1
 
 
 def state_of(slot: Slot) -> EagleState:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from itertools import count
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,12 +16,23 @@ from torch import Tensor
 from drift_sdk.errors import ExecutorError
 from drift_sdk.execution.eager.drafters import Drafter, Span
 from drift_sdk.execution.eager.logits_processors import LogitsProcessors, apply_processors
+from drift_sdk.execution.eager.round_checks import RoundChecks, Violations
+from drift_sdk.execution.eager.round_rows import (
+    SlotRows,
+    attention_batch,
+    draft_limit,
+    num_tree_blocks,
+    place_rows,
+    rewind,
+)
 from drift_sdk.execution.eager.sampling import choose, token_logprobs
 from drift_sdk.execution.eager.slot import Slot
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.kv_cache import KVCache
+from drift_sdk.models.tree_attention import StepRows
 from drift_sdk.steps import DecodeRow, ExecutorLimits, PrefillChunk, SlotOutput, StepPlan, StepResult
+from drift_sdk.trees.growth import Draft
 
 __all__ = ["EagerExecutor"]
 
@@ -31,37 +40,30 @@ LOGITS_ROWS = 256
 """Prompt positions whose logits are computed at a time: those of a long prompt would take much memory."""
 
 
-class _SlotRows(NamedTuple):
-    """The rows of one slot in a decode part: its newest token and the draft tokens after it.
-
-    start:      position of the first row.
-    token_id:   the newest token, the input of the first row.
-    draft:      draft tokens, the inputs of the rows after it.
-    first_row:  index of the first row in the tensors of the step.
-    """
-
-    slot: Slot
-    start: int
-    token_id: int
-    draft: list[int]
-    first_row: int
-
-
 class EagerExecutor:
     """The `Executor` that runs a `Decoder` over a paged KV cache of `limits.num_blocks` blocks.
 
     With a drafter, a decode row verifies draft tokens: the target computes the newest token and all draft
     tokens in one forward pass, samples its own token after each of them, and continues as long as it equals
-    the next draft token.
+    the next draft token, or one of the next in a tree.
+
+    checks: verifies every round of speculation; None: no checks.
     """
 
-    def __init__(self, decoder: Decoder, limits: ExecutorLimits, drafter: Drafter | None = None) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        limits: ExecutorLimits,
+        drafter: Drafter | None = None,
+        checks: RoundChecks | None = None,
+    ) -> None:
         self.limits = limits
         self._decoder: Decoder | None = decoder
         config = decoder.config
+        max_tree_rows = drafter.max_tree_rows if drafter is not None else 0
         self._cache: KVCache | None = KVCache(
             num_layers=config.num_layers,
-            num_blocks=limits.num_blocks,
+            num_blocks=limits.num_blocks + num_tree_blocks(max_tree_rows, limits.block_size),
             block_size=limits.block_size,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
@@ -70,6 +72,7 @@ class EagerExecutor:
         )
         self._device = decoder.device
         self._drafter = drafter
+        self._checks = checks
         self._slots: dict[int, Slot] = {}
         self._launched: deque[StepPlan] = deque()
 
@@ -112,7 +115,8 @@ class EagerExecutor:
             SequenceRows(self._slots[chunk.slot].block_table, chunk.start, len(chunk.token_ids))
             for chunk in chunks
         ]
-        hidden, aux_hidden = self._forward([token for chunk in chunks for token in chunk.token_ids], rows)
+        token_ids = [token for chunk in chunks for token in chunk.token_ids]
+        hidden, aux_hidden = self._forward(token_ids, AttentionBatch(rows, self._open_cache()))
         last_rows, last_slots = [], []
         first_row = 0
         for chunk in chunks:
@@ -140,10 +144,10 @@ class EagerExecutor:
         for chunk in chunks:
             slot = self._slots[chunk.slot]
             next_token_id = slot.last_token if chunk.next_token_id is None else chunk.next_token_id
-            spans.append(
-                Span(slot, chunk.start, chunk.token_ids[0], (*chunk.token_ids[1:], next_token_id), first_row)
-            )
-            first_row += len(chunk.token_ids)
+            next_token_ids = (*chunk.token_ids[1:], next_token_id)
+            rows = range(first_row, first_row + len(next_token_ids))
+            spans.append(Span(slot, chunk.start, chunk.token_ids[0], next_token_ids, rows))
+            first_row = rows.stop
 
         return spans
 
@@ -161,90 +165,115 @@ class EagerExecutor:
 
     def _decode(self, rows: tuple[DecodeRow, ...]) -> tuple[SlotOutput, ...]:
         """Run the decode part: draft, verify all draft tokens in one forward pass, extend the draft."""
-        active = [row for row in rows if not self._slots[row.slot].is_finished]
-        if not active:
-            return tuple(SlotOutput() for _ in rows)
+        by_slot = self._unusable_rows(rows)
+        active = [row for row in rows if not self._slots[row.slot].is_finished and row.slot not in by_slot]
+        if active:
+            by_slot |= zip([row.slot for row in active], self._run_round(active), strict=True)
 
-        slot_rows = self._propose(active)
-        hidden, aux_hidden = self._forward(
-            [token for each in slot_rows for token in (each.token_id, *each.draft)],
-            [SequenceRows(each.slot.block_table, each.start, 1 + len(each.draft)) for each in slot_rows],
-        )
-        outputs = self._verify(slot_rows, hidden)
-        if self._drafter is not None:
-            spans = [
-                Span(each.slot, each.start, each.token_id, output.token_ids, each.first_row)
-                for each, output in zip(slot_rows, outputs, strict=True)
-            ]
-            self._drafter.draft_extend(spans, aux_hidden, hidden)
-
-        by_slot = {row.slot: output for row, output in zip(active, outputs, strict=True)}
         return tuple(by_slot.get(row.slot, SlotOutput()) for row in rows)
 
-    def _propose(self, rows: list[DecodeRow]) -> list[_SlotRows]:
-        """The rows of slots that have not finished: the newest token, and what the drafter proposes after
-        it."""
-        slots = [self._slots[row.slot] for row in rows]
-        drafts: list[list[int]] = [[] for _ in rows]
+    def _unusable_rows(self, rows: tuple[DecodeRow, ...]) -> dict[int, SlotOutput]:
+        """The outputs of slots that cannot take part in the round, with the violations that the checks have
+        found; empty without checks."""
+        outputs: dict[int, SlotOutput] = {}
+        for row in rows if self._checks is not None else ():
+            slot = self._slots[row.slot]
+            if not slot.is_finished:
+                assert self._checks is not None
+                violation = self._checks.check_table(slot, draft_limit(row, slot))
+                if violation is not None:
+                    outputs[row.slot] = SlotOutput(token_ids=(slot.last_token,), violation=violation)
+
+        return outputs
+
+    def _run_round(self, active: list[DecodeRow]) -> list[SlotOutput]:
+        """Draft, verify, rewind and extend the draft for rows of slots that have not finished."""
+        slot_rows, violations = self._propose(active)
+        cache = self._open_cache()
+        batch = attention_batch(slot_rows, cache)
+        token_ids = [token for each in slot_rows for token in (each.token_id, *each.draft.token_ids)]
+        hidden, aux_hidden = self._forward(token_ids, batch)
+        checks = self._checks
+        if checks is not None:
+            checks.check_forward(slot_rows, batch, hidden, violations)
+        outputs, paths = self._verify(slot_rows, hidden)
+        rewind(slot_rows, paths, cache)
+        if checks is not None:
+            checks.check_commit(slot_rows, outputs, paths, cache, violations)
+            outputs = checks.reported(slot_rows, outputs, violations)
         if self._drafter is not None:
-            # The plan could not know the slots' lengths, so the limit by `max_length` is applied here.
-            limits = [
-                min(row.num_draft_tokens, slot.sampling.max_length - slot.length - 1)
-                for row, slot in zip(rows, slots, strict=True)
-            ]
+            spans = []
+            for each, output, path in zip(slot_rows, outputs, paths, strict=True):
+                rows = [each.first_row + node for node in path]
+                spans.append(Span(each.slot, each.start, each.token_id, output.token_ids, rows))
+            self._drafter.draft_extend(spans, aux_hidden, hidden)
+
+        return outputs
+
+    def _propose(self, rows: list[DecodeRow]) -> tuple[list[SlotRows], Violations]:
+        """The rows of slots that have not finished: the newest token, and what the drafter proposes after it.
+        Drafts that break a rule are dropped, and the violations returned."""
+        slots = [self._slots[row.slot] for row in rows]
+        drafts = [Draft.chain(()) for _ in rows]
+        violations: Violations = {}
+        if self._drafter is not None:
+            limits = [draft_limit(row, slot) for row, slot in zip(rows, slots, strict=True)]
             drafts = self._drafter.propose(slots, limits)
+            if self._checks is not None:
+                violations = self._checks.check_drafts(limits, drafts)
+                for index in violations:
+                    drafts[index] = Draft.chain(())
 
-        slot_rows: list[_SlotRows] = []
-        first_row = 0
-        for slot, draft in zip(slots, drafts, strict=True):
-            slot_rows.append(_SlotRows(slot, slot.length - 1, slot.last_token, draft, first_row))
-            first_row += 1 + len(draft)
+        return place_rows(slots, drafts, self.limits), violations
 
-        return slot_rows
-
-    def _verify(self, slot_rows: list[_SlotRows], hidden: Tensor) -> list[SlotOutput]:
-        """Sample a token after each row of a slot, from hidden [N, H], until one differs from the next draft
-        token.
+    def _verify(
+        self, slot_rows: list[SlotRows], hidden: Tensor
+    ) -> tuple[list[SlotOutput], list[tuple[int, ...]]]:
+        """Sample a token after a row of each slot, from hidden [N, H], and continue at the row's child that
+        has this token, as long as there is one. Returns the outputs, and the nodes that were sampled from.
 
         Every token is sampled exactly as in plain decoding, so the tokens are the same with any draft.
         """
         for each in slot_rows:
             if each.slot.rules is not None:
-                each.slot.rules.begin_step(each.draft)
+                each.slot.rules.begin_step(each.draft.token_ids)
 
         emitted: list[list[SlotOutput]] = [[] for _ in slot_rows]
-        num_accepted = [0] * len(slot_rows)
+        paths = [[0] for _ in slot_rows]  # to the row that is sampled from next
         active = list(range(len(slot_rows)))
-        for depth in count():
-            last_hidden = hidden[[slot_rows[index].first_row + depth for index in active]]
+        while active:
+            last_hidden = hidden[[slot_rows[index].first_row + paths[index][-1] for index in active]]
             outputs = self._sample_tokens(last_hidden, [slot_rows[index].slot for index in active])
             continued = []
             for index, output in zip(active, outputs, strict=True):
                 emitted[index].append(output)
-                draft = slot_rows[index].draft
-                if depth < len(draft) and output.token_ids[0] == draft[depth]:
-                    num_accepted[index] += 1
+                child = slot_rows[index].child_with(paths[index][-1], output.token_ids[0])
+                if child is not None:
+                    paths[index].append(child)
                     if output.finish is None:
                         continued.append(index)
-            if not continued:
-                break
             active = continued
 
-        return [
-            _join_outputs(outputs, len(each.draft), accepted)
-            for outputs, each, accepted in zip(emitted, slot_rows, num_accepted, strict=True)
+        joined = [
+            _join_outputs(outputs, each.draft, path[1:])
+            for outputs, each, path in zip(emitted, slot_rows, paths, strict=True)
         ]
+        return joined, [tuple(path[: len(outputs)]) for path, outputs in zip(paths, emitted, strict=True)]
 
-    def _forward(self, token_ids: list[int], rows: list[SequenceRows]) -> tuple[Tensor, list[Tensor]]:
-        """The target's residual stream [N, H] after the last layer, and at each layer the drafter needs."""
-        decoder, cache = self._decoder, self._cache
-        if decoder is None or cache is None:
+    def _open_cache(self) -> KVCache:
+        """The target's KV cache; ExecutorError after `close`."""
+        if self._cache is None:
             raise ExecutorError("the executor is closed")
 
-        batch = AttentionBatch(rows, cache)
+        return self._cache
+
+    def _forward(self, token_ids: list[int], batch: StepRows) -> tuple[Tensor, list[Tensor]]:
+        """The target's residual stream [N, H] after the last layer, and at each layer the drafter needs."""
+        decoder = self._decoder
+        assert decoder is not None
         tokens = torch.tensor(token_ids, dtype=torch.int64, device=decoder.device)
         aux_layers = self._drafter.aux_layers if self._drafter is not None else ()
-        return decoder.forward(tokens, batch, cache, aux_layers)
+        return decoder.forward(tokens, batch, self._open_cache(), aux_layers)
 
     def _sample_tokens(self, hidden: Tensor, slots: list[Slot]) -> list[SlotOutput]:
         """Sample one token for each slot from its row of hidden [M, H], and append it to the slot."""
@@ -270,9 +299,9 @@ class EagerExecutor:
         ]
 
 
-def _join_outputs(outputs: list[SlotOutput], num_drafted: int, num_accepted: int) -> SlotOutput:
-    """The tokens of one slot's round, in order, as one output."""
-    if len(outputs) == 1 and not num_drafted:
+def _join_outputs(outputs: list[SlotOutput], draft: Draft, accepted: list[int]) -> SlotOutput:
+    """The tokens of one slot's round, in order, as one output. accepted: the accepted nodes of the draft."""
+    if len(outputs) == 1 and not draft.token_ids:
         return outputs[0]
 
     logprobs = tuple(entry for output in outputs for entry in output.logprobs or ())
@@ -280,6 +309,7 @@ def _join_outputs(outputs: list[SlotOutput], num_drafted: int, num_accepted: int
         token_ids=tuple(token for output in outputs for token in output.token_ids),
         finish=outputs[-1].finish,
         logprobs=logprobs if outputs[0].logprobs is not None else None,
-        num_drafted=num_drafted,
-        num_accepted=num_accepted,
+        num_drafted=len(draft.token_ids),
+        num_accepted=len(accepted),
+        accepted_nodes=() if draft.tree.is_chain else tuple(accepted),
     )

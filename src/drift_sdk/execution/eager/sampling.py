@@ -7,11 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from drift_sdk._kernels.sampling.sample import sample, top_logprobs
+from drift_sdk._kernels.sampling.noise import gumbel_noise
+from drift_sdk._kernels.sampling.sample import filter_logits, sample, top_logprobs
 from drift_sdk.results import TokenLogprobs
 from drift_sdk.steps import SlotSampling
 
-__all__ = ["choose", "token_logprobs"]
+__all__ = ["choose", "rank", "token_logprobs"]
+
+CUT_OFF = 1e6
+"""Subtracted from the scores of tokens that filters cut off, so that they rank after the others."""
 
 
 def choose(logits: Tensor, samplings: Sequence[SlotSampling], positions: Sequence[int]) -> Tensor:
@@ -34,6 +38,41 @@ def choose(logits: Tensor, samplings: Sequence[SlotSampling], positions: Sequenc
         seed=column([sampling.seed for sampling in samplings], torch.int64),
         position=column(positions, torch.int64),
     )
+
+
+def rank(
+    logits: Tensor, samplings: Sequence[SlotSampling], positions: Sequence[int], num_candidates: int
+) -> tuple[list[list[int]], list[list[float]]]:
+    """The tokens that `choose` is most likely to choose from logits like these [M, V] fp32.
+
+    Returns, for each row, `num_candidates` different ids, best first, and the logarithms of their
+    probabilities. The first is the token that `choose` chooses. Scores are logits / temperature + noise, so
+    the order is that of the noise that the target will choose by.
+    """
+    temperature = torch.tensor([each.temperature for each in samplings], device=logits.device)
+    rows = (temperature > 0).nonzero().flatten().tolist()
+    scores = logits
+    if rows:
+        sampled = [samplings[row] for row in rows]
+        scaled = (logits[rows] - logits[rows].amax(dim=-1, keepdim=True)) / temperature[rows, None]
+
+        def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=logits.device)
+
+        kept = filter_logits(
+            scaled,
+            column([each.top_k for each in sampled], torch.int64),
+            column([each.top_p for each in sampled], torch.float32),
+            column([each.min_p for each in sampled], torch.float32),
+        )
+        seeds = column([each.seed for each in sampled], torch.int64)
+        noise = gumbel_noise(seeds, column([positions[row] for row in rows], torch.int64), logits.shape[-1])
+        is_cut_off = (kept == -torch.inf) & (scaled > -torch.inf)
+        noisy = scaled + noise - CUT_OFF * is_cut_off
+        scores = logits.index_copy(0, torch.tensor(rows, device=logits.device), noisy)
+
+    top = scores.log_softmax(dim=-1).topk(num_candidates, dim=-1)
+    return top.indices.tolist(), top.values.tolist()
 
 
 def token_logprobs(

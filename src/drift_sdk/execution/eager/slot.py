@@ -52,6 +52,15 @@ class Slot:
         self.block_table[first_index:] = block_ids
 
     @property
+    def room(self) -> int:
+        """Tokens that can be accepted in a round besides the one that the target adds."""
+        return self.sampling.max_length - self.length - 1
+
+    def kv_slot(self, position: int, block_size: int) -> int:
+        """The slot of the KV cache that belongs to a position."""
+        return self.block_table[position // block_size] * block_size + position % block_size
+
+    @property
     def whole_prompt_logprobs(self) -> tuple[TokenLogprobs, ...] | None:
         """The log-probabilities of the prompt, for the output with the first token; None if they were not
         requested or the sequence has output tokens. A sequence that is preempted after its first token has

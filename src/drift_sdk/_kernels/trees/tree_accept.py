@@ -1,0 +1,291 @@
+"""The commit of a round of trees: drafts are accepted along a path, tokens appended, slots ended.
+
+A slot's rows are the nodes of a tree. The token chosen behind the root is always emitted. The walk goes on at
+the lowest child whose draft is that token, and emits the token chosen behind it; and so on, until no child
+has the token, a stop id or the length limit.
+
+Grid: one program a slot of the step, which owns the slot's row of the tables, its record and all of its rows.
+Program 0 also moves the ring's index on to the next replay's entry. Bytes: 56 a slot, 20 a row and, for each
+token emitted, 8 with penalties and 328 with log-probabilities. Everything computed is an integer;
+log-probabilities are copied bit by bit. The record is that of `commit` with PATH_ENTRIES rows a slot, in the
+order of the path.
+
+Programmatic dependent launch: the kernel waits for its producers before its first read and, being short, lets
+its dependents start right after that.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from drift_sdk._kernels.commit.commit import (
+    FINISHED_LENGTH,
+    FINISHED_STOP,
+    RECORD_HEADER_WORDS,
+    emit_token,
+    find_record,
+    record_words,
+    write_empty_record,
+    write_slot,
+)
+from drift_sdk._kernels.common.arguments import check_tensor, check_tensors
+from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk._kernels.sampling.sample_buffers import MAX_TOP, SampleBuffers
+from drift_sdk._kernels.slots.input_ring import entry_after
+from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotFlag, SlotState
+from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
+
+__all__ = ["TreeRing", "tree_accept", "tree_accept_reference"]
+
+HEADER_SIZE = tl.constexpr(RECORD_HEADER_WORDS)
+ROW_SIZE = tl.constexpr(record_words(1) - RECORD_HEADER_WORDS)
+PENALTIES = tl.constexpr(SlotFlag.PENALTIES.value)
+NO_NODE = tl.constexpr(2**31 - 1)
+"""Larger than the number of any node."""
+
+TreeRing = tuple[Tensor, Tensor, Tensor]
+"""The output ring, and the indices of its current and its next entry."""
+
+
+@triton.jit
+def _tree_accept(
+    # The rows of the step, and what was chosen behind them.
+    row_slot_ptr,  # [R] int32
+    row_parent_ptr,  # [R] int32
+    row_token_ptr,  # [R] int32
+    chosen_ptr,  # [R] int32
+    chosen_logprob_ptr,  # [R] fp32
+    top_token_ptr,  # [R, MAX_TOP] int32
+    top_logprob_ptr,  # [R, MAX_TOP] fp32
+    # The slots.
+    length_ptr,  # [S] int32, read and written
+    last_token_ptr,  # [S] int32, written
+    finish_ptr,  # [S] int32, written
+    max_length_ptr,  # [S] int32
+    flags_ptr,  # [S] int32
+    num_logprobs_ptr,  # [S] int32
+    stop_bits_ptr,  # [S, W] int32
+    counts_ptr,  # [S, V] int32, counted up
+    # The results.
+    path_ptr,  # [B, NUM_PATH_ENTRIES] int32, written
+    emitted_ptr,  # [B] int32, written
+    output_ring_ptr,  # [num_entries, entry_words] int32, pinned, written
+    current_entry_ptr,  # [1] int32
+    next_entry_ptr,  # [1] int32, read and written
+    # Sizes.
+    num_entries,
+    entry_words,
+    vocab_size,  # V
+    num_words,  # W
+    NUM_NODES: tl.constexpr,
+    PADDED_NODES: tl.constexpr,
+    NUM_PATH_ENTRIES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (B,): a program a slot of the step. Half of its lines are lists of arguments."""
+    wait_for_producers(PDL)
+    start_dependents(PDL)
+    tree = tl.program_id(0)
+    first_row = tree * NUM_NODES
+    slot = tl.load(row_slot_ptr + first_row)
+    record_ptr = find_record(output_ring_ptr, current_entry_ptr, tree, entry_words, NUM_PATH_ENTRIES)
+    own_path_ptr = path_ptr + tree * NUM_PATH_ENTRIES
+    if tree == 0:
+        tl.store(next_entry_ptr, entry_after(tl.load(next_entry_ptr), num_entries))
+    if slot < 0:
+        write_empty_record(record_ptr, emitted_ptr + tree)
+        for depth in tl.static_range(NUM_PATH_ENTRIES):
+            tl.store(own_path_ptr + depth, -1)
+    else:
+        node = tl.arange(0, PADDED_NODES)
+        is_draft = (node > 0) & (node < NUM_NODES)
+        is_draft &= tl.load(row_slot_ptr + first_row + node, mask=is_draft, other=-1) >= 0
+        parent = tl.load(row_parent_ptr + first_row + node, mask=is_draft, other=-1)
+        draft = tl.load(row_token_ptr + first_row + node, mask=is_draft, other=-1)
+        slot_stop_bits_ptr = stop_bits_ptr + slot.to(tl.int64) * num_words
+        slot_counts_ptr = counts_ptr + slot.to(tl.int64) * vocab_size
+        start = tl.load(length_ptr + slot)
+        max_length = tl.load(max_length_ptr + slot)
+        is_counted = (tl.load(flags_ptr + slot) & PENALTIES) != 0
+        has_logprobs = tl.load(num_logprobs_ptr + slot) >= 0
+        # Changed in branches below, so tensors of `start`'s type from the beginning.
+        num_tokens = start * 0
+        num_accepted = start * 0
+        finish = start * 0
+        newest = start * 0
+        current = start * 0
+        is_walking = start >= 0
+        for depth in tl.static_range(NUM_PATH_ENTRIES):
+            tl.store(own_path_ptr + depth, tl.where(is_walking, current, -1))
+            if is_walking:
+                row = first_row + current
+                token = tl.load(chosen_ptr + row)
+                newest = token
+                num_tokens += 1
+                finish = emit_token(
+                    token,
+                    row,
+                    start + num_tokens,
+                    max_length,
+                    is_counted,
+                    has_logprobs,
+                    slot_stop_bits_ptr,
+                    slot_counts_ptr,
+                    chosen_logprob_ptr,
+                    top_token_ptr,
+                    top_logprob_ptr,
+                    record_ptr + HEADER_SIZE + depth * ROW_SIZE,
+                )
+                is_match = is_draft & (parent == current) & (draft == token)
+                child = tl.min(tl.where(is_match, node, NO_NODE), 0)
+                is_right = child < NO_NODE
+                num_accepted += is_right.to(tl.int32)
+                current = child
+                is_walking = is_right & (finish == 0)
+
+        write_slot(
+            length_ptr + slot,
+            last_token_ptr + slot,
+            finish_ptr + slot,
+            emitted_ptr + tree,
+            record_ptr,
+            start + num_tokens,
+            newest,
+            finish,
+            num_tokens,
+            tl.sum(is_draft.to(tl.int32), 0),
+            num_accepted,
+        )
+
+
+def tree_accept(
+    row_slot: Tensor,
+    row_parent: Tensor,
+    row_token: Tensor,
+    buffers: SampleBuffers,
+    state: SlotState,
+    slots: SlotColumns,
+    path: Tensor,
+    emitted: Tensor,
+    ring: TreeRing,
+    *,
+    nodes_per_tree: int,
+) -> None:
+    """Advance the slots of trees by what was chosen behind their nodes, and record it for the host.
+
+    row_slot, row_parent, row_token [B * T] int32: as of `tree_rows`, and the token of each node. No path has
+    more than PATH_ENTRIES nodes. buffers: what `sample_rows` has chosen for the rows.
+    path [B, PATH_ENTRIES] int32, written: the nodes that tokens were emitted behind, then -1. emitted [B]
+    int32, written: how many.
+    ring: output_ring [num_entries, entry_words] int32, pinned: its entry current_entry [1] gets the slots'
+    records, one behind another. next_entry [1] moves on to the next replay's entry: no kernel behind this one
+    may read this replay's input.
+
+    Raises ValueError for another shape or type.
+    """
+    output_ring, current_entry, next_entry = ring
+    (num_rows,), (num_slots,) = row_slot.shape, emitted.shape
+    if num_rows != num_slots * nodes_per_tree:
+        raise ValueError(f"row_slot: {num_rows} rows: expected {nodes_per_tree} of each of {num_slots} slots")
+
+    check_tensors((num_rows,), torch.int32, row_slot=row_slot, row_parent=row_parent, row_token=row_token)
+    buffers.check(num_rows, slots.vocab_size)
+    state.check()
+    slots.check()
+    check_tensor("path", path, (num_slots, PATH_ENTRIES), torch.int32)
+    check_tensor("emitted", emitted, (num_slots,), torch.int32)
+    check_tensor("output_ring", output_ring, output_ring.shape, torch.int32)
+    check_tensors((1,), torch.int32, current_entry=current_entry, next_entry=next_entry)
+    needed, entry_words = num_slots * record_words(PATH_ENTRIES), output_ring.shape[1]
+    if entry_words < needed:
+        raise ValueError(f"output_ring: {entry_words} words an entry: expected at least {needed}")
+
+    _tree_accept[(num_slots,)](
+        row_slot,
+        row_parent,
+        row_token,
+        buffers.chosen,
+        buffers.chosen_logprob,
+        buffers.top_token,
+        buffers.top_logprob,
+        state.length,
+        state.last_token,
+        state.finish,
+        state.max_length,
+        slots.flags,
+        slots.num_logprobs,
+        slots.stop_bits,
+        slots.counts,
+        path,
+        emitted,
+        *ring,
+        *output_ring.shape,
+        slots.vocab_size,
+        slots.stop_bits.shape[1],
+        NUM_NODES=nodes_per_tree,
+        PADDED_NODES=triton.next_power_of_2(nodes_per_tree),
+        NUM_PATH_ENTRIES=PATH_ENTRIES,
+        PDL=uses_pdl(),
+        num_warps=1,
+        **launch_options(),
+    )
+
+
+def tree_accept_reference(
+    row_slot: Tensor,
+    row_parent: Tensor,
+    row_token: Tensor,
+    buffers: SampleBuffers,
+    state: SlotState,
+    slots: SlotColumns,
+    path: Tensor,
+    emitted: Tensor,
+    ring: TreeRing,
+    *,
+    nodes_per_tree: int,
+) -> None:
+    """`tree_accept` in plain torch, one slot after the other."""
+    output_ring, current_entry, next_entry = ring
+    size, row_words = record_words(PATH_ENTRIES), record_words(1) - RECORD_HEADER_WORDS
+    all_slots, parents, drafts = row_slot.tolist(), row_parent.tolist(), row_token.tolist()
+    for index in range(len(emitted)):
+        first = index * nodes_per_tree
+        record = output_ring[int(current_entry), index * size : (index + 1) * size]
+        record[:RECORD_HEADER_WORDS] = 0
+        emitted[index], path[index], slot = 0, -1, all_slots[first]
+        if slot < 0:
+            continue
+
+        nodes = [node for node in range(1, nodes_per_tree) if all_slots[first + node] >= 0]
+        walked, tokens, finish, num_accepted = [0], list[int](), 0, 0
+        while len(tokens) < len(walked):
+            token = int(buffers.chosen[first + walked[-1]])
+            tokens.append(token)
+            if int(slots.stop_bits[slot, token // 32]) >> token % 32 & 1:
+                finish = FINISHED_STOP
+            elif int(state.length[slot]) + len(tokens) >= int(state.max_length[slot]):
+                finish = FINISHED_LENGTH
+            right = [n for n in nodes if parents[first + n] == walked[-1] and drafts[first + n] == token]
+            num_accepted += bool(right)
+            if right and not finish:
+                walked.append(right[0])
+
+        state.length[slot] += len(tokens)
+        state.last_token[slot], state.finish[slot], emitted[index] = tokens[-1], finish, len(tokens)
+        header = [len(tokens), finish, len(nodes), num_accepted]
+        record[:RECORD_HEADER_WORDS] = torch.tensor(header, dtype=torch.int32)
+        for depth, (token, node) in enumerate(zip(tokens, walked, strict=True)):
+            path[index, depth] = node
+            row_record = record[RECORD_HEADER_WORDS + depth * row_words :][:row_words]
+            row_record[0] = token
+            if int(slots.flags[slot]) & SlotFlag.PENALTIES:
+                slots.counts[slot, token] += 1
+            if int(slots.num_logprobs[slot]) >= 0:
+                row_record[1] = buffers.chosen_logprob[first + node].view(torch.int32)
+                row_record[2 : 2 + MAX_TOP] = buffers.top_token[first + node]
+                row_record[2 + MAX_TOP :] = buffers.top_logprob[first + node].view(torch.int32)
+
+    next_entry.add_(1).remainder_(len(output_ring))

@@ -1,0 +1,155 @@
+"""Attention of the nodes of token trees over a paged KV cache, in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+from msgspec import Struct
+
+from drift_sdk.models.attention import AttentionBatch, with_sinks
+from drift_sdk.models.kv_cache import KVCache
+
+__all__ = ["StepRows", "TreeAttentionBatch", "TreeRows"]
+
+
+class TreeRows(Struct, frozen=True):
+    """The rows of one sequence in a step: nodes of a tree.
+
+    block_ids:  the sequence's KV blocks, with its prefix at positions 0 ... num_prefix - 1 (shifted by the
+                batch's `slot_offset`), which all rows see.
+    positions:  of each row.
+    key_slots:  cache slots of the tree's nodes that any row may see. The last ones are those of the rows, in
+                order, and receive their keys and values.
+    seen:       for each row, the indices in `key_slots` that it sees, its own included.
+    """
+
+    block_ids: Sequence[int]
+    num_prefix: int
+    positions: Sequence[int]
+    key_slots: Sequence[int]
+    seen: Sequence[Sequence[int]]
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.positions)
+
+
+class TreeAttentionBatch:
+    """The rows of a step, each of which sees the prefix of its sequence and some nodes of its tree. Built
+    once a step, and used by all layers in the place of an `AttentionBatch`.
+
+    num_rows, positions, slot_mapping: as of AttentionBatch.
+    visible: for each sequence, [its rows, prefix and nodes] bool: what each row sees.
+    """
+
+    def __init__(self, sequences: Sequence[TreeRows], cache: KVCache, *, slot_offset: int = 0) -> None:
+        device = cache.device
+        first_rows = list(accumulate((sequence.num_rows for sequence in sequences), initial=0))
+        self.num_rows = first_rows[-1]
+        num_keys = [sequence.num_prefix + len(sequence.key_slots) for sequence in sequences]
+        self._most_rows = max(sequence.num_rows for sequence in sequences)
+        key_slots = torch.zeros(len(sequences), max(num_keys), dtype=torch.int64)
+        visible = torch.zeros(len(sequences), self._most_rows, max(num_keys), dtype=torch.bool)
+        padded_rows: list[int] = []
+        for index, sequence in enumerate(sequences):
+            nodes = torch.tensor(sequence.key_slots, dtype=torch.int64)
+            slots = torch.cat((prefix_slots(sequence, cache.block_size, slot_offset), nodes))
+            # Padding keys are read from a slot that is written: an unwritten one may hold NaN, which remains
+            # NaN under a mask.
+            key_slots[index] = slots[0]
+            key_slots[index, : len(slots)] = slots
+            visible[index, :, : sequence.num_prefix] = True
+            for row, seen in enumerate(sequence.seen):
+                visible[index, row, [sequence.num_prefix + each for each in seen]] = True
+            visible[index, sequence.num_rows :, 0] = True  # padding rows see something, so they are not NaN
+            padded_rows += range(index * self._most_rows, index * self._most_rows + sequence.num_rows)
+
+        positions = [position for sequence in sequences for position in sequence.positions]
+        row_slots = [slot for sequence in sequences for slot in sequence.key_slots[-sequence.num_rows :]]
+        self.positions = torch.tensor(positions, dtype=torch.int64, device=device)
+        self.slot_mapping = torch.tensor(row_slots, dtype=torch.int64, device=device)
+        self.visible = [
+            visible[index, : sequence.num_rows, : num_keys[index]] for index, sequence in enumerate(sequences)
+        ]
+        mask = torch.zeros(visible.shape, dtype=cache.dtype).masked_fill_(~visible, float("-inf"))
+        self._mask = mask[:, None].to(device)
+        self._distances = _distances(sequences, visible.shape)
+        self._windowed_masks: dict[int, torch.Tensor] = {}
+        self._key_slots = key_slots.view(-1).to(device)
+        self._padded_rows = torch.tensor(padded_rows, dtype=torch.int64, device=device)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: KVCache,
+        layer: int,
+        *,
+        window: int | None = None,
+        scale: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Write the rows' keys and values to the cache, then compute their attention in one layer; arguments
+        and result as of `AttentionBatch.attend`. A window needs rows that are all nodes of their tree."""
+        keys, values = cache.layer(layer)
+        keys.index_copy_(0, self.slot_mapping, key)
+        values.index_copy_(0, self.slot_mapping, value)
+        batch, (num_heads, head_dim) = self._mask.shape[0], query.shape[1:]
+        padded = query.new_zeros(batch * self._most_rows, num_heads, head_dim)
+        padded.index_copy_(0, self._padded_rows, query)
+        gathered_shape = (batch, -1, *keys.shape[1:])
+        queries = padded.view(batch, self._most_rows, num_heads, head_dim).transpose(1, 2)
+        gathered_keys = keys.index_select(0, self._key_slots).view(gathered_shape).transpose(1, 2)
+        gathered_values = values.index_select(0, self._key_slots).view(gathered_shape).transpose(1, 2)
+        mask = self._mask if window is None else self._windowed_mask(window)
+        if sinks is not None:
+            scale = head_dim**-0.5 if scale is None else scale
+            queries, gathered_keys, gathered_values = with_sinks(
+                queries, gathered_keys, gathered_values, sinks / scale
+            )
+            mask = F.pad(mask, (0, 1))
+        output = F.scaled_dot_product_attention(
+            queries, gathered_keys, gathered_values, attn_mask=mask, scale=scale, enable_gqa=True
+        )[..., :head_dim]
+        rows = output.transpose(1, 2).reshape(batch * self._most_rows, num_heads * head_dim)
+        return rows.index_select(0, self._padded_rows)
+
+    def _windowed_mask(self, window: int) -> torch.Tensor:
+        """The mask of layers whose rows see `window` keys at most."""
+        if window not in self._windowed_masks:
+            if self._distances is None:
+                raise ValueError(f"window={window}: expected no keys of nodes that are not rows")
+
+            is_outside = (self._distances >= window).to(self._mask.device)[:, None]
+            self._windowed_masks[window] = self._mask.masked_fill(is_outside, float("-inf"))
+        return self._windowed_masks[window]
+
+
+StepRows = AttentionBatch | TreeAttentionBatch
+"""The rows of a step and the keys that each of them sees."""
+
+
+def _distances(sequences: Sequence[TreeRows], shape: torch.Size) -> torch.Tensor | None:
+    """The number of positions from each key to each row, int64 of `shape` [sequences, rows, keys] on the CPU;
+    0 for padding. None if there are keys of nodes that are not rows."""
+    if any(len(sequence.key_slots) != sequence.num_rows for sequence in sequences):
+        return None
+
+    found = torch.zeros(shape, dtype=torch.int64)
+    for index, sequence in enumerate(sequences):
+        rows = torch.tensor(sequence.positions, dtype=torch.int64)
+        keys = torch.cat((torch.arange(sequence.num_prefix), rows))
+        found[index, : len(rows), : len(keys)] = rows[:, None] - keys
+    return found
+
+
+def prefix_slots(sequence: TreeRows, block_size: int, slot_offset: int) -> torch.Tensor:
+    """The cache slots of a sequence's prefix, [num_prefix] int64 on the CPU."""
+    num_slots = sequence.num_prefix + slot_offset
+    blocks = torch.tensor(sequence.block_ids[: -(-num_slots // block_size)], dtype=torch.int64)
+    slots = blocks[:, None] * block_size + torch.arange(block_size)
+    return slots.view(-1)[slot_offset:num_slots]

@@ -1,0 +1,114 @@
+"""Static trees, given by paths of ranks.
+
+A path lists, from the root on, the rank of each token among the draft's candidates after its parent, 0 being
+the best: (0, 1) is the second best candidate after the best one.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from drift_sdk.errors import ConfigError
+from drift_sdk.trees.limits import MAX_CANDIDATES, MAX_NON_LEAVES, MAX_PATH_LENGTH, MAX_TREE_DRAFTS
+from drift_sdk.trees.token_tree import TokenTree
+
+__all__ = ["RankPaths", "RankedTree", "check_paths", "rank_tree", "read_tree_file"]
+
+RankPaths = tuple[tuple[int, ...], ...]
+MAX_FILE_BYTES = 2**20
+"""Largest file of a tree; 63 paths of 16 ranks take some 4 KiB."""
+
+
+class RankedTree:
+    """A tree, and the rank of each node among the candidates after its parent (0 for the root).
+
+    Nodes are numbered by the sum of (rank + 1) along their path, then by depth, then by path. A draft of few
+    tokens takes the first of them: the likeliest, as far as ranks tell.
+    """
+
+    __slots__ = ("ranks", "tree")
+
+    def __init__(self, paths: RankPaths) -> None:
+        ordered = sorted(paths, key=lambda path: (sum(path) + len(path), len(path), path))
+        number = {(): 0} | {path: node for node, path in enumerate(ordered, 1)}
+        self.tree = TokenTree([-1, *(number[path[:-1]] for path in ordered)])
+        self.ranks = (0, *(path[-1] for path in ordered))
+
+
+@lru_cache(maxsize=64)
+def rank_tree(paths: RankPaths) -> RankedTree:
+    """The tree of checked paths."""
+    return RankedTree(paths)
+
+
+def check_paths(paths: object) -> RankPaths:
+    """The paths as tuples. Raises ConfigError naming `paths` for a wrong one."""
+    allowed = f"1 to {MAX_TREE_DRAFTS} paths"
+    if not _is_list(paths) or not 1 <= len(paths) <= MAX_TREE_DRAFTS:
+        raise ConfigError.of("paths", paths, allowed)
+
+    found: set[tuple[int, ...]] = set()
+    for path in paths:
+        if not _is_list(path) or not 1 <= len(path) <= MAX_PATH_LENGTH or not all(map(_is_rank, path)):
+            ranks = f"1 to {MAX_PATH_LENGTH} ranks from 0 to {MAX_CANDIDATES - 1}"
+            raise ConfigError.of("paths", path, f"paths of {ranks}")
+
+        if tuple(path) in found:
+            raise ConfigError.of("paths", path, "each path once")
+
+        found.add(tuple(path))
+
+    checked = tuple(tuple(path) for path in paths)
+    for path in checked:
+        if path[:-1] and path[:-1] not in found:
+            raise ConfigError.of("paths", path, f"its prefix {path[:-1]} among the paths")
+
+    counts = RankedTree(checked).tree.num_non_leaves
+    if max(counts) > MAX_NON_LEAVES:
+        depth = counts.index(max(counts))
+        allowed = f"at most {MAX_NON_LEAVES} nodes of one depth with children, not {max(counts)} of {depth}"
+        raise ConfigError.of("paths", paths, allowed)
+
+    return checked
+
+
+def read_tree_file(file: str | Path) -> dict[str, Any]:
+    """The settings in a TOML or JSON file; a list at the top of a JSON file is taken for `paths`.
+
+    Raises ConfigError naming `file` if it cannot be read.
+    """
+    path = Path(file)
+    if path.suffix not in (".toml", ".json"):
+        raise ConfigError.of("file", str(file), "a name that ends in .toml or .json")
+
+    try:
+        with path.open("rb") as stream:
+            data = stream.read(MAX_FILE_BYTES + 1)
+        if len(data) > MAX_FILE_BYTES:
+            raise ConfigError.of("file", str(file), f"at most {MAX_FILE_BYTES} bytes")
+
+        settings = tomllib.loads(data.decode()) if path.suffix == ".toml" else json.loads(data)
+    except (OSError, ValueError, RecursionError) as error:
+        allowed = f"a readable {path.suffix[1:].upper()} file: {error}"
+        raise ConfigError.of("file", str(file), allowed) from error
+
+    if isinstance(settings, list):
+        return {"paths": settings}
+
+    if not isinstance(settings, dict):
+        raise ConfigError.of("file", str(file), "a table of settings, or a list of paths")
+
+    return settings
+
+
+def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _is_rank(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MAX_CANDIDATES

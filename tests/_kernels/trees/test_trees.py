@@ -1,0 +1,469 @@
+"""Kernels of trees: rows, acceptance, rewinding and attention, against references and chains."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+from random_trees import accepted_path, random_tokens, random_tree
+from tolerances import assert_near
+
+from drift_sdk._kernels.attention.attention_plan import AttentionPlan, Partitions, plan_attention
+from drift_sdk._kernels.attention.paged_attention import AttentionConfig, AttentionScratch, paged_attention
+from drift_sdk._kernels.commit.commit import record_words
+from drift_sdk._kernels.sampling.sample_buffers import SampleBuffers
+from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotFlag, SlotState
+from drift_sdk._kernels.trees.kv_rewind import kv_rewind, kv_rewind_reference
+from drift_sdk._kernels.trees.tree_accept import tree_accept, tree_accept_reference
+from drift_sdk._kernels.trees.tree_attention import tree_attention, tree_attention_reference
+from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES, tree_rows, tree_rows_reference
+from drift_sdk.trees.token_tree import TokenTree
+
+pytestmark = pytest.mark.kernel
+
+IS_GPU = torch.cuda.is_available()
+VOCAB_SIZE = 40
+POISON = torch.iinfo(torch.int32).max
+SMALL = Partitions(narrow=32, narrow_end=64, wide=48, tile=16)
+
+
+def signed(word: int) -> int:
+    return word - 2**64 if word >> 63 else word
+
+
+class TreeRound:
+    """Trees (None: padding) of sequences of given lengths, with random drafts. Results are poisoned, and the
+    cache holds numbers that tell its places apart."""
+
+    def __init__(
+        self,
+        trees: list[TokenTree | None],
+        lengths: list[int],
+        *,
+        nodes_per_tree: int,
+        device: str,
+        block_size: int = 16,
+        num_kv_heads: int = 2,
+        group: int = 2,
+        head_dim: int = 16,
+        num_layers: int = 1,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+    ) -> None:
+        self.rng = random.Random(seed)
+        self.trees, self.lengths, self.nodes_per_tree = trees, lengths, nodes_per_tree
+        self.block_size = block_size
+        num_trees, num_rows = len(trees), len(trees) * nodes_per_tree
+        generator = torch.Generator().manual_seed(seed)
+        most = max(lengths) + PATH_ENTRIES
+        max_blocks = -(-most // block_size)
+        num_blocks = (num_trees + 1) * max_blocks
+        table = torch.randperm(num_blocks, generator=generator)[: num_trees * max_blocks]
+        self.block_table = torch.cat((torch.zeros(1, max_blocks), table.view(num_trees, max_blocks))).int()
+        self.first_tree_slot = num_blocks * block_size
+        num_all = num_blocks + -(-num_rows // block_size)
+        shape = (num_layers, num_all, num_kv_heads, block_size, head_dim)
+        self.keys, self.values = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+        self.query = torch.randn(num_rows, num_kv_heads * group, head_dim, generator=generator).to(dtype)
+        self.row_slot = torch.full((num_rows,), -1, dtype=torch.int32)
+        self.row_parent = torch.full((num_rows,), POISON, dtype=torch.int32)
+        self.row_token = torch.full((num_rows,), POISON, dtype=torch.int32)
+        self.length = torch.full((num_trees + 1,), POISON, dtype=torch.int32)
+        for index, (tree, length) in enumerate(zip(trees, lengths, strict=True)):
+            if tree is not None:
+                rows = slice(index * nodes_per_tree, index * nodes_per_tree + tree.num_nodes)
+                self.row_slot[rows] = index + 1
+                self.row_parent[rows] = torch.tensor(tree.parents, dtype=torch.int32)
+                tokens = [3, *random_tokens(self.rng, tree, VOCAB_SIZE)]
+                self.row_token[rows] = torch.tensor(tokens, dtype=torch.int32)
+                self.length[index + 1] = length
+        self.position = torch.full((num_rows,), POISON, dtype=torch.int32)
+        self.bits = torch.full((num_rows,), POISON, dtype=torch.int64)
+        self.kv_slot = torch.full((num_rows,), POISON, dtype=torch.int64)
+        self.row_path = torch.full((num_rows, PATH_ENTRIES), POISON, dtype=torch.int32)
+        for name, value in vars(self).items():
+            if isinstance(value, torch.Tensor):
+                setattr(self, name, value.to(device))
+
+    def place(self, function: Any = tree_rows) -> None:
+        function(
+            self.row_slot,
+            self.row_parent,
+            self.length,
+            self.block_table,
+            (self.position, self.bits, self.kv_slot, self.row_path),
+            nodes_per_tree=self.nodes_per_tree,
+            block_size=self.block_size,
+            first_tree_slot=self.first_tree_slot,
+        )
+
+    def kv_slot_of(self, index: int, position: int) -> int:
+        block = int(self.block_table[index + 1, position // self.block_size])
+        return block * self.block_size + position % self.block_size
+
+    def rewind(self, path: torch.Tensor, function: Any = kv_rewind) -> None:
+        function(
+            self.keys,
+            self.values,
+            self.block_table,
+            self.row_slot,
+            self.position,
+            self.kv_slot,
+            path,
+            nodes_per_tree=self.nodes_per_tree,
+        )
+
+    def attend(self, partitions: Partitions) -> torch.Tensor:
+        plan = AttentionPlan(len(self.trees), max(self.lengths) + 300, partitions, self.query.device)
+        num_kv_heads = self.keys.shape[2]
+        scratch = AttentionScratch.allocate(
+            plan,
+            num_kv_heads=num_kv_heads,
+            num_rows=self.nodes_per_tree,
+            group=self.query.shape[1] // num_kv_heads,
+            head_dim=self.query.shape[2],
+        )
+        for tensor in (scratch.sums, scratch.maxima, scratch.weights):
+            tensor.fill_(torch.nan)
+        plan_attention(self.row_slot, self.position, plan, self.nodes_per_tree)
+        out = torch.full_like(self.query, torch.nan)
+        tree_attention(
+            self.query,
+            self.keys[0],
+            self.values[0],
+            self.block_table,
+            self.row_slot,
+            self.position,
+            self.kv_slot,
+            self.row_path,
+            out,
+            scratch,
+            AttentionConfig(num_programs=264 if IS_GPU else 6 * num_kv_heads),
+            nodes_per_tree=self.nodes_per_tree,
+        )
+        return out
+
+
+def some_trees(seed: int, number: int, most_drafts: int) -> list[TokenTree | None]:
+    rng = random.Random(seed)
+    trees: list[TokenTree | None] = [random_tree(rng, most_drafts) for _ in range(number)]
+    trees[number // 2] = None
+    return trees
+
+
+@pytest.mark.parametrize("nodes_per_tree", [1, 5, 32, 64])
+def test_rows_equal_the_tree_and_the_reference(nodes_per_tree: int, device: str) -> None:
+    trees = some_trees(nodes_per_tree, 4, nodes_per_tree - 1)
+    found = TreeRound(trees, [1, 15, 16, 50], nodes_per_tree=nodes_per_tree, device=device)
+    twin = copy.deepcopy(found)
+    found.place()
+    twin.place(tree_rows_reference)
+    for name in ("position", "bits", "kv_slot", "row_path"):
+        assert torch.equal(getattr(found, name), getattr(twin, name)), name
+    for index, tree in enumerate(trees):
+        for node in range(tree.num_nodes if tree is not None else 0):
+            assert tree is not None
+            row = index * nodes_per_tree + node
+            position = found.lengths[index] - 1 + tree.depths[node]
+            path = [*tree.path(node), *[-1] * (PATH_ENTRIES - tree.depths[node] - 1)]
+            is_first = node in tree.first_path
+            kv_slot = found.kv_slot_of(index, position) if is_first else found.first_tree_slot + row
+            assert found.position[row] == position
+            assert found.bits[row] == signed(tree.ancestor_bits[node])
+            assert found.row_path[row].tolist() == path
+            assert found.kv_slot[row] == kv_slot
+
+
+class Acceptance:
+    """A round in which a share of the tokens chosen are drafts, for `tree_accept`."""
+
+    def __init__(self, found: TreeRound, share: float) -> None:
+        rng, num_slots = found.rng, len(found.lengths) + 1
+        device, num_rows = found.query.device, len(found.row_slot)
+        self.round = found
+        self.buffers = SampleBuffers.allocate(num_rows, VOCAB_SIZE, "cpu")
+        for name in ("chosen_logprob", "top_logprob"):
+            getattr(self.buffers, name).normal_()
+        self.buffers.top_token.random_(-1, VOCAB_SIZE)
+        chosen = [rng.randrange(VOCAB_SIZE) for _ in range(num_rows)]
+        for index, tree in enumerate(found.trees):
+            for node in range(tree.num_nodes if tree is not None else 0):
+                assert tree is not None
+                children = list(tree.children(node))
+                if children and rng.random() < share:
+                    first_row = index * found.nodes_per_tree
+                    chosen[first_row + node] = int(found.row_token[first_row + rng.choice(children)])
+        self.buffers.chosen.copy_(torch.tensor(chosen))
+        self.columns = SlotColumns.allocate(num_slots, VOCAB_SIZE, "cpu")
+        self.columns.num_logprobs.copy_(torch.tensor([rng.choice([-1, 2]) for _ in range(num_slots)]))
+        flags = [rng.choice([0, SlotFlag.PENALTIES.value]) for _ in range(num_slots)]
+        self.columns.flags.copy_(torch.tensor(flags))
+        stops = [rng.choice([0, 0, 1 << rng.randrange(31)]) for _ in range(num_slots)]
+        self.columns.stop_bits[:, 0] = torch.tensor(stops)
+        rooms = [rng.choice([1, 2, 1000]) for _ in range(num_slots)]
+        max_length = found.length.cpu() + torch.tensor(rooms, dtype=torch.int32)
+        fill = torch.full((num_slots,), POISON, dtype=torch.int32)
+        self.state = SlotState(found.length.cpu().clone(), fill.clone(), fill.clone(), max_length)
+        words = len(found.trees) * record_words(PATH_ENTRIES)
+        self.ring = (
+            torch.full((2, words), POISON, dtype=torch.int32),
+            torch.tensor([1], dtype=torch.int32),
+            torch.tensor([1], dtype=torch.int32),
+        )
+        if IS_GPU:
+            self.ring = tuple(each.pin_memory() if each.dim() == 2 else each.to(device) for each in self.ring)
+        self.path = torch.full((len(found.trees), PATH_ENTRIES), POISON, dtype=torch.int32).to(device)
+        self.emitted = torch.full((len(found.trees),), POISON, dtype=torch.int32).to(device)
+        self.columns, self.buffers = (
+            type(tables)(**{name: getattr(tables, name).to(device) for name in tables.__slots__})
+            for tables in (self.columns, self.buffers)
+        )
+        self.state = SlotState(
+            *(getattr(self.state, name).to(device) for name in SlotState.__struct_fields__)
+        )
+
+    def run(self, function: Any = tree_accept) -> dict[str, Any]:
+        """Everything that is written."""
+        rows = self.round
+        function(
+            rows.row_slot,
+            rows.row_parent,
+            rows.row_token,
+            self.buffers,
+            self.state,
+            self.columns,
+            self.path,
+            self.emitted,
+            self.ring,
+            nodes_per_tree=rows.nodes_per_tree,
+        )
+        if IS_GPU:
+            torch.cuda.synchronize()
+        state = {name: getattr(self.state, name).tolist() for name in SlotState.__struct_fields__}
+        return state | {
+            "counts": self.columns.counts.tolist(),
+            "path": self.path.tolist(),
+            "emitted": self.emitted.tolist(),
+            "ring": [tensor.tolist() for tensor in self.ring],
+        }
+
+
+@pytest.mark.parametrize("share", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("nodes_per_tree", [2, 17, 64])
+def test_acceptance_equals_the_reference(nodes_per_tree: int, share: float, device: str) -> None:
+    trees = some_trees(nodes_per_tree, 4, nodes_per_tree - 1)
+    found = Acceptance(TreeRound(trees, [1, 15, 16, 50], nodes_per_tree=nodes_per_tree, device=device), share)
+    twin = copy.deepcopy(found)
+    assert found.run() == twin.run(tree_accept_reference)
+
+
+def test_reference_accepts_the_longest_right_path_and_packs_its_rows() -> None:
+    rng = random.Random(1)
+    lengths = [0] * (PATH_ENTRIES + 1)
+    for number, nodes_per_tree in enumerate((4, 8, 12, 64)):
+        trees: list[TokenTree | None] = [random_tree(rng, nodes_per_tree - 1) for _ in range(100)]
+        found = TreeRound(
+            trees,
+            [rng.randint(1, 20) for _ in trees],
+            nodes_per_tree=nodes_per_tree,
+            device="cpu",
+            num_kv_heads=1,
+            group=1,
+            head_dim=1,
+            seed=number,
+        )
+        found.place(tree_rows_reference)
+        accepted = Acceptance(found, share=0.8)
+        accepted.state.max_length.fill_(POISON)
+        accepted.columns.stop_bits.zero_()
+        accepted.columns.num_logprobs.fill_(-1)
+        accepted.run(tree_accept_reference)
+        before = found.keys[0, :, 0, :, 0].flatten().tolist()
+        found.rewind(accepted.path, kv_rewind_reference)
+        after = found.keys[0, :, 0, :, 0].flatten().tolist()
+        chosen, tokens = accepted.buffers.chosen.tolist(), found.row_token.tolist()
+        paths, kv_slots = accepted.path.tolist(), found.kv_slot.tolist()
+        for index, tree in enumerate(trees):
+            assert tree is not None
+            first = index * nodes_per_tree
+            drafts = tokens[first + 1 : first + tree.num_nodes]
+            path = accepted_path(tree.parents, drafts, chosen[first : first + tree.num_nodes])
+            assert [node for node in paths[index] if node >= 0] == path
+            lengths[len(path)] += 1
+            packed = [found.kv_slot_of(index, found.lengths[index] - 1 + depth) for depth in range(len(path))]
+            assert [after[slot] for slot in packed] == [before[kv_slots[first + node]] for node in path]
+    assert min(lengths[1:7]) > 5, lengths
+
+
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_rewinding_equals_the_reference(block_size: int, device: str) -> None:
+    trees = some_trees(5, 4, 15)
+    found = TreeRound(
+        trees,
+        [1, 15, 16, 50],
+        nodes_per_tree=16,
+        device=device,
+        block_size=block_size,
+        num_layers=3,
+        head_dim=24,
+    )
+    found.place()
+    accepted = Acceptance(found, share=1.0)
+    accepted.run()
+    twin = copy.deepcopy(found)
+    found.rewind(accepted.path)
+    twin.rewind(accepted.path, kv_rewind_reference)
+    assert torch.equal(found.keys, twin.keys) and torch.equal(found.values, twin.values)
+
+
+def test_rewinding_reads_all_rows_before_it_writes(device: str) -> None:
+    """Sources of a tree may be targets: here rows lie one place before or behind their own."""
+    found = TreeRound([TokenTree.chain(5)], [20], nodes_per_tree=6, device=device)
+    found.place()
+    places = found.kv_slot.clone()
+    path = torch.full((1, PATH_ENTRIES), -1, dtype=torch.int32, device=device)
+    path[0, :6] = torch.arange(6)
+    for shift in (1, -1):
+        found.kv_slot = places.roll(shift)
+        before = found.keys[0, places // 16, :, places % 16].clone()
+        found.rewind(path)
+        assert torch.equal(found.keys[0, places // 16, :, places % 16], before.roll(shift, 0))
+
+
+def test_nothing_is_moved_for_a_chain(device: str) -> None:
+    found = TreeRound([TokenTree.chain(7), TokenTree.chain(3)], [20, 5], nodes_per_tree=8, device=device)
+    found.place()
+    accepted = Acceptance(found, share=1.0)
+    accepted.run()
+    keys = found.keys.clone()
+    found.rewind(accepted.path)
+    assert torch.equal(found.keys, keys)
+    for index, drafts in enumerate((7, 3)):
+        for node in range(drafts + 1):
+            place = found.kv_slot_of(index, found.lengths[index] - 1 + node)
+            assert found.kv_slot[index * 8 + node] == place
+
+
+def poison_unseen(found: TreeRound) -> None:
+    """Fill the cache with NaN where no node may read: all but the prefixes and the nodes' own places."""
+    seen = torch.zeros(found.keys.shape[1] * found.block_size, dtype=torch.bool)
+    for index, tree in enumerate(found.trees):
+        if tree is not None:
+            for position in range(found.lengths[index] - 1):
+                seen[found.kv_slot_of(index, position)] = True
+            first = index * found.nodes_per_tree
+            seen[found.kv_slot[first : first + tree.num_nodes].cpu()] = True
+    unseen = (~seen).view(-1, found.block_size).nonzero()
+    for cache in (found.keys, found.values):
+        cache[:, unseen[:, 0], :, unseen[:, 1]] = torch.nan
+
+
+ATTENTION = [
+    {"nodes_per_tree": 8},
+    {"nodes_per_tree": 5, "num_kv_heads": 1, "group": 1, "head_dim": 24, "block_size": 64},
+    {"nodes_per_tree": 24, "num_kv_heads": 1, "group": 3, "block_size": 4},
+]
+
+
+@pytest.mark.parametrize("shape", ATTENTION, ids=str)
+def test_attention_is_near_the_reference(shape: dict[str, int], device: str) -> None:
+    """Lengths at and around borders of tiles and partitions."""
+    lengths = [1, 65, 17, 50]
+    trees = some_trees(8, len(lengths), shape["nodes_per_tree"] - 1)
+    found = TreeRound(trees, lengths, device=device, **shape)
+    found.place()
+    poison_unseen(found)
+    out = found.attend(SMALL)
+    expected = tree_attention_reference(
+        found.query,
+        found.keys[0],
+        found.values[0],
+        found.block_table,
+        found.row_slot,
+        found.position,
+        found.kv_slot,
+        found.row_path,
+        nodes_per_tree=found.nodes_per_tree,
+    )
+    assert_near(out, expected, inner=200, magnitude=5.0)
+
+
+@pytest.mark.parametrize("num_nodes", [7, 40] if IS_GPU else [7])
+def test_node_gets_the_bits_that_it_gets_in_a_chain(num_nodes: int, device: str) -> None:
+    """Bit for bit on a GPU. The interpreter multiplies by BLAS, whose order of summation may vary."""
+    rng = random.Random(num_nodes)
+    tree = random_tree(rng, 0)
+    while tree.num_nodes != num_nodes or tree.max_depth < 3 or tree.is_chain:
+        tree = random_tree(rng, num_nodes - 1)
+    lengths = [1000, 1023, 1500, 62, 2] if IS_GPU else [62]
+    partitions = Partitions() if IS_GPU else SMALL
+    found = TreeRound(
+        [tree] * len(lengths),
+        lengths,
+        nodes_per_tree=num_nodes,
+        device=device,
+        block_size=64 if IS_GPU else 16,
+        head_dim=128 if IS_GPU else 16,
+        group=4,
+        dtype=torch.bfloat16 if IS_GPU else torch.float32,
+    )
+    found.place()
+    out = found.attend(partitions)
+    for index, length in enumerate(lengths):
+        for node in range(num_nodes) if IS_GPU else (0, 3, num_nodes - 1):
+            chain = copy.deepcopy(found)
+            path = tree.path(node)
+            rows = torch.tensor([index * num_nodes + each for each in path], device=device)
+            accepted = torch.full((len(lengths), PATH_ENTRIES), -1, dtype=torch.int32, device=device)
+            accepted[index, : len(path)] = torch.tensor(path, dtype=torch.int32)
+            chain.rewind(accepted)
+            plan = AttentionPlan(1, max(lengths) + 300, partitions, torch.device(device))
+            scratch = AttentionScratch.allocate(
+                plan, num_kv_heads=2, num_rows=len(path), group=4, head_dim=found.query.shape[2]
+            )
+            slots = torch.full((len(path),), index + 1, dtype=torch.int32, device=device)
+            positions = torch.arange(len(path), dtype=torch.int32, device=device) + length - 1
+            plan_attention(slots, positions, plan, len(path))
+            alone = torch.full_like(found.query[rows], torch.nan)
+            paged_attention(
+                found.query[rows].contiguous(),
+                chain.keys[0],
+                chain.values[0],
+                chain.block_table,
+                slots,
+                positions,
+                alone,
+                scratch,
+                AttentionConfig(num_programs=8),
+                len(path),
+            )
+            row = index * num_nodes + node
+            if IS_GPU:
+                assert torch.equal(out[row], alone[-1])
+            else:
+                assert_near(out[row], alone[-1].double(), inner=200, magnitude=5.0)
+
+
+def test_errors_name_the_argument(device: str) -> None:
+    found = TreeRound([TokenTree.chain(2)], [5], nodes_per_tree=3, device=device)
+    found.nodes_per_tree = 65
+    with pytest.raises(ValueError, match="nodes_per_tree=65: expected 1 to 64"):
+        found.place()
+    found.nodes_per_tree = 2
+    with pytest.raises(ValueError, match="row_slot: 3 rows: expected a multiple of 2"):
+        found.place()
+    found.nodes_per_tree = 3
+    found.place()
+    path = torch.full((1, PATH_ENTRIES), -1, dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match=r"path: \[1, 16\] torch.int32: expected \[1, 17\] torch.int32"):
+        found.rewind(path[:, :-1])
+    accepted = Acceptance(found, share=0.0)
+    accepted.ring = (accepted.ring[0][:, :-1].contiguous(), *accepted.ring[1:])
+    with pytest.raises(ValueError, match="output_ring: .* words an entry: expected at least"):
+        accepted.run()
+    found.kv_slot = found.kv_slot.int()
+    with pytest.raises(ValueError, match=r"row_kv_slot: \[3\] torch.int32: expected \[3\] torch.int64"):
+        found.attend(SMALL)

@@ -1,0 +1,53 @@
+"""Where trees and checks of speculation are refused when an engine starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from draft_zoo import make_draft
+from tiny_llama import tiny_llama
+
+from drift_sdk import ConfigError, DynamicTree, EngineConfig, Speculation, StaticTree
+from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.startup import executor_factory
+from drift_sdk.startup.draft_startup import open_drafter_factory
+
+TREE = StaticTree(((0,), (1,)))
+
+
+@pytest.mark.parametrize("executor", ["auto", "graph"])
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [({"shape": TREE}, "shape"), ({"shape": DynamicTree()}, "shape"), ({"checks": True}, "checks")],
+)
+def test_graph_executor_refuses_trees_and_checks(
+    executor: str, fields: dict[str, object], field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU "auto" refuses them too, and does not choose the slower executor."""
+    monkeypatch.setattr(executor_factory, "_obstacle", lambda *_: None)
+    gpu = torch.device("cuda", 0)
+    config = EngineConfig(executor=executor, speculation=Speculation(draft="folder", **fields))
+    with pytest.raises(ConfigError, match='executor="eager"') as caught:
+        executor_factory.choose_executor(config, gpu)
+    assert caught.value.field == field
+    eager = config.replace(executor="eager")
+    assert executor_factory.choose_executor(eager, gpu)[0] == "eager"
+
+
+def test_tree_needs_as_many_candidates_as_the_draft_has_tokens(tmp_path: Path) -> None:
+    settings = tiny_llama(vocab_size=160, num_hidden_layers=3)
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    make_draft("reference", tmp_path / "draft", tmp_path)
+    target = Decoder.random(DecoderConfig.from_hf(settings), device="cpu", dtype=torch.float32)
+    speculation = Speculation(draft=tmp_path / "draft", shape=StaticTree(((2,),)))
+    config = EngineConfig(speculation=speculation)
+    factory = open_drafter_factory(config, target, lambda stage, fraction: None)
+    assert (factory.max_tree_depth, factory.draft_choices) == (1, (1,))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StaticTree, "num_candidates", property(lambda _: 97))  # more than any tree may need
+        with pytest.raises(ConfigError, match="at most 96 candidates after a token"):
+            open_drafter_factory(config, target, lambda stage, fraction: None)
