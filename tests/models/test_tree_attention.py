@@ -18,7 +18,11 @@ BLOCK_SIZE, NUM_BLOCKS = 4, 30
 
 @pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize("num_sequences", [1, 3])
-def test_each_node_sees_its_path(offset: int, num_sequences: int) -> None:
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_each_node_sees_its_path(
+    offset: int, num_sequences: int, window: int | None, has_sinks: bool
+) -> None:
     rng = random.Random(num_sequences)
     generator = torch.Generator().manual_seed(offset)
     cache = KVCache(2, NUM_BLOCKS, BLOCK_SIZE, 2, 8, torch.float32, "cpu")
@@ -47,7 +51,8 @@ def test_each_node_sees_its_path(offset: int, num_sequences: int) -> None:
         )
     batch = TreeAttentionBatch(sequences, cache, slot_offset=offset)
     query, key, value = (torch.randn(batch.num_rows, heads, 8, generator=generator) for heads in (4, 2, 2))
-    found = batch.attend(query, key, value, cache, 1)
+    sinks = torch.randn(4, generator=generator) if has_sinks else None
+    found = batch.attend(query, key, value, cache, 1, window=window, scale=0.3, sinks=sinks)
     assert batch.positions.tolist() == [each for rows in sequences for each in rows.positions]
     first = 0
     for tree, rows in zip(trees, sequences, strict=True):
@@ -56,6 +61,17 @@ def test_each_node_sees_its_path(offset: int, num_sequences: int) -> None:
             chain = AttentionBatch(
                 [SequenceRows(rows.block_ids, rows.num_prefix, len(path))], cache, slot_offset=offset
             )
-            expected = chain.attend(query[path], key[path], value[path], cache, 1)[-1]
+            attended = chain.attend(
+                query[path], key[path], value[path], cache, 1, window=window, scale=0.3, sinks=sinks
+            )
+            expected = attended[-1]
             assert_near(found[first + node], expected.double(), inner=30, magnitude=5.0)
         first += tree.num_nodes
+
+
+def test_window_is_rejected_where_keys_are_not_rows() -> None:
+    cache = KVCache(1, 4, BLOCK_SIZE, 1, 8, torch.float32, "cpu")
+    batch = TreeAttentionBatch([TreeRows([0], 2, [3], [8, 9], [[0, 1]])], cache)
+    row = torch.zeros(1, 1, 8)
+    with pytest.raises(ValueError, match="window=2"):
+        batch.attend(row, row, row, cache, 0, window=2)
