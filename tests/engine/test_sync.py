@@ -70,6 +70,12 @@ def test_stream_gives_chunks_and_the_completion(engine: SyncEngine) -> None:
     assert engine.is_open and engine.stats().num_submitted == 4
 
 
+def test_properties_are_those_of_the_model(engine: SyncEngine) -> None:
+    assert engine.max_model_len == 64
+    assert engine.default_params == SamplingParams()
+    assert engine.tokenizer.encode("ab") == [97, 98]
+
+
 def test_errors_are_raised_where_the_caller_waits(engine: SyncEngine) -> None:
     with pytest.raises(RequestError, match="max_tokens=0"):
         engine.generate("x", max_tokens=0)
@@ -166,7 +172,15 @@ def test_blocking_calls_are_rejected_in_an_event_loop(loop: str, engine: SyncEng
 def test_closed_engine_rejects_calls_and_can_be_started_again() -> None:
     engine = sync_engine()
     engine.close()
-    for call in (lambda: engine.generate("x"), lambda: engine.count_tokens("x"), engine.stats):
+    calls = (
+        lambda: engine.generate("x"),
+        lambda: engine.count_tokens("x"),
+        lambda: engine.max_model_len,
+        lambda: engine.default_params,
+        lambda: engine.tokenizer,
+        engine.stats,
+    )
+    for call in calls:
         with pytest.raises(EngineClosed, match="is not open"):
             call()
     num_threads = len(sync_threads())
