@@ -276,6 +276,7 @@ def test_settings_of_experts() -> None:
         (GPT_OSS, {"quantization_config": {"quant_method": "awq"}}, "quant_method='awq' is not implemented"),
         (GPT_OSS, {"rope_scaling": YARN | {"beta_fast": 0.5}}, "beta_fast=0.5: expected at least beta_slow"),
         (GPT_OSS, {"rope_scaling": YARN | {"truncate": 1}}, "truncate=1: expected true or false"),
+        (GPT_OSS, {"rope_scaling": {"rope_type": "yarn"}}, "factor=None in the rope settings"),
         (GPT_OSS, {"rope_theta": 1.0}, "rope_theta=1.0: expected more than 1 for YaRN"),
     ],
 )

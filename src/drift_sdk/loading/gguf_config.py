@@ -184,6 +184,8 @@ class _ConfigReader:
         factor = settings.get("rope.scaling.factor", settings.get("rope.scale_linear"))
         if "rope.scaling.type" not in settings and factor not in (None, 0.0, 1.0):
             rope_type = "linear"
+        if rope_type == "yarn":  # llama.cpp has other defaults and one more factor than transformers
+            raise ModelLoadError(f"{self._location}: rope_type='yarn' is not implemented for GGUF files")
 
         parameters = {"rope_theta": settings.get("rope.freq_base", 10_000.0)}
         freqs, short, long = (self._factors(name, rope_type, rotary_dim) for name in ROPE_FACTORS)

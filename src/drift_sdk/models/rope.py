@@ -270,7 +270,8 @@ def _yarn_scaling(
     context = _original_context(config, settings, ge=2)
     whole = read_number(config, "max_position_embeddings", ge=2, le=MAX_CONTEXT)
     low, high = FACTORS
-    factor = read_number(settings, "factor", whole / context, ge=low, le=high, place=IN_ROPE)
+    ratio = whole / context if whole > context else None
+    factor = read_number(settings, "factor", ratio, ge=low, le=high, place=IN_ROPE)
     fast, slow = (
         read_number(settings, name, default, ge=low, le=high, place=IN_ROPE)
         for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0))

@@ -28,7 +28,7 @@ LARGEST = 8.0
 
 # Rows, experts, experts of a row, columns of the output, inner dimension.
 SHAPES = ((1, 4, 2, 33, 64), (9, 3, 2, 64, 96), (40, 3, 1, 16, 160), (5, 6, 6, 40, 32))
-LARGE = ((1, 128, 4, 2880, 2880), (64, 32, 4, 2880, 2880), (700, 128, 8, 768, 2048), (8, 128, 8, 2048, 768))
+LARGE = ((1, 16, 4, 2880, 2880), (64, 16, 4, 2880, 2880), (300, 32, 8, 768, 2048), (8, 32, 8, 2048, 768))
 
 
 def shapes() -> tuple[tuple[int, int, int, int, int], ...]:
@@ -57,8 +57,8 @@ def routed(num_rows: int, num_experts: int, num_active: int, device: str) -> Exp
 
 
 def drawn(*shape: int, dtype: torch.dtype, device: str) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(shape[-1])
-    return torch.randn(shape, generator=generator).to(dtype).to(device)
+    generator = torch.Generator(device).manual_seed(shape[-1])
+    return torch.randn(shape, generator=generator, device=device).to(dtype)
 
 
 def dense_matrix(
@@ -122,7 +122,7 @@ def test_product_is_near_the_reference(shape: tuple[int, ...], dtype: torch.dtyp
         inner=inner,
         depth=2,
         magnitude=LARGEST,
-        num_roundings=0 if dtype == torch.float32 else 4 * 2**16,  # of bfloat16, in units of float32
+        num_roundings=0 if dtype == torch.float32 else 2**16,  # of bfloat16, in units of float32
     )
 
 
@@ -176,7 +176,7 @@ def test_quantised_products_equal_their_dequantised_twins(
     assert torch.equal(found.nan_to_num(nan=99.0), expected.nan_to_num(nan=99.0))
     reference = expert_multiply_reference(x, values, matrix.bias, rows.experts, rows.shares)
     assert_near(
-        found, reference, inner=inner, magnitude=LARGEST, num_roundings=0 if dtype == torch.float32 else 2**18
+        found, reference, inner=inner, magnitude=LARGEST, num_roundings=0 if dtype == torch.float32 else 2**16
     )
 
 
