@@ -6,7 +6,6 @@ those that llama.cpp's convert_hf_to_gguf.py writes.
 
 from __future__ import annotations
 
-import mmap
 import re
 from collections.abc import Collection
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 
 from drift_sdk.errors import ModelLoadError, short_repr
-from drift_sdk.loading.gguf_header import GGUFHeader, read_header
+from drift_sdk.loading.gguf_parts import GGUFParts
 
 __all__ = ["GGUFFile"]
 
@@ -58,7 +57,7 @@ ROW_BYTES = 1 << 16
 
 
 class GGUFFile:
-    """The TensorSource of a .gguf file.
+    """The TensorSource of a .gguf file, or of all parts of a split one.
 
     metadata:  the file's key/value metadata, as plain Python values.
     config:    the settings that a config.json of the model would have.
@@ -69,19 +68,9 @@ class GGUFFile:
 
     def __init__(self, path: Path) -> None:
         self.location = str(path)
-        try:
-            with path.open("rb") as file:
-                self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-
-            self._header: GGUFHeader = read_header(self._data)
-        except (OSError, ValueError) as error:
-            raise ModelLoadError(f"{path}: not a whole GGUF file: {error}") from error
-
+        self._parts = GGUFParts(path)
+        self._header = self._parts.header
         self.metadata = self._header.metadata
-        num_parts = self.metadata.get("split.count", 1)
-        if num_parts not in (0, 1):
-            raise ModelLoadError(f"{path}: one of {short_repr(num_parts)} parts, expected a single file")
-
         self.config = self._read_config()
         self._stored_names: dict[str, str] = {}
         for stored in self._header.tensors:
@@ -98,7 +87,7 @@ class GGUFFile:
         return self._header.tensors[self._stored_names[name]].shape
 
     def file(self, name: str) -> str:
-        return self.location
+        return self._parts.file(self._header.tensors[self._stored_names[name]])
 
     def get(self, name: str) -> torch.Tensor:
         """A tensor dequantised to float32, with its rows in the order of Hugging Face."""
@@ -113,7 +102,7 @@ class GGUFFile:
     def _dequantise(self, stored_name: str) -> npt.NDArray[np.float32]:
         """A tensor of the file, by the file's own name."""
         tensor = self._header.tensors[stored_name]
-        raw = np.frombuffer(self._data, np.uint8, tensor.num_bytes, tensor.offset)
+        raw = self._parts.raw(tensor)
         _, block_bytes = GGML_QUANT_SIZES[tensor.quantization]
         row_bytes = ROW_BYTES // block_bytes * block_bytes
         num_whole = raw.size // row_bytes * row_bytes
@@ -124,7 +113,7 @@ class GGUFFile:
             )
         except NotImplementedError as error:
             raise ModelLoadError(
-                f"{self.location}: tensor {stored_name} is stored as {tensor.quantization.name}, "
+                f"{self._parts.file(tensor)}: tensor {stored_name} is stored as {tensor.quantization.name}, "
                 "which cannot be dequantised"
             ) from error
 
