@@ -20,7 +20,9 @@ from drift_sdk.errors import (
     RequestError,
 )
 from drift_sdk.grammars import JsonSchema, Lark, Regex
-from drift_sdk.progress import Progress
+from drift_sdk.inspection import inspect
+from drift_sdk.model_info import ModelInfo, RemoteFile
+from drift_sdk.progress import Download, Progress
 from drift_sdk.results import (
     Chunk,
     Completion,
@@ -41,6 +43,7 @@ __all__ = [
     "Chunk",
     "Completion",
     "ConfigError",
+    "Download",
     "DriftError",
     "Engine",
     "EngineClosed",
@@ -50,12 +53,14 @@ __all__ = [
     "FinishReason",
     "JsonSchema",
     "Lark",
+    "ModelInfo",
     "ModelLoadError",
     "NGram",
     "Progress",
     "PromptTooLong",
     "QueueFull",
     "Regex",
+    "RemoteFile",
     "RequestError",
     "SamplingParams",
     "Speculation",
@@ -65,6 +70,7 @@ __all__ = [
     "TokenStream",
     "ToolCall",
     "Usage",
+    "inspect",
 ]
 
 __version__ = "0.1.0"

@@ -59,6 +59,7 @@ ROW_BYTES = 1 << 16
 class GGUFFile:
     """The TensorSource of a .gguf file, or of all parts of a split one.
 
+    files:     the file, or the parts in order.
     metadata:  the file's key/value metadata, as plain Python values.
     config:    the settings that a config.json of the model would have.
 
@@ -70,6 +71,7 @@ class GGUFFile:
         self.location = str(path)
         self._parts = GGUFParts(path)
         self._header = self._parts.header
+        self.files = self._parts.files
         self.metadata = self._header.metadata
         self.config = self._read_config()
         self._stored_names: dict[str, str] = {}

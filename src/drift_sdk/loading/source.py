@@ -16,7 +16,7 @@ from drift_sdk._files import has_file
 from drift_sdk.errors import ModelLoadError, short_repr
 from drift_sdk.loading.gguf import GGUFFile
 from drift_sdk.loading.hub import HubRepository, is_hub_id
-from drift_sdk.loading.hub_files import HubFile, split_quant
+from drift_sdk.loading.hub_files import HubFile, split_quant, weight_names
 from drift_sdk.loading.safetensors import SafetensorsFolder
 from drift_sdk.loading.tensors import TensorSource
 from drift_sdk.progress import Report
@@ -92,6 +92,15 @@ class Source:
         file = "tokenizer_config.json"
         return default_template(self._json(file).get("chat_template"), self.path / file)
 
+    def weight_files(self) -> list[Path]:
+        """The files of weights that are there. Raises ModelLoadError for a broken index or a missing part."""
+        if self._gguf is not None:
+            return self._gguf.files
+
+        names = [file.name for file in self.path.iterdir()]
+        files = [self.path / name for name in weight_names(names, self.path)]
+        return [file for file in files if has_file(file)]
+
     def tensors(self) -> TensorSource:
         """The model's weights; ModelLoadError naming a file that is missing or broken."""
         return SafetensorsFolder(self.path) if self._gguf is None else self._gguf
@@ -149,6 +158,14 @@ class Found(Struct, frozen=True, kw_only=True):
     source: Source
     missing: tuple[HubFile, ...]
     fetch: Callable[[], Source]
+
+    def stored_bytes(self) -> int | None:
+        """Bytes of the files that hold the weights, those to fetch included; None if there are none."""
+        present = self.source.weight_files()
+        sizes = [file.stat().st_size for file in present]
+        if not self.source.path.is_file():  # copies of the headers of .gguf files have the size of the files
+            sizes += [file.num_bytes or 0 for file in self.missing]
+        return sum(sizes) if sizes else None
 
 
 def find(

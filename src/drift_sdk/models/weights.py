@@ -12,7 +12,15 @@ from drift_sdk.errors import ModelLoadError
 from drift_sdk.loading.tensors import FiniteCheck, InPlaceSource, TensorSource, check_dtype
 from drift_sdk.models.decoder_config import DecoderConfig
 
-__all__ = ["DecoderWeights", "LayerWeights", "load_weights", "others", "tensor_shapes", "weight_bytes"]
+__all__ = [
+    "DecoderWeights",
+    "LayerWeights",
+    "check_tensors",
+    "load_weights",
+    "others",
+    "tensor_shapes",
+    "weight_bytes",
+]
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
@@ -83,7 +91,7 @@ def load_weights(
     Raises ModelLoadError naming tensor and file: before memory is allocated, for a tensor that is missing,
     unexpected or misshapen; if there is not enough memory; and for a tensor that is not finite in `dtype`.
     """
-    _check_names(config, tensors)
+    check_tensors(config, tensors)
     if check_bytes is not None:
         check_bytes(weight_bytes(config, dtype))
     try:
@@ -105,7 +113,7 @@ def load_weights(
     return weights
 
 
-def _check_names(config: DecoderConfig, tensors: TensorSource) -> None:
+def check_tensors(config: DecoderConfig, tensors: TensorSource) -> None:
     """Raise ModelLoadError for a tensor that is missing, unexpected or misshapen."""
     shapes = tensor_shapes(config)
     names = set(tensors.names())

@@ -17,6 +17,7 @@ from drift_sdk.execution.eager.executor import EagerExecutor
 from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
 from drift_sdk.execution.strict import StrictExecutor
 from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.progress import Report
 from drift_sdk.startup.device_memory import DeviceMemory
 from drift_sdk.startup.kv_sizing import KVDemand, MemoryRoom, size_kv
@@ -30,6 +31,7 @@ __all__ = [
     "OpenedExecutor",
     "choose_executor",
     "kv_demand",
+    "kv_values_per_token",
     "open_eager_executor",
     "open_graph_executor",
 ]
@@ -86,13 +88,19 @@ def choose_executor(config: EngineConfig, device: torch.device) -> tuple[str, st
 def kv_demand(decoder: Decoder, drafter_factory: DrafterFactory, block_size: int) -> KVDemand:
     """KV cache demand of a model, including what its drafter keeps for each block."""
     config = decoder.config
-    values_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
-    values_per_block = values_per_token * block_size + drafter_factory.num_values_per_block(block_size)
+    values_per_block = kv_values_per_token(config) * block_size + drafter_factory.num_values_per_block(
+        block_size
+    )
     return KVDemand(
         context=config.max_position_embeddings,
         block_size=block_size,
         bytes_per_block=values_per_block * decoder.dtype.itemsize,
     )
+
+
+def kv_values_per_token(config: DecoderConfig) -> int:
+    """Numbers in the KV cache for a token of a model, of all layers."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim
 
 
 def open_eager_executor(

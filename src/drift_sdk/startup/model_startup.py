@@ -79,7 +79,7 @@ def open_model(
     decoder_config = read_config(source, config)
 
     report("load tokenizer", 0.0)
-    text = _load_text(source, config, decoder_config.vocab_size, report)
+    text = load_text(source, config, decoder_config.vocab_size, report)
 
     with opening_lock(device):
         memory = DeviceMemory(device, config)
@@ -104,7 +104,7 @@ def open_model(
     )
 
 
-class _Text(Struct, frozen=True, kw_only=True):
+class Text(Struct, frozen=True, kw_only=True):
     """The parts of a `ModelText` that are read from files."""
 
     tokenizer: Tokenizer
@@ -122,9 +122,10 @@ class _Weights(Struct, frozen=True):
     dtype: torch.dtype
 
 
-def _load_text(source: Source, config: EngineConfig, vocab_size: int, report: Report) -> _Text:
+def load_text(source: Source, config: EngineConfig, vocab_size: int, report: Report) -> Text:
+    """All of a model that concerns text. Raises ModelLoadError naming the file."""
     tokenizer, own_template = _tokenizer(source, config, report)
-    return _Text(
+    return Text(
         tokenizer=tokenizer,
         chat_template=_chat_template(source, config, tokenizer, own_template),
         default_params=_default_params(source),
@@ -132,7 +133,7 @@ def _load_text(source: Source, config: EngineConfig, vocab_size: int, report: Re
     )
 
 
-def _model_text(text: _Text, limits: ExecutorLimits, *, has_drafts: bool) -> ModelText:
+def _model_text(text: Text, limits: ExecutorLimits, *, has_drafts: bool) -> ModelText:
     return ModelText(
         tokenizer=text.tokenizer,
         chat_template=text.chat_template,
