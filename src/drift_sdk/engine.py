@@ -290,7 +290,8 @@ class Engine:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer. EngineClosed if the engine is not open."""
+        """The model's tokenizer; of a model without one, its `has_text` is False and it rejects every text.
+        EngineClosed if the engine is not open."""
         return self._model_text().tokenizer
 
     @property

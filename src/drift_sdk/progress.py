@@ -29,7 +29,8 @@ class Progress(Struct, frozen=True, kw_only=True):
 
     stage:    such as "find", "download", "load weights" or "capture graphs"; the last is "ready".
     fraction: how much of the stage is done, 0 to 1.
-    download: files and bytes, during the stage "download"; else None.
+    download: files and bytes, while small files are fetched from the hub ("find") and while weights are
+              ("download"); else None.
     """
 
     stage: str

@@ -139,22 +139,27 @@ def test_random_weights_are_not_fetched(hub: HubServer) -> None:
     assert not [name for name in hub.names() if name.endswith(".safetensors")]
 
 
-def test_closing_ends_a_download(hub: HubServer) -> None:
+@pytest.mark.parametrize("suffix", ["tokenizer.json", ".safetensors"])
+def test_closing_ends_a_download(suffix: str, hub: HubServer, tmp_path: Path) -> None:
     """Otherwise Ctrl-C would wait for the last of many gigabytes."""
-    engine = Engine("org/sharded", EngineConfig(device="cpu"))
+    engine = Engine("org/sharded", EngineConfig(device="cpu", max_model_len=64, kv_cache_tokens=64))
 
-    def close(progress: Progress) -> None:
-        if progress.stage == "find":
+    def close(name: str) -> None:
+        if name.endswith(suffix):
             engine._life_cycle.driver.close(0.0)
 
-    engine._on_progress = close
+    hub.on_download = close
 
     async def main() -> None:
         with pytest.raises(EngineClosed):
             await engine.start()
+        assert not list((tmp_path / "cache").rglob("*.safetensors"))
+
+        hub.on_download = lambda name: None
+        async with engine:
+            assert engine.is_open
 
     anyio.run(main)
-    assert not [name for name in hub.names() if name.endswith(".safetensors")]
 
 
 @pytest.mark.parametrize("name", ["org/gguf:Q8_0", "org/gguf:q4_k_m", "org/gguf:m-Q4_K_M"])

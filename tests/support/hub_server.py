@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -23,9 +23,11 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 class HubServer:
     """Repositories by id, each a folder, with one commit. `downloads` lists the files that were fetched whole
-    or in part, as (path in the repository, number of bytes)."""
+    or in part, as (path in the repository, number of bytes). `on_download` is called with a file's path before
+    it is sent."""
 
     def __init__(self) -> None:
+        self.on_download: Callable[[str], object] = lambda name: None
         self.folders: dict[str, Path] = {}
         self.downloads: list[tuple[str, int]] = []
 
@@ -101,6 +103,7 @@ def handler_of(hub: HubServer) -> type[BaseHTTPRequestHandler]:
                 data, status = data[start : end + 1], 206
             if has_body:
                 hub.downloads.append((name, len(data)))
+                hub.on_download(name)
             self.send(status, data, headers, has_body=has_body)
 
         def send_json(self, value: Any) -> None:

@@ -22,8 +22,7 @@ class DownloadCounter:
     files:   what is fetched.
     is_done: whether a file, given by its path in the repository, is whole in the cache.
 
-    Versions of huggingface_hub before 1.0 do not count bytes on such bars: progress is then reported when a
-    file is whole.
+    Versions of huggingface_hub before 1.0 do not count bytes on such bars: nothing is reported with them.
     """
 
     def __init__(

@@ -24,7 +24,17 @@ from drift_sdk.progress import Report
 if TYPE_CHECKING:
     from drift_sdk.text.tokenizer import Tokenizer
 
-__all__ = ["Found", "Role", "Source", "eos_token_ids", "expand_home", "find", "name_role", "resolve"]
+__all__ = [
+    "Found",
+    "Role",
+    "Source",
+    "eos_token_ids",
+    "expand_home",
+    "find",
+    "found_at",
+    "name_role",
+    "resolve",
+]
 
 Role = Literal["model", "draft", "tokenizer"]
 """The use that files are loaded for; part of error messages."""
