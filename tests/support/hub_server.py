@@ -23,8 +23,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 class HubServer:
     """Repositories by id, each a folder, with one commit. `downloads` lists the files that were fetched whole
-    or in part, as (path in the repository, number of bytes). `on_download` is called with a file's path before
-    it is sent."""
+    or in part, as (path in the repository, number of bytes). `on_download` is called with a file's path,
+    before it is sent."""
 
     def __init__(self) -> None:
         self.on_download: Callable[[str], object] = lambda name: None
