@@ -175,6 +175,7 @@ def test_gguf_file_is_chosen_by_its_quantisation(
     assert found.source.config["model_type"] == "qwen3"
     assert found.source.tokenizer().encode("ab") == [257]
     assert set(hub.names()) == set(sizes)
+    assert max(num_bytes for _, num_bytes in hub.downloads) < min(sizes.values()) / 2
     assert not list((tmp_path / "cache").rglob("*.gguf"))
 
     source = found.fetch()
@@ -216,9 +217,10 @@ def test_file_on_the_hub_that_is_no_gguf_file(hub: HubServer, tmp_path: Path) ->
 
 
 def test_settings_stored_as_a_tensor_are_part_of_the_header(
-    hub: HubServer, models: dict[str, Path], tmp_path: Path
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Llama 3's factors of the rotation: the config is made of their values."""
+    monkeypatch.setattr(hub_gguf, "FIRST_BYTES", 64)
     qwen3 = make_model(18, tmp_path / "model")
     (tmp_path / "factors").mkdir()
     factors = np.linspace(1.0, 8.0, qwen3.config.head_dim // 2, dtype=np.float32)
