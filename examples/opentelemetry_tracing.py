@@ -15,7 +15,7 @@ from opentelemetry import context, trace
 from opentelemetry.context import Context
 from opentelemetry.trace import Status, StatusCode, Tracer
 
-from drift_sdk import Engine, SamplingParams, TokenStream
+from drift_sdk import Engine, SamplingParams
 from drift_sdk.events import (
     Event,
     RequestAdmitted,
@@ -47,11 +47,11 @@ class RequestSpans:
         self._parents: dict[str, Context] = {}
         self.num_ended = 0
 
-    def follow(self, stream: TokenStream) -> TokenStream:
-        """Make the current span the parent of a request's. Call it right after `generate` or `chat`: events
-        come on another thread, where the caller's span is not known."""
-        self._parents[stream.request_id] = context.get_current()
-        return stream
+    def follow(self, request_id: str) -> str:
+        """Make the current span the parent of the span of a request that is about to be submitted: events
+        come on another thread, where the caller's span is not known. Returns the id."""
+        self._parents[request_id] = context.get_current()
+        return request_id
 
     def __call__(self, event: Event) -> None:
         match event:
@@ -102,9 +102,12 @@ async def main(model: str) -> None:
     spans = RequestSpans(tracer, model)
     async with Engine(model, on_event=spans) as engine:
         with tracer.start_as_current_span("two questions"):
-            questions = ("The capital of France is", "The capital of Italy is")
+            questions = {"france": "The capital of France is", "italy": "The capital of Italy is"}
             params = SamplingParams(max_tokens=8)
-            streams = [spans.follow(engine.generate(question, params)) for question in questions]
+            streams = [
+                engine.generate(question, params, request_id=spans.follow(name))
+                for name, question in questions.items()
+            ]
             for completion in await asyncio.gather(*(stream.completion() for stream in streams)):
                 print(completion.request_id, repr(completion.text))
 

@@ -21,6 +21,7 @@ from drift_sdk.errors import (
 )
 from drift_sdk.grammars import JsonSchema, Lark, Regex
 from drift_sdk.inspection import inspect
+from drift_sdk.jobs import Job, JobResult
 from drift_sdk.model_info import ModelInfo, RemoteFile
 from drift_sdk.progress import Download, Progress
 from drift_sdk.results import (
@@ -33,10 +34,12 @@ from drift_sdk.results import (
     ToolCall,
     Usage,
 )
-from drift_sdk.sampling_params import SamplingParams
+from drift_sdk.samples import Samples
+from drift_sdk.sampling_params import SamplingOptions, SamplingParams
 from drift_sdk.speculation import Chain, NGram, Speculation
 from drift_sdk.stats import EngineStats
 from drift_sdk.stream import TokenStream
+from drift_sdk.sync import SyncEngine, SyncStream
 
 __all__ = [
     "Chain",
@@ -51,6 +54,8 @@ __all__ = [
     "EngineStats",
     "ExecutorError",
     "FinishReason",
+    "Job",
+    "JobResult",
     "JsonSchema",
     "Lark",
     "ModelInfo",
@@ -62,9 +67,13 @@ __all__ = [
     "Regex",
     "RemoteFile",
     "RequestError",
+    "Samples",
+    "SamplingOptions",
     "SamplingParams",
     "Speculation",
     "SpeculationStats",
+    "SyncEngine",
+    "SyncStream",
     "Timing",
     "TokenLogprobs",
     "TokenStream",

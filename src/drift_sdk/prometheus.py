@@ -70,7 +70,7 @@ OWN_LABELS = ("engine", "executor", "kind", "le", "model", "position", "reason")
 
 
 class HasMetrics(Protocol):
-    """An `Engine`."""
+    """An `Engine` or a `SyncEngine`."""
 
     def metrics(self) -> EngineMetrics: ...
 

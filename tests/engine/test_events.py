@@ -18,6 +18,7 @@ from drift_sdk import (
     PromptTooLong,
     QueueFull,
     SamplingParams,
+    SyncEngine,
 )
 from drift_sdk.driver import event_sender
 from drift_sdk.events import (
@@ -219,6 +220,27 @@ def test_events_that_nobody_takes_are_bounded(
     too_slow, abandoned = [record.message for record in caplog.records]
     assert too_slow.startswith("on_event is too slow: 4 events wait")
     assert abandoned.startswith("on_event did not return within")
+
+
+def test_events_of_samples_and_of_an_engine_that_blocks() -> None:
+    events: list[Event] = []
+
+    async def main() -> None:
+        async with scripted(events.append) as engine:
+            samples = engine.samples("hi", 3, PARAMS)
+            await samples
+        for stream in samples:
+            mine = [event for event in events if getattr(event, "request_id", "") == stream.request_id]
+            assert kinds_of(mine) == [RequestQueued, RequestAdmitted, RequestFirstToken, RequestFinished]
+
+    anyio.run(main)
+    events.clear()
+    model = ScriptedModel("Hello!")
+    with SyncEngine("scripted", model.config, on_event=events.append, open_model=model) as engine:
+        assert engine.generate("hi", request_id="mine").result().text == "Hello!"
+        assert engine.metrics().stats.num_stopped == 1
+    assert {event.request_id for event in events[1:-1]} == {"mine"}
+    assert kinds_of(events)[0::5] == [EngineStarted, EngineStopped]
 
 
 def test_wrong_function_is_rejected() -> None:

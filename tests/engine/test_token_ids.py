@@ -52,6 +52,9 @@ def test_model_without_a_tokenizer_serves_token_ids(
         assert tuple(token_id for chunk in chunks for token_id in chunk.token_ids) == expected
         assert {chunk.text for chunk in chunks} == {""}
 
+        entry = (await engine.generate(PROMPT, params.replace(logprobs=1))).logprobs[0]
+        assert (entry.token_id, entry.text, entry.top_texts) == (expected[0], "", ("",))
+
         stopping = params.replace(stop_token_ids=(expected[3],))
         completion = await engine.generate(PROMPT, stopping)
         assert completion.token_ids == expected[: expected.index(expected[3]) + 1]
@@ -114,6 +117,9 @@ def test_tokens_that_depend_on_their_neighbours_are_served(folder: Path) -> None
             completion = await engine.generate(PROMPT, params)
             assert "".join(chunks) == completion.text
             assert completion.text == " ".join(f"w{token_id}" for token_id in completion.token_ids)
+
+            entries = (await engine.generate(PROMPT, params.replace(logprobs=0))).logprobs
+            assert " ".join(entry.text for entry in entries) == completion.text
 
             word = completion.text.split()[4]
             stopped = await engine.generate(PROMPT, params.replace(stop=word))

@@ -61,7 +61,7 @@ async def test_spans_of_requests() -> None:
     model = ScriptedModel("Hello!", config=config)
     async with Engine("scripted", config, on_event=spans, open_model=model) as engine:
         token = context.attach(context.set_value("caller", "here"))
-        completion = await spans.follow(engine.generate("hi", SamplingParams()))
+        completion = await engine.generate("hi", SamplingParams(), request_id=spans.follow("mine"))
         context.detach(token)
         with pytest.raises(PromptTooLong):
             await engine.generate("x" * 99, SamplingParams())
@@ -80,7 +80,7 @@ async def test_spans_of_requests() -> None:
     assert [name for name, _ in finished.events] == ["admitted", "first token"]
     times = [finished.given["start_time"], *(time for _, time in finished.events), finished.ended_at]
     assert times == sorted(times)
-    assert finished.attributes["gen_ai.response.id"] == completion.request_id
+    assert finished.attributes["gen_ai.response.id"] == completion.request_id == "mine"
     assert finished.attributes["gen_ai.usage.input_tokens"] == 2
     assert finished.attributes["gen_ai.usage.output_tokens"] == 7
     assert finished.attributes["gen_ai.response.finish_reasons"] == ["stop"]

@@ -90,7 +90,7 @@ def test_each_reason_names_file_field_and_value(folder: Path) -> None:
     assert not info.is_supported
     device, shapes = info.reasons
     assert device.startswith("device='cuda:7': expected a device of this machine")
-    assert shapes == f"{folder / 'config.json'}: config: rms_norm_eps='x': expected a number from 0 to 1.0"
+    assert shapes.startswith(f"{folder / 'config.json'}: config: rms_norm_eps='x': expected a number")
     assert info.architecture == "Qwen3ForCausalLM" and info.num_parameters is None
 
     change(folder, "config.json", rms_norm_eps=1e-6, intermediate_size=81)

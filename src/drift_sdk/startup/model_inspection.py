@@ -51,8 +51,10 @@ class Inspection:
     def info(self) -> ModelInfo:
         device = self._try(lambda: choose_device(self._config))
         dtype = None if device is None else self._try(lambda: choose_dtype(self._config, device))
-        executor = None if device is None else self._try(lambda: choose_executor(self._config, device)[0])
         shapes = self._try(lambda: read_config(self._found.source, self._config))
+        executor = (
+            None if device is None else self._try(lambda: choose_executor(self._config, device, shapes)[0])
+        )
         if shapes is not None and self._config.load == "auto" and not self._found.missing:
             self._try(lambda: check_tensors(shapes, self._found.source.tensors()))
 

@@ -67,7 +67,7 @@ def open_model(
     report("find", 0.0)
     device = choose_device(config)
     dtype = choose_dtype(config, device)
-    executor_name, fallback = choose_executor(config, device)
+    choose_executor(config, device)  # raises before anything is downloaded
     source = resolve(
         model,
         **hub_settings(config),
@@ -77,6 +77,7 @@ def open_model(
         has_weights=config.load == "auto",
     )
     decoder_config = read_config(source, config)
+    executor_name, fallback = choose_executor(config, device, decoder_config)
 
     report("load tokenizer", 0.0)
     text = load_text(source, config, decoder_config.vocab_size, report)
@@ -183,6 +184,7 @@ def hub_settings(config: EngineConfig) -> dict[str, Any]:
 def _check_shapes(source: Source, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> None:
     """Raise the errors of opening a model that its config shows, before its weights are downloaded."""
     decoder_config = read_config(source, config)
+    choose_executor(config, device, decoder_config)
     check_model_len(config, decoder_config.max_position_embeddings)
     DeviceMemory(device, config).check_weights(weight_bytes(decoder_config, dtype))
 
@@ -252,7 +254,7 @@ def read_config(source: Source, config: EngineConfig) -> DecoderConfig:
     settings = source.config  # its errors name the file
     file = source.path if source.path.is_file() else source.path / "config.json"
     try:
-        return DecoderConfig.from_hf(settings)
+        return DecoderConfig.from_hf(settings, max_model_len=config.max_model_len)
     except ModelLoadError as error:
         raise ModelLoadError(f"{file}: {error}") from error
     except Exception as error:  # settings of a wrong type may raise anything

@@ -11,6 +11,13 @@ from drift_sdk.text.tokenizer import Tokenizer
 __all__ = ["NoTokenizer"]
 
 
+class NoTexts(dict[int, str]):
+    """The texts of token ids that have none."""
+
+    def __missing__(self, token_id: int) -> str:
+        return ""
+
+
 class NoTokenizer(Tokenizer):
     """Stands in for the tokenizer of a model that has none: text cannot be encoded, and tokens have no text.
 
@@ -28,6 +35,7 @@ class NoTokenizer(Tokenizer):
         self.vocab_size = 0
         self.special_token_ids = frozenset()
         self._token_bytes = None
+        self.token_texts = NoTexts()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         raise RequestError.of("prompt", text, f"token ids: {self._place} has no tokenizer")

@@ -16,6 +16,7 @@ from drift_sdk.text.detokenizer import BytesDetokenizer, ContextDetokenizer, Det
 from drift_sdk.text.gguf_tokenizer import adds_bos, build_gguf_tokenizer, special_token
 from drift_sdk.text.token_bytes import NUM_IDS, TokenBytes, joins_words
 from drift_sdk.text.token_floor import TokenFloor
+from drift_sdk.text.token_texts import TokenTexts
 from drift_sdk.text.tokenizer_limits import check_tokenizer
 
 __all__ = ["Tokenizer", "default_template"]
@@ -70,6 +71,7 @@ class Tokenizer:
                 self._prefix = [bos_token_id]
 
         self._token_bytes = None if joins_words(raw) else TokenBytes(raw, self.special_token_ids)
+        self.token_texts: Mapping[int, str] = TokenTexts(raw, self._token_bytes)
         self._floor: TokenFloor | None = None
 
     @classmethod
