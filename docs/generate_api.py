@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 import drift_sdk
-from drift_sdk import measurement, testing
+from drift_sdk import events, measurement, prometheus, testing
 
 FILE = Path(__file__).parent / "api.md"
 GROUPS = {
@@ -27,8 +27,10 @@ GROUPS = {
         "DynamicTree",
         "NGram",
         "Progress",
+        "Download",
         "EngineStats",
     ],
+    "Before loading": ["inspect", "ModelInfo", "RemoteFile"],
     "Asking": ["SamplingParams", "SamplingOptions", "Job", "JsonSchema", "Regex", "Lark"],
     "Answers": [
         "TokenStream",
@@ -63,10 +65,20 @@ def render() -> str:
     parts = ["# API", "Generated from the code by `docs/generate_api.py`."]
     for title, group in GROUPS.items():
         parts.append(f"## {title}")
-        parts += [render_class(name, getattr(drift_sdk, name)) for name in group]
+        parts += [render_any(name, getattr(drift_sdk, name)) for name in group]
         if title == "Running":
             parts.append(f"### {signature('load_tree', drift_sdk.load_tree)}")
             parts.append(doc_of(drift_sdk.load_tree))
+    parts.append("## Events")
+    parts.append(doc_of(events))
+    parts += [
+        render_class(f"drift_sdk.events.{name}", getattr(events, name))
+        for name in events.__all__
+        if name != "Event"
+    ]
+    parts.append("## Metrics")
+    parts.append(f"### drift_sdk.prometheus.{signature('collector', prometheus.collector)}")
+    parts.append(doc_of(prometheus.collector))
     parts.append("## Testing code that embeds an engine")
     parts.append(f"### drift_sdk.testing.{signature('scripted_engine', testing.scripted_engine)}")
     parts.append(doc_of(testing.scripted_engine))
@@ -83,6 +95,13 @@ def render() -> str:
     for cls in (measurement.AcceptanceTrace, measurement.RecordedRounds, measurement.StageTiming):
         parts.append(render_class(f"drift_sdk.measurement.{cls.__name__}", cls))
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def render_any(name: str, thing: Any) -> str:
+    if inspect.isfunction(thing):
+        return f"### {signature(name, thing)}\n\n{doc_of(thing)}"
+
+    return render_class(name, thing)
 
 
 def render_class(name: str, cls: type) -> str:

@@ -20,6 +20,7 @@ import torch
 from msgspec import UNSET, Struct, UnsetType
 
 from drift_sdk.profiling.manual_driver import ManualDriver
+from drift_sdk.progress import ignore_progress
 from perf.cases.gemm import weight_shapes
 from perf.harness.decoding import DecodeOptions, engine_config
 from perf.harness.record import Run
@@ -216,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         model = prepare(given.model, Path(folder) / given.model)
         config = engine_config(model, given.scenario, options)
         print(f"opening {model.name}", flush=True)
-        opened = open_model(model.path, config, lambda stage, fraction: None)
+        opened = open_model(model.path, config, ignore_progress)
         slots = ManualDriver(opened.executor, prefill_token_budget=config.prefill_token_budget)
 
         def rounds(number: int) -> None:

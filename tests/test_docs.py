@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import inspect
+import os
 import re
 import sys
 import types
@@ -16,7 +17,7 @@ import pytest
 from model_zoo import make_model
 
 import drift_sdk
-from drift_sdk.loading.source import Source
+from drift_sdk.loading.source import Source, found_at
 
 ROOT = Path(__file__).parent.parent
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
@@ -28,6 +29,7 @@ def any_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_model(0, tmp_path)
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     monkeypatch.setattr("drift_sdk.startup.model_startup.resolve", lambda model, **_: Source(tmp_path))
+    monkeypatch.setattr("drift_sdk.startup.model_inspection.find", lambda model, **_: found_at(tmp_path))
 
 
 def snippets_of(file: str) -> list[str]:
@@ -42,14 +44,18 @@ def test_snippets_of_the_readme_run_as_scripts(any_model: None, capsys: pytest.C
         assert capsys.readouterr().out
 
 
-def test_snippets_of_the_guide_run(any_model: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("file", ["docs/guide.md", "docs/sizing.md"])
+def test_snippets_of_a_page_run(file: str, any_model: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """They run one after the other, with `await` at the top level."""
+    for name in [name for name in os.environ if name.startswith("DRIFT_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("DRIFT_MAX_NUM_SEQS", "")  # set by a snippet
     module = types.ModuleType("snippets")
     monkeypatch.setitem(sys.modules, "snippets", module)  # typing looks names up there
 
     async def main() -> None:
-        for number, snippet in enumerate(snippets_of("docs/guide.md")):
-            code = compile(snippet, f"guide.md#{number}", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        for number, snippet in enumerate(snippets_of(file)):
+            code = compile(snippet, f"{file}#{number}", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
             result = eval(code, module.__dict__)  # a coroutine if the snippet awaits
             if inspect.iscoroutine(result):
                 await result

@@ -151,6 +151,7 @@ CONFIG = {
     "strict_performance": flag(),
     "step_timeout_s": number(0.0, 1e6, optional=True, is_open=True),
     "exact_prefill": flag(),
+    "num_threads": integer(1, 1024, optional=True),
     "load": choice("auto", "random"),
     "revision": text("main"),
     "cache_dir": text("folder", Path("folder")),

@@ -121,6 +121,21 @@ def test_gpu_libraries_have_one_home() -> None:
             assert homes is None or any(place.startswith(home) for home in homes), f"{name}: {imported}"
 
 
+def test_engine_on_the_cpu_needs_neither_triton_nor_cuda_python() -> None:
+    """They are imported inside functions of the graph executor's start."""
+    files = dict(modules())
+    reached, waiting = set(), ["drift_sdk.startup.model_startup", "drift_sdk.startup.model_inspection"]
+    while waiting:
+        name = waiting.pop()
+        if name in files and name not in reached:
+            reached.add(name)
+            waiting += imports_of(files[name], top_level=True)
+    assert "drift_sdk.execution.eager.executor" in reached
+    for name in reached:
+        found = {imported.split(".")[0] for imported in imports_of(files[name], top_level=True)}
+        assert not found & set(ONLY_IN), name
+
+
 def test_a_file_fits_in_the_head() -> None:
     for _, file in modules():
         assert len(file.read_text().splitlines()) <= 400, file

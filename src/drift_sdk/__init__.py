@@ -20,8 +20,10 @@ from drift_sdk.errors import (
     RequestError,
 )
 from drift_sdk.grammars import JsonSchema, Lark, Regex
+from drift_sdk.inspection import inspect
 from drift_sdk.jobs import Job, JobResult
-from drift_sdk.progress import Progress
+from drift_sdk.model_info import ModelInfo, RemoteFile
+from drift_sdk.progress import Download, Progress
 from drift_sdk.results import (
     Chunk,
     Completion,
@@ -44,6 +46,7 @@ __all__ = [
     "Chunk",
     "Completion",
     "ConfigError",
+    "Download",
     "DriftError",
     "DynamicTree",
     "Engine",
@@ -56,12 +59,14 @@ __all__ = [
     "JobResult",
     "JsonSchema",
     "Lark",
+    "ModelInfo",
     "ModelLoadError",
     "NGram",
     "Progress",
     "PromptTooLong",
     "QueueFull",
     "Regex",
+    "RemoteFile",
     "RequestError",
     "Samples",
     "SamplingOptions",
@@ -76,6 +81,7 @@ __all__ = [
     "TokenStream",
     "ToolCall",
     "Usage",
+    "inspect",
     "load_tree",
 ]
 

@@ -8,7 +8,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -24,12 +24,14 @@ from drift_sdk import (
 )
 from drift_sdk.cli.chat import chat
 from drift_sdk.cli.doctor import run_doctor
+from drift_sdk.cli.inspect import run_inspect
 from drift_sdk.cli.terminal import print_error
 from drift_sdk.cli.tree import run_tree
 from drift_sdk.cli.warm import run_warm
 from drift_sdk.errors import FieldError, short_repr
 
-WARM_SETTINGS = {
+MODEL_HELP = "a folder, a .gguf file, a hub id, or a hub id with a quantisation, such as owner/name:Q4_K_M"
+WARM_SETTINGS: dict[str, tuple[type[int] | type[str], str]] = {
     "device": (str, "auto, cpu, cuda or cuda:N"),
     "dtype": (str, "auto, float32, bfloat16 or float16"),
     "executor": (str, "auto, eager or graph"),
@@ -40,7 +42,18 @@ WARM_SETTINGS = {
 }
 """Fields of EngineConfig that decide which kernels are compiled: type and help of each one's option."""
 
-WITHOUT_OPTION = {"max_model_len": "the model's own context"}
+INSPECT_SETTINGS = {
+    **{name: setting for name, setting in WARM_SETTINGS.items() if name != "prefill_token_budget"},
+    "kv_cache_tokens": (int, "tokens that the KV cache holds"),
+    "revision": (str, "branch, tag or commit of a hub id"),
+}
+"""Fields of EngineConfig that decide whether a model can be served, as in WARM_SETTINGS."""
+
+WITHOUT_OPTION = {
+    "max_model_len": "the model's own context",
+    "kv_cache_tokens": "as many as fit",
+    "revision": "the hub's own",
+}
 """Of fields whose default is None: its meaning."""
 
 
@@ -104,6 +117,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"drift_sdk {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     add_doctor(commands)
+    add_inspect(commands)
     add_chat(commands)
     add_warm(commands)
     add_tune(commands)
@@ -119,9 +133,18 @@ def add_doctor(commands: Commands[argparse.ArgumentParser]) -> None:
     command.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
+def add_inspect(commands: Commands[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser(
+        "inspect", help="report whether a model can be served here, and what it takes; loads no weights"
+    )
+    command.add_argument("model", help=MODEL_HELP)
+    add_settings(command, INSPECT_SETTINGS)
+    command.add_argument("--json", action="store_true", help="print the report as JSON")
+
+
 def add_chat(commands: Commands[argparse.ArgumentParser]) -> None:
     command = commands.add_parser("chat", help="talk with a model; Ctrl-C stops an answer, Ctrl-D leaves")
-    command.add_argument("model", help="a folder, a .gguf file or a hub id")
+    command.add_argument("model", help=MODEL_HELP)
     command.add_argument("--system", help="the system message")
     command.add_argument(
         "--max-tokens", type=int, default=1024, help="most tokens of an answer (default: %(default)s)"
@@ -143,14 +166,8 @@ def add_warm(commands: Commands[argparse.ArgumentParser]) -> None:
         "warm",
         help="compile the kernels that serving a model needs, with the settings it will be served with",
     )
-    command.add_argument("model", help="a folder, a .gguf file or a hub id")
-    defaults = EngineConfig()
-    for name, (kind, meaning) in WARM_SETTINGS.items():
-        default = getattr(defaults, name)
-        shown = WITHOUT_OPTION.get(name, default)
-        command.add_argument(
-            option_name(name), type=kind, default=default, help=f"{meaning} (default: {shown})"
-        )
+    command.add_argument("model", help=MODEL_HELP)
+    add_settings(command, WARM_SETTINGS)
     add_drafts(command)
 
 
@@ -192,6 +209,19 @@ def add_tree(commands: Commands[argparse.ArgumentParser]) -> None:
     )
 
 
+def add_settings(
+    command: argparse.ArgumentParser, settings: Mapping[str, tuple[type[int] | type[str], str]]
+) -> None:
+    """Options for fields of EngineConfig."""
+    defaults = EngineConfig()
+    for name, (kind, meaning) in settings.items():
+        default = getattr(defaults, name)
+        shown = WITHOUT_OPTION.get(name, default)
+        command.add_argument(
+            option_name(name), type=kind, default=default, help=f"{meaning} (default: {shown})"
+        )
+
+
 def add_drafts(command: argparse.ArgumentParser) -> None:
     command.add_argument("--draft", help="an EAGLE-3 head, a folder or a hub id; or ngram")
     default = Chain().num_draft_tokens
@@ -214,6 +244,9 @@ def make_command(options: argparse.Namespace) -> Callable[[], int]:
     match options.command:
         case "doctor":
             return partial(run_doctor, as_json=options.json)
+        case "inspect":
+            settings = {name: getattr(options, name) for name in INSPECT_SETTINGS}
+            return partial(run_inspect, options.model, EngineConfig(**settings), as_json=options.json)
         case "warm":
             settings = {name: getattr(options, name) for name in WARM_SETTINGS}
             config = EngineConfig(**settings, speculation=speculation(options))

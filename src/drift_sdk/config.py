@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import Struct
 
+from drift_sdk._environment import read_environment
 from drift_sdk._validation import (
     check_bool,
     check_choice,
+    check_field_names,
     check_float,
     check_int,
     check_str,
@@ -62,6 +66,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     exact_prefill:            on the graph executor, compute prompts with the kernels of decoding, so that
                               their bits are those of decoding: tokens do not depend on how a prompt is cut,
                               cached or preempted. At a cost in speed.
+    num_threads:              threads over which torch splits an operation on the CPU, 1 to 1,024, for the
+                              engine's thread alone; None = as torch finds it, one per core by default.
     load:                     "auto" (the model's files) or "random" (random weights of the configured
                               shapes).
     revision:                 branch, tag or commit of the model's hub id; None = the hub's default.
@@ -101,6 +107,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     strict_performance: bool = False
     step_timeout_s: float | None = None
     exact_prefill: bool = False
+    num_threads: int | None = None
     load: Literal["auto", "random"] = "auto"
     revision: str | None = None
     cache_dir: str | Path | None = None
@@ -130,6 +137,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         check_bool(ConfigError, "strict_performance", self.strict_performance)
         check_float(ConfigError, "step_timeout_s", self.step_timeout_s, gt=0.0, le=1e6, optional=True)
         check_bool(ConfigError, "exact_prefill", self.exact_prefill)
+        check_int(ConfigError, "num_threads", self.num_threads, ge=1, le=1024, optional=True)
         check_choice(ConfigError, "load", self.load, LOADS)
         check_str(ConfigError, "revision", self.revision, optional=True)
         self._check_path("cache_dir")
@@ -157,6 +165,40 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         value = getattr(self, name)
         if value is not None and not (isinstance(value, str | Path) and str(value)):
             raise ConfigError.of(name, value, "a path, a non-empty string or None")
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> EngineConfig:
+        """Make a config from plain data, such as a decoded JSON or TOML file. `speculation` may be a mapping,
+        as `Speculation.from_dict` takes it. ConfigError for a wrong value, and for an unknown field, with the
+        name of the most similar one."""
+        if not isinstance(settings, Mapping):
+            raise ConfigError.of("settings", settings, "a mapping")
+
+        check_field_names(ConfigError, cls, settings)
+        speculation = settings.get("speculation")
+        if isinstance(speculation, Mapping):
+            settings = {**settings, "speculation": Speculation.from_dict(speculation)}
+
+        return cls(**settings)
+
+    @classmethod
+    def from_env(cls, prefix: str = "DRIFT_") -> EngineConfig:
+        """Make a config from environment variables: `prefix` and the name of a field in upper case, such as
+        DRIFT_MAX_NUM_SEQS. Fields without a variable, or with an empty one, keep their defaults.
+
+        Flags are true or false, 1 or 0; DRIFT_SPECULATION is a JSON object, as `from_dict` takes it.
+        ConfigError names the variable that has a wrong value, or that has the prefix and no field.
+        """
+        check_str(ConfigError, "prefix", prefix)
+        settings = read_environment(ConfigError, cls, prefix, os.environ)
+        try:
+            return cls.from_dict(settings)
+        except ConfigError as error:
+            field = error.field if error.field in cls.__struct_fields__ else "speculation"
+            variable = f"{prefix}{field.upper()}"
+            raise ConfigError(
+                f"{variable}: {error}", field=variable, value=error.value, allowed=error.allowed
+            ) from error
 
     def replace(self, **changes: object) -> EngineConfig:
         """A copy with some fields changed, checked like a new one: ConfigError for a wrong value, and for an

@@ -13,16 +13,18 @@ from drift_sdk._validation import check_float
 from drift_sdk.config import EngineConfig
 from drift_sdk.driver.commands import Pause, Resume, Sleep, Unpause, Wake
 from drift_sdk.driver.driver import Driver
+from drift_sdk.driver.event_sender import check_on_event
 from drift_sdk.driver.life_cycle import LifeCycle
 from drift_sdk.driver.loaded_model import LoadedModel, OpenModel, with_limits
 from drift_sdk.driver.loop_poster import Latch
 from drift_sdk.driver.prompts import ModelText
 from drift_sdk.driver.startup_progress import ProgressReporter, check_on_progress
 from drift_sdk.errors import ConfigError, EngineClosed, RequestError
+from drift_sdk.events import Event
 from drift_sdk.progress import Progress, Report
 from drift_sdk.sampling_params import SamplingParams
 from drift_sdk.serving import Serving
-from drift_sdk.stats import EngineStats
+from drift_sdk.stats import EngineMetrics, EngineStats
 from drift_sdk.steps import ExecutorLimits
 
 if TYPE_CHECKING:
@@ -39,6 +41,9 @@ class Engine(Serving):
     on_progress: a function, not a coroutine function, that is called with a `Progress` for each stage of
                  starting, on the event loop of the task that starts the engine. If it raises an exception,
                  that is logged and the function is not called again during this start. None = no calls.
+    on_event:    a function, not a coroutine function, that is called with each `Event` of drift_sdk.events,
+                 on a thread of its own, one call at a time: it may take time, and is on no event loop. If it
+                 raises an exception, that is logged once. None = no calls.
     open_model:  for tests and measurement only: opens the model in place of the files that `model` names. It
                  is called on the engine's thread as `open_model(report, limits)`, at the start with the first
                  argument alone and by `wake()` with both, and returns a `LoadedModel`; see `OpenModel` in
@@ -55,6 +60,7 @@ class Engine(Serving):
         config: EngineConfig | None = None,
         *,
         on_progress: Callable[[Progress], None] | None = None,
+        on_event: Callable[[Event], object] | None = None,
         open_model: OpenModel | None = None,
     ) -> None:
         if not isinstance(model, str | Path) or not str(model):
@@ -64,6 +70,7 @@ class Engine(Serving):
             raise ConfigError.of("config", config, "an EngineConfig")
 
         check_on_progress(on_progress)
+        check_on_event(on_event)
         if open_model is not None and not callable(open_model):
             raise ConfigError.of("open_model", open_model, "a function that opens a model, or None")
 
@@ -71,6 +78,7 @@ class Engine(Serving):
         self.model = model
         self.config = config if config is not None else EngineConfig()
         self._on_progress = on_progress
+        self._on_event = on_event
         self._life_cycle = LifeCycle()
         self._open_model: OpenModel = open_model or partial(open_files, model, self.config)
 
@@ -158,6 +166,21 @@ class Engine(Serving):
         open."""
         return self._running_driver().stats_recorder.read()
 
+    def metrics(self) -> EngineMetrics:
+        """The statistics and histograms, with the names of model and executor. EngineClosed if the engine is
+        not open.
+
+        `drift_sdk.prometheus.collector` shows them in a registry of the host, those of several engines on one
+        page.
+        """
+        recorder = self._running_driver().stats_recorder
+        return EngineMetrics(
+            model=str(self.model),
+            executor=self.executor,
+            stats=recorder.read(),
+            histograms=recorder.histograms,
+        )
+
     def metrics_text(self) -> str:
         """The statistics and histograms as Prometheus text, from a registry that belongs to this engine.
 
@@ -166,8 +189,8 @@ class Engine(Serving):
         """
         from drift_sdk.prometheus import metrics_text
 
-        recorder, model, executor = self._running_driver().stats_recorder, str(self.model), self.executor
-        return metrics_text(recorder.read(), recorder.histograms, model=model, executor=executor)
+        shown = self.metrics()
+        return metrics_text(shown.stats, shown.histograms, model=shown.model, executor=shown.executor)
 
     @property
     def executor(self) -> str:
@@ -181,7 +204,8 @@ class Engine(Serving):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer. EngineClosed if the engine is not open."""
+        """The model's tokenizer; of a model without one, its `has_text` is False and it rejects every text.
+        EngineClosed if the engine is not open."""
         return self._model_text().tokenizer
 
     @property
@@ -200,7 +224,8 @@ class Engine(Serving):
         return self._life_cycle.driver
 
     def _make_driver(self) -> Driver:
-        return Driver(self._open_model, ProgressReporter(self._on_progress), self.config.max_queued_requests)
+        report = ProgressReporter(self._on_progress)
+        return Driver(self._open_model, report, self.config.max_queued_requests, self._on_event)
 
     def _running_driver(self) -> Driver:
         driver = self._driver

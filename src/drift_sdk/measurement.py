@@ -34,6 +34,7 @@ from drift_sdk.profiling.acceptance_trace import AcceptanceTrace
 from drift_sdk.profiling.manual_driver import ManualDriver
 from drift_sdk.profiling.recording_executor import RecordedRounds, RecordingExecutor
 from drift_sdk.profiling.stage_timing import StageTiming, time_stages
+from drift_sdk.progress import Report, ignore_progress
 from drift_sdk.steps import Executor, ExecutorLimits
 
 __all__ = [
@@ -165,7 +166,7 @@ def staged_executor(
     config = config.replace(executor="graph")
     lengths = simulated_trace(config, acceptance).lengths if acceptance is not None else None
     stages = TimedStageMarks()
-    opened = open_model(model, config, lambda stage, fraction: None, acceptance_trace=lengths, stages=stages)
+    opened = open_model(model, config, ignore_progress, acceptance_trace=lengths, stages=stages)
     try:
         yield opened.executor, stages.take
     finally:
@@ -194,7 +195,7 @@ def open_recorded(
     acceptance: AcceptanceTrace | None,
     is_profiled: bool,
     rounds: RecordedRounds,
-    report: Callable[[str, float], None],
+    report: Report,
     limits: ExecutorLimits | None = None,
 ) -> LoadedModel:
     # Imported here, on the engine's thread, because it loads torch.

@@ -1,4 +1,4 @@
-"""Statistics of an engine as Prometheus text.
+"""Statistics of engines for Prometheus: as text, or in the registry of the host.
 
 ========================================= ========= ====================================================
 name                                      type      what
@@ -39,15 +39,21 @@ drift_request_prompt_tokens               histogram tokens of prompts whose firs
 drift_request_completion_tokens           histogram tokens of completions ended by stop, length
 drift_round_accepted_tokens               histogram drafts accepted in rounds with drafts
 ========================================= ========= ====================================================
+
+In the registry of the host, each has the label `engine` and those of `collector` besides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
 
-from drift_sdk.errors import DriftError
+from msgspec import Struct
+
+from drift_sdk.errors import ConfigError, DriftError, EngineClosed
 from drift_sdk.speculation import MAX_DRAFT_TOKENS
-from drift_sdk.stats import EngineStats, Histogram, Histograms
+from drift_sdk.stats import EngineMetrics, EngineStats, Histogram, Histograms
 
 try:
     from prometheus_client import CollectorRegistry, generate_latest
@@ -55,164 +61,309 @@ try:
     from prometheus_client.registry import Collector
 except ImportError as cause:
     raise DriftError(
-        'metrics_text() needs the package prometheus-client: pip install "drift-engine[metrics]"'
+        'metrics need the package prometheus-client: pip install "drift-engine[metrics]"'
     ) from cause
 
-__all__ = ["metrics_text"]
+__all__ = ["collector", "metrics_text"]
 
 DRAFTS = tuple(float(number) for number in range(MAX_DRAFT_TOKENS + 1))
+LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
+OWN_LABELS = ("engine", "executor", "kind", "le", "model", "position", "reason")
+
+
+class HasMetrics(Protocol):
+    """An `Engine` or a `SyncEngine`."""
+
+    def metrics(self) -> EngineMetrics: ...
 
 
 def metrics_text(stats: EngineStats, histograms: Histograms, *, model: str, executor: str) -> str:
     """Statistics and histograms in Prometheus' text format, version 0.0.4."""
+    metrics = EngineMetrics(model=model, executor=executor, stats=stats, histograms=histograms)
     registry = CollectorRegistry()
-    registry.register(EngineCollector(stats, histograms, model, executor))
+    registry.register(MetricsCollector(lambda: [Measured({}, metrics)], ()))
     return generate_latest(registry).decode()
 
 
-class EngineCollector(Collector):
-    """The metrics of one engine at one moment."""
+def collector(engines: Mapping[str, HasMetrics], *, labels: Mapping[str, str] | None = None) -> Collector:
+    """A collector of one or several engines, for a registry of prometheus_client. Each metric is one family,
+    with the samples of all engines.
 
-    def __init__(self, stats: EngineStats, histograms: Histograms, model: str, executor: str) -> None:
-        self._stats = stats
-        self._histograms = histograms
-        self._labels = {"model": model, "executor": executor}
+    engines: engines by the value of their label `engine`. The mapping is read at each collection: engines may
+             be added and removed, and those that are not open have no samples.
+    labels:  further labels of every sample.
+
+    ConfigError for names that cannot be labels, and for values that are not strings.
+    """
+    if not isinstance(engines, Mapping):
+        raise ConfigError.of("engines", engines, "a mapping of names to engines")
+
+    given = dict(labels or {})
+    for name, value in given.items():
+        if not (isinstance(name, str) and LABEL.fullmatch(name)) or name in OWN_LABELS:
+            allowed = f"names of letters, digits and _, other than {', '.join(OWN_LABELS)}"
+            raise ConfigError.of("labels", name, allowed)
+
+        if not isinstance(value, str):
+            raise ConfigError.of("labels", value, "strings as values")
+
+    def read() -> list[Measured]:
+        measured = []
+        for name, engine in dict(engines).items():
+            try:
+                measured.append(Measured({**given, "engine": str(name)}, engine.metrics()))
+            except EngineClosed:
+                continue
+
+        return measured
+
+    return MetricsCollector(read, (*given, "engine"))
+
+
+class Measured(Struct, frozen=True):
+    """The metrics of an engine at one moment, and labels of all its samples."""
+
+    labels: dict[str, str]
+    metrics: EngineMetrics
+
+
+Kind: TypeAlias = type[GaugeMetricFamily] | type[CounterMetricFamily]
+
+
+class MetricsCollector(Collector):
+    """The metrics of engines at the moment of a collection.
+
+    read:   the engines that are open.
+    labels: names of the labels that they all have.
+    """
+
+    def __init__(self, read: Callable[[], Sequence[Measured]], labels: tuple[str, ...]) -> None:
+        self._read = read
+        self._labels = labels
 
     def collect(self) -> Iterator[Metric]:
-        yield gauge("engine_info", "The engine", 1, self._labels)
-        yield from self._requests()
-        yield from self._tokens()
-        yield from self._speculation()
-        yield from self._slow_paths()
-        yield from self._cache_and_steps()
-        yield from self._distributions()
+        families = Families(self._read(), self._labels)
+        yield families.info()
+        yield from requests(families)
+        yield from tokens(families)
+        yield from speculation(families)
+        yield from slow_paths(families)
+        yield from cache_and_steps(families)
+        yield from distributions(families)
 
-    def _requests(self) -> Iterator[Metric]:
-        stats = self._stats
-        yield gauge("requests_running", "Requests in a slot", stats.num_running)
-        yield gauge("requests_waiting", "Requests waiting for a slot", stats.num_waiting)
-        yield counter("requests_submitted", "Requests admitted", stats.num_submitted)
-        yield counter("requests_rejected", "Requests rejected because the queue was full", stats.num_rejected)
-        ended = {
-            "stop": stats.num_stopped,
-            "length": stats.num_length_limited,
-            "cancelled": stats.num_cancelled,
-            "error": stats.num_failed,
-        }
-        yield counters("requests_ended", "Requests ended", "reason", ended)
-        yield counter("preemptions", "Sequences that gave up their KV to others", stats.num_preemptions)
 
-    def _tokens(self) -> Iterator[Metric]:
-        stats = self._stats
-        yield counter(
-            "prompt_tokens", "Tokens of prompts whose first token has come", stats.num_prompt_tokens
+class Families:
+    """Makes a family of each metric, with the samples of all engines."""
+
+    def __init__(self, engines: Sequence[Measured], labels: tuple[str, ...]) -> None:
+        self._engines = engines
+        self._labels = labels
+
+    def info(self) -> Metric:
+        family = GaugeMetricFamily(
+            "drift_engine_info", "The engine", labels=[*self._labels, "model", "executor"]
         )
-        yield counter(
-            "cached_prompt_tokens", "Prompt tokens found in the prefix cache", stats.num_cached_tokens
-        )
-        yield counter("generated_tokens", "Tokens generated", stats.num_generated_tokens)
-        yield gauge(
-            "tokens_per_second", "Tokens generated a second, over the last 5 seconds", stats.tokens_per_second
-        )
+        for measured in self._engines:
+            metrics = measured.metrics
+            family.add_metric([*measured.labels.values(), metrics.model, metrics.executor], 1)
 
-    def _speculation(self) -> Iterator[Metric]:
-        stats, drafts = self._stats, self._stats.speculation
-        yield counter("draft_rounds", "Rounds of a sequence with drafted tokens", stats.num_draft_rounds)
-        yield counter("drafted_tokens", "Tokens drafted", stats.num_drafted_tokens)
-        yield counter("accepted_tokens", "Drafted tokens accepted", stats.num_accepted_tokens)
-        yield counter("rewound_tokens", "Drafted tokens not accepted", drafts.num_rewound)
-        yield gauge("acceptance_length", "Mean tokens a round with drafted ones", drafts.acceptance_length)
-        ratios = {str(position): rate for position, rate in enumerate(drafts.rates)}
-        help_text = "Share of rounds with all drafts up to a position accepted"
-        yield gauges("acceptance_ratio", help_text, "position", ratios)
-        undrafted = {
-            "policy": stats.num_undrafted_by_policy,
-            "request": stats.num_undrafted_by_request,
-            "room": stats.num_undrafted_for_room,
-            "drafter": stats.num_undrafted_by_drafter,
-            "checks": stats.num_undrafted_by_checks,
-        }
-        help_text = "Rows without a draft on a speculating engine"
-        yield counters("undrafted_rows", help_text, "reason", undrafted)
-        help_text = "Rounds that the checks of speculation found wrong"
-        yield counters("violations", help_text, "reason", dict(stats.violations))
+        return family
 
-    def _slow_paths(self) -> Iterator[Metric]:
-        stats = self._stats
-        yield gauge("untuned_shapes", "Weight shapes without measured kernels", stats.num_untuned_shapes)
-        host_work = {
-            "wait": stats.num_host_waits,
-            "round": stats.num_split_rounds,
-            "copy": stats.num_host_copies,
-            "allocation": stats.num_allocations,
-        }
-        yield counters("host_work", "Work of the host that slows graphs down", "kind", host_work)
+    def gauge(self, name: str, help_text: str, value: Callable[[EngineStats], float]) -> Metric:
+        return self._family(GaugeMetricFamily, name, help_text, value)
 
-    def _cache_and_steps(self) -> Iterator[Metric]:
-        stats = self._stats
-        rows = {"prefill": stats.num_prefill_rows, "decode": stats.num_decode_rows}
-        yield gauges("step_rows", "Rows of the last step", "kind", rows)
-        active = {"min": stats.min_active, "mean": stats.mean_active, "max": stats.max_active}
-        yield gauges("active_sequences", "Sequences that got tokens in a decoding step", "bound", active)
-        yield gauge("kv_blocks", "Blocks of the KV cache", stats.num_blocks)
-        yield gauge("kv_blocks_free", "Blocks free or only cached", stats.num_free_blocks)
-        yield gauge("kv_blocks_cached", "Blocks in the prefix cache", stats.num_cached_blocks)
-        yield gauge("kv_use_ratio", "Share of the KV cache held by sequences", stats.kv_use)
+    def counter(self, name: str, help_text: str, value: Callable[[EngineStats], float]) -> Metric:
+        return self._family(CounterMetricFamily, name, help_text, value)
 
-    def _distributions(self) -> Iterator[Metric]:
-        histograms = self._histograms
-        accepted = Histogram(DRAFTS)
-        for num_accepted, num_rounds in enumerate(self._stats.speculation.acceptance_histogram):
-            accepted.observe(num_accepted, num_rounds)
-        for name, help_text, values in (
-            ("time_to_first_token_seconds", "From the call to the first token", histograms.first_token),
-            (
-                "time_between_tokens_seconds",
-                "From one chunk of a stream to its next",
-                histograms.time_between_tokens,
-            ),
-            ("queue_seconds", "From the call to the first slot", histograms.queued),
-            ("request_seconds", "From the call to the end, by stop or length", histograms.request),
-            ("step_seconds", "A step on the device", histograms.step),
-            ("request_prompt_tokens", "Tokens of a prompt", histograms.prompt_tokens),
-            ("request_completion_tokens", "Tokens of a completion", histograms.completion_tokens),
-            ("round_accepted_tokens", "Drafted tokens accepted in a round", accepted),
-        ):
-            yield histogram(name, help_text, values)
+    def gauges(
+        self, name: str, help_text: str, label: str, values: Callable[[EngineStats], Mapping[str, float]]
+    ) -> Metric:
+        """Gauges with one more label, whose values are the keys of what `values` gives."""
+        return self._labelled_family(GaugeMetricFamily, name, help_text, label, values)
+
+    def counters(
+        self, name: str, help_text: str, label: str, values: Callable[[EngineStats], Mapping[str, float]]
+    ) -> Metric:
+        """Counters with one more label, whose values are the keys of what `values` gives."""
+        return self._labelled_family(CounterMetricFamily, name, help_text, label, values)
+
+    def histogram(self, name: str, help_text: str, values: Callable[[EngineMetrics], Histogram]) -> Metric:
+        family = HistogramMetricFamily(f"drift_{name}", help_text, labels=self._labels)
+        for measured in self._engines:
+            found = values(measured.metrics)
+            counts, total, so_far = list(found.counts), found.total, 0
+            buckets: list[tuple[str, float]] = []
+            for bound, count in zip([*found.bounds, float("inf")], counts, strict=True):
+                so_far += count
+                buckets.append(("+Inf" if bound == float("inf") else str(bound), so_far))
+            family.add_metric(list(measured.labels.values()), buckets, total)
+
+        return family
+
+    def _family(self, kind: Kind, name: str, help_text: str, value: Callable[[EngineStats], float]) -> Metric:
+        family = kind(f"drift_{name}", help_text, labels=self._labels)
+        for measured in self._engines:
+            family.add_metric(list(measured.labels.values()), value(measured.metrics.stats))
+
+        return family
+
+    def _labelled_family(
+        self,
+        kind: Kind,
+        name: str,
+        help_text: str,
+        label: str,
+        values: Callable[[EngineStats], Mapping[str, float]],
+    ) -> Metric:
+        family = kind(f"drift_{name}", help_text, labels=[*self._labels, label])
+        for measured in self._engines:
+            for key, value in values(measured.metrics.stats).items():
+                family.add_metric([*measured.labels.values(), key], value)
+
+        return family
 
 
-def gauge(name: str, help_text: str, value: float, labels: Mapping[str, str] | None = None) -> Metric:
-    family = GaugeMetricFamily(f"drift_{name}", help_text, labels=list(labels or ()))
-    family.add_metric(list((labels or {}).values()), value)
-    return family
+def requests(families: Families) -> Iterator[Metric]:
+    yield families.gauge("requests_running", "Requests in a slot", lambda s: s.num_running)
+    yield families.gauge("requests_waiting", "Requests waiting for a slot", lambda s: s.num_waiting)
+    yield families.counter("requests_submitted", "Requests admitted", lambda s: s.num_submitted)
+    yield families.counter(
+        "requests_rejected", "Requests rejected because the queue was full", lambda s: s.num_rejected
+    )
+    yield families.counters(
+        "requests_ended",
+        "Requests ended",
+        "reason",
+        lambda s: {
+            "stop": s.num_stopped,
+            "length": s.num_length_limited,
+            "cancelled": s.num_cancelled,
+            "error": s.num_failed,
+        },
+    )
+    yield families.counter(
+        "preemptions", "Sequences that gave up their KV to others", lambda s: s.num_preemptions
+    )
 
 
-def gauges(name: str, help_text: str, label: str, values: Mapping[str, float]) -> Metric:
-    family = GaugeMetricFamily(f"drift_{name}", help_text, labels=[label])
-    for key, value in values.items():
-        family.add_metric([key], value)
-
-    return family
-
-
-def counter(name: str, help_text: str, value: float) -> Metric:
-    return CounterMetricFamily(f"drift_{name}", help_text, value=value)
-
-
-def counters(name: str, help_text: str, label: str, values: Mapping[str, float]) -> Metric:
-    family = CounterMetricFamily(f"drift_{name}", help_text, labels=[label])
-    for key, value in values.items():
-        family.add_metric([key], value)
-
-    return family
+def tokens(families: Families) -> Iterator[Metric]:
+    yield families.counter(
+        "prompt_tokens", "Tokens of prompts whose first token has come", lambda s: s.num_prompt_tokens
+    )
+    yield families.counter(
+        "cached_prompt_tokens", "Prompt tokens found in the prefix cache", lambda s: s.num_cached_tokens
+    )
+    yield families.counter("generated_tokens", "Tokens generated", lambda s: s.num_generated_tokens)
+    yield families.gauge(
+        "tokens_per_second",
+        "Tokens generated a second, over the last 5 seconds",
+        lambda s: s.tokens_per_second,
+    )
 
 
-def histogram(name: str, help_text: str, values: Histogram) -> Metric:
-    family = HistogramMetricFamily(f"drift_{name}", help_text)
-    counts, total, so_far = list(values.counts), values.total, 0
-    buckets: list[tuple[str, float]] = []
-    for bound, count in zip([*values.bounds, float("inf")], counts, strict=True):
-        so_far += count
-        buckets.append(("+Inf" if bound == float("inf") else str(bound), so_far))
-    family.add_metric([], buckets, total)
-    return family
+def speculation(families: Families) -> Iterator[Metric]:
+    yield families.counter(
+        "draft_rounds", "Rounds of a sequence with drafted tokens", lambda s: s.num_draft_rounds
+    )
+    yield families.counter("drafted_tokens", "Tokens drafted", lambda s: s.num_drafted_tokens)
+    yield families.counter("accepted_tokens", "Drafted tokens accepted", lambda s: s.num_accepted_tokens)
+    yield families.counter(
+        "rewound_tokens", "Drafted tokens not accepted", lambda s: s.speculation.num_rewound
+    )
+    yield families.gauge(
+        "acceptance_length",
+        "Mean tokens a round with drafted ones",
+        lambda s: s.speculation.acceptance_length,
+    )
+    yield families.gauges(
+        "acceptance_ratio",
+        "Share of rounds with all drafts up to a position accepted",
+        "position",
+        lambda s: {str(position): rate for position, rate in enumerate(s.speculation.rates)},
+    )
+    yield families.counters(
+        "undrafted_rows",
+        "Rows without a draft on a speculating engine",
+        "reason",
+        lambda s: {
+            "policy": s.num_undrafted_by_policy,
+            "request": s.num_undrafted_by_request,
+            "room": s.num_undrafted_for_room,
+            "drafter": s.num_undrafted_by_drafter,
+            "checks": s.num_undrafted_by_checks,
+        },
+    )
+    yield families.counters(
+        "violations",
+        "Rounds that the checks of speculation found wrong",
+        "reason",
+        lambda s: dict(s.violations),
+    )
+
+
+def slow_paths(families: Families) -> Iterator[Metric]:
+    yield families.gauge(
+        "untuned_shapes", "Weight shapes without measured kernels", lambda s: s.num_untuned_shapes
+    )
+    yield families.counters(
+        "host_work",
+        "Work of the host that slows graphs down",
+        "kind",
+        lambda s: {
+            "wait": s.num_host_waits,
+            "round": s.num_split_rounds,
+            "copy": s.num_host_copies,
+            "allocation": s.num_allocations,
+        },
+    )
+
+
+def cache_and_steps(families: Families) -> Iterator[Metric]:
+    yield families.gauges(
+        "step_rows",
+        "Rows of the last step",
+        "kind",
+        lambda s: {"prefill": s.num_prefill_rows, "decode": s.num_decode_rows},
+    )
+    yield families.gauges(
+        "active_sequences",
+        "Sequences that got tokens in a decoding step",
+        "bound",
+        lambda s: {"min": s.min_active, "mean": s.mean_active, "max": s.max_active},
+    )
+    yield families.gauge("kv_blocks", "Blocks of the KV cache", lambda s: s.num_blocks)
+    yield families.gauge("kv_blocks_free", "Blocks free or only cached", lambda s: s.num_free_blocks)
+    yield families.gauge("kv_blocks_cached", "Blocks in the prefix cache", lambda s: s.num_cached_blocks)
+    yield families.gauge("kv_use_ratio", "Share of the KV cache held by sequences", lambda s: s.kv_use)
+
+
+def distributions(families: Families) -> Iterator[Metric]:
+    def accepted(metrics: EngineMetrics) -> Histogram:
+        histogram = Histogram(DRAFTS)
+        for num_accepted, num_rounds in enumerate(metrics.stats.speculation.acceptance_histogram):
+            histogram.observe(num_accepted, num_rounds)
+
+        return histogram
+
+    for name, help_text, field in (
+        ("time_to_first_token_seconds", "From the call to the first token", "first_token"),
+        ("time_between_tokens_seconds", "From one chunk of a stream to its next", "time_between_tokens"),
+        ("queue_seconds", "From the call to the first slot", "queued"),
+        ("request_seconds", "From the call to the end, by stop or length", "request"),
+        ("step_seconds", "A step on the device", "step"),
+        ("request_prompt_tokens", "Tokens of a prompt", "prompt_tokens"),
+        ("request_completion_tokens", "Tokens of a completion", "completion_tokens"),
+    ):
+        yield families.histogram(name, help_text, histogram_of(field))
+    yield families.histogram("round_accepted_tokens", "Drafted tokens accepted in a round", accepted)
+
+
+def histogram_of(field: str) -> Callable[[EngineMetrics], Histogram]:
+    """A function that takes one of an engine's histograms."""
+
+    def take(metrics: EngineMetrics) -> Histogram:
+        histogram: Any = getattr(metrics.histograms, field)
+        assert isinstance(histogram, Histogram)
+        return histogram
+
+    return take

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import Struct
 from msgspec.structs import force_setattr
@@ -213,3 +214,26 @@ class Speculation(Struct, frozen=True, kw_only=True):
             )
         check_bool(ConfigError, "checks", self.checks)
         check_bool(ConfigError, "required", self.required)
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> Speculation:
+        """Make it from plain data. `draft` may be "ngram", or the fields of `NGram` as a mapping; `shape` may
+        be the fields of `Chain` as a mapping, or its number of tokens. ConfigError for a wrong value, and for
+        an unknown field, with the name of the most similar one."""
+        check_field_names(ConfigError, cls, settings)
+        if "draft" not in settings:
+            raise ConfigError.of("draft", None, "a folder, a hub id or NGram()")
+
+        given = dict(settings)
+        draft, shape = given["draft"], given.get("shape")
+        if isinstance(draft, Mapping):
+            check_field_names(ConfigError, NGram, draft)
+            given["draft"] = NGram(**draft)
+        elif isinstance(draft, str) and draft.lower() in NGRAM_NAMES:
+            given["draft"] = NGram()
+        if isinstance(shape, Mapping):
+            check_field_names(ConfigError, Chain, shape)
+            given["shape"] = Chain(**shape)
+        elif isinstance(shape, int):
+            given["shape"] = Chain(shape)
+        return cls(**given)

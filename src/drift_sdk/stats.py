@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from drift_sdk.results import SpeculationStats
 
-__all__ = ["EngineStats", "Histogram", "Histograms"]
+__all__ = ["EngineMetrics", "EngineStats", "Histogram", "Histograms"]
 
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 STEP_SECONDS = (
@@ -184,3 +184,17 @@ class Histograms:
         self.step = Histogram(STEP_SECONDS)
         self.prompt_tokens = Histogram(TOKENS)
         self.completion_tokens = Histogram(TOKENS)
+
+
+class EngineMetrics(Struct, frozen=True, kw_only=True):
+    """What an engine shows to Prometheus.
+
+    model, executor: its model's name, and its executor.
+    stats:           a snapshot.
+    histograms:      distributions since the start. They go on changing while the engine serves.
+    """
+
+    model: str
+    executor: str
+    stats: EngineStats
+    histograms: Histograms

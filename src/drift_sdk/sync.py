@@ -15,11 +15,12 @@ from drift_sdk.driver.loaded_model import OpenModel
 from drift_sdk.driver.loop_thread import LoopThread, check_no_loop
 from drift_sdk.engine import Engine
 from drift_sdk.errors import EngineClosed
+from drift_sdk.events import Event
 from drift_sdk.jobs import JobMap, JobResult, PromptLike, check_prompts
 from drift_sdk.progress import Progress
 from drift_sdk.results import Chunk, Completion
 from drift_sdk.sampling_params import SamplingOptions, SamplingParams
-from drift_sdk.stats import EngineStats
+from drift_sdk.stats import EngineMetrics, EngineStats
 from drift_sdk.stream import TokenStream
 
 if TYPE_CHECKING:
@@ -100,9 +101,12 @@ class SyncEngine:
         config: EngineConfig | None = None,
         *,
         on_progress: Callable[[Progress], None] | None = None,
+        on_event: Callable[[Event], object] | None = None,
         open_model: OpenModel | None = None,
     ) -> None:
-        self._engine = Engine(model, config, on_progress=on_progress, open_model=open_model)
+        self._engine = Engine(
+            model, config, on_progress=on_progress, on_event=on_event, open_model=open_model
+        )
         self._loop: LoopThread | None = None
         self._finalizer: weakref.finalize[..., SyncEngine] | None = None
         self._lock = threading.Lock()
@@ -287,6 +291,10 @@ class SyncEngine:
     def stats(self) -> EngineStats:
         """A snapshot of the engine's state and of its counters; see `Engine.stats`."""
         return self._engine.stats()
+
+    def metrics(self) -> EngineMetrics:
+        """The statistics and histograms, for `drift_sdk.prometheus.collector`; see `Engine.metrics`."""
+        return self._engine.metrics()
 
     def _call(self, function: Callable[..., Awaitable[ResultT]], *arguments: Any) -> ResultT:
         """Run a coroutine function on the engine's event loop and wait for its result."""

@@ -17,10 +17,11 @@ import torch
 from model_zoo import make_model
 from random_folder import make_random_folder
 
-from drift_sdk import Chain, Engine, EngineConfig, NGram, Speculation, __version__
+from drift_sdk import Chain, Download, Engine, EngineConfig, NGram, Progress, Speculation, __version__
 from drift_sdk.__main__ import main
 from drift_sdk.cli import doctor
 from drift_sdk.cli.doctor import Device, examine
+from drift_sdk.cli.terminal import hide_progress, show_progress
 from drift_sdk.cli.warm import Warmed, kernel_cache
 from drift_sdk.driver.loaded_model import LoadedModel
 from drift_sdk.testing import ScriptedModel, scripted_engine
@@ -100,6 +101,34 @@ def test_doctor_runs_where_the_engine_cannot_be_imported(monkeypatch: pytest.Mon
     (problem,) = diagnosis.problems
     assert problem.startswith("the engine cannot be imported: ")
     assert "drift_sdk.startup.executor_factory" in problem
+
+
+def test_doctor_needs_packages_for_gpus_only_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "FOR_GPU", ("triton", "cuda-core"))
+    monkeypatch.setattr(doctor, "version_of", lambda name: None if name in doctor.FOR_GPU else "9.9")
+    gpu = Device(name="GPU", compute_capability="9.0", free_memory=1, total_memory=1)
+    monkeypatch.setattr(doctor, "gpus", lambda torch: [])
+    diagnosis = examine()
+    assert (diagnosis.problems, diagnosis.is_usable) == ([], True)
+    assert (
+        "without triton, cuda-core: an engine on a GPU needs them, on the CPU it does not" in diagnosis.notes
+    )
+    monkeypatch.setattr(doctor, "gpus", lambda torch: [gpu])
+    monkeypatch.setattr(doctor, "chosen_executor", lambda device: ("eager", "triton not installed"))
+    assert examine().problems == ["triton is not installed", "cuda-core is not installed"]
+
+
+def test_progress_of_a_download_shows_files_and_bytes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    done = Download(num_files=3, num_files_done=1, num_bytes=4_080_000_000, num_bytes_done=400_000_000)
+    show_progress(Progress(stage="download", fraction=0.098, download=done))
+    show_progress(Progress(stage="load weights", fraction=0.5))
+    hide_progress()
+    _, first, second, hidden = capsys.readouterr().err.split("\r\x1b[K")
+    assert first == "download: 10% (1 of 3 files, 0.40 of 4.08 GB)"
+    assert (second, hidden) == ("load weights: 50%", "")
 
 
 def test_doctor_names_the_extra_of_an_optional_package(monkeypatch: pytest.MonkeyPatch) -> None:

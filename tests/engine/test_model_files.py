@@ -194,11 +194,6 @@ def test_any_value_of_a_setting_opens_or_is_rejected(folder: Path, value: Any) -
     assert len(has_failed) >= 2
 
 
-def test_folder_without_a_tokenizer_is_rejected(folder: Path) -> None:
-    (folder / "tokenizer.json").unlink()
-    opening_fails(folder, str(folder / "tokenizer.json"))
-
-
 @pytest.mark.parametrize("contents", [b"", b"{}", b"[1]", b"\xff\xfe", b'{"model": {"type": "BPE"}}'])
 def test_broken_tokenizer_is_rejected(folder: Path, contents: bytes) -> None:
     (folder / "tokenizer.json").write_bytes(contents)

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import torch
 from loops import on_every_loop, run, until
-from prometheus_client import REGISTRY
+from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from drift_sdk import (
@@ -239,6 +239,58 @@ async def test_engines_have_separate_prometheus_registries() -> None:
         assert samples(second.metrics_text())["drift_requests_submitted_total",] == 0
 
     assert not any(family.name.startswith("drift") for family in REGISTRY.collect())
+
+
+async def test_engines_share_the_families_of_a_collector() -> None:
+    engines = {"one": scripted_engine("a"), "two": scripted_engine("bcd"), "closed": scripted_engine("e")}
+    registry = CollectorRegistry()
+    registry.register(prometheus.collector(engines, labels={"zone": "eu"}))
+    async with engines["one"] as one, engines["two"] as two:
+        await one.generate("x")
+        await two.generate("xyz")
+        await two.generate("xyz")
+        text = generate_latest(registry).decode()
+        types = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
+        assert len(types) == len(set(types)) > 20
+
+        alone = {engine: samples(engines[engine].metrics_text()) for engine in ("one", "two")}
+        families = [family for family in text_string_to_metric_families(text) if family.samples]
+        labels = [sample.labels for family in families for sample in family.samples]
+        assert {(label["engine"], label["zone"]) for label in labels} == {("one", "eu"), ("two", "eu")}
+        for engine in ("one", "two"):
+            for name in ("requests_submitted_total", "generated_tokens_total", "request_prompt_tokens_sum"):
+                value = registry.get_sample_value(f"drift_{name}", {"engine": engine, "zone": "eu"})
+                assert value == alone[engine][f"drift_{name}",]
+        stopped = {"engine": "two", "zone": "eu", "reason": "stop"}
+        assert registry.get_sample_value("drift_requests_ended_total", stopped) == 2
+
+    assert "drift_requests_submitted_total{" not in generate_latest(registry).decode()
+    engines["four"] = scripted_engine("f")
+    async with engines["four"]:
+        assert 'engine="four"' in generate_latest(registry).decode()
+
+
+def test_second_collector_in_a_registry_is_rejected() -> None:
+    """Two would give two families of each name, also while no engine is open."""
+    registry = CollectorRegistry(auto_describe=True)
+    registry.register(prometheus.collector({"one": scripted_engine("a")}))
+    with pytest.raises(ValueError, match="Duplicated"):
+        registry.register(prometheus.collector({"two": scripted_engine("b")}))
+
+
+@pytest.mark.parametrize(
+    "labels", [{"engine": "x"}, {"le": "x"}, {"a b": "x"}, {"": "x"}, {"__x": "x"}, {"1": "x"}, {7: "x"}]
+)
+def test_names_that_cannot_be_labels_are_rejected(labels: Any) -> None:
+    with pytest.raises(ConfigError, match=r"labels=.*: expected names of letters"):
+        prometheus.collector({}, labels=labels)
+
+
+def test_wrong_arguments_of_a_collector_are_rejected() -> None:
+    with pytest.raises(ConfigError, match="labels=7: expected strings as values"):
+        prometheus.collector({}, labels={"zone": 7})
+    with pytest.raises(ConfigError, match="engines=.*: expected a mapping"):
+        prometheus.collector([scripted_engine("a")])
 
 
 def test_docstring_lists_every_metric() -> None:

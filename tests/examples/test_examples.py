@@ -383,5 +383,6 @@ def test_embed_fastapi_serves_until_interrupted() -> None:
 
 def test_every_example_is_tested() -> None:
     names = {file.stem for file in EXAMPLES.glob("*.py")} - SUPPORT
-    tests = "\n".join(name for name in globals() if name.startswith("test_"))
+    files = (file.stem for file in Path(__file__).parent.glob("test_*.py"))
+    tests = "\n".join((*files, *(name for name in globals() if name.startswith("test_"))))
     assert not [name for name in names if f"test_{name}" not in tests]

@@ -25,52 +25,37 @@ def folder(tmp_path: Path) -> Path:
 
 
 class Hub:
-    """A fake snapshot_download over a cached and a remote folder, either of which may be absent.
+    """A fake hub, whose files are in a cached and a remote folder, either of which may be absent.
 
-    `problem`: raised by a download without a remote folder. `num_bytes`: sizes of the files of a download, of
-    which half is received.
+    `problem`: raised by requests without a remote folder.
     """
 
     def __init__(self) -> None:
         self.cached: Path | None = None
         self.remote: Path | None = None
         self.problem: Exception = ConnectionError("no route")
-        self.num_bytes: list[int] = []
         self.calls: list[dict[str, Any]] = []
 
-    def __call__(self, repo_id: str, *, local_files_only: bool, **options: Any) -> str:
+    def snapshot_download(self, repo_id: str, *, local_files_only: bool, **options: Any) -> str:
         self.calls.append({"repo_id": repo_id, "local_files_only": local_files_only, **options})
         if local_files_only and self.cached is None:
             raise LocalEntryNotFoundError("nothing cached\nand more")
 
-        if not local_files_only and self.remote is None:
+        return str(self.cached if local_files_only else self.remote)
+
+    def model_info(self, *_: Any, **__: Any) -> Any:
+        if self.remote is None:
             advice = "Got: ...\nPlease check your connection, or pass local_files_only=False"
             raise LocalEntryNotFoundError(advice) from self.problem
 
-        if not local_files_only:
-            self.count_bytes(options["tqdm_class"])
-        return str(self.cached if local_files_only else self.remote)
-
-    def count_bytes(self, bar_class: Any) -> None:
-        """The bars of huggingface_hub 2: bytes from the network, bytes on the disk, files."""
-        transfer, disk = (
-            bar_class(desc="bytes", total=0, initial=0, unit="B", name=f"huggingface_hub.snapshot{suffix}")
-            for suffix in (".transfer", "")
-        )
-        files = bar_class(total=len(self.num_bytes), desc="files")
-        for size in self.num_bytes:
-            transfer.total += size
-            disk.total += size
-        for size in self.num_bytes:
-            transfer.update(size)
-            disk.update(size // 2)
-            files.update(1)
+        return Mock(siblings=[Mock(rfilename=file.name, size=1) for file in self.remote.iterdir()])
 
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
     hub = Hub()
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub.snapshot_download)
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
     return hub
 
 
@@ -185,7 +170,6 @@ def test_cache_comes_before_the_network(folder: Path, hub: Hub, tmp_path: Path) 
     (call,) = hub.calls
     assert call["local_files_only"] is True
     assert call["revision"] == "v2" and call["cache_dir"] == tmp_path
-    assert set(call["allow_patterns"]) == {"*.json", "*.safetensors", "*.jinja", "pytorch_model.bin"}
 
 
 @pytest.mark.parametrize("lost", ["config.json", "model.safetensors", "a shard"])
@@ -196,27 +180,12 @@ def test_interrupted_download_is_completed(lost: str, hub: Hub, tmp_path: Path) 
     hub.cached, hub.remote = tmp_path / "cached", tmp_path / "remote"
     next(hub.cached.glob("model-00002*" if lost == "a shard" else lost)).unlink()
     assert resolve("org/model").path == hub.remote
-    assert [call["local_files_only"] for call in hub.calls] == [True, False]
-
-
-def test_progress_bars_stay_off(folder: Path, hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
-    hub.cached = folder
-    resolve("org/model")
-    with hub.calls[0]["tqdm_class"](total=3, desc="files") as bar:
-        bar.update(3)
-
-    assert capsys.readouterr() == ("", "")
-
-
-def test_download_reports_the_share_of_bytes(folder: Path, hub: Hub) -> None:
-    hub.remote, hub.num_bytes = folder, [100, 300]
-    reports: list[tuple[str, float]] = []
-    resolve("org/model", report=lambda stage, fraction: reports.append((stage, fraction)))
-    assert reports == [("download", 0.125), ("download", 0.5)]
-
-    hub.cached = folder
-    resolve("org/model", report=lambda stage, fraction: reports.append((stage, fraction)))
-    assert len(reports) == 2
+    weights = [f"model-{shard:05}-of-00009.safetensors" for shard in range(1, 10)]
+    assert [(call["local_files_only"], call["allow_patterns"]) for call in hub.calls] == [
+        (True, ["*.json", "*.jinja"]),
+        (False, ["*.json", "*.jinja"]),
+        (False, weights if index == 0 else ["model.safetensors"]),
+    ]
 
 
 def test_wrong_folders_and_files(folder: Path, tmp_path: Path) -> None:

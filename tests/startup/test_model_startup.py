@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import anyio
@@ -10,7 +11,9 @@ import torch
 from model_zoo import make_model
 
 from drift_sdk import ConfigError, Engine, EngineConfig
+from drift_sdk.driver.loaded_model import LoadedModel
 from drift_sdk.loading.source import Source
+from drift_sdk.progress import Report
 from drift_sdk.startup import model_startup
 
 
@@ -36,7 +39,7 @@ def test_revision_is_of_the_model_and_not_of_the_tokenizer(
 ) -> None:
     revisions: dict[str, str | None] = {}
 
-    def resolve(name: str | Path, *, role: str, revision: str | None, **_: object) -> Source:
+    def resolve(name: str, *, role: str = "model", revision: str | None = None, **_: object) -> Source:
         revisions[role] = revision
         return original(folder)
 
@@ -57,3 +60,31 @@ def test_revision_is_of_the_model_and_not_of_the_tokenizer(
 
     anyio.run(main)
     assert revisions == {"model": "v1", "tokenizer": None}
+
+
+def test_threads_are_set_for_the_engines_thread_alone(folder: Path) -> None:
+    """torch gives threads that begin later the number that was set last, so it has to be set back."""
+
+    def threads_elsewhere() -> int:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(torch.get_num_threads).result()
+
+    found: list[int] = []
+
+    def open_files(report: Report, limits: object = None) -> LoadedModel:
+        opened = model_startup.open_model(folder, config, report)
+        found.append(torch.get_num_threads())
+        return opened
+
+    config = EngineConfig(dtype="float32", device="cpu", max_model_len=64, kv_cache_tokens=64, num_threads=3)
+    before = torch.get_num_threads(), threads_elsewhere()
+    assert 3 not in before
+
+    async def main() -> None:
+        async with Engine(folder, config, open_model=open_files) as engine:
+            assert (torch.get_num_threads(), threads_elsewhere()) == before
+            await engine.generate([5])
+
+    anyio.run(main)
+    assert found == [3]
+    assert (torch.get_num_threads(), threads_elsewhere()) == before

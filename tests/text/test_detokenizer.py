@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models
 
 from drift_sdk.errors import ModelLoadError
-from drift_sdk.text.detokenizer import Detokenizer
+from drift_sdk.text.detokenizer import BytesDetokenizer, Detokenizer
 from drift_sdk.text.token_bytes import TokenBytes
 from drift_sdk.text.tokenizer import Tokenizer
 
@@ -197,21 +198,54 @@ def test_leading_spaces_are_counted_across_pushes(tokens: list[str]) -> None:
     raw = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
     raw.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 2, 0)])
     ids = [vocab[token] for token in tokens]
-    assert "".join(push_in_pieces(Detokenizer(TokenBytes(raw, frozenset())), ids, [1])) == raw.decode(ids)
+    detokenizer = BytesDetokenizer(TokenBytes(raw, frozenset()))
+    assert "".join(push_in_pieces(detokenizer, ids, [1])) == raw.decode(ids)
+
+
+WORDS = ["hello</w>", "wo", "rld</w>", "##ld", "a", "n't", ".", "|", "<pad>", "\ufffd", " ", "é", "", "__"]
+JOINING_DECODERS = {
+    "none": None,
+    "WordPiece": decoders.WordPiece(),
+    "WordPiece without cleanup": decoders.WordPiece(cleanup=False),
+    "BPEDecoder": decoders.BPEDecoder(),
+    "CTC": decoders.CTC(),
+    "replaced, fused": decoders.Sequence(
+        [decoders.Replace("a", "b"), decoders.WordPiece(cleanup=False), decoders.Fuse()]
+    ),
+    "regular expression": decoders.Replace(tokenizers.Regex("_+|a"), "-"),
+}
+
+
+def word_tokenizer(decoder: decoders.Decoder | None) -> Tokenizer:
+    """Words as tokens, the last of which, "<s>", is special."""
+    raw = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="a"))
+    raw.add_special_tokens(["<s>"])
+    raw.decoder = decoder
+    return Tokenizer(raw, bos_token="<s>", eos_token=None, chat_template=None, adds_bos=False)
+
+
+@pytest.mark.parametrize("name", JOINING_DECODERS)
+def test_tokens_that_depend_on_their_neighbours_join_to_the_decoded_text(name: str) -> None:
+    tokenizer = word_tokenizer(JOINING_DECODERS[name])
+    assert not tokenizer.has_token_bytes and tokenizer.min_num_tokens("hello") == 0
+    draw = random.Random(5)
+    for _ in range(300):
+        # The special token and an id that no token has, which decoding leaves out, are drawn too.
+        ids = [draw.randrange(len(WORDS) + 2) for _ in range(draw.randrange(12))]
+        pieces = push_in_pieces(tokenizer.detokenizer(), ids, [draw.randrange(1, 4) for _ in range(3)])
+        assert "".join(pieces) == tokenizer.decode(ids), ids
 
 
 @pytest.mark.parametrize(
     ("decoder", "found"),
     [
-        (None, "no decoder"),
-        (decoders.WordPiece(), "WordPiece"),
         (decoders.Strip(" ", 1, 0), "Strip"),
         (decoders.Sequence([decoders.Fuse(), decoders.Strip("_", 1, 0)]), "Strip"),
-        (decoders.Replace(tokenizers.Regex("_+"), " "), "Replace"),
+        (decoders.Sequence([decoders.Fuse(), decoders.Replace(tokenizers.Regex("_+"), " ")]), "Replace"),
+        (decoders.Sequence([decoders.WordPiece(), decoders.ByteFallback()]), "WordPiece"),
+        (decoders.Sequence([decoders.BPEDecoder(), decoders.Replace("a ", "b")]), "BPEDecoder"),
     ],
 )
-def test_unsupported_decoders_are_rejected(decoder: decoders.Decoder | None, found: str) -> None:
-    raw = tokenizers.Tokenizer(models.BPE())
-    raw.decoder = decoder
-    with pytest.raises(ModelLoadError, match=found):
-        TokenBytes(raw, frozenset())
+def test_decoders_whose_text_cannot_be_streamed_are_rejected(decoder: decoders.Decoder, found: str) -> None:
+    with pytest.raises(ModelLoadError, match=f'decoder step .*"{found}".*expected ByteLevel'):
+        word_tokenizer(decoder)

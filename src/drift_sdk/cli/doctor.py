@@ -16,9 +16,11 @@ __all__ = ["Device", "Diagnosis", "examine", "run_doctor"]
 
 REQUIRED = (
     *("torch", "anyio", "msgspec", "numpy", "safetensors", "tokenizers", "huggingface_hub", "jinja2", "gguf"),
-    *(("triton", "cuda-core", "cuda-bindings") if sys.platform == "linux" else ()),
+    "psutil",
 )
 """Packages that every engine needs."""
+FOR_GPU = ("triton", "cuda-core", "cuda-bindings") if sys.platform == "linux" else ()
+"""Packages that an engine on a GPU needs."""
 OPTIONAL = {"llguidance": "grammar", "prometheus-client": "metrics"}
 """Packages that some requests need, and the extra that installs each."""
 MIN_TORCH = (2, 11)
@@ -103,7 +105,7 @@ class Diagnosis(Struct, frozen=True, kw_only=True):
 
 def examine() -> Diagnosis:
     """Examine Python, packages, driver, GPUs and memory. Initialises CUDA if there is a GPU."""
-    packages = {name: version_of(name) for name in (*REQUIRED, *OPTIONAL)}
+    packages = {name: version_of(name) for name in (*REQUIRED, *FOR_GPU, *OPTIONAL)}
     problems = [f"{name} is not installed" for name in REQUIRED if packages[name] is None]
     notes = [
         f'without {name}: pip install "drift-engine[{extra}]" adds it'
@@ -133,6 +135,12 @@ def examine() -> Diagnosis:
         except ImportError as error:
             reason = "the engine cannot be imported"
             problems.append(f"{reason}: {error}")
+
+    missing = [name for name in FOR_GPU if packages[name] is None]
+    if devices:
+        problems += [f"{name} is not installed" for name in missing]
+    elif missing:
+        notes.append(f"without {', '.join(missing)}: an engine on a GPU needs them, on the CPU it does not")
 
     return Diagnosis(
         drift_sdk=version_of("drift-engine"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from drift_sdk.driver.commands import (
     Cancel,
@@ -21,6 +21,7 @@ from drift_sdk.driver.commands import (
     Wake,
 )
 from drift_sdk.driver.delivery import Delivery
+from drift_sdk.driver.event_sender import EventSender
 from drift_sdk.driver.loaded_model import LoadedModel, OpenModel
 from drift_sdk.driver.loop_poster import Latch
 from drift_sdk.driver.model_opener import ModelOpener, clear_frames
@@ -31,6 +32,7 @@ from drift_sdk.driver.request_registry import RequestRegistry
 from drift_sdk.driver.stats_recorder import StatsRecorder
 from drift_sdk.driver.text_worker import TextWorker
 from drift_sdk.errors import EngineClosed
+from drift_sdk.events import Event
 from drift_sdk.progress import Report
 from drift_sdk.scheduling.scheduler import Scheduler
 from drift_sdk.steps import Executor
@@ -53,14 +55,21 @@ class Driver:
     In a forked child the thread does not exist: there `is_from_parent` is true, and the driver does nothing.
     """
 
-    def __init__(self, open_model: OpenModel, report: Report, max_queued_requests: int | None) -> None:
+    def __init__(
+        self,
+        open_model: OpenModel,
+        report: Report,
+        max_queued_requests: int | None,
+        on_event: Callable[[Event], object] | None = None,
+    ) -> None:
         self.opened = Latch()
         self.closed = Latch()
         self.model_text: ModelText | None = None
         self.executor_name: str | None = None
         self._opener = ModelOpener(open_model, report, self._check_is_wanted)
-        self._registry = RequestRegistry(max_queued_requests)
-        self.stats_recorder = StatsRecorder(self._registry)
+        self._events = EventSender(on_event)
+        self._registry = RequestRegistry(max_queued_requests, self._events)
+        self.stats_recorder = StatsRecorder(self._registry, self._events)
         self._commands = CommandQueue()
         self._text_worker = TextWorker(self.send)
         self._thread = threading.Thread(target=self._run, name="drift-engine", daemon=True)
@@ -75,6 +84,7 @@ class Driver:
 
     def start(self) -> None:
         """Start the engine's thread, which opens the model first. Called once."""
+        self._events.open()
         self._thread.start()
         close_at_exit(self)
 
@@ -191,6 +201,8 @@ class Driver:
                 log.error("the engine failed: %r", error)
             clear_frames(error)
             failure = error
+            if not isinstance(error, EngineClosed):
+                self._events.engine_failed(error)
         finally:
             self._shut_down(failure)
 
@@ -200,7 +212,7 @@ class Driver:
         model = self._opener.open()
         self.model_text, self.executor_name = model.text, model.executor_name
         self._executor = model.executor
-        self._scheduler = Scheduler(model.scheduling)
+        self._scheduler = Scheduler(model.scheduling, self._events if self._events.is_on else None)
         delivery = Delivery(
             self._scheduler, self._registry, self.stats_recorder, self._text_worker, self._prepare
         )
@@ -374,5 +386,6 @@ class Driver:
             self._executor = None
             if self.executor_name is not None:
                 self.stats_recorder.closed()
+            self._events.close()
             self.opened.set(failure)
             self.closed.set()

@@ -11,13 +11,13 @@ from drift_sdk.driver.loaded_model import LoadedModel, OpenModel
 from drift_sdk.driver.request import ModelText
 from drift_sdk.driver.startup_progress import StageClock
 from drift_sdk.errors import ConfigError, ModelLoadError
-from drift_sdk.progress import Report
+from drift_sdk.progress import Download, Report
 from drift_sdk.scheduling.config import SchedulerConfig
 from drift_sdk.steps import ExecutorLimits
 
 __all__ = ["ModelOpener", "clear_frames"]
 
-INTERRUPTIBLE = ("find", "load tokenizer", "load weights")
+INTERRUPTIBLE = ("find", "download", "load tokenizer", "load weights")
 """Stages in which opening may be interrupted: there is no executor yet that would have to be closed."""
 
 
@@ -62,10 +62,10 @@ class ModelOpener:
         return msgspec.structs.replace(model, text=text)
 
     def _open(self, open_model: Callable[[Report], LoadedModel]) -> LoadedModel:
-        def report(stage: str, fraction: float) -> None:
+        def report(stage: str, fraction: float, download: Download | None = None) -> None:
             if stage in INTERRUPTIBLE:
                 self._check_is_wanted()
-            self._report(stage, fraction)
+            self._report(stage, fraction, download)
 
         clock = StageClock(report)
         try:

@@ -107,6 +107,7 @@ class Request:
         """Tokenise the prompt, compile the grammar and make the sequence. RequestError if prompt or
         parameters do not fit the model."""
         prompt_ids = self._prompt.token_ids(model)
+        check_text_params(self.params, model)
         self._compile_grammar(model)
         params = self.params
         # The grammar decides where the text may end; the end-of-sequence ids must then stay possible.
@@ -288,6 +289,20 @@ class Request:
             logprobs=logprobs if self.params.logprobs is not None else None,
             finish_reason=finish,
         )
+
+
+def check_text_params(params: SamplingParams, model: ModelText) -> None:
+    """Raise RequestError for what needs texts of tokens that the model does not have."""
+    if params.stop and not model.tokenizer.has_text:
+        raise RequestError.of("stop", params.stop, "stop_token_ids: the model has no tokenizer")
+
+    if params.grammar is not None and not model.tokenizer.has_token_bytes:
+        lack = (
+            "the text of a token depends on its neighbours"
+            if model.tokenizer.has_text
+            else "the model has no tokenizer"
+        )
+        raise RequestError.of("grammar", params.grammar, f"None: {lack}")
 
 
 def with_texts(entries: Iterable[TokenLogprobs], texts: Mapping[int, str]) -> tuple[TokenLogprobs, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
+from drift_sdk.driver.event_sender import NO_EVENTS, EventSender
 from drift_sdk.driver.loop_poster import LoopPoster
 from drift_sdk.driver.request import Request
 from drift_sdk.errors import EngineClosed, ExecutorError, QueueFull, RequestError
@@ -22,7 +23,8 @@ class RequestRegistry:
     max_queued_requests: most requests waiting for a slot, those being prepared included; None = unbounded.
     """
 
-    def __init__(self, max_queued_requests: int | None) -> None:
+    def __init__(self, max_queued_requests: int | None, events: EventSender = NO_EVENTS) -> None:
+        self._events = events
         self._max_queued_requests = max_queued_requests
         # Reentrant: the garbage collector may run within a locked section, and an engine's finaliser in it.
         self._lock = threading.RLock()
@@ -62,12 +64,16 @@ class RequestRegistry:
             stats = read_stats()
             if not self.has_room(stats, len(requests)):
                 self.num_rejected += len(requests)
-                raise self._queue_full(stats, len(requests))
+                error = self._queue_full(stats, len(requests))
+                for request in requests:
+                    self._events.rejected(request.request_id, error)
+                raise error
 
             self._num_being_prepared += len(requests)
             self.num_admitted += len(requests)
             for request in requests:
                 self._live[request] = None
+                self._events.queued(request.request_id)
                 for name in names_of(request):
                     self._by_id.setdefault(name, []).append(request)
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from drift_sdk.driver.loop_poster import LoopClosed, LoopPoster
 from drift_sdk.errors import ConfigError
-from drift_sdk.progress import Progress, Report
+from drift_sdk.progress import Download, Progress, Report
 
 __all__ = ["ProgressReporter", "StageClock", "check_on_progress"]
 
@@ -25,9 +25,9 @@ class StageClock:
         self._report = report
         self._begun_at = {"imports": time.monotonic()}
 
-    def __call__(self, stage: str, fraction: float) -> None:
+    def __call__(self, stage: str, fraction: float, download: Download | None = None) -> None:
         self._begun_at.setdefault(stage, time.monotonic())
-        self._report(stage, fraction)
+        self._report(stage, fraction, download)
 
     @property
     def seconds(self) -> tuple[tuple[str, float], ...]:
@@ -39,7 +39,7 @@ class StageClock:
 
 class ProgressReporter:
     """Reports a start to `on_progress`, on the event loop that runs where it is made, once for each whole
-    percent of a stage. It is called with (stage, fraction) on any one thread.
+    percent of a stage. It is called as a `Report`, on any one thread at a time.
 
     When `on_progress` raises an exception, that is logged once and `on_progress` is not called again: on trio
     an exception there would end the whole run.
@@ -50,7 +50,7 @@ class ProgressReporter:
         self._loop_poster = LoopPoster.current()
         self._last: tuple[str, int] | None = None
 
-    def __call__(self, stage: str, fraction: float) -> None:
+    def __call__(self, stage: str, fraction: float, download: Download | None = None) -> None:
         percent = int(fraction * 100)
         if (stage, percent) == self._last:
             return
@@ -59,7 +59,8 @@ class ProgressReporter:
         log.debug("%s: %d%%", stage, percent)
         if self._on_progress is not None:
             try:
-                self._loop_poster.post(self._call, Progress(stage=stage, fraction=fraction))
+                progress = Progress(stage=stage, fraction=fraction, download=download)
+                self._loop_poster.post(self._call, progress)
             except LoopClosed:
                 return
 

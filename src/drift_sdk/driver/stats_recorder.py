@@ -1,4 +1,4 @@
-"""Statistics and log lines of an engine: counts and times, never the text of a prompt or a completion."""
+"""Statistics, events and log lines of an engine: counts and times, never the text of prompts and results."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import time
 import msgspec
 
 from drift_sdk.draft_policy.count import DraftCount
+from drift_sdk.driver.event_sender import NO_EVENTS, EventSender
 from drift_sdk.driver.loaded_model import LoadedModel
 from drift_sdk.driver.request import Request
 from drift_sdk.driver.request_registry import RequestRegistry
-from drift_sdk.errors import DriftError
+from drift_sdk.errors import DriftError, EngineClosed
 from drift_sdk.results import Chunk, Completion
 from drift_sdk.scheduling.scheduler import Scheduler
 from drift_sdk.scheduling.sequence import Delta
@@ -36,10 +37,11 @@ class StatsRecorder:
     them, share one entry in the histogram of times between tokens.
     """
 
-    def __init__(self, registry: RequestRegistry) -> None:
+    def __init__(self, registry: RequestRegistry, events: EventSender = NO_EVENTS) -> None:
         self.stats = EngineStats()
         self.histograms = Histograms()
         self._registry = registry
+        self._events = events
         self._now = 0.0  # time.monotonic() when the current step was collected
         self._gap_from = 0.0  # the same of the step that brought the last chunks of `_num_gaps` streams
         self._num_gaps = 0
@@ -77,6 +79,7 @@ class StatsRecorder:
         scheduling = model.scheduling
         self._start_seconds = model.start_seconds
         self._num_untuned_shapes = len(model.untuned_shapes)
+        self._events.started(model.executor_name, seconds)
         log.info("started: %s", ", ".join(f"{stage} {length:.2f} s" for stage, length in model.start_seconds))
         log.info(
             "ready in %.2f s: %s executor, %d sequences of up to %d tokens, %d KV blocks of %d tokens",
@@ -95,6 +98,7 @@ class StatsRecorder:
 
     def closed(self) -> None:
         """The engine was closed."""
+        self._events.stopped()
         num_requests, num_tokens = sum(self._num_ended.values()), self._num_generated_tokens
         active = self._active
         log.info(
@@ -162,6 +166,7 @@ class StatsRecorder:
         """A request ended with a completion."""
         reason, usage, timing = completion.finish_reason, completion.usage, completion.timing
         self._num_ended[reason] += 1
+        self._events.finished(completion)
         if reason != "cancelled":
             self.histograms.request.observe(timing.first_token_s + timing.decode_s)
             self.histograms.completion_tokens.observe(usage.completion_tokens)
@@ -182,12 +187,14 @@ class StatsRecorder:
     def failed(self, request: Request, error: DriftError) -> None:
         """A request ended with an error."""
         self._num_ended["error"] += 1
+        self._events.failed(request.request_id, error)
         # Without the error's message, which may quote the prompt.
         log.debug("%s ends: %s", request.request_id, type(error).__name__)
 
     def deserted(self, request: Request) -> None:
         """A request was dropped because its event loop has ended."""
         self._num_ended["cancelled"] += 1
+        self._events.failed(request.request_id, EngineClosed("the request's event loop has ended"))
         log.debug("%s ends: its event loop is closed", request.request_id)
 
     def publish(self, scheduler: Scheduler) -> None:
@@ -242,6 +249,7 @@ class StatsRecorder:
     def _count_first_token(self, request: Request) -> None:
         sequence = request.sequence
         assert sequence is not None and sequence.started_at is not None
+        self._events.first_token(request.request_id)
         self._num_prompt_tokens += sequence.num_prompt_tokens
         self._num_cached_tokens += sequence.num_cached_tokens
         self.histograms.first_token.observe(self._now - request.submitted_at)

@@ -5,7 +5,6 @@ Format and names of metadata: https://github.com/ggml-org/ggml/blob/master/docs/
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Collection
 from pathlib import Path
 
@@ -14,9 +13,9 @@ import numpy.typing as npt
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 
-from drift_sdk.errors import ModelLoadError, short_repr
+from drift_sdk.errors import ModelLoadError
 from drift_sdk.loading.gguf_config import ROPE_FACTORS, find_architecture, read_gguf_config
-from drift_sdk.loading.gguf_header import GGUFHeader, read_header
+from drift_sdk.loading.gguf_parts import GGUFParts
 
 __all__ = ["GGUFFile"]
 
@@ -26,8 +25,9 @@ ROW_BYTES = 1 << 16
 
 
 class GGUFFile:
-    """The TensorSource of a .gguf file.
+    """The TensorSource of a .gguf file, or of all parts of a split one.
 
+    files:     the file, or the parts in order.
     metadata:  the file's key/value metadata, as plain Python values.
     config:    the settings that a config.json of the model would have.
 
@@ -37,19 +37,10 @@ class GGUFFile:
 
     def __init__(self, path: Path) -> None:
         self.location = str(path)
-        try:
-            with path.open("rb") as file:
-                self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-
-            self._header: GGUFHeader = read_header(self._data)
-        except (OSError, ValueError) as error:
-            raise ModelLoadError(f"{path}: not a whole GGUF file: {error}") from error
-
+        self._parts = GGUFParts(path)
+        self._header = self._parts.header
+        self.files = self._parts.files
         self.metadata = self._header.metadata
-        num_parts = self.metadata.get("split.count", 1)
-        if num_parts not in (0, 1):
-            raise ModelLoadError(f"{path}: one of {short_repr(num_parts)} parts, expected a single file")
-
         self._architecture = find_architecture(self.metadata, self.location)
         self.config = read_gguf_config(
             self._header, self.location, lambda name: self._dequantise(name).tolist()
@@ -70,7 +61,7 @@ class GGUFFile:
         return self._header.tensors[self._stored_names[name]].shape
 
     def file(self, name: str) -> str:
-        return self.location
+        return self._parts.file(self._header.tensors[self._stored_names[name]])
 
     def get(self, name: str) -> torch.Tensor:
         """A tensor dequantised to float32, with the values and the order of rows of Hugging Face."""
@@ -88,7 +79,7 @@ class GGUFFile:
     def _dequantise(self, stored_name: str) -> npt.NDArray[np.float32]:
         """A tensor of the file, by the file's own name."""
         tensor = self._header.tensors[stored_name]
-        raw = np.frombuffer(self._data, np.uint8, tensor.num_bytes, tensor.offset)
+        raw = self._parts.raw(tensor)
         _, block_bytes = GGML_QUANT_SIZES[tensor.quantization]
         row_bytes = ROW_BYTES // block_bytes * block_bytes
         num_whole = raw.size // row_bytes * row_bytes
@@ -99,7 +90,7 @@ class GGUFFile:
             )
         except NotImplementedError as error:
             raise ModelLoadError(
-                f"{self.location}: tensor {stored_name} is stored as {tensor.quantization.name}, "
+                f"{self._parts.file(tensor)}: tensor {stored_name} is stored as {tensor.quantization.name}, "
                 "which cannot be dequantised"
             ) from error
 

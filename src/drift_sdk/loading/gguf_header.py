@@ -42,13 +42,14 @@ UINT32, UINT64 = SCALARS[GGUFValueType.UINT32], SCALARS[GGUFValueType.UINT64]
 
 
 class GGUFTensor(Struct, frozen=True, kw_only=True):
-    """The location of a tensor: `offset` and `num_bytes` in the file. `shape` is in torch's order, rows
-    first."""
+    """The location of a tensor: `offset` and `num_bytes` in the file, which is number `part` of a split one.
+    `shape` is in torch's order, rows first."""
 
     shape: tuple[int, ...]
     quantization: GGMLQuantizationType
     offset: int
     num_bytes: int
+    part: int = 0
 
 
 class GGUFHeader(Struct, frozen=True, kw_only=True):
@@ -58,9 +59,12 @@ class GGUFHeader(Struct, frozen=True, kw_only=True):
     tensors: dict[str, GGUFTensor]
 
 
-def read_header(data: mmap.mmap) -> GGUFHeader:
+def read_header(data: mmap.mmap | bytes, *, num_bytes: int | None = None) -> GGUFHeader:
     """The header of a GGUF file's contents. Raises ValueError with the reason if they are invalid or
-    truncated."""
+    truncated.
+
+    num_bytes: the size of the file if `data` is only its beginning; None = that of `data`.
+    """
     cursor = _Cursor(data)
     if data[:4] != b"GGUF":
         raise ValueError(f"begins with {data[:4]!r}, expected b'GGUF'")
@@ -93,7 +97,7 @@ def read_header(data: mmap.mmap) -> GGUFHeader:
 
     first_byte = -(-cursor.offset // alignment) * alignment
     tensors = {n: structs.replace(t, offset=first_byte + t.offset) for n, t in tensors.items()}
-    _check_places(tensors, len(data))
+    _check_places(tensors, len(data) if num_bytes is None else num_bytes)
     return GGUFHeader(metadata=metadata, tensors=tensors)
 
 
@@ -141,7 +145,7 @@ def _read_tensor(cursor: _Cursor) -> tuple[str, GGUFTensor]:
 class _Cursor:
     """Reads values one after another; ValueError at the end of the data."""
 
-    def __init__(self, data: mmap.mmap) -> None:
+    def __init__(self, data: mmap.mmap | bytes) -> None:
         self._data = data
         self.offset = 0
 

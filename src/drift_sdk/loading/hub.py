@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
+import glob
+import shutil
 import socket
-import threading
+import tempfile
+import weakref
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 from huggingface_hub import errors
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from huggingface_hub.utils import tqdm, validate_repo_id  # type: ignore[attr-defined]  # not marked as public
+from huggingface_hub.utils import (  # type: ignore[attr-defined]  # not marked as public
+    filter_repo_objects,
+    validate_repo_id,
+)
+from msgspec import Struct
 
 from drift_sdk._files import has_file
-from drift_sdk.errors import ModelLoadError
+from drift_sdk.errors import DriftError, ModelLoadError
 from drift_sdk.loading.draft import TORCH_FILE
+from drift_sdk.loading.hub_files import (
+    SMALL_PATTERNS,
+    HubFile,
+    choose_gguf,
+    gguf_quants,
+    weight_names,
+)
+from drift_sdk.loading.hub_gguf import copy_headers
+from drift_sdk.loading.hub_progress import DownloadCounter
 from drift_sdk.loading.safetensors import INDEX_FILE, SINGLE_FILE, read_index
 from drift_sdk.progress import Report
 
-__all__ = ["download", "is_hub_id"]
+__all__ = ["HubModel", "HubRepository", "is_hub_id"]
 
-# Many draft heads are published as a pytorch_model.bin alone.
-PATTERNS = ["*.json", "*.safetensors", "*.jinja", TORCH_FILE]
 # Raised for a snapshot of which some files are cached; older versions of the library have no such class.
 INCOMPLETE_ERRORS: Any = getattr(errors, "IncompleteSnapshotError", ())
 
@@ -36,83 +51,180 @@ def is_hub_id(name: str) -> bool:
     return True
 
 
-def download(
-    repo_id: str,
-    *,
-    revision: str | None,
-    cache_dir: str | Path | None,
-    local_files_only: bool,
-    report: Report | None = None,
-) -> Path:
-    """The folder of a model in the hub's local cache, after downloading what is missing there.
+class HubModel(Struct, frozen=True, kw_only=True):
+    """A model that was found on the hub or in its cache.
 
-    The hub is asked only if the cache does not hold the whole model, and never with `local_files_only`.
-    `report` is called with the stage "download" and the fraction of bytes received (0 to 1), on threads of
-    huggingface_hub, and only while files are downloaded. The fraction refers to the files begun so far, so it
-    may fall when another one begins. Versions of huggingface_hub before 1.0 do not count bytes: nothing is
-    reported with them.
-
-    Raises ModelLoadError with the state of the cache and the reason why the hub did not help; the message
-    does not name the model.
+    path:    the folder or .gguf file to read config, tokenizer and template from. While files are missing, a
+             folder has no weights, and a .gguf file is a copy of the header alone.
+    missing: the files of weights that `fetch` downloads.
+    fetch:   downloads them and returns the whole folder, or the .gguf file. Raises ModelLoadError.
     """
 
-    def snapshot(*, is_local: bool) -> Path:
+    path: Path
+    missing: tuple[HubFile, ...]
+    fetch: Callable[[], Path]
+
+
+class HubRepository:
+    """A repository on the hub, and what the local cache holds of it.
+
+    The hub is asked only if the cache does not hold everything, and never with `local_files_only`.
+
+    report: called on threads of huggingface_hub, with the stage "find" while small files are fetched and with
+            "download" while weights are. A DriftError that it raises ends the download.
+
+    Methods raise ModelLoadError with the state of the cache and the reason why the hub did not help; messages
+    do not name the repository.
+    """
+
+    def __init__(
+        self,
+        repo_id: str,
+        *,
+        revision: str | None,
+        cache_dir: str | Path | None,
+        local_files_only: bool,
+        report: Report | None = None,
+    ) -> None:
+        self._repo_id = repo_id
+        self._revision = revision
+        self._cache_dir = cache_dir
+        self._local_files_only = local_files_only
+        self._report = report
+
+    def tokenizer_files(self) -> Path:
+        """The folder of the repository's settings and tokenizer, without its weights."""
+        folder, cache_state = self._cached(SMALL_PATTERNS)
+        if folder is not None and has_file(folder / "tokenizer.json"):
+            return folder
+
+        files = self._listed_files(cache_state)
+        return self._download("find", SMALL_PATTERNS, files, cache_state)
+
+    def folder_model(self) -> HubModel:
+        """The model that a config.json describes. Its small files are fetched here."""
+        cached, cache_state = self._cached(SMALL_PATTERNS)
+        if cached is not None and (self._local_files_only or is_whole(cached)):
+            return whole(cached)
+
+        files = self._listed_files(cache_state)
+        names = [file.name for file in files]
+        quants = gguf_quants(names)
+        if "config.json" not in names and quants:
+            raise ModelLoadError(
+                f"it holds .gguf files and no config.json; name one as {self._repo_id}:QUANT, of {quants}"
+            )
+
+        folder = self._download("find", SMALL_PATTERNS, files, cache_state)
+        weights = weight_names(names, folder)
+        return HubModel(
+            path=folder,
+            missing=self._missing(weights, files),
+            fetch=lambda: self._download("download", exactly(weights), files, cache_state),
+        )
+
+    def gguf_model(self, quant: str) -> HubModel:
+        """The model in the .gguf file, or split file, whose name ends with `quant`."""
+        folder, cache_state = self._cached([])
+        if folder is not None:
+            found = [file.relative_to(folder).as_posix() for file in folder.rglob("*.gguf")]
+            try:
+                first = folder / choose_gguf(found, quant)[0]
+            except ModelLoadError as error:
+                cache_state = f"not in the cache ({error})"
+            else:
+                return whole(first)
+
+        files = self._listed_files(cache_state)
+        names = choose_gguf([file.name for file in files], quant)
+        temporary = Path(tempfile.mkdtemp(prefix="drift-gguf-"))
+        headers = temporary / self._repo_id  # errors of reading a file name its path
+
+        def fetch() -> Path:
+            return self._download("download", exactly(names), files, cache_state) / names[0]
+
+        weakref.finalize(fetch, shutil.rmtree, temporary, ignore_errors=True)
+        missing = self._missing(names, files)
+        try:
+            copy_headers(self._repo_id, self._revision, names, headers)
+        except ModelLoadError:
+            raise
+        except Exception as error:  # of the network library, which depends on the version
+            raise ModelLoadError(f"{cache_state}, and {hub_problem(error)}") from None
+
+        return HubModel(path=headers / names[0], missing=missing, fetch=fetch)
+
+    def _cached(self, patterns: Sequence[str]) -> tuple[Path | None, str]:
+        """The folder in the cache that holds at least the files that the cache knows and the patterns match,
+        None without; and the state of the cache in words."""
+        try:
+            return self._snapshot(patterns, is_local=True), "only partly in the cache"
+        except Exception as error:  # besides errors of the library, those of its network library
+            return None, cache_state_of(error)
+
+    def _listed_files(self, cache_state: str) -> list[HubFile]:
+        """The files of the repository, by the hub."""
+        if self._local_files_only:
+            raise ModelLoadError(f"{cache_state}, and local_files_only is set")
+
+        try:
+            info = huggingface_hub.HfApi().model_info(
+                self._repo_id, revision=self._revision, files_metadata=True
+            )
+        except Exception as error:
+            raise ModelLoadError(f"{cache_state}, and {hub_problem(error)}") from None
+
+        return [HubFile(name=file.rfilename, num_bytes=file.size) for file in info.siblings or ()]
+
+    def _missing(self, names: Collection[str], files: Sequence[HubFile]) -> tuple[HubFile, ...]:
+        return tuple(file for file in files if file.name in names and not self._is_cached(file.name))
+
+    def _is_cached(self, name: str) -> bool:
+        found = huggingface_hub.try_to_load_from_cache(
+            self._repo_id, name, cache_dir=self._cache_dir, revision=self._revision
+        )
+        return isinstance(found, str)
+
+    def _download(
+        self, stage: str, patterns: Sequence[str], files: Sequence[HubFile], cache_state: str
+    ) -> Path:
+        """Fetch the files that match; returns the repository's folder in the cache."""
+        names = filter_repo_objects([file.name for file in files], allow_patterns=list(patterns))
+        missing = self._missing(list(names), files)
+        counter = DownloadCounter(stage, missing, self._is_cached, self._report)
+        try:
+            return self._snapshot(patterns, is_local=False, bar_class=counter.bar_class())
+        except DriftError:  # the report's: the engine is being closed
+            raise
+        except Exception as error:
+            # The library's own chain of errors is long and ends in advice about its parameters.
+            raise ModelLoadError(f"{cache_state}, and {hub_problem(error)}") from None
+
+    def _snapshot(
+        self, patterns: Sequence[str], *, is_local: bool, bar_class: type[Any] | None = None
+    ) -> Path:
         folder = huggingface_hub.snapshot_download(
-            repo_id,
-            revision=revision,
-            cache_dir=cache_dir,
+            self._repo_id,
+            revision=self._revision,
+            cache_dir=self._cache_dir,
             local_files_only=is_local,
-            allow_patterns=PATTERNS,
-            tqdm_class=_progress_bar_class(report),
+            allow_patterns=list(patterns),
+            tqdm_class=bar_class,
         )
         return Path(folder)
 
-    try:
-        folder = snapshot(is_local=True)
-    except Exception as error:  # besides errors of the library, those of its network library
-        cache_state = _cache_state(error)
-    else:
-        if local_files_only or _is_whole(folder):
-            return folder
 
-        cache_state = "only partly in the cache"
-
-    if local_files_only:
-        raise ModelLoadError(f"{cache_state}, and local_files_only is set")
-
-    try:
-        return snapshot(is_local=False)
-    except Exception as error:
-        # The library's own chain of errors is long and ends in advice about its parameters.
-        raise ModelLoadError(f"{cache_state}, and {_hub_problem(error)}") from None
+def whole(path: Path) -> HubModel:
+    """A model whose files are all in the cache."""
+    return HubModel(path=path, missing=(), fetch=lambda: path)
 
 
-def _progress_bar_class(report: Report | None) -> type[Any]:
-    """A class of progress bars that print nothing. The bar that counts received bytes calls `report`."""
-    lock = threading.Lock()  # several files are downloaded at a time, each on a thread
-
-    class SilentBar(tqdm):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            # There are two bars of bytes, for the network and for the disk; the latter counts cached parts
-            # too.
-            is_transfer = str(kwargs.get("name")).endswith(".transfer")
-            self._counts_bytes = kwargs.get("unit") == "B" and not is_transfer
-            super().__init__(*args, **(kwargs | {"disable": True}))  # type: ignore[no-untyped-call]
-
-        def update(self, n: float | None = 1) -> None:
-            if report is None or not self._counts_bytes:
-                return
-
-            with lock:
-                self.n += n or 0
-                fraction = self.n / self.total if self.total else 0.0
-
-            report("download", min(max(fraction, 0.0), 1.0))
-
-    return SilentBar
+def exactly(names: Collection[str]) -> list[str]:
+    """Patterns that match these names alone."""
+    return [glob.escape(name) for name in names]
 
 
-def _cache_state(error: Exception) -> str:
+def cache_state_of(error: Exception) -> str:
     """The message for an error of a look-up in the cache."""
     if isinstance(error, INCOMPLETE_ERRORS):
         return "only partly in the cache"
@@ -120,33 +232,33 @@ def _cache_state(error: Exception) -> str:
     if isinstance(error, LocalEntryNotFoundError):
         return "not in the cache"
 
-    return f"the cache cannot be read ({_describe(error)})"
+    return f"the cache cannot be read ({describe(error)})"
 
 
-def _hub_problem(error: Exception) -> str:
+def hub_problem(error: Exception) -> str:
     """The cause of a failed download in words."""
     # The library wraps the cause in an error about the local cache.
     while isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
 
     if isinstance(error, HfHubHTTPError):
-        return f"the hub answers: {_describe(error)}"
+        return f"the hub answers: {describe(error)}"
 
     is_network = isinstance(error, ConnectionError | TimeoutError | socket.gaierror)
     if isinstance(error, OSError) and error.errno is not None and not is_network:
-        return f"it cannot be downloaded: {_describe(error)}"
+        return f"it cannot be downloaded: {describe(error)}"
 
-    return f"the hub cannot be reached: {_describe(error)}"
+    return f"the hub cannot be reached: {describe(error)}"
 
 
-def _describe(error: Exception) -> str:
+def describe(error: Exception) -> str:
     """The error's type and the first line of its text; all lines of an answer of the hub."""
     text = str(error).strip()
     text = " ".join(text.split()) if isinstance(error, HfHubHTTPError) else text.partition("\n")[0]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _is_whole(folder: Path) -> bool:
+def is_whole(folder: Path) -> bool:
     """Whether a folder holds a config and all weights: an interrupted download leaves only some files."""
     try:
         if not has_file(folder / "config.json"):

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
+from msgspec import Struct
 
 from drift_sdk._files import has_file
 from drift_sdk.errors import ModelLoadError, short_repr
 from drift_sdk.loading.gguf import GGUFFile
 from drift_sdk.loading.gpt_oss import OriginalTensors, hf_settings, is_original
-from drift_sdk.loading.hub import download, is_hub_id
+from drift_sdk.loading.hub import HubRepository, is_hub_id
+from drift_sdk.loading.hub_files import HubFile, split_quant, weight_names
 from drift_sdk.loading.safetensors import SafetensorsFolder
 from drift_sdk.loading.tensors import TensorSource
 from drift_sdk.progress import Report
@@ -23,7 +25,17 @@ from drift_sdk.progress import Report
 if TYPE_CHECKING:
     from drift_sdk.text.tokenizer import Tokenizer
 
-__all__ = ["Role", "Source", "eos_token_ids", "expand_home", "name_role", "resolve"]
+__all__ = [
+    "Found",
+    "Role",
+    "Source",
+    "eos_token_ids",
+    "expand_home",
+    "find",
+    "found_at",
+    "name_role",
+    "resolve",
+]
 
 Role = Literal["model", "draft", "tokenizer"]
 """The use that files are loaded for; part of error messages."""
@@ -33,6 +45,9 @@ EXPECTED = {
     "draft": "a folder",
     "tokenizer": "a folder, a tokenizer.json or a .gguf file",
 }
+TOKENIZER_FILE = "tokenizer.json"
+NO_VOCABULARY = ("none", "no_vocab")
+"""Values of tokenizer.ggml.model in a file without a tokenizer."""
 # Names that end like this mean files, never hub ids.
 FILE_SUFFIXES = (".bin", ".gguf", ".json", ".safetensors", ".txt")
 
@@ -89,6 +104,15 @@ class Source:
         file = "tokenizer_config.json"
         return default_template(self._json(file).get("chat_template"), self.path / file)
 
+    def weight_files(self) -> list[Path]:
+        """The files of weights that are there. Raises ModelLoadError for a broken index or a missing part."""
+        if self._gguf is not None:
+            return self._gguf.files
+
+        names = [file.name for file in self.path.iterdir()]
+        files = [self.path / name for name in weight_names(names, self.path)]
+        return [file for file in files if has_file(file)]
+
     def tensors(self) -> TensorSource:
         """The model's weights; ModelLoadError naming a file that is missing or broken."""
         if self._gguf is not None:
@@ -96,6 +120,14 @@ class Source:
 
         folder = SafetensorsFolder(self.path)
         return OriginalTensors(folder) if is_original(self._json("config.json")) else folder
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether there is a tokenizer.json, or a GGUF file that holds a vocabulary."""
+        if self._gguf is None:
+            return has_file(self.path / TOKENIZER_FILE)
+
+        return self._gguf.metadata.get("tokenizer.ggml.model", NO_VOCABULARY[0]) not in NO_VOCABULARY
 
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer; ModelLoadError naming the file it cannot be built from."""
@@ -107,7 +139,7 @@ class Source:
             except ModelLoadError as error:
                 raise ModelLoadError(f"{self.path}: {error}") from error
 
-        return Tokenizer.from_file(self.path / "tokenizer.json", self._json("tokenizer_config.json"))
+        return Tokenizer.from_file(self.path / TOKENIZER_FILE, self._json("tokenizer_config.json"))
 
     @cached_property
     def _gguf(self) -> GGUFFile | None:
@@ -131,7 +163,28 @@ class Source:
             raise ModelLoadError(f"{path}: not a JSON object: {error}") from error
 
 
-def resolve(
+class Found(Struct, frozen=True, kw_only=True):
+    """The files of a model, a draft or a tokenizer, perhaps without its weights yet.
+
+    source:  config, tokenizer and template; the weights only if none are missing.
+    missing: files of weights that `fetch` downloads from the hub.
+    fetch:   downloads them and returns the whole source. Raises ModelLoadError.
+    """
+
+    source: Source
+    missing: tuple[HubFile, ...]
+    fetch: Callable[[], Source]
+
+    def stored_bytes(self) -> int | None:
+        """Bytes of the files that hold the weights, those to fetch included; None if there are none."""
+        present = self.source.weight_files()
+        sizes = [file.stat().st_size for file in present]
+        if not self.source.path.is_file():  # copies of the headers of .gguf files have the size of the files
+            sizes += [file.num_bytes or 0 for file in self.missing]
+        return sum(sizes) if sizes else None
+
+
+def find(
     name: str | Path,
     *,
     role: Role = "model",
@@ -139,26 +192,27 @@ def resolve(
     cache_dir: str | Path | None = None,
     local_files_only: bool = False,
     report: Report | None = None,
-) -> Source:
-    """Find the files of a model, a draft or a tokenizer.
+) -> Found:
+    """Find the files of a model, a draft or a tokenizer, and fetch the small ones if they are on the hub.
 
-    name: an existing folder, an existing .gguf file (for a draft not), else, for a str alone, a hub id. A
-    leading "~" stands for a home directory. The hub's local cache is tried before the network; a name with
-    the suffix of a file, or of something that exists, is not looked up on the hub.
-    report: called with (stage, fraction) while files are downloaded, see `loading.hub.download`.
+    name: an existing folder, an existing .gguf file (for a draft not), else, for a str alone, a hub id, with
+    ":" and a quantisation for one of a repository's .gguf files. A leading "~" stands for a home directory.
+    Of a .gguf file in parts, any part. The hub's local cache is tried before the network; a name with the
+    suffix of a file, or of something that exists, is not looked up on the hub.
+    report: called with the progress of a download.
 
     Raises ModelLoadError naming role and name, with the reason.
     """
     path = expand_home(name)
     found = f"{role} {short_repr(str(name))}"
     if os.path.isdir(path):
-        return Source(path)
+        return found_at(path)
 
     if os.path.isfile(path) and path.suffix == ".gguf":
         if role == "draft":
             raise ModelLoadError(f"{found} is a GGUF file, expected the folder of a draft head")
 
-        return Source(path)
+        return found_at(path)
 
     if os.path.lexists(path):
         raise ModelLoadError(f"{found} is not {EXPECTED[role]}")
@@ -169,18 +223,75 @@ def resolve(
     if path.suffix in FILE_SUFFIXES:
         raise ModelLoadError(f"{found} does not exist (a name that ends in {path.suffix} is never a hub id)")
 
-    if not is_hub_id(name):
+    repo_id, quant = split_quant(name)
+    if not is_hub_id(repo_id) or quant == "":
         raise ModelLoadError(f"{found} does not exist, and is not a hub id")
 
-    try:
-        folder = download(
-            name, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only, report=report
-        )
-    except ModelLoadError as error:
-        where = f" at revision {revision!r}" if revision is not None else ""
-        raise ModelLoadError(f"{found}{where}: {error} (no such path exists either)") from None
+    if role == "draft" and quant is not None:
+        raise ModelLoadError(f"{found} is a GGUF file, expected the folder of a draft head")
 
-    return Source(folder)
+    repository = HubRepository(
+        repo_id, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only, report=report
+    )
+    where = f" at revision {revision!r}" if revision is not None else ""
+    with name_place(f"{found}{where}"):
+        if quant is not None:
+            model = repository.gguf_model(quant)
+        elif role == "tokenizer":
+            return found_at(repository.tokenizer_files())
+        else:
+            model = repository.folder_model()
+
+    def fetch() -> Source:
+        with name_place(f"{found}{where}"):
+            return Source(model.fetch())
+
+    return Found(source=Source(model.path), missing=model.missing, fetch=fetch)
+
+
+def found_at(path: Path) -> Found:
+    """Files that are all there."""
+    source = Source(path)
+    return Found(source=source, missing=(), fetch=lambda: source)
+
+
+def resolve(
+    name: str | Path,
+    *,
+    role: Role = "model",
+    revision: str | None = None,
+    cache_dir: str | Path | None = None,
+    local_files_only: bool = False,
+    report: Report | None = None,
+    judge: Callable[[Source], object] | None = None,
+    has_weights: bool = True,
+) -> Source:
+    """All files of a model, a draft or a tokenizer, found as `find` finds them.
+
+    judge: called before weights are downloaded, with their source as far as it is there; what it raises is
+           raised, and nothing more is downloaded. Not called if there is nothing to download.
+    has_weights: False leaves weights that are not in the cache on the hub.
+    """
+    found = find(
+        name,
+        role=role,
+        revision=revision,
+        cache_dir=cache_dir,
+        local_files_only=local_files_only,
+        report=report,
+    )
+    if found.missing and judge is not None:
+        judge(found.source)
+    return found.fetch() if has_weights else found.source
+
+
+@contextmanager
+def name_place(place: str) -> Iterator[None]:
+    """Name role, name and revision in a ModelLoadError of looking for a hub id."""
+    try:
+        yield
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{place}: {error} (no such path exists either)") from None
 
 
 def expand_home(name: str | Path) -> Path:

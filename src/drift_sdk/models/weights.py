@@ -14,7 +14,15 @@ from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.expert_weights import allocate_experts
 from drift_sdk.models.experts import ExpertWeights
 
-__all__ = ["DecoderWeights", "LayerWeights", "load_weights", "others", "tensor_shapes", "weight_bytes"]
+__all__ = [
+    "DecoderWeights",
+    "LayerWeights",
+    "check_tensors",
+    "load_weights",
+    "others",
+    "tensor_shapes",
+    "weight_bytes",
+]
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
@@ -92,7 +100,7 @@ def load_weights(
     Raises ModelLoadError naming tensor and file: before memory is allocated, for a tensor that is missing,
     unexpected or misshapen; if there is not enough memory; and for a tensor that is not finite in `dtype`.
     """
-    _check_names(config, tensors)
+    check_tensors(config, tensors)
     if config.experts is not None and config.experts.is_quantised and dtype == torch.float16:
         raise ModelLoadError(
             f"{tensors.location}: MXFP4 weights in float16: expected bfloat16 or float32, which hold all of "
@@ -124,7 +132,7 @@ def load_weights(
     return weights
 
 
-def _check_names(config: DecoderConfig, tensors: TensorSource) -> None:
+def check_tensors(config: DecoderConfig, tensors: TensorSource) -> None:
     """Raise ModelLoadError for a tensor that is missing, unexpected or misshapen."""
     shapes = tensor_shapes(config)
     names = set(tensors.names())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from typing import Protocol
 
 from drift_sdk.draft_policy.policy import DraftPolicy
 from drift_sdk.results import FinishReason
@@ -15,7 +16,17 @@ from drift_sdk.scheduling.sequence import Delta, Sequence
 from drift_sdk.scheduling.step_builder import LaunchedStep, StepBuilder, check_in_flight
 from drift_sdk.steps import DecodeRow, StepPlan, StepResult
 
-__all__ = ["Scheduler"]
+__all__ = ["Scheduler", "SequenceWatcher"]
+
+
+class SequenceWatcher(Protocol):
+    """What is told of sequences that get and lose their slots, while a step is planned."""
+
+    def admitted(self, sequence: Sequence) -> None:
+        """The sequence has got a slot."""
+
+    def preempted(self, sequence: Sequence) -> None:
+        """The sequence has given up its slot and KV."""
 
 
 class Scheduler:
@@ -31,9 +42,11 @@ class Scheduler:
     may be the sequence itself. So the first sequence in the order always advances. A preempted sequence
     computes all its tokens again after its next admission; results of its steps in flight still count, and it
     is not admitted before the last of them is committed.
+
+    watcher: told of admissions and preemptions; None = nobody.
     """
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, watcher: SequenceWatcher | None = None) -> None:
         self.config = config
         self._max_emitted_tokens = config.max_emitted_tokens
         self._blocks = BlockManager(config.num_blocks, config.block_size)
@@ -59,6 +72,7 @@ class Scheduler:
         )
         self._next_step_id = 0
         self.num_preemptions = 0
+        self._watcher = watcher
 
     @property
     def num_waiting(self) -> int:
@@ -286,6 +300,8 @@ class Scheduler:
 
         step.assign_slot(sequence)
         step.update_blocks(sequence, 0)
+        if self._watcher is not None:
+            self._watcher.admitted(sequence)
         return sequence
 
     def _commit_prefill(self, step: LaunchedStep, result: StepResult, deltas: list[Delta]) -> int:
@@ -354,6 +370,8 @@ class Scheduler:
         self._release(sequence)
         self._queue.push(sequence)
         self.num_preemptions += 1
+        if self._watcher is not None:
+            self._watcher.preempted(sequence)
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         """Finish a running or waiting sequence."""

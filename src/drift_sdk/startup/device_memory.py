@@ -71,13 +71,15 @@ class DeviceMemory:
                 f"{gib(self._at_start)} of memory are available",
             )
 
-    def room(self, *, reserve: int | None = None) -> MemoryRoom:
-        """Memory that the KV cache may take. Called when the weights are loaded.
+    def room(self, *, reserve: int | None = None, to_load: int = 0) -> MemoryRoom:
+        """Memory that the KV cache may take.
+
+        to_load: bytes of weights that are not loaded yet.
 
         reserve: bytes of a GPU to keep free for later allocations other than the KV cache; None = a tenth of
                  the rest, for an executor that allocates in its steps. Without effect on a CPU.
         """
-        available = available_bytes(self._device)
+        available = max(available_bytes(self._device) - to_load, 0)
         if not self._is_gpu:
             return MemoryRoom(
                 share=int(available * CPU_KV_SHARE),

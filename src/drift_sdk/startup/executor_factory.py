@@ -34,6 +34,7 @@ __all__ = [
     "OpenedExecutor",
     "choose_executor",
     "kv_demand",
+    "kv_values_per_token",
     "open_eager_executor",
     "open_graph_executor",
 ]
@@ -95,13 +96,19 @@ def choose_executor(
 def kv_demand(decoder: Decoder, drafter_factory: DrafterFactory, block_size: int) -> KVDemand:
     """KV cache demand of a model, including what its drafter keeps for each block."""
     config = decoder.config
-    values_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
-    values_per_block = values_per_token * block_size + drafter_factory.num_values_per_block(block_size)
+    values_per_block = kv_values_per_token(config) * block_size + drafter_factory.num_values_per_block(
+        block_size
+    )
     return KVDemand(
         context=config.max_position_embeddings,
         block_size=block_size,
         bytes_per_block=values_per_block * decoder.dtype.itemsize,
     )
+
+
+def kv_values_per_token(config: DecoderConfig) -> int:
+    """Numbers in the KV cache for a token of a model, of all layers."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim
 
 
 def open_eager_executor(

@@ -7,7 +7,7 @@ from msgspec import Struct
 from drift_sdk.config import EngineConfig
 from drift_sdk.errors import ConfigError, FieldError
 
-__all__ = ["KVDemand", "KVSize", "MemoryRoom", "gib", "size_kv"]
+__all__ = ["KVDemand", "KVSize", "MemoryRoom", "check_model_len", "gib", "size_kv"]
 
 MIN_DEFAULT_MODEL_LEN = 512
 """Tokens. Without a max_model_len, an engine whose KV cache cannot hold a sequence of this length, or of the
@@ -63,10 +63,7 @@ def size_kv(config: EngineConfig, demand: KVDemand, room: MemoryRoom) -> KVSize:
     as many as max_num_seqs sequences of full length can use. If that is less than the model's context and no
     max_model_len is given, the context is cut to it. Raises ConfigError, with the numbers, for a cache that
     does not fit."""
-    if config.max_model_len is not None and config.max_model_len > demand.context:
-        allowed = f"at most the model's context of {demand.context}"
-        raise ConfigError.of("max_model_len", config.max_model_len, allowed)
-
+    check_model_len(config, demand.context)
     if config.kv_cache_tokens is not None:
         return _configured_size(config, config.kv_cache_tokens, demand, room)
 
@@ -82,6 +79,13 @@ def size_kv(config: EngineConfig, demand: KVDemand, room: MemoryRoom) -> KVSize:
 
     num_tokens = num_blocks * demand.block_size
     return KVSize(num_blocks=num_blocks, max_model_len=min(max_model_len, num_tokens))
+
+
+def check_model_len(config: EngineConfig, context: int) -> None:
+    """Raise ConfigError for a max_model_len over the model's own context."""
+    if config.max_model_len is not None and config.max_model_len > context:
+        allowed = f"at most the model's context of {context}"
+        raise ConfigError.of("max_model_len", config.max_model_len, allowed)
 
 
 def _room_error(

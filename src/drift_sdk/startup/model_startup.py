@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from msgspec import Struct
@@ -15,9 +17,10 @@ from drift_sdk.driver.request import ModelText
 from drift_sdk.errors import ConfigError, ModelLoadError, RequestError, short_repr
 from drift_sdk.execution.drafter_factory import DrafterFactory
 from drift_sdk.execution.stages import StageMarks
-from drift_sdk.loading.source import Role, Source, eos_token_ids, expand_home, name_role, resolve
+from drift_sdk.loading.source import Source, eos_token_ids, expand_home, name_role, resolve
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.weights import weight_bytes
 from drift_sdk.progress import Report
 from drift_sdk.sampling_params import SamplingParams
 from drift_sdk.scheduling.config import SchedulerConfig
@@ -30,9 +33,10 @@ from drift_sdk.startup.executor_factory import (
     open_eager_executor,
     open_graph_executor,
 )
-from drift_sdk.startup.kv_sizing import KVDemand, gib
+from drift_sdk.startup.kv_sizing import KVDemand, check_model_len, gib
 from drift_sdk.steps import ExecutorLimits
 from drift_sdk.text.chat import ChatTemplate
+from drift_sdk.text.no_tokenizer import NoTokenizer
 from drift_sdk.text.tokenizer import Tokenizer
 
 __all__ = ["open_model"]
@@ -59,15 +63,24 @@ def open_model(
 
     Raises ModelLoadError or ConfigError, and ExecutorError if the device fails.
     """
+    use_threads(config.num_threads)
     report("find", 0.0)
-    source = _resolve(model, config, "model", report)
-    device = _device(config)
-    dtype = _dtype(config, device)
-    decoder_config = _decoder_config(source, config)
+    device = choose_device(config)
+    dtype = choose_dtype(config, device)
+    choose_executor(config, device)  # raises before anything is downloaded
+    source = resolve(
+        model,
+        **hub_settings(config),
+        revision=config.revision,
+        report=report,
+        judge=lambda source: _check_shapes(source, config, device, dtype),
+        has_weights=config.load == "auto",
+    )
+    decoder_config = read_config(source, config)
     executor_name, fallback = choose_executor(config, device, decoder_config)
 
     report("load tokenizer", 0.0)
-    text = _load_text(source, config, decoder_config.vocab_size, report)
+    text = load_text(source, config, decoder_config.vocab_size, report)
 
     with opening_lock(device):
         memory = DeviceMemory(device, config)
@@ -92,7 +105,7 @@ def open_model(
     )
 
 
-class _Text(Struct, frozen=True, kw_only=True):
+class Text(Struct, frozen=True, kw_only=True):
     """The parts of a `ModelText` that are read from files."""
 
     tokenizer: Tokenizer
@@ -110,9 +123,10 @@ class _Weights(Struct, frozen=True):
     dtype: torch.dtype
 
 
-def _load_text(source: Source, config: EngineConfig, vocab_size: int, report: Report) -> _Text:
+def load_text(source: Source, config: EngineConfig, vocab_size: int, report: Report) -> Text:
+    """All of a model that concerns text. Raises ModelLoadError naming the file."""
     tokenizer, own_template = _tokenizer(source, config, report)
-    return _Text(
+    return Text(
         tokenizer=tokenizer,
         chat_template=_chat_template(source, config, tokenizer, own_template),
         default_params=_default_params(source),
@@ -120,7 +134,7 @@ def _load_text(source: Source, config: EngineConfig, vocab_size: int, report: Re
     )
 
 
-def _model_text(text: _Text, limits: ExecutorLimits, *, has_drafts: bool) -> ModelText:
+def _model_text(text: Text, limits: ExecutorLimits, *, has_drafts: bool) -> ModelText:
     return ModelText(
         tokenizer=text.tokenizer,
         chat_template=text.chat_template,
@@ -163,18 +177,36 @@ def _log_kv_cache(limits: ExecutorLimits, demand: KVDemand) -> None:
     )
 
 
-def _resolve(name: str | Path, config: EngineConfig, role: Role, report: Report) -> Source:
-    return resolve(
-        name,
-        role=role,
-        revision=config.revision if role == "model" else None,
-        cache_dir=config.cache_dir,
-        local_files_only=config.local_files_only,
-        report=report,
-    )
+def hub_settings(config: EngineConfig) -> dict[str, Any]:
+    """Arguments of `find` and `resolve` for any role."""
+    return {"cache_dir": config.cache_dir, "local_files_only": config.local_files_only}
 
 
-def _device(config: EngineConfig) -> torch.device:
+def _check_shapes(source: Source, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise the errors of opening a model that its config shows, before its weights are downloaded."""
+    decoder_config = read_config(source, config)
+    choose_executor(config, device, decoder_config)
+    check_model_len(config, decoder_config.max_position_embeddings)
+    DeviceMemory(device, config).check_weights(weight_bytes(decoder_config, dtype))
+
+
+def use_threads(num_threads: int | None) -> None:
+    """Have torch split operations of the calling thread over so many threads; None changes nothing.
+
+    torch keeps the number in each thread that uses it, and gives threads that begin later the number that was
+    set last: that is set to what it was, by a thread that ends at once.
+    """
+    if num_threads is None or num_threads == torch.get_num_threads():
+        return
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    restorer = threading.Thread(target=torch.set_num_threads, args=(before,))
+    restorer.start()
+    restorer.join()
+
+
+def choose_device(config: EngineConfig) -> torch.device:
     """The device of a configuration; ConfigError if this machine does not have it."""
     has_gpu = torch.cuda.is_available()
     if config.device == "auto":
@@ -188,7 +220,7 @@ def _device(config: EngineConfig) -> torch.device:
     return device
 
 
-def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
+def choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     if config.dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
 
@@ -201,20 +233,25 @@ def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
 def _tokenizer(source: Source, config: EngineConfig, report: Report) -> tuple[Tokenizer, str | None]:
     """The tokenizer, and the text of the chat template that comes with it or with the model; None without."""
     if config.tokenizer is None:
-        return source.tokenizer(), source.chat_template
+        if source.has_tokenizer:
+            return source.tokenizer(), source.chat_template
+
+        log.warning("%s holds no tokenizer.json: requests and results are token ids alone", source.path)
+        return NoTokenizer(str(source.path)), None
 
     if str(config.tokenizer).endswith(".json"):
         with name_role("tokenizer"):
             tokenizer = Tokenizer.from_file(expand_home(config.tokenizer))
         return tokenizer, source.chat_template
 
-    other = _resolve(config.tokenizer, config, "tokenizer", report)
+    other = resolve(config.tokenizer, role="tokenizer", **hub_settings(config), report=report)
     with name_role("tokenizer"):
         tokenizer, own_template = other.tokenizer(), other.chat_template
     return tokenizer, own_template or source.chat_template
 
 
-def _decoder_config(source: Source, config: EngineConfig) -> DecoderConfig:
+def read_config(source: Source, config: EngineConfig) -> DecoderConfig:
+    """The decoder's configuration; ModelLoadError naming the file, the setting and its value."""
     settings = source.config  # its errors name the file
     file = source.path if source.path.is_file() else source.path / "config.json"
     try:

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from drift_sdk.text.token_bytes import TokenBytes
 
-__all__ = ["Detokenizer"]
+__all__ = ["BytesDetokenizer", "ContextDetokenizer", "Detokenizer", "SilentDetokenizer"]
 
 
-class Detokenizer:
-    """Turns the token ids of one text into characters.
+class Detokenizer(Protocol):
+    """Turns the token ids of one text into characters, as the ids arrive."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Add ids; returns the text that they complete, which may be empty."""
+
+    def flush(self) -> str:
+        """End the text; returns what is left of it."""
+
+
+class BytesDetokenizer:
+    """A detokeniser for tokens that add the same bytes wherever they stand.
 
     The result does not depend on how the ids are split over pushes.
 
@@ -59,3 +70,50 @@ class Detokenizer:
         num_stripped = min(num_spaces, self._num_leading_spaces)
         self._num_leading_spaces = self._num_leading_spaces - num_stripped if num_spaces == len(text) else 0
         return text[num_stripped:]
+
+
+class ContextDetokenizer:
+    """A detokeniser for tokens whose text depends on the token before them: words joined with spaces, for
+    example.
+
+    decode: the text of token ids. Adding an id may only add to the text, by what depends on the last id
+            before it.
+    adds_text: whether an id takes part in `decode`; special ids, and those outside the vocabulary, do not.
+
+    Each push decodes the new ids together with the last one before them, whose own text is known. The joined
+    text equals that of all ids decoded at once.
+    """
+
+    __slots__ = ("_adds_text", "_decode", "_last")
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], adds_text: Callable[[int], bool]) -> None:
+        self._decode = decode
+        self._adds_text = adds_text
+        self._last: list[int] = []  # the newest id, none at the start
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Add ids; returns the text that they add, which may be empty."""
+        added = [token_id for token_id in token_ids if self._adds_text(token_id)]
+        if not added:
+            return ""
+
+        num_known = len(self._decode(self._last))
+        text = self._decode([*self._last, *added])[num_known:]
+        self._last = added[-1:]
+        return text
+
+    def flush(self) -> str:
+        """End the text; nothing is ever left of it."""
+        return ""
+
+
+class SilentDetokenizer:
+    """A detokeniser for a model without a tokenizer: tokens have no text."""
+
+    __slots__ = ()
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""

@@ -5,15 +5,23 @@ from __future__ import annotations
 import json
 import re
 from contextlib import suppress
+from itertools import takewhile
+from typing import Any
 
 import tokenizers
 
 from drift_sdk.errors import ModelLoadError
 
-__all__ = ["NUM_IDS", "TokenBytes"]
+__all__ = ["NUM_IDS", "TokenBytes", "joins_words"]
 
 NUM_IDS = 2**32
 """Token ids are less than this; the tokenizers library accepts no others."""
+
+WORD_DECODERS = ("WordPiece", "BPEDecoder", "CTC")
+ALLOWED = (
+    "ByteLevel, Metaspace, Replace (a string), ByteFallback, Fuse, Strip (leading spaces); or Replace, then "
+    "at most one of WordPiece, BPEDecoder and CTC"
+)
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -66,13 +74,8 @@ class TokenBytes(dict[int, bytes]):
         return token.encode()
 
     def _read_decoder(self) -> None:
-        decoder = self._raw.decoder
-        if decoder is None:
-            raise ModelLoadError("tokenizer: no decoder, expected a byte-level or sentencepiece one")
-
-        spec = json.loads(decoder.__getstate__())
         is_fused = False
-        for step in spec["decoders"] if spec["type"] == "Sequence" else [spec]:
+        for step in decoder_steps(self._raw):
             match step:
                 case {"type": "ByteLevel"}:
                     self._is_byte_level = True
@@ -88,10 +91,34 @@ class TokenBytes(dict[int, bytes]):
                 case {"type": "Strip", "content": " ", "start": int(start), "stop": 0} if is_fused:
                     self.num_leading_spaces = start
                 case _:
-                    allowed = (
-                        "ByteLevel, Metaspace, Replace (a string), ByteFallback, Fuse, Strip (leading spaces)"
-                    )
-                    raise ModelLoadError(f"tokenizer: decoder step {json.dumps(step)}, expected {allowed}")
+                    raise ModelLoadError(f"tokenizer: decoder step {json.dumps(step)}, expected {ALLOWED}")
+
+
+def decoder_steps(raw: tokenizers.Tokenizer) -> list[dict[str, Any]]:
+    """The steps of a tokenizer's decoder, in order; empty without a decoder."""
+    if raw.decoder is None:
+        return []
+
+    spec: dict[str, Any] = json.loads(raw.decoder.__getstate__())
+    return list(spec["decoders"]) if spec["type"] == "Sequence" else [spec]
+
+
+def joins_words(raw: tokenizers.Tokenizer) -> bool:
+    """Whether the tokenizers library has to decode tokens, and the text of a token depends on the token
+    before it at most: without a decoder, which joins tokens with spaces, with the decoders WordPiece,
+    BPEDecoder and CTC, and with replacements of regular expressions."""
+    steps = decoder_steps(raw)
+    if not steps:
+        return True
+
+    replacements = list(takewhile(lambda step: step["type"] == "Replace", steps))
+    kinds = [step["type"] for step in steps[len(replacements) :]]
+    if kinds[-1:] == ["Fuse"]:
+        del kinds[-1]
+
+    # Replaced strings are read by TokenBytes; regular expressions are left to the library.
+    has_regex = any("Regex" in step["pattern"] for step in replacements)
+    return len(kinds) == 1 and kinds[0] in WORD_DECODERS or (not kinds and has_regex)
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -17,12 +17,17 @@ class TokenTexts(dict[int, str]):
     to a text. Ids outside the vocabulary have no text.
     """
 
-    def __init__(self, raw: tokenizers.Tokenizer, token_bytes: TokenBytes) -> None:
+    def __init__(self, raw: tokenizers.Tokenizer, token_bytes: TokenBytes | None) -> None:
+        """token_bytes: None for a tokenizer whose tokens the library has to decode."""
         super().__init__()
         self._raw = raw
         self._token_bytes = token_bytes
 
     def __missing__(self, token_id: int) -> str:
+        if self._token_bytes is None:
+            is_known = 0 <= token_id < NUM_IDS
+            return self._raw.decode([token_id], skip_special_tokens=False) if is_known else ""
+
         data = self._token_bytes[token_id]
         if not data:
             spelled = self._raw.id_to_token(token_id) if 0 <= token_id < NUM_IDS else None

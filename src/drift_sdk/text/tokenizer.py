@@ -12,9 +12,9 @@ import tokenizers
 
 from drift_sdk._files import has_file
 from drift_sdk.errors import ModelLoadError, RequestError, short_repr
-from drift_sdk.text.detokenizer import Detokenizer
+from drift_sdk.text.detokenizer import BytesDetokenizer, ContextDetokenizer, Detokenizer
 from drift_sdk.text.gguf_tokenizer import adds_bos, build_gguf_tokenizer, special_token
-from drift_sdk.text.token_bytes import NUM_IDS, TokenBytes
+from drift_sdk.text.token_bytes import NUM_IDS, TokenBytes, joins_words
 from drift_sdk.text.token_floor import TokenFloor
 from drift_sdk.text.token_texts import TokenTexts
 from drift_sdk.text.tokenizer_limits import check_tokenizer
@@ -23,7 +23,12 @@ __all__ = ["Tokenizer", "default_template"]
 
 
 class Tokenizer:
-    """A model's tokenizer. Its behaviour never changes after construction, so threads may share it."""
+    """A model's tokenizer. Its behaviour never changes after construction, so threads may share it.
+
+    has_text: whether tokens have a text; False for a model without a tokenizer alone.
+    """
+
+    has_text = True
 
     def __init__(
         self,
@@ -65,8 +70,8 @@ class Tokenizer:
             if adds_bos and bos_token_id is not None:
                 self._prefix = [bos_token_id]
 
-        self.token_bytes = TokenBytes(raw, self.special_token_ids)
-        self.token_texts = TokenTexts(raw, self.token_bytes)
+        self._token_bytes = None if joins_words(raw) else TokenBytes(raw, self.special_token_ids)
+        self.token_texts: Mapping[int, str] = TokenTexts(raw, self._token_bytes)
         self._floor: TokenFloor | None = None
 
     @classmethod
@@ -137,8 +142,22 @@ class Tokenizer:
 
         return self._prefix + ids if add_special_tokens else ids
 
+    @property
+    def has_token_bytes(self) -> bool:
+        """Whether each token adds the same bytes to every text, which grammars need."""
+        return self._token_bytes is not None
+
+    @property
+    def token_bytes(self) -> TokenBytes:
+        """The bytes that each token adds. Only if `has_token_bytes`."""
+        assert self._token_bytes is not None
+        return self._token_bytes
+
     def min_num_tokens(self, text: str) -> int:
         """A lower bound on the length of `encode(text)`, much faster to compute; 0 if nothing is known."""
+        if self._token_bytes is None:
+            return 0
+
         floor = self._floor
         if floor is None:
             floor = self._floor = TokenFloor(self._raw, self.token_bytes)
@@ -158,7 +177,14 @@ class Tokenizer:
 
     def detokenizer(self) -> Detokenizer:
         """A new detokenizer, for the ids of one text as they arrive."""
-        return Detokenizer(self.token_bytes)
+        if self._token_bytes is not None:
+            return BytesDetokenizer(self._token_bytes)
+
+        return ContextDetokenizer(self.decode, self._adds_text)
+
+    def _adds_text(self, token_id: int) -> bool:
+        is_known = 0 <= token_id < NUM_IDS and self._raw.id_to_token(token_id) is not None
+        return is_known and token_id not in self.special_token_ids
 
     def token_to_id(self, token: str) -> int | None:
         """The id of a token; None if it is not in the vocabulary."""

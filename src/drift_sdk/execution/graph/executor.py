@@ -30,7 +30,7 @@ from drift_sdk.execution.graph.step_launcher import StepLauncher, StepResults
 from drift_sdk.execution.resources import DeviceResources
 from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.progress import Report
+from drift_sdk.progress import Report, ignore_progress
 from drift_sdk.steps import ExecutorLimits, StepPlan, StepResult
 
 __all__ = ["AllocationCount", "GraphExecutor", "GraphOptions", "StartupHooks", "time_rounds"]
@@ -61,10 +61,6 @@ class GraphOptions(Struct, frozen=True, kw_only=True):
     step_timeout_s: float | None = None
     acceptance_trace: Sequence[int] | None = None
     stages: StageMarks = NO_STAGE_MARKS
-
-
-def ignore_progress(stage: str, fraction: float) -> None:
-    """A `Report` that drops what it is given."""
 
 
 class StartupHooks(Struct, frozen=True, kw_only=True):

@@ -1,0 +1,130 @@
+"""Events of an engine, for tracing and logging: what `Engine(..., on_event=...)` is called with.
+
+A request has one `RequestQueued`, then `RequestAdmitted`, `RequestFirstToken`, and at its end one of
+`RequestFinished` and `RequestFailed`. A preempted one has `RequestPreempted` and `RequestAdmitted` again. A
+request that ends early lacks what it did not reach. A request that is rejected at the call has
+`RequestRejected` alone.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from msgspec import Struct
+
+from drift_sdk.results import FinishReason, SpeculationStats, Timing, Usage
+
+__all__ = [
+    "EngineFailed",
+    "EngineStarted",
+    "EngineStopped",
+    "Event",
+    "RequestAdmitted",
+    "RequestFailed",
+    "RequestFinished",
+    "RequestFirstToken",
+    "RequestPreempted",
+    "RequestQueued",
+    "RequestRejected",
+]
+
+
+class EngineStarted(Struct, frozen=True, kw_only=True):
+    """The engine is ready to serve.
+
+    time:     seconds since the epoch, as `time.time()` gives them; so in all events.
+    executor: "graph" or "eager".
+    seconds:  that opening the model took.
+    """
+
+    time: float
+    executor: str
+    seconds: float
+
+
+class EngineFailed(Struct, frozen=True, kw_only=True):
+    """The model could not be opened, or the engine has failed while it served: `error` is the cause."""
+
+    time: float
+    error: BaseException
+
+
+class EngineStopped(Struct, frozen=True, kw_only=True):
+    """An engine that had started is closed, or has failed and given its memory back. The last event."""
+
+    time: float
+
+
+class RequestQueued(Struct, frozen=True, kw_only=True):
+    """A request was submitted. Its prompt is not tokenised yet."""
+
+    time: float
+    request_id: str
+
+
+class RequestRejected(Struct, frozen=True, kw_only=True):
+    """A request was not taken because the queue is full: `error` is the QueueFull that the call raised."""
+
+    time: float
+    request_id: str
+    error: Exception
+
+
+class RequestAdmitted(Struct, frozen=True, kw_only=True):
+    """A request has a slot, and its prompt is about to be computed.
+
+    num_tokens: tokens of the prompt and, after a preemption, those generated so far.
+    num_cached: of them, those whose KV was found in the prefix cache.
+    """
+
+    time: float
+    request_id: str
+    num_tokens: int
+    num_cached: int
+
+
+class RequestPreempted(Struct, frozen=True, kw_only=True):
+    """A request gave up its slot and KV to others, or to `sleep()`; it waits to be admitted again."""
+
+    time: float
+    request_id: str
+
+
+class RequestFirstToken(Struct, frozen=True, kw_only=True):
+    """The first token of a request was generated."""
+
+    time: float
+    request_id: str
+
+
+class RequestFinished(Struct, frozen=True, kw_only=True):
+    """A request ended with a completion. The fields are those of `Completion`."""
+
+    time: float
+    request_id: str
+    finish_reason: FinishReason
+    usage: Usage
+    timing: Timing
+    speculation: SpeculationStats | None
+
+
+class RequestFailed(Struct, frozen=True, kw_only=True):
+    """A request ended with an error, which its stream raises. The message may quote the prompt."""
+
+    time: float
+    request_id: str
+    error: Exception
+
+
+Event: TypeAlias = (
+    EngineStarted
+    | EngineFailed
+    | EngineStopped
+    | RequestQueued
+    | RequestRejected
+    | RequestAdmitted
+    | RequestPreempted
+    | RequestFirstToken
+    | RequestFinished
+    | RequestFailed
+)

@@ -1,0 +1,136 @@
+"""A model in one GGUF file or in the parts of a split one, read as a whole.
+
+Parts are named as llama.cpp's gguf-split names them: "model-00001-of-00003.gguf". Each has a header for its
+own tensors; the first has the model's metadata.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct, structs
+
+from drift_sdk._files import has_file
+from drift_sdk.errors import ModelLoadError, short_repr
+from drift_sdk.loading.gguf_header import GGUFHeader, GGUFTensor, read_header
+
+__all__ = ["GGUFParts", "PartName", "missing_parts", "part_of"]
+
+PART_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+
+
+class PartName(Struct, frozen=True):
+    """The name of one part of a split file: `stem`-`index`-of-`num_parts`.gguf, counted from 1."""
+
+    stem: str
+    index: int
+    num_parts: int
+
+    def file(self, index: int) -> str:
+        """The name of another part."""
+        return f"{self.stem}-{index:05}-of-{self.num_parts:05}.gguf"
+
+
+def part_of(name: str) -> PartName | None:
+    """The name of a part, taken apart; None for a file that is not one of several."""
+    found = PART_NAME.fullmatch(name)
+    if found is None:
+        return None
+
+    part = PartName(found[1], int(found[2]), int(found[3]))
+    return part if 1 <= part.index <= part.num_parts else None
+
+
+def missing_parts(names: Collection[str]) -> list[str]:
+    """The parts that are missing of those that the names, of one model, belong to."""
+    missing: list[str] = []
+    for part in {(p.stem, p.num_parts): p for p in map(part_of, names) if p is not None}.values():
+        wanted = [part.file(index) for index in range(1, part.num_parts + 1)]
+        missing += [name for name in wanted if name not in names]
+
+    return missing
+
+
+class GGUFParts:
+    """The header of a model, with the tensors of all its parts, and the bytes of each tensor.
+
+    path: the file, or any one part.
+
+    Opening reads only the headers. Raises ModelLoadError naming the part that is missing, or a file that is
+    not whole or does not belong to the others.
+    """
+
+    def __init__(self, path: Path) -> None:
+        part = part_of(path.name)
+        self.files = [path]
+        if part is not None:
+            self.files = [path.with_name(part.file(index)) for index in range(1, part.num_parts + 1)]
+            for file in self.files:
+                if not has_file(file):
+                    raise ModelLoadError(f"{file}: is missing, {path.name} is one of {part.num_parts} parts")
+
+        opened = [open_part(file) for file in self.files]
+        self._data = [data for data, _ in opened]
+        headers = [header for _, header in opened]
+        for index, header in enumerate(headers):
+            self._check_split(index, header.metadata)
+        self.header = GGUFHeader(metadata=headers[0].metadata, tensors=self._joined(headers))
+
+    def file(self, tensor: GGUFTensor) -> str:
+        """The file that holds a tensor."""
+        return str(self.files[tensor.part])
+
+    def raw(self, tensor: GGUFTensor) -> npt.NDArray[np.uint8]:
+        """The bytes of a tensor as stored, a view of the file."""
+        return np.frombuffer(self._data[tensor.part], np.uint8, tensor.num_bytes, tensor.offset)
+
+    def _check_split(self, index: int, metadata: dict[str, Any]) -> None:
+        """Raise ModelLoadError unless the metadata of a part agree with its place among the files."""
+        num_parts = len(self.files)
+        found = metadata.get("split.count", 1) or 1
+        if found != num_parts:
+            expected = "a name that ends in -00001-of-0000N.gguf" if num_parts == 1 else str(num_parts)
+            raise ModelLoadError(f"{self.files[index]}: split.count={short_repr(found)}, expected {expected}")
+
+        place = metadata.get("split.no", index)
+        if num_parts > 1 and place != index:
+            raise ModelLoadError(
+                f"{self.files[index]}: split.no={short_repr(place)}, expected {index} as its name says"
+            )
+
+    def _joined(self, headers: list[GGUFHeader]) -> dict[str, GGUFTensor]:
+        tensors: dict[str, GGUFTensor] = {}
+        for index, header in enumerate(headers):
+            for name, tensor in header.tensors.items():
+                if name in tensors:
+                    other = self.files[tensors[name].part].name
+                    raise ModelLoadError(
+                        f"{self.files[index]}: tensor {short_repr(name)} is in {other} as well"
+                    )
+
+                tensors[name] = structs.replace(tensor, part=index)
+
+        expected = headers[0].metadata.get("split.tensors.count", len(tensors))
+        if len(self.files) > 1 and expected != len(tensors):
+            raise ModelLoadError(
+                f"{self.files[0]}: split.tensors.count={short_repr(expected)}, the parts hold {len(tensors)}"
+            )
+
+        return tensors
+
+
+def open_part(path: Path) -> tuple[mmap.mmap, GGUFHeader]:
+    """A file mapped into memory, and its header. Raises ModelLoadError naming it if it is not whole."""
+    try:
+        with path.open("rb") as file:
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+        return data, read_header(data)
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{path}: not a whole GGUF file: {error}") from error

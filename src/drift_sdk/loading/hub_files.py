@@ -1,0 +1,119 @@
+"""Files of a repository on the Hugging Face hub: those that a model is loaded from, chosen by their names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+from msgspec import Struct
+
+from drift_sdk._files import has_file
+from drift_sdk.errors import ModelLoadError
+from drift_sdk.loading.draft import TORCH_FILE
+from drift_sdk.loading.gguf_parts import missing_parts, part_of
+from drift_sdk.loading.safetensors import INDEX_FILE, SINGLE_FILE, read_index
+
+__all__ = ["SMALL_PATTERNS", "HubFile", "choose_gguf", "gguf_quants", "split_quant", "weight_names"]
+
+SMALL_PATTERNS = ["*.json", "*.jinja"]
+"""Settings, tokenizer and templates: a few megabytes, which are fetched before the config is judged."""
+QUANT = re.compile(r"(?:^|[-._/])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|MXFP4\w*|B?F16|FP16|F32))$", re.IGNORECASE)
+"""The quantisation at the end of a file's name without its suffix."""
+MAX_LISTED = 40
+"""Most names that an error lists."""
+
+
+class HubFile(Struct, frozen=True, kw_only=True):
+    """A file of a repository: its path there, and its size in bytes (None if the hub does not tell)."""
+
+    name: str
+    num_bytes: int | None
+
+
+def split_quant(name: str) -> tuple[str, str | None]:
+    """Repository and quantisation of "repository:quantisation"; without a colon the name and None."""
+    repo_id, colon, quant = name.partition(":")
+    return (repo_id, quant) if colon else (name, None)
+
+
+def gguf_models(names: Iterable[str]) -> dict[str, list[str]]:
+    """The GGUF files among `names` by model, each model's parts in order. A model's name is its path without
+    ".gguf" and the numbers of parts. Image projectors are left out."""
+    models: dict[str, list[str]] = {}
+    for name in sorted(names):
+        if name.endswith(".gguf") and not name.rpartition("/")[2].startswith("mmproj"):
+            part = part_of(name)
+            models.setdefault(part.stem if part is not None else name.removesuffix(".gguf"), []).append(name)
+
+    return models
+
+
+def gguf_quants(names: Iterable[str]) -> str:
+    """The quantisations of the GGUF files among `names`, for messages; empty if there are none."""
+    return listed(map(quant_of, gguf_models(names)))
+
+
+def choose_gguf(names: Collection[str], quant: str) -> tuple[str, ...]:
+    """The GGUF file of a quantisation, or all parts of the one that is split, in order.
+
+    names: paths of files in the repository.
+    quant: the quantisation with which the name of the file ends, in upper or lower case, such as "Q4_K_M"; or
+           the whole name without ".gguf".
+
+    Raises ModelLoadError listing what there is if none or several match, and naming a missing part.
+    """
+    models = gguf_models(names)
+    if not models:
+        raise ModelLoadError("it holds no .gguf file")
+
+    matching = [stem for stem in models if has_quant(stem, quant)]
+    if not matching:
+        raise ModelLoadError(f"no .gguf file is named {quant}, there are {gguf_quants(names)}")
+
+    if len(matching) > 1:
+        raise ModelLoadError(
+            f"several .gguf files are named {quant}: {listed(matching)}; give more of the end of one's name"
+        )
+
+    (stem,) = matching
+    missing = missing_parts(models[stem])
+    if missing:
+        raise ModelLoadError(f"{missing[0]} is missing beside {models[stem][0]}")
+
+    return tuple(models[stem])
+
+
+def has_quant(stem: str, quant: str) -> bool:
+    """Whether a file's name without its suffix is `quant`, or ends with it after a separator."""
+    whole, end = stem.lower(), quant.lower()
+    separators = "-._/" if QUANT.fullmatch(quant) else "-./"  # "K_M" is part of a quantisation's name
+    return whole == end or any(whole.endswith(separator + end) for separator in separators)
+
+
+def quant_of(stem: str) -> str:
+    """The quantisation that a file's name ends with, else the whole name."""
+    found = QUANT.search(stem)
+    return found[1] if found is not None else stem
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names in order, separated by commas, at most `MAX_LISTED` of them."""
+    ordered = sorted(set(names))
+    more = f" and {len(ordered) - MAX_LISTED} more" if len(ordered) > MAX_LISTED else ""
+    return ", ".join(ordered[:MAX_LISTED]) + more
+
+
+def weight_names(names: Collection[str], folder: Path) -> list[str]:
+    """The files of a repository's weights: one safetensors file, the shards of an index, or else
+    pytorch_model.bin, which many draft heads are published as. Empty if there are none.
+
+    folder: holds the index, if the repository has one. Raises ModelLoadError for a broken index.
+    """
+    if SINGLE_FILE in names:
+        return [SINGLE_FILE]
+
+    if INDEX_FILE in names and has_file(folder / INDEX_FILE):
+        return sorted(set(read_index(folder).values()))
+
+    return [TORCH_FILE] if TORCH_FILE in names else []

@@ -1,0 +1,135 @@
+"""Examination of a model's files, and of the room for it on a device, without loading its weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from drift_sdk.config import EngineConfig
+from drift_sdk.errors import ConfigError, ModelLoadError
+from drift_sdk.loading.source import Found, find
+from drift_sdk.model_info import ModelInfo, RemoteFile
+from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.weights import check_tensors, tensor_shapes, weight_bytes
+from drift_sdk.progress import ignore_progress
+from drift_sdk.startup.device_memory import DeviceMemory
+from drift_sdk.startup.executor_factory import choose_executor, kv_values_per_token
+from drift_sdk.startup.kv_sizing import KVDemand, KVSize, size_kv
+from drift_sdk.startup.model_startup import (
+    BLOCK_SIZES,
+    choose_device,
+    choose_dtype,
+    hub_settings,
+    load_text,
+    read_config,
+)
+
+__all__ = ["inspect_model"]
+
+T = TypeVar("T")
+
+
+def inspect_model(model: str | Path, config: EngineConfig) -> ModelInfo:
+    """The findings about a model; see `drift_sdk.inspect`."""
+    found = find(model, revision=config.revision, **hub_settings(config))
+    return Inspection(model, found, config).info()
+
+
+class Inspection:
+    """The parts of an examination: each adds to `reasons` what it finds to be wrong, and is None then."""
+
+    def __init__(self, model: str | Path, found: Found, config: EngineConfig) -> None:
+        self._model = model
+        self._found = found
+        self._config = config
+        self._reasons: list[str] = []
+
+    def info(self) -> ModelInfo:
+        device = self._try(lambda: choose_device(self._config))
+        dtype = None if device is None else self._try(lambda: choose_dtype(self._config, device))
+        shapes = self._try(lambda: read_config(self._found.source, self._config))
+        executor = (
+            None if device is None else self._try(lambda: choose_executor(self._config, device, shapes)[0])
+        )
+        if shapes is not None and self._config.load == "auto" and not self._found.missing:
+            self._try(lambda: check_tensors(shapes, self._found.source.tensors()))
+
+        has_tokenizer = self._try(lambda: self._has_tokenizer)
+        has_template = None if shapes is None else self._try(lambda: self._has_template(shapes))
+        held = None if shapes is None or dtype is None else weight_bytes(shapes, dtype)
+        kv_bytes = None if shapes is None or dtype is None else kv_values_per_token(shapes) * dtype.itemsize
+        size: KVSize | None = None
+        if device is not None and held is not None and kv_bytes is not None and shapes is not None:
+            size = self._try(lambda: self._kv_size(device, shapes, held, kv_bytes, executor or "eager"))
+
+        block_size = self._block_size(executor or "eager")
+        return ModelInfo(
+            model=str(self._model),
+            reasons=tuple(self._reasons),
+            architecture=self._architecture(),
+            num_parameters=None if shapes is None else sum(map(math.prod, tensor_shapes(shapes).values())),
+            stored_bytes=self._found.stored_bytes() if self._config.load == "auto" else None,
+            weight_bytes=held,
+            kv_bytes_per_token=kv_bytes,
+            context=None if shapes is None else shapes.max_position_embeddings,
+            has_tokenizer=has_tokenizer,
+            has_chat_template=has_template,
+            device=None if device is None else str(device),
+            dtype=None if dtype is None else str(dtype).removeprefix("torch."),
+            executor=executor,
+            kv_cache_tokens=None if size is None else size.num_blocks * block_size,
+            max_model_len=None if size is None else size.max_model_len,
+            max_num_seqs=self._config.max_num_seqs,
+            downloads=self._downloads(),
+        )
+
+    def _try(self, examine: Callable[[], T]) -> T | None:
+        """What `examine` returns; None if it raises, and the reason is kept."""
+        try:
+            return examine()
+        except (ConfigError, ModelLoadError) as error:
+            self._reasons.append(str(error))
+            return None
+
+    @property
+    def _has_tokenizer(self) -> bool:
+        return self._config.tokenizer is not None or self._found.source.has_tokenizer
+
+    def _has_template(self, shapes: DecoderConfig) -> bool:
+        """Whether there is a chat template. Reads all that concerns text."""
+        text = load_text(self._found.source, self._config, shapes.vocab_size, ignore_progress)
+        return text.chat_template is not None
+
+    def _kv_size(
+        self, device: torch.device, shapes: DecoderConfig, held: int, kv_bytes: int, executor: str
+    ) -> KVSize:
+        memory = DeviceMemory(device, self._config)
+        memory.check_weights(held)
+        block_size = self._block_size(executor)
+        demand = KVDemand(
+            context=shapes.max_position_embeddings,
+            block_size=block_size,
+            bytes_per_block=kv_bytes * block_size,
+        )
+        return size_kv(self._config, demand, memory.room(to_load=held))
+
+    def _block_size(self, executor: str) -> int:
+        return self._config.block_size or BLOCK_SIZES[executor]
+
+    def _architecture(self) -> str | None:
+        try:
+            names = self._found.source.config.get("architectures")
+        except ModelLoadError:
+            return None
+
+        return str(names[0]) if isinstance(names, list) and names else None
+
+    def _downloads(self) -> tuple[RemoteFile, ...]:
+        if self._config.load == "random":
+            return ()
+
+        return tuple(RemoteFile(name=file.name, num_bytes=file.num_bytes) for file in self._found.missing)
