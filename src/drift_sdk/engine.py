@@ -13,14 +13,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from drift_sdk._plain_data import to_plain
-from drift_sdk._validation import check_float, check_int
+from drift_sdk._validation import check_bool, check_float, check_int
 from drift_sdk.config import EngineConfig
 from drift_sdk.driver.commands import Cancel, Pause, Resume, Sleep, Unpause, Wake
 from drift_sdk.driver.driver import Driver
 from drift_sdk.driver.life_cycle import LifeCycle
 from drift_sdk.driver.loaded_model import LoadedModel, OpenModel, with_limits
 from drift_sdk.driver.loop_poster import Latch, LoopPoster
-from drift_sdk.driver.prompts import ChatPrompt, ModelText, Prompt, as_prompt
+from drift_sdk.driver.prompts import ChatPrompt, ModelText, Prompt, as_prompt, check_tool_choice
 from drift_sdk.driver.request import Request
 from drift_sdk.driver.startup_progress import ProgressReporter, check_on_progress
 from drift_sdk.driver.stream_updates import StreamUpdates
@@ -31,7 +31,6 @@ from drift_sdk.sampling_params import MAX_SEED, SamplingParams, check_needs_no_h
 from drift_sdk.stats import EngineStats
 from drift_sdk.steps import ExecutorLimits
 from drift_sdk.stream import TokenStream, check_prompts, map_prompts
-from drift_sdk.text.tools import tool_names
 
 if TYPE_CHECKING:
     from drift_sdk.text.tokenizer import Tokenizer
@@ -135,17 +134,25 @@ class Engine:
         params: SamplingParams | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_args: Mapping[str, Any] | None = None,
+        *,
+        tool_choice: str = "auto",
+        continue_final: bool = False,
     ) -> TokenStream:
         """Submit a conversation, rendered with the model's chat template, and return its stream at once, as
-        `generate` does.
+        `generate` does. The answer comes in parts: text, reasoning and tool calls.
 
-        messages:      mappings with at least a string "role" and "content". Content is a string; a list of
-                       parts works only with templates that take one.
-        params:        None = the model's own defaults, `default_params`.
-        tools:         descriptions of functions for the template. Tool calls are then looked for in the
-                       completion's text (`tool_calls`). If the model's template ignores tools, the model does
-                       not see them, and that is logged as a warning, once per engine.
-        template_args: further variables of the template, by name.
+        messages:       mappings with at least a string "role" and "content". Content is a string; a list of
+                        parts works only with templates that take one.
+        params:         None = the model's own defaults, `default_params`.
+        tools:          descriptions of functions for the template. Tool calls are then looked for in the
+                        answer. If the model's template ignores tools, the model does not see them, and that
+                        is logged as a warning, once per engine.
+        template_args:  further variables of the template, by name.
+        tool_choice:    "auto" (the model calls tools or not), "none" (the tools are left out), "required"
+                        (the answer consists of calls, at least one) or the name of a tool (of calls of this
+                        one). The last two are a grammar: arguments follow the tools' schemas, reasoning may
+                        come first, and `params` can have no other grammar.
+        continue_final: the answer continues the last message, which must be the assistant's and have text.
 
         All of them are copied at the call and must be plain data (mappings, sequences and scalars). Raises
         what `generate` raises. The stream raises RequestError if the model has no template or the template
@@ -156,16 +163,18 @@ class Engine:
         if template_args is not None and not isinstance(template_args, Mapping):
             raise RequestError.of("template_args", template_args, "a mapping")
 
+        check_bool(RequestError, "continue_final", continue_final)
         prompt = ChatPrompt(
-            to_plain("messages", messages),
-            to_plain("tools", tools),
-            to_plain("template_args", template_args),
+            messages=to_plain("messages", messages),
+            tools=to_plain("tools", tools),
+            template_args=to_plain("template_args", template_args),
+            tool_choice=tool_choice,
+            continue_final=continue_final,
         )
-        if not prompt.tools:
-            return self._submit(prompt, params)
-
-        stream = self._submit(prompt, params, tool_names(prompt.tools))
-        self._warn_if_tools_are_ignored()
+        check_tool_choice(prompt, params)
+        stream = self._submit(prompt, params)
+        if prompt.offered_tools:
+            self._warn_if_tools_are_ignored()
         return stream
 
     def map(
@@ -281,9 +290,7 @@ class Engine:
         """Most tokens of prompt and completion together. EngineClosed if the engine is not open."""
         return self._model_text().max_model_len
 
-    def _submit(
-        self, prompt: Prompt, params: SamplingParams | None, tool_names: frozenset[str] | None = None
-    ) -> TokenStream:
+    def _submit(self, prompt: Prompt, params: SamplingParams | None) -> TokenStream:
         if params is None:
             params = self.default_params
         elif not isinstance(params, SamplingParams):
@@ -300,7 +307,6 @@ class Engine:
             params=params,
             seed=params.seed if params.seed is not None else self._seeds.randint(0, MAX_SEED),
             stream_updates=StreamUpdates(LoopPoster.current()),
-            tool_names=tool_names,
         )
         driver.submit(request)
         return TokenStream(request.request_id, request.stream_updates, lambda: driver.send(Cancel(request)))

@@ -189,7 +189,7 @@ def test_config_and_tokenizer(tmp_path: Path) -> None:
             assert getattr(found, field) == getattr(expected, field), field
 
     assert eos_token_ids(source, 100) == (7, 9)
-    assert source.chat_template == "{{ messages }}"
+    assert source.chat_templates == {"default": "{{ messages }}"}
     assert source.generation_config == {}
 
 

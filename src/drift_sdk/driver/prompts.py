@@ -9,12 +9,22 @@ from msgspec import Struct
 
 from drift_sdk.errors import PromptTooLong, RequestError, short_repr
 from drift_sdk.sampling_params import SamplingParams
+from drift_sdk.text.tools import ToolSet
 
 if TYPE_CHECKING:  # their libraries would make up most of the package's import time
+    from drift_sdk.text.answers.answer import Answer
     from drift_sdk.text.chat import ChatTemplate
     from drift_sdk.text.tokenizer import Tokenizer
 
-__all__ = ["ChatPrompt", "ModelText", "Prompt", "TextPrompt", "TokenPrompt", "as_prompt"]
+__all__ = [
+    "ChatPrompt",
+    "ModelText",
+    "Prompt",
+    "TextPrompt",
+    "TokenPrompt",
+    "as_prompt",
+    "check_tool_choice",
+]
 
 MAX_PROMPT_TOKENS = 2**24
 """More than any model's context. A prompt is copied at the call, before the model's own limit is checked."""
@@ -77,28 +87,64 @@ class TokenPrompt(Struct, frozen=True):
         return checked_ids(self.ids, model, given=list(self.ids))
 
 
-class ChatPrompt(Struct, frozen=True):
+class ChatPrompt(Struct, frozen=True, kw_only=True):
     """A conversation, which the model's chat template renders and which is then tokenised without special
     tokens added.
 
     messages, tools, template_args: plain data that no other object refers to.
+    tool_choice:                    "auto", "none", "required" or the name of one of the tools.
+    continue_final:                 the answer continues the last message.
     """
 
     messages: list[Mapping[str, Any]]
-    tools: list[Mapping[str, Any]] | None
-    template_args: Mapping[str, Any] | None
+    tools: list[Mapping[str, Any]] | None = None
+    template_args: Mapping[str, Any] | None = None
+    tool_choice: str = "auto"
+    continue_final: bool = False
     field = "messages"
 
     def token_ids(self, model: ModelText) -> list[int]:
+        return self.prepare(model, has_grammar=False)[0]
+
+    def prepare(self, model: ModelText, *, has_grammar: bool) -> tuple[list[int], Answer]:
+        """The prompt's token ids, and what its answer is read with.
+
+        has_grammar: whether the request has a grammar, which describes the answer from its first token on.
+        """
         if model.chat_template is None:
             allowed = "a model with a chat template; use generate()"
             raise RequestError.of("messages", len(self.messages), allowed)
 
-        return encode(self._render(model.chat_template), model, add_special_tokens=False)
+        from drift_sdk.text.answers.answer import prepare_answer
+
+        template = model.chat_template.for_tools(self.offered_tools)
+        text = self._render(template)
+        continued = self.messages[-1]["content"] if self.continue_final else None
+        answer = prepare_answer(
+            template.formats,
+            model.tokenizer,
+            template=template.source,
+            prompt=text,
+            continued=continued,
+            tools=ToolSet.of(self.offered_tools),
+            tool_choice=self.tool_choice,
+            has_grammar=has_grammar,
+        )
+        return encode(text, model, add_special_tokens=False), answer
+
+    @property
+    def offered_tools(self) -> list[Mapping[str, Any]] | None:
+        """The tools that the template and the model see."""
+        return self.tools if self.tool_choice != "none" else None
 
     def _render(self, template: ChatTemplate) -> str:
         try:
-            return template.render(self.messages, tools=self.tools, template_args=self.template_args)
+            return template.render(
+                self.messages,
+                tools=self.offered_tools,
+                template_args=self.template_args,
+                continue_final=self.continue_final,
+            )
         except RequestError as error:
             # Many templates take strings only, and what they raise for a list does not say so.
             indices = (i for i, message in enumerate(self.messages) if is_list_of_parts(message))
@@ -132,6 +178,20 @@ def as_prompt(prompt: str | Sequence[int]) -> Prompt:
         raise RequestError(f"prompt: expected {allowed}, not {len(prompt)}", field="prompt", allowed=allowed)
 
     return TokenPrompt(tuple(prompt))
+
+
+def check_tool_choice(prompt: ChatPrompt, params: SamplingParams | None) -> None:
+    """RequestError for a choice of tools that the prompt does not have, or that a grammar contradicts."""
+    names, choice = ToolSet.of(prompt.tools), prompt.tool_choice
+    if choice in ("auto", "none"):
+        return
+
+    if not isinstance(choice, str) or not names or (choice != "required" and choice not in names):
+        allowed = ", ".join(['"auto"', '"none"', *(['"required"'] if names else []), *map(repr, names)])
+        raise RequestError.of("tool_choice", choice, f"one of {allowed}")
+
+    if params is not None and params.grammar is not None:
+        raise RequestError.of("tool_choice", choice, '"auto" or "none" with a grammar')
 
 
 def is_list_of_parts(message: object) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from drift_sdk.text.token_bytes import NUM_IDS, TokenBytes
 from drift_sdk.text.token_floor import TokenFloor
 from drift_sdk.text.tokenizer_limits import check_tokenizer
 
-__all__ = ["Tokenizer", "default_template"]
+__all__ = ["Tokenizer", "default_template", "named_templates"]
 
 
 class Tokenizer:
@@ -65,6 +65,7 @@ class Tokenizer:
                 self._prefix = [bos_token_id]
 
         self.token_bytes = TokenBytes(raw, self.special_token_ids)
+        self._tables: dict[frozenset[int], TokenBytes] = {}
         self._floor: TokenFloor | None = None
 
     @classmethod
@@ -154,9 +155,22 @@ class Tokenizer:
         known = [token_id for token_id in ids if 0 <= token_id < NUM_IDS]
         return self._raw.decode(known, skip_special_tokens=skip_special_tokens)
 
-    def detokenizer(self) -> Detokenizer:
-        """A new detokenizer, for the ids of one text as they arrive."""
-        return Detokenizer(self.token_bytes)
+    def detokenizer(self, shown_ids: frozenset[int] = frozenset()) -> Detokenizer:
+        """A new detokenizer, for the ids of one text as they arrive. shown_ids: special ids that add their
+        text like others, instead of nothing."""
+        if not shown_ids:
+            return Detokenizer(self.token_bytes)
+
+        table = self._tables.get(shown_ids)
+        if table is None:
+            table = self._tables[shown_ids] = TokenBytes(self._raw, self.special_token_ids - shown_ids)
+
+        return Detokenizer(table)
+
+    def special_ids_of(self, texts: Iterable[str]) -> frozenset[int]:
+        """The ids of special tokens among these texts."""
+        ids = {self._raw.token_to_id(text) for text in texts}
+        return frozenset(token_id for token_id in ids if token_id in self.special_token_ids)
 
     def token_to_id(self, token: str) -> int | None:
         """The id of a token; None if it is not in the vocabulary."""
@@ -194,22 +208,33 @@ def _is_of_library(error: BaseException) -> bool:
 
 
 def default_template(template: object, place: object) -> str | None:
-    """The default chat template of a file, which has one template or a list of named ones.
+    """The default chat template of a file. ModelLoadError as `named_templates`."""
+    return named_templates(template, place).get("default")
+
+
+def named_templates(template: object, place: object) -> dict[str, str]:
+    """The chat templates of a file by name. A file has one, whose name is "default", or a list of named ones.
 
     Raises ModelLoadError that names `place` for any other value.
     """
-    if isinstance(template, list):
-        named = [entry for entry in template if isinstance(entry, Mapping)]
-        given = next((entry.get("template", "") for entry in named if entry.get("name") == "default"), None)
-        is_known = len(named) == len(template) and isinstance(given, str | None)
-    else:
-        given, is_known = template, isinstance(template, str | None)
+    if template is None:
+        return {}
 
-    if not is_known:
-        found, allowed = short_repr(template), "text, or a list of names and texts"
-        raise ModelLoadError(f"{place}: chat_template={found}: expected {allowed}")
+    if isinstance(template, str):
+        return {"default": template}
 
-    return given
+    entries = template if isinstance(template, list) else [None]
+    found: dict[str, str] = {}
+    for entry in entries:
+        name, text = (
+            (entry.get("name"), entry.get("template")) if isinstance(entry, Mapping) else (None, None)
+        )
+        if not isinstance(name, str) or not isinstance(text, str):
+            expected = "text, or a list of names and texts"
+            raise ModelLoadError(f"{place}: chat_template={short_repr(template)}: expected {expected}")
+
+        found.setdefault(name, text)
+    return found
 
 
 def _token_text(config: Mapping[str, Any], name: str, place: Path) -> str | None:
