@@ -80,10 +80,13 @@ BOTH = (("get_weather", PARIS), ("add", NUMBERS))
 HERMES = """\
 {%- if tools %}{{ '<|im_start|>system\\n<tools>' }}
 {%- for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}
-{{- '\\n</tools>\\nA call is <tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>\\n' }}{% endif %}
+{{- '\\n</tools>\\nA call is <tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>\\n' }}
+{%- endif %}
 {%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' }}
-    {%- if message.reasoning_content %}{{ '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}{% endif %}
+    {%- if message.reasoning_content %}
+        {{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}
+    {%- endif %}
     {{- message.content }}
     {%- for call in message.tool_calls or [] %}
         {{- '\\n' if message.content or not loop.first }}{{ '<tool_call>\\n{"name": "' + call.function.name }}
@@ -99,7 +102,7 @@ LLAMA = """\
 {%- for message in messages %}
     {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
     {%- if loop.first and tools is not none %}
-        {{- 'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.' }}
+        {{- 'Respond in the format {"name": function name, "parameters": dictionary of arguments}.' }}
         {%- for tool in tools %}{{ tool | tojson(indent=4) }}{% endfor %}
     {%- endif %}
     {%- if 'tool_calls' in message %}
@@ -148,7 +151,7 @@ MISTRAL = """\
 {%- endfor %}"""
 
 MAGISTRAL = """\
-{{- bos_token + '[SYSTEM_PROMPT]Think first: [THINK]...[/THINK][/SYSTEM_PROMPT]' }}
+{{- bos_token }}{{ '[SYSTEM_PROMPT]Think first: [THINK]...[/THINK][/SYSTEM_PROMPT]' }}
 {%- if tools %}{{ '[AVAILABLE_TOOLS]' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{% endif %}
 {%- for message in messages %}
     {%- if message.role == 'user' %}{{ '[INST]' + message.content + '[/INST]' }}
@@ -167,7 +170,8 @@ QWEN3_CODER = HERMES.replace(
         {{- '", "arguments": ' + (call.function.arguments | tojson) + '}\\n</tool_call>' }}
 """,
     """\
-        {{- '\\n' if message.content or not loop.first }}{{ '<tool_call>\\n<function=' + call.function.name + '>\\n' }}
+        {{- '\\n' if message.content or not loop.first }}
+        {{- '<tool_call>\\n<function=' + call.function.name + '>\\n' }}
         {%- for name, value in call.function.arguments | items %}
             {{- '<parameter=' + name + '>\\n' }}{{ value if value is string else value | tojson }}
             {{- '\\n</parameter>\\n' }}
@@ -178,35 +182,38 @@ QWEN3_CODER = HERMES.replace(
 # The arguments are joined to text, so they must be text themselves.
 DEEPSEEK_V3 = """\
 {{- bos_token }}
+{%- if tools %}{{ tools | tojson }}{% endif %}
 {%- for message in messages %}
     {%- if message['role'] == 'user' %}{{ '<｜User｜>' + message['content'] }}
-    {%- elif message['role'] == 'assistant' and message['content'] is none %}{{ '<｜Assistant｜><｜tool▁calls▁begin｜>' }}
+    {%- elif message['role'] == 'assistant' and message['content'] is none %}
+        {{- '<｜Assistant｜><｜tool▁calls▁begin｜>' }}
         {%- for call in message['tool_calls'] %}
-            {{- '\\n' if not loop.first }}{{ '<｜tool▁call▁begin｜>' + call['type'] + '<｜tool▁sep｜>' + call['function']['name'] }}
+            {{- '\\n' if not loop.first }}
+            {{- '<｜tool▁call▁begin｜>' + call['type'] + '<｜tool▁sep｜>' + call['function']['name'] }}
             {{- '\\n```json\\n' + call['function']['arguments'] + '\\n```<｜tool▁call▁end｜>' }}
         {%- endfor %}{{ '<｜tool▁calls▁end｜><｜end▁of▁sentence｜>' }}
     {%- elif message['role'] == 'assistant' %}
         {{- '<｜Assistant｜>' + message['content'].split('</think>')[-1] + '<｜end▁of▁sentence｜>' }}
-    {%- elif message['role'] == 'tool' %}{{ '<｜tool▁output▁begin｜>' + message['content'] + '<｜tool▁output▁end｜>' }}
+    {%- elif message['role'] == 'tool' %}
+        {{- '<｜tool▁output▁begin｜>' + message['content'] + '<｜tool▁output▁end｜>' }}
     {%- endif %}
 {%- endfor %}
-{%- if tools %}{{ tools | tojson }}{% endif %}
 {%- if add_generation_prompt %}{{ '<｜Assistant｜><think>\\n' }}{% endif %}"""
 
 DEEPSEEK_V31 = """\
 {{- bos_token }}
+{%- if tools %}{{ tools | tojson }}{% endif %}
 {%- for message in messages %}
     {%- if message.role == 'user' %}{{ '<｜User｜>' + message.content }}
     {%- elif message.role == 'assistant' %}{{ '<｜Assistant｜></think>' + message.content }}
         {%- if message.tool_calls %}{{ '<｜tool▁calls▁begin｜>' }}
             {%- for call in message.tool_calls %}
-                {{- '<｜tool▁call▁begin｜>' + call.function.name + '<｜tool▁sep｜>' + (call.function.arguments | tojson) }}
-                {{- '<｜tool▁call▁end｜>' }}
+                {{- '<｜tool▁call▁begin｜>' + call.function.name + '<｜tool▁sep｜>' }}
+                {{- (call.function.arguments | tojson) + '<｜tool▁call▁end｜>' }}
             {%- endfor %}{{ '<｜tool▁calls▁end｜>' }}
         {%- endif %}{{ '<｜end▁of▁sentence｜>' }}
     {%- endif %}
 {%- endfor %}
-{%- if tools %}{{ tools | tojson }}{% endif %}
 {%- if add_generation_prompt %}{{ '<｜Assistant｜></think>' }}{% endif %}"""
 
 GRANITE = """\
@@ -216,17 +223,22 @@ GRANITE = """\
 {%- for message in messages %}
     {{- '<|start_of_role|>' + message['role'] + '<|end_of_role|>' + message['content'] }}
     {%- if message.tool_calls %}{{ '<|tool_call|>[' }}
-        {%- for call in message.tool_calls %}{{ call.function | tojson }}{{ ', ' if not loop.last }}{% endfor %}{{ ']' }}
+        {%- for call in message.tool_calls %}
+            {{- call.function | tojson }}{{ ', ' if not loop.last }}
+        {%- endfor %}{{ ']' }}
     {%- endif %}{{ '<|end_of_text|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|start_of_role|>assistant<|end_of_role|>' }}{% endif %}"""
 
 PHI4_MINI = """\
-{%- if tools %}{{ '<|system|>' }}{% for tool in tools %}{{ '<|tool|>' + (tool['function'] | tojson) + '<|/tool|>' }}{% endfor %}
+{%- if tools %}{{ '<|system|>' }}
+{%- for tool in tools %}{{ '<|tool|>' + (tool['function'] | tojson) + '<|/tool|>' }}{% endfor %}
 {{- '<|end|>' }}{% endif %}
 {%- for message in messages %}
     {{- '<|' + message['role'] + '|>' + message['content'] }}
-    {%- for call in message.tool_calls %}{{ '<|tool_call|>' + (call['function'] | tojson) + '<|/tool_call|>' }}{% endfor %}
+    {%- for call in message.tool_calls %}
+        {{- '<|tool_call|>' + (call['function'] | tojson) + '<|/tool_call|>' }}
+    {%- endfor %}
     {{- '<|end|>' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
@@ -235,7 +247,9 @@ HARMONY = """\
 {%- if tools %}{{ '<|start|>developer<|message|>' + (tools | tojson) + '<|end|>' }}{% endif %}
 {%- for message in messages %}
     {%- if message.role == 'assistant' %}
-        {%- if message.content and message.thinking and message.tool_calls %}{{ raise_exception('thinking or content') }}{% endif %}
+        {%- if message.content and message.thinking and message.tool_calls %}
+            {{- raise_exception('thinking or content') }}
+        {%- endif %}
         {%- if message.thinking %}
             {{- '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}
         {%- endif %}
@@ -243,14 +257,21 @@ HARMONY = """\
             {%- set call = message.tool_calls[0].function %}
             {{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}
             {{- (call.arguments | tojson) + '<|call|>' }}
-        {%- else %}{{ '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>' }}{% endif %}
+        {%- else %}{{ '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>' }}
+        {%- endif %}
     {%- else %}{{ '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}{% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""
 
 THINK = "<think>\nIs it\n\nraining?\n</think>\n\n"
 THOUGHT = "Is it\n\nraining?"
-DS = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
+DS = (
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁end｜>",
+)
 CHANNEL = "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
 
 FAMILIES: dict[str, Family] = {
@@ -322,7 +343,8 @@ FAMILIES: dict[str, Family] = {
         ("<s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"),
         (
             Reply(
-                f"[THINK]{THOUGHT}[/THINK][TOOL_CALLS]get_weather[ARGS]{PARIS_JSON}[TOOL_CALLS]add[ARGS]{NUMBERS_JSON}",
+                f"[THINK]{THOUGHT}[/THINK][TOOL_CALLS]get_weather[ARGS]{PARIS_JSON}"
+                f"[TOOL_CALLS]add[ARGS]{NUMBERS_JSON}",
                 THOUGHT,
                 "",
                 BOTH,
@@ -336,14 +358,16 @@ FAMILIES: dict[str, Family] = {
         ("<|im_start|>",),
         (
             Reply(
-                "I look.\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=unit>\nC\n"
-                "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=add>\n<parameter=numbers>\n[1, 2]\n"
+                "I look.\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n"
+                "<parameter=unit>\nC\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=add>\n<parameter=numbers>\n"
+                "[1, 2]\n"
                 "</parameter>\n</function>\n</tool_call>",
                 text="I look.",
                 calls=BOTH,
             ),
             Reply(
-                "<function=get_weather>\n<parameter=city>\n3\n\n4 <b>\n</parameter>\n<parameter=days>\n3\n</parameter>"
+                "<function=get_weather>\n<parameter=city>\n3\n\n4 <b>\n</parameter>\n<parameter=days>\n3\n"
+                "</parameter>"
                 "<parameter=exact>\nTrue\n</parameter>\n<parameter=other>\n5\n</parameter>\n</function>",
                 calls=(("get_weather", {"city": "3\n\n4 <b>", "days": 3, "exact": True, "other": "5"}),),
             ),
@@ -395,7 +419,8 @@ FAMILIES: dict[str, Family] = {
         ("<|user|>", "<|assistant|>", "<|tool_call|>", "<|/tool_call|>"),
         (
             Reply(
-                f"<|tool_call|>{WEATHER_CALL}<|/tool_call|><|tool_call|>[{ADD_CALL}]<|/tool_call|>", calls=BOTH
+                f"<|tool_call|>{WEATHER_CALL}<|/tool_call|><|tool_call|>[{ADD_CALL}]<|/tool_call|>",
+                calls=BOTH,
             ),
             Reply(f"functools[{WEATHER_CALL}, {ADD_CALL}]", calls=BOTH),
             Reply("functools are tools", text="functools are tools"),
@@ -407,7 +432,8 @@ FAMILIES: dict[str, Family] = {
         ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>"),
         (
             Reply(
-                f"<|channel|>analysis<|message|>{THOUGHT}<|end|><|start|>assistant<|channel|>final<|message|>It is.",
+                f"<|channel|>analysis<|message|>{THOUGHT}<|end|><|start|>assistant"
+                "<|channel|>final<|message|>It is.",
                 THOUGHT,
                 "It is.",
             ),
@@ -418,7 +444,8 @@ FAMILIES: dict[str, Family] = {
                 BOTH[:1],
             ),
             Reply(
-                f" to=functions.add<|channel|>commentary json<|message|>{NUMBERS_JSON}<|call|>", calls=BOTH[1:]
+                f" to=functions.add<|channel|>commentary json<|message|>{NUMBERS_JSON}<|call|>",
+                calls=BOTH[1:],
             ),
             Reply(
                 f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{CHANNEL}{PARIS_JSON}",

@@ -97,6 +97,12 @@ class CallReader:
             self._taken.append(found)
         return found
 
+    def close(self, *markers: str) -> Steps[None]:
+        """Take white space and the marker that closes a call that was added, if it is there. At the end of
+        the text, a part of it will do."""
+        yield from self.space()
+        yield from self.reader.accept(*markers, may_end=True)
+
     def expect(self, *literals: str) -> Steps[str]:
         """Take white space and one of the literals."""
         found = yield from self.accept(*literals)

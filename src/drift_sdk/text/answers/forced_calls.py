@@ -21,6 +21,8 @@ __all__ = ["GRAMMARS", "forced_calls"]
 
 COMPACT = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
 """White space as Python's json.dumps writes it, which is what templates show to models."""
+MAX_LENGTH = 1000
+"""Most characters of a string that is not quoted which a grammar counts."""
 ANY_TEXT = r"/(?s:.*)/"
 
 
@@ -134,17 +136,27 @@ def qwen3_coder(rules: Rules, tools: list[Tool]) -> str:
 
 
 def written_value(rules: Rules, tool: Tool, schema: Any) -> str:
-    """A value as Qwen3-Coder writes it, with the end of its parameter: strings without quotes."""
+    """A value as Qwen3-Coder writes it, with the end of its parameter: strings without quotes. Of what the
+    schema says of strings, lengths and enumerations are followed."""
     end = "\n</parameter>\n"
     types = marks.types_of(schema)
     if not isinstance(schema, Mapping) or (types <= {"string"} and "enum" not in schema):
-        return rules.rule(ANY_TEXT, f"[suffix={quoted(end)}]")
+        return rules.rule(text_of(schema), f"[suffix={quoted(end)}]")
 
     if types <= {"string"}:
         values = [quoted(each) for each in schema["enum"] if isinstance(each, str)]
         return f"({' | '.join(values)}) {quoted(end)}"
 
     return f"{rules.rule(rules.value(nested(tool, schema)))} {quoted(end)}"
+
+
+def text_of(schema: Any) -> str:
+    """A regular expression for the text of a string."""
+    bounds = schema if isinstance(schema, Mapping) else {}
+    least, most = bounds.get("minLength"), bounds.get("maxLength")
+    least = least if type(least) is int and 0 <= least <= MAX_LENGTH else 0
+    most = most if type(most) is int and least <= most <= MAX_LENGTH else ""
+    return f"/(?s:.{{{least},{most}}})/"
 
 
 def nested(tool: Tool, schema: Mapping[str, Any]) -> dict[str, Any]:

@@ -72,9 +72,9 @@ class TextReader:
             if self._position < len(self._text) or not (yield from self.wait()):
                 return
 
-    def accept(self, *literals: str) -> Steps[str | None]:
+    def accept(self, *literals: str, may_end: bool = False) -> Steps[str | None]:
         """Take the first of these literals that the text continues with; None, and nothing is taken, if there
-        is none."""
+        is none. may_end: at the end of the text, the beginning of a literal is taken too."""
         candidates = literals
         num_chars = 0
         while candidates:
@@ -82,7 +82,7 @@ class TextReader:
             found = yield from self.peek(num_chars)
             candidates = tuple(each for each in candidates if each.startswith(found))
             if len(found) < num_chars:
-                return None
+                return self.take(num_chars) if candidates and may_end else None
 
             if found in candidates:
                 self.take(num_chars)

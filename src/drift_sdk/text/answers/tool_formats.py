@@ -80,7 +80,7 @@ def read_content(
 def read_tagged(calls: CallReader, marker: str, closers: tuple[str, ...] = ("</tool_call>",)) -> Steps[None]:
     """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, or a list of such objects."""
     yield from read_objects(calls)
-    yield from calls.accept(*closers)
+    yield from calls.close(*closers)
 
 
 def read_granite(calls: CallReader, marker: str) -> Steps[None]:
@@ -91,7 +91,7 @@ def read_granite(calls: CallReader, marker: str) -> Steps[None]:
 def read_phi(calls: CallReader, marker: str) -> Steps[None]:
     """<|tool_call|>{...}<|/tool_call|>, or functools[{...}]."""
     yield from read_objects(calls, is_in_list=marker.endswith("["))
-    yield from calls.accept("<|/tool_call|>")
+    yield from calls.close("<|/tool_call|>")
 
 
 def read_mistral(calls: CallReader, marker: str) -> Steps[None]:
@@ -122,9 +122,9 @@ def read_deepseek(calls: CallReader, marker: str) -> Steps[None]:
         yield from calls.expect("```json")
     calls.add(name, (yield from calls.object()))
     if is_fenced:
-        yield from calls.accept("```")
-    yield from calls.accept(CALL_END)
-    yield from calls.accept(CALLS_END)
+        yield from calls.close("```")
+    yield from calls.close(CALL_END)
+    yield from calls.close(CALLS_END)
 
 
 def read_xml(calls: CallReader, marker: str) -> Steps[None]:
@@ -150,7 +150,7 @@ def read_xml(calls: CallReader, marker: str) -> Steps[None]:
 
         arguments[key] = typed(value.removeprefix("\n").removesuffix("\n"), properties.get(key))
     calls.add(name, arguments)
-    yield from calls.accept("</tool_call>")
+    yield from calls.close("</tool_call>")
 
 
 def read_bare(calls: CallReader) -> Steps[None]:
@@ -197,7 +197,7 @@ def read_pythonic(calls: CallReader) -> Steps[None]:
 
             calls.add(name, (yield from calls.keywords()))
             if (yield from calls.expect(",", "]")) == "]":
-                yield from calls.accept("<|python_end|>")
+                yield from calls.close("<|python_end|>")
                 return
     except MalformedCall:
         pass
