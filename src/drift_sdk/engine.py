@@ -171,7 +171,8 @@ class Engine:
             tool_choice=tool_choice,
             continue_final=continue_final,
         )
-        check_tool_choice(prompt, params)
+        needs_no_host = self.config.strict_performance and self.config.speculation is not None
+        check_tool_choice(prompt, params, needs_no_host=needs_no_host)
         stream = self._submit(prompt, params)
         if prompt.offered_tools:
             self._warn_if_tools_are_ignored()

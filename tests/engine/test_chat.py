@@ -12,6 +12,7 @@ from chat_families import FAMILIES, TOOLS, WEATHER, Reply, family_tokenizer
 
 from drift_sdk import Chunk, Completion, EngineConfig, Lark, RequestError, SamplingParams
 from drift_sdk.driver.loaded_model import LoadedModel
+from drift_sdk.driver.prompts import ChatPrompt, check_tool_choice
 from drift_sdk.engine import Engine
 from drift_sdk.steps import ExecutorLimits
 from drift_sdk.testing import ScriptedModel, scripted_engine
@@ -230,6 +231,26 @@ async def test_forced_call_has_no_other_grammar_and_needs_a_format() -> None:
         with pytest.raises(RequestError, match='expected "auto" or "none" with tool_format=None') as caught:
             await engine.chat([USER], tools=TOOLS, tool_choice="required")
         assert caught.value.field == "tool_choice"
+
+
+async def test_forced_call_of_a_tool_that_no_grammar_can_follow_is_rejected() -> None:
+    tools = [{"name": "odd", "parameters": {"type": "object", "properties": {"a": {"not": {}}}}}]
+    async with scripted_engine("fine") as engine:
+        with pytest.raises(
+            RequestError, match="tool_choice: calls cannot be forced: grammar: Lark"
+        ) as caught:
+            await engine.chat([USER], tools=tools, tool_choice="odd")
+        assert caught.value.field == "tool_choice"
+        assert (await engine.chat([USER], tools=tools)).text == "fine"
+
+
+def test_forced_call_needs_the_host() -> None:
+    prompt = ChatPrompt(messages=[USER], tools=TOOLS, tool_choice="required")
+    check_tool_choice(prompt, None, needs_no_host=False)
+    check_tool_choice(prompt, SamplingParams(num_draft_tokens=0), needs_no_host=True)
+    for params in (None, SamplingParams(), SamplingParams(num_draft_tokens=1)):
+        with pytest.raises(RequestError, match="with strict_performance and speculation"):
+            check_tool_choice(prompt, params, needs_no_host=True)
 
 
 async def test_forced_call_works_where_the_template_ignores_tools(caplog: pytest.LogCaptureFixture) -> None:

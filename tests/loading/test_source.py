@@ -256,7 +256,9 @@ def test_chat_template_places(folder: Path) -> None:
     write([{"name": "tools", "template": "t"}, {"name": "default", "template": "d"}])
     assert resolve(folder).chat_templates["default"] == "d"
     (folder / "chat_template.jinja").write_text("from its own file: é", encoding="utf-8")
-    assert resolve(folder).chat_templates["default"] == "from its own file: é"
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "rag.jinja").write_text("r")
+    assert resolve(folder).chat_templates == {"default": "from its own file: é", "tools": "t", "rag": "r"}
 
 
 def test_eos_token_ids(folder: Path) -> None:

@@ -180,8 +180,11 @@ def as_prompt(prompt: str | Sequence[int]) -> Prompt:
     return TokenPrompt(tuple(prompt))
 
 
-def check_tool_choice(prompt: ChatPrompt, params: SamplingParams | None) -> None:
-    """RequestError for a choice of tools that the prompt does not have, or that a grammar contradicts."""
+def check_tool_choice(prompt: ChatPrompt, params: SamplingParams | None, *, needs_no_host: bool) -> None:
+    """RequestError for a choice of tools that the prompt does not have, or that a grammar contradicts.
+
+    needs_no_host: grammars are rejected for requests that draft (strict_performance).
+    """
     names, choice = ToolSet.of(prompt.tools), prompt.tool_choice
     if choice in ("auto", "none"):
         return
@@ -192,6 +195,10 @@ def check_tool_choice(prompt: ChatPrompt, params: SamplingParams | None) -> None
 
     if params is not None and params.grammar is not None:
         raise RequestError.of("tool_choice", choice, '"auto" or "none" with a grammar')
+
+    if needs_no_host and (params is None or params.num_draft_tokens != 0):
+        allowed = '"auto" or "none", or num_draft_tokens=0, with strict_performance and speculation'
+        raise RequestError.of("tool_choice", choice, allowed)
 
 
 def is_list_of_parts(message: object) -> bool:

@@ -140,13 +140,21 @@ class Request:
         self.text_field = "grammar"
         from drift_sdk.text.grammar import constrain  # imported here: llguidance may not be installed
 
-        self._constraint = constrain(
-            grammar,
-            model.tokenizer,
-            vocab_size=model.vocab_size,
-            eos_token_ids=model.eos_token_ids,
-            ignore_eos=self.params.ignore_eos,
-        )
+        try:
+            self._constraint = constrain(
+                grammar,
+                model.tokenizer,
+                vocab_size=model.vocab_size,
+                eos_token_ids=model.eos_token_ids,
+                ignore_eos=self.params.ignore_eos,
+            )
+        except RequestError as error:
+            if grammar is self.params.grammar:
+                raise
+
+            allowed = "tools whose parameters are schemas that a grammar can follow"
+            message = f"tool_choice: calls cannot be forced: {error}: expected {allowed}"
+            raise RequestError(message, field="tool_choice", allowed=allowed) from error
 
     def advance(self, token_ids: tuple[int, ...]) -> None:
         """Advance the constraint by newly generated tokens. Runs on a text thread, one call at a time."""
