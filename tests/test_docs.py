@@ -42,14 +42,15 @@ def test_snippets_of_the_readme_run_as_scripts(any_model: None, capsys: pytest.C
         assert capsys.readouterr().out
 
 
-def test_snippets_of_the_guide_run(any_model: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("page", ["docs/guide.md", "docs/tools.md"])
+def test_snippets_of_a_page_run(page: str, any_model: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """They run one after the other, with `await` at the top level."""
     module = types.ModuleType("snippets")
     monkeypatch.setitem(sys.modules, "snippets", module)  # typing looks names up there
 
     async def main() -> None:
-        for number, snippet in enumerate(snippets_of("docs/guide.md")):
-            code = compile(snippet, f"guide.md#{number}", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        for number, snippet in enumerate(snippets_of(page)):
+            code = compile(snippet, f"{page}#{number}", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
             result = eval(code, module.__dict__)  # a coroutine if the snippet awaits
             if inspect.iscoroutine(result):
                 await result
