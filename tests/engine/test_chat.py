@@ -12,7 +12,7 @@ from chat_families import FAMILIES, TOOLS, WEATHER, Reply, family_tokenizer
 
 from drift_sdk import Chunk, Completion, EngineConfig, Lark, RequestError, SamplingParams
 from drift_sdk.driver.loaded_model import LoadedModel
-from drift_sdk.driver.prompts import ChatPrompt, check_tool_choice
+from drift_sdk.driver.prompts import ChatPrompt, check_forced_calls
 from drift_sdk.engine import Engine
 from drift_sdk.steps import ExecutorLimits
 from drift_sdk.testing import ScriptedModel, scripted_engine
@@ -246,11 +246,25 @@ async def test_forced_call_of_a_tool_that_no_grammar_can_follow_is_rejected() ->
 
 def test_forced_call_needs_the_host() -> None:
     prompt = ChatPrompt(messages=[USER], tools=TOOLS, tool_choice="required")
-    check_tool_choice(prompt, None, needs_no_host=False)
-    check_tool_choice(prompt, SamplingParams(num_draft_tokens=0), needs_no_host=True)
-    for params in (None, SamplingParams(), SamplingParams(num_draft_tokens=1)):
+    check_forced_calls(prompt, SamplingParams(), needs_no_host=False)
+    check_forced_calls(prompt, SamplingParams(num_draft_tokens=0), needs_no_host=True)
+    check_forced_calls(ChatPrompt(messages=[USER], tools=TOOLS), SamplingParams(), needs_no_host=True)
+    for params in (SamplingParams(), SamplingParams(num_draft_tokens=1)):
         with pytest.raises(RequestError, match="with strict_performance and speculation"):
-            check_tool_choice(prompt, params, needs_no_host=True)
+            check_forced_calls(prompt, params, needs_no_host=True)
+
+
+async def test_samples_are_split_each_for_itself() -> None:
+    async with family_engine("hermes", f"<think>Hm.</think>I look.\n{CALL}") as engine:
+        found = [await stream for stream in engine.samples([USER], 3, SamplingParams(max_tokens=1000), TOOLS)]
+        assert [(each.reasoning, each.text, len(each.tool_calls)) for each in found] == [
+            ("Hm.", "I look.", 1)
+        ] * 3
+    async with family_engine("hermes", CALL) as engine:
+        for stream in engine.samples([USER], 2, tools=TOOLS, tool_choice="add"):
+            assert len((await stream).tool_calls) == 1
+        with pytest.raises(RequestError, match="tool_choice='required': expected None with a prompt"):
+            engine.samples("x", 2, tool_choice="required")
 
 
 async def test_forced_call_works_where_the_template_ignores_tools(caplog: pytest.LogCaptureFixture) -> None:

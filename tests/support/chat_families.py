@@ -325,6 +325,7 @@ FAMILIES: dict[str, Family] = {
             ),
             Reply("[1, 2] is a list.", text="[1, 2] is a list."),
             Reply("[print(1)]", text="[print(1)]"),
+            Reply("[print(a=1)]", text="[print(a=1)]"),
         ),
     ),
     "mistral": Family(

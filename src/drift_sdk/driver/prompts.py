@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from msgspec import Struct
 
+from drift_sdk._plain_data import to_plain
+from drift_sdk._validation import check_bool
 from drift_sdk.errors import PromptTooLong, RequestError, short_repr
 from drift_sdk.sampling_params import SamplingParams
 from drift_sdk.text.tools import ToolSet
@@ -19,11 +21,15 @@ if TYPE_CHECKING:  # their libraries would make up most of the package's import 
 __all__ = [
     "ChatPrompt",
     "ModelText",
+    "PreparedPrompt",
     "Prompt",
+    "SharedPrompt",
     "TextPrompt",
     "TokenPrompt",
+    "as_any_prompt",
+    "as_chat_prompt",
     "as_prompt",
-    "check_tool_choice",
+    "check_forced_calls",
 ]
 
 MAX_PROMPT_TOKENS = 2**24
@@ -55,15 +61,31 @@ class ModelText(Struct, frozen=True, kw_only=True):
     has_drafts: bool = False
 
 
+class PreparedPrompt(Struct, frozen=True):
+    """A prompt for a model.
+
+    token_ids:  its token ids.
+    new_answer: makes what the answer to a conversation is read with; it is called with whether the request
+                has a grammar, and raises RequestError. None for other prompts, whose answer is text.
+    """
+
+    token_ids: list[int]
+    new_answer: Callable[[bool], Answer] | None = None
+
+
 class Prompt(Protocol):
     """A prompt. `field` is the name of the caller's argument that it comes from, for error messages."""
 
     @property
     def field(self) -> str: ...
 
-    def token_ids(self, model: ModelText) -> list[int]:
-        """The prompt's token ids. Runs on a text thread. RequestError if the prompt does not fit the
+    def prepare(self, model: ModelText) -> PreparedPrompt:
+        """The prompt for a model. Runs on a text thread. RequestError if the prompt does not fit the
         model."""
+
+    def num_tokens(self, model: ModelText) -> int:
+        """The number of the prompt's token ids, also if there are none or more than the model takes. Runs on
+        a text thread. RequestError as of `prepare` otherwise."""
 
 
 class TextPrompt(Struct, frozen=True):
@@ -72,8 +94,11 @@ class TextPrompt(Struct, frozen=True):
     text: str
     field = "prompt"
 
-    def token_ids(self, model: ModelText) -> list[int]:
-        return encode(self.text, model, add_special_tokens=True)
+    def prepare(self, model: ModelText) -> PreparedPrompt:
+        return PreparedPrompt(encode(self.text, model, add_special_tokens=True))
+
+    def num_tokens(self, model: ModelText) -> int:
+        return len(model.tokenizer.encode(self.text, add_special_tokens=True))
 
 
 class TokenPrompt(Struct, frozen=True):
@@ -82,9 +107,12 @@ class TokenPrompt(Struct, frozen=True):
     ids: tuple[int, ...]
     field = "prompt"
 
-    def token_ids(self, model: ModelText) -> list[int]:
+    def prepare(self, model: ModelText) -> PreparedPrompt:
         check_length(len(self.ids), model)
-        return checked_ids(self.ids, model, given=list(self.ids))
+        return PreparedPrompt(checked_ids(self.ids, model, given=list(self.ids)))
+
+    def num_tokens(self, model: ModelText) -> int:
+        return len(checked_ids(self.ids, model, given=list(self.ids))) if self.ids else 0
 
 
 class ChatPrompt(Struct, frozen=True, kw_only=True):
@@ -103,39 +131,43 @@ class ChatPrompt(Struct, frozen=True, kw_only=True):
     continue_final: bool = False
     field = "messages"
 
-    def token_ids(self, model: ModelText) -> list[int]:
-        return self.prepare(model, has_grammar=False)[0]
-
-    def prepare(self, model: ModelText, *, has_grammar: bool) -> tuple[list[int], Answer]:
-        """The prompt's token ids, and what its answer is read with.
-
-        has_grammar: whether the request has a grammar, which describes the answer from its first token on.
-        """
-        if model.chat_template is None:
-            allowed = "a model with a chat template; use generate()"
-            raise RequestError.of("messages", len(self.messages), allowed)
-
-        from drift_sdk.text.answers.answer import prepare_answer
-
-        template = model.chat_template.for_tools(self.offered_tools)
+    def prepare(self, model: ModelText) -> PreparedPrompt:
+        template = self._template(model)
         text = self._render(template)
-        continued = self.messages[-1]["content"] if self.continue_final else None
-        answer = prepare_answer(
-            template.formats,
-            model.tokenizer,
-            template=template.source,
-            prompt=text,
-            continued=continued,
-            tools=ToolSet.of(self.offered_tools),
-            tool_choice=self.tool_choice,
-            has_grammar=has_grammar,
+        return PreparedPrompt(
+            encode(text, model, add_special_tokens=False),
+            lambda has_grammar: self._answer(model, template, text, has_grammar=has_grammar),
         )
-        return encode(text, model, add_special_tokens=False), answer
+
+    def num_tokens(self, model: ModelText) -> int:
+        text = self._render(self._template(model))
+        return len(model.tokenizer.encode(text, add_special_tokens=False))
 
     @property
     def offered_tools(self) -> list[Mapping[str, Any]] | None:
         """The tools that the template and the model see."""
         return self.tools if self.tool_choice != "none" else None
+
+    def _template(self, model: ModelText) -> ChatTemplate:
+        if model.chat_template is None:
+            allowed = "a model with a chat template; use generate()"
+            raise RequestError.of("messages", len(self.messages), allowed)
+
+        return model.chat_template.for_tools(self.offered_tools)
+
+    def _answer(self, model: ModelText, template: ChatTemplate, text: str, *, has_grammar: bool) -> Answer:
+        from drift_sdk.text.answers.answer import prepare_answer
+
+        return prepare_answer(
+            template.formats,
+            model.tokenizer,
+            template=template.source,
+            prompt=text,
+            continued=self.messages[-1]["content"] if self.continue_final else None,
+            tools=ToolSet.of(self.offered_tools),
+            tool_choice=self.tool_choice,
+            has_grammar=has_grammar,
+        )
 
     def _render(self, template: ChatTemplate) -> str:
         try:
@@ -156,6 +188,73 @@ class ChatPrompt(Struct, frozen=True, kw_only=True):
             field = f"messages[{index}].content"
             value = self.messages[index]["content"]
             raise RequestError.of(field, value, f"{allowed} ({error.__cause__ or error})") from error
+
+
+class SharedPrompt:
+    """A prompt of several requests that is tokenised for the first of them alone: the others are prepared
+    after it."""
+
+    def __init__(self, prompt: Prompt) -> None:
+        self.field = prompt.field
+        self._prompt = prompt
+        self._prepared: PreparedPrompt | None = None
+
+    def prepare(self, model: ModelText) -> PreparedPrompt:
+        if self._prepared is None:
+            self._prepared = self._prompt.prepare(model)
+        return self._prepared
+
+    def num_tokens(self, model: ModelText) -> int:
+        return self._prompt.num_tokens(model)
+
+
+def as_any_prompt(
+    prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    template_args: Mapping[str, Any] | None,
+    *,
+    tool_choice: str = "auto",
+) -> Prompt:
+    """A prompt as of `as_prompt`, or messages as of `as_chat_prompt`. RequestError for tools, template_args
+    or a tool_choice without messages."""
+    is_sequence = isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes | bytearray)
+    if is_sequence and len(prompt) and isinstance(prompt[0], Mapping):
+        messages = cast("Sequence[Mapping[str, Any]]", prompt)
+        return as_chat_prompt(messages, tools, template_args, tool_choice=tool_choice)
+
+    choice = None if tool_choice == "auto" else tool_choice
+    for name, value in (("tools", tools), ("template_args", template_args), ("tool_choice", choice)):
+        if value is not None:
+            raise RequestError.of(name, value, "None with a prompt that is no sequence of messages")
+
+    return as_prompt(cast("str | Sequence[int]", prompt))
+
+
+def as_chat_prompt(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    template_args: Mapping[str, Any] | None,
+    *,
+    tool_choice: str = "auto",
+    continue_final: bool = False,
+) -> ChatPrompt:
+    """A conversation as a value. RequestError for what is not plain data or has another form."""
+    if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
+        raise RequestError.of("messages", messages, "a sequence of mappings with role and content")
+
+    if template_args is not None and not isinstance(template_args, Mapping):
+        raise RequestError.of("template_args", template_args, "a mapping")
+
+    check_bool(RequestError, "continue_final", continue_final)
+    prompt = ChatPrompt(
+        messages=to_plain("messages", messages),
+        tools=to_plain("tools", tools),
+        template_args=to_plain("template_args", template_args),
+        tool_choice=tool_choice,
+        continue_final=continue_final,
+    )
+    check_tool_choice(prompt)
+    return prompt
 
 
 def as_prompt(prompt: str | Sequence[int]) -> Prompt:
@@ -180,25 +279,29 @@ def as_prompt(prompt: str | Sequence[int]) -> Prompt:
     return TokenPrompt(tuple(prompt))
 
 
-def check_tool_choice(prompt: ChatPrompt, params: SamplingParams | None, *, needs_no_host: bool) -> None:
-    """RequestError for a choice of tools that the prompt does not have, or that a grammar contradicts.
-
-    needs_no_host: grammars are rejected for requests that draft (strict_performance).
-    """
+def check_tool_choice(prompt: ChatPrompt) -> None:
+    """RequestError for a choice of tools that the prompt does not have."""
     names, choice = ToolSet.of(prompt.tools), prompt.tool_choice
-    if choice in ("auto", "none"):
-        return
-
-    if not isinstance(choice, str) or not names or (choice != "required" and choice not in names):
+    is_known = isinstance(choice, str) and (choice in ("auto", "none", *names))
+    if not is_known and not (names and choice == "required"):
         allowed = ", ".join(['"auto"', '"none"', *(['"required"'] if names else []), *map(repr, names)])
         raise RequestError.of("tool_choice", choice, f"one of {allowed}")
 
-    if params is not None and params.grammar is not None:
-        raise RequestError.of("tool_choice", choice, '"auto" or "none" with a grammar')
 
-    if needs_no_host and (params is None or params.num_draft_tokens != 0):
+def check_forced_calls(prompt: Prompt, params: SamplingParams, *, needs_no_host: bool) -> None:
+    """RequestError for calls that are forced by a grammar where the request can have none.
+
+    needs_no_host: grammars are rejected for requests that draft (strict_performance).
+    """
+    if not isinstance(prompt, ChatPrompt) or prompt.tool_choice in ("auto", "none"):
+        return
+
+    if params.grammar is not None:
+        raise RequestError.of("tool_choice", prompt.tool_choice, '"auto" or "none" with a grammar')
+
+    if needs_no_host and params.num_draft_tokens != 0:
         allowed = '"auto" or "none", or num_draft_tokens=0, with strict_performance and speculation'
-        raise RequestError.of("tool_choice", choice, allowed)
+        raise RequestError.of("tool_choice", prompt.tool_choice, allowed)
 
 
 def is_list_of_parts(message: object) -> bool:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from drift_sdk.draft_policy.count import DraftCount
-from drift_sdk.driver.prompts import ChatPrompt, ModelText, Prompt
+from drift_sdk.driver.prompts import ModelText, Prompt
 from drift_sdk.driver.stream_updates import StreamUpdates
 from drift_sdk.errors import RequestError
 from drift_sdk.grammars import Grammar, JsonSchema
@@ -32,6 +32,7 @@ class Request:
     """One request. `prepare` and `advance` run on text threads, all else on the engine's thread.
 
     request_id:     its name in logs and in the completion.
+    group_id:       the name of all samples of its prompt together; None if it is the only one.
     arrival:        number of requests that were submitted to the engine before it.
     prompt, params: as the caller gave them; params may be the model's defaults.
     seed:           of its sampling: that of params, or drawn.
@@ -54,7 +55,11 @@ class Request:
         "_stop_reason",
         "_splitter",
         "_text",
+        "_token_texts",
+        "followers",
+        "group_id",
         "is_done",
+        "is_held",
         "last_chunk_at",
         "params",
         "request_id",
@@ -69,6 +74,7 @@ class Request:
         self,
         *,
         request_id: str,
+        group_id: str | None = None,
         arrival: int,
         prompt: Prompt,
         params: SamplingParams,
@@ -76,6 +82,9 @@ class Request:
         stream_updates: StreamUpdates,
     ) -> None:
         self.request_id = request_id
+        self.group_id = group_id
+        self.followers: tuple[Request, ...] = ()  # held until its prompt is in the prefix cache
+        self.is_held = False
         self.params = params
         self.seed = seed
         self.stream_updates = stream_updates
@@ -103,23 +112,23 @@ class Request:
         parameters do not fit the model."""
         params = self.params
         grammar, shown_ids = params.grammar, frozenset[int]()
-        if isinstance(self._prompt, ChatPrompt):
-            prompt_ids, answer = self._prompt.prepare(model, has_grammar=grammar is not None)
+        prompt = self._prompt.prepare(model)
+        if prompt.new_answer is not None:
+            answer = prompt.new_answer(grammar is not None)
             self._splitter, shown_ids = answer.splitter, answer.marker_ids
             grammar = answer.grammar or grammar
-        else:
-            prompt_ids = self._prompt.token_ids(model)
         self._compile_grammar(grammar, model)
         # The grammar decides where the text may end; the end-of-sequence ids must then stay possible.
         has_eos = not params.ignore_eos or self._constraint is not None
         eos_token_ids = model.eos_token_ids if has_eos else ()
         self._detokenizer = model.tokenizer.detokenizer(shown_ids)
+        self._token_texts = model.tokenizer.token_texts
         assert isinstance(params.stop, tuple)
         self._matcher = StopMatcher(params.stop, params.include_stop) if params.stop else None
         self._drafts = DraftCount() if model.has_drafts else None
         self.sequence = Sequence(
             request_id=self.request_id,
-            prompt_ids=prompt_ids,
+            prompt_ids=prompt.token_ids,
             priority=params.priority,
             arrival=self._arrival,
             constraint=self._constraint,
@@ -128,7 +137,7 @@ class Request:
                 params,
                 model,
                 seed=self.seed,
-                num_prompt_tokens=len(prompt_ids),
+                num_prompt_tokens=len(prompt.token_ids),
                 eos_token_ids=eos_token_ids,
             ),
         )
@@ -176,7 +185,7 @@ class Request:
         if self._first_token_at is None and token_ids:
             self._first_token_at = time.monotonic()
         if output.prompt_logprobs is not None:
-            self._prompt_logprobs = (None, *output.prompt_logprobs)
+            self._prompt_logprobs = (None, *with_texts(output.prompt_logprobs, self._token_texts))
 
         shown_ids = token_ids
         if finish == "stop":
@@ -284,15 +293,18 @@ class Request:
         self._text.append(text)
         self._completion_ids.extend(token_ids)
         if self.params.logprobs is not None:
-            self._logprobs.extend(logprobs or ())
+            logprobs = with_texts(logprobs, self._token_texts) if logprobs else ()
+            self._logprobs.extend(logprobs)
 
         self._finish_reason = finish
+        if finish == "length" and len(self._completion_ids) != self.params.max_tokens:
+            self._stop_reason = "context"
         self.is_done = finish is not None
         part = self._split(text)
         return Chunk(
             text=part.text,
             token_ids=token_ids,
-            logprobs=(logprobs or ()) if self.params.logprobs is not None else None,
+            logprobs=logprobs if self.params.logprobs is not None else None,
             finish_reason=finish,
             reasoning=part.reasoning,
             tool_calls=part.tool_calls,
@@ -311,6 +323,24 @@ class Request:
                 log.warning("%s: a tool call stays in the text: %s", self.request_id, splitter.failure)
         self._answer.append(part)
         return part
+
+
+def with_texts(entries: Iterable[TokenLogprobs], texts: Mapping[int, str]) -> tuple[TokenLogprobs, ...]:
+    """The entries of an executor with the texts of their tokens. About a microsecond for each, and one more
+    for ten top tokens."""
+    text_of = texts.__getitem__
+    return tuple(
+        [
+            TokenLogprobs(
+                token_id=entry.token_id,
+                logprob=entry.logprob,
+                top=entry.top,
+                text=text_of(entry.token_id),
+                top_texts=tuple([text_of(token_id) for token_id, _ in entry.top]),
+            )
+            for entry in entries
+        ]
+    )
 
 
 def slot_sampling(
