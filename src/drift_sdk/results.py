@@ -192,7 +192,8 @@ class Completion(Struct, frozen=True, kw_only=True, dict=True):
 
         A type that checks more than its schema says raises its own validation error, at the first use.
         """
-        return None if self.schema is None else self.schema.decode(self.text)
+        # A grammar describes all of the answer, also what looks like a tool call.
+        return None if self.schema is None else self.schema.decode(self.raw_text or self.text)
 
     def message(self) -> dict[str, Any]:
         """The answer as a message of the conversation, in the form that chat templates take: role, content,

@@ -10,7 +10,16 @@ import msgspec
 import pytest
 from chat_families import FAMILIES, TOOLS, WEATHER, Reply, family_tokenizer
 
-from drift_sdk import Chunk, Completion, EngineConfig, Lark, RequestError, SamplingParams
+from drift_sdk import (
+    Chunk,
+    Completion,
+    EngineConfig,
+    JsonSchema,
+    Lark,
+    RequestError,
+    SamplingParams,
+    SyncEngine,
+)
 from drift_sdk.driver.loaded_model import LoadedModel
 from drift_sdk.driver.prompts import ChatPrompt, check_forced_calls
 from drift_sdk.engine import Engine
@@ -170,6 +179,16 @@ async def test_formats_of_the_config_take_precedence() -> None:
             assert found.raw_text == raw
 
 
+async def test_answer_that_a_schema_describes_is_parsed_whole() -> None:
+    """The JSON looks like a call, which it is not for the schema."""
+    raw = '{"name": "add", "arguments": {"numbers": [1]}}'
+    async with scripted_engine(raw) as engine:
+        params = SamplingParams(grammar=JsonSchema({"type": "object"}))
+        completion = await engine.chat([USER], params, tools=TOOLS)
+        assert completion.parsed == {"name": "add", "arguments": {"numbers": [1]}}
+        assert (await engine.generate("x", params)).parsed == completion.parsed
+
+
 async def test_malformed_call_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     raw = "<tool_call>{secret</tool_call>" * 3
     async with family_engine("hermes", raw) as engine:
@@ -304,3 +323,14 @@ async def test_message_of_an_answer_goes_back_into_the_conversation() -> None:
             engine.tokenizer.encode(f"<think>\nHm.\n</think>\n\n{CALL}<|im_end|>\n<|im_start|>tool\n1")
         )
         assert again.usage.prompt_tokens - asked.usage.prompt_tokens > first
+
+
+def test_sync_engine_has_the_same_choices() -> None:
+    config = EngineConfig(max_model_len=512, kv_cache_tokens=4096)
+    with SyncEngine("scripted", config, open_model=ScriptedModel(CALL, config=config)) as engine:
+        assert engine.chat([USER], tools=TOOLS, tool_choice="add").result().tool_calls
+        assert not engine.chat([USER], tools=TOOLS, tool_choice="none").result().tool_calls
+        begun = [USER, {"role": "assistant", "content": "It is "}]
+        assert engine.chat(begun, continue_final=True).result().usage.prompt_tokens == len(
+            "user: hi\nassistant: It is "
+        )

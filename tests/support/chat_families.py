@@ -367,10 +367,10 @@ FAMILIES: dict[str, Family] = {
                 calls=BOTH,
             ),
             Reply(
-                "<function=get_weather>\n<parameter=city>\n3\n\n4 <b>\n</parameter>\n<parameter=days>\n3\n"
+                "<function=get_weather>\n<parameter=city>\n 3\n\n4 <b>\n\n</parameter>\n<parameter=days>\n3\n"
                 "</parameter>"
                 "<parameter=exact>\nTrue\n</parameter>\n<parameter=other>\n5\n</parameter>\n</function>",
-                calls=(("get_weather", {"city": "3\n\n4 <b>", "days": 3, "exact": True, "other": "5"}),),
+                calls=(("get_weather", {"city": " 3\n\n4 <b>\n", "days": 3, "exact": True, "other": "5"}),),
             ),
         ),
     ),
