@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,17 +30,20 @@ from drift_sdk.text.answers.formats import AnswerFormats
 from drift_sdk.text.tools import ToolSet
 
 USER = {"role": "user", "content": "hi"}
-REPLIES = [(name, reply) for name, family in FAMILIES.items() for reply in family.replies]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"numbers": [1]}}\n</tool_call>'
 
 
-def family_engine(name: str, raw: str, **options: Any) -> Engine:
-    """An engine whose model answers with tokens of the family's vocabulary, special ones included."""
+def family_engine(name: str, *raw: str, **options: Any) -> Engine:
+    """An engine whose model answers with tokens of the family's vocabulary, special ones included. Of several
+    answers, a prompt that contains #N gets the one of this number."""
     family = FAMILIES[name]
     tokenizer = family_tokenizer(family)
-    answer = [*tokenizer.encode(raw, add_special_tokens=False), 256]
+    answers = [[*tokenizer.encode(each, add_special_tokens=False), 256] for each in raw]
 
     def next_token(prompt_ids: Sequence[int], output_ids: Sequence[int], seed: int) -> int:
+        prompt = bytes(token_id for token_id in prompt_ids if token_id < 256)
+        found = re.search(rb"#([0-9]+)", prompt) if len(answers) > 1 else None
+        answer = answers[int(found[1])] if found is not None else answers[0]
         return answer[min(len(output_ids), len(answer) - 1)]
 
     config = EngineConfig(max_model_len=4096, kv_cache_tokens=65_536, chat_template=family.template)
@@ -64,13 +68,17 @@ async def read(stream: Any) -> tuple[list[Chunk], Completion]:
 
 
 @pytest.mark.parametrize("tokens_per_step", [1, 5])
-async def test_answer_comes_in_parts(tokens_per_step: int) -> None:
-    for name, reply in REPLIES:
-        async with family_engine(name, reply.raw, tokens_per_step=tokens_per_step) as engine:
+@pytest.mark.parametrize("name", FAMILIES)
+async def test_answer_comes_in_parts(name: str, tokens_per_step: int) -> None:
+    replies = FAMILIES[name].replies
+    raw = [reply.raw for reply in replies]
+    async with family_engine(name, *raw, tokens_per_step=tokens_per_step) as engine:
+        for number, reply in enumerate(replies):
             params = SamplingParams(max_tokens=1000, logprobs=0)
-            chunks, completion = await read(engine.chat([USER], params, tools=TOOLS))
+            message = {"role": "user", "content": f"#{number}"}
+            _, completion = await read(engine.chat([message], params, tools=TOOLS))
             found = tuple((call.name, call.arguments) for call in completion.tool_calls)
-            assert Reply(reply.raw, completion.reasoning, completion.text, found) == reply, name
+            assert Reply(reply.raw, completion.reasoning, completion.text, found) == reply
             assert completion.raw_text == reply.raw and completion.finish_reason == "stop"
             expected = [*engine.tokenizer.encode(reply.raw, add_special_tokens=False), 256]
             assert list(completion.token_ids) == expected
