@@ -11,15 +11,9 @@ from typing import Any, Literal, Unpack, overload
 
 from drift_sdk._validation import check_bool, check_choice, check_int
 from drift_sdk.config import EngineConfig
+from drift_sdk.driver.chat_prompt import ChatPrompt, as_any_prompt, as_chat_prompt, check_forced_calls
 from drift_sdk.driver.driver import Driver
-from drift_sdk.driver.prompts import (
-    ChatPrompt,
-    Prompt,
-    as_any_prompt,
-    as_chat_prompt,
-    as_prompt,
-    check_forced_calls,
-)
+from drift_sdk.driver.prompts import Prompt, as_prompt
 from drift_sdk.errors import RequestError
 from drift_sdk.jobs import Job, JobMap, JobResult, PromptLike, check_prompts, completions_of, results_of
 from drift_sdk.results import Completion
