@@ -244,7 +244,7 @@ def add_answers(app: FastAPI, engine: Engine, model: str) -> None:
         messages, tools = [message.plain() for message in body.messages], body.offered_tools
         all_params = [body.sampling(index) for index in range(body.n)]
         streams = submit(partial(engine.chat, messages, params, tools or None) for params in all_params)
-        choices = [ChatAnswer(engine, stream.request_id, has_tools=bool(tools)) for stream in streams]
+        choices = [ChatAnswer(engine) for _ in streams]
         return await answer(request, body, streams, choices, model)
 
     @app.post("/v1/completions")

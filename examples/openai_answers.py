@@ -4,10 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from drift_sdk import Chunk, Completion, Engine, TokenLogprobs, Usage
-
-TAG = "<tool_call>"
-BARE_CALLS = ("{", "[", "<|python_tag|>")
+from drift_sdk import Chunk, Completion, Engine, TokenLogprobs, ToolCall, Usage
 
 
 class TokenLog:
@@ -25,13 +22,21 @@ class TokenLog:
         self._num_sent = 0
 
     def take(
-        self, text: str, entries: Sequence[TokenLogprobs], finish_reason: str | None
+        self,
+        text: str,
+        entries: Sequence[TokenLogprobs],
+        finish_reason: str | None,
+        *,
+        is_split: bool = False,
     ) -> list[tuple[int, TokenLogprobs]]:
-        """Add the entries of a chunk; returns those that can be sent with its text, with their offsets."""
+        """Add the entries of a chunk; returns those that can be sent with its text, with their offsets.
+        is_split: the text is not all that was generated, so that it does not show where it ends."""
         self._num_sent += len(text)
         for entry in entries:
             self._waiting.append((self._num_generated, entry))
             self._num_generated += len(self._detokenizer.push([entry.token_id]))
+        if is_split:
+            self._num_sent = self._num_generated
         if finish_reason in ("length", "cancelled"):
             ready = len(self._waiting)
         else:
@@ -49,73 +54,59 @@ class TokenLog:
 
 
 class ChatAnswer:
-    """One choice of the chat endpoint.
-
-    has_tools: hold back text that may be the beginning of a tool call until it is known not to be one.
-    """
+    """One choice of the chat endpoint."""
 
     kind, chunk_kind, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def __init__(self, engine: Engine, choice_id: str, *, has_tools: bool = False) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._log = TokenLog(engine)
-        self._id = choice_id
-        self._has_tools = has_tools
-        self._text = ""
-        self._num_sent = 0
         self._is_first = True
+        self._is_split = False
 
     def piece(self, chunk: Chunk, completion: Completion | None) -> dict[str, Any]:
         """The JSON of a chunk. completion: given with the last chunk."""
-        logprobs = self._logprobs(chunk.text, chunk.logprobs, chunk.finish_reason)
-        self._text += chunk.text
-        calls = self._calls(completion) if completion is not None else []
-        end = len(self._text)
-        if calls:
-            end = max(len(content_before_calls(self._text) or ""), self._num_sent)
-        elif completion is None and self._has_tools:
-            end = max(end - num_held_back(self._text), self._num_sent)
         delta: dict[str, Any] = {"role": "assistant"} if self._is_first else {}
-        if end > self._num_sent or not calls:
-            delta["content"] = self._text[self._num_sent : end]
-        if calls:
-            delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
-        self._num_sent, self._is_first = end, False
-        reason = finish_reason(completion) if completion is not None else None
-        return {"delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        if chunk.reasoning:
+            delta["reasoning_content"] = chunk.reasoning
+        if chunk.text or not (chunk.reasoning or chunk.tool_calls):
+            delta["content"] = chunk.text
+        if chunk.tool_calls:
+            delta["tool_calls"] = [{"index": call.index, **call_json(call)} for call in chunk.tool_calls]
+        self._is_first = False
+        return {
+            "delta": delta,
+            "logprobs": self._logprobs(chunk, chunk.logprobs),
+            "finish_reason": finish_reason(completion) if completion is not None else None,
+        }
 
     def whole(self, completion: Completion) -> dict[str, Any]:
         """The JSON of an answer that is not streamed."""
         message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
-        if calls := self._calls(completion):
-            message |= {"content": content_before_calls(completion.text), "tool_calls": calls}
+        if completion.reasoning:
+            message["reasoning_content"] = completion.reasoning
+        if completion.tool_calls:
+            calls = [call_json(call) for call in completion.tool_calls]
+            message |= {"content": completion.text or None, "tool_calls": calls}
         return {
             "message": message,
-            "logprobs": self._logprobs(completion.text, completion.logprobs, completion.finish_reason),
+            "logprobs": self._logprobs(completion, completion.logprobs),
             "finish_reason": finish_reason(completion),
         }
 
-    def _calls(self, completion: Completion) -> list[dict[str, Any]]:
-        return [
-            {
-                "id": f"call_{self._id}_{index}",
-                "type": "function",
-                "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
-            }
-            for index, call in enumerate(completion.tool_calls)
-        ]
-
     def _logprobs(
-        self, text: str, entries: Sequence[TokenLogprobs] | None, reason: str | None
+        self, part: Chunk | Completion, entries: Sequence[TokenLogprobs] | None
     ) -> dict[str, Any] | None:
         if entries is None:
             return None
 
+        self._is_split |= bool(part.reasoning or part.tool_calls)
+        taken = self._log.take(part.text, entries, part.finish_reason, is_split=self._is_split)
         content = [
             {
                 **self._token(entry.token_id, entry.logprob),
                 "top_logprobs": [self._token(token_id, logprob) for token_id, logprob in entry.top],
             }
-            for _, entry in self._log.take(text, entries, reason)
+            for _, entry in taken
         ]
         return {"content": content, "refusal": None}
 
@@ -161,24 +152,9 @@ def finish_reason(completion: Completion) -> str:
     return "tool_calls" if is_call else completion.finish_reason
 
 
-def content_before_calls(text: str) -> str | None:
-    """The text before the first tool call; None if there is none."""
-    thought, end, answer = text.rpartition("</think>")
-    before = answer.partition(TAG)[0] if TAG in answer else ""
-    return f"{thought}{end}{before}".rstrip() or None
-
-
-def num_held_back(text: str) -> int:
-    """Number of characters at the end of a text that are, or may be the beginning of, a tool call."""
-    answer = text.rpartition("</think>")[2]
-    stripped = answer.lstrip()
-    if stripped.startswith(BARE_CALLS) or any(start.startswith(stripped) for start in BARE_CALLS):
-        return len(answer)
-
-    if TAG in answer:
-        return len(answer) - answer.index(TAG)
-
-    return next((n for n in range(len(TAG) - 1, 0, -1) if answer.endswith(TAG[:n])), 0)
+def call_json(call: ToolCall) -> dict[str, Any]:
+    arguments = json.dumps(call.arguments, ensure_ascii=False)
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
 def usage(counts: Sequence[Usage], choices_per_prompt: int) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 python examples/tools.py [MODEL]
 
-Large models decide by themselves to call a tool. For a small one, a grammar made from the tool's schema
-forces the call; the model chooses only the arguments.
+Large models decide by themselves to call a tool. For a small one, `tool_choice` forces the call; the model
+chooses only the arguments.
 """
 
 import json
@@ -11,7 +11,7 @@ from typing import Any
 
 import command_line
 
-from drift_sdk import Engine, Lark, SamplingParams, ToolCall
+from drift_sdk import Engine, SamplingParams, ToolCall
 
 WEATHER = {
     "name": "get_weather",
@@ -33,18 +33,6 @@ def get_weather(city: str, unit: str) -> dict[str, Any]:
     return {"city": city, "sky": "sunny", "temperature": 21 if unit == "celsius" else 70, "unit": unit}
 
 
-def call_of(tool: dict[str, Any]) -> Lark:
-    """A grammar for one call of a tool, in the format of Hermes, Qwen and SmolLM2."""
-    call = {
-        "type": "object",
-        "properties": {"name": {"const": tool["name"]}, "arguments": tool["parameters"]},
-        "required": ["name", "arguments"],
-        "additionalProperties": False,
-        "x-guidance": {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "},
-    }
-    return Lark(f'start: "<tool_call>\\n" %json {json.dumps(call)} "\\n</tool_call>"')
-
-
 def answer(call: ToolCall) -> str:
     print("call: ", call.name, call.arguments)
     result = json.dumps(get_weather(**call.arguments))
@@ -63,9 +51,9 @@ async def main(model: str) -> None:
         {"role": "user", "content": "What is the weather like in Lisbon? I think in celsius."},
     ]
     async with Engine(model) as engine:
-        asked = await engine.chat(messages, SamplingParams(grammar=call_of(WEATHER)), tools=TOOLS)
-        print(asked.text)
-        messages.append({"role": "assistant", "content": asked.text})
+        asked = await engine.chat(messages, tools=TOOLS, tool_choice="get_weather")
+        print(asked.raw_text)
+        messages.append({"role": "assistant", "content": asked.raw_text})
         results = [answer(call) for call in asked.tool_calls]
         messages += [{"role": "user", "content": f"The function answered: {result}"} for result in results]
 

@@ -44,8 +44,8 @@ def test_snippets_of_the_readme_run_as_scripts(any_model: None, capsys: pytest.C
         assert capsys.readouterr().out
 
 
-@pytest.mark.parametrize("file", ["docs/guide.md", "docs/sizing.md"])
-def test_snippets_of_a_page_run(file: str, any_model: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("page", ["docs/guide.md", "docs/sizing.md", "docs/tools.md"])
+def test_snippets_of_a_page_run(page: str, any_model: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """They run one after the other, with `await` at the top level."""
     for name in [name for name in os.environ if name.startswith("DRIFT_")]:
         monkeypatch.delenv(name)
@@ -54,8 +54,8 @@ def test_snippets_of_a_page_run(file: str, any_model: None, monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "snippets", module)  # typing looks names up there
 
     async def main() -> None:
-        for number, snippet in enumerate(snippets_of(file)):
-            code = compile(snippet, f"{file}#{number}", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        for number, snippet in enumerate(snippets_of(page)):
+            code = compile(snippet, f"{page}#{number}", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
             result = eval(code, module.__dict__)  # a coroutine if the snippet awaits
             if inspect.iscoroutine(result):
                 await result

@@ -158,6 +158,13 @@ CONFIG = {
     "local_files_only": flag(),
     "tokenizer": text("folder", Path("folder")),
     "chat_template": text("{{ messages }}", rejected=(Path("folder"),)),
+    "tool_format": Case(
+        ("auto", *("json", "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral"), "harmony", None),
+        ("", "Hermes", "think", 7, True, ()),
+    ),
+    "reasoning_format": Case(
+        ("auto", "think", "mistral", "granite", "harmony", None), ("", "<think>", "hermes", 7, True, ())
+    ),
     "speculation": Case(
         (None, Speculation(draft="folder"), Speculation(draft=NGram())),
         ("folder", 7, True, {}, (), NGram(), Speculation),
@@ -356,6 +363,16 @@ def test_max_tokens_bounds_min_tokens() -> None:
     assert SamplingParams(min_tokens=256).max_tokens == 256
     with pytest.raises(RequestError, match="min_tokens=257: expected an integer from 0 to 256"):
         SamplingParams(min_tokens=257)
+
+
+@pytest.mark.parametrize("other", ["hermes", None])
+def test_harmony_is_the_format_of_both_or_of_neither(other: str | None) -> None:
+    assert EngineConfig(tool_format="harmony", reasoning_format="harmony").tool_format == "harmony"
+    for given, wrong in (("tool_format", "reasoning_format"), ("reasoning_format", "tool_format")):
+        value = "think" if other is not None and wrong == "reasoning_format" else other
+        with pytest.raises(ConfigError) as caught:
+            EngineConfig(**{given: "harmony", wrong: value})
+        check_rejection(caught.value, ConfigError, wrong, value)
 
 
 @pytest.mark.parametrize("dtype", ["float16"])

@@ -28,6 +28,11 @@ __all__ = ["EngineConfig"]
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 EXECUTORS = ("auto", "eager", "graph")
 LOADS = ("auto", "random")
+TOOL_FORMATS = (
+    *("auto", "json", "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "deepseek", "granite"),
+    *("phi4_mini", "harmony"),
+)
+REASONING_FORMATS = ("auto", "think", "mistral", "granite", "harmony")
 
 
 class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -74,7 +79,16 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     cache_dir:                folder of the hub's cache; None = the hub's own default.
     local_files_only:         never contact the hub.
     tokenizer:                folder, tokenizer.json, .gguf file or hub id; None = the model's own.
-    chat_template:            text of a Jinja template; None = the model's own.
+    chat_template:            text of a Jinja template, or the name of one of the model's templates, which is
+                              then used with and without tools; None = the model's own: "default", and
+                              "tool_use" for messages with tools if the model has one.
+    tool_format:              format in which the model writes tool calls: "auto" (as its chat template
+                              shows), "json" (<tool_call> tags or bare JSON), "hermes", "qwen3_coder",
+                              "llama3_json", "pythonic", "mistral", "deepseek", "granite", "phi4_mini" or
+                              "harmony"; None = tool calls stay in the text.
+    reasoning_format:         format in which it marks reasoning: "auto", "think" (<think> tags), "mistral",
+                              "granite" or "harmony"; None = reasoning stays in the text. "harmony" is the
+                              format of both or of neither.
     speculation:              draft several tokens and verify them in one step; None = plain decoding.
 
     With `strict_performance`:
@@ -114,6 +128,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     local_files_only: bool = False
     tokenizer: str | Path | None = None
     chat_template: str | None = None
+    tool_format: str | None = "auto"
+    reasoning_format: str | None = "auto"
     speculation: Speculation | None = None
 
     def __post_init__(self) -> None:
@@ -144,6 +160,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         check_bool(ConfigError, "local_files_only", self.local_files_only)
         self._check_path("tokenizer")
         check_str(ConfigError, "chat_template", self.chat_template, optional=True)
+        self._check_formats()
         if self.speculation is not None and not isinstance(self.speculation, Speculation):
             raise ConfigError.of("speculation", self.speculation, "a Speculation or None")
 
@@ -160,6 +177,16 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         # The upper bound: torch takes "cuda:200" for the device of index -56.
         if not re.fullmatch(r"auto|cpu|cuda(:[1-9]?[0-9])?", self.device):
             raise ConfigError.of("device", self.device, allowed)
+
+    def _check_formats(self) -> None:
+        for name, choices in (("tool_format", TOOL_FORMATS), ("reasoning_format", REASONING_FORMATS)):
+            if getattr(self, name) is not None:
+                check_choice(ConfigError, name, getattr(self, name), choices)
+        formats = {self.tool_format, self.reasoning_format}
+        if "harmony" in formats and not formats <= {"harmony", "auto"}:
+            name = "tool_format" if self.reasoning_format == "harmony" else "reasoning_format"
+            allowed = '"auto" or "harmony": it is the format of both or of neither'
+            raise ConfigError.of(name, getattr(self, name), allowed)
 
     def _check_path(self, name: str) -> None:
         value = getattr(self, name)

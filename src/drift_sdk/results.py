@@ -47,18 +47,23 @@ class TokenLogprobs(Struct, frozen=True, kw_only=True):
 class Chunk(Struct, frozen=True, kw_only=True, gc=False):
     """New tokens of a stream. Tokens that have not been read are joined into the next chunk.
 
-    text:          text of the tokens. It never splits a character, so it may be empty, and it lags behind
-                   token_ids while a stop string could still begin in it. The texts of all chunks, joined,
+    text:          text of the tokens, of `chat` without reasoning and tool calls. It never splits a
+                   character, so it may be empty, and it lags behind token_ids while a stop string or a
+                   marker of the model's format could still begin in it. The texts of all chunks, joined,
                    equal `Completion.text`.
     token_ids:     the tokens; empty in a last chunk that brings none.
     logprobs:      an entry for each token if the request asks for them, else None.
     finish_reason: None on every chunk but the last.
+    reasoning:     reasoning of the tokens; joined over all chunks it equals `Completion.reasoning`.
+    tool_calls:    calls that close with these tokens, whole.
     """
 
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: FinishReason | None = None
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 class Usage(Struct, frozen=True, kw_only=True):
@@ -90,14 +95,19 @@ class Timing(Struct, frozen=True, kw_only=True):
 
 
 class ToolCall(Struct, frozen=True, kw_only=True):
-    """A tool call in a completion's text.
+    """A tool call in an answer.
 
     name:      of the tool; not necessarily one that `chat` was given.
     arguments: as the model wrote them: they are not checked against the tool's schema.
+    id:        names the call in the tool's answer (`tool_call_id`): the model's own id if it writes ids, else
+               nine random letters and digits.
+    index:     its place among the calls of the answer, from 0.
     """
 
     name: str
     arguments: dict[str, Any]
+    id: str = ""
+    index: int = 0
 
 
 class SpeculationStats(Struct, frozen=True, kw_only=True):
@@ -146,7 +156,7 @@ class Completion(Struct, frozen=True, kw_only=True, dict=True):
     """A request that has ended.
 
     request_id:      name of the request, also in the log.
-    text:            the text generated.
+    text:            the text generated; of `chat`, the answer without reasoning and tool calls.
     token_ids:       all tokens generated, including those of a stop string that was cut from the text.
     finish_reason:   "stop" (end of sequence, stop token or stop string), "length" or "cancelled".
     stop_reason:     the stop string or the stop token's id that ended it, if finish_reason is "stop";
@@ -157,7 +167,11 @@ class Completion(Struct, frozen=True, kw_only=True, dict=True):
     logprobs:        an entry for each generated token if the request asks for them, else None.
     prompt_logprobs: an entry for each token of the prompt, None for the first, if the request asks for them;
                      else None. Also None for a request cancelled before its first token.
-    tool_calls:      those found in the text, which still contains them; empty if `chat` was given no tools.
+    tool_calls:      those found in the answer; empty if `chat` was given no tools.
+    reasoning:       what the model thought before it answered, without its markers; empty if it did not, and
+                     for `generate`.
+    raw_text:        all text generated, before it was split; of `generate`, the same as `text`. The markers
+                     of the model's formats are in it, even those that are special tokens.
     schema:          the request's `JsonSchema` if the text is complete; None if it was cut short.
     """
 
@@ -173,6 +187,8 @@ class Completion(Struct, frozen=True, kw_only=True, dict=True):
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     tool_calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
+    raw_text: str = ""
     schema: JsonSchema | None = None
 
     @cached_property
@@ -182,4 +198,23 @@ class Completion(Struct, frozen=True, kw_only=True, dict=True):
 
         A type that checks more than its schema says raises its own validation error, at the first use.
         """
-        return None if self.schema is None else self.schema.decode(self.text)
+        # A grammar describes all of the answer, also what looks like a tool call.
+        return None if self.schema is None else self.schema.decode(self.raw_text or self.text)
+
+    def message(self) -> dict[str, Any]:
+        """The answer as a message of the conversation, in the form that chat templates take: role, content,
+        `reasoning_content` if there is reasoning, and `tool_calls` if there are calls, with their arguments
+        as mappings. Append it to `messages` before the tools' answers and the next question."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.text}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in self.tool_calls
+            ]
+        return message

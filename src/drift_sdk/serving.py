@@ -11,8 +11,9 @@ from typing import Any, Literal, Unpack, overload
 
 from drift_sdk._validation import check_bool, check_choice, check_int
 from drift_sdk.config import EngineConfig
+from drift_sdk.driver.chat_prompt import ChatPrompt, as_any_prompt, as_chat_prompt, check_forced_calls
 from drift_sdk.driver.driver import Driver
-from drift_sdk.driver.prompts import ChatPrompt, Prompt, as_any_prompt, as_chat_prompt, as_prompt
+from drift_sdk.driver.prompts import Prompt, as_prompt
 from drift_sdk.errors import RequestError
 from drift_sdk.jobs import Job, JobMap, JobResult, PromptLike, check_prompts, completions_of, results_of
 from drift_sdk.results import Completion
@@ -20,7 +21,6 @@ from drift_sdk.samples import Samples
 from drift_sdk.sampling_params import SamplingOptions, SamplingParams, check_needs_no_host
 from drift_sdk.stream import TokenStream
 from drift_sdk.submission import Submitter, check_request_id
-from drift_sdk.text.tools import tool_names
 
 __all__ = ["Serving"]
 
@@ -81,24 +81,33 @@ class Serving(ABC):
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_args: Mapping[str, Any] | None = None,
         *,
+        tool_choice: str = "auto",
+        continue_final: bool = False,
         request_id: str | None = None,
         **options: Unpack[SamplingOptions],
     ) -> TokenStream:
         """Submit a conversation, rendered with the model's chat template, and return its stream at once, as
-        `generate` does.
+        `generate` does. The answer comes in parts: text, reasoning and tool calls.
 
-        messages:      mappings with at least a string "role" and "content". Content is a string; a list of
-                       parts works only with templates that take one.
-        tools:         descriptions of functions for the template. Tool calls are then looked for in the
-                       completion's text (`tool_calls`). If the model's template ignores tools, the model does
-                       not see them, and that is logged as a warning, once per engine.
-        template_args: further variables of the template, by name.
+        messages:       mappings with at least a string "role" and "content". Content is a string; a list of
+                        parts works only with templates that take one.
+        tools:          descriptions of functions for the template. Tool calls are then looked for in the
+                        answer. If the model's template ignores tools, the model does not see them, and that
+                        is logged as a warning, once per engine.
+        template_args:  further variables of the template, by name.
+        tool_choice:    "auto" (the model calls tools or not), "none" (the tools are left out), "required"
+                        (the answer consists of calls, at least one) or the name of a tool (of calls of this
+                        one). The last two are a grammar: arguments follow the tools' schemas, reasoning may
+                        come first, and the parameters can have no other grammar.
+        continue_final: the answer continues the last message, which must be the assistant's and have text.
         params, request_id, options: as of `generate`.
 
         Messages, tools and template_args are copied at the call and must be plain data (mappings, sequences
         and scalars). Raises what `generate` raises. The stream raises RequestError if the model has no
         template or the template rejects the messages."""
-        prompt = as_chat_prompt(messages, tools, template_args)
+        prompt = as_chat_prompt(
+            messages, tools, template_args, tool_choice=tool_choice, continue_final=continue_final
+        )
         return self._submit(prompt, self._params(params, options), request_id)
 
     def samples(
@@ -109,6 +118,7 @@ class Serving(ABC):
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_args: Mapping[str, Any] | None = None,
         *,
+        tool_choice: str = "auto",
         request_id: str | None = None,
         **options: Unpack[SamplingOptions],
     ) -> Samples:
@@ -116,7 +126,7 @@ class Serving(ABC):
 
         prompt:               as of `generate`, or messages as of `chat`.
         n:                    1 to 128.
-        tools, template_args: as of `chat`, with messages alone.
+        tools, template_args, tool_choice: as of `chat`, with messages alone.
         request_id:           of all samples together; sample i is named by it, "-" and i.
         params, options:      as of `generate`.
 
@@ -127,9 +137,8 @@ class Serving(ABC):
 
         Raises what `generate` raises."""
         check_int(RequestError, "n", n, ge=1, le=MAX_SAMPLES)
-        return self._submit_samples(
-            as_any_prompt(prompt, tools, template_args), self._params(params, options), request_id, n
-        )
+        any_prompt = as_any_prompt(prompt, tools, template_args, tool_choice=tool_choice)
+        return self._submit_samples(any_prompt, self._params(params, options), request_id, n)
 
     async def count_tokens(
         self,
@@ -218,39 +227,29 @@ class Serving(ABC):
         return params.replace(**options) if options else params
 
     def _submit(self, prompt: Prompt, params: SamplingParams, request_id: str | None) -> TokenStream:
-        names = self._checked(prompt, params, request_id)
-        stream = self._submitter.submit(
-            self._running_driver(), prompt, params, request_id=request_id, tool_names=names
-        )
-        self._warn_if_tools_are_ignored(names)
+        self._check(prompt, params, request_id)
+        stream = self._submitter.submit(self._running_driver(), prompt, params, request_id=request_id)
+        self._warn_if_tools_are_ignored(prompt)
         return stream
 
     def _submit_samples(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None, num_samples: int
     ) -> Samples:
-        names = self._checked(prompt, params, request_id)
+        self._check(prompt, params, request_id)
         samples = self._submitter.submit_samples(
-            self._running_driver(),
-            prompt,
-            params,
-            num_samples=num_samples,
-            request_id=request_id,
-            tool_names=names,
+            self._running_driver(), prompt, params, num_samples=num_samples, request_id=request_id
         )
-        self._warn_if_tools_are_ignored(names)
+        self._warn_if_tools_are_ignored(prompt)
         return samples
 
-    def _checked(
-        self, prompt: Prompt, params: SamplingParams, request_id: str | None
-    ) -> frozenset[str] | None:
-        """The names of the prompt's tools, None without tools. RequestError for what this engine does not
-        take."""
-        if self.config.strict_performance:
-            check_needs_no_host(params, is_speculating=self.config.speculation is not None)
+    def _check(self, prompt: Prompt, params: SamplingParams, request_id: str | None) -> None:
+        """RequestError for what this engine does not take."""
+        is_strict, is_speculating = self.config.strict_performance, self.config.speculation is not None
+        if is_strict:
+            check_needs_no_host(params, is_speculating=is_speculating)
+        check_forced_calls(prompt, params, needs_no_host=is_strict and is_speculating)
         if request_id is not None:
             check_request_id(request_id, is_new=True)
-        tools = prompt.tools if isinstance(prompt, ChatPrompt) else None
-        return tool_names(tools) if tools else None
 
     def _job_map(
         self,
@@ -285,8 +284,8 @@ class Serving(ABC):
         assert job.prompt is not None
         return self.generate(job.prompt, own)
 
-    def _warn_if_tools_are_ignored(self, names: frozenset[str] | None) -> None:
-        if names is None:
+    def _warn_if_tools_are_ignored(self, prompt: Prompt) -> None:
+        if not isinstance(prompt, ChatPrompt) or not prompt.offered_tools:
             return
 
         model_text = self._driver.model_text if self._driver is not None else None

@@ -39,7 +39,6 @@ class Submitter:
         params: SamplingParams,
         *,
         request_id: str | None,
-        tool_names: frozenset[str] | None,
     ) -> TokenStream:
         """Submit a prompt. RequestError for a wrong id; raises what `Driver.submit` raises."""
         number = next(self._numbers)
@@ -50,7 +49,6 @@ class Submitter:
             params=params,
             seed=self._seed(params),
             stream_updates=StreamUpdates(LoopPoster.current()),
-            tool_names=tool_names,
         )
         driver.submit([request])
         return stream_of(request, driver)
@@ -63,7 +61,6 @@ class Submitter:
         *,
         num_samples: int,
         request_id: str | None,
-        tool_names: frozenset[str] | None,
     ) -> Samples:
         """Submit a prompt several times, with the seeds `seed`, `seed + 1` and so on, modulo 2**63."""
         numbers = [next(self._numbers) for _ in range(num_samples)]
@@ -79,7 +76,6 @@ class Submitter:
                 params=params,
                 seed=(first_seed + index) % (MAX_SEED + 1),
                 stream_updates=StreamUpdates(loop_poster, signal),
-                tool_names=tool_names,
             )
             for index, number in enumerate(numbers)
         ]

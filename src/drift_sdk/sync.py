@@ -181,13 +181,23 @@ class SyncEngine:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_args: Mapping[str, Any] | None = None,
         *,
+        tool_choice: str = "auto",
+        continue_final: bool = False,
         request_id: str | None = None,
         **options: Unpack[SamplingOptions],
     ) -> SyncStream:
         """Submit a conversation and return its stream at once; see `Engine.chat`."""
-        engine = self._engine
         return self._stream(
-            lambda: engine.chat(messages, params, tools, template_args, request_id=request_id, **options)
+            lambda: self._engine.chat(
+                messages,
+                params,
+                tools,
+                template_args,
+                tool_choice=tool_choice,
+                continue_final=continue_final,
+                request_id=request_id,
+                **options,
+            )
         )
 
     def samples(

@@ -189,7 +189,11 @@ class ScriptedModel:
             text=ModelText(
                 tokenizer=byte_tokenizer(),
                 chat_template=ChatTemplate(
-                    config.chat_template or CHAT_TEMPLATE, bos_token=None, eos_token=None
+                    config.chat_template or CHAT_TEMPLATE,
+                    bos_token=None,
+                    eos_token=None,
+                    tool_format=config.tool_format,
+                    reasoning_format=config.reasoning_format,
                 ),
                 eos_token_ids=(EOS_TOKEN_ID,),
                 max_model_len=executor.limits.max_model_len,

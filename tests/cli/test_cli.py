@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -24,7 +24,7 @@ from drift_sdk.cli.doctor import Device, examine
 from drift_sdk.cli.terminal import hide_progress, show_progress
 from drift_sdk.cli.warm import Warmed, kernel_cache
 from drift_sdk.driver.loaded_model import LoadedModel
-from drift_sdk.testing import ScriptedModel, scripted_engine
+from drift_sdk.testing import EOS_TOKEN_ID, ScriptedModel, scripted_engine
 
 COMMAND = [sys.executable, "-m", "drift_sdk"]
 SCRIPTED = """
@@ -208,6 +208,25 @@ def test_chat_drops_messages_that_no_longer_fit(
     forgotten, *_, rejected = said.err.splitlines()
     assert forgotten == "[4 earlier messages no longer fit]"
     assert rejected.startswith("PromptTooLong: ")
+
+
+def test_chat_shows_reasoning_before_the_answer_and_remembers_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    template = "<think>{% for m in messages %}{{ m.role }} {{ m.content }} {{ m.thinking }}{% endfor %}"
+    prompts: list[bytes] = []
+
+    def answer(prompt_ids: Sequence[int], output_ids: Sequence[int], seed: int) -> int:
+        prompts.append(bytes(prompt_ids))
+        return [*b"<think>Hm.</think>Yes.", EOS_TOKEN_ID][len(output_ids)]
+
+    config = EngineConfig(max_model_len=512, chat_template=template)
+    questions = iter(["one", "two"])
+    monkeypatch.setattr("drift_sdk.cli.chat.Engine", lambda *_, **__: scripted_engine(answer, config=config))
+    monkeypatch.setattr("builtins.input", lambda _: next_line(questions))
+    assert main(["chat", "any"]) == 0
+    assert capsys.readouterr().out == 2 * "Hm.\n\nYes.\n" + "\n"
+    assert prompts[-1] == b"<think>user one assistant Yes. Hm.user two "
 
 
 def next_line(lines: Iterator[str]) -> str:

@@ -21,7 +21,7 @@ from drift_sdk import (
     SamplingParams,
 )
 from drift_sdk.driver import text_worker
-from drift_sdk.driver.prompts import ModelText, TextPrompt
+from drift_sdk.driver.prompts import ModelText, PreparedPrompt, TextPrompt
 from drift_sdk.testing import ScriptedEngine, scripted_engine
 
 
@@ -32,15 +32,15 @@ class Stall:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.released = threading.Event()
         self.begun: list[str] = []
-        token_ids = TextPrompt.token_ids
+        prepare = TextPrompt.prepare
 
-        def stalling(prompt: TextPrompt, model: ModelText) -> list[int]:
+        def stalling(prompt: TextPrompt, model: ModelText) -> PreparedPrompt:
             self.begun.append(prompt.text)
             if prompt.text.startswith("stall"):
                 self.released.wait(60)
-            return token_ids(prompt, model)
+            return prepare(prompt, model)
 
-        monkeypatch.setattr(TextPrompt, "token_ids", stalling)
+        monkeypatch.setattr(TextPrompt, "prepare", stalling)
 
 
 @pytest.fixture
@@ -216,14 +216,14 @@ class Panic(BaseException):
 def test_any_exception_on_a_text_thread_fails_only_its_request(
     failure: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    token_ids = TextPrompt.token_ids
+    prepare = TextPrompt.prepare
 
-    def failing(prompt: TextPrompt, model: ModelText) -> list[int]:
+    def failing(prompt: TextPrompt, model: ModelText) -> PreparedPrompt:
         if prompt.text == "bad":
             raise failure
-        return token_ids(prompt, model)
+        return prepare(prompt, model)
 
-    monkeypatch.setattr(TextPrompt, "token_ids", failing)
+    monkeypatch.setattr(TextPrompt, "prepare", failing)
 
     async def main() -> None:
         config = EngineConfig(max_num_seqs=1, max_queued_requests=1, max_model_len=64, kv_cache_tokens=64)

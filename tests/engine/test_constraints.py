@@ -28,7 +28,6 @@ from drift_sdk import (
     Regex,
     RequestError,
     SamplingParams,
-    ToolCall,
 )
 from drift_sdk.testing import EOS_TOKEN_ID, scripted_engine
 from drift_sdk.text import grammar
@@ -146,26 +145,6 @@ def test_value_that_is_no_grammar_is_rejected_at_the_call() -> None:
     for given in ("[a-z]+", {"type": "object"}, Person, 5, JsonSchema):
         with pytest.raises(RequestError, match="^grammar=.*expected a JsonSchema, a Regex, a Lark or None"):
             SamplingParams(grammar=given)  # type: ignore[arg-type]
-
-
-@on_every_loop
-def test_tool_calls_are_found_only_if_tools_were_given(loop: str) -> None:
-    reply = 'Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
-    messages = [{"role": "user", "content": "1 + 1?"}]
-
-    async def main() -> None:
-        async with scripted_engine(reply) as engine:
-            completion = await engine.chat(messages, tools=tools)
-            assert completion.tool_calls == (ToolCall(name="add", arguments={"a": 1}),)
-            assert completion.text == reply
-            assert (await engine.chat(messages)).tool_calls == ()
-            assert (await engine.chat(messages, tools=[])).tool_calls == ()
-            assert (await engine.generate("x")).tool_calls == ()
-            cut = await engine.chat(messages, SamplingParams(max_tokens=40), tools=tools)
-            assert cut.tool_calls == () and cut.text == reply[:40]
-
-    run(loop, main)
 
 
 # A model with weights of no meaning says anything: whatever makes sense is the grammar's.

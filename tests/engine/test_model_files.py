@@ -20,7 +20,7 @@ from loops import on_every_loop, run
 from model_zoo import make_model
 from safetensors.torch import load_file, save_file
 
-from drift_sdk import Engine, EngineConfig, ModelLoadError, RequestError, SamplingParams
+from drift_sdk import ConfigError, Engine, EngineConfig, ModelLoadError, RequestError, SamplingParams
 
 CONFIG = EngineConfig(dtype="float32", device="cpu", max_model_len=64)
 QUERY = "model.layers.0.self_attn.q_proj.weight"
@@ -203,6 +203,43 @@ def test_broken_tokenizer_is_rejected(folder: Path, contents: bytes) -> None:
 def test_truncated_tokenizer_is_rejected(folder: Path) -> None:
     cut(folder / "tokenizer.json", 0.5)
     opening_fails(folder, str(folder / "tokenizer.json"))
+
+
+def test_named_chat_templates_are_chosen_by_tools_and_by_name(folder: Path) -> None:
+    """Each template rejects its messages and says its name."""
+    texts = {
+        name: f"{{{{ raise_exception('this is {name}') }}}}{{{{ tools }}}}"
+        for name in ("default", "tool_use", "rag")
+    }
+    named = [{"name": name, "template": text} for name, text in texts.items() if name != "rag"]
+    edit_json(folder / "tokenizer_config.json", chat_template=named)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "rag.jinja").write_text(texts["rag"])
+    messages, tools = [{"role": "user", "content": "x"}], [{"name": "look"}]
+
+    async def main() -> None:
+        for chosen, plain, with_tools in (
+            (None, "default", "tool_use"),
+            ("rag", "rag", "rag"),
+            ("default", "default", "default"),
+        ):
+            async with Engine(folder, msgspec.structs.replace(CONFIG, chat_template=chosen)) as engine:
+                with pytest.raises(RequestError, match=f"this is {plain}"):
+                    await engine.chat(messages)
+                with pytest.raises(RequestError, match=f"this is {with_tools}"):
+                    await engine.chat(messages, tools=tools)
+                with pytest.raises(RequestError, match=f"this is {plain}"):
+                    await engine.chat(messages, tools=tools, tool_choice="none")
+
+    anyio.run(main)
+    with pytest.raises(ConfigError, match="chat_template='tols'.*which has 'default', 'tool_use', 'rag'"):
+        opens(folder, config=msgspec.structs.replace(CONFIG, chat_template="tols"))
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{% for %}")
+    opening_fails(folder, "chat template cannot be compiled")
+    edit_json(folder / "tokenizer_config.json", chat_template=[{"name": "default"}])
+    opening_fails(
+        folder, "tokenizer_config.json: chat_template=", "expected text, or a list of names and texts"
+    )
 
 
 def test_chat_template_that_cannot_be_compiled_is_rejected(folder: Path) -> None:

@@ -242,7 +242,7 @@ class Stall:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.released = threading.Event()
         self.num_begun = 0
-        for name in ("token_ids", "num_tokens"):
+        for name in ("prepare", "num_tokens"):
             self._patch(monkeypatch, name)
 
     def _patch(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 from loops import WAIT_S, on_every_loop, run, until
 
 from drift_sdk import EngineConfig, ExecutorError, PromptTooLong, QueueFull, RequestError, SamplingParams
-from drift_sdk.driver.prompts import ModelText, TextPrompt
+from drift_sdk.driver.prompts import ModelText, PreparedPrompt, TextPrompt
 from drift_sdk.sampling_params import MAX_SEED
 from drift_sdk.stream import updates_of
 from drift_sdk.testing import EOS_TOKEN_ID, ScriptedEngine, scripted_engine
@@ -56,13 +56,13 @@ def test_samples_can_be_replayed_alone(loop: str) -> None:
 
 async def test_prompt_is_tokenised_and_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenised: list[str] = []
-    token_ids = TextPrompt.token_ids
+    prepare = TextPrompt.prepare
 
-    def noting(prompt: TextPrompt, model: ModelText) -> list[int]:
+    def noting(prompt: TextPrompt, model: ModelText) -> PreparedPrompt:
         tokenised.append(prompt.text)
-        return token_ids(prompt, model)
+        return prepare(prompt, model)
 
-    monkeypatch.setattr(TextPrompt, "token_ids", noting)
+    monkeypatch.setattr(TextPrompt, "prepare", noting)
     async with scripted_engine(by_seed, config=BLOCKS) as engine:
         samples = await engine.samples(PROMPT, 5, SAMPLED)
         assert [sample.usage.cached_tokens for sample in samples] == [0, 96, 96, 96, 96]

@@ -182,7 +182,7 @@ def run(data: bytes) -> None:
         if math.prod(tensors.shape(name)) <= MAX_ELEMENTS and ".self_attn." not in name:
             assert tuple(tensors.get(name).shape) == tensors.shape(name)
 
-    assert isinstance(source.chat_template, str | None)
+    assert isinstance(source.chat_templates, dict)
     eos_token_ids(source, 7)
     tokenizer = source.tokenizer()
     tokenizer.decode(tokenizer.encode("ab a<s>"))

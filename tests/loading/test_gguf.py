@@ -97,7 +97,7 @@ def test_config_and_tokenizer(tmp_path: Path) -> None:
             assert getattr(found, field) == getattr(expected, field), field
 
     assert eos_token_ids(source, 100) == (7, 9)
-    assert source.chat_template == "{{ messages }}"
+    assert source.chat_templates == {"default": "{{ messages }}"}
     assert source.generation_config == {}
 
 
@@ -352,3 +352,9 @@ def test_scales_that_are_not_finite_are_read_without_warning(tmp_path: Path) -> 
     writer.write_tensors_to_file()
     writer.close()
     assert GGUFFile(tmp_path / "m.gguf").get("model.norm.weight").isnan().all()
+
+
+def test_named_chat_templates(tmp_path: Path) -> None:
+    key = "tokenizer.chat_template"
+    _small(tmp_path / "m.gguf", **{key: "d", f"{key}s": ["tool_use", "lost"], f"{key}.tool_use": "t"})
+    assert resolve(tmp_path / "m.gguf").chat_templates == {"default": "d", "tool_use": "t"}

@@ -65,7 +65,7 @@ def test_folder(folder: Path, as_type: type, hub: Hub) -> None:
     assert source.path == folder
     assert source.config["model_type"] == "llama"
     assert source.generation_config["eos_token_id"] == 1
-    assert source.chat_template is None
+    assert source.chat_templates == {}
     assert set(source.tensors().names()) >= {"lm_head.weight"}
     assert source.tokenizer().encode("ab") == source.tokenizer().encode("ab") != []
     assert hub.calls == []
@@ -221,11 +221,13 @@ def test_chat_template_places(folder: Path) -> None:
         (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
 
     write("from the tokenizer")
-    assert resolve(folder).chat_template == "from the tokenizer"
+    assert resolve(folder).chat_templates["default"] == "from the tokenizer"
     write([{"name": "tools", "template": "t"}, {"name": "default", "template": "d"}])
-    assert resolve(folder).chat_template == "d"
+    assert resolve(folder).chat_templates["default"] == "d"
     (folder / "chat_template.jinja").write_text("from its own file: é", encoding="utf-8")
-    assert resolve(folder).chat_template == "from its own file: é"
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "rag.jinja").write_text("r")
+    assert resolve(folder).chat_templates == {"default": "from its own file: é", "tools": "t", "rag": "r"}
 
 
 def test_eos_token_ids(folder: Path) -> None:

@@ -23,7 +23,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "generation_config.json": lambda folder: resolve(folder).generation_config,
     "tokenizer_config.json": lambda folder: resolve(folder).tokenizer(),
     "tokenizer.json": lambda folder: resolve(folder).tokenizer(),
-    "chat_template.jinja": lambda folder: resolve(folder).chat_template,
+    "chat_template.jinja": lambda folder: resolve(folder).chat_templates,
     SINGLE_FILE: lambda folder: resolve(folder).tensors(),
     INDEX_FILE: lambda folder: resolve(folder).tensors(),
     "shard.safetensors": lambda folder: resolve(folder).tensors(),

@@ -63,7 +63,7 @@ async def begin(work: str) -> None:
 
     await engine.start()
     if work == "hanging_text":
-        TextPrompt.token_ids = hang
+        TextPrompt.prepare = hang
     prompt: str | list[int] = "a" * 500_000 if work == "tokenize" else [5, 6]
     params = (
         SamplingParams(max_tokens=None, grammar=Regex("[a-z]{1,90000}")) if work == "grammar" else ENDLESS

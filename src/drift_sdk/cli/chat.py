@@ -6,6 +6,7 @@ import asyncio
 import signal
 import sys
 from contextlib import suppress
+from typing import Any
 
 from drift_sdk.cli.terminal import hide_progress, print_error, show_progress
 from drift_sdk.config import EngineConfig
@@ -43,7 +44,7 @@ class Conversation:
         self._engine = engine
         self._params = params
         self._system = [{"role": "system", "content": system}] if system is not None else []
-        self._history: list[dict[str, str]] = []
+        self._history: list[dict[str, Any]] = []
         self._stream: TokenStream | None = None
 
     def stop(self) -> None:
@@ -67,12 +68,18 @@ class Conversation:
                 num_dropped = drop_older_half(self._history)
                 print(f"[{num_dropped} earlier messages no longer fit]", file=sys.stderr)
 
-        self._history += [asked, {"role": "assistant", "content": completion.text}]
+        self._history += [asked, completion.message()]
         print("" if completion.finish_reason == "stop" else f" [{completion.finish_reason}]")
 
     async def _print_answer(self, asked: dict[str, str]) -> Completion:
         self._stream = self._engine.chat([*self._system, *self._history, asked], self._params)
+        is_thinking = False
         async for chunk in self._stream:
+            print(chunk.reasoning, end="", flush=True)
+            is_thinking |= bool(chunk.reasoning)
+            if chunk.text and is_thinking:
+                print("\n\n", end="")  # between reasoning and answer
+                is_thinking = False
             print(chunk.text, end="", flush=True)
         return await self._stream
 
@@ -92,7 +99,7 @@ async def read_question() -> str | None:
         return None
 
 
-def drop_older_half(history: list[dict[str, str]]) -> int:
+def drop_older_half(history: list[dict[str, Any]]) -> int:
     """Remove the older half of the exchanges, rounded up, each a question and its answer; returns the number
     of messages removed."""
     num_exchanges = len(history) // 2

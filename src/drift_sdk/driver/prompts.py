@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from msgspec import Struct
 
-from drift_sdk._plain_data import to_plain
 from drift_sdk.errors import PromptTooLong, RequestError, short_repr
 from drift_sdk.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # their libraries would make up most of the package's import time
+    from drift_sdk.text.answers.answer import Answer
     from drift_sdk.text.chat import ChatTemplate
     from drift_sdk.text.tokenizer import Tokenizer
 
 __all__ = [
-    "ChatPrompt",
     "ModelText",
+    "PreparedPrompt",
     "Prompt",
     "SharedPrompt",
     "TextPrompt",
     "TokenPrompt",
-    "as_any_prompt",
-    "as_chat_prompt",
     "as_prompt",
+    "encode",
 ]
 
 MAX_PROMPT_TOKENS = 2**24
@@ -56,19 +55,31 @@ class ModelText(Struct, frozen=True, kw_only=True):
     has_drafts: bool = False
 
 
+class PreparedPrompt(Struct, frozen=True):
+    """A prompt for a model.
+
+    token_ids:  its token ids.
+    new_answer: makes what the answer to a conversation is read with; it is called with whether the request
+                has a grammar, and raises RequestError. None for other prompts, whose answer is text.
+    """
+
+    token_ids: list[int]
+    new_answer: Callable[[bool], Answer] | None = None
+
+
 class Prompt(Protocol):
     """A prompt. `field` is the name of the caller's argument that it comes from, for error messages."""
 
     @property
     def field(self) -> str: ...
 
-    def token_ids(self, model: ModelText) -> list[int]:
-        """The prompt's token ids. Runs on a text thread. RequestError if the prompt does not fit the
+    def prepare(self, model: ModelText) -> PreparedPrompt:
+        """The prompt for a model. Runs on a text thread. RequestError if the prompt does not fit the
         model."""
 
     def num_tokens(self, model: ModelText) -> int:
         """The number of the prompt's token ids, also if there are none or more than the model takes. Runs on
-        a text thread. RequestError as of `token_ids` otherwise."""
+        a text thread. RequestError as of `prepare` otherwise."""
 
 
 class TextPrompt(Struct, frozen=True):
@@ -77,8 +88,8 @@ class TextPrompt(Struct, frozen=True):
     text: str
     field = "prompt"
 
-    def token_ids(self, model: ModelText) -> list[int]:
-        return encode(self.text, model, add_special_tokens=True)
+    def prepare(self, model: ModelText) -> PreparedPrompt:
+        return PreparedPrompt(encode(self.text, model, add_special_tokens=True))
 
     def num_tokens(self, model: ModelText) -> int:
         return len(model.tokenizer.encode(self.text, add_special_tokens=True))
@@ -90,53 +101,12 @@ class TokenPrompt(Struct, frozen=True):
     ids: tuple[int, ...]
     field = "prompt"
 
-    def token_ids(self, model: ModelText) -> list[int]:
+    def prepare(self, model: ModelText) -> PreparedPrompt:
         check_length(len(self.ids), model)
-        return checked_ids(self.ids, model, given=list(self.ids))
+        return PreparedPrompt(checked_ids(self.ids, model, given=list(self.ids)))
 
     def num_tokens(self, model: ModelText) -> int:
         return len(checked_ids(self.ids, model, given=list(self.ids))) if self.ids else 0
-
-
-class ChatPrompt(Struct, frozen=True):
-    """A conversation, which the model's chat template renders and which is then tokenised without special
-    tokens added.
-
-    messages, tools, template_args: plain data that no other object refers to.
-    """
-
-    messages: list[Mapping[str, Any]]
-    tools: list[Mapping[str, Any]] | None
-    template_args: Mapping[str, Any] | None
-    field = "messages"
-
-    def token_ids(self, model: ModelText) -> list[int]:
-        return encode(self._text(model), model, add_special_tokens=False)
-
-    def num_tokens(self, model: ModelText) -> int:
-        return len(model.tokenizer.encode(self._text(model), add_special_tokens=False))
-
-    def _text(self, model: ModelText) -> str:
-        if model.chat_template is None:
-            allowed = "a model with a chat template; use generate()"
-            raise RequestError.of("messages", len(self.messages), allowed)
-
-        return self._render(model.chat_template)
-
-    def _render(self, template: ChatTemplate) -> str:
-        try:
-            return template.render(self.messages, tools=self.tools, template_args=self.template_args)
-        except RequestError as error:
-            # Many templates take strings only, and what they raise for a list does not say so.
-            indices = (i for i, message in enumerate(self.messages) if is_list_of_parts(message))
-            index = next(indices, None)
-            if error.field != "messages" or index is None:
-                raise
-
-            allowed = "a string: the model's chat template does not take a list of parts"
-            field = f"messages[{index}].content"
-            value = self.messages[index]["content"]
-            raise RequestError.of(field, value, f"{allowed} ({error.__cause__ or error})") from error
 
 
 class SharedPrompt:
@@ -146,52 +116,15 @@ class SharedPrompt:
     def __init__(self, prompt: Prompt) -> None:
         self.field = prompt.field
         self._prompt = prompt
-        self._ids: list[int] | None = None
+        self._prepared: PreparedPrompt | None = None
 
-    def token_ids(self, model: ModelText) -> list[int]:
-        if self._ids is None:
-            self._ids = self._prompt.token_ids(model)
-        return self._ids
+    def prepare(self, model: ModelText) -> PreparedPrompt:
+        if self._prepared is None:
+            self._prepared = self._prompt.prepare(model)
+        return self._prepared
 
     def num_tokens(self, model: ModelText) -> int:
         return self._prompt.num_tokens(model)
-
-
-def as_any_prompt(
-    prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] | None,
-    template_args: Mapping[str, Any] | None,
-) -> Prompt:
-    """A prompt as of `as_prompt`, or messages as of `as_chat_prompt`. RequestError for tools or template_args
-    without messages."""
-    is_sequence = isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes | bytearray)
-    if is_sequence and len(prompt) and isinstance(prompt[0], Mapping):
-        return as_chat_prompt(cast("Sequence[Mapping[str, Any]]", prompt), tools, template_args)
-
-    for name, value in (("tools", tools), ("template_args", template_args)):
-        if value is not None:
-            raise RequestError.of(name, value, "None with a prompt that is no sequence of messages")
-
-    return as_prompt(cast("str | Sequence[int]", prompt))
-
-
-def as_chat_prompt(
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] | None,
-    template_args: Mapping[str, Any] | None,
-) -> ChatPrompt:
-    """A conversation as a value. RequestError for what is not plain data or has another form."""
-    if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
-        raise RequestError.of("messages", messages, "a sequence of mappings with role and content")
-
-    if template_args is not None and not isinstance(template_args, Mapping):
-        raise RequestError.of("template_args", template_args, "a mapping")
-
-    return ChatPrompt(
-        to_plain("messages", messages),
-        to_plain("tools", tools),
-        to_plain("template_args", template_args),
-    )
 
 
 def as_prompt(prompt: str | Sequence[int]) -> Prompt:
@@ -214,11 +147,6 @@ def as_prompt(prompt: str | Sequence[int]) -> Prompt:
         raise RequestError(f"prompt: expected {allowed}, not {len(prompt)}", field="prompt", allowed=allowed)
 
     return TokenPrompt(tuple(prompt))
-
-
-def is_list_of_parts(message: object) -> bool:
-    """Whether a message's content has the form [{"type": "text", "text": ...}, ...]."""
-    return isinstance(message, Mapping) and isinstance(message.get("content"), list)
 
 
 def encode(text: str, model: ModelText, *, add_special_tokens: bool) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
@@ -10,18 +11,21 @@ from drift_sdk.draft_policy.count import DraftCount
 from drift_sdk.driver.prompts import ModelText, Prompt
 from drift_sdk.driver.stream_updates import StreamUpdates
 from drift_sdk.errors import RequestError
-from drift_sdk.grammars import JsonSchema
+from drift_sdk.grammars import Grammar, JsonSchema
 from drift_sdk.results import Chunk, Completion, FinishReason, Timing, TokenLogprobs, Usage
 from drift_sdk.sampling_params import SamplingParams
 from drift_sdk.scheduling.sequence import Sequence
 from drift_sdk.steps import SlotOutput, SlotSampling
+from drift_sdk.text.answers.writer import Split
 from drift_sdk.text.stops import StopMatcher
-from drift_sdk.text.tools import find_tool_calls
 
 if TYPE_CHECKING:  # their libraries would make up most of the package's import time
+    from drift_sdk.text.answers.splitter import AnswerSplitter
     from drift_sdk.text.grammar import GrammarConstraint
 
 __all__ = ["ModelText", "Request", "slot_sampling"]
+
+log = logging.getLogger("drift_sdk")
 
 
 class Request:
@@ -33,10 +37,10 @@ class Request:
     prompt, params: as the caller gave them; params may be the model's defaults.
     seed:           of its sampling: that of params, or drawn.
     stream_updates: the reading end of its stream.
-    tool_names:     names of the tools that the caller gave; None = tool calls are not looked for.
     """
 
     __slots__ = (
+        "_answer",
         "_arrival",
         "_completion_ids",
         "_constraint",
@@ -49,9 +53,9 @@ class Request:
         "_prompt",
         "_prompt_logprobs",
         "_stop_reason",
+        "_splitter",
         "_text",
         "_token_texts",
-        "_tool_names",
         "followers",
         "group_id",
         "is_done",
@@ -76,7 +80,6 @@ class Request:
         params: SamplingParams,
         seed: int,
         stream_updates: StreamUpdates,
-        tool_names: frozenset[str] | None = None,
     ) -> None:
         self.request_id = request_id
         self.group_id = group_id
@@ -92,10 +95,11 @@ class Request:
         self.text_field = prompt.field  # the argument that a text thread is working on
         self._arrival = arrival
         self._prompt = prompt
-        self._tool_names = tool_names
         self._constraint: GrammarConstraint | None = None
         self._first_token_at: float | None = None
-        self._text: list[str] = []
+        self._text: list[str] = []  # before it is split
+        self._splitter: AnswerSplitter | None = None  # of the answer to a conversation
+        self._answer: list[Split] = []  # what it has found
         self._completion_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
@@ -106,21 +110,26 @@ class Request:
     def prepare(self, model: ModelText) -> None:
         """Tokenise the prompt, compile the grammar and make the sequence. RequestError if prompt or
         parameters do not fit the model."""
-        prompt_ids = self._prompt.token_ids(model)
-        check_text_params(self.params, model)
-        self._compile_grammar(model)
         params = self.params
+        grammar, shown_ids = params.grammar, frozenset[int]()
+        prompt = self._prompt.prepare(model)
+        if prompt.new_answer is not None:
+            answer = prompt.new_answer(grammar is not None)
+            self._splitter, shown_ids = answer.splitter, answer.marker_ids
+            grammar = answer.grammar or grammar
+        check_text_params(params, grammar, model)
+        self._compile_grammar(grammar, model)
         # The grammar decides where the text may end; the end-of-sequence ids must then stay possible.
         has_eos = not params.ignore_eos or self._constraint is not None
         eos_token_ids = model.eos_token_ids if has_eos else ()
-        self._detokenizer = model.tokenizer.detokenizer()
+        self._detokenizer = model.tokenizer.detokenizer(shown_ids)
         self._token_texts = model.tokenizer.token_texts
         assert isinstance(params.stop, tuple)
         self._matcher = StopMatcher(params.stop, params.include_stop) if params.stop else None
         self._drafts = DraftCount() if model.has_drafts else None
         self.sequence = Sequence(
             request_id=self.request_id,
-            prompt_ids=prompt_ids,
+            prompt_ids=prompt.token_ids,
             priority=params.priority,
             arrival=self._arrival,
             constraint=self._constraint,
@@ -129,25 +138,33 @@ class Request:
                 params,
                 model,
                 seed=self.seed,
-                num_prompt_tokens=len(prompt_ids),
+                num_prompt_tokens=len(prompt.token_ids),
                 eos_token_ids=eos_token_ids,
             ),
         )
 
-    def _compile_grammar(self, model: ModelText) -> None:
-        if self.params.grammar is None:
+    def _compile_grammar(self, grammar: Grammar | None, model: ModelText) -> None:
+        if grammar is None:
             return
 
         self.text_field = "grammar"
         from drift_sdk.text.grammar import constrain  # imported here: llguidance may not be installed
 
-        self._constraint = constrain(
-            self.params.grammar,
-            model.tokenizer,
-            vocab_size=model.vocab_size,
-            eos_token_ids=model.eos_token_ids,
-            ignore_eos=self.params.ignore_eos,
-        )
+        try:
+            self._constraint = constrain(
+                grammar,
+                model.tokenizer,
+                vocab_size=model.vocab_size,
+                eos_token_ids=model.eos_token_ids,
+                ignore_eos=self.params.ignore_eos,
+            )
+        except RequestError as error:
+            if grammar is self.params.grammar:
+                raise
+
+            allowed = "tools whose parameters are schemas that a grammar can follow"
+            message = f"tool_choice: calls cannot be forced: {error}: expected {allowed}"
+            raise RequestError(message, field="tool_choice", allowed=allowed) from error
 
     def advance(self, token_ids: tuple[int, ...]) -> None:
         """Advance the constraint by newly generated tokens. Runs on a text thread, one call at a time."""
@@ -204,11 +221,10 @@ class Request:
         sequence = self.sequence
         started_at = sequence.started_at if sequence is not None else None
         first_token_at = self._first_token_at
-        text = "".join(self._text)
-        names = self._tool_names
+        raw_text = "".join(self._text)
         return Completion(
             request_id=self.request_id,
-            text=text,
+            text="".join(part.text for part in self._answer) if self._splitter is not None else raw_text,
             token_ids=tuple(self._completion_ids),
             finish_reason=self._finish_reason,
             stop_reason=self._stop_reason,
@@ -227,7 +243,9 @@ class Request:
             speculation=self._drafts.stats() if self._drafts is not None else None,
             logprobs=tuple(self._logprobs) if self.params.logprobs is not None else None,
             prompt_logprobs=self._prompt_logprobs,
-            tool_calls=find_tool_calls(text, names) if names is not None else (),
+            tool_calls=tuple(call for part in self._answer for call in part.tool_calls),
+            reasoning="".join(part.reasoning for part in self._answer),
+            raw_text=raw_text,
             schema=self._satisfied_schema(),
         )
 
@@ -272,7 +290,7 @@ class Request:
         logprobs: tuple[TokenLogprobs, ...] | None,
         finish: FinishReason | None,
     ) -> Chunk:
-        """Add to the completion what a chunk brings; returns the chunk."""
+        """Add to the completion what a chunk brings; returns the chunk. text: before it is split."""
         self._text.append(text)
         self._completion_ids.extend(token_ids)
         if self.params.logprobs is not None:
@@ -283,26 +301,43 @@ class Request:
         if finish == "length" and len(self._completion_ids) != self.params.max_tokens:
             self._stop_reason = "context"
         self.is_done = finish is not None
+        part = self._split(text)
         return Chunk(
-            text=text,
+            text=part.text,
             token_ids=token_ids,
             logprobs=logprobs if self.params.logprobs is not None else None,
             finish_reason=finish,
+            reasoning=part.reasoning,
+            tool_calls=part.tool_calls,
         )
 
+    def _split(self, text: str) -> Split:
+        """The parts that new text brings; at the end of the request with those that were held back."""
+        splitter = self._splitter
+        if splitter is None:
+            return Split(text=text)
 
-def check_text_params(params: SamplingParams, model: ModelText) -> None:
+        part = splitter.push(text)
+        if self.is_done:
+            part += splitter.flush()
+            if splitter.failure is not None and (self._finish_reason == "stop" or not splitter.is_unfinished):
+                log.warning("%s: a tool call stays in the text: %s", self.request_id, splitter.failure)
+        self._answer.append(part)
+        return part
+
+
+def check_text_params(params: SamplingParams, grammar: Grammar | None, model: ModelText) -> None:
     """Raise RequestError for what needs texts of tokens that the model does not have."""
     if params.stop and not model.tokenizer.has_text:
         raise RequestError.of("stop", params.stop, "stop_token_ids: the model has no tokenizer")
 
-    if params.grammar is not None and not model.tokenizer.has_token_bytes:
+    if grammar is not None and not model.tokenizer.has_token_bytes:
         lack = (
             "the text of a token depends on its neighbours"
             if model.tokenizer.has_text
             else "the model has no tokenizer"
         )
-        raise RequestError.of("grammar", params.grammar, f"None: {lack}")
+        raise RequestError.of("grammar", grammar, f"None: {lack}")
 
 
 def with_texts(entries: Iterable[TokenLogprobs], texts: Mapping[int, str]) -> tuple[TokenLogprobs, ...]:

@@ -117,6 +117,8 @@ class StreamUpdates:
             if has_logprobs
             else None,
             finish_reason=pending[-1].finish_reason,
+            reasoning="".join(chunk.reasoning for chunk in pending),
+            tool_calls=tuple(call for chunk in pending for call in chunk.tool_calls),
         )
 
     def check_loop(self) -> None:

@@ -87,22 +87,37 @@ class Source:
         return self._json("generation_config.json")
 
     @cached_property
-    def chat_template(self) -> str | None:
-        """The chat template's Jinja text, or None: chat_template.jinja, else the one in tokenizer_config.json
-        or the GGUF file. Of several named templates, the one named "default".
+    def chat_templates(self) -> dict[str, str]:
+        """The texts of the Jinja chat templates by name, empty if there are none. The usual one is "default":
+        chat_template.jinja, else that of tokenizer_config.json or the GGUF file. Others come from the same
+        places and from the folder additional_chat_templates.
 
         Raises ModelLoadError naming the file.
         """
-        from drift_sdk.text.tokenizer import default_template
+        from drift_sdk.text.tokenizer import named_templates
 
         if self._gguf is not None:
-            return default_template(self._gguf.metadata.get("tokenizer.chat_template"), self.path)
-
-        if has_file(self.path / "chat_template.jinja"):
-            return self._text("chat_template.jinja")
+            return self._gguf_templates(self._gguf.metadata)
 
         file = "tokenizer_config.json"
-        return default_template(self._json(file).get("chat_template"), self.path / file)
+        found = named_templates(self._json(file).get("chat_template"), self.path / file)
+        if has_file(self.path / "chat_template.jinja"):
+            found["default"] = self._text("chat_template.jinja")
+        for path in sorted((self.path / "additional_chat_templates").glob("*.jinja")):
+            if has_file(path):
+                found[path.stem] = self._text(str(path.relative_to(self.path)))
+        return found
+
+    def _gguf_templates(self, metadata: Mapping[str, Any]) -> dict[str, str]:
+        from drift_sdk.text.tokenizer import named_templates
+
+        key = "tokenizer.chat_template"
+        found = named_templates(metadata.get(key), self.path)
+        names = metadata.get(f"{key}s")
+        for name in names if isinstance(names, list) else ():
+            if isinstance(text := metadata.get(f"{key}.{name}"), str):
+                found.setdefault(str(name), text)
+        return found
 
     def weight_files(self) -> list[Path]:
         """The files of weights that are there. Raises ModelLoadError for a broken index or a missing part."""

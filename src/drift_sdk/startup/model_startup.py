@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,10 +127,10 @@ class _Weights(Struct, frozen=True):
 
 def load_text(source: Source, config: EngineConfig, vocab_size: int, report: Report) -> Text:
     """All of a model that concerns text. Raises ModelLoadError naming the file."""
-    tokenizer, own_template = _tokenizer(source, config, report)
+    tokenizer, templates = _tokenizer(source, config, report)
     return Text(
         tokenizer=tokenizer,
-        chat_template=_chat_template(source, config, tokenizer, own_template),
+        chat_template=_chat_template(source, config, tokenizer, templates),
         default_params=_default_params(source),
         eos_token_ids=eos_token_ids(source, vocab_size),
     )
@@ -230,24 +232,24 @@ def choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[config.dtype]
 
 
-def _tokenizer(source: Source, config: EngineConfig, report: Report) -> tuple[Tokenizer, str | None]:
-    """The tokenizer, and the text of the chat template that comes with it or with the model; None without."""
+def _tokenizer(source: Source, config: EngineConfig, report: Report) -> tuple[Tokenizer, dict[str, str]]:
+    """The tokenizer, and the chat templates that come with it or with the model, by name."""
     if config.tokenizer is None:
         if source.has_tokenizer:
-            return source.tokenizer(), source.chat_template
+            return source.tokenizer(), source.chat_templates
 
         log.warning("%s holds no tokenizer.json: requests and results are token ids alone", source.path)
-        return NoTokenizer(str(source.path)), None
+        return NoTokenizer(str(source.path)), {}
 
     if str(config.tokenizer).endswith(".json"):
         with name_role("tokenizer"):
             tokenizer = Tokenizer.from_file(expand_home(config.tokenizer))
-        return tokenizer, source.chat_template
+        return tokenizer, source.chat_templates
 
     other = resolve(config.tokenizer, role="tokenizer", **hub_settings(config), report=report)
     with name_role("tokenizer"):
-        tokenizer, own_template = other.tokenizer(), other.chat_template
-    return tokenizer, own_template or source.chat_template
+        tokenizer, templates = other.tokenizer(), other.chat_templates
+    return tokenizer, templates or source.chat_templates
 
 
 def read_config(source: Source, config: EngineConfig) -> DecoderConfig:
@@ -263,14 +265,30 @@ def read_config(source: Source, config: EngineConfig) -> DecoderConfig:
 
 
 def _chat_template(
-    source: Source, config: EngineConfig, tokenizer: Tokenizer, own: str | None
+    source: Source, config: EngineConfig, tokenizer: Tokenizer, templates: Mapping[str, str]
 ) -> ChatTemplate | None:
-    text, origin = (config.chat_template, "EngineConfig") if config.chat_template else (own, source.path)
-    if text is None:
-        return None
+    origin: object = source.path
+    if config.chat_template is not None and config.chat_template in templates:
+        templates = {"default": templates[config.chat_template]}
+    elif config.chat_template is not None:
+        if re.fullmatch(r"[\w.-]+", config.chat_template):
+            named = f", which has {', '.join(map(repr, templates)) or 'none'}"
+            allowed = f"a Jinja template, or the name of one of the model's templates{named}"
+            raise ConfigError.of("chat_template", config.chat_template, allowed)
 
+        templates, origin = {"default": config.chat_template}, "EngineConfig"
+
+    make = partial(
+        ChatTemplate,
+        bos_token=tokenizer.bos_token,
+        eos_token=tokenizer.eos_token,
+        tool_format=config.tool_format,
+        reasoning_format=config.reasoning_format,
+    )
+    default, with_tools = templates.get("default"), templates.get("tool_use")
     try:
-        return ChatTemplate(text, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token)
+        for_tools = make(with_tools) if with_tools is not None else None
+        return make(default, with_tools=for_tools) if default is not None else for_tools
     except ModelLoadError as error:
         raise ModelLoadError(f"{origin}: {error}") from error
 

@@ -14,6 +14,7 @@ import jinja2.parser
 
 from drift_sdk._plain_data import to_plain
 from drift_sdk.errors import ModelLoadError, RequestError
+from drift_sdk.text.answers.formats import detect_formats
 from drift_sdk.text.template_budget import BudgetedEnvironment, budget
 
 __all__ = ["ChatTemplate"]
@@ -22,6 +23,11 @@ RESERVED_ARGS = ("messages", "tools", "documents", "add_generation_prompt")
 MAX_INDENT = 16
 MAX_SEPARATOR_CHARS = 16
 MAX_FORMAT_CHARS = 256
+
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+"""Names that messages and templates have for reasoning."""
+CONTINUATION = "[continued here]"
+"""Marks the end of the message that is continued while the template renders it."""
 
 
 class ChatTemplate:
@@ -33,14 +39,28 @@ class ChatTemplate:
     Jinja's filters pprint, striptags, urlize, wordcount and wordwrap are not available. Of Python's methods,
     templates may call those of strings, lists and dicts that change nothing and need bounded memory.
 
-    source:                template text.
-    bos_token, eos_token:  text of the model's special tokens; None if it has none.
-    uses_tools:            whether the template reads the variable `tools`.
+    source:                         template text.
+    bos_token, eos_token:           text of the model's special tokens; None if it has none.
+    tool_format, reasoning_format:  formats of the model's answers, as in `EngineConfig`; "auto" = as the
+                                    template shows.
+    with_tools:                     the template that takes the place of this one for messages with tools;
+                                    None = the same.
+    uses_tools:                     whether the template for messages with tools reads the variable `tools`.
+    formats:                        of the answers to its prompts.
 
     Raises `ModelLoadError` if the template cannot be compiled.
     """
 
-    def __init__(self, source: str, *, bos_token: str | None, eos_token: str | None) -> None:
+    def __init__(
+        self,
+        source: str,
+        *,
+        bos_token: str | None,
+        eos_token: str | None,
+        tool_format: str | None = "auto",
+        reasoning_format: str | None = "auto",
+        with_tools: ChatTemplate | None = None,
+    ) -> None:
         special_tokens = {"bos_token": bos_token, "eos_token": eos_token}
         # A token that the model lacks stays undefined and renders as nothing; None would render as "None".
         self._special_tokens = {name: token for name, token in special_tokens.items() if token is not None}
@@ -52,8 +72,18 @@ class ChatTemplate:
         except Exception as error:
             raise ModelLoadError(f"chat template cannot be compiled: {error}") from error
 
+        self.source = source
+        self._with_tools = with_tools
+        self._takes_no_content = _takes_no_content(tree)
+        self.formats = detect_formats(source, tool_format=tool_format, reasoning_format=reasoning_format)
         names = tree.find_all(jinja2.nodes.Name)
         self.uses_tools = any(name.name == "tools" and name.ctx == "load" for name in names)
+        if with_tools is not None:
+            self.uses_tools = with_tools.uses_tools
+
+    def for_tools(self, tools: Sequence[object] | None) -> ChatTemplate:
+        """The template for messages with these tools, or with none."""
+        return self._with_tools if tools and self._with_tools is not None else self
 
     def render(
         self,
@@ -62,6 +92,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_args: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
+        continue_final: bool = False,
     ) -> str:
         """The prompt for these messages.
 
@@ -69,9 +100,15 @@ class ChatTemplate:
         tools:                  descriptions of functions (JSON schemas).
         template_args:          further variables of the template, such as enable_thinking.
         add_generation_prompt:  whether the prompt ends with the beginning of the assistant's answer.
+        continue_final:         the prompt ends inside of the last message, after its content; there is no
+                                generation prompt then.
 
-        Raises `RequestError` if messages, tools or arguments have another form, or if the template rejects
-        them.
+        What templates differ in is passed in the form that this one takes: `reasoning_content` of messages is
+        also their `thinking`, the content of an assistant's message of calls alone is empty or None, and
+        arguments of calls become JSON text if the template rejects them as mappings.
+
+        Raises `RequestError` if messages, tools or arguments have another form, if the template rejects them,
+        or if the last message cannot be continued.
         """
         _check_messages(messages)
         if tools is not None:
@@ -85,14 +122,15 @@ class ChatTemplate:
             if name in args:
                 raise RequestError.of("template_args", name, f"other names than {', '.join(RESERVED_ARGS)}")
 
+        plain = _with_aliases(to_plain("messages", messages), self._takes_no_content)
+        if continue_final:
+            _mark_continuation(plain)
         variables = self._special_tokens | args
-        variables["messages"] = to_plain("messages", messages)
         variables["tools"] = to_plain("tools", tools)
         variables["documents"] = None
-        variables["add_generation_prompt"] = add_generation_prompt
+        variables["add_generation_prompt"] = add_generation_prompt and not continue_final
         try:
-            with budget():
-                return self._template.render(variables)
+            prompt = self._render(variables, plain)
         except Exception as error:
             # The template is the model's code, run on the caller's data: any error concerns this request.
             raise RequestError(
@@ -101,6 +139,84 @@ class ChatTemplate:
                 value=messages,
                 allowed="what the model's chat template accepts",
             ) from error
+
+        return _cut_continuation(prompt, plain) if continue_final else prompt
+
+    def _render(self, variables: dict[str, Any], messages: list[dict[str, Any]]) -> str:
+        try:
+            with budget():
+                return self._template.render(variables, messages=messages)
+        except Exception:
+            # Some templates join arguments to text and so take them as JSON text only.
+            if not _dump_arguments(messages):
+                raise
+
+            with budget():
+                return self._template.render(variables, messages=messages)
+
+
+def _takes_no_content(tree: jinja2.nodes.Template) -> bool:
+    """Whether a template asks if a message's content is None."""
+    tested = [test.node for test in tree.find_all(jinja2.nodes.Test) if test.name == "none"]
+    return any(
+        isinstance(node, jinja2.nodes.Getattr)
+        and node.attr == "content"
+        or isinstance(node, jinja2.nodes.Getitem)
+        and isinstance(node.arg, jinja2.nodes.Const)
+        and node.arg.value == "content"
+        for node in tested
+    )
+
+
+def _with_aliases(messages: list[dict[str, Any]], takes_no_content: bool) -> list[dict[str, Any]]:
+    """The messages with reasoning under each name that templates have for it, and without content as this
+    template takes it where there are calls instead."""
+    found: list[dict[str, Any]] = []
+    for message in messages:
+        reasoning = next((message[name] for name in REASONING_FIELDS if message.get(name) is not None), None)
+        if reasoning is not None:
+            message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+        is_call = message["role"] == "assistant" and message.get("tool_calls")
+        if is_call and message.get("content", "") in (None, ""):
+            message = message | {"content": None if takes_no_content else ""}
+        found.append(message)
+    return found
+
+
+def _dump_arguments(messages: list[dict[str, Any]]) -> bool:
+    """Replace the arguments of calls by JSON text; returns whether there were any that are mappings."""
+    has_changed = False
+    for message in messages:
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            function = call.get("function", call) if isinstance(call, dict) else None
+            if isinstance(function, dict) and isinstance(function.get("arguments"), dict):
+                function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+                has_changed = True
+    return has_changed
+
+
+def _mark_continuation(messages: list[dict[str, Any]]) -> None:
+    """Append the mark to the content of the last message. RequestError if it cannot be continued."""
+    last = messages[-1]
+    content = last.get("content")
+    if last["role"] != "assistant" or not isinstance(content, str) or not content or last.get("tool_calls"):
+        allowed = "a message of the assistant whose content is text, to be continued, and without tool calls"
+        raise RequestError.of("messages[-1]", last, allowed)
+
+    last["content"] = f"{content}{CONTINUATION} "
+
+
+def _cut_continuation(prompt: str, messages: list[dict[str, Any]]) -> str:
+    """A prompt up to the mark in it."""
+    end = prompt.rfind(CONTINUATION)
+    if end < 0:
+        allowed = "a message that the chat template renders whole: it leaves the end of this one out"
+        raise RequestError.of("messages[-1]", messages[-1], allowed)
+
+    # A template that trims content would have trimmed the end of this one too.
+    is_trimmed = prompt[end + len(CONTINUATION) : end + len(CONTINUATION) + 1] != " "
+    return prompt[:end].rstrip() if is_trimmed else prompt[:end]
 
 
 class _GenerationBlocks(jinja2.ext.Extension):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from drift_sdk.errors import RequestError
 from drift_sdk.text.detokenizer import SilentDetokenizer
@@ -47,8 +47,11 @@ class NoTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         raise RequestError.of("ids", ids, f"a model with a tokenizer: {self._place} has none")
 
-    def detokenizer(self) -> SilentDetokenizer:
+    def detokenizer(self, shown_ids: frozenset[int] = frozenset()) -> SilentDetokenizer:
         return SilentDetokenizer()
+
+    def special_ids_of(self, texts: Iterable[str]) -> frozenset[int]:
+        return frozenset()
 
     def token_to_id(self, token: str) -> int | None:
         return None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from drift_sdk.text.token_floor import TokenFloor
 from drift_sdk.text.token_texts import TokenTexts
 from drift_sdk.text.tokenizer_limits import check_tokenizer
 
-__all__ = ["Tokenizer", "default_template"]
+__all__ = ["Tokenizer", "default_template", "named_templates"]
 
 
 class Tokenizer:
@@ -71,6 +72,7 @@ class Tokenizer:
                 self._prefix = [bos_token_id]
 
         self._token_bytes = None if joins_words(raw) else TokenBytes(raw, self.special_token_ids)
+        self._tables: dict[frozenset[int], TokenBytes] = {}
         self.token_texts: Mapping[int, str] = TokenTexts(raw, self._token_bytes)
         self._floor: TokenFloor | None = None
 
@@ -175,16 +177,31 @@ class Tokenizer:
         known = [token_id for token_id in ids if 0 <= token_id < NUM_IDS]
         return self._raw.decode(known, skip_special_tokens=skip_special_tokens)
 
-    def detokenizer(self) -> Detokenizer:
-        """A new detokenizer, for the ids of one text as they arrive."""
-        if self._token_bytes is not None:
+    def detokenizer(self, shown_ids: frozenset[int] = frozenset()) -> Detokenizer:
+        """A new detokenizer, for the ids of one text as they arrive. shown_ids: special ids that add their
+        text like others, instead of nothing."""
+        hidden_ids = self.special_token_ids - shown_ids
+        if self._token_bytes is None:
+
+            def adds_text(token_id: int) -> bool:
+                is_known = 0 <= token_id < NUM_IDS and self._raw.id_to_token(token_id) is not None
+                return is_known and token_id not in hidden_ids
+
+            return ContextDetokenizer(partial(self.decode, skip_special_tokens=False), adds_text)
+
+        if not shown_ids:
             return BytesDetokenizer(self._token_bytes)
 
-        return ContextDetokenizer(self.decode, self._adds_text)
+        table = self._tables.get(shown_ids)
+        if table is None:
+            table = self._tables[shown_ids] = TokenBytes(self._raw, hidden_ids)
 
-    def _adds_text(self, token_id: int) -> bool:
-        is_known = 0 <= token_id < NUM_IDS and self._raw.id_to_token(token_id) is not None
-        return is_known and token_id not in self.special_token_ids
+        return BytesDetokenizer(table)
+
+    def special_ids_of(self, texts: Iterable[str]) -> frozenset[int]:
+        """The ids of special tokens among these texts."""
+        ids = {self._raw.token_to_id(text) for text in texts}
+        return frozenset(token_id for token_id in ids if token_id in self.special_token_ids)
 
     def token_to_id(self, token: str) -> int | None:
         """The id of a token; None if it is not in the vocabulary."""
@@ -222,22 +239,33 @@ def _is_of_library(error: BaseException) -> bool:
 
 
 def default_template(template: object, place: object) -> str | None:
-    """The default chat template of a file, which has one template or a list of named ones.
+    """The default chat template of a file. ModelLoadError as `named_templates`."""
+    return named_templates(template, place).get("default")
+
+
+def named_templates(template: object, place: object) -> dict[str, str]:
+    """The chat templates of a file by name. A file has one, whose name is "default", or a list of named ones.
 
     Raises ModelLoadError that names `place` for any other value.
     """
-    if isinstance(template, list):
-        named = [entry for entry in template if isinstance(entry, Mapping)]
-        given = next((entry.get("template", "") for entry in named if entry.get("name") == "default"), None)
-        is_known = len(named) == len(template) and isinstance(given, str | None)
-    else:
-        given, is_known = template, isinstance(template, str | None)
+    if template is None:
+        return {}
 
-    if not is_known:
-        found, allowed = short_repr(template), "text, or a list of names and texts"
-        raise ModelLoadError(f"{place}: chat_template={found}: expected {allowed}")
+    if isinstance(template, str):
+        return {"default": template}
 
-    return given
+    entries = template if isinstance(template, list) else [None]
+    found: dict[str, str] = {}
+    for entry in entries:
+        name, text = (
+            (entry.get("name"), entry.get("template")) if isinstance(entry, Mapping) else (None, None)
+        )
+        if not isinstance(name, str) or not isinstance(text, str):
+            expected = "text, or a list of names and texts"
+            raise ModelLoadError(f"{place}: chat_template={short_repr(template)}: expected {expected}")
+
+        found.setdefault(name, text)
+    return found
 
 
 def _token_text(config: Mapping[str, Any], name: str, place: Path) -> str | None:

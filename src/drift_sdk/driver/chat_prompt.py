@@ -1,0 +1,175 @@
+"""Conversations as prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from msgspec import Struct
+
+from drift_sdk._plain_data import to_plain
+from drift_sdk._validation import check_bool
+from drift_sdk.driver.prompts import ModelText, PreparedPrompt, Prompt, as_prompt, encode
+from drift_sdk.errors import RequestError
+from drift_sdk.sampling_params import SamplingParams
+from drift_sdk.text.tools import ToolSet
+
+if TYPE_CHECKING:  # their libraries would make up most of the package's import time
+    from drift_sdk.text.answers.answer import Answer
+    from drift_sdk.text.chat import ChatTemplate
+
+__all__ = ["ChatPrompt", "as_any_prompt", "as_chat_prompt", "check_forced_calls"]
+
+
+class ChatPrompt(Struct, frozen=True, kw_only=True):
+    """A conversation, which the model's chat template renders and which is then tokenised without special
+    tokens added.
+
+    messages, tools, template_args: plain data that no other object refers to.
+    tool_choice:                    "auto", "none", "required" or the name of one of the tools.
+    continue_final:                 the answer continues the last message.
+    """
+
+    messages: list[Mapping[str, Any]]
+    tools: list[Mapping[str, Any]] | None = None
+    template_args: Mapping[str, Any] | None = None
+    tool_choice: str = "auto"
+    continue_final: bool = False
+    field = "messages"
+
+    def prepare(self, model: ModelText) -> PreparedPrompt:
+        template = self._template(model)
+        text = self._render(template)
+        return PreparedPrompt(
+            encode(text, model, add_special_tokens=False),
+            lambda has_grammar: self._answer(model, template, text, has_grammar=has_grammar),
+        )
+
+    def num_tokens(self, model: ModelText) -> int:
+        text = self._render(self._template(model))
+        return len(model.tokenizer.encode(text, add_special_tokens=False))
+
+    @property
+    def offered_tools(self) -> list[Mapping[str, Any]] | None:
+        """The tools that the template and the model see."""
+        return self.tools if self.tool_choice != "none" else None
+
+    def _template(self, model: ModelText) -> ChatTemplate:
+        if model.chat_template is None:
+            allowed = "a model with a chat template; use generate()"
+            raise RequestError.of("messages", len(self.messages), allowed)
+
+        return model.chat_template.for_tools(self.offered_tools)
+
+    def _answer(self, model: ModelText, template: ChatTemplate, text: str, *, has_grammar: bool) -> Answer:
+        from drift_sdk.text.answers.answer import prepare_answer
+
+        return prepare_answer(
+            template.formats,
+            model.tokenizer,
+            template=template.source,
+            prompt=text,
+            continued=self.messages[-1]["content"] if self.continue_final else None,
+            tools=ToolSet.of(self.offered_tools),
+            tool_choice=self.tool_choice,
+            has_grammar=has_grammar,
+        )
+
+    def _render(self, template: ChatTemplate) -> str:
+        try:
+            return template.render(
+                self.messages,
+                tools=self.offered_tools,
+                template_args=self.template_args,
+                continue_final=self.continue_final,
+            )
+        except RequestError as error:
+            # Many templates take strings only, and what they raise for a list does not say so.
+            indices = (i for i, message in enumerate(self.messages) if is_list_of_parts(message))
+            index = next(indices, None)
+            if error.field != "messages" or index is None:
+                raise
+
+            allowed = "a string: the model's chat template does not take a list of parts"
+            field = f"messages[{index}].content"
+            value = self.messages[index]["content"]
+            raise RequestError.of(field, value, f"{allowed} ({error.__cause__ or error})") from error
+
+
+def as_any_prompt(
+    prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    template_args: Mapping[str, Any] | None,
+    *,
+    tool_choice: str = "auto",
+) -> Prompt:
+    """A prompt as of `as_prompt`, or messages as of `as_chat_prompt`. RequestError for tools, template_args
+    or a tool_choice without messages."""
+    is_sequence = isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes | bytearray)
+    if is_sequence and len(prompt) and isinstance(prompt[0], Mapping):
+        messages = cast("Sequence[Mapping[str, Any]]", prompt)
+        return as_chat_prompt(messages, tools, template_args, tool_choice=tool_choice)
+
+    choice = None if tool_choice == "auto" else tool_choice
+    for name, value in (("tools", tools), ("template_args", template_args), ("tool_choice", choice)):
+        if value is not None:
+            raise RequestError.of(name, value, "None with a prompt that is no sequence of messages")
+
+    return as_prompt(cast("str | Sequence[int]", prompt))
+
+
+def as_chat_prompt(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    template_args: Mapping[str, Any] | None,
+    *,
+    tool_choice: str = "auto",
+    continue_final: bool = False,
+) -> ChatPrompt:
+    """A conversation as a value. RequestError for what is not plain data or has another form."""
+    if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
+        raise RequestError.of("messages", messages, "a sequence of mappings with role and content")
+
+    if template_args is not None and not isinstance(template_args, Mapping):
+        raise RequestError.of("template_args", template_args, "a mapping")
+
+    check_bool(RequestError, "continue_final", continue_final)
+    prompt = ChatPrompt(
+        messages=to_plain("messages", messages),
+        tools=to_plain("tools", tools),
+        template_args=to_plain("template_args", template_args),
+        tool_choice=tool_choice,
+        continue_final=continue_final,
+    )
+    check_tool_choice(prompt)
+    return prompt
+
+
+def check_tool_choice(prompt: ChatPrompt) -> None:
+    """RequestError for a choice of tools that the prompt does not have."""
+    names, choice = ToolSet.of(prompt.tools), prompt.tool_choice
+    is_known = isinstance(choice, str) and (choice in ("auto", "none", *names))
+    if not is_known and not (names and choice == "required"):
+        allowed = ", ".join(['"auto"', '"none"', *(['"required"'] if names else []), *map(repr, names)])
+        raise RequestError.of("tool_choice", choice, f"one of {allowed}")
+
+
+def check_forced_calls(prompt: Prompt, params: SamplingParams, *, needs_no_host: bool) -> None:
+    """RequestError for calls that are forced by a grammar where the request can have none.
+
+    needs_no_host: grammars are rejected for requests that draft (strict_performance).
+    """
+    if not isinstance(prompt, ChatPrompt) or prompt.tool_choice in ("auto", "none"):
+        return
+
+    if params.grammar is not None:
+        raise RequestError.of("tool_choice", prompt.tool_choice, '"auto" or "none" with a grammar')
+
+    if needs_no_host and params.num_draft_tokens != 0:
+        allowed = '"auto" or "none", or num_draft_tokens=0, with strict_performance and speculation'
+        raise RequestError.of("tool_choice", prompt.tool_choice, allowed)
+
+
+def is_list_of_parts(message: object) -> bool:
+    """Whether a message's content has the form [{"type": "text", "text": ...}, ...]."""
+    return isinstance(message, Mapping) and isinstance(message.get("content"), list)

@@ -1,0 +1,65 @@
+"""What the answer to a conversation is read with, and constrained by."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from drift_sdk.errors import RequestError
+from drift_sdk.grammars import Lark
+from drift_sdk.text.answers.forced_calls import forced_calls
+from drift_sdk.text.answers.formats import AnswerFormats
+from drift_sdk.text.answers.splitter import AnswerSplitter
+from drift_sdk.text.tokenizer import Tokenizer
+from drift_sdk.text.tools import ToolSet
+
+__all__ = ["Answer", "prepare_answer"]
+
+
+class Answer(Struct, frozen=True, kw_only=True):
+    """The answer that a request asks for.
+
+    splitter:   splits it; None = all of it is text.
+    marker_ids: special tokens that are part of the text which is split.
+    grammar:    of the tool calls that it has to consist of; None = any answer.
+    """
+
+    splitter: AnswerSplitter | None
+    marker_ids: frozenset[int]
+    grammar: Lark | None
+
+
+def prepare_answer(
+    formats: AnswerFormats,
+    tokenizer: Tokenizer,
+    *,
+    template: str,
+    prompt: str,
+    continued: str | None,
+    tools: ToolSet,
+    tool_choice: str,
+    has_grammar: bool,
+) -> Answer:
+    """The answer to a prompt.
+
+    template:    source of the chat template.
+    continued:   the beginning of the answer, if the prompt ends with it; else None.
+    tools:       those that the model was given.
+    tool_choice: "auto" or "none", or for a grammar of calls "required" or the name of a tool.
+    has_grammar: whether the request has a grammar: its text then begins after the prompt, and it is not
+                 reasoning, even if the prompt has opened one.
+
+    Raises RequestError if calls cannot be forced in the model's format.
+    """
+    is_thinking = not has_grammar and formats.is_thinking(prompt, continued)
+    grammar = None
+    if tool_choice not in ("auto", "none"):
+        if formats.tools is None:
+            raise RequestError.of("tool_choice", tool_choice, '"auto" or "none" with tool_format=None')
+
+        wanted = tools if tool_choice == "required" else tools.only(tool_choice)
+        grammar = forced_calls(formats, wanted, tokenizer, template=template, is_thinking=is_thinking)
+    if formats.reasoning is None and (formats.tools is None or not tools):
+        return Answer(splitter=None, marker_ids=frozenset(), grammar=grammar)
+
+    splitter = formats.splitter(tools, prompt=prompt, is_thinking=is_thinking)
+    return Answer(splitter=splitter, marker_ids=tokenizer.special_ids_of(formats.markers), grammar=grammar)

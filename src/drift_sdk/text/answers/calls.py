@@ -1,0 +1,219 @@
+"""Reading one tool call out of an answer, with a way back to plain text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec import Struct
+
+from drift_sdk.text.answers.reader import Steps, TextReader
+from drift_sdk.text.answers.values import MAX_DEPTH, decode_json, decode_keywords
+from drift_sdk.text.answers.writer import AnswerWriter
+from drift_sdk.text.tools import ToolSet
+
+__all__ = ["CallReader", "MalformedCall", "UnfinishedCall"]
+
+MAX_NAME_CHARS = 256
+
+NAME = re.compile(r"[\w.:/-]*")
+OPENING, CLOSING = "{[(", "}])"
+IN_STRING = {'"': re.compile(r'[^"\\\x00-\x1f]*'), "'": re.compile(r"[^'\\\x00-\x1f]*")}
+
+
+class Syntax(Struct, frozen=True):
+    """The notation of a value in brackets.
+
+    first:   brackets that it may begin with.
+    opening: brackets inside of it.
+    quotes:  characters that begin and end a string.
+    between: run of characters outside of strings that are no brackets.
+    """
+
+    first: str
+    opening: str
+    quotes: str
+    between: re.Pattern[str]
+
+
+JSON = Syntax("{[", "{[", '"', re.compile(r"[ \t\r\n0-9:,.+eEtrufalsn-]*"))
+PYTHON = Syntax("(", OPENING, "\"'", re.compile(r"""[^"'{}\[\]()\\]*"""))
+
+
+class MalformedCall(ValueError):
+    """A call is not in its format."""
+
+
+class UnfinishedCall(MalformedCall):
+    """The text ends inside a call."""
+
+
+class CallReader:
+    """Reads calls and keeps what it takes, so that a call that fails can be given back as text.
+
+    tools: those that the model was given.
+
+    Its methods raise MalformedCall where the text is not what they expect, and UnfinishedCall at its end.
+    """
+
+    def __init__(self, reader: TextReader, writer: AnswerWriter, tools: ToolSet) -> None:
+        self.reader = reader
+        self.tools = tools
+        self._writer = writer
+        self._taken: list[str] = []
+
+    def begin(self, marker: str = "") -> None:
+        """Begin a call, with the marker that was taken."""
+        self._taken = [marker]
+
+    def add(self, name: str, arguments: Mapping[str, Any], call_id: str | None = None) -> None:
+        """Add the call that was read; what follows is another one."""
+        self._writer.add_call(name, dict(arguments), call_id)
+        self._taken = []
+
+    def give_back(self, error: MalformedCall | None = None) -> None:
+        """Write what was taken since the last call as text. error: why it is no call; None if no call was
+        meant."""
+        if error is not None and self._writer.failure is None:
+            self._writer.failure = error
+        self._writer.text.write("".join(self._taken))
+        self._taken = []
+
+    def take(self, num_chars: int) -> str:
+        text = self.reader.take(num_chars)
+        self._taken.append(text)
+        return text
+
+    def space(self) -> Steps[None]:
+        """Take white space."""
+        yield from self.reader.take_space(self._taken.append)
+
+    def accept(self, *literals: str) -> Steps[str | None]:
+        """Take white space and the literal that follows; None if none of them does."""
+        yield from self.space()
+        found = yield from self.reader.accept(*literals)
+        if found is not None:
+            self._taken.append(found)
+        return found
+
+    def close(self, *markers: str) -> Steps[None]:
+        """Take white space and the marker that closes a call that was added, if it is there. At the end of
+        the text, a part of it will do."""
+        yield from self.space()
+        yield from self.reader.accept(*markers, may_end=True)
+
+    def expect(self, *literals: str) -> Steps[str]:
+        """Take white space and one of the literals."""
+        found = yield from self.accept(*literals)
+        if found is None:
+            raise (yield from self.wrong(f"expected {' or '.join(literals)}"))
+
+        return found
+
+    def wrong(self, reason: str) -> Steps[MalformedCall]:
+        """The error for the next character not being what is expected."""
+        found = yield from self.reader.peek()
+        return MalformedCall(reason) if found else UnfinishedCall("the text ends inside a call")
+
+    def header(self, end: str) -> Steps[str | None]:
+        """Take the text before the next marker `end`, and the marker; returns the text. At the end of the
+        answer None: what was taken is text, unless it has markers."""
+        try:
+            return (yield from self.until(end))
+        except UnfinishedCall:
+            if "<|" not in "".join(self._taken):
+                self.give_back()
+            return None
+
+    def name(self) -> Steps[str]:
+        """Take white space and a name: letters, digits and _.:/-"""
+        yield from self.space()
+        pieces: list[str] = []
+        yield from self.reader.take_run(NAME, pieces.append)
+        name = "".join(pieces)
+        self._taken.append(name)
+        if not 0 < len(name) <= MAX_NAME_CHARS:
+            raise (yield from self.wrong("expected a name"))
+
+        return name
+
+    def until(self, *markers: str) -> Steps[str]:
+        """Take the text before the next of these markers, and the marker; returns the text."""
+        pieces: list[str] = []
+        marker = yield from self.reader.take_until(markers, pieces.append)
+        self._taken += pieces
+        if marker is None:
+            raise UnfinishedCall("the text ends inside a call")
+
+        self._taken.append(marker)
+        return "".join(pieces)
+
+    def json(self) -> Steps[Any]:
+        """Take white space and a JSON object or array; returns its value."""
+        yield from self.space()
+        text = yield from self._balanced(JSON)
+        try:
+            return decode_json(text)
+        except (ValueError, RecursionError) as error:
+            raise MalformedCall(f"not JSON: {error}") from error
+
+    def object(self) -> Steps[dict[str, Any]]:
+        """Take white space and a JSON object."""
+        value = yield from self.json()
+        if not isinstance(value, dict):
+            raise MalformedCall("expected a JSON object")
+
+        return value
+
+    def keywords(self) -> Steps[dict[str, Any]]:
+        """Take the arguments of a Python call with its round brackets; returns them by name."""
+        text = yield from self._balanced(PYTHON)
+        try:
+            return decode_keywords(text[1:-1])
+        except (ValueError, RecursionError, OverflowError) as error:
+            raise MalformedCall(str(error)) from error
+
+    def _balanced(self, syntax: Syntax) -> Steps[str]:
+        """Take the text from an opening bracket to the one that closes it."""
+        first = yield from self.reader.peek()
+        if not first or first not in syntax.first:
+            raise (yield from self.wrong("expected a value in brackets"))
+
+        pieces: list[str] = []
+        try:
+            yield from self._take_balanced(syntax, pieces)
+        finally:
+            self._taken += pieces
+        return "".join(pieces)
+
+    def _take_balanced(self, syntax: Syntax, pieces: list[str]) -> Steps[None]:
+        closings: list[str] = []
+        quote = ""
+        while True:
+            run = IN_STRING[quote] if quote else syntax.between
+            yield from self.reader.take_run(run, pieces.append)
+            char = yield from self.reader.peek()
+            if not char:
+                raise UnfinishedCall("the text ends inside a call")
+
+            num_chars = 1
+            if quote:
+                if char == "\\":
+                    num_chars = len((yield from self.reader.peek(2)))
+                elif char == quote:
+                    quote = ""
+                else:
+                    raise MalformedCall("a control character in a string")
+            elif char in syntax.quotes:
+                quote = char
+            elif char in syntax.opening and len(closings) < MAX_DEPTH:
+                closings.append(CLOSING[OPENING.index(char)])
+            elif closings[-1:] == [char]:
+                closings.pop()
+            else:
+                raise MalformedCall("a character or bracket that may not be there, or nested too deeply")
+
+            pieces.append(self.reader.take(num_chars))
+            if not closings:
+                return

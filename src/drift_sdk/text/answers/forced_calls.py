@@ -1,0 +1,253 @@
+"""Grammars of answers that consist of tool calls, in each format of calls.
+
+A model that reasons may do so first. Arguments are described by the tool's schema; an object of named
+properties that does not say whether it may have others has no others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from drift_sdk.grammars import Lark
+from drift_sdk.text.answers import tool_formats as marks
+from drift_sdk.text.answers.formats import AnswerFormats
+from drift_sdk.text.answers.reasoning import REASONING_FORMATS
+from drift_sdk.text.tokenizer import Tokenizer
+from drift_sdk.text.tools import Tool, ToolSet
+
+__all__ = ["GRAMMARS", "forced_calls"]
+
+COMPACT = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
+"""White space as Python's json.dumps writes it, which is what templates show to models."""
+MAX_LENGTH = 1000
+"""Most characters of a string that is not quoted which a grammar counts."""
+ANY_TEXT = r"/(?s:.*)/"
+
+
+def forced_calls(
+    formats: AnswerFormats, tools: ToolSet, tokenizer: Tokenizer, *, template: str, is_thinking: bool
+) -> Lark:
+    """The grammar of one or more calls of these tools, after reasoning if the model has a format for it.
+
+    formats:     its format of calls must not be None.
+    template:    source of the model's chat template, which shows the variant of the format.
+    is_thinking: whether the answer begins with reasoning that the prompt has opened.
+    """
+    assert formats.tools is not None
+    rules = Rules(tokenizer, template)
+    calls = GRAMMARS[formats.tools](rules, list(tools.values()))
+    start = calls if formats.is_harmony else f"{reasoning(rules, formats, is_thinking=is_thinking)}{calls}"
+    return Lark("\n".join([f"start: {start}", *rules.lines]))
+
+
+def reasoning(rules: Rules, formats: AnswerFormats, *, is_thinking: bool) -> str:
+    """The part of an answer before its calls: reasoning, which may be left out unless it has begun."""
+    reasoning_format = REASONING_FORMATS.get(formats.reasoning or "")
+    if reasoning_format is None:
+        return ""
+
+    ends = [rules.text_before(closer) for closer in reasoning_format.closers[:1]]
+    space = rules.rule("/[ \\n]{0,2}/")
+    if is_thinking:
+        return f"{ends[0]} {space} "
+
+    return f"({rules.literal(reasoning_format.openers[0])} {ends[0]} {space})? "
+
+
+class Rules:
+    """The rules of a grammar, and its literals.
+
+    template: source of the model's chat template.
+    lines:    the rules made so far.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: str) -> None:
+        self.template = template
+        self.lines: list[str] = []
+        self._tokenizer = tokenizer
+
+    def rule(self, body: str, options: str = "") -> str:
+        """The name of a new rule."""
+        name = f"rule{len(self.lines)}"
+        self.lines.append(f"{name}{options}: {body}")
+        return name
+
+    def literal(self, text: str) -> str:
+        """A text, with the special tokens of the vocabulary that stand alone in it."""
+        (token_id,) = self._tokenizer.special_ids_of([text]) or (None,)
+        return quoted(text) if token_id is None else f"<[{token_id}]>"
+
+    def text_before(self, marker: str) -> str:
+        """Any text without a marker, and the marker."""
+        if self._tokenizer.special_ids_of([marker]):
+            return f"{self.rule(ANY_TEXT)} {self.literal(marker)}"
+
+        return self.rule(ANY_TEXT, f"[suffix={quoted(marker)}]")
+
+    def value(self, schema: Mapping[str, Any]) -> str:
+        """A JSON value that a schema describes."""
+        return f"%json {json.dumps({**schema, 'x-guidance': COMPACT}, ensure_ascii=False)}"
+
+    def arguments(self, tool: Tool) -> str:
+        """The arguments of a tool as a JSON object."""
+        return self.rule(self.value(object_schema(tool)))
+
+
+def quoted(text: str) -> str:
+    """A literal in Lark's notation."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def object_schema(tool: Tool) -> dict[str, Any]:
+    schema = {"type": "object", **tool.parameters}
+    if tool.properties:
+        schema.setdefault("additionalProperties", False)
+    return schema
+
+
+def any_object(rules: Rules, tools: list[Tool], key: str = "arguments") -> str:
+    """The rule of an object with the name and the arguments of one of the tools."""
+    calls = []
+    for tool in tools:
+        start = f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{key}": '
+        calls.append(f'{quoted(start)} {rules.arguments(tool)} "}}"')
+    return rules.rule(" | ".join(calls))
+
+
+def hermes(rules: Rules, tools: list[Tool]) -> str:
+    begin, end = rules.literal("<tool_call>"), rules.literal("</tool_call>")
+    call = rules.rule(f'{begin} "\\n" {any_object(rules, tools)} "\\n" {end}')
+    return f'{call} ("\\n" {call})*'
+
+
+def qwen3_coder(rules: Rules, tools: list[Tool]) -> str:
+    begin, end = rules.literal("<tool_call>"), rules.literal("</tool_call>")
+    bodies = []
+    for tool in tools:
+        parts = [quoted(f"<function={tool.name}>\n")]
+        for name, schema in tool.properties.items():
+            written = f"{quoted(f'<parameter={name}>' + chr(10))} {written_value(rules, tool, schema)}"
+            parts.append(written if name in tool.required else f"({written})?")
+        bodies.append(" ".join([*parts, '"</function>\\n"']))
+    call = rules.rule(f'{begin} "\\n" ({" | ".join(bodies)}) {end}')
+    return f'{call} ("\\n" {call})*'
+
+
+def written_value(rules: Rules, tool: Tool, schema: Any) -> str:
+    """A value as Qwen3-Coder writes it, with the end of its parameter: strings without quotes. Of what the
+    schema says of strings, lengths and enumerations are followed."""
+    end = "\n</parameter>\n"
+    types = marks.types_of(schema)
+    if not isinstance(schema, Mapping) or (types <= {"string"} and "enum" not in schema):
+        return rules.rule(text_of(schema), f"[suffix={quoted(end)}]")
+
+    if types <= {"string"}:
+        values = [quoted(each) for each in schema["enum"] if isinstance(each, str)]
+        return f"({' | '.join(values)}) {quoted(end)}"
+
+    return f"{rules.rule(rules.value(nested(tool, schema)))} {quoted(end)}"
+
+
+def text_of(schema: Any) -> str:
+    """A regular expression for the text of a string."""
+    bounds = schema if isinstance(schema, Mapping) else {}
+    least, most = bounds.get("minLength"), bounds.get("maxLength")
+    least = least if type(least) is int and 0 <= least <= MAX_LENGTH else 0
+    most = most if type(most) is int and least <= most <= MAX_LENGTH else ""
+    return f"/(?s:.{{{least},{most}}})/"
+
+
+def nested(tool: Tool, schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of one argument, with the definitions of its tool."""
+    shared = {name: tool.parameters[name] for name in ("$defs", "definitions") if name in tool.parameters}
+    return {**shared, **schema}
+
+
+def llama3_json(rules: Rules, tools: list[Tool]) -> str:
+    call = any_object(rules, tools, "parameters")
+    return f'{call} ("; " {call})*'
+
+
+def pythonic(rules: Rules, tools: list[Tool]) -> str:
+    calls = [f'{quoted(tool.name + "(")} {keywords(rules, tool)} ")"' for tool in tools]
+    call = rules.rule(" | ".join(calls))
+    return f'"[" {call} (", " {call})* "]"'
+
+
+def keywords(rules: Rules, tool: Tool) -> str:
+    """The arguments of a tool in the order of its schema, some of them left out, as `a=1, b=2`."""
+    first, later = rules.rule('""'), rules.rule('""')  # behind the last argument
+    for name, schema in reversed(list(tool.properties.items())):
+        typed_value = nested(tool, schema if isinstance(schema, Mapping) else {})
+        is_flag = marks.types_of(schema) == {"boolean"}
+        value = '("True" | "False")' if is_flag else rules.rule(rules.value(typed_value))
+        written = f"{quoted(name + '=')} {value} {later}"
+        if name in tool.required:
+            first, later = rules.rule(written), rules.rule(f'", " {written}')
+        else:
+            first, later = rules.rule(f"{written} | {first}"), rules.rule(f'", " {written} | {later}')
+    return first
+
+
+def mistral(rules: Rules, tools: list[Tool]) -> str:
+    begin = rules.literal("[TOOL_CALLS]")
+    if "[ARGS]" not in rules.template:
+        call = any_object(rules, tools)
+        return f'{begin} "["  {call} (", " {call})* "]"'
+
+    args = rules.literal("[ARGS]")
+    calls = [f"{quoted(tool.name)} {args} {rules.arguments(tool)}" for tool in tools]
+    return rules.rule(f"{begin} ({' | '.join(calls)})") + "+"
+
+
+def deepseek(rules: Rules, tools: list[Tool]) -> str:
+    begin, end, separator = map(rules.literal, (marks.CALL_BEGIN, marks.CALL_END, marks.CALL_SEP))
+    is_fenced = "```json" in rules.template
+    calls = []
+    for tool in tools:
+        start, stop = quoted(f"{tool.name}\n```json\n"), '"\\n```"'
+        head = f'"function" {separator} {start}' if is_fenced else f"{quoted(tool.name)} {separator}"
+        calls.append(f"{head} {rules.arguments(tool)} {stop if is_fenced else ''}")
+    call = rules.rule(f"{begin} ({' | '.join(calls)}) {end}")
+    space = '"\\n" ' if is_fenced else ""
+    return f"{rules.literal(marks.CALLS_BEGIN)} {call} ({space}{call})* {rules.literal(marks.CALLS_END)}"
+
+
+def granite(rules: Rules, tools: list[Tool]) -> str:
+    call = any_object(rules, tools)
+    return f'{rules.literal("<|tool_call|>")} "[" {call} (", " {call})* "]"'
+
+
+def phi4_mini(rules: Rules, tools: list[Tool]) -> str:
+    begin, end = rules.literal("<|tool_call|>"), rules.literal("<|/tool_call|>")
+    return rules.rule(f"{begin} {any_object(rules, tools)} {end}") + "+"
+
+
+def harmony(rules: Rules, tools: list[Tool]) -> str:
+    """One call, after reasoning or not: the model's end of a call ends the answer."""
+    channel, message, start, constrain = map(
+        rules.literal, ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
+    )
+    thought = f'{channel} "analysis" {message} {rules.text_before("<|end|>")} {start} "assistant"'
+    calls = []
+    for tool in tools:
+        recipient = quoted(f"commentary to=functions.{tool.name} ")
+        calls.append(f'{channel} {recipient} {constrain} "json" {message} {rules.arguments(tool)}')
+    return f"({thought})? ({' | '.join(calls)})"
+
+
+GRAMMARS: dict[str, Callable[[Rules, list[Tool]], str]] = {
+    "json": hermes,
+    "hermes": hermes,
+    "qwen3_coder": qwen3_coder,
+    "llama3_json": llama3_json,
+    "pythonic": pythonic,
+    "mistral": mistral,
+    "deepseek": deepseek,
+    "granite": granite,
+    "phi4_mini": phi4_mini,
+    "harmony": harmony,
+}
+"""Functions that write the calls of a format as an expression of Lark."""

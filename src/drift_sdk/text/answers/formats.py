@@ -1,0 +1,122 @@
+"""The formats of a model's answers: chosen from its chat template, or by name."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from drift_sdk.text.answers import harmony
+from drift_sdk.text.answers.calls import CallReader
+from drift_sdk.text.answers.reader import Steps, TextReader
+from drift_sdk.text.answers.reasoning import REASONING_FORMATS, is_opened, read_reasoning
+from drift_sdk.text.answers.splitter import AnswerSplitter
+from drift_sdk.text.answers.tool_formats import TOOL_FORMATS, read_content
+from drift_sdk.text.answers.writer import AnswerWriter
+from drift_sdk.text.tools import ToolSet
+
+__all__ = ["AnswerFormats", "detect_formats"]
+
+# Markers in chat templates, the more special first. All of a row's markers must be there.
+TOOL_MARKERS = (
+    ("harmony", ("<|channel|>", "<|message|>")),
+    ("qwen3_coder", ("<function=",)),
+    ("hermes", ("<tool_call>",)),
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("deepseek", ("<｜tool▁calls▁begin｜>",)),
+    ("granite", ("<|tool_call|>", "<|start_of_role|>")),
+    ("phi4_mini", ("<|tool_call|>",)),
+    ("pythonic", ("[func_name1(",)),
+    ("pythonic", ("<|python_start|>",)),
+    ("llama3_json", ("<|python_tag|>",)),
+    ("llama3_json", ("<|start_header_id|>", '"parameters": ')),
+)
+REASONING_MARKERS = (
+    ("harmony", ("<|channel|>", "<|message|>")),
+    ("granite", ("<think>", "<response>")),
+    ("granite", ("Here is my thought process",)),
+    ("mistral", ("[THINK]",)),
+    ("think", ("<think>",)),
+    ("think", ("</think>",)),
+)
+UNKNOWN_TOOLS = "json"
+"""The tool format of templates without any of the markers."""
+
+
+class AnswerFormats(Struct, frozen=True, kw_only=True):
+    """The formats in which a model writes tool calls and reasoning.
+
+    tools, reasoning: names; None = the answer is not searched for them.
+    """
+
+    tools: str | None
+    reasoning: str | None
+
+    @property
+    def is_harmony(self) -> bool:
+        return "harmony" in (self.tools, self.reasoning)
+
+    @property
+    def markers(self) -> frozenset[str]:
+        """The markers of both. Special tokens among them have to be part of the text that is split."""
+        found: set[str] = set(harmony.MARKERS) if self.is_harmony else set()
+        if self.tools in TOOL_FORMATS:
+            found |= {*TOOL_FORMATS[self.tools].openers, *TOOL_FORMATS[self.tools].markers}
+        if self.reasoning in REASONING_FORMATS:
+            reasoning = REASONING_FORMATS[self.reasoning]
+            found |= {*reasoning.openers, *reasoning.closers, *reasoning.dropped}
+        return frozenset(found)
+
+    def is_thinking(self, prompt: str, continued: str | None) -> bool:
+        """Whether the answer to a prompt begins with reasoning that the prompt has opened.
+
+        continued: the beginning of the answer, if the prompt ends with it; else None.
+        """
+        reasoning = REASONING_FORMATS.get(self.reasoning or "")
+        return reasoning is not None and is_opened(prompt, continued, reasoning)
+
+    def splitter(self, tools: ToolSet, *, prompt: str = "", is_thinking: bool = False) -> AnswerSplitter:
+        """A splitter for one answer.
+
+        tools:       those that the model was given; if there are none, calls are not looked for.
+        prompt:      as rendered by the template.
+        is_thinking: whether the answer begins with reasoning that the prompt has opened.
+        """
+        reader, writer = TextReader(), AnswerWriter()
+        calls = CallReader(reader, writer, tools)
+        finds_calls = bool(tools) and self.tools is not None
+        if self.is_harmony:
+            start = prompt.rpartition(harmony.START)[2]
+            steps = harmony.read_harmony(calls, writer, start=start, finds_calls=finds_calls)
+        else:
+            steps = read_answer(self, calls, writer, is_thinking=is_thinking, finds_calls=finds_calls)
+        next(steps)  # to the place where it waits for text
+        return AnswerSplitter(steps, reader, writer)
+
+
+def read_answer(
+    formats: AnswerFormats, calls: CallReader, writer: AnswerWriter, *, is_thinking: bool, finds_calls: bool
+) -> Steps[None]:
+    """Read an answer to its end: reasoning, then text and calls."""
+    reasoning = REASONING_FORMATS.get(formats.reasoning or "")
+    if reasoning is not None:
+        yield from read_reasoning(calls.reader, writer, reasoning, is_open=is_thinking)
+    tool_format = TOOL_FORMATS.get(formats.tools or "") if finds_calls else None
+    yield from read_content(calls, writer.text.write, tool_format, reasoning.dropped if reasoning else ())
+
+
+def detect_formats(
+    source: str, *, tool_format: str | None = "auto", reasoning_format: str | None = "auto"
+) -> AnswerFormats:
+    """The formats of a model with this chat template. A name other than "auto" is taken as it is."""
+    if "harmony" in (tool_format, reasoning_format):
+        return AnswerFormats(tools="harmony", reasoning="harmony")
+
+    if tool_format == "auto":
+        tool_format = matching(source, TOOL_MARKERS) or UNKNOWN_TOOLS
+    if reasoning_format == "auto":
+        reasoning_format = matching(source, REASONING_MARKERS)
+    return AnswerFormats(tools=tool_format, reasoning=reasoning_format)
+
+
+def matching(source: str, rows: tuple[tuple[str, tuple[str, ...]], ...]) -> str | None:
+    """The name of the first row all of whose markers a text contains."""
+    return next((name for name, markers in rows if all(marker in source for marker in markers)), None)

@@ -1,0 +1,65 @@
+"""Answers in Harmony, the format of gpt-oss, https://github.com/openai/harmony.
+
+An answer is a sequence of messages <|start|>HEADER<|message|>BODY<|end|>, the first without its beginning,
+which the prompt has. A header names the role, the channel and for a call the recipient, in either order:
+
+    assistant<|channel|>analysis                                            reasoning
+    assistant<|channel|>final, assistant<|channel|>commentary               text
+    assistant<|channel|>commentary to=functions.NAME <|constrain|>json      a call; the body is its arguments
+
+The markers are special tokens of the vocabulary. OpenAI's own package openai-harmony parses token ids of its
+own vocabulary, o200k, a file that it downloads; this parser needs the model's tokenizer alone.
+"""
+
+from __future__ import annotations
+
+import re
+
+from drift_sdk.text.answers.calls import CallReader, MalformedCall
+from drift_sdk.text.answers.reader import Steps
+from drift_sdk.text.answers.writer import AnswerWriter
+
+__all__ = ["MARKERS", "read_harmony"]
+
+START, MESSAGE, CHANNEL = "<|start|>", "<|message|>", "<|channel|>"
+ENDS = ("<|end|>", "<|return|>", "<|call|>", START)
+MARKERS = (MESSAGE, CHANNEL, "<|constrain|>", *ENDS)
+
+CHANNEL_OF = re.compile(r"<\|channel\|>\s*(\w+)")
+RECIPIENT_OF = re.compile(r"(?:^|\s)to=([^\s<]+)")
+
+
+def read_harmony(calls: CallReader, writer: AnswerWriter, *, start: str, finds_calls: bool) -> Steps[None]:
+    """Read an answer to its end.
+
+    start:       the beginning of its first message, which the prompt has, perhaps with some of its body.
+    finds_calls: whether calls are looked for; their bodies are text otherwise.
+    """
+    header, marker, _ = start.partition(MESSAGE)
+    while True:
+        if not marker:
+            calls.begin()
+            written = yield from calls.header(MESSAGE)
+            if written is None:
+                return
+
+            header += written
+        yield from read_body(calls, writer, header, finds_calls=finds_calls)
+        header = marker = ""
+
+
+def read_body(calls: CallReader, writer: AnswerWriter, header: str, *, finds_calls: bool) -> Steps[None]:
+    """Read the body of a message and the marker at its end."""
+    channel, recipient = CHANNEL_OF.search(header), RECIPIENT_OF.search(header)
+    is_reasoning = channel is not None and channel[1] == "analysis"
+    if finds_calls and recipient is not None:
+        is_reasoning = False
+        try:
+            calls.add(recipient[1].removeprefix("functions."), (yield from calls.object()))
+        except MalformedCall as error:
+            calls.give_back(error)
+
+    part = writer.reasoning if is_reasoning else writer.text
+    yield from calls.reader.take_until(ENDS, part.write)
+    writer.reasoning.cut()
+    writer.text.cut()

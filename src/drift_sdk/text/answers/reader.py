@@ -1,0 +1,129 @@
+"""Text that arrives in pieces, read by parsers that are generators.
+
+A parser is written as if the whole text were there. Where it needs more text, it yields, and it is resumed
+with the next piece. All positions are decided by characters alone, never by the borders of pieces, so the
+result does not depend on how the text is cut. Reading takes time linear in the length of the text: text that
+has been looked at is taken out, apart from the beginning of a marker.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator
+from functools import lru_cache
+from typing import TypeVar
+
+__all__ = ["Steps", "TextReader"]
+
+T = TypeVar("T")
+
+Steps = Generator[None, None, T]
+"""A parser: it yields where it waits for more text, and returns its result."""
+
+SPACE = re.compile(r"\s*")
+
+
+class TextReader:
+    """The text that has arrived and has not been taken. `is_ended`: whether more may arrive."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._position = 0
+        self.is_ended = False
+
+    def push(self, text: str) -> None:
+        """Add text."""
+        self._text = self._text[self._position :] + text
+        self._position = 0
+
+    def wait(self) -> Steps[bool]:
+        """Wait for more text; returns whether it has come, False at the end."""
+        if self.is_ended:
+            return False
+
+        yield
+        return not self.is_ended
+
+    def peek(self, num_chars: int = 1) -> Steps[str]:
+        """The next characters, which stay; fewer than `num_chars` only at the end."""
+        while len(self._text) - self._position < num_chars and (yield from self.wait()):
+            pass
+        return self._text[self._position : self._position + num_chars]
+
+    def take(self, num_chars: int) -> str:
+        """Take characters that have been peeked at."""
+        start = self._position
+        self._position = min(start + num_chars, len(self._text))
+        return self._text[start : self._position]
+
+    def take_space(self, write: Callable[[str], None]) -> Steps[None]:
+        """Take white space, handing it to `write`."""
+        yield from self.take_run(SPACE, write)
+
+    def take_run(self, run: re.Pattern[str], write: Callable[[str], None]) -> Steps[None]:
+        """Take the longest text that a pattern matches, handing it to `write` piece by piece. The pattern
+        must be a repeated character class: it matches at every position, perhaps nothing."""
+        while True:
+            match = run.match(self._text, self._position)
+            assert match is not None
+            if match.end() > self._position:
+                self._position = match.end()
+                write(match[0])
+            if self._position < len(self._text) or not (yield from self.wait()):
+                return
+
+    def accept(self, *literals: str, may_end: bool = False) -> Steps[str | None]:
+        """Take the first of these literals that the text continues with; None, and nothing is taken, if there
+        is none. may_end: at the end of the text, the beginning of a literal is taken too."""
+        candidates = literals
+        num_chars = 0
+        while candidates:
+            num_chars += 1
+            found = yield from self.peek(num_chars)
+            candidates = tuple(each for each in candidates if each.startswith(found))
+            if len(found) < num_chars:
+                return self.take(num_chars) if candidates and may_end else None
+
+            if found in candidates:
+                self.take(num_chars)
+                return found
+
+        return None
+
+    def take_until(self, markers: tuple[str, ...], write: Callable[[str], None]) -> Steps[str | None]:
+        """Hand the text before the next marker to `write` and take the marker; returns it, or None at the end
+        of the text. No marker may be the beginning of another."""
+        search = searcher(markers)
+        while True:
+            text, start = self._text, self._position
+            match = search.search(text, start) if markers else None
+            if match is not None:
+                self._position = match.end()
+                if match.start() > start:
+                    write(text[start : match.start()])
+                return match[0]
+
+            end = len(text) - (0 if self.is_ended else num_begun(text, start, markers))
+            if end > start:
+                self._position = end
+                write(text[start:end])
+            if not (yield from self.wait()) and self._position == len(self._text):
+                return None
+
+
+@lru_cache(256)
+def searcher(markers: tuple[str, ...]) -> re.Pattern[str]:
+    """A pattern that finds the first of some markers."""
+    return re.compile("|".join(map(re.escape, markers)))
+
+
+def num_begun(text: str, start: int, markers: tuple[str, ...]) -> int:
+    """Length of the longest end of a text, from `start` on, that a marker begins with."""
+    longest = min(max(map(len, markers), default=1) - 1, len(text) - start)
+    for num_chars in range(longest, 0, -1):
+        first = text[-num_chars]
+        for marker in markers:
+            if marker[0] == first and marker.startswith(text[-num_chars:]):
+                return num_chars
+
+    return 0

@@ -1,0 +1,66 @@
+"""The formats in which model families mark their reasoning, and its parser."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from drift_sdk.text.answers.reader import Steps, TextReader
+from drift_sdk.text.answers.writer import AnswerWriter
+
+__all__ = ["REASONING_FORMATS", "ReasoningFormat", "is_opened", "read_reasoning"]
+
+GRANITE_OPENERS = ("Here is my thought process:", "Here's my thought process:")
+GRANITE_CLOSERS = ("Here is my response:", "Here's my response:")
+
+
+class ReasoningFormat(Struct, frozen=True, kw_only=True):
+    """A way to mark reasoning.
+
+    openers: markers that begin it, at the start of an answer.
+    closers: markers that end it.
+    dropped: markers around the text that follows.
+    """
+
+    openers: tuple[str, ...]
+    closers: tuple[str, ...]
+    dropped: tuple[str, ...] = ()
+
+
+def read_reasoning(
+    reader: TextReader, writer: AnswerWriter, reasoning_format: ReasoningFormat, *, is_open: bool
+) -> Steps[None]:
+    """Read the reasoning with which an answer begins, if it does. is_open: the prompt has begun it."""
+    space: list[str] = []
+    yield from reader.take_space(space.append)
+    opener = yield from reader.accept(*reasoning_format.openers)
+    if opener is None and not is_open:
+        writer.text.write("".join(space))
+        return
+
+    yield from reader.take_until(reasoning_format.closers, writer.reasoning.write)
+    writer.text.cut()
+
+
+def is_opened(prompt: str, continued: str | None, reasoning_format: ReasoningFormat) -> bool:
+    """Whether the answer to a prompt goes on with reasoning.
+
+    prompt:    ends with a marker if the template begins the reasoning itself.
+    continued: the beginning of the answer, if the prompt ends with it. It may contain both markers.
+    """
+    if continued is None:
+        return prompt.rstrip().endswith(reasoning_format.openers)
+
+    last_opener = max(continued.rfind(marker) for marker in reasoning_format.openers)
+    return last_opener > max(continued.rfind(marker) for marker in reasoning_format.closers)
+
+
+REASONING_FORMATS = {
+    "think": ReasoningFormat(openers=("<think>",), closers=("</think>",)),
+    "mistral": ReasoningFormat(openers=("[THINK]",), closers=("[/THINK]",)),
+    "granite": ReasoningFormat(
+        openers=("<think>", *GRANITE_OPENERS),
+        closers=("</think>", *GRANITE_CLOSERS),
+        dropped=("<response>", "</response>"),
+    ),
+}
+"""Formats of reasoning by name. The format "harmony" has its own parser, for all of an answer."""

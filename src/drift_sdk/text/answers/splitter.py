@@ -1,0 +1,50 @@
+"""Splits the answer of a model into reasoning, text and tool calls while it is generated."""
+
+from __future__ import annotations
+
+from drift_sdk.text.answers.calls import UnfinishedCall
+from drift_sdk.text.answers.reader import Steps, TextReader
+from drift_sdk.text.answers.writer import AnswerWriter, Split
+
+__all__ = ["AnswerSplitter"]
+
+
+class AnswerSplitter:
+    """The parts of one answer, as it arrives.
+
+    read:   parses the answer.
+    reader: where it reads.
+    writer: where it writes.
+
+    Joined over all pushes and the flush, the parts do not depend on how the answer is cut into pieces. A
+    call is returned by the push in which it closes. Text is held back only while it may be the beginning of
+    a marker or white space before one, and inside a call, until it closes or turns out not to be a call.
+    """
+
+    def __init__(self, read: Steps[None], reader: TextReader, writer: AnswerWriter) -> None:
+        self._read = read
+        self._reader = reader
+        self._writer = writer
+
+    def push(self, text: str) -> Split:
+        """Add text; returns the parts that it completes."""
+        self._reader.push(text)
+        next(self._read)
+        return self._writer.take()
+
+    def flush(self) -> Split:
+        """End the answer; returns the parts that were held back. A call that has not closed is text."""
+        self._reader.is_ended = True
+        next(self._read, None)
+        self._writer.end()
+        return self._writer.take()
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why the first malformed call could not be read; None if there is none."""
+        return self._writer.failure
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether the failure is that the answer ends inside a call."""
+        return isinstance(self.failure, UnfinishedCall)

@@ -1,0 +1,307 @@
+"""The formats in which model families write tool calls, and a parser of each.
+
+A call is read when one of its format's opening markers stands in the text, or for some formats at the start
+of the answer. What is not in the format stays text, from the place where the call begins that fails; calls
+before it are kept. A call is complete where its value closes: a closing marker behind it may be missing.
+
+Names of tools that the model was not given are accepted behind a marker, which shows that a call was meant.
+Without a marker, what looks like a call must name a tool that was given: such a model may also answer in JSON
+or with a list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from msgspec import Struct
+
+from drift_sdk.text.answers.calls import CallReader, MalformedCall
+from drift_sdk.text.answers.reader import Steps
+from drift_sdk.text.answers.values import decode_json
+
+__all__ = ["TOOL_FORMATS", "ToolFormat", "read_content"]
+
+MAX_ID_CHARS = 64
+
+CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+CALL_BEGIN, CALL_END, CALL_SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+
+TEXT_TYPES = ("string", None)
+JSON_TYPES = {
+    bool: ("boolean",),
+    int: ("integer", "number"),
+    float: ("number",),
+    str: ("string",),
+    list: ("array",),
+    dict: ("object",),
+    type(None): ("null",),
+}
+
+
+class ToolFormat(Struct, frozen=True, kw_only=True):
+    """A way to write tool calls.
+
+    openers:    markers that begin a call.
+    read:       reads what follows such a marker, which it receives.
+    read_start: reads calls without a marker, at the start of the answer; None = there are none.
+    markers:    further markers. Like the openers, they are special tokens in the vocabularies of some models.
+    """
+
+    openers: tuple[str, ...] = ()
+    read: Callable[[CallReader, str], Steps[None]]
+    read_start: Callable[[CallReader], Steps[None]] | None = None
+    markers: tuple[str, ...] = ()
+
+
+def read_content(
+    calls: CallReader, write: Callable[[str], None], tool_format: ToolFormat | None, dropped: tuple[str, ...]
+) -> Steps[None]:
+    """Read an answer without its reasoning to its end.
+
+    write:       takes its text.
+    tool_format: None = everything is text.
+    dropped:     markers around the text, which are left out.
+    """
+    openers = tool_format.openers if tool_format is not None else ()
+    if tool_format is not None and tool_format.read_start is not None:
+        yield from tool_format.read_start(calls)
+    while (marker := (yield from calls.reader.take_until(openers + dropped, write))) is not None:
+        if tool_format is None or marker in dropped:
+            continue
+
+        calls.begin(marker)
+        try:
+            yield from tool_format.read(calls, marker)
+        except MalformedCall as error:
+            calls.give_back(error)
+
+
+def read_tagged(calls: CallReader, marker: str, closers: tuple[str, ...] = ("</tool_call>",)) -> Steps[None]:
+    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, or a list of such objects."""
+    yield from read_objects(calls)
+    yield from calls.close(*closers)
+
+
+def read_granite(calls: CallReader, marker: str) -> Steps[None]:
+    """<|tool_call|>[{"name": ..., "arguments": {...}}], or <tool_call> as above."""
+    yield from read_tagged(calls, marker)
+
+
+def read_phi(calls: CallReader, marker: str) -> Steps[None]:
+    """<|tool_call|>{...}<|/tool_call|>, or functools[{...}]."""
+    yield from read_objects(calls, is_in_list=marker.endswith("["))
+    yield from calls.close("<|/tool_call|>")
+
+
+def read_mistral(calls: CallReader, marker: str) -> Steps[None]:
+    """[TOOL_CALLS] and a list of objects, or a name, perhaps [CALL_ID] and an id, [ARGS] and an object."""
+    yield from calls.space()
+    if (yield from calls.reader.peek()) in ("[", "{"):
+        yield from read_objects(calls)
+        return
+
+    name = yield from calls.name()
+    call_id = None
+    if (yield from calls.accept("[CALL_ID]", "[ARGS]")) == "[CALL_ID]":
+        call_id = (yield from calls.until("[ARGS]")).strip()
+    calls.add(name, (yield from calls.object()), checked_id(call_id))
+
+
+def read_deepseek(calls: CallReader, marker: str) -> Steps[None]:
+    """A call between DeepSeek's markers: the word function, the separator, the name and a fenced block of
+    JSON (V3, R1), or the name, the separator and JSON (V3.1)."""
+    if marker == CALLS_BEGIN:
+        yield from calls.expect(CALL_BEGIN)
+    name = yield from calls.name()
+    yield from calls.expect(CALL_SEP)
+    yield from calls.space()
+    is_fenced = (yield from calls.reader.peek()) != "{"
+    if is_fenced:
+        name = yield from calls.name()
+        yield from calls.expect("```json")
+    calls.add(name, (yield from calls.object()))
+    if is_fenced:
+        yield from calls.close("```")
+    yield from calls.close(CALL_END)
+    yield from calls.close(CALLS_END)
+
+
+def read_xml(calls: CallReader, marker: str) -> Steps[None]:
+    """<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>. Values are text,
+    or JSON where the tool's schema says that they are not strings."""
+    if marker == "<tool_call>":
+        yield from calls.space()
+        if (yield from calls.reader.peek()) == "{":
+            yield from read_tagged(calls, marker)
+            return
+
+        yield from calls.expect("<function=")
+    name = yield from calls.name()
+    yield from calls.expect(">")
+    tool = calls.tools.get(name)
+    properties: Mapping[str, Any] = tool.properties if tool is not None else {}
+    arguments: dict[str, Any] = {}
+    while (yield from calls.expect("<parameter=", "</function>")) == "<parameter=":
+        key = yield from calls.until(">")
+        value = yield from calls.until("</parameter>")
+        if key in arguments:
+            raise MalformedCall("a parameter is given twice")
+
+        arguments[key] = typed(value.removeprefix("\n").removesuffix("\n"), properties.get(key))
+    calls.add(name, arguments)
+    yield from calls.close("</tool_call>")
+
+
+def read_bare(calls: CallReader) -> Steps[None]:
+    """An answer that begins with calls: {"name": ..., "parameters": {...}}; ... or a list of such objects."""
+    separators: tuple[str, ...] = ("<|python_tag|>",)
+    try:
+        while True:
+            calls.begin()
+            yield from calls.accept(*separators)
+            yield from calls.space()
+            first = yield from calls.reader.peek()
+            if not first and separators[0] == ";":
+                return
+
+            if first not in ("{", "["):
+                break
+
+            value = yield from calls.json()
+            found = [as_call(each) for each in (value if isinstance(value, list) else [value])]
+            if not all(name in calls.tools for name, _, _ in found):
+                break
+
+            for each in found:
+                calls.add(*each)
+            separators = (";", "<|python_tag|>")
+    except MalformedCall:
+        pass
+    calls.give_back()
+
+
+def read_pythonic(calls: CallReader) -> Steps[None]:
+    """An answer that begins with a list of calls as Python has them: [f(a=1), g(b="x")]."""
+    calls.begin()
+    yield from calls.accept("<|python_start|>", "<|python_tag|>")
+    if not (yield from calls.accept("[")):
+        calls.give_back()
+        return
+
+    try:
+        while True:
+            name = yield from calls.name()
+            if name not in calls.tools:
+                break
+
+            calls.add(name, (yield from calls.keywords()))
+            if (yield from calls.expect(",", "]")) == "]":
+                yield from calls.close("<|python_end|>")
+                return
+    except MalformedCall:
+        pass
+    calls.give_back()
+
+
+def read_nothing(calls: CallReader, marker: str) -> Steps[None]:
+    """The reader of formats without markers."""
+    raise AssertionError(marker)
+    yield
+
+
+def read_objects(calls: CallReader, *, is_in_list: bool = False) -> Steps[None]:
+    """An object that describes a call, or a list of such objects. is_in_list: the list has begun."""
+    if not is_in_list and not (yield from calls.accept("[")):
+        calls.add(*as_call((yield from calls.json())))
+        return
+
+    if (yield from calls.accept("]")):
+        calls.begin()
+        return
+
+    while True:
+        calls.add(*as_call((yield from calls.json())))
+        if (yield from calls.expect(",", "]")) == "]":
+            calls.begin()
+            return
+
+
+def as_call(value: Any) -> tuple[str, dict[str, Any], str | None]:
+    """Name, arguments and id of the call that a JSON value describes. Raises MalformedCall."""
+    if not isinstance(value, dict) or not isinstance(name := value.get("name"), str) or not name:
+        raise MalformedCall("expected a JSON object with a name")
+
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        try:
+            arguments = decode_json(arguments)
+        except (ValueError, RecursionError) as error:
+            raise MalformedCall(f"arguments are not JSON: {error}") from error
+
+    if not isinstance(arguments, dict):
+        raise MalformedCall("expected arguments that are a JSON object")
+
+    return name, arguments, checked_id(value.get("id"))
+
+
+def checked_id(call_id: object) -> str | None:
+    """An id that the model wrote, if it can be one."""
+    return call_id if isinstance(call_id, str) and 0 < len(call_id) <= MAX_ID_CHARS else None
+
+
+def typed(text: str, schema: object) -> Any:
+    """The value of an argument that is written as text, of a type that its schema allows."""
+    types = types_of(schema)
+    if types == {"string"} or not types:
+        return text
+
+    try:
+        value = decode_json(text)
+    except (ValueError, RecursionError):
+        words = {"True": True, "False": False, "None": None}
+        return words.get(text, text) if types & {"boolean", "null"} else text
+
+    return value if "string" not in types or types & set(JSON_TYPES[type(value)]) else text
+
+
+def types_of(schema: object) -> set[str]:
+    """The JSON types that a schema names; empty if it names none."""
+    if not isinstance(schema, Mapping):
+        return set()
+
+    named = schema.get("type")
+    found = {named} if isinstance(named, str) else set()
+    for each in named if isinstance(named, list) else ():
+        found |= {each} if isinstance(each, str) else set()
+    for keyword in ("anyOf", "oneOf"):
+        alternatives = schema.get(keyword)
+        for each in alternatives if isinstance(alternatives, list) else ():
+            found |= types_of(each) if isinstance(each, Mapping) and keyword not in each else set()
+    return found
+
+
+TOOL_FORMATS = {
+    "json": ToolFormat(openers=("<tool_call>",), read=read_tagged, read_start=read_bare),
+    "hermes": ToolFormat(openers=("<tool_call>",), read=read_tagged, markers=("</tool_call>",)),
+    "qwen3_coder": ToolFormat(
+        openers=("<tool_call>", "<function="), read=read_xml, markers=("</tool_call>",)
+    ),
+    "llama3_json": ToolFormat(read=read_nothing, read_start=read_bare, markers=("<|python_tag|>",)),
+    "pythonic": ToolFormat(
+        read=read_nothing,
+        read_start=read_pythonic,
+        markers=("<|python_start|>", "<|python_end|>", "<|python_tag|>"),
+    ),
+    "mistral": ToolFormat(openers=("[TOOL_CALLS]",), read=read_mistral, markers=("[CALL_ID]", "[ARGS]")),
+    "deepseek": ToolFormat(
+        openers=(CALLS_BEGIN, CALL_BEGIN), read=read_deepseek, markers=(CALL_SEP, CALL_END, CALLS_END)
+    ),
+    "granite": ToolFormat(
+        openers=("<|tool_call|>", "<tool_call>"), read=read_granite, markers=("</tool_call>",)
+    ),
+    "phi4_mini": ToolFormat(
+        openers=("<|tool_call|>", "functools["), read=read_phi, markers=("<|/tool_call|>",)
+    ),
+}
+"""Parsers by the name of their format. The format "harmony" has its own parser, for all of an answer."""

@@ -1,0 +1,174 @@
+"""Grammars of tool calls: answers that they allow are calls, in each family's format."""
+
+from __future__ import annotations
+
+import random
+
+import jsonschema
+import numpy as np
+import pytest
+from chat_families import ADD, FAMILIES, TOOLS, WEATHER, family_tokenizer
+
+from drift_sdk.text.answers.forced_calls import GRAMMARS, forced_calls
+from drift_sdk.text.answers.formats import AnswerFormats, detect_formats
+from drift_sdk.text.grammar import GrammarConstraint, constrain
+from drift_sdk.text.tokenizer import Tokenizer
+from drift_sdk.text.tools import ToolSet
+
+EOS = 256
+THINK = {"think": "<think>a</think>\n\n", "granite": "<think>a</think>\n", "mistral": "[THINK]a[/THINK]"}
+
+# An answer of two calls (Harmony: one) as each family's grammar has it.
+ANSWERS = {
+    "hermes": '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo", "unit": "C"}}\n</tool_call>'
+    '\n<tool_call>\n{"name": "add", "arguments": {"numbers": [1, 2]}}\n</tool_call>',
+    "llama": '{"name": "get_weather", "parameters": {"city": "Oslo", "unit": "C"}}; '
+    '{"name": "add", "parameters": {"numbers": [1, 2]}}',
+    "pythonic": '[get_weather(city="Oslo", unit="C", exact=True), add(numbers=[1, 2])]',
+    "mistral": '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Oslo", "unit": "C"}}, '
+    '{"name": "add", "arguments": {"numbers": [1, 2]}}]',
+    "magistral": '[TOOL_CALLS]get_weather[ARGS]{"city": "Oslo", "unit": "C"}'
+    '[TOOL_CALLS]add[ARGS]{"numbers": [1, 2]}',
+    "qwen3_coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\nOslo\n</parameter>\n"
+    "<parameter=unit>\nC\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=add>\n"
+    "<parameter=numbers>\n[1, 2]\n</parameter>\n</function>\n</tool_call>",
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+    '{"city": "Oslo", "unit": "C"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n'
+    '```json\n{"numbers": [1, 2]}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
+    '{"city": "Oslo", "unit": "C"}<｜tool▁call▁end｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>'
+    '{"numbers": [1, 2]}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "granite": '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Oslo", "unit": "C"}}, '
+    '{"name": "add", "arguments": {"numbers": [1, 2]}}]',
+    "phi4_mini": '<|tool_call|>{"name": "get_weather", "arguments": {"city": "Oslo", "unit": "C"}}'
+    '<|/tool_call|><|tool_call|>{"name": "add", "arguments": {"numbers": [1, 2]}}<|/tool_call|>',
+    "harmony": "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+    '{"city": "Oslo", "unit": "C"}',
+}
+
+
+class Case:
+    """A family's formats, tokenizer and grammar."""
+
+    def __init__(
+        self, name: str, tools: list[dict[str, object]], *, is_thinking: bool = False, reasons: bool = True
+    ) -> None:
+        family = FAMILIES[name]
+        found = detect_formats(family.template)
+        self.formats = found if reasons else AnswerFormats(tools=found.tools, reasoning=None)
+        self.tokenizer: Tokenizer = family_tokenizer(family)
+        self.tools = ToolSet.of(tools)
+        self.grammar = forced_calls(
+            self.formats, self.tools, self.tokenizer, template=family.template, is_thinking=is_thinking
+        )
+
+    def constraint(self) -> GrammarConstraint:
+        vocab_size = self.tokenizer.vocab_size
+        return constrain(self.grammar, self.tokenizer, vocab_size=vocab_size, eos_token_ids=(EOS,))
+
+    def ids(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+
+def allowed_ids(constraint: GrammarConstraint) -> list[int]:
+    bits = np.unpackbits(constraint.masks(())[0].view(np.uint8), bitorder="little")
+    return [int(token_id) for token_id in np.flatnonzero(bits)]
+
+
+def is_accepted(case: Case, text: str) -> bool:
+    """Whether an answer may consist of this text."""
+    constraint = case.constraint()
+    for token_id in case.ids(text):
+        if token_id not in allowed_ids(constraint):
+            return False
+
+        constraint.advance([token_id])
+    return EOS in allowed_ids(constraint)
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_documented_answer_is_accepted(name: str) -> None:
+    case = Case(name, TOOLS)
+    answer = ANSWERS[name]
+    assert is_accepted(case, answer)
+    assert not is_accepted(case, answer.replace("get_weather", "get_wether"))
+    assert not is_accepted(case, answer.replace("Oslo", "a much too long name"))
+    assert not is_accepted(case, f"I look. {answer}")
+    assert not is_accepted(case, "")
+    if name == "harmony":
+        thought = "<|channel|>analysis<|message|>a<|end|><|start|>assistant"
+        assert is_accepted(case, thought + answer) and not is_accepted(case, thought)
+    elif case.formats.reasoning is not None:
+        thought = THINK[case.formats.reasoning]
+        assert is_accepted(case, thought + answer) and not is_accepted(case, thought)
+        goes_on = Case(name, TOOLS, is_thinking=True)
+        opener = thought[: thought.index("a")]
+        assert is_accepted(goes_on, thought.removeprefix(opener) + answer)
+        assert not is_accepted(goes_on, answer)
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_any_accepted_answer_is_calls_alone(name: str) -> None:
+    """Random walks through the grammar. Arguments are those that the tools' schemas describe."""
+    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
+    case = Case(name, TOOLS, reasons=False)
+    shown = case.tokenizer.special_ids_of(case.formats.markers)
+    for seed in range(3):
+        draw, constraint, ids = random.Random(seed), case.constraint(), []
+        while True:
+            choices = allowed_ids(constraint)
+            if EOS in choices and (draw.random() < 0.3 or choices == [EOS]):
+                break
+
+            # Printable characters, so that strings are text; a Harmony answer without reasoning.
+            likely = [i for i in choices if 32 <= i < 127 or i == 10 or i > EOS] or choices
+            if name == "harmony" and len(ids) == 1:
+                likely = [ord("c")]
+            ids.append(draw.choice(likely))
+            constraint.advance([ids[-1]])
+            assert len(ids) < 4000
+        raw = case.tokenizer.detokenizer(shown).push(ids)
+        splitter = case.formats.splitter(case.tools, prompt="<|start|>assistant")
+        parts = [splitter.push(raw), splitter.flush()]
+        calls = [call for part in parts for call in part.tool_calls]
+        assert calls and splitter.failure is None, raw
+        assert not any(part.text or part.reasoning for part in parts), raw
+        for call in calls:
+            jsonschema.validate(call.arguments, schemas[call.name])
+
+
+def test_grammar_of_one_tool_allows_no_other() -> None:
+    for name, answer in ANSWERS.items():
+        assert not is_accepted(Case(name, [ADD]), answer), name
+    only_weather = Case("hermes", [WEATHER])
+    assert is_accepted(only_weather, ANSWERS["hermes"].partition('\n<tool_call>\n{"name": "add"')[0])
+
+
+def test_tools_without_parameters_and_with_references() -> None:
+    tools = [
+        {"name": 'say "hi"', "parameters": {}},
+        {
+            "name": "point",
+            "parameters": {
+                "properties": {"at": {"$ref": "#/$defs/place"}, "n": {"type": ["integer", "null"]}},
+                "$defs": {"place": {"enum": [[1, 2]]}},
+            },
+        },
+    ]
+    for name in ("hermes", "pythonic", "qwen3_coder"):
+        case = Case(name, tools, reasons=False)  # type: ignore[arg-type]
+        written = {
+            "hermes": '<tool_call>\n{"name": "point", "arguments": {"at": [1, 2], "n": null}}\n</tool_call>',
+            "pythonic": "[point(n=null), point(at=[1, 2]), point(at=[1, 2], n=3), point()]",
+            "qwen3_coder": "<tool_call>\n<function=point>\n<parameter=at>\n[1, 2]\n</parameter>\n"
+            "</function>\n</tool_call>",
+        }
+        assert is_accepted(case, written[name]), name
+    quoted = '<tool_call>\n{"name": "say \\"hi\\"", "arguments": {}}\n</tool_call>'
+    assert is_accepted(Case("hermes", tools), quoted)  # type: ignore[arg-type]
+
+
+def test_every_format_has_a_grammar() -> None:
+    from drift_sdk.config import TOOL_FORMATS
+
+    assert {*GRAMMARS, "auto"} == set(TOOL_FORMATS)
