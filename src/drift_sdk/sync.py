@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, 
 from contextlib import closing
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
 from drift_sdk.config import EngineConfig
 from drift_sdk.driver.loaded_model import OpenModel
@@ -21,6 +21,9 @@ from drift_sdk.results import Chunk, Completion
 from drift_sdk.sampling_params import SamplingOptions, SamplingParams
 from drift_sdk.stats import EngineStats
 from drift_sdk.stream import TokenStream
+
+if TYPE_CHECKING:
+    from drift_sdk.text.tokenizer import Tokenizer
 
 __all__ = ["SyncEngine", "SyncStream"]
 
@@ -198,13 +201,29 @@ class SyncEngine:
         prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
         n: int,
         params: SamplingParams | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_args: Mapping[str, Any] | None = None,
+        *,
+        tool_choice: str = "auto",
+        request_id: str | None = None,
         **options: Unpack[SamplingOptions],
     ) -> list[SyncStream]:
         """Submit a prompt or a conversation `n` times and return the streams at once; see
         `Engine.samples`."""
+        engine = self._engine
 
         async def submit() -> Sequence[TokenStream]:
-            return self._engine.samples(prompt, n, params, **options)[:]
+            samples = engine.samples(
+                prompt,
+                n,
+                params,
+                tools,
+                template_args,
+                tool_choice=tool_choice,
+                request_id=request_id,
+                **options,
+            )
+            return samples[:]
 
         return [SyncStream(stream, self._call) for stream in self._call(submit)]
 
@@ -267,6 +286,21 @@ class SyncEngine:
     def is_open(self) -> bool:
         """Whether requests are admitted."""
         return self._engine.is_open
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. EngineClosed if the engine is not open."""
+        return self._engine.tokenizer
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """The model's own defaults. EngineClosed if the engine is not open."""
+        return self._engine.default_params
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt and completion together. EngineClosed if the engine is not open."""
+        return self._engine.max_model_len
 
     def stats(self) -> EngineStats:
         """A snapshot of the engine's state and of its counters; see `Engine.stats`."""

@@ -181,6 +181,12 @@ def test_wait_that_is_cancelled_in_the_block_loses_nothing(loop: str) -> None:
                 assert [completion.text for completion in await samples] == texts
             assert num_timeouts
 
+            async with engine.samples(PROMPT, 2, SAMPLED) as samples:
+                with anyio.move_on_after(0.0005) as scope:
+                    await samples[0]
+                assert scope.cancelled_caught
+                assert [completion.finish_reason for completion in await samples] == ["length"] * 2
+
     run(loop, main)
 
 

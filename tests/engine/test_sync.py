@@ -30,6 +30,7 @@ from drift_sdk.driver.loaded_model import LoadedModel
 from drift_sdk.testing import NextToken, ScriptedModel
 
 USER = {"role": "user", "content": "hi"}
+TOOLS = [{"type": "function", "function": {"name": "look"}}]
 TEXT = "Grüße, 世界!"
 SUPPORT = Path(__file__).parent.parent / "support"
 
@@ -69,6 +70,12 @@ def test_stream_gives_chunks_and_the_completion(engine: SyncEngine) -> None:
     assert engine.is_open and engine.stats().num_submitted == 4
 
 
+def test_properties_are_those_of_the_model(engine: SyncEngine) -> None:
+    assert engine.max_model_len == 64
+    assert engine.default_params == SamplingParams()
+    assert engine.tokenizer.encode("ab") == [97, 98]
+
+
 def test_errors_are_raised_where_the_caller_waits(engine: SyncEngine) -> None:
     with pytest.raises(RequestError, match="max_tokens=0"):
         engine.generate("x", max_tokens=0)
@@ -82,6 +89,8 @@ def test_errors_are_raised_where_the_caller_waits(engine: SyncEngine) -> None:
 def test_samples_are_streams_of_one_prompt(engine: SyncEngine) -> None:
     streams = engine.samples("x", 3, seed=5)
     assert [stream.result().seed for stream in streams] == [5, 6, 7]
+    streams = engine.samples([USER], 2, tools=TOOLS, template_args={"a": 1}, request_id="two")
+    assert [stream.result().request_id for stream in streams] == ["two-0", "two-1"]
 
 
 def test_map_reads_its_prompts_in_the_calling_thread(engine: SyncEngine) -> None:
@@ -163,7 +172,15 @@ def test_blocking_calls_are_rejected_in_an_event_loop(loop: str, engine: SyncEng
 def test_closed_engine_rejects_calls_and_can_be_started_again() -> None:
     engine = sync_engine()
     engine.close()
-    for call in (lambda: engine.generate("x"), lambda: engine.count_tokens("x"), engine.stats):
+    calls = (
+        lambda: engine.generate("x"),
+        lambda: engine.count_tokens("x"),
+        lambda: engine.max_model_len,
+        lambda: engine.default_params,
+        lambda: engine.tokenizer,
+        engine.stats,
+    )
+    for call in calls:
         with pytest.raises(EngineClosed, match="is not open"):
             call()
     num_threads = len(sync_threads())
@@ -179,6 +196,24 @@ def test_closed_engine_rejects_calls_and_can_be_started_again() -> None:
         with pytest.raises(EngineClosed):
             stream.result()
     assert engine.cancel("x") is False
+
+
+def test_close_leaves_an_engine_open_that_was_started_again_meanwhile() -> None:
+    """By another thread, between the end of the engine and the end of its event loop."""
+    with sync_engine() as engine:
+        loop = engine._loop
+        call = loop.call
+
+        def call_and_start_again(function, *arguments):
+            result = call(function, *arguments)
+            loop.call = call
+            engine.close()
+            engine.start()
+            return result
+
+        loop.call = call_and_start_again
+        engine.close()
+        assert engine.generate("x").result().text == TEXT
 
 
 def test_closing_ends_waits_of_other_threads() -> None:

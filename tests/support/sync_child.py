@@ -15,30 +15,31 @@ from contextlib import suppress
 from drift_sdk import EngineClosed, SyncEngine
 from drift_sdk.testing import ScriptedModel
 
+engine = SyncEngine("scripted", open_model=ScriptedModel("fine"))  # global, so that it lives until the exit
+
 
 def main() -> None:
-    engine = SyncEngine("scripted", open_model=ScriptedModel("fine"))
     engine.start()
     stream = engine.generate("x", max_tokens=500, ignore_eos=True)
     pid = os.fork()
     if pid == 0:
-        check_child(engine)
+        check_child()
         sys.exit(3)  # with all exit hooks
 
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == 3, status
     assert stream.result().text.startswith("fine")
     assert engine.generate("x").result().text == "fine"
-    threading.Thread(target=wait_in_vain, args=(engine,), daemon=True).start()
+    threading.Thread(target=wait_in_vain, daemon=True).start()
     sys.exit(4)
 
 
-def wait_in_vain(engine: SyncEngine) -> None:
+def wait_in_vain() -> None:
     with suppress(EngineClosed):
         engine.generate("x", max_tokens=None, ignore_eos=True).result()
 
 
-def check_child(engine: SyncEngine) -> None:
+def check_child() -> None:
     try:
         assert not engine.is_open
         for use in (lambda: engine.generate("x"), lambda: next(engine.map(["x"])), engine.stats):
