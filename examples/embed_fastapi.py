@@ -242,8 +242,9 @@ def add_answers(app: FastAPI, engine: Engine, model: str) -> None:
     async def chat(body: ChatBody, request: Request) -> Response:
         check_model(body.model, model)
         messages, tools = [message.plain() for message in body.messages], body.offered_tools
+        ask = partial(engine.chat, messages, tools=tools or None, tool_choice=body.chosen_tool)
         all_params = [body.sampling(index) for index in range(body.n)]
-        streams = submit(partial(engine.chat, messages, params, tools or None) for params in all_params)
+        streams = submit(partial(ask, params) for params in all_params)
         choices = [ChatAnswer(engine) for _ in streams]
         return await answer(request, body, streams, choices, model)
 

@@ -18,7 +18,6 @@ from drift_sdk import (
     DriftError,
     EngineClosed,
     JsonSchema,
-    Lark,
     PromptTooLong,
     QueueFull,
     RequestError,
@@ -209,17 +208,6 @@ class NamedChoice(Wire):
     function: FunctionName
 
 
-def forced_call(tools: list[Tool]) -> Lark:
-    """A grammar for one call of one of these tools, in a form that `Completion.tool_calls` recognises."""
-    style = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
-    calls = []
-    for tool in tools:
-        start = '{"name": ' + json.dumps(tool.function.name) + ', "arguments": '
-        arguments = json.dumps({**tool.function.parameters, "x-guidance": style})
-        calls.append(f'{json.dumps(start)} %json {arguments} "}}"')
-    return Lark(f'start: "<tool_call>\\n" ({" | ".join(calls)}) "\\n</tool_call>"')
-
-
 MaxTokens = Annotated[int, Field(ge=1)]
 NumLogprobs = Annotated[int, Field(ge=0, le=20)]
 
@@ -236,9 +224,8 @@ class ChatBody(Body):
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
-        """The tools that the model is given, as in the request."""
-        tools = self.tools if self.tool_choice != "none" else []
-        return [tool.model_dump(exclude_none=True) for tool in tools]
+        """The tools as in the request."""
+        return [tool.model_dump(exclude_none=True) for tool in self.tools]
 
     def sampling(self, index: int = 0) -> SamplingParams:
         if self.top_logprobs and not self.logprobs:
@@ -251,18 +238,15 @@ class ChatBody(Body):
             grammar=self._grammar(),
         )
 
-    def _grammar(self) -> JsonSchema | Lark | None:
+    @property
+    def chosen_tool(self) -> str:
+        """The choice as `Engine.chat` takes it."""
         choice = self.tool_choice
-        if choice in ("none", "auto"):
-            return self.response_format.grammar() if self.response_format is not None else None
+        return choice.function.name if isinstance(choice, NamedChoice) else choice
 
-        tools = self.tools
-        if isinstance(choice, NamedChoice):
-            tools = [tool for tool in tools if tool.function.name == choice.function.name]
-        if not tools:
-            raise RequestError.of("tool_choice", choice, "one of the tools")
-
-        return forced_call(tools)
+    def _grammar(self) -> JsonSchema | None:
+        is_forced = self.tool_choice not in ("none", "auto")
+        return self.response_format.grammar() if self.response_format is not None and not is_forced else None
 
 
 def as_prompts(prompt: Any) -> Any:
