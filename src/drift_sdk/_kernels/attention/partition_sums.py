@@ -101,7 +101,8 @@ def _add_partitions(
     WIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (query row, head, sequence): the partitions of one row and one query head of the group."""
+    """Program (query row, head, sequence): the partitions of one row and one query head of the group. Longer
+    than other kernels by its signature."""
     start_dependents(PDL)
     query_row, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = sequence * ROWS_PER_SEQUENCE + query_row // GROUP_SIZE

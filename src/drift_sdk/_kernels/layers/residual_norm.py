@@ -62,7 +62,7 @@ def _add_norm(
     NORM_KIND: tl.constexpr,  # see rms_norm.py
     PDL: tl.constexpr,
 ):
-    """Program (row): one row."""
+    """Program (row): one row. Longer than other kernels by its signature."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, PADDED_SIZE)
     column_mask = column < SIZE
@@ -124,6 +124,7 @@ def add_norm(
 ) -> None:
     """hidden += delta in place, then normed = rms_norm(hidden) * normed_multiplier * weight.
 
+    Longer than other wrappers by its arguments.
     hidden, normed: [R, H] in the storage type. weight: [H], likewise.
     delta: [R, H] in the storage type, or fp32 partial sums [num_slices, R, H], added in the order of slices,
     then bias [H] (storage type) if given, then rounded to the storage type; or None for the norm alone.
