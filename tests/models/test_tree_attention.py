@@ -17,8 +17,9 @@ BLOCK_SIZE, NUM_BLOCKS = 4, 30
 
 
 @pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("window", [None, 1, 4])
 @pytest.mark.parametrize("num_sequences", [1, 3])
-def test_each_node_sees_its_path(offset: int, num_sequences: int) -> None:
+def test_each_node_sees_its_path(offset: int, num_sequences: int, window: int | None) -> None:
     rng = random.Random(num_sequences)
     generator = torch.Generator().manual_seed(offset)
     cache = KVCache(2, NUM_BLOCKS, BLOCK_SIZE, 2, 8, torch.float32, "cpu")
@@ -47,7 +48,7 @@ def test_each_node_sees_its_path(offset: int, num_sequences: int) -> None:
         )
     batch = TreeAttentionBatch(sequences, cache, slot_offset=offset)
     query, key, value = (torch.randn(batch.num_rows, heads, 8, generator=generator) for heads in (4, 2, 2))
-    found = batch.attend(query, key, value, cache, 1)
+    found = batch.attend(query, key, value, cache, 1, window=window, scale=0.3)
     assert batch.positions.tolist() == [each for rows in sequences for each in rows.positions]
     first = 0
     for tree, rows in zip(trees, sequences, strict=True):
@@ -56,6 +57,7 @@ def test_each_node_sees_its_path(offset: int, num_sequences: int) -> None:
             chain = AttentionBatch(
                 [SequenceRows(rows.block_ids, rows.num_prefix, len(path))], cache, slot_offset=offset
             )
-            expected = chain.attend(query[path], key[path], value[path], cache, 1)[-1]
+            rows_of_path = query[path], key[path], value[path]
+            expected = chain.attend(*rows_of_path, cache, 1, window=window, scale=0.3)[-1]
             assert_near(found[first + node], expected.double(), inner=30, magnitude=5.0)
         first += tree.num_nodes
