@@ -2,8 +2,9 @@
 
 With B = 2**24, float32 has no B + 1: it is rounded to B. The groups add up to B, 1 - B, B, 1 - B and so on.
 Added in ascending order, their sums are B, 1, B, 1, ...: a 1 is lost with every other group. Added in
-descending order, or as a binary tree, four groups lose none. A number at each side of every border is lost or kept with its group, so a
-border that moves changes the sum as well. Inside a group, no order of its numbers changes its sum.
+descending order, or as a binary tree, four groups lose none. A number at each side of every border is lost or
+kept with its group, so a border that moves changes the sum as well. Inside a group, no order of its numbers
+changes its sum.
 """
 
 from __future__ import annotations
