@@ -7,9 +7,7 @@ curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' -d '
 
 A client that disconnects cancels its request. A request that cannot be served gets its error status, streamed
 or not: the response begins after the first chunk. uvicorn handles SIGINT and SIGTERM: it waits up to 5
-seconds
-     for
-open responses, then the engine is closed.
+seconds for open responses, then the engine is closed.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
-"""Draw decode results: the time of a round over the time that it takes to read its bytes.
+"""Bar charts of decode results: each engine's share of the roofline, by scenario.
 
-python -m perf.roofline perf/results/nvidia-h200/decode.json --out roofline.png
+python -m perf.roofline perf/results/nvidia-h200/decode.json --out decode.png
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from perf.peers.anchors import anchor_of
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Point", "draw", "main", "points"]
+__all__ = ["Bar", "bars", "draw", "main"]
 
 COLOURS = {
     "drift graph": "tab:blue",
@@ -28,99 +28,95 @@ COLOURS = {
     "transformers": "tab:green",
 }
 PEERS = ("vllm", "transformers")
-SHARES = (1.0, 0.8, 0.6)
+BAR_WIDTH = 0.22  # of the distance between two scenarios
 
 
-class Point(Struct, frozen=True):
-    """A round in the picture.
+class Bar(Struct, frozen=True):
+    """The speed of an engine in a scenario.
 
-    engine:        name of the engine, with its executor if it has several.
-    limit_ms, ms:  milliseconds of a round at the limit, and measured.
-    is_anchor:     whether it comes from an anchor instead of a run.
+    engine:       name of the engine, with its executor if it has several.
+    scenario:     name of the scenario, with the number of drafts if there are any.
+    share:        time to read the bytes of a round, divided by the time that the round takes.
+    tokens_per_s: tokens that all sequences emit in a second.
+    is_anchor:    whether it comes from an anchor instead of a run.
     """
 
     engine: str
+    model: str
     scenario: str
-    limit_ms: float
-    ms: float
+    share: float
+    tokens_per_s: float
     is_anchor: bool = False
 
 
-def points(results: Results) -> list[Point]:
-    """The points of all runs, and of anchors for peers that are not among the runs."""
-    found: dict[tuple[Any, ...], Point] = {}
+def bars(results: Results) -> list[Bar]:
+    """The bars of all runs, and of anchors for peers that are not among the runs."""
+    found: dict[tuple[Any, ...], Bar] = {}
     measured = {_identity(run) for run in results.runs}
     for run in results.runs:
         bandwidth = run.get("read_bandwidth_tb_s", results.read_bandwidth_tb_s)
         limit_ms = run["bytes_per_round"] / bandwidth / 1e9
-        name = _name(run)
-        found[_identity(run)] = Point(engine_of(run), name, limit_ms, run["ms_per_round"])
+        model, scenario = run["model"], _scenario(run)
+        found[_identity(run)] = Bar(
+            engine_of(run), model, scenario, limit_ms / run["ms_per_round"], run["tokens_per_s"]
+        )
         for engine in PEERS:
             peer = run | {"engine": engine}
             anchor = anchor_of(peer, results.gpu)
             if anchor is not None and _identity(peer) not in measured:
                 emitted = run["batch"] * (run["acceptance_length"] or 1.0)
-                ms = emitted / anchor.tokens_per_s * 1e3
-                found[_identity(peer)] = Point(engine, name, limit_ms, ms, is_anchor=True)
+                share = limit_ms / (emitted / anchor.tokens_per_s * 1e3)
+                found[_identity(peer)] = Bar(
+                    engine, model, scenario, share, anchor.tokens_per_s, is_anchor=True
+                )
 
     return list(found.values())
 
 
 def draw(results: Results, path: Path) -> None:
-    """Write a PNG. Needs matplotlib."""
+    """Write a PNG with a chart for each model. Needs matplotlib."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FormatStrFormatter
 
-    shown = points(results)
-    figure = Figure(figsize=(9, 6), layout="constrained")
-    axes = figure.add_subplot()
-    axes.set(xscale="log", yscale="log", xlabel="ms to read the bytes of a round", ylabel="ms a round takes")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(FormatStrFormatter("%g"))
-        axis.set_minor_formatter(FormatStrFormatter("%g"))
+    shown = bars(results)
+    models = list(dict.fromkeys(bar.model for bar in shown))
+    figure = Figure(figsize=(10, 1 + 3.5 * len(models)), layout="constrained")
+    for axes, model in zip(figure.subplots(len(models), squeeze=False)[:, 0], models, strict=True):
+        _draw_model(axes, [bar for bar in shown if bar.model == model])
+        axes.set_title(model)
 
-    _draw_limits(axes, shown)
-    _draw_points(axes, shown)
-    _draw_names(axes, shown)
-    axes.legend()
-    axes.set_title(f"Decoding on {results.gpu}, reads at {results.read_bandwidth_tb_s:.2f} TB/s")
+    bandwidth = f"{results.read_bandwidth_tb_s:.2f} TB/s"
+    figure.suptitle(f"Decoding on {results.gpu}, reads at {bandwidth}; labels: tokens/s")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 
 
-def _draw_limits(axes: Axes, shown: Sequence[Point]) -> None:
-    """A line for each of SHARES of the roofline."""
-    limits = [point.limit_ms for point in shown]
-    ends = (min(limits) * 0.8, max(limits) * 1.3)
-    for share in SHARES:
-        alpha = 0.3 + 0.5 * (share == 1.0)
-        axes.plot(ends, [end / share for end in ends], color="black", alpha=alpha, linewidth=1)
-        axes.annotate(f"{share:.0%}", (ends[1], ends[1] / share), fontsize=8, va="center")
+def _draw_model(axes: Axes, shown: Sequence[Bar]) -> None:
+    """A group of bars for each scenario, a colour for each engine; anchors are hollow."""
+    from matplotlib.ticker import PercentFormatter
 
+    scenarios = list(dict.fromkeys(bar.scenario for bar in shown))
+    labelled: set[tuple[str, bool]] = set()
+    for place, scenario in enumerate(scenarios):
+        group = [bar for bar in shown if bar.scenario == scenario]
+        for nth, bar in enumerate(group):
+            colour, kind = COLOURS.get(bar.engine, "tab:red"), (bar.engine, bar.is_anchor)
+            label = f"{bar.engine} (anchor)" if bar.is_anchor else bar.engine
+            drawn = axes.bar(
+                place + (nth - (len(group) - 1) / 2) * BAR_WIDTH,
+                bar.share,
+                0.92 * BAR_WIDTH,
+                label="" if kind in labelled else label,
+                edgecolor=colour,
+                facecolor="none" if bar.is_anchor else colour,
+            )
+            labelled.add(kind)
+            axes.bar_label(drawn, [f"{bar.tokens_per_s:,.0f}"], fontsize=7, padding=2)
 
-def _draw_points(axes: Axes, shown: Sequence[Point]) -> None:
-    """A colour for each engine; anchors are hollow."""
-    for engine, is_anchor in sorted({(point.engine, point.is_anchor) for point in shown}):
-        group = [point for point in shown if (point.engine, point.is_anchor) == (engine, is_anchor)]
-        colour = COLOURS.get(engine, "tab:red")
-        axes.scatter(
-            [point.limit_ms for point in group],
-            [point.ms for point in group],
-            label=f"{engine} (anchor)" if is_anchor else engine,
-            edgecolors=colour,
-            facecolors="none" if is_anchor else colour,
-            zorder=3,
-        )
-
-
-def _draw_names(axes: Axes, shown: Sequence[Point]) -> None:
-    """The name of each scenario, under its lowest point."""
-    lowest: dict[str, Point] = {}
-    for point in sorted(shown, key=lambda point: -point.ms):
-        lowest[point.scenario] = point
-    for name, point in lowest.items():
-        place = (point.limit_ms, point.ms)
-        axes.annotate(name, place, xytext=(4, -12), textcoords="offset points", fontsize=8)
+    axes.set_xticks(range(len(scenarios)), labels=scenarios, fontsize=8)
+    axes.set(ylabel="share of the roofline", xlim=(-0.5, len(scenarios) - 0.5), ylim=(0, 1.2))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.axhline(1.0, color="black", linewidth=1, alpha=0.5)
+    axes.legend(fontsize=8, ncols=4, loc="upper left")
 
 
 def _identity(run: dict[str, Any]) -> tuple[Any, ...]:
@@ -130,8 +126,8 @@ def _identity(run: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(run.get(name) for name in (*names, *own))
 
 
-def _name(run: dict[str, Any]) -> str:
-    drafts = f", {run['num_draft_tokens']} drafts" if run["num_draft_tokens"] else ""
+def _scenario(run: dict[str, Any]) -> str:
+    drafts = f"\n{run['num_draft_tokens']} drafts" if run["num_draft_tokens"] else ""
     return f"{run['scenario']}{drafts}"
 
 

@@ -15,7 +15,7 @@ from perf.harness import machine, record
 from perf.harness.record import DecodeRun, Results, Run, read, write
 from perf.harness.scenario import Scenario
 from perf.harness.table import decode_table
-from perf.roofline import draw, points
+from perf.roofline import bars, draw
 
 SCHEMA = {
     "engine", "model", "dtype", "scenario", "batch", "context", "num_draft_tokens", "tree", "acceptance",
@@ -150,24 +150,21 @@ def test_ratio_is_to_the_measured_peer_or_its_anchor() -> None:
     assert decode_table(found)[2][0][-1] == ""
 
 
-def test_roofline_points_are_computed_from_runs() -> None:
+def test_roofline_bars_are_computed_from_runs() -> None:
     found = results()
-    found.add(decode_run())
-    drift, *anchors = points(found)
-    assert (drift.engine, drift.limit_ms, drift.ms, drift.is_anchor) == (
-        "drift graph",
-        3.0,
-        4.0,
-        False,
-    )
-    assert {point.engine: point.ms for point in anchors} == {
-        "vllm": pytest.approx(1e3 / 205),
-        "transformers": pytest.approx(1e3 / 203),
+    found.add(decode_run())  # 4 ms a round; 3 ms to read its bytes
+    drift, *anchors = bars(found)
+    assert (drift.engine, drift.share, drift.tokens_per_s, drift.is_anchor) == (
+        "drift graph", 0.75, 250.0, False
+    )  # fmt: skip
+    assert {bar.engine: (bar.share, bar.tokens_per_s) for bar in anchors} == {
+        "vllm": (pytest.approx(0.003 * 205), 205.0),
+        "transformers": (pytest.approx(0.003 * 203), 203.0),
     }
-    assert all(point.is_anchor and point.limit_ms == 3.0 for point in anchors)
+    assert all(bar.is_anchor for bar in anchors)
     found.add(decode_run(engine="vllm", executor=UNSET, round_s=5e-3))
-    vllm = [point for point in points(found) if point.engine == "vllm"]
-    assert [(point.ms, point.is_anchor) for point in vllm] == [(5.0, False)]
+    vllm = [bar for bar in bars(found) if bar.engine == "vllm"]
+    assert [(bar.share, bar.is_anchor) for bar in vllm] == [(0.6, False)]
 
 
 def test_roofline_is_drawn(tmp_path: Path) -> None:
