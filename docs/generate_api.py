@@ -17,10 +17,22 @@ from drift_sdk import measurement, testing
 
 FILE = Path(__file__).parent / "api.md"
 GROUPS = {
-    "Running": ["Engine", "EngineConfig", "Speculation", "Chain", "NGram", "Progress", "EngineStats"],
-    "Asking": ["SamplingParams", "JsonSchema", "Regex", "Lark"],
+    "Running": [
+        "Engine",
+        "SyncEngine",
+        "EngineConfig",
+        "Speculation",
+        "Chain",
+        "NGram",
+        "Progress",
+        "EngineStats",
+    ],
+    "Asking": ["SamplingParams", "SamplingOptions", "Job", "JsonSchema", "Regex", "Lark"],
     "Answers": [
         "TokenStream",
+        "Samples",
+        "SyncStream",
+        "JobResult",
         "Chunk",
         "Completion",
         "TokenLogprobs",
@@ -86,16 +98,21 @@ def render_class(name: str, cls: type) -> str:
 
 
 def members(cls: type) -> list[tuple[str, Any]]:
-    """Public methods and properties defined here, in the order of the source."""
+    """Public methods and properties, in the order of the source: those of the class, then those of its bases
+    in this package."""
     if issubclass(cls, Exception):
         return []
 
-    found = []
-    for method, value in vars(cls).items():
-        value = value.__func__ if isinstance(value, classmethod) else value
-        if not method.startswith("_") and (inspect.isfunction(value) or isinstance(value, property)):
-            found.append((method, value))
-    return found
+    found: dict[str, Any] = {}
+    for each in cls.__mro__:
+        if not each.__module__.startswith("drift_sdk"):
+            continue
+
+        for method, value in vars(each).items():
+            value = value.__func__ if isinstance(value, classmethod) else value
+            if not method.startswith("_") and (inspect.isfunction(value) or isinstance(value, property)):
+                found.setdefault(method, value)
+    return list(found.items())
 
 
 def signature(name: str, function: Any) -> str:

@@ -11,8 +11,7 @@ changed.
 import json
 import sys
 import time
-from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Iterator
+from collections.abc import AsyncIterable, Iterator
 from contextlib import aclosing
 from itertools import islice
 from pathlib import Path
@@ -21,13 +20,12 @@ from typing import Any, TextIO
 import command_line
 import smollm2
 
-from drift_sdk import Engine, RequestError, SamplingParams, TokenStream
+from drift_sdk import Engine, Job, JobResult, SamplingParams
 
 PROMPTS = Path(__file__).parent / "prompts.jsonl"
 ANSWERS = smollm2.CACHE.parent / "answers.jsonl"
 FIELDS = [["text", "finish_reason"], ["error"]]
 STARTS = (b'{"text": "', b'{"error": "')
-NUM_AT_ONCE = 64
 
 Answer = dict[str, str]
 
@@ -105,33 +103,14 @@ def earlier_answers(source: Path, output: Path, num_prompts: int) -> tuple[int, 
     return num_answers, num_bytes
 
 
-async def answers_to(
-    engine: Engine, prompts: Iterable[str], params: SamplingParams
-) -> AsyncGenerator[tuple[Answer, int], None]:
-    """Answers in the order of their prompts, each with its number of tokens.
+def answer_of(result: JobResult) -> tuple[Answer, int]:
+    """The answer to a prompt, with its number of tokens."""
+    completion = result.completion
+    if completion is None:
+        return {"error": str(result.error)}, 0
 
-    Like `engine.map`, except that an error is an answer and does not end the iteration.
-    """
-    waiting = iter(prompts)
-    streams: deque[TokenStream] = deque()
-    try:
-        while True:
-            for prompt in islice(waiting, NUM_AT_ONCE - len(streams)):
-                streams.append(engine.generate(prompt, params))
-            if not streams:
-                return
-
-            try:
-                completion = await streams[0]
-            except RequestError as error:
-                yield {"error": str(error)}, 0
-            else:
-                answer = {"text": completion.text, "finish_reason": completion.finish_reason}
-                yield answer, completion.usage.completion_tokens
-            streams.popleft()
-    finally:
-        for stream in streams:
-            stream.cancel()
+    answer = {"text": completion.text, "finish_reason": completion.finish_reason}
+    return answer, completion.usage.completion_tokens
 
 
 async def main(model: str, source: Path, output: Path, params: SamplingParams) -> None:
@@ -146,21 +125,25 @@ async def main(model: str, source: Path, output: Path, params: SamplingParams) -
     with output.open("a", encoding="utf-8", newline="\n") as lines:
         lines.truncate(num_bytes)
         async with Engine(model) as engine:
-            todo = islice(lines_of(source), num_earlier, None)
-            async with aclosing(answers_to(engine, todo, params)) as answers:
-                await write(answers, lines, num_prompts - num_earlier)
+            numbered = enumerate(lines_of(source), 1)
+            jobs = (Job(key=number, prompt=prompt) for number, prompt in islice(numbered, num_earlier, None))
+            async with aclosing(engine.map(jobs, params, errors="yield")) as results:
+                await write(results, lines, num_prompts - num_earlier)
 
 
-async def write(answers: AsyncIterable[tuple[Answer, int]], lines: TextIO, num_wanted: int) -> None:
-    """Write each answer as a line as soon as it is known, and progress to stderr."""
+async def write(results: AsyncIterable[JobResult], lines: TextIO, num_wanted: int) -> None:
+    """Write the answers as lines, in the order of the prompts, and progress and errors to stderr."""
     num_done = num_errors = num_tokens = 0
     started_at = time.perf_counter()
     try:
-        async for answer, num_new in answers:
+        async for result in results:
+            answer, num_new = answer_of(result)
             lines.write(json.dumps(answer) + "\n")
             lines.flush()
             num_done += 1
-            num_errors += "error" in answer
+            if result.error is not None:
+                num_errors += 1
+                show(f"\rline {result.key}: {result.error}\n")
             num_tokens += num_new
             speed = num_tokens / (time.perf_counter() - started_at)
             show(f"\r{num_done}/{num_wanted}  {speed:.1f} tok/s ")

@@ -17,8 +17,13 @@ ROOT = Path(drift_sdk.__file__).parent
 ARCHITECTURE = Path(__file__).parents[1] / "docs" / "architecture.md"
 PACKAGES = ("drift_sdk", "drift_sdk.execution", "drift_sdk._kernels")
 WITHOUT_TORCH = [
+    "sync",
     "engine",
+    "serving",
+    "submission",
     "stream",
+    "samples",
+    "jobs",
     "driver",
     "scheduling",
     "draft_policy",

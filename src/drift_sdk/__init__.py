@@ -20,6 +20,7 @@ from drift_sdk.errors import (
     RequestError,
 )
 from drift_sdk.grammars import JsonSchema, Lark, Regex
+from drift_sdk.jobs import Job, JobResult
 from drift_sdk.progress import Progress
 from drift_sdk.results import (
     Chunk,
@@ -31,10 +32,12 @@ from drift_sdk.results import (
     ToolCall,
     Usage,
 )
-from drift_sdk.sampling_params import SamplingParams
+from drift_sdk.samples import Samples
+from drift_sdk.sampling_params import SamplingOptions, SamplingParams
 from drift_sdk.speculation import Chain, NGram, Speculation
 from drift_sdk.stats import EngineStats
 from drift_sdk.stream import TokenStream
+from drift_sdk.sync import SyncEngine, SyncStream
 
 __all__ = [
     "Chain",
@@ -48,6 +51,8 @@ __all__ = [
     "EngineStats",
     "ExecutorError",
     "FinishReason",
+    "Job",
+    "JobResult",
     "JsonSchema",
     "Lark",
     "ModelLoadError",
@@ -57,9 +62,13 @@ __all__ = [
     "QueueFull",
     "Regex",
     "RequestError",
+    "Samples",
+    "SamplingOptions",
     "SamplingParams",
     "Speculation",
     "SpeculationStats",
+    "SyncEngine",
+    "SyncStream",
     "Timing",
     "TokenLogprobs",
     "TokenStream",

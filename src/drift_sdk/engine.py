@@ -1,47 +1,37 @@
-"""Engine: life cycle, `generate`, `chat`, `map`, statistics."""
+"""Engine: life cycle, pause and sleep, statistics."""
 
 from __future__ import annotations
 
-import itertools
-import logging
-import random
 import warnings
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from drift_sdk._plain_data import to_plain
-from drift_sdk._validation import check_float, check_int
+from drift_sdk._validation import check_float
 from drift_sdk.config import EngineConfig
-from drift_sdk.driver.commands import Cancel, Pause, Resume, Sleep, Unpause, Wake
+from drift_sdk.driver.commands import Pause, Resume, Sleep, Unpause, Wake
 from drift_sdk.driver.driver import Driver
 from drift_sdk.driver.life_cycle import LifeCycle
 from drift_sdk.driver.loaded_model import LoadedModel, OpenModel, with_limits
-from drift_sdk.driver.loop_poster import Latch, LoopPoster
-from drift_sdk.driver.prompts import ChatPrompt, ModelText, Prompt, as_prompt
-from drift_sdk.driver.request import Request
+from drift_sdk.driver.loop_poster import Latch
+from drift_sdk.driver.prompts import ModelText
 from drift_sdk.driver.startup_progress import ProgressReporter, check_on_progress
-from drift_sdk.driver.stream_updates import StreamUpdates
 from drift_sdk.errors import ConfigError, EngineClosed, RequestError
 from drift_sdk.progress import Progress, Report
-from drift_sdk.results import Completion
-from drift_sdk.sampling_params import MAX_SEED, SamplingParams, check_needs_no_host
+from drift_sdk.sampling_params import SamplingParams
+from drift_sdk.serving import Serving
 from drift_sdk.stats import EngineStats
 from drift_sdk.steps import ExecutorLimits
-from drift_sdk.stream import TokenStream, check_prompts, map_prompts
-from drift_sdk.text.tools import tool_names
 
 if TYPE_CHECKING:
     from drift_sdk.text.tokenizer import Tokenizer
 
 __all__ = ["Engine"]
 
-log = logging.getLogger("drift_sdk")
 
-
-class Engine:
+class Engine(Serving):
     """A model that serves requests inside the caller's process.
 
     model:       a folder, a .gguf file or a hub id. A `Path` is never a hub id.
@@ -77,13 +67,11 @@ class Engine:
         if open_model is not None and not callable(open_model):
             raise ConfigError.of("open_model", open_model, "a function that opens a model, or None")
 
+        super().__init__()
         self.model = model
         self.config = config if config is not None else EngineConfig()
         self._on_progress = on_progress
         self._life_cycle = LifeCycle()
-        self._request_numbers = itertools.count()
-        self._seeds = random.SystemRandom()
-        self._has_warned_of_tools = False
         self._open_model: OpenModel = open_model or partial(open_files, model, self.config)
 
     async def start(self) -> None:
@@ -116,80 +104,6 @@ class Engine:
         traceback: TracebackType | None,
     ) -> None:
         await self.aclose()
-
-    def generate(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> TokenStream:
-        """Submit a prompt and return its stream at once. Must be called from a coroutine: the stream belongs
-        to the running event loop (RuntimeError if there is none).
-
-        prompt: a text, or token ids of the model, at least one.
-        params: None = the model's own defaults, `default_params`.
-
-        Raises RequestError for a wrong argument, QueueFull, and EngineClosed. What is known only after the
-        prompt has been tokenised (PromptTooLong, a token id outside the vocabulary, no tokens) is raised by
-        the stream."""
-        return self._submit(as_prompt(prompt), params)
-
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        params: SamplingParams | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template_args: Mapping[str, Any] | None = None,
-    ) -> TokenStream:
-        """Submit a conversation, rendered with the model's chat template, and return its stream at once, as
-        `generate` does.
-
-        messages:      mappings with at least a string "role" and "content". Content is a string; a list of
-                       parts works only with templates that take one.
-        params:        None = the model's own defaults, `default_params`.
-        tools:         descriptions of functions for the template. Tool calls are then looked for in the
-                       completion's text (`tool_calls`). If the model's template ignores tools, the model does
-                       not see them, and that is logged as a warning, once per engine.
-        template_args: further variables of the template, by name.
-
-        All of them are copied at the call and must be plain data (mappings, sequences and scalars). Raises
-        what `generate` raises. The stream raises RequestError if the model has no template or the template
-        rejects the messages."""
-        if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
-            raise RequestError.of("messages", messages, "a sequence of mappings with role and content")
-
-        if template_args is not None and not isinstance(template_args, Mapping):
-            raise RequestError.of("template_args", template_args, "a mapping")
-
-        prompt = ChatPrompt(
-            to_plain("messages", messages),
-            to_plain("tools", tools),
-            to_plain("template_args", template_args),
-        )
-        if not prompt.tools:
-            return self._submit(prompt, params)
-
-        stream = self._submit(prompt, params, tool_names(prompt.tools))
-        self._warn_if_tools_are_ignored()
-        return stream
-
-    def map(
-        self,
-        prompts: Iterable[str | Sequence[int]],
-        params: SamplingParams | None = None,
-        *,
-        max_concurrent: int = 64,
-    ) -> AsyncGenerator[Completion, None]:
-        """Completions of many prompts, in their order, as an async generator.
-
-        prompts:        each as of `generate`; read when there is room, so it may be endless.
-        params:         of all prompts; None = the model's own defaults, `default_params`.
-        max_concurrent: most prompts submitted at a time, at least 1.
-
-        While the queue is full it waits, so QueueFull is not raised. The first error ends the iteration; an
-        error of `prompts` itself, or of a prompt that cannot be submitted, is raised after the completions of
-        the prompts before it. Ending the iteration early (`aclose`, or cancellation while waiting) cancels
-        what was submitted. A wrong argument raises RequestError at the call.
-        """
-        check_int(RequestError, "max_concurrent", max_concurrent, ge=1)
-        check_prompts(prompts)
-        generate, has_room = partial(self.generate, params=params), lambda: self._running_driver().has_room
-        return map_prompts(generate, has_room, prompts, max_concurrent)
 
     async def pause(self) -> None:
         """Launch no more steps until `resume()`. Returns when no step is running. Requests are kept, and new
@@ -280,37 +194,6 @@ class Engine:
     def max_model_len(self) -> int:
         """Most tokens of prompt and completion together. EngineClosed if the engine is not open."""
         return self._model_text().max_model_len
-
-    def _submit(
-        self, prompt: Prompt, params: SamplingParams | None, tool_names: frozenset[str] | None = None
-    ) -> TokenStream:
-        if params is None:
-            params = self.default_params
-        elif not isinstance(params, SamplingParams):
-            raise RequestError.of("params", params, "SamplingParams")
-
-        if self.config.strict_performance:
-            check_needs_no_host(params, is_speculating=self.config.speculation is not None)
-        driver = self._running_driver()
-        number = next(self._request_numbers)
-        request = Request(
-            request_id=f"req-{number}",
-            arrival=number,
-            prompt=prompt,
-            params=params,
-            seed=params.seed if params.seed is not None else self._seeds.randint(0, MAX_SEED),
-            stream_updates=StreamUpdates(LoopPoster.current()),
-            tool_names=tool_names,
-        )
-        driver.submit(request)
-        return TokenStream(request.request_id, request.stream_updates, lambda: driver.send(Cancel(request)))
-
-    def _warn_if_tools_are_ignored(self) -> None:
-        model_text = self._driver.model_text if self._driver is not None else None
-        template = model_text.chat_template if model_text is not None else None
-        if template is not None and not template.uses_tools and not self._has_warned_of_tools:
-            self._has_warned_of_tools = True
-            log.warning("the chat template of %s ignores tools: the model does not see them", self.model)
 
     @property
     def _driver(self) -> Driver | None:

@@ -28,15 +28,20 @@ class TokenLogprobs(Struct, frozen=True, kw_only=True):
     """Log-probabilities at one position, of the model's own distribution: log-softmax of the raw logits in
     fp32, before penalties, temperature and filters.
 
-    token_id: the token at this position.
-    logprob:  its log-probability.
-    top:      (token id, log-probability) of the most likely tokens, as many as `logprobs` asks for, most
-              likely first; the token at this position is not necessarily among them.
+    token_id:  the token at this position.
+    logprob:   its log-probability.
+    top:       (token id, log-probability) of the most likely tokens, as many as `logprobs` asks for, most
+               likely first; the token at this position is not necessarily among them.
+    text:      text of the token by itself. Bytes that are no whole character become U+FFFD:
+               `engine.tokenizer.token_bytes` has them. Special tokens are spelled out.
+    top_texts: texts of the tokens of `top`, in the same order.
     """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    text: str = ""
+    top_texts: tuple[str, ...] = ()
 
 
 class Chunk(Struct, frozen=True, kw_only=True, gc=False):
@@ -138,7 +143,8 @@ class Completion(Struct, frozen=True, kw_only=True, dict=True):
     text:            the text generated.
     token_ids:       all tokens generated, including those of a stop string that was cut from the text.
     finish_reason:   "stop" (end of sequence, stop token or stop string), "length" or "cancelled".
-    stop_reason:     the stop string or the stop token's id that ended it, if finish_reason is "stop".
+    stop_reason:     the stop string or the stop token's id that ended it, if finish_reason is "stop";
+                     "context" if finish_reason is "length" and the context was full before max_tokens.
     usage, timing:   numbers of tokens, and times.
     seed:            gives the same tokens again, with the same model and parameters.
     speculation:     None if the engine does not speculate.

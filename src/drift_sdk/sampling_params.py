@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import msgspec
 from msgspec import Struct
@@ -21,7 +21,7 @@ from drift_sdk._validation import (
 from drift_sdk.errors import RequestError
 from drift_sdk.grammars import Grammar
 
-__all__ = ["MAX_SEED", "SamplingParams", "check_needs_no_host"]
+__all__ = ["MAX_SEED", "SamplingOptions", "SamplingParams", "check_needs_no_host"]
 
 MAX_SEED = 2**63 - 1
 MAX_TOKENS = 2**31 - 1
@@ -30,6 +30,33 @@ MAX_LOGPROBS = 20
 MAX_BIAS = 100.0
 MAX_STOP_CHARS = 1024
 NO_BIAS: FrozenMapping[int, float] = FrozenMapping({})
+
+
+class SamplingOptions(TypedDict, total=False):
+    """Fields of `SamplingParams` as keyword arguments, for the annotation `**options:
+    Unpack[SamplingOptions]`. Those given replace fields of other parameters."""
+
+    max_tokens: int | None
+    min_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int | None
+    stop: str | tuple[str, ...] | list[str]
+    stop_token_ids: tuple[int, ...] | list[int]
+    ignore_eos: bool
+    include_stop: bool
+    logprobs: int | None
+    prompt_logprobs: int | None
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: Mapping[int, float]
+    allowed_token_ids: tuple[int, ...] | list[int] | None
+    grammar: Grammar | None
+    priority: int
+    num_draft_tokens: int | None
 
 
 class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -150,7 +177,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
         return cls(**values)
 
-    def replace(self, **changes: object) -> SamplingParams:
+    def replace(self, **changes: Unpack[SamplingOptions]) -> SamplingParams:
         """A copy with some fields changed, checked like a new one: RequestError for a wrong value, and for an
         unknown field, with the name of the most similar one."""
         return replace_fields(RequestError, self, changes)

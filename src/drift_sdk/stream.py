@@ -1,22 +1,18 @@
-"""TokenStream: a request as an async iterator of chunks and an awaitable completion; streams of many
-prompts."""
+"""TokenStream: a request as an async iterator of chunks and an awaitable completion."""
 
 from __future__ import annotations
 
 import warnings
-from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Generator, Iterable
+from collections.abc import AsyncIterator, Callable, Generator
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
-import anyio
 from anyio.lowlevel import checkpoint_if_cancelled
 
 from drift_sdk.driver.stream_updates import StreamUpdates
-from drift_sdk.errors import QueueFull, RequestError
 from drift_sdk.results import Chunk, Completion
 
-__all__ = ["TokenStream", "check_prompts", "map_prompts"]
+__all__ = ["TokenStream", "updates_of"]
 
 
 class TokenStream(AsyncIterator[Chunk]):
@@ -25,8 +21,8 @@ class TokenStream(AsyncIterator[Chunk]):
     The request is cancelled as follows:
     - Under `async with`, when the block is left. A cancelled `__anext__` or `await` in the block (a timeout
       between tokens) does not cancel the request, and no token is lost.
-    - Otherwise when a task that waits in `__anext__` or `await` is cancelled, or when the last reference to
-      an unfinished stream is dropped, with a ResourceWarning.
+    - Otherwise when a task that waits in `__anext__`, `await` or `accepted()` is cancelled, or when the last
+      reference to an unfinished stream is dropped, with a ResourceWarning.
 
     Unread tokens are joined into one pending chunk, so a slow reader delays neither the engine nor other
     streams. The error of a failed request is raised by the next `__anext__` or `await`. A stream is read on
@@ -55,6 +51,27 @@ class TokenStream(AsyncIterator[Chunk]):
     async def aclose(self) -> None:
         """Cancel the request, as leaving the `async with` block does."""
         self.cancel()
+
+    async def accepted(self) -> None:
+        """Wait until the request is accepted: its prompt has been tokenised and fits, its grammar has been
+        compiled, and it is in the queue of the scheduler. Returns at once if it has been, whatever happened
+        afterwards, and also if it is cancelled before. Raises its error if it failed before: PromptTooLong or
+        another RequestError, EngineClosed or ExecutorError.
+
+        A server awaits it before it sends the headers of a response. Several tasks may wait."""
+        updates = self._updates
+        updates.check_loop()
+        try:
+            await checkpoint_if_cancelled()
+            updates.awaits_acceptance = True
+            while not updates.is_accepted and not updates.is_done:
+                await updates.wait()
+        except BaseException:
+            self._abandon()
+            raise
+
+        if updates.error is not None and not updates.is_accepted:
+            raise updates.error
 
     async def completion(self) -> Completion:
         """Wait for the end of the request, as awaiting the stream does; a coroutine, for task groups and
@@ -136,78 +153,6 @@ class TokenStream(AsyncIterator[Chunk]):
             warnings.warn(message, ResourceWarning, stacklevel=2, source=self)
 
 
-PromptT = TypeVar("PromptT")
-
-POLL_S = 0.01
-"""Seconds between checks of a queue that the requests of others have filled."""
-
-
-def check_prompts(prompts: object) -> None:
-    """RequestError for what cannot be iterated over, and for a single text."""
-    allowed = "an iterable of prompts"
-    if isinstance(prompts, str | bytes | bytearray):
-        raise RequestError.of("prompts", prompts, f"{allowed}; generate() takes a single one")
-
-    if isinstance(prompts, AsyncIterable):
-        raise RequestError.of("prompts", prompts, f"{allowed}, not an async iterable")
-
-    if not isinstance(prompts, Iterable):
-        raise RequestError.of("prompts", prompts, allowed)
-
-
-async def map_prompts(
-    generate: Callable[[PromptT], TokenStream],
-    has_room: Callable[[], bool],
-    prompts: Iterable[PromptT],
-    max_concurrent: int,
-) -> AsyncGenerator[Completion, None]:
-    """Completions in the order of their prompts, at most `max_concurrent` submitted at a time.
-
-    generate: submits a prompt.
-    has_room: whether a prompt can be submitted now. While it cannot, this waits for its own requests, or for
-              those of others if it has none.
-
-    An error of `prompts`, or of a prompt that cannot be submitted, is raised after the completions of the
-    prompts before it.
-    """
-    waiting = iter(prompts)
-    rejected: list[PromptT] = []  # the prompt to be submitted next, if there was no room for it
-    streams: deque[TokenStream] = deque()
-    failure: Exception | None = None
-    is_exhausted = False
-    try:
-        while True:
-            while not is_exhausted and len(streams) < max_concurrent:
-                try:
-                    if not has_room():
-                        break
-                    if not rejected:
-                        rejected.append(next(waiting))
-                except StopIteration:
-                    is_exhausted = True
-                    continue
-                except Exception as error:
-                    is_exhausted, failure = True, error
-                    continue
-
-                try:
-                    streams.append(generate(rejected[0]))
-                    rejected.clear()
-                except QueueFull:  # other requests took the room
-                    break
-                except Exception as error:
-                    is_exhausted, failure = True, error
-
-            if streams:
-                completion = await streams[0]
-                streams.popleft()
-                yield completion
-            elif not is_exhausted:
-                await anyio.sleep(POLL_S)
-            elif failure is not None:
-                raise failure
-            else:
-                return
-    finally:
-        for stream in streams:
-            stream.cancel()
+def updates_of(stream: TokenStream) -> StreamUpdates:
+    """The updates of a stream, for modules that wait for several streams at once."""
+    return stream._updates

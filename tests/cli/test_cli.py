@@ -242,6 +242,37 @@ def test_chat_works_in_an_ascii_terminal() -> None:
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, b"> ? and ?\n> \n", b"")
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals")
+def test_chat_lines_can_be_edited_and_recalled() -> None:
+    import pty
+
+    pytest.importorskip("readline")
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-c", SCRIPTED, "fine", "chat", "any"]
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs) as chat:
+        try:
+            os.close(theirs)
+            read_until(ours, b"> ")
+            os.write(ours, b"helo\x1b[Dl\n")  # arrow left, then the missing letter
+            read_until(ours, b"fine\r\n> ")
+            os.write(ours, b"\x1b[A\n")  # arrow up
+            shown = read_until(ours, b"fine\r\n> ")
+            assert b"hello" in shown
+            os.write(ours, b"\x04")
+            assert chat.wait(timeout=300) == 0
+        finally:
+            chat.kill()
+            os.close(ours)
+
+
+def read_until(terminal: int, end: bytes) -> bytes:
+    """What a terminal shows up to `end`, without the sequences that switch its modes."""
+    shown = b""
+    while not shown.endswith(end):
+        shown = re.sub(rb"\x1b\[\?[0-9]+[hl]", b"", shown + os.read(terminal, 4096))
+    return shown
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="no signals to send")
 def test_ctrl_c_stops_the_answer_and_not_the_program(model: Path) -> None:
     options = ("--temperature", "0", "--max-tokens", "480")

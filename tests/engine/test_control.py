@@ -1,8 +1,7 @@
-"""Pausing, sleeping, and mapping over many prompts."""
+"""Pausing and sleeping."""
 
 from __future__ import annotations
 
-import itertools
 import threading
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from loops import on_every_loop, run, until
 from model_zoo import make_model
 from msgspec.structs import replace
 
-from drift_sdk import EngineClosed, EngineConfig, ModelLoadError, RequestError, SamplingParams
+from drift_sdk import EngineClosed, EngineConfig, ModelLoadError, SamplingParams
 from drift_sdk.driver.loaded_model import LoadedModel, with_limits
 from drift_sdk.measurement import recorded_engine
 from drift_sdk.testing import byte_tokenizer, scripted_engine
@@ -267,112 +266,5 @@ def test_closing_ends_all_waiting_calls(loop: str) -> None:
         with pytest.raises(EngineClosed):
             await engine.resume()
         engine._life_cycle.driver = None
-
-    run(loop, main)
-
-
-@on_every_loop
-def test_map_keeps_order_and_bounds(loop: str) -> None:
-    async def main() -> None:
-        async with scripted_engine(counting, step_s=0.0005) as engine:
-            taken = []
-
-            def prompts():
-                for index in itertools.count():
-                    taken.append(index)
-                    yield f"prompt {index}"
-
-            params = SamplingParams(max_tokens=4)
-            found = []
-            completions = engine.map(prompts(), params, max_concurrent=3)
-            async for completion in completions:
-                assert len(taken) - len(found) <= 4
-                found.append(completion.token_ids)
-                if len(found) == 20:
-                    break
-            await completions.aclose()
-            await until(lambda: engine.stats().num_running == engine.stats().num_waiting == 0)
-            alone = [(await engine.generate(f"prompt {i}", params)).token_ids for i in range(20)]
-            assert found == alone
-            assert [c async for c in engine.map([], params)] == []
-            with pytest.raises(RequestError, match="prompt"):
-                async for _ in engine.map(["x", 7], params):
-                    pass
-            with pytest.raises(RequestError, match="max_concurrent"):
-                engine.map([], max_concurrent=0)
-
-    run(loop, main)
-
-
-@on_every_loop
-@pytest.mark.parametrize("num_others", [0, 5])
-def test_map_waits_for_room_in_the_queue(loop: str, num_others: int) -> None:
-    """The queue is full with its own requests, or with those of others."""
-
-    async def main() -> None:
-        config = EngineConfig(max_num_seqs=1, max_queued_requests=4, max_model_len=64, kv_cache_tokens=256)
-        async with scripted_engine(counting, config=config, step_s=0.0005) as engine:
-            params = SamplingParams(max_tokens=4)
-            others = [engine.generate("other", params) for _ in range(num_others)]
-            found = [c.token_ids async for c in engine.map([f"prompt {i}" for i in range(30)], params)]
-            alone = [(await engine.generate(f"prompt {i}", params)).token_ids for i in range(30)]
-            assert found == alone
-            assert engine.stats().num_rejected == 0
-            for other in others:
-                await other
-
-    run(loop, main)
-
-
-@on_every_loop
-def test_map_yields_completions_before_an_error(loop: str) -> None:
-    def prompts():
-        yield from ("a", "b", "c")
-        raise ValueError("the file is torn")
-
-    async def main() -> None:
-        async with scripted_engine("ok", step_s=0.001) as engine:
-            for given, error in ((prompts(), ValueError), (["a", "b", "c", 7, "d"], RequestError)):
-                texts: list[str] = []
-                with pytest.raises(error):
-                    async for completion in engine.map(given):
-                        texts.append(completion.text)  # noqa: PERF401 - the error comes last
-                assert texts == ["ok"] * 3
-            await until(lambda: engine.stats().num_running == engine.stats().num_waiting == 0)
-
-    run(loop, main)
-
-
-def test_map_raises_engine_closed_when_the_engine_closes() -> None:
-    """Even while it waits for room in a queue that is always full."""
-
-    async def main() -> None:
-        config = EngineConfig(max_num_seqs=1, max_queued_requests=0, max_model_len=512, kv_cache_tokens=512)
-        engine = scripted_engine(counting, config=config, step_s=0.001)
-        await engine.start()
-        other = engine.generate("x", ENDLESS)
-        await anext(other)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(engine.aclose)
-            with anyio.fail_after(120), pytest.raises(EngineClosed):
-                async for _ in engine.map(["a"]):
-                    pass
-        with pytest.raises(EngineClosed):
-            await other
-
-    run("asyncio", main)
-
-
-@on_every_loop
-def test_cancelling_a_map_frees_its_requests(loop: str) -> None:
-    async def main() -> None:
-        async with scripted_engine(counting, step_s=0.001) as engine:
-            with anyio.move_on_after(0.05) as scope:
-                completions = engine.map(["a", "b", "c"], ENDLESS)
-                async for _ in completions:
-                    pass
-            assert scope.cancelled_caught
-            await completions.aclose()
-            await until(lambda: engine.stats().num_running == 0)
 
     run(loop, main)

@@ -203,7 +203,9 @@ def test_batch_rejects_its_input_as_output(tmp_path: Path, scripted_batch: None)
     assert prompts.read_text() == content
 
 
-def test_batch_writes_errors_in_place_of_answers(tmp_path: Path, scripted_batch: None) -> None:
+def test_batch_writes_errors_in_place_of_answers(
+    tmp_path: Path, scripted_batch: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     texts = ["a", "long " * 20, "b", "\ud800", *("c" * n for n in range(80))]
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
@@ -212,6 +214,7 @@ def test_batch_writes_errors_in_place_of_answers(tmp_path: Path, scripted_batch:
     is_wrong = [len(text) > 63 or text in ("", "\ud800") for text in texts]
     assert ["error" in answer for answer in answers] == is_wrong
     assert "100 tokens" in answers[1]["error"]
+    assert "line 2: prompt of 100 tokens" in capsys.readouterr().err
     before = output.read_bytes()
     run_batch(prompts, output)
     assert output.read_bytes() == before

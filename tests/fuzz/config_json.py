@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.draft_config import DraftConfig
-from drift_sdk.models.rope import inverse_frequencies
+from drift_sdk.models.rope import Rope
 
 ROPE = {
     "rope_type": "llama3",
@@ -30,18 +30,37 @@ MODEL: dict[str, Any] = {
     "max_position_embeddings": 128,
     "rms_norm_eps": 1e-5,
 }
+FAMILIES: tuple[dict[str, Any], ...] = (
+    {},
+    {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 16},
+    {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": True},
+    {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "partial_rotary_factor": 0.5},
+    {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "sliding_window": 16},
+    {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "text_config": {name: value for name, value in MODEL.items() if name != "architectures"},
+    },
+    {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "no_rope_layers": [1, 0, 1, 1]},
+    {"architectures": ["GraniteForCausalLM"], "model_type": "granite", "logits_scaling": 2.0},
+)
 DRAFT: dict[str, Any] = MODEL | {"num_hidden_layers": 1, "draft_vocab_size": 50}
 SETTINGS = (
     *DRAFT,
     *("head_dim", "hidden_act", "attention_bias", "mlp_bias", "tie_word_embeddings", "quantization_config"),
     *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", *ROPE, "type", "factors"),
     *("layer_types", "sliding_window", "use_sliding_window", "max_window_layers"),
+    *("short_factor", "long_factor", "attention_factor", "full_attention", "sliding_attention"),
+    *("hidden_activation", "query_pre_attn_scalar", "sliding_window_pattern", "rope_local_base_freq"),
+    *("no_rope_layers", "no_rope_layer_interval", "final_logit_softcapping", "text_config"),
+    *("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"),
     *("eagle_config", "transformer_layer_config", "speculators_config", "algorithm", "norm_before_fc"),
     *("eagle_aux_hidden_state_layer_ids", "num_aux_hidden_states", "use_aux_hidden_state", "fc_norm"),
     *("target_hidden_size", "truncated_vocab_size", "norm_output", "bias", "parallel_draft_step"),
 )
 LIKELY = (
     *("llama", "qwen2", "qwen3", "silu", "full_attention", "linear", "default", "factors", "eagle3"),
+    *("sliding_attention", "longrope", "gelu_pytorch_tanh", [1.0] * 8),
     *("LlamaForCausalLM", "Qwen3ForCausalLM", 1, 2, 4, 16, 64, 1.0, 2**24, 2**31, 2**63, 10**4000, 0.5),
 )
 
@@ -57,20 +76,26 @@ values = st.recursive(
     ),
     max_leaves=6,
 )
-strategy = st.tuples(st.booleans(), st.dictionaries(st.sampled_from(SETTINGS), values, max_size=3))
+families = st.none() | st.sampled_from(FAMILIES)
+strategy = st.tuples(families, st.dictionaries(st.sampled_from(SETTINGS), values, max_size=3))
 
 
-def run(data: tuple[bool, dict[str, Any]]) -> None:
-    is_draft, changes = data
-    if is_draft:
+def run(data: tuple[dict[str, Any] | None, dict[str, Any]]) -> None:
+    """A draft's config if the family is None."""
+    family, changes = data
+    if family is None:
         target = DecoderConfig.from_hf(MODEL)
         draft = DraftConfig.from_hf(copy.deepcopy(DRAFT | changes), target)
         assert draft.target_hidden_size == target.hidden_size
-        found: DecoderConfig | DraftConfig = draft
+        ropes: tuple[Rope, ...] = (draft.rope,)
     else:
-        found = DecoderConfig.from_hf(copy.deepcopy(MODEL | changes))
+        found = DecoderConfig.from_hf(copy.deepcopy(MODEL | family | changes))
         assert found.max_position_embeddings >= 2
+        assert len(found.windows) == len(found.layer_ropes) == found.num_layers
+        ropes = found.ropes
 
-    if found.head_dim <= 2**16:
-        frequencies = inverse_frequencies(found.head_dim, found.rope_theta, found.rope_scaling)
+    for rope in ropes:
+        if rope.rotary_dim > 2**16:
+            continue
+        frequencies = rope.frequencies()
         assert frequencies.isfinite().all() and (frequencies >= 0).all()

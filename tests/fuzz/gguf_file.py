@@ -57,10 +57,33 @@ KEYS = (
     *("tokenizer.ggml.model", "tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.scores"),
     *("tokenizer.ggml.token_type", "tokenizer.ggml.eos_token_id", "tokenizer.ggml.add_bos_token"),
     *("tokenizer.ggml.unknown_token_id", "tokenizer.chat_template", "llama.embedding_length"),
+    *("llama.attention.sliding_window", "llama.rope.dimension_count", "llama.attention.scale"),
 )
-NAMES = ("rope_freqs.weight", "token_embd.weight", "blk.0.attn_q.weight", "blk.0.ffn_up.weight", "x")
+NAMES = (
+    "rope_freqs.weight",
+    "rope_factors_long.weight",
+    "token_embd.weight",
+    "blk.0.attn_q.weight",
+    "blk.0.ffn_up.weight",
+    "x",
+)
 SIZES = (0, 1, 8, 16, 32, 256, 2**31, 2**32, 2**60, 2**63, 2**64 - 1)
-TEXTS = ("llama", "gpt2", "qwen2", "gpt-2", "llama-bpe", "linear", "a b", "a", "b", "ab", "")
+TEXTS = (
+    "llama",
+    "phi3",
+    "gemma3",
+    "granite",
+    "gpt2",
+    "qwen2",
+    "gpt-2",
+    "llama-bpe",
+    "linear",
+    "a b",
+    "a",
+    "b",
+    "ab",
+    "",
+)
 
 
 def _string(text: bytes) -> bytes:

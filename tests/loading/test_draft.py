@@ -109,7 +109,7 @@ def test_aux_layers_of_ids(
 def test_rope_settings_are_the_drafts() -> None:
     config, target = _llama(36)
     draft = DraftConfig.from_hf(config, target)
-    assert (draft.rope_theta, draft.rope_scaling, target.rope_theta) == (10_000.0, None, 5e5)
+    assert (draft.rope.theta, draft.rope.scaling, target.ropes[0].theta) == (10_000.0, None, 5e5)
 
 
 @pytest.mark.parametrize(

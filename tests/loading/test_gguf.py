@@ -2,42 +2,25 @@
 
 from __future__ import annotations
 
-import copy
 import struct
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from decoder_parity import assert_parity, load_decoder, random_tokens
 from gguf import GGMLQuantizationType as Q
+from gguf_files import write_gguf
 from model_zoo import make_model
 
 from drift_sdk.errors import ModelLoadError
 from drift_sdk.loading.gguf import GGUFFile
 from drift_sdk.loading.source import eos_token_ids, resolve
 from drift_sdk.models.decoder_config import DecoderConfig
-from drift_sdk.models.rope import FrequencyFactors, inverse_frequencies
+from drift_sdk.models.rope import FrequencyFactors
 
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
 # Indices of models in the zoo. Their widths are 32, 64 or 96, so that the rows of most matrices are whole
 # blocks.
 LLAMA_BIASED, LLAMA_TIED, LLAMA3, QWEN2, QWEN3 = 7, 4, 1, 12, 18
@@ -46,88 +29,13 @@ WRITTEN = (Q.F32, Q.F16, Q.BF16, Q.Q8_0, Q.Q4_0, Q.Q4_1)
 K_QUANTS = (Q.Q2_K, Q.Q3_K, Q.Q4_K, Q.Q5_K, Q.Q6_K)
 
 
-def _permute(array: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[np.float32]:
-    """The order of rows that llama.cpp's converter writes: row 2i of a head is row i of the model, and row
-    2i + 1 is row i + head_dim / 2."""
-    head_dim = array.shape[0] // num_heads
-    order = [
-        h * head_dim + i + half
-        for h in range(num_heads)
-        for i in range(head_dim // 2)
-        for half in (0, head_dim // 2)
-    ]
-    return array[order]
-
-
-def _write(model: Any, file: Path, quantisation: Q = Q.F32, **extra: npt.NDArray[np.float32]) -> Any:
-    """Write a model as llama.cpp's converter does. Returns a copy of it with the weights as stored."""
-    config = model.config
-    family = config.model_type
-    writer = gguf.GGUFWriter(file, family)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_eos_token_id(7)
-    writer.add_eot_token_id(9)
-    writer.add_chat_template("{{ messages }}")
-    stored = copy.deepcopy(model)
-    parameters = dict(stored.named_parameters())
-    for name, parameter in parameters.items():
-        module, _, suffix = name.rpartition(".")
-        array = parameter.detach().numpy().copy()
-        num_heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(
-            module.rpartition(".")[2]
-        )
-        is_permuted = family == "llama" and num_heads is not None
-        array = _permute(array, num_heads) if is_permuted else array
-        block_size, _ = gguf.GGML_QUANT_SIZES[quantisation]
-        kind = quantisation if array.ndim == 2 and array.shape[1] % block_size == 0 else Q.F32
-        raw = gguf.quants.quantize(array, kind)
-        writer.add_tensor(_gguf_name(module, suffix), raw, raw_dtype=kind)
-        array = gguf.quants.dequantize(raw, kind)
-        if is_permuted:
-            array = array.reshape(num_heads, -1, 2, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
-
-        with torch.no_grad():
-            parameter.copy_(torch.from_numpy(array.copy()))
-
-    if config.rope_parameters["rope_type"] == "llama3":
-        plain = inverse_frequencies(head_dim, config.rope_parameters["rope_theta"], None)
-        extra["rope_freqs.weight"] = (plain / model.model.rotary_emb.inv_freq).numpy()
-
-    for name, array in extra.items():
-        writer.add_tensor(name, array)
-
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return stored
-
-
-def _gguf_name(module: str, suffix: str) -> str:
-    if module in NAMES:
-        return f"{NAMES[module]}.{suffix}"
-
-    _, _, layer, rest = module.split(".", 3)
-    return f"blk.{layer}.{NAMES[rest]}.{suffix}"
-
-
 @pytest.mark.parametrize("index", [LLAMA_BIASED, LLAMA_TIED, QWEN2, QWEN3])
 @pytest.mark.parametrize("quantisation", WRITTEN, ids=lambda kind: kind.name)
 def test_decoder_equals_transformers_on_dequantised_weights(
     index: int, quantisation: Q, tmp_path: Path
 ) -> None:
     model = make_model(index, tmp_path / "hf")
-    stored = _write(model, tmp_path / "model.gguf", quantisation)
+    stored = write_gguf(model, tmp_path / "model.gguf", quantisation)
     kinds = [tensor.tensor_type for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors]
     assert kinds.count(quantisation) >= 4 * model.config.num_hidden_layers
     tensors = GGUFFile(tmp_path / "model.gguf")
@@ -164,9 +72,9 @@ def test_k_quants(quantisation: Q, num_rows: int, tmp_path: Path) -> None:
 
 
 def test_frequency_factors_are_llama3_scaling(tmp_path: Path) -> None:
-    stored = _write(make_model(LLAMA3, tmp_path / "hf"), tmp_path / "model.gguf")
+    stored = write_gguf(make_model(LLAMA3, tmp_path / "hf"), tmp_path / "model.gguf")
     decoder = load_decoder(tmp_path / "model.gguf")
-    scaling = decoder.config.rope_scaling
+    scaling = decoder.config.ropes[0].scaling
     assert isinstance(scaling, FrequencyFactors) and max(scaling.factors) == pytest.approx(4.0)
     assert_parity(decoder, stored, random_tokens(decoder.config, 24), (24,))
 
@@ -179,7 +87,7 @@ def test_frequency_factors_beside_another_scaling_are_rejected(tmp_path: Path) -
 
 
 def test_config_and_tokenizer(tmp_path: Path) -> None:
-    _write(make_model(LLAMA_PLAIN, tmp_path / "hf"), tmp_path / "model.gguf")
+    write_gguf(make_model(LLAMA_PLAIN, tmp_path / "hf"), tmp_path / "model.gguf")
     source = resolve(tmp_path / "model.gguf")
     found = DecoderConfig.from_hf(source.config)
     expected = DecoderConfig.from_hf(resolve(tmp_path / "hf").config)
@@ -216,9 +124,12 @@ def _small(
 @pytest.mark.parametrize(
     "metadata, message",
     [
-        ({"architecture": "gemma3"}, "architecture 'gemma3'"),
+        ({"architecture": "gemma2"}, "architecture 'gemma2'"),
+        ({"architecture": "granitemoe"}, "architecture 'granitemoe'"),
         ({"llama.expert_count": 8}, "llama.expert_count=8"),
-        ({"llama.attention.sliding_window": 128}, "sliding_window=128"),
+        ({"architecture": "qwen3", "qwen3.attention.sliding_window": 128}, "sliding_window=128"),
+        ({"architecture": "gemma3", "gemma3.final_logit_softcapping": 30.0}, "softcapping=30.0"),
+        ({"architecture": "smollm3", "smollm3.attention.scale": 0.5}, "smollm3.attention.scale=0.5"),
         ({"llama.attention.key_length": 64, "llama.rope.dimension_count": 32}, "rope.dimension_count=32"),
         ({"split.count": 3}, "one of 3 parts"),
     ],
@@ -244,6 +155,7 @@ def test_settings_that_are_not_implemented_are_rejected_by_the_config(
     metadata: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     shapes = {"embedding_length": 8, "attention.head_count": 2, "attention.key_length": 4}
+    shapes |= {"block_count": 1, "context_length": 8}
     _small(tmp_path / "m.gguf", **({f"llama.{key}": value for key, value in shapes.items()} | metadata))
     with pytest.raises(ModelLoadError, match=message):
         DecoderConfig.from_hf(GGUFFile(tmp_path / "m.gguf").config)
@@ -259,7 +171,7 @@ def test_linear_scaling(tmp_path: Path) -> None:
 
 def test_unknown_tensor_is_rejected_by_its_name_in_the_file(tmp_path: Path) -> None:
     model = make_model(QWEN2, tmp_path / "hf")
-    _write(model, tmp_path / "model.gguf", **{"blk.0.attn_sinks.weight": np.ones(4, np.float32)})
+    write_gguf(model, tmp_path / "model.gguf", **{"blk.0.attn_sinks.weight": np.ones(4, np.float32)})
     with pytest.raises(
         ModelLoadError, match=r"model\.gguf: tensor blk\.0\.attn_sinks\.weight of shape \[4\]"
     ):

@@ -18,6 +18,7 @@ from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.kv_cache import KVCache
 
 NUM_BLOCKS = 256
+WINDOWED = 30  # a Gemma 3 of the zoo, with layers of both kinds
 BLOCK_SIZE = 8
 # (tokens in the cache, rows of this step) of each sequence: decode rows, first and later chunks of prompts,
 # and rows that verify drafts.
@@ -37,7 +38,7 @@ MIXED = [
 ]
 
 
-@pytest.fixture(scope="module", params=[1, 12, 22])
+@pytest.fixture(scope="module", params=[1, 12, 22, WINDOWED])
 def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     folder: Path = tmp_path_factory.mktemp("model")
     make_model(request.param, folder)
@@ -129,6 +130,44 @@ def test_long_chunk_after_a_long_context() -> None:
     weights = scores.masked_fill(~is_visible, float("-inf")).softmax(-1)
     expected = torch.einsum("hrk,khd->rhd", weights, value.repeat_interleave(2, 1)).reshape(num_rows, -1)
     assert_near(found, expected, inner=start + num_rows, magnitude=value.abs().max().item())
+
+
+@pytest.mark.parametrize("window", [1, 2, 7, 16, 200])
+def test_rows_see_the_keys_of_their_window_alone(window: int) -> None:
+    """Sequences of one and of several rows, alone and padded together. Keys that no row of a sequence sees
+    are NaN, which would spread to the rows."""
+    sequences = [(40, 1), (3, 1), (90, 1), (25, 6), (60, 6), (0, 6), (50, 30), (0, 30)]
+    generator = torch.Generator().manual_seed(window)
+    cache = KVCache(1, NUM_BLOCKS, BLOCK_SIZE, 2, 16, torch.float32, "cpu")
+    cache.keys.fill_(float("nan"))
+    cache.values.fill_(float("nan"))
+    tables = _tables([start + num_rows for start, num_rows in sequences])
+    rows, queries, newest, expected = [], [], [], []
+    for (start, num_rows), table in zip(sequences, tables, strict=True):
+        num_keys = start + num_rows
+        key, value = torch.randn(2, num_keys, 2, 16, generator=generator)
+        query = torch.randn(num_rows, 4, 16, generator=generator)
+        first = max(0, start + 1 - window)
+        slots = torch.tensor([table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(num_keys)])
+        cache.keys[0, slots[first:start]], cache.values[0, slots[first:start]] = (
+            key[first:start],
+            value[first:start],
+        )
+        distance = torch.arange(start, num_keys)[:, None] - torch.arange(num_keys)
+        scores = torch.einsum("rhd,khd->hrk", query, key.repeat_interleave(2, 1)) * 0.3
+        is_hidden = (distance < 0) | (distance >= window)
+        weights = scores.masked_fill(is_hidden, float("-inf")).softmax(-1)
+        expected.append(
+            torch.einsum("hrk,khd->rhd", weights, value.repeat_interleave(2, 1)).reshape(num_rows, -1)
+        )
+        rows.append(SequenceRows(table, start, num_rows))
+        queries.append(query)
+        newest.append((key[start:], value[start:]))
+
+    keys, values = (torch.cat(parts) for parts in zip(*newest, strict=True))
+    batch = AttentionBatch(rows, cache)
+    found = batch.attend(torch.cat(queries), keys, values, cache, 0, window=window, scale=0.3)
+    assert_near(found, torch.cat(expected), inner=100, magnitude=values.abs().max().item())
 
 
 def test_positions_and_slots_are_in_the_order_of_rows(decoder: Decoder) -> None:

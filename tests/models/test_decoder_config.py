@@ -13,7 +13,7 @@ from model_zoo import NUM_MODELS, make_model
 
 from drift_sdk.errors import ModelLoadError
 from drift_sdk.models.decoder_config import DecoderConfig
-from drift_sdk.models.rope import FrequencyFactors, LinearScaling, Llama3Scaling, inverse_frequencies
+from drift_sdk.models.rope import FrequencyFactors, LinearScaling, Llama3Scaling, Rope, inverse_frequencies
 from drift_sdk.models.weights import tensor_shapes
 
 LLAMA: dict[str, Any] = {
@@ -44,19 +44,23 @@ def test_old_and_new_rope_settings_are_equivalent() -> None:
     new = LLAMA | {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **LLAMA3}}
     config = DecoderConfig.from_hf(old)
     assert config == DecoderConfig.from_hf(new)
-    assert config.rope_theta == 5e5
-    assert config.rope_scaling == Llama3Scaling(**LLAMA3)
+    assert config.ropes == (Rope(theta=5e5, rotary_dim=16, scaling=Llama3Scaling(**LLAMA3)),)
     older = LLAMA | {"rope_scaling": {"type": "linear", "factor": 4.0}}
-    assert DecoderConfig.from_hf(older).rope_scaling == LinearScaling(factor=4.0)
-    assert DecoderConfig.from_hf(older).rope_theta == 10_000.0
+    linear = Rope(theta=10_000.0, rotary_dim=16, scaling=LinearScaling(factor=4.0))
+    assert DecoderConfig.from_hf(older).ropes == (linear,)
 
 
 @pytest.mark.parametrize("index", range(NUM_MODELS))
 def test_frequencies_equal_transformers(index: int, tmp_path: Path) -> None:
     model = make_model(index, tmp_path)
-    config = DecoderConfig.from_hf(json.loads((tmp_path / "config.json").read_text()))
-    found = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
-    assert torch.equal(found, model.model.rotary_emb.inv_freq)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    config = DecoderConfig.from_hf(settings, max_model_len=256)
+    theirs = model.model.rotary_emb
+    for layer, rope in enumerate(config.layer_ropes):
+        if rope is not None:
+            kind = f"{model.config.layer_types[layer]}_" if hasattr(theirs, "full_attention_inv_freq") else ""
+            assert torch.equal(config.ropes[rope].frequencies(), getattr(theirs, f"{kind}inv_freq"))
+            assert config.ropes[rope].magnitude == getattr(theirs, f"{kind}attention_scaling")
 
 
 def test_frequencies_of_llama_3_1_equal_transformers() -> None:
@@ -65,7 +69,7 @@ def test_frequencies_of_llama_3_1_equal_transformers() -> None:
     theirs = transformers.LlamaConfig(head_dim=128, rope_parameters=settings)
     expected = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(theirs).inv_freq
     config = DecoderConfig.from_hf(LLAMA | {"head_dim": 128, "rope_parameters": settings})
-    found = inverse_frequencies(128, config.rope_theta, config.rope_scaling)
+    found = config.ropes[0].frequencies()
     assert torch.equal(found, expected)
     plain = inverse_frequencies(128, 5e5, None)
     ratios = plain / found
@@ -111,12 +115,10 @@ def test_settings_without_effect_are_accepted(config: dict[str, Any]) -> None:
         (LLAMA | {"architectures": None, "model_type": "gpt2"}, "model_type='gpt2'"),
         ({}, "architectures=None"),
         (LLAMA | {"hidden_act": "gelu"}, "hidden_act='gelu'"),
-        (LLAMA | {"sliding_window": 128}, "sliding_window=128"),
-        (
-            QWEN2 | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
-            "sliding_window=64",
-        ),
-        (QWEN3 | {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        (LLAMA | {"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
+        (QWEN3 | {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window=None is not"),
+        (LLAMA | {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not implemented"),
+        (LLAMA | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not implemented"),
         (LLAMA | {"quantization_config": {"quant_method": "gptq"}}, "quant_method='gptq'"),
         (LLAMA | {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn'"),
         (LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
@@ -191,9 +193,12 @@ ROPE3 = {"rope_type": "llama3", **LLAMA3}
             {"rope_scaling": {"rope_type": "factors", "factors": [1.0] * 7 + [float("inf")]}},
             "rope factors .*inf",
         ),
-        ({"layer_types": 7}, "layer_types .*7"),
+        ({"layer_types": 7}, "layer_types=7: expected 2 of"),
         ({"layer_types": [[]]}, "layer_types"),
-        ({"use_sliding_window": True, "sliding_window": 5, "max_window_layers": "2"}, "sliding_window=5"),
+        ({"layer_types": ["full_attention"]}, "layer_types=.*: expected 2 of 'full_attention' and"),
+        ({"sliding_window": 0}, "sliding_window=0: expected an integer from 1"),
+        ({"sliding_window": "4"}, "sliding_window='4'"),
+        ({"sliding_window": 4, "use_sliding_window": 1}, "use_sliding_window=1: expected true or false"),
         ({"quantization_config": [1]}, r"quantization_config with quant_method=\[1\]"),
     ],
 )
@@ -217,7 +222,7 @@ def test_frequencies_at_the_ends_of_the_ranges_are_finite(
     theta: float, scaling: dict[str, Any] | None
 ) -> None:
     config = DecoderConfig.from_hf(LLAMA | {"head_dim": 256, "rope_theta": theta, "rope_scaling": scaling})
-    found = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+    found = config.ropes[0].frequencies()
     assert found.isfinite().all() and (found >= 0).all()
 
 

@@ -79,7 +79,7 @@ def _rope_off_by_one(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> Decod
     def shifted(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         rotated = rotate(x, cos, sin)
         late_cos, late_sin = rotary_tables(
-            torch.ones(len(x), dtype=torch.int64), decoder._frequencies, decoder.dtype
+            torch.ones(len(x), dtype=torch.int64), decoder._frequencies[0], decoder.dtype
         )
         num_heads = decoder.config.num_heads
         return torch.cat((rotate(rotated[:, :num_heads], late_cos, late_sin), rotated[:, num_heads:]), dim=1)

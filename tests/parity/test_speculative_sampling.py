@@ -15,6 +15,7 @@ from drift_sdk.execution.eager.drafters import Drafter, NGramDrafter
 from drift_sdk.execution.eager.executor import EagerExecutor
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.rope import Rope
 from drift_sdk.steps import (
     BlockUpdate,
     DecodeRow,
@@ -48,13 +49,15 @@ def decoder() -> Decoder:
         head_dim=8,
         max_position_embeddings=512,
         rms_norm_eps=1e-5,
-        rope_theta=10_000.0,
-        rope_scaling=None,
         has_qkv_bias=False,
         has_output_bias=False,
         has_mlp_bias=False,
         has_qk_norm=False,
         is_head_tied=False,
+        windows=(None, None),
+        ropes=(Rope(theta=10_000.0, rotary_dim=8),),
+        layer_ropes=(0, 0),
+        attention_scale=8**-0.5,
     )
     decoder = Decoder.random(config, device="cpu", dtype=torch.float32, seed=1)
     with torch.inference_mode():

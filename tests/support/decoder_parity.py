@@ -25,11 +25,13 @@ __all__ = [
 ]
 
 BLOCK_SIZE = 8
+MAX_MODEL_LEN = 256
 
 
 def load_decoder(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
     source = resolve(folder)
-    return Decoder.load(DecoderConfig.from_hf(source.config), source.tensors(), device="cpu", dtype=dtype)
+    config = DecoderConfig.from_hf(source.config, max_model_len=MAX_MODEL_LEN)
+    return Decoder.load(config, source.tensors(), device="cpu", dtype=dtype)
 
 
 def inner_terms(config: DecoderConfig) -> int:

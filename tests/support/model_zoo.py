@@ -13,7 +13,7 @@ import torch
 import transformers
 from tolerances import bound
 
-__all__ = ["NUM_MODELS", "logprob_bound", "make_model", "save_tokenizer"]
+__all__ = ["NUM_MODELS", "logprob_bound", "make_model", "random_model", "save_tokenizer"]
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -70,10 +70,86 @@ QWEN3S: tuple[dict[str, Any], ...] = (
     _shape(4, 4, 128, 64, rope_parameters=LLAMA3, num_hidden_layers=2),
     _shape(6, 1, 10, 60, rope_parameters=LLAMA3, intermediate_size=90),
 )
+SWITCHED = {"use_sliding_window": True, "sliding_window": 11}
+WINDOWED_QWEN2S: tuple[dict[str, Any], ...] = (
+    _shape(4, 2, 16, 64, rope_parameters=LARGE_BASE, max_window_layers=1, **SWITCHED),
+)
+WINDOWED_QWEN3S: tuple[dict[str, Any], ...] = (
+    _shape(
+        6,
+        2,
+        8,
+        48,
+        rope_parameters=DEFAULT,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        **SWITCHED,
+    ),
+)
+MISTRALS: tuple[dict[str, Any], ...] = (_shape(4, 2, 16, 64, rope_parameters=DEFAULT, sliding_window=7),)
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5],
+    "long_factor": [1.2, 1.9, 3.0, 5.0, 8.0, 13.0],
+    "partial_rotary_factor": 0.75,
+}
+PHI3S: tuple[dict[str, Any], ...] = (
+    _shape(
+        4,
+        2,
+        16,
+        64,
+        rope_parameters=LONG_ROPE,
+        original_max_position_embeddings=256,
+        tie_word_embeddings=True,
+    ),
+)
+GEMMA_ROPES = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+}
+GEMMA3S: tuple[dict[str, Any], ...] = (
+    _shape(
+        4,
+        2,
+        16,
+        64,
+        rope_parameters=GEMMA_ROPES,
+        sliding_window=12,
+        query_pre_attn_scalar=6,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+)
+SMOLLM3S: tuple[dict[str, Any], ...] = (
+    _shape(
+        6, 2, 8, 48, rope_parameters=LARGE_BASE, no_rope_layers=[0, 1, 0], attention_bias=True, **SWITCHED
+    ),
+)
+GRANITES: tuple[dict[str, Any], ...] = (
+    _shape(
+        4,
+        2,
+        16,
+        64,
+        rope_parameters=DEFAULT,
+        embedding_multiplier=12.0,
+        residual_multiplier=0.6,
+        attention_multiplier=0.2,
+        logits_scaling=1.7,
+        tie_word_embeddings=True,
+    ),
+)
 KINDS = (
     *((transformers.LlamaConfig, transformers.LlamaForCausalLM, fields) for fields in LLAMAS),
     *((transformers.Qwen2Config, transformers.Qwen2ForCausalLM, fields) for fields in QWEN2S),
     *((transformers.Qwen3Config, transformers.Qwen3ForCausalLM, fields) for fields in QWEN3S),
+    *((transformers.Qwen2Config, transformers.Qwen2ForCausalLM, fields) for fields in WINDOWED_QWEN2S),
+    *((transformers.Qwen3Config, transformers.Qwen3ForCausalLM, fields) for fields in WINDOWED_QWEN3S),
+    *((transformers.MistralConfig, transformers.MistralForCausalLM, fields) for fields in MISTRALS),
+    *((transformers.Phi3Config, transformers.Phi3ForCausalLM, fields) for fields in PHI3S),
+    *((transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM, fields) for fields in GEMMA3S),
+    *((transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM, fields) for fields in SMOLLM3S),
+    *((transformers.GraniteConfig, transformers.GraniteForCausalLM, fields) for fields in GRANITES),
 )
 NUM_MODELS = len(KINDS)
 
@@ -93,17 +169,24 @@ def make_model(index: int, folder: Path) -> Any:
             "max_position_embeddings": 512,
             "bos_token_id": 0,
             "eos_token_id": 1,
+            "pad_token_id": 2,
             **fields,
         }
     )
-    with torch.random.fork_rng(devices=[]):
-        model = model_class(config).eval()
-        generator = torch.Generator().manual_seed(14_000 + index)
-        for name, parameter in model.named_parameters():
-            _randomise(name, parameter, generator)
-
+    model = random_model(model_class, config, seed=14_000 + index)
     model.save_pretrained(folder, max_shard_size="64KB" if index % 4 == 0 else "1GB")
     save_tokenizer(folder, config.vocab_size)
+    return model
+
+
+def random_model(model_class: Any, config: Any, *, seed: int) -> Any:
+    """A model in float32 and eval mode, with random weights: the same for the same seed."""
+    with torch.random.fork_rng(devices=[]):
+        model = model_class(config).eval()
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in model.named_parameters():
+            _randomise(name, parameter, generator, config)
+
     return model
 
 
@@ -119,19 +202,23 @@ def logprob_bound(index: int) -> float:
 
 
 @torch.no_grad()
-def _randomise(name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
+def _randomise(name: str, parameter: torch.Tensor, generator: torch.Generator, config: Any) -> None:
     """Draw random values for a parameter.
 
     They are large enough that greedy decoding varies (19 or more different tokens in 64, from prompts of 1,
     19 and 70 tokens), and small enough that rounding is not amplified. Embeddings are small compared with the
     output of the layers, so that a tied head does not repeat its input.
     """
+    is_gemma = config.model_type == "gemma3_text"
+    scale = config.hidden_size**0.5 if is_gemma else getattr(config, "embedding_multiplier", 1.0)
     if name.endswith("norm.weight"):
-        parameter.normal_(1.0, 0.2, generator=generator)
+        # Gemma's norms multiply by 1 + weight. Its head is small, as it is the embedding.
+        mean = (scale - 1.0 if name == "model.norm.weight" else 0.0) if is_gemma else 1.0
+        parameter.normal_(mean, 0.2, generator=generator)
     elif name.endswith("bias"):
         parameter.normal_(0.0, 0.3, generator=generator)
     elif "embed_tokens" in name or "lm_head" in name:
-        parameter.normal_(0.0, 0.2, generator=generator)
+        parameter.normal_(0.0, 0.2 / scale, generator=generator)
     else:
         gain = 1.5 if "q_proj" in name or "k_proj" in name else 2.0
         parameter.normal_(0.0, gain * parameter.shape[1] ** -0.5, generator=generator)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+from contextlib import suppress
 
 from drift_sdk.cli.terminal import hide_progress, print_error, show_progress
 from drift_sdk.config import EngineConfig
@@ -77,7 +78,13 @@ class Conversation:
 
 
 async def read_question() -> str | None:
-    """The next line of stdin, read on a thread; None at its end."""
+    """The next line of stdin, read on a thread; None at its end.
+
+    In a terminal the line can be edited, and the arrow keys recall earlier ones.
+    """
+    with suppress(ImportError):  # Windows has no readline
+        import readline  # noqa: F401  # makes input() edit lines
+
     try:
         return await asyncio.to_thread(input, "> ")
     except EOFError:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+
 from drift_sdk.driver.loop_poster import LoopPoster
 from drift_sdk.driver.request import Request
 from drift_sdk.driver.request_registry import RequestRegistry, failure_of
@@ -17,7 +20,14 @@ __all__ = ["Delivery"]
 
 
 class Delivery:
-    """The requests that the scheduler knows, and the updates of their streams until they are posted."""
+    """The requests that the scheduler knows, and the updates of their streams until they are posted.
+
+    Of several samples of one prompt, the first is scheduled, and the others, its followers, are held until
+    the prompt's KV is in the prefix cache: until the first token. If the first ends before that, the next
+    takes its place.
+
+    prepare: has a request prepared that was held.
+    """
 
     def __init__(
         self,
@@ -25,11 +35,13 @@ class Delivery:
         registry: RequestRegistry,
         stats_recorder: StatsRecorder,
         text_worker: TextWorker,
+        prepare: Callable[[Request], None],
     ) -> None:
         self._scheduler = scheduler
         self._registry = registry
         self._stats_recorder = stats_recorder
         self._text_worker = text_worker
+        self._prepare = prepare
         self._requests: dict[Sequence, Request] = {}  # those that the scheduler knows
         self._updates = PendingUpdates()
 
@@ -41,13 +53,20 @@ class Delivery:
             self._requests[request.sequence] = request
             self._scheduler.add(request.sequence)
             self._stats_recorder.entered(request)
+            self._accept(request)
         self._registry.mark_prepared(self.publish_stats)
         if error is not None and not request.is_done:
+            followers, request.followers = request.followers, ()
             self._fail(request, error)
+            for follower in followers:  # their prompt is the same
+                if not follower.is_done:
+                    self._fail(follower, copy_of(error))
 
     def extend(self, delta: Delta) -> None:
         """Turn a sequence's new tokens into text, and end its request if they end it."""
         request = self._requests[delta.sequence]
+        if request.followers:
+            self._release_followers(request)
         chunk = request.extend(delta.output)
         self._stats_recorder.extended(request, delta, chunk)
         if request.is_done:
@@ -106,6 +125,37 @@ class Delivery:
             self._stats_recorder.deserted(request)
         self.publish_stats()
 
+    def _accept(self, request: Request) -> None:
+        """Mark a request as accepted that the scheduler has queued, and its followers with it."""
+        for accepted in (request, *request.followers):
+            updates = accepted.stream_updates
+            if accepted.is_done or updates.is_accepted:
+                continue
+
+            updates.is_accepted = True
+            if updates.awaits_acceptance:
+                self._updates.add(Update(stream_updates=updates))
+        sequence = request.sequence
+        assert sequence is not None
+        # The last token of a prompt is always computed, so a prompt of one block shares nothing.
+        if sequence.num_prompt_tokens <= self._scheduler.config.block_size:
+            self._release_followers(request)
+
+    def _release_followers(self, request: Request) -> None:
+        followers, request.followers = request.followers, ()
+        for follower in followers:
+            if not follower.is_done:
+                self._release_held(follower)
+
+    def _release_held(self, request: Request) -> None:
+        """Have a held request prepared."""
+        request.is_held = False
+        try:
+            self._prepare(request)
+        except DriftError as error:
+            self._registry.mark_prepared(self.publish_stats)
+            self._fail(request, error)
+
     def _finish(self, request: Request, chunk: Chunk) -> None:
         self._remove(request)
         completion = request.completion()
@@ -124,3 +174,19 @@ class Delivery:
         self._registry.remove(request)
         if request.sequence is not None and self._requests.pop(request.sequence, None) is not None:
             self._scheduler.remove(request.sequence)
+        if request.is_held:
+            request.is_held = False
+            self._registry.mark_prepared(self.publish_stats)
+        followers = [follower for follower in request.followers if not follower.is_done]
+        request.followers = ()
+        if followers:
+            next_one = followers[0]
+            next_one.followers = tuple(followers[1:])
+            self._release_held(next_one)
+
+
+def copy_of(error: DriftError) -> DriftError:
+    """An equal error, for another stream: each raises its own."""
+    copied = copy.copy(error)
+    copied.__cause__ = error.__cause__
+    return copied

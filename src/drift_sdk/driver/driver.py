@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import traceback
+from collections.abc import Sequence
 
 from drift_sdk.driver.commands import (
     Cancel,
@@ -23,9 +23,10 @@ from drift_sdk.driver.commands import (
 from drift_sdk.driver.delivery import Delivery
 from drift_sdk.driver.loaded_model import LoadedModel, OpenModel
 from drift_sdk.driver.loop_poster import Latch
-from drift_sdk.driver.model_opener import ModelOpener
+from drift_sdk.driver.model_opener import ModelOpener, clear_frames
 from drift_sdk.driver.process_hooks import close_at_exit, life_cycle_lock, num_forks
-from drift_sdk.driver.request import ModelText, Request
+from drift_sdk.driver.prompts import ModelText, Prompt
+from drift_sdk.driver.request import Request
 from drift_sdk.driver.request_registry import RequestRegistry
 from drift_sdk.driver.stats_recorder import StatsRecorder
 from drift_sdk.driver.text_worker import TextWorker
@@ -99,20 +100,44 @@ class Driver:
             self.close(0.0)
             return True
 
-    def submit(self, request: Request) -> None:
-        """Admit a request and have it prepared; QueueFull, EngineClosed or ExecutorError if it cannot be."""
-        self._registry.admit(request, lambda: self.stats_recorder.stats)
-        assert self.model_text is not None
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Admit requests of one prompt, all or none, and have the first prepared; the others follow when its
+        prompt is in the prefix cache. QueueFull, EngineClosed, ExecutorError or RequestError if they are
+        rejected."""
+        first, *others = requests
+        first.followers = tuple(others)
+        for request in others:
+            request.is_held = True
+        self._registry.admit(requests, lambda: self.stats_recorder.stats)
         try:
-            self._text_worker.prepare(request, self.model_text)
+            self._prepare(first)
         except BaseException as error:
-            self._registry.withdraw(request)
+            self._registry.withdraw(requests)
             if not isinstance(error, EngineClosed):
                 raise
         else:
             return
 
         raise self._registry.rejection()  # the engine has closed since the request was admitted
+
+    def _prepare(self, request: Request) -> None:
+        assert self.model_text is not None
+        self._text_worker.prepare(request, self.model_text)
+
+    def cancel(self, request_id: str) -> bool:
+        """End the live requests of this id with finish reason "cancelled". Returns False if there is none."""
+        requests = self._registry.find(request_id)
+        for request in requests:
+            self.send(Cancel(request))
+        return bool(requests)
+
+    async def count_tokens(self, prompt: Prompt) -> int:
+        """The number of tokens of a prompt, counted on a text thread."""
+        if not self.is_open:
+            raise self._registry.rejection()
+
+        assert self.model_text is not None
+        return await self._text_worker.count_tokens(prompt, self.model_text)
 
     @property
     def has_room(self) -> bool:
@@ -176,7 +201,9 @@ class Driver:
         self.model_text, self.executor_name = model.text, model.executor_name
         self._executor = model.executor
         self._scheduler = Scheduler(model.scheduling)
-        delivery = Delivery(self._scheduler, self._registry, self.stats_recorder, self._text_worker)
+        delivery = Delivery(
+            self._scheduler, self._registry, self.stats_recorder, self._text_worker, self._prepare
+        )
         self._delivery = delivery
         self.stats_recorder.opened(model, time.monotonic() - started_at)
         delivery.publish_stats()
@@ -349,13 +376,3 @@ class Driver:
                 self.stats_recorder.closed()
             self.opened.set(failure)
             self.closed.set()
-
-
-def clear_frames(error: BaseException | None) -> None:
-    """Clear the local variables of the frames that an error and its causes were raised through, so that an
-    error that is kept keeps no weights and caches."""
-    cleared: list[BaseException] = []
-    while error is not None and error not in cleared:
-        cleared.append(error)
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 
 import msgspec
@@ -14,7 +15,7 @@ from drift_sdk.progress import Report
 from drift_sdk.scheduling.config import SchedulerConfig
 from drift_sdk.steps import ExecutorLimits
 
-__all__ = ["ModelOpener"]
+__all__ = ["ModelOpener", "clear_frames"]
 
 INTERRUPTIBLE = ("find", "load tokenizer", "load weights")
 """Stages in which opening may be interrupted: there is no executor yet that would have to be closed."""
@@ -98,3 +99,13 @@ def compare(name: str, first: object, found: object) -> None:
     """ModelLoadError if a property differs from that of the first opening."""
     if first != found:
         raise ModelLoadError(f"the model has changed since the start: {name}={found!r}, was {first!r}")
+
+
+def clear_frames(error: BaseException | None) -> None:
+    """Clear the local variables of the frames that an error and its causes were raised through, so that an
+    error that is kept keeps no weights and caches."""
+    cleared: list[BaseException] = []
+    while error is not None and error not in cleared:
+        cleared.append(error)
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

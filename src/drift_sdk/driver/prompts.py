@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from msgspec import Struct
 
+from drift_sdk._plain_data import to_plain
 from drift_sdk.errors import PromptTooLong, RequestError, short_repr
 from drift_sdk.sampling_params import SamplingParams
 
@@ -14,7 +15,17 @@ if TYPE_CHECKING:  # their libraries would make up most of the package's import 
     from drift_sdk.text.chat import ChatTemplate
     from drift_sdk.text.tokenizer import Tokenizer
 
-__all__ = ["ChatPrompt", "ModelText", "Prompt", "TextPrompt", "TokenPrompt", "as_prompt"]
+__all__ = [
+    "ChatPrompt",
+    "ModelText",
+    "Prompt",
+    "SharedPrompt",
+    "TextPrompt",
+    "TokenPrompt",
+    "as_any_prompt",
+    "as_chat_prompt",
+    "as_prompt",
+]
 
 MAX_PROMPT_TOKENS = 2**24
 """More than any model's context. A prompt is copied at the call, before the model's own limit is checked."""
@@ -55,6 +66,10 @@ class Prompt(Protocol):
         """The prompt's token ids. Runs on a text thread. RequestError if the prompt does not fit the
         model."""
 
+    def num_tokens(self, model: ModelText) -> int:
+        """The number of the prompt's token ids, also if there are none or more than the model takes. Runs on
+        a text thread. RequestError as of `token_ids` otherwise."""
+
 
 class TextPrompt(Struct, frozen=True):
     """A text, which is tokenised with the model's special tokens (such as BOS) added."""
@@ -64,6 +79,9 @@ class TextPrompt(Struct, frozen=True):
 
     def token_ids(self, model: ModelText) -> list[int]:
         return encode(self.text, model, add_special_tokens=True)
+
+    def num_tokens(self, model: ModelText) -> int:
+        return len(model.tokenizer.encode(self.text, add_special_tokens=True))
 
 
 class TokenPrompt(Struct, frozen=True):
@@ -75,6 +93,9 @@ class TokenPrompt(Struct, frozen=True):
     def token_ids(self, model: ModelText) -> list[int]:
         check_length(len(self.ids), model)
         return checked_ids(self.ids, model, given=list(self.ids))
+
+    def num_tokens(self, model: ModelText) -> int:
+        return len(checked_ids(self.ids, model, given=list(self.ids))) if self.ids else 0
 
 
 class ChatPrompt(Struct, frozen=True):
@@ -90,11 +111,17 @@ class ChatPrompt(Struct, frozen=True):
     field = "messages"
 
     def token_ids(self, model: ModelText) -> list[int]:
+        return encode(self._text(model), model, add_special_tokens=False)
+
+    def num_tokens(self, model: ModelText) -> int:
+        return len(model.tokenizer.encode(self._text(model), add_special_tokens=False))
+
+    def _text(self, model: ModelText) -> str:
         if model.chat_template is None:
             allowed = "a model with a chat template; use generate()"
             raise RequestError.of("messages", len(self.messages), allowed)
 
-        return encode(self._render(model.chat_template), model, add_special_tokens=False)
+        return self._render(model.chat_template)
 
     def _render(self, template: ChatTemplate) -> str:
         try:
@@ -110,6 +137,61 @@ class ChatPrompt(Struct, frozen=True):
             field = f"messages[{index}].content"
             value = self.messages[index]["content"]
             raise RequestError.of(field, value, f"{allowed} ({error.__cause__ or error})") from error
+
+
+class SharedPrompt:
+    """A prompt of several requests that is tokenised for the first of them alone: the others are prepared
+    after it."""
+
+    def __init__(self, prompt: Prompt) -> None:
+        self.field = prompt.field
+        self._prompt = prompt
+        self._ids: list[int] | None = None
+
+    def token_ids(self, model: ModelText) -> list[int]:
+        if self._ids is None:
+            self._ids = self._prompt.token_ids(model)
+        return self._ids
+
+    def num_tokens(self, model: ModelText) -> int:
+        return self._prompt.num_tokens(model)
+
+
+def as_any_prompt(
+    prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    template_args: Mapping[str, Any] | None,
+) -> Prompt:
+    """A prompt as of `as_prompt`, or messages as of `as_chat_prompt`. RequestError for tools or template_args
+    without messages."""
+    is_sequence = isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes | bytearray)
+    if is_sequence and len(prompt) and isinstance(prompt[0], Mapping):
+        return as_chat_prompt(cast("Sequence[Mapping[str, Any]]", prompt), tools, template_args)
+
+    for name, value in (("tools", tools), ("template_args", template_args)):
+        if value is not None:
+            raise RequestError.of(name, value, "None with a prompt that is no sequence of messages")
+
+    return as_prompt(cast("str | Sequence[int]", prompt))
+
+
+def as_chat_prompt(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    template_args: Mapping[str, Any] | None,
+) -> ChatPrompt:
+    """A conversation as a value. RequestError for what is not plain data or has another form."""
+    if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
+        raise RequestError.of("messages", messages, "a sequence of mappings with role and content")
+
+    if template_args is not None and not isinstance(template_args, Mapping):
+        raise RequestError.of("template_args", template_args, "a mapping")
+
+    return ChatPrompt(
+        to_plain("messages", messages),
+        to_plain("tools", tools),
+        to_plain("template_args", template_args),
+    )
 
 
 def as_prompt(prompt: str | Sequence[int]) -> Prompt:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from drift_sdk.driver.loop_poster import LoopPoster
 from drift_sdk.driver.request import Request
-from drift_sdk.errors import EngineClosed, ExecutorError, QueueFull
+from drift_sdk.errors import EngineClosed, ExecutorError, QueueFull, RequestError
 from drift_sdk.stats import EngineStats
 
 __all__ = ["RequestRegistry", "failure_of"]
@@ -27,6 +27,7 @@ class RequestRegistry:
         # Reentrant: the garbage collector may run within a locked section, and an engine's finaliser in it.
         self._lock = threading.RLock()
         self._live: dict[Request, None] = {}
+        self._by_id: dict[str, list[Request]] = {}  # live requests by request_id and by group_id
         self._num_being_prepared = 0
         self.num_admitted = 0
         self.num_rejected = 0
@@ -46,20 +47,29 @@ class RequestRegistry:
             self.is_open, self._is_closed = False, True
             self._failure = failure or self._failure
 
-    def admit(self, request: Request, read_stats: Callable[[], EngineStats]) -> None:
-        """Make a request live; QueueFull, EngineClosed or ExecutorError if it is rejected."""
+    def admit(self, requests: Sequence[Request], read_stats: Callable[[], EngineStats]) -> None:
+        """Make all of these requests live, or none: EngineClosed or ExecutorError if the registry is not
+        open, RequestError if a live request has one of their ids, QueueFull."""
+        ids = {name for request in requests for name in names_of(request)}
         with self._lock:
             if not self.is_open:
                 raise self.rejection()
 
-            stats = read_stats()
-            if not self.has_room(stats):
-                self.num_rejected += 1
-                raise self._queue_full(stats)
+            taken = next((name for name in ids if name in self._by_id), None)
+            if taken is not None:
+                raise RequestError.of("request_id", taken, "an id that no live request has")
 
-            self._num_being_prepared += 1
-            self.num_admitted += 1
-            self._live[request] = None
+            stats = read_stats()
+            if not self.has_room(stats, len(requests)):
+                self.num_rejected += len(requests)
+                raise self._queue_full(stats, len(requests))
+
+            self._num_being_prepared += len(requests)
+            self.num_admitted += len(requests)
+            for request in requests:
+                self._live[request] = None
+                for name in names_of(request):
+                    self._by_id.setdefault(name, []).append(request)
 
     def rejection(self) -> EngineClosed | ExecutorError:
         """The error for a request that is submitted while the registry is not open."""
@@ -68,17 +78,18 @@ class RequestRegistry:
 
         return EngineClosed("the engine was closed" if self._is_closed else "the engine is still starting")
 
-    def has_room(self, stats: EngineStats) -> bool:
-        """Whether one more request would be admitted, as far as the queue is concerned."""
+    def has_room(self, stats: EngineStats, num_requests: int = 1) -> bool:
+        """Whether so many more requests would be admitted, as far as the queue is concerned."""
         limit = self._max_queued_requests
-        return limit is None or self._num_queued(stats) < limit
+        return limit is None or self._num_queued(stats) + num_requests <= limit
 
-    def withdraw(self, request: Request) -> None:
+    def withdraw(self, requests: Sequence[Request]) -> None:
         """Undo `admit`."""
         with self._lock:
-            self._num_being_prepared -= 1
-            self.num_admitted -= 1
-            self._live.pop(request, None)
+            self._num_being_prepared -= len(requests)
+            self.num_admitted -= len(requests)
+            for request in requests:
+                self.remove(request)
 
     def mark_prepared(self, publish_stats: Callable[[], None]) -> None:
         """Called when one of the admitted requests is known to the scheduler, or preparing it has failed.
@@ -91,7 +102,19 @@ class RequestRegistry:
     def remove(self, request: Request) -> None:
         """Called when a request has ended."""
         with self._lock:
-            self._live.pop(request, None)
+            if request not in self._live:
+                return
+
+            del self._live[request]
+            for name in names_of(request):
+                self._by_id[name].remove(request)
+                if not self._by_id[name]:
+                    del self._by_id[name]
+
+    def find(self, request_id: str) -> list[Request]:
+        """Live requests of this id: one, or all samples of a group; empty if there is none."""
+        with self._lock:
+            return list(self._by_id.get(request_id, ()))
 
     def live_requests(self, loop_poster: LoopPoster | None = None) -> list[Request]:
         """Live requests of one event loop, or of all (None)."""
@@ -110,13 +133,25 @@ class RequestRegistry:
         """Requests that will wait for a slot: negative while more slots are free than requests are coming."""
         return self._num_being_prepared + stats.num_queued - stats.num_free_slots
 
-    def _queue_full(self, stats: EngineStats) -> QueueFull:
-        num_queued = max(self._num_queued(stats), 0)
-        waiting = "1 request is" if num_queued == 1 else f"{num_queued} requests are"
+    def _queue_full(self, stats: EngineStats, num_requests: int) -> QueueFull:
+        limit, num_queued = self._max_queued_requests, self._num_queued(stats)
+        if num_requests > 1:
+            room = max(limit - num_queued, 0) if limit is not None else 0
+            return QueueFull(
+                f"max_queued_requests={limit}: there is room for {room} of {num_requests} requests; "
+                "try again later"
+            )
+
+        waiting = "1 request is" if num_queued == 1 else f"{max(num_queued, 0)} requests are"
         return QueueFull(
-            f"max_queued_requests={self._max_queued_requests}: no slot is free and {waiting} waiting for one "
-            "already; try again later"
+            f"max_queued_requests={limit}: no slot is free and {waiting} waiting for one already; try again "
+            "later"
         )
+
+
+def names_of(request: Request) -> tuple[str, ...]:
+    """The ids that a request can be found by."""
+    return (request.request_id,) if request.group_id is None else (request.request_id, request.group_id)
 
 
 def failure_of(cause: BaseException) -> ExecutorError:

@@ -10,11 +10,12 @@ from drift_sdk.driver.process_hooks import num_forks
 from drift_sdk.errors import EngineClosed
 from drift_sdk.results import Chunk, Completion
 
-__all__ = ["PendingUpdates", "StreamUpdates", "Update"]
+__all__ = ["PendingUpdates", "Signal", "StreamUpdates", "Update"]
 
 
 class Update(Struct, frozen=True, kw_only=True, gc=False):
-    """One step's news for one stream: a chunk, and at the end of the request its completion or its error."""
+    """One step's news for one stream: a chunk, and at the end of the request its completion or its error.
+    Without any of them, it resumes the tasks that wait for the request to be accepted."""
 
     stream_updates: StreamUpdates
     chunk: Chunk | None = None
@@ -22,22 +23,61 @@ class Update(Struct, frozen=True, kw_only=True, gc=False):
     error: BaseException | None = None
 
 
+class Signal:
+    """Resumes all tasks that wait for it, each time it is given. Used on one event loop only."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self) -> None:
+        self._event: anyio.Event | None = None  # set by the next call of `give`
+
+    def give(self) -> None:
+        if self._event is not None:
+            self._event.set()
+            self._event = None
+
+    async def wait(self) -> None:
+        if self._event is None:
+            self._event = anyio.Event()
+
+        await self._event.wait()
+
+
 class StreamUpdates:
     """Chunks of one stream that have not been read, and how it ended. Used on the stream's event loop only;
     the engine's thread posts `deliver` to that loop.
 
     The engine holds this object and the caller holds the stream, so that a dropped stream can be noticed.
+
+    signal:     given by every update; several streams may share one. None = a signal of its own.
+    end_signal: given by the last update; None = none.
+
+    `is_accepted` is set by the engine's thread when the request has been accepted. It posts an update for
+    that only if a task has set `awaits_acceptance` before, so that other requests cost no post.
     """
 
-    __slots__ = ("_event", "_num_forks", "_pending", "completion", "error", "loop_poster")
+    __slots__ = (
+        "_num_forks",
+        "_pending",
+        "_signal",
+        "awaits_acceptance",
+        "completion",
+        "end_signal",
+        "error",
+        "is_accepted",
+        "loop_poster",
+    )
 
-    def __init__(self, loop_poster: LoopPoster) -> None:
+    def __init__(self, loop_poster: LoopPoster, signal: Signal | None = None) -> None:
         self._num_forks = num_forks()
         self.loop_poster = loop_poster
         self.completion: Completion | None = None
         self.error: BaseException | None = None
+        self.end_signal: Signal | None = None
+        self.is_accepted = False
+        self.awaits_acceptance = False
         self._pending: list[Chunk] = []
-        self._event: anyio.Event | None = None  # set by the next update
+        self._signal = signal if signal is not None else Signal()
 
     @property
     def is_done(self) -> bool:
@@ -59,9 +99,9 @@ class StreamUpdates:
             self._pending.append(update.chunk)
         self.completion = update.completion
         self.error = update.error
-        if self._event is not None:
-            self._event.set()
-            self._event = None
+        self._signal.give()
+        if self.end_signal is not None and self.is_done:
+            self.end_signal.give()
 
     def take_chunk(self) -> Chunk:
         """Remove all unread chunks and return them as one. There must be at least one."""
@@ -87,15 +127,13 @@ class StreamUpdates:
                 "that generate() or chat() was called on"
             )
 
-    async def wait(self) -> None:
-        """Wait for the next update; EngineClosed if none can come."""
+    async def wait(self, signal: Signal | None = None) -> None:
+        """Wait for the next update, or for another signal that is to come from the engine; EngineClosed if
+        none can come."""
         if self.is_from_parent:
             raise EngineClosed("the engine runs in the process that this one was forked from")
 
-        if self._event is None:
-            self._event = anyio.Event()
-
-        await self._event.wait()
+        await (signal or self._signal).wait()
 
 
 class PendingUpdates:

@@ -7,10 +7,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
 from drift_sdk.driver.commands import Command, Continue, Submit
-from drift_sdk.driver.prompts import ModelText
+from drift_sdk.driver.prompts import ModelText, Prompt
 from drift_sdk.driver.request import Request
+from drift_sdk.driver.token_count import TokenCount
 from drift_sdk.errors import DriftError, EngineClosed, RequestError
 
 __all__ = ["TextWorker"]
@@ -30,32 +32,49 @@ CLOSE_TIMEOUT_S = 5.0
 log = logging.getLogger("drift_sdk")
 
 
-class Job:
-    """Work for a request.
+class Client(Protocol):
+    """A request, or a count of tokens, that text work is done for.
 
-    work:   does it; an exception that it raises is the outcome.
-    answer: makes the command that tells the engine's thread the outcome.
+    request_id: its name in the log.
+    text_field: the argument of the caller that is worked on.
+    is_done:    whether the outcome is of no interest any more.
     """
 
-    __slots__ = ("answer", "deadline", "is_answered", "is_plain", "request", "work")
+    request_id: str
+    text_field: str
+    is_done: bool
+
+
+class Job:
+    """Work for a client.
+
+    work:     does it; an exception that it raises is the outcome.
+    answer:   tells the outcome.
+    is_plain: whether the work is on a plain prompt alone.
+    """
+
+    __slots__ = ("answer", "client", "deadline", "is_answered", "is_plain", "work")
 
     def __init__(
         self,
-        request: Request,
+        client: Client,
         work: Callable[[], None],
-        answer: Callable[[Request, DriftError | None], Command],
+        answer: Callable[[DriftError | None], None],
+        *,
+        is_plain: bool,
     ) -> None:
-        self.request = request
+        self.client = client
         self.work = work
         self.answer = answer
         self.deadline = 0.0
         self.is_answered = False
-        self.is_plain = request.params.grammar is None and request.text_field == "prompt"
+        self.is_plain = is_plain
 
 
 class TextWorker:
-    """Prepares requests and advances their constraints. The outcome of every job is sent to the engine's
-    thread once, by `send`, unless the worker is closed before.
+    """Prepares requests, advances their constraints, and counts tokens. The outcome of every job of a request
+    is sent to the engine's thread once, by `send`, unless the worker is closed before. A count that has not
+    ended by then ends with EngineClosed.
 
     Threads are started when they are needed, one more than there are jobs in progress: the idle one watches
     for overdue jobs. A job cannot be interrupted. A job that takes longer than `JOB_TIMEOUT_S` is answered
@@ -72,7 +91,7 @@ class TextWorker:
     If no thread can be started, the existing threads do the jobs, and overdue jobs are answered when one of
     these is idle. If there is no thread, the request fails with a RequestError.
 
-    `prepare`, `advance` and `abandon` may be called from any thread.
+    `prepare`, `advance`, `count_tokens` and `abandon` may be called from any thread.
     """
 
     def __init__(self, send: Callable[[Command], None]) -> None:
@@ -88,25 +107,45 @@ class TextWorker:
     def prepare(self, request: Request, model_text: ModelText) -> None:
         """Have a request prepared; a `Submit` tells the outcome. EngineClosed if the worker is closed, and
         RequestError if there is no thread and none can be started."""
-        self._add(Job(request, lambda: request.prepare(model_text), Submit))
+        self._add_for(request, lambda: request.prepare(model_text), Submit)
 
     def advance(self, request: Request, token_ids: tuple[int, ...]) -> None:
         """Have a request's constraint advanced; a `Continue` tells the outcome. Raises as `prepare` does."""
-        self._add(Job(request, lambda: request.advance(token_ids), Continue))
+        self._add_for(request, lambda: request.advance(token_ids), Continue)
 
-    def abandon(self, request: Request) -> None:
-        """Abandon a request's job in progress, if there is one: the request has ended."""
+    async def count_tokens(self, prompt: Prompt, model_text: ModelText) -> int:
+        """The number of tokens of a prompt. Raises the prompt's error, EngineClosed if the worker is closed
+        meanwhile, and what `prepare` raises. If the task is cancelled, the work is abandoned."""
+        count = TokenCount(prompt, model_text)
+        try:
+            self._add(Job(count, count.run, count.done.set, is_plain=count.text_field == "prompt"))
+            error = await count.done.wait()
+        except BaseException:
+            count.is_done = True
+            self.abandon(count)
+            raise
+
+        if error is not None:
+            raise error
+
+        return count.num_tokens
+
+    def abandon(self, client: Client) -> None:
+        """Abandon a client's job in progress, if there is one: the outcome is of no interest any more."""
         if not self._in_progress:
             return
 
         with self._changed:
-            for job in [job for job in self._in_progress if job.request is request]:
+            for job in [job for job in self._in_progress if job.client is client]:
                 self._abandon(job, None)
 
     def close(self) -> None:
         """Drop jobs that have not begun and wait for the others, `CLOSE_TIMEOUT_S` seconds at most."""
         with self._changed:
             self._is_closed = True
+            for job in (*self._waiting, *self._in_progress):
+                if isinstance(job.client, TokenCount) and not job.is_answered:
+                    job.answer(EngineClosed("the engine was closed"))
             self._waiting.clear()
             self._changed.notify_all()
             threads = list(self._threads)
@@ -117,8 +156,18 @@ class TextWorker:
         with self._changed:
             jobs = self._in_progress + self._abandoned
         if jobs:
-            descriptions = ", ".join(f"{job.request.text_field} of {job.request.request_id}" for job in jobs)
+            descriptions = ", ".join(f"{job.client.text_field} of {job.client.request_id}" for job in jobs)
             log.warning("closed without waiting any longer for busy text threads: %s", descriptions)
+
+    def _add_for(
+        self,
+        request: Request,
+        work: Callable[[], None],
+        command: Callable[[Request, DriftError | None], Command],
+    ) -> None:
+        """Add a job for a request. `command` makes the command that tells the engine's thread the outcome."""
+        is_plain = request.params.grammar is None and request.text_field == "prompt"
+        self._add(Job(request, work, lambda error: self._send(command(request, error)), is_plain=is_plain))
 
     def _add(self, job: Job) -> None:
         with self._changed:
@@ -126,7 +175,7 @@ class TextWorker:
                 raise EngineClosed("the engine was closed")
 
             if not self._keep_one_idle() and not self._in_progress:
-                raise out_of_threads(job.request.text_field)
+                raise out_of_threads(job.client.text_field)
 
             self._waiting.append(job)
             self._changed.notify()
@@ -148,7 +197,7 @@ class TextWorker:
     def _run(self) -> None:
         """A thread's function. The thread begins idle and does one job after another."""
         while (job := self._next_job()) is not None:
-            error = None if job.request.is_done else attempt(job)
+            error = None if job.client.is_done else attempt(job)
             with self._changed:
                 self._answer(job, error)
                 if job in self._abandoned:
@@ -197,13 +246,13 @@ class TextWorker:
         jobs too."""
         now = time.monotonic()
         for job in [job for job in self._in_progress if job.deadline <= now]:
-            self._abandon(job, overdue(job.request.text_field))
+            self._abandon(job, overdue(job.client.text_field))
         for is_plain in (False, True):
             if sum(job.deadline <= now for job in self._rivals(is_plain)) >= NUM_PARALLEL:
                 failed = [job for job in self._waiting if job.is_plain == is_plain]
                 self._waiting = deque(job for job in self._waiting if job.is_plain != is_plain)
                 for job in failed:
-                    self._answer(job, overdue(job.request.text_field))
+                    self._answer(job, overdue(job.client.text_field))
 
     def _abandon(self, job: Job, error: DriftError | None) -> None:
         """Answer a job in progress, and replace its thread unless `MAX_ABANDONED` threads are replaced."""
@@ -215,7 +264,7 @@ class TextWorker:
 
     def _answer(self, job: Job, error: DriftError | None) -> None:
         if not job.is_answered and not self._is_closed:
-            self._send(job.answer(job.request, error))
+            job.answer(error)
         job.is_answered = True
 
 
@@ -226,7 +275,7 @@ def attempt(job: Job) -> DriftError | None:
     except DriftError as error:
         return error
     except BaseException as cause:  # such as SystemExit and pyo3's PanicException: the thread goes on
-        failure = DriftError(f"request {job.request.request_id} could not be prepared: {cause!r}")
+        failure = DriftError(f"request {job.client.request_id} could not be prepared: {cause!r}")
         failure.__cause__ = cause
         return failure
 

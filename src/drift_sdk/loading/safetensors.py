@@ -22,6 +22,13 @@ __all__ = ["INDEX_FILE", "SINGLE_FILE", "SafetensorsFolder", "read_index"]
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+TEXT_PREFIXES = ("model.language_model.", "language_model.")
+OTHER_PARTS = (
+    "model.multi_modal_projector.",
+    "model.vision_tower.",
+    "multi_modal_projector.",
+    "vision_tower.",
+)
 LENGTH_BYTES = 8
 """A file begins with the length of its JSON header, in bytes, as a little-endian integer of so many bytes."""
 CHUNK_BYTES = 1 << 20
@@ -40,6 +47,9 @@ class _Entry(msgspec.Struct):
 
 class SafetensorsFolder:
     """The TensorSource of a folder with model.safetensors, or with model.safetensors.index.json and shards.
+
+    Of a model that reads images as well, it has the tensors of the text part alone, under the names that they
+    have in a model of text.
 
     Opening reads only the headers. Raises ModelLoadError naming a file that is missing, truncated, corrupt or
     outside the folder.
@@ -61,6 +71,7 @@ class SafetensorsFolder:
         self._folder = folder
         self._starts = {file: _starts(folder / file) for file in self._handles}
         self._check_places()
+        self._stored_names = _text_names(files)
 
     def _check_places(self) -> None:
         """Raise ModelLoadError unless each tensor is in the file that the index names, and in no other."""
@@ -79,17 +90,19 @@ class SafetensorsFolder:
                     )
 
     def names(self) -> Collection[str]:
-        return self._files.keys()
+        return self._stored_names.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._handles[self._files[name]].get_slice(name).get_shape())
+        stored = self._stored_names[name]
+        return tuple(self._handles[self._files[stored]].get_slice(stored).get_shape())
 
     def file(self, name: str) -> str:
-        return str(self._folder / self._files[name])
+        return str(self._folder / self._files[self._stored_names[name]])
 
     def get(self, name: str) -> torch.Tensor:
         try:
-            tensor: torch.Tensor = self._handles[self._files[name]].get_tensor(name)
+            stored = self._stored_names[name]
+            tensor: torch.Tensor = self._handles[self._files[stored]].get_tensor(stored)
         except (SafetensorError, OSError, RuntimeError) as error:
             raise ModelLoadError(f"{self.file(name)}: tensor {name} cannot be read: {error}") from error
 
@@ -103,13 +116,32 @@ class SafetensorsFolder:
         """
         dtype = self.get(name).dtype
         check_dtype(self, name, dtype)
-        file = self._files[name]
+        stored = self._stored_names[name]
+        file = self._files[stored]
         try:
-            with FileIO(self._folder / file) as stored:
-                stored.seek(self._starts[file][name])
-                _read_tensor(stored, dtype, place.view(-1))
+            with FileIO(self._folder / file) as opened:
+                opened.seek(self._starts[file][stored])
+                _read_tensor(opened, dtype, place.view(-1))
         except OSError as error:
             raise ModelLoadError(f"{self.file(name)}: tensor {name} cannot be read: {error}") from error
+
+
+def _text_names(stored_names: Collection[str]) -> dict[str, str]:
+    """The names in the files of the tensors of the text model, by their names without other parts."""
+    if not any(name.startswith(TEXT_PREFIXES) for name in stored_names):
+        return {name: name for name in stored_names}
+
+    found = {}
+    for name in stored_names:
+        if name.startswith(TEXT_PREFIXES):
+            parts = name.split(".")
+            parts.remove("language_model")
+            text_name = ".".join(parts)
+            found[text_name if text_name.startswith(("model.", "lm_head.")) else f"model.{text_name}"] = name
+        elif not name.startswith(OTHER_PARTS):
+            found[name] = name
+
+    return found
 
 
 def _read_tensor(stored: FileIO, dtype: torch.dtype, place: torch.Tensor) -> None:

@@ -44,9 +44,9 @@ class AttentionBatch:
     """The rows of a step and the keys that each of them sees. Built once a step from integers of the host,
     and used by all layers.
 
-    Rows are ordered by sequence. Row j of a sequence sees its keys at positions 0 ... start + j. The key of
-    position p lies at index p + `slot_offset` of the slots of the sequence's blocks; slots at indices below
-    `slot_offset` are never read.
+    Rows are ordered by sequence. Row j of a sequence sees its keys at positions 0 ... start + j, of which a
+    layer with a window uses the last ones. The key of position p lies at index p + `slot_offset` of the
+    slots of the sequence's blocks; slots at indices below `slot_offset` are never read.
 
     num_rows:      N, over all sequences.
     positions:     [N] int64, on the cache's device, without the offset.
@@ -72,12 +72,22 @@ class AttentionBatch:
             self.slot_mapping[group.rows] = group.row_slots
 
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: KVCache, layer: int
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: KVCache,
+        layer: int,
+        *,
+        window: int | None = None,
+        scale: float | None = None,
     ) -> torch.Tensor:
         """Write the rows' keys and values to the cache, then compute their attention in one layer.
 
         query:       [N, num_heads, head_dim].
         key, value:  [N, num_kv_heads, head_dim].
+        window:      number of keys that a row sees at most, its own included; None: all before it.
+        scale:       factor of the products of queries and keys; None: 1 / sqrt(head_dim).
 
         Returns [N, num_heads * head_dim].
         """
@@ -85,22 +95,18 @@ class AttentionBatch:
         keys.index_copy_(0, self.slot_mapping, key)
         values.index_copy_(0, self.slot_mapping, value)
         if len(self._groups) == 1:
-            return self._groups[0].attend(query, keys, values)
+            return self._groups[0].attend(query, keys, values, window, scale)
 
         shape = (query.shape[0], query.shape[1] * query.shape[2])
         output = torch.empty(shape, dtype=query.dtype, device=query.device)
         for group in self._groups:
-            output[group.rows] = group.attend(query[group.rows], keys, values)
+            output[group.rows] = group.attend(query[group.rows], keys, values, window, scale)
 
         return output
 
 
 class _Group:
-    """Sequences with the same number of rows, computed as one padded batch.
-
-    Padding keys are read from the slot of position 0, which is always written: an unwritten slot may hold
-    NaN, which remains NaN under a mask.
-    """
+    """Sequences with the same number of rows, computed as one padded batch."""
 
     def __init__(
         self,
@@ -113,44 +119,86 @@ class _Group:
         self.num_rows = sequences[0].num_rows
         self.rows = _rows(first_rows, self.num_rows, cache.device)
         max_keys = max(sequence.num_keys for sequence in sequences)
-        starts = torch.tensor([[sequence.start] for sequence in sequences], dtype=torch.int64, device="cpu")
-        positions = starts + torch.arange(self.num_rows, device="cpu")
-        slots = _slots(sequences, max_keys, cache.block_size, slot_offset)
-        key_positions = torch.arange(max_keys, device="cpu")
-        key_slots = torch.where(key_positions <= positions[:, -1:], slots, slots[:, :1])
-        self.is_causal = self.num_sequences == 1 and sequences[0].start == 0
-        mask = None
-        if self.num_sequences > 1:
-            is_visible = key_positions <= positions[:, :, None]
-            mask = torch.zeros(is_visible.shape, dtype=cache.dtype, device="cpu")
-            mask = mask.masked_fill_(~is_visible, float("-inf"))[:, None]
-        elif self.num_rows > 1 and not self.is_causal:
-            # Row i sees key j if j <= start + i. With the keys in reverse order that depends on row plus
-            # column alone, so a strided view of max_keys + num_rows - 1 numbers is the whole mask.
-            key_slots = key_slots.flip(1)
-            diagonals = torch.zeros(max_keys + self.num_rows - 1, dtype=cache.dtype, device=cache.device)
-            diagonals[: self.num_rows - 1] = float("-inf")
-            mask = diagonals.as_strided((self.num_rows, max_keys), (1, 1))
+        self._starts = torch.tensor([[s.start] for s in sequences], dtype=torch.int64, device="cpu")
+        self._positions = self._starts + torch.arange(self.num_rows, device="cpu")
+        self._slots = _slots(sequences, max_keys, cache.block_size, slot_offset)
+        self._dtype, self._device = cache.dtype, cache.device
+        self._keys: dict[int | None, _Keys] = {}
+        self.positions = self._positions.view(-1).to(cache.device)
+        self.row_slots = self._slots.gather(1, self._positions).view(-1).to(cache.device)
 
-        self.positions = positions.view(-1).to(cache.device)
-        self.row_slots = slots.gather(1, positions).view(-1).to(cache.device)
-        self._key_slots = key_slots.reshape(-1).to(cache.device)
-        self._mask = None if mask is None else mask.to(cache.device)
-
-    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        window: int | None,
+        scale: float | None,
+    ) -> torch.Tensor:
         """Attention of the group's rows: query [M, num_heads, head_dim], keys and values of a whole layer,
         [num_slots, num_kv_heads, head_dim]. Returns [M, num_heads * head_dim]."""
+        if window not in self._keys:
+            self._keys[window] = self._find_keys(window)
+
+        found = self._keys[window]
         batch, num_heads, head_dim = self.num_sequences, query.shape[1], query.shape[2]
         gathered_shape = (batch, -1, *keys.shape[1:])
         output = F.scaled_dot_product_attention(
             query.view(batch, self.num_rows, num_heads, head_dim).transpose(1, 2),
-            keys.index_select(0, self._key_slots).view(gathered_shape).transpose(1, 2),
-            values.index_select(0, self._key_slots).view(gathered_shape).transpose(1, 2),
-            attn_mask=self._mask,
-            is_causal=self.is_causal,
+            keys.index_select(0, found.slots).view(gathered_shape).transpose(1, 2),
+            values.index_select(0, found.slots).view(gathered_shape).transpose(1, 2),
+            attn_mask=found.mask,
+            is_causal=found.is_causal,
+            scale=scale,
             enable_gqa=True,
         )
         return output.transpose(1, 2).reshape(batch * self.num_rows, num_heads * head_dim)
+
+    def _find_keys(self, window: int | None) -> _Keys:
+        """The keys that the rows see in layers with this window: of each sequence, from the first that its
+        first row sees to that of its last row.
+
+        Padding keys are read from the slot of the first, which is always written: an unwritten slot may hold
+        NaN, which remains NaN under a mask.
+        """
+        ends = self._positions[:, -1:] + 1
+        firsts = torch.zeros_like(ends) if window is None else (self._starts - window + 1).clamp_(min=0)
+        num_keys = int((ends - firsts).max())
+        key_positions = firsts + torch.arange(num_keys, device="cpu")
+        slots = self._slots.gather(1, torch.where(key_positions < ends, key_positions, firsts))
+        reach = num_keys if window is None else window
+        is_alone = self.num_sequences == 1
+        is_causal = is_alone and num_keys == self.num_rows <= reach
+        mask = None
+        if not is_alone:
+            distances = self._positions[:, :, None] - key_positions[:, None]
+            is_visible = (distances >= 0) & (distances < reach)
+            mask = torch.zeros(is_visible.shape, dtype=self._dtype, device="cpu")
+            mask = mask.masked_fill_(~is_visible, float("-inf"))[:, None]
+        elif self.num_rows > 1 and not is_causal:
+            # The distance of row and key decides. With the keys in reverse order it is row plus column,
+            # minus a constant, so a strided view of num_keys + num_rows - 1 numbers is the whole mask.
+            slots = slots.flip(1)
+            nearest = self.num_rows - 1
+            diagonals = torch.full((num_keys + nearest,), float("-inf"), dtype=self._dtype, device="cpu")
+            diagonals[nearest : nearest + reach] = 0.0
+            mask = diagonals.to(self._device).as_strided((self.num_rows, num_keys), (1, 1))
+
+        mask = None if mask is None else mask.to(self._device)
+        return _Keys(slots=slots.reshape(-1).to(self._device), mask=mask, is_causal=is_causal)
+
+
+class _Keys(Struct, frozen=True, kw_only=True):
+    """The keys of a group's rows in a layer.
+
+    slots:      [num_sequences * num_keys] int64.
+    mask:       addends of the products of queries and keys; None: every row sees every key.
+    is_causal:  the keys are those of the rows, and each row sees those up to its own.
+    """
+
+    slots: torch.Tensor
+    mask: torch.Tensor | None
+    is_causal: bool
 
 
 def _group_sequences(sequences: Sequence[SequenceRows]) -> list[list[int]]:

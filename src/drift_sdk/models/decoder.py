@@ -1,4 +1,4 @@
-"""One decoder for the Llama, Qwen2 and Qwen3 families."""
+"""One decoder for all families of dense models."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from drift_sdk.models.attention import AttentionBatch
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.kv_cache import KVCache
 from drift_sdk.models.linear import linear
-from drift_sdk.models.rope import inverse_frequencies, rotary_tables, rotate
+from drift_sdk.models.rope import rotary_tables, rotate
 from drift_sdk.models.weights import DecoderWeights, LayerWeights, load_weights, tensor_shapes
 
 __all__ = ["Decoder"]
+
+Rotary = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines, as `rotary_tables` returns them."""
 
 
 class Decoder:
@@ -29,8 +32,9 @@ class Decoder:
     def __init__(self, config: DecoderConfig, weights: DecoderWeights) -> None:
         self.config = config
         self.weights = weights
-        frequencies = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
-        self._frequencies = frequencies.to(self.device)
+        self._frequencies = [rope.frequencies().to(self.device) for rope in config.ropes]
+        multiplier = torch.tensor(config.embedding_multiplier, dtype=self.dtype, device="cpu")
+        self._embedding_multiplier = float(multiplier)
 
     @classmethod
     @torch.inference_mode()
@@ -74,7 +78,10 @@ class Decoder:
         """A decoder with random weights of the configured shapes, drawn on the device, the same for the same
         seed. `check_bytes` as in `load`."""
         shapes = tensor_shapes(config)
-        tensors = RandomTensors(shapes, device=torch.device(device), dtype=dtype, seed=seed)
+        norm_mean = 0.0 if config.has_offset_norms else 1.0
+        tensors = RandomTensors(
+            shapes, device=torch.device(device), dtype=dtype, seed=seed, norm_mean=norm_mean
+        )
         return cls.load(config, tensors, device=device, dtype=dtype, check_bytes=check_bytes)
 
     @property
@@ -108,17 +115,15 @@ class Decoder:
         if not all(0 <= aux_layer <= num_layers for aux_layer in aux_layers):
             raise ValueError(f"aux_layers={list(aux_layers)}: expected each from 0 to {num_layers}")
 
-        cos, sin = rotary_tables(batch.positions, self._frequencies, self.dtype)
-        hidden = F.embedding(token_ids, self.weights.embedding)
+        rotary = self._rotary(batch)
+        hidden = self._embed(token_ids)
         aux_hidden = {}
-        for index, layer in enumerate(self.weights.layers):
+        for index in range(num_layers):
             if index in aux_layers:
                 aux_hidden[index] = hidden
 
-            query, key, value = self._project(layer, hidden, cos, sin)
-            attended = batch.attend(query, key, value, cache, index)
-            hidden = hidden + linear(attended, layer.output, layer.output_bias)
-            hidden = hidden + self._mlp(layer, hidden)
+            hidden = self._add(hidden, self._attention(index, hidden, rotary[index], batch, cache))
+            hidden = self._add(hidden, self._mlp(self.weights.layers[index], hidden))
 
         aux_hidden[num_layers] = hidden
         return hidden, [aux_hidden[aux_layer] for aux_layer in aux_layers]
@@ -127,33 +132,73 @@ class Decoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 logits [M, vocab] of rows [M, hidden] of the residual stream after the last layer, before
         the final norm."""
-        normed = rms_norm(hidden, self.weights.final_norm, self.config.rms_norm_eps)
-        return linear(normed, self.weights.head).to(torch.float32)
+        logits = linear(self.normalise(hidden, self.weights.final_norm), self.weights.head)
+        return logits.to(torch.float32).div_(self.config.logits_divisor)
+
+    def normalise(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """x [..., D], normalised with `weight` [D] as the model's norms do."""
+        norm = offset_rms_norm if self.config.has_offset_norms else rms_norm
+        return norm(x, weight, self.config.rms_norm_eps)
+
+    def _rotary(self, batch: AttentionBatch) -> list[Rotary | None]:
+        """The rotation tables of each layer; None without rotation."""
+        tables = [
+            rotary_tables(batch.positions, frequencies, self.dtype, rope.magnitude)
+            for rope, frequencies in zip(self.config.ropes, self._frequencies, strict=True)
+        ]
+        return [None if rope is None else tables[rope] for rope in self.config.layer_ropes]
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        embedded = F.embedding(token_ids, self.weights.embedding)
+        return embedded if self._embedding_multiplier == 1.0 else embedded * self._embedding_multiplier
+
+    def _add(self, hidden: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        """The residual stream [N, hidden] after the output [N, hidden] of attention or an MLP."""
+        multiplier = self.config.residual_multiplier
+        return hidden + (output if multiplier == 1.0 else output * multiplier)
+
+    def _attention(
+        self, index: int, hidden: torch.Tensor, rotary: Rotary | None, batch: AttentionBatch, cache: KVCache
+    ) -> torch.Tensor:
+        """The attention output [N, hidden] of layer `index`, from its input [N, hidden]."""
+        layer, config = self.weights.layers[index], self.config
+        query, key, value = self._project(layer, hidden, rotary)
+        attended = batch.attend(
+            query, key, value, cache, index, window=config.windows[index], scale=config.attention_scale
+        )
+        output = linear(attended, layer.output, layer.output_bias)
+        return (
+            output if layer.attention_post_norm is None else self.normalise(output, layer.attention_post_norm)
+        )
 
     def _project(
-        self, layer: LayerWeights, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+        self, layer: LayerWeights, hidden: torch.Tensor, rotary: Rotary | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries [N, num_heads, head_dim] and keys [N, num_kv_heads, head_dim], both rotated, and values
         [N, num_kv_heads, head_dim], from the layer's input [N, hidden]."""
         config = self.config
-        normed = rms_norm(hidden, layer.input_norm, config.rms_norm_eps)
+        normed = self.normalise(hidden, layer.input_norm)
         num_rotated = config.num_heads + config.num_kv_heads
         qkv = linear(normed, layer.qkv, layer.qkv_bias).view(
             -1, num_rotated + config.num_kv_heads, config.head_dim
         )
         query_key, value = qkv[:, :num_rotated], qkv[:, num_rotated:]
         if layer.query_norm is not None and layer.key_norm is not None:
-            query = rms_norm(query_key[:, : config.num_heads], layer.query_norm, config.rms_norm_eps)
-            key = rms_norm(query_key[:, config.num_heads :], layer.key_norm, config.rms_norm_eps)
+            query = self.normalise(query_key[:, : config.num_heads], layer.query_norm)
+            key = self.normalise(query_key[:, config.num_heads :], layer.key_norm)
             query_key = torch.cat((query, key), dim=1)
 
-        rotated = rotate(query_key, cos, sin)
-        return rotated[:, : config.num_heads], rotated[:, config.num_heads :], value
+        if rotary is not None:
+            query_key = rotate(query_key, *rotary)
+
+        return query_key[:, : config.num_heads], query_key[:, config.num_heads :], value
 
     def _mlp(self, layer: LayerWeights, hidden: torch.Tensor) -> torch.Tensor:
-        normed = rms_norm(hidden, layer.mlp_norm, self.config.rms_norm_eps)
+        normed = self.normalise(hidden, layer.mlp_norm)
         gate, up = linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-        return linear(F.silu(gate).mul_(up), layer.down, layer.down_bias)
+        gate = F.silu(gate) if self.config.activation == "silu" else F.gelu(gate, approximate="tanh")
+        output = linear(gate.mul_(up), layer.down, layer.down_bias)
+        return output if layer.mlp_post_norm is None else self.normalise(output, layer.mlp_post_norm)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -162,3 +207,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     The division is computed in float32, the product in x's dtype. RMSNorm: arXiv 1910.07467.
     """
     return weight * F.rms_norm(x.to(torch.float32), (x.shape[-1],), eps=eps).to(x.dtype)
+
+
+def offset_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [..., D] divided by its root mean square over the last dimension, times 1 + weight [D], all in
+    float32: the norm of Gemma."""
+    normed = F.rms_norm(x.to(torch.float32), (x.shape[-1],), eps=eps)
+    return (normed * (1.0 + weight.to(torch.float32))).to(x.dtype)

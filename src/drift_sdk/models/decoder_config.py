@@ -1,35 +1,87 @@
 """Shapes and options of a decoder, from a model's config.json.
 
-Names and defaults of settings are those of transformers' LlamaConfig, Qwen2Config and Qwen3Config.
+Names and defaults of settings are those of transformers' configuration classes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import Struct
 
 from drift_sdk.errors import ModelLoadError, short_repr
-from drift_sdk.models.rope import MAX_CONTEXT, RopeScaling, rope_from_hf
+from drift_sdk.models.layer_kinds import layer_kinds_from_hf
+from drift_sdk.models.rope import Rope
+from drift_sdk.models.settings import MAX_CONTEXT, MAX_SIZE, read_bool, read_int, read_number
+from drift_sdk.models.text_part import text_settings
 
-__all__ = ["DecoderConfig"]
+__all__ = ["Activation", "DecoderConfig"]
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-# Far beyond any model, but small enough that all tensors can be listed and sizes multiplied.
-MAX_SIZE = 2**24
-MAX_LAYERS = 1024
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+}
+# Defaults of settings that files may lack, where they differ from those of the other families.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 4096, "num_key_value_heads": 8},
+    "qwen2": {"max_window_layers": 28},
+    "qwen3": {"max_window_layers": 28, "head_dim": 128},
+    "phi3": {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
+    "gemma3_text": {
+        "vocab_size": 262_208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 131_072,
+        "tie_word_embeddings": True,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "rope_theta": 1_000_000.0,
+    },
+    "smollm3": {"rope_theta": 2_000_000.0, "no_rope_layer_interval": 4, "tie_word_embeddings": True},
+    "granite": {"attention_multiplier": 1.0},
+}
+NULLABLE = ("sliding_window",)  # null is a value of its own, not the default
+
+Activation = Literal["silu", "gelu_tanh"]
+ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
+MULTIPLIERS = (1e-6, 1e6)
 MIN_CONTEXT = 2  # one token of a prompt and one generated token
 MAX_EPS = 1.0
 
 
 class DecoderConfig(Struct, frozen=True, kw_only=True):
-    """Shapes and options of a Llama, Qwen2 or Qwen3 decoder.
+    """Shapes and options of a decoder.
 
     intermediate_size:        width of the MLP.
     max_position_embeddings:  the model's context, in tokens.
-    has_qk_norm:              queries and keys are normalised per head before the rotation (Qwen3).
+    has_qk_norm:              queries and keys are normalised per head before the rotation.
     is_head_tied:             the output head is the embedding.
+    windows:                  for each layer, the number of keys that a row sees at most, its own included;
+                              None: all keys before it.
+    ropes:                    the rotations of queries and keys that layers use.
+    layer_ropes:              for each layer, the index of its rotation in `ropes`; None: no rotation.
+    attention_scale:          products of queries and keys are multiplied by it.
+    activation:               function of the MLP's gate.
+    has_offset_norms:         all norms multiply by 1 + weight, in float32, before rounding to the model's
+                              dtype; else by the weight, after rounding.
+    has_post_norms:           the outputs of attention and MLP are normalised before they are added to the
+                              residual stream.
+    embedding_multiplier:     embeddings are multiplied by it, rounded to the model's dtype.
+    residual_multiplier:      the outputs of attention and MLP are multiplied by it before they are added.
+    logits_divisor:           logits are divided by it.
+    has_fused_projections:    files have query, key and value projections as one tensor, and gate and up
+                              projections as another.
     """
 
     vocab_size: int
@@ -41,56 +93,74 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
     head_dim: int
     max_position_embeddings: int
     rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: RopeScaling | None
     has_qkv_bias: bool
     has_output_bias: bool
     has_mlp_bias: bool
     has_qk_norm: bool
     is_head_tied: bool
+    windows: tuple[int | None, ...]
+    ropes: tuple[Rope, ...]
+    layer_ropes: tuple[int | None, ...]
+    attention_scale: float
+    activation: Activation = "silu"
+    has_offset_norms: bool = False
+    has_post_norms: bool = False
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_divisor: float = 1.0
+    has_fused_projections: bool = False
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> DecoderConfig:
+    def from_hf(cls, config: Mapping[str, Any], *, max_model_len: int | None = None) -> DecoderConfig:
         """From the contents of a config.json.
+
+        max_model_len: length of the longest sequence that will be computed, in tokens; None: the model's
+        context. It decides between the two sets of factors of a LongRoPE.
 
         Raises ModelLoadError naming a setting that is missing, out of range or not implemented.
         """
+        config = text_settings(config)
         family = _family(config)
+        given = {name: value for name, value in config.items() if value is not None or name in NULLABLE}
+        config = DEFAULTS.get(family, {}) | given
         _check_options(config)
-        hidden_size, num_heads = _int(config, "hidden_size"), _int(config, "num_attention_heads")
-        num_kv_heads = _int(config, "num_key_value_heads", num_heads)
-        if num_heads % num_kv_heads:
-            raise ModelLoadError(
-                f"config: num_key_value_heads={num_kv_heads}: expected a divisor of {num_heads}"
-            )
-
-        # transformers' Qwen3Config has a head_dim of 128 by default, for any hidden size.
-        head_dim = _int(config, "head_dim", 128 if family == "qwen3" else hidden_size // num_heads)
-        if head_dim % 2 or num_heads * head_dim > MAX_SIZE:
-            raise ModelLoadError(
-                f"config: head_dim={head_dim}: expected an even number of at most {MAX_SIZE // num_heads}"
-            )
-
-        has_attention_bias = family != "qwen2" and _bool(config, "attention_bias")
-        rope_theta, rope_scaling = rope_from_hf(config, head_dim)
+        hidden_size, num_heads = read_int(config, "hidden_size"), read_int(config, "num_attention_heads")
+        num_kv_heads, head_dim = _heads(config, hidden_size, num_heads)
+        kinds = layer_kinds_from_hf(config, family, head_dim, max_model_len)
+        has_attention_bias = family != "qwen2" and read_bool(config, "attention_bias")
+        is_gemma = family == "gemma3_text"
         return cls(
-            vocab_size=_int(config, "vocab_size"),
+            vocab_size=read_int(config, "vocab_size"),
             hidden_size=hidden_size,
-            intermediate_size=_int(config, "intermediate_size"),
-            num_layers=_num_layers(config),
+            intermediate_size=read_int(config, "intermediate_size"),
+            num_layers=len(kinds.windows),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            max_position_embeddings=_int(config, "max_position_embeddings", ge=MIN_CONTEXT, le=MAX_CONTEXT),
-            rms_norm_eps=_eps(config),
-            rope_theta=rope_theta,
-            rope_scaling=rope_scaling,
+            max_position_embeddings=read_int(
+                config, "max_position_embeddings", ge=MIN_CONTEXT, le=MAX_CONTEXT
+            ),
+            rms_norm_eps=read_number(config, "rms_norm_eps", 1e-6, ge=0.0, le=MAX_EPS),
             has_qkv_bias=has_attention_bias or family == "qwen2",
             has_output_bias=has_attention_bias,
-            has_mlp_bias=family == "llama" and _bool(config, "mlp_bias"),
-            has_qk_norm=family == "qwen3",
-            is_head_tied=_bool(config, "tie_word_embeddings"),
+            has_mlp_bias=family in ("llama", "smollm3", "granite") and read_bool(config, "mlp_bias"),
+            has_qk_norm=family in ("qwen3", "gemma3_text"),
+            is_head_tied=read_bool(config, "tie_word_embeddings"),
+            windows=kinds.windows,
+            ropes=kinds.ropes,
+            layer_ropes=kinds.layer_ropes,
+            attention_scale=_attention_scale(config, family, head_dim),
+            activation=_activation(config, family),
+            has_offset_norms=is_gemma,
+            has_post_norms=is_gemma,
+            has_fused_projections=family == "phi3",
+            **_multipliers(config, family, hidden_size),
         )
+
+    @property
+    def rotary_dim(self) -> int:
+        """The number of elements of a head that are rotated, the same in all layers that rotate."""
+        return self.ropes[0].rotary_dim if self.ropes else self.head_dim
 
 
 def _family(config: Mapping[str, Any]) -> str:
@@ -106,16 +176,9 @@ def _family(config: Mapping[str, Any]) -> str:
 
 
 def _check_options(config: Mapping[str, Any]) -> None:
-    activation = config.get("hidden_act", "silu")
-    if activation != "silu":
-        raise ModelLoadError(f"config: hidden_act={short_repr(activation)}: only 'silu' is implemented")
-
-    if _has_sliding_window(config):
-        window, kinds = short_repr(config.get("sliding_window")), short_repr(config.get("layer_types"))
-        raise ModelLoadError(
-            f"config: sliding_window={window} in use, or layer_types other than 'full_attention' among "
-            f"{kinds}: only full attention is implemented"
-        )
+    for name in UNSUPPORTED:
+        if config.get(name):
+            raise ModelLoadError(f"config: {name}={short_repr(config[name])} is not implemented")
 
     quantization = config.get("quantization_config")
     if quantization:
@@ -124,51 +187,57 @@ def _check_options(config: Mapping[str, Any]) -> None:
         raise ModelLoadError(f"config: {found} is not implemented")
 
 
-def _has_sliding_window(config: Mapping[str, Any]) -> bool:
-    """Whether any layer uses attention other than full attention."""
-    layer_types = config.get("layer_types")
-    if layer_types is not None:
-        is_list = isinstance(layer_types, list) and layer_types
-        return not (is_list and all(kind == "full_attention" for kind in layer_types))
+def _heads(config: Mapping[str, Any], hidden_size: int, num_heads: int) -> tuple[int, int]:
+    """The number of KV heads, and the width of a head."""
+    num_kv_heads = read_int(config, "num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise ModelLoadError(f"config: num_key_value_heads={num_kv_heads}: expected a divisor of {num_heads}")
 
-    if "use_sliding_window" not in config:
-        return config.get("sliding_window") is not None
-
-    # Qwen files name a window even if the switch or the number of windowed layers leaves it unused.
-    first_windowed = config.get("max_window_layers", 0)
-    is_unused = isinstance(first_windowed, int) and first_windowed >= _num_layers(config)
-    return bool(config["use_sliding_window"] and config.get("sliding_window") and not is_unused)
-
-
-def _num_layers(config: Mapping[str, Any]) -> int:
-    return _int(config, "num_hidden_layers", le=MAX_LAYERS)
-
-
-def _int(
-    config: Mapping[str, Any], name: str, default: int | None = None, *, ge: int = 1, le: int = MAX_SIZE
-) -> int:
-    value = config.get(name)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or not ge <= value <= le:
-        raise ModelLoadError(f"config: {name}={short_repr(value)}: expected an integer from {ge} to {le}")
-
-    return value
-
-
-def _bool(config: Mapping[str, Any], name: str) -> bool:
-    value = config.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise ModelLoadError(f"config: {name}={short_repr(value)}: expected true or false")
-
-    return bool(value)
-
-
-def _eps(config: Mapping[str, Any]) -> float:
-    value = config.get("rms_norm_eps")
-    value = 1e-6 if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_EPS:
+    head_dim = read_int(config, "head_dim", hidden_size // num_heads)
+    if head_dim % 2 or num_heads * head_dim > MAX_SIZE:
         raise ModelLoadError(
-            f"config: rms_norm_eps={short_repr(value)}: expected a number from 0 to {MAX_EPS}"
+            f"config: head_dim={head_dim}: expected an even number of at most {MAX_SIZE // num_heads}"
         )
 
-    return float(value)
+    return num_kv_heads, head_dim
+
+
+def _attention_scale(config: Mapping[str, Any], family: str, head_dim: int) -> float:
+    if family == "granite":
+        return _multiplier(config, "attention_multiplier")
+
+    if family == "gemma3_text":
+        return float(
+            read_number(config, "query_pre_attn_scalar", ge=MULTIPLIERS[0], le=MULTIPLIERS[1]) ** -0.5
+        )
+
+    return float(head_dim**-0.5)
+
+
+def _activation(config: Mapping[str, Any], family: str) -> Activation:
+    name = "hidden_activation" if family == "gemma3_text" else "hidden_act"
+    activation = config.get(name, "silu")
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
+        known = " or ".join(map(repr, ACTIVATIONS))
+        raise ModelLoadError(f"config: {name}={short_repr(activation)}: expected {known}")
+
+    return ACTIVATIONS[activation]
+
+
+def _multipliers(config: Mapping[str, Any], family: str, hidden_size: int) -> dict[str, float]:
+    """The fields of multipliers that differ from 1."""
+    if family == "gemma3_text":
+        return {"embedding_multiplier": hidden_size**0.5}
+
+    if family == "granite":
+        return {
+            "embedding_multiplier": _multiplier(config, "embedding_multiplier"),
+            "residual_multiplier": _multiplier(config, "residual_multiplier"),
+            "logits_divisor": _multiplier(config, "logits_scaling"),
+        }
+
+    return {}
+
+
+def _multiplier(config: Mapping[str, Any], name: str) -> float:
+    return read_number(config, name, 1.0, ge=MULTIPLIERS[0], le=MULTIPLIERS[1])

@@ -15,7 +15,7 @@ from msgspec import Struct
 from drift_sdk.errors import ModelLoadError, short_repr
 from drift_sdk.models.decoder_config import ARCHITECTURES as MODEL_ARCHITECTURES
 from drift_sdk.models.decoder_config import DecoderConfig
-from drift_sdk.models.rope import RopeScaling
+from drift_sdk.models.rope import Rope
 
 __all__ = ["DraftConfig", "draft_settings", "is_model_config"]
 
@@ -85,8 +85,7 @@ class DraftConfig(Struct, frozen=True, kw_only=True):
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: RopeScaling | None
+    rope: Rope
     has_attention_bias: bool
     has_mlp_bias: bool
     is_head_tied: bool
@@ -115,6 +114,7 @@ class DraftConfig(Struct, frozen=True, kw_only=True):
         # limit.
         llama = {"max_position_embeddings": target.max_position_embeddings} | settings
         shape = DecoderConfig.from_hf(llama | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"})
+        _check_layers(shape)
         draft = cls(
             vocab_size=shape.vocab_size,
             draft_vocab_size=_draft_vocab_size(settings, shape.vocab_size),
@@ -126,8 +126,7 @@ class DraftConfig(Struct, frozen=True, kw_only=True):
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
             rms_norm_eps=shape.rms_norm_eps,
-            rope_theta=shape.rope_theta,
-            rope_scaling=shape.rope_scaling,
+            rope=shape.ropes[0],
             has_attention_bias=shape.has_qkv_bias,
             has_mlp_bias=shape.has_mlp_bias,
             is_head_tied=shape.is_head_tied,
@@ -209,6 +208,15 @@ def _check_options(config: Mapping[str, Any], settings: Mapping[str, Any]) -> No
     for name, value in _table(config, "eagle_config").items():
         if name not in OPTIONS and name not in FIXED_OPTIONS and name not in UNUSED_OPTIONS:
             raise ModelLoadError(f"config: eagle_config has {name}={short_repr(value)}, which is not known")
+
+
+def _check_layers(shape: DecoderConfig) -> None:
+    """ModelLoadError for options of Llama layers that a draft's layers do not implement."""
+    if any(window is not None for window in shape.windows):
+        raise ModelLoadError("config: sliding_window is in use: only full attention is implemented in drafts")
+
+    if shape.activation != "silu":
+        raise ModelLoadError(f"config: hidden_act={shape.activation!r}: only 'silu' is implemented in drafts")
 
 
 def _draft_vocab_size(settings: Mapping[str, Any], vocab_size: int) -> int:

@@ -24,7 +24,7 @@ from drift_sdk.models.draft_config import DraftConfig, is_model_config
 from drift_sdk.models.draft_weights import DraftWeights, load_draft_weights, required_shapes, shareable_shapes
 from drift_sdk.models.kv_cache import KVCache
 from drift_sdk.models.linear import linear
-from drift_sdk.models.rope import inverse_frequencies, rotary_tables, rotate
+from drift_sdk.models.rope import rotary_tables, rotate
 from drift_sdk.progress import Report
 
 __all__ = ["DRAFT_KV_OFFSET", "DraftDecoder"]
@@ -48,9 +48,8 @@ class DraftDecoder:
     def __init__(self, config: DraftConfig, weights: DraftWeights, target: Decoder) -> None:
         self.config = config
         self.weights = weights
-        self._target_norm, self._target_eps = target.weights.final_norm, target.config.rms_norm_eps
-        frequencies = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
-        self._frequencies = frequencies.to(self.device)
+        self._target = target
+        self._frequencies = config.rope.frequencies().to(self.device)
 
     @classmethod
     @torch.inference_mode()
@@ -154,7 +153,7 @@ class DraftDecoder:
 
         weights, eps = self.weights, self.config.rms_norm_eps
         if weights.fc is None:
-            return rms_norm(final_hidden, self._target_norm, self._target_eps)
+            return self._target.normalise(final_hidden, self._target.weights.final_norm)
 
         if weights.feature_norms:
             pairs = zip(aux_hidden, weights.feature_norms, strict=True)
@@ -187,7 +186,7 @@ class DraftDecoder:
             )
 
         weights, eps = self.weights, self.config.rms_norm_eps
-        rotary = rotary_tables(batch.positions, self._frequencies, self.dtype)
+        rotary = rotary_tables(batch.positions, self._frequencies, self.dtype, self.config.rope.magnitude)
         hidden = features
         for index, layer in enumerate(weights.layers):
             if index == 0:

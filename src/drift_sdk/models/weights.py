@@ -29,6 +29,7 @@ class LayerWeights:
     input_norm, mlp_norm:   [hidden].
     query_norm, key_norm:   [head_dim].
     Biases:                 [rows of their matrix].
+    attention_post_norm, mlp_post_norm:  [hidden], of the outputs of attention and MLP.
     """
 
     input_norm: torch.Tensor
@@ -43,6 +44,8 @@ class LayerWeights:
     gate_up_bias: torch.Tensor | None
     down: torch.Tensor
     down_bias: torch.Tensor | None
+    attention_post_norm: torch.Tensor | None = None
+    mlp_post_norm: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,24 +180,39 @@ def _allocate(
         places.update({f"{name}.{suffix}": part for name, part in zip(rows, parts, strict=True)})
         return tensor
 
+    def projection(prefix: str, fused: str, rows: dict[str, int], suffix: str, *columns: int) -> torch.Tensor:
+        if config.has_fused_projections:
+            return whole(f"{prefix}.{fused}.{suffix}", sum(rows.values()), *columns)
+
+        return stacked(suffix, {f"{prefix}.{name}": size for name, size in rows.items()}, *columns)
+
     def layer(prefix: str) -> LayerWeights:
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
         query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        qkv = {f"{attention}.q_proj": query_size} | {f"{attention}.{n}_proj": kv_size for n in "kv"}
-        gate_up = {f"{mlp}.{n}_proj": config.intermediate_size for n in ("gate", "up")}
+        qkv = (attention, "qkv_proj", {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size})
+        gate_up = (mlp, "gate_up_proj", {f"{n}_proj": config.intermediate_size for n in ("gate", "up")})
+        has_norms, has_post_norms = config.has_qk_norm, config.has_post_norms
+        # With post norms, "post_attention_layernorm" is that of the attention's output.
+        mlp_norm = "pre_feedforward_layernorm" if has_post_norms else "post_attention_layernorm"
         return LayerWeights(
             input_norm=whole(f"{prefix}.input_layernorm.weight", hidden),
-            qkv=stacked("weight", qkv, hidden),
-            qkv_bias=stacked("bias", qkv) if config.has_qkv_bias else None,
-            query_norm=whole(f"{attention}.q_norm.weight", config.head_dim) if config.has_qk_norm else None,
-            key_norm=whole(f"{attention}.k_norm.weight", config.head_dim) if config.has_qk_norm else None,
+            qkv=projection(*qkv, "weight", hidden),
+            qkv_bias=projection(*qkv, "bias") if config.has_qkv_bias else None,
+            query_norm=whole(f"{attention}.q_norm.weight", config.head_dim) if has_norms else None,
+            key_norm=whole(f"{attention}.k_norm.weight", config.head_dim) if has_norms else None,
             output=whole(f"{attention}.o_proj.weight", hidden, query_size),
             output_bias=whole(f"{attention}.o_proj.bias", hidden) if config.has_output_bias else None,
-            mlp_norm=whole(f"{prefix}.post_attention_layernorm.weight", hidden),
-            gate_up=stacked("weight", gate_up, hidden),
-            gate_up_bias=stacked("bias", gate_up) if config.has_mlp_bias else None,
+            mlp_norm=whole(f"{prefix}.{mlp_norm}.weight", hidden),
+            gate_up=projection(*gate_up, "weight", hidden),
+            gate_up_bias=projection(*gate_up, "bias") if config.has_mlp_bias else None,
             down=whole(f"{mlp}.down_proj.weight", hidden, config.intermediate_size),
             down_bias=whole(f"{mlp}.down_proj.bias", hidden) if config.has_mlp_bias else None,
+            attention_post_norm=(
+                whole(f"{prefix}.post_attention_layernorm.weight", hidden) if has_post_norms else None
+            ),
+            mlp_post_norm=(
+                whole(f"{prefix}.post_feedforward_layernorm.weight", hidden) if has_post_norms else None
+            ),
         )
 
     embedding = whole(EMBEDDING, config.vocab_size, hidden)

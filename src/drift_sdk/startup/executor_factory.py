@@ -17,8 +17,10 @@ from drift_sdk.execution.eager.executor import EagerExecutor
 from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
 from drift_sdk.execution.strict import StrictExecutor
 from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.progress import Report
 from drift_sdk.startup.device_memory import DeviceMemory
+from drift_sdk.startup.graph_support import options_without_graphs
 from drift_sdk.startup.kv_sizing import KVDemand, MemoryRoom, size_kv
 from drift_sdk.steps import Executor, ExecutorLimits
 
@@ -57,16 +59,20 @@ class OpenedExecutor(Struct, frozen=True, kw_only=True):
     round_costs: dict[tuple[int, int], float] = {}
 
 
-def choose_executor(config: EngineConfig, device: torch.device) -> tuple[str, str | None]:
+def choose_executor(
+    config: EngineConfig, device: torch.device, model: DecoderConfig | None = None
+) -> tuple[str, str | None]:
     """The executor's name, and the reason if "auto" chooses a slower executor than a GPU allows, else None.
 
-    Raises ConfigError for an executor that cannot run on the device, and for settings that need the graph
-    executor where it cannot run.
+    model: the model to run; None: any that graphs support.
+
+    Raises ConfigError for an executor that cannot run the model on the device, and for settings that need the
+    graph executor where it cannot run.
     """
     if config.executor == "eager":
         obstacle: str | None = 'executor="eager"'
     else:
-        obstacle = _obstacle(config, device)
+        obstacle = _device_obstacle(device) or _model_obstacle(model)
         if obstacle is None:
             return "graph", None
 
@@ -205,8 +211,8 @@ def untuned_error(gpu: str, untuned: Sequence[str]) -> FieldError:
     return ConfigError.of("strict_performance", True, allowed)
 
 
-def _obstacle(config: EngineConfig, device: torch.device) -> str | None:
-    """Why the graph executor cannot run; None if it can."""
+def _device_obstacle(device: torch.device) -> str | None:
+    """Why the graph executor cannot run on the device; None if it can."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return "CUDA graphs need an NVIDIA GPU"
 
@@ -220,6 +226,12 @@ def _obstacle(config: EngineConfig, device: torch.device) -> str | None:
         return f"{' and '.join(missing)} not installed"
 
     return None
+
+
+def _model_obstacle(model: DecoderConfig | None) -> str | None:
+    """Why the graph executor cannot run a model; None if it can."""
+    lacking = () if model is None else options_without_graphs(model)
+    return f"CUDA graphs do not support {', '.join(lacking)} of this model" if lacking else None
 
 
 def _is_installed(package: str) -> bool:

@@ -63,8 +63,8 @@ def open_model(
     source = _resolve(model, config, "model", report)
     device = _device(config)
     dtype = _dtype(config, device)
-    executor_name, fallback = choose_executor(config, device)
-    decoder_config = _decoder_config(source)
+    decoder_config = _decoder_config(source, config)
+    executor_name, fallback = choose_executor(config, device, decoder_config)
 
     report("load tokenizer", 0.0)
     text = _load_text(source, config, decoder_config.vocab_size, report)
@@ -213,11 +213,11 @@ def _tokenizer(source: Source, config: EngineConfig, report: Report) -> tuple[To
     return tokenizer, own_template or source.chat_template
 
 
-def _decoder_config(source: Source) -> DecoderConfig:
+def _decoder_config(source: Source, config: EngineConfig) -> DecoderConfig:
     settings = source.config  # its errors name the file
     file = source.path if source.path.is_file() else source.path / "config.json"
     try:
-        return DecoderConfig.from_hf(settings)
+        return DecoderConfig.from_hf(settings, max_model_len=config.max_model_len)
     except ModelLoadError as error:
         raise ModelLoadError(f"{file}: {error}") from error
     except Exception as error:  # settings of a wrong type may raise anything

@@ -16,6 +16,7 @@ from drift_sdk.text.detokenizer import Detokenizer
 from drift_sdk.text.gguf_tokenizer import adds_bos, build_gguf_tokenizer, special_token
 from drift_sdk.text.token_bytes import NUM_IDS, TokenBytes
 from drift_sdk.text.token_floor import TokenFloor
+from drift_sdk.text.token_texts import TokenTexts
 from drift_sdk.text.tokenizer_limits import check_tokenizer
 
 __all__ = ["Tokenizer", "default_template"]
@@ -65,6 +66,7 @@ class Tokenizer:
                 self._prefix = [bos_token_id]
 
         self.token_bytes = TokenBytes(raw, self.special_token_ids)
+        self.token_texts = TokenTexts(raw, self.token_bytes)
         self._floor: TokenFloor | None = None
 
     @classmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from drift_sdk.models.eagle3 import DRAFT_KV_OFFSET, DraftDecoder
-from drift_sdk.models.rope import inverse_frequencies
+from drift_sdk.models.rope import half_tables
 from drift_sdk.steps import ExecutorLimits
 
 __all__ = ["DraftKVCache"]
@@ -31,10 +31,8 @@ class DraftKVCache:
         self.num_places = limits.max_model_len + 2
         self.block_size = limits.block_size
         self.outputs = torch.empty(num_slots, config.hidden_size, dtype=dtype, device=device)
-        frequencies = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
         positions = torch.arange(self.num_places, dtype=torch.float32, device=device) - DRAFT_KV_OFFSET
-        angles = positions[:, None] * frequencies.to(device)
-        self.cos, self.sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        self.cos, self.sin = half_tables(config.rope, positions, dtype)
         self.allocate(1)
 
     def allocate(self, num_blocks: int) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.rope import inverse_frequencies
+from drift_sdk.models.rope import half_tables
 from drift_sdk.steps import ExecutorLimits
 
 __all__ = ["PagedKVCache"]
@@ -36,8 +36,5 @@ class PagedKVCache:
 
 def _rotation_tables(decoder: Decoder, num_positions: int) -> tuple[Tensor, Tensor]:
     """Cosines and sines [num_positions, head_dim / 2]."""
-    config = decoder.config
-    frequencies = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
     positions = torch.arange(num_positions, dtype=torch.float32, device=decoder.device)
-    angles = positions[:, None] * frequencies.to(decoder.device)
-    return angles.cos().to(decoder.dtype), angles.sin().to(decoder.dtype)
+    return half_tables(decoder.config.ropes[0], positions, decoder.dtype)

@@ -1,0 +1,246 @@
+"""Jobs: many prompts, each with a key, and the bounded set of them that is submitted at a time."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import anyio
+from anyio.lowlevel import checkpoint_if_cancelled
+from msgspec import Struct
+
+from drift_sdk.driver.stream_updates import Signal
+from drift_sdk.errors import DriftError, EngineClosed, ExecutorError, QueueFull, RequestError
+from drift_sdk.results import Completion
+from drift_sdk.sampling_params import SamplingParams
+from drift_sdk.stream import TokenStream, updates_of
+
+__all__ = ["Job", "JobMap", "JobResult", "PromptLike", "check_prompts", "completions_of", "results_of"]
+
+POLL_S = 0.01
+"""Seconds between checks of a queue that the requests of others have filled."""
+MAX_AHEAD = 32
+"""Most prompts that are submitted and not yet yielded, for each of `max_concurrent`, if results are yielded
+in the order of their prompts. A request that takes so many times as long as the others leaves no place
+empty."""
+MAX_AHEAD_UNORDERED = 2
+"""The same if results are yielded as they come."""
+
+
+class Job(Struct, frozen=True, kw_only=True):
+    """A prompt of `Engine.map`, with a key for its result.
+
+    key:           names the result; any value.
+    prompt:        as of `Engine.generate`.
+    messages:      as of `Engine.chat`. Either prompt or messages must be given, or RequestError is raised.
+    params:        None = those of the map.
+    tools:         as of `Engine.chat`, with messages alone.
+    template_args: as of `Engine.chat`, with messages alone.
+
+    Other wrong values are errors of the job when it is submitted.
+    """
+
+    key: Any
+    prompt: str | Sequence[int] | None = None
+    messages: Sequence[Mapping[str, Any]] | None = None
+    params: SamplingParams | None = None
+    tools: Sequence[Mapping[str, Any]] | None = None
+    template_args: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise RequestError.of("prompt", self.prompt, "either a prompt or messages, not both")
+
+        for name in ("tools", "template_args"):
+            if self.messages is None and getattr(self, name) is not None:
+                raise RequestError.of(name, getattr(self, name), "None without messages")
+
+
+PromptLike = str | Sequence[int] | Job
+
+
+class JobResult(Struct, frozen=True, kw_only=True):
+    """The outcome of one prompt of `Engine.map`: a completion or an error, the other is None.
+
+    key: of its `Job`; the index of a prompt that is none, from 0.
+    """
+
+    key: Any
+    completion: Completion | None = None
+    error: DriftError | None = None
+
+
+class JobMap:
+    """Prompts that are submitted as places become free, and their results.
+
+    Its user alternates: `step` returns True when the next prompt is wanted, which is then given by `feed` or
+    `add`, a result, or None at the end. `cancel` must be called at last. Used on one event loop.
+
+    submit:         submits a prompt.
+    has_room:       whether a prompt can be submitted now. While it cannot, `step` waits for its own requests,
+                    or for those of others if it has none.
+    max_concurrent: most requests submitted that have not ended.
+    is_ordered:     results come in the order of their prompts, else as they end.
+    yields_errors:  an error of a prompt is a result; else `step` raises it in its place.
+
+    The errors EngineClosed and ExecutorError, which all requests share, are always raised. An error of the
+    prompts themselves is raised after the results of the prompts before it.
+    """
+
+    def __init__(
+        self,
+        submit: Callable[[PromptLike], TokenStream],
+        has_room: Callable[[], bool],
+        max_concurrent: int,
+        *,
+        is_ordered: bool,
+        yields_errors: bool,
+    ) -> None:
+        self._submit = submit
+        self._has_room = has_room
+        self._max_concurrent = max_concurrent
+        self._max_ahead = max_concurrent * (MAX_AHEAD if is_ordered else MAX_AHEAD_UNORDERED)
+        self._is_ordered = is_ordered
+        self._yields_errors = yields_errors
+        self._num_added = 0
+        self._num_yielded = 0
+        self._waiting: list[tuple[int, PromptLike]] = []  # the prompt that there was no room for, if any
+        self._running: dict[int, tuple[Any, TokenStream]] = {}  # by index of the prompt
+        self._results: dict[int, JobResult] = {}  # unread ones by index, in the order of their ends
+        self._is_complete = False  # there are no more prompts
+        self._failure: Exception | None = None  # of the prompts, or of submitting one
+        self._end_signal = Signal()
+
+    async def step(self) -> JobResult | bool | None:
+        """True if a prompt is wanted; else wait for the next result and return it, or None at the end."""
+        await checkpoint_if_cancelled()
+        while True:
+            self._collect()
+            if self._waiting and self._has_place():
+                self._try_submit(*self._waiting.pop())
+            if not self._waiting and not self._is_complete and self._has_place():
+                return True
+
+            if (result := self._take()) is not None:
+                return result
+
+            if self._running:
+                _, stream = next(iter(self._running.values()))
+                updates_of(stream).check_loop()
+                await updates_of(stream).wait(self._end_signal)
+            elif self._waiting or not self._is_complete:
+                await anyio.sleep(POLL_S)
+            elif self._failure is not None:
+                raise self._failure
+            else:
+                return None
+
+    def feed(self, prompts: Iterator[PromptLike]) -> None:
+        """Add the next of these prompts, or their end, or their error."""
+        try:
+            prompt = next(prompts)
+        except StopIteration:
+            self.end()
+        except Exception as error:
+            self.end(error)
+        else:
+            self.add(prompt)
+
+    def add(self, prompt: PromptLike) -> None:
+        """Submit the next prompt."""
+        index = self._num_added
+        self._num_added += 1
+        self._try_submit(index, prompt)
+
+    def end(self, failure: Exception | None = None) -> None:
+        """There are no more prompts. `failure` is raised after the last result."""
+        self._is_complete, self._failure = True, failure
+
+    def cancel(self) -> None:
+        """Cancel what has not ended."""
+        for _, stream in self._running.values():
+            stream.cancel()
+
+    def _has_place(self) -> bool:
+        is_below = len(self._running) < self._max_concurrent and self._num_ahead < self._max_ahead
+        return is_below and self._has_room()
+
+    @property
+    def _num_ahead(self) -> int:
+        return len(self._running) + len(self._results)
+
+    def _try_submit(self, index: int, prompt: PromptLike) -> None:
+        key = prompt.key if isinstance(prompt, Job) else index
+        try:
+            stream = self._submit(prompt)
+        except QueueFull:  # other requests took the room
+            self._waiting.append((index, prompt))
+        except RequestError as error:
+            if self._yields_errors:
+                self._results[index] = JobResult(key=key, error=error)
+            else:
+                self.end(error)
+        except Exception as error:
+            self.end(error)
+        else:
+            updates_of(stream).end_signal = self._end_signal
+            self._running[index] = key, stream
+
+    def _collect(self) -> None:
+        """Turn the requests that have ended into results."""
+        ended = [index for index, (_, stream) in self._running.items() if updates_of(stream).is_done]
+        for index in ended:
+            key, stream = self._running.pop(index)
+            completion, error = updates_of(stream).completion, updates_of(stream).error
+            assert isinstance(error, DriftError | None)
+            self._results[index] = JobResult(key=key, completion=completion, error=error)
+
+    def _take(self) -> JobResult | None:
+        """Remove and return the result that is to be yielded next; None if it is not there. Raises its error
+        unless errors are yielded."""
+        index = self._num_yielded if self._is_ordered else next(iter(self._results), -1)
+        result = self._results.pop(index, None)
+        if result is None:
+            return None
+
+        self._num_yielded += 1
+        error = result.error
+        if error is not None and (not self._yields_errors or isinstance(error, EngineClosed | ExecutorError)):
+            raise error
+
+        return result
+
+
+def check_prompts(prompts: object) -> None:
+    """RequestError for what cannot be iterated over, and for a single text."""
+    allowed = "an iterable of prompts"
+    if isinstance(prompts, str | bytes | bytearray):
+        raise RequestError.of("prompts", prompts, f"{allowed}; generate() takes a single one")
+
+    if isinstance(prompts, AsyncIterable):
+        raise RequestError.of("prompts", prompts, f"{allowed}, not an async iterable")
+
+    if not isinstance(prompts, Iterable):
+        raise RequestError.of("prompts", prompts, allowed)
+
+
+async def results_of(job_map: JobMap, prompts: Iterable[PromptLike]) -> AsyncGenerator[JobResult, None]:
+    """The results of prompts. Ending the iteration cancels what was submitted."""
+    waiting = iter(prompts)
+    try:
+        while (result := await job_map.step()) is not None:
+            if isinstance(result, JobResult):
+                yield result
+            else:
+                job_map.feed(waiting)
+    finally:
+        job_map.cancel()
+
+
+async def completions_of(job_map: JobMap, prompts: Iterable[PromptLike]) -> AsyncGenerator[Completion, None]:
+    """The completions of prompts, where errors are raised."""
+    async with aclosing(results_of(job_map, prompts)) as results:
+        async for result in results:
+            assert result.completion is not None
+            yield result.completion

@@ -1,0 +1,106 @@
+"""Architectures of GGUF files: the Hugging Face names of their tensors, and how their values differ.
+
+Names are those that llama.cpp's converter writes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from msgspec import Struct
+
+__all__ = ["ARCHITECTURES", "GGUFArchitecture"]
+
+MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+LAYER_MODULES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+FUSED_MODULES = LAYER_MODULES | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+POST_NORM_MODULES = LAYER_MODULES | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+
+
+class GGUFArchitecture(Struct, frozen=True, kw_only=True):
+    """An architecture of GGUF files.
+
+    model_type, architecture:  as in a config.json of its models.
+    layer_modules:             Hugging Face names of a layer's modules, by their names in the file.
+    is_permuted:               the rows of query and key projections are interleaved, see `GGUFFile.get`.
+    norm_offset:               what files add to the weights of norms.
+    keys:                      metadata that changes the arithmetic and is read for this architecture.
+    """
+
+    model_type: str
+    architecture: str
+    layer_modules: Mapping[str, str]
+    is_permuted: bool = False
+    norm_offset: float = 0.0
+    keys: tuple[str, ...] = ()
+
+    def tensor_name(self, name: str) -> str:
+        """The Hugging Face name of a tensor; its name in the file if models have no such tensor."""
+        if match := re.fullmatch(r"blk\.([0-9]+)\.(\w+)\.(weight|bias)", name):
+            layer, module, suffix = match.groups()
+            known = self.layer_modules.get(module)
+            return name if known is None else f"model.layers.{layer}.{known}.{suffix}"
+
+        module, _, suffix = name.rpartition(".")
+        return f"{MODULES[module]}.{suffix}" if module in MODULES else name
+
+
+ARCHITECTURES = {
+    # Files of Mistral models have the architecture "llama" as well.
+    "llama": GGUFArchitecture(
+        model_type="llama",
+        architecture="LlamaForCausalLM",
+        layer_modules=LAYER_MODULES,
+        is_permuted=True,
+        keys=("attention.sliding_window",),
+    ),
+    "qwen2": GGUFArchitecture(
+        model_type="qwen2", architecture="Qwen2ForCausalLM", layer_modules=LAYER_MODULES
+    ),
+    "qwen3": GGUFArchitecture(
+        model_type="qwen3", architecture="Qwen3ForCausalLM", layer_modules=LAYER_MODULES
+    ),
+    "phi3": GGUFArchitecture(
+        model_type="phi3",
+        architecture="Phi3ForCausalLM",
+        layer_modules=FUSED_MODULES,
+        keys=("attention.sliding_window",),
+    ),
+    "gemma3": GGUFArchitecture(
+        model_type="gemma3_text",
+        architecture="Gemma3ForCausalLM",
+        layer_modules=POST_NORM_MODULES,
+        norm_offset=1.0,
+        keys=("attention.scale", "attention.sliding_window", "attention.sliding_window_pattern"),
+    ),
+    "smollm3": GGUFArchitecture(
+        model_type="smollm3",
+        architecture="SmolLM3ForCausalLM",
+        layer_modules=LAYER_MODULES,
+        is_permuted=True,
+    ),
+    "granite": GGUFArchitecture(
+        model_type="granite",
+        architecture="GraniteForCausalLM",
+        layer_modules=LAYER_MODULES,
+        is_permuted=True,
+        keys=("attention.scale", "embedding_scale", "logit_scale", "residual_scale"),
+    ),
+}

@@ -1,0 +1,296 @@
+"""Serving: the methods of an engine that submit requests."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Unpack, overload
+
+from drift_sdk._validation import check_bool, check_choice, check_int
+from drift_sdk.config import EngineConfig
+from drift_sdk.driver.driver import Driver
+from drift_sdk.driver.prompts import ChatPrompt, Prompt, as_any_prompt, as_chat_prompt, as_prompt
+from drift_sdk.errors import RequestError
+from drift_sdk.jobs import Job, JobMap, JobResult, PromptLike, check_prompts, completions_of, results_of
+from drift_sdk.results import Completion
+from drift_sdk.samples import Samples
+from drift_sdk.sampling_params import SamplingOptions, SamplingParams, check_needs_no_host
+from drift_sdk.stream import TokenStream
+from drift_sdk.submission import Submitter, check_request_id
+from drift_sdk.text.tools import tool_names
+
+__all__ = ["Serving"]
+
+MAX_SAMPLES = 128
+
+log = logging.getLogger("drift_sdk")
+
+
+class Serving(ABC):
+    """The methods of `Engine` that submit requests."""
+
+    model: str | Path
+    config: EngineConfig
+
+    def __init__(self) -> None:
+        self._submitter = Submitter()
+        self._has_warned_of_tools = False
+
+    @property
+    @abstractmethod
+    def default_params(self) -> SamplingParams: ...
+
+    @property
+    @abstractmethod
+    def _driver(self) -> Driver | None: ...
+
+    @abstractmethod
+    def _running_driver(self) -> Driver:
+        """The driver; EngineClosed if there is none."""
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> TokenStream:
+        """Submit a prompt and return its stream at once. Must be called from a coroutine: the stream belongs
+        to the running event loop (RuntimeError if there is none).
+
+        prompt:     a text, or token ids of the model, at least one.
+        params:     None = the model's own defaults, `default_params`.
+        request_id: names the request in its completion, in the log and for `cancel`: 1 to 128 printable
+                    characters, not those of another live request. None = a name that the engine makes,
+                    "req-" and a number.
+        options:    fields of SamplingParams, which replace those of `params`, or of the defaults.
+
+        Raises RequestError for a wrong argument, QueueFull, and EngineClosed. What is known only after the
+        prompt has been tokenised (PromptTooLong, a token id outside the vocabulary, no tokens) is raised by
+        the stream."""
+        return self._submit(as_prompt(prompt), self._params(params, options), request_id)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_args: Mapping[str, Any] | None = None,
+        *,
+        request_id: str | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> TokenStream:
+        """Submit a conversation, rendered with the model's chat template, and return its stream at once, as
+        `generate` does.
+
+        messages:      mappings with at least a string "role" and "content". Content is a string; a list of
+                       parts works only with templates that take one.
+        tools:         descriptions of functions for the template. Tool calls are then looked for in the
+                       completion's text (`tool_calls`). If the model's template ignores tools, the model does
+                       not see them, and that is logged as a warning, once per engine.
+        template_args: further variables of the template, by name.
+        params, request_id, options: as of `generate`.
+
+        Messages, tools and template_args are copied at the call and must be plain data (mappings, sequences
+        and scalars). Raises what `generate` raises. The stream raises RequestError if the model has no
+        template or the template rejects the messages."""
+        prompt = as_chat_prompt(messages, tools, template_args)
+        return self._submit(prompt, self._params(params, options), request_id)
+
+    def samples(
+        self,
+        prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
+        n: int,
+        params: SamplingParams | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_args: Mapping[str, Any] | None = None,
+        *,
+        request_id: str | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> Samples:
+        """Submit a prompt or a conversation `n` times, all or none, and return the streams at once.
+
+        prompt:               as of `generate`, or messages as of `chat`.
+        n:                    1 to 128.
+        tools, template_args: as of `chat`, with messages alone.
+        request_id:           of all samples together; sample i is named by it, "-" and i.
+        params, options:      as of `generate`.
+
+        The seed of sample i is (seed + i) modulo 2**63, where `seed` is that of the parameters or drawn:
+        `generate` with that seed, which is also in the completion, gives the same sample. With temperature 0,
+        all samples are equal. The prompt is computed once: the other samples start when the first one has its
+        first token, and find the prompt in the prefix cache, but for the tokens after the last full block.
+
+        Raises what `generate` raises."""
+        check_int(RequestError, "n", n, ge=1, le=MAX_SAMPLES)
+        return self._submit_samples(
+            as_any_prompt(prompt, tools, template_args), self._params(params, options), request_id, n
+        )
+
+    async def count_tokens(
+        self,
+        prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_args: Mapping[str, Any] | None = None,
+    ) -> int:
+        """The number of tokens that a prompt of `generate`, or messages of `chat`, have for the model, also
+        if they are more than it takes. Counted on a text thread, as prompts are tokenised.
+
+        RequestError for what `generate` or `chat` would reject, except for its length; EngineClosed."""
+        return await self._running_driver().count_tokens(as_any_prompt(prompt, tools, template_args))
+
+    def cancel(self, request_id: str) -> bool:
+        """Cancel the live request, or all samples, of this id; from any thread. Returns whether there are
+        such; False also if the engine is closed. RequestError for what cannot be an id."""
+        check_request_id(request_id, is_new=False)
+        driver = self._driver
+        return driver is not None and not driver.is_over and driver.cancel(request_id)
+
+    @overload
+    def map(
+        self,
+        prompts: Iterable[PromptLike],
+        params: SamplingParams | None = None,
+        *,
+        max_concurrent: int = 64,
+        ordered: bool = True,
+        errors: Literal["raise"] = "raise",
+        **options: Unpack[SamplingOptions],
+    ) -> AsyncGenerator[Completion, None]: ...
+
+    @overload
+    def map(
+        self,
+        prompts: Iterable[PromptLike],
+        params: SamplingParams | None = None,
+        *,
+        max_concurrent: int = 64,
+        ordered: bool = True,
+        errors: Literal["yield"],
+        **options: Unpack[SamplingOptions],
+    ) -> AsyncGenerator[JobResult, None]: ...
+
+    def map(
+        self,
+        prompts: Iterable[PromptLike],
+        params: SamplingParams | None = None,
+        *,
+        max_concurrent: int = 64,
+        ordered: bool = True,
+        errors: Literal["raise", "yield"] = "raise",
+        **options: Unpack[SamplingOptions],
+    ) -> AsyncGenerator[Completion, None] | AsyncGenerator[JobResult, None]:
+        """Completions of many prompts, as an async generator.
+
+        prompts:        each as of `generate`, or a `Job`; read when there is room, so it may be endless.
+        params:         of prompts without their own; None = the model's own defaults, `default_params`.
+        max_concurrent: most requests that are submitted and have not ended, at least 1.
+        ordered:        yield in the order of the prompts; False = as they end.
+        errors:         "raise" yields completions, and the first error ends the iteration. "yield" yields a
+                        `JobResult` with the key and either the completion or the error of each prompt; only
+                        EngineClosed and ExecutorError are raised.
+        options:        fields of SamplingParams, which replace those of `params`, or of the defaults.
+
+        While the caller waits for a result, a place that becomes free is filled at once. At most
+        32 * max_concurrent prompts (2 * max_concurrent without order) are submitted and not yet yielded, so
+        the memory of finished results is bounded.
+
+        While the queue is full it waits, so QueueFull is not raised. An error of `prompts` itself, or with
+        "raise" of a prompt that cannot be submitted, is raised after the results of the prompts before it.
+        Ending the iteration early (`aclose`, or cancellation while waiting) cancels what was submitted. A
+        wrong argument raises RequestError at the call.
+        """
+        job_map = self._job_map(params, max_concurrent, ordered, errors, options)
+        check_prompts(prompts)
+        return results_of(job_map, prompts) if errors == "yield" else completions_of(job_map, prompts)
+
+    def _params(self, params: SamplingParams | None, options: SamplingOptions) -> SamplingParams:
+        """The parameters of a request. RequestError for a wrong value."""
+        if params is None:
+            params = self.default_params
+        elif not isinstance(params, SamplingParams):
+            raise RequestError.of("params", params, "SamplingParams")
+
+        return params.replace(**options) if options else params
+
+    def _submit(self, prompt: Prompt, params: SamplingParams, request_id: str | None) -> TokenStream:
+        names = self._checked(prompt, params, request_id)
+        stream = self._submitter.submit(
+            self._running_driver(), prompt, params, request_id=request_id, tool_names=names
+        )
+        self._warn_if_tools_are_ignored(names)
+        return stream
+
+    def _submit_samples(
+        self, prompt: Prompt, params: SamplingParams, request_id: str | None, num_samples: int
+    ) -> Samples:
+        names = self._checked(prompt, params, request_id)
+        samples = self._submitter.submit_samples(
+            self._running_driver(),
+            prompt,
+            params,
+            num_samples=num_samples,
+            request_id=request_id,
+            tool_names=names,
+        )
+        self._warn_if_tools_are_ignored(names)
+        return samples
+
+    def _checked(
+        self, prompt: Prompt, params: SamplingParams, request_id: str | None
+    ) -> frozenset[str] | None:
+        """The names of the prompt's tools, None without tools. RequestError for what this engine does not
+        take."""
+        if self.config.strict_performance:
+            check_needs_no_host(params, is_speculating=self.config.speculation is not None)
+        if request_id is not None:
+            check_request_id(request_id, is_new=True)
+        tools = prompt.tools if isinstance(prompt, ChatPrompt) else None
+        return tool_names(tools) if tools else None
+
+    def _job_map(
+        self,
+        params: SamplingParams | None,
+        max_concurrent: int,
+        ordered: bool,
+        errors: str,
+        options: SamplingOptions,
+    ) -> JobMap:
+        """The state of a call of `map`. RequestError for a wrong argument."""
+        check_int(RequestError, "max_concurrent", max_concurrent, ge=1)
+        check_bool(RequestError, "ordered", ordered)
+        check_choice(RequestError, "errors", errors, ("raise", "yield"))
+        if params is not None or options:
+            params = self._params(params, options)
+        return JobMap(
+            partial(self._submit_job, params=params),
+            lambda: self._running_driver().has_room,
+            max_concurrent,
+            is_ordered=ordered,
+            yields_errors=errors == "yield",
+        )
+
+    def _submit_job(self, job: PromptLike, *, params: SamplingParams | None) -> TokenStream:
+        if not isinstance(job, Job):
+            return self.generate(job, params)
+
+        own = job.params if job.params is not None else params
+        if job.messages is not None:
+            return self.chat(job.messages, own, job.tools, job.template_args)
+
+        assert job.prompt is not None
+        return self.generate(job.prompt, own)
+
+    def _warn_if_tools_are_ignored(self, names: frozenset[str] | None) -> None:
+        if names is None:
+            return
+
+        model_text = self._driver.model_text if self._driver is not None else None
+        template = model_text.chat_template if model_text is not None else None
+        if template is not None and not template.uses_tools and not self._has_warned_of_tools:
+            self._has_warned_of_tools = True
+            log.warning("the chat template of %s ignores tools: the model does not see them", self.model)

@@ -1,0 +1,107 @@
+"""Submission of requests: their ids, seeds and order of arrival, and their streams."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from functools import partial
+
+from drift_sdk.driver.commands import Cancel
+from drift_sdk.driver.driver import Driver
+from drift_sdk.driver.loop_poster import LoopPoster
+from drift_sdk.driver.prompts import Prompt, SharedPrompt
+from drift_sdk.driver.request import Request
+from drift_sdk.driver.stream_updates import Signal, StreamUpdates
+from drift_sdk.errors import RequestError
+from drift_sdk.samples import Samples
+from drift_sdk.sampling_params import MAX_SEED, SamplingParams
+from drift_sdk.stream import TokenStream
+
+__all__ = ["Submitter", "check_request_id"]
+
+MAX_ID_CHARS = 128
+OWN_ID = re.compile(r"req-\d.*", flags=re.ASCII)
+"""Ids that the engine makes."""
+
+
+class Submitter:
+    """Submits the requests of one engine. May be used from any thread."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._seeds = random.SystemRandom()
+
+    def submit(
+        self,
+        driver: Driver,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None,
+        tool_names: frozenset[str] | None,
+    ) -> TokenStream:
+        """Submit a prompt. RequestError for a wrong id; raises what `Driver.submit` raises."""
+        number = next(self._numbers)
+        request = Request(
+            request_id=request_id if request_id is not None else f"req-{number}",
+            arrival=number,
+            prompt=prompt,
+            params=params,
+            seed=self._seed(params),
+            stream_updates=StreamUpdates(LoopPoster.current()),
+            tool_names=tool_names,
+        )
+        driver.submit([request])
+        return stream_of(request, driver)
+
+    def submit_samples(
+        self,
+        driver: Driver,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        num_samples: int,
+        request_id: str | None,
+        tool_names: frozenset[str] | None,
+    ) -> Samples:
+        """Submit a prompt several times, with the seeds `seed`, `seed + 1` and so on, modulo 2**63."""
+        numbers = [next(self._numbers) for _ in range(num_samples)]
+        group_id = request_id if request_id is not None else f"req-{numbers[0]}"
+        first_seed, loop_poster, signal = self._seed(params), LoopPoster.current(), Signal()
+        shared = SharedPrompt(prompt)
+        requests = [
+            Request(
+                request_id=f"{group_id}-{index}",
+                group_id=group_id,
+                arrival=number,
+                prompt=shared,
+                params=params,
+                seed=(first_seed + index) % (MAX_SEED + 1),
+                stream_updates=StreamUpdates(loop_poster, signal),
+                tool_names=tool_names,
+            )
+            for index, number in enumerate(numbers)
+        ]
+        driver.submit(requests)
+        return Samples([stream_of(request, driver) for request in requests], signal)
+
+    def _seed(self, params: SamplingParams) -> int:
+        return params.seed if params.seed is not None else self._seeds.randint(0, MAX_SEED)
+
+
+def stream_of(request: Request, driver: Driver) -> TokenStream:
+    return TokenStream(request.request_id, request.stream_updates, partial(driver.send, Cancel(request)))
+
+
+def check_request_id(request_id: object, *, is_new: bool) -> None:
+    """RequestError for what is no id, and, if `is_new`, for ids that the engine makes itself."""
+    allowed = f"1 to {MAX_ID_CHARS} printable characters"
+    is_id = isinstance(request_id, str) and 1 <= len(request_id) <= MAX_ID_CHARS and request_id.isprintable()
+    if not is_id:
+        raise RequestError.of("request_id", request_id, allowed)
+
+    if is_new and isinstance(request_id, str) and OWN_ID.fullmatch(request_id):
+        raise RequestError.of(
+            "request_id", request_id, f'{allowed} that do not begin with "req-" and a digit'
+        )

@@ -1,0 +1,326 @@
+"""SyncEngine: an engine for code without an event loop, such as scripts and Celery tasks."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, TypeVar, Unpack, overload
+
+from drift_sdk.config import EngineConfig
+from drift_sdk.driver.loaded_model import OpenModel
+from drift_sdk.driver.loop_thread import LoopThread, check_no_loop
+from drift_sdk.engine import Engine
+from drift_sdk.errors import EngineClosed
+from drift_sdk.jobs import JobMap, JobResult, PromptLike, check_prompts
+from drift_sdk.progress import Progress
+from drift_sdk.results import Chunk, Completion
+from drift_sdk.sampling_params import SamplingOptions, SamplingParams
+from drift_sdk.stats import EngineStats
+from drift_sdk.stream import TokenStream
+
+__all__ = ["SyncEngine", "SyncStream"]
+
+ResultT = TypeVar("ResultT")
+
+
+class SyncStream(Iterator[Chunk]):
+    """A submitted request: iterate over its chunks, or get its completion with `result()`, or both in turn.
+
+    Under `with`, leaving the block cancels the request. An exception that interrupts a wait, such as
+    KeyboardInterrupt, cancels it too, except in such a block. May be used from any thread, by one at a time.
+
+    request_id: the name of the request in its completion and in the log.
+    """
+
+    def __init__(self, stream: TokenStream, call: Callable[..., Any]) -> None:
+        self.request_id = stream.request_id
+        self._stream = stream
+        self._call = call
+
+    def __iter__(self) -> SyncStream:
+        return self
+
+    def __next__(self) -> Chunk:
+        chunk: Chunk | None = self._call(next_chunk, self._stream)
+        if chunk is None:
+            raise StopIteration
+
+        return chunk
+
+    def accepted(self) -> None:
+        """Wait until the request is accepted; see `TokenStream.accepted`."""
+        self._call(self._stream.accepted)
+
+    def result(self) -> Completion:
+        """Wait for the end of the request. Chunks can still be read afterwards. Raises the request's error if
+        it failed: RequestError, EngineClosed or ExecutorError."""
+        completion: Completion = self._call(self._stream.completion)
+        return completion
+
+    def cancel(self) -> None:
+        """End the request; tokens generated so far can still be read. May be called more than once."""
+        self._stream.cancel()
+
+    def __enter__(self) -> SyncStream:
+        self._call(self._stream.__aenter__)
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.cancel()
+
+
+class SyncEngine:
+    """An `Engine` whose methods block: for scripts, worker processes and threads.
+
+    Arguments are those of `Engine`. Use it with `with`, or call `start()` and `close()`. All methods may be
+    called from any number of threads; the requests of all are batched. It runs an event loop in a thread of
+    its own, in which `on_progress` is called.
+
+    A method that blocks raises RuntimeError in a thread that runs an event loop: use `Engine` there. After a
+    fork, an engine of the parent is closed in the child: start one in each worker process. An exception that
+    interrupts a call, such as KeyboardInterrupt, cancels what the call was waiting for, and leaving the
+    `with` block closes the engine.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        config: EngineConfig | None = None,
+        *,
+        on_progress: Callable[[Progress], None] | None = None,
+        open_model: OpenModel | None = None,
+    ) -> None:
+        self._engine = Engine(model, config, on_progress=on_progress, open_model=open_model)
+        self._loop: LoopThread | None = None
+        self._finalizer: weakref.finalize[..., SyncEngine] | None = None
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Load the model and get ready to serve; returns at once if the engine is open. Raises as
+        `Engine.start` does. A start that fails or is interrupted leaves the engine closed."""
+        check_no_loop()
+        if self._loop is not None and self._loop.is_from_parent:
+            self._loop, self._lock = None, threading.Lock()
+        with self._lock:
+            if self._loop is None:
+                self._loop = LoopThread()
+                self._finalizer = weakref.finalize(self, self._loop.abandon)
+                self._finalizer.atexit = False
+            loop = self._loop
+        try:
+            loop.call(self._engine.start)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self, drain: float = 0.0) -> None:
+        """Close the engine as `Engine.aclose` does; returns at once if it is closed."""
+        check_no_loop()
+        loop = self._loop
+        if loop is None or loop.is_from_parent:
+            return
+
+        try:
+            loop.call(self._engine.aclose, drain)
+        except EngineClosed:  # another thread has closed it
+            return
+
+        with self._lock:
+            if self._loop is not loop:
+                return
+
+            self._loop = None
+            assert self._finalizer is not None
+            self._finalizer.detach()
+        loop.stop()
+
+    def __enter__(self) -> SyncEngine:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> SyncStream:
+        """Submit a prompt and return its stream at once; see `Engine.generate`."""
+        engine = self._engine
+        return self._stream(lambda: engine.generate(prompt, params, request_id=request_id, **options))
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_args: Mapping[str, Any] | None = None,
+        *,
+        request_id: str | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> SyncStream:
+        """Submit a conversation and return its stream at once; see `Engine.chat`."""
+        engine = self._engine
+        return self._stream(
+            lambda: engine.chat(messages, params, tools, template_args, request_id=request_id, **options)
+        )
+
+    def samples(
+        self,
+        prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
+        n: int,
+        params: SamplingParams | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> list[SyncStream]:
+        """Submit a prompt or a conversation `n` times and return the streams at once; see
+        `Engine.samples`."""
+
+        async def submit() -> Sequence[TokenStream]:
+            return self._engine.samples(prompt, n, params, **options)[:]
+
+        return [SyncStream(stream, self._call) for stream in self._call(submit)]
+
+    @overload
+    def map(
+        self,
+        prompts: Iterable[PromptLike],
+        params: SamplingParams | None = None,
+        *,
+        max_concurrent: int = 64,
+        ordered: bool = True,
+        errors: Literal["raise"] = "raise",
+        **options: Unpack[SamplingOptions],
+    ) -> Generator[Completion, None, None]: ...
+
+    @overload
+    def map(
+        self,
+        prompts: Iterable[PromptLike],
+        params: SamplingParams | None = None,
+        *,
+        max_concurrent: int = 64,
+        ordered: bool = True,
+        errors: Literal["yield"],
+        **options: Unpack[SamplingOptions],
+    ) -> Generator[JobResult, None, None]: ...
+
+    def map(
+        self,
+        prompts: Iterable[PromptLike],
+        params: SamplingParams | None = None,
+        *,
+        max_concurrent: int = 64,
+        ordered: bool = True,
+        errors: Literal["raise", "yield"] = "raise",
+        **options: Unpack[SamplingOptions],
+    ) -> Generator[Completion, None, None] | Generator[JobResult, None, None]:
+        """Completions of many prompts, as a generator; see `Engine.map`. `prompts` is read in the thread that
+        iterates."""
+        job_map = self._engine._job_map(params, max_concurrent, ordered, errors, options)
+        check_prompts(prompts)
+        results = self._results(job_map, prompts)
+        return results if errors == "yield" else completions_of(results)
+
+    def count_tokens(
+        self,
+        prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_args: Mapping[str, Any] | None = None,
+    ) -> int:
+        """The number of tokens of a prompt or of messages; see `Engine.count_tokens`."""
+        number: int = self._call(self._engine.count_tokens, prompt, tools, template_args)
+        return number
+
+    def cancel(self, request_id: str) -> bool:
+        """Cancel the live request, or all samples, of this id; see `Engine.cancel`."""
+        return self._engine.cancel(request_id)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests are admitted."""
+        return self._engine.is_open
+
+    def stats(self) -> EngineStats:
+        """A snapshot of the engine's state and of its counters; see `Engine.stats`."""
+        return self._engine.stats()
+
+    def _call(self, function: Callable[..., Awaitable[ResultT]], *arguments: Any) -> ResultT:
+        """Run a coroutine function on the engine's event loop and wait for its result."""
+        check_no_loop()
+        loop = self._loop
+        if loop is None or loop.is_from_parent:
+            _ = self._engine._running_driver()  # raises EngineClosed, which says why
+            raise EngineClosed("the engine was closed")
+
+        return loop.call(function, *arguments)
+
+    def _stream(self, submit: Callable[[], TokenStream]) -> SyncStream:
+        async def submit_on_loop() -> tuple[TokenStream]:
+            return (submit(),)  # a stream by itself would be awaited
+
+        (stream,) = self._call(submit_on_loop)
+        return SyncStream(stream, self._call)
+
+    def _results(self, job_map: JobMap, prompts: Iterable[PromptLike]) -> Generator[JobResult, None, None]:
+        async def feed(read: Iterator[PromptLike]) -> None:
+            job_map.feed(read)
+
+        waiting, loop = iter(prompts), self._loop
+        try:
+            while (result := self._call(job_map.step)) is not None:
+                if isinstance(result, JobResult):
+                    yield result
+                else:
+                    self._call(feed, read_next(waiting))
+        finally:
+            if loop is not None:
+                loop.post(job_map.cancel)
+
+
+async def next_chunk(stream: TokenStream) -> Chunk | None:
+    """The next chunk of a stream; None at its end."""
+    return await anext(stream, None)
+
+
+def read_next(prompts: Iterator[PromptLike]) -> Iterator[PromptLike]:
+    """The next prompt as an iterator of its own, so that prompts are read in the calling thread; it raises
+    what reading the prompt has raised."""
+    try:
+        prompt = next(prompts)
+    except StopIteration:
+        return iter(())
+    except Exception as error:
+        return raising(error)
+
+    return iter((prompt,))
+
+
+def raising(error: Exception) -> Iterator[PromptLike]:
+    raise error
+    yield ""
+
+
+def completions_of(results: Generator[JobResult, None, None]) -> Generator[Completion, None, None]:
+    """The completions of results, where errors are raised."""
+    with closing(results):
+        for result in results:
+            assert result.completion is not None
+            yield result.completion

@@ -1,0 +1,289 @@
+"""SyncEngine: an engine in code without an event loop."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from loops import WAIT_S, run
+
+from drift_sdk import (
+    EngineClosed,
+    EngineConfig,
+    Job,
+    ModelLoadError,
+    PromptTooLong,
+    RequestError,
+    SamplingParams,
+    SyncEngine,
+)
+from drift_sdk.driver.loaded_model import LoadedModel
+from drift_sdk.testing import NextToken, ScriptedModel
+
+USER = {"role": "user", "content": "hi"}
+TEXT = "Grüße, 世界!"
+SUPPORT = Path(__file__).parent.parent / "support"
+
+
+def sync_engine(reply: str | NextToken = TEXT, **options: object) -> SyncEngine:
+    config = EngineConfig(max_model_len=64, kv_cache_tokens=1024)
+    return SyncEngine("scripted", config, open_model=ScriptedModel(reply, config=config, **options))
+
+
+def until(condition) -> None:
+    ends_at = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < ends_at
+        time.sleep(0.001)
+
+
+def sync_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("drift-")]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[SyncEngine]:
+    with sync_engine() as engine:
+        yield engine
+
+
+def test_stream_gives_chunks_and_the_completion(engine: SyncEngine) -> None:
+    stream = engine.generate("x")
+    stream.accepted()
+    chunks = list(stream)
+    completion = stream.result()
+    assert "".join(chunk.text for chunk in chunks) == completion.text == TEXT
+    assert chunks[-1].finish_reason == "stop" and list(stream) == []
+    assert engine.generate("x", SamplingParams(stop="ß"), request_id="mine").result().text == "Grü"
+    assert engine.chat([USER], max_tokens=2, request_id="mine").result().request_id == "mine"
+    assert engine.count_tokens([USER]) == engine.chat([USER]).result().usage.prompt_tokens
+    assert engine.is_open and engine.stats().num_submitted == 4
+
+
+def test_errors_are_raised_where_the_caller_waits(engine: SyncEngine) -> None:
+    with pytest.raises(RequestError, match="max_tokens=0"):
+        engine.generate("x", max_tokens=0)
+    stream = engine.generate("x" * 64)
+    for wait in (stream.accepted, stream.result, stream.__next__):
+        with pytest.raises(PromptTooLong):
+            wait()
+    assert engine.generate("x").result().text == TEXT
+
+
+def test_samples_are_streams_of_one_prompt(engine: SyncEngine) -> None:
+    streams = engine.samples("x", 3, seed=5)
+    assert [stream.result().seed for stream in streams] == [5, 6, 7]
+
+
+def test_map_reads_its_prompts_in_the_calling_thread(engine: SyncEngine) -> None:
+    readers: set[int] = set()
+
+    def prompts(number: int) -> Iterator[object]:
+        for index in range(number):
+            readers.add(threading.get_ident())
+            yield Job(key=str(index), prompt="x" * (64 if index == 2 else 1))
+
+    results = list(engine.map(prompts(5), errors="yield", max_concurrent=2, max_tokens=4))
+    assert [result.key for result in results] == list("01234")
+    assert [type(result.error) for result in results].count(PromptTooLong) == 1
+    assert [c.text for c in engine.map(prompts(2), ordered=False)] == [TEXT] * 2
+    assert readers == {threading.get_ident()}
+    found = engine.map(prompts(5))
+    with pytest.raises(PromptTooLong):
+        list(found)
+    with pytest.raises(RequestError, match="max_concurrent"):
+        engine.map([], max_concurrent=0)
+
+
+def torn() -> Iterator[str]:
+    yield "x"
+    raise ValueError("the file is torn")
+
+
+def test_map_raises_an_error_of_its_prompts_after_the_results(engine: SyncEngine) -> None:
+    found = engine.map(torn())
+    assert next(found).text == TEXT
+    with pytest.raises(ValueError, match="torn"):
+        next(found)
+
+
+def test_leaving_a_map_or_a_block_cancels() -> None:
+    with sync_engine(lambda *_: 65, step_s=0.001) as engine:
+        found = engine.map([USER["content"]] * 3, max_concurrent=3, ordered=False, max_tokens=40)
+        next(found)
+        found.close()
+        with engine.generate("x", max_tokens=None) as stream:
+            assert next(stream).text
+        assert stream.result().finish_reason == "cancelled"
+        other = engine.generate("x", max_tokens=None, request_id="other")
+        assert engine.cancel("other") and not engine.cancel("another")
+        assert other.result().finish_reason == "cancelled"
+        until(lambda: engine.stats().num_running == engine.stats().num_waiting == 0)
+
+
+def test_threads_share_the_engine(engine: SyncEngine) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        texts = list(pool.map(lambda number: engine.generate(f"x{number}").result().text, range(40)))
+    assert texts == [TEXT] * 40
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "trio"])
+def test_blocking_calls_are_rejected_in_an_event_loop(loop: str, engine: SyncEngine) -> None:
+    stream = engine.generate("x")
+    other = sync_engine()
+
+    async def main() -> None:
+        for call in (
+            other.start,
+            other.close,
+            lambda: engine.generate("x"),
+            lambda: engine.chat([USER]),
+            lambda: engine.count_tokens("x"),
+            lambda: next(engine.map(["x"])),
+            stream.result,
+            lambda: next(stream),
+        ):
+            with pytest.raises(RuntimeError, match="use Engine and await"):
+                call()
+        assert engine.is_open
+
+    run(loop, main)
+    assert stream.result().text == TEXT
+
+
+def test_closed_engine_rejects_calls_and_can_be_started_again() -> None:
+    engine = sync_engine()
+    engine.close()
+    for call in (lambda: engine.generate("x"), lambda: engine.count_tokens("x"), engine.stats):
+        with pytest.raises(EngineClosed, match="is not open"):
+            call()
+    num_threads = len(sync_threads())
+    for _ in range(2):
+        with engine:
+            engine.start()
+            stream = engine.generate("x")
+            assert stream.result().text == TEXT
+        engine.close()
+        assert not engine.is_open and len(sync_threads()) == num_threads
+        with pytest.raises(EngineClosed):
+            engine.generate("x")
+        with pytest.raises(EngineClosed):
+            stream.result()
+    assert engine.cancel("x") is False
+
+
+def test_closing_ends_waits_of_other_threads() -> None:
+    with sync_engine(lambda *_: 65, step_s=0.005) as engine, ThreadPoolExecutor(3) as pool:
+        streams = [engine.generate("x", max_tokens=None) for _ in range(2)]
+        waits = [pool.submit(stream.result) for stream in streams]
+        mapped = pool.submit(lambda: list(engine.map(["x"] * 3, max_tokens=None)))
+        next(streams[0])
+        engine.close()
+        for wait in (*waits, mapped):
+            with pytest.raises(EngineClosed):
+                wait.result(timeout=WAIT_S)
+
+
+def test_failed_start_leaves_no_thread() -> None:
+    def missing(report, limits=None) -> LoadedModel:
+        raise ModelLoadError("no such model")
+
+    num_threads = len(sync_threads())
+    engine = SyncEngine("missing", open_model=missing)
+    for _ in range(2):
+        with pytest.raises(ModelLoadError, match="no such model"):
+            engine.start()
+        assert not engine.is_open and len(sync_threads()) == num_threads
+
+
+def interrupt() -> None:
+    """As Ctrl-C does, interrupt the main thread where it waits."""
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+
+@pytest.mark.parametrize("how", ["result", "iterate", "map", "count"])
+def test_keyboard_interrupt_closes_the_engine(how: str) -> None:
+    def endless(prompt_ids, output_ids, seed) -> int:
+        if len(output_ids) == 5 and bytes(prompt_ids) == b"x":
+            interrupt()
+        time.sleep(0.001)
+        return 65
+
+    engine = sync_engine(endless)
+    with pytest.raises(KeyboardInterrupt), engine:
+        if how == "count":
+            threading.Timer(0.02, interrupt).start()
+            while True:
+                engine.count_tokens("y")
+        stream = engine.generate("x", max_tokens=None) if how != "map" else None
+        if how == "result":
+            stream.result()
+        elif how == "iterate":
+            for _ in stream:
+                pass
+        else:
+            list(engine.map(["x", "y"], max_tokens=None))
+    assert not engine.is_open
+    with pytest.raises(EngineClosed):
+        engine.generate("x")
+
+
+def test_interrupted_wait_cancels_its_request_and_keeps_the_engine() -> None:
+    def endless(prompt_ids, output_ids, seed) -> int:
+        if len(output_ids) == 5 and bytes(prompt_ids) == b"x":
+            interrupt()
+        time.sleep(0.001)
+        return 65
+
+    with sync_engine(endless) as engine:
+        stream = engine.generate("x", max_tokens=None)
+        with pytest.raises(KeyboardInterrupt):
+            stream.result()
+        assert stream.result().finish_reason == "cancelled"
+        assert engine.generate("y", max_tokens=3).result().text == "AAA"
+
+
+def test_keyboard_interrupt_ends_a_start() -> None:
+    model = ScriptedModel(TEXT)
+
+    def slow(report, limits=None) -> LoadedModel:
+        interrupt()
+        ends_at = time.monotonic() + WAIT_S
+        while time.monotonic() < ends_at:
+            report("load weights", 0.5)  # raises when the engine is closed
+            time.sleep(0.001)
+        return model(report, limits)
+
+    num_threads = len(sync_threads())
+    engine = SyncEngine("scripted", open_model=slow)
+    with pytest.raises(KeyboardInterrupt):
+        engine.start()
+    assert not engine.is_open and len(sync_threads()) == num_threads
+
+
+def test_dropped_engine_is_closed_with_a_warning() -> None:
+    num_threads = len(sync_threads())
+    with pytest.warns(ResourceWarning, match="garbage-collected without being closed"):
+        engine = sync_engine()
+        engine.start()
+        del engine
+        gc.collect()
+    until(lambda: len(sync_threads()) == num_threads)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_fork_and_exit_with_an_open_engine() -> None:
+    """The child finds the engine closed and can start it; an engine that is left open does not delay the
+    exit."""
+    command = [sys.executable, str(SUPPORT / "sync_child.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
+    assert (done.returncode, done.stderr) == (4, "")

@@ -1,0 +1,174 @@
+"""GGUF files of random models of each family, equal to the models they were written from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from decoder_parity import inner_terms, poisoned_cache, random_tokens, shuffled_blocks
+from family_zoo import draw_model, own_decoder
+from gguf_files import write_gguf
+from msgspec import structs
+from tolerances import assert_near
+
+from drift_sdk.errors import ModelLoadError
+from drift_sdk.loading.gguf import GGUFFile
+from drift_sdk.loading.source import resolve
+from drift_sdk.models.attention import AttentionBatch, SequenceRows
+from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.rope import LinearScaling, Rope
+
+NUM_MODELS = 3
+NUM_TOKENS = 40
+# The layers without rotation are fixed in files of SmolLM3, and they have no windows.
+CHANGES: dict[str, dict[str, Any]] = {
+    "smollm3": {
+        "num_hidden_layers": 5,
+        "no_rope_layers": None,
+        "no_rope_layer_interval": 4,
+        "use_sliding_window": False,
+    }
+}
+
+
+@torch.inference_mode()
+def _logits(decoder: Decoder, token_ids: torch.Tensor) -> torch.Tensor:
+    cache = poisoned_cache(decoder.config)
+    batch = AttentionBatch([SequenceRows(shuffled_blocks(), 0, len(token_ids))], cache)
+    return decoder.logits(decoder.forward(token_ids, batch, cache)[0])
+
+
+def _flat(value: Any) -> Any:
+    """Structs and tuples as nested lists, for comparison with pytest.approx."""
+    if isinstance(value, structs.Struct):
+        return [_flat(part) for part in structs.astuple(value)]
+
+    return [_flat(part) for part in value] if isinstance(value, tuple) else value
+
+
+def _assert_same(found: Any, expected: Any) -> None:
+    """Compare nested lists, with numbers up to their rounding to float32 in the file."""
+    if isinstance(expected, list):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            _assert_same(one, other)
+    elif isinstance(expected, float):
+        assert found == pytest.approx(expected, rel=1e-6)
+    else:
+        assert found == expected
+
+
+@pytest.mark.parametrize("family", ["mistral", "phi3", "gemma3", "smollm3", "granite"])
+def test_decoder_equals_that_of_the_model(family: str, tmp_path: Path) -> None:
+    for seed in range(NUM_MODELS):
+        model = draw_model(family, seed, **CHANGES.get(family, {}))
+        max_model_len = (512, 64)[seed % 2]
+        write_gguf(model, tmp_path / "model.gguf")
+        source = resolve(tmp_path / "model.gguf")
+        config = DecoderConfig.from_hf(source.config, max_model_len=max_model_len)
+        decoder = Decoder.load(config, source.tensors(), device="cpu", dtype=torch.float32)
+        expected = own_decoder(model, max_model_len=max_model_len)
+        for name, parameter in model.named_parameters():
+            stored = source.tensors().get(name)
+            # Files of Gemma hold 1 + weight, rounded to float32; so does the norm compute it.
+            offset = 1.0 if family == "gemma3" and name.endswith("norm.weight") else 0.0
+            assert torch.equal(stored + offset, parameter + offset), name
+
+        for field in config.__struct_fields__:
+            # Llama 3.1's scaling is stored as factors.
+            if field != "ropes" or model.config.rope_parameters.get("rope_type") != "llama3":
+                _assert_same(_flat(getattr(config, field)), _flat(getattr(expected.config, field)))
+
+        token_ids = random_tokens(config, NUM_TOKENS, seed=seed)
+        inner, depth = inner_terms(config), config.num_layers + 1
+        assert_near(_logits(decoder, token_ids), _logits(expected, token_ids), inner=inner, depth=depth)
+
+
+def _decoder_config(model: Any, file: Path) -> DecoderConfig:
+    write_gguf(model, file)
+    return DecoderConfig.from_hf(GGUFFile(file).config)
+
+
+def test_window_of_zero_is_none(tmp_path: Path) -> None:
+    """Files of Phi-4 have a window of 0."""
+    model = draw_model("phi3", 1, sliding_window=None)
+    config = _decoder_config(model, tmp_path / "model.gguf")
+    assert set(config.windows) == {None}
+
+
+def test_files_of_gemma_3_without_a_pattern(tmp_path: Path) -> None:
+    """Older files have neither the pattern of windows, nor the local theta, nor the attention's scale: they
+    are those of the published models."""
+    file = tmp_path / "model.gguf"
+    found = {}
+    for num_layers, window in ((7, 24), (62, 24), (8, 0)):
+        writer = gguf.GGUFWriter(file, "gemma3")
+        writer.add_context_length(512)
+        writer.add_embedding_length(48)
+        writer.add_block_count(num_layers)
+        writer.add_feed_forward_length(64)
+        writer.add_head_count(4)
+        writer.add_head_count_kv(2)
+        writer.add_key_length(16)
+        writer.add_value_length(16)
+        writer.add_layer_norm_rms_eps(1e-6)
+        writer.add_rope_freq_base(1e6)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(8.0)
+        if window:
+            writer.add_sliding_window(window)
+        writer.add_tensor("token_embd.weight", np.zeros((9, 48), np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        found[num_layers] = DecoderConfig.from_hf(GGUFFile(file).config)
+
+    config = found[7]
+    assert config.windows == (24,) * 5 + (None, 24)
+    local, whole = (
+        Rope(theta=1e4, rotary_dim=16),
+        Rope(theta=1e6, rotary_dim=16, scaling=LinearScaling(factor=8.0)),
+    )
+    assert (config.ropes, config.layer_ropes) == ((local, whole), (0,) * 5 + (1, 0))
+    assert config.attention_scale == 16**-0.5
+    assert found[62].attention_scale == 12**-0.5  # the 27B model: the width of heads is not the scale's
+    assert (found[8].windows, found[8].ropes) == ((None,) * 8, (whole,))  # no windows at all
+    assert config.is_head_tied and config.embedding_multiplier == 48**0.5
+
+
+@pytest.mark.parametrize(
+    "tensor, metadata, message",
+    [
+        ("rope_factors_long.weight", {}, "rope short_factor None: expected 4 numbers"),
+        ("rope_factors_long.weight", {"phi3.rope.scaling.type": "linear"}, "beside rope scaling 'linear'"),
+        ("rope_factors_long.weight", {"phi3.rope.dimension_count": 6}, "expected one factor for each two"),
+    ],
+)
+def test_factors_of_long_rope_that_do_not_fit(
+    tensor: str, metadata: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "phi3")
+    settings = {
+        "context_length": 512,
+        "embedding_length": 32,
+        "block_count": 1,
+        "feed_forward_length": 64,
+        "attention.head_count": 4,
+    }
+    for key, value in ({f"phi3.{key}": value for key, value in settings.items()} | metadata).items():
+        (writer.add_string if isinstance(value, str) else writer.add_uint32)(key, value)
+
+    writer.add_tensor("token_embd.weight", np.zeros((9, 32), np.float32))
+    writer.add_tensor(tensor, np.ones(4, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelLoadError, match=message):
+        DecoderConfig.from_hf(GGUFFile(tmp_path / "model.gguf").config)

@@ -1,0 +1,187 @@
+"""Greedy tokens of random models of each family, equal to those of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from decoder_parity import inner_terms, poisoned_cache, shuffled_blocks
+from family_zoo import FAMILIES, draw_model, own_decoder
+from msgspec import structs
+from tolerances import assert_near, tie_gap
+
+from drift_sdk.models.attention import AttentionBatch, SequenceRows
+from drift_sdk.models.decoder import Decoder
+
+NUM_MODELS = dict.fromkeys(FAMILIES, 16) | {"qwen2": 5, "qwen3": 5}  # others of these are in the zoo
+NUM_TOKENS = 64
+PROMPT_LENGTH = 37  # longer than any window and than the shorter context of pretraining
+MAX_MODEL_LEN = 128
+CHUNKS = ((PROMPT_LENGTH,), (9, PROMPT_LENGTH - 9))
+
+
+@torch.inference_mode()
+def greedy(decoder: Decoder, prompts: torch.Tensor) -> torch.Tensor:
+    """NUM_TOKENS tokens [B, NUM_TOKENS] after prompts
+    [B, PROMPT_LENGTH]. Each prompt is computed in chunks of its own,
+    and all are decoded together."""
+    cache = poisoned_cache(decoder.config, 32)
+    blocks = shuffled_blocks(32)
+    tables = [blocks[:16], blocks[16:]]
+    newest = []
+    for prompt, table, chunks in zip(prompts, tables, CHUNKS, strict=True):
+        start = 0
+        for length in chunks:
+            batch = AttentionBatch([SequenceRows(table, start, length)], cache)
+            hidden, _ = decoder.forward(prompt[start : start + length], batch, cache)
+            start += length
+        newest.append(decoder.logits(hidden[-1:]).argmax(-1))
+
+    tokens = [torch.cat(newest)]
+    for position in range(prompts.shape[1], prompts.shape[1] + NUM_TOKENS - 1):
+        batch = AttentionBatch([SequenceRows(table, position, 1) for table in tables], cache)
+        hidden, _ = decoder.forward(tokens[-1], batch, cache)
+        tokens.append(decoder.logits(hidden).argmax(-1))
+
+    return torch.stack(tokens, dim=1)
+
+
+@torch.inference_mode()
+def expected_logits(model: Any, token_ids: torch.Tensor) -> torch.Tensor:
+    """The logits [B, N, vocab] of transformers after all of token_ids [B, N], in one pass."""
+    return model(token_ids, use_cache=False).logits
+
+
+def num_wrong(decoder: Decoder, logits: torch.Tensor, tokens: torch.Tensor) -> int:
+    """Number of tokens [B, N] that transformers would not have chosen by logits [B, N, vocab].
+
+    Of two tokens whose logits differ by no more than rounding explains, either is a choice.
+    """
+    chosen = logits.gather(-1, tokens[..., None])[..., 0]
+    gap = tie_gap(logits, inner=inner_terms(decoder.config), depth=decoder.config.num_layers + 1)
+    return int((logits.amax(-1) - chosen > gap).sum())
+
+
+@torch.inference_mode()
+def assert_logits(decoder: Decoder, token_ids: torch.Tensor, expected: torch.Tensor) -> None:
+    """Compare the logits after token_ids [N], computed in two steps, with those of transformers."""
+    cache, table, found = poisoned_cache(decoder.config), shuffled_blocks(), []
+    for start, end in ((0, 9), (9, len(token_ids))):
+        batch = AttentionBatch([SequenceRows(table, start, end - start)], cache)
+        found.append(decoder.logits(decoder.forward(token_ids[start:end], batch, cache)[0]))
+
+    depth = decoder.config.num_layers + 1
+    assert_near(torch.cat(found), expected, inner=inner_terms(decoder.config), depth=depth, name="logits")
+
+
+def _prompts(model: Any, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, model.config.vocab_size, (2, PROMPT_LENGTH), generator=generator)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_equal_transformers(family: str) -> None:
+    num_distinct = []
+    for seed in range(NUM_MODELS[family]):
+        model = draw_model(family, seed)
+        decoder, prompts = own_decoder(model, max_model_len=MAX_MODEL_LEN), _prompts(model, seed)
+        tokens = greedy(decoder, prompts)
+        # One pass over prompts and tokens shows transformers' choice after each of them.
+        token_ids = torch.cat((prompts, tokens), dim=1)
+        logits = expected_logits(model, token_ids)
+        found = num_wrong(decoder, logits[:, PROMPT_LENGTH - 1 : -1], tokens)
+        assert found == 0, f"seed {seed}: {model.config}"
+        assert_logits(decoder, token_ids[0], logits[0])
+        num_distinct.append(len(tokens.unique()))
+
+    assert sum(num_distinct) / len(num_distinct) > 20, "greedy outputs are loops, which hide errors"
+
+
+def _change(decoder: Decoder, **fields: Any) -> Decoder:
+    return Decoder(structs.replace(decoder.config, **fields), decoder.weights)
+
+
+def _wider_windows(decoder: Decoder) -> Decoder:
+    return _change(decoder, windows=tuple(w and w + 1 for w in decoder.config.windows))
+
+
+def _narrower_windows(decoder: Decoder) -> Decoder:
+    return _change(decoder, windows=tuple(w and w - 1 for w in decoder.config.windows))
+
+
+def _windows_of_other_layers(decoder: Decoder) -> Decoder:
+    return _change(decoder, windows=decoder.config.windows[::-1])
+
+
+def _swapped_ropes(decoder: Decoder) -> Decoder:
+    return _change(decoder, ropes=decoder.config.ropes[::-1])
+
+
+def _rotation_in_all_layers(decoder: Decoder) -> Decoder:
+    return _change(decoder, layer_ropes=(0,) * decoder.config.num_layers)
+
+
+def _whole_rotation(decoder: Decoder) -> Decoder:
+    rope = structs.replace(decoder.config.ropes[0], rotary_dim=decoder.config.head_dim, scaling=None)
+    return _change(decoder, ropes=(rope,))
+
+
+def _rope_of_magnitude_1(decoder: Decoder) -> Decoder:
+    rope = decoder.config.ropes[0]
+    return _change(
+        decoder, ropes=(structs.replace(rope, scaling=structs.replace(rope.scaling, magnitude=1.0)),)
+    )
+
+
+def _attention_scale_of_head_dim(decoder: Decoder) -> Decoder:
+    return _change(decoder, attention_scale=decoder.config.head_dim**-0.5)
+
+
+def _without(name: str) -> Callable[[Decoder], Decoder]:
+    """Leave out the norms `name`."""
+
+    def plant(decoder: Decoder) -> Decoder:
+        layers = tuple(replace(layer, **{name: None}) for layer in decoder.weights.layers)
+        return Decoder(decoder.config, replace(decoder.weights, layers=layers))
+
+    return plant
+
+
+def _with(**fields: Any) -> Callable[[Decoder], Decoder]:
+    return lambda decoder: _change(decoder, **fields)
+
+
+FAULTS: dict[str, tuple[str, int, Callable[[Decoder], Decoder]]] = {
+    "wider windows": ("mistral", 0, _wider_windows),
+    "narrower windows": ("gemma3", 0, _narrower_windows),
+    "windows of other layers": ("qwen3", 0, _windows_of_other_layers),
+    "swapped ropes": ("gemma3", 0, _swapped_ropes),
+    "rotation in all layers": ("smollm3", 0, _rotation_in_all_layers),
+    "whole rotation": ("phi3", 0, _whole_rotation),
+    "rope of magnitude 1": ("phi3", 0, _rope_of_magnitude_1),
+    "attention scale": ("gemma3", 0, _attention_scale_of_head_dim),
+    "attention multiplier": ("granite", 0, _attention_scale_of_head_dim),
+    "embedding multiplier": ("granite", 0, _with(embedding_multiplier=1.0)),
+    "embedding scale": ("gemma3", 0, _with(embedding_multiplier=1.0)),
+    "residual multiplier": ("granite", 0, _with(residual_multiplier=1.0)),
+    "divisor of logits": ("granite", 0, _with(logits_divisor=1.0)),
+    "activation": ("gemma3", 0, _with(activation="silu")),
+    "plain norms": ("gemma3", 0, _with(has_offset_norms=False)),
+    "no norm of attention's output": ("gemma3", 0, _without("attention_post_norm")),
+    "no norm of the MLP's output": ("gemma3", 0, _without("mlp_post_norm")),
+    "no norm of queries and keys": ("gemma3", 0, _without("query_norm")),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_fault_is_found(fault: str) -> None:
+    family, seed, plant = FAULTS[fault]
+    model = draw_model(family, seed)
+    decoder, token_ids = own_decoder(model, max_model_len=MAX_MODEL_LEN), _prompts(model, seed)[0]
+    expected = expected_logits(model, token_ids[None])[0]
+    assert_logits(decoder, token_ids, expected)
+    with pytest.raises(AssertionError, match="logits differ by"):
+        assert_logits(plant(decoder), token_ids, expected)

@@ -1,0 +1,165 @@
+"""Writes GGUF files of transformers models, as llama.cpp's converter does."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import torch
+from gguf import GGMLQuantizationType as Q
+
+from drift_sdk.models.rope import inverse_frequencies
+
+__all__ = ["write_gguf"]
+
+ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3"}
+"""Architectures of files, where they differ from the model_type."""
+PERMUTED = ("llama", "smollm3", "granite")
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+GEMMA_NAMES = NAMES | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+
+
+def write_gguf(model: Any, file: Path, quantisation: Q = Q.F32, **extra: npt.NDArray[np.float32]) -> Any:
+    """Write a model, with `extra` tensors. Returns a copy of it with the weights as stored."""
+    config = model.config
+    architecture = ARCHITECTURES.get(config.model_type, config.model_type)
+    writer = gguf.GGUFWriter(file, architecture)
+    _add_settings(writer, model)
+    stored = copy.deepcopy(model)
+    parameters = dict(stored.named_parameters())
+    offset = np.float32(1.0 if architecture == "gemma3" else 0.0)
+    for name, parameter in parameters.items():
+        module, _, suffix = name.rpartition(".")
+        array = parameter.detach().numpy().copy()
+        num_heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(
+            module.rpartition(".")[2]
+        )
+        is_permuted = architecture in PERMUTED and num_heads is not None
+        array = _permute(array, num_heads) if is_permuted else array
+        if name.endswith("norm.weight"):
+            array = array + offset
+        block_size, _ = gguf.GGML_QUANT_SIZES[quantisation]
+        kind = quantisation if array.ndim == 2 and array.shape[1] % block_size == 0 else Q.F32
+        raw = gguf.quants.quantize(array, kind)
+        writer.add_tensor(_gguf_name(architecture, module, suffix), raw, raw_dtype=kind)
+        array = gguf.quants.dequantize(raw, kind)
+        if name.endswith("norm.weight"):
+            array = array - offset
+        if is_permuted:
+            array = array.reshape(num_heads, -1, 2, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
+
+        with torch.no_grad():
+            parameter.copy_(torch.from_numpy(array.copy()))
+
+    for name, array in (_rope_factors(model) | extra).items():
+        writer.add_tensor(name, array)
+
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return stored
+
+
+def _add_settings(writer: gguf.GGUFWriter, model: Any) -> None:
+    config = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_eos_token_id(7)
+    writer.add_eot_token_id(9)
+    writer.add_chat_template("{{ messages }}")
+    ropes = config.rope_parameters
+    rope = ropes.get("full_attention", ropes)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+
+    match config.model_type:
+        case "mistral" | "phi3":
+            writer.add_sliding_window(config.sliding_window or 0)
+        case "gemma3_text":
+            writer.add_sliding_window(config.sliding_window)
+            writer.add_rope_freq_base_swa(ropes["sliding_attention"]["rope_theta"])
+            writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+            writer.add_attention_scale(config.query_pre_attn_scalar**-0.5)
+        case "granite":
+            writer.add_attention_scale(config.attention_multiplier)
+            writer.add_embedding_scale(config.embedding_multiplier)
+            writer.add_residual_scale(config.residual_multiplier)
+            writer.add_logit_scale(config.logits_scaling)
+
+    if config.model_type == "phi3":
+        writer.add_rope_dimension_count(int(head_dim * rope["partial_rotary_factor"]))
+        writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
+        writer.add_rope_scaling_attn_factors(model.model.rotary_emb.attention_scaling)
+
+
+def _rope_factors(model: Any) -> dict[str, npt.NDArray[np.float32]]:
+    """Tensors of rope factors, for the two scalings that are stored in this form."""
+    rope = model.config.rope_parameters
+    if rope.get("rope_type") == "llama3":
+        frequencies = model.model.rotary_emb.inv_freq
+        plain = inverse_frequencies(2 * len(frequencies), rope["rope_theta"], None)
+        return {"rope_freqs.weight": (plain / frequencies).numpy()}
+
+    if rope.get("rope_type") == "longrope":
+        sets = ("short", "long")
+        return {f"rope_factors_{n}.weight": np.array(rope[f"{n}_factor"], np.float32) for n in sets}
+
+    return {}
+
+
+def _permute(array: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[np.float32]:
+    """The order of rows that llama.cpp's converter writes: row 2i of a head is row i of the model, and row
+    2i + 1 is row i + head_dim / 2."""
+    head_dim = array.shape[0] // num_heads
+    order = [
+        h * head_dim + i + half
+        for h in range(num_heads)
+        for i in range(head_dim // 2)
+        for half in (0, head_dim // 2)
+    ]
+    return array[order]
+
+
+def _gguf_name(architecture: str, module: str, suffix: str) -> str:
+    if module in NAMES:
+        return f"{NAMES[module]}.{suffix}"
+
+    _, _, layer, rest = module.split(".", 3)
+    names = GEMMA_NAMES if architecture == "gemma3" else NAMES
+    return f"blk.{layer}.{names[rest]}.{suffix}"
