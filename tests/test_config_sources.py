@@ -91,6 +91,8 @@ def test_every_field_has_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
         "dtype": "bfloat16",
         "executor": "eager",
         "load": "random",
+        "tool_format": "hermes",
+        "reasoning_format": "think",
         "speculation": {"draft": {"min_length": 2}, "shape": 2},
     }
     samples = {bool: True, int: 16, float: 0.5, str: "text"}

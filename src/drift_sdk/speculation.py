@@ -144,7 +144,8 @@ def load_tree(file: str | Path) -> StaticTree | DynamicTree:
     Raises ConfigError naming `file` for a file that cannot be read, and the field for a wrong value.
     """
     settings = read_tree_file(file)
-    return make_shape(settings, StaticTree if "paths" in settings else DynamicTree)
+    struct: type[TreeShape] = StaticTree if "paths" in settings else DynamicTree
+    return make_shape(settings, struct)
 
 
 def make_shape(settings: Mapping[str, Any], struct: type[ShapeT]) -> ShapeT:
