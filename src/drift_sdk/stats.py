@@ -187,7 +187,7 @@ class Histograms:
 
 
 class EngineMetrics(Struct, frozen=True, kw_only=True):
-    """What an engine shows to Prometheus.
+    """The metrics of an engine, for Prometheus.
 
     model, executor: its model's name, and its executor.
     stats:           a snapshot.

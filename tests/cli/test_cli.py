@@ -314,7 +314,7 @@ def test_chat_lines_can_be_edited_and_recalled() -> None:
 
 
 def read_until(terminal: int, end: bytes) -> bytes:
-    """What a terminal shows up to `end`, without the sequences that switch its modes."""
+    """The output of a terminal up to `end`, without the sequences that switch its modes."""
     shown = b""
     while not shown.endswith(end):
         shown = re.sub(rb"\x1b\[\?[0-9]+[hl]", b"", shown + os.read(terminal, 4096))

@@ -1,4 +1,4 @@
-"""What `inspect` finds agrees with what an engine then does; weights are neither loaded nor fetched."""
+"""Findings of `inspect` against engines that are started; weights are neither loaded nor fetched."""
 
 from __future__ import annotations
 

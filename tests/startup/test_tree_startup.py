@@ -1,4 +1,4 @@
-"""Where trees and checks of speculation are refused when an engine starts."""
+"""Refusal of trees and of checks of speculation when an engine starts."""
 
 from __future__ import annotations
 

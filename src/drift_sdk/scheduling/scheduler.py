@@ -20,7 +20,7 @@ __all__ = ["Scheduler", "SequenceWatcher"]
 
 
 class SequenceWatcher(Protocol):
-    """What is told of sequences that get and lose their slots, while a step is planned."""
+    """An observer of sequences that get and lose their slots, called while a step is planned."""
 
     def admitted(self, sequence: Sequence) -> None:
         """The sequence has got a slot."""

@@ -88,7 +88,7 @@ class Inspection:
         )
 
     def _try(self, examine: Callable[[], T]) -> T | None:
-        """What `examine` returns; None if it raises, and the reason is kept."""
+        """The result of `examine`; None if it raises, and the reason is kept."""
         try:
             return examine()
         except (ConfigError, ModelLoadError) as error:

@@ -121,7 +121,7 @@ def add(violations: Violations, index: int, reason: str, details: str) -> None:
 
 
 def error_of_tree(tree: TokenTree, limit: DraftLimit) -> str | None:
-    """What is wrong with a tree; None if nothing is. Everything is derived from the parents again."""
+    """The error in a tree; None without one. Everything is derived from the parents again."""
     parents = tree.parents
     if parents[0] != -1 or not all(0 <= parent < node for node, parent in enumerate(parents[1:], 1)):
         return f"parents {parents}"
@@ -153,7 +153,7 @@ def error_of_tree(tree: TokenTree, limit: DraftLimit) -> str | None:
 
 
 def error_of_mask(rows: SlotRows, visible: Tensor) -> str | None:
-    """What is wrong with the keys that a slot's rows see, [rows, prefix and nodes]; None if nothing is."""
+    """The error in the keys that a slot's rows see, [rows, prefix and nodes]; None without one."""
     tree = rows.draft.tree
     expected = torch.zeros(tree.num_nodes, rows.start + tree.num_nodes, dtype=torch.bool)
     expected[:, : rows.start] = True
@@ -168,7 +168,7 @@ def error_of_mask(rows: SlotRows, visible: Tensor) -> str | None:
 
 
 def error_of_acceptance(rows: SlotRows, output: SlotOutput, path: Sequence[int]) -> str | None:
-    """What is wrong with what a slot has accepted; None if nothing is."""
+    """The error in the nodes that a slot has accepted; None without one."""
     tree, tokens = rows.draft.tree, rows.draft.token_ids
     if not output.num_accepted <= output.num_drafted == len(tokens):
         return f"{output.num_accepted} of {output.num_drafted} tokens accepted, {len(tokens)} drafted"

@@ -1,4 +1,4 @@
-"""What the answer to a conversation is read with, and constrained by."""
+"""The splitter and the grammar of the answer to a conversation."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ NUM_ID_CHARS = 9
 
 
 class Split(Struct, frozen=True, kw_only=True, gc=False):
-    """What a piece of an answer brings. Any of the fields may be empty."""
+    """The parts that a piece of an answer adds. Any of the fields may be empty."""
 
     reasoning: str = ""
     text: str = ""
@@ -66,7 +66,7 @@ class AnswerWriter:
         self._num_calls += 1
 
     def take(self) -> Split:
-        """What was added since the last call."""
+        """The parts added since the last call."""
         calls, self._calls = self._calls, []
         return Split(reasoning=self.reasoning.take(), text=self.text.take(), tool_calls=tuple(calls))
 
