@@ -46,7 +46,7 @@ def test_snippets_of_the_readme_run_as_scripts(any_model: None, capsys: pytest.C
         assert capsys.readouterr().out
 
 
-PAGES = ("docs/guide.md", "docs/models.md", "docs/sizing.md", "docs/tools.md")
+PAGES = ("docs/guide.md", "docs/migration.md", "docs/models.md", "docs/sizing.md", "docs/tools.md")
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -73,6 +73,13 @@ def test_the_page_of_models_lists_the_architectures() -> None:
     assert re.findall(r"^\| `(\w+)` \|", text, flags=re.MULTILINE) == list(ARCHITECTURES.values())
     (line,) = [line for line in text.splitlines() if line.startswith("GGUF files of these architectures")]
     assert re.findall(r"`(\w+)`", line) == list(GGUF_ARCHITECTURES)
+
+
+def test_names_of_the_migration_page_exist() -> None:
+    names = re.findall(r"`([A-Z]\w+)\.(\w+)", (ROOT / "docs/migration.md").read_text())
+    own = [(kind, name) for kind, name in names if hasattr(drift_sdk, kind)]
+    assert len(own) > 40
+    assert not [f"{kind}.{name}" for kind, name in own if not hasattr(getattr(drift_sdk, kind), name)]
 
 
 REJECTED: dict[str, dict[str, Any]] = {
