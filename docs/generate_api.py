@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import inspect
 import re
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 import drift_sdk
-from drift_sdk import events, measurement, prometheus, testing
+from drift_sdk import errors, events, measurement, prometheus, testing
 
 FILE = Path(__file__).parent / "api.md"
 GROUPS = {
@@ -69,6 +70,8 @@ def render() -> str:
         if title == "Running":
             parts.append(f"### {signature('load_tree', drift_sdk.load_tree)}")
             parts.append(doc_of(drift_sdk.load_tree))
+        if title == "Errors":
+            parts.append(render_class("drift_sdk.errors.FieldError", errors.FieldError))
     parts.append("## Events")
     parts.append(doc_of(events))
     parts += [
@@ -114,7 +117,7 @@ def render_class(name: str, cls: type) -> str:
             rows.append(f"| `{field.name}` | `{annotation}` | {default_of(field)} |")
         parts.append("\n".join(rows))
     for method, value in members(cls):
-        if isinstance(value, property):
+        if isinstance(value, property | cached_property):
             parts.append(f"#### {name}.{method}\n\n{doc_of(value)}".rstrip())
         else:
             parts.append(f"#### {name}.{signature(method, value)}\n\n{doc_of(value)}".rstrip())
@@ -134,7 +137,8 @@ def members(cls: type) -> list[tuple[str, Any]]:
 
         for method, value in vars(each).items():
             value = value.__func__ if isinstance(value, classmethod) else value
-            if not method.startswith("_") and (inspect.isfunction(value) or isinstance(value, property)):
+            is_shown = inspect.isfunction(value) or isinstance(value, property | cached_property)
+            if not method.startswith("_") and is_shown:
                 found.setdefault(method, value)
     return list(found.items())
 

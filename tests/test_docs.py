@@ -17,7 +17,9 @@ import pytest
 from model_zoo import make_model
 
 import drift_sdk
+from drift_sdk.loading.gguf_architectures import ARCHITECTURES as GGUF_ARCHITECTURES
 from drift_sdk.loading.source import Source, found_at
+from drift_sdk.models.decoder_config import ARCHITECTURES, DecoderConfig
 
 ROOT = Path(__file__).parent.parent
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
@@ -44,7 +46,10 @@ def test_snippets_of_the_readme_run_as_scripts(any_model: None, capsys: pytest.C
         assert capsys.readouterr().out
 
 
-@pytest.mark.parametrize("page", ["docs/guide.md", "docs/sizing.md", "docs/tools.md"])
+PAGES = ("docs/guide.md", "docs/migration.md", "docs/models.md", "docs/sizing.md", "docs/tools.md")
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_snippets_of_a_page_run(page: str, any_model: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """They run one after the other, with `await` at the top level."""
     for name in [name for name in os.environ if name.startswith("DRIFT_")]:
@@ -61,6 +66,40 @@ def test_snippets_of_a_page_run(page: str, any_model: None, monkeypatch: pytest.
                 await result
 
     asyncio.run(main())
+
+
+def test_the_page_of_models_lists_the_architectures() -> None:
+    text = (ROOT / "docs/models.md").read_text()
+    assert re.findall(r"^\| `(\w+)` \|", text, flags=re.MULTILINE) == list(ARCHITECTURES.values())
+    (line,) = [line for line in text.splitlines() if line.startswith("GGUF files of these architectures")]
+    assert re.findall(r"`(\w+)`", line) == list(GGUF_ARCHITECTURES)
+
+
+def test_names_of_the_migration_page_exist() -> None:
+    names = re.findall(r"`([A-Z]\w+)\.(\w+)", (ROOT / "docs/migration.md").read_text())
+    own = [(kind, name) for kind, name in names if hasattr(drift_sdk, kind)]
+    assert len(own) > 40
+    assert not [f"{kind}.{name}" for kind, name in own if not hasattr(getattr(drift_sdk, kind), name)]
+
+
+REJECTED: dict[str, dict[str, Any]] = {
+    "architectures": {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"},
+    "quantization_config": {"quantization_config": {"quant_method": "awq"}},
+    "rope_type": {"rope_scaling": {"rope_type": "dynamic"}},
+    "partial_rotary_factor": {"partial_rotary_factor": 0.5},
+    "final_logit_softcapping": {"final_logit_softcapping": 30.0},
+}
+
+
+def test_the_page_of_models_quotes_messages() -> None:
+    quoted = re.findall(r"\| `(config: .*?)(?:, \.\.\.)?` \|", (ROOT / "docs/models.md").read_text())
+    assert len(quoted) == len(REJECTED)
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 64}
+    llama = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 64, **sizes}
+    for message, settings in zip(quoted, REJECTED.values(), strict=True):
+        with pytest.raises(drift_sdk.ModelLoadError) as error:
+            DecoderConfig.from_hf(llama | settings)
+        assert str(error.value).startswith(message)
 
 
 async def test_the_guides_fastapi_handler_answers_with_the_right_status(any_model: None) -> None:
