@@ -18,7 +18,6 @@ from drift_sdk import (
     DriftError,
     EngineClosed,
     JsonSchema,
-    Lark,
     PromptTooLong,
     QueueFull,
     RequestError,
@@ -38,8 +37,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 }
 """Field -> values that are accepted because they have no effect."""
 IGNORED = {
-    *("metadata", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_retention"),
-    *("reasoning_effort", "safety_identifier", "service_tier", "store", "user", "verbosity"),
+    *("metadata", "prediction", "prompt_cache_key", "prompt_cache_retention"),
+    *("safety_identifier", "service_tier", "store", "user", "verbosity"),
 }
 
 logger = logging.getLogger("openai_protocol")
@@ -93,11 +92,7 @@ class Body(Wire):
 
         return values
 
-    def params(self, index: int, **more: Any) -> SamplingParams:
-        """The parameters of choice `index`.
-
-        The seed is increased by the index, or all choices would be equal.
-        """
+    def params(self, **more: Any) -> SamplingParams:
         return SamplingParams(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -105,7 +100,7 @@ class Body(Wire):
             frequency_penalty=self.frequency_penalty,
             logit_bias=self.logit_bias,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
-            seed=None if self.seed is None else self.seed + index,
+            seed=self.seed,
             **more,
         )
 
@@ -120,6 +115,7 @@ def report_ignored(name: str) -> None:
 class TextPart(Wire):
     type: Literal["text", "refusal"]
     text: str = ""
+    refusal: str = ""
 
 
 class CalledFunction(Wire):
@@ -142,22 +138,26 @@ class Call(Wire):
         return {"id": self.id, "type": "function", "function": function}
 
 
+ROLES = {"developer": "system", "function": "tool"}
+"""Roles that chat templates know by another name."""
+
+
 class Message(Wire):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[TextPart] = ""
     name: str | None = None
+    reasoning_content: str | None = None
     tool_calls: list[Call] = []
     tool_call_id: str | None = None
 
     def plain(self) -> dict[str, Any]:
         content = self.content
-        plain: dict[str, Any] = {
-            "role": "system" if self.role == "developer" else self.role,
-            "content": content if isinstance(content, str) else "".join(part.text for part in content),
-        }
+        if not isinstance(content, str):
+            content = "".join(part.text or part.refusal for part in content)
+        plain: dict[str, Any] = {"role": ROLES.get(self.role, self.role), "content": content}
         if self.tool_calls:
             plain["tool_calls"] = [call.plain() for call in self.tool_calls]
-        for name in ("name", "tool_call_id"):
+        for name in ("name", "reasoning_content", "tool_call_id"):
             if getattr(self, name) is not None:
                 plain[name] = getattr(self, name)
         return plain
@@ -209,17 +209,6 @@ class NamedChoice(Wire):
     function: FunctionName
 
 
-def forced_call(tools: list[Tool]) -> Lark:
-    """A grammar for one call of one of these tools, in a form that `Completion.tool_calls` recognises."""
-    style = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
-    calls = []
-    for tool in tools:
-        start = '{"name": ' + json.dumps(tool.function.name) + ', "arguments": '
-        arguments = json.dumps({**tool.function.parameters, "x-guidance": style})
-        calls.append(f'{json.dumps(start)} %json {arguments} "}}"')
-    return Lark(f'start: "<tool_call>\\n" ({" | ".join(calls)}) "\\n</tool_call>"')
-
-
 MaxTokens = Annotated[int, Field(ge=1)]
 NumLogprobs = Annotated[int, Field(ge=0, le=20)]
 
@@ -233,36 +222,54 @@ class ChatBody(Body):
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_CHOICES)] = []
     tool_choice: Literal["none", "auto", "required"] | NamedChoice = "auto"
+    parallel_tool_calls: bool = True
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] = {}
 
     @property
-    def offered_tools(self) -> list[dict[str, Any]]:
-        """The tools that the model is given, as in the request."""
-        tools = self.tools if self.tool_choice != "none" else []
-        return [tool.model_dump(exclude_none=True) for tool in tools]
+    def offered_tools(self) -> list[dict[str, Any]] | None:
+        return [tool.model_dump(exclude_none=True) for tool in self.tools] or None
 
-    def sampling(self, index: int = 0) -> SamplingParams:
+    @property
+    def choice_of_tools(self) -> str:
+        """The engine's `tool_choice`."""
+        choice = self.tool_choice
+        if not isinstance(choice, NamedChoice):
+            return choice
+
+        name = choice.function.name
+        if name in ("none", "auto", "required"):
+            raise RequestError.of("tool_choice", name, "a tool of another name, to force its call")
+
+        return name
+
+    @property
+    def is_call_forced(self) -> bool:
+        return self.tool_choice not in ("none", "auto")
+
+    @property
+    def max_calls(self) -> int | None:
+        """Most tool calls in an answer; None = any number. A tool that is chosen by name is called once."""
+        is_one = not self.parallel_tool_calls or isinstance(self.tool_choice, NamedChoice)
+        return 1 if is_one else None
+
+    @property
+    def template_args(self) -> dict[str, Any]:
+        """Variables of the chat template."""
+        effort = {"reasoning_effort": self.reasoning_effort} if self.reasoning_effort else {}
+        return {**effort, **self.chat_template_kwargs}
+
+    def sampling(self) -> SamplingParams:
         if self.top_logprobs and not self.logprobs:
             raise RequestError.of("top_logprobs", self.top_logprobs, "logprobs=true in the same request")
 
+        # A forced call has no text, to which the format would apply.
+        response_format = self.response_format if not self.is_call_forced else None
         return self.params(
-            index,
             max_tokens=self.max_completion_tokens or self.max_tokens,
             logprobs=self.top_logprobs if self.logprobs else None,
-            grammar=self._grammar(),
+            grammar=response_format.grammar() if response_format is not None else None,
         )
-
-    def _grammar(self) -> JsonSchema | Lark | None:
-        choice = self.tool_choice
-        if choice in ("none", "auto"):
-            return self.response_format.grammar() if self.response_format is not None else None
-
-        tools = self.tools
-        if isinstance(choice, NamedChoice):
-            tools = [tool for tool in tools if tool.function.name == choice.function.name]
-        if not tools:
-            raise RequestError.of("tool_choice", choice, "one of the tools")
-
-        return forced_call(tools)
 
 
 def as_prompts(prompt: Any) -> Any:
@@ -278,8 +285,8 @@ class CompletionBody(Body):
     max_tokens: MaxTokens = 16
     logprobs: NumLogprobs | None = None
 
-    def sampling(self, index: int = 0) -> SamplingParams:
-        return self.params(index, max_tokens=self.max_tokens, logprobs=self.logprobs)
+    def sampling(self) -> SamplingParams:
+        return self.params(max_tokens=self.max_tokens, logprobs=self.logprobs)
 
 
 def error_body(error: DriftError, path: str) -> tuple[int, dict[str, Any]]:
