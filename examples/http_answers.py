@@ -176,8 +176,8 @@ async def streamed_answer(
             async for index, chunk in generation.chunks():
                 is_last = chunk.finish_reason is not None
                 completion = await generation.completion(index) if is_last else None
-                choice = {"index": index, **choices[index].piece(chunk, completion)}
-                yield event({**common, "choices": [choice]})
+                for piece in choices[index].pieces(chunk, completion):
+                    yield event({**common, "choices": [{"index": index, **piece}]})
 
             completions = await generation.completions()
         except DriftError as error:

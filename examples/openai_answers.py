@@ -68,8 +68,10 @@ class ChatAnswer:
         self._is_split = False
         self._has_calls = False
 
-    def piece(self, chunk: Chunk, completion: Completion | None) -> dict[str, Any]:
-        """The JSON of a chunk. completion: given with the last chunk."""
+    def pieces(self, chunk: Chunk, completion: Completion | None) -> list[dict[str, Any]]:
+        """The JSON of a chunk, in one piece or two. completion: given with the last chunk.
+
+        Clients take a call as whole when a piece follows it, so the reason to finish comes by itself then."""
         delta: dict[str, Any] = {"role": "assistant"} if self._is_first else {}
         self._is_first = False
         calls = self._kept(chunk.tool_calls)
@@ -81,8 +83,12 @@ class ChatAnswer:
             delta["content"] = text
         if calls:
             delta["tool_calls"] = [{"index": call.index, **call_json(call)} for call in calls]
-        ended = self._ended(completion) if completion is not None else {"finish_reason": None}
-        return {"delta": delta, "logprobs": self._logprobs(chunk, chunk.logprobs), **ended}
+        piece = {"delta": delta, "logprobs": self._logprobs(chunk, chunk.logprobs), "finish_reason": None}
+        if completion is None:
+            return [piece]
+
+        ended = self._ended(completion)
+        return [piece, {"delta": {}, "logprobs": None, **ended}] if calls else [{**piece, **ended}]
 
     def whole(self, completion: Completion) -> dict[str, Any]:
         """The JSON of an answer that is not streamed."""
@@ -136,10 +142,10 @@ class TextAnswer:
     def __init__(self, engine: Engine) -> None:
         self._log = TokenLog(engine)
 
-    def piece(self, chunk: Chunk, completion: Completion | None) -> dict[str, Any]:
+    def pieces(self, chunk: Chunk, completion: Completion | None) -> list[dict[str, Any]]:
         logprobs = self._logprobs(chunk.text, chunk.logprobs, chunk.finish_reason)
         ended = ended_json(completion) if completion is not None else {"finish_reason": None}
-        return {"text": chunk.text, "logprobs": logprobs, **ended}
+        return [{"text": chunk.text, "logprobs": logprobs, **ended}]
 
     def whole(self, completion: Completion) -> dict[str, Any]:
         logprobs = self._logprobs(completion.text, completion.logprobs, completion.finish_reason)

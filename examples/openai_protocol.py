@@ -295,9 +295,12 @@ def error_body(error: DriftError, path: str) -> tuple[int, dict[str, Any]]:
         names = {"schema": "response_format", "grammar": "response_format"}
         if path.endswith("/chat/completions"):
             names["prompt"] = "messages"
-        code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
-        param = names.get(error.field, error.field)
-        return 400, shaped_error(str(error), "invalid_request_error", param=param, code=code)
+        param, message, code = names.get(error.field, error.field), str(error), None
+        if isinstance(error, PromptTooLong):
+            # Some clients know this error by its code, others by these words.
+            message = f"the prompt is longer than the model's context length: {message}"
+            code = "context_length_exceeded"
+        return 400, shaped_error(message, "invalid_request_error", param=param, code=code)
 
     if isinstance(error, QueueFull):
         return 429, shaped_error(str(error), "rate_limit_error", code="rate_limit_exceeded")
