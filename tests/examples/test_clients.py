@@ -64,7 +64,7 @@ class Recorder:
     """Middleware that records requests by the test that sends them."""
 
     def __init__(self) -> None:
-        self.case = ""
+        self.test = ""
         self.requests: list[dict[str, Any]] = []
 
     def wrap(self, app: Any) -> Any:
@@ -83,19 +83,13 @@ class Recorder:
         return recording
 
     def _note(self, scope: Any, data: bytes) -> None:
-        if scope["method"] == "POST" and len(data) < 10_000:
-            headers = {name.decode(): value.decode() for name, value in scope["headers"]}
-            kept = {name: headers[name] for name in ("accept", "content-type") if name in headers}
-            client, _, case = self.case.partition(" ")
-            self.requests.append(
-                {
-                    "client": client,
-                    "case": case,
-                    "path": scope["path"],
-                    "headers": kept,
-                    "body": json.loads(data),
-                }
-            )
+        if scope["method"] != "POST" or len(data) > 10_000 or self.test.endswith("_disconnect"):
+            return
+
+        headers = {name.decode(): value.decode() for name, value in scope["headers"]}
+        kept = {name: headers[name] for name in ("accept", "content-type") if name in headers}
+        request = {"test": self.test, "path": scope["path"], "headers": kept, "body": json.loads(data)}
+        self.requests.append(request)
 
     def write(self, path: Path) -> None:
         found = {"versions": {name: version(name) for name in CLIENTS}, "requests": self.requests}
@@ -115,7 +109,7 @@ def server() -> Iterator[tuple[Engine, str, Recorder]]:
 async def url(server: tuple[Engine, str, Recorder], request: pytest.FixtureRequest) -> AsyncIterator[str]:
     """The base URL. After the test, no request may be left."""
     engine, base_url, recorder = server
-    recorder.case = request.node.name.removeprefix("test_").replace("_", " ")
+    recorder.test = request.node.name.removeprefix("test_")
     yield base_url
     await until(lambda: engine.stats().num_running == engine.stats().num_waiting == 0)
 
