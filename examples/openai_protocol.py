@@ -5,6 +5,9 @@ There are three kinds of fields:
 - rejected with a 400 that names the field: `REFUSED`, fields without which the answer would be wrong.
 - ignored: all others. They are hints (`service_tier`, `prediction`), bookkeeping (`metadata`, `store`,
   `user`) or newer than this file. Unknown ones are logged, once each.
+
+A `response_format` describes the whole answer: a request that also has tools gets no calls, unless
+`tool_choice` forces them, and then the format does not apply.
 """
 
 import json

@@ -83,7 +83,11 @@ class Recorder:
         return recording
 
     def _note(self, scope: Any, data: bytes) -> None:
-        if scope["method"] != "POST" or len(data) > 10_000 or self.test.endswith("_disconnect"):
+        if (
+            scope["method"] != "POST"
+            or len(data) > 10_000
+            or self.test.endswith(("_disconnect", "_complete"))
+        ):
             return
 
         headers = {name.decode(): value.decode() for name, value in scope["headers"]}
@@ -431,3 +435,30 @@ async def test_langchain_disconnect(url: str, num_cancelled: Callable[[], int]) 
             break
     await stream.aclose()
     await until(lambda: num_cancelled() == 1)
+
+
+# all
+
+
+async def test_two_hundred_streams_of_all_clients_complete(url: str) -> None:
+    question = "What is the capital of France?"
+
+    async def of_openai() -> str:
+        stream = await client.chat.completions.create(model=MODEL, messages=CAPITAL, stream=True)
+        return "".join([chunk.choices[0].delta.content async for chunk in stream])
+
+    async def of_litellm() -> str:
+        stream = await litellm.acompletion(**litellm_options(url), messages=CAPITAL, stream=True)
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    async def of_pydantic_ai() -> str:
+        async with agent(url).run_stream(question) as found:
+            return await found.get_output()
+
+    async def of_langchain() -> str:
+        return "".join([chunk.text async for chunk in chat_model(url).astream(question)])
+
+    kinds = (of_openai, of_litellm, of_pydantic_ai, of_langchain)
+    async with openai_client(url) as client:
+        found = await asyncio.gather(*(ask() for ask in kinds for _ in range(50)))
+    assert found == [PARIS] * 200
