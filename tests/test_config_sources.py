@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from drift_sdk import Chain, ConfigError, EngineConfig, NGram, Speculation
+from drift_sdk import Chain, ConfigError, DynamicTree, EngineConfig, NGram, Speculation, StaticTree
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +48,14 @@ def test_mapping_is_read_strictly() -> None:
             {"draft": "x", "shape": {"num_draft_tokens": 5}, "adaptive": False, "required": False},
             Speculation(draft="x", shape=Chain(5), adaptive=False, required=False),
         ),
+        (
+            {"draft": "x", "shape": {"paths": [[0], [1], [0, 0]]}},
+            Speculation(draft="x", shape=StaticTree(((0,), (1,), (0, 0)))),
+        ),
+        (
+            {"draft": "x", "shape": {"top_k": 2, "num_draft_tokens": 5}},
+            Speculation(draft="x", shape=DynamicTree(top_k=2, num_draft_tokens=5)),
+        ),
     ],
 )
 def test_speculation_may_be_a_mapping(given: dict[str, Any], expected: Speculation) -> None:
@@ -65,6 +73,8 @@ def test_speculation_may_be_a_mapping(given: dict[str, Any], expected: Speculati
         ({"draft": {"min_length": 0}}, "min_length=0: expected"),
         ({"draft": "x", "shape": 99}, "num_draft_tokens=99: expected"),
         ({"draft": "x", "shape": {"tokens": 1}}, "tokens=1: unknown field"),
+        ({"draft": "x", "shape": {"paths": [[1, 0]]}}, "paths"),
+        ({"draft": "x", "shape": {"top_k": 2, "tokens": 1}}, "tokens=1: unknown field"),
         ({"draft": "x", "shape": "chain"}, "shape='chain': expected a Chain"),
         ({"draft": "x", "shape": True}, "num_draft_tokens=True: expected an integer"),
     ],
@@ -81,6 +91,8 @@ def test_every_field_has_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
         "dtype": "bfloat16",
         "executor": "eager",
         "load": "random",
+        "tool_format": "hermes",
+        "reasoning_format": "think",
         "speculation": {"draft": {"min_length": 2}, "shape": 2},
     }
     samples = {bool: True, int: 16, float: 0.5, str: "text"}

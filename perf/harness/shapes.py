@@ -49,6 +49,17 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 8192,
         },
     },
+    "smollm2-shapes": {  # six of SmolLM2-135M's thirty layers
+        "vocab_size": 49_152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "max_position_embeddings": 8192,
+        "rope_theta": 100_000.0,
+    },
     "tiny": {
         "vocab_size": 320,
         "hidden_size": 64,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import force_setattr
@@ -134,6 +134,7 @@ class DynamicTree(Struct, frozen=True, kw_only=True):
 
 
 TreeShape = StaticTree | DynamicTree
+ShapeT = TypeVar("ShapeT", bound=Struct)
 
 
 def load_tree(file: str | Path) -> StaticTree | DynamicTree:
@@ -143,7 +144,12 @@ def load_tree(file: str | Path) -> StaticTree | DynamicTree:
     Raises ConfigError naming `file` for a file that cannot be read, and the field for a wrong value.
     """
     settings = read_tree_file(file)
-    struct = StaticTree if "paths" in settings else DynamicTree
+    struct: type[TreeShape] = StaticTree if "paths" in settings else DynamicTree
+    return make_shape(settings, struct)
+
+
+def make_shape(settings: Mapping[str, Any], struct: type[ShapeT]) -> ShapeT:
+    """A shape from its fields. ConfigError for an unknown field or a wrong value."""
     check_field_names(ConfigError, struct, settings)
     return struct(**settings)
 
@@ -218,8 +224,9 @@ class Speculation(Struct, frozen=True, kw_only=True):
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> Speculation:
         """Make it from plain data. `draft` may be "ngram", or the fields of `NGram` as a mapping; `shape` may
-        be the fields of `Chain` as a mapping, or its number of tokens. ConfigError for a wrong value, and for
-        an unknown field, with the name of the most similar one."""
+        be the number of tokens of a `Chain`, or a mapping with the fields of a shape: those of `StaticTree`
+        if it has `paths`, of `DynamicTree` if it has `top_k` or `depth`, else of `Chain`. ConfigError for a
+        wrong value, and for an unknown field, with the name of the most similar one."""
         check_field_names(ConfigError, cls, settings)
         if "draft" not in settings:
             raise ConfigError.of("draft", None, "a folder, a hub id or NGram()")
@@ -232,8 +239,10 @@ class Speculation(Struct, frozen=True, kw_only=True):
         elif isinstance(draft, str) and draft.lower() in NGRAM_NAMES:
             given["draft"] = NGram()
         if isinstance(shape, Mapping):
-            check_field_names(ConfigError, Chain, shape)
-            given["shape"] = Chain(**shape)
+            is_dynamic = "top_k" in shape or "depth" in shape
+            struct: type[Chain | TreeShape] = DynamicTree if is_dynamic else Chain
+            struct = StaticTree if "paths" in shape else struct
+            given["shape"] = make_shape(shape, struct)
         elif isinstance(shape, int):
             given["shape"] = Chain(shape)
         return cls(**given)

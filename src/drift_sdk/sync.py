@@ -208,6 +208,7 @@ class SyncEngine:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_args: Mapping[str, Any] | None = None,
         *,
+        tool_choice: str = "auto",
         request_id: str | None = None,
         **options: Unpack[SamplingOptions],
     ) -> list[SyncStream]:
@@ -217,7 +218,14 @@ class SyncEngine:
 
         async def submit() -> Sequence[TokenStream]:
             samples = engine.samples(
-                prompt, n, params, tools, template_args, request_id=request_id, **options
+                prompt,
+                n,
+                params,
+                tools,
+                template_args,
+                tool_choice=tool_choice,
+                request_id=request_id,
+                **options,
             )
             return samples[:]
 

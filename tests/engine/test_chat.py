@@ -337,6 +337,8 @@ def test_sync_engine_has_the_same_choices() -> None:
     config = EngineConfig(max_model_len=512, kv_cache_tokens=4096)
     with SyncEngine("scripted", config, open_model=ScriptedModel(CALL, config=config)) as engine:
         assert engine.chat([USER], tools=TOOLS, tool_choice="add").result().tool_calls
+        (sample,) = engine.samples([USER], 1, tools=TOOLS, tool_choice="add")
+        assert sample.result().tool_calls
         assert not engine.chat([USER], tools=TOOLS, tool_choice="none").result().tool_calls
         begun = [USER, {"role": "assistant", "content": "It is "}]
         assert engine.chat(begun, continue_final=True).result().usage.prompt_tokens == len(

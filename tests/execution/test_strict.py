@@ -23,8 +23,8 @@ from drift_sdk import (
     Speculation,
 )
 from drift_sdk._kernels.gemm import cublas_gemm as cublas_gemm
-from drift_sdk._kernels.gemm.gemm import GemmConfig
-from drift_sdk._kernels.gemm.tuning import UNTUNED, TunedGemm, TunedTable, WatchedTable
+from drift_sdk._kernels.gemm.gemm import GemmTiles
+from drift_sdk._kernels.gemm.tuning import UNTUNED, TunedTable, TunedTiles, WatchedTable
 from drift_sdk.driver.request_registry import RequestRegistry
 from drift_sdk.driver.stats_recorder import StatsRecorder
 from drift_sdk.execution.device.ring import Ring, RingSizes
@@ -42,8 +42,7 @@ from drift_sdk.steps import DecodeRow, ExecutorLimits, HostWork, SlotOutput, Ste
 from drift_sdk.testing import scripted_engine
 
 CPU = torch.device("cpu")
-WHOLE = TunedGemm(((16, GemmConfig(1, True, 64, 16, 64, 4, 4)), (32, GemmConfig(1, True, 64, 32, 64, 4, 4))))
-PARTIAL = TunedGemm(((16, GemmConfig(2, True, 64, 16, 64, 4, 4)),))
+TILES = TunedTiles(((16, GemmTiles(True, 64, 16, 64, 4, 4)), (32, GemmTiles(True, 64, 32, 64, 4, 4))))
 
 
 class OneStep:
@@ -181,16 +180,15 @@ def test_allocations_are_counted_at_intervals(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_watched_table_records_missing_entries() -> None:
-    gemms = {"128x64": WHOLE, "96x64": PARTIAL, "256x64 gated": WHOLE}
+    gemms = {"128x128": TILES, "256x64 gated": TILES}
     table, watched = TunedTable(gemms=gemms), WatchedTable(gemms=gemms)
-    assert watched.gemm(128, 64) is WHOLE
-    assert watched.gemm(256, 64, is_gated=True) is WHOLE
-    assert watched.gemm(96, 64) is PARTIAL
-    assert watched.whole_config(128, 64, 20) == WHOLE.config(20) == table.whole_config(128, 64, 20)
+    assert watched.gemm(128, 128).tiles is TILES
+    assert watched.gemm(256, 64, is_gated=True).tiles is TILES
+    assert watched.gemm(128, 128, is_whole=True) == table.gemm(128, 128, is_whole=True)
     assert watched.untuned == set()
-    assert watched.gemm(256, 64) is UNTUNED
-    assert watched.gemm(512, 64, is_gated=True) is UNTUNED
-    assert watched.whole_config(96, 64, 20) == UNTUNED.config(20) == table.whole_config(96, 64, 20)
+    assert watched.gemm(256, 64).tiles is UNTUNED
+    assert watched.gemm(512, 64, is_gated=True).tiles is UNTUNED
+    assert watched.gemm(96, 64, is_whole=True).tiles is UNTUNED
     assert watched.untuned == {"256x64", "512x64 gated", "96x64"}
     assert WatchedTable(gemms=gemms).untuned == set()  # tables do not share the set
 
@@ -218,7 +216,7 @@ def test_weights_for_which_cublas_has_other_bits_count_as_untuned(
     decoder = Decoder.random(
         DecoderConfig.from_hf(tiny_llama(vocab_size=80)), device="cpu", dtype=torch.float32
     )
-    by_library = TunedGemm(((1, GemmConfig(1, True, 64, 16, 64, 3, 4, is_library=True)),))
+    by_library = TunedTiles(((1, GemmTiles(True, 64, 16, 64, 3, 4, is_library=True)),))
     weights = {"64x32", "32x32", "48x32 gated", "32x24", "80x32"}  # qkv, output, gate and up, down, head
     watched = WatchedTable(gemms=dict.fromkeys(weights, by_library))
     limits = ExecutorLimits(max_num_seqs=1, max_model_len=32, num_blocks=8, block_size=4, vocab_size=80)

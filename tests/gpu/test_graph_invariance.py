@@ -17,8 +17,8 @@ from random_folder import make_random_folder
 
 from drift_sdk import Completion, Engine, EngineConfig, SamplingParams
 from drift_sdk._kernels.gemm import tuning
-from drift_sdk._kernels.gemm.gemm import GemmConfig
-from drift_sdk._kernels.gemm.tuning import TunedGemm, TunedTable
+from drift_sdk._kernels.gemm.gemm import GemmTiles
+from drift_sdk._kernels.gemm.tuning import TunedTable, TunedTiles
 from drift_sdk.execution.graph.executor import GraphExecutor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -33,13 +33,13 @@ PROMPT = 64
 
 Case = tuple[list[int], SamplingParams]
 
-# Spread over CTAs for a few rows, summed by one for many: four slices either way.
-SLICED = TunedGemm(
+# Spread over CTAs for a few rows, summed by one for many: two or four slices either way.
+SLICED = TunedTiles(
     (
-        (4, GemmConfig(4, True, 64, 16, 128, 4, 4)),
-        (16, GemmConfig(4, True, 128, 16, 64, 3, 4)),
-        (64, GemmConfig(4, False, 64, 64, 64, 4, 4)),
-        (2**31, GemmConfig(4, False, 128, 128, 64, 3, 8)),
+        (4, GemmTiles(True, 64, 16, 128, 4, 4)),
+        (16, GemmTiles(True, 128, 16, 64, 3, 4)),
+        (64, GemmTiles(False, 64, 64, 64, 4, 4)),
+        (2**31, GemmTiles(False, 128, 128, 64, 3, 8)),
     )
 )
 SLICED_TABLE = TunedTable(gemms=dict.fromkeys(("1536x1024", "1024x1024", "1024x2816"), SLICED))
@@ -271,9 +271,7 @@ def test_cut_cached_and_preempted_prompts_with_exact_prefill(
 def test_different_reduction_tree_is_detected(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums in other slices give other bits, so the tests above can detect them."""
     expected = model.exact_alone[:6]
-    other = TunedGemm(((2**31, GemmConfig(8, False, 64, 64, 64, 3, 4)),))
-    changed = TunedTable(gemms=dict.fromkeys(SLICED_TABLE.gemms, other))
-    monkeypatch.setattr(tuning, "table_for", lambda gpu: changed)
+    monkeypatch.setattr(tuning, "num_slices", lambda num_columns, inner, *, is_whole: 1 if is_whole else 8)
 
     async def main() -> None:
         async with model.engine(exact_prefill=True, max_num_seqs=1) as engine:

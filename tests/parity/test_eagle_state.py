@@ -9,6 +9,7 @@ from pathlib import Path
 import anyio
 import pytest
 import torch
+from draft_pass import whole_pass
 from draft_zoo import make_draft
 from model_zoo import make_model
 from tolerances import assert_near
@@ -16,10 +17,9 @@ from tolerances import assert_near
 from drift_sdk import Chain, Engine, EngineConfig, SamplingParams, Speculation
 from drift_sdk.execution.drafter_factory import EagleDrafterFactory
 from drift_sdk.execution.eager.drafters import EagleDrafter, Span, state_of
-from drift_sdk.models.attention import AttentionBatch, SequenceRows
+from drift_sdk.models.attention import AttentionBatch
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.eagle3 import DraftDecoder
-from drift_sdk.models.kv_cache import KVCache
 from drift_sdk.steps import ExecutorLimits
 
 BLOCK_SIZE = 8
@@ -54,29 +54,6 @@ class WatchedDrafter(EagleDrafter):
     def _forward(self, features, tokens, rows) -> torch.Tensor:
         self.num_rows += len(tokens)
         return super()._forward(features, tokens, rows)
-
-
-@torch.inference_mode()
-def whole_pass(target: Decoder, draft: DraftDecoder, tokens: list[int]) -> torch.Tensor:
-    """The draft's hidden state of every row of a token sequence, [len(tokens) - 1, H]."""
-
-    def cache(config, num_layers: int) -> KVCache:
-        return KVCache(
-            num_layers, len(tokens) + 1, 1, config.num_kv_heads, config.head_dim, torch.float32, "cpu"
-        )
-
-    blocks = list(range(len(tokens) + 1))
-    rows = [SequenceRows(blocks, 0, len(tokens) - 1)]
-    target_cache, draft_cache = (
-        cache(target.config, target.config.num_layers),
-        cache(draft.config, draft.num_layers),
-    )
-    ids = torch.tensor(tokens)
-    hidden, aux_hidden = target.forward(
-        ids[:-1], AttentionBatch(rows, target_cache), target_cache, draft.aux_layers
-    )
-    batch = AttentionBatch(rows, draft_cache, slot_offset=1)
-    return draft.forward(draft.fuse(aux_hidden, hidden), ids[1:], batch, draft_cache)
 
 
 class PositionOff(WatchedDrafter):

@@ -10,9 +10,12 @@ from typing import Any
 
 import anyio
 import pytest
+import torch
+from draft_pass import whole_pass
 from draft_zoo import make_draft
 from model_zoo import logprob_bound, make_model
 from near_ties import no_near_ties
+from tolerances import assert_near
 from tree_oracle import TreeOracle
 
 from drift_sdk import (
@@ -30,6 +33,7 @@ from drift_sdk import (
 )
 from drift_sdk.execution.drafter_factory import EagleDrafterFactory
 from drift_sdk.execution.eager import executor as eager
+from drift_sdk.execution.eager.drafters import EagleDrafter, state_of
 from drift_sdk.execution.eager.round_rows import SlotRows
 from drift_sdk.trees.growth import Draft
 from drift_sdk.trees.token_tree import TokenTree
@@ -164,6 +168,50 @@ def test_tokens_are_those_of_plain_decoding(
     assert capped.num_drafted <= 5 * capped.num_rounds
     if "kv_cache_tokens" in fields:
         assert stats.num_preemptions > 0
+
+
+class StatefulOracle(EagleDrafter):
+    """An EAGLE drafter that drafts the trees of an oracle. Records its output after each step, with the
+    request's seed and the number of draft rows."""
+
+    def __init__(self, oracle: TreeOracle, *args: Any) -> None:
+        super().__init__(*args)
+        self.parts, self.oracle = args[:2], oracle
+        self.seen: list[tuple[int, int, torch.Tensor]] = []
+
+    def propose(self, slots: Sequence[Any], limits: Sequence[Any]) -> list[Draft]:
+        return self.oracle.propose(slots, limits)
+
+    def draft_extend(self, spans: Sequence[Any], *hidden: Any) -> None:
+        super().draft_extend(spans, *hidden)
+        for span in spans:
+            state = state_of(span.slot)
+            self.seen.append((span.slot.sampling.seed, state.num_rows, state.hidden.clone()))
+
+
+def test_draft_is_extended_by_the_rows_of_the_accepted_path(
+    folder: Path, plain: list[Completion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its output after each round is that of a pass over the whole sequence."""
+    oracle = use_oracle(monkeypatch, plain, 0.2)
+    drafters: list[StatefulOracle] = []
+
+    def eager_drafter(factory: EagleDrafterFactory, target: Any, limits: Any) -> StatefulOracle:
+        drafters.append(StatefulOracle(oracle, factory._draft, target, limits, STATIC))
+        return drafters[-1]
+
+    monkeypatch.setattr(EagleDrafterFactory, "eager_drafter", eager_drafter)
+    found, _ = anyio.run(run_all, folder, config_of(folder, STATIC), CASES[:4])
+    assert_same(found, plain[:4])
+    (drafter,) = drafters
+    draft, target = drafter.parts
+    depth = target.config.num_layers + draft.num_layers + 1
+    for case, completion in zip(CASES[:4], plain, strict=False):
+        expected = whole_pass(target, draft, [*case.prompt, *completion.token_ids])
+        outputs = [(rows, hidden) for seed, rows, hidden in drafter.seen if seed == case.params.seed]
+        assert len(outputs) > 3
+        for num_rows, hidden in outputs:
+            assert_near(hidden, expected[num_rows - 1], inner=192, depth=depth)
 
 
 def test_cancelled_requests_do_not_change_the_others(

@@ -28,7 +28,7 @@ def test_graph_executor_refuses_trees_and_checks(
     executor: str, fields: dict[str, object], field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU "auto" refuses them too, and does not choose the slower executor."""
-    monkeypatch.setattr(executor_factory, "_obstacle", lambda *_: None)
+    monkeypatch.setattr(executor_factory, "_device_obstacle", lambda device: None)
     gpu = torch.device("cuda", 0)
     config = EngineConfig(executor=executor, speculation=Speculation(draft="folder", **fields))
     with pytest.raises(ConfigError, match='executor="eager"') as caught:

@@ -1,12 +1,11 @@
-"""The command `tune`: measures which GEMM tiles and slices suit this GPU and writes the table of kernels.
+"""The command `tune`: measures which GEMM tiles suit this GPU and writes the table of kernels.
 
     table=src/drift_sdk/_kernels/gemm/tuned/nvidia-h200.json
     python -m drift_sdk tune --out $table 6144x4096 28672x4096:gated
 
 Every candidate is compared with float32 before it is timed, in a captured chain of products over enough
-different weights that none is found in the cache. One number of slices is chosen for a weight: the one with
-the least sum of best times over the row counts up to 64, each time relative to the best of any number of
-slices. Then the best tiles are chosen for each row count.
+different weights that none is found in the cache. The best tiles are chosen for each row count. A weight's
+slices, which its bits depend on, follow from its shape (see slices.py); tuning does not change them.
 """
 
 from __future__ import annotations
@@ -26,12 +25,14 @@ from torch import Tensor
 from drift_sdk._kernels.gemm.cublas_gemm import library_gated_multiply, library_multiply
 from drift_sdk._kernels.gemm.gemm import (
     GemmConfig,
+    GemmTiles,
     gated_multiply,
     gated_multiply_reference,
     multiply,
     multiply_reference,
 )
-from drift_sdk._kernels.gemm.tuning import TunedGemm, TunedTable, gemm_key, gpu_key
+from drift_sdk._kernels.gemm.slices import num_slices
+from drift_sdk._kernels.gemm.tuning import TunedTable, TunedTiles, gemm_key, gpu_key
 from drift_sdk.errors import DriftError
 
 __all__ = ["time_us", "tune_shapes"]
@@ -39,15 +40,8 @@ __all__ = ["time_us", "tune_shapes"]
 ROW_COUNTS = (1, 4, 16, 32, 64, 128, 256, 384)
 """Numbers of rows that are measured."""
 
-MAX_SLICING_ROWS = 64
-"""Row counts up to this one decide the number of slices."""
-
 MIN_LIBRARY_ROWS = 128
 """Row counts from this one on are also measured with the vendor's library."""
-
-MAX_SLICED_COLUMNS = 20_000
-"""Weights with more columns are not sliced: 157 tiles of 128 columns are more than an H200 has
-multiprocessors (132)."""
 
 SHARED_BYTES = 227 * 1024
 """Shared memory that a CTA may have on compute capability 9.0."""
@@ -69,6 +63,10 @@ class Weight(msgspec.Struct, frozen=True):
     inner: int
     is_gated: bool
 
+    @property
+    def num_slices(self) -> int:
+        return num_slices(self.num_columns, self.inner, is_whole=self.is_gated)
+
 
 def tune_shapes(shapes: Sequence[tuple[int, int, bool]], out: Path, num_jobs: int) -> None:
     """Measure weights of these shapes on the current GPU and merge the outcome into the table in `out`.
@@ -83,7 +81,7 @@ def tune_shapes(shapes: Sequence[tuple[int, int, bool]], out: Path, num_jobs: in
     weights = [Weight(*shape) for shape in shapes]
     compile_candidates(weights, num_jobs)
     gpu = torch.cuda.get_device_name()
-    gemms: dict[str, TunedGemm] = {}
+    gemms: dict[str, TunedTiles] = {}
     provenance = {
         "gpu": gpu,
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
@@ -103,11 +101,10 @@ def candidates(weight: Weight, num_rows: int) -> Iterator[GemmConfig]:
 
     tile_n is 64 at least: the weights stand on the M side of wgmma, which has 64 rows.
     """
-    slices = (1,) if weight.is_gated or weight.num_columns > MAX_SLICED_COLUMNS else (1, 2, 4)
-    tiles: Iterable[tuple[int, bool, int, int, int, int, int]]
+    tiles: Iterable[tuple[bool, int, int, int, int, int]]
     if num_rows <= 64:
         tile_m = max(16, num_rows)
-        tiles = itertools.product(slices, (True,), (64, 128), (tile_m,), (64, 128), (3, 4, 5, 6), (4,))
+        tiles = itertools.product((True,), (64, 128), (tile_m,), (64, 128), (3, 4, 5, 6), (4,))
     else:
         shapes = (
             (64, 64, 64, 4, 4), (64, 128, 64, 4, 4), (64, 256, 64, 3, 8), (64, 256, 64, 4, 4),
@@ -115,9 +112,9 @@ def candidates(weight: Weight, num_rows: int) -> Iterator[GemmConfig]:
             (64, 128, 128, 3, 4), (128, 256, 64, 3, 8), (256, 128, 64, 3, 8),
         )  # fmt: skip
         # Few tiles leave multiprocessors idle: slices spread over CTAs are then worth their partial sums.
-        spreads = (False, True) if len(slices) > 1 else (False,)
-        tiles = ((s, spread, *shape) for s in slices for spread in spreads for shape in shapes)
-    for config in (GemmConfig(*tile) for tile in tiles):
+        spreads = (False, True) if weight.num_slices > 1 else (False,)
+        tiles = ((spread, *shape) for spread in spreads for shape in shapes)
+    for config in (GemmConfig(*tile, num_slices=weight.num_slices) for tile in tiles):
         num_weight_tiles = 2 if weight.is_gated else 1
         # Bytes of a stage's tiles, of 2 bytes an element, times the stages.
         size = (config.tile_n * num_weight_tiles + config.tile_m) * config.tile_k * 2 * config.num_stages
@@ -205,52 +202,46 @@ def partials_us(weight: Weight, out: Tensor) -> float:
     return 0.0 if weight.is_gated else out.nbytes / PARTIALS_BYTES_PER_US
 
 
-def tune(weight: Weight) -> tuple[TunedGemm, str]:
-    """Return the best configurations of a weight, and a line about the choice for the table's provenance."""
+def tune(weight: Weight) -> tuple[TunedTiles, str]:
+    """Return the best tiles of a weight, and a line about the choice for the table's provenance."""
     num_weights = max(2, min(64, int(WORKING_SET_BYTES / (weight.num_columns * weight.inner * 2))))
     weights = [make_weight(weight) for _ in range(num_weights)]
-    best = best_configs(weight, weights)
-    chosen = best_num_slices(best)
+    best = {num_rows: best_config(weight, num_rows, weights) for num_rows in ROW_COUNTS}
     for num_rows in ROW_COUNTS:
         if num_rows >= MIN_LIBRARY_ROWS:
-            best[chosen, num_rows] = faster_by_library(weight, num_rows, weights, best[chosen, num_rows])
-    by_rows = tuple((rows, best[chosen, rows][1]) for rows in ROW_COUNTS)
-    times = ", ".join(f"{rows}: {best[chosen, rows][0]:.1f}" for rows in ROW_COUNTS)
-    return TunedGemm(by_rows), f"{chosen} slices; us by rows: {times}"
+            best[num_rows] = faster_by_library(weight, num_rows, weights, best[num_rows])
+    times = ", ".join(f"{rows}: {time:.1f}" for rows, (time, _) in best.items())
+    tiles = TunedTiles(tuple((rows, tiles_of(config)) for rows, (_, config) in best.items()))
+    return tiles, f"{weight.num_slices} slices; us by rows: {times}"
 
 
-def best_configs(weight: Weight, weights: list[Tensor]) -> dict[tuple[int, int], Measured]:
-    """Time all candidates. Return the fastest for each (number of slices, number of rows)."""
-    best: dict[tuple[int, int], Measured] = {}
-    for num_rows in ROW_COUNTS:
-        x = torch.randn(num_rows, weight.inner, device="cuda", dtype=torch.bfloat16)
-        for config in candidates(weight, num_rows):
-            if not is_right(weight, config, num_rows, weights[0]):
-                continue
-
-            out = output(weight, config, num_rows)
-
-            def step(config: GemmConfig = config, x: Tensor = x, out: Tensor = out) -> None:
-                for w in weights:
-                    run(weight, config, x, w, out)
-
-            cost = time_us(step, len(weights)) + partials_us(weight, out)
-            key = (config.num_slices, num_rows)
-            if key not in best or cost < best[key][0]:
-                best[key] = (cost, config)
-    return best
+def tiles_of(config: GemmConfig) -> GemmTiles:
+    """Return a configuration without its slices, as a table holds it."""
+    return GemmTiles(*(getattr(config, name) for name in GemmTiles.__struct_fields__))
 
 
-def best_num_slices(best: dict[tuple[int, int], Measured]) -> int:
-    """Return the number of slices with the least sum of times over the row counts that decide it.
+def best_config(weight: Weight, num_rows: int, weights: list[Tensor]) -> Measured:
+    """Time all candidates for a number of rows and return the fastest.
 
-    best: the fastest for each (number of slices, number of rows). Each time counts relative to the best of
-    any number of slices for its row count.
+    Raises DriftError if none of them fits the GPU and multiplies correctly.
     """
-    slices = sorted({num_slices for num_slices, _ in best})
-    fastest = {rows: min(best[s, rows][0] for s in slices if (s, rows) in best) for rows in ROW_COUNTS}
-    deciding = [rows for rows in ROW_COUNTS if rows <= MAX_SLICING_ROWS]
-    return min(slices, key=lambda s: sum(best[s, rows][0] / fastest[rows] for rows in deciding))
+    x = torch.randn(num_rows, weight.inner, device="cuda", dtype=torch.bfloat16)
+    measured: list[Measured] = []
+    for config in candidates(weight, num_rows):
+        if not is_right(weight, config, num_rows, weights[0]):
+            continue
+
+        out = output(weight, config, num_rows)
+
+        def step(config: GemmConfig = config, out: Tensor = out) -> None:
+            for w in weights:
+                run(weight, config, x, w, out)
+
+        measured.append((time_us(step, len(weights)) + partials_us(weight, out), config))
+    if not measured:
+        raise DriftError(f"tune: no candidate for {weight} and {num_rows} rows runs on this GPU")
+
+    return min(measured, key=lambda one: one[0])
 
 
 def faster_by_library(weight: Weight, num_rows: int, weights: list[Tensor], best: Measured) -> Measured:
@@ -305,7 +296,7 @@ def current_commit() -> str:
     return found.stdout.strip()
 
 
-def write_table(out: Path, gemms: dict[str, TunedGemm], provenance: dict[str, str]) -> None:
+def write_table(out: Path, gemms: dict[str, TunedTiles], provenance: dict[str, str]) -> None:
     if out.exists():
         old = msgspec.json.decode(out.read_bytes(), type=TunedTable)
         gemms, provenance = old.gemms | gemms, old.provenance | provenance

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from drift_sdk.draft_policy.count import DraftCount
+from drift_sdk.driver.executor_params import check_text_params, slot_sampling
 from drift_sdk.driver.prompts import ModelText, Prompt
 from drift_sdk.driver.stream_updates import StreamUpdates
 from drift_sdk.errors import RequestError
@@ -15,7 +16,7 @@ from drift_sdk.grammars import Grammar, JsonSchema
 from drift_sdk.results import Chunk, Completion, FinishReason, Timing, TokenLogprobs, Usage
 from drift_sdk.sampling_params import SamplingParams
 from drift_sdk.scheduling.sequence import Sequence
-from drift_sdk.steps import SlotOutput, SlotSampling
+from drift_sdk.steps import SlotOutput
 from drift_sdk.text.answers.writer import Split
 from drift_sdk.text.stops import StopMatcher
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:  # their libraries would make up most of the package's import 
     from drift_sdk.text.answers.splitter import AnswerSplitter
     from drift_sdk.text.grammar import GrammarConstraint
 
-__all__ = ["ModelText", "Request", "slot_sampling"]
+__all__ = ["ModelText", "Request"]
 
 log = logging.getLogger("drift_sdk")
 
@@ -326,20 +327,6 @@ class Request:
         return part
 
 
-def check_text_params(params: SamplingParams, grammar: Grammar | None, model: ModelText) -> None:
-    """Raise RequestError for what needs texts of tokens that the model does not have."""
-    if params.stop and not model.tokenizer.has_text:
-        raise RequestError.of("stop", params.stop, "stop_token_ids: the model has no tokenizer")
-
-    if grammar is not None and not model.tokenizer.has_token_bytes:
-        lack = (
-            "the text of a token depends on its neighbours"
-            if model.tokenizer.has_text
-            else "the model has no tokenizer"
-        )
-        raise RequestError.of("grammar", grammar, f"None: {lack}")
-
-
 def with_texts(entries: Iterable[TokenLogprobs], texts: Mapping[int, str]) -> tuple[TokenLogprobs, ...]:
     """The entries of an executor with the texts of their tokens. About a microsecond for each, and one more
     for ten top tokens."""
@@ -356,50 +343,3 @@ def with_texts(entries: Iterable[TokenLogprobs], texts: Mapping[int, str]) -> tu
             for entry in entries
         ]
     )
-
-
-def slot_sampling(
-    params: SamplingParams,
-    model: ModelText,
-    *,
-    seed: int,
-    num_prompt_tokens: int,
-    eos_token_ids: tuple[int, ...],
-) -> SlotSampling:
-    """The parameters in the executor's terms: lengths count the prompt.
-
-    eos_token_ids: end the text, in addition to the request's own stop ids.
-
-    Raises RequestError naming the first token id that is outside the vocabulary.
-    """
-    for field in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
-        _check_vocabulary(field, getattr(params, field) or (), model.vocab_size)
-
-    max_length = model.max_model_len
-    if params.max_tokens is not None:
-        max_length = min(max_length, num_prompt_tokens + params.max_tokens)
-
-    return SlotSampling(
-        temperature=float(params.temperature),
-        top_k=params.top_k,
-        top_p=float(params.top_p),
-        min_p=float(params.min_p),
-        seed=seed,
-        stop_token_ids=tuple(sorted({*params.stop_token_ids, *eos_token_ids})),
-        num_prompt_tokens=num_prompt_tokens,
-        max_length=max_length,
-        min_length=num_prompt_tokens + params.min_tokens if params.min_tokens else 0,
-        presence_penalty=float(params.presence_penalty),
-        frequency_penalty=float(params.frequency_penalty),
-        repetition_penalty=float(params.repetition_penalty),
-        logit_bias=tuple(params.logit_bias.items()),
-        allowed_token_ids=params.allowed_token_ids,
-        num_logprobs=params.logprobs,
-        num_prompt_logprobs=params.prompt_logprobs,
-    )
-
-
-def _check_vocabulary(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
-    found = next((token_id for token_id in token_ids if token_id >= vocab_size), None)
-    if found is not None:
-        raise RequestError.of(field, found, f"token ids of the model, from 0 to {vocab_size - 1}")

@@ -23,7 +23,8 @@ class TreeRows(Struct, frozen=True):
     positions:  of each row.
     key_slots:  cache slots of the tree's nodes that any row may see. The last ones are those of the rows, in
                 order, and receive their keys and values.
-    seen:       for each row, the indices in `key_slots` that it sees, its own included.
+    seen:       for each row, the indices in `key_slots` of the nodes on its path, in order, its own included:
+                the first of them has position `num_prefix`.
     """
 
     block_ids: Sequence[int]
@@ -53,6 +54,8 @@ class TreeAttentionBatch:
         self._most_rows = max(sequence.num_rows for sequence in sequences)
         key_slots = torch.zeros(len(sequences), max(num_keys), dtype=torch.int64)
         visible = torch.zeros(len(sequences), self._most_rows, max(num_keys), dtype=torch.bool)
+        # For each row, the position of each key that it sees.
+        key_positions = torch.arange(max(num_keys)).repeat(len(sequences), self._most_rows, 1)
         padded_rows: list[int] = []
         for index, sequence in enumerate(sequences):
             nodes = torch.tensor(sequence.key_slots, dtype=torch.int64)
@@ -63,7 +66,9 @@ class TreeAttentionBatch:
             key_slots[index, : len(slots)] = slots
             visible[index, :, : sequence.num_prefix] = True
             for row, seen in enumerate(sequence.seen):
-                visible[index, row, [sequence.num_prefix + each for each in seen]] = True
+                on_path = [sequence.num_prefix + each for each in seen]
+                visible[index, row, on_path] = True
+                key_positions[index, row, on_path] = sequence.num_prefix + torch.arange(len(seen))
             visible[index, sequence.num_rows :, 0] = True  # padding rows see something, so they are not NaN
             padded_rows += range(index * self._most_rows, index * self._most_rows + sequence.num_rows)
 
@@ -74,10 +79,9 @@ class TreeAttentionBatch:
         self.visible = [
             visible[index, : sequence.num_rows, : num_keys[index]] for index, sequence in enumerate(sequences)
         ]
-        mask = torch.zeros(visible.shape, dtype=cache.dtype).masked_fill_(~visible, float("-inf"))
-        self._mask = mask[:, None].to(device)
-        self._distances = _distances(sequences, visible.shape)
-        self._windowed_masks: dict[int, torch.Tensor] = {}
+        self._dtype, self._device = cache.dtype, device
+        self._visible, self._key_positions = visible, key_positions
+        self._masks: dict[int | None, torch.Tensor] = {}  # by window
         self._key_slots = key_slots.view(-1).to(device)
         self._padded_rows = torch.tensor(padded_rows, dtype=torch.int64, device=device)
 
@@ -94,18 +98,20 @@ class TreeAttentionBatch:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write the rows' keys and values to the cache, then compute their attention in one layer; arguments
-        and result as of `AttentionBatch.attend`. A window needs rows that are all nodes of their tree."""
+        and result as of `AttentionBatch.attend`."""
         keys, values = cache.layer(layer)
         keys.index_copy_(0, self.slot_mapping, key)
         values.index_copy_(0, self.slot_mapping, value)
-        batch, (num_heads, head_dim) = self._mask.shape[0], query.shape[1:]
+        if window not in self._masks:
+            self._masks[window] = self._mask(window)
+        batch, (num_heads, head_dim) = self._visible.shape[0], query.shape[1:]
         padded = query.new_zeros(batch * self._most_rows, num_heads, head_dim)
         padded.index_copy_(0, self._padded_rows, query)
         gathered_shape = (batch, -1, *keys.shape[1:])
         queries = padded.view(batch, self._most_rows, num_heads, head_dim).transpose(1, 2)
         gathered_keys = keys.index_select(0, self._key_slots).view(gathered_shape).transpose(1, 2)
         gathered_values = values.index_select(0, self._key_slots).view(gathered_shape).transpose(1, 2)
-        mask = self._mask if window is None else self._windowed_mask(window)
+        mask = self._masks[window]
         if sinks is not None:
             scale = head_dim**-0.5 if scale is None else scale
             queries, gathered_keys, gathered_values = with_sinks(
@@ -118,33 +124,19 @@ class TreeAttentionBatch:
         rows = output.transpose(1, 2).reshape(batch * self._most_rows, num_heads * head_dim)
         return rows.index_select(0, self._padded_rows)
 
-    def _windowed_mask(self, window: int) -> torch.Tensor:
-        """The mask of layers whose rows see `window` keys at most."""
-        if window not in self._windowed_masks:
-            if self._distances is None:
-                raise ValueError(f"window={window}: expected no keys of nodes that are not rows")
-
-            is_outside = (self._distances >= window).to(self._mask.device)[:, None]
-            self._windowed_masks[window] = self._mask.masked_fill(is_outside, float("-inf"))
-        return self._windowed_masks[window]
+    def _mask(self, window: int | None) -> torch.Tensor:
+        """Addends of scores, [sequences, 1, rows, keys]: 0 for keys that a row sees, else -inf."""
+        visible = self._visible
+        if window is not None:
+            # A row's own position is the highest that it sees.
+            seen_positions = self._key_positions.masked_fill(~visible, -1)
+            visible = visible & (seen_positions > seen_positions.amax(dim=-1, keepdim=True) - window)
+        mask = torch.zeros(visible.shape, dtype=self._dtype).masked_fill_(~visible, float("-inf"))
+        return mask[:, None].to(self._device)
 
 
 StepRows = AttentionBatch | TreeAttentionBatch
 """The rows of a step and the keys that each of them sees."""
-
-
-def _distances(sequences: Sequence[TreeRows], shape: torch.Size) -> torch.Tensor | None:
-    """The number of positions from each key to each row, int64 of `shape` [sequences, rows, keys] on the CPU;
-    0 for padding. None if there are keys of nodes that are not rows."""
-    if any(len(sequence.key_slots) != sequence.num_rows for sequence in sequences):
-        return None
-
-    found = torch.zeros(shape, dtype=torch.int64)
-    for index, sequence in enumerate(sequences):
-        rows = torch.tensor(sequence.positions, dtype=torch.int64)
-        keys = torch.cat((torch.arange(sequence.num_prefix), rows))
-        found[index, : len(rows), : len(keys)] = rows[:, None] - keys
-    return found
 
 
 def prefix_slots(sequence: TreeRows, block_size: int, slot_offset: int) -> torch.Tensor:

@@ -190,7 +190,10 @@ def _read(tensors: TensorSource, name: str) -> torch.Tensor:
 def _allocate(
     config: DecoderConfig, device: torch.device, dtype: torch.dtype
 ) -> tuple[DecoderWeights, dict[str, torch.Tensor]]:
-    """Weights that are not initialised, and for each stored tensor the part of them that it fills."""
+    """Weights that are not initialised, and for each stored tensor the part of them that it fills.
+
+    Longer than other functions: it is the list of all tensors of a model.
+    """
     hidden = config.hidden_size
     places: dict[str, torch.Tensor] = {}
 

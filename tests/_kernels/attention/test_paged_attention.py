@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from order_probe import probe_row
 from tolerances import assert_near
 
 from drift_sdk._kernels.attention.attention_plan import (
@@ -284,6 +285,20 @@ def test_bits_do_not_depend_on_the_number_of_programs(num_programs: int, window:
     case = Case([1, 50, 200, 33], 2, device=device, window=window)
     expected = case.run(SMALL, config=AttentionConfig(num_programs=6))
     assert torch.equal(case.run(SMALL, config=AttentionConfig(num_programs=num_programs)), expected)
+
+
+@pytest.mark.parametrize(("begin", "border", "end"), [(0, 32, 64), (32, 64, 112), (64, 112, 160)])
+def test_partitions_are_summed_by_themselves(begin: int, border: int, end: int, device: str) -> None:
+    """All keys have the same score, so the output is the mean of the values: of those of two partitions, and
+    zeros before them."""
+    case = Case([end], 1, device=device, block_size=16)
+    case.query.zero_()
+    case.values.zero_()
+    blocks = case.block_table[0, torch.arange(end, device=device) // 16].long()
+    row = torch.cat([torch.zeros(begin), probe_row(end - begin, [border - begin])]).to(device)
+    case.values[blocks, :, torch.arange(end, device=device) % 16] = row[:, None, None].expand(-1, 2, 16)
+    total = case.run(SMALL) * end
+    assert (total - 1.0).abs().max() < 1e-3
 
 
 @pytest.mark.parametrize("num_keys", [1, 15, 16, 17, 32, 33, 64, 65, 96, 97, 160, 161, 1000])

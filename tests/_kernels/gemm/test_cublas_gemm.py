@@ -12,7 +12,7 @@ from drift_sdk._kernels.gemm.tuning import table_for
 
 pytestmark = pytest.mark.kernel
 
-SLICED = GemmConfig(2, True, 64, 16, 64, 3, 4, is_library=True)
+SLICED = GemmConfig(True, 64, 16, 64, 3, 4, is_library=True, num_slices=2)
 
 
 def inputs(
@@ -44,7 +44,7 @@ def test_float32_products_never_use_the_library(device: str, monkeypatch: pytest
 
 def test_the_library_requires_spread_slices() -> None:
     with pytest.raises(ValueError, match="expected slices that are spread"):
-        GemmConfig(2, False, is_library=True)
+        GemmConfig(False, is_library=True, num_slices=2)
 
 
 def test_library_state_changes_with_settings_and_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +82,7 @@ def test_a_changed_library_is_compared_again(device: str, monkeypatch: pytest.Mo
 def test_bits_equal_those_of_the_kernel(num_rows: int, dtype: torch.dtype, device: str) -> None:
     """Whether the library has the same bits or not."""
     for num_columns, inner, config in ((6144, 4096, SLICED), (640, 576, SLICED), (1000, 2048, GemmConfig())):
-        config = GemmConfig(config.num_slices, True, 128, 64, 64, 3, 4, is_library=True)
+        config = GemmConfig(True, 128, 64, 64, 3, 4, is_library=True, num_slices=config.num_slices)
         x, weight = inputs((num_rows, num_columns, inner), device, dtype)
         found, expected = (
             poisoned(config.num_slices, num_rows, num_columns, device=device) for _ in range(2)
@@ -91,7 +91,7 @@ def test_bits_equal_those_of_the_kernel(num_rows: int, dtype: torch.dtype, devic
         multiply(x, weight, expected, config)
         assert torch.equal(found, expected)
 
-        gated = GemmConfig(1, True, 64, 64, 64, 3, 4, is_library=True)
+        gated = GemmConfig(True, 64, 64, 64, 3, 4, is_library=True, num_slices=1)
         shape = num_rows, num_columns // 2
         found, expected = (poisoned(*shape, device=device, dtype=dtype) for _ in range(2))
         gate_up = poisoned(num_rows, num_columns, device=device, dtype=dtype)

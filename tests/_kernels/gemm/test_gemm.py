@@ -17,11 +17,11 @@ pytestmark = pytest.mark.kernel
 SMALL = ((1, 1, 1), (1, 33, 16), (3, 64, 96), (5, 40, 200), (17, 130, 64), (33, 16, 576))
 LARGE = ((1, 6144, 4096), (4, 960, 576), (65, 4096, 4096), (384, 3072, 576), (7, 1002, 14336))
 CONFIGS = (
-    GemmConfig(1, True, 32, 16, 32, 2, 4),
-    GemmConfig(2, True, 64, 16, 64, 3, 4),
-    GemmConfig(2, False, 64, 32, 128, 3, 4),
-    GemmConfig(4, False, 128, 64, 64, 3, 8),
-    GemmConfig(4, True, 64, 16, 64, 3, 4),
+    GemmConfig(True, 32, 16, 32, 2, 4, num_slices=1),
+    GemmConfig(True, 64, 16, 64, 3, 4, num_slices=2),
+    GemmConfig(False, 64, 32, 128, 3, 4, num_slices=2),
+    GemmConfig(False, 128, 64, 64, 3, 8, num_slices=4),
+    GemmConfig(True, 64, 16, 64, 3, 4, num_slices=4),
 )
 
 
@@ -74,13 +74,13 @@ def test_bits_do_not_depend_on_rows_or_tiles(num_slices: int, device: str) -> No
     is_gpu = device == "cuda"
     dtype = torch.bfloat16 if is_gpu else torch.float32
     x, weight = inputs((200, 640, 1024) if is_gpu else (40, 70, 320), dtype, device)
-    alone = GemmConfig(num_slices, True, 64, 16, 64, 3, 4)
+    alone = GemmConfig(True, 64, 16, 64, 3, 4, num_slices=num_slices)
     expected = torch.cat([product(row[None], weight, alone) for row in x])
     for config in (
-        GemmConfig(num_slices, True, 64, 16, 128, 4, 4),
-        GemmConfig(num_slices, True, 128, 64, 64, 3, 4),
-        GemmConfig(num_slices, False, 64, 64, 64, 3, 4),
-        GemmConfig(num_slices, False, 128, 128, 64, 3, 8),
+        GemmConfig(True, 64, 16, 128, 4, 4, num_slices=num_slices),
+        GemmConfig(True, 128, 64, 64, 3, 4, num_slices=num_slices),
+        GemmConfig(False, 64, 64, 64, 3, 4, num_slices=num_slices),
+        GemmConfig(False, 128, 128, 64, 3, 8, num_slices=num_slices),
     ):
         for num_rows in (1, 4, 33, len(x)):
             found = product(x[:num_rows].contiguous(), weight, config)
@@ -98,7 +98,7 @@ def test_gated_multiply_is_near_the_reference(
     num_rows, num_columns, inner = shape
     x, weight = inputs((num_rows, 2 * num_columns, inner), dtype, device)
     out = torch.full((num_rows, num_columns), torch.nan, dtype=dtype, device=device)
-    gated_multiply(x, weight, out, GemmConfig(1, True, 32, 16, 64, 3, 4))
+    gated_multiply(x, weight, out, GemmConfig(True, 32, 16, 64, 3, 4, num_slices=1))
     # On a GPU gate, its activation and up are rounded to the storage type, and then their product.
     num_roundings = 0 if dtype == torch.float32 else 4
     expected = gated_multiply_reference(x, weight)

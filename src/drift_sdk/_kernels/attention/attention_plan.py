@@ -251,7 +251,8 @@ def plan_attention(
     `plan.window` of these.
 
     row_slot, row_position [R] int32. Each `rows_per_sequence` consecutive rows are one sequence; with a
-    window, those of them that see anything have consecutive positions. Rows of slot -1 see nothing. Raises
+    window, those of them that see anything come first and have consecutive positions. Rows of slot -1 see
+    nothing. Raises
     ValueError for another shape, type or layout, and for more sequences, or with a window more rows of a
     sequence, than the plan has room for.
     """

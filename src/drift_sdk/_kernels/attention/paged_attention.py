@@ -200,6 +200,8 @@ def _attend(
         )
         table_ptr = block_table_ptr + slot.to(tl.int64) * max_blocks
         first_sum = (sequence * NUM_KV_HEADS + head) * num_partitions * NUM_QUERY_ROWS + query_row
+        if WINDOW > 0:  # the first place is that of the first partition that a row sees
+            first_sum -= partition_of(first_seen, NARROW, NARROW_END, WIDE) * NUM_QUERY_ROWS
         maximum = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
         weight = tl.zeros((TILE_ROWS, ONES_COLUMNS), tl.float32)
         total = tl.zeros((TILE_ROWS, PADDED_DIM), tl.float32)
@@ -228,10 +230,7 @@ def _attend(
             next_start = partition_start(partition + 1, NARROW, NARROW_END, WIDE)
             if (first_key + TILE_KEYS >= next_start) | (first_key + TILE_KEYS >= num_keys):
                 # The partition's last tile: store its sums, and start the next partition.
-                place = partition
-                if WINDOW > 0:
-                    place = partition % num_partitions
-                sum_index = first_sum + place * NUM_QUERY_ROWS
+                sum_index = first_sum + partition * NUM_QUERY_ROWS
                 sum_mask = is_row[:, None] & is_dim[None, :]
                 sum_ptrs = sums_ptr + sum_index.to(tl.int64)[:, None] * HEAD_DIM + dim[None, :]
                 tl.store(sum_ptrs, total, mask=sum_mask)

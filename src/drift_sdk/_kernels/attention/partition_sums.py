@@ -52,8 +52,8 @@ ADD_WARPS = 1
 class AttentionScratch(Struct, frozen=True):
     """A plan, and memory for the partitions' sums of its sequences, fp32, uninitialised.
 
-    Partition p of a sequence has place p, or with a window, where later partitions replace earlier ones,
-    p % plan.max_num_partitions.
+    The first place of a sequence is that of its first partition, or with a window, of the first partition
+    that its first row sees.
     sums: [plan.num_sequences, num_kv_heads, plan.max_num_partitions, rows * group, head_dim], the values
     weighted by exp2(score - maximum), where rows is the largest number of rows of a sequence. A step of fewer
     rows uses the beginning of the memory, laid out as if it were made for that number.
@@ -115,20 +115,21 @@ def _add_partitions(
     begin = 0
     if WINDOW > 0:
         begin = partition_of(tl.maximum(position - (WINDOW - 1), 0), NARROW, NARROW_END, WIDE)
+        first_position = tl.load(row_position_ptr + sequence * ROWS_PER_SEQUENCE, cache_modifier=".cg")
+        first_place = partition_of(tl.maximum(first_position - (WINDOW - 1), 0), NARROW, NARROW_END, WIDE)
     wait_for_producers(PDL)
     first_sum = ((sequence * NUM_KV_HEADS + head) * num_partitions).to(tl.int64) * (
         ROWS_PER_SEQUENCE * GROUP_SIZE
     ) + query_row
+    if WINDOW > 0:
+        first_sum -= first_place * (ROWS_PER_SEQUENCE * GROUP_SIZE)
     maximum = tl.full((), float("-inf"), tl.float32)
     weight = tl.zeros((), tl.float32)
     total = tl.zeros((PADDED_DIM,), tl.float32)
     for first in range(begin, end, CHUNK_PARTITIONS):
         partition = first + tl.arange(0, CHUNK_PARTITIONS)
         is_partition = partition < end
-        place = partition
-        if WINDOW > 0:
-            place = partition % num_partitions
-        sum_index = first_sum + place * (ROWS_PER_SEQUENCE * GROUP_SIZE)
+        sum_index = first_sum + partition * (ROWS_PER_SEQUENCE * GROUP_SIZE)
         part_maximum = tl.load(maxima_ptr + sum_index, mask=is_partition, other=float("-inf"))
         part_weight = tl.load(weights_ptr + sum_index, mask=is_partition, other=0.0)
         part_mask = is_partition[:, None] & is_dim[None, :]

@@ -3,10 +3,10 @@
     multiply:        out[m, n] = sum over k of x[m, k] * weight[n, k]
     gated_multiply:  out[m, n] = activation(x[m] . weight[n]) * (x[m] . weight[N + n])
 
-Order of summation: the inner dimension is cut into slices at fixed places. Tensor cores sum each slice in
-ascending order of k, in float32, and the sums of the slices are added in ascending order. The weights stand
-on the M side of the MMA, so the instruction is the same for one row and for hundreds. Tiles, pipeline stages,
-warps, and whether slices are spread over CTAs, therefore do not change the bits.
+Order of summation: the inner dimension is cut into slices at fixed places (see slices.py). Tensor cores sum
+each slice in ascending order of k, in float32, and the sums of the slices are added in ascending order. The
+weights stand on the M side of the MMA, so the instruction is the same for one row and for hundreds. Tiles,
+pipeline stages, warps, and whether slices are spread over CTAs, therefore do not change the bits.
 
 Grid: (tiles of the weight times tiles of rows, partial sums). A program owns TILE_M rows times TILE_N columns
 of one partial sum in the output, and writes each of its elements once.
@@ -34,14 +34,17 @@ from drift_sdk._kernels.common.launching import (
     uses_pdl,
     wait_for_producers,
 )
+from drift_sdk._kernels.gemm.slices import slice_size
 from drift_sdk._kernels.layers.activation import Activation, activate, activate_reference
 
-__all__ = ["GemmConfig", "gated_multiply", "gated_multiply_reference", "multiply", "multiply_reference"]
-
-SLICE_ALIGNMENT = 64
-"""Slices begin at multiples of this many inner indices. It is the smallest tile_k that tuning tries, so a
-slice can consist of whole tiles, and 64 elements of 2 bytes are a line of 128 bytes. Part of the result's
-bits."""
+__all__ = [
+    "GemmConfig",
+    "GemmTiles",
+    "gated_multiply",
+    "gated_multiply_reference",
+    "multiply",
+    "multiply_reference",
+]
 
 BAND_TILES = tl.constexpr(8)
 """Tiles of the weight in a band, see `_tile_indices`. Triton's tutorial on matrix products has the same value
@@ -51,11 +54,9 @@ LINE_BITS = tl.constexpr(1024)
 """Bits of a cache line: 128 bytes."""
 
 
-class GemmConfig(Struct, frozen=True):
-    """Slices, tiles and launch configuration of a product. `num_slices` is part of the result's bits, the
-    rest is not.
+class GemmTiles(Struct, frozen=True, forbid_unknown_fields=True):
+    """Tiles and launch configuration of a product. None of it is part of the result's bits.
 
-    num_slices: slices of the inner dimension.
     is_spread: one CTA for each slice, which leaves partial sums; otherwise one CTA adds all slices.
     tile_n, tile_m, tile_k: entries of a tile along the weight's rows (columns of the output), along the rows,
     and along the inner dimension; powers of two.
@@ -64,7 +65,6 @@ class GemmConfig(Struct, frozen=True):
     spread.
     """
 
-    num_slices: int = 1
     is_spread: bool = True
     tile_n: int = 64
     tile_m: int = 16
@@ -73,13 +73,22 @@ class GemmConfig(Struct, frozen=True):
     num_warps: int = 4
     is_library: bool = False
 
+
+class GemmConfig(GemmTiles, frozen=True, kw_only=True):
+    """Slices, tiles and launch configuration of a product.
+
+    num_slices: slices of the inner dimension, see slices.py; part of the result's bits.
+    """
+
+    num_slices: int = 1
+
     def __post_init__(self) -> None:
         if self.is_library and self.num_partials < self.num_slices:
             raise ValueError(f"{self}: expected slices that are spread, for the library")
 
     def slice_size(self, inner: int) -> int:
         """Inner indices of every slice but the last, which has the rest of `inner`."""
-        return -(-inner // (self.num_slices * SLICE_ALIGNMENT)) * SLICE_ALIGNMENT
+        return slice_size(inner, self.num_slices)
 
     @property
     def num_partials(self) -> int:

@@ -1,6 +1,7 @@
 """Tuned tables: measured launch configurations of products, by GPU and by shape of the weight.
 
 The tables are `tuned/<gpu>.json`, written by `drift_sdk tune`. A weight without an entry runs with UNTUNED.
+No table changes a product's bits: the slices of a weight are not in it, they follow from the weight's shape.
 """
 
 from __future__ import annotations
@@ -9,45 +10,57 @@ from functools import cache
 from importlib import resources
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
-from drift_sdk._kernels.gemm.gemm import GemmConfig
+from drift_sdk._kernels.gemm.gemm import GemmConfig, GemmTiles
+from drift_sdk._kernels.gemm.slices import num_slices
 
-__all__ = ["TunedGemm", "TunedTable", "WatchedTable", "gpu_key", "table_for"]
+__all__ = ["TunedGemm", "TunedTable", "TunedTiles", "WatchedTable", "gpu_key", "table_for"]
 
 
-class TunedGemm(Struct, frozen=True):
-    """Configurations of one weight: pairs (highest number of rows, configuration), in ascending order.
+class TunedTiles(Struct, frozen=True):
+    """Tiles for one weight: pairs (highest number of rows, tiles), in ascending order."""
 
-    All have the same number of slices, so that bits do not depend on the number of rows.
-    """
+    by_rows: tuple[tuple[int, GemmTiles], ...]
 
-    by_rows: tuple[tuple[int, GemmConfig], ...]
-
-    def config(self, num_rows: int) -> GemmConfig:
-        """Return the configuration for a number of rows: the last one if there are more than any entry's."""
-        for max_rows, config in self.by_rows:
+    def tiles(self, num_rows: int) -> GemmTiles:
+        """Return the tiles for a number of rows: the last ones if there are more than any entry's."""
+        for max_rows, tiles in self.by_rows:
             if num_rows <= max_rows:
-                return config
+                return tiles
 
         return self.by_rows[-1][1]
 
 
-UNTUNED = TunedGemm(
+UNTUNED = TunedTiles(
     (
-        (16, GemmConfig(1, True, 64, 16, 64, 4, 4)),
-        (32, GemmConfig(1, True, 64, 32, 64, 4, 4)),
-        (64, GemmConfig(1, True, 64, 64, 64, 4, 4)),
-        (2**31, GemmConfig(1, False, 128, 128, 64, 3, 8)),
+        (16, GemmTiles(True, 64, 16, 64, 4, 4)),
+        (32, GemmTiles(True, 64, 32, 64, 4, 4)),
+        (64, GemmTiles(True, 64, 64, 64, 4, 4)),
+        (2**31, GemmTiles(False, 128, 128, 64, 3, 8)),
     )
 )
-"""The configurations of a weight without measurements: a correct, untuned fallback.
+"""The tiles of a weight without measurements: a fallback with the same bits.
 
-One slice. Up to 64 rows, one tile takes all rows and reads each weight once; beyond, tiles of 128 times 128.
+Up to 64 rows, one tile takes all rows and reads each weight once; beyond, tiles of 128 times 128.
 The largest tiles, of a gated product, take 147,456 bytes of shared memory in a type of 2 bytes
 ((2 * 128 + 128) * 64 * 2 bytes, 3 stages) and 196,608 in float32, of the 232,448 that a CTA may have on
 compute capability 9.0.
 """
+
+
+class TunedGemm(Struct, frozen=True):
+    """The configurations of one weight. All have the same slices, so that no bits depend on the rows' number.
+
+    num_slices: a function of the weight's shape, see slices.py. tiles: by number of rows, as measured.
+    """
+
+    num_slices: int
+    tiles: TunedTiles
+
+    def config(self, num_rows: int) -> GemmConfig:
+        """Return the configuration for a number of rows."""
+        return GemmConfig(num_slices=self.num_slices, **structs.asdict(self.tiles.tiles(num_rows)))
 
 
 class TunedTable(Struct, frozen=True, kw_only=True):
@@ -57,20 +70,18 @@ class TunedTable(Struct, frozen=True, kw_only=True):
     with which versions each entry was measured.
     """
 
-    gemms: dict[str, TunedGemm] = {}
+    gemms: dict[str, TunedTiles] = {}
     provenance: dict[str, str] = {}
 
-    def gemm(self, num_columns: int, inner: int, *, is_gated: bool = False) -> TunedGemm:
-        """Return the configurations of a weight [num_columns, inner]; UNTUNED if it has no entry."""
-        return self.gemms.get(gemm_key(num_columns, inner, is_gated=is_gated), UNTUNED)
+    def gemm(
+        self, num_columns: int, inner: int, *, is_gated: bool = False, is_whole: bool = False
+    ) -> TunedGemm:
+        """Return the configurations of a weight [num_columns, inner]; UNTUNED tiles if it has no entry.
 
-    def whole_config(self, num_columns: int, inner: int, num_rows: int) -> GemmConfig:
-        """Return a configuration that leaves the whole product in one sum, without partial sums.
-
-        That of the table if it does, else that of UNTUNED.
+        is_whole: whether the product is to be one sum, without partial sums. A gated product always is.
         """
-        config = self.gemm(num_columns, inner).config(num_rows)
-        return config if config.num_partials == 1 else UNTUNED.config(num_rows)
+        tiles = self.gemms.get(gemm_key(num_columns, inner, is_gated=is_gated), UNTUNED)
+        return TunedGemm(num_slices(num_columns, inner, is_whole=is_whole or is_gated), tiles)
 
     def refuse(self, num_columns: int, inner: int, *, is_gated: bool = False) -> None:
         """Report that a weight's configuration could not be used. Only a WatchedTable records it."""
@@ -88,16 +99,13 @@ class WatchedTable(TunedTable, frozen=True, kw_only=True):
 
     untuned: set[str] = msgspec.field(default_factory=set)
 
-    def gemm(self, num_columns: int, inner: int, *, is_gated: bool = False) -> TunedGemm:
-        found = super().gemm(num_columns, inner, is_gated=is_gated)
-        if found is UNTUNED:
-            self.untuned.add(gemm_key(num_columns, inner, is_gated=is_gated))
+    def gemm(
+        self, num_columns: int, inner: int, *, is_gated: bool = False, is_whole: bool = False
+    ) -> TunedGemm:
+        found = super().gemm(num_columns, inner, is_gated=is_gated, is_whole=is_whole)
+        if found.tiles is UNTUNED:
+            self.refuse(num_columns, inner, is_gated=is_gated)
         return found
-
-    def whole_config(self, num_columns: int, inner: int, num_rows: int) -> GemmConfig:
-        if self.gemm(num_columns, inner).config(num_rows).num_partials > 1:
-            self.untuned.add(gemm_key(num_columns, inner))
-        return super().whole_config(num_columns, inner, num_rows)
 
     def refuse(self, num_columns: int, inner: int, *, is_gated: bool = False) -> None:
         self.untuned.add(gemm_key(num_columns, inner, is_gated=is_gated))

@@ -52,7 +52,7 @@ class SampleCommit:
         num_words = resources.table.columns.stop_bits.shape[1]
         self._masks = workspace.take("masks", (num_rows, num_words), torch.int32)
         self._tuned = model.tuned
-        self._gemm = self._tuned.whole_config(vocab_size, head.shape[1], num_rows)
+        self._gemm = self._tuned.gemm(*head.shape, is_whole=True).config(num_rows)
 
     def run(self, normed: Tensor, *, has_draft_masks: bool = False) -> None:
         """Launch everything from the product with `head` to the commit.
