@@ -2,6 +2,7 @@
 # make test                  set up, lint, check types and run the tests (on the CPU)
 # make unit                  run the tests only
 # make check                 lint and check types only
+# make client-test           install the clients of OpenAI's protocol, and test the server example with them
 # make fuzz SECONDS=120      run each fuzz target for this time
 # make gpu-test OUT=folder   run the tests for an NVIDIA GPU with PYTHON; reports are written to the folder
 # make gpu-perf OUT=folder   run all measurements on a GPU with PYTHON; results are written to the folder
@@ -15,7 +16,7 @@ PROCESSES ?= 2
 # pytest-benchmark is disabled because, where it is installed, it warns when several processes run tests.
 GPU_PYTEST = $(PYTHON) -m pytest -q -W default -p no:cacheprovider -p no:benchmark
 
-.PHONY: demo test unit check fuzz gpu-test gpu-perf clean
+.PHONY: demo test unit client-test check fuzz gpu-test gpu-perf clean
 
 demo:
 	@PYTHON=$(PYTHON) .ci/setup
@@ -29,6 +30,14 @@ test:
 # each process gets consecutive tests, and takes over tests of another process when it has finished its own.
 unit:
 	@$(BIN)/python -m pytest -m "not gpu" -n $(PROCESSES) --dist worksteal -p no:benchmark
+
+# In an environment of its own, because clients may need older versions of what the tests use. Warnings of the
+# clients are not errors. With CLIENT_REQUESTS=FILE, the requests are recorded.
+CLIENTS := .venv-clients
+client-test:
+	@[ -x $(CLIENTS)/bin/python ] || $(PYTHON) -m venv --system-site-packages $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip install -q -e .[clients,test]
+	@$(CLIENTS)/bin/python -m pytest -q -W default -p no:benchmark tests/examples/test_clients.py
 
 check:
 	@$(BIN)/ruff check .

@@ -6,209 +6,38 @@ curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' -d '
     "messages": [{"role": "user", "content": "What is the capital of France?"}], "stream": true}'
 
 A client that disconnects cancels its request. A request that cannot be served gets its error status, streamed
-or not: the response begins after the first chunk. uvicorn handles SIGINT and SIGTERM: it waits up to 5
-seconds for open responses, then the engine is closed.
+or not: the response begins when the engine has accepted the request. uvicorn handles SIGINT and SIGTERM: it
+waits up to 5 seconds for open responses, then the engine is closed.
+
+http_answers.py has the responses, openai_protocol.py the requests and errors, openai_answers.py the JSON of
+answers.
 """
 
-import asyncio
-import itertools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import command_line
-import msgspec
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
-from openai_answers import ChatAnswer, TextAnswer, usage
+from fastapi.responses import JSONResponse, PlainTextResponse
+from http_answers import Generation, streamed_answer, whole_answer
+from openai_answers import ChatAnswer, TextAnswer
 from openai_protocol import ChatBody, CompletionBody, error_body, shaped_error
 from starlette.exceptions import HTTPException
-from starlette.types import Receive, Scope, Send
 
-from drift_sdk import Chunk, Completion, DriftError, Engine, EngineClosed, EngineConfig, TokenStream
+from drift_sdk import DriftError, Engine, EngineClosed, EngineConfig
 
-ResultT = TypeVar("ResultT")
-CLIENT_CLOSED_REQUEST = 499
 SHUTDOWN_TIMEOUT_S = 5  # without a limit, uvicorn would wait for every open stream
 
 
 class UnknownModel(Exception):
     """The request names a model that this server does not have."""
-
-
-class EventStream(StreamingResponse):
-    """A response of server-sent events that owns its requests.
-
-    When sending ends, for any reason, the requests are cancelled.
-    """
-
-    def __init__(self, streams: Sequence[TokenStream], events: AsyncIterator[bytes]) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self.streams = streams
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with AsyncExitStack() as owner:
-            for stream in self.streams:
-                await owner.enter_async_context(stream)
-            await super().__call__(scope, receive, send)
-
-
-def submit(makers: Iterable[Callable[[], TokenStream]]) -> list[TokenStream]:
-    """Submit all requests. If one is rejected, the others are cancelled and its error is raised."""
-    streams: list[TokenStream] = []
-    try:
-        for make in makers:
-            stream = make()
-            streams.append(stream)
-    except BaseException:
-        cancel(streams)
-        raise
-
-    return streams
-
-
-def cancel(streams: Iterable[TokenStream]) -> None:
-    for stream in streams:
-        stream.cancel()
-
-
-async def while_connected(
-    request: Request, streams: Sequence[TokenStream], result: Awaitable[ResultT]
-) -> ResultT:
-    """Wait for a result of the streams. If it fails or the client disconnects, cancel the requests."""
-
-    async def watch() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        cancel(streams)
-
-    watcher = asyncio.create_task(watch())
-    try:
-        return await result
-    except BaseException:
-        cancel(streams)
-        raise
-    finally:
-        watcher.cancel()
-
-
-async def all_of(streams: Sequence[TokenStream]) -> list[Completion]:
-    return [await stream for stream in streams]
-
-
-async def merged(streams: Sequence[TokenStream]) -> AsyncIterator[tuple[int, Chunk]]:
-    """The chunks of all streams as they arrive, each with the index of its stream."""
-    if len(streams) == 1:
-        async for chunk in streams[0]:
-            yield 0, chunk
-        return
-
-    waiting = {next_of(stream): index for index, stream in enumerate(streams)}
-    try:
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                found = task.result()
-                index = waiting.pop(task)
-                if found is not None:
-                    waiting[next_of(streams[index])] = index
-                    yield index, found
-    finally:
-        for task in waiting:
-            task.cancel()
-            # exception() marks an error as retrieved, so that asyncio does not log it.
-            task.add_done_callback(lambda task: task.cancelled() or task.exception())
-
-
-def next_of(stream: TokenStream) -> "asyncio.Task[Chunk | None]":
-    """A task that waits for the next chunk; None at the end of the stream."""
-
-    async def chunk() -> Chunk | None:
-        return await anext(stream, None)
-
-    return asyncio.create_task(chunk())
-
-
-async def answer(
-    request: Request,
-    body: ChatBody | CompletionBody,
-    streams: Sequence[TokenStream],
-    choices: Sequence[ChatAnswer | TextAnswer],
-    model: str,
-) -> Response:
-    """The response to a request: server-sent events or one JSON object, as its body asks."""
-    shape, request_id = choices[0], streams[0].request_id
-    common = {"id": f"{shape.id_prefix}-{request_id}", "created": int(time.time()), "model": model}
-    if body.stream:
-        return await streamed_answer(request, body, streams, choices, {**common, "object": shape.chunk_kind})
-
-    return await whole_answer(request, body, streams, choices, {**common, "object": shape.kind})
-
-
-async def whole_answer(
-    request: Request,
-    body: ChatBody | CompletionBody,
-    streams: Sequence[TokenStream],
-    choices: Sequence[ChatAnswer | TextAnswer],
-    common: dict[str, Any],
-) -> Response:
-    """All choices in one JSON object. common: fields that every object of the answer has."""
-    completions = await while_connected(request, streams, all_of(streams))
-    if any(completion.finish_reason == "cancelled" for completion in completions):
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
-
-    written = [
-        {"index": index, **choice.whole(completion)}
-        for index, (choice, completion) in enumerate(zip(choices, completions, strict=True))
-    ]
-    counts = usage([completion.usage for completion in completions], body.n)
-    return JSONResponse({**common, "choices": written, "usage": counts})
-
-
-async def streamed_answer(
-    request: Request,
-    body: ChatBody | CompletionBody,
-    streams: Sequence[TokenStream],
-    choices: Sequence[ChatAnswer | TextAnswer],
-    common: dict[str, Any],
-) -> Response:
-    """The chunks of all choices as server-sent events."""
-    chunks = merged(streams)
-    # Nothing is sent before the first chunk: a request that cannot be served raises here, and gets its
-    # status.
-    first = await while_connected(request, streams, anext(chunks))
-
-    async def event_of(index: int, chunk: Chunk) -> bytes:
-        completion = await streams[index] if chunk.finish_reason is not None else None
-        return event({**common, "choices": [{"index": index, **choices[index].piece(chunk, completion)}]})
-
-    async def events() -> AsyncIterator[bytes]:
-        try:
-            yield await event_of(*first)
-            async for index, chunk in chunks:
-                yield await event_of(index, chunk)
-
-            completions = await all_of(streams)
-        except DriftError as error:
-            yield event(error_body(error, request.url.path)[1])
-            return
-
-        if body.stream_options.include_usage:
-            counts = usage([completion.usage for completion in completions], body.n)
-            yield event({**common, "choices": [], "usage": counts})
-        yield b"data: [DONE]\n\n"
-
-    return EventStream(streams, events())
-
-
-def event(values: dict[str, Any]) -> bytes:
-    """A server-sent event."""
-    return b"data: " + msgspec.json.encode(values) + b"\n\n"
 
 
 def make_app(engine: Engine, model: str) -> FastAPI:
@@ -241,20 +70,48 @@ def add_answers(app: FastAPI, engine: Engine, model: str) -> None:
     @app.post("/v1/chat/completions")
     async def chat(body: ChatBody, request: Request) -> Response:
         check_model(body.model, model)
-        messages, tools = [message.plain() for message in body.messages], body.offered_tools
-        ask = partial(engine.chat, messages, tools=tools or None, tool_choice=body.chosen_tool)
-        all_params = [body.sampling(index) for index in range(body.n)]
-        streams = submit(partial(ask, params) for params in all_params)
-        choices = [ChatAnswer(engine) for _ in streams]
-        return await answer(request, body, streams, choices, model)
+        request_id, params = new_id(ChatAnswer), body.sampling()
+        submit = partial(
+            engine.samples,
+            [message.plain() for message in body.messages],
+            body.n,
+            params,
+            body.offered_tools,
+            body.template_args,
+            tool_choice=body.choice_of_tools,
+            request_id=request_id,
+        )
+        choices = [
+            ChatAnswer(engine, is_forced=body.is_call_forced, max_calls=body.max_calls) for _ in range(body.n)
+        ]
+        return await answer(request, body, Generation([submit]), choices, request_id)
 
     @app.post("/v1/completions")
     async def complete(body: CompletionBody, request: Request) -> Response:
         check_model(body.model, model)
-        all_params = [body.sampling(index) for index in range(body.n)]
-        pairs = itertools.product(body.prompt, all_params)
-        streams = submit(partial(engine.generate, prompt, params) for prompt, params in pairs)
-        return await answer(request, body, streams, [TextAnswer(engine) for _ in streams], model)
+        request_id, params = new_id(TextAnswer), body.sampling()
+        generation = Generation(
+            partial(engine.samples, prompt, body.n, params, request_id=f"{request_id}-{place}")
+            for place, prompt in enumerate(body.prompt)
+        )
+        choices = [TextAnswer(engine) for _ in range(generation.num_choices)]
+        return await answer(request, body, generation, choices, request_id)
+
+    async def answer(
+        request: Request,
+        body: ChatBody | CompletionBody,
+        generation: Generation,
+        choices: Sequence[ChatAnswer | TextAnswer],
+        request_id: str,
+    ) -> Response:
+        common = {"id": request_id, "created": int(time.time()), "model": model}
+        respond = streamed_answer if body.stream else whole_answer
+        return await respond(request, body, generation, choices, common)
+
+
+def new_id(shape: type[ChatAnswer | TextAnswer]) -> str:
+    """A new request id: of the answer, and of the request in the engine."""
+    return f"{shape.id_prefix}-{uuid.uuid4().hex}"
 
 
 def add_models(app: FastAPI, model: str) -> None:

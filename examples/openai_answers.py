@@ -58,40 +58,59 @@ class ChatAnswer:
 
     kind, chunk_kind, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, is_forced: bool = False, max_calls: int | None = None) -> None:
+        """is_forced: the answer consists of tool calls, so that text after a call is one that was cut short.
+        max_calls: further calls are left out; None = all are kept."""
         self._log = TokenLog(engine)
+        self._is_forced = is_forced
+        self._max_calls = max_calls
         self._is_first = True
         self._is_split = False
+        self._has_calls = False
 
-    def piece(self, chunk: Chunk, completion: Completion | None) -> dict[str, Any]:
-        """The JSON of a chunk. completion: given with the last chunk."""
+    def pieces(self, chunk: Chunk, completion: Completion | None) -> list[dict[str, Any]]:
+        """The JSON of a chunk, in one piece or two. completion: given with the last chunk.
+
+        Clients take a call as whole when a piece follows it, so the reason to finish comes by itself then."""
         delta: dict[str, Any] = {"role": "assistant"} if self._is_first else {}
+        self._is_first = False
+        calls = self._kept(chunk.tool_calls)
+        self._has_calls |= bool(calls)
+        text = "" if self._is_forced and self._has_calls else chunk.text
         if chunk.reasoning:
             delta["reasoning_content"] = chunk.reasoning
-        if chunk.text or not (chunk.reasoning or chunk.tool_calls):
-            delta["content"] = chunk.text
-        if chunk.tool_calls:
-            delta["tool_calls"] = [{"index": call.index, **call_json(call)} for call in chunk.tool_calls]
-        self._is_first = False
-        return {
-            "delta": delta,
-            "logprobs": self._logprobs(chunk, chunk.logprobs),
-            "finish_reason": finish_reason(completion) if completion is not None else None,
-        }
+        if text or not (chunk.reasoning or calls):
+            delta["content"] = text
+        if calls:
+            delta["tool_calls"] = [{"index": call.index, **call_json(call)} for call in calls]
+        piece = {"delta": delta, "logprobs": self._logprobs(chunk, chunk.logprobs), "finish_reason": None}
+        if completion is None:
+            return [piece]
+
+        ended = self._ended(completion)
+        return [piece, {"delta": {}, "logprobs": None, **ended}] if calls else [{**piece, **ended}]
 
     def whole(self, completion: Completion) -> dict[str, Any]:
         """The JSON of an answer that is not streamed."""
+        calls = self._kept(completion.tool_calls)
         message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
         if completion.reasoning:
             message["reasoning_content"] = completion.reasoning
-        if completion.tool_calls:
-            calls = [call_json(call) for call in completion.tool_calls]
-            message |= {"content": completion.text or None, "tool_calls": calls}
-        return {
-            "message": message,
-            "logprobs": self._logprobs(completion, completion.logprobs),
-            "finish_reason": finish_reason(completion),
-        }
+        if calls:
+            message["content"] = None if self._is_forced else completion.text or None
+            message["tool_calls"] = [call_json(call) for call in calls]
+        logprobs = self._logprobs(completion, completion.logprobs)
+        return {"message": message, "logprobs": logprobs, **self._ended(completion)}
+
+    def _kept(self, calls: Sequence[ToolCall]) -> list[ToolCall]:
+        return [call for call in calls if self._max_calls is None or call.index < self._max_calls]
+
+    def _ended(self, completion: Completion) -> dict[str, Any]:
+        """The reasons why an answer ended. One that has all calls it may have is not cut short."""
+        calls, reason = completion.tool_calls, completion.finish_reason
+        is_full = self._max_calls is not None and len(calls) >= self._max_calls
+        is_call = bool(calls) and (reason == "stop" or (reason == "length" and is_full))
+        return {**ended_json(completion), **({"finish_reason": "tool_calls"} if is_call else {})}
 
     def _logprobs(
         self, part: Chunk | Completion, entries: Sequence[TokenLogprobs] | None
@@ -123,13 +142,14 @@ class TextAnswer:
     def __init__(self, engine: Engine) -> None:
         self._log = TokenLog(engine)
 
-    def piece(self, chunk: Chunk, completion: Completion | None) -> dict[str, Any]:
+    def pieces(self, chunk: Chunk, completion: Completion | None) -> list[dict[str, Any]]:
         logprobs = self._logprobs(chunk.text, chunk.logprobs, chunk.finish_reason)
-        return {"text": chunk.text, "logprobs": logprobs, "finish_reason": chunk.finish_reason}
+        ended = ended_json(completion) if completion is not None else {"finish_reason": None}
+        return [{"text": chunk.text, "logprobs": logprobs, **ended}]
 
     def whole(self, completion: Completion) -> dict[str, Any]:
         logprobs = self._logprobs(completion.text, completion.logprobs, completion.finish_reason)
-        return {"text": completion.text, "logprobs": logprobs, "finish_reason": completion.finish_reason}
+        return {"text": completion.text, "logprobs": logprobs, **ended_json(completion)}
 
     def _logprobs(
         self, text: str, entries: Sequence[TokenLogprobs] | None, reason: str | None
@@ -147,9 +167,10 @@ class TextAnswer:
         }
 
 
-def finish_reason(completion: Completion) -> str:
-    is_call = completion.tool_calls and completion.finish_reason == "stop"
-    return "tool_calls" if is_call else completion.finish_reason
+def ended_json(completion: Completion) -> dict[str, Any]:
+    """The reasons why a text ended. `stop_reason`, which is not in OpenAI's protocol, is the stop string or
+    token, or "context" if the context was full."""
+    return {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
 
 
 def call_json(call: ToolCall) -> dict[str, Any]:

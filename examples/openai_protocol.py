@@ -5,6 +5,9 @@ There are three kinds of fields:
 - rejected with a 400 that names the field: `REFUSED`, fields without which the answer would be wrong.
 - ignored: all others. They are hints (`service_tier`, `prediction`), bookkeeping (`metadata`, `store`,
   `user`) or newer than this file. Unknown ones are logged, once each.
+
+A `response_format` describes the whole answer: a request that also has tools gets no calls, unless
+`tool_choice` forces them, and then the format does not apply.
 """
 
 import json
@@ -37,8 +40,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 }
 """Field -> values that are accepted because they have no effect."""
 IGNORED = {
-    *("metadata", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_retention"),
-    *("reasoning_effort", "safety_identifier", "service_tier", "store", "user", "verbosity"),
+    *("metadata", "prediction", "prompt_cache_key", "prompt_cache_retention"),
+    *("safety_identifier", "service_tier", "store", "user", "verbosity"),
 }
 
 logger = logging.getLogger("openai_protocol")
@@ -92,11 +95,7 @@ class Body(Wire):
 
         return values
 
-    def params(self, index: int, **more: Any) -> SamplingParams:
-        """The parameters of choice `index`.
-
-        The seed is increased by the index, or all choices would be equal.
-        """
+    def params(self, **more: Any) -> SamplingParams:
         return SamplingParams(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -104,7 +103,7 @@ class Body(Wire):
             frequency_penalty=self.frequency_penalty,
             logit_bias=self.logit_bias,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
-            seed=None if self.seed is None else self.seed + index,
+            seed=self.seed,
             **more,
         )
 
@@ -119,6 +118,7 @@ def report_ignored(name: str) -> None:
 class TextPart(Wire):
     type: Literal["text", "refusal"]
     text: str = ""
+    refusal: str = ""
 
 
 class CalledFunction(Wire):
@@ -141,22 +141,26 @@ class Call(Wire):
         return {"id": self.id, "type": "function", "function": function}
 
 
+ROLES = {"developer": "system", "function": "tool"}
+"""Roles that chat templates know by another name."""
+
+
 class Message(Wire):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[TextPart] = ""
     name: str | None = None
+    reasoning_content: str | None = None
     tool_calls: list[Call] = []
     tool_call_id: str | None = None
 
     def plain(self) -> dict[str, Any]:
         content = self.content
-        plain: dict[str, Any] = {
-            "role": "system" if self.role == "developer" else self.role,
-            "content": content if isinstance(content, str) else "".join(part.text for part in content),
-        }
+        if not isinstance(content, str):
+            content = "".join(part.text or part.refusal for part in content)
+        plain: dict[str, Any] = {"role": ROLES.get(self.role, self.role), "content": content}
         if self.tool_calls:
             plain["tool_calls"] = [call.plain() for call in self.tool_calls]
-        for name in ("name", "tool_call_id"):
+        for name in ("name", "reasoning_content", "tool_call_id"):
             if getattr(self, name) is not None:
                 plain[name] = getattr(self, name)
         return plain
@@ -221,32 +225,54 @@ class ChatBody(Body):
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_CHOICES)] = []
     tool_choice: Literal["none", "auto", "required"] | NamedChoice = "auto"
+    parallel_tool_calls: bool = True
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] = {}
 
     @property
-    def offered_tools(self) -> list[dict[str, Any]]:
-        """The tools as in the request."""
-        return [tool.model_dump(exclude_none=True) for tool in self.tools]
+    def offered_tools(self) -> list[dict[str, Any]] | None:
+        return [tool.model_dump(exclude_none=True) for tool in self.tools] or None
 
-    def sampling(self, index: int = 0) -> SamplingParams:
+    @property
+    def choice_of_tools(self) -> str:
+        """The engine's `tool_choice`."""
+        choice = self.tool_choice
+        if not isinstance(choice, NamedChoice):
+            return choice
+
+        name = choice.function.name
+        if name in ("none", "auto", "required"):
+            raise RequestError.of("tool_choice", name, "a tool of another name, to force its call")
+
+        return name
+
+    @property
+    def is_call_forced(self) -> bool:
+        return self.tool_choice not in ("none", "auto")
+
+    @property
+    def max_calls(self) -> int | None:
+        """Most tool calls in an answer; None = any number. A tool that is chosen by name is called once."""
+        is_one = not self.parallel_tool_calls or isinstance(self.tool_choice, NamedChoice)
+        return 1 if is_one else None
+
+    @property
+    def template_args(self) -> dict[str, Any]:
+        """Variables of the chat template."""
+        effort = {"reasoning_effort": self.reasoning_effort} if self.reasoning_effort else {}
+        return {**effort, **self.chat_template_kwargs}
+
+    def sampling(self) -> SamplingParams:
         if self.top_logprobs and not self.logprobs:
             raise RequestError.of("top_logprobs", self.top_logprobs, "logprobs=true in the same request")
 
+        # A forced call has no text, to which the format would apply.
+        response_format = self.response_format if not self.is_call_forced else None
         return self.params(
-            index,
             max_tokens=self.max_completion_tokens or self.max_tokens,
             logprobs=self.top_logprobs if self.logprobs else None,
-            grammar=self._grammar(),
+            grammar=response_format.grammar() if response_format is not None else None,
         )
-
-    @property
-    def chosen_tool(self) -> str:
-        """The choice as `Engine.chat` takes it."""
-        choice = self.tool_choice
-        return choice.function.name if isinstance(choice, NamedChoice) else choice
-
-    def _grammar(self) -> JsonSchema | None:
-        is_forced = self.tool_choice not in ("none", "auto")
-        return self.response_format.grammar() if self.response_format is not None and not is_forced else None
 
 
 def as_prompts(prompt: Any) -> Any:
@@ -262,8 +288,8 @@ class CompletionBody(Body):
     max_tokens: MaxTokens = 16
     logprobs: NumLogprobs | None = None
 
-    def sampling(self, index: int = 0) -> SamplingParams:
-        return self.params(index, max_tokens=self.max_tokens, logprobs=self.logprobs)
+    def sampling(self) -> SamplingParams:
+        return self.params(max_tokens=self.max_tokens, logprobs=self.logprobs)
 
 
 def error_body(error: DriftError, path: str) -> tuple[int, dict[str, Any]]:
@@ -272,9 +298,12 @@ def error_body(error: DriftError, path: str) -> tuple[int, dict[str, Any]]:
         names = {"schema": "response_format", "grammar": "response_format"}
         if path.endswith("/chat/completions"):
             names["prompt"] = "messages"
-        code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
-        param = names.get(error.field, error.field)
-        return 400, shaped_error(str(error), "invalid_request_error", param=param, code=code)
+        param, message, code = names.get(error.field, error.field), str(error), None
+        if isinstance(error, PromptTooLong):
+            # Some clients know this error by its code, others by these words.
+            message = f"the prompt is longer than the model's context length: {message}"
+            code = "context_length_exceeded"
+        return 400, shaped_error(message, "invalid_request_error", param=param, code=code)
 
     if isinstance(error, QueueFull):
         return 429, shaped_error(str(error), "rate_limit_error", code="rate_limit_exceeded")

@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import socket
-import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import anyio
@@ -16,17 +13,16 @@ import httpx
 import openai
 import openai_protocol
 import pytest
-import uvicorn
-from embed_fastapi import make_app, name_of
+from embed_fastapi import name_of
+from example_server import MODEL, replying, serving
 from loops import until
 from model_zoo import make_model
 from openai.types.chat import ChatCompletionChunk, ChatCompletionTokenLogprob
 from prometheus_client.parser import text_string_to_metric_families
 
 from drift_sdk import Engine, EngineConfig, SamplingParams
-from drift_sdk.testing import EOS_TOKEN_ID, scripted_engine
+from drift_sdk.testing import scripted_engine
 
-MODEL = "small"
 TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -41,26 +37,6 @@ SCHEMA = {
     "required": ["colour", "count"],
     "additionalProperties": False,
 }
-
-
-@contextmanager
-def serving(engine: Engine) -> Iterator[str]:
-    """Serve the example's app from another thread with its own event loop; yields the base URL."""
-    config = uvicorn.Config(
-        make_app(engine, MODEL), log_level="error", ws="none", timeout_graceful_shutdown=2
-    )
-    server = uvicorn.Server(config)
-    listener = socket.create_server(("127.0.0.1", 0))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    try:
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        httpx.get(f"{url}/health", timeout=300, verify=False).raise_for_status()
-        yield url
-    finally:
-        server.should_exit = True
-        thread.join()
-        listener.close()
 
 
 @pytest.fixture(scope="module")
@@ -380,19 +356,6 @@ async def test_full_queue_and_closed_engine_have_their_status(endless: tuple[Eng
         assert (await plain.get("/health")).status_code == 503
 
 
-def replying(reply: Callable[[str], str], **settings: int) -> Engine:
-    """An engine whose reply is a function of the prompt's text."""
-
-    def next_token(prompt_ids: Sequence[int], output_ids: Sequence[int], seed: int) -> int:
-        data = reply(bytes(prompt_ids).decode()).encode()
-        return data[len(output_ids)] if len(output_ids) < len(data) else EOS_TOKEN_ID
-
-    config = EngineConfig(
-        max_model_len=4096, kv_cache_tokens=16_384, chat_template=TOOLS_TEMPLATE, **settings
-    )
-    return scripted_engine(next_token, config=config)
-
-
 TOOLS_TEMPLATE = (
     "{% if tools %}<tools>{{ tools | tojson }}{% endif %}"
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
@@ -417,7 +380,7 @@ TOOLS = [{"type": "function", "function": function} for function in (WEATHER, TI
 @pytest.fixture(scope="module")
 def echo() -> Iterator[str]:
     """A server whose model repeats its prompt."""
-    with serving(replying(lambda prompt: prompt)) as url:
+    with serving(replying(lambda prompt: prompt, template=TOOLS_TEMPLATE)) as url:
         yield url
 
 
@@ -431,7 +394,7 @@ async def joined(stream: AsyncIterator[ChatCompletionChunk]) -> dict[int, Choice
             whole.pieces.append(choice.delta.content or "")
             for call in choice.delta.tool_calls or []:
                 whole.calls.append((call.index, call.function.name, json.loads(call.function.arguments)))
-                assert call.id and call.type == "function"
+                assert call.id and call.type == "function" and choice.finish_reason is None
             whole.logprobs += choice.logprobs.content if choice.logprobs is not None else []
             assert whole.finish_reason is None, "a chunk after the last one"
             whole.finish_reason = choice.finish_reason
@@ -450,7 +413,7 @@ class Choice:
 @pytest.mark.parametrize(("stop", "text"), [(None, "é ✓ end"), ("✓", "é "), (" e", "é ✓")])
 async def test_bytes_of_logprobs_equal_those_of_the_text(stop: str | None, text: str) -> None:
     """Each token is a byte here, so characters are split. End of sequence and stop string are not text."""
-    with serving(replying(lambda _: "é ✓ end")) as url:
+    with serving(replying(lambda _: "é ✓ end", template=TOOLS_TEMPLATE)) as url:
         async with client_of(url) as client:
             options = {"model": MODEL, "messages": QUESTION, "logprobs": True, "stop": stop}
             whole = await client.chat.completions.create(**options)
@@ -573,14 +536,17 @@ async def test_logit_bias_is_honoured(small: tuple[Engine, str], client: openai.
     assert found.choices[0].text == expected.text
 
 
-async def test_rejected_choice_cancels_the_others() -> None:
-    engine = replying(lambda _: "long " * 500, max_num_seqs=1, max_queued_requests=1)
+async def test_rejected_prompt_cancels_the_others() -> None:
+    engine = replying(lambda _: "long " * 500, template=TOOLS_TEMPLATE, max_num_seqs=1, max_queued_requests=1)
     with serving(engine) as url:
         async with client_of(url) as client:
             with pytest.raises(openai.RateLimitError):
+                await client.completions.create(model=MODEL, prompt=["x"] * 5, max_tokens=2000)
+            await until(lambda: engine.stats().num_cancelled > 0)
+            await until(lambda: engine.stats().num_running == engine.stats().num_waiting == 0)
+            with pytest.raises(openai.RateLimitError):
                 await client.chat.completions.create(model=MODEL, messages=QUESTION, n=5)
-        await until(lambda: engine.stats().num_cancelled > 0)
-        await until(lambda: engine.stats().num_running == engine.stats().num_waiting == 0)
+            assert engine.stats().num_running == engine.stats().num_waiting == 0
 
 
 async def test_unknown_fields_are_ignored_and_logged_once(
@@ -618,7 +584,7 @@ async def test_tool_calls_are_found_in_the_text(reply: str, content: str | None,
         prompts.append(prompt)
         return reply
 
-    with serving(replying(noted)) as url:
+    with serving(replying(noted, template=TOOLS_TEMPLATE)) as url:
         async with client_of(url) as client:
             options = {"model": MODEL, "messages": QUESTION, "tools": TOOLS}
             whole = (await client.chat.completions.create(**options)).choices[0]
@@ -636,7 +602,7 @@ async def test_tool_calls_are_found_in_the_text(reply: str, content: str | None,
 
 async def test_text_is_streamed_when_tools_are_given() -> None:
     reply = "word " * 30
-    with serving(replying(lambda _: reply)) as url:
+    with serving(replying(lambda _: reply, template=TOOLS_TEMPLATE)) as url:
         async with client_of(url) as client:
             stream = await client.chat.completions.create(
                 model=MODEL, messages=QUESTION, tools=TOOLS, stream=True
@@ -661,15 +627,133 @@ async def test_tool_call_can_be_forced(
     options = {"model": MODEL, "messages": QUESTION, "tools": TOOLS, "tool_choice": choice, "seed": 3}
     if is_streamed:
         stream = await client.chat.completions.create(**options, stream=True)
-        ((_, name, arguments),) = (await joined(stream))[0].calls
+        found = (await joined(stream))[0]
+        calls, reason = [(name, arguments) for _, name, arguments in found.calls], found.finish_reason
+        assert found.text == ""
     else:
-        found = (await client.chat.completions.create(**options)).choices[0]
-        (call,) = found.message.tool_calls
-        name, arguments = call.function.name, json.loads(call.function.arguments)
-        assert (found.finish_reason, found.message.content) == ("tool_calls", None)
-    assert name in names
-    assert set(arguments) == ({"place"} if name == "get_weather" else set())
-    assert arguments.get("place", "Rome") in ("Rome", "Oslo")
+        whole = (await client.chat.completions.create(**options)).choices[0]
+        functions = [call.function for call in whole.message.tool_calls]
+        calls = [(function.name, json.loads(function.arguments)) for function in functions]
+        reason = whole.finish_reason
+        assert whole.message.content is None
+    assert calls
+    if choice != "required":
+        assert (len(calls), reason) == (1, "tool_calls")
+    for name, arguments in calls:
+        assert name in names
+        assert set(arguments) == ({"place"} if name == "get_weather" else set())
+        assert arguments.get("place", "Rome") in ("Rome", "Oslo")
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_one_call_is_kept_without_parallel_tool_calls(is_streamed: bool) -> None:
+    with serving(replying(lambda _: f"{CALL}\n{CALL}", template=TOOLS_TEMPLATE)) as url:
+        async with client_of(url) as client:
+            for is_parallel, num_calls in ((True, 2), (False, 1)):
+                options = {"messages": QUESTION, "tools": TOOLS, "parallel_tool_calls": is_parallel}
+                found = await client.chat.completions.create(model=MODEL, **options, stream=is_streamed)
+                if is_streamed:
+                    choice = (await joined(found))[0]
+                    calls = choice.calls
+                else:
+                    choice = found.choices[0]
+                    calls = choice.message.tool_calls
+                assert (len(calls), choice.finish_reason) == (num_calls, "tool_calls")
+
+
+async def test_finish_reason_comes_after_the_last_call() -> None:
+    """OpenAI's stream helper tells of a complete call only if a chunk without calls ends the choice."""
+    with serving(replying(lambda _: CALL, template=TOOLS_TEMPLATE)) as url:
+        async with client_of(url) as client:
+            options = {"model": MODEL, "messages": QUESTION, "tools": TOOLS}
+            async with client.chat.completions.stream(**options) as stream:
+                events = [event async for event in stream]
+    done = [event.arguments for event in events if event.type == "tool_calls.function.arguments.done"]
+    assert list(map(json.loads, done)) == [{"place": "Rome"}]
+
+
+async def test_response_format_does_not_apply_to_forced_calls(client: openai.AsyncOpenAI) -> None:
+    found = await client.chat.completions.create(
+        model=MODEL,
+        messages=QUESTION,
+        tools=TOOLS,
+        tool_choice={"type": "function", "function": {"name": "get_weather"}},
+        response_format={"type": "json_object"},
+        seed=3,
+    )
+    assert [call.function.name for call in found.choices[0].message.tool_calls] == ["get_weather"]
+
+
+async def test_tool_that_is_named_like_a_choice_cannot_be_forced(echo: str) -> None:
+    function = {"type": "function", "function": {"name": "auto"}}
+    async with client_of(echo) as client:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.chat.completions.create(
+                model=MODEL, messages=QUESTION, tools=[function], tool_choice=function
+            )
+    assert caught.value.param == "tool_choice"
+
+
+async def test_reasoning_is_sent_apart_and_accepted_back() -> None:
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.reasoning_content }}{% endfor %}"
+        "{{ reasoning_effort }}{{ style }}<think>"
+    )
+    prompts: list[str] = []
+
+    def noted(prompt: str) -> str:
+        prompts.append(prompt)
+        return "hm, well</think>Paris"
+
+    with serving(replying(noted, template=template)) as url:
+        async with client_of(url) as client:
+            options = {"model": MODEL, "messages": QUESTION}
+            message = (await client.chat.completions.create(**options)).choices[0].message
+            assert (message.reasoning_content, message.content) == ("hm, well", "Paris")
+            chunks = [chunk async for chunk in await client.chat.completions.create(**options, stream=True)]
+            deltas = [chunk.choices[0].delta for chunk in chunks]
+            assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == "hm, well"
+            assert "".join(delta.content or "" for delta in deltas) == "Paris"
+            await client.chat.completions.create(
+                model=MODEL,
+                messages=[*QUESTION, message],
+                reasoning_effort="low",
+                extra_body={"chat_template_kwargs": {"style": "brief"}},
+            )
+    assert prompts[-1] == "<user><assistant>hm, welllowbrief<think>"
+
+
+async def test_answer_names_its_request_and_its_stop_reason(client: openai.AsyncOpenAI) -> None:
+    found = await client.completions.create(model=MODEL, prompt=[5] * 500, max_tokens=100)
+    choice = found.choices[0]
+    assert (choice.finish_reason, choice.stop_reason) == ("length", "context")
+    assert found._request_id == found.id
+    assert found.id.startswith("cmpl-")
+
+
+async def test_headers_of_a_stream_come_before_its_first_token(endless: tuple[Engine, str]) -> None:
+    engine, url = endless
+    await engine.pause()
+    async with client_of(url) as client:
+        stream = await client.chat.completions.create(model=MODEL, messages=QUESTION, stream=True)
+        assert engine.cancel(stream.response.headers["x-request-id"])
+        await engine.resume()
+        assert [chunk.choices[0].finish_reason async for chunk in stream] == ["cancelled"]
+
+
+async def test_two_hundred_streams_at_once_get_their_own_answers() -> None:
+    engine = replying(lambda prompt: f"re: {prompt}", template="{{ messages[0].content }}", max_num_seqs=64)
+    with serving(engine) as url:
+        async with client_of(url) as client:
+
+            async def ask(number: int) -> str:
+                messages = [{"role": "user", "content": f"number {number}"}]
+                stream = await client.chat.completions.create(model=MODEL, messages=messages, stream=True)
+                return "".join([chunk.choices[0].delta.content async for chunk in stream])
+
+            found = await asyncio.gather(*map(ask, range(200)))
+        assert found == [f"re: number {number}" for number in range(200)]
+        assert engine.stats().num_running == engine.stats().num_waiting == 0
 
 
 async def test_tools_are_hidden_with_tool_choice_none(echo: str) -> None:

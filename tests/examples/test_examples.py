@@ -33,7 +33,7 @@ from drift_sdk.driver.loaded_model import LoadedModel
 from drift_sdk.testing import ScriptedModel, scripted_engine
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SUPPORT = {"command_line", "openai_answers", "openai_protocol", "smollm2"}
+SUPPORT = {"command_line", "http_answers", "openai_answers", "openai_protocol", "smollm2"}
 
 # If SmolLM2 is missing, the first test downloads it.
 

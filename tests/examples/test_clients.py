@@ -1,0 +1,464 @@
+"""The FastAPI example, used through the libraries that speak its protocol, in their default modes.
+
+Needs the extra `clients`: `make client-test`. Without it these tests are skipped; test_client_requests.py has
+the requests that they recorded. With CLIENT_REQUESTS=FILE, the requests are written to this file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from example_server import CITY, MODEL, PARIS, WEATHER, client_engine, serving
+from loops import until
+from pydantic import BaseModel
+
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # otherwise its import fetches a file
+openai = pytest.importorskip("openai")
+litellm = pytest.importorskip("litellm")
+instructor = pytest.importorskip("instructor")
+pydantic_ai = pytest.importorskip("pydantic_ai")
+langchain_openai = pytest.importorskip("langchain_openai")
+
+from instructor.core import InstructorRetryException  # noqa: E402
+from langchain_core.messages import AIMessageChunk, HumanMessage, ToolMessage  # noqa: E402
+from pydantic_ai.models.openai import OpenAIChatModel  # noqa: E402
+from pydantic_ai.providers.openai import OpenAIProvider  # noqa: E402
+
+from drift_sdk import Engine  # noqa: E402
+
+# Clients keep connections of the event loop on which they were first used.
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.asyncio(loop_scope="module")]
+CLIENTS = ("openai", "litellm", "instructor", "pydantic-ai-slim", "langchain-openai")
+CAPITAL = [{"role": "user", "content": "What is the capital of France?"}]
+ASK_WEATHER = [{"role": "user", "content": "How is the weather in Rome?"}]
+ASK_CITY = [{"role": "user", "content": "Name a city."}]
+STORY = [{"role": "user", "content": "Tell me a story."}]
+TOO_LONG = [{"role": "user", "content": "x" * 70_000}]
+SUNNY = "It is sunny in Rome."
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather in a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+
+
+class City(BaseModel):
+    """A city."""
+
+    name: str
+    population: int
+
+
+class Recorder:
+    """Middleware that records requests by the test that sends them."""
+
+    def __init__(self) -> None:
+        self.test = ""
+        self.requests: list[dict[str, Any]] = []
+
+    def wrap(self, app: Any) -> Any:
+        async def recording(scope: Any, receive: Any, send: Any) -> None:
+            async def noted() -> Any:
+                message = await receive()
+                if message["type"] == "http.request":
+                    data.extend(message["body"])
+                    if not message.get("more_body"):
+                        self._note(scope, bytes(data))
+                return message
+
+            data = bytearray()
+            await app(scope, noted if scope["type"] == "http" else receive, send)
+
+        return recording
+
+    def _note(self, scope: Any, data: bytes) -> None:
+        if (
+            scope["method"] != "POST"
+            or len(data) > 10_000
+            or self.test.endswith(("_disconnect", "_complete"))
+        ):
+            return
+
+        headers = {name.decode(): value.decode() for name, value in scope["headers"]}
+        kept = {name: headers[name] for name in ("accept", "content-type") if name in headers}
+        request = {"test": self.test, "path": scope["path"], "headers": kept, "body": json.loads(data)}
+        self.requests.append(request)
+
+    def write(self, path: Path) -> None:
+        found = {"versions": {name: version(name) for name in CLIENTS}, "requests": self.requests}
+        path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[tuple[Engine, str, Recorder]]:
+    engine, recorder = client_engine(max_model_len=65_536, kv_cache_tokens=262_144), Recorder()
+    with serving(engine, recorder.wrap) as url:
+        yield engine, f"{url}/v1", recorder
+    if "CLIENT_REQUESTS" in os.environ:
+        recorder.write(Path(os.environ["CLIENT_REQUESTS"]))
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def url(server: tuple[Engine, str, Recorder], request: pytest.FixtureRequest) -> AsyncIterator[str]:
+    """The base URL. After the test, no request may be left."""
+    engine, base_url, recorder = server
+    recorder.test = request.node.name.removeprefix("test_")
+    yield base_url
+    await until(lambda: engine.stats().num_running == engine.stats().num_waiting == 0)
+
+
+@pytest.fixture
+def num_cancelled(server: tuple[Engine, str, Recorder]) -> Callable[[], int]:
+    """A function: the number of requests cancelled since."""
+    before = server[0].stats().num_cancelled
+    return lambda: server[0].stats().num_cancelled - before
+
+
+# openai
+
+
+def openai_client(url: str) -> Any:
+    return openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
+
+
+async def test_openai_plain(url: str) -> None:
+    async with openai_client(url) as client:
+        found = await client.chat.completions.create(model=MODEL, messages=CAPITAL)
+    assert found.choices[0].message.content == PARIS
+    assert found._request_id == found.id
+    assert found.usage.completion_tokens == len(PARIS) + 1
+
+
+async def test_openai_stream(url: str) -> None:
+    async with openai_client(url) as client:
+        include = {"include_usage": True}
+        stream = await client.chat.completions.create(
+            model=MODEL, messages=CAPITAL, stream=True, stream_options=include
+        )
+        *chunks, last = [chunk async for chunk in stream]
+    assert "".join(chunk.choices[0].delta.content for chunk in chunks) == PARIS
+    assert last.usage.completion_tokens == len(PARIS) + 1
+
+
+async def test_openai_tools(url: str) -> None:
+    async with openai_client(url) as client:
+        first = await client.chat.completions.create(model=MODEL, messages=ASK_WEATHER, tools=[TOOL])
+        message = first.choices[0].message
+        (call,) = message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", WEATHER)
+        assert first.choices[0].finish_reason == "tool_calls"
+        answer = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+        found = await client.chat.completions.create(
+            model=MODEL, messages=[*ASK_WEATHER, message, answer], tools=[TOOL]
+        )
+    assert found.choices[0].message.content == SUNNY
+
+
+async def test_openai_streamed_tools(url: str) -> None:
+    """The stream helper joins deltas into a completion."""
+    tool = openai.pydantic_function_tool(City)
+    async with (
+        openai_client(url) as client,
+        client.chat.completions.stream(model=MODEL, messages=ASK_CITY, tools=[tool]) as stream,
+    ):
+        kinds = {event.type async for event in stream}
+        found = await stream.get_final_completion()
+    (call,) = found.choices[0].message.tool_calls
+    assert call.function.parsed_arguments == City(**CITY)
+    assert "tool_calls.function.arguments.done" in kinds
+
+
+async def test_openai_typed(url: str) -> None:
+    async with openai_client(url) as client:
+        found = await client.chat.completions.parse(model=MODEL, messages=ASK_CITY, response_format=City)
+    assert found.choices[0].message.parsed == City(**CITY)
+
+
+async def test_openai_errors(url: str) -> None:
+    async with openai_client(url) as client:
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError) as too_long:
+                await client.chat.completions.create(model=MODEL, messages=TOO_LONG, stream=stream)
+            assert too_long.value.code == "context_length_exceeded"
+        with pytest.raises(openai.NotFoundError) as unknown:
+            await client.chat.completions.create(model="other", messages=CAPITAL)
+        assert unknown.value.code == "model_not_found"
+
+
+async def test_openai_disconnect(url: str, num_cancelled: Callable[[], int]) -> None:
+    async with openai_client(url) as client:
+        async with await client.chat.completions.create(model=MODEL, messages=STORY, stream=True) as stream:
+            async for chunk in stream:
+                if chunk.choices[0].delta.content:
+                    break
+        await until(lambda: num_cancelled() == 1)
+
+
+# litellm
+
+
+def litellm_options(url: str) -> dict[str, Any]:
+    return {"model": f"openai/{MODEL}", "api_base": url, "api_key": "none", "num_retries": 0}
+
+
+async def test_litellm_plain(url: str) -> None:
+    found = await litellm.acompletion(**litellm_options(url), messages=CAPITAL)
+    assert found.choices[0].message.content == PARIS
+    assert found.usage.completion_tokens == len(PARIS) + 1
+
+
+async def test_litellm_stream(url: str) -> None:
+    stream = await litellm.acompletion(**litellm_options(url), messages=CAPITAL, stream=True)
+    chunks = [chunk async for chunk in stream]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == PARIS
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_litellm_tools(url: str, is_streamed: bool) -> None:
+    async def ask(messages: list[Any]) -> Any:
+        options = {**litellm_options(url), "messages": messages, "tools": [TOOL]}
+        if not is_streamed:
+            return await litellm.acompletion(**options)
+
+        chunks = [chunk async for chunk in await litellm.acompletion(**options, stream=True)]
+        return litellm.stream_chunk_builder(chunks, messages=messages)
+
+    message = (await ask(ASK_WEATHER)).choices[0].message
+    (call,) = message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", WEATHER)
+    answer = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+    assert (await ask([*ASK_WEATHER, message, answer])).choices[0].message.content == SUNNY
+
+
+async def test_litellm_typed(url: str) -> None:
+    found = await litellm.acompletion(**litellm_options(url), messages=ASK_CITY, response_format=City)
+    assert City.model_validate_json(found.choices[0].message.content) == City(**CITY)
+
+
+async def test_litellm_errors(url: str) -> None:
+    for stream in (False, True):
+        with pytest.raises(litellm.ContextWindowExceededError):
+            await litellm.acompletion(**litellm_options(url), messages=TOO_LONG, stream=stream)
+    with pytest.raises(litellm.NotFoundError):
+        await litellm.acompletion(**{**litellm_options(url), "model": "openai/other"}, messages=CAPITAL)
+
+
+async def test_litellm_disconnect(url: str, num_cancelled: Callable[[], int]) -> None:
+    stream = await litellm.acompletion(**litellm_options(url), messages=STORY, stream=True)
+    async for chunk in stream:
+        if chunk.choices[0].delta.content:
+            break
+    await stream.aclose()
+    await until(lambda: num_cancelled() == 1)
+
+
+# instructor
+
+
+def instructor_client(url: str) -> Any:
+    return instructor.from_openai(openai_client(url))
+
+
+async def test_instructor_typed(url: str) -> None:
+    client = instructor_client(url)
+    found = await client.chat.completions.create(model=MODEL, messages=ASK_CITY, response_model=City)
+    assert found.model_dump() == CITY
+
+
+async def test_instructor_json_schema(url: str) -> None:
+    client = instructor.from_openai(openai_client(url), mode=instructor.Mode.JSON_SCHEMA)
+    found = await client.chat.completions.create(model=MODEL, messages=ASK_CITY, response_model=City)
+    assert found.model_dump() == CITY
+
+
+async def test_instructor_partial_stream(url: str) -> None:
+    stream = instructor_client(url).chat.completions.create_partial(
+        model=MODEL, messages=ASK_CITY, response_model=City
+    )
+    assert [found async for found in stream][-1].model_dump() == CITY
+
+
+async def test_instructor_errors(url: str) -> None:
+    for model, messages in ((MODEL, TOO_LONG), ("other", ASK_CITY)):
+        with pytest.raises(InstructorRetryException) as caught:
+            await instructor_client(url).chat.completions.create(
+                model=model, messages=messages, response_model=City
+            )
+        assert isinstance(caught.value.__cause__, Exception)
+        assert ("context length" if model == MODEL else "other") in str(caught.value)
+
+
+# pydantic-ai
+
+
+def agent(url: str, **options: Any) -> Any:
+    model = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=url, api_key="none"))
+    return pydantic_ai.Agent(model, **options)
+
+
+async def get_weather(city: str) -> str:
+    """The weather in a city."""
+    assert city == WEATHER["city"]
+    return "sunny"
+
+
+async def test_pydantic_ai_plain(url: str) -> None:
+    found = await agent(url, instructions="Be brief.").run(CAPITAL[0]["content"])
+    assert found.output == PARIS
+
+
+async def test_pydantic_ai_stream(url: str) -> None:
+    async with agent(url).run_stream(CAPITAL[0]["content"]) as found:
+        pieces = [piece async for piece in found.stream_text(delta=True, debounce_by=None)]
+    assert "".join(pieces) == PARIS
+
+
+async def test_pydantic_ai_tools(url: str) -> None:
+    found = await agent(url, tools=[get_weather]).run(ASK_WEATHER[0]["content"])
+    assert found.output == SUNNY
+
+
+async def test_pydantic_ai_streamed_tools(url: str) -> None:
+    async with agent(url, tools=[get_weather]).run_stream(ASK_WEATHER[0]["content"]) as found:
+        assert await found.get_output() == SUNNY
+
+
+async def test_pydantic_ai_typed(url: str) -> None:
+    assert (await agent(url, output_type=City).run("Name a city.")).output == City(**CITY)
+
+
+async def test_pydantic_ai_streamed_typed(url: str) -> None:
+    async with agent(url, output_type=City).run_stream("Name a city.") as found:
+        assert await found.get_output() == City(**CITY)
+
+
+async def test_pydantic_ai_native_output(url: str) -> None:
+    native = agent(url, output_type=pydantic_ai.NativeOutput(City))
+    assert (await native.run("Name a city.")).output == City(**CITY)
+
+
+async def test_pydantic_ai_errors(url: str) -> None:
+    with pytest.raises(pydantic_ai.exceptions.ModelHTTPError) as too_long:
+        await agent(url).run(TOO_LONG[0]["content"])
+    assert too_long.value.status_code == 400
+    model = OpenAIChatModel("other", provider=OpenAIProvider(base_url=url, api_key="none"))
+    with pytest.raises(pydantic_ai.exceptions.ModelHTTPError) as unknown:
+        await pydantic_ai.Agent(model).run("Hello")
+    assert unknown.value.status_code == 404
+
+
+async def test_pydantic_ai_disconnect(url: str, num_cancelled: Callable[[], int]) -> None:
+    async def ask() -> None:
+        async with agent(url).run_stream(STORY[0]["content"]) as found:
+            async for _ in found.stream_text(delta=True, debounce_by=None):
+                started.set()
+
+    started = asyncio.Event()
+    task = asyncio.create_task(ask())
+    await started.wait()
+    task.cancel()
+    await until(lambda: num_cancelled() == 1)
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+# langchain-openai
+
+
+def chat_model(url: str, model: str = MODEL) -> Any:
+    return langchain_openai.ChatOpenAI(model=model, base_url=url, api_key="none", max_retries=0)
+
+
+async def test_langchain_plain(url: str) -> None:
+    found = await chat_model(url).ainvoke("What is the capital of France?")
+    assert found.content == PARIS
+    assert found.usage_metadata["output_tokens"] == len(PARIS) + 1
+
+
+async def test_langchain_stream(url: str) -> None:
+    chunks = [chunk async for chunk in chat_model(url).astream("What is the capital of France?")]
+    assert "".join(chunk.text for chunk in chunks) == PARIS
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_langchain_tools(url: str, is_streamed: bool) -> None:
+    model = chat_model(url).bind_tools([get_weather])
+
+    async def ask(messages: list[Any]) -> Any:
+        if not is_streamed:
+            return await model.ainvoke(messages)
+
+        joined = None
+        async for chunk in model.astream(messages):
+            assert isinstance(chunk, AIMessageChunk)
+            joined = chunk if joined is None else joined + chunk
+        return joined
+
+    question = HumanMessage("How is the weather in Rome?")
+    message = await ask([question])
+    (call,) = message.tool_calls
+    assert (call["name"], call["args"]) == ("get_weather", WEATHER)
+    answer = ToolMessage(await get_weather(**call["args"]), tool_call_id=call["id"])
+    assert (await ask([question, message, answer])).content == SUNNY
+
+
+@pytest.mark.parametrize("method", ["default", "function_calling", "json_mode"])
+async def test_langchain_typed(url: str, method: str) -> None:
+    options = {"method": method} if method != "default" else {}
+    model = chat_model(url).with_structured_output(City, **options)
+    assert await model.ainvoke("Name a city, in JSON.") == City(**CITY)
+
+
+async def test_langchain_errors(url: str) -> None:
+    with pytest.raises(langchain_openai.chat_models.base.OpenAIContextOverflowError):
+        await chat_model(url).ainvoke(TOO_LONG)
+    with pytest.raises(openai.NotFoundError):
+        await chat_model(url, "other").ainvoke("Hello")
+
+
+async def test_langchain_disconnect(url: str, num_cancelled: Callable[[], int]) -> None:
+    stream = chat_model(url).astream("Tell me a story.")
+    async for chunk in stream:
+        if chunk.text:
+            break
+    await stream.aclose()
+    await until(lambda: num_cancelled() == 1)
+
+
+# all
+
+
+async def test_two_hundred_streams_of_all_clients_complete(url: str) -> None:
+    question = "What is the capital of France?"
+
+    async def of_openai() -> str:
+        stream = await client.chat.completions.create(model=MODEL, messages=CAPITAL, stream=True)
+        return "".join([chunk.choices[0].delta.content async for chunk in stream])
+
+    async def of_litellm() -> str:
+        stream = await litellm.acompletion(**litellm_options(url), messages=CAPITAL, stream=True)
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    async def of_pydantic_ai() -> str:
+        async with agent(url).run_stream(question) as found:
+            return await found.get_output()
+
+    async def of_langchain() -> str:
+        return "".join([chunk.text async for chunk in chat_model(url).astream(question)])
+
+    kinds = (of_openai, of_litellm, of_pydantic_ai, of_langchain)
+    async with openai_client(url) as client:
+        found = await asyncio.gather(*(ask() for ask in kinds for _ in range(50)))
+    assert found == [PARIS] * 200
