@@ -116,6 +116,8 @@ def test_variables_are_read_by_the_types_of_their_fields(monkeypatch: pytest.Mon
         exact_prefill=True
     )
     assert from_env(monkeypatch, DRIFT_STEP_TIMEOUT_S="1e1") == EngineConfig(step_timeout_s=10.0)
+    off = from_env(monkeypatch, DRIFT_TOOL_FORMAT="none", DRIFT_SPECULATION="None", DRIFT_NUM_THREADS="none")
+    assert off == EngineConfig(tool_format=None)
     mine = from_env(monkeypatch, "MY_", MY_MAX_NUM_SEQS="3", DRIFT_DEVICE="tpu")
     assert mine == EngineConfig(max_num_seqs=3)
 
@@ -130,6 +132,7 @@ def test_variables_are_read_by_the_types_of_their_fields(monkeypatch: pytest.Mon
         ("DRIFT_STEP_TIMEOUT_S", "soon", "DRIFT_STEP_TIMEOUT_S='soon': expected a number"),
         ("DRIFT_STEP_TIMEOUT_S", "nan", "DRIFT_STEP_TIMEOUT_S: step_timeout_s=nan: expected a finite"),
         ("DRIFT_LOCAL_FILES_ONLY", "yes", "DRIFT_LOCAL_FILES_ONLY='yes': expected true, false, 1 or 0"),
+        ("DRIFT_MAX_NUM_SEQS", "none", "DRIFT_MAX_NUM_SEQS='none': expected an integer"),
         ("DRIFT_DEVICE", "tpu", "DRIFT_DEVICE: device='tpu': expected"),
         ("DRIFT_SPECULATION", "ngram", "DRIFT_SPECULATION='ngram': expected a JSON object"),
         ("DRIFT_SPECULATION", '{"draft": "x", "shape": 99}', "DRIFT_SPECULATION: num_draft_tokens=99"),

@@ -22,7 +22,7 @@ def read_environment(
     error: type[FieldError], struct: type[Struct], prefix: str, environment: Mapping[str, str]
 ) -> dict[str, Any]:
     """The values of a Struct's fields, of those that have a variable: `prefix` and the field's name in upper
-    case. A variable that is empty counts as not set.
+    case. A variable that is empty counts as not set, and "none" is None where the field takes None.
 
     A number, a flag (true or false, 1 or 0) or a JSON object is read as such where the field takes one and no
     string. Raises `error`, naming the variable, for a value of another type, and for a variable with the
@@ -48,6 +48,9 @@ def _read(error: type[FieldError], variable: str, text: str, hint: Any) -> Any:
     """A variable's value as one of the types that the field takes."""
     is_union = get_origin(hint) in (Union, types.UnionType)
     kinds = get_args(hint) if is_union else (hint,)
+    if type(None) in kinds and text.lower() == "none":
+        return None
+
     if any(kind is str or get_origin(kind) is Literal for kind in kinds):
         return text
 

@@ -162,7 +162,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         check_str(ConfigError, "chat_template", self.chat_template, optional=True)
         self._check_formats()
         if self.speculation is not None and not isinstance(self.speculation, Speculation):
-            raise ConfigError.of("speculation", self.speculation, "a Speculation or None")
+            allowed = "a Speculation (in plain data a mapping) or None"
+            raise ConfigError.of("speculation", self.speculation, allowed)
 
         if isinstance(self.dtype, str) and self.dtype == "float16" and self.device == "cpu":
             raise ConfigError.of("dtype", self.dtype, "float32 or bfloat16 on the CPU")
@@ -213,7 +214,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Make a config from environment variables: `prefix` and the name of a field in upper case, such as
         DRIFT_MAX_NUM_SEQS. Fields without a variable, or with an empty one, keep their defaults.
 
-        Flags are true or false, 1 or 0; DRIFT_SPECULATION is a JSON object, as `from_dict` takes it.
+        Flags are true or false, 1 or 0; "none" is None where a field takes it; DRIFT_SPECULATION is a JSON
+        object, as `from_dict` takes it.
         ConfigError names the variable that has a wrong value, or that has the prefix and no field.
         """
         check_str(ConfigError, "prefix", prefix)

@@ -233,7 +233,7 @@ class Engine(Serving):
             if self._life_cycle.was_started:
                 raise EngineClosed("the engine was closed: start() opens it again")
 
-            raise EngineClosed("the engine is not open: use `async with` or start()")
+            raise EngineClosed("the engine is not open: start() or its `with` block opens it")
 
         if driver.is_from_parent:
             raise EngineClosed("the engine runs in the process that this one was forked from")

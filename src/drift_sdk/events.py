@@ -4,6 +4,9 @@ A request has one `RequestQueued`, then `RequestAdmitted`, `RequestFirstToken`, 
 `RequestFinished` and `RequestFailed`. A preempted one has `RequestPreempted` and `RequestAdmitted` again. A
 request that ends early lacks what it did not reach. A request that is rejected at the call has
 `RequestRejected` alone.
+
+`msgspec.json.encode(event, enc_hook=str)` is a line of a log, in which the name of the event is "type" and
+errors are their messages.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ __all__ = [
 ]
 
 
-class EngineStarted(Struct, frozen=True, kw_only=True):
+class EngineStarted(Struct, frozen=True, kw_only=True, tag=True):
     """The engine is ready to serve.
 
     time:     seconds since the epoch, as `time.time()` gives them; so in all events.
@@ -42,27 +45,27 @@ class EngineStarted(Struct, frozen=True, kw_only=True):
     seconds: float
 
 
-class EngineFailed(Struct, frozen=True, kw_only=True):
+class EngineFailed(Struct, frozen=True, kw_only=True, tag=True):
     """The model could not be opened, or the engine has failed while it served: `error` is the cause."""
 
     time: float
     error: BaseException
 
 
-class EngineStopped(Struct, frozen=True, kw_only=True):
+class EngineStopped(Struct, frozen=True, kw_only=True, tag=True):
     """An engine that had started is closed, or has failed and given its memory back. The last event."""
 
     time: float
 
 
-class RequestQueued(Struct, frozen=True, kw_only=True):
+class RequestQueued(Struct, frozen=True, kw_only=True, tag=True):
     """A request was submitted. Its prompt is not tokenised yet."""
 
     time: float
     request_id: str
 
 
-class RequestRejected(Struct, frozen=True, kw_only=True):
+class RequestRejected(Struct, frozen=True, kw_only=True, tag=True):
     """A request was not taken because the queue is full: `error` is the QueueFull that the call raised."""
 
     time: float
@@ -70,7 +73,7 @@ class RequestRejected(Struct, frozen=True, kw_only=True):
     error: Exception
 
 
-class RequestAdmitted(Struct, frozen=True, kw_only=True):
+class RequestAdmitted(Struct, frozen=True, kw_only=True, tag=True):
     """A request has a slot, and its prompt is about to be computed.
 
     num_tokens: tokens of the prompt and, after a preemption, those generated so far.
@@ -83,21 +86,21 @@ class RequestAdmitted(Struct, frozen=True, kw_only=True):
     num_cached: int
 
 
-class RequestPreempted(Struct, frozen=True, kw_only=True):
+class RequestPreempted(Struct, frozen=True, kw_only=True, tag=True):
     """A request gave up its slot and KV to others, or to `sleep()`; it waits to be admitted again."""
 
     time: float
     request_id: str
 
 
-class RequestFirstToken(Struct, frozen=True, kw_only=True):
+class RequestFirstToken(Struct, frozen=True, kw_only=True, tag=True):
     """The first token of a request was generated."""
 
     time: float
     request_id: str
 
 
-class RequestFinished(Struct, frozen=True, kw_only=True):
+class RequestFinished(Struct, frozen=True, kw_only=True, tag=True):
     """A request ended with a completion. The fields are those of `Completion`."""
 
     time: float
@@ -108,7 +111,7 @@ class RequestFinished(Struct, frozen=True, kw_only=True):
     speculation: SpeculationStats | None
 
 
-class RequestFailed(Struct, frozen=True, kw_only=True):
+class RequestFailed(Struct, frozen=True, kw_only=True, tag=True):
     """A request ended with an error, which its stream raises. The message may quote the prompt."""
 
     time: float

@@ -11,7 +11,7 @@ from anyio.lowlevel import checkpoint_if_cancelled
 from msgspec import Struct
 
 from drift_sdk.driver.stream_updates import Signal
-from drift_sdk.errors import DriftError, EngineClosed, ExecutorError, QueueFull, RequestError
+from drift_sdk.errors import DriftError, EngineClosed, ExecutorError, QueueFull, RequestError, short_repr
 from drift_sdk.results import Completion
 from drift_sdk.sampling_params import SamplingParams
 from drift_sdk.stream import TokenStream, updates_of
@@ -50,7 +50,8 @@ class Job(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if (self.prompt is None) == (self.messages is None):
-            raise RequestError.of("prompt", self.prompt, "either a prompt or messages, not both")
+            allowed = "a prompt or messages" if self.prompt is None else "a prompt or messages, not both"
+            raise RequestError.of("prompt", self.prompt, allowed)
 
         for name in ("tools", "template_args"):
             if self.messages is None and getattr(self, name) is not None:
@@ -180,7 +181,7 @@ class JobMap:
             if self._yields_errors:
                 self._results[index] = JobResult(key=key, error=error)
             else:
-                self.end(error)
+                self.end(with_key(error, key))
         except Exception as error:
             self.end(error)
         else:
@@ -207,9 +208,15 @@ class JobMap:
         self._num_yielded += 1
         error = result.error
         if error is not None and (not self._yields_errors or isinstance(error, EngineClosed | ExecutorError)):
-            raise error
+            raise with_key(error, result.key) if isinstance(error, RequestError) else error
 
         return result
+
+
+def with_key(error: RequestError, key: object) -> RequestError:
+    """The error of a prompt, with a note that names the prompt by its key."""
+    error.add_note(f"the prompt of map() with the key {short_repr(key)}")
+    return error
 
 
 def check_prompts(prompts: object) -> None:

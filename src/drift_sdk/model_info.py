@@ -83,7 +83,7 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
             ("architecture", self.architecture),
             ("parameters", None if self.num_parameters is None else f"{self.num_parameters:,}"),
             ("weights", self._weights()),
-            ("context", None if self.context is None else f"{self.context} tokens"),
+            ("context", None if self.context is None else f"{self.context:,} tokens"),
             ("tokenizer", yes_or_no(self.has_tokenizer)),
             ("chat template", yes_or_no(self.has_chat_template)),
             ("runs on", " ".join(filter(None, (self.device, self.dtype, self.executor))) or None),
@@ -112,9 +112,10 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
         if self.kv_cache_tokens is None:
             return token
 
+        num_bytes = self.kv_bytes_per_token * self.kv_cache_tokens
         return (
-            f"{token}; room for {self.kv_cache_tokens} tokens, {self.num_full_sequences} sequences of "
-            f"{self.max_model_len}"
+            f"{token}; room for {self.kv_cache_tokens:,} tokens ({size(num_bytes)}), "
+            f"{self.num_full_sequences:,} sequences of {self.max_model_len:,}"
         )
 
     def _downloads(self) -> str:

@@ -93,7 +93,8 @@ def collector(engines: Mapping[str, HasMetrics], *, labels: Mapping[str, str] | 
              be added and removed, and those that are not open have no samples.
     labels:  further labels of every sample.
 
-    ConfigError for names that cannot be labels, and for values that are not strings.
+    A registry takes one such collector, and raises ValueError for a second one. ConfigError for names that
+    cannot be labels, and for values that are not strings.
     """
     if not isinstance(engines, Mapping):
         raise ConfigError.of("engines", engines, "a mapping of names to engines")
@@ -141,8 +142,15 @@ class MetricsCollector(Collector):
         self._read = read
         self._labels = labels
 
+    def describe(self) -> Iterator[Metric]:
+        """The families without samples, by which a registry rejects a second collector of the same names."""
+        return self._families([])
+
     def collect(self) -> Iterator[Metric]:
-        families = Families(self._read(), self._labels)
+        return self._families(self._read())
+
+    def _families(self, engines: Sequence[Measured]) -> Iterator[Metric]:
+        families = Families(engines, self._labels)
         yield families.info()
         yield from requests(families)
         yield from tokens(families)

@@ -233,9 +233,9 @@ async def test_forced_call_rejects_every_other_answer() -> None:
 @pytest.mark.parametrize(
     ("choice", "tools", "allowed"),
     [
-        ("required", None, 'one of "auto", "none"$'),
-        ("required", [], 'one of "auto", "none"$'),
-        ("add", None, 'one of "auto", "none"$'),
+        ("required", None, 'one of "auto", "none", as there are no tools$'),
+        ("required", [], 'one of "auto", "none", as there are no tools$'),
+        ("add", None, 'one of "auto", "none", as there are no tools$'),
         ("subtract", TOOLS, 'one of "auto", "none", "required", \'get_weather\', \'add\'$'),
         ("", TOOLS, "one of"),
         (None, TOOLS, "one of"),

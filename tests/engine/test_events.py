@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 
 from drift_sdk import (
@@ -241,6 +242,23 @@ def test_events_of_samples_and_of_an_engine_that_blocks() -> None:
         assert engine.metrics().stats.num_stopped == 1
     assert {event.request_id for event in events[1:-1]} == {"mine"}
     assert kinds_of(events)[0::5] == [EngineStarted, EngineStopped]
+
+
+@pytest.mark.parametrize(
+    ("event", "line"),
+    [
+        (
+            RequestQueued(time=1.5, request_id="req-0"),
+            '{"type":"RequestQueued","time":1.5,"request_id":"req-0"}',
+        ),
+        (
+            RequestFailed(time=1.5, request_id="req-0", error=ValueError("why")),
+            '{"type":"RequestFailed","time":1.5,"request_id":"req-0","error":"why"}',
+        ),
+    ],
+)
+def test_encoded_event_names_its_type(event: Event, line: str) -> None:
+    assert msgspec.json.encode(event, enc_hook=str).decode() == line
 
 
 def test_wrong_function_is_rejected() -> None:

@@ -534,7 +534,9 @@ def test_on_progress_must_be_an_ordinary_function() -> None:
 
 async def test_errors_tell_an_engine_that_was_closed_from_one_never_started() -> None:
     engine = scripted_engine("ok")
-    with pytest.raises(EngineClosed, match=r"^the engine is not open: use `async with` or start\(\)$"):
+    with pytest.raises(
+        EngineClosed, match=r"^the engine is not open: start\(\) or its `with` block opens it$"
+    ):
         engine.generate("x")
     async with engine:
         pass

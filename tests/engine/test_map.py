@@ -115,10 +115,12 @@ def test_map_yields_completions_before_an_error(loop: str) -> None:
         async with scripted_engine("ok", step_s=0.001) as engine:
             for given, error in ((prompts(), ValueError), (["a", "b", "c", 7, "d"], RequestError)):
                 texts: list[str] = []
-                with pytest.raises(error):
+                with pytest.raises(error) as caught:
                     async for completion in engine.map(given):
                         texts.append(completion.text)  # noqa: PERF401 - the error comes last
                 assert texts == ["ok"] * 3
+                notes = ["the prompt of map() with the key 3"] if error is RequestError else []
+                assert getattr(caught.value, "__notes__", []) == notes
             await until(lambda: engine.stats().num_running == engine.stats().num_waiting == 0)
 
     run(loop, main)
@@ -267,9 +269,10 @@ def test_map_yields_errors_with_their_keys(loop: str, ordered: bool) -> None:
 async def test_unordered_map_raises_the_first_error() -> None:
     async with scripted_engine("fine", config=EngineConfig(max_model_len=64, kv_cache_tokens=256)) as engine:
         found: list[str] = []
-        with pytest.raises(PromptTooLong):
+        with pytest.raises(PromptTooLong) as caught:
             async for completion in engine.map(["a", "b", LONG_PROMPT, "c"], ordered=False):
                 found.append(completion.text)  # noqa: PERF401 - the error comes last
+        assert caught.value.__notes__ == ["the prompt of map() with the key 2"]
         assert found == ["fine"] * len(found)
         await until(lambda: engine.stats().num_running == engine.stats().num_waiting == 0)
 
@@ -326,15 +329,18 @@ async def test_map_rejects_wrong_arguments_at_the_call(arguments: dict[str, obje
 
 
 @pytest.mark.parametrize(
-    ("arguments", "field"),
+    ("arguments", "message"),
     [
-        ({}, "prompt"),
-        ({"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "prompt"),
-        ({"prompt": "x", "tools": []}, "tools"),
-        ({"prompt": "x", "template_args": {}}, "template_args"),
+        ({}, "prompt=None: expected a prompt or messages$"),
+        (
+            {"prompt": "x", "messages": [{"role": "user", "content": "x"}]},
+            "prompt='x': .*, not both$",
+        ),
+        ({"prompt": "x", "tools": []}, "tools="),
+        ({"prompt": "x", "template_args": {}}, "template_args="),
     ],
 )
-def test_job_takes_either_a_prompt_or_messages(arguments: dict[str, object], field: str) -> None:
-    with pytest.raises(RequestError) as caught:
+def test_job_takes_either_a_prompt_or_messages(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(RequestError, match=message) as caught:
         Job(key=1, **arguments)
-    assert caught.value.field == field
+    assert caught.value.field == message.partition("=")[0]

@@ -18,7 +18,10 @@ TOOLS = [{"type": "function", "function": {"name": "look"}}]
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ([USER], r"expected a string or a sequence of token ids; chat\(\) takes messages$"),
+        (
+            [USER],
+            r"a sequence of token ids; chat\(\) and Job\(messages=\.\.\.\) take messages$",
+        ),
         (["a", "b"], r"expected a string or a sequence of token ids; map\(\) takes several prompts$"),
         ([[1, 2], [3]], r"expected a string or a sequence of token ids; map\(\) takes several prompts$"),
     ],
@@ -34,7 +37,7 @@ async def test_generate_names_an_empty_prompt_and_a_wrong_token_id() -> None:
     async with scripted_engine("fine") as engine:
         for prompt, value, message in (
             ([], [], "prompt=[]: expected at least one token id from 0 to 256"),
-            ("", "", "prompt='': expected at least one token id from 0 to 256"),
+            ("", "", "prompt='': expected a text of at least one token"),
             ([5, 6, 300, -1], 300, "prompt[2]=300: expected a token id from 0 to 256"),
             ([5, "x"], "x", "prompt[1]='x': expected a token id from 0 to 256"),
         ):

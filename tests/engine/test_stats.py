@@ -270,9 +270,10 @@ async def test_engines_share_the_families_of_a_collector() -> None:
         assert 'engine="four"' in generate_latest(registry).decode()
 
 
-def test_second_collector_in_a_registry_is_rejected() -> None:
+@pytest.mark.parametrize("auto_describe", [True, False])
+def test_second_collector_in_a_registry_is_rejected(auto_describe: bool) -> None:
     """Two would give two families of each name, also while no engine is open."""
-    registry = CollectorRegistry(auto_describe=True)
+    registry = CollectorRegistry(auto_describe=auto_describe)
     registry.register(prometheus.collector({"one": scripted_engine("a")}))
     with pytest.raises(ValueError, match="Duplicated"):
         registry.register(prometheus.collector({"two": scripted_engine("b")}))

@@ -57,7 +57,7 @@ class ChatPrompt(Struct, frozen=True, kw_only=True):
     def _template(self, model: ModelText) -> ChatTemplate:
         if model.chat_template is None:
             allowed = "a model with a chat template; use generate()"
-            raise RequestError.of("messages", len(self.messages), allowed)
+            raise RequestError(f"messages: expected {allowed}", field="messages", allowed=allowed)
 
         return model.chat_template.for_tools(self.offered_tools)
 
@@ -151,7 +151,8 @@ def check_tool_choice(prompt: ChatPrompt) -> None:
     is_known = isinstance(choice, str) and (choice in ("auto", "none", *names))
     if not is_known and not (names and choice == "required"):
         allowed = ", ".join(['"auto"', '"none"', *(['"required"'] if names else []), *map(repr, names)])
-        raise RequestError.of("tool_choice", choice, f"one of {allowed}")
+        without_tools = "" if names else ", as there are no tools"
+        raise RequestError.of("tool_choice", choice, f"one of {allowed}{without_tools}")
 
 
 def check_forced_calls(prompt: Prompt, params: SamplingParams, *, needs_no_host: bool) -> None:

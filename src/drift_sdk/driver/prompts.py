@@ -137,7 +137,7 @@ def as_prompt(prompt: str | Sequence[int]) -> Prompt:
         return TextPrompt(prompt)
 
     if len(prompt) and isinstance(prompt[0], Mapping):
-        raise RequestError.of("prompt", prompt, f"{allowed}; chat() takes messages")
+        raise RequestError.of("prompt", prompt, f"{allowed}; chat() and Job(messages=...) take messages")
 
     if len(prompt) and isinstance(prompt[0], str | list | tuple):
         raise RequestError.of("prompt", prompt, f"{allowed}; map() takes several prompts")
@@ -176,7 +176,8 @@ def checked_ids(ids: Sequence[int], model: ModelText, *, given: str | Sequence[i
     is not a token id of the model, with its index."""
     allowed = f"token id from 0 to {model.vocab_size - 1}"
     if not ids:
-        raise RequestError.of("prompt", given, f"at least one {allowed}")
+        wanted = "a text of at least one token" if isinstance(given, str) else f"at least one {allowed}"
+        raise RequestError.of("prompt", given, wanted)
 
     for index, token_id in enumerate(ids):
         if type(token_id) is not int or not 0 <= token_id < model.vocab_size:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from drift_sdk.errors import ExecutorError
+from drift_sdk.execution.device.freed_memory import return_freed_memory
 from drift_sdk.execution.eager.drafters import Drafter, Span
 from drift_sdk.execution.eager.logits_processors import LogitsProcessors, apply_processors
 from drift_sdk.execution.eager.round_checks import RoundChecks, Violations
@@ -94,8 +95,7 @@ class EagerExecutor:
         self._launched.clear()
         self._slots.clear()
         self._decoder = self._cache = self._drafter = None
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        return_freed_memory(self._device)
 
     def _update_slots(self, plan: StepPlan) -> None:
         for assignment in plan.assignments:
