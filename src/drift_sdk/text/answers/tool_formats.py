@@ -267,17 +267,18 @@ def typed(text: str, schema: object) -> Any:
 
 def types_of(schema: object) -> set[str]:
     """The JSON types that a schema names; empty if it names none."""
-    if not isinstance(schema, Mapping):
-        return set()
+    found: set[str] = set()
+    waiting = [(schema, "")]  # schemas, and the keyword of which each is an alternative
+    while waiting:
+        each, outer = waiting.pop()
+        if not isinstance(each, Mapping) or (outer and outer in each):
+            continue
 
-    named = schema.get("type")
-    found = {named} if isinstance(named, str) else set()
-    for each in named if isinstance(named, list) else ():
-        found |= {each} if isinstance(each, str) else set()
-    for keyword in ("anyOf", "oneOf"):
-        alternatives = schema.get(keyword)
-        for each in alternatives if isinstance(alternatives, list) else ():
-            found |= types_of(each) if isinstance(each, Mapping) and keyword not in each else set()
+        named = each.get("type")
+        found |= {name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)}
+        for keyword in ("anyOf", "oneOf"):
+            alternatives = each.get(keyword)
+            waiting += [(inner, keyword) for inner in alternatives] if isinstance(alternatives, list) else []
     return found
 
 
