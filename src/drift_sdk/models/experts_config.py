@@ -115,7 +115,8 @@ def mlp_layers(config: Mapping[str, Any], family: str, num_layers: int) -> tuple
         raise ModelLoadError(f"config: mlp_only_layers={short_repr(named)}: expected numbers of layers")
 
     step = read_int(config, "decoder_sparse_step")
-    return tuple(layer for layer in range(num_layers) if layer in named or (layer + 1) % step)
+    dense = frozenset(named)
+    return tuple(layer for layer in range(num_layers) if layer in dense or (layer + 1) % step)
 
 
 def _clamped_gate(config: Mapping[str, Any]) -> ClampedGate:

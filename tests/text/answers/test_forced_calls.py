@@ -193,21 +193,35 @@ def test_arguments_that_no_call_can_have_are_rejected(name: str, argument: str) 
         Case(name, [{"name": "f", "parameters": {"properties": {argument: {"type": "integer"}}}}])
 
 
-def test_enumeration_in_xml_has_values_of_all_types() -> None:
-    def case(schema: object) -> Case:
-        return Case(
-            "qwen3_coder", [{"name": "f", "parameters": {"properties": {"a": schema}}}], reasons=False
-        )
+def test_enumerations_without_a_type() -> None:
+    """Values are written and read by their own types."""
 
-    answer = "<tool_call>\n<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>"
-    mixed = case({"enum": ["x", 1, None]})
-    assert all(is_accepted(mixed, answer.format(text)) for text in ("x", "1", "null"))
-    assert not is_accepted(mixed, answer.format("")) and not is_accepted(mixed, answer.format("2"))
-    strings = case({"type": "string", "enum": ["x", 1]})
-    assert is_accepted(strings, answer.format("x")) and not is_accepted(strings, answer.format("1"))
-    for wrong in (3, {"x": 1}, []):
-        with pytest.raises(RequestError):
-            case({"type": "string", "enum": wrong}).constraint()
+    def case(name: str, schema: object) -> Case:
+        return Case(name, [{"name": "f", "parameters": {"properties": {"a": schema}}}], reasons=False)
+
+    answers = {
+        "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>\n"
+        "</tool_call>",
+        "pythonic": "[f(a={})]",
+    }
+    strings, others = [{"enum": ["x"]}, {"const": "x"}], {"1": 1, "null": None, "true": True, '"x"': "x"}
+    for name, answer in answers.items():
+        mixed = case(name, {"enum": list(others.values())})
+        for text, value in others.items():
+            assert is_accepted(mixed, answer.format(text)), (name, text)
+            assert is_accepted(case(name, {"const": value}), answer.format(text)) or value == "x"
+            splitter = mixed.formats.splitter(mixed.tools)
+            assert (splitter.push(answer.format(text)) + splitter.flush()).tool_calls[0].arguments == {
+                "a": value
+            }
+        assert not any(is_accepted(mixed, answer.format(text)) for text in ("", "2", "false", "False"))
+        for schema in strings:
+            quote = '"' if name == "pythonic" else ""
+            assert is_accepted(case(name, schema), answer.format(f"{quote}x{quote}"))
+            assert not is_accepted(case(name, schema), answer.format(f"{quote}y{quote}"))
+        for wrong in (3, {"x": 1}, []):
+            with pytest.raises(RequestError):
+                case(name, {"type": "string", "enum": wrong}).constraint()
 
 
 def test_every_format_has_a_grammar() -> None:

@@ -166,21 +166,14 @@ def written_value(rules: Rules, tool: Tool, schema: Any) -> str:
     schema says of strings, lengths and enumerations are followed."""
     end = "\n</parameter>\n"
     types = marks.types_of(schema)
-    if not isinstance(schema, Mapping) or (types <= {"string"} and "enum" not in schema):
+    if not isinstance(schema, Mapping) or (types <= {"string"} and not {"enum", "const"} & schema.keys()):
         return rules.rule(text_of(schema), f"[suffix={quoted(end)}]")
 
-    enum = schema.get("enum")
-    if types <= {"string"} and isinstance(enum, list):
-        texts = [each if isinstance(each, str) else json.dumps(each) for each in enum if fits(each, types)]
-        if texts:
-            return f"({' | '.join(map(quoted, texts))}) {quoted(end)}"
+    values = [each for each in marks.values_of(schema) or () if isinstance(each, str)]
+    if types == {"string"} and values:
+        return f"({' | '.join(map(quoted, values))}) {quoted(end)}"
 
     return f"{rules.rule(rules.value(nested(tool, schema)))} {quoted(end)}"
-
-
-def fits(value: Any, types: set[str]) -> bool:
-    """Whether a value is a string, if a schema of these types wants one."""
-    return isinstance(value, str) or not types
 
 
 def text_of(schema: Any) -> str:
@@ -215,7 +208,7 @@ def keywords(rules: Rules, tool: Tool) -> str:
     for name, schema in reversed(list(tool.properties.items())):
         key = plain_key(tool, name, IDENTIFIER, "identifiers")
         typed_value = nested(tool, schema if isinstance(schema, Mapping) else {})
-        is_flag = marks.types_of(schema) == {"boolean"}
+        is_flag = marks.types_of(schema) == {"boolean"} and marks.values_of(typed_value) is None
         value = '("True" | "False")' if is_flag else rules.rule(rules.value(typed_value))
         written = f"{quoted(key + '=')} {value} {later}"
         if name in tool.required:
