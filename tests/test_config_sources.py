@@ -147,6 +147,12 @@ def test_errors_name_the_variable(
     assert caught.value.field == variable
 
 
+def test_long_value_of_an_unknown_variable_is_shortened(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="DRIFT_TOKEN='xxx") as caught:
+        from_env(monkeypatch, DRIFT_TOKEN="x" * 100_000)
+    assert len(str(caught.value)) < 2000
+
+
 def test_prefix_is_not_empty() -> None:
     """Without one, every variable of the process would have to be a field."""
     with pytest.raises(ConfigError, match="prefix=''"):

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from drift_sdk._validation import nearest_name
-from drift_sdk.errors import FieldError
+from drift_sdk.errors import FieldError, short_repr
 
 __all__ = ["read_environment"]
 
@@ -38,7 +38,7 @@ def read_environment(
         elif variable.startswith(prefix) and variable not in fields:
             hint = nearest_name(variable, fields)
             allowed = ", ".join(sorted(fields))
-            message = f"{variable}={text!r}: unknown variable{hint}, expected one of {allowed}"
+            message = f"{variable}={short_repr(text)}: unknown variable{hint}, expected one of {allowed}"
             raise error(message, field=variable, value=text, allowed=allowed)
 
     return values

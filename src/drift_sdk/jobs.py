@@ -7,7 +7,7 @@ from contextlib import aclosing
 from typing import Any
 
 import anyio
-from anyio.lowlevel import checkpoint_if_cancelled
+from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 from msgspec import Struct
 
 from drift_sdk.driver.stream_updates import Signal
@@ -111,11 +111,16 @@ class JobMap:
         self._results: dict[int, JobResult] = {}  # unread ones by index, in the order of their ends
         self._is_complete = False  # there are no more prompts
         self._failure: Exception | None = None  # of the prompts, or of submitting one
+        self._must_yield = False
         self._end_signal = Signal()
 
     async def step(self) -> JobResult | bool | None:
         """True if a prompt is wanted; else wait for the next result and return it, or None at the end."""
-        await checkpoint_if_cancelled()
+        if self._must_yield:  # a source of wrong prompts alone must not hold up the event loop
+            self._must_yield = False
+            await checkpoint()
+        else:
+            await checkpoint_if_cancelled()
         while True:
             self._collect()
             if self._waiting and self._has_place():
@@ -179,6 +184,7 @@ class JobMap:
             self._waiting.append((index, prompt))
         except RequestError as error:
             if self._yields_errors:
+                self._must_yield = True
                 self._results[index] = JobResult(key=key, error=error)
             else:
                 self.end(with_key(error, key))

@@ -94,13 +94,17 @@ def collector(engines: Mapping[str, HasMetrics], *, labels: Mapping[str, str] | 
     labels:  further labels of every sample.
 
     A registry takes one such collector, and raises ValueError for a second one. ConfigError for names that
-    cannot be labels, and for values that are not strings.
+    cannot be labels, for values that are not strings, and for what is no engine.
     """
     if not isinstance(engines, Mapping):
         raise ConfigError.of("engines", engines, "a mapping of names to engines")
 
-    given = dict(labels or {})
-    for name, value in given.items():
+    for engine in engines.values():
+        if not callable(getattr(engine, "metrics", None)):
+            raise ConfigError.of("engines", engine, "values that are engines")
+
+    given: dict[str, str] = {}
+    for name, value in (labels or {}).items():
         if not (isinstance(name, str) and LABEL.fullmatch(name)) or name in OWN_LABELS:
             allowed = f"names of letters, digits and _, other than {', '.join(OWN_LABELS)}"
             raise ConfigError.of("labels", name, allowed)
@@ -108,17 +112,24 @@ def collector(engines: Mapping[str, HasMetrics], *, labels: Mapping[str, str] | 
         if not isinstance(value, str):
             raise ConfigError.of("labels", value, "strings as values")
 
+        given[name] = printable(value)
+
     def read() -> list[Measured]:
         measured = []
         for name, engine in dict(engines).items():
             try:
-                measured.append(Measured({**given, "engine": str(name)}, engine.metrics()))
+                measured.append(Measured({**given, "engine": printable(str(name))}, engine.metrics()))
             except EngineClosed:
                 continue
 
         return measured
 
     return MetricsCollector(read, (*given, "engine"))
+
+
+def printable(value: str) -> str:
+    """A label's value as text that can be encoded: a path may have bytes that are no UTF-8."""
+    return value.encode(errors="backslashreplace").decode()
 
 
 class Measured(Struct, frozen=True):
@@ -173,7 +184,7 @@ class Families:
         )
         for measured in self._engines:
             metrics = measured.metrics
-            family.add_metric([*measured.labels.values(), metrics.model, metrics.executor], 1)
+            family.add_metric([*measured.labels.values(), printable(metrics.model), metrics.executor], 1)
 
         return family
 

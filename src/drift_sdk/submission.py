@@ -21,6 +21,8 @@ from drift_sdk.stream import TokenStream
 __all__ = ["Submitter", "check_request_id"]
 
 MAX_ID_CHARS = 128
+MAX_SUFFIX_CHARS = 4
+"""Most characters that the name of a sample has more than that of its group, "-127"."""
 OWN_ID = re.compile(r"req-\d.*", flags=re.ASCII)
 """Ids that the engine makes."""
 
@@ -91,9 +93,11 @@ def stream_of(request: Request, driver: Driver) -> TokenStream:
 
 
 def check_request_id(request_id: object, *, is_new: bool) -> None:
-    """RequestError for what is no id, and, if `is_new`, for ids that the engine makes itself."""
-    allowed = f"1 to {MAX_ID_CHARS} printable characters"
-    is_id = isinstance(request_id, str) and 1 <= len(request_id) <= MAX_ID_CHARS and request_id.isprintable()
+    """RequestError for what is no id, and, if `is_new`, for ids that the engine makes itself: those of
+    samples are longer."""
+    most = MAX_ID_CHARS if is_new else MAX_ID_CHARS + MAX_SUFFIX_CHARS
+    allowed = f"1 to {most} printable characters"
+    is_id = isinstance(request_id, str) and 1 <= len(request_id) <= most and request_id.isprintable()
     if not is_id:
         raise RequestError.of("request_id", request_id, allowed)
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 
 import anyio
+import anyio.lowlevel
 import pytest
 from loops import on_every_loop, run, until
 
@@ -326,6 +327,28 @@ async def test_map_rejects_wrong_arguments_at_the_call(arguments: dict[str, obje
         (name,) = arguments
         with pytest.raises(RequestError, match=f"^{name}="):
             engine.map(["x"], **arguments)
+
+
+@on_every_loop
+@pytest.mark.parametrize("ordered", [True, False])
+def test_endless_wrong_prompts_do_not_hold_up_the_event_loop(loop: str, ordered: bool) -> None:
+    async def main() -> None:
+        async with scripted_engine("fine") as engine, anyio.create_task_group() as group:
+            turns: list[int] = []
+
+            async def other_task() -> None:
+                while len(turns) < 5:
+                    await anyio.lowlevel.checkpoint()
+                    turns.append(num_results)
+                group.cancel_scope.cancel()
+
+            num_results = 0
+            group.start_soon(other_task)
+            async for result in engine.map(itertools.repeat(5), ordered=ordered, errors="yield"):  # type: ignore[arg-type]
+                num_results += 1
+                assert isinstance(result.error, RequestError) and num_results < 50_000
+
+    run(loop, main)
 
 
 @pytest.mark.parametrize(

@@ -294,6 +294,10 @@ async def test_samples_are_cancelled_by_their_common_id_or_their_own() -> None:
         assert [sample.finish_reason for sample in await samples] == ["cancelled"] * 3
         assert not engine.cancel("best")
         assert len(await engine.samples(PROMPT, 2, SAMPLED, request_id="best")) == 2
+        longest = engine.samples(PROMPT, 128, ENDLESS, request_id="x" * 128)
+        assert engine.cancel(longest[127].request_id)
+        assert (await longest[127]).finish_reason == "cancelled"
+        longest.cancel()
 
 
 @pytest.mark.parametrize("n", [0, -1, 129, True, 2.0, "2", None])

@@ -292,6 +292,18 @@ def test_wrong_arguments_of_a_collector_are_rejected() -> None:
         prometheus.collector({}, labels={"zone": 7})
     with pytest.raises(ConfigError, match="engines=.*: expected a mapping"):
         prometheus.collector([scripted_engine("a")])
+    with pytest.raises(ConfigError, match="values that are engines"):
+        prometheus.collector({"a": scripted_engine("a"), "b": 5})
+
+
+async def test_names_that_cannot_be_encoded_are_escaped() -> None:
+    """A path may have bytes that are no UTF-8, for which Python has lone surrogates."""
+    async with Engine("a\udcffb", open_model=ScriptedModel("x")) as engine:
+        assert r'model="a\\udcffb"' in engine.metrics_text()
+        registry = CollectorRegistry()
+        registry.register(prometheus.collector({"e\udcff": engine}, labels={"zone": "z\udcff"}))
+        text = generate_latest(registry).decode()
+        assert all(shown in text for shown in (r"a\\udcffb", r"e\\udcff", r"z\\udcff"))
 
 
 def test_docstring_lists_every_metric() -> None:

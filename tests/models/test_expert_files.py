@@ -267,6 +267,11 @@ def test_settings_of_experts() -> None:
     [
         (QWEN3_MOE, {"num_experts_per_tok": 9}, "num_experts_per_tok=9: expected an integer from 1 to 8"),
         (QWEN3_MOE, {"num_experts": 5000}, "num_experts=5000: expected an integer from 1 to 1024"),
+        (
+            QWEN3_MOE,
+            {"num_experts": 65, "num_hidden_layers": 1024},
+            "num_experts=65: expected an integer from 1 to 64",
+        ),
         (QWEN3_MOE, {"mlp_only_layers": ["x"]}, r"mlp_only_layers=\['x'\]: expected numbers of layers"),
         (QWEN3_MOE, {"hidden_act": "gelu_pytorch_tanh"}, "gelu_pytorch_tanh': expected 'silu' for experts"),
         (QWEN3_MOE, {"decoder_sparse_step": 0}, "decoder_sparse_step=0: expected an integer from 1"),

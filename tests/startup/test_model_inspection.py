@@ -134,6 +134,20 @@ def test_the_reason_is_the_error_of_starting(
     assert reason == said
 
 
+def test_broken_files_of_weights_are_reasons(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").symlink_to("nowhere")
+    index = folder / "model.safetensors.index.json"
+    for shard in ("../model.safetensors", "\0", "missing.safetensors", 5):
+        index.write_text(json.dumps({"weight_map": {"lm_head.weight": shard}}))
+        info = inspect(folder, CONFIG)
+        assert [reason for reason in info.reasons if str(folder) in reason] == list(info.reasons)
+        assert (
+            len(info.reasons) == 2 and info.stored_bytes is None
+        )  # one of the weights, one of the tokenizer
+
+
 def test_model_without_room_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("drift_sdk.startup.device_memory.available_bytes", lambda device: 100_000)
     info = inspect(folder, EngineConfig(device="cpu"))

@@ -171,3 +171,18 @@ def test_template_for_tools_takes_the_place_of_the_default() -> None:
     assert template.for_tools(TOOLS) is for_tools and for_tools.for_tools(TOOLS) is for_tools
     assert template.for_tools(None) is template.for_tools([]) is template
     assert (template.formats.tools, for_tools.formats.tools) == ("json", "hermes")
+
+
+def test_continued_message_that_is_left_out_or_repeated() -> None:
+    """The prompt ends where the last message is rendered last, whatever other messages say."""
+    users = "{% for m in messages if m.role == 'user' %}[{{ m.content }}]{% endfor %}"
+    messages = [
+        {"role": "user", "content": "x [continued here] y"},
+        {"role": "assistant", "content": "ab"},
+    ]
+    with pytest.raises(RequestError, match="leaves the end of this one out") as caught:
+        ChatTemplate(users, bos_token=None, eos_token=None).render(messages, continue_final=True)
+    assert caught.value.value == messages[-1]
+    for last in ("{{ messages[-1].content }}", "{{ messages[-1].content | trim }}"):
+        template = ChatTemplate(f"{last}<{last}>{users}{last}.", bos_token=None, eos_token=None)
+        assert template.render(messages, continue_final=True) == "ab<ab>[x [continued here] y]ab"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -115,3 +117,19 @@ def test_wrong_files_are_rejected(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         load_tree(tmp_path / name)
     assert caught.value.field == field
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs FIFOs")
+def test_file_that_is_no_regular_one_is_not_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo.json")
+    (tmp_path / "folder.json").mkdir()
+    for name in ("fifo.json", "folder.json"):
+        with pytest.raises(ConfigError, match="a regular file"):
+            load_tree(tmp_path / name)
+
+
+@pytest.mark.parametrize("file", [None, 5, b"tree.json"])
+def test_wrong_path_is_rejected(file: Any) -> None:
+    with pytest.raises(ConfigError, match="a path") as caught:
+        load_tree(file)
+    assert caught.value.field == "file"

@@ -207,7 +207,7 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
             has_fused_projections=family == "phi3" or (is_gpt_oss and read_bool(config, FUSED_PROJECTIONS)),
             has_wide_norms=is_gpt_oss,
             has_sinks=is_gpt_oss,
-            experts=experts_from_hf(config, family),
+            experts=experts_from_hf(config, family, len(kinds.windows)),
             mlp_layers=mlp_layers(config, family, len(kinds.windows)),
             **_multipliers(config, family, hidden_size),
         )

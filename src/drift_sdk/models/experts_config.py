@@ -22,6 +22,8 @@ __all__ = [
 
 EXPERT_FAMILIES = ("gpt_oss", "mixtral", "qwen3_moe")
 MAX_EXPERTS = 1024
+MAX_EXPERTS_OF_LAYERS = 2**16
+"""Most experts of all layers: files have three tensors for each. Models of 2025 have up to 23,040."""
 GATE_NUMBERS = (1e-3, 1e6)
 
 ExpertStorage = Literal["qwen3_moe", "mixtral", "transposed", "mxfp4"]
@@ -64,8 +66,9 @@ class ExpertsConfig(Struct, frozen=True, kw_only=True):
         return self.storage == "mxfp4"
 
 
-def experts_from_hf(config: Mapping[str, Any], family: str) -> ExpertsConfig | None:
-    """The experts of a config.json; None for a family without experts. `family` is the model_type.
+def experts_from_hf(config: Mapping[str, Any], family: str, num_layers: int) -> ExpertsConfig | None:
+    """The experts of each layer of a config.json; None for a family without experts. `family` is the
+    model_type.
 
     Raises ModelLoadError naming a setting that is missing or out of range.
     """
@@ -78,7 +81,7 @@ def experts_from_hf(config: Mapping[str, Any], family: str) -> ExpertsConfig | N
 
     # transformers writes the number under either name.
     name = "num_experts" if config.get("num_experts") is not None else "num_local_experts"
-    num_experts = read_int(config, name, le=MAX_EXPERTS)
+    num_experts = read_int(config, name, le=min(MAX_EXPERTS, MAX_EXPERTS_OF_LAYERS // num_layers))
     is_gpt_oss = family == "gpt_oss"
     experts = ExpertsConfig(
         num_experts=num_experts,
@@ -112,7 +115,8 @@ def mlp_layers(config: Mapping[str, Any], family: str, num_layers: int) -> tuple
         raise ModelLoadError(f"config: mlp_only_layers={short_repr(named)}: expected numbers of layers")
 
     step = read_int(config, "decoder_sparse_step")
-    return tuple(layer for layer in range(num_layers) if layer in named or (layer + 1) % step)
+    dense = frozenset(named)
+    return tuple(layer for layer in range(num_layers) if layer in dense or (layer + 1) % step)
 
 
 def _clamped_gate(config: Mapping[str, Any]) -> ClampedGate:

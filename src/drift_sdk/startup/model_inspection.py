@@ -72,7 +72,7 @@ class Inspection:
             reasons=tuple(self._reasons),
             architecture=self._architecture(),
             num_parameters=None if shapes is None else sum(map(math.prod, tensor_shapes(shapes).values())),
-            stored_bytes=self._found.stored_bytes() if self._config.load == "auto" else None,
+            stored_bytes=self._try(self._found.stored_bytes) if self._config.load == "auto" else None,
             weight_bytes=held,
             kv_bytes_per_token=kv_bytes,
             context=None if shapes is None else shapes.max_position_embeddings,
@@ -92,7 +92,8 @@ class Inspection:
         try:
             return examine()
         except (ConfigError, ModelLoadError) as error:
-            self._reasons.append(str(error))
+            if str(error) not in self._reasons:
+                self._reasons.append(str(error))
             return None
 
     @property

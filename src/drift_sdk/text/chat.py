@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
@@ -26,8 +27,6 @@ MAX_FORMAT_CHARS = 256
 
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Names that messages and templates have for reasoning."""
-CONTINUATION = "[continued here]"
-"""Marks the end of the message that is continued while the template renders it."""
 
 
 class ChatTemplate:
@@ -123,8 +122,7 @@ class ChatTemplate:
                 raise RequestError.of("template_args", name, f"other names than {', '.join(RESERVED_ARGS)}")
 
         plain = _with_aliases(to_plain("messages", messages), self._takes_no_content)
-        if continue_final:
-            _mark_continuation(plain)
+        mark = _mark_continuation(plain) if continue_final else ""
         variables = self._special_tokens | args
         variables["tools"] = to_plain("tools", tools)
         variables["documents"] = None
@@ -140,7 +138,7 @@ class ChatTemplate:
                 allowed="what the model's chat template accepts",
             ) from error
 
-        return _cut_continuation(prompt, plain) if continue_final else prompt
+        return _cut_continuation(prompt, mark, messages) if continue_final else prompt
 
     def _render(self, variables: dict[str, Any], messages: list[dict[str, Any]]) -> str:
         try:
@@ -196,27 +194,31 @@ def _dump_arguments(messages: list[dict[str, Any]]) -> bool:
     return has_changed
 
 
-def _mark_continuation(messages: list[dict[str, Any]]) -> None:
-    """Append the mark to the content of the last message. RequestError if it cannot be continued."""
+def _mark_continuation(messages: list[dict[str, Any]]) -> str:
+    """Append a mark to the content of the last message, and return it: a text that no message has.
+    RequestError if the message cannot be continued."""
     last = messages[-1]
     content = last.get("content")
     if last["role"] != "assistant" or not isinstance(content, str) or not content or last.get("tool_calls"):
         allowed = "a message of the assistant whose content is text, to be continued, and without tool calls"
         raise RequestError.of("messages[-1]", last, allowed)
 
-    last["content"] = f"{content}{CONTINUATION} "
+    mark = f"[continued here, {secrets.token_hex(8)}]"
+    last["content"] = f"{content}{mark} "
+    return mark
 
 
-def _cut_continuation(prompt: str, messages: list[dict[str, Any]]) -> str:
-    """A prompt up to the mark in it."""
-    end = prompt.rfind(CONTINUATION)
+def _cut_continuation(prompt: str, mark: str, messages: Sequence[Mapping[str, Any]]) -> str:
+    """A prompt up to the last mark in it, without earlier ones."""
+    end = prompt.rfind(mark)
     if end < 0:
         allowed = "a message that the chat template renders whole: it leaves the end of this one out"
         raise RequestError.of("messages[-1]", messages[-1], allowed)
 
     # A template that trims content would have trimmed the end of this one too.
-    is_trimmed = prompt[end + len(CONTINUATION) : end + len(CONTINUATION) + 1] != " "
-    return prompt[:end].rstrip() if is_trimmed else prompt[:end]
+    is_trimmed = prompt[end + len(mark) : end + len(mark) + 1] != " "
+    prompt = prompt[:end].replace(f"{mark} ", "").replace(mark, "")
+    return prompt.rstrip() if is_trimmed else prompt
 
 
 class _GenerationBlocks(jinja2.ext.Extension):

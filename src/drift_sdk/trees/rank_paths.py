@@ -7,6 +7,7 @@ the best: (0, 1) is the second best candidate after the best one.
 from __future__ import annotations
 
 import json
+import stat
 import tomllib
 from collections.abc import Sequence
 from functools import lru_cache
@@ -82,11 +83,17 @@ def read_tree_file(file: str | Path) -> dict[str, Any]:
 
     Raises ConfigError naming `file` if it cannot be read.
     """
+    if not isinstance(file, str | Path):
+        raise ConfigError.of("file", file, "a path")
+
     path = Path(file)
     if path.suffix not in (".toml", ".json"):
         raise ConfigError.of("file", str(file), "a name that ends in .toml or .json")
 
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a FIFO may never return
+            raise ConfigError.of("file", str(file), "a regular file")
+
         with path.open("rb") as stream:
             data = stream.read(MAX_FILE_BYTES + 1)
         if len(data) > MAX_FILE_BYTES:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from chat_families import ADD, FAMILIES, TOOLS, WEATHER, family_tokenizer
 
+from drift_sdk import RequestError
 from drift_sdk.text.answers.forced_calls import GRAMMARS, forced_calls
 from drift_sdk.text.answers.formats import AnswerFormats, detect_formats
 from drift_sdk.text.grammar import GrammarConstraint, constrain
@@ -156,7 +157,8 @@ def test_tools_without_parameters_and_with_references() -> None:
         },
     ]
     for name in ("hermes", "pythonic", "qwen3_coder"):
-        case = Case(name, tools, reasons=False)  # type: ignore[arg-type]
+        given = tools if name == "hermes" else tools[1:]  # the others do not quote names
+        case = Case(name, given, reasons=False)  # type: ignore[arg-type]
         written = {
             "hermes": '<tool_call>\n{"name": "point", "arguments": {"at": [1, 2], "n": null}}\n</tool_call>',
             "pythonic": "[point(n=null), point(at=[1, 2]), point(at=[1, 2], n=3), point()]",
@@ -166,6 +168,60 @@ def test_tools_without_parameters_and_with_references() -> None:
         assert is_accepted(case, written[name]), name
     quoted = '<tool_call>\n{"name": "say \\"hi\\"", "arguments": {}}\n</tool_call>'
     assert is_accepted(Case("hermes", tools), quoted)  # type: ignore[arg-type]
+
+
+PLAIN_NAMES = ("pythonic", "magistral", "qwen3_coder", "deepseek_v3", "deepseek_v31", "harmony")
+"""Families that write the names of tools without quotes."""
+
+
+@pytest.mark.parametrize("tool", ["my tool", 'a"b', "a<b", "a\nb", "x" * 257])
+def test_names_that_no_call_can_have_are_rejected(tool: str) -> None:
+    for name in ANSWERS:
+        if name in PLAIN_NAMES:
+            with pytest.raises(RequestError, match="letters, digits") as caught:
+                Case(name, [{"name": tool}])
+            assert caught.value.field == "tool_choice"
+        else:
+            Case(name, [{"name": tool}]).constraint()
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"), [("pythonic", "a-b"), ("pythonic", "1"), ("qwen3_coder", "a>b")]
+)
+def test_arguments_that_no_call_can_have_are_rejected(name: str, argument: str) -> None:
+    with pytest.raises(RequestError, match="arguments of f"):
+        Case(name, [{"name": "f", "parameters": {"properties": {argument: {"type": "integer"}}}}])
+
+
+def test_enumerations_without_a_type() -> None:
+    """Values are written and read by their own types."""
+
+    def case(name: str, schema: object) -> Case:
+        return Case(name, [{"name": "f", "parameters": {"properties": {"a": schema}}}], reasons=False)
+
+    answers = {
+        "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>\n"
+        "</tool_call>",
+        "pythonic": "[f(a={})]",
+    }
+    strings, others = [{"enum": ["x"]}, {"const": "x"}], {"1": 1, "null": None, "true": True, '"x"': "x"}
+    for name, answer in answers.items():
+        mixed = case(name, {"enum": list(others.values())})
+        for text, value in others.items():
+            assert is_accepted(mixed, answer.format(text)), (name, text)
+            assert is_accepted(case(name, {"const": value}), answer.format(text)) or value == "x"
+            splitter = mixed.formats.splitter(mixed.tools)
+            assert (splitter.push(answer.format(text)) + splitter.flush()).tool_calls[0].arguments == {
+                "a": value
+            }
+        assert not any(is_accepted(mixed, answer.format(text)) for text in ("", "2", "false", "False"))
+        for schema in strings:
+            quote = '"' if name == "pythonic" else ""
+            assert is_accepted(case(name, schema), answer.format(f"{quote}x{quote}"))
+            assert not is_accepted(case(name, schema), answer.format(f"{quote}y{quote}"))
+        for wrong in (3, {"x": 1}, []):
+            with pytest.raises(RequestError):
+                case(name, {"type": "string", "enum": wrong}).constraint()
 
 
 def test_every_format_has_a_grammar() -> None:

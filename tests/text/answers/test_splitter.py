@@ -155,6 +155,32 @@ def test_malformed_call_is_text(text: str, answer: str | None, calls: int) -> No
         assert isinstance(found_calls, tuple) and len(found_calls) == calls
 
 
+def test_strings_of_calls_can_be_encoded() -> None:
+    """Half of a surrogate pair is no text: such a call stays as it is written. A pair is one character."""
+    for escapes, expected in ((r"\ud83d\ude00", "\U0001f600"), (r"\ud83d", None), (r"\ude00\ud83d", None)):
+        calls = {
+            "hermes": f'<tool_call>{{"name": "get_weather", "arguments": {{"city": "{escapes}"}}}}',
+            "llama3_json": f'{{"name": "get_weather", "parameters": {{"city": "{escapes}"}}}}',
+            "pythonic": f'[get_weather(city="{escapes}")]',
+        }
+        for name, text in calls.items():
+            splitter = AnswerFormats(tools=name, reasoning=None).splitter(ToolSet.of(TOOLS))
+            _, rest, found = joined(split(splitter, [text]))
+            assert found == ((("get_weather", {"city": expected}),) if expected else ()), (name, escapes)
+            assert rest == ("" if expected else text)
+
+
+def test_type_of_a_deeply_nested_schema_is_found() -> None:
+    """The schema comes from a caller; types are looked up on the engine's thread."""
+    schema: dict[str, object] = {"type": "integer"}
+    for number in range(5000):
+        schema = {("anyOf", "oneOf")[number % 2]: [schema]}
+    tools = ToolSet.of([{"name": "f", "parameters": {"properties": {"a": schema}}}])
+    splitter = AnswerFormats(tools="qwen3_coder", reasoning=None).splitter(tools)
+    found = joined(split(splitter, ["<function=f><parameter=a>1</parameter></function>"]))
+    assert found == ("", "", (("f", {"a": 1}),))
+
+
 def test_depth_of_arguments_is_bounded() -> None:
     for depth, calls in ((MAX_DEPTH - 2, 1), (MAX_DEPTH - 1, 0)):
         text = '<tool_call>{"name": "add", "arguments": {"a": ' + "[" * depth + "]" * depth + "}}"

@@ -13,7 +13,7 @@ from drift_sdk.text.answers.values import MAX_DEPTH, decode_json, decode_keyword
 from drift_sdk.text.answers.writer import AnswerWriter
 from drift_sdk.text.tools import ToolSet
 
-__all__ = ["CallReader", "MalformedCall", "UnfinishedCall"]
+__all__ = ["CallReader", "MalformedCall", "UnfinishedCall", "is_name"]
 
 MAX_NAME_CHARS = 256
 
@@ -47,6 +47,11 @@ class MalformedCall(ValueError):
 
 class UnfinishedCall(MalformedCall):
     """The text ends inside a call."""
+
+
+def is_name(text: str) -> bool:
+    """Whether `CallReader.name` reads a text as a name."""
+    return 0 < len(text) <= MAX_NAME_CHARS and NAME.fullmatch(text) is not None
 
 
 class CallReader:
@@ -133,7 +138,7 @@ class CallReader:
         yield from self.reader.take_run(NAME, pieces.append)
         name = "".join(pieces)
         self._taken.append(name)
-        if not 0 < len(name) <= MAX_NAME_CHARS:
+        if not is_name(name):
             raise (yield from self.wrong("expected a name"))
 
         return name

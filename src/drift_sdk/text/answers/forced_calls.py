@@ -7,11 +7,14 @@ properties that does not say whether it may have others has no others.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from drift_sdk.errors import RequestError
 from drift_sdk.grammars import Lark
 from drift_sdk.text.answers import tool_formats as marks
+from drift_sdk.text.answers.calls import MAX_NAME_CHARS, is_name
 from drift_sdk.text.answers.formats import AnswerFormats
 from drift_sdk.text.answers.reasoning import REASONING_FORMATS
 from drift_sdk.text.tokenizer import Tokenizer
@@ -24,6 +27,8 @@ COMPACT = {"whitespace_flexible": False, "key_separator": ": ", "item_separator"
 MAX_LENGTH = 1000
 """Most characters of a string that is not quoted which a grammar counts."""
 ANY_TEXT = r"/(?s:.*)/"
+IDENTIFIER = re.compile(r"[^\W\d]\w*")
+XML_NAME = re.compile(r"[^>]+")
 
 
 def forced_calls(
@@ -34,6 +39,8 @@ def forced_calls(
     formats:     its format of calls must not be None.
     template:    source of the model's chat template, which shows the variant of the format.
     is_thinking: whether the answer begins with reasoning that the prompt has opened.
+
+    Raises RequestError for names of tools and arguments that the format has no quotes for.
     """
     assert formats.tools is not None
     rules = Rules(tokenizer, template)
@@ -100,6 +107,24 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+def plain_name(tool: Tool) -> str:
+    """The name of a tool in formats that write it without quotes."""
+    if not is_name(tool.name):
+        allowed = f"tools named by 1 to {MAX_NAME_CHARS} letters, digits and _.:/- in this model's format"
+        raise RequestError.of("tool_choice", tool.name, allowed)
+
+    return tool.name
+
+
+def plain_key(tool: Tool, name: str, pattern: re.Pattern[str], kind: str) -> str:
+    """The name of an argument in formats that write it without quotes. kind: that of the pattern in words."""
+    if not pattern.fullmatch(name):
+        allowed = f"arguments of {tool.name} that are {kind} in this model's format of calls"
+        raise RequestError.of("tool_choice", name, allowed)
+
+    return name
+
+
 def object_schema(tool: Tool) -> dict[str, Any]:
     schema = {"type": "object", **tool.parameters}
     if tool.properties:
@@ -126,9 +151,10 @@ def qwen3_coder(rules: Rules, tools: list[Tool]) -> str:
     begin, end = rules.literal("<tool_call>"), rules.literal("</tool_call>")
     bodies = []
     for tool in tools:
-        parts = [quoted(f"<function={tool.name}>\n")]
+        parts = [quoted(f"<function={plain_name(tool)}>\n")]
         for name, schema in tool.properties.items():
-            written = f"{quoted(f'<parameter={name}>' + chr(10))} {written_value(rules, tool, schema)}"
+            opening = f"<parameter={plain_key(tool, name, XML_NAME, 'names without >')}>\n"
+            written = f"{quoted(opening)} {written_value(rules, tool, schema)}"
             parts.append(written if name in tool.required else f"({written})?")
         bodies.append(" ".join([*parts, '"</function>\\n"']))
     call = rules.rule(f'{begin} "\\n" ({" | ".join(bodies)}) {end}')
@@ -140,12 +166,12 @@ def written_value(rules: Rules, tool: Tool, schema: Any) -> str:
     schema says of strings, lengths and enumerations are followed."""
     end = "\n</parameter>\n"
     types = marks.types_of(schema)
-    if not isinstance(schema, Mapping) or (types <= {"string"} and "enum" not in schema):
+    if not isinstance(schema, Mapping) or (types <= {"string"} and not {"enum", "const"} & schema.keys()):
         return rules.rule(text_of(schema), f"[suffix={quoted(end)}]")
 
-    if types <= {"string"}:
-        values = [quoted(each) for each in schema["enum"] if isinstance(each, str)]
-        return f"({' | '.join(values)}) {quoted(end)}"
+    values = [each for each in marks.values_of(schema) or () if isinstance(each, str)]
+    if types == {"string"} and values:
+        return f"({' | '.join(map(quoted, values))}) {quoted(end)}"
 
     return f"{rules.rule(rules.value(nested(tool, schema)))} {quoted(end)}"
 
@@ -171,7 +197,7 @@ def llama3_json(rules: Rules, tools: list[Tool]) -> str:
 
 
 def pythonic(rules: Rules, tools: list[Tool]) -> str:
-    calls = [f'{quoted(tool.name + "(")} {keywords(rules, tool)} ")"' for tool in tools]
+    calls = [f'{quoted(plain_name(tool) + "(")} {keywords(rules, tool)} ")"' for tool in tools]
     call = rules.rule(" | ".join(calls))
     return f'"[" {call} (", " {call})* "]"'
 
@@ -180,10 +206,11 @@ def keywords(rules: Rules, tool: Tool) -> str:
     """The arguments of a tool in the order of its schema, some of them left out, as `a=1, b=2`."""
     first, later = rules.rule('""'), rules.rule('""')  # behind the last argument
     for name, schema in reversed(list(tool.properties.items())):
+        key = plain_key(tool, name, IDENTIFIER, "identifiers")
         typed_value = nested(tool, schema if isinstance(schema, Mapping) else {})
-        is_flag = marks.types_of(schema) == {"boolean"}
+        is_flag = marks.types_of(schema) == {"boolean"} and marks.values_of(typed_value) is None
         value = '("True" | "False")' if is_flag else rules.rule(rules.value(typed_value))
-        written = f"{quoted(name + '=')} {value} {later}"
+        written = f"{quoted(key + '=')} {value} {later}"
         if name in tool.required:
             first, later = rules.rule(written), rules.rule(f'", " {written}')
         else:
@@ -198,7 +225,7 @@ def mistral(rules: Rules, tools: list[Tool]) -> str:
         return f'{begin} "["  {call} (", " {call})* "]"'
 
     args = rules.literal("[ARGS]")
-    calls = [f"{quoted(tool.name)} {args} {rules.arguments(tool)}" for tool in tools]
+    calls = [f"{quoted(plain_name(tool))} {args} {rules.arguments(tool)}" for tool in tools]
     return rules.rule(f"{begin} ({' | '.join(calls)})") + "+"
 
 
@@ -207,8 +234,9 @@ def deepseek(rules: Rules, tools: list[Tool]) -> str:
     is_fenced = "```json" in rules.template
     calls = []
     for tool in tools:
-        start, stop = quoted(f"{tool.name}\n```json\n"), '"\\n```"'
-        head = f'"function" {separator} {start}' if is_fenced else f"{quoted(tool.name)} {separator}"
+        name = plain_name(tool)
+        start, stop = quoted(f"{name}\n```json\n"), '"\\n```"'
+        head = f'"function" {separator} {start}' if is_fenced else f"{quoted(name)} {separator}"
         calls.append(f"{head} {rules.arguments(tool)} {stop if is_fenced else ''}")
     call = rules.rule(f"{begin} ({' | '.join(calls)}) {end}")
     space = '"\\n" ' if is_fenced else ""
@@ -233,7 +261,7 @@ def harmony(rules: Rules, tools: list[Tool]) -> str:
     thought = f'{channel} "analysis" {message} {rules.text_before("<|end|>")} {start} "assistant"'
     calls = []
     for tool in tools:
-        recipient = quoted(f"commentary to=functions.{tool.name} ")
+        recipient = quoted(f"commentary to=functions.{plain_name(tool)} ")
         calls.append(f'{channel} {recipient} {constrain} "json" {message} {rules.arguments(tool)}')
     return f"({thought})? ({' | '.join(calls)})"
 

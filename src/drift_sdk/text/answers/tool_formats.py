@@ -265,19 +265,29 @@ def typed(text: str, schema: object) -> Any:
     return value if "string" not in types or types & set(JSON_TYPES[type(value)]) else text
 
 
-def types_of(schema: object) -> set[str]:
-    """The JSON types that a schema names; empty if it names none."""
-    if not isinstance(schema, Mapping):
-        return set()
+def values_of(schema: Mapping[str, Any]) -> list[Any] | None:
+    """The values that a schema enumerates; None if it does not."""
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    return values if isinstance(values, list) else None
 
-    named = schema.get("type")
-    found = {named} if isinstance(named, str) else set()
-    for each in named if isinstance(named, list) else ():
-        found |= {each} if isinstance(each, str) else set()
-    for keyword in ("anyOf", "oneOf"):
-        alternatives = schema.get(keyword)
-        for each in alternatives if isinstance(alternatives, list) else ():
-            found |= types_of(each) if isinstance(each, Mapping) and keyword not in each else set()
+
+def types_of(schema: object) -> set[str]:
+    """The JSON types that a schema names, or else those of the values that it enumerates; empty if it does
+    neither."""
+    found: set[str] = set()
+    waiting = [(schema, "")]  # schemas, and the keyword of which each is an alternative
+    while waiting:
+        each, outer = waiting.pop()
+        if not isinstance(each, Mapping) or (outer and outer in each):
+            continue
+
+        named = each.get("type")
+        if named is None:
+            named = [JSON_TYPES.get(type(value), ("",))[0] for value in values_of(each) or ()]
+        found |= {name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)}
+        for keyword in ("anyOf", "oneOf"):
+            alternatives = each.get(keyword)
+            waiting += [(inner, keyword) for inner in alternatives] if isinstance(alternatives, list) else []
     return found
 
 

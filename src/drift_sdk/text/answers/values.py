@@ -27,8 +27,11 @@ TOKEN = re.compile(
 
 def decode_json(text: str) -> Any:
     """The value of a JSON text. Raises ValueError for what is not JSON, for a key that an object has twice,
-    and for numbers that are not finite."""
-    return _decoder.decode(text)
+    for numbers that are not finite, and for strings with half of a surrogate pair."""
+    value = _decoder.decode(text)
+    if "\\u" in text:
+        json.dumps(value, ensure_ascii=False).encode()  # UnicodeEncodeError, a ValueError
+    return value
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -163,7 +166,8 @@ def read_dict(tokens: Tokens, depth: int) -> dict[str, Any]:
 
 
 def unescaped(text: str) -> str:
-    """The text of a Python string literal without its quotes."""
+    """The text of a Python string literal without its quotes. Two escapes that are a surrogate pair are one
+    character, as in JSON; ValueError for half of a pair."""
 
     def replace(match: re.Match[str]) -> str:
         code = match[1] or match[2] or match[3]
@@ -172,4 +176,7 @@ def unescaped(text: str) -> str:
 
         return ESCAPES.get(match[4], match[4] if match[4] in "\\'\"" else match[0])
 
-    return ESCAPE.sub(replace, text) if "\\" in text else text
+    if "\\" not in text:
+        return text
+
+    return ESCAPE.sub(replace, text).encode("utf-16", "surrogatepass").decode("utf-16")
