@@ -114,6 +114,24 @@ async def test_requests_after_sleep_and_restart_go_on_with_the_list() -> None:
         assert (await engine.generate("x")).text == "c"
 
 
+async def test_reply_of_a_function_is_kept_over_sleep() -> None:
+    prompts: list[str] = []
+
+    def reply(prompt: str) -> str:
+        prompts.append(prompt)
+        return str(len(prompts)) * 50
+
+    async with scripted_engine(reply) as engine:
+        await engine.pause()
+        stream = engine.generate("x")
+        await stream.accepted()
+        await engine.sleep()
+        await engine.wake()
+        await engine.resume()
+        assert (await stream).text == "1" * 50
+    assert prompts == ["x"]
+
+
 async def test_function_sees_the_rendered_prompt_once() -> None:
     seen: list[str] = []
 
