@@ -85,6 +85,7 @@ def render() -> str:
     parts.append("## Testing code that embeds an engine")
     parts.append(f"### drift_sdk.testing.{signature('scripted_engine', testing.scripted_engine)}")
     parts.append(doc_of(testing.scripted_engine))
+    parts.append(render_class("drift_sdk.testing.Reply", testing.Reply))
     parts.append(render_class("drift_sdk.testing.ScriptedModel", testing.ScriptedModel))
     parts.append("## Measuring")
     for function in (

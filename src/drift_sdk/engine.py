@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from drift_sdk._display import html_table, state_repr
 from drift_sdk._validation import check_float
 from drift_sdk.config import EngineConfig
 from drift_sdk.driver.commands import Pause, Resume, Sleep, Unpause, Wake
@@ -19,12 +20,12 @@ from drift_sdk.driver.loaded_model import LoadedModel, OpenModel, with_limits
 from drift_sdk.driver.loop_poster import Latch
 from drift_sdk.driver.prompts import ModelText
 from drift_sdk.driver.startup_progress import ProgressReporter, check_on_progress
-from drift_sdk.errors import ConfigError, EngineClosed, RequestError
+from drift_sdk.errors import ConfigError, EngineClosed, RequestError, short_repr
 from drift_sdk.events import Event
 from drift_sdk.progress import Progress, Report
 from drift_sdk.sampling_params import SamplingParams
 from drift_sdk.serving import Serving
-from drift_sdk.stats import EngineMetrics, EngineStats
+from drift_sdk.stats import EngineMetrics, EngineStats, load_of
 from drift_sdk.steps import ExecutorLimits
 
 if TYPE_CHECKING:
@@ -219,6 +220,14 @@ class Engine(Serving):
         """Most tokens of prompt and completion together. EngineClosed if the engine is not open."""
         return self._model_text().max_model_len
 
+    def __repr__(self) -> str:
+        """Model and state; of an open engine also executor, running and waiting sequences and KV use."""
+        return state_repr(type(self).__name__, description(self))
+
+    def _repr_html_(self) -> str:
+        """The same as a table, for notebooks."""
+        return html_table(type(self).__name__, description(self))
+
     @property
     def _driver(self) -> Driver | None:
         return self._life_cycle.driver
@@ -254,6 +263,34 @@ class Engine(Serving):
             driver.close(0.0)
             message = f"the engine of {self.model} was garbage-collected without being closed"
             warnings.warn(message, ResourceWarning, stacklevel=2, source=self)
+
+
+def description(engine: Engine) -> dict[str, str]:
+    """Model, state and load of an engine in any state, also one whose constructor has failed."""
+    life_cycle: LifeCycle | None = getattr(engine, "_life_cycle", None)
+    if life_cycle is None:
+        return {"state": "not started"}
+
+    driver = life_cycle.driver
+    shown = {"model": short_repr(str(engine.model)), "state": state_of(driver, life_cycle.was_started)}
+    if driver is not None and driver.is_open:
+        shown["executor"] = driver.executor_name or ""
+        shown |= load_of(driver.stats_recorder.read())
+    return shown
+
+
+def state_of(driver: Driver | None, was_started: bool) -> str:
+    """The state of an engine with this driver in a word."""
+    if driver is None:
+        return "closed" if was_started else "not started"
+
+    if driver.is_over:
+        return "closed"
+
+    if driver.is_open:
+        return "open"
+
+    return "closing" if driver.is_closing else "starting"
 
 
 def open_files(

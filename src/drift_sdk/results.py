@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from drift_sdk._display import html_table, struct_repr
+from drift_sdk.errors import short_repr
 from drift_sdk.grammars import JsonSchema
 
 __all__ = [
@@ -200,6 +202,28 @@ class Completion(Struct, frozen=True, kw_only=True, dict=True):
         """
         # A grammar describes all of the answer, also what looks like a tool call.
         return None if self.schema is None else self.schema.decode(self.raw_text or self.text)
+
+    def __repr__(self) -> str:
+        """The fields that differ from their defaults, each cut to 200 characters."""
+        return struct_repr(self)
+
+    def _repr_html_(self) -> str:
+        """Finish reason, tokens, tokens a second and text, for notebooks."""
+        usage, timing = self.usage, self.timing
+        reason = "" if self.stop_reason is None else f" ({self.stop_reason!r})"
+        cached = f" ({usage.cached_tokens:,} cached)" if usage.cached_tokens else ""
+        rows = {
+            "finish reason": f"{self.finish_reason}{reason}",
+            "tokens": f"{usage.prompt_tokens:,}{cached} + {usage.completion_tokens:,}",
+            "first token": f"{timing.first_token_s:.3f} s",
+        }
+        if usage.completion_tokens > 1 and timing.decode_s > 0:
+            rows["tokens/s"] = f"{(usage.completion_tokens - 1) / timing.decode_s:,.1f}"
+        if self.reasoning:
+            rows["reasoning"] = short_repr(self.reasoning)
+        for call in self.tool_calls:
+            rows[f"tool call {call.index}"] = f"{call.name}({short_repr(call.arguments)})"
+        return html_table(f"Completion {self.request_id}", rows, self.text)
 
     def message(self) -> dict[str, Any]:
         """The answer as a message of the conversation, in the form that chat templates take: role, content,

@@ -6,9 +6,10 @@ from bisect import bisect_left
 
 from msgspec import Struct
 
+from drift_sdk._display import html_table, struct_repr
 from drift_sdk.results import SpeculationStats
 
-__all__ = ["EngineMetrics", "EngineStats", "Histogram", "Histograms"]
+__all__ = ["EngineMetrics", "EngineStats", "Histogram", "Histograms", "load_of"]
 
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 STEP_SECONDS = (
@@ -117,6 +118,21 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     num_host_copies: int = 0
     num_allocations: int = 0
 
+    def __repr__(self) -> str:
+        """The fields that differ from their defaults."""
+        return struct_repr(self)
+
+    def _repr_html_(self) -> str:
+        """The current state and the main counters, for notebooks."""
+        counters = {
+            "requests": self.num_submitted,
+            "failed": self.num_failed,
+            "rejected": self.num_rejected,
+            "preemptions": self.num_preemptions,
+            "generated tokens": self.num_generated_tokens,
+        }
+        return html_table("EngineStats", load_of(self) | {name: f"{n:,}" for name, n in counters.items()})
+
     @property
     def kv_use(self) -> float:
         """Share of the KV cache that sequences hold, 0 to 1; blocks that are only cached do not count."""
@@ -131,6 +147,16 @@ class EngineStats(Struct, frozen=True, kw_only=True):
             num_accepted=self.num_accepted_tokens,
             accepted_at=self.accepted_at,
         )
+
+
+def load_of(stats: EngineStats) -> dict[str, str]:
+    """The current load in words, by what it is."""
+    return {
+        "running": f"{stats.num_running:,}",
+        "waiting": f"{stats.num_waiting:,}",
+        "KV": f"{stats.kv_use:.0%} of {stats.num_blocks:,} blocks",
+        "tokens/s": f"{stats.tokens_per_second:,.1f}",
+    }
 
 
 class Histogram:

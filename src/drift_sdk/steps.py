@@ -102,14 +102,17 @@ class SlotAssignment(Struct, frozen=True, kw_only=True):
     """A sequence is placed in a slot, whose row of the slot tables is initialised.
 
     cached_token_ids: the tokens found in the prefix cache, which no chunk contains. Given only for sampling
-    with penalties, which count them, and to executors that want the history
-    (`SchedulerConfig.wants_history`); else empty.
+                      with penalties, which count them, and to executors that want the history
+                      (`SchedulerConfig.wants_history`); else empty.
+    arrival:          number of requests that were submitted to the engine before the sequence's. It names the
+                      sequence: it is the same when a preempted sequence is placed again.
     """
 
     slot: int
     sampling: SlotSampling
     constraint: TokenConstraint | None = None
     cached_token_ids: tuple[int, ...] = ()
+    arrival: int = 0
 
 
 class BlockUpdate(Struct, frozen=True, kw_only=True):

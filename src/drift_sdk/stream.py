@@ -9,10 +9,12 @@ from typing import Any
 
 from anyio.lowlevel import checkpoint_if_cancelled
 
+from drift_sdk._display import html_table, state_repr
 from drift_sdk.driver.stream_updates import StreamUpdates
+from drift_sdk.errors import short_repr
 from drift_sdk.results import Chunk, Completion
 
-__all__ = ["TokenStream", "updates_of"]
+__all__ = ["TokenStream", "description_of_stream", "updates_of"]
 
 
 class TokenStream(AsyncIterator[Chunk]):
@@ -140,6 +142,14 @@ class TokenStream(AsyncIterator[Chunk]):
         if not self._is_entered:
             self.cancel()
 
+    def __repr__(self) -> str:
+        """The request's name and state."""
+        return state_repr(type(self).__name__, description_of_stream(self))
+
+    def _repr_html_(self) -> str:
+        """The same as a table, for notebooks."""
+        return html_table(type(self).__name__, description_of_stream(self))
+
     def __del__(self) -> None:
         updates = getattr(self, "_updates", None)
         if (
@@ -156,3 +166,20 @@ class TokenStream(AsyncIterator[Chunk]):
 def updates_of(stream: TokenStream) -> StreamUpdates:
     """The updates of a stream, for modules that wait for several streams at once."""
     return stream._updates
+
+
+def description_of_stream(stream: TokenStream | None) -> dict[str, str]:
+    """Name and state of a stream's request; None = there is no stream yet."""
+    updates: StreamUpdates | None = getattr(stream, "_updates", None)
+    if stream is None or updates is None:  # a constructor has failed
+        return {"state": "not submitted"}
+
+    state = "accepted" if updates.is_accepted else "submitted"
+    if stream._is_cancelled:
+        state = "cancelled"
+    completion, error = updates.completion, updates.error
+    if completion is not None:
+        state = f"ended ({completion.finish_reason})"
+    elif error is not None:
+        state = f"failed ({short_repr(error)})"
+    return {"request_id": stream.request_id, "state": state}

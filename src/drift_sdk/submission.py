@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import re
+from collections.abc import Callable
 from functools import partial
 
 from drift_sdk.driver.commands import Cancel
@@ -28,9 +29,14 @@ OWN_ID = re.compile(r"req-\d.*", flags=re.ASCII)
 
 
 class Submitter:
-    """Submits the requests of one engine. May be used from any thread."""
+    """Submits the requests of one engine. May be used from any thread.
 
-    def __init__(self) -> None:
+    new_request: makes a request of the arguments of `Request`; an error that it raises is raised by the call
+                 that submits.
+    """
+
+    def __init__(self, new_request: Callable[..., Request] = Request) -> None:
+        self._new_request = new_request
         self._numbers = itertools.count()
         self._seeds = random.SystemRandom()
 
@@ -44,7 +50,7 @@ class Submitter:
     ) -> TokenStream:
         """Submit a prompt. RequestError for a wrong id; raises what `Driver.submit` raises."""
         number = next(self._numbers)
-        request = Request(
+        request = self._new_request(
             request_id=request_id if request_id is not None else f"req-{number}",
             arrival=number,
             prompt=prompt,
@@ -70,7 +76,7 @@ class Submitter:
         first_seed, loop_poster, signal = self._seed(params), LoopPoster.current(), Signal()
         shared = SharedPrompt(prompt)
         requests = [
-            Request(
+            self._new_request(
                 request_id=f"{group_id}-{index}",
                 group_id=group_id,
                 arrival=number,

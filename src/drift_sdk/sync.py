@@ -10,10 +10,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
+from drift_sdk._display import html_table, state_repr
 from drift_sdk.config import EngineConfig
 from drift_sdk.driver.loaded_model import OpenModel
 from drift_sdk.driver.loop_thread import LoopThread, check_no_loop
-from drift_sdk.engine import Engine
+from drift_sdk.engine import Engine, description
 from drift_sdk.errors import EngineClosed
 from drift_sdk.events import Event
 from drift_sdk.jobs import JobMap, JobResult, PromptLike, check_prompts
@@ -21,7 +22,7 @@ from drift_sdk.progress import Progress
 from drift_sdk.results import Chunk, Completion
 from drift_sdk.sampling_params import SamplingOptions, SamplingParams
 from drift_sdk.stats import EngineMetrics, EngineStats
-from drift_sdk.stream import TokenStream
+from drift_sdk.stream import TokenStream, description_of_stream
 
 if TYPE_CHECKING:
     from drift_sdk.text.tokenizer import Tokenizer
@@ -54,6 +55,14 @@ class SyncStream(Iterator[Chunk]):
             raise StopIteration
 
         return chunk
+
+    def __repr__(self) -> str:
+        """As that of `TokenStream`."""
+        return state_repr(type(self).__name__, description_of_stream(getattr(self, "_stream", None)))
+
+    def _repr_html_(self) -> str:
+        """As that of `TokenStream`."""
+        return html_table(type(self).__name__, description_of_stream(getattr(self, "_stream", None)))
 
     def accepted(self) -> None:
         """Wait until the request is accepted; see `TokenStream.accepted`."""
@@ -149,6 +158,18 @@ class SyncEngine:
             assert self._finalizer is not None
             self._finalizer.detach()
         loop.stop()
+
+    def __repr__(self) -> str:
+        """As that of `Engine`."""
+        return state_repr(type(self).__name__, self._description())
+
+    def _repr_html_(self) -> str:
+        """As that of `Engine`."""
+        return html_table(type(self).__name__, self._description())
+
+    def _description(self) -> dict[str, str]:
+        engine = getattr(self, "_engine", None)  # none if the constructor has failed
+        return description(engine) if engine is not None else {"state": "not started"}
 
     def __enter__(self) -> SyncEngine:
         self.start()

@@ -48,6 +48,7 @@ class StepBuilder:
                 sampling=sequence.sampling,
                 constraint=sequence.constraint,
                 cached_token_ids=cached,
+                arrival=sequence.arrival,
             )
         )
 

@@ -1,0 +1,190 @@
+"""ScriptedModel and the engine around it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from drift_sdk.config import EngineConfig
+from drift_sdk.driver.loaded_model import LoadedModel, with_limits
+from drift_sdk.driver.prompts import Prompt
+from drift_sdk.driver.request import ModelText, Request
+from drift_sdk.engine import Engine
+from drift_sdk.progress import Report
+from drift_sdk.scheduling.config import SchedulerConfig
+from drift_sdk.steps import ExecutorLimits
+from drift_sdk.submission import Submitter
+from drift_sdk.testing.byte_tokens import EOS_TOKEN_ID, byte_tokenizer
+from drift_sdk.testing.executor import ScriptedExecutor
+from drift_sdk.testing.replies import ReplyLike, Script
+from drift_sdk.text.chat import ChatTemplate
+
+__all__ = ["CHAT_TEMPLATE", "ScriptedEngine", "ScriptedModel", "scripted_engine"]
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+class ScriptedModel:
+    """Opens a `ScriptedExecutor` in place of a model's files: the `open_model` of an `Engine`.
+
+    reply:           the reply to every request; a list of the replies to the requests in the order of
+                     submission; a function from the text of the prompt to the reply, such as
+                     `lambda prompt: "yes"`; or a function that computes each next token of three arguments:
+                     token ids of the prompt, token ids generated so far, seed. A reply is a text, a
+                     `ToolCall`, a `Reply`, a mapping of its fields, an exception (see `Reply.raises`) or a
+                     list that mixes them.
+    config:          of the engine. None = a context of 4,096 tokens and a KV cache of 65,536.
+    step_s:          seconds that a step takes.
+    tokens_per_step: most tokens that a decode row emits in one step.
+
+    It serves one engine at a time. RequestError and QueueFull are raised where they belong by the engine of
+    `scripted_engine` alone; in another one they are failures of the executor.
+
+    `executors` lists the executors opened so far, the newest last. To make opening fail or wait, wrap it:
+
+        model = ScriptedModel("Paris.")
+
+        def open_slowly(report, limits=None):
+            time.sleep(1.0)
+            return model(report, limits)
+
+        engine = Engine("scripted", model.config, open_model=open_slowly)
+    """
+
+    def __init__(
+        self,
+        reply: ReplyLike | Sequence[object] | Callable[..., object] = "Hello!",
+        *,
+        config: EngineConfig | None = None,
+        step_s: float = 0.0,
+        tokens_per_step: int = 1,
+    ) -> None:
+        self.config = (
+            config if config is not None else EngineConfig(max_model_len=4096, kv_cache_tokens=65_536)
+        )
+        self.executors: list[ScriptedExecutor] = []
+        self.script = Script(reply)
+        self._step_s = step_s
+        self._tokens_per_step = tokens_per_step
+
+    def __call__(self, report: Report, limits: ExecutorLimits | None = None) -> LoadedModel:
+        config = with_limits(self.config, limits)
+        template = ChatTemplate(
+            config.chat_template or CHAT_TEMPLATE,
+            bos_token=None,
+            eos_token=None,
+            tool_format=config.tool_format,
+            reasoning_format=config.reasoning_format,
+        )
+        if limits is None:  # not after sleep: requests go on then
+            self.script.forget()
+        self.script.open(template)
+        executor = ScriptedExecutor(
+            scripted_limits(config),
+            self.script,
+            step_s=self._step_s,
+            tokens_per_step=self._tokens_per_step,
+        )
+        self.executors.append(executor)
+        report("ready", 1.0)
+        return LoadedModel(
+            executor=executor,
+            executor_name="scripted",
+            scheduling=scripted_scheduling(config, executor.limits, self._tokens_per_step),
+            text=ModelText(
+                tokenizer=byte_tokenizer(),
+                chat_template=template,
+                eos_token_ids=(EOS_TOKEN_ID,),
+                max_model_len=executor.limits.max_model_len,
+                vocab_size=executor.limits.vocab_size,
+            ),
+        )
+
+
+class ScriptedEngine(Engine):
+    """An `Engine` that opens a `ScriptedModel`; `executors` lists its executors, the newest last."""
+
+    def __init__(self, model: ScriptedModel) -> None:
+        super().__init__("scripted", model.config, open_model=model)
+        self._submitter = Submitter(partial(new_request, model.script, weakref.ref(self)))
+        self.executors = model.executors
+
+
+def scripted_engine(
+    reply: ReplyLike | Sequence[object] | Callable[..., object] = "Hello!",
+    *,
+    config: EngineConfig | None = None,
+    step_s: float = 0.0,
+    tokens_per_step: int = 1,
+) -> Engine:
+    """A real engine around a scripted model.
+
+    reply:           the reply to every request; a list of the replies to the requests in the order of
+                     submission; a function from the text of the prompt to the reply, such as
+                     `lambda prompt: "yes"`; or a function that computes each next token of three arguments:
+                     token ids of the prompt, token ids generated so far, seed. A reply is a text, a
+                     `ToolCall`, a `Reply`, a mapping of its fields, an exception (see `Reply.raises`) or a
+                     list that mixes them.
+    config:          None = a context of 4,096 tokens and a KV cache of 65,536.
+    step_s:          seconds that a step takes.
+    tokens_per_step: most tokens that a sequence emits in one step.
+
+    Tokens are the UTF-8 bytes of the text, and `EOS_TOKEN_ID`. Every call that submits takes the next reply
+    of a list, each sample of `samples` too; a request beyond the last one raises AssertionError at the call.
+    Which reply a request gets depends on this order alone, not on the order in which requests run. The
+    function of the prompt is called once for each request, on a thread beside the event loop; what it raises
+    is its reply. Of samples, an error in place of the first reply ends all.
+
+    Raises ConfigError for what is no reply; starting the engine raises ConfigError for a tool call or
+    reasoning that the model's format (`EngineConfig.tool_format`, `reasoning_format`) cannot express.
+    """
+    return ScriptedEngine(ScriptedModel(reply, config=config, step_s=step_s, tokens_per_step=tokens_per_step))
+
+
+def new_request(
+    script: Script,
+    engine: weakref.ref[ScriptedEngine],
+    *,
+    arrival: int,
+    prompt: Prompt,
+    **details: Any,
+) -> Request:
+    """A request whose prompt raises the error that the script has for it. Raises QueueFull if that is its
+    reply, and AssertionError if it has none; an engine that is not open rejects the request itself."""
+    is_open = (serving := engine()) is not None and serving.is_open
+    scripted = script.scripted(arrival, prompt) if is_open else prompt
+    return Request(arrival=arrival, prompt=scripted, **details)
+
+
+def scripted_limits(config: EngineConfig) -> ExecutorLimits:
+    max_model_len = config.max_model_len or 4096
+    block_size = config.block_size or 16
+    kv_cache_tokens = max(config.kv_cache_tokens or 65_536, max_model_len)
+    return ExecutorLimits(
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=max_model_len,
+        num_blocks=-(-kv_cache_tokens // block_size),
+        block_size=block_size,
+        vocab_size=EOS_TOKEN_ID + 1,
+    )
+
+
+def scripted_scheduling(
+    config: EngineConfig, limits: ExecutorLimits, tokens_per_step: int
+) -> SchedulerConfig:
+    return SchedulerConfig(
+        max_num_seqs=limits.max_num_seqs,
+        num_blocks=limits.num_blocks,
+        block_size=limits.block_size,
+        prefill_token_budget=config.prefill_token_budget,
+        draft_choices=(tokens_per_step - 1,) if tokens_per_step > 1 else (),
+        is_draft_adaptive=False,
+        target_latency_ms_p50=config.target_latency_ms_p50,
+        target_latency_ms_p95=config.target_latency_ms_p95,
+        prefer_high_throughput=config.prefer_high_throughput,
+    )
