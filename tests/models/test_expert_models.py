@@ -84,14 +84,14 @@ def _no_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _sinks_with_value(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sink's key has the value of the last key, instead of none."""
-    with_sinks = attention._with_sinks
+    with_sinks = attention.with_sinks
 
     def planted(*args: torch.Tensor) -> tuple[torch.Tensor, ...]:
         query, key, value = with_sinks(*args)
         value[:, :, -1] = value[:, :, 0]
         return query, key, value
 
-    monkeypatch.setattr(attention, "_with_sinks", planted)
+    monkeypatch.setattr(attention, "with_sinks", planted)
 
 
 def _window_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ def test_operations_of_a_prompt(tmp_path: Path) -> None:
 def test_8b_shapes_have_the_published_number_of_parameters(tmp_path: Path) -> None:
     model = prepare("llama-3.1-8b", tmp_path)
     assert model.num_read_parameters + 128_256 * 4096 == 8_030_261_248
-    assert model.config.rope_scaling is not None
+    assert model.config.ropes[0].scaling is not None
 
 
 def test_byte_tokenizer_fills_the_vocabulary(tmp_path: Path) -> None:

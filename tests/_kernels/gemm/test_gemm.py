@@ -108,7 +108,7 @@ def test_gated_multiply_is_near_the_reference(
 def test_gated_multiply_takes_other_activations(device: str) -> None:
     x, weight = inputs((5, 40, 70), torch.float32, device)
     out = torch.full((5, 20), torch.nan, device=device)
-    gated_multiply(x, weight, out, GemmConfig(1, True, 32, 16, 64, 3, 4), "gelu_tanh")
+    gated_multiply(x, weight, out, GemmConfig(True, 32, 16, 64, 3, 4), "gelu_tanh")
     expected = gated_multiply_reference(x, weight, "gelu_tanh")
     assert_near(out, expected, inner=70, depth=2, magnitude=LARGEST)
 
