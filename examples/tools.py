@@ -53,9 +53,10 @@ async def main(model: str) -> None:
     async with Engine(model) as engine:
         asked = await engine.chat(messages, tools=TOOLS, tool_choice="get_weather")
         print(asked.raw_text)
-        messages.append({"role": "assistant", "content": asked.raw_text})
-        results = [answer(call) for call in asked.tool_calls]
-        messages += [{"role": "user", "content": f"The function answered: {result}"} for result in results]
+        messages.append(asked.message())
+        messages += [
+            {"role": "tool", "tool_call_id": call.id, "content": answer(call)} for call in asked.tool_calls
+        ]
 
         async for chunk in engine.chat(messages, SamplingParams(max_tokens=64)):
             print(chunk.text, end="", flush=True)

@@ -31,12 +31,11 @@ MAX_AHEAD_UNORDERED = 2
 class Job(Struct, frozen=True, kw_only=True):
     """A prompt of `Engine.map`, with a key for its result.
 
-    key:           names the result; any value.
-    prompt:        as of `Engine.generate`.
-    messages:      as of `Engine.chat`. Either prompt or messages must be given, or RequestError is raised.
-    params:        None = those of the map.
-    tools:         as of `Engine.chat`, with messages alone.
-    template_args: as of `Engine.chat`, with messages alone.
+    key:      names the result; any value.
+    prompt:   as of `Engine.generate`.
+    messages: as of `Engine.chat`. Either prompt or messages must be given, or RequestError is raised.
+    params:   None = those of the map.
+    tools, template_args, tool_choice, continue_final: as of `Engine.chat`, with messages alone.
 
     Other wrong values are errors of the job when it is submitted.
     """
@@ -47,15 +46,18 @@ class Job(Struct, frozen=True, kw_only=True):
     params: SamplingParams | None = None
     tools: Sequence[Mapping[str, Any]] | None = None
     template_args: Mapping[str, Any] | None = None
+    tool_choice: str = "auto"
+    continue_final: bool = False
 
     def __post_init__(self) -> None:
         if (self.prompt is None) == (self.messages is None):
             allowed = "a prompt or messages" if self.prompt is None else "a prompt or messages, not both"
             raise RequestError.of("prompt", self.prompt, allowed)
 
-        for name in ("tools", "template_args"):
-            if self.messages is None and getattr(self, name) is not None:
-                raise RequestError.of(name, getattr(self, name), "None without messages")
+        defaults = {"tools": None, "template_args": None, "tool_choice": "auto", "continue_final": False}
+        for name, default in defaults.items():
+            if self.messages is None and getattr(self, name) != default:
+                raise RequestError.of(name, getattr(self, name), f"{default!r} without messages")
 
 
 PromptLike = str | Sequence[int] | Job

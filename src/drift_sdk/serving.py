@@ -96,8 +96,8 @@ class Serving(ABC):
                         is logged as a warning, once per engine.
         template_args:  further variables of the template, by name.
         tool_choice:    "auto" (the model calls tools or not), "none" (the tools are left out), "required"
-                        (the answer consists of calls, at least one) or the name of a tool (of calls of this
-                        one). The last two are a grammar: arguments follow the tools' schemas, reasoning may
+                        (the answer consists of calls, at least one) or the name of a tool (of one call of
+                        it). The last two are a grammar: arguments follow the tools' schemas, reasoning may
                         come first, and the parameters can have no other grammar.
         continue_final: the answer continues the last message, which must be the assistant's and have text.
         params, request_id, options: as of `generate`.
@@ -279,7 +279,14 @@ class Serving(ABC):
 
         own = job.params if job.params is not None else params
         if job.messages is not None:
-            return self.chat(job.messages, own, job.tools, job.template_args)
+            return self.chat(
+                job.messages,
+                own,
+                job.tools,
+                job.template_args,
+                tool_choice=job.tool_choice,
+                continue_final=job.continue_final,
+            )
 
         assert job.prompt is not None
         return self.generate(job.prompt, own)

@@ -20,6 +20,7 @@ from drift_sdk import (
     PromptTooLong,
     RequestError,
     SamplingParams,
+    ToolCall,
 )
 from drift_sdk.jobs import MAX_AHEAD, MAX_AHEAD_UNORDERED
 from drift_sdk.testing import EOS_TOKEN_ID, scripted_engine
@@ -265,6 +266,27 @@ def test_map_yields_errors_with_their_keys(loop: str, ordered: bool) -> None:
                 assert [result.key for result in results] == list(EXPECTED)
 
     run(loop, main)
+
+
+async def test_jobs_take_the_options_of_chat() -> None:
+    weather = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
+    user, begun = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "I have beg"}
+    forced = Job(key="forced", messages=[user], tools=[weather], tool_choice="get_weather")
+    continued = Job(key="continued", messages=[user, begun], continue_final=True)
+
+    def reply(prompt: str) -> str | ToolCall:
+        return "un." if prompt.endswith("I have beg") else ToolCall(name="get_weather", arguments={})
+
+    async with scripted_engine(reply) as engine:
+        results = {
+            result.key: result.completion
+            async for result in engine.map([forced, continued], errors="yield", ordered=False)
+        }
+    assert [call.name for call in results["forced"].tool_calls] == ["get_weather"]
+    assert results["continued"].text == "un."
+    for fields in ({"tool_choice": "none"}, {"continue_final": True}):
+        with pytest.raises(RequestError, match="without messages"):
+            Job(key=1, prompt="x", **fields)
 
 
 async def test_unordered_map_raises_the_first_error() -> None:

@@ -52,7 +52,13 @@ class Case:
     """A family's formats, tokenizer and grammar."""
 
     def __init__(
-        self, name: str, tools: list[dict[str, object]], *, is_thinking: bool = False, reasons: bool = True
+        self,
+        name: str,
+        tools: list[dict[str, object]],
+        *,
+        is_thinking: bool = False,
+        reasons: bool = True,
+        is_single: bool = False,
     ) -> None:
         family = FAMILIES[name]
         found = detect_formats(family.template)
@@ -60,7 +66,12 @@ class Case:
         self.tokenizer: Tokenizer = family_tokenizer(family)
         self.tools = ToolSet.of(tools)
         self.grammar = forced_calls(
-            self.formats, self.tools, self.tokenizer, template=family.template, is_thinking=is_thinking
+            self.formats,
+            self.tools,
+            self.tokenizer,
+            template=family.template,
+            is_thinking=is_thinking,
+            is_single=is_single,
         )
 
     def constraint(self) -> GrammarConstraint:
@@ -109,12 +120,14 @@ def test_documented_answer_is_accepted(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_any_accepted_answer_is_calls_alone(name: str) -> None:
+@pytest.mark.parametrize("is_single", [False, True])
+def test_any_accepted_answer_is_calls_alone(name: str, is_single: bool) -> None:
     """Random walks through the grammar. Arguments are those that the tools' schemas describe."""
     schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
-    case = Case(name, TOOLS, reasons=False)
+    case = Case(name, TOOLS, reasons=False, is_single=is_single)
+    assert is_accepted(case, ANSWERS[name]) == (not is_single or name == "harmony")
     shown = case.tokenizer.special_ids_of(case.formats.markers)
-    for seed in range(3):
+    for seed in range(1 if is_single else 3):
         draw, constraint, ids = random.Random(seed), case.constraint(), []
         while True:
             choices = allowed_ids(constraint)
@@ -133,6 +146,7 @@ def test_any_accepted_answer_is_calls_alone(name: str) -> None:
         parts = [splitter.push(raw), splitter.flush()]
         calls = [call for part in parts for call in part.tool_calls]
         assert calls and splitter.failure is None, raw
+        assert len(calls) == 1 or not is_single
         assert not any(part.text or part.reasoning for part in parts), raw
         for call in calls:
             jsonschema.validate(call.arguments, schemas[call.name])

@@ -44,7 +44,7 @@ def prepare_answer(
     template:    source of the chat template.
     continued:   the beginning of the answer, if the prompt ends with it; else None.
     tools:       those that the model was given.
-    tool_choice: "auto" or "none", or for a grammar of calls "required" or the name of a tool.
+    tool_choice: "auto" or "none", or for a grammar of calls "required", or of one call the name of a tool.
     has_grammar: whether the request has a grammar: its text then begins after the prompt, and it is not
                  reasoning, even if the prompt has opened one.
 
@@ -57,7 +57,14 @@ def prepare_answer(
             raise RequestError.of("tool_choice", tool_choice, '"auto" or "none" with tool_format=None')
 
         wanted = tools if tool_choice == "required" else tools.only(tool_choice)
-        grammar = forced_calls(formats, wanted, tokenizer, template=template, is_thinking=is_thinking)
+        grammar = forced_calls(
+            formats,
+            wanted,
+            tokenizer,
+            template=template,
+            is_thinking=is_thinking,
+            is_single=tool_choice != "required",
+        )
     if formats.reasoning is None and (formats.tools is None or not tools):
         return Answer(splitter=None, marker_ids=frozenset(), grammar=grammar)
 

@@ -26,24 +26,32 @@ COMPACT = {"whitespace_flexible": False, "key_separator": ": ", "item_separator"
 """White space as Python's json.dumps writes it, which is what templates show to models."""
 MAX_LENGTH = 1000
 """Most characters of a string that is not quoted which a grammar counts."""
+COMMA = '", "'
 ANY_TEXT = r"/(?s:.*)/"
 IDENTIFIER = re.compile(r"[^\W\d]\w*")
 XML_NAME = re.compile(r"[^>]+")
 
 
 def forced_calls(
-    formats: AnswerFormats, tools: ToolSet, tokenizer: Tokenizer, *, template: str, is_thinking: bool
+    formats: AnswerFormats,
+    tools: ToolSet,
+    tokenizer: Tokenizer,
+    *,
+    template: str,
+    is_thinking: bool,
+    is_single: bool = False,
 ) -> Lark:
     """The grammar of one or more calls of these tools, after reasoning if the model has a format for it.
 
     formats:     its format of calls must not be None.
     template:    source of the model's chat template, which shows the variant of the format.
     is_thinking: whether the answer begins with reasoning that the prompt has opened.
+    is_single:   whether there is exactly one call.
 
     Raises RequestError for names of tools and arguments that the format has no quotes for.
     """
     assert formats.tools is not None
-    rules = Rules(tokenizer, template)
+    rules = Rules(tokenizer, template, is_single=is_single)
     calls = GRAMMARS[formats.tools](rules, list(tools.values()))
     start = calls if formats.is_harmony else f"{reasoning(rules, formats, is_thinking=is_thinking)}{calls}"
     return Lark("\n".join([f"start: {start}", *rules.lines]))
@@ -66,13 +74,15 @@ def reasoning(rules: Rules, formats: AnswerFormats, *, is_thinking: bool) -> str
 class Rules:
     """The rules of a grammar, and its literals.
 
-    template: source of the model's chat template.
-    lines:    the rules made so far.
+    template:  source of the model's chat template.
+    is_single: whether there is exactly one call.
+    lines:     the rules made so far.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: str) -> None:
+    def __init__(self, tokenizer: Tokenizer, template: str, *, is_single: bool) -> None:
         self.template = template
         self.lines: list[str] = []
+        self._is_single = is_single
         self._tokenizer = tokenizer
 
     def rule(self, body: str, options: str = "") -> str:
@@ -80,6 +90,10 @@ class Rules:
         name = f"rule{len(self.lines)}"
         self.lines.append(f"{name}{options}: {body}")
         return name
+
+    def calls(self, call: str, separator: str = "") -> str:
+        """A call, or several with a separator between them."""
+        return call if self._is_single else f"{call} ({separator} {call})*"
 
     def literal(self, text: str) -> str:
         """A text, with the special tokens of the vocabulary that stand alone in it."""
@@ -144,7 +158,7 @@ def any_object(rules: Rules, tools: list[Tool], key: str = "arguments") -> str:
 def hermes(rules: Rules, tools: list[Tool]) -> str:
     begin, end = rules.literal("<tool_call>"), rules.literal("</tool_call>")
     call = rules.rule(f'{begin} "\\n" {any_object(rules, tools)} "\\n" {end}')
-    return f'{call} ("\\n" {call})*'
+    return rules.calls(call, '"\\n"')
 
 
 def qwen3_coder(rules: Rules, tools: list[Tool]) -> str:
@@ -158,7 +172,7 @@ def qwen3_coder(rules: Rules, tools: list[Tool]) -> str:
             parts.append(written if name in tool.required else f"({written})?")
         bodies.append(" ".join([*parts, '"</function>\\n"']))
     call = rules.rule(f'{begin} "\\n" ({" | ".join(bodies)}) {end}')
-    return f'{call} ("\\n" {call})*'
+    return rules.calls(call, '"\\n"')
 
 
 def written_value(rules: Rules, tool: Tool, schema: Any) -> str:
@@ -192,14 +206,13 @@ def nested(tool: Tool, schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def llama3_json(rules: Rules, tools: list[Tool]) -> str:
-    call = any_object(rules, tools, "parameters")
-    return f'{call} ("; " {call})*'
+    return rules.calls(any_object(rules, tools, "parameters"), '"; "')
 
 
 def pythonic(rules: Rules, tools: list[Tool]) -> str:
     calls = [f'{quoted(plain_name(tool) + "(")} {keywords(rules, tool)} ")"' for tool in tools]
     call = rules.rule(" | ".join(calls))
-    return f'"[" {call} (", " {call})* "]"'
+    return f'"[" {rules.calls(call, COMMA)} "]"'
 
 
 def keywords(rules: Rules, tool: Tool) -> str:
@@ -221,12 +234,11 @@ def keywords(rules: Rules, tool: Tool) -> str:
 def mistral(rules: Rules, tools: list[Tool]) -> str:
     begin = rules.literal("[TOOL_CALLS]")
     if "[ARGS]" not in rules.template:
-        call = any_object(rules, tools)
-        return f'{begin} "["  {call} (", " {call})* "]"'
+        return f'{begin} "[" {rules.calls(any_object(rules, tools), COMMA)} "]"'
 
     args = rules.literal("[ARGS]")
     calls = [f"{quoted(plain_name(tool))} {args} {rules.arguments(tool)}" for tool in tools]
-    return rules.rule(f"{begin} ({' | '.join(calls)})") + "+"
+    return rules.calls(rules.rule(f"{begin} ({' | '.join(calls)})"))
 
 
 def deepseek(rules: Rules, tools: list[Tool]) -> str:
@@ -239,18 +251,18 @@ def deepseek(rules: Rules, tools: list[Tool]) -> str:
         head = f'"function" {separator} {start}' if is_fenced else f"{quoted(name)} {separator}"
         calls.append(f"{head} {rules.arguments(tool)} {stop if is_fenced else ''}")
     call = rules.rule(f"{begin} ({' | '.join(calls)}) {end}")
-    space = '"\\n" ' if is_fenced else ""
-    return f"{rules.literal(marks.CALLS_BEGIN)} {call} ({space}{call})* {rules.literal(marks.CALLS_END)}"
+    written = rules.calls(call, '"\\n"' if is_fenced else "")
+    return f"{rules.literal(marks.CALLS_BEGIN)} {written} {rules.literal(marks.CALLS_END)}"
 
 
 def granite(rules: Rules, tools: list[Tool]) -> str:
-    call = any_object(rules, tools)
-    return f'{rules.literal("<|tool_call|>")} "[" {call} (", " {call})* "]"'
+    written = rules.calls(any_object(rules, tools), COMMA)
+    return f'{rules.literal("<|tool_call|>")} "[" {written} "]"'
 
 
 def phi4_mini(rules: Rules, tools: list[Tool]) -> str:
     begin, end = rules.literal("<|tool_call|>"), rules.literal("<|/tool_call|>")
-    return rules.rule(f"{begin} {any_object(rules, tools)} {end}") + "+"
+    return rules.calls(rules.rule(f"{begin} {any_object(rules, tools)} {end}"))
 
 
 def harmony(rules: Rules, tools: list[Tool]) -> str:
