@@ -93,6 +93,8 @@ def test_preempted_request_is_admitted_again() -> None:
         async with scripted(events.append, reply, **config) as engine:
             await engine.pause()
             streams = [engine.generate("x" * 20, PARAMS.replace(max_tokens=40)) for _ in range(2)]
+            for stream in streams:
+                await stream.accepted()  # so that both run at once
             await engine.resume()
             for stream in streams:
                 await stream
