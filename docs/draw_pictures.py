@@ -24,7 +24,7 @@ from drift_sdk import Engine, SamplingParams  # noqa: E402
 
 WIDTH = 100
 NUM_STREAMS = 8
-QUESTIONS = ("What is the capital of France?", "Write a haiku about winter.")
+QUESTIONS = ("What is the capital of France?", "Name three planets of the solar system.")
 
 
 async def draw_chat(engine: Engine, path: Path) -> None:
