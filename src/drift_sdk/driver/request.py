@@ -328,8 +328,7 @@ class Request:
 
 
 def with_texts(entries: Iterable[TokenLogprobs], texts: Mapping[int, str]) -> tuple[TokenLogprobs, ...]:
-    """The entries of an executor with the texts of their tokens. About a microsecond for each, and one more
-    for ten top tokens."""
+    """The entries of an executor with the texts of their tokens, looked up in a table."""
     text_of = texts.__getitem__
     return tuple(
         [
