@@ -255,7 +255,7 @@ def add_partitions(
         PADDED_DIM=padded_dim,
         TILE_DIM=tile_dim,
         FEW=FEW_PARTITIONS,
-        MANY=max(2, min(64, LOADED_NUMBERS // tile_dim)),
+        MANY=max(2, min(32, LOADED_NUMBERS // tile_dim)),
         WINDOW=plan.window,
         NARROW=plan.partitions.narrow,
         NARROW_END=plan.partitions.narrow_end,
