@@ -70,7 +70,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                               0.1 ms later.
     exact_prefill:            on the graph executor, compute all prompts in decoding's order of summation, so
                               that their bits are those of decoding: tokens do not depend on how a prompt is
-                              cut, cached or preempted. Prompts of 8,192 tokens take about 6% longer.
+                              cut, cached or preempted. Long prompts take longer.
     num_threads:              threads over which torch splits an operation on the CPU, 1 to 1,024, for the
                               engine's thread alone; None = as torch finds it, one per core by default.
     load:                     "auto" (the model's files) or "random" (random weights of the configured
