@@ -275,9 +275,8 @@ template <int SCALES> __device__ __forceinline__ float finished(const Arguments&
 // memory, where they are added in ascending order. A CTA goes through work items, tiles of MT * 16 rows of one
 // slice each; each thread copies the weights that it will read, STAGES - 1 steps ahead.
 // Grid: (up to the number of items, groups of 8 * NT rows).
-template <int CODES, int SCALES, bool HAS_ZEROS, int GROUPS, int EPILOGUE, int WARPS, int MT, int NT, int STAGES,
-          int CTAS>
-__global__ void __launch_bounds__(WARPS * 32, CTAS) split_steps(const Arguments a) {
+template <int CODES, int SCALES, bool HAS_ZEROS, int GROUPS, int EPILOGUE, int WARPS, int MT, int NT, int STAGES>
+__device__ __forceinline__ void split_steps(const Arguments& a) {
   extern __shared__ __align__(16) u8 shared[];
   constexpr int BYTES = tile_bytes<CODES, SCALES, HAS_ZEROS, GROUPS>, ROWS = MT * TILE;
   constexpr int PART_STRIDE = ROWS + 4;  // floats of a row of x in the sum of a step; no bank conflicts
@@ -395,8 +394,8 @@ __global__ void __launch_bounds__(WARPS * 32, CTAS) split_steps(const Arguments 
 // CTA's x and weights are copied to shared memory, STAGES - 1 steps ahead. WM warps along the weight, WN along
 // the rows. Grid: (groups of WN * NT * 8 rows, groups of WM * MT tiles, slices).
 template <int CODES, int SCALES, bool HAS_ZEROS, int GROUPS, int EPILOGUE, int WM, int WN, int MT, int NT,
-          int STAGES, int CTAS>
-__global__ void __launch_bounds__(WM * WN * 32, CTAS) share_rows(const Arguments a) {
+          int STAGES>
+__device__ __forceinline__ void share_rows(const Arguments& a) {
   extern __shared__ __align__(16) u8 shared[];
   constexpr int BYTES = tile_bytes<CODES, SCALES, HAS_ZEROS, GROUPS>, ROWS = WN * NT * 8;
   constexpr int X_BYTES = ROWS * STEP * 2, STAGE_BYTES = X_BYTES + WM * MT * BYTES, WARPS = WM * WN;
@@ -492,4 +491,11 @@ __global__ void __launch_bounds__(WM * WN * 32, CTAS) share_rows(const Arguments
         }
       }
   }
+}
+
+// The kernel that a program is compiled for: PRODUCT is one of the functions above, with its template arguments.
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
+    product(const u8* codes, const u8* scales, const u8* zeros, const float* channel_scale, const u16* x,
+            const u16* bias, void* out, int M, int N, int K, int num_slices, int slice_size) {
+  PRODUCT(Arguments{codes, scales, zeros, channel_scale, x, bias, out, M, N, K, num_slices, slice_size});
 }
