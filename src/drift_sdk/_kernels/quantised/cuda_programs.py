@@ -17,7 +17,7 @@ from torch import Tensor
 
 from drift_sdk._kernels.common.launching import cache_folder
 
-__all__ = ["CudaKernel", "compile_kernel", "launch_kernel"]
+__all__ = ["CudaKernel", "compile_program", "launch_kernel", "load_kernel"]
 
 MAX_CACHE_BYTES = 2**28
 """Compiled programs take about 50 KB each; those not read for longest are removed."""
@@ -35,33 +35,37 @@ class CudaKernel(Struct, frozen=True):
     macros: tuple[tuple[str, str], ...]
 
 
-@cache
-def compile_kernel(kernel: CudaKernel, device_index: int, shared_bytes: int) -> Any:
-    """The kernel for a GPU, ready for launches with at most `shared_bytes` of dynamic shared memory.
+def compile_program(kernel: CudaKernel, arch: str) -> Any:
+    """The program of a kernel, compiled for a compute capability like "90".
 
-    A program is looked up on disk by its text, its options and the compiler's version.
+    It is looked up on disk by its text, its options and the compiler's version.
     """
-    device = Device(device_index)
     source = resources.files("drift_sdk._kernels.quantised").joinpath(kernel.file).read_text("utf-8")
     options = ProgramOptions(
-        name=kernel.file, std="c++17", arch=f"sm_{device.arch}", define_macro=list(kernel.macros)
+        name=kernel.file, std="c++17", arch=f"sm_{arch}", define_macro=list(kernel.macros)
     )
     programs = FileStreamProgramCache(cache_folder() / "cuda_programs", max_size_bytes=MAX_CACHE_BYTES)
     program = Program(source, "c++", options)
     try:
-        compiled = program.compile("cubin", cache=programs).get_kernel(kernel.name)
+        return program.compile("cubin", cache=programs)
     finally:
         program.close()
+
+
+@cache
+def load_kernel(kernel: CudaKernel, device_index: int, shared_bytes: int) -> Any:
+    """The kernel on a GPU, ready for launches with at most `shared_bytes` of dynamic shared memory."""
+    loaded = compile_program(kernel, Device(device_index).arch).get_kernel(kernel.name)
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    (error,) = driver.cuKernelSetAttribute(attribute, shared_bytes, compiled.handle, device_index)
+    (error,) = driver.cuKernelSetAttribute(attribute, shared_bytes, loaded.handle, device_index)
     if error != driver.CUresult.CUDA_SUCCESS:
         raise RuntimeError(f"{kernel.file}: {shared_bytes} bytes of shared memory: {error.name}")
 
-    return compiled
+    return loaded
 
 
 def launch_kernel(
-    compiled: Any, grid: Sequence[int], num_threads: int, shared_bytes: int, *arguments: Tensor | int | None
+    kernel: Any, grid: Sequence[int], num_threads: int, shared_bytes: int, *arguments: Tensor | int | None
 ) -> None:
     """Launch in torch's current stream, with programmatic dependent launch.
 
@@ -71,6 +75,7 @@ def launch_kernel(
         grid=tuple(grid), block=num_threads, shmem_size=shared_bytes, programmatic_stream_serialization=True
     )
     values = [
-        c_int(value) if isinstance(value, int) else 0 if value is None else value.data_ptr() for value in arguments
+        c_int(value) if isinstance(value, int) else 0 if value is None else value.data_ptr()
+        for value in arguments
     ]
-    launch(Stream.from_handle(torch.cuda.current_stream().cuda_stream), config, compiled, *values)
+    launch(Stream.from_handle(torch.cuda.current_stream().cuda_stream), config, kernel, *values)

@@ -161,14 +161,18 @@ def _padded(rows: Tensor, num_columns: int | None = None) -> Tensor:
 def _pack_e4m3(codes: Tensor) -> Tensor:
     """[tiles, bytes] of codes [tiles, 16, K]."""
     tiles, _, columns = codes.shape
-    parts = codes.view(tiles, 2, 8, columns // 32, 4, 2, 4)[..., E4M3_ORDER]  # (tile, h, g, chunk, t, word, byte)
+    parts = codes.view(tiles, 2, 8, columns // 32, 4, 2, 4)[
+        ..., E4M3_ORDER
+    ]  # (tile, h, g, chunk, t, word, byte)
     return parts.permute(0, 3, 2, 4, 1, 5, 6).reshape(tiles, -1).contiguous()
 
 
 def _pack_int4(codes: Tensor) -> Tensor:
     """[tiles, bytes] of codes [tiles, 16, K]."""
     tiles, _, columns = codes.shape
-    parts = codes.view(tiles, 2, 8, columns // 64, 2, 4, 8)[..., INT4_ORDER]  # (tile, h, g, chunk, half, t, code)
+    parts = codes.view(tiles, 2, 8, columns // 64, 2, 4, 8)[
+        ..., INT4_ORDER
+    ]  # (tile, h, g, chunk, half, t, code)
     pairs = parts[..., 0::2] | (parts[..., 1::2] << 4)
     return pairs.permute(0, 3, 2, 5, 1, 4, 6).reshape(tiles, -1).contiguous()
 

@@ -28,7 +28,8 @@ from torch import Tensor
 from drift_sdk._kernels.common.arguments import check_tensor, check_tensors
 from drift_sdk._kernels.common.launch_order import note_kernel
 from drift_sdk._kernels.layers.activation import Activation
-from drift_sdk._kernels.quantised.packing import UNIT, PackedWeight
+from drift_sdk._kernels.quantised.cuda_programs import CudaKernel, launch_kernel, load_kernel
+from drift_sdk._kernels.quantised.packing import STEP, UNIT, PackedWeight
 from drift_sdk._kernels.quantised.tiles import Tiles
 from drift_sdk._kernels.quantised.tile_choice import choose_tiles
 from drift_sdk._kernels.quantised.twin import twin_gated_multiply, twin_multiply
@@ -90,21 +91,13 @@ def has_program(x: Tensor, weight: PackedWeight) -> bool:
 def _launch(
     x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, epilogue: str, tiles: Tiles | None
 ) -> None:
-    # Imported here: cuda.core is installed where there is a GPU.
-    from drift_sdk._kernels.quantised.cuda_programs import CudaKernel, compile_kernel, launch_kernel
-
     num_rows = x.shape[0]
     num_multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count
     if tiles is None:
         tiles = choose_tiles(weight, num_rows, num_multiprocessors)
-    macros = (
-        ("PRODUCT", tiles.template().format(format_arguments(weight, epilogue))),
-        ("THREADS", str(tiles.num_threads)),
-        ("CTAS", str(tiles.num_ctas)),
-    )
     shared_bytes = tiles.shared_bytes(weight, num_rows)
     most_bytes = tiles.shared_bytes(weight, max(num_rows, tiles.num_rows))
-    kernel = compile_kernel(CudaKernel("multiply.cu", "product", macros), x.device.index, most_bytes)
+    kernel = load_kernel(kernel_of(weight, tiles, epilogue), x.device.index or 0, most_bytes)
     launch_kernel(
         kernel,
         tiles.grid(weight, num_rows, num_multiprocessors),
@@ -127,8 +120,18 @@ def _launch(
     note_kernel("a product with a quantised weight", reads_early=weights, writes={"out": out})
 
 
-def format_arguments(weight: PackedWeight, epilogue: str) -> str:
-    """The first template arguments of both functions of multiply.cu."""
+def kernel_of(weight: PackedWeight, tiles: Tiles, epilogue: str) -> CudaKernel:
+    """The kernel for a weight's format. epilogue: one of those of multiply.cu."""
     scales = "CHANNEL" if weight.scales is None else SCALES[weight.scales.dtype]
     has_zeros = "false" if weight.zeros is None else "true"
-    return f"{weight.code_type.upper()}, {scales}, {has_zeros}, {128 // weight.group_size}, {epilogue}"
+    num_groups = STEP // weight.group_size
+    arguments = f"{weight.code_type.upper()}, {scales}, {has_zeros}, {num_groups}, {epilogue}"
+    return CudaKernel(
+        "multiply.cu",
+        "product",
+        (
+            ("PRODUCT", tiles.template().format(arguments)),
+            ("THREADS", str(tiles.num_threads)),
+            ("CTAS", str(tiles.num_ctas)),
+        ),
+    )

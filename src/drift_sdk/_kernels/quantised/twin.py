@@ -38,6 +38,7 @@ TILE_N = 64
 TILE_M = 16
 NUM_WARPS = 4
 
+
 @triton.jit(do_not_specialize=["M"])
 def _twin_multiply(
     x_ptr,  # [M, K], storage type
