@@ -137,6 +137,10 @@ class AccessScan:
         return self._sources.get(pointer) or self._pointers
 
 
+LIBRARY = KernelAccess(frozenset(), frozenset({"out"}), False)
+"""A kernel of torch's: it waits first, and writes its argument `out`."""
+
+
 class Launches:
     """The launches of a step, in order: those made by the thread that creates this object."""
 
@@ -206,19 +210,17 @@ def checked_launches() -> Iterator[None]:
 
 def note_library_kernel(out: Tensor) -> None:
     """Add a kernel of torch's, just launched, to the launches being checked. `out`: the tensor it writes."""
-    note_kernel("a kernel of torch", reads_early={}, writes={"out": out})
+    note_kernel("a kernel of torch", LIBRARY, {"out": out})
 
 
-def note_kernel(name: str, *, reads_early: Mapping[str, Tensor | None], writes: Mapping[str, Tensor]) -> None:
+def note_kernel(name: str, access: KernelAccess, arguments: Mapping[str, object]) -> None:
     """Add a kernel that is not Triton's, just launched, to the launches being checked.
 
-    It permits its dependents to start only after it has waited. reads_early: what it reads before it waits.
-    writes: what it writes.
+    arguments: values by the names that `access` uses.
     """
     launches: Launches | None = getattr(_current, "launches", None)
     if launches is not None:
-        access = KernelAccess(frozenset(reads_early), frozenset(writes), triggers_early=False)
-        launches.add(name, access, {**reads_early, **writes})
+        launches.add(name, access, arguments)
 
 
 _current = threading.local()

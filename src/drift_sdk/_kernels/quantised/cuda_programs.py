@@ -74,8 +74,13 @@ def launch_kernel(
     config = LaunchConfig(
         grid=tuple(grid), block=num_threads, shmem_size=shared_bytes, programmatic_stream_serialization=True
     )
-    values = [
-        c_int(value) if isinstance(value, int) else 0 if value is None else value.data_ptr()
-        for value in arguments
-    ]
-    launch(Stream.from_handle(torch.cuda.current_stream().cuda_stream), config, kernel, *values)
+    stream = Stream.from_handle(torch.cuda.current_stream().cuda_stream)
+    launch(stream, config, kernel, *map(_value, arguments))
+
+
+def _value(argument: Tensor | int | None) -> object:
+    """An argument of a kernel as cuda.core takes it: a pointer as int, an int of C as c_int."""
+    if isinstance(argument, Tensor):
+        return argument.data_ptr()
+
+    return 0 if argument is None else c_int(argument)

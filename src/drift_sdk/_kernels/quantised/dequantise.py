@@ -2,7 +2,9 @@
 
     dequantise:  out[n, k] = (code[n, k] - zero) * scale, rounded once to the storage type
 
-Grid: (tiles of TILE_N packed rows, tiles of TILE_K columns). Bytes: the codes and scales once, and the output.
+Grid: (tiles of TILE_N packed rows, tiles of TILE_K columns).
+
+Bytes: the codes and scales once, and the output.
 
 Dependent launch: the kernel waits first, since its output is scratch memory that earlier kernels read, and
 permits its dependents to start at once after.
@@ -158,9 +160,9 @@ def _dequantise(
 
 
 def dequantise(weight: PackedWeight, out: Tensor) -> None:
-    """Fill out [num_columns, inner], contiguous, with the numbers of a weight, each rounded once to out's type.
+    """Fill out [num_columns, inner] with the numbers of a weight, each rounded once to out's type.
 
-    Raises ValueError for another shape or layout.
+    Raises ValueError for another shape, or if out is not contiguous.
     """
     check_tensor("out", out, (weight.num_columns, weight.inner), out.dtype)
     grid = triton.cdiv(weight.num_columns, TILE_N), triton.cdiv(weight.inner, TILE_K)

@@ -11,9 +11,9 @@ bytes, so a warp reads 512 bytes in one piece:
 
 A tile of a gated weight has 8 rows of the gate, then the same 8 rows of up, so that a lane has both.
 
-Scales of groups: [tiles, groups, 8, 2], of rows g and g + 8. Groups of the kernels have 128, 64 or 32 columns
-and do not cross the borders of slices (gemm/slices.py); a scale of more columns is repeated. Zero points z are
-kept as the bfloat16 number -(128 + z), which is what a kernel adds to 128 + code.
+Scales of groups: [tiles, groups, 8, 2], of rows g and g + 8. Groups of the kernels have 128, 64 or 32
+columns and do not cross the borders of slices (gemm/slices.py); a scale of more columns is repeated. Zero
+points z are kept as the bfloat16 number -(128 + z), which is what a kernel adds to 128 + code.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def pack_weight(
     """Arrange a weight [N, K]: row n, column k stands for (code - zero) * scale.
 
     codes: [N, K] uint8, one code a byte: bits of e4m3, or 0 to 15.
-    scales: [N, groups] float32, bfloat16 or float16, groups of `group_size` columns, the last one of the rest;
-    [N, 1] for group_size None, one group that has all columns.
+    scales: [N, groups] float32, bfloat16 or float16, for groups of `group_size` columns, the last one of the
+    rest; [N, 1] for group_size None, one group that has all columns.
     zeros: of the shape of scales, whole numbers from 0 to 16 of any type, for 4-bit codes alone.
     is_gated: the first half of the rows is a gate, the second half its values. is_whole: as in
     gemm/slices.py.
@@ -155,28 +155,28 @@ def _padded(rows: Tensor, num_columns: int | None = None) -> Tensor:
     """[tiles, 16, columns] of rows [N, columns], with zeros for those that do not exist."""
     missing = -rows.shape[0] % TILE
     more_columns = 0 if num_columns is None else num_columns - rows.shape[1]
-    return torch.nn.functional.pad(rows, (0, more_columns, 0, missing)).unflatten(0, (-1, TILE))
+    padded = torch.nn.functional.pad(rows, (0, more_columns, 0, missing))
+    return padded.view(-1, TILE, padded.shape[1])
 
 
 def _pack_e4m3(codes: Tensor) -> Tensor:
     """[tiles, bytes] of codes [tiles, 16, K]."""
     tiles, _, columns = codes.shape
-    parts = codes.view(tiles, 2, 8, columns // 32, 4, 2, 4)[
-        ..., E4M3_ORDER
-    ]  # (tile, h, g, chunk, t, word, byte)
+    # (tile, half of its rows, g, chunk, t, word, byte)
+    parts = codes.view(tiles, 2, 8, columns // 32, 4, 2, 4)[..., E4M3_ORDER]
     return parts.permute(0, 3, 2, 4, 1, 5, 6).reshape(tiles, -1).contiguous()
 
 
 def _pack_int4(codes: Tensor) -> Tensor:
     """[tiles, bytes] of codes [tiles, 16, K]."""
     tiles, _, columns = codes.shape
-    parts = codes.view(tiles, 2, 8, columns // 64, 2, 4, 8)[
-        ..., INT4_ORDER
-    ]  # (tile, h, g, chunk, half, t, code)
+    # (tile, half of its rows, g, chunk, half of its columns, t, code)
+    parts = codes.view(tiles, 2, 8, columns // 64, 2, 4, 8)[..., INT4_ORDER]
     pairs = parts[..., 0::2] | (parts[..., 1::2] << 4)
     return pairs.permute(0, 3, 2, 5, 1, 4, 6).reshape(tiles, -1).contiguous()
 
 
 def _by_group(values: Tensor) -> Tensor:
     """[tiles, groups, 8, 2] of values [N, groups]."""
-    return _padded(values).unflatten(1, (2, 8)).permute(0, 3, 2, 1).contiguous()
+    padded = _padded(values)
+    return padded.view(-1, 2, 8, padded.shape[2]).permute(0, 3, 2, 1).contiguous()

@@ -7,10 +7,10 @@ The weights keep their codes in memory (packing.py); multiply.cu converts them i
 multiplies in bfloat16 with sums in float32. Scales are applied to the sums: those of groups to the sum of a
 group, that of a row to the sum of a slice.
 
-Order of summation: one tree for each weight. Slices are those of gemm/slices.py, left as partial sums that the
-next kernel adds. A slice is cut into steps of 128 columns from its beginning. Tensor cores sum the columns of
-a group inside a step, from zero, 16 at a time. The groups of a step are added in ascending order, and then
-the steps, in float32. Which warp computes a step and how many rows there are therefore changes no bit.
+Order of summation: one tree for each weight. Slices are those of gemm/slices.py, left as partial sums that
+the next kernel adds. A slice is cut into steps of 128 columns from its beginning. Tensor cores sum the
+columns of a group inside a step, from zero, 16 at a time. The groups of a step are added in ascending order,
+and then the steps, in float32. Which warp computes a step, and how many rows there are, changes no bit.
 
 Bytes: the codes once for each 8 to 128 rows of x, as the tiles say; from L2 where several CTAs read them at
 once. Dependent launch: before it waits, a program copies the first steps of its weights, which never change,
@@ -26,15 +26,18 @@ import torch
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor, check_tensors
-from drift_sdk._kernels.common.launch_order import note_kernel
+from drift_sdk._kernels.common.launch_order import KernelAccess, note_kernel
 from drift_sdk._kernels.layers.activation import Activation
 from drift_sdk._kernels.quantised.cuda_programs import CudaKernel, launch_kernel, load_kernel
 from drift_sdk._kernels.quantised.packing import STEP, UNIT, PackedWeight
-from drift_sdk._kernels.quantised.tiles import Tiles
 from drift_sdk._kernels.quantised.tile_choice import choose_tiles
+from drift_sdk._kernels.quantised.tiles import Tiles
 from drift_sdk._kernels.quantised.twin import twin_gated_multiply, twin_multiply
 
 __all__ = ["quantised_gated_multiply", "quantised_multiply"]
+
+ACCESS = KernelAccess(frozenset({"codes", "scales", "zeros"}), frozenset({"out"}), False)
+"""What multiply.cu reads before it waits, and writes."""
 
 SCALES = {torch.float32: "GROUP_FLOAT32", torch.bfloat16: "GROUP_BFLOAT16", torch.float16: "GROUP_FLOAT16"}
 
@@ -116,8 +119,8 @@ def _launch(
         weight.num_slices,
         weight.slice_size,
     )
-    weights = {"codes": weight.codes, "scales": weight.scales, "zeros": weight.zeros}
-    note_kernel("a product with a quantised weight", reads_early=weights, writes={"out": out})
+    arguments = {"codes": weight.codes, "scales": weight.scales, "zeros": weight.zeros, "out": out}
+    note_kernel("a product with a quantised weight", ACCESS, arguments)
 
 
 def kernel_of(weight: PackedWeight, tiles: Tiles, epilogue: str) -> CudaKernel:
