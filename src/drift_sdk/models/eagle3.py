@@ -22,7 +22,7 @@ from drift_sdk.models.decoder import Decoder, rms_norm
 from drift_sdk.models.draft_config import DraftConfig, is_model_config
 from drift_sdk.models.draft_weights import DraftWeights, load_draft_weights, required_shapes, shareable_shapes
 from drift_sdk.models.kv_cache import KVCache
-from drift_sdk.models.linear import linear
+from drift_sdk.models.linear import embed, linear
 from drift_sdk.models.rope import rotary_tables, rotate
 from drift_sdk.models.tree_attention import StepRows
 from drift_sdk.progress import Report
@@ -190,7 +190,7 @@ class DraftDecoder:
         hidden = features
         for index, layer in enumerate(weights.layers):
             if index == 0:
-                embedded = F.embedding(token_ids, weights.embedding)
+                embedded = embed(token_ids, weights.embedding, self.dtype)
                 normed = rms_norm(features, weights.hidden_norm, eps)
                 hidden = normed if self.config.is_residual_normed else features
                 inputs = torch.cat((rms_norm(embedded, layer.input_norm, eps), normed), dim=-1)

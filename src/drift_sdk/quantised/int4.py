@@ -28,7 +28,7 @@ class Int4Weight(QuantisedWeight):
     codes:      [out, in / 2] uint8, row-major: column 2 j in the low four bits of byte j, 2 j + 1 in the high
                 ones.
     scales:     [out, ceil(in / group_size)], float16, bfloat16 or float32.
-    zeros:      the same shape, uint8, 0 to 16; None: 8 for all groups.
+    zeros:      the same shape, uint8, 0 to 15; None: 8 for all groups.
     group_size: columns of a group; the last group may be shorter.
     """
 

@@ -92,8 +92,8 @@ def take_rows(matrix: Matrix, index: torch.Tensor) -> Matrix:
     return matrix[index] if isinstance(matrix, torch.Tensor) else matrix.rows(index)
 
 
-def dense(matrix: Matrix) -> torch.Tensor:
-    """A matrix that is known not to be quantised; TypeError for one that is."""
+def dense(matrix: Matrix | tuple[Matrix, ...]) -> torch.Tensor:
+    """A matrix, or one of each expert, that is known not to be quantised; TypeError for one that is."""
     if not isinstance(matrix, torch.Tensor):
         raise TypeError(f"a weight of type {type(matrix).__name__}: expected a tensor")
 
