@@ -25,7 +25,7 @@ __all__ = ["BLOCK_FORMATS", "BlockFormat", "BlockWeight", "join_blocks"]
 
 BlockFormat = Literal["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
 
-CHUNK_NUMBERS = 1 << 20
+CHUNK_NUMBERS = 1 << 18
 """Numbers that are dequantised at a time, so that the intermediate results stay in a CPU's cache."""
 
 
