@@ -75,7 +75,7 @@ def choose_executor(
     if config.executor == "eager":
         obstacle: str | None = 'executor="eager"'
     else:
-        obstacle = _device_obstacle(device) or _model_obstacle(model)
+        obstacle = _device_obstacle(device) or _model_obstacle(model, config)
         if obstacle is None:
             _check_graph_speculation(config)
             return "graph", None
@@ -253,9 +253,9 @@ def _device_obstacle(device: torch.device) -> str | None:
     return None
 
 
-def _model_obstacle(model: DecoderConfig | None) -> str | None:
+def _model_obstacle(model: DecoderConfig | None, config: EngineConfig) -> str | None:
     """Why the graph executor cannot run a model; None if it can."""
-    lacking = () if model is None else options_without_graphs(model)
+    lacking = () if model is None else options_without_graphs(model, config)
     return f"CUDA graphs do not support {', '.join(lacking)} of this model" if lacking else None
 
 

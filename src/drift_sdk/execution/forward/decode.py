@@ -17,6 +17,7 @@ from drift_sdk.execution.forward.model_resources import ModelResources
 from drift_sdk.execution.forward.residual_stream import ResidualStream, norm_kind
 from drift_sdk.execution.forward.step_buffers import HiddenStates, LayerBuffers, take_gate_up, take_partials
 from drift_sdk.models.weights import LayerWeights
+from drift_sdk.quantised.weight import Matrix, dense
 
 __all__ = ["DecodeForward", "Rows", "attention_groups"]
 
@@ -140,7 +141,7 @@ class DecodeForward:
         """Fill `activated` with the gated activation of the normalised rows."""
         normed, activated, dtype = self._buffers.normed, self._buffers.activated, self._decoder.dtype
         activation = self._decoder.config.activation
-        weight = layer.gate_up
+        weight = dense(layer.gate_up)
         if layer.gate_up_bias is None:
             config = self._gemm(weight, is_gated=True).config(self._num_rows)
             gate_up = None
@@ -155,8 +156,9 @@ class DecodeForward:
             total = total + part
         glu((total + layer.gate_up_bias).to(dtype), activated, activation)
 
-    def _multiply(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Partial sums [num_partials, R, N] of x times weight transposed, valid until the next product."""
+    def _multiply(self, x: Tensor, matrix: Matrix) -> Tensor:
+        """Partial sums [num_partials, R, N] of x times matrix transposed, valid until the next product."""
+        weight = dense(matrix)
         config = self._gemm(weight).config(self._num_rows)
         partials = take_partials(self._workspace, config, self._num_rows, weight.shape[0])
         if not fastest_multiply(x, weight, partials, config):

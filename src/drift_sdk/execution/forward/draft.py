@@ -21,6 +21,7 @@ from drift_sdk.execution.forward.step_buffers import take_partials
 from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
 from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.models.weights import LayerWeights
+from drift_sdk.quantised.weight import Matrix, dense
 
 __all__ = ["Attend", "DraftForward"]
 
@@ -87,7 +88,7 @@ class DraftForward:
             rows.token,
             rows.position,
             features,
-            weights.embedding,
+            dense(weights.embedding),
             weights.layers[0].input_norm,
             weights.hidden_norm,
             hidden,
@@ -108,10 +109,11 @@ class DraftForward:
                 product = self.multiply(self._activated(layer, normed), layer.down)
                 add_norm(hidden, product, next_norm, normed, eps=eps, bias=layer.down_bias)
 
-    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x [R, in] times weight [out, in] transposed: fp32 partial sums [num_partials, R, out], to be added
+    def multiply(self, x: Tensor, matrix: Matrix) -> Tensor:
+        """x [R, in] times matrix [out, in] transposed: fp32 partial sums [num_partials, R, out], to be added
         in order, for at most MAX_MULTIPLY_ROWS rows; the whole product [R, out] for more. Valid until the
         next product."""
+        weight = dense(matrix)
         num_rows, num_columns = x.shape[0], weight.shape[0]
         if num_rows > MAX_MULTIPLY_ROWS:
             product = torch.mm(x, weight.T, out=self._take("draft_product", num_rows, num_columns))
@@ -148,7 +150,7 @@ class DraftForward:
         """The gated activation [R, intermediate] of the normalised rows [R, hidden]."""
         num_rows, size = normed.shape[0], self._draft.config.intermediate_size
         activated = self._take("draft_activated", num_rows, size)
-        weight, bias = layer.gate_up, layer.gate_up_bias
+        weight, bias = dense(layer.gate_up), layer.gate_up_bias
         if bias is None and num_rows <= MAX_MULTIPLY_ROWS:
             gemm = self._tuned.gemm(*weight.shape, is_gated=True)
             gated_multiply(normed, weight, activated, gemm.config(num_rows))

@@ -16,6 +16,7 @@ from drift_sdk.execution.forward.model_resources import ModelResources
 from drift_sdk.execution.forward.residual_stream import ResidualStream, norm_kind
 from drift_sdk.execution.forward.step_buffers import HiddenStates, LayerBuffers, take_gate_up
 from drift_sdk.models.weights import LayerWeights
+from drift_sdk.quantised.weight import Matrix, dense
 
 __all__ = ["PrefillForward"]
 
@@ -108,8 +109,9 @@ class PrefillForward:
         )
 
 
-def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """out [N, out] = x [N, in] times weight [out, in] transposed, plus bias [out]."""
+def _multiply(x: Tensor, matrix: Matrix, bias: Tensor | None, out: Tensor) -> None:
+    """out [N, out] = x [N, in] times matrix [out, in] transposed, plus bias [out]."""
+    weight = dense(matrix)
     if bias is None:
         torch.mm(x, weight.T, out=out)
     else:

@@ -17,6 +17,7 @@ from drift_sdk.execution.forward.decode import Rows
 from drift_sdk.execution.forward.model_resources import ModelResources
 from drift_sdk.execution.resources import DeviceResources
 from drift_sdk.execution.stages import forward_stage
+from drift_sdk.quantised.weight import dense
 
 __all__ = ["SampleCommit"]
 
@@ -40,7 +41,7 @@ class SampleCommit:
     ) -> None:
         """buffers: for at least as many rows as `rows`. simulated: None in production; else drafts are
         accepted as it says, whatever is chosen."""
-        head, workspace = model.decoder.weights.head, resources.workspace
+        head, workspace = dense(model.decoder.weights.head), resources.workspace
         num_rows, vocab_size = rows.slot.shape[0], head.shape[0]
         self._head, self._rows, self._table, self._ring = head, rows, resources.table, resources.ring
         self._buffers, self._rows_per_slot, self._stages = buffers, rows_per_slot, resources.stages
