@@ -83,11 +83,10 @@ def test_gated_product_is_near_the_reference(
         exact = x.double() @ numbers.T + (bias.double() if has_bias else 0.0)
         gate, up = exact.to(dtype).chunk(2, dim=1)
         expected = activate_reference(gate, activation) * up
-        packed_bias = bias.view(2, -1, 8).transpose(0, 1).flatten() if has_bias else None
         for multiply in (quantised_gated_multiply, twin_gated_multiply):
             out = x.new_full((num_rows, num_columns // 2), torch.nan)
             gate_up = x.new_full((num_rows, num_columns), torch.nan)
-            multiply(x, weight, out, gate_up, activation, packed_bias)
+            multiply(x, weight, out, gate_up, activation, bias if has_bias else None)
             num_roundings = 0 if dtype == torch.float32 else 4
             assert_near(out, expected, inner=inner, depth=2, magnitude=LARGEST, num_roundings=num_roundings)
 

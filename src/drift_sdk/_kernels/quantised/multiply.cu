@@ -252,7 +252,7 @@ template <int EPILOGUE> __device__ __forceinline__ u16 gated(float gate, float u
 // What both kernels take.
 //   codes, scales, zeros: as packing.py arranges them; scales and zeros of groups, or null.
 //   channel_scale: [N] of weights with a scale a row, in the order of packed rows; or null.
-//   x: [M, K] bfloat16. bias: of a gated product, [N] in the order of packed rows; or null.
+//   x: [M, K] bfloat16. bias: of a gated product, [N], the gate before up; or null.
 //   out: [num_slices, M, N] fp32; of a gated product [M, N / 2] bfloat16.
 //   N: rows of the weight that exist. K: columns. slice_size: of all slices but the last.
 // A tile of a gated weight has 8 rows of the gate, and then the same rows of up.
@@ -267,7 +267,10 @@ struct Arguments {
 // Returns the value of packed row `row` of the weight with its channel scale and bias.
 template <int SCALES> __device__ __forceinline__ float finished(const Arguments& a, float sum, int row) {
   if (SCALES == CHANNEL) sum = __fmul_rn(sum, a.channel_scale[row]);
-  if (a.bias != nullptr) sum = __fadd_rn(sum, from_bfloat16(a.bias[row]));
+  if (a.bias != nullptr) {
+    const int column = row / TILE * 8 + row % 8 + row % TILE / 8 * (a.N / 2);
+    sum = __fadd_rn(sum, from_bfloat16(a.bias[column]));
+  }
   return sum;
 }
 

@@ -70,8 +70,8 @@ def quantised_gated_multiply(
 ) -> None:
     """activation(x G^T + b) * (x U^T + c) in out [M, N], of x's type, for a gated weight of 2 N rows.
 
-    gate_up [M, 2 N], of x's type: scratch memory of the fallback. bias [2 N], of x's type, in the order of
-    packed rows. The other arguments are those of `quantised_multiply`. Raises ValueError likewise.
+    gate_up [M, 2 N], of x's type: scratch memory of the fallback. bias [2 N], of x's type, the gate
+    before up. The other arguments are those of `quantised_multiply`. Raises ValueError likewise.
     """
     num_rows = x.shape[0]
     check_tensor("x", x, (num_rows, weight.inner), x.dtype)

@@ -46,7 +46,7 @@ def _twin_multiply(
     scales_ptr,  # [tiles, groups, 8, 2], or None
     zeros_ptr,  # bfloat16 [tiles, groups, 8, 2], or None
     row_scales_ptr,  # fp32 [N], in the order of packed rows, or None
-    bias_ptr,  # [N], storage type, in the order of packed rows, or None
+    bias_ptr,  # [N], storage type, or None
     out_ptr,  # [slices, M, N] fp32; of a gated weight [M, N] in the storage type, the gate before up
     M,
     N: tl.constexpr,
@@ -88,9 +88,9 @@ def _twin_multiply(
     start_dependents(PDL)
     if row_scales_ptr is not None:
         total *= tl.load(row_scales_ptr + packed_row, mask=is_column, other=0.0)[:, None]
-    if bias_ptr is not None:
-        total += tl.load(bias_ptr + packed_row, mask=is_column, other=0.0).to(tl.float32)[:, None]
     column = natural_column(packed_row, N, IS_GATED)
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + column, mask=is_column, other=0.0).to(tl.float32)[:, None]
     out_ptr += tl.program_id(1).to(tl.int64) * M * N
     out_ptrs = out_ptr + row[None, :] * N + column[:, None]
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=is_row[None, :] & is_column[:, None])
