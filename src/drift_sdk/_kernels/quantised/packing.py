@@ -28,7 +28,7 @@ from torch import Tensor
 from drift_sdk._kernels.common.arguments import check_range, check_tensor
 from drift_sdk._kernels.gemm.slices import num_slices, slice_size
 
-__all__ = ["CodeType", "PackedWeight", "pack_weight", "row_order"]
+__all__ = ["CodeType", "PackedWeight", "can_pack", "pack_weight", "row_order"]
 
 CodeType = Literal["e4m3", "int4"]
 
@@ -83,6 +83,12 @@ class PackedWeight(Struct, frozen=True, kw_only=True):
         """Bytes of all tensors."""
         tensors = (self.codes, self.scales, self.zeros, self.row_scales)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+def can_pack(num_columns: int, group_size: int, inner: int, *, is_gated: bool = False) -> bool:
+    """Whether a weight [num_columns, inner] with groups of `group_size` columns can be arranged."""
+    is_group = group_size % MIN_GROUP == 0 or group_size >= inner
+    return is_group and inner % UNIT == 0 and not (is_gated and num_columns % TILE)
 
 
 def pack_weight(
