@@ -9,7 +9,7 @@ from drift_sdk._kernels.layers.activation import Activation, activate_reference
 from drift_sdk._kernels.quantised.packing import PackedWeight, pack_weight
 from drift_sdk._kernels.quantised.quantised_gemm import quantised_gated_multiply, quantised_multiply
 from drift_sdk._kernels.quantised.tile_choice import choose_tiles
-from drift_sdk._kernels.quantised.tiles import ShareRows, SplitSteps, Tiles
+from drift_sdk._kernels.quantised.tiles import MAX_SHARED_BYTES, Tiles
 from drift_sdk._kernels.quantised.twin import twin_gated_multiply, twin_multiply
 
 pytestmark = pytest.mark.kernel
@@ -91,16 +91,16 @@ def test_gated_product_is_near_the_reference(
             assert_near(out, expected, inner=inner, depth=2, magnitude=LARGEST, num_roundings=num_roundings)
 
 
-# One of each kind of tiles: warps, tiles of a warp, rows, stages, work items of a CTA.
+# Warpgroups along the weight and along a slice, rows, stages, CTAs of a multiprocessor.
 TILES = (
-    SplitSteps(8, 1, 8, 4, 1, False),
-    SplitSteps(8, 2, 8, 3, 1, True),
-    SplitSteps(4, 1, 16, 2, 1, True),
-    ShareRows(4, 1, 1, 64, 3, 1),
-    ShareRows(7, 1, 1, 32, 4, 1),
-    ShareRows(4, 2, 2, 32, 3, 1),
-    ShareRows(2, 2, 1, 64, 2, 1),
-    ShareRows(8, 1, 2, 8, 2, 1),
+    Tiles(1, 1, 8, 2, 1),
+    Tiles(2, 2, 8, 4, 1),
+    Tiles(1, 4, 8, 3, 1),
+    Tiles(1, 3, 16, 2, 1),
+    Tiles(1, 2, 32, 4, 1),
+    Tiles(2, 1, 64, 3, 1),
+    Tiles(4, 1, 64, 2, 1),
+    Tiles(1, 2, 64, 2, 1),
 )
 
 
@@ -163,9 +163,7 @@ def test_tiles_fit_shared_memory_for_all_rows() -> None:
             )
             for num_rows in range(1, 513):
                 tiles = choose_tiles(shaped, num_rows, 132)
-                assert tiles.shared_bytes(shaped, num_rows) <= 232_448 - 1024, (
-                    f"{kind}, {num_columns}x{inner}"
-                )
+                assert tiles.shared_bytes(shaped) <= MAX_SHARED_BYTES, f"{kind}, {num_columns}x{inner}"
 
 
 def test_errors_name_the_argument(device: str) -> None:

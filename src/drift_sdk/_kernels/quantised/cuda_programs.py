@@ -36,7 +36,7 @@ class CudaKernel(Struct, frozen=True):
 
 
 def compile_program(kernel: CudaKernel, arch: str) -> Any:
-    """The program of a kernel, compiled for a compute capability like "90".
+    """The program of a kernel, compiled for an architecture like "90a".
 
     It is looked up on disk by its text, its options and the compiler's version.
     """
@@ -55,7 +55,7 @@ def compile_program(kernel: CudaKernel, arch: str) -> Any:
 @cache
 def load_kernel(kernel: CudaKernel, device_index: int, shared_bytes: int) -> Any:
     """The kernel on a GPU, ready for launches with at most `shared_bytes` of dynamic shared memory."""
-    loaded = compile_program(kernel, Device(device_index).arch).get_kernel(kernel.name)
+    loaded = compile_program(kernel, f"{Device(device_index).arch}a").get_kernel(kernel.name)
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     (error,) = driver.cuKernelSetAttribute(attribute, shared_bytes, loaded.handle, device_index)
     if error != driver.CUresult.CUDA_SUCCESS:

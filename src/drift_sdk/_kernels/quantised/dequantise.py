@@ -25,8 +25,6 @@ from drift_sdk._kernels.common.launching import (
     wait_for_producers,
 )
 from drift_sdk._kernels.quantised.packing import (
-    E4M3_ORDER,
-    INT4_ORDER,
     INT4_ZERO,
     TILE,
     UNIT,
@@ -62,19 +60,18 @@ def packed_codes(
     IS_E4M3: tl.constexpr,
 ):
     """Return the codes of some rows and columns, int32 [TILE_N, TILE_K]."""
-    lane = packed_row % 8 * 4 + inner % 32 // 8
-    half_row = packed_row % 16 // 8
+    lane = packed_row % 8 * 4 + inner % 8 // 2
+    half_row, half, sixteen = packed_row % 16 // 8, inner % 16 // 8, inner % 32 // 16
+    tile = (packed_row // 16).to(tl.int64)
     if IS_E4M3:
-        chunk = (packed_row // 16).to(tl.int64) * (2 * NUM_UNITS) + inner // 32
-        place = inner % 8 // 4 * 4 + inner % 2 * 2 + inner % 4 // 2
-        byte = tl.load(codes_ptr + chunk * 512 + lane * 16 + half_row * 8 + place, mask=is_code, other=0)
-        return byte.to(tl.int32)
+        chunk = tile * (2 * NUM_UNITS) + inner // 32
+        offset = lane * 16 + half_row * 8 + sixteen * 4 + inner % 2 * 2 + half
+        return tl.load(codes_ptr + chunk * 512 + offset, mask=is_code, other=0).to(tl.int32)
     else:
-        chunk = (packed_row // 16).to(tl.int64) * NUM_UNITS + inner // 64
-        nibble = inner % 2 * 4 + inner % 8 // 2
-        offset = lane * 16 + half_row * 8 + inner % 64 // 32 * 4 + nibble // 2
+        chunk = tile * NUM_UNITS + inner // 64
+        offset = lane * 16 + half_row * 8 + inner % 64 // 32 * 4 + inner % 2 * 2 + sixteen
         byte = tl.load(codes_ptr + chunk * 512 + offset, mask=is_code, other=0)
-        return (byte.to(tl.int32) >> (nibble % 2 * 4)) & 15
+        return (byte.to(tl.int32) >> (half * 4)) & 15
 
 
 @triton.jit
@@ -189,11 +186,11 @@ def dequantise_reference(weight: PackedWeight) -> Tensor:
     """Return the numbers of a weight, float32 [num_columns, inner], in plain torch."""
     tiles, padded = weight.num_tiles, -(-weight.inner // UNIT) * UNIT
     if weight.code_type == "e4m3":
-        parts = weight.codes.view(tiles, padded // 32, 8, 4, 2, 2, 4).permute(0, 4, 2, 1, 3, 5, 6)
-        parts = parts[..., _inverse(E4M3_ORDER)].view(torch.float8_e4m3fn)
+        parts = weight.codes.view(tiles, padded // 32, 8, 4, 2, 2, 2, 2).permute(0, 4, 2, 1, 5, 7, 3, 6)
+        parts = parts.reshape(tiles * TILE, padded).view(torch.float8_e4m3fn)
     else:
-        parts = weight.codes.view(tiles, padded // 64, 8, 4, 2, 2, 4).permute(0, 4, 2, 1, 5, 3, 6)
-        parts = torch.stack((parts & 15, parts >> 4), dim=-1).flatten(-2)[..., _inverse(INT4_ORDER)]
+        pairs = weight.codes.view(tiles, padded // 64, 8, 4, 2, 2, 2, 2)
+        parts = torch.stack((pairs & 15, pairs >> 4), dim=-1).permute(0, 4, 2, 1, 5, 7, 8, 3, 6)
     numbers = parts.to(torch.float32).reshape(tiles * TILE, padded)
 
     def by_column(values: Tensor) -> Tensor:
@@ -212,8 +209,3 @@ def dequantise_reference(weight: PackedWeight) -> Tensor:
     natural = torch.empty_like(numbers)
     natural[row_order(weight.num_columns, weight.is_gated, numbers.device)] = numbers
     return natural
-
-
-def _inverse(order: tuple[int, ...]) -> list[int]:
-    """The places of 0, 1, 2, ... in an order."""
-    return sorted(range(len(order)), key=order.__getitem__)

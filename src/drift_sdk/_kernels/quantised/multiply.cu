@@ -1,14 +1,12 @@
 // Products with quantised weights: out[m, n] = sum over k of x[m, k] * weight[n, k], in bfloat16 with fp32 sums.
 //
-// The weights are the A operand of mma.sync.m16n8k16 and are converted in registers, exactly. packing.py has
+// The weights are the A operand of wgmma.m64nNk16 and are converted in registers, exactly. packing.py has
 // arranged them so that the 16 bytes that a thread loads are its own fragments: a chunk of 512 bytes holds 16
-// rows and 32 columns (e4m3) or 64 (4 bits), 16 bytes for each lane. Of every 32 columns, lane (g, t) has columns
-// 8 t ... 8 t + 7 of rows g and g + 8, and reads the same columns of x, which are in natural order.
+// rows and 32 columns (e4m3) or 64 (4 bits), 16 bytes for each lane. x is the B operand, in shared memory.
 //
-// Order of summation, the same in both kernels: a slice is cut into steps of STEP columns. Tensor cores sum the
-// columns of a group, from zero. Group sums, times their scales, are added in ascending order to the sum of the
-// step; sums of steps are added in ascending order, from zero, in fp32. Tiles, warps, stages and rows do not
-// change it.
+// Order of summation: a slice is cut into steps of STEP columns. Tensor cores sum the columns of a group, from
+// zero. Group sums, times their scales, are added in ascending order to the sum of the step; sums of steps are
+// added in ascending order, from zero, in fp32. Tiles, warps, stages and rows do not change it.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -39,12 +37,6 @@ __device__ __forceinline__ void copy16(void* to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
 
-// Copies 16 bytes, or writes 16 zero bytes.
-__device__ __forceinline__ void copy16_or_zero(void* to, const void* from, bool is_copied) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
-               "r"(is_copied ? 16 : 0) : "memory");
-}
-
 template <int BYTES> __device__ __forceinline__ void copy_few(void* to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)), "l"(from), "n"(BYTES)
                : "memory");
@@ -69,11 +61,68 @@ __device__ __forceinline__ void start_dependents() {
 #endif
 }
 
-__device__ __forceinline__ void mma(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+// d += a * b, or d = a * b, for 64 rows of a and 8 * NT columns of b: every warp of a warpgroup has 16 rows of a
+// and d. Asynchronous: neither d nor a may be touched before `wait_for_wgmma`. b: see `descriptor`.
+template <int NT> __device__ void wgmma(float (&d)[NT][4], const u32 (&a)[4], u64 b, int is_added);
+
+#define FOUR(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
+template <> __device__ __forceinline__ void wgmma<1>(float (&d)[1][4], const u32 (&a)[4], u64 b, int is_added) {
   asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+      "{.reg .pred p; setp.ne.b32 p, %9, 0; wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3}, "
+      "{%4, %5, %6, %7}, %8, p, 1, 1, 0;}"
+      : FOUR(0)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(is_added));
+}
+template <> __device__ __forceinline__ void wgmma<2>(float (&d)[2][4], const u32 (&a)[4], u64 b, int is_added) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %13, 0; wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7}, "
+      "{%8, %9, %10, %11}, %12, p, 1, 1, 0;}"
+      : FOUR(0), FOUR(1)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(is_added));
+}
+template <> __device__ __forceinline__ void wgmma<4>(float (&d)[4][4], const u32 (&a)[4], u64 b, int is_added) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %21, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+      "{%16, %17, %18, %19}, %20, p, 1, 1, 0;}"
+      : FOUR(0), FOUR(1), FOUR(2), FOUR(3)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(is_added));
+}
+template <> __device__ __forceinline__ void wgmma<8>(float (&d)[8][4], const u32 (&a)[4], u64 b, int is_added) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "{%32, %33, %34, %35}, %36, p, 1, 1, 0;}"
+      : FOUR(0), FOUR(1), FOUR(2), FOUR(3), FOUR(4), FOUR(5), FOUR(6), FOUR(7)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(is_added));
+}
+#undef FOUR
+
+__device__ __forceinline__ void fence_wgmma() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void wait_for_wgmma() {
+  asm volatile("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;" ::: "memory");
+}
+
+// Keeps registers that wgmma reads or writes from being computed later or reused earlier than here.
+__device__ __forceinline__ void keep(u32 (&a)[4]) {
+  asm volatile("" : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3])::"memory");
+}
+
+__device__ __forceinline__ void keep(float (&d)[4]) {
+  asm volatile("" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])::"memory");
+}
+
+// Makes this thread's writes to shared memory visible to wgmma, once they have been waited for.
+__device__ __forceinline__ void fence_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// The place of rows of x in shared memory, as wgmma takes it: rows of 128 bytes, 64 columns, whose pieces of 16
+// bytes are swizzled; groups of 8 rows follow one another. `rows` lies at a multiple of 1,024 bytes.
+__device__ __forceinline__ u64 descriptor(const void* rows) {
+  return (u64(1) << 62) | (u64(1024 >> 4) << 32) | (u64(1) << 16) | ((shared_address(rows) & 0x3FFFF) >> 4);
 }
 
 __device__ __forceinline__ u32 fma_bfloat16x2(u32 a, u32 b, u32 c) {
@@ -129,71 +178,56 @@ template <int SCALES> __device__ __forceinline__ float2 scales_of_rows(const u8*
   return result;
 }
 
-// The sum of a step of MT tiles: `sum` is set. tiles: the step's weights in shared memory, `tile_bytes` each.
-// num_units: 2, or 1 at the end of a slice. x(i, n): 8 elements of columns 32 i + 8 t ... of row 8 n + g.
-template <int CODES, int SCALES, bool HAS_ZEROS, int GROUPS, int MT, int NT, class X>
-__device__ __forceinline__ void sum_step(float (&sum)[MT][NT][4], const u8* tiles, int num_units, X x) {
-  constexpr int BYTES = tile_bytes<CODES, SCALES, HAS_ZEROS, GROUPS>;
-  constexpr int PARTS = 4 / GROUPS;  // 32 columns each, of a group
+// The sum of NUM_CHUNKS times 32 columns of a step of a warp's tile: `sum` is set. tile: the step's weights in
+// shared memory. x: its rows, 64 columns each in two parts. All warps of a warpgroup call it.
+template <int CODES, int SCALES, bool HAS_ZEROS, int GROUPS, int NT, int NUM_CHUNKS>
+__device__ __forceinline__ void sum_chunks(float (&sum)[NT][4], const u8* tile, const u8* x) {
+  constexpr int CHUNKS = GROUPS == 1 ? NUM_CHUNKS : 4 / GROUPS;  // of a group
   const int lane = threadIdx.x & 31, g = lane >> 2;
-  float group_sum[MT][NT][4];
+  const u64 first_rows = descriptor(x);
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
-    if (i >= 2 && num_units < 2) break;
-    if (i % PARTS == 0) {
+  for (int first = 0; first < NUM_CHUNKS; first += CHUNKS) {
+    float group_sum[NT][4];
+    u32 a[CHUNKS][2][4];
 #pragma unroll
-      for (int m = 0; m < MT; m++)
-#pragma unroll
-        for (int n = 0; n < NT; n++)
-#pragma unroll
-          for (int e = 0; e < 4; e++) group_sum[m][n][e] = 0.f;
-    }
-    u32 a[MT][2][4];
-#pragma unroll
-    for (int m = 0; m < MT; m++) {
-      const u8* tile = tiles + m * BYTES;
-      const int chunk = CODES == E4M3 ? i : i / 2;
-      const uint4 words = reinterpret_cast<const uint4*>(tile + chunk * CHUNK_BYTES)[lane];
+    for (int c = 0; c < CHUNKS; c++) {
+      const int i = first + c;
       u32 zero0 = 0xC308C308u, zero1 = 0xC308C308u;  // -(128 + 8)
       if (HAS_ZEROS) {
         const u8* zeros = tile + 2 * unit_bytes<CODES> + GROUPS * TILE * scale_bytes<SCALES>;
-        const u32 pair = reinterpret_cast<const u32*>(zeros)[i / PARTS * 8 + g];
+        const u32 pair = reinterpret_cast<const u32*>(zeros)[first / CHUNKS * 8 + g];
         zero0 = __byte_perm(pair, 0, 0x1010), zero1 = __byte_perm(pair, 0, 0x3232);
       }
-      fragments<CODES>(a[m], words, i % 2, zero0, zero1);
-    }
+      const int piece = CODES == E4M3 ? i : i / 2;
+      const uint4 words = reinterpret_cast<const uint4*>(tile + piece * CHUNK_BYTES)[lane];
+      fragments<CODES>(a[c], words, i % 2, zero0, zero1);
 #pragma unroll
-    for (int n = 0; n < NT; n++) {
-      const uint4 b = x(i, n);
+      for (int j = 0; j < 2; j++) keep(a[c][j]);
+      fence_wgmma();
 #pragma unroll
-      for (int m = 0; m < MT; m++) {
-        mma(group_sum[m][n], a[m][0], b.x, b.y);
-        mma(group_sum[m][n], a[m][1], b.z, b.w);
+      for (int j = 0; j < 2; j++) {
+        const int part = i * 2 + j;  // 16 columns, which are 32 bytes of a row
+        wgmma<NT>(group_sum, a[c][j], first_rows + (part / 4 * NT * 1024 + part % 4 * 32) / 16, c > 0 || j > 0);
       }
     }
-    if (SCALES != CHANNEL && i % PARTS == PARTS - 1) {
+    wait_for_wgmma();
 #pragma unroll
-      for (int m = 0; m < MT; m++) {
-        const u8* scales = tiles + m * BYTES + 2 * unit_bytes<CODES> + i / PARTS * TILE * scale_bytes<SCALES>;
-        const float2 scale = scales_of_rows<SCALES>(scales, g);
+    for (int n = 0; n < NT; n++) keep(group_sum[n]);
 #pragma unroll
-        for (int n = 0; n < NT; n++)
+    for (int c = 0; c < CHUNKS; c++) keep(a[c][0]), keep(a[c][1]);
+    float2 scale = make_float2(1.f, 1.f);
+    if (SCALES != CHANNEL)
+      scale = scales_of_rows<SCALES>(
+          tile + 2 * unit_bytes<CODES> + first / CHUNKS * TILE * scale_bytes<SCALES>, g);
 #pragma unroll
-          for (int e = 0; e < 4; e++) {
-            const float s = e < 2 ? scale.x : scale.y;
-            sum[m][n][e] = i < PARTS ? __fmul_rn(s, group_sum[m][n][e])
-                                     : __fmaf_rn(s, group_sum[m][n][e], sum[m][n][e]);
-          }
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        const float s = e < 2 ? scale.x : scale.y;
+        sum[n][e] = SCALES == CHANNEL ? group_sum[n][e]
+                    : first == 0      ? __fmul_rn(s, group_sum[n][e])
+                                      : __fmaf_rn(s, group_sum[n][e], sum[n][e]);
       }
-    }
-  }
-  if (SCALES == CHANNEL) {
-#pragma unroll
-    for (int m = 0; m < MT; m++)
-#pragma unroll
-      for (int n = 0; n < NT; n++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) sum[m][n][e] = group_sum[m][n][e];
   }
 }
 
@@ -249,7 +283,7 @@ template <int EPILOGUE> __device__ __forceinline__ u16 gated(float gate, float u
   return to_bfloat16(__fmul_rn(rounded(activated), rounded(up)));
 }
 
-// What both kernels take.
+// What the kernel takes.
 //   codes, scales, zeros: as packing.py arranges them; scales and zeros of groups, or null.
 //   channel_scale: [N] of weights with a scale a row, in the order of packed rows; or null.
 //   x: [M, K] bfloat16. bias: of a gated product, [N], the gate before up; or null.
@@ -274,231 +308,132 @@ template <int SCALES> __device__ __forceinline__ float finished(const Arguments&
   return sum;
 }
 
-// Up to 8 * NT rows of x: the warps of a CTA take the steps of a slice by turns and leave their sums in shared
-// memory, where they are added in ascending order. A CTA goes through work items, tiles of MT * 16 rows of one
-// slice each; each thread copies the weights that it will read, STAGES - 1 steps ahead.
-// Grid: (up to the number of items, groups of 8 * NT rows).
-template <int CODES, int SCALES, bool HAS_ZEROS, int GROUPS, int EPILOGUE, int WARPS, int MT, int NT, int STAGES>
-__device__ __forceinline__ void split_steps(const Arguments& a) {
-  extern __shared__ __align__(16) u8 shared[];
-  constexpr int BYTES = tile_bytes<CODES, SCALES, HAS_ZEROS, GROUPS>, ROWS = MT * TILE;
-  constexpr int PART_STRIDE = ROWS + 4;  // floats of a row of x in the sum of a step; no bank conflicts
-  constexpr int OUTPUTS = (ROWS * NT * 8 + WARPS * 32 - 1) / (WARPS * 32);  // of a thread
+// WM * 64 rows of the weight times 8 * NT rows of x, of one slice. SPLIT warpgroups take the steps of a slice by
+// turns; the first one adds all sums. In a round, each of them has one step. Weights and x are copied to shared
+// memory, STAGES - 1 rounds ahead.
+// Grid: (groups of 8 * NT rows, groups of WM * 64 rows of the weight, slices).
+template <int CODES, int SCALES, bool HAS_ZEROS, int GROUPS, int EPILOGUE, int WM, int SPLIT, int NT, int STAGES>
+__device__ __forceinline__ void multiply(const Arguments& a) {
+  extern __shared__ __align__(1024) u8 shared[];
+  constexpr int BYTES = tile_bytes<CODES, SCALES, HAS_ZEROS, GROUPS>, ROWS = NT * 8, THREADS_ = WM * SPLIT * 128;
+  constexpr int X_BYTES = ROWS * STEP * 2;  // of a step
+  constexpr int STAGE_BYTES = (SPLIT * (X_BYTES + WM * 4 * BYTES) + 1023) / 1024 * 1024;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
-  const int first_row = blockIdx.y * NT * 8, num_rows = min(a.M - first_row, NT * 8);
-  const int num_tiles = (a.N + TILE - 1) / TILE, num_groups = (num_tiles + MT - 1) / MT;
-  const int num_items = num_groups * a.num_slices;
-  const int num_rounds = ((a.slice_size + STEP - 1) / STEP + WARPS - 1) / WARPS;
-  u8* const ring = shared + warp * STAGES * MT * BYTES;
-  float* const parts = reinterpret_cast<float*>(shared + WARPS * STAGES * MT * BYTES);
-  const int step_floats = num_rows * PART_STRIDE;
+  const int group_m = warp / 4 % WM, part = warp / 4 / WM;
+  const int first_row = blockIdx.x * ROWS, slice = blockIdx.z;
+  const int num_tiles = (a.N + TILE - 1) / TILE, tile = (blockIdx.y * WM + group_m) * 4 + warp % 4;
+  const int num_rows = min(a.M - first_row, ROWS);
+  const int slice_columns = min(a.K, (slice + 1) * a.slice_size) - slice * a.slice_size;
+  const int num_steps = (slice_columns + STEP - 1) / STEP, num_rounds = (num_steps + SPLIT - 1) / SPLIT;
+  const int place_in_stage = SPLIT * X_BYTES + ((part * WM + group_m) * 4 + warp % 4) * BYTES;
+  const u16* const x = a.x + static_cast<u64>(first_row) * a.K + slice * a.slice_size;
 
-  auto copy = [&](int stage, int item, int round) {
-    if (item < num_items) {
-      const StepPlace place = step_place(item / num_groups, round * WARPS + warp, a.slice_size, a.K);
-      if (place.num_units > 0) {
-#pragma unroll
-        for (int m = 0; m < MT; m++) {
-          const int tile = min(item % num_groups * MT + m, num_tiles - 1);
-          copy_tile<CODES, SCALES, HAS_ZEROS, GROUPS>(ring + (stage * MT + m) * BYTES, a.codes, a.scales, a.zeros,
-                                                      tile, place, a.K);
-        }
-      }
-    }
-    end_copy_group();
+  auto copy_weights = [&](int round, u8* stage) {
+    const int step = round * SPLIT + part;
+    if (step < num_steps)
+      copy_tile<CODES, SCALES, HAS_ZEROS, GROUPS>(stage + place_in_stage, a.codes, a.scales, a.zeros,
+                                                  min(tile, num_tiles - 1),
+                                                  step_place(slice, step, a.slice_size, a.K), a.K);
   };
-  uint4 next_x[4][NT];
-  auto read_x = [&](int item, int round) {
-    if (item >= num_items) return;
-    const StepPlace place = step_place(item / num_groups, round * WARPS + warp, a.slice_size, a.K);
+  // Rows beyond the last one are left as they are: they change no other row.
+  auto copy_x = [&](int round, u8* stage) {
 #pragma unroll
-    for (int i = 0; i < 4; i++)
+    for (int i = 0; i < (SPLIT * ROWS * 16 + THREADS_ - 1) / THREADS_; i++) {
+      const int entry = threadIdx.x + i * THREADS_, row = entry / 16 % ROWS, step = entry / 16 / ROWS;
+      const int column = (round * SPLIT + step) * STEP + entry % 16 * 8, half = entry % 16 / 8;
+      if (step < SPLIT && row < num_rows && column < slice_columns)
+        copy16(stage + step * X_BYTES + (half * ROWS + row) * 128 + (entry % 8 ^ row % 8) * 16,
+               x + static_cast<u64>(row) * a.K + column);
+    }
+  };
+
+  float total[NT][4];
+#pragma unroll
+  for (int n = 0; n < NT; n++)
+#pragma unroll
+    for (int e = 0; e < 4; e++) total[n][e] = 0.f;
+  auto add = [&](int n, float4 sum) {
+    total[n][0] = __fadd_rn(total[n][0], sum.x), total[n][1] = __fadd_rn(total[n][1], sum.y);
+    total[n][2] = __fadd_rn(total[n][2], sum.z), total[n][3] = __fadd_rn(total[n][3], sum.w);
+  };
+  // The sums of the other warpgroups of a round: [2 rounds][SPLIT - 1][WM][NT][128 threads].
+  float4* const sums = reinterpret_cast<float4*>(shared + STAGES * STAGE_BYTES);
+  auto place_of_sum = [&](int round, int of_part, int n) {
+    return (((round % 2 * (SPLIT - 1) + of_part - 1) * WM + group_m) * NT + n) * 128 + threadIdx.x % 128;
+  };
+  auto add_others = [&](int round) {
+#pragma unroll
+    for (int other = 1; other < SPLIT; other++)
+      if (round * SPLIT + other < num_steps)
+#pragma unroll
+        for (int n = 0; n < NT; n++) add(n, sums[place_of_sum(round, other, n)]);
+  };
+
+#pragma unroll
+  for (int round = 0; round < STAGES - 1; round++) copy_weights(round, shared + round * STAGE_BYTES);
+  wait_for_producers();
+#pragma unroll
+  for (int round = 0; round < STAGES - 1; round++) {
+    copy_x(round, shared + round * STAGE_BYTES);
+    end_copy_group();
+  }
+  int stage = 0;
+  for (int round = 0; round < num_rounds; round++) {
+    wait_for_copies<STAGES - 2>();
+    fence_copies();
+    __syncthreads();
+    u8* const free_stage = shared + (stage == 0 ? STAGES - 1 : stage - 1) * STAGE_BYTES;
+    copy_weights(round + STAGES - 1, free_stage);
+    copy_x(round + STAGES - 1, free_stage);
+    end_copy_group();
+    if (SPLIT > 1 && part == 0 && round > 0) add_others(round - 1);
+    const u8* const here = shared + stage * STAGE_BYTES;
+    const int step = round * SPLIT + part;
+    if (step < num_steps) {
+      float sum[NT][4];
+      const u8 *const weights = here + place_in_stage, *const rows = here + part * X_BYTES;
+      if (slice_columns - step * STEP >= STEP)
+        sum_chunks<CODES, SCALES, HAS_ZEROS, GROUPS, NT, 4>(sum, weights, rows);
+      else
+        sum_chunks<CODES, SCALES, HAS_ZEROS, GROUPS, NT, 2>(sum, weights, rows);
 #pragma unroll
       for (int n = 0; n < NT; n++) {
-        const bool is_read = n * 8 + g < num_rows && i / 2 < place.num_units;
-        const u16* from = a.x + static_cast<u64>(first_row + n * 8 + g) * a.K + place.column + i * 32 + t * 8;
-        next_x[i][n] = is_read ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
-      }
-  };
-
-  int ahead_item = blockIdx.x, ahead_round = 0;
-  auto copy_ahead = [&](int stage) {
-    copy(stage, ahead_item, ahead_round);
-    if (++ahead_round == num_rounds) ahead_round = 0, ahead_item += gridDim.x;
-  };
-#pragma unroll
-  for (int stage = 0; stage < STAGES - 1; stage++) copy_ahead(stage);
-  wait_for_producers();
-  read_x(blockIdx.x, 0);
-
-  int stage = 0;
-  for (int item = blockIdx.x; item < num_items; item += gridDim.x) {
-    const int slice = item / num_groups;
-    for (int round = 0; round < num_rounds; round++) {
-      wait_for_copies<STAGES - 2>();
-      __syncwarp();
-      copy_ahead(stage == 0 ? STAGES - 1 : stage - 1);
-      uint4 x[4][NT];
-#pragma unroll
-      for (int i = 0; i < 4; i++)
-#pragma unroll
-        for (int n = 0; n < NT; n++) x[i][n] = next_x[i][n];
-      const bool is_last = round + 1 == num_rounds;
-      read_x(is_last ? item + gridDim.x : item, is_last ? 0 : round + 1);
-      const int step = round * WARPS + warp;
-      const StepPlace place = step_place(slice, step, a.slice_size, a.K);
-      if (place.num_units > 0) {
-        float sum[MT][NT][4];
-        sum_step<CODES, SCALES, HAS_ZEROS, GROUPS, MT, NT>(
-            sum, ring + stage * MT * BYTES, place.num_units, [&](int i, int n) { return x[i][n]; });
-        float* const part = parts + step * step_floats;
-#pragma unroll
-        for (int m = 0; m < MT; m++)
-#pragma unroll
-          for (int n = 0; n < NT; n++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-              const int row = n * 8 + t * 2 + (e & 1);
-              if (row < num_rows) part[row * PART_STRIDE + m * TILE + g + (e >> 1) * 8] = sum[m][n][e];
-            }
-      }
-      stage = stage + 1 == STAGES ? 0 : stage + 1;
-    }
-    if (item + gridDim.x >= num_items) start_dependents();
-    __syncthreads();
-    const int slice_columns = min(a.K, (slice + 1) * a.slice_size) - slice * a.slice_size;
-    const int num_steps = (slice_columns + STEP - 1) / STEP;
-#pragma unroll
-    for (int i = 0; i < OUTPUTS; i++) {
-      const int entry = threadIdx.x + i * WARPS * 32, place = entry % ROWS, row = entry / ROWS;
-      float total = 0.f;
-      if (row < num_rows) {
-        const float* part = parts + row * PART_STRIDE + place;
-#pragma unroll 8
-        for (int step = 0; step < num_steps; step++) total = __fadd_rn(total, part[step * step_floats]);
-      }
-      const int column = item % num_groups * ROWS + place;
-      const bool is_output = row < num_rows && column < a.N;
-      if (is_output) total = finished<SCALES>(a, total, column);
-      if (EPILOGUE == SUMS) {
-        float* out = static_cast<float*>(a.out) + (static_cast<u64>(slice) * a.M + first_row + row) * a.N;
-        if (is_output) out[column] = total;
-      } else {
-        const float up = __shfl_down_sync(~0u, total, 8);
-        u16* out = static_cast<u16*>(a.out) + static_cast<u64>(first_row + row) * (a.N / 2);
-        if (is_output && place % TILE < 8) out[column / TILE * 8 + place % 8] = gated<EPILOGUE>(total, up);
+        const float4 value = make_float4(sum[n][0], sum[n][1], sum[n][2], sum[n][3]);
+        if (part == 0) add(n, value);
+        else sums[place_of_sum(round, part, n)] = value;
       }
     }
-    __syncthreads();
-  }
-}
-
-// Many rows of x: a warp has MT tiles of the weight and NT * 8 rows, and goes through all steps of a slice. The
-// CTA's x and weights are copied to shared memory, STAGES - 1 steps ahead. WM warps along the weight, WN along
-// the rows. Grid: (groups of WN * NT * 8 rows, groups of WM * MT tiles, slices).
-template <int CODES, int SCALES, bool HAS_ZEROS, int GROUPS, int EPILOGUE, int WM, int WN, int MT, int NT,
-          int STAGES>
-__device__ __forceinline__ void share_rows(const Arguments& a) {
-  extern __shared__ __align__(16) u8 shared[];
-  constexpr int BYTES = tile_bytes<CODES, SCALES, HAS_ZEROS, GROUPS>, ROWS = WN * NT * 8;
-  constexpr int X_BYTES = ROWS * STEP * 2, STAGE_BYTES = X_BYTES + WM * MT * BYTES, WARPS = WM * WN;
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
-  const int warp_m = warp % WM, warp_n = warp / WM;
-  const int first_row = blockIdx.x * ROWS, first_tile = blockIdx.y * WM * MT, slice = blockIdx.z;
-  const int num_tiles = (a.N + TILE - 1) / TILE;
-  const int slice_columns = min(a.K, (slice + 1) * a.slice_size) - slice * a.slice_size;
-  const int num_steps = (slice_columns + STEP - 1) / STEP;
-
-  auto copy_weights = [&](int step) {
-    if (step >= num_steps) return;
-    u8* const to = shared + step % STAGES * STAGE_BYTES + X_BYTES;
-    const StepPlace place = step_place(slice, step, a.slice_size, a.K);
-#pragma unroll
-    for (int i = 0; i < (WM * MT + WARPS - 1) / WARPS; i++) {
-      const int tile = warp + i * WARPS;
-      if (tile < WM * MT)
-        copy_tile<CODES, SCALES, HAS_ZEROS, GROUPS>(to + tile * BYTES, a.codes, a.scales, a.zeros,
-                                                    min(first_tile + tile, num_tiles - 1), place, a.K);
-    }
-  };
-  // 16 bytes of row r, number c, lie at c ^ 4 (r % 2): eight lanes that read together have different banks.
-  auto copy_x = [&](int step) {
-    if (step >= num_steps) return;
-    u8* const to = shared + step % STAGES * STAGE_BYTES;
-    const StepPlace place = step_place(slice, step, a.slice_size, a.K);
-#pragma unroll
-    for (int i = 0; i < (ROWS * 16 + WARPS * 32 - 1) / (WARPS * 32); i++) {
-      const int entry = threadIdx.x + i * WARPS * 32, row = entry / 16, c = entry % 16;
-      if (entry >= ROWS * 16) break;
-      const bool is_copied = first_row + row < a.M && c / 8 < place.num_units;
-      const u16* from = a.x + (is_copied ? static_cast<u64>(first_row + row) * a.K + place.column + c * 8 : 0);
-      copy16_or_zero(to + row * (STEP * 2) + (c ^ (row % 2 * 4)) * 16, from, is_copied);
-    }
-  };
-
-  float total[MT][NT][4];
-#pragma unroll
-  for (int m = 0; m < MT; m++)
-#pragma unroll
-    for (int n = 0; n < NT; n++)
-#pragma unroll
-      for (int e = 0; e < 4; e++) total[m][n][e] = 0.f;
-
-#pragma unroll
-  for (int step = 0; step < STAGES - 1; step++) copy_weights(step);
-  wait_for_producers();
-#pragma unroll
-  for (int step = 0; step < STAGES - 1; step++) {
-    copy_x(step);
-    end_copy_group();
-  }
-  for (int step = 0; step < num_steps; step++) {
-    wait_for_copies<STAGES - 2>();
-    __syncthreads();
-    copy_weights(step + STAGES - 1);
-    copy_x(step + STAGES - 1);
-    end_copy_group();
-    const u8* const stage = shared + step % STAGES * STAGE_BYTES;
-    const u8* const rows = stage + (warp_n * NT * 8 + g) * (STEP * 2);
-    float sum[MT][NT][4];
-    sum_step<CODES, SCALES, HAS_ZEROS, GROUPS, MT, NT>(
-        sum, stage + X_BYTES + warp_m * MT * BYTES, step_place(slice, step, a.slice_size, a.K).num_units,
-        [&](int i, int n) {
-          return *reinterpret_cast<const uint4*>(rows + n * 8 * (STEP * 2) + ((i * 4 + t) ^ (g % 2 * 4)) * 16);
-        });
-#pragma unroll
-    for (int m = 0; m < MT; m++)
-#pragma unroll
-      for (int n = 0; n < NT; n++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) total[m][n][e] = __fadd_rn(total[m][n][e], sum[m][n][e]);
+    stage = stage + 1 == STAGES ? 0 : stage + 1;
   }
   start_dependents();
-#pragma unroll
-  for (int m = 0; m < MT; m++) {
-    const int column = (first_tile + warp_m * MT + m) * TILE + g;
-#pragma unroll
-    for (int n = 0; n < NT; n++)
-#pragma unroll
-      for (int e = 0; e < 2; e++) {
-        const int row = first_row + (warp_n * NT + n) * 8 + t * 2 + e;
-        if (row >= a.M) continue;
-        if (EPILOGUE == SUMS) {
-          float* out = static_cast<float*>(a.out) + (static_cast<u64>(slice) * a.M + row) * a.N;
-          if (column < a.N) out[column] = finished<SCALES>(a, total[m][n][e], column);
-          if (column + 8 < a.N) out[column + 8] = finished<SCALES>(a, total[m][n][e + 2], column + 8);
-        } else if (column < a.N) {
-          u16* out = static_cast<u16*>(a.out) + static_cast<u64>(row) * (a.N / 2);
-          out[column / TILE * 8 + g] = gated<EPILOGUE>(finished<SCALES>(a, total[m][n][e], column),
-                                                       finished<SCALES>(a, total[m][n][e + 2], column + 8));
-        }
-      }
+  if (SPLIT > 1) {
+    __syncthreads();
+    if (part > 0) return;
+    add_others(num_rounds - 1);
   }
+  const int column = tile * TILE + g;
+#pragma unroll
+  for (int n = 0; n < NT; n++)
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const int row = first_row + n * 8 + t * 2 + e;
+      if (row >= a.M) continue;
+      if (EPILOGUE == SUMS) {
+        float* out = static_cast<float*>(a.out) + (static_cast<u64>(slice) * a.M + row) * a.N;
+        if (column < a.N) out[column] = finished<SCALES>(a, total[n][e], column);
+        if (column + 8 < a.N) out[column + 8] = finished<SCALES>(a, total[n][e + 2], column + 8);
+      } else if (column < a.N) {
+        u16* out = static_cast<u16*>(a.out) + static_cast<u64>(row) * (a.N / 2);
+        out[tile * 8 + g] = gated<EPILOGUE>(finished<SCALES>(a, total[n][e], column),
+                                            finished<SCALES>(a, total[n][e + 2], column + 8));
+      }
+    }
 }
 
-// The kernel that a program is compiled for: PRODUCT is one of the functions above, with its template arguments.
+// The kernel that a program is compiled for: MULTIPLY is the function above with its
+// template arguments.
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
     product(const u8* codes, const u8* scales, const u8* zeros, const float* channel_scale, const u16* x,
             const u16* bias, void* out, int M, int N, int K, int num_slices, int slice_size) {
-  PRODUCT(Arguments{codes, scales, zeros, channel_scale, x, bias, out, M, N, K, num_slices, slice_size});
+  MULTIPLY(Arguments{codes, scales, zeros, channel_scale, x, bias, out, M, N, K, num_slices, slice_size});
 }

@@ -1,13 +1,13 @@
 """Quantised weights as the kernels read them: codes in the order of MMA fragments, scales by group.
 
-A weight [N, K] is cut into tiles of 16 rows, and those into units of 64 columns. A lane (g, t) of a warp has
-rows g and g + 8 of a tile, and of every 32 columns, columns 8 t to 8 t + 7. Its codes of a chunk are 16
-bytes, so a warp reads 512 bytes in one piece:
+A weight [N, K] is cut into tiles of 16 rows, and those into chunks of 32 columns (e4m3) or 64 (4 bits). A
+chunk is 512 bytes, 16 for each lane of a warp, which reads it in one piece. Lane 4 g + t has rows g and g + 8,
+and of every 16 columns, columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, as an MMA takes them:
 
-    e4m3: a chunk of 32 columns. 8 bytes of row g, then 8 of row g + 8. Of every four columns, the order is
-          0, 2, 1, 3: bytes 1 and 3 of a word, and then 0 and 2, are neighbours after one shift.
-    int4: a chunk of 64 columns. 4 bytes for each row and 32 columns: row g twice, then row g + 8. The order
-          of columns in a word, from its low bits on, is 0, 2, 4, 6, 1, 3, 5, 7.
+    e4m3: a word for each row and 16 columns: row g twice, then row g + 8. The order of its columns is 2 t,
+          2 t + 8, 2 t + 1, 2 t + 9: two neighbours are in bytes 0 and 2, or 1 and 3.
+    int4: a word for each row and 32 columns: row g twice, then row g + 8. The order of its columns, from the
+          low bits on, is 2 t, 2 t + 8, both of the next 16 columns, and the neighbours of these four.
 
 A tile of a gated weight has 8 rows of the gate, then the same 8 rows of up, so that a lane has both.
 
@@ -41,9 +41,6 @@ STEP = 128
 MIN_GROUP = 32
 INT4_ZERO = 8
 """The code of zero in a 4-bit weight without zero points."""
-
-E4M3_ORDER = (0, 2, 1, 3)
-INT4_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 class PackedWeight(Struct, frozen=True, kw_only=True):
@@ -168,18 +165,18 @@ def _padded(rows: Tensor, num_columns: int | None = None) -> Tensor:
 def _pack_e4m3(codes: Tensor) -> Tensor:
     """[tiles, bytes] of codes [tiles, 16, K]."""
     tiles, _, columns = codes.shape
-    # (tile, half of its rows, g, chunk, t, word, byte)
-    parts = codes.view(tiles, 2, 8, columns // 32, 4, 2, 4)[..., E4M3_ORDER]
-    return parts.permute(0, 3, 2, 4, 1, 5, 6).reshape(tiles, -1).contiguous()
+    # (tile, half of its rows, g, chunk, 16 columns, half of those, t, neighbour)
+    parts = codes.view(tiles, 2, 8, columns // 32, 2, 2, 4, 2)
+    return parts.permute(0, 3, 2, 6, 1, 4, 7, 5).reshape(tiles, -1).contiguous()
 
 
 def _pack_int4(codes: Tensor) -> Tensor:
     """[tiles, bytes] of codes [tiles, 16, K]."""
     tiles, _, columns = codes.shape
-    # (tile, half of its rows, g, chunk, half of its columns, t, code)
-    parts = codes.view(tiles, 2, 8, columns // 64, 2, 4, 8)[..., INT4_ORDER]
-    pairs = parts[..., 0::2] | (parts[..., 1::2] << 4)
-    return pairs.permute(0, 3, 2, 5, 1, 4, 6).reshape(tiles, -1).contiguous()
+    # (tile, half of its rows, g, chunk, 32 columns, 16 columns, half of those, t, neighbour)
+    parts = codes.view(tiles, 2, 8, columns // 64, 2, 2, 2, 4, 2)
+    pairs = parts[:, :, :, :, :, :, 0] | (parts[:, :, :, :, :, :, 1] << 4)
+    return pairs.permute(0, 3, 2, 6, 1, 4, 7, 5).reshape(tiles, -1).contiguous()
 
 
 def _by_group(values: Tensor) -> Tensor:

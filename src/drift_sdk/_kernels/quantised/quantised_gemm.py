@@ -4,7 +4,7 @@
     quantised_gated_multiply:  out[m, n] = activation(x[m] . gate[n]) * (x[m] . up[n])
 
 The weights keep their codes in memory (packing.py); multiply.cu converts them in registers, exactly, and
-multiplies in bfloat16 with sums in float32. Scales are applied to the sums: those of groups to the sum of a
+multiplies by wgmma in bfloat16 with sums in float32. The weights stand on the M side. Scales are applied to the sums: those of groups to the sum of a
 group, that of a row to the sum of a slice.
 
 Order of summation: one tree for each weight. Slices are those of gemm/slices.py, left as partial sums that
@@ -12,12 +12,12 @@ the next kernel adds. A slice is cut into steps of 128 columns from its beginnin
 columns of a group inside a step, from zero, 16 at a time. The groups of a step are added in ascending order,
 and then the steps, in float32. Which warp computes a step, and how many rows there are, changes no bit.
 
-Bytes: the codes once for each 8 to 128 rows of x, as the tiles say; from L2 where several CTAs read them at
+Bytes: the codes once for each 8 to 64 rows of x, as the tiles say; from L2 where several CTAs read them at
 once. Dependent launch: before it waits, a program copies the first steps of its weights, which never change,
 to shared memory. It permits its dependents to start after its last step.
 
-Where the CUDA program cannot run (no GPU, x not in bfloat16, an inner dimension that is no multiple of 64),
-the kernel of twin.py does the same from the same bytes. Its sums have another order, so other bits.
+Where the CUDA program cannot run (on a GPU of another compute capability than 9.0, with x in another type than
+bfloat16, with an inner dimension that is no multiple of 64), the kernel of twin.py does the same from the same bytes. Its sums have another order, so other bits.
 """
 
 from __future__ import annotations
@@ -88,7 +88,10 @@ def quantised_gated_multiply(
 
 def has_program(x: Tensor, weight: PackedWeight) -> bool:
     """Whether the CUDA program computes the product."""
-    return x.device.type == "cuda" and x.dtype == torch.bfloat16 and weight.inner % UNIT == 0
+    if x.device.type != "cuda" or x.dtype != torch.bfloat16 or weight.inner % UNIT:
+        return False
+
+    return torch.cuda.get_device_capability(x.device) == (9, 0)
 
 
 def _launch(
@@ -98,12 +101,11 @@ def _launch(
     num_multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count
     if tiles is None:
         tiles = choose_tiles(weight, num_rows, num_multiprocessors)
-    shared_bytes = tiles.shared_bytes(weight, num_rows)
-    most_bytes = tiles.shared_bytes(weight, max(num_rows, tiles.num_rows))
-    kernel = load_kernel(kernel_of(weight, tiles, epilogue), x.device.index or 0, most_bytes)
+    shared_bytes = tiles.shared_bytes(weight)
+    kernel = load_kernel(kernel_of(weight, tiles, epilogue), x.device.index or 0, shared_bytes)
     launch_kernel(
         kernel,
-        tiles.grid(weight, num_rows, num_multiprocessors),
+        tiles.grid(weight, num_rows),
         tiles.num_threads,
         shared_bytes,
         weight.codes,
@@ -133,7 +135,7 @@ def kernel_of(weight: PackedWeight, tiles: Tiles, epilogue: str) -> CudaKernel:
         "multiply.cu",
         "product",
         (
-            ("PRODUCT", tiles.template().format(arguments)),
+            ("MULTIPLY", f"multiply<{arguments}, {tiles.template()}>"),
             ("THREADS", str(tiles.num_threads)),
             ("CTAS", str(tiles.num_ctas)),
         ),

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from drift_sdk._kernels.quantised.packing import PackedWeight
-from drift_sdk._kernels.quantised.tiles import ShareRows, SplitSteps, Tiles
+from drift_sdk._kernels.quantised.tiles import Tiles
 
 __all__ = ["choose_tiles"]
-
-MAX_SPLIT_ROWS = 8
 
 
 def choose_tiles(weight: PackedWeight, num_rows: int, num_multiprocessors: int) -> Tiles:
     """Return the tiles for a product of `num_rows` rows on a GPU with so many multiprocessors."""
-    if num_rows <= MAX_SPLIT_ROWS:
-        return SplitSteps(8, 1, 8, 4, 3, False)
-
-    return ShareRows(4, 1, 1, 64, 3, 1)
+    rows = next(rows for rows in (8, 16, 32, 64) if rows >= num_rows or rows == 64)
+    return Tiles(1, 2, rows, 3, 1)

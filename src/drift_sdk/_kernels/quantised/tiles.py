@@ -6,86 +6,52 @@ from msgspec import Struct
 
 from drift_sdk._kernels.quantised.packing import STEP, TILE, UNIT, PackedWeight
 
-__all__ = ["ShareRows", "SplitSteps", "Tiles"]
+__all__ = ["MAX_SHARED_BYTES", "Tiles"]
 
+MAX_SHARED_BYTES = 232_448
+"""Shared memory that a CTA may have on compute capability 9.0."""
 UNIT_BYTES = {"e4m3": 1024, "int4": 512}
 """Bytes of the codes of 16 rows and 64 columns."""
-ROWS_OF_MMA = 8
-"""Rows of x that an MMA takes."""
+WARPGROUP_TILES = 4
+"""Tiles of 16 weight rows of a warpgroup."""
+ALIGNMENT = 1024
+"""Bytes at whose multiples a stage lies in shared memory."""
 
 
-class SplitSteps(Struct, frozen=True):
-    """Few rows: the warps of a CTA share the columns of a slice, see multiply.cu.
+class Tiles(Struct, frozen=True):
+    """Work of a CTA of multiply.cu.
 
-    num_warps: of a CTA. num_tiles: tiles of 16 weight rows of a CTA. num_rows: rows of x of a CTA, 8 or 16.
-    num_stages: steps copied ahead, plus one. num_ctas: CTAs that shall fit a multiprocessor. is_persistent:
-    as many CTAs as fit the GPU go through all work items; else there is a CTA for each.
+    groups_along_weight: warpgroups with 64 weight rows each. num_splits: warpgroups that share the columns of
+    a slice. num_rows: rows of x, 8, 16, 32 or 64. num_stages: rounds of steps in shared memory. num_ctas: CTAs
+    that shall fit a multiprocessor, which limits the registers of a thread.
     """
 
-    num_warps: int
-    num_tiles: int
-    num_rows: int
-    num_stages: int
-    num_ctas: int
-    is_persistent: bool
-
-    @property
-    def num_threads(self) -> int:
-        return 32 * self.num_warps
-
-    def template(self) -> str:
-        """The function of multiply.cu and its last template arguments."""
-        rows = self.num_rows // ROWS_OF_MMA
-        return f"split_steps<{{}}, {self.num_warps}, {self.num_tiles}, {rows}, {self.num_stages}>"
-
-    def shared_bytes(self, weight: PackedWeight, num_rows: int) -> int:
-        """Bytes of shared memory for a product of `num_rows` rows."""
-        ring = self.num_warps * self.num_stages * self.num_tiles * tile_bytes(weight)
-        num_steps = -(-min(weight.slice_size, weight.inner) // STEP)
-        return ring + num_steps * min(num_rows, self.num_rows) * (self.num_tiles * TILE + 4) * 4
-
-    def grid(self, weight: PackedWeight, num_rows: int, num_multiprocessors: int) -> tuple[int, ...]:
-        num_items = -(-weight.num_tiles // self.num_tiles) * weight.num_slices
-        most = num_multiprocessors * self.num_ctas if self.is_persistent else num_items
-        return min(num_items, most), -(-num_rows // self.num_rows)
-
-
-class ShareRows(Struct, frozen=True):
-    """Many rows: all warps of a CTA read the same rows of x from shared memory, see multiply.cu.
-
-    warps_along_weight, warps_along_rows: their product is the number of warps. num_tiles: tiles of 16 weight
-    rows of a warp. num_rows: rows of x of a warp, a multiple of 8. num_stages: steps copied ahead, plus one.
-    num_ctas: CTAs that shall fit a multiprocessor.
-    """
-
-    warps_along_weight: int
-    warps_along_rows: int
-    num_tiles: int
+    groups_along_weight: int
+    num_splits: int
     num_rows: int
     num_stages: int
     num_ctas: int
 
     @property
     def num_threads(self) -> int:
-        return 32 * self.warps_along_weight * self.warps_along_rows
+        return 128 * self.groups_along_weight * self.num_splits
 
     def template(self) -> str:
-        """The function of multiply.cu and its last template arguments."""
-        rows = self.num_rows // ROWS_OF_MMA
-        warps = f"{self.warps_along_weight}, {self.warps_along_rows}"
-        return f"share_rows<{{}}, {warps}, {self.num_tiles}, {rows}, {self.num_stages}>"
+        """The last template arguments of `multiply`."""
+        return f"{self.groups_along_weight}, {self.num_splits}, {self.num_rows // 8}, {self.num_stages}"
 
-    def shared_bytes(self, weight: PackedWeight, num_rows: int) -> int:
-        """Bytes of shared memory."""
-        x_bytes = self.warps_along_rows * self.num_rows * STEP * 2
-        return self.num_stages * (x_bytes + self.warps_along_weight * self.num_tiles * tile_bytes(weight))
+    def shared_bytes(self, weight: PackedWeight) -> int:
+        """Bytes of shared memory: the stages, and sums of the warpgroups but the first of each slice."""
+        tiles = self.groups_along_weight * WARPGROUP_TILES
+        step = self.num_rows * STEP * 2 + tiles * tile_bytes(weight)
+        stage = -(-self.num_splits * step // ALIGNMENT) * ALIGNMENT
+        sums = 2 * (self.num_splits - 1) * tiles * TILE * self.num_rows * 4
+        return self.num_stages * stage + sums
 
-    def grid(self, weight: PackedWeight, num_rows: int, num_multiprocessors: int) -> tuple[int, ...]:
-        num_groups = -(-weight.num_tiles // (self.warps_along_weight * self.num_tiles))
-        return -(-num_rows // (self.warps_along_rows * self.num_rows)), num_groups, weight.num_slices
-
-
-Tiles = SplitSteps | ShareRows
+    def grid(self, weight: PackedWeight, num_rows: int) -> tuple[int, int, int]:
+        """CTAs along the rows, along the weight, and slices."""
+        num_groups = -(-weight.num_tiles // (self.groups_along_weight * WARPGROUP_TILES))
+        return -(-num_rows // self.num_rows), num_groups, weight.num_slices
 
 
 def tile_bytes(weight: PackedWeight) -> int:

@@ -144,9 +144,7 @@ class DecodeForward:
         normed, activated, dtype = self._buffers.normed, self._buffers.activated, self._decoder.dtype
         activation = self._decoder.config.activation
         if isinstance(layer.gate_up, KernelWeight):
-            multiply_gated(
-                self._workspace, normed, layer.gate_up, activated, activation, layer.gate_up_bias
-            )
+            multiply_gated(self._workspace, normed, layer.gate_up, activated, activation, layer.gate_up_bias)
             return
 
         weight = dense(layer.gate_up)

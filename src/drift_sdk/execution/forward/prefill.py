@@ -74,7 +74,9 @@ class PrefillForward:
         stream.embed(rows.token, rows.slot)
         for index, layer in enumerate(decoder.weights.layers):
             self._attend(layer, index)
-            stream.add_attention(index, *self._multiply(attended, layer.output, layer.output_bias, self._delta))
+            stream.add_attention(
+                index, *self._multiply(attended, layer.output, layer.output_bias, self._delta)
+            )
             if self._experts is not None and layer.experts is not None:
                 stream.add_mlp(index, self._experts.run(layer.experts))
                 continue
@@ -146,8 +148,10 @@ class PrefillForward:
         if self._is_by_kernel(matrix):
             return multiply_quantised(self._workspace, x, matrix), bias
 
-        is_quantised = isinstance(matrix, KernelWeight)
-        weight = expand(self._workspace, matrix, x.dtype) if is_quantised else dense(matrix)
+        if isinstance(matrix, KernelWeight):
+            weight = expand(self._workspace, matrix, x.dtype)
+        else:
+            weight = dense(matrix)
         if bias is None:
             torch.mm(x, weight.T, out=out)
         else:
