@@ -265,7 +265,9 @@ def write_checkpoint(
 
         drawn = kind_format.draw(*tensor.shape, rng)
         prefix = name.removesuffix(".weight")
-        stored.update({f"{prefix}.{part}": value.contiguous() for part, value in drawn.tensors.items()})
+        stored.update(
+            {f"{prefix}.{part}": value.clone().contiguous() for part, value in drawn.tensors.items()}
+        )
         numbers[name] = drawn.numbers
 
     config = json.loads((folder / "config.json").read_text())

@@ -157,7 +157,7 @@ def _not_implemented(name: str, value: object) -> ModelLoadError:
 
 
 def _read_group(value: object) -> int | None:
-    if value == -1:
+    if type(value) is int and value == -1:
         return None
 
     if type(value) is not int or not 2 <= value <= MAX_GROUP or value % 2:
