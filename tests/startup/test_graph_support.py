@@ -55,21 +55,28 @@ def test_options_of_new_families_run_on_graphs(changes: dict[str, Any]) -> None:
     assert choose_executor(EngineConfig(), GPU, structs.replace(PLAIN, **changes)) == ("graph", None)
 
 
-@pytest.mark.parametrize(
-    "settings, reason",
-    [
-        ({"weights": "int4"}, "CUDA graphs do not support quantised weights of this model"),
-        (
-            {"speculation": Speculation(draft="head", draft_weights="fp8"), "weights": "fp8"},
-            "CUDA graphs do not support quantised weights, quantised weights of the draft of this model",
-        ),
-    ],
-)
-def test_option_without_graphs_is_named(settings: dict[str, Any], reason: str) -> None:
-    assert choose_executor(EngineConfig(**settings), GPU, PLAIN) == ("eager", reason)
+def test_quantised_weights_run_on_graphs() -> None:
+    speculation = Speculation(draft="head", draft_weights="fp8")
+    for settings in ({"weights": "int4"}, {"weights": "fp8", "speculation": speculation}):
+        assert choose_executor(EngineConfig(**settings), GPU, PLAIN) == ("graph", None)
+
+
+def test_option_without_graphs_is_named() -> None:
+    model = structs.replace(PLAIN, quantisation=BLOCK_SCHEME)
+    reason = "CUDA graphs do not support quantised weights in blocks of GGUF of this model"
+    assert choose_executor(EngineConfig(weights="stored"), GPU, model) == ("eager", reason)
     for config in ({"executor": "graph"}, {"strict_performance": True}):
         with pytest.raises(ConfigError, match=reason):
-            choose_executor(EngineConfig(**settings, **config), GPU, PLAIN)
+            choose_executor(EngineConfig(weights="stored", **config), GPU, model)
+
+
+def test_quantised_experts_do_not_run_on_graphs() -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    model = DecoderConfig.from_hf(
+        tiny_llama(model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"], head_dim=8, **experts)
+    )
+    assert options_without_graphs(model, EngineConfig()) == ()
+    assert options_without_graphs(model, EngineConfig(weights="int4")) == ("quantised weights of experts",)
 
 
 def test_files_with_quantised_weights_are_expanded_for_graphs_unless_they_are_to_stay_quantised() -> None:

@@ -143,7 +143,10 @@ def open_graph_executor(
     """
     # Imported only here: they need Triton and the driver.
     from drift_sdk._kernels.gemm.tuning import WatchedTable, gpu_key, table_for
+    from drift_sdk.execution.forward.kernel_weights import arrange_decoder
     from drift_sdk.execution.graph.executor import GraphOptions, StartupHooks
+
+    arrange_decoder(decoder, drafter_factory.draft)
 
     def fit_blocks(num_graphs: int) -> int:
         reserve = RESERVE_BYTES + num_graphs * decoder.config.num_layers * GRAPH_BYTES_PER_LAYER

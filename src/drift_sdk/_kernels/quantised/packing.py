@@ -1,8 +1,8 @@
 """Quantised weights as the kernels read them: codes in the order of MMA fragments, scales by group.
 
 A weight [N, K] is cut into tiles of 16 rows, and those into chunks of 32 columns (e4m3) or 64 (4 bits). A
-chunk is 512 bytes, 16 for each lane of a warp, which reads it in one piece. Lane 4 g + t has rows g and g + 8,
-and of every 16 columns, columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, as an MMA takes them:
+chunk is 512 bytes, 16 for each lane of a warp, which reads it in one piece. Lane 4 g + t has rows g and
+g + 8, and of every 16 columns, columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, as an MMA takes them:
 
     e4m3: a word for each row and 16 columns: row g twice, then row g + 8. The order of its columns is 2 t,
           2 t + 8, 2 t + 1, 2 t + 9: two neighbours are in bytes 0 and 2, or 1 and 3.

@@ -3,21 +3,24 @@
     quantised_multiply:        out[m, n] = sum over k of x[m, k] * weight[n, k]
     quantised_gated_multiply:  out[m, n] = activation(x[m] . gate[n]) * (x[m] . up[n])
 
-The weights keep their codes in memory (packing.py); multiply.cu converts them in registers, exactly, and
-multiplies by wgmma in bfloat16 with sums in float32. The weights stand on the M side. Scales are applied to the sums: those of groups to the sum of a
-group, that of a row to the sum of a slice.
+The weights keep their codes in memory (packing.py). multiply.cu converts them in registers, exactly, and
+multiplies by wgmma in bfloat16 with sums in float32; the weights stand on the M side. Scales are applied to
+the sums: those of groups to the sum of a group, that of a row to the sum of a slice.
 
 Order of summation: one tree for each weight. Slices are those of gemm/slices.py, left as partial sums that
 the next kernel adds. A slice is cut into steps of 128 columns from its beginning. Tensor cores sum the
 columns of a group inside a step, from zero, 16 at a time. The groups of a step are added in ascending order,
 and then the steps, in float32. Which warp computes a step, and how many rows there are, changes no bit.
 
-Bytes: the codes once for each 8 to 64 rows of x, as the tiles say; from L2 where several CTAs read them at
-once. Dependent launch: before it waits, a program copies the first steps of its weights, which never change,
+Bytes: the codes once for each 64 rows of x. From 64 rows on, those of the same weights run together, so that
+they come from memory once.
+
+Dependent launch: before it waits, a program copies the first steps of its weights, which never change,
 to shared memory. It permits its dependents to start after its last step.
 
-Where the CUDA program cannot run (on a GPU of another compute capability than 9.0, with x in another type than
-bfloat16, with an inner dimension that is no multiple of 64), the kernel of twin.py does the same from the same bytes. Its sums have another order, so other bits.
+The CUDA program needs a GPU of compute capability 9.0, x in bfloat16, and an inner dimension that is a
+multiple of 64. Elsewhere, the kernel of twin.py does the same from the same bytes. Its sums have another
+order, so other bits.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ class Tiles(Struct, frozen=True):
     """Work of a CTA of multiply.cu.
 
     groups_along_weight: warpgroups with 64 weight rows each. num_splits: warpgroups that share the columns of
-    a slice. num_rows: rows of x, 8, 16, 32 or 64. num_stages: rounds of steps in shared memory. num_ctas: CTAs
-    that shall fit a multiprocessor, which limits the registers of a thread.
+    a slice. num_rows: rows of x, 8, 16, 32 or 64. num_stages: rounds of steps in shared memory. num_ctas:
+    CTAs that shall fit a multiprocessor, which limits the registers of a thread.
     """
 
     groups_along_weight: int

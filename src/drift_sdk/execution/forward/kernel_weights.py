@@ -16,7 +16,7 @@ from drift_sdk.quantised.fp8 import Fp8Weight
 from drift_sdk.quantised.int4 import Int4Weight
 from drift_sdk.quantised.weight import Matrix, QuantisedWeight, dequantised
 
-__all__ = ["KernelWeight", "arrange_decoder", "arrange_draft", "arrange_matrix"]
+__all__ = ["KernelWeight", "arrange_decoder", "arrange_matrix"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +52,19 @@ class KernelWeight(QuantisedWeight):
         return self
 
 
-def arrange_decoder(decoder: Decoder) -> None:
-    """Replace the quantised matrices of a decoder by arranged ones, in which the kernels multiply.
+@torch.inference_mode()
+def arrange_decoder(decoder: Decoder, draft: DraftDecoder | None = None) -> None:
+    """Replace the quantised matrices of a decoder and its draft by arranged ones, which the kernels read.
 
     Layer by layer, so that one layer at a time is in memory twice. A matrix of a format or a shape that the
-    kernels do not have is expanded to the decoder's dtype, and so is an embedding, which is looked up by rows.
+    kernels do not have is expanded to the decoder's dtype, and so is an embedding, which is looked up by
+    rows. A draft that shares its target's embedding still does.
     """
     weights, dtype = decoder.weights, decoder.dtype
     layers = list(weights.layers)
     embedding = dequantised(weights.embedding, dtype)
+    if draft is not None:
+        _arrange_draft(draft, weights.embedding, embedding)
     is_tied = weights.head is weights.embedding
     head = embedding if is_tied else arrange_matrix(weights.head, dtype, is_whole=True)
     decoder.weights = replace(weights, embedding=embedding, head=head, layers=())
@@ -70,16 +74,13 @@ def arrange_decoder(decoder: Decoder) -> None:
     decoder.weights = replace(decoder.weights, layers=tuple(layers))
 
 
-def arrange_draft(draft: DraftDecoder, decoder: Decoder, shared_embedding: Matrix) -> None:
-    """Replace the quantised matrices of a draft, as `arrange_decoder` does for its target, which comes first.
-
-    shared_embedding: the target's embedding before that; a draft that shares it takes the target's new one.
-    """
+def _arrange_draft(draft: DraftDecoder, shared: Matrix, embedding: Tensor) -> None:
+    """Replace the quantised matrices of a draft. shared: its target's embedding; embedding: its numbers."""
     weights, dtype = draft.weights, draft.dtype
-    is_shared = weights.embedding is shared_embedding
+    is_shared = weights.embedding is shared
     draft.weights = replace(
         weights,
-        embedding=decoder.weights.embedding if is_shared else dequantised(weights.embedding, dtype),
+        embedding=embedding if is_shared else dequantised(weights.embedding, dtype),
         head=arrange_matrix(weights.head, dtype),
         fc=None if weights.fc is None else arrange_matrix(weights.fc, dtype),
         layers=tuple(_arrange_layer(layer, dtype) for layer in weights.layers),
@@ -99,8 +100,8 @@ def _arrange_layer(layer: LayerWeights, dtype: torch.dtype) -> LayerWeights:
 def arrange_matrix(
     matrix: Matrix, dtype: torch.dtype, *, is_gated: bool = False, is_whole: bool = False
 ) -> Matrix:
-    """A matrix as the kernels take it: dense ones as they are, quantised ones arranged, or expanded to `dtype`
-    where the kernels do not have their format. is_gated, is_whole: as in `pack_weight`."""
+    """A matrix as the kernels take it: a dense one as it is, a quantised one arranged, or expanded to `dtype`
+    if the kernels do not have its format. is_gated, is_whole: as in `pack_weight`."""
     if isinstance(matrix, Tensor):
         return matrix
 

@@ -32,8 +32,8 @@ def multiply_gated(
     activation: Activation,
     bias: Tensor | None,
 ) -> None:
-    """Fill out [R, N] with the gated activation of x [R, K] times weight [2 N, K] transposed, plus bias [2 N].
-    A row has the same bits whatever R is."""
+    """Fill out [R, N] with the gated activation of x [R, K] times weight [2 N, K] transposed, plus bias
+    [2 N]. A row has the same bits whatever R is."""
     gate_up = take_gate_up(workspace, x.shape[0], weight.packed.num_columns, x.dtype)
     quantised_gated_multiply(x, weight.packed, out, gate_up, activation, bias)
 
