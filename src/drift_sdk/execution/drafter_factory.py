@@ -120,6 +120,7 @@ class EagleDrafterFactory(DrafterFactory):
 
     needs_draft_kv = True
     always_drafts = True
+    draft: DraftDecoder
 
     def __init__(
         self,
