@@ -78,7 +78,7 @@ def params_of(index: int, rng: random.Random, vocab_size: int) -> SamplingParams
 
 @dataclass
 class Model:
-    """A model's folder, requests, and the answers to them when each runs alone. weights: as in EngineConfig."""
+    """A model's folder, requests, and the answers to them when each runs alone; `weights` of EngineConfig."""
 
     folder: Path
     vocab_size: int

@@ -102,7 +102,7 @@ def arrange_matrix(
 ) -> Matrix:
     """A matrix as the kernels take it: a dense one as it is, a quantised one arranged, or expanded to `dtype`
     if the kernels do not have its format. is_gated, is_whole: as in `pack_weight`."""
-    if isinstance(matrix, Tensor):
+    if isinstance(matrix, Tensor | KernelWeight):
         return matrix
 
     rows, columns = matrix.shape
