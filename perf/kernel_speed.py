@@ -19,6 +19,7 @@ from drift_sdk.cli.tune import time_us
 from perf.cases.attention import attention_cases
 from perf.cases.case import Case
 from perf.cases.gemm import gemm_cases
+from perf.cases.quantised import quantised_cases
 from perf.cases.rows import norm_cases, rope_cases, sampling_cases
 from perf.harness.bandwidth import matmul_tflop_s
 from perf.harness.record import Run
@@ -33,6 +34,7 @@ ROW_COUNTS = (1, 4, 16, 64, 256)
 
 SUITES: dict[str, Callable[[Model, tuple[int, ...], TunedTable, str], Iterator[Case]]] = {
     "gemm": gemm_cases,
+    "quantised": quantised_cases,
     "attention": attention_cases,
     "norm": norm_cases,
     "rope": rope_cases,
