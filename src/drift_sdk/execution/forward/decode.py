@@ -95,7 +95,7 @@ class DecodeForward:
             product = self._multiply(buffers.attended.view(self._num_rows, -1), layer.output)
             stream.add_attention(index, product, layer.output_bias)
             if self._experts is not None and layer.experts is not None:
-                stream.add_mlp(index, self._experts.run(layer.experts))
+                stream.add_mlp(index, self._experts.run(layer.experts, index))
                 continue
 
             self._activate(layer)

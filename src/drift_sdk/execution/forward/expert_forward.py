@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from drift_sdk._kernels.experts.expert_gemm import expert_multiply
@@ -16,7 +17,7 @@ from drift_sdk.execution.forward.model_resources import ModelResources
 from drift_sdk.models.experts import ExpertMatrices, ExpertWeights, QuantisedMatrices
 from drift_sdk.models.experts_config import ExpertsConfig
 
-__all__ = ["ExpertForward"]
+__all__ = ["ExpertForward", "take_counts"]
 
 
 class ExpertForward:
@@ -32,12 +33,15 @@ class ExpertForward:
         row_slot: Tensor,
         normed: Tensor,
         workspace: Workspace,
+        *,
+        num_layers: int,
     ) -> None:
         """row_slot [R] int32, -1 for a padding row. normed [R, hidden]: the rows that `run` reads."""
         num_rows, hidden_size = normed.shape
         self._config, self._tuned, self._row_slot, self._normed = config, tuned, row_slot, normed
         self._workspace = workspace
         self._rows = ExpertRows.take(workspace.take, num_rows, config.num_experts, config.num_active)
+        self._counts = take_counts(workspace, num_layers, config.num_experts)
         self._gemm = expert_gemm_config(self._rows, normed.dtype)
         gate = config.clamped_gate
         self._activation = None if gate is None else ClampedActivation(gate.alpha, gate.limit)
@@ -55,22 +59,25 @@ class ExpertForward:
     ) -> ExpertForward | None:
         """The experts of a model; None if it has none. The other arguments as in `__init__`."""
         config = model.decoder.config.experts
-        return None if config is None else cls(config, model.tuned, row_slot, normed, workspace)
+        if config is None:
+            return None
 
-    def run(self, weights: ExpertWeights) -> Tensor:
-        """Record the kernels of one layer.
+        num_layers = model.decoder.config.num_layers
+        return cls(config, model.tuned, row_slot, normed, workspace, num_layers=num_layers)
+
+    def run(self, weights: ExpertWeights, index: int) -> Tensor:
+        """Record the kernels of layer `index`.
 
         Returns partial sums [num_active, R, hidden] float32, valid until the next layer: the shares of a
         row's experts in its output, in order. Those of padding rows are undefined.
         """
+        rows = structs.replace(self._rows, counts=self._counts[index])
         self._choose(weights)
-        list_rows(self._rows)
+        list_rows(rows)
         gate_up = _matrix(weights.gate_up, weights.gate_up_bias)
-        gated_expert_multiply(
-            self._normed, gate_up, self._rows, self._activated, self._gemm, self._activation
-        )
+        gated_expert_multiply(self._normed, gate_up, rows, self._activated, self._gemm, self._activation)
         down = _matrix(weights.down, weights.down_bias)
-        expert_multiply(self._activated, down, self._rows, self._partials, self._gemm)
+        expert_multiply(self._activated, down, rows, self._partials, self._gemm)
         return self._partials
 
     def _choose(self, weights: ExpertWeights) -> None:
@@ -88,6 +95,12 @@ class ExpertForward:
             is_normalised=self._config.is_normalised,
             dtype=normed.dtype,
         )
+
+
+def take_counts(workspace: Workspace, num_layers: int, num_experts: int) -> Tensor:
+    """The number of rows of each expert in each layer of the latest pass, [num_layers, E] int32. Those of
+    layers without experts are undefined."""
+    return workspace.take("expert_counts", (num_layers, num_experts), torch.int32)
 
 
 def _matrix(matrices: ExpertMatrices, bias: Tensor | None) -> ExpertMatrix:

@@ -66,7 +66,7 @@ class PrefillForward:
             _multiply(attended, layer.output, layer.output_bias, self._delta)
             stream.add_attention(index, self._delta)
             if self._experts is not None and layer.experts is not None:
-                stream.add_mlp(index, self._experts.run(layer.experts))
+                stream.add_mlp(index, self._experts.run(layer.experts, index))
                 continue
 
             _multiply(buffers.normed, layer.gate_up, layer.gate_up_bias, self._gate_up)
