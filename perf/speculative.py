@@ -33,8 +33,8 @@ from perf.harness.scenario import SCENARIOS, Scenario
 from perf.harness.shapes import Draft, Model, prepare, prepare_draft
 from perf.harness.startup_process import gpu_memory_gib
 from perf.harness.table import show, speculative_table
-from perf.policy_sweep import ACCEPTANCE_LENGTHS, draw, policy_table
 from perf.peers import vllm
+from perf.policy_sweep import ACCEPTANCE_LENGTHS, draw, policy_table
 from perf.policy_sweep import SCENARIOS as SWEPT_SCENARIOS
 
 __all__ = ["SpeculativeRun", "main", "measure"]

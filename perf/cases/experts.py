@@ -8,6 +8,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from drift_sdk._kernels.experts.cuda_products import (
+    CudaTiles,
+    cuda_expert_multiply,
+    cuda_gated_expert_multiply,
+    cuda_tiles,
+    has_cuda_product,
+)
 from drift_sdk._kernels.experts.expert_gemm import expert_multiply
 from drift_sdk._kernels.experts.expert_tiles import ExpertGemmConfig, ExpertMatrix, expert_gemm_config
 from drift_sdk._kernels.experts.gated_expert_gemm import ClampedActivation, gated_expert_multiply
@@ -85,7 +92,7 @@ def product_bytes(model: Model, kernel: str, num_rows: int) -> float:
 def routed(
     experts: ExpertsConfig, num_rows: int, device: str, number: int = ROUTES
 ) -> list[tuple[ExpertRows, Tensor, Tensor]]:
-    """Return several choices of experts for `num_rows` rows: chosen and listed rows, their logits and slots."""
+    """Return several choices of experts for `num_rows` rows: the lists, and the logits and slots."""
 
     def take(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -133,20 +140,21 @@ def prepare_product(
     kernel: str,
     num_rows: int,
     device: str,
-    gemm: ExpertGemmConfig | None = None,
+    tiles: ExpertGemmConfig | CudaTiles | None = None,
     *,
     num_routes: int = ROUTES,
 ) -> Prepared:
     """Make the inputs of a product: random rows and matrices, and several choices of experts.
 
-    gemm: its configuration; None: the one that the engine would take.
+    tiles: of a kernel of Triton or of CUDA C++; None: those that the engine takes for decoding.
     """
     experts = model.config.experts
     assert experts is not None
     made = routed(experts, num_rows, device, num_routes)
     columns, inner = matrix_shape(model.config, experts, kernel)
     matrix = random_matrix(experts, columns, inner, device)
-    config = gemm or expert_gemm_config(made[0][0], torch.bfloat16)
+    if tiles is None:
+        tiles = default_tiles(made[0][0], matrix)
     num_pairs = num_rows * experts.num_active
     if kernel == GATE_UP:
         x = torch.randn(num_rows, inner, device=device).to(torch.bfloat16)
@@ -155,19 +163,33 @@ def prepare_product(
         activation = None if gate is None else ClampedActivation(gate.alpha, gate.limit)
 
         def call(rows: ExpertRows) -> None:
-            gated_expert_multiply(x, matrix, rows, out, config, activation)
+            if isinstance(tiles, CudaTiles):
+                cuda_gated_expert_multiply(x, matrix, rows, out, activation, tiles)
+            else:
+                gated_expert_multiply(x, matrix, rows, out, tiles, activation)
     else:
         x = torch.randn(num_pairs, inner, device=device).to(torch.bfloat16)
         out = torch.empty(experts.num_active, num_rows, columns, device=device)
 
         def call(rows: ExpertRows) -> None:
-            expert_multiply(x, matrix, rows, out, config)
+            if isinstance(tiles, CudaTiles):
+                cuda_expert_multiply(x, matrix, rows, out, tiles)
+            else:
+                expert_multiply(x, matrix, rows, out, tiles)
 
     def step() -> None:
         for rows, _, _ in made:
             call(rows)
 
     return Prepared(step, len(made), (out,))
+
+
+def default_tiles(rows: ExpertRows, matrix: ExpertMatrix) -> ExpertGemmConfig | CudaTiles:
+    """Return the tiles that the engine takes for decoding these rows."""
+    if has_cuda_product(matrix, torch.bfloat16, SCALES.stop):
+        return cuda_tiles(rows, matrix)
+
+    return expert_gemm_config(rows, torch.bfloat16)
 
 
 def random_matrix(experts: ExpertsConfig, columns: int, inner: int, device: str) -> ExpertMatrix:

@@ -18,8 +18,8 @@ import msgspec
 from perf.harness.experts import write_routing_weights
 from perf.harness.processes import module_command, with_paths
 from perf.harness.record import DecodeRun, PrefillRun
-from perf.harness.scenario import Scenario
 from perf.harness.recording import free_memory
+from perf.harness.scenario import Scenario
 from perf.harness.shapes import Draft, Model
 from perf.peers.vllm_process import MARK, Job, Times
 

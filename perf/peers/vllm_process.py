@@ -38,7 +38,7 @@ class Job(Struct, frozen=True):
     prompt_lengths:  lengths of single prompts, in tokens.
     weights:         file of tensors by name (torch.save) to copy into the model; None: all are dummies.
     draft:           folder of an EAGLE-3 draft's config.json; None: no drafts.
-    num_draft_tokens, acceptance_length:  of rounds with drafts: tokens drafted, and tokens emitted (simulated).
+    num_draft_tokens, acceptance_length:  of rounds with drafts: tokens drafted and emitted.
     """
 
     folder: str

@@ -30,6 +30,7 @@ __all__ = [
     "Launches",
     "access_of",
     "checked_launches",
+    "note_kernel",
     "note_library_kernel",
 ]
 
@@ -212,6 +213,17 @@ def note_library_kernel(out: Tensor) -> None:
     launches: Launches | None = getattr(_current, "launches", None)
     if launches is not None:
         launches.add("a kernel of torch", LIBRARY, {"out": out})
+
+
+def note_kernel(name: str, *, reads_early: Mapping[str, Tensor | None], writes: Tensor) -> None:
+    """Add a kernel of CUDA C++, just launched, to the launches being checked.
+
+    It waits before it permits its dependents to start. reads_early: what it reads before it waits, by name.
+    """
+    launches: Launches | None = getattr(_current, "launches", None)
+    if launches is not None:
+        access = KernelAccess(frozenset(reads_early), frozenset({"writes"}), False)
+        launches.add(name, access, {**reads_early, "writes": writes})
 
 
 _current = threading.local()

@@ -83,7 +83,7 @@ class DecodeForward:
         self._stream = ResidualStream(model.decoder, hidden_states, self._buffers.normed)
         self.hidden_states = hidden_states
         self.normed = self._buffers.normed
-        self._experts = ExpertForward.take(model, rows.slot, self.normed, workspace)
+        self._experts = ExpertForward.take(model, rows.slot, self.normed, workspace, is_decoding=True)
 
     def run(self) -> None:
         """Record the kernels of all layers."""

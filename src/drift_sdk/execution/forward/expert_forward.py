@@ -6,6 +6,11 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
+from drift_sdk._kernels.experts.cuda_products import (
+    cuda_expert_multiply,
+    cuda_gated_expert_multiply,
+    has_cuda_product,
+)
 from drift_sdk._kernels.experts.expert_gemm import expert_multiply
 from drift_sdk._kernels.experts.expert_tiles import ExpertMatrix, expert_gemm_config
 from drift_sdk._kernels.experts.gated_expert_gemm import ClampedActivation, gated_expert_multiply
@@ -23,7 +28,8 @@ __all__ = ["ExpertForward", "take_counts"]
 class ExpertForward:
     """Kernels that compute the experts of R rows. A row gets the bits that it gets alone.
 
-    Prefill and decode passes use the same kernels, so that a row has the same experts in both.
+    Decode passes, and prefill passes with the bits of decoding, use the kernels that are fastest for few
+    rows; other prefill passes use those for many. The bits of the two differ.
     """
 
     def __init__(
@@ -35,11 +41,13 @@ class ExpertForward:
         workspace: Workspace,
         *,
         num_layers: int,
+        max_scale: int | None,
     ) -> None:
-        """row_slot [R] int32, -1 for a padding row. normed [R, hidden]: the rows that `run` reads."""
+        """row_slot [R] int32, -1 for a padding row. normed [R, hidden]: the rows that `run` reads.
+        max_scale: the largest scale of MXFP4 weights, for kernels of few rows; None: kernels of many."""
         num_rows, hidden_size = normed.shape
         self._config, self._tuned, self._row_slot, self._normed = config, tuned, row_slot, normed
-        self._workspace = workspace
+        self._workspace, self._max_scale = workspace, max_scale
         self._rows = ExpertRows.take(workspace.take, num_rows, config.num_experts, config.num_active)
         self._counts = take_counts(workspace, num_layers, config.num_experts)
         self._gemm = expert_gemm_config(self._rows, normed.dtype)
@@ -55,15 +63,28 @@ class ExpertForward:
 
     @classmethod
     def take(
-        cls, model: ModelResources, row_slot: Tensor, normed: Tensor, workspace: Workspace
+        cls,
+        model: ModelResources,
+        row_slot: Tensor,
+        normed: Tensor,
+        workspace: Workspace,
+        *,
+        is_decoding: bool,
     ) -> ExpertForward | None:
         """The experts of a model; None if it has none. The other arguments as in `__init__`."""
         config = model.decoder.config.experts
         if config is None:
             return None
 
-        num_layers = model.decoder.config.num_layers
-        return cls(config, model.tuned, row_slot, normed, workspace, num_layers=num_layers)
+        return cls(
+            config,
+            model.tuned,
+            row_slot,
+            normed,
+            workspace,
+            num_layers=model.decoder.config.num_layers,
+            max_scale=model.decoder.max_expert_scale if is_decoding else None,
+        )
 
     def run(self, weights: ExpertWeights, index: int) -> Tensor:
         """Record the kernels of layer `index`.
@@ -74,11 +95,21 @@ class ExpertForward:
         rows = structs.replace(self._rows, counts=self._counts[index])
         self._choose(weights)
         list_rows(rows)
+        normed, activated, partials = self._normed, self._activated, self._partials
         gate_up = _matrix(weights.gate_up, weights.gate_up_bias)
-        gated_expert_multiply(self._normed, gate_up, rows, self._activated, self._gemm, self._activation)
+        if self._has_cuda_product(gate_up):
+            cuda_gated_expert_multiply(normed, gate_up, rows, activated, self._activation)
+        else:
+            gated_expert_multiply(normed, gate_up, rows, activated, self._gemm, self._activation)
         down = _matrix(weights.down, weights.down_bias)
-        expert_multiply(self._activated, down, rows, self._partials, self._gemm)
-        return self._partials
+        if self._has_cuda_product(down):
+            cuda_expert_multiply(activated, down, rows, partials)
+        else:
+            expert_multiply(activated, down, rows, partials, self._gemm)
+        return partials
+
+    def _has_cuda_product(self, matrix: ExpertMatrix) -> bool:
+        return self._max_scale is not None and has_cuda_product(matrix, self._normed.dtype, self._max_scale)
 
     def _choose(self, weights: ExpertWeights) -> None:
         """Fill the experts of the rows and their shares."""

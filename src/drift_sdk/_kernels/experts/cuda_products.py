@@ -1,0 +1,163 @@
+"""Products of experts in CUDA C++, for a few rows each: those of expert_gemm.py and gated_expert_gemm.py.
+
+Triton's kernels convert MXFP4 at 1.2 TB/s on an H200, because layouts of their tiles change on the way to the
+MMA. Here the 16 bytes that a lane loads are its own fragments (expert_products.cu), so conversion costs about
+two instructions an element.
+
+Order of summation: a program's eight warps take chunks of the inner dimension by turns, of 128 columns of
+MXFP4 and 32 of bfloat16, sum them by tensor cores in ascending order, and their sums are added in ascending
+order. It is the same for any number of rows and any tiles, and another than that of Triton's kernels. MXFP4
+weights are converted exactly; scales above MAX_SCALE are left to Triton's kernels.
+
+Bytes: as expert_gemm.py. A tile has 8 to 32 rows, so an expert with more rows is read several times, mostly
+from the L2 cache.
+
+Dependent launch: the product of gate and up projections waits first, as its rows are listed right before. The
+down projection loads its first weights before it waits. Both permit dependents after their last weights.
+"""
+
+from __future__ import annotations
+
+import torch
+from msgspec import Struct
+from torch import Tensor
+
+from drift_sdk._kernels.common.arguments import check_tensor
+from drift_sdk._kernels.common.launch_order import note_kernel
+from drift_sdk._kernels.experts.expert_tiles import ExpertMatrix, check_expert_rows, check_matrix
+from drift_sdk._kernels.experts.gated_expert_gemm import ClampedActivation
+from drift_sdk._kernels.experts.routing import ExpertRows
+
+__all__ = [
+    "MAX_SCALE",
+    "CudaTiles",
+    "cuda_expert_multiply",
+    "cuda_gated_expert_multiply",
+    "cuda_tiles",
+    "has_cuda_product",
+]
+
+MAX_SCALE = 128
+"""The largest scale of MXFP4 weights: 2 ** (scale - 1) is a bfloat16, which a number is multiplied by."""
+
+MAX_EXPERTS = 1024
+NUM_THREADS = 256
+ROW_TILE, COLUMN_ALIGNMENT = 16, 8
+"""Rows of a tile of the weight; elements of 16 bytes of bfloat16."""
+
+
+class CudaTiles(Struct, frozen=True):
+    """Tiles of a product. No result depends on them.
+
+    weight_tiles: tiles of 16 rows of the weight that a CTA has, an even number of a gated product. row_tiles:
+    tiles of 8 pairs. depth: chunks that a warp loads ahead. num_ctas: CTAs that a multiprocessor is to have
+    room for, which bounds their registers.
+    """
+
+    weight_tiles: int = 2
+    row_tiles: int = 1
+    depth: int = 3
+    num_ctas: int = 2
+
+    def num_row_tiles(self, rows: ExpertRows) -> int:
+        """The most tiles of rows that there can be, whatever the experts of the rows are."""
+        num_pairs = rows.num_rows * rows.num_active
+        num_used = min(rows.num_experts, num_pairs)
+        return num_used + (num_pairs - num_used) // (8 * self.row_tiles)
+
+
+def cuda_tiles(rows: ExpertRows, matrix: ExpertMatrix) -> CudaTiles:
+    """Return the tiles for a number of rows."""
+    rows_per_expert = rows.num_rows * rows.num_active / rows.num_experts
+    row_tiles = 1 if rows_per_expert <= 4 else 2 if rows_per_expert <= 12 else 4
+    return CudaTiles(row_tiles=row_tiles, num_ctas=2 if row_tiles <= 2 else 1)
+
+
+def has_cuda_product(matrix: ExpertMatrix, dtype: torch.dtype, max_scale: int) -> bool:
+    """Whether this module computes products with a matrix. max_scale: the largest of the matrix's scales."""
+    if matrix.values.device.type != "cuda" or dtype != torch.bfloat16 or matrix.inner % COLUMN_ALIGNMENT:
+        return False
+
+    # Imported here: cuda.core is installed where there is a GPU.
+    from drift_sdk._kernels.common.cuda_programs import has_compiler
+
+    is_known = matrix.values.shape[0] <= MAX_EXPERTS and max_scale <= MAX_SCALE
+    return is_known and torch.cuda.get_device_capability(matrix.values.device) >= (8, 0) and has_compiler()
+
+
+def cuda_gated_expert_multiply(
+    x: Tensor,
+    matrix: ExpertMatrix,
+    rows: ExpertRows,
+    out: Tensor,
+    activation: ClampedActivation | None,
+    tiles: CudaTiles | None = None,
+) -> None:
+    """`gated_expert_multiply` where `has_cuda_product`. tiles: None: those of `cuda_tiles`."""
+    num_pairs, num_columns = out.shape
+    check_tensor("out", out, (rows.num_rows * rows.num_active, num_columns), torch.bfloat16)
+    check_tensor("x", x, (rows.num_rows, matrix.inner), torch.bfloat16)
+    check_matrix(matrix, (rows.num_experts, 2 * num_columns, matrix.inner), x.dtype)
+    check_expert_rows(rows)
+    epilogue = "SILU" if activation is None else "CLAMPED"
+    _launch(x, matrix, rows, out, num_columns, epilogue, activation, tiles)
+    note_kernel("gate and up of experts", reads_early={}, writes=out)
+
+
+def cuda_expert_multiply(
+    x: Tensor, matrix: ExpertMatrix, rows: ExpertRows, out: Tensor, tiles: CudaTiles | None = None
+) -> None:
+    """`expert_multiply` where `has_cuda_product`. tiles: None: those of `cuda_tiles`."""
+    num_columns = out.shape[2]
+    check_tensor("out", out, (rows.num_active, rows.num_rows, num_columns), torch.float32)
+    check_tensor("x", x, (rows.num_rows * rows.num_active, matrix.inner), torch.bfloat16)
+    check_matrix(matrix, (rows.num_experts, num_columns, matrix.inner), x.dtype)
+    check_expert_rows(rows)
+    _launch(x, matrix, rows, out, num_columns, "SHARES", None, tiles)
+    read = {"counts": rows.counts, "pairs": rows.pairs}
+    note_kernel("down of experts", reads_early=read, writes=out)
+
+
+def _launch(
+    x: Tensor,
+    matrix: ExpertMatrix,
+    rows: ExpertRows,
+    out: Tensor,
+    num_columns: int,
+    epilogue: str,
+    activation: ClampedActivation | None,
+    tiles: CudaTiles | None,
+) -> None:
+    """Launch the kernel of expert_products.cu. More arguments than others: it is what two kernels take."""
+    from drift_sdk._kernels.common.cuda_programs import CudaKernel, compile_kernel, launch_kernel
+
+    if tiles is None:
+        tiles = cuda_tiles(rows, matrix)
+    code = "BFLOAT16" if matrix.scales is None else "MXFP4"
+    sizes = num_columns, matrix.inner, rows.num_experts, rows.num_active
+    template = ", ".join(map(str, (*sizes, tiles.weight_tiles, tiles.row_tiles, tiles.depth)))
+    macros = (
+        ("PRODUCT", f"multiply_experts<{code}, {epilogue}, {template}>"),
+        ("CTAS", str(tiles.num_ctas)),
+    )
+    kernel = CudaKernel("drift_sdk._kernels.experts", "expert_products.cu", "product", macros)
+    num_row_tiles = tiles.num_row_tiles(rows)
+    columns = tiles.weight_tiles * ROW_TILE // (1 if epilogue == "SHARES" else 2)
+    launch_kernel(
+        compile_kernel(kernel, x.device.index or 0, 0),
+        (-(-num_columns // columns) * num_row_tiles,),
+        NUM_THREADS,
+        0,
+        x,
+        matrix.values,
+        matrix.scales,
+        matrix.bias,
+        rows.counts,
+        rows.pairs,
+        rows.shares,
+        out,
+        0.0 if activation is None else activation.alpha,
+        0.0 if activation is None else activation.limit,
+        rows.num_rows,
+        num_row_tiles,
+    )
