@@ -29,12 +29,12 @@ MAX_CACHE_BYTES = 2**28
 class CudaKernel(Struct, frozen=True):
     """A kernel of a program that is compiled for chosen macros.
 
-    package, file: the program, a file of a package. name: of the kernel, which is declared as extern "C".
-    macros: names and values.
+    package, files: the program, files of a package one after the other. name: of the kernel, which is
+    declared as extern "C". macros: names and values.
     """
 
     package: str
-    file: str
+    files: tuple[str, ...]
     name: str
     macros: tuple[tuple[str, str], ...]
 
@@ -59,9 +59,10 @@ def compile_kernel(kernel: CudaKernel, device_index: int, shared_bytes: int) -> 
     A program is looked up on disk by its text, its options and the compiler's version.
     """
     device = Device(device_index)
-    source = resources.files(kernel.package).joinpath(kernel.file).read_text("utf-8")
+    folder = resources.files(kernel.package)
+    source = "".join(folder.joinpath(file).read_text("utf-8") for file in kernel.files)
     options = ProgramOptions(
-        name=kernel.file, std="c++17", arch=f"sm_{device.arch}", define_macro=list(kernel.macros)
+        name=kernel.files[-1], std="c++17", arch=f"sm_{device.arch}", define_macro=list(kernel.macros)
     )
     programs = FileStreamProgramCache(cache_folder() / "cuda_programs", max_size_bytes=MAX_CACHE_BYTES)
     program = Program(source, "c++", options)
@@ -73,7 +74,7 @@ def compile_kernel(kernel: CudaKernel, device_index: int, shared_bytes: int) -> 
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         (error,) = driver.cuKernelSetAttribute(attribute, shared_bytes, compiled.handle, device_index)
         if error != driver.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(f"{kernel.file}: {shared_bytes} bytes of shared memory: {error.name}")
+            raise RuntimeError(f"{kernel.files[-1]}: {shared_bytes} bytes of shared memory: {error.name}")
 
     return compiled
 
@@ -84,13 +85,19 @@ def launch_kernel(
     num_threads: int,
     shared_bytes: int,
     *arguments: Tensor | int | float | None,
+    cluster: int | None = None,
 ) -> None:
     """Launch in torch's current stream, with programmatic dependent launch.
 
+    grid: numbers of CTAs; of clusters of `cluster` CTAs where that is given.
     arguments: tensors as pointers, None as a null pointer, numbers as int and float.
     """
     config = LaunchConfig(
-        grid=tuple(grid), block=num_threads, shmem_size=shared_bytes, programmatic_stream_serialization=True
+        grid=tuple(grid),
+        cluster=cluster,
+        block=num_threads,
+        shmem_size=shared_bytes,
+        programmatic_stream_serialization=True,
     )
     stream = Stream.from_handle(torch.cuda.current_stream().cuda_stream)
     launch(stream, config, compiled, *map(_argument, arguments))

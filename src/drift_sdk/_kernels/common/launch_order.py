@@ -215,15 +215,18 @@ def note_library_kernel(out: Tensor) -> None:
         launches.add("a kernel of torch", LIBRARY, {"out": out})
 
 
-def note_kernel(name: str, *, reads_early: Mapping[str, Tensor | None], writes: Tensor) -> None:
+def note_kernel(
+    name: str, *, reads_early: Mapping[str, Tensor | None], writes: Mapping[str, Tensor | None]
+) -> None:
     """Add a kernel of CUDA C++, just launched, to the launches being checked.
 
-    It waits before it permits its dependents to start. reads_early: what it reads before it waits, by name.
+    It waits before it permits its dependents to start. reads_early: what it reads before it waits, and may be
+    written by other kernels; both by name.
     """
     launches: Launches | None = getattr(_current, "launches", None)
     if launches is not None:
-        access = KernelAccess(frozenset(reads_early), frozenset({"writes"}), False)
-        launches.add(name, access, {**reads_early, "writes": writes})
+        access = KernelAccess(frozenset(reads_early), frozenset(writes), False)
+        launches.add(name, access, {**reads_early, **writes})
 
 
 _current = threading.local()

@@ -30,6 +30,8 @@ from drift_sdk._kernels.experts.routing import ExpertRows
 
 __all__ = [
     "MAX_SCALE",
+    "NUM_THREADS",
+    "PACKAGE",
     "CudaTiles",
     "cuda_expert_multiply",
     "cuda_gated_expert_multiply",
@@ -41,6 +43,7 @@ MAX_SCALE = 128
 """The largest scale of MXFP4 weights: 2 ** (scale - 1) is a bfloat16, which a number is multiplied by."""
 
 MAX_EXPERTS = 1024
+PACKAGE = "drift_sdk._kernels.experts"
 NUM_THREADS = 256
 ROW_TILE, COLUMN_ALIGNMENT = 16, 8
 """Rows of a tile of the weight; elements of 16 bytes of bfloat16."""
@@ -101,7 +104,7 @@ def cuda_gated_expert_multiply(
     check_expert_rows(rows)
     epilogue = "SILU" if activation is None else "CLAMPED"
     _launch(x, matrix, rows, out, num_columns, epilogue, activation, tiles)
-    note_kernel("gate and up of experts", reads_early={}, writes=out)
+    note_kernel("gate and up of experts", reads_early={}, writes={"out": out})
 
 
 def cuda_expert_multiply(
@@ -115,7 +118,7 @@ def cuda_expert_multiply(
     check_expert_rows(rows)
     _launch(x, matrix, rows, out, num_columns, "SHARES", None, tiles)
     read = {"counts": rows.counts, "pairs": rows.pairs}
-    note_kernel("down of experts", reads_early=read, writes=out)
+    note_kernel("down of experts", reads_early=read, writes={"out": out})
 
 
 def _launch(
@@ -140,7 +143,7 @@ def _launch(
         ("PRODUCT", f"multiply_experts<{code}, {epilogue}, {template}>"),
         ("CTAS", str(tiles.num_ctas)),
     )
-    kernel = CudaKernel("drift_sdk._kernels.experts", "expert_products.cu", "product", macros)
+    kernel = CudaKernel(PACKAGE, ("common.cu", "expert_products.cu"), "product", macros)
     num_row_tiles = tiles.num_row_tiles(rows)
     columns = tiles.weight_tiles * ROW_TILE // (1 if epilogue == "SHARES" else 2)
     launch_kernel(

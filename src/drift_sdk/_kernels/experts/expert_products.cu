@@ -1,4 +1,5 @@
-// Products of experts for a few rows each, in bfloat16 with fp32 sums: expert_cuda.py describes them.
+// Products of experts for a few rows each, in bfloat16 with fp32 sums: cuda_products.py describes them. Follows
+// common.cu.
 //
 // The weights are the A operand of mma.sync.m16n8k16, and are read in the order in which files have them: of a
 // chunk of columns, lane (g, t) loads 16 bytes of row g and 16 of row g + 8, number t of four neighbours. They
@@ -9,16 +10,8 @@
 // Order of summation: warp w sums chunks w, w + 8, w + 16, ... by the MMA, and the sums of the eight warps are
 // added in ascending order. The number of rows and of tiles does not change it.
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef long long i64;
-
 enum Format { BFLOAT16, MXFP4 };
 enum Epilogue { SHARES, SILU, CLAMPED };
-
-constexpr int WARPS = 8;  // part of the order of summation
-constexpr int THREADS = WARPS * 32;
 
 // What a product takes. The macro PRODUCT names the function of the kernel, with its template arguments; CTAS is
 // how many CTAs a multiprocessor is to have room for.
@@ -38,49 +31,6 @@ struct Arguments {
   float alpha, limit;
   int num_rows, num_row_tiles;
 };
-
-__device__ __forceinline__ void wait_for_producers() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-__device__ __forceinline__ void start_dependents() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-__device__ __forceinline__ uint4 load_weights(const u8* from) {
-  uint4 v;
-  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
-  return v;
-}
-
-// A load past the L1 cache, for what is read before earlier kernels have ended.
-__device__ __forceinline__ int load_past_l1(const int* from) {
-  int v;
-  asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(from));
-  return v;
-}
-
-__device__ __forceinline__ void mma(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ u16 to_bfloat16(float value) {
-  u16 bits;
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-  return bits;
-}
-
-__device__ __forceinline__ float from_bfloat16(u16 bits) { return __uint_as_float(static_cast<u32>(bits) << 16); }
-
-__device__ __forceinline__ float rounded(float value) { return from_bfloat16(to_bfloat16(value)); }
 
 // Two codes at bits 0 to 3 and 16 to 19 (SHIFT 0), or 4 to 7 and 20 to 23 (SHIFT 4), times `factor`, as
 // bfloat16. One product moves the sign to bit 15 and the magnitude to bits 6 to 8, where it is the number times

@@ -11,6 +11,7 @@ from drift_sdk._kernels.experts.cuda_products import (
     cuda_gated_expert_multiply,
     has_cuda_product,
 )
+from drift_sdk._kernels.experts.cuda_routing import cuda_route, has_cuda_route
 from drift_sdk._kernels.experts.expert_gemm import expert_multiply
 from drift_sdk._kernels.experts.expert_tiles import ExpertMatrix, expert_gemm_config
 from drift_sdk._kernels.experts.gated_expert_gemm import ClampedActivation, gated_expert_multiply
@@ -93,8 +94,7 @@ class ExpertForward:
         row's experts in its output, in order. Those of padding rows are undefined.
         """
         rows = structs.replace(self._rows, counts=self._counts[index])
-        self._choose(weights)
-        list_rows(rows)
+        self._route(weights, rows)
         normed, activated, partials = self._normed, self._activated, self._partials
         gate_up = _matrix(weights.gate_up, weights.gate_up_bias)
         if self._has_cuda_product(gate_up):
@@ -111,9 +111,15 @@ class ExpertForward:
     def _has_cuda_product(self, matrix: ExpertMatrix) -> bool:
         return self._max_scale is not None and has_cuda_product(matrix, self._normed.dtype, self._max_scale)
 
-    def _choose(self, weights: ExpertWeights) -> None:
-        """Fill the experts of the rows and their shares."""
+    def _route(self, weights: ExpertWeights, rows: ExpertRows) -> None:
+        """Fill `rows`: the experts of each row, their shares, and the rows of each expert."""
         normed, router = self._normed, weights.router
+        is_normalised = self._config.is_normalised
+        if self._max_scale is not None and has_cuda_route(router, rows.num_active):
+            bias = weights.router_bias
+            cuda_route(normed, router, bias, self._row_slot, rows, is_normalised=is_normalised)
+            return
+
         config = self._tuned.gemm(*router.shape).config(normed.shape[0])
         shape = (config.num_partials, normed.shape[0], router.shape[0])
         logits = self._workspace.take("expert_logits", shape, torch.float32)
@@ -122,10 +128,11 @@ class ExpertForward:
             logits,
             weights.router_bias,
             self._row_slot,
-            self._rows,
-            is_normalised=self._config.is_normalised,
+            rows,
+            is_normalised=is_normalised,
             dtype=normed.dtype,
         )
+        list_rows(rows)
 
 
 def take_counts(workspace: Workspace, num_layers: int, num_experts: int) -> Tensor:
