@@ -134,7 +134,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "vocab_size": 320,
         "hidden_size": 64,
         "intermediate_size": 96,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": 4,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 16,
@@ -142,7 +142,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "experts_per_token": 2,
         "sliding_window": 32,
-        "layer_types": ["sliding_attention", "full_attention"],
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
 }
 

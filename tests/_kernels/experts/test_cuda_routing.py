@@ -1,4 +1,4 @@
-"""Routing in CUDA C++: that of the reference, with ties and NaN, and the same bits for any rows. Needs a GPU."""
+"""Routing in CUDA C++: that of the reference, with ties and NaN; the same bits for any rows. Needs a GPU."""
 
 from __future__ import annotations
 
