@@ -29,10 +29,15 @@ from perf.harness.shapes import Model, prepare
 __all__ = ["Timed", "candidates", "main", "tune"]
 
 ROW_COUNTS = (1, 4, 8, 16, 64)
-CUDA_TILES = (
-    (2, 1, 3, 2), (2, 1, 2, 2), (2, 1, 2, 3), (2, 1, 3, 1), (4, 1, 2, 1), (4, 1, 3, 1), (2, 2, 3, 2),
-    (2, 4, 3, 1),
-)  # fmt: skip
+CUDA_TILES = ((2, 1, 2, 4), (2, 1, 1, 4), (2, 1, 2, 2), (2, 1, 3, 2), (4, 1, 1, 4), (2, 2, 1, 4))
+    (2, 1, 2, 4),
+    (2, 1, 1, 4),
+    (2, 1, 2, 2),
+    (2, 1, 3, 2),
+    (4, 1, 1, 4),
+    (2, 2, 1, 4),
+    (2, 2, 2, 4),
+)
 """Arguments of CudaTiles."""
 SHOWN = 4
 """Of each product, the fastest that are printed, before the engine's own."""
@@ -52,7 +57,7 @@ class Timed(Struct, frozen=True, kw_only=True):
     tiles: str
 
 
-def candidates(model: Model, num_rows: int) -> Iterator[Tiles | None]:
+def candidates(model: Model, num_rows: int, *, cuda_only: bool = False) -> Iterator[Tiles | None]:
     """Yield None, for the engine's own tiles, then others with tiles that fit shared memory and registers.
 
     Half of them are of the kernel of CUDA C++, the others of Triton's.
@@ -60,8 +65,11 @@ def candidates(model: Model, num_rows: int) -> Iterator[Tiles | None]:
     experts = model.config.experts
     assert experts is not None
     yield None
-    for weight_tiles, row_tiles, depth, num_ctas in CUDA_TILES:
-        yield CudaTiles(weight_tiles, row_tiles, depth, num_ctas)
+    for tiles in CUDA_TILES:
+        yield CudaTiles(*tiles)
+    if cuda_only:
+        return
+
     sizes = num_rows, experts.num_experts, experts.num_active
     rows = ExpertRows.take(lambda _, shape, dtype: torch.empty(shape, dtype=dtype, device="meta"), *sizes)
     default = expert_gemm_config(rows, torch.bfloat16)
@@ -84,10 +92,10 @@ def compile_one(job: tuple[Model, str, int, Tiles | None]) -> None:
         return
 
 
-def tune(model: Model, num_rows: int) -> Iterator[Timed]:
+def tune(model: Model, num_rows: int, tried: Sequence[Tiles | None]) -> Iterator[Timed]:
     """Yield the times of both products of `num_rows` rows by each candidate that fits the GPU."""
     for kernel in (GATE_UP, DOWN):
-        for index, config in enumerate(candidates(model, num_rows)):
+        for index, config in enumerate(tried):
             prepared = prepare_product(model, kernel, num_rows, "cuda", config)
             prepared.outputs[0].fill_(torch.nan)
             try:
@@ -114,6 +122,7 @@ def tune(model: Model, num_rows: int) -> Iterator[Timed]:
 def main(arguments: Sequence[str] | None = None) -> None:
     made = parser(__doc__)
     made.add_argument("--rows", type=int, nargs="+", default=ROW_COUNTS)
+    made.add_argument("--cuda-only", action="store_true", help="leave out Triton's kernels")
     made.add_argument("--jobs", type=int, default=8, help="processes that compile candidates")
     given = made.parse_args(arguments)
     if not given.device.startswith("cuda"):
@@ -124,7 +133,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if model.config.experts is None:
         made.error(f"--model {given.model}: expected a model with experts")
 
-    configs = {config: num_rows for num_rows in given.rows for config in candidates(model, num_rows)}
+    tried = {
+        num_rows: list(candidates(model, num_rows, cuda_only=given.cuda_only)) for num_rows in given.rows
+    }
+    configs = {config: num_rows for num_rows, configs in tried.items() for config in configs}
     jobs = [
         (model, kernel, num_rows, config)
         for kernel in (GATE_UP, DOWN)
@@ -136,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     found: list[Timed] = []
     for num_rows in given.rows:
-        timed = list(tune(model, num_rows))
+        timed = list(tune(model, num_rows, tried[num_rows]))
         free_memory()
         found += timed
         for kernel in (GATE_UP, DOWN):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_expert_gemm import (
+from expert_matrices import (
     CLAMPED,
     assert_rows_near,
     dense_matrix,
@@ -41,9 +41,8 @@ SHAPES = (
 )
 TILES = (
     CudaTiles(),
-    CudaTiles(row_tiles=2),
-    CudaTiles(row_tiles=4, num_ctas=1),
-    CudaTiles(weight_tiles=4, num_ctas=1, depth=2),
+    CudaTiles(row_tiles=2, num_ctas=1),
+    CudaTiles(weight_tiles=4, num_ctas=1, max_depth=1),
 )
 WARPS, CHUNK, LANE_COLUMNS = 8, 128, 32
 

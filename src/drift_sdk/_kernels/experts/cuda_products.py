@@ -9,11 +9,15 @@ MXFP4 and 32 of bfloat16, sum them by tensor cores in ascending order, and their
 order. It is the same for any number of rows and any tiles, and another than that of Triton's kernels. MXFP4
 weights are converted exactly; scales above MAX_SCALE are left to Triton's kernels.
 
-Bytes: as expert_gemm.py. A tile has 8 to 32 rows, so an expert with more rows is read several times, mostly
-from the L2 cache.
+Grid: as many CTAs as the GPU holds at once. Each goes through tiles of the weight, for up to 16 pairs of an
+expert, and loads the next tile's weights while it computes one: with a tile for each CTA, multiprocessors
+wait for its first bytes half of the time (measured: 1.7 TB/s of MXFP4).
 
-Dependent launch: the product of gate and up projections waits first, as its rows are listed right before. The
-down projection loads its first weights before it waits. Both permit dependents after their last weights.
+Bytes: as expert_gemm.py. An expert with more than 8 or 16 rows is read several times, mostly from the L2
+cache.
+
+Dependent launch: the product of gate and up projections waits first, as its rows are listed right before.
+The down projection loads its first weights before it waits. Both permit dependents after their last weights.
 """
 
 from __future__ import annotations
@@ -44,7 +48,9 @@ MAX_SCALE = 128
 
 MAX_EXPERTS = 1024
 PACKAGE = "drift_sdk._kernels.experts"
-NUM_THREADS = 256
+NUM_THREADS, WARP_SIZE = 256, 32
+DENSE_CHUNK, QUANTISED_CHUNK = 32, 128
+"""Columns of a chunk."""
 ROW_TILE, COLUMN_ALIGNMENT = 16, 8
 """Rows of a tile of the weight; elements of 16 bytes of bfloat16."""
 
@@ -52,28 +58,34 @@ ROW_TILE, COLUMN_ALIGNMENT = 16, 8
 class CudaTiles(Struct, frozen=True):
     """Tiles of a product. No result depends on them.
 
-    weight_tiles: tiles of 16 rows of the weight that a CTA has, an even number of a gated product. row_tiles:
-    tiles of 8 pairs. depth: chunks that a warp loads ahead. num_ctas: CTAs that a multiprocessor is to have
-    room for, which bounds their registers.
+    weight_tiles: tiles of 16 rows of the weight that a CTA has, an even number if gate and up rows do not
+    alternate. row_tiles: tiles of 8 pairs, 1 or 2. num_ctas: CTAs of a multiprocessor, which bounds their
+    registers. max_depth: the most chunks that a warp loads ahead.
     """
 
     weight_tiles: int = 2
     row_tiles: int = 1
-    depth: int = 3
     num_ctas: int = 2
+    max_depth: int = 4
 
-    def num_row_tiles(self, rows: ExpertRows) -> int:
-        """The most tiles of rows that there can be, whatever the experts of the rows are."""
+    def depth(self, matrix: ExpertMatrix) -> int:
+        """Chunks that a warp loads ahead: a divisor of those that it has."""
+        chunk = DENSE_CHUNK if matrix.scales is None else QUANTISED_CHUNK
+        num_chunks = -(-matrix.inner // (chunk * NUM_THREADS // WARP_SIZE))
+        return next(depth for depth in range(self.max_depth, 0, -1) if num_chunks % depth == 0)
+
+    def num_items(self, rows: ExpertRows, num_weight_rows: int) -> int:
+        """The most tiles of rows times tiles of the weight, whatever the experts of the rows are."""
         num_pairs = rows.num_rows * rows.num_active
         num_used = min(rows.num_experts, num_pairs)
-        return num_used + (num_pairs - num_used) // (8 * self.row_tiles)
+        num_row_tiles = num_used + (num_pairs - num_used) // (8 * self.row_tiles)
+        return num_row_tiles * -(-num_weight_rows // (self.weight_tiles * ROW_TILE))
 
 
-def cuda_tiles(rows: ExpertRows, matrix: ExpertMatrix) -> CudaTiles:
+def cuda_tiles(rows: ExpertRows) -> CudaTiles:
     """Return the tiles for a number of rows."""
     rows_per_expert = rows.num_rows * rows.num_active / rows.num_experts
-    row_tiles = 1 if rows_per_expert <= 4 else 2 if rows_per_expert <= 12 else 4
-    return CudaTiles(row_tiles=row_tiles, num_ctas=2 if row_tiles <= 2 else 1)
+    return CudaTiles() if rows_per_expert <= 5 else CudaTiles(row_tiles=2, num_ctas=1)
 
 
 def has_cuda_product(matrix: ExpertMatrix, dtype: torch.dtype, max_scale: int) -> bool:
@@ -135,20 +147,19 @@ def _launch(
     from drift_sdk._kernels.common.cuda_programs import CudaKernel, compile_kernel, launch_kernel
 
     if tiles is None:
-        tiles = cuda_tiles(rows, matrix)
+        tiles = cuda_tiles(rows)
     code = "BFLOAT16" if matrix.scales is None else "MXFP4"
     sizes = num_columns, matrix.inner, rows.num_experts, rows.num_active
-    template = ", ".join(map(str, (*sizes, tiles.weight_tiles, tiles.row_tiles, tiles.depth)))
+    template = ", ".join(map(str, (*sizes, tiles.weight_tiles, tiles.row_tiles, tiles.depth(matrix))))
     macros = (
         ("PRODUCT", f"multiply_experts<{code}, {epilogue}, {template}>"),
         ("CTAS", str(tiles.num_ctas)),
     )
     kernel = CudaKernel(PACKAGE, ("common.cu", "expert_products.cu"), "product", macros)
-    num_row_tiles = tiles.num_row_tiles(rows)
-    columns = tiles.weight_tiles * ROW_TILE // (1 if epilogue == "SHARES" else 2)
+    num_ctas = tiles.num_ctas * torch.cuda.get_device_properties(x.device).multi_processor_count
     launch_kernel(
         compile_kernel(kernel, x.device.index or 0, 0),
-        (-(-num_columns // columns) * num_row_tiles,),
+        (min(num_ctas, tiles.num_items(rows, matrix.values.shape[1])),),
         NUM_THREADS,
         0,
         x,
@@ -162,5 +173,4 @@ def _launch(
         0.0 if activation is None else activation.alpha,
         0.0 if activation is None else activation.limit,
         rows.num_rows,
-        num_row_tiles,
     )
