@@ -30,14 +30,6 @@ __all__ = ["Timed", "candidates", "main", "tune"]
 
 ROW_COUNTS = (1, 4, 8, 16, 64)
 CUDA_TILES = ((2, 1, 2, 4), (2, 1, 1, 4), (2, 1, 2, 2), (2, 1, 3, 2), (4, 1, 1, 4), (2, 2, 1, 4))
-    (2, 1, 2, 4),
-    (2, 1, 1, 4),
-    (2, 1, 2, 2),
-    (2, 1, 3, 2),
-    (4, 1, 1, 4),
-    (2, 2, 1, 4),
-    (2, 2, 2, 4),
-)
 """Arguments of CudaTiles."""
 SHOWN = 4
 """Of each product, the fastest that are printed, before the engine's own."""
