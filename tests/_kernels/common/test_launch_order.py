@@ -143,14 +143,13 @@ def test_torch_kernels_wait_and_count_as_writers() -> None:
 
 def test_kernels_of_cuda_programs_are_checked() -> None:
     plan, other = torch.zeros(2, 8)
-    early = {"plan": plan, "missing": None}
     with checked_launches():
-        note_kernel("k0", reads_early={}, writes={"plan": plan, "other": other})
-        with pytest.raises(LaunchOrderError, match="k1 reads plan before it waits"):
-            note_kernel("k1", reads_early=early, writes={"out": None})
-        note_kernel("k1", reads_early={}, writes={"out": other})
-        note_kernel("k2", reads_early=early, writes={"out": other})
-    note_kernel("k3", reads_early={"other": other}, writes={"out": None})  # nothing is checked any more
+        note_kernel("k0", WRITER, {"x": None, "out": plan})
+        with pytest.raises(LaunchOrderError, match="k1 reads x before it waits"):
+            note_kernel("k1", READER, {"x": plan, "out": None})
+        note_kernel("k1", WRITER, {"x": None, "out": other})
+        note_kernel("k2", READER, {"x": plan, "out": None})
+    note_kernel("k3", READER, {"x": other, "out": None})  # nothing is checked any more
 
 
 def test_early_triggers_keep_earlier_writers_in_the_check() -> None:

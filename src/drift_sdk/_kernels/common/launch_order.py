@@ -210,23 +210,17 @@ def checked_launches() -> Iterator[None]:
 
 def note_library_kernel(out: Tensor) -> None:
     """Add a kernel of torch's, just launched, to the launches being checked. `out`: the tensor it writes."""
-    launches: Launches | None = getattr(_current, "launches", None)
-    if launches is not None:
-        launches.add("a kernel of torch", LIBRARY, {"out": out})
+    note_kernel("a kernel of torch", LIBRARY, {"out": out})
 
 
-def note_kernel(
-    name: str, *, reads_early: Mapping[str, Tensor | None], writes: Mapping[str, Tensor | None]
-) -> None:
-    """Add a kernel of CUDA C++, just launched, to the launches being checked.
+def note_kernel(name: str, access: KernelAccess, arguments: Mapping[str, object]) -> None:
+    """Add a kernel that is not Triton's, just launched, to the launches being checked.
 
-    It waits before it permits its dependents to start. reads_early: what it reads before it waits, and may be
-    written by other kernels; both by name.
+    arguments: values by the names that `access` uses.
     """
     launches: Launches | None = getattr(_current, "launches", None)
     if launches is not None:
-        access = KernelAccess(frozenset(reads_early), frozenset(writes), False)
-        launches.add(name, access, {**reads_early, **writes})
+        launches.add(name, access, arguments)
 
 
 _current = threading.local()

@@ -27,7 +27,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor
-from drift_sdk._kernels.common.launch_order import note_kernel
+from drift_sdk._kernels.common.launch_order import KernelAccess, note_kernel
 from drift_sdk._kernels.experts.expert_tiles import ExpertMatrix, check_expert_rows, check_matrix
 from drift_sdk._kernels.experts.gated_expert_gemm import ClampedActivation
 from drift_sdk._kernels.experts.routing import ExpertRows
@@ -45,6 +45,9 @@ __all__ = [
 
 MAX_SCALE = 128
 """The largest scale of MXFP4 weights: 2 ** (scale - 1) is a bfloat16, which a number is multiplied by."""
+
+GATED_ACCESS = KernelAccess(frozenset(), frozenset({"out"}), False)
+DOWN_ACCESS = KernelAccess(frozenset({"counts", "pairs"}), frozenset({"out"}), False)
 
 MAX_EXPERTS = 1024
 PACKAGE = "drift_sdk._kernels.experts"
@@ -116,7 +119,7 @@ def cuda_gated_expert_multiply(
     check_expert_rows(rows)
     epilogue = "SILU" if activation is None else "CLAMPED"
     _launch(x, matrix, rows, out, num_columns, epilogue, activation, tiles)
-    note_kernel("gate and up of experts", reads_early={}, writes={"out": out})
+    note_kernel("gate and up of experts", GATED_ACCESS, {"out": out})
 
 
 def cuda_expert_multiply(
@@ -129,8 +132,7 @@ def cuda_expert_multiply(
     check_matrix(matrix, (rows.num_experts, num_columns, matrix.inner), x.dtype)
     check_expert_rows(rows)
     _launch(x, matrix, rows, out, num_columns, "SHARES", None, tiles)
-    read = {"counts": rows.counts, "pairs": rows.pairs}
-    note_kernel("down of experts", reads_early=read, writes={"out": out})
+    note_kernel("down of experts", DOWN_ACCESS, {"counts": rows.counts, "pairs": rows.pairs, "out": out})
 
 
 def _launch(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor, check_tensors
-from drift_sdk._kernels.common.launch_order import note_kernel
+from drift_sdk._kernels.common.launch_order import KernelAccess, note_kernel
 from drift_sdk._kernels.experts.cuda_products import NUM_THREADS, PACKAGE
 from drift_sdk._kernels.experts.routing import ExpertRows, check_rows, list_rows
 
@@ -92,6 +92,7 @@ def cuda_route(
         cluster=num_experts // CTA_EXPERTS,
     )
     names = ("experts", "shares", "pairs", "counts") if has_lists else ("experts", "shares")
-    note_kernel("routing", reads_early={}, writes={name: getattr(rows, name) for name in names})
+    access = KernelAccess(frozenset(), frozenset(names), False)
+    note_kernel("routing", access, {name: getattr(rows, name) for name in names})
     if not has_lists:
         list_rows(rows)
