@@ -29,8 +29,10 @@ from perf.harness.shapes import Model, prepare
 __all__ = ["Timed", "candidates", "main", "tune"]
 
 ROW_COUNTS = (1, 4, 8, 16, 64)
-CUDA_TILES = ((2, 1, 2, 4), (2, 1, 1, 4), (2, 1, 2, 2), (2, 1, 3, 2), (4, 1, 1, 4), (2, 2, 1, 4))
-"""Arguments of CudaTiles."""
+FEW_TILES = ((2, 1, 2, 4), (2, 1, 1, 4), (2, 1, 2, 2), (2, 1, 3, 2), (4, 1, 1, 4), (2, 2, 1, 4))
+MANY_TILES = ((2, 2, 1, 4), (2, 4, 1, 4), (4, 2, 1, 4))
+MANY_ROWS = 128
+"""Arguments of CudaTiles, below MANY_ROWS rows and from there on."""
 SHOWN = 4
 """Of each product, the fastest that are printed, before the engine's own."""
 
@@ -57,7 +59,7 @@ def candidates(model: Model, num_rows: int, *, cuda_only: bool = False) -> Itera
     experts = model.config.experts
     assert experts is not None
     yield None
-    for tiles in CUDA_TILES:
+    for tiles in MANY_TILES if num_rows >= MANY_ROWS else FEW_TILES:
         yield CudaTiles(*tiles)
     if cuda_only:
         return

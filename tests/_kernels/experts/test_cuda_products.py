@@ -42,6 +42,7 @@ SHAPES = (
 TILES = (
     CudaTiles(),
     CudaTiles(row_tiles=2, num_ctas=1),
+    CudaTiles(row_tiles=4, num_ctas=1),
     CudaTiles(weight_tiles=4, num_ctas=1, max_depth=1),
 )
 WARPS, CHUNK, LANE_COLUMNS = 8, 128, 32

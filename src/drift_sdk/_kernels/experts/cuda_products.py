@@ -9,11 +9,11 @@ MXFP4 and 32 of bfloat16, sum them by tensor cores in ascending order, and their
 order. It is the same for any number of rows and any tiles, and another than that of Triton's kernels. MXFP4
 weights are converted exactly; scales above MAX_SCALE are left to Triton's kernels.
 
-Grid: as many CTAs as the GPU holds at once. Each goes through tiles of the weight, for up to 16 pairs of an
+Grid: as many CTAs as the GPU holds at once. Each goes through tiles of the weight, for up to 32 pairs of an
 expert, and loads the next tile's weights while it computes one: with a tile for each CTA, multiprocessors
 wait for its first bytes half of the time (measured: 1.7 TB/s of MXFP4).
 
-Bytes: as expert_gemm.py. An expert with more than 8 or 16 rows is read several times, mostly from the L2
+Bytes: as expert_gemm.py. An expert with more rows than a tile is read several times, mostly from the L2
 cache.
 
 Dependent launch: the product of gate and up projections waits first, as its rows are listed right before.
@@ -62,7 +62,7 @@ class CudaTiles(Struct, frozen=True):
     """Tiles of a product. No result depends on them.
 
     weight_tiles: tiles of 16 rows of the weight that a CTA has, an even number if gate and up rows do not
-    alternate. row_tiles: tiles of 8 pairs, 1 or 2. num_ctas: CTAs of a multiprocessor, which bounds their
+    alternate. row_tiles: tiles of 8 pairs, up to 4. num_ctas: CTAs of a multiprocessor, which bounds their
     registers. max_depth: the most chunks that a warp loads ahead.
     """
 

@@ -108,8 +108,9 @@ __device__ __forceinline__ void multiply_experts(const Arguments& a) {
   constexpr int ROW_BYTES = FORMAT == MXFP4 ? K / 2 : 2 * K, ROW_SCALES = K / 32, TURN_BYTES = WARPS * 64;
   constexpr int STRIDE = TILE_M + 1;  // floats of a weight row in shared memory
   static_assert(ROUNDS % DEPTH == 0, "the rounds of an item end with the last slot");
-  __shared__ float all_parts[2][WARPS * ROWS * STRIDE];
-  __shared__ int all_pairs[2][TILE_M];
+  constexpr int NUM_PARTS = ROWS * TILE_M <= 512 ? 2 : 1;  // sets of parts that shared memory has room for
+  __shared__ float all_parts[NUM_PARTS][WARPS * ROWS * STRIDE];
+  __shared__ int all_pairs[NUM_PARTS][TILE_M];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
   const int lane_column = warp * CHUNK + t * LANE_COLUMNS;
 
@@ -165,7 +166,7 @@ __device__ __forceinline__ void multiply_experts(const Arguments& a) {
   for (int round = 0; round < DEPTH; round++) load(round, next_values, next_factors, tile_n);
   if (!IS_GATED) wait_for_producers();
 
-  for (int parity = 0;; parity ^= 1) {
+  for (int set = 0;; set = (set + 1) % NUM_PARTS) {
     const ExpertTile tile = next;
     const u8 *values = next_values, *factors = next_factors;
     const int own_tile_n = tile_n;
@@ -241,8 +242,8 @@ __device__ __forceinline__ void multiply_experts(const Arguments& a) {
     }
     if (!has_next) start_dependents();
 
-    float* const parts = all_parts[parity];
-    int* const pairs = all_pairs[parity];
+    float* const parts = all_parts[set];
+    int* const pairs = all_pairs[set];
 #pragma unroll
     for (int m = 0; m < MT; m++)
 #pragma unroll
@@ -256,7 +257,6 @@ __device__ __forceinline__ void multiply_experts(const Arguments& a) {
 #pragma unroll
       for (int n = 0; n < NT; n++) pairs[n * 8 + g] = pair[n];
     }
-    // Nobody writes to these parts before all have been here again.
     __syncthreads();
 
     // The product of a row of the tile with a row of the weight, plus its bias, rounded.
@@ -291,6 +291,8 @@ __device__ __forceinline__ void multiply_experts(const Arguments& a) {
       }
     }
     if (!has_next) break;
+    // With two sets, nobody writes to this one again before all have left the other.
+    if (NUM_PARTS == 1) __syncthreads();
   }
 }
 
