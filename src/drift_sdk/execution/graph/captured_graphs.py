@@ -77,8 +77,7 @@ class CapturedGraphs:
         num_halves = 2 * (len(buckets.drafts) - 1)  # a round without drafts is never split
         num_decode = len(buckets.decode) * (num_whole_rounds + num_halves)
         num_first_tokens = len(buckets.decode)
-        num_mixed = len(buckets.mixed_rows) * len(buckets.mixed)
-        return num_prefill + num_mixed + num_decode + num_first_tokens + 1  # and `update`
+        return num_prefill + len(buckets.mixed) + num_decode + num_first_tokens + 1  # and `update`
 
     def _warm_up(self) -> None:
         """Run the largest step of each kind, so that later ones need no more memory."""
@@ -94,9 +93,8 @@ class CapturedGraphs:
                 self.draft_extend[num_rows] = self._capture(steps.draft_extend(num_rows, steps.drafter))
 
     def _capture_mixed(self) -> None:
-        for num_rows in reversed(self._buckets.mixed_rows):
-            for num_slots in reversed(self._buckets.mixed):
-                self.mixed[num_rows, num_slots] = self._capture(self._steps.mixed(num_rows, num_slots))
+        for num_rows, num_slots in reversed(self._buckets.mixed):
+            self.mixed[num_rows, num_slots] = self._capture(self._steps.mixed(num_rows, num_slots))
 
     def _capture_rounds(self) -> None:
         for num_slots in reversed(self._buckets.decode):

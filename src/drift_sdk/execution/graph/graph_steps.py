@@ -77,9 +77,7 @@ class GraphSteps:
         )
         aux_layers = self.drafter.aux_layers if self.drafter is not None else ()
         decoder = model.decoder
-        most = buckets.prefill[-1]
-        if buckets.mixed:
-            most = max(most, buckets.mixed_rows[-1] + buckets.mixed[-1])
+        most = max(buckets.prefill[-1], buckets.most_mixed_rows)
         self.prefill_hidden = HiddenStates.take(workspace, "prefill", decoder, most, aux_layers)
         self._round_hidden = HiddenStates.take(workspace, "round", decoder, max_rows, aux_layers)
 
@@ -91,8 +89,7 @@ class GraphSteps:
         if self.drafter is not None:
             steps.append(self.draft_extend(buckets.prefill[-1], self.drafter))
         steps.append(self.round(buckets.decode[-1], buckets.drafts[-1]).whole)
-        if buckets.mixed:
-            steps.append(self.mixed(buckets.mixed_rows[-1], buckets.mixed[-1]))
+        steps += [self.mixed(*bucket) for bucket in buckets.mixed if sum(bucket) == buckets.most_mixed_rows]
         steps.append(self.first_tokens(buckets.decode[-1]))
         return steps
 
@@ -116,7 +113,7 @@ class GraphSteps:
         token, slot, position = payload.words[: 3 * num_rows].view(3, num_rows)
         rows = Rows(slot=slot, token=token, position=position)
         hidden = self.prefill_hidden.first(num_rows)
-        tiles = payload.words[3 * num_rows : num_words].view(buckets.num_tiles(num_rows), 4)
+        tiles = payload.words[3 * num_rows : num_words].view(-1, 4)
         forward: DecodeForward | PrefillForward
         if buckets.is_exact:
             decoder = self._model.decoder
@@ -141,7 +138,7 @@ class GraphSteps:
         payload, table = resources.payload, resources.table
         size, num_words = num_rows + num_slots, buckets.mixed_words(num_rows, num_slots)
         token, slot, position = payload.words[: 3 * size].view(3, size)
-        tiles = payload.words[3 * size : num_words - 2 * num_slots].view(buckets.num_tiles(num_rows), 4)
+        tiles = payload.words[3 * size : num_words - 2 * num_slots].view(-1, 4)
         slots, max_drafts = payload.words[num_words - 2 * num_slots : num_words].view(2, num_slots)
         rows = Rows(slot=slot, token=token, position=position)
         newest = Rows(slot=slot[num_rows:], token=token[num_rows:], position=position[num_rows:])
