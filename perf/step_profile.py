@@ -35,6 +35,8 @@ __all__ = ["Kernel", "KernelRun", "busy_us", "kernels_of_trace", "main", "profil
 NUM_WARM_UP_ROUNDS = 3
 MULTIPLY, GATED, ATTEND, SAMPLE = "_multiply", "_gated_multiply", "_attend", "rule_logits"
 EXPERT_ROLES = {"_gated_expert_multiply": "gate_up of experts", "_expert_multiply": "down of experts"}
+ROUTE, EXPERT_PRODUCT = "route", "product"
+"""Kernels of CUDA C++: of a router, and of the experts' products, two a layer."""
 EXPERT_SHARES = {"gate_up of experts": 2 / 3, "down of experts": 1 / 3}
 """Parts of an expert's weights."""
 STEP = "step"
@@ -95,10 +97,18 @@ def roles_of(step: Sequence[Kernel], model: Model) -> list[str]:
     weights = weight_roles(model)
     named = {role: f"{role} {weight}" for role, weight in weights.items()}
     head = named.pop("lm_head")
+    if any(kernel.name == ROUTE for kernel in step):
+        named.pop("router", None)
     by_layer = [name for role, name in named.items() if not weights[role].is_gated]
-    products = iter((*by_layer * model.config.num_layers, head))
-    others = {GATED: named.get("gate_up", "")} | EXPERT_ROLES
-    return [next(products, "") if kernel.name == MULTIPLY else others.get(kernel.name, "") for kernel in step]
+    products = {
+        MULTIPLY: iter((*by_layer * model.config.num_layers, head)),
+        GATED: iter([named.get("gate_up", "")] * model.config.num_layers),
+        EXPERT_PRODUCT: iter(list(EXPERT_SHARES) * model.num_expert_layers),
+    }
+    return [
+        next(products[kernel.name], "") if kernel.name in products else EXPERT_ROLES.get(kernel.name, "")
+        for kernel in step
+    ]
 
 
 def role_bytes(role: str, name: str, model: Model, batch: int, context: float, itemsize: int) -> float | None:

@@ -29,8 +29,8 @@ from perf.harness.shapes import Model, prepare
 __all__ = ["Timed", "candidates", "main", "tune"]
 
 ROW_COUNTS = (1, 4, 8, 16, 64)
-FEW_TILES = ((2, 1, 2, 4), (2, 1, 1, 4), (2, 1, 2, 2), (2, 1, 3, 2), (4, 1, 1, 4), (2, 2, 1, 4))
-MANY_TILES = ((2, 2, 1, 4), (2, 4, 1, 4), (4, 2, 1, 4))
+FEW_TILES = ((2, 1, 3, 3), (2, 1, 2, 3), (2, 1, 2, 4), (2, 1, 3, 2), (1, 1, 3, 4), (1, 1, 4, 4), (4, 1, 1, 3))
+MANY_TILES = ((2, 2, 1, 4), (2, 2, 2, 3), (4, 2, 1, 3), (4, 2, 1, 2))
 MANY_ROWS = 128
 """Arguments of CudaTiles, below MANY_ROWS rows and from there on."""
 SHOWN = 4
@@ -59,8 +59,9 @@ def candidates(model: Model, num_rows: int, *, cuda_only: bool = False) -> Itera
     experts = model.config.experts
     assert experts is not None
     yield None
-    for tiles in MANY_TILES if num_rows >= MANY_ROWS else FEW_TILES:
-        yield CudaTiles(*tiles)
+    if experts.is_quantised:
+        for tiles in MANY_TILES if num_rows >= MANY_ROWS else FEW_TILES:
+            yield CudaTiles(*tiles)
     if cuda_only:
         return
 

@@ -163,9 +163,9 @@ def prepare_product(
         activation = None if gate is None else ClampedActivation(gate.alpha, gate.limit)
 
         def call(rows: ExpertRows) -> None:
-            if isinstance(tiles, CudaTiles):
+            if isinstance(tiles, CudaTiles) and activation is not None:
                 cuda_gated_expert_multiply(x, matrix, rows, out, activation, tiles)
-            else:
+            elif isinstance(tiles, ExpertGemmConfig):
                 gated_expert_multiply(x, matrix, rows, out, tiles, activation)
     else:
         x = torch.randn(num_pairs, inner, device=device).to(torch.bfloat16)

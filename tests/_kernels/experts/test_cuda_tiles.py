@@ -20,20 +20,17 @@ def rows_of(num_rows: int, num_experts: int, num_active: int) -> ExpertRows:
     )
 
 
-def matrix_of(inner: int, *, is_quantised: bool) -> ExpertMatrix:
-    if is_quantised:
-        values = torch.empty(2, 16, inner // 2, dtype=torch.uint8, device="meta")
-        return ExpertMatrix(values, torch.empty(2, 16, inner // 32, device="meta"), None)
-
-    return ExpertMatrix(torch.empty(2, 16, inner, dtype=torch.bfloat16, device="meta"), None, None)
+def quantised_matrix(inner: int) -> ExpertMatrix:
+    values = torch.empty(2, 16, inner // 2, dtype=torch.uint8, device="meta")
+    return ExpertMatrix(values, torch.empty(2, 16, inner // 32, dtype=torch.uint8, device="meta"), None)
 
 
-@pytest.mark.parametrize(
-    "inner, is_quantised, depth", [(2880, True, 3), (32, True, 1), (2048, False, 4), (768, False, 3)]
-)
-def test_depth_divides_the_chunks_of_a_warp(inner: int, is_quantised: bool, depth: int) -> None:
-    assert CudaTiles().depth(matrix_of(inner, is_quantised=is_quantised)) == depth
-    assert CudaTiles(max_depth=1).depth(matrix_of(inner, is_quantised=is_quantised)) == 1
+@pytest.mark.parametrize("inner, num_stages", [(2880, 3), (1024, 2), (32, 2), (1056, 3)])
+def test_only_chunks_of_the_next_tile_are_copied_ahead(inner: int, num_stages: int) -> None:
+    tiles = CudaTiles()
+    assert tiles.num_stages(inner) == num_stages
+    assert tiles.shared_bytes(inner) == num_stages * 8 * 32 * 16 * 4  # warps, lanes, bytes, rows of a lane
+    assert CudaTiles(max_stages=2).num_stages(inner) == 2
 
 
 @pytest.mark.parametrize(
@@ -61,5 +58,5 @@ def test_many_rows_of_an_expert_have_larger_tiles() -> None:
 
 
 def test_programs_need_a_gpu() -> None:
-    assert not has_cuda_product(matrix_of(64, is_quantised=True), torch.bfloat16, MAX_SCALE)
+    assert not has_cuda_product(quantised_matrix(64), torch.bfloat16, MAX_SCALE)
     assert not has_cuda_route(torch.empty(128, 64, dtype=torch.bfloat16), 4)

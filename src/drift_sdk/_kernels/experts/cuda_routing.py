@@ -4,8 +4,8 @@ For a decode pass of up to LISTED_ROWS rows, three launches become one; for more
 The CTAs of a cluster have 16 experts each, and read each other's logits from shared memory: they wait for
 each other, but not for a launch. There are no atomic operations, and lists have a fixed order.
 
-Order of summation: as of cuda_products.py for bfloat16, the same for any number of rows, and another than
-that of gemm.py.
+Order of summation: warps take chunks by turns as in cuda_products.py. It is the same for any number of
+rows, and another than that of gemm.py.
 
 Bytes: the router once for each 16 rows. Dependent launch: the router's weights, which never change, are
 loaded before the kernel waits; it permits its dependents right after.

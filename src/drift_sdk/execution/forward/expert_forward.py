@@ -97,10 +97,11 @@ class ExpertForward:
         self._route(weights, rows)
         normed, activated, partials = self._normed, self._activated, self._partials
         gate_up = _matrix(weights.gate_up, weights.gate_up_bias)
-        if self._has_cuda_product(gate_up):
-            cuda_gated_expert_multiply(normed, gate_up, rows, activated, self._activation)
+        activation = self._activation
+        if activation is not None and self._has_cuda_product(gate_up):
+            cuda_gated_expert_multiply(normed, gate_up, rows, activated, activation)
         else:
-            gated_expert_multiply(normed, gate_up, rows, activated, self._gemm, self._activation)
+            gated_expert_multiply(normed, gate_up, rows, activated, self._gemm, activation)
         down = _matrix(weights.down, weights.down_bias)
         if self._has_cuda_product(down):
             cuda_expert_multiply(activated, down, rows, partials)
