@@ -84,7 +84,7 @@ class DecodeForward:
         self._stream = ResidualStream(model.decoder, hidden_states, self._buffers.normed)
         self.hidden_states = hidden_states
         self.normed = self._buffers.normed
-        self._experts = ExpertForward.take(model, rows.slot, self.normed, workspace)
+        self._experts = ExpertForward.take(model, rows.slot, self.normed, workspace, is_decoding=True)
 
     def run(self) -> None:
         """Record the kernels of all layers."""
@@ -96,7 +96,7 @@ class DecodeForward:
             product = self._multiply(buffers.attended.view(self._num_rows, -1), layer.output)
             stream.add_attention(index, product, layer.output_bias)
             if self._experts is not None and layer.experts is not None:
-                stream.add_mlp(index, self._experts.run(layer.experts))
+                stream.add_mlp(index, self._experts.run(layer.experts, index))
                 continue
 
             self._activate(layer)
