@@ -86,9 +86,7 @@ def flat(kind: EngineKind) -> dict[str, object]:
 
 def versions() -> dict[str, str]:
     """Versions of this package and of the installed libraries that compute."""
-    import drift_sdk
-
-    found = {"drift_sdk": drift_sdk.__version__}
+    found = {"drift_sdk": sys.modules["drift_sdk"].__version__}
     for name in LIBRARIES:
         try:
             found[name] = metadata.version(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -29,6 +30,8 @@ from drift_sdk.submission import Submission
 __all__ = ["EnginePool"]
 
 MAX_REPLICAS = 1024
+
+log = logging.getLogger("drift_sdk")
 
 
 class EnginePool(BaseEngine):
@@ -64,17 +67,14 @@ class EnginePool(BaseEngine):
         self.routing = routing if routing is not None else Routing()
         self._num_closing = 0
         self._num_closed = 0
+        self._num_starting = 0
+        self._is_started = False
         self._router = Router(len(replicas), self.routing.affinity)
         self._replicas = [
             Replica(index, engine, load)
             for index, (engine, load) in enumerate(zip(replicas, self._router.loads, strict=True))
         ]
-        self._traffic = Traffic(
-            self._replicas,
-            self._router,
-            replays=self.routing.replay,
-            is_closing=lambda: self._num_closing > 0,
-        )
+        self._traffic = Traffic(self._replicas, self._router, replays=self.routing.replay)
         self._pauses: list[list[Callable[[], None]]] = []
 
     @classmethod
@@ -106,33 +106,39 @@ class EnginePool(BaseEngine):
         return cls(engines, routing)
 
     async def start(self) -> None:
-        """Start all replicas. Raises what `Engine.start` raises, and ConfigError if requests are to be
-        replayed and the replicas are not of one kind; all of them are closed then."""
+        """Start all replicas, or those of an open pool that have failed. Raises what `Engine.start` raises,
+        and ConfigError if requests are to be replayed and the replicas are not of one kind. A pool that was
+        not open is closed then, and if the task is cancelled, unless another task starts it too."""
         num_closed = self._num_closed
+        self._num_starting += 1
         try:
             await for_each(self.engines, lambda engine: engine.start())
             await self._check_kinds()
             self._check_not_closed(num_closed)
+            self._is_started = True
         except BaseException:
-            with anyio.CancelScope(shield=True):
-                await for_each(self.engines, lambda engine: engine.aclose())
+            if not self._is_started and self._num_starting == 1:
+                with anyio.CancelScope(shield=True):
+                    await for_each(self.engines, lambda engine: engine.aclose())
             raise
-
-        for replica in self._replicas:
-            replica.is_drained = False
+        finally:
+            self._num_starting -= 1
 
     async def aclose(self, drain: float = 0.0) -> None:
         """Close all replicas, as `Engine.aclose` does."""
         check_float(RequestError, "drain", drain, ge=0.0, le=1e6)
         self._num_closing += 1
         self._num_closed += 1
+        self._is_started, self._traffic.is_closing = False, True
         try:
             await for_each(self.engines, lambda engine: engine.aclose(drain))
         finally:
             self._num_closing -= 1
+            self._traffic.is_closing = self._num_closing > 0
         self._pauses.clear()
-        for index in range(len(self.engines)):
-            self._router.forget(index)
+        for replica in self._replicas:
+            replica.is_drained = False
+            self._router.forget(replica.index)
 
     async def drain(self, index: int) -> None:
         """Give no new requests to a replica, and return when it has none any more. It is in service again
@@ -170,6 +176,8 @@ class EnginePool(BaseEngine):
 
     async def sleep(self) -> None:
         await for_each(self._open_engines(), lambda engine: engine.sleep())
+        for replica in self._replicas:
+            self._router.forget(replica.index)
 
     async def wake(self) -> None:
         await for_each(self._open_engines(), lambda engine: engine.wake())
@@ -248,8 +256,9 @@ class EnginePool(BaseEngine):
         return await self._open_engines()[0]._kind()
 
     def _enter(self, submissions: Sequence[Submission]) -> Sequence[Callable[[], None]]:
-        if not self.is_open:
-            self._raise_closed()
+        if self._num_closing:
+            raise EngineClosed("the pool is closing")
+
         return self._traffic.submit(submissions)
 
     def _cancel(self, request_id: str) -> bool:
@@ -266,20 +275,8 @@ class EnginePool(BaseEngine):
         return self._open_engines()[0]._model_text()
 
     def _open_engines(self) -> list[BaseEngine]:
-        """The engines that are open; EngineClosed if none is."""
-        found = [engine for engine in self.engines if engine.is_open]
-        if not found:
-            self.engines[0]._model_text()  # raises EngineClosed, which says why, unless it has failed
-            raise EngineClosed("no replica of the pool is open")
-
-        return found
-
-    def _raise_closed(self) -> None:
-        if self._num_closing:
-            raise EngineClosed("the pool is closing")
-
-        self._open_engines()
-        raise EngineClosed("all open replicas of the pool are drained")
+        """The engines that are open; if none is, the first, whose methods say why."""
+        return [engine for engine in self.engines if engine.is_open] or [self.engines[0]]
 
     def _replica(self, index: int) -> Replica:
         check_int(RequestError, "index", index, ge=0, le=len(self._replicas) - 1)
@@ -346,5 +343,7 @@ async def for_each(engines: Sequence[BaseEngine], act: Callable[[BaseEngine], Aw
     async with anyio.create_task_group() as tasks:
         for engine in engines:
             tasks.start_soon(attempt, engine)
+    for error in errors[1:]:
+        log.warning("a further replica: %r", error)
     if errors:
         raise errors[0]

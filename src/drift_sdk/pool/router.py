@@ -47,7 +47,7 @@ class Load:
 
     num_requests, num_tokens: live requests, and tokens of their prompts and completions so far.
     num_routed:               requests that were given to it.
-    num_by_prefix:            of them, those that it got for the beginning of their prompts.
+    num_by_prefix:            of them, those whose beginning it had got before.
     """
 
     __slots__ = ("num_by_prefix", "num_requests", "num_routed", "num_tokens", "prefixes")
@@ -83,13 +83,18 @@ class Router:
         return ordered
 
     def begin(self, index: int, blocks: PromptBlocks) -> None:
-        """A request with this prompt has been given to a replica."""
+        """A request with this prompt is given to a replica."""
         with self._lock:
             load = self.loads[index]
             load.num_requests += 1
-            load.num_routed += 1
             load.num_tokens += blocks.num_tokens
-            load.num_by_prefix += self._affinity is not None and load.prefixes.num_known(blocks.hashes) > 0
+
+    def remember(self, index: int, blocks: PromptBlocks) -> None:
+        """A replica has taken a request with this prompt, and computes it."""
+        with self._lock:
+            load = self.loads[index]
+            load.num_routed += 1
+            load.num_by_prefix += load.prefixes.num_known(blocks.hashes) > 0
             load.prefixes.add(blocks.hashes)
 
     def grow(self, index: int, num_tokens: int) -> None:
