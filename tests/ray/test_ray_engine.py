@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loops import on_every_loop, run, until
+from loops import run, until
 from model_zoo import make_model
 
 from drift_sdk import (
@@ -40,7 +40,7 @@ from ray.cluster_utils import Cluster  # noqa: E402
 from drift_sdk.ray import Placement, RayEngine, ray_pool  # noqa: E402
 from drift_sdk.ray.ray_engine import connect  # noqa: E402
 
-pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = pytest.mark.filterwarnings("default")
 HEAD, OTHER = (Placement(num_gpus=0, num_cpus=0, resources={name: 1}) for name in ("head", "other"))
 REPLAY = Routing(replay=True)
 
@@ -156,12 +156,10 @@ async def test_lost_node_ends_started_streams_and_the_pool_goes_on(cluster: Any)
         check_nothing_is_left(pool)
 
 
-@on_every_loop
+@pytest.mark.parametrize("loop", ["asyncio", "trio"])
 def test_real_model_in_an_actor_has_the_tokens_of_a_local_engine(
     loop: str, cluster: Any, tmp_path: Path
 ) -> None:
-    if loop == "uvloop":
-        pytest.skip("asyncio and trio show it")
     make_model(0, tmp_path)
     config = EngineConfig(device="cpu", num_threads=1, max_model_len=64, kv_cache_tokens=512)
     params = SamplingParams(max_tokens=12, temperature=0.9, seed=3, ignore_eos=True)
