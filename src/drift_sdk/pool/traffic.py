@@ -82,7 +82,7 @@ class Traffic:
         is_started = route.delivered.has_any
         if not is_refused:
             replica.num_lost += 1
-            log.info("%s has lost replica %d: %r", route.submission.request_id, replica.index, error)
+            log.debug("%s has lost replica %d: %r", route.submission.request_id, replica.index, error)
         if not any(each.is_in_service for each in self._replicas):
             return error
 

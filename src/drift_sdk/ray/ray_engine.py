@@ -125,16 +125,16 @@ class RayChannel:
         try:
             return await getattr(self._actor, method).remote(*arguments)
         except ActorUnavailableError as error:
-            raise HostUnavailable(first_line(error)) from error
+            raise HostUnavailable(short_message(error)) from error
         except RayActorError as error:
-            raise HostLost(first_line(error)) from error
+            raise HostLost(short_message(error)) from error
         except RayTaskError as error:  # the method has raised
             if isinstance(error.cause, DriftError):
                 raise error.cause from None
 
-            raise ExecutorError(f"the engine's host has failed: {first_line(error)}") from error
+            raise ExecutorError(f"the engine's host has failed: {short_message(error)}") from error
         except RayError as error:
-            raise HostLost(first_line(error)) from error
+            raise HostLost(short_message(error)) from error
 
     async def kill(self) -> None:
         ray.kill(self._actor)
@@ -164,6 +164,8 @@ def connect(address: str) -> None:
             sys.excepthook = hook
 
 
-def first_line(error: BaseException) -> str:
-    """The message of an error of Ray without the stack traces that it quotes."""
-    return str(error).strip().partition("\n")[0]
+def short_message(error: BaseException) -> str:
+    """The message of an error of Ray without the stack traces that it quotes: its first line, and the last
+    one, which names the cause."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ... ".join(dict.fromkeys((*lines[:1], *lines[-1:])))
