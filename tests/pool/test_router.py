@@ -91,6 +91,6 @@ def test_memory_of_beginnings_is_bounded_and_keeps_the_newest() -> None:
     give(router, 0, old)
     give(router, 0, new)
     prefixes = router.loads[0].prefixes
-    assert len(prefixes) == 4
+    assert len(prefixes._hashes) == 4
     assert prefixes.num_known(new.hashes) == 2
     assert prefixes.num_known(old.hashes) == 2  # the end of the older one is forgotten first

@@ -198,6 +198,16 @@ def test_wrong_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         connect("auto")
 
 
+def test_failure_to_start_a_cluster_is_a_load_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(address: str, **options: Any) -> None:
+        raise ConnectionError("no cluster") if address == "auto" else RuntimeError("timed out")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", refuse)
+    with pytest.raises(ModelLoadError, match="Ray cannot be started on this machine: timed out"):
+        connect("local")
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

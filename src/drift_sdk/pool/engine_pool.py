@@ -48,8 +48,6 @@ class EnginePool(BaseEngine):
     nothing go to another replica. Others raise ReplicaFailed, or go on on another replica with
     `Routing(replay=True)`. A request is given to three replicas at most. When no replica is left, requests
     end as those of an engine that fails.
-
-    The ids of requests are those of the pool. Of several loops, each gets its own streams.
     """
 
     def __init__(self, replicas: Sequence[BaseEngine], routing: Routing | None = None) -> None:

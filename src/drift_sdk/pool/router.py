@@ -23,9 +23,6 @@ class Prefixes:
         self._max_blocks = max_blocks
         self._hashes: OrderedDict[int, None] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._hashes)
-
     def num_known(self, hashes: Sequence[int]) -> int:
         """How many blocks of a prompt are known, from its beginning on."""
         return next((index for index, each in enumerate(hashes) if each not in self._hashes), len(hashes))

@@ -60,11 +60,6 @@ class Traffic:
             route.cancel()
         return bool(routes)
 
-    @property
-    def num_live(self) -> int:
-        """Live requests by id; for tests of leaks."""
-        return len(self._live)
-
     def grown(self, attempt: Attempt, num_tokens: int) -> None:
         self._router.grow(attempt.index, num_tokens)
 

@@ -141,7 +141,8 @@ class RayChannel:
 
 
 def connect(address: str) -> None:
-    """Connect this process to a cluster, unless it is connected. ConfigError if there is no such cluster.
+    """Connect this process to a cluster, unless it is connected. ConfigError if there is no such cluster,
+    ModelLoadError if none can be started.
 
     Not called on the main thread, where Ray would replace the handler of SIGTERM. `sys.excepthook` is kept.
     """
@@ -159,7 +160,10 @@ def connect(address: str) -> None:
                     allowed = 'a cluster that is running, or "local" to start one'
                     raise ConfigError.of("address", address, allowed) from error
 
-                ray.init("local", include_dashboard=False, **options)
+                try:
+                    ray.init("local", include_dashboard=False, **options)
+                except Exception as failure:
+                    raise ModelLoadError(f"Ray cannot be started on this machine: {failure}") from failure
         finally:
             sys.excepthook = hook
 
