@@ -183,7 +183,7 @@ async def test_unread_chunks_are_joined_on_the_host() -> None:
     """While the caller's loop is blocked, the host's tokens do not come one by one."""
     async with engine_of(tokens_per_step=1) as engine:
         stream = engine.generate("a", max_tokens=2000, seed=0)
-        num_before = engine.channels[-1].num_calls["updates"]
+        num_before = engine.channels[-1].num_calls.get("updates", 0)
         host = engine.channels[-1].host._engine
         while host.stats().num_length_limited == 0:
             pass  # the loop is blocked until the host has generated everything

@@ -153,19 +153,23 @@ def connect(address: str) -> None:
         hook = sys.excepthook
         options: dict[str, Any] = {"log_to_driver": True, "configure_logging": False}
         try:
-            try:
-                ray.init("auto" if address == "local" else address, **options)
-            except ConnectionError as error:
-                if address != "local":
-                    allowed = 'a cluster that is running, or "local" to start one'
-                    raise ConfigError.of("address", address, allowed) from error
+            ray.init("auto" if address == "local" else address, **options)
+        except ConnectionError as error:
+            if address != "local":
+                allowed = 'a cluster that is running, or "local" to start one'
+                raise ConfigError.of("address", address, allowed) from error
 
-                try:
-                    ray.init("local", include_dashboard=False, **options)
-                except Exception as failure:
-                    raise ModelLoadError(f"Ray cannot be started on this machine: {failure}") from failure
+            start_cluster(options)
         finally:
             sys.excepthook = hook
+
+
+def start_cluster(options: dict[str, Any]) -> None:
+    """Start Ray on this machine. ModelLoadError if that fails, for which Ray has no class of its own."""
+    try:
+        ray.init("local", include_dashboard=False, **options)
+    except Exception as error:
+        raise ModelLoadError(f"Ray cannot be started on this machine: {error}") from error
 
 
 def short_message(error: BaseException) -> str:
