@@ -290,6 +290,24 @@ async def test_pool_of_remote_engines_without_replay_names_the_replica() -> None
         assert (await pool.generate("b", max_tokens=2)).finish_reason == "length"
 
 
+async def test_failure_of_the_engine_in_its_host_is_that_of_a_replica() -> None:
+    engines = [engine_of(), engine_of()]
+    async with EnginePool(engines) as pool:
+        await pool.drain(1)
+        stream = pool.generate("a", max_tokens=None)
+        await anext(stream)
+        pool.restore(1)
+
+        def fail() -> Any:
+            raise RuntimeError("the device is gone")
+
+        engines[0].channels[-1].host._engine.executors[-1].collect = fail  # type: ignore[attr-defined]
+        _, end = await outcome(stream)
+        assert isinstance(end, ReplicaFailed) and "the device is gone" in str(end)
+        assert [each.state for each in pool.replicas()] == ["closed", "open"]
+        assert (await pool.generate("b", max_tokens=2)).finish_reason == "length"
+
+
 def test_requests_of_an_ended_loop_are_cancelled_on_the_host() -> None:
     engine = engine_of(step_s=0.001)
 
