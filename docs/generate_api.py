@@ -21,6 +21,9 @@ GROUPS = {
     "Running": [
         "Engine",
         "SyncEngine",
+        "EnginePool",
+        "Routing",
+        "BaseEngine",
         "EngineConfig",
         "Speculation",
         "Chain",
@@ -30,6 +33,7 @@ GROUPS = {
         "Progress",
         "Download",
         "EngineStats",
+        "ReplicaStats",
     ],
     "Before loading": ["inspect", "ModelInfo", "RemoteFile"],
     "Asking": ["SamplingParams", "SamplingOptions", "Job", "JsonSchema", "Regex", "Lark"],
@@ -55,6 +59,7 @@ GROUPS = {
         "QueueFull",
         "EngineClosed",
         "ExecutorError",
+        "ReplicaFailed",
     ],
 }
 

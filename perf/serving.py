@@ -3,8 +3,11 @@
 python -m perf.serving --peer vllm --devices 0 1 --swap --repeats 2 --cases closed-64 prefix open-20
 python -m perf.serving --peer vllm --draft
 python -m perf.serving --cases closed-64 --compare-set "" --compare-set "max_num_seqs=256 block_size=32"
+python -m perf.serving --devices 0 1 --replicas 2 --cases closed-64 closed-128 prefix-120 \
+    --compare-set "" --compare-set replicas=1 --compare-set affinity=null
 
-Cases: closed-N and sampled-N (N clients, greedy or sampled), open-R (R requests a second), prefix.
+Cases: closed-N and sampled-N (N clients, greedy or sampled), open-R (R requests a second), prefix and
+prefix-N (8 or N shared prefixes).
 """
 
 from __future__ import annotations
@@ -33,7 +36,12 @@ def arguments_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser()
     given = parser.parse_args(arguments)
     num_engines = 1 if given.peer is None else 2
-    if len(given.devices) not in (1, num_engines):
+    if given.replicas > 1:
+        if given.peer is not None:
+            parser.error("--replicas is for this engine alone: expected no --peer")
+        if given.model != SCRIPTED and len(given.devices) != given.replicas:
+            parser.error(f"--devices {given.devices}: expected {given.replicas}, one for each replica")
+    elif len(given.devices) not in (1, num_engines):
         parser.error(f"--devices {given.devices}: expected one, or {num_engines}")
     if given.compare_set and given.peer is not None:
         parser.error("--compare-set compares configurations of this engine: expected no --peer")
@@ -72,6 +80,13 @@ def make_parser() -> argparse.ArgumentParser:
     made.add_argument("--peer-path", default=os.environ.get("VLLM_PATH"), help="folder to import vLLM from")
     made.add_argument("--peer-set", nargs="+", default=[], metavar="FIELD=VALUE", help="AsyncEngineArgs")
     made.add_argument(
+        "--replicas",
+        type=int,
+        default=1,
+        metavar="N",
+        help="engines behind one pool, each on a GPU of its own",
+    )
+    made.add_argument(
         "--devices", nargs="+", type=int, default=[0], help="GPUs: one per engine, or one for all in turn"
     )
     made.add_argument("--swap", action="store_true", help="engines swap GPUs after each repeat")
@@ -91,6 +106,8 @@ def benchmark_of(given: argparse.Namespace, folder: Path) -> Benchmark:
 
     drafts = Drafts(given.num_draft_tokens, given.acceptance_length) if given.draft else None
     engines = [drift_engine(model, drafts, given.set)]
+    job = dataclasses.replace(engines[0].job, num_replicas=given.replicas)
+    engines[0] = dataclasses.replace(engines[0], job=job)
     if given.peer is not None:
         engines.append(peer_of(engines[0], given.peer, given.peer_path, given.peer_set))
 

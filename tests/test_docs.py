@@ -46,7 +46,10 @@ def test_snippets_of_the_readme_run_as_scripts(any_model: None, capsys: pytest.C
         assert capsys.readouterr().out
 
 
-PAGES = ("docs/guide.md", "docs/migration.md", "docs/models.md", "docs/sizing.md", "docs/tools.md")
+PAGES = (
+    *("docs/guide.md", "docs/migration.md", "docs/models.md", "docs/scaling.md", "docs/sizing.md"),
+    "docs/tools.md",
+)
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -23,6 +23,7 @@ from drift_sdk import (
     NGram,
     Regex,
     RequestError,
+    Routing,
     SamplingParams,
     Speculation,
 )
@@ -171,7 +172,12 @@ CONFIG = {
         ("folder", 7, True, {}, (), NGram(), Speculation),
     ),
 }
-TABLES = [(SamplingParams, RequestError, PARAMS), (EngineConfig, ConfigError, CONFIG)]
+ROUTING = {"affinity": number(1.0, 1e6, optional=True), "replay": flag()}
+TABLES = [
+    (SamplingParams, RequestError, PARAMS),
+    (EngineConfig, ConfigError, CONFIG),
+    (Routing, ConfigError, ROUTING),
+]
 FIELDS = [(*table, field) for table in TABLES for field in table[0].__struct_fields__]
 ids = [f"{fields[0].__name__}.{fields[3]}" for fields in FIELDS]
 

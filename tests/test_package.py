@@ -95,7 +95,14 @@ def test_wheel_metadata_is_complete(wheel: Path) -> None:
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata.get_all("License-File") == ["LICENSE"]
     assert metadata["Requires-Python"] == ">=3.11"
-    assert set(metadata.get_all("Provides-Extra", [])) == {"clients", "grammar", "metrics", "perf", "test"}
+    assert set(metadata.get_all("Provides-Extra", [])) == {
+        "clients",
+        "grammar",
+        "metrics",
+        "perf",
+        "ray",
+        "test",
+    }
 
 
 def test_sdist_contains_sources_docs_examples_and_tests(sdist: Path) -> None:

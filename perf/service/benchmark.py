@@ -79,7 +79,7 @@ class Benchmark:
         for index, repeats in enumerate(rounds):
             turn = index % len(self._engines) if plan.swap else 0
             engines = [*self._engines[turn:], *self._engines[:turn]]
-            if len(plan.devices) > 1:
+            if len(plan.devices) > 1 and len(engines) > 1:
                 self._measure_together(engines, repeats)
             else:
                 for engine in engines:
@@ -115,7 +115,8 @@ class Benchmark:
             measures_machine=engine.job.measures_machine and self.results is None,
             warm_ups=[dataclasses.asdict(case) for case in self._plan.warm_ups],
         )
-        environment = engine.environment | {"CUDA_VISIBLE_DEVICES": str(self._plan.devices[slot])}
+        devices = self._plan.devices[slot : slot + engine.job.num_replicas]
+        environment = engine.environment | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
         log = self._plan.logs / f"serving-{self._num_started}-{engine.name}.log"
         self._num_started += 1
         return Child(engine.name, job.command, environment, log, slot)

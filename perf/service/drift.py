@@ -7,7 +7,16 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from drift_sdk import Chain, Engine, EngineConfig, SamplingParams, Speculation
+from drift_sdk import (
+    BaseEngine,
+    Chain,
+    Engine,
+    EngineConfig,
+    EnginePool,
+    Routing,
+    SamplingParams,
+    Speculation,
+)
 from drift_sdk.measurement import simulated_engine
 from drift_sdk.testing import scripted_engine
 from perf.service.load import Request
@@ -16,12 +25,13 @@ __all__ = ["DriftService", "engine_config"]
 
 
 class DriftService:
-    """An engine with its default configuration, except for the given settings."""
+    """An engine with its default configuration, except for the given settings, or a pool of such engines."""
 
-    def __init__(self, engine: Engine, start_s: float) -> None:
+    def __init__(self, engine: BaseEngine, start_s: float) -> None:
         self._engine = engine
         self.facts = {
             "executor": engine.executor,
+            "num_replicas": len(engine.engines) if isinstance(engine, EnginePool) else 1,
             "start_s": round(start_s, 3),
             "max_num_seqs": engine.config.max_num_seqs,
             "max_model_len": engine.max_model_len,
@@ -32,19 +42,16 @@ class DriftService:
     async def start(cls, job: dict[str, Any], settings: dict[str, Any]) -> DriftService:
         """Start an engine.
 
-        job:       `model`, `load`, and with drafts `draft`, `num_draft_tokens` and `acceptance_length`.
-        settings:  fields of EngineConfig.
+        job:       `model`, `load`, `num_replicas`, and with drafts `draft`, `num_draft_tokens` and
+                   `acceptance_length`.
+        settings:  fields of EngineConfig; `replicas`, in place of the job's; `affinity` of `Routing`.
         """
         started_at = time.perf_counter()
-        if job["model"] is None:
-            engine = scripted_engine(next_token)
-        else:
-            config = engine_config(job, settings)
-            if config.speculation is None:
-                engine = Engine(Path(job["model"]), config)
-            else:
-                engine = simulated_engine(Path(job["model"]), config, acceptance=job["acceptance_length"])
-
+        fields = dict(settings)
+        num_replicas = fields.pop("replicas", job["num_replicas"])
+        routing = Routing(affinity=fields.pop("affinity", Routing().affinity))
+        engines = [make_engine(job, fields, index) for index in range(num_replicas)]
+        engine: BaseEngine = EnginePool(engines, routing) if num_replicas > 1 else engines[0]
         await engine.start()
         return cls(engine, time.perf_counter() - started_at)
 
@@ -69,6 +76,20 @@ class DriftService:
         await self._engine.aclose()
 
 
+def make_engine(job: dict[str, Any], settings: dict[str, Any], index: int) -> Engine:
+    """The engine of a replica, on the visible GPU of this index."""
+    if job["model"] is None:
+        return scripted_engine(next_token)
+
+    config = engine_config(job, settings)
+    if config.device == "auto" and index:
+        config = config.replace(device=f"cuda:{index}")
+    if config.speculation is None:
+        return Engine(Path(job["model"]), config)
+
+    return simulated_engine(Path(job["model"]), config, acceptance=job["acceptance_length"])
+
+
 def engine_config(job: dict[str, Any], settings: dict[str, Any]) -> EngineConfig:
     """The default configuration with the job's drafts and the settings.
 
@@ -82,7 +103,7 @@ def engine_config(job: dict[str, Any], settings: dict[str, Any]) -> EngineConfig
     return EngineConfig(**fields | settings)
 
 
-def block_size(engine: Engine) -> int:
+def block_size(engine: BaseEngine) -> int:
     """Tokens per KV block: the config's, or what the executor chooses by default."""
     return engine.config.block_size or (64 if engine.executor == "graph" else 16)
 

@@ -51,6 +51,7 @@ class Job:
     acceptance_length:  tokens per round to simulate.
     measures_machine:   whether the process names the GPU and measures its bandwidth.
     cores:              CPU cores to run on; empty for all.
+    num_replicas:       engines behind one pool, each on a GPU of its own; of this project's engine alone.
     """
 
     service: str
@@ -64,6 +65,7 @@ class Job:
     acceptance_length: float | None = None
     measures_machine: bool = False
     cores: Sequence[int] = ()
+    num_replicas: int = 1
 
     @property
     def command(self) -> list[str]:

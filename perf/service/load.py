@@ -66,25 +66,28 @@ class Case:
 
     @classmethod
     def parse(cls, name: str) -> Case:
-        """From closed-N or sampled-N (N clients), open-R (R requests a second) or prefix.
+        """From closed-N or sampled-N (N clients), open-R (R requests a second), prefix or prefix-N (N shared
+        prefixes in place of 8).
 
         Raises ValueError for anything else.
         """
-        if name == "prefix":
+        match = re.fullmatch(
+            r"(closed|sampled|open|prefix)-([1-9]\d*)", f"{name}-8" if name == "prefix" else name
+        )
+        if match is None:
+            raise ValueError(f"case={name!r}: expected closed-N, sampled-N, open-N, prefix or prefix-N")
+
+        kind, number = match[1], int(match[2])
+        if kind == "prefix":
             return cls(
                 name,
                 NUM_PREFIX_REQUESTS,
                 clients=32,
-                num_prefixes=8,
+                num_prefixes=number,
                 prefix_tokens=2000,
                 prompts=OWN_PARTS,
             )
 
-        match = re.fullmatch(r"(closed|sampled|open)-([1-9]\d*)", name)
-        if match is None:
-            raise ValueError(f"case={name!r}: expected closed-N, sampled-N, open-N or prefix")
-
-        kind, number = match[1], int(match[2])
         if kind == "open":
             return cls(name, OPEN_LOOP_S * number, rate=float(number))
 

@@ -70,6 +70,7 @@ class ServingRun(Run, kw_only=True):
     temperature: float | UnsetType = UNSET
     top_p: float | UnsetType = UNSET
     executor: str | UnsetType = UNSET
+    num_replicas: int | UnsetType = UNSET
     engine_version: str | UnsetType = UNSET
     settings: str | UnsetType = UNSET
 
@@ -180,6 +181,7 @@ def comparison_table(results: Results) -> tuple[str, Sequence[str], Sequence[Seq
                 latencies_of(runs, "ttft_ms"),
                 latencies_of(runs, "itl_ms"),
                 f"{median(runs, 'kv_cache_tokens'):.0f}",
+                f"{median(runs, 'num_cached_tokens') / max(median(runs, 'num_prompt_tokens'), 1):.1%}",
                 problems_of(runs),
             )
         )
@@ -193,6 +195,7 @@ def comparison_table(results: Results) -> tuple[str, Sequence[str], Sequence[Seq
         "TTFT ms",
         "ITL ms",
         "KV tokens",
+        "cached",
         "problems",
     )
     return title_of(results), columns, rows

@@ -7,6 +7,7 @@ async with Engine("HuggingFaceTB/SmolLM2-135M-Instruct") as engine:
 
 from __future__ import annotations
 
+from drift_sdk.base_engine import BaseEngine
 from drift_sdk.config import EngineConfig
 from drift_sdk.engine import Engine
 from drift_sdk.errors import (
@@ -17,12 +18,16 @@ from drift_sdk.errors import (
     ModelLoadError,
     PromptTooLong,
     QueueFull,
+    ReplicaFailed,
     RequestError,
 )
 from drift_sdk.grammars import JsonSchema, Lark, Regex
 from drift_sdk.inspection import inspect
 from drift_sdk.jobs import Job, JobResult
 from drift_sdk.model_info import ModelInfo, RemoteFile
+from drift_sdk.pool.engine_pool import EnginePool
+from drift_sdk.pool.routing import Routing
+from drift_sdk.pool.summed import ReplicaStats
 from drift_sdk.progress import Download, Progress
 from drift_sdk.results import (
     Chunk,
@@ -42,6 +47,7 @@ from drift_sdk.stream import TokenStream
 from drift_sdk.sync import SyncEngine, SyncStream
 
 __all__ = [
+    "BaseEngine",
     "Chain",
     "Chunk",
     "Completion",
@@ -52,6 +58,7 @@ __all__ = [
     "Engine",
     "EngineClosed",
     "EngineConfig",
+    "EnginePool",
     "EngineStats",
     "ExecutorError",
     "FinishReason",
@@ -67,7 +74,10 @@ __all__ = [
     "QueueFull",
     "Regex",
     "RemoteFile",
+    "ReplicaFailed",
+    "ReplicaStats",
     "RequestError",
+    "Routing",
     "Samples",
     "SamplingOptions",
     "SamplingParams",

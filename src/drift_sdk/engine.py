@@ -2,39 +2,37 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING
 
 from drift_sdk._display import html_table, state_repr
 from drift_sdk._validation import check_float
+from drift_sdk.base_engine import BaseEngine
 from drift_sdk.config import EngineConfig
-from drift_sdk.driver.commands import Pause, Resume, Sleep, Unpause, Wake
+from drift_sdk.driver.commands import Cancel, Pause, Resume, Sleep, Unpause, Wake
 from drift_sdk.driver.driver import Driver
 from drift_sdk.driver.event_sender import check_on_event
 from drift_sdk.driver.life_cycle import LifeCycle
 from drift_sdk.driver.loaded_model import LoadedModel, OpenModel, with_limits
 from drift_sdk.driver.loop_poster import Latch
-from drift_sdk.driver.prompts import ModelText
+from drift_sdk.driver.prompts import ModelText, Prompt, SharedPrompt
+from drift_sdk.driver.request import Request
 from drift_sdk.driver.startup_progress import ProgressReporter, check_on_progress
+from drift_sdk.engine_kind import EngineKind
 from drift_sdk.errors import ConfigError, EngineClosed, RequestError, short_repr
 from drift_sdk.events import Event
 from drift_sdk.progress import Progress, Report
-from drift_sdk.sampling_params import SamplingParams
-from drift_sdk.serving import Serving
 from drift_sdk.stats import EngineMetrics, EngineStats, load_of
 from drift_sdk.steps import ExecutorLimits
-
-if TYPE_CHECKING:
-    from drift_sdk.text.tokenizer import Tokenizer
+from drift_sdk.submission import Submission
 
 __all__ = ["Engine"]
 
 
-class Engine(Serving):
+class Engine(BaseEngine):
     """A model that serves requests inside the caller's process.
 
     model:       a folder, a .gguf file or a hub id. A `Path` is never a hub id.
@@ -81,72 +79,39 @@ class Engine(Serving):
         self._on_progress = on_progress
         self._on_event = on_event
         self._life_cycle = LifeCycle()
+        self._new_request: Callable[..., Request] = Request
+        self._arrivals = itertools.count()
         self._open_model: OpenModel = open_model or partial(open_files, model, self.config)
 
     async def start(self) -> None:
-        """Load the model and get ready to serve; returns at once if the engine is open. While it is closing,
-        wait for that first.
-
-        If the task is cancelled, the cancellation is raised when starting has ended, and the engine is closed
-        unless another task has started it too. Raises ModelLoadError or ConfigError, after which the engine
-        is as if it had never been started, and EngineClosed if it is closed meanwhile."""
         await self._life_cycle.start(self._make_driver)
 
     async def aclose(self, drain: float = 0.0) -> None:
-        """Close the engine: reject new requests, end those that still run after `drain` seconds with
-        EngineClosed, end the thread and free the memory. Returns when that is done; returns at once if the
-        engine is closed. If the task is cancelled, the cancellation is raised afterwards.
-
-        drain: seconds, 0 to 1,000,000; RequestError otherwise.
-        """
         check_float(RequestError, "drain", drain, ge=0.0, le=1e6)
         await self._life_cycle.aclose(drain)
 
-    async def __aenter__(self) -> Engine:
-        await self.start()
-        return self
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.aclose()
-
-    async def pause(self) -> None:
-        """Launch no more steps until `resume()`. Returns when no step is running. Requests are kept, and new
-        ones are admitted. If the task is cancelled, the engine is as it was before. EngineClosed if it is not
-        open."""
+    async def _pause(self) -> Callable[[], None]:
         driver, command = self._running_driver(), Pause(Latch())
         driver.send(command)
+        undo = partial(driver.send, Unpause(command))
         try:
             error = await command.done.wait()
         except BaseException:
-            driver.send(Unpause(command))
+            undo()
             raise
 
         if error is not None:
             raise error
 
+        return undo
+
     async def resume(self) -> None:
-        """End all calls of `pause()`. If the task is cancelled, the cancellation is raised afterwards.
-        EngineClosed if the engine is not open."""
         await self._send(Resume)
 
     async def sleep(self) -> None:
-        """Free weights and KV cache until `wake()`. Requests are kept and compute their context again after
-        that. If the task is cancelled, the cancellation is raised afterwards. EngineClosed if the engine is
-        not open."""
         await self._send(Sleep)
 
     async def wake(self) -> None:
-        """Load the model again after `sleep()`, with the same number of KV blocks. If the task is cancelled,
-        the cancellation is raised afterwards.
-
-        ModelLoadError if that fails or requests cannot go on with the files as they are now; the engine then
-        stays asleep. EngineClosed if it is not open.
-        """
         await self._send(Wake)
 
     async def _send(self, command: type[Resume] | type[Sleep] | type[Wake]) -> None:
@@ -158,22 +123,13 @@ class Engine(Serving):
 
     @property
     def is_open(self) -> bool:
-        """Whether requests are admitted: the engine is started, not closing and has not failed."""
         driver = self._driver
         return driver is not None and driver.is_open
 
     def stats(self) -> EngineStats:
-        """A snapshot of the engine's state and of its counters since the start. EngineClosed if it is not
-        open."""
         return self._running_driver().stats_recorder.read()
 
     def metrics(self) -> EngineMetrics:
-        """The statistics and histograms, with the names of model and executor. EngineClosed if the engine is
-        not open.
-
-        `drift_sdk.prometheus.collector` shows them in a registry of the host, those of several engines on one
-        page.
-        """
         recorder = self._running_driver().stats_recorder
         return EngineMetrics(
             model=str(self.model),
@@ -182,43 +138,53 @@ class Engine(Serving):
             histograms=recorder.histograms,
         )
 
-    def metrics_text(self) -> str:
-        """The statistics and histograms as Prometheus text, from a registry that belongs to this engine.
-
-        The docstring of `drift_sdk.prometheus` lists the names. Needs the extra `metrics`: DriftError without
-        it. EngineClosed if the engine is not open.
-        """
-        from drift_sdk.prometheus import metrics_text
-
-        shown = self.metrics()
-        return metrics_text(shown.stats, shown.histograms, model=shown.model, executor=shown.executor)
-
     @property
     def executor(self) -> str:
-        """The executor that runs the steps, "graph" or "eager": with executor="auto" the one that was chosen.
-        EngineClosed if the engine is not open."""
         name = self._running_driver().executor_name
         if name is None:
             raise EngineClosed("the engine is still starting")
 
         return name
 
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer; of a model without one, its `has_text` is False and it rejects every text.
-        EngineClosed if the engine is not open."""
-        return self._model_text().tokenizer
+    async def _kind(self) -> EngineKind:
+        model_text = self._model_text()
+        return EngineKind.of(
+            str(self.model),
+            self.config,
+            executor=self.executor,
+            max_model_len=model_text.max_model_len,
+            default_params=model_text.default_params,
+        )
+
+    def _enter(self, submissions: Sequence[Submission]) -> Sequence[Callable[[], None]]:
+        driver = self._running_driver()
+        prompt = submissions[0].prompt
+        shared = SharedPrompt(prompt) if len(submissions) > 1 else prompt
+        requests = [
+            self._new_request(
+                request_id=submission.request_id,
+                group_id=submission.group_id,
+                arrival=next(self._arrivals),
+                prompt=shared,
+                params=submission.params,
+                seed=submission.seed,
+                stream_updates=submission.stream_updates,
+            )
+            for submission in submissions
+        ]
+        driver.submit(requests)
+        return [partial(driver.send, Cancel(request)) for request in requests]
+
+    def _cancel(self, request_id: str) -> bool:
+        driver = self._driver
+        return driver is not None and not driver.is_over and driver.cancel(request_id)
+
+    async def _count_tokens(self, prompt: Prompt) -> int:
+        return await self._running_driver().count_tokens(prompt)
 
     @property
-    def default_params(self) -> SamplingParams:
-        """Parameters of a request that gives none: the model's own defaults, from its generation_config.
-        EngineClosed if the engine is not open."""
-        return self._model_text().default_params
-
-    @property
-    def max_model_len(self) -> int:
-        """Most tokens of prompt and completion together. EngineClosed if the engine is not open."""
-        return self._model_text().max_model_len
+    def _has_room(self) -> bool:
+        return self._running_driver().has_room
 
     def __repr__(self) -> str:
         """Model and state; of an open engine also executor, running and waiting sequences and KV use."""

@@ -7,7 +7,8 @@ DriftError
 │   └── PromptTooLong
 ├── QueueFull            as many requests waiting as max_queued_requests allows
 ├── EngineClosed         the engine is not open, or was closed while a stream was running
-└── ExecutorError        a step failed on the device
+├── ExecutorError        a step failed on the device
+└── ReplicaFailed        the replica of a pool that ran a started request has failed
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ __all__ = [
     "ModelLoadError",
     "PromptTooLong",
     "QueueFull",
+    "ReplicaFailed",
     "RequestError",
     "short_repr",
 ]
@@ -118,3 +120,18 @@ class ExecutorError(DriftError):
     def __init__(self, message: str, *, process_unusable: bool = False) -> None:
         super().__init__(message)
         self.process_unusable = process_unusable
+
+
+class ReplicaFailed(DriftError):
+    """The replica of an `EnginePool` that ran this request has failed, or was closed, after the stream had
+    got tokens; or several replicas have, one after the other. Other requests are not affected. `__cause__`
+    is the error of the replica.
+
+    replica:    its index in the pool.
+    num_tokens: tokens that the stream got.
+    """
+
+    def __init__(self, message: str, *, replica: int = 0, num_tokens: int = 0) -> None:
+        super().__init__(message)
+        self.replica = replica
+        self.num_tokens = num_tokens

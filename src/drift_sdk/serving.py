@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Unpack, overload
@@ -12,15 +12,14 @@ from typing import Any, Literal, Unpack, overload
 from drift_sdk._validation import check_bool, check_choice, check_int
 from drift_sdk.config import EngineConfig
 from drift_sdk.driver.chat_prompt import ChatPrompt, as_any_prompt, as_chat_prompt, check_forced_calls
-from drift_sdk.driver.driver import Driver
-from drift_sdk.driver.prompts import Prompt, as_prompt
-from drift_sdk.errors import RequestError
+from drift_sdk.driver.prompts import ModelText, Prompt, as_prompt
+from drift_sdk.errors import EngineClosed, RequestError
 from drift_sdk.jobs import Job, JobMap, JobResult, PromptLike, check_prompts, completions_of, results_of
 from drift_sdk.results import Completion
 from drift_sdk.samples import Samples
 from drift_sdk.sampling_params import SamplingOptions, SamplingParams, check_needs_no_host
 from drift_sdk.stream import TokenStream
-from drift_sdk.submission import Submitter, check_request_id
+from drift_sdk.submission import Submission, Submitter, check_request_id
 
 __all__ = ["Serving"]
 
@@ -30,7 +29,7 @@ log = logging.getLogger("drift_sdk")
 
 
 class Serving(ABC):
-    """The methods of `Engine` that submit requests."""
+    """The methods of an engine that submit requests. Where the requests go is what its classes differ in."""
 
     model: str | Path
     config: EngineConfig
@@ -39,17 +38,33 @@ class Serving(ABC):
         self._submitter = Submitter()
         self._has_warned_of_tools = False
 
-    @property
     @abstractmethod
-    def default_params(self) -> SamplingParams: ...
+    def _enter(self, submissions: Sequence[Submission]) -> Sequence[Callable[[], None]]:
+        """Submit requests of one prompt, all or none; returns the function that cancels each. QueueFull,
+        EngineClosed, ExecutorError or RequestError if they are rejected."""
+
+    @abstractmethod
+    def _cancel(self, request_id: str) -> bool:
+        """Cancel the live requests of this id; whether there are such."""
+
+    @abstractmethod
+    async def _count_tokens(self, prompt: Prompt) -> int:
+        """The number of tokens of a prompt."""
 
     @property
     @abstractmethod
-    def _driver(self) -> Driver | None: ...
+    def _has_room(self) -> bool:
+        """False if a request would be rejected because the queue is full; EngineClosed."""
 
     @abstractmethod
-    def _running_driver(self) -> Driver:
-        """The driver; EngineClosed if there is none."""
+    def _model_text(self) -> ModelText:
+        """What turns text into tokens and back; EngineClosed if the engine is not open."""
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """Parameters of a request that gives none: the model's own defaults, from its generation_config.
+        EngineClosed if the engine is not open."""
+        return self._model_text().default_params
 
     def generate(
         self,
@@ -150,14 +165,13 @@ class Serving(ABC):
         if they are more than it takes. Counted on a text thread, as prompts are tokenised.
 
         RequestError for what `generate` or `chat` would reject, except for its length; EngineClosed."""
-        return await self._running_driver().count_tokens(as_any_prompt(prompt, tools, template_args))
+        return await self._count_tokens(as_any_prompt(prompt, tools, template_args))
 
     def cancel(self, request_id: str) -> bool:
         """Cancel the live request, or all samples, of this id; from any thread. Returns whether there are
         such; False also if the engine is closed. RequestError for what cannot be an id."""
         check_request_id(request_id, is_new=False)
-        driver = self._driver
-        return driver is not None and not driver.is_over and driver.cancel(request_id)
+        return self._cancel(request_id)
 
     @overload
     def map(
@@ -228,7 +242,7 @@ class Serving(ABC):
 
     def _submit(self, prompt: Prompt, params: SamplingParams, request_id: str | None) -> TokenStream:
         self._check(prompt, params, request_id)
-        stream = self._submitter.submit(self._running_driver(), prompt, params, request_id=request_id)
+        stream = self._submitter.submit(self._enter, prompt, params, request_id=request_id)
         self._warn_if_tools_are_ignored(prompt)
         return stream
 
@@ -237,7 +251,7 @@ class Serving(ABC):
     ) -> Samples:
         self._check(prompt, params, request_id)
         samples = self._submitter.submit_samples(
-            self._running_driver(), prompt, params, num_samples=num_samples, request_id=request_id
+            self._enter, prompt, params, num_samples=num_samples, request_id=request_id
         )
         self._warn_if_tools_are_ignored(prompt)
         return samples
@@ -267,7 +281,7 @@ class Serving(ABC):
             params = self._params(params, options)
         return JobMap(
             partial(self._submit_job, params=params),
-            lambda: self._running_driver().has_room,
+            lambda: self._has_room,
             max_concurrent,
             is_ordered=ordered,
             yields_errors=errors == "yield",
@@ -295,8 +309,11 @@ class Serving(ABC):
         if not isinstance(prompt, ChatPrompt) or not prompt.offered_tools:
             return
 
-        model_text = self._driver.model_text if self._driver is not None else None
-        template = model_text.chat_template if model_text is not None else None
+        try:
+            template = self._model_text().chat_template
+        except EngineClosed:  # meanwhile
+            return
+
         if template is not None and not template.uses_tools and not self._has_warned_of_tools:
             self._has_warned_of_tools = True
             log.warning("the chat template of %s ignores tools: the model does not see them", self.model)

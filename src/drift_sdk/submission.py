@@ -1,25 +1,24 @@
-"""Submission of requests: their ids, seeds and order of arrival, and their streams."""
+"""Submission of requests: their ids and seeds, and their streams."""
 
 from __future__ import annotations
 
 import itertools
 import random
 import re
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
-from drift_sdk.driver.commands import Cancel
-from drift_sdk.driver.driver import Driver
+from msgspec import Struct
+
 from drift_sdk.driver.loop_poster import LoopPoster
-from drift_sdk.driver.prompts import Prompt, SharedPrompt
-from drift_sdk.driver.request import Request
-from drift_sdk.driver.stream_updates import Signal, StreamUpdates
+from drift_sdk.driver.prompts import Prompt
+from drift_sdk.driver.stream_updates import Signal, StreamUpdates, UpdateReceiver
 from drift_sdk.errors import RequestError
 from drift_sdk.samples import Samples
 from drift_sdk.sampling_params import MAX_SEED, SamplingParams
 from drift_sdk.stream import TokenStream
 
-__all__ = ["Submitter", "check_request_id"]
+__all__ = ["Submission", "Submit", "Submitter", "check_request_id"]
 
 MAX_ID_CHARS = 128
 MAX_SUFFIX_CHARS = 4
@@ -28,42 +27,52 @@ OWN_ID = re.compile(r"req-\d.*", flags=re.ASCII)
 """Ids that the engine makes."""
 
 
-class Submitter:
-    """Submits the requests of one engine. May be used from any thread.
+class Submission(Struct, frozen=True, kw_only=True, eq=False):
+    """A request as it is submitted: what the caller gave, with its id and seed.
 
-    new_request: makes a request of the arguments of `Request`; an error that it raises is raised by the call
-                 that submits.
+    group_id:       the name of all samples of its prompt together; None if it is the only one.
+    prompt, params: as the caller gave them; params may be the model's defaults.
+    seed:           of its sampling: that of params, or drawn.
+    stream_updates: what receives its updates.
     """
 
-    def __init__(self, new_request: Callable[..., Request] = Request) -> None:
-        self._new_request = new_request
+    request_id: str
+    group_id: str | None = None
+    prompt: Prompt
+    params: SamplingParams
+    seed: int
+    stream_updates: UpdateReceiver
+
+
+Submit: TypeAlias = Callable[[Sequence[Submission]], Sequence[Callable[[], None]]]
+"""Submits requests of one prompt, all or none; returns the function that cancels each."""
+
+
+class Submitter:
+    """Makes the submissions of one engine and their streams. May be used from any thread."""
+
+    def __init__(self) -> None:
         self._numbers = itertools.count()
         self._seeds = random.SystemRandom()
 
     def submit(
-        self,
-        driver: Driver,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        request_id: str | None,
+        self, submit: Submit, prompt: Prompt, params: SamplingParams, *, request_id: str | None
     ) -> TokenStream:
-        """Submit a prompt. RequestError for a wrong id; raises what `Driver.submit` raises."""
-        number = next(self._numbers)
-        request = self._new_request(
+        """Submit a prompt. Raises what `submit` raises."""
+        number, updates = next(self._numbers), StreamUpdates(LoopPoster.current())
+        submission = Submission(
             request_id=request_id if request_id is not None else f"req-{number}",
-            arrival=number,
             prompt=prompt,
             params=params,
             seed=self._seed(params),
-            stream_updates=StreamUpdates(LoopPoster.current()),
+            stream_updates=updates,
         )
-        driver.submit([request])
-        return stream_of(request, driver)
+        (cancel,) = submit([submission])
+        return TokenStream(submission.request_id, updates, cancel)
 
     def submit_samples(
         self,
-        driver: Driver,
+        submit: Submit,
         prompt: Prompt,
         params: SamplingParams,
         *,
@@ -71,31 +80,29 @@ class Submitter:
         request_id: str | None,
     ) -> Samples:
         """Submit a prompt several times, with the seeds `seed`, `seed + 1` and so on, modulo 2**63."""
-        numbers = [next(self._numbers) for _ in range(num_samples)]
-        group_id = request_id if request_id is not None else f"req-{numbers[0]}"
+        number = next(self._numbers)
+        group_id = request_id if request_id is not None else f"req-{number}"
         first_seed, loop_poster, signal = self._seed(params), LoopPoster.current(), Signal()
-        shared = SharedPrompt(prompt)
-        requests = [
-            self._new_request(
+        all_updates = [StreamUpdates(loop_poster, signal) for _ in range(num_samples)]
+        submissions = [
+            Submission(
                 request_id=f"{group_id}-{index}",
                 group_id=group_id,
-                arrival=number,
-                prompt=shared,
+                prompt=prompt,
                 params=params,
                 seed=(first_seed + index) % (MAX_SEED + 1),
-                stream_updates=StreamUpdates(loop_poster, signal),
+                stream_updates=updates,
             )
-            for index, number in enumerate(numbers)
+            for index, updates in enumerate(all_updates)
         ]
-        driver.submit(requests)
-        return Samples([stream_of(request, driver) for request in requests], signal)
+        streams = [
+            TokenStream(submission.request_id, updates, cancel)
+            for submission, updates, cancel in zip(submissions, all_updates, submit(submissions), strict=True)
+        ]
+        return Samples(streams, signal)
 
     def _seed(self, params: SamplingParams) -> int:
         return params.seed if params.seed is not None else self._seeds.randint(0, MAX_SEED)
-
-
-def stream_of(request: Request, driver: Driver) -> TokenStream:
-    return TokenStream(request.request_id, request.stream_updates, partial(driver.send, Cancel(request)))
 
 
 def check_request_id(request_id: object, *, is_new: bool) -> None:

@@ -114,6 +114,13 @@ def test_concurrent_streams_prints_all_answers(run: Run, small: str) -> None:
     assert re.search(r"3 streams, \d+ tokens in [\d.]+ s", out)
 
 
+def test_pool_replays_the_streams_of_a_restarted_replica(run: Run, small: str) -> None:
+    out, _ = run("pool", small)
+    assert "replica 0 on cpu: open" in out
+    # Which replica runs a request when it is restarted, and near ties of a real model, are not fixed.
+    assert re.search(r"\d of 8 answers have the same tokens undisturbed", out)
+
+
 def test_speculate_prints_equal_tokens(run: Run, small: str) -> None:
     out, _ = run("speculate", small)
     assert "the same tokens: True" in out

@@ -136,9 +136,10 @@ def test_cases_are_fitted_to_model_and_drafts() -> None:
     assert Case.parse("closed-64").fitted(131_072) == Case.parse("closed-64")
     assert Case.parse("closed-64").with_drafts().num_requests > 530
     assert Case.parse("open-20").with_drafts().num_requests == 400
+    assert Case.parse("prefix-30").num_prefixes == 30
     with pytest.raises(ValueError, match="max_model_len=600"):
         Case.parse("closed-1").fitted(600)
-    for name in ("closed-0", "closed", "open-", "half-1", "prefix-2"):
+    for name in ("closed-0", "closed", "open-", "half-1", "prefix-0"):
         with pytest.raises(ValueError, match=name):
             Case.parse(name)
 
@@ -418,6 +419,20 @@ def test_command_compares_configurations(tmp_path: Path, monkeypatch: pytest.Mon
     assert runs[0]["num_tokens"] == runs[1]["num_tokens"]
 
 
+def test_command_compares_replicas_and_routing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "WARM_UPS", ())
+    out = tmp_path / "serving.json"
+    serving.main(
+        ["--model", "scripted", "--replicas", "3", "--cases", "closed-3", "--num-requests", "8"]
+        + ["--out", str(out), "--compare-set", ""]
+        + ["--compare-set", "affinity=null", "--compare-set", "replicas=1"]
+    )
+    pooled, unrouted, single = read(out).runs
+    assert [run["num_replicas"] for run in (pooled, unrouted, single)] == [3, 3, 1]
+    assert pooled["num_tokens"] == unrouted["num_tokens"] == single["num_tokens"]
+    assert not any(run["num_errors"] or run["num_unfinished"] for run in (pooled, unrouted, single))
+
+
 def test_process_ends_when_its_input_is_closed(tmp_path: Path) -> None:
     engine = drift_engine(None, None, [])
     with Child("orphan", engine.job.command, engine.environment, tmp_path / "log") as child:
@@ -438,6 +453,8 @@ def test_wrong_options_of_the_command_line_are_rejected(capsys: pytest.CaptureFi
         (["--set", "max_num_seqs"], "expected field=value"),
         (["--devices", "0", "1"], "--devices"),
         (["--peer", "vllm", "--compare-set", ""], "--compare-set"),
+        (["--peer", "vllm", "--replicas", "2"], "--replicas"),
+        (["--devices", "0", "--replicas", "2"], "expected 2, one for each replica"),
         (["--model", "scripted", "--peer", "vllm"], "expected both"),
         (["--cases", "closed"], "closed"),
     ):

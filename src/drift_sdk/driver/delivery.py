@@ -130,6 +130,7 @@ class Delivery:
             self._remove(request)
             self._text_worker.abandon(request)
             self._stats_recorder.deserted(request)
+            request.stream_updates.desert()
         self.publish_stats()
 
     def _accept(self, request: Request) -> None:

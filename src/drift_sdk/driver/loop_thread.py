@@ -53,6 +53,14 @@ class LoopThread:
             future.cancel()  # without effect if it has ended
             raise
 
+    def spawn(self, function: Callable[..., Awaitable[object]], *arguments: Any) -> None:
+        """Run a coroutine function on the loop without waiting for it; EngineClosed if the loop has been
+        stopped. The function must raise nothing."""
+        try:
+            self._portal.start_task_soon(function, *arguments)
+        except RuntimeError as error:
+            raise EngineClosed("the engine was closed") from error
+
     def post(self, function: Callable[[], None]) -> None:
         """Have the loop call a function soon, without waiting for that; never if it has ended."""
         if not self.is_from_parent:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from drift_sdk.draft_policy.count import DraftCount
 from drift_sdk.driver.executor_params import check_text_params, slot_sampling
 from drift_sdk.driver.prompts import ModelText, Prompt
-from drift_sdk.driver.stream_updates import StreamUpdates
+from drift_sdk.driver.stream_updates import UpdateReceiver
 from drift_sdk.errors import RequestError
 from drift_sdk.grammars import Grammar, JsonSchema
 from drift_sdk.results import Chunk, Completion, FinishReason, Timing, TokenLogprobs, Usage
@@ -37,7 +37,7 @@ class Request:
     arrival:        number of requests that were submitted to the engine before it.
     prompt, params: as the caller gave them; params may be the model's defaults.
     seed:           of its sampling: that of params, or drawn.
-    stream_updates: the reading end of its stream.
+    stream_updates: what receives its updates.
     """
 
     __slots__ = (
@@ -80,7 +80,7 @@ class Request:
         prompt: Prompt,
         params: SamplingParams,
         seed: int,
-        stream_updates: StreamUpdates,
+        stream_updates: UpdateReceiver,
     ) -> None:
         self.request_id = request_id
         self.group_id = group_id

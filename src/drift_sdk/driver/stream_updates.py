@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import anyio
 from msgspec import Struct
 
@@ -10,14 +12,36 @@ from drift_sdk.driver.process_hooks import num_forks
 from drift_sdk.errors import EngineClosed
 from drift_sdk.results import Chunk, Completion
 
-__all__ = ["PendingUpdates", "Signal", "StreamUpdates", "Update"]
+__all__ = ["PendingUpdates", "Signal", "StreamUpdates", "Update", "UpdateReceiver"]
+
+
+class UpdateReceiver(Protocol):
+    """The receiver of a request's updates: `StreamUpdates`, or what forwards them to one.
+
+    is_accepted, awaits_acceptance: as of `StreamUpdates`.
+    """
+
+    is_accepted: bool
+
+    @property
+    def awaits_acceptance(self) -> bool: ...
+
+    @property
+    def loop_poster(self) -> LoopPoster:
+        """To the event loop that `deliver` is called on."""
+
+    def deliver(self, update: Update) -> None:
+        """Take an update; called on the event loop."""
+
+    def desert(self) -> None:
+        """Called on the engine's thread, in place of the last update, when the event loop has ended."""
 
 
 class Update(Struct, frozen=True, kw_only=True, gc=False):
     """One step's news for one stream: a chunk, and at the end of the request its completion or its error.
     Without any of them, it resumes the tasks that wait for the request to be accepted."""
 
-    stream_updates: StreamUpdates
+    stream_updates: UpdateReceiver
     chunk: Chunk | None = None
     completion: Completion | None = None
     error: BaseException | None = None
@@ -102,6 +126,9 @@ class StreamUpdates:
         self._signal.give()
         if self.end_signal is not None and self.is_done:
             self.end_signal.give()
+
+    def desert(self) -> None:
+        """Nothing is kept for an event loop that has ended."""
 
     def take_chunk(self) -> Chunk:
         """Remove all unread chunks and return them as one. There must be at least one."""

@@ -15,7 +15,6 @@ from drift_sdk.engine import Engine
 from drift_sdk.progress import Report
 from drift_sdk.scheduling.config import SchedulerConfig
 from drift_sdk.steps import ExecutorLimits
-from drift_sdk.submission import Submitter
 from drift_sdk.testing.byte_tokens import EOS_TOKEN_ID, byte_tokenizer
 from drift_sdk.testing.executor import ScriptedExecutor
 from drift_sdk.testing.replies import ReplyLike, Script
@@ -111,7 +110,7 @@ class ScriptedEngine(Engine):
 
     def __init__(self, model: ScriptedModel) -> None:
         super().__init__("scripted", model.config, open_model=model)
-        self._submitter = Submitter(partial(new_request, model.script, weakref.ref(self)))
+        self._new_request = partial(new_request, model.script, weakref.ref(self))
         self.executors = model.executors
 
 

@@ -1,0 +1,133 @@
+"""BaseEngine: the face that `Engine`, `EnginePool` and `RayEngine` share."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from drift_sdk.engine_kind import EngineKind
+from drift_sdk.serving import Serving
+from drift_sdk.stats import EngineMetrics, EngineStats
+
+if TYPE_CHECKING:
+    from drift_sdk.text.tokenizer import Tokenizer
+
+__all__ = ["BaseEngine"]
+
+
+class BaseEngine(Serving):
+    """What serves requests: an `Engine`, or engines behind the same methods. For annotations of functions
+    that take any of them."""
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Load the model and get ready to serve; returns at once if the engine is open. While it is closing,
+        wait for that first.
+
+        If the task is cancelled, the cancellation is raised when starting has ended, and the engine is closed
+        unless another task has started it too. Raises ModelLoadError or ConfigError, after which the engine
+        is as if it had never been started, and EngineClosed if it is closed meanwhile."""
+
+    @abstractmethod
+    async def aclose(self, drain: float = 0.0) -> None:
+        """Close the engine: reject new requests, end those that still run after `drain` seconds with
+        EngineClosed, end the thread and free the memory. Returns when that is done; returns at once if the
+        engine is closed. If the task is cancelled, the cancellation is raised afterwards.
+
+        drain: seconds, 0 to 1,000,000; RequestError otherwise.
+        """
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    async def pause(self) -> None:
+        """Launch no more steps until `resume()`. Returns when no step is running. Requests are kept, and new
+        ones are admitted. If the task is cancelled, the engine is as it was before. EngineClosed if it is not
+        open."""
+        await self._pause()
+
+    @abstractmethod
+    async def resume(self) -> None:
+        """End all calls of `pause()`. If the task is cancelled, the cancellation is raised afterwards.
+        EngineClosed if the engine is not open."""
+
+    @abstractmethod
+    async def sleep(self) -> None:
+        """Free weights and KV cache until `wake()`. Requests are kept and compute their context again after
+        that. If the task is cancelled, the cancellation is raised afterwards. EngineClosed if the engine is
+        not open."""
+
+    @abstractmethod
+    async def wake(self) -> None:
+        """Load the model again after `sleep()`, with the same number of KV blocks. If the task is cancelled,
+        the cancellation is raised afterwards.
+
+        ModelLoadError if that fails or requests cannot go on with the files as they are now; the engine then
+        stays asleep. EngineClosed if it is not open.
+        """
+
+    @property
+    @abstractmethod
+    def is_open(self) -> bool:
+        """Whether requests are admitted: the engine is started, not closing and has not failed."""
+
+    @abstractmethod
+    def stats(self) -> EngineStats:
+        """A snapshot of the engine's state and of its counters since the start. EngineClosed if it is not
+        open."""
+
+    @abstractmethod
+    def metrics(self) -> EngineMetrics:
+        """The statistics and histograms, with the names of model and executor. EngineClosed if the engine is
+        not open.
+
+        `drift_sdk.prometheus.collector` shows them in a registry of the host, those of several engines on one
+        page.
+        """
+
+    def metrics_text(self) -> str:
+        """The statistics and histograms as Prometheus text, from a registry that belongs to this engine.
+
+        The docstring of `drift_sdk.prometheus` lists the names. Needs the extra `metrics`: DriftError without
+        it. EngineClosed if the engine is not open.
+        """
+        from drift_sdk.prometheus import metrics_text
+
+        shown = self.metrics()
+        return metrics_text(shown.stats, shown.histograms, model=shown.model, executor=shown.executor)
+
+    @property
+    @abstractmethod
+    def executor(self) -> str:
+        """The executor that runs the steps, "graph" or "eager": with executor="auto" the one that was chosen.
+        EngineClosed if the engine is not open."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; of a model without one, its `has_text` is False and it rejects every text.
+        EngineClosed if the engine is not open."""
+        return self._model_text().tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt and completion together. EngineClosed if the engine is not open."""
+        return self._model_text().max_model_len
+
+    @abstractmethod
+    async def _pause(self) -> Callable[[], None]:
+        """Pause, and return the function that takes this pause back; others stay in force."""
+
+    @abstractmethod
+    async def _kind(self) -> EngineKind:
+        """What tokens depend on besides the request. EngineClosed if the engine is not open."""

@@ -1,0 +1,1 @@
+"""EnginePool: engines behind the methods of one, and the routing of requests to them."""

@@ -1,0 +1,347 @@
+"""EnginePool: several engines of one model behind the methods of one."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+import anyio
+
+from drift_sdk._display import html_table, state_repr
+from drift_sdk._validation import check_float, check_int
+from drift_sdk.base_engine import BaseEngine
+from drift_sdk.config import EngineConfig
+from drift_sdk.driver.prompts import ModelText, Prompt
+from drift_sdk.engine import Engine
+from drift_sdk.engine_kind import EngineKind
+from drift_sdk.errors import ConfigError, EngineClosed, RequestError, short_repr
+from drift_sdk.events import Event
+from drift_sdk.pool.replica import Replica
+from drift_sdk.pool.router import Router
+from drift_sdk.pool.routing import Routing
+from drift_sdk.pool.summed import ReplicaStats, summed_histograms, summed_stats
+from drift_sdk.pool.traffic import Traffic
+from drift_sdk.progress import Progress
+from drift_sdk.stats import EngineMetrics, EngineStats, load_of
+from drift_sdk.submission import Submission
+
+__all__ = ["EnginePool"]
+
+MAX_REPLICAS = 1024
+
+log = logging.getLogger("drift_sdk")
+
+
+class EnginePool(BaseEngine):
+    """Engines of one model, its replicas, behind the methods of an `Engine`.
+
+    replicas: the engines, of one model and config except for `device`. The pool starts and closes them; they
+              get no requests of others.
+    routing:  None = `Routing()`.
+
+    A request goes to the replica with the fewest live tokens, or to one that has computed the beginning of
+    its prompt; see `Routing`. It can be used as an engine can: from any task of any event loop.
+
+    If a replica fails, it gets no further requests until `restart`. Its requests whose streams have got
+    nothing go to another replica. Others raise ReplicaFailed, or go on on another replica with
+    `Routing(replay=True)`. A request is given to three replicas at most. When no replica is left, requests
+    end as those of an engine that fails.
+    """
+
+    def __init__(self, replicas: Sequence[BaseEngine], routing: Routing | None = None) -> None:
+        if not isinstance(replicas, Sequence) or not 1 <= len(replicas) <= MAX_REPLICAS:
+            raise ConfigError.of("replicas", replicas, f"1 to {MAX_REPLICAS} engines")
+
+        if routing is not None and not isinstance(routing, Routing):
+            raise ConfigError.of("routing", routing, "a Routing")
+
+        check_replicas(replicas)
+        super().__init__()
+        self.engines = tuple(replicas)
+        self.model = replicas[0].model
+        self.config = replicas[0].config
+        self.routing = routing if routing is not None else Routing()
+        self._num_closing = 0
+        self._num_closed = 0
+        self._num_starting = 0
+        self._is_started = False
+        self._router = Router(len(replicas), self.routing.affinity)
+        self._replicas = [
+            Replica(index, engine, load)
+            for index, (engine, load) in enumerate(zip(replicas, self._router.loads, strict=True))
+        ]
+        self._traffic = Traffic(self._replicas, self._router, replays=self.routing.replay)
+        self._pauses: list[list[Callable[[], None]]] = []
+
+    @classmethod
+    def on_devices(
+        cls,
+        model: str | Path,
+        config: EngineConfig | None = None,
+        *,
+        devices: Sequence[str],
+        routing: Routing | None = None,
+        on_progress: Callable[[Progress], None] | None = None,
+        on_event: Callable[[Event], object] | None = None,
+    ) -> EnginePool:
+        """A pool with an `Engine` on each device, such as `["cuda:0", "cuda:1"]`. A device that is named
+        twice gets two engines, which share its memory: see docs/sizing.md.
+
+        model, config, on_progress, on_event: as of `Engine`; `config.device` is replaced. `on_event` is
+        called for one event at a time.
+        """
+        if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
+            raise ConfigError.of("devices", devices, 'a sequence of devices, such as ["cuda:0", "cuda:1"]')
+
+        settings = config if config is not None else EngineConfig()
+        in_turn = serially(on_event) if callable(on_event) else on_event
+        engines = [
+            Engine(model, settings.replace(device=device), on_progress=on_progress, on_event=in_turn)
+            for device in devices
+        ]
+        return cls(engines, routing)
+
+    async def start(self) -> None:
+        """Start all replicas, or those of an open pool that have failed. Raises what `Engine.start` raises,
+        and ConfigError if requests are to be replayed and the replicas are not of one kind. A pool that was
+        not open is closed then, and if the task is cancelled, unless another task starts it too."""
+        num_closed = self._num_closed
+        self._num_starting += 1
+        try:
+            await for_each(self.engines, lambda engine: engine.start())
+            await self._check_kinds()
+            self._check_not_closed(num_closed)
+            self._is_started = True
+        except BaseException:
+            if not self._is_started and self._num_starting == 1:
+                with anyio.CancelScope(shield=True):
+                    await for_each(self.engines, lambda engine: engine.aclose())
+            raise
+        finally:
+            self._num_starting -= 1
+
+    async def aclose(self, drain: float = 0.0) -> None:
+        """Close all replicas, as `Engine.aclose` does."""
+        check_float(RequestError, "drain", drain, ge=0.0, le=1e6)
+        self._num_closing += 1
+        self._num_closed += 1
+        self._is_started, self._traffic.is_closing = False, True
+        try:
+            await for_each(self.engines, lambda engine: engine.aclose(drain))
+        finally:
+            self._num_closing -= 1
+            self._traffic.is_closing = self._num_closing > 0
+        self._pauses.clear()
+        for replica in self._replicas:
+            replica.is_drained = False
+            self._router.forget(replica.index)
+
+    async def drain(self, index: int) -> None:
+        """Give no new requests to a replica, and return when it has none any more. It is in service again
+        after `restore` or `restart`, or if the task is cancelled."""
+        await self._replica(index).drain()
+
+    def restore(self, index: int) -> None:
+        """Take a drained replica back into service."""
+        self._replica(index).is_drained = False
+
+    async def restart(self, index: int) -> None:
+        """Close a replica and start it again, one that has failed or any other, and take it into service.
+        Requests that it has are treated as those of a failed replica: `drain` it before. Raises what
+        `Engine.start` raises, EngineClosed if the pool is closed meanwhile, and DriftError if the replica is
+        being restarted already."""
+        replica, num_closed = self._replica(index), self._num_closed
+        self._check_not_closed(num_closed)
+        await replica.restart()
+        self._router.forget(index)
+        try:
+            await self._check_kinds()
+            self._check_not_closed(num_closed)
+            for undos in self._pauses:
+                undos.append(await replica.engine._pause())
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await replica.engine.aclose()
+            raise
+
+        replica.is_drained = False
+
+    async def resume(self) -> None:
+        self._pauses.clear()
+        await for_each(self._open_engines(), lambda engine: engine.resume())
+
+    async def sleep(self) -> None:
+        await for_each(self._open_engines(), lambda engine: engine.sleep())
+        for replica in self._replicas:
+            self._router.forget(replica.index)
+
+    async def wake(self) -> None:
+        await for_each(self._open_engines(), lambda engine: engine.wake())
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests are admitted: at least one replica is open and not drained."""
+        return not self._num_closing and any(replica.is_in_service for replica in self._replicas)
+
+    def stats(self) -> EngineStats:
+        """The sums of the statistics of all replicas that are open or have failed; `replicas()` has those of
+        each."""
+        found = [stats for replica in self._replicas if (stats := replica.engine_stats()) is not None]
+        if not found:
+            self.engines[0].stats()  # raises EngineClosed, which says why
+
+        return summed_stats(found)
+
+    def replicas(self) -> tuple[ReplicaStats, ...]:
+        """The state, load and statistics of each replica, in order."""
+        return tuple(replica.stats() for replica in self._replicas)
+
+    def metrics(self) -> EngineMetrics:
+        """The sums over all open replicas, as of `Engine.metrics`. Those of each, on one page, are
+        `collector({f"replica-{i}": engine for i, engine in enumerate(pool.engines)})`."""
+        found = [engine.metrics() for engine in self._open_engines()]
+        return EngineMetrics(
+            model=str(self.model),
+            executor=found[0].executor,
+            stats=summed_stats([metrics.stats for metrics in found]),
+            histograms=summed_histograms(metrics.histograms for metrics in found),
+        )
+
+    @property
+    def executor(self) -> str:
+        return self._open_engines()[0].executor
+
+    def __repr__(self) -> str:
+        """Model, state and load."""
+        return state_repr(type(self).__name__, self._description())
+
+    def _repr_html_(self) -> str:
+        """The same as a table, for notebooks."""
+        return html_table(type(self).__name__, self._description())
+
+    def _description(self) -> dict[str, str]:
+        if not hasattr(self, "_pauses"):  # the constructor has failed
+            return {"state": "not started"}
+
+        num_open = sum(engine.is_open for engine in self.engines)
+        shown = {"model": short_repr(str(self.model)), "replicas": f"{num_open} of {len(self.engines)} open"}
+        return shown | load_of(self.stats()) if num_open else shown
+
+    async def _pause(self) -> Callable[[], None]:
+        undos: list[Callable[[], None]] = []
+
+        async def pause(engine: BaseEngine) -> None:
+            undos.append(await engine._pause())
+
+        def undo() -> None:
+            if undos in self._pauses:
+                self._pauses.remove(undos)
+            for each in undos:
+                each()
+
+        self._pauses.append(undos)
+        try:
+            await for_each(self._open_engines(), pause)
+        except BaseException:
+            undo()
+            raise
+
+        return undo
+
+    async def _kind(self) -> EngineKind:
+        return await self._open_engines()[0]._kind()
+
+    def _enter(self, submissions: Sequence[Submission]) -> Sequence[Callable[[], None]]:
+        if self._num_closing:
+            raise EngineClosed("the pool is closing")
+
+        return self._traffic.submit(submissions)
+
+    def _cancel(self, request_id: str) -> bool:
+        return self._traffic.cancel(request_id)
+
+    async def _count_tokens(self, prompt: Prompt) -> int:
+        return await self._open_engines()[0]._count_tokens(prompt)
+
+    @property
+    def _has_room(self) -> bool:
+        return any(engine._has_room for engine in self._open_engines())
+
+    def _model_text(self) -> ModelText:
+        return self._open_engines()[0]._model_text()
+
+    def _open_engines(self) -> list[BaseEngine]:
+        """The engines that are open; if none is, the first, whose methods say why."""
+        return [engine for engine in self.engines if engine.is_open] or [self.engines[0]]
+
+    def _replica(self, index: int) -> Replica:
+        check_int(RequestError, "index", index, ge=0, le=len(self._replicas) - 1)
+        return self._replicas[index]
+
+    def _check_not_closed(self, num_closed: int) -> None:
+        if self._num_closing or self._num_closed != num_closed:
+            raise EngineClosed("the pool was closed meanwhile")
+
+    async def _check_kinds(self) -> None:
+        """ConfigError if requests are to be replayed and the open replicas are not of one kind."""
+        if not self.routing.replay:
+            return
+
+        engines = self._open_engines()
+        kinds = [await engine._kind() for engine in engines]
+        for engine, kind in zip(engines, kinds, strict=True):
+            differences = kinds[0].differences(kind)
+            if differences:
+                index = self.engines.index(engine)
+                allowed = f"False, or replicas of one kind: replica {index} differs: {'; '.join(differences)}"
+                raise ConfigError.of("replay", True, allowed)
+
+
+def check_replicas(replicas: Sequence[BaseEngine]) -> None:
+    """ConfigError for what is no engine, or not one of the same model and config as the first."""
+    for index, engine in enumerate(replicas):
+        name = f"replicas[{index}]"
+        if not isinstance(engine, BaseEngine):
+            raise ConfigError.of(name, engine, "an engine")
+
+        if any(engine is other for other in replicas[:index]):
+            raise ConfigError.of(name, engine, "an engine that is given once")
+
+        first = replicas[0]
+        if engine.model != first.model:
+            raise ConfigError.of(f"{name}.model", engine.model, f"that of the others, {first.model!r}")
+
+        if engine.config.replace(device="auto") != first.config.replace(device="auto"):
+            raise ConfigError.of(f"{name}.config", engine.config, "that of the others but for device")
+
+
+def serially(on_event: Callable[[Event], object]) -> Callable[[Event], object]:
+    """A function that several threads call, for one that is called by one at a time."""
+    lock = threading.Lock()
+
+    def called(event: Event) -> object:
+        with lock:
+            return on_event(event)
+
+    return called
+
+
+async def for_each(engines: Sequence[BaseEngine], act: Callable[[BaseEngine], Awaitable[None]]) -> None:
+    """Await `act` for all engines at once, and raise the first error after all have ended."""
+    errors: list[Exception] = []
+
+    async def attempt(engine: BaseEngine) -> None:
+        try:
+            await act(engine)
+        except Exception as error:
+            errors.append(error)
+
+    async with anyio.create_task_group() as tasks:
+        for engine in engines:
+            tasks.start_soon(attempt, engine)
+    for error in errors[1:]:
+        log.warning("a further replica: %r", error)
+    if errors:
+        raise errors[0]

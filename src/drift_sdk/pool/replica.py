@@ -1,0 +1,94 @@
+"""A replica of a pool: an engine, and whether it is in service."""
+
+from __future__ import annotations
+
+import threading
+
+from drift_sdk.base_engine import BaseEngine
+from drift_sdk.driver.loop_poster import Latch
+from drift_sdk.errors import DriftError, EngineClosed
+from drift_sdk.pool.router import Load
+from drift_sdk.pool.summed import ReplicaStats
+from drift_sdk.stats import EngineStats
+
+__all__ = ["Replica"]
+
+
+class Replica:
+    """An engine of a pool. Used from any thread.
+
+    num_moved, num_replayed, num_lost: as of `ReplicaStats`.
+    """
+
+    def __init__(self, index: int, engine: BaseEngine, load: Load) -> None:
+        self.index = index
+        self.engine = engine
+        self.is_drained = False
+        self.is_restarting = False
+        self.num_moved = self.num_replayed = self.num_lost = 0
+        self._load = load
+        self._lock = threading.RLock()
+        self._idle: list[Latch] = []
+
+    @property
+    def is_in_service(self) -> bool:
+        """Whether it gets new requests."""
+        return not self.is_drained and self.engine.is_open
+
+    def became_idle(self) -> None:
+        """Its last request has ended."""
+        with self._lock:
+            latches, self._idle = self._idle, []
+        for latch in latches:
+            latch.set()
+
+    async def drain(self) -> None:
+        """Take it out of service and wait until it has no requests. If the task is cancelled, it is back in
+        service."""
+        was_drained, self.is_drained = self.is_drained, True
+        idle = Latch()
+        with self._lock:
+            self._idle.append(idle)
+        if not self._load.num_requests:
+            self.became_idle()
+        try:
+            await idle.wait()
+        except BaseException:
+            self.is_drained = was_drained
+            raise
+
+    async def restart(self) -> None:
+        """Close the engine and start it again. DriftError if that is being done already."""
+        with self._lock:
+            if self.is_restarting:
+                raise DriftError(f"replica {self.index} is being restarted already")
+
+            self.is_restarting = True
+        try:
+            await self.engine.aclose()
+            await self.engine.start()
+        finally:
+            self.is_restarting = False
+
+    def engine_stats(self) -> EngineStats | None:
+        """The engine's statistics; None if it is not open and has not failed."""
+        try:
+            return self.engine.stats()
+        except EngineClosed:
+            return None
+
+    def stats(self) -> ReplicaStats:
+        is_open = self.engine.is_open
+        return ReplicaStats(
+            index=self.index,
+            device=self.engine.config.device,
+            state="closed" if not is_open else "drained" if self.is_drained else "open",
+            num_requests=self._load.num_requests,
+            num_tokens=self._load.num_tokens,
+            num_routed=self._load.num_routed,
+            num_by_prefix=self._load.num_by_prefix,
+            num_moved=self.num_moved,
+            num_replayed=self.num_replayed,
+            num_lost=self.num_lost,
+            engine=self.engine_stats(),
+        )

@@ -1,0 +1,179 @@
+"""RayEngine: an engine in an actor of Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
+
+import ray
+from drift_sdk._validation import check_int, check_str
+from drift_sdk.config import EngineConfig
+from drift_sdk.driver.loaded_model import OpenModel
+from drift_sdk.engine import Engine
+from drift_sdk.errors import ConfigError, DriftError, ExecutorError, ModelLoadError
+from drift_sdk.pool.engine_pool import MAX_REPLICAS, EnginePool
+from drift_sdk.pool.routing import Routing
+from drift_sdk.ray.placement import Placement
+from drift_sdk.remote.host import EngineHost
+from drift_sdk.remote.messages import Channel, HostLost, HostUnavailable
+from drift_sdk.remote.remote_engine import RemoteEngine
+
+__all__ = ["RayEngine", "ray_pool"]
+
+MAX_CALLS = 1000
+"""Most calls of an actor at once; few are more than a moment in it."""
+
+_connecting = threading.Lock()
+
+
+class RayEngine(RemoteEngine):
+    """An engine in an actor of Ray, with the methods of an `Engine`.
+
+    model, config: as of `Engine`; the model is opened on the node of the actor, so a folder must exist there.
+                   A GPU is assigned by Ray: "auto" or "cuda" is the right device.
+    address:       of the cluster. "auto" = the one that this process is connected to, else the one of
+                   RAY_ADDRESS or of this machine; "local" = the same, and if there is none, one is started on
+                   this machine, which ends with this process.
+    placement:     what the actor reserves. None = `Placement()`.
+    open_model:    as of `Engine`, for tests: it must be possible to pickle it.
+
+    See `RemoteEngine` for what differs from an `Engine`. `start` raises ConfigError if there is no such
+    cluster, and ModelLoadError if no node takes the actor in time.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        config: EngineConfig | None = None,
+        *,
+        address: str = "auto",
+        placement: Placement | None = None,
+        open_model: OpenModel | None = None,
+    ) -> None:
+        super().__init__(model, config)
+        check_str(ConfigError, "address", address)
+        if placement is not None and not isinstance(placement, Placement):
+            raise ConfigError.of("placement", placement, "a Placement")
+
+        if open_model is not None and not callable(open_model):
+            raise ConfigError.of("open_model", open_model, "a function that opens a model, or None")
+
+        self._address = address
+        self._placement = placement if placement is not None else Placement()
+        self._open_model = open_model
+
+    async def _open_channel(self) -> Channel:
+        await asyncio.to_thread(connect, self._address)
+        placement = self._placement
+        num_gpus = placement.num_gpus
+        if num_gpus is None:
+            num_gpus = 0.0 if self.config.device == "cpu" else 1.0
+        actor_class = ray.remote(EngineHost).options(
+            num_cpus=placement.num_cpus,
+            num_gpus=num_gpus,
+            resources=dict(placement.resources),
+            max_concurrency=MAX_CALLS,
+            scheduling_strategy="SPREAD",
+        )
+        make_engine = partial(Engine, self.model, self.config, open_model=self._open_model)
+        channel = RayChannel(actor_class.remote(make_engine))
+        try:
+            async with asyncio.timeout(placement.timeout_s):
+                await channel.call("__ray_ready__")
+        except TimeoutError:
+            await channel.kill()
+            wanted = f"{placement.num_cpus:g} CPUs, {num_gpus:g} GPUs, {dict(placement.resources)}"
+            raise ModelLoadError(
+                f"{self.model}: no node of the cluster has taken an actor with {wanted} "
+                f"within {placement.timeout_s:g} s"
+            ) from None
+        except (HostLost, HostUnavailable, DriftError) as error:
+            await channel.kill()
+            raise ModelLoadError(f"{self.model}: the actor could not be started: {error}") from error
+
+        return channel
+
+
+def ray_pool(
+    model: str | Path,
+    config: EngineConfig | None = None,
+    *,
+    num_replicas: int,
+    address: str = "auto",
+    placement: Placement | None = None,
+    routing: Routing | None = None,
+) -> EnginePool:
+    """A pool of so many `RayEngine`s, spread over the nodes of a cluster."""
+    check_int(ConfigError, "num_replicas", num_replicas, ge=1, le=MAX_REPLICAS)
+    engines = [RayEngine(model, config, address=address, placement=placement) for _ in range(num_replicas)]
+    return EnginePool(engines, routing)
+
+
+class RayChannel:
+    """Calls the methods of an actor."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        try:
+            return await getattr(self._actor, method).remote(*arguments)
+        except ActorUnavailableError as error:
+            raise HostUnavailable(short_message(error)) from error
+        except RayActorError as error:
+            raise HostLost(short_message(error)) from error
+        except RayTaskError as error:  # the method has raised
+            if isinstance(error.cause, DriftError):
+                raise error.cause from None
+
+            raise ExecutorError(f"the engine's host has failed: {short_message(error)}") from error
+        except RayError as error:
+            raise HostLost(short_message(error)) from error
+
+    async def kill(self) -> None:
+        ray.kill(self._actor)
+
+
+def connect(address: str) -> None:
+    """Connect this process to a cluster, unless it is connected. ConfigError if there is no such cluster,
+    ModelLoadError if none can be started.
+
+    Not called on the main thread, where Ray would replace the handler of SIGTERM. `sys.excepthook` is kept.
+    """
+    with _connecting:
+        if ray.is_initialized():
+            return
+
+        hook = sys.excepthook
+        options: dict[str, Any] = {"log_to_driver": True, "configure_logging": False}
+        try:
+            ray.init("auto" if address == "local" else address, **options)
+        except ConnectionError as error:
+            if address != "local":
+                allowed = 'a cluster that is running, or "local" to start one'
+                raise ConfigError.of("address", address, allowed) from error
+
+            start_cluster(options)
+        finally:
+            sys.excepthook = hook
+
+
+def start_cluster(options: dict[str, Any]) -> None:
+    """Start Ray on this machine. ModelLoadError if that fails, for which Ray has no class of its own."""
+    try:
+        ray.init("local", include_dashboard=False, **options)
+    except Exception as error:
+        raise ModelLoadError(f"Ray cannot be started on this machine: {error}") from error
+
+
+def short_message(error: BaseException) -> str:
+    """The message of an error of Ray without the stack traces that it quotes: its first line, and the last
+    one, which names the cause."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ... ".join(dict.fromkeys((*lines[:1], *lines[-1:])))

@@ -1,0 +1,273 @@
+"""Connection: the requests of one host, the commands to it, and the news that come back.
+
+Everything but `submit`, `cancel` and `send` runs on the event loop that calls the channel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from drift_sdk.driver.loop_poster import LoopClosed, LoopPoster
+from drift_sdk.driver.loop_thread import LoopThread
+from drift_sdk.driver.stream_updates import Update, UpdateReceiver
+from drift_sdk.errors import DriftError, EngineClosed, ExecutorError, QueueFull
+from drift_sdk.remote.messages import (
+    Batch,
+    CancelRequest,
+    Channel,
+    Command,
+    HostLost,
+    HostUnavailable,
+    News,
+    RemoteRequest,
+    SubmitRequests,
+)
+from drift_sdk.stats import EngineMetrics
+from drift_sdk.submission import Submission
+
+__all__ = ["Connection"]
+
+RETRY_S = 30.0
+"""Seconds for which calls of a host that cannot be reached are repeated, before it counts as lost."""
+RETRY_PAUSE_S = 0.2
+LOOP_LAG_S = 0.05
+"""Seconds for which a batch waits until the callers' event loops have taken the one before. A loop that is
+slower gets fewer and larger chunks, so its unread tokens are joined on the host."""
+
+log = logging.getLogger("drift_sdk")
+
+
+class Connection:
+    """A host whose engine is open.
+
+    limit:   most live requests; None = unbounded.
+    is_open: whether the host admits requests, as far as is known here.
+    metrics: the newest ones.
+    ended:   set when no more news will come; the loss of the host is then `failure`.
+    """
+
+    def __init__(self, channel: Channel, metrics: EngineMetrics, loop: LoopThread, limit: int | None) -> None:
+        self.metrics = metrics
+        self.is_open = True
+        self.failure: HostLost | None = None
+        self.ended = asyncio.Event()
+        self._channel = channel
+        self._loop = loop
+        self._limit = limit
+        self._lock = threading.RLock()
+        self._live: dict[int, Submission] = {}
+        self._numbers = itertools.count()
+        self._outbox: list[Command] = []
+        self._num_lists = 0
+        self._is_sending = False
+        self._is_closing = False
+
+    def submit(self, submissions: Sequence[Submission]) -> list[Callable[[], None]]:
+        """Send requests of one prompt to the host; from any thread. QueueFull, EngineClosed or ExecutorError
+        if they are rejected here."""
+        with self._lock:
+            self._check_open()
+            if not self.has_room(len(submissions)):
+                raise QueueFull(
+                    f"{len(self._live)} requests are live, which fills slots and queue; try again later"
+                )
+
+            numbers = [next(self._numbers) for _ in submissions]
+            self._live.update(zip(numbers, submissions, strict=True))
+        requests = tuple(
+            RemoteRequest(
+                number=number,
+                request_id=each.request_id,
+                group_id=each.group_id,
+                params=each.params,
+                seed=each.seed,
+            )
+            for number, each in zip(numbers, submissions, strict=True)
+        )
+        self.send(SubmitRequests(prompt=submissions[0].prompt, requests=requests))
+        return [partial(self.send, CancelRequest(number)) for number in numbers]
+
+    def cancel(self, request_id: str) -> bool:
+        """Cancel the live requests of this id; whether there are such. From any thread."""
+        with self._lock:
+            found = [
+                number
+                for number, each in self._live.items()
+                if request_id in (each.request_id, each.group_id)
+            ]
+        for number in found:
+            self.send(CancelRequest(number))
+        return bool(found)
+
+    def send(self, command: Command) -> None:
+        """Send a command after those before; from any thread. Without effect when the host is lost."""
+        with self._lock:
+            self._outbox.append(command)
+        self._loop.post(self._send_soon)
+
+    def has_room(self, num_requests: int = 1) -> bool:
+        """Whether so many more requests would be admitted. Preempted requests count as running: the host's
+        own limit is never lower."""
+        return self._limit is None or len(self._live) + num_requests <= self._limit
+
+    def close(self) -> None:
+        """Reject new requests. Live ones that are cut off from now on raise EngineClosed; from any thread."""
+        self.is_open, self._is_closing = False, True
+
+    async def ask(self, method: str, *arguments: object) -> Any:
+        """Call a method of the host once. HostLost or HostUnavailable if it cannot be reached."""
+        if self.failure is not None:
+            raise self.failure
+
+        return await self._channel.call(method, *arguments)
+
+    async def follow(self) -> None:
+        """Fetch batches and hand out their news until the engine is closed or the host is lost."""
+        number = 0
+        try:
+            while True:
+                batch: Batch = await self._repeat("updates", number)
+                number = batch.number
+                await self._hand_out(batch)
+                if batch.is_last:
+                    break
+        except HostLost as failure:
+            self.failure = failure
+            if not self._is_closing:
+                log.error("the host of an engine is lost: %s", failure)
+        except Exception as error:  # a batch that cannot be unpickled, say
+            self.failure = HostLost(repr(error))
+            log.exception("the news of an engine's host cannot be read")
+        finally:
+            self.is_open = False
+            self._end_all()
+            self.ended.set()
+
+    async def _repeat(self, method: str, *arguments: object) -> Any:
+        """Call a method of the host that may be repeated. HostLost if the host cannot be reached."""
+        deadline = time.monotonic() + RETRY_S
+        while True:
+            try:
+                return await self._channel.call(method, *arguments)
+            except HostUnavailable as error:
+                if time.monotonic() > deadline:
+                    raise HostLost(f"not reached for {RETRY_S:g} s: {error}") from error
+
+                await asyncio.sleep(RETRY_PAUSE_S)
+
+    def rejection(self) -> EngineClosed | ExecutorError:
+        """The error for a request when the host is not open."""
+        if self.failure is not None and not self._is_closing:
+            error = ExecutorError(f"the engine's host is lost: {self.failure}")
+            error.__cause__ = self.failure
+            return error
+
+        return EngineClosed("the engine was closed")
+
+    def _check_open(self) -> None:
+        if not self.is_open:
+            raise self.rejection()
+
+    def _send_soon(self) -> None:
+        if not self._is_sending:
+            self._is_sending = True
+            self._sender = asyncio.get_running_loop().create_task(self._send_all())
+
+    async def _send_all(self) -> None:
+        """Send commands, one list at a time, until there are none. Of a lost host, `follow` ends the
+        requests."""
+        try:
+            while self._outbox:
+                with self._lock:
+                    commands, self._outbox = self._outbox, []
+                await self._send_list(commands)
+        except HostLost:
+            return
+        finally:
+            self._is_sending = False
+
+    async def _send_list(self, commands: Sequence[Command]) -> None:
+        """Send commands. If they cannot be sent together, because one cannot be pickled, say, each is sent by
+        itself, and the requests of those that cannot be sent end."""
+        self._num_lists += 1
+        try:
+            await self._repeat("send", self._num_lists, commands)
+        except HostLost:
+            raise
+        except Exception as error:
+            if len(commands) == 1:
+                self._fail(commands[0], error)
+            else:
+                for command in commands:
+                    await self._send_list([command])
+
+    def _fail(self, command: Command, error: Exception) -> None:
+        if isinstance(command, SubmitRequests):
+            cause = DriftError(f"the request cannot be sent to the engine's host: {error!r}")
+            self._post([News(number=request.number, error=cause) for request in command.requests])
+
+    async def _hand_out(self, batch: Batch) -> None:
+        """Post the news of a batch to the streams' loops, and wait a moment until they have come."""
+        self.is_open = self.is_open and batch.is_open
+        if batch.metrics is not None:
+            self.metrics = batch.metrics
+        taken = self._post(batch.news)
+        if taken:
+            await asyncio.wait([asyncio.ensure_future(each.wait()) for each in taken], timeout=LOOP_LAG_S)
+
+    def _post(self, news: Sequence[News]) -> list[asyncio.Event]:
+        """Post news to the streams' loops. Returns an event for each loop, which is set when they are
+        delivered. The requests of loops that have ended are cancelled."""
+        own_loop = asyncio.get_running_loop()
+        by_loop: dict[object, tuple[LoopPoster, list[tuple[UpdateReceiver, News]]]] = {}
+        for each in news:
+            with self._lock:
+                is_last = each.completion is not None or each.error is not None
+                find = self._live.pop if is_last else self._live.get
+                submission = find(each.number, None)
+            if submission is not None:
+                receiver = submission.stream_updates
+                poster = receiver.loop_poster
+                by_loop.setdefault(poster.loop, (poster, []))[1].append((receiver, each))
+
+        taken: list[asyncio.Event] = []
+        for poster, updates in by_loop.values():
+            event = asyncio.Event()
+            try:
+                poster.post(deliver, updates, partial(own_loop.call_soon_threadsafe, event.set))
+            except LoopClosed:
+                for receiver, each in updates:
+                    self._desert(receiver, each.number)
+            else:
+                taken.append(event)
+        return taken
+
+    def _desert(self, receiver: UpdateReceiver, number: int) -> None:
+        with self._lock:
+            self._live.pop(number, None)
+        receiver.desert()
+        self.send(CancelRequest(number))
+
+    def _end_all(self) -> None:
+        """End the requests that are left: the host is lost, or was closed without telling."""
+        with self._lock:
+            numbers = list(self._live)
+        self._post([News(number=number, error=self.rejection()) for number in numbers])
+
+
+def deliver(updates: Sequence[tuple[UpdateReceiver, News]], done: Callable[[], object]) -> None:
+    """Deliver news; runs on the streams' loop."""
+    for receiver, news in updates:
+        if news.is_accepted and not receiver.is_accepted:
+            receiver.is_accepted = True
+        receiver.deliver(
+            Update(stream_updates=receiver, chunk=news.chunk, completion=news.completion, error=news.error)
+        )
+    done()

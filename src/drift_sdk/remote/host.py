@@ -1,0 +1,189 @@
+"""EngineHost: an engine in a process of its own, used from another one."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Sequence
+
+from drift_sdk.base_engine import BaseEngine
+from drift_sdk.driver.prompts import Prompt
+from drift_sdk.driver.stream_updates import Update
+from drift_sdk.engine_kind import EngineKind
+from drift_sdk.errors import DriftError, EngineClosed
+from drift_sdk.remote.mailbox import Mailbox, MailboxReceiver
+from drift_sdk.remote.messages import (
+    Batch,
+    CancelRequest,
+    Command,
+    Opened,
+    SubmitRequests,
+    TakeBackPause,
+)
+from drift_sdk.stats import EngineMetrics
+from drift_sdk.submission import Submission
+
+__all__ = ["EngineHost"]
+
+WAIT_S = 1.0
+"""Most seconds that a call of `updates` waits for news."""
+METRICS_S = 0.25
+"""Least seconds between two batches that have the metrics."""
+
+
+class EngineHost:
+    """Holds an engine. Its methods are called from another process, on one asyncio loop.
+
+    Commands come in numbered lists and news go in numbered batches, so that a call that was lost on its way
+    can be repeated: nothing is submitted twice and no token is lost. One process uses a host.
+
+    make_engine: makes the engine.
+    """
+
+    def __init__(self, make_engine: Callable[[], BaseEngine]) -> None:
+        self._engine = make_engine()
+        self._mailbox: Mailbox | None = None
+        self._cancels: dict[int, Callable[[], None]] = {}  # of live requests, by number
+        self._num_lists = 0  # lists of commands that were carried out
+        self._batch: Batch | None = None  # the last one
+        self._fetching = asyncio.Lock()  # a repeated call may meet the one that was given up
+        self._pauses: dict[int, Callable[[], None]] = {}
+        self._pause_numbers = itertools.count()
+        self._metrics_at = 0.0
+        self._is_closed = False
+
+    async def start(self) -> Opened:
+        """Start the engine."""
+        self._mailbox = Mailbox()
+        await self._engine.start()
+        model_text = self._engine._model_text()
+        metrics = self._engine.metrics()
+        return Opened(
+            kind=await self._engine._kind(),
+            tokenizer=model_text.tokenizer,
+            eos_token_ids=model_text.eos_token_ids,
+            vocab_size=model_text.vocab_size,
+            has_drafts=model_text.has_drafts,
+            num_slots=metrics.stats.num_free_slots,
+            metrics=metrics,
+        )
+
+    async def aclose(self, drain: float) -> None:
+        """Close the engine. The last batch of `updates` has what is left."""
+        await self._engine.aclose(drain)
+        await asyncio.sleep(0)  # updates that were posted to this loop come first
+        self._is_closed = True
+        self._opened_mailbox.wake()
+
+    async def send(self, number: int, commands: Sequence[Command]) -> None:
+        """Carry out a list of commands, unless that has been done. number: of the list, from 1."""
+        if number <= self._num_lists:
+            return
+
+        self._num_lists = number
+        for command in commands:
+            match command:
+                case SubmitRequests():
+                    self._submit(command)
+                case CancelRequest():
+                    self._cancels.get(command.number, do_nothing)()
+                case TakeBackPause():
+                    self._pauses.pop(command.pause, do_nothing)()
+
+    async def updates(self, last: int) -> Batch:
+        """The news after the batch of this number, as soon as there are some, or after a second none. The
+        same batch again if it has been made already."""
+        async with self._fetching:
+            if self._batch is None or self._batch.number == last:
+                self._batch = await self._next_batch(last + 1)
+            return self._batch
+
+    async def pause(self) -> int:
+        """Pause, and return the number of this pause."""
+        undo = await self._engine._pause()
+        number = next(self._pause_numbers)
+        self._pauses[number] = undo
+        return number
+
+    async def resume(self) -> None:
+        self._pauses.clear()
+        await self._engine.resume()
+
+    async def sleep(self) -> None:
+        await self._engine.sleep()
+
+    async def wake(self) -> None:
+        await self._engine.wake()
+
+    async def count_tokens(self, prompt: Prompt) -> int:
+        return await self._engine._count_tokens(prompt)
+
+    async def kind(self) -> EngineKind:
+        return await self._engine._kind()
+
+    @property
+    def _opened_mailbox(self) -> Mailbox:
+        if self._mailbox is None:
+            raise EngineClosed("the engine is not open")
+
+        return self._mailbox
+
+    async def _next_batch(self, number: int) -> Batch:
+        mailbox = self._opened_mailbox
+        if not self._is_closed:
+            await mailbox.wait(WAIT_S)
+        is_last = self._is_closed  # read before the news are taken
+        news = mailbox.take()
+        for each in news:
+            if each.completion is not None or each.error is not None:
+                self._cancels.pop(each.number, None)
+        return Batch(
+            number=number,
+            news=news,
+            is_open=self._engine.is_open,
+            is_last=is_last,
+            metrics=self._new_metrics(),
+        )
+
+    def _submit(self, command: SubmitRequests) -> None:
+        """Submit requests; what is raised is the error of each."""
+        mailbox = self._opened_mailbox
+        receivers = [MailboxReceiver(mailbox, request.number) for request in command.requests]
+        submissions = [
+            Submission(
+                request_id=request.request_id,
+                group_id=request.group_id,
+                prompt=command.prompt,
+                params=request.params,
+                seed=request.seed,
+                stream_updates=receiver,
+            )
+            for request, receiver in zip(command.requests, receivers, strict=True)
+        ]
+        try:
+            cancels = self._engine._enter(submissions)
+        except Exception as error:
+            cause = error if isinstance(error, DriftError) else DriftError(repr(error))
+            for receiver in receivers:
+                receiver.deliver(Update(stream_updates=receiver, error=cause))
+        else:
+            self._engine._warn_if_tools_are_ignored(command.prompt)
+            self._cancels.update(
+                (request.number, cancel) for request, cancel in zip(command.requests, cancels, strict=True)
+            )
+
+    def _new_metrics(self) -> EngineMetrics | None:
+        now = time.monotonic()
+        if now - self._metrics_at < METRICS_S:
+            return None
+
+        self._metrics_at = now
+        try:
+            return self._engine.metrics()
+        except EngineClosed:
+            return None
+
+
+def do_nothing() -> None:
+    """Cancels a request that has ended."""

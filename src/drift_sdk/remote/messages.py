@@ -1,0 +1,120 @@
+"""Messages between an engine's host and the process that uses it. All of them can be pickled."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, TypeAlias
+
+from msgspec import Struct
+
+from drift_sdk.driver.prompts import Prompt
+from drift_sdk.engine_kind import EngineKind
+from drift_sdk.results import Chunk, Completion
+from drift_sdk.sampling_params import SamplingParams
+from drift_sdk.stats import EngineMetrics
+from drift_sdk.text.tokenizer import Tokenizer
+
+__all__ = [
+    "Batch",
+    "CancelRequest",
+    "Channel",
+    "Command",
+    "HostLost",
+    "HostUnavailable",
+    "News",
+    "Opened",
+    "SubmitRequests",
+    "TakeBackPause",
+]
+
+
+class RemoteRequest(Struct, frozen=True, kw_only=True):
+    """A request. number: names it between the two processes, whatever its id is."""
+
+    number: int
+    request_id: str
+    group_id: str | None
+    params: SamplingParams
+    seed: int
+
+
+class SubmitRequests(Struct, frozen=True, kw_only=True):
+    """Submit requests of one prompt, all or none."""
+
+    prompt: Prompt
+    requests: tuple[RemoteRequest, ...]
+
+
+class CancelRequest(Struct, frozen=True):
+    """Cancel a request."""
+
+    number: int
+
+
+class TakeBackPause(Struct, frozen=True):
+    """Take one pause back; others stay in force."""
+
+    pause: int
+
+
+Command: TypeAlias = SubmitRequests | CancelRequest | TakeBackPause
+
+
+class News(Struct, frozen=True, kw_only=True):
+    """What has happened to a request since the last news of it: it was accepted, it has new tokens, or it has
+    ended with a completion or an error."""
+
+    number: int
+    is_accepted: bool = False
+    chunk: Chunk | None = None
+    completion: Completion | None = None
+    error: BaseException | None = None
+
+
+class Batch(Struct, frozen=True, kw_only=True):
+    """All news since the last batch.
+
+    number:  of the batch, from 1.
+    news:    at most one of each request.
+    is_open: whether the engine admits requests.
+    is_last: whether the engine is closed and no more news will come.
+    metrics: None if they were sent not long ago.
+    """
+
+    number: int
+    news: tuple[News, ...]
+    is_open: bool
+    is_last: bool
+    metrics: EngineMetrics | None
+
+
+class Opened(Struct, frozen=True, kw_only=True):
+    """An engine that has been started.
+
+    num_slots: most sequences that run at once.
+    """
+
+    kind: EngineKind
+    tokenizer: Tokenizer
+    eos_token_ids: tuple[int, ...]
+    vocab_size: int
+    has_drafts: bool
+    num_slots: int
+    metrics: EngineMetrics
+
+
+class HostLost(Exception):
+    """The host's process has ended, or cannot be reached any more."""
+
+
+class HostUnavailable(Exception):
+    """The host could not be reached; the call may be repeated."""
+
+
+class Channel(Protocol):
+    """Calls the methods of an `EngineHost` in another process."""
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """The result of a method. Raises the method's DriftError, HostLost or HostUnavailable."""
+
+    async def kill(self) -> None:
+        """End the host's process, whatever it does."""
