@@ -29,8 +29,8 @@ from perf.harness.shapes import Model, prepare
 __all__ = ["Timed", "candidates", "main", "tune"]
 
 ROW_COUNTS = (1, 4, 8, 16, 64)
-FEW_TILES = ((2, 1, 3, 3), (2, 1, 2, 3), (2, 1, 2, 4), (2, 1, 3, 2), (1, 1, 3, 4), (1, 1, 4, 4), (4, 1, 1, 3))
-MANY_TILES = ((2, 2, 1, 4), (2, 2, 2, 3), (4, 2, 1, 3), (4, 2, 1, 2))
+FEW_TILES = ((2, 1, 2, 1), (2, 1, 1, 1), (2, 1, 2, 4), (2, 1, 3, 1), (1, 1, 3, 1), (1, 1, 4, 1), (4, 1, 1, 1))
+MANY_TILES = ((2, 2, 1, 1), (2, 2, 2, 1), (4, 2, 1, 4), (4, 2, 1, 1), (2, 4, 1, 1))
 MANY_ROWS = 128
 """Arguments of CudaTiles, below MANY_ROWS rows and from there on."""
 SHOWN = 4
