@@ -20,6 +20,7 @@ from perf.cases.attention import attention_cases
 from perf.cases.case import Case
 from perf.cases.experts import expert_cases
 from perf.cases.gemm import gemm_cases
+from perf.cases.quantised import quantised_cases
 from perf.cases.rows import norm_cases, rope_cases, sampling_cases
 from perf.harness.bandwidth import matmul_tflop_s
 from perf.harness.record import Run
@@ -34,6 +35,7 @@ ROW_COUNTS = (1, 4, 16, 64, 256)
 
 SUITES: dict[str, Callable[[Model, tuple[int, ...], TunedTable, str], Iterator[Case]]] = {
     "gemm": gemm_cases,
+    "quantised": quantised_cases,
     "attention": attention_cases,
     "norm": norm_cases,
     "rope": rope_cases,

@@ -17,6 +17,7 @@ from perf.cases.attention import attention_cases, decode_case, prefill_case
 from perf.cases.case import Case, Prepared
 from perf.cases.experts import DOWN, GATE_UP, expert_cases
 from perf.cases.gemm import gemm_cases, weight_shapes
+from perf.cases.quantised import quantised_cases
 from perf.cases.rows import norm_cases, rope_cases, sampling_cases
 from perf.harness.shapes import prepare
 from perf.kernel_speed import KernelRun, limit_us, main, measure
@@ -126,6 +127,23 @@ def test_attention_cases_cover_all_contexts_and_batches(tmp_path: Path) -> None:
     assert len(cases) == 3 * 4 * 2 + 1
     long = next(case for case in cases if case.shape == "batch 1, 32768 keys" and case.num_rows == 1)
     assert long.num_bytes == pytest.approx(32_768 * 4096, rel=1e-3)
+
+
+@pytest.mark.kernel
+def test_quantised_cases_fill_their_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("perf.cases.case.MAX_COPIES", 2)
+    cases = list(quantised_cases(prepare("tiny", tmp_path), (3,), TunedTable(), "cpu"))
+    # The inner dimension of the down projection, 96, is no multiple of 64.
+    assert [case.kernel for case in cases] == ["fp8"] * 3 + ["int4"] * 3
+    for case in cases[2:4]:
+        filled(case)
+
+
+def test_quantised_cases_count_bytes_of_codes_and_scales(tmp_path: Path) -> None:
+    columns, inner = (4 + 2 * 2) * 16, 64
+    cases = list(quantised_cases(prepare("tiny", tmp_path), (3,), TunedTable(), "cpu"))
+    assert cases[0].num_bytes == columns * inner + 4 * columns + 3 * inner * 2
+    assert cases[3].num_bytes == columns * inner / 2 + 2 * columns + 3 * inner * 2
 
 
 @pytest.mark.kernel

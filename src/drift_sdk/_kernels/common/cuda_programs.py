@@ -58,11 +58,12 @@ def compile_kernel(kernel: CudaKernel, device_index: int, shared_bytes: int) -> 
 
     A program is looked up on disk by its text, its options and the compiler's version.
     """
-    device = Device(device_index)
+    arch = Device(device_index).arch
     folder = resources.files(kernel.package)
     source = "".join(folder.joinpath(file).read_text("utf-8") for file in kernel.files)
+    target = f"sm_{arch}a" if int(arch) >= 90 else f"sm_{arch}"  # "a": with wgmma
     options = ProgramOptions(
-        name=kernel.files[-1], std="c++17", arch=f"sm_{device.arch}", define_macro=list(kernel.macros)
+        name=kernel.files[-1], std="c++17", arch=target, define_macro=list(kernel.macros)
     )
     programs = FileStreamProgramCache(cache_folder() / "cuda_programs", max_size_bytes=MAX_CACHE_BYTES)
     program = Program(source, "c++", options)

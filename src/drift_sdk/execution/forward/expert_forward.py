@@ -22,6 +22,7 @@ from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.model_resources import ModelResources
 from drift_sdk.models.experts import ExpertMatrices, ExpertWeights, QuantisedMatrices
 from drift_sdk.models.experts_config import ExpertsConfig
+from drift_sdk.quantised.weight import dense
 
 __all__ = ["ExpertForward", "take_counts"]
 
@@ -152,4 +153,4 @@ def _matrix(matrices: ExpertMatrices, bias: Tensor | None) -> ExpertMatrix:
     if isinstance(matrices, QuantisedMatrices):
         return ExpertMatrix(matrices.blocks.flatten(2), matrices.scales, bias)
 
-    return ExpertMatrix(matrices, None, bias)
+    return ExpertMatrix(dense(matrices), None, bias)
