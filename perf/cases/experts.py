@@ -26,9 +26,9 @@ from perf.cases.case import Case, Prepared
 from perf.cases.gemm import ITEMSIZE
 from perf.harness.shapes import MXFP4_BYTES, Model
 
-__all__ = ["DOWN", "GATE_UP", "ROUTES", "expert_cases", "prepare_product", "product_bytes", "routed"]
+__all__ = ["DOWN", "GATE_UP", "expert_cases", "prepare_product", "product_bytes", "routed"]
 
-ROUTES = 12
+NUM_ROUTES = 12
 """Different choices of experts in a step. Most of their weights are in no cache, as those of other layers."""
 SCALES = range(116, 124)
 """Of MXFP4 weights: powers of two around 1/64."""
@@ -90,15 +90,18 @@ def product_bytes(model: Model, kernel: str, num_rows: int) -> float:
 
 
 def routed(
-    experts: ExpertsConfig, num_rows: int, device: str, number: int = ROUTES
+    experts: ExpertsConfig, num_rows: int, device: str, number: int | None = None
 ) -> list[tuple[ExpertRows, Tensor, Tensor]]:
-    """Return several choices of experts for `num_rows` rows: the lists, and the logits and slots."""
+    """Return `number` choices of experts for `num_rows` rows: the lists, and the logits and slots.
+
+    number: None: NUM_ROUTES.
+    """
 
     def take(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
     made = []
-    for _ in range(number):
+    for _ in range(number or NUM_ROUTES):
         rows = ExpertRows.take(take, num_rows, experts.num_experts, experts.num_active)
         logits = torch.randn(1, num_rows, experts.num_experts, device=device)
         slot = torch.zeros(num_rows, dtype=torch.int32, device=device)
@@ -142,11 +145,12 @@ def prepare_product(
     device: str,
     tiles: ExpertGemmConfig | CudaTiles | None = None,
     *,
-    num_routes: int = ROUTES,
+    num_routes: int | None = None,
 ) -> Prepared:
     """Make the inputs of a product: random rows and matrices, and several choices of experts.
 
     tiles: of a kernel of Triton or of CUDA C++; None: those that the engine takes for decoding.
+    num_routes: choices of experts; None: NUM_ROUTES.
     """
     experts = model.config.experts
     assert experts is not None

@@ -7,18 +7,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from drift_sdk._kernels.attention.paged_attention import AttentionConfig
+from drift_sdk._kernels.experts.cuda_products import CudaTiles
+from drift_sdk._kernels.experts.expert_tiles import ExpertGemmConfig
 from drift_sdk._kernels.gemm.tuning import TunedTable, table_for
 from perf.cases.attention import attention_cases, decode_case, prefill_case
 from perf.cases.case import Case, Prepared
-from perf.cases.experts import DOWN, GATE_UP, ROUTES, expert_cases
+from perf.cases.experts import DOWN, GATE_UP, expert_cases
 from perf.cases.gemm import gemm_cases, weight_shapes
 from perf.cases.quantised import quantised_cases
 from perf.cases.rows import norm_cases, rope_cases, sampling_cases
 from perf.harness.shapes import prepare
-from perf.kernel_speed import limit_us, main, measure
-from perf.tune_experts import candidates
+from perf.kernel_speed import KernelRun, limit_us, main, measure
+from perf.tune_experts import candidates, measure_tiles
 
 
 def test_published_shapes_have_tuned_entries(tmp_path: Path) -> None:
@@ -157,9 +160,9 @@ def test_row_cases_fill_their_output(
 
 @pytest.mark.kernel
 def test_expert_cases_fill_their_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "perf.cases.experts.torch.bfloat16", torch.float32
-    )  # which the interpreter multiplies
+    # The interpreter multiplies float32 only.
+    monkeypatch.setattr("perf.cases.experts.torch.bfloat16", torch.float32)
+    monkeypatch.setattr("perf.cases.experts.NUM_ROUTES", 2)
     model = prepare("tiny-experts", tmp_path)
     found = list(expert_cases(model, (3,), TunedTable(), "cpu"))
     assert [case.kernel for case in found] == ["choose experts", "list rows", GATE_UP, DOWN]
@@ -167,12 +170,37 @@ def test_expert_cases_fill_their_output(tmp_path: Path, monkeypatch: pytest.Monk
     for case in found:
         prepared = case.prepare()
         prepared.step()
-        assert prepared.num_calls == ROUTES
+        assert prepared.num_calls == 2
         assert all(output.isfinite().all() for output in prepared.outputs)
 
 
-def test_candidates_for_experts_begin_with_the_engines_own(tmp_path: Path) -> None:
+def test_candidates_for_experts_begin_with_the_engines_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("perf.harness.shapes.write_tokenizer", lambda folder, vocab_size: None)
     dense, quantised = (prepare(name, tmp_path / name) for name in ("qwen3-30b-a3b", "gpt-oss-120b"))
-    for model in (dense, quantised):
-        own, *others = candidates(model, 8)
-        assert own is None and len(set(others)) == len(others) > 10
+    for model, kind in ((dense, ExpertGemmConfig), (quantised, CudaTiles)):
+        for num_rows in (8, 512):
+            own, *others = candidates(model, num_rows)
+            assert own is None and len(set(others)) == len(others) >= 5
+            assert {type(tiles) for tiles in others} == {kind}
+
+
+def test_tiles_are_recorded_with_their_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Candidates that do not fit the GPU are left out."""
+    from triton.runtime.errors import OutOfResources
+
+    def timed(case: Case, model: str, bandwidth: float, peak: float, dtype: str) -> KernelRun:
+        if case.prepare.keywords or case.prepare.args[-1] == CudaTiles(row_tiles=4):  # type: ignore[attr-defined]
+            raise OutOfResources(1, 2, "shared memory")
+        monkeypatch.setattr("perf.kernel_speed.time_us", lambda step, num_calls: 2.0)
+        one = measure(case_of(torch.empty(2)), model, bandwidth, peak, dtype)
+        return replace(one, kernel=case.kernel, num_rows=case.num_rows)
+
+    monkeypatch.setattr("perf.tune_experts.measure", timed)
+    model = prepare("tiny-experts", tmp_path)
+    runs = list(measure_tiles(model, 3, (None, CudaTiles(), CudaTiles(row_tiles=4)), 4.0, 1000.0))
+    assert [(run.kernel, run.config) for run in runs] == [
+        (GATE_UP, "own"), (GATE_UP, str(CudaTiles())), (DOWN, "own"), (DOWN, str(CudaTiles())),
+    ]  # fmt: skip
+    assert {(run.dtype, run.num_rows, run.us) for run in runs} == {("mxfp4", 3, 2.0)}

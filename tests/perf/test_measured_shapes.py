@@ -44,8 +44,11 @@ EXPERT_LIMITS = {
 
 
 @pytest.mark.parametrize("name, scenario", EXPERT_LIMITS, ids=str)
-def test_limits_of_models_with_experts(name: str, scenario: str, tmp_path: Path) -> None:
+def test_limits_of_models_with_experts(
+    name: str, scenario: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Reads at 4.3 TB/s, routing that is spread; with three drafts and 2.56 tokens a round."""
+    monkeypatch.setattr("perf.harness.shapes.write_tokenizer", lambda folder, vocab_size: None)
     model, found = prepare(name, tmp_path / name), Scenario.parse(scenario)
     plain, drafted = EXPERT_LIMITS[name, scenario]
     context = found.mean_context()

@@ -42,8 +42,8 @@ TILES = (
     CudaTiles(),
     CudaTiles(row_tiles=2, num_ctas=1),
     CudaTiles(row_tiles=4, num_ctas=1),
-    CudaTiles(weight_tiles=1, num_ctas=4, max_stages=4),
-    CudaTiles(weight_tiles=4, num_ctas=1, max_stages=2),
+    CudaTiles(weight_tiles=1, num_ctas=3, max_depth=4),
+    CudaTiles(weight_tiles=4, row_tiles=2, num_ctas=1, max_depth=4),
 )
 
 

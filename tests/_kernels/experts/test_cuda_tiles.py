@@ -25,12 +25,10 @@ def quantised_matrix(inner: int) -> ExpertMatrix:
     return ExpertMatrix(values, torch.empty(2, 16, inner // 32, dtype=torch.uint8, device="meta"), None)
 
 
-@pytest.mark.parametrize("inner, num_stages", [(2880, 3), (1024, 2), (32, 2), (1056, 3)])
-def test_only_chunks_of_the_next_tile_are_copied_ahead(inner: int, num_stages: int) -> None:
-    tiles = CudaTiles()
-    assert tiles.num_stages(inner) == num_stages
-    assert tiles.shared_bytes(inner) == num_stages * 8 * 32 * 16 * 4  # warps, lanes, bytes, rows of a lane
-    assert CudaTiles(max_stages=2).num_stages(inner) == 2
+@pytest.mark.parametrize("inner, depth", [(2880, 3), (2048, 2), (7168, 1), (8192, 4), (32, 1)])
+def test_depth_divides_the_chunks_of_a_warp(inner: int, depth: int) -> None:
+    assert CudaTiles(max_depth=4).depth(inner) == depth
+    assert CudaTiles().depth(inner) == 1
 
 
 @pytest.mark.parametrize(

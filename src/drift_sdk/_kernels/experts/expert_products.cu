@@ -12,14 +12,14 @@
 // What a product takes. The macro PRODUCT names the function of the kernel, with its template arguments; CTAS is
 // how many CTAs a multiprocessor is to have room for.
 //   x: [R, K] (gated) or [R * NUM_ACTIVE, K], bfloat16.
-//   codes: [E, weight rows, K / 2]. scales: [E, weight rows, K / 32], at most 128.
+//   values: [E, weight rows, K / 2], codes. scales: [E, weight rows, K / 32], at most 128.
 //   bias: [E, weight rows] bfloat16, or null.
 //   counts: [E], pairs: [E, R]: the rows of each expert, as routing.py lists them.
 //   shares: [R, NUM_ACTIVE] fp32; of the down projection.
 //   out: [R * NUM_ACTIVE, N] bfloat16 (gated), or [NUM_ACTIVE, R, N] fp32.
 struct Arguments {
   const u16* x;
-  const u8 *codes, *scales;
+  const u8 *values, *scales;
   const u16* bias;
   const int *counts, *pairs;
   const float* shares;
@@ -27,19 +27,6 @@ struct Arguments {
   float alpha, limit;
   int num_rows;
 };
-
-// Copies 16 bytes to shared memory without waiting for them, or writes 16 zero bytes.
-__device__ __forceinline__ void copy16_or_zero(void* to, const void* from, bool is_copied) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
-                   static_cast<u32>(__cvta_generic_to_shared(to))), "l"(from), "r"(is_copied ? 16 : 0) : "memory");
-}
-
-__device__ __forceinline__ void end_copy_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// Waits until at most PENDING of the newest copy groups of this thread are under way.
-template <int PENDING> __device__ __forceinline__ void wait_for_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
 
 // Two codes at bits 0 to 3 and 16 to 19 (SHIFT 0), or 4 to 7 and 20 to 23 (SHIFT 4), times `factor`, as
 // bfloat16. One product moves the sign to bit 15 and the magnitude to bits 6 to 8, where it is the number times
@@ -103,21 +90,20 @@ template <int NUM_EXPERTS, int TILE_M> struct ExpertTiles {
 };
 
 // A CTA goes through work items: MT * 16 rows of the weight, for up to NT * 8 pairs of one expert. N: columns of
-// the output; K: inner dimension. Each thread copies the codes that it will read to shared memory, STAGES - 1
-// chunks ahead, also those of the next item: at most as many chunks as an item has. Items of a weight's tile
-// follow each other, so that the tiles of an expert's rows run together. Grid: any number of CTAs.
-template <bool IS_GATED, int N, int K, int NUM_EXPERTS, int NUM_ACTIVE, int MT, int NT, int STAGES>
+// the output; K: inner dimension. DEPTH: chunks of a warp that are loaded ahead, also those of the next item; it
+// divides the number of a warp's chunks. Items of a weight's tile follow each other, so that the tiles of an
+// expert's rows run together. Grid: any number of CTAs.
+template <bool IS_GATED, int N, int K, int NUM_EXPERTS, int NUM_ACTIVE, int MT, int NT, int DEPTH>
 __device__ __forceinline__ void multiply_experts(const Arguments& a) {
   constexpr int ROWS = MT * 16, COLUMNS = IS_GATED ? ROWS / 2 : ROWS, TILE_M = NT * 8;
   constexpr int WEIGHT_ROWS = IS_GATED ? 2 * N : N, NUM_TILES = (N + COLUMNS - 1) / COLUMNS;
   constexpr bool IS_EVEN = N % COLUMNS == 0;
-  constexpr int CHUNK = 128, LANE_COLUMNS = 32;  // columns of a chunk, and of a lane in it
-  constexpr int ROUNDS = (K + WARPS * CHUNK - 1) / (WARPS * CHUNK);
-  constexpr int ROW_BYTES = K / 2, ROW_SCALES = K / 32;
-  constexpr int STRIDE = TILE_M + 1;                       // floats of a weight row in shared memory
+  constexpr int LANE_COLUMNS = 32, CHUNK = 4 * LANE_COLUMNS;  // columns
+  constexpr int NUM_CHUNKS = (K + CHUNK - 1) / CHUNK, ROUNDS = (NUM_CHUNKS + WARPS - 1) / WARPS;
+  constexpr int ROW_BYTES = K / 2, ROW_SCALES = K / 32, TURN_BYTES = WARPS * 64;
+  constexpr int STRIDE = TILE_M + 1;  // floats of a weight row in shared memory
+  static_assert(ROUNDS % DEPTH == 0, "the rounds of an item end with the last slot");
   constexpr int NUM_PARTS = ROWS * TILE_M <= 512 ? 2 : 1;  // sets of parts that shared memory has room for
-  static_assert(STAGES >= 2 && STAGES <= ROUNDS + 1, "only the next item's chunks are copied ahead");
-  extern __shared__ uint4 ring[];  // [STAGES][WARPS][MT][2][32]
   __shared__ float all_parts[NUM_PARTS][WARPS * ROWS * STRIDE];
   __shared__ int all_pairs[NUM_PARTS][TILE_M];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
@@ -130,38 +116,30 @@ __device__ __forceinline__ void multiply_experts(const Arguments& a) {
     return;
   }
 
-  // The row of the weight, in its expert's matrix, that lane (g, t) has of tile m, half h.
+  // The row of the weight, in its expert's matrix, that lane (g, t) has of tile m, half h of tile 0.
   auto weight_row = [&](int tile_n, int m, int h) {
     const int row = tile_n * ROWS + m * 16 + h * 8 + g;
     return IS_EVEN ? row : min(row, WEIGHT_ROWS - 1);
   };
-  auto is_inner = [&](int round) {
-    return (round + 1) * WARPS * CHUNK <= K || round * WARPS * CHUNK + lane_column < K;
-  };
-  uint4* const own_ring = ring + warp * (MT * 2 * 32) + lane;
-  auto copy_codes = [&](int stage, int round, const u8* codes, int tile_n) {
-    const bool is_copied = is_inner(round);
-#pragma unroll
-    for (int m = 0; m < MT; m++)
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        const u8* from = codes + weight_row(tile_n, m, h) * ROW_BYTES + (is_copied ? round * WARPS * (CHUNK / 2) : 0);
-        copy16_or_zero(own_ring + (stage * WARPS * MT * 2 + m * 2 + h) * 32, from, is_copied);
-      }
-  };
-  u32 scales[MT][2];
-  auto load_scales = [&](int round, const u8* factors, int tile_n) {
+  uint4 words[DEPTH][MT][2];
+  u32 scales[DEPTH][MT][2];
+  auto load = [&](int round, const u8* values, const u8* factors, int tile_n) {
+    const bool is_inner = (round + 1) * WARPS * CHUNK <= K || round * WARPS * CHUNK + lane_column < K;
 #pragma unroll
     for (int m = 0; m < MT; m++)
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         const int row = weight_row(tile_n, m, h);
-        scales[m][h] = is_inner(round) ? factors[row * ROW_SCALES + round * WARPS * 4] : 0;
+        words[round % DEPTH][m][h] = make_uint4(0, 0, 0, 0);
+        scales[round % DEPTH][m][h] = 0;
+        if (is_inner) {
+          words[round % DEPTH][m][h] = load_weights(values + row * ROW_BYTES + round * TURN_BYTES);
+          scales[round % DEPTH][m][h] = factors[row * ROW_SCALES + round * WARPS * 4];
+        }
       }
   };
-  auto codes_of = [&](int expert) {
-    return a.codes + static_cast<i64>(expert) * (static_cast<i64>(WEIGHT_ROWS) * ROW_BYTES) + warp * 64 +
-           (lane_column < K ? t * 16 : 0);
+  auto values_of = [&](int expert) {
+    return a.values + static_cast<i64>(expert) * (static_cast<i64>(WEIGHT_ROWS) * ROW_BYTES) + warp * 64 + t * 16;
   };
   auto factors_of = [&](int expert) {
     return a.scales + static_cast<i64>(expert) * (WEIGHT_ROWS * ROW_SCALES) + warp * 4 + t;
@@ -175,21 +153,16 @@ __device__ __forceinline__ void multiply_experts(const Arguments& a) {
   int tile_n = blockIdx.x / tiles.num_tiles, row_tile = blockIdx.x % tiles.num_tiles;
   const int step_n = gridDim.x / tiles.num_tiles, step_row = gridDim.x % tiles.num_tiles;
   ExpertTile next = tiles.find(row_tile);
-  const u8 *next_codes = codes_of(next.expert), *next_factors = factors_of(next.expert);
-#pragma unroll
-  for (int round = 0; round < STAGES - 1; round++) {
-    copy_codes(round, round, next_codes, tile_n);
-    end_copy_group();
-  }
-  load_scales(0, next_factors, tile_n);
+  const u8 *next_values = values_of(next.expert), *next_factors = factors_of(next.expert);
   int next_pair[NT];
   read_pairs(next_pair, next);
+#pragma unroll
+  for (int round = 0; round < DEPTH; round++) load(round, next_values, next_factors, tile_n);
   if (!IS_GATED) wait_for_producers();
 
-  int stage = 0;
   for (int set = 0;; set = (set + 1) % NUM_PARTS) {
     const ExpertTile tile = next;
-    const u8 *codes = next_codes, *factors = next_factors;
+    const u8 *values = next_values, *factors = next_factors;
     const int own_tile_n = tile_n;
     int pair[NT];
     const u16* x_rows[NT];
@@ -203,44 +176,30 @@ __device__ __forceinline__ void multiply_experts(const Arguments& a) {
     const bool has_next = tile_n < NUM_TILES;
     if (has_next) {
       next = tiles.find(row_tile);
-      next_codes = codes_of(next.expert), next_factors = factors_of(next.expert);
+      next_values = values_of(next.expert), next_factors = factors_of(next.expert);
       read_pairs(next_pair, next);
     }
 
     float sum[MT][NT][4] = {};
 #pragma unroll
     for (int round = 0; round < ROUNDS; round++) {
-      wait_for_copies<STAGES - 2>();
+      const bool is_inner = (round + 1) * WARPS * CHUNK <= K || round * WARPS * CHUNK + lane_column < K;
       uint4 w[MT][2];
       u32 factor[MT][2];
 #pragma unroll
       for (int m = 0; m < MT; m++)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-          w[m][h] = own_ring[(stage * WARPS * MT * 2 + m * 2 + h) * 32];
-          factor[m][h] = block_factor(scales[m][h]);
+          w[m][h] = words[round % DEPTH][m][h];
+          factor[m][h] = block_factor(scales[round % DEPTH][m][h]);
         }
-      // What the stage before this one holds was used in the round before.
-      const int ahead = round + STAGES - 1, ahead_stage = stage == 0 ? STAGES - 1 : stage - 1;
-      if (ahead < ROUNDS)
-        copy_codes(ahead_stage, ahead, codes, own_tile_n);
-      else if (has_next)
-        copy_codes(ahead_stage, ahead - ROUNDS, next_codes, tile_n);
-      end_copy_group();
-      stage = stage + 1 == STAGES ? 0 : stage + 1;
-      if (round + 1 < ROUNDS)
-        load_scales(round + 1, factors, own_tile_n);
-      else if (has_next)
-        load_scales(0, next_factors, tile_n);
-
 #pragma unroll
       for (int i = 0; i < LANE_COLUMNS / 8; i++) {
         u32 b[NT][4];
 #pragma unroll
         for (int n = 0; n < NT; n++) {
           uint4 v = make_uint4(0, 0, 0, 0);
-          if (is_inner(round) && pair[n] >= 0)
-            v = *reinterpret_cast<const uint4*>(x_rows[n] + round * WARPS * CHUNK + i * 8);
+          if (is_inner && pair[n] >= 0) v = *reinterpret_cast<const uint4*>(x_rows[n] + round * WARPS * CHUNK + i * 8);
           b[n][0] = __byte_perm(v.x, v.z, 0x5410), b[n][1] = __byte_perm(v.x, v.z, 0x7632);
           b[n][2] = __byte_perm(v.y, v.w, 0x5410), b[n][3] = __byte_perm(v.y, v.w, 0x7632);
         }
@@ -262,6 +221,10 @@ __device__ __forceinline__ void multiply_experts(const Arguments& a) {
           }
         }
       }
+      if (round + DEPTH < ROUNDS)
+        load(round + DEPTH, values, factors, own_tile_n);
+      else if (has_next)
+        load(round + DEPTH - ROUNDS, next_values, next_factors, tile_n);
     }
     if (!has_next) start_dependents();
 
@@ -294,17 +257,18 @@ __device__ __forceinline__ void multiply_experts(const Arguments& a) {
       const int n = entry / COLUMNS, place = entry % COLUMNS, column = own_tile_n * COLUMNS + place;
       if (!IS_EVEN && column >= N) continue;
       const int own = pairs[n];
-      if (IS_GATED) {
-        // Rows of gate and up alternate. Comparisons, so that NaN remains NaN. The activation is rounded once.
-        float gate = product(2 * place, 2 * column, n), up = product(2 * place + 1, 2 * column + 1, n);
-        gate = gate > a.limit ? a.limit : gate;
-        up = up > a.limit ? a.limit : up < -a.limit ? -a.limit : up;
-        const float swish = __fdiv_rn(gate, __fadd_rn(1.f, __expf(__fmul_rn(-a.alpha, gate))));
-        static_cast<u16*>(a.out)[static_cast<i64>(own) * N + column] = to_bfloat16(__fmul_rn(__fadd_rn(up, 1.f), swish));
-      } else {
+      if (!IS_GATED) {
         const i64 row = static_cast<i64>(own % NUM_ACTIVE) * a.num_rows + own / NUM_ACTIVE;
         static_cast<float*>(a.out)[row * N + column] = __fmul_rn(product(place, column, n), a.shares[own]);
+        continue;
       }
+      // Rows of gate and up alternate. Comparisons, so that NaN remains NaN. The activation is rounded once.
+      u16* out = static_cast<u16*>(a.out) + static_cast<i64>(own) * N;
+      float gate = product(2 * place, 2 * column, n), up = product(2 * place + 1, 2 * column + 1, n);
+      gate = gate > a.limit ? a.limit : gate;
+      up = up > a.limit ? a.limit : up < -a.limit ? -a.limit : up;
+      const float swish = __fdiv_rn(gate, __fadd_rn(1.f, __expf(__fmul_rn(-a.alpha, gate))));
+      out[column] = to_bfloat16(__fmul_rn(__fadd_rn(up, 1.f), swish));
     }
     if (!has_next) break;
     // With two sets, nobody writes to this one again before all have left the other.
@@ -313,7 +277,7 @@ __device__ __forceinline__ void multiply_experts(const Arguments& a) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
-    product(const u16* x, const u8* codes, const u8* scales, const u16* bias, const int* counts, const int* pairs,
+    product(const u16* x, const u8* values, const u8* scales, const u16* bias, const int* counts, const int* pairs,
             const float* shares, void* out, float alpha, float limit, int num_rows) {
-  PRODUCT({x, codes, scales, bias, counts, pairs, shares, out, alpha, limit, num_rows});
+  PRODUCT({x, values, scales, bias, counts, pairs, shares, out, alpha, limit, num_rows});
 }
