@@ -253,7 +253,10 @@ def test_drafts_are_quantised_at_load(
     kind = {"fp8": Fp8Weight, "int4": Int4Weight}[form]
     assert isinstance(quantised.weights.embedding, torch.Tensor)
     assert torch.equal(quantised.weights.embedding, plain.weights.embedding)
-    pairs = [(quantised.weights.fc, plain.weights.fc)]
+    pairs: list[tuple[Any, Any]] = [
+        (quantised.weights.fc, plain.weights.fc),
+        (quantised.weights.head, plain.weights.head),
+    ]
     for found, layer in zip(quantised.weights.layers, plain.weights.layers, strict=True):
         pairs += [(getattr(found, n), getattr(layer, n)) for n in ("qkv", "output", "gate_up", "down")]
     for found, matrix in pairs:
