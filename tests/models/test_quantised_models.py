@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from decoder_parity import poisoned_cache, random_tokens, shuffled_blocks
 from draft_zoo import make_draft
 from expert_zoo import make_expert_model
 from gguf import GGMLQuantizationType
 from gguf_files import write_gguf
-from model_zoo import make_model
+from model_zoo import make_model, random_model
 from quantised_files import write_checkpoint
 from safetensors.torch import load_file, save_file
 
@@ -135,6 +136,32 @@ def test_gguf_blocks_compute_as_their_numbers(tmp_path: Path, name: str) -> None
     assert BlockWeight in kinds_of(stored)
     assert isinstance(stored.weights.embedding, BlockWeight)
     assert torch.equal(logits(stored), logits(load(tmp_path / "model.gguf")))
+
+
+def test_k_quants_of_several_formats_compute_as_their_numbers(tmp_path: Path) -> None:
+    """A file as Q4_K_M files are: the value projection has another format than query and key."""
+    kinds = {"v_proj": "Q6_K", "down_proj": "Q6_K", "gate_proj": "Q5_K", "embed_tokens": "Q6_K"}
+    shape = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 96}
+    config = transformers.LlamaConfig(
+        **shape, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128
+    )
+    model = random_model(transformers.LlamaForCausalLM, config, seed=0)
+
+    def kind_of(name: str) -> GGMLQuantizationType:
+        found = [kind for part, kind in kinds.items() if part in name]
+        return GGMLQuantizationType[found[0] if found else "Q4_K"]
+
+    write_gguf(model, tmp_path / "model.gguf", kind_of)
+    stored = load(tmp_path / "model.gguf", "stored")
+    formats = [
+        [part.format for part in matrix.parts] if isinstance(matrix, StackedWeight) else matrix.format
+        for matrix in all_matrices(stored)
+    ]
+    layer = [["Q4_K", "Q4_K", "Q6_K"], "Q4_K", ["Q5_K", "Q4_K"], "Q6_K"]
+    assert formats == ["Q6_K", "Q4_K", *layer, *layer]
+    found = logits(stored)
+    assert found.isfinite().all() and found.std() > 0.1
+    assert torch.equal(found, logits(load(tmp_path / "model.gguf")))
 
 
 @pytest.mark.parametrize("form", ["fp8", "int4"])
