@@ -24,7 +24,8 @@ from drift_sdk.loading.source import Source
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
-from drift_sdk.models.eagle3 import DraftDecoder
+from drift_sdk.models.eagle3 import DRAFT_KV_OFFSET, DraftDecoder
+from drift_sdk.models.kv_cache import KVCache
 from drift_sdk.models.matrix_reader import QUANTISERS, WeightForm
 from drift_sdk.models.weights import weight_bytes
 from drift_sdk.quantised.blocks import BlockWeight
@@ -293,3 +294,24 @@ def test_drafts_are_quantised_at_load(
     features = torch.randn((5, plain.config.target_hidden_size * len(plain.aux_layers)))
     fused = quantised.fuse(features.chunk(len(plain.aux_layers), dim=1), features)
     assert fused.isfinite().all()
+
+
+@pytest.mark.parametrize("variant", ["ids only", "final hidden"])
+def test_drafts_share_a_quantised_embedding_and_head(tmp_path: Path, variant: str) -> None:
+    """One takes some rows of the target's head, the other the whole head."""
+    model = make_model(UNTIED, tmp_path / "target")
+    write_gguf(model, tmp_path / "target.gguf", GGMLQuantizationType.Q8_0)
+    make_draft(variant, tmp_path / "draft", tmp_path / "target")
+    found = []
+    forms: tuple[WeightForm, ...] = ("stored", "expanded")
+    for form in forms:
+        target = load(tmp_path / "target.gguf", form)
+        draft = DraftDecoder.load(str(tmp_path / "draft"), target)
+        assert isinstance(draft.weights.head, BlockWeight) == (form == "stored")
+        cache = KVCache(1, 8, 8, draft.config.num_kv_heads, draft.config.head_dim, torch.float32, "cpu")
+        batch = AttentionBatch([SequenceRows(list(range(8)), 0, 5)], cache, slot_offset=DRAFT_KV_OFFSET)
+        generator = torch.Generator().manual_seed(0)
+        features = torch.randn((5, draft.config.hidden_size), generator=generator)
+        tokens = torch.tensor([3, 400, 7, 7, 499])
+        found.append(draft.logits(draft.forward(features, tokens, batch, cache)))
+    assert torch.equal(*found)
