@@ -91,6 +91,7 @@ def test_every_field_has_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
         "dtype": "bfloat16",
         "executor": "eager",
         "load": "random",
+        "weights": "int4",
         "tool_format": "hermes",
         "reasoning_format": "think",
         "speculation": {"draft": {"min_length": 2}, "shape": 2},

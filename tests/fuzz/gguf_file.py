@@ -8,9 +8,11 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from hypothesis import strategies as st
 
+from drift_sdk.loading.gguf import GGUFFile
 from drift_sdk.loading.source import Source, eos_token_ids
 from drift_sdk.models.decoder_config import DecoderConfig
 
@@ -178,9 +180,17 @@ def run(data: bytes) -> None:
     FILE.write_bytes(data)
     source = Source(FILE)
     tensors = source.tensors()
+    assert isinstance(tensors, GGUFFile)
     for name in tensors.names():
         if math.prod(tensors.shape(name)) <= MAX_ELEMENTS and ".self_attn." not in name:
-            assert tuple(tensors.get(name).shape) == tensors.shape(name)
+            numbers = tensors.get(name)
+            assert tuple(numbers.shape) == tensors.shape(name)
+            weight = tensors.quantised(name, numbers.device)
+            assert (weight is None) == (tensors.quantised_bytes(name) is None)
+            if weight is not None:
+                found = weight.dequantise(numbers.dtype)
+                assert weight.nbytes == tensors.quantised_bytes(name)
+                assert torch.equal(found.nan_to_num(7.0), numbers.nan_to_num(7.0))
 
     assert isinstance(source.chat_templates, dict)
     eos_token_ids(source, 7)

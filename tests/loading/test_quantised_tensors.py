@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from model_zoo import make_model
@@ -123,7 +124,8 @@ def test_faults_change_the_numbers_of_their_weight_alone(
     (tmp_path / "config.json").write_text(config)
     found = open_folder(tmp_path)
     numbers = load_file(folders(kind) / "numbers")
-    assert [name for name in numbers if not torch.equal(found.get(name), numbers[name])] == [f"{DOWN}.weight"]
+    layer = [name for name in numbers if name.startswith(LAYER)]
+    assert [name for name in layer if not torch.equal(found.get(name), numbers[name])] == [f"{DOWN}.weight"]
 
 
 def write_changed(
@@ -225,3 +227,22 @@ def test_groups_of_two_sizes_that_both_fit_are_rejected(
     write_changed(folders(kind) / "quantised", tmp_path, {}, config_groups=groups | other)
     with pytest.raises(ModelLoadError, match="weight_scale fits groups of 30 and of 32 columns"):
         open_folder(tmp_path).get(f"{DOWN}.weight")
+
+
+@pytest.mark.parametrize("columns", [42, 44, 46])
+@pytest.mark.parametrize("kind", ["packed", "packed, zero points", "packed, whole rows"])
+def test_packed_rows_may_end_within_a_word(tmp_path: Path, kind: str, columns: int) -> None:
+    stored = FORMATS[kind].draw(20, columns, np.random.default_rng(0))
+    save_file(
+        {f"a.{part}": tensor for part, tensor in stored.tensors.items()}, tmp_path / "model.safetensors"
+    )
+    settings = {"quantization_config": FORMATS[kind].config}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    tensors = open_folder(tmp_path)
+    assert tensors.shape("a.weight") == (20, columns)
+    assert torch.equal(tensors.get("a.weight"), torch.from_numpy(stored.numbers))
+
+
+def test_scales_of_the_kv_cache_are_not_used(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    write_changed(folders("fp8, channel") / "quantised", tmp_path, {"k_scale": torch.ones(1)})
+    assert f"{DOWN}.k_scale" not in open_folder(tmp_path).names()

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from decoder_parity import poisoned_cache, random_tokens, shuffled_blocks
 from draft_zoo import make_draft
 from expert_zoo import make_expert_model
 from gguf import GGMLQuantizationType
 from gguf_files import write_gguf
-from model_zoo import make_model
+from model_zoo import make_model, random_model
 from quantised_files import write_checkpoint
 from safetensors.torch import load_file, save_file
 
@@ -23,7 +24,8 @@ from drift_sdk.loading.source import Source
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
-from drift_sdk.models.eagle3 import DraftDecoder
+from drift_sdk.models.eagle3 import DRAFT_KV_OFFSET, DraftDecoder
+from drift_sdk.models.kv_cache import KVCache
 from drift_sdk.models.matrix_reader import QUANTISERS, WeightForm
 from drift_sdk.models.weights import weight_bytes
 from drift_sdk.quantised.blocks import BlockWeight
@@ -135,6 +137,32 @@ def test_gguf_blocks_compute_as_their_numbers(tmp_path: Path, name: str) -> None
     assert BlockWeight in kinds_of(stored)
     assert isinstance(stored.weights.embedding, BlockWeight)
     assert torch.equal(logits(stored), logits(load(tmp_path / "model.gguf")))
+
+
+def test_k_quants_of_several_formats_compute_as_their_numbers(tmp_path: Path) -> None:
+    """A file as Q4_K_M files are: the value projection has another format than query and key."""
+    kinds = {"v_proj": "Q6_K", "down_proj": "Q6_K", "gate_proj": "Q5_K", "embed_tokens": "Q6_K"}
+    shape = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 96}
+    config = transformers.LlamaConfig(
+        **shape, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128
+    )
+    model = random_model(transformers.LlamaForCausalLM, config, seed=0)
+
+    def kind_of(name: str) -> GGMLQuantizationType:
+        found = [kind for part, kind in kinds.items() if part in name]
+        return GGMLQuantizationType[found[0] if found else "Q4_K"]
+
+    write_gguf(model, tmp_path / "model.gguf", kind_of)
+    stored = load(tmp_path / "model.gguf", "stored")
+    formats = [
+        [part.format for part in matrix.parts] if isinstance(matrix, StackedWeight) else matrix.format
+        for matrix in all_matrices(stored)
+    ]
+    layer = [["Q4_K", "Q4_K", "Q6_K"], "Q4_K", ["Q5_K", "Q4_K"], "Q6_K"]
+    assert formats == ["Q6_K", "Q4_K", *layer, *layer]
+    found = logits(stored)
+    assert found.isfinite().all() and found.std() > 0.1
+    assert torch.equal(found, logits(load(tmp_path / "model.gguf")))
 
 
 @pytest.mark.parametrize("form", ["fp8", "int4"])
@@ -253,7 +281,10 @@ def test_drafts_are_quantised_at_load(
     kind = {"fp8": Fp8Weight, "int4": Int4Weight}[form]
     assert isinstance(quantised.weights.embedding, torch.Tensor)
     assert torch.equal(quantised.weights.embedding, plain.weights.embedding)
-    pairs = [(quantised.weights.fc, plain.weights.fc)]
+    pairs: list[tuple[Any, Any]] = [
+        (quantised.weights.fc, plain.weights.fc),
+        (quantised.weights.head, plain.weights.head),
+    ]
     for found, layer in zip(quantised.weights.layers, plain.weights.layers, strict=True):
         pairs += [(getattr(found, n), getattr(layer, n)) for n in ("qkv", "output", "gate_up", "down")]
     for found, matrix in pairs:
@@ -263,3 +294,24 @@ def test_drafts_are_quantised_at_load(
     features = torch.randn((5, plain.config.target_hidden_size * len(plain.aux_layers)))
     fused = quantised.fuse(features.chunk(len(plain.aux_layers), dim=1), features)
     assert fused.isfinite().all()
+
+
+@pytest.mark.parametrize("variant", ["ids only", "final hidden"])
+def test_drafts_share_a_quantised_embedding_and_head(tmp_path: Path, variant: str) -> None:
+    """One takes some rows of the target's head, the other the whole head."""
+    model = make_model(UNTIED, tmp_path / "target")
+    write_gguf(model, tmp_path / "target.gguf", GGMLQuantizationType.Q8_0)
+    make_draft(variant, tmp_path / "draft", tmp_path / "target")
+    found = []
+    forms: tuple[WeightForm, ...] = ("stored", "expanded")
+    for form in forms:
+        target = load(tmp_path / "target.gguf", form)
+        draft = DraftDecoder.load(str(tmp_path / "draft"), target)
+        assert isinstance(draft.weights.head, BlockWeight) == (form == "stored")
+        cache = KVCache(1, 8, 8, draft.config.num_kv_heads, draft.config.head_dim, torch.float32, "cpu")
+        batch = AttentionBatch([SequenceRows(list(range(8)), 0, 5)], cache, slot_offset=DRAFT_KV_OFFSET)
+        generator = torch.Generator().manual_seed(0)
+        features = torch.randn((5, draft.config.hidden_size), generator=generator)
+        tokens = torch.tensor([3, 400, 7, 7, 499])
+        found.append(draft.logits(draft.forward(features, tokens, batch, cache)))
+    assert torch.equal(*found)

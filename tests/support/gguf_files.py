@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ __all__ = ["write_gguf"]
 ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3"}
 """Architectures of files, where they differ from the model_type."""
 PERMUTED = ("llama", "smollm3", "granite")
+K_SCALES = {Q.Q4_K: {0: 4e-4, 2: 3e-3}, Q.Q5_K: {0: 2e-4, 2: 3e-3}, Q.Q6_K: {208: 3e-5}}
+"""The scales of blocks of K-quants, by their places."""
 NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -44,8 +47,14 @@ GEMMA_NAMES = NAMES | {
 }
 
 
-def write_gguf(model: Any, file: Path, quantisation: Q = Q.F32, **extra: npt.NDArray[np.float32]) -> Any:
-    """Write a model, with `extra` tensors. Returns a copy of it with the weights as stored."""
+def write_gguf(
+    model: Any, file: Path, quantisation: Q | Callable[[str], Q] = Q.F32, **extra: npt.NDArray[np.float32]
+) -> Any:
+    """Write a model, with `extra` tensors. Returns a copy of it with the weights as stored.
+
+    quantisation: of all matrices, or of each by the name of its parameter. K-quants, which the gguf package
+    cannot make, are random blocks.
+    """
     config = model.config
     architecture = ARCHITECTURES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(file, architecture)
@@ -63,9 +72,10 @@ def write_gguf(model: Any, file: Path, quantisation: Q = Q.F32, **extra: npt.NDA
         array = _permute(array, num_heads) if is_permuted else array
         if name.endswith("norm.weight"):
             array = array + offset
-        block_size, _ = gguf.GGML_QUANT_SIZES[quantisation]
-        kind = quantisation if array.ndim == 2 and array.shape[1] % block_size == 0 else Q.F32
-        raw = gguf.quants.quantize(array, kind)
+        wanted = quantisation if isinstance(quantisation, Q) else quantisation(name)
+        block_size, _ = gguf.GGML_QUANT_SIZES[wanted]
+        kind = wanted if array.ndim == 2 and array.shape[1] % block_size == 0 else Q.F32
+        raw = _random_blocks(array.shape, kind) if kind in K_SCALES else gguf.quants.quantize(array, kind)
         writer.add_tensor(_gguf_name(architecture, module, suffix), raw, raw_dtype=kind)
         array = gguf.quants.dequantize(raw, kind)
         if name.endswith("norm.weight"):
@@ -84,6 +94,16 @@ def write_gguf(model: Any, file: Path, quantisation: Q = Q.F32, **extra: npt.NDA
     writer.write_tensors_to_file()
     writer.close()
     return stored
+
+
+def _random_blocks(shape: tuple[int, ...], kind: Q) -> npt.NDArray[np.uint8]:
+    block_size, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    blocks = np.random.default_rng(shape[0]).integers(
+        0, 256, (shape[0], shape[1] // block_size, num_bytes), dtype=np.uint8
+    )
+    for place, scale in K_SCALES[kind].items():
+        blocks[:, :, place : place + 2] = np.array([scale], np.float16).view(np.uint8)
+    return blocks.reshape(shape[0], -1)
 
 
 def _add_settings(writer: gguf.GGUFWriter, model: Any) -> None:

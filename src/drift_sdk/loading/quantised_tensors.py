@@ -21,7 +21,10 @@ __all__ = ["QuantisedSource", "QuantisedTensors"]
 CPU = torch.device("cpu")
 FP8_SCALES = ("weight_scale_inv", "weight_scale")
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
-ACTIVATIONS = ("activation_scale", "input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale")
+ACTIVATIONS = (
+    *("activation_scale", "input_scale", "input_zero_point", "output_scale"),
+    *("k_scale", "v_scale", "kv_scale"),
+)
 """The last part of the names of scales of activations and of the KV cache, which are not quantised here."""
 
 

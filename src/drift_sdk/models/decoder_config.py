@@ -177,7 +177,8 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
         family = _family(config)
         given = {name: value for name, value in config.items() if value is not None or name in NULLABLE}
         config = DEFAULTS.get(family, {}) | given
-        _check_options(config, family)
+        _check_options(config)
+        quantisation = _quantisation(config, family)
         hidden_size, num_heads = read_int(config, "hidden_size"), read_int(config, "num_attention_heads")
         num_kv_heads, head_dim = _heads(config, hidden_size, num_heads)
         kinds = layer_kinds_from_hf(config, family, head_dim, max_model_len)
@@ -210,7 +211,7 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
             has_fused_projections=family == "phi3" or (is_gpt_oss and read_bool(config, FUSED_PROJECTIONS)),
             has_wide_norms=is_gpt_oss,
             has_sinks=is_gpt_oss,
-            quantisation=config_scheme(config),
+            quantisation=quantisation,
             experts=experts_from_hf(config, family, len(kinds.windows)),
             mlp_layers=mlp_layers(config, family, len(kinds.windows)),
             **_multipliers(config, family, hidden_size),
@@ -243,17 +244,21 @@ def _family(config: Mapping[str, Any]) -> str:
     raise ModelLoadError(f"config: {found}: expected one of {known}")
 
 
-def _check_options(config: Mapping[str, Any], family: str) -> None:
+def _check_options(config: Mapping[str, Any]) -> None:
     for name in UNSUPPORTED:
         if config.get(name):
             raise ModelLoadError(f"config: {name}={short_repr(config[name])} is not implemented")
 
-    quantization = config.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-        if (method == "mxfp4") != (family == "gpt_oss"):
-            found = f"quantization_config with quant_method={short_repr(method)}"
-            raise ModelLoadError(f"config: {found} is not implemented for this architecture")
+
+def _quantisation(config: Mapping[str, Any], family: str) -> Scheme | None:
+    """The scheme of quantised weights other than MXFP4 experts, which only gpt-oss has, and no others."""
+    settings = config.get("quantization_config")
+    method = settings.get("quant_method") if isinstance(settings, Mapping) else settings
+    if settings and (method == "mxfp4") != (family == "gpt_oss"):
+        found = f"quantization_config with quant_method={short_repr(method)}"
+        raise ModelLoadError(f"config: {found} is not implemented for this architecture")
+
+    return config_scheme(config)
 
 
 def _heads(config: Mapping[str, Any], hidden_size: int, num_heads: int) -> tuple[int, int]:

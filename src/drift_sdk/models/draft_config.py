@@ -212,6 +212,10 @@ def _check_options(config: Mapping[str, Any], settings: Mapping[str, Any]) -> No
 
 def _check_layers(shape: DecoderConfig) -> None:
     """ModelLoadError for options of Llama layers that a draft's layers do not implement."""
+    if shape.quantisation is not None:
+        found = f"quantization_config ({shape.quantisation.name})"
+        raise ModelLoadError(f"config: {found} is not implemented in drafts")
+
     if any(window is not None for window in shape.windows):
         raise ModelLoadError("config: sliding_window is in use: only full attention is implemented in drafts")
 

@@ -55,9 +55,13 @@ class Fp8Weight(QuantisedWeight):
         if self.has_row_scales:
             return numbers.mul_(self.scales).to(dtype)
 
-        rows, columns = self.shape
-        scales = self.scales.repeat_interleave(self.block[0], dim=0)[:rows]
-        return numbers.mul_(scales.repeat_interleave(self.block[1], dim=1)[:, :columns]).to(dtype)
+        (rows, columns), (height, width) = self.shape, self.block
+        scales = self.scales.repeat_interleave(height, dim=0)[:rows]
+        num_whole = columns // width
+        whole, rest = numbers[:, : num_whole * width], numbers[:, num_whole * width :]
+        whole.unflatten(1, (num_whole, width)).mul_(scales[:, :num_whole, None])
+        rest.mul_(scales[:, -1:])
+        return numbers.to(dtype)
 
     def rows(self, index: torch.Tensor) -> Fp8Weight:
         # Indexing is not implemented for 8-bit floating-point numbers on every device.

@@ -59,16 +59,16 @@ class DeviceMemory:
             raise ConfigError.of(
                 "gpu_memory_fraction",
                 self._config.gpu_memory_fraction,
-                f"more: the weights take {gib(num_bytes)}, and of {gib(self._at_start)} free at start "
-                f"this engine may use {gib(self._budget)}",
+                f"more, or another EngineConfig.weights: the weights take {gib(num_bytes)}, and of "
+                f"{gib(self._at_start)} free at start this engine may use {gib(self._budget)}",
             )
 
         if not self._is_gpu and num_bytes > self._at_start:
             raise ConfigError.of(
                 "dtype",
                 self._config.dtype,
-                f"a smaller one, or a smaller model: the weights take {gib(num_bytes)}, "
-                f"{gib(self._at_start)} of memory are available",
+                "a smaller one, another EngineConfig.weights or a smaller model: the weights take "
+                f"{gib(num_bytes)}, {gib(self._at_start)} of memory are available",
             )
 
     def room(self, *, reserve: int | None = None, to_load: int = 0) -> MemoryRoom:
