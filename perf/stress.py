@@ -1,0 +1,412 @@
+"""Stress: long contexts that fill the KV cache, then requests that come and are cancelled at random.
+
+    python -m perf.stress
+    python -m perf.stress --context 32k --fill 0.9 --num-draft-tokens 3 --minutes 10
+
+For each number of drafts an engine is started. Its sequences of a context hold a share of its KV cache until
+they end; with --minutes, random requests follow, for this time in all. The scheduler's accounting is checked
+throughout. Without a GPU, acceptance is that of a draft with random weights, else it is simulated.
+Exit status: 0 if no request failed, the cache was filled, no block was lost and memory stayed flat, else 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from drift_sdk import Completion, Engine, EngineClosed, EngineConfig, EngineStats, SamplingParams, TokenStream
+from drift_sdk.measurement import RecordedEngine
+from perf.harness.decoding import BLOCK_SIZE, slow_paths
+from perf.harness.drafting import Drafting
+from perf.harness.integrity import IntegrityChecks, Memory, check_integrity_of
+from perf.harness.record import Run
+from perf.harness.recording import Recording, dtype_name, free_memory, parser
+from perf.harness.scenario import random_tokens
+from perf.harness.shapes import Model, prepare, prepare_draft
+from perf.harness.table import show, title_of
+
+__all__ = ["Load", "Stress", "StressRun", "churn", "fill_cache", "main", "measure", "problems_of"]
+
+NUM_LAST_ROUNDS = 16
+"""Rounds of all sequences together, after the last prompt has been computed."""
+ACCEPTANCE_LENGTH = 3.2
+CHECK_PERIOD = 16
+"""Steps from one check of the scheduler to the next."""
+MOST_LIVE = 24
+"""Requests at once in the random load."""
+MOST_SLEEP_S = 0.02
+MOST_RANDOM_TOKENS = 256
+GROWTH_MIB = {"process": 256.0, "gpu": 64.0}
+"""Most by which memory may grow after the first load of an engine."""
+
+
+class Load(Struct, frozen=True):
+    """Sequences of `context` tokens that hold the share `fill` of the KV cache."""
+
+    context: int
+    fill: float
+
+
+class Stress(Struct, frozen=True, kw_only=True):
+    """Settings.
+
+    contexts, fills:   loads, in all combinations.
+    num_long:          sequences of the longest context that make the highest fill.
+    minutes:           of random requests, for each engine.
+    """
+
+    device: str
+    dtype: str = "auto"
+    executor: str = "auto"
+    contexts: tuple[int, ...]
+    fills: tuple[float, ...]
+    num_long: int = 4
+    minutes: float = 0.0
+    seed: int = 0
+
+    @property
+    def loads(self) -> list[Load]:
+        return [Load(context, fill) for context in self.contexts for fill in self.fills]
+
+    def num_tokens(self, num_draft_tokens: int) -> int:
+        """Tokens of each completion: as many as a sequence can emit while the others' prompts are
+        computed."""
+        num_chunks = self.num_long * max(self.contexts) // EngineConfig().prefill_token_budget + 1
+        return (num_chunks + NUM_LAST_ROUNDS) * (num_draft_tokens + 1)
+
+    def config(self, model: Model, num_draft_tokens: int) -> EngineConfig:
+        """A KV cache that `num_long` sequences of the longest context fill as far as the highest fill."""
+        completion = self.num_tokens(num_draft_tokens)
+        longest = max(self.contexts) + completion
+        capacity = int(self.num_long * (longest + BLOCK_SIZE) / max(self.fills))
+        fields: dict[str, Any] = {
+            "device": self.device,
+            "dtype": self.dtype,
+            "executor": self.executor,
+            "load": model.load,
+            "max_model_len": longest,
+            "max_num_seqs": capacity // min(self.contexts) + 2,
+            "kv_cache_tokens": -(-capacity // BLOCK_SIZE) * BLOCK_SIZE,
+        }
+        return EngineConfig(**fields)
+
+
+class StressRun(Run, kw_only=True):
+    """One load, or the random requests (`fill` 0).
+
+    fill, peak_kv_use:              share of the KV cache to be held by sequences, and most that was held.
+    num_requests, num_cancelled:    sent, and cancelled of them.
+    num_errors, problems:           requests that failed; everything that went wrong.
+    num_preemptions, num_checks:    preempted sequences; checks of the scheduler.
+    process_growth_mib, gpu_growth_mib:  memory in use since the engine's first load.
+    slow_paths:                     counters of the engine's slow paths that are not 0, since its start.
+    """
+
+    executor: str
+    fill: float
+    peak_kv_use: float
+    num_requests: int
+    num_cancelled: int
+    num_errors: int
+    num_preemptions: int
+    num_checks: int
+    seconds: float
+    process_growth_mib: float
+    gpu_growth_mib: float
+    slow_paths: dict[str, int]
+    problems: list[str]
+
+
+class Served(Struct, kw_only=True):
+    """What came of some requests."""
+
+    num_requests: int = 0
+    num_tokens: int = 0
+    num_cancelled: int = 0
+    peak_kv_use: float = 0.0
+    errors: list[str] = []
+
+    def add(self, done: Completion | BaseException) -> None:
+        """Count a completion, or the error that a request ended with."""
+        self.num_requests += 1
+        if isinstance(done, Completion):
+            self.num_tokens += len(done.token_ids)
+            self.num_cancelled += done.finish_reason == "cancelled"
+        else:
+            self.errors.append(f"{type(done).__name__}: {done}")
+
+
+async def fill_cache(engine: Engine, load: Load, vocab_size: int, num_tokens: int) -> Served:
+    """Serve as many sequences of `load.context` tokens, and a shorter one, as hold `load.fill` of the cache
+    with their prompts. Each generates `num_tokens` tokens, so that all are running when the last prompt has
+    been computed; a sequence that finds no block for them is preempted."""
+    capacity = engine.config.kv_cache_tokens
+    assert capacity is not None
+    block_size = capacity // engine.stats().num_blocks
+    left = int(load.fill * capacity)
+    lengths: list[int] = []
+    while left >= block_size:
+        lengths.append(min(load.context, left))
+        left -= -(-lengths[-1] // block_size) * block_size
+    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+    served = Served()
+
+    async def serve(index: int, length: int) -> Completion:
+        stream = engine.generate(random_tokens(vocab_size, length, seed=index), params)
+        async for _ in stream:
+            served.peak_kv_use = max(served.peak_kv_use, engine.stats().kv_use)
+        return await stream
+
+    tasks = [serve(index, length) for index, length in enumerate(lengths)]
+    for done in await asyncio.gather(*tasks, return_exceptions=True):
+        served.add(done)
+        if isinstance(done, Completion) and len(done.token_ids) != num_tokens:
+            served.errors.append(f"a completion of {len(done.token_ids)} tokens: expected {num_tokens}")
+    return served
+
+
+async def churn(
+    engine: Engine, stress: Stress, vocab_size: int, num_draft_tokens: int, most_seconds: float
+) -> Served:
+    """Send and cancel random requests for `most_seconds`, then cancel what is left. Prompts share beginnings;
+    lengths, temperatures, drafts and the order of cancellations are random, drawn from the seed."""
+    rng = random.Random(stress.seed)
+    served = Served()
+    live: list[TokenStream] = []
+    ends: set[asyncio.Future[Completion]] = set()
+    ended_at = time.perf_counter() + most_seconds
+    prompts = [random_tokens(vocab_size, max(stress.contexts), seed=seed) for seed in range(4)]
+
+    def reap(done: asyncio.Future[Completion]) -> None:
+        ends.discard(done)
+        served.add(done.exception() or done.result())
+
+    while time.perf_counter() < ended_at:
+        if len(live) < MOST_LIVE and rng.random() < 0.6:
+            prompt = rng.choice(prompts)[: int(max(stress.contexts) ** rng.random())]
+            params = SamplingParams(
+                max_tokens=rng.randint(1, MOST_RANDOM_TOKENS),
+                temperature=rng.choice((0.0, 1.0)),
+                num_draft_tokens=rng.randint(0, num_draft_tokens),
+                ignore_eos=True,
+            )
+            live.append(engine.generate(prompt, params))
+            end = asyncio.ensure_future(live[-1].completion())
+            ends.add(end)
+            end.add_done_callback(reap)
+        elif live:
+            live.pop(rng.randrange(len(live))).cancel()
+        served.peak_kv_use = max(served.peak_kv_use, engine.stats().kv_use)
+        await asyncio.sleep(rng.random() * MOST_SLEEP_S)
+
+    for stream in live:
+        stream.cancel()
+    await asyncio.gather(*ends, return_exceptions=True)
+    await asyncio.sleep(0)  # the callbacks of the last ones
+    return served
+
+
+async def measure(
+    model: Model,
+    draftings: Sequence[Drafting],
+    stress: Stress,
+    on_run: Callable[[Run], None] = lambda run: None,
+    memory: Callable[[str], Memory] = Memory.now,
+) -> list[StressRun]:
+    """Run all loads for each of the draftings, each on a new engine. `on_run` is called with each run as soon
+    as it has ended."""
+    runs: list[StressRun] = []
+    for drafting in draftings:
+        engine = drafting.engine(model, stress.config(model, drafting.num_draft_tokens))
+        async with engine:
+            checks = check_integrity_of(engine, CHECK_PERIOD)
+            bench = Bench(engine, checks, model, drafting, stress, memory)
+            for load in (*stress.loads, *((None,) if stress.minutes else ())):
+                runs.append(await bench.run(load))
+                on_run(runs[-1])
+                if bench.has_failed:
+                    break
+        free_memory()
+
+    return runs
+
+
+class Bench:
+    """An engine under load, and the figures before the load."""
+
+    def __init__(
+        self,
+        engine: RecordedEngine,
+        checks: IntegrityChecks,
+        model: Model,
+        drafting: Drafting,
+        stress: Stress,
+        memory: Callable[[str], Memory],
+    ) -> None:
+        self._engine, self._checks, self._model = engine, checks, model
+        self._drafting, self._stress, self._memory = drafting, stress, memory
+        self._first: Memory | None = None
+        self.has_failed = False  # whether the engine has ended by itself
+
+    async def run(self, load: Load | None) -> StressRun:
+        """Serve a load, or random requests without one."""
+        engine, drafting, stress = self._engine, self._drafting, self._stress
+        num_draft_tokens, vocab_size = drafting.num_draft_tokens, self._model.config.vocab_size
+        before, num_checks, started_at = engine.stats(), self._checks.num_checks, time.perf_counter()
+        if load is None:
+            served = await churn(engine, stress, vocab_size, num_draft_tokens, stress.minutes * 60)
+        else:
+            num_tokens = stress.num_tokens(num_draft_tokens)
+            served = await fill_cache(engine, load, vocab_size, num_tokens)
+        seconds = time.perf_counter() - started_at
+        after = await self._stats_at_rest() or before
+        now = self._memory(stress.device)
+        first = self._first = self._first or now
+        run = StressRun(
+            engine="drift",
+            executor=engine.executor,
+            model=self._model.name,
+            dtype=dtype_name(stress.dtype, stress.device),
+            scenario="random" if load is None else f"context-{load.context}",
+            batch=MOST_LIVE if load is None else served.num_requests,
+            context=max(stress.contexts) if load is None else load.context,
+            num_draft_tokens=num_draft_tokens,
+            acceptance=drafting.acceptance,
+            acceptance_length=drafting.simulated_length,
+            tokens_per_s=served.num_tokens / seconds,
+            fill=0.0 if load is None else load.fill,
+            peak_kv_use=served.peak_kv_use,
+            num_requests=served.num_requests,
+            num_cancelled=served.num_cancelled,
+            num_errors=len(served.errors),
+            num_preemptions=after.num_preemptions - before.num_preemptions,
+            num_checks=self._checks.num_checks - num_checks,
+            seconds=seconds,
+            process_growth_mib=now.process_mib - first.process_mib,
+            gpu_growth_mib=now.gpu_mib - first.gpu_mib,
+            slow_paths=slow_paths(after),
+            problems=served.errors[:3],
+        )
+        run.problems += problems_of(run)
+        if self.has_failed:
+            run.problems.append("the engine has ended by itself")
+        elif after.num_free_blocks != after.num_blocks or after.num_running or after.num_waiting:
+            held = after.num_blocks - after.num_free_blocks
+            run.problems.append(f"{held} blocks held and {after.num_running} sequences left after the load")
+        return run
+
+    async def _stats_at_rest(self) -> EngineStats | None:
+        """Statistics once no step is running; None if the engine has ended by itself."""
+        self._engine.rounds.steps.clear()
+        try:
+            await self._engine.pause()
+            await self._engine.resume()
+            return self._engine.stats()
+        except EngineClosed:
+            self.has_failed = True
+            return None
+
+
+def problems_of(run: StressRun) -> list[str]:
+    """What is wrong with the figures of a run: the cache was not filled, or memory grew."""
+    found = []
+    if run.peak_kv_use < run.fill - 0.02:
+        found.append(f"sequences held {run.peak_kv_use:.2f} of the cache: expected {run.fill:g}")
+    for place, grown in (("process", run.process_growth_mib), ("gpu", run.gpu_growth_mib)):
+        if grown > GROWTH_MIB[place]:
+            found.append(f"{place} memory grew by {grown:.0f} MiB: expected at most {GROWTH_MIB[place]:g}")
+    if not run.num_checks:
+        found.append("the scheduler was never checked")
+    return found
+
+
+def length(text: str) -> int:
+    """Tokens from "32k" (k = 1,024) or "512". Raises ValueError for anything else."""
+    return int(text[:-1]) * 1024 if text.endswith("k") else int(text)
+
+
+def stress_parser() -> argparse.ArgumentParser:
+    made = parser(__doc__)
+    made.add_argument("--context", nargs="+", type=length, default=(32_768, 65_536), metavar="TOKENS")
+    made.add_argument("--num-draft-tokens", nargs="+", type=int, default=(2, 3, 4, 5), metavar="K")
+    made.add_argument("--fill", nargs="+", type=float, default=(0.75, 0.9), metavar="SHARE")
+    made.add_argument("--num-long", type=int, default=4, help="sequences of the longest context")
+    made.add_argument("--minutes", type=float, default=0.0, help="of random requests, in all")
+    made.add_argument("--seed", type=int, default=0, help="of the random requests")
+    return made
+
+
+def stress_of(arguments: Sequence[str] | None) -> tuple[Any, Stress]:
+    """The command line's options. Exits with an error for a wrong one."""
+    made = stress_parser()
+    given: Any = made.parse_args(arguments)
+    if not all(0 < fill < 1 for fill in given.fill):
+        made.error(f"--fill {given.fill}: expected shares between 0 and 1")
+
+    if not all(1 <= number <= 16 for number in given.num_draft_tokens):
+        made.error(f"--num-draft-tokens {given.num_draft_tokens}: expected 1 to 16")
+
+    if min(given.context) < 1 or given.num_long < 1 or given.minutes < 0:
+        made.error("--context and --num-long: expected at least 1; --minutes: at least 0")
+
+    stress = Stress(
+        device=given.device,
+        dtype=given.dtype,
+        executor="graph" if given.device.startswith("cuda") else given.executor,
+        contexts=tuple(given.context),
+        fills=tuple(given.fill),
+        num_long=given.num_long,
+        minutes=given.minutes / len(given.num_draft_tokens),
+        seed=given.seed,
+    )
+    return given, stress
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given, stress = stress_of(arguments)
+    recording = Recording("stress", given.device, given.out)
+    is_simulated = given.device.startswith("cuda")
+    with tempfile.TemporaryDirectory() as folder:
+        model = prepare(given.model, Path(folder) / given.model)
+        draft = prepare_draft(model)
+        draftings = [
+            Drafting(
+                draft=draft,
+                num_draft_tokens=number,
+                acceptance_length=ACCEPTANCE_LENGTH if is_simulated else None,
+            )
+            for number in given.num_draft_tokens
+        ]
+        runs = asyncio.run(measure(model, draftings, stress, recording.add))
+
+    rows = [
+        (
+            run.scenario,
+            str(run.num_draft_tokens),
+            f"{run.fill:g}",
+            f"{run.peak_kv_use:.2f}",
+            f"{run.num_requests} ({run.num_cancelled} cancelled)",
+            str(run.num_preemptions),
+            f"{run.tokens_per_s:.0f}",
+            f"{run.process_growth_mib:+.0f}, {run.gpu_growth_mib:+.0f}",
+            "; ".join(run.problems) or "none",
+        )
+        for run in runs
+    ]
+    columns = ("load", "drafts", "fill", "held", "requests", "preempted", "tok/s", "grown MiB", "problems")
+    show(title_of(recording.results), columns, rows)
+    print(f"written to {recording.path}")
+    return 1 if any(run.problems for run in runs) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
