@@ -28,13 +28,23 @@ from drift_sdk.measurement import RecordedEngine
 from perf.harness.decoding import BLOCK_SIZE, slow_paths
 from perf.harness.drafting import Drafting
 from perf.harness.integrity import IntegrityChecks, Memory, check_integrity_of
-from perf.harness.record import Run
+from perf.harness.record import Results, Run
 from perf.harness.recording import Recording, dtype_name, free_memory, parser
 from perf.harness.scenario import random_tokens
 from perf.harness.shapes import Model, prepare, prepare_draft
 from perf.harness.table import show, title_of
 
-__all__ = ["Load", "Stress", "StressRun", "churn", "fill_cache", "main", "measure", "problems_of"]
+__all__ = [
+    "Load",
+    "Stress",
+    "StressRun",
+    "churn",
+    "fill_cache",
+    "main",
+    "measure",
+    "problems_of",
+    "stress_table",
+]
 
 NUM_LAST_ROUNDS = 16
 """Rounds of all sequences together, after the last prompt has been computed."""
@@ -45,6 +55,9 @@ MOST_LIVE = 24
 """Requests at once in the random load."""
 MOST_SLEEP_S = 0.02
 MOST_RANDOM_TOKENS = 256
+COLUMNS = (
+    "load", "drafts", "fill", "held", "requests", "preempted", "tok/s", "checks", "grown MiB", "problems",
+)  # fmt: skip
 GROWTH_MIB = {"process": 256.0, "gpu": 64.0}
 """Most by which memory may grow after the first load of an engine."""
 
@@ -371,6 +384,26 @@ def stress_of(arguments: Sequence[str] | None) -> tuple[Any, Stress]:
     return given, stress
 
 
+def stress_table(results: Results) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
+    """Title, columns and rows of all loads."""
+    rows = [
+        (
+            run["scenario"],
+            str(run["num_draft_tokens"]),
+            f"{run['fill']:g}",
+            f"{run['peak_kv_use']:.2f}",
+            f"{run['num_requests']} ({run['num_cancelled']} cancelled)",
+            str(run["num_preemptions"]),
+            f"{run['tokens_per_s']:.0f}",
+            str(run["num_checks"]),
+            f"{run['process_growth_mib']:+.0f}, {run['gpu_growth_mib']:+.0f}",
+            "; ".join(run["problems"]) or "none",
+        )
+        for run in results.runs
+    ]
+    return title_of(results), COLUMNS, rows
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     given, stress = stress_of(arguments)
     recording = Recording("stress", given.device, given.out)
@@ -388,22 +421,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ]
         runs = asyncio.run(measure(model, draftings, stress, recording.add))
 
-    rows = [
-        (
-            run.scenario,
-            str(run.num_draft_tokens),
-            f"{run.fill:g}",
-            f"{run.peak_kv_use:.2f}",
-            f"{run.num_requests} ({run.num_cancelled} cancelled)",
-            str(run.num_preemptions),
-            f"{run.tokens_per_s:.0f}",
-            f"{run.process_growth_mib:+.0f}, {run.gpu_growth_mib:+.0f}",
-            "; ".join(run.problems) or "none",
-        )
-        for run in runs
-    ]
-    columns = ("load", "drafts", "fill", "held", "requests", "preempted", "tok/s", "grown MiB", "problems")
-    show(title_of(recording.results), columns, rows)
+    show(*stress_table(recording.results))
     print(f"written to {recording.path}")
     return 1 if any(run.problems for run in runs) else 0
 
