@@ -54,7 +54,9 @@ def ratios(found: Mapping[str, Results]) -> list[Ratio]:
     for topic in RATIO_TOPICS:
         results = found.get(topic)
         for run in results.runs if results is not None else ():
-            if results is None or run["engine"] != "drift" or run.get("is_adaptive"):
+            # Plain decoding is that of the topic "decode".
+            is_repeated = topic == "speculative" and not run["num_draft_tokens"]
+            if results is None or run["engine"] != "drift" or run.get("is_adaptive") or is_repeated:
                 continue
             for peer in PEERS:
                 speed, is_anchor = peer_speed(run, peer, results)
@@ -104,7 +106,7 @@ def draw_drafts(results: Results, path: Path) -> bool:
         for axes, (name, line) in zip(grid, lines.items(), strict=True):
             numbers, speeds = zip(*line, strict=True)
             axes.plot(numbers, speeds, marker="o")
-            axes.set(xlabel="draft tokens", ylabel="tokens/s", ylim=(0, None), xticks=numbers)
+            axes.set(xlabel="draft tokens", ylabel="tokens/s", ylim=(0, 1.1 * max(speeds)), xticks=numbers)
             axes.set_title(name.replace(", ", ",\n"), fontsize=8)
     return True
 
@@ -141,19 +143,20 @@ def draw_peers(found: Mapping[str, Results], path: Path) -> bool:
 
 def draw_ratios(axes: Axes, shown: Sequence[Ratio], cases: Sequence[str]) -> None:
     """A group of bars for each case, a colour for each peer."""
+    from matplotlib.patches import Patch
+
     for ratio in shown:
         place = cases.index(ratio.case) + (PEERS.index(ratio.peer) - 0.5) * BAR_WIDTH
         colour = COLOURS[ratio.peer]
         face = "none" if ratio.is_anchor else colour
         bar = axes.bar(place, ratio.value, 0.9 * BAR_WIDTH, edgecolor=colour, facecolor=face)
         axes.bar_label(bar, [f"{ratio.value:.2f}"], fontsize=6, padding=2)
-    for peer in PEERS:
-        axes.bar(0, 0, edgecolor=COLOURS[peer], facecolor=COLOURS[peer], label=f"over {peer}")
-    axes.bar(0, 0, edgecolor="black", facecolor="none", label="over its anchor")
+    handles = [Patch(color=COLOURS[peer], label=f"over {peer}") for peer in PEERS]
+    handles.append(Patch(edgecolor="black", facecolor="none", label="over its anchor"))
     axes.axhline(1.0, color="black", linewidth=1, alpha=0.5)
     axes.set_xticks(range(len(cases)), labels=cases, fontsize=5)
-    axes.set(ylabel="tokens/s over the peer's")
-    axes.legend(fontsize=8, ncols=3, loc="lower right")
+    axes.set(ylabel="tokens/s over the peer's", ylim=(0, 1.2 * max(ratio.value for ratio in shown)))
+    axes.legend(handles=handles, fontsize=8, ncols=3, loc="upper right")
 
 
 @contextmanager
