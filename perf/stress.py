@@ -5,7 +5,7 @@
 
 For each number of drafts an engine is started. Its sequences of a context hold a share of its KV cache until
 they end; with --minutes, random requests follow, for this time in all. The scheduler's accounting is checked
-throughout. Without a GPU, acceptance is that of a draft with random weights, else it is simulated.
+throughout. Acceptance is simulated on graphs; on the eager executor it is that of a draft with random weights.
 Exit status: 0 if no request failed, the cache was filled, no block was lost and memory stayed flat, else 1.
 """
 
@@ -371,10 +371,12 @@ def stress_of(arguments: Sequence[str] | None) -> tuple[Any, Stress]:
     if min(given.context) < 1 or given.num_long < 1 or given.minutes < 0:
         made.error("--context and --num-long: expected at least 1; --minutes: at least 0")
 
+    if given.device.startswith("cuda") and given.executor == "auto":
+        given.executor = "graph"
     stress = Stress(
         device=given.device,
         dtype=given.dtype,
-        executor="graph" if given.device.startswith("cuda") else given.executor,
+        executor=given.executor,
         contexts=tuple(given.context),
         fills=tuple(given.fill),
         num_long=given.num_long,
@@ -407,7 +409,7 @@ def stress_table(results: Results) -> tuple[str, Sequence[str], Sequence[Sequenc
 def main(arguments: Sequence[str] | None = None) -> int:
     given, stress = stress_of(arguments)
     recording = Recording("stress", given.device, given.out)
-    is_simulated = given.device.startswith("cuda")
+    is_simulated = stress.executor == "graph"
     with tempfile.TemporaryDirectory() as folder:
         model = prepare(given.model, Path(folder) / given.model)
         draft = prepare_draft(model)
