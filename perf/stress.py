@@ -5,7 +5,7 @@
 
 For each number of drafts an engine is started. Its sequences of a context hold a share of its KV cache until
 they end; with --minutes, random requests follow, for this time in all. The scheduler's accounting is checked
-throughout. Acceptance is simulated on graphs; on the eager executor it is that of a draft with random weights.
+throughout. On graphs acceptance is simulated; eager, it is that of a draft with random weights.
 Exit status: 0 if no request failed, the cache was filled, no block was lost and memory stayed flat, else 1.
 """
 
