@@ -19,6 +19,7 @@ from drift_sdk.cli.tune import time_us
 from perf.cases.attention import attention_cases
 from perf.cases.case import Case
 from perf.cases.gemm import gemm_cases
+from perf.cases.ngrams import ngram_cases
 from perf.cases.rows import norm_cases, rope_cases, sampling_cases
 from perf.harness.bandwidth import matmul_tflop_s
 from perf.harness.record import Run
@@ -37,6 +38,7 @@ SUITES: dict[str, Callable[[Model, tuple[int, ...], TunedTable, str], Iterator[C
     "norm": norm_cases,
     "rope": rope_cases,
     "sampling": sampling_cases,
+    "ngram": ngram_cases,
 }
 
 
