@@ -249,7 +249,7 @@ def judge(
 def judge_runs(topic: str, tolerance: float, measured: Results, committed: Results | None) -> Verdict:
     """The verdict on all runs of a topic that were committed before: the worst against its committed twin.
 
-    Rates and times of kernels are compared at equal read bandwidths.
+    Rates and times of kernels are compared at equal read bandwidths, prompts at equal speeds of products.
     """
     name = f"{topic}: all runs against the committed ones"
     twins = {identity_of(run): run for run in committed.runs} if committed is not None else {}
@@ -264,10 +264,7 @@ def judge_runs(topic: str, tolerance: float, measured: Results, committed: Resul
         if cost is None or cost_before is None:
             continue
 
-        speed, speed_before = (
-            each.get("read_bandwidth_tb_s", results.read_bandwidth_tb_s)
-            for each, results in ((run, measured), (twin, committed))
-        )
+        speed, speed_before = speed_of(run, measured), speed_of(twin, committed)
         count += 1
         worse = 1 - (cost_before * speed_before) / (cost * speed)
         if worse > worst:
@@ -295,6 +292,14 @@ def cost_of(run: Mapping[str, Any]) -> float | None:
         return float(run["us"]) if run["us"] >= LEAST_KERNEL_US else None
 
     return 1e6 / run["tokens_per_s"] if run.get("tokens_per_s") else None
+
+
+def speed_of(run: Mapping[str, Any], results: Results) -> float:
+    """The speed of the machine that a run depends on: that of products for prompts, else that of reads."""
+    is_prompt = "tflop_s" in run
+    return float(
+        run["matmul_tflop_s"] if is_prompt else run.get("read_bandwidth_tb_s", results.read_bandwidth_tb_s)
+    )
 
 
 def name_of(run: Mapping[str, Any]) -> str:

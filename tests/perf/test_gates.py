@@ -19,12 +19,13 @@ from perf.gating.gate import FILE, Gate, GateFile, load_gates
 from perf.gating.history import Place, add_attempt, num_green_in_a_row, reason_to_refuse
 from perf.gating.judging import Verdict, figure_of, judge, judge_runs, read_folder
 from perf.harness.commands import Command, CommandFailed, run_command
-from perf.harness.record import RESULTS, Results
+from perf.harness.record import Results
 
 LLAMA = {"model": "llama-3.1-8b", "dtype": "bfloat16"}
 GPU = "NVIDIA H200"
 ROOFLINE = "8B plain, share of the roofline"
-RECORDED = RESULTS / "nvidia-h200"
+# Results as they were recorded on an H200, so that new results change no test.
+RECORDED = Path(__file__).parent / "recorded" / "nvidia-h200"
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +143,16 @@ def test_figures_are_compared_at_equal_bandwidths(file: GateFile) -> None:
     assert judge_runs("decode", 0.05, slower["decode"], committed["decode"]).state == "green"
     same_speed = results(run(tokens_per_s=216.0))["decode"]
     assert judge_runs("decode", 0.05, same_speed, committed["decode"]).state == "red"
+
+
+def test_prompts_are_compared_at_equal_speeds_of_products(recorded: dict[str, Results]) -> None:
+    measured, committed = copy(recorded)["prefill"], recorded["prefill"]
+    for one in measured.runs:
+        one["tokens_per_s"] *= 0.9
+    assert judge_runs("prefill", 0.05, measured, committed).state == "red"
+    for one in measured.runs:
+        one["matmul_tflop_s"] *= 0.9
+    assert judge_runs("prefill", 0.05, measured, committed).state == "green"
 
 
 def test_runs_own_bandwidth_precedes_that_of_the_file(file: GateFile) -> None:
@@ -265,8 +276,9 @@ def test_list_shows_every_gate_without_a_gpu(
 
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """A machine that seems to have a GPU, with a record of its own."""
+    """A machine that seems to have a GPU, with a record and committed results of its own."""
     monkeypatch.setattr(gates.machine, "gpu_name", lambda device: GPU)
+    monkeypatch.setattr(gates, "RESULTS", RECORDED.parent)
     monkeypatch.setenv("DRIFT_COMMIT", "abc")
     for function in (add_attempt, num_green_in_a_row, reason_to_refuse):
         monkeypatch.setattr(function, "__defaults__", (tmp_path / "record.json",))

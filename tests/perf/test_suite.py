@@ -17,11 +17,10 @@ from perf import report, suite
 from perf.gating.history import Place
 from perf.gating.judging import read_folder
 from perf.harness.commands import Command, CommandFailed
-from perf.harness.record import RESULTS
 from perf.report import draft_lines, ratios, write_report
 from perf.suite import State, View
 
-RECORDED = RESULTS / "nvidia-h200"
+RECORDED = Path(__file__).parent / "recorded" / "nvidia-h200"
 HERE = Place(commit="abc", machine="m", gpu="NVIDIA H200")
 
 
