@@ -71,6 +71,8 @@ gpu-perf:
 	@$(PERF).decode --model smollm2-135m --scenario single-512 batch64-512 --out $(OUT)/decode.json
 	@$(PERF).prefill --tokens 8192 32768 --out $(OUT)/prefill.json
 	@$(PERF).speculative --num-draft-tokens 3 --acceptance-length 3.2 --out $(OUT)/speculative.json
+	@$(PERF).speculative --num-draft-tokens 3 --acceptance-length 3.0 --scenario single-32k batch4-16k \
+		--out $(OUT)/speculative.json
 	@$(PERF).speculative --num-draft-tokens 2 3 4 5 --acceptance-length 3.2 --scenario $(LENGTHS) \
 		--out $(OUT)/speculative.json
 	@$(PERF).speculative --model smollm2-135m --draft ngram --num-draft-tokens 3 5 \
@@ -82,6 +84,7 @@ gpu-perf:
 	@$(PERF).graph_memory --out $(OUT)/memory.json
 	@$(PERF).kernel_speed --out $(OUT)/kernels.json
 	@$(PERF).startup --out $(OUT)/startup.json
+	@$(PERF).stress --minutes 10 --out $(OUT)/stress.json
 	@$(PERF).serving --out $(OUT)/serving.json
 	@$(PERF).serving --draft --out $(OUT)/serving.json
 

@@ -25,9 +25,10 @@ from msgspec import Struct
 
 from drift_sdk._kernels.gemm.tuning import gpu_key
 from perf.gating import history
+from perf.gating.figures import read_folder
 from perf.gating.gate import Gate, GateFile, Suite, load_gates
 from perf.gating.history import Place
-from perf.gating.judging import Verdict, distance_text, judge, judge_runs, read_folder
+from perf.gating.judging import Verdict, distance_text, judge, judge_runs
 from perf.harness import machine
 from perf.harness.commands import Command, CommandFailed, RunCommand, run_command
 from perf.harness.processes import ROOT

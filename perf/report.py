@@ -19,8 +19,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from perf.gates import listed
+from perf.gating.figures import read_folder
 from perf.gating.gate import load_gates
-from perf.gating.judging import distance_text, read_folder
+from perf.gating.judging import distance_text
 from perf.harness.record import Results
 from perf.harness.table import decode_table, drafts_of, prefill_table, speculative_table
 from perf.peers.anchors import anchor_of, is_void

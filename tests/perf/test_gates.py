@@ -15,9 +15,10 @@ from drift_sdk import ConfigError
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from perf import gates
 from perf.gating import history
+from perf.gating.figures import figure_of, read_folder
 from perf.gating.gate import FILE, Gate, GateFile, load_gates
 from perf.gating.history import Place, add_attempt, num_green_in_a_row, reason_to_refuse
-from perf.gating.judging import Verdict, figure_of, judge, judge_runs, read_folder
+from perf.gating.judging import Verdict, judge, judge_runs
 from perf.harness.commands import Command, CommandFailed, run_command
 from perf.harness.record import Results
 

@@ -9,8 +9,9 @@ import torch
 
 from drift_sdk._kernels.gemm.tuning import gpu_key
 from perf import gates
+from perf.gating.figures import read_folder
 from perf.gating.gate import Gate, load_gates
-from perf.gating.judging import Verdict, judge, read_folder
+from perf.gating.judging import Verdict, judge
 from perf.harness.record import RESULTS
 
 pytestmark = [

@@ -12,10 +12,12 @@ from msgspec.structs import replace
 from drift_sdk import NGram
 from drift_sdk.scheduling.block_manager import BlockManager
 from perf import stress
+from perf.harness import stress_load
 from perf.harness.drafting import Drafting
 from perf.harness.integrity import Memory
 from perf.harness.shapes import Model, prepare
-from perf.stress import Stress, measure, problems_of
+from perf.harness.stress_load import Stress
+from perf.stress import measure, problems_of
 
 TINY = Stress(device="cpu", contexts=(64,), fills=(0.5, 0.6), num_long=2)
 DRAFTING = Drafting(draft=NGram(), num_draft_tokens=2)
@@ -30,7 +32,7 @@ def test_cache_is_filled_and_random_requests_leave_no_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("perf.harness.recording.read_bandwidth_tb_s", lambda device: 0.01)
-    monkeypatch.setattr(stress, "MOST_SLEEP_S", 0.002)
+    monkeypatch.setattr(stress_load, "MOST_SLEEP_S", 0.002)
     out = tmp_path / "stress.json"
     arguments = ["--model", "tiny", "--device", "cpu", "--context", "64", "128", "--num-long", "2"]
     seconds = ["--fill", "0.9", "--minutes", str(0.5 / 60), "--num-draft-tokens", "2", "--out", str(out)]

@@ -14,8 +14,8 @@ import pytest
 from rich.console import Console
 
 from perf import report, suite
+from perf.gating.figures import read_folder
 from perf.gating.history import Place
-from perf.gating.judging import read_folder
 from perf.harness.commands import Command, CommandFailed
 from perf.report import draft_lines, ratios, write_report
 from perf.suite import State, View
