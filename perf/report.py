@@ -81,20 +81,33 @@ def peer_speed(run: Mapping[str, Any], peer: str, results: Results) -> tuple[flo
 
 
 def draft_lines(results: Results) -> dict[str, list[tuple[int, float]]]:
-    """For each model, scenario and acceptance with several numbers of drafts: (drafts, tokens/s), ascending.
-    Plain decoding counts as 0 drafts."""
-    runs = [run for run in results.runs if run["engine"] == "drift" and not run.get("is_adaptive")]
+    """For each model, scenario and acceptance with several numbers of drafts in a chain: (drafts, tokens/s),
+    ascending. Plain decoding counts as 0 drafts."""
+    runs = [
+        run
+        for run in results.runs
+        if run["engine"] == "drift" and not run.get("is_adaptive") and run["tree"] is None
+    ]
     plain = {
         (run["model"], run["scenario"]): run["tokens_per_s"] for run in runs if not run["num_draft_tokens"]
     }
-    lines: dict[str, list[tuple[int, float]]] = {}
+    lines: dict[str, dict[int, dict[str, Any]]] = {}
     for run in runs:
-        key = (run["model"], run["scenario"])
         if run["num_draft_tokens"]:
-            name = f"{run['model']} {run['scenario']}, {run['acceptance']} acceptance"
-            start = [(0, plain[key])] if key in plain else []
-            lines.setdefault(name, start).append((run["num_draft_tokens"], run["tokens_per_s"]))
-    return {name: sorted(set(line)) for name, line in lines.items() if len({k for k, _ in line}) > 2}
+            source = "simulated" if run["acceptance"] == "simulated" else f"real, {run['draft']}"
+            line = lines.setdefault(f"{run['model']} {run['scenario']}, {source}", {})
+            best = line.setdefault(run["num_draft_tokens"], run)
+            # A number may have been measured at several acceptance lengths.
+            if run["acceptance_length"] > best["acceptance_length"]:
+                line[run["num_draft_tokens"]] = run
+    found = {}
+    for name, line in lines.items():
+        run = next(iter(line.values()))
+        start = {0: plain[key]} if (key := (run["model"], run["scenario"])) in plain else {}
+        speeds = start | {number: one["tokens_per_s"] for number, one in line.items()}
+        if len(speeds) > 2:
+            found[name] = sorted(speeds.items())
+    return found
 
 
 def draw_drafts(results: Results, path: Path) -> bool:

@@ -135,10 +135,17 @@ def test_ratios_are_to_measured_peers_or_anchors() -> None:
 
 
 def test_lines_over_drafts_begin_with_plain_decoding() -> None:
-    lines = draft_lines(read_folder(RECORDED)["speculative"])
-    line = lines["llama-3.1-8b single-8k, simulated acceptance"]
-    assert line == [(0, 220.11), (2, 591.29), (3, 594.17), (4, 548.71), (5, 522.68)]
-    assert "llama-3.1-8b single-512, simulated acceptance" not in lines  # one number of drafts alone
+    results = read_folder(RECORDED)["speculative"]
+    name, expected = (
+        "llama-3.1-8b single-8k, simulated",
+        [(0, 220.11), (2, 591.29), (3, 594.17), (4, 548.71), (5, 522.68)],
+    )
+    lines = draft_lines(results)
+    assert lines[name] == expected
+    assert "llama-3.1-8b single-512, simulated" not in lines  # one number of drafts alone
+    (three,) = [run for run in results.runs if (run["scenario"], run["num_draft_tokens"]) == ("single-8k", 3)]
+    results.runs.append(three | {"acceptance_length": 3.0, "tokens_per_s": 500.0})
+    assert draft_lines(results)[name] == expected
 
 
 def test_report_has_tables_pictures_and_gates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
