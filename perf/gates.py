@@ -62,6 +62,8 @@ COMMANDS: dict[str, tuple[Command, ...]] = {
     ),
 }
 """The measurements of a suite. One process measures plain and speculative decoding, which are compared."""
+COMPARED = ("speculative", "decode", "prefill", "kernels")
+"""Topics whose runs are all compared with the committed ones: those with rates, or times of kernels."""
 PEER = {"perf.decode": ("--peer", "vllm"), "perf.prefill": ("--peer", "vllm")}
 """Arguments that measure the peer as well."""
 OUT = ROOT / ".cache" / "perf"
@@ -109,7 +111,8 @@ def judge_suite(
 ) -> list[Verdict]:
     """The verdicts of a suite's gates, then those on all committed runs of each topic that it measured."""
     gates = file.of("micro") if suite == "micro" else file.of("micro", "full")
-    topics = dict.fromkeys(command.topic for command in COMMANDS[suite] if command.topic in measured)
+    own = {command.topic for command in COMMANDS[suite]}
+    topics = [topic for topic in COMPARED if topic in own and topic in measured]
     return [
         *(judge(gate, file, measured, committed) for gate in gates),
         *(judge_runs(topic, file.tolerance, measured[topic], committed.get(topic)) for topic in topics),

@@ -31,6 +31,7 @@ class Verdict(Struct, frozen=True, kw_only=True):
     floor: float | None = None
     goal: float | None = None
     unit: str = ""
+    less_is_better: bool = False
     distance: float | None = None
     committed: float | None = None
     reason: str = ""
@@ -42,10 +43,11 @@ class Verdict(Struct, frozen=True, kw_only=True):
 
         parts = []
         if self.floor is not None and self.goal is not None:
-            parts = [f"floor {self.floor:g}", f"goal {self.goal:g}", distance_text(self)]
+            floor = f"at most {self.floor:g}" if self.less_is_better else f"floor {self.floor:g}"
+            parts = [floor, f"goal {self.goal:g}", distance_text(self)]
         if self.committed is not None:
             parts.append(f"committed {self.committed:.4g}")
-        end = f" ({', '.join(parts)})" + (f": {self.reason}" if self.reason else "")
+        end = (f" ({', '.join(parts)})" if parts else "") + (f": {self.reason}" if self.reason else "")
         return f"{self.state:12}  {self.gate}: {self.figure:.4g}{self.unit}{end}"
 
 
@@ -68,7 +70,9 @@ def judge(
     """
     found = figure_of(gate, measured, file.reference)
     common: dict[str, Any] = {"gate": gate.name, "topic": gate.topic}
-    bounds: dict[str, Any] = {"floor": gate.floor, "goal": gate.goal, "unit": gate.unit}
+    bounds: dict[str, Any] = {
+        "floor": gate.floor, "goal": gate.goal, "unit": gate.unit, "less_is_better": gate.less_is_better,
+    }  # fmt: skip
     if isinstance(found, str):
         is_peerless = "engine" in gate.over and found.endswith("beside it")
         state: Literal["red", "not measured"] = "not measured" if is_peerless else "red"
@@ -135,7 +139,7 @@ def judge_runs(topic: str, tolerance: float, measured: Results, committed: Resul
         topic=topic,
         state="red" if is_red else "green",
         figure=figure,
-        unit=f"x of {count} runs at the worst",
+        unit=f"x at the worst of {count} runs",
         reason=f"{what} is {worst:.1%} worse" if is_red else "",
     )
 
