@@ -337,12 +337,21 @@ def test_results_of_an_earlier_run_are_not_judged(on_a_gpu: Path) -> None:
     assert gates.main(asked, lambda *arguments: None) == 1
 
 
-def test_gates_need_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gates_need_a_gpu_and_peers_a_place(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(SystemExit):
         gates.main(["micro", "--device", "cpu"])
     assert "`list` needs none" in capsys.readouterr().err
+    monkeypatch.setenv("VLLM_PATH", "/opt/site")
     with pytest.raises(SystemExit):
         gates.main(["micro", "--device", "cuda", "--peer", "vllm"])
+    assert "expected with full" in capsys.readouterr().err
+    monkeypatch.delenv("VLLM_PATH")
+    monkeypatch.setattr(gates, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        gates.main(["full", "--device", "cuda", "--peer", "vllm"])
+    assert "$VLLM_PATH" in capsys.readouterr().err
 
 
 def test_corrupted_table_of_launch_configurations_is_refused() -> None:
