@@ -65,7 +65,7 @@ COMMANDS: dict[str, tuple[Command, ...]] = {
 """The measurements of a suite. One process measures plain and speculative decoding, which are compared."""
 COMPARED = ("speculative", "decode", "prefill", "kernels")
 """Topics whose runs are all compared with the committed ones: those with rates, or times of kernels."""
-PEER = {"perf.decode": ("--peer", "vllm"), "perf.prefill": ("--peer", "vllm")}
+PEER = dict.fromkeys(("perf.decode", "perf.prefill", "perf.speculative"), ("--peer", "vllm"))
 """Arguments that measure the peer as well."""
 OUT = ROOT / ".cache" / "perf"
 

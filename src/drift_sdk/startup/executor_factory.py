@@ -77,7 +77,7 @@ def choose_executor(
     if config.executor == "eager":
         obstacle: str | None = 'executor="eager"'
     else:
-        obstacle = _device_obstacle(device) or _model_obstacle(model)
+        obstacle = _device_obstacle(device) or _model_obstacle(model, config)
         if obstacle is None:
             _check_graph_speculation(config)
             return "graph", None
@@ -145,7 +145,10 @@ def open_graph_executor(
     """
     # Imported only here: they need Triton and the driver.
     from drift_sdk._kernels.gemm.tuning import WatchedTable, gpu_key, table_for
+    from drift_sdk.execution.forward.kernel_weights import arrange_decoder
     from drift_sdk.execution.graph.executor import GraphOptions, StartupHooks
+
+    arrange_decoder(decoder, drafter_factory.draft)
 
     def fit_blocks(num_graphs: int) -> int:
         reserve = RESERVE_BYTES + num_graphs * decoder.config.num_layers * GRAPH_BYTES_PER_LAYER
@@ -256,9 +259,9 @@ def _device_obstacle(device: torch.device) -> str | None:
     return None
 
 
-def _model_obstacle(model: DecoderConfig | None) -> str | None:
+def _model_obstacle(model: DecoderConfig | None, config: EngineConfig) -> str | None:
     """Why the graph executor cannot run a model; None if it can."""
-    lacking = () if model is None else options_without_graphs(model)
+    lacking = () if model is None else options_without_graphs(model, config)
     return f"CUDA graphs do not support {', '.join(lacking)} of this model" if lacking else None
 
 
