@@ -29,7 +29,7 @@ test:
 # No test depends on the clock, so tests may run in parallel. The tests of a module share engines and models:
 # each process gets consecutive tests, and takes over tests of another process when it has finished its own.
 unit:
-	@$(BIN)/python -m pytest -m "not gpu" -n $(PROCESSES) --dist worksteal -p no:benchmark
+	@$(BIN)/python -m pytest -m "not gpu and not perf" -n $(PROCESSES) --dist worksteal -p no:benchmark
 
 # In an environment of its own, because clients may need older versions of what the tests use. Warnings of the
 # clients are not errors. With CLIENT_REQUESTS=FILE, the requests are recorded.
@@ -73,6 +73,8 @@ gpu-perf:
 	@$(PERF).decode --model qwen3-30b-a3b --out $(OUT)/decode.json
 	@$(PERF).prefill --tokens 8192 32768 --out $(OUT)/prefill.json
 	@$(PERF).speculative --num-draft-tokens 3 --acceptance-length 3.2 --out $(OUT)/speculative.json
+	@$(PERF).speculative --num-draft-tokens 3 --acceptance-length 3.0 --scenario single-32k batch4-16k \
+		--out $(OUT)/speculative.json
 	@$(PERF).speculative --num-draft-tokens 2 3 4 5 --acceptance-length 3.2 --scenario $(LENGTHS) \
 		--out $(OUT)/speculative.json
 	@$(PERF).speculative --model gpt-oss-120b --acceptance-length 2.56 --out $(OUT)/speculative.json
@@ -85,6 +87,7 @@ gpu-perf:
 	@$(PERF).graph_memory --out $(OUT)/memory.json
 	@$(PERF).kernel_speed --out $(OUT)/kernels.json
 	@$(PERF).startup --out $(OUT)/startup.json
+	@$(PERF).stress --minutes 10 --out $(OUT)/stress.json
 	@$(PERF).serving --out $(OUT)/serving.json
 	@$(PERF).serving --draft --out $(OUT)/serving.json
 

@@ -19,7 +19,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from drift_sdk import Engine, SamplingParams
-from perf.harness.decoding import GREEDY, DecodeOptions, engine_config, generation_seconds
+from perf.harness.decoding import GREEDY, DecodeOptions, engine_config, generation_seconds, slow_paths
 from perf.harness.experts import measured_experts
 from perf.harness.host import ENGINE_THREAD, LoopLag, thread_seconds
 from perf.harness.record import DecodeRun, Run
@@ -87,6 +87,7 @@ async def measure_one(
         top_p=params.top_p if params.temperature else UNSET,
     )
     await measure_host(engine, prompts, replace(params, max_tokens=long), run)
+    run.slow_paths = slow_paths(engine.stats())
     return run
 
 
@@ -130,6 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments_parser.add_argument(
         "--scenario", nargs="+", type=Scenario.parse, default=SCENARIOS, metavar="NAME"
     )
+    arguments_parser.add_argument("--strict-performance", action="store_true", help="as in EngineConfig")
     arguments_parser.add_argument("--max-model-len", type=int, help="default: what the scenarios need")
     arguments_parser.add_argument(
         "--peer", nargs="+", choices=PEERS, default=(), help="engines to measure in the same run"
@@ -147,6 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         dtype=given.dtype,
         executor=given.executor,
         max_model_len=given.max_model_len,
+        strict_performance=given.strict_performance,
         repeats=given.repeats,
         params=replace(GREEDY, temperature=given.temperature, top_p=given.top_p),
     )

@@ -20,6 +20,7 @@ from perf.cases.attention import attention_cases
 from perf.cases.case import Case
 from perf.cases.experts import expert_cases
 from perf.cases.gemm import gemm_cases
+from perf.cases.ngrams import ngram_cases
 from perf.cases.quantised import quantised_cases
 from perf.cases.rows import norm_cases, rope_cases, sampling_cases
 from perf.harness.bandwidth import matmul_tflop_s
@@ -40,6 +41,7 @@ SUITES: dict[str, Callable[[Model, tuple[int, ...], TunedTable, str], Iterator[C
     "norm": norm_cases,
     "rope": rope_cases,
     "sampling": sampling_cases,
+    "ngram": ngram_cases,
     "experts": expert_cases,
 }
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from drift_sdk import NGram
 from drift_sdk.measurement import recorded_engine
-from perf.harness.decoding import DecodeOptions
+from perf.harness.decoding import DecodeOptions, slow_paths
 from perf.harness.drafting import Drafting
 from perf.harness.experts import measured_experts
 from perf.harness.record import DecodeRun, Run
@@ -52,6 +52,8 @@ class SpeculativeRun(DecodeRun, kw_only=True):
     limit_tokens_per_s:                          tokens of a round over the time to read its bytes.
     limit_fraction:                              tokens/s over `limit_tokens_per_s`.
     several_share:                               share of the rounds of a sequence with two or more tokens.
+    accepted_at:                                 share of the rounds with drafts in which draft i and all
+                                                 before it were accepted.
     num_active, num_active_min, num_active_max:  sequences that got tokens in a step: mean, least, most.
     is_adaptive:                                 whether the policy chose the number of drafts, up to
                                                  `num_draft_tokens`.
@@ -65,6 +67,7 @@ class SpeculativeRun(DecodeRun, kw_only=True):
     limit_tokens_per_s: float
     limit_fraction: float
     several_share: float
+    accepted_at: tuple[float, ...]
     num_active: float
     num_active_min: int
     num_active_max: int
@@ -103,6 +106,7 @@ async def measure(
                 run = run_of(
                     rounds, model, drafting, scenario, options, bandwidth_tb_s, engine.executor, num_experts
                 )
+                run.slow_paths = slow_paths(engine.stats())
                 if drafting is None:
                     plain[scenario.name] = rounds.tokens_per_s(scenario.batch)
                 else:
@@ -161,6 +165,7 @@ def run_of(
         limit_tokens_per_s=limit,
         limit_fraction=rounds.tokens_per_s(scenario.batch) / limit,
         several_share=rounds.several_share,
+        accepted_at=rounds.accepted_at,
         num_active=statistics.mean(rounds.num_active),
         num_active_min=min(rounds.num_active),
         num_active_max=max(rounds.num_active),
@@ -238,6 +243,7 @@ def speculative_parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--acceptance-length", type=float, help="tokens per round to simulate, up to drafts + 1"
     )
+    made.add_argument("--strict-performance", action="store_true", help="as in EngineConfig")
     made.add_argument("--draft", help='an EAGLE-3 head, folder or hub id, or "ngram"')
     made.add_argument("--peer", choices=("vllm",), help="an engine to measure in the same run")
     made.add_argument(
@@ -249,7 +255,11 @@ def speculative_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> None:
     given = arguments_of(arguments)
     options = DecodeOptions(
-        device=given.device, dtype=given.dtype, executor=given.executor, repeats=given.repeats
+        device=given.device,
+        dtype=given.dtype,
+        executor=given.executor,
+        strict_performance=given.strict_performance,
+        repeats=given.repeats,
     )
     topic = "policy" if given.policy_sweep else "speculative"
     recording = Recording(topic, given.device, given.out)

@@ -17,6 +17,8 @@ import pytest
 from model_zoo import make_model
 
 import drift_sdk
+from drift_sdk import prometheus
+from drift_sdk.__main__ import main as drift_sdk_main
 from drift_sdk.loading.gguf_architectures import ARCHITECTURES as GGUF_ARCHITECTURES
 from drift_sdk.loading.source import Source, found_at
 from drift_sdk.models.decoder_config import ARCHITECTURES, DecoderConfig
@@ -46,9 +48,8 @@ def test_snippets_of_the_readme_run_as_scripts(any_model: None, capsys: pytest.C
         assert capsys.readouterr().out
 
 
-PAGES = (
-    *("docs/guide.md", "docs/migration.md", "docs/models.md", "docs/scaling.md", "docs/sizing.md"),
-    "docs/tools.md",
+PAGES = tuple(
+    f"docs/{name}.md" for name in ("debugging", "guide", "migration", "models", "scaling", "sizing", "tools")
 )
 
 
@@ -83,6 +84,27 @@ def test_names_of_the_migration_page_exist() -> None:
     own = [(kind, name) for kind, name in names if hasattr(drift_sdk, kind)]
     assert len(own) > 40
     assert not [f"{kind}.{name}" for kind, name in own if not hasattr(getattr(drift_sdk, kind), name)]
+
+
+def test_names_of_the_debugging_page_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "docs/debugging.md").read_text()
+    fields = re.findall(r"`([A-Z]\w+)\.(\w+)", text)
+    assert len(fields) > 30
+    assert not [f"{kind}.{name}" for kind, name in fields if not hasattr(getattr(drift_sdk, kind), name)]
+    metrics = set(re.findall(r"`(drift_(?!sdk)\w+)`", text))
+    described = re.findall(r"^(drift_\w+)", prometheus.__doc__ or "", flags=re.MULTILINE)
+    assert len(metrics) > 8 and metrics <= set(described)
+    labels = re.findall(r"\| `EngineStats.num_undrafted_\w+` \| `(\w+)` \|", text)
+    (reasons,) = [line for line in (prometheus.__doc__ or "").splitlines() if "undrafted_rows" in line]
+    assert len(labels) == 5 and all(label in reasons for label in labels)
+    for command in set(re.findall(r"python -m drift_sdk (\w+)", text)):
+        with pytest.raises(SystemExit) as ended:
+            drift_sdk_main([command, "--help"])
+        assert ended.value.code == 0
+    for module, options in re.findall(r"`python -m perf\.(\w+)([^`]*)`", text):
+        source = (ROOT / "perf" / f"{module}.py").read_text()
+        assert all(option in source for option in re.findall(r"--[a-z-]+", options))
+    capsys.readouterr()
 
 
 REJECTED: dict[str, dict[str, Any]] = {

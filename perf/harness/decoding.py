@@ -10,31 +10,36 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from drift_sdk import Engine, EngineConfig, SamplingParams
+from drift_sdk import Engine, EngineConfig, EngineStats, SamplingParams
 from perf.harness.recording import dtype_name
 from perf.harness.scenario import LENGTHS, Scenario
 from perf.harness.shapes import Model
 
-__all__ = ["BLOCK_SIZE", "GREEDY", "DecodeOptions", "engine_config", "generation_seconds"]
+__all__ = ["BLOCK_SIZE", "GREEDY", "DecodeOptions", "engine_config", "generation_seconds", "slow_paths"]
 
 BLOCK_SIZE = 64  # the largest that an executor chooses by itself
 GREEDY = SamplingParams(ignore_eos=True)
+SLOW_PATHS = (
+    "num_untuned_shapes", "num_host_waits", "num_split_rounds", "num_host_copies", "num_allocations",
+)  # fmt: skip
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class DecodeOptions(Struct, frozen=True, kw_only=True):
     """Settings of the engine, and what is timed how often.
 
-    device, dtype, executor, max_model_len:  as in EngineConfig.
-    repeats:                                 number of timed repeats.
-    lengths:                                 tokens of the shorter and of the longer generation.
-    params:                                  of every request, except its length.
+    device, dtype, executor, max_model_len, strict_performance:  as in EngineConfig.
+    repeats:                                                     number of timed repeats.
+    lengths:                                                     tokens of the shorter and of the longer
+                                                                 generation.
+    params:                                                      of every request, except its length.
     """
 
     device: str = "cpu"
     dtype: str = "auto"
     executor: str = "auto"
     max_model_len: int | None = None
+    strict_performance: bool = False
     repeats: int = 5
     lengths: tuple[int, int] = LENGTHS
     params: SamplingParams = GREEDY
@@ -63,12 +68,18 @@ def engine_config(model: Model, scenarios: Iterable[Scenario], options: DecodeOp
         "device": options.device,
         "dtype": options.dtype,
         "executor": options.executor,
+        "strict_performance": options.strict_performance,
         "load": model.load,
         "max_num_seqs": max(s.batch for s in scenarios),
         "max_model_len": max_model_len,
         "kv_cache_tokens": max(most, max_model_len) + BLOCK_SIZE * max(s.batch for s in scenarios),
     }
     return EngineConfig(**config)
+
+
+def slow_paths(stats: EngineStats) -> dict[str, int]:
+    """The counters of slow paths that are not 0, by name."""
+    return {name: getattr(stats, name) for name in SLOW_PATHS if getattr(stats, name)}
 
 
 async def generation_seconds(

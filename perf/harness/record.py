@@ -16,7 +16,10 @@ from perf.harness import machine
 from perf.harness.processes import ROOT
 from perf.harness.scenario import Scenario
 
-__all__ = ["DecodeRun", "PrefillRun", "Results", "Run", "merge", "read", "result_path", "write"]
+__all__ = [
+    "RESULTS", "DecodeRun", "PrefillRun", "Results", "Run", "identity_of", "merge", "read", "result_path",
+    "write",
+]  # fmt: skip
 
 RESULTS = ROOT / "perf" / "results"
 IDENTITY = (
@@ -25,6 +28,7 @@ IDENTITY = (
     "acceptance_length",
     "prefill_token_budget", "kernel", "shape", "num_rows", "kernel_cache",
     "stage", "active_sequences", "has_ended_rows", "graph", "repeat", "config",
+    "fill",
 )  # fmt: skip
 """Fields that identify a run: a new run replaces an old one that is equal in all of them."""
 
@@ -67,6 +71,7 @@ class DecodeRun(Run, kw_only=True):
     loop_lag_ms_p99, loop_lag_idle_ms_p99:  lag of the event loop while streams are read, and when idle.
     engine_cpu_ms_per_round:                CPU time of the engine's thread.
     loop_cpu_us_per_chunk:                  CPU time of the thread that reads the chunks.
+    slow_paths:                             counters of the engine's slow paths that are not 0.
     engine_version, settings:               of a peer.
     """
 
@@ -82,6 +87,7 @@ class DecodeRun(Run, kw_only=True):
     loop_lag_idle_ms_p99: float | UnsetType = UNSET
     engine_cpu_ms_per_round: float | None | UnsetType = UNSET
     loop_cpu_us_per_chunk: float | UnsetType = UNSET
+    slow_paths: dict[str, int] | UnsetType = UNSET
     engine_version: str | UnsetType = UNSET
     settings: str | UnsetType = UNSET
 
@@ -204,13 +210,13 @@ def merge(old: Results, new: Results) -> Results:
     if old.gpu != new.gpu:
         raise ValueError(f"gpu={new.gpu!r}: expected {old.gpu!r}, as in the file")
 
-    replaced = {_identity(run) for run in new.runs}
+    replaced = {identity_of(run) for run in new.runs}
     header = {
         name: getattr(old, name)
         for name in ("commit", "date", "driver", "versions", "read_bandwidth_tb_s")
         if getattr(old, name) != getattr(new, name)
     }
-    kept = [header | run for run in old.runs if _identity(run) not in replaced]
+    kept = [header | run for run in old.runs if identity_of(run) not in replaced]
     return msgspec.structs.replace(new, runs=kept + new.runs)
 
 
@@ -229,7 +235,8 @@ def result_path(topic: str, gpu: str) -> Path:
     return RESULTS / gpu_key(gpu) / f"{topic}.json"
 
 
-def _identity(run: dict[str, Any]) -> tuple[Any, ...]:
+def identity_of(run: dict[str, Any]) -> tuple[Any, ...]:
+    """Equal for runs of the same kind, of which a new one replaces an old one."""
     # A real acceptance length is a result, not part of the identity.
     names = IDENTITY if run["acceptance"] == "simulated" else set(IDENTITY) - {"acceptance_length"}
     return tuple(run.get(name) for name in sorted(names))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from itertools import zip_longest
 
 from msgspec import Struct
 
@@ -23,12 +24,16 @@ class Counts(Struct, frozen=True):
     num_rounds:    rounds of a sequence, with or without drafts.
     num_drafted:   tokens drafted in these rounds.
     num_accepted:  drafted tokens that were accepted.
+    accepted_at:   at index i, rounds in which draft i and all drafts before it were accepted.
+    num_draft_rounds:  rounds of a sequence with drafts.
     """
 
     num_steps: int
     num_rounds: int
     num_drafted: int
     num_accepted: int
+    accepted_at: tuple[int, ...] = ()
+    num_draft_rounds: int = 0
 
     @classmethod
     def of(cls, stats: EngineStats) -> Counts:
@@ -39,7 +44,14 @@ class Counts(Struct, frozen=True):
             + stats.num_undrafted_by_drafter
         )
         num_rounds = stats.num_draft_rounds + num_undrafted
-        return cls(stats.num_steps, num_rounds, stats.num_drafted_tokens, stats.num_accepted_tokens)
+        return cls(
+            stats.num_steps,
+            num_rounds,
+            stats.num_drafted_tokens,
+            stats.num_accepted_tokens,
+            stats.accepted_at,
+            stats.num_draft_rounds,
+        )
 
     def minus(self, other: Counts) -> Counts:
         return Counts(
@@ -47,6 +59,8 @@ class Counts(Struct, frozen=True):
             self.num_rounds - other.num_rounds,
             self.num_drafted - other.num_drafted,
             self.num_accepted - other.num_accepted,
+            tuple(a - b for a, b in zip_longest(self.accepted_at, other.accepted_at, fillvalue=0)),
+            self.num_draft_rounds - other.num_draft_rounds,
         )
 
 
@@ -88,6 +102,14 @@ class Rounds(Struct, frozen=True, kw_only=True):
         """Mean tokens drafted per round of a sequence."""
         num_rounds = self._sum("num_rounds")
         return self._sum("num_drafted") / num_rounds if num_rounds else 0.0
+
+    @property
+    def accepted_at(self) -> tuple[float, ...]:
+        """At index i, the share of the rounds with drafts that accepted draft i and all before it; empty
+        without drafts."""
+        num_rounds = self._sum("num_draft_rounds")
+        columns = zip_longest(*(counts.accepted_at for counts in self.counts), fillvalue=0)
+        return tuple(round(sum(column) / num_rounds, 5) for column in columns) if num_rounds else ()
 
     @property
     def several_share(self) -> float:

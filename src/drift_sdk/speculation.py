@@ -159,13 +159,14 @@ class NGram(Struct, frozen=True, kw_only=True):
     and the tokens that followed their last earlier occurrence are the draft.
 
     min_length: fewest newest tokens that are looked up, 1 to 16.
-    max_length: most newest tokens that are looked up, min_length to 16. Longer runs are tried first.
+    max_length: most newest tokens that are looked up, min_length to 16. The longest run that occurs is used,
+                and of its occurrences the last.
 
     A wrong value raises ConfigError.
     """
 
     min_length: int = 2
-    max_length: int = 4
+    max_length: int = MAX_NGRAM
 
     def __post_init__(self) -> None:
         check_int(ConfigError, "min_length", self.min_length, ge=1, le=MAX_NGRAM)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from drift_sdk._kernels.attention.paged_attention import AttentionConfig
 from drift_sdk._kernels.experts.cuda_products import CudaTiles
 from drift_sdk._kernels.experts.expert_tiles import ExpertGemmConfig
 from drift_sdk._kernels.gemm.tuning import TunedTable, table_for
+from perf.cases import ngrams
 from perf.cases.attention import attention_cases, decode_case, prefill_case
 from perf.cases.case import Case, Prepared
 from perf.cases.experts import DOWN, GATE_UP, expert_cases
@@ -44,6 +46,28 @@ def test_both_kernels_of_a_product_case_fill_the_output(tmp_path: Path) -> None:
         prepared.step()
         assert prepared.num_calls >= 2
         assert all(output.isfinite().all() for output in prepared.outputs)
+
+
+@pytest.mark.kernel
+def test_each_slot_of_an_ngram_case_finds_a_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ngrams, "CONTEXTS", (64,))
+    monkeypatch.setattr(ngrams, "BATCHES", (2,))
+    tokens: list[torch.Tensor] = []
+    propose = ngrams.propose_ngrams
+
+    def noting(
+        slot: torch.Tensor, position: torch.Tensor, token: torch.Tensor, *rest: Any, **options: Any
+    ) -> None:
+        propose(slot, position, token, *rest, **options)
+        tokens.append(torch.where(slot >= 0, token, -1).view(2, -1))
+
+    monkeypatch.setattr(ngrams, "propose_ngrams", noting)
+    monkeypatch.setattr(ngrams, "num_copies", lambda num_bytes: 2)
+    cases = list(ngrams.ngram_cases(prepare("tiny", tmp_path), (), TunedTable(), "cpu"))
+    assert [case.num_bytes for case in cases] == [2 * 64 * 4] * 2
+    for case in cases:
+        case.prepare().step()
+    assert len(tokens) == 4 and all(bool((each >= 0).all()) for each in tokens)
 
 
 def test_product_cases_count_bytes_and_operations(tmp_path: Path) -> None:

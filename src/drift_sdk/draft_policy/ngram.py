@@ -4,49 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["NGramIndex"]
+import numpy as np
+
+__all__ = ["NGramHistory"]
+
+FIRST_ROOM = 1024
 
 
-class NGramIndex:
-    """Index of a growing sequence: the latest continuation of each n-gram of `min_length` to `max_length`
-    tokens.
+class NGramHistory:
+    """The tokens of a growing sequence, in which its last `min_length` to `max_length` tokens are looked up.
 
-    Adding a token takes time proportional to the number of lengths times `max_length`, independent of the
-    sequence's length.
+    Adding a token takes constant time, and a look-up time proportional to the sequence's length for each
+    token that is found.
     """
 
     def __init__(self, min_length: int, max_length: int) -> None:
-        self._lengths = range(max_length, min_length - 1, -1)
-        self._token_ids: list[int] = []
-        # Position after the latest occurrence of an n-gram that has a token after it.
-        self._continuations: dict[tuple[int, ...], int] = {}
+        self._min_length, self._max_length = min_length, max_length
+        self._token_ids = np.empty(FIRST_ROOM, np.int32)
+        self._length = 0
 
     def __len__(self) -> int:
-        return len(self._token_ids)
+        return self._length
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append tokens to the sequence."""
-        tokens = self._token_ids
-        for token_id in token_ids:
-            position = len(tokens)
-            for length in self._lengths:
-                if length <= position:
-                    self._continuations[tuple(tokens[position - length :])] = position
-            tokens.append(token_id)
+        end = self._length + len(token_ids)
+        if end > len(self._token_ids):
+            larger = np.empty(max(end, 2 * len(self._token_ids)), np.int32)
+            larger[: self._length] = self._token_ids[: self._length]
+            self._token_ids = larger
+        self._token_ids[self._length : end] = token_ids
+        self._length = end
 
     def propose(self, num_tokens: int) -> list[int]:
         """At most `num_tokens` tokens that followed the latest earlier occurrence of the sequence's last
         tokens.
 
-        The longest n-gram with an earlier occurrence is used; empty if there is none.
+        As many of them as possible are looked up, up to `max_length`; empty if the last `min_length` do not
+        occur before.
         """
-        tokens = self._token_ids
-        for length in self._lengths:
-            if length > len(tokens):
-                continue
+        tokens, length = self._token_ids[: self._length], self._length
+        # Entry i tells whether the `run` tokens up to position i + run - 1 equal the last ones.
+        run, equal = 0, np.ones(length, np.bool_)
+        while run < min(self._max_length, length - 1):
+            longer = equal[1:] & (tokens[: length - 1 - run] == tokens[length - 1 - run])
+            if not longer.any():
+                break
+            run, equal = run + 1, longer
+        if run < self._min_length:
+            return []
 
-            position = self._continuations.get(tuple(tokens[len(tokens) - length :]))
-            if position is not None:
-                return tokens[position : position + num_tokens]
-
-        return []
+        end = int(np.flatnonzero(equal)[-1]) + run
+        found: list[int] = tokens[end : end + num_tokens].tolist()
+        return found

@@ -1,4 +1,4 @@
-"""Prompt look-up on the device, against `NGramIndex` on the host."""
+"""Prompt look-up on the device, against `NGramHistory` on the host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from drift_sdk._kernels.draft.ngram import (
     num_searchers,
     propose_ngrams,
 )
-from drift_sdk.draft_policy.ngram import NGramIndex
+from drift_sdk.draft_policy.ngram import NGramHistory
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.decode import Rows
 from drift_sdk.execution.rounds.ngram import NGramRounds
@@ -55,8 +55,8 @@ def round_rows(slots: list[Slot | None], num_draft_tokens: int, device: str) -> 
 
 
 def drafts_of_index(tokens: list[int], lengths: tuple[int, int], most: int) -> list[int]:
-    """What `NGramIndex` proposes behind these tokens."""
-    ngrams = NGramIndex(*lengths)
+    """What `NGramHistory` proposes behind these tokens."""
+    ngrams = NGramHistory(*lengths)
     ngrams.extend(tokens)
     return ngrams.propose(most)
 
@@ -64,7 +64,7 @@ def drafts_of_index(tokens: list[int], lengths: tuple[int, int], most: int) -> l
 def check(
     slots: list[Slot | None], lengths: tuple[int, int], num_draft_tokens: int, device: str, num_columns: int
 ) -> Rows:
-    """Check that the proposals are those of `NGramIndex`, in every row. Returns the rows."""
+    """Check that the proposals are those of `NGramHistory`, in every row. Returns the rows."""
     rows = round_rows(slots, num_draft_tokens, device)
     before = round_rows(slots, num_draft_tokens, "cpu")
     rounds = NGramRounds(

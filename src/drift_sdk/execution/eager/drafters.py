@@ -9,7 +9,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk.draft_policy.ngram import NGramIndex
+from drift_sdk.draft_policy.ngram import NGramHistory
 from drift_sdk.execution.eager.sampling import choose
 from drift_sdk.execution.eager.slot import Slot
 from drift_sdk.execution.eager.tree_grower import TreeGrower, max_draft_rows, target_logits
@@ -77,20 +77,20 @@ class NGramDrafter:
         self._lengths = min_length, max_length
 
     def enter(self, slot: Slot, cached_token_ids: Sequence[int]) -> None:
-        slot.draft = NGramIndex(*self._lengths)
+        slot.draft = NGramHistory(*self._lengths)
         slot.draft.extend(cached_token_ids)
 
     def draft_extend(self, spans: Sequence[Span], aux_hidden: Sequence[Tensor], hidden: Tensor) -> None:
         for span in spans:
             index = span.slot.draft
-            assert isinstance(index, NGramIndex)
+            assert isinstance(index, NGramHistory)
             tokens = (span.token_id, *span.next_token_ids)
             index.extend(tokens[len(index) - span.start :])
 
     def propose(self, slots: Sequence[Slot], limits: Sequence[DraftLimit]) -> list[Draft]:
         drafts = []
         for slot, limit in zip(slots, limits, strict=True):
-            assert isinstance(slot.draft, NGramIndex)
+            assert isinstance(slot.draft, NGramHistory)
             drafts.append(Draft.chain(slot.draft.propose(limit.chain_length)))
 
         return drafts

@@ -1,0 +1,97 @@
+"""Stress on a tiny model and the CPU: loads, random requests, and the faults that it has to find."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from drift_sdk import NGram
+from drift_sdk.scheduling.block_manager import BlockManager
+from perf import stress
+from perf.harness import stress_load
+from perf.harness.drafting import Drafting
+from perf.harness.integrity import Memory
+from perf.harness.shapes import Model, prepare
+from perf.harness.stress_load import Stress
+from perf.stress import measure, problems_of
+
+TINY = Stress(device="cpu", contexts=(64,), fills=(0.5, 0.6), num_long=2)
+DRAFTING = Drafting(draft=NGram(), num_draft_tokens=2)
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Model:
+    return prepare("tiny", tmp_path / "tiny")
+
+
+def test_cache_is_filled_and_random_requests_leave_no_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("perf.harness.recording.read_bandwidth_tb_s", lambda device: 0.01)
+    monkeypatch.setattr(stress_load, "MOST_SLEEP_S", 0.002)
+    out = tmp_path / "stress.json"
+    arguments = ["--model", "tiny", "--device", "cpu", "--context", "64", "128", "--num-long", "2"]
+    seconds = ["--fill", "0.9", "--minutes", str(0.5 / 60), "--num-draft-tokens", "2", "--out", str(out)]
+    assert stress.main([*arguments, *seconds]) == 0
+    runs = json.loads(out.read_text())["runs"]
+    assert [(run["scenario"], run["fill"]) for run in runs] == [
+        ("context-64", 0.9), ("context-128", 0.9), ("random", 0.0),
+    ]  # fmt: skip
+    for run in runs[:2]:
+        assert run["fill"] - 0.02 <= run["peak_kv_use"] <= 1
+        assert run["num_requests"] >= 2 and run["num_errors"] == 0
+    assert runs[2]["num_cancelled"] > 0
+    assert all(run["num_checks"] > 0 and run["problems"] == [] for run in runs)
+
+
+async def test_lost_block_is_found(tiny: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block manager that forgets to free a block after a request."""
+    release = BlockManager.release
+
+    def forgetful(blocks: BlockManager, sequence: Any) -> None:
+        release(blocks, sequence)
+        blocks.pool.allocate(1)
+
+    monkeypatch.setattr(BlockManager, "release", forgetful)
+    monkeypatch.setattr(stress, "CHECK_PERIOD", 1)
+    (run,) = await measure(tiny, [DRAFTING], TINY)
+    assert "owned of" in run.problems[0] and run.problems[-1] == "the engine has ended by itself"
+    monkeypatch.setattr(stress, "CHECK_PERIOD", 1000)
+    run, _ = await measure(tiny, [DRAFTING], TINY)
+    assert "blocks held and 0 sequences left" in run.problems[-1]
+
+
+async def test_growing_memory_is_found(tiny: Model) -> None:
+    readings = iter([Memory(100.0, 10.0), Memory(400.0, 80.0)])
+    first, second = await measure(tiny, [DRAFTING], TINY, memory=lambda device: next(readings))
+    assert first.problems == []
+    assert second.problems == [
+        "process memory grew by 300 MiB: expected at most 256",
+        "gpu memory grew by 70 MiB: expected at most 64",
+    ]
+    unfilled = replace(first, peak_kv_use=0.3, num_checks=0)
+    assert problems_of(unfilled) == [
+        "sequences held 0.30 of the cache: expected 0.5", "the scheduler was never checked"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--fill", "1.5"], "shares between 0 and 1"),
+        (["--num-draft-tokens", "17"], "expected 1 to 16"),
+        (["--context", "0"], "at least 1"),
+        (["--minutes", "-1"], "at least 0"),
+        (["--context", "many"], "invalid length value"),
+    ],
+)
+def test_wrong_argument_is_rejected(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        stress.main(arguments)
+    assert message in capsys.readouterr().err
