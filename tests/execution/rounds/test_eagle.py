@@ -243,7 +243,7 @@ class Pair:
             near(cache.block_features[blocks], eager._block_features[blocks])
 
     def step_features(self, num_rows: int) -> torch.Tensor:
-        return torch.full((len(self.features), num_rows, TARGET["hidden_size"]), torch.nan, device=DEVICE)
+        return torch.full((len(self.features), num_rows, self.features.shape[-1]), torch.nan, device=DEVICE)
 
     @staticmethod
     def ints(values: object) -> torch.Tensor:
@@ -312,9 +312,10 @@ def test_long_blocks_and_many_rows_equal_the_eager_drafter(
 
 @torch.inference_mode()
 def test_quantised_draft_equals_the_eager_drafter(tmp_path: Path) -> None:
-    pair = Pair("reference", tmp_path, form="fp8", hidden_size=64, intermediate_size=64)
-    layer = pair.arranged.weights.layers[0]
-    assert all(isinstance(matrix, KernelWeight) for matrix in (layer.qkv, layer.gate_up, layer.down))
+    pair = Pair("reference", tmp_path, form="fp8", hidden_size=64)
+    weights = pair.arranged.weights
+    matrices = weights.fc, weights.layers[0].qkv, weights.layers[0].gate_up
+    assert all(isinstance(matrix, KernelWeight) for matrix in matrices)
     pair.prefill([(0, 0, 5)], num_rows=5)
     pair.round(2, [(0, 2, 2)])
 
