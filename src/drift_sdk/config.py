@@ -69,9 +69,9 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                               ExecutorError with process_unusable, and the engine stops waiting for the GPU.
                               None = no limit. Graph executor only; the end of a step is then noticed about
                               0.1 ms later.
-    exact_prefill:            on the graph executor, compute prompts with the kernels of decoding, so that
-                              their bits are those of decoding: tokens do not depend on how a prompt is cut,
-                              cached or preempted. At a cost in speed.
+    exact_prefill:            on the graph executor, compute all prompts in decoding's order of summation, so
+                              that their bits are those of decoding: tokens do not depend on how a prompt is
+                              cut, cached or preempted. Long prompts take longer.
     num_threads:              threads over which torch splits an operation on the CPU, 1 to 1,024, for the
                               engine's thread alone; None = as torch finds it, one per core by default.
     weights:                  form of the weights in memory: "stored" (quantised weights stay as the files

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from drift_sdk.loading.random import RandomTensors
 from drift_sdk.loading.tensors import TensorSource
 from drift_sdk.models.decoder_config import DecoderConfig
-from drift_sdk.models.experts import apply_experts
+from drift_sdk.models.experts import QuantisedMatrices, apply_experts
 from drift_sdk.models.kv_cache import KVCache
 from drift_sdk.models.linear import embed, linear
 from drift_sdk.models.matrix_reader import WeightForm
@@ -98,6 +99,18 @@ class Decoder:
     @property
     def dtype(self) -> torch.dtype:
         return self.weights.final_norm.dtype
+
+    @cached_property
+    def max_expert_scale(self) -> int:
+        """The largest scale of the experts' MXFP4 weights; 0 without such weights."""
+        largest = [
+            matrices.scales.amax()
+            for layer in self.weights.layers
+            if layer.experts is not None
+            for matrices in (layer.experts.gate_up, layer.experts.down)
+            if isinstance(matrices, QuantisedMatrices)
+        ]
+        return int(torch.stack(largest).max()) if largest else 0
 
     @torch.inference_mode()
     def forward(

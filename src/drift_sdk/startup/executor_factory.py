@@ -55,11 +55,13 @@ class OpenedExecutor(Struct, frozen=True, kw_only=True):
 
     untuned:     weight shapes that run without measured configurations.
     round_costs: seconds of a round by (slots, drafts); empty unless the number of drafts is adaptive.
+    mixed_slots: as in SchedulerConfig.
     """
 
     executor: Executor
     untuned: tuple[str, ...] = ()
     round_costs: dict[tuple[int, int], float] = {}
+    mixed_slots: tuple[int, ...] = ()
 
 
 def choose_executor(
@@ -179,6 +181,7 @@ def open_graph_executor(
         executor=strict if config.strict_performance else executor,
         untuned=untuned,
         round_costs=round_costs,
+        mixed_slots=executor.mixed_slots,
     )
 
 

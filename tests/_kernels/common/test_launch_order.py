@@ -141,12 +141,15 @@ def test_torch_kernels_wait_and_count_as_writers() -> None:
     note_library_kernel(other)  # outside `checked_launches`, where nothing is checked
 
 
-def test_kernels_that_are_noted_are_checked() -> None:
+def test_kernels_of_cuda_programs_are_checked() -> None:
     plan, other = torch.zeros(2, 8)
     with checked_launches():
-        note_kernel("k0", WRITER, {"out": plan})
-        with pytest.raises(LaunchOrderError, match="k1 reads x before it waits: k0 may still be writing it"):
-            note_kernel("k1", READER, {"x": plan, "out": other})
+        note_kernel("k0", WRITER, {"x": None, "out": plan})
+        with pytest.raises(LaunchOrderError, match="k1 reads x before it waits"):
+            note_kernel("k1", READER, {"x": plan, "out": None})
+        note_kernel("k1", WRITER, {"x": None, "out": other})
+        note_kernel("k2", READER, {"x": plan, "out": None})
+    note_kernel("k3", READER, {"x": other, "out": None})  # nothing is checked any more
 
 
 def test_early_triggers_keep_earlier_writers_in_the_check() -> None:

@@ -29,9 +29,14 @@ import torch
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor, check_tensors
+from drift_sdk._kernels.common.cuda_programs import (
+    CudaKernel,
+    compile_kernel,
+    has_compiler,
+    launch_kernel,
+)
 from drift_sdk._kernels.common.launch_order import KernelAccess, note_kernel
 from drift_sdk._kernels.layers.activation import Activation
-from drift_sdk._kernels.quantised.cuda_programs import CudaKernel, launch_kernel, load_kernel
 from drift_sdk._kernels.quantised.packing import STEP, UNIT, PackedWeight
 from drift_sdk._kernels.quantised.tile_choice import choose_tiles
 from drift_sdk._kernels.quantised.tiles import Tiles
@@ -94,7 +99,7 @@ def has_program(x: Tensor, weight: PackedWeight) -> bool:
     if x.device.type != "cuda" or x.dtype != torch.bfloat16 or weight.inner % UNIT:
         return False
 
-    return torch.cuda.get_device_capability(x.device) == (9, 0)
+    return torch.cuda.get_device_capability(x.device) == (9, 0) and has_compiler()
 
 
 def _launch(
@@ -105,7 +110,7 @@ def _launch(
     if tiles is None:
         tiles = choose_tiles(weight, num_rows, num_multiprocessors)
     shared_bytes = tiles.shared_bytes(weight)
-    kernel = load_kernel(kernel_of(weight, tiles, epilogue), x.device.index or 0, shared_bytes)
+    kernel = compile_kernel(kernel_of(weight, tiles, epilogue), x.device.index or 0, shared_bytes)
     launch_kernel(
         kernel,
         tiles.grid(weight, num_rows),
@@ -135,7 +140,8 @@ def kernel_of(weight: PackedWeight, tiles: Tiles, epilogue: str) -> CudaKernel:
     num_groups = STEP // weight.group_size
     arguments = f"{weight.code_type.upper()}, {scales}, {has_zeros}, {num_groups}, {epilogue}"
     return CudaKernel(
-        "multiply.cu",
+        "drift_sdk._kernels.quantised",
+        ("multiply.cu",),
         "product",
         (
             ("MULTIPLY", f"multiply<{arguments}, {tiles.template()}>"),

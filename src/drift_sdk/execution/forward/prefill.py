@@ -65,7 +65,9 @@ class PrefillForward:
         self._qkv = take("prefill_qkv", (config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
         self._gate_up = take_gate_up(workspace, num_rows, 2 * config.mlp_size, decoder.dtype)
         self._delta = take("prefill_delta", config.hidden_size)
-        self._experts = ExpertForward.take(model, rows.slot, self._buffers.normed, workspace)
+        self._experts = ExpertForward.take(
+            model, rows.slot, self._buffers.normed, workspace, is_decoding=False
+        )
 
     def run(self) -> None:
         """Record the kernels of all layers."""
@@ -78,7 +80,7 @@ class PrefillForward:
                 index, *self._multiply(attended, layer.output, layer.output_bias, self._delta)
             )
             if self._experts is not None and layer.experts is not None:
-                stream.add_mlp(index, self._experts.run(layer.experts))
+                stream.add_mlp(index, self._experts.run(layer.experts, index))
                 continue
 
             self._activate(layer)
