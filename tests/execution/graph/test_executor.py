@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,13 @@ from tolerances import bound
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.device.device import GpuDevice
 from drift_sdk.execution.eager.executor import EagerExecutor
+from drift_sdk.execution.forward.kernel_weights import KernelWeight, arrange_decoder
 from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
 from drift_sdk.loading.source import resolve
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.quantised.fp8 import quantise_fp8
+from drift_sdk.quantised.weight import dense
 from drift_sdk.results import TokenLogprobs
 from drift_sdk.steps import Executor, ExecutorLimits, SlotOutput, SlotSampling, StepPlan, StepResult
 
@@ -157,6 +161,23 @@ def test_steps_equal_those_of_the_eager_executor(model: str | int, is_exact: boo
             compare(output, other)
 
     check_that_all_occurred(expected)
+
+
+def test_steps_with_quantised_weights_equal_those_of_the_eager_executor() -> None:
+    """The head is quantised too, as files may store it."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64}
+    config = DecoderConfig.from_hf(tiny("qwen2", 1, (2, 1, 32), **sizes))
+    decoder = Decoder.random(config, device="cuda" if IS_GPU else "cpu", dtype=torch.float32, form="int4")
+    decoder.weights = replace(decoder.weights, head=quantise_fp8(dense(decoder.weights.head)))
+    limits, requests = limits_of(decoder), requests_of(0)[1:3]
+    expected_tokens, expected = run(EagerExecutor(decoder, limits), requests, 16)
+    arrange_decoder(decoder)
+    assert isinstance(decoder.weights.head, KernelWeight)
+    tokens, found = run(graph_executor(decoder, limits, 16), requests, 16)
+    assert tokens == expected_tokens
+    for (_, result), (_, expected_result) in zip(found, expected, strict=True):
+        for output, other in zip(result.decode, expected_result.decode, strict=True):
+            compare(output, other)
 
 
 def compare(found: SlotOutput, expected: SlotOutput) -> None:

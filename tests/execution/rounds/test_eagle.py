@@ -23,6 +23,7 @@ from drift_sdk.execution.forward import attention_groups
 from drift_sdk.execution.forward import draft as draft_forward
 from drift_sdk.execution.forward import draft_kv_cache as draft_cache
 from drift_sdk.execution.forward.decode import Rows
+from drift_sdk.execution.forward.kernel_weights import KernelWeight, arrange_decoder
 from drift_sdk.execution.forward.kv_cache import PagedKVCache
 from drift_sdk.execution.forward.model_resources import ModelResources
 from drift_sdk.execution.rounds import eagle as eagle_rounds
@@ -30,6 +31,7 @@ from drift_sdk.execution.rounds.drafter import RoundSizes
 from drift_sdk.execution.rounds.eagle import EagleRounds
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.draft_weights import DraftForm
 from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.steps import ExecutorLimits, SlotSampling
 from drift_sdk.trees.growth import DraftLimit
@@ -55,14 +57,23 @@ class Pair:
     and position."""
 
     def __init__(
-        self, variant: str, folder: Path, block_size: int = 4, *, has_offset_norms: bool = False
+        self,
+        variant: str,
+        folder: Path,
+        block_size: int = 4,
+        *,
+        has_offset_norms: bool = False,
+        form: DraftForm = "expanded",
+        **sizes: int,
     ) -> None:
+        """form: of the draft's weights. sizes: those that are not TARGET's."""
         folder.mkdir(exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(TARGET))
-        config = structs.replace(DecoderConfig.from_hf(TARGET), has_offset_norms=has_offset_norms)
+        (folder / "config.json").write_text(json.dumps(TARGET | sizes))
+        config = structs.replace(DecoderConfig.from_hf(TARGET | sizes), has_offset_norms=has_offset_norms)
         target = Decoder.random(config, device=DEVICE, dtype=torch.float32)
         make_draft(variant, folder / "draft", folder)
-        draft = DraftDecoder.load(folder / "draft", target)
+        draft, arranged = (DraftDecoder.load(folder / "draft", target, form=form) for _ in range(2))
+        arrange_decoder(target, arranged)
         max_blocks = -(-NUM_TOKENS // block_size)
         limits = ExecutorLimits(
             max_num_seqs=3,
@@ -71,14 +82,14 @@ class Pair:
             block_size=block_size,
             vocab_size=VOCAB_SIZE,
         )
-        self.draft, self.block_size = draft, block_size
+        self.draft, self.arranged, self.block_size = draft, arranged, block_size
         self.eager = EagleDrafter(draft, target, limits)
         self.table = SlotTable(limits, torch.device(DEVICE))
         model = ModelResources(
             decoder=target, cache=PagedKVCache(target, limits), tuned=TunedTable(), limits=limits
         )
         self.rounds = EagleRounds(
-            draft,
+            arranged,
             model,
             self.table,
             Workspace(torch.device(DEVICE)),
@@ -87,7 +98,7 @@ class Pair:
         self.rounds.kv_cache.allocate(limits.num_blocks)
         self.generator = torch.Generator().manual_seed(0)
         self.tokens = torch.randint(VOCAB_SIZE, (3, NUM_TOKENS), generator=self.generator)
-        shape = (len(draft.aux_layers) + 1, 3, NUM_TOKENS, TARGET["hidden_size"])
+        shape = (len(draft.aux_layers) + 1, 3, NUM_TOKENS, config.hidden_size)
         self.features = torch.randn(shape, generator=self.generator)
         blocks = torch.randperm(limits.num_blocks, generator=self.generator).view(3, max_blocks)
         self.slots = []
@@ -232,7 +243,7 @@ class Pair:
             near(cache.block_features[blocks], eager._block_features[blocks])
 
     def step_features(self, num_rows: int) -> torch.Tensor:
-        return torch.full((len(self.features), num_rows, TARGET["hidden_size"]), torch.nan, device=DEVICE)
+        return torch.full((len(self.features), num_rows, self.features.shape[-1]), torch.nan, device=DEVICE)
 
     @staticmethod
     def ints(values: object) -> torch.Tensor:
@@ -297,6 +308,16 @@ def test_long_blocks_and_many_rows_equal_the_eager_drafter(
     pair.prefill([(0, 0, 7), (1, 0, 9)], num_rows=24, gap=4)
     pair.prefill([(1, 9, 32)], num_rows=24)
     pair.round(1, [(1, 1, 2), (0, 1, 1)])
+
+
+@torch.inference_mode()
+def test_quantised_draft_equals_the_eager_drafter(tmp_path: Path) -> None:
+    pair = Pair("reference", tmp_path, form="fp8", hidden_size=64)
+    weights = pair.arranged.weights
+    matrices = weights.fc, weights.layers[0].qkv, weights.layers[0].gate_up
+    assert all(isinstance(matrix, KernelWeight) for matrix in matrices)
+    pair.prefill([(0, 0, 5)], num_rows=5)
+    pair.round(2, [(0, 2, 2)])
 
 
 def rotate_by_place(patch: pytest.MonkeyPatch) -> None:

@@ -63,45 +63,41 @@ __device__ __forceinline__ void start_dependents() {
 
 // d += a * b, or d = a * b, for 64 rows of a and 8 * NT columns of b: every warp of a warpgroup has 16 rows of a
 // and d. Asynchronous: neither d nor a may be touched before `wait_for_wgmma`. b: see `descriptor`.
-template <int NT> __device__ void wgmma(float (&d)[NT][4], const u32 (&a)[4], u32 b, int is_added);
+template <int NT> __device__ void wgmma(float (&d)[NT][4], const u32 (&a)[4], u64 b, int is_added);
 
 #define FOUR(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
-template <> __device__ __forceinline__ void wgmma<1>(float (&d)[1][4], const u32 (&a)[4], u32 b, int is_added) {
+template <> __device__ __forceinline__ void wgmma<1>(float (&d)[1][4], const u32 (&a)[4], u64 b, int is_added) {
   asm volatile(
-      "{.reg .pred p; .reg .b64 b; setp.ne.b32 p, %9, 0; mov.b64 b, {%8, 0x40000040}; "
-      "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 "
+      "{.reg .pred p; setp.ne.b32 p, %9, 0; wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 "
       "{%0, %1, %2, %3}, "
-      "{%4, %5, %6, %7}, b, p, 1, 1, 0;}"
+      "{%4, %5, %6, %7}, %8, p, 1, 1, 0;}"
       : FOUR(0)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(is_added));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(is_added));
 }
-template <> __device__ __forceinline__ void wgmma<2>(float (&d)[2][4], const u32 (&a)[4], u32 b, int is_added) {
+template <> __device__ __forceinline__ void wgmma<2>(float (&d)[2][4], const u32 (&a)[4], u64 b, int is_added) {
   asm volatile(
-      "{.reg .pred p; .reg .b64 b; setp.ne.b32 p, %13, 0; mov.b64 b, {%12, 0x40000040}; "
-      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
+      "{.reg .pred p; setp.ne.b32 p, %13, 0; wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
       "{%0, %1, %2, %3, %4, %5, %6, %7}, "
-      "{%8, %9, %10, %11}, b, p, 1, 1, 0;}"
+      "{%8, %9, %10, %11}, %12, p, 1, 1, 0;}"
       : FOUR(0), FOUR(1)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(is_added));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(is_added));
 }
-template <> __device__ __forceinline__ void wgmma<4>(float (&d)[4][4], const u32 (&a)[4], u32 b, int is_added) {
+template <> __device__ __forceinline__ void wgmma<4>(float (&d)[4][4], const u32 (&a)[4], u64 b, int is_added) {
   asm volatile(
-      "{.reg .pred p; .reg .b64 b; setp.ne.b32 p, %21, 0; mov.b64 b, {%20, 0x40000040}; "
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+      "{.reg .pred p; setp.ne.b32 p, %21, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
       "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
-      "{%16, %17, %18, %19}, b, p, 1, 1, 0;}"
+      "{%16, %17, %18, %19}, %20, p, 1, 1, 0;}"
       : FOUR(0), FOUR(1), FOUR(2), FOUR(3)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(is_added));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(is_added));
 }
-template <> __device__ __forceinline__ void wgmma<8>(float (&d)[8][4], const u32 (&a)[4], u32 b, int is_added) {
+template <> __device__ __forceinline__ void wgmma<8>(float (&d)[8][4], const u32 (&a)[4], u64 b, int is_added) {
   asm volatile(
-      "{.reg .pred p; .reg .b64 b; setp.ne.b32 p, %37, 0; mov.b64 b, {%36, 0x40000040}; "
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{.reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
       "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-      "{%32, %33, %34, %35}, b, p, 1, 1, 0;}"
+      "{%32, %33, %34, %35}, %36, p, 1, 1, 0;}"
       : FOUR(0), FOUR(1), FOUR(2), FOUR(3), FOUR(4), FOUR(5), FOUR(6), FOUR(7)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(is_added));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(is_added));
 }
 #undef FOUR
 
@@ -120,10 +116,14 @@ __device__ __forceinline__ void keep(float (&d)[4]) {
   asm volatile("" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])::"memory");
 }
 
-// The low word of the descriptor of rows of x in shared memory: rows of 128 bytes, 64 columns, whose pieces of
-// 16 bytes are swizzled; groups of 8 rows follow one another. The high word says so: 128-byte swizzle, and 1,024
-// bytes from one group to the next. `rows` lies at a multiple of 1,024 bytes.
-__device__ __forceinline__ u32 descriptor(const void* rows) { return 0x10000 | (shared_address(rows) >> 4); }
+// Makes this thread's writes to shared memory visible to wgmma, once they have been waited for.
+__device__ __forceinline__ void fence_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// The place of rows of x in shared memory, as wgmma takes it: rows of 128 bytes, 64 columns, whose pieces of 16
+// bytes are swizzled; groups of 8 rows follow one another. `rows` lies at a multiple of 1,024 bytes.
+__device__ __forceinline__ u64 descriptor(const void* rows) {
+  return (u64(1) << 62) | (u64(1024 >> 4) << 32) | (u64(1) << 16) | ((shared_address(rows) & 0x3FFFF) >> 4);
+}
 
 __device__ __forceinline__ u32 fma_bfloat16x2(u32 a, u32 b, u32 c) {
   u32 result;
@@ -184,7 +184,7 @@ template <int CODES, int SCALES, bool HAS_ZEROS, int GROUPS, int NT, int NUM_CHU
 __device__ __forceinline__ void sum_chunks(float (&sum)[NT][4], const u8* tile, const u8* x) {
   constexpr int CHUNKS = GROUPS == 1 ? NUM_CHUNKS : 4 / GROUPS;  // of a group
   const int lane = threadIdx.x & 31, g = lane >> 2;
-  const u32 first_rows = descriptor(x);
+  const u64 first_rows = descriptor(x);
 #pragma unroll
   for (int first = 0; first < NUM_CHUNKS; first += CHUNKS) {
     float group_sum[NT][4];
@@ -228,6 +228,35 @@ __device__ __forceinline__ void sum_chunks(float (&sum)[NT][4], const u8* tile, 
                     : first == 0      ? __fmul_rn(s, group_sum[n][e])
                                       : __fmaf_rn(s, group_sum[n][e], sum[n][e]);
       }
+  }
+}
+
+// A step of a slice: its first column, and how many units of it exist (0 beyond the slice).
+struct StepPlace {
+  int column, num_units;
+};
+
+__device__ __forceinline__ StepPlace step_place(int slice, int step, int slice_size, int K) {
+  const int column = slice * slice_size + step * STEP;
+  const int end = min(K, (slice + 1) * slice_size);
+  return {column, max(0, min(STEP, end - column)) / UNIT};
+}
+
+// Starts copying one tile's step to shared memory, by the 32 lanes of a warp.
+template <int CODES, int SCALES, bool HAS_ZEROS, int GROUPS>
+__device__ __forceinline__ void copy_tile(u8* to, const u8* codes, const u8* scales, const u8* zeros, int tile,
+                                          StepPlace place, int K) {
+  constexpr int BYTES = unit_bytes<CODES>, COLUMNS = STEP / GROUPS;
+  const int lane = threadIdx.x & 31;
+  const u8* from = codes + (static_cast<u64>(tile) * (K / UNIT) + place.column / UNIT) * BYTES + lane * 16;
+#pragma unroll
+  for (int i = 0; i < 2 * BYTES / CHUNK_BYTES; i++)
+    if (i * CHUNK_BYTES < place.num_units * BYTES) copy16(to + i * CHUNK_BYTES + lane * 16, from + i * CHUNK_BYTES);
+  if (SCALES != CHANNEL && lane < GROUPS * 8 && lane / 8 * COLUMNS < place.num_units * UNIT) {
+    constexpr int PAIR = SCALES == CHANNEL ? 4 : 2 * scale_bytes<SCALES>;  // the scales of rows g and g + 8
+    const u64 pair = (static_cast<u64>(tile) * (K / COLUMNS) + place.column / COLUMNS) * 8 + lane;
+    copy_few<PAIR>(to + 2 * BYTES + lane * PAIR, scales + pair * PAIR);
+    if (HAS_ZEROS) copy_few<4>(to + 2 * BYTES + GROUPS * 8 * PAIR + lane * 4, zeros + pair * 4);
   }
 }
 
@@ -290,58 +319,31 @@ __device__ __forceinline__ void multiply(const Arguments& a) {
   constexpr int X_BYTES = ROWS * STEP * 2;  // of a step
   constexpr int STAGE_BYTES = (SPLIT * (X_BYTES + WM * 4 * BYTES) + 1023) / 1024 * 1024;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
-  const int warpgroup = WM * SPLIT == 1 ? 0 : __shfl_sync(~0u, warp / 4, 0);
-  const int group_m = warpgroup % WM, part = warpgroup / WM;
+  const int group_m = warp / 4 % WM, part = warp / 4 / WM;
   const int first_row = blockIdx.x * ROWS, slice = blockIdx.z;
   const int num_tiles = (a.N + TILE - 1) / TILE, tile = (blockIdx.y * WM + group_m) * 4 + warp % 4;
   const int num_rows = min(a.M - first_row, ROWS);
   const int slice_columns = min(a.K, (slice + 1) * a.slice_size) - slice * a.slice_size;
   const int num_steps = (slice_columns + STEP - 1) / STEP, num_rounds = (num_steps + SPLIT - 1) / SPLIT;
   const int place_in_stage = SPLIT * X_BYTES + ((part * WM + group_m) * 4 + warp % 4) * BYTES;
+  const u16* const x = a.x + static_cast<u64>(first_row) * a.K + slice * a.slice_size;
 
-  // Pointers to the next steps, which advance by a round.
-  constexpr int COLUMNS = STEP / GROUPS, PAIR = SCALES == CHANNEL ? 4 : 2 * scale_bytes<SCALES>;
-  const int first_column = slice * a.slice_size + part * STEP;
-  const u64 real_tile = min(tile, num_tiles - 1);
-  const u8* codes = a.codes + (real_tile * (a.K / UNIT) + first_column / UNIT) * unit_bytes<CODES> + lane * 16;
-  const u64 first_pair = (real_tile * (a.K / COLUMNS) + first_column / COLUMNS) * 8 + lane;
-  const u8* scales = a.scales + first_pair * PAIR;
-  const u8* zeros = a.zeros + first_pair * 4;
-  int columns_left = slice_columns - part * STEP;  // from the next step on
-  auto copy_weights = [&](u8* stage) {
-    u8* const to = stage + place_in_stage;
-    if (columns_left > 0) {
-      const bool is_whole = columns_left >= STEP;
-#pragma unroll
-      for (int i = 0; i < 2 * unit_bytes<CODES> / CHUNK_BYTES; i++)
-        if (i * CHUNK_BYTES < unit_bytes<CODES> || is_whole)
-          copy16(to + i * CHUNK_BYTES + lane * 16, codes + i * CHUNK_BYTES);
-      if (SCALES != CHANNEL && lane < GROUPS * 8 && lane / 8 * COLUMNS < columns_left) {
-        copy_few<PAIR>(to + 2 * unit_bytes<CODES> + lane * PAIR, scales);
-        if (HAS_ZEROS) copy_few<4>(to + 2 * unit_bytes<CODES> + GROUPS * 8 * PAIR + lane * 4, zeros);
-      }
-    }
-    codes += SPLIT * 2 * unit_bytes<CODES>;
-    scales += SPLIT * GROUPS * 8 * PAIR, zeros += SPLIT * GROUPS * 8 * 4;
-    columns_left -= SPLIT * STEP;
+  auto copy_weights = [&](int round, u8* stage) {
+    const int step = round * SPLIT + part;
+    if (step < num_steps)
+      copy_tile<CODES, SCALES, HAS_ZEROS, GROUPS>(stage + place_in_stage, a.codes, a.scales, a.zeros,
+                                                  min(tile, num_tiles - 1),
+                                                  step_place(slice, step, a.slice_size, a.K), a.K);
   };
-  // 16 bytes of x each. Rows beyond the last one are left as they are: they change no other row.
-  constexpr int COPIES = (SPLIT * ROWS * 16 + THREADS_ - 1) / THREADS_;
-  const u16* x[COPIES];
-  int x_place[COPIES], x_columns[COPIES];  // in a stage; left in the slice from there on, or none
+  // Rows beyond the last one are left as they are: they change no other row.
+  auto copy_x = [&](int round, u8* stage) {
 #pragma unroll
-  for (int i = 0; i < COPIES; i++) {
-    const int entry = threadIdx.x + i * THREADS_, row = entry / 16 % ROWS, step = entry / 16 / ROWS;
-    const int column = step * STEP + entry % 16 * 8;
-    x[i] = a.x + static_cast<u64>(first_row + row) * a.K + slice * a.slice_size + column;
-    x_place[i] = step * X_BYTES + (entry % 16 / 8 * ROWS + row) * 128 + (entry % 8 ^ row % 8) * 16;
-    x_columns[i] = step < SPLIT && row < num_rows ? slice_columns - column : 0;
-  }
-  auto copy_x = [&](u8* stage) {
-#pragma unroll
-    for (int i = 0; i < COPIES; i++) {
-      if (x_columns[i] > 0) copy16(stage + x_place[i], x[i]);
-      x[i] += SPLIT * STEP, x_columns[i] -= SPLIT * STEP;
+    for (int i = 0; i < (SPLIT * ROWS * 16 + THREADS_ - 1) / THREADS_; i++) {
+      const int entry = threadIdx.x + i * THREADS_, row = entry / 16 % ROWS, step = entry / 16 / ROWS;
+      const int column = (round * SPLIT + step) * STEP + entry % 16 * 8, half = entry % 16 / 8;
+      if (step < SPLIT && row < num_rows && column < slice_columns)
+        copy16(stage + step * X_BYTES + (half * ROWS + row) * 128 + (entry % 8 ^ row % 8) * 16,
+               x + static_cast<u64>(row) * a.K + column);
     }
   };
 
@@ -368,20 +370,21 @@ __device__ __forceinline__ void multiply(const Arguments& a) {
   };
 
 #pragma unroll
-  for (int round = 0; round < STAGES - 1; round++) copy_weights(shared + round * STAGE_BYTES);
+  for (int round = 0; round < STAGES - 1; round++) copy_weights(round, shared + round * STAGE_BYTES);
   wait_for_producers();
 #pragma unroll
   for (int round = 0; round < STAGES - 1; round++) {
-    copy_x(shared + round * STAGE_BYTES);
+    copy_x(round, shared + round * STAGE_BYTES);
     end_copy_group();
   }
   int stage = 0;
   for (int round = 0; round < num_rounds; round++) {
     wait_for_copies<STAGES - 2>();
+    fence_copies();
     __syncthreads();
     u8* const free_stage = shared + (stage == 0 ? STAGES - 1 : stage - 1) * STAGE_BYTES;
-    copy_weights(free_stage);
-    copy_x(free_stage);
+    copy_weights(round + STAGES - 1, free_stage);
+    copy_x(round + STAGES - 1, free_stage);
     end_copy_group();
     if (SPLIT > 1 && part == 0 && round > 0) add_others(round - 1);
     const u8* const here = shared + stage * STAGE_BYTES;

@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from drift_sdk._kernels.quantised.packing import STEP, TILE, UNIT, PackedWeight
 
-__all__ = ["MAX_SHARED_BYTES", "Tiles"]
+__all__ = ["MAX_SHARED_BYTES", "WARPGROUP_TILES", "Tiles"]
 
 MAX_SHARED_BYTES = 232_448
 """Shared memory that a CTA may have on compute capability 9.0."""
