@@ -77,9 +77,9 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     weights:                  form of the weights in memory: "stored" (quantised weights stay as the files
                               have them), "expanded" (all weights are numbers of `dtype`), "fp8" or "int4"
                               (the projections of the layers are quantised when they are loaded, from files
-                              that are not quantised). None = "expanded". Quantised weights take less memory
-                              and need the eager executor, which dequantises a weight at each use: that costs
-                              speed.
+                              that are not quantised). None = "expanded". Quantised weights take less memory.
+                              Blocks of GGUF and quantised experts need the eager executor, which dequantises
+                              a weight at each use: that costs speed.
     load:                     "auto" (the model's files) or "random" (random weights of the configured
                               shapes).
     revision:                 branch, tag or commit of the model's hub id; None = the hub's default.

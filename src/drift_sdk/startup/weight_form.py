@@ -12,8 +12,8 @@ __all__ = ["choose_weight_form", "is_quantised", "stored_scheme"]
 
 
 def choose_weight_form(config: EngineConfig, model: DecoderConfig) -> WeightForm:
-    """The form of a model's weights. Without `EngineConfig.weights` they are expanded: no executor multiplies
-    by quantised weights without dequantising them first, which takes longer than a step of decoding does.
+    """The form of a model's weights. Without `EngineConfig.weights` they are expanded: the eager executor
+    dequantises a weight at each use, which takes longer than a step of decoding does.
 
     Raises ConfigError for quantising a model whose files are quantised.
     """
