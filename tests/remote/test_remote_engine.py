@@ -199,6 +199,8 @@ async def test_full_queue_is_rejected_at_the_call() -> None:
         with pytest.raises(QueueFull, match="3 requests are live"):
             engine.generate("b")
         for stream in streams:
+            await stream.accepted()  # one that is cancelled before counts until it is tokenised
+        for stream in streams:
             stream.cancel()
         await asyncio.gather(*map(outcome, streams))
         assert (await engine.generate("b", max_tokens=2)).finish_reason == "length"
