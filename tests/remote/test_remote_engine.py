@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import anyio
-import msgspec
 import pytest
 from local_host import LocalHostEngine
 from loops import WAIT_S, on_every_loop, run, until
@@ -28,8 +27,10 @@ from drift_sdk import (
     QueueFull,
     ReplicaFailed,
     Routing,
+    SamplingParams,
     TokenStream,
 )
+from drift_sdk.driver.prompts import TextPrompt
 from drift_sdk.remote import connection
 from drift_sdk.remote.mailbox import portable
 from drift_sdk.testing import scripted_engine
@@ -199,17 +200,20 @@ async def test_full_queue_is_rejected_at_the_call() -> None:
         with pytest.raises(QueueFull, match="3 requests are live"):
             engine.generate("b")
         for stream in streams:
+            await stream.accepted()  # one that is cancelled before counts until it is tokenised
+        for stream in streams:
             stream.cancel()
         await asyncio.gather(*map(outcome, streams))
         assert (await engine.generate("b", max_tokens=2)).finish_reason == "length"
 
 
 async def test_request_that_cannot_be_pickled_fails_alone() -> None:
+    class LocalPrompt(TextPrompt):
+        """Of a class that pickle cannot find."""
+
     async with engine_of() as engine:
-        wrong = engine.generate("a", max_tokens=3, seed=0)
+        wrong = engine._submit(LocalPrompt("a"), SamplingParams(max_tokens=3), None)
         good = engine.generate("b", max_tokens=3, seed=0)
-        command = engine._link.connection._outbox[0]  # type: ignore[union-attr]
-        msgspec.structs.force_setattr(command, "prompt", lambda: None)
         _, end = await outcome(wrong)
         assert isinstance(end, DriftError) and "cannot be sent" in str(end)
         assert (await good).token_ids == tokens_of("b", 0, 3)

@@ -25,7 +25,7 @@ class LocalChannel:
     """
 
     def __init__(self, make_engine: Callable[[], BaseEngine]) -> None:
-        self.loop = LoopThread()
+        self.loop = LoopThread("local-host")
         self.host = EngineHost(make_engine)
         self.is_dead = False
         self.faults: Callable[[str], str | None] = lambda method: None

@@ -27,10 +27,10 @@ class LoopThread:
     hangs in a forked child and at the interpreter's exit.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "drift-sync") -> None:
         self._num_forks = num_forks()
         started: Future[tuple[BlockingPortal, LoopPoster]] = Future()
-        self._thread = threading.Thread(target=run_loop, args=(started,), name="drift-sync", daemon=True)
+        self._thread = threading.Thread(target=run_loop, args=(started,), name=name, daemon=True)
         self._thread.start()
         self._portal, self._poster = started.result()
 

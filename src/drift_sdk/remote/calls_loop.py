@@ -24,5 +24,5 @@ def calls_loop() -> LoopThread:
     """The loop. In a forked child it is a new one."""
     with _shared.lock:
         if _shared.loop is None or _shared.loop.is_from_parent:
-            _shared.loop = LoopThread()
+            _shared.loop = LoopThread("remote-calls")
         return _shared.loop

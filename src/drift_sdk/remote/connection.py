@@ -113,8 +113,8 @@ class Connection:
         self._loop.post(self._send_soon)
 
     def has_room(self, num_requests: int = 1) -> bool:
-        """Whether so many more requests would be admitted. Preempted requests count as running: the host's
-        own limit is never lower."""
+        """Whether so many more requests would be admitted, as far as is known here. A request that was
+        cancelled while it was tokenised counts longer on the host, whose QueueFull the stream raises."""
         return self._limit is None or len(self._live) + num_requests <= self._limit
 
     def close(self) -> None:
