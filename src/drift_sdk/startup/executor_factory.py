@@ -20,7 +20,6 @@ from drift_sdk.execution.strict import StrictExecutor
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.progress import Report
-from drift_sdk.speculation import Chain
 from drift_sdk.startup.device_memory import DeviceMemory
 from drift_sdk.startup.graph_support import options_without_graphs
 from drift_sdk.startup.kv_sizing import KVDemand, MemoryRoom, size_kv
@@ -228,9 +227,6 @@ def _check_graph_speculation(config: EngineConfig) -> None:
     speculation = config.speculation
     if speculation is None:
         return
-
-    if not isinstance(speculation.shape, Chain):
-        raise ConfigError.of("shape", speculation.shape, 'a Chain here; trees need executor="eager"')
 
     if speculation.checks:
         raise ConfigError.of("checks", True, 'False here; checks need executor="eager"')

@@ -13,12 +13,11 @@ from tolerances import assert_near
 
 from drift_sdk._kernels.attention.attention_plan import AttentionPlan, Partitions, plan_attention
 from drift_sdk._kernels.attention.paged_attention import AttentionConfig, AttentionScratch, paged_attention
-from drift_sdk._kernels.commit.commit import record_words
 from drift_sdk._kernels.sampling.sample_buffers import SampleBuffers
 from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotFlag, SlotState
 from drift_sdk._kernels.trees.kv_rewind import kv_rewind, kv_rewind_reference
-from drift_sdk._kernels.trees.tree_accept import tree_accept, tree_accept_reference
-from drift_sdk._kernels.trees.tree_attention import tree_attention, tree_attention_reference
+from drift_sdk._kernels.trees.tree_accept import tree_accept, tree_accept_reference, tree_record_words
+from drift_sdk._kernels.trees.tree_attention import TreePaths, tree_attention, tree_attention_reference
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES, tree_rows, tree_rows_reference
 from drift_sdk.trees.token_tree import TokenTree
 
@@ -116,8 +115,19 @@ class TreeRound:
             nodes_per_tree=self.nodes_per_tree,
         )
 
-    def attend(self, partitions: Partitions) -> torch.Tensor:
-        plan = AttentionPlan(len(self.trees), max(self.lengths) + 300, partitions, self.query.device)
+    @property
+    def paths(self) -> TreePaths:
+        return TreePaths(self.position, self.kv_slot, self.row_path)
+
+    def attend(self, partitions: Partitions, *, window: int = 0, **more: Any) -> torch.Tensor:
+        plan = AttentionPlan(
+            len(self.trees),
+            max(self.lengths) + 300,
+            partitions,
+            self.query.device,
+            window=window,
+            num_rows=self.nodes_per_tree,
+        )
         num_kv_heads = self.keys.shape[2]
         scratch = AttentionScratch.allocate(
             plan,
@@ -137,12 +147,12 @@ class TreeRound:
             self.block_table,
             self.row_slot,
             self.position,
-            self.kv_slot,
-            self.row_path,
+            self.paths,
             out,
             scratch,
             AttentionConfig(num_programs=264 if IS_GPU else 6 * num_kv_heads),
             nodes_per_tree=self.nodes_per_tree,
+            **more,
         )
         return out
 
@@ -207,7 +217,7 @@ class Acceptance:
         max_length = found.length.cpu() + torch.tensor(rooms, dtype=torch.int32)
         fill = torch.full((num_slots,), POISON, dtype=torch.int32)
         self.state = SlotState(found.length.cpu().clone(), fill.clone(), fill.clone(), max_length)
-        words = len(found.trees) * record_words(PATH_ENTRIES)
+        words = tree_record_words(len(found.trees))
         self.ring = (
             torch.full((2, words), POISON, dtype=torch.int32),
             torch.tensor([1], dtype=torch.int32),
@@ -347,12 +357,14 @@ def test_nothing_is_moved_for_a_chain(device: str) -> None:
             assert found.kv_slot[index * 8 + node] == place
 
 
-def poison_unseen(found: TreeRound) -> None:
+def poison_unseen(found: TreeRound, first_key: int, window: int) -> None:
     """Fill the cache with NaN where no node may read: all but the prefixes and the nodes' own places."""
     seen = torch.zeros(found.keys.shape[1] * found.block_size, dtype=torch.bool)
     for index, tree in enumerate(found.trees):
         if tree is not None:
-            for position in range(found.lengths[index] - 1):
+            root = found.lengths[index] - 1
+            first = max(first_key, root - window + 1) if window else first_key
+            for position in range(first, root):
                 seen[found.kv_slot_of(index, position)] = True
             first = index * found.nodes_per_tree
             seen[found.kv_slot[first : first + tree.num_nodes].cpu()] = True
@@ -368,15 +380,29 @@ ATTENTION = [
 ]
 
 
-@pytest.mark.parametrize("shape", ATTENTION, ids=str)
-def test_attention_is_near_the_reference(shape: dict[str, int], device: str) -> None:
+@pytest.mark.parametrize(
+    ("shape", "window", "more"),
+    [
+        *((shape, 0, {}) for shape in ATTENTION),
+        (ATTENTION[0], 20, {"scale": 0.3}),
+        (ATTENTION[2], 3, {}),
+        (ATTENTION[0], 0, {"first_key": 1, "sinks": True}),
+    ],
+    ids=str,
+)
+def test_attention_is_near_the_reference(
+    shape: dict[str, int], window: int, more: dict[str, Any], device: str
+) -> None:
     """Lengths at and around borders of tiles and partitions."""
-    lengths = [1, 65, 17, 50]
+    first_key = more.get("first_key", 0)
+    lengths = [1 + first_key, 65, 17, 50]
     trees = some_trees(8, len(lengths), shape["nodes_per_tree"] - 1)
     found = TreeRound(trees, lengths, device=device, **shape)
+    if "sinks" in more:
+        more = {**more, "sinks": torch.randn(found.query.shape[1]).to(device)}
     found.place()
-    poison_unseen(found)
-    out = found.attend(SMALL)
+    poison_unseen(found, first_key, window)
+    out = found.attend(SMALL, window=window, **more)
     expected = tree_attention_reference(
         found.query,
         found.keys[0],
@@ -384,9 +410,10 @@ def test_attention_is_near_the_reference(shape: dict[str, int], device: str) -> 
         found.block_table,
         found.row_slot,
         found.position,
-        found.kv_slot,
-        found.row_path,
+        found.paths,
         nodes_per_tree=found.nodes_per_tree,
+        window=window,
+        **more,
     )
     assert_near(out, expected, inner=200, magnitude=5.0)
 
@@ -465,5 +492,5 @@ def test_errors_name_the_argument(device: str) -> None:
     with pytest.raises(ValueError, match="output_ring: .* words an entry: expected at least"):
         accepted.run()
     found.kv_slot = found.kv_slot.int()
-    with pytest.raises(ValueError, match=r"row_kv_slot: \[3\] torch.int32: expected \[3\] torch.int64"):
+    with pytest.raises(ValueError, match=r"kv_slot: \[3\] torch.int32: expected \[3\] torch.int64"):
         found.attend(SMALL)

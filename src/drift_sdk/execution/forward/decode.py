@@ -10,6 +10,7 @@ from drift_sdk._kernels.gemm.cublas_gemm import fastest_gated_multiply, fastest_
 from drift_sdk._kernels.gemm.tuning import TunedGemm
 from drift_sdk._kernels.layers.glu import glu
 from drift_sdk._kernels.layers.rope_store import rotate_and_store
+from drift_sdk._kernels.trees.tree_attention import TreePaths
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.attention_groups import AttentionGroups, AttentionShape
 from drift_sdk.execution.forward.expert_forward import ExpertForward
@@ -22,17 +23,26 @@ __all__ = ["DecodeForward", "Rows", "attention_groups"]
 
 
 class Rows(Struct, frozen=True):
-    """The rows of a step on the device, int32 [R] each: slot (-1: padding row), token, and its position."""
+    """The rows of a step on the device, int32 [R] each: slot (-1: padding row), token, and its position.
+
+    kv_slot [R] int64 and paths: of rows that are nodes of trees, where their keys and values lie and what
+    they see.
+    """
 
     slot: Tensor
     token: Tensor
     position: Tensor
+    kv_slot: Tensor | None = None
+    paths: TreePaths | None = None
 
     @classmethod
     def take(cls, workspace: Workspace, num_rows: int) -> Rows:
         """Uninitialised rows in the buffers that all rounds share."""
-        fields = ("slot", "token", "position")
-        return cls(*(workspace.take(f"row_{name}", (num_rows,), torch.int32) for name in fields))
+
+        def take(name: str) -> Tensor:
+            return workspace.take(f"row_{name}", (num_rows,), torch.int32)
+
+        return cls(slot=take("slot"), token=take("token"), position=take("position"))
 
 
 def attention_groups(
@@ -121,20 +131,17 @@ class DecodeForward:
             key_norm=layer.key_norm,
             eps=config.rms_norm_eps,
             norm_kind=norm_kind(config),
+            row_kv_slot=rows.kv_slot,
         )
-        self._attention.attend(
-            buffers.query,
-            keys,
-            values,
-            self._block_table,
-            rows.slot,
-            rows.position,
-            buffers.attended,
-            self._rows_per_sequence,
-            window=config.windows[index] or 0,
-            scale=config.attention_scale,
-            sinks=layer.sinks,
-        )
+        places = (buffers.query, keys, values, self._block_table, rows.slot, rows.position)
+        window, scale = config.windows[index] or 0, config.attention_scale
+        size, attended, sinks = self._rows_per_sequence, buffers.attended, layer.sinks
+        if rows.paths is None:
+            self._attention.attend(*places, attended, size, window=window, scale=scale, sinks=sinks)
+        else:
+            self._attention.attend_trees(
+                *places, rows.paths, attended, size, window=window, scale=scale, sinks=sinks
+            )
 
     def _activate(self, layer: LayerWeights) -> None:
         """Fill `activated` with the gated activation of the normalised rows."""

@@ -115,10 +115,15 @@ class GraphExecutor:
             options.prefill_token_budget,
             is_exact=options.exact_prefill,
             draft_choices=drafter_factory.draft_choices,
+            tree_choices=tuple(drafter_factory.tree_plans),
+            shares_rows=drafter_factory.max_tree_depth is not None,
         )
         with typed_errors(device), device.work():
             self._resources = _open_resources(device, limits, buckets, options, drafter_factory)
-            cache = PagedKVCache(decoder, limits)
+            num_tree_rows = max(
+                (buckets.max_slots(number) * (number + 1) for number in buckets.trees), default=0
+            )
+            cache = PagedKVCache(decoder, limits, num_tree_rows)
             model = ModelResources(decoder=decoder, cache=cache, tuned=tuned, limits=limits)
             steps = GraphSteps(
                 self._resources, model, buckets, drafter_factory, acceptance_trace=options.acceptance_trace

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -21,7 +21,10 @@ from drift_sdk.execution.graph.buckets import EXACT_TILE_ROWS, GraphBuckets
 from drift_sdk.execution.resources import DeviceResources
 from drift_sdk.execution.rounds.drafter import RoundDrafter, RoundSizes
 from drift_sdk.execution.rounds.round import DecodeRound
-from drift_sdk.execution.rounds.sample_commit import SampleCommit
+from drift_sdk.execution.rounds.sample_commit import SampleCommit, TreeAcceptance
+from drift_sdk.execution.rounds.tree_drafter import TreeDrafter
+from drift_sdk.execution.rounds.tree_plan import TreePlan
+from drift_sdk.execution.rounds.tree_round import TreeRound, TreeTensors
 
 __all__ = ["GraphSteps", "Step"]
 
@@ -35,7 +38,7 @@ class GraphSteps:
     Every step starts with the kernel that reads its ring entry, so that the same graph can be launched again
     before it has ended, and ends with a kernel that moves on to the next entry.
 
-    drafter: drafts in rounds; None without speculation.
+    drafter: drafts in rounds; None without speculation. trees: drafts trees; None if drafts are chains.
     prefill_hidden: the residual stream of the latest prefill step. It is kept until the first tokens have
     been sampled from it and the drafter has read it.
     attention: the plan and scratch memory of rounds.
@@ -60,18 +63,19 @@ class GraphSteps:
             self._simulated = _simulated_rounds(acceptance_trace, model.limits.max_num_seqs, device)
         # The step that needs most takes its attention first: the partial sums of all steps share one buffer.
         self._exact_attention = self._attention_of_exact_prefill() if buckets.is_exact else None
+        self._tree_attention = {
+            number: attention_groups(
+                model, workspace, num_sequences=buckets.max_slots(number), num_rows=number + 1
+            )
+            for number in sorted(buckets.trees, key=lambda number: -buckets.max_slots(number) * (number + 1))
+        }
         self.attention = attention_groups(
-            model, workspace, num_sequences=buckets.decode[-1], num_rows=buckets.max_rows_per_slot
+            model, workspace, num_sequences=buckets.decode[-1], num_rows=buckets.max_chain + 1
         )
         self.drafter = drafter_factory.round_drafter(
-            resources,
-            model,
-            RoundSizes(
-                max_num_slots=buckets.decode[-1],
-                max_draft_tokens=buckets.drafts[-1],
-                max_prefill_rows=buckets.prefill[-1],
-            ),
+            resources, model, round_sizes(buckets, drafter_factory.tree_plans)
         )
+        self.trees = drafter_factory.tree_drafter(resources, self.drafter, buckets.rounds)
         aux_layers = self.drafter.aux_layers if self.drafter is not None else ()
         decoder = model.decoder
         self.prefill_hidden = HiddenStates.take(
@@ -86,7 +90,11 @@ class GraphSteps:
         steps = [self.prefill(buckets.prefill[-1])]
         if self.drafter is not None:
             steps.append(self.draft_extend(buckets.prefill[-1], self.drafter))
-        steps.append(self.round(buckets.decode[-1], buckets.drafts[-1]).whole)
+        steps += [
+            self.round(num_slots, number).whole
+            for number in reversed(buckets.drafts)
+            if number in (*buckets.trees, buckets.max_chain) and (num_slots := buckets.max_slots(number))
+        ]
         steps.append(self.first_tokens(buckets.decode[-1]))
         return steps
 
@@ -150,8 +158,11 @@ class GraphSteps:
 
         return step
 
-    def round(self, num_slots: int, num_drafts: int) -> DecodeRound:
+    def round(self, num_slots: int, num_drafts: int) -> DecodeRound | TreeRound:
         """A round of `num_slots` slots with `num_drafts` drafts each."""
+        if self.trees is not None and num_drafts in self.trees.plans:
+            return self._tree_round(num_slots, self.trees, self.trees.plans[num_drafts])
+
         resources, rows_per_slot = self._resources, num_drafts + 1
         num_rows = num_slots * rows_per_slot
         rows = Rows.take(resources.workspace, num_rows)
@@ -163,6 +174,23 @@ class GraphSteps:
             self._decode_forward(rows, self.attention, hidden, rows_per_slot),
             self._sample_commit(rows, rows_per_slot),
             self.drafter,
+        )
+
+    def _tree_round(self, num_slots: int, drafter: TreeDrafter, plan: TreePlan) -> TreeRound:
+        resources, num_rows = self._resources, num_slots * plan.num_nodes
+        tensors = TreeTensors.take(
+            resources.workspace, Rows.take(resources.workspace, num_rows), num_slots, plan.num_draft_nodes
+        )
+        hidden, attention = self._round_hidden.first(num_rows), self._tree_attention[plan.num_drafts]
+        return TreeRound(
+            resources,
+            resources.payload.words[: 2 * num_slots].view(2, num_slots),
+            tensors,
+            self._decode_forward(tensors.rows, attention, hidden, plan.num_nodes),
+            self._sample_commit(tensors.rows, plan.num_nodes, tensors.acceptance),
+            drafter,
+            plan,
+            cache=self._model.cache,
         )
 
     def first_tokens(self, num_slots: int) -> Step:
@@ -204,7 +232,9 @@ class GraphSteps:
             rows_per_sequence=rows_per_sequence,
         )
 
-    def _sample_commit(self, rows: Rows, rows_per_slot: int) -> SampleCommit:
+    def _sample_commit(
+        self, rows: Rows, rows_per_slot: int, tree: TreeAcceptance | None = None
+    ) -> SampleCommit:
         return SampleCommit(
             self._resources,
             self._model,
@@ -212,7 +242,21 @@ class GraphSteps:
             self._samples,
             rows_per_slot=rows_per_slot,
             simulated=self._simulated,
+            tree=tree,
         )
+
+
+def round_sizes(buckets: GraphBuckets, plans: Mapping[int, TreePlan]) -> RoundSizes:
+    """Sizes of the largest steps that a drafter takes part in."""
+    most = [(buckets.max_slots(number), plan) for number, plan in plans.items()]
+    return RoundSizes(
+        max_num_slots=buckets.decode[-1],
+        max_draft_tokens=buckets.max_chain,
+        max_prefill_rows=buckets.prefill[-1],
+        max_path_length=max((plan.depth for _, plan in most), default=0),
+        max_path_rows=max((num_slots * (plan.depth + 1) for num_slots, plan in most), default=0),
+        max_growth_rows=max((num_slots * plan.num_draft_nodes for num_slots, plan in most), default=0),
+    )
 
 
 def _simulated_rounds(trace: Sequence[int], num_slots: int, device: torch.device) -> SimulatedRounds:

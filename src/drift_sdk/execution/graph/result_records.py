@@ -6,14 +6,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from drift_sdk._kernels.commit.commit import FINISHED_LENGTH, FINISHED_STOP, RECORD_HEADER_WORDS, record_words
 from drift_sdk._kernels.sampling.sample_buffers import MAX_TOP
+from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
 from drift_sdk.results import TokenLogprobs
 from drift_sdk.steps import SlotOutput
 
-__all__ = ["outputs"]
+__all__ = ["outputs", "tree_outputs"]
 
 FINISH: dict[int, Literal["stop", "length"]] = {FINISHED_STOP: "stop", FINISHED_LENGTH: "length"}
 
@@ -50,6 +52,17 @@ def outputs(
             num_drafted=num_drafted,
             num_accepted=num_accepted,
         )
+
+
+def tree_outputs(
+    words: Words, num_trees: int, slots: Sequence[int], num_logprobs: Mapping[int, int]
+) -> Iterator[SlotOutput]:
+    """An output for each of `slots` of a round of `num_trees` trees; the rest as of `outputs`."""
+    first = num_trees * record_words(PATH_ENTRIES)
+    paths = words[first : first + len(slots) * PATH_ENTRIES].reshape(-1, PATH_ENTRIES)[:, 1:].tolist()
+    for output, path in zip(outputs(words, PATH_ENTRIES, slots, num_logprobs), paths, strict=True):
+        nodes = tuple(node for node in path if node >= 0)
+        yield structs.replace(output, accepted_nodes=nodes) if nodes else output
 
 
 def _logprobs(row: Words, num_top: int) -> TokenLogprobs:

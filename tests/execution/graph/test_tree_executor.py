@@ -1,0 +1,81 @@
+"""Rounds with trees of an EAGLE-3 draft: graph and eager executor draft and accept the same trees."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draft_zoo import make_draft
+from drawn_decoder import drawn_decoder
+from interpreted_device import InterpretedDevice
+from tiny_llama import tiny_llama
+
+from drift_sdk import Chain, DynamicTree, StaticTree
+from drift_sdk._kernels.gemm.tuning import TunedTable
+from drift_sdk.execution.device.device import GpuDevice
+from drift_sdk.execution.drafter_factory import EagleDrafterFactory
+from drift_sdk.execution.eager.executor import EagerExecutor
+from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
+from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.eagle3 import DraftDecoder
+from drift_sdk.profiling.manual_driver import ManualDriver
+from drift_sdk.steps import Executor, ExecutorLimits
+
+pytestmark = pytest.mark.kernel
+
+IS_GPU = torch.cuda.is_available()
+TARGET = tiny_llama(vocab_size=96, num_hidden_layers=3)
+LIMITS = ExecutorLimits(max_num_seqs=2, max_model_len=40, num_blocks=20, block_size=4, vocab_size=96)
+BUDGET = 16
+STATIC = StaticTree([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
+DYNAMIC = DynamicTree(top_k=3, depth=3, num_draft_tokens=7)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Decoder, DraftDecoder]:
+    folder = tmp_path_factory.mktemp("models")
+    (folder / "config.json").write_text(json.dumps(TARGET))
+    target = drawn_decoder(DecoderConfig.from_hf(TARGET), "cuda" if IS_GPU else "cpu", seed=3)
+    make_draft("reference", folder / "draft", folder)
+    return target, DraftDecoder.load(folder / "draft", target)
+
+
+def rounds(executor: Executor, num_drafts: int, depth: int | None) -> list[Any]:
+    slots = ManualDriver(executor, prefill_token_budget=BUDGET)
+    slots.fill(6, [13, 11])
+    found = []
+    while slots.active:
+        outputs = slots.round(num_drafts, max_depth=depth).decode
+        found.append(
+            [
+                (output.token_ids, output.num_drafted, output.num_accepted, output.accepted_nodes)
+                for output in outputs
+            ]
+        )
+    executor.close()
+    return found
+
+
+def graph_executor(models: tuple[Decoder, DraftDecoder], factory: EagleDrafterFactory) -> GraphExecutor:
+    return GraphExecutor(
+        GpuDevice(0) if IS_GPU else InterpretedDevice(),
+        models[0],
+        LIMITS,
+        TunedTable(),
+        GraphOptions(prefill_token_budget=BUDGET),
+        drafter_factory=factory,
+    )
+
+
+@pytest.mark.parametrize("shape", [STATIC, DYNAMIC], ids=repr)
+def test_rounds_equal_those_of_the_eager_executor(models: tuple[Decoder, DraftDecoder], shape: Any) -> None:
+    factory = EagleDrafterFactory(models[1], (shape.num_draft_tokens,), tree=shape)
+    eager = EagerExecutor(models[0], LIMITS, factory.eager_drafter(models[0], LIMITS))
+    expected = rounds(eager, shape.num_draft_tokens, shape.depth)
+    found = rounds(graph_executor(models, factory), shape.num_draft_tokens, shape.depth)
+    assert found == expected
+    assert len(expected) > 2
