@@ -114,8 +114,9 @@ def _expand(
     token = tl.load(candidate_token_ptr + cell, mask=is_each, other=-1)
     logprob = tl.load(candidate_logprob_ptr + cell, mask=is_each, other=0.0)
     cost = tl.where(logprob < 0, parent_cost - logprob, parent_cost)
-    is_allowed = is_each & (slot >= 0) & (DEPTH <= most_depth) & ((is_chain == 0) | (each == 0))
-    cost = tl.where(is_allowed, cost, float("inf"))
+    num_allowed = tl.where(is_chain, 1, NUM_SOURCES * NUM_CANDIDATES)
+    num_allowed = tl.where((slot >= 0) & (most_depth >= DEPTH), num_allowed, 0)
+    cost = tl.where(each < num_allowed, cost, float("inf"))
     tl.store(pool_cost_ptr + first_pool + FIRST_CANDIDATE + each, cost, mask=is_each)
     tl.store(pool_token_ptr + first_pool + FIRST_CANDIDATE + each, token, mask=is_each)
     tl.store(pool_parent_ptr + first_pool + FIRST_CANDIDATE + each, parent, mask=is_each)
@@ -124,7 +125,7 @@ def _expand(
         least = tl.min(cost, 0)
         chosen = tl.min(tl.where(cost == least, each, LAST_NUMBER), 0)
         chosen = tl.minimum(chosen, NUM_SOURCES * NUM_CANDIDATES - 1)
-        is_live = (least < float("inf")) & (DEPTH < most_depth)
+        is_live = (least < float("inf")) & (most_depth > DEPTH)
         own_token = tl.sum(tl.where(each == chosen, token, 0), 0)
         row = tree * NUM_FRONTIER + index
         own_source = first_source + chosen // NUM_CANDIDATES

@@ -61,6 +61,6 @@ def extend_path(
     entry = tl.arange(0, PADDED_PATH)
     before = tl.zeros((PADDED_PATH,), tl.int32)
     if DEPTH > 1:
-        before = tl.load(source_path_ptr + entry, mask=is_stored & (entry < DEPTH), other=-1)
+        before = tl.load(source_path_ptr + entry, mask=entry < tl.where(is_stored, DEPTH, 0), other=-1)
     path = tl.where(entry < DEPTH, before, tl.where(entry == DEPTH, own_node, -1))
-    tl.store(own_path_ptr + entry, path, mask=is_stored & (entry < NUM_PATH_ENTRIES))
+    tl.store(own_path_ptr + entry, path, mask=entry < tl.where(is_stored, NUM_PATH_ENTRIES, 0))

@@ -88,12 +88,12 @@ def _grow_static(
     most_drafts = tl.load(limits_ptr + tree * LIMIT_WORDS)
     most_depth = tl.load(limits_ptr + tree * LIMIT_WORDS + 1)
     is_chain = tl.load(limits_ptr + tree * LIMIT_WORDS + 2) != 0
-    is_grown = (slot >= 0) & (DEPTH <= most_depth)
+    is_grown = (slot >= 0) & (most_depth >= DEPTH)
     node = tl.arange(0, PADDED_NODES)
     in_tree = node < NUM_NODES
     depth = tl.load(depth_ptr + node, mask=in_tree, other=-1)
     depth = tl.where(is_chain, node, depth)
-    is_new = in_tree & is_grown & (depth == DEPTH) & (node <= most_drafts)
+    is_new = in_tree & (depth == DEPTH) & (node <= tl.where(is_grown, most_drafts, -1))
     parent = tl.load(parent_ptr + node, mask=is_new, other=0)
     rank = tl.load(rank_ptr + node, mask=is_new, other=0)
     source = tl.load(source_ptr + node, mask=is_new, other=0)
@@ -108,7 +108,7 @@ def _grow_static(
     for index in range(NUM_FRONTIER):
         own = tl.load(frontier_ptr + index)
         own = tl.where(is_chain, tl.where(index == 0, DEPTH, -1), own)
-        is_live = is_grown & (own >= 0) & (own <= most_drafts) & (DEPTH < most_depth)
+        is_live = is_grown & (own >= 0) & (own <= most_drafts) & (most_depth > DEPTH)
         own_source = tl.load(source_ptr + own, mask=is_live & (is_chain == 0), other=0)
         own_rank = tl.load(rank_ptr + own, mask=is_live & (is_chain == 0), other=0)
         own_cell = (first_source + own_source) * NUM_CANDIDATES + own_rank

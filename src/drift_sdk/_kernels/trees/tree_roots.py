@@ -100,7 +100,7 @@ def _tree_roots(
     node = tl.arange(0, PADDED_NODES)
     row = tree * NUM_NODES + node
     in_tree = node < NUM_NODES
-    tl.store(row_slot_ptr + row, tl.where(is_live & (node == 0), slot, -1), mask=in_tree)
+    tl.store(row_slot_ptr + row, tl.where(node == 0, tl.where(is_live, slot, -1), -1), mask=in_tree)
     tl.store(row_token_ptr + row, tl.where(node == 0, token, -1), mask=in_tree)
     tl.store(row_parent_ptr + row, tl.where(node == 0, -1, 0), mask=in_tree)
     tl.store(row_position_ptr + tree * NUM_NODES, num_tokens - 1)
