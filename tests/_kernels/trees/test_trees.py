@@ -418,15 +418,17 @@ def test_attention_is_near_the_reference(
     assert_near(out, expected, inner=200, magnitude=5.0)
 
 
-@pytest.mark.parametrize("num_nodes", [7, 40] if IS_GPU else [7])
-def test_node_gets_the_bits_that_it_gets_in_a_chain(num_nodes: int, device: str) -> None:
+@pytest.mark.parametrize(
+    ("num_nodes", "window"), [(7, 0), (40, 0), (12, 100), (12, 1100)] if IS_GPU else [(7, 0), (7, 20)]
+)
+def test_node_gets_the_bits_that_it_gets_in_a_chain(num_nodes: int, window: int, device: str) -> None:
     """Bit for bit on a GPU. The interpreter multiplies by BLAS, whose order of summation may vary."""
     rng = random.Random(num_nodes)
     tree = random_tree(rng, 0)
     while tree.num_nodes != num_nodes or tree.max_depth < 3 or tree.is_chain:
         tree = random_tree(rng, num_nodes - 1)
     lengths = [1000, 1023, 1500, 62, 2] if IS_GPU else [62]
-    partitions = Partitions() if IS_GPU else SMALL
+    partitions = Partitions.of_window(window) if IS_GPU else SMALL
     found = TreeRound(
         [tree] * len(lengths),
         lengths,
@@ -438,7 +440,7 @@ def test_node_gets_the_bits_that_it_gets_in_a_chain(num_nodes: int, device: str)
         dtype=torch.bfloat16 if IS_GPU else torch.float32,
     )
     found.place()
-    out = found.attend(partitions)
+    out = found.attend(partitions, window=window)
     for index, length in enumerate(lengths):
         for node in range(num_nodes) if IS_GPU else (0, 3, num_nodes - 1):
             chain = copy.deepcopy(found)
@@ -447,7 +449,14 @@ def test_node_gets_the_bits_that_it_gets_in_a_chain(num_nodes: int, device: str)
             accepted = torch.full((len(lengths), PATH_ENTRIES), -1, dtype=torch.int32, device=device)
             accepted[index, : len(path)] = torch.tensor(path, dtype=torch.int32)
             chain.rewind(accepted)
-            plan = AttentionPlan(1, max(lengths) + 300, partitions, torch.device(device))
+            plan = AttentionPlan(
+                1,
+                max(lengths) + 300,
+                partitions,
+                torch.device(device),
+                window=window,
+                num_rows=len(path),
+            )
             scratch = AttentionScratch.allocate(
                 plan, num_kv_heads=2, num_rows=len(path), group=4, head_dim=found.query.shape[2]
             )

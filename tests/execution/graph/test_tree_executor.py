@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from drawn_decoder import drawn_decoder
 from interpreted_device import InterpretedDevice
 from tiny_llama import tiny_llama
 
-from drift_sdk import Chain, DynamicTree, StaticTree
+from drift_sdk import DynamicTree, StaticTree
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.device.device import GpuDevice
 from drift_sdk.execution.drafter_factory import EagleDrafterFactory
