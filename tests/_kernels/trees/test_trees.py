@@ -17,7 +17,8 @@ from drift_sdk._kernels.sampling.sample_buffers import SampleBuffers
 from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotFlag, SlotState
 from drift_sdk._kernels.trees.kv_rewind import kv_rewind, kv_rewind_reference
 from drift_sdk._kernels.trees.tree_accept import tree_accept, tree_accept_reference, tree_record_words
-from drift_sdk._kernels.trees.tree_attention import TreePaths, tree_attention, tree_attention_reference
+from drift_sdk._kernels.trees.tree_attention import tree_attention, tree_attention_reference
+from drift_sdk._kernels.trees.tree_paths import TreePaths
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES, tree_rows, tree_rows_reference
 from drift_sdk.trees.token_tree import TokenTree
 

@@ -246,19 +246,9 @@ def rotate_and_store(
     Raises ValueError for another shape, type or layout.
     """
     slices = _check_rotate_and_store(
-        qkv,
-        row_slot,
-        row_position,
-        block_table,
-        cos,
-        sin,
-        query_out,
-        keys,
-        values,
-        bias,
-        query_norm,
-        key_norm,
-    )
+        qkv, row_slot, row_position, block_table, cos, sin, query_out, keys, values, bias,
+        query_norm, key_norm,
+    )  # fmt: skip
     num_rows, num_heads, head_dim = query_out.shape
     check_tensors((num_rows,), torch.int64, row_kv_slot=row_kv_slot)
     num_kv_heads, block_size = keys.shape[1:3]

@@ -28,7 +28,6 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk._kernels.attention.attention_plan import partition_of, partition_start
@@ -42,9 +41,10 @@ from drift_sdk._kernels.attention.partition_sums import LOG2_E, MIN_DOT_SIZE, At
 from drift_sdk._kernels.common.arguments import check_range, check_tensor, check_tensors
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.trees.prefix_attention import attend_prefix
+from drift_sdk._kernels.trees.tree_paths import TreePaths
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
 
-__all__ = ["TreePaths", "tree_attention", "tree_attention_reference"]
+__all__ = ["tree_attention", "tree_attention_reference"]
 
 
 @triton.jit(do_not_specialize=["num_partitions", "max_blocks"])
@@ -199,28 +199,6 @@ def _attend_paths(
         tl.store(weights_ptr + sum_index, tl.max(weight, 1), mask=is_row)
 
     start_dependents(PDL)
-
-
-class TreePaths(Struct, frozen=True):
-    """The keys behind the prefixes of B trees: what `tree_attention` has to know of their rows.
-
-    root_position [B * n] int32: entry b * n is the position of tree b's root; n >= 1.
-    kv_slot [B * N] int64: cache slots of the nodes of each tree, the root being node 0.
-    path [R, PATH_ENTRIES] int32: for each row, by depth from the root on, the nodes that it sees; then -1.
-    """
-
-    root_position: Tensor
-    kv_slot: Tensor
-    path: Tensor
-
-    def of_trees(self, first: int, end: int, num_trees: int) -> TreePaths:
-        """Those of trees first ... end - 1, of `num_trees`."""
-
-        def part(tensor: Tensor) -> Tensor:
-            size = tensor.shape[0] // num_trees
-            return tensor[first * size : end * size]
-
-        return TreePaths(part(self.root_position), part(self.kv_slot), part(self.path))
 
 
 def tree_attention(

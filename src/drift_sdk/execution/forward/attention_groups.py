@@ -8,7 +8,8 @@ from torch import Tensor
 
 from drift_sdk._kernels.attention.attention_plan import AttentionPlan, Partitions, plan_attention
 from drift_sdk._kernels.attention.paged_attention import AttentionConfig, AttentionScratch, paged_attention
-from drift_sdk._kernels.trees.tree_attention import TreePaths, tree_attention
+from drift_sdk._kernels.trees.tree_attention import tree_attention
+from drift_sdk._kernels.trees.tree_paths import TreePaths
 from drift_sdk.execution.device.workspace import Workspace
 
 __all__ = ["AttentionGroups", "AttentionShape"]

@@ -10,7 +10,7 @@ from drift_sdk._kernels.gemm.cublas_gemm import fastest_gated_multiply, fastest_
 from drift_sdk._kernels.gemm.tuning import TunedGemm
 from drift_sdk._kernels.layers.glu import glu
 from drift_sdk._kernels.layers.rope_store import rotate_and_store
-from drift_sdk._kernels.trees.tree_attention import TreePaths
+from drift_sdk._kernels.trees.tree_paths import TreePaths
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.attention_groups import AttentionGroups, AttentionShape
 from drift_sdk.execution.forward.expert_forward import ExpertForward

@@ -14,7 +14,7 @@ from drift_sdk._kernels.trees.dynamic_growth import CandidatePool, expand_dynami
 from drift_sdk._kernels.trees.frontier import Frontier
 from drift_sdk._kernels.trees.path_rows import gather_hidden, path_rows
 from drift_sdk._kernels.trees.static_growth import StaticTables, grow_static
-from drift_sdk._kernels.trees.tree_attention import TreePaths
+from drift_sdk._kernels.trees.tree_paths import TreePaths
 from drift_sdk._kernels.trees.tree_roots import RootTensors
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
 from drift_sdk.execution.device.slot_table import SlotTable

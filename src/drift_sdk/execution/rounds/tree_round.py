@@ -8,7 +8,7 @@ from torch import Tensor
 
 from drift_sdk._kernels.slots.input_ring import show_drafts
 from drift_sdk._kernels.trees.kv_rewind import kv_rewind
-from drift_sdk._kernels.trees.tree_attention import TreePaths
+from drift_sdk._kernels.trees.tree_paths import TreePaths
 from drift_sdk._kernels.trees.tree_roots import LIMIT_WORDS, RootTensors, tree_roots
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES, tree_rows
 from drift_sdk.execution.device.workspace import Workspace
