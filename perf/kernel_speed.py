@@ -20,6 +20,7 @@ from perf.cases.attention import attention_cases
 from perf.cases.case import Case
 from perf.cases.gemm import gemm_cases
 from perf.cases.rows import norm_cases, rope_cases, sampling_cases
+from perf.cases.trees import tree_cases
 from perf.harness.bandwidth import matmul_tflop_s
 from perf.harness.record import Run
 from perf.harness.recording import Recording, free_memory, parser
@@ -37,6 +38,7 @@ SUITES: dict[str, Callable[[Model, tuple[int, ...], TunedTable, str], Iterator[C
     "norm": norm_cases,
     "rope": rope_cases,
     "sampling": sampling_cases,
+    "trees": tree_cases,
 }
 
 

@@ -241,8 +241,7 @@ def rotate_and_store(
     query_out: [R, num_heads, head_dim]. keys, values: [num_blocks, num_kv_heads, block_size, head_dim].
     query_norm, key_norm: [head_dim], both or neither, with eps: heads are normalised before the rotation.
     norm_kind: of both, see rms_norm.py.
-    row_kv_slot: [R] int64, the cache slot of each row's key and value; None: that of its position in the
-    slot's blocks. No two live rows may have the same one.
+    row_kv_slot: [R] int64, the cache slots of the rows' keys and values; None: those of their positions.
     Raises ValueError for another shape, type or layout.
     """
     slices = _check_rotate_and_store(
@@ -382,10 +381,8 @@ def rotate_and_store_reference(
     for row in range(num_rows):
         slot, position = int(row_slot[row]), int(row_position[row])
         if slot >= 0:
-            kv_slot = int(block_table[slot, position // block_size]) * block_size + position % block_size
-            if row_kv_slot is not None:
-                kv_slot = int(row_kv_slot[row])
-            block, place = divmod(kv_slot, block_size)
+            own = int(block_table[slot, position // block_size]) * block_size + position % block_size
+            block, place = divmod(own if row_kv_slot is None else int(row_kv_slot[row]), block_size)
             if cos is not None and sin is not None:
                 query_out[row] = _rotated(query[row], cos[position], sin[position])
                 keys[block, :, place] = _rotated(key[row], cos[position], sin[position])
