@@ -1,8 +1,8 @@
-"""Rounds of chains and of trees with equally many verified tokens: their time, and when trees pay. Needs a GPU.
+"""Rounds of chains and of trees with equally many verified tokens: their time, and when trees pay.
 
 python -m perf.trees --nodes 4 6 8 16 32 64 --batch 1 4
 
-Rounds are run with simulated acceptance, in which every round accepts a draft or two along the last children
+Needs a GPU. Rounds are run with simulated acceptance, in which every round accepts a draft or two along the last children
 of a tree, so that keys and values are moved. What a round emits on average is computed: the draft's candidate
 of rank r is right with probability p * (1 - p) ** r, whatever was accepted before it (at p = 0.6: 60%, 24%,
 10%). The break-even rate is the least p at which a round emits more tokens in its time than rounds without

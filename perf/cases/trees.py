@@ -1,4 +1,4 @@
-"""Cases of the kernels of trees: attention, acceptance, rewinding; the choice of drafts; the attention plan."""
+"""Cases of the kernels of trees: attention, acceptance, rewinding, choice of drafts, attention plan."""
 
 from __future__ import annotations
 
@@ -222,13 +222,16 @@ def prepare_choice(num_rows: int, num_candidates: int, device: str) -> Prepared:
         chunk_token=empty(torch.int32, num_chunks, num_candidates),
     )
     chunks = (buffers.chunk_max, empty(torch.int32, num_chunks))
-    rows = [each.repeat_interleave(2) for each in (slot, slot, slot)]
+    row_slot, row_token, row_position = (slot.repeat_interleave(2) for _ in range(3))
     out = (empty(torch.int32), empty(torch.int32), empty(torch.int32))
 
     def step() -> None:
         for each in logits:
             if num_candidates == 1:
-                choose_drafts(each, target_ids, *rows, temperature, seed, chunks, out, depth=1)
+                choose_drafts(
+                    each, target_ids, row_slot, row_token, row_position, temperature, seed, chunks, out,
+                    depth=1,
+                )  # fmt: skip
             else:
                 rank_candidates(each, target_ids, slot, slot, temperature, seed, buffers)
 

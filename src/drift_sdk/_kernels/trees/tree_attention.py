@@ -10,9 +10,9 @@ lie. The tiles behind the border are gathered for each node by itself, through t
 `attend_prefix` sums the partitions before the one that the border lies in, `_attend_paths` the others; then
 `add_partitions` combines them as in paged attention.
 
-Order of summation: that of `_attend` in paged_attention.py, with the same products and the same number of
-warps. A tile that was gathered for a node changes nothing for the rows of other nodes: their scores are -inf,
-their weights 0 and their sums are multiplied by 1.
+Order of summation: that of online_softmax.py, tile by tile as in `_attend`. A tile that was gathered for a
+node changes nothing for the rows of other nodes: their scores are -inf, their weights 0 and their sums are
+multiplied by 1.
 
 Grid of `_attend_paths`: (node tiles, KV heads, trees). A program owns the nodes whose query rows fill the 16
 rows of a product.
@@ -31,13 +31,10 @@ import triton.language as tl
 from torch import Tensor
 
 from drift_sdk._kernels.attention.attention_plan import partition_of, partition_start
-from drift_sdk._kernels.attention.paged_attention import (
-    ONES_COLUMNS,
-    AttentionConfig,
-    _add_tile,
-    _cache_offset,
-)
-from drift_sdk._kernels.attention.partition_sums import LOG2_E, MIN_DOT_SIZE, AttentionScratch, add_partitions
+from drift_sdk._kernels.attention.cache_offset import offset_in_cache
+from drift_sdk._kernels.attention.online_softmax import LOG2_E, ONES_COLUMNS, attend_tile
+from drift_sdk._kernels.attention.paged_attention import AttentionConfig
+from drift_sdk._kernels.attention.partition_sums import MIN_DOT_SIZE, AttentionScratch, add_partitions
 from drift_sdk._kernels.common.arguments import check_range, check_tensor, check_tensors
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.trees.prefix_attention import attend_prefix
@@ -61,7 +58,7 @@ def _attend_paths(
     sums_ptr,  # [num_sequences, NUM_KV_HEADS, num_partitions, query rows, HEAD_DIM] fp32
     maxima_ptr,  # [num_sequences, NUM_KV_HEADS, num_partitions, query rows] fp32
     weights_ptr,  # as maxima
-    scale,
+    scale,  # of scores, times log2(e)
     num_partitions,
     max_blocks,
     NUM_NODES: tl.constexpr,  # query rows of each tree, before heads
@@ -132,34 +129,36 @@ def _attend_paths(
         total = tl.zeros((TILE_ROWS, PADDED_DIM), tl.float32)
         for first_key in range(begin_key, border, TILE_KEYS):
             position = first_key + key
-            cache_offset = _cache_offset(
+            cache_offset = offset_in_cache(
                 table_ptr, first_key, key, position, border, head, dim,
                 NUM_KV_HEADS, HEAD_DIM, KV_BLOCK_SIZE, TILE_KEYS,
             )  # fmt: skip
             key_mask = (position >= first_seen)[:, None] & is_dim[None, :]
             keys = tl.load(keys_ptr + cache_offset, mask=key_mask, other=0.0)
             values = tl.load(values_ptr + cache_offset, mask=key_mask, other=0.0)
-            score = tl.dot(queries, keys.T, input_precision="ieee") * (scale * LOG2_E)
             is_seen = is_live[:, None] & (position >= FIRST_KEY)[None, :]
             if WINDOW > 0:
                 is_seen = is_seen & (position[None, :] > own_position[:, None] - WINDOW)
-            score = tl.where(is_seen, score, float("-inf"))
-            maximum, weight, total = _add_tile(maximum, weight, total, score, values)
+            maximum, weight, total = attend_tile(
+                maximum, weight, total, queries, keys, values, is_seen, scale, True
+            )
 
         for tile in tl.static_range(NUM_PATH_TILES):
             first_key = border + tile * TILE_KEYS
             if first_key <= last_position:
-                tile_partition = partition_of(first_key, NARROW, NARROW_END, WIDE)
-                if tile_partition != partition:
+                if tile > 0:
+                    tile_partition = partition_of(first_key, NARROW, NARROW_END, WIDE)
+                    is_next = tile_partition != partition
                     # The tile before was its partition's last: store the sums, and start the next partition.
+                    stored = is_row & (tile_row < tl.where(is_next, TILE_ROWS, 0))
                     sum_index = first_sum + partition * NUM_QUERY_ROWS
                     sum_ptrs = sums_ptr + sum_index.to(tl.int64)[:, None] * HEAD_DIM + dim[None, :]
-                    tl.store(sum_ptrs, total, mask=sum_mask)
-                    tl.store(maxima_ptr + sum_index, maximum, mask=is_row)
-                    tl.store(weights_ptr + sum_index, tl.max(weight, 1), mask=is_row)
-                    maximum = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
-                    weight = tl.zeros((TILE_ROWS, ONES_COLUMNS), tl.float32)
-                    total = tl.zeros((TILE_ROWS, PADDED_DIM), tl.float32)
+                    tl.store(sum_ptrs, total, mask=stored[:, None] & is_dim[None, :])
+                    tl.store(maxima_ptr + sum_index, maximum, mask=stored)
+                    tl.store(weights_ptr + sum_index, tl.max(weight, 1), mask=stored)
+                    maximum = tl.where(is_next, float("-inf"), maximum)
+                    weight = tl.where(is_next, 0.0, weight)
+                    total = tl.where(is_next, 0.0, total)
                     partition = tile_partition
 
                 position = first_key + key
@@ -185,12 +184,12 @@ def _attend_paths(
                     key_mask = is_key[:, None] & is_dim[None, :]
                     keys = tl.load(keys_ptr + cache_offset, mask=key_mask, other=0.0)
                     values = tl.load(values_ptr + cache_offset, mask=key_mask, other=0.0)
-                    score = tl.dot(queries, keys.T, input_precision="ieee") * (scale * LOG2_E)
                     is_seen = (is_live & (node == own_node))[:, None] & is_key[None, :]
                     if WINDOW > 0:
                         is_seen = is_seen & (position[None, :] > own_position[:, None] - WINDOW)
-                    score = tl.where(is_seen, score, float("-inf"))
-                    maximum, weight, total = _add_tile(maximum, weight, total, score, values)
+                    maximum, weight, total = attend_tile(
+                        maximum, weight, total, queries, keys, values, is_seen, scale, True
+                    )
 
         sum_index = first_sum + partition * NUM_QUERY_ROWS
         sum_ptrs = sums_ptr + sum_index.to(tl.int64)[:, None] * HEAD_DIM + dim[None, :]
@@ -264,7 +263,7 @@ def tree_attention(
         scratch.sums,
         scratch.maxima,
         scratch.weights,
-        scale,
+        scale * LOG2_E.value,
         plan.max_num_partitions,
         block_table.shape[1],
         NUM_NODES=nodes_per_tree,

@@ -1,4 +1,4 @@
-"""The target's forward pass over a few rows of each sequence; bits do not depend on the number of rows."""
+"""The target's forward pass with bits that do not depend on the other rows of the step."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from drift_sdk._kernels.gemm.cublas_gemm import fastest_gated_multiply, fastest_
 from drift_sdk._kernels.gemm.tuning import TunedGemm
 from drift_sdk._kernels.layers.glu import glu
 from drift_sdk._kernels.layers.rope_store import rotate_and_store
-from drift_sdk._kernels.trees.tree_paths import TreePaths
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.attention_groups import AttentionGroups, AttentionShape
 from drift_sdk.execution.forward.expert_forward import ExpertForward
 from drift_sdk.execution.forward.model_resources import ModelResources
 from drift_sdk.execution.forward.residual_stream import ResidualStream, norm_kind
+from drift_sdk.execution.forward.row_attention import RowAttention
 from drift_sdk.execution.forward.step_buffers import HiddenStates, LayerBuffers, take_gate_up, take_partials
 from drift_sdk.models.weights import LayerWeights
 
@@ -25,15 +25,15 @@ __all__ = ["DecodeForward", "Rows", "attention_groups"]
 class Rows(Struct, frozen=True):
     """The rows of a step on the device, int32 [R] each: slot (-1: padding row), token, and its position.
 
-    kv_slot [R] int64 and paths: of rows that are nodes of trees, where their keys and values lie and what
-    they see.
+    kv_slot [R] int64, path [R, PATH_ENTRIES] int32: of nodes of trees, where their keys and values lie and
+    which nodes they see; see `tree_rows`.
     """
 
     slot: Tensor
     token: Tensor
     position: Tensor
     kv_slot: Tensor | None = None
-    paths: TreePaths | None = None
+    path: Tensor | None = None
 
     @classmethod
     def take(cls, workspace: Workspace, num_rows: int) -> Rows:
@@ -63,7 +63,7 @@ def attention_groups(
 
 
 class DecodeForward:
-    """Computes rows through all layers, `rows_per_sequence` rows of each sequence.
+    """Computes rows through all layers: rows that are decoded or verified, or rows of prompts.
 
     A row gets the bits that it gets alone: products use the one reduction tree of each weight, and attention
     has partitions at fixed positions.
@@ -78,16 +78,13 @@ class DecodeForward:
         rows: Rows,
         block_table: Tensor,
         workspace: Workspace,
-        attention: AttentionGroups,
+        attention: RowAttention,
         hidden_states: HiddenStates,
-        *,
-        rows_per_sequence: int,
     ) -> None:
         """block_table [S, max_blocks] int32. hidden_states: of as many rows as `rows` has."""
         self._decoder, self._cache, self._tuned = model.decoder, model.cache, model.tuned
         self._rows, self._block_table, self._workspace = rows, block_table, workspace
         self._attention = attention
-        self._rows_per_sequence = rows_per_sequence
         self._num_rows = rows.slot.shape[0]
         self._buffers = LayerBuffers.take(workspace, model.decoder, self._num_rows)
         self._stream = ResidualStream(model.decoder, hidden_states, self._buffers.normed)
@@ -99,7 +96,7 @@ class DecodeForward:
         """Record the kernels of all layers."""
         rows, stream, buffers = self._rows, self._stream, self._buffers
         stream.embed(rows.token, rows.slot)
-        self._attention.plan(rows.slot, rows.position, self._rows_per_sequence)
+        self._attention.plan(rows.slot, rows.position)
         for index, layer in enumerate(self._decoder.weights.layers):
             self._attend(layer, index)
             product = self._multiply(buffers.attended.view(self._num_rows, -1), layer.output)
@@ -133,15 +130,18 @@ class DecodeForward:
             norm_kind=norm_kind(config),
             row_kv_slot=rows.kv_slot,
         )
-        places = (buffers.query, keys, values, self._block_table, rows.slot, rows.position)
-        window, scale = config.windows[index] or 0, config.attention_scale
-        size, attended, sinks = self._rows_per_sequence, buffers.attended, layer.sinks
-        if rows.paths is None:
-            self._attention.attend(*places, attended, size, window=window, scale=scale, sinks=sinks)
-        else:
-            self._attention.attend_trees(
-                *places, rows.paths, attended, size, window=window, scale=scale, sinks=sinks
-            )
+        self._attention.attend(
+            buffers.query,
+            keys,
+            values,
+            self._block_table,
+            rows.slot,
+            rows.position,
+            buffers.attended,
+            window=config.windows[index] or 0,
+            scale=config.attention_scale,
+            sinks=layer.sinks,
+        )
 
     def _activate(self, layer: LayerWeights) -> None:
         """Fill `activated` with the gated activation of the normalised rows."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
+from drift_sdk._kernels.attention.exact_prefill_attention import exact_prefill_config
 from drift_sdk._kernels.attention.prefill_attention import prefill_attention_config
 from drift_sdk._kernels.commit.commit import record_words
 from drift_sdk._kernels.trees.tree_accept import tree_record_words
@@ -13,7 +14,7 @@ from drift_sdk.execution.rounds.tree_plan import tree_rounds
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.steps import ExecutorLimits
 
-__all__ = ["EXACT_TILE_ROWS", "GraphBuckets", "bucket_of"]
+__all__ = ["GraphBuckets", "bucket_of"]
 
 DECODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Slots of decode steps."""
@@ -22,11 +23,14 @@ MIN_PREFILL_ROWS = 16
 FLAT_PREFILL_ROWS = 256
 """Below this many rows, reading the weights is a large part of a prefill step and padding costs little, so
 each bucket has twice the rows of the one before."""
+MIXED_SLOTS = (16, 64, 256)
+"""Slots of mixed steps. Padding rows cost little, because the rows of chunks make products bound by
+arithmetic."""
+MAX_MIXED_ROWS = 1024
+"""Most rows of chunks in a mixed step. Beside more of them, decode rows are few."""
 STEPS_PER_OCTAVE = 2
 """Prefill buckets from FLAT_PREFILL_ROWS rows to twice as many, from there to four times as many, and so on.
 More buckets would pad steps less, but each takes time at start: it is run once and captured."""
-EXACT_TILE_ROWS = 8
-"""In exact prefill, rows of a chunk that are attended together, as if they were drafts to verify."""
 
 
 def bucket_of(sizes: Sequence[int], size: int) -> int:
@@ -44,7 +48,8 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
     prefill:    rows of prefill steps.
     tile_rows:  rows of a tile of prefill attention.
     max_chunks: most chunks of a prefill step.
-    is_exact:   whether prefill runs in the kernels of decoding, each chunk padded to whole tiles.
+    is_exact:   whether prompts get the bits of decoding.
+    mixed:      slots of mixed steps, which compute chunks and decode rows in one pass; empty without them.
     """
 
     decode: tuple[int, ...]
@@ -55,6 +60,7 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
     tile_rows: int
     max_chunks: int
     is_exact: bool
+    mixed: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -73,9 +79,8 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
         budget: most tokens of a prefill step. draft_choices: numbers of tokens that a round may draft;
         tree_choices: those that form trees. shares_rows: the rows of a round are limited, see `tree_rounds`.
         """
-        attention = prefill_attention_config(decoder.config.head_dim, decoder.dtype)
-        tile_rows = EXACT_TILE_ROWS if is_exact else attention.tile_rows
-        most = budget + (min(limits.max_num_seqs, budget) * (tile_rows - 1) if is_exact else 0)
+        head_dim, dtype = decoder.config.head_dim, decoder.dtype
+        attention = (exact_prefill_config if is_exact else prefill_attention_config)(head_dim, dtype)
         decode, drafts = _buckets(DECODE_BUCKETS, limits.max_num_seqs), (0, *draft_choices)
         every = [(num_slots, number) for num_slots in decode for number in drafts]
         return cls(
@@ -83,16 +88,29 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
             drafts=drafts,
             trees=tuple(tree_choices),
             rounds=tuple(tree_rounds(decode, drafts) if shares_rows else every),
-            prefill=_prefill_buckets(-(-most // MIN_PREFILL_ROWS) * MIN_PREFILL_ROWS),
-            tile_rows=tile_rows,
+            prefill=_prefill_buckets(-(-budget // MIN_PREFILL_ROWS) * MIN_PREFILL_ROWS),
+            tile_rows=attention.tile_rows,
             max_chunks=limits.max_num_seqs,
             is_exact=is_exact,
+            mixed=_buckets(MIXED_SLOTS, limits.max_num_seqs) if is_exact and not draft_choices else (),
         )
 
     @property
     def max_chain(self) -> int:
         """Most drafts of a chain."""
         return max(number for number in self.drafts if number not in self.trees)
+
+    @property
+    def mixed_rows(self) -> tuple[int, ...]:
+        """Rows of chunks in mixed steps."""
+        return tuple(size for size in self.prefill if size <= MAX_MIXED_ROWS) if self.mixed else ()
+
+    def mixed_bucket(self, num_tokens: int, num_slots: int) -> tuple[int, int] | None:
+        """Rows of chunks and slots of the mixed step for so many; None if there is none."""
+        if not self.mixed or num_tokens > self.mixed_rows[-1]:
+            return None
+
+        return bucket_of(self.mixed_rows, num_tokens), bucket_of(self.mixed, num_slots)
 
     @property
     def max_rows(self) -> int:
@@ -112,13 +130,14 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
         """Most tiles of prefill attention that chunks of `num_rows` rows are cut into."""
         return num_rows // self.tile_rows + min(num_rows, self.max_chunks)
 
-    def padded(self, num_tokens: int) -> int:
-        """Rows of a chunk of `num_tokens` tokens; in exact prefill they fill whole tiles."""
-        return -(-num_tokens // self.tile_rows) * self.tile_rows if self.is_exact else num_tokens
-
     def prefill_words(self, num_rows: int) -> int:
         """Payload words of a prefill step: token, slot and position of each row, then the tiles."""
         return 3 * num_rows + 4 * self.num_tiles(num_rows)
+
+    def mixed_words(self, num_rows: int, num_slots: int) -> int:
+        """Payload words of a mixed step: token, slot and position of each row of chunks, room for the same of
+        each slot's row, the tiles, then slots and most drafts."""
+        return 3 * (num_rows + num_slots) + 4 * self.num_tiles(num_rows) + 2 * num_slots
 
     def draft_extend_words(self, num_rows: int) -> int:
         """Payload words of a step that updates the drafter after prefill: token, slot and position of each
@@ -129,7 +148,10 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
     def payload_words(self) -> int:
         """Payload words of the largest step; a round's payload has two words for each slot."""
         most = self.prefill[-1]
-        return max(2 * self.decode[-1], self.prefill_words(most), self.draft_extend_words(most))
+        words = [2 * self.decode[-1], self.prefill_words(most), self.draft_extend_words(most)]
+        if self.mixed:
+            words.append(self.mixed_words(self.mixed_rows[-1], self.mixed[-1]))
+        return max(words)
 
     @property
     def record_words(self) -> int:

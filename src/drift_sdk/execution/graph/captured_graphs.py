@@ -25,6 +25,7 @@ class CapturedGraphs:
 
     update: applies updates and nothing else. decode[B, K]: a round of B slots with K drafts each. draft[B, K]
     and verify[B, K]: its halves, if there is a drafter and K is not 0. prefill[N]: chunks of N rows.
+    mixed[N, B]: chunks of N rows and a round of B slots without drafts, in one pass.
     first_tokens[B]: samples the first tokens of B finished prompts. draft_extend[N]: updates the drafter
     after a prefill step and its first tokens; empty without a drafter.
     """
@@ -42,6 +43,7 @@ class CapturedGraphs:
         self._steps = steps  # the buffers that graphs use stay allocated as long as the graphs
         self._report = report
         self.prefill: dict[int, Replay] = {}
+        self.mixed: dict[tuple[int, int], Replay] = {}
         self.draft_extend: dict[int, Replay] = {}
         self.decode: dict[tuple[int, int], Replay] = {}
         self.draft: dict[tuple[int, int], Replay] = {}
@@ -54,6 +56,7 @@ class CapturedGraphs:
         with resources.device.work():
             steps.allocate_caches(num_blocks)
         self._capture_prefill()
+        self._capture_mixed()
         self._capture_rounds()
         for num_slots in reversed(buckets.decode):
             self.first_tokens[num_slots] = self._capture(steps.first_tokens(num_slots))
@@ -73,7 +76,8 @@ class CapturedGraphs:
         # A round without drafts is never split.
         num_decode = sum(3 if number and has_drafter else 1 for _, number in buckets.rounds)
         num_first_tokens = len(buckets.decode)
-        return num_prefill + num_decode + num_first_tokens + 1  # and `update`
+        num_mixed = len(buckets.mixed_rows) * len(buckets.mixed)
+        return num_prefill + num_mixed + num_decode + num_first_tokens + 1  # and `update`
 
     def _warm_up(self) -> None:
         """Run the largest step of each kind, so that later ones need no more memory."""
@@ -87,6 +91,11 @@ class CapturedGraphs:
             self.prefill[num_rows] = self._capture(steps.prefill(num_rows))
             if steps.drafter is not None:
                 self.draft_extend[num_rows] = self._capture(steps.draft_extend(num_rows, steps.drafter))
+
+    def _capture_mixed(self) -> None:
+        for num_rows in reversed(self._buckets.mixed_rows):
+            for num_slots in reversed(self._buckets.mixed):
+                self.mixed[num_rows, num_slots] = self._capture(self._steps.mixed(num_rows, num_slots))
 
     def _capture_rounds(self) -> None:
         for bucket in reversed(self._buckets.rounds):

@@ -170,16 +170,15 @@ class EagleTrees:
             token=after.token,
             position=after.position,
             kv_slot=after.kv_slot,
-            paths=TreePaths(rows.root_position, rows.draft_kv_slot, after.path),
         )
+        paths = TreePaths(rows.root_position, rows.draft_kv_slot, after.path)
         with self._stages("draft_attention"):
-            attend = self._attend(drafted, width)
+            attend = self._attend(drafted, paths, width)
         forward.run(drafted, features, attend, is_fused=False)
 
-    def _attend(self, rows: Rows, width: int) -> Attend:
+    def _attend(self, rows: Rows, paths: TreePaths, width: int) -> Attend:
         """Attention of a frontier's rows, `width` of each tree."""
-        attention, paths = self._attention[width], rows.paths
-        assert paths is not None
+        attention = self._attention[width]
         attention.plan(rows.slot, rows.position, width)
 
         def attend(query: Tensor, keys: Tensor, values: Tensor, attended: Tensor) -> None:

@@ -104,7 +104,7 @@ class SampleCommit:
             self._masks,
             self._buffers,
             rows_per_slot=self._rows_per_slot,
-            row_path=None if rows.paths is None else rows.paths.path,
+            row_path=rows.path,
         )
 
     def _commit(self) -> None:

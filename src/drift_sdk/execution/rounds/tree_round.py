@@ -66,8 +66,12 @@ class TreeTensors(Struct, frozen=True):
     def rows(self) -> Rows:
         """The rows as the forward pass and sampling take them."""
         roots = self.roots
-        paths = TreePaths(roots.position, self.kv_slot, self.path)
-        return Rows(roots.slot, roots.token, roots.position, kv_slot=self.kv_slot, paths=paths)
+        return Rows(roots.slot, roots.token, roots.position, kv_slot=self.kv_slot, path=self.path)
+
+    @property
+    def paths(self) -> TreePaths:
+        """The rows' keys as attention takes them."""
+        return TreePaths(self.roots.position, self.kv_slot, self.path)
 
     @property
     def acceptance(self) -> TreeAcceptance:
