@@ -27,7 +27,9 @@ from drift_sdk.steps import Executor, ExecutorLimits
 pytestmark = pytest.mark.kernel
 
 IS_GPU = torch.cuda.is_available()
-TARGET = tiny_llama(vocab_size=96, num_hidden_layers=3)
+TARGET = tiny_llama(
+    vocab_size=96, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1, hidden_size=16
+)
 LIMITS = ExecutorLimits(max_num_seqs=2, max_model_len=40, num_blocks=20, block_size=4, vocab_size=96)
 BUDGET = 16
 STATIC = StaticTree([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
