@@ -10,15 +10,13 @@ lie. The tiles behind the border are gathered for each node by itself, through t
 `attend_prefix` sums the partitions before the one that the border lies in, `_attend_paths` the others; then
 `add_partitions` combines them as in paged attention.
 
-Order of summation: that of online_softmax.py, tile by tile as in `_attend`. A tile that was gathered for a
-node changes nothing for the rows of other nodes: their scores are -inf, their weights 0 and their sums are
-multiplied by 1.
+Order of summation: that of online_softmax.py, tile by tile as in `_attend`.
 
-Grid of `_attend_paths`: (node tiles, KV heads, trees). A program owns the nodes whose query rows fill the 16
-rows of a product.
+Grid of `_attend_paths`: (nodes, KV heads, trees). A program owns a node: the nodes of a tile have different
+values at the same places of a product, so a product has the query heads of one group only.
 
-Bytes: the keys and values behind the border, and those of the border's partition, for each tile of nodes from
-the L2 cache; the partitions' sums, written and read once.
+Bytes: the keys and values behind the border, and those of the border's partition, for each node from the L2
+cache; the partitions' sums, written and read once.
 
 Dependent launch: the kernel waits before its first read, and permits its dependents to start at its end.
 """
@@ -64,14 +62,12 @@ def _attend_paths(
     NUM_NODES: tl.constexpr,  # query rows of each tree, before heads
     NUM_TREE_NODES: tl.constexpr,  # nodes that paths consist of
     ROOT_STRIDE: tl.constexpr,
-    PADDED_NODES: tl.constexpr,  # NUM_NODES, rounded up to a power of two
-    TILE_NODES: tl.constexpr,  # nodes of a program
     NUM_PATH_ENTRIES: tl.constexpr,
     NUM_PATH_TILES: tl.constexpr,  # tiles that a path may reach, from the border on
     GROUP_SIZE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    TILE_ROWS: tl.constexpr,  # TILE_NODES * GROUP_SIZE, rounded up to a power of two, 16 or more
+    TILE_ROWS: tl.constexpr,  # GROUP_SIZE, rounded up to a power of two, 16 or more
     PADDED_DIM: tl.constexpr,
     KV_BLOCK_SIZE: tl.constexpr,
     FIRST_KEY: tl.constexpr,
@@ -82,48 +78,37 @@ def _attend_paths(
     WIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (node tile, head, tree)."""
+    """Program (node, head, tree)."""
     wait_for_producers(PDL)
     NUM_QUERY_ROWS: tl.constexpr = NUM_NODES * GROUP_SIZE
-    first_node, head, tree = tl.program_id(0) * TILE_NODES, tl.program_id(1), tl.program_id(2)
-    first_row = tree * NUM_NODES
-    row_slots = tl.load(
-        row_slot_ptr + first_row + tl.arange(0, PADDED_NODES),
-        mask=tl.arange(0, PADDED_NODES) < NUM_NODES,
-        other=-1,
-    )
-    slot = tl.max(row_slots, 0)
+    node, head, tree = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = tree * NUM_NODES + node
+    slot = tl.load(row_slot_ptr + row)
     if slot >= 0:
         tile_row = tl.arange(0, TILE_ROWS)
-        node = first_node + tile_row // GROUP_SIZE
-        is_row = (tile_row < TILE_NODES * GROUP_SIZE) & (node < NUM_NODES)
-        row = first_row + node
-        is_live = tl.load(row_slot_ptr + row, mask=is_row, other=-1) >= 0
+        is_row = tile_row < GROUP_SIZE
         dim = tl.arange(0, PADDED_DIM)
         is_dim = dim < HEAD_DIM
         key = tl.arange(0, TILE_KEYS)
         root_position = tl.load(root_position_ptr + tree * ROOT_STRIDE)
-        own_position = tl.load(row_position_ptr + row, mask=is_live, other=-1)
-        last_position = tl.max(own_position, 0)
+        own_position = tl.load(row_position_ptr + row)
         first_seen = FIRST_KEY
         if WINDOW > 0:  # as in `_attend`, for all rows of the tree
             first_seen = tl.maximum(root_position - (WINDOW - 1), FIRST_KEY)
         border = root_position // TILE_KEYS * TILE_KEYS
         partition = partition_of(border, NARROW, NARROW_END, WIDE)
-        first_start = partition_start(partition, NARROW, NARROW_END, WIDE)
-        query_index = (row * NUM_KV_HEADS + head) * GROUP_SIZE + tile_row % GROUP_SIZE
-        query_mask = is_live[:, None] & is_dim[None, :]
+        begin_key = partition_start(partition, NARROW, NARROW_END, WIDE)
+        query_index = (row * NUM_KV_HEADS + head) * GROUP_SIZE + tile_row
+        query_mask = is_row[:, None] & is_dim[None, :]
         queries = tl.load(
             query_ptr + query_index[:, None] * HEAD_DIM + dim[None, :], mask=query_mask, other=0.0
         )
         table_ptr = block_table_ptr + slot.to(tl.int64) * max_blocks
-        query_row = node * GROUP_SIZE + tile_row % GROUP_SIZE
+        query_row = node * GROUP_SIZE + tile_row
         first_sum = (tree * NUM_KV_HEADS + head) * num_partitions * NUM_QUERY_ROWS + query_row
-        sum_mask = is_row[:, None] & is_dim[None, :]
-        begin_key = first_start
         if WINDOW > 0:
             first_sum -= partition_of(first_seen, NARROW, NARROW_END, WIDE) * NUM_QUERY_ROWS
-            begin_key = tl.maximum(first_start, first_seen // TILE_KEYS * TILE_KEYS)
+            begin_key = tl.maximum(begin_key, first_seen // TILE_KEYS * TILE_KEYS)
         maximum = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
         weight = tl.zeros((TILE_ROWS, ONES_COLUMNS), tl.float32)
         total = tl.zeros((TILE_ROWS, PADDED_DIM), tl.float32)
@@ -136,21 +121,21 @@ def _attend_paths(
             key_mask = (position >= first_seen)[:, None] & is_dim[None, :]
             keys = tl.load(keys_ptr + cache_offset, mask=key_mask, other=0.0)
             values = tl.load(values_ptr + cache_offset, mask=key_mask, other=0.0)
-            is_seen = is_live[:, None] & (position >= FIRST_KEY)[None, :]
+            is_seen = is_row[:, None] & (position >= FIRST_KEY)[None, :]
             if WINDOW > 0:
-                is_seen = is_seen & (position[None, :] > own_position[:, None] - WINDOW)
+                is_seen = is_seen & (position > own_position - WINDOW)[None, :]
             maximum, weight, total = attend_tile(
                 maximum, weight, total, queries, keys, values, is_seen, scale, True
             )
 
         for tile in tl.static_range(NUM_PATH_TILES):
             first_key = border + tile * TILE_KEYS
-            if first_key <= last_position:
+            if first_key <= own_position:
                 if tile > 0:
                     tile_partition = partition_of(first_key, NARROW, NARROW_END, WIDE)
                     is_next = tile_partition != partition
                     # The tile before was its partition's last: store the sums, and start the next partition.
-                    stored = is_row & (tile_row < tl.where(is_next, TILE_ROWS, 0))
+                    stored = tile_row < tl.where(is_next, GROUP_SIZE, 0)
                     sum_index = first_sum + partition * NUM_QUERY_ROWS
                     sum_ptrs = sums_ptr + sum_index.to(tl.int64)[:, None] * HEAD_DIM + dim[None, :]
                     tl.store(sum_ptrs, total, mask=stored[:, None] & is_dim[None, :])
@@ -161,39 +146,34 @@ def _attend_paths(
                     total = tl.where(is_next, 0.0, total)
                     partition = tile_partition
 
+                # The tile as the node sees it in a chain: the prefix, then its ancestors.
                 position = first_key + key
                 is_prefix = (position < root_position) & (position >= first_seen)
                 block = tl.load(table_ptr + position // KV_BLOCK_SIZE, mask=is_prefix, other=0).to(tl.int64)
                 prefix_slot = block * KV_BLOCK_SIZE + position % KV_BLOCK_SIZE
                 depth = position - root_position
-                for index in range(TILE_NODES):
-                    # The tile as the node sees it in a chain: the prefix, then its ancestors.
-                    own_node = first_node + index
-                    path_row = first_row + tl.minimum(own_node, NUM_NODES - 1)
-                    own_path_ptr = row_path_ptr + path_row * NUM_PATH_ENTRIES
-                    on_path = (depth >= 0) & (depth < NUM_PATH_ENTRIES)
-                    ancestor = tl.load(own_path_ptr + depth, mask=on_path, other=-1)
-                    is_ancestor = ancestor >= 0
-                    node_ptr = node_kv_slot_ptr + tree * NUM_TREE_NODES + ancestor
-                    tree_slot = tl.load(node_ptr, mask=is_ancestor, other=0)
-                    kv_slot = tl.where(is_prefix, prefix_slot, tree_slot)
-                    is_key = is_prefix | is_ancestor
-                    cache_row = (kv_slot // KV_BLOCK_SIZE * NUM_KV_HEADS + head) * KV_BLOCK_SIZE
-                    cache_row += kv_slot % KV_BLOCK_SIZE
-                    cache_offset = cache_row[:, None] * HEAD_DIM + dim[None, :]
-                    key_mask = is_key[:, None] & is_dim[None, :]
-                    keys = tl.load(keys_ptr + cache_offset, mask=key_mask, other=0.0)
-                    values = tl.load(values_ptr + cache_offset, mask=key_mask, other=0.0)
-                    is_seen = (is_live & (node == own_node))[:, None] & is_key[None, :]
-                    if WINDOW > 0:
-                        is_seen = is_seen & (position[None, :] > own_position[:, None] - WINDOW)
-                    maximum, weight, total = attend_tile(
-                        maximum, weight, total, queries, keys, values, is_seen, scale, True
-                    )
+                on_path = (depth >= 0) & (depth < NUM_PATH_ENTRIES)
+                ancestor = tl.load(row_path_ptr + row * NUM_PATH_ENTRIES + depth, mask=on_path, other=-1)
+                is_ancestor = ancestor >= 0
+                node_ptr = node_kv_slot_ptr + tree * NUM_TREE_NODES + ancestor
+                tree_slot = tl.load(node_ptr, mask=is_ancestor, other=0)
+                kv_slot = tl.where(is_prefix, prefix_slot, tree_slot)
+                is_key = is_prefix | is_ancestor
+                cache_row = (kv_slot // KV_BLOCK_SIZE * NUM_KV_HEADS + head) * KV_BLOCK_SIZE
+                cache_offset = (cache_row + kv_slot % KV_BLOCK_SIZE)[:, None] * HEAD_DIM + dim[None, :]
+                key_mask = is_key[:, None] & is_dim[None, :]
+                keys = tl.load(keys_ptr + cache_offset, mask=key_mask, other=0.0)
+                values = tl.load(values_ptr + cache_offset, mask=key_mask, other=0.0)
+                is_seen = is_row[:, None] & is_key[None, :]
+                if WINDOW > 0:
+                    is_seen = is_seen & (position > own_position - WINDOW)[None, :]
+                maximum, weight, total = attend_tile(
+                    maximum, weight, total, queries, keys, values, is_seen, scale, True
+                )
 
         sum_index = first_sum + partition * NUM_QUERY_ROWS
         sum_ptrs = sums_ptr + sum_index.to(tl.int64)[:, None] * HEAD_DIM + dim[None, :]
-        tl.store(sum_ptrs, total, mask=sum_mask)
+        tl.store(sum_ptrs, total, mask=query_mask)
         tl.store(maxima_ptr + sum_index, maximum, mask=is_row)
         tl.store(weights_ptr + sum_index, tl.max(weight, 1), mask=is_row)
 
@@ -249,8 +229,7 @@ def tree_attention(
         first_key=first_key,
         scale=scale,
     )
-    tile_nodes = max(1, MIN_DOT_SIZE // group)
-    _attend_paths[(triton.cdiv(nodes_per_tree, tile_nodes), num_kv_heads, num_trees)](
+    _attend_paths[(nodes_per_tree, num_kv_heads, num_trees)](
         query,
         keys,
         values,
@@ -269,11 +248,9 @@ def tree_attention(
         NUM_NODES=nodes_per_tree,
         NUM_TREE_NODES=paths.kv_slot.shape[0] // num_trees,
         ROOT_STRIDE=paths.root_position.shape[0] // num_trees,
-        PADDED_NODES=triton.next_power_of_2(nodes_per_tree),
-        TILE_NODES=tile_nodes,
         NUM_PATH_ENTRIES=PATH_ENTRIES,
         NUM_PATH_TILES=triton.cdiv(plan.partitions.tile - 1 + PATH_ENTRIES, plan.partitions.tile),
-        TILE_ROWS=max(MIN_DOT_SIZE, triton.next_power_of_2(tile_nodes * group)),
+        TILE_ROWS=max(MIN_DOT_SIZE, triton.next_power_of_2(group)),
         GROUP_SIZE=group,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,

@@ -43,7 +43,8 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
 
     decode:     slots of decode steps.
     drafts:     tokens that a round may draft for each slot; the first is 0.
-    trees:      those of `drafts` that form trees.
+    trees:      those of `drafts` that form trees; all of them if rounds are checked.
+    has_checks: whether rounds are checked.
     rounds:     (slots, drafts) of rounds.
     prefill:    rows of prefill steps.
     tile_rows:  rows of a tile of prefill attention.
@@ -55,6 +56,7 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
     decode: tuple[int, ...]
     drafts: tuple[int, ...]
     trees: tuple[int, ...]
+    has_checks: bool
     rounds: tuple[tuple[int, int], ...]
     prefill: tuple[int, ...]
     tile_rows: int
@@ -73,11 +75,13 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
         draft_choices: Sequence[int] = (),
         tree_choices: Sequence[int] = (),
         shares_rows: bool = False,
+        has_checks: bool = False,
     ) -> GraphBuckets:
         """The buckets of a model and its limits.
 
         budget: most tokens of a prefill step. draft_choices: numbers of tokens that a round may draft;
         tree_choices: those that form trees. shares_rows: the rows of a round are limited, see `tree_rounds`.
+        has_checks: rounds of speculation are checked.
         """
         head_dim, dtype = decoder.config.head_dim, decoder.dtype
         attention = (exact_prefill_config if is_exact else prefill_attention_config)(head_dim, dtype)
@@ -86,7 +90,8 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
         return cls(
             decode=decode,
             drafts=drafts,
-            trees=tuple(tree_choices),
+            trees=drafts if has_checks else tuple(tree_choices),
+            has_checks=has_checks,
             rounds=tuple(tree_rounds(decode, drafts) if shares_rows else every),
             prefill=_prefill_buckets(-(-budget // MIN_PREFILL_ROWS) * MIN_PREFILL_ROWS),
             tile_rows=attention.tile_rows,
@@ -97,8 +102,8 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
 
     @property
     def max_chain(self) -> int:
-        """Most drafts of a chain."""
-        return max(number for number in self.drafts if number not in self.trees)
+        """Most drafts of a chain that does not run as a tree."""
+        return max((number for number in self.drafts if number not in self.trees), default=0)
 
     @property
     def mixed_rows(self) -> tuple[int, ...]:
@@ -156,7 +161,8 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
     @property
     def record_words(self) -> int:
         """Result words of the largest round."""
-        return max(
+        num_flags = self.decode[-1] if self.has_checks else 0
+        return num_flags + max(
             tree_record_words(num_slots) if number in self.trees else num_slots * record_words(number + 1)
             for num_slots, number in self.rounds
         )

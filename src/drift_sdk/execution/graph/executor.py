@@ -54,6 +54,7 @@ class GraphOptions(Struct, frozen=True, kw_only=True):
     step_timeout_s:       most seconds that the device may take for a step; None = no limit.
     acceptance_trace:     for measuring: tokens that rounds emit in turn, whatever was drafted.
     stages:               for measuring: marks around the stages of steps.
+    has_checks:           rounds of speculation are checked.
     """
 
     prefill_token_budget: int
@@ -61,6 +62,7 @@ class GraphOptions(Struct, frozen=True, kw_only=True):
     step_timeout_s: float | None = None
     acceptance_trace: Sequence[int] | None = None
     stages: StageMarks = NO_STAGE_MARKS
+    has_checks: bool = False
 
 
 class StartupHooks(Struct, frozen=True, kw_only=True):
@@ -117,6 +119,7 @@ class GraphExecutor:
             draft_choices=drafter_factory.draft_choices,
             tree_choices=tuple(drafter_factory.tree_plans),
             shares_rows=drafter_factory.max_tree_depth is not None,
+            has_checks=options.has_checks and bool(drafter_factory.draft_choices),
         )
         with typed_errors(device), device.work():
             self._resources = _open_resources(device, limits, buckets, options, drafter_factory)

@@ -25,11 +25,13 @@ from drift_sdk.execution.forward.row_attention import (
 from drift_sdk.execution.forward.step_buffers import HiddenStates, LayerBuffers
 from drift_sdk.execution.graph.buckets import GraphBuckets
 from drift_sdk.execution.resources import DeviceResources
+from drift_sdk.execution.rounds.chain_drafts import ChainDrafts
 from drift_sdk.execution.rounds.drafter import RoundDrafter, RoundSizes
 from drift_sdk.execution.rounds.round import DecodeRound
+from drift_sdk.execution.rounds.round_checks import TreeChecks
 from drift_sdk.execution.rounds.sample_commit import SampleCommit, TreeAcceptance
 from drift_sdk.execution.rounds.tree_drafter import TreeDrafter
-from drift_sdk.execution.rounds.tree_plan import TreePlan
+from drift_sdk.execution.rounds.tree_plan import TreePlan, chain_plan
 from drift_sdk.execution.rounds.tree_round import TreeRound, TreeTensors
 
 __all__ = ["GraphSteps", "Step"]
@@ -59,7 +61,8 @@ class GraphSteps:
         *,
         acceptance_trace: Sequence[int] | None,
     ) -> None:
-        """acceptance_trace: see `GraphOptions`."""
+        """acceptance_trace: see `GraphOptions`. With `buckets.has_checks`, all rounds of speculation run as
+        trees and are checked."""
         self._resources, self._model, self._buckets = resources, model, buckets
         workspace, max_rows = resources.workspace, buckets.max_rows
         device = resources.device.torch_device
@@ -81,6 +84,10 @@ class GraphSteps:
             resources, model, round_sizes(buckets, drafter_factory.tree_plans)
         )
         self.trees = drafter_factory.tree_drafter(resources, self.drafter, buckets.rounds)
+        self._checked_chains: ChainDrafts | None = None
+        if buckets.has_checks and self.drafter is not None:
+            plans = {number: chain_plan(number) for number in buckets.drafts}
+            self._checked_chains = ChainDrafts(self.drafter, plans)
         aux_layers = self.drafter.aux_layers if self.drafter is not None else ()
         decoder = model.decoder
         most = buckets.prefill[-1]
@@ -201,6 +208,9 @@ class GraphSteps:
         if self.trees is not None and num_drafts in self.trees.plans:
             return self._tree_round(num_slots, self.trees, self.trees.plans[num_drafts])
 
+        if self._checked_chains is not None:
+            return self._tree_round(num_slots, self._checked_chains, self._checked_chains.plans[num_drafts])
+
         resources, rows_per_slot = self._resources, num_drafts + 1
         num_rows = num_slots * rows_per_slot
         rows = Rows.take(resources.workspace, num_rows)
@@ -230,7 +240,16 @@ class GraphSteps:
             drafter,
             plan,
             cache=self._model.cache,
+            checks=self._checks(num_slots),
         )
+
+    def _checks(self, num_trees: int) -> TreeChecks | None:
+        if not self._buckets.has_checks:
+            return None
+
+        workspace, table = self._resources.workspace, self._resources.table
+        vocab_size = self._model.limits.vocab_size
+        return TreeChecks(workspace, table, self._model.cache, num_trees, vocab_size)
 
     def first_tokens(self, num_slots: int) -> Step:
         """Sample the first token of `num_slots` finished prompts from `prefill_hidden`. Payload: slots, then
@@ -280,7 +299,7 @@ def round_sizes(buckets: GraphBuckets, plans: Mapping[int, TreePlan]) -> RoundSi
     most = [(buckets.max_slots(number), plan) for number, plan in plans.items()]
     return RoundSizes(
         max_num_slots=buckets.decode[-1],
-        max_draft_tokens=buckets.max_chain,
+        max_draft_tokens=max(number for number in buckets.drafts if number not in plans),
         max_prefill_rows=buckets.prefill[-1],
         max_path_length=max((plan.depth for _, plan in most), default=0),
         max_path_rows=max((num_slots * (plan.depth + 1) for num_slots, plan in most), default=0),

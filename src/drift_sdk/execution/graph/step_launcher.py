@@ -113,7 +113,11 @@ class StepLauncher:
         if found.num_trees and found.decode is not None:
             found.decode.is_pending = False
             words = found.decode.words
-            return prefill, tuple(tree_outputs(words, found.num_trees, slots, self._num_logprobs))
+            has_checks = self._buckets.has_checks
+            outputs_of_trees = tree_outputs(
+                words, found.num_trees, slots, self._num_logprobs, has_checks=has_checks
+            )
+            return prefill, tuple(outputs_of_trees)
 
         return prefill, tuple(self._outputs(found.decode, found.rows_per_slot, slots))
 

@@ -127,12 +127,13 @@ class EagleTrees:
         hidden: Tensor,
         chosen: Tensor,
         path: Tensor,
+        emitted: Tensor,
     ) -> None:
         chains, rows_per_path = self._chains, plan.depth + 1
         num_rows = path.shape[0] * rows_per_path
-        emitted = chains.take_rows(num_rows)
+        draft_rows = chains.take_rows(num_rows)
         source = self._workspace.take("draft_path_source", (num_rows,), torch.int32)
-        out = (emitted.slot, emitted.token, emitted.position, source)
+        out = (draft_rows.slot, draft_rows.token, draft_rows.position, source)
         path_rows(rows.slot, rows.position, chosen, path, out, nodes_per_tree=plan.num_nodes)
         needs_final = self._draft.weights.fc is None
         gathered = [
@@ -140,9 +141,9 @@ class EagleTrees:
             for index, tensor in enumerate([hidden] if needs_final else aux_hidden)
         ]
         features = chains.fuse([] if needs_final else gathered, gathered[0])
-        attend = chains.attend_few_rows(emitted, rows_per_path)
-        chains.forward.run(emitted, features, attend, is_fused=True)
-        keep_last_rows(emitted.slot, chains.forward.output(num_rows), chains.kv_cache.outputs)
+        attend = chains.attend_few_rows(draft_rows, rows_per_path)
+        chains.forward.run(draft_rows, features, attend, is_fused=True)
+        keep_last_rows(draft_rows.slot, chains.forward.output(num_rows), chains.kv_cache.outputs)
 
     def _rank(self, rows: Frontier, plan: TreePlan) -> CandidateBuffers:
         """The best tokens after rows that the draft has just computed."""

@@ -41,9 +41,10 @@ class TreeDrafter(Protocol):
         hidden: Tensor,
         chosen: Tensor,
         path: Tensor,
+        emitted: Tensor,
     ) -> None:
         """Update the drafter's state after the target has computed and sampled a round's rows.
 
-        aux_hidden, hidden, chosen: as of `RoundDrafter.draft_extend`. path [B, PATH_ENTRIES] int32: the nodes
-        that tokens were emitted behind, then -1.
+        aux_hidden, hidden, chosen, emitted: as of `RoundDrafter.draft_extend`. path [B, PATH_ENTRIES] int32:
+        the nodes that tokens were emitted behind, then -1.
         """

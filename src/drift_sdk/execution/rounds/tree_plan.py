@@ -10,7 +10,7 @@ from drift_sdk.speculation import DynamicTree, StaticTree
 from drift_sdk.trees.limits import max_batch_drafts
 from drift_sdk.trees.rank_paths import RankedTree, rank_tree
 
-__all__ = ["TreePlan", "tree_plan", "tree_rounds"]
+__all__ = ["TreePlan", "chain_plan", "tree_plan", "tree_rounds"]
 
 
 class TreePlan(Struct, frozen=True, kw_only=True):
@@ -50,6 +50,11 @@ class TreePlan(Struct, frozen=True, kw_only=True):
         nodes = [node for node in range(1, self.num_nodes) if tree.depths[node] == depth]
         found = [node for node in nodes if not tree.is_leaf(node)]
         return found + [-1] * (self.widths[depth - 1] - len(found))
+
+
+def chain_plan(num_drafts: int) -> TreePlan:
+    """The plan of trees without branches."""
+    return TreePlan(num_drafts=num_drafts, depth=num_drafts, num_candidates=1, widths=())
 
 
 def tree_plan(shape: StaticTree | DynamicTree, num_drafts: int) -> TreePlan | None:

@@ -15,6 +15,7 @@ from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.decode import DecodeForward, Rows
 from drift_sdk.execution.forward.kv_cache import PagedKVCache
 from drift_sdk.execution.resources import DeviceResources
+from drift_sdk.execution.rounds.round_checks import TreeChecks
 from drift_sdk.execution.rounds.sample_commit import SampleCommit, TreeAcceptance
 from drift_sdk.execution.rounds.tree_drafter import TreeDrafter
 from drift_sdk.execution.rounds.tree_plan import TreePlan
@@ -95,11 +96,13 @@ class TreeRound:
         plan: TreePlan,
         *,
         cache: PagedKVCache,
+        checks: TreeChecks | None,
     ) -> None:
-        """payload [2, B] int32: slots (-1: padding) and most drafts. cache: of the target."""
+        """payload [2, B] int32: slots (-1: padding) and most drafts. cache: of the target. checks: None: the
+        round is not checked."""
         self._resources, self._tensors, self._forward = resources, tensors, forward
         self._sample_commit, self._drafter, self._plan = sample_commit, drafter, plan
-        self._cache = cache
+        self._cache, self._checks = cache, checks
         self._slots, self._max_drafts = payload
         self._block_size = cache.keys.shape[3]
 
@@ -136,24 +139,37 @@ class TreeRound:
             first_draft_slot=self._drafter.first_draft_slot,
         )
         self._drafter.grow(self._tensors.roots, self._plan)
+        if self._checks is not None:
+            self._checks.after_draft(self._tensors.roots)
 
     def _verify(self, *, has_draft_masks: bool) -> None:
         tensors, forward, stages = self._tensors, self._forward, self._resources.stages
         roots, sample_commit, plan = tensors.roots, self._sample_commit, self._plan
+        checks, hidden = self._checks, forward.hidden_states
         with stages(forward_stage(plan.num_drafts)):
             self._place()
+            if checks is not None:
+                checks.after_place(roots, tensors.path)
             forward.run()
+        if checks is not None:
+            checks.after_forward(roots, hidden.final)
         sample_commit.run(forward.normed, has_draft_masks=has_draft_masks)
+        if checks is not None:
+            checks.after_commit(roots, sample_commit.chosen, tensors.accepted, sample_commit.emitted)
         with stages("commit"):
             self._rewind()
+        if checks is not None:
+            checks.after_rewind(roots, tensors.kv_slot, tensors.accepted)
+            checks.report(self._resources.ring)
         with stages("draft_extend"):
             self._drafter.extend(
                 roots,
                 plan,
-                aux_hidden=forward.hidden_states.aux,
-                hidden=forward.hidden_states.final,
+                aux_hidden=hidden.aux,
+                hidden=hidden.final,
                 chosen=sample_commit.chosen,
                 path=tensors.accepted,
+                emitted=sample_commit.emitted,
             )
 
     def _place(self) -> None:
