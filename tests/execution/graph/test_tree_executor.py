@@ -47,13 +47,19 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Decoder, DraftDeco
 
 def rounds(executor: Executor, num_drafts: int, depth: int | None) -> list[Any]:
     slots = ManualDriver(executor, prefill_token_budget=BUDGET)
-    slots.fill(6, [13, 11])
+    slots.fill(6, [12, 10])
     found = []
     while slots.active:
         outputs = slots.round(num_drafts, max_depth=depth).decode
         found.append(
             [
-                (output.token_ids, output.num_drafted, output.num_accepted, output.accepted_nodes)
+                (
+                    output.token_ids,
+                    output.num_drafted,
+                    output.num_accepted,
+                    output.accepted_nodes,
+                    output.violation,
+                )
                 for output in outputs
             ]
         )
@@ -61,22 +67,38 @@ def rounds(executor: Executor, num_drafts: int, depth: int | None) -> list[Any]:
     return found
 
 
-def graph_executor(models: tuple[Decoder, DraftDecoder], factory: EagleDrafterFactory) -> GraphExecutor:
+def graph_executor(
+    models: tuple[Decoder, DraftDecoder], factory: EagleDrafterFactory, *, has_checks: bool
+) -> GraphExecutor:
     return GraphExecutor(
         GpuDevice(0) if IS_GPU else InterpretedDevice(),
         models[0],
         LIMITS,
         TunedTable(),
-        GraphOptions(prefill_token_budget=BUDGET),
+        GraphOptions(prefill_token_budget=BUDGET, has_checks=has_checks),
         drafter_factory=factory,
     )
 
 
-@pytest.mark.parametrize("shape", [STATIC, DYNAMIC], ids=repr)
-def test_rounds_equal_those_of_the_eager_executor(models: tuple[Decoder, DraftDecoder], shape: Any) -> None:
+@pytest.mark.parametrize(
+    ("shape", "has_checks"), [(STATIC, True), (DYNAMIC, False)], ids=["static", "dynamic"]
+)
+def test_rounds_equal_those_of_the_eager_executor(
+    models: tuple[Decoder, DraftDecoder], shape: Any, has_checks: bool
+) -> None:
     factory = EagleDrafterFactory(models[1], (shape.num_draft_tokens,), tree=shape)
     eager = EagerExecutor(models[0], LIMITS, factory.eager_drafter(models[0], LIMITS))
     expected = rounds(eager, shape.num_draft_tokens, shape.depth)
-    found = rounds(graph_executor(models, factory), shape.num_draft_tokens, shape.depth)
-    assert found == expected
+    executor = graph_executor(models, factory, has_checks=has_checks)
+    assert rounds(executor, shape.num_draft_tokens, shape.depth) == expected
     assert len(expected) > 2
+
+
+def test_checked_chains_equal_those_of_the_eager_executor(models: tuple[Decoder, DraftDecoder]) -> None:
+    factory = EagleDrafterFactory(models[1], (2,))
+    eager = EagerExecutor(models[0], LIMITS, factory.eager_drafter(models[0], LIMITS))
+    expected = rounds(eager, 2, None)
+    found = rounds(graph_executor(models, factory, has_checks=True), 2, None)
+    assert [[each[:3] + each[4:] for each in outputs] for outputs in found] == [
+        [each[:3] + each[4:] for each in outputs] for outputs in expected
+    ]
