@@ -81,6 +81,7 @@ gpu-perf:
 	@$(PERF).step_profile --out $(OUT)/profile.json
 	@$(PERF).graph_memory --out $(OUT)/memory.json
 	@$(PERF).kernel_speed --out $(OUT)/kernels.json
+	@$(PERF).trees --out $(OUT)/trees.json
 	@$(PERF).startup --out $(OUT)/startup.json
 	@$(PERF).serving --out $(OUT)/serving.json
 	@$(PERF).serving --draft --out $(OUT)/serving.json

@@ -2,11 +2,11 @@
 
 python -m perf.trees --nodes 4 6 8 16 32 64 --batch 1 4
 
-Needs a GPU. Rounds are run with simulated acceptance, in which every round accepts a draft or two along the last children
-of a tree, so that keys and values are moved. What a round emits on average is computed: the draft's candidate
-of rank r is right with probability p * (1 - p) ** r, whatever was accepted before it (at p = 0.6: 60%, 24%,
-10%). The break-even rate is the least p at which a round emits more tokens in its time than rounds without
-drafts do, or than the best chain does.
+Needs a GPU. Rounds are run with simulated acceptance, in which every round accepts a draft or two along the
+last children of a tree, so that keys and values are moved. What a round emits on average is computed: the
+draft's candidate of rank r is right with probability p * (1 - p) ** r, whatever was accepted before it (at
+p = 0.6: 60%, 24%, 10%). The break-even rate is the least p at which a round emits more tokens in its time
+than rounds without drafts do, and than the best chain does.
 """
 
 from __future__ import annotations
