@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from tolerances import assert_near
 
 from drift_sdk._kernels.attention.attention_plan import AttentionPlan, Partitions, plan_attention
 from drift_sdk._kernels.attention.paged_attention import AttentionConfig, AttentionScratch, paged_attention
+from drift_sdk._kernels.sampling.apply_logits_rules import apply_logits_rules
+from drift_sdk._kernels.sampling.rows_to_sample import RowsToSample
 from drift_sdk._kernels.sampling.sample_buffers import SampleBuffers
 from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotFlag, SlotState
 from drift_sdk._kernels.trees.kv_rewind import kv_rewind, kv_rewind_reference
@@ -505,3 +508,47 @@ def test_errors_name_the_argument(device: str) -> None:
     found.kv_slot = found.kv_slot.int()
     with pytest.raises(ValueError, match=r"kv_slot: \[3\] torch.int32: expected \[3\] torch.int64"):
         found.attend(SMALL)
+
+
+def test_penalties_of_a_node_are_those_of_its_path(device: str) -> None:
+    """Rules of the rows of a tree, and of each path as a chain."""
+    generator = torch.Generator().manual_seed(0)
+    tree = TokenTree([-1, 0, 0, 1, 3, 2])
+    tokens = [9, 5, 6, 5, 7, 5]
+    columns = SlotColumns.allocate(1, VOCAB_SIZE, "cpu")
+    columns.flags.fill_(SlotFlag.PENALTIES.value)
+    columns.frequency_penalty.fill_(0.5)
+    columns.presence_penalty.fill_(0.25)
+    columns.repetition_penalty.fill_(1.5)
+    columns.num_logprobs.fill_(-1)
+    columns.counts[0, 5] = 2
+    columns = type(columns)(**{name: getattr(columns, name).to(device) for name in columns.__slots__})
+    logits = torch.randn(tree.num_nodes, VOCAB_SIZE, generator=generator)
+
+    def ruled(nodes: Sequence[int], path: torch.Tensor | None) -> torch.Tensor:
+        planes = torch.stack((logits[list(nodes)],) * 2).to(device)
+        words = torch.zeros(len(nodes), 2, dtype=torch.int32)
+        columns_of_rows = (
+            torch.zeros(len(nodes), dtype=torch.int32),
+            torch.tensor([20 + tree.depths[node] for node in nodes], dtype=torch.int32),
+            torch.tensor([tokens[node] for node in nodes], dtype=torch.int32),
+        )
+        rows = RowsToSample(
+            planes,
+            *(column.to(device) for column in columns_of_rows),
+            columns,
+            words.to(device),
+            SampleBuffers.allocate(len(nodes), VOCAB_SIZE, device),
+            len(nodes),
+            None if path is None else path.to(device),
+        )
+        apply_logits_rules(rows)
+        return planes[1].cpu()
+
+    path = torch.full((tree.num_nodes, PATH_ENTRIES), -1, dtype=torch.int32)
+    for node in range(tree.num_nodes):
+        path[node, : tree.depths[node] + 1] = torch.tensor(tree.path(node), dtype=torch.int32)
+    found = ruled(range(tree.num_nodes), path)
+    for node in range(tree.num_nodes):
+        assert torch.equal(found[node], ruled(tree.path(node), None)[-1])
+    assert not torch.equal(found, logits)

@@ -58,9 +58,10 @@ TILE_BLOCKS = 64
 def set_flag(flag_ptr, reason, place):
     """Set the word of a tree, unless one is set that counts more."""
     before = tl.load(flag_ptr)
-    is_new = (before == 0) | (((before & 15) <= LAST_DROPPED) & (reason > LAST_DROPPED))
+    word = (place << SHIFT) + reason
+    is_new = (before == 0) | (((before & 15) <= LAST_DROPPED) & ((word & 15) > LAST_DROPPED))
     if is_new:
-        tl.store(flag_ptr, reason | (place << SHIFT))
+        tl.store(flag_ptr, word)
 
 
 @triton.jit
