@@ -152,6 +152,7 @@ CONFIG = {
     "step_timeout_s": number(0.0, 1e6, optional=True, is_open=True),
     "exact_prefill": flag(),
     "num_threads": integer(1, 1024, optional=True),
+    "weights": Case((None, "stored", "expanded", "fp8", "int4"), ("", "FP8", "int8", 8, True, ())),
     "load": choice("auto", "random"),
     "revision": text("main"),
     "cache_dir": text("folder", Path("folder")),

@@ -28,6 +28,7 @@ __all__ = ["EngineConfig"]
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 EXECUTORS = ("auto", "eager", "graph")
 LOADS = ("auto", "random")
+WEIGHTS = ("stored", "expanded", "fp8", "int4")
 TOOL_FORMATS = (
     *("auto", "json", "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "deepseek", "granite"),
     *("phi4_mini", "harmony"),
@@ -68,11 +69,17 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                               ExecutorError with process_unusable, and the engine stops waiting for the GPU.
                               None = no limit. Graph executor only; the end of a step is then noticed about
                               0.1 ms later.
-    exact_prefill:            on the graph executor, compute prompts with the kernels of decoding, so that
-                              their bits are those of decoding: tokens do not depend on how a prompt is cut,
-                              cached or preempted. At a cost in speed.
+    exact_prefill:            on the graph executor, compute all prompts in decoding's order of summation, so
+                              that their bits are those of decoding: tokens do not depend on how a prompt is
+                              cut, cached or preempted. Long prompts take longer.
     num_threads:              threads over which torch splits an operation on the CPU, 1 to 1,024, for the
                               engine's thread alone; None = as torch finds it, one per core by default.
+    weights:                  form of the weights in memory: "stored" (quantised weights stay as the files
+                              have them), "expanded" (all weights are numbers of `dtype`), "fp8" or "int4"
+                              (the projections of the layers are quantised when they are loaded, from files
+                              that are not quantised). None = "expanded". Quantised weights take less memory
+                              and need the eager executor, which dequantises a weight at each use: that costs
+                              speed.
     load:                     "auto" (the model's files) or "random" (random weights of the configured
                               shapes).
     revision:                 branch, tag or commit of the model's hub id; None = the hub's default.
@@ -122,6 +129,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     step_timeout_s: float | None = None
     exact_prefill: bool = False
     num_threads: int | None = None
+    weights: Literal["stored", "expanded", "fp8", "int4"] | None = None
     load: Literal["auto", "random"] = "auto"
     revision: str | None = None
     cache_dir: str | Path | None = None
@@ -154,6 +162,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         check_float(ConfigError, "step_timeout_s", self.step_timeout_s, gt=0.0, le=1e6, optional=True)
         check_bool(ConfigError, "exact_prefill", self.exact_prefill)
         check_int(ConfigError, "num_threads", self.num_threads, ge=1, le=1024, optional=True)
+        if self.weights is not None:
+            check_choice(ConfigError, "weights", self.weights, WEIGHTS)
         check_choice(ConfigError, "load", self.load, LOADS)
         check_str(ConfigError, "revision", self.revision, optional=True)
         self._check_path("cache_dir")

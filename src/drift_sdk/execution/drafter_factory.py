@@ -43,11 +43,13 @@ class DrafterFactory(ABC):
     always_drafts: the drafter finds a token for every slot that may draft.
     max_tree_depth: most tokens of a path if drafts form trees; None: they are chains.
     tree_plans: by number of tokens, the rounds of the graph executor that draft trees.
+    draft: the model that drafts, if there is one.
     """
 
     needs_history = False
     needs_draft_kv = False
     always_drafts = False
+    draft: DraftDecoder | None = None
 
     max_tree_depth: int | None = None
 
@@ -134,6 +136,7 @@ class EagleDrafterFactory(DrafterFactory):
 
     needs_draft_kv = True
     always_drafts = True
+    draft: DraftDecoder
 
     def __init__(
         self,
@@ -144,7 +147,7 @@ class EagleDrafterFactory(DrafterFactory):
         tree: StaticTree | DynamicTree | None = None,
     ) -> None:
         super().__init__(draft_choices, is_adaptive=is_adaptive)
-        self._draft = draft
+        self.draft = draft
         self._tree = tree
         self.max_tree_depth = None if tree is None else tree.depth
         if tree is not None:
@@ -153,12 +156,12 @@ class EagleDrafterFactory(DrafterFactory):
 
     def num_values_per_block(self, block_size: int) -> int:
         """Keys and values of all layers, and the feature kept beside each block."""
-        config = self._draft.config
+        config = self.draft.config
         values_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
         return values_per_token * block_size + config.hidden_size
 
     def eager_drafter(self, target: Decoder, limits: ExecutorLimits) -> Drafter:
-        return EagleDrafter(self._draft, target, limits, self._tree)
+        return EagleDrafter(self.draft, target, limits, self._tree)
 
     def round_drafter(
         self, resources: DeviceResources, model: ModelResources, sizes: RoundSizes
@@ -166,7 +169,7 @@ class EagleDrafterFactory(DrafterFactory):
         from drift_sdk.execution.rounds.eagle import EagleRounds
 
         return EagleRounds(
-            self._draft, model, resources.table, resources.workspace, sizes, stages=resources.stages
+            self.draft, model, resources.table, resources.workspace, sizes, stages=resources.stages
         )
 
     def tree_drafter(
@@ -184,5 +187,5 @@ class EagleDrafterFactory(DrafterFactory):
         assert isinstance(drafter, EagleRounds)
         table, workspace = resources.table, resources.workspace
         return EagleTrees(
-            self._draft, drafter, table, workspace, self.tree_plans, rounds, stages=resources.stages
+            self.draft, drafter, table, workspace, self.tree_plans, rounds, stages=resources.stages
         )

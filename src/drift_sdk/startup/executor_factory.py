@@ -54,11 +54,13 @@ class OpenedExecutor(Struct, frozen=True, kw_only=True):
 
     untuned:     weight shapes that run without measured configurations.
     round_costs: seconds of a round by (slots, drafts); empty unless the number of drafts is adaptive.
+    mixed_slots: as in SchedulerConfig.
     """
 
     executor: Executor
     untuned: tuple[str, ...] = ()
     round_costs: dict[tuple[int, int], float] = {}
+    mixed_slots: tuple[int, ...] = ()
 
 
 def choose_executor(
@@ -74,7 +76,7 @@ def choose_executor(
     if config.executor == "eager":
         obstacle: str | None = 'executor="eager"'
     else:
-        obstacle = _device_obstacle(device) or _model_obstacle(model)
+        obstacle = _device_obstacle(device) or _model_obstacle(model, config)
         if obstacle is None:
             return "graph", None
 
@@ -141,7 +143,10 @@ def open_graph_executor(
     """
     # Imported only here: they need Triton and the driver.
     from drift_sdk._kernels.gemm.tuning import WatchedTable, gpu_key, table_for
+    from drift_sdk.execution.forward.kernel_weights import arrange_decoder
     from drift_sdk.execution.graph.executor import GraphOptions, StartupHooks
+
+    arrange_decoder(decoder, drafter_factory.draft)
 
     def fit_blocks(num_graphs: int) -> int:
         reserve = RESERVE_BYTES + num_graphs * decoder.config.num_layers * GRAPH_BYTES_PER_LAYER
@@ -175,6 +180,7 @@ def open_graph_executor(
         executor=strict if config.strict_performance else executor,
         untuned=untuned,
         round_costs=round_costs,
+        mixed_slots=executor.mixed_slots,
     )
 
 
@@ -239,9 +245,9 @@ def _device_obstacle(device: torch.device) -> str | None:
     return None
 
 
-def _model_obstacle(model: DecoderConfig | None) -> str | None:
+def _model_obstacle(model: DecoderConfig | None, config: EngineConfig) -> str | None:
     """Why the graph executor cannot run a model; None if it can."""
-    lacking = () if model is None else options_without_graphs(model)
+    lacking = () if model is None else options_without_graphs(model, config)
     return f"CUDA graphs do not support {', '.join(lacking)} of this model" if lacking else None
 
 

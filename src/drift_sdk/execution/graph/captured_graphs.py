@@ -76,8 +76,7 @@ class CapturedGraphs:
         # A round without drafts is never split.
         num_decode = sum(3 if number and has_drafter else 1 for _, number in buckets.rounds)
         num_first_tokens = len(buckets.decode)
-        num_mixed = len(buckets.mixed_rows) * len(buckets.mixed)
-        return num_prefill + num_mixed + num_decode + num_first_tokens + 1  # and `update`
+        return num_prefill + len(buckets.mixed) + num_decode + num_first_tokens + 1  # and `update`
 
     def _warm_up(self) -> None:
         """Run the largest step of each kind, so that later ones need no more memory."""
@@ -93,9 +92,8 @@ class CapturedGraphs:
                 self.draft_extend[num_rows] = self._capture(steps.draft_extend(num_rows, steps.drafter))
 
     def _capture_mixed(self) -> None:
-        for num_rows in reversed(self._buckets.mixed_rows):
-            for num_slots in reversed(self._buckets.mixed):
-                self.mixed[num_rows, num_slots] = self._capture(self._steps.mixed(num_rows, num_slots))
+        for num_rows, num_slots in reversed(self._buckets.mixed):
+            self.mixed[num_rows, num_slots] = self._capture(self._steps.mixed(num_rows, num_slots))
 
     def _capture_rounds(self) -> None:
         for bucket in reversed(self._buckets.rounds):

@@ -90,9 +90,7 @@ class GraphSteps:
             self._checked_chains = ChainDrafts(self.drafter, plans)
         aux_layers = self.drafter.aux_layers if self.drafter is not None else ()
         decoder = model.decoder
-        most = buckets.prefill[-1]
-        if buckets.mixed:
-            most = max(most, buckets.mixed_rows[-1] + buckets.mixed[-1])
+        most = max(buckets.prefill[-1], buckets.most_mixed_rows)
         self.prefill_hidden = HiddenStates.take(workspace, "prefill", decoder, most, aux_layers)
         self._round_hidden = HiddenStates.take(workspace, "round", decoder, max_rows, aux_layers)
 
@@ -108,8 +106,7 @@ class GraphSteps:
             for number in reversed(buckets.drafts)
             if number in (*buckets.trees, buckets.max_chain) and (num_slots := buckets.max_slots(number))
         ]
-        if buckets.mixed:
-            steps.append(self.mixed(buckets.mixed_rows[-1], buckets.mixed[-1]))
+        steps += [self.mixed(*bucket) for bucket in buckets.mixed if sum(bucket) == buckets.most_mixed_rows]
         steps.append(self.first_tokens(buckets.decode[-1]))
         return steps
 
@@ -133,7 +130,7 @@ class GraphSteps:
         token, slot, position = payload.words[: 3 * num_rows].view(3, num_rows)
         rows = Rows(slot=slot, token=token, position=position)
         hidden = self.prefill_hidden.first(num_rows)
-        tiles = payload.words[3 * num_rows : num_words].view(buckets.num_tiles(num_rows), 4)
+        tiles = payload.words[3 * num_rows : num_words].view(-1, 4)
         forward: DecodeForward | PrefillForward
         if buckets.is_exact:
             decoder = self._model.decoder
@@ -158,7 +155,7 @@ class GraphSteps:
         payload, table = resources.payload, resources.table
         size, num_words = num_rows + num_slots, buckets.mixed_words(num_rows, num_slots)
         token, slot, position = payload.words[: 3 * size].view(3, size)
-        tiles = payload.words[3 * size : num_words - 2 * num_slots].view(buckets.num_tiles(num_rows), 4)
+        tiles = payload.words[3 * size : num_words - 2 * num_slots].view(-1, 4)
         slots, max_drafts = payload.words[num_words - 2 * num_slots : num_words].view(2, num_slots)
         rows = Rows(slot=slot, token=token, position=position)
         newest = Rows(slot=slot[num_rows:], token=token[num_rows:], position=position[num_rows:])

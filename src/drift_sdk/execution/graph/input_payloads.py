@@ -44,7 +44,7 @@ def fill_chunks(buckets: GraphBuckets, chunks: Sequence[PrefillChunk], payload: 
     token, slot, position = payload[: 3 * num_rows].reshape(3, num_rows)
     slot[:] = -1
     _fill_rows(chunks, token, slot, position)
-    _fill_tiles(buckets, chunks, payload[3 * num_rows : buckets.prefill_words(num_rows)])
+    _fill_tiles(chunks, buckets.tile_rows, payload[3 * num_rows : buckets.prefill_words(num_rows)])
     return num_rows
 
 
@@ -61,10 +61,8 @@ def fill_mixed(
     token, slot, position = payload[: 3 * size].reshape(3, size)
     slot[:] = -1
     _fill_rows(chunks, token, slot, position)
-    tiles, rest = np.split(
-        payload[3 * size : buckets.mixed_words(*bucket)], [4 * buckets.num_tiles(num_rows)]
-    )
-    _fill_tiles(buckets, chunks, tiles)
+    tiles, rest = np.split(payload[3 * size : buckets.mixed_words(*bucket)], [-2 * num_slots])
+    _fill_tiles(chunks, buckets.mixed_tile_rows, tiles)
     rest[:num_slots] = -1
     rest[: len(slots)] = slots
     rest[num_slots:] = 0
@@ -78,9 +76,9 @@ def _fill_rows(chunks: Sequence[PrefillChunk], token: Words, slot: Words, positi
         position[rows] = np.arange(chunk.start, chunk.start + len(chunk.token_ids))
 
 
-def _fill_tiles(buckets: GraphBuckets, chunks: Sequence[PrefillChunk], words: Words) -> None:
+def _fill_tiles(chunks: Sequence[PrefillChunk], tile_rows: int, words: Words) -> None:
     sizes = [(chunk.slot, chunk.start, len(chunk.token_ids)) for chunk in chunks]
-    prefill_tiles(sizes, buckets.tile_rows, words.reshape(-1, 4))
+    prefill_tiles(sizes, tile_rows, words.reshape(-1, 4))
 
 
 def fill_draft_extend(
