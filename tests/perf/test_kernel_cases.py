@@ -16,6 +16,7 @@ from perf.cases.experts import DOWN, GATE_UP, ROUTES, expert_cases
 from perf.cases.gemm import gemm_cases, weight_shapes
 from perf.cases.quantised import quantised_cases
 from perf.cases.rows import norm_cases, rope_cases, sampling_cases
+from perf.cases.trees import choice_case, rewind_case
 from perf.harness.shapes import prepare
 from perf.kernel_speed import limit_us, main, measure
 from perf.tune_experts import candidates
@@ -176,3 +177,14 @@ def test_candidates_for_experts_begin_with_the_engines_own(tmp_path: Path) -> No
     for model in (dense, quantised):
         own, *others = candidates(model, 8)
         assert own is None and len(set(others)) == len(others) > 10
+
+
+@pytest.mark.kernel
+def test_tree_cases_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("perf.cases.case.MAX_COPIES", 2)
+    monkeypatch.setattr("perf.cases.trees.DRAFT_VOCAB_SIZE", 1500)
+    config = prepare("tiny", tmp_path).config
+    assert filled(choice_case(2, 3, "cpu")).outputs
+    prepared = rewind_case(config, 2, 8, "cpu").prepare()
+    prepared.step()
+    assert prepared.num_calls == 2
