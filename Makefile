@@ -86,6 +86,7 @@ gpu-perf:
 	@$(PERF).step_profile --out $(OUT)/profile.json
 	@$(PERF).graph_memory --out $(OUT)/memory.json
 	@$(PERF).kernel_speed --out $(OUT)/kernels.json
+	@$(PERF).trees --out $(OUT)/trees.json
 	@$(PERF).startup --out $(OUT)/startup.json
 	@$(PERF).stress --minutes 10 --out $(OUT)/stress.json
 	@$(PERF).serving --out $(OUT)/serving.json

@@ -23,6 +23,7 @@ from perf.cases.gemm import gemm_cases
 from perf.cases.ngrams import ngram_cases
 from perf.cases.quantised import quantised_cases
 from perf.cases.rows import norm_cases, rope_cases, sampling_cases
+from perf.cases.trees import tree_cases
 from perf.harness.bandwidth import matmul_tflop_s
 from perf.harness.record import Run
 from perf.harness.recording import Recording, free_memory, parser
@@ -42,6 +43,7 @@ SUITES: dict[str, Callable[[Model, tuple[int, ...], TunedTable, str], Iterator[C
     "rope": rope_cases,
     "sampling": sampling_cases,
     "ngram": ngram_cases,
+    "trees": tree_cases,
     "experts": expert_cases,
 }
 

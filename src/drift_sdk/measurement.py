@@ -35,6 +35,7 @@ from drift_sdk.profiling.manual_driver import ManualDriver
 from drift_sdk.profiling.recording_executor import RecordedRounds, RecordingExecutor
 from drift_sdk.profiling.stage_timing import StageTiming, time_stages
 from drift_sdk.progress import Report, ignore_progress
+from drift_sdk.speculation import Chain
 from drift_sdk.steps import Executor, ExecutorLimits
 
 __all__ = [
@@ -84,9 +85,9 @@ def simulated_engine(
 
     acceptance: a sequence gives the number of tokens of each round in turn, over and over, as
     `recorded_engine` has recorded them. A number is their mean, with the least variance (3.2: three tokens,
-    or four in one round of five), from 1 to the shape's num_draft_tokens + 1. Each slot starts at another
-    place in the sequence. A round with fewer drafts, because the policy chose so or the drafter proposed
-    fewer, accepts all that there are; a round without drafts by the policy's choice is not counted.
+    or four in one round of five), from 1 to the most tokens that a round may emit. Each slot starts at
+    another place in the sequence. A round with fewer drafts, because the policy chose so or the drafter
+    proposed fewer, accepts all that there are; a round without drafts by the policy's choice is not counted.
 
     config: with speculation, and with executor="graph", the only executor whose rounds can be simulated.
     Raises ConfigError for another config or acceptance.
@@ -101,7 +102,8 @@ def simulated_trace(config: EngineConfig, acceptance: float | Sequence[int]) -> 
     if config.speculation is None:
         raise ConfigError.of("speculation", None, "a Speculation, whose acceptance is to be simulated")
 
-    most = config.speculation.shape.num_draft_tokens + 1
+    shape = config.speculation.shape
+    most = (shape.num_draft_tokens if isinstance(shape, Chain) else shape.depth) + 1
     if not isinstance(acceptance, Sequence) and acceptance > most:
         raise ConfigError.of("acceptance", acceptance, f"at most {most}, the tokens of a round")
 

@@ -179,17 +179,16 @@ class Speculation(Struct, frozen=True, kw_only=True):
 
     draft:                folder or hub id of an EAGLE-3 head, or `NGram()`.
     shape:                how many tokens are drafted in a round, and in which form: `Chain`, `StaticTree` or
-                          `DynamicTree`. Trees need an EAGLE-3 head and the eager executor; sequences under
-                          a grammar draft chains.
+                          `DynamicTree`. Trees need an EAGLE-3 head; sequences under a grammar draft chains.
     adaptive:             draft fewer tokens, or none, where measurements show that to be faster.
     aux_layer_convention: meaning of explicit layer ids in the draft's config: "output", the output of that
                           layer, or "boundary", the boundary before it. None = as most publishers mean them.
     draft_weights:        "fp8" or "int4": the matrices of an EAGLE-3 head are quantised when they are loaded,
                           but for its embedding and what it shares with the model. They take less memory, and
                           its drafts may be accepted less often. None = in the engine's dtype.
-    checks:               check every round, at a cost in speed; on the eager executor only. A request whose
-                          drafts break a rule decodes without drafts from then on; one whose state is wrong
-                          ends with ExecutorError. `EngineStats.violations` counts both.
+    checks:               check every round, at a cost in speed. A request whose drafts break a rule decodes
+                          without drafts from then on; one whose state is wrong ends with ExecutorError.
+                          `EngineStats.violations` counts both.
     required:             True: a draft that cannot be loaded or does not fit raises ModelLoadError. False: it
                           is logged as a warning, and the engine decodes without drafts.
 

@@ -141,7 +141,7 @@ def check(
     drafters: list[WatchedDrafter] = []
 
     def eager_drafter(factory: EagleDrafterFactory, target: Decoder, limits: ExecutorLimits) -> EagleDrafter:
-        drafters.append(drafter_class(factory._draft, target, limits))
+        drafters.append(drafter_class(factory.draft, target, limits))
         return drafters[-1]
 
     monkeypatch.setattr(EagleDrafterFactory, "eager_drafter", eager_drafter)

@@ -197,7 +197,7 @@ def test_draft_is_extended_by_the_rows_of_the_accepted_path(
     drafters: list[StatefulOracle] = []
 
     def eager_drafter(factory: EagleDrafterFactory, target: Any, limits: Any) -> StatefulOracle:
-        drafters.append(StatefulOracle(oracle, factory._draft, target, limits, STATIC))
+        drafters.append(StatefulOracle(oracle, factory.draft, target, limits, STATIC))
         return drafters[-1]
 
     monkeypatch.setattr(EagleDrafterFactory, "eager_drafter", eager_drafter)

@@ -21,6 +21,7 @@ from perf.cases.experts import DOWN, GATE_UP, expert_cases
 from perf.cases.gemm import gemm_cases, weight_shapes
 from perf.cases.quantised import quantised_cases
 from perf.cases.rows import norm_cases, rope_cases, sampling_cases
+from perf.cases.trees import choice_case, rewind_case
 from perf.harness.shapes import prepare
 from perf.kernel_speed import KernelRun, limit_us, main, measure
 from perf.tune_experts import candidates, measure_tiles
@@ -228,3 +229,14 @@ def test_tiles_are_recorded_with_their_times(tmp_path: Path, monkeypatch: pytest
         (GATE_UP, "own"), (GATE_UP, str(CudaTiles())), (DOWN, "own"), (DOWN, str(CudaTiles())),
     ]  # fmt: skip
     assert {(run.dtype, run.num_rows, run.us) for run in runs} == {("mxfp4", 3, 2.0)}
+
+
+@pytest.mark.kernel
+def test_tree_cases_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("perf.cases.case.MAX_COPIES", 2)
+    monkeypatch.setattr("perf.cases.trees.DRAFT_VOCAB_SIZE", 1500)
+    config = prepare("tiny", tmp_path).config
+    assert filled(choice_case(2, 3, "cpu")).outputs
+    prepared = rewind_case(config, 2, 8, "cpu").prepare()
+    prepared.step()
+    assert prepared.num_calls == 2

@@ -20,22 +20,13 @@ TREE = StaticTree(((0,), (1,)))
 
 
 @pytest.mark.parametrize("executor", ["auto", "graph"])
-@pytest.mark.parametrize(
-    ("fields", "field"),
-    [({"shape": TREE}, "shape"), ({"shape": DynamicTree()}, "shape"), ({"checks": True}, "checks")],
-)
-def test_graph_executor_refuses_trees_and_checks(
-    executor: str, fields: dict[str, object], field: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fields", [{"shape": TREE}, {"shape": DynamicTree()}, {"checks": True}], ids=str)
+def test_trees_and_checks_run_on_graphs(
+    executor: str, fields: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU "auto" refuses them too, and does not choose the slower executor."""
     monkeypatch.setattr(executor_factory, "_device_obstacle", lambda device: None)
-    gpu = torch.device("cuda", 0)
     config = EngineConfig(executor=executor, speculation=Speculation(draft="folder", **fields))
-    with pytest.raises(ConfigError, match='executor="eager"') as caught:
-        executor_factory.choose_executor(config, gpu)
-    assert caught.value.field == field
-    eager = config.replace(executor="eager")
-    assert executor_factory.choose_executor(eager, gpu)[0] == "eager"
+    assert executor_factory.choose_executor(config, torch.device("cuda", 0)) == ("graph", None)
 
 
 def test_tree_needs_as_many_candidates_as_the_draft_has_tokens(tmp_path: Path) -> None:

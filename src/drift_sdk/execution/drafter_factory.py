@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from drift_sdk.execution.eager.drafters import Drafter, EagleDrafter, NGramDrafter
+from drift_sdk.execution.rounds.tree_plan import TreePlan, tree_plan
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.speculation import DynamicTree, NGram, StaticTree
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from drift_sdk.execution.forward.model_resources import ModelResources
     from drift_sdk.execution.resources import DeviceResources
     from drift_sdk.execution.rounds.drafter import RoundDrafter, RoundSizes
+    from drift_sdk.execution.rounds.tree_drafter import TreeDrafter
 
 __all__ = [
     "NO_DRAFTER",
@@ -40,6 +42,7 @@ class DrafterFactory(ABC):
     the target's.
     always_drafts: the drafter finds a token for every slot that may draft.
     max_tree_depth: most tokens of a path if drafts form trees; None: they are chains.
+    tree_plans: by number of tokens, the rounds of the graph executor that draft trees.
     draft: the model that drafts, if there is one.
     """
 
@@ -53,6 +56,7 @@ class DrafterFactory(ABC):
     def __init__(self, draft_choices: Sequence[int], *, is_adaptive: bool = True) -> None:
         self.draft_choices = tuple(draft_choices)
         self.is_adaptive = is_adaptive
+        self.tree_plans: dict[int, TreePlan] = {}
 
     def num_values_per_block(self, block_size: int) -> int:
         """Numbers of the model's dtype that the drafter keeps for a block of `block_size` tokens."""
@@ -70,6 +74,18 @@ class DrafterFactory(ABC):
 
         sizes: of the largest steps that it takes part in.
         """
+
+    def tree_drafter(
+        self,
+        resources: DeviceResources,
+        drafter: RoundDrafter | None,
+        rounds: Sequence[tuple[int, int]],
+    ) -> TreeDrafter | None:
+        """The drafter of the rounds in `tree_plans`, which shares the state of `drafter`; None without any.
+
+        rounds: (slots, drafts) of all rounds.
+        """
+        return None
 
 
 class NoDrafterFactory(DrafterFactory):
@@ -116,7 +132,7 @@ class NGramDrafterFactory(DrafterFactory):
 
 
 class EagleDrafterFactory(DrafterFactory):
-    """An EAGLE-3 draft of the target. tree: the shape of its drafts, on the eager executor; None: chains."""
+    """An EAGLE-3 draft of the target. tree: the shape of its drafts; None: chains."""
 
     needs_draft_kv = True
     always_drafts = True
@@ -134,6 +150,9 @@ class EagleDrafterFactory(DrafterFactory):
         self.draft = draft
         self._tree = tree
         self.max_tree_depth = None if tree is None else tree.depth
+        if tree is not None:
+            plans = {number: tree_plan(tree, number) for number in self.draft_choices}
+            self.tree_plans = {number: plan for number, plan in plans.items() if plan is not None}
 
     def num_values_per_block(self, block_size: int) -> int:
         """Keys and values of all layers, and the feature kept beside each block."""
@@ -151,4 +170,22 @@ class EagleDrafterFactory(DrafterFactory):
 
         return EagleRounds(
             self.draft, model, resources.table, resources.workspace, sizes, stages=resources.stages
+        )
+
+    def tree_drafter(
+        self,
+        resources: DeviceResources,
+        drafter: RoundDrafter | None,
+        rounds: Sequence[tuple[int, int]],
+    ) -> TreeDrafter | None:
+        from drift_sdk.execution.rounds.eagle import EagleRounds
+        from drift_sdk.execution.rounds.eagle_trees import EagleTrees
+
+        if not self.tree_plans:
+            return None
+
+        assert isinstance(drafter, EagleRounds)
+        table, workspace = resources.table, resources.workspace
+        return EagleTrees(
+            self.draft, drafter, table, workspace, self.tree_plans, rounds, stages=resources.stages
         )

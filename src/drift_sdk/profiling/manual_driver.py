@@ -67,14 +67,19 @@ class ManualDriver:
             self._step(prefill=tuple(chunks))
         self.active = list(range(batch))
 
-    def round(self, num_draft_tokens: int, slots: Sequence[int] | None = None) -> StepResult:
+    def round(
+        self, num_draft_tokens: int, slots: Sequence[int] | None = None, *, max_depth: int | None = None
+    ) -> StepResult:
         """Run a decode round with `num_draft_tokens` drafts a slot, of these slots or of all active ones.
 
+        max_depth: most drafts on a path if they form trees; None: they are chains.
         Slots whose sequences end in it are removed from `active`.
         """
         rows = self.active if slots is None else slots
         result = self._step(
-            decode=tuple(DecodeRow(slot=slot, num_draft_tokens=num_draft_tokens) for slot in rows)
+            decode=tuple(
+                DecodeRow(slot=slot, num_draft_tokens=num_draft_tokens, max_depth=max_depth) for slot in rows
+            )
         )
         ended = {slot for slot, output in zip(rows, result.decode, strict=True) if output.finish}
         self.active = [slot for slot in self.active if slot not in ended]

@@ -20,7 +20,6 @@ from drift_sdk.execution.strict import StrictExecutor
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.progress import Report
-from drift_sdk.speculation import Chain
 from drift_sdk.startup.device_memory import DeviceMemory
 from drift_sdk.startup.graph_support import options_without_graphs
 from drift_sdk.startup.kv_sizing import KVDemand, MemoryRoom, size_kv
@@ -79,7 +78,6 @@ def choose_executor(
     else:
         obstacle = _device_obstacle(device) or _model_obstacle(model, config)
         if obstacle is None:
-            _check_graph_speculation(config)
             return "graph", None
 
     if config.executor == "graph":
@@ -164,6 +162,7 @@ def open_graph_executor(
         step_timeout_s=config.step_timeout_s,
         acceptance_trace=acceptance_trace,
         stages=stages or NO_STAGE_MARKS,
+        has_checks=config.speculation is not None and config.speculation.checks,
     )
     hooks = StartupHooks(fit_blocks=fit_blocks, report=report)
     executor = _start_graph_executor(decoder, limits, table, options, drafter_factory, hooks)
@@ -227,19 +226,6 @@ def untuned_error(gpu: str, untuned: Sequence[str]) -> FieldError:
     command = f"python -m drift_sdk tune --out {table} {shapes}"
     allowed = f"measured configurations of all weights; {gpu} lacks {', '.join(untuned)}: run {command}"
     return ConfigError.of("strict_performance", True, allowed)
-
-
-def _check_graph_speculation(config: EngineConfig) -> None:
-    """Raise ConfigError for settings of speculation that the graph executor does not have."""
-    speculation = config.speculation
-    if speculation is None:
-        return
-
-    if not isinstance(speculation.shape, Chain):
-        raise ConfigError.of("shape", speculation.shape, 'a Chain here; trees need executor="eager"')
-
-    if speculation.checks:
-        raise ConfigError.of("checks", True, 'False here; checks need executor="eager"')
 
 
 def _device_obstacle(device: torch.device) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,14 @@ from tolerances import assert_near
 
 from drift_sdk._kernels.attention.attention_plan import AttentionPlan, Partitions, plan_attention
 from drift_sdk._kernels.attention.paged_attention import AttentionConfig, AttentionScratch, paged_attention
-from drift_sdk._kernels.commit.commit import record_words
+from drift_sdk._kernels.sampling.apply_logits_rules import apply_logits_rules
+from drift_sdk._kernels.sampling.rows_to_sample import RowsToSample
 from drift_sdk._kernels.sampling.sample_buffers import SampleBuffers
 from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotFlag, SlotState
 from drift_sdk._kernels.trees.kv_rewind import kv_rewind, kv_rewind_reference
-from drift_sdk._kernels.trees.tree_accept import tree_accept, tree_accept_reference
+from drift_sdk._kernels.trees.tree_accept import tree_accept, tree_accept_reference, tree_record_words
 from drift_sdk._kernels.trees.tree_attention import tree_attention, tree_attention_reference
+from drift_sdk._kernels.trees.tree_paths import TreePaths
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES, tree_rows, tree_rows_reference
 from drift_sdk.trees.token_tree import TokenTree
 
@@ -117,8 +120,19 @@ class TreeRound:
             nodes_per_tree=self.nodes_per_tree,
         )
 
-    def attend(self, partitions: Partitions) -> torch.Tensor:
-        plan = AttentionPlan(len(self.trees), max(self.lengths) + 300, partitions, self.query.device)
+    @property
+    def paths(self) -> TreePaths:
+        return TreePaths(self.position, self.kv_slot, self.row_path)
+
+    def attend(self, partitions: Partitions, *, window: int = 0, **more: Any) -> torch.Tensor:
+        plan = AttentionPlan(
+            len(self.trees),
+            max(self.lengths) + 300,
+            partitions,
+            self.query.device,
+            window=window,
+            num_rows=self.nodes_per_tree,
+        )
         num_kv_heads = self.keys.shape[2]
         scratch = AttentionScratch.allocate(
             plan,
@@ -138,12 +152,12 @@ class TreeRound:
             self.block_table,
             self.row_slot,
             self.position,
-            self.kv_slot,
-            self.row_path,
+            self.paths,
             out,
             scratch,
             AttentionConfig(num_programs=264 if IS_GPU else 6 * num_kv_heads),
             nodes_per_tree=self.nodes_per_tree,
+            **more,
         )
         return out
 
@@ -208,7 +222,7 @@ class Acceptance:
         max_length = found.length.cpu() + torch.tensor(rooms, dtype=torch.int32)
         fill = torch.full((num_slots,), POISON, dtype=torch.int32)
         self.state = SlotState(found.length.cpu().clone(), fill.clone(), fill.clone(), max_length)
-        words = len(found.trees) * record_words(PATH_ENTRIES)
+        words = tree_record_words(len(found.trees))
         self.ring = (
             torch.full((2, words), POISON, dtype=torch.int32),
             torch.tensor([1], dtype=torch.int32),
@@ -348,12 +362,14 @@ def test_nothing_is_moved_for_a_chain(device: str) -> None:
             assert found.kv_slot[index * 8 + node] == place
 
 
-def poison_unseen(found: TreeRound) -> None:
+def poison_unseen(found: TreeRound, first_key: int, window: int) -> None:
     """Fill the cache with NaN where no node may read: all but the prefixes and the nodes' own places."""
     seen = torch.zeros(found.keys.shape[1] * found.block_size, dtype=torch.bool)
     for index, tree in enumerate(found.trees):
         if tree is not None:
-            for position in range(found.lengths[index] - 1):
+            root = found.lengths[index] - 1
+            first = max(first_key, root - window + 1) if window else first_key
+            for position in range(first, root):
                 seen[found.kv_slot_of(index, position)] = True
             first = index * found.nodes_per_tree
             seen[found.kv_slot[first : first + tree.num_nodes].cpu()] = True
@@ -369,15 +385,29 @@ ATTENTION = [
 ]
 
 
-@pytest.mark.parametrize("shape", ATTENTION, ids=str)
-def test_attention_is_near_the_reference(shape: dict[str, int], device: str) -> None:
+@pytest.mark.parametrize(
+    ("shape", "window", "more"),
+    [
+        *((shape, 0, {}) for shape in ATTENTION),
+        (ATTENTION[0], 20, {"scale": 0.3}),
+        (ATTENTION[2], 3, {}),
+        (ATTENTION[0], 0, {"first_key": 1, "sinks": True}),
+    ],
+    ids=str,
+)
+def test_attention_is_near_the_reference(
+    shape: dict[str, int], window: int, more: dict[str, Any], device: str
+) -> None:
     """Lengths at and around borders of tiles and partitions."""
-    lengths = [1, 65, 17, 50]
+    first_key = more.get("first_key", 0)
+    lengths = [1 + first_key, 65, 17, 50]
     trees = some_trees(8, len(lengths), shape["nodes_per_tree"] - 1)
     found = TreeRound(trees, lengths, device=device, **shape)
+    if "sinks" in more:
+        more = {**more, "sinks": torch.randn(found.query.shape[1]).to(device)}
     found.place()
-    poison_unseen(found)
-    out = found.attend(SMALL)
+    poison_unseen(found, first_key, window)
+    out = found.attend(SMALL, window=window, **more)
     expected = tree_attention_reference(
         found.query,
         found.keys[0],
@@ -385,16 +415,19 @@ def test_attention_is_near_the_reference(shape: dict[str, int], device: str) -> 
         found.block_table,
         found.row_slot,
         found.position,
-        found.kv_slot,
-        found.row_path,
+        found.paths,
         nodes_per_tree=found.nodes_per_tree,
+        window=window,
+        **more,
     )
     assert_near(out, expected, inner=200, magnitude=5.0)
 
 
-@pytest.mark.parametrize("num_nodes", [7, 40] if IS_GPU else [7])
+@pytest.mark.parametrize(
+    ("num_nodes", "window"), [(7, 0), (40, 0), (12, 100), (12, 1100)] if IS_GPU else [(7, 0), (7, 20)]
+)
 def test_node_gets_the_bits_that_it_gets_in_a_chain(
-    num_nodes: int, device: str, monkeypatch: pytest.MonkeyPatch
+    num_nodes: int, window: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The interpreter multiplies by BLAS, whose order of summation may vary. Tensor cores' does not."""
     monkeypatch.setattr(np, "matmul", lambda a, b, dtype: (a[:, :, None] * b).sum(1, dtype=dtype))
@@ -403,7 +436,7 @@ def test_node_gets_the_bits_that_it_gets_in_a_chain(
     while tree.num_nodes != num_nodes or tree.max_depth < 3 or tree.is_chain:
         tree = random_tree(rng, num_nodes - 1)
     lengths = [1000, 1023, 1500, 62, 2] if IS_GPU else [62]
-    partitions = Partitions() if IS_GPU else SMALL
+    partitions = Partitions.of_window(window) if IS_GPU else SMALL
     found = TreeRound(
         [tree] * len(lengths),
         lengths,
@@ -415,7 +448,7 @@ def test_node_gets_the_bits_that_it_gets_in_a_chain(
         dtype=torch.bfloat16 if IS_GPU else torch.float32,
     )
     found.place()
-    out = found.attend(partitions)
+    out = found.attend(partitions, window=window)
     for index, length in enumerate(lengths):
         for node in range(num_nodes) if IS_GPU else (0, 3, num_nodes - 1):
             chain = copy.deepcopy(found)
@@ -424,7 +457,14 @@ def test_node_gets_the_bits_that_it_gets_in_a_chain(
             accepted = torch.full((len(lengths), PATH_ENTRIES), -1, dtype=torch.int32, device=device)
             accepted[index, : len(path)] = torch.tensor(path, dtype=torch.int32)
             chain.rewind(accepted)
-            plan = AttentionPlan(1, max(lengths) + 300, partitions, torch.device(device))
+            plan = AttentionPlan(
+                1,
+                max(lengths) + 300,
+                partitions,
+                torch.device(device),
+                window=window,
+                num_rows=len(path),
+            )
             scratch = AttentionScratch.allocate(
                 plan, num_kv_heads=2, num_rows=len(path), group=4, head_dim=found.query.shape[2]
             )
@@ -466,5 +506,49 @@ def test_errors_name_the_argument(device: str) -> None:
     with pytest.raises(ValueError, match="output_ring: .* words an entry: expected at least"):
         accepted.run()
     found.kv_slot = found.kv_slot.int()
-    with pytest.raises(ValueError, match=r"row_kv_slot: \[3\] torch.int32: expected \[3\] torch.int64"):
+    with pytest.raises(ValueError, match=r"kv_slot: \[3\] torch.int32: expected \[3\] torch.int64"):
         found.attend(SMALL)
+
+
+def test_penalties_of_a_node_are_those_of_its_path(device: str) -> None:
+    """Rules of the rows of a tree, and of each path as a chain."""
+    generator = torch.Generator().manual_seed(0)
+    tree = TokenTree([-1, 0, 0, 1, 3, 2])
+    tokens = [9, 5, 6, 5, 7, 5]
+    columns = SlotColumns.allocate(1, VOCAB_SIZE, "cpu")
+    columns.flags.fill_(SlotFlag.PENALTIES.value)
+    columns.frequency_penalty.fill_(0.5)
+    columns.presence_penalty.fill_(0.25)
+    columns.repetition_penalty.fill_(1.5)
+    columns.num_logprobs.fill_(-1)
+    columns.counts[0, 5] = 2
+    columns = type(columns)(**{name: getattr(columns, name).to(device) for name in columns.__slots__})
+    logits = torch.randn(tree.num_nodes, VOCAB_SIZE, generator=generator)
+
+    def ruled(nodes: Sequence[int], path: torch.Tensor | None) -> torch.Tensor:
+        planes = torch.stack((logits[list(nodes)],) * 2).to(device)
+        words = torch.zeros(len(nodes), 2, dtype=torch.int32)
+        columns_of_rows = (
+            torch.zeros(len(nodes), dtype=torch.int32),
+            torch.tensor([20 + tree.depths[node] for node in nodes], dtype=torch.int32),
+            torch.tensor([tokens[node] for node in nodes], dtype=torch.int32),
+        )
+        rows = RowsToSample(
+            planes,
+            *(column.to(device) for column in columns_of_rows),
+            columns,
+            words.to(device),
+            SampleBuffers.allocate(len(nodes), VOCAB_SIZE, device),
+            len(nodes),
+            None if path is None else path.to(device),
+        )
+        apply_logits_rules(rows)
+        return planes[1].cpu()
+
+    path = torch.full((tree.num_nodes, PATH_ENTRIES), -1, dtype=torch.int32)
+    for node in range(tree.num_nodes):
+        path[node, : tree.depths[node] + 1] = torch.tensor(tree.path(node), dtype=torch.int32)
+    found = ruled(range(tree.num_nodes), path)
+    for node in range(tree.num_nodes):
+        assert torch.equal(found[node], ruled(tree.path(node), None)[-1])
+    assert not torch.equal(found, logits)

@@ -41,7 +41,7 @@ def inverse_rms(
 def weigh(
     normed,  # fp32, any shape
     weight,  # storage type, the same shape
-    NORM_KIND: tl.constexpr = "rounded",
+    NORM_KIND: tl.constexpr = tl.constexpr("rounded"),  # noqa: B008 - older Triton takes no other default
 ):
     """Return normed times weight in the storage type, as the kind of norm says."""
     if NORM_KIND == "offset":

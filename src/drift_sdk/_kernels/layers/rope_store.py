@@ -18,7 +18,8 @@ type, in, and once in the storage type out. Cosines and sines are read from tabl
 instructions for them are wrong at large angles.
 
 Dependent launch: the kernel always follows the product that made qkv, so it permits its dependents to start
-at once. Before it waits, it reads rows, block table, cosines and sines, which are older than the product.
+at once. Before it waits, it reads rows, their places, block table, cosines and sines, which are older than
+the product.
 """
 
 from __future__ import annotations
@@ -98,6 +99,7 @@ def _rotate_and_store(
     query_out_ptr,  # [R, NUM_HEADS, HEAD_DIM], storage type
     keys_ptr,  # [num_blocks, NUM_KV_HEADS, KV_BLOCK_SIZE, HEAD_DIM], storage type
     values_ptr,  # as keys
+    row_kv_slot_ptr,  # [R] int64, or None
     eps,
     qkv_slice_stride,
     qkv_stride,
@@ -137,7 +139,13 @@ def _rotate_and_store(
     position = tl.load(row_position_ptr + row, cache_modifier=".cg")
     position = tl.where(slot < 0, 0, position)
     block_ptr = block_table_ptr + slot.to(tl.int64) * table_stride + position // KV_BLOCK_SIZE
-    block = tl.load(block_ptr, mask=slot >= 0, other=0, cache_modifier=".cg")
+    if row_kv_slot_ptr is None:
+        block = tl.load(block_ptr, mask=slot >= 0, other=0, cache_modifier=".cg")
+        place = position % KV_BLOCK_SIZE
+    else:
+        kv_slot = tl.load(row_kv_slot_ptr + row, mask=slot >= 0, other=0, cache_modifier=".cg")
+        block = kv_slot // KV_BLOCK_SIZE
+        place = kv_slot % KV_BLOCK_SIZE
     angle_offset = position.to(tl.int64) * HALF + dim
     if cos_ptr is not None:
         cosines = tl.load(cos_ptr + angle_offset, mask=dim < HALF, other=0.0).to(tl.float32)[None, :]
@@ -192,7 +200,7 @@ def _rotate_and_store(
     else:
         is_stored = head < tl.where(slot < 0, 0, num_heads)
         cache_mask = is_stored[:, None] & (dim < HALF)[None, :]
-        cache_row = (block.to(tl.int64) * NUM_KV_HEADS + head) * KV_BLOCK_SIZE + position % KV_BLOCK_SIZE
+        cache_row = (block.to(tl.int64) * NUM_KV_HEADS + head) * KV_BLOCK_SIZE + place
         out_ptrs = tl.where(is_value, values_ptr, keys_ptr) + cache_row[:, None] * HEAD_DIM + dim[None, :]
         tl.store(out_ptrs, stored_low, mask=cache_mask)
         tl.store(out_ptrs + HALF, stored_high, mask=cache_mask)
@@ -218,6 +226,7 @@ def rotate_and_store(
     key_norm: Tensor | None = None,
     eps: float = 0.0,
     norm_kind: NormKind = "rounded",
+    row_kv_slot: Tensor | None = None,
 ) -> None:
     """Rotated queries to query_out; rotated keys, and values, to the cache.
 
@@ -232,23 +241,15 @@ def rotate_and_store(
     query_out: [R, num_heads, head_dim]. keys, values: [num_blocks, num_kv_heads, block_size, head_dim].
     query_norm, key_norm: [head_dim], both or neither, with eps: heads are normalised before the rotation.
     norm_kind: of both, see rms_norm.py.
+    row_kv_slot: [R] int64, the cache slots of the rows' keys and values; None: those of their positions.
     Raises ValueError for another shape, type or layout.
     """
     slices = _check_rotate_and_store(
-        qkv,
-        row_slot,
-        row_position,
-        block_table,
-        cos,
-        sin,
-        query_out,
-        keys,
-        values,
-        bias,
-        query_norm,
-        key_norm,
-    )
+        qkv, row_slot, row_position, block_table, cos, sin, query_out, keys, values, bias,
+        query_norm, key_norm,
+    )  # fmt: skip
     num_rows, num_heads, head_dim = query_out.shape
+    check_tensors((num_rows,), torch.int64, row_kv_slot=row_kv_slot)
     num_kv_heads, block_size = keys.shape[1:3]
     half = head_dim // 2 if cos is None else cos.shape[1]
     padded_half, rest = int(triton.next_power_of_2(half)), head_dim - 2 * half
@@ -270,6 +271,7 @@ def rotate_and_store(
         query_out_ptr=query_out,
         keys_ptr=keys,
         values_ptr=values,
+        row_kv_slot_ptr=row_kv_slot,
         eps=eps,
         qkv_slice_stride=slices.slice_stride,
         qkv_stride=qkv.stride(-2),
@@ -354,6 +356,7 @@ def rotate_and_store_reference(
     key_norm: Tensor | None = None,
     eps: float = 0.0,
     norm_kind: NormKind = "rounded",
+    row_kv_slot: Tensor | None = None,
 ) -> None:
     """Write what `rotate_and_store` writes, row by row."""
     num_rows, num_heads, head_dim = query_out.shape
@@ -378,7 +381,8 @@ def rotate_and_store_reference(
     for row in range(num_rows):
         slot, position = int(row_slot[row]), int(row_position[row])
         if slot >= 0:
-            block, place = block_table[slot, position // block_size], position % block_size
+            own = int(block_table[slot, position // block_size]) * block_size + position % block_size
+            block, place = divmod(own if row_kv_slot is None else int(row_kv_slot[row]), block_size)
             if cos is not None and sin is not None:
                 query_out[row] = _rotated(query[row], cos[position], sin[position])
                 keys[block, :, place] = _rotated(key[row], cos[position], sin[position])

@@ -125,19 +125,27 @@ def _penalise(
     slot_counts_ptr,  # [V] int32: how often the slot generated each token
     slot_prompt_bits_ptr,  # [W] int32
     row_token_ptr,  # [R] int32
+    row_path_ptr,  # [R, NUM_PATH_ENTRIES] int32, or None
     row,
     presence_ptr,  # fp32: the slot's word of each of the three
     frequency_ptr,
     repetition_ptr,
     ROWS_PER_SLOT: tl.constexpr,
+    NUM_PATH_ENTRIES: tl.constexpr,
 ):
     """Logits less the penalties for tokens seen before."""
     counts = tl.load(slot_counts_ptr + token_ids, mask=in_vocab, other=0)
     # A slot's later rows are reached only if the tokens drafted before them were chosen.
     depth = row % ROWS_PER_SLOT
-    for earlier in tl.static_range(1, ROWS_PER_SLOT):
-        drafted = tl.load(row_token_ptr + row - depth + earlier, mask=earlier <= depth, other=-1)
-        counts += (token_ids == drafted).to(tl.int32)
+    if row_path_ptr is None:
+        for earlier in tl.static_range(1, ROWS_PER_SLOT):
+            drafted = tl.load(row_token_ptr + row - depth + earlier, mask=earlier <= depth, other=-1)
+            counts += (token_ids == drafted).to(tl.int32)
+    else:
+        for earlier in range(1, NUM_PATH_ENTRIES):
+            node = tl.load(row_path_ptr + row * NUM_PATH_ENTRIES + earlier)
+            drafted = tl.load(row_token_ptr + row - depth + node, mask=node >= 0, other=-1)
+            counts += (token_ids == drafted).to(tl.int32)
 
     is_seen = _has_bit(slot_prompt_bits_ptr, token_ids, in_vocab) | (counts > 0)
     repetition = tl.load(repetition_ptr)
@@ -198,6 +206,7 @@ def rule_logits(
     row_slot_ptr,  # [R] int32
     row_position_ptr,  # [R] int32
     row_token_ptr,  # [R] int32
+    row_path_ptr,  # [R, NUM_PATH_ENTRIES] int32, or None
     row_mask_words_ptr,  # [R, W] int32
     # The slots.
     flags_ptr,  # [S] int32
@@ -223,6 +232,7 @@ def rule_logits(
     vocab_size,  # V
     num_words,  # W
     ROWS_PER_SLOT: tl.constexpr,
+    NUM_PATH_ENTRIES: tl.constexpr,
     CHUNK_TOKENS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -261,11 +271,13 @@ def rule_logits(
                 counts_ptr + wide_slot * vocab_size,
                 prompt_bits_ptr + wide_slot * num_words,
                 row_token_ptr,
+                row_path_ptr,
                 row,
                 presence_ptr + slot,
                 frequency_ptr + slot,
                 repetition_ptr + slot,
                 ROWS_PER_SLOT,
+                NUM_PATH_ENTRIES,
             )
 
         logits = _forbid(
@@ -300,6 +312,7 @@ def apply_logits_rules(rows: RowsToSample) -> None:
         rows.row_slot,
         rows.row_position,
         rows.row_token,
+        rows.row_path,
         rows.mask_words,
         slots.flags,
         slots.min_length,
@@ -322,6 +335,7 @@ def apply_logits_rules(rows: RowsToSample) -> None:
         rows.vocab_size,
         rows.mask_words.shape[1],
         ROWS_PER_SLOT=rows.rows_per_slot,
+        NUM_PATH_ENTRIES=0 if rows.row_path is None else rows.row_path.shape[1],
         CHUNK_TOKENS=CHUNK_TOKENS,
         PDL=uses_pdl(),
         num_warps=8,

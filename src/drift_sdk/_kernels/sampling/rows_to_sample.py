@@ -39,7 +39,10 @@ class RowsToSample:
     """int32 [R, W]: the tokens that each row's constraint allows; read for slots under a constraint."""
     buffers: SampleBuffers
     rows_per_slot: int
-    """Rows of a slot, which stand together at consecutive positions."""
+    """Rows of a slot, which stand together, at consecutive positions unless there is a row_path."""
+    row_path: Tensor | None = None
+    """int32 [R, D], rows that are nodes of trees: by depth from the root on, the numbers of the nodes on each
+    row's path among the rows of its slot, then -1."""
 
     def __post_init__(self) -> None:
         (num_rows,) = self.row_slot.shape
@@ -55,6 +58,8 @@ class RowsToSample:
         num_words = self.slots.prompt_bits.shape[1]
         check_tensor("mask_words", self.mask_words, (num_rows, num_words), torch.int32)
         self.buffers.check(num_rows, vocab_size)
+        if self.row_path is not None:
+            check_tensor("row_path", self.row_path, (num_rows, self.row_path.shape[1]), torch.int32)
         if num_rows % self.rows_per_slot:
             raise ValueError(f"row_slot: {num_rows} rows: expected a multiple of {self.rows_per_slot}")
 

@@ -31,6 +31,7 @@ def sample_rows(
     buffers: SampleBuffers,
     *,
     rows_per_slot: int = 1,
+    row_path: Tensor | None = None,
 ) -> None:
     """Choose the token that follows each row's token; take log-probabilities where they are asked for.
 
@@ -39,12 +40,15 @@ def sample_rows(
     that of position row_position + 1. mask_words [R, W] int32: what each row's constraint allows.
 
     `rows_per_slot` rows of one slot stand together, at consecutive positions: the first holds a token that
-    `slots` has counted, the others the tokens drafted behind it, which are not counted yet.
+    `slots` has counted, the others the tokens drafted behind it, which are not counted yet. With row_path,
+    they are the nodes of a tree, see `RowsToSample.row_path`.
 
     Results are in rows [:R] of `buffers`: chosen, chosen_logprob, top_token, top_logprob. Raises ValueError
     for another shape or type.
     """
-    rows = RowsToSample(logits, row_slot, row_position, row_token, slots, mask_words, buffers, rows_per_slot)
+    rows = RowsToSample(
+        logits, row_slot, row_position, row_token, slots, mask_words, buffers, rows_per_slot, row_path
+    )
     apply_logits_rules(rows)  # every row; after this the best chunk of a greedy row has its token
     _filter(rows)
     add_noise(rows)  # rows that are not greedy: after this the best chunk of every row has its token

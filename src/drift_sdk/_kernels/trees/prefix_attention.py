@@ -51,15 +51,17 @@ def _attend_prefix(
     block_table_ptr,  # [S, max_blocks] int32
     row_slot_ptr,  # [R] int32; -1: no node
     row_position_ptr,  # [R] int32
+    root_position_ptr,  # [num_sequences * ROOT_STRIDE] int32
     tiles_ptr,  # [max_num_tiles, TILE_WORDS] int32
     num_tiles_ptr,  # [1] int32
     sums_ptr,  # [num_sequences, NUM_KV_HEADS, num_partitions, query rows, HEAD_DIM] fp32
     maxima_ptr,  # [num_sequences, NUM_KV_HEADS, num_partitions, query rows] fp32
     weights_ptr,  # as maxima
-    scale,  # of scores: log2(e) / sqrt(HEAD_DIM)
+    scale,  # of scores, times log2(e)
     num_partitions,  # for which sums have room, of each sequence
     max_blocks,
-    NUM_NODES: tl.constexpr,  # of each tree
+    NUM_NODES: tl.constexpr,  # query rows of each tree, before heads
+    ROOT_STRIDE: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -67,6 +69,8 @@ def _attend_prefix(
     PADDED_DIM: tl.constexpr,
     KV_BLOCK_SIZE: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    FIRST_KEY: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0: off
     TILE_KEYS: tl.constexpr,
     NARROW: tl.constexpr,
     NARROW_END: tl.constexpr,
@@ -85,11 +89,11 @@ def _attend_prefix(
     share = tl.program_id(2)
     tile_index = next_partition(
         tiles_ptr, num_tiles * share // tl.num_programs(2), num_tiles,
-        0, TILE_KEYS, NARROW, NARROW_END, WIDE,
+        WINDOW, TILE_KEYS, NARROW, NARROW_END, WIDE,
     )  # fmt: skip
     end_index = next_partition(
         tiles_ptr, num_tiles * (share + 1) // tl.num_programs(2), num_tiles,
-        0, TILE_KEYS, NARROW, NARROW_END, WIDE,
+        WINDOW, TILE_KEYS, NARROW, NARROW_END, WIDE,
     )  # fmt: skip
     while tile_index < end_index:
         # The share's tiles of one sequence.
@@ -101,12 +105,17 @@ def _attend_prefix(
         num_own_tiles = tl.minimum(
             end_index - tile_index, (num_keys - sequence_key + TILE_KEYS - 1) // TILE_KEYS
         )
-        root_position = tl.load(row_position_ptr + sequence * NUM_NODES, cache_modifier=".cg")
+        root_position = tl.load(root_position_ptr + sequence * ROOT_STRIDE, cache_modifier=".cg")
         border = root_position // TILE_KEYS * TILE_KEYS
         end_key = partition_start(partition_of(border, NARROW, NARROW_END, WIDE), NARROW, NARROW_END, WIDE)
         num_prefix_tiles = tl.minimum(num_own_tiles, tl.maximum(end_key - sequence_key, 0) // TILE_KEYS)
         row = sequence * NUM_NODES + query_row // GROUP_SIZE
         is_live = tl.load(row_slot_ptr + row, mask=is_row, other=-1, cache_modifier=".cg") >= 0
+        first_seen = FIRST_KEY
+        if WINDOW > 0:
+            # Keys that no row sees are not loaded: they may hold anything.
+            last_position = tl.load(row_position_ptr + row, mask=is_live, other=-1, cache_modifier=".cg")
+            first_seen = tl.maximum(root_position - (WINDOW - 1), FIRST_KEY)
         query_index = (row * NUM_KV_HEADS + head) * GROUP_SIZE + query_row % GROUP_SIZE
         query_mask = is_live[:, None] & is_dim[None, :]
         wait_for_producers(PDL)
@@ -115,6 +124,8 @@ def _attend_prefix(
         )
         table_ptr = block_table_ptr + slot.to(tl.int64) * max_blocks
         first_sum = (sequence * NUM_KV_HEADS + head) * num_partitions * NUM_QUERY_ROWS + query_row
+        if WINDOW > 0:  # the first place is that of the first partition that a row sees
+            first_sum -= partition_of(first_seen, NARROW, NARROW_END, WIDE) * NUM_QUERY_ROWS
         maximum = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
         weight = tl.zeros((TILE_ROWS, ONES_COLUMNS), tl.float32)
         total = tl.zeros((TILE_ROWS, PADDED_DIM), tl.float32)
@@ -125,11 +136,17 @@ def _attend_prefix(
                 table_ptr, first_key, key, position, num_keys, head, dim,
                 NUM_KV_HEADS, HEAD_DIM, KV_BLOCK_SIZE, TILE_KEYS,
             )  # fmt: skip
-            key_mask = (position < end_key)[:, None] & is_dim[None, :]
+            is_key = position < end_key
+            if FIRST_KEY > 0 or WINDOW > 0:
+                is_key = is_key & (position >= first_seen)
+            key_mask = is_key[:, None] & is_dim[None, :]
             keys = tl.load(keys_ptr + cache_offset, mask=key_mask, other=0.0)
             values = tl.load(values_ptr + cache_offset, mask=key_mask, other=0.0)
+            is_seen = is_live[:, None] & (position >= FIRST_KEY)[None, :]
+            if WINDOW > 0:
+                is_seen = is_seen & (position[None, :] > last_position[:, None] - WINDOW)
             maximum, weight, total = attend_tile(
-                maximum, weight, total, queries, keys, values, is_live[:, None], scale, True
+                maximum, weight, total, queries, keys, values, is_seen, scale, True
             )
             partition = partition_of(first_key, NARROW, NARROW_END, WIDE)
             next_start = partition_start(partition + 1, NARROW, NARROW_END, WIDE)
@@ -158,10 +175,13 @@ def attend_prefix(
     block_table: Tensor,
     row_slot: Tensor,
     row_position: Tensor,
+    root_position: Tensor,
     scratch: AttentionScratch,
     config: AttentionConfig,
     *,
     nodes_per_tree: int,
+    first_key: int,
+    scale: float,
 ) -> None:
     """Write the sums of these partitions to `scratch`. `tree_attention` states and checks the arguments."""
     plan = scratch.plan
@@ -178,15 +198,17 @@ def attend_prefix(
         block_table,
         row_slot,
         row_position,
+        root_position,
         plan.tiles,
         plan.num_tiles,
         scratch.sums,
         scratch.maxima,
         scratch.weights,
-        head_dim**-0.5 * LOG2_E.value,
+        scale * LOG2_E.value,
         plan.max_num_partitions,
         block_table.shape[1],
         NUM_NODES=nodes_per_tree,
+        ROOT_STRIDE=root_position.shape[0] * nodes_per_tree // row_slot.shape[0],
         GROUP_SIZE=num_heads // num_kv_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
@@ -194,6 +216,8 @@ def attend_prefix(
         PADDED_DIM=max(MIN_DOT_SIZE, triton.next_power_of_2(head_dim)),
         KV_BLOCK_SIZE=block_size,
         NUM_STAGES=config.num_stages,
+        FIRST_KEY=first_key,
+        WINDOW=plan.window,
         TILE_KEYS=plan.partitions.tile,
         NARROW=plan.partitions.narrow,
         NARROW_END=plan.partitions.narrow_end,

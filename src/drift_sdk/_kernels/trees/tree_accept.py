@@ -8,7 +8,8 @@ Grid: one program a slot of the step, which owns the slot's row of the tables, i
 Program 0 also moves the ring's index on to the next replay's entry. Bytes: 56 a slot, 20 a row and, for each
 token emitted, 8 with penalties and 328 with log-probabilities. Everything computed is an integer;
 log-probabilities are copied bit by bit. The record is that of `commit` with PATH_ENTRIES rows a slot, in the
-order of the path.
+order of the path. Behind all records, each slot has PATH_ENTRIES words: the nodes that tokens were emitted
+behind, then -1.
 
 Programmatic dependent launch: the kernel waits for its producers before its first read and, being short, lets
 its dependents start right after that.
@@ -38,13 +39,19 @@ from drift_sdk._kernels.slots.input_ring import entry_after
 from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotFlag, SlotState
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
 
-__all__ = ["TreeRing", "tree_accept", "tree_accept_reference"]
+__all__ = ["TreeRing", "tree_accept", "tree_accept_reference", "tree_record_words"]
 
 HEADER_SIZE = tl.constexpr(RECORD_HEADER_WORDS)
 ROW_SIZE = tl.constexpr(record_words(1) - RECORD_HEADER_WORDS)
 PENALTIES = tl.constexpr(SlotFlag.PENALTIES.value)
 NO_NODE = tl.constexpr(2**31 - 1)
 """Larger than the number of any node."""
+
+
+def tree_record_words(num_trees: int) -> int:
+    """Words of the results of a round of so many trees."""
+    return num_trees * (record_words(PATH_ENTRIES) + PATH_ENTRIES)
+
 
 TreeRing = tuple[Tensor, Tensor, Tensor]
 """The output ring, and the indices of its current and its next entry."""
@@ -93,12 +100,15 @@ def _tree_accept(
     slot = tl.load(row_slot_ptr + first_row)
     record_ptr = find_record(output_ring_ptr, current_entry_ptr, tree, entry_words, NUM_PATH_ENTRIES)
     own_path_ptr = path_ptr + tree * NUM_PATH_ENTRIES
+    record_size: tl.constexpr = HEADER_SIZE + NUM_PATH_ENTRIES * ROW_SIZE
+    nodes_ptr = record_ptr + (tl.num_programs(0) - tree) * record_size + tree * NUM_PATH_ENTRIES
     if tree == 0:
         tl.store(next_entry_ptr, entry_after(tl.load(next_entry_ptr), num_entries))
     if slot < 0:
         write_empty_record(record_ptr, emitted_ptr + tree)
         for depth in tl.static_range(NUM_PATH_ENTRIES):
             tl.store(own_path_ptr + depth, -1)
+            tl.store(nodes_ptr + depth, -1)
     else:
         node = tl.arange(0, PADDED_NODES)
         is_draft = (node > 0) & (node < NUM_NODES)
@@ -119,7 +129,9 @@ def _tree_accept(
         current = start * 0
         is_walking = start >= 0
         for depth in tl.static_range(NUM_PATH_ENTRIES):
-            tl.store(own_path_ptr + depth, tl.where(is_walking, current, -1))
+            own_node = tl.where(is_walking, current, -1)
+            tl.store(own_path_ptr + depth, own_node)
+            tl.store(nodes_ptr + depth, own_node)
             if is_walking:
                 row = first_row + current
                 token = tl.load(chosen_ptr + row)
@@ -181,8 +193,8 @@ def tree_accept(
     path [B, PATH_ENTRIES] int32, written: the nodes that tokens were emitted behind, then -1. emitted [B]
     int32, written: how many.
     ring: output_ring [num_entries, entry_words] int32, pinned: its entry current_entry [1] gets the slots'
-    records, one behind another. next_entry [1] moves on to the next replay's entry: no kernel behind this one
-    may read this replay's input.
+    records, one behind another, and then their paths. next_entry [1] moves on to the next replay's entry: no
+    kernel behind this one may read this replay's input.
 
     Raises ValueError for another shape or type.
     """
@@ -199,7 +211,7 @@ def tree_accept(
     check_tensor("emitted", emitted, (num_slots,), torch.int32)
     check_tensor("output_ring", output_ring, output_ring.shape, torch.int32)
     check_tensors((1,), torch.int32, current_entry=current_entry, next_entry=next_entry)
-    needed, entry_words = num_slots * record_words(PATH_ENTRIES), output_ring.shape[1]
+    needed, entry_words = tree_record_words(num_slots), output_ring.shape[1]
     if entry_words < needed:
         raise ValueError(f"output_ring: {entry_words} words an entry: expected at least {needed}")
 
@@ -255,7 +267,9 @@ def tree_accept_reference(
         first = index * nodes_per_tree
         record = output_ring[int(current_entry), index * size : (index + 1) * size]
         record[:RECORD_HEADER_WORDS] = 0
-        emitted[index], path[index], slot = 0, -1, all_slots[first]
+        nodes_at = len(emitted) * size + index * PATH_ENTRIES
+        path_record = output_ring[int(current_entry), nodes_at : nodes_at + PATH_ENTRIES]
+        emitted[index], path[index], path_record[:], slot = 0, -1, -1, all_slots[first]
         if slot < 0:
             continue
 
@@ -278,7 +292,7 @@ def tree_accept_reference(
         header = [len(tokens), finish, len(nodes), num_accepted]
         record[:RECORD_HEADER_WORDS] = torch.tensor(header, dtype=torch.int32)
         for depth, (token, node) in enumerate(zip(tokens, walked, strict=True)):
-            path[index, depth] = node
+            path[index, depth], path_record[depth] = node, node
             row_record = record[RECORD_HEADER_WORDS + depth * row_words :][:row_words]
             row_record[0] = token
             if int(slots.flags[slot]) & SlotFlag.PENALTIES:

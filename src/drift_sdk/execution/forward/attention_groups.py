@@ -8,6 +8,8 @@ from torch import Tensor
 
 from drift_sdk._kernels.attention.attention_plan import AttentionPlan, Partitions, plan_attention
 from drift_sdk._kernels.attention.paged_attention import AttentionConfig, AttentionScratch, paged_attention
+from drift_sdk._kernels.trees.tree_attention import tree_attention
+from drift_sdk._kernels.trees.tree_paths import TreePaths
 from drift_sdk.execution.device.workspace import Workspace
 
 __all__ = ["AttentionGroups", "AttentionShape"]
@@ -59,9 +61,9 @@ class AttentionGroups:
             window: Partitions.of_window(window).room(shape.max_num_keys, window, num_rows)
             for window in shape.windows
         }
-        num_partials = shape.num_kv_heads * max(num_partitions.values()) * num_rows * shape.group
+        num_bytes = sequence_bytes(shape, num_rows)
         most = scratch_bytes(device) if max_scratch_bytes is None else max_scratch_bytes
-        self.group_size = max(1, min(num_sequences, most // (num_partials * (shape.head_dim + 2) * 4)))
+        self.group_size = max(1, min(num_sequences, most // num_bytes))
 
         def scratch(window: int) -> AttentionScratch:
             partitions = Partitions.of_window(window)
@@ -125,6 +127,43 @@ class AttentionGroups:
                 sinks=sinks,
             )
 
+    def attend_trees(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        block_table: Tensor,
+        row_slot: Tensor,
+        row_position: Tensor,
+        paths: TreePaths,
+        out: Tensor,
+        nodes_per_tree: int,
+        *,
+        window: int = 0,
+        first_key: int = 0,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        """`attend` for rows that are nodes of trees; see `tree_attention` for the other arguments."""
+        num_trees = len(row_slot) // nodes_per_tree
+        for scratch, rows in self._groups(len(row_slot), nodes_per_tree, window):
+            tree_attention(
+                query[rows],
+                keys,
+                values,
+                block_table,
+                row_slot[rows],
+                row_position[rows],
+                paths.of_trees(rows.start // nodes_per_tree, rows.stop // nodes_per_tree, num_trees),
+                out[rows],
+                scratch,
+                AttentionConfig(),
+                nodes_per_tree=nodes_per_tree,
+                first_key=first_key,
+                scale=scale,
+                sinks=sinks,
+            )
+
     def _groups(
         self, num_rows: int, rows_per_sequence: int, window: int
     ) -> list[tuple[AttentionScratch, slice]]:
@@ -140,6 +179,15 @@ class AttentionGroups:
             (scratch, slice(first, min(first + size, num_rows)))
             for scratch, first in zip(scratches, firsts, strict=False)
         ]
+
+
+def sequence_bytes(shape: AttentionShape, num_rows: int) -> int:
+    """Bytes of the partial sums of a sequence with so many rows."""
+    num_partitions = max(
+        Partitions.of_window(window).room(shape.max_num_keys, window, num_rows) for window in shape.windows
+    )
+    num_partials = shape.num_kv_heads * num_partitions * num_rows * shape.group
+    return num_partials * (shape.head_dim + 2) * 4
 
 
 def scratch_bytes(device: torch.device) -> int:

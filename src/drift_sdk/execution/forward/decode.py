@@ -26,17 +26,26 @@ __all__ = ["DecodeForward", "Rows", "attention_groups"]
 
 
 class Rows(Struct, frozen=True):
-    """The rows of a step on the device, int32 [R] each: slot (-1: padding row), token, and its position."""
+    """The rows of a step on the device, int32 [R] each: slot (-1: padding row), token, and its position.
+
+    kv_slot [R] int64, path [R, PATH_ENTRIES] int32: of nodes of trees, where their keys and values lie and
+    which nodes they see; see `tree_rows`.
+    """
 
     slot: Tensor
     token: Tensor
     position: Tensor
+    kv_slot: Tensor | None = None
+    path: Tensor | None = None
 
     @classmethod
     def take(cls, workspace: Workspace, num_rows: int) -> Rows:
         """Uninitialised rows in the buffers that all rounds share."""
-        fields = ("slot", "token", "position")
-        return cls(*(workspace.take(f"row_{name}", (num_rows,), torch.int32) for name in fields))
+
+        def take(name: str) -> Tensor:
+            return workspace.take(f"row_{name}", (num_rows,), torch.int32)
+
+        return cls(slot=take("slot"), token=take("token"), position=take("position"))
 
 
 def attention_groups(
@@ -122,6 +131,7 @@ class DecodeForward:
             key_norm=layer.key_norm,
             eps=config.rms_norm_eps,
             norm_kind=norm_kind(config),
+            row_kv_slot=rows.kv_slot,
         )
         self._attention.attend(
             buffers.query,

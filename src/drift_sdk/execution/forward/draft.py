@@ -147,6 +147,7 @@ class DraftForward:
             cache.keys[index],
             cache.values[index],
             bias=layer.qkv_bias,
+            row_kv_slot=rows.kv_slot,
         )
         attend(query, cache.keys[index], cache.values[index], attended)
         return attended.flatten(1)

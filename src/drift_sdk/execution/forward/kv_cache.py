@@ -19,20 +19,30 @@ class PagedKVCache:
     """Keys and values of all sequences.
 
     keys, values: [num_layers, num_blocks, num_kv_heads, block_size, head_dim], uninitialised. They have a
-    single block until `allocate` is called, which is enough for steps whose rows are all padding.
+    single block until `allocate` is called, which is enough for steps whose rows are all padding. Behind
+    these blocks there are more, for nodes of trees.
+    first_tree_slot: the first cache slot behind the blocks.
     rotations: for each layer, the cosines and sines [max_model_len + 1, rotary_dim / 2] by position, in the
     model's dtype, as the eager model computes them.
     """
 
-    def __init__(self, decoder: Decoder, limits: ExecutorLimits) -> None:
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, decoder: Decoder, limits: ExecutorLimits, num_tree_rows: int = 0) -> None:
+        """num_tree_rows: most rows of trees in a step."""
         self._decoder, self._block_size = decoder, limits.block_size
+        self._num_tree_blocks = -(-num_tree_rows // limits.block_size)
         self.rotations = _rotations(decoder, limits.max_model_len + 1)
         self.allocate(1)
 
     def allocate(self, num_blocks: int) -> None:
         """Replace keys and values. Graphs that were captured before still use the old ones."""
         decoder, config = self._decoder, self._decoder.config
-        shape = (config.num_layers, num_blocks, config.num_kv_heads, self._block_size, config.head_dim)
+        num_all = num_blocks + self._num_tree_blocks
+        shape = (config.num_layers, num_all, config.num_kv_heads, self._block_size, config.head_dim)
+        self.keys = self.values = torch.empty(0)  # the old ones are freed before the new ones are allocated
+        self.first_tree_slot = num_blocks * self._block_size
         self.keys = torch.empty(shape, dtype=decoder.dtype, device=decoder.device)
         self.values = torch.empty(shape, dtype=decoder.dtype, device=decoder.device)
 

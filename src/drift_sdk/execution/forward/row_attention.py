@@ -10,9 +10,10 @@ from torch import Tensor
 
 from drift_sdk._kernels.attention.attention_plan import Partitions
 from drift_sdk._kernels.attention.exact_prefill_attention import exact_prefill_attention, exact_prefill_config
+from drift_sdk._kernels.trees.tree_paths import TreePaths
 from drift_sdk.execution.forward.attention_groups import AttentionGroups
 
-__all__ = ["ChunkAttention", "MixedAttention", "RowAttention", "SequenceAttention"]
+__all__ = ["ChunkAttention", "MixedAttention", "RowAttention", "SequenceAttention", "TreeAttention"]
 
 
 class RowAttention(Protocol):
@@ -70,6 +71,45 @@ class SequenceAttention:
             row_position,
             out,
             self._rows_per_sequence,
+            window=window,
+            scale=scale,
+            sinks=sinks,
+        )
+
+
+class TreeAttention:
+    """Attention of `nodes_per_tree` nodes of each tree, to be verified."""
+
+    def __init__(self, groups: AttentionGroups, nodes_per_tree: int, paths: TreePaths) -> None:
+        self._groups, self._nodes_per_tree, self._paths = groups, nodes_per_tree, paths
+
+    def plan(self, row_slot: Tensor, row_position: Tensor) -> None:
+        self._groups.plan(row_slot, row_position, self._nodes_per_tree)
+
+    def attend(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        block_table: Tensor,
+        row_slot: Tensor,
+        row_position: Tensor,
+        out: Tensor,
+        *,
+        window: int = 0,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        self._groups.attend_trees(
+            query,
+            keys,
+            values,
+            block_table,
+            row_slot,
+            row_position,
+            self._paths,
+            out,
+            self._nodes_per_tree,
             window=window,
             scale=scale,
             sinks=sinks,

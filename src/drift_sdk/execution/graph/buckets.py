@@ -9,6 +9,8 @@ from msgspec import Struct
 from drift_sdk._kernels.attention.exact_prefill_attention import exact_prefill_config
 from drift_sdk._kernels.attention.prefill_attention import prefill_attention_config
 from drift_sdk._kernels.commit.commit import record_words
+from drift_sdk._kernels.trees.tree_accept import tree_record_words
+from drift_sdk.execution.rounds.tree_plan import tree_rounds
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.steps import ExecutorLimits
 
@@ -41,6 +43,9 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
 
     decode:     slots of decode steps.
     drafts:     tokens that a round may draft for each slot; the first is 0.
+    trees:      those of `drafts` that form trees; all of them if rounds are checked.
+    has_checks: whether rounds are checked.
+    rounds:     (slots, drafts) of rounds.
     prefill:    rows of prefill steps.
     tile_rows:  rows of a tile of prefill attention.
     max_chunks: most chunks of a step.
@@ -52,6 +57,9 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
 
     decode: tuple[int, ...]
     drafts: tuple[int, ...]
+    trees: tuple[int, ...]
+    has_checks: bool
+    rounds: tuple[tuple[int, int], ...]
     prefill: tuple[int, ...]
     tile_rows: int
     max_chunks: int
@@ -68,17 +76,27 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
         *,
         is_exact: bool,
         draft_choices: Sequence[int] = (),
+        tree_choices: Sequence[int] = (),
+        shares_rows: bool = False,
+        has_checks: bool = False,
     ) -> GraphBuckets:
         """The buckets of a model and its limits.
 
-        budget: most tokens of a prefill step. draft_choices: numbers of tokens that a round may draft.
+        budget: most tokens of a prefill step. draft_choices: numbers of tokens that a round may draft;
+        tree_choices: those that form trees. shares_rows: the rows of a round are limited, see `tree_rounds`.
+        has_checks: rounds of speculation are checked.
         """
         head_dim, dtype = decoder.config.head_dim, decoder.dtype
         exact_rows = exact_prefill_config(head_dim, dtype).tile_rows
         most = -(-budget // MIN_PREFILL_ROWS) * MIN_PREFILL_ROWS
+        decode, drafts = _buckets(DECODE_BUCKETS, limits.max_num_seqs), (0, *draft_choices)
+        every = [(num_slots, number) for num_slots in decode for number in drafts]
         return cls(
-            decode=_buckets(DECODE_BUCKETS, limits.max_num_seqs),
-            drafts=(0, *draft_choices),
+            decode=decode,
+            drafts=drafts,
+            trees=drafts if has_checks else tuple(tree_choices),
+            has_checks=has_checks,
+            rounds=tuple(tree_rounds(decode, drafts) if shares_rows else every),
             prefill=_prefill_buckets(most),
             tile_rows=exact_rows if is_exact else prefill_attention_config(head_dim, dtype).tile_rows,
             max_chunks=limits.max_num_seqs,
@@ -86,6 +104,11 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
             mixed=() if draft_choices else _mixed_buckets(most, limits.max_num_seqs),
             mixed_tile_rows=exact_rows,
         )
+
+    @property
+    def max_chain(self) -> int:
+        """Most drafts of a chain that does not run as a tree."""
+        return max((number for number in self.drafts if number not in self.trees), default=0)
 
     @property
     def mixed_slots(self) -> tuple[int, ...]:
@@ -108,19 +131,18 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
         return (bucket_of(rows, num_tokens), slots) if num_tokens <= rows[-1] else None
 
     @property
-    def max_rows_per_slot(self) -> int:
-        """Most rows of a slot in a round: its newest token and the drafts."""
-        return self.drafts[-1] + 1
-
-    @property
     def max_rows(self) -> int:
-        """Most rows of a round."""
-        return self.decode[-1] * self.max_rows_per_slot
+        """Most rows of a round: of each slot its newest token and the drafts."""
+        return max(num_slots * (number + 1) for num_slots, number in self.rounds)
+
+    def max_slots(self, num_drafts: int) -> int:
+        """Most slots of rounds with so many drafts; 0 if there are none."""
+        return max((num_slots for num_slots, number in self.rounds if number == num_drafts), default=0)
 
     @property
     def num_draft_masks(self) -> int:
         """Constraint masks of a split round: one for each row, if slots may have several rows; else 0."""
-        return self.max_rows if self.max_rows_per_slot > 1 else 0
+        return self.max_rows if len(self.drafts) > 1 else 0
 
     def num_tiles(self, num_rows: int, tile_rows: int) -> int:
         """Most tiles of `tile_rows` rows that chunks of `num_rows` rows are cut into."""
@@ -151,7 +173,11 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
     @property
     def record_words(self) -> int:
         """Result words of the largest round."""
-        return self.decode[-1] * record_words(self.max_rows_per_slot)
+        num_flags = self.decode[-1] if self.has_checks else 0
+        return num_flags + max(
+            tree_record_words(num_slots) if number in self.trees else num_slots * record_words(number + 1)
+            for num_slots, number in self.rounds
+        )
 
 
 def _prefill_buckets(most: int) -> tuple[int, ...]:

@@ -73,9 +73,8 @@ class CapturedGraphs:
         """The number of graphs to capture."""
         buckets, has_drafter = self._buckets, self._steps.drafter is not None
         num_prefill = len(buckets.prefill) * (2 if has_drafter else 1)
-        num_whole_rounds = len(buckets.drafts)
-        num_halves = 2 * (len(buckets.drafts) - 1)  # a round without drafts is never split
-        num_decode = len(buckets.decode) * (num_whole_rounds + num_halves)
+        # A round without drafts is never split.
+        num_decode = sum(3 if number and has_drafter else 1 for _, number in buckets.rounds)
         num_first_tokens = len(buckets.decode)
         return num_prefill + len(buckets.mixed) + num_decode + num_first_tokens + 1  # and `update`
 
@@ -97,14 +96,12 @@ class CapturedGraphs:
             self.mixed[num_rows, num_slots] = self._capture(self._steps.mixed(num_rows, num_slots))
 
     def _capture_rounds(self) -> None:
-        for num_slots in reversed(self._buckets.decode):
-            for num_drafts in reversed(self._buckets.drafts):
-                bucket = num_slots, num_drafts
-                decode_round = self._steps.round(num_slots, num_drafts)
-                self.decode[bucket] = self._capture(decode_round.whole)
-                if self._steps.drafter is not None and num_drafts > 0:
-                    self.draft[bucket] = self._capture(decode_round.draft)
-                    self.verify[bucket] = self._capture(decode_round.verify)
+        for bucket in reversed(self._buckets.rounds):
+            decode_round = self._steps.round(*bucket)
+            self.decode[bucket] = self._capture(decode_round.whole)
+            if self._steps.drafter is not None and bucket[1] > 0:
+                self.draft[bucket] = self._capture(decode_round.draft)
+                self.verify[bucket] = self._capture(decode_round.verify)
 
     def _capture(self, step: Step) -> Replay:
         self._report("capture graphs", len(self._replays) / self._num_graphs)

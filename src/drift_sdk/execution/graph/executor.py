@@ -54,6 +54,7 @@ class GraphOptions(Struct, frozen=True, kw_only=True):
     step_timeout_s:       most seconds that the device may take for a step; None = no limit.
     acceptance_trace:     for measuring: tokens that rounds emit in turn, whatever was drafted.
     stages:               for measuring: marks around the stages of steps.
+    has_checks:           rounds of speculation are checked.
     """
 
     prefill_token_budget: int
@@ -61,6 +62,7 @@ class GraphOptions(Struct, frozen=True, kw_only=True):
     step_timeout_s: float | None = None
     acceptance_trace: Sequence[int] | None = None
     stages: StageMarks = NO_STAGE_MARKS
+    has_checks: bool = False
 
 
 class StartupHooks(Struct, frozen=True, kw_only=True):
@@ -115,11 +117,17 @@ class GraphExecutor:
             options.prefill_token_budget,
             is_exact=options.exact_prefill,
             draft_choices=drafter_factory.draft_choices,
+            tree_choices=tuple(drafter_factory.tree_plans),
+            shares_rows=drafter_factory.max_tree_depth is not None,
+            has_checks=options.has_checks and bool(drafter_factory.draft_choices),
         )
         self._mixed_slots = buckets.mixed_slots
         with typed_errors(device), device.work():
             self._resources = _open_resources(device, limits, buckets, options, drafter_factory)
-            cache = PagedKVCache(decoder, limits)
+            num_tree_rows = max(
+                (buckets.max_slots(number) * (number + 1) for number in buckets.trees), default=0
+            )
+            cache = PagedKVCache(decoder, limits, num_tree_rows)
             model = ModelResources(decoder=decoder, cache=cache, tuned=tuned, limits=limits)
             steps = GraphSteps(
                 self._resources, model, buckets, drafter_factory, acceptance_trace=options.acceptance_trace

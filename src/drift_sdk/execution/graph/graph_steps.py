@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -20,13 +20,19 @@ from drift_sdk.execution.forward.row_attention import (
     MixedAttention,
     RowAttention,
     SequenceAttention,
+    TreeAttention,
 )
 from drift_sdk.execution.forward.step_buffers import HiddenStates, LayerBuffers
 from drift_sdk.execution.graph.buckets import GraphBuckets
 from drift_sdk.execution.resources import DeviceResources
+from drift_sdk.execution.rounds.chain_drafts import ChainDrafts
 from drift_sdk.execution.rounds.drafter import RoundDrafter, RoundSizes
 from drift_sdk.execution.rounds.round import DecodeRound
-from drift_sdk.execution.rounds.sample_commit import SampleCommit
+from drift_sdk.execution.rounds.round_checks import TreeChecks
+from drift_sdk.execution.rounds.sample_commit import SampleCommit, TreeAcceptance
+from drift_sdk.execution.rounds.tree_drafter import TreeDrafter
+from drift_sdk.execution.rounds.tree_plan import TreePlan, chain_plan
+from drift_sdk.execution.rounds.tree_round import TreeRound, TreeTensors
 
 __all__ = ["GraphSteps", "Step"]
 
@@ -40,7 +46,7 @@ class GraphSteps:
     Every step starts with the kernel that reads its ring entry, so that the same graph can be launched again
     before it has ended, and ends with a kernel that moves on to the next entry.
 
-    drafter: drafts in rounds; None without speculation.
+    drafter: drafts in rounds; None without speculation. trees: drafts trees; None if drafts are chains.
     prefill_hidden: the residual stream of the latest prefill step. It is kept until the first tokens have
     been sampled from it and the drafter has read it.
     attention: the plan and scratch memory of rounds.
@@ -55,7 +61,8 @@ class GraphSteps:
         *,
         acceptance_trace: Sequence[int] | None,
     ) -> None:
-        """acceptance_trace: see `GraphOptions`."""
+        """acceptance_trace: see `GraphOptions`. With `buckets.has_checks`, all rounds of speculation run as
+        trees and are checked."""
         self._resources, self._model, self._buckets = resources, model, buckets
         workspace, max_rows = resources.workspace, buckets.max_rows
         device = resources.device.torch_device
@@ -63,18 +70,24 @@ class GraphSteps:
         self._simulated: SimulatedRounds | None = None
         if acceptance_trace is not None:
             self._simulated = _simulated_rounds(acceptance_trace, model.limits.max_num_seqs, device)
+        # The step that needs most takes its attention first: the partial sums of all steps share one buffer.
+        self._tree_attention = {
+            number: attention_groups(
+                model, workspace, num_sequences=buckets.max_slots(number), num_rows=number + 1
+            )
+            for number in sorted(buckets.trees, key=lambda number: -buckets.max_slots(number) * (number + 1))
+        }
         self.attention = attention_groups(
-            model, workspace, num_sequences=buckets.decode[-1], num_rows=buckets.max_rows_per_slot
+            model, workspace, num_sequences=buckets.decode[-1], num_rows=buckets.max_chain + 1
         )
         self.drafter = drafter_factory.round_drafter(
-            resources,
-            model,
-            RoundSizes(
-                max_num_slots=buckets.decode[-1],
-                max_draft_tokens=buckets.drafts[-1],
-                max_prefill_rows=buckets.prefill[-1],
-            ),
+            resources, model, round_sizes(buckets, drafter_factory.tree_plans)
         )
+        self.trees = drafter_factory.tree_drafter(resources, self.drafter, buckets.rounds)
+        self._checked_chains: ChainDrafts | None = None
+        if buckets.has_checks and self.drafter is not None:
+            plans = {number: chain_plan(number) for number in buckets.drafts}
+            self._checked_chains = ChainDrafts(self.drafter, plans)
         aux_layers = self.drafter.aux_layers if self.drafter is not None else ()
         decoder = model.decoder
         most = max(buckets.prefill[-1], buckets.most_mixed_rows)
@@ -88,7 +101,11 @@ class GraphSteps:
         steps = [self.prefill(buckets.prefill[-1])]
         if self.drafter is not None:
             steps.append(self.draft_extend(buckets.prefill[-1], self.drafter))
-        steps.append(self.round(buckets.decode[-1], buckets.drafts[-1]).whole)
+        steps += [
+            self.round(num_slots, number).whole
+            for number in reversed(buckets.drafts)
+            if number in (*buckets.trees, buckets.max_chain) and (num_slots := buckets.max_slots(number))
+        ]
         steps += [self.mixed(*bucket) for bucket in buckets.mixed if sum(bucket) == buckets.most_mixed_rows]
         steps.append(self.first_tokens(buckets.decode[-1]))
         return steps
@@ -183,8 +200,14 @@ class GraphSteps:
 
         return step
 
-    def round(self, num_slots: int, num_drafts: int) -> DecodeRound:
+    def round(self, num_slots: int, num_drafts: int) -> DecodeRound | TreeRound:
         """A round of `num_slots` slots with `num_drafts` drafts each."""
+        if self.trees is not None and num_drafts in self.trees.plans:
+            return self._tree_round(num_slots, self.trees, self.trees.plans[num_drafts])
+
+        if self._checked_chains is not None:
+            return self._tree_round(num_slots, self._checked_chains, self._checked_chains.plans[num_drafts])
+
         resources, rows_per_slot = self._resources, num_drafts + 1
         num_rows = num_slots * rows_per_slot
         rows = Rows.take(resources.workspace, num_rows)
@@ -197,6 +220,33 @@ class GraphSteps:
             self._sample_commit(rows, rows_per_slot),
             self.drafter,
         )
+
+    def _tree_round(self, num_slots: int, drafter: TreeDrafter, plan: TreePlan) -> TreeRound:
+        resources, num_rows = self._resources, num_slots * plan.num_nodes
+        tensors = TreeTensors.take(
+            resources.workspace, Rows.take(resources.workspace, num_rows), num_slots, plan.num_draft_nodes
+        )
+        hidden, groups = self._round_hidden.first(num_rows), self._tree_attention[plan.num_drafts]
+        attention = TreeAttention(groups, plan.num_nodes, tensors.paths)
+        return TreeRound(
+            resources,
+            resources.payload.words[: 2 * num_slots].view(2, num_slots),
+            tensors,
+            self._decode_forward(tensors.rows, attention, hidden),
+            self._sample_commit(tensors.rows, plan.num_nodes, tensors.acceptance),
+            drafter,
+            plan,
+            cache=self._model.cache,
+            checks=self._checks(num_slots),
+        )
+
+    def _checks(self, num_trees: int) -> TreeChecks | None:
+        if not self._buckets.has_checks:
+            return None
+
+        workspace, table = self._resources.workspace, self._resources.table
+        vocab_size = self._model.limits.vocab_size
+        return TreeChecks(workspace, table, self._model.cache, num_trees, vocab_size)
 
     def first_tokens(self, num_slots: int) -> Step:
         """Sample the first token of `num_slots` finished prompts from `prefill_hidden`. Payload: slots, then
@@ -227,7 +277,9 @@ class GraphSteps:
             hidden,
         )
 
-    def _sample_commit(self, rows: Rows, rows_per_slot: int) -> SampleCommit:
+    def _sample_commit(
+        self, rows: Rows, rows_per_slot: int, tree: TreeAcceptance | None = None
+    ) -> SampleCommit:
         return SampleCommit(
             self._resources,
             self._model,
@@ -235,7 +287,21 @@ class GraphSteps:
             self._samples,
             rows_per_slot=rows_per_slot,
             simulated=self._simulated,
+            tree=tree,
         )
+
+
+def round_sizes(buckets: GraphBuckets, plans: Mapping[int, TreePlan]) -> RoundSizes:
+    """Sizes of the largest steps that a drafter takes part in."""
+    most = [(buckets.max_slots(number), plan) for number, plan in plans.items()]
+    return RoundSizes(
+        max_num_slots=buckets.decode[-1],
+        max_draft_tokens=max(number for number in buckets.drafts if number not in plans),
+        max_prefill_rows=buckets.prefill[-1],
+        max_path_length=max((plan.depth for _, plan in most), default=0),
+        max_path_rows=max((num_slots * (plan.depth + 1) for num_slots, plan in most), default=0),
+        max_growth_rows=max((num_slots * plan.num_draft_nodes for num_slots, plan in most), default=0),
+    )
 
 
 def _simulated_rounds(trace: Sequence[int], num_slots: int, device: torch.device) -> SimulatedRounds:

@@ -6,14 +6,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from drift_sdk._kernels.commit.commit import FINISHED_LENGTH, FINISHED_STOP, RECORD_HEADER_WORDS, record_words
 from drift_sdk._kernels.sampling.sample_buffers import MAX_TOP
+from drift_sdk._kernels.trees.tree_accept import tree_record_words
+from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
+from drift_sdk.execution.rounds.round_checks import violation_of
 from drift_sdk.results import TokenLogprobs
 from drift_sdk.steps import SlotOutput
 
-__all__ = ["outputs"]
+__all__ = ["outputs", "tree_outputs"]
 
 FINISH: dict[int, Literal["stop", "length"]] = {FINISHED_STOP: "stop", FINISHED_LENGTH: "length"}
 
@@ -50,6 +54,33 @@ def outputs(
             num_drafted=num_drafted,
             num_accepted=num_accepted,
         )
+
+
+def tree_outputs(
+    words: Words,
+    num_trees: int,
+    slots: Sequence[int],
+    num_logprobs: Mapping[int, int],
+    *,
+    has_checks: bool,
+) -> Iterator[SlotOutput]:
+    """An output for each of `slots` of a round of `num_trees` trees, which was checked or not; the rest as of
+    `outputs`."""
+    first = num_trees * record_words(PATH_ENTRIES)
+    paths = words[first : first + len(slots) * PATH_ENTRIES].reshape(-1, PATH_ENTRIES)[:, 1:].tolist()
+    flags = [0] * len(slots)
+    if has_checks:
+        first = tree_record_words(num_trees)
+        flags = words[first : first + len(slots)].tolist()
+    for output, path, flag in zip(
+        outputs(words, PATH_ENTRIES, slots, num_logprobs), paths, flags, strict=True
+    ):
+        nodes = tuple(node for node in path if node >= 0)
+        if flag:
+            # A slot that took no part in the round ends with an error, whatever its token is.
+            token_ids = output.token_ids or (0,)
+            output = structs.replace(output, token_ids=token_ids, violation=violation_of(flag))
+        yield structs.replace(output, accepted_nodes=nodes) if nodes else output
 
 
 def _logprobs(row: Words, num_top: int) -> TokenLogprobs:

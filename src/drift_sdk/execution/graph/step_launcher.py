@@ -21,7 +21,7 @@ from drift_sdk.execution.graph.input_payloads import (
     first_rows,
 )
 from drift_sdk.execution.graph.prompt_logprobs import PromptLogprobs, ScoredParts
-from drift_sdk.execution.graph.result_records import outputs
+from drift_sdk.execution.graph.result_records import outputs, tree_outputs
 from drift_sdk.execution.resources import DeviceResources
 from drift_sdk.execution.stages import forward_stage
 from drift_sdk.steps import (
@@ -40,13 +40,15 @@ __all__ = ["StepLauncher", "StepResults"]
 class StepResults(Struct):
     """Places of the results of a launched step.
 
-    first_tokens: of the prompts that end in the step. decode: of its round, with `rows_per_slot` rows a slot.
+    first_tokens: of the prompts that end in the step. decode: of its round, with `rows_per_slot` rows a slot,
+    or with trees of which the results are those of `num_trees` slots.
     prompt_logprobs: by slot, of prompts that end in the step and report log-probabilities.
     """
 
     first_tokens: Results | None = None
     decode: Results | None = None
     rows_per_slot: int = 1
+    num_trees: int = 0
     prompt_logprobs: dict[int, ScoredParts] = {}
 
 
@@ -90,7 +92,9 @@ class StepLauncher:
             found.prompt_logprobs = self._take_prompt_logprobs(plan.prefill)
             updates = NO_UPDATES
         if plan.decode:
-            found.rows_per_slot, found.decode = self._launch_round(plan.decode, updates)
+            (num_slots, num_drafts), found.decode = self._launch_round(plan.decode, updates)
+            is_tree = num_drafts in self._buckets.trees
+            found.rows_per_slot, found.num_trees = num_drafts + 1, num_slots if is_tree else 0
         return found
 
     def read(
@@ -106,6 +110,15 @@ class StepLauncher:
             for chunk in plan.prefill
         )
         slots = [row.slot for row in plan.decode]
+        if found.num_trees and found.decode is not None:
+            found.decode.is_pending = False
+            words = found.decode.words
+            has_checks = self._buckets.has_checks
+            outputs_of_trees = tree_outputs(
+                words, found.num_trees, slots, self._num_logprobs, has_checks=has_checks
+            )
+            return prefill, tuple(outputs_of_trees)
+
         return prefill, tuple(self._outputs(found.decode, found.rows_per_slot, slots))
 
     def _updates(self, plan: StepPlan) -> Updates:
@@ -212,8 +225,8 @@ class StepLauncher:
         bucket = fill_draft_extend(self._buckets, chunks, hits, ring.payload(entry))
         ring.start(entry, self._graphs.draft_extend[bucket])
 
-    def _launch_round(self, rows: Sequence[DecodeRow], updates: Pairs) -> tuple[int, Results]:
-        """Start a round of `rows`. Return how many rows a slot it has, and its results.
+    def _launch_round(self, rows: Sequence[DecodeRow], updates: Pairs) -> tuple[tuple[int, int], Results]:
+        """Start a round of `rows`. Return its bucket (slots, drafts) and its results.
 
         Only the host knows which tokens a constraint allows after a draft. So if a constrained slot drafts,
         and only then, the round is split, and this waits until the tokens are drafted.
@@ -237,7 +250,7 @@ class StepLauncher:
             else:
                 fill_masks(constraints, slots, ring.mask(entry))
                 ring.start(entry, graphs.decode[bucket])
-        return num_drafts + 1, ring.results(entry)
+        return bucket, ring.results(entry)
 
     def _take_prompt_logprobs(self, chunks: tuple[PrefillChunk, ...]) -> dict[int, ScoredParts]:
         """By slot, of prompts that end in this step. They are taken now because the slot may have another

@@ -17,12 +17,17 @@ __all__ = ["RoundDrafter", "RoundSizes"]
 class RoundSizes(Struct, frozen=True, kw_only=True):
     """Sizes of the largest steps that a drafter takes part in.
 
-    max_num_slots, max_draft_tokens: of a round. max_prefill_rows: of a prefill step.
+    max_num_slots: of a round. max_draft_tokens: of a round of chains. max_prefill_rows: of a prefill step.
+    max_path_length: most drafts on a path of a tree. max_path_rows: most rows on accepted paths of a round of
+    trees. max_growth_rows: most rows that the draft computes to grow the trees of a round. 0 without trees.
     """
 
     max_num_slots: int
     max_draft_tokens: int
     max_prefill_rows: int
+    max_path_length: int = 0
+    max_path_rows: int = 0
+    max_growth_rows: int = 0
 
 
 class RoundDrafter(Protocol):

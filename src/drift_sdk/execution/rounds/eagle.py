@@ -33,7 +33,8 @@ __all__ = ["EagleRounds"]
 class EagleRounds:
     """A `RoundDrafter` that computes what `EagleDrafter` does, for slots and rows known only to the device.
 
-    aux_layers: the draft's. kv_cache: the draft's keys and values, in the target's blocks.
+    aux_layers: the draft's. kv_cache: the draft's keys and values, in the target's blocks. forward: its
+    forward pass.
     """
 
     def __init__(
@@ -49,20 +50,22 @@ class EagleRounds:
         """model: the target. sizes: of the largest round and the largest prefill step."""
         config, limits = draft.config, model.limits
         self.aux_layers: Sequence[int] = draft.aux_layers
-        self.kv_cache = DraftKVCache(draft, limits, limits.max_num_seqs)
+        self.kv_cache = DraftKVCache(draft, limits, limits.max_num_seqs, sizes.max_growth_rows)
         self._draft, self._target = draft, model.decoder
         self._block_table, self._columns = table.block_table, table.columns
         self._workspace, self._stages, self._sizes = workspace, stages, sizes
         self._target_ids = draft.target_ids.to(torch.int32)
         max_round_rows = sizes.max_num_slots * (sizes.max_draft_tokens + 1)
-        self._forward = DraftForward(
+        self.forward = DraftForward(
             draft,
             self.kv_cache,
             table.block_table,
             workspace,
             model.tuned,
             # A prefill step may have one more row for each chunk that follows a prefix hit.
-            max_num_rows=max(max_round_rows, sizes.max_prefill_rows + limits.max_num_seqs),
+            max_num_rows=max(
+                max_round_rows, sizes.max_path_rows, sizes.max_prefill_rows + limits.max_num_seqs
+            ),
             stages=stages,
         )
         shape = AttentionShape(
@@ -76,7 +79,7 @@ class EagleRounds:
             draft.device,
             shape,
             num_sequences=sizes.max_num_slots,
-            num_rows=sizes.max_draft_tokens + 1,
+            num_rows=max(sizes.max_draft_tokens, sizes.max_path_length) + 1,
         )
         self._prefill = prefill_attention_config(config.head_dim, draft.dtype)
 
@@ -89,16 +92,16 @@ class EagleRounds:
         if num_draft_tokens == 0:
             return
 
-        drafted = self._rows(num_slots)
+        drafted = self.take_rows(num_slots)
         drafted.slot.copy_(rows.slot.view(num_slots, num_rows_each)[:, 1])
         note_library_kernel(drafted.slot)
-        self._load_outputs(drafted)
+        self.load_outputs(drafted)
         num_chunks = num_draft_chunks(self._draft.weights.head.shape[0])
         chunks = (
             self._workspace.take("draft_chunk_value", (num_slots, num_chunks), torch.float32),
             self._workspace.take("draft_chunk_token", (num_slots, num_chunks), torch.int32),
         )
-        forward = self._forward
+        forward = self.forward
         for depth in range(1, num_draft_tokens + 1):
             with self._stages("draft_lm_head"):
                 choose_drafts(
@@ -116,7 +119,7 @@ class EagleRounds:
             if depth < num_draft_tokens:
                 # The next row pairs the draft's own output with the token just chosen.
                 with self._stages("draft_attention"):
-                    attend = self._attend_few_rows(drafted, 1)
+                    attend = self.attend_few_rows(drafted, 1)
                 forward.run(drafted, forward.output(num_slots), attend, is_fused=False)
 
     def draft_extend(
@@ -138,12 +141,12 @@ class EagleRounds:
         """
         num_rows = rows.slot.shape[0]
         num_rows_each = self._rows_per_slot(rows, num_slots, num_draft_tokens)
-        emitted_rows = self._rows(num_rows)
+        emitted_rows = self.take_rows(num_rows)
         out = (emitted_rows.slot, emitted_rows.token, emitted_rows.position)
         round_rows(rows.slot, rows.position, chosen, emitted, out)
-        attend = self._attend_few_rows(emitted_rows, num_rows_each)
-        self._forward.run(emitted_rows, self._fuse(aux_hidden, hidden), attend, is_fused=True)
-        keep_last_rows(emitted_rows.slot, self._forward.output(num_rows), self.kv_cache.outputs)
+        attend = self.attend_few_rows(emitted_rows, num_rows_each)
+        self.forward.run(emitted_rows, self.fuse(aux_hidden, hidden), attend, is_fused=True)
+        keep_last_rows(emitted_rows.slot, self.forward.output(num_rows), self.kv_cache.outputs)
 
     def draft_extend_prefill(
         self,
@@ -164,17 +167,17 @@ class EagleRounds:
         aux_hidden, hidden [N, target_hidden]: as in `draft_extend`.
         """
         num_rows, num_hits = rows.slot.shape[0], hits.shape[0]
-        draft_rows = self._rows(num_rows + num_hits)
+        draft_rows = self.take_rows(num_rows + num_hits)
         out = (draft_rows.slot, draft_rows.token, draft_rows.position)
         chunk_rows(rows.slot, rows.token, rows.position, next_token, hits, last_token, out)
         attend = self._attend_many_rows(draft_rows, num_hits)
-        self._forward.run(draft_rows, self._fuse(aux_hidden, hidden), attend, is_fused=True)
-        output = self._forward.output(num_rows + num_hits)
+        self.forward.run(draft_rows, self.fuse(aux_hidden, hidden), attend, is_fused=True)
+        output = self.forward.output(num_rows + num_hits)
         keep_last_rows(draft_rows.slot[:num_rows], output[:num_rows], self.kv_cache.outputs)
 
-    def _load_outputs(self, drafted: Rows) -> None:
+    def load_outputs(self, drafted: Rows) -> None:
         """Load the output of each slot's newest row, as the first drafted token is chosen from it."""
-        config, forward, num_slots = self._draft.config, self._forward, drafted.slot.shape[0]
+        config, forward, num_slots = self._draft.config, self.forward, drafted.slot.shape[0]
         hidden, normed = forward.hidden(num_slots), forward.normed(num_slots)
         final_norm = self._draft.weights.final_norm
         with self._stages("draft_lm_head"):
@@ -202,7 +205,7 @@ class EagleRounds:
 
         return num_draft_tokens + 1
 
-    def _rows(self, num_rows: int) -> Rows:
+    def take_rows(self, num_rows: int) -> Rows:
         """Uninitialised rows of the draft."""
 
         def take(name: str) -> Tensor:
@@ -210,7 +213,7 @@ class EagleRounds:
 
         return Rows(slot=take("slot"), token=take("token"), position=take("position"))
 
-    def _fuse(self, aux_hidden: Sequence[Tensor], hidden: Tensor) -> Tensor:
+    def fuse(self, aux_hidden: Sequence[Tensor], hidden: Tensor) -> Tensor:
         """Features of rows [R, target_hidden] for `draft_inputs`, computed as `DraftDecoder.fuse` does."""
         draft, weights, num_rows = self._draft, self._draft.weights, hidden.shape[0]
         eps, width = draft.config.rms_norm_eps, draft.config.target_hidden_size
@@ -232,9 +235,9 @@ class EagleRounds:
         if weights.input_norm is not None:
             add_norm(features, None, weights.input_norm, features, eps=eps)
 
-        return self._forward.multiply(features, weights.fc)
+        return self.forward.multiply(features, weights.fc)
 
-    def _attend_few_rows(self, rows: Rows, rows_per_slot: int) -> Attend:
+    def attend_few_rows(self, rows: Rows, rows_per_slot: int) -> Attend:
         """Attention of a round's rows, `rows_per_slot` of each slot, planned on the device."""
         self._attention.plan(rows.slot, rows.position, rows_per_slot)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk._kernels.commit.commit import commit
@@ -14,6 +15,8 @@ from drift_sdk._kernels.quantised.quantised_gemm import quantised_multiply
 from drift_sdk._kernels.sampling.sample_buffers import SampleBuffers
 from drift_sdk._kernels.sampling.sampled_rows import sample_rows
 from drift_sdk._kernels.slots.input_ring import copy_masks
+from drift_sdk._kernels.trees.simulated_choices import simulate_choices
+from drift_sdk._kernels.trees.tree_accept import tree_accept
 from drift_sdk.execution.forward.decode import Rows
 from drift_sdk.execution.forward.kernel_weights import KernelWeight
 from drift_sdk.execution.forward.model_resources import ModelResources
@@ -21,7 +24,15 @@ from drift_sdk.execution.resources import DeviceResources
 from drift_sdk.execution.stages import forward_stage
 from drift_sdk.quantised.weight import dense
 
-__all__ = ["SampleCommit"]
+__all__ = ["SampleCommit", "TreeAcceptance"]
+
+
+class TreeAcceptance(Struct, frozen=True):
+    """What the acceptance of B trees needs besides their rows. parent [R] int32: of each node, see
+    `tree_rows`. path [B, PATH_ENTRIES] int32, written: the nodes that tokens were emitted behind."""
+
+    parent: Tensor
+    path: Tensor
 
 
 class SampleCommit:
@@ -40,13 +51,15 @@ class SampleCommit:
         *,
         rows_per_slot: int,
         simulated: SimulatedRounds | None,
+        tree: TreeAcceptance | None = None,
     ) -> None:
         """buffers: for at least as many rows as `rows`. simulated: None in production; else drafts are
-        accepted as it says, whatever is chosen."""
+        accepted as it says, whatever is chosen. tree: of rows that are nodes of trees."""
         head, workspace = model.decoder.weights.head, resources.workspace
         num_rows, vocab_size = rows.slot.shape[0], head.shape[0]
         self._head, self._rows, self._table, self._ring = head, rows, resources.table, resources.ring
         self._buffers, self._rows_per_slot, self._stages = buffers, rows_per_slot, resources.stages
+        self._tree, self._simulated = tree, simulated
         # Which of the two kernels a graph has is decided here, before it is captured.
         self._commit_rows = commit if simulated is None else partial(commit_simulated, rounds=simulated)
         self._logits = workspace.take("logits", (2, num_rows, vocab_size), torch.float32)
@@ -103,10 +116,15 @@ class SampleCommit:
             self._masks,
             self._buffers,
             rows_per_slot=self._rows_per_slot,
+            row_path=rows.path,
         )
 
     def _commit(self) -> None:
         rows, ring = self._rows, self._ring
+        if self._tree is not None:
+            self._commit_trees(self._tree)
+            return
+
         self._commit_rows(
             rows.slot,
             rows.token,
@@ -118,4 +136,23 @@ class SampleCommit:
             ring.current,
             ring.next_index,
             rows_per_slot=self._rows_per_slot,
+        )
+
+    def _commit_trees(self, tree: TreeAcceptance) -> None:
+        rows, ring, nodes = self._rows, self._ring, self._rows_per_slot
+        if self._simulated is not None:
+            simulate_choices(
+                rows.slot, tree.parent, rows.token, self.chosen, self._simulated, nodes_per_tree=nodes
+            )
+        tree_accept(
+            rows.slot,
+            tree.parent,
+            rows.token,
+            self._buffers,
+            self._table.state,
+            self._table.columns,
+            tree.path,
+            self.emitted,
+            (ring.output, ring.current, ring.next_index),
+            nodes_per_tree=nodes,
         )

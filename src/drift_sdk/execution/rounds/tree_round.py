@@ -1,0 +1,202 @@
+"""A decode round of trees on the device: one step, or two between which the host reads the drafted tokens."""
+
+from __future__ import annotations
+
+import torch
+from msgspec import Struct
+from torch import Tensor
+
+from drift_sdk._kernels.slots.input_ring import show_drafts
+from drift_sdk._kernels.trees.kv_rewind import kv_rewind
+from drift_sdk._kernels.trees.tree_paths import TreePaths
+from drift_sdk._kernels.trees.tree_roots import LIMIT_WORDS, RootTensors, tree_roots
+from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES, tree_rows
+from drift_sdk.execution.device.workspace import Workspace
+from drift_sdk.execution.forward.decode import DecodeForward, Rows
+from drift_sdk.execution.forward.kv_cache import PagedKVCache
+from drift_sdk.execution.resources import DeviceResources
+from drift_sdk.execution.rounds.round_checks import TreeChecks
+from drift_sdk.execution.rounds.sample_commit import SampleCommit, TreeAcceptance
+from drift_sdk.execution.rounds.tree_drafter import TreeDrafter
+from drift_sdk.execution.rounds.tree_plan import TreePlan
+from drift_sdk.execution.stages import forward_stage
+
+__all__ = ["TreeRound", "TreeTensors"]
+
+
+class TreeTensors(Struct, frozen=True):
+    """The rows of B trees of T nodes.
+
+    roots: as they grow. kv_slot [B * T] int64, bits [B * T] int64, path [B * T, PATH_ENTRIES] int32: as of
+    `tree_rows`. accepted [B, PATH_ENTRIES] int32: as of `tree_accept`.
+    """
+
+    roots: RootTensors
+    kv_slot: Tensor
+    bits: Tensor
+    path: Tensor
+    accepted: Tensor
+
+    @classmethod
+    def take(cls, workspace: Workspace, rows: Rows, num_trees: int, num_draft_nodes: int) -> TreeTensors:
+        """Tensors beside the slots, tokens and positions of `rows`, in buffers that all rounds share."""
+        num_rows = rows.slot.shape[0]
+
+        def take(name: str, dtype: torch.dtype, *shape: int) -> Tensor:
+            return workspace.take(f"tree_{name}", shape, dtype)
+
+        roots = RootTensors(
+            slot=rows.slot,
+            token=rows.token,
+            position=rows.position,
+            parent=take("parent", torch.int32, num_rows),
+            root_slot=take("root_slot", torch.int32, num_trees),
+            root_position=take("root_position", torch.int32, num_trees),
+            limits=take("limits", torch.int32, num_trees, LIMIT_WORDS),
+            draft_kv_slot=take("draft_kv_slot", torch.int64, num_trees * num_draft_nodes),
+        )
+        return cls(
+            roots=roots,
+            kv_slot=take("kv_slot", torch.int64, num_rows),
+            bits=take("bits", torch.int64, num_rows),
+            path=take("path", torch.int32, num_rows, PATH_ENTRIES),
+            accepted=take("accepted", torch.int32, num_trees, PATH_ENTRIES),
+        )
+
+    @property
+    def rows(self) -> Rows:
+        """The rows as the forward pass and sampling take them."""
+        roots = self.roots
+        return Rows(roots.slot, roots.token, roots.position, kv_slot=self.kv_slot, path=self.path)
+
+    @property
+    def paths(self) -> TreePaths:
+        """The rows' keys as attention takes them."""
+        return TreePaths(self.roots.position, self.kv_slot, self.path)
+
+    @property
+    def acceptance(self) -> TreeAcceptance:
+        return TreeAcceptance(self.roots.parent, self.accepted)
+
+
+class TreeRound:
+    """A round of B trees with K drafts each. Each public method is a step to capture.
+
+    Its payload: slots [B], then the most drafts of each slot [B].
+    """
+
+    def __init__(
+        self,
+        resources: DeviceResources,
+        payload: Tensor,
+        tensors: TreeTensors,
+        forward: DecodeForward,
+        sample_commit: SampleCommit,
+        drafter: TreeDrafter,
+        plan: TreePlan,
+        *,
+        cache: PagedKVCache,
+        checks: TreeChecks | None,
+    ) -> None:
+        """payload [2, B] int32: slots (-1: padding) and most drafts. cache: of the target. checks: None: the
+        round is not checked."""
+        self._resources, self._tensors, self._forward = resources, tensors, forward
+        self._sample_commit, self._drafter, self._plan = sample_commit, drafter, plan
+        self._cache, self._checks = cache, checks
+        self._slots, self._max_drafts = payload
+        self._block_size = cache.keys.shape[3]
+
+    def whole(self) -> None:
+        """Draft, verify and commit without the host."""
+        self._draft()
+        self._verify(has_draft_masks=False)
+
+    def draft(self) -> None:
+        """The first half of a split round: leaves the drafted tokens in the ring, see `show_drafts`. Those of
+        a slot under a constraint are a chain."""
+        self._draft()
+        ring, rows = self._resources.ring, self._tensors.roots
+        show_drafts(rows.slot, rows.token, ring.output, ring.current, ring.next_index)
+
+    def verify(self) -> None:
+        """The second half, the next replay after the first. Slots under a constraint have a mask for every
+        row."""
+        self._resources.payload.enter(0)
+        self._verify(has_draft_masks=True)
+
+    def _draft(self) -> None:
+        table = self._resources.table
+        self._resources.payload.enter(2 * self._slots.shape[0])
+        tree_roots(
+            self._slots,
+            self._max_drafts,
+            table.state,
+            table.columns.flags,
+            table.block_table,
+            self._tensors.roots,
+            max_depth=self._plan.depth,
+            block_size=self._block_size,
+            first_draft_slot=self._drafter.first_draft_slot,
+        )
+        self._drafter.grow(self._tensors.roots, self._plan)
+        if self._checks is not None:
+            self._checks.after_draft(self._tensors.roots)
+
+    def _verify(self, *, has_draft_masks: bool) -> None:
+        tensors, forward, stages = self._tensors, self._forward, self._resources.stages
+        roots, sample_commit, plan = tensors.roots, self._sample_commit, self._plan
+        checks, hidden = self._checks, forward.hidden_states
+        with stages(forward_stage(plan.num_drafts)):
+            self._place()
+            if checks is not None:
+                checks.after_place(roots, tensors.path)
+            forward.run()
+        if checks is not None:
+            checks.after_forward(roots, hidden.final)
+        sample_commit.run(forward.normed, has_draft_masks=has_draft_masks)
+        if checks is not None:
+            checks.after_commit(roots, sample_commit.chosen, tensors.accepted, sample_commit.emitted)
+        with stages("commit"):
+            self._rewind()
+        if checks is not None:
+            checks.after_rewind(roots, tensors.kv_slot, tensors.accepted)
+            checks.report(self._resources.ring)
+        with stages("draft_extend"):
+            self._drafter.extend(
+                roots,
+                plan,
+                aux_hidden=hidden.aux,
+                hidden=hidden.final,
+                chosen=sample_commit.chosen,
+                path=tensors.accepted,
+                emitted=sample_commit.emitted,
+            )
+
+    def _place(self) -> None:
+        """Find positions, places and paths of all nodes."""
+        tensors, table = self._tensors, self._resources.table
+        roots = tensors.roots
+        tree_rows(
+            roots.slot,
+            roots.parent,
+            table.state.length,
+            table.block_table,
+            (roots.position, tensors.bits, tensors.kv_slot, tensors.path),
+            nodes_per_tree=self._plan.num_nodes,
+            block_size=self._block_size,
+            first_tree_slot=self._cache.first_tree_slot,
+        )
+
+    def _rewind(self) -> None:
+        """Move keys and values of accepted nodes to their positions."""
+        tensors, cache = self._tensors, self._cache
+        kv_rewind(
+            cache.keys,
+            cache.values,
+            self._resources.table.block_table,
+            tensors.roots.slot,
+            tensors.roots.position,
+            tensors.kv_slot,
+            tensors.accepted,
+            nodes_per_tree=self._plan.num_nodes,
+        )

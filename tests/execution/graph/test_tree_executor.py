@@ -1,0 +1,104 @@
+"""Rounds with trees of an EAGLE-3 draft: graph and eager executor draft and accept the same trees."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from draft_zoo import make_draft
+from drawn_decoder import drawn_decoder
+from interpreted_device import InterpretedDevice
+from tiny_llama import tiny_llama
+
+from drift_sdk import DynamicTree, StaticTree
+from drift_sdk._kernels.gemm.tuning import TunedTable
+from drift_sdk.execution.device.device import GpuDevice
+from drift_sdk.execution.drafter_factory import EagleDrafterFactory
+from drift_sdk.execution.eager.executor import EagerExecutor
+from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
+from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.eagle3 import DraftDecoder
+from drift_sdk.profiling.manual_driver import ManualDriver
+from drift_sdk.steps import Executor, ExecutorLimits
+
+pytestmark = pytest.mark.kernel
+
+IS_GPU = torch.cuda.is_available()
+TARGET = tiny_llama(
+    vocab_size=96, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1, hidden_size=16
+)
+LIMITS = ExecutorLimits(max_num_seqs=2, max_model_len=40, num_blocks=20, block_size=4, vocab_size=96)
+BUDGET = 16
+STATIC = StaticTree([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
+DYNAMIC = DynamicTree(top_k=3, depth=3, num_draft_tokens=7)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Decoder, DraftDecoder]:
+    folder = tmp_path_factory.mktemp("models")
+    (folder / "config.json").write_text(json.dumps(TARGET))
+    target = drawn_decoder(DecoderConfig.from_hf(TARGET), "cuda" if IS_GPU else "cpu", seed=3)
+    make_draft("reference", folder / "draft", folder)
+    return target, DraftDecoder.load(folder / "draft", target)
+
+
+def rounds(executor: Executor, num_drafts: int, depth: int | None) -> list[Any]:
+    slots = ManualDriver(executor, prefill_token_budget=BUDGET)
+    slots.fill(6, [12, 10])
+    found = []
+    while slots.active:
+        outputs = slots.round(num_drafts, max_depth=depth).decode
+        found.append(
+            [
+                (
+                    output.token_ids,
+                    output.num_drafted,
+                    output.num_accepted,
+                    output.accepted_nodes,
+                    output.violation,
+                )
+                for output in outputs
+            ]
+        )
+    executor.close()
+    return found
+
+
+def graph_executor(
+    models: tuple[Decoder, DraftDecoder], factory: EagleDrafterFactory, *, has_checks: bool
+) -> GraphExecutor:
+    return GraphExecutor(
+        GpuDevice(0) if IS_GPU else InterpretedDevice(),
+        models[0],
+        LIMITS,
+        TunedTable(),
+        GraphOptions(prefill_token_budget=BUDGET, has_checks=has_checks),
+        drafter_factory=factory,
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "has_checks"), [(STATIC, True), (DYNAMIC, False)], ids=["static", "dynamic"]
+)
+def test_rounds_equal_those_of_the_eager_executor(
+    models: tuple[Decoder, DraftDecoder], shape: Any, has_checks: bool
+) -> None:
+    factory = EagleDrafterFactory(models[1], (shape.num_draft_tokens,), tree=shape)
+    eager = EagerExecutor(models[0], LIMITS, factory.eager_drafter(models[0], LIMITS))
+    expected = rounds(eager, shape.num_draft_tokens, shape.depth)
+    executor = graph_executor(models, factory, has_checks=has_checks)
+    assert rounds(executor, shape.num_draft_tokens, shape.depth) == expected
+    assert len(expected) > 2
+
+
+def test_checked_chains_equal_those_of_the_eager_executor(models: tuple[Decoder, DraftDecoder]) -> None:
+    factory = EagleDrafterFactory(models[1], (2,))
+    eager = EagerExecutor(models[0], LIMITS, factory.eager_drafter(models[0], LIMITS))
+    expected = rounds(eager, 2, None)
+    found = rounds(graph_executor(models, factory, has_checks=True), 2, None)
+    assert [[each[:3] + each[4:] for each in outputs] for outputs in found] == [
+        [each[:3] + each[4:] for each in outputs] for outputs in expected
+    ]
