@@ -150,6 +150,7 @@ CONFIG = {
     "executor": choice("auto", "eager", "graph"),
     "strict_performance": flag(),
     "step_timeout_s": number(0.0, 1e6, optional=True, is_open=True),
+    "tuning": choice("off", "short", "full"),
     "exact_prefill": flag(),
     "num_threads": integer(1, 1024, optional=True),
     "load": choice("auto", "random"),

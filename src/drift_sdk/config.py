@@ -28,6 +28,7 @@ __all__ = ["EngineConfig"]
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 EXECUTORS = ("auto", "eager", "graph")
 LOADS = ("auto", "random")
+TUNINGS = ("off", "short", "full")
 TOOL_FORMATS = (
     *("auto", "json", "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "deepseek", "granite"),
     *("phi4_mini", "harmony"),
@@ -60,7 +61,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                               a step shrinks to meet it. None = no target.
     target_latency_ms_p95:    the same for the 95th percentile.
     prefer_high_throughput:   give prompts the whole budget even while other sequences decode.
-    executor:                 "graph" (CUDA graphs; NVIDIA GPUs of compute capability 9.0 or later), "eager"
+    executor:                 "graph" (CUDA graphs; NVIDIA GPUs of compute capability 8.0 or later), "eager"
                               (any device), or "auto" (CUDA graphs where supported, else eager).
     strict_performance:       raise an error instead of running on a slow path; see below. If False, slow
                               paths are counted.
@@ -68,6 +69,10 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                               ExecutorError with process_unusable, and the engine stops waiting for the GPU.
                               None = no limit. Graph executor only; the end of a step is then noticed about
                               0.1 ms later.
+    tuning:                   measurement of launch configurations of products when the engine starts: "short"
+                              (weights without an entry in the tables, some seconds once on each machine),
+                              "full" (all weights of the model, minutes) or "off". Kept in the user's cache
+                              folder. It changes no token. Graph executor only.
     exact_prefill:            on the graph executor, compute prompts with the kernels of decoding, so that
                               their bits are those of decoding: tokens do not depend on how a prompt is cut,
                               cached or preempted. At a cost in speed.
@@ -120,6 +125,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     executor: Literal["auto", "eager", "graph"] = "auto"
     strict_performance: bool = False
     step_timeout_s: float | None = None
+    tuning: Literal["off", "short", "full"] = "short"
     exact_prefill: bool = False
     num_threads: int | None = None
     load: Literal["auto", "random"] = "auto"
@@ -152,6 +158,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         check_choice(ConfigError, "executor", self.executor, EXECUTORS)
         check_bool(ConfigError, "strict_performance", self.strict_performance)
         check_float(ConfigError, "step_timeout_s", self.step_timeout_s, gt=0.0, le=1e6, optional=True)
+        check_choice(ConfigError, "tuning", self.tuning, TUNINGS)
         check_bool(ConfigError, "exact_prefill", self.exact_prefill)
         check_int(ConfigError, "num_threads", self.num_threads, ge=1, le=1024, optional=True)
         check_choice(ConfigError, "load", self.load, LOADS)

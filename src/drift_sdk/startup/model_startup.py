@@ -101,6 +101,7 @@ def open_model(
         executor=opened.executor,
         executor_name=executor_name,
         fallback=fallback,
+        num_tuned_shapes=opened.num_tuned,
         untuned_shapes=opened.untuned,
         scheduling=_scheduling(config, opened, drafter_factory),
         text=_model_text(text, opened.executor.limits, has_drafts=bool(drafter_factory.draft_choices)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -13,7 +13,9 @@ from cuda.core import EventOptions, StreamOptions
 from cuda.core.graph import GraphCompleteOptions
 
 from drift_sdk._kernels.common.launch_order import checked_launches
+from drift_sdk._kernels.common.parallel_compile import compile_kernels, missing_kernels, recorded_kernels
 from drift_sdk.errors import ExecutorError
+from drift_sdk.execution.device.first_runs import first_run
 
 __all__ = ["Device", "Event", "GpuDevice", "Replay"]
 
@@ -63,6 +65,12 @@ class Device(Protocol):
 
     def work(self) -> AbstractContextManager[None]:
         """A context in which torch and Triton work goes to the stream."""
+
+    def compile_kernels(
+        self, steps: Iterable[Callable[[], None]], on_progress: Callable[[float], None]
+    ) -> None:
+        """Compile the kernels of steps before they run, if most of them have to be compiled. on_progress:
+        called with the fraction that is done."""
 
     def warm_up(self, step: Callable[[], None]) -> None:
         """Allocate all that a step needs besides its own buffers: kernels and library workspaces. The step
@@ -164,14 +172,29 @@ class GpuDevice:
         with torch.inference_mode(), torch.cuda.stream(self._torch_stream):
             yield
 
+    def compile_kernels(
+        self, steps: Iterable[Callable[[], None]], on_progress: Callable[[float], None]
+    ) -> None:
+        steps = iter(steps)
+        with self.work(), torch.cuda.use_mem_pool(self._pool), first_run():
+            with recorded_kernels() as kernels:
+                next(steps)()
+            # The first step shows whether kernels were compiled on this machine before.
+            if len(missing_kernels(kernels)) * 2 > len(kernels):
+                with recorded_kernels() as others:
+                    for step in steps:
+                        step()
+                compile_kernels(missing_kernels([*kernels, *others]), on_progress=on_progress)
+            self._stream.sync()
+
     def warm_up(self, step: Callable[[], None]) -> None:
-        with self.work(), torch.cuda.use_mem_pool(self._pool):
+        with self.work(), torch.cuda.use_mem_pool(self._pool), first_run():
             step()
             self._stream.sync()
 
     def capture(self, step: Callable[[], None]) -> Replay:
         with self.work():
-            with checked_launches():
+            with first_run():
                 step()  # compiles and loads all kernels, allocates library workspaces
             self._stream.sync()
             builder = self._stream.create_graph_builder()
@@ -179,7 +202,8 @@ class GpuDevice:
                 # Calls of this thread that cannot be captured are errors; calls of other threads are not.
                 builder.begin_building("thread_local")
                 try:
-                    step()
+                    with checked_launches():
+                        step()
                     builder.end_building()
                 except BaseException:
                     builder.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from drift_sdk.execution.device.device import Replay
 from drift_sdk.execution.graph.buckets import GraphBuckets
@@ -49,6 +49,7 @@ class CapturedGraphs:
         self.first_tokens: dict[int, Replay] = {}
         self._replays: list[Replay] = []
         self._num_graphs = self._count_graphs()
+        self._compile()
         self._warm_up()
         num_blocks = fit_blocks(self._num_graphs)
         with resources.device.work():
@@ -75,6 +76,29 @@ class CapturedGraphs:
         num_decode = len(buckets.decode) * (num_whole_rounds + num_halves)
         num_first_tokens = len(buckets.decode)
         return num_prefill + num_decode + num_first_tokens + 1  # and `update`
+
+    def _compile(self) -> None:
+        """Compile the kernels of all steps, unless that was done on this machine before."""
+        self._report("compile", 0.0)
+        device = self._resources.device
+        device.compile_kernels(self._every_step(), lambda fraction: self._report("compile", fraction))
+
+    def _every_step(self) -> Iterator[Step]:
+        """All steps that are captured, the round that needs most first."""
+        steps, buckets = self._steps, self._buckets
+        for num_slots in reversed(buckets.decode):
+            for num_drafts in reversed(buckets.drafts):
+                decode_round = steps.round(num_slots, num_drafts)
+                yield decode_round.whole
+                if steps.drafter is not None and num_drafts > 0:
+                    yield decode_round.draft
+                    yield decode_round.verify
+            yield steps.first_tokens(num_slots)
+        for num_rows in reversed(buckets.prefill):
+            yield steps.prefill(num_rows)
+            if steps.drafter is not None:
+                yield steps.draft_extend(num_rows, steps.drafter)
+        yield steps.update
 
     def _warm_up(self) -> None:
         """Run the largest step of each kind, so that later ones need no more memory."""

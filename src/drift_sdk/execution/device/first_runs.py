@@ -1,0 +1,30 @@
+"""First runs of steps: they compile and load kernels and allocate memory, for which one layer of a kind is enough.
+
+All layers of a kind launch the same kernels with the same sizes. Whoever computes layers asks `is_first_run`,
+and may then leave out layers whose kernels another layer has run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+__all__ = ["first_run", "is_first_run"]
+
+_is_first_run: ContextVar[bool] = ContextVar("is_first_run", default=False)
+
+
+def is_first_run() -> bool:
+    """Whether the caller runs inside `first_run`."""
+    return _is_first_run.get()
+
+
+@contextmanager
+def first_run() -> Iterator[None]:
+    """Steps that run in a `with` block, on this thread, have their results ignored."""
+    token = _is_first_run.set(True)
+    try:
+        yield
+    finally:
+        _is_first_run.reset(token)
