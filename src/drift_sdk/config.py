@@ -67,8 +67,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                               paths are counted.
     step_timeout_s:           most seconds that the GPU may take for a step. After that every stream raises
                               ExecutorError with process_unusable, and the engine stops waiting for the GPU.
-                              None = no limit. Graph executor only; the end of a step is then noticed about
-                              0.1 ms later.
+                              None = no limit. Graph executor only.
     tuning:                   measurement of launch configurations of products when the engine starts: "short"
                               (weights without an entry in the tables, some seconds once on each machine),
                               "full" (all weights of the model, minutes) or "off". Kept in the user's cache

@@ -48,9 +48,19 @@ from drift_sdk._kernels.attention.attention_plan import (
 )
 from drift_sdk._kernels.attention.partition_sums import LOG2_E, MIN_DOT_SIZE, AttentionScratch, add_partitions
 from drift_sdk._kernels.common.arguments import check_range, check_tensor, check_tensors
+from drift_sdk._kernels.common.gpu_limits import gpu_limits
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 
-__all__ = ["AttentionConfig", "AttentionScratch", "paged_attention", "paged_attention_reference"]
+__all__ = [
+    "AttentionConfig",
+    "AttentionScratch",
+    "attention_config",
+    "paged_attention",
+    "paged_attention_reference",
+]
+
+SHARED_RESERVE = 24 * 1024
+"""Bytes of shared memory that a program may take beside its stages: queries, and changes of layout."""
 
 ONES_COLUMNS = tl.constexpr(MIN_DOT_SIZE)
 """Columns of the matrix of ones that gives the denominator as a product. All columns of it are the same."""
@@ -59,7 +69,7 @@ ONES_COLUMNS = tl.constexpr(MIN_DOT_SIZE)
 class AttentionConfig(Struct, frozen=True):
     """Launch configuration of `_attend`; within these limits none of it is part of the result's bits.
 
-    num_programs: over all heads. 528 are as many as an H200 holds at once: 132 multiprocessors times 4.
+    num_programs: over all heads. 528 are as many as an H200 holds at once, see `attention_config`.
     num_stages: of Triton's pipeline.
     num_warps: 1 or 2, whose results are compared bit for bit by a test on the GPU. From 4 warps on, Triton
     computes tiles of 64 rows and more by wgmma instead of mma.sync.
@@ -72,6 +82,20 @@ class AttentionConfig(Struct, frozen=True):
     def __post_init__(self) -> None:
         if self.num_warps not in (1, 2):
             raise ValueError(f"num_warps={self.num_warps}: expected 1 or 2, whose bits are equal")
+
+
+PROGRAMS_PER_MULTIPROCESSOR = 4
+
+
+def attention_config(head_dim: int, dtype: torch.dtype, tile_keys: int) -> AttentionConfig:
+    """Return the configuration for a size of heads on the current GPU: as many programs as it holds at once,
+    and two stages where their keys and values fit its shared memory, else one."""
+    limits = gpu_limits()
+    stage_bytes = 2 * tile_keys * max(MIN_DOT_SIZE, triton.next_power_of_2(head_dim)) * dtype.itemsize
+    return AttentionConfig(
+        num_programs=PROGRAMS_PER_MULTIPROCESSOR * limits.num_multiprocessors,
+        num_stages=2 if 2 * stage_bytes + SHARED_RESERVE <= limits.shared_bytes else 1,
+    )
 
 
 @triton.jit

@@ -1,4 +1,5 @@
-"""A process that compiles kernels for another one, see parallel_compile.py. Pickled kernels come in on stdin."""
+"""A process that compiles kernels for another one, see parallel_compile.py. Pickled kernels come in on
+stdin."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import cache
 
 import torch
+import triton
 from msgspec import Struct
 
 __all__ = ["HOPPER", "PDL_CAPABILITY", "GpuLimits", "gpu_limits", "limited_gpu", "limits_of"]
@@ -44,7 +45,8 @@ HOPPER = GpuLimits(
     multiprocessor_shared_bytes=228 * 1024,
     l2_bytes=50 * 2**20,
 )
-"""An H100 or H200: assumed where there is no GPU and kernels are interpreted or compiled for another machine."""
+"""An H100 or H200: assumed where there is no GPU and kernels are interpreted or compiled for another
+machine."""
 
 _limited: list[GpuLimits] = []
 
@@ -64,7 +66,7 @@ def limits_of(device_index: int) -> GpuLimits:
     return GpuLimits(
         capability=(found.major, found.minor),
         num_multiprocessors=found.multi_processor_count,
-        shared_bytes=found.shared_memory_per_block_optin,
+        shared_bytes=triton.runtime.driver.active.utils.get_device_properties(device_index)["max_shared_mem"],
         multiprocessor_shared_bytes=found.shared_memory_per_multiprocessor,
         l2_bytes=found.L2_cache_size,
     )

@@ -53,7 +53,8 @@ class KernelToCompile(Struct, frozen=True, kw_only=True):
     """Arguments of `triton.compile` for a kernel.
 
     module, name: of the kernel. signature: types by argument. constants: of its constexpr arguments, by path.
-    attributes: such as divisibility, by path. backend, arch, warp_size: of the target. options: of the launch.
+    attributes: such as divisibility, by path. backend, arch, warp_size: of the target. options: of the
+    launch.
     """
 
     module: str
@@ -107,7 +108,8 @@ def is_recording() -> bool:
 
 @contextlib.contextmanager
 def recorded_kernels() -> Iterator[list[KernelToCompile]]:
-    """Record the launches that this thread makes inside a `with` block instead of compiling and starting them.
+    """Record the launches that this thread makes inside a `with` block instead of compiling and starting
+    them.
 
     Yields the kernels that this process has not compiled or loaded yet, each once when the block has ended.
     Kernels of torch run as always.
@@ -150,7 +152,8 @@ def _note_compilation(hook_before: Any) -> Callable[..., Any]:
         details, target = found["compile"], triton.runtime.driver.active.get_current_target()
         stored = json.loads(details["specialization_data"])
         options = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in stored["options"].items()
+            key: tuple(value) if isinstance(value, list) else value
+            for key, value in stored["options"].items()
         }
         _recording.found.append(
             KernelToCompile(
@@ -184,7 +187,8 @@ def compile_kernels(
     """Have worker processes compile kernels into Triton's cache, and wait for them.
 
     num_processes: None: one for each CPU that this process may use, 16 at most. on_progress: called on this
-    thread with the fraction that is done. Nothing is raised for a kernel that does not compile, or for workers
+    thread with the fraction that is done. Nothing is raised for a kernel that does not compile, or for
+    workers
     that cannot be started.
     """
     if not kernels or not sys.executable:

@@ -101,8 +101,10 @@ def fits(shape: GemmShape, tiles: GemmTiles, limits: GpuLimits) -> bool:
 
 def default_tiles(shape: GemmShape, num_rows: int, limits: GpuLimits) -> GemmTiles:
     """Return the tiles of a weight for up to `num_rows` rows on a GPU. They fit its shared memory."""
-    return _tiles_of_few(shape, num_rows, limits) if num_rows <= ROWS_OF_MANY else _tiles_of_many(
-        shape, num_rows, limits
+    return (
+        _tiles_of_few(shape, num_rows, limits)
+        if num_rows <= ROWS_OF_MANY
+        else _tiles_of_many(shape, num_rows, limits)
     )
 
 
@@ -167,7 +169,8 @@ def cost(shape: GemmShape, tiles: GemmTiles, num_rows: int, limits: GpuLimits) -
     """Return an estimate of a product's time, in clocks of a multiprocessor.
 
     Each round of CTAs takes the longer one of its arithmetic and its loads. Of a multiprocessor: 4,096
-    multiply-adds of 2 bytes a clock at best, three quarters of that in tiles that share few operands; 64 bytes
+    multiply-adds of 2 bytes a clock at best, three quarters of that in tiles that share few operands; 64
+    bytes
     a clock from the L2 cache. The partial sums are written and read by all multiprocessors at 12 bytes a
     clock each.
     """

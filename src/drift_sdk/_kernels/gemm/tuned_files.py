@@ -123,7 +123,8 @@ def user_table_path(machine: MeasuredOn) -> Path:
 
 
 def user_table(machine: MeasuredOn) -> TunedTable:
-    """Return the measurements in a machine's file: none if there is no file, or it is ignored with a warning."""
+    """Return the measurements in a machine's file: none if there is no file, or it is ignored with a
+    warning."""
     path = user_table_path(machine)
     try:
         with path.open("rb") as file:
@@ -175,7 +176,8 @@ def write_whole(path: Path, contents: bytes) -> None:
 
 @contextmanager
 def tuning_lock(machine: MeasuredOn, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
-    """Hold the right to measure on this kind of machine and to write its file. Others wait: two processes that
+    """Hold the right to measure on this kind of machine and to write its file. Others wait: two processes
+    that
     measured at once would disturb each other.
 
     Raises OSError if the folder cannot be written, and TimeoutError, which is one, after `timeout_s` seconds.

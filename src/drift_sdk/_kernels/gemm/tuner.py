@@ -5,7 +5,8 @@ compared with float32 in tests; one with other bits is left out. Candidates are 
 products over enough different weights that none is found in the cache.
 
 Two efforts: FULL tries all candidates for all numbers of rows, in minutes. SHORT tries the neighbours of the
-heuristic's choice for a few numbers of rows, those of the fewest rows and the largest weights first, until its
+heuristic's choice for a few numbers of rows, those of the fewest rows and the largest weights first, until
+its
 time is over.
 """
 
@@ -55,7 +56,8 @@ class Effort(Struct, frozen=True, kw_only=True):
     """Extent of the measurements.
 
     name: in the provenance of entries. row_counts: numbers of rows that are measured, the most important
-    first. all_candidates: whether to try more than the neighbours of the heuristic's choice. num_timings: of a
+    first. all_candidates: whether to try more than the neighbours of the heuristic's choice. num_timings:
+    of a
     candidate, of which the median counts. seconds: after which nothing more is measured; None: no limit.
     kernels_per_cpu: most kernels that are compiled for each CPU; None: no limit.
     """
@@ -86,7 +88,8 @@ SHORT = Effort(
 
 
 class WeightToTune(Struct, frozen=True, kw_only=True):
-    """A weight's shape, and tensors of that shape [num_columns, inner] on the GPU, with different contents."""
+    """A weight's shape, and tensors of that shape [num_columns, inner] on the GPU, with different
+    contents."""
 
     shape: GemmShape
     tensors: list[Tensor]
@@ -196,7 +199,8 @@ def tune(
 
 
 def _trials(weights: Sequence[WeightToTune], effort: Effort, limits: GpuLimits) -> list[Trial]:
-    """All candidates in the order in which they are measured: by number of rows, then by the weights' bytes."""
+    """All candidates in the order in which they are measured: by number of rows, then by the weights'
+    bytes."""
     largest_first = sorted(weights, key=lambda weight: -weight.tensors[0].nbytes * len(weight.tensors))
     return [
         Trial(weight, num_rows, config)
@@ -214,7 +218,9 @@ def _grouped(trials: Sequence[Trial]) -> list[tuple[tuple[str, int], list[Trial]
     return list(groups.items())
 
 
-def _compile(trials: Sequence[Trial], num_processes: int | None, on_progress: Callable[[float], None]) -> None:
+def _compile(
+    trials: Sequence[Trial], num_processes: int | None, on_progress: Callable[[float], None]
+) -> None:
     """Compile the candidates that are not in Triton's cache."""
     with recorded_kernels() as kernels:
         for trial in trials:

@@ -1,6 +1,7 @@
 """Tuned tables: measured launch configurations of products, by GPU and by shape of the weight.
 
-The tables are `tuned/<gpu>.json`, written by `drift_sdk tune`, and files in the user's cache (tuned_files.py),
+The tables are `tuned/<gpu>.json`, written by `drift_sdk tune`, and files in the user's cache
+(tuned_files.py),
 written by it and by the short tuning of a first start. A weight without an entry runs with the tiles of
 heuristic.py.
 
@@ -42,7 +43,8 @@ ALLOWED: dict[str, tuple[int, ...]] = {
     "num_stages": (1, 2, 3, 4, 5, 6, 7, 8),
     "num_warps": (4, 8),
 }
-"""Values that tiles of a table may have. Fewer columns than 64, or warps other than whole groups of four, would
+"""Values that tiles of a table may have. Fewer columns than 64, or warps other than whole groups of four,
+would
 let Triton choose mma.sync instead of wgmma on compute capability 9.0, whose sums have other bits."""
 
 MAX_ENTRIES = 64
@@ -56,7 +58,9 @@ def check_tiles(tiles: GemmTiles) -> None:
     for name, allowed in ALLOWED.items():
         if getattr(tiles, name) not in allowed:
             found = f"{name}={getattr(tiles, name)}"
-            raise ValueError(f"{found}: expected one of {', '.join(map(str, allowed))}: others may change bits")
+            raise ValueError(
+                f"{found}: expected one of {', '.join(map(str, allowed))}: others may change bits"
+            )
 
 
 class TunedTiles(Struct, frozen=True, forbid_unknown_fields=True):
@@ -91,7 +95,8 @@ class TunedTiles(Struct, frozen=True, forbid_unknown_fields=True):
 
 @lru_cache(maxsize=4096)
 def heuristic_tiles(shape: GemmShape, limits: GpuLimits) -> TunedTiles:
-    """Return the tiles of a weight without measurements on a GPU. They have the same bits as measured ones."""
+    """Return the tiles of a weight without measurements on a GPU. They have the same bits as measured
+    ones."""
     return TunedTiles(tuple((num_rows, default_tiles(shape, num_rows, limits)) for num_rows in ROW_COUNTS))
 
 

@@ -16,11 +16,13 @@ from drift_sdk._kernels.common.launch_order import checked_launches
 from drift_sdk._kernels.common.parallel_compile import compile_kernels, missing_kernels, recorded_kernels
 from drift_sdk.errors import ExecutorError
 from drift_sdk.execution.device.first_runs import first_run
+from drift_sdk.execution.device.stream_signal import StreamSignal
 
 __all__ = ["Device", "Event", "GpuDevice", "Replay"]
 
-POLL_S = 50e-6
-"""Seconds between two checks of an event while waiting with a timeout."""
+ERROR_CHECK_S = 0.05
+"""Seconds after which a wait with a timeout looks at the event even if it has not been signalled: after an
+error of the device nothing is signalled any more."""
 
 
 class Replay(Protocol):
@@ -101,9 +103,10 @@ class _GpuReplay:
 
 
 class _GpuEvent:
-    def __init__(self, device: CudaDevice, stream: Any) -> None:
+    def __init__(self, device: CudaDevice, stream: Any, signal: Callable[[], StreamSignal]) -> None:
+        """signal: returns the device's signal, which is made when it is first needed."""
         self._event = device.create_event(options=EventOptions(timing_enabled=True, blocking_sync=True))
-        self._stream = stream
+        self._stream, self._signal = stream, signal
         self._is_recorded = False
 
     def record(self) -> None:
@@ -120,13 +123,20 @@ class _GpuEvent:
                 self._event.sync()
             return
 
-        # CUDA has no wait with a timeout.
         deadline = time.monotonic() + timeout_s
-        while not self.is_done:
-            if time.monotonic() > deadline:
-                raise step_timeout(timeout_s)
+        if self.is_done:
+            return
 
-            time.sleep(POLL_S)
+        signal = self._signal()
+        signal.after(self._event)
+        while True:
+            left = deadline - time.monotonic()
+            signal.wait(min(max(left, 0.0), ERROR_CHECK_S))
+            if self.is_done:
+                return
+
+            if left <= 0.0:
+                raise step_timeout(timeout_s)
 
     def seconds_since(self, earlier: Event) -> float:
         assert isinstance(earlier, _GpuEvent)
@@ -162,6 +172,7 @@ class GpuDevice:
         external: Any = torch.cuda.ExternalStream
         self._torch_stream = external(int(self._stream.handle), device=self.torch_device)
         self._pool = torch.cuda.MemPool()
+        self._signal: StreamSignal | None = None  # of waits with a timeout
 
     @property
     def num_allocations(self) -> int:
@@ -213,7 +224,12 @@ class GpuDevice:
         return _GpuReplay(graph, self._stream)
 
     def event(self) -> Event:
-        return _GpuEvent(self._device, self._stream)
+        return _GpuEvent(self._device, self._stream, self._stream_signal)
+
+    def _stream_signal(self) -> StreamSignal:
+        if self._signal is None:
+            self._signal = StreamSignal(self._device)
+        return self._signal
 
     def close(self) -> None:
         """Keep the stream for the next engine, and return the memory that torch has cached to the device, for

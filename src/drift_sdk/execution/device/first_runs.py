@@ -1,4 +1,5 @@
-"""First runs of steps: they compile and load kernels and allocate memory, for which one layer of a kind is enough.
+"""First runs of steps: they compile and load kernels and allocate memory, for which one layer of a kind is
+enough.
 
 All layers of a kind launch the same kernels with the same sizes. Whoever computes layers asks `is_first_run`,
 and may then leave out layers whose kernels another layer has run.

@@ -7,7 +7,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk._kernels.attention.attention_plan import AttentionPlan, Partitions, plan_attention
-from drift_sdk._kernels.attention.paged_attention import AttentionConfig, AttentionScratch, paged_attention
+from drift_sdk._kernels.attention.paged_attention import AttentionScratch, attention_config, paged_attention
 from drift_sdk.execution.device.workspace import Workspace
 
 __all__ = ["AttentionGroups", "AttentionShape"]
@@ -118,7 +118,7 @@ class AttentionGroups:
                 row_position[rows],
                 out[rows],
                 scratch,
-                AttentionConfig(),
+                attention_config(query.shape[2], query.dtype, scratch.plan.partitions.tile),
                 rows_per_sequence,
                 first_key=first_key,
                 scale=scale,
