@@ -72,6 +72,10 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                               (weights without an entry in the tables, some seconds once on each machine),
                               "full" (all weights of the model, minutes) or "off". Kept in the user's cache
                               folder. It changes no token. Graph executor only.
+    shape_log:                JSON file to which the engine adds, when it is closed, the shapes of the
+    products
+                              that it ran and how often, for `python -m drift_sdk tune --log`; None = none.
+                              Graph executor only.
     exact_prefill:            on the graph executor, compute prompts with the kernels of decoding, so that
                               their bits are those of decoding: tokens do not depend on how a prompt is cut,
                               cached or preempted. At a cost in speed.
@@ -125,6 +129,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     strict_performance: bool = False
     step_timeout_s: float | None = None
     tuning: Literal["off", "short", "full"] = "short"
+    shape_log: str | Path | None = None
     exact_prefill: bool = False
     num_threads: int | None = None
     load: Literal["auto", "random"] = "auto"
@@ -162,6 +167,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         check_int(ConfigError, "num_threads", self.num_threads, ge=1, le=1024, optional=True)
         check_choice(ConfigError, "load", self.load, LOADS)
         check_str(ConfigError, "revision", self.revision, optional=True)
+        self._check_path("shape_log")
         self._check_path("cache_dir")
         check_bool(ConfigError, "local_files_only", self.local_files_only)
         self._check_path("tokenizer")

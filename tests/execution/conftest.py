@@ -13,5 +13,5 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         return
 
-    name = "drift_sdk.execution.forward.attention_groups.AttentionConfig"
-    monkeypatch.setattr(name, lambda: AttentionConfig(num_programs=4))
+    name = "drift_sdk.execution.forward.attention_groups.attention_config"
+    monkeypatch.setattr(name, lambda *_: AttentionConfig(num_programs=4))

@@ -22,6 +22,7 @@ import triton
 
 from drift_sdk._kernels.common.gpu_limits import gpu_limits
 from drift_sdk._kernels.gemm.heuristic import GemmShape
+from drift_sdk._kernels.gemm.logged_products import read_products, shapes_by_time
 from drift_sdk._kernels.gemm.slices import num_slices
 from drift_sdk._kernels.gemm.tuned_files import add_to_user_table, measured_on, tuning_lock, write_whole
 from drift_sdk._kernels.gemm.tuner import FULL, WORKING_SETS, random_weight, tune
@@ -32,7 +33,7 @@ from drift_sdk.config import EngineConfig
 from drift_sdk.errors import DriftError
 from drift_sdk.progress import Progress
 
-__all__ = ["tune_model", "tune_shapes"]
+__all__ = ["read_log", "tune_model", "tune_shapes"]
 
 
 def tune_model(model: str | Path, config: EngineConfig) -> None:
@@ -80,6 +81,15 @@ def tune_shapes(shapes: Sequence[tuple[int, int, bool]], out: Path | None, num_j
                 add_to_user_table(machine, found)
             else:
                 add_to_table(out, found, gpu)
+
+
+def read_log(path: Path) -> list[tuple[int, int, bool]]:
+    """The shapes of weights in a log of products, the largest share of time first. Raises DriftError for
+    another file."""
+    try:
+        return shapes_by_time(read_products(path))
+    except ValueError as error:
+        raise DriftError(str(error)) from error
 
 
 def check_gpu() -> None:

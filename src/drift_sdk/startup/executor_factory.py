@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -160,6 +161,7 @@ def open_graph_executor(
         step_timeout_s=config.step_timeout_s,
         acceptance_trace=acceptance_trace,
         stages=stages or NO_STAGE_MARKS,
+        shape_log=None if config.shape_log is None else Path(config.shape_log),
     )
     hooks = StartupHooks(fit_blocks=fit_blocks, report=report)
     executor = _start_graph_executor(decoder, limits, table, options, drafter_factory, hooks)

@@ -28,7 +28,7 @@ def main() -> None:
             importlib.import_module(kernel.module)
             kernel.compile()
         except Exception as error:
-            print(f"{kernel.name}: {error!r}", file=sys.stderr)
+            sys.stderr.write(f"{kernel.name}: {error!r}\n")
         answers.write(DONE)
 
 

@@ -24,6 +24,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk._kernels.common.gpu_limits import GpuLimits, gpu_limits
+from drift_sdk._kernels.common.launching import is_interpreted
 from drift_sdk._kernels.common.parallel_compile import (
     available_cpus,
     compile_kernels,
@@ -130,13 +131,13 @@ def candidates(
 
     They fit the GPU's shared memory, and `check_tiles` allows them. all_candidates: see `Effort`.
     """
-    first = default_tiles(shape, num_rows, limits)
+    first = msgspec.structs.replace(default_tiles(shape, num_rows, limits), is_library=False)
     others = _tiles_for_few(shape, num_rows) if num_rows <= 64 else _tiles_for_many(shape)
     for tiles in dict.fromkeys((first, *others)):
         is_near = tiles.tile_k == first.tile_k or tiles.num_stages in (4, first.num_stages)
         if fits(shape, tiles, limits) and (all_candidates or is_near):
             check_tiles(tiles)
-            yield config_of(shape, msgspec.structs.replace(tiles, is_library=False))
+            yield config_of(shape, tiles)
 
 
 def config_of(shape: GemmShape, tiles: GemmTiles) -> GemmConfig:
@@ -222,6 +223,9 @@ def _compile(
     trials: Sequence[Trial], num_processes: int | None, on_progress: Callable[[float], None]
 ) -> None:
     """Compile the candidates that are not in Triton's cache."""
+    if is_interpreted():
+        return
+
     with recorded_kernels() as kernels:
         for trial in trials:
             weight, rows = trial.weight.tensors[0], trial.config.tile_m
