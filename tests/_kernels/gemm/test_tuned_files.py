@@ -162,5 +162,7 @@ def test_machine_is_described_by_all_that_measurements_depend_on(
     monkeypatch.setattr(tuned_files, "DRIVER_FILE", file)
     found = measured_on("NVIDIA X")
     assert found.driver == "580.95.05" and len(found.kernels) == 16
+    add_to_user_table(found, TABLE)
+    assert user_table(found) == TABLE
     monkeypatch.setattr(tuned_files, "DRIVER_FILE", tmp_path / "none")
     assert measured_on("NVIDIA X").driver == ""

@@ -85,7 +85,7 @@ def measured_on(gpu: str) -> MeasuredOn:
     return MeasuredOn(
         gpu=gpu,
         driver=driver_version(),
-        torch=torch.__version__,
+        torch=str(torch.__version__),  # a subclass of str, which msgspec does not encode
         cuda=str(torch.version.cuda),
         triton=triton.__version__,
         kernels=kernels_hash(),
