@@ -24,6 +24,7 @@ from drift_sdk.execution.drafter_factory import EagleDrafterFactory
 from drift_sdk.execution.eager.drafters import EagleDrafter
 from drift_sdk.execution.eager.executor import EagerExecutor
 from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
+from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.profiling.manual_driver import ManualDriver

@@ -54,9 +54,9 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 NUM_FIELDS = tl.constexpr(TILE_FIELDS)
 
-SHARED_RESERVE = 2048
-"""Bytes of shared memory that Triton may take beside the tiles. Where registers change their layout it takes
-more, but only in configurations that leave much more room."""
+SHARED_RESERVE, WIDE_SHARED_RESERVE = 1024, 9216
+"""Bytes of shared memory that Triton may take beside the tiles; the second for heads of more than 128
+dimensions, whose scores change their layout there."""
 
 MIN_DOT_SIZE = 16
 """The least rows and columns of a tile in a product: those of an MMA."""
@@ -99,7 +99,8 @@ def shared_bytes(config: PrefillAttentionConfig, head_dim: int, limits: GpuLimit
     are under way. Triton keeps one tile more with wgmma, which reads them from there."""
     num_tiles = config.num_stages // 2 + (limits.capability[0] == 9)
     padded_dim = int(triton.next_power_of_2(head_dim))
-    return (config.tile_rows + 2 * config.tile_keys * num_tiles) * padded_dim * 2 + SHARED_RESERVE
+    reserve = SHARED_RESERVE if padded_dim <= 128 else WIDE_SHARED_RESERVE
+    return (config.tile_rows + 2 * config.tile_keys * num_tiles) * padded_dim * 2 + reserve
 
 
 @triton.jit

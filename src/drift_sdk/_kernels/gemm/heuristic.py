@@ -28,7 +28,15 @@ ROW_COUNTS = (16, 32, 64, 128, 256, 2**31)
 """Highest numbers of rows that tiles are chosen for. Fewer rows than 16 run as 16: the columns of an MMA."""
 
 MAX_STAGES = 6
-"""Most stages of the pipeline: more did not pay on an H200."""
+SHORT_STAGES = 4
+"""Most stages of the pipeline, and most where the CTAs of a product follow each other on a multiprocessor:
+more
+did not pay on an H200."""
+
+SHARED_USE, SHARED_USE_OF_TWO = 0.97, 0.86
+"""Shares of a multiprocessor's shared memory that the stages of its CTAs may take; the second one for more
+than
+SHORT_STAGES stages of two CTAs, beside which there is then room for CTAs of the next kernel."""
 
 NARROW, WIDE = 64, 128
 """Columns of a tile, or inner indices. 64 columns are the M side of wgmma, whose bits differ from those of
@@ -36,9 +44,6 @@ other instructions: tiles have no fewer."""
 
 SHARED_RESERVE = 2048
 """Bytes of shared memory that Triton may take beside the stages: barriers, and scratch of conversions."""
-
-CTA_RESERVE = 1024
-"""Bytes of shared memory that the GPU keeps for each CTA."""
 
 ROWS_OF_MANY = 64
 """Up to this many rows, one tile takes all."""
@@ -137,10 +142,14 @@ def _num_stages(shape: GemmShape, tile: tuple[int, int, int], num_ctas: int, lim
     tile_n, tile_m, tile_k = tile
     stage_bytes = shared_bytes(shape, GemmTiles(True, tile_n, tile_m, tile_k, 1, 4))
     num_neighbours = 2 if num_ctas > limits.num_multiprocessors else 1
-    share = limits.multiprocessor_shared_bytes // num_neighbours - CTA_RESERVE - SHARED_RESERVE
+    own_bytes = limits.multiprocessor_shared_bytes // num_neighbours
+    number = int(SHARED_USE * own_bytes) // stage_bytes
+    if num_neighbours == 2:
+        number = min(number, max(SHORT_STAGES, int(SHARED_USE_OF_TWO * own_bytes) // stage_bytes))
     most = limits.shared_bytes - SHARED_RESERVE
     num_tiles = -(-shape.slice_size // tile_k)
-    wanted = min(max(share // stage_bytes, 2), MAX_STAGES, max(num_tiles, 2))
+    is_many = num_ctas > 2 * limits.num_multiprocessors
+    wanted = min(max(number, 2), SHORT_STAGES if is_many else MAX_STAGES, max(num_tiles, 2))
     return max(1, min(wanted, most // stage_bytes))
 
 
