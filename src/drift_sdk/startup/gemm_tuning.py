@@ -54,7 +54,7 @@ def engine_table(
     effort = EFFORTS[config.tuning]
     wanted = [weight for weight in weights if effort is FULL or not _is_tuned(weight, shipped, kept)]
     if effort is not None and wanted and decoder.dtype.itemsize == 2 and not is_interpreted():
-        kept = _tuned(machine, shipped, wanted, effort, report)
+        kept = _tuned(machine, shipped, kept, wanted, effort, report)
     gemms = {**shipped.gemms, **kept.gemms}
     log.info(
         "tuned products: %d entries for %s and %d of %s; %d of this model's %d weight shapes have one",
@@ -71,6 +71,7 @@ def _is_tuned(weight: WeightToTune, *tables: TunedTable) -> bool:
 def _tuned(
     machine: MeasuredOn,
     shipped: TunedTable,
+    kept: TunedTable,
     weights: Sequence[WeightToTune],
     effort: Effort,
     report: Report,
@@ -89,7 +90,7 @@ def _tuned(
             add_to_user_table(machine, found)
     except OSError as error:
         log.warning("products are not tuned, their measurements cannot be kept: %s", error)
-        return user_table(machine)
+        return kept
     finally:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # the memory belongs to the KV cache

@@ -46,6 +46,10 @@ SOURCES = ("gemm/gemm.py", "gemm/cublas_gemm.py", "gemm/slices.py", "common/laun
 """Files of this package that the time of a product depends on."""
 
 
+_ignored: set[Path] = set()
+"""Files that this process has warned about."""
+
+
 class MeasuredOn(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Properties of the machine and the software on which a file's measurements hold.
 
@@ -135,10 +139,12 @@ def user_table(machine: MeasuredOn) -> TunedTable:
         stored = msgspec.json.decode(contents, type=StoredTable)
         if stored.measured_on != machine:
             raise ValueError(f"measured on {stored.measured_on}")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return TunedTable()
     except (OSError, ValueError, msgspec.MsgspecError) as error:
-        log.warning("%s: ignored: %s: expected measurements of this machine", path, error)
+        if path not in _ignored:
+            log.warning("%s: ignored: %s: expected measurements of this machine", path, error)
+        _ignored.add(path)
         return TunedTable()
 
     return TunedTable(gemms=stored.gemms, provenance=stored.provenance)
@@ -157,6 +163,7 @@ def add_to_user_table(machine: MeasuredOn, found: TunedTable) -> Path:
     provenance = {key: text[:MAX_PROVENANCE] for key, text in provenance.items() if key in gemms}
     stored = StoredTable(measured_on=machine, gemms=gemms, provenance=provenance)
     write_whole(path, msgspec.json.format(msgspec.json.encode(stored), indent=1) + b"\n")
+    _ignored.discard(path)
     return path
 
 
