@@ -14,6 +14,8 @@ that the GPU lacks: programmatic dependent launch, wgmma or TMA below compute ca
 from __future__ import annotations
 
 import argparse
+import itertools
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -65,7 +67,10 @@ GPUS = {
 FORBIDDEN = re.compile(r"griddepcontrol|wgmma|cp\.async\.bulk|mbarrier\.try_wait")
 """Instructions of compute capability 9.0 and later."""
 
-SMALL_HEADS = LLAMA | {
+NUM_LARGEST = 3
+"""The largest step of each kind: prefill, round and first tokens."""
+
+LARGE_HEADS = LLAMA | {
     "vocab_size": 32_000,
     "hidden_size": 1024,
     "intermediate_size": 2816,
@@ -102,13 +107,17 @@ class MetaEvent:
 
 
 class RecordingDevice:
-    """A device of an executor that captures nothing and records the kernels of all steps."""
+    """A device of an executor that captures nothing and records the kernels of its steps.
+
+    num_steps: of the steps to record, the largest ones; None: all.
+    """
 
     torch_device = torch.device("meta")
     num_allocations = 0
 
-    def __init__(self) -> None:
+    def __init__(self, num_steps: int | None) -> None:
         self.kernels: list[KernelToCompile] = []
+        self._num_steps = num_steps
 
     def work(self) -> AbstractContextManager[None]:
         return torch.inference_mode()
@@ -117,7 +126,7 @@ class RecordingDevice:
         self, steps: Iterable[Callable[[], None]], on_progress: Callable[[float], None]
     ) -> None:
         with self.work(), first_run(), recorded_kernels() as kernels:
-            for step in steps:
+            for step in itertools.islice(steps, self._num_steps):
                 step()
         self.kernels += kernels
 
@@ -172,15 +181,19 @@ def target(capability: int) -> Iterator[GpuLimits]:
 
 
 def kernels_of(
-    config: DecoderConfig, capability: int, *, dtype: torch.dtype = torch.bfloat16, is_exact: bool = False
+    config: DecoderConfig, capability: int, *, is_exact: bool = False, num_steps: int | None = None
 ) -> list[KernelToCompile]:
-    """Return the kernels that an engine of this model runs on a GPU of a compute capability, each once."""
+    """Return the kernels that an engine of this model runs on a GPU of a compute capability, each once.
+
+    num_steps: of the largest steps alone; None: of all.
+    """
+    dtype = torch.bfloat16
     factory: DrafterFactory = NO_DRAFTER if is_exact else NGramDrafterFactory(NGram(), (1, 3))
     limits = ExecutorLimits(
         max_num_seqs=64, max_model_len=4096, num_blocks=64, block_size=64, vocab_size=config.vocab_size
     )
     with target(capability):
-        device = RecordingDevice()
+        device = RecordingDevice(num_steps)
         decoder = Decoder(config, meta_weights(config, dtype))
         options = GraphOptions(prefill_token_budget=512, exact_prefill=is_exact)
         table = WatchedTable(element_bytes=dtype.itemsize)
@@ -191,13 +204,13 @@ def kernels_of(
 def violations(kernels: Sequence[KernelToCompile]) -> Iterator[Found]:
     """Compile kernels, and yield those that do not compile or fit, or use what their GPU lacks."""
     for kernel in kernels:
-        found = compiled(kernel)
+        found = examined(kernel)
         limits = GPUS[kernel.arch]
         if found.error is not None or found.forbidden or found.shared_bytes > limits.shared_bytes:
             yield found
 
 
-def compiled(kernel: KernelToCompile) -> Found:
+def examined(kernel: KernelToCompile) -> Found:
     """Compile a kernel and examine it."""
     try:
         binary = kernel.compile()
@@ -210,9 +223,24 @@ def compiled(kernel: KernelToCompile) -> Found:
     return Found(kernel=kernel, shared_bytes=binary.metadata.shared, forbidden=tuple(sorted(names)))
 
 
+def largest(kernels: Sequence[KernelToCompile]) -> list[KernelToCompile]:
+    """Return, of each kernel with a pipeline, the one with the largest tiles and most stages."""
+    found: dict[str, tuple[int, KernelToCompile]] = {}
+    for kernel in kernels:
+        names = kernel.source().fn.arg_names
+        constants = {names[path[0]]: value for path, value in kernel.constants.items()}
+        if "NUM_STAGES" in constants:
+            sizes = [value for name, value in constants.items() if name.startswith(("TILE_", "NUM_STAGES"))]
+            size = math.prod(sizes) * constants.get("PADDED_DIM", 1)
+            found[kernel.name] = max(
+                found.get(kernel.name, (0, kernel)), (size, kernel), key=lambda one: one[0]
+            )
+    return [kernel for _, kernel in found.values()]
+
+
 def configurations(names: Sequence[str], *, is_covering: bool) -> Iterator[tuple[DecoderConfig, bool]]:
     """Models with one layer, and whether prefill is exact."""
-    covering = [SMALL_HEADS] if is_covering else []
+    covering = [LARGE_HEADS] if is_covering else []
     for settings in (*(LLAMA | PUBLISHED[name] for name in names), *covering):
         config = DecoderConfig.from_hf({**settings, "num_hidden_layers": 1})
         for is_exact in (False,) if is_covering else (False, True):
@@ -226,11 +254,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", nargs="*", choices=PUBLISHED, default=())
     parser.add_argument("--capability", nargs="+", type=int, choices=GPUS, default=list(GPUS))
     parser.add_argument("--covering", action="store_true", help="a model whose heads need most shared memory")
+    parser.add_argument("--largest", action="store_true", help="only the largest kernels with a pipeline")
     given = parser.parse_args(arguments)
     num_found = num_kernels = 0
     for capability in given.capability:
         for config, is_exact in configurations(given.model, is_covering=given.covering):
-            kernels = kernels_of(config, capability, is_exact=is_exact)
+            kernels = kernels_of(
+                config, capability, is_exact=is_exact, num_steps=NUM_LARGEST if given.largest else None
+            )
+            if given.largest:
+                kernels = largest(kernels)
             num_kernels += len(kernels)
             for found in violations(kernels):
                 num_found += 1

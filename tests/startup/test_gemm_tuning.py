@@ -1,4 +1,4 @@
-"""The table of an engine that starts: shipped and kept entries, short tuning of the others, and its failures."""
+"""The table of a starting engine: shipped and kept entries, short tuning of the others, and its failures."""
 
 from __future__ import annotations
 

@@ -84,8 +84,10 @@ class CapturedGraphs:
         device.compile_kernels(self._every_step(), lambda fraction: self._report("compile", fraction))
 
     def _every_step(self) -> Iterator[Step]:
-        """All steps that are captured, the round that needs most first."""
+        """All steps that are captured. The largest of each kind come first, as they do when they run: steps
+        take their buffers even where their kernels are only compiled."""
         steps, buckets = self._steps, self._buckets
+        yield from steps.largest()
         for num_slots in reversed(buckets.decode):
             for num_drafts in reversed(buckets.drafts):
                 decode_round = steps.round(num_slots, num_drafts)
