@@ -26,7 +26,7 @@ def main() -> None:
         assert isinstance(kernel, KernelToCompile)
         try:
             importlib.import_module(kernel.module)
-            kernel.compile()
+            kernel.compile_launcher(kernel.compile())
         except Exception as error:
             sys.stderr.write(f"{kernel.name}: {error!r}\n")
         answers.write(DONE)

@@ -89,6 +89,12 @@ class KernelToCompile(Struct, frozen=True, kw_only=True):
         """Compile the kernel into Triton's cache, and return it."""
         return triton.compile(self.source(), target=self.target, options=dict(self.options))
 
+    def compile_launcher(self, compiled: Any) -> None:
+        """Compile what launches the compiled kernel into Triton's cache: in some versions a module in C."""
+        from triton.backends.nvidia.driver import CudaLauncher
+
+        CudaLauncher(self.source(), compiled.metadata)
+
 
 def package_kernels() -> list[Any]:
     """Return the kernels of this package's modules that have been imported."""

@@ -27,11 +27,9 @@ __all__ = ["ROW_COUNTS", "GemmShape", "default_tiles", "fits", "shared_bytes"]
 ROW_COUNTS = (16, 32, 64, 128, 256, 2**31)
 """Highest numbers of rows that tiles are chosen for. Fewer rows than 16 run as 16: the columns of an MMA."""
 
-MAX_STAGES = 6
-SHORT_STAGES = 4
-"""Most stages of the pipeline, and most where the CTAs of a product follow each other on a multiprocessor:
-more
-did not pay on an H200."""
+MAX_STAGES, SHORT_STAGES, MANY_STAGES = 6, 4, 3
+"""Most stages of the pipeline; the least that is worth it for a few tiles; and most where there are so many
+CTAs that several follow each other on a multiprocessor. More did not pay on an H200."""
 
 SHARED_USE, SHARED_USE_OF_TWO = 0.97, 0.86
 """Shares of a multiprocessor's shared memory that the stages of its CTAs may take; the second one for more
@@ -149,7 +147,8 @@ def _num_stages(shape: GemmShape, tile: tuple[int, int, int], num_ctas: int, lim
     most = limits.shared_bytes - SHARED_RESERVE
     num_tiles = -(-shape.slice_size // tile_k)
     is_many = num_ctas > 2 * limits.num_multiprocessors
-    wanted = min(max(number, 2), SHORT_STAGES if is_many else MAX_STAGES, max(num_tiles, 2))
+    useful = max(num_tiles // 3, min(num_tiles + 1, SHORT_STAGES))
+    wanted = min(max(number, 2), MANY_STAGES if is_many else MAX_STAGES, useful)
     return max(1, min(wanted, most // stage_bytes))
 
 
@@ -165,9 +164,13 @@ def _tiles_of_many(shape: GemmShape, num_rows: int, limits: GpuLimits) -> GemmTi
             if tile_m > 2 * num_rows or shape.slice_size % tile_k and tile_k == WIDE:
                 continue
 
+            num_ctas = shape.num_ctas(tile_n, tile_m, num_rows, is_spread=is_spread)
+            num_neighbours = 2 if num_ctas > limits.num_multiprocessors else 1
+            own_bytes = int(SHARED_USE * limits.multiprocessor_shared_bytes) // num_neighbours
             for num_stages in (4, 3, 2, 1):
                 tiles = GemmTiles(is_spread, tile_n, tile_m, tile_k, num_stages, num_warps, is_library)
-                if fits(shape, tiles, limits):
+                is_shared = shared_bytes(shape, tiles) <= own_bytes or num_stages <= 2
+                if is_shared and fits(shape, tiles, limits):
                     found.append((cost(shape, tiles, num_rows, limits), tiles))
                     break
 
