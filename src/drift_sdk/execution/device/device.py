@@ -205,7 +205,7 @@ class GpuDevice:
 
     def capture(self, step: Callable[[], None]) -> Replay:
         with self.work():
-            with first_run():
+            with first_run(), checked_launches():
                 step()  # compiles and loads all kernels, allocates library workspaces
             self._stream.sync()
             builder = self._stream.create_graph_builder()
@@ -213,8 +213,7 @@ class GpuDevice:
                 # Calls of this thread that cannot be captured are errors; calls of other threads are not.
                 builder.begin_building("thread_local")
                 try:
-                    with checked_launches():
-                        step()
+                    step()
                     builder.end_building()
                 except BaseException:
                     builder.close()

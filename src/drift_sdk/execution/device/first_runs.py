@@ -1,8 +1,7 @@
-"""First runs of steps: they compile and load kernels and allocate memory, for which one layer of a kind is
-enough.
+"""First runs of steps, whose results are ignored: a few layers of each kind are enough for them.
 
-All layers of a kind launch the same kernels with the same sizes. Whoever computes layers asks `is_first_run`,
-and may then leave out layers whose kernels another layer has run.
+They compile and load kernels, allocate memory and check the order of launches. All layers of a kind launch the
+same kernels with the same sizes. Whoever computes layers asks `is_first_run`, and may then leave out layers.
 """
 
 from __future__ import annotations

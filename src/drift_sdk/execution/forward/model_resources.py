@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
+from itertools import pairwise
 
 import torch
 from msgspec import Struct
@@ -33,7 +34,8 @@ class ModelResources(Struct, frozen=True, kw_only=True):
     limits: ExecutorLimits
 
     def layers(self, aux_layers: Sequence[int] = ()) -> Iterator[tuple[int, LayerWeights]]:
-        """Yield the layers to compute, with their indices: all in order; in a first run one of each kind.
+        """Yield the layers to compute, with their indices: all in order; in a first run only those without which
+        a kind of layer, or a kind that follows another one, would be missing.
 
         aux_layers: boundaries whose stream is kept; a layer that ends at one runs another kernel.
         """
@@ -42,13 +44,18 @@ class ModelResources(Struct, frozen=True, kw_only=True):
             yield from enumerate(layers)
             return
 
-        seen: set[object] = set()
-        for index, layer in enumerate(layers):
+        def kind(index: int) -> object:
             place = index + 1 in aux_layers, index + 1 == len(layers)
-            kind = place, config.windows[index], config.layer_ropes[index], layout(layer)
-            if kind not in seen:
-                seen.add(kind)
-                yield index, layer
+            return place, config.windows[index], config.layer_ropes[index], layout(layers[index])
+
+        kinds = list(map(kind, range(len(layers))))
+        chosen, seen = {0}, set[tuple[object, object]]()
+        for index, pair in enumerate(pairwise(kinds), 1):
+            if pair not in seen:
+                seen.add(pair)
+                chosen |= {index - 1, index}
+        for index in sorted(chosen):
+            yield index, layers[index]
 
 
 def layout(value: object) -> object:
