@@ -56,7 +56,7 @@ def test_layers_of_one_kind_are_run_once_after_each_other_and_at_the_end() -> No
 
 
 def test_layers_whose_stream_is_kept_are_of_another_kind() -> None:
-    """Layers 2 and 5 end at a boundary that the drafter reads; layer 5 follows and precedes the same kinds."""
+    """Layers 2 and 5 end at a boundary that the drafter reads, between layers of the same kinds."""
     assert indices(model(num_hidden_layers=12), (3, 6)) == [0, 1, 2, 3, 10, 11]
 
 

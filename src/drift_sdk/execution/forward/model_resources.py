@@ -34,8 +34,8 @@ class ModelResources(Struct, frozen=True, kw_only=True):
     limits: ExecutorLimits
 
     def layers(self, aux_layers: Sequence[int] = ()) -> Iterator[tuple[int, LayerWeights]]:
-        """Yield the layers to compute, with their indices: all in order; in a first run only those without which
-        a kind of layer, or a kind that follows another one, would be missing.
+        """Yield the layers to compute, with their indices: all in order; in a first run only those without
+        which a kind of layer, or a kind that follows another one, would be missing.
 
         aux_layers: boundaries whose stream is kept; a layer that ends at one runs another kernel.
         """
