@@ -1,7 +1,7 @@
 """First runs of steps, whose results are ignored: a few layers of each kind are enough for them.
 
 They compile and load kernels, allocate memory and check the order of launches. All layers of a kind launch
-the same kernels with the same sizes. Whoever computes layers asks `is_first_run`, and may then leave out layers.
+the same kernels with the same sizes. Whoever computes layers asks `is_first_run` and may leave some out.
 """
 
 from __future__ import annotations
