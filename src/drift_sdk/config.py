@@ -73,12 +73,11 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                               "full" (all weights of the model, minutes) or "off". Kept in the user's cache
                               folder. It changes no token. Graph executor only.
     shape_log:                JSON file to which the engine adds, when it is closed, the shapes of the
-    products
-                              that it ran and how often, for `python -m drift_sdk tune --log`; None = none.
-                              Graph executor only.
-    exact_prefill:            on the graph executor, compute prompts with the kernels of decoding, so that
-                              their bits are those of decoding: tokens do not depend on how a prompt is cut,
-                              cached or preempted. At a cost in speed.
+                              products that it ran and how often, for `python -m drift_sdk tune --log`; None =
+                              none. Graph executor only.
+    exact_prefill:            on the graph executor, compute all prompts in decoding's order of summation, so
+                              that their bits are those of decoding: tokens do not depend on how a prompt is
+                              cut, cached or preempted. Long prompts take longer.
     num_threads:              threads over which torch splits an operation on the CPU, 1 to 1,024, for the
                               engine's thread alone; None = as torch finds it, one per core by default.
     load:                     "auto" (the model's files) or "random" (random weights of the configured

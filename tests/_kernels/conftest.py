@@ -17,3 +17,13 @@ def device() -> str:
 def skip_gpu_tests_without_a_gpu(request: pytest.FixtureRequest) -> None:
     if request.node.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
         pytest.skip("too large for the interpreter")
+
+
+@pytest.fixture(autouse=True)
+def few_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few partitions of attention loaded together: each takes the interpreter a millisecond, and their number
+    does not affect the result."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr("drift_sdk._kernels.attention.partition_sums.LOADED_NUMBERS", 64)
+        monkeypatch.setattr("drift_sdk._kernels.attention.partition_sums.FEW_PARTITIONS", 4)
+        monkeypatch.setattr("drift_sdk._kernels.attention.partition_sums.MIN_PROGRAMS", 0)

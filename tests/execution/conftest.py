@@ -15,3 +15,5 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     name = "drift_sdk.execution.forward.attention_groups.attention_config"
     monkeypatch.setattr(name, lambda *_: AttentionConfig(num_programs=4))
+    monkeypatch.setattr("drift_sdk._kernels.attention.partition_sums.FEW_PARTITIONS", 2)
+    monkeypatch.setattr("drift_sdk._kernels.attention.partition_sums.MIN_PROGRAMS", 0)

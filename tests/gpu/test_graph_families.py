@@ -69,7 +69,7 @@ def test_drafts_change_no_bit_in_windows(index: int, tmp_path: Path) -> None:
     prompts = [pattern * 5, *random_prompts(index)]
     fields = {"executor": "graph", "dtype": "bfloat16", "exact_prefill": True}
     plain = answers(tmp_path, prompts, **fields)
-    speculation = Speculation(draft=NGram(), shape=Chain(4), adaptive=False)
+    speculation = Speculation(draft=NGram(min_length=1), shape=Chain(4), adaptive=False)
     drafted = answers(tmp_path, prompts, speculation=speculation, **fields)
     assert sum(one.speculation.num_drafted for one in drafted if one.speculation is not None) > 0
     for one, other in zip(drafted, plain, strict=True):

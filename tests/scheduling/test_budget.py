@@ -50,6 +50,22 @@ def test_budget_without_targets_is_a_quarter_while_decoding() -> None:
     assert (make(throughput=True).num_tokens(0), make(throughput=True).num_tokens(1)) == (2048, 2048)
 
 
+def test_decode_rows_that_share_a_pass_count() -> None:
+    """Padded to the next size, and never more than half of the share; rows of a pass of their own do not."""
+    budget = TokenBudget(max_tokens=2048, block_size=16, mixed_slots=(16, 64, 256))
+    assert [budget.num_tokens(rows) for rows in (0, 1, 16, 17, 64, 65, 257)] == [
+        2048,
+        496,
+        496,
+        448,
+        448,
+        256,
+        512,
+    ]
+    small = TokenBudget(max_tokens=64, block_size=16, mixed_slots=(12,))
+    assert small.num_tokens(3) == 8
+
+
 def test_share_grows_with_the_tokens_of_a_round() -> None:
     """The share is one for each token that a decoding sequence gets, not for each step."""
     budget = make()

@@ -94,6 +94,11 @@ def make_expert_model(name: str, folder: Path) -> Any:
     config_class, model_class, fields = EXPERT_MODELS[name]
     with torch.random.fork_rng(devices=[]):
         model = model_class(config_class(**COMMON | fields)).eval()
+    for module in model.modules():
+        if hasattr(module, "alpha") and hasattr(module, "limit"):
+            # Older transformers ignore these two fields of the configuration.
+            module.alpha = fields.get("swiglu_alpha", module.alpha)
+            module.limit = fields.get("swiglu_limit", module.limit)
     generator = torch.Generator().manual_seed(17_000 + list(EXPERT_MODELS).index(name))
     for parameter_name, parameter in model.named_parameters():
         # gpt-oss stores its experts [in, out], and all other matrices are [out, in].

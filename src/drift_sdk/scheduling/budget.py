@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Sequence
 from math import ceil
 
 __all__ = ["TokenBudget"]
@@ -29,8 +30,9 @@ class TokenBudget:
     - With `prefer_high_throughput`, all of `max_tokens`.
     - A quarter of `max_tokens`, a block at least, times the average number of tokens that a decoding sequence
       gets from a step: a round of speculation emits several tokens, so it may take longer in proportion. At
-      most `max_tokens`. This rule also applies with a latency target until a step with prefill tokens has
-      been measured.
+      most `max_tokens`. If decode rows share a pass with prefill tokens, their number, padded to one of
+      `mixed_slots`, is subtracted, but at most half of the share: together they fill one pass. This rule also
+      applies with a latency target until a step with prefill tokens has been measured.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class TokenBudget:
         *,
         max_tokens: int,
         block_size: int,
+        mixed_slots: Sequence[int] = (),
         target_latency_ms_p50: float | None = None,
         target_latency_ms_p95: float | None = None,
         prefer_high_throughput: bool = False,
@@ -45,6 +48,7 @@ class TokenBudget:
         self.max_tokens = max_tokens
         self.min_tokens = min(MIN_TOKENS, max_tokens)
         self._share = min(max_tokens, max(max_tokens // 4, block_size))
+        self._mixed_slots = mixed_slots
         self._tokens_per_row = 1.0
         self._prefers_throughput = prefer_high_throughput
         targets = ((0.5, target_latency_ms_p50), (0.95, target_latency_ms_p95))
@@ -61,10 +65,10 @@ class TokenBudget:
             return self.max_tokens
 
         if not self._targets:
-            return self.max_tokens if self._prefers_throughput else self._fair_share
+            return self.max_tokens if self._prefers_throughput else self._fair_share(num_decode_rows)
 
         if self._token_s is None:
-            return self._fair_share
+            return self._fair_share(num_decode_rows)
 
         wanted_s = min(target_s / self._ratio(quantile) for quantile, target_s in self._targets)
         room_s = wanted_s - (self._decode_s or 0.0)
@@ -76,10 +80,14 @@ class TokenBudget:
 
         return max(int(room_s / self._token_s), self.min_tokens)
 
-    @property
-    def _fair_share(self) -> int:
+    def _fair_share(self, num_decode_rows: int) -> int:
         """The budget of the last rule of the class."""
-        return min(self.max_tokens, int(self._share * self._tokens_per_row))
+        share = min(self.max_tokens, int(self._share * self._tokens_per_row))
+        index = bisect_left(self._mixed_slots, num_decode_rows)
+        if index == len(self._mixed_slots):
+            return share
+
+        return share - min(self._mixed_slots[index], share // 2)
 
     def observe(
         self, num_prefill_tokens: int, num_decode_rows: int, num_decoded_tokens: int, duration_s: float

@@ -20,6 +20,8 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     is_draft_adaptive:     choose among them by measured cost and acceptance, else always use the largest.
     round_costs:           seconds of a round by (slots, draft tokens), as the executor measured them at
                            start.
+    mixed_slots:           sizes to which decode rows are padded in steps that compute them in one pass with
+                           prefill chunks, ascending; empty: they have a pass of their own.
     has_draft_kv:          the executor keeps a draft's keys and values, one KV slot ahead of the target's.
     wants_history:         the executor needs the token ids of prefix hits.
     target_latency_ms_p50, target_latency_ms_p95, prefer_high_throughput: as in EngineConfig.
@@ -33,6 +35,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     max_tree_depth: int | None = None
     is_draft_adaptive: bool = True
     round_costs: Mapping[tuple[int, int], float] = {}
+    mixed_slots: tuple[int, ...] = ()
     has_draft_kv: bool = False
     wants_history: bool = False
     target_latency_ms_p50: float | None = None

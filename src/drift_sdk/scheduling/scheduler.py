@@ -53,6 +53,7 @@ class Scheduler:
         self._budget = TokenBudget(
             max_tokens=config.prefill_token_budget,
             block_size=config.block_size,
+            mixed_slots=config.mixed_slots,
             target_latency_ms_p50=config.target_latency_ms_p50,
             target_latency_ms_p95=config.target_latency_ms_p95,
             prefer_high_throughput=config.prefer_high_throughput,

@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from order_probe import probe_row
+from order_probe import expected_sum, probe_row
 from tolerances import assert_near
 
+from drift_sdk._kernels.attention import partition_sums
 from drift_sdk._kernels.attention.attention_plan import (
     AttentionPlan,
     Partitions,
@@ -192,7 +193,7 @@ def test_positions_before_first_key_are_not_read(block_size: int, first_key: int
 @pytest.mark.parametrize("num_rows", [1, 3])
 @pytest.mark.parametrize("window", [1, 7, 16, 40, 100])
 def test_windows_and_sinks_are_near_the_reference(window: int, num_rows: int, device: str) -> None:
-    """Keys that no row sees are NaN, and later partitions take the places of earlier ones."""
+    """Keys that no row sees are NaN, and there is room only for the partitions of a window."""
     case = Case(
         [97, 1, 17, 150],  # the first tile of all lies inside a partition
         num_rows,
@@ -299,6 +300,36 @@ def test_partitions_are_summed_by_themselves(begin: int, border: int, end: int, 
     case.values[blocks, :, torch.arange(end, device=device) % 16] = row[:, None, None].expand(-1, 2, 16)
     total = case.run(SMALL) * end
     assert (total - 1.0).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("num_programs", [2, 4, 14])
+def test_partitions_are_added_in_ascending_order(num_programs: int, num_rows: int, device: str) -> None:
+    """For few and many partitions, whichever programs sum them."""
+    borders = [32, *range(64, 600, 48)]
+    for num_partitions in (4, 9):
+        end = borders[num_partitions - 1]
+        case = Case([end], num_rows, device=device, block_size=64, num_kv_heads=1, group=1)
+        case.query.zero_()
+        row = probe_row(end, borders[: num_partitions - 1]).to(device)
+        keys = torch.arange(end, device=device)
+        case.values[case.block_table[0, keys // 64].long(), :, keys % 64] = row[:, None, None]
+        found = case.run(SMALL, config=AttentionConfig(num_programs=num_programs))[-1] * end
+        assert (found - expected_sum(num_partitions)).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize(("numbers", "few", "window"), [(64, 2, 0), (1024, 8, 0), (64, 2, 100)])
+def test_bits_do_not_depend_on_what_is_loaded_together(
+    numbers: int, few: int, window: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor on how many dimensions a program has."""
+    case = Case([1, 50, 300], 2, device=device, num_kv_heads=1, group=2, head_dim=64, window=window)
+    expected = case.run(SMALL, config=AttentionConfig(num_programs=2))
+    monkeypatch.setattr(partition_sums, "LOADED_NUMBERS", numbers)
+    monkeypatch.setattr(partition_sums, "FEW_PARTITIONS", few)
+    for programs in (0, 2**20):
+        monkeypatch.setattr(partition_sums, "MIN_PROGRAMS", programs)
+        assert torch.equal(case.run(SMALL, config=AttentionConfig(num_programs=4)), expected)
 
 
 @pytest.mark.parametrize("num_keys", [1, 15, 16, 17, 32, 33, 64, 65, 96, 97, 160, 161, 1000])

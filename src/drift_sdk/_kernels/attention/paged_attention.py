@@ -9,12 +9,9 @@ value is zero.
 Two kernels. `_attend` sums the keys of each partition by itself, in the form of a softmax's maximum, weight
 and weighted sum of values; `_add_partitions` of partition_sums.py combines the partitions of each row.
 
-Order of summation: the keys of a sequence are cut into partitions at fixed positions, tiles of a partition
-are taken in ascending order, and the partitions' sums are combined in a fixed order. A program of `_attend`
-has too few warps for wgmma, so the instruction is the same for one row and for many. The softmax's
-denominator is a product with ones, so its order is that of the instruction too. A row's bits therefore depend
-on its query and on the keys it sees: not on the rows beside it, on other sequences, or on which program
-computes what.
+Order of summation: that of online_softmax.py. `_attend` takes the tiles of a partition, `_add_partitions`
+adds the partitions of a row. A row's bits depend on its query and on the keys it sees: not on the rows beside
+it, on other sequences, or on which program computes what.
 
 Grid of `_attend`: (KV heads, shares). Program (h, s) owns KV head h of the s-th share of the plan's tiles
 (see attention_plan.py), for all rows of each sequence and all query heads of the group. For each of its
@@ -46,7 +43,9 @@ from drift_sdk._kernels.attention.attention_plan import (
     partition_of,
     partition_start,
 )
-from drift_sdk._kernels.attention.partition_sums import LOG2_E, MIN_DOT_SIZE, AttentionScratch, add_partitions
+from drift_sdk._kernels.attention.cache_offset import offset_in_cache
+from drift_sdk._kernels.attention.online_softmax import LOG2_E, ONES_COLUMNS, attend_tile
+from drift_sdk._kernels.attention.partition_sums import MIN_DOT_SIZE, AttentionScratch, add_partitions
 from drift_sdk._kernels.common.arguments import check_range, check_tensor, check_tensors
 from drift_sdk._kernels.common.gpu_limits import gpu_limits
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
@@ -62,17 +61,13 @@ __all__ = [
 SHARED_RESERVE = 24 * 1024
 """Bytes of shared memory that a program may take beside its stages: queries, and changes of layout."""
 
-ONES_COLUMNS = tl.constexpr(MIN_DOT_SIZE)
-"""Columns of the matrix of ones that gives the denominator as a product. All columns of it are the same."""
-
 
 class AttentionConfig(Struct, frozen=True):
     """Launch configuration of `_attend`; within these limits none of it is part of the result's bits.
 
     num_programs: over all heads. 528 are as many as an H200 holds at once, see `attention_config`.
     num_stages: of Triton's pipeline.
-    num_warps: 1 or 2, whose results are compared bit for bit by a test on the GPU. From 4 warps on, Triton
-    computes tiles of 64 rows and more by wgmma instead of mma.sync.
+    num_warps: 1 or 2, whose results are compared bit for bit by a test on the GPU.
     """
 
     num_programs: int = 528
@@ -98,52 +93,6 @@ def attention_config(head_dim: int, dtype: torch.dtype, tile_keys: int) -> Atten
     )
 
 
-@triton.jit
-def _cache_offset(
-    table_ptr,  # [max_blocks] int32: the block table's row of a slot
-    first_key,  # position of the tile's first key
-    key,  # [TILE_KEYS]: 0 ... TILE_KEYS - 1
-    position,  # [TILE_KEYS]: first_key + key
-    num_keys,
-    head,  # KV head
-    dim,  # [PADDED_DIM]
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    KV_BLOCK_SIZE: tl.constexpr,
-    TILE_KEYS: tl.constexpr,
-):
-    """Return where a tile's keys (or values) lie in the cache: offsets [TILE_KEYS, PADDED_DIM]."""
-    if KV_BLOCK_SIZE >= TILE_KEYS:  # a tile lies in one block, and is contiguous in it
-        block = tl.load(table_ptr + first_key // KV_BLOCK_SIZE).to(tl.int64)
-        return ((block * NUM_KV_HEADS + head) * KV_BLOCK_SIZE + first_key % KV_BLOCK_SIZE) * HEAD_DIM + (
-            key[:, None] * HEAD_DIM + dim[None, :]
-        )
-    else:
-        block = tl.load(table_ptr + position // KV_BLOCK_SIZE, mask=position < num_keys, other=0).to(tl.int64)
-        cache_row = (block * NUM_KV_HEADS + head) * KV_BLOCK_SIZE + position % KV_BLOCK_SIZE
-        return cache_row[:, None] * HEAD_DIM + dim[None, :]
-
-
-@triton.jit
-def _add_tile(
-    maximum,  # [TILE_ROWS] fp32: the highest score so far; -inf: no key was seen
-    weight,  # [TILE_ROWS, ONES_COLUMNS] fp32: sum of exp2(score - maximum), the same in all columns
-    total,  # [TILE_ROWS, PADDED_DIM] fp32: values weighted likewise
-    score,  # [TILE_ROWS, TILE_KEYS] fp32, times log2(e); -inf: not seen
-    values,  # [TILE_KEYS, PADDED_DIM], storage type
-):
-    """Add a tile of keys to the sums of a softmax: return the new maximum, weight and total."""
-    new_maximum = tl.maximum(maximum, tl.max(score, 1))
-    # A row that has seen no key yet has the maximum -inf, and -inf - -inf would be NaN.
-    reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-    rescale = tl.exp2(maximum - reference)
-    probability = tl.exp2(score - reference[:, None]).to(values.dtype)
-    ones = tl.full((score.shape[1], ONES_COLUMNS), 1.0, values.dtype)
-    weight = tl.dot(probability, ones, weight * rescale[:, None], input_precision="ieee")
-    total = tl.dot(probability, values, total * rescale[:, None], input_precision="ieee")
-    return new_maximum, weight, total
-
-
 @triton.jit(do_not_specialize=["num_partitions", "max_blocks"])
 def _attend(
     query_ptr,  # [R, num_heads, HEAD_DIM], storage type; heads of a group side by side
@@ -157,7 +106,7 @@ def _attend(
     sums_ptr,  # [num_sequences, NUM_KV_HEADS, num_partitions, query rows, HEAD_DIM] fp32
     maxima_ptr,  # [num_sequences, NUM_KV_HEADS, num_partitions, query rows] fp32
     weights_ptr,  # as maxima
-    scale,  # of scores
+    scale,  # of scores, times log2(e)
     num_partitions,  # for which sums have room, of each sequence
     max_blocks,
     ROWS_PER_SEQUENCE: tl.constexpr,
@@ -236,20 +185,20 @@ def _attend(
             if FIRST_KEY > 0 or WINDOW > 0:
                 is_key = is_key & (position >= first_seen)
             key_mask = is_key[:, None] & is_dim[None, :]
-            cache_offset = _cache_offset(
+            cache_offset = offset_in_cache(
                 table_ptr, first_key, key, position, num_keys, head, dim,
                 NUM_KV_HEADS, HEAD_DIM, KV_BLOCK_SIZE, TILE_KEYS,
             )  # fmt: skip
             keys = tl.load(keys_ptr + cache_offset, mask=key_mask, other=0.0)
             values = tl.load(values_ptr + cache_offset, mask=key_mask, other=0.0)
-            score = tl.dot(queries, keys.T, input_precision="ieee") * (scale * LOG2_E)
             is_seen = position[None, :] <= last_position[:, None]
             if FIRST_KEY > 0:
                 is_seen = is_seen & (position >= FIRST_KEY)[None, :]
             if WINDOW > 0:
                 is_seen = is_seen & (position[None, :] > last_position[:, None] - WINDOW)
-            score = tl.where(is_seen, score, float("-inf"))
-            maximum, weight, total = _add_tile(maximum, weight, total, score, values)
+            maximum, weight, total = attend_tile(
+                maximum, weight, total, queries, keys, values, is_seen, scale, True
+            )
             partition = partition_of(first_key, NARROW, NARROW_END, WIDE)
             next_start = partition_start(partition + 1, NARROW, NARROW_END, WIDE)
             if (first_key + TILE_KEYS >= next_start) | (first_key + TILE_KEYS >= num_keys):
@@ -320,7 +269,7 @@ def paged_attention(
         sums_ptr=scratch.sums,
         maxima_ptr=scratch.maxima,
         weights_ptr=scratch.weights,
-        scale=head_dim**-0.5 if scale is None else scale,
+        scale=(head_dim**-0.5 if scale is None else scale) * LOG2_E.value,
         num_partitions=plan.max_num_partitions,
         max_blocks=block_table.shape[1],
         ROWS_PER_SEQUENCE=rows_per_sequence,

@@ -1,23 +1,22 @@
 """The second kernel of paged attention: the sums of a row's partitions, combined to its output.
 
-    m = max over partitions p of maxima[p],  share[p] = exp2(maxima[p] - m)
-    out = (sum over p of share[p] * sums[p]) / (sum over p of share[p] * weights[p])
-
-With a window, p runs over the partitions that hold keys of the row's window. A sink is one more partition,
-the last: the head's sink is its maximum, 1 its weight and 0 its sum.
+With a window, only the partitions that hold keys of the row's window are added. A sink is one more score,
+added last (see `add_sink`).
 
 The first kernel, `_attend` of paged_attention.py, writes sums, maxima and weights (see `AttentionScratch`).
 The reference, `paged_attention_reference`, is that of both kernels.
 
-Grid: (rows of a sequence times query heads of a group, KV heads, sequences). A program owns one row of one
-query head of the output.
+Grid: (rows of a sequence times query heads of a group times tiles of dimensions, KV heads, sequences). A
+program owns some dimensions of one row of one query head of the output.
 
-Order of summation: chunks of CHUNK_PARTITIONS partitions in ascending order; inside a chunk, the order of a
-sum over one warp.
+Order of summation: that of online_softmax.py, one partition after the other in ascending order. What a
+partition's sums are multiplied by depends on maxima alone. These factors are computed for many partitions at
+once, one in each thread, so that adding a partition takes one multiplication and one fused addition.
 
-Bytes: the sums of all partitions of a row in, in fp32; a row out. Dependent launch: the kernel always follows
-`_attend`, so it permits its dependents to start at once; before it waits, it reads the rows' slots and
-positions.
+Bytes: the sums of the partitions of a row in, in fp32; a row out.
+
+Dependent launch: the kernel always follows `_attend`, so it permits its dependents to start at once; before
+it waits, it reads the rows' slots and positions and the plan.
 """
 
 from __future__ import annotations
@@ -29,24 +28,30 @@ from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk._kernels.attention.attention_plan import AttentionPlan, partition_of
+from drift_sdk._kernels.attention.online_softmax import add_sink
 from drift_sdk._kernels.common.arguments import check_tensor, check_tensors
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 
-__all__ = ["LOG2_E", "MIN_DOT_SIZE", "AttentionScratch", "add_partitions"]
-
-LOG2_E = tl.constexpr(1.4426950408889634)
-"""log2(e): exp(x) = exp2(x * LOG2_E), and GPUs have an instruction for exp2."""
+__all__ = ["MIN_DOT_SIZE", "AttentionScratch", "add_partitions"]
 
 MIN_DOT_SIZE = 16
 """The least rows and columns of a tile in a product: those of an MMA. Dimensions are padded to it."""
 
-CHUNK_PARTITIONS = 32
-"""Partitions that `_add_partitions` combines at a time: all their loads are under way at once. With head_dim
-128 they take 32 * 128 fp32 = 128 registers of each of a warp's 32 threads, of the 255 that a thread may have.
-Part of the result's bits, since sums are rescaled after each chunk."""
+FEW_PARTITIONS = 8
+"""Partitions that `_add_partitions` loads before it adds the first of them, if the row has no more: a load
+from L2 takes longer than many additions. No result depends on it."""
 
-ADD_WARPS = 1
-"""Warps of a program of `_add_partitions`. Part of the result's bits: the order of its sums depends on it."""
+LOADED_NUMBERS = 1024
+"""Numbers that it loads first if the row has more partitions, 32 for each thread of a warp. Twice as many are
+faster by 0.5 us at 32K keys (of 40 us a layer), and take three times as long to compile (5 s). No result
+depends on it."""
+
+MIN_PROGRAMS = 1024
+"""Programs of `_add_partitions` for which the dimensions of a row are not divided: about eight for each
+multiprocessor of an H200."""
+
+MIN_TILE_DIM = 32
+"""Least dimensions of a program: one for each thread of a warp."""
 
 
 class AttentionScratch(Struct, frozen=True):
@@ -79,6 +84,63 @@ class AttentionScratch(Struct, frozen=True):
         return cls(plan, empty(head_dim), empty(), empty())
 
 
+@triton.jit
+def _higher(one, other):
+    return tl.maximum(one, other)
+
+
+@triton.jit
+def _add_several(
+    maximum,  # [] fp32: of all partitions before; -inf before the first
+    weight,  # [TILE_DIM] fp32, the same for all dimensions
+    total,  # [TILE_DIM] fp32
+    sums_ptr,  # of the row's partition 0 and the program's dimensions
+    maxima_ptr,  # of the row's partition 0
+    weights_ptr,  # as maxima
+    first,  # the first partition to add
+    end,  # the row's last partition, and one
+    is_dim,  # [TILE_DIM]
+    dim,  # [TILE_DIM]
+    STRIDE: tl.constexpr,  # rows from a partition to the next
+    HEAD_DIM: tl.constexpr,
+    NUMBER: tl.constexpr,
+):
+    """Return maximum, weight and total with partitions first ... first + NUMBER - 1 added, in this order.
+
+    What `add_partition` of online_softmax.py computes for each of them, bit for bit.
+    """
+    partition = first + tl.arange(0, NUMBER)
+    is_partition = partition < end
+    maxima = tl.load(maxima_ptr + partition * STRIDE, mask=is_partition, other=float("-inf"))
+    has_before = (partition > first) & (partition <= end)
+    before = tl.load(maxima_ptr + (partition - 1) * STRIDE, mask=has_before, other=float("-inf"))
+    zeros = tl.zeros_like(dim)
+    weight_ptrs = weights_ptr + first * STRIDE + zeros
+    sum_ptrs = sums_ptr + first * (STRIDE * HEAD_DIM) + dim
+    part_weights, part_totals = (), ()
+    for number in tl.static_range(NUMBER):
+        is_part = number + zeros < end - first
+        part_weight = tl.load(weight_ptrs + number * STRIDE, mask=is_part, other=0.0)
+        part_total = tl.load(sum_ptrs + number * (STRIDE * HEAD_DIM), mask=is_part & is_dim, other=0.0)
+        part_weights = part_weights + (part_weight,)  # type: ignore[assignment]
+        part_totals = part_totals + (part_total,)  # type: ignore[assignment]
+
+    # No load is moved behind a barrier, so all of them are under way from here on.
+    tl.debug_barrier()
+    # The highest score of the partitions up to each of them, and of those before it.
+    highest = tl.maximum(tl.associative_scan(maxima, 0, _higher), maximum)
+    highest_before = tl.maximum(tl.associative_scan(before, 0, _higher), maximum)
+    reference = tl.where(highest == float("-inf"), 0.0, highest)
+    rescale = tl.exp2(highest_before - reference)
+    share = tl.exp2(maxima - reference)
+    for number in tl.static_range(NUMBER):
+        index = tl.full(dim.shape, number, tl.int32)
+        part_rescale, part_share = tl.gather(rescale, index, 0), tl.gather(share, index, 0)
+        weight = tl.fma(part_weights[number], part_share, weight * part_rescale)
+        total = tl.fma(part_totals[number], part_share, total * part_rescale)
+    return tl.max(highest, 0), weight, total
+
+
 @triton.jit(do_not_specialize=["num_partitions"])
 def _add_partitions(
     sums_ptr,  # [num_sequences, NUM_KV_HEADS, num_partitions, query rows, HEAD_DIM] fp32
@@ -94,59 +156,59 @@ def _add_partitions(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
-    CHUNK_PARTITIONS: tl.constexpr,
+    TILE_DIM: tl.constexpr,  # dimensions of a program
+    FEW: tl.constexpr,
+    MANY: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: off
     NARROW: tl.constexpr,
     NARROW_END: tl.constexpr,
     WIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (query row, head, sequence): the partitions of one row and one query head of the group. Longer
-    than other kernels by its signature."""
+    """Program (query row and tile of dimensions, head, sequence): the partitions of one row and one query
+    head of the group. Longer than other kernels by its signature."""
     start_dependents(PDL)
-    query_row, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    NUM_QUERY_ROWS: tl.constexpr = ROWS_PER_SEQUENCE * GROUP_SIZE
+    NUM_TILES: tl.constexpr = PADDED_DIM // TILE_DIM
+    query_row, head, sequence = tl.program_id(0) // NUM_TILES, tl.program_id(1), tl.program_id(2)
     row = sequence * ROWS_PER_SEQUENCE + query_row // GROUP_SIZE
-    dim = tl.arange(0, PADDED_DIM)
+    dim = tl.program_id(0) % NUM_TILES * TILE_DIM + tl.arange(0, TILE_DIM)
     is_dim = dim < HEAD_DIM
     slot = tl.load(row_slot_ptr + row, cache_modifier=".cg")
     position = tl.load(row_position_ptr + row, cache_modifier=".cg")
-    # Padding rows see nothing, and get zeros.
-    end = tl.where(slot >= 0, partition_of(position, NARROW, NARROW_END, WIDE) + 1, 0)
-    begin = 0
+    first = 0
     if WINDOW > 0:
-        begin = partition_of(tl.maximum(position - (WINDOW - 1), 0), NARROW, NARROW_END, WIDE)
+        first = partition_of(tl.maximum(position - (WINDOW - 1), 0), NARROW, NARROW_END, WIDE)
         first_position = tl.load(row_position_ptr + sequence * ROWS_PER_SEQUENCE, cache_modifier=".cg")
         first_place = partition_of(tl.maximum(first_position - (WINDOW - 1), 0), NARROW, NARROW_END, WIDE)
+    # Padding rows see nothing, and get zeros.
+    end = tl.where(slot >= 0, partition_of(position, NARROW, NARROW_END, WIDE) + 1, 0)
     wait_for_producers(PDL)
-    first_sum = ((sequence * NUM_KV_HEADS + head) * num_partitions).to(tl.int64) * (
-        ROWS_PER_SEQUENCE * GROUP_SIZE
-    ) + query_row
-    if WINDOW > 0:
-        first_sum -= first_place * (ROWS_PER_SEQUENCE * GROUP_SIZE)
+    first_sum = ((sequence * NUM_KV_HEADS + head) * num_partitions).to(tl.int64) * NUM_QUERY_ROWS + query_row
+    if WINDOW > 0:  # as in `_attend`, for all rows of the sequence
+        first_sum -= first_place * NUM_QUERY_ROWS
+    sums_ptr += first_sum * HEAD_DIM
+    maxima_ptr += first_sum
+    weights_ptr += first_sum
     maximum = tl.full((), float("-inf"), tl.float32)
-    weight = tl.zeros((), tl.float32)
-    total = tl.zeros((PADDED_DIM,), tl.float32)
-    for first in range(begin, end, CHUNK_PARTITIONS):
-        partition = first + tl.arange(0, CHUNK_PARTITIONS)
-        is_partition = partition < end
-        sum_index = first_sum + partition * (ROWS_PER_SEQUENCE * GROUP_SIZE)
-        part_maximum = tl.load(maxima_ptr + sum_index, mask=is_partition, other=float("-inf"))
-        part_weight = tl.load(weights_ptr + sum_index, mask=is_partition, other=0.0)
-        part_mask = is_partition[:, None] & is_dim[None, :]
-        part = tl.load(sums_ptr + sum_index[:, None] * HEAD_DIM + dim[None, :], mask=part_mask, other=0.0)
-        new_maximum = tl.maximum(maximum, tl.max(part_maximum, 0))
-        rescale = tl.exp2(maximum - new_maximum)
-        share = tl.exp2(part_maximum - new_maximum)
-        total = total * rescale + tl.sum(part * share[:, None], 0)
-        weight = weight * rescale + tl.sum(part_weight * share, 0)
-        maximum = new_maximum
+    weight = tl.zeros((TILE_DIM,), tl.float32)
+    total = tl.zeros((TILE_DIM,), tl.float32)
+    if end - first <= FEW:
+        maximum, weight, total = _add_several(
+            maximum, weight, total, sums_ptr, maxima_ptr, weights_ptr, first, end, is_dim, dim,
+            NUM_QUERY_ROWS, HEAD_DIM, FEW,
+        )  # fmt: skip
+    else:
+        for begin in range(first, end, MANY):
+            maximum, weight, total = _add_several(
+                maximum, weight, total, sums_ptr, maxima_ptr, weights_ptr, begin, end, is_dim, dim,
+                NUM_QUERY_ROWS, HEAD_DIM, MANY,
+            )  # fmt: skip
 
     if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + head * GROUP_SIZE + query_row % GROUP_SIZE).to(tl.float32) * LOG2_E
-        new_maximum = tl.maximum(maximum, sink)
-        rescale = tl.exp2(maximum - new_maximum)
+        sink = tl.load(sinks_ptr + head * GROUP_SIZE + query_row % GROUP_SIZE).to(tl.float32)
+        rescale, weight = add_sink(maximum, weight, sink)
         total = total * rescale
-        weight = weight * rescale + tl.exp2(sink - new_maximum)
     result = total / tl.where(end > 0, weight, 1.0)
     out_ptrs = out_ptr + ((row * NUM_KV_HEADS + head) * GROUP_SIZE + query_row % GROUP_SIZE) * HEAD_DIM + dim
     tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=is_dim)
@@ -174,7 +236,10 @@ def add_partitions(
     check_tensor("out", out, out.shape, out.dtype)
     check_tensors((num_rows,), torch.int32, row_slot=row_slot, row_position=row_position)
     check_tensors((num_heads,), out.dtype, sinks=sinks)
-    _add_partitions[(rows_per_sequence * group, num_kv_heads, num_rows // rows_per_sequence)](
+    padded_dim = max(MIN_DOT_SIZE, triton.next_power_of_2(head_dim))
+    tile_dim = min(padded_dim, MIN_TILE_DIM) if num_rows * num_heads < MIN_PROGRAMS else padded_dim
+    num_tiles = padded_dim // tile_dim
+    _add_partitions[(rows_per_sequence * group * num_tiles, num_kv_heads, num_rows // rows_per_sequence)](
         sums_ptr=scratch.sums,
         maxima_ptr=scratch.maxima,
         weights_ptr=scratch.weights,
@@ -187,13 +252,15 @@ def add_partitions(
         GROUP_SIZE=group,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
-        PADDED_DIM=max(MIN_DOT_SIZE, triton.next_power_of_2(head_dim)),
-        CHUNK_PARTITIONS=CHUNK_PARTITIONS,
+        PADDED_DIM=padded_dim,
+        TILE_DIM=tile_dim,
+        FEW=FEW_PARTITIONS,
+        MANY=max(2, min(32, LOADED_NUMBERS // tile_dim)),
         WINDOW=plan.window,
         NARROW=plan.partitions.narrow,
         NARROW_END=plan.partitions.narrow_end,
         WIDE=plan.partitions.wide,
         PDL=uses_pdl(),
-        num_warps=ADD_WARPS,
+        num_warps=1,
         **launch_options(),
     )

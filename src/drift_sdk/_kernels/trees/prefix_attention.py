@@ -30,13 +30,10 @@ from drift_sdk._kernels.attention.attention_plan import (
     partition_of,
     partition_start,
 )
-from drift_sdk._kernels.attention.paged_attention import (
-    ONES_COLUMNS,
-    AttentionConfig,
-    _add_tile,
-    _cache_offset,
-)
-from drift_sdk._kernels.attention.partition_sums import LOG2_E, MIN_DOT_SIZE, AttentionScratch
+from drift_sdk._kernels.attention.cache_offset import offset_in_cache
+from drift_sdk._kernels.attention.online_softmax import LOG2_E, ONES_COLUMNS, attend_tile
+from drift_sdk._kernels.attention.paged_attention import AttentionConfig
+from drift_sdk._kernels.attention.partition_sums import MIN_DOT_SIZE, AttentionScratch
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 
 __all__ = ["attend_prefix"]
@@ -59,7 +56,7 @@ def _attend_prefix(
     sums_ptr,  # [num_sequences, NUM_KV_HEADS, num_partitions, query rows, HEAD_DIM] fp32
     maxima_ptr,  # [num_sequences, NUM_KV_HEADS, num_partitions, query rows] fp32
     weights_ptr,  # as maxima
-    scale,  # of scores: 1 / sqrt(HEAD_DIM)
+    scale,  # of scores: log2(e) / sqrt(HEAD_DIM)
     num_partitions,  # for which sums have room, of each sequence
     max_blocks,
     NUM_NODES: tl.constexpr,  # of each tree
@@ -124,16 +121,16 @@ def _attend_prefix(
         for tile in tl.range(0, num_prefix_tiles, num_stages=NUM_STAGES):
             first_key = sequence_key + tile * TILE_KEYS
             position = first_key + key
-            cache_offset = _cache_offset(
+            cache_offset = offset_in_cache(
                 table_ptr, first_key, key, position, num_keys, head, dim,
                 NUM_KV_HEADS, HEAD_DIM, KV_BLOCK_SIZE, TILE_KEYS,
             )  # fmt: skip
             key_mask = (position < end_key)[:, None] & is_dim[None, :]
             keys = tl.load(keys_ptr + cache_offset, mask=key_mask, other=0.0)
             values = tl.load(values_ptr + cache_offset, mask=key_mask, other=0.0)
-            score = tl.dot(queries, keys.T, input_precision="ieee") * (scale * LOG2_E)
-            score = tl.where(is_live[:, None], score, float("-inf"))
-            maximum, weight, total = _add_tile(maximum, weight, total, score, values)
+            maximum, weight, total = attend_tile(
+                maximum, weight, total, queries, keys, values, is_live[:, None], scale, True
+            )
             partition = partition_of(first_key, NARROW, NARROW_END, WIDE)
             next_start = partition_start(partition + 1, NARROW, NARROW_END, WIDE)
             if first_key + TILE_KEYS >= next_start:
@@ -186,7 +183,7 @@ def attend_prefix(
         scratch.sums,
         scratch.maxima,
         scratch.weights,
-        head_dim**-0.5,
+        head_dim**-0.5 * LOG2_E.value,
         plan.max_num_partitions,
         block_table.shape[1],
         NUM_NODES=nodes_per_tree,

@@ -10,9 +10,9 @@ lie. The tiles behind the border are gathered for each node by itself, through t
 `attend_prefix` sums the partitions before the one that the border lies in, `_attend_paths` the others; then
 `add_partitions` combines them as in paged attention.
 
-Order of summation: that of `_attend` in paged_attention.py, with the same products and the same number of
-warps. A tile that was gathered for a node changes nothing for the rows of other nodes: their scores are -inf,
-their weights 0 and their sums are multiplied by 1.
+Order of summation: that of online_softmax.py, tile by tile as in `_attend`. A tile that was gathered for a
+node changes nothing for the rows of other nodes: their scores are -inf, their weights 0 and their sums are
+multiplied by 1.
 
 Grid of `_attend_paths`: (node tiles, KV heads, trees). A program owns the nodes whose query rows fill the 16
 rows of a product.
@@ -31,13 +31,10 @@ import triton.language as tl
 from torch import Tensor
 
 from drift_sdk._kernels.attention.attention_plan import partition_of, partition_start
-from drift_sdk._kernels.attention.paged_attention import (
-    ONES_COLUMNS,
-    AttentionConfig,
-    _add_tile,
-    _cache_offset,
-)
-from drift_sdk._kernels.attention.partition_sums import LOG2_E, MIN_DOT_SIZE, AttentionScratch, add_partitions
+from drift_sdk._kernels.attention.cache_offset import offset_in_cache
+from drift_sdk._kernels.attention.online_softmax import LOG2_E, ONES_COLUMNS, attend_tile
+from drift_sdk._kernels.attention.paged_attention import AttentionConfig
+from drift_sdk._kernels.attention.partition_sums import MIN_DOT_SIZE, AttentionScratch, add_partitions
 from drift_sdk._kernels.common.arguments import check_tensor, check_tensors
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.trees.prefix_attention import attend_prefix
@@ -59,7 +56,7 @@ def _attend_paths(
     sums_ptr,  # [num_sequences, NUM_KV_HEADS, num_partitions, query rows, HEAD_DIM] fp32
     maxima_ptr,  # [num_sequences, NUM_KV_HEADS, num_partitions, query rows] fp32
     weights_ptr,  # as maxima
-    scale,
+    scale,  # of scores: log2(e) / sqrt(HEAD_DIM)
     num_partitions,
     max_blocks,
     NUM_NODES: tl.constexpr,
@@ -112,15 +109,15 @@ def _attend_paths(
         total = tl.zeros((TILE_ROWS, PADDED_DIM), tl.float32)
         for first_key in range(first_start, border, TILE_KEYS):
             position = first_key + key
-            cache_offset = _cache_offset(
+            cache_offset = offset_in_cache(
                 table_ptr, first_key, key, position, border, head, dim,
                 NUM_KV_HEADS, HEAD_DIM, KV_BLOCK_SIZE, TILE_KEYS,
             )  # fmt: skip
             keys = tl.load(keys_ptr + cache_offset, mask=is_dim[None, :], other=0.0)
             values = tl.load(values_ptr + cache_offset, mask=is_dim[None, :], other=0.0)
-            score = tl.dot(queries, keys.T, input_precision="ieee") * (scale * LOG2_E)
-            score = tl.where(is_live[:, None], score, float("-inf"))
-            maximum, weight, total = _add_tile(maximum, weight, total, score, values)
+            maximum, weight, total = attend_tile(
+                maximum, weight, total, queries, keys, values, is_live[:, None], scale, True
+            )
 
         for tile in tl.static_range(NUM_PATH_TILES):
             first_key = border + tile * TILE_KEYS
@@ -160,10 +157,10 @@ def _attend_paths(
                     key_mask = is_key[:, None] & is_dim[None, :]
                     keys = tl.load(keys_ptr + cache_offset, mask=key_mask, other=0.0)
                     values = tl.load(values_ptr + cache_offset, mask=key_mask, other=0.0)
-                    score = tl.dot(queries, keys.T, input_precision="ieee") * (scale * LOG2_E)
                     is_seen = (is_live & (node == own_node))[:, None] & is_key[None, :]
-                    score = tl.where(is_seen, score, float("-inf"))
-                    maximum, weight, total = _add_tile(maximum, weight, total, score, values)
+                    maximum, weight, total = attend_tile(
+                        maximum, weight, total, queries, keys, values, is_seen, scale, True
+                    )
 
         sum_index = first_sum + partition * NUM_QUERY_ROWS
         sum_ptrs = sums_ptr + sum_index.to(tl.int64)[:, None] * HEAD_DIM + dim[None, :]
@@ -230,7 +227,7 @@ def tree_attention(
         scratch.sums,
         scratch.maxima,
         scratch.weights,
-        head_dim**-0.5,
+        head_dim**-0.5 * LOG2_E.value,
         plan.max_num_partitions,
         block_table.shape[1],
         TILE_NODES=tile_nodes,

@@ -1,4 +1,4 @@
-"""The target's forward pass over a few rows of each sequence; bits do not depend on the number of rows."""
+"""The target's forward pass with bits that do not depend on the other rows of the step."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from drift_sdk.execution.forward.attention_groups import AttentionGroups, Attent
 from drift_sdk.execution.forward.expert_forward import ExpertForward
 from drift_sdk.execution.forward.model_resources import ModelResources
 from drift_sdk.execution.forward.residual_stream import ResidualStream, norm_kind
+from drift_sdk.execution.forward.row_attention import RowAttention
 from drift_sdk.execution.forward.step_buffers import HiddenStates, LayerBuffers, take_gate_up, take_partials
 from drift_sdk.models.weights import LayerWeights
 
@@ -53,7 +54,7 @@ def attention_groups(
 
 
 class DecodeForward:
-    """Computes rows through all layers, `rows_per_sequence` rows of each sequence.
+    """Computes rows through all layers: rows that are decoded or verified, or rows of prompts.
 
     A row gets the bits that it gets alone: products use the one reduction tree of each weight, and attention
     has partitions at fixed positions.
@@ -68,17 +69,14 @@ class DecodeForward:
         rows: Rows,
         block_table: Tensor,
         workspace: Workspace,
-        attention: AttentionGroups,
+        attention: RowAttention,
         hidden_states: HiddenStates,
-        *,
-        rows_per_sequence: int,
     ) -> None:
         """block_table [S, max_blocks] int32. hidden_states: of as many rows as `rows` has."""
         self._decoder, self._cache, self._tuned = model.decoder, model.cache, model.tuned
         self._layers = model.layers
         self._rows, self._block_table, self._workspace = rows, block_table, workspace
         self._attention = attention
-        self._rows_per_sequence = rows_per_sequence
         self._num_rows = rows.slot.shape[0]
         self._buffers = LayerBuffers.take(workspace, model.decoder, self._num_rows)
         self._stream = ResidualStream(model.decoder, hidden_states, self._buffers.normed)
@@ -90,7 +88,7 @@ class DecodeForward:
         """Record the kernels of all layers."""
         rows, stream, buffers = self._rows, self._stream, self._buffers
         stream.embed(rows.token, rows.slot)
-        self._attention.plan(rows.slot, rows.position, self._rows_per_sequence)
+        self._attention.plan(rows.slot, rows.position)
         for index, layer in self._layers(self.hidden_states.aux_layers):
             self._attend(layer, index)
             product = self._multiply(buffers.attended.view(self._num_rows, -1), layer.output)
@@ -131,7 +129,6 @@ class DecodeForward:
             rows.slot,
             rows.position,
             buffers.attended,
-            self._rows_per_sequence,
             window=config.windows[index] or 0,
             scale=config.attention_scale,
             sinks=layer.sinks,

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
+from drift_sdk._kernels.attention.exact_prefill_attention import exact_prefill_config
 from drift_sdk._kernels.attention.prefill_attention import prefill_attention_config
 from drift_sdk._kernels.commit.commit import record_words
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.steps import ExecutorLimits
 
-__all__ = ["EXACT_TILE_ROWS", "GraphBuckets", "bucket_of"]
+__all__ = ["GraphBuckets", "bucket_of"]
 
 DECODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Slots of decode steps."""
@@ -20,11 +21,14 @@ MIN_PREFILL_ROWS = 16
 FLAT_PREFILL_ROWS = 256
 """Below this many rows, reading the weights is a large part of a prefill step and padding costs little, so
 each bucket has twice the rows of the one before."""
+MIXED_SLOTS = (16, 64, 128, 256)
+"""Slots of mixed steps."""
+MIXED_ROWS = (128, 256, 384, 512)
+"""Rows of mixed steps, of chunks and slots together: multiples of 128, by which the library's kernels divide
+them. Beside more rows of chunks, decode rows are few."""
 STEPS_PER_OCTAVE = 2
 """Prefill buckets from FLAT_PREFILL_ROWS rows to twice as many, from there to four times as many, and so on.
 More buckets would pad steps less, but each takes time at start: it is run once and captured."""
-EXACT_TILE_ROWS = 8
-"""In exact prefill, rows of a chunk that are attended together, as if they were drafts to verify."""
 
 
 def bucket_of(sizes: Sequence[int], size: int) -> int:
@@ -39,8 +43,11 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
     drafts:     tokens that a round may draft for each slot; the first is 0.
     prefill:    rows of prefill steps.
     tile_rows:  rows of a tile of prefill attention.
-    max_chunks: most chunks of a prefill step.
-    is_exact:   whether prefill runs in the kernels of decoding, each chunk padded to whole tiles.
+    max_chunks: most chunks of a step.
+    is_exact:   whether prompts get the bits of decoding.
+    mixed:      rows of chunks and slots of mixed steps, which compute chunks and decode rows in one pass;
+                empty with drafts.
+    mixed_tile_rows: rows of a tile of attention in mixed steps.
     """
 
     decode: tuple[int, ...]
@@ -49,6 +56,8 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
     tile_rows: int
     max_chunks: int
     is_exact: bool
+    mixed: tuple[tuple[int, int], ...]
+    mixed_tile_rows: int
 
     @classmethod
     def of(
@@ -64,17 +73,39 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
 
         budget: most tokens of a prefill step. draft_choices: numbers of tokens that a round may draft.
         """
-        attention = prefill_attention_config(decoder.config.head_dim, decoder.dtype)
-        tile_rows = EXACT_TILE_ROWS if is_exact else attention.tile_rows
-        most = budget + (min(limits.max_num_seqs, budget) * (tile_rows - 1) if is_exact else 0)
+        head_dim, dtype = decoder.config.head_dim, decoder.dtype
+        exact_rows = exact_prefill_config(head_dim, dtype).tile_rows
+        most = -(-budget // MIN_PREFILL_ROWS) * MIN_PREFILL_ROWS
         return cls(
             decode=_buckets(DECODE_BUCKETS, limits.max_num_seqs),
             drafts=(0, *draft_choices),
-            prefill=_prefill_buckets(-(-most // MIN_PREFILL_ROWS) * MIN_PREFILL_ROWS),
-            tile_rows=tile_rows,
+            prefill=_prefill_buckets(most),
+            tile_rows=exact_rows if is_exact else prefill_attention_config(head_dim, dtype).tile_rows,
             max_chunks=limits.max_num_seqs,
             is_exact=is_exact,
+            mixed=() if draft_choices else _mixed_buckets(most, limits.max_num_seqs),
+            mixed_tile_rows=exact_rows,
         )
+
+    @property
+    def mixed_slots(self) -> tuple[int, ...]:
+        """Slots of mixed steps."""
+        return tuple(sorted({num_slots for _, num_slots in self.mixed}))
+
+    @property
+    def most_mixed_rows(self) -> int:
+        """Most rows of a mixed step, of chunks and slots together."""
+        return max((sum(bucket) for bucket in self.mixed), default=0)
+
+    def mixed_bucket(self, num_tokens: int, num_slots: int) -> tuple[int, int] | None:
+        """Rows of chunks and slots of the mixed step for so many tokens of chunks and decode rows; None if
+        there is none."""
+        if not self.mixed:
+            return None
+
+        slots = bucket_of(self.mixed_slots, num_slots)
+        rows = [rows for rows, each in self.mixed if each == slots]
+        return (bucket_of(rows, num_tokens), slots) if num_tokens <= rows[-1] else None
 
     @property
     def max_rows_per_slot(self) -> int:
@@ -91,17 +122,19 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
         """Constraint masks of a split round: one for each row, if slots may have several rows; else 0."""
         return self.max_rows if self.max_rows_per_slot > 1 else 0
 
-    def num_tiles(self, num_rows: int) -> int:
-        """Most tiles of prefill attention that chunks of `num_rows` rows are cut into."""
-        return num_rows // self.tile_rows + min(num_rows, self.max_chunks)
-
-    def padded(self, num_tokens: int) -> int:
-        """Rows of a chunk of `num_tokens` tokens; in exact prefill they fill whole tiles."""
-        return -(-num_tokens // self.tile_rows) * self.tile_rows if self.is_exact else num_tokens
+    def num_tiles(self, num_rows: int, tile_rows: int) -> int:
+        """Most tiles of `tile_rows` rows that chunks of `num_rows` rows are cut into."""
+        return num_rows // tile_rows + min(num_rows, self.max_chunks)
 
     def prefill_words(self, num_rows: int) -> int:
         """Payload words of a prefill step: token, slot and position of each row, then the tiles."""
-        return 3 * num_rows + 4 * self.num_tiles(num_rows)
+        return 3 * num_rows + 4 * self.num_tiles(num_rows, self.tile_rows)
+
+    def mixed_words(self, num_rows: int, num_slots: int) -> int:
+        """Payload words of a mixed step: token, slot and position of each row of chunks, room for the same of
+        each slot's row, the tiles, then slots and most drafts."""
+        num_tiles = self.num_tiles(num_rows, self.mixed_tile_rows)
+        return 3 * (num_rows + num_slots) + 4 * num_tiles + 2 * num_slots
 
     def draft_extend_words(self, num_rows: int) -> int:
         """Payload words of a step that updates the drafter after prefill: token, slot and position of each
@@ -112,7 +145,8 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
     def payload_words(self) -> int:
         """Payload words of the largest step; a round's payload has two words for each slot."""
         most = self.prefill[-1]
-        return max(2 * self.decode[-1], self.prefill_words(most), self.draft_extend_words(most))
+        words = [2 * self.decode[-1], self.prefill_words(most), self.draft_extend_words(most)]
+        return max(*words, *(self.mixed_words(*bucket) for bucket in self.mixed))
 
     @property
     def record_words(self) -> int:
@@ -127,6 +161,17 @@ def _prefill_buckets(most: int) -> tuple[int, ...]:
         octave = 1 << (sizes[-1].bit_length() - 1)
         sizes.append(sizes[-1] + (octave if octave < FLAT_PREFILL_ROWS else octave // STEPS_PER_OCTAVE))
     return _buckets(sizes, most)
+
+
+def _mixed_buckets(most_rows: int, most_slots: int) -> tuple[tuple[int, int], ...]:
+    """Rows of chunks, up to `most_rows`, and slots of mixed steps, of at least as many rows as slots."""
+    buckets: list[tuple[int, int]] = []
+    for num_slots in _buckets(MIXED_SLOTS, most_slots):
+        sizes = {
+            min(size - num_slots, most_rows) for size in MIXED_ROWS if size - num_slots >= num_slots // 2
+        }
+        buckets += [(size, num_slots) for size in sorted(sizes)]
+    return tuple(buckets)
 
 
 def _buckets(sizes: Sequence[int], most: int) -> tuple[int, ...]:

@@ -25,6 +25,7 @@ class CapturedGraphs:
 
     update: applies updates and nothing else. decode[B, K]: a round of B slots with K drafts each. draft[B, K]
     and verify[B, K]: its halves, if there is a drafter and K is not 0. prefill[N]: chunks of N rows.
+    mixed[N, B]: chunks of N rows and a round of B slots without drafts, in one pass.
     first_tokens[B]: samples the first tokens of B finished prompts. draft_extend[N]: updates the drafter
     after a prefill step and its first tokens; empty without a drafter.
     """
@@ -42,6 +43,7 @@ class CapturedGraphs:
         self._steps = steps  # the buffers that graphs use stay allocated as long as the graphs
         self._report = report
         self.prefill: dict[int, Replay] = {}
+        self.mixed: dict[tuple[int, int], Replay] = {}
         self.draft_extend: dict[int, Replay] = {}
         self.decode: dict[tuple[int, int], Replay] = {}
         self.draft: dict[tuple[int, int], Replay] = {}
@@ -55,6 +57,7 @@ class CapturedGraphs:
         with resources.device.work():
             steps.allocate_caches(num_blocks)
         self._capture_prefill()
+        self._capture_mixed()
         self._capture_rounds()
         for num_slots in reversed(buckets.decode):
             self.first_tokens[num_slots] = self._capture(steps.first_tokens(num_slots))
@@ -75,7 +78,7 @@ class CapturedGraphs:
         num_halves = 2 * (len(buckets.drafts) - 1)  # a round without drafts is never split
         num_decode = len(buckets.decode) * (num_whole_rounds + num_halves)
         num_first_tokens = len(buckets.decode)
-        return num_prefill + num_decode + num_first_tokens + 1  # and `update`
+        return num_prefill + len(buckets.mixed) + num_decode + num_first_tokens + 1  # and `update`
 
     def _compile(self) -> None:
         """Compile the kernels of all steps, unless that was done on this machine before."""
@@ -114,6 +117,10 @@ class CapturedGraphs:
             self.prefill[num_rows] = self._capture(steps.prefill(num_rows))
             if steps.drafter is not None:
                 self.draft_extend[num_rows] = self._capture(steps.draft_extend(num_rows, steps.drafter))
+
+    def _capture_mixed(self) -> None:
+        for num_rows, num_slots in reversed(self._buckets.mixed):
+            self.mixed[num_rows, num_slots] = self._capture(self._steps.mixed(num_rows, num_slots))
 
     def _capture_rounds(self) -> None:
         for num_slots in reversed(self._buckets.decode):

@@ -51,8 +51,8 @@ class GraphOptions(Struct, frozen=True, kw_only=True):
     """Settings of a graph executor.
 
     prefill_token_budget: most tokens of a prefill step.
-    exact_prefill:        prefill runs in the kernels of decoding, so tokens do not depend on how a prompt is
-                          cut, cached or recomputed.
+    exact_prefill:        prompts get the bits of decoding, so tokens do not depend on how a prompt is cut,
+                          cached or recomputed.
     step_timeout_s:       most seconds that the device may take for a step; None = no limit.
     acceptance_trace:     for measuring: tokens that rounds emit in turn, whatever was drafted.
     stages:               for measuring: marks around the stages of steps.
@@ -120,6 +120,7 @@ class GraphExecutor:
             is_exact=options.exact_prefill,
             draft_choices=drafter_factory.draft_choices,
         )
+        self._mixed_slots = buckets.mixed_slots
         with typed_errors(device), device.work():
             self._resources = _open_resources(device, limits, buckets, options, drafter_factory)
             cache = PagedKVCache(decoder, limits)
@@ -154,6 +155,11 @@ class GraphExecutor:
             limits = msgspec.structs.replace(limits, num_blocks=num_blocks, max_model_len=max_model_len)
             self.limits = limits
         return limits.num_blocks
+
+    @property
+    def mixed_slots(self) -> tuple[int, ...]:
+        """Sizes to which decode rows are padded in steps that compute them in one pass with chunks."""
+        return self._mixed_slots
 
     def round_costs(self) -> dict[tuple[int, int], float]:
         """Seconds that rounds of (slots, drafts) take without any context. Call it before anything is

@@ -11,13 +11,18 @@ from drift_sdk._kernels.sampling.sample_buffers import SampleBuffers
 from drift_sdk._kernels.sampling.token_counts import count_tokens
 from drift_sdk._kernels.slots.gather_rows import gather_rows
 from drift_sdk.execution.drafter_factory import DrafterFactory
-from drift_sdk.execution.forward.attention_groups import AttentionGroups
 from drift_sdk.execution.forward.decode import DecodeForward, Rows, attention_groups
 from drift_sdk.execution.forward.model_resources import ModelResources
 from drift_sdk.execution.forward.prefill import PrefillForward
 from drift_sdk.execution.forward.residual_stream import ResidualStream
+from drift_sdk.execution.forward.row_attention import (
+    ChunkAttention,
+    MixedAttention,
+    RowAttention,
+    SequenceAttention,
+)
 from drift_sdk.execution.forward.step_buffers import HiddenStates, LayerBuffers
-from drift_sdk.execution.graph.buckets import EXACT_TILE_ROWS, GraphBuckets
+from drift_sdk.execution.graph.buckets import GraphBuckets
 from drift_sdk.execution.resources import DeviceResources
 from drift_sdk.execution.rounds.drafter import RoundDrafter, RoundSizes
 from drift_sdk.execution.rounds.round import DecodeRound
@@ -58,8 +63,6 @@ class GraphSteps:
         self._simulated: SimulatedRounds | None = None
         if acceptance_trace is not None:
             self._simulated = _simulated_rounds(acceptance_trace, model.limits.max_num_seqs, device)
-        # The step that needs most takes its attention first: the partial sums of all steps share one buffer.
-        self._exact_attention = self._attention_of_exact_prefill() if buckets.is_exact else None
         self.attention = attention_groups(
             model, workspace, num_sequences=buckets.decode[-1], num_rows=buckets.max_rows_per_slot
         )
@@ -74,9 +77,8 @@ class GraphSteps:
         )
         aux_layers = self.drafter.aux_layers if self.drafter is not None else ()
         decoder = model.decoder
-        self.prefill_hidden = HiddenStates.take(
-            workspace, "prefill", decoder, buckets.prefill[-1], aux_layers
-        )
+        most = max(buckets.prefill[-1], buckets.most_mixed_rows)
+        self.prefill_hidden = HiddenStates.take(workspace, "prefill", decoder, most, aux_layers)
         self._round_hidden = HiddenStates.take(workspace, "round", decoder, max_rows, aux_layers)
 
     def largest(self) -> list[Step]:
@@ -87,6 +89,7 @@ class GraphSteps:
         if self.drafter is not None:
             steps.append(self.draft_extend(buckets.prefill[-1], self.drafter))
         steps.append(self.round(buckets.decode[-1], buckets.drafts[-1]).whole)
+        steps += [self.mixed(*bucket) for bucket in buckets.mixed if sum(bucket) == buckets.most_mixed_rows]
         steps.append(self.first_tokens(buckets.decode[-1]))
         return steps
 
@@ -110,11 +113,13 @@ class GraphSteps:
         token, slot, position = payload.words[: 3 * num_rows].view(3, num_rows)
         rows = Rows(slot=slot, token=token, position=position)
         hidden = self.prefill_hidden.first(num_rows)
+        tiles = payload.words[3 * num_rows : num_words].view(-1, 4)
         forward: DecodeForward | PrefillForward
-        if self._exact_attention is not None:
-            forward = self._decode_forward(rows, self._exact_attention, hidden, EXACT_TILE_ROWS)
+        if buckets.is_exact:
+            decoder = self._model.decoder
+            attention = ChunkAttention(tiles, decoder.config.head_dim, decoder.dtype)
+            forward = self._decode_forward(rows, attention, hidden)
         else:
-            tiles = payload.words[3 * num_rows : num_words].view(buckets.num_tiles(num_rows), 4)
             block_table = resources.table.block_table
             forward = PrefillForward(self._model, rows, tiles, block_table, resources.workspace, hidden)
 
@@ -123,6 +128,34 @@ class GraphSteps:
             count_tokens(slot, token, position, columns)
             forward.run()
             payload.advance()
+
+        return step
+
+    def mixed(self, num_rows: int, num_slots: int) -> Step:
+        """Compute chunks of `num_rows` rows in all and a round of `num_slots` slots without drafts, in one
+        pass. Payload: see `GraphBuckets.mixed_words`."""
+        resources, buckets, decoder = self._resources, self._buckets, self._model.decoder
+        payload, table = resources.payload, resources.table
+        size, num_words = num_rows + num_slots, buckets.mixed_words(num_rows, num_slots)
+        token, slot, position = payload.words[: 3 * size].view(3, size)
+        tiles = payload.words[3 * size : num_words - 2 * num_slots].view(-1, 4)
+        slots, max_drafts = payload.words[num_words - 2 * num_slots : num_words].view(2, num_slots)
+        rows = Rows(slot=slot, token=token, position=position)
+        newest = Rows(slot=slot[num_rows:], token=token[num_rows:], position=position[num_rows:])
+        attention = MixedAttention(
+            ChunkAttention(tiles, decoder.config.head_dim, decoder.dtype),
+            SequenceAttention(self.attention, 1),
+            num_rows,
+        )
+        forward = self._decode_forward(rows, attention, self.prefill_hidden.first(size))
+        sample_commit = self._sample_commit(newest, 1)
+
+        def step() -> None:
+            payload.enter(num_words)
+            gather_rows(slots, max_drafts, table.state, newest.slot, newest.token, newest.position)
+            count_tokens(slot[:num_rows], token[:num_rows], position[:num_rows], table.columns)
+            forward.run()
+            sample_commit.run(forward.normed[num_rows:])
 
         return step
 
@@ -160,7 +193,7 @@ class GraphSteps:
             resources,
             resources.payload.words[: 2 * num_slots].view(2, num_slots),
             rows,
-            self._decode_forward(rows, self.attention, hidden, rows_per_slot),
+            self._decode_forward(rows, SequenceAttention(self.attention, rows_per_slot), hidden),
             self._sample_commit(rows, rows_per_slot),
             self.drafter,
         )
@@ -184,16 +217,7 @@ class GraphSteps:
 
         return step
 
-    def _attention_of_exact_prefill(self) -> AttentionGroups:
-        """Exact prefill attends tiles of rows as if each tile were the rows of a sequence to verify."""
-        num_tiles = self._buckets.prefill[-1] // EXACT_TILE_ROWS
-        return attention_groups(
-            self._model, self._resources.workspace, num_sequences=num_tiles, num_rows=EXACT_TILE_ROWS
-        )
-
-    def _decode_forward(
-        self, rows: Rows, attention: AttentionGroups, hidden: HiddenStates, rows_per_sequence: int
-    ) -> DecodeForward:
+    def _decode_forward(self, rows: Rows, attention: RowAttention, hidden: HiddenStates) -> DecodeForward:
         return DecodeForward(
             self._model,
             rows,
@@ -201,7 +225,6 @@ class GraphSteps:
             self._resources.workspace,
             attention,
             hidden,
-            rows_per_sequence=rows_per_sequence,
         )
 
     def _sample_commit(self, rows: Rows, rows_per_slot: int) -> SampleCommit:

@@ -17,6 +17,7 @@ __all__ = [
     "fill_draft_extend",
     "fill_draft_masks",
     "fill_masks",
+    "fill_mixed",
     "fill_slots",
     "first_rows",
 ]
@@ -27,32 +28,57 @@ Constraints = Mapping[int, TokenConstraint]
 """By slot, of the slots that have a constraint."""
 
 
-def first_rows(buckets: GraphBuckets, chunks: Sequence[PrefillChunk]) -> list[int]:
+def first_rows(chunks: Sequence[PrefillChunk]) -> list[int]:
     """The first row of each chunk in the step, then the end of the last chunk's rows."""
     ends = [0]
     for chunk in chunks:
-        ends.append(ends[-1] + buckets.padded(len(chunk.token_ids)))
+        ends.append(ends[-1] + len(chunk.token_ids))
 
     return ends
 
 
 def fill_chunks(buckets: GraphBuckets, chunks: Sequence[PrefillChunk], payload: Words) -> int:
     """Write the payload of a prefill step and return its bucket."""
-    ends = first_rows(buckets, chunks)
+    ends = first_rows(chunks)
     num_rows = bucket_of(buckets.prefill, ends[-1])
     token, slot, position = payload[: 3 * num_rows].reshape(3, num_rows)
     slot[:] = -1
-    for chunk, first in zip(chunks, ends, strict=False):
+    _fill_rows(chunks, token, slot, position)
+    _fill_tiles(chunks, buckets.tile_rows, payload[3 * num_rows : buckets.prefill_words(num_rows)])
+    return num_rows
+
+
+def fill_mixed(
+    buckets: GraphBuckets,
+    chunks: Sequence[PrefillChunk],
+    slots: Sequence[int],
+    bucket: tuple[int, int],
+    payload: Words,
+) -> None:
+    """Write the payload of a mixed step of `bucket`: chunks, and slots with a row each."""
+    num_rows, num_slots = bucket
+    size = num_rows + num_slots
+    token, slot, position = payload[: 3 * size].reshape(3, size)
+    slot[:] = -1
+    _fill_rows(chunks, token, slot, position)
+    tiles, rest = np.split(payload[3 * size : buckets.mixed_words(*bucket)], [-2 * num_slots])
+    _fill_tiles(chunks, buckets.mixed_tile_rows, tiles)
+    rest[:num_slots] = -1
+    rest[: len(slots)] = slots
+    rest[num_slots:] = 0
+
+
+def _fill_rows(chunks: Sequence[PrefillChunk], token: Words, slot: Words, position: Words) -> None:
+    for chunk, first in zip(chunks, first_rows(chunks), strict=False):
         rows = slice(first, first + len(chunk.token_ids))
         token[rows] = chunk.token_ids
         slot[rows] = chunk.slot
         position[rows] = np.arange(chunk.start, chunk.start + len(chunk.token_ids))
 
-    if not buckets.is_exact:
-        tiles = payload[3 * num_rows : buckets.prefill_words(num_rows)].reshape(-1, 4)
-        sizes = [(chunk.slot, chunk.start, len(chunk.token_ids)) for chunk in chunks]
-        prefill_tiles(sizes, buckets.tile_rows, tiles)
-    return num_rows
+
+def _fill_tiles(chunks: Sequence[PrefillChunk], tile_rows: int, words: Words) -> None:
+    sizes = [(chunk.slot, chunk.start, len(chunk.token_ids)) for chunk in chunks]
+    prefill_tiles(sizes, tile_rows, words.reshape(-1, 4))
 
 
 def fill_draft_extend(
@@ -62,7 +88,7 @@ def fill_draft_extend(
 
     hits: slots whose chunk is the first after a prefix hit.
     """
-    ends = first_rows(buckets, chunks)
+    ends = first_rows(chunks)
     num_rows = bucket_of(buckets.prefill, ends[-1])
     token, slot, position, following = payload[: 4 * num_rows].reshape(4, num_rows)
     hit_rows = payload[4 * num_rows : buckets.draft_extend_words(num_rows)]

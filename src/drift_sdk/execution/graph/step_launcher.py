@@ -16,6 +16,7 @@ from drift_sdk.execution.graph.input_payloads import (
     fill_draft_extend,
     fill_draft_masks,
     fill_masks,
+    fill_mixed,
     fill_slots,
     first_rows,
 )
@@ -76,6 +77,13 @@ class StepLauncher:
         """Start all replays of a plan, in order: updates, prefill, decode."""
         found = StepResults()
         updates = self._launch_early_updates(self._updates(plan))
+        bucket = self._mixed_bucket(plan)
+        if bucket is not None:
+            with self._resources.stages("mixed"):
+                self._launch_mixed(plan, bucket, updates, found)
+            found.prompt_logprobs = self._take_prompt_logprobs(plan.prefill)
+            return found
+
         if plan.prefill:
             with self._resources.stages("prefill"):
                 found.first_tokens = self._launch_prefill(plan.prefill, updates)
@@ -143,12 +151,33 @@ class StepLauncher:
         entry = ring.acquire(updates)
         bucket = fill_chunks(self._buckets, chunks, ring.payload(entry))
         ring.start(entry, self._graphs.prefill[bucket])
-        firsts = first_rows(self._buckets, chunks)
+        firsts = first_rows(chunks)
         self._score_prompts(chunks, firsts)
         results = self._launch_first_tokens(chunks, firsts)
         if self._graphs.draft_extend:
             self._launch_draft_extend(chunks)
         return results
+
+    def _mixed_bucket(self, plan: StepPlan) -> tuple[int, int] | None:
+        """The mixed step for the chunks and decode rows of a plan; None if there is none."""
+        if not plan.prefill or not plan.decode:
+            return None
+
+        num_tokens = sum(len(chunk.token_ids) for chunk in plan.prefill)
+        return self._buckets.mixed_bucket(num_tokens, len(plan.decode))
+
+    def _launch_mixed(
+        self, plan: StepPlan, bucket: tuple[int, int], updates: Pairs, found: StepResults
+    ) -> None:
+        ring, slots = self._resources.ring, [row.slot for row in plan.decode]
+        entry = ring.acquire(updates)
+        fill_mixed(self._buckets, plan.prefill, slots, bucket, ring.payload(entry))
+        fill_masks(self._constraints, slots, ring.mask(entry))
+        ring.start(entry, self._graphs.mixed[bucket])
+        found.decode = ring.results(entry)
+        firsts = first_rows(plan.prefill)
+        self._score_prompts(plan.prefill, firsts)
+        found.first_tokens = self._launch_first_tokens(plan.prefill, firsts)
 
     def _score_prompts(self, chunks: tuple[PrefillChunk, ...], firsts: Sequence[int]) -> None:
         """firsts: the first row of each chunk, see `first_rows`."""

@@ -1,0 +1,92 @@
+"""The order in which attention is summed: the same steps for decoding, verification and prompts.
+
+A query row's keys are cut into partitions at fixed positions (see `Partitions`), and a partition into tiles:
+
+    attend_tile:    takes a tile of keys into a partition's sums (online softmax)
+    add_partition:  adds a partition's sums to those of all partitions before it, in ascending order
+    add_sink:       adds a score without a value, after all partitions
+
+Each step is one product of a fixed inner size, or one operation on elements. Products are bit-equal by
+mma.sync and by wgmma, whatever the number of rows (measured on the H200: tests/_kernels/attention compares
+them), and where a multiplication and an addition could be fused or not, the fusion is written out. So a row's
+bits depend on its query and on the keys it sees, and not on the kernel, the rows beside it or the tile of
+rows. Keys that a row does not see leave its sums as they are, bit for bit.
+
+The softmax's denominator is a product with ones: its order of summation is the product's, and its terms are
+the probabilities in the storage type, which also weight the values.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["LOG2_E", "ONES_COLUMNS", "add_partition", "add_sink", "attend_tile"]
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+"""log2(e): exp(x) = exp2(x * LOG2_E), and GPUs have an instruction for exp2."""
+
+ONES_COLUMNS = tl.constexpr(16)
+"""Columns of the matrix of ones: the narrowest product that `tl.dot` takes. All columns hold the same
+sums."""
+
+
+@triton.jit
+def attend_tile(
+    maximum,  # [TILE_ROWS] fp32: highest score so far (times log2(e)); -inf at the partition's start
+    weight,  # [TILE_ROWS, ONES_COLUMNS] fp32: sum of exp2(score - maximum), in every column
+    total,  # [TILE_ROWS, PADDED_DIM] fp32: sum of exp2(score - maximum) * value
+    queries,  # [TILE_ROWS, PADDED_DIM], storage type
+    keys,  # [TILE_KEYS, PADDED_DIM], storage type; zeros where there is no key
+    values,  # as keys
+    is_seen,  # [TILE_ROWS, TILE_KEYS]: which keys a row sees; not read without IS_MASKED
+    scale,  # of scores: log2(e) / sqrt(head_dim)
+    IS_MASKED: tl.constexpr,  # whether there may be keys that a row does not see
+):
+    """Return maximum, weight and total with a tile of keys taken in."""
+    score = tl.dot(queries, keys.T, input_precision="ieee")
+    if IS_MASKED:
+        score = tl.where(is_seen, score, float("-inf"))
+    new_maximum = tl.maximum(maximum, tl.max(score, 1) * scale)
+    reference = new_maximum
+    if IS_MASKED:
+        # A row that has seen no key yet has the maximum -inf, and -inf - -inf would be NaN.
+        reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    rescale = tl.exp2(maximum - reference)
+    probability = tl.exp2(tl.fma(score, scale, -reference[:, None])).to(values.dtype)
+    ones = tl.full((values.shape[0], ONES_COLUMNS), 1.0, values.dtype)
+    weight = tl.dot(probability, ones, weight * rescale[:, None], input_precision="ieee")
+    total = tl.dot(probability, values, total * rescale[:, None], input_precision="ieee")
+    return new_maximum, weight, total
+
+
+@triton.jit
+def add_partition(
+    maximum,  # [ROWS] fp32: of all partitions before; -inf before the first
+    weight,  # [ROWS] fp32
+    total,  # [ROWS, PADDED_DIM] fp32
+    part_maximum,  # [ROWS] fp32: of the next partition; -inf where a row sees none of its keys
+    part_weight,  # [ROWS] fp32
+    part_total,  # [ROWS, PADDED_DIM] fp32
+):
+    """Return maximum, weight and total of the keys of all partitions, the next one included."""
+    new_maximum = tl.maximum(maximum, part_maximum)
+    reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    rescale = tl.exp2(maximum - reference)
+    share = tl.exp2(part_maximum - reference)
+    weight = tl.fma(part_weight, share, weight * rescale)
+    total = tl.fma(part_total, share[:, None], total * rescale[:, None])
+    return new_maximum, weight, total
+
+
+@triton.jit
+def add_sink(
+    maximum,  # fp32: of all partitions
+    weight,  # fp32
+    sink,  # fp32: a score that takes its share of the softmax
+):
+    """Return what the total is multiplied by, and the weight with the sink in it."""
+    score = sink * LOG2_E
+    new_maximum = tl.maximum(maximum, score)
+    rescale = tl.exp2(maximum - new_maximum)
+    return rescale, tl.fma(weight, rescale, tl.exp2(score - new_maximum) + tl.zeros_like(weight))

@@ -1,0 +1,155 @@
+"""Attention of a step's rows, for rows that are decoded or verified and for rows of prompts. Both sum in the
+same order, so a row's bits do not depend on which of them it goes through."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from drift_sdk._kernels.attention.attention_plan import Partitions
+from drift_sdk._kernels.attention.exact_prefill_attention import exact_prefill_attention, exact_prefill_config
+from drift_sdk.execution.forward.attention_groups import AttentionGroups
+
+__all__ = ["ChunkAttention", "MixedAttention", "RowAttention", "SequenceAttention"]
+
+
+class RowAttention(Protocol):
+    """Attention of a step's rows to the keys that they see."""
+
+    def plan(self, row_slot: Tensor, row_position: Tensor) -> None:
+        """Prepare for rows [R]; once a step, before any layer calls `attend`."""
+
+    def attend(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        block_table: Tensor,
+        row_slot: Tensor,
+        row_position: Tensor,
+        out: Tensor,
+        *,
+        window: int = 0,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        """Fill out [R, num_heads, head_dim] for the rows of `plan`; see `paged_attention`."""
+
+
+class SequenceAttention:
+    """Attention of `rows_per_sequence` rows of each sequence, to be decoded or verified."""
+
+    def __init__(self, groups: AttentionGroups, rows_per_sequence: int) -> None:
+        self._groups, self._rows_per_sequence = groups, rows_per_sequence
+
+    def plan(self, row_slot: Tensor, row_position: Tensor) -> None:
+        self._groups.plan(row_slot, row_position, self._rows_per_sequence)
+
+    def attend(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        block_table: Tensor,
+        row_slot: Tensor,
+        row_position: Tensor,
+        out: Tensor,
+        *,
+        window: int = 0,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        self._groups.attend(
+            query,
+            keys,
+            values,
+            block_table,
+            row_slot,
+            row_position,
+            out,
+            self._rows_per_sequence,
+            window=window,
+            scale=scale,
+            sinks=sinks,
+        )
+
+
+class ChunkAttention:
+    """Attention of chunks of prompts, cut into `tiles` [num_tiles, 4] (see `prefill_tiles`)."""
+
+    def __init__(self, tiles: Tensor, head_dim: int, dtype: torch.dtype) -> None:
+        self._tiles, self._config = tiles, exact_prefill_config(head_dim, dtype)
+
+    def plan(self, row_slot: Tensor, row_position: Tensor) -> None:
+        """Nothing: the tiles come from the host."""
+
+    def attend(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        block_table: Tensor,
+        row_slot: Tensor,
+        row_position: Tensor,
+        out: Tensor,
+        *,
+        window: int = 0,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        exact_prefill_attention(
+            query,
+            keys,
+            values,
+            block_table,
+            self._tiles,
+            out,
+            self._config,
+            Partitions.of_window(window),
+            window=window,
+            scale=scale,
+            sinks=sinks,
+        )
+
+
+class MixedAttention:
+    """Attention of `num_chunk_rows` rows of prompts, followed by the newest row of each of some sequences."""
+
+    def __init__(self, chunks: ChunkAttention, sequences: SequenceAttention, num_chunk_rows: int) -> None:
+        self._chunks, self._sequences, self._num_chunk_rows = chunks, sequences, num_chunk_rows
+
+    def plan(self, row_slot: Tensor, row_position: Tensor) -> None:
+        first = self._num_chunk_rows
+        self._sequences.plan(row_slot[first:], row_position[first:])
+
+    def attend(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        block_table: Tensor,
+        row_slot: Tensor,
+        row_position: Tensor,
+        out: Tensor,
+        *,
+        window: int = 0,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        first = self._num_chunk_rows
+        chunks, sequences = slice(first), slice(first, None)
+        for attention, rows in ((self._sequences, sequences), (self._chunks, chunks)):
+            attention.attend(
+                query[rows],
+                keys,
+                values,
+                block_table,
+                row_slot[rows],
+                row_position[rows],
+                out[rows],
+                window=window,
+                scale=scale,
+                sinks=sinks,
+            )

@@ -1,0 +1,228 @@
+"""Prompts in decoding's order of summation: against float64, and bit for bit against decoding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tolerances
+import torch
+from order_probe import expected_sum, probe_row
+
+from drift_sdk._kernels.attention.attention_plan import AttentionPlan, Partitions, plan_attention
+from drift_sdk._kernels.attention.exact_prefill_attention import (
+    ExactPrefillConfig,
+    exact_prefill_attention,
+    exact_prefill_config,
+)
+from drift_sdk._kernels.attention.paged_attention import AttentionConfig, AttentionScratch, paged_attention
+from drift_sdk._kernels.attention.prefill_attention import prefill_attention_reference
+from drift_sdk._kernels.attention.prefill_tiles import TILE_FIELDS, prefill_tiles
+
+pytestmark = pytest.mark.kernel
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16) if torch.cuda.is_available() else (torch.float32,)
+SMALL = ExactPrefillConfig(tile_rows=16, num_warps=4, num_stages=2, narrow_stages=2)
+SMALL_PARTITIONS = Partitions(narrow=32, narrow_end=64, wide=48, tile=16)
+HEADS = [(3, 3, 64), (4, 1, 80), (8, 2, 16)]
+# Slot, position of the first row, rows: a single row, chunks that start inside a tile, several tiles of rows,
+# ends on a partition's border and behind it.
+CHUNKS = [
+    [(0, 0, 1)],
+    [(2, 0, 64), (0, 37, 17)],
+    [(1, 5, 60), (0, 63, 1), (3, 111, 50)],
+]
+
+
+class Prompt:
+    """Chunks over a paged cache whose unseen places are NaN."""
+
+    def __init__(
+        self,
+        chunks: list[tuple[int, int, int]],
+        heads: tuple[int, int, int],
+        block_size: int,
+        device: str,
+        dtype: torch.dtype,
+        max_keys: int = 192,
+        *,
+        window: int = 0,
+        has_sinks: bool = False,
+    ) -> None:
+        num_heads, num_kv_heads, head_dim = heads
+        generator = torch.Generator().manual_seed(num_heads + block_size)
+        num_slots, max_blocks = 4, -(-max_keys // block_size)
+        shape = (1 + num_slots * max_blocks, num_kv_heads, block_size, head_dim)
+        self.keys, self.values = (torch.full(shape, torch.nan, dtype=dtype) for _ in range(2))
+        table = 1 + torch.randperm(num_slots * max_blocks, generator=generator).view(num_slots, max_blocks)
+        for slot, start, num_rows in chunks:
+            position = torch.arange(start + num_rows)
+            blocks = table[slot, position // block_size]
+            for cache in (self.keys, self.values):
+                seen = torch.randn(len(position), num_kv_heads, head_dim, generator=generator)
+                cache[blocks, :, position % block_size] = seen.to(dtype)
+        self.num_rows = sum(num_rows for _, _, num_rows in chunks)
+        query = torch.randn(self.num_rows, num_heads, head_dim, generator=generator).to(dtype)
+        self.query, self.keys, self.values = (t.to(device) for t in (query, self.keys, self.values))
+        self.table = table.to(device, torch.int32)
+        sinks = torch.randn(num_heads, generator=generator).to(device, dtype) if has_sinks else None
+        self.options: dict[str, Any] = {"scale": 0.3 if window else None, "sinks": sinks}
+        self.chunks, self.device, self.window = chunks, device, window
+
+    def tiles(self, tile_rows: int) -> torch.Tensor:
+        """One more than is needed: an unused tile."""
+        most = sum(-(-num_rows // tile_rows) for _, _, num_rows in self.chunks) + 1
+        found = np.zeros((most, TILE_FIELDS), dtype=np.int32)
+        prefill_tiles(self.chunks, tile_rows, found)
+        return torch.from_numpy(found).to(self.device)
+
+    def exact(self, config: ExactPrefillConfig, partitions: Partitions) -> torch.Tensor:
+        out = torch.full_like(self.query, torch.nan)
+        exact_prefill_attention(
+            self.query,
+            self.keys,
+            self.values,
+            self.table,
+            self.tiles(config.tile_rows),
+            out,
+            config,
+            partitions,
+            window=self.window,
+            **self.options,
+        )
+        return out
+
+    def expected(self) -> torch.Tensor:
+        out = torch.zeros_like(self.query, dtype=torch.float64).flatten(1)
+        arguments = self.query, self.keys, self.values, self.table, self.tiles(16), out
+        prefill_attention_reference(*arguments, window=self.window, **self.options)
+        return out.view(self.query.shape)
+
+    def decoded(self, rows_per_sequence: int, partitions: Partitions, num_programs: int = 16) -> torch.Tensor:
+        """The same rows, each `rows_per_sequence` of them one sequence to verify."""
+        slots, positions = (
+            torch.tensor([row[part] for row in self._rows()], dtype=torch.int32, device=self.device)
+            for part in (0, 1)
+        )
+        num_sequences = self.num_rows // rows_per_sequence
+        most = int(positions.max()) + 1
+        plan = AttentionPlan(
+            num_sequences,
+            most,
+            partitions,
+            torch.device(self.device),
+            window=self.window,
+            num_rows=rows_per_sequence,
+        )
+        plan_attention(slots, positions, plan, rows_per_sequence)
+        num_heads, head_dim = self.query.shape[1:]
+        num_kv_heads = self.keys.shape[1]
+        scratch = AttentionScratch.allocate(
+            plan,
+            num_kv_heads=num_kv_heads,
+            num_rows=rows_per_sequence,
+            group=num_heads // num_kv_heads,
+            head_dim=head_dim,
+        )
+        out = torch.full_like(self.query, torch.nan)
+        paged_attention(
+            self.query,
+            self.keys,
+            self.values,
+            self.table,
+            slots,
+            positions,
+            out,
+            scratch,
+            AttentionConfig(num_programs=num_programs),
+            rows_per_sequence,
+            **self.options,
+        )
+        return out
+
+    def _rows(self) -> list[tuple[int, int]]:
+        return [(slot, start + row) for slot, start, num_rows in self.chunks for row in range(num_rows)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("block_size", [8, 64])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_attention_equals_float64(
+    heads: tuple[int, int, int], block_size: int, dtype: torch.dtype, device: str
+) -> None:
+    for chunks in CHUNKS:
+        prompt = Prompt(chunks, heads, block_size, device, dtype)
+        tolerances.assert_near(
+            prompt.exact(SMALL, SMALL_PARTITIONS),
+            prompt.expected(),
+            inner=192,
+            magnitude=prompt.values.nan_to_num().abs().max().item(),
+            num_roundings=0 if dtype == torch.float32 else 1,
+            name=f"{heads} {chunks}",
+        )
+
+
+@pytest.mark.parametrize(
+    ("window", "has_sinks"), [(0, False), (0, True), (9, False), (40, True), (300, False)]
+)
+def test_windows_and_sinks_have_the_bits_of_decoding(
+    window: int, has_sinks: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interpreter multiplies by BLAS, whose order of summation may vary. Tensor cores' does not."""
+    monkeypatch.setattr(np, "matmul", lambda a, b, dtype: (a[:, :, None] * b).sum(1, dtype=dtype))
+    options: dict[str, Any] = {"window": window, "has_sinks": has_sinks}
+    chunks = [(0, 0, 3), (3, 118, 15)]
+    prompt = Prompt(chunks, (2, 1, 16), 64, device, torch.float32, **options)
+    found = prompt.exact(SMALL, SMALL_PARTITIONS)
+    tolerances.assert_near(found, prompt.expected(), inner=192, magnitude=8.0)
+    for rows_per_sequence, num_programs in ((1, 4), (3, 10)):
+        assert torch.equal(prompt.decoded(rows_per_sequence, SMALL_PARTITIONS, num_programs), found)
+
+
+@pytest.mark.parametrize("start", [239, 253])
+def test_partitions_are_added_in_ascending_order(start: int, device: str) -> None:
+    """As decoding adds them. All keys have the same score, so a row's output is the mean of the values."""
+    borders = [32, *range(64, 600, 48)]
+    num_keys = borders[5]
+    prompt = Prompt([(0, start, num_keys - start)], (1, 1, 16), 64, device, torch.float32, max_keys=320)
+    prompt.query.zero_()
+    keys = torch.arange(num_keys, device=device)
+    row = probe_row(num_keys, borders[:5]).to(device)
+    prompt.values[prompt.table[0, keys // 64].long(), :, keys % 64] = row[:, None, None]
+    found = prompt.exact(SMALL, SMALL_PARTITIONS)[-1] * num_keys
+    assert (found - expected_sum(6)).abs().max() < 1e-3
+    assert torch.equal(prompt.decoded(1, SMALL_PARTITIONS, num_programs=2)[-1] * num_keys, found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("heads", [(32, 8, 128), (14, 2, 64), (9, 3, 64), (8, 8, 256), (6, 2, 80)], ids=str)
+def test_prompts_have_the_bits_of_decoding(
+    heads: tuple[int, int, int], dtype: torch.dtype, device: str
+) -> None:
+    chunks = [(0, 0, 5), (1, 0, 300), (2, 1000, 130), (3, 2000, 700)]
+    config, partitions = exact_prefill_config(heads[2], dtype), Partitions()
+    prompt = Prompt(chunks, heads, 64, device, dtype, max_keys=2752)
+    found = prompt.exact(config, partitions)
+    assert found.isfinite().all()
+    for rows_per_sequence in (1, 5):
+        assert torch.equal(prompt.decoded(rows_per_sequence, partitions), found), rows_per_sequence
+
+
+@pytest.mark.gpu
+def test_bits_do_not_depend_on_tiles_warps_or_stages(device: str) -> None:
+    prompt = Prompt([(0, 0, 200), (1, 1900, 333)], (32, 8, 128), 64, device, torch.bfloat16, max_keys=2304)
+    expected = prompt.exact(exact_prefill_config(128, torch.bfloat16), Partitions())
+    for tile_rows, num_warps, num_stages in ((16, 4, 2), (64, 4, 3), (64, 8, 2), (128, 8, 1)):
+        config = ExactPrefillConfig(
+            tile_rows=tile_rows, num_warps=num_warps, num_stages=num_stages, narrow_stages=1
+        )
+        assert torch.equal(prompt.exact(config, Partitions()), expected), config
+
+
+def test_wrong_shapes_are_rejected(device: str) -> None:
+    prompt = Prompt(CHUNKS[0], HEADS[0], 8, device, torch.float32)
+    with pytest.raises(ValueError, match="block_table"):
+        prompt.table = prompt.table.long()
+        prompt.exact(SMALL, SMALL_PARTITIONS)
