@@ -280,8 +280,7 @@ def speculation(options: argparse.Namespace) -> Speculation | None:
 
 def tune_command(options: argparse.Namespace) -> Callable[[], int]:
     """The command `tune`, of one model or of shapes. Raises ConfigError for arguments that do not go
-    together,
-    and for a draft out of range."""
+    together, and for a draft out of range."""
     if options.jobs is not None and options.jobs < 1:
         raise ConfigError.of("jobs", options.jobs, "1 or more")
 

@@ -89,8 +89,8 @@ def test_heuristic_tiles_fit_the_gpu_for_any_shape(
 
 def test_heuristic_chooses_what_measurements_chose() -> None:
     """Up to 64 rows on the GPU of the shipped table: the same tiles for 9 of 10 entries, and one stage
-    more or
-    less at most for 7 of 10. Beyond, where the choice matters less, the library for large weights."""
+    more or less at most for 7 of 10. Beyond, where the choice matters less, the library for large
+    weights."""
     same_tiles, near_stages = [], []
     for key, entry in TUNED.gemms.items():
         shape = gemm_shape(*shape_of_key(key))

@@ -52,8 +52,7 @@ def cache_folder() -> Path:
 
 def uses_pdl() -> bool:
     """Whether kernels are compiled for PDL and launched with it: on GPUs that have it, from compute
-    capability
-    9.0 on. On others each kernel starts when the one before it has ended."""
+    capability 9.0 on. On others each kernel starts when the one before it has ended."""
     return not is_interpreted() and gpu_limits().has_pdl
 
 

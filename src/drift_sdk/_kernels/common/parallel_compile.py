@@ -194,8 +194,7 @@ def compile_kernels(
 
     num_processes: None: one for each CPU that this process may use, 16 at most. on_progress: called on this
     thread with the fraction that is done. Nothing is raised for a kernel that does not compile, or for
-    workers
-    that cannot be started.
+    workers that cannot be started.
     """
     if not kernels or not sys.executable:
         return

@@ -33,8 +33,7 @@ CTAs that several follow each other on a multiprocessor. More did not pay on an 
 
 SHARED_USE, SHARED_USE_OF_TWO = 0.97, 0.86
 """Shares of a multiprocessor's shared memory that the stages of its CTAs may take; the second one for more
-than
-SHORT_STAGES stages of two CTAs, beside which there is then room for CTAs of the next kernel."""
+than SHORT_STAGES stages of two CTAs, beside which there is then room for CTAs of the next kernel."""
 
 NARROW, WIDE = 64, 128
 """Columns of a tile, or inner indices. 64 columns are the M side of wgmma, whose bits differ from those of
@@ -182,9 +181,8 @@ def cost(shape: GemmShape, tiles: GemmTiles, num_rows: int, limits: GpuLimits) -
 
     Each round of CTAs takes the longer one of its arithmetic and its loads. Of a multiprocessor: 4,096
     multiply-adds of 2 bytes a clock at best, three quarters of that in tiles that share few operands; 64
-    bytes
-    a clock from the L2 cache. The partial sums are written and read by all multiprocessors at 12 bytes a
-    clock each.
+    bytes a clock from the L2 cache. The partial sums are written and read by all multiprocessors at 12 bytes
+    a clock each.
     """
     is_spread = tiles.is_spread
     num_ctas = shape.num_ctas(tiles.tile_n, tiles.tile_m, num_rows, is_spread=is_spread)

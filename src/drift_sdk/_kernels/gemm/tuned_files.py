@@ -184,8 +184,7 @@ def write_whole(path: Path, contents: bytes) -> None:
 @contextmanager
 def tuning_lock(machine: MeasuredOn, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
     """Hold the right to measure on this kind of machine and to write its file. Others wait: two processes
-    that
-    measured at once would disturb each other.
+    that measured at once would disturb each other.
 
     Raises OSError if the folder cannot be written, and TimeoutError, which is one, after `timeout_s` seconds.
     """

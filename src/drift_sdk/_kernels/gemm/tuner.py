@@ -6,8 +6,7 @@ products over enough different weights that none is found in the cache.
 
 Two efforts: FULL tries all candidates for all numbers of rows, in minutes. SHORT tries the neighbours of the
 heuristic's choice for a few numbers of rows, those of the fewest rows and the largest weights first, until
-its
-time is over.
+its time is over.
 """
 
 from __future__ import annotations
@@ -61,8 +60,8 @@ class Effort(Struct, frozen=True, kw_only=True):
 
     name: in the provenance of entries. row_counts: numbers of rows that are measured, the most important
     first. all_candidates: whether to try more than the neighbours of the heuristic's choice. num_timings:
-    of a
-    candidate, of which the median counts. seconds: after which nothing more is measured; None: no limit.
+    of a candidate, of which the median counts. seconds: after which nothing more is measured; None: no
+    limit.
     kernels_per_cpu: most kernels that are compiled for each CPU; None: no limit.
     """
 
@@ -89,8 +88,7 @@ SHORT = Effort(
     kernels_per_cpu=4,
 )
 """Of other numbers of rows the heuristic's choice is as good as the measured one within 2%, in the mean of
-the
-shapes in the shipped table."""
+the shapes in the shipped table."""
 
 
 class WeightToTune(Struct, frozen=True, kw_only=True):

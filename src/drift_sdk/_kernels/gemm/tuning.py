@@ -44,8 +44,7 @@ ALLOWED: dict[str, tuple[int, ...]] = {
     "num_warps": (4, 8),
 }
 """Values that tiles of a table may have. Fewer columns than 64, or warps other than whole groups of four,
-would
-let Triton choose mma.sync instead of wgmma on compute capability 9.0, whose sums have other bits."""
+would let Triton choose mma.sync instead of wgmma on compute capability 9.0, whose sums have other bits."""
 
 MAX_ENTRIES = 64
 """Most numbers of rows of a weight."""
