@@ -31,6 +31,7 @@ KEYS = {"64x32", "32x32", "48x32 gated", "32x24"}
 def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One weight is in the shipped table, one in the user's cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(gemm_tuning, "EFFORTS", {"off": None, "short": SHORT, "full": FULL})
     monkeypatch.setattr(tuning, "table_for", lambda gpu: TunedTable(gemms={"64x32": SHIPPED}))
     add_to_user_table(measured_on("none"), TunedTable(gemms={"32x32": KEPT}))
 
