@@ -103,6 +103,8 @@ class CapturedGraphs:
             yield steps.prefill(num_rows)
             if steps.drafter is not None:
                 yield steps.draft_extend(num_rows, steps.drafter)
+        for bucket in reversed(buckets.mixed):
+            yield steps.mixed(*bucket)
         yield steps.update
 
     def _warm_up(self) -> None:

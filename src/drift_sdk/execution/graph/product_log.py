@@ -49,12 +49,14 @@ class ProductLog:
             graphs.verify[num_slots, num_drafts] = self._watched(
                 replay, self._verified(num_slots, num_drafts)
             )
+        for (num_rows, num_slots), replay in graphs.mixed.items():
+            products = self._layers(num_rows + num_slots) + self._head(num_slots)
+            graphs.mixed[num_rows, num_slots] = self._watched(replay, products)
         for num_slots, replay in graphs.first_tokens.items():
             graphs.first_tokens[num_slots] = self._watched(replay, self._head(num_slots))
         if is_exact:
             for num_rows, replay in graphs.prefill.items():
-                layers = Counter(_layer_products("", self._decoder.weights.layers, num_rows))
-                graphs.prefill[num_rows] = self._watched(replay, layers)
+                graphs.prefill[num_rows] = self._watched(replay, self._layers(num_rows))
 
     def reset(self) -> None:
         """Forget what was counted."""
@@ -76,6 +78,9 @@ class ProductLog:
         self._products[name] = products
         return WatchedReplay(replay, lambda: self._num_launches.update((name,)))
 
+    def _layers(self, num_rows: int) -> Products:
+        return Counter(_layer_products("", self._decoder.weights.layers, num_rows))
+
     def _head(self, num_rows: int) -> Products:
         return Counter([_product("head", self._decoder.weights.head, num_rows)])
 
@@ -95,8 +100,7 @@ class ProductLog:
     def _verified(self, num_slots: int, num_drafts: int) -> Products:
         """The products that verify drafts, and the draft extension."""
         num_rows = num_slots * (num_drafts + 1)
-        found = Counter(_layer_products("", self._decoder.weights.layers, num_rows))
-        found += self._head(num_rows)
+        found = self._layers(num_rows) + self._head(num_rows)
         if self._draft is not None:
             weights = self._draft.weights
             found.update(_few(*_layer_products("draft ", weights.layers, num_rows)))
