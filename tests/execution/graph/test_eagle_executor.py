@@ -90,7 +90,7 @@ def test_rounds_equal_those_of_the_eager_executor(tmp_path: Path) -> None:
 
 
 def check_log(logged: Counter[LoggedProduct], num_rounds: int, target: Decoder, draft: DraftDecoder) -> None:
-    """Two slots, or at the end one, draft three tokens each in every round, after two prompts whose first tokens
+    """Two slots, at the end one, draft three tokens each in every round, after two prompts whose first tokens
     are sampled in one step."""
 
     def count(role: str, rows_per_slot: int) -> int:
