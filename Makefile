@@ -69,10 +69,13 @@ gpu-perf:
 	@$(PERF).decode --out $(OUT)/decode.json
 	@$(PERF).decode --temperature 0.8 --top-p 0.95 --out $(OUT)/sampled.json
 	@$(PERF).decode --model smollm2-135m --scenario single-512 batch64-512 --out $(OUT)/decode.json
+	@$(PERF).decode --model gpt-oss-120b --out $(OUT)/decode.json
+	@$(PERF).decode --model qwen3-30b-a3b --out $(OUT)/decode.json
 	@$(PERF).prefill --tokens 8192 32768 --out $(OUT)/prefill.json
 	@$(PERF).speculative --num-draft-tokens 3 --acceptance-length 3.2 --out $(OUT)/speculative.json
 	@$(PERF).speculative --num-draft-tokens 2 3 4 5 --acceptance-length 3.2 --scenario $(LENGTHS) \
 		--out $(OUT)/speculative.json
+	@$(PERF).speculative --model gpt-oss-120b --acceptance-length 2.56 --out $(OUT)/speculative.json
 	@$(PERF).speculative --model smollm2-135m --draft ngram --num-draft-tokens 3 5 \
 		--scenario single-512 batch64-512 --out $(OUT)/speculative.json
 	@$(PERF).speculative --policy-sweep --num-draft-tokens 5 --repeats 3 --out $(OUT)/policy.json

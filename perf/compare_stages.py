@@ -30,6 +30,7 @@ from drift_sdk.models.draft_config import draft_settings
 from drift_sdk.models.eagle3 import DRAFT_KV_OFFSET, DraftDecoder
 from drift_sdk.models.kv_cache import KVCache
 from drift_sdk.models.tree_attention import StepRows
+from drift_sdk.quantised.weight import dense
 
 __all__ = ["StageDifference", "compare", "main"]
 
@@ -172,7 +173,7 @@ class PlainDraft:
         if "embed_tokens.weight" in self._names:
             return self._weight("embed_tokens.weight")
 
-        return self._target.weights.embedding.double()
+        return dense(self._target.weights.embedding).double()
 
     def _head(self, target_ids: torch.Tensor) -> torch.Tensor:
         if "lm_head.weight" in self._names:
@@ -181,7 +182,7 @@ class PlainDraft:
         if self._settings.get("tie_word_embeddings") and "embed_tokens.weight" in self._names:
             return self._embedding()[target_ids]
 
-        return self._target.weights.head[target_ids].double()
+        return dense(self._target.weights.head)[target_ids].double()
 
     def _project(self, name: str, x: torch.Tensor) -> torch.Tensor:
         product = x @ self._weight(f"{name}.weight").T

@@ -37,7 +37,7 @@ from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.weights import meta_weights
 from drift_sdk.speculation import NGram
 from drift_sdk.steps import ExecutorLimits
-from perf.harness.shapes import LLAMA, PUBLISHED
+from perf.harness.published import LLAMA, PUBLISHED
 
 __all__ = ["GPUS", "Found", "kernels_of", "main", "violations"]
 

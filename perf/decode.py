@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 from drift_sdk import Engine, SamplingParams
 from perf.harness.decoding import GREEDY, DecodeOptions, engine_config, generation_seconds
+from perf.harness.experts import measured_experts
 from perf.harness.host import ENGINE_THREAD, LoopLag, thread_seconds
 from perf.harness.record import DecodeRun, Run
 from perf.harness.recording import Recording, free_memory, parser
@@ -70,15 +71,18 @@ async def measure_one(
         long_s = await generation_seconds(engine, prompts, long, params)
         rounds_s.append((long_s - short_s) / (long - short))
 
+    num_experts = await measured_experts(engine, model, scenario, options)
+    context = scenario.mean_context(options.lengths)
     run = DecodeRun.of_rounds(
         rounds_s,
-        model.decode_bytes(scenario.batch, scenario.mean_context(options.lengths), options.itemsize),
+        model.decode_bytes(scenario.batch, context, options.itemsize, num_experts),
         bandwidth_tb_s,
         engine="drift",
         executor=engine.executor,
         model=model.name,
-        dtype=options.dtype_name,
+        dtype=model.dtype_name or options.dtype_name,
         scenario=scenario,
+        num_experts=UNSET if num_experts is None else num_experts,
         temperature=params.temperature or UNSET,
         top_p=params.top_p if params.temperature else UNSET,
     )

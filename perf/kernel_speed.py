@@ -18,7 +18,9 @@ from drift_sdk._kernels.gemm.tuner import time_us
 from drift_sdk._kernels.gemm.tuning import TunedTable, gpu_key, table_for
 from perf.cases.attention import attention_cases
 from perf.cases.case import Case
+from perf.cases.experts import expert_cases
 from perf.cases.gemm import gemm_cases
+from perf.cases.quantised import quantised_cases
 from perf.cases.rows import norm_cases, rope_cases, sampling_cases
 from perf.harness.bandwidth import matmul_tflop_s
 from perf.harness.record import Run
@@ -33,10 +35,12 @@ ROW_COUNTS = (1, 4, 16, 64, 256)
 
 SUITES: dict[str, Callable[[Model, tuple[int, ...], TunedTable, str], Iterator[Case]]] = {
     "gemm": gemm_cases,
+    "quantised": quantised_cases,
     "attention": attention_cases,
     "norm": norm_cases,
     "rope": rope_cases,
     "sampling": sampling_cases,
+    "experts": expert_cases,
 }
 
 
@@ -60,7 +64,9 @@ class KernelRun(Run, kw_only=True):
     matmul_tflop_s: float
 
 
-def measure(case: Case, model: str, bandwidth_tb_s: float, peak_tflop_s: float) -> KernelRun:
+def measure(
+    case: Case, model: str, bandwidth_tb_s: float, peak_tflop_s: float, dtype: str = "bfloat16"
+) -> KernelRun:
     """Time a case. Raises RuntimeError for a kernel that leaves some of its output unwritten."""
     prepared = case.prepare()
     for output in prepared.outputs:
@@ -74,7 +80,7 @@ def measure(case: Case, model: str, bandwidth_tb_s: float, peak_tflop_s: float) 
     return KernelRun(
         engine="cublas" if case.kernel == "cublas" else "drift",
         model=model,
-        dtype="bfloat16",
+        dtype=dtype,
         scenario="kernel",
         batch=case.num_rows,
         context=0,
@@ -113,7 +119,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for suite in given.suite:
         for case in SUITES[suite](model, tuple(given.rows), table, given.device):
             free_memory()
-            recording.add(measure(case, model.name, recording.bandwidth_tb_s, peak_tflop_s))
+            dtype = model.dtype_name or "bfloat16"
+            recording.add(measure(case, model.name, recording.bandwidth_tb_s, peak_tflop_s, dtype))
 
     rows = [
         (

@@ -3,6 +3,7 @@
 python -m perf.speculative --num-draft-tokens 1 3 5 --acceptance-length 3.2 --scenario single-512 batch64-512
 python -m perf.speculative --model smollm2-135m --draft ngram
 python -m perf.speculative --policy-sweep --repeats 3
+python -m perf.speculative --model gpt-oss-120b --acceptance-length 2.56 --peer vllm
 
 With --acceptance-length, acceptance is simulated: drafts are made and verified, but not compared. Without it,
 acceptance is that of the draft given by --draft, or of a draft with random weights if the model has random
@@ -24,13 +25,15 @@ from drift_sdk import NGram
 from drift_sdk.measurement import recorded_engine
 from perf.harness.decoding import DecodeOptions
 from perf.harness.drafting import Drafting
+from perf.harness.experts import measured_experts
 from perf.harness.record import DecodeRun, Run
 from perf.harness.recording import Recording, free_memory, parser
 from perf.harness.rounds import Rounds, batch_config, measure_rounds
 from perf.harness.scenario import SCENARIOS, Scenario
-from perf.harness.shapes import Model, prepare, prepare_draft
+from perf.harness.shapes import Draft, Model, prepare, prepare_draft
 from perf.harness.startup_process import gpu_memory_gib
 from perf.harness.table import show, speculative_table
+from perf.peers import vllm
 from perf.policy_sweep import ACCEPTANCE_LENGTHS, draw, policy_table
 from perf.policy_sweep import SCENARIOS as SWEPT_SCENARIOS
 
@@ -95,7 +98,11 @@ async def measure(
         async with engine:
             for scenario in scenarios:
                 rounds = await measure_rounds(engine, scenario, model.config.vocab_size, options)
-                run = run_of(rounds, model, drafting, scenario, options, bandwidth_tb_s, engine.executor)
+                num_drafts = 0 if drafting is None else drafting.num_draft_tokens
+                num_experts = await measured_experts(engine, model, scenario, options, num_drafts)
+                run = run_of(
+                    rounds, model, drafting, scenario, options, bandwidth_tb_s, engine.executor, num_experts
+                )
                 if drafting is None:
                     plain[scenario.name] = rounds.tokens_per_s(scenario.batch)
                 else:
@@ -117,13 +124,20 @@ def run_of(
     options: DecodeOptions,
     bandwidth_tb_s: float,
     executor: str,
+    num_experts: float | None,
 ) -> SpeculativeRun:
-    """The run of these rounds, without its speedup and efficiency. drafting: None for plain decoding."""
-    num_bytes = model.decode_bytes(scenario.batch, scenario.mean_context(options.lengths), options.itemsize)
-    fields: dict[str, Any] = {}
+    """The run of these rounds, without its speedup and efficiency.
+
+    drafting: None for plain decoding. num_experts: of a layer, as measured; None: as if routing were spread.
+    """
+    if num_experts is None:
+        num_experts = model.spread_experts(round(scenario.batch * (rounds.mean_drafts + 1)))
+    context = scenario.mean_context(options.lengths)
+    num_bytes = model.decode_bytes(scenario.batch, context, options.itemsize, num_experts)
+    fields: dict[str, Any] = {"num_experts": num_experts} if model.config.experts is not None else {}
     if drafting is not None:
         num_bytes += drafting.round_bytes(rounds.mean_drafts, scenario, options)
-        fields = {
+        fields |= {
             "draft": drafting.name,
             "is_adaptive": drafting.is_adaptive,
             "num_draft_tokens": drafting.num_draft_tokens,
@@ -140,7 +154,7 @@ def run_of(
         engine="drift",
         executor=executor,
         model=model.name,
-        dtype=options.dtype_name,
+        dtype=model.dtype_name or options.dtype_name,
         scenario=scenario,
         measured_acceptance_length=rounds.acceptance_length,
         mean_drafts=rounds.mean_drafts,
@@ -153,6 +167,32 @@ def run_of(
         gpu_memory_gib=gpu_memory_gib(options.device),
         **fields,
     )
+
+
+def measure_peer(
+    model: Model,
+    draftings: Sequence[Drafting],
+    scenarios: Sequence[Scenario],
+    options: DecodeOptions,
+    recording: Recording,
+) -> None:
+    """Record vLLM without drafts, then with each of the draftings, which are simulated."""
+    bandwidth_tb_s = recording.bandwidth_tb_s
+    for run in vllm.measure(model, scenarios, options.repeats, bandwidth_tb_s):
+        recording.add(run)
+    for drafting in draftings:
+        length = drafting.simulated_length
+        assert isinstance(drafting.draft, Draft) and length is not None
+        for run in vllm.measure_drafts(
+            model,
+            drafting.draft,
+            scenarios,
+            options.repeats,
+            bandwidth_tb_s,
+            num_draft_tokens=drafting.num_draft_tokens,
+            acceptance_length=length,
+        ):
+            recording.add(run)
 
 
 def arguments_of(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -175,6 +215,9 @@ def arguments_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     if is_simulated and (given.executor != "graph" or not given.device.startswith("cuda")):
         made.error("simulated acceptance needs the graph executor on a GPU")
 
+    if given.peer and (given.acceptance_length is None or given.policy_sweep or given.draft is not None):
+        made.error("--peer: expected --acceptance-length, and a draft with random weights")
+
     if given.model == "smollm2-135m" and given.draft is None:
         made.error(f"--model {given.model}: expected a --draft")
 
@@ -196,6 +239,7 @@ def speculative_parser() -> argparse.ArgumentParser:
         "--acceptance-length", type=float, help="tokens per round to simulate, up to drafts + 1"
     )
     made.add_argument("--draft", help='an EAGLE-3 head, folder or hub id, or "ngram"')
+    made.add_argument("--peer", choices=("vllm",), help="an engine to measure in the same run")
     made.add_argument(
         "--policy-sweep", action="store_true", help="measure the adaptive policy on batches of all sizes"
     )
@@ -226,6 +270,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ]
         measuring = measure(model, draftings, scenarios, options, recording.bandwidth_tb_s, recording.add)
         asyncio.run(measuring)
+        if given.peer:
+            measure_peer(model, draftings, scenarios, options, recording)
 
     show(*(policy_table if given.policy_sweep else speculative_table)(recording.results))
     print(f"written to {recording.path}")

@@ -21,7 +21,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from drift_sdk.profiling.manual_driver import ManualDriver
 from drift_sdk.progress import ignore_progress
-from perf.cases.gemm import weight_shapes
+from perf.cases.gemm import weight_roles
 from perf.harness.decoding import DecodeOptions, engine_config
 from perf.harness.record import Run
 from perf.harness.recording import Recording, parser
@@ -34,6 +34,11 @@ __all__ = ["Kernel", "KernelRun", "busy_us", "kernels_of_trace", "main", "profil
 
 NUM_WARM_UP_ROUNDS = 3
 MULTIPLY, GATED, ATTEND, SAMPLE = "_multiply", "_gated_multiply", "_attend", "rule_logits"
+EXPERT_ROLES = {"_gated_expert_multiply": "gate_up of experts", "_expert_multiply": "down of experts"}
+ROUTE, EXPERT_PRODUCT = "route", "product"
+"""Kernels of CUDA C++: of a router, and of the experts' products, two a layer."""
+EXPERT_SHARES = {"gate_up of experts": 2 / 3, "down of experts": 1 / 3}
+"""Parts of an expert's weights."""
 STEP = "step"
 
 
@@ -89,12 +94,19 @@ def steps_of(kernels: Sequence[Kernel], num_steps: int) -> list[Sequence[Kernel]
 def roles_of(step: Sequence[Kernel], model: Model) -> list[str]:
     """The weight that each kernel of a plain step multiplies by, derived from its place among the kernels of
     its name; "" for kernels that multiply by none."""
-    qkv, output, gate_up, down, head = map(str, weight_shapes(model))
-    by_layer = (f"qkv {qkv}", f"output {output}", f"down {down}") * model.config.num_layers
-    products = iter((*by_layer, f"lm_head {head}"))
-    gated = f"gate_up {gate_up}"
+    weights = weight_roles(model)
+    named = {role: f"{role} {weight}" for role, weight in weights.items()}
+    head = named.pop("lm_head")
+    if any(kernel.name == ROUTE for kernel in step):
+        named.pop("router", None)
+    by_layer = [name for role, name in named.items() if not weights[role].is_gated]
+    products = {
+        MULTIPLY: iter((*by_layer * model.config.num_layers, head)),
+        GATED: iter([named.get("gate_up", "")] * model.config.num_layers),
+        EXPERT_PRODUCT: iter(list(EXPERT_SHARES) * model.num_expert_layers),
+    }
     return [
-        next(products, "") if kernel.name == MULTIPLY else gated if kernel.name == GATED else ""
+        next(products[kernel.name], "") if kernel.name in products else EXPERT_ROLES.get(kernel.name, "")
         for kernel in step
     ]
 
@@ -102,14 +114,18 @@ def roles_of(step: Sequence[Kernel], model: Model) -> list[str]:
 def role_bytes(role: str, name: str, model: Model, batch: int, context: float, itemsize: int) -> float | None:
     """Bytes that a launch must read, for the kernels that read most; None for others.
 
-    role: as `roles_of` returns it. name: of the kernel.
+    role: as `roles_of` returns it. name: of the kernel. Of experts, as many are counted as rows have whose
+    experts are all equally likely.
     """
-    for weight in weight_shapes(model):
+    for weight in weight_roles(model).values():
         if role and role.split(" ", 1)[1] == str(weight):
             return float(weight.num_columns * weight.inner * itemsize + batch * weight.inner * itemsize)
 
+    if role in EXPERT_SHARES:
+        return EXPERT_SHARES[role] * model.spread_experts(batch) * model.expert_bytes(itemsize)
+
     if name == ATTEND:
-        return batch * context * itemsize * model.num_cached_per_token / model.config.num_layers
+        return batch * model.kv_bytes(context, itemsize) / model.config.num_layers
 
     return float(LOGIT_BYTES * batch * model.config.vocab_size) if name == SAMPLE else None
 
@@ -137,7 +153,7 @@ def profile_runs(
     fields: dict[str, Any] = {
         "engine": "drift",
         "model": model.name,
-        "dtype": options.dtype_name,
+        "dtype": model.dtype_name or options.dtype_name,
         "scenario": scenario.name,
         "batch": scenario.batch,
         "context": scenario.context,

@@ -23,6 +23,7 @@ CASES = [
     (Speculation, "checks", (True, False), (0, None, "no")),
     (Speculation, "adaptive", (True, False), (1, None, "yes")),
     (Speculation, "aux_layer_convention", (None, "output", "boundary"), ("outputs", 1, True)),
+    (Speculation, "draft_weights", (None, "fp8", "int4"), ("", "stored", 8, True)),
     (Speculation, "required", (True, False), (0, None, "no")),
 ]
 NEEDED = {

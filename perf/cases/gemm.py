@@ -14,7 +14,7 @@ from drift_sdk._kernels.gemm.tuning import TunedTable
 from perf.cases.case import Case, Prepared, num_copies
 from perf.harness.shapes import Model
 
-__all__ = ["WeightShape", "gemm_cases", "weight_shapes"]
+__all__ = ["WeightShape", "gemm_cases", "weight_roles", "weight_shapes"]
 
 ITEMSIZE = 2
 """Bytes of a bfloat16."""
@@ -36,16 +36,26 @@ class WeightShape(Struct, frozen=True):
 
 
 def weight_shapes(model: Model) -> tuple[WeightShape, ...]:
-    """Return the weights of a layer (queries, keys and values; output; gate and up; down) and the head."""
+    """Return the weights of `weight_roles`, in the same order."""
+    return tuple(weight_roles(model).values())
+
+
+def weight_roles(model: Model) -> dict[str, WeightShape]:
+    """Return the weights of a layer by their roles, in the order in which they are used, and the head.
+
+    They are qkv (queries, keys and values), output, gate_up and down; in a model with experts, qkv, output
+    and the router.
+    """
     config = model.config
+    hidden = config.hidden_size
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    return (
-        WeightShape(queries + 2 * keys, config.hidden_size),
-        WeightShape(config.hidden_size, queries),
-        WeightShape(2 * config.intermediate_size, config.hidden_size, is_gated=True),
-        WeightShape(config.hidden_size, config.intermediate_size),
-        WeightShape(config.vocab_size, config.hidden_size),
-    )
+    roles = {"qkv": WeightShape(queries + 2 * keys, hidden), "output": WeightShape(hidden, queries)}
+    if config.experts is not None:
+        roles["router"] = WeightShape(config.experts.num_experts, hidden)
+    else:
+        roles["gate_up"] = WeightShape(2 * config.intermediate_size, hidden, is_gated=True)
+        roles["down"] = WeightShape(hidden, config.intermediate_size)
+    return roles | {"lm_head": WeightShape(config.vocab_size, hidden)}
 
 
 def gemm_cases(model: Model, row_counts: tuple[int, ...], table: TunedTable, device: str) -> Iterator[Case]:

@@ -49,7 +49,7 @@ class Driven(Struct, frozen=True, kw_only=True):
         fields: dict[str, Any] = {
             "engine": "drift",
             "model": self.model.name,
-            "dtype": self.options.dtype_name,
+            "dtype": self.model.dtype_name or self.options.dtype_name,
             "scenario": scenario.name,
             "batch": scenario.batch,
             "context": scenario.context,

@@ -61,6 +61,8 @@ class DecodeRun(Run, kw_only=True):
 
     tokens_per_s_min, tokens_per_s_max:     extremes of the repeats.
     bytes_per_round:                        bytes that a round must read.
+    num_experts:                            mean number of experts of a layer that the rows of a round had, as
+                                            the device counted them.
     temperature, top_p:                     of requests that are not greedy.
     loop_lag_ms_p99, loop_lag_idle_ms_p99:  lag of the event loop while streams are read, and when idle.
     engine_cpu_ms_per_round:                CPU time of the engine's thread.
@@ -73,6 +75,7 @@ class DecodeRun(Run, kw_only=True):
     tokens_per_s_max: float
     bytes_per_round: float
     executor: str | UnsetType = UNSET
+    num_experts: float | UnsetType = UNSET
     temperature: float | UnsetType = UNSET
     top_p: float | UnsetType = UNSET
     loop_lag_ms_p99: float | UnsetType = UNSET

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import math
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from msgspec import Struct
 
@@ -17,65 +17,23 @@ from drift_sdk.models.draft_weights import required_shapes, shareable_shapes
 from drift_sdk.models.weights import tensor_shapes
 from perf.harness.byte_tokenizer import write_tokenizer
 from perf.harness.processes import ROOT
+from perf.harness.published import DRAFTS, PUBLISHED
 
 __all__ = ["MODELS", "Draft", "Model", "prepare", "prepare_draft"]
 
-LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
-PUBLISHED: dict[str, dict[str, Any]] = {
-    "llama-3.1-8b": {
-        "vocab_size": 128_256,
-        "hidden_size": 4096,
-        "intermediate_size": 14_336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 131_072,
-        "rope_theta": 500_000.0,
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-    },
-    "smollm2-shapes": {  # six of SmolLM2-135M's thirty layers
-        "vocab_size": 49_152,
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "head_dim": 64,
-        "max_position_embeddings": 8192,
-        "rope_theta": 100_000.0,
-    },
-    "tiny": {
-        "vocab_size": 320,
-        "hidden_size": 64,
-        "intermediate_size": 160,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 1024,
-        "rope_theta": 10_000.0,
-    },
-}
 SMOLLM2 = "smollm2-135m"
 MODELS = (*PUBLISHED, SMOLLM2)
 EMBEDDING = "model.embed_tokens.weight"
+EXPERTS = ".experts."
+MXFP4_BYTES = 0.5 + 1 / 32
+"""Bytes of a number: 4 bits, and a byte for every 32."""
 DRAFT_VOCAB_SIZE = 32_000  # as published for targets of this size
+DRAFT_SETTINGS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "max_position_embeddings", "rope_theta", "hidden_act", "rms_norm_eps", "tie_word_embeddings",
+    "torch_dtype", "bos_token_id", "eos_token_id",
+)  # fmt: skip
+"""What a draft has as its target, unless DRAFTS says otherwise."""
 DRAFT_HEAD, DRAFT_FUSION = "lm_head.weight", "fc.weight"
 
 
@@ -88,24 +46,85 @@ class Model(Struct, frozen=True, kw_only=True):
     config: DecoderConfig
 
     @property
-    def num_read_parameters(self) -> int:
-        """Number of parameters that a decode step reads.
+    def dtype_name(self) -> str | None:
+        """The name of the weights' type, where it is not that of the computation."""
+        experts = self.config.experts
+        return "mxfp4" if experts is not None and experts.is_quantised else None
 
-        All are read except the embedding table, of which only a few rows are. If the table is also the head,
-        it is read as a whole.
+    @property
+    def num_read_parameters(self) -> int:
+        """Number of parameters that a decode step of one sequence reads.
+
+        All are read except the embedding table, of which only a few rows are, and the experts that are not
+        active. If the table is also the head, it is read as a whole.
         """
+        experts = self.config.experts
+        num_active = 0 if experts is None else experts.num_active * self.num_expert_layers
+        return self._num_shared_parameters + num_active * self._num_expert_parameters
+
+    @property
+    def num_expert_layers(self) -> int:
+        """Number of layers that have experts."""
+        config = self.config
+        return sum(config.layer_experts(index) is not None for index in range(config.num_layers))
+
+    @property
+    def _num_shared_parameters(self) -> int:
+        """Number of parameters that every step reads: all but the embedding table and the experts."""
         shapes = tensor_shapes(self.config)
         skipped = 0 if self.config.is_head_tied else math.prod(shapes[EMBEDDING])
-        return sum(map(math.prod, shapes.values())) - skipped
+        return sum(math.prod(shape) for name, shape in shapes.items() if EXPERTS not in name) - skipped
+
+    @property
+    def _num_expert_parameters(self) -> int:
+        """Number of parameters of one expert of a layer: three matrices and their biases."""
+        experts, hidden = self.config.experts, self.config.hidden_size
+        if experts is None:
+            return 0
+
+        biases = 2 * experts.intermediate_size + hidden if experts.has_bias else 0
+        return 3 * experts.intermediate_size * hidden + biases
+
+    def expert_bytes(self, itemsize: int) -> float:
+        """Bytes of one expert of a layer. itemsize: bytes of a number that is not quantised."""
+        experts, hidden = self.config.experts, self.config.hidden_size
+        if experts is None or not experts.is_quantised:
+            return float(itemsize * self._num_expert_parameters)
+
+        weights = 3 * experts.intermediate_size * hidden
+        return MXFP4_BYTES * weights + itemsize * (self._num_expert_parameters - weights)
+
+    def spread_experts(self, num_rows: int) -> float:
+        """Mean number of experts of a layer that `num_rows` rows have together, if all are equally likely; 0
+        for a model without experts."""
+        experts = self.config.experts
+        if experts is None:
+            return 0.0
+
+        return experts.num_experts * (1 - (1 - experts.num_active / experts.num_experts) ** num_rows)
 
     @property
     def num_cached_per_token(self) -> int:
         """Numbers that a token adds to the KV cache."""
         return 2 * self.config.num_layers * self.config.num_kv_heads * self.config.head_dim
 
-    def decode_bytes(self, batch: int, mean_context: float, itemsize: int) -> float:
-        """Bytes that a decode step must read: the weights once, and the KV of every sequence."""
-        return itemsize * (self.num_read_parameters + batch * mean_context * self.num_cached_per_token)
+    def kv_bytes(self, mean_context: float, itemsize: int) -> float:
+        """Bytes of keys and values that a row sees: in layers with a window, those in the window."""
+        seen = sum(min(mean_context, window or mean_context) for window in self.config.windows)
+        return itemsize * seen * 2 * self.config.num_kv_heads * self.config.head_dim
+
+    def decode_bytes(
+        self, batch: int, mean_context: float, itemsize: int, num_experts: float | None = None
+    ) -> float:
+        """Bytes that a decode step must read: the weights once, and the KV of every sequence.
+
+        num_experts: experts of a layer that its rows have; None: `spread_experts` of a row for each sequence.
+        """
+        if num_experts is None:
+            num_experts = self.spread_experts(batch)
+        active = num_experts * self.num_expert_layers * self.expert_bytes(itemsize)
+        shared = itemsize * self._num_shared_parameters
+        return shared + active + batch * self.kv_bytes(mean_context, itemsize)
 
     def prefill_flops(self, num_tokens: int) -> float:
         """Operations of a prompt.
@@ -151,7 +170,7 @@ def prepare(name: str, folder: Path) -> Model:
     if name not in PUBLISHED:
         raise ValueError(f"model={name!r}: expected one of {', '.join(MODELS)}")
 
-    config = LLAMA | PUBLISHED[name]
+    config = PUBLISHED[name]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     write_tokenizer(folder, config["vocab_size"])
@@ -170,11 +189,13 @@ def prepare_draft(model: Model, path: Path | str | None = None) -> Draft:
         target = json.loads((model.path / "config.json").read_text())
         path = model.path.with_name(f"{model.path.name}-eagle3")
         path.mkdir(exist_ok=True)
-        config = target | {
+        config = {name: target[name] for name in DRAFT_SETTINGS if name in target} | {
             "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
             "num_hidden_layers": 1,
             "draft_vocab_size": min(DRAFT_VOCAB_SIZE, target["vocab_size"]),
         }
+        config |= DRAFTS.get(target["model_type"], {})
         (path / "config.json").write_text(json.dumps(config, indent=1))
 
     return Draft(path=path, config=DraftConfig.from_hf(resolve(path).config, model.config))

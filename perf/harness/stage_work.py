@@ -37,7 +37,7 @@ def stage_work(
     config, rows = model.config, batch * (num_drafts + 1)
     attention = 4 * config.num_layers * config.num_heads * config.head_dim * mean_context
     forward = Work(
-        model.decode_bytes(batch, mean_context, itemsize),
+        model.decode_bytes(batch, mean_context, itemsize, model.spread_experts(rows)),
         rows * (2 * model.num_read_parameters + attention),
     )
     work = {

@@ -93,6 +93,20 @@ def speculative_table(results: Results) -> tuple[str, Sequence[str], Sequence[Se
             shown(run["gpu_memory_gib"]),
         )
         for run in results.runs
+        if run["engine"] == "drift"
+    ]
+    rows += [
+        (
+            run["scenario"],
+            f"{run['engine']}: {drafts_of(run)}",
+            f"{run['tokens_per_s']:.1f}",
+            f"{run['ms_per_round']:.3f}",
+            *[""] * (len(SPECULATIVE_COLUMNS) - 6),
+            against_vllm(run, results),
+            "",
+        )
+        for run in results.runs
+        if run["engine"] != "drift"
     ]
     return title_of(results), SPECULATIVE_COLUMNS, rows
 

@@ -8,18 +8,22 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from perf.harness.experts import write_routing_weights
 from perf.harness.processes import module_command, with_paths
 from perf.harness.record import DecodeRun, PrefillRun
+from perf.harness.recording import free_memory
 from perf.harness.scenario import Scenario
-from perf.harness.shapes import Model
+from perf.harness.shapes import Draft, Model
 from perf.peers.vllm_process import MARK, Job, Times
 
-__all__ = ["measure", "measure_prompts"]
+__all__ = ["measure", "measure_drafts", "measure_prompts"]
 
 PROCESS = "perf.peers.vllm_process"
 ENVIRONMENT = {
@@ -28,6 +32,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # a function is sent to the worker
 }
 ITEMSIZE = 2
 
@@ -52,6 +57,42 @@ def measure(
         )
 
 
+def measure_drafts(
+    model: Model,
+    draft: Draft,
+    scenarios: Sequence[Scenario],
+    repeats: int,
+    bandwidth_tb_s: float,
+    *,
+    num_draft_tokens: int,
+    acceptance_length: float,
+) -> Iterator[DecodeRun]:
+    """Measure decoding with an EAGLE-3 draft of random weights, of simulated acceptance; as `measure`."""
+    job = Job(
+        folder=str(model.path),
+        repeats=repeats,
+        scenarios=[s.name for s in scenarios],
+        draft=str(draft.path),
+        num_draft_tokens=num_draft_tokens,
+        acceptance_length=acceptance_length,
+    )
+    for times in _times(model, job):
+        scenario = Scenario.parse(str(times.scenario))
+        context, rows = scenario.mean_context(), scenario.batch * (num_draft_tokens + 1)
+        num_bytes = model.decode_bytes(scenario.batch, context, ITEMSIZE, model.spread_experts(rows))
+        yield DecodeRun.of_rounds(
+            [seconds * acceptance_length for seconds in times.seconds],
+            num_bytes + draft.round_bytes(num_draft_tokens, scenario.batch, context, ITEMSIZE),
+            bandwidth_tb_s,
+            tokens_per_round=acceptance_length,
+            scenario=scenario,
+            num_draft_tokens=num_draft_tokens,
+            acceptance="simulated",
+            acceptance_length=acceptance_length,
+            **_fields(model, times),
+        )
+
+
 def measure_prompts(
     model: Model, lengths: Sequence[int], repeats: int, peak_tflop_s: float
 ) -> Iterator[PrefillRun]:
@@ -69,10 +110,25 @@ def measure_prompts(
 
 
 def _times(model: Model, job: Job) -> Iterator[Times]:
-    """Run the job in a new process and yield its times as they are reported."""
+    """Run the job in a new process and yield its times as they are reported.
+
+    A model with experts gets the engine's routers, norms and embedding.
+    """
     if model.load != "random":
         raise RuntimeError(f"model {model.name}: the vllm peer measures random weights only")
 
+    if model.config.experts is None:
+        yield from _process_times(job)
+        return
+
+    with tempfile.TemporaryDirectory() as folder:
+        weights = Path(folder) / "routing.pt"
+        write_routing_weights(model, weights)
+        free_memory()
+        yield from _process_times(msgspec.structs.replace(job, weights=str(weights)))
+
+
+def _process_times(job: Job) -> Iterator[Times]:
     environment = with_paths(os.environ | ENVIRONMENT, os.environ.get("VLLM_PATH"))
     command = module_command(PROCESS, msgspec.json.encode(job).decode())
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
@@ -91,7 +147,7 @@ def _fields(model: Model, times: Times) -> dict[str, Any]:
     return {
         "engine": "vllm",
         "model": model.name,
-        "dtype": "bfloat16",
+        "dtype": model.dtype_name or "bfloat16",
         "engine_version": times.version,
         "settings": times.settings,
     }

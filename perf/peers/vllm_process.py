@@ -1,6 +1,10 @@
 """The process that runs vLLM for `perf.peers.vllm`.
 
 Its argument is a job. It prints a line of times for each scenario and each prompt length.
+
+vLLM's dummy weights are so small that biases decide the routing of experts, and all rows get the same ones.
+Weights that are given are copied into the model on the worker after it has been captured: graphs read them
+from the same memory.
 """
 
 from __future__ import annotations
@@ -8,18 +12,22 @@ from __future__ import annotations
 import random
 import sys
 import time
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 from msgspec import Struct
 
 from perf.harness.scenario import LENGTHS, Scenario
 
-__all__ = ["MARK", "Job", "Times"]
+__all__ = ["MARK", "Job", "Times", "copying"]
 
 MARK = "times: "
 NUM_WARM_UP_PROMPTS = 2
 MAX_MODEL_LEN = 34_816
 PROMPT_IDS = range(10, 30_000)
+OTHER_NAMES = {"model.embed_tokens.weight": "model.embedding.weight"}
+"""vLLM's names of tensors where some of its models differ from files."""
 
 
 class Job(Struct, frozen=True):
@@ -28,12 +36,19 @@ class Job(Struct, frozen=True):
     folder:          folder of the model's config.json.
     scenarios:       names of decode scenarios.
     prompt_lengths:  lengths of single prompts, in tokens.
+    weights:         file of tensors by name (torch.save) to copy into the model; None: all are dummies.
+    draft:           folder of an EAGLE-3 draft's config.json; None: no drafts.
+    num_draft_tokens, acceptance_length:  of rounds with drafts: tokens drafted and emitted.
     """
 
     folder: str
     repeats: int
     scenarios: list[str] = []
     prompt_lengths: list[int] = []
+    weights: str | None = None
+    draft: str | None = None
+    num_draft_tokens: int = 0
+    acceptance_length: float = 1.0
 
 
 class Times(Struct, frozen=True):
@@ -49,11 +64,36 @@ class Times(Struct, frozen=True):
     settings: str
 
 
+def copying(file: str) -> Callable[[Any], list[str]]:
+    """A function that copies the tensors of a file into a model and returns the names of those it lacks.
+
+    vLLM sends it to its worker by value: it refers to nothing of this module.
+    """
+    others = dict(OTHER_NAMES)
+
+    def copy(model: Any) -> list[str]:
+        import torch
+
+        parameters = dict(model.named_parameters())
+        missing = []
+        for name, tensor in torch.load(file, map_location="cpu", mmap=True).items():
+            place = parameters.get(name, parameters.get(others.get(name, "")))
+            if place is None:
+                missing.append(name)
+                continue
+
+            # An embedding may have rows of padding.
+            place.data[tuple(slice(size) for size in tensor.shape)].copy_(tensor)
+        return missing
+
+    return copy
+
+
 def main() -> None:
     import vllm
 
     job = msgspec.json.decode(sys.argv[1], type=Job)
-    settings = {
+    settings: dict[str, Any] = {
         "load_format": "dummy",
         "dtype": "bfloat16",
         "skip_tokenizer_init": True,
@@ -63,7 +103,22 @@ def main() -> None:
         "enable_prefix_caching": True,
         "seed": 0,
     }
+    if job.draft is not None:
+        settings["speculative_config"] = {
+            "method": "eagle3",
+            "model": job.draft,
+            "num_speculative_tokens": job.num_draft_tokens,
+            "rejection_sample_method": "synthetic",
+            "synthetic_acceptance_length": job.acceptance_length,
+        }
     llm = vllm.LLM(model=job.folder, **settings)
+    if job.weights is not None:
+        missing = {name for names in llm.apply_model(copying(job.weights)) for name in names}
+        if missing:
+            raise RuntimeError(
+                f"vLLM's model lacks {sorted(missing)[:5]}: expected all tensors of {job.weights}"
+            )
+
     described = ", ".join(f"{name}={value!r}" for name, value in settings.items())
 
     def seconds(prompts: list[dict[str, list[int]]], num_tokens: int) -> float:

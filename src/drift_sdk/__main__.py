@@ -45,6 +45,7 @@ WARM_SETTINGS: dict[str, tuple[type[int] | type[str], str]] = {
 
 INSPECT_SETTINGS = {
     **{name: setting for name, setting in WARM_SETTINGS.items() if name != "prefill_token_budget"},
+    "weights": (str, "stored, expanded, fp8 or int4"),
     "kv_cache_tokens": (int, "tokens that the KV cache holds"),
     "revision": (str, "branch, tag or commit of a hub id"),
 }
@@ -52,6 +53,7 @@ INSPECT_SETTINGS = {
 
 WITHOUT_OPTION = {
     "max_model_len": "the model's own context",
+    "weights": "expanded",
     "kv_cache_tokens": "as many as fit",
     "revision": "the hub's own",
 }

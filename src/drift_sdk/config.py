@@ -29,6 +29,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 EXECUTORS = ("auto", "eager", "graph")
 LOADS = ("auto", "random")
 TUNINGS = ("off", "short", "full")
+WEIGHTS = ("stored", "expanded", "fp8", "int4")
 TOOL_FORMATS = (
     *("auto", "json", "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "deepseek", "granite"),
     *("phi4_mini", "harmony"),
@@ -80,6 +81,12 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                               cut, cached or preempted. Long prompts take longer.
     num_threads:              threads over which torch splits an operation on the CPU, 1 to 1,024, for the
                               engine's thread alone; None = as torch finds it, one per core by default.
+    weights:                  form of the weights in memory: "stored" (quantised weights stay as the files
+                              have them), "expanded" (all weights are numbers of `dtype`), "fp8" or "int4"
+                              (the projections of the layers are quantised when they are loaded, from files
+                              that are not quantised). None = "expanded". Quantised weights take less memory
+                              and need the eager executor, which dequantises a weight at each use: that costs
+                              speed.
     load:                     "auto" (the model's files) or "random" (random weights of the configured
                               shapes).
     revision:                 branch, tag or commit of the model's hub id; None = the hub's default.
@@ -131,6 +138,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     shape_log: str | Path | None = None
     exact_prefill: bool = False
     num_threads: int | None = None
+    weights: Literal["stored", "expanded", "fp8", "int4"] | None = None
     load: Literal["auto", "random"] = "auto"
     revision: str | None = None
     cache_dir: str | Path | None = None
@@ -164,6 +172,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         check_choice(ConfigError, "tuning", self.tuning, TUNINGS)
         check_bool(ConfigError, "exact_prefill", self.exact_prefill)
         check_int(ConfigError, "num_threads", self.num_threads, ge=1, le=1024, optional=True)
+        if self.weights is not None:
+            check_choice(ConfigError, "weights", self.weights, WEIGHTS)
         check_choice(ConfigError, "load", self.load, LOADS)
         check_str(ConfigError, "revision", self.revision, optional=True)
         self._check_path("shape_log")

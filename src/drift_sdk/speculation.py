@@ -183,6 +183,9 @@ class Speculation(Struct, frozen=True, kw_only=True):
     adaptive:             draft fewer tokens, or none, where measurements show that to be faster.
     aux_layer_convention: meaning of explicit layer ids in the draft's config: "output", the output of that
                           layer, or "boundary", the boundary before it. None = as most publishers mean them.
+    draft_weights:        "fp8" or "int4": the matrices of an EAGLE-3 head are quantised when they are loaded,
+                          but for its embedding and what it shares with the model. They take less memory, and
+                          its drafts may be accepted less often. None = in the engine's dtype.
     checks:               check every round, at a cost in speed; on the eager executor only. A request whose
                           drafts break a rule decodes without drafts from then on; one whose state is wrong
                           ends with ExecutorError. `EngineStats.violations` counts both.
@@ -196,6 +199,7 @@ class Speculation(Struct, frozen=True, kw_only=True):
     shape: Chain | StaticTree | DynamicTree = Chain(3)
     adaptive: bool = True
     aux_layer_convention: Literal["output", "boundary"] | None = None
+    draft_weights: Literal["fp8", "int4"] | None = None
     checks: bool = False
     required: bool = True
 
@@ -218,6 +222,11 @@ class Speculation(Struct, frozen=True, kw_only=True):
             check_choice(
                 ConfigError, "aux_layer_convention", self.aux_layer_convention, ("output", "boundary")
             )
+        if self.draft_weights is not None:
+            check_choice(ConfigError, "draft_weights", self.draft_weights, ("fp8", "int4"))
+            if isinstance(self.draft, NGram):
+                raise ConfigError.of("draft_weights", self.draft_weights, "None with NGram()")
+
         check_bool(ConfigError, "checks", self.checks)
         check_bool(ConfigError, "required", self.required)
 

@@ -6,6 +6,8 @@ import random
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from itertools import accumulate
+from operator import mul
 
 import pytest
 from hypothesis import given, settings
@@ -109,7 +111,9 @@ def play(
         extra = attention(number, slots)
         true = {k: round_seconds(bucket, k) + extra * (1 + 0.03 * k) for k in (0, *choices)}
         k = policy.num_draft_tokens(slots)
-        accepted = [(k, accepted_drafts(rng, now[:k])) for _ in range(slots)]
+        # Of the falling shares of slots that accept 1, 2, ... drafts, each slot is within some.
+        shares = [-share for share in accumulate(now[:k], mul)]
+        accepted = [(k, bisect_left(shares, -rng.random())) for _ in range(slots)]
         in_flight.append((slots, k, true[k] * noise(rng), accepted))
         if len(in_flight) > NUM_IN_FLIGHT:
             policy.record(*in_flight.popleft())
@@ -123,10 +127,6 @@ def play(
             outcome.chosen[k] += 1
 
     return outcome
-
-
-def accepted_drafts(rng: random.Random, rates: Rates) -> int:
-    return next((index for index, rate in enumerate(rates) if rng.random() >= rate), len(rates))
 
 
 def adaptive(choices: Sequence[int], *, is_measured: bool = True) -> DraftPolicy:

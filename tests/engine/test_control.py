@@ -55,8 +55,10 @@ def test_sleep_frees_the_executor_and_wake_continues_all_requests(loop: str) -> 
         async with scripted_engine(counting, config=config, step_s=0.001) as engine:
             params = SamplingParams(max_tokens=150)
             expected = [await engine.generate(f"prompt {i}", params) for i in range(4)]
+            await engine.pause()
             streams = [engine.generate(f"prompt {i}", params) for i in range(4)]
-            await until(lambda: engine.stats().num_running == 4)
+            await until(lambda: engine.stats().num_queued == 4)
+            await engine.resume()
             await anext(streams[0])
             await engine.sleep()
             assert engine.executors[0].is_closed

@@ -139,6 +139,8 @@ def leave_the_block(engine: ScriptedEngine) -> Callable[[], Any]:
 def be_cancelled(engine: ScriptedEngine, how: str) -> Callable[[], Any]:
     async def use() -> None:
         samples = engine.samples(PROMPT, 3, ENDLESS)
+        await samples[0].accepted()
+        await engine.pause()
         with anyio.move_on_after(0.02) as scope:
             if how == "anext":
                 async for _ in samples:
@@ -146,6 +148,7 @@ def be_cancelled(engine: ScriptedEngine, how: str) -> Callable[[], Any]:
             else:
                 await (samples.completions() if how == "completions" else samples)
         assert scope.cancelled_caught
+        await engine.resume()
         assert [completion.finish_reason for completion in await samples] == ["cancelled"] * 3
 
     return use
@@ -168,6 +171,7 @@ def test_wait_that_is_cancelled_in_the_block_loses_nothing(loop: str) -> None:
     async def main() -> None:
         async with scripted_engine(by_seed, config=BLOCKS, step_s=0.002) as engine:
             texts, num_timeouts = ["", ""], 0
+            await engine.pause()  # until a wait has been cancelled
             async with engine.samples(PROMPT, 2, SAMPLED) as samples:
                 while True:
                     try:
@@ -176,15 +180,18 @@ def test_wait_that_is_cancelled_in_the_block_loses_nothing(loop: str) -> None:
                         texts[index] += chunk.text
                     except TimeoutError:
                         num_timeouts += 1
+                        await engine.resume()
                     except StopAsyncIteration:
                         break
                 assert [completion.text for completion in await samples] == texts
             assert num_timeouts
 
+            await engine.pause()
             async with engine.samples(PROMPT, 2, SAMPLED) as samples:
                 with anyio.move_on_after(0.0005) as scope:
                     await samples[0]
                 assert scope.cancelled_caught
+                await engine.resume()
                 assert [completion.finish_reason for completion in await samples] == ["length"] * 2
 
     run(loop, main)

@@ -498,7 +498,7 @@ def test_aclose_with_drain_lets_requests_finish(loop: str) -> None:
         await engine.start()
         short, long = engine.generate("x"), engine.generate("x", SamplingParams(ignore_eos=True))
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(engine.aclose, 10.0)
+            tasks.start_soon(engine.aclose, WAIT_S)
             await anyio.sleep(0.005)
             with pytest.raises(EngineClosed):
                 engine.generate("late")

@@ -1,4 +1,4 @@
-"""Every example runs unchanged, in its own process."""
+"""Every example runs unchanged: as the program of a process of its own, or of this one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import runpy
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import anyio
 import batch
@@ -28,18 +30,20 @@ from model_zoo import make_model
 from rich.console import Console
 from rich.live import Live
 
-from drift_sdk import Engine, EngineConfig, ModelLoadError, QueueFull, SamplingParams
+import drift_sdk
+from drift_sdk import Engine, EngineConfig, ModelLoadError, QueueFull, SamplingParams, ToolCall
 from drift_sdk.driver.loaded_model import LoadedModel
 from drift_sdk.testing import ScriptedModel, scripted_engine
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SUPPORT = {"command_line", "http_answers", "openai_answers", "openai_protocol", "smollm2"}
 
-# If SmolLM2 is missing, the first test downloads it.
+Run = Callable[..., tuple[str, str]]
 
 
 @pytest.fixture(scope="session", autouse=True)
-def model() -> str:
+def real() -> str:
+    """SmolLM2. If it is missing, the first test downloads it."""
     return str(smollm2.path())
 
 
@@ -67,48 +71,68 @@ def running(name: str, *arguments: str, **environment: str) -> Iterator[subproce
             process.kill()
 
 
-def run(name: str, *arguments: str, stdin: str = "") -> tuple[str, str]:
-    """Run an example; returns its output on stdout and stderr."""
-    with running(name, *arguments) as process:
-        out, err = process.communicate(stdin, timeout=300)
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs an example as the program of this process, which has imported torch already; returns its output on
+    stdout and stderr."""
+
+    def run_program(name: str, *arguments: str, stdin: str = "", status: int = 0) -> tuple[str, str]:
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+        said = capsys.readouterr()
+        assert ended.value.code == status, said.err
+        return said
+
+    return run_program
+
+
+def use_script(monkeypatch: pytest.MonkeyPatch, reply: object, **options: Any) -> None:
+    """Give examples a scripted engine in place of that of their model."""
+    monkeypatch.setattr(drift_sdk, "Engine", lambda model: scripted_engine(reply, **options))
+
+
+def test_hello_streams_an_answer_of_the_default_model() -> None:
+    with running("hello") as process:
+        out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     assert "Warning" not in err and "Traceback" not in err, err
-    return out, err
-
-
-def test_hello_streams_an_answer() -> None:
-    out, _ = run("hello")
     assert "Paris" in out
     assert re.search(r"\[\d+ tokens, first after \d+ ms, [\d.]+ tok/s\]", out)
 
 
-def test_chat_answers_and_ends_at_end_of_input() -> None:
-    out, _ = run("chat", "--max-tokens", "24", stdin="Say hello in one word.\n")
-    assert len(out.removeprefix("> ").strip()) > 3
-    assert out.count("> ") == 2
+def test_chat_answers_and_ends_at_end_of_input(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_script(monkeypatch, "Hello! How are you?")
+    out, _ = run("chat", "any", "--max-tokens", "6", stdin="Say hello in one word.\n")
+    assert out == "> Hello! [length]\n> "
 
 
-def test_concurrent_streams_prints_all_answers(model: str) -> None:
-    out, _ = run("concurrent_streams", model, "3")
-    assert [line[:5] for line in out.splitlines()[:3]] == ["  0  ", "  1  ", "  2  "]
+def test_concurrent_streams_prints_all_answers(run: Run, small: str) -> None:
+    out, _ = run("concurrent_streams", small, "3")
+    assert [index for index in range(3) if f"\n{index:3d}  " in f"\n{out}"] == [0, 1, 2]
     assert re.search(r"3 streams, \d+ tokens in [\d.]+ s", out)
 
 
-def test_speculate_prints_equal_tokens() -> None:
-    out, _ = run("speculate")
+def test_speculate_prints_equal_tokens(run: Run, small: str) -> None:
+    out, _ = run("speculate", small)
     assert "the same tokens: True" in out
     # How much is drafted depends on measured times, and what is accepted on the text, which is a CPU's own.
     assert re.search(r"tokens per round: \d+\.\d\d\n", out)
 
 
-def test_cancel_ends_requests_early() -> None:
-    out, _ = run("cancel")
-    assert "cancel(): cancelled" in out
+def test_cancel_ends_requests_early(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A story takes eight seconds, and is read for half a second at most.
+    use_script(monkeypatch, "la " * 200, step_s=0.02)
+    out, _ = run("cancel", "any")
+    assert "left the block after 'l" in out
+    assert "cancel(): cancelled 'l" in out
     assert "timed out: True" in out
+    assert "nothing lost: 'la la la la la l'" in out
     assert "running: 0 " in out
 
 
-def test_dashboard_draws_for_some_seconds(small: str) -> None:
+def test_dashboard_draws_for_some_seconds(run: Run, small: str) -> None:
     out, _ = run("dashboard", small, "--seconds", "3", "--streams", "3", "--max-tokens", "8")
     for word in ("drift_sdk", "running", "KV cache", "tokens/s", "streams"):
         assert word in out
@@ -127,7 +151,7 @@ def test_dashboard_exits_without_traceback_on_ctrl_c(small: str) -> None:
     assert (process.returncode, err) == (130, "")
 
 
-def test_batch_continues_an_interrupted_run(tmp_path: Path, small: str) -> None:
+def test_batch_continues_an_interrupted_run(run: Run, tmp_path: Path, small: str) -> None:
     prompts, answers = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     lines = (EXAMPLES / "prompts.jsonl").read_text().splitlines()[:5]
     options = (small, "--input", str(prompts), "--output", str(answers), "--max-tokens", "6")
@@ -274,11 +298,10 @@ def test_examples_exit_with_a_status_and_one_line(
 @pytest.mark.parametrize(
     "arguments", ["dashboard --max-tokens 3", "dashboard --seconds nan", "batch --max-tokens 0"]
 )
-def test_wrong_arguments_are_rejected(arguments: str) -> None:
+def test_wrong_arguments_are_rejected(run: Run, arguments: str) -> None:
     name, *rest = arguments.split()
-    with running(name, *rest) as process:
-        out, err = process.communicate(timeout=300)
-    assert (process.returncode, out) == (2, "")
+    out, err = run(name, *rest, status=2)
+    assert out == ""
     assert f"error: argument {rest[0]}" in err.splitlines()[-1]
 
 
@@ -346,24 +369,30 @@ def test_dashboard_fits_terminals_of_any_size(width: int, height: int, encoding:
     assert max(map(len, lines)) <= width
 
 
-def test_structured_prints_a_recipe() -> None:
-    out, _ = run("structured")
-    assert "decoded: Recipe(" in out
-    assert re.search(r"a date: \d{4}-\d\d-\d\d", out)
+def test_structured_prints_a_recipe(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = {"title": "Soup", "minutes": 30, "level": "easy", "ingredients": ["tomatoes", "salt"]}
+    use_script(monkeypatch, [json.dumps(recipe), "1969-07-20"])
+    out, _ = run("structured", "any")
+    assert "decoded: Recipe(title='Soup', minutes=30," in out
+    assert "shopping list: tomatoes, salt\n" in out
+    assert out.endswith("a date: 1969-07-20\n")
 
 
-def test_tools_prints_call_and_result() -> None:
-    out, _ = run("tools")
-    assert "call:  get_weather {" in out
-    assert "result: {" in out
+def test_tools_prints_call_and_result(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = ToolCall(name="get_weather", arguments={"city": "Lisbon", "unit": "celsius"})
+    use_script(monkeypatch, [call, "Sunny, 21 degrees."])
+    out, _ = run("tools", "any")
+    assert "call:  get_weather {'city': 'Lisbon', 'unit': 'celsius'}\n" in out
+    assert 'result: {"city": "Lisbon", "sky": "sunny", "temperature": 21, "unit": "celsius"}\n' in out
+    assert out.endswith("\nSunny, 21 degrees.\n")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no signals to send")
-def test_embed_fastapi_serves_until_interrupted() -> None:
+def test_embed_fastapi_serves_until_interrupted(small: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=300)
-    with running("embed_fastapi", "--port", str(port)) as process, client:
+    with running("embed_fastapi", small, "--port", str(port)) as process, client:
         while True:
             try:
                 assert client.get("/health").json()["status"] == "ok"
@@ -374,7 +403,8 @@ def test_embed_fastapi_serves_until_interrupted() -> None:
         question = {"role": "user", "content": "What is the capital of France?"}
         body = {"messages": [question], "temperature": 0, "max_tokens": 12}
         answer = client.post("/v1/chat/completions", json=body).json()
-        assert "Paris" in answer["choices"][0]["message"]["content"]
+        assert answer["choices"][0]["message"]["role"] == "assistant"
+        assert 1 <= answer["usage"]["completion_tokens"] <= 12
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=300)
     assert process.returncode == 130, err

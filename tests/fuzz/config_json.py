@@ -72,6 +72,11 @@ SETTINGS = (
 )
 LIKELY = (
     *("sliding_attention", "longrope", "gelu_pytorch_tanh", [1.0] * 8),
+    *(
+        {"quant_method": "awq", "bits": 4, "group_size": 32},
+        {"quant_method": "gguf"},
+        {"quant_method": "fp8"},
+    ),
     *("llama", "qwen2", "qwen3", "silu", "full_attention", "linear", "default", "factors", "eagle3"),
     *("qwen3_moe", "mixtral", "gpt_oss", "mxfp4", "yarn"),
     *("LlamaForCausalLM", "Qwen3ForCausalLM", 1, 2, 4, 16, 64, 1.0, 2**24, 2**31, 2**63, 10**4000, 0.5),

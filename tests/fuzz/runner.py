@@ -11,7 +11,7 @@ An example passes if `run` returns or raises a `DriftError`. Any other exception
 assertions of `run` included), a signal, running out of memory and a hang are failures, and are reported with
 the example.
 
-In the test suite, `test_fuzz.py` runs each target with a few examples. To run a target for longer:
+In the test suite, `test_fuzz.py` runs all targets with a few examples. To run a target for longer:
 
     python tests/fuzz/runner.py <target> --seconds 120 [--seed 7]
     python tests/fuzz/runner.py <target> --replay example.pickle
@@ -46,6 +46,7 @@ WALL_S = 120  # elapsed time of an example, for hangs that use no CPU time
 STACK_BYTES = 512 << 10
 SHOWN_CHARS = 3000
 NO_TARGETS = {"runner", "following", "conftest"}
+NOT_IMPORTED = "the target could not be imported"  # in place of an example
 
 
 class FuzzFailure(AssertionError):
@@ -57,14 +58,15 @@ def targets() -> list[str]:
     return sorted(n for n in names if n not in NO_TARGETS and not n.startswith("test_"))
 
 
-def fuzz(target: str, *, examples: int = 0, seconds: float = 0, seed: int = 0) -> None:
-    """Run a target for a number of examples or seconds. Raises `FuzzFailure` at the first failure."""
-    with tempfile.NamedTemporaryFile(prefix=f"{target}-", suffix=".pickle", delete=False) as file:
+def fuzz(*names: str, examples: int = 0, seconds: float = 0, seed: int = 0) -> None:
+    """Run targets in one child process, one after the other, each for a number of examples or seconds. Raises
+    `FuzzFailure` at the first failure."""
+    with tempfile.NamedTemporaryFile(prefix="fuzz-", suffix=".pickle", delete=False) as file:
         journal = Path(file.name)
 
     options = [f"--examples={examples}", f"--seconds={seconds}", f"--seed={seed}", f"--journal={journal}"]
     child = subprocess.run(
-        [sys.executable, __file__, target, "--child", *options],
+        [sys.executable, __file__, *names, "--child", *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -72,18 +74,19 @@ def fuzz(target: str, *, examples: int = 0, seconds: float = 0, seed: int = 0) -
     )
     if child.returncode == 0:
         journal.unlink()
-        print(f"{target}: {child.stdout}", end="")  # noqa: T201
+        print(child.stdout, end="")  # noqa: T201
         return
 
-    data = journal.read_bytes()
-    example = repr(pickle.loads(data)) if data else "none: the target could not be imported"
+    name, data = pickle.loads(journal.read_bytes())
+    example = repr(data)
     end = signal.Signals(-child.returncode).name if child.returncode < 0 else f"exit {child.returncode}"
     output = child.stdout[-SHOWN_CHARS:]
-    raise FuzzFailure(f"{target}: {end}\nlast example, in {journal}:\n{example[:SHOWN_CHARS]}\n{output}")
+    raise FuzzFailure(f"{name}: {end}\nlast example, in {journal}:\n{example[:SHOWN_CHARS]}\n{output}")
 
 
-def work(module: ModuleType, journal: Path | None, examples: int, seconds: float, seed: int) -> None:
-    """Draw examples and run them, in the child process. journal: file for the current example."""
+def work(module: ModuleType, journal: Path, examples: int, seconds: float, seed: int) -> None:
+    """Draw examples and run them, in the child process. journal: file for the target's name and the current
+    example."""
     import hypothesis
 
     end = time.monotonic() + seconds
@@ -103,15 +106,14 @@ def work(module: ModuleType, journal: Path | None, examples: int, seconds: float
         def attempt(data: Any) -> None:
             nonlocal num_run
             num_run += 1
-            if journal is not None:
-                journal.write_bytes(pickle.dumps(data))
+            journal.write_bytes(pickle.dumps((module.__name__, data)))
             try_one(module, data)
 
         attempt()
         if time.monotonic() >= end:
             break
 
-    print(f"{num_run} examples passed")  # noqa: T201
+    print(f"{module.__name__}: {num_run} examples passed")  # noqa: T201
 
 
 def try_one(module: ModuleType, data: Any) -> None:
@@ -161,8 +163,8 @@ def limit_cpu() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Runs a fuzz target.")
-    parser.add_argument("target", choices=targets())
+    parser = argparse.ArgumentParser(description="Runs fuzz targets.")
+    parser.add_argument("targets", nargs="+", choices=targets(), metavar="target")
     parser.add_argument("--examples", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=0)
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 32))
@@ -172,20 +174,23 @@ def main() -> None:
     args = parser.parse_args()
     if not args.child and args.replay is None:
         try:
-            fuzz(args.target, examples=args.examples, seconds=args.seconds, seed=args.seed)
+            fuzz(*args.targets, examples=args.examples, seconds=args.seconds, seed=args.seed)
         except FuzzFailure as failure:
             sys.exit(str(failure))
         return
 
     faulthandler.enable()
     sys.path.insert(0, str(FOLDER))
-    module = importlib.import_module(args.target)
-    limit_memory()
     threading.stack_size(STACK_BYTES)
-    if args.replay is not None:
-        try_one(module, pickle.loads(args.replay.read_bytes()))
-    else:
-        work(module, args.journal, args.examples, args.seconds, args.seed)
+    for name in args.targets:
+        if args.journal is not None:
+            args.journal.write_bytes(pickle.dumps((name, NOT_IMPORTED)))
+        module = importlib.import_module(name)
+        limit_memory()
+        if args.replay is not None:
+            try_one(module, pickle.loads(args.replay.read_bytes())[1])
+        else:
+            work(module, args.journal, args.examples, args.seconds, args.seed)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 import pytest
@@ -78,11 +78,12 @@ def params_of(index: int, rng: random.Random, vocab_size: int) -> SamplingParams
 
 @dataclass
 class Model:
-    """A model's folder, requests, and the answers to them when each runs alone."""
+    """A model's folder, requests, and the answers to them when each runs alone; `weights` of EngineConfig."""
 
     folder: Path
     vocab_size: int
     groups: tuple[int, ...]
+    weights: Literal["fp8", "int4"] | None = None
 
     def engine(self, **fields: Any) -> Engine:
         fields = {"max_num_seqs": MAX_SEQS, "prefill_token_budget": 512} | fields
@@ -93,6 +94,7 @@ class Model:
             dtype="bfloat16",
             max_model_len=384,
             block_size=16,
+            weights=self.weights,
             **{"kv_cache_tokens": 32_768, **fields},
         )
         return Engine(self.folder, config)
@@ -129,7 +131,7 @@ class Model:
             return [await engine.generate(*case) for case in cases]
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "windows", "llama 8b"])
+@pytest.fixture(scope="module", params=["llama", "qwen3", "windows", "llama 8b", "llama fp8", "qwen3 int4"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     """A model of two families, one whose layers but the last have windows, and two layers of an 8B model's
     shapes with the configurations measured for them."""
@@ -147,6 +149,12 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             windows = {"use_sliding_window": True, "sliding_window": 100, "layer_types": layer_types}
             make_random_folder(folder, "qwen3", tie_word_embeddings=True, **windows)
             yield Model(folder, 32_000, (1, 3, 16, 64))
+        elif request.param == "llama fp8":
+            make_random_folder(folder, "llama")
+            yield Model(folder, 32_000, (1, 3, 16, 64), "fp8")
+        elif request.param == "qwen3 int4":
+            make_random_folder(folder, "qwen3", tie_word_embeddings=True)
+            yield Model(folder, 32_000, (1, 3, 16, 64), "int4")
         else:
             make_random_folder(folder, "llama", **LLAMA_8B)
             yield Model(folder, 128_256, (1, 3, 16, 64))

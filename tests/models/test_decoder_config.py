@@ -119,7 +119,7 @@ def test_settings_without_effect_are_accepted(config: dict[str, Any]) -> None:
         (QWEN3 | {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window=None is not"),
         (LLAMA | {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not implemented"),
         (LLAMA | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not implemented"),
-        (LLAMA | {"quantization_config": {"quant_method": "gptq"}}, "quant_method='gptq'"),
+        (LLAMA | {"quantization_config": {"quant_method": "bitsandbytes"}}, "quant_method='bitsandbytes'"),
         (LLAMA | {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "rope_type='dynamic'"),
         (LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
         (LLAMA | {"rope_scaling": {"type": "linear"}}, "factor=None"),

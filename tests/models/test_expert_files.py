@@ -15,6 +15,7 @@ from expert_zoo import make_expert_model, quantise_folder
 from model_zoo import save_tokenizer
 from safetensors.torch import load_file, save_file
 
+from drift_sdk.config import EngineConfig
 from drift_sdk.errors import ModelLoadError
 from drift_sdk.loading.source import resolve
 from drift_sdk.models.decoder import Decoder
@@ -128,7 +129,7 @@ def test_tensors_of_both_sizes_of_gpt_oss(size: str) -> None:
         math.prod(shape) for name, shape in shapes.items() if not name.endswith(("blocks", "scales"))
     )
     assert weight_bytes(config, torch.bfloat16) == experts + 2 * others
-    assert options_without_graphs(config) == ()
+    assert options_without_graphs(config, EngineConfig()) == ()
 
 
 def test_rotation_of_gpt_oss() -> None:

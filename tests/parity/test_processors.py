@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -186,7 +187,7 @@ def test_stop_ids_are_kept_if_no_other_token_exists() -> None:
 
 
 @torch.inference_mode()
-def transformers_tokens(model: Any, prompt: list[int], params: SamplingParams) -> list[int]:
+def generated_by_transformers(model: Any, prompt: list[int], params: SamplingParams) -> list[int]:
     """Greedy tokens of transformers' `generate` with the rules of `params`."""
     arguments: dict[str, Any] = {}
     if params.logit_bias:
@@ -206,6 +207,32 @@ def transformers_tokens(model: Any, prompt: list[int], params: SamplingParams) -
         **arguments,
     )
     return output[0, len(prompt) :].tolist()
+
+
+def logits_after(model: Any, prompt: list[int], output: Sequence[int]) -> torch.Tensor:
+    """Logits [len(output), V] of transformers after the prompt and all output tokens but the last."""
+    ids = torch.tensor([[*prompt, *output[:-1]]])
+    return model(ids, logits_to_keep=len(output)).logits[0].float()
+
+
+@torch.inference_mode()
+def choices_of_transformers(
+    model: Any, prompt: list[int], output: Sequence[int], params: SamplingParams
+) -> list[int]:
+    """Greedy choices of transformers with the rules of `params`, after the prompt and each output token: the
+    output itself, if that is what `generate` returns."""
+    sampling = sampling_of(
+        num_prompt_tokens=len(prompt),
+        repetition_penalty=params.repetition_penalty,
+        logit_bias=tuple(params.logit_bias.items()),
+        min_length=len(prompt) + params.min_tokens,
+        allowed_token_ids=params.allowed_token_ids,
+        stop_token_ids=params.stop_token_ids,
+    )
+    return [
+        int(transformers_scores(row[None], sampling, [*prompt, *output[:index]]).argmax())
+        for index, row in enumerate(logits_after(model, prompt, output))
+    ]
 
 
 def rule_combinations(
@@ -234,7 +261,8 @@ def rule_combinations(
 
 
 @pytest.mark.parametrize("index", [0, 4, 14, 20])
-def test_greedy_tokens_equal_transformers_generate(index: int, tmp_path: Path) -> None:
+def test_greedy_tokens_equal_transformers(index: int, tmp_path: Path) -> None:
+    """Those of `generate` itself, which takes longer, for one prompt of model 4."""
     model = make_model(index, tmp_path)
     vocab_size = model.config.vocab_size
     rng = random.Random(index)
@@ -253,24 +281,29 @@ def test_greedy_tokens_equal_transformers_generate(index: int, tmp_path: Path) -
                 streams = [engine.generate(prompt, each) for each in params]
                 for stream, each in zip(streams, params, strict=True):
                     found = await stream
-                    assert list(found.token_ids) == transformers_tokens(model, prompt, each), each
-                    assert len(found.token_ids) > each.min_tokens
+                    tokens = list(found.token_ids)
+                    assert tokens == choices_of_transformers(model, prompt, tokens, each), each
+                    assert len(tokens) == NUM_TOKENS or tokens[-1] in each.stop_token_ids
+                    assert len(tokens) > each.min_tokens
                     assert_raw_logprobs(model, prompt, found)
                     assert found.token_ids != plain_tokens
+                    if index == 4 and len(prompt) == 30:
+                        assert tokens == generated_by_transformers(model, prompt, each), each
 
     anyio.run(main)
 
 
 @torch.inference_mode()
-def greedy_with_penalties(model: Any, prompt: list[int], presence: float, frequency: float) -> list[int]:
-    """Greedy tokens with the penalties of OpenAI's formula."""
-    output: list[int] = []
-    while len(output) < NUM_TOKENS:
-        logits = model(torch.tensor([prompt + output])).logits[0, -1].float()
-        for token_id in set(output):
-            logits[token_id] -= frequency * output.count(token_id) + presence
-        output.append(int(logits.argmax()))
-    return output
+def choices_with_penalties(
+    model: Any, prompt: list[int], output: Sequence[int], presence: float, frequency: float
+) -> list[int]:
+    """Greedy choices after the prompt and each output token, with the penalties of OpenAI's formula."""
+    choices: list[int] = []
+    for index, logits in enumerate(logits_after(model, prompt, output)):
+        for token_id, count in Counter(output[:index]).items():
+            logits[token_id] -= frequency * count + presence
+        choices.append(int(logits.argmax()))
+    return choices
 
 
 @pytest.mark.parametrize("index", [4, 13])
@@ -294,7 +327,8 @@ def test_presence_and_frequency_penalties_in_the_engine(index: int, tmp_path: Pa
                         frequency_penalty=frequency,
                     )
                     found = (await engine.generate(prompt, params)).token_ids
-                    assert list(found) == greedy_with_penalties(model, prompt, presence, frequency)
+                    assert len(found) == NUM_TOKENS
+                    assert list(found) == choices_with_penalties(model, prompt, found, presence, frequency)
                     num_changed += found != plain_tokens
                 assert num_changed >= 3
 
@@ -344,8 +378,9 @@ def test_counts_survive_preemption(tmp_path: Path, monkeypatch: pytest.MonkeyPat
                 for prompt, (presence, frequency) in zip(prompts, penalties, strict=True)
             ]
             for stream, prompt, (presence, frequency) in zip(streams, prompts, penalties, strict=True):
-                expected = greedy_with_penalties(model, prompt, presence, frequency)
-                assert list((await stream).token_ids) == expected
+                found = (await stream).token_ids
+                assert len(found) == NUM_TOKENS
+                assert list(found) == choices_with_penalties(model, prompt, found, presence, frequency)
 
     anyio.run(main)
     assert sum(num > 10 for num in num_outputs) >= 2

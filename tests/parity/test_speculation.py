@@ -158,27 +158,36 @@ def test_oracle_drafter(
         assert all(f.speculation.num_accepted == f.speculation.num_drafted for f in found)
 
 
+PROMPTS = [[5 + seed, 17, 23 + seed] for seed in range(NUM_REQUESTS)]
+
+
+async def ask_long(folder: Path, config: EngineConfig) -> list[Completion]:
+    async with Engine(folder, config) as engine:
+        params = [SamplingParams(max_tokens=120, ignore_eos=True, seed=seed) for seed in range(NUM_REQUESTS)]
+        streams = [engine.generate(*pair) for pair in zip(PROMPTS, params, strict=True)]
+        return [await stream for stream in streams]
+
+
+@pytest.fixture(scope="module")
+def long_plain(folder: Path) -> list[Completion]:
+    return anyio.run(ask_long, folder, config_of())
+
+
 @pytest.mark.parametrize("corruption", [0.2, 0.5])
 @pytest.mark.parametrize("num_draft_tokens", [1, 2, 3, 4, 5])
 def test_every_acceptance_length_occurs(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, num_draft_tokens: int, corruption: float
+    folder: Path,
+    long_plain: list[Completion],
+    monkeypatch: pytest.MonkeyPatch,
+    num_draft_tokens: int,
+    corruption: float,
 ) -> None:
-    prompts = [[5 + seed, 17, 23 + seed] for seed in range(NUM_REQUESTS)]
-
-    async def ask_all(config: EngineConfig) -> list[Completion]:
-        async with Engine(folder, config) as engine:
-            params = [
-                SamplingParams(max_tokens=120, ignore_eos=True, seed=seed) for seed in range(NUM_REQUESTS)
-            ]
-            streams = [engine.generate(*pair) for pair in zip(prompts, params, strict=True)]
-            return [await stream for stream in streams]
-
-    expected = anyio.run(ask_all, config_of())
-    answers = {c.seed: [*p, *c.token_ids] for p, c in zip(prompts, expected, strict=True)}
+    expected = long_plain
+    answers = {c.seed: [*p, *c.token_ids] for p, c in zip(PROMPTS, expected, strict=True)}
     oracle = OracleDrafter(answers, corruption, VOCAB_SIZE)
     monkeypatch.setattr(NGramDrafterFactory, "eager_drafter", lambda *_: oracle)
     speculation = Speculation(draft=NGram(), shape=Chain(num_draft_tokens), adaptive=False)
-    found = anyio.run(ask_all, config_of(speculation=speculation))
+    found = anyio.run(ask_long, folder, config_of(speculation=speculation))
     assert [c.token_ids for c in found] == [c.token_ids for c in expected]
     assert sorted(oracle.histogram) == list(range(num_draft_tokens + 1)), oracle.histogram
     num_rounds = sum(c.speculation.num_rounds for c in found)

@@ -29,8 +29,8 @@ from drift_sdk.trees.growth import Draft
 
 VOCAB_SIZE = 12
 PROMPT = (3, 7, 1)
-NUM_SEQUENCES = 1024
-NUM_TOKENS = 100  # of each sequence: 102,400 in a sample
+NUM_SEQUENCES = 512
+NUM_TOKENS = 100  # of each sequence: 51,200 in a sample
 NUM_DRAFT_TOKENS = 4
 BLOCK_SIZE = 16
 NUM_PERMUTATIONS = 999
@@ -197,7 +197,7 @@ def test_distribution_equals_plain_sampling(
     speculative: tuple[Sequences, Counter[int]], plain_of_other_seeds: Sequences
 ) -> None:
     sequences, num_accepted = speculative
-    assert sum(map(len, sequences)) >= 100_000
+    assert sum(map(len, sequences)) >= 50_000
     assert sorted(num_accepted) == list(range(NUM_DRAFT_TOKENS + 1))
     assert min(p_values(sequences, plain_of_other_seeds)) > 0.01
 
@@ -235,7 +235,7 @@ def test_planted_bias_is_found(
         monkeypatch.setattr(
             eager, "choose", lambda logits, of, positions: choose(logits, of, [p // 2 * 2 for p in positions])
         )
-    sequences, _ = generate(decoder, SEEDS[:512], drafter)
+    sequences, _ = generate(decoder, SEEDS, drafter)
     by_distribution, by_permutation = p_values(sequences, plain_of_other_seeds)
     assert by_distribution < 1e-6
     assert by_permutation == 1 / (1 + NUM_PERMUTATIONS)

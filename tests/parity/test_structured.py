@@ -17,7 +17,7 @@ import pytest
 from drift_sdk import Completion, Engine, EngineConfig, JsonSchema, SamplingParams
 from drift_sdk.text.grammar import GrammarConstraint
 
-NUM_COMPLETIONS = 40
+NUM_COMPLETIONS = 24
 
 
 def closed(**properties: Any) -> dict[str, Any]:

@@ -12,10 +12,13 @@ from drift_sdk._kernels.attention.paged_attention import AttentionConfig
 from drift_sdk._kernels.gemm.tuning import TunedTable, table_for
 from perf.cases.attention import attention_cases, decode_case, prefill_case
 from perf.cases.case import Case, Prepared
+from perf.cases.experts import DOWN, GATE_UP, ROUTES, expert_cases
 from perf.cases.gemm import gemm_cases, weight_shapes
+from perf.cases.quantised import quantised_cases
 from perf.cases.rows import norm_cases, rope_cases, sampling_cases
 from perf.harness.shapes import prepare
 from perf.kernel_speed import limit_us, main, measure
+from perf.tune_experts import candidates
 
 
 def test_published_shapes_have_tuned_entries(tmp_path: Path) -> None:
@@ -124,6 +127,23 @@ def test_attention_cases_cover_all_contexts_and_batches(tmp_path: Path) -> None:
 
 
 @pytest.mark.kernel
+def test_quantised_cases_fill_their_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("perf.cases.case.MAX_COPIES", 2)
+    cases = list(quantised_cases(prepare("tiny", tmp_path), (3,), TunedTable(), "cpu"))
+    # The inner dimension of the down projection, 96, is no multiple of 64.
+    assert [case.kernel for case in cases] == ["fp8"] * 3 + ["int4"] * 3
+    for case in cases[2:4]:
+        filled(case)
+
+
+def test_quantised_cases_count_bytes_of_codes_and_scales(tmp_path: Path) -> None:
+    columns, inner = (4 + 2 * 2) * 16, 64
+    cases = list(quantised_cases(prepare("tiny", tmp_path), (3,), TunedTable(), "cpu"))
+    assert cases[0].num_bytes == columns * inner + 4 * columns + 3 * inner * 2
+    assert cases[3].num_bytes == columns * inner / 2 + 2 * columns + 3 * inner * 2
+
+
+@pytest.mark.kernel
 @pytest.mark.parametrize("cases", [norm_cases, rope_cases, sampling_cases])
 def test_row_cases_fill_their_output(
     cases: Callable[..., Iterator[Case]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -133,3 +153,26 @@ def test_row_cases_fill_their_output(
     assert found and all(case.num_rows == 3 and case.num_bytes > 3 * 64 * 4 for case in found)
     for case in found:
         filled(case)
+
+
+@pytest.mark.kernel
+def test_expert_cases_fill_their_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "perf.cases.experts.torch.bfloat16", torch.float32
+    )  # which the interpreter multiplies
+    model = prepare("tiny-experts", tmp_path)
+    found = list(expert_cases(model, (3,), TunedTable(), "cpu"))
+    assert [case.kernel for case in found] == ["choose experts", "list rows", GATE_UP, DOWN]
+    assert found[2].num_bytes == pytest.approx(model.spread_experts(3) * 192 * 64 * (0.5 + 1 / 32))
+    for case in found:
+        prepared = case.prepare()
+        prepared.step()
+        assert prepared.num_calls == ROUTES
+        assert all(output.isfinite().all() for output in prepared.outputs)
+
+
+def test_candidates_for_experts_begin_with_the_engines_own(tmp_path: Path) -> None:
+    dense, quantised = (prepare(name, tmp_path / name) for name in ("qwen3-30b-a3b", "gpt-oss-120b"))
+    for model in (dense, quantised):
+        own, *others = candidates(model, 8)
+        assert own is None and len(set(others)) == len(others) > 10

@@ -10,9 +10,10 @@ import torch
 
 from drift_sdk.loading.source import resolve
 from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.experts import QuantisedMatrices
 from perf.harness.bandwidth import matmul_tflop_s, read_bandwidth_tb_s
 from perf.harness.scenario import SCENARIOS, Scenario
-from perf.harness.shapes import prepare
+from perf.harness.shapes import prepare, prepare_draft
 
 
 def test_bytes_equal_the_size_of_the_tensors_that_a_step_reads(tmp_path: Path) -> None:
@@ -34,6 +35,50 @@ def test_limits_of_the_published_shapes(name: str, tokens_per_s: float, tmp_path
     model, scenario = prepare("llama-3.1-8b", tmp_path), Scenario.parse(name)
     seconds = model.decode_bytes(scenario.batch, scenario.mean_context(), 2) / 4.3e12
     assert scenario.batch / seconds == pytest.approx(tokens_per_s, rel=0.005)
+
+
+EXPERT_LIMITS = {
+    ("gpt-oss-120b", "single-512"): (860, 909),
+    ("qwen3-30b-a3b", "single-512"): (699, None),
+}
+
+
+@pytest.mark.parametrize("name, scenario", EXPERT_LIMITS, ids=str)
+def test_limits_of_models_with_experts(name: str, scenario: str, tmp_path: Path) -> None:
+    """Reads at 4.3 TB/s, routing that is spread; with three drafts and 2.56 tokens a round."""
+    model, found = prepare(name, tmp_path / name), Scenario.parse(scenario)
+    plain, drafted = EXPERT_LIMITS[name, scenario]
+    context = found.mean_context()
+    assert 4.3e12 / model.decode_bytes(1, context, 2) == pytest.approx(plain, rel=0.01)
+    if drafted is not None:
+        num_bytes = model.decode_bytes(1, context, 2, model.spread_experts(4))
+        num_bytes += prepare_draft(model).round_bytes(3, 1, context, 2)
+        assert 2.56 * 4.3e12 / num_bytes == pytest.approx(drafted, rel=0.01)
+
+
+def test_bytes_of_experts_are_those_of_their_tensors(tmp_path: Path) -> None:
+    model = prepare("tiny-experts", tmp_path)
+    weights = Decoder.random(model.config, device=torch.device("cpu"), dtype=torch.bfloat16).weights
+    experts = weights.layers[0].experts
+    assert experts is not None
+    gate_up, down = experts.gate_up, experts.down
+    assert isinstance(gate_up, QuantisedMatrices) and isinstance(down, QuantisedMatrices)
+    assert experts.gate_up_bias is not None and experts.down_bias is not None
+    tensors = (gate_up.blocks, gate_up.scales, experts.gate_up_bias)
+    tensors += (down.blocks, down.scales, experts.down_bias)
+    num_bytes = sum(tensor[0].nbytes for tensor in tensors)
+    assert model.expert_bytes(2) == num_bytes
+    assert model.decode_bytes(1, 0, 2, 3.0) - model.decode_bytes(1, 0, 2, 0.0) == 3 * 4 * num_bytes
+    assert model.spread_experts(1) == 2
+    assert model.spread_experts(2) == pytest.approx(2 + 2 * 6 / 8)
+    assert model.spread_experts(10_000) == 8
+
+
+def test_keys_outside_a_window_are_not_counted(tmp_path: Path) -> None:
+    model = prepare("tiny-experts", tmp_path)
+    kv_of_a_token = 2 * 2 * 16 * 2  # keys and values, heads, head_dim, bytes
+    assert model.kv_bytes(20, 2) == 4 * 20 * kv_of_a_token
+    assert model.kv_bytes(100, 2) == (2 * 32 + 2 * 100) * kv_of_a_token
 
 
 def test_operations_of_a_prompt(tmp_path: Path) -> None:

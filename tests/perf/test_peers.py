@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from perf.decode import PEERS
+from perf.harness.experts import write_routing_weights
 from perf.harness.scenario import Scenario
-from perf.harness.shapes import MODELS, Model, prepare
+from perf.harness.shapes import MODELS, Model, prepare, prepare_draft
 from perf.peers.anchors import ANCHORS, anchor_of, is_void
 from perf.peers.transformers import Decoding, load
-from perf.peers.vllm import measure_prompts
+from perf.peers.vllm import measure_drafts, measure_prompts
+from perf.peers.vllm_process import copying
 
 VLLM = """
 import sys
@@ -37,6 +39,21 @@ class LLM:
         now[0] += 1e-4 * params.max_tokens * len(prompts)
         tokens = SimpleNamespace(token_ids=[1] * (params.max_tokens - MISSING))
         return [SimpleNamespace(outputs=[tokens]) for _ in prompts]
+"""
+
+
+APPLYING = """
+def applied(self, function):
+    import pathlib
+    import sys
+    has_draft = self.settings["speculative_config"]["num_speculative_tokens"] == 3
+    pathlib.Path(sys.modules["vllm"].__file__).parents[1].joinpath("applied").write_text(str(has_draft))
+    return [[]]
+
+def noting(self, *, model, load_format, **settings):
+    self.settings = settings
+
+LLM.__init__, LLM.apply_model = noting, applied
 """
 
 
@@ -77,6 +94,55 @@ def test_vllm_prefills_in_its_own_process(
     ]
     assert all(run.seconds_min <= run.seconds <= run.seconds_max for run in runs)
     assert runs[1].tflop_s == pytest.approx(tiny.prefill_flops(32) / runs[1].seconds / 1e12)
+
+
+class Named(torch.nn.Module):
+    """A model with a router, and an embedding by vLLM's name with rows of padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = torch.nn.ModuleDict(
+            {"embedding": torch.nn.Embedding(12, 4), "gate": torch.nn.Linear(4, 3, bias=False)}
+        )
+
+
+def test_weights_are_copied_into_the_model_of_vllm(tmp_path: Path) -> None:
+    file = tmp_path / "weights.pt"
+    embedding, gate = torch.randn(10, 4), torch.randn(3, 4)
+    torch.save({"model.embed_tokens.weight": embedding, "model.gate.weight": gate, "model.other": gate}, file)
+    model = Named()
+    padding = model.model["embedding"].weight.data[10:].clone()
+    assert copying(str(file))(model) == ["model.other"]
+    assert torch.equal(model.model["embedding"].weight.data, torch.cat((embedding, padding)))
+    assert torch.equal(model.model["gate"].weight.data, gate)
+
+
+def test_vllm_gets_the_routers_of_a_model_with_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The function that vLLM's worker gets reads them from a file that holds all tensors of routing."""
+    model = prepare("tiny-experts", tmp_path / "tiny-experts")
+    fake_vllm(tmp_path / "site", monkeypatch, missing=0)
+    (tmp_path / "site" / "vllm.py").write_text(f"MISSING = 0\n{VLLM}\n{APPLYING}")
+    runs = list(measure_drafts(
+        model, prepare_draft(model), [Scenario.parse("batch4-16")], 2, 0.01,
+        num_draft_tokens=3, acceptance_length=2.5,
+    ))  # fmt: skip
+    assert (tmp_path / "applied").read_text() == "True"
+    assert [(run.dtype, run.num_draft_tokens, run.acceptance_length) for run in runs] == [("mxfp4", 3, 2.5)]
+    assert runs[0].ms_per_round == pytest.approx(0.4 * 2.5)
+    assert runs[0].tokens_per_s == pytest.approx(10_000)
+    write_routing_weights(model, tmp_path / "routing.pt")
+    names = torch.load(tmp_path / "routing.pt")
+    assert {"model.embed_tokens.weight", "model.norm.weight"} <= names.keys()
+    for layer in range(4):
+        prefix = f"model.layers.{layer}"
+        assert {f"{prefix}.mlp.router.weight", f"{prefix}.mlp.router.bias"} <= names.keys()
+        assert {
+            f"{prefix}.input_layernorm.weight",
+            f"{prefix}.post_attention_layernorm.weight",
+        } <= names.keys()
+    assert not any(part in name for name in names for part in ("experts", "self_attn", "lm_head"))
 
 
 def test_failure_of_vllm_is_reported(tiny: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,4 +202,4 @@ def test_anchor_is_found_by_run() -> None:
 def test_anchors_are_of_distinct_runs() -> None:
     keys = [(a.engine, a.model, a.scenario, a.num_draft_tokens, a.acceptance_length) for a in ANCHORS]
     assert len(set(keys)) == len(keys)
-    assert {a.model for a in ANCHORS} & set(MODELS) == {"llama-3.1-8b"}
+    assert {a.model for a in ANCHORS} & set(MODELS) == {"llama-3.1-8b", "gpt-oss-120b"}

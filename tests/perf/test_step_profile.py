@@ -23,6 +23,7 @@ from perf.step_profile import COLUMNS, Kernel, busy_us, kernels_of_trace, main, 
 LAYER = ("_multiply", "_rotate_and_store", "_attend", "_add_partitions", "_multiply", "_add_norm")
 MLP = ("_gated_multiply", "_multiply", "_add_norm")
 OPTIONS = DecodeOptions(device="cpu", dtype="bfloat16")
+SINGLE = Scenario.parse("single-64")
 
 
 @pytest.fixture
@@ -147,3 +148,21 @@ def test_profile_and_memory_need_a_gpu(script: Any, capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit):
         script(["--device", "cpu"])
     assert "on a GPU" in capsys.readouterr().err
+
+
+def test_kernels_of_experts_are_grouped_by_place(tmp_path: Path) -> None:
+    """The products of CUDA C++ have one name; their router is no product of its own."""
+    model = prepare("tiny-experts", tmp_path / "tiny-experts")
+    attention = ["_multiply", "_attend", "_multiply", "_add_norm"]
+    triton = ["_multiply", "_choose_experts", "_list_rows", "_gated_expert_multiply", "_expert_multiply"]
+    for experts, router in ((["route", "product", "product"], []), (triton, ["router 8x64"])):
+        names = [*(*attention, *experts, "_add_norm") * 4, "_multiply"]
+        kernels = kernels_of_trace(trace_of(names, 2))
+        found = {
+            run.shape: run for run in profile_runs(kernels, 2, model, SINGLE, OPTIONS, 0.001) if run.shape
+        }
+        assert list(found) == [
+            "qkv 128x64", "output 64x64", *router, "gate_up of experts", "down of experts", "lm_head 320x64",
+        ]  # fmt: skip
+        assert found["down of experts"].launches == 4
+        assert found["gate_up of experts"].num_bytes == pytest.approx(2 * model.expert_bytes(2) * 2 / 3)

@@ -13,6 +13,8 @@ from drift_sdk.config import EngineConfig
 from drift_sdk.errors import ConfigError
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.rope import Rope
+from drift_sdk.quantised.scheme import BLOCK_SCHEME
+from drift_sdk.speculation import Speculation
 from drift_sdk.startup import executor_factory
 from drift_sdk.startup.executor_factory import choose_executor
 from drift_sdk.startup.graph_support import options_without_graphs
@@ -28,7 +30,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_plain_models_run_on_graphs() -> None:
-    assert options_without_graphs(PLAIN) == ()
+    assert options_without_graphs(PLAIN, EngineConfig()) == ()
     assert choose_executor(EngineConfig(), GPU, PLAIN) == ("graph", None)
 
 
@@ -53,10 +55,36 @@ def test_options_of_new_families_run_on_graphs(changes: dict[str, Any]) -> None:
     assert choose_executor(EngineConfig(), GPU, structs.replace(PLAIN, **changes)) == ("graph", None)
 
 
-def test_option_without_graphs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor_factory, "options_without_graphs", lambda model: ("one option", "another"))
-    reason = "CUDA graphs do not support one option, another of this model"
-    assert choose_executor(EngineConfig(), GPU, PLAIN) == ("eager", reason)
-    for config in (EngineConfig(executor="graph"), EngineConfig(strict_performance=True)):
+def test_quantised_weights_run_on_graphs() -> None:
+    speculation = Speculation(draft="head", draft_weights="fp8")
+    for settings in ({"weights": "int4"}, {"weights": "fp8", "speculation": speculation}):
+        assert choose_executor(EngineConfig(**settings), GPU, PLAIN) == ("graph", None)
+
+
+def test_option_without_graphs_is_named() -> None:
+    model = structs.replace(PLAIN, quantisation=BLOCK_SCHEME)
+    reason = "CUDA graphs do not support quantised weights in blocks of GGUF of this model"
+    assert choose_executor(EngineConfig(weights="stored"), GPU, model) == ("eager", reason)
+    for config in ({"executor": "graph"}, {"strict_performance": True}):
         with pytest.raises(ConfigError, match=reason):
-            choose_executor(config, GPU, PLAIN)
+            choose_executor(EngineConfig(weights="stored", **config), GPU, model)
+
+
+def test_quantised_experts_do_not_run_on_graphs() -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    model = DecoderConfig.from_hf(
+        tiny_llama(model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"], head_dim=8, **experts)
+    )
+    assert options_without_graphs(model, EngineConfig()) == ()
+    assert options_without_graphs(model, EngineConfig(weights="int4")) == ("quantised weights of experts",)
+
+
+def test_files_with_quantised_weights_are_expanded_for_graphs_unless_they_are_to_stay_quantised() -> None:
+    model = structs.replace(PLAIN, quantisation=BLOCK_SCHEME)
+    for weights in (None, "expanded"):
+        assert choose_executor(EngineConfig(weights=weights), GPU, model) == ("graph", None)
+    assert choose_executor(EngineConfig(weights="stored"), GPU, model)[0] == "eager"
+    assert choose_executor(EngineConfig(weights="stored"), GPU, PLAIN) == ("graph", None)
+    assert choose_executor(EngineConfig(weights="stored", load="random"), GPU, model) == ("graph", None)
+    with pytest.raises(ConfigError, match="weights='fp8': expected None, .* the files are quantised .gguf"):
+        choose_executor(EngineConfig(weights="fp8"), GPU, model)

@@ -37,10 +37,14 @@ def no_near_ties(bound: float) -> Iterator[None]:
     ) -> torch.Tensor:
         tokens = choose(logits, samplings, positions)
         if logits.device.type == "cpu":
-            for _ in range(NUM_DISTURBANCES):
-                signs = torch.randint(0, 2, logits.shape, generator=generator) * 2 - 1
-                is_other = choose(logits + bound * signs, samplings, positions) != tokens
-                ties.extend((samplings[row].seed, positions[row]) for row in is_other.nonzero().flatten())
+            repeated = logits.repeat(NUM_DISTURBANCES, 1)
+            signs = torch.randint(0, 2, repeated.shape, generator=generator) * 2 - 1
+            others = choose(
+                repeated + bound * signs, [*samplings] * NUM_DISTURBANCES, [*positions] * NUM_DISTURBANCES
+            )
+            is_other = others != tokens.repeat(NUM_DISTURBANCES)
+            rows = (is_other.nonzero().flatten() % len(tokens)).tolist()
+            ties.extend((samplings[row].seed, positions[row]) for row in rows)
         return tokens
 
     with pytest.MonkeyPatch.context() as patch:

@@ -226,7 +226,7 @@ async def test_delays_come_before_the_first_token_and_between_tokens() -> None:
 
 
 async def test_timeout_meets_a_slow_first_token() -> None:
-    async with scripted_engine(Reply("abc", first_token_s=0.05)) as engine:
+    async with scripted_engine(Reply("abc", first_token_s=0.5)) as engine:
         with pytest.raises(TimeoutError):
             with anyio.fail_after(0.005):
                 await engine.generate("x")

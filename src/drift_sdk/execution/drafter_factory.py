@@ -40,21 +40,19 @@ class DrafterFactory(ABC):
     the target's.
     always_drafts: the drafter finds a token for every slot that may draft.
     max_tree_depth: most tokens of a path if drafts form trees; None: they are chains.
+    draft: the model that drafts, if there is one.
     """
 
     needs_history = False
     needs_draft_kv = False
     always_drafts = False
+    draft: DraftDecoder | None = None
+
     max_tree_depth: int | None = None
 
     def __init__(self, draft_choices: Sequence[int], *, is_adaptive: bool = True) -> None:
         self.draft_choices = tuple(draft_choices)
         self.is_adaptive = is_adaptive
-
-    @property
-    def draft(self) -> DraftDecoder | None:
-        """The draft model; None if there is none."""
-        return None
 
     def num_values_per_block(self, block_size: int) -> int:
         """Numbers of the model's dtype that the drafter keeps for a block of `block_size` tokens."""
@@ -122,6 +120,7 @@ class EagleDrafterFactory(DrafterFactory):
 
     needs_draft_kv = True
     always_drafts = True
+    draft: DraftDecoder
 
     def __init__(
         self,
@@ -132,22 +131,18 @@ class EagleDrafterFactory(DrafterFactory):
         tree: StaticTree | DynamicTree | None = None,
     ) -> None:
         super().__init__(draft_choices, is_adaptive=is_adaptive)
-        self._draft = draft
+        self.draft = draft
         self._tree = tree
         self.max_tree_depth = None if tree is None else tree.depth
 
-    @property
-    def draft(self) -> DraftDecoder:
-        return self._draft
-
     def num_values_per_block(self, block_size: int) -> int:
         """Keys and values of all layers, and the feature kept beside each block."""
-        config = self._draft.config
+        config = self.draft.config
         values_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
         return values_per_token * block_size + config.hidden_size
 
     def eager_drafter(self, target: Decoder, limits: ExecutorLimits) -> Drafter:
-        return EagleDrafter(self._draft, target, limits, self._tree)
+        return EagleDrafter(self.draft, target, limits, self._tree)
 
     def round_drafter(
         self, resources: DeviceResources, model: ModelResources, sizes: RoundSizes
@@ -155,5 +150,5 @@ class EagleDrafterFactory(DrafterFactory):
         from drift_sdk.execution.rounds.eagle import EagleRounds
 
         return EagleRounds(
-            self._draft, model, resources.table, resources.workspace, sizes, stages=resources.stages
+            self.draft, model, resources.table, resources.workspace, sizes, stages=resources.stages
         )

@@ -1,4 +1,4 @@
-"""Models in GGUF files: their configuration, and dequantised weights under Hugging Face names.
+"""Models in GGUF files: their configuration, and their weights under Hugging Face names.
 
 Format and names of metadata: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
+from typing import TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +16,13 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 
 from drift_sdk.errors import ModelLoadError
 from drift_sdk.loading.gguf_config import ROPE_FACTORS, find_architecture, read_gguf_config
+from drift_sdk.loading.gguf_header import is_block_matrix
 from drift_sdk.loading.gguf_parts import GGUFParts
+from drift_sdk.quantised.blocks import BLOCK_FORMATS, BlockFormat, BlockWeight
 
 __all__ = ["GGUFFile"]
+
+T = TypeVar("T", bound=np.generic)
 
 # Bytes passed as one row to gguf's quants module. It processes 16 rows at a time: long rows make few calls on
 # much data.
@@ -25,7 +30,7 @@ ROW_BYTES = 1 << 16
 
 
 class GGUFFile:
-    """The TensorSource of a .gguf file, or of all parts of a split one.
+    """The QuantisedSource of a .gguf file, or of all parts of a split one.
 
     files:     the file, or the parts in order.
     metadata:  the file's key/value metadata, as plain Python values.
@@ -65,16 +70,37 @@ class GGUFFile:
 
     def get(self, name: str) -> torch.Tensor:
         """A tensor dequantised to float32, with the values and the order of rows of Hugging Face."""
-        array = self._dequantise(self._stored_names[name])
-        if self._architecture.is_permuted:
-            for module, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
-                if f".self_attn.{module}." in name:
-                    array = _unpermute(array, self.config[heads])
-
+        array = self._in_order(name, self._dequantise(self._stored_names[name]))
         if self._architecture.norm_offset and name.endswith("norm.weight"):
             array = array - np.float32(self._architecture.norm_offset)
 
         return torch.from_numpy(array)
+
+    def quantised_bytes(self, name: str) -> int | None:
+        """Bytes of a matrix of blocks; None for other tensors."""
+        tensor = self._header.tensors[self._stored_names[name]]
+        return tensor.num_bytes if is_block_matrix(tensor) else None
+
+    def quantised(self, name: str, device: torch.device) -> BlockWeight | None:
+        """A matrix of blocks, with the order of rows of Hugging Face; None for other tensors."""
+        tensor = self._header.tensors[self._stored_names[name]]
+        if not is_block_matrix(tensor):
+            return None
+
+        block_format = cast(BlockFormat, tensor.quantization.name)
+        columns, num_bytes = BLOCK_FORMATS[block_format]
+        blocks = self._parts.raw(tensor).reshape(tensor.shape[0], tensor.shape[1] // columns, num_bytes)
+        copy = torch.from_numpy(np.array(self._in_order(name, blocks), order="C"))
+        return BlockWeight(copy.to(device), block_format)
+
+    def _in_order(self, name: str, rows: npt.NDArray[T]) -> npt.NDArray[T]:
+        """The rows of a tensor in the order of Hugging Face."""
+        if self._architecture.is_permuted:
+            for module, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
+                if f".self_attn.{module}." in name:
+                    return _unpermute(rows, self.config[heads])
+
+        return rows
 
     def _dequantise(self, stored_name: str) -> npt.NDArray[np.float32]:
         """A tensor of the file, by the file's own name."""
@@ -95,7 +121,7 @@ class GGUFFile:
             ) from error
 
 
-def _unpermute(array: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[np.float32]:
+def _unpermute(array: npt.NDArray[T], num_heads: int) -> npt.NDArray[T]:
     """Undo the permutation of a query or key projection's rows [num_heads * head_dim, ...].
 
     llama.cpp rotates pairs of neighbouring elements, so its files interleave the two halves of each head.

@@ -7,7 +7,7 @@ from typing import Any
 
 from drift_sdk.errors import ModelLoadError, short_repr
 from drift_sdk.loading.gguf_architectures import ARCHITECTURES, GGUFArchitecture
-from drift_sdk.loading.gguf_header import GGUFHeader
+from drift_sdk.loading.gguf_header import GGUFHeader, is_block_matrix
 
 __all__ = ["ROPE_FACTORS", "find_architecture", "read_gguf_config"]
 
@@ -102,6 +102,8 @@ class _ConfigReader:
             "bos_token_id": self._header.metadata.get("tokenizer.ggml.bos_token_id"),
             "eos_token_id": self._eos_token_ids(),
         }
+        if any(is_block_matrix(tensor) for tensor in tensors.values()):
+            config["quantization_config"] = {"quant_method": "gguf"}
         return config | self._own_settings(config)
 
     def _own_settings(self, config: dict[str, Any]) -> dict[str, Any]:

@@ -17,8 +17,9 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from msgspec import Struct, structs
 
 from drift_sdk.errors import short_repr
+from drift_sdk.quantised.blocks import BLOCK_FORMATS
 
-__all__ = ["GGUFHeader", "GGUFTensor", "read_header"]
+__all__ = ["GGUFHeader", "GGUFTensor", "is_block_matrix", "read_header"]
 
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
@@ -50,6 +51,11 @@ class GGUFTensor(Struct, frozen=True, kw_only=True):
     offset: int
     num_bytes: int
     part: int = 0
+
+
+def is_block_matrix(tensor: GGUFTensor) -> bool:
+    """Whether a tensor is a matrix of blocks that can remain quantised."""
+    return len(tensor.shape) == 2 and tensor.quantization.name in BLOCK_FORMATS
 
 
 class GGUFHeader(Struct, frozen=True, kw_only=True):

@@ -115,7 +115,8 @@ class SafetensorsFolder:
         beside the copies.
         """
         dtype = self.get(name).dtype
-        check_dtype(self, name, dtype, place.dtype)
+        if dtype != place.dtype:
+            check_dtype(self, name, dtype, place.dtype)
         file = self._files[name]
         try:
             with FileIO(self._folder / file) as stored:

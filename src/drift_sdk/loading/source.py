@@ -18,9 +18,11 @@ from drift_sdk.loading.gguf import GGUFFile
 from drift_sdk.loading.gpt_oss import OriginalTensors, hf_settings, is_original
 from drift_sdk.loading.hub import HubRepository, is_hub_id
 from drift_sdk.loading.hub_files import HubFile, split_quant, weight_names
+from drift_sdk.loading.quantised_tensors import QuantisedTensors
 from drift_sdk.loading.safetensors import SafetensorsFolder
 from drift_sdk.loading.tensors import TensorSource
 from drift_sdk.progress import Report
+from drift_sdk.quantised.scheme import config_scheme
 
 if TYPE_CHECKING:
     from drift_sdk.text.tokenizer import Tokenizer
@@ -134,7 +136,12 @@ class Source:
             return self._gguf
 
         folder = SafetensorsFolder(self.path)
-        return OriginalTensors(folder) if is_original(self._json("config.json")) else folder
+        settings = self._json("config.json")
+        if is_original(settings):
+            return OriginalTensors(folder)
+
+        scheme = config_scheme(settings)
+        return folder if scheme is None else QuantisedTensors(folder, scheme)
 
     @property
     def has_tokenizer(self) -> bool:

@@ -43,11 +43,11 @@ class InPlaceSource(TensorSource, Protocol):
     """A TensorSource that can read a tensor directly into its place."""
 
     def read_into(self, name: str, place: torch.Tensor) -> None:
-        """Fill `place`, a contiguous tensor of the stored shape, on any device and of any floating-point
-        dtype or uint8.
+        """Fill `place`, a contiguous tensor of the stored shape, on any device and of the stored dtype, of
+        any floating-point dtype or uint8.
 
-        Raises ModelLoadError also for a tensor that is not stored as floating-point numbers, or for a place
-        of uint8, as uint8.
+        Raises ModelLoadError also for a tensor of another dtype that is not stored as floating-point numbers,
+        or for a place of uint8, as uint8.
         """
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -10,9 +11,10 @@ import torch.nn.functional as F
 from drift_sdk.loading.random import RandomTensors
 from drift_sdk.loading.tensors import TensorSource
 from drift_sdk.models.decoder_config import DecoderConfig
-from drift_sdk.models.experts import apply_experts
+from drift_sdk.models.experts import QuantisedMatrices, apply_experts
 from drift_sdk.models.kv_cache import KVCache
-from drift_sdk.models.linear import linear
+from drift_sdk.models.linear import embed, linear
+from drift_sdk.models.matrix_reader import WeightForm
 from drift_sdk.models.rope import rotary_tables, rotate
 from drift_sdk.models.tree_attention import StepRows
 from drift_sdk.models.weights import DecoderWeights, LayerWeights, load_weights, tensor_shapes
@@ -48,10 +50,11 @@ class Decoder:
         *,
         device: torch.device | str,
         dtype: torch.dtype,
+        form: WeightForm = "expanded",
         on_tensor: Callable[[int, int], None] | None = None,
         check_bytes: Callable[[int], None] | None = None,
     ) -> Decoder:
-        """A decoder with weights converted to `dtype` on `device`.
+        """A decoder with weights on `device`, in `dtype` or as `form` says.
 
         on_tensor(num_loaded, num_tensors) is called after each tensor.
         check_bytes(num_bytes) is called before memory is allocated, and may raise.
@@ -63,6 +66,7 @@ class Decoder:
             tensors,
             device=torch.device(device),
             dtype=dtype,
+            form=form,
             on_tensor=on_tensor,
             check_bytes=check_bytes,
         )
@@ -75,25 +79,38 @@ class Decoder:
         *,
         device: torch.device | str,
         dtype: torch.dtype,
+        form: WeightForm = "expanded",
         seed: int = 0,
         check_bytes: Callable[[int], None] | None = None,
     ) -> Decoder:
         """A decoder with random weights of the configured shapes, drawn on the device, the same for the same
-        seed. `check_bytes` as in `load`."""
+        seed. `form` and `check_bytes` as in `load`."""
         shapes = tensor_shapes(config)
         norm_mean = 0.0 if config.has_offset_norms else 1.0
         tensors = RandomTensors(
             shapes, device=torch.device(device), dtype=dtype, seed=seed, norm_mean=norm_mean
         )
-        return cls.load(config, tensors, device=device, dtype=dtype, check_bytes=check_bytes)
+        return cls.load(config, tensors, device=device, dtype=dtype, form=form, check_bytes=check_bytes)
 
     @property
     def device(self) -> torch.device:
-        return self.weights.embedding.device
+        return self.weights.final_norm.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.weights.embedding.dtype
+        return self.weights.final_norm.dtype
+
+    @cached_property
+    def max_expert_scale(self) -> int:
+        """The largest scale of the experts' MXFP4 weights; 0 without such weights."""
+        largest = [
+            matrices.scales.amax()
+            for layer in self.weights.layers
+            if layer.experts is not None
+            for matrices in (layer.experts.gate_up, layer.experts.down)
+            if isinstance(matrices, QuantisedMatrices)
+        ]
+        return int(torch.stack(largest).max()) if largest else 0
 
     @torch.inference_mode()
     def forward(
@@ -155,7 +172,7 @@ class Decoder:
         return [None if rope is None else tables[rope] for rope in self.config.layer_ropes]
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        embedded = F.embedding(token_ids, self.weights.embedding)
+        embedded = embed(token_ids, self.weights.embedding, self.dtype)
         return embedded if self.embedding_multiplier == 1.0 else embedded * self.embedding_multiplier
 
     def _add(self, hidden: torch.Tensor, output: torch.Tensor) -> torch.Tensor:

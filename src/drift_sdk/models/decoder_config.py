@@ -16,6 +16,7 @@ from drift_sdk.models.layer_kinds import layer_kinds_from_hf
 from drift_sdk.models.rope import Rope
 from drift_sdk.models.settings import MAX_CONTEXT, MAX_SIZE, read_bool, read_int, read_number
 from drift_sdk.models.text_part import text_settings
+from drift_sdk.quantised.scheme import Scheme, config_scheme
 
 __all__ = ["Activation", "DecoderConfig"]
 
@@ -129,6 +130,7 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
     mlp_layers:               with experts, the layers that have an MLP all the same.
     has_fused_projections:    files have query, key and value projections as one tensor, and gate and up
                               projections as another.
+    quantisation:             how files store quantised weights; None: they have none, or MXFP4 experts alone.
     """
 
     vocab_size: int
@@ -160,6 +162,7 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
     has_sinks: bool = False
     experts: ExpertsConfig | None = None
     mlp_layers: tuple[int, ...] = ()
+    quantisation: Scheme | None = None
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], *, max_model_len: int | None = None) -> DecoderConfig:
@@ -207,6 +210,7 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
             has_fused_projections=family == "phi3" or (is_gpt_oss and read_bool(config, FUSED_PROJECTIONS)),
             has_wide_norms=is_gpt_oss,
             has_sinks=is_gpt_oss,
+            quantisation=config_scheme(config),
             experts=experts_from_hf(config, family, len(kinds.windows)),
             mlp_layers=mlp_layers(config, family, len(kinds.windows)),
             **_multipliers(config, family, hidden_size),
@@ -247,11 +251,9 @@ def _check_options(config: Mapping[str, Any], family: str) -> None:
     quantization = config.get("quantization_config")
     if quantization:
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-        if family == "gpt_oss" and method == "mxfp4":
-            return
-
-        found = f"quantization_config with quant_method={short_repr(method)}"
-        raise ModelLoadError(f"config: {found} is not implemented")
+        if (method == "mxfp4") != (family == "gpt_oss"):
+            found = f"quantization_config with quant_method={short_repr(method)}"
+            raise ModelLoadError(f"config: {found} is not implemented for this architecture")
 
 
 def _heads(config: Mapping[str, Any], hidden_size: int, num_heads: int) -> tuple[int, int]:

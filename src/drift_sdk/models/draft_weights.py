@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -10,9 +11,14 @@ from drift_sdk.errors import ModelLoadError
 from drift_sdk.loading.draft import OFFSETS, PROPOSABLE
 from drift_sdk.loading.tensors import FiniteCheck, TensorSource, check_dtype
 from drift_sdk.models.draft_config import DraftConfig
+from drift_sdk.models.matrix_reader import QUANTISERS, WeightForm
 from drift_sdk.models.weights import DecoderWeights, LayerWeights, others
+from drift_sdk.quantised.weight import Matrix, take_rows
 
-__all__ = ["DraftWeights", "load_draft_weights", "required_shapes", "shareable_shapes"]
+__all__ = ["DraftForm", "DraftWeights", "load_draft_weights", "required_shapes", "shareable_shapes"]
+
+DraftForm = Literal["expanded", "fp8", "int4"]
+"""Form of a draft's weights in memory, see WeightForm."""
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 FC, INPUT_NORM, FINAL_NORM = "fc.weight", "input_norm.weight", "norm.weight"
@@ -22,6 +28,7 @@ HIDDEN_NORM = "layers.0.hidden_norm.weight"
 @dataclass(frozen=True, slots=True)
 class DraftWeights:
     """The weights of a draft. The first layer's qkv has 2 * hidden columns, those for the embedding first.
+    Matrices may be quantised.
 
     embedding:                [vocab, hidden].
     fc:                       [hidden, num_features * target_hidden].
@@ -32,14 +39,14 @@ class DraftWeights:
     target_ids:               [draft_vocab] int64, the target's token id for each of the draft's.
     """
 
-    embedding: torch.Tensor
-    fc: torch.Tensor | None
+    embedding: Matrix
+    fc: Matrix | None
     input_norm: torch.Tensor | None
     feature_norms: tuple[torch.Tensor, ...]
     hidden_norm: torch.Tensor
     layers: tuple[LayerWeights, ...]
     final_norm: torch.Tensor
-    head: torch.Tensor
+    head: Matrix
     target_ids: torch.Tensor
 
 
@@ -72,9 +79,14 @@ def shareable_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
 
 
 def load_draft_weights(
-    config: DraftConfig, tensors: TensorSource, target_ids: torch.Tensor, target: DecoderWeights
+    config: DraftConfig,
+    tensors: TensorSource,
+    target_ids: torch.Tensor,
+    target: DecoderWeights,
+    form: DraftForm = "expanded",
 ) -> DraftWeights:
-    """Weights in the target's dtype, on its device.
+    """Weights on the target's device, in its dtype; as `form` says, the draft's own matrices but the
+    embedding are quantised.
 
     target_ids: as DraftWeights has them, on any device. Embedding and head are the target's if `tensors` has
     none; of the head, only the rows of `target_ids`.
@@ -83,20 +95,20 @@ def load_draft_weights(
     unexpected, misshapen or not finite, and if there is not enough memory.
     """
     _check_names(config, tensors)
-    reader = _Reader(tensors, target.embedding)
+    reader = _Reader(tensors, target.final_norm, form)
     names = tensors.names()
     embedding = reader.read(EMBEDDING) if EMBEDDING in names else target.embedding
-    ids = target_ids.to(embedding.device)
+    ids = target_ids.to(target.final_norm.device)
     if HEAD in names:
-        head = reader.read(HEAD)
+        head = reader.read_matrix(HEAD)
     else:
         whole = embedding if config.is_head_tied and EMBEDDING in names else target.head
-        head = whole if len(ids) == len(whole) else whole[ids]
+        head = whole if len(ids) == whole.shape[0] else take_rows(whole, ids)
 
     feature_norms = range(len(config.aux_layers) if config.has_feature_norms else 0)
     weights = DraftWeights(
         embedding=embedding,
-        fc=reader.read(FC) if config.aux_layers else None,
+        fc=reader.read_matrix(FC) if config.aux_layers else None,
         input_norm=reader.read(INPUT_NORM) if config.has_input_norm else None,
         feature_norms=tuple(reader.read(_feature_norm(index)) for index in feature_norms),
         hidden_norm=reader.read(HIDDEN_NORM),
@@ -110,10 +122,11 @@ def load_draft_weights(
 
 
 class _Reader:
-    """Reads tensors into the dtype and onto the device of `like`, and collects them for a check of
-    finiteness."""
+    """Reads tensors into the dtype and onto the device of `like`, matrices as `form` says, and collects them
+    for a check of finiteness."""
 
-    def __init__(self, tensors: TensorSource, like: torch.Tensor) -> None:
+    def __init__(self, tensors: TensorSource, like: torch.Tensor, form: DraftForm) -> None:
+        self._form: WeightForm = form
         self.finite = FiniteCheck(tensors)
         self._tensors = tensors
         self._like = like
@@ -131,9 +144,20 @@ class _Reader:
         self.finite.add(name, tensor)
         return tensor
 
-    def read_stacked(self, prefix: str, modules: str, suffix: str) -> torch.Tensor:
-        """One tensor of the rows of several modules' projections."""
-        return torch.cat([self.read(f"{prefix}.{module}_proj.{suffix}") for module in modules.split()])
+    def read_matrix(self, *names: str) -> Matrix:
+        """One matrix of the rows of several tensors."""
+        parts = [self.read(name) for name in names]
+        matrix = parts[0] if len(parts) == 1 else torch.cat(parts)
+        quantise = QUANTISERS.get(self._form)
+        return matrix if quantise is None else quantise(matrix)
+
+    def read_projection(self, prefix: str, modules: str) -> Matrix:
+        """One matrix of the rows of several modules' projections."""
+        return self.read_matrix(*(f"{prefix}.{module}_proj.weight" for module in modules.split()))
+
+    def read_biases(self, prefix: str, modules: str) -> torch.Tensor:
+        """The biases of several modules' projections, as one."""
+        return torch.cat([self.read(f"{prefix}.{module}_proj.bias") for module in modules.split()])
 
 
 def _read_layer(config: DraftConfig, reader: _Reader, index: int) -> LayerWeights:
@@ -142,16 +166,16 @@ def _read_layer(config: DraftConfig, reader: _Reader, index: int) -> LayerWeight
     has_bias, has_mlp_bias = config.has_attention_bias, config.has_mlp_bias
     return LayerWeights(
         input_norm=reader.read(f"{prefix}.input_layernorm.weight"),
-        qkv=reader.read_stacked(attention, "q k v", "weight"),
-        qkv_bias=reader.read_stacked(attention, "q k v", "bias") if has_bias else None,
+        qkv=reader.read_projection(attention, "q k v"),
+        qkv_bias=reader.read_biases(attention, "q k v") if has_bias else None,
         query_norm=None,
         key_norm=None,
-        output=reader.read(f"{attention}.o_proj.weight"),
+        output=reader.read_matrix(f"{attention}.o_proj.weight"),
         output_bias=reader.read(f"{attention}.o_proj.bias") if has_bias else None,
         mlp_norm=reader.read(f"{prefix}.post_attention_layernorm.weight"),
-        gate_up=reader.read_stacked(mlp, "gate up", "weight"),
-        gate_up_bias=reader.read_stacked(mlp, "gate up", "bias") if has_mlp_bias else None,
-        down=reader.read(f"{mlp}.down_proj.weight"),
+        gate_up=reader.read_projection(mlp, "gate up"),
+        gate_up_bias=reader.read_biases(mlp, "gate up") if has_mlp_bias else None,
+        down=reader.read_matrix(f"{mlp}.down_proj.weight"),
         down_bias=reader.read(f"{mlp}.down_proj.bias") if has_mlp_bias else None,
     )
 

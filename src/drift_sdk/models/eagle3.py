@@ -20,9 +20,15 @@ from drift_sdk.loading.random import RandomTensors
 from drift_sdk.loading.source import Source, name_role, resolve
 from drift_sdk.models.decoder import Decoder, rms_norm
 from drift_sdk.models.draft_config import DraftConfig, is_model_config
-from drift_sdk.models.draft_weights import DraftWeights, load_draft_weights, required_shapes, shareable_shapes
+from drift_sdk.models.draft_weights import (
+    DraftForm,
+    DraftWeights,
+    load_draft_weights,
+    required_shapes,
+    shareable_shapes,
+)
 from drift_sdk.models.kv_cache import KVCache
-from drift_sdk.models.linear import linear
+from drift_sdk.models.linear import embed, linear
 from drift_sdk.models.rope import rotary_tables, rotate
 from drift_sdk.models.tree_attention import StepRows
 from drift_sdk.progress import Report
@@ -58,6 +64,7 @@ class DraftDecoder:
         name: str | Path,
         target: Decoder,
         *,
+        form: DraftForm = "expanded",
         aux_layer_convention: str | None = None,
         cache_dir: str | Path | None = None,
         local_files_only: bool = False,
@@ -65,8 +72,8 @@ class DraftDecoder:
     ) -> Self:
         """A draft from a folder or, for a str alone, a hub id.
 
-        `aux_layer_convention` as in DraftConfig.from_hf. `report` is called with (stage, fraction) while
-        files are downloaded.
+        `form` as in `load_draft_weights`, `aux_layer_convention` as in DraftConfig.from_hf. `report` is
+        called with (stage, fraction) while files are downloaded.
 
         Raises ModelLoadError that says it is about the draft and names the file: for a file that is missing
         or broken, for a setting that is not implemented, for a draft that does not fit the target, and for a
@@ -79,11 +86,13 @@ class DraftDecoder:
             config = _read_config(source, target, aux_layer_convention)
             tensors = DraftTensors(source.path)
             ids = read_target_ids(tensors, config.vocab_size, config.draft_vocab_size)
-            return cls(config, load_draft_weights(config, tensors, ids, target.weights), target)
+            return cls(config, load_draft_weights(config, tensors, ids, target.weights, form), target)
 
     @classmethod
     @torch.inference_mode()
-    def random(cls, config: DraftConfig, target: Decoder, seed: int = 0) -> Self:
+    def random(
+        cls, config: DraftConfig, target: Decoder, seed: int = 0, *, form: DraftForm = "expanded"
+    ) -> Self:
         """A draft with random weights, the same for the same seed, with an embedding and a head that are not
         shared with the target. A reduced vocabulary is spread evenly over the target's."""
         shapes = required_shapes(config) | shareable_shapes(config)
@@ -91,7 +100,7 @@ class DraftDecoder:
         ids = (
             torch.arange(config.draft_vocab_size, device="cpu") * config.vocab_size // config.draft_vocab_size
         )
-        return cls(config, load_draft_weights(config, tensors, ids, target.weights), target)
+        return cls(config, load_draft_weights(config, tensors, ids, target.weights, form), target)
 
     @classmethod
     def load_random(
@@ -99,6 +108,7 @@ class DraftDecoder:
         name: str | Path,
         target: Decoder,
         *,
+        form: DraftForm = "expanded",
         aux_layer_convention: str | None = None,
         cache_dir: str | Path | None = None,
         local_files_only: bool = False,
@@ -114,7 +124,7 @@ class DraftDecoder:
         )
         with _explain_errors(source):
             config = _read_config(source, target, aux_layer_convention)
-        return cls.random(config, target)
+        return cls.random(config, target, form=form)
 
     @property
     def device(self) -> torch.device:
@@ -190,7 +200,7 @@ class DraftDecoder:
         hidden = features
         for index, layer in enumerate(weights.layers):
             if index == 0:
-                embedded = F.embedding(token_ids, weights.embedding)
+                embedded = embed(token_ids, weights.embedding, self.dtype)
                 normed = rms_norm(features, weights.hidden_norm, eps)
                 hidden = normed if self.config.is_residual_normed else features
                 inputs = torch.cat((rms_norm(embedded, layer.input_norm, eps), normed), dim=-1)

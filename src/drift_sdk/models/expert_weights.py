@@ -9,6 +9,8 @@ import torch
 from drift_sdk.loading.mxfp4 import BLOCK_BYTES, BLOCK_SIZE
 from drift_sdk.models.experts import ExpertMatrices, ExpertWeights, QuantisedMatrices
 from drift_sdk.models.experts_config import ExpertsConfig, ExpertStorage
+from drift_sdk.quantised.stacking import stack_rows
+from drift_sdk.quantised.weight import Matrix, QuantisedWeight
 
 __all__ = ["allocate_experts"]
 
@@ -27,11 +29,12 @@ def allocate_experts(
     layer: str,
     places: dict[str, torch.Tensor],
     empty: Callable[[tuple[int, ...], torch.dtype | None], torch.Tensor],
+    read: Callable[[str], QuantisedWeight | None],
 ) -> ExpertWeights:
     """Weights that are not initialised; `places` takes, for each stored tensor, the part that it fills.
 
     layer: the prefix of the layer's tensors. empty(shape, dtype) allocates a tensor; None: of the model's
-    dtype.
+    dtype. read(name): a projection of an expert, if it is to remain quantised.
     """
     module, router, _ = MODULES[config.storage]
     prefix = f"{layer}.{module}"
@@ -42,7 +45,7 @@ def allocate_experts(
 
     num_experts, size = config.num_experts, config.intermediate_size
     has_bias = config.has_bias
-    gate_up, down = _allocate_matrices(config, hidden_size, prefix, places, empty)
+    gate_up, down = _allocate_matrices(config, hidden_size, prefix, places, empty, read)
     return ExpertWeights(
         router=whole(f"{router}.weight", num_experts, hidden_size),
         router_bias=whole(f"{router}.bias", num_experts) if has_bias else None,
@@ -59,6 +62,7 @@ def _allocate_matrices(
     prefix: str,
     places: dict[str, torch.Tensor],
     empty: Callable[[tuple[int, ...], torch.dtype | None], torch.Tensor],
+    read: Callable[[str], QuantisedWeight | None],
 ) -> tuple[ExpertMatrices, ExpertMatrices]:
     """The gate and up, and the down projections."""
     num_experts, size = config.num_experts, config.intermediate_size
@@ -74,15 +78,33 @@ def _allocate_matrices(
 
         return quantised(gate, *gate_up_shape[1:]), quantised(down, *down_shape[1:])
 
+    names = [
+        [f"{prefix}.experts.{expert}.{name}.weight" for name in (gate, up, down)]
+        for expert in range(num_experts)
+    ]
+    found = {} if config.storage == "transposed" else {name: read(name) for each in names for name in each}
+    if any(weight is not None for weight in found.values()):
+
+        def part(name: str, *shape: int) -> Matrix:
+            weight = found[name]
+            if weight is not None:
+                return weight
+
+            places[name] = empty(shape, None)
+            return places[name]
+
+        shapes = (size, hidden_size), (size, hidden_size), (hidden_size, size)
+        matrices = [[part(name, *shape) for name, shape in zip(each, shapes, strict=True)] for each in names]
+        return tuple(stack_rows(each[:2]) for each in matrices), tuple(each[2] for each in matrices)
+
     gate_up_matrices, down_matrices = empty(gate_up_shape, None), empty(down_shape, None)
     if config.storage == "transposed":
         places[f"{prefix}.experts.{gate}"] = gate_up_matrices.transpose(1, 2)
         places[f"{prefix}.experts.{down}"] = down_matrices.transpose(1, 2)
         return gate_up_matrices, down_matrices
 
-    for expert in range(num_experts):
-        parts = {gate: gate_up_matrices[expert, :size], up: gate_up_matrices[expert, size:]}
-        parts[down] = down_matrices[expert]
-        places.update({f"{prefix}.experts.{expert}.{name}.weight": part for name, part in parts.items()})
+    for expert, each in enumerate(names):
+        parts = gate_up_matrices[expert, :size], gate_up_matrices[expert, size:], down_matrices[expert]
+        places.update(zip(each, parts, strict=True))
 
     return gate_up_matrices, down_matrices

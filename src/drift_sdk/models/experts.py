@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from drift_sdk.loading.mxfp4 import dequantise
 from drift_sdk.models.experts_config import ClampedGate, ExpertsConfig
 from drift_sdk.models.linear import linear
+from drift_sdk.quantised.weight import Matrix
 
 __all__ = [
     "ExpertMatrices",
@@ -36,8 +37,8 @@ class QuantisedMatrices:
     scales: torch.Tensor
 
 
-ExpertMatrices = torch.Tensor | QuantisedMatrices
-"""A matrix of each expert: [num_experts, out, in], or the same quantised."""
+ExpertMatrices = torch.Tensor | QuantisedMatrices | tuple[Matrix, ...]
+"""A matrix of each expert: [num_experts, out, in], the same in MXFP4, or one by one, quantised otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,7 @@ def _multiply(
 ) -> torch.Tensor:
     """The product [M, out] of x [M, in] with one expert's transposed matrix, plus its bias."""
     if isinstance(matrices, QuantisedMatrices):
-        matrix = dequantise(matrices.blocks[expert], matrices.scales[expert], x.dtype)
+        matrix: Matrix = dequantise(matrices.blocks[expert], matrices.scales[expert], x.dtype)
     else:
         matrix = matrices[expert]
 

@@ -9,10 +9,14 @@ import torch
 
 from drift_sdk.errors import ModelLoadError
 from drift_sdk.loading.mxfp4 import ScaleCheck
-from drift_sdk.loading.tensors import FiniteCheck, InPlaceSource, TensorSource, check_dtype
+from drift_sdk.loading.quantised_tensors import QuantisedSource
+from drift_sdk.loading.tensors import InPlaceSource, TensorSource, check_dtype
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.expert_weights import allocate_experts
 from drift_sdk.models.experts import ExpertWeights
+from drift_sdk.models.matrix_reader import QUANTISERS, MatrixReader, WeightForm, quantised_bytes
+from drift_sdk.quantised.stacking import stack_rows
+from drift_sdk.quantised.weight import Matrix, QuantisedWeight
 
 __all__ = [
     "DecoderWeights",
@@ -31,7 +35,7 @@ EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     """The weights of one layer. Query, key and value projections are one matrix, gate and up projections
-    another.
+    another. Matrices may be quantised.
 
     qkv:                    [(num_heads + 2 * num_kv_heads) * head_dim, hidden].
     output:                 [hidden, num_heads * head_dim].
@@ -45,16 +49,16 @@ class LayerWeights:
     """
 
     input_norm: torch.Tensor
-    qkv: torch.Tensor
+    qkv: Matrix
     qkv_bias: torch.Tensor | None
     query_norm: torch.Tensor | None
     key_norm: torch.Tensor | None
-    output: torch.Tensor
+    output: Matrix
     output_bias: torch.Tensor | None
     mlp_norm: torch.Tensor
-    gate_up: torch.Tensor
+    gate_up: Matrix
     gate_up_bias: torch.Tensor | None
-    down: torch.Tensor
+    down: Matrix
     down_bias: torch.Tensor | None
     attention_post_norm: torch.Tensor | None = None
     mlp_post_norm: torch.Tensor | None = None
@@ -64,12 +68,13 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """All weights. embedding and head: [vocab, hidden], one tensor if tied. final_norm: [hidden]."""
+    """All weights. embedding and head: [vocab, hidden], one matrix if tied; they may be quantised.
+    final_norm: [hidden]."""
 
-    embedding: torch.Tensor
+    embedding: Matrix
     layers: tuple[LayerWeights, ...]
     final_norm: torch.Tensor
-    head: torch.Tensor
+    head: Matrix
 
 
 def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
@@ -78,10 +83,32 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     return {name: tuple(place.shape) for name, place in places.items()}
 
 
-def weight_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
-    """Bytes of the weights of a model of these shapes in `dtype`; quantised weights keep their own."""
-    _, places = _allocate(config, torch.device("meta"), dtype)
-    return sum(place.nbytes for place in places.values())
+def weight_bytes(
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    form: WeightForm = "expanded",
+    tensors: TensorSource | None = None,
+) -> int:
+    """Bytes of the weights of a model of these shapes in `dtype` and `form`, MXFP4 experts in their own; of
+    weights that are stored quantised, the most that they may take.
+
+    tensors: for the form "stored", the files; little more than their headers is read.
+    """
+    projections: dict[str, bool] = {}
+
+    def note(name: str, is_projection: bool) -> None:
+        projections[name] = is_projection
+
+    _, places = _allocate(config, torch.device("meta"), dtype, note)
+    sizes = {name: place.nbytes for name, place in places.items()}
+    for name, is_projection in projections.items():
+        if form in QUANTISERS and is_projection:
+            rows, columns = places[name].shape
+            sizes[name] = quantised_bytes(rows, columns, form)
+        elif form == "stored" and isinstance(tensors, QuantisedSource):
+            num_bytes = tensors.quantised_bytes(name)
+            sizes[name] = sizes[name] if num_bytes is None else num_bytes
+    return sum(sizes.values())
 
 
 def load_weights(
@@ -90,10 +117,11 @@ def load_weights(
     *,
     device: torch.device,
     dtype: torch.dtype,
+    form: WeightForm = "expanded",
     on_tensor: Callable[[int, int], None] | None = None,
     check_bytes: Callable[[int], None] | None = None,
 ) -> DecoderWeights:
-    """Weights in `dtype` on `device`.
+    """Weights on `device`, in `dtype` or as `form` says.
 
     on_tensor(num_loaded, num_tensors) is called after each tensor.
     check_bytes(num_bytes) is called before memory is allocated, with the amount, and may raise.
@@ -109,24 +137,33 @@ def load_weights(
         )
 
     if check_bytes is not None:
-        check_bytes(weight_bytes(config, dtype))
+        check_bytes(weight_bytes(config, dtype, form, tensors))
+
+    num_tensors, num_loaded = len(tensor_shapes(config)), 0
+
+    def count() -> None:
+        nonlocal num_loaded
+        num_loaded += 1
+        if on_tensor is not None:
+            on_tensor(num_loaded, num_tensors)
+
+    reader = MatrixReader(tensors, form, device=device, dtype=dtype, on_read=count)
     try:
-        weights, places = _allocate(config, device, dtype)
+        weights, places = _allocate(config, device, dtype, reader.read)
     except RuntimeError as error:  # torch.OutOfMemoryError is a RuntimeError
-        size = f"{weight_bytes(config, dtype) / 2**30:.1f} GiB"
+        size = f"{weight_bytes(config, dtype, form, tensors) / 2**30:.1f} GiB"
         raise ModelLoadError(
             f"{tensors.location}: not enough memory on {device} for {size} of weights: {error}"
         ) from error
 
-    finite, scales = FiniteCheck(tensors), ScaleCheck(tensors)
-    for num_loaded, (name, place) in enumerate(places.items(), start=1):
+    finite, scales = reader.finite, ScaleCheck(tensors)
+    for name, place in places.items():
         _fill(place, tensors, name)
         if place.dtype != torch.uint8:
             finite.add(name, place)
         elif name.endswith("_scales"):
             scales.add(name, place)
-        if on_tensor is not None:
-            on_tensor(num_loaded, len(places))
+        count()
 
     finite.finish()
     scales.finish()
@@ -193,10 +230,19 @@ def meta_weights(config: DecoderConfig, dtype: torch.dtype) -> DecoderWeights:
     return _allocate(config, torch.device("meta"), dtype)[0]
 
 
+def _no_matrix(name: str, is_projection: bool) -> None:
+    """Reads nothing: all matrices are numbers of the model's dtype."""
+
+
 def _allocate(
-    config: DecoderConfig, device: torch.device, dtype: torch.dtype
+    config: DecoderConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    read: Callable[[str, bool], QuantisedWeight | None] = _no_matrix,
 ) -> tuple[DecoderWeights, dict[str, torch.Tensor]]:
     """Weights that are not initialised, and for each stored tensor the part of them that it fills.
+
+    read(name, is_projection): a matrix, if it is to be quantised. It takes no part in the second result.
 
     Longer than other functions: it is the list of all tensors of a model.
     """
@@ -207,20 +253,40 @@ def _allocate(
         places[name] = torch.empty(shape, dtype=dtype, device=device)
         return places[name]
 
+    def matrix(name: str, rows: int, columns: int, *, is_projection: bool = True) -> Matrix:
+        weight = read(name, is_projection)
+        return whole(name, rows, columns) if weight is None else weight
+
     def stacked(suffix: str, rows: dict[str, int], *columns: int) -> torch.Tensor:
         tensor = torch.empty((sum(rows.values()), *columns), dtype=dtype, device=device)
         parts = torch.split(tensor, list(rows.values()))
         places.update({f"{name}.{suffix}": part for name, part in zip(rows, parts, strict=True)})
         return tensor
 
-    def projection(prefix: str, fused: str, rows: dict[str, int], suffix: str, *columns: int) -> torch.Tensor:
+    def projection(prefix: str, fused: str, rows: dict[str, int]) -> Matrix:
         if config.has_fused_projections:
-            return whole(f"{prefix}.{fused}.{suffix}", sum(rows.values()), *columns)
+            return matrix(f"{prefix}.{fused}.weight", sum(rows.values()), hidden)
 
-        return stacked(suffix, {f"{prefix}.{name}": size for name, size in rows.items()}, *columns)
+        names = {f"{prefix}.{name}": size for name, size in rows.items()}
+        weights = {name: read(f"{name}.weight", True) for name in names}
+        if not any(weights.values()):
+            return stacked("weight", names, hidden)
+
+        return stack_rows(
+            [weights[name] or whole(f"{name}.weight", size, hidden) for name, size in names.items()]
+        )
+
+    def projection_bias(prefix: str, fused: str, rows: dict[str, int]) -> torch.Tensor:
+        if config.has_fused_projections:
+            return whole(f"{prefix}.{fused}.bias", sum(rows.values()))
+
+        return stacked("bias", {f"{prefix}.{name}": size for name, size in rows.items()})
 
     def empty(shape: tuple[int, ...], of: torch.dtype | None) -> torch.Tensor:
         return torch.empty(shape, dtype=of or dtype, device=device)
+
+    def read_expert(name: str) -> QuantisedWeight | None:
+        return read(name, True)
 
     def layer(index: int) -> LayerWeights:
         prefix = f"model.layers.{index}"
@@ -235,17 +301,17 @@ def _allocate(
         mlp_norm = "pre_feedforward_layernorm" if has_post_norms else "post_attention_layernorm"
         return LayerWeights(
             input_norm=whole(f"{prefix}.input_layernorm.weight", hidden),
-            qkv=projection(*qkv, "weight", hidden),
-            qkv_bias=projection(*qkv, "bias") if config.has_qkv_bias else None,
+            qkv=projection(*qkv),
+            qkv_bias=projection_bias(*qkv) if config.has_qkv_bias else None,
             query_norm=whole(f"{attention}.q_norm.weight", config.head_dim) if has_norms else None,
             key_norm=whole(f"{attention}.k_norm.weight", config.head_dim) if has_norms else None,
-            output=whole(f"{attention}.o_proj.weight", hidden, query_size),
+            output=matrix(f"{attention}.o_proj.weight", hidden, query_size),
             output_bias=whole(f"{attention}.o_proj.bias", hidden) if config.has_output_bias else None,
             mlp_norm=whole(f"{prefix}.{mlp_norm}.weight", hidden),
-            gate_up=projection(*gate_up, "weight", hidden) if has_mlp else empty((0, hidden), None),
-            gate_up_bias=projection(*gate_up, "bias") if has_mlp_bias else None,
+            gate_up=projection(*gate_up) if has_mlp else empty((0, hidden), None),
+            gate_up_bias=projection_bias(*gate_up) if has_mlp_bias else None,
             down=(
-                whole(f"{mlp}.down_proj.weight", hidden, config.intermediate_size)
+                matrix(f"{mlp}.down_proj.weight", hidden, config.intermediate_size)
                 if has_mlp
                 else empty((hidden, 0), None)
             ),
@@ -257,14 +323,18 @@ def _allocate(
                 whole(f"{prefix}.post_feedforward_layernorm.weight", hidden) if has_post_norms else None
             ),
             sinks=whole(f"{attention}.sinks", config.num_heads) if config.has_sinks else None,
-            experts=None if experts is None else allocate_experts(experts, hidden, prefix, places, empty),
+            experts=None
+            if experts is None
+            else allocate_experts(experts, hidden, prefix, places, empty, read_expert),
         )
 
-    embedding = whole(EMBEDDING, config.vocab_size, hidden)
+    embedding = matrix(EMBEDDING, config.vocab_size, hidden, is_projection=False)
     weights = DecoderWeights(
         embedding=embedding,
         layers=tuple(layer(index) for index in range(config.num_layers)),
         final_norm=whole(FINAL_NORM, hidden),
-        head=embedding if config.is_head_tied else whole(HEAD, config.vocab_size, hidden),
+        head=embedding
+        if config.is_head_tied
+        else matrix(HEAD, config.vocab_size, hidden, is_projection=False),
     )
     return weights, places

@@ -62,6 +62,7 @@ def _load_draft(
     return load(
         speculation.draft,
         target,
+        form=speculation.draft_weights or "expanded",
         aux_layer_convention=speculation.aux_layer_convention,
         cache_dir=config.cache_dir,
         local_files_only=config.local_files_only,

@@ -79,7 +79,7 @@ def choose_executor(
     if config.executor == "eager":
         obstacle: str | None = 'executor="eager"'
     else:
-        obstacle = _device_obstacle(device) or _model_obstacle(model)
+        obstacle = _device_obstacle(device) or _model_obstacle(model, config)
         if obstacle is None:
             _check_graph_speculation(config)
             return "graph", None
@@ -146,8 +146,11 @@ def open_graph_executor(
     allows or the KV cache does not fit. acceptance_trace, stages: for measuring, see `GraphOptions`.
     """
     # Imported only here: they need Triton and the driver.
+    from drift_sdk.execution.forward.kernel_weights import arrange_decoder
     from drift_sdk.execution.graph.executor import GraphOptions, StartupHooks
     from drift_sdk.startup.gemm_tuning import engine_table
+
+    arrange_decoder(decoder, drafter_factory.draft)
 
     def fit_blocks(num_graphs: int) -> int:
         reserve = RESERVE_BYTES + num_graphs * decoder.config.num_layers * GRAPH_BYTES_PER_LAYER
@@ -259,9 +262,9 @@ def _device_obstacle(device: torch.device) -> str | None:
     return None
 
 
-def _model_obstacle(model: DecoderConfig | None) -> str | None:
+def _model_obstacle(model: DecoderConfig | None, config: EngineConfig) -> str | None:
     """Why the graph executor cannot run a model; None if it can."""
-    lacking = () if model is None else options_without_graphs(model)
+    lacking = () if model is None else options_without_graphs(model, config)
     return f"CUDA graphs do not support {', '.join(lacking)} of this model" if lacking else None
 
 

@@ -124,9 +124,7 @@ def weights_to_tune(target: DecoderWeights, draft: DraftWeights | None) -> Itera
         yield WeightToTune(shape=shape, tensors=tensors[key])
 
 
-def _products(
-    target: DecoderWeights, draft: DraftWeights | None
-) -> Iterator[tuple[Tensor | None, bool, bool]]:
+def _products(target: DecoderWeights, draft: DraftWeights | None) -> Iterator[tuple[object, bool, bool]]:
     """Each weight, whether its product is gated, and whether it is used whole."""
     yield from _layer_products(target.layers)
     yield target.head, False, True
@@ -136,7 +134,7 @@ def _products(
         yield draft.head, False, False
 
 
-def _layer_products(layers: Iterable[LayerWeights]) -> Iterator[tuple[Tensor | None, bool, bool]]:
+def _layer_products(layers: Iterable[LayerWeights]) -> Iterator[tuple[object, bool, bool]]:
     for layer in layers:
         for weight in (layer.qkv, layer.output, layer.down):
             yield weight, False, False

@@ -27,6 +27,7 @@ from drift_sdk.startup.model_startup import (
     load_text,
     read_config,
 )
+from drift_sdk.startup.weight_form import choose_weight_form, stored_scheme
 
 __all__ = ["inspect_model"]
 
@@ -60,7 +61,7 @@ class Inspection:
 
         has_tokenizer = self._try(lambda: self._has_tokenizer)
         has_template = None if shapes is None else self._try(lambda: self._has_template(shapes))
-        held = None if shapes is None or dtype is None else weight_bytes(shapes, dtype)
+        held = None if shapes is None or dtype is None else self._try(lambda: self._held(shapes, dtype))
         kv_bytes = None if shapes is None or dtype is None else kv_values_per_token(shapes) * dtype.itemsize
         size: KVSize | None = None
         if device is not None and held is not None and kv_bytes is not None and shapes is not None:
@@ -95,6 +96,16 @@ class Inspection:
             if str(error) not in self._reasons:
                 self._reasons.append(str(error))
             return None
+
+    def _held(self, shapes: DecoderConfig, dtype: torch.dtype) -> int:
+        """Bytes of the weights in memory. Of quantised weights that are not downloaded: the size of their
+        files."""
+        form = choose_weight_form(self._config, shapes)
+        if form != "stored" or stored_scheme(self._config, shapes) is None:
+            return weight_bytes(shapes, dtype, form)
+
+        stored = self._found.stored_bytes() if self._found.missing else None
+        return stored or weight_bytes(shapes, dtype, form, self._found.source.tensors())
 
     @property
     def _has_tokenizer(self) -> bool:

@@ -38,6 +38,7 @@ from drift_sdk.startup.executor_factory import (
     open_graph_executor,
 )
 from drift_sdk.startup.kv_sizing import KVDemand, check_model_len, gib
+from drift_sdk.startup.weight_form import choose_weight_form, stored_scheme
 from drift_sdk.steps import ExecutorLimits
 from drift_sdk.text.chat import ChatTemplate
 from drift_sdk.text.no_tokenizer import NoTokenizer
@@ -224,7 +225,9 @@ def _check_shapes(source: Source, config: EngineConfig, device: torch.device, dt
     decoder_config = read_config(source, config)
     choose_executor(config, device, decoder_config)
     check_model_len(config, decoder_config.max_position_embeddings)
-    DeviceMemory(device, config).check_weights(weight_bytes(decoder_config, dtype))
+    form = choose_weight_form(config, decoder_config)
+    if form != "stored" or stored_scheme(config, decoder_config) is None:  # else files have the sizes
+        DeviceMemory(device, config).check_weights(weight_bytes(decoder_config, dtype, form))
 
 
 def use_threads(num_threads: int | None) -> None:
@@ -351,11 +354,13 @@ def _default_params(source: Source) -> SamplingParams:
 
 def _load_decoder(weights: _Weights, config: EngineConfig, memory: DeviceMemory, report: Report) -> Decoder:
     report("load weights", 0.0)
+    form = choose_weight_form(config, weights.config)
     if config.load == "random":
         return Decoder.random(
             weights.config,
             device=weights.device,
             dtype=weights.dtype,
+            form=form,
             check_bytes=memory.check_weights,
         )
 
@@ -364,6 +369,7 @@ def _load_decoder(weights: _Weights, config: EngineConfig, memory: DeviceMemory,
         weights.source.tensors(),
         device=weights.device,
         dtype=weights.dtype,
+        form=form,
         on_tensor=lambda done, total: report("load weights", done / total),
         check_bytes=memory.check_weights,
     )

@@ -11,6 +11,7 @@ from drift_sdk._kernels.common.launch_order import (
     access_of,
     checked_launches,
     note,
+    note_kernel,
     note_library_kernel,
 )
 from drift_sdk._kernels.slots.input_ring import advance
@@ -138,6 +139,17 @@ def test_torch_kernels_wait_and_count_as_writers() -> None:
     with pytest.raises(LaunchOrderError, match="k2 reads x before it waits: torch may still be writing it"):
         launches.add("k2", READER, {"x": other, "out": None})
     note_library_kernel(other)  # outside `checked_launches`, where nothing is checked
+
+
+def test_kernels_of_cuda_programs_are_checked() -> None:
+    plan, other = torch.zeros(2, 8)
+    with checked_launches():
+        note_kernel("k0", WRITER, {"x": None, "out": plan})
+        with pytest.raises(LaunchOrderError, match="k1 reads x before it waits"):
+            note_kernel("k1", READER, {"x": plan, "out": None})
+        note_kernel("k1", WRITER, {"x": None, "out": other})
+        note_kernel("k2", READER, {"x": plan, "out": None})
+    note_kernel("k3", READER, {"x": other, "out": None})  # nothing is checked any more
 
 
 def test_early_triggers_keep_earlier_writers_in_the_check() -> None:

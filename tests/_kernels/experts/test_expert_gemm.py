@@ -2,6 +2,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from expert_matrices import (
+    CLAMPED,
+    LARGEST,
+    assert_rows_near,
+    dense_matrix,
+    drawn,
+    poisoned,
+    quantised_matrix,
+    routed,
+)
 from tolerances import assert_near
 
 from drift_sdk._kernels.experts.expert_gemm import expert_multiply, expert_multiply_reference
@@ -22,9 +32,6 @@ from drift_sdk.loading.mxfp4 import dequantise
 pytestmark = pytest.mark.kernel
 
 CONFIG = ExpertGemmConfig(32, 16, 32, 2, 4)
-CLAMPED = ClampedActivation(1.702, 7.0)
-LARGEST = 8.0
-"""An upper bound of most sums."""
 
 # Rows, experts, experts of a row, columns of the output, inner dimension.
 SHAPES = ((1, 4, 2, 33, 64), (9, 3, 2, 64, 96), (40, 3, 1, 16, 160), (5, 6, 6, 40, 32))
@@ -38,58 +45,6 @@ def shapes() -> tuple[tuple[int, int, int, int, int], ...]:
 def dtypes() -> tuple[torch.dtype, ...]:
     """Types that can be tested. The interpreter multiplies bfloat16 as if its bits were integers."""
     return (torch.float32, torch.bfloat16) if torch.cuda.is_available() else (torch.float32,)
-
-
-def routed(num_rows: int, num_experts: int, num_active: int, device: str) -> ExpertRows:
-    """Random experts and weights; every fourth row is padding."""
-
-    def take(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.full(shape, torch.nan if dtype.is_floating_point else -9, dtype=dtype, device=device)
-
-    generator = torch.Generator().manual_seed(num_rows)
-    rows = ExpertRows.take(take, num_rows, num_experts, num_active)
-    experts = torch.rand(num_rows, num_experts, generator=generator).topk(num_active).indices
-    experts[3::4] = -1
-    rows.experts.copy_(experts)
-    rows.shares.copy_(torch.rand(num_rows, num_active, generator=generator))
-    list_rows(rows)
-    return rows
-
-
-def drawn(*shape: int, dtype: torch.dtype, device: str) -> torch.Tensor:
-    generator = torch.Generator(device).manual_seed(shape[-1])
-    return torch.randn(shape, generator=generator, device=device).to(dtype)
-
-
-def dense_matrix(
-    num_experts: int, num_columns: int, inner: int, dtype: torch.dtype, device: str
-) -> ExpertMatrix:
-    values = drawn(num_experts, num_columns, inner, dtype=dtype, device=device) * inner**-0.5
-    return ExpertMatrix(values, None, drawn(num_experts, num_columns, dtype=dtype, device=device))
-
-
-def quantised_matrix(
-    num_experts: int, num_columns: int, inner: int, dtype: torch.dtype, device: str
-) -> tuple[ExpertMatrix, torch.Tensor]:
-    """A matrix in MXFP4, and the same dequantised."""
-    generator = torch.Generator().manual_seed(inner)
-    shape = num_experts, num_columns, inner // 32
-    blocks = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8).to(device)
-    scales = torch.randint(118, 124, shape, generator=generator, dtype=torch.uint8).to(device)
-    bias = drawn(num_experts, num_columns, dtype=dtype, device=device)
-    return ExpertMatrix(blocks.flatten(2), scales, bias), dequantise(blocks, scales, dtype)
-
-
-def poisoned(*shape: int, dtype: torch.dtype, device: str) -> torch.Tensor:
-    return torch.full(shape, torch.nan, dtype=dtype, device=device)
-
-
-def assert_rows_near(found: torch.Tensor, expected: torch.Tensor, inner: int) -> None:
-    """Rows of padding must not have been written: both are NaN there. The error of a gated product grows with
-    the other factor."""
-    num_roundings = 0 if found.dtype == torch.float32 else 4
-    magnitude = max(LARGEST, expected.nan_to_num().abs().max().item())
-    assert_near(found, expected, inner=inner, depth=2, magnitude=magnitude, num_roundings=num_roundings)
 
 
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)

@@ -18,7 +18,9 @@ from drift_sdk._kernels.attention.prefill_attention import prefill_attention_con
 from drift_sdk._kernels.attention.prefill_tiles import prefill_tiles
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.device.workspace import Workspace
+from drift_sdk.execution.forward import prefill
 from drift_sdk.execution.forward.decode import DecodeForward, Rows, attention_groups
+from drift_sdk.execution.forward.kernel_weights import KernelWeight, arrange_decoder
 from drift_sdk.execution.forward.kv_cache import PagedKVCache
 from drift_sdk.execution.forward.model_resources import ModelResources
 from drift_sdk.execution.forward.prefill import PrefillForward
@@ -27,6 +29,7 @@ from drift_sdk.execution.forward.row_attention import ChunkAttention, RowAttenti
 from drift_sdk.execution.forward.step_buffers import HiddenStates
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.matrix_reader import WeightForm
 from drift_sdk.steps import ExecutorLimits
 
 pytestmark = pytest.mark.kernel
@@ -117,9 +120,12 @@ class Passes:
     is_exact: whether prompts get the bits of decoding.
     """
 
-    def __init__(self, config: DecoderConfig, *, is_exact: bool) -> None:
+    def __init__(self, config: DecoderConfig, form: WeightForm = "expanded", *, is_exact: bool) -> None:
         self.is_exact = is_exact
-        self.decoder, self.eager = (drawn_decoder(config, device, seed=5) for device in (DEVICE, "cpu"))
+        self.decoder, self.eager = (
+            drawn_decoder(config, device, seed=5, form=form) for device in (DEVICE, "cpu")
+        )
+        arrange_decoder(self.decoder)
         blocks_each = MAX_MODEL_LEN // BLOCK_SIZE + 1
         limits = ExecutorLimits(
             vocab_size=config.vocab_size,
@@ -228,3 +234,26 @@ def test_passes_equal_those_of_the_eager_decoder(name: str, is_exact: bool) -> N
 
         passes.poison(VERIFIED)
         passes.compare(VERIFIED, 3)
+
+
+@pytest.mark.parametrize("form", ["fp8", "int4"])
+@pytest.mark.parametrize("has_few_rows", [True, False])
+def test_passes_with_quantised_weights_equal_those_of_the_eager_decoder(
+    form: WeightForm, has_few_rows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefill multiplies by the quantised weights for few rows, and expands them for many."""
+    if not has_few_rows:
+        monkeypatch.setattr(prefill, "MAX_KERNEL_ROWS", 0)
+    config = tiny(
+        "granite", hidden_size=64, intermediate_size=64, num_hidden_layers=1, mlp_bias=True, **GRANITE
+    )
+    passes = Passes(config, form, is_exact=False)
+    for layer in passes.decoder.weights.layers:
+        matrices = layer.qkv, layer.gate_up, layer.down
+        assert all(isinstance(matrix, KernelWeight) for matrix in matrices)
+        # Its 16 columns are no multiple of 64.
+        assert isinstance(layer.output, torch.Tensor)
+    with torch.inference_mode():
+        passes.compare(PROMPT_STEPS[0], None)
+        passes.is_exact = True
+        passes.compare(PROMPT_STEPS[1], None)

@@ -32,6 +32,7 @@ __all__ = [
     "Launches",
     "access_of",
     "checked_launches",
+    "note_kernel",
     "note_library_kernel",
 ]
 
@@ -210,9 +211,17 @@ def checked_launches() -> Iterator[None]:
 
 def note_library_kernel(out: Tensor) -> None:
     """Add a kernel of torch's, just launched, to the launches being checked. `out`: the tensor it writes."""
+    note_kernel("a kernel of torch", LIBRARY, {"out": out})
+
+
+def note_kernel(name: str, access: KernelAccess, arguments: Mapping[str, object]) -> None:
+    """Add a kernel that is not Triton's, just launched, to the launches being checked.
+
+    arguments: values by the names that `access` uses.
+    """
     launches: Launches | None = getattr(_current, "launches", None)
     if launches is not None:
-        launches.add("a kernel of torch", LIBRARY, {"out": out})
+        launches.add(name, access, arguments)
 
 
 _current = threading.local()

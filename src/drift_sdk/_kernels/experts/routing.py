@@ -31,6 +31,7 @@ from drift_sdk._kernels.common.launching import launch_options, start_dependents
 
 __all__ = [
     "ExpertRows",
+    "check_rows",
     "choose_experts",
     "choose_experts_reference",
     "list_rows",
@@ -224,10 +225,8 @@ def list_rows(rows: ExpertRows) -> None:
 
     Raises ValueError for another shape, type or layout than ExpertRows states.
     """
+    check_rows(rows)
     num_rows, num_experts, num_active = rows.num_rows, rows.num_experts, rows.num_active
-    check_tensor("experts", rows.experts, (num_rows, num_active), torch.int32)
-    check_tensor("pairs", rows.pairs, (num_experts, num_rows), torch.int32)
-    check_tensor("counts", rows.counts, (num_experts,), torch.int32)
     _list_rows[(num_experts,)](
         experts_ptr=rows.experts,
         pairs_ptr=rows.pairs,
@@ -239,6 +238,15 @@ def list_rows(rows: ExpertRows) -> None:
         num_warps=4,
         **launch_options(),
     )
+
+
+def check_rows(rows: ExpertRows) -> None:
+    num_rows, num_experts, num_active = rows.num_rows, rows.num_experts, rows.num_active
+    check_range("num_active", num_active, 1, num_experts)
+    check_tensor("experts", rows.experts, (num_rows, num_active), torch.int32)
+    check_tensor("shares", rows.shares, (num_rows, num_active), torch.float32)
+    check_tensor("pairs", rows.pairs, (num_experts, num_rows), torch.int32)
+    check_tensor("counts", rows.counts, (num_experts,), torch.int32)
 
 
 def choose_experts_reference(

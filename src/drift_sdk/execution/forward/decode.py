@@ -13,11 +13,14 @@ from drift_sdk._kernels.layers.rope_store import rotate_and_store
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.attention_groups import AttentionGroups, AttentionShape
 from drift_sdk.execution.forward.expert_forward import ExpertForward
+from drift_sdk.execution.forward.kernel_weights import KernelWeight
 from drift_sdk.execution.forward.model_resources import ModelResources
+from drift_sdk.execution.forward.quantised_products import multiply_gated, multiply_quantised
 from drift_sdk.execution.forward.residual_stream import ResidualStream, norm_kind
 from drift_sdk.execution.forward.row_attention import RowAttention
 from drift_sdk.execution.forward.step_buffers import HiddenStates, LayerBuffers, take_gate_up, take_partials
 from drift_sdk.models.weights import LayerWeights
+from drift_sdk.quantised.weight import Matrix, dense
 
 __all__ = ["DecodeForward", "Rows", "attention_groups"]
 
@@ -82,7 +85,7 @@ class DecodeForward:
         self._stream = ResidualStream(model.decoder, hidden_states, self._buffers.normed)
         self.hidden_states = hidden_states
         self.normed = self._buffers.normed
-        self._experts = ExpertForward.take(model, rows.slot, self.normed, workspace)
+        self._experts = ExpertForward.take(model, rows.slot, self.normed, workspace, is_decoding=True)
 
     def run(self) -> None:
         """Record the kernels of all layers."""
@@ -94,7 +97,7 @@ class DecodeForward:
             product = self._multiply(buffers.attended.view(self._num_rows, -1), layer.output)
             stream.add_attention(index, product, layer.output_bias)
             if self._experts is not None and layer.experts is not None:
-                stream.add_mlp(index, self._experts.run(layer.experts))
+                stream.add_mlp(index, self._experts.run(layer.experts, index))
                 continue
 
             self._activate(layer)
@@ -138,7 +141,11 @@ class DecodeForward:
         """Fill `activated` with the gated activation of the normalised rows."""
         normed, activated, dtype = self._buffers.normed, self._buffers.activated, self._decoder.dtype
         activation = self._decoder.config.activation
-        weight = layer.gate_up
+        if isinstance(layer.gate_up, KernelWeight):
+            multiply_gated(self._workspace, normed, layer.gate_up, activated, activation, layer.gate_up_bias)
+            return
+
+        weight = dense(layer.gate_up)
         if layer.gate_up_bias is None:
             config = self._gemm(weight, is_gated=True).config(self._num_rows)
             gate_up = None
@@ -153,10 +160,14 @@ class DecodeForward:
             total = total + part
         glu((total + layer.gate_up_bias).to(dtype), activated, activation)
 
-    def _multiply(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Partial sums [num_partials, R, N] of x times weight transposed, valid until the next product."""
+    def _multiply(self, x: Tensor, matrix: Matrix) -> Tensor:
+        """Partial sums [num_partials, R, N] of x times matrix transposed, valid until the next product."""
+        if isinstance(matrix, KernelWeight):
+            return multiply_quantised(self._workspace, x, matrix)
+
+        weight = dense(matrix)
         config = self._gemm(weight).config(self._num_rows)
-        partials = take_partials(self._workspace, config, self._num_rows, weight.shape[0])
+        partials = take_partials(self._workspace, config.num_partials, self._num_rows, weight.shape[0])
         if not fastest_multiply(x, weight, partials, config):
             self._tuned.refuse(*weight.shape)
         return partials

@@ -17,10 +17,13 @@ from drift_sdk._kernels.layers.rope_store import rotate_and_store
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.decode import Rows
 from drift_sdk.execution.forward.draft_kv_cache import DraftKVCache
+from drift_sdk.execution.forward.kernel_weights import KernelWeight
+from drift_sdk.execution.forward.quantised_products import multiply_gated, multiply_quantised
 from drift_sdk.execution.forward.step_buffers import take_partials
 from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
 from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.models.weights import LayerWeights
+from drift_sdk.quantised.weight import Matrix, dense
 
 __all__ = ["Attend", "DraftForward"]
 
@@ -87,7 +90,7 @@ class DraftForward:
             rows.token,
             rows.position,
             features,
-            weights.embedding,
+            dense(weights.embedding),
             weights.layers[0].input_norm,
             weights.hidden_norm,
             hidden,
@@ -108,10 +111,14 @@ class DraftForward:
                 product = self.multiply(self._activated(layer, normed), layer.down)
                 add_norm(hidden, product, next_norm, normed, eps=eps, bias=layer.down_bias)
 
-    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x [R, in] times weight [out, in] transposed: fp32 partial sums [num_partials, R, out], to be added
-        in order, for at most MAX_MULTIPLY_ROWS rows; the whole product [R, out] for more. Valid until the
-        next product."""
+    def multiply(self, x: Tensor, matrix: Matrix) -> Tensor:
+        """x [R, in] times matrix [out, in] transposed: fp32 partial sums [num_partials, R, out], to be added
+        in order, for at most MAX_MULTIPLY_ROWS rows or a quantised matrix; else the whole product [R, out].
+        Valid until the next product."""
+        if isinstance(matrix, KernelWeight):
+            return multiply_quantised(self._workspace, x, matrix)
+
+        weight = dense(matrix)
         num_rows, num_columns = x.shape[0], weight.shape[0]
         if num_rows > MAX_MULTIPLY_ROWS:
             product = torch.mm(x, weight.T, out=self._take("draft_product", num_rows, num_columns))
@@ -119,7 +126,7 @@ class DraftForward:
             return product
 
         config = self._tuned.gemm(*weight.shape).config(num_rows)
-        partials = take_partials(self._workspace, config, num_rows, num_columns)
+        partials = take_partials(self._workspace, config.num_partials, num_rows, num_columns)
         multiply(x, weight, partials, config)
         return partials
 
@@ -148,7 +155,12 @@ class DraftForward:
         """The gated activation [R, intermediate] of the normalised rows [R, hidden]."""
         num_rows, size = normed.shape[0], self._draft.config.intermediate_size
         activated = self._take("draft_activated", num_rows, size)
-        weight, bias = layer.gate_up, layer.gate_up_bias
+        bias = layer.gate_up_bias
+        if isinstance(layer.gate_up, KernelWeight):
+            multiply_gated(self._workspace, normed, layer.gate_up, activated, "silu", bias)
+            return activated
+
+        weight = dense(layer.gate_up)
         if bias is None and num_rows <= MAX_MULTIPLY_ROWS:
             gemm = self._tuned.gemm(*weight.shape, is_gated=True)
             gated_multiply(normed, weight, activated, gemm.config(num_rows))

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
+from drift_sdk._kernels.experts.cuda_products import (
+    cuda_expert_multiply,
+    cuda_gated_expert_multiply,
+    has_cuda_product,
+)
+from drift_sdk._kernels.experts.cuda_routing import cuda_route, has_cuda_route
 from drift_sdk._kernels.experts.expert_gemm import expert_multiply
 from drift_sdk._kernels.experts.expert_tiles import ExpertMatrix, expert_gemm_config
 from drift_sdk._kernels.experts.gated_expert_gemm import ClampedActivation, gated_expert_multiply
@@ -15,14 +22,16 @@ from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.model_resources import ModelResources
 from drift_sdk.models.experts import ExpertMatrices, ExpertWeights, QuantisedMatrices
 from drift_sdk.models.experts_config import ExpertsConfig
+from drift_sdk.quantised.weight import dense
 
-__all__ = ["ExpertForward"]
+__all__ = ["ExpertForward", "take_counts"]
 
 
 class ExpertForward:
     """Kernels that compute the experts of R rows. A row gets the bits that it gets alone.
 
-    Prefill and decode passes use the same kernels, so that a row has the same experts in both.
+    Decode passes, and prefill passes with the bits of decoding, use the kernels that are fastest for few
+    rows; other prefill passes use those for many. The bits of the two differ.
     """
 
     def __init__(
@@ -32,12 +41,17 @@ class ExpertForward:
         row_slot: Tensor,
         normed: Tensor,
         workspace: Workspace,
+        *,
+        num_layers: int,
+        max_scale: int | None,
     ) -> None:
-        """row_slot [R] int32, -1 for a padding row. normed [R, hidden]: the rows that `run` reads."""
+        """row_slot [R] int32, -1 for a padding row. normed [R, hidden]: the rows that `run` reads.
+        max_scale: the largest scale of MXFP4 weights, for kernels of few rows; None: kernels of many."""
         num_rows, hidden_size = normed.shape
         self._config, self._tuned, self._row_slot, self._normed = config, tuned, row_slot, normed
-        self._workspace = workspace
+        self._workspace, self._max_scale = workspace, max_scale
         self._rows = ExpertRows.take(workspace.take, num_rows, config.num_experts, config.num_active)
+        self._counts = take_counts(workspace, num_layers, config.num_experts)
         self._gemm = expert_gemm_config(self._rows, normed.dtype)
         gate = config.clamped_gate
         self._activation = None if gate is None else ClampedActivation(gate.alpha, gate.limit)
@@ -51,31 +65,63 @@ class ExpertForward:
 
     @classmethod
     def take(
-        cls, model: ModelResources, row_slot: Tensor, normed: Tensor, workspace: Workspace
+        cls,
+        model: ModelResources,
+        row_slot: Tensor,
+        normed: Tensor,
+        workspace: Workspace,
+        *,
+        is_decoding: bool,
     ) -> ExpertForward | None:
         """The experts of a model; None if it has none. The other arguments as in `__init__`."""
         config = model.decoder.config.experts
-        return None if config is None else cls(config, model.tuned, row_slot, normed, workspace)
+        if config is None:
+            return None
 
-    def run(self, weights: ExpertWeights) -> Tensor:
-        """Record the kernels of one layer.
+        return cls(
+            config,
+            model.tuned,
+            row_slot,
+            normed,
+            workspace,
+            num_layers=model.decoder.config.num_layers,
+            max_scale=model.decoder.max_expert_scale if is_decoding else None,
+        )
+
+    def run(self, weights: ExpertWeights, index: int) -> Tensor:
+        """Record the kernels of layer `index`.
 
         Returns partial sums [num_active, R, hidden] float32, valid until the next layer: the shares of a
         row's experts in its output, in order. Those of padding rows are undefined.
         """
-        self._choose(weights)
-        list_rows(self._rows)
+        rows = structs.replace(self._rows, counts=self._counts[index])
+        self._route(weights, rows)
+        normed, activated, partials = self._normed, self._activated, self._partials
         gate_up = _matrix(weights.gate_up, weights.gate_up_bias)
-        gated_expert_multiply(
-            self._normed, gate_up, self._rows, self._activated, self._gemm, self._activation
-        )
+        activation = self._activation
+        if activation is not None and self._has_cuda_product(gate_up):
+            cuda_gated_expert_multiply(normed, gate_up, rows, activated, activation)
+        else:
+            gated_expert_multiply(normed, gate_up, rows, activated, self._gemm, activation)
         down = _matrix(weights.down, weights.down_bias)
-        expert_multiply(self._activated, down, self._rows, self._partials, self._gemm)
-        return self._partials
+        if self._has_cuda_product(down):
+            cuda_expert_multiply(activated, down, rows, partials)
+        else:
+            expert_multiply(activated, down, rows, partials, self._gemm)
+        return partials
 
-    def _choose(self, weights: ExpertWeights) -> None:
-        """Fill the experts of the rows and their shares."""
+    def _has_cuda_product(self, matrix: ExpertMatrix) -> bool:
+        return self._max_scale is not None and has_cuda_product(matrix, self._normed.dtype, self._max_scale)
+
+    def _route(self, weights: ExpertWeights, rows: ExpertRows) -> None:
+        """Fill `rows`: the experts of each row, their shares, and the rows of each expert."""
         normed, router = self._normed, weights.router
+        is_normalised = self._config.is_normalised
+        if self._max_scale is not None and has_cuda_route(router, rows.num_active):
+            bias = weights.router_bias
+            cuda_route(normed, router, bias, self._row_slot, rows, is_normalised=is_normalised)
+            return
+
         config = self._tuned.gemm(*router.shape).config(normed.shape[0])
         shape = (config.num_partials, normed.shape[0], router.shape[0])
         logits = self._workspace.take("expert_logits", shape, torch.float32)
@@ -84,10 +130,17 @@ class ExpertForward:
             logits,
             weights.router_bias,
             self._row_slot,
-            self._rows,
-            is_normalised=self._config.is_normalised,
+            rows,
+            is_normalised=is_normalised,
             dtype=normed.dtype,
         )
+        list_rows(rows)
+
+
+def take_counts(workspace: Workspace, num_layers: int, num_experts: int) -> Tensor:
+    """The number of rows of each expert in each layer of the latest pass, [num_layers, E] int32. Those of
+    layers without experts are undefined."""
+    return workspace.take("expert_counts", (num_layers, num_experts), torch.int32)
 
 
 def _matrix(matrices: ExpertMatrices, bias: Tensor | None) -> ExpertMatrix:
@@ -95,4 +148,4 @@ def _matrix(matrices: ExpertMatrices, bias: Tensor | None) -> ExpertMatrix:
     if isinstance(matrices, QuantisedMatrices):
         return ExpertMatrix(matrices.blocks.flatten(2), matrices.scales, bias)
 
-    return ExpertMatrix(matrices, None, bias)
+    return ExpertMatrix(dense(matrices), None, bias)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 import torch
 from torch import Tensor
 
@@ -12,12 +14,20 @@ from drift_sdk._kernels.layers.rope_store import rotate_and_store
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.decode import Rows
 from drift_sdk.execution.forward.expert_forward import ExpertForward
+from drift_sdk.execution.forward.kernel_weights import KernelWeight
 from drift_sdk.execution.forward.model_resources import ModelResources
+from drift_sdk.execution.forward.quantised_products import expand, multiply_gated, multiply_quantised
 from drift_sdk.execution.forward.residual_stream import ResidualStream, norm_kind
 from drift_sdk.execution.forward.step_buffers import HiddenStates, LayerBuffers, take_gate_up
 from drift_sdk.models.weights import LayerWeights
+from drift_sdk.quantised.weight import Matrix, dense
 
 __all__ = ["PrefillForward"]
+
+
+MAX_KERNEL_ROWS = 512
+"""Most rows for which products with quantised weights do not expand them first. Expanding reads a weight and
+writes it in two bytes a number, which more rows than this pay for."""
 
 
 class PrefillForward:
@@ -25,6 +35,7 @@ class PrefillForward:
     layers.
 
     Fast and not exact: cuBLAS chooses its kernels by the number of rows, so a row's bits may depend on it.
+    For many rows, quantised weights are expanded one by one, which rounds each number to the storage type.
 
     hidden_states: of the rows, filled by `run`.
     """
@@ -41,6 +52,7 @@ class PrefillForward:
         """block_table [S, max_blocks] int32. hidden_states: of as many rows as `rows` has."""
         decoder, config, num_rows = model.decoder, model.decoder.config, rows.slot.shape[0]
         self._decoder, self._cache, self._layers = decoder, model.cache, model.layers
+        self._num_rows, self._workspace = num_rows, workspace
         self._rows, self._tiles, self._block_table = rows, tiles, block_table
         self._attention = prefill_attention_config(config.head_dim, decoder.dtype)
         self.hidden_states = hidden_states
@@ -53,34 +65,36 @@ class PrefillForward:
         self._qkv = take("prefill_qkv", (config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
         self._gate_up = take_gate_up(workspace, num_rows, 2 * config.mlp_size, decoder.dtype)
         self._delta = take("prefill_delta", config.hidden_size)
-        self._experts = ExpertForward.take(model, rows.slot, self._buffers.normed, workspace)
+        self._experts = ExpertForward.take(
+            model, rows.slot, self._buffers.normed, workspace, is_decoding=False
+        )
 
     def run(self) -> None:
         """Record the kernels of all layers."""
-        decoder, rows, stream, buffers = self._decoder, self._rows, self._stream, self._buffers
+        rows, stream, buffers = self._rows, self._stream, self._buffers
         attended = buffers.attended.flatten(1)
         stream.embed(rows.token, rows.slot)
         for index, layer in self._layers(self.hidden_states.aux_layers):
-            _multiply(buffers.normed, layer.qkv, layer.qkv_bias, self._qkv)
             self._attend(layer, index)
-            _multiply(attended, layer.output, layer.output_bias, self._delta)
-            stream.add_attention(index, self._delta)
+            stream.add_attention(
+                index, *self._multiply(attended, layer.output, layer.output_bias, self._delta)
+            )
             if self._experts is not None and layer.experts is not None:
-                stream.add_mlp(index, self._experts.run(layer.experts))
+                stream.add_mlp(index, self._experts.run(layer.experts, index))
                 continue
 
-            _multiply(buffers.normed, layer.gate_up, layer.gate_up_bias, self._gate_up)
-            glu(self._gate_up, buffers.activated, decoder.config.activation)
-            _multiply(buffers.activated, layer.down, layer.down_bias, self._delta)
-            stream.add_mlp(index, self._delta)
+            self._activate(layer)
+            down = self._multiply(buffers.activated, layer.down, layer.down_bias, self._delta)
+            stream.add_mlp(index, *down)
 
     def _attend(self, layer: LayerWeights, index: int) -> None:
         """Store keys and values, and fill `attended`."""
         rows, cache, buffers, config = self._rows, self._cache, self._buffers, self._decoder.config
         keys, values = cache.keys[index], cache.values[index]
         cos, sin = cache.rotations[index]
+        product, bias = self._multiply(buffers.normed, layer.qkv, layer.qkv_bias, self._qkv)
         rotate_and_store(
-            self._qkv,
+            product,
             rows.slot,
             rows.position,
             self._block_table,
@@ -89,6 +103,7 @@ class PrefillForward:
             buffers.query,
             keys,
             values,
+            bias=bias,
             query_norm=layer.query_norm,
             key_norm=layer.key_norm,
             eps=config.rms_norm_eps,
@@ -107,11 +122,45 @@ class PrefillForward:
             sinks=layer.sinks,
         )
 
+    def _activate(self, layer: LayerWeights) -> None:
+        """Fill `activated` with the gated activation of the normalised rows."""
+        buffers, activation = self._buffers, self._decoder.config.activation
+        if self._is_by_kernel(layer.gate_up):
+            multiply_gated(
+                self._workspace,
+                buffers.normed,
+                layer.gate_up,
+                buffers.activated,
+                activation,
+                layer.gate_up_bias,
+            )
+            return
 
-def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """out [N, out] = x [N, in] times weight [out, in] transposed, plus bias [out]."""
-    if bias is None:
-        torch.mm(x, weight.T, out=out)
-    else:
-        torch.addmm(bias, x, weight.T, out=out)
-    note_library_kernel(out)
+        self._multiply(buffers.normed, layer.gate_up, layer.gate_up_bias, self._gate_up)
+        glu(self._gate_up, buffers.activated, activation)
+
+    def _multiply(
+        self, x: Tensor, matrix: Matrix, bias: Tensor | None, out: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """x [R, in] times matrix [out, in] transposed, plus bias [out].
+
+        Returns `out` and None; or, of a quantised matrix and few rows, partial sums and the bias that remains
+        to be added.
+        """
+        if self._is_by_kernel(matrix):
+            return multiply_quantised(self._workspace, x, matrix), bias
+
+        if isinstance(matrix, KernelWeight):
+            weight = expand(self._workspace, matrix, x.dtype)
+        else:
+            weight = dense(matrix)
+        if bias is None:
+            torch.mm(x, weight.T, out=out)
+        else:
+            torch.addmm(bias, x, weight.T, out=out)
+        note_library_kernel(out)
+        return out, None
+
+    def _is_by_kernel(self, matrix: Matrix) -> TypeGuard[KernelWeight]:
+        """Whether the kernels multiply by the quantised matrix, without expanding it."""
+        return isinstance(matrix, KernelWeight) and self._num_rows <= MAX_KERNEL_ROWS

@@ -10,6 +10,7 @@ from drift_sdk._kernels.layers.rms_norm import NormKind
 from drift_sdk.execution.forward.step_buffers import HiddenStates
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.quantised.weight import dense
 
 __all__ = ["ResidualStream", "norm_kind"]
 
@@ -43,7 +44,7 @@ class ResidualStream:
         embed_norm(
             token,
             slot,
-            self._weights.embedding,
+            dense(self._weights.embedding),
             self._weights.layers[0].input_norm,
             hidden_states.final,
             self.normed,

@@ -8,7 +8,6 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.gemm.gemm import GemmConfig
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.models.decoder import Decoder
 
@@ -86,7 +85,7 @@ def take_gate_up(workspace: Workspace, num_rows: int, num_columns: int, dtype: t
     return workspace.take("gate_up", (num_rows, num_columns), dtype)
 
 
-def take_partials(workspace: Workspace, config: GemmConfig, num_rows: int, num_columns: int) -> Tensor:
-    """A buffer [config.num_partials, num_rows, num_columns] fp32 for the partial sums of a matrix product.
-    The next product overwrites it."""
-    return workspace.take("partials", (config.num_partials, num_rows, num_columns), torch.float32)
+def take_partials(workspace: Workspace, num_partials: int, num_rows: int, num_columns: int) -> Tensor:
+    """A buffer [num_partials, num_rows, num_columns] fp32 for the partial sums of a matrix product. The next
+    product overwrites it."""
+    return workspace.take("partials", (num_partials, num_rows, num_columns), torch.float32)

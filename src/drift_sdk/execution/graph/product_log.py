@@ -82,7 +82,7 @@ class ProductLog:
         return Counter(_layer_products("", self._decoder.weights.layers, num_rows))
 
     def _head(self, num_rows: int) -> Products:
-        return Counter([_product("head", self._decoder.weights.head, num_rows)])
+        return Counter(_product("head", self._decoder.weights.head, num_rows))
 
     def _drafted(self, num_slots: int, num_drafts: int) -> Products:
         """The products that draft: of each draft its head, and between drafts its layers."""
@@ -92,7 +92,7 @@ class ProductLog:
         weights = self._draft.weights
         found: Products = Counter()
         for depth in range(num_drafts):
-            found.update(_few(_product("draft head", weights.head, num_slots)))
+            found.update(_few(*_product("draft head", weights.head, num_slots)))
             if depth > 0:
                 found.update(_few(*_layer_products("draft ", weights.layers, num_slots)))
         return found
@@ -105,7 +105,7 @@ class ProductLog:
             weights = self._draft.weights
             found.update(_few(*_layer_products("draft ", weights.layers, num_rows)))
             if weights.fc is not None:
-                found.update(_few(_product("draft fc", weights.fc, num_rows)))
+                found.update(_few(*_product("draft fc", weights.fc, num_rows)))
         return found
 
 
@@ -118,18 +118,24 @@ def _layer_products(prefix: str, layers: Sequence[LayerWeights], num_rows: int) 
     for layer in layers:
         for role in ("qkv", "output", "gate_up", "down"):
             weight = getattr(layer, role)
-            if isinstance(weight, Tensor) and weight.numel() > 0:
-                is_gated = role == "gate_up" and layer.gate_up_bias is None
-                yield _product(prefix + role, weight, num_rows, is_gated=is_gated)
+            is_gated = role == "gate_up" and layer.gate_up_bias is None
+            yield from _product(prefix + role, weight, num_rows, is_gated=is_gated)
 
 
-def _product(role: str, weight: Tensor, num_rows: int, *, is_gated: bool = False) -> LoggedProduct:
+def _product(role: str, weight: object, num_rows: int, *, is_gated: bool = False) -> list[LoggedProduct]:
+    """The product by a weight; none by an empty or a quantised one, which has no tuned table."""
+    if not isinstance(weight, Tensor) or weight.numel() == 0:
+        return []
+
     num_columns, inner = weight.shape
-    return LoggedProduct(
-        role=role,
-        num_rows=num_rows,
-        num_columns=num_columns,
-        inner=inner,
-        is_gated=is_gated,
-        dtype=str(weight.dtype).removeprefix("torch."),
-    )
+    dtype = str(weight.dtype).removeprefix("torch.")
+    return [
+        LoggedProduct(
+            role=role,
+            num_rows=num_rows,
+            num_columns=num_columns,
+            inner=inner,
+            is_gated=is_gated,
+            dtype=dtype,
+        )
+    ]

@@ -10,13 +10,16 @@ from torch import Tensor
 from drift_sdk._kernels.commit.commit import commit
 from drift_sdk._kernels.commit.simulated_commit import SimulatedRounds, commit_simulated
 from drift_sdk._kernels.gemm.cublas_gemm import fastest_multiply
+from drift_sdk._kernels.quantised.quantised_gemm import quantised_multiply
 from drift_sdk._kernels.sampling.sample_buffers import SampleBuffers
 from drift_sdk._kernels.sampling.sampled_rows import sample_rows
 from drift_sdk._kernels.slots.input_ring import copy_masks
 from drift_sdk.execution.forward.decode import Rows
+from drift_sdk.execution.forward.kernel_weights import KernelWeight
 from drift_sdk.execution.forward.model_resources import ModelResources
 from drift_sdk.execution.resources import DeviceResources
 from drift_sdk.execution.stages import forward_stage
+from drift_sdk.quantised.weight import dense
 
 __all__ = ["SampleCommit"]
 
@@ -52,7 +55,6 @@ class SampleCommit:
         num_words = resources.table.columns.stop_bits.shape[1]
         self._masks = workspace.take("masks", (num_rows, num_words), torch.int32)
         self._tuned = model.tuned
-        self._gemm = self._tuned.gemm(*head.shape, is_whole=True).config(num_rows)
 
     def run(self, normed: Tensor, *, has_draft_masks: bool = False) -> None:
         """Launch everything from the product with `head` to the commit.
@@ -61,12 +63,22 @@ class SampleCommit:
         mask each in the ring; with has_draft_masks they have one for every row, in the ring's draft masks.
         """
         with self._stages(forward_stage(self._rows_per_slot - 1)):
-            if not fastest_multiply(normed, self._head, self._logits[:1], self._gemm):
-                self._tuned.refuse(*self._head.shape)
+            self._multiply(normed)
         with self._stages("accept"):
             self._choose(has_draft_masks)
         with self._stages("commit"):
             self._commit()
+
+    def _multiply(self, normed: Tensor) -> None:
+        """Fill the logits of rows [R, H]."""
+        if isinstance(self._head, KernelWeight):
+            quantised_multiply(normed, self._head.packed, self._logits[:1])
+            return
+
+        head = dense(self._head)
+        gemm = self._tuned.gemm(head.shape[0], head.shape[1], is_whole=True)
+        if not fastest_multiply(normed, head, self._logits[:1], gemm.config(normed.shape[0])):
+            self._tuned.refuse(head.shape[0], head.shape[1])
 
     def _choose(self, has_draft_masks: bool) -> None:
         rows, columns, ring = self._rows, self._table.columns, self._ring

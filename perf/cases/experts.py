@@ -1,0 +1,206 @@
+"""Cases of experts: routing, the lists of their rows, and their products."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from drift_sdk._kernels.experts.cuda_products import (
+    CudaTiles,
+    cuda_expert_multiply,
+    cuda_gated_expert_multiply,
+    cuda_tiles,
+    has_cuda_product,
+)
+from drift_sdk._kernels.experts.expert_gemm import expert_multiply
+from drift_sdk._kernels.experts.expert_tiles import ExpertGemmConfig, ExpertMatrix, expert_gemm_config
+from drift_sdk._kernels.experts.gated_expert_gemm import ClampedActivation, gated_expert_multiply
+from drift_sdk._kernels.experts.routing import ExpertRows, choose_experts, list_rows
+from drift_sdk._kernels.gemm.tuning import TunedTable
+from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.experts_config import ExpertsConfig
+from perf.cases.case import Case, Prepared
+from perf.cases.gemm import ITEMSIZE
+from perf.harness.shapes import MXFP4_BYTES, Model
+
+__all__ = ["DOWN", "GATE_UP", "ROUTES", "expert_cases", "prepare_product", "product_bytes", "routed"]
+
+ROUTES = 12
+"""Different choices of experts in a step. Most of their weights are in no cache, as those of other layers."""
+SCALES = range(116, 124)
+"""Of MXFP4 weights: powers of two around 1/64."""
+GATE_UP, DOWN = "gate_up of experts", "down of experts"
+
+
+def expert_cases(model: Model, row_counts: tuple[int, ...], table: TunedTable, device: str) -> Iterator[Case]:
+    """Yield cases of routing, of row lists and of both products, for experts chosen at random; in bfloat16 or
+    MXFP4. None for a model without experts.
+
+    A product's bytes are those of the experts that the rows have, on average. The table has no influence.
+    """
+    experts = model.config.experts
+    if experts is None:
+        return
+
+    for num_rows in row_counts:
+        pairs = num_rows * experts.num_active
+        for kernel, prepare, num_bytes in (
+            ("choose experts", prepare_choice, num_rows * experts.num_experts * 4),
+            ("list rows", prepare_lists, pairs * 8),
+        ):
+            yield Case(
+                kernel=kernel,
+                shape=f"{experts.num_active} of {experts.num_experts}",
+                num_rows=num_rows,
+                num_bytes=num_bytes,
+                num_flops=0.0,
+                prepare=partial(prepare, experts, num_rows, device),
+            )
+    for kernel in (GATE_UP, DOWN):
+        columns, inner = matrix_shape(model.config, experts, kernel)
+        for num_rows in row_counts:
+            yield Case(
+                kernel=kernel,
+                shape=f"{experts.num_experts}x{columns}x{inner}",
+                num_rows=num_rows,
+                num_bytes=product_bytes(model, kernel, num_rows),
+                num_flops=2 * num_rows * experts.num_active * columns * inner,
+                prepare=partial(prepare_product, model, kernel, num_rows, device),
+            )
+
+
+def matrix_shape(config: DecoderConfig, experts: ExpertsConfig, kernel: str) -> tuple[int, int]:
+    """Return rows and columns of an expert's matrix."""
+    if kernel == GATE_UP:
+        return 2 * experts.intermediate_size, config.hidden_size
+
+    return config.hidden_size, experts.intermediate_size
+
+
+def product_bytes(model: Model, kernel: str, num_rows: int) -> float:
+    """Return the bytes of the matrices of the experts that `num_rows` rows have on average."""
+    experts = model.config.experts
+    assert experts is not None
+    columns, inner = matrix_shape(model.config, experts, kernel)
+    itemsize = MXFP4_BYTES if experts.is_quantised else ITEMSIZE
+    return model.spread_experts(num_rows) * columns * inner * itemsize
+
+
+def routed(
+    experts: ExpertsConfig, num_rows: int, device: str, number: int = ROUTES
+) -> list[tuple[ExpertRows, Tensor, Tensor]]:
+    """Return several choices of experts for `num_rows` rows: the lists, and the logits and slots."""
+
+    def take(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    made = []
+    for _ in range(number):
+        rows = ExpertRows.take(take, num_rows, experts.num_experts, experts.num_active)
+        logits = torch.randn(1, num_rows, experts.num_experts, device=device)
+        slot = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        choose(rows, logits, slot)
+        list_rows(rows)
+        made.append((rows, logits, slot))
+    return made
+
+
+def choose(rows: ExpertRows, logits: Tensor, slot: Tensor) -> None:
+    choose_experts(logits, None, slot, rows, is_normalised=True, dtype=torch.bfloat16)
+
+
+def prepare_choice(experts: ExpertsConfig, num_rows: int, device: str) -> Prepared:
+    """Make the inputs of `choose_experts`."""
+    made = routed(experts, num_rows, device)
+
+    def step() -> None:
+        for rows, logits, slot in made:
+            choose(rows, logits, slot)
+
+    return Prepared(step, len(made), tuple(rows.shares for rows, _, _ in made))
+
+
+def prepare_lists(experts: ExpertsConfig, num_rows: int, device: str) -> Prepared:
+    """Make the inputs of `list_rows`."""
+    made = routed(experts, num_rows, device)
+
+    def step() -> None:
+        for rows, _, _ in made:
+            list_rows(rows)
+
+    # The counts, viewed as float32 to be filled with NaN: the bits of counts are those of finite numbers.
+    return Prepared(step, len(made), tuple(rows.counts.view(torch.float32) for rows, _, _ in made))
+
+
+def prepare_product(
+    model: Model,
+    kernel: str,
+    num_rows: int,
+    device: str,
+    tiles: ExpertGemmConfig | CudaTiles | None = None,
+    *,
+    num_routes: int = ROUTES,
+) -> Prepared:
+    """Make the inputs of a product: random rows and matrices, and several choices of experts.
+
+    tiles: of a kernel of Triton or of CUDA C++; None: those that the engine takes for decoding.
+    """
+    experts = model.config.experts
+    assert experts is not None
+    made = routed(experts, num_rows, device, num_routes)
+    columns, inner = matrix_shape(model.config, experts, kernel)
+    matrix = random_matrix(experts, columns, inner, device)
+    if tiles is None:
+        tiles = default_tiles(made[0][0], matrix)
+    num_pairs = num_rows * experts.num_active
+    if kernel == GATE_UP:
+        x = torch.randn(num_rows, inner, device=device).to(torch.bfloat16)
+        out = torch.empty(num_pairs, columns // 2, dtype=torch.bfloat16, device=device)
+        gate = experts.clamped_gate
+        activation = None if gate is None else ClampedActivation(gate.alpha, gate.limit)
+
+        def call(rows: ExpertRows) -> None:
+            if isinstance(tiles, CudaTiles) and activation is not None:
+                cuda_gated_expert_multiply(x, matrix, rows, out, activation, tiles)
+            elif isinstance(tiles, ExpertGemmConfig):
+                gated_expert_multiply(x, matrix, rows, out, tiles, activation)
+    else:
+        x = torch.randn(num_pairs, inner, device=device).to(torch.bfloat16)
+        out = torch.empty(experts.num_active, num_rows, columns, device=device)
+
+        def call(rows: ExpertRows) -> None:
+            if isinstance(tiles, CudaTiles):
+                cuda_expert_multiply(x, matrix, rows, out, tiles)
+            else:
+                expert_multiply(x, matrix, rows, out, tiles)
+
+    def step() -> None:
+        for rows, _, _ in made:
+            call(rows)
+
+    return Prepared(step, len(made), (out,))
+
+
+def default_tiles(rows: ExpertRows, matrix: ExpertMatrix) -> ExpertGemmConfig | CudaTiles:
+    """Return the tiles that the engine takes for decoding these rows."""
+    if has_cuda_product(matrix, torch.bfloat16, SCALES.stop):
+        return cuda_tiles(rows)
+
+    return expert_gemm_config(rows, torch.bfloat16)
+
+
+def random_matrix(experts: ExpertsConfig, columns: int, inner: int, device: str) -> ExpertMatrix:
+    """Return matrices [E, columns, inner] of random numbers, in MXFP4 if the experts are."""
+    shape = experts.num_experts, columns, inner
+    if not experts.is_quantised:
+        values = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(0.0, inner**-0.5)
+        return ExpertMatrix(values, None, None)
+
+    codes = torch.randint(0, 256, (*shape[:2], inner // 2), dtype=torch.uint8, device=device)
+    scale_shape = (*shape[:2], inner // 32)
+    scales = torch.randint(SCALES.start, SCALES.stop, scale_shape, dtype=torch.uint8, device=device)
+    bias = torch.zeros(shape[:2], dtype=torch.bfloat16, device=device)
+    return ExpertMatrix(codes, scales, bias if experts.has_bias else None)

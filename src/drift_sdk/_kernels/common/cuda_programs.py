@@ -1,0 +1,119 @@
+"""CUDA C++ kernels of this package: compiled by NVRTC, kept on disk, and launched in torch's stream."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from ctypes import c_float, c_int
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import torch
+from cuda.bindings import driver
+from cuda.core import Device, LaunchConfig, Program, ProgramOptions, Stream, launch
+from cuda.core.utils import FileStreamProgramCache
+from msgspec import Struct
+from torch import Tensor
+
+from drift_sdk._kernels.common.launching import cache_folder, uses_pdl
+from drift_sdk._kernels.common.parallel_compile import is_recording
+
+__all__ = ["CudaKernel", "compile_kernel", "has_compiler", "launch_kernel"]
+
+log = logging.getLogger("drift_sdk")
+
+MAX_CACHE_BYTES = 2**28
+"""Compiled programs take about 50 KB each; those not read for longest are removed."""
+
+
+class CudaKernel(Struct, frozen=True):
+    """A kernel of a program that is compiled for chosen macros.
+
+    package, files: the program, files of a package one after the other. name: of the kernel, which is
+    declared as extern "C". macros: names and values.
+    """
+
+    package: str
+    files: tuple[str, ...]
+    name: str
+    macros: tuple[tuple[str, str], ...]
+
+
+@cache
+def has_compiler() -> bool:
+    """Whether NVRTC is installed; warns once if it is not."""
+    try:
+        program = Program('extern "C" __global__ void nothing() {}', "c++")
+    except Exception as error:  # cuda.pathfinder raises its own errors
+        log.warning("CUDA C++ kernels are not used, which is slower: %s", str(error).splitlines()[0])
+        return False
+
+    program.close()
+    return True
+
+
+@cache
+def compile_kernel(kernel: CudaKernel, device_index: int, shared_bytes: int) -> Any:
+    """The kernel for a GPU, ready for launches with at most `shared_bytes` of dynamic shared memory.
+
+    A program is looked up on disk by its text, its options and the compiler's version.
+    """
+    arch = Device(device_index).arch
+    folder = resources.files(kernel.package)
+    source = "".join(folder.joinpath(file).read_text("utf-8") for file in kernel.files)
+    target = f"sm_{arch}a" if int(arch) >= 90 else f"sm_{arch}"  # "a": with wgmma
+    options = ProgramOptions(
+        name=kernel.files[-1], std="c++17", arch=target, define_macro=list(kernel.macros)
+    )
+    programs = FileStreamProgramCache(cache_folder() / "cuda_programs", max_size_bytes=MAX_CACHE_BYTES)
+    program = Program(source, "c++", options)
+    try:
+        compiled = program.compile("cubin", cache=programs).get_kernel(kernel.name)
+    finally:
+        program.close()
+    if shared_bytes:
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        (error,) = driver.cuKernelSetAttribute(attribute, shared_bytes, compiled.handle, device_index)
+        if error != driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"{kernel.files[-1]}: {shared_bytes} bytes of shared memory: {error.name}")
+
+    return compiled
+
+
+def launch_kernel(
+    compiled: Any,
+    grid: Sequence[int],
+    num_threads: int,
+    shared_bytes: int,
+    *arguments: Tensor | int | float | None,
+    cluster: int | None = None,
+) -> None:
+    """Launch in torch's current stream, with programmatic dependent launch where the GPU has it. Nothing is
+    launched where launches are only recorded (parallel_compile.py).
+
+    grid: numbers of CTAs; of clusters of `cluster` CTAs where that is given.
+    arguments: tensors as pointers, None as a null pointer, numbers as int and float.
+    """
+    if is_recording():
+        return
+
+    config = LaunchConfig(
+        grid=tuple(grid),
+        cluster=cluster,
+        block=num_threads,
+        shmem_size=shared_bytes,
+        programmatic_stream_serialization=uses_pdl(),
+    )
+    stream = Stream.from_handle(torch.cuda.current_stream().cuda_stream)
+    launch(stream, config, compiled, *map(_argument, arguments))
+
+
+def _argument(value: Tensor | int | float | None) -> Any:
+    if value is None:
+        return 0
+
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+
+    return c_float(value) if isinstance(value, float) else c_int(value)

@@ -1,0 +1,179 @@
+"""Products of MXFP4 experts in CUDA C++ for a few rows: those of expert_gemm.py and gated_expert_gemm.py.
+
+Triton's kernels convert MXFP4 at 1.2 TB/s on an H200, because layouts of their tiles change on the way to the
+MMA. Here the 16 bytes that a lane loads are its own fragments (expert_products.cu), and conversion costs two
+instructions an element. Weights in bfloat16 need no conversion; Triton's kernels read them faster.
+
+Order of summation: a program's eight warps take chunks of 128 inner indices by turns, sum them by tensor
+cores in ascending order, and their sums are added in ascending order. It is the same for any number of rows
+and any tiles, and another than that of Triton's kernels. Weights are converted exactly; scales above
+MAX_SCALE are left to Triton's kernels.
+
+Grid: as many CTAs as the GPU holds at once. Each goes through tiles of the weight, for up to 32 pairs of an
+expert, and copies the next tile's weights to shared memory while it computes one. Measured on an H200, with
+64 rows of gpt-oss-120b: 1.7 TB/s with a tile for each CTA; 2.4 where a tile's weights are loaded to registers
+during the one before, since a wait for some of them waits for all.
+
+Bytes: as expert_gemm.py. An expert with more rows than a tile is read several times, mostly from the L2
+cache.
+
+Dependent launch: the product of gate and up projections waits first, as its rows are listed right before.
+The down projection copies its first weights before it waits. Both permit dependents after their last weights.
+"""
+
+from __future__ import annotations
+
+import torch
+from msgspec import Struct
+from torch import Tensor
+
+from drift_sdk._kernels.common.arguments import check_tensor
+from drift_sdk._kernels.common.launch_order import KernelAccess, note_kernel
+from drift_sdk._kernels.experts.expert_tiles import ExpertMatrix, check_expert_rows, check_matrix
+from drift_sdk._kernels.experts.gated_expert_gemm import ClampedActivation
+from drift_sdk._kernels.experts.routing import ExpertRows
+
+__all__ = [
+    "MAX_SCALE",
+    "NUM_THREADS",
+    "PACKAGE",
+    "CudaTiles",
+    "cuda_expert_multiply",
+    "cuda_gated_expert_multiply",
+    "cuda_tiles",
+    "has_cuda_product",
+]
+
+MAX_SCALE = 128
+"""The largest scale of MXFP4 weights: 2 ** (scale - 1) is a bfloat16, which a number is multiplied by."""
+
+GATED_ACCESS = KernelAccess(frozenset(), frozenset({"out"}), False)
+DOWN_ACCESS = KernelAccess(frozenset({"counts", "pairs"}), frozenset({"out"}), False)
+
+MAX_EXPERTS = 1024
+NUM_THREADS, NUM_WARPS, WARP_SIZE = 256, 8, 32
+CHUNK, LANE_BYTES = 128, 16
+"""Inner indices of a chunk; bytes of a row that a lane has of it."""
+PACKAGE = "drift_sdk._kernels.experts"
+ROW_TILE = 16
+"""Rows of a tile of the weight."""
+
+
+class CudaTiles(Struct, frozen=True):
+    """Tiles of a product. No result depends on them.
+
+    weight_tiles: tiles of 16 rows of the weight that a CTA has. row_tiles: tiles of 8 pairs, up to 4.
+    num_ctas: CTAs of a multiprocessor, which bounds their registers. max_stages: the most chunks of a warp
+    that shared memory has room for.
+    """
+
+    weight_tiles: int = 2
+    row_tiles: int = 1
+    num_ctas: int = 3
+    max_stages: int = 3
+
+    def num_stages(self, inner: int) -> int:
+        """Chunks of a warp in shared memory: not more than those of a tile and one of the next."""
+        return min(self.max_stages, -(-inner // (NUM_WARPS * CHUNK)) + 1)
+
+    def shared_bytes(self, inner: int) -> int:
+        """Dynamic shared memory of a CTA."""
+        return self.num_stages(inner) * NUM_THREADS * self.weight_tiles * 2 * LANE_BYTES
+
+    def num_items(self, rows: ExpertRows, num_weight_rows: int) -> int:
+        """The most tiles of rows times tiles of the weight, whatever the experts of the rows are."""
+        num_pairs = rows.num_rows * rows.num_active
+        num_used = min(rows.num_experts, num_pairs)
+        num_row_tiles = num_used + (num_pairs - num_used) // (8 * self.row_tiles)
+        return num_row_tiles * -(-num_weight_rows // (self.weight_tiles * ROW_TILE))
+
+
+def cuda_tiles(rows: ExpertRows) -> CudaTiles:
+    """Return the tiles for a number of rows."""
+    rows_per_expert = rows.num_rows * rows.num_active / rows.num_experts
+    return CudaTiles() if rows_per_expert <= 5 else CudaTiles(weight_tiles=4, row_tiles=2, num_ctas=1)
+
+
+def has_cuda_product(matrix: ExpertMatrix, dtype: torch.dtype, max_scale: int) -> bool:
+    """Whether this module computes products with a matrix. max_scale: the largest of the matrix's scales."""
+    is_mxfp4 = matrix.scales is not None and max_scale <= MAX_SCALE
+    if not is_mxfp4 or matrix.values.device.type != "cuda" or dtype != torch.bfloat16:
+        return False
+
+    # Imported here: cuda.core is installed where there is a GPU.
+    from drift_sdk._kernels.common.cuda_programs import has_compiler
+
+    is_known = matrix.values.shape[0] <= MAX_EXPERTS
+    return is_known and torch.cuda.get_device_capability(matrix.values.device) >= (8, 0) and has_compiler()
+
+
+def cuda_gated_expert_multiply(
+    x: Tensor,
+    matrix: ExpertMatrix,
+    rows: ExpertRows,
+    out: Tensor,
+    activation: ClampedActivation,
+    tiles: CudaTiles | None = None,
+) -> None:
+    """`gated_expert_multiply` where `has_cuda_product`. tiles: None: those of `cuda_tiles`."""
+    num_pairs, num_columns = out.shape
+    check_tensor("out", out, (rows.num_rows * rows.num_active, num_columns), torch.bfloat16)
+    check_tensor("x", x, (rows.num_rows, matrix.inner), torch.bfloat16)
+    check_matrix(matrix, (rows.num_experts, 2 * num_columns, matrix.inner), x.dtype)
+    check_expert_rows(rows)
+    _launch(x, matrix, rows, out, num_columns, activation, tiles)
+    note_kernel("gate and up of experts", GATED_ACCESS, {"out": out})
+
+
+def cuda_expert_multiply(
+    x: Tensor, matrix: ExpertMatrix, rows: ExpertRows, out: Tensor, tiles: CudaTiles | None = None
+) -> None:
+    """`expert_multiply` where `has_cuda_product`. tiles: None: those of `cuda_tiles`."""
+    num_columns = out.shape[2]
+    check_tensor("out", out, (rows.num_active, rows.num_rows, num_columns), torch.float32)
+    check_tensor("x", x, (rows.num_rows * rows.num_active, matrix.inner), torch.bfloat16)
+    check_matrix(matrix, (rows.num_experts, num_columns, matrix.inner), x.dtype)
+    check_expert_rows(rows)
+    _launch(x, matrix, rows, out, num_columns, None, tiles)
+    note_kernel("down of experts", DOWN_ACCESS, {"counts": rows.counts, "pairs": rows.pairs, "out": out})
+
+
+def _launch(
+    x: Tensor,
+    matrix: ExpertMatrix,
+    rows: ExpertRows,
+    out: Tensor,
+    num_columns: int,
+    activation: ClampedActivation | None,
+    tiles: CudaTiles | None,
+) -> None:
+    """Launch the kernel of expert_products.cu. More arguments than others: it is what two kernels take."""
+    from drift_sdk._kernels.common.cuda_programs import CudaKernel, compile_kernel, launch_kernel
+
+    if tiles is None:
+        tiles = cuda_tiles(rows)
+    inner = matrix.inner
+    sizes = num_columns, inner, rows.num_experts, rows.num_active, tiles.weight_tiles, tiles.row_tiles
+    is_gated = str(activation is not None).lower()
+    template = ", ".join(map(str, (is_gated, *sizes, tiles.num_stages(inner))))
+    macros = (("PRODUCT", f"multiply_experts<{template}>"), ("CTAS", str(tiles.num_ctas)))
+    kernel = CudaKernel(PACKAGE, ("common.cu", "expert_products.cu"), "product", macros)
+    num_ctas = tiles.num_ctas * torch.cuda.get_device_properties(x.device).multi_processor_count
+    shared_bytes = tiles.shared_bytes(inner)
+    launch_kernel(
+        compile_kernel(kernel, x.device.index or 0, shared_bytes),
+        (min(num_ctas, tiles.num_items(rows, matrix.values.shape[1])),),
+        NUM_THREADS,
+        shared_bytes,
+        x,
+        matrix.values,
+        matrix.scales,
+        matrix.bias,
+        rows.counts,
+        rows.pairs,
+        rows.shares,
+        out,
+        0.0 if activation is None else activation.alpha,
+        0.0 if activation is None else activation.limit,
+        rows.num_rows,
+    )

@@ -1,0 +1,172 @@
+// Routing of a few rows to experts: the router's product, the experts of each row, and the lists of the experts'
+// rows, in one launch. cuda_routing.py describes it. Follows common.cu.
+//
+// A cluster has a CTA for every 16 experts. Each computes the logits of its experts, with the router as
+// the A operand of the MMA: warp w sums chunks w, w + 8, ... of 32 columns, and the warps' sums are added in ascending
+// order. All CTAs then read all logits, from each other's shared memory, and choose the experts of all rows, so
+// that each can list the rows of its own experts.
+
+constexpr int CTA_EXPERTS = 16;
+constexpr float LOWEST = -3.40282347e38f;
+
+__device__ __forceinline__ u32 cluster_rank() {
+  u32 rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+__device__ __forceinline__ void arrive_in_cluster() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+
+__device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+
+// Reads a float of this CTA's shared memory as it is in the CTA of another rank.
+__device__ __forceinline__ float load_from_rank(const float* place, u32 rank) {
+  u32 address = static_cast<u32>(__cvta_generic_to_shared(place));
+  float value;
+  asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
+  return value;
+}
+
+// What routing takes. x: [R, K] and weight: [E, K], bfloat16. bias: [E] bfloat16, or null. row_slot: [R], -1 for
+// padding. Written: experts and shares [R, NUM_ACTIVE]; with HAS_LISTS also pairs [E, R] and counts [E].
+struct Arguments {
+  const u16 *x, *weight, *bias;
+  const int* row_slot;
+  int* experts;
+  float* shares;
+  int *pairs, *counts;
+  int num_rows;
+};
+
+template <int K, int NUM_EXPERTS, int NUM_ACTIVE, int NT, bool IS_NORMALISED, bool HAS_LISTS>
+__device__ __forceinline__ void route_rows(const Arguments& a) {
+  constexpr int TILE_M = NT * 8, NUM_CTAS = NUM_EXPERTS / CTA_EXPERTS, STRIDE = TILE_M + 1;
+  constexpr int NUM_CHUNKS = (K + 31) / 32, ROUNDS = (NUM_CHUNKS + WARPS - 1) / WARPS;
+  constexpr int EACH = (NUM_EXPERTS + 31) / 32;  // experts of a lane
+  __shared__ float parts[WARPS * CTA_EXPERTS * STRIDE];
+  __shared__ float logits[TILE_M * CTA_EXPERTS];
+  __shared__ int chosen[TILE_M * NUM_ACTIVE];
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+  const int rank = cluster_rank(), first_expert = rank * CTA_EXPERTS;
+  const int first_row = blockIdx.x / NUM_CTAS * TILE_M, num_rows = min(a.num_rows - first_row, TILE_M);
+
+  uint4 words[ROUNDS][2];
+#pragma unroll
+  for (int round = 0; round < ROUNDS; round++)
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int column = (round * WARPS + warp) * 32 + t * 8;
+      const u16* from = a.weight + static_cast<i64>(first_expert + h * 8 + g) * K + column;
+      words[round][h] = column < K ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
+    }
+  wait_for_producers();
+  start_dependents();
+  float sum[NT][4] = {};
+#pragma unroll
+  for (int round = 0; round < ROUNDS; round++)
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+      const int column = (round * WARPS + warp) * 32 + t * 8, row = n * 8 + g;
+      const u16* from = a.x + static_cast<i64>(first_row + row) * K + column;
+      const uint4 x = row < num_rows && column < K ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
+      mma(sum[n], words[round][0].x, words[round][1].x, words[round][0].y, words[round][1].y, x.x, x.y);
+      mma(sum[n], words[round][0].z, words[round][1].z, words[round][0].w, words[round][1].w, x.z, x.w);
+    }
+#pragma unroll
+  for (int n = 0; n < NT; n++)
+#pragma unroll
+    for (int e = 0; e < 4; e++)
+      parts[(warp * CTA_EXPERTS + (e >> 1) * 8 + g) * STRIDE + n * 8 + t * 2 + (e & 1)] = sum[n][e];
+  __syncthreads();
+  for (int entry = threadIdx.x; entry < TILE_M * CTA_EXPERTS; entry += THREADS) {
+    const int expert = entry % CTA_EXPERTS, row = entry / CTA_EXPERTS;
+    float total = parts[expert * STRIDE + row];
+#pragma unroll
+    for (int w = 1; w < WARPS; w++) total = __fadd_rn(total, parts[(w * CTA_EXPERTS + expert) * STRIDE + row]);
+    if (a.bias != nullptr) total = __fadd_rn(total, from_bfloat16(a.bias[first_expert + expert]));
+    logits[row * CTA_EXPERTS + expert] = rounded(total);
+  }
+  arrive_in_cluster();
+  wait_for_cluster();
+
+  // Without lists, the CTAs share the rows.
+  for (int row = HAS_LISTS ? warp : warp + rank * WARPS; row < num_rows; row += HAS_LISTS ? WARPS : WARPS * NUM_CTAS) {
+    float logit[EACH];
+    bool is_taken[EACH];
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      const int expert = i * 32 + lane;
+      is_taken[i] = expert >= NUM_EXPERTS;
+      logit[i] = is_taken[i] ? LOWEST : load_from_rank(logits + row * CTA_EXPERTS + expert % CTA_EXPERTS, expert / CTA_EXPERTS);
+    }
+    float ranked[NUM_ACTIVE];
+    int ranked_expert[NUM_ACTIVE];
+#pragma unroll
+    for (int r = 0; r < NUM_ACTIVE; r++) {
+      // The largest logit that is not taken; of equal ones the lowest expert. NaN counts as LOWEST.
+      float best = -__int_as_float(0x7F800000), value = 0.f;
+      int expert = NUM_EXPERTS;
+#pragma unroll
+      for (int i = 0; i < EACH; i++) {
+        const float known = logit[i] > LOWEST ? logit[i] : LOWEST;
+        if (!is_taken[i] && known > best) best = known, value = logit[i], expert = i * 32 + lane;
+      }
+#pragma unroll
+      for (int distance = 16; distance > 0; distance /= 2) {
+        const float other_best = __shfl_xor_sync(~0u, best, distance), other = __shfl_xor_sync(~0u, value, distance);
+        const int other_expert = __shfl_xor_sync(~0u, expert, distance);
+        if (other_best > best || (other_best == best && other_expert < expert))
+          best = other_best, value = other, expert = other_expert;
+      }
+#pragma unroll
+      for (int i = 0; i < EACH; i++) is_taken[i] = is_taken[i] || expert == i * 32 + lane;
+      ranked[r] = value, ranked_expert[r] = expert;
+    }
+    const float highest = ranked[0];
+    float norm = 0.f;
+    if (IS_NORMALISED) {
+#pragma unroll
+      for (int r = 0; r < NUM_ACTIVE; r++) norm = __fadd_rn(norm, __expf(ranked[r] - highest));
+    } else {
+#pragma unroll
+      for (int i = 0; i < EACH; i++)
+        if (i * 32 + lane < NUM_EXPERTS) norm = __fadd_rn(norm, __expf(logit[i] - highest));
+#pragma unroll
+      for (int distance = 16; distance > 0; distance /= 2) norm = __fadd_rn(norm, __shfl_xor_sync(~0u, norm, distance));
+    }
+    const bool is_live = a.row_slot[first_row + row] >= 0;
+#pragma unroll
+    for (int r = 0; r < NUM_ACTIVE; r++) {
+      if (lane != r % 32) continue;
+      const int expert = is_live ? ranked_expert[r] : -1;
+      chosen[row * NUM_ACTIVE + r] = expert;
+      if (HAS_LISTS && rank > 0) continue;
+      const i64 pair = static_cast<i64>(first_row + row) * NUM_ACTIVE + r;
+      a.experts[pair] = expert;
+      a.shares[pair] = __fdiv_rn(__expf(ranked[r] - highest), norm);
+    }
+  }
+  arrive_in_cluster();  // the logits were read
+  if (HAS_LISTS) {
+    __syncthreads();
+    for (int expert = first_expert + warp; expert < first_expert + CTA_EXPERTS; expert += WARPS) {
+      int count = 0;
+      for (int first = 0; first < num_rows * NUM_ACTIVE; first += 32) {
+        const int pair = first + lane;
+        const bool is_mine = pair < num_rows * NUM_ACTIVE && chosen[pair] == expert;
+        const u32 mine = __ballot_sync(~0u, is_mine);
+        if (is_mine) a.pairs[static_cast<i64>(expert) * a.num_rows + count + __popc(mine & ((1u << lane) - 1))] = pair;
+        count += __popc(mine);
+      }
+      if (lane == 0) a.counts[expert] = count;
+    }
+  }
+  wait_for_cluster();
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    route(const u16* x, const u16* weight, const u16* bias, const int* row_slot, int* experts, float* shares,
+          int* pairs, int* counts, int num_rows) {
+  ROUTE({x, weight, bias, row_slot, experts, shares, pairs, counts, num_rows});
+}

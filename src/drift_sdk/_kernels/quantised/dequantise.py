@@ -1,0 +1,211 @@
+"""Quantised weights back to their numbers: a whole weight, and the parts of it that Triton kernels need.
+
+    dequantise:  out[n, k] = (code[n, k] - zero) * scale, rounded once to the storage type
+
+Grid: (tiles of TILE_N packed rows, tiles of TILE_K columns).
+
+Bytes: the codes and scales once, and the output.
+
+Dependent launch: the kernel waits first, since its output is scratch memory that earlier kernels read, and
+permits its dependents to start at once after.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from drift_sdk._kernels.common.arguments import check_tensor
+from drift_sdk._kernels.common.launching import (
+    launch_options,
+    start_dependents,
+    uses_pdl,
+    wait_for_producers,
+)
+from drift_sdk._kernels.quantised.packing import (
+    INT4_ZERO,
+    TILE,
+    UNIT,
+    PackedWeight,
+    row_order,
+)
+
+__all__ = [
+    "dequantise",
+    "dequantise_reference",
+    "natural_column",
+    "packed_codes",
+    "packed_numbers",
+    "packed_zeros",
+    "scale_place",
+]
+
+TILE_N = 32
+TILE_K = 128
+NUM_WARPS = 4
+
+E4M3_FACTOR = tl.constexpr(2.0**120)
+"""What the bits of an e4m3 number, moved to their places in bfloat16, are multiplied by."""
+
+
+@triton.jit
+def packed_codes(
+    codes_ptr,  # uint8, as packing.py arranges them
+    packed_row,  # [TILE_N, 1]
+    inner,  # [1, TILE_K]
+    is_code,  # [TILE_N, TILE_K]
+    NUM_UNITS: tl.constexpr,  # units of 64 columns of a row
+    IS_E4M3: tl.constexpr,
+):
+    """Return the codes of some rows and columns, int32 [TILE_N, TILE_K]."""
+    lane = packed_row % 8 * 4 + inner % 8 // 2
+    half_row, half, sixteen = packed_row % 16 // 8, inner % 16 // 8, inner % 32 // 16
+    tile = (packed_row // 16).to(tl.int64)
+    if IS_E4M3:
+        chunk = tile * (2 * NUM_UNITS) + inner // 32
+        offset = lane * 16 + half_row * 8 + sixteen * 4 + inner % 2 * 2 + half
+        return tl.load(codes_ptr + chunk * 512 + offset, mask=is_code, other=0).to(tl.int32)
+    else:
+        chunk = tile * NUM_UNITS + inner // 64
+        offset = lane * 16 + half_row * 8 + inner % 64 // 32 * 4 + inner % 2 * 2 + sixteen
+        byte = tl.load(codes_ptr + chunk * 512 + offset, mask=is_code, other=0)
+        return (byte.to(tl.int32) >> (half * 4)) & 15
+
+
+@triton.jit
+def packed_numbers(
+    codes,  # int32 [TILE_N, TILE_K]
+    zeros,  # fp32 [TILE_N, 1]
+    DTYPE: tl.constexpr,  # the storage type
+    IS_E4M3: tl.constexpr,
+):
+    """Return what the codes stand for, without their scales, exactly in the storage type."""
+    if IS_E4M3:
+        bits = ((codes & 0x80) << 24) | ((codes & 0x7F) << 20)
+        return (bits.to(tl.float32, bitcast=True) * E4M3_FACTOR).to(DTYPE)
+    else:
+        return (codes.to(tl.float32) - zeros).to(DTYPE)
+
+
+@triton.jit
+def packed_zeros(
+    zeros_ptr,  # bfloat16 [tiles, groups, 8, 2], or None
+    place,  # of a scale, int64
+    is_place,
+):
+    """Return the zero points of 4-bit codes at some places of scales, fp32."""
+    zeros = tl.full(place.shape, 8.0, tl.float32)
+    if zeros_ptr is not None:
+        zeros = -128.0 - tl.load(zeros_ptr + place, mask=is_place, other=-136.0).to(tl.float32)
+    return zeros
+
+
+@triton.jit
+def natural_column(packed_row, N: tl.constexpr, IS_GATED: tl.constexpr):
+    """Return the rows of the weight that packed rows are."""
+    if IS_GATED:
+        return packed_row // 16 * 8 + packed_row % 8 + packed_row % 16 // 8 * (N // 2)
+    else:
+        return packed_row
+
+
+@triton.jit
+def scale_place(
+    packed_row,
+    group,
+    NUM_GROUPS: tl.constexpr,  # of a row
+):
+    """Return the places of the scales of some packed rows and groups, int64."""
+    tile = (packed_row // 16).to(tl.int64)
+    return (tile * NUM_GROUPS + group) * 16 + packed_row % 8 * 2 + packed_row % 16 // 8
+
+
+@triton.jit
+def _dequantise(
+    codes_ptr,  # uint8, as packing.py arranges them
+    scales_ptr,  # [tiles, groups, 8, 2], or None
+    zeros_ptr,  # bfloat16 [tiles, groups, 8, 2], or None
+    row_scales_ptr,  # fp32 [N], in the order of packed rows, or None
+    out_ptr,  # [N, K], storage type
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    IS_E4M3: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (n, k): one tile of the weight."""
+    wait_for_producers(PDL)
+    start_dependents(PDL)
+    NUM_UNITS: tl.constexpr = (K + 63) // 64
+    packed_row = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)[:, None]
+    inner = tl.program_id(1) * TILE_K + tl.arange(0, TILE_K)[None, :]
+    is_code = (packed_row < N) & (inner < K)
+    codes = packed_codes(codes_ptr, packed_row, inner, is_code, NUM_UNITS, IS_E4M3)
+    place = scale_place(packed_row, inner // GROUP_SIZE, NUM_UNITS * 64 // GROUP_SIZE)
+    numbers = packed_numbers(codes, packed_zeros(zeros_ptr, place, is_code), tl.float32, IS_E4M3)
+    if row_scales_ptr is None:
+        scale = tl.load(scales_ptr + place, mask=is_code, other=0.0).to(tl.float32)
+    else:
+        scale = tl.load(row_scales_ptr + packed_row, mask=packed_row < N, other=0.0)
+    row = natural_column(packed_row, N, IS_GATED).to(tl.int64)
+    tl.store(out_ptr + row * K + inner, (numbers * scale).to(out_ptr.dtype.element_ty), mask=is_code)
+
+
+def dequantise(weight: PackedWeight, out: Tensor) -> None:
+    """Fill out [num_columns, inner] with the numbers of a weight, each rounded once to out's type.
+
+    Raises ValueError for another shape, or if out is not contiguous.
+    """
+    check_tensor("out", out, (weight.num_columns, weight.inner), out.dtype)
+    grid = triton.cdiv(weight.num_columns, TILE_N), triton.cdiv(weight.inner, TILE_K)
+    _dequantise[grid](
+        codes_ptr=weight.codes,
+        scales_ptr=weight.scales,
+        zeros_ptr=weight.zeros,
+        row_scales_ptr=weight.row_scales,
+        out_ptr=out,
+        N=weight.num_columns,
+        K=weight.inner,
+        GROUP_SIZE=weight.group_size,
+        IS_E4M3=weight.code_type == "e4m3",
+        IS_GATED=weight.is_gated,
+        TILE_N=TILE_N,
+        TILE_K=TILE_K,
+        PDL=uses_pdl(),
+        num_warps=NUM_WARPS,
+        **launch_options(),
+    )
+
+
+def dequantise_reference(weight: PackedWeight) -> Tensor:
+    """Return the numbers of a weight, float32 [num_columns, inner], in plain torch."""
+    tiles, padded = weight.num_tiles, -(-weight.inner // UNIT) * UNIT
+    if weight.code_type == "e4m3":
+        parts = weight.codes.view(tiles, padded // 32, 8, 4, 2, 2, 2, 2).permute(0, 4, 2, 1, 5, 7, 3, 6)
+        parts = parts.reshape(tiles * TILE, padded).view(torch.float8_e4m3fn)
+    else:
+        pairs = weight.codes.view(tiles, padded // 64, 8, 4, 2, 2, 2, 2)
+        parts = torch.stack((pairs & 15, pairs >> 4), dim=-1).permute(0, 4, 2, 1, 5, 7, 8, 3, 6)
+    numbers = parts.to(torch.float32).reshape(tiles * TILE, padded)
+
+    def by_column(values: Tensor) -> Tensor:
+        rows = values.to(torch.float32).permute(0, 3, 2, 1).reshape(tiles * TILE, -1)
+        return rows.repeat_interleave(weight.group_size, dim=1)
+
+    if weight.zeros is not None:
+        numbers += by_column(weight.zeros) + 128
+    elif weight.code_type == "int4":
+        numbers -= INT4_ZERO
+    if weight.scales is not None:
+        numbers *= by_column(weight.scales)
+    numbers = numbers[: weight.num_columns, : weight.inner]
+    if weight.row_scales is not None:
+        numbers *= weight.row_scales[:, None]
+    natural = torch.empty_like(numbers)
+    natural[row_order(weight.num_columns, weight.is_gated, numbers.device)] = numbers
+    return natural

@@ -1,0 +1,185 @@
+"""Quantised weights as the kernels read them: codes in the order of MMA fragments, scales by group.
+
+A weight [N, K] is cut into tiles of 16 rows, and those into chunks of 32 columns (e4m3) or 64 (4 bits). A
+chunk is 512 bytes, 16 for each lane of a warp, which reads it in one piece. Lane 4 g + t has rows g and
+g + 8, and of every 16 columns, columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, as an MMA takes them:
+
+    e4m3: a word for each row and 16 columns: row g twice, then row g + 8. The order of its columns is 2 t,
+          2 t + 8, 2 t + 1, 2 t + 9: two neighbours are in bytes 0 and 2, or 1 and 3.
+    int4: a word for each row and 32 columns: row g twice, then row g + 8. The order of its columns, from the
+          low bits on, is 2 t, 2 t + 8, both of the next 16 columns, and the neighbours of these four.
+
+A tile of a gated weight has 8 rows of the gate, then the same 8 rows of up, so that a lane has both.
+
+Scales of groups: [tiles, groups, 8, 2], of rows g and g + 8. Groups of the kernels have 128, 64 or 32
+columns and do not cross the borders of slices (gemm/slices.py); a scale of more columns is repeated. Zero
+points z are kept as the bfloat16 number -(128 + z), which is what a kernel adds to 128 + code.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from msgspec import Struct
+from torch import Tensor
+
+from drift_sdk._kernels.common.arguments import check_range, check_tensor
+from drift_sdk._kernels.gemm.slices import num_slices, slice_size
+
+__all__ = ["CodeType", "PackedWeight", "can_pack", "pack_weight", "row_order"]
+
+CodeType = Literal["e4m3", "int4"]
+
+TILE = 16
+"""Rows of a tile."""
+UNIT = 64
+"""Columns of a unit; of every slice but a ragged last one a divisor."""
+STEP = 128
+"""Columns whose sum a kernel completes before it adds it to the others."""
+MIN_GROUP = 32
+INT4_ZERO = 8
+"""The code of zero in a 4-bit weight without zero points."""
+
+
+class PackedWeight(Struct, frozen=True, kw_only=True):
+    """A quantised weight [num_columns, inner], as the kernels take it.
+
+    codes: uint8 [tiles, bytes of a tile]. Rows and columns that do not exist have zeros.
+    scales: [tiles, groups, 8, 2] float32, bfloat16 or float16; None: one scale a row.
+    zeros: bfloat16, of the shape of `scales`: -(128 + zero point). None: the zero point is INT4_ZERO, or the
+    codes are e4m3.
+    row_scales: [num_columns] float32, in the order of packed rows; None: scales are those of groups.
+    group_size: columns of a group: 128, 64 or 32; 128 with row_scales.
+    is_gated: the first half of the rows are those of a gate. num_slices: as in gemm/slices.py.
+    """
+
+    code_type: CodeType
+    codes: Tensor
+    scales: Tensor | None
+    zeros: Tensor | None
+    row_scales: Tensor | None
+    num_columns: int
+    inner: int
+    group_size: int
+    is_gated: bool
+    num_slices: int
+
+    @property
+    def num_tiles(self) -> int:
+        return self.codes.shape[0]
+
+    @property
+    def slice_size(self) -> int:
+        """Columns of every slice but the last, which has the rest of `inner`."""
+        return slice_size(self.inner, self.num_slices)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        tensors = (self.codes, self.scales, self.zeros, self.row_scales)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+def can_pack(num_columns: int, group_size: int, inner: int, *, is_gated: bool = False) -> bool:
+    """Whether a weight [num_columns, inner] with groups of `group_size` columns can be arranged."""
+    is_group = group_size % MIN_GROUP == 0 or group_size >= inner
+    return is_group and inner % UNIT == 0 and not (is_gated and num_columns % TILE)
+
+
+def pack_weight(
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    code_type: CodeType,
+    *,
+    group_size: int | None,
+    is_gated: bool = False,
+    is_whole: bool = False,
+) -> PackedWeight:
+    """Arrange a weight [N, K]: row n, column k stands for (code - zero) * scale.
+
+    codes: [N, K] uint8, one code a byte: bits of e4m3, or 0 to 15.
+    scales: [N, groups] float32, bfloat16 or float16, for groups of `group_size` columns, the last one of the
+    rest; [N, 1] for group_size None, one group that has all columns.
+    zeros: of the shape of scales, whole numbers from 0 to 16 of any type, for 4-bit codes alone.
+    is_gated: the first half of the rows is a gate, the second half its values. is_whole: as in
+    gemm/slices.py.
+
+    Raises ValueError for another shape or type, for group_size other than a multiple of 32, and for a gate
+    whose rows are no multiple of 8.
+    """
+    num_columns, inner = codes.shape
+    check_tensor("codes", codes, (num_columns, inner), torch.uint8)
+    check_range("group_size", group_size or MIN_GROUP, MIN_GROUP)
+    if (group_size or 0) % MIN_GROUP:
+        raise ValueError(f"group_size={group_size}: expected a multiple of {MIN_GROUP}")
+    num_groups = 1 if group_size is None else -(-inner // group_size)
+    check_tensor("scales", scales, (num_columns, num_groups), scales.dtype)
+    if scales.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"scales: {scales.dtype}: expected float32, bfloat16 or float16")
+    if zeros is not None:
+        check_tensor("zeros", zeros, (num_columns, num_groups), zeros.dtype)
+        if code_type == "e4m3":
+            raise ValueError("zeros: given for e4m3: expected None")
+    if is_gated and num_columns % TILE:
+        raise ValueError(f"codes: {num_columns} rows of a gated weight: expected a multiple of {TILE}")
+
+    slices = num_slices(num_columns, inner, is_whole=is_whole or is_gated)
+    is_by_row = group_size is None and zeros is None
+    padded_columns = -(-inner // UNIT) * UNIT
+    size = math.gcd(STEP, slice_size(inner, slices), padded_columns, group_size or STEP)
+    place = torch.arange(padded_columns // size, device=codes.device) * size
+    group = (place // (group_size or inner)).clamp_(max=num_groups - 1)
+    order = row_order(num_columns, is_gated, codes.device)
+    pack = _pack_e4m3 if code_type == "e4m3" else _pack_int4
+    return PackedWeight(
+        code_type=code_type,
+        codes=pack(_padded(codes[order], padded_columns)),
+        scales=None if is_by_row else _by_group(scales[order][:, group]),
+        zeros=None if zeros is None else _by_group(-128 - zeros[order][:, group].to(torch.bfloat16)),
+        row_scales=scales[order, 0].to(torch.float32) if is_by_row else None,
+        num_columns=num_columns,
+        inner=inner,
+        group_size=STEP if is_by_row else size,
+        is_gated=is_gated,
+        num_slices=slices,
+    )
+
+
+def row_order(num_columns: int, is_gated: bool, device: torch.device) -> Tensor:
+    """The rows of the weight in the order of packed rows."""
+    row = torch.arange(num_columns, device=device)
+    return row.view(2, -1, 8).transpose(0, 1).flatten() if is_gated else row
+
+
+def _padded(rows: Tensor, num_columns: int | None = None) -> Tensor:
+    """[tiles, 16, columns] of rows [N, columns], with zeros for those that do not exist."""
+    missing = -rows.shape[0] % TILE
+    more_columns = 0 if num_columns is None else num_columns - rows.shape[1]
+    padded = torch.nn.functional.pad(rows, (0, more_columns, 0, missing))
+    return padded.view(-1, TILE, padded.shape[1])
+
+
+def _pack_e4m3(codes: Tensor) -> Tensor:
+    """[tiles, bytes] of codes [tiles, 16, K]."""
+    tiles, _, columns = codes.shape
+    # (tile, half of its rows, g, chunk, 16 columns, half of those, t, neighbour)
+    parts = codes.view(tiles, 2, 8, columns // 32, 2, 2, 4, 2)
+    return parts.permute(0, 3, 2, 6, 1, 4, 7, 5).reshape(tiles, -1).contiguous()
+
+
+def _pack_int4(codes: Tensor) -> Tensor:
+    """[tiles, bytes] of codes [tiles, 16, K]."""
+    tiles, _, columns = codes.shape
+    # (tile, half of its rows, g, chunk, 32 columns, 16 columns, half of those, t, neighbour)
+    parts = codes.view(tiles, 2, 8, columns // 64, 2, 2, 2, 4, 2)
+    pairs = parts[:, :, :, :, :, :, 0] | (parts[:, :, :, :, :, :, 1] << 4)
+    return pairs.permute(0, 3, 2, 6, 1, 4, 7, 5).reshape(tiles, -1).contiguous()
+
+
+def _by_group(values: Tensor) -> Tensor:
+    """[tiles, groups, 8, 2] of values [N, groups]."""
+    padded = _padded(values)
+    return padded.view(-1, 2, 8, padded.shape[2]).permute(0, 3, 2, 1).contiguous()

@@ -1,0 +1,135 @@
+"""Quantised weights of a model, arranged for the kernels of the graph executor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from drift_sdk._kernels.quantised.dequantise import dequantise
+from drift_sdk._kernels.quantised.packing import PackedWeight, can_pack, pack_weight
+from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.eagle3 import DraftDecoder
+from drift_sdk.models.weights import LayerWeights
+from drift_sdk.quantised.fp8 import Fp8Weight
+from drift_sdk.quantised.int4 import Int4Weight
+from drift_sdk.quantised.weight import Matrix, QuantisedWeight, dequantised
+
+__all__ = ["KernelWeight", "arrange_decoder", "arrange_matrix"]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelWeight(QuantisedWeight):
+    """A quantised matrix as the kernels take it.
+
+    packed: on a GPU.
+    """
+
+    packed: PackedWeight
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.packed.num_columns, self.packed.inner
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        packed = self.packed
+        tensors = (packed.codes, packed.scales, packed.zeros, packed.row_scales)
+        return tuple(tensor for tensor in tensors if tensor is not None)
+
+    def dequantise(self, dtype: torch.dtype) -> Tensor:
+        out = torch.empty(self.shape, dtype=dtype, device=self.device)
+        dequantise(self.packed, out)
+        return out
+
+    def rows(self, index: Tensor) -> QuantisedWeight:
+        raise NotImplementedError("rows of arranged weights are not looked up")
+
+    def to(self, device: torch.device) -> KernelWeight:
+        if device != self.device:
+            raise NotImplementedError("arranged weights stay on their device")
+
+        return self
+
+
+@torch.inference_mode()
+def arrange_decoder(decoder: Decoder, draft: DraftDecoder | None = None) -> None:
+    """Replace the quantised matrices of a decoder and its draft by arranged ones, which the kernels read.
+
+    Layer by layer, so that one layer at a time is in memory twice. A matrix of a format or a shape that the
+    kernels do not have is expanded to the decoder's dtype, and so is an embedding, which is looked up by
+    rows. A draft that shares its target's embedding still does.
+    """
+    weights, dtype = decoder.weights, decoder.dtype
+    layers = list(weights.layers)
+    embedding = dequantised(weights.embedding, dtype)
+    if draft is not None:
+        _arrange_draft(draft, weights.embedding, embedding)
+    is_tied = weights.head is weights.embedding
+    head = embedding if is_tied else arrange_matrix(weights.head, dtype, is_whole=True)
+    decoder.weights = replace(weights, embedding=embedding, head=head, layers=())
+    del weights
+    for index in range(len(layers)):
+        layers[index] = _arrange_layer(layers[index], dtype)
+    decoder.weights = replace(decoder.weights, layers=tuple(layers))
+
+
+def _arrange_draft(draft: DraftDecoder, shared: Matrix, embedding: Tensor) -> None:
+    """Replace the quantised matrices of a draft. shared: its target's embedding; embedding: its numbers."""
+    weights, dtype = draft.weights, draft.dtype
+    is_shared = weights.embedding is shared
+    draft.weights = replace(
+        weights,
+        embedding=embedding if is_shared else dequantised(weights.embedding, dtype),
+        head=arrange_matrix(weights.head, dtype),
+        fc=None if weights.fc is None else arrange_matrix(weights.fc, dtype),
+        layers=tuple(_arrange_layer(layer, dtype) for layer in weights.layers),
+    )
+
+
+def _arrange_layer(layer: LayerWeights, dtype: torch.dtype) -> LayerWeights:
+    return replace(
+        layer,
+        qkv=arrange_matrix(layer.qkv, dtype),
+        output=arrange_matrix(layer.output, dtype),
+        gate_up=arrange_matrix(layer.gate_up, dtype, is_gated=True),
+        down=arrange_matrix(layer.down, dtype),
+    )
+
+
+def arrange_matrix(
+    matrix: Matrix, dtype: torch.dtype, *, is_gated: bool = False, is_whole: bool = False
+) -> Matrix:
+    """A matrix as the kernels take it: a dense one as it is, a quantised one arranged, or expanded to `dtype`
+    if the kernels do not have its format. is_gated, is_whole: as in `pack_weight`."""
+    if isinstance(matrix, Tensor | KernelWeight):
+        return matrix
+
+    rows, columns = matrix.shape
+    if isinstance(matrix, Fp8Weight) and can_pack(rows, matrix.block[1], columns, is_gated=is_gated):
+        scales = matrix.scales.repeat_interleave(matrix.block[0], dim=0)[:rows].contiguous()
+        codes, zeros, group_size = matrix.values.view(torch.uint8), None, matrix.block[1]
+        packed = pack_weight(
+            codes,
+            scales,
+            zeros,
+            "e4m3",
+            group_size=None if scales.shape[1] == 1 else group_size,
+            is_gated=is_gated,
+            is_whole=is_whole,
+        )
+        return KernelWeight(packed)
+
+    if isinstance(matrix, Int4Weight) and can_pack(rows, matrix.group_size, columns, is_gated=is_gated):
+        packed = pack_weight(
+            torch.stack((matrix.codes & 15, matrix.codes >> 4), dim=2).view(rows, columns),
+            matrix.scales,
+            matrix.zeros,
+            "int4",
+            group_size=None if matrix.scales.shape[1] == 1 else matrix.group_size,
+            is_gated=is_gated,
+            is_whole=is_whole,
+        )
+        return KernelWeight(packed)
+
+    return matrix.dequantise(dtype)

@@ -1,0 +1,181 @@
+"""Checkpoints with quantised weights, as tensors under the names of a model that is not quantised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Protocol, runtime_checkable
+
+import torch
+from msgspec import Struct
+
+from drift_sdk.errors import ModelLoadError
+from drift_sdk.loading.int4_codes import CODES_OF_WORD, packed_shape, read_awq, read_gptq, read_packed
+from drift_sdk.loading.stored_tensors import StoredTensors
+from drift_sdk.loading.tensors import InPlaceSource, TensorSource
+from drift_sdk.quantised.fp8 import Fp8Weight
+from drift_sdk.quantised.scheme import Scheme, Storage
+from drift_sdk.quantised.weight import QuantisedWeight
+
+__all__ = ["QuantisedSource", "QuantisedTensors"]
+
+CPU = torch.device("cpu")
+FP8_SCALES = ("weight_scale_inv", "weight_scale")
+SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
+ACTIVATIONS = ("activation_scale", "input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale")
+"""The last part of the names of scales of activations and of the KV cache, which are not quantised here."""
+
+
+@runtime_checkable
+class QuantisedSource(TensorSource, Protocol):
+    """A TensorSource, some of whose weights can be had quantised."""
+
+    def quantised_bytes(self, name: str) -> int | None:
+        """Most bytes that a weight takes quantised; None if it is not. Reads little more than headers."""
+
+    def quantised(self, name: str, device: torch.device) -> QuantisedWeight | None:
+        """A weight as stored, copied to a device; None if it is not quantised."""
+
+
+class _Kind(Struct, frozen=True):
+    """The tensors of weights of one storage.
+
+    codes:  the last part of the name of the codes.
+    beside: the same of the tensors that belong to them; one of `scales` is always there.
+    """
+
+    codes: str
+    scales: tuple[str, ...]
+    beside: tuple[str, ...]
+    read: Callable[[StoredTensors, Scheme], QuantisedWeight]
+
+
+class QuantisedTensors:
+    """The QuantisedSource of a folder whose config.json has a `quantization_config`.
+
+    Weights have the names of a model that is not quantised; scales and zero points are part of them. `get`
+    returns their numbers in float32. Raises ModelLoadError naming file and tensor, also for a weight whose
+    scales are missing or misshapen.
+    """
+
+    def __init__(self, tensors: InPlaceSource, scheme: Scheme) -> None:
+        self.location = tensors.location
+        self._tensors = tensors
+        self._scheme = scheme
+        self._stored: dict[str, tuple[StoredTensors, _Kind]] = {}
+        used: set[str] = set()
+        names = set(tensors.names())
+        for name in tensors.names():
+            prefix, _, part = name.rpartition(".")
+            for storage in scheme.storages:
+                kind = KINDS[storage]
+                if part == kind.codes and any(f"{prefix}.{scales}" in names for scales in kind.scales):
+                    self._stored[f"{prefix}.weight"] = StoredTensors(tensors, prefix, CPU), kind
+                    used |= {f"{prefix}.{other}" for other in (kind.codes, *kind.scales, *kind.beside)}
+
+        plain = [
+            name
+            for name in tensors.names()
+            if name not in used and name.rpartition(".")[2] not in ACTIVATIONS
+        ]
+        for name in self._stored.keys() & set(plain):
+            codes = f"{name.removesuffix('.weight')}.{self._stored[name][1].codes}"
+            raise ModelLoadError(f"{tensors.file(name)}: tensors {codes} and {name}, expected one")
+
+        self._names = dict.fromkeys((*plain, *self._stored))
+
+    def names(self) -> Collection[str]:
+        return self._names.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name not in self._stored:
+            return self._tensors.shape(name)
+
+        stored, kind = self._stored[name]
+        found = stored.shape(kind.codes)
+        if len(found) != 2:
+            raise ModelLoadError(f"{stored.place(kind.codes)} has shape {list(found)}, expected a matrix")
+
+        if kind is KINDS["awq"]:
+            return CODES_OF_WORD * found[1], found[0]
+
+        if kind is KINDS["gptq"]:
+            return found[1], CODES_OF_WORD * found[0]
+
+        return packed_shape(stored) if kind is KINDS["packed"] else found
+
+    def file(self, name: str) -> str:
+        if name not in self._stored:
+            return self._tensors.file(name)
+
+        stored, kind = self._stored[name]
+        return self._tensors.file(f"{stored.prefix}.{kind.codes}")
+
+    def get(self, name: str) -> torch.Tensor:
+        weight = self.quantised(name, CPU)
+        return self._tensors.get(name) if weight is None else weight.dequantise(torch.float32)
+
+    def read_into(self, name: str, place: torch.Tensor) -> None:
+        """Fill `place`, as in InPlaceSource."""
+        weight = self.quantised(name, place.device)
+        if weight is None:
+            self._tensors.read_into(name, place)
+        else:
+            place.copy_(weight.dequantise(place.dtype))
+
+    def quantised_bytes(self, name: str) -> int | None:
+        if name not in self._stored:
+            return None
+
+        stored, kind = self._stored[name]
+        rows, columns = self.shape(name)
+        scales = next(part for part in kind.scales if stored.has(part))
+        num_scales = torch.Size(stored.shape(scales)).numel()
+        if kind is KINDS["fp8"]:
+            return rows * columns + 4 * (rows if num_scales == 1 else num_scales)
+
+        return rows * columns // 2 + num_scales * (stored.dtype(scales).itemsize + 1)
+
+    def quantised(self, name: str, device: torch.device) -> QuantisedWeight | None:
+        if name not in self._stored:
+            return None
+
+        stored, kind = self._stored[name]
+        self.shape(name)  # raises for codes that are no matrix
+        return kind.read(StoredTensors(stored.tensors, stored.prefix, device), self._scheme)
+
+
+def _read_fp8(stored: StoredTensors, scheme: Scheme) -> Fp8Weight:
+    """A weight of e4m3 numbers with scales for the tensor, for each row or for each block."""
+    rows, columns = stored.shape("weight")
+    values = stored.read("weight", (rows, columns), (torch.float8_e4m3fn,))
+    part = next(part for part in FP8_SCALES if stored.has(part))
+    found = stored.shape(part)
+    scales = stored.read(part, found, SCALE_DTYPES).to(torch.float32)
+    if scales.numel() == 1:
+        return Fp8Weight(values, scales.reshape(1, 1).expand(rows, 1).contiguous(), (1, columns))
+
+    if found in ((rows,), (rows, 1)):
+        return Fp8Weight(values, scales.reshape(rows, 1), (1, columns))
+
+    expected = [[1], [rows, 1]]
+    if scheme.block is not None:
+        height, width = scheme.block
+        expected.append([-(-rows // height), -(-columns // width)])
+        if list(found) == expected[-1]:
+            return Fp8Weight(values, scales, (height, min(width, columns)))
+
+    lists = " or ".join(map(str, expected))
+    raise ModelLoadError(f"{stored.place(part)} has shape {list(found)}, expected {lists}")
+
+
+KINDS: dict[Storage, _Kind] = {
+    "fp8": _Kind("weight", FP8_SCALES, (), _read_fp8),
+    "awq": _Kind("qweight", ("scales",), ("qzeros",), read_awq),
+    "gptq": _Kind("qweight", ("scales",), ("qzeros", "g_idx"), read_gptq),
+    "packed": _Kind(
+        "weight_packed",
+        ("weight_scale",),
+        ("weight_zero_point", "weight_shape", "weight_g_idx"),
+        read_packed,
+    ),
+}

@@ -1,0 +1,85 @@
+"""Reading the matrices of a model that are quantised in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+
+from drift_sdk.errors import ModelLoadError
+from drift_sdk.loading.quantised_tensors import QuantisedSource
+from drift_sdk.loading.tensors import FiniteCheck, TensorSource, check_dtype
+from drift_sdk.quantised.fp8 import quantise_fp8
+from drift_sdk.quantised.int4 import QUANTISED_GROUP, quantise_int4
+from drift_sdk.quantised.weight import QuantisedWeight
+
+__all__ = ["QUANTISERS", "MatrixReader", "WeightForm", "quantised_bytes"]
+
+WeightForm = Literal["expanded", "stored", "fp8", "int4"]
+"""Form of weights in memory. "expanded": numbers of the model's dtype. "stored": as files store them. "fp8",
+"int4": projections of layers are quantised when they are read, from files that are not quantised."""
+
+QUANTISERS: dict[WeightForm, Callable[[torch.Tensor], QuantisedWeight]] = {
+    "fp8": quantise_fp8,
+    "int4": quantise_int4,
+}
+
+
+class MatrixReader:
+    """Reads matrices quantised, where the form of the weights says so.
+
+    finite: collects the numbers that were read, in the model's dtype.
+
+    Raises ModelLoadError naming tensor and file.
+    """
+
+    def __init__(
+        self,
+        tensors: TensorSource,
+        form: WeightForm,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        on_read: Callable[[], None],
+    ) -> None:
+        self.finite = FiniteCheck(tensors)
+        self._tensors = tensors
+        self._form = form
+        self._device = device
+        self._dtype = dtype
+        self._on_read = on_read
+
+    def read(self, name: str, is_projection: bool) -> QuantisedWeight | None:
+        """A matrix; None if it is to be numbers of the model's dtype. is_projection: of a layer, and so
+        quantised by "fp8" and "int4"."""
+        weight: QuantisedWeight | None = None
+        if self._form == "stored" and isinstance(self._tensors, QuantisedSource):
+            weight = self._tensors.quantised(name, self._device)
+        elif self._form in QUANTISERS and is_projection:
+            weight = self._quantise(name)
+
+        if weight is not None:
+            self.finite.add(name, weight.dequantise(self._dtype))
+            self._on_read()
+        return weight
+
+    def _quantise(self, name: str) -> QuantisedWeight:
+        columns = self._tensors.shape(name)[1]
+        if self._form == "int4" and columns % 2:
+            raise ModelLoadError(
+                f"{self._tensors.file(name)}: tensor {name} has {columns} columns, expected an even number "
+                'for weights="int4"'
+            )
+
+        matrix = self._tensors.get(name)
+        check_dtype(self._tensors, name, matrix.dtype)
+        return QUANTISERS[self._form](matrix.to(self._device))
+
+
+def quantised_bytes(rows: int, columns: int, form: WeightForm) -> int:
+    """Bytes of a matrix that is quantised to "fp8" or "int4" when it is read."""
+    if form == "fp8":
+        return rows * columns + 4 * rows
+
+    return rows * columns // 2 + 2 * rows * -(-columns // QUANTISED_GROUP)

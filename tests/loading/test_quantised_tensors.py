@@ -1,0 +1,227 @@
+"""Checkpoints with quantised weights, against the numbers that they were written from; and damaged ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from model_zoo import make_model
+from quantised_files import FORMATS, write_checkpoint
+from safetensors.torch import load_file, save_file
+
+from drift_sdk.errors import ModelLoadError
+from drift_sdk.loading.quantised_tensors import QuantisedSource
+from drift_sdk.loading.source import Source
+
+CPU = torch.device("cpu")
+ODD_SHAPES = 6
+"""A model of the zoo with matrices of 24, 72 and 80 rows and columns: the last groups are short."""
+LAYER = "model.layers.1."
+DOWN = f"{LAYER}mlp.down_proj"
+
+Tensors = dict[str, torch.Tensor]
+Changes = dict[str, torch.Tensor | None]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plain")
+    make_model(ODD_SHAPES, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a format, and beside it "twin" and the numbers."""
+    made: dict[str, Path] = {}
+
+    def folder(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = tmp_path_factory.mktemp("format")
+            numbers = write_checkpoint(plain, kind, made[kind] / "quantised", made[kind] / "twin")
+            save_file({name: torch.from_numpy(a) for name, a in numbers.items()}, made[kind] / "numbers")
+        return made[kind]
+
+    return folder
+
+
+def open_folder(folder: Path) -> QuantisedSource:
+    tensors = Source(folder).tensors()
+    assert isinstance(tensors, QuantisedSource)
+    return tensors
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_weights_have_names_shapes_and_numbers_of_the_model(
+    folders: Callable[[str], Path], plain: Path, kind: str
+) -> None:
+    numbers = load_file(folders(kind) / "numbers")
+    tensors = open_folder(folders(kind) / "quantised")
+    expected = load_file(plain / "model.safetensors") | numbers
+    assert sorted(tensors.names()) == sorted(expected)
+    assert len(numbers) > 20
+    for name, tensor in expected.items():
+        assert tensors.shape(name) == tensor.shape
+        assert torch.equal(tensors.get(name), tensor), name
+        weight = tensors.quantised(name, CPU)
+        assert (weight is None) == (name not in numbers)
+        if weight is not None:
+            assert weight.shape == tensor.shape
+            assert torch.equal(weight.dequantise(torch.float32), tensor)
+            num_bytes = tensors.quantised_bytes(name)
+            assert num_bytes is not None and weight.nbytes <= num_bytes < 2 * tensor.numel()
+
+
+def roll_scales(tensors: Tensors) -> None:
+    """Scales off by one group."""
+    name = next(n for n in tensors if n.startswith(DOWN) and "scale" in n and "input" not in n)
+    tensors[name] = tensors[name].roll(1, dims=0 if name.endswith(".scales") else 1).contiguous()
+
+
+def swap_nibbles(tensors: Tensors) -> None:
+    """The high four bits of each byte of the codes and its low ones in the other order."""
+    name = next(n for n in tensors if n.startswith(DOWN) and n.endswith(("qweight", "weight_packed")))
+    pairs = tensors[name].view(torch.uint8)
+    tensors[name] = ((pairs >> 4) | (pairs << 4)).view(torch.int32)
+
+
+def move_zero_point(tensors: Tensors) -> None:
+    """The zero point of one group off by one."""
+    name = next(n for n in tensors if n.startswith(DOWN) and n.endswith(("qzeros", "zero_point")))
+    tensors[name].view(torch.uint8)[-1, -1] ^= 1
+
+
+def change_ragged_end(tensors: Tensors) -> None:
+    """The scale of the last group, which is short."""
+    name = next(n for n in tensors if n.startswith(DOWN) and "scale" in n and "input" not in n)
+    scales = tensors[name].T if name.endswith(".scales") else tensors[name]
+    scales[0, -1] = 2 * scales[0, -1]
+
+
+ZEROS = [kind for kind in FORMATS if "gptq" in kind or "awq" in kind or "zero points" in kind]
+GROUPS = [kind for kind in FORMATS if "whole" not in kind and "fp8" not in kind]
+BLOCKS = ["fp8, blocks", "fp8, compressed blocks"]
+FAULTS = [
+    *((roll_scales, kind) for kind in (*GROUPS, *BLOCKS)),
+    *((swap_nibbles, kind) for kind in FORMATS if "fp8" not in kind),
+    *((move_zero_point, kind) for kind in ZEROS),
+    *((change_ragged_end, kind) for kind in (*GROUPS, *BLOCKS)),
+]
+
+
+@pytest.mark.parametrize("fault, kind", FAULTS)
+def test_faults_change_the_numbers_of_their_weight_alone(
+    folders: Callable[[str], Path], tmp_path: Path, fault: Callable[[Tensors], None], kind: str
+) -> None:
+    tensors = load_file(folders(kind) / "quantised" / "model.safetensors")
+    fault(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = (folders(kind) / "quantised" / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config)
+    found = open_folder(tmp_path)
+    numbers = load_file(folders(kind) / "numbers")
+    assert [name for name in numbers if not torch.equal(found.get(name), numbers[name])] == [f"{DOWN}.weight"]
+
+
+def write_changed(
+    folder: Path, out: Path, changes: dict[str, torch.Tensor | None], **settings: object
+) -> str:
+    """A copy of a folder with tensors of the weight DOWN replaced, or without them; returns the file."""
+    out.mkdir(exist_ok=True)
+    tensors = load_file(folder / "model.safetensors")
+    for part, tensor in changes.items():
+        tensors.pop(f"{DOWN}.{part}", None)
+        if tensor is not None:
+            tensors[f"{DOWN}.{part}"] = tensor
+    save_file(tensors, out / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= settings
+    (out / "config.json").write_text(json.dumps(config))
+    return str(out / "model.safetensors")
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def halves(*shape: int) -> torch.Tensor:
+    return torch.ones(shape, dtype=torch.float16)
+
+
+WIDE = torch.int64
+INT8_ZEROS = "packed, int8 zero points"
+DAMAGED: list[tuple[str, str, torch.Tensor | None, str]] = [
+    ("gptq", "scales", halves(2, 72), "has shape [2, 72], expected [3, 72]"),
+    ("gptq", "scales", zeros(3, 72), "is stored as torch.int32, expected float16"),
+    ("gptq", "qzeros", zeros(3, 8), "has shape [3, 8], expected [3, 9]"),
+    ("gptq", "qzeros", None, "is missing"),
+    ("gptq", "qzeros", ~zeros(3, 9), "has the zero point 15 of checkpoint_format='gptq'"),
+    ("gptq", "g_idx", torch.arange(80, dtype=torch.int32) % 3, "reorders the columns (desc_act)"),
+    ("gptq", "g_idx", zeros(9), "has shape [9], expected [80]"),
+    ("gptq", "qweight", torch.zeros(10, 72), "is stored as torch.float32, expected int32"),
+    ("gptq", "qweight", zeros(10), "has shape [10], expected a matrix"),
+    ("awq", "scales", halves(3, 64), "has shape [3, 64], expected [3, 72]"),
+    ("awq", "qzeros", zeros(3, 9, dtype=WIDE), "is stored as torch.int64, expected int32"),
+    ("packed", "weight_shape", torch.tensor([72, 96]), "is [72, 96], expected [72, 80]"),
+    ("packed", "weight_shape", torch.tensor([72, 79]), "is [72, 79], expected [72, 80]"),
+    ("packed", "weight_shape", torch.tensor([72, 80, 1]), "has shape [3], expected [2]"),
+    ("packed", "weight_g_idx", zeros(80), "reorders the columns (actorder)"),
+    (INT8_ZEROS, "weight_zero_point", zeros(72, 3, dtype=torch.int8) + 9, "expected -8 to 7"),
+    (
+        "fp8, blocks",
+        "weight_scale_inv",
+        torch.ones(2, 2),
+        "has shape [2, 2], expected [1] or [72, 1] or [3, 2]",
+    ),
+    ("fp8, channel", "weight_scale", torch.ones(71, 1), "has shape [71, 1], expected [1] or [72, 1]"),
+    ("fp8, channel", "weight_scale", zeros(72, 1, dtype=WIDE), "is stored as torch.int64"),
+    ("fp8, channel", "weight", zeros(72, 80, dtype=torch.int8), "is stored as torch.int8"),
+    ("fp8, channel", "weight", zeros(72, 80).to(torch.float8_e5m2), "is stored as torch.float8_e5m2"),
+]
+
+
+@pytest.mark.parametrize("kind, part, tensor, message", DAMAGED)
+def test_damaged_weights_are_named(
+    folders: Callable[[str], Path],
+    tmp_path: Path,
+    kind: str,
+    part: str,
+    tensor: torch.Tensor | None,
+    message: str,
+) -> None:
+    file = write_changed(folders(kind) / "quantised", tmp_path, {part: tensor})
+    with pytest.raises(ModelLoadError) as caught:
+        open_folder(tmp_path).get(f"{DOWN}.weight")
+    place = tmp_path if tensor is None else file
+    assert str(caught.value).startswith(f"{place}: tensor {DOWN}.{part} ")
+    assert message in str(caught.value)
+
+
+def test_codes_beside_a_plain_weight_are_rejected(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    write_changed(folders("gptq") / "quantised", tmp_path, {"weight": torch.zeros(72, 80)})
+    with pytest.raises(ModelLoadError, match=rf"tensors {DOWN}.qweight and {DOWN}.weight, expected one"):
+        open_folder(tmp_path)
+
+
+def test_weights_without_scales_are_not_quantised(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    write_changed(
+        folders("fp8, channel") / "quantised", tmp_path, {"weight": torch.ones(72, 80), "weight_scale": None}
+    )
+    tensors = open_folder(tmp_path)
+    assert tensors.quantised(f"{DOWN}.weight", CPU) is None
+    assert tensors.quantised_bytes(f"{DOWN}.weight") is None
+    assert torch.equal(tensors.get(f"{DOWN}.weight"), torch.ones(72, 80))
+
+
+def test_groups_of_two_sizes_that_both_fit_are_rejected(
+    folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    kind = "packed"
+    groups = FORMATS[kind].config["config_groups"]
+    other = {"group_1": {"weights": groups["group_0"]["weights"] | {"group_size": 30}}}
+    write_changed(folders(kind) / "quantised", tmp_path, {}, config_groups=groups | other)
+    with pytest.raises(ModelLoadError, match="weight_scale fits groups of 30 and of 32 columns"):
+        open_folder(tmp_path).get(f"{DOWN}.weight")

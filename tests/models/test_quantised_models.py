@@ -1,0 +1,265 @@
+"""Models with quantised weights compute what the same models do whose weights are the dequantised numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from decoder_parity import poisoned_cache, random_tokens, shuffled_blocks
+from draft_zoo import make_draft
+from expert_zoo import make_expert_model
+from gguf import GGMLQuantizationType
+from gguf_files import write_gguf
+from model_zoo import make_model
+from quantised_files import write_checkpoint
+from safetensors.torch import load_file, save_file
+
+from drift_sdk.errors import ModelLoadError
+from drift_sdk.loading.source import Source
+from drift_sdk.models.attention import AttentionBatch, SequenceRows
+from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.eagle3 import DraftDecoder
+from drift_sdk.models.matrix_reader import QUANTISERS, WeightForm
+from drift_sdk.models.weights import weight_bytes
+from drift_sdk.quantised.blocks import BlockWeight
+from drift_sdk.quantised.fp8 import Fp8Weight
+from drift_sdk.quantised.int4 import Int4Weight
+from drift_sdk.quantised.weight import QuantisedWeight, StackedWeight
+
+TIED, UNTIED, PHI3 = 6, 1, 29
+"""Models of the zoo. The first has matrices of 24, 72 and 80 rows and columns, and a tied head."""
+QWEN3_MOE = "qwen3_moe"
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int | str], Path]:
+    """The folder of a model of a zoo, by its index or name."""
+    made: dict[int | str, Path] = {}
+
+    def folder(model: int | str) -> Path:
+        if model not in made:
+            made[model] = tmp_path_factory.mktemp("model")
+            if isinstance(model, int):
+                make_model(model, made[model])
+            else:
+                make_expert_model(model, made[model])
+        return made[model]
+
+    return folder
+
+
+def load(path: Path, form: WeightForm = "expanded", dtype: torch.dtype = torch.float32) -> Decoder:
+    source = Source(path)
+    config = DecoderConfig.from_hf(source.config)
+    return Decoder.load(config, source.tensors(), device="cpu", dtype=dtype, form=form)
+
+
+@torch.inference_mode()
+def logits(decoder: Decoder) -> torch.Tensor:
+    """Logits after a prompt, and after one more token."""
+    cache, blocks = poisoned_cache(decoder.config, dtype=decoder.dtype), shuffled_blocks()
+    tokens = random_tokens(decoder.config, 12)
+    found = []
+    for start, num_rows in ((0, 11), (11, 1)):
+        batch = AttentionBatch([SequenceRows(blocks, start, num_rows)], cache)
+        hidden, _ = decoder.forward(tokens[start : start + num_rows], batch, cache)
+        found.append(decoder.logits(hidden))
+    return torch.cat(found)
+
+
+def all_matrices(decoder: Decoder) -> Iterator[Any]:
+    weights = decoder.weights
+    yield weights.embedding
+    if weights.head is not weights.embedding:
+        yield weights.head
+    for layer in weights.layers:
+        yield from (layer.qkv, layer.output, layer.gate_up, layer.down)
+        if layer.experts is not None:
+            yield from (*layer.experts.gate_up, *layer.experts.down)
+
+
+def kinds_of(decoder: Decoder) -> set[type]:
+    return {type(matrix) for matrix in all_matrices(decoder)}
+
+
+NO_VOCABULARY = ("embed_tokens", "lm_head")
+INT4, FP8 = {Int4Weight, torch.Tensor}, {Fp8Weight, torch.Tensor}
+
+
+@pytest.mark.parametrize(
+    "model, kind, ignored, kinds",
+    [
+        (TIED, "awq", NO_VOCABULARY, INT4),
+        (TIED, "gptq", NO_VOCABULARY, INT4),
+        (TIED, "packed, zero points", (), {Int4Weight}),
+        (TIED, "fp8, tensor", (), {Fp8Weight}),
+        (TIED, "fp8, blocks", NO_VOCABULARY, FP8),
+        (UNTIED, "gptq, whole rows", ("lm_head", "embed", "k_proj", "layers.2."), INT4 | {StackedWeight}),
+        (UNTIED, "fp8, channel", ("embed_tokens", "up_proj"), FP8 | {StackedWeight}),
+        (PHI3, "packed", NO_VOCABULARY, INT4),
+        (QWEN3_MOE, "gptq", (*NO_VOCABULARY, "mlp.gate."), INT4),
+        (QWEN3_MOE, "fp8, blocks", (*NO_VOCABULARY, "3.up_proj"), FP8 | {StackedWeight}),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_stored_weights_compute_as_their_numbers(
+    model_folder: Callable[[int | str], Path],
+    tmp_path: Path,
+    model: int | str,
+    kind: str,
+    ignored: tuple[str, ...],
+    kinds: set[type],
+    dtype: torch.dtype,
+) -> None:
+    write_checkpoint(model_folder(model), kind, tmp_path / "quantised", tmp_path / "twin", ignored=ignored)
+    expected = logits(load(tmp_path / "twin", dtype=dtype))
+    stored = load(tmp_path / "quantised", "stored", dtype)
+    assert kinds_of(stored) == kinds
+    assert torch.equal(logits(stored), expected)
+    expanded = load(tmp_path / "quantised", "expanded", dtype)
+    assert not any(issubclass(kind, QuantisedWeight) for kind in kinds_of(expanded))
+    assert torch.equal(logits(expanded), expected)
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+def test_gguf_blocks_compute_as_their_numbers(tmp_path: Path, name: str) -> None:
+    """The files of Llama have the rows of query and key projections in another order."""
+    model = make_model(UNTIED, tmp_path)
+    write_gguf(model, tmp_path / "model.gguf", GGMLQuantizationType[name])
+    stored = load(tmp_path / "model.gguf", "stored")
+    assert BlockWeight in kinds_of(stored)
+    assert isinstance(stored.weights.embedding, BlockWeight)
+    assert torch.equal(logits(stored), logits(load(tmp_path / "model.gguf")))
+
+
+@pytest.mark.parametrize("form", ["fp8", "int4"])
+@pytest.mark.parametrize("model", [TIED, UNTIED, QWEN3_MOE])
+def test_projections_are_quantised_at_load(
+    model_folder: Callable[[int | str], Path], tmp_path: Path, model: int | str, form: WeightForm
+) -> None:
+    folder = model_folder(model)
+    found = load(folder, form)
+    kind = {"fp8": Fp8Weight, "int4": Int4Weight}[form]
+    assert kinds_of(found) == {kind, torch.Tensor}
+    tensors = load_file(folder / "model.safetensors")
+    assert torch.equal(found.weights.embedding, tensors["model.embed_tokens.weight"])
+    for name, tensor in tensors.items():
+        if "_proj.weight" in name:
+            tensors[name] = QUANTISERS[form](tensor).dequantise(torch.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    assert torch.equal(logits(found), logits(load(tmp_path)))
+
+
+def test_random_weights_are_quantised_as_well(model_folder: Callable[[int | str], Path]) -> None:
+    config = load(model_folder(TIED)).config
+    random = Decoder.random(config, device="cpu", dtype=torch.float32, form="fp8")
+    assert kinds_of(random) == {Fp8Weight, torch.Tensor}
+
+
+@pytest.mark.parametrize("form", ["stored", "fp8", "int4"])
+@pytest.mark.parametrize("model", [TIED, QWEN3_MOE])
+def test_bytes_are_known_before_loading(
+    model_folder: Callable[[int | str], Path], tmp_path: Path, model: int | str, form: WeightForm
+) -> None:
+    folder = model_folder(model)
+    if form == "stored":
+        write_checkpoint(folder, "awq", tmp_path / "quantised", tmp_path / "twin")
+        folder = tmp_path / "quantised"
+    source = Source(folder)
+    config = DecoderConfig.from_hf(source.config)
+    announced: list[int] = []
+    progress: list[tuple[int, int]] = []
+    decoder = Decoder.load(
+        config,
+        source.tensors(),
+        device="cpu",
+        dtype=torch.bfloat16,
+        form=form,
+        check_bytes=announced.append,
+        on_tensor=lambda *numbers: progress.append(numbers),
+    )
+    total = len(progress)
+    assert progress == [(number, total) for number in range(1, total + 1)]
+    quantised = sum(matrix.nbytes for matrix in all_matrices(decoder))
+    others = sum(
+        2 * int(np.prod(source.tensors().shape(name)))
+        for name in source.tensors().names()
+        if len(source.tensors().shape(name)) == 1 or "mlp.gate.weight" in name
+    )
+    assert announced == [weight_bytes(config, torch.bfloat16, form, source.tensors())] == [quantised + others]
+    assert announced[0] < 0.75 * weight_bytes(config, torch.bfloat16)
+
+
+def test_stored_form_of_plain_files_is_plain(model_folder: Callable[[int | str], Path]) -> None:
+    assert kinds_of(load(model_folder(TIED), "stored")) == {torch.Tensor}
+
+
+def test_odd_columns_cannot_be_int4(tmp_path: Path) -> None:
+    make_model(UNTIED, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    size = 37
+    for name in list(tensors):
+        if "down_proj" in name:
+            tensors[name] = tensors[name][:, :size].contiguous()
+        elif "gate_proj" in name or "up_proj" in name:
+            tensors[name] = tensors[name][:size].contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = (
+        (tmp_path / "config.json")
+        .read_text()
+        .replace('"intermediate_size": 80', f'"intermediate_size": {size}')
+    )
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(
+        ModelLoadError, match='down_proj.weight has 37 columns, expected an even number for weights="int4"'
+    ):
+        load(tmp_path, "int4")
+    load(tmp_path, "fp8")
+
+
+@pytest.mark.parametrize("kind, part", [("fp8, channel", "weight"), ("gptq", "scales")])
+def test_weights_that_are_not_finite_are_named(
+    model_folder: Callable[[int | str], Path], tmp_path: Path, kind: str, part: str
+) -> None:
+    write_checkpoint(model_folder(TIED), kind, tmp_path / "quantised", tmp_path / "twin")
+    file = tmp_path / "quantised" / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.1.mlp.down_proj"
+    damaged = tensors[f"{name}.{part}"]
+    if part == "weight":
+        damaged.view(torch.uint8)[3, 5] = 0x7F
+    else:
+        damaged[0, 3] = float("inf")
+    save_file(tensors, file)
+    with pytest.raises(ModelLoadError, match=rf"tensor {name}.weight has NaN, infinity"):
+        load(tmp_path / "quantised", "stored")
+
+
+@pytest.mark.parametrize("variant", ["specforge", "speculators", "norm before fc"])
+@pytest.mark.parametrize("form", ["fp8", "int4"])
+def test_drafts_are_quantised_at_load(
+    model_folder: Callable[[int | str], Path], tmp_path: Path, variant: str, form: Any
+) -> None:
+    target = load(model_folder(UNTIED))
+    make_draft(variant, tmp_path / "draft", model_folder(UNTIED))
+    plain = DraftDecoder.load(str(tmp_path / "draft"), target)
+    quantised = DraftDecoder.load(str(tmp_path / "draft"), target, form=form)
+    kind = {"fp8": Fp8Weight, "int4": Int4Weight}[form]
+    assert isinstance(quantised.weights.embedding, torch.Tensor)
+    assert torch.equal(quantised.weights.embedding, plain.weights.embedding)
+    pairs = [(quantised.weights.fc, plain.weights.fc)]
+    for found, layer in zip(quantised.weights.layers, plain.weights.layers, strict=True):
+        pairs += [(getattr(found, n), getattr(layer, n)) for n in ("qkv", "output", "gate_up", "down")]
+    for found, matrix in pairs:
+        assert type(found) is kind and isinstance(matrix, torch.Tensor)
+        expected = QUANTISERS[form](matrix).dequantise(torch.float32)
+        assert torch.equal(found.dequantise(torch.float32), expected)
+    features = torch.randn((5, plain.config.target_hidden_size * len(plain.aux_layers)))
+    fused = quantised.fuse(features.chunk(len(plain.aux_layers), dim=1), features)
+    assert fused.isfinite().all()

@@ -1,0 +1,81 @@
+"""Reading the `quantization_config` of a config.json."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from quantised_files import FORMATS
+
+from drift_sdk.errors import ModelLoadError
+from drift_sdk.quantised.scheme import BLOCK_SCHEME, config_scheme
+
+AWQ, GPTQ, FP8 = (FORMATS[name].config for name in ("awq", "gptq", "fp8, blocks"))
+
+
+def compressed(name: str = "packed", **weights: Any) -> dict[str, Any]:
+    """A config of compressed-tensors with some settings of the weights changed."""
+    config = FORMATS[name].config
+    group = config["config_groups"]["group_0"]
+    return config | {"config_groups": {"group_0": group | {"weights": group["weights"] | weights}}}
+
+
+def test_without_quantisation() -> None:
+    for config in ({}, {"quantization_config": None}, {"quantization_config": {"quant_method": "mxfp4"}}):
+        assert config_scheme(config) is None
+    assert config_scheme({"quantization_config": {"quant_method": "gguf"}}) == BLOCK_SCHEME
+
+
+def test_several_groups_of_a_checkpoint() -> None:
+    groups = [
+        compressed(name, **more)["config_groups"]["group_0"]
+        for name, more in (("packed", {}), ("fp8, channel", {}), ("packed", {"group_size": 64}))
+    ]
+    config = FORMATS["packed"].config | {
+        "format": "mixed-precision",
+        "config_groups": dict(enumerate(groups)),
+    }
+    scheme = config_scheme({"quantization_config": config})
+    assert scheme is not None
+    assert scheme.storages == ("packed", "fp8") and scheme.group_sizes == (32, 64)
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        ("awq", "quant_method='awq'"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method='bitsandbytes'"),
+        ({"quant_method": "modelopt"}, "quant_method='modelopt'"),
+        ({"bits": 4}, "quant_method=None"),
+        (AWQ | {"bits": 8}, "bits=8"),
+        (AWQ | {"bits": True}, "bits=True"),
+        (AWQ | {"version": "gemv"}, "version='gemv'"),
+        (AWQ | {"version": "marlin"}, "version='marlin'"),
+        (AWQ | {"zero_point": False}, "zero_point=False"),
+        (AWQ | {"group_size": 0}, "group_size=0: expected -1 or an even number"),
+        (AWQ | {"group_size": "128"}, "group_size='128': expected -1 or an even number"),
+        (GPTQ | {"bits": 3}, "bits=3"),
+        (GPTQ | {"desc_act": True}, "desc_act=True"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
+        (GPTQ | {"is_marlin_format": True}, "is_marlin_format=True"),
+        (FP8 | {"fmt": "e5m2"}, "fmt='e5m2'"),
+        (FP8 | {"weight_block_size": [128]}, r"a block of \[128\]: expected two sizes"),
+        (FP8 | {"weight_block_size": [0, 128]}, r"a block of \[0, 128\]: expected two sizes"),
+        (compressed() | {"format": "int-quantized"}, "format='int-quantized'"),
+        (compressed() | {"format": "nvfp4-pack-quantized"}, "format='nvfp4-pack-quantized'"),
+        (compressed() | {"config_groups": {}}, "config_groups={}: expected a table"),
+        (compressed() | {"config_groups": {"group_0": {"weights": None}}}, "config_groups="),
+        (compressed() | {"transform_config": {"config_groups": {"v": {}}}}, "transform_config="),
+        (compressed() | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config="),
+        (compressed(num_bits=8), "num_bits=8"),
+        (compressed(actorder="group"), "actorder='group'"),
+        (compressed(strategy="token"), "strategy='token'"),
+        (compressed(type="codebook"), "type='codebook'"),
+        (compressed("fp8, channel", num_bits=4), "num_bits=4"),
+        (compressed("fp8, channel", strategy="group"), "strategy='group'"),
+    ],
+)
+def test_schemes_that_are_not_implemented_are_named(config: object, message: str) -> None:
+    with pytest.raises(ModelLoadError, match=message) as caught:
+        config_scheme({"quantization_config": config})
+    assert str(caught.value).startswith("config: quantization_config with ")
