@@ -23,7 +23,7 @@ from typing import Any
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.common.launching import uses_pdl
+from drift_sdk._kernels.common.launching import is_interpreted, uses_pdl
 from drift_sdk._kernels.common.parallel_compile import package_kernels
 
 __all__ = [
@@ -193,7 +193,7 @@ def checked_launches() -> Iterator[None]:
     Raises LaunchOrderError at the launch that breaks the order. Without PDL kernels run one after the other,
     and there is nothing to check.
     """
-    if not uses_pdl():
+    if not (uses_pdl() or is_interpreted()):
         yield
         return
 
