@@ -17,6 +17,7 @@ requests sample at low temperatures, which amplify their logits.
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import sys
 import tempfile
@@ -178,7 +179,8 @@ def modes_of(draft: Path | str, small_cache: int) -> list[Mode]:
             repeats=2,
         ),
         Mode(name="EAGLE-3 drafts", fields=drafted(draft), subjects=("num_cached_tokens",), repeats=2),
-        Mode(name="untuned", fields={}, is_untuned=True),
+        Mode(name="untuned", fields={"tuning": "off"}, is_untuned=True),
+        Mode(name="tuned shortly", fields={"tuning": "short"}, is_untuned=True),
     ]
 
 
@@ -254,8 +256,12 @@ def different(one: Sequence[int], other: Sequence[int]) -> int:
 
 @contextmanager
 def untuned() -> Iterator[None]:
-    """Engines that start inside have no tuned table."""
-    with mock.patch.object(tuning, "table_for", lambda gpu: tuning.TunedTable()):
+    """Engines that start inside have no tuned table, and keep what they measure in a folder of their own."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(tuning, "table_for", lambda gpu: tuning.TunedTable()),
+        mock.patch.dict(os.environ, XDG_CACHE_HOME=folder),
+    ):
         yield
 
 

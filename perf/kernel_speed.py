@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
+from drift_sdk._kernels.gemm.tuner import time_us
 from drift_sdk._kernels.gemm.tuning import TunedTable, gpu_key, table_for
-from drift_sdk.cli.tune import time_us
 from perf.cases.attention import attention_cases
 from perf.cases.case import Case
 from perf.cases.experts import expert_cases

@@ -21,11 +21,11 @@ import torch
 import triton
 from msgspec.structs import asdict, replace
 
+from drift_sdk._kernels.common.gpu_limits import gpu_limits
 from drift_sdk._kernels.experts.cuda_products import CudaTiles
 from drift_sdk._kernels.experts.expert_tiles import ExpertGemmConfig, expert_gemm_config
 from drift_sdk._kernels.experts.routing import ExpertRows
 from drift_sdk._kernels.gemm.tuning import TunedTable
-from drift_sdk.cli.tune import SHARED_BYTES
 from perf.cases.experts import DOWN, GATE_UP, expert_cases, prepare_product
 from perf.harness.bandwidth import matmul_tflop_s
 from perf.harness.recording import Recording, free_memory, parser
@@ -67,7 +67,7 @@ def candidates(model: Model, num_rows: int) -> Iterator[Tiles | None]:
     rows = ExpertRows.take(lambda _, shape, dtype: torch.empty(shape, dtype=dtype, device="meta"), *sizes)
     tile_m = expert_gemm_config(rows, torch.bfloat16).tile_m
     for tile_n, tile_k, stages in itertools.product((64, 128), (64, 128), (3, 4, 5)):
-        if (2 * tile_n + tile_m) * tile_k * 2 * stages < SHARED_BYTES:
+        if (2 * tile_n + tile_m) * tile_k * 2 * stages < gpu_limits().shared_bytes:
             yield ExpertGemmConfig(tile_n, tile_m, tile_k, stages, 4)
 
 

@@ -47,6 +47,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(autouse=True)
+def no_tuning(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """On a GPU, engines measure no launch configurations when they start, and find none of this machine."""
+    if torch.cuda.is_available():
+        from drift_sdk.startup import gemm_tuning
+
+        monkeypatch.setattr(gemm_tuning, "EFFORTS", gemm_tuning.EFFORTS | {"short": None})
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp()))
+
+
+@pytest.fixture(autouse=True)
 def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fills tensors that the package makes with torch.empty: floats with NaN, integers with their maximum."""
 

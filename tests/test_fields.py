@@ -151,6 +151,8 @@ CONFIG = {
     "executor": choice("auto", "eager", "graph"),
     "strict_performance": flag(),
     "step_timeout_s": number(0.0, 1e6, optional=True, is_open=True),
+    "tuning": choice("off", "short", "full"),
+    "shape_log": text("file", Path("file")),
     "exact_prefill": flag(),
     "num_threads": integer(1, 1024, optional=True),
     "weights": Case((None, "stored", "expanded", "fp8", "int4"), ("", "FP8", "int8", 8, True, ())),

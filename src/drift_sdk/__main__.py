@@ -8,7 +8,8 @@ import io
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -175,28 +176,25 @@ def add_warm(commands: Commands[argparse.ArgumentParser]) -> None:
 
 def add_tune(commands: Commands[argparse.ArgumentParser]) -> None:
     command = commands.add_parser(
-        "tune", help="measure the fastest launch configurations of GEMMs on this GPU"
+        "tune", help="measure the fastest launch configurations of products on this GPU; tokens stay the same"
     )
     command.add_argument(
-        "shapes",
-        nargs="+",
-        type=weight_shape,
-        metavar="SHAPE",
-        help="shape of a weight: NxK, N output features by K input features; NxK:gated for gate and up "
-        "projection together, N counting both",
+        "targets",
+        nargs="*",
+        metavar="MODEL or SHAPE",
+        help=f"a model: {MODEL_HELP}; or shapes of weights: NxK, N output features by K input features; "
+        "NxK:gated for gate and up projection together, N counting both",
     )
+    command.add_argument("--log", type=Path, help="JSON file that EngineConfig.shape_log named: its shapes")
     command.add_argument(
         "--out",
         type=Path,
-        required=True,
-        help="JSON file of the table; entries of other shapes that it holds are kept",
+        help="of shapes: JSON file of the table, whose other entries are kept (default: the user's cache)",
     )
     command.add_argument(
-        "--jobs",
-        type=int,
-        default=os.cpu_count(),
-        help="processes that compile (default: one for each CPU, %(default)s)",
+        "--jobs", type=int, help="of shapes: processes that compile (default: one for each CPU)"
     )
+    add_drafts(command)
 
 
 def add_tree(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -232,13 +230,14 @@ def add_drafts(command: argparse.ArgumentParser) -> None:
     )
 
 
-def weight_shape(text: str) -> tuple[int, int, bool]:
-    """(N, K, whether it is gated) of NxK or NxK:gated."""
-    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)(:gated)?", text)
-    if found is None:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected NxK or NxK:gated, such as 6144x4096")
+Shape = tuple[int, int, bool]
+"""N, K, and whether a weight is gated."""
 
-    return int(found[1]), int(found[2]), found[3] is not None
+
+def weight_shape(text: str) -> Shape | None:
+    """The shape that NxK or NxK:gated names; None for other text."""
+    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)(:gated)?", text)
+    return None if found is None else (int(found[1]), int(found[2]), found[3] is not None)
 
 
 def make_command(options: argparse.Namespace) -> Callable[[], int]:
@@ -256,7 +255,7 @@ def make_command(options: argparse.Namespace) -> Callable[[], int]:
         case "tree":
             return partial(run_tree, options.path)
         case "tune":
-            return partial(run_tune, options.shapes, options.out, options.jobs)
+            return tune_command(options)
 
     params = SamplingParams(
         max_tokens=options.max_tokens,
@@ -281,14 +280,48 @@ def speculation(options: argparse.Namespace) -> Speculation | None:
     return Speculation(draft=draft, shape=shape)
 
 
-def run_tune(shapes: Sequence[tuple[int, int, bool]], out: Path, num_jobs: int) -> int:
+def tune_command(options: argparse.Namespace) -> Callable[[], int]:
+    """The command `tune`, of one model or of shapes. Raises ConfigError for arguments that do not go
+    together, and for a draft out of range."""
+    if options.jobs is not None and options.jobs < 1:
+        raise ConfigError.of("jobs", options.jobs, "1 or more")
+
+    shapes = [shape for shape in map(weight_shape, options.targets) if shape is not None]
+    is_model = len(options.targets) == 1 and not shapes and options.log is None
+    if is_model and options.out is None and options.jobs is None:
+        return partial(run_tune_model, options.targets[0], EngineConfig(speculation=speculation(options)))
+
+    if is_model or len(shapes) < len(options.targets) or options.draft or not (shapes or options.log):
+        allowed = "one MODEL, with --draft or without; or SHAPEs such as 6144x4096 or 512x64:gated, or --log"
+        raise ConfigError.of("targets", " ".join(options.targets), allowed)
+
+    return partial(run_tune_shapes, shapes, options.log, options.out, options.jobs)
+
+
+def run_tune_model(model: str, config: EngineConfig) -> int:
+    with needs_triton():
+        from drift_sdk.cli.tune import tune_model
+
+    tune_model(model, config)
+    return 0
+
+
+def run_tune_shapes(shapes: Sequence[Shape], log: Path | None, out: Path | None, num_jobs: int | None) -> int:
+    with needs_triton():
+        from drift_sdk.cli.tune import read_log, tune_shapes
+
+    logged = [] if log is None else read_log(log)
+    tune_shapes(list(dict.fromkeys([*shapes, *logged])), out, num_jobs)
+    return 0
+
+
+@contextmanager
+def needs_triton() -> Iterator[None]:
+    """A block that imports what `tune` needs, and only then is imported."""
     try:
-        from drift_sdk.cli.tune import tune_shapes  # imported here, for it needs torch and Triton
+        yield
     except ImportError as error:
         raise DriftError(f"tune needs torch and Triton: {error}") from error
-
-    tune_shapes(shapes, out, num_jobs)
-    return 0
 
 
 if __name__ == "__main__":

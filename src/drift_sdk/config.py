@@ -28,6 +28,7 @@ __all__ = ["EngineConfig"]
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 EXECUTORS = ("auto", "eager", "graph")
 LOADS = ("auto", "random")
+TUNINGS = ("off", "short", "full")
 WEIGHTS = ("stored", "expanded", "fp8", "int4")
 TOOL_FORMATS = (
     *("auto", "json", "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "deepseek", "granite"),
@@ -61,14 +62,20 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                               a step shrinks to meet it. None = no target.
     target_latency_ms_p95:    the same for the 95th percentile.
     prefer_high_throughput:   give prompts the whole budget even while other sequences decode.
-    executor:                 "graph" (CUDA graphs; NVIDIA GPUs of compute capability 9.0 or later), "eager"
+    executor:                 "graph" (CUDA graphs; NVIDIA GPUs of compute capability 8.0 or later), "eager"
                               (any device), or "auto" (CUDA graphs where supported, else eager).
     strict_performance:       raise an error instead of running on a slow path; see below. If False, slow
                               paths are counted.
     step_timeout_s:           most seconds that the GPU may take for a step. After that every stream raises
                               ExecutorError with process_unusable, and the engine stops waiting for the GPU.
-                              None = no limit. Graph executor only; the end of a step is then noticed about
-                              0.1 ms later.
+                              None = no limit. Graph executor only.
+    tuning:                   measurement of launch configurations of products when the engine starts: "short"
+                              (weights without an entry in the tables; up to a minute, once on each machine,
+                              most of it compiling), "full" (all weights of the model, minutes) or "off". Kept
+                              in the user's cache folder. It changes no token. Graph executor only.
+    shape_log:                JSON file to which the engine adds, when it is closed, the shapes of the
+                              products that it ran and how often, for `python -m drift_sdk tune --log`; None =
+                              none. Graph executor only.
     exact_prefill:            on the graph executor, compute all prompts in decoding's order of summation, so
                               that their bits are those of decoding: tokens do not depend on how a prompt is
                               cut, cached or preempted. Long prompts take longer.
@@ -127,6 +134,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     executor: Literal["auto", "eager", "graph"] = "auto"
     strict_performance: bool = False
     step_timeout_s: float | None = None
+    tuning: Literal["off", "short", "full"] = "off"
+    shape_log: str | Path | None = None
     exact_prefill: bool = False
     num_threads: int | None = None
     weights: Literal["stored", "expanded", "fp8", "int4"] | None = None
@@ -160,12 +169,14 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         check_choice(ConfigError, "executor", self.executor, EXECUTORS)
         check_bool(ConfigError, "strict_performance", self.strict_performance)
         check_float(ConfigError, "step_timeout_s", self.step_timeout_s, gt=0.0, le=1e6, optional=True)
+        check_choice(ConfigError, "tuning", self.tuning, TUNINGS)
         check_bool(ConfigError, "exact_prefill", self.exact_prefill)
         check_int(ConfigError, "num_threads", self.num_threads, ge=1, le=1024, optional=True)
         if self.weights is not None:
             check_choice(ConfigError, "weights", self.weights, WEIGHTS)
         check_choice(ConfigError, "load", self.load, LOADS)
         check_str(ConfigError, "revision", self.revision, optional=True)
+        self._check_path("shape_log")
         self._check_path("cache_dir")
         check_bool(ConfigError, "local_files_only", self.local_files_only)
         self._check_path("tokenizer")

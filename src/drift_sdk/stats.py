@@ -67,8 +67,8 @@ class EngineStats(Struct, frozen=True, kw_only=True):
 
     Slow paths of the graph executor:
 
-    num_untuned_shapes: shapes of weights whose kernels were never measured on this kind of GPU, or cannot be
-                        run as measured.
+    num_tuned_shapes:   shapes of weights whose kernels run as measured on this kind of GPU.
+    num_untuned_shapes: the other shapes: never measured on this kind of GPU, or not to be run as measured.
     num_host_waits:     times that the host waited for room to pass on a step's input.
     num_split_rounds:   rounds split in two to ask a grammar which tokens may follow each draft.
     num_host_copies:    results that were copied because they were read late.
@@ -112,6 +112,7 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     num_steps: int = 0
     step_seconds: float = 0.0
     start_seconds: tuple[tuple[str, float], ...] = ()
+    num_tuned_shapes: int = 0
     num_untuned_shapes: int = 0
     num_host_waits: int = 0
     num_split_rounds: int = 0

@@ -408,9 +408,14 @@ def test_kernel_cache_is_the_folder_of_triton(monkeypatch: pytest.MonkeyPatch, t
         ("warm model --num-draft-tokens 2", 2, "error: --num-draft-tokens 2: expected --draft beside it"),
         ("warm model --max-num-seqs 0", 2, "error: --max-num-seqs 0: expected"),
         ("warm model --max-model-len None", 2, "--max-model-len: invalid int value"),
-        ("tune --out table.json 64", 2, "argument SHAPE: '64': expected NxK or NxK:gated"),
-        ("tune --out table.json 64x0", 2, "argument SHAPE: '64x0': expected NxK or NxK:gated"),
-        ("tune 64x64", 2, "the following arguments are required: --out"),
+        ("tune", 2, "error: --targets '': expected one MODEL"),
+        ("tune --out table.json 64", 2, "error: --targets '64': expected one MODEL"),
+        ("tune 64x64 64x0", 2, "error: --targets '64x64 64x0': expected one MODEL"),
+        ("tune folder --log shapes.json", 2, "error: --targets 'folder': expected one MODEL"),
+        ("tune 64x64 --draft folder", 2, "error: --targets '64x64': expected one MODEL"),
+        ("tune 64x64 --jobs 0", 2, "error: --jobs 0: expected 1 or more"),
+        ("tune folder --draft ngram --num-draft-tokens 0", 2, "error: --num-draft-tokens 0: expected"),
+        ("tune --log /nowhere/at/all", 1, "FileNotFoundError: "),
         ("", 2, "the following arguments are required: command"),
         ("chat /nowhere/at/all", 1, "ModelLoadError: "),
         ("warm /nowhere/at/all", 1, "ModelLoadError: "),
@@ -449,7 +454,12 @@ def test_help_shows_only_valid_values(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
-def test_tune_without_a_gpu_is_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["tune", "--out", str(tmp_path / "table.json"), "64x64", "128x64:gated"]) == 1
+@pytest.mark.parametrize("targets", [["64x64", "128x64:gated", "--out", "table.json"], ["64x64"], ["folder"]])
+def test_tune_without_a_gpu_is_an_error(
+    targets: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert main(["tune", *targets]) == 1
     assert capsys.readouterr().err.startswith("DriftError: tune needs ")
-    assert not (tmp_path / "table.json").exists()
+    assert list(tmp_path.iterdir()) == []

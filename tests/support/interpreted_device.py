@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 
 import torch
@@ -47,6 +47,11 @@ class InterpretedDevice:
 
     def work(self) -> AbstractContextManager[None]:
         return torch.inference_mode()
+
+    def compile_kernels(
+        self, steps: Iterable[Callable[[], None]], on_progress: Callable[[float], None]
+    ) -> None:
+        pass
 
     def warm_up(self, step: Callable[[], None]) -> None:
         pass

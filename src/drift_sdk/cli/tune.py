@@ -1,289 +1,122 @@
-"""The command `tune`: measures which GEMM tiles suit this GPU and writes the table of kernels.
+"""The command `tune`: measures the fastest launch configurations of products on this GPU.
 
-    table=src/drift_sdk/_kernels/gemm/tuned/nvidia-h200.json
-    python -m drift_sdk tune --out $table 6144x4096 28672x4096:gated
+    python -m drift_sdk tune meta-llama/Llama-3.1-8B     all weights of a model, into the user's cache
+    python -m drift_sdk tune --log shapes.json           the shapes that an engine has run
+    python -m drift_sdk tune --out table.json 6144x4096 28672x4096:gated
 
-Every candidate is compared with float32 before it is timed, in a captured chain of products over enough
-different weights that none is found in the cache. The best tiles are chosen for each row count. A weight's
-slices, which its bits depend on, follow from its shape (see slices.py); tuning does not change them.
+A model is started with random weights of its shapes: its configuration is enough. Every start of an engine on
+this machine reads the user's cache. Tuning changes no bits, see `_kernels/gemm/tuning.py`.
 """
 
 from __future__ import annotations
 
-import itertools
-import multiprocessing
+import asyncio
 import subprocess
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
 import torch
 import triton
-from torch import Tensor
 
-from drift_sdk._kernels.gemm.cublas_gemm import library_gated_multiply, library_multiply
-from drift_sdk._kernels.gemm.gemm import (
-    GemmConfig,
-    GemmTiles,
-    gated_multiply,
-    gated_multiply_reference,
-    multiply,
-    multiply_reference,
-)
+from drift_sdk._kernels.common.gpu_limits import gpu_limits
+from drift_sdk._kernels.gemm.heuristic import GemmShape
+from drift_sdk._kernels.gemm.logged_products import read_products, shapes_by_time
 from drift_sdk._kernels.gemm.slices import num_slices
-from drift_sdk._kernels.gemm.tuning import TunedTable, TunedTiles, gemm_key, gpu_key
+from drift_sdk._kernels.gemm.tuned_files import add_to_user_table, measured_on, tuning_lock, write_whole
+from drift_sdk._kernels.gemm.tuner import FULL, WORKING_SETS, random_weight, tune
+from drift_sdk._kernels.gemm.tuning import TunedTable
+from drift_sdk.cli.terminal import hide_progress, show_progress
+from drift_sdk.cli.warm import warm
+from drift_sdk.config import EngineConfig
 from drift_sdk.errors import DriftError
+from drift_sdk.progress import Progress
 
-__all__ = ["time_us", "tune_shapes"]
-
-ROW_COUNTS = (1, 4, 16, 32, 64, 128, 256, 384)
-"""Numbers of rows that are measured."""
-
-MIN_LIBRARY_ROWS = 128
-"""Row counts from this one on are also measured with the vendor's library."""
-
-SHARED_BYTES = 227 * 1024
-"""Shared memory that a CTA may have on compute capability 9.0."""
-
-WORKING_SET_BYTES = 300e6
-"""Bytes of different weights in a chain: several times the 50 MB of an H200's L2 cache."""
-
-PARTIALS_BYTES_PER_US = 3e6
-"""Speed at which the kernel after a product is taken to read its partial sums: 3 TB/s."""
-
-Measured = tuple[float, GemmConfig]
-"""Microseconds a product, and its configuration."""
+__all__ = ["read_log", "tune_model", "tune_shapes"]
 
 
-class Weight(msgspec.Struct, frozen=True):
-    """The shape of a weight: [num_columns, inner], gate and up together where it is gated."""
+def tune_model(model: str | Path, config: EngineConfig) -> None:
+    """Measure all weights of a model, and of its draft if `config` names one, into the user's cache.
 
-    num_columns: int
-    inner: int
-    is_gated: bool
+    Raises DriftError without a GPU, and what starting the engine raises.
+    """
+    check_gpu()
+    tuning = config.replace(tuning="full", load="random", executor="graph")
+    warmed = asyncio.run(warm(model, tuning, show_progress))
+    hide_progress()
+    print(warmed.text())
 
-    @property
-    def num_slices(self) -> int:
-        return num_slices(self.num_columns, self.inner, is_whole=self.is_gated)
 
-
-def tune_shapes(shapes: Sequence[tuple[int, int, bool]], out: Path, num_jobs: int) -> None:
-    """Measure weights of these shapes on the current GPU and merge the outcome into the table in `out`.
+def tune_shapes(shapes: Sequence[tuple[int, int, bool]], out: Path | None, num_jobs: int | None) -> None:
+    """Measure weights of these shapes, and add the outcome to a table.
 
     shapes:   (output features, input features, whether gate and up projection in one) of each weight.
-    out:      JSON file; made with its folder if it does not exist. Its entries of other shapes are kept.
-    num_jobs: processes that compile candidates before they are timed.
+    out:      JSON file of a table, made with its folder if it does not exist; None: the user's cache. Entries
+              of other shapes are kept.
+    num_jobs: processes that compile candidates before they are timed; None: one for each CPU.
     """
+    check_gpu()
+    gpu = torch.cuda.get_device_name()
+    machine = measured_on(gpu)
+    with tuning_lock(machine):
+        for num_columns, inner, is_gated in shapes:
+            shape = GemmShape(
+                num_columns=num_columns,
+                inner=inner,
+                num_slices=num_slices(num_columns, inner, is_whole=is_gated),
+                is_gated=is_gated,
+            )
+            number = max(2, min(64, WORKING_SETS * gpu_limits().l2_bytes // (2 * num_columns * inner)))
+            found = tune(
+                [random_weight(shape, number)],
+                FULL,
+                num_processes=num_jobs,
+                on_progress=lambda fraction: show_progress(Progress(stage="tune", fraction=fraction)),
+            )
+            hide_progress()
+            for key, text in found.provenance.items():
+                print(gpu, key, text, flush=True)
+            if out is None:
+                add_to_user_table(machine, found)
+            else:
+                add_to_table(out, found, gpu)
+
+
+def read_log(path: Path) -> list[tuple[int, int, bool]]:
+    """The shapes of weights in a log of products, the largest share of time first. Raises DriftError for
+    another file."""
+    try:
+        return shapes_by_time(read_products(path))
+    except ValueError as error:
+        raise DriftError(str(error)) from error
+
+
+def check_gpu() -> None:
+    """Raise DriftError without a GPU."""
     if not torch.cuda.is_available():
         raise DriftError("tune needs an NVIDIA GPU: torch finds none")
 
-    weights = [Weight(*shape) for shape in shapes]
-    compile_candidates(weights, num_jobs)
-    gpu = torch.cuda.get_device_name()
-    gemms: dict[str, TunedTiles] = {}
+
+def add_to_table(path: Path, found: TunedTable, gpu: str) -> None:
+    """Add entries to a table's file. Raises DriftError if it holds something else."""
+    old = TunedTable()
+    if path.exists():
+        try:
+            old = msgspec.json.decode(path.read_bytes(), type=TunedTable)
+        except msgspec.MsgspecError as error:
+            raise DriftError(f"{path}: not a tuned table: {error}") from error
+
     provenance = {
         "gpu": gpu,
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "versions": f"torch {torch.__version__}, triton {triton.__version__}",
         "commit": current_commit(),
     }
-    for weight in weights:
-        key = gemm_key(weight.num_columns, weight.inner, is_gated=weight.is_gated)
-        gemms[key], provenance[key] = tune(weight)
-        print(gpu_key(gpu), key, provenance[key], flush=True)
-
-    write_table(out, gemms, provenance)
-
-
-def candidates(weight: Weight, num_rows: int) -> Iterator[GemmConfig]:
-    """Yield the configurations to try for a weight and a number of rows: those that fit shared memory.
-
-    tile_n is 64 at least: the weights stand on the M side of wgmma, which has 64 rows.
-    """
-    tiles: Iterable[tuple[bool, int, int, int, int, int]]
-    if num_rows <= 64:
-        tile_m = max(16, num_rows)
-        tiles = itertools.product((True,), (64, 128), (tile_m,), (64, 128), (3, 4, 5, 6), (4,))
-    else:
-        shapes = (
-            (64, 64, 64, 4, 4), (64, 128, 64, 4, 4), (64, 256, 64, 3, 8), (64, 256, 64, 4, 4),
-            (128, 64, 64, 4, 4), (128, 64, 64, 5, 8), (128, 128, 64, 3, 8), (128, 128, 64, 4, 8),
-            (64, 128, 128, 3, 4), (128, 256, 64, 3, 8), (256, 128, 64, 3, 8),
-        )  # fmt: skip
-        # Few tiles leave multiprocessors idle: slices spread over CTAs are then worth their partial sums.
-        spreads = (False, True) if weight.num_slices > 1 else (False,)
-        tiles = ((spread, *shape) for spread in spreads for shape in shapes)
-    for config in (GemmConfig(*tile, num_slices=weight.num_slices) for tile in tiles):
-        num_weight_tiles = 2 if weight.is_gated else 1
-        # Bytes of a stage's tiles, of 2 bytes an element, times the stages.
-        size = (config.tile_n * num_weight_tiles + config.tile_m) * config.tile_k * 2 * config.num_stages
-        if size < SHARED_BYTES:
-            yield config
-
-
-def run(weight: Weight, config: GemmConfig, x: Tensor, w: Tensor, out: Tensor) -> None:
-    """Multiply x [M, inner] by w, a weight of the given shape, with the kernels of gemm.py."""
-    if weight.is_gated:
-        gated_multiply(x, w, out, config)
-    else:
-        multiply(x, w, out, config)
-
-
-def output(weight: Weight, config: GemmConfig, num_rows: int) -> Tensor:
-    """Allocate the output of a product."""
-    if weight.is_gated:
-        return torch.empty(num_rows, weight.num_columns // 2, dtype=torch.bfloat16, device="cuda")
-
-    return torch.empty(config.num_partials, num_rows, weight.num_columns, device="cuda")
-
-
-def make_weight(weight: Weight) -> Tensor:
-    """Return random numbers, scaled so that products have a standard deviation of 1."""
-    w = torch.randn(weight.num_columns, weight.inner, device="cuda", dtype=torch.bfloat16)
-    return w.mul_(weight.inner**-0.5)
-
-
-def compile_one(job: tuple[Weight, GemmConfig]) -> None:
-    """Compile a candidate in a process of the pool, into the cache that all processes share.
-
-    A tile that does not fit is left out.
-    """
-    weight, config = job
-    num_rows = config.tile_m
-    x = torch.zeros(num_rows, weight.inner, device="cuda", dtype=torch.bfloat16)
-    w = torch.zeros(weight.num_columns, weight.inner, device="cuda", dtype=torch.bfloat16)
-    try:
-        run(weight, config, x, w, output(weight, config, num_rows))
-    except triton.runtime.errors.OutOfResources:
-        return
-
-
-def is_right(weight: Weight, config: GemmConfig, num_rows: int, w: Tensor) -> bool:
-    """Whether a candidate fits the GPU, and its products of random rows are those of the reference."""
-    x = torch.randn(num_rows, weight.inner, device="cuda", dtype=torch.bfloat16)
-    out = output(weight, config, num_rows).fill_(torch.nan)
-    try:
-        run(weight, config, x, w, out)
-    except triton.runtime.errors.OutOfResources:
-        return False
-
-    if weight.is_gated:
-        return torch.allclose(out, gated_multiply_reference(x, w), rtol=4e-2, atol=4e-2)
-
-    return torch.allclose(out.sum(0), multiply_reference(x, w, config), rtol=1e-4, atol=1e-3)
-
-
-def time_us(step: Callable[[], None], num_calls: int) -> float:
-    """Return the microseconds of one of the `num_calls` calls in `step`, which is captured in a CUDA graph.
-
-    The median of five measurements of four replays each, after three more that warm up.
-    """
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    times: list[float] = []
-    for _ in range(8):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(4):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / 4 / num_calls)
-
-    return sorted(times[3:])[2]
-
-
-def partials_us(weight: Weight, out: Tensor) -> float:
-    """Return the time in which the next kernel reads the partial sums. A gated product leaves none."""
-    return 0.0 if weight.is_gated else out.nbytes / PARTIALS_BYTES_PER_US
-
-
-def tune(weight: Weight) -> tuple[TunedTiles, str]:
-    """Return the best tiles of a weight, and a line about the choice for the table's provenance."""
-    num_weights = max(2, min(64, int(WORKING_SET_BYTES / (weight.num_columns * weight.inner * 2))))
-    weights = [make_weight(weight) for _ in range(num_weights)]
-    best = {num_rows: best_config(weight, num_rows, weights) for num_rows in ROW_COUNTS}
-    for num_rows in ROW_COUNTS:
-        if num_rows >= MIN_LIBRARY_ROWS:
-            best[num_rows] = faster_by_library(weight, num_rows, weights, best[num_rows])
-    times = ", ".join(f"{rows}: {time:.1f}" for rows, (time, _) in best.items())
-    tiles = TunedTiles(tuple((rows, tiles_of(config)) for rows, (_, config) in best.items()))
-    return tiles, f"{weight.num_slices} slices; us by rows: {times}"
-
-
-def tiles_of(config: GemmConfig) -> GemmTiles:
-    """Return a configuration without its slices, as a table holds it."""
-    return GemmTiles(*(getattr(config, name) for name in GemmTiles.__struct_fields__))
-
-
-def best_config(weight: Weight, num_rows: int, weights: list[Tensor]) -> Measured:
-    """Time all candidates for a number of rows and return the fastest.
-
-    Raises DriftError if none of them fits the GPU and multiplies correctly.
-    """
-    x = torch.randn(num_rows, weight.inner, device="cuda", dtype=torch.bfloat16)
-    measured: list[Measured] = []
-    for config in candidates(weight, num_rows):
-        if not is_right(weight, config, num_rows, weights[0]):
-            continue
-
-        out = output(weight, config, num_rows)
-
-        def step(config: GemmConfig = config, out: Tensor = out) -> None:
-            for w in weights:
-                run(weight, config, x, w, out)
-
-        measured.append((time_us(step, len(weights)) + partials_us(weight, out), config))
-    if not measured:
-        raise DriftError(f"tune: no candidate for {weight} and {num_rows} rows runs on this GPU")
-
-    return min(measured, key=lambda one: one[0])
-
-
-def faster_by_library(weight: Weight, num_rows: int, weights: list[Tensor], best: Measured) -> Measured:
-    """Return the library's configuration, where it gives the same bits in less time, and `best` otherwise.
-
-    The tiles of such a configuration are those of `best`, for machines where the library's bits differ.
-    """
-    config = msgspec.structs.replace(best[1], is_spread=best[1].num_slices > 1, is_library=True)
-    x = torch.randn(num_rows, weight.inner, device="cuda", dtype=torch.bfloat16)
-    out, expected = (output(weight, config, num_rows) for _ in range(2))
-    gate_up = torch.empty(num_rows, weight.num_columns, dtype=torch.bfloat16, device="cuda")
-
-    def call(w: Tensor) -> None:
-        if weight.is_gated:
-            library_gated_multiply(x, w, out, gate_up)
-        else:
-            library_multiply(x, w, out, config)
-
-    call(weights[0])
-    run(weight, config, x, weights[0], expected)
-    if not torch.equal(out, expected):
-        return best
-
-    def step() -> None:
-        for w in weights:
-            call(w)
-
-    cost = time_us(step, len(weights)) + partials_us(weight, out)
-    return (cost, config) if cost < best[0] else best
-
-
-def compile_candidates(weights: list[Weight], num_processes: int) -> None:
-    """Compile all candidates of all weights, side by side, before anything is timed."""
-    jobs = {
-        (weight, config): None
-        for weight in weights
-        for num_rows in ROW_COUNTS
-        for config in candidates(weight, num_rows)
-    }
-    print(f"compiling {len(jobs)} candidates", flush=True)
-    with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
-        pool.map(compile_one, jobs, chunksize=8)
+    table = TunedTable(
+        gemms={**old.gemms, **found.gemms}, provenance={**old.provenance, **provenance, **found.provenance}
+    )
+    write_whole(path, msgspec.json.format(msgspec.json.encode(table), indent=1) + b"\n")
 
 
 def current_commit() -> str:
@@ -294,12 +127,3 @@ def current_commit() -> str:
         return ""
 
     return found.stdout.strip()
-
-
-def write_table(out: Path, gemms: dict[str, TunedTiles], provenance: dict[str, str]) -> None:
-    if out.exists():
-        old = msgspec.json.decode(out.read_bytes(), type=TunedTable)
-        gemms, provenance = old.gemms | gemms, old.provenance | provenance
-    table = TunedTable(gemms=gemms, provenance=provenance)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_bytes(msgspec.json.format(msgspec.json.encode(table), indent=1) + b"\n")

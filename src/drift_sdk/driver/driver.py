@@ -249,6 +249,10 @@ class Driver:
         if has_launched and self._scheduler.num_in_flight < LAUNCH_DEPTH:
             return True
 
+        # Event loops that wake up want the interpreter's lock. This thread needs it least while it waits for
+        # the device.
+        if delivery.has_updates:
+            delivery.post()
         if self._scheduler.num_in_flight:
             self._collect_step(self._executor, delivery)
             return True
@@ -278,16 +282,18 @@ class Driver:
         return True
 
     def _collect_step(self, executor: Executor, delivery: Delivery) -> None:
-        """Block until the oldest step in flight is done, and deliver its tokens."""
+        """Block until the oldest step in flight is done, and turn its tokens into updates, which are posted
+        when the next step has been launched."""
         result = executor.collect()
         self.stats_recorder.collected(result)
         for delta in self._scheduler.commit(result):
             delivery.extend(delta)
-        delivery.post()
 
     def _handle_commands(self, delivery: Delivery, *, is_idle: bool) -> None:
         """Handle every queued command; when idle, block until there is one or the deadline has passed."""
         command: Command | None
+        if is_idle and delivery.has_updates:  # requests have ended without a step
+            delivery.post()
         if is_idle and not self._has_ended():
             is_closing = self.is_closing
             timeout_s = max(0.0, min(self._deadlines) - time.monotonic()) if is_closing else None
@@ -297,9 +303,6 @@ class Driver:
         while command is not None:
             self._handle(command, delivery)
             command = self._commands.get_nowait()
-
-        if delivery.has_updates:  # requests have ended without a step
-            delivery.post()
 
     def _handle(self, command: Command, delivery: Delivery) -> None:
         match command:

@@ -24,6 +24,7 @@ class LoadedModel(Struct, frozen=True, kw_only=True):
     text:           tokenizer, chat template and what else turns text into tokens and back.
     fallback:       why executor="auto" chose a slower executor than this kind of device allows; None if it
                     did not.
+    num_tuned_shapes: shapes of weights whose kernels run as measured on this GPU.
     untuned_shapes: shapes of weights whose kernels were never measured on this GPU, or cannot be run as
                     measured.
     start_seconds:  stages of opening it and the seconds that each took, in order.
@@ -34,6 +35,7 @@ class LoadedModel(Struct, frozen=True, kw_only=True):
     scheduling: SchedulerConfig
     text: ModelText
     fallback: str | None = None
+    num_tuned_shapes: int = 0
     untuned_shapes: tuple[str, ...] = ()
     start_seconds: tuple[tuple[str, float], ...] = ()
 

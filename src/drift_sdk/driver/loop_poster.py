@@ -20,12 +20,13 @@ class LoopClosed(Exception):
 class LoopPoster:
     """Posts calls to one event loop, `loop`: an asyncio or uvloop loop, or a trio token."""
 
-    __slots__ = ("_is_asyncio", "_post", "loop")
+    __slots__ = ("_is_asyncio", "_post", "_post_here", "loop")
 
     def __init__(self, loop: Any) -> None:
         self.loop = loop
         self._is_asyncio = isinstance(loop, asyncio.AbstractEventLoop)
         self._post = loop.call_soon_threadsafe if self._is_asyncio else loop.run_sync_soon
+        self._post_here = loop.call_soon if self._is_asyncio else loop.run_sync_soon
 
     @classmethod
     def current(cls) -> LoopPoster:
@@ -52,6 +53,10 @@ class LoopPoster:
             self._post(function, *args)
         except RuntimeError as error:  # trio.RunFinishedError is one too
             raise LoopClosed from error
+
+    def post_here(self, function: Callable[..., object], *args: object) -> None:
+        """The same on the loop's own thread, which need not be woken up."""
+        self._post_here(function, *args)
 
 
 class Latch:

@@ -55,6 +55,7 @@ class StatsRecorder:
         self._num_generated_tokens = 0
         self._drafts = DraftCount()
         self._start_seconds: tuple[tuple[str, float], ...] = ()
+        self._num_tuned_shapes = 0
         self._num_untuned_shapes = 0
         self._num_host = {"waits": 0, "rounds": 0, "copies": 0, "allocations": 0}
         self._num_undrafted = {"policy": 0, "request": 0, "room": 0, "drafter": 0, "checks": 0}
@@ -78,6 +79,7 @@ class StatsRecorder:
         """The model was opened in this many seconds."""
         scheduling = model.scheduling
         self._start_seconds = model.start_seconds
+        self._num_tuned_shapes = model.num_tuned_shapes
         self._num_untuned_shapes = len(model.untuned_shapes)
         self._events.started(model.executor_name, seconds)
         log.info("started: %s", ", ".join(f"{stage} {length:.2f} s" for stage, length in model.start_seconds))
@@ -239,6 +241,7 @@ class StatsRecorder:
             num_steps=self._num_steps,
             step_seconds=self._step_seconds,
             start_seconds=self._start_seconds,
+            num_tuned_shapes=self._num_tuned_shapes,
             num_untuned_shapes=self._num_untuned_shapes,
             num_host_waits=self._num_host["waits"],
             num_split_rounds=self._num_host["rounds"],

@@ -23,6 +23,7 @@ __all__ = [
     "LayerWeights",
     "check_tensors",
     "load_weights",
+    "meta_weights",
     "others",
     "tensor_shapes",
     "weight_bytes",
@@ -222,6 +223,11 @@ def _read(tensors: TensorSource, name: str) -> torch.Tensor:
     tensor = tensors.get(name)
     check_dtype(tensors, name, tensor.dtype)
     return tensor
+
+
+def meta_weights(config: DecoderConfig, dtype: torch.dtype) -> DecoderWeights:
+    """Weights on torch's "meta" device: shapes and types without memory."""
+    return _allocate(config, torch.device("meta"), dtype)[0]
 
 
 def _no_matrix(name: str, is_projection: bool) -> None:

@@ -38,8 +38,8 @@ __all__ = [
     "open_graph_executor",
 ]
 
-MIN_CAPABILITY = (9, 0)
-"""The least CUDA compute capability that the kernels run on."""
+MIN_CAPABILITY = (8, 0)
+"""The least CUDA compute capability that the kernels are compiled for. They are measured on 9.0 alone."""
 
 RESERVE_BYTES = 2**28
 GRAPH_BYTES_PER_LAYER = 2**15
@@ -52,12 +52,14 @@ graphs."""
 class OpenedExecutor(Struct, frozen=True, kw_only=True):
     """An executor, and what was found while it was made.
 
-    untuned:     weight shapes that run without measured configurations.
+    num_tuned:   weight shapes that run with measured configurations.
+    untuned:     those that do not.
     round_costs: seconds of a round by (slots, drafts); empty unless the number of drafts is adaptive.
     mixed_slots: as in SchedulerConfig.
     """
 
     executor: Executor
+    num_tuned: int = 0
     untuned: tuple[str, ...] = ()
     round_costs: dict[tuple[int, int], float] = {}
     mixed_slots: tuple[int, ...] = ()
@@ -142,9 +144,9 @@ def open_graph_executor(
     allows or the KV cache does not fit. acceptance_trace, stages: for measuring, see `GraphOptions`.
     """
     # Imported only here: they need Triton and the driver.
-    from drift_sdk._kernels.gemm.tuning import WatchedTable, gpu_key, table_for
     from drift_sdk.execution.forward.kernel_weights import arrange_decoder
     from drift_sdk.execution.graph.executor import GraphOptions, StartupHooks
+    from drift_sdk.startup.gemm_tuning import engine_table
 
     arrange_decoder(decoder, drafter_factory.draft)
 
@@ -152,8 +154,8 @@ def open_graph_executor(
         reserve = RESERVE_BYTES + num_graphs * decoder.config.num_layers * GRAPH_BYTES_PER_LAYER
         return size_kv(config, demand, memory.room(reserve=reserve)).num_blocks
 
-    gpu = gpu_key(torch.cuda.get_device_name(decoder.device))
-    table = WatchedTable(gemms=table_for(gpu).gemms)
+    draft = drafter_factory.draft
+    table = engine_table(config, decoder, None if draft is None else draft.weights, report)
     # Buffers are made for the longest sequences that there could be room for; less room may be left.
     limits = _limits(config, decoder, demand, memory.room(reserve=0))
     options = GraphOptions(
@@ -163,13 +165,14 @@ def open_graph_executor(
         acceptance_trace=acceptance_trace,
         stages=stages or NO_STAGE_MARKS,
         has_checks=config.speculation is not None and config.speculation.checks,
+        shape_log=None if config.shape_log is None else Path(config.shape_log),
     )
     hooks = StartupHooks(fit_blocks=fit_blocks, report=report)
     executor = _start_graph_executor(decoder, limits, table, options, drafter_factory, hooks)
     untuned = tuple(sorted(table.untuned))
     if untuned and config.strict_performance:
         executor.close()
-        raise untuned_error(gpu, untuned)
+        raise untuned_error(torch.cuda.get_device_name(decoder.device), untuned)
 
     round_costs = {}
     if drafter_factory.is_adaptive:
@@ -178,6 +181,7 @@ def open_graph_executor(
     strict = StrictExecutor(executor, must_draft=drafter_factory.always_drafts)
     return OpenedExecutor(
         executor=strict if config.strict_performance else executor,
+        num_tuned=len(table.used) - len(untuned),
         untuned=untuned,
         round_costs=round_costs,
         mixed_slots=executor.mixed_slots,
@@ -222,8 +226,7 @@ def _limits(config: EngineConfig, decoder: Decoder, demand: KVDemand, room: Memo
 def untuned_error(gpu: str, untuned: Sequence[str]) -> FieldError:
     """The ConfigError of strict_performance for weight shapes without measured configurations on `gpu`."""
     shapes = " ".join(shape.replace(" ", ":") for shape in untuned)
-    table = Path(__file__).parents[1] / "_kernels" / "gemm" / "tuned" / f"{gpu}.json"
-    command = f"python -m drift_sdk tune --out {table} {shapes}"
+    command = f"python -m drift_sdk tune {shapes}"
     allowed = f"measured configurations of all weights; {gpu} lacks {', '.join(untuned)}: run {command}"
     return ConfigError.of("strict_performance", True, allowed)
 
@@ -236,7 +239,7 @@ def _device_obstacle(device: torch.device) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     if capability < MIN_CAPABILITY:
         found = ".".join(map(str, capability))
-        return f"the kernels need compute capability 9.0, {torch.cuda.get_device_name(device)} has {found}"
+        return f"the kernels need compute capability 8.0, {torch.cuda.get_device_name(device)} has {found}"
 
     missing = [package for package in ("triton", "cuda.core") if not _is_installed(package)]
     if missing:

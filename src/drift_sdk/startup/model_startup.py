@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from drift_sdk.loading.source import Source, eos_token_ids, expand_home, name_ro
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.weights import weight_bytes
-from drift_sdk.progress import Report
+from drift_sdk.progress import Download, Report, ignore_progress
 from drift_sdk.sampling_params import SamplingParams
 from drift_sdk.scheduling.config import SchedulerConfig
 from drift_sdk.startup.device_memory import DeviceMemory, opening_lock
@@ -83,12 +85,13 @@ def open_model(
     executor_name, fallback = choose_executor(config, device, decoder_config)
 
     report("load tokenizer", 0.0)
-    text = load_text(source, config, decoder_config.vocab_size, report)
-
-    with opening_lock(device):
+    load = partial(load_text, source, config, decoder_config.vocab_size)
+    with opening_lock(device), loaded_beside(config, load, report) as loading_text:
         memory = DeviceMemory(device, config)
-        decoder = _load_decoder(_Weights(source, decoder_config, device, dtype), config, memory, report)
+        weights = _Weights(source, decoder_config, device, dtype)
+        decoder = _load_decoder(weights, config, memory, checked(report, loading_text))
         drafter_factory = open_drafter_factory(config, decoder, report)
+        text = loading_text.result()
         demand = kv_demand(decoder, drafter_factory, config.block_size or BLOCK_SIZES[executor_name])
         if executor_name == "graph":
             opened = open_graph_executor(
@@ -102,10 +105,41 @@ def open_model(
         executor=opened.executor,
         executor_name=executor_name,
         fallback=fallback,
+        num_tuned_shapes=opened.num_tuned,
         untuned_shapes=opened.untuned,
         scheduling=_scheduling(config, opened, drafter_factory),
         text=_model_text(text, opened.executor.limits, has_drafts=bool(drafter_factory.draft_choices)),
     )
+
+
+@contextmanager
+def loaded_beside(
+    config: EngineConfig, load: Callable[[Report], Text], report: Report
+) -> Iterator[Future[Text]]:
+    """Load what concerns text on another thread, while the block loads weights: the tokenizer of a large
+    vocabulary takes as long.
+
+    A tokenizer of another model may have to be downloaded, which is reported: it is loaded before the block.
+    """
+    if config.tokenizer is not None:
+        done: Future[Text] = Future()
+        done.set_result(load(report))
+        yield done
+        return
+
+    with ThreadPoolExecutor(1, thread_name_prefix="drift-tokenizer") as threads:
+        yield threads.submit(load, ignore_progress)
+
+
+def checked(report: Report, text: Future[Text]) -> Report:
+    """A report of the loading of weights that raises the error that loading what concerns text has raised."""
+
+    def checked_report(stage: str, fraction: float, download: Download | None = None) -> None:
+        if text.done():
+            text.result()
+        report(stage, fraction, download)
+
+    return checked_report
 
 
 class Text(Struct, frozen=True, kw_only=True):

@@ -10,10 +10,12 @@ import pytest
 import torch
 from order_probe import expected_sum, probe_row
 
-from drift_sdk._kernels.gemm.gemm import GemmConfig, multiply
+from drift_sdk._kernels.common.gpu_limits import HOPPER, GpuLimits, limited_gpu
+from drift_sdk._kernels.gemm.gemm import GemmConfig, GemmTiles, multiply
+from drift_sdk._kernels.gemm.heuristic import ROW_COUNTS, GemmShape, default_tiles, fits, shared_bytes
 from drift_sdk._kernels.gemm.slices import num_slices, slice_size
-from drift_sdk._kernels.gemm.tuning import TunedTable, TunedTiles, table_for
-from drift_sdk.cli.tune import ROW_COUNTS, Weight, candidates, tiles_of
+from drift_sdk._kernels.gemm.tuner import FULL, candidates, tiles_of
+from drift_sdk._kernels.gemm.tuning import TunedTable, TunedTiles, WatchedTable, shape_of_key, table_for
 
 TUNED = table_for("nvidia-h200")
 UNTUNED = TunedTable()
@@ -41,17 +43,113 @@ def test_tuned_and_untuned_weights_have_the_same_slices(shape: tuple[int, int, b
         assert table.gemm(num_columns, inner, is_whole=True).config(1).num_partials == 1
 
 
+def gemm_shape(num_columns: int, inner: int, is_gated: bool, **fields: int) -> GemmShape:
+    slices = num_slices(num_columns, inner, is_whole=is_gated)
+    return GemmShape(num_columns=num_columns, inner=inner, num_slices=slices, is_gated=is_gated, **fields)
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_tuning_tries_no_other_slices(shape: tuple[int, int, bool]) -> None:
-    """And what it measured is what the table gives back."""
+def test_candidates_keep_the_slices_and_are_allowed_in_tables(shape: tuple[int, int, bool]) -> None:
+    """And what was measured is what the table gives back."""
     num_columns, inner, is_gated = shape
-    for rows in ROW_COUNTS:
-        tried = list(candidates(Weight(*shape), rows))
+    for rows in FULL.row_counts:
+        tried = list(candidates(gemm_shape(*shape), rows, HOPPER))
         assert len(set(tried)) == len(tried) > 4
+        near = list(candidates(gemm_shape(*shape), rows, HOPPER, all_candidates=False))
+        assert near[0] == tried[0] and set(near) <= set(tried)
         for config in tried:
             key = f"{num_columns}x{inner}{' gated' if is_gated else ''}"
             table = TunedTable(gemms={key: TunedTiles(((rows, tiles_of(config)),))})
             assert table.gemm(num_columns, inner, is_gated=is_gated).config(rows) == config
+
+
+SMALL_GPU = GpuLimits(
+    capability=(8, 6),
+    num_multiprocessors=28,
+    shared_bytes=99 * 1024,
+    multiprocessor_shared_bytes=100 * 1024,
+    l2_bytes=3 * 2**20,
+)
+
+
+@pytest.mark.parametrize("limits", [HOPPER, SMALL_GPU], ids=["hopper", "small"])
+@pytest.mark.parametrize("element_bytes", [2, 4])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_heuristic_tiles_fit_the_gpu_for_any_shape(
+    shape: tuple[int, int, bool], element_bytes: int, limits: GpuLimits
+) -> None:
+    weight = gemm_shape(*shape, element_bytes=element_bytes)
+    for rows in (1, 7, *ROW_COUNTS):
+        tiles = default_tiles(weight, rows, limits)
+        assert shared_bytes(weight, tiles) < limits.shared_bytes
+        TunedTiles(((rows, tiles),))  # allowed in a table
+        if tiles.is_library:
+            GemmConfig(num_slices=weight.num_slices, **msgspec.structs.asdict(tiles))
+
+
+def test_heuristic_chooses_what_measurements_chose() -> None:
+    """Up to 64 rows on the GPU of the shipped table: the same tiles for 9 of 10 entries, and one stage
+    more or less at most for 7 of 10. Beyond, where the choice matters less, the library for large
+    weights."""
+    same_tiles, near_stages = [], []
+    for key, entry in TUNED.gemms.items():
+        shape = gemm_shape(*shape_of_key(key))
+        for rows, measured in entry.by_rows:
+            tiles = default_tiles(shape, rows, HOPPER)
+            if rows <= 64:
+                names = ("tile_n", "tile_m", "tile_k", "num_warps")
+                same_tiles.append(all(getattr(tiles, name) == getattr(measured, name) for name in names))
+                near_stages.append(abs(tiles.num_stages - measured.num_stages) <= 1)
+    assert sum(same_tiles) >= 0.88 * len(same_tiles)
+    assert sum(near_stages) >= 0.7 * len(near_stages)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_warps": 2},
+        {"num_warps": 1},
+        {"num_warps": 16},
+        {"tile_n": 32},
+        {"tile_n": 512},
+        {"tile_m": 8},
+        {"tile_k": 16},
+        {"num_stages": 0},
+        {"num_stages": 99},
+    ],
+    ids=str,
+)
+def test_tables_refuse_tiles_whose_instruction_could_differ(changes: dict[str, int]) -> None:
+    """Two warps or 32 columns would make Triton choose mma.sync on Hopper, whose sums have other bits."""
+    entry = json.loads(msgspec.json.encode(TunedTiles(((16, GemmTiles()),))))
+    assert msgspec.convert(entry, TunedTiles).tiles(1) == GemmTiles()
+    entry["by_rows"][0][1] |= changes
+    with pytest.raises(msgspec.ValidationError, match=next(iter(changes))):
+        msgspec.convert(entry, TunedTiles)
+
+
+@pytest.mark.parametrize("counts", [(), (0,), (-1, 4), (4, 4), (16, 4), range(1, 66)], ids=str)
+def test_tables_refuse_rows_out_of_order(counts: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="by_rows"):
+        TunedTiles(tuple((count, GemmTiles()) for count in counts))
+
+
+def test_entry_that_does_not_fit_the_gpu_is_not_used() -> None:
+    """Measured elsewhere, or for a storage type of fewer bytes: the weight counts as not tuned."""
+    large = TunedTiles(((2**31, GemmTiles(True, 128, 128, 64, 4, 8)),))
+    gemms = {"4096x4096": large}
+    table = WatchedTable(gemms=gemms)
+    assert table.gemm(4096, 4096).tiles is large and table.untuned == set()
+    assert table.used == {"4096x4096"}
+    for watched, limits in (
+        (WatchedTable(gemms=gemms), SMALL_GPU),
+        (WatchedTable(gemms=gemms, element_bytes=4), HOPPER),
+    ):
+        with limited_gpu(limits):
+            found = watched.gemm(4096, 4096)
+        shape = gemm_shape(4096, 4096, False, element_bytes=watched.element_bytes)
+        assert found.num_slices == 2 and fits(shape, found.config(128), limits)
+        assert watched.untuned == watched.used == {"4096x4096"}
 
 
 def test_tables_that_choose_slices_are_rejected() -> None:

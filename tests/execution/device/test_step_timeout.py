@@ -137,7 +137,7 @@ class FakeStream:
 
 
 class FakeCudaEvent:
-    """An event of cuda.core that is done when it is asked the fourth time, or never."""
+    """An event of cuda.core that is done when it is asked the third time, or never."""
 
     def __init__(self, *, is_hung: bool) -> None:
         self._is_hung = is_hung
@@ -147,10 +147,27 @@ class FakeCudaEvent:
     @property
     def is_done(self) -> bool:
         self.num_asked += 1
-        return not self._is_hung and self.num_asked > 3
+        return not self._is_hung and self.num_asked > 2
 
     def sync(self) -> None:
         self.num_syncs += 1
+
+
+class FakeSignal:
+    """A signal that is given at each wait, or never."""
+
+    def __init__(self, *, is_hung: bool = False) -> None:
+        self._is_hung = is_hung
+        self.events: list[object] = []
+        self.num_waits = 0
+
+    def after(self, event: object) -> None:
+        self.events.append(event)
+
+    def wait(self, timeout_s: float) -> None:
+        self.num_waits += 1
+        if self._is_hung:
+            time.sleep(timeout_s)
 
 
 class FakeCudaDevice:
@@ -163,26 +180,30 @@ class FakeCudaDevice:
 
 def test_event_that_was_never_recorded_is_done() -> None:
     device = FakeCudaDevice(is_hung=True)
-    event = device_module._GpuEvent(device, FakeStream())
+    signal = FakeSignal()
+    event = device_module._GpuEvent(device, FakeStream(), lambda: signal)
     assert event.is_done
     event.wait(0.01)
     event.wait()
-    assert device.made.num_syncs == device.made.num_asked == 0
+    assert device.made.num_syncs == device.made.num_asked == signal.num_waits == 0
 
 
-def test_wait_with_a_timeout_polls() -> None:
-    device = FakeCudaDevice()
-    event = device_module._GpuEvent(device, FakeStream())
+def test_wait_with_a_timeout_waits_for_the_signal() -> None:
+    """The signal of an earlier wait may come first: the event decides."""
+    device, signal = FakeCudaDevice(), FakeSignal()
+    event = device_module._GpuEvent(device, FakeStream(), lambda: signal)
     event.record()
     event.wait(10.0)
-    assert (device.made.num_asked, device.made.num_syncs) == (4, 0)
+    assert signal.events == [device.made]
+    assert (device.made.num_asked, signal.num_waits, device.made.num_syncs) == (3, 2, 0)
     event.record()
     event.wait()
     assert (device.made.num_asked, device.made.num_syncs) == (0, 1)
 
 
 def test_wait_ends_after_the_timeout() -> None:
-    event = device_module._GpuEvent(FakeCudaDevice(is_hung=True), FakeStream())
+    signal = FakeSignal(is_hung=True)
+    event = device_module._GpuEvent(FakeCudaDevice(is_hung=True), FakeStream(), lambda: signal)
     event.record()
     started_at = time.monotonic()
     with pytest.raises(ExecutorError, match=r"within 0\.05 s") as caught:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,18 @@ from interpreted_device import InterpretedDevice
 from tiny_llama import tiny_llama
 from triton.runtime import interpreter
 
-from drift_sdk._kernels.gemm.tuning import TunedTable
+from drift_sdk._kernels.gemm.logged_products import LoggedProduct, read_products
+from drift_sdk._kernels.gemm.tuning import TunedTable, WatchedTable
 from drift_sdk.execution.device.device import GpuDevice
 from drift_sdk.execution.drafter_factory import EagleDrafterFactory
 from drift_sdk.execution.eager.drafters import EagleDrafter
 from drift_sdk.execution.eager.executor import EagerExecutor
 from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
+from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.profiling.manual_driver import ManualDriver
+from drift_sdk.startup.gemm_tuning import weights_to_tune
 from drift_sdk.steps import Executor, ExecutorLimits
 
 pytestmark = pytest.mark.kernel
@@ -35,6 +39,9 @@ LIMITS = ExecutorLimits(max_num_seqs=2, max_model_len=40, num_blocks=20, block_s
 BUDGET = 16
 
 Round = list[tuple[tuple[int, ...], int, int]]
+
+
+NO_TABLE = TunedTable()
 
 
 def rounds(executor: Executor) -> list[Round]:
@@ -48,7 +55,7 @@ def rounds(executor: Executor) -> list[Round]:
     return found
 
 
-def executors(tmp_path: Path) -> tuple[GraphExecutor, EagerExecutor]:
+def executors(tmp_path: Path, table: TunedTable = NO_TABLE) -> tuple[GraphExecutor, EagerExecutor]:
     """Both executors of a target with four layers; the draft names one of them twice as aux layer."""
     (tmp_path / "config.json").write_text(json.dumps(TARGET))
     config = DecoderConfig.from_hf(TARGET)
@@ -60,18 +67,52 @@ def executors(tmp_path: Path) -> tuple[GraphExecutor, EagerExecutor]:
         GpuDevice(0) if IS_GPU else InterpretedDevice(),
         target,
         LIMITS,
-        TunedTable(),
-        GraphOptions(prefill_token_budget=BUDGET),
+        table,
+        GraphOptions(prefill_token_budget=BUDGET, shape_log=tmp_path / "shapes.json"),
         drafter_factory=EagleDrafterFactory(draft, (3,)),
     )
     return graph, EagerExecutor(target, LIMITS, EagleDrafter(draft, target, LIMITS))
 
 
 def test_rounds_equal_those_of_the_eager_executor(tmp_path: Path) -> None:
-    graph, eager = executors(tmp_path)
+    table = WatchedTable()
+    graph, eager = executors(tmp_path, table)
+    target, draft = eager._decoder, eager._drafter._draft
     expected = rounds(eager)
     assert rounds(graph) == expected
     assert len(expected) > 2
+
+    # What start-up tunes are the weights that were asked for, and what is logged are the products that ran.
+    tuned = {weight.key: weight for weight in weights_to_tune(target.weights, draft.weights)}
+    assert table.used == table.untuned == set(tuned)
+    assert sum(len(weight.tensors) for weight in tuned.values()) > len(tuned)
+    check_log(read_products(tmp_path / "shapes.json"), len(expected), target, draft)
+
+
+def check_log(logged: Counter[LoggedProduct], num_rounds: int, target: Decoder, draft: DraftDecoder) -> None:
+    """Two slots, at the end one, draft three tokens each in every round, after two prompts whose first tokens
+    are sampled in one step."""
+
+    def count(role: str, rows_per_slot: int) -> int:
+        return sum(
+            number
+            for each, number in logged.items()
+            if each.role == role and each.num_rows in (rows_per_slot, 2 * rows_per_slot)
+        )
+
+    num_layers = target.config.num_layers
+    for role in ("qkv", "output", "gate_up", "down"):
+        assert count(role, 4) == num_layers * num_rounds
+        assert count(f"draft {role}", 4) == num_rounds  # the draft extension
+        assert count(f"draft {role}", 1) == 2 * num_rounds  # between three drafts
+    assert count("head", 4) == num_rounds
+    assert count("draft head", 1) == 3 * num_rounds
+    assert count("head", 1) == 1
+    shapes = {(each.num_columns, each.inner) for each in logged}
+    weights = target.weights, *target.weights.layers, draft.weights, *draft.weights.layers
+    roles = ("qkv", "output", "gate_up", "down", "head", "fc")
+    found = [getattr(part, role, None) for part in weights for role in roles]
+    assert shapes == {tuple(weight.shape) for weight in found if weight is not None}
 
 
 @pytest.mark.interpreter

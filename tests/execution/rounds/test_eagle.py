@@ -49,7 +49,7 @@ SAMPLINGS = [(0.0, 0), (0.9, 5), (1.4, 2**40 + 1)]
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few programs per attention launch: each takes the interpreter a millisecond."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(attention_groups, "AttentionConfig", lambda: AttentionConfig(num_programs=4))
+        monkeypatch.setattr(attention_groups, "attention_config", lambda *_: AttentionConfig(num_programs=4))
 
 
 class Pair:

@@ -37,6 +37,7 @@ from drift_sdk._kernels.attention.online_softmax import (
 )
 from drift_sdk._kernels.attention.prefill_tiles import TILE_FIELDS
 from drift_sdk._kernels.common.arguments import check_range, check_tensor, check_tensors
+from drift_sdk._kernels.common.gpu_limits import gpu_limits
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 
 __all__ = ["ExactPrefillConfig", "exact_prefill_attention", "exact_prefill_config"]
@@ -44,6 +45,10 @@ __all__ = ["ExactPrefillConfig", "exact_prefill_attention", "exact_prefill_confi
 NUM_FIELDS = tl.constexpr(TILE_FIELDS)
 MIN_DOT_SIZE = 16
 """The least rows and columns of a tile in a product: those of an MMA."""
+
+
+WIDE_SHARED_BYTES = 107_000
+"""Shared memory that 64 rows of heads of 256 dimensions take, rounded up; compute capability 8.6 has less."""
 
 
 class ExactPrefillConfig(Struct, frozen=True):
@@ -65,6 +70,9 @@ def exact_prefill_config(head_dim: int, dtype: torch.dtype) -> ExactPrefillConfi
     """Return the config for heads of this size: what fits in registers and shared memory without spilling."""
     if dtype == torch.float32:
         return ExactPrefillConfig(tile_rows=16, num_stages=1, narrow_stages=1)
+
+    if head_dim > 128 and gpu_limits().shared_bytes < WIDE_SHARED_BYTES:
+        return ExactPrefillConfig(tile_rows=32, num_warps=4, num_stages=3, narrow_stages=1)
 
     if head_dim > 128:
         return ExactPrefillConfig(tile_rows=64, num_stages=3, narrow_stages=1)

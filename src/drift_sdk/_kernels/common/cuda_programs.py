@@ -16,7 +16,8 @@ from cuda.core.utils import FileStreamProgramCache
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.common.launching import cache_folder
+from drift_sdk._kernels.common.launching import cache_folder, uses_pdl
+from drift_sdk._kernels.common.parallel_compile import is_recording
 
 __all__ = ["CudaKernel", "compile_kernel", "has_compiler", "launch_kernel"]
 
@@ -65,10 +66,9 @@ def compile_kernel(kernel: CudaKernel, device_index: int, shared_bytes: int) -> 
     options = ProgramOptions(
         name=kernel.files[-1], std="c++17", arch=target, define_macro=list(kernel.macros)
     )
-    programs = FileStreamProgramCache(cache_folder() / "cuda_programs", max_size_bytes=MAX_CACHE_BYTES)
     program = Program(source, "c++", options)
     try:
-        compiled = program.compile("cubin", cache=programs).get_kernel(kernel.name)
+        compiled = _compiled(program).get_kernel(kernel.name)
     finally:
         program.close()
     if shared_bytes:
@@ -80,6 +80,16 @@ def compile_kernel(kernel: CudaKernel, device_index: int, shared_bytes: int) -> 
     return compiled
 
 
+def _compiled(program: Program) -> Any:
+    """The program's code, from disk or kept there. A folder that cannot be written is no error."""
+    try:
+        programs = FileStreamProgramCache(cache_folder() / "cuda_programs", max_size_bytes=MAX_CACHE_BYTES)
+        return program.compile("cubin", cache=programs)
+    except OSError as error:
+        log.warning("compiled CUDA programs cannot be kept on disk: %s", error)
+        return program.compile("cubin")
+
+
 def launch_kernel(
     compiled: Any,
     grid: Sequence[int],
@@ -88,17 +98,21 @@ def launch_kernel(
     *arguments: Tensor | int | float | None,
     cluster: int | None = None,
 ) -> None:
-    """Launch in torch's current stream, with programmatic dependent launch.
+    """Launch in torch's current stream, with programmatic dependent launch where the GPU has it. Nothing is
+    launched where launches are only recorded (parallel_compile.py).
 
     grid: numbers of CTAs; of clusters of `cluster` CTAs where that is given.
     arguments: tensors as pointers, None as a null pointer, numbers as int and float.
     """
+    if is_recording():
+        return
+
     config = LaunchConfig(
         grid=tuple(grid),
         cluster=cluster,
         block=num_threads,
         shmem_size=shared_bytes,
-        programmatic_stream_serialization=True,
+        programmatic_stream_serialization=uses_pdl(),
     )
     stream = Stream.from_handle(torch.cuda.current_stream().cuda_stream)
     launch(stream, config, compiled, *map(_argument, arguments))

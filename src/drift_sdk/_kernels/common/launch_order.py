@@ -14,7 +14,6 @@ not noted makes the check stricter.
 from __future__ import annotations
 
 import re
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,9 @@ from typing import Any
 
 from msgspec import Struct
 from torch import Tensor
+
+from drift_sdk._kernels.common.launching import is_interpreted, uses_pdl
+from drift_sdk._kernels.common.parallel_compile import package_kernels
 
 __all__ = [
     "KernelAccess",
@@ -188,16 +190,15 @@ def address_range(argument: object) -> AddressRange | None:
 def checked_launches() -> Iterator[None]:
     """Check the launches of this package's kernels inside a `with` block: a step that is to be captured.
 
-    Raises LaunchOrderError at the launch that breaks the order.
+    Raises LaunchOrderError at the launch that breaks the order. Without PDL kernels run one after the other,
+    and there is nothing to check.
     """
+    if not (uses_pdl() or is_interpreted()):
+        yield
+        return
+
     launches = _current.launches = Launches()
-    kernels = [
-        (kernel, partial(note, launches, kernel))
-        for module_name, module in list(sys.modules.items())
-        if module_name.startswith("drift_sdk._kernels.")
-        for kernel in vars(module).values()
-        if hasattr(kernel, "pre_run_hooks") and getattr(kernel, "__module__", None) == module_name
-    ]
+    kernels = [(kernel, partial(note, launches, kernel)) for kernel in package_kernels()]
     for kernel, hook in kernels:
         kernel.add_pre_run_hook(hook)
     try:

@@ -27,6 +27,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from drift_sdk._kernels.common.gpu_limits import gpu_limits
+
 __all__ = [
     "cache_folder",
     "is_interpreted",
@@ -49,8 +51,9 @@ def cache_folder() -> Path:
 
 
 def uses_pdl() -> bool:
-    """Whether kernels are compiled for PDL. The GPU must be of compute capability 9.0 or later."""
-    return not is_interpreted()
+    """Whether kernels are compiled for PDL and launched with it: on GPUs that have it, from compute
+    capability 9.0 on. On others each kernel starts when the one before it has ended."""
+    return not is_interpreted() and gpu_limits().has_pdl
 
 
 def launch_options() -> dict[str, bool]:

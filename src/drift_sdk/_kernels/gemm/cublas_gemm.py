@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from drift_sdk._kernels.common.launch_order import note_library_kernel
+from drift_sdk._kernels.common.parallel_compile import is_recording
 from drift_sdk._kernels.gemm.gemm import GemmConfig, gated_multiply, multiply
 from drift_sdk._kernels.layers.activation import Activation
 from drift_sdk._kernels.layers.glu import glu
@@ -47,7 +48,7 @@ def fastest_multiply(x: Tensor, weight: Tensor, out: Tensor, config: GemmConfig)
     x [M, K], weight [N, K], out [config.num_partials, M, N] float32. Returns False where `config` names the
     library and its bits differ, so that the kernel ran instead, which is slower.
     """
-    if not _is_for_library(x, config):
+    if not _is_for_library(x, config) or is_recording():
         multiply(x, weight, out, config)
         return True
 
@@ -73,8 +74,10 @@ def fastest_gated_multiply(
     is given where `config` names the library, and without it the kernel runs. Returns False where `config`
     names the library and its bits differ, so that the kernel ran instead, which is slower.
     """
-    if gate_up is None or not _is_for_library(x, config):
+    if gate_up is None or not _is_for_library(x, config) or is_recording():
         gated_multiply(x, weight, out, config, activation)
+        if gate_up is not None and is_recording():
+            glu(gate_up, out, activation)
         return True
 
     # The gate follows the product in both; which one it is does not matter to the comparison.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -13,12 +13,16 @@ from cuda.core import EventOptions, StreamOptions
 from cuda.core.graph import GraphCompleteOptions
 
 from drift_sdk._kernels.common.launch_order import checked_launches
+from drift_sdk._kernels.common.parallel_compile import compile_kernels, missing_kernels, recorded_kernels
 from drift_sdk.errors import ExecutorError
+from drift_sdk.execution.device.first_runs import first_run
+from drift_sdk.execution.device.stream_signal import StreamSignal
 
 __all__ = ["Device", "Event", "GpuDevice", "Replay"]
 
-POLL_S = 50e-6
-"""Seconds between two checks of an event while waiting with a timeout."""
+ERROR_CHECK_S = 0.05
+"""Seconds after which a wait with a timeout looks at the event even if it has not been signalled: after an
+error of the device nothing is signalled any more."""
 
 
 class Replay(Protocol):
@@ -64,6 +68,12 @@ class Device(Protocol):
     def work(self) -> AbstractContextManager[None]:
         """A context in which torch and Triton work goes to the stream."""
 
+    def compile_kernels(
+        self, steps: Iterable[Callable[[], None]], on_progress: Callable[[float], None]
+    ) -> None:
+        """Compile the kernels of steps before they run, if most of them have to be compiled. on_progress:
+        called with the fraction that is done."""
+
     def warm_up(self, step: Callable[[], None]) -> None:
         """Allocate all that a step needs besides its own buffers: kernels and library workspaces. The step
         may be run for that, with arbitrary inputs."""
@@ -93,9 +103,10 @@ class _GpuReplay:
 
 
 class _GpuEvent:
-    def __init__(self, device: CudaDevice, stream: Any) -> None:
+    def __init__(self, device: CudaDevice, stream: Any, signal: Callable[[], StreamSignal]) -> None:
+        """signal: returns the device's signal, which is made when it is first needed."""
         self._event = device.create_event(options=EventOptions(timing_enabled=True, blocking_sync=True))
-        self._stream = stream
+        self._stream, self._signal = stream, signal
         self._is_recorded = False
 
     def record(self) -> None:
@@ -112,13 +123,20 @@ class _GpuEvent:
                 self._event.sync()
             return
 
-        # CUDA has no wait with a timeout.
         deadline = time.monotonic() + timeout_s
-        while not self.is_done:
-            if time.monotonic() > deadline:
-                raise step_timeout(timeout_s)
+        if self.is_done:
+            return
 
-            time.sleep(POLL_S)
+        signal = self._signal()
+        signal.after(self._event)
+        while True:
+            left = deadline - time.monotonic()
+            signal.wait(min(max(left, 0.0), ERROR_CHECK_S))
+            if self.is_done:
+                return
+
+            if left <= 0.0:
+                raise step_timeout(timeout_s)
 
     def seconds_since(self, earlier: Event) -> float:
         assert isinstance(earlier, _GpuEvent)
@@ -154,6 +172,7 @@ class GpuDevice:
         external: Any = torch.cuda.ExternalStream
         self._torch_stream = external(int(self._stream.handle), device=self.torch_device)
         self._pool = torch.cuda.MemPool()
+        self._signal: StreamSignal | None = None  # of waits with a timeout
 
     @property
     def num_allocations(self) -> int:
@@ -164,14 +183,29 @@ class GpuDevice:
         with torch.inference_mode(), torch.cuda.stream(self._torch_stream):
             yield
 
+    def compile_kernels(
+        self, steps: Iterable[Callable[[], None]], on_progress: Callable[[float], None]
+    ) -> None:
+        steps = iter(steps)
+        with self.work(), torch.cuda.use_mem_pool(self._pool), first_run():
+            with recorded_kernels() as kernels:
+                next(steps)()
+            # The first step shows whether kernels were compiled on this machine before.
+            if len(missing_kernels(kernels)) * 2 > len(kernels):
+                with recorded_kernels() as others:
+                    for step in steps:
+                        step()
+                compile_kernels(missing_kernels([*kernels, *others]), on_progress=on_progress)
+            self._stream.sync()
+
     def warm_up(self, step: Callable[[], None]) -> None:
-        with self.work(), torch.cuda.use_mem_pool(self._pool):
+        with self.work(), torch.cuda.use_mem_pool(self._pool), first_run():
             step()
             self._stream.sync()
 
     def capture(self, step: Callable[[], None]) -> Replay:
         with self.work():
-            with checked_launches():
+            with first_run(), checked_launches():
                 step()  # compiles and loads all kernels, allocates library workspaces
             self._stream.sync()
             builder = self._stream.create_graph_builder()
@@ -189,7 +223,12 @@ class GpuDevice:
         return _GpuReplay(graph, self._stream)
 
     def event(self) -> Event:
-        return _GpuEvent(self._device, self._stream)
+        return _GpuEvent(self._device, self._stream, self._stream_signal)
+
+    def _stream_signal(self) -> StreamSignal:
+        if self._signal is None:
+            self._signal = StreamSignal(self._device)
+        return self._signal
 
     def close(self) -> None:
         """Keep the stream for the next engine, and return the memory that torch has cached to the device, for

@@ -7,7 +7,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk._kernels.attention.attention_plan import AttentionPlan, Partitions, plan_attention
-from drift_sdk._kernels.attention.paged_attention import AttentionConfig, AttentionScratch, paged_attention
+from drift_sdk._kernels.attention.paged_attention import AttentionScratch, attention_config, paged_attention
 from drift_sdk._kernels.trees.tree_attention import tree_attention
 from drift_sdk._kernels.trees.tree_paths import TreePaths
 from drift_sdk.execution.device.workspace import Workspace
@@ -120,7 +120,7 @@ class AttentionGroups:
                 row_position[rows],
                 out[rows],
                 scratch,
-                AttentionConfig(),
+                attention_config(query.shape[2], query.dtype, scratch.plan.partitions.tile),
                 rows_per_sequence,
                 first_key=first_key,
                 scale=scale,
@@ -157,7 +157,7 @@ class AttentionGroups:
                 paths.of_trees(rows.start // nodes_per_tree, rows.stop // nodes_per_tree, num_trees),
                 out[rows],
                 scratch,
-                AttentionConfig(),
+                attention_config(query.shape[2], query.dtype, scratch.plan.partitions.tile),
                 nodes_per_tree=nodes_per_tree,
                 first_key=first_key,
                 scale=scale,

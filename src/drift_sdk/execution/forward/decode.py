@@ -86,6 +86,7 @@ class DecodeForward:
     ) -> None:
         """block_table [S, max_blocks] int32. hidden_states: of as many rows as `rows` has."""
         self._decoder, self._cache, self._tuned = model.decoder, model.cache, model.tuned
+        self._layers = model.layers
         self._rows, self._block_table, self._workspace = rows, block_table, workspace
         self._attention = attention
         self._num_rows = rows.slot.shape[0]
@@ -100,7 +101,7 @@ class DecodeForward:
         rows, stream, buffers = self._rows, self._stream, self._buffers
         stream.embed(rows.token, rows.slot)
         self._attention.plan(rows.slot, rows.position)
-        for index, layer in enumerate(self._decoder.weights.layers):
+        for index, layer in self._layers(self.hidden_states.aux_layers):
             self._attend(layer, index)
             product = self._multiply(buffers.attended.view(self._num_rows, -1), layer.output)
             stream.add_attention(index, product, layer.output_bias)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from itertools import pairwise
+
+import torch
 from msgspec import Struct
 
 from drift_sdk._kernels.gemm.tuning import TunedTable
+from drift_sdk.execution.device.first_runs import is_first_run
 from drift_sdk.execution.forward.kv_cache import PagedKVCache
 from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.weights import LayerWeights
 from drift_sdk.steps import ExecutorLimits
 
 __all__ = ["ModelResources"]
@@ -25,3 +32,49 @@ class ModelResources(Struct, frozen=True, kw_only=True):
     cache: PagedKVCache
     tuned: TunedTable
     limits: ExecutorLimits
+
+    def layers(self, aux_layers: Sequence[int] = ()) -> Iterator[tuple[int, LayerWeights]]:
+        """Yield the layers to compute, with their indices: all in order; in a first run only those without
+        which a kind of layer, or a kind that follows another one, would be missing.
+
+        aux_layers: boundaries whose stream is kept; a layer that ends at one runs another kernel.
+        """
+        config, layers = self.decoder.config, self.decoder.weights.layers
+        if not is_first_run():
+            yield from enumerate(layers)
+            return
+
+        def kind(index: int) -> object:
+            place = index + 1 in aux_layers, index + 1 == len(layers)
+            return place, config.windows[index], config.layer_ropes[index], layout(layers[index])
+
+        kinds = list(map(kind, range(len(layers))))
+        chosen, seen = {0}, set[tuple[object, object]]()
+        for index, pair in enumerate(pairwise(kinds), 1):
+            if pair not in seen:
+                seen.add(pair)
+                chosen |= {index - 1, index}
+        for index in sorted(chosen):
+            yield index, layers[index]
+
+
+def layout(value: object) -> object:
+    """Shapes, types and strides of the tensors in a dataclass or Struct of weights, as a value to compare.
+
+    Objects of other classes count as different from each other, unless they are equal.
+    """
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.dtype, value.stride(), value.data_ptr() % 16
+
+    names: tuple[str, ...] = ()
+    if is_dataclass(value):
+        names = tuple(field.name for field in fields(value))
+    elif isinstance(value, Struct):
+        names = value.__struct_fields__
+    if names:
+        return type(value), tuple(layout(getattr(value, name)) for name in names)
+
+    if isinstance(value, tuple | list):
+        return tuple(map(layout, value))
+
+    return value if value is None or isinstance(value, str | int | float | torch.dtype) else id(value)

@@ -51,7 +51,7 @@ class PrefillForward:
     ) -> None:
         """block_table [S, max_blocks] int32. hidden_states: of as many rows as `rows` has."""
         decoder, config, num_rows = model.decoder, model.decoder.config, rows.slot.shape[0]
-        self._decoder, self._cache = decoder, model.cache
+        self._decoder, self._cache, self._layers = decoder, model.cache, model.layers
         self._num_rows, self._workspace = num_rows, workspace
         self._rows, self._tiles, self._block_table = rows, tiles, block_table
         self._attention = prefill_attention_config(config.head_dim, decoder.dtype)
@@ -71,10 +71,10 @@ class PrefillForward:
 
     def run(self) -> None:
         """Record the kernels of all layers."""
-        decoder, rows, stream, buffers = self._decoder, self._rows, self._stream, self._buffers
+        rows, stream, buffers = self._rows, self._stream, self._buffers
         attended = buffers.attended.flatten(1)
         stream.embed(rows.token, rows.slot)
-        for index, layer in enumerate(decoder.weights.layers):
+        for index, layer in self._layers(self.hidden_states.aux_layers):
             self._attend(layer, index)
             stream.add_attention(
                 index, *self._multiply(attended, layer.output, layer.output_bias, self._delta)

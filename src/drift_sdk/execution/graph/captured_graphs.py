@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from drift_sdk.execution.device.device import Replay
 from drift_sdk.execution.graph.buckets import GraphBuckets
@@ -51,6 +51,7 @@ class CapturedGraphs:
         self.first_tokens: dict[int, Replay] = {}
         self._replays: list[Replay] = []
         self._num_graphs = self._count_graphs()
+        self._compile()
         self._warm_up()
         num_blocks = fit_blocks(self._num_graphs)
         with resources.device.work():
@@ -77,6 +78,33 @@ class CapturedGraphs:
         num_decode = sum(3 if number and has_drafter else 1 for _, number in buckets.rounds)
         num_first_tokens = len(buckets.decode)
         return num_prefill + len(buckets.mixed) + num_decode + num_first_tokens + 1  # and `update`
+
+    def _compile(self) -> None:
+        """Compile the kernels of all steps, unless that was done on this machine before."""
+        self._report("compile", 0.0)
+        device = self._resources.device
+        device.compile_kernels(self._every_step(), lambda fraction: self._report("compile", fraction))
+
+    def _every_step(self) -> Iterator[Step]:
+        """All steps that are captured. The largest of each kind come first, as they do when they run: steps
+        take their buffers even where their kernels are only compiled."""
+        steps, buckets = self._steps, self._buckets
+        yield from steps.largest()
+        for num_slots in reversed(buckets.decode):
+            for num_drafts in reversed(buckets.drafts):
+                decode_round = steps.round(num_slots, num_drafts)
+                yield decode_round.whole
+                if steps.drafter is not None and num_drafts > 0:
+                    yield decode_round.draft
+                    yield decode_round.verify
+            yield steps.first_tokens(num_slots)
+        for num_rows in reversed(buckets.prefill):
+            yield steps.prefill(num_rows)
+            if steps.drafter is not None:
+                yield steps.draft_extend(num_rows, steps.drafter)
+        for bucket in reversed(buckets.mixed):
+            yield steps.mixed(*bucket)
+        yield steps.update
 
     def _warm_up(self) -> None:
         """Run the largest step of each kind, so that later ones need no more memory."""

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 
 import msgspec
@@ -25,6 +26,7 @@ from drift_sdk.execution.forward.model_resources import ModelResources
 from drift_sdk.execution.graph.buckets import GraphBuckets
 from drift_sdk.execution.graph.captured_graphs import CapturedGraphs, FitBlocks
 from drift_sdk.execution.graph.graph_steps import GraphSteps
+from drift_sdk.execution.graph.product_log import ProductLog
 from drift_sdk.execution.graph.prompt_logprobs import PromptLogprobs
 from drift_sdk.execution.graph.step_launcher import StepLauncher, StepResults
 from drift_sdk.execution.resources import DeviceResources
@@ -55,6 +57,7 @@ class GraphOptions(Struct, frozen=True, kw_only=True):
     acceptance_trace:     for measuring: tokens that rounds emit in turn, whatever was drafted.
     stages:               for measuring: marks around the stages of steps.
     has_checks:           rounds of speculation are checked.
+    shape_log:            file to which the products that ran are added when the executor is closed.
     """
 
     prefill_token_budget: int
@@ -63,6 +66,7 @@ class GraphOptions(Struct, frozen=True, kw_only=True):
     acceptance_trace: Sequence[int] | None = None
     stages: StageMarks = NO_STAGE_MARKS
     has_checks: bool = False
+    shape_log: Path | None = None
 
 
 class StartupHooks(Struct, frozen=True, kw_only=True):
@@ -139,6 +143,10 @@ class GraphExecutor:
                 fit_blocks=partial(self._fit, hooks.fit_blocks),
                 report=hooks.report,
             )
+        self._product_log: ProductLog | None = None
+        if options.shape_log is not None:
+            self._product_log = ProductLog(options.shape_log, decoder, drafter_factory.draft)
+            self._product_log.watch(self._graphs, is_exact=options.exact_prefill)
         prompt_logprobs = PromptLogprobs(decoder, steps.prefill_hidden.final)
         self._launcher = StepLauncher(self._resources, self._graphs, buckets, prompt_logprobs)
         self._launched: deque[_LaunchedStep] = deque()
@@ -168,6 +176,8 @@ class GraphExecutor:
         with typed_errors(self), self._device.work():
             costs = time_rounds(self._device, self._graphs.decode)
             self._resources.ring.reset()
+        if self._product_log is not None:
+            self._product_log.reset()  # what was timed served nobody
         return costs
 
     def launch(self, plan: StepPlan) -> None:
@@ -207,6 +217,8 @@ class GraphExecutor:
                 raise
             return  # the driver cannot free anything any more
 
+        if self._product_log is not None:
+            self._product_log.write()
         self._launched.clear()
         self._graphs.close()
         self._graphs = None

@@ -1,0 +1,276 @@
+"""Compile the kernels of a model for GPUs that are not here, and check their shared memory and instructions.
+
+python -m perf.cross_compile --model llama-3.1-8b --capability 80 86 89 90 120
+python -m perf.cross_compile --covering
+
+Nothing is launched, and no GPU is needed: an executor is made on torch's "meta" device for the limits of each
+GPU, its steps are recorded, and their kernels are compiled by the ptxas that comes with Triton. The exit
+status is 1 if a kernel takes more shared memory than a CTA of the GPU may have, does not compile, or uses
+instructions
+that the GPU lacks: programmatic dependent launch, wgmma or TMA below compute capability 9.0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+import triton
+from msgspec import Struct
+from triton.backends.compiler import GPUTarget
+
+from drift_sdk._kernels.common.gpu_limits import PDL_CAPABILITY, GpuLimits, limited_gpu
+from drift_sdk._kernels.common.parallel_compile import KernelToCompile, recorded_kernels
+from drift_sdk._kernels.gemm.tuning import WatchedTable
+from drift_sdk.execution.device.device import Event, Replay
+from drift_sdk.execution.device.first_runs import first_run
+from drift_sdk.execution.drafter_factory import NO_DRAFTER, DrafterFactory, NGramDrafterFactory
+from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
+from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.weights import meta_weights
+from drift_sdk.speculation import NGram
+from drift_sdk.steps import ExecutorLimits
+from perf.harness.published import LLAMA, PUBLISHED
+
+__all__ = ["GPUS", "Found", "kernels_of", "main", "violations"]
+
+KIB = 1024
+
+
+def _limits(capability: int, multiprocessors: int, cta_kib: int, all_kib: int, l2_mib: int) -> GpuLimits:
+    return GpuLimits(
+        capability=(capability // 10, capability % 10),
+        num_multiprocessors=multiprocessors,
+        shared_bytes=cta_kib * KIB,
+        multiprocessor_shared_bytes=all_kib * KIB,
+        l2_bytes=l2_mib * 2**20,
+    )
+
+
+GPUS = {
+    80: _limits(80, 108, 163, 164, 40),  # A100
+    86: _limits(86, 84, 99, 100, 6),  # RTX A6000
+    89: _limits(89, 142, 99, 100, 96),  # L40S
+    90: _limits(90, 132, 227, 228, 50),  # H100
+    120: _limits(120, 170, 99, 100, 96),  # RTX 5090
+}
+"""Limits of a GPU of each compute capability, from the CUDA programming guide and data sheets."""
+
+FORBIDDEN = re.compile(r"griddepcontrol|wgmma|cp\.async\.bulk|mbarrier\.try_wait")
+"""Instructions of compute capability 9.0 and later."""
+
+NUM_LARGEST = 3
+"""The largest step of each kind: prefill, round and first tokens."""
+
+LARGE_HEADS = LLAMA | {
+    "vocab_size": 32_000,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "max_position_embeddings": 4096,
+    "rope_theta": 10_000.0,
+}
+"""Heads of 256 dimensions, those that need most shared memory."""
+
+
+class Found(Struct, frozen=True, kw_only=True):
+    """A compiled kernel. error: why it does not compile; None if it does. shared_bytes: that a CTA takes."""
+
+    kernel: KernelToCompile
+    shared_bytes: int = 0
+    forbidden: tuple[str, ...] = ()
+    error: str | None = None
+
+
+class MetaEvent:
+    is_done = True
+
+    def record(self) -> None:
+        pass
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        pass
+
+    def seconds_since(self, earlier: Event) -> float:
+        return 0.0
+
+
+class RecordingDevice:
+    """A device of an executor that captures nothing and records the kernels of its steps.
+
+    num_steps: of the steps to record, the largest ones; None: all.
+    """
+
+    torch_device = torch.device("meta")
+    num_allocations = 0
+
+    def __init__(self, num_steps: int | None) -> None:
+        self.kernels: list[KernelToCompile] = []
+        self._num_steps = num_steps
+
+    def work(self) -> AbstractContextManager[None]:
+        return torch.inference_mode()
+
+    def compile_kernels(
+        self, steps: Iterable[Callable[[], None]], on_progress: Callable[[float], None]
+    ) -> None:
+        with self.work(), first_run(), recorded_kernels() as kernels:
+            for step in itertools.islice(steps, self._num_steps):
+                step()
+        self.kernels += kernels
+
+    def warm_up(self, step: Callable[[], None]) -> None:
+        pass
+
+    def capture(self, step: Callable[[], None]) -> Replay:
+        return MetaReplay()
+
+    def event(self) -> Event:
+        return MetaEvent()
+
+    def close(self) -> None:
+        pass
+
+
+class MetaReplay:
+    def launch(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class TargetDriver:
+    """Triton's driver of a GPU that is not here."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+
+@contextmanager
+def target(capability: int) -> Iterator[GpuLimits]:
+    """Have Triton compile for a GPU of this compute capability, within its limits."""
+    limits, runtime = GPUS[capability], triton.runtime.driver
+    before = runtime._active if hasattr(runtime, "_active") else None
+    runtime.set_active(TargetDriver(capability))
+    try:
+        with limited_gpu(limits):
+            yield limits
+    finally:
+        runtime._active = before
+
+
+def kernels_of(
+    config: DecoderConfig, capability: int, *, is_exact: bool = False, num_steps: int | None = None
+) -> list[KernelToCompile]:
+    """Return the kernels that an engine of this model runs on a GPU of a compute capability, each once.
+
+    num_steps: of the largest steps alone; None: of all.
+    """
+    dtype = torch.bfloat16
+    factory: DrafterFactory = NO_DRAFTER if is_exact else NGramDrafterFactory(NGram(), (1, 3))
+    limits = ExecutorLimits(
+        max_num_seqs=64, max_model_len=4096, num_blocks=64, block_size=64, vocab_size=config.vocab_size
+    )
+    with target(capability):
+        device = RecordingDevice(num_steps)
+        decoder = Decoder(config, meta_weights(config, dtype))
+        options = GraphOptions(prefill_token_budget=512, exact_prefill=is_exact)
+        table = WatchedTable(element_bytes=dtype.itemsize)
+        GraphExecutor(device, decoder, limits, table, options, drafter_factory=factory).close()
+    return list({repr(kernel): kernel for kernel in device.kernels}.values())
+
+
+def violations(kernels: Sequence[KernelToCompile]) -> Iterator[Found]:
+    """Compile kernels, and yield those that do not compile or fit, or use what their GPU lacks."""
+    for kernel in kernels:
+        found = examined(kernel)
+        limits = GPUS[kernel.arch]
+        if found.error is not None or found.forbidden or found.shared_bytes > limits.shared_bytes:
+            yield found
+
+
+def examined(kernel: KernelToCompile) -> Found:
+    """Compile a kernel and examine it."""
+    try:
+        binary = kernel.compile()
+    except Exception as error:  # whatever Triton and ptxas raise is the finding
+        return Found(kernel=kernel, error=repr(error))
+
+    names = (
+        set(FORBIDDEN.findall(binary.asm["ptx"])) if GPUS[kernel.arch].capability < PDL_CAPABILITY else set()
+    )
+    return Found(kernel=kernel, shared_bytes=binary.metadata.shared, forbidden=tuple(sorted(names)))
+
+
+def largest(kernels: Sequence[KernelToCompile]) -> list[KernelToCompile]:
+    """Return, of each kernel with a pipeline, the one with the largest tiles and most stages."""
+    found: dict[str, tuple[int, KernelToCompile]] = {}
+    for kernel in kernels:
+        names = kernel.source().fn.arg_names
+        constants = {names[path[0]]: value for path, value in kernel.constants.items()}
+        if "NUM_STAGES" in constants:
+            sizes = [value for name, value in constants.items() if name.startswith(("TILE_", "NUM_STAGES"))]
+            size = math.prod(sizes) * constants.get("PADDED_DIM", 1)
+            found[kernel.name] = max(
+                found.get(kernel.name, (0, kernel)), (size, kernel), key=lambda one: one[0]
+            )
+    return [kernel for _, kernel in found.values()]
+
+
+def configurations(names: Sequence[str], *, is_covering: bool) -> Iterator[tuple[DecoderConfig, bool]]:
+    """Models with one layer, and whether prefill is exact."""
+    covering = [LARGE_HEADS] if is_covering else []
+    for settings in (*(LLAMA | PUBLISHED[name] for name in names), *covering):
+        config = DecoderConfig.from_hf({**settings, "num_hidden_layers": 1})
+        for is_exact in (False,) if is_covering else (False, True):
+            yield config, is_exact
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", nargs="*", choices=PUBLISHED, default=())
+    parser.add_argument("--capability", nargs="+", type=int, choices=GPUS, default=list(GPUS))
+    parser.add_argument("--covering", action="store_true", help="a model whose heads need most shared memory")
+    parser.add_argument("--largest", action="store_true", help="only the largest kernels with a pipeline")
+    given = parser.parse_args(arguments)
+    num_found = num_kernels = 0
+    for capability in given.capability:
+        for config, is_exact in configurations(given.model, is_covering=given.covering):
+            kernels = kernels_of(
+                config, capability, is_exact=is_exact, num_steps=NUM_LARGEST if given.largest else None
+            )
+            if given.largest:
+                kernels = largest(kernels)
+            num_kernels += len(kernels)
+            for found in violations(kernels):
+                num_found += 1
+                text = found.error or f"{found.shared_bytes} bytes of shared memory, {found.forbidden}"
+                print(f"{capability}: {found.kernel.name} {found.kernel.constants}: {text}", flush=True)
+        print(f"{capability}: {num_kernels} kernels compiled so far, {num_found} violations", flush=True)
+    return 1 if num_found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""A log of the products that an engine has run: role, shape, type and how often, for `drift_sdk tune --log`.
+
+Replays are counted, and each has the same products every time. Products that the vendor's library computes,
+those of prefill and of long draft extensions, have nothing to tune and are left out.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from drift_sdk._kernels.gemm.logged_products import LoggedProduct, add_products
+from drift_sdk.execution.device.device import Replay
+from drift_sdk.execution.forward.draft import MAX_MULTIPLY_ROWS
+from drift_sdk.execution.graph.captured_graphs import CapturedGraphs
+from drift_sdk.execution.stages import WatchedReplay
+from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.eagle3 import DraftDecoder
+from drift_sdk.models.weights import LayerWeights
+
+__all__ = ["ProductLog"]
+
+log = logging.getLogger("drift_sdk")
+
+Products = Counter[LoggedProduct]
+
+
+class ProductLog:
+    """Counts the products of an executor's replays, and writes them to a file when the executor is closed."""
+
+    def __init__(self, path: Path, decoder: Decoder, draft: DraftDecoder | None) -> None:
+        self._path = path
+        self._decoder, self._draft = decoder, draft
+        self._num_launches: Counter[str] = Counter()
+        self._products: dict[str, Products] = {}
+
+    def watch(self, graphs: CapturedGraphs, *, is_exact: bool) -> None:
+        """Count the launches of an executor's graphs. is_exact: prefill runs in the kernels of decoding."""
+        for (num_slots, num_drafts), replay in graphs.decode.items():
+            products = self._drafted(num_slots, num_drafts) + self._verified(num_slots, num_drafts)
+            graphs.decode[num_slots, num_drafts] = self._watched(replay, products)
+        for (num_slots, num_drafts), replay in graphs.draft.items():
+            graphs.draft[num_slots, num_drafts] = self._watched(replay, self._drafted(num_slots, num_drafts))
+        for (num_slots, num_drafts), replay in graphs.verify.items():
+            graphs.verify[num_slots, num_drafts] = self._watched(
+                replay, self._verified(num_slots, num_drafts)
+            )
+        for (num_rows, num_slots), replay in graphs.mixed.items():
+            products = self._layers(num_rows + num_slots) + self._head(num_slots)
+            graphs.mixed[num_rows, num_slots] = self._watched(replay, products)
+        for num_slots, replay in graphs.first_tokens.items():
+            graphs.first_tokens[num_slots] = self._watched(replay, self._head(num_slots))
+        if is_exact:
+            for num_rows, replay in graphs.prefill.items():
+                graphs.prefill[num_rows] = self._watched(replay, self._layers(num_rows))
+
+    def reset(self) -> None:
+        """Forget what was counted."""
+        self._num_launches.clear()
+
+    def write(self) -> None:
+        """Add the counts to the file. A file that cannot be written is a warning."""
+        total: Products = Counter()
+        for name, number in self._num_launches.items():
+            for product, count in self._products[name].items():
+                total[product] += number * count
+        try:
+            add_products(self._path, total)
+        except (OSError, ValueError) as error:
+            log.warning("%s: the shapes of products were not written: %s", self._path, error)
+
+    def _watched(self, replay: Replay, products: Products) -> Replay:
+        name = str(len(self._products))
+        self._products[name] = products
+        return WatchedReplay(replay, lambda: self._num_launches.update((name,)))
+
+    def _layers(self, num_rows: int) -> Products:
+        return Counter(_layer_products("", self._decoder.weights.layers, num_rows))
+
+    def _head(self, num_rows: int) -> Products:
+        return Counter(_product("head", self._decoder.weights.head, num_rows))
+
+    def _drafted(self, num_slots: int, num_drafts: int) -> Products:
+        """The products that draft: of each draft its head, and between drafts its layers."""
+        if self._draft is None or num_drafts == 0:
+            return Counter()
+
+        weights = self._draft.weights
+        found: Products = Counter()
+        for depth in range(num_drafts):
+            found.update(_few(*_product("draft head", weights.head, num_slots)))
+            if depth > 0:
+                found.update(_few(*_layer_products("draft ", weights.layers, num_slots)))
+        return found
+
+    def _verified(self, num_slots: int, num_drafts: int) -> Products:
+        """The products that verify drafts, and the draft extension."""
+        num_rows = num_slots * (num_drafts + 1)
+        found = self._layers(num_rows) + self._head(num_rows)
+        if self._draft is not None:
+            weights = self._draft.weights
+            found.update(_few(*_layer_products("draft ", weights.layers, num_rows)))
+            if weights.fc is not None:
+                found.update(_few(*_product("draft fc", weights.fc, num_rows)))
+        return found
+
+
+def _few(*products: LoggedProduct) -> list[LoggedProduct]:
+    """Those that a draft does not leave to the library."""
+    return [product for product in products if product.num_rows <= MAX_MULTIPLY_ROWS]
+
+
+def _layer_products(prefix: str, layers: Sequence[LayerWeights], num_rows: int) -> Iterator[LoggedProduct]:
+    for layer in layers:
+        for role in ("qkv", "output", "gate_up", "down"):
+            weight = getattr(layer, role)
+            is_gated = role == "gate_up" and layer.gate_up_bias is None
+            yield from _product(prefix + role, weight, num_rows, is_gated=is_gated)
+
+
+def _product(role: str, weight: object, num_rows: int, *, is_gated: bool = False) -> list[LoggedProduct]:
+    """The product by a weight; none by an empty or a quantised one, which has no tuned table."""
+    if not isinstance(weight, Tensor) or weight.numel() == 0:
+        return []
+
+    num_columns, inner = weight.shape
+    dtype = str(weight.dtype).removeprefix("torch.")
+    return [
+        LoggedProduct(
+            role=role,
+            num_rows=num_rows,
+            num_columns=num_columns,
+            inner=inner,
+            is_gated=is_gated,
+            dtype=dtype,
+        )
+    ]

@@ -1,0 +1,143 @@
+"""The tuned table of an engine that starts: what is shipped, what the user's cache holds, and short tuning.
+
+A weight without an entry for this GPU is tuned shortly at the first start, and the outcome is kept in the
+user's cache. Nothing here is an error: without measurements weights run with the heuristic's tiles.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from drift_sdk._kernels.common.launching import is_interpreted
+from drift_sdk._kernels.gemm import tuning
+from drift_sdk._kernels.gemm.heuristic import GemmShape
+from drift_sdk._kernels.gemm.slices import num_slices
+from drift_sdk._kernels.gemm.tuned_files import (
+    MeasuredOn,
+    add_to_user_table,
+    measured_on,
+    tuning_lock,
+    user_table,
+    user_table_path,
+)
+from drift_sdk._kernels.gemm.tuner import FULL, SHORT, Effort, WeightToTune, tune
+from drift_sdk._kernels.gemm.tuning import TunedTable, WatchedTable, gemm_key, gpu_key
+from drift_sdk.config import EngineConfig
+from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.draft_weights import DraftWeights
+from drift_sdk.models.weights import DecoderWeights, LayerWeights
+from drift_sdk.progress import Report
+
+__all__ = ["engine_table", "weights_to_tune"]
+
+log = logging.getLogger("drift_sdk")
+
+EFFORTS: dict[str, Effort | None] = {"off": None, "short": SHORT, "full": FULL}
+"""By `EngineConfig.tuning`."""
+
+
+def engine_table(
+    config: EngineConfig, decoder: Decoder, draft: DraftWeights | None, report: Report
+) -> WatchedTable:
+    """Return the table of an engine for the decoder's device, and tune what it lacks as the config says.
+
+    Entries of the user's cache come before those that are shipped. report: called while weights are tuned.
+    """
+    gpu = torch.cuda.get_device_name(decoder.device) if decoder.device.type == "cuda" else "none"
+    shipped, machine = tuning.table_for(gpu_key(gpu)), measured_on(gpu)
+    weights = list(weights_to_tune(decoder.weights, draft))
+    kept = user_table(machine)
+    effort = EFFORTS[config.tuning]
+    wanted = [weight for weight in weights if effort is FULL or not _is_tuned(weight, shipped, kept)]
+    if effort is not None and wanted and decoder.dtype.itemsize == 2 and not is_interpreted():
+        kept = _tuned(machine, shipped, kept, wanted, effort, report)
+    gemms = {**shipped.gemms, **kept.gemms}
+    log.info(
+        "tuned products: %d entries for %s and %d of %s; %d of this model's %d weight shapes have one",
+        *(len(shipped.gemms), gpu, len(kept.gemms), user_table_path(machine)),
+        *(sum(weight.key in gemms for weight in weights), len(weights)),
+    )
+    return WatchedTable(gemms=gemms, element_bytes=decoder.dtype.itemsize)
+
+
+def _is_tuned(weight: WeightToTune, *tables: TunedTable) -> bool:
+    return any(weight.key in table.gemms for table in tables)
+
+
+def _tuned(
+    machine: MeasuredOn,
+    shipped: TunedTable,
+    kept: TunedTable,
+    weights: Sequence[WeightToTune],
+    effort: Effort,
+    report: Report,
+) -> TunedTable:
+    """Tune weights, add the outcome to the user's cache, and return all that it holds then.
+
+    Another process may tune at the same time: what it has measured meanwhile is taken, not measured again.
+    """
+    report("tune", 0.0)
+    try:
+        with tuning_lock(machine):
+            kept = user_table(machine)
+            if effort is not FULL:
+                weights = [weight for weight in weights if not _is_tuned(weight, shipped, kept)]
+            found = tune(weights, effort, on_progress=lambda fraction: report("tune", fraction))
+            add_to_user_table(machine, found)
+    except OSError as error:
+        log.warning("products are not tuned, their measurements cannot be kept: %s", error)
+        return kept
+    finally:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # the memory belongs to the KV cache
+
+    log.info("tuned %d of %d weight shapes: %s", len(found.gemms), len(weights), ", ".join(found.gemms))
+    return TunedTable(gemms={**kept.gemms, **found.gemms})
+
+
+def weights_to_tune(target: DecoderWeights, draft: DraftWeights | None) -> Iterator[WeightToTune]:
+    """Yield the weights of a model and its draft whose products run in tuned kernels, by shape.
+
+    Weights that are not plain tensors of a floating-point type, such as quantised ones, are left out.
+    """
+    tensors: dict[str, list[Tensor]] = {}
+    shapes: dict[str, GemmShape] = {}
+    for weight, is_gated, is_whole in _products(target, draft):
+        if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.numel() == 0:
+            continue
+
+        num_columns, inner = weight.shape
+        key = gemm_key(num_columns, inner, is_gated=is_gated)
+        tensors.setdefault(key, []).append(weight)
+        shapes[key] = GemmShape(
+            num_columns=num_columns,
+            inner=inner,
+            num_slices=num_slices(num_columns, inner, is_whole=is_whole or is_gated),
+            is_gated=is_gated,
+            element_bytes=weight.element_size(),
+        )
+    for key, shape in shapes.items():
+        yield WeightToTune(shape=shape, tensors=tensors[key])
+
+
+def _products(target: DecoderWeights, draft: DraftWeights | None) -> Iterator[tuple[object, bool, bool]]:
+    """Each weight, whether its product is gated, and whether it is used whole."""
+    yield from _layer_products(target.layers)
+    yield target.head, False, True
+    if draft is not None:
+        yield from _layer_products(draft.layers)
+        yield draft.fc, False, False
+        yield draft.head, False, False
+
+
+def _layer_products(layers: Iterable[LayerWeights]) -> Iterator[tuple[object, bool, bool]]:
+    for layer in layers:
+        for weight in (layer.qkv, layer.output, layer.down):
+            yield weight, False, False
+        yield layer.gate_up, layer.gate_up_bias is None, False
+        if layer.experts is not None:
+            yield layer.experts.router, False, False

@@ -1,0 +1,82 @@
+"""Layers that a first run computes: one of each kind, and each kind after those that it follows."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from tiny_llama import tiny_llama
+
+from drift_sdk._kernels.gemm.tuning import TunedTable
+from drift_sdk.execution.device.first_runs import first_run
+from drift_sdk.execution.forward.kv_cache import PagedKVCache
+from drift_sdk.execution.forward.model_resources import ModelResources, layout
+from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.weights import meta_weights
+from drift_sdk.steps import ExecutorLimits
+
+LIMITS = ExecutorLimits(max_num_seqs=1, max_model_len=64, num_blocks=16, block_size=4, vocab_size=64)
+FULL, WINDOW = "full_attention", "sliding_attention"
+
+
+def model(**changes: object) -> ModelResources:
+    config = DecoderConfig.from_hf(tiny_llama(**changes))
+    decoder = Decoder(config, meta_weights(config, torch.bfloat16))
+    return ModelResources(
+        decoder=decoder, cache=PagedKVCache(decoder, LIMITS), tuned=TunedTable(), limits=LIMITS
+    )
+
+
+def indices(resources: ModelResources, aux_layers: tuple[int, ...] = ()) -> list[int]:
+    with first_run():
+        found = [index for index, _ in resources.layers(aux_layers)]
+    assert [index for index, _ in resources.layers(aux_layers)] == list(
+        range(resources.decoder.config.num_layers)
+    )
+    return found
+
+
+def qwen(types: list[str]) -> ModelResources:
+    return model(
+        model_type="qwen3",
+        architectures=["Qwen3ForCausalLM"],
+        num_hidden_layers=len(types),
+        layer_types=types,
+        sliding_window=8,
+        use_sliding_window=True,
+    )
+
+
+def test_layers_of_one_kind_are_run_once_after_each_other_and_at_the_end() -> None:
+    assert indices(model(num_hidden_layers=1)) == [0]
+    assert indices(model(num_hidden_layers=2)) == [0, 1]
+    assert indices(model(num_hidden_layers=12)) == [0, 1, 10, 11]
+
+
+def test_layers_whose_stream_is_kept_are_of_another_kind() -> None:
+    """Layers 2 and 5 end at a boundary that the drafter reads, between layers of the same kinds."""
+    assert indices(model(num_hidden_layers=12), (3, 6)) == [0, 1, 2, 3, 10, 11]
+
+
+@pytest.mark.parametrize(
+    ("types", "expected"),
+    [
+        ([WINDOW, FULL] * 4, [0, 1, 2, 6, 7]),
+        ([WINDOW] * 3 + [FULL] + [WINDOW] * 3 + [FULL], [0, 1, 2, 3, 4, 6, 7]),
+    ],
+)
+def test_every_kind_follows_the_kinds_that_it_follows(types: list[str], expected: list[int]) -> None:
+    assert indices(qwen(types)) == expected
+
+
+def test_layouts_differ_by_shape_type_and_absence() -> None:
+    first, second = model(num_hidden_layers=2).decoder.weights.layers
+    assert layout(first) == layout(second)
+    narrower = dataclasses.replace(second, down=second.down[:, :8])
+    biased = dataclasses.replace(second, down_bias=torch.empty(32, device="meta"))
+    wider = dataclasses.replace(second, down=second.down.float())
+    unknown = dataclasses.replace(second, down=object())
+    found = [layout(layer) for layer in (first, narrower, biased, wider, unknown)]
+    assert len(set(found)) == len(found)
