@@ -36,6 +36,8 @@ from drift_sdk.testing import Reply, ScriptedModel, scripted_engine
 
 LONG = "The same beginning of every prompt. " * 40
 REPLAY = Routing(replay=True)
+SLOW_S = 0.005
+"""Seconds of a step, of engines whose answers must not end before a test does it: 4,096 tokens take 20 s."""
 
 
 def letters(prompt_ids: Sequence[int], output_ids: Sequence[int], seed: int) -> int:
@@ -321,7 +323,7 @@ async def test_samples_survive_a_failure_and_keep_their_ids() -> None:
 
 
 async def test_cancel_by_id_reaches_a_moved_request() -> None:
-    async with pool_of(2, routing=REPLAY) as pool:
+    async with pool_of(2, routing=REPLAY, step_s=SLOW_S) as pool:
         (stream,) = await hold(pool, ["a"], max_tokens=None, request_id="mine")
         break_after(pool.engines[0], 5)
         await pool.resume()
@@ -336,7 +338,7 @@ async def test_cancel_by_id_reaches_a_moved_request() -> None:
 
 async def test_full_queues_reject_at_the_call_and_others_take_over() -> None:
     config = EngineConfig(max_num_seqs=1, max_queued_requests=0, max_model_len=256, kv_cache_tokens=1024)
-    async with pool_of(2, config=config) as pool:
+    async with pool_of(2, config=config, step_s=10 * SLOW_S) as pool:
         streams = [pool.generate("a", max_tokens=None) for _ in range(2)]
         for stream in streams:
             await anext(stream)
@@ -350,7 +352,7 @@ async def test_full_queues_reject_at_the_call_and_others_take_over() -> None:
 
 
 async def test_drain_waits_for_requests_and_keeps_new_ones_away() -> None:
-    async with pool_of(2) as pool:
+    async with pool_of(2, step_s=SLOW_S) as pool:
         stream = pool.generate("a", max_tokens=None)
         index = next(each.index for each in pool.replicas() if each.num_requests)
         async with asyncio.TaskGroup() as tasks:
@@ -371,7 +373,7 @@ async def test_drain_waits_for_requests_and_keeps_new_ones_away() -> None:
 
 
 async def test_cancelled_drain_puts_the_replica_back() -> None:
-    async with pool_of(1) as pool:
+    async with pool_of(1, step_s=SLOW_S) as pool:
         stream = pool.generate("a", max_tokens=None)
         with anyio.move_on_after(0.01):
             await pool.drain(0)

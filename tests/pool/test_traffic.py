@@ -166,7 +166,7 @@ class Routing(RuleBasedStateMachine):
         engine, attempt = data.draw(st.sampled_from(self.attempts))
         engine.live[attempt] = max(engine.live[attempt], len(attempt.route.delivered.token_ids))
         missing = engine.live[attempt] - attempt.route.delivered._tokens_seen
-        if missing and attempt.route.num_attempts > 1:  # what it has not been given yet of a replay
+        if missing and attempt.route.delivered._is_replayed:  # what it has not been given yet of a replay
             engine.live[attempt] -= missing
             engine.emit(attempt, missing)
         engine.finish(attempt, "length")

@@ -36,6 +36,8 @@ from drift_sdk.remote.mailbox import portable
 from drift_sdk.testing import scripted_engine
 
 REPLAY = Routing(replay=True)
+SLOW_S = 0.005
+"""Seconds of a step, of engines whose answers must not end before a test does it: 4,096 tokens take 20 s."""
 
 
 def letters(prompt_ids: Sequence[int], output_ids: Sequence[int], seed: int) -> int:
@@ -137,7 +139,7 @@ async def test_500_requests_over_a_faulty_channel_end_once_each() -> None:
 
 
 async def test_cancellation_reaches_the_host() -> None:
-    async with engine_of() as engine:
+    async with engine_of(step_s=SLOW_S) as engine:
         stream = engine.generate("a", max_tokens=None, request_id="mine")
         await anext(stream)
         assert engine.cancel("mine")
@@ -151,7 +153,7 @@ async def test_cancellation_reaches_the_host() -> None:
 
 
 async def test_killed_host_ends_streams_with_an_error_and_can_be_started_again() -> None:
-    async with engine_of() as engine:
+    async with engine_of(step_s=SLOW_S) as engine:
         stream = engine.generate("a", max_tokens=None)
         await anext(stream)
         engine.kill()
@@ -171,7 +173,7 @@ async def test_killed_host_ends_streams_with_an_error_and_can_be_started_again()
 async def test_unreachable_host_counts_as_lost_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "RETRY_S", 0.02)
     monkeypatch.setattr(connection, "RETRY_PAUSE_S", 0.001)
-    async with engine_of() as engine:
+    async with engine_of(step_s=SLOW_S) as engine:
         stream = engine.generate("a", max_tokens=None)
         await anext(stream)
         engine.channels[-1].faults = lambda method: "before"
@@ -195,7 +197,7 @@ async def test_unread_chunks_are_joined_on_the_host() -> None:
 
 async def test_full_queue_is_rejected_at_the_call() -> None:
     config = EngineConfig(max_num_seqs=2, max_queued_requests=1, max_model_len=256, kv_cache_tokens=1024)
-    async with engine_of(config=config) as engine:
+    async with engine_of(config=config, step_s=SLOW_S) as engine:
         streams = [engine.generate("a", max_tokens=None) for _ in range(3)]
         with pytest.raises(QueueFull, match="3 requests are live"):
             engine.generate("b")
@@ -221,7 +223,7 @@ async def test_request_that_cannot_be_pickled_fails_alone() -> None:
 
 
 async def test_close_ends_streams_and_is_idempotent() -> None:
-    engine = engine_of()
+    engine = engine_of(step_s=SLOW_S)
     await engine.start()
     await engine.start()
     assert len(engine.channels) == 1
@@ -281,7 +283,7 @@ async def test_pool_of_remote_engines_replays_what_a_killed_host_had() -> None:
 
 
 async def test_pool_of_remote_engines_without_replay_names_the_replica() -> None:
-    engines = [engine_of(), engine_of()]
+    engines = [engine_of(step_s=SLOW_S), engine_of(step_s=SLOW_S)]
     async with EnginePool(engines) as pool:
         await pool.drain(1)
         stream = pool.generate("a", max_tokens=None)
@@ -295,7 +297,7 @@ async def test_pool_of_remote_engines_without_replay_names_the_replica() -> None
 
 
 async def test_failure_of_the_engine_in_its_host_is_that_of_a_replica() -> None:
-    engines = [engine_of(), engine_of()]
+    engines = [engine_of(step_s=SLOW_S), engine_of(step_s=SLOW_S)]
     async with EnginePool(engines) as pool:
         await pool.drain(1)
         stream = pool.generate("a", max_tokens=None)
