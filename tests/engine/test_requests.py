@@ -273,6 +273,7 @@ def test_accepted_returns_before_the_first_token(loop: str, stall: Stall) -> Non
         async with scripted_engine("fine", config=SMALL) as engine:
             await engine.pause()
             stream = engine.generate("stall")
+            await until(lambda: stall.num_begun == 1)
             with anyio.move_on_after(0.02) as scope:
                 async with stream:
                     await stream.accepted()
