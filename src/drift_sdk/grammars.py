@@ -80,8 +80,8 @@ class Lark(Struct, frozen=True):
              https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
 
     Special tokens are written as <|name|>, JSON schemas as %json {...} with the bounds of `JsonSchema`. At
-    most 256 KiB, 5,000 rules and groups, 5,000 repetitions, and 1,000 repetitions in one regular expression,
-    where \\d, \\w and \\s are Unicode.
+    most 256 KiB, 5,000 rules and groups, 1,000 of them terminals, 5,000 repetitions, and 1,000 repetitions in
+    one regular expression, where \\d, \\w and \\s are Unicode.
 
     A value that is not a string raises RequestError; a grammar that cannot be used is found when the request
     is prepared, and its stream raises RequestError."""

@@ -301,6 +301,8 @@ def optional(count: int, **more: Any) -> dict[str, Any]:
         (JsonSchema('{"minimum": 1e400}'), "minimum=inf"),
         (JsonSchema(chain_of_refs(5000)), "parts: expected at most 5000"),
         (Lark(chain_of_rules(6000)), "rules and groups: expected at most 5000"),
+        (Lark(chain_of_rules(1100, "R")), "1101 terminals: expected at most 1000"),
+        (Lark("start: R0\n" + "".join(f'R{i}.2[capture] : "b"\n' for i in range(1001))), "1001 terminals"),
         (JsonSchema({"allOf": patterns(20)}), "for one string: expected at most 8"),
         (JsonSchema({"allOf": patterns(20, "a")}), "for one string: expected at most 8"),
         (JsonSchema(optional(2000)), "2000 properties: expected at most 1000"),
@@ -401,7 +403,7 @@ def test_constraints_are_counted_along_cycles_and_alternatives() -> None:
     [
         JsonSchema(chain_of_refs(1200)),
         Lark(chain_of_rules(4900)),
-        Lark(chain_of_rules(4900, "R")),
+        Lark(chain_of_rules(990, "R")),
         JsonSchema(optional(0, required=[f"p{i}" for i in range(990)])),
     ],
     ids=["refs", "rules", "terminals", "required"],

@@ -23,6 +23,9 @@ STACK_BYTES = 64 << 20
 
 MAX_BYTES = 256 << 10
 MAX_PARTS = 5_000
+MAX_TERMINALS = (
+    1_000  # llguidance takes time quadratic in a chain of terminals that ends wrongly: 7 s for 900
+)
 MAX_DEPTH = 100
 MAX_PROPERTIES = 1_000
 MAX_COUNTED_PROPERTIES = 100  # with minProperties or maxProperties, where each property is a choice
@@ -48,6 +51,7 @@ LARK_TOKEN = re.compile(
     r"""|(?P<comment>(?:\#|//)[^\n]*)"""
     r"""|/(?P<regex>(?:\\.|[^/\\])+)(?P<slash>/)?"""
     r"""|%(?P<json>json|regex|llguidance)"""
+    r"""|\b(?P<terminal>_*[A-Z][A-Z0-9_]*(?:\.\d+)?(?:\[[^\n]{0,200}?\])?\s*:)"""
     r"""|(?P<part>[(\[{:])"""
     r"""|(?P<repetition>[?*+~])""",
     re.DOTALL,
@@ -68,7 +72,7 @@ def check_regex(pattern: str) -> None:
 def check_lark(text: str) -> None:
     """Check a Lark grammar with the schemas in it. Raises ValueError."""
     _check_size(text)
-    num_parts = num_repetitions = position = 0
+    num_parts = num_terminals = num_repetitions = position = 0
     while match := LARK_TOKEN.search(text, position):
         position = match.end()
         if (match["text"] and not match["quote"]) or (match["regex"] and not match["slash"]):
@@ -85,9 +89,11 @@ def check_lark(text: str) -> None:
             if match["json"] == "json":
                 check_schema(value)
         else:
-            num_parts += match["part"] is not None
+            num_terminals += match["terminal"] is not None
+            num_parts += match["part"] is not None or match["terminal"] is not None
             num_repetitions += match["repetition"] is not None
 
+    _check_count("terminals", num_terminals, MAX_TERMINALS)
     _check_count("rules and groups", num_parts, MAX_PARTS)
     _check_count("repetitions", num_repetitions, MAX_PARTS)
 
