@@ -29,7 +29,7 @@ test:
 # No test depends on the clock, so tests may run in parallel. The tests of a module share engines and models:
 # each process gets consecutive tests, and takes over tests of another process when it has finished its own.
 unit:
-	@$(BIN)/python -m pytest -m "not gpu and not perf" -n $(PROCESSES) --dist worksteal -p no:benchmark
+	@$(BIN)/python -m pytest -m "not gpu and not perf and not slow" -n $(PROCESSES) --dist worksteal -p no:benchmark
 
 # In an environment of its own, because clients may need older versions of what the tests use. Warnings of the
 # clients are not errors. With CLIENT_REQUESTS=FILE, the requests are recorded.

@@ -92,6 +92,7 @@ def test_every_field_has_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
         "executor": "eager",
         "load": "random",
         "weights": "int4",
+        "tuning": "short",
         "tool_format": "hermes",
         "reasoning_format": "think",
         "speculation": {"draft": {"min_length": 2}, "shape": 2},
