@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import time
+from functools import partial
 from typing import Any
 
 from cuda.bindings import driver as cuda_driver
@@ -19,7 +20,7 @@ __all__ = ["StreamSignal"]
 
 SEMAPHORE_BYTES = 64
 """More than the size of a sem_t on any platform."""
-CLOCK_MONOTONIC = 1
+CLOCK_REALTIME, CLOCK_MONOTONIC = 0, 1
 
 
 class Timespec(ctypes.Structure):
@@ -38,7 +39,14 @@ class StreamSignal:
         self._semaphore = ctypes.create_string_buffer(SEMAPHORE_BYTES)
         _kept.append(self._semaphore)
         libc.sem_init(self._semaphore, 0, 0)
-        self._wait = libc.sem_clockwait
+        # glibc has sem_clockwait from 2.30 on; sem_timedwait takes the time of day.
+        has_clock = hasattr(libc, "sem_clockwait")
+        self._clock = CLOCK_MONOTONIC if has_clock else CLOCK_REALTIME
+        self._wait = (
+            partial(libc.sem_clockwait, self._semaphore, self._clock)
+            if has_clock
+            else partial(libc.sem_timedwait, self._semaphore)
+        )
         post = ctypes.cast(libc.sem_post, ctypes.c_void_p).value
         self._post: Any = cuda_driver.CUhostFn(post)
 
@@ -53,12 +61,12 @@ class StreamSignal:
     def wait(self, timeout_s: float) -> None:
         """Block until the semaphore has been posted or the time is over. Posts of earlier waits that ended by
         time count too: the caller asks the event whether it is done."""
-        until = time.clock_gettime_ns(CLOCK_MONOTONIC) + int(timeout_s * 1e9)
+        until = time.clock_gettime_ns(self._clock) + int(timeout_s * 1e9)
         timespec = Timespec(until // 10**9, until % 10**9)
-        if self._wait(self._semaphore, CLOCK_MONOTONIC, ctypes.byref(timespec)) != 0:
+        if self._wait(ctypes.byref(timespec)) != 0:
             number = ctypes.get_errno()
             if number not in (errno.ETIMEDOUT, errno.EINTR):
-                raise OSError(number, "sem_clockwait failed")
+                raise OSError(number, "the wait for a semaphore failed")
 
 
 _kept: list[Any] = []

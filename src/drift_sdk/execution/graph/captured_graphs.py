@@ -90,13 +90,13 @@ class CapturedGraphs:
         take their buffers even where their kernels are only compiled."""
         steps, buckets = self._steps, self._buckets
         yield from steps.largest()
+        for num_slots, num_drafts in reversed(buckets.rounds):
+            decode_round = steps.round(num_slots, num_drafts)
+            yield decode_round.whole
+            if steps.drafter is not None and num_drafts > 0:
+                yield decode_round.draft
+                yield decode_round.verify
         for num_slots in reversed(buckets.decode):
-            for num_drafts in reversed(buckets.drafts):
-                decode_round = steps.round(num_slots, num_drafts)
-                yield decode_round.whole
-                if steps.drafter is not None and num_drafts > 0:
-                    yield decode_round.draft
-                    yield decode_round.verify
             yield steps.first_tokens(num_slots)
         for num_rows in reversed(buckets.prefill):
             yield steps.prefill(num_rows)
