@@ -1,8 +1,7 @@
 """Tuned tables: measured launch configurations of products, by GPU and by shape of the weight.
 
 The tables are `tuned/<gpu>.json`, written by `drift_sdk tune`, and files in the user's cache
-(tuned_files.py),
-written by it and by the short tuning of a first start. A weight without an entry runs with the tiles of
+(tuned_files.py), written by it and by tuning at a start. A weight without an entry runs with the tiles of
 heuristic.py.
 
 No table changes a product's bits: the slices of a weight are not in it, they follow from the weight's shape;
