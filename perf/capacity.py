@@ -39,7 +39,7 @@ VOCAB_SIZE = 32_000  # of simulated prompts; only equal beginnings matter
 
 @dataclass(frozen=True)
 class StepTimes:
-    """What a step of a replica takes, in seconds.
+    """Times of a step of a replica, in seconds.
 
     step_s:   every step.
     row_s:    for each sequence that decodes.

@@ -181,7 +181,7 @@ class Bench:
 
 
 def problems_of(run: StressRun) -> list[str]:
-    """What is wrong with the figures of a run: the cache was not filled, or memory grew."""
+    """Faults in the figures of a run: the cache was not filled, or memory grew."""
     found = []
     if run.peak_kv_use < run.fill - 0.02:
         found.append(f"sequences held {run.peak_kv_use:.2f} of the cache: expected {run.fill:g}")

@@ -70,7 +70,7 @@ class Progress(Struct, kw_only=True):
 
 
 class State(Struct, kw_only=True):
-    """What has been measured, as stored in the folder."""
+    """The topics that have been measured, as stored in the folder."""
 
     place: Place
     model: str

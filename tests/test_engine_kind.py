@@ -1,4 +1,4 @@
-"""What tokens depend on besides the request, and how two engines differ in it."""
+"""Everything that tokens depend on besides the request, and how two engines differ in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""How many experts the rows of a round have, as the device counted them, and the weights that decide it."""
+"""The number of experts that the rows of a round have, as the device counted them, and the weights that
+decide it."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ DRAFT_SETTINGS = (
     "head_dim", "max_position_embeddings", "rope_theta", "hidden_act", "rms_norm_eps", "tie_word_embeddings",
     "torch_dtype", "bos_token_id", "eos_token_id",
 )  # fmt: skip
-"""What a draft has as its target, unless DRAFTS says otherwise."""
+"""Fields that a draft shares with its target, unless DRAFTS says otherwise."""
 DRAFT_HEAD, DRAFT_FUSION = "lm_head.weight", "fc.weight"
 
 

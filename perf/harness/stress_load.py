@@ -76,7 +76,7 @@ class Stress(Struct, frozen=True, kw_only=True):
 
 
 class Served(Struct, kw_only=True):
-    """What came of some requests."""
+    """The outcome of some requests."""
 
     num_requests: int = 0
     num_tokens: int = 0

@@ -66,8 +66,8 @@ class Case:
 
     @classmethod
     def parse(cls, name: str) -> Case:
-        """From closed-N or sampled-N (N clients), open-R (R requests a second), prefix or prefix-N (N shared
-        prefixes in place of 8).
+        """The load of a name: closed-N or sampled-N (N clients), open-R (R requests a second), prefix or
+        prefix-N (N shared prefixes in place of 8).
 
         Raises ValueError for anything else.
         """

@@ -18,8 +18,8 @@ __all__ = ["BaseEngine"]
 
 
 class BaseEngine(Serving):
-    """What serves requests: an `Engine`, or engines behind the same methods. For annotations of functions
-    that take any of them."""
+    """An engine that serves requests: an `Engine`, or engines behind the same methods. For annotations of
+    functions that take any of them."""
 
     @abstractmethod
     async def start(self) -> None:
@@ -130,4 +130,4 @@ class BaseEngine(Serving):
 
     @abstractmethod
     async def _kind(self) -> EngineKind:
-        """What tokens depend on besides the request. EngineClosed if the engine is not open."""
+        """Everything that tokens depend on besides the request. EngineClosed if the engine is not open."""

@@ -21,7 +21,7 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 
 class EngineKind(Struct, frozen=True, kw_only=True):
-    """What the tokens of a request depend on besides prompt, parameters and seed. Two engines of one kind
+    """Everything that tokens depend on besides prompt, parameters and seed. Two engines of one kind
     give a request the same tokens, as far as docs/exactness.md promises it.
 
     model:          its name, which must name the same files for both.

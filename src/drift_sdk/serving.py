@@ -58,7 +58,7 @@ class Serving(ABC):
 
     @abstractmethod
     def _model_text(self) -> ModelText:
-        """What turns text into tokens and back; EngineClosed if the engine is not open."""
+        """The tokenizer, which turns text into tokens and back; EngineClosed if the engine is not open."""
 
     @property
     def default_params(self) -> SamplingParams:

@@ -125,7 +125,7 @@ def generate(
 
 
 def pair_counts(sequences: Sequences) -> Tensor:
-    """How often each token followed each token in each sequence: [num_sequences, VOCAB_SIZE, VOCAB_SIZE]."""
+    """Counts of each token behind each token in each sequence: [num_sequences, VOCAB_SIZE, VOCAB_SIZE]."""
     tokens = torch.tensor(sequences)
     pairs = tokens[:, :-1] * VOCAB_SIZE + tokens[:, 1:]
     counts = torch.zeros(len(sequences), VOCAB_SIZE**2, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""What a stream is given of a replay: the rest, once."""
+"""The part of a replay that a stream is given: the rest, once."""
 
 from __future__ import annotations
 

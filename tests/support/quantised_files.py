@@ -247,8 +247,8 @@ def write_checkpoint(
     *,
     ignored: tuple[str, ...] = ("lm_head", "embed_tokens"),
 ) -> dict[str, Array]:
-    """From a model's folder, write two: `quantised` has random weights of a format in place of all matrices
-    but the ignored ones, and `twin` the numbers of the same weights in float32.
+    """Write two folders from that of a model: `quantised` has random weights of a format in place of all
+    matrices but the ignored ones, and `twin` the numbers of the same weights in float32.
 
     ignored: parts of the names of matrices that stay as they are.
     Returns the numbers by name.

@@ -24,7 +24,7 @@ class Prefixes:
         self._hashes: OrderedDict[int, None] = OrderedDict()
 
     def num_known(self, hashes: Sequence[int]) -> int:
-        """How many blocks of a prompt are known, from its beginning on."""
+        """The number of blocks of a prompt that are known, from its beginning on."""
         return next((index for index, each in enumerate(hashes) if each not in self._hashes), len(hashes))
 
     def add(self, hashes: Sequence[int]) -> None:

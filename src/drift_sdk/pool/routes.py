@@ -17,7 +17,7 @@ __all__ = ["Attempt", "Route", "RoutePlanner"]
 
 
 class RoutePlanner(Protocol):
-    """What decides where requests go."""
+    """The part of a pool that decides where requests go."""
 
     def grown(self, attempt: Attempt, num_tokens: int) -> None:
         """A request has got so many tokens."""
@@ -60,7 +60,7 @@ class Route:
             attempt.cancel()
 
     def follow(self, attempt: Attempt, cancel: Callable[[], None]) -> None:
-        """From now on the updates of this attempt count. cancel: ends it."""
+        """Count the updates of this attempt from now on. cancel: ends it."""
         attempt.cancel = cancel
         self.num_attempts += 1
         self.delivered.begin_again()

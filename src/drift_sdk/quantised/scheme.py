@@ -22,7 +22,7 @@ COMPRESSED_FORMATS = ("dense", "float-quantized", "naive-quantized", "pack-quant
 
 
 class Scheme(Struct, frozen=True, kw_only=True):
-    """How the quantised weights of a checkpoint are stored.
+    """The form in which a checkpoint stores quantised weights.
 
     name:          as config.json names the method, with its format.
     storages:      "fp8": e4m3 with scales beside them. "awq", "gptq": 4-bit codes packed along the outputs,

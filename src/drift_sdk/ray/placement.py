@@ -17,7 +17,7 @@ MOST = 1e6
 
 
 class Placement(Struct, frozen=True, kw_only=True):
-    """What the actor of an engine reserves of a cluster; a wrong value raises ConfigError.
+    """Resources of a cluster that the actor of an engine reserves; a wrong value raises ConfigError.
 
     num_gpus:  0 to 1; less than 1 lets engines share a GPU (`EngineConfig.gpu_memory_fraction` must fit). The
                actor sees no other GPUs. None = none if the config's device is "cpu", else 1.

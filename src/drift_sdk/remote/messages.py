@@ -60,7 +60,7 @@ Command: TypeAlias = SubmitRequests | CancelRequest | TakeBackPause
 
 
 class News(Struct, frozen=True, kw_only=True):
-    """What has happened to a request since the last news of it: it was accepted, it has new tokens, or it has
+    """Events of a request since the last news of it: it was accepted, it has new tokens, or it has
     ended with a completion or an error."""
 
     number: int

@@ -55,7 +55,7 @@ def round_rows(slots: list[Slot | None], num_draft_tokens: int, device: str) -> 
 
 
 def drafts_of_index(tokens: list[int], lengths: tuple[int, int], most: int) -> list[int]:
-    """What `NGramHistory` proposes behind these tokens."""
+    """The tokens that `NGramHistory` proposes behind these."""
     ngrams = NGramHistory(*lengths)
     ngrams.extend(tokens)
     return ngrams.propose(most)

@@ -52,7 +52,7 @@ WIDE_SHARED_BYTES = 107_000
 
 
 class ExactPrefillConfig(Struct, frozen=True):
-    """How the kernel is launched; none of it is part of the result's bits.
+    """Launch configuration of the kernel; none of it is part of the result's bits.
 
     tile_rows: rows of a program, a power of two, 16 or more.
     num_stages: of the pipeline over a partition's tiles. Keys are found through the block table, so stages

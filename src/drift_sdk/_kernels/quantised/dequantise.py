@@ -47,7 +47,7 @@ TILE_K = 128
 NUM_WARPS = 4
 
 E4M3_FACTOR = tl.constexpr(2.0**120)
-"""What the bits of an e4m3 number, moved to their places in bfloat16, are multiplied by."""
+"""The factor for the bits of an e4m3 number, moved to their places in bfloat16."""
 
 
 @triton.jit

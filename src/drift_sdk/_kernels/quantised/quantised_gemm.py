@@ -45,7 +45,7 @@ from drift_sdk._kernels.quantised.twin import twin_gated_multiply, twin_multiply
 __all__ = ["quantised_gated_multiply", "quantised_multiply"]
 
 ACCESS = KernelAccess(frozenset({"codes", "scales", "zeros"}), frozenset({"out"}), False)
-"""What multiply.cu reads before it waits, and writes."""
+"""Arguments that multiply.cu reads before it waits, and those that it writes."""
 
 SCALES = {torch.float32: "GROUP_FLOAT32", torch.bfloat16: "GROUP_BFLOAT16", torch.float16: "GROUP_FLOAT16"}
 

@@ -28,7 +28,7 @@ __all__ = ["SampleCommit", "TreeAcceptance"]
 
 
 class TreeAcceptance(Struct, frozen=True):
-    """What the acceptance of B trees needs besides their rows. parent [R] int32: of each node, see
+    """Tensors that the acceptance of B trees needs besides their rows. parent [R] int32: of each node, see
     `tree_rows`. path [B, PATH_ENTRIES] int32, written: the nodes that tokens were emitted behind."""
 
     parent: Tensor
