@@ -724,7 +724,12 @@ async def test_reasoning_is_sent_apart_and_accepted_back() -> None:
 
 
 async def test_answer_names_its_request_and_its_stop_reason(client: openai.AsyncOpenAI) -> None:
-    found = await client.completions.create(model=MODEL, prompt=[5] * 500, max_tokens=100)
+    found = await client.completions.create(
+        model=MODEL,
+        prompt=[5] * 500,
+        max_tokens=100,
+        logit_bias={"1": -100},  # a sampled end of sequence would end it before
+    )
     choice = found.choices[0]
     assert (choice.finish_reason, choice.stop_reason) == ("length", "context")
     assert found._request_id == found.id
