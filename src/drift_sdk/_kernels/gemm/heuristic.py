@@ -47,7 +47,7 @@ ROWS_OF_MANY = 64
 
 LIBRARY_ROWS = 192
 LIBRARY_ELEMENTS = 2**23
-"""From about this many rows on, the vendor's library is faster, for weights of so many elements and more."""
+"""Rows, and elements of a weight, from which on the vendor's library is faster, about."""
 
 MIN_CTA_SHARE = 0.8
 """Wide tiles are taken where they leave CTAs for this share of the multiprocessors."""
