@@ -20,13 +20,6 @@ __device__ __forceinline__ void start_dependents() {
 #endif
 }
 
-__device__ __forceinline__ uint4 load_weights(const u8* from) {
-  uint4 v;
-  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
-  return v;
-}
-
 // A load past the L1 cache, for what is read before earlier kernels have ended.
 __device__ __forceinline__ int load_past_l1(const int* from) {
   int v;
