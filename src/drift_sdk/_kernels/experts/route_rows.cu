@@ -8,6 +8,7 @@
 
 constexpr int CTA_EXPERTS = 16;
 constexpr float LOWEST = -3.40282347e38f;
+constexpr int LAST_EXPERT = 0xFFFF;
 
 __device__ __forceinline__ u32 cluster_rank() {
   u32 rank;
@@ -26,6 +27,14 @@ __device__ __forceinline__ float load_from_rank(const float* place, u32 rank) {
   asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
   asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
   return value;
+}
+
+// A number, not 0, that is larger for a larger logit, which is a bfloat16, and of equal ones for the lower expert.
+// NaN counts as the lowest number, as minus infinity does, and minus zero as zero.
+__device__ __forceinline__ u32 key_of(float logit, int expert) {
+  const u32 bits = logit > LOWEST ? __float_as_uint(logit + 0.f) : 0xFF800000u;
+  const u32 ordered = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+  return (ordered & 0xFFFF0000u) | static_cast<u32>(LAST_EXPERT - expert);
 }
 
 // What routing takes. x: [R, K] and weight: [E, K], bfloat16. bias: [E] bfloat16, or null. row_slot: [R], -1 for
@@ -93,35 +102,30 @@ __device__ __forceinline__ void route_rows(const Arguments& a) {
   // Without lists, the CTAs share the rows.
   for (int row = HAS_LISTS ? warp : warp + rank * WARPS; row < num_rows; row += HAS_LISTS ? WARPS : WARPS * NUM_CTAS) {
     float logit[EACH];
-    bool is_taken[EACH];
+    u32 key[EACH];
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
       const int expert = i * 32 + lane;
-      is_taken[i] = expert >= NUM_EXPERTS;
-      logit[i] = is_taken[i] ? LOWEST : load_from_rank(logits + row * CTA_EXPERTS + expert % CTA_EXPERTS, expert / CTA_EXPERTS);
+      logit[i] = expert < NUM_EXPERTS ? load_from_rank(logits + row * CTA_EXPERTS + expert % CTA_EXPERTS, expert / CTA_EXPERTS) : LOWEST;
+      key[i] = expert < NUM_EXPERTS ? key_of(logit[i], expert) : 0;
     }
     float ranked[NUM_ACTIVE];
     int ranked_expert[NUM_ACTIVE];
 #pragma unroll
     for (int r = 0; r < NUM_ACTIVE; r++) {
-      // The largest logit that is not taken; of equal ones the lowest expert. NaN counts as LOWEST.
-      float best = -__int_as_float(0x7F800000), value = 0.f;
-      int expert = NUM_EXPERTS;
+      u32 best = 0;
 #pragma unroll
-      for (int i = 0; i < EACH; i++) {
-        const float known = logit[i] > LOWEST ? logit[i] : LOWEST;
-        if (!is_taken[i] && known > best) best = known, value = logit[i], expert = i * 32 + lane;
-      }
+      for (int i = 0; i < EACH; i++) best = max(best, key[i]);
+      best = __reduce_max_sync(~0u, best);
+      const int expert = LAST_EXPERT - static_cast<int>(best & LAST_EXPERT);
+      float value = logit[0];
 #pragma unroll
-      for (int distance = 16; distance > 0; distance /= 2) {
-        const float other_best = __shfl_xor_sync(~0u, best, distance), other = __shfl_xor_sync(~0u, value, distance);
-        const int other_expert = __shfl_xor_sync(~0u, expert, distance);
-        if (other_best > best || (other_best == best && other_expert < expert))
-          best = other_best, value = other, expert = other_expert;
-      }
+      for (int i = 1; i < EACH; i++)
+        if (expert / 32 == i) value = logit[i];
+      ranked[r] = __shfl_sync(~0u, value, expert % 32), ranked_expert[r] = expert;
 #pragma unroll
-      for (int i = 0; i < EACH; i++) is_taken[i] = is_taken[i] || expert == i * 32 + lane;
-      ranked[r] = value, ranked_expert[r] = expert;
+      for (int i = 0; i < EACH; i++)
+        if (key[i] == best) key[i] = 0;
     }
     const float highest = ranked[0];
     float norm = 0.f;
