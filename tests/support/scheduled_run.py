@@ -34,14 +34,15 @@ def run_scheduled(
     prefill_token_budget: int,
     depth: int = 2,
     draft_choices: tuple[int, ...] = (),
+    has_draft_kv: bool = False,
     on_step: Callable[[StepPlan, StepResult], None] = lambda plan, result: None,
 ) -> list[list[int]]:
     """Run all requests and return their tokens.
 
     requests:       prompt and parameters of each.
     depth:          number of steps in flight.
-    draft_choices:  numbers of drafts that the scheduler may choose from; it always chooses the largest. Only
-                    for drafters without a KV cache.
+    draft_choices:  numbers of drafts that the scheduler may choose from; it always chooses the largest.
+    has_draft_kv:   the drafter has a KV cache, and needs no history.
     on_step:        called with the plan and the result of each step.
     """
     limits = executor.limits
@@ -53,7 +54,8 @@ def run_scheduled(
             prefill_token_budget=prefill_token_budget,
             draft_choices=draft_choices,
             is_draft_adaptive=False,
-            wants_history=bool(draft_choices),
+            has_draft_kv=has_draft_kv,
+            wants_history=bool(draft_choices) and not has_draft_kv,
         )
     )
     sequences = [

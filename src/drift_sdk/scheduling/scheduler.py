@@ -14,7 +14,7 @@ from drift_sdk.scheduling.config import SchedulerConfig
 from drift_sdk.scheduling.queue import RunningSet, WaitingQueue
 from drift_sdk.scheduling.sequence import Delta, Sequence
 from drift_sdk.scheduling.step_builder import LaunchedStep, StepBuilder, check_in_flight
-from drift_sdk.steps import DecodeRow, StepPlan, StepResult
+from drift_sdk.steps import MAX_CHUNKS, DecodeRow, StepPlan, StepResult
 
 __all__ = ["Scheduler", "SequenceWatcher"]
 
@@ -34,8 +34,8 @@ class Scheduler:
 
     A plan may be made before earlier ones are committed, to any depth; results are committed in the order of
     their plans. A plan has decode rows first, then prefill chunks of running sequences, then chunks of newly
-    admitted ones, while slots, blocks and the token budget last; each group in order of (priority, arrival),
-    the lowest first. If the first sequence of the queue cannot be admitted, no other is.
+    admitted ones, while slots, blocks and the token budget last, and up to MAX_CHUNKS; each group in order of
+    (priority, arrival), the lowest first. If the first sequence of the queue cannot be admitted, no other is.
 
     A decode row that lacks blocks is left out while the sequence has steps in flight, because their results
     may free blocks. With none in flight, running sequences are preempted, the last in the order first, which
@@ -53,7 +53,7 @@ class Scheduler:
         self._budget = TokenBudget(
             max_tokens=config.prefill_token_budget,
             block_size=config.block_size,
-            mixed_slots=config.mixed_slots,
+            mixed_tokens=config.mixed_tokens,
             target_latency_ms_p50=config.target_latency_ms_p50,
             target_latency_ms_p95=config.target_latency_ms_p95,
             prefer_high_throughput=config.prefer_high_throughput,
@@ -252,13 +252,16 @@ class Scheduler:
     def _plan_chunks(self, step: StepBuilder, prefilling: list[Sequence], *, may_admit: bool) -> None:
         """Add chunks of running sequences, then, with `may_admit`, of newly admitted ones, within the
         budget."""
-        budget = self._budget.num_tokens(len(step.decode))
-        for sequence in prefilling:
+        budget = self._budget.num_tokens(len(step.decode), step.num_draft_tokens)
+        for sequence in prefilling[:MAX_CHUNKS]:
             if budget > 0:
                 budget -= step.add_chunk(sequence, budget)
 
         # Without `may_admit`: a new sequence would take the blocks that a running one is waiting for.
-        while budget > 0 and may_admit and (admitted := self._admit(step)) is not None:
+        while budget > 0 and may_admit and len(step.prefill) < MAX_CHUNKS:
+            admitted = self._admit(step)
+            if admitted is None:
+                break
             budget -= step.add_chunk(admitted, budget)
 
     def _reserve(self, sequence: Sequence, num_blocks: int) -> bool:

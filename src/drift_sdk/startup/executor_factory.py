@@ -55,14 +55,14 @@ class OpenedExecutor(Struct, frozen=True, kw_only=True):
     num_tuned:   weight shapes that run with measured configurations.
     untuned:     those that do not.
     round_costs: seconds of a round by (slots, drafts); empty unless the number of drafts is adaptive.
-    mixed_slots: as in SchedulerConfig.
+    mixed_tokens: as in SchedulerConfig.
     """
 
     executor: Executor
     num_tuned: int = 0
     untuned: tuple[str, ...] = ()
     round_costs: dict[tuple[int, int], float] = {}
-    mixed_slots: tuple[int, ...] = ()
+    mixed_tokens: dict[int, tuple[tuple[int, int], ...]] = {}
 
 
 def choose_executor(
@@ -184,7 +184,7 @@ def open_graph_executor(
         num_tuned=len(table.used) - len(untuned),
         untuned=untuned,
         round_costs=round_costs,
-        mixed_slots=executor.mixed_slots,
+        mixed_tokens=executor.mixed_tokens,
     )
 
 

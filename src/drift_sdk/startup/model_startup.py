@@ -196,7 +196,7 @@ def _scheduling(
         max_tree_depth=drafter_factory.max_tree_depth,
         is_draft_adaptive=drafter_factory.is_adaptive,
         round_costs=opened.round_costs,
-        mixed_slots=opened.mixed_slots,
+        mixed_tokens=opened.mixed_tokens,
         has_draft_kv=drafter_factory.needs_draft_kv,
         wants_history=drafter_factory.needs_history,
         target_latency_ms_p50=config.target_latency_ms_p50,

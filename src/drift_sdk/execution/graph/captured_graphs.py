@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from drift_sdk.execution.device.device import Replay
-from drift_sdk.execution.graph.buckets import GraphBuckets
+from drift_sdk.execution.graph.buckets import GraphBuckets, MixedBucket
 from drift_sdk.execution.graph.graph_steps import GraphSteps, Step
 from drift_sdk.execution.resources import DeviceResources
 from drift_sdk.progress import Report
@@ -25,7 +25,7 @@ class CapturedGraphs:
 
     update: applies updates and nothing else. decode[B, K]: a round of B slots with K drafts each. draft[B, K]
     and verify[B, K]: its halves, if there is a drafter and K is not 0. prefill[N]: chunks of N rows.
-    mixed[N, B]: chunks of N rows and a round of B slots without drafts, in one pass.
+    mixed[N, B, K]: chunks of N rows and a round of B slots with K drafts each, in one pass.
     first_tokens[B]: samples the first tokens of B finished prompts. draft_extend[N]: updates the drafter
     after a prefill step and its first tokens; empty without a drafter.
     """
@@ -43,7 +43,7 @@ class CapturedGraphs:
         self._steps = steps  # the buffers that graphs use stay allocated as long as the graphs
         self._report = report
         self.prefill: dict[int, Replay] = {}
-        self.mixed: dict[tuple[int, int], Replay] = {}
+        self.mixed: dict[MixedBucket, Replay] = {}
         self.draft_extend: dict[int, Replay] = {}
         self.decode: dict[tuple[int, int], Replay] = {}
         self.draft: dict[tuple[int, int], Replay] = {}
@@ -103,7 +103,7 @@ class CapturedGraphs:
             if steps.drafter is not None:
                 yield steps.draft_extend(num_rows, steps.drafter)
         for bucket in reversed(buckets.mixed):
-            yield steps.mixed(*bucket)
+            yield steps.mixed(bucket)
         yield steps.update
 
     def _warm_up(self) -> None:
@@ -120,8 +120,8 @@ class CapturedGraphs:
                 self.draft_extend[num_rows] = self._capture(steps.draft_extend(num_rows, steps.drafter))
 
     def _capture_mixed(self) -> None:
-        for num_rows, num_slots in reversed(self._buckets.mixed):
-            self.mixed[num_rows, num_slots] = self._capture(self._steps.mixed(num_rows, num_slots))
+        for bucket in reversed(self._buckets.mixed):
+            self.mixed[bucket] = self._capture(self._steps.mixed(bucket))
 
     def _capture_rounds(self) -> None:
         for bucket in reversed(self._buckets.rounds):

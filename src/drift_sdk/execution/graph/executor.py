@@ -97,7 +97,8 @@ class GraphExecutor:
     `launch` writes to pinned memory and starts replays; lengths, tokens and finished flags live on the
     device. It waits for nothing but drafts after which a constraint must be asked, and a free ring entry.
 
-    limits: what the executor has room for; known only once the KV cache has been sized.
+    limits: what the executor has room for; known only once the KV cache has been sized. mixed_tokens: as in
+    SchedulerConfig.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class GraphExecutor:
             shares_rows=drafter_factory.max_tree_depth is not None,
             has_checks=options.has_checks and bool(drafter_factory.draft_choices),
         )
-        self._mixed_slots = buckets.mixed_slots
+        self.mixed_tokens = buckets.mixed_tokens
         with typed_errors(device), device.work():
             self._resources = _open_resources(device, limits, buckets, options, drafter_factory)
             num_tree_rows = max(
@@ -163,11 +164,6 @@ class GraphExecutor:
             limits = msgspec.structs.replace(limits, num_blocks=num_blocks, max_model_len=max_model_len)
             self.limits = limits
         return limits.num_blocks
-
-    @property
-    def mixed_slots(self) -> tuple[int, ...]:
-        """Sizes to which decode rows are padded in steps that compute them in one pass with chunks."""
-        return self._mixed_slots
 
     def round_costs(self) -> dict[tuple[int, int], float]:
         """Seconds that rounds of (slots, drafts) take without any context. Call it before anything is

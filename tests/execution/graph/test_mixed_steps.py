@@ -1,0 +1,196 @@
+"""Mixed steps: chunks of prompts and decode rows in one pass, with drafts and without."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draft_zoo import make_draft
+from drawn_decoder import drawn_decoder
+from interpreted_device import InterpretedDevice
+from scheduled_run import run_scheduled, sampling_of
+from tiny_llama import tiny_llama
+
+from drift_sdk._kernels.gemm.tuning import TunedTable
+from drift_sdk.execution.device.device import GpuDevice, Replay
+from drift_sdk.execution.drafter_factory import (
+    NO_DRAFTER,
+    DrafterFactory,
+    EagleDrafterFactory,
+    NGramDrafterFactory,
+)
+from drift_sdk.execution.eager.drafters import EagleDrafter, NGramDrafter
+from drift_sdk.execution.eager.executor import EagerExecutor
+from drift_sdk.execution.graph.buckets import MixedBucket
+from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
+from drift_sdk.execution.rounds.eagle import EagleRounds
+from drift_sdk.execution.rounds.ngram import NGramRounds
+from drift_sdk.execution.stages import WatchedReplay
+from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.eagle3 import DraftDecoder
+from drift_sdk.speculation import NGram
+from drift_sdk.steps import Executor, ExecutorLimits, SlotOutput, SlotSampling
+
+pytestmark = pytest.mark.kernel
+
+IS_GPU = torch.cuda.is_available()
+TARGET = tiny_llama(vocab_size=96, num_hidden_layers=4)
+LIMITS = ExecutorLimits(max_num_seqs=3, max_model_len=40, num_blocks=32, block_size=4, vocab_size=96)
+BUDGET, NUM_DRAFTS = 24, 2
+
+Proposals = list[dict[int, list[int]]]
+"""Of each round with drafts, the drafted tokens by slot."""
+
+
+def requests_of() -> list[tuple[list[int], SlotSampling]]:
+    """Prompts that are cut into chunks, that end while others decode, that continue cached prefixes, and one
+    of a single token."""
+    rng = random.Random(5)
+
+    def drawn(number: int) -> list[int]:
+        return [rng.randrange(3, 90) for _ in range(number)]
+
+    shared = drawn(9)
+    return [
+        request(drawn(6), 9),
+        request([*shared, 7], 5, temperature=0.8, top_p=0.9, seed=3, num_logprobs=2),
+        request([5], 6, temperature=1.0, top_k=5, seed=2**40 + 1),
+        request([*shared, 9, 11, 11], 6, repetition_penalty=1.4, frequency_penalty=0.5),
+        request(shared, 5, num_prompt_logprobs=1, logit_bias=((17, 0.5),)),
+        request([8, 9] * 7, 7, repetition_penalty=1.3, presence_penalty=0.4),
+        request(drawn(11), 4, temperature=0.7, seed=11),
+    ]
+
+
+def request(prompt: list[int], num_tokens: int, **changes: object) -> tuple[list[int], SlotSampling]:
+    return prompt, sampling_of(len(prompt), num_tokens, **changes)
+
+
+def run(executor: Executor, factory: DrafterFactory) -> tuple[list[list[int]], list[list[SlotOutput]]]:
+    """The tokens of all requests, and the outputs of each step."""
+    steps: list[list[SlotOutput]] = []
+    tokens = run_scheduled(
+        executor,
+        requests_of(),
+        prefill_token_budget=BUDGET,
+        draft_choices=factory.draft_choices,
+        has_draft_kv=factory.needs_draft_kv,
+        on_step=lambda plan, result: steps.append([*result.prefill, *result.decode]),
+    )
+    executor.close()
+    return tokens, steps
+
+
+def watch_mixed(graph: GraphExecutor) -> Counter[MixedBucket]:
+    """Counts the launches of mixed steps."""
+    counts: Counter[MixedBucket] = Counter()
+
+    def watched(bucket: MixedBucket, replay: Replay) -> Replay:
+        return WatchedReplay(replay, lambda: counts.update((bucket,)))
+
+    graphs = graph._graphs
+    assert graphs is not None
+    graphs.mixed = {bucket: watched(bucket, replay) for bucket, replay in graphs.mixed.items()}
+    return counts
+
+
+def watch_proposals(patch: pytest.MonkeyPatch) -> tuple[Proposals, Proposals]:
+    """What the drafters of the graph executor and of the eager executor propose. Only where replays run the
+    step's Python code."""
+    on_graphs: Proposals = []
+    on_eager: Proposals = []
+    for kind in (EagleRounds, NGramRounds):
+        patch.setattr(kind, "propose", recorded_rounds(kind.propose, on_graphs))
+    for drafter in (EagleDrafter, NGramDrafter):
+        patch.setattr(drafter, "propose", recorded_drafts(drafter.propose, on_eager))
+    return on_graphs, on_eager
+
+
+def recorded_rounds(propose: Any, found: Proposals) -> Any:
+    def recorded(self: Any, rows: Any, *, num_slots: int, num_draft_tokens: int) -> None:
+        propose(self, rows, num_slots=num_slots, num_draft_tokens=num_draft_tokens)
+        slots, tokens = (column.view(num_slots, -1).tolist() for column in (rows.slot, rows.token))
+        found.append(
+            {
+                own[0]: [token for slot, token in zip(own[1:], drawn[1:], strict=True) if slot >= 0]
+                for own, drawn in zip(slots, tokens, strict=True)
+                if own[0] >= 0
+            }
+        )
+
+    return recorded
+
+
+def recorded_drafts(propose: Any, found: Proposals) -> Any:
+    def recorded(self: Any, slots: Any, limits: Any) -> Any:
+        drafts = propose(self, slots, limits)
+        found.append({id(slot): list(draft.token_ids) for slot, draft in zip(slots, drafts, strict=True)})
+        return drafts
+
+    return recorded
+
+
+def drafted(proposals: Proposals) -> list[list[list[int]]]:
+    """The drafts of rounds that have any, without their slots."""
+    rounds = [sorted(tokens for tokens in each.values() if tokens) for each in proposals]
+    return [each for each in rounds if each]
+
+
+@pytest.fixture(scope="module")
+def target() -> Decoder:
+    return drawn_decoder(DecoderConfig.from_hf(TARGET), "cuda" if IS_GPU else "cpu", seed=3)
+
+
+@pytest.fixture(scope="module")
+def expected(target: Decoder) -> list[list[int]]:
+    """The tokens without drafts."""
+    return run(EagerExecutor(target, LIMITS), NO_DRAFTER)[0]
+
+
+@pytest.mark.parametrize("kind", ["none", "eagle", "ngram"])
+def test_steps_and_drafts_equal_those_of_the_eager_executor(
+    kind: str, target: Decoder, expected: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    factory: DrafterFactory = NO_DRAFTER
+    if kind == "ngram":
+        factory = NGramDrafterFactory(NGram(min_length=1), (NUM_DRAFTS,))
+    elif kind == "eagle":
+        (tmp_path / "config.json").write_text(json.dumps(TARGET))
+        make_draft("reference", tmp_path / "draft", tmp_path)
+        factory = EagleDrafterFactory(DraftDecoder.load(tmp_path / "draft", target), (NUM_DRAFTS,))
+    on_graphs, on_eager = watch_proposals(monkeypatch)
+    graph = GraphExecutor(
+        GpuDevice(0) if IS_GPU else InterpretedDevice(),
+        target,
+        LIMITS,
+        TunedTable(),
+        GraphOptions(prefill_token_budget=BUDGET),
+        drafter_factory=factory,
+    )
+    on_graphs.clear()  # those of captures
+    launched = watch_mixed(graph)
+    tokens, steps = run(graph, factory)
+    eager_tokens, eager_steps = run(
+        EagerExecutor(target, LIMITS, factory.eager_drafter(target, LIMITS)), factory
+    )
+    assert tokens == eager_tokens == expected
+    found, others = ([[summary(output) for output in step] for step in each] for each in (steps, eager_steps))
+    assert found == others
+    assert sum(launched.values()) > 3
+    if kind != "none":
+        assert any(bucket.num_drafts for bucket in launched)
+        if not IS_GPU:
+            assert drafted(on_graphs) == drafted(on_eager) != []
+
+
+def summary(output: SlotOutput) -> tuple[object, ...]:
+    scored = [
+        [entry.token_id for entry in entries or ()] for entries in (output.logprobs, output.prompt_logprobs)
+    ]
+    return output.token_ids, output.finish, output.num_drafted, output.num_accepted, scored
