@@ -42,15 +42,15 @@ pytestmark = pytest.mark.kernel
 IS_GPU = torch.cuda.is_available()
 TARGET = tiny_llama(vocab_size=96, num_hidden_layers=4)
 LIMITS = ExecutorLimits(max_num_seqs=3, max_model_len=40, num_blocks=32, block_size=4, vocab_size=96)
-BUDGET, NUM_DRAFTS = 24, 2
+BUDGET, NUM_DRAFTS = 16, 2
 
 Proposals = list[dict[int, list[int]]]
 """Of each round with drafts, the drafted tokens by slot."""
 
 
 def requests_of() -> list[tuple[list[int], SlotSampling]]:
-    """Prompts that are cut into chunks, that end while others decode, that continue cached prefixes, and one
-    of a single token."""
+    """Prompts that are cut into chunks, that end while others decode, that continue cached prefixes, one of
+    them with a single token, and one of a single token."""
     rng = random.Random(5)
 
     def drawn(number: int) -> list[int]:
@@ -58,13 +58,12 @@ def requests_of() -> list[tuple[list[int], SlotSampling]]:
 
     shared = drawn(9)
     return [
-        request(drawn(6), 9),
-        request([*shared, 7], 5, temperature=0.8, top_p=0.9, seed=3, num_logprobs=2),
-        request([5], 6, temperature=1.0, top_k=5, seed=2**40 + 1),
-        request([*shared, 9, 11, 11], 6, repetition_penalty=1.4, frequency_penalty=0.5),
-        request(shared, 5, num_prompt_logprobs=1, logit_bias=((17, 0.5),)),
-        request([8, 9] * 7, 7, repetition_penalty=1.3, presence_penalty=0.4),
-        request(drawn(11), 4, temperature=0.7, seed=11),
+        request(drawn(6), 12),
+        request([*shared, 7], 3, temperature=0.8, top_p=0.9, seed=3, num_logprobs=2),
+        request([5], 2, temperature=1.0, seed=12),
+        request([*shared, 27], 4, repetition_penalty=4.0, frequency_penalty=0.5),
+        request([8, 9] * 5, 3, num_prompt_logprobs=1, presence_penalty=0.4, logit_bias=((17, 0.5),)),
+        request(shared, 3),
     ]
 
 
@@ -153,14 +152,12 @@ def expected(target: Decoder) -> list[list[int]]:
     return run(EagerExecutor(target, LIMITS), NO_DRAFTER)[0]
 
 
-@pytest.mark.parametrize("kind", ["none", "eagle", "ngram"])
+@pytest.mark.parametrize("kind", ["eagle", "ngram"])
 def test_steps_and_drafts_equal_those_of_the_eager_executor(
     kind: str, target: Decoder, expected: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    factory: DrafterFactory = NO_DRAFTER
-    if kind == "ngram":
-        factory = NGramDrafterFactory(NGram(min_length=1), (NUM_DRAFTS,))
-    elif kind == "eagle":
+    factory: DrafterFactory = NGramDrafterFactory(NGram(min_length=1), (NUM_DRAFTS,))
+    if kind == "eagle":
         (tmp_path / "config.json").write_text(json.dumps(TARGET))
         make_draft("reference", tmp_path / "draft", tmp_path)
         factory = EagleDrafterFactory(DraftDecoder.load(tmp_path / "draft", target), (NUM_DRAFTS,))
@@ -182,11 +179,9 @@ def test_steps_and_drafts_equal_those_of_the_eager_executor(
     assert tokens == eager_tokens == expected
     found, others = ([[summary(output) for output in step] for step in each] for each in (steps, eager_steps))
     assert found == others
-    assert sum(launched.values()) > 3
-    if kind != "none":
-        assert any(bucket.num_drafts for bucket in launched)
-        if not IS_GPU:
-            assert drafted(on_graphs) == drafted(on_eager) != []
+    assert sum(number for bucket, number in launched.items() if bucket.num_drafts == NUM_DRAFTS) > 1
+    if not IS_GPU:
+        assert drafted(on_graphs) == drafted(on_eager) != []
 
 
 def summary(output: SlotOutput) -> tuple[object, ...]:
