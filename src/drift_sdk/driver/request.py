@@ -302,22 +302,22 @@ class Request:
         if finish == "length" and len(self._completion_ids) != self.params.max_tokens:
             self._stop_reason = "context"
         self.is_done = finish is not None
-        part = self._split(text)
+        logprobs = logprobs if self.params.logprobs is not None else None
+        if self._splitter is None:
+            return Chunk(text=text, token_ids=token_ids, logprobs=logprobs, finish_reason=finish)
+
+        part = self._split(self._splitter, text)
         return Chunk(
             text=part.text,
             token_ids=token_ids,
-            logprobs=logprobs if self.params.logprobs is not None else None,
+            logprobs=logprobs,
             finish_reason=finish,
             reasoning=part.reasoning,
             tool_calls=part.tool_calls,
         )
 
-    def _split(self, text: str) -> Split:
+    def _split(self, splitter: AnswerSplitter, text: str) -> Split:
         """The parts that new text brings; at the end of the request with those that were held back."""
-        splitter = self._splitter
-        if splitter is None:
-            return Split(text=text)
-
         part = splitter.push(text)
         if self.is_done:
             part += splitter.flush()

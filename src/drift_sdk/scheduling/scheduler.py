@@ -60,6 +60,8 @@ class Scheduler:
         )
         self._queue = WaitingQueue()
         self._running = RunningSet(config.max_num_seqs)
+        # By slot: rows without drafts are the same in every step.
+        self._plain_rows = [DecodeRow(slot=slot, num_draft_tokens=0) for slot in range(config.max_num_seqs)]
         self._launched: deque[LaunchedStep] = deque()
         self._policy = (
             DraftPolicy(
@@ -224,8 +226,11 @@ class Scheduler:
             if length + sequence.min_in_flight_tokens >= sequence.max_length:
                 continue
 
-            row = self._decode_row(sequence, most_drafts)
-            num_slots = sequence.num_kv_slots(length + sequence.max_in_flight_tokens + row.max_emitted_tokens)
+            row, most = self._plain_rows[sequence.slot], 1
+            if most_drafts:
+                row = self._decode_row(sequence, most_drafts)
+                most = row.max_emitted_tokens
+            num_slots = sequence.num_kv_slots(length + sequence.max_in_flight_tokens + most)
             first_index = len(sequence.block_table)
             if num_slots > first_index * block_size:
                 if not self._reserve(sequence, self._blocks.num_blocks(num_slots)):
@@ -234,15 +239,15 @@ class Scheduler:
 
                 step.update_blocks(sequence, first_index)
 
-            step.add_row(sequence, row)
+            step.add_row(sequence, row, most)
 
         return prefilling, lacks_blocks
 
     def _decode_row(self, sequence: Sequence, most_drafts: int) -> DecodeRow:
         """The next decode row of a sequence in a batch that drafts at most `most_drafts` tokens a row."""
         max_depth = self.config.max_tree_depth
-        if max_depth is None or most_drafts == 0:
-            num_drafts = sequence.num_draft_tokens(most_drafts) if most_drafts else 0
+        if max_depth is None:
+            num_drafts = sequence.num_draft_tokens(most_drafts)
             return DecodeRow(slot=sequence.slot, num_draft_tokens=num_drafts)
 
         depth = min(max_depth, sequence.room)
@@ -334,12 +339,13 @@ class Scheduler:
         """Commit the decode rows of a step; returns how many belong to sequences that have not ended."""
         num_useful = 0
         for sequence, row, output in zip(step.decode, step.plan.decode, result.decode, strict=True):
-            sequence.complete(1, row.max_emitted_tokens)
+            most = row.max_emitted_tokens if row.num_draft_tokens else 1
+            sequence.complete(1, most)
             if sequence.finish is not None:
                 continue
 
             token_ids = output.token_ids
-            assert 0 < len(token_ids) <= row.max_emitted_tokens, f"{sequence}: {output}"
+            assert 0 < len(token_ids) <= most, f"{sequence}: {output}"
             num_useful += 1
             sequence.token_ids += token_ids
             deltas.append(Delta(sequence, output, row.num_draft_tokens))
@@ -351,7 +357,7 @@ class Scheduler:
                         sequence.num_computed_tokens = len(sequence.prefix_nodes) * self.config.block_size
                 if output.finish is None:
                     self._blocks.publish(sequence)
-                    if len(token_ids) < row.max_emitted_tokens:
+                    if len(token_ids) < most:
                         self._blocks.trim(sequence)
             if output.finish is not None:
                 self._end(sequence, output.finish)
