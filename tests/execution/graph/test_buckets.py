@@ -90,3 +90,4 @@ def test_room_for_chunks_is_bounded() -> None:
     found = buckets(256, 2048)
     assert found.max_chunks == MAX_CHUNKS and buckets(3, 2048).max_chunks == 3
     assert found.num_tiles(512, 128) == 4 + MAX_CHUNKS
+    assert found.first_tokens == (1, 2, 4, 8, 16, 32) and buckets(20, 2048).first_tokens[-1] == 20

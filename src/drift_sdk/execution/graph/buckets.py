@@ -158,6 +158,13 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
         )
 
     @property
+    def first_tokens(self) -> tuple[int, ...]:
+        """Slots of steps that sample the first tokens of prompts: those of `decode` that hold the chunks of a
+        step."""
+        most = bucket_of(self.decode, self.max_chunks)
+        return tuple(size for size in self.decode if size <= most)
+
+    @property
     def max_chain(self) -> int:
         """Most drafts of a chain that does not run as a tree."""
         return max((number for number in self.drafts if number not in self.trees), default=0)

@@ -59,7 +59,7 @@ class CapturedGraphs:
         self._capture_prefill()
         self._capture_mixed()
         self._capture_rounds()
-        for num_slots in reversed(buckets.decode):
+        for num_slots in reversed(buckets.first_tokens):
             self.first_tokens[num_slots] = self._capture(steps.first_tokens(num_slots))
         self.update = self._capture(steps.update)
         with resources.device.work():
@@ -76,7 +76,7 @@ class CapturedGraphs:
         num_prefill = len(buckets.prefill) * (2 if has_drafter else 1)
         # A round without drafts is never split.
         num_decode = sum(3 if number and has_drafter else 1 for _, number in buckets.rounds)
-        num_first_tokens = len(buckets.decode)
+        num_first_tokens = len(buckets.first_tokens)
         return num_prefill + len(buckets.mixed) + num_decode + num_first_tokens + 1  # and `update`
 
     def _compile(self) -> None:
@@ -96,7 +96,7 @@ class CapturedGraphs:
             if steps.drafter is not None and num_drafts > 0:
                 yield decode_round.draft
                 yield decode_round.verify
-        for num_slots in reversed(buckets.decode):
+        for num_slots in reversed(buckets.first_tokens):
             yield steps.first_tokens(num_slots)
         for num_rows in reversed(buckets.prefill):
             yield steps.prefill(num_rows)

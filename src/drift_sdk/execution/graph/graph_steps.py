@@ -108,7 +108,7 @@ class GraphSteps:
             if number in (*buckets.trees, buckets.max_chain) and (num_slots := buckets.max_slots(number))
         ]
         steps += [self.mixed(bucket) for bucket in buckets.mixed if bucket.size == buckets.most_mixed_rows]
-        steps.append(self.first_tokens(buckets.decode[-1]))
+        steps.append(self.first_tokens(buckets.first_tokens[-1]))
         return steps
 
     def allocate_caches(self, num_blocks: int) -> None:
