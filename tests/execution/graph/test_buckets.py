@@ -21,12 +21,13 @@ def buckets(max_num_seqs: int, budget: int, **options: Any) -> GraphBuckets:
 @pytest.mark.parametrize(
     ("tokens", "rows", "bucket"),
     [
-        (1, 1, (112, 16)),
-        (112, 16, (112, 16)),
-        (113, 16, (240, 16)),
-        (448, 17, (448, 64)),
+        (1, 1, (120, 8)),
+        (120, 8, (120, 8)),
+        (121, 8, (248, 8)),
+        (96, 9, (96, 32)),
+        (448, 33, (448, 64)),
         (449, 64, None),
-        (496, 16, (496, 16)),
+        (504, 8, (504, 8)),
         (256, 65, (256, 128)),
         (256, 200, (256, 256)),
         (300, 256, None),
@@ -52,15 +53,16 @@ def test_every_mixed_bucket_fits_the_payload() -> None:
 @pytest.mark.parametrize(
     ("tokens", "rows", "drafts", "bucket"),
     [
-        (1, 1, 3, (64, 16, 3)),
-        (704, 16, 3, (704, 16, 3)),
-        (705, 16, 3, None),
-        (100, 17, 3, (128, 64, 3)),
+        (1, 1, 3, (96, 8, 3)),
+        (736, 8, 3, (736, 8, 3)),
+        (737, 8, 3, None),
+        (100, 9, 3, (128, 32, 3)),
+        (100, 33, 3, (128, 64, 3)),
         (512, 64, 3, (512, 64, 3)),
         (200, 65, 3, (256, 128, 3)),
         (100, 129, 3, None),  # the round alone has 1,024 rows
-        (100, 17, 1, (128, 64, 3)),
-        (100, 17, 0, (192, 64, 0)),
+        (100, 33, 1, (128, 64, 3)),
+        (100, 33, 0, (192, 64, 0)),
     ],
 )
 def test_mixed_steps_with_drafts_have_at_most_768_rows(
@@ -74,8 +76,8 @@ def test_mixed_steps_with_drafts_have_at_most_768_rows(
 
 def test_mixed_tokens_are_the_most_rows_beside_a_round() -> None:
     found = buckets(100, 2048, draft_choices=(1, 3)).mixed_tokens
-    assert found[0] == ((16, 496), (64, 448), (100, 412))
-    assert found[1] == found[3] == ((16, 704), (64, 512), (100, 368))
+    assert found[0] == ((8, 504), (32, 480), (64, 448), (100, 412))
+    assert found[1] == found[3] == ((8, 736), (32, 640), (64, 512), (100, 368))
 
 
 def test_trees_and_checked_rounds_have_a_pass_of_their_own() -> None:

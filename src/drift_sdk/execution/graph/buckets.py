@@ -25,7 +25,7 @@ MIN_PREFILL_ROWS = 16
 FLAT_PREFILL_ROWS = 256
 """Below this many rows, reading the weights is a large part of a prefill step and padding costs little, so
 each bucket has twice the rows of the one before."""
-MIXED_SLOTS = (16, 64, 128, 256)
+MIXED_SLOTS = (8, 32, 64, 128, 256)
 """Slots of mixed steps."""
 MIXED_ROWS = (128, 256, 384, 512)
 DRAFTED_MIXED_ROWS = (*MIXED_ROWS, 640, 768)
