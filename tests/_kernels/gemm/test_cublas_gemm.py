@@ -64,6 +64,13 @@ def test_library_state_changes_with_settings_and_workspace(monkeypatch: pytest.M
     assert len(states) == 6
 
 
+def test_bits_are_compared_at_several_magnitudes() -> None:
+    rows = cublas_gemm._random_rows(torch.empty(8, 4096, dtype=torch.bfloat16))
+    assert rows.dtype == torch.bfloat16 and rows.isfinite().all()
+    spread = rows.float().abs().log2().clamp(min=-20).std(dim=1)
+    assert (spread[1::2] > 2 * spread[::2]).all()
+
+
 @pytest.mark.gpu
 def test_a_changed_library_is_compared_again(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cublas_gemm, "_ways", {})
@@ -184,9 +191,16 @@ def test_slices_follow_each_other_where_their_batch_has_other_bits(
 
 
 @pytest.mark.parametrize(
-    ("inner", "num_slices", "ways"),
-    [(4096, 2, ("batch", "slices")), (4096, 1, ("slices",)), (576, 2, ("slices",))],
+    ("num_rows", "inner", "num_slices", "ways"),
+    [
+        (512, 4096, 2, ("batch", "slices")),
+        (4096, 4096, 2, ("slices",)),
+        (512, 4096, 1, ("slices",)),
+        (512, 576, 2, ("slices",)),
+    ],
 )
-def test_only_equal_slices_are_a_batch(inner: int, num_slices: int, ways: tuple[str, ...]) -> None:
+def test_equal_slices_of_some_rows_are_a_batch(
+    num_rows: int, inner: int, num_slices: int, ways: tuple[str, ...]
+) -> None:
     config = GemmConfig(True, 64, 16, 64, 3, 4, is_library=True, num_slices=num_slices)
-    assert cublas_gemm._possible_ways(inner, config) == ways
+    assert cublas_gemm._possible_ways(num_rows, inner, config) == ways
