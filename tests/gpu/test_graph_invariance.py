@@ -240,7 +240,6 @@ def test_batched_equals_alone_with_whole_prompts(
     """Without exact prefill, each prompt is one prefill step, whatever other requests decode. Mixed steps
     compute chunks as with exact prefill, so they are switched off."""
     monkeypatch.setattr(buckets, "MIXED_ROWS", ())
-    monkeypatch.setattr(buckets, "DRAFTED_MIXED_ROWS", ())
     expected = model.plain_alone
     sizes.decode.clear()
     sizes.chunks.clear()

@@ -54,21 +54,24 @@ def test_every_mixed_bucket_fits_the_payload() -> None:
     ("tokens", "rows", "drafts", "bucket"),
     [
         (1, 1, 3, (96, 8, 3)),
-        (736, 8, 3, (736, 8, 3)),
-        (737, 8, 3, None),
+        (480, 8, 3, (480, 8, 3)),
+        (481, 8, 3, None),
+        (640, 32, 3, (640, 32, 3)),
         (100, 9, 3, (128, 32, 3)),
         (100, 33, 3, (128, 64, 3)),
         (512, 64, 3, (512, 64, 3)),
+        (513, 64, 3, (768, 64, 3)),
         (200, 65, 3, (256, 128, 3)),
         (100, 129, 3, None),  # the round alone has 1,024 rows
         (100, 33, 1, (128, 64, 3)),
         (100, 33, 0, (192, 64, 0)),
     ],
 )
-def test_mixed_steps_with_drafts_have_at_most_768_rows(
+def test_mixed_steps_with_drafts_have_at_most_1024_rows(
     tokens: int, rows: int, drafts: int, bucket: tuple[int, int, int] | None
 ) -> None:
-    """A round is padded to the most drafts, but not where most of its rows would be padding."""
+    """Twice the round's rows are added to 512. A round is padded to the most drafts, but not where most of
+    its rows would be padding."""
     assert buckets(256, 2048, draft_choices=(1, 3)).mixed_bucket(tokens, rows, drafts) == bucket
     far = buckets(256, 2048, draft_choices=(1, 3, 5, 8))
     assert far.mixed_bucket(10, 2, 3) is None and far.mixed_bucket(10, 2, 5) is not None
@@ -77,7 +80,7 @@ def test_mixed_steps_with_drafts_have_at_most_768_rows(
 def test_mixed_tokens_are_the_most_rows_beside_a_round() -> None:
     found = buckets(100, 2048, draft_choices=(1, 3)).mixed_tokens
     assert found[0] == ((8, 504), (32, 480), (64, 448), (100, 412))
-    assert found[1] == found[3] == ((8, 736), (32, 640), (64, 512), (100, 368))
+    assert found[1] == found[3] == ((8, 480), (32, 640), (64, 768), (100, 624))
 
 
 def test_trees_and_checked_rounds_have_a_pass_of_their_own() -> None:

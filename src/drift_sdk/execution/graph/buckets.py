@@ -27,11 +27,12 @@ FLAT_PREFILL_ROWS = 256
 each bucket has twice the rows of the one before."""
 MIXED_SLOTS = (8, 32, 64, 128, 256)
 """Slots of mixed steps."""
-MIXED_ROWS = (128, 256, 384, 512)
-DRAFTED_MIXED_ROWS = (*MIXED_ROWS, 640, 768)
-"""Rows of mixed steps, of chunks and round together, without drafts and with them: multiples of 128, by which
-the library's kernels divide them. Beside more rows of chunks, those of the round are few. With drafts a round
-has more rows and emits more tokens, so it may take longer."""
+MIXED_ROWS = (128, 256, 384, 512, 640, 768, 1024)
+"""Rows of mixed steps, of chunks and round together: multiples of 128, by which the library's kernels divide
+them."""
+MAX_PLAIN_ROWS = 512
+"""Most rows of a mixed step without drafts: beside more rows of chunks, those of the round are few. With
+drafts a round emits more tokens, so it may take longer: twice its rows are added."""
 MAX_DRAFT_PADDING = 2
 """Most times as many rows as it needs that a round has in a mixed step of more drafts than it uses."""
 STEPS_PER_OCTAVE = 2
@@ -279,10 +280,11 @@ def _mixed_buckets(most_rows: int, rounds: Sequence[tuple[int, int]], num_drafts
     most_slots = max(num_slots for num_slots, number in rounds if number == num_drafts)
     for num_slots in _buckets(MIXED_SLOTS, most_slots):
         round_rows = num_slots * (num_drafts + 1)
+        most = MAX_PLAIN_ROWS + (2 * round_rows if num_drafts else 0)
         sizes = {
             min(size - round_rows, most_rows)
-            for size in (DRAFTED_MIXED_ROWS if num_drafts else MIXED_ROWS)
-            if size - round_rows >= max(round_rows // 2, 1)
+            for size in MIXED_ROWS
+            if size <= most and size - round_rows >= max(round_rows // 2, 1)
         }
         found += [MixedBucket(size, num_slots, num_drafts) for size in sorted(sizes)]
     return found
