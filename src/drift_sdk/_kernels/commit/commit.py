@@ -36,11 +36,14 @@ __all__ = [
     "FINISHED_LENGTH",
     "FINISHED_STOP",
     "RECORD_HEADER_WORDS",
+    "append_token",
     "commit",
     "commit_reference",
     "commit_tensors",
     "emit_token",
     "find_record",
+    "finish_of",
+    "is_stop_token",
     "record_words",
     "write_empty_record",
     "write_slot",
@@ -93,27 +96,40 @@ def write_empty_record(
 
 
 @triton.jit
-def emit_token(
+def is_stop_token(
+    token,  # one or several
+    mask,
+    slot_stop_bits_ptr,  # [W] int32: the slot's
+):
+    """Whether tokens are stop ids of a slot."""
+    word = tl.load(slot_stop_bits_ptr + token // 32, mask=mask, other=0)
+    return ((word >> (token % 32)) & 1) != 0
+
+
+@triton.jit
+def finish_of(
+    is_stop,
+    length,  # of the sequence, with the token
+    max_length,
+):
+    """Why a slot ends with a token (0: it does not): a stop id takes precedence over the length limit."""
+    return tl.where(is_stop, STOP, tl.where(length >= max_length, LENGTH, 0))
+
+
+@triton.jit
+def append_token(
     token,
     row,
-    length,  # of the sequence, with this token
-    max_length,
     is_counted,  # whether the slot has penalties
     has_logprobs,
-    slot_stop_bits_ptr,  # [W] int32: the slot's
     slot_counts_ptr,  # [V] int32: the slot's, written
     chosen_logprob_ptr,  # [R] fp32
     top_token_ptr,  # [R, MAX_TOP] int32
     top_logprob_ptr,  # [R, MAX_TOP] fp32
     row_record_ptr,  # the row's part of the record, written
 ):
-    """Append `token`, chosen behind `row`. Returns why the slot ends with it (0: it does not): a stop id
-    takes precedence over the length limit."""
+    """Append `token`, chosen behind `row`."""
     tl.store(row_record_ptr, token)
-    word = tl.load(slot_stop_bits_ptr + token // 32)
-    is_stop = ((word >> (token % 32)) & 1) != 0
-    finish = tl.where(length >= max_length, LENGTH, 0)
-    finish = tl.where(is_stop, STOP, finish)
     if is_counted:
         tl.atomic_add(slot_counts_ptr + token, 1, sem="relaxed")
     if has_logprobs:
@@ -125,7 +141,29 @@ def emit_token(
         values = tl.load(top_logprob_ptr + row * TOP + rank, mask=is_rank, other=0.0)
         tl.store(row_record_ptr + 2 + rank, ids, mask=is_rank)
         tl.store(row_record_ptr + 2 + TOP + rank, values.to(tl.int32, bitcast=True), mask=is_rank)
-    return finish
+
+
+@triton.jit
+def emit_token(
+    token,
+    row,
+    length,  # of the sequence, with this token
+    max_length,
+    is_counted,  # as of `append_token`, like the next ones
+    has_logprobs,
+    slot_stop_bits_ptr,  # [W] int32: the slot's
+    slot_counts_ptr,
+    chosen_logprob_ptr,
+    top_token_ptr,
+    top_logprob_ptr,
+    row_record_ptr,
+):
+    """Append `token`, chosen behind `row`. Returns why the slot ends with it (0: it does not)."""
+    append_token(
+        token, row, is_counted, has_logprobs, slot_counts_ptr, chosen_logprob_ptr, top_token_ptr,
+        top_logprob_ptr, row_record_ptr,
+    )  # fmt: skip
+    return finish_of(is_stop_token(token, True, slot_stop_bits_ptr), length, max_length)
 
 
 @triton.jit

@@ -26,8 +26,10 @@ from drift_sdk._kernels.commit.commit import (
     FINISHED_LENGTH,
     FINISHED_STOP,
     RECORD_HEADER_WORDS,
-    emit_token,
+    append_token,
     find_record,
+    finish_of,
+    is_stop_token,
     record_words,
     write_empty_record,
     write_slot,
@@ -110,12 +112,15 @@ def _tree_accept(
             tl.store(own_path_ptr + depth, -1)
             tl.store(nodes_ptr + depth, -1)
     else:
+        # Of all nodes at once: a load takes longer than a step of the walk.
         node = tl.arange(0, PADDED_NODES)
-        is_draft = (node > 0) & (node < NUM_NODES)
-        is_draft &= tl.load(row_slot_ptr + first_row + node, mask=is_draft, other=-1) >= 0
+        in_tree = node < NUM_NODES
+        is_live = tl.load(row_slot_ptr + first_row + node, mask=in_tree, other=-1) >= 0
+        is_draft = is_live & (node > 0)
         parent = tl.load(row_parent_ptr + first_row + node, mask=is_draft, other=-1)
         draft = tl.load(row_token_ptr + first_row + node, mask=is_draft, other=-1)
-        slot_stop_bits_ptr = stop_bits_ptr + slot.to(tl.int64) * num_words
+        chosen = tl.load(chosen_ptr + first_row + node, mask=is_live, other=0)
+        is_stop = is_stop_token(chosen, is_live, stop_bits_ptr + slot.to(tl.int64) * num_words)
         slot_counts_ptr = counts_ptr + slot.to(tl.int64) * vocab_size
         start = tl.load(length_ptr + slot)
         max_length = tl.load(max_length_ptr + slot)
@@ -133,24 +138,17 @@ def _tree_accept(
             tl.store(own_path_ptr + depth, own_node)
             tl.store(nodes_ptr + depth, own_node)
             if is_walking:
-                row = first_row + current
-                token = tl.load(chosen_ptr + row)
+                is_current = node == current
+                token = tl.sum(tl.where(is_current, chosen, 0), 0)
                 newest = token
                 num_tokens += 1
-                finish = emit_token(
-                    token,
-                    row,
-                    start + num_tokens,
-                    max_length,
-                    is_counted,
-                    has_logprobs,
-                    slot_stop_bits_ptr,
-                    slot_counts_ptr,
-                    chosen_logprob_ptr,
-                    top_token_ptr,
-                    top_logprob_ptr,
+                ends = tl.sum((is_current & is_stop).to(tl.int32), 0) > 0
+                finish = finish_of(ends, start + num_tokens, max_length)
+                append_token(
+                    token, first_row + current, is_counted, has_logprobs, slot_counts_ptr,
+                    chosen_logprob_ptr, top_token_ptr, top_logprob_ptr,
                     record_ptr + HEADER_SIZE + depth * ROW_SIZE,
-                )
+                )  # fmt: skip
                 is_match = is_draft & (parent == current) & (draft == token)
                 child = tl.min(tl.where(is_match, node, NO_NODE), 0)
                 is_right = child < NO_NODE
