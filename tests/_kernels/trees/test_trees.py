@@ -279,30 +279,41 @@ def test_acceptance_equals_the_reference(nodes_per_tree: int, share: float, devi
     assert found.run() == twin.run(tree_accept_reference)
 
 
-def test_reference_accepts_the_longest_right_path_and_packs_its_rows() -> None:
+NUMBERS = [2500] if IS_GPU else [100, pytest.param(2500, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_the_longest_right_path_is_accepted_and_its_rows_are_packed(number: int, device: str) -> None:
+    """Found among all paths: of the kernels on a GPU, else of the references, which other tests compare."""
+    place, accept, rewind = (
+        (tree_rows, tree_accept, kv_rewind)
+        if IS_GPU
+        else (tree_rows_reference, tree_accept_reference, kv_rewind_reference)
+    )
     rng = random.Random(1)
     lengths = [0] * (PATH_ENTRIES + 1)
-    for number, nodes_per_tree in enumerate((4, 8, 12, 64)):
-        trees: list[TokenTree | None] = [random_tree(rng, nodes_per_tree - 1) for _ in range(100)]
+    for seed, nodes_per_tree in enumerate((4, 8, 12, 64)):
+        trees: list[TokenTree | None] = [random_tree(rng, nodes_per_tree - 1) for _ in range(number)]
         found = TreeRound(
             trees,
             [rng.randint(1, 20) for _ in trees],
             nodes_per_tree=nodes_per_tree,
-            device="cpu",
+            device=device,
             num_kv_heads=1,
             group=1,
             head_dim=1,
-            seed=number,
+            seed=seed,
         )
-        found.place(tree_rows_reference)
+        found.place(place)
         accepted = Acceptance(found, share=0.8)
         accepted.state.max_length.fill_(POISON)
         accepted.columns.stop_bits.zero_()
         accepted.columns.num_logprobs.fill_(-1)
-        accepted.run(tree_accept_reference)
+        accepted.run(accept)
         before = found.keys[0, :, 0, :, 0].flatten().tolist()
-        found.rewind(accepted.path, kv_rewind_reference)
+        found.rewind(accepted.path, rewind)
         after = found.keys[0, :, 0, :, 0].flatten().tolist()
+        found.block_table = found.block_table.cpu()
         chosen, tokens = accepted.buffers.chosen.tolist(), found.row_token.tolist()
         paths, kv_slots = accepted.path.tolist(), found.kv_slot.tolist()
         for index, tree in enumerate(trees):
