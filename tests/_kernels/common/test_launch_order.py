@@ -103,6 +103,16 @@ def test_names_of_one_branch_are_other_values_in_the_other() -> None:
     assert access(branches, WAIT) == KernelAccess(names(), names("b"), False)
 
 
+def test_wait_before_a_return_in_between_counts_behind_it() -> None:
+    branch = """
+    cf.cond_br %is_padding, ^bb1, ^bb2 loc(#loc2)
+  ^bb1:  // pred: ^bb0
+    tt.return loc(#loc2)
+  ^bb2:  // pred: ^bb0
+"""
+    assert access(WAIT, branch, LOAD_A, STORE_B) == KernelAccess(names(), names("b"), False)
+
+
 def test_wait_in_one_branch_is_none_in_the_other() -> None:
     branches = BRANCHES.format(first=indented(WAIT + STORE_B), second=indented(LOAD_A + WAIT))
     assert access(branches, WAIT) == KernelAccess(names("a"), names("b"), False)

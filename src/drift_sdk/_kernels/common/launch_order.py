@@ -104,8 +104,10 @@ class AccessScan:
 
         Blocks beside each other, as of a condition, may use a name for different values.
         """
-        indent = len(line) - len(line.lstrip())
-        if self._wait_indent is not None and line.strip() and indent < self._wait_indent:
+        text = line.lstrip()
+        indent = len(line) - len(text)
+        is_label = text.startswith("^")  # of a block that others branch to
+        if self._wait_indent is not None and text and not is_label and indent < self._wait_indent:
             self._wait_indent = None  # the block of the wait has ended
         if WAIT.search(line) and self._wait_indent is None:
             self._wait_indent = indent
