@@ -22,10 +22,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drift_sdk._kernels.commit.commit import (
+from drift_sdk._kernels.commit.records import (
     FINISHED_LENGTH,
     FINISHED_STOP,
+    HEADER_SIZE,
+    PENALTIES,
     RECORD_HEADER_WORDS,
+    ROW_SIZE,
     append_token,
     find_record,
     finish_of,
@@ -43,9 +46,6 @@ from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
 
 __all__ = ["TreeRing", "tree_accept", "tree_accept_reference", "tree_record_words"]
 
-HEADER_SIZE = tl.constexpr(RECORD_HEADER_WORDS)
-ROW_SIZE = tl.constexpr(record_words(1) - RECORD_HEADER_WORDS)
-PENALTIES = tl.constexpr(SlotFlag.PENALTIES.value)
 NO_NODE = tl.constexpr(2**31 - 1)
 """Larger than the number of any node."""
 
