@@ -19,6 +19,38 @@ __all__ = ["attend_paths"]
 
 
 @triton.jit
+def path_slots(
+    slot,  # -1: no node
+    row,  # of the step
+    tree,
+    first_key,  # position of the tile's first key
+    key,  # [TILE_KEYS]: 0 ... TILE_KEYS - 1
+    root_position,
+    first_seen,  # position
+    table_ptr,  # [max_blocks] int32: the block table's row of the slot
+    node_kv_slot_ptr,  # [B * NUM_TREE_NODES] int64
+    row_path_ptr,  # [R, NUM_PATH_ENTRIES] int32
+    NUM_TREE_NODES: tl.constexpr,
+    NUM_PATH_ENTRIES: tl.constexpr,
+    KV_BLOCK_SIZE: tl.constexpr,
+):
+    """Return the cache slots [TILE_KEYS] of the keys that a node sees in a tile behind the border, as in a
+    chain: the prefix, then its ancestors. -1: no key. Paths of rows without a node may hold anything."""
+    position = first_key + key
+    is_node = slot + key * 0 >= 0
+    is_prefix = is_node & (position < root_position) & (position >= first_seen)
+    block_ptrs = table_ptr + position // KV_BLOCK_SIZE
+    block = tl.load(block_ptrs, mask=is_prefix, other=0, cache_modifier=".cg").to(tl.int64)
+    depth = position - root_position
+    on_path = is_node & (depth >= 0) & (depth < NUM_PATH_ENTRIES)
+    ancestor_ptrs = row_path_ptr + row * NUM_PATH_ENTRIES + depth
+    ancestor = tl.load(ancestor_ptrs, mask=on_path, other=-1, cache_modifier=".cg")
+    node_ptrs = node_kv_slot_ptr + tree * NUM_TREE_NODES + ancestor
+    tree_slot = tl.load(node_ptrs, mask=ancestor >= 0, other=-1, cache_modifier=".cg")
+    return tl.where(is_prefix, block * KV_BLOCK_SIZE + position % KV_BLOCK_SIZE, tree_slot)
+
+
+@triton.jit
 def attend_paths(
     first_node,
     head,
@@ -59,8 +91,9 @@ def attend_paths(
     WIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Write the sums of one KV head of a tree's nodes first_node ... first_node + TILE_NODES - 1. Rows are
-    read before the kernels before this one have ended. Half of its lines are arguments."""
+    """Write the sums of one KV head of a tree's nodes first_node ... first_node + TILE_NODES - 1. Rows, block
+    table and paths are read before the kernels before this one have ended. Half of its lines are
+    arguments."""
     NUM_QUERY_ROWS: tl.constexpr = NUM_NODES * GROUP_SIZE
     tile_row = tl.arange(0, TILE_ROWS)
     member = tile_row // GROUP_SIZE
@@ -72,15 +105,25 @@ def attend_paths(
     own_position = tl.load(row_position_ptr + row, mask=is_row, other=-1, cache_modifier=".cg")
     root_position = tl.load(root_position_ptr + tree * ROOT_STRIDE, cache_modifier=".cg")
     slot = tl.max(slots, 0)
+    key = tl.arange(0, TILE_KEYS)
+    first_seen = FIRST_KEY
+    if WINDOW > 0:  # as in `_attend`, for all rows of the tree
+        first_seen = tl.maximum(root_position - (WINDOW - 1), FIRST_KEY)
+    border = root_position // TILE_KEYS * TILE_KEYS
+    table_ptr = block_table_ptr + slot.to(tl.int64) * max_blocks
+    own_slots = ()  # of one node: known before the first key has come
+    if TILE_NODES == 1:
+        for tile in tl.static_range(NUM_PATH_TILES):
+            found = path_slots(
+                slot, tree * NUM_NODES + first_node, tree, border + tile * TILE_KEYS, key,
+                root_position, first_seen, table_ptr, node_kv_slot_ptr, row_path_ptr, NUM_TREE_NODES,
+                NUM_PATH_ENTRIES, KV_BLOCK_SIZE,
+            )  # fmt: skip
+            own_slots = own_slots + (found,)  # type: ignore[assignment]
     wait_for_producers(PDL)
     if slot >= 0:
         dim = tl.arange(0, PADDED_DIM)
         is_dim = dim < HEAD_DIM
-        key = tl.arange(0, TILE_KEYS)
-        first_seen = FIRST_KEY
-        if WINDOW > 0:  # as in `_attend`, for all rows of the tree
-            first_seen = tl.maximum(root_position - (WINDOW - 1), FIRST_KEY)
-        border = root_position // TILE_KEYS * TILE_KEYS
         border_partition = partition_of(border, NARROW, NARROW_END, WIDE)
         begin_key = partition_start(border_partition, NARROW, NARROW_END, WIDE)
         query_index = (row * NUM_KV_HEADS + head) * GROUP_SIZE + tile_row % GROUP_SIZE
@@ -88,7 +131,6 @@ def attend_paths(
         queries = tl.load(
             query_ptr + query_index[:, None] * HEAD_DIM + dim[None, :], mask=query_mask, other=0.0
         )
-        table_ptr = block_table_ptr + slot.to(tl.int64) * max_blocks
         query_row = node * GROUP_SIZE + tile_row % GROUP_SIZE
         first_sum = (tree * NUM_KV_HEADS + head) * num_partitions * NUM_QUERY_ROWS + query_row
         if WINDOW > 0:
@@ -115,10 +157,8 @@ def attend_paths(
 
         partition = tile_row * 0 + border_partition
         for index in tl.range(0, TILE_NODES, num_stages=1):
-            # The tiles as one node sees them in a chain: the prefix, then its ancestors.
             is_own = is_row & (member == index)
             last_key = tl.max(tl.where(is_own, own_position, -1), 0)  # -1: no node
-            path_ptr = row_path_ptr + (tree * NUM_NODES + first_node + index) * NUM_PATH_ENTRIES
             for tile in tl.static_range(NUM_PATH_TILES):
                 first_key = border + tile * TILE_KEYS
                 if first_key <= last_key:
@@ -136,17 +176,15 @@ def attend_paths(
                         total = tl.where(stored[:, None], 0.0, total)
                         partition = tl.where(stored, tile_partition, partition)
 
-                    position = first_key + key
-                    is_prefix = (position < root_position) & (position >= first_seen)
-                    block = tl.load(table_ptr + position // KV_BLOCK_SIZE, mask=is_prefix, other=0)
-                    prefix_slot = block.to(tl.int64) * KV_BLOCK_SIZE + position % KV_BLOCK_SIZE
-                    depth = position - root_position
-                    on_path = (depth >= 0) & (depth < NUM_PATH_ENTRIES)
-                    ancestor = tl.load(path_ptr + depth, mask=on_path, other=-1)
-                    is_ancestor = ancestor >= 0
-                    node_ptrs = node_kv_slot_ptr + tree * NUM_TREE_NODES + ancestor
-                    kv_slot = tl.where(is_prefix, prefix_slot, tl.load(node_ptrs, mask=is_ancestor, other=0))
-                    is_key = is_prefix | is_ancestor
+                    if TILE_NODES == 1:
+                        kv_slot = own_slots[tile]
+                    else:
+                        kv_slot = path_slots(
+                            slot, tree * NUM_NODES + first_node + index, tree, first_key, key,
+                            root_position, first_seen, table_ptr, node_kv_slot_ptr, row_path_ptr,
+                            NUM_TREE_NODES, NUM_PATH_ENTRIES, KV_BLOCK_SIZE,
+                        )  # fmt: skip
+                    is_key = kv_slot >= 0
                     cache_row = (kv_slot // KV_BLOCK_SIZE * NUM_KV_HEADS + head) * KV_BLOCK_SIZE
                     cache_offset = (cache_row + kv_slot % KV_BLOCK_SIZE)[:, None] * HEAD_DIM + dim[None, :]
                     key_mask = is_key[:, None] & is_dim[None, :]
@@ -154,6 +192,7 @@ def attend_paths(
                     values = tl.load(values_ptr + cache_offset, mask=key_mask, other=0.0)
                     is_seen = is_own[:, None] & is_key[None, :]
                     if WINDOW > 0:
+                        position = first_key + key
                         is_seen = is_seen & (position[None, :] > own_position[:, None] - WINDOW)
                     maximum, weight, total = attend_tile(
                         maximum, weight, total, queries, keys, values, is_seen, scale, True
