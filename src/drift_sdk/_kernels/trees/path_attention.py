@@ -176,14 +176,14 @@ def attend_paths(
                         total = tl.where(stored[:, None], 0.0, total)
                         partition = tl.where(stored, tile_partition, partition)
 
-                    if TILE_NODES == 1:
-                        kv_slot = own_slots[tile]
-                    else:
+                    if TILE_NODES > 1:
                         kv_slot = path_slots(
                             slot, tree * NUM_NODES + first_node + index, tree, first_key, key,
                             root_position, first_seen, table_ptr, node_kv_slot_ptr, row_path_ptr,
                             NUM_TREE_NODES, NUM_PATH_ENTRIES, KV_BLOCK_SIZE,
                         )  # fmt: skip
+                    else:
+                        kv_slot = own_slots[tile]
                     is_key = kv_slot >= 0
                     cache_row = (kv_slot // KV_BLOCK_SIZE * NUM_KV_HEADS + head) * KV_BLOCK_SIZE
                     cache_offset = (cache_row + kv_slot % KV_BLOCK_SIZE)[:, None] * HEAD_DIM + dim[None, :]
