@@ -116,7 +116,7 @@ PARAMS = {
         ("777", b"7", {"type": "integer"}, 7, True, (), Regex, (Regex("777"),)),
     ),
     "priority": integer(-(2**31), 2**31 - 1),
-    "num_draft_tokens": integer(0, 16, optional=True),
+    "num_draft_tokens": integer(0, 63, optional=True),
 }
 CONFIG = {
     "device": Case(

@@ -138,8 +138,8 @@ ShapeT = TypeVar("ShapeT", bound=Struct)
 
 
 def load_tree(file: str | Path) -> StaticTree | DynamicTree:
-    """The tree in a TOML or JSON file: the fields of a `StaticTree` or of a `DynamicTree`, or in JSON a list
-    of paths.
+    """The tree in a TOML, JSON or YAML file: the fields of a `StaticTree` or of a `DynamicTree`, or in JSON
+    and YAML a list of paths.
 
     Raises ConfigError naming `file` for a file that cannot be read, and the field for a wrong value.
     """

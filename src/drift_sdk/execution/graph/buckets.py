@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from drift_sdk._kernels.attention.exact_prefill_attention import exact_prefill_config
 from drift_sdk._kernels.attention.prefill_attention import prefill_attention_config
-from drift_sdk._kernels.commit.commit import record_words
+from drift_sdk._kernels.commit.records import record_words
 from drift_sdk._kernels.trees.tree_accept import tree_record_words
 from drift_sdk.execution.rounds.tree_plan import tree_rounds
 from drift_sdk.models.decoder import Decoder
