@@ -174,7 +174,8 @@ class Completion(Struct, frozen=True, kw_only=True, dict=True):
                      for `generate`.
     raw_text:        all text generated, before it was split; of `generate`, the same as `text`. The markers
                      of the model's formats are in it, even those that are special tokens.
-    schema:          the request's `JsonSchema` if the text is complete; None if it was cut short.
+    schema:          the request's `JsonSchema` if the text is complete; None if it was cut short, or if the
+                     answer is tool calls.
     """
 
     request_id: str
@@ -200,7 +201,7 @@ class Completion(Struct, frozen=True, kw_only=True, dict=True):
 
         A type that checks more than its schema says raises its own validation error, at the first use.
         """
-        # A grammar describes all of the answer, also what looks like a tool call.
+        # A grammar describes all of the answer, also what looks like a tool call inside of it.
         return None if self.schema is None else self.schema.decode(self.raw_text or self.text)
 
     def __repr__(self) -> str:

@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
@@ -230,6 +231,7 @@ class SyncEngine:
         template_args: Mapping[str, Any] | None = None,
         *,
         tool_choice: str = "auto",
+        continue_final: bool = False,
         request_id: str | None = None,
         **options: Unpack[SamplingOptions],
     ) -> list[SyncStream]:
@@ -245,6 +247,7 @@ class SyncEngine:
                 tools,
                 template_args,
                 tool_choice=tool_choice,
+                continue_final=continue_final,
                 request_id=request_id,
                 **options,
             )
@@ -298,9 +301,14 @@ class SyncEngine:
         prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_args: Mapping[str, Any] | None = None,
+        *,
+        tool_choice: str = "auto",
+        continue_final: bool = False,
     ) -> int:
         """The number of tokens of a prompt or of messages; see `Engine.count_tokens`."""
-        number: int = self._call(self._engine.count_tokens, prompt, tools, template_args)
+        engine = self._engine
+        count = partial(engine.count_tokens, tool_choice=tool_choice, continue_final=continue_final)
+        number: int = self._call(count, prompt, tools, template_args)
         return number
 
     def cancel(self, request_id: str) -> bool:

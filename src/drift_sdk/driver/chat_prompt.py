@@ -11,6 +11,7 @@ from drift_sdk._plain_data import to_plain
 from drift_sdk._validation import check_bool
 from drift_sdk.driver.prompts import ModelText, PreparedPrompt, Prompt, as_prompt, encode
 from drift_sdk.errors import RequestError
+from drift_sdk.grammars import Grammar
 from drift_sdk.sampling_params import SamplingParams
 from drift_sdk.text.tools import ToolSet
 
@@ -42,7 +43,7 @@ class ChatPrompt(Struct, frozen=True, kw_only=True):
         text = self._render(template)
         return PreparedPrompt(
             encode(text, model, add_special_tokens=False),
-            lambda has_grammar: self._answer(model, template, text, has_grammar=has_grammar),
+            lambda grammar: self._answer(model, template, text, grammar),
         )
 
     def num_tokens(self, model: ModelText) -> int:
@@ -61,7 +62,7 @@ class ChatPrompt(Struct, frozen=True, kw_only=True):
 
         return model.chat_template.for_tools(self.offered_tools)
 
-    def _answer(self, model: ModelText, template: ChatTemplate, text: str, *, has_grammar: bool) -> Answer:
+    def _answer(self, model: ModelText, template: ChatTemplate, text: str, grammar: Grammar | None) -> Answer:
         from drift_sdk.text.answers.answer import prepare_answer
 
         return prepare_answer(
@@ -72,7 +73,7 @@ class ChatPrompt(Struct, frozen=True, kw_only=True):
             continued=self.messages[-1]["content"] if self.continue_final else None,
             tools=ToolSet.of(self.offered_tools),
             tool_choice=self.tool_choice,
-            has_grammar=has_grammar,
+            grammar=grammar,
         )
 
     def _render(self, template: ChatTemplate) -> str:
@@ -102,18 +103,26 @@ def as_any_prompt(
     template_args: Mapping[str, Any] | None,
     *,
     tool_choice: str = "auto",
+    continue_final: bool = False,
 ) -> Prompt:
-    """A prompt as of `as_prompt`, or messages as of `as_chat_prompt`. RequestError for tools, template_args
-    or a tool_choice without messages."""
+    """A prompt as of `as_prompt`, or messages as of `as_chat_prompt`. RequestError for arguments
+    of messages without them."""
     is_sequence = isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes | bytearray)
     if is_sequence and len(prompt) and isinstance(prompt[0], Mapping):
         messages = cast("Sequence[Mapping[str, Any]]", prompt)
-        return as_chat_prompt(messages, tools, template_args, tool_choice=tool_choice)
+        return as_chat_prompt(
+            messages, tools, template_args, tool_choice=tool_choice, continue_final=continue_final
+        )
 
-    choice = None if tool_choice == "auto" else tool_choice
-    for name, value in (("tools", tools), ("template_args", template_args), ("tool_choice", choice)):
-        if value is not None:
-            raise RequestError.of(name, value, "None with a prompt that is no sequence of messages")
+    for name, value, default in (
+        ("tools", tools, None),
+        ("template_args", template_args, None),
+        ("tool_choice", tool_choice, "auto"),
+        ("continue_final", continue_final, False),
+    ):
+        if value != default:
+            allowed = f"{default!r} with a prompt that is no sequence of messages"
+            raise RequestError.of(name, value, allowed)
 
     return as_prompt(cast("str | Sequence[int]", prompt))
 

@@ -1,6 +1,6 @@
 """Grammars of answers that consist of tool calls, in each format of calls.
 
-A model that reasons may do so first. Arguments are described by the tool's schema; an object of named
+Arguments are described by the tool's schema; an object of named
 properties that does not say whether it may have others has no others.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from drift_sdk.errors import RequestError
-from drift_sdk.grammars import Lark
+from drift_sdk.grammars import JSON_STYLE, Lark
 from drift_sdk.text.answers import tool_formats as marks
 from drift_sdk.text.answers.calls import MAX_NAME_CHARS, is_name
 from drift_sdk.text.answers.formats import AnswerFormats
@@ -20,12 +20,13 @@ from drift_sdk.text.answers.reasoning import REASONING_FORMATS
 from drift_sdk.text.tokenizer import Tokenizer
 from drift_sdk.text.tools import Tool, ToolSet
 
-__all__ = ["GRAMMARS", "forced_calls"]
+__all__ = ["GRAMMARS", "forced_calls", "optional_calls"]
 
 COMPACT = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
 """White space as Python's json.dumps writes it, which is what templates show to models."""
 MAX_LENGTH = 1000
 """Most characters of a string that is not quoted which a grammar counts."""
+DEFINITIONS = ("$defs", "definitions")
 COMMA = '", "'
 ANY_TEXT = r"/(?s:.*)/"
 IDENTIFIER = re.compile(r"[^\W\d]\w*")
@@ -54,7 +55,18 @@ def forced_calls(
     rules = Rules(tokenizer, template, is_single=is_single)
     calls = GRAMMARS[formats.tools](rules, list(tools.values()))
     start = calls if formats.is_harmony else f"{reasoning(rules, formats, is_thinking=is_thinking)}{calls}"
-    return Lark("\n".join([f"start: {start}", *rules.lines]))
+    return rules.grammar(start)
+
+
+def optional_calls(formats: AnswerFormats, tools: ToolSet, tokenizer: Tokenizer, *, template: str) -> Lark:
+    """The grammar of one or more calls of these tools, as an alternative to another grammar: there is no
+    reasoning, and an object that could be a value of a `JsonSchema` is written as one.
+
+    Arguments and errors are those of `forced_calls`.
+    """
+    assert formats.tools is not None
+    rules = Rules(tokenizer, template, object_style=JSON_STYLE)
+    return rules.grammar(GRAMMARS[formats.tools](rules, list(tools.values())))
 
 
 def reasoning(rules: Rules, formats: AnswerFormats, *, is_thinking: bool) -> str:
@@ -74,21 +86,33 @@ def reasoning(rules: Rules, formats: AnswerFormats, *, is_thinking: bool) -> str
 class Rules:
     """The rules of a grammar, and its literals.
 
-    template:  source of the model's chat template.
-    is_single: whether there is exactly one call.
-    lines:     the rules made so far.
+    template:     source of the model's chat template.
+    is_single:    whether there is exactly one call.
+    object_style: white space of objects that are calls by themselves, without a marker.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: str, *, is_single: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: str,
+        *,
+        is_single: bool = False,
+        object_style: Mapping[str, object] = COMPACT,
+    ) -> None:
         self.template = template
-        self.lines: list[str] = []
+        self.object_style = object_style
+        self._lines: list[str] = []
         self._is_single = is_single
         self._tokenizer = tokenizer
 
+    def grammar(self, start: str) -> Lark:
+        """The grammar with these rules."""
+        return Lark("\n".join([f"start: {start}", *self._lines]))
+
     def rule(self, body: str, options: str = "") -> str:
         """The name of a new rule."""
-        name = f"rule{len(self.lines)}"
-        self.lines.append(f"{name}{options}: {body}")
+        name = f"rule{len(self._lines)}"
+        self._lines.append(f"{name}{options}: {body}")
         return name
 
     def calls(self, call: str, separator: str = "") -> str:
@@ -107,9 +131,9 @@ class Rules:
 
         return self.rule(ANY_TEXT, f"[suffix={quoted(marker)}]")
 
-    def value(self, schema: Mapping[str, Any]) -> str:
-        """A JSON value that a schema describes."""
-        return f"%json {json.dumps({**schema, 'x-guidance': COMPACT}, ensure_ascii=False)}"
+    def value(self, schema: Mapping[str, Any], style: Mapping[str, object] = COMPACT) -> str:
+        """A JSON value that a schema describes. style: its white space."""
+        return f"%json {json.dumps({**schema, 'x-guidance': style}, ensure_ascii=False)}"
 
     def arguments(self, tool: Tool) -> str:
         """The arguments of a tool as a JSON object."""
@@ -140,19 +164,34 @@ def plain_key(tool: Tool, name: str, pattern: re.Pattern[str], kind: str) -> str
 
 
 def object_schema(tool: Tool) -> dict[str, Any]:
+    """The schema of a tool's arguments. A tool without parameters has none."""
     schema = {"type": "object", **tool.parameters}
-    if tool.properties:
+    if not tool.parameters or "properties" in tool.parameters:
         schema.setdefault("additionalProperties", False)
     return schema
 
 
-def any_object(rules: Rules, tools: list[Tool], key: str = "arguments") -> str:
+def any_object(rules: Rules, tools: list[Tool]) -> str:
     """The rule of an object with the name and the arguments of one of the tools."""
     calls = []
     for tool in tools:
-        start = f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{key}": '
+        start = f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "arguments": '
         calls.append(f'{quoted(start)} {rules.arguments(tool)} "}}"')
     return rules.rule(" | ".join(calls))
+
+
+def call_schema(tool: Tool) -> dict[str, Any]:
+    """The schema of an object with the name of a tool and its arguments as parameters."""
+    arguments = object_schema(tool)
+    properties = {"name": {"const": tool.name}, "parameters": arguments}
+    definitions = {name: arguments.pop(name) for name in DEFINITIONS if name in arguments}
+    return {
+        **definitions,
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
 
 
 def hermes(rules: Rules, tools: list[Tool]) -> str:
@@ -201,12 +240,15 @@ def text_of(schema: Any) -> str:
 
 def nested(tool: Tool, schema: Mapping[str, Any]) -> dict[str, Any]:
     """The schema of one argument, with the definitions of its tool."""
-    shared = {name: tool.parameters[name] for name in ("$defs", "definitions") if name in tool.parameters}
+    shared = {name: tool.parameters[name] for name in DEFINITIONS if name in tool.parameters}
     return {**shared, **schema}
 
 
 def llama3_json(rules: Rules, tools: list[Tool]) -> str:
-    return rules.calls(any_object(rules, tools, "parameters"), '"; "')
+    # One JSON schema, not a literal and the arguments: a parser that has begun a literal cannot go back to
+    # the value of another schema that begins in the same way.
+    calls = [rules.rule(rules.value(call_schema(tool), rules.object_style)) for tool in tools]
+    return rules.calls(rules.rule(" | ".join(calls)), '"; "')
 
 
 def pythonic(rules: Rules, tools: list[Tool]) -> str:
