@@ -114,6 +114,16 @@ async def test_hostile_request_id_and_error_are_escaped_in_html() -> None:
         assert "failed (ExecutorError" in shown(stream)
 
 
+async def test_samples_show_their_streams() -> None:
+    async with scripted_engine("a") as engine:
+        samples = engine.samples("x", 2, request_id="both")
+        await samples
+        assert repr(samples) == (
+            "<Samples [<TokenStream request_id=both-0, state=ended (stop)>, "
+            "<TokenStream request_id=both-1, state=ended (stop)>]>"
+        )
+
+
 def test_stats_show_what_is_not_zero() -> None:
     stats = EngineStats(num_running=3, num_blocks=200, num_free_blocks=150, tokens_per_second=1234.5)
     assert repr(stats) == (

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, NoReturn, Unpack, overload
 
 from drift_sdk._validation import check_bool, check_choice, check_int
 from drift_sdk.config import EngineConfig
@@ -37,6 +37,9 @@ class Serving(ABC):
     def __init__(self) -> None:
         self._submitter = Submitter()
         self._has_warned_of_tools = False
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{type(self).__name__} cannot be copied or pickled: make one in each process")
 
     @abstractmethod
     def _enter(self, submissions: Sequence[Submission]) -> Sequence[Callable[[], None]]:

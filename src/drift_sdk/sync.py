@@ -9,7 +9,7 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, Unpack, overload
 
 from drift_sdk._display import html_table, state_repr
 from drift_sdk.config import EngineConfig
@@ -159,6 +159,9 @@ class SyncEngine:
             assert self._finalizer is not None
             self._finalizer.detach()
         loop.stop()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{type(self).__name__} cannot be copied or pickled: make one in each process")
 
     def __repr__(self) -> str:
         """As that of `Engine`."""

@@ -328,13 +328,14 @@ async def test_samples_are_split_each_for_itself() -> None:
 
 
 async def test_forced_call_works_where_the_template_ignores_tools(caplog: pytest.LogCaptureFixture) -> None:
-    async with scripted_engine(CALL) as engine:
+    config = EngineConfig(max_model_len=512, chat_template="{{ messages[0].content }}")
+    async with scripted_engine(CALL, config=config) as engine:
         assert (await engine.chat([USER], tools=[WEATHER, *TOOLS], tool_choice="add")).tool_calls
         assert [record.getMessage() for record in caplog.records] == [
             "the chat template of scripted ignores tools: the model does not see them"
         ]
         caplog.clear()
-    async with scripted_engine("fine") as engine:
+    async with scripted_engine("fine", config=config) as engine:
         await engine.chat([USER], tools=TOOLS, tool_choice="none")
         assert caplog.records == []  # no tools are offered
 

@@ -22,6 +22,10 @@ if TYPE_CHECKING:  # their libraries would make up most of the package's import 
 __all__ = ["ChatPrompt", "as_any_prompt", "as_chat_prompt", "check_forced_calls"]
 
 
+TEXT_ROLES = ("system", "developer", "user", "assistant")
+"""Roles whose messages have text. Templates differ in what they take from tools."""
+
+
 class ChatPrompt(Struct, frozen=True, kw_only=True):
     """A conversation, which the model's chat template renders and which is then tokenised without special
     tokens added.
@@ -143,6 +147,7 @@ def as_chat_prompt(
         raise RequestError.of("template_args", template_args, "a mapping")
 
     check_bool(RequestError, "continue_final", continue_final)
+    check_contents(messages)
     prompt = ChatPrompt(
         messages=to_plain("messages", messages),
         tools=to_plain("tools", tools),
@@ -152,6 +157,21 @@ def as_chat_prompt(
     )
     check_tool_choice(prompt)
     return prompt
+
+
+def check_contents(messages: Sequence[Mapping[str, Any]]) -> None:
+    """RequestError for a content that no template takes. That of a tool's answer may also be other plain
+    data, and the assistant's may be None."""
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping) or "content" not in message:
+            continue  # the template has its own rules
+
+        role, content = message.get("role"), message["content"]
+        is_binary = isinstance(content, bytes | bytearray | memoryview)
+        is_text_or_parts = isinstance(content, str | Sequence) and not is_binary
+        is_other = role not in TEXT_ROLES or (role == "assistant" and content is None)
+        if is_binary or not (is_text_or_parts or is_other):
+            raise RequestError.of(f"messages[{index}].content", content, "a string or a list of parts")
 
 
 def check_tool_choice(prompt: ChatPrompt) -> None:
