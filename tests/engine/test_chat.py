@@ -268,6 +268,7 @@ async def test_forced_call_rejects_every_other_answer() -> None:
     [
         ("required", None, 'one of "auto", "none", as there are no tools$'),
         ("required", [], 'one of "auto", "none", as there are no tools$'),
+        ("required", [{"nam": "add"}], 'one of "auto", "none", as there are no tools with a name$'),
         ("add", None, 'one of "auto", "none", as there are no tools$'),
         ("subtract", TOOLS, 'one of "auto", "none", "required", \'get_weather\', \'add\'$'),
         ("", TOOLS, "one of"),

@@ -180,8 +180,9 @@ def check_tool_choice(prompt: ChatPrompt) -> None:
     is_known = isinstance(choice, str) and (choice in ("auto", "none", *names))
     if not is_known and not (names and choice == "required"):
         allowed = ", ".join(['"auto"', '"none"', *(['"required"'] if names else []), *map(repr, names)])
-        without_tools = "" if names else ", as there are no tools"
-        raise RequestError.of("tool_choice", choice, f"one of {allowed}{without_tools}")
+        kind = "tools with a name" if prompt.tools else "tools"
+        reason = "" if names else f", as there are no {kind}"
+        raise RequestError.of("tool_choice", choice, f"one of {allowed}{reason}")
 
 
 def check_forced_calls(prompt: Prompt, params: SamplingParams, *, needs_no_host: bool) -> None:
