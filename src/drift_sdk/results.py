@@ -201,8 +201,13 @@ class Completion(Struct, frozen=True, kw_only=True, dict=True):
 
         A type that checks more than its schema says raises its own validation error, at the first use.
         """
-        # A grammar describes all of the answer, also what looks like a tool call inside of it.
-        return None if self.schema is None else self.schema.decode(self.raw_text or self.text)
+        if self.schema is None:
+            return None
+
+        # A grammar describes all of the answer, also what looks like a tool call inside of it. But an answer
+        # that consists of messages, as in Harmony, begins with a marker, with which no JSON does.
+        is_whole = self.raw_text and not self.raw_text.startswith("<")
+        return self.schema.decode(self.raw_text if is_whole else self.text)
 
     def __repr__(self) -> str:
         """The fields that differ from their defaults, each cut to 200 characters."""

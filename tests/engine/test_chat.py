@@ -219,6 +219,31 @@ async def test_answer_with_a_grammar_and_tools_is_either(name: str) -> None:
             await engine.chat([asks[3]], params, tools=TOOLS)
 
 
+async def test_grammar_describes_the_final_message_of_harmony() -> None:
+    final, thought = (
+        "<|channel|>final<|message|>",
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant",
+    )
+    call = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"numbers": [1]}'
+    value = '{"a": "b"}'
+    replies = (final + value, thought + final + value, thought + call, value, thought + value)
+    asks = [[{**USER, "content": f"#{number}"}] for number in range(len(replies))]
+    params = SamplingParams(grammar=JsonSchema({"type": "object", "properties": {"a": {"type": "string"}}}))
+    async with family_engine("harmony", *replies) as engine:
+        for tools in (None, TOOLS):
+            for ask, reasoning in ((asks[0], ""), (asks[1], "Hm.")):
+                chunks, found = await read(engine.chat(ask, params, tools=tools))
+                assert (found.parsed, found.text, found.reasoning) == ({"a": "b"}, value, reasoning)
+                assert len([chunk for chunk in chunks if chunk.text]) > 3  # while it is generated
+        called = await engine.chat(asks[2], params, tools=TOOLS)
+        assert (called.parsed, called.reasoning, len(called.tool_calls)) == (None, "Hm.", 1)
+        for ask, tools in ((asks[2], None), (asks[3], None), (asks[4], TOOLS)):
+            with pytest.raises(RequestError, match="expected a token that continues the text"):
+                await engine.chat(ask, params, tools=tools)
+        begun = [*asks[3], {"role": "assistant", "content": "It is "}]
+        assert (await engine.chat(begun, params, continue_final=True)).parsed == {"a": "b"}
+
+
 async def test_grammar_or_tools_that_cannot_be_compiled_are_named() -> None:
     odd = [{"name": "odd", "parameters": {"type": "object", "properties": {"a": {"not": {}}}}}]
     good, broken = SamplingParams(grammar=Lark('start: "fine"')), SamplingParams(grammar=Lark("start: b"))

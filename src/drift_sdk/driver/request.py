@@ -12,7 +12,7 @@ from drift_sdk.driver.executor_params import check_text_params, slot_sampling
 from drift_sdk.driver.prompts import ModelText, Prompt
 from drift_sdk.driver.stream_updates import UpdateReceiver
 from drift_sdk.errors import RequestError
-from drift_sdk.grammars import AnyOf, Grammar, JsonSchema
+from drift_sdk.grammars import AnyGrammar, JsonSchema
 from drift_sdk.results import Chunk, Completion, FinishReason, Timing, TokenLogprobs, Usage
 from drift_sdk.sampling_params import SamplingParams
 from drift_sdk.scheduling.sequence import Sequence
@@ -112,7 +112,7 @@ class Request:
         """Tokenise the prompt, compile the grammar and make the sequence. RequestError if prompt or
         parameters do not fit the model."""
         params = self.params
-        grammar: Grammar | AnyOf | None = params.grammar
+        grammar: AnyGrammar | None = params.grammar
         shown_ids = frozenset[int]()
         prompt = self._prompt.prepare(model)
         if prompt.new_answer is not None:
@@ -144,7 +144,7 @@ class Request:
             ),
         )
 
-    def _compile_grammar(self, grammar: Grammar | AnyOf | None, model: ModelText) -> None:
+    def _compile_grammar(self, grammar: AnyGrammar | None, model: ModelText) -> None:
         if grammar is None:
             return
 
@@ -162,7 +162,7 @@ class Request:
             message = f"tool_choice: no grammar describes the calls: {error}: expected {allowed}"
             raise RequestError(message, field="tool_choice", allowed=allowed) from error
 
-    def _constrained_by(self, grammar: Grammar | AnyOf, model: ModelText) -> GrammarConstraint:
+    def _constrained_by(self, grammar: AnyGrammar, model: ModelText) -> GrammarConstraint:
         from drift_sdk.text.grammar import constrain  # imported here: llguidance may not be installed
 
         return constrain(

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drift_sdk.errors import RequestError
-from drift_sdk.grammars import JSON_STYLE, AnyOf, Grammar, JsonSchema, Lark, Regex
+from drift_sdk.grammars import JSON_STYLE, After, AnyGrammar, JsonSchema, Lark, Regex
 from drift_sdk.text.grammar_limits import STACK_BYTES, check_lark, check_regex, check_schema
 from drift_sdk.text.tokenizer import Tokenizer
 
@@ -47,7 +47,7 @@ Bitmask = NDArray[np.int32]
 
 
 def constrain(
-    grammar: Grammar | AnyOf,
+    grammar: AnyGrammar,
     tokenizer: Tokenizer,
     *,
     vocab_size: int,
@@ -267,7 +267,7 @@ def start_thread(work: Callable[[], None]) -> None:
             threading.stack_size(before)
 
 
-def lark_of(grammar: Grammar | AnyOf) -> str:
+def lark_of(grammar: AnyGrammar) -> str:
     """A grammar in llguidance's notation, with forcing switched off.
 
     The setting is appended because llguidance uses the last one. Raises ValueError for a grammar that exceeds
@@ -280,7 +280,7 @@ def lark_of(grammar: Grammar | AnyOf) -> str:
     return f"start: {expression_of(grammar)}{NO_FORCING}"
 
 
-def expression_of(grammar: Grammar | AnyOf) -> str:
+def expression_of(grammar: AnyGrammar) -> str:
     """A grammar as an expression of llguidance's Lark. Raises as `lark_of` does."""
     if isinstance(grammar, JsonSchema):
         check_schema(grammar.definition)
@@ -295,6 +295,9 @@ def expression_of(grammar: Grammar | AnyOf) -> str:
     if isinstance(grammar, Lark):
         check_lark(grammar.grammar)
         return f"%lark {{\n{grammar.grammar}\n}}"
+
+    if isinstance(grammar, After):
+        return f"({expression_of(grammar.first)}) ({expression_of(grammar.rest)})"
 
     return " | ".join(map(expression_of, grammar.grammars))
 
@@ -314,6 +317,6 @@ def reason(matcher: LLMatcher) -> str:
     return re.sub(r"^at 1\(8\): (failed to compile JSON schema: )?", "", message).strip()
 
 
-def failure(reason: str, grammar: Grammar | AnyOf | None = None) -> RequestError:
+def failure(reason: str, grammar: AnyGrammar | None = None) -> RequestError:
     allowed = "a grammar that can be compiled and followed"
     return RequestError(f"grammar: {reason}", field="grammar", value=grammar, allowed=allowed)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from msgspec import Struct
 
 from drift_sdk.errors import RequestError
-from drift_sdk.grammars import AnyOf, Grammar
-from drift_sdk.text.answers.forced_calls import forced_calls, optional_calls
+from drift_sdk.grammars import After, AnyGrammar, AnyOf, Grammar
+from drift_sdk.text.answers.forced_calls import final_message, forced_calls, optional_calls
 from drift_sdk.text.answers.formats import AnswerFormats
 from drift_sdk.text.answers.splitter import AnswerSplitter
 from drift_sdk.text.tokenizer import Tokenizer
@@ -25,7 +25,7 @@ class Answer(Struct, frozen=True, kw_only=True):
 
     splitter: AnswerSplitter | None
     marker_ids: frozenset[int]
-    grammar: Grammar | AnyOf | None
+    grammar: AnyGrammar | None
 
 
 def prepare_answer(
@@ -46,12 +46,13 @@ def prepare_answer(
     tools:       those that the model was given.
     tool_choice: "auto" or "none", or for a grammar of calls "required", or of one call the name of a tool.
     grammar:     the request's own: the answer then begins after the prompt, and it is not reasoning, even if
-                 the prompt has opened one. With "auto", calls of the tools are allowed in its place.
+                 the prompt has opened one. In Harmony it describes the body of the final message. With
+                 "auto", calls of the tools are allowed in its place.
 
     Raises RequestError if calls cannot be forced in the model's format.
     """
     is_thinking = grammar is None and formats.is_thinking(prompt, continued)
-    followed: Grammar | AnyOf | None = grammar
+    followed: AnyGrammar | None = grammar
     if tool_choice not in ("auto", "none"):
         if formats.tools is None:
             raise RequestError.of("tool_choice", tool_choice, '"auto" or "none" with tool_format=None')
@@ -65,8 +66,12 @@ def prepare_answer(
             is_thinking=is_thinking,
             is_single=tool_choice != "required",
         )
-    elif grammar is not None and tools and formats.tools is not None:
-        followed = AnyOf((optional_calls(formats, tools, tokenizer, template=template), grammar))
+    elif grammar is not None:
+        is_message = formats.is_harmony and continued is None
+        own = After(final_message(tokenizer), grammar) if is_message else grammar
+        followed = own
+        if tools and formats.tools is not None:
+            followed = AnyOf((optional_calls(formats, tools, tokenizer, template=template), own))
     if formats.reasoning is None and (formats.tools is None or not tools):
         return Answer(splitter=None, marker_ids=frozenset(), grammar=followed)
 

@@ -20,7 +20,7 @@ from drift_sdk.text.answers.reasoning import REASONING_FORMATS
 from drift_sdk.text.tokenizer import Tokenizer
 from drift_sdk.text.tools import Tool, ToolSet
 
-__all__ = ["GRAMMARS", "forced_calls", "optional_calls"]
+__all__ = ["GRAMMARS", "final_message", "forced_calls", "optional_calls"]
 
 COMPACT = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
 """White space as Python's json.dumps writes it, which is what templates show to models."""
@@ -81,6 +81,17 @@ def reasoning(rules: Rules, formats: AnswerFormats, *, is_thinking: bool) -> str
         return f"{ends[0]} {space} "
 
     return f"({rules.literal(reasoning_format.openers[0])} {ends[0]} {space})? "
+
+
+def final_message(tokenizer: Tokenizer) -> Lark:
+    """The grammar of what stands before the body of Harmony's final message, with reasoning or without."""
+    rules = Rules(tokenizer, "")
+    thought, channel, message = (
+        harmony_thought(rules),
+        rules.literal("<|channel|>"),
+        rules.literal("<|message|>"),
+    )
+    return rules.grammar(f'({thought})? {channel} "final" {message}')
 
 
 class Rules:
@@ -309,15 +320,18 @@ def phi4_mini(rules: Rules, tools: list[Tool]) -> str:
 
 def harmony(rules: Rules, tools: list[Tool]) -> str:
     """One call, after reasoning or not: the model's end of a call ends the answer."""
-    channel, message, start, constrain = map(
-        rules.literal, ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
-    )
-    thought = f'{channel} "analysis" {message} {rules.text_before("<|end|>")} {start} "assistant"'
+    channel, message, constrain = map(rules.literal, ("<|channel|>", "<|message|>", "<|constrain|>"))
     calls = []
     for tool in tools:
         recipient = quoted(f"commentary to=functions.{plain_name(tool)} ")
         calls.append(f'{channel} {recipient} {constrain} "json" {message} {rules.arguments(tool)}')
-    return f"({thought})? ({' | '.join(calls)})"
+    return f"({harmony_thought(rules)})? ({' | '.join(calls)})"
+
+
+def harmony_thought(rules: Rules) -> str:
+    """A message of reasoning, and the beginning of the next message."""
+    channel, message, start = map(rules.literal, ("<|channel|>", "<|message|>", "<|start|>"))
+    return f'{channel} "analysis" {message} {rules.text_before("<|end|>")} {start} "assistant"'
 
 
 GRAMMARS: dict[str, Callable[[Rules, list[Tool]], str]] = {
