@@ -1,7 +1,7 @@
 """Grammars of answers that consist of tool calls, in each format of calls.
 
-Arguments are described by the tool's schema; an object of named
-properties that does not say whether it may have others has no others.
+Arguments are described by the tool's schema; an object of named properties that does not say whether it may
+have others has no others.
 """
 
 from __future__ import annotations
@@ -16,19 +16,17 @@ from drift_sdk.grammars import JSON_STYLE, Lark
 from drift_sdk.text.answers import tool_formats as marks
 from drift_sdk.text.answers.calls import MAX_NAME_CHARS, is_name
 from drift_sdk.text.answers.formats import AnswerFormats
+from drift_sdk.text.answers.grammar_rules import Rules, quoted
 from drift_sdk.text.answers.reasoning import REASONING_FORMATS
 from drift_sdk.text.tokenizer import Tokenizer
 from drift_sdk.text.tools import Tool, ToolSet
 
 __all__ = ["GRAMMARS", "final_message", "forced_calls", "optional_calls"]
 
-COMPACT = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
-"""White space as Python's json.dumps writes it, which is what templates show to models."""
 MAX_LENGTH = 1000
 """Most characters of a string that is not quoted which a grammar counts."""
 DEFINITIONS = ("$defs", "definitions")
 COMMA = '", "'
-ANY_TEXT = r"/(?s:.*)/"
 IDENTIFIER = re.compile(r"[^\W\d]\w*")
 XML_NAME = re.compile(r"[^>]+")
 
@@ -59,8 +57,8 @@ def forced_calls(
 
 
 def optional_calls(formats: AnswerFormats, tools: ToolSet, tokenizer: Tokenizer, *, template: str) -> Lark:
-    """The grammar of one or more calls of these tools, as an alternative to another grammar: there is no
-    reasoning, and an object that could be a value of a `JsonSchema` is written as one.
+    """The grammar of one or more calls of these tools, as an alternative to another grammar.
+    Reasoning comes first in Harmony only. Objects that could be values of a `JsonSchema` are written as such.
 
     Arguments and errors are those of `forced_calls`.
     """
@@ -94,68 +92,6 @@ def final_message(tokenizer: Tokenizer) -> Lark:
     return rules.grammar(f'({thought})? {channel} "final" {message}')
 
 
-class Rules:
-    """The rules of a grammar, and its literals.
-
-    template:     source of the model's chat template.
-    is_single:    whether there is exactly one call.
-    object_style: white space of objects that are calls by themselves, without a marker.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        template: str,
-        *,
-        is_single: bool = False,
-        object_style: Mapping[str, object] = COMPACT,
-    ) -> None:
-        self.template = template
-        self.object_style = object_style
-        self._lines: list[str] = []
-        self._is_single = is_single
-        self._tokenizer = tokenizer
-
-    def grammar(self, start: str) -> Lark:
-        """The grammar with these rules."""
-        return Lark("\n".join([f"start: {start}", *self._lines]))
-
-    def rule(self, body: str, options: str = "") -> str:
-        """The name of a new rule."""
-        name = f"rule{len(self._lines)}"
-        self._lines.append(f"{name}{options}: {body}")
-        return name
-
-    def calls(self, call: str, separator: str = "") -> str:
-        """A call, or several with a separator between them."""
-        return call if self._is_single else f"{call} ({separator} {call})*"
-
-    def literal(self, text: str) -> str:
-        """A text, with the special tokens of the vocabulary that stand alone in it."""
-        (token_id,) = self._tokenizer.special_ids_of([text]) or (None,)
-        return quoted(text) if token_id is None else f"<[{token_id}]>"
-
-    def text_before(self, marker: str) -> str:
-        """Any text without a marker, and the marker."""
-        if self._tokenizer.special_ids_of([marker]):
-            return f"{self.rule(ANY_TEXT)} {self.literal(marker)}"
-
-        return self.rule(ANY_TEXT, f"[suffix={quoted(marker)}]")
-
-    def value(self, schema: Mapping[str, Any], style: Mapping[str, object] = COMPACT) -> str:
-        """A JSON value that a schema describes. style: its white space."""
-        return f"%json {json.dumps({**schema, 'x-guidance': style}, ensure_ascii=False)}"
-
-    def arguments(self, tool: Tool) -> str:
-        """The arguments of a tool as a JSON object."""
-        return self.rule(self.value(object_schema(tool)))
-
-
-def quoted(text: str) -> str:
-    """A literal in Lark's notation."""
-    return json.dumps(text, ensure_ascii=False)
-
-
 def plain_name(tool: Tool) -> str:
     """The name of a tool in formats that write it without quotes."""
     if not is_name(tool.name):
@@ -182,12 +118,17 @@ def object_schema(tool: Tool) -> dict[str, Any]:
     return schema
 
 
+def json_arguments(rules: Rules, tool: Tool) -> str:
+    """The rule of the arguments of a tool as a JSON object."""
+    return rules.rule(rules.value(object_schema(tool)))
+
+
 def any_object(rules: Rules, tools: list[Tool]) -> str:
     """The rule of an object with the name and the arguments of one of the tools."""
     calls = []
     for tool in tools:
         start = f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "arguments": '
-        calls.append(f'{quoted(start)} {rules.arguments(tool)} "}}"')
+        calls.append(f'{quoted(start)} {json_arguments(rules, tool)} "}}"')
     return rules.rule(" | ".join(calls))
 
 
@@ -290,7 +231,7 @@ def mistral(rules: Rules, tools: list[Tool]) -> str:
         return f'{begin} "[" {rules.calls(any_object(rules, tools), COMMA)} "]"'
 
     args = rules.literal("[ARGS]")
-    calls = [f"{quoted(plain_name(tool))} {args} {rules.arguments(tool)}" for tool in tools]
+    calls = [f"{quoted(plain_name(tool))} {args} {json_arguments(rules, tool)}" for tool in tools]
     return rules.calls(rules.rule(f"{begin} ({' | '.join(calls)})"))
 
 
@@ -302,7 +243,7 @@ def deepseek(rules: Rules, tools: list[Tool]) -> str:
         name = plain_name(tool)
         start, stop = quoted(f"{name}\n```json\n"), '"\\n```"'
         head = f'"function" {separator} {start}' if is_fenced else f"{quoted(name)} {separator}"
-        calls.append(f"{head} {rules.arguments(tool)} {stop if is_fenced else ''}")
+        calls.append(f"{head} {json_arguments(rules, tool)} {stop if is_fenced else ''}")
     call = rules.rule(f"{begin} ({' | '.join(calls)}) {end}")
     written = rules.calls(call, '"\\n"' if is_fenced else "")
     return f"{rules.literal(marks.CALLS_BEGIN)} {written} {rules.literal(marks.CALLS_END)}"
@@ -324,7 +265,7 @@ def harmony(rules: Rules, tools: list[Tool]) -> str:
     calls = []
     for tool in tools:
         recipient = quoted(f"commentary to=functions.{plain_name(tool)} ")
-        calls.append(f'{channel} {recipient} {constrain} "json" {message} {rules.arguments(tool)}')
+        calls.append(f'{channel} {recipient} {constrain} "json" {message} {json_arguments(rules, tool)}')
     return f"({harmony_thought(rules)})? ({' | '.join(calls)})"
 
 
