@@ -36,7 +36,7 @@ unit:
 CLIENTS := .venv-clients
 client-test:
 	@[ -x $(CLIENTS)/bin/python ] || $(PYTHON) -m venv --system-site-packages $(CLIENTS)
-	@$(CLIENTS)/bin/python -m pip install -q -e .[clients,test]
+	@$(CLIENTS)/bin/python -m pip install -q -c .ci/clients.txt -e .[clients,test]
 	@$(CLIENTS)/bin/python -m pytest -q -W default -p no:benchmark tests/examples/test_clients.py
 
 check:

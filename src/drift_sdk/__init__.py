@@ -44,7 +44,8 @@ from drift_sdk.sampling_params import SamplingOptions, SamplingParams
 from drift_sdk.speculation import Chain, DynamicTree, NGram, Speculation, StaticTree, load_tree
 from drift_sdk.stats import EngineStats
 from drift_sdk.stream import TokenStream
-from drift_sdk.sync import SyncEngine, SyncStream
+from drift_sdk.sync import SyncEngine
+from drift_sdk.sync_stream import SyncStream
 
 __all__ = [
     "BaseEngine",
