@@ -13,12 +13,13 @@ from drift_sdk import (
     Engine,
     EngineConfig,
     EnginePool,
+    ProcessEngine,
     Routing,
     SamplingParams,
     Speculation,
 )
 from drift_sdk.measurement import simulated_engine
-from drift_sdk.testing import scripted_engine
+from drift_sdk.testing import ScriptedModel, scripted_engine
 from perf.service.load import Request
 
 __all__ = ["DriftService", "engine_config"]
@@ -44,13 +45,15 @@ class DriftService:
 
         job:       `model`, `load`, `num_replicas`, and with drafts `draft`, `num_draft_tokens` and
                    `acceptance_length`.
-        settings:  fields of EngineConfig; `replicas`, in place of the job's; `affinity` of `Routing`.
+        settings:  fields of EngineConfig; `replicas`, in place of the job's; `affinity` of `Routing`;
+                   `processes`: whether each engine is in a process of its own.
         """
         started_at = time.perf_counter()
         fields = dict(settings)
         num_replicas = fields.pop("replicas", job["num_replicas"])
         routing = Routing(affinity=fields.pop("affinity", Routing().affinity))
-        engines = [make_engine(job, fields, index) for index in range(num_replicas)]
+        make = make_process_engine if fields.pop("processes", False) else make_engine
+        engines = [make(job, fields, index) for index in range(num_replicas)]
         engine: BaseEngine = EnginePool(engines, routing) if num_replicas > 1 else engines[0]
         await engine.start()
         return cls(engine, time.perf_counter() - started_at)
@@ -81,13 +84,26 @@ def make_engine(job: dict[str, Any], settings: dict[str, Any], index: int) -> En
     if job["model"] is None:
         return scripted_engine(next_token)
 
-    config = engine_config(job, settings)
-    if config.device == "auto" and index:
-        config = config.replace(device=f"cuda:{index}")
+    config = replica_config(job, settings, index)
     if config.speculation is None:
         return Engine(Path(job["model"]), config)
 
     return simulated_engine(Path(job["model"]), config, acceptance=job["acceptance_length"])
+
+
+def make_process_engine(job: dict[str, Any], settings: dict[str, Any], index: int) -> ProcessEngine:
+    """The engine of a replica in a process of its own. It does not simulate acceptance."""
+    if job["model"] is None:
+        model = ScriptedModel(next_token)
+        return ProcessEngine("scripted", model.config, open_model=model)
+
+    return ProcessEngine(Path(job["model"]), replica_config(job, settings, index))
+
+
+def replica_config(job: dict[str, Any], settings: dict[str, Any], index: int) -> EngineConfig:
+    """`engine_config` for the visible GPU of this index."""
+    config = engine_config(job, settings)
+    return config.replace(device=f"cuda:{index}") if config.device == "auto" and index else config
 
 
 def engine_config(job: dict[str, Any], settings: dict[str, Any]) -> EngineConfig:
