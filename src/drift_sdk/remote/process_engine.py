@@ -39,8 +39,9 @@ class ProcessEngine(RemoteEngine):
     model, config: as of `Engine`.
     open_model:    as of `Engine`, for tests: it must be possible to pickle it.
 
-    See `RemoteEngine` for what differs from an `Engine`. The child runs this interpreter with this process's
-    environment and `sys.path`, and writes to its standard output and error. It ends with this process.
+    See `RemoteEngine` for what differs from an `Engine`. The child runs the same interpreter with the
+    environment and `sys.path` of this process, and writes to its standard output and error. It ignores SIGINT
+    and SIGTERM, and ends with `aclose` and with this process.
     """
 
     def __init__(
@@ -80,6 +81,12 @@ class ProcessChannel:
     async def open(cls, make_engine: Callable[[], BaseEngine]) -> ProcessChannel:
         """Start a child with the host of an engine. ConfigError if `make_engine` cannot be pickled,
         ModelLoadError if the child cannot be started."""
+        try:
+            packed = packed_arguments(make_engine)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            allowed = "a function that another process can import"
+            raise ConfigError.of("open_model", make_engine, allowed) from error
+
         ours, theirs = socket.socketpair()
         try:
             process = await asyncio.to_thread(start_child, theirs)
@@ -90,22 +97,17 @@ class ProcessChannel:
             theirs.close()
         channel = cls(process, *await asyncio.open_connection(sock=ours))
         try:
-            await channel.call("open", make_engine)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            await channel.kill()
-            allowed = "a function that another process can import"
-            raise ConfigError.of("open_model", make_engine, allowed) from error
+            await channel._send("open", packed)
         except (HostLost, ExecutorError) as error:
             await channel.kill()
             raise ModelLoadError(f"the process of an engine could not be started: {error}") from error
-        except BaseException:
-            await channel.kill()
-            raise
 
         return channel
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        packed = pickle.dumps(arguments, pickle.HIGHEST_PROTOCOL)
+        return await self._send(method, packed_arguments(*arguments))
+
+    async def _send(self, method: str, packed: bytes) -> Any:
         if self._loss is not None:
             raise HostLost(str(self._loss))
 
@@ -148,6 +150,10 @@ class ProcessChannel:
             if not answer.done():
                 answer.set_exception(HostLost(str(self._loss)))
         self._calls.clear()
+
+
+def packed_arguments(*arguments: Any) -> bytes:
+    return pickle.dumps(arguments, pickle.HIGHEST_PROTOCOL)
 
 
 def start_child(end: socket.socket) -> subprocess.Popen[bytes]:

@@ -88,8 +88,9 @@ async def serve(descriptor: int) -> None:
 
 
 def main(descriptor: int) -> None:
-    """Serve the parent over the socket of this descriptor. Ctrl-C in a terminal is for the parent, which
-    decides what becomes of its engines."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Serve the parent over the socket of this descriptor. Signals that a terminal or a supervisor sends to
+    all processes of a program are for the parent, which may let its engines finish their requests."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     os.set_inheritable(descriptor, False)
     asyncio.run(serve(descriptor))
