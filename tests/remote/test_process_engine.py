@@ -103,6 +103,7 @@ async def test_killed_child_without_replay_ends_its_streams_alone() -> None:
             await anext(stream)
         kill(engines[1])
         ends = [end for _, end in await outcomes(streams)]
+        assert pool.stats().num_running == 0 and pool.replicas()[1].engine is not None
         lost = [end for end in ends if isinstance(end, ReplicaFailed)]
         assert len(lost) == pool.replicas()[1].num_lost == 4
         assert all("status -9" in str(end) and end.replica == 1 for end in lost)

@@ -212,9 +212,12 @@ class EnginePool(BaseEngine):
         return tuple(replica.stats() for replica in self._replicas)
 
     def metrics(self) -> EngineMetrics:
-        """The sums over all open replicas, as of `Engine.metrics`. Those of each, on one page, are
-        `collector({f"replica-{i}": engine for i, engine in enumerate(pool.engines)})`."""
-        found = [engine.metrics() for engine in self._open_engines()]
+        """The sums over all replicas that are open or have failed, as of `Engine.metrics`. Those of each, on
+        one page, are `collector({f"replica-{i}": engine for i, engine in enumerate(pool.engines)})`."""
+        found = [each for replica in self._replicas if (each := replica.engine_metrics()) is not None]
+        if not found:
+            self.engines[0].metrics()  # raises EngineClosed, which says why
+
         return EngineMetrics(
             model=str(self.model),
             executor=found[0].executor,
