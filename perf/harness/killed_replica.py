@@ -24,6 +24,7 @@ from drift_sdk import (
 from drift_sdk.testing import ScriptedModel
 from perf.harness.record import Run
 from perf.harness.recording import dtype_name
+from perf.harness.scripted import next_letter
 from perf.harness.shapes import Model
 
 __all__ = ["SCRIPTED", "KilledReplica", "LossRun", "engine_of", "requests_of"]
@@ -192,15 +193,10 @@ def gaps_of(all_seen: Sequence[Seen]) -> dict[str, float]:
 def engine_of(model: Model | None, device: str, config: EngineConfig) -> ProcessEngine:
     """An engine of a replica; a scripted one without a model."""
     if model is None:
-        scripted = ScriptedModel(next_token, step_s=SCRIPTED_STEP_S)
+        scripted = ScriptedModel(next_letter, step_s=SCRIPTED_STEP_S)
         return ProcessEngine(SCRIPTED, scripted.config, open_model=scripted)
 
     return ProcessEngine(model.path, config.replace(device=device, load=model.load))
-
-
-def next_token(prompt_ids: Sequence[int], output_ids: Sequence[int], seed: int) -> int:
-    """The script of a scripted engine: it depends on all that tokens may depend on."""
-    return 97 + (sum(prompt_ids) + seed + 7 * sum(output_ids) + len(output_ids)) % 26
 
 
 def requests_of(number: int, num_tokens: int, vocab_size: int) -> list[tuple[list[int], SamplingParams]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from drift_sdk import (
 )
 from drift_sdk.measurement import simulated_engine
 from drift_sdk.testing import ScriptedModel, scripted_engine
+from perf.harness.scripted import next_character
 from perf.service.load import Request
 
 __all__ = ["DriftService", "engine_config"]
@@ -82,7 +83,7 @@ class DriftService:
 def make_engine(job: dict[str, Any], settings: dict[str, Any], index: int) -> Engine:
     """The engine of a replica, on the visible GPU of this index."""
     if job["model"] is None:
-        return scripted_engine(next_token)
+        return scripted_engine(next_character)
 
     config = replica_config(job, settings, index)
     if config.speculation is None:
@@ -94,7 +95,7 @@ def make_engine(job: dict[str, Any], settings: dict[str, Any], index: int) -> En
 def make_process_engine(job: dict[str, Any], settings: dict[str, Any], index: int) -> ProcessEngine:
     """The engine of a replica in a process of its own. It does not simulate acceptance."""
     if job["model"] is None:
-        model = ScriptedModel(next_token)
+        model = ScriptedModel(next_character)
         return ProcessEngine("scripted", model.config, open_model=model)
 
     return ProcessEngine(Path(job["model"]), replica_config(job, settings, index))
@@ -122,8 +123,3 @@ def engine_config(job: dict[str, Any], settings: dict[str, Any]) -> EngineConfig
 def block_size(engine: BaseEngine) -> int:
     """Tokens per KV block: the config's, or what the executor chooses by default."""
     return engine.config.block_size or (64 if engine.executor == "graph" else 16)
-
-
-def next_token(prompt_ids: Sequence[int], output_ids: Sequence[int], seed: int) -> int:
-    """The script of the scripted engine: printable characters in turn."""
-    return len(output_ids) % 64 + 32
