@@ -22,6 +22,7 @@ from drift_sdk import (
     EngineClosed,
     EngineConfig,
     EnginePool,
+    ExecutorError,
     ModelLoadError,
     ReplicaFailed,
     Routing,
@@ -225,3 +226,19 @@ async def test_starts_that_fail_are_reported(nodes: TwoNodes) -> None:
         await engine.start()
     with pytest.raises(EngineClosed, match="not open"):
         engine.generate("a")
+
+
+async def test_shutdown_of_ray_ends_streams_and_a_start_connects_again(nodes: TwoNodes) -> None:
+    engine = nodes.engine(OTHER)
+    await engine.start()
+    stream = engine.generate("a", max_tokens=None)
+    await anext(stream)
+    ray.shutdown()
+    _, end = await outcome(stream)
+    assert isinstance(end, ExecutorError) and "host is lost" in str(end)
+    with pytest.raises(ExecutorError, match="host is lost"):
+        await engine.pause()
+    assert not ray.is_initialized()  # no cluster was started by a call
+    await engine.start()
+    assert (await engine.generate("a", max_tokens=3, seed=0)).token_ids == tokens_of("a", 0, 3)
+    await engine.aclose()
