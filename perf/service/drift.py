@@ -19,11 +19,13 @@ from drift_sdk import (
     Speculation,
 )
 from drift_sdk.measurement import simulated_engine
-from drift_sdk.testing import ScriptedModel, scripted_engine
+from drift_sdk.testing import ScriptedModel
 from perf.harness.scripted import next_character
 from perf.service.load import Request
 
 __all__ = ["DriftService", "engine_config"]
+
+SCRIPTED = "scripted"
 
 
 class DriftService:
@@ -47,7 +49,8 @@ class DriftService:
         job:       `model`, `load`, `num_replicas`, and with drafts `draft`, `num_draft_tokens` and
                    `acceptance_length`.
         settings:  fields of EngineConfig; `replicas`, in place of the job's; `affinity` of `Routing`;
-                   `processes`: whether each engine is in a process of its own.
+                   `processes`: whether each engine is in a process of its own; `step_s`: seconds of a step of
+                   a scripted engine.
         """
         started_at = time.perf_counter()
         fields = dict(settings)
@@ -83,7 +86,8 @@ class DriftService:
 def make_engine(job: dict[str, Any], settings: dict[str, Any], index: int) -> Engine:
     """The engine of a replica, on the visible GPU of this index."""
     if job["model"] is None:
-        return scripted_engine(next_character)
+        model = scripted_model(job, settings)
+        return Engine(SCRIPTED, model.config, open_model=model)
 
     config = replica_config(job, settings, index)
     if config.speculation is None:
@@ -95,10 +99,18 @@ def make_engine(job: dict[str, Any], settings: dict[str, Any], index: int) -> En
 def make_process_engine(job: dict[str, Any], settings: dict[str, Any], index: int) -> ProcessEngine:
     """The engine of a replica in a process of its own. It does not simulate acceptance."""
     if job["model"] is None:
-        model = ScriptedModel(next_character)
-        return ProcessEngine("scripted", model.config, open_model=model)
+        model = scripted_model(job, settings)
+        return ProcessEngine(SCRIPTED, model.config, open_model=model)
 
     return ProcessEngine(Path(job["model"]), replica_config(job, settings, index))
+
+
+def scripted_model(job: dict[str, Any], settings: dict[str, Any]) -> ScriptedModel:
+    """The model of a scripted engine."""
+    fields = dict(settings)
+    step_s = fields.pop("step_s", 0.0)
+    config = ScriptedModel().config.replace(**{"max_model_len": job["max_model_len"]} | fields)
+    return ScriptedModel(next_character, config=config, step_s=step_s)
 
 
 def replica_config(job: dict[str, Any], settings: dict[str, Any], index: int) -> EngineConfig:
