@@ -28,7 +28,7 @@ IDENTITY = (
     "acceptance_length",
     "prefill_token_budget", "kernel", "shape", "num_rows", "kernel_cache",
     "stage", "active_sequences", "has_ended_rows", "graph", "repeat", "config",
-    "fill",
+    "fill", "num_replicas",
 )  # fmt: skip
 """Fields that identify a run: a new run replaces an old one that is equal in all of them."""
 
@@ -239,7 +239,8 @@ def identity_of(run: dict[str, Any]) -> tuple[Any, ...]:
     """Equal for runs of the same kind, of which a new one replaces an old one."""
     # A real acceptance length is a result, not part of the identity.
     names = IDENTITY if run["acceptance"] == "simulated" else set(IDENTITY) - {"acceptance_length"}
-    return tuple(run.get(name) for name in sorted(names))
+    found = {"num_replicas": 1} | run
+    return tuple(found.get(name) for name in sorted(names))
 
 
 def _rounded(value: Any) -> Any:

@@ -29,6 +29,7 @@ from drift_sdk.pool.engine_pool import EnginePool
 from drift_sdk.pool.routing import Routing
 from drift_sdk.pool.summed import ReplicaStats
 from drift_sdk.progress import Download, Progress
+from drift_sdk.remote.process_engine import ProcessEngine
 from drift_sdk.results import (
     Chunk,
     Completion,
@@ -70,6 +71,7 @@ __all__ = [
     "ModelInfo",
     "ModelLoadError",
     "NGram",
+    "ProcessEngine",
     "Progress",
     "PromptTooLong",
     "QueueFull",

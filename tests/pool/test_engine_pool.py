@@ -202,6 +202,10 @@ async def test_failed_replica_ends_started_streams_and_moves_others() -> None:
                 assert isinstance(end, Completion)
                 assert (tokens, end.token_ids) == (expected, expected)
         first, second = pool.replicas()
+        assert first.engine is not None
+        assert (first.engine.num_running, first.engine.num_blocks, first.engine.num_failed) == (0, 0, 6)
+        assert pool.stats().num_free_slots == 4 and pool.stats().num_failed == 6
+        assert pool.metrics().stats.num_generated_tokens == pool.stats().num_generated_tokens
         assert (first.state, first.num_lost, first.num_moved, first.num_replayed) == ("closed", 6, 2, 0)
         assert (second.state, second.num_routed) == ("open", 2)
         assert pool.is_open

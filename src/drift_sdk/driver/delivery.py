@@ -108,6 +108,8 @@ class Delivery:
             self._registry.remove(request)
             self._stats_recorder.failed(request, cause)
             self._updates.add(Update(stream_updates=request.stream_updates, error=cause))
+        self.publish_stats()
+        self._stats_recorder.ended()
         self._updates.post()
         self._requests.clear()
 

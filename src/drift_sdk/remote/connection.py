@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from msgspec.structs import replace
+
 from drift_sdk.driver.loop_poster import LoopClosed, LoopPoster
 from drift_sdk.driver.loop_thread import LoopThread
 from drift_sdk.driver.stream_updates import Update, UpdateReceiver
@@ -29,7 +31,7 @@ from drift_sdk.remote.messages import (
     RemoteRequest,
     SubmitRequests,
 )
-from drift_sdk.stats import EngineMetrics
+from drift_sdk.stats import EngineMetrics, counts_of
 from drift_sdk.submission import Submission
 
 __all__ = ["Connection"]
@@ -147,6 +149,7 @@ class Connection:
             log.exception("the news of an engine's host cannot be read")
         finally:
             self.is_open = False
+            self.metrics = replace(self.metrics, stats=counts_of(self.metrics.stats))
             self._end_all()
             self.ended.set()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -15,6 +16,7 @@ from drift_sdk.base_engine import BaseEngine
 from drift_sdk.config import EngineConfig
 from drift_sdk.driver.loop_poster import Latch
 from drift_sdk.driver.loop_thread import LoopThread
+from drift_sdk.driver.process_hooks import close_at_exit
 from drift_sdk.driver.prompts import ModelText, Prompt
 from drift_sdk.engine_kind import EngineKind
 from drift_sdk.errors import (
@@ -233,7 +235,8 @@ class RemoteEngine(BaseEngine):
 
 
 class Link:
-    """An open host and what is known of it. Made on the calls' loop."""
+    """An open host and what is known of it. Made on the calls' loop. The other process is ended at the
+    interpreter's exit too."""
 
     def __init__(self, channel: Channel, opened: Opened, loop: LoopThread, limit: int | None) -> None:
         self.channel = channel
@@ -250,11 +253,26 @@ class Link:
             has_drafts=opened.has_drafts,
         )
         self._following = asyncio.get_running_loop().create_task(self.connection.follow())
+        self._has_ended = threading.Event()
+        close_at_exit(self)
 
     async def end(self) -> None:
         """End the other process and the requests that it has."""
-        await self.channel.kill()
-        await self._following
+        try:
+            await self.channel.kill()
+            await self._following
+        finally:
+            self._has_ended.set()
+
+    def close(self, drain_s: float) -> None:
+        """Have the other process ended, without waiting for that. Called at the interpreter's exit."""
+        if not self._has_ended.is_set():
+            self.connection.close()
+            self.loop.spawn(self.end)
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Wait for the end of the other process, so many seconds at most."""
+        self._has_ended.wait(timeout_s)
 
 
 async def run(loop: LoopThread, function: Callable[[], Awaitable[ResultT]]) -> ResultT:
