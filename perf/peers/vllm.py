@@ -21,9 +21,9 @@ from perf.harness.record import DecodeRun, PrefillRun
 from perf.harness.recording import free_memory
 from perf.harness.scenario import Scenario
 from perf.harness.shapes import Draft, Model
-from perf.peers.vllm_process import MARK, Job, Times
+from perf.peers.vllm_process import ANSWERS_MARK, MARK, Job, Times
 
-__all__ = ["measure", "measure_drafts", "measure_prompts"]
+__all__ = ["answers", "measure", "measure_drafts", "measure_prompts"]
 
 PROCESS = "perf.peers.vllm_process"
 ENVIRONMENT = {
@@ -109,6 +109,16 @@ def measure_prompts(
         )
 
 
+def answers(folder: Path, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
+    """Greedy continuations, of `num_tokens` tokens each, by the model whose files are in `folder`.
+
+    Raises RuntimeError if vLLM is missing or fails.
+    """
+    job = Job(folder=str(folder), repeats=0, answered=list(map(list, prompts)), num_answer_tokens=num_tokens)
+    (line,) = _process_lines(job, ANSWERS_MARK)
+    return msgspec.json.decode(line, type=list[list[int]])
+
+
 def _times(model: Model, job: Job) -> Iterator[Times]:
     """Run the job in a new process and yield its times as they are reported.
 
@@ -129,13 +139,19 @@ def _times(model: Model, job: Job) -> Iterator[Times]:
 
 
 def _process_times(job: Job) -> Iterator[Times]:
+    for line in _process_lines(job, MARK):
+        yield msgspec.json.decode(line, type=Times)
+
+
+def _process_lines(job: Job, mark: str) -> Iterator[str]:
+    """The lines that the process prints after `mark`, as they come. Others go to stderr."""
     environment = with_paths(os.environ | ENVIRONMENT, os.environ.get("VLLM_PATH"))
     command = module_command(PROCESS, msgspec.json.encode(job).decode())
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            if line.startswith(MARK):
-                yield msgspec.json.decode(line.removeprefix(MARK), type=Times)
+            if line.startswith(mark):
+                yield line.removeprefix(mark)
             else:
                 sys.stderr.write(line)
 

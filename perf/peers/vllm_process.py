@@ -1,6 +1,7 @@
 """The process that runs vLLM for `perf.peers.vllm`.
 
-Its argument is a job. It prints a line of times for each scenario and each prompt length.
+Its argument is a job. It prints a line of times for each scenario and each prompt length, and a line of the
+answers.
 
 vLLM's dummy weights are so small that biases decide the routing of experts, and all rows get the same ones.
 Weights that are given are copied into the model on the worker after it has been captured: graphs read them
@@ -20,9 +21,9 @@ from msgspec import Struct
 
 from perf.harness.scenario import LENGTHS, Scenario
 
-__all__ = ["MARK", "Job", "Times", "copying"]
+__all__ = ["ANSWERS_MARK", "MARK", "Job", "Times", "copying"]
 
-MARK = "times: "
+MARK, ANSWERS_MARK = "times: ", "answers: "
 NUM_WARM_UP_PROMPTS = 2
 MAX_MODEL_LEN = 34_816
 PROMPT_IDS = range(10, 30_000)
@@ -39,6 +40,8 @@ class Job(Struct, frozen=True):
     weights:         file of tensors by name (torch.save) to copy into the model; None: all are dummies.
     draft:           folder of an EAGLE-3 draft's config.json; None: no drafts.
     num_draft_tokens, acceptance_length:  of rounds with drafts: tokens drafted and emitted.
+    answered, num_answer_tokens:          prompts that are continued greedily, all at a time, and by how many
+                                          tokens. If there are any, the folder's weights are loaded.
     """
 
     folder: str
@@ -49,6 +52,8 @@ class Job(Struct, frozen=True):
     draft: str | None = None
     num_draft_tokens: int = 0
     acceptance_length: float = 1.0
+    answered: list[list[int]] = []
+    num_answer_tokens: int = 0
 
 
 class Times(Struct, frozen=True):
@@ -94,7 +99,7 @@ def main() -> None:
 
     job = msgspec.json.decode(sys.argv[1], type=Job)
     settings: dict[str, Any] = {
-        "load_format": "dummy",
+        "load_format": "auto" if job.answered else "dummy",
         "dtype": "bfloat16",
         "skip_tokenizer_init": True,
         "max_model_len": MAX_MODEL_LEN,
@@ -121,22 +126,31 @@ def main() -> None:
 
     described = ", ".join(f"{name}={value!r}" for name, value in settings.items())
 
-    def seconds(prompts: list[dict[str, list[int]]], num_tokens: int) -> float:
+    def answers(prompts: list[dict[str, list[int]]], num_tokens: int) -> list[list[int]]:
         params = vllm.SamplingParams(
             temperature=0.0, max_tokens=num_tokens, min_tokens=num_tokens, ignore_eos=True, detokenize=False
         )
-        started_at = time.perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        taken = time.perf_counter() - started_at
-        lengths = {len(output.outputs[0].token_ids) for output in outputs}
-        if lengths != {num_tokens}:
-            raise RuntimeError(f"completions of {sorted(lengths)} tokens: expected {num_tokens} each")
+        found = [list(output.outputs[0].token_ids) for output in outputs]
+        if {len(tokens) for tokens in found} != {num_tokens}:
+            lengths = sorted({len(tokens) for tokens in found})
+            raise RuntimeError(f"completions of {lengths} tokens: expected {num_tokens} each")
 
-        return taken
+        return found
+
+    def seconds(prompts: list[dict[str, list[int]]], num_tokens: int) -> float:
+        started_at = time.perf_counter()
+        answers(prompts, num_tokens)
+        return time.perf_counter() - started_at
 
     def report(scenario: str | int, times: list[float]) -> None:
         found = Times(scenario, times, vllm.__version__, f"vllm.LLM({described})")
         print(MARK + msgspec.json.encode(found).decode(), flush=True)
+
+    if job.answered:
+        given = [{"prompt_token_ids": tokens} for tokens in job.answered]
+        found = answers(given, job.num_answer_tokens)
+        print(ANSWERS_MARK + msgspec.json.encode(found).decode(), flush=True)
 
     numbers = random.Random(0)
 

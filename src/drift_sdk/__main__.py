@@ -23,6 +23,7 @@ from drift_sdk import (
     Speculation,
     __version__,
 )
+from drift_sdk.cli.acceptance import read_prompts, run_acceptance
 from drift_sdk.cli.chat import chat
 from drift_sdk.cli.doctor import run_doctor
 from drift_sdk.cli.inspect import run_inspect
@@ -125,6 +126,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_warm(commands)
     add_tune(commands)
     add_tree(commands)
+    add_acceptance(commands)
     return parser
 
 
@@ -209,6 +211,23 @@ def add_tree(commands: Commands[argparse.ArgumentParser]) -> None:
     )
 
 
+def add_acceptance(commands: Commands[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser(
+        "acceptance",
+        help="measure how many tokens a round with a draft head emits, under each meaning of its layer ids",
+    )
+    command.add_argument("model", help=MODEL_HELP)
+    command.add_argument("--draft", required=True, help="an EAGLE-3 head, a folder or a hub id")
+    command.add_argument(
+        "--num-draft-tokens", type=int, help=f"tokens drafted a round (default: {Chain().num_draft_tokens})"
+    )
+    command.add_argument("--prompts", type=Path, metavar="FILE", help="text, a prompt in each line")
+    command.add_argument(
+        "--max-tokens", type=int, default=128, help="most tokens of a completion (default: %(default)s)"
+    )
+    command.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
+
+
 def add_settings(
     command: argparse.ArgumentParser, settings: Mapping[str, tuple[type[int] | type[str], str]]
 ) -> None:
@@ -256,6 +275,8 @@ def make_command(options: argparse.Namespace) -> Callable[[], int]:
             return partial(run_tree, options.path)
         case "tune":
             return tune_command(options)
+        case "acceptance":
+            return acceptance_command(options)
 
     params = SamplingParams(
         max_tokens=options.max_tokens,
@@ -278,6 +299,19 @@ def speculation(options: argparse.Namespace) -> Speculation | None:
     draft = NGram() if options.draft == "ngram" else options.draft
     shape = Chain() if options.num_draft_tokens is None else Chain(options.num_draft_tokens)
     return Speculation(draft=draft, shape=shape)
+
+
+def acceptance_command(options: argparse.Namespace) -> Callable[[], int]:
+    """The command `acceptance`. Raises ConfigError for n-grams, which read no layers, for a file without
+    prompts, and for numbers out of range."""
+    drafts = speculation(options)
+    if drafts is None or isinstance(drafts.draft, NGram):
+        raise ConfigError.of("draft", options.draft, "an EAGLE-3 head")
+
+    config = EngineConfig(device=options.device, speculation=drafts)
+    params = SamplingParams(max_tokens=options.max_tokens, temperature=0.0)
+    prompts = read_prompts(options.prompts)
+    return lambda: asyncio.run(run_acceptance(options.model, config, prompts, params))
 
 
 def tune_command(options: argparse.Namespace) -> Callable[[], int]:

@@ -51,8 +51,29 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+DRAFT: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "model_type": "llama",
+    "vocab_size": VOCAB_SIZE,
+    "draft_vocab_size": 320,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+}
+"""An EAGLE-3 head but for its hidden size, which is that of its target."""
+
+
 def graph_config(**fields: Any) -> EngineConfig:
     return EngineConfig(device="cuda", executor="graph", **fields)
+
+
+def chain(draft: NGram | Path) -> Speculation:
+    return Speculation(draft=draft, shape=Chain(3), adaptive=False)
 
 
 @pytest.mark.parametrize("exact_prefill", [False, True])
@@ -115,10 +136,13 @@ def test_bits_do_not_depend_on_other_requests_or_drafts(name: str, tmp_path: Pat
 
     async def main() -> None:
         expected = await answers(False, max_num_seqs=1)
-        drafts = Speculation(draft=NGram(min_length=1), shape=Chain(3), adaptive=False)
+        head = tmp_path / "draft"
+        head.mkdir()
+        (head / "config.json").write_text(json.dumps(DRAFT | {"hidden_size": SHAPES[name]["hidden_size"]}))
         for fields in (
             {"prefill_token_budget": 512},
-            {"prefill_token_budget": 64, "max_num_seqs": 7, "speculation": drafts},
+            {"prefill_token_budget": 64, "max_num_seqs": 7, "speculation": chain(NGram(min_length=1))},
+            {"prefill_token_budget": 512, "max_num_seqs": 5, "speculation": chain(head)},
         ):
             for found, alone in zip(await answers(True, **fields), expected, strict=True):
                 assert found.token_ids == alone.token_ids

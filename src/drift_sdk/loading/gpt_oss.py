@@ -75,6 +75,7 @@ class OriginalTensors:
 
     def __init__(self, folder: SafetensorsFolder) -> None:
         self.location = folder.location
+        self.num_readers = folder.num_readers
         self._folder = folder
         self._stored_names: dict[str, str] = {}
         for stored in folder.names():

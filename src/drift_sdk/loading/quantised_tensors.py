@@ -62,6 +62,7 @@ class QuantisedTensors:
 
     def __init__(self, tensors: InPlaceSource, scheme: Scheme) -> None:
         self.location = tensors.location
+        self.num_readers = 1  # numbers that are dequantised take memory for a while
         self._tensors = tensors
         self._scheme = scheme
         self._stored: dict[str, tuple[StoredTensors, _Kind]] = {}

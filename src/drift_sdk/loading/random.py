@@ -36,6 +36,7 @@ class RandomTensors:
         self._seed = seed
         self._norm_mean = norm_mean
         self._generator = torch.Generator(device)
+        self.num_readers = 1  # there is one generator
 
     def names(self) -> Collection[str]:
         return self._shapes.keys()

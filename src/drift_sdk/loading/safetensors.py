@@ -31,6 +31,9 @@ OTHER_PARTS = (
 )
 LENGTH_BYTES = 8
 """A file begins with the length of its JSON header, in bytes, as a little-endian integer of so many bytes."""
+NUM_READERS = 8
+"""Threads that read at a time. One copies 2 to 4 GB/s from the file cache to a GPU, a tenth of what the GPU's
+bus can do."""
 CHUNK_BYTES = 1 << 20
 """Size of the buffer for reading: small enough to be still in the CPU's cache when it is copied on."""
 
@@ -54,6 +57,8 @@ class SafetensorsFolder:
     Opening reads only the headers. Raises ModelLoadError naming a file that is missing, truncated, corrupt or
     outside the folder.
     """
+
+    num_readers = NUM_READERS
 
     def __init__(self, folder: Path) -> None:
         self.location = str(folder)
@@ -156,7 +161,7 @@ def _read_tensor(stored: FileIO, dtype: torch.dtype, place: torch.Tensor) -> Non
     for part in torch.split(place, len(buffer)):
         piece = buffer[: len(part)]
         _read_bytes(stored, piece)
-        part.copy_(piece.to(part.device))
+        part.copy_(piece if part.dtype == dtype else piece.to(part.device))
 
 
 def _read_bytes(stored: FileIO, place: torch.Tensor) -> None:

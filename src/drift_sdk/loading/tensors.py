@@ -42,6 +42,10 @@ class TensorSource(Protocol):
 class InPlaceSource(TensorSource, Protocol):
     """A TensorSource that can read a tensor directly into its place."""
 
+    @property
+    def num_readers(self) -> int:
+        """The most threads that may read tensors at a time."""
+
     def read_into(self, name: str, place: torch.Tensor) -> None:
         """Fill `place`, a contiguous tensor of the stored shape, on any device and of the stored dtype, of
         any floating-point dtype or uint8.

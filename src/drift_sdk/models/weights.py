@@ -10,10 +10,11 @@ import torch
 from drift_sdk.errors import ModelLoadError
 from drift_sdk.loading.mxfp4 import ScaleCheck
 from drift_sdk.loading.quantised_tensors import QuantisedSource
-from drift_sdk.loading.tensors import InPlaceSource, TensorSource, check_dtype
+from drift_sdk.loading.tensors import TensorSource
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.expert_weights import allocate_experts
 from drift_sdk.models.experts import ExpertWeights
+from drift_sdk.models.filling import fill_places, read_tensor
 from drift_sdk.models.matrix_reader import QUANTISERS, MatrixReader, WeightForm, quantised_bytes
 from drift_sdk.quantised.stacking import stack_rows
 from drift_sdk.quantised.weight import Matrix, QuantisedWeight
@@ -157,8 +158,7 @@ def load_weights(
         ) from error
 
     finite, scales = reader.finite, ScaleCheck(tensors)
-    for name, place in places.items():
-        _fill(place, tensors, name)
+    for name, place in fill_places(places, tensors):
         if place.dtype != torch.uint8:
             finite.add(name, place)
         elif name.endswith("_scales"):
@@ -200,7 +200,7 @@ def check_tensors(config: DecoderConfig, tensors: TensorSource) -> None:
 def _check_tied_head(tensors: TensorSource) -> None:
     """Raise ModelLoadError if a stored head differs from the embedding although the config ties them."""
     is_same_shape = tensors.shape(HEAD) == tensors.shape(EMBEDDING)
-    if not (is_same_shape and torch.equal(_read(tensors, HEAD), _read(tensors, EMBEDDING))):
+    if not (is_same_shape and torch.equal(read_tensor(tensors, HEAD), read_tensor(tensors, EMBEDDING))):
         raise ModelLoadError(
             f"{tensors.file(HEAD)}: tensor {HEAD} differs from {EMBEDDING}, expected the same: "
             "the config says tie_word_embeddings"
@@ -210,19 +210,6 @@ def _check_tied_head(tensors: TensorSource) -> None:
 def others(names: list[str]) -> str:
     """The number of names after the first, as the end of a message."""
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-
-
-def _fill(place: torch.Tensor, tensors: TensorSource, name: str) -> None:
-    if isinstance(tensors, InPlaceSource) and place.is_contiguous():
-        tensors.read_into(name, place)
-    else:
-        place.copy_(_read(tensors, name))
-
-
-def _read(tensors: TensorSource, name: str) -> torch.Tensor:
-    tensor = tensors.get(name)
-    check_dtype(tensors, name, tensor.dtype)
-    return tensor
 
 
 def meta_weights(config: DecoderConfig, dtype: torch.dtype) -> DecoderWeights:

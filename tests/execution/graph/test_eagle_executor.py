@@ -35,6 +35,19 @@ pytestmark = pytest.mark.kernel
 
 IS_GPU = torch.cuda.is_available()
 TARGET = tiny_llama(vocab_size=96, num_hidden_layers=4)
+EXPERTS = TARGET | {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "hidden_size": 45,
+    "intermediate_size": 20,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "sliding_window": 6,
+}
+"""A target with experts and windows, and a hidden size that is a multiple of no tile."""
 LIMITS = ExecutorLimits(max_num_seqs=2, max_model_len=40, num_blocks=20, block_size=4, vocab_size=96)
 BUDGET = 16
 
@@ -55,14 +68,20 @@ def rounds(executor: Executor) -> list[Round]:
     return found
 
 
-def executors(tmp_path: Path, table: TunedTable = NO_TABLE) -> tuple[GraphExecutor, EagerExecutor]:
-    """Both executors of a target with four layers; the draft names one of them twice as aux layer."""
-    (tmp_path / "config.json").write_text(json.dumps(TARGET))
-    config = DecoderConfig.from_hf(TARGET)
+def executors(
+    tmp_path: Path,
+    table: TunedTable = NO_TABLE,
+    *,
+    settings: dict[str, Any] = TARGET,
+    variant: str = "reference",
+    convention: str | None = None,
+) -> tuple[GraphExecutor, EagerExecutor]:
+    """Both executors of a target with four layers, and a draft of the zoo."""
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    config = DecoderConfig.from_hf(settings)
     target = drawn_decoder(config, "cuda" if IS_GPU else "cpu", seed=3)
-    make_draft("reference", tmp_path / "draft", tmp_path)
-    draft = DraftDecoder.load(tmp_path / "draft", target)
-    assert len(set(draft.aux_layers)) < len(draft.aux_layers)
+    make_draft(variant, tmp_path / "draft", tmp_path)
+    draft = DraftDecoder.load(tmp_path / "draft", target, aux_layer_convention=convention)
     graph = GraphExecutor(
         GpuDevice(0) if IS_GPU else InterpretedDevice(),
         target,
@@ -78,6 +97,7 @@ def test_rounds_equal_those_of_the_eager_executor(tmp_path: Path) -> None:
     table = WatchedTable()
     graph, eager = executors(tmp_path, table)
     target, draft = eager._decoder, eager._drafter._draft
+    assert len(set(draft.aux_layers)) < len(draft.aux_layers)  # a layer that is read twice
     expected = rounds(eager)
     assert rounds(graph) == expected
     assert len(expected) > 2
@@ -87,6 +107,20 @@ def test_rounds_equal_those_of_the_eager_executor(tmp_path: Path) -> None:
     assert table.used == table.untuned == set(tuned)
     assert sum(len(weight.tensors) for weight in tuned.values()) > len(tuned)
     check_log(read_products(tmp_path / "shapes.json"), len(expected), target, draft)
+
+
+@pytest.mark.parametrize(
+    "variant, convention, aux_layers",
+    [("ids only", None, (1, 2, 2)), ("specforge", "boundary", (0, 1, 2))],
+)
+def test_rounds_with_experts_equal_those_of_the_eager_executor(
+    variant: str, convention: str | None, aux_layers: tuple[int, ...], tmp_path: Path
+) -> None:
+    """With a draft that has no lm_head, and with one whose layer ids are boundaries."""
+    graph, eager = executors(tmp_path, settings=EXPERTS, variant=variant, convention=convention)
+    assert eager._drafter._draft.aux_layers == aux_layers
+    expected = rounds(eager)
+    assert rounds(graph) == expected
 
 
 def check_log(logged: Counter[LoggedProduct], num_rounds: int, target: Decoder, draft: DraftDecoder) -> None:

@@ -1,0 +1,185 @@
+"""The command `acceptance`: measures how many tokens rounds with a draft head emit, under each meaning of the
+layer ids in the head's config, and says which one fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from math import sqrt
+from pathlib import Path
+from typing import Literal, get_args
+
+from msgspec import Struct, structs
+
+from drift_sdk.cli.terminal import hide_progress, show_progress
+from drift_sdk.config import EngineConfig
+from drift_sdk.engine import Engine
+from drift_sdk.errors import ConfigError, ModelLoadError
+from drift_sdk.inspection import inspect
+from drift_sdk.jobs import Job
+from drift_sdk.results import SpeculationStats
+from drift_sdk.sampling_params import SamplingParams
+
+__all__ = ["PROMPTS", "Convention", "Measured", "measure", "read_prompts", "run_acceptance", "verdict"]
+
+Convention = Literal["output", "boundary"]
+
+PROMPTS = (
+    "Explain how a transistor works.",
+    "Write a Python function that merges two sorted lists, and describe its complexity.",
+    "Which causes led to the First World War?",
+    "Solve 3x + 7 = 2x - 5, step by step.",
+    "Write a short story about a lighthouse keeper.",
+    "Compare TCP with UDP in a table.",
+    "Translate into French: The meeting has been moved to Thursday morning.",
+    "List the planets of the solar system with one fact about each.",
+)
+"""Texts that are continued, or messages that are answered, unless others are given."""
+
+CERTAIN = 4.0
+"""Standard errors by which the shares of right first drafts must differ."""
+
+
+class Measured(Struct, frozen=True, kw_only=True):
+    """Rounds of drafts under one convention.
+
+    layers: those whose input the head reads; the number of the model's layers stands for the output of the
+            last. speculation: counts of the rounds; None if the head cannot be loaded so, for `reason`.
+    """
+
+    convention: Convention
+    layers: tuple[int, ...] = ()
+    speculation: SpeculationStats | None = None
+    reason: str = ""
+
+
+async def run_acceptance(
+    model: str | Path, config: EngineConfig, prompts: Sequence[str], params: SamplingParams
+) -> int:
+    """Run `measure` and print its outcome; the exit status, 1 if the head fits under neither convention."""
+    found = await measure(model, config, prompts, params)
+    hide_progress()
+    for one in found:
+        if one.speculation is None:
+            print(f"{one.convention}: {one.reason}")
+            continue
+
+        counts = one.speculation
+        rates = " ".join(f"{rate:.3f}" for rate in counts.rates)
+        layers = ", ".join(map(str, one.layers))
+        print(f"{one.convention}: inputs of layers {layers}")
+        print(f"    {counts.acceptance_length:.3f} tokens a round, {counts.num_rounds} rounds")
+        print(f"    shares of rounds with drafts 1, 2, ... accepted: {rates}")
+    print(verdict(found))
+    return 0 if any(one.speculation is not None for one in found) else 1
+
+
+async def measure(
+    model: str | Path, config: EngineConfig, prompts: Sequence[str], params: SamplingParams
+) -> list[Measured]:
+    """Generate from all prompts under each convention, one engine after the other.
+
+    config: with the speculation to measure; its policy and its convention are replaced. Prompts are answered
+    as messages if the model has a chat template, else continued. A head that names no layers is measured
+    once. Raises what starting an engine and submitting a request raise, but for a head that one convention
+    alone does not permit.
+    """
+    assert config.speculation is not None
+    has_template = bool(inspect(model, config.replace(speculation=None)).has_chat_template)
+    jobs = [
+        Job(key=None, messages=[{"role": "user", "content": prompt}])
+        if has_template
+        else Job(key=None, prompt=prompt)
+        for prompt in prompts
+    ]
+    found: list[Measured] = []
+    for convention in get_args(Convention):
+        try:
+            layers = layers_of(model, config, convention)
+        except ModelLoadError as error:
+            found.append(Measured(convention=convention, reason=str(error)))
+            continue
+
+        if any(one.layers == layers for one in found):
+            continue
+
+        speculation = structs.replace(config.speculation, adaptive=False, aux_layer_convention=convention)
+        async with Engine(
+            model, config.replace(speculation=speculation), on_progress=show_progress
+        ) as engine:
+            async for _ in engine.map(jobs, params):
+                pass
+            counts = engine.stats().speculation
+        found.append(Measured(convention=convention, layers=layers, speculation=counts))
+    return found
+
+
+def layers_of(model: str | Path, config: EngineConfig, convention: Convention) -> tuple[int, ...]:
+    """The layers whose input a head reads. Raises ModelLoadError if its config does not permit them."""
+    # Imported here, so that the command line starts without torch.
+    from drift_sdk.loading.source import resolve
+    from drift_sdk.models.decoder_config import DecoderConfig
+    from drift_sdk.models.draft_config import DraftConfig
+
+    assert config.speculation is not None and isinstance(config.speculation.draft, str | Path)
+    find = partial(
+        resolve, cache_dir=config.cache_dir, local_files_only=config.local_files_only, has_weights=False
+    )
+    target = DecoderConfig.from_hf(find(model, revision=config.revision).config)
+    draft = find(config.speculation.draft, role="draft").config
+    return DraftConfig.from_hf(draft, target, aux_layer_convention=convention).aux_layers
+
+
+def verdict(found: Sequence[Measured]) -> str:
+    """A sentence about which convention fits."""
+    measured = [one for one in found if one.speculation is not None]
+    if not measured:
+        return "the head fits under neither convention"
+
+    if len(found) == 1:
+        return "the head names no layers: there is nothing to choose"
+
+    if len(measured) == 1:
+        return setting(measured[0])
+
+    (best, best_rate), (_, other_rate) = sorted(
+        ((one, first_rate(one)) for one in measured), key=lambda pair: -pair[1]
+    )
+    least = min(map(rounds, measured))
+    variance = (best_rate * (1 - best_rate) + other_rate * (1 - other_rate)) / max(least, 1)
+    if least == 0 or best_rate - other_rate <= CERTAIN * sqrt(variance):
+        return "no difference can be seen: measure more prompts, and such as the head was trained for"
+
+    return setting(best)
+
+
+def setting(one: Measured) -> str:
+    return f'"{one.convention}" fits: Speculation(aux_layer_convention="{one.convention}")'
+
+
+def first_rate(one: Measured) -> float:
+    """The share of rounds whose first draft was right."""
+    assert one.speculation is not None
+    return (*one.speculation.rates, 0.0)[0] if rounds(one) else 0.0
+
+
+def rounds(one: Measured) -> int:
+    assert one.speculation is not None
+    return one.speculation.num_rounds
+
+
+def read_prompts(path: Path | None) -> Sequence[str]:
+    """The lines of a UTF-8 file that are not empty; PROMPTS without a file. Raises ConfigError for a file
+    that cannot be read or has none."""
+    if path is None:
+        return PROMPTS
+
+    try:
+        prompts = [line for line in path.read_text("utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError.of("prompts", path, f"a readable text file: {error}") from error
+
+    if not prompts:
+        raise ConfigError.of("prompts", path, "a file with a prompt in each line")
+
+    return prompts

@@ -1,0 +1,131 @@
+"""The command that measures acceptance under each meaning of a draft's layer ids."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from draft_zoo import make_draft
+from model_zoo import make_model
+
+from drift_sdk import ConfigError, EngineConfig, SamplingParams, Speculation, SpeculationStats
+from drift_sdk.__main__ import main
+from drift_sdk.cli.acceptance import PROMPTS, Measured, measure, read_prompts, verdict
+
+CONFIG = EngineConfig(device="cpu", dtype="float32", max_model_len=128, max_num_seqs=4, kv_cache_tokens=1024)
+PARAMS = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    target, draft = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("draft")
+    make_model(0, target)
+    make_draft("specforge", draft, target)
+    return target, draft
+
+
+def with_ids(draft: Path, folder: Path, ids: list[int] | None) -> EngineConfig:
+    """A config with a copy of the draft, whose config has other layer ids."""
+    for file in draft.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    config["eagle_config"] = {} if ids is None else {"eagle_aux_hidden_state_layer_ids": ids}
+    (folder / "config.json").write_text(json.dumps(config))
+    return CONFIG.replace(speculation=Speculation(draft=folder))
+
+
+async def test_each_convention_has_rounds_of_its_own_layers(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    target, draft = folders
+    found = await measure(target, with_ids(draft, tmp_path, [0, 1, 2]), PROMPTS[:2], PARAMS)
+    assert [(one.convention, one.layers) for one in found] == [("output", (1, 2, 3)), ("boundary", (0, 1, 2))]
+    for one in found:
+        assert one.speculation is not None
+        assert one.speculation.num_rounds >= 4 and len(one.speculation.accepted_at) == 3
+
+
+async def test_ids_that_one_convention_alone_permits_are_measured_so(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    target, draft = folders
+    num_layers = json.loads((target / "config.json").read_text())["num_hidden_layers"]
+    config = with_ids(draft, tmp_path, [0, 1, num_layers])
+    found = await measure(target, config, PROMPTS[:1], PARAMS)
+    assert found[0].speculation is None and str(num_layers) in found[0].reason
+    assert found[1].layers == (0, 1, num_layers)
+    assert verdict(found).startswith('"boundary" fits')
+
+
+def counts(right: int, num_rounds: int = 1000) -> SpeculationStats:
+    return SpeculationStats(
+        num_rounds=num_rounds, num_drafted=num_rounds, num_accepted=right, accepted_at=(right,)
+    )
+
+
+@pytest.mark.parametrize(
+    "output, boundary, expected",
+    [
+        (counts(600), counts(80), '"output" fits'),
+        (counts(5), counts(700), '"boundary" fits'),
+        (counts(6, 10), counts(4, 10), "no difference"),
+        (counts(0), counts(0), "no difference"),
+        (counts(0, 0), counts(700), "no difference"),
+    ],
+)
+def test_verdict_needs_a_difference_that_is_certain(
+    output: SpeculationStats, boundary: SpeculationStats, expected: str
+) -> None:
+    found = [
+        Measured(convention="output", layers=(1,), speculation=output),
+        Measured(convention="boundary", layers=(0,), speculation=boundary),
+    ]
+    assert verdict(found).startswith(expected)
+
+
+def test_verdict_without_a_choice() -> None:
+    assert "nothing to choose" in verdict([Measured(convention="output", speculation=counts(1))])
+    neither = [Measured(convention="output", reason="a"), Measured(convention="boundary", reason="b")]
+    assert "neither" in verdict(neither)
+
+
+def test_command_prints_each_convention(
+    folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, draft = folders
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("One two three\n\n")
+    arguments = [str(target), "--draft", str(draft), "--prompts", str(prompts), "--max-tokens", "6"]
+    assert main(["acceptance", *arguments, "--device", "cpu", "--num-draft-tokens", "2"]) == 0
+    printed = capsys.readouterr().out
+    for part in ("output: inputs of layers 1, 2, 3", "boundary: inputs of layers 0, 1, 2", "tokens a round"):
+        assert part in printed
+
+
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        (["--draft", "ngram"], "--draft 'ngram': expected an EAGLE-3 head"),
+        (["--draft", "head", "--max-tokens", "0"], "--max-tokens 0"),
+        (["--draft", "head", "--prompts", "missing.txt"], "--prompts"),
+        (["--draft", "head", "--num-draft-tokens", "0"], "--num-draft-tokens 0"),
+    ],
+)
+def test_wrong_arguments_are_named(
+    arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["acceptance", "model", *arguments])
+    assert caught.value.code == 2
+    assert named in capsys.readouterr().err
+
+
+def test_prompts_are_lines_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("a\n \nb\n")
+    assert read_prompts(file) == ["a", "b"]
+    assert read_prompts(None) == PROMPTS
+    file.write_text("\n")
+    with pytest.raises(ConfigError, match="prompts"):
+        read_prompts(file)

@@ -1,0 +1,96 @@
+"""Tokens of a random checkpoint against float32 logits of its files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from drift_sdk.loading.source import resolve
+from drift_sdk.models.decoder import Decoder
+from perf import teacher_forced
+from perf.harness.checkpoint import write_checkpoint
+from perf.harness.shapes import Model, prepare
+from perf.teacher_forced import CheckedRun, Reference, checked, main
+
+VLLM = """
+from types import SimpleNamespace
+
+class SamplingParams:
+    def __init__(self, *, max_tokens, **others):
+        self.max_tokens = max_tokens
+
+class LLM:
+    def __init__(self, *, model, load_format, **settings):
+        assert load_format == "auto"
+
+    def generate(self, prompts, params, use_tqdm):
+        tokens = SimpleNamespace(token_ids=[7] * params.max_tokens)
+        return [SimpleNamespace(outputs=[tokens]) for _ in prompts]
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    model = prepare("tiny-experts", tmp_path_factory.mktemp("model"))
+    write_checkpoint(model, "cpu", 8.0)
+    return model
+
+
+def test_checkpoint_has_the_random_weights_and_a_larger_head(model: Model) -> None:
+    drawn = Decoder.random(model.config, device="cpu", dtype=torch.bfloat16)
+    loaded = Decoder.load(model.config, resolve(model.path).tensors(), device="cpu", dtype=torch.bfloat16)
+    assert torch.equal(loaded.weights.head, 8 * drawn.weights.head)
+    own, other = (decoder.weights.layers[1].experts for decoder in (drawn, loaded))
+    assert own is not None and other is not None
+    assert torch.equal(own.router, other.router)
+    for name in ("blocks", "scales"):
+        assert torch.equal(getattr(own.down, name), getattr(other.down, name))
+
+
+def test_wrong_tokens_are_counted_apart_from_tied_rows(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = Reference(model.path, model, "cpu")
+    prompt = list(range(5, 25))
+    answer = []
+    for _ in range(6):
+        logits, _ = reference.rows(prompt, [*answer, 0])
+        answer.append(int(logits[-1].argmax()))
+    monkeypatch.setattr(teacher_forced, "SMALL_LEAD", 0.0)
+    right = checked(reference, [prompt], [answer])
+    assert right["num_tokens"] == right["num_equal"] == 6
+    assert not any(right[name] for name in ("num_tied", "num_wrong", "num_wrong_tied", "largest_gap"))
+    lowest = int(logits[-1].argmin())
+    wrong = checked(reference, [prompt], [[*answer[:-1], lowest]])
+    assert (wrong["num_wrong"], wrong["num_equal"]) == (1, 5) and wrong["largest_gap"] > 1
+    monkeypatch.setattr(teacher_forced, "SMALL_LEAD", 100.0)
+    tied = checked(reference, [prompt], [[*answer[:-1], lowest]])
+    assert (tied["num_tied"], tied["num_wrong"], tied["num_wrong_tied"]) == (6, 0, 1)
+
+
+@pytest.mark.parametrize("num_wrong, num_wrong_tied, is_good", [(0, 2, True), (1, 0, False), (0, 3, False)])
+def test_verdict(num_wrong: int, num_wrong_tied: int, is_good: bool) -> None:
+    run = CheckedRun(
+        engine="drift", model="m", dtype="bfloat16", scenario="teacher-forced", batch=1, context=1,
+        num_tokens=40, num_tied=20, num_equal=30, num_wrong=num_wrong, num_wrong_tied=num_wrong_tied,
+        largest_gap=0.1,
+    )  # fmt: skip
+    assert run.is_good == is_good
+
+
+def test_engines_are_checked_and_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The own engine is right; the peer always answers with the same token."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "vllm.py").write_text(VLLM)
+    monkeypatch.setenv("VLLM_PATH", str(tmp_path / "site"))
+    out = tmp_path / "found.json"
+    arguments = ["--model", "tiny-experts", "--device", "cpu", "--prompts", "2", "--tokens", "4"]
+    with pytest.raises(SystemExit) as caught:
+        main([*arguments, "--peer", "vllm", "--out", str(out)])
+    assert caught.value.code == 1
+    own, peer = msgspec.json.decode(out.read_bytes())["runs"]
+    assert (own["engine"], own["num_tokens"], own["num_wrong"]) == ("drift", 8, 0)
+    assert own["load_s"] > 0 and own["num_wrong_tied"] == 0
+    assert peer["engine"] == "vllm" and peer["num_equal"] < 8
+    assert peer["num_wrong"] + peer["num_wrong_tied"] > 0
