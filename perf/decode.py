@@ -5,6 +5,7 @@ The rate is taken from the difference between generating two numbers of tokens.
 python -m perf.decode --model llama-3.1-8b --scenario single-512 batch64-512
 python -m perf.decode --model smollm2-135m --peer transformers --out decode.json
 python -m perf.decode --temperature 0.8 --top-p 0.95
+python -m perf.decode --weights fp8 --scenario single-512 batch64-512
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from perf.harness.decoding import GREEDY, DecodeOptions, engine_config, generati
 from perf.harness.experts import measured_experts
 from perf.harness.host import ENGINE_THREAD, LoopLag, thread_seconds
 from perf.harness.record import DecodeRun, Run
-from perf.harness.recording import Recording, free_memory, parser
+from perf.harness.recording import Recording, add_weights, free_memory, parser
 from perf.harness.scenario import SCENARIOS, Scenario
 from perf.harness.shapes import Model, prepare
 from perf.harness.table import decode_table, show
@@ -140,9 +141,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--temperature", type=float, default=0.0, help="above 0: sampled, written to another file"
     )
     arguments_parser.add_argument("--top-p", type=float, default=1.0)
+    add_weights(arguments_parser)
     given = arguments_parser.parse_args(arguments)
     if given.temperature and given.peer:
         arguments_parser.error("--temperature: expected 0 with --peer, because peers are greedy")
+    if given.weights and given.peer:
+        arguments_parser.error("--weights: expected none with --peer, because peers do not quantise")
 
     options = DecodeOptions(
         device=given.device,
@@ -157,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "sampled" if given.temperature else "decode", given.device, given.out, "transformers"
     )
     with tempfile.TemporaryDirectory() as folder:
-        model = prepare(given.model, Path(folder))
+        model = prepare(given.model, Path(folder), given.weights)
         asyncio.run(measure(model, given.scenario, options, recording.bandwidth_tb_s, recording.add))
         for peer in given.peer:
             free_memory()

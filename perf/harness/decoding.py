@@ -70,6 +70,7 @@ def engine_config(model: Model, scenarios: Iterable[Scenario], options: DecodeOp
         "executor": options.executor,
         "strict_performance": options.strict_performance,
         "load": model.load,
+        "weights": model.weights,
         "max_num_seqs": max(s.batch for s in scenarios),
         "max_model_len": max_model_len,
         "kv_cache_tokens": max(most, max_model_len) + BLOCK_SIZE * max(s.batch for s in scenarios),
