@@ -54,7 +54,7 @@ def evaluation_groups(answers: Iterable[Answer]) -> dict[str, list[Answer]]:
 def evaluate(head: DraftHead, target: Target, answers: Sequence[Answer], batch_size: int = 16) -> Acceptance:
     """The acceptance of greedy drafts of NUM_DRAFTS tokens in rounds of decoding that give these answers.
 
-    It is what an engine counts, but for rounds at the end of an answer that would draft beyond it.
+    It is what an engine counts, but for rounds at the end of an answer; see `walk`.
     """
     weights = head.cast(target.decoder.dtype)
     total = Acceptance()
@@ -91,13 +91,14 @@ def accepted_drafts(
 
 
 def walk(num_accepted: Sequence[int], start: int, end: int) -> Acceptance:
-    """The rounds of decoding an answer of tokens `start` to `end`.
+    """The rounds of decoding an answer of tokens `start` to `end`, without those that could emit more than the
+    rest of it.
 
     num_accepted: at index i, the number of drafts that a round accepts whose newest token is i + 1.
     """
     rounds: list[int] = []
     row = start - 1
-    while row + 1 + NUM_DRAFTS < end:
+    while row + 2 + NUM_DRAFTS < end:
         rounds.append(num_accepted[row])
         row += num_accepted[row] + 1
 
