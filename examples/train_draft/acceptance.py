@@ -91,8 +91,8 @@ def accepted_drafts(
 
 
 def walk(num_accepted: Sequence[int], start: int, end: int) -> Acceptance:
-    """The rounds of decoding an answer of tokens `start` to `end`, without those that could emit more than the
-    rest of it.
+    """The rounds of decoding an answer of tokens `start` to `end`, without those that could emit more than
+    the rest of it.
 
     num_accepted: at index i, the number of drafts that a round accepts whose newest token is i + 1.
     """
