@@ -24,7 +24,7 @@ def speed(completion: Completion) -> float:
 
 
 async def main(model: str, question: str) -> None:
-    has_draft = Path(model).name == Path(smollm2.MEMBER).name
+    has_draft = Path(model).name == Path(smollm2.MEMBER).name and smollm2.DRAFT.exists()
     config = EngineConfig(speculation=Speculation(draft=smollm2.DRAFT) if has_draft else None)
     started_at = time.perf_counter()
     async with Engine(model, config, on_progress=show) as engine:
