@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
 import time
 from pathlib import Path
 from typing import TextIO
@@ -17,7 +18,7 @@ from drift_sdk import Completion, Engine, SamplingParams
 from .questions import Overlaps, Question, Templates, evaluation_questions
 from .target import ChatFormat
 
-__all__ = ["MAX_REPEATED_SHARE", "Answer", "Limits", "generate", "read_answers", "repeated_share"]
+__all__ = ["MAX_REPEATED_SHARE", "Answer", "AnswerFolder", "Limits", "generate", "repeated_share"]
 
 MAX_REPEATED_SHARE = 0.2
 """Answers that repeat more of themselves are predicted too easily: they are not trained on, and are left out
@@ -27,6 +28,9 @@ TEMPERATURES = (0.0, 0.0, 0.7, 1.0)
 SHARE_OF_OWN_QUESTIONS = 0.5
 QUESTION_PARAMS = SamplingParams(max_tokens=96, temperature=0.9, top_p=0.95)
 MIN_QUESTION_CHARS = 12
+REPORT_TOKENS = 100_000
+"""Tokens between two lines of progress."""
+POLL_S = 0.5
 
 
 class Answer(Struct, frozen=True, kw_only=True):
@@ -56,27 +60,56 @@ def repeated_share(token_ids: list[int], length: int = 8) -> float:
     return 1 - len(set(runs)) / len(runs) if runs else 0.0
 
 
-def read_answers(files: list[Path]) -> list[Answer]:
-    """The answers in JSONL files. A last line that was not written whole is left out."""
-    answers = []
-    for file in files:
-        *lines, _ = file.read_bytes().split(b"\n")
-        answers += [msgspec.json.decode(line, type=Answer) for line in lines]
-    return answers
+class AnswerFolder:
+    """The files of answers in a folder, to which `generate` may still be adding."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._answers: list[Answer] = []
+        self._num_read: dict[Path, int] = {}  # bytes
+
+    def training(self) -> list[Answer]:
+        """The answers to train with, those first that were there before. A line that is not yet whole is left
+        out."""
+        for file in sorted(self._folder.glob("answers-*.jsonl")):
+            self._answers += self._new_answers(file)
+        return self._answers
+
+    def evaluation(self) -> list[Answer]:
+        """The answers to evaluate with; none if they have not been generated."""
+        file = evaluation_file(self._folder)
+        return self._new_answers(file) if file.exists() else []
+
+    def wait(self, num_tokens: int) -> None:
+        """Wait until there are so many tokens to train with, and answers to evaluate with."""
+        file = evaluation_file(self._folder)
+        while sum(len(answer.token_ids) for answer in self.training()) < num_tokens or not file.exists():
+            time.sleep(POLL_S)
+
+    def _new_answers(self, file: Path) -> list[Answer]:
+        with file.open("rb") as lines:
+            lines.seek(self._num_read.get(file, 0))
+            content = lines.read()
+        whole = content[: content.rfind(b"\n") + 1]
+        self._num_read[file] = self._num_read.get(file, 0) + len(whole)
+        return [msgspec.json.decode(line, type=Answer) for line in whole.splitlines()]
+
+
+def evaluation_file(folder: Path) -> Path:
+    return folder / "evaluation.jsonl"
 
 
 async def generate(engine: Engine, chat: ChatFormat, work: Path, limits: Limits, seed: int) -> int:
     """Write answers to train with into `answers-SEED.jsonl` of the folder `work`, after those that are there,
     and answers to the questions for evaluation into `evaluation.jsonl` if it is missing. Returns the number
     of tokens generated."""
-    if not (work / "evaluation.jsonl").exists():
-        await answer_evaluation(engine, chat, work / "evaluation.jsonl", limits.max_answer)
+    if not evaluation_file(work).exists():
+        await answer_evaluation(engine, chat, evaluation_file(work), limits.max_answer)
 
-    file = work / f"answers-{seed}.jsonl"
-    num_earlier = len(read_answers([file])) if file.exists() else 0
-    with file.open("a", encoding="utf-8") as output:
+    # Whole lines at once, so that a run that is stopped loses no answer.
+    with (work / f"answers-{seed}.jsonl").open("a", encoding="utf-8", buffering=1) as output:
         # Other questions than those of an earlier run.
-        writer = Writer(engine, chat, output, limits, seed=hash((seed, num_earlier)))
+        writer = Writer(engine, chat, output, limits, seed=hash((seed, output.tell())))
         async with anyio.create_task_group() as lanes:
             for _ in range(limits.num_lanes):
                 lanes.start_soon(writer.run_lane)
@@ -125,7 +158,7 @@ class Writer:
         self._templates = Templates(self._random.getrandbits(32)).questions()
         self._overlaps = Overlaps(evaluation_questions())
         self._question_start = chat.question_start_ids()
-        self._ends_at = time.monotonic() + limits.seconds
+        self._began_at = time.monotonic()
         self._temperatures = itertools.cycle(TEMPERATURES)
 
     async def run_lane(self) -> None:
@@ -143,13 +176,21 @@ class Writer:
                 include_stop=True,
             )
             completion = await self._engine.generate(prompt_ids, params)
-            self.num_tokens += len(completion.token_ids)
+            self._report(len(completion.token_ids))
             if repeated_share(list(completion.token_ids)) <= MAX_REPEATED_SHARE:
                 self._output.write(encode_answer(question.kind, temperature, prompt_ids, completion))
 
+    def _report(self, num_tokens: int) -> None:
+        """Count tokens, and print a line now and then."""
+        self.num_tokens += num_tokens
+        if self.num_tokens // REPORT_TOKENS > (self.num_tokens - num_tokens) // REPORT_TOKENS:
+            seconds = time.monotonic() - self._began_at
+            print(f"{self.num_tokens} tokens in {seconds:.0f} s", file=sys.stderr, flush=True)
+
     @property
     def _is_done(self) -> bool:
-        return self.num_tokens >= self._limits.num_tokens or time.monotonic() >= self._ends_at
+        limits = self._limits
+        return self.num_tokens >= limits.num_tokens or time.monotonic() - self._began_at >= limits.seconds
 
     async def _next_question(self) -> Question | None:
         """A question from the templates or written by the model itself; None if that did not end."""

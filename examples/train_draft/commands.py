@@ -14,9 +14,9 @@ import command_line
 import smollm2
 import torch
 
-from drift_sdk import Engine, EngineConfig
+from drift_sdk import Engine, EngineConfig, Progress
 
-from .answers import Limits, generate, read_answers
+from .answers import AnswerFolder, Limits, generate
 from .batches import draft_vocabulary
 from .head import DraftHead, head_settings
 from .measuring import measure
@@ -59,6 +59,7 @@ def parser() -> argparse.ArgumentParser:
     training = command("train", run_train, "train a head, or continue")
     training.add_argument("--work", type=Path, required=True, help="folder of answers and results")
     training.add_argument("--answers", type=Path, help="folder of the answers (default: --work)")
+    training.add_argument("--wait-tokens", type=number(1), help="wait for so many tokens of answers")
     training.add_argument("--start", type=Path, help="folder of a head to train further")
     training.add_argument("--vocabulary", type=number(16), default=5504, help="tokens that it can propose")
     training.add_argument("--shared-head", action="store_true", help="use the model's output projection")
@@ -98,21 +99,28 @@ def run_generate(options: argparse.Namespace) -> None:
     )
 
     async def run() -> None:
-        async with Engine(model, config) as engine:
+        async with Engine(model, config, on_progress=show) as engine:
             num_tokens = await generate(engine, chat, options.work, limits, options.seed)
         print(f"{num_tokens} tokens are generated", file=sys.stderr)
 
     anyio.run(run)
 
 
-def run_train(options: argparse.Namespace) -> None:
-    folder = options.answers or options.work
-    answers = read_answers(sorted(folder.glob("answers-*.jsonl")))
-    if not answers:
-        raise FileNotFoundError(f"{folder}: holds no answers: run the command generate first")
+def show(progress: Progress) -> None:
+    if progress.fraction in (0.0, 1.0):
+        print(f"{progress.stage}: {progress.fraction:.0%}", file=sys.stderr, flush=True)
 
+
+def run_train(options: argparse.Namespace) -> None:
+    folder = AnswerFolder(options.answers or options.work)
     options.work.mkdir(parents=True, exist_ok=True)
     target = load_target(options.model or str(smollm2.path()), torch.device(options.device))
+    if options.wait_tokens is not None:
+        folder.wait(options.wait_tokens)
+    answers, evaluation = folder.training(), folder.evaluation()
+    if not answers or not evaluation:
+        raise FileNotFoundError(f"{options.answers or options.work}: holds no answers: run generate first")
+
     vocabulary, share = draft_vocabulary(answers, options.vocabulary)
     if options.start is not None:
         head = DraftHead.load(options.start, target)
@@ -136,7 +144,7 @@ def run_train(options: argparse.Namespace) -> None:
     )
     if training.restore():
         print(f"continues after step {training.step}", file=sys.stderr)
-    training.run(answers, read_answers([folder / "evaluation.jsonl"]))
+    training.run(folder.training, evaluation)
 
 
 def run_measure(options: argparse.Namespace) -> None:

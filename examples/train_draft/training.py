@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,8 +126,8 @@ class Training:
         self.num_tokens, self.best = state["num_tokens"], state["best"]
         return True
 
-    def run(self, answers: Sequence[Answer], evaluation: Sequence[Answer]) -> None:
-        """Train until the settings' end."""
+    def run(self, answers: Callable[[], Sequence[Answer]], evaluation: Sequence[Answer]) -> None:
+        """Train until the settings' end. `answers` is called before each pass over them."""
         settings = self._settings
         started_at, evaluated_at = time.monotonic() - self.seconds, time.monotonic()
         losses: list[torch.Tensor] = []
@@ -159,17 +160,15 @@ class Training:
         rise = min(1.0, (self.step + 1) / 20, (progress + 1e-3) / settings.warmup)
         return settings.learning_rate * rise * 0.5 * (1 + math.cos(math.pi * progress))
 
-    def _batches(self, answers: Sequence[Answer]) -> Iterator[list[Conversation]]:
+    def _batches(self, answers: Callable[[], Sequence[Answer]]) -> Iterator[list[Conversation]]:
         """Batches without end, from the one after `step`."""
         settings, num_passed = self._settings, 0
-        conversations = [Conversation.of(answer, settings.max_length) for answer in answers]
-        usable = [each for each in conversations if len(each.token_ids) >= each.start + settings.unrolled]
-        epoch = 0
-        while True:
+        for epoch in itertools.count():
+            conversations = [Conversation.of(answer, settings.max_length) for answer in answers()]
+            usable = [each for each in conversations if len(each.token_ids) >= each.start + settings.unrolled]
             batches = make_batches(usable, settings.tokens_per_batch, settings.seed + epoch)
             yield from batches[max(0, self.step - num_passed) :]
             num_passed += len(batches)
-            epoch += 1
 
     def _update(self, loss: torch.Tensor) -> None:
         for group in self._optimizer.param_groups:

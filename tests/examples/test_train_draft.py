@@ -17,7 +17,7 @@ from model_zoo import NUM_MODELS, make_model
 from safetensors.torch import load_file
 from train_draft import answers, measuring, questions
 from train_draft.acceptance import Acceptance, evaluate, walk
-from train_draft.answers import Answer, read_answers, repeated_share
+from train_draft.answers import Answer, AnswerFolder, repeated_share
 from train_draft.batches import Batch, Conversation, draft_vocabulary, make_batches
 from train_draft.commands import main
 from train_draft.head import DraftHead, HeadPass, head_settings
@@ -111,7 +111,15 @@ def test_answers_are_read_without_a_line_that_is_not_whole(target: Target, tmp_p
     file = tmp_path / "answers-0.jsonl"
     lines = b"".join(msgspec.json.encode(each) + b"\n" for each in written)
     file.write_bytes(lines + b'{"kind":"chat","tem')
-    assert read_answers([file]) == written
+    folder = AnswerFolder(tmp_path)
+    assert folder.training() == written
+    with file.open("ab") as output:
+        output.write(b'perature":0.0,"prompt_ids":[1],"token_ids":[2]}\n')
+    assert folder.training() == [
+        *written,
+        Answer(kind="chat", temperature=0.0, prompt_ids=[1], token_ids=[2]),
+    ]
+    assert folder.evaluation() == []
 
 
 def test_draft_vocabulary_has_the_most_frequent_tokens() -> None:
@@ -265,7 +273,7 @@ def test_acceptance_is_that_of_the_engine(folder: Path, target: Target, tmp_path
     ]
     settings = TrainingSettings(num_steps=100, seconds=600.0, evaluate_every_s=600.0, unrolled=3)
     head = new_head(target, draft_vocab_size=450)
-    Training(head, target, tmp_path, settings).run(answers, answers)
+    Training(head, target, tmp_path, settings).run(lambda: answers, answers)
     speculation = Speculation(draft=tmp_path / "draft", shape=Chain(3), adaptive=False)
     drafted = asyncio.run(ask(CONFIG.replace(speculation=speculation)))
     head = DraftHead.load(tmp_path / "draft", target)
@@ -290,7 +298,7 @@ def test_training_continues_where_it_was_stopped(
         )
         training = Training(new_head(target), target, tmp_path / name, settings)
         training.restore()
-        training.run(answers, answers[:1])
+        training.run(lambda: answers, answers[:1])
         return training
 
     def stop(self: Training, loss: torch.Tensor) -> None:
@@ -328,10 +336,11 @@ def test_commands_make_a_head_for_the_engine(
         assert main([str(argument) for argument in arguments]) == 0
 
     run("generate", folder, "--work", work, "--tokens", 200, "--lanes", 4, "--max-answer", 12)
-    num_answers = len(read_answers([work / "answers-0.jsonl"]))
+    num_answers = len(AnswerFolder(work).training())
     run("generate", folder, "--work", work, "--tokens", 20, "--lanes", 4, "--max-answer", 12)
-    assert len(read_answers([work / "answers-0.jsonl"])) > num_answers > 0
+    assert len(AnswerFolder(work).training()) > num_answers > 0
     settings = ("--vocabulary", 60, "--steps", 2, "--batch-tokens", 256, "--device", "cpu")
+    settings += ("--wait-tokens", 100)
     run("train", folder, "--work", work, *settings)
     options = ("--prompts", file, "--max-tokens", 8, "--batches", 2)
     run("measure", folder, "--draft", work / "draft", "--output", output, *options)
