@@ -129,6 +129,9 @@ class RecordingDevice:
                 step()
         self.kernels += kernels
 
+    def mapped_memory(self, num_bytes: int, peers: Sequence[torch.device]) -> torch.Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=self.torch_device)
+
     def warm_up(self, step: Callable[[], None]) -> None:
         pass
 

@@ -1,0 +1,100 @@
+"""The executor over several GPUs against the one over one GPU: same scheduler, same requests, same steps."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from interpreted_device import InterpretedDevice
+from lockstep_devices import Lockstep
+from scheduled_run import run_scheduled, sampling_of
+
+from drift_sdk._kernels.gemm.tuning import TunedTable
+from drift_sdk.execution.drafter_factory import NO_DRAFTER, DrafterFactory
+from drift_sdk.execution.graph.executor import GraphExecutor
+from drift_sdk.execution.graph.gpu_graphs import GpuModel
+from drift_sdk.execution.graph.options import GraphOptions
+from drift_sdk.execution.graph.parallel_executor import ParallelExecutor
+from drift_sdk.models.decoder import Decoder, random_tensors
+from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.shard import Shard, cut_head, load_shard
+from drift_sdk.steps import ExecutorLimits, SlotSampling
+
+pytestmark = [
+    pytest.mark.kernel,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_tensor_parallel.py has GPUs"),
+]
+
+SIZES = {
+    "model_type": "qwen2",
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 64,
+}
+BUDGET = 8
+Request = tuple[list[int], SlotSampling]
+
+
+def config_of(**changes: object) -> DecoderConfig:
+    return DecoderConfig.from_hf(SIZES | changes)
+
+
+def limits_of(config: DecoderConfig) -> ExecutorLimits:
+    return ExecutorLimits(
+        vocab_size=config.vocab_size, max_num_seqs=2, max_model_len=32, num_blocks=16, block_size=4
+    )
+
+
+def requests_of(seed: int) -> list[Request]:
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(3, 200) for _ in range(length)] for length in (10, 3, 6)]
+    changes = (
+        {"logit_bias": ((17, 0.5),)},
+        {"temperature": 0.8, "top_p": 0.9, "seed": 3, "num_logprobs": 2},
+        {"repetition_penalty": 1.4, "allowed_token_ids": tuple(range(100))},
+    )
+    return [
+        (prompt, sampling_of(len(prompt), 3, **change))
+        for prompt, change in zip(prompts, changes, strict=True)
+    ]
+
+
+def parallel_executor(
+    config: DecoderConfig, group: Lockstep, factory: DrafterFactory = NO_DRAFTER, **options: object
+) -> ParallelExecutor:
+    placement = {"device": torch.device("cpu"), "dtype": torch.float32}
+    models = []
+    for device in group.devices:
+        shard = Shard(rank=device.rank, size=len(group.devices))
+        decoder = load_shard(config, random_tensors(config, **placement), shard, **placement)
+        cut_head(decoder, shard)
+        models.append(GpuModel(device=device, decoder=decoder, tuned=TunedTable(), drafter_factory=factory))
+    options = {"prefill_token_budget": BUDGET, "exact_prefill": True, **options}
+    return ParallelExecutor(models, limits_of(config), GraphOptions(**options))
+
+
+def single_executor(config: DecoderConfig, factory: DrafterFactory = NO_DRAFTER) -> GraphExecutor:
+    decoder = Decoder.random(config, device="cpu", dtype=torch.float32)
+    options = GraphOptions(prefill_token_budget=BUDGET, exact_prefill=True)
+    limits = limits_of(config)
+    return GraphExecutor(InterpretedDevice(), decoder, limits, TunedTable(), options, drafter_factory=factory)
+
+
+def test_tokens_are_those_of_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts in chunks, mixed steps, reused slots, sampling rules; of a model with biases."""
+    config, requests = config_of(), requests_of(1)
+    one = single_executor(config)
+    expected = run_scheduled(one, requests, prefill_token_budget=BUDGET)
+    one.close()
+    group = Lockstep(2, monkeypatch)
+    executor = parallel_executor(config, group)
+    assert run_scheduled(executor, requests, prefill_token_budget=BUDGET) == expected
+    assert group.num_exchanges > 0
+    executor.close()
+    assert all(device.is_closed for device in group.devices)
