@@ -5,6 +5,7 @@ The rate is taken from the difference between generating two numbers of tokens.
 python -m perf.decode --model llama-3.1-8b --scenario single-512 batch64-512
 python -m perf.decode --model smollm2-135m --peer transformers --out decode.json
 python -m perf.decode --temperature 0.8 --top-p 0.95
+python -m perf.decode --model llama-3.1-8b --tensor-parallel 2
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ async def measure_one(
     context = scenario.mean_context(options.lengths)
     run = DecodeRun.of_rounds(
         rounds_s,
-        model.decode_bytes(scenario.batch, context, options.itemsize, num_experts),
+        model.decode_bytes(scenario.batch, context, options.itemsize, num_experts) / options.tensor_parallel,
         bandwidth_tb_s,
         engine="drift",
         executor=engine.executor,
@@ -85,6 +86,7 @@ async def measure_one(
         num_experts=UNSET if num_experts is None else num_experts,
         temperature=params.temperature or UNSET,
         top_p=params.top_p if params.temperature else UNSET,
+        tensor_parallel=options.tensor_parallel if options.tensor_parallel > 1 else UNSET,
     )
     await measure_host(engine, prompts, replace(params, max_tokens=long), run)
     run.slow_paths = slow_paths(engine.stats())
@@ -140,6 +142,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--temperature", type=float, default=0.0, help="above 0: sampled, written to another file"
     )
     arguments_parser.add_argument("--top-p", type=float, default=1.0)
+    arguments_parser.add_argument(
+        "--tensor-parallel", type=int, default=1, help="GPUs that the model is divided between"
+    )
     given = arguments_parser.parse_args(arguments)
     if given.temperature and given.peer:
         arguments_parser.error("--temperature: expected 0 with --peer, because peers are greedy")
@@ -150,12 +155,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         executor=given.executor,
         max_model_len=given.max_model_len,
         strict_performance=given.strict_performance,
+        tensor_parallel=given.tensor_parallel,
         repeats=given.repeats,
         params=replace(GREEDY, temperature=given.temperature, top_p=given.top_p),
     )
-    recording = Recording(
-        "sampled" if given.temperature else "decode", given.device, given.out, "transformers"
-    )
+    topic = "decode" if given.tensor_parallel == 1 else "parallel"
+    if given.temperature:
+        topic = "sampled"
+    recording = Recording(topic, given.device, given.out, "transformers")
     with tempfile.TemporaryDirectory() as folder:
         model = prepare(given.model, Path(folder))
         asyncio.run(measure(model, given.scenario, options, recording.bandwidth_tb_s, recording.add))

@@ -22,15 +22,18 @@ from drift_sdk.errors import ConfigError, ModelLoadError, RequestError, short_re
 from drift_sdk.execution.drafter_factory import DrafterFactory
 from drift_sdk.execution.stages import StageMarks
 from drift_sdk.loading.source import Source, eos_token_ids, expand_home, name_role, resolve
-from drift_sdk.models.decoder import Decoder
+from drift_sdk.loading.tensors import TensorSource
+from drift_sdk.models.decoder import Decoder, random_tensors
 from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.shard import Shard, cut_head, load_shard
 from drift_sdk.models.weights import weight_bytes
 from drift_sdk.progress import Download, Report, ignore_progress
 from drift_sdk.sampling_params import SamplingParams
 from drift_sdk.scheduling.config import SchedulerConfig
-from drift_sdk.startup.device_memory import DeviceMemory, opening_lock
+from drift_sdk.startup.device_memory import DeviceMemory
 from drift_sdk.startup.draft_startup import open_drafter_factory
 from drift_sdk.startup.executor_factory import (
+    ModelPart,
     OpenedExecutor,
     choose_executor,
     kv_demand,
@@ -38,6 +41,12 @@ from drift_sdk.startup.executor_factory import (
     open_graph_executor,
 )
 from drift_sdk.startup.kv_sizing import KVDemand, check_model_len, gib
+from drift_sdk.startup.tensor_parallel import (
+    check_division,
+    opening_locks,
+    parallel_devices,
+    shards_of,
+)
 from drift_sdk.startup.weight_form import choose_weight_form, stored_scheme
 from drift_sdk.steps import ExecutorLimits
 from drift_sdk.text.chat import ChatTemplate
@@ -73,6 +82,7 @@ def open_model(
     device = choose_device(config)
     dtype = choose_dtype(config, device)
     choose_executor(config, device)  # raises before anything is downloaded
+    devices = parallel_devices(config, device)
     source = resolve(
         model,
         **hub_settings(config),
@@ -83,22 +93,23 @@ def open_model(
     )
     decoder_config = read_config(source, config)
     executor_name, fallback = choose_executor(config, device, decoder_config)
+    check_division(config, decoder_config, executor_name)
 
     report("load tokenizer", 0.0)
     load = partial(load_text, source, config, decoder_config.vocab_size)
-    with opening_lock(device), loaded_beside(config, load, report) as loading_text:
-        memory = DeviceMemory(device, config)
-        weights = _Weights(source, decoder_config, device, dtype)
-        decoder = _load_decoder(weights, config, memory, checked(report, loading_text))
-        drafter_factory = open_drafter_factory(config, decoder, report)
+    with opening_locks(devices), loaded_beside(config, load, report) as loading_text:
+        parts = []
+        for place, shard in zip(devices, shards_of(config), strict=True):
+            weights = _Weights(source, decoder_config, place, dtype, shard)
+            parts.append(_load_part(weights, config, checked(report, loading_text)))
+        first = parts[0]
+        drafter_factory = first.drafter_factory
         text = loading_text.result()
-        demand = kv_demand(decoder, drafter_factory, config.block_size or BLOCK_SIZES[executor_name])
+        demand = kv_demand(first.decoder, drafter_factory, config.block_size or BLOCK_SIZES[executor_name])
         if executor_name == "graph":
-            opened = open_graph_executor(
-                config, decoder, demand, memory, drafter_factory, report, acceptance_trace, stages
-            )
+            opened = open_graph_executor(config, parts, demand, report, acceptance_trace, stages)
         else:
-            opened = open_eager_executor(config, decoder, demand, memory, drafter_factory)
+            opened = open_eager_executor(config, first, demand)
     _log_kv_cache(opened.executor.limits, demand)
     report("ready", 1.0)
     return LoadedModel(
@@ -152,12 +163,14 @@ class Text(Struct, frozen=True, kw_only=True):
 
 
 class _Weights(Struct, frozen=True):
-    """Source, configuration, device and dtype of the decoder's weights."""
+    """Source, configuration, device and dtype of the decoder's weights, and the part of them to load; None:
+    all."""
 
     source: Source
     config: DecoderConfig
     device: torch.device
     dtype: torch.dtype
+    shard: Shard | None
 
 
 def load_text(source: Source, config: EngineConfig, vocab_size: int, report: Report) -> Text:
@@ -223,9 +236,11 @@ def hub_settings(config: EngineConfig) -> dict[str, Any]:
 def _check_shapes(source: Source, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> None:
     """Raise the errors of opening a model that its config shows, before its weights are downloaded."""
     decoder_config = read_config(source, config)
-    choose_executor(config, device, decoder_config)
+    executor_name, _ = choose_executor(config, device, decoder_config)
+    check_division(config, decoder_config, executor_name)
     check_model_len(config, decoder_config.max_position_embeddings)
     form = choose_weight_form(config, decoder_config)
+    decoder_config = Shard(rank=0, size=config.tensor_parallel).config(decoder_config)
     if form != "stored" or stored_scheme(config, decoder_config) is None:  # else files have the sizes
         DeviceMemory(device, config).check_weights(weight_bytes(decoder_config, dtype, form))
 
@@ -352,9 +367,22 @@ def _default_params(source: Source) -> SamplingParams:
         raise ModelLoadError(f"{file}: {name}={short_repr(error.value)}: expected {error.allowed}") from error
 
 
+def _load_part(weights: _Weights, config: EngineConfig, report: Report) -> ModelPart:
+    """Load the decoder, or its part, and the draft on a device."""
+    memory = DeviceMemory(weights.device, config)
+    decoder = _load_decoder(weights, config, memory, report)
+    drafter_factory = open_drafter_factory(config, decoder, report)
+    if weights.shard is not None:
+        cut_head(decoder, weights.shard)
+    return ModelPart(decoder=decoder, memory=memory, drafter_factory=drafter_factory)
+
+
 def _load_decoder(weights: _Weights, config: EngineConfig, memory: DeviceMemory, report: Report) -> Decoder:
     report("load weights", 0.0)
     form = choose_weight_form(config, weights.config)
+    if weights.shard is not None:
+        return _load_shard(weights, weights.shard, config, memory, report)
+
     if config.load == "random":
         return Decoder.random(
             weights.config,
@@ -371,5 +399,24 @@ def _load_decoder(weights: _Weights, config: EngineConfig, memory: DeviceMemory,
         dtype=weights.dtype,
         form=form,
         on_tensor=lambda done, total: report("load weights", done / total),
+        check_bytes=memory.check_weights,
+    )
+
+
+def _load_shard(
+    weights: _Weights, shard: Shard, config: EngineConfig, memory: DeviceMemory, report: Report
+) -> Decoder:
+    tensors: TensorSource
+    if config.load == "random":
+        tensors = random_tensors(weights.config, device=weights.device, dtype=weights.dtype)
+    else:
+        tensors = weights.source.tensors()
+    return load_shard(
+        weights.config,
+        tensors,
+        shard,
+        device=weights.device,
+        dtype=weights.dtype,
+        on_tensor=lambda done, total: report("load weights", (shard.rank + done / total) / shard.size),
         check_bytes=memory.check_weights,
     )

@@ -90,6 +90,10 @@ class Exchange:
         memory.report.zero_()
         memory.limit.fill_(int(timeout_s * 1e9))
 
+    def disarm(self) -> None:
+        """Have nothing wait for peers, as before `arm`. All GPUs have to be idle."""
+        self._memory.limit.zero_()
+
     def check(self) -> None:
         """Raise ExecutorError if a wait for a peer has taken too long in a step that has ended."""
         flag = int(self._memory.report[0]) - 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import msgspec
 
@@ -49,7 +50,9 @@ class ParallelExecutor(GraphExecutor):
         self.limits = limits
         group = DeviceGroup([model.device for model in models])
         buckets = graph_buckets(models[0], limits, options)
-        with typed_errors(group):
+        with ExitStack() as stack:
+            for model in models:
+                stack.enter_context(typed_errors(model.device))
             with group.work():
                 ring = open_ring(group, limits, buckets, options)
             sizes = exchange_sizes(models[0], buckets, limits, len(models))
