@@ -20,9 +20,9 @@ from drift_sdk.execution.strict import StrictExecutor
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.progress import Report
-from drift_sdk.startup.device_memory import DeviceMemory
 from drift_sdk.startup.graph_support import options_without_graphs
 from drift_sdk.startup.kv_sizing import KVDemand, MemoryRoom, size_kv
+from drift_sdk.startup.model_part import ModelPart
 from drift_sdk.steps import Executor, ExecutorLimits
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from drift_sdk.execution.graph.options import GraphOptions, StartupHooks
 
 __all__ = [
-    "ModelPart",
     "OpenedExecutor",
     "choose_executor",
     "kv_demand",
@@ -49,14 +48,6 @@ GRAPH_BYTES_PER_LAYER = 2**15
 of Llama-3.1-8B, which is 19 KiB a layer (graphs by kind in perf/results/nvidia-h200/memory.json). Smaller
 buckets load kernels that larger ones do not use, and log-probabilities of prompts are computed outside the
 graphs."""
-
-
-class ModelPart(Struct, frozen=True, kw_only=True):
-    """A model on a device, or the part of one that a GPU has, and its draft. memory: of the device."""
-
-    decoder: Decoder
-    memory: DeviceMemory
-    drafter_factory: DrafterFactory
 
 
 class OpenedExecutor(Struct, frozen=True, kw_only=True):

@@ -22,18 +22,14 @@ from drift_sdk.errors import ConfigError, ModelLoadError, RequestError, short_re
 from drift_sdk.execution.drafter_factory import DrafterFactory
 from drift_sdk.execution.stages import StageMarks
 from drift_sdk.loading.source import Source, eos_token_ids, expand_home, name_role, resolve
-from drift_sdk.loading.tensors import TensorSource
-from drift_sdk.models.decoder import Decoder, random_tensors
 from drift_sdk.models.decoder_config import DecoderConfig
-from drift_sdk.models.shard import Shard, cut_head, load_shard
+from drift_sdk.models.shard import Shard
 from drift_sdk.models.weights import weight_bytes
 from drift_sdk.progress import Download, Report, ignore_progress
 from drift_sdk.sampling_params import SamplingParams
 from drift_sdk.scheduling.config import SchedulerConfig
 from drift_sdk.startup.device_memory import DeviceMemory
-from drift_sdk.startup.draft_startup import open_drafter_factory
 from drift_sdk.startup.executor_factory import (
-    ModelPart,
     OpenedExecutor,
     choose_executor,
     kv_demand,
@@ -41,6 +37,7 @@ from drift_sdk.startup.executor_factory import (
     open_graph_executor,
 )
 from drift_sdk.startup.kv_sizing import KVDemand, check_model_len, gib
+from drift_sdk.startup.model_part import StoredWeights, load_part
 from drift_sdk.startup.tensor_parallel import (
     check_division,
     opening_locks,
@@ -100,8 +97,8 @@ def open_model(
     with opening_locks(devices), loaded_beside(config, load, report) as loading_text:
         parts = []
         for place, shard in zip(devices, shards_of(config), strict=True):
-            weights = _Weights(source, decoder_config, place, dtype, shard)
-            parts.append(_load_part(weights, config, checked(report, loading_text)))
+            weights = StoredWeights(source, decoder_config, place, dtype, shard)
+            parts.append(load_part(weights, config, checked(report, loading_text)))
         first = parts[0]
         drafter_factory = first.drafter_factory
         text = loading_text.result()
@@ -160,17 +157,6 @@ class Text(Struct, frozen=True, kw_only=True):
     chat_template: ChatTemplate | None
     eos_token_ids: tuple[int, ...]
     default_params: SamplingParams
-
-
-class _Weights(Struct, frozen=True):
-    """Source, configuration, device and dtype of the decoder's weights, and the part of them to load; None:
-    all."""
-
-    source: Source
-    config: DecoderConfig
-    device: torch.device
-    dtype: torch.dtype
-    shard: Shard | None
 
 
 def load_text(source: Source, config: EngineConfig, vocab_size: int, report: Report) -> Text:
@@ -365,58 +351,3 @@ def _default_params(source: Source) -> SamplingParams:
     except RequestError as error:
         name = next(name for name, field in names.items() if field == error.field)
         raise ModelLoadError(f"{file}: {name}={short_repr(error.value)}: expected {error.allowed}") from error
-
-
-def _load_part(weights: _Weights, config: EngineConfig, report: Report) -> ModelPart:
-    """Load the decoder, or its part, and the draft on a device."""
-    memory = DeviceMemory(weights.device, config)
-    decoder = _load_decoder(weights, config, memory, report)
-    drafter_factory = open_drafter_factory(config, decoder, report)
-    if weights.shard is not None:
-        cut_head(decoder, weights.shard)
-    return ModelPart(decoder=decoder, memory=memory, drafter_factory=drafter_factory)
-
-
-def _load_decoder(weights: _Weights, config: EngineConfig, memory: DeviceMemory, report: Report) -> Decoder:
-    report("load weights", 0.0)
-    form = choose_weight_form(config, weights.config)
-    if weights.shard is not None:
-        return _load_shard(weights, weights.shard, config, memory, report)
-
-    if config.load == "random":
-        return Decoder.random(
-            weights.config,
-            device=weights.device,
-            dtype=weights.dtype,
-            form=form,
-            check_bytes=memory.check_weights,
-        )
-
-    return Decoder.load(
-        weights.config,
-        weights.source.tensors(),
-        device=weights.device,
-        dtype=weights.dtype,
-        form=form,
-        on_tensor=lambda done, total: report("load weights", done / total),
-        check_bytes=memory.check_weights,
-    )
-
-
-def _load_shard(
-    weights: _Weights, shard: Shard, config: EngineConfig, memory: DeviceMemory, report: Report
-) -> Decoder:
-    tensors: TensorSource
-    if config.load == "random":
-        tensors = random_tensors(weights.config, device=weights.device, dtype=weights.dtype)
-    else:
-        tensors = weights.source.tensors()
-    return load_shard(
-        weights.config,
-        tensors,
-        shard,
-        device=weights.device,
-        dtype=weights.dtype,
-        on_tensor=lambda done, total: report("load weights", (shard.rank + done / total) / shard.size),
-        check_bytes=memory.check_weights,
-    )
