@@ -53,6 +53,7 @@ class PeerMemory(Struct, frozen=True, kw_only=True):
     """The exchange memory as one rank sees it.
 
     rank:    this GPU's number.
+    num_bytes: of a block.
     bases:   [num_ranks] int64, the address of each rank's block.
     flags:   [num_ranks, num_flags] int32, the beginning of this rank's block: peers store theirs here.
     epoch:   [1] int32.
@@ -61,6 +62,7 @@ class PeerMemory(Struct, frozen=True, kw_only=True):
     """
 
     rank: int
+    num_bytes: int
     bases: Tensor
     flags: Tensor
     epoch: Tensor
@@ -259,5 +261,6 @@ def check_peer_tensor(name: str, tensor: PeerTensor) -> None:
     if not 0 <= tensor.flag < num_flags:
         raise ValueError(f"{name}: flag {tensor.flag}: expected 0 to {num_flags - 1}")
 
-    if offset < tensor.memory.flags.nbytes or offset % 16:
+    end = offset + tensor.own.nbytes
+    if not tensor.memory.flags.nbytes <= offset <= end <= tensor.memory.num_bytes or offset % 16:
         raise ValueError(f"{name}: {offset} bytes from the block's beginning: expected a buffer of the block")

@@ -122,6 +122,7 @@ def open_exchanges(devices: Sequence[Device], sizes: ExchangeSizes) -> list[Exch
         with device.work():
             memory = PeerMemory(
                 rank=rank,
+                num_bytes=block.nbytes,
                 bases=torch.tensor(addresses, dtype=torch.int64, device=device.torch_device),
                 flags=block[: 4 * len(devices) * sizes.num_flags].view(torch.int32).view(len(devices), -1),
                 epoch=torch.zeros(1, dtype=torch.int32, device=device.torch_device),
