@@ -18,20 +18,20 @@ from drift_sdk.execution.device import exchange
 from drift_sdk.execution.forward import residual_stream
 from drift_sdk.execution.rounds import sample_commit
 
-__all__ = ["Lockstep", "LockstepDevice"]
+__all__ = ["Lockstep", "LockstepDevice", "LockstepReplay"]
 
 
 class Lockstep:
     """Devices that launch every replay together.
 
-    num_exchanges: of all devices so far. silent: devices whose flags are not raised.
+    num_exchanges: of all devices so far. is_last_silent: the flags of the last device are raised too late.
     """
 
     def __init__(self, num_devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.devices = [LockstepDevice(self, rank) for rank in range(num_devices)]
         self.blocks: list[torch.Tensor] = []
         self.num_exchanges = 0
-        self.silent: set[int] = set()
+        self.is_last_silent = False
         self._pending: list[Callable[[], None]] = []
         self._turns = [threading.Semaphore(0) for _ in self.devices]
         self._errors: list[BaseException] = []
@@ -91,7 +91,7 @@ class Lockstep:
             assert isinstance(memory, PeerMemory)
             epoch = int(memory.epoch) + 1
         rank, num_flags = memory.rank, memory.flags.shape[1]
-        if rank not in self.silent:
+        if rank + 1 < len(self.devices) or not self.is_last_silent:
             for block in self.blocks:
                 flags = block[: memory.flags.nbytes].view(torch.int32).view(-1, num_flags)
                 flags[rank, flag] = epoch

@@ -100,6 +100,9 @@ def open_model(
             weights = StoredWeights(source, decoder_config, place, dtype, shard)
             parts.append(load_part(weights, config, checked(report, loading_text)))
         first = parts[0]
+        if len({part.drafter_factory.draft_choices for part in parts}) > 1:
+            raise ModelLoadError("the draft could be loaded on some GPUs alone")
+
         drafter_factory = first.drafter_factory
         text = loading_text.result()
         demand = kv_demand(first.decoder, drafter_factory, config.block_size or BLOCK_SIZES[executor_name])
