@@ -11,9 +11,19 @@ from typing import Any
 import anyio
 import pytest
 import torch
-from random_folder import make_random_folder
+from random_folder import make_random_draft_folder, make_random_folder
 
-from drift_sdk import Completion, Engine, EngineConfig, ExecutorError, NGram, SamplingParams, Speculation
+from drift_sdk import (
+    Chain,
+    Completion,
+    DynamicTree,
+    Engine,
+    EngineConfig,
+    ExecutorError,
+    NGram,
+    SamplingParams,
+    Speculation,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -96,18 +106,32 @@ async def answers(engine: Engine, requests: list[Case]) -> list[Completion]:
     return [found[index] for index in range(len(requests))]
 
 
+CASES = cases(32, seed=1, num_tokens=24)
+
+
 def same(ones: list[Completion], others: list[Completion]) -> None:
     for one, other in zip(ones, others, strict=True):
         assert one.token_ids == other.token_ids
         assert one.logprobs == other.logprobs
 
 
-@pytest.mark.parametrize("speculation", [None, Speculation(draft=NGram())])
-def test_two_gpus_give_the_tokens_of_one(folder: Path, speculation: Speculation | None) -> None:
-    requests = cases(32, seed=1, num_tokens=24)
-    one = anyio.run(answers, engine_on(folder, 1, speculation=speculation), requests)
-    two = anyio.run(answers, engine_on(folder, 2, speculation=speculation), requests)
-    same(one, two)
+@pytest.fixture(scope="module")
+def of_one(folder: Path) -> list[Completion]:
+    """The answers of one GPU."""
+    return anyio.run(answers, engine_on(folder, 1), CASES)
+
+
+@pytest.mark.parametrize("drafts", ["none", "ngram", "chain", "tree"])
+def test_two_gpus_give_the_tokens_of_one(drafts: str, folder: Path, of_one: list[Completion]) -> None:
+    """Drafts are made on both GPUs."""
+    speculation = None
+    if drafts == "ngram":
+        speculation = Speculation(draft=NGram())
+    elif drafts != "none":
+        draft = make_random_draft_folder(folder / "draft", folder)
+        shape = DynamicTree(depth=3, top_k=4, num_draft_tokens=7) if drafts == "tree" else Chain(3)
+        speculation = Speculation(draft=draft, shape=shape, checks=drafts == "chain")
+    same(of_one, anyio.run(answers, engine_on(folder, 2, speculation=speculation), CASES))
 
 
 def test_a_request_alone_gets_the_tokens_that_it_gets_in_a_batch(folder: Path) -> None:
