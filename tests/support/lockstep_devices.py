@@ -41,6 +41,7 @@ class Lockstep:
             (residual_stream, "add_norm_across"),
             (sample_commit, "gather_logits"),
             (exchange, "begin_exchange"),
+            (exchange, "share_drafts"),
         ):
             patch(module, name, self._meeting(getattr(module, name)))
 
@@ -51,6 +52,7 @@ class Lockstep:
             return
 
         steps, self._pending = self._pending, []
+        self._turns = [threading.Semaphore(0) for _ in self.devices]
         threads = [threading.Thread(target=self._run, args=(rank, each)) for rank, each in enumerate(steps)]
         self._is_running = True
         for thread in threads:
@@ -59,18 +61,21 @@ class Lockstep:
         for thread in threads:
             thread.join()
         self._is_running = False
-        self._turns[0].acquire()  # released by the last device
         if self._errors:
-            raise self._errors.pop()
+            raise self._errors[0]
 
     def _run(self, rank: int, step: Callable[[], None]) -> None:
         self._turns[rank].acquire()
         try:
+            if self._errors:
+                return
+
             with torch.inference_mode():
                 step()
         except BaseException as error:
             self._errors.append(error)
-        self._turns[(rank + 1) % len(self._turns)].release()
+        finally:
+            self._turns[(rank + 1) % len(self._turns)].release()
 
     def _meeting(self, launch: Callable[..., None]) -> Callable[..., None]:
         def wrapped(*arguments: object, **options: object) -> None:
@@ -97,6 +102,8 @@ class Lockstep:
                 flags[rank, flag] = epoch
         self._turns[(rank + 1) % len(self._turns)].release()
         self._turns[rank].acquire()
+        if self._errors:
+            raise RuntimeError("another device failed")
 
 
 class LockstepReplay:

@@ -12,6 +12,7 @@ import torch
 from drift_sdk._kernels.exchange.add_norm_across import add_norm_across, add_norm_across_reference
 from drift_sdk._kernels.exchange.gather_logits import gather_logits, gather_logits_reference
 from drift_sdk._kernels.exchange.peer_memory import PeerTensor, begin_exchange
+from drift_sdk._kernels.exchange.share_drafts import share_drafts_reference
 from drift_sdk._kernels.layers.residual_norm import add_norm
 from drift_sdk.errors import ExecutorError
 from drift_sdk.execution.device.exchange import Exchange, ExchangeSizes, open_exchanges
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.kernel
 
 EPS = 1e-5
 NUM_SUMS = 6
-SIZES = ExchangeSizes(num_sums=NUM_SUMS, sum_size=2 * 3 * 1024, logits_size=3 * 3000)
+SIZES = ExchangeSizes(num_sums=NUM_SUMS, sum_size=2 * 3 * 1024, logits_size=3 * 3000, num_drafts=40)
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float16
 
 
@@ -128,7 +129,20 @@ def test_a_step_begins_when_all_ranks_have_come_to_it(exchanges: list[Exchange])
     exchanges[0].check()
 
 
-@pytest.mark.parametrize("place", ["sum 3 of 6", "logits", "beginning"])
+@pytest.mark.parametrize("num_rows", [1, 40])
+def test_drafts_are_those_of_the_first_rank(num_rows: int, exchanges: list[Exchange], device: str) -> None:
+    def columns() -> list[torch.Tensor]:
+        return [torch.randint(-1, 100, (num_rows,), dtype=torch.int32, device=device) for _ in range(3)]
+
+    of_ranks = [columns(), columns()]
+    expected = share_drafts_reference(of_ranks)
+    for exchange, own in zip(exchanges, of_ranks, strict=True):
+        exchange.share_drafts(own)
+        exchange.check()
+        assert all(torch.equal(one, other) for one, other in zip(own, expected, strict=True))
+
+
+@pytest.mark.parametrize("place", ["sum 3 of 6", "logits", "beginning", "drafts"])
 def test_a_rank_that_does_not_come_is_reported_once(
     place: str, exchanges: list[Exchange], device: str
 ) -> None:
@@ -137,6 +151,8 @@ def test_a_rank_that_does_not_come_is_reported_once(
     hidden, weight = torch.ones(1, 64, device=device), torch.ones(64, device=device)
     if place == "beginning":
         exchange.begin()
+    elif place == "drafts":
+        exchange.share_drafts([torch.zeros(1, dtype=torch.int32, device=device)] * 3)
     elif place == "logits":
         gather_logits(exchange.logits((1, 8)), torch.empty(1, 16, device=device))
     else:
@@ -184,7 +200,7 @@ def test_wrong_arguments_are_rejected(case: str, exchanges: list[Exchange], devi
     hidden, weight = torch.ones(1, 64, device=device), torch.ones(64, device=device)
     memory, sums = exchanges[0]._memory, exchanges[0].sums(0, (1, 1, 64))
     wrong = {
-        "flag": PeerTensor(memory=memory, own=sums.own, flag=NUM_SUMS + 2),
+        "flag": PeerTensor(memory=memory, own=sums.own, flag=NUM_SUMS + 3),
         "place": PeerTensor(memory=memory, own=sums.own.clone(), flag=0),
         "shape": PeerTensor(memory=memory, own=sums.own[..., :32], flag=0),
     }

@@ -15,11 +15,13 @@ from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.errors import ExecutorError
 from drift_sdk.execution.device.exchange import Exchange, open_exchanges
 from drift_sdk.execution.drafter_factory import NO_DRAFTER, DrafterFactory, NGramDrafterFactory
+from drift_sdk.execution.forward.decode import Rows
 from drift_sdk.execution.graph import parallel_executor as parallel_executor_module
 from drift_sdk.execution.graph.executor import GraphExecutor
 from drift_sdk.execution.graph.gpu_graphs import GpuModel
 from drift_sdk.execution.graph.options import GraphOptions
 from drift_sdk.execution.graph.parallel_executor import PEER_TIMEOUT_S, ParallelExecutor, peer_timeout
+from drift_sdk.execution.rounds.ngram import NGramRounds
 from drift_sdk.models.decoder import Decoder, random_tensors
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.shard import Shard, cut_head, load_shard
@@ -106,7 +108,20 @@ def test_tokens_are_those_of_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_drafts_on_each_gpu_do_not_change_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """N-grams, one layer, a head that is the embedding, and a vocabulary that two GPUs do not divide."""
+    """N-grams, one layer, a head that is the embedding, and a vocabulary that two GPUs do not divide.
+
+    The second GPU drafts something else, which it must not verify.
+    """
+    propose, num_calls = NGramRounds.propose, 0
+
+    def propose_on_each(rounds: NGramRounds, rows: Rows, **sizes: int) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        propose(rounds, rows, **sizes)
+        if num_calls % 2 == 0:
+            rows.token[1::3] = 9
+
+    monkeypatch.setattr(NGramRounds, "propose", propose_on_each)
     config = config_of(model_type="qwen3", num_hidden_layers=1, tie_word_embeddings=True, vocab_size=301)
     prompt = [5, 6, 7, 5, 6, 7, 5, 6]
     requests = [(prompt, sampling_of(len(prompt), 5))]

@@ -10,6 +10,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk._kernels.exchange.peer_memory import PeerMemory, PeerTensor, begin_exchange
+from drift_sdk._kernels.exchange.share_drafts import NUM_COLUMNS, share_drafts
 from drift_sdk.errors import ExecutorError
 from drift_sdk.execution.device.device import Device
 from drift_sdk.models.shard import Shard
@@ -19,6 +20,9 @@ __all__ = ["Exchange", "ExchangeSizes", "open_exchanges"]
 ALIGNMENT = 512
 """Bytes at multiples of which buffers begin, as torch's allocations do."""
 
+OTHERS = ("logits", "beginning", "drafts")
+"""Exchanges of a step besides its sums."""
+
 
 class ExchangeSizes(Struct, frozen=True, kw_only=True):
     """Sizes of what is exchanged in a step.
@@ -26,21 +30,28 @@ class ExchangeSizes(Struct, frozen=True, kw_only=True):
     num_sums:    sums that a step exchanges: two in each layer.
     sum_size:    most numbers of a sum: slices of a GPU times rows times columns.
     logits_size: most numbers of a GPU's part of the logits.
+    num_drafts:  most rows of a round with drafts.
     """
 
     num_sums: int
     sum_size: int
     logits_size: int
+    num_drafts: int = 0
 
     @property
     def num_flags(self) -> int:
-        """Flags of each GPU: of the sums, of the logits and of the beginning of a step."""
-        return self.num_sums + 2
+        """Flags of each GPU: of the sums, and of the `OTHERS`."""
+        return self.num_sums + len(OTHERS)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Numbers of 4 bytes in the two buffers of sums, that of logits and that of drafts."""
+        return self.sum_size, self.sum_size, self.logits_size, NUM_COLUMNS * self.num_drafts
 
     def places(self, num_ranks: int) -> list[int]:
-        """Where the two buffers of sums and that of logits begin, and the end: bytes of a block."""
+        """Where the buffers begin, and the end: bytes of a block."""
         ends = [4 * num_ranks * self.num_flags]
-        for size in (self.sum_size, self.sum_size, self.logits_size):
+        for size in self.lengths:
             ends.append(-(-ends[-1] // ALIGNMENT) * ALIGNMENT + 4 * size)
         return [-(-end // ALIGNMENT) * ALIGNMENT for end in ends]
 
@@ -59,17 +70,16 @@ class Exchange:
         self.shard = shard
         self._memory, self._num_sums = memory, sizes.num_sums
         *places, _ = sizes.places(shard.size)
-        lengths = (sizes.sum_size, sizes.sum_size, sizes.logits_size)
-        first, second, self._logits = (
+        first, second, self._logits, self._drafts = (
             block[place : place + 4 * length].view(torch.float32)
-            for place, length in zip(places, lengths, strict=True)
+            for place, length in zip(places, sizes.lengths, strict=True)
         )
         self._sums = first, second
 
     def begin(self) -> None:
         """Record the kernel that waits until all GPUs have come to this place of the step: before its first
         sum, and before logits without sums."""
-        begin_exchange(self._memory, self._num_sums + 1)
+        begin_exchange(self._memory, self._flag("beginning"))
 
     def sums(self, index: int, shape: tuple[int, int, int]) -> PeerTensor:
         """The buffer for the partial sums [num_slices, R, N] of the step's sum number `index`."""
@@ -79,7 +89,16 @@ class Exchange:
     def logits(self, shape: tuple[int, int]) -> PeerTensor:
         """The buffer for this GPU's part [R, N] of the logits."""
         own = self._logits[: math.prod(shape)].view(shape)
-        return PeerTensor(memory=self._memory, own=own, flag=self._num_sums)
+        return PeerTensor(memory=self._memory, own=own, flag=self._flag("logits"))
+
+    def share_drafts(self, columns: Sequence[Tensor]) -> None:
+        """Record the kernel that replaces columns [R] int32 of drafted rows by those of the first GPU.
+
+        `begin` has to follow.
+        """
+        num_rows = columns[0].shape[0]
+        own = self._drafts[: NUM_COLUMNS * num_rows].view(torch.int32).view(NUM_COLUMNS, num_rows)
+        share_drafts(PeerTensor(memory=self._memory, own=own, flag=self._flag("drafts")), columns)
 
     def arm(self, timeout_s: float) -> None:
         """Have every wait for a peer take at most `timeout_s` seconds from now on. All GPUs have to be idle,
@@ -102,11 +121,14 @@ class Exchange:
 
         place = f"sum {flag} of {self._num_sums}"
         if flag >= self._num_sums:
-            place = "logits" if flag == self._num_sums else "beginning"
+            place = OTHERS[flag - self._num_sums]
         raise ExecutorError(
             f"GPU {self.shard.rank} of a tensor-parallel model has waited in vain for another one "
             f"({place} of a step)"
         )
+
+    def _flag(self, other: str) -> int:
+        return self._num_sums + OTHERS.index(other)
 
 
 def open_exchanges(devices: Sequence[Device], sizes: ExchangeSizes) -> list[Exchange]:

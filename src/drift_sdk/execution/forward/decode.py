@@ -98,6 +98,15 @@ class DecodeForward:
         self.normed = self._buffers.normed
         self._experts = ExpertForward.take(model, rows.slot, self.normed, workspace, is_decoding=True)
 
+    def share_drafts(self, parent: Tensor | None = None) -> None:
+        """Replace the rows, which were drafted, by those of the first GPU, if there are several.
+
+        parent [R] int32: of rows that are nodes of trees, whose positions follow from it.
+        """
+        if self._exchange is not None:
+            rows = self._rows
+            self._exchange.share_drafts((rows.slot, rows.token, rows.position if parent is None else parent))
+
     def run(self) -> None:
         """Record the kernels of all layers."""
         rows, stream, buffers = self._rows, self._stream, self._buffers

@@ -121,4 +121,5 @@ def exchange_sizes(
         num_sums=2 * config.num_layers,
         sum_size=num_slices * num_rows * config.hidden_size,
         logits_size=buckets.max_rows * head.shape[0] if is_divided else 0,
+        num_drafts=buckets.max_rows if len(buckets.drafts) > 1 else 0,
     )
