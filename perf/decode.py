@@ -145,6 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments_parser.add_argument(
         "--tensor-parallel", type=int, default=1, help="GPUs that the model is divided between"
     )
+    arguments_parser.add_argument("--tuning", default="off", help="as in EngineConfig")
     given = arguments_parser.parse_args(arguments)
     if given.temperature and given.peer:
         arguments_parser.error("--temperature: expected 0 with --peer, because peers are greedy")
@@ -156,6 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         max_model_len=given.max_model_len,
         strict_performance=given.strict_performance,
         tensor_parallel=given.tensor_parallel,
+        tuning=given.tuning,
         repeats=given.repeats,
         params=replace(GREEDY, temperature=given.temperature, top_p=given.top_p),
     )

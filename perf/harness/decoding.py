@@ -28,7 +28,7 @@ ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 class DecodeOptions(Struct, frozen=True, kw_only=True):
     """Settings of the engine, and what is timed how often.
 
-    device, dtype, executor, max_model_len, strict_performance, tensor_parallel:  as in EngineConfig.
+    device, dtype, executor, max_model_len, strict_performance, tensor_parallel, tuning:  as in EngineConfig.
     repeats:  number of timed repeats.
     lengths:  tokens of the shorter and of the longer generation.
     params:   of every request, except its length.
@@ -40,6 +40,7 @@ class DecodeOptions(Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None
     strict_performance: bool = False
     tensor_parallel: int = 1
+    tuning: str = "off"
     repeats: int = 5
     lengths: tuple[int, int] = LENGTHS
     params: SamplingParams = GREEDY
@@ -70,6 +71,7 @@ def engine_config(model: Model, scenarios: Iterable[Scenario], options: DecodeOp
         "executor": options.executor,
         "strict_performance": options.strict_performance,
         "tensor_parallel": options.tensor_parallel,
+        "tuning": options.tuning,
         "load": model.load,
         "max_num_seqs": max(s.batch for s in scenarios),
         "max_model_len": max_model_len,

@@ -23,6 +23,7 @@ from drift_sdk.progress import Report
 from drift_sdk.startup.graph_support import options_without_graphs
 from drift_sdk.startup.kv_sizing import KVDemand, MemoryRoom, size_kv
 from drift_sdk.startup.model_part import ModelPart
+from drift_sdk.startup.tensor_parallel import shards_of
 from drift_sdk.steps import Executor, ExecutorLimits
 
 if TYPE_CHECKING:
@@ -158,7 +159,8 @@ def open_graph_executor(
         reserve = RESERVE_BYTES + num_graphs * decoder.config.num_layers * GRAPH_BYTES_PER_LAYER
         return size_kv(config, demand, least_room(reserve)).num_blocks
 
-    table = engine_table(config, decoder, None if draft is None else draft.weights, report)
+    shard = shards_of(config)[0]
+    table = engine_table(config, decoder, None if draft is None else draft.weights, report, shard)
     # Buffers are made for the longest sequences that there could be room for; less room may be left.
     limits = _limits(config, decoder, demand, least_room(0))
     options = GraphOptions(
