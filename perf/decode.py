@@ -6,6 +6,7 @@ python -m perf.decode --model llama-3.1-8b --scenario single-512 batch64-512
 python -m perf.decode --model smollm2-135m --peer transformers --out decode.json
 python -m perf.decode --temperature 0.8 --top-p 0.95
 python -m perf.decode --weights fp8 --scenario single-512 batch64-512
+python -m perf.decode --model llama-3.1-8b --tensor-parallel 2
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ async def measure_one(
     context = scenario.mean_context(options.lengths)
     run = DecodeRun.of_rounds(
         rounds_s,
-        model.decode_bytes(scenario.batch, context, options.itemsize, num_experts),
+        model.decode_bytes(scenario.batch, context, options.itemsize, num_experts) / options.tensor_parallel,
         bandwidth_tb_s,
         engine="drift",
         executor=engine.executor,
@@ -86,6 +87,7 @@ async def measure_one(
         num_experts=UNSET if num_experts is None else num_experts,
         temperature=params.temperature or UNSET,
         top_p=params.top_p if params.temperature else UNSET,
+        tensor_parallel=options.tensor_parallel if options.tensor_parallel > 1 else UNSET,
     )
     await measure_host(engine, prompts, replace(params, max_tokens=long), run)
     run.slow_paths = slow_paths(engine.stats())
@@ -142,6 +144,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     arguments_parser.add_argument("--top-p", type=float, default=1.0)
     add_weights(arguments_parser)
+    arguments_parser.add_argument(
+        "--tensor-parallel", type=int, default=1, help="GPUs that the model is divided between"
+    )
+    arguments_parser.add_argument("--tuning", default="off", help="as in EngineConfig")
     given = arguments_parser.parse_args(arguments)
     if given.temperature and given.peer:
         arguments_parser.error("--temperature: expected 0 with --peer, because peers are greedy")
@@ -154,12 +160,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         executor=given.executor,
         max_model_len=given.max_model_len,
         strict_performance=given.strict_performance,
+        tensor_parallel=given.tensor_parallel,
+        tuning=given.tuning,
         repeats=given.repeats,
         params=replace(GREEDY, temperature=given.temperature, top_p=given.top_p),
     )
-    recording = Recording(
-        "sampled" if given.temperature else "decode", given.device, given.out, "transformers"
-    )
+    topic = "decode" if given.tensor_parallel == 1 else "parallel"
+    if given.temperature:
+        topic = "sampled"
+    recording = Recording(topic, given.device, given.out, "transformers")
     with tempfile.TemporaryDirectory() as folder:
         model = prepare(given.model, Path(folder), given.weights)
         asyncio.run(measure(model, given.scenario, options, recording.bandwidth_tb_s, recording.add))

@@ -155,6 +155,7 @@ CONFIG = {
     "shape_log": text("file", Path("file")),
     "exact_prefill": flag(),
     "num_threads": integer(1, 1024, optional=True),
+    "tensor_parallel": integer(1, 64),
     "weights": Case((None, "stored", "expanded", "fp8", "int4"), ("", "FP8", "int8", 8, True, ())),
     "load": choice("auto", "random"),
     "revision": text("main"),

@@ -28,11 +28,10 @@ ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 class DecodeOptions(Struct, frozen=True, kw_only=True):
     """Settings of the engine, and what is timed how often.
 
-    device, dtype, executor, max_model_len, strict_performance:  as in EngineConfig.
-    repeats:                                                     number of timed repeats.
-    lengths:                                                     tokens of the shorter and of the longer
-                                                                 generation.
-    params:                                                      of every request, except its length.
+    device, dtype, executor, max_model_len, strict_performance, tensor_parallel, tuning:  as in EngineConfig.
+    repeats:  number of timed repeats.
+    lengths:  tokens of the shorter and of the longer generation.
+    params:   of every request, except its length.
     """
 
     device: str = "cpu"
@@ -40,6 +39,8 @@ class DecodeOptions(Struct, frozen=True, kw_only=True):
     executor: str = "auto"
     max_model_len: int | None = None
     strict_performance: bool = False
+    tensor_parallel: int = 1
+    tuning: str = "off"
     repeats: int = 5
     lengths: tuple[int, int] = LENGTHS
     params: SamplingParams = GREEDY
@@ -69,6 +70,8 @@ def engine_config(model: Model, scenarios: Iterable[Scenario], options: DecodeOp
         "dtype": options.dtype,
         "executor": options.executor,
         "strict_performance": options.strict_performance,
+        "tensor_parallel": options.tensor_parallel,
+        "tuning": options.tuning,
         "load": model.load,
         "weights": model.weights,
         "max_num_seqs": max(s.batch for s in scenarios),

@@ -42,6 +42,10 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     which names field, value and range.
 
     device:                   "auto" (the first GPU, else the CPU), "cpu", "cuda" or "cuda:N", N from 0 to 99.
+    tensor_parallel:          GPUs that a model is divided between, 1 to 64: those from `device` on, of one
+                              kind, which reach each other's memory. Each holds a part of the layers and of
+                              the KV cache. Prompts are computed as with exact_prefill. Graph executor, and
+                              weights of `dtype` alone; no mixture of experts. See docs/scaling.md.
     dtype:                    "auto" (bfloat16 on a GPU, float32 on the CPU), "float32", "bfloat16" or
                               "float16"; float16 is rejected on the CPU.
     max_num_seqs:             most sequences running at once, 1 to 4,096.
@@ -120,6 +124,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """
 
     device: str = "auto"
+    tensor_parallel: int = 1
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     max_num_seqs: int = 256
     max_model_len: int | None = None
@@ -151,6 +156,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def __post_init__(self) -> None:
         self._check_device()
+        check_int(ConfigError, "tensor_parallel", self.tensor_parallel, ge=1, le=64)
         check_choice(ConfigError, "dtype", self.dtype, DTYPES)
         check_int(ConfigError, "max_num_seqs", self.max_num_seqs, ge=1, le=4096)
         check_int(ConfigError, "max_model_len", self.max_model_len, ge=2, le=2**24, optional=True)

@@ -278,6 +278,9 @@ class Serving(ABC):
         is_strict, is_speculating = self.config.strict_performance, self.config.speculation is not None
         if is_strict:
             check_needs_no_host(params, is_speculating=is_speculating)
+        if self.config.tensor_parallel > 1 and params.prompt_logprobs is not None:
+            raise RequestError.of("prompt_logprobs", params.prompt_logprobs, "None with tensor_parallel")
+
         check_forced_calls(prompt, params, needs_no_host=is_strict and is_speculating)
         if request_id is not None:
             check_request_id(request_id, is_new=True)

@@ -128,6 +128,12 @@ def test_speculate_prints_equal_tokens(run: Run, small: str) -> None:
     assert re.search(r"tokens per round: \d+\.\d\d\n", out)
 
 
+def test_two_gpus_prints_equal_tokens(run: Run, small: str) -> None:
+    out, _ = run("two_gpus", small, "--gpus", "1")
+    assert "the same tokens: True" in out
+    assert re.search(r"1 GPUs: [\d.]+ tok/s\none GPU: [\d.]+ tok/s", out)
+
+
 def test_cancel_ends_requests_early(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     # A story takes eight seconds, and is read for half a second at most.
     use_script(monkeypatch, "la " * 200, step_s=0.02)

@@ -1,10 +1,12 @@
-"""The captured graphs of an executor: one for each kind of step and each bucket of sizes."""
+"""The captured graphs of an executor on a GPU: one for each kind of step and each bucket of sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from drift_sdk.execution.device.device import Replay
+from drift_sdk.execution.device.device_group import GroupReplay
 from drift_sdk.execution.graph.buckets import GraphBuckets, MixedBucket
 from drift_sdk.execution.graph.graph_steps import GraphSteps, Step
 from drift_sdk.execution.resources import DeviceResources
@@ -18,17 +20,20 @@ Called once everything else has its memory."""
 
 
 class CapturedGraphs:
-    """All graphs of an executor, captured by the constructor, the largest of each kind first.
+    """All graphs of an executor on a GPU. `capture` captures them, the largest of each kind first.
 
-    Before that the largest steps are run once, so that everything but KV caches and graphs has its memory and
-    the caches can be given what is left.
+    The constructor runs the largest steps once, so that everything but KV caches and graphs has its memory
+    and the caches can be given what is left.
 
     update: applies updates and nothing else. decode[B, K]: a round of B slots with K drafts each. draft[B, K]
     and verify[B, K]: its halves, if there is a drafter and K is not 0. prefill[N]: chunks of N rows.
     mixed[N, B, K]: chunks of N rows and a round of B slots with K drafts each, in one pass.
     first_tokens[B]: samples the first tokens of B finished prompts. draft_extend[N]: updates the drafter
     after a prefill step and its first tokens; empty without a drafter.
+    num_graphs: to be captured.
     """
+
+    update: Replay
 
     def __init__(
         self,
@@ -36,7 +41,6 @@ class CapturedGraphs:
         steps: GraphSteps,
         buckets: GraphBuckets,
         *,
-        fit_blocks: FitBlocks,
         report: Report,
     ) -> None:
         self._resources, self._buckets = resources, buckets
@@ -50,10 +54,13 @@ class CapturedGraphs:
         self.verify: dict[tuple[int, int], Replay] = {}
         self.first_tokens: dict[int, Replay] = {}
         self._replays: list[Replay] = []
-        self._num_graphs = self._count_graphs()
+        self.num_graphs = self._count_graphs()
         self._compile()
         self._warm_up()
-        num_blocks = fit_blocks(self._num_graphs)
+
+    def capture(self, num_blocks: int) -> None:
+        """Capture all graphs, with KV caches of `num_blocks` blocks. To be called once."""
+        resources, steps, buckets = self._resources, self._steps, self._buckets
         with resources.device.work():
             steps.allocate_caches(num_blocks)
         self._capture_prefill()
@@ -64,6 +71,16 @@ class CapturedGraphs:
         self.update = self._capture(steps.update)
         with resources.device.work():
             resources.ring.reset()
+
+    def join(self, others: Sequence[CapturedGraphs]) -> None:
+        """Launch the graphs of other GPUs, which were captured for the same sizes, together with these."""
+        every = (self, *others)
+        for kind in ("prefill", "mixed", "draft_extend", "decode", "draft", "verify", "first_tokens"):
+            graphs: dict[Any, Replay] = getattr(self, kind)
+            for bucket in graphs:
+                graphs[bucket] = GroupReplay([getattr(each, kind)[bucket] for each in every])
+        self.update = GroupReplay([each.update for each in every])
+        self._replays += [replay for other in others for replay in other._replays]
 
     def close(self) -> None:
         """Free all graphs."""
@@ -132,6 +149,6 @@ class CapturedGraphs:
                 self.verify[bucket] = self._capture(decode_round.verify)
 
     def _capture(self, step: Step) -> Replay:
-        self._report("capture graphs", len(self._replays) / self._num_graphs)
+        self._report("capture graphs", len(self._replays) / self.num_graphs)
         self._replays.append(self._resources.stages.capture(self._resources.device, step))
         return self._replays[-1]

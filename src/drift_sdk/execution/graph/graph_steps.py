@@ -253,10 +253,12 @@ class GraphSteps:
         slots, sources = payload.words[: 2 * num_slots].view(2, num_slots)
         normed = LayerBuffers.take(resources.workspace, decoder, num_slots).normed
         stream = ResidualStream(decoder, self._round_hidden.first(num_slots), normed)
-        sample_commit = self._sample_commit(rows, 1)
+        sample_commit, exchange = self._sample_commit(rows, 1), self._model.exchange
 
         def step() -> None:
             payload.enter(2 * num_slots)
+            if exchange is not None:
+                exchange.begin()
             gather_rows(slots, sources, resources.table.state, rows.slot, rows.token, rows.position)
             stream.gather(self.prefill_hidden.final, sources, rows.slot)
             sample_commit.run(normed)

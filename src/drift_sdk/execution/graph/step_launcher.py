@@ -70,9 +70,11 @@ class StepLauncher:
         graphs: CapturedGraphs,
         buckets: GraphBuckets,
         prompt_logprobs: PromptLogprobs,
+        mirrors: Sequence[DeviceResources] = (),
     ) -> None:
+        """mirrors: resources of the further GPUs on which the graphs run."""
         self._resources, self._graphs, self._buckets = resources, graphs, buckets
-        self._prompt_logprobs = prompt_logprobs
+        self._prompt_logprobs, self._mirrors = prompt_logprobs, mirrors
         self._sampling: dict[int, SlotSampling] = {}
         # By slot, only of slots that have any: in most steps no slot does.
         self._constraints: dict[int, TokenConstraint] = {}
@@ -158,6 +160,9 @@ class StepLauncher:
             self._num_logprobs[slot] = sampling.num_logprobs
         with self._resources.device.work():
             self._resources.table.assign(assignment, updates)
+        for mirror in self._mirrors:
+            with mirror.device.work():
+                mirror.table.clear(assignment)
 
     def _launch_early_updates(self, updates: Updates) -> Pairs:
         """Send all updates but the last ones, which one entry holds and the step's first replay applies.

@@ -75,6 +75,7 @@ class MixedStep:
         gather_rows(slots, max_drafts, table.state, round_rows.slot, round_rows.token, round_rows.position)
         if self._drafter is not None:
             self._drafter.propose(round_rows, num_slots=self._num_slots, num_draft_tokens=self._num_drafts)
+            self._forward.share_drafts()
         self._forward.run()
         self._sample_commit.run(self._forward.normed[tensors.num_chunk_rows :])
         if self._drafter is not None:

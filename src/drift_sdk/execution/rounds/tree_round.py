@@ -146,6 +146,8 @@ class TreeRound:
         tensors, forward, stages = self._tensors, self._forward, self._resources.stages
         roots, sample_commit, plan = tensors.roots, self._sample_commit, self._plan
         checks, hidden = self._checks, forward.hidden_states
+        if plan.num_drafts > 0:
+            forward.share_drafts(roots.parent)
         with stages(forward_stage(plan.num_drafts)):
             self._place()
             if checks is not None:
