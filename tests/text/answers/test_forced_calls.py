@@ -11,8 +11,8 @@ import pytest
 from chat_families import ADD, FAMILIES, TOOLS, WEATHER, family_tokenizer
 
 from drift_sdk import JsonSchema, Lark, Regex, RequestError
-from drift_sdk.grammars import AnyOf, Grammar
-from drift_sdk.text.answers.forced_calls import GRAMMARS, forced_calls, optional_calls
+from drift_sdk.grammars import After, AnyGrammar, AnyOf, Grammar
+from drift_sdk.text.answers.forced_calls import GRAMMARS, final_message, forced_calls, optional_calls
 from drift_sdk.text.answers.formats import AnswerFormats, detect_formats
 from drift_sdk.text.grammar import GrammarConstraint, constrain
 from drift_sdk.text.tokenizer import Tokenizer
@@ -67,7 +67,7 @@ class Case:
         self.formats = found if reasons else AnswerFormats(tools=found.tools, reasoning=None)
         self.tokenizer: Tokenizer = family_tokenizer(family)
         self.tools = ToolSet.of(tools)
-        self.grammar: Lark | AnyOf = forced_calls(
+        self.grammar: AnyGrammar = forced_calls(
             self.formats,
             self.tools,
             self.tokenizer,
@@ -237,6 +237,19 @@ def test_optional_calls_stand_beside_another_grammar(name: str) -> None:
             assert is_accepted(case, text), (own, text)
         for text in ("", "I look.", ANSWERS[name].replace("get_weather", "get_wether"), f"{texts[0]}!"):
             assert not is_accepted(case, text), (own, text)
+
+
+def test_any_grammar_can_describe_the_final_message_of_harmony() -> None:
+    case = Case("harmony", TOOLS)
+    calls = optional_calls(case.formats, case.tools, case.tokenizer, template=FAMILIES["harmony"].template)
+    final = "<|channel|>final<|message|>"
+    thought = "<|channel|>analysis<|message|>a<|end|><|start|>assistant"
+    for own, texts in OWN:
+        message = After(final_message(case.tokenizer), own)
+        for case.grammar, has_calls in ((message, False), (AnyOf((calls, message)), True)):
+            assert is_accepted(case, ANSWERS["harmony"]) == has_calls
+            assert all(is_accepted(case, start + texts[0]) for start in (final, thought + final)), own
+            assert not any(is_accepted(case, start + texts[0]) for start in ("", thought, final + "!")), own
 
 
 PLAIN_NAMES = ("pythonic", "magistral", "qwen3_coder", "deepseek_v3", "deepseek_v31", "harmony")
