@@ -122,14 +122,16 @@ class Attempt:
             self.cancel()
             self.leave()
             chunk, completion, error = None, None, diverged(route)
+        receiver = route.submission.stream_updates
         if isinstance(error, DriftError) and update.error is not None:
             error = route.planner.recover(self, error)
-            if error is None:
+            if error is None:  # the last chunk of a remote engine may come with its error
+                if chunk is not None:
+                    receiver.deliver(Update(stream_updates=receiver, chunk=chunk))
                 return
 
         if completion is not None or error is not None:
             route.planner.finished(route)
-        receiver = route.submission.stream_updates
         is_wake_up = update.chunk is None and completion is None and error is None
         if chunk is not None or completion is not None or error is not None or is_wake_up:
             receiver.deliver(Update(stream_updates=receiver, chunk=chunk, completion=completion, error=error))

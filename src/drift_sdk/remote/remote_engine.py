@@ -47,7 +47,7 @@ class RemoteEngine(BaseEngine):
 
     It differs from an `Engine` in this:
     - An error that only the other process finds is raised by the stream, not by the call.
-    - Statistics are at most about a second old.
+    - Statistics are at most about a second old while requests are live.
     - A cancelled call of `start`, `pause` or `count_tokens` raises the cancellation when it has ended.
     - The other process ends with `aclose`, and with this process.
     """
