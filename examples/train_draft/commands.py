@@ -80,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
     measuring.add_argument("--prompts", type=Path, help="JSONL of kind and prompt")
     measuring.add_argument("--max-tokens", type=number(8), default=256)
     measuring.add_argument(
-        "--batches", type=number(1), nargs="*", default=[1, 8, 64], help="requests at a time"
+        "--batches", type=number(1), nargs="*", default=[1, 8, 64], help="requests at a time; none: no speeds"
     )
     return made
 
