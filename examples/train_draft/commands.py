@@ -15,10 +15,11 @@ import smollm2
 import torch
 
 from drift_sdk import Engine, EngineConfig, Progress
+from drift_sdk.models.draft_config import DraftConfig
 
 from .answers import AnswerFolder, Limits, generate
 from .batches import draft_vocabulary
-from .head import DraftHead, head_settings
+from .head import DraftHead, feature_sizes, head_settings
 from .measuring import measure
 from .target import load_chat_format, load_target
 from .training import Training, TrainingSettings
@@ -27,6 +28,8 @@ __all__ = ["main"]
 
 MAX_MODEL_LEN = 1024
 """Longest question and answer in training, in tokens."""
+NUM_SIZED = 64
+"""Answers from which the sizes of features are found."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
     training.add_argument("--seconds", type=float, default=float("inf"), help="longest time of training")
     training.add_argument("--evaluate-every", type=float, default=20.0, help="seconds between evaluations")
     training.add_argument("--batch-tokens", type=number(64), default=8192, help="tokens in a batch")
-    training.add_argument("--learning-rate", type=float, default=2e-3)
+    training.add_argument("--learning-rate", type=float, default=1e-3)
     training.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 
     measuring = command("measure", run_measure, "measure acceptance and speed in the engine")
@@ -77,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
     measuring.add_argument("--prompts", type=Path, help="JSONL of kind and prompt")
     measuring.add_argument("--max-tokens", type=number(8), default=256)
     measuring.add_argument(
-        "--batches", type=number(1), nargs="*", default=[1, 8, 64], help="requests at a time"
+        "--batches", type=number(1), nargs="*", default=[1, 8, 64], help="requests at a time; none: no speeds"
     )
     return made
 
@@ -122,12 +125,16 @@ def run_train(options: argparse.Namespace) -> None:
         raise FileNotFoundError(f"{options.answers or options.work}: holds no answers: run generate first")
 
     vocabulary, share = draft_vocabulary(answers, options.vocabulary)
+    intermediate_size = options.intermediate or target.config.intermediate_size
+    settings = head_settings(target.config, options.vocabulary, intermediate_size)
+    aux_layers = DraftConfig.from_hf(settings, target.config).aux_layers
+    sizes = feature_sizes(
+        target, aux_layers, [each.prompt_ids + each.token_ids for each in answers[:NUM_SIZED]]
+    )
     if options.start is not None:
-        head = DraftHead.load(options.start, target)
+        head = DraftHead.load(options.start, target, sizes)
     else:
-        intermediate_size = options.intermediate or target.config.intermediate_size
-        settings = head_settings(target.config, options.vocabulary, intermediate_size)
-        head = DraftHead.start(settings, target, vocabulary, seed=0, has_head=not options.shared_head)
+        head = DraftHead.start(settings, target, vocabulary, sizes, seed=0, has_head=not options.shared_head)
     num_tokens = sum(len(answer.token_ids) for answer in answers)
     print(f"{len(answers)} answers, {num_tokens} tokens, {share:.2%} can be proposed", file=sys.stderr)
     training = Training(

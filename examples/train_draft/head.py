@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ from drift_sdk.models.rope import rotary_tables, rotate
 
 from .target import Target
 
-__all__ = ["DraftHead", "HeadPass", "head_settings"]
+__all__ = ["DraftHead", "HeadPass", "feature_sizes", "head_settings"]
 
 FEATURES, FINAL_NORM, HEAD = "fc.weight", "norm.weight", "lm_head.weight"
 SMALL_OUTPUTS = ("o_proj", "down_proj")
 SMALL_GAIN = 0.1
+MIN_FEATURE_SIZE = 1e-3
 """Factor of the first weights of outputs that are added to the residual stream."""
 
 
@@ -54,6 +56,9 @@ class DraftHead:
 
     settings:    its config.json.
     target_ids:  [draft_vocab] int64, ascending: the target's token id for each of its own.
+    feature_rms: [num_features * target_hidden] float32, the size of each element of the features. The
+                 residual stream has elements that are a hundred times larger than others; the projection is
+                 trained for features divided by their size, and files have it for the features themselves.
     weights:     the embedding is the target's, and without `lm_head.weight` so is the output projection.
     """
 
@@ -62,11 +67,13 @@ class DraftHead:
         settings: dict[str, Any],
         target: Target,
         target_ids: torch.Tensor,
+        feature_rms: torch.Tensor,
         weights: dict[str, torch.Tensor],
     ) -> None:
         self.settings = settings
         self.config = DraftConfig.from_hf(settings, target.config)
         self.target_ids = target_ids.to(target.device)
+        self.feature_rms = feature_rms.to(target.device, torch.float32)
         self.is_proposable = torch.zeros(target.config.vocab_size, dtype=torch.bool, device=target.device)
         self.is_proposable[self.target_ids] = True
         self.target_rows = target.head_rows(self.target_ids)
@@ -80,6 +87,7 @@ class DraftHead:
         settings: dict[str, Any],
         target: Target,
         target_ids: torch.Tensor,
+        feature_rms: torch.Tensor,
         *,
         seed: int,
         has_head: bool = True,
@@ -99,27 +107,30 @@ class DraftHead:
 
         if config.hidden_size == config.target_hidden_size:
             weights[FEATURES] *= SMALL_GAIN
-            weights[FEATURES][:, -config.hidden_size :] += torch.eye(config.hidden_size)
+            last = feature_rms[-config.hidden_size :].cpu()
+            weights[FEATURES][:, -config.hidden_size :] += torch.diag(last / last.square().mean().sqrt())
             offset = 1.0 if target.config.has_offset_norms else 0.0
             weights[FINAL_NORM] = target.decoder.weights.final_norm + offset
         if has_head:
             weights[HEAD] = target.head_rows(target_ids.to(target.device))
-        return cls(settings, target, target_ids, weights)
+        return cls(settings, target, target_ids, feature_rms, weights)
 
     @classmethod
-    def load(cls, folder: Path, target: Target) -> DraftHead:
+    def load(cls, folder: Path, target: Target, feature_rms: torch.Tensor) -> DraftHead:
         """A head that `save` wrote, to be trained further."""
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         tensors = DraftTensors(folder)
         names = required_shapes(DraftConfig.from_hf(settings, target.config)).keys() | {HEAD}
         weights = {stored_name(name): tensors.get(name) for name in names & set(tensors.names())}
+        weights[FEATURES] = weights[FEATURES].float() * feature_rms.cpu()
         ids = read_target_ids(tensors, settings["vocab_size"], settings["draft_vocab_size"])
-        return cls(settings, target, ids, weights)
+        return cls(settings, target, ids, feature_rms, weights)
 
     def save(self, folder: Path) -> None:
         """Write config.json and model.safetensors, in bfloat16. A folder that exists is complete."""
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = {name: weight.detach().to("cpu", torch.bfloat16) for name, weight in self.weights.items()}
+        cast = self.cast(torch.bfloat16)
+        tensors = {name: cast[name].detach().cpu() for name in self.weights}
         ids = self.target_ids.cpu()
         tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": self.is_proposable.cpu()}
         part = folder / "model.part"
@@ -129,8 +140,21 @@ class DraftHead:
 
     def cast(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """The weights in the dtype of computation; gradients flow back to those in float32."""
-        shared = {HEAD: self.target_rows.to(dtype)}
-        return shared | {name: weight.to(dtype) for name, weight in self.weights.items()}
+        changed = {FEATURES: self.weights[FEATURES] / self.feature_rms}
+        weights = {HEAD: self.target_rows} | self.weights | changed
+        return {name: weight.to(dtype) for name, weight in weights.items()}
+
+
+def feature_sizes(
+    target: Target, aux_layers: tuple[int, ...], token_ids: Sequence[list[int]]
+) -> torch.Tensor:
+    """The root mean squares [num_features * target_hidden] of the elements of features over sequences,
+    without their first tokens, whose features are of another size."""
+    squares = [
+        target.run(torch.tensor([ids], device=target.device), aux_layers)[0][0, 1:].float().square()
+        for ids in token_ids
+    ]
+    return torch.cat(squares).mean(0).sqrt().clamp(min=MIN_FEATURE_SIZE)
 
 
 def stored_name(name: str) -> str:

@@ -19,6 +19,7 @@ from .questions import EVALUATION_FILE, Question, evaluation_questions
 __all__ = ["measure"]
 
 TEMPERATURES = (0.0, 1.0)
+DEFAULT_SEQS = 64
 SPEED_ROUNDS = 3
 """Times that each speed is measured, besides one time to warm up; the median counts."""
 
@@ -47,40 +48,49 @@ async def measure(
     batches: Sequence[int],
 ) -> dict[str, Any]:
     """The acceptance of chains of NUM_DRAFTS tokens, by kind of question and temperature, and the speed
-    with and without the head for numbers of requests at a time."""
+    with and without the head for numbers of requests at a time; without any, acceptance alone."""
     file = prompts or EVALUATION_FILE
     questions = evaluation_questions(file)
-    config = EngineConfig(max_num_seqs=max(batches, default=8))
+    shape = Chain(NUM_DRAFTS)
+    speculations = {"always": Speculation(draft=draft, shape=shape, adaptive=False)}
+    if batches:
+        speculations |= {"adaptive": Speculation(draft=draft, shape=shape)}
+    config = EngineConfig(max_num_seqs=max(batches, default=DEFAULT_SEQS))
+    tokens: dict[str, list[tuple[int, ...]]] = {}
+    speeds: dict[int, dict[str, float]] = {batch: {} for batch in batches}
     record: dict[str, Any] = {
         "draft_sha256": hashlib.sha256((draft / "model.safetensors").read_bytes()).hexdigest(),
         "prompts_sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
         "max_tokens": max_tokens,
         "num_draft_tokens": NUM_DRAFTS,
     }
-    speculations = {
-        "plain": None,
-        "always": Speculation(draft=draft, shape=Chain(NUM_DRAFTS), adaptive=False),
-        "adaptive": Speculation(draft=draft, shape=Chain(NUM_DRAFTS)),
-    }
-    tokens: dict[str, list[tuple[int, ...]]] = {}
-    for name, speculation in speculations.items():
+
+    async def use(name: str, speculation: Speculation | None) -> None:
         async with Engine(model, config.replace(speculation=speculation)) as engine:
-            record["executor"] = engine.executor
             answered = await answer_all(engine, questions, max_tokens)
             tokens[name] = [each.completion.token_ids for each in answered]
             if name == "always":
+                record["executor"] = engine.executor
                 record["acceptance"] = acceptance_by_group(answered)
             for batch in batches:
-                speed = await tokens_per_s(engine, questions, max_tokens, batch)
-                record.setdefault("tokens_per_s", {}).setdefault(str(batch), {})[name] = round(speed, 1)
+                speeds[batch][name] = await tokens_per_s(engine, questions, max_tokens, batch)
 
-    for speeds in record.get("tokens_per_s", {}).values():
-        speeds["gain"] = round(speeds["adaptive"] / speeds["plain"], 3)
-    record["same_answers"] = {
-        name: sum(a == b for a, b in zip(tokens["plain"], tokens[name], strict=True)) / len(tokens["plain"])
-        for name in ("always", "adaptive")
-    }
+    for name, speculation in speculations.items():
+        await use(name, speculation)
+    if batches:
+        await use("plain", None)
+        record["same_answers"] = {name: same_share(tokens["plain"], tokens[name]) for name in speculations}
+        record["tokens_per_s"] = {
+            str(batch): {name: round(speed, 1) for name, speed in found.items()}
+            | {"gain": round(found["adaptive"] / found["plain"], 3)}
+            for batch, found in speeds.items()
+        }
     return record
+
+
+def same_share(first: Sequence[object], second: Sequence[object]) -> float:
+    """The share of places at which two sequences are equal."""
+    return sum(a == b for a, b in zip(first, second, strict=True)) / len(first)
 
 
 async def answer_all(engine: Engine, questions: Sequence[Question], max_tokens: int) -> list[Answered]:

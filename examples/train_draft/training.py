@@ -22,6 +22,8 @@ from .target import Target
 
 __all__ = ["Training", "TrainingSettings", "draft_loss"]
 
+MIN_WARMUP = 100
+"""Fewest steps in which the learning rate rises."""
 JUDGED = "chat 0"
 """The group of evaluation answers whose acceptance decides which head is the best."""
 
@@ -32,6 +34,7 @@ class TrainingSettings(Struct, frozen=True, kw_only=True):
     num_steps, seconds:  where training ends, whichever comes first; the learning rate falls until then.
     unrolled:            steps of drafting that the loss covers. A later step counts `decay` times as much as
                          that before it.
+    warmup:              share of training in which the learning rate rises.
     """
 
     num_steps: int
@@ -41,7 +44,7 @@ class TrainingSettings(Struct, frozen=True, kw_only=True):
     max_length: int = 512
     unrolled: int = 5
     decay: float = 0.8
-    learning_rate: float = 2e-3
+    learning_rate: float = 1e-3
     warmup: float = 0.03
     max_norm: float = 1.0
     seed: int = 0
@@ -121,6 +124,7 @@ class Training:
         state = torch.load(self.checkpoint, map_location=self._target.device, weights_only=True)
         for name, weight in self._head.weights.items():
             weight.data.copy_(state["weights"][name])
+        self._head.feature_rms.copy_(state["feature_rms"])
         self._optimizer.load_state_dict(state["optimizer"])
         self.step, self.seconds = state["step"], state["seconds"]
         self.num_tokens, self.best = state["num_tokens"], state["best"]
@@ -157,7 +161,7 @@ class Training:
     def learning_rate(self) -> float:
         """The present learning rate: it rises for a short time, then falls to zero along a cosine."""
         settings, progress = self._settings, min(self.progress, 1.0)
-        rise = min(1.0, (self.step + 1) / 20, (progress + 1e-3) / settings.warmup)
+        rise = min(1.0, (self.step + 1) / MIN_WARMUP, (progress + 1e-3) / settings.warmup)
         return settings.learning_rate * rise * 0.5 * (1 + math.cos(math.pi * progress))
 
     def _batches(self, answers: Callable[[], Sequence[Answer]]) -> Iterator[list[Conversation]]:
@@ -204,6 +208,7 @@ class Training:
     def _save(self) -> None:
         state: dict[str, Any] = {
             "weights": {name: weight.detach() for name, weight in self._head.weights.items()},
+            "feature_rms": self._head.feature_rms,
             "optimizer": self._optimizer.state_dict(),
             "step": self.step,
             "seconds": self.seconds,
