@@ -44,13 +44,13 @@ TIMEOUT_S = 5.0
 class ExchangeRun(Run, kw_only=True):
     """Addition of partial sums to the residual stream of `num_rows` rows, and its norm.
 
-    tensor_parallel: GPUs. us: microseconds of a product of INNER columns, the addition across GPUs and the
+    num_gpus: GPUs. us: microseconds of a product of INNER columns, the addition across GPUs and the
     norm. local_us: the same with all slices on one GPU. has_same_bits: whether all GPUs have the residual
     stream that one GPU computes.
     """
 
     num_rows: int
-    tensor_parallel: int
+    num_gpus: int
     us: float
     local_us: float
     has_same_bits: bool
@@ -168,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         scenario="exchange",
         batch=1,
         context=0,
-        tensor_parallel=given.tensor_parallel,
+        num_gpus=given.tensor_parallel,
     )
     for fields in measure(devices, size, given.rows):
         recording.add(make(**fields))

@@ -32,6 +32,7 @@ class DecodeOptions(Struct, frozen=True, kw_only=True):
     repeats:  number of timed repeats.
     lengths:  tokens of the shorter and of the longer generation.
     params:   of every request, except its length.
+    compares_gpus: whether the number of GPUs tells runs apart.
     """
 
     device: str = "cpu"
@@ -44,6 +45,7 @@ class DecodeOptions(Struct, frozen=True, kw_only=True):
     repeats: int = 5
     lengths: tuple[int, int] = LENGTHS
     params: SamplingParams = GREEDY
+    compares_gpus: bool = False
 
     @property
     def dtype_name(self) -> str:

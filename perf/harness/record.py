@@ -26,7 +26,7 @@ IDENTITY = (
     "engine", "executor", "model", "dtype", "scenario", "batch", "context", "temperature", "top_p",
     "num_draft_tokens", "tree", "draft", "is_adaptive", "acceptance",
     "acceptance_length",
-    "prefill_token_budget", "kernel", "shape", "num_rows", "kernel_cache", "tensor_parallel",
+    "prefill_token_budget", "kernel", "shape", "num_rows", "kernel_cache", "num_gpus",
     "stage", "active_sequences", "has_ended_rows", "graph", "repeat", "config",
     "fill", "num_replicas",
 )  # fmt: skip
@@ -68,7 +68,7 @@ class DecodeRun(Run, kw_only=True):
     num_experts:                            mean number of experts of a layer that the rows of a round had, as
                                             the device counted them.
     temperature, top_p:                     of requests that are not greedy.
-    tensor_parallel:                        GPUs that the model is divided between, if there are several.
+    num_gpus:                               GPUs that the model is divided between, of runs that compare them.
     loop_lag_ms_p99, loop_lag_idle_ms_p99:  lag of the event loop while streams are read, and when idle.
     engine_cpu_ms_per_round:                CPU time of the engine's thread.
     loop_cpu_us_per_chunk:                  CPU time of the thread that reads the chunks.
@@ -84,7 +84,7 @@ class DecodeRun(Run, kw_only=True):
     num_experts: float | UnsetType = UNSET
     temperature: float | UnsetType = UNSET
     top_p: float | UnsetType = UNSET
-    tensor_parallel: int | UnsetType = UNSET
+    num_gpus: int | UnsetType = UNSET
     loop_lag_ms_p99: float | UnsetType = UNSET
     loop_lag_idle_ms_p99: float | UnsetType = UNSET
     engine_cpu_ms_per_round: float | None | UnsetType = UNSET

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from drift_sdk import (
     SamplingParams,
     Speculation,
 )
+from drift_sdk.execution.device.device import GpuDevice, Replay
 
 pytestmark = [
     pytest.mark.gpu,
@@ -159,6 +160,55 @@ class Failing:
         pass
 
 
+def launch_only(engine: Engine, rank: int, error: Exception | None = None) -> None:
+    """Have rounds launched on one GPU alone; the launch on the other one raises an error, if given."""
+    for replay in engine._driver._executor._graphs.decode.values():
+        replay._replays = [
+            each if index == rank else Failing(error) for index, each in enumerate(replay._replays)
+        ]
+
+
+def test_a_gpu_that_fails_at_start_leaves_the_others_usable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_random_folder(tmp_path, "llama", max_position_embeddings=8192)
+    capture, num_captures = GpuDevice.capture, 0
+
+    def failing(device: GpuDevice, step: Callable[[], None]) -> Replay:
+        nonlocal num_captures
+        num_captures += device.torch_device.index == 1
+        if num_captures == 3:
+            raise RuntimeError("no capture")
+        return capture(device, step)
+
+    monkeypatch.setattr(GpuDevice, "capture", failing)
+    engine = engine_on(tmp_path, 2)
+    with pytest.raises(ExecutorError, match="no capture") as found:
+        anyio.run(engine.start)
+    assert not found.value.process_unusable
+    monkeypatch.undo()
+    requests = cases(3, seed=4, num_tokens=4)
+    first = anyio.run(answers, engine, requests)
+    same(first, anyio.run(answers, engine_on(tmp_path, 2), requests))
+
+
+def test_closing_while_a_gpu_waits_in_vain_takes_bounded_time(tmp_path: Path) -> None:
+    make_random_folder(tmp_path, "llama", max_position_embeddings=8192)
+    engine = engine_on(tmp_path, 2, step_timeout_s=2.0)
+
+    async def main() -> float:
+        await engine.start()
+        stream = engine.generate([1, 2, 3], SamplingParams(max_tokens=2000, ignore_eos=True))
+        async for _ in stream:
+            break
+        launch_only(engine, 0)
+        begun = time.monotonic()
+        await engine.aclose()
+        return time.monotonic() - begun
+
+    assert anyio.run(main) < 20.0
+
+
 @pytest.mark.parametrize("error", [None, RuntimeError("not launched")], ids=["silent", "error"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_gpu_without_a_launch_ends_streams_in_bounded_time(
@@ -176,12 +226,7 @@ def test_a_gpu_without_a_launch_ends_streams_in_bounded_time(
             async for _ in stream:
                 if not begun:
                     begun = time.monotonic()
-                    graphs = engine._driver._executor._graphs
-                    for replay in graphs.decode.values():
-                        replay._replays = [
-                            Failing(error) if index == rank else each
-                            for index, each in enumerate(replay._replays)
-                        ]
+                    launch_only(engine, 1 - rank, error)
         taken = time.monotonic() - begun
         await engine.aclose()
         return taken

@@ -13,7 +13,7 @@ over all slices.
 
 Bytes: as `add_norm`, and NUM_SLICES rows of fp32 from each peer for each row.
 
-Dependent launch: as `add_norm`. Flags are raised and awaited after the wait for the product.
+Dependent launch: as `add_norm`. The epoch is read before the wait, and flags are raised and awaited after it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ __all__ = ["add_norm_across", "add_norm_across_reference"]
 @triton.jit(do_not_specialize=["flag", "rank", "num_flags"])
 def _add_norm_across(
     hidden_ptr,  # [R, SIZE], storage type; updated in place
-    bases_ptr,  # [NUM_RANKS] int64
+    bases,  # NUM_RANKS addresses of blocks
+    flags_ptr,  # [NUM_RANKS, num_flags] int32: this rank's
     epoch_ptr,  # [1] int32
     limit_ptr,  # [1] int64
     report_ptr,  # [1] int32, pinned
@@ -81,22 +82,21 @@ def _add_norm_across(
         delta_weight = tl.load(delta_norm_ptr + column, mask=column_mask, other=0.0)
     start_dependents(PDL)
     x = tl.load(hidden_ptrs, mask=column_mask, other=0.0, cache_modifier=".cg")
-    wait_for_producers(PDL)
+    # Set when the step began.
     epoch = tl.load(epoch_ptr, cache_modifier=".cg")
     limit = tl.load(limit_ptr, cache_modifier=".cg")
+    wait_for_producers(PDL)
     if row == 0:
-        raise_flags(bases_ptr, epoch, flag, rank, num_flags, NUM_RANKS, IS_COMPILED)
+        raise_flags(bases, epoch, flag, rank, num_flags, NUM_RANKS, IS_COMPILED)
     for peer in tl.static_range(NUM_RANKS):
         if peer != rank:
-            await_flag(
-                bases_ptr, limit_ptr, report_ptr, epoch, flag, rank, peer, num_flags, limit, IS_COMPILED
-            )
+            await_flag(flags_ptr, limit_ptr, report_ptr, epoch, flag, peer, num_flags, limit, IS_COMPILED)
     tl.debug_barrier()
     row_offset = row * SIZE + column
-    delta_ptrs = peer_pointer(bases_ptr, 0, delta_offset, tl.float32) + row_offset
+    delta_ptrs = peer_pointer(bases[0], delta_offset, tl.float32) + row_offset
     total = tl.load(delta_ptrs, mask=column_mask, other=0.0)
     for peer in tl.static_range(NUM_RANKS):
-        delta_ptrs = peer_pointer(bases_ptr, peer, delta_offset, tl.float32) + row_offset
+        delta_ptrs = peer_pointer(bases[peer], delta_offset, tl.float32) + row_offset
         for slice_index in tl.static_range(NUM_SLICES):
             if peer + slice_index > 0:
                 slice_ptrs = delta_ptrs + slice_index * delta_slice_stride
@@ -147,7 +147,8 @@ def add_norm_across(
 
     _add_norm_across[(num_rows,)](
         hidden_ptr=hidden,
-        bases_ptr=memory.bases,
+        bases=memory.bases,
+        flags_ptr=memory.flags,
         epoch_ptr=memory.epoch,
         limit_ptr=memory.limit,
         report_ptr=memory.report,

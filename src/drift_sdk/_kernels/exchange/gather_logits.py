@@ -37,7 +37,8 @@ BLOCK_COLUMNS = 2048
 @triton.jit(do_not_specialize=["flag", "rank", "num_flags"])
 def _gather_logits(
     logits_ptr,  # [R, NUM_RANKS * NUM_COLUMNS] fp32, written
-    bases_ptr,  # [NUM_RANKS] int64
+    bases,  # NUM_RANKS addresses of blocks
+    flags_ptr,  # [NUM_RANKS, num_flags] int32: this rank's
     epoch_ptr,  # [1] int32
     limit_ptr,  # [1] int64
     report_ptr,  # [1] int32, pinned
@@ -53,19 +54,23 @@ def _gather_logits(
 ):
     """Program (row, block): a block of the columns of one rank."""
     start_dependents(PDL)
+    # Set when the step began.
+    epoch = tl.load(epoch_ptr, cache_modifier=".cg")
+    limit = tl.load(limit_ptr, cache_modifier=".cg")
     wait_for_producers(PDL)
     row = tl.program_id(0).to(tl.int64)
     NUM_BLOCKS: tl.constexpr = (NUM_COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
     peer = tl.program_id(1) // NUM_BLOCKS
     column = tl.program_id(1) % NUM_BLOCKS * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    epoch = tl.load(epoch_ptr, cache_modifier=".cg")
-    limit = tl.load(limit_ptr, cache_modifier=".cg")
     if row + tl.program_id(1) == 0:
-        raise_flags(bases_ptr, epoch, flag, rank, num_flags, NUM_RANKS, IS_COMPILED)
+        raise_flags(bases, epoch, flag, rank, num_flags, NUM_RANKS, IS_COMPILED)
     if peer != rank:
-        await_flag(bases_ptr, limit_ptr, report_ptr, epoch, flag, rank, peer, num_flags, limit, IS_COMPILED)
+        await_flag(flags_ptr, limit_ptr, report_ptr, epoch, flag, peer, num_flags, limit, IS_COMPILED)
     tl.debug_barrier()
-    part_ptrs = peer_pointer(bases_ptr, peer, part_offset, tl.float32) + (row * NUM_COLUMNS + column)
+    base = tl.cast(bases[0], tl.int64)
+    for other in tl.static_range(1, NUM_RANKS):
+        base = tl.where(peer == other, bases[other], base)
+    part_ptrs = peer_pointer(base, part_offset, tl.float32) + (row * NUM_COLUMNS + column)
     column_mask = column < NUM_COLUMNS
     values = tl.load(part_ptrs, mask=column_mask, other=0.0)
     logits_ptrs = logits_ptr + row * (NUM_RANKS * NUM_COLUMNS) + peer * NUM_COLUMNS + column
@@ -85,7 +90,8 @@ def gather_logits(part: PeerTensor, logits: Tensor) -> None:
     check_tensor("logits", logits, (num_rows, memory.num_ranks * num_columns), torch.float32)
     _gather_logits[(num_rows, memory.num_ranks * triton.cdiv(num_columns, BLOCK_COLUMNS))](
         logits_ptr=logits,
-        bases_ptr=memory.bases,
+        bases=memory.bases,
+        flags_ptr=memory.flags,
         epoch_ptr=memory.epoch,
         limit_ptr=memory.limit,
         report_ptr=memory.report,

@@ -54,7 +54,7 @@ class PeerMemory(Struct, frozen=True, kw_only=True):
 
     rank:    this GPU's number.
     num_bytes: of a block.
-    bases:   [num_ranks] int64, the address of each rank's block.
+    bases:   the address of each rank's block.
     flags:   [num_ranks, num_flags] int32, the beginning of this rank's block: peers store theirs here.
     epoch:   [1] int32.
     limit:   [1] int64, nanoseconds that a wait may take; 0: nothing waits.
@@ -63,7 +63,7 @@ class PeerMemory(Struct, frozen=True, kw_only=True):
 
     rank: int
     num_bytes: int
-    bases: Tensor
+    bases: tuple[int, ...]
     flags: Tensor
     epoch: Tensor
     limit: Tensor
@@ -91,19 +91,17 @@ class PeerTensor(Struct, frozen=True, kw_only=True):
 
 @triton.jit
 def peer_pointer(
-    bases_ptr,  # [num_ranks] int64
-    rank,
+    base,  # the address of a rank's block
     offset,  # bytes, a multiple of 16
     DTYPE: tl.constexpr,
 ):
     """Return the address of a rank's buffer as a pointer."""
-    base = tl.load(bases_ptr + rank)
-    return tl.multiple_of((base + offset).to(tl.pointer_type(DTYPE)), 16)
+    return tl.multiple_of((tl.cast(base, tl.int64) + offset).to(tl.pointer_type(DTYPE)), 16)
 
 
 @triton.jit
 def raise_flags(
-    bases_ptr,  # [num_ranks] int64
+    bases,  # the address of each rank's block
     epoch,
     flag,
     rank,
@@ -114,7 +112,7 @@ def raise_flags(
     """Store the epoch into this rank's flag in the memory of all peers, on one thread."""
     for peer in tl.static_range(NUM_RANKS):
         if peer != rank:
-            flag_ptr = peer_pointer(bases_ptr, peer, 0, tl.int32) + rank * num_flags + flag
+            flag_ptr = peer_pointer(bases[peer], 0, tl.int32) + rank * num_flags + flag
             if IS_COMPILED:
                 tl.inline_asm_elementwise(
                     """{
@@ -137,12 +135,11 @@ def raise_flags(
 
 @triton.jit
 def await_flag(
-    bases_ptr,  # [num_ranks] int64
+    flags_ptr,  # [num_ranks, num_flags] int32: this rank's
     limit_ptr,  # [1] int64, written when the time is over
     report_ptr,  # [1] int32, pinned, written when the time is over
     epoch,
     flag,
-    rank,
     peer,
     num_flags,
     limit,
@@ -152,7 +149,7 @@ def await_flag(
 
     A barrier of the CTA has to follow.
     """
-    flag_ptr = peer_pointer(bases_ptr, rank, 0, tl.int32) + peer * num_flags + flag
+    flag_ptr = flags_ptr + peer * num_flags + flag
     if IS_COMPILED:
         tl.inline_asm_elementwise(
             """{
@@ -203,7 +200,8 @@ def await_flag(
 
 @triton.jit(do_not_specialize=["flag", "rank", "num_flags"])
 def _begin_exchange(
-    bases_ptr,  # [NUM_RANKS] int64
+    bases,  # NUM_RANKS addresses
+    flags_ptr,  # [NUM_RANKS, num_flags] int32
     epoch_ptr,  # [1] int32, moved on by 1
     limit_ptr,  # [1] int64
     report_ptr,  # [1] int32, pinned
@@ -218,12 +216,10 @@ def _begin_exchange(
     wait_for_producers(PDL)
     epoch = tl.load(epoch_ptr) + 1
     limit = tl.load(limit_ptr)
-    raise_flags(bases_ptr, epoch, flag, rank, num_flags, NUM_RANKS, IS_COMPILED)
+    raise_flags(bases, epoch, flag, rank, num_flags, NUM_RANKS, IS_COMPILED)
     for peer in tl.static_range(NUM_RANKS):
         if peer != rank:
-            await_flag(
-                bases_ptr, limit_ptr, report_ptr, epoch, flag, rank, peer, num_flags, limit, IS_COMPILED
-            )
+            await_flag(flags_ptr, limit_ptr, report_ptr, epoch, flag, peer, num_flags, limit, IS_COMPILED)
     tl.debug_barrier()
     tl.store(epoch_ptr, epoch)
     start_dependents(PDL)
@@ -235,7 +231,8 @@ def begin_exchange(memory: PeerMemory, flag: int) -> None:
     flag: of this exchange alone. The first kernel of a part of a step in which ranks exchange anything.
     """
     _begin_exchange[(1,)](
-        bases_ptr=memory.bases,
+        bases=memory.bases,
+        flags_ptr=memory.flags,
         epoch_ptr=memory.epoch,
         limit_ptr=memory.limit,
         report_ptr=memory.report,

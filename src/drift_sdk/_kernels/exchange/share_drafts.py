@@ -42,7 +42,8 @@ def _share_drafts(
     first_ptr,  # [R] int32, written
     second_ptr,  # [R] int32, written
     third_ptr,  # [R] int32, written
-    bases_ptr,  # [NUM_RANKS] int64
+    bases,  # NUM_RANKS addresses of blocks
+    flags_ptr,  # [NUM_RANKS, num_flags] int32: this rank's
     epoch_ptr,  # [1] int32
     limit_ptr,  # [1] int64
     report_ptr,  # [1] int32, pinned
@@ -60,7 +61,7 @@ def _share_drafts(
     wait_for_producers(PDL)
     epoch = tl.load(epoch_ptr)
     limit = tl.load(limit_ptr)
-    rows_ptr = peer_pointer(bases_ptr, 0, rows_offset, tl.int32)
+    rows_ptr = peer_pointer(bases[0], rows_offset, tl.int32)
     if rank == 0:
         for first_row in range(0, num_rows, BLOCK_ROWS):
             row = first_row + tl.arange(0, BLOCK_ROWS)
@@ -69,9 +70,9 @@ def _share_drafts(
             tl.store(rows_ptr + num_rows + row, tl.load(second_ptr + row, mask=is_row), mask=is_row)
             tl.store(rows_ptr + 2 * num_rows + row, tl.load(third_ptr + row, mask=is_row), mask=is_row)
         tl.debug_barrier()
-        raise_flags(bases_ptr, epoch, flag, rank, num_flags, NUM_RANKS, IS_COMPILED)
+        raise_flags(bases, epoch, flag, rank, num_flags, NUM_RANKS, IS_COMPILED)
     else:
-        await_flag(bases_ptr, limit_ptr, report_ptr, epoch, flag, rank, 0, num_flags, limit, IS_COMPILED)
+        await_flag(flags_ptr, limit_ptr, report_ptr, epoch, flag, 0, num_flags, limit, IS_COMPILED)
         tl.debug_barrier()
         for first_row in range(0, num_rows, BLOCK_ROWS):
             row = first_row + tl.arange(0, BLOCK_ROWS)
@@ -99,7 +100,8 @@ def share_drafts(rows: PeerTensor, columns: Sequence[Tensor]) -> None:
         first_ptr=first,
         second_ptr=second,
         third_ptr=third,
-        bases_ptr=memory.bases,
+        bases=memory.bases,
+        flags_ptr=memory.flags,
         epoch_ptr=memory.epoch,
         limit_ptr=memory.limit,
         report_ptr=memory.report,

@@ -137,7 +137,7 @@ def open_exchanges(devices: Sequence[Device], sizes: ExchangeSizes) -> list[Exch
     for device in devices:
         peers = [other.torch_device for other in devices if other is not device]
         blocks.append(device.mapped_memory(sizes.places(len(devices))[-1], peers))
-    addresses = [block.data_ptr() for block in blocks]
+    addresses = tuple(block.data_ptr() for block in blocks)
     exchanges = []
     for rank, (device, block) in enumerate(zip(devices, blocks, strict=True)):
         is_gpu = device.torch_device.type == "cuda"
@@ -145,7 +145,7 @@ def open_exchanges(devices: Sequence[Device], sizes: ExchangeSizes) -> list[Exch
             memory = PeerMemory(
                 rank=rank,
                 num_bytes=block.nbytes,
-                bases=torch.tensor(addresses, dtype=torch.int64, device=device.torch_device),
+                bases=addresses,
                 flags=block[: 4 * len(devices) * sizes.num_flags].view(torch.int32).view(len(devices), -1),
                 epoch=torch.zeros(1, dtype=torch.int32, device=device.torch_device),
                 limit=torch.zeros(1, dtype=torch.int64, device=device.torch_device),
