@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from scheduled_run import run_scheduled, sampling_of
 from tiny_llama import tiny_llama
 
 from drift_sdk._kernels.gemm.tuning import TunedTable
-from drift_sdk.execution.device.device import GpuDevice, Replay
+from drift_sdk.execution.device.device import GpuDevice
 from drift_sdk.execution.drafter_factory import (
     NO_DRAFTER,
     DrafterFactory,
@@ -28,19 +27,19 @@ from drift_sdk.execution.eager.drafters import EagleDrafter, NGramDrafter
 from drift_sdk.execution.eager.executor import EagerExecutor
 from drift_sdk.execution.graph.buckets import MixedBucket
 from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
+from drift_sdk.execution.graph.step_launcher import StepLauncher
 from drift_sdk.execution.rounds.eagle import EagleRounds
 from drift_sdk.execution.rounds.ngram import NGramRounds
-from drift_sdk.execution.stages import WatchedReplay
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.speculation import NGram
-from drift_sdk.steps import Executor, ExecutorLimits, SlotOutput, SlotSampling
+from drift_sdk.steps import Executor, ExecutorLimits, SlotOutput, SlotSampling, StepPlan
 
 pytestmark = pytest.mark.kernel
 
 IS_GPU = torch.cuda.is_available()
-TARGET = tiny_llama(vocab_size=96, num_hidden_layers=4)
+TARGET = tiny_llama(vocab_size=96, num_hidden_layers=3)
 LIMITS = ExecutorLimits(max_num_seqs=3, max_model_len=40, num_blocks=32, block_size=4, vocab_size=96)
 BUDGET, NUM_DRAFTS = 16, 2
 
@@ -58,12 +57,12 @@ def requests_of() -> list[tuple[list[int], SlotSampling]]:
 
     shared = drawn(9)
     return [
-        request(drawn(6), 12),
+        request(drawn(6), 14),
         request([*shared, 7], 3, temperature=0.8, top_p=0.9, seed=3, num_logprobs=2),
         request([5], 2, temperature=1.0, seed=12),
-        request([*shared, 27], 4, repetition_penalty=4.0, frequency_penalty=0.5),
+        request(shared, 4),
         request([8, 9] * 5, 3, num_prompt_logprobs=1, presence_penalty=0.4, logit_bias=((17, 0.5),)),
-        request(shared, 3),
+        request([*shared, 27], 4, repetition_penalty=4.0, frequency_penalty=0.5),
     ]
 
 
@@ -86,17 +85,25 @@ def run(executor: Executor, factory: DrafterFactory) -> tuple[list[list[int]], l
     return tokens, steps
 
 
-def watch_mixed(graph: GraphExecutor) -> Counter[MixedBucket]:
-    """Counts the launches of mixed steps."""
-    counts: Counter[MixedBucket] = Counter()
+def watch_mixed(patch: pytest.MonkeyPatch) -> list[tuple[StepPlan, MixedBucket]]:
+    """The plans that run as mixed steps."""
+    found: list[tuple[StepPlan, MixedBucket]] = []
+    launch = StepLauncher._launch_mixed
 
-    def watched(bucket: MixedBucket, replay: Replay) -> Replay:
-        return WatchedReplay(replay, lambda: counts.update((bucket,)))
+    def recorded(self: StepLauncher, plan: StepPlan, bucket: MixedBucket, *rest: Any) -> None:
+        found.append((plan, bucket))
+        launch(self, plan, bucket, *rest)
 
-    graphs = graph._graphs
-    assert graphs is not None
-    graphs.mixed = {bucket: watched(bucket, replay) for bucket, replay in graphs.mixed.items()}
-    return counts
+    patch.setattr(StepLauncher, "_launch_mixed", recorded)
+    return found
+
+
+def leaves_one_token(plan: StepPlan) -> bool:
+    """Whether a prefix hit leaves one token of a prompt."""
+    placed = {assignment.slot for assignment in plan.assignments}
+    return any(
+        chunk.slot in placed and chunk.start > 0 and len(chunk.token_ids) == 1 for chunk in plan.prefill
+    )
 
 
 def watch_proposals(patch: pytest.MonkeyPatch) -> tuple[Proposals, Proposals]:
@@ -171,7 +178,7 @@ def test_steps_and_drafts_equal_those_of_the_eager_executor(
         drafter_factory=factory,
     )
     on_graphs.clear()  # those of captures
-    launched = watch_mixed(graph)
+    launched = watch_mixed(monkeypatch)
     tokens, steps = run(graph, factory)
     eager_tokens, eager_steps = run(
         EagerExecutor(target, LIMITS, factory.eager_drafter(target, LIMITS)), factory
@@ -179,7 +186,8 @@ def test_steps_and_drafts_equal_those_of_the_eager_executor(
     assert tokens == eager_tokens == expected
     found, others = ([[summary(output) for output in step] for step in each] for each in (steps, eager_steps))
     assert found == others
-    assert sum(number for bucket, number in launched.items() if bucket.num_drafts == NUM_DRAFTS) > 1
+    assert sum(bucket.num_drafts == NUM_DRAFTS for _, bucket in launched) > 1
+    assert not any(leaves_one_token(plan) for plan, _ in launched)
     if not IS_GPU:
         assert drafted(on_graphs) == drafted(on_eager) != []
 
