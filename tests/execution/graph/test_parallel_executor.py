@@ -155,7 +155,7 @@ def test_drafts_on_each_gpu_do_not_change_tokens(monkeypatch: pytest.MonkeyPatch
 
 def test_products_have_the_slices_of_the_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their number is part of the bits. Here output and down have four, two of them on each GPU."""
-    config = config_of(num_hidden_layers=1, hidden_size=64, intermediate_size=512, head_dim=128)
+    config = config_of(num_hidden_layers=1, hidden_size=256, intermediate_size=512, head_dim=128)
     asked: dict[tuple[int, int], int | None] = {}
     gemm = TunedTable.gemm
 
@@ -168,8 +168,8 @@ def test_products_have_the_slices_of_the_whole_model(monkeypatch: pytest.MonkeyP
     executor = parallel_executor(config, Lockstep(2, monkeypatch))
     run_scheduled(executor, [([5], sampling_of(1, 1))], prefill_token_budget=BUDGET)
     executor.close()
-    assert asked == {(512, 64): num_slices(1024, 64), (64, 256): num_slices(64, 512) // 2}
-    assert num_slices(64, 512) == 4
+    assert asked == {(512, 256): num_slices(1024, 256), (256, 256): num_slices(256, 512) // 2}
+    assert num_slices(1024, 256) == 2 and num_slices(256, 512) == 4
 
 
 def test_a_gpu_that_does_not_come_fails_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
