@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +12,12 @@ from interpreted_device import InterpretedDevice
 from lockstep_devices import Lockstep, LockstepDevice, LockstepReplay
 from scheduled_run import run_scheduled, sampling_of
 
-from drift_sdk._kernels.gemm.tuning import TunedTable
+from drift_sdk._kernels.gemm.slices import num_slices
+from drift_sdk._kernels.gemm.tuning import TunedGemm, TunedTable
 from drift_sdk.errors import ExecutorError
 from drift_sdk.execution.device.exchange import Exchange, open_exchanges
 from drift_sdk.execution.drafter_factory import NO_DRAFTER, DrafterFactory, NGramDrafterFactory
-from drift_sdk.execution.forward.decode import Rows
+from drift_sdk.execution.forward.decode import DecodeForward, Rows
 from drift_sdk.execution.graph import parallel_executor as parallel_executor_module
 from drift_sdk.execution.graph.executor import GraphExecutor
 from drift_sdk.execution.graph.gpu_graphs import GpuModel
@@ -60,11 +62,12 @@ def limits_of(config: DecoderConfig) -> ExecutorLimits:
 
 def requests_of(seed: int) -> list[Request]:
     rng = random.Random(seed)
-    prompts = [[rng.randrange(3, 200) for _ in range(length)] for length in (10, 3, 6)]
+    prompts = [[rng.randrange(3, 200) for _ in range(length)] for length in (10, 3, 6, 2)]
     changes = (
-        {"logit_bias": ((17, 0.5),)},
+        {"logit_bias": ((17, 0.5),), "allowed_token_ids": tuple(range(10, 300))},
         {"temperature": 0.8, "top_p": 0.9, "seed": 3, "num_logprobs": 2},
-        {"repetition_penalty": 1.4, "allowed_token_ids": tuple(range(100))},
+        {"repetition_penalty": 1.4, "allowed_token_ids": tuple(range(4))},
+        {"allowed_token_ids": tuple(range(4, 9))},
     )
     return [
         (prompt, sampling_of(len(prompt), 3, **change))
@@ -121,13 +124,21 @@ def test_drafts_on_each_gpu_do_not_change_tokens(monkeypatch: pytest.MonkeyPatch
         if num_calls % 2 == 0:
             rows.token[1::3] = 9
 
-    monkeypatch.setattr(NGramRounds, "propose", propose_on_each)
+    verified: list[list[int]] = []
+    run = DecodeForward.run
+
+    def noting_run(forward: DecodeForward) -> None:
+        verified.append(forward._rows.token.tolist())
+        run(forward)
+
     config = config_of(model_type="qwen3", num_hidden_layers=1, tie_word_embeddings=True, vocab_size=301)
     prompt = [5, 6, 7, 5, 6, 7, 5, 6]
     requests = [(prompt, sampling_of(len(prompt), 5))]
     one = single_executor(config)
     expected = run_scheduled(one, requests, prefill_token_budget=BUDGET)
     one.close()
+    monkeypatch.setattr(NGramRounds, "propose", propose_on_each)
+    monkeypatch.setattr(DecodeForward, "run", noting_run)
     executor = parallel_executor(config, Lockstep(2, monkeypatch), NGramDrafterFactory(NGram(), (2,)))
     drafted: list[int] = []
     tokens = run_scheduled(
@@ -139,6 +150,26 @@ def test_drafts_on_each_gpu_do_not_change_tokens(monkeypatch: pytest.MonkeyPatch
     )
     executor.close()
     assert tokens == expected and sum(drafted) > 0
+    assert verified[::2] == verified[1::2]
+
+
+def test_products_have_the_slices_of_the_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their number is part of the bits. Here output and down have four, two of them on each GPU."""
+    config = config_of(num_hidden_layers=1, hidden_size=256, intermediate_size=512, head_dim=128)
+    asked: dict[tuple[int, int], int | None] = {}
+    gemm = TunedTable.gemm
+
+    def noting(table: TunedTable, num_columns: int, inner: int, **options: Any) -> TunedGemm:
+        if not options.get("is_gated") and not options.get("is_whole"):
+            asked[num_columns, inner] = options["slices"]
+        return gemm(table, num_columns, inner, **options)
+
+    monkeypatch.setattr(TunedTable, "gemm", noting)
+    executor = parallel_executor(config, Lockstep(2, monkeypatch))
+    run_scheduled(executor, [([5], sampling_of(1, 1))], prefill_token_budget=BUDGET)
+    executor.close()
+    assert asked == {(512, 256): num_slices(1024, 256), (256, 256): num_slices(256, 512) // 2}
+    assert num_slices(1024, 256) == 2 and num_slices(256, 512) == 4
 
 
 def test_a_gpu_that_does_not_come_fails_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
