@@ -106,8 +106,8 @@ def test_measured_throughput_of_one_replica_is_predicted() -> None:
 
 
 def test_measured_throughput_of_two_replicas_is_predicted() -> None:
-    """Of 128 clients on one and on two replicas with 64 slots each, by the step times of another commit, whose
-    steps were slower. The greatest error is 8%."""
+    """128 clients on one and on two replicas with 64 slots each, by the step times of a slower commit. The
+    greatest error is 8%."""
     runs = json.loads((RESULTS.parent / "replicas.json").read_bytes())["runs"]
     closed = [run for run in runs if run["case"] == "closed-128"]
     rows = check_rows(closed, fit(json.loads(RESULTS.read_bytes())["runs"]))
