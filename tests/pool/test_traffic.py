@@ -75,9 +75,12 @@ class FakeEngine:
             chunk = Chunk(text="", token_ids=(), finish_reason=reason)
             attempt.deliver(Update(stream_updates=attempt, chunk=chunk, completion=completion))
 
-    def fail(self, error: type[DriftError], number: int) -> None:
-        """Fail. The error of each request comes with so many tokens, as those of remote engines may."""
-        self.is_open = False
+    def fail(self, error: type[DriftError], number: int, is_open: bool) -> None:
+        """Fail. The error of each request comes with so many tokens, as those of remote engines may.
+
+        is_open: whether it is open again when the errors come.
+        """
+        self.is_open = is_open
         lost, self.live = self.live, {}
         for attempt, first in lost.items():
             chunk = chunk_of(first, number) if number else None
@@ -185,9 +188,14 @@ class Routing(RuleBasedStateMachine):
         index=st.integers(0, NUM_REPLICAS - 1),
         error=st.sampled_from([ExecutorError, EngineClosed]),
         number=st.integers(0, 2),
+        is_open=st.booleans(),
     )
-    def fail(self, index: int, error: type[DriftError], number: int) -> None:
-        self.engines[index].fail(error, number)
+    def fail(self, index: int, error: type[DriftError], number: int, is_open: bool) -> None:
+        had_ended = [stream for stream in self.streams if stream.is_done]
+        self.engines[index].fail(error, number, is_open)
+        if self.replicas[index].is_in_service:  # one that takes over
+            ended = [stream for stream in self.streams if stream.is_done and stream not in had_ended]
+            assert not any(type(stream.error) is ExecutorError for stream in ended)
 
     @rule(index=st.integers(0, NUM_REPLICAS - 1))
     def reopen(self, index: int) -> None:
