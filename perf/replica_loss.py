@@ -56,9 +56,7 @@ def loss_table(results: Results) -> tuple[str, Sequence[str], Sequence[Sequence[
             str(run["num_failed"]),
             str(run["num_replayed"]),
             str(run["num_moved"]),
-            "{} to {}".format(*(run["tokens_before"][index] for index in (0, -1)))
-            if run["tokens_before"]
-            else "",
+            " to ".join(map(str, run["tokens_before"])),
             "{:.0f}, others {:.0f}".format(run["gap_ms"]["max"], run["other_gap_ms"]["max"]),
             "; ".join(run["problems"][:3]) or "none",
         )

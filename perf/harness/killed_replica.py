@@ -42,7 +42,7 @@ class LossRun(Run, kw_only=True):
     num_killed:              streams that the killed replica had.
     num_replayed, num_moved: of them, those that went on elsewhere after they had got tokens, and before.
     num_failed:              of them, those that ended with ReplicaFailed.
-    tokens_before:           tokens that each of the killed streams had, ascending.
+    tokens_before:           fewest and most tokens that a killed stream had; empty if none was killed.
     gap_ms:                  longest wait between two chunks: median and most of the killed streams; of all,
                              if none was killed.
     other_gap_ms:            the same of the streams of other replicas.
@@ -56,7 +56,7 @@ class LossRun(Run, kw_only=True):
     num_replayed: int
     num_moved: int
     num_failed: int
-    tokens_before: list[int]
+    tokens_before: tuple[int, ...]
     gap_ms: dict[str, float]
     other_gap_ms: dict[str, float]
     restart_s: float | None
@@ -145,7 +145,7 @@ class KilledReplica:
             num_replayed=first.num_replayed,
             num_moved=first.num_moved,
             num_failed=sum(isinstance(seen.error, ReplicaFailed) for seen in killed),
-            tokens_before=sorted(seen.num_before for seen in killed),
+            tokens_before=extremes_of([seen.num_before for seen in killed]),
             gap_ms=gaps_of(killed or others),
             other_gap_ms=gaps_of(others),
             restart_s=restart_s,
@@ -183,6 +183,10 @@ class KilledReplica:
             if isinstance(seen.error, ReplicaFailed) and seen.error.num_tokens != len(seen.tokens):
                 found.append(f"request {index}: ReplicaFailed counts {seen.error.num_tokens} tokens")
         return found
+
+
+def extremes_of(numbers: Sequence[int]) -> tuple[int, ...]:
+    return (min(numbers), max(numbers)) if numbers else ()
 
 
 def gaps_of(all_seen: Sequence[Seen]) -> dict[str, float]:

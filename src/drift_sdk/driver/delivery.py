@@ -69,7 +69,8 @@ class Delivery:
         violation = delta.output.violation
         if violation is not None and violation.is_fatal:
             meaning = f"{VIOLATIONS[violation.reason]} ({violation.details})"
-            self._fail(request, ExecutorError(f"a check of speculation has failed: {meaning}"))
+            message = f"a check of speculation has failed: {meaning}"
+            self._fail(request, ExecutorError(message, ends_engine=False))
             return
 
         if request.followers:

@@ -151,15 +151,16 @@ def do_nothing() -> None:
     """Cancels an attempt that has not been submitted yet."""
 
 
-def is_loss(error: DriftError, *, is_open: bool) -> bool:
-    """Whether an error of a request means that its replica has failed or was closed. An open replica ends a
-    single request with an ExecutorError too."""
-    return isinstance(error, EngineClosed) or (isinstance(error, ExecutorError) and not is_open)
+def is_loss(error: DriftError) -> bool:
+    """Whether an error of a request means that its replica has failed or was closed. It may have been started
+    again meanwhile."""
+    return isinstance(error, EngineClosed) or (isinstance(error, ExecutorError) and error.ends_engine)
 
 
 def diverged(route: Route) -> ExecutorError:
     """The error of a stream whose replay has other tokens."""
     return ExecutorError(
         f"request {route.submission.request_id} was replayed after a failure, and the replica has generated "
-        f"other tokens than the {len(route.delivered.token_ids)} that its stream has"
+        f"other tokens than the {len(route.delivered.token_ids)} that its stream has",
+        ends_engine=False,
     )
