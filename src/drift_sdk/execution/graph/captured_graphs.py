@@ -74,6 +74,9 @@ class CapturedGraphs:
 
     def join(self, others: Sequence[CapturedGraphs]) -> None:
         """Launch the graphs of other GPUs, which were captured for the same sizes, together with these."""
+        if not others:
+            return
+
         every = (self, *others)
         for kind in ("prefill", "mixed", "draft_extend", "decode", "draft", "verify", "first_tokens"):
             graphs: dict[Any, Replay] = getattr(self, kind)
