@@ -240,6 +240,7 @@ class Comparison:
             num_draft_tokens=num_drafts,
             tree=None if kind.tree == "plain" else kind.tree,
             acceptance="simulated" if num_drafts else "none",
+            acceptance_length=statistics.mean(TRACE) if num_drafts else None,
             ms_per_round=seconds * 1e3,
             num_nodes=num_drafts + 1,
             break_even_rate=break_even(tokens, seconds, others) if num_drafts else None,

@@ -4,8 +4,7 @@
     logprob[t] = log(softmax(score / temperature))[t], and with temperature 0 that of the softmax of logits
 
 The best are those with the highest scores; of equal ones the lowest id comes first. The noise is that of the
-target's id at the position behind the row, so that the order is the one by which the target will choose. A
-score and its id are one integer, so that one reduction finds the best.
+target's id at the position behind the row, so that the order is the one by which the target will choose.
 
 Two launches. `_rank_chunks`, grid (rows, chunks): a program owns CHUNK_TOKENS logits of a row, and finds the
 best of them and the sum of their exponentials. `_merge_chunks`, grid (rows,): a program owns a row. Logits
@@ -26,7 +25,7 @@ from torch import Tensor
 from drift_sdk._kernels.common.arguments import check_range, check_tensor, check_tensors
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.draft.draft_choose import CHUNK_TOKENS, _noise, num_draft_chunks
-from drift_sdk._kernels.sampling.gumbel import LAST_ID
+from drift_sdk._kernels.sampling.gumbel import LAST_ID, arg_max
 from drift_sdk._kernels.sampling.noise import gumbel_noise
 from drift_sdk._kernels.sampling.scaled_logits import LEAST_TEMPERATURE
 from drift_sdk.trees.limits import MAX_CANDIDATES
@@ -47,28 +46,6 @@ class CandidateBuffers(Struct, frozen=True):
     chunk_sum: Tensor
     chunk_value: Tensor
     chunk_token: Tensor
-
-
-NO_CANDIDATE = tl.constexpr(-0x7F800001 << 32)
-"""The key of the score -inf and the id LAST_ID."""
-
-
-@triton.jit
-def _key_of(scores, token_ids):
-    """Integers in the order of scores fp32, those of equal scores in the falling order of ids int32."""
-    bits = (scores + 0.0).to(tl.int32, bitcast=True)  # 0.0 instead of -0.0
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (ordered.to(tl.int64) << 32) | (token_ids ^ 0x7FFFFFFF).to(tl.int64)
-
-
-@triton.jit
-def _take_best(keys):
-    """(score, id, keys without the best) of the best of keys [N]."""
-    best = tl.max(keys, 0)
-    ordered = (best >> 32).to(tl.int32)
-    score = (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-    token = (best & 0x7FFFFFFF).to(tl.int32) ^ 0x7FFFFFFF
-    return score, token, tl.where(keys == best, NO_CANDIDATE, keys)
 
 
 @triton.jit
@@ -115,11 +92,11 @@ def _rank_chunks(
         best = tl.max(scores, 0)
         tl.store(chunk_max_ptr + cell, best)
         tl.store(chunk_sum_ptr + cell, tl.sum(tl.exp((scores - best) * inverse), 0))
-        keys = _key_of(scores, token_ids)
         for rank in range(NUM_CANDIDATES):
-            value, token, keys = _take_best(keys)
+            value, token = arg_max(scores, token_ids)
             tl.store(chunk_value_ptr + cell * NUM_CANDIDATES + rank, value)
             tl.store(chunk_token_ptr + cell * NUM_CANDIDATES + rank, token)
+            scores = tl.where(token_ids == token, -float("inf"), scores)
 
 
 @triton.jit
@@ -159,11 +136,11 @@ def _merge_chunks(
         first = row * num_chunks * NUM_CANDIDATES
         values = tl.load(chunk_value_ptr + first + entry, mask=is_entry, other=-float("inf"))
         tokens = tl.load(chunk_token_ptr + first + entry, mask=is_entry, other=LAST_ID)
-        keys = _key_of(values, tokens)
         for rank in range(NUM_CANDIDATES):
-            value, token, keys = _take_best(keys)
+            value, token = arg_max(values, tokens)
             tl.store(token_ptr + row * NUM_CANDIDATES + rank, token)
             tl.store(logprob_ptr + row * NUM_CANDIDATES + rank, (value - best) * inverse - log_sum)
+            values = tl.where(tokens == token, -float("inf"), values)
 
 
 def rank_candidates(
@@ -233,7 +210,7 @@ def rank_candidates(
         PADDED_CHUNKS=triton.next_power_of_2(num_chunks),
         PADDED_ENTRIES=triton.next_power_of_2(num_chunks * num_candidates),
         PDL=uses_pdl(),
-        num_warps=1,
+        num_warps=4,
         **launch_options(),
     )
 
