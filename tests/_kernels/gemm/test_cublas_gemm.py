@@ -64,6 +64,13 @@ def test_library_state_changes_with_settings_and_workspace(monkeypatch: pytest.M
     assert len(states) == 6
 
 
+def test_bits_are_compared_at_several_magnitudes() -> None:
+    rows = cublas_gemm._random_rows(torch.empty(8, 4096, dtype=torch.bfloat16))
+    assert rows.dtype == torch.bfloat16 and rows.isfinite().all()
+    spread = rows.float().abs().log2().clamp(min=-20).std(dim=1)
+    assert (spread[1::2] > 2 * spread[::2]).all()
+
+
 @pytest.mark.gpu
 def test_a_changed_library_is_compared_again(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cublas_gemm, "_has_same_bits", {})

@@ -2,8 +2,8 @@
 
 From about 200 rows on, cuBLAS is faster. Its kernels sum a slice in ascending order by the same instructions,
 as long as it does not cut the inner dimension itself. Whether it does depends on its version, its settings
-and the shape. So before the library is used for a shape, both implementations multiply random numbers once,
-and their bits are compared.
+and the shape. So before the library is used for a shape, both implementations multiply random numbers of
+several magnitudes once, and their bits are compared.
 
 The products of the library are launched by torch, slice by slice, and written to the same partial sums. Such
 a launch waits for everything before it, and lets nothing start before it ends: `note_library_kernel` tells
@@ -35,6 +35,9 @@ Case = tuple[int, torch.Size, torch.dtype, torch.device, GemmConfig, LibraryStat
 _has_same_bits: dict[Case, bool] = {}
 """Results of the comparisons in this process, each for one state of the library."""
 
+MAGNITUDES = 6
+"""Exponents of the largest and smallest numbers that are multiplied to compare bits. With weights of usual
+sizes, products of gates remain in the range of float16."""
 WORKSPACE_VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG",
     "CUBLASLT_WORKSPACE_SIZE",
@@ -141,8 +144,7 @@ def _is_exact(
     """
     case = x.shape[0], weight.shape, x.dtype, x.device, config, library_state()
     if case not in _has_same_bits:
-        generator = torch.Generator(x.device).manual_seed(0)
-        random = torch.randn(x.shape, generator=generator, device=x.device, dtype=x.dtype)
+        random = _random_rows(x)
         expected = torch.empty_like(out)
         if gate_up is None:
             multiply(random, weight, expected, config)
@@ -158,3 +160,15 @@ def _is_exact(
             )
 
     return _has_same_bits[case]
+
+
+def _random_rows(x: Tensor) -> Tensor:
+    """Random numbers of x's shape [M, K] and type: in even rows of one magnitude, in odd rows of magnitudes
+    from 2^-MAGNITUDES to 2^MAGNITUDES side by side, whose sums depend most on their order."""
+    generator = torch.Generator(x.device).manual_seed(0)
+    rows = torch.randn(x.shape, generator=generator, device=x.device)
+    exponents = torch.randint(
+        -MAGNITUDES, MAGNITUDES + 1, rows[1::2].shape, generator=generator, device=x.device
+    )
+    rows[1::2] *= torch.exp2(exponents)
+    return rows.to(x.dtype)
