@@ -91,18 +91,16 @@ def test_gated_product_is_near_the_reference(
             assert_near(out, expected, inner=inner, depth=2, magnitude=LARGEST, num_roundings=num_roundings)
 
 
-# Warpgroups, rows, stages, CTAs of a multiprocessor, CTAs of a cluster.
+# Warpgroups along the weight and along a slice, rows, stages, CTAs of a multiprocessor.
 TILES = (
-    Tiles(1, 8, 2, 1),
-    Tiles(2, 8, 4, 2),
-    Tiles(4, 8, 3, 1),
-    Tiles(1, 16, 2, 1, 2),
-    Tiles(1, 32, 4, 1, 4),
-    Tiles(2, 64, 3, 1),
-    Tiles(4, 64, 2, 1, 2),
-    Tiles(1, 64, 2, 3),
-    Tiles(2, 128, 2, 1),
-    Tiles(1, 128, 2, 1, 2),
+    Tiles(1, 1, 8, 2, 1),
+    Tiles(2, 2, 8, 4, 1),
+    Tiles(1, 4, 8, 3, 1),
+    Tiles(1, 3, 16, 2, 1),
+    Tiles(1, 2, 32, 4, 1),
+    Tiles(2, 1, 64, 3, 1),
+    Tiles(4, 1, 64, 2, 1),
+    Tiles(1, 2, 64, 2, 1),
 )
 
 

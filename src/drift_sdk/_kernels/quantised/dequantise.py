@@ -2,8 +2,7 @@
 
     dequantise:  out[n, k] = (code[n, k] - zero) * scale, rounded once to the storage type
 
-dequantise.cu does it for bfloat16 on GPUs of compute capability 9.0; elsewhere the kernel of this file, with
-the same bits. Grid of the latter: (tiles of TILE_N packed rows, tiles of TILE_K columns).
+Grid: (tiles of TILE_N packed rows, tiles of TILE_K columns).
 
 Bytes: the codes and scales once, and the output.
 
@@ -19,8 +18,6 @@ import triton.language as tl
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor
-from drift_sdk._kernels.common.cuda_programs import compile_kernel, launch_kernel
-from drift_sdk._kernels.common.launch_order import KernelAccess, note_kernel
 from drift_sdk._kernels.common.launching import (
     launch_options,
     start_dependents,
@@ -34,7 +31,6 @@ from drift_sdk._kernels.quantised.packing import (
     PackedWeight,
     row_order,
 )
-from drift_sdk._kernels.quantised.programs import has_programs, program
 
 __all__ = [
     "dequantise",
@@ -49,12 +45,6 @@ __all__ = [
 TILE_N = 32
 TILE_K = 128
 NUM_WARPS = 4
-THREADS = 128
-WARP_UNITS = 4
-"""Units of 64 columns that a warp of dequantise.cu converts."""
-
-ACCESS = KernelAccess(frozenset(), frozenset({"out"}), False)
-"""dequantise.cu reads nothing before it waits, and writes its output."""
 
 E4M3_FACTOR = tl.constexpr(2.0**120)
 """The factor for the bits of an e4m3 number, moved to their places in bfloat16."""
@@ -172,10 +162,6 @@ def dequantise(weight: PackedWeight, out: Tensor) -> None:
     Raises ValueError for another shape, or if out is not contiguous.
     """
     check_tensor("out", out, (weight.num_columns, weight.inner), out.dtype)
-    if has_programs(weight, out.dtype):
-        _launch(weight, out)
-        return
-
     grid = triton.cdiv(weight.num_columns, TILE_N), triton.cdiv(weight.inner, TILE_K)
     _dequantise[grid](
         codes_ptr=weight.codes,
@@ -194,28 +180,6 @@ def dequantise(weight: PackedWeight, out: Tensor) -> None:
         num_warps=NUM_WARPS,
         **launch_options(),
     )
-
-
-def _launch(weight: PackedWeight, out: Tensor) -> None:
-    is_gated = "true" if weight.is_gated else "false"
-    kernel = program(
-        weight, ("hopper.cu", "dequantise.cu"), "numbers", "DEQUANTISE", is_gated, THREADS=THREADS
-    )
-    num_units = triton.cdiv(weight.inner, UNIT)
-    launch_kernel(
-        compile_kernel(kernel, out.device.index or 0, 0),
-        (triton.cdiv(num_units, THREADS // 32 * WARP_UNITS), weight.num_tiles),
-        THREADS,
-        0,
-        weight.codes,
-        weight.scales,
-        weight.zeros,
-        weight.row_scales,
-        out,
-        weight.num_columns,
-        weight.inner,
-    )
-    note_kernel("the numbers of a quantised weight", ACCESS, {"out": out})
 
 
 def dequantise_reference(weight: PackedWeight) -> Tensor:

@@ -14,7 +14,6 @@ UNIT_BYTES = {"e4m3": 1024, "int4": 512}
 """Bytes of the codes of 16 rows and 64 columns."""
 WARPGROUP_TILES = 4
 """Tiles of 16 weight rows of a warpgroup."""
-BARRIER_BYTES = 8
 ALIGNMENT = 1024
 """Bytes at whose multiples a stage lies in shared memory."""
 
@@ -22,38 +21,37 @@ ALIGNMENT = 1024
 class Tiles(Struct, frozen=True):
     """Work of a CTA of multiply.cu.
 
-    groups_along_weight: warpgroups with 64 weight rows each, 1 to 4. num_rows: rows of x, 8, 16, 32, 64 or
-    128. num_stages: steps in shared memory. num_ctas: CTAs that shall fit a multiprocessor, which limits the
-    registers of a thread. cluster_size: CTAs with different weight rows and the same rows of x, of which each
-    copies a share for all; the share is a multiple of 8 rows.
+    groups_along_weight: warpgroups with 64 weight rows each. num_splits: warpgroups that share the columns of
+    a slice. num_rows: rows of x, 8, 16, 32 or 64. num_stages: rounds of steps in shared memory. num_ctas:
+    CTAs that shall fit a multiprocessor, which limits the registers of a thread.
     """
 
     groups_along_weight: int
+    num_splits: int
     num_rows: int
     num_stages: int
     num_ctas: int
-    cluster_size: int = 1
 
     @property
     def num_threads(self) -> int:
-        """Threads of the warpgroups, and of the warp that copies."""
-        return 128 * self.groups_along_weight + 32
+        return 128 * self.groups_along_weight * self.num_splits
 
     def template(self) -> str:
         """The last template arguments of `multiply`."""
-        return f"{self.groups_along_weight}, {self.num_rows // 8}, {self.num_stages}, {self.cluster_size}"
+        return f"{self.groups_along_weight}, {self.num_splits}, {self.num_rows // 8}, {self.num_stages}"
 
     def shared_bytes(self, weight: PackedWeight) -> int:
-        """Bytes of shared memory: the stages, and two barriers for each."""
+        """Bytes of shared memory: the stages, and sums of the warpgroups but the first of each slice."""
         tiles = self.groups_along_weight * WARPGROUP_TILES
         step = self.num_rows * STEP * 2 + tiles * tile_bytes(weight)
-        stage = -(-step // ALIGNMENT) * ALIGNMENT
-        return self.num_stages * (stage + 2 * BARRIER_BYTES)
+        stage = -(-self.num_splits * step // ALIGNMENT) * ALIGNMENT
+        sums = 2 * (self.num_splits - 1) * tiles * TILE * self.num_rows * 4
+        return self.num_stages * stage + sums
 
     def grid(self, weight: PackedWeight, num_rows: int) -> tuple[int, int, int]:
-        """CTAs along the rows, clusters along the weight, and slices."""
-        cluster_tiles = self.groups_along_weight * WARPGROUP_TILES * self.cluster_size
-        return -(-num_rows // self.num_rows), -(-weight.num_tiles // cluster_tiles), weight.num_slices
+        """CTAs along the rows, along the weight, and slices."""
+        num_groups = -(-weight.num_tiles // (self.groups_along_weight * WARPGROUP_TILES))
+        return -(-num_rows // self.num_rows), num_groups, weight.num_slices
 
 
 def tile_bytes(weight: PackedWeight) -> int:
