@@ -40,9 +40,10 @@ from ray.cluster_utils import Cluster  # noqa: E402
 from drift_sdk.ray import Placement, RayEngine  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")
-HEAD, OTHER, THIRD, NOWHERE = (
+GPU = Placement(num_cpus=0, timeout_s=WAIT_S)
+HEAD, OTHER, THIRD = (
     Placement(num_gpus=0, num_cpus=0, resources={name: 1}, timeout_s=WAIT_S)
-    for name in ("head", "other", "third", "nowhere")
+    for name in ("head", "other", "third")
 )
 # The end of a node is noticed in 2 seconds instead of 15. A slow node has 10 seconds for each answer.
 HEALTH = {
@@ -53,23 +54,29 @@ HEALTH = {
 
 
 class TwoNodes:
-    """A cluster with a node that has the resource "head" and one that has the resource "other"."""
+    """A cluster with a node that has the resource "head" and one that has the resource "other". Ray believes
+    that each has a GPU."""
 
     def __init__(self) -> None:
         for module in (letter_model, failing_models):
             ray.cloudpickle.register_pickle_by_value(module)
         self._cluster = Cluster(
             initialize_head=True,
-            head_node_args={"num_cpus": 1, "resources": {"head": 9}, "_system_config": HEALTH},
+            head_node_args={
+                "num_cpus": 1,
+                "num_gpus": 1,
+                "resources": {"head": 9},
+                "_system_config": HEALTH,
+            },
         )
-        self.add_node("other")
+        self.add_node("other", num_gpus=1)
 
     @property
     def address(self) -> str:
         return str(self._cluster.address)
 
-    def add_node(self, resource: str) -> Any:
-        return self._cluster.add_node(num_cpus=1, resources={resource: 9})
+    def add_node(self, resource: str, num_gpus: int = 0) -> Any:
+        return self._cluster.add_node(num_cpus=1, num_gpus=num_gpus, resources={resource: 9})
 
     async def lose(self, node: Any) -> None:
         await asyncio.to_thread(self._cluster.remove_node, node, allow_graceful=False)
@@ -94,8 +101,8 @@ def nodes() -> Iterator[TwoNodes]:
 
 @pytest.fixture(scope="module")
 def engines(nodes: TwoNodes) -> Iterator[list[RayEngine]]:
-    """An engine on each node, for pools of one test after the other."""
-    found = [nodes.engine(HEAD), nodes.engine(OTHER, tokens_per_step=3)]
+    """Two engines that need a GPU each, for pools of one test after the other."""
+    found = [nodes.engine(GPU), nodes.engine(GPU, tokens_per_step=3)]
     yield found
     asyncio.run(EnginePool(found).aclose())
 
@@ -217,10 +224,13 @@ def test_smollm2_in_an_actor_has_the_tokens_of_a_local_engine(nodes: TwoNodes) -
     run("trio", main)
 
 
-async def test_starts_that_fail_are_reported(nodes: TwoNodes) -> None:
+async def test_starts_that_fail_are_reported(nodes: TwoNodes, engines: list[RayEngine]) -> None:
+    await EnginePool(engines).start()  # they have both GPUs
     nowhere = Placement(num_gpus=0, num_cpus=0, resources={"nowhere": 1}, timeout_s=0.2)
-    with pytest.raises(ModelLoadError, match=r"no node .* \{'nowhere': 1\} within 0.2 s"):
-        await nodes.engine(nowhere).start()
+    third_gpu = Placement(num_cpus=0, timeout_s=0.2)
+    for placement, wanted in ((nowhere, r"0 GPUs, \{'nowhere': 1\}"), (third_gpu, "1 GPUs")):
+        with pytest.raises(ModelLoadError, match=rf"no node .* {wanted}.* within 0.2 s"):
+            await nodes.engine(placement).start()
     engine = nodes.engine(HEAD, failing_models.fail_to_open)
     with pytest.raises(ModelLoadError, match="no such file"):
         await engine.start()

@@ -128,6 +128,7 @@ class RayChannel:
         self._check_connected()  # without a connection, a call would start another cluster
         try:
             answer = asyncio.wrap_future(getattr(self._actor, method).remote(*arguments).future())
+            answer.add_done_callback(look_at)
             while not (await asyncio.wait([answer], timeout=CHECK_S))[0]:
                 self._check_connected()  # calls on their way are never answered then
             return answer.result()
@@ -150,6 +151,12 @@ class RayChannel:
     async def kill(self) -> None:
         if connection_id() == self._connection:  # else the actor has ended with it
             ray.kill(self._actor)
+
+
+def look_at(answer: asyncio.Future[Any]) -> None:
+    """Retrieve the error of a call that was given up, which asyncio reports otherwise."""
+    if not answer.cancelled():
+        answer.exception()
 
 
 def connection_id() -> str | None:
