@@ -195,6 +195,9 @@ def test_anchor_is_found_by_run() -> None:
     assert anchor_of(run, "NVIDIA H100 80GB HBM3") is None
     assert anchor_of(run | {"dtype": "float32"}, "NVIDIA H200") is None
     assert anchor_of(run | {"scenario": "single-16"}, "NVIDIA H200") is None
+    divided = anchor_of(run | {"num_gpus": 2}, "NVIDIA H200")
+    assert divided is not None and divided.tokens_per_s == 288
+    assert anchor_of(run | {"num_gpus": 4}, "NVIDIA H200") is None
     assert is_void(run | {"tokens_per_s": 198.0}, "NVIDIA H200")
     assert not is_void(run | {"tokens_per_s": 199.0}, "NVIDIA H200")
 
