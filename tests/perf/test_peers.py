@@ -203,6 +203,6 @@ def test_anchor_is_found_by_run() -> None:
 
 
 def test_anchors_are_of_distinct_runs() -> None:
-    keys = [(a.engine, a.model, a.scenario, a.num_draft_tokens, a.acceptance_length) for a in ANCHORS]
+    keys = [(a.engine, a.model, a.scenario, a.num_draft_tokens, a.num_gpus) for a in ANCHORS]
     assert len(set(keys)) == len(keys)
     assert {a.model for a in ANCHORS} & set(MODELS) == {"llama-3.1-8b", "gpt-oss-120b"}
