@@ -47,7 +47,7 @@ SHAPE = DynamicTree(top_k=2, depth=2, num_draft_tokens=3)
 
 def rounds(executor: Executor) -> list[Any]:
     slots = ManualDriver(executor, prefill_token_budget=BUDGET)
-    slots.fill(4, [6])
+    slots.fill(6, [10])
     found = []
     while slots.active:
         outputs = slots.round(SHAPE.num_draft_tokens, max_depth=SHAPE.depth).decode
@@ -82,4 +82,5 @@ def test_rounds_of_trees_are_those_of_the_whole_model(
         models.append(GpuModel(device=device, decoder=decoder, tuned=TunedTable(), drafter_factory=factory))
     options = GraphOptions(prefill_token_budget=BUDGET, exact_prefill=True)
     assert rounds(ParallelExecutor(models, LIMITS, options)) == expected
-    assert len(expected) > 1 and group.num_exchanges > 0
+    assert any(num_drafted for outputs in expected for _, num_drafted, _ in outputs)
+    assert group.num_exchanges > 0
