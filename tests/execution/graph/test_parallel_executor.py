@@ -195,6 +195,17 @@ def test_a_replay_that_cannot_be_launched_fails_the_step(monkeypatch: pytest.Mon
     executor.close()
 
 
+def test_rounds_are_timed_on_all_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After that all read the first entry of the ring again."""
+    group = Lockstep(2, monkeypatch)
+    executor = parallel_executor(config_of(num_hidden_layers=1), group)
+    expected = executor.round_costs().keys()
+    assert expected == {(1, 0), (2, 0)} and group.num_exchanges > 0
+    assert [int(gpu.resources.ring.next_index) for gpu in executor._gpus] == [0, 0]
+    assert run_scheduled(executor, [([5], sampling_of(1, 2))], prefill_token_budget=BUDGET)
+    executor.close()
+
+
 def test_gpus_wait_for_each_other_for_less_time_than_the_host_for_a_step() -> None:
     assert peer_timeout(None) == peer_timeout(1000.0) == PEER_TIMEOUT_S
     assert peer_timeout(4.0) == 2.0

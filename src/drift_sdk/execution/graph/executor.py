@@ -120,7 +120,8 @@ class GraphExecutor:
         assert self._graphs is not None and not self._launched
         with typed_errors(self), self._device.work():
             costs = time_rounds(self._device, self._graphs.decode)
-            for gpu in self._gpus:
+        for gpu in self._gpus:
+            with typed_errors(self), gpu.device.work():
                 gpu.resources.ring.reset()
         if self._product_log is not None:
             self._product_log.reset()  # what was timed served nobody
