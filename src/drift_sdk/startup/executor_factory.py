@@ -143,7 +143,7 @@ def open_graph_executor(
     """
     # Imported only here: they need Triton and the driver.
     from drift_sdk.execution.forward.kernel_weights import arrange_decoder
-    from drift_sdk.execution.graph.options import GraphOptions, StartupHooks
+    from drift_sdk.execution.graph.options import StartupHooks
     from drift_sdk.startup.gemm_tuning import engine_table
 
     decoder, drafter_factory = parts[0].decoder, parts[0].drafter_factory
@@ -163,15 +163,7 @@ def open_graph_executor(
     table = engine_table(config, decoder, None if draft is None else draft.weights, report, shard)
     # Buffers are made for the longest sequences that there could be room for; less room may be left.
     limits = _limits(config, decoder, demand, least_room(0))
-    options = GraphOptions(
-        prefill_token_budget=config.prefill_token_budget,
-        exact_prefill=config.exact_prefill or len(parts) > 1,
-        step_timeout_s=config.step_timeout_s,
-        acceptance_trace=acceptance_trace,
-        stages=stages or NO_STAGE_MARKS,
-        has_checks=config.speculation is not None and config.speculation.checks,
-        shape_log=None if config.shape_log is None else Path(config.shape_log),
-    )
+    options = _graph_options(config, len(parts), acceptance_trace, stages or NO_STAGE_MARKS)
     hooks = StartupHooks(fit_blocks=fit_blocks, report=report)
     executor = _start_graph_executor(parts, limits, table, options, hooks)
     untuned = tuple(sorted(table.untuned))
@@ -190,6 +182,22 @@ def open_graph_executor(
         untuned=untuned,
         round_costs=round_costs,
         mixed_tokens=executor.mixed_tokens,
+    )
+
+
+def _graph_options(
+    config: EngineConfig, num_gpus: int, acceptance_trace: Sequence[int] | None, stages: StageMarks
+) -> GraphOptions:
+    from drift_sdk.execution.graph.options import GraphOptions
+
+    return GraphOptions(
+        prefill_token_budget=config.prefill_token_budget,
+        exact_prefill=config.exact_prefill or num_gpus > 1,
+        step_timeout_s=config.step_timeout_s,
+        acceptance_trace=acceptance_trace,
+        stages=stages,
+        has_checks=config.speculation is not None and config.speculation.checks,
+        shape_log=None if config.shape_log is None else Path(config.shape_log),
     )
 
 

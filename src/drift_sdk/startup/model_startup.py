@@ -37,7 +37,7 @@ from drift_sdk.startup.executor_factory import (
     open_graph_executor,
 )
 from drift_sdk.startup.kv_sizing import KVDemand, check_model_len, gib
-from drift_sdk.startup.model_part import StoredWeights, load_part
+from drift_sdk.startup.model_part import ModelPart, StoredWeights, load_part
 from drift_sdk.startup.tensor_parallel import (
     check_division,
     opening_locks,
@@ -95,14 +95,12 @@ def open_model(
     report("load tokenizer", 0.0)
     load = partial(load_text, source, config, decoder_config.vocab_size)
     with opening_locks(devices), loaded_beside(config, load, report) as loading_text:
-        parts = []
-        for place, shard in zip(devices, shards_of(config), strict=True):
-            weights = StoredWeights(source, decoder_config, place, dtype, shard)
-            parts.append(load_part(weights, config, checked(report, loading_text)))
+        weights = [
+            StoredWeights(source, decoder_config, place, dtype, shard)
+            for place, shard in zip(devices, shards_of(config), strict=True)
+        ]
+        parts = _load_parts(weights, config, checked(report, loading_text))
         first = parts[0]
-        if len({part.drafter_factory.draft_choices for part in parts}) > 1:
-            raise ModelLoadError("the draft could be loaded on some GPUs alone")
-
         drafter_factory = first.drafter_factory
         text = loading_text.result()
         demand = kv_demand(first.decoder, drafter_factory, config.block_size or BLOCK_SIZES[executor_name])
@@ -121,6 +119,15 @@ def open_model(
         scheduling=_scheduling(config, opened, drafter_factory),
         text=_model_text(text, opened.executor.limits, has_drafts=bool(drafter_factory.draft_choices)),
     )
+
+
+def _load_parts(weights: Sequence[StoredWeights], config: EngineConfig, report: Report) -> list[ModelPart]:
+    """The parts of a model, each on its GPU, one after the other."""
+    parts = [load_part(each, config, report) for each in weights]
+    if len({part.drafter_factory.draft_choices for part in parts}) > 1:
+        raise ModelLoadError("the draft could be loaded on some GPUs alone")
+
+    return parts
 
 
 @contextmanager

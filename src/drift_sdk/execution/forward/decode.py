@@ -73,8 +73,8 @@ class DecodeForward:
     A row gets the bits that it gets alone: products use the one reduction tree of each weight, and attention
     has partitions at fixed positions.
 
-    hidden_states: of the rows, filled by `run`. normed [R, hidden]: the normalised residual stream after the
-    last layer, filled by `run`.
+    cache: where the rows' keys and values are stored. hidden_states: of the rows, filled by `run`.
+    normed [R, hidden]: the normalised residual stream after the last layer, filled by `run`.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class DecodeForward:
         hidden_states: HiddenStates,
     ) -> None:
         """block_table [S, max_blocks] int32. hidden_states: of as many rows as `rows` has."""
-        self._decoder, self._cache, self._tuned = model.decoder, model.cache, model.tuned
+        self._decoder, self.cache, self._tuned = model.decoder, model.cache, model.tuned
         self._layers, self._exchange = model.layers, model.exchange
         self._rows, self._block_table, self._workspace = rows, block_table, workspace
         self._attention = attention
@@ -131,7 +131,7 @@ class DecodeForward:
 
     def _attend(self, layer: LayerWeights, index: int) -> None:
         """Compute queries, store keys and values, and fill `attended`."""
-        rows, cache, buffers, config = self._rows, self._cache, self._buffers, self._decoder.config
+        rows, cache, buffers, config = self._rows, self.cache, self._buffers, self._decoder.config
         keys, values = cache.keys[index], cache.values[index]
         cos, sin = cache.rotations[index]
         rotate_and_store(

@@ -219,21 +219,19 @@ class GraphSteps:
 
     def _tree_round(self, num_slots: int, drafter: TreeDrafter, plan: TreePlan) -> TreeRound:
         resources, num_rows = self._resources, num_slots * plan.num_nodes
-        tensors = TreeTensors.take(
-            resources.workspace, Rows.take(resources.workspace, num_rows), num_slots, plan.num_draft_nodes
-        )
+        slots = resources.payload.words[: 2 * num_slots].view(2, num_slots)
+        rows = Rows.take(resources.workspace, num_rows)
+        tensors = TreeTensors.take(resources.workspace, slots, rows, plan.num_draft_nodes)
         hidden, groups = self._round_hidden.first(num_rows), self._tree_attention[plan.num_drafts]
         attention = TreeAttention(groups, plan.num_nodes, tensors.paths)
         return TreeRound(
             resources,
-            resources.payload.words[: 2 * num_slots].view(2, num_slots),
             tensors,
             self._decode_forward(tensors.rows, attention, hidden),
             self._sample_commit(tensors.rows, plan.num_nodes, tensors.acceptance),
             drafter,
             plan,
-            cache=self._model.cache,
-            checks=self._checks(num_slots),
+            self._checks(num_slots),
         )
 
     def _checks(self, num_trees: int) -> TreeChecks | None:
