@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import anyio
 import pytest
+from letters import letters, outcome, tokens_of
 from local_host import LocalHostEngine
 from loops import WAIT_S, on_every_loop, run, until
 
@@ -28,7 +28,6 @@ from drift_sdk import (
     ReplicaFailed,
     Routing,
     SamplingParams,
-    TokenStream,
 )
 from drift_sdk.driver.prompts import TextPrompt
 from drift_sdk.remote import connection
@@ -40,30 +39,8 @@ SLOW_S = 0.005
 """Seconds of a step, of engines whose answers must not end before a test does it: 4,096 tokens take 20 s."""
 
 
-def letters(prompt_ids: Sequence[int], output_ids: Sequence[int], seed: int) -> int:
-    """A model whose tokens depend on all that tokens may depend on."""
-    return 97 + (sum(prompt_ids) + seed + 7 * sum(output_ids) + len(output_ids)) % 26
-
-
-def tokens_of(prompt: str, seed: int, number: int) -> tuple[int, ...]:
-    output: list[int] = []
-    while len(output) < number:
-        output.append(letters(prompt.encode(), output, seed))
-    return tuple(output)
-
-
 def engine_of(reply: Any = letters, **options: Any) -> LocalHostEngine:
     return LocalHostEngine(partial(scripted_engine, reply, **options))
-
-
-async def outcome(stream: TokenStream) -> tuple[tuple[int, ...], Completion | DriftError]:
-    got: list[int] = []
-    try:
-        async for chunk in stream:
-            got += chunk.token_ids
-        return tuple(got), await stream
-    except DriftError as error:
-        return tuple(got), error
 
 
 def check_nothing_is_left(*engines: LocalHostEngine) -> None:
