@@ -174,6 +174,8 @@ def test_nothing_waits_before_ranks_are_armed(device: str) -> None:
     exchange.check()
     exchange.arm(1.0)
     assert int(exchange._memory.limit) == 10**9
+    exchange.arm(1e-12)
+    assert int(exchange._memory.limit) == 1
     exchange.disarm()
     exchange.begin()
     exchange.check()

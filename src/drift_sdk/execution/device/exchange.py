@@ -107,7 +107,7 @@ class Exchange:
         memory.flags.zero_()
         memory.epoch.fill_(1)
         memory.report.zero_()
-        memory.limit.fill_(int(timeout_s * 1e9))
+        memory.limit.fill_(max(int(timeout_s * 1e9), 1))  # with 0 nothing waits
 
     def disarm(self) -> None:
         """Have nothing wait for peers, as before `arm`. All GPUs have to be idle."""

@@ -23,8 +23,8 @@ from drift_sdk.steps import ExecutorLimits
 __all__ = ["PEER_TIMEOUT_S", "ParallelExecutor"]
 
 PEER_TIMEOUT_S = 30.0
-"""Seconds that a GPU waits for another one without a step_timeout_s: more than the host is ever held up
-between two launches."""
+"""Seconds that a GPU waits for another one without a step_timeout_s. Launches on two GPUs are microseconds
+apart; a process that is stopped for longer just then ends with ExecutorError."""
 
 
 class ParallelExecutor(GraphExecutor):
