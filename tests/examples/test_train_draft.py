@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 import json
 import random
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import smollm2
 import torch
 from draft_pass import whole_pass
 from model_zoo import NUM_MODELS, make_model
@@ -196,6 +198,16 @@ def test_saved_head_has_the_published_format(target: Target, tmp_path: Path) -> 
     for name, weight in head.cast(torch.bfloat16).items():
         assert torch.equal(again.cast(torch.bfloat16)[name], weight)
         assert torch.equal(tensors[name], weight)
+
+
+@pytest.mark.skipif(not smollm2.DRAFT.exists(), reason="an sdist has no drafts")
+def test_committed_head_is_that_of_its_record() -> None:
+    file = smollm2.DRAFT / "model.safetensors"
+    content = file.read_bytes()
+    record = json.loads((smollm2.DRAFT / "record.json").read_text())
+    assert hashlib.sha256(content).hexdigest() == record["draft_sha256"]
+    assert record["evaluation_prompts_sha256"] == questions.EVALUATION_SHA256
+    assert len(content) <= 16 * 2**20
 
 
 @pytest.mark.parametrize("index", range(NUM_MODELS))
