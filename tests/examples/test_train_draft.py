@@ -19,7 +19,7 @@ from model_zoo import NUM_MODELS, make_model
 from safetensors.torch import load_file
 from train_draft import answers, measuring, questions
 from train_draft.acceptance import Acceptance, evaluate, walk
-from train_draft.answers import Answer, AnswerFolder, repeated_share
+from train_draft.answers import Answer, AnswerError, AnswerFolder, repeated_share
 from train_draft.batches import Batch, Conversation, draft_vocabulary, make_batches
 from train_draft.commands import main
 from train_draft.head import DraftHead, HeadPass, feature_sizes, head_settings
@@ -365,6 +365,30 @@ def test_commands_make_a_head_for_the_engine(
     assert record["num_draft_tokens"] == 3
     assert all(found["num_rounds"] > 0 for found in record["acceptance"].values())
     assert record["tokens_per_s"]["2"].keys() == {"plain", "always", "adaptive", "gain"}
+
+
+def test_training_without_answers_is_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(folder), "--work", str(tmp_path), "--device", "cpu"]) == 1
+    assert "holds no answers: run generate first" in capsys.readouterr().err
+
+
+def test_training_on_too_short_answers_is_refused(target: Target, tmp_path: Path) -> None:
+    short = [Answer(kind="chat", temperature=0.0, prompt_ids=[1, 2], token_ids=[3, 4])]
+    training = Training(new_head(target), target, tmp_path, TrainingSettings(num_steps=1, seconds=1.0))
+    with pytest.raises(AnswerError, match="expected answers of 5 tokens or more"):
+        training.run(lambda: short, short)
+
+
+@pytest.mark.parametrize("option", ["--seconds", "--evaluate-every", "--learning-rate"])
+@pytest.mark.parametrize("value", ["0", "-1", "nan"])
+def test_numbers_that_are_not_positive_are_refused(
+    option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--work", "anywhere", f"{option}={value}"])
+    assert f"{value}: expected a number over 0" in capsys.readouterr().err
 
 
 class Scripted:
