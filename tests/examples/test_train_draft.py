@@ -181,6 +181,42 @@ def test_loss_leaves_out_tokens_that_cannot_be_proposed(target: Target) -> None:
     assert loss([*known, unknown[0]]) == pytest.approx(loss(known), rel=1e-4)
 
 
+def test_loss_compares_each_draft_with_the_model_at_its_position(target: Target) -> None:
+    head, unrolled, decay = new_head(target), 3, 0.5
+    draw = random.Random(5)
+    ends, start = (14, 10), 4
+    conversations = [
+        Conversation(token_ids=[draw.randrange(500) for _ in range(end)], start=start) for end in ends
+    ]
+    settings = TrainingSettings(num_steps=1, seconds=1.0, unrolled=unrolled, decay=decay)
+    loss, shares = draft_loss(head, target, Batch(conversations, CPU), settings)
+
+    sums, counts, right = [0.0] * unrolled, [0] * unrolled, [0] * unrolled
+    totals = [0] * unrolled
+    for each in conversations:
+        tokens = torch.tensor([each.token_ids])
+        features, final = target.run(tokens, head.config.aux_layers)
+        head_pass = HeadPass(head, head.cast(torch.float32), tokens.shape[1])
+        hidden = head_pass.fuse(features)
+        for step in range(unrolled):
+            hidden = head_pass.step(hidden, target.embed(tokens.roll(-1 - step, 1)))
+            for row in range(start - 2, len(each.token_ids) - 2 - step):
+                drafted = each.token_ids[row + 2 + step]
+                wanted = target.logits(final[0, row + 1 + step], head.target_rows).softmax(-1)
+                logits = head_pass.logits(hidden[0, row])
+                totals[step] += 1
+                right[step] += int(head.target_ids[logits.argmax()]) == drafted
+                if head.is_proposable[drafted]:
+                    sums[step] -= float((wanted * logits.log_softmax(-1)).sum().detach())
+                    counts[step] += 1
+
+    weights = [decay**step for step in range(unrolled)]
+    means = [total / count for total, count in zip(sums, counts, strict=True)]
+    expected = sum(a * b for a, b in zip(weights, means, strict=True)) / sum(weights)
+    assert float(loss.detach()) == pytest.approx(expected, rel=1e-4)
+    assert shares.tolist() == pytest.approx([a / b for a, b in zip(right, totals, strict=True)])
+
+
 def test_saved_head_has_the_published_format(target: Target, tmp_path: Path) -> None:
     head = new_head(target, draft_vocab_size=100)
     head.save(tmp_path)
