@@ -394,8 +394,15 @@ def test_commands_make_a_head_for_the_engine(
     settings = ("--vocabulary", 60, "--steps", 2, "--batch-tokens", 256, "--device", "cpu")
     settings += ("--wait-tokens", 100)
     run("train", folder, "--work", work, *settings)
+    shared, further = tmp_path / "shared", tmp_path / "further"
+    settings += ("--answers", work)
+    run("train", folder, "--work", shared, "--shared-head", "--intermediate", 40, *settings)
+    run("train", folder, "--work", further, "--start", shared / "draft", *settings)
+    heads = [load_file(each / "draft" / "model.safetensors") for each in (work, shared, further)]
+    assert ["lm_head.weight" in head for head in heads] == [True, False, False]
+    assert heads[2]["midlayer.mlp.down_proj.weight"].shape[1] == 40
     options = ("--prompts", file, "--max-tokens", 8, "--batches", 2)
-    run("measure", folder, "--draft", work / "draft", "--output", output, *options)
+    run("measure", folder, "--draft", further / "draft", "--output", output, *options)
     record = json.loads(output.read_text())
     assert record["same_answers"] == {"always": 1.0, "adaptive": 1.0}
     assert record["num_draft_tokens"] == 3
