@@ -18,7 +18,15 @@ from drift_sdk import Completion, Engine, SamplingParams
 from .questions import Overlaps, Question, Templates, evaluation_questions
 from .target import ChatFormat
 
-__all__ = ["MAX_REPEATED_SHARE", "Answer", "AnswerFolder", "Limits", "generate", "repeated_share"]
+__all__ = [
+    "MAX_REPEATED_SHARE",
+    "Answer",
+    "AnswerError",
+    "AnswerFolder",
+    "Limits",
+    "generate",
+    "repeated_share",
+]
 
 MAX_REPEATED_SHARE = 0.2
 """Answers that repeat more of themselves are predicted too easily: they are not trained on, and are left out
@@ -31,6 +39,10 @@ MIN_QUESTION_CHARS = 12
 REPORT_TOKENS = 100_000
 """Tokens between two lines of progress."""
 POLL_S = 0.5
+
+
+class AnswerError(OSError):
+    """Answers that cannot be used. The message names their folder and the reason."""
 
 
 class Answer(Struct, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ import torch
 from drift_sdk import Engine, EngineConfig, Progress
 from drift_sdk.models.draft_config import DraftConfig
 
-from .answers import AnswerFolder, Limits, generate
+from .answers import AnswerError, AnswerFolder, Limits, generate
 from .batches import draft_vocabulary
 from .head import DraftHead, feature_sizes, head_settings
 from .measuring import measure
@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     generating = command("generate", run_generate, "write answers to train with, and to evaluate with")
     generating.add_argument("--work", type=Path, required=True, help="folder of the answers")
     generating.add_argument("--tokens", type=number(1), default=4_000_000, help="tokens to generate")
-    generating.add_argument("--seconds", type=float, default=float("inf"), help="longest time to generate")
+    generating.add_argument("--seconds", type=positive, default=float("inf"), help="longest time to generate")
     generating.add_argument("--lanes", type=number(1, 4096), default=256, help="questions at a time")
     generating.add_argument(
         "--max-answer", type=number(8, 512), default=256, help="tokens of an answer at most"
@@ -68,10 +68,10 @@ def parser() -> argparse.ArgumentParser:
     training.add_argument("--shared-head", action="store_true", help="use the model's output projection")
     training.add_argument("--intermediate", type=number(16), help="width of its MLP (default: the model's)")
     training.add_argument("--steps", type=number(1), default=1_000_000, help="most steps of training")
-    training.add_argument("--seconds", type=float, default=float("inf"), help="longest time of training")
-    training.add_argument("--evaluate-every", type=float, default=20.0, help="seconds between evaluations")
+    training.add_argument("--seconds", type=positive, default=float("inf"), help="longest time of training")
+    training.add_argument("--evaluate-every", type=positive, default=20.0, help="seconds between evaluations")
     training.add_argument("--batch-tokens", type=number(64), default=8192, help="tokens in a batch")
-    training.add_argument("--learning-rate", type=float, default=1e-3)
+    training.add_argument("--learning-rate", type=positive, default=1e-3)
     training.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 
     measuring = command("measure", run_measure, "measure acceptance and speed in the engine")
@@ -83,6 +83,15 @@ def parser() -> argparse.ArgumentParser:
         "--batches", type=number(1), nargs="*", default=[1, 8, 64], help="requests at a time; none: no speeds"
     )
     return made
+
+
+def positive(text: str) -> float:
+    """A number over 0, of an argument."""
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text}: expected a number over 0")
+
+    return value
 
 
 def run_generate(options: argparse.Namespace) -> None:
@@ -122,7 +131,7 @@ def run_train(options: argparse.Namespace) -> None:
         folder.wait(options.wait_tokens)
     answers, evaluation = folder.training(), folder.evaluation()
     if not answers or not evaluation:
-        raise FileNotFoundError(f"{options.answers or options.work}: holds no answers: run generate first")
+        raise AnswerError(f"{options.answers or options.work}: holds no answers: run generate first")
 
     vocabulary, share = draft_vocabulary(answers, options.vocabulary)
     intermediate_size = options.intermediate or target.config.intermediate_size

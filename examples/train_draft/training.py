@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from msgspec import Struct
 
 from .acceptance import evaluate, evaluation_groups
-from .answers import Answer
+from .answers import Answer, AnswerError
 from .batches import Batch, Conversation, make_batches
 from .head import DraftHead, HeadPass
 from .target import Target
@@ -170,6 +170,9 @@ class Training:
         for epoch in itertools.count():
             conversations = [Conversation.of(answer, settings.max_length) for answer in answers()]
             usable = [each for each in conversations if len(each.token_ids) >= each.start + settings.unrolled]
+            if not usable:
+                raise AnswerError(f"expected answers of {settings.unrolled} tokens or more")
+
             batches = make_batches(usable, settings.tokens_per_batch, settings.seed + epoch)
             yield from batches[max(0, self.step - num_passed) :]
             num_passed += len(batches)

@@ -100,6 +100,8 @@ def test_hello_streams_an_answer_of_the_default_model() -> None:
     assert "Warning" not in err and "Traceback" not in err, err
     assert "Paris" in out
     assert re.search(r"\[\d+ tokens, first after \d+ ms, [\d.]+ tok/s\]", out)
+    drafted = re.search(r"\[with drafts: \d\.\d\d tokens a round, [\d.]+ times the speed without\]", out)
+    assert bool(drafted) == smollm2.DRAFT.exists()  # an sdist has no drafts
 
 
 def test_chat_answers_and_ends_at_end_of_input(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

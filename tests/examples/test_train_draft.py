@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 import json
 import random
@@ -11,13 +12,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import smollm2
 import torch
 from draft_pass import whole_pass
 from model_zoo import NUM_MODELS, make_model
 from safetensors.torch import load_file
 from train_draft import answers, measuring, questions
 from train_draft.acceptance import Acceptance, evaluate, walk
-from train_draft.answers import Answer, AnswerFolder, repeated_share
+from train_draft.answers import Answer, AnswerError, AnswerFolder, repeated_share
 from train_draft.batches import Batch, Conversation, draft_vocabulary, make_batches
 from train_draft.commands import main
 from train_draft.head import DraftHead, HeadPass, feature_sizes, head_settings
@@ -179,6 +181,42 @@ def test_loss_leaves_out_tokens_that_cannot_be_proposed(target: Target) -> None:
     assert loss([*known, unknown[0]]) == pytest.approx(loss(known), rel=1e-4)
 
 
+def test_loss_compares_each_draft_with_the_model_at_its_position(target: Target) -> None:
+    head, unrolled, decay = new_head(target), 3, 0.5
+    draw = random.Random(5)
+    ends, start = (14, 10), 4
+    conversations = [
+        Conversation(token_ids=[draw.randrange(500) for _ in range(end)], start=start) for end in ends
+    ]
+    settings = TrainingSettings(num_steps=1, seconds=1.0, unrolled=unrolled, decay=decay)
+    loss, shares = draft_loss(head, target, Batch(conversations, CPU), settings)
+
+    sums, counts, right = [0.0] * unrolled, [0] * unrolled, [0] * unrolled
+    totals = [0] * unrolled
+    for each in conversations:
+        tokens = torch.tensor([each.token_ids])
+        features, final = target.run(tokens, head.config.aux_layers)
+        head_pass = HeadPass(head, head.cast(torch.float32), tokens.shape[1])
+        hidden = head_pass.fuse(features)
+        for step in range(unrolled):
+            hidden = head_pass.step(hidden, target.embed(tokens.roll(-1 - step, 1)))
+            for row in range(start - 2, len(each.token_ids) - 2 - step):
+                drafted = each.token_ids[row + 2 + step]
+                wanted = target.logits(final[0, row + 1 + step], head.target_rows).softmax(-1)
+                logits = head_pass.logits(hidden[0, row])
+                totals[step] += 1
+                right[step] += int(head.target_ids[logits.argmax()]) == drafted
+                if head.is_proposable[drafted]:
+                    sums[step] -= float((wanted * logits.log_softmax(-1)).sum().detach())
+                    counts[step] += 1
+
+    weights = [decay**step for step in range(unrolled)]
+    means = [total / count for total, count in zip(sums, counts, strict=True)]
+    expected = sum(a * b for a, b in zip(weights, means, strict=True)) / sum(weights)
+    assert float(loss.detach()) == pytest.approx(expected, rel=1e-4)
+    assert shares.tolist() == pytest.approx([a / b for a, b in zip(right, totals, strict=True)])
+
+
 def test_saved_head_has_the_published_format(target: Target, tmp_path: Path) -> None:
     head = new_head(target, draft_vocab_size=100)
     head.save(tmp_path)
@@ -196,6 +234,16 @@ def test_saved_head_has_the_published_format(target: Target, tmp_path: Path) -> 
     for name, weight in head.cast(torch.bfloat16).items():
         assert torch.equal(again.cast(torch.bfloat16)[name], weight)
         assert torch.equal(tensors[name], weight)
+
+
+@pytest.mark.skipif(not smollm2.DRAFT.exists(), reason="an sdist has no drafts")
+def test_committed_head_is_that_of_its_record() -> None:
+    file = smollm2.DRAFT / "model.safetensors"
+    content = file.read_bytes()
+    record = json.loads((smollm2.DRAFT / "record.json").read_text())
+    assert hashlib.sha256(content).hexdigest() == record["draft_sha256"]
+    assert record["evaluation_prompts_sha256"] == questions.EVALUATION_SHA256
+    assert len(content) <= 16 * 2**20
 
 
 @pytest.mark.parametrize("index", range(NUM_MODELS))
@@ -346,13 +394,44 @@ def test_commands_make_a_head_for_the_engine(
     settings = ("--vocabulary", 60, "--steps", 2, "--batch-tokens", 256, "--device", "cpu")
     settings += ("--wait-tokens", 100)
     run("train", folder, "--work", work, *settings)
+    shared, further = tmp_path / "shared", tmp_path / "further"
+    settings += ("--answers", work)
+    run("train", folder, "--work", shared, "--shared-head", "--intermediate", 40, *settings)
+    run("train", folder, "--work", further, "--start", shared / "draft", *settings)
+    heads = [load_file(each / "draft" / "model.safetensors") for each in (work, shared, further)]
+    assert ["lm_head.weight" in head for head in heads] == [True, False, False]
+    assert heads[2]["midlayer.mlp.down_proj.weight"].shape[1] == 40
     options = ("--prompts", file, "--max-tokens", 8, "--batches", 2)
-    run("measure", folder, "--draft", work / "draft", "--output", output, *options)
+    run("measure", folder, "--draft", further / "draft", "--output", output, *options)
     record = json.loads(output.read_text())
     assert record["same_answers"] == {"always": 1.0, "adaptive": 1.0}
     assert record["num_draft_tokens"] == 3
     assert all(found["num_rounds"] > 0 for found in record["acceptance"].values())
     assert record["tokens_per_s"]["2"].keys() == {"plain", "always", "adaptive", "gain"}
+
+
+def test_training_without_answers_is_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(folder), "--work", str(tmp_path), "--device", "cpu"]) == 1
+    assert "holds no answers: run generate first" in capsys.readouterr().err
+
+
+def test_training_on_too_short_answers_is_refused(target: Target, tmp_path: Path) -> None:
+    short = [Answer(kind="chat", temperature=0.0, prompt_ids=[1, 2], token_ids=[3, 4])]
+    training = Training(new_head(target), target, tmp_path, TrainingSettings(num_steps=1, seconds=1.0))
+    with pytest.raises(AnswerError, match="expected answers of 5 tokens or more"):
+        training.run(lambda: short, short)
+
+
+@pytest.mark.parametrize("option", ["--seconds", "--evaluate-every", "--learning-rate"])
+@pytest.mark.parametrize("value", ["0", "-1", "nan"])
+def test_numbers_that_are_not_positive_are_refused(
+    option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--work", "anywhere", f"{option}={value}"])
+    assert f"{value}: expected a number over 0" in capsys.readouterr().err
 
 
 class Scripted:
