@@ -64,8 +64,8 @@ class Partitions(Struct, frozen=True):
     tiles of `tile` keys. Short contexts need narrow partitions, to fill the GPU; long ones need wide
     partitions, which leave less to add up.
 
-    In whole steps on an H200, for Llama-3.1-8B shapes, partitions of 64 keys were 0.9% faster than 128 for one
-    short sequence and 0.5% slower for eight (docs/performance.md, "What was tried").
+    In whole steps on an H200, for Llama-3.1-8B shapes, partitions of 64 keys were 0.9% faster than 128 for
+    one short sequence and 0.5% slower for eight (docs/performance.md, "What was tried").
     """
 
     narrow: int = 128

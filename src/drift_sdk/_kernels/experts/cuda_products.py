@@ -1,8 +1,8 @@
 """Products of MXFP4 experts in CUDA C++ for a few rows: those of expert_gemm.py and gated_expert_gemm.py.
 
-Triton's kernels convert MXFP4 slowly, because layouts of their tiles change on the way to the MMA. Here the 16
-bytes that a lane loads are its own fragments (expert_products.cu), and conversion costs two instructions an
-element. Weights in bfloat16 need no conversion; Triton's kernels read them faster.
+Triton's kernels convert MXFP4 slowly, because layouts of their tiles change on the way to the MMA. Here the
+16 bytes that a lane loads are its own fragments (expert_products.cu), and conversion costs two instructions
+an element. Weights in bfloat16 need no conversion; Triton's kernels read them faster.
 
 Order of summation: a program's eight warps take chunks of 128 inner indices by turns, sum them by tensor
 cores in ascending order, and their sums are added in ascending order. It is the same for any number of rows
