@@ -127,7 +127,7 @@ def _parse(data: bytes, form: str) -> object:
 
     try:
         return yaml.safe_load(data)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, LookupError, AttributeError) as error:  # the last two for tags of other values
         raise ValueError(" ".join(str(error).split())) from error
 
 
