@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 from letters import letters, outcome, tokens_of
 from local_host import LocalHostEngine
@@ -22,6 +23,7 @@ from drift_sdk import (
     EngineConfig,
     EnginePool,
     ExecutorError,
+    JsonSchema,
     ModelLoadError,
     PromptTooLong,
     QueueFull,
@@ -197,6 +199,20 @@ async def test_request_that_cannot_be_pickled_fails_alone() -> None:
         assert isinstance(end, DriftError) and "cannot be sent" in str(end)
         assert (await good).token_ids == tokens_of("b", 0, 3)
         check_nothing_is_left(engine)
+
+
+async def test_answer_is_decoded_into_a_type_that_the_host_cannot_import() -> None:
+    class Person(msgspec.Struct):
+        """Of a program's main module, say."""
+
+        name: str
+
+    async with engine_of('{"name": "Ada"}') as engine:
+        completion = await engine.generate("a", max_tokens=None, grammar=JsonSchema(Person))
+        assert completion.parsed == Person("Ada") and completion.schema == JsonSchema(Person)
+        plain = JsonSchema({"type": "object"})
+        assert (await engine.generate("a", max_tokens=None, grammar=plain)).schema == plain
+        assert (await engine.generate("a", max_tokens=3, grammar=JsonSchema(Person))).schema is None
 
 
 async def test_close_ends_streams_and_is_idempotent() -> None:
