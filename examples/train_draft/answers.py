@@ -58,7 +58,7 @@ class Answer(Struct, frozen=True, kw_only=True):
 
 
 class Limits(Struct, frozen=True, kw_only=True):
-    """Where generation ends: after so many tokens or seconds, whichever comes first."""
+    """The end of a generation: after so many tokens or seconds, whichever comes first."""
 
     num_tokens: int
     seconds: float

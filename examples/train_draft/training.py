@@ -29,7 +29,7 @@ JUDGED = "chat 0"
 
 
 class TrainingSettings(Struct, frozen=True, kw_only=True):
-    """How a head is trained.
+    """The settings of a training.
 
     num_steps, seconds:  where training ends, whichever comes first; the learning rate falls until then.
     unrolled:            steps of drafting that the loss covers. A later step counts `decay` times as much as

@@ -107,8 +107,8 @@ def leaves_one_token(plan: StepPlan) -> bool:
 
 
 def watch_proposals(patch: pytest.MonkeyPatch) -> tuple[Proposals, Proposals]:
-    """What the drafters of the graph executor and of the eager executor propose. Only where replays run the
-    step's Python code."""
+    """The proposals of the drafters of the graph executor and of the eager executor. Only where replays run
+    the step's Python code."""
     on_graphs: Proposals = []
     on_eager: Proposals = []
     for kind in (EagleRounds, NGramRounds):

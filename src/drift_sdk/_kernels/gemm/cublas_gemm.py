@@ -36,7 +36,7 @@ Case = tuple[int, torch.Size, torch.dtype, torch.device, GemmConfig, LibraryStat
 """Number of rows, the weight's shape, type, device, configuration, and `library_state`."""
 
 Way = Literal["batch", "slices"]
-"""How the library multiplies: all slices by one launch, or one after the other."""
+"""A way in which the library multiplies: all slices by one launch, or one after the other."""
 
 _ways: dict[Case, Way | None] = {}
 """Results of the comparisons in this process, each for one state of the library: the first way that has the

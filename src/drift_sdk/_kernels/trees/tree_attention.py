@@ -151,6 +151,7 @@ def tree_attention(
     a window, the first row of each tree is its root. Rows of slot -1 get zeros.
     first_key, scale, sinks: as of `paged_attention`.
     All contiguous. Raises ValueError for another shape, type or layout.
+    Longer than other wrappers by its arguments.
     """
     plan = scratch.plan
     _check_tree_attention(
