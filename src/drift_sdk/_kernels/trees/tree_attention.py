@@ -48,7 +48,7 @@ __all__ = ["tree_attention", "tree_attention_reference"]
 
 MAX_TILE_ROWS = 32
 """Most query rows of a program. With head_dim 128, the sums of 64 would take 128 registers of each of the 64
-threads of two warps, and spill, which is slower behind few keys."""
+threads of two warps, and spill."""
 
 
 @triton.jit(do_not_specialize=["num_partitions", "max_blocks", "num_trees", "num_shares"])
