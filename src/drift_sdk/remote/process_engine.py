@@ -83,7 +83,7 @@ class ProcessChannel:
         ModelLoadError if the child cannot be started."""
         try:
             packed = packed_arguments(make_engine)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
+        except Exception as error:  # __reduce__ may run any code
             allowed = "a function that another process can import"
             raise ConfigError.of("open_model", make_engine, allowed) from error
 
