@@ -30,6 +30,8 @@ PROGRAM = (
     "from drift_sdk.remote.process_host import main; main(int(sys.argv[1]))"
 )
 """Of the child: it imports what its parent can import, and not the parent's main module."""
+REAP_S = 0.002
+"""Seconds between two looks at a child that was killed."""
 
 
 class ProcessEngine(RemoteEngine):
@@ -143,7 +145,9 @@ class ProcessChannel:
                 answer.set_result(found)
 
         self._process.kill()
-        status = await asyncio.to_thread(self._process.wait)
+        # At the interpreter's exit no thread can be started that waits.
+        while (status := self._process.poll()) is None:  # noqa: ASYNC110 - it ends soon
+            await asyncio.sleep(REAP_S)
         self._loss = HostLost(f"its process has ended with status {status}")
         self._writer.close()
         for answer in self._calls.values():
