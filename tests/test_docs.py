@@ -18,7 +18,7 @@ import pytest
 from model_zoo import make_model
 
 import drift_sdk
-from drift_sdk import Engine, EngineConfig, prometheus
+from drift_sdk import Engine, EngineConfig, EnginePool, prometheus
 from drift_sdk.__main__ import main as drift_sdk_main
 from drift_sdk.loading.gguf_architectures import ARCHITECTURES as GGUF_ARCHITECTURES
 from drift_sdk.loading.source import Source, found_at
@@ -122,12 +122,21 @@ def test_snippet_of_a_divided_model_runs(
     assert "Paris." in capsys.readouterr().out and given == [2]
 
 
-def _run_snippet_of_scaling(subject: str) -> None:
-    """Run the snippet of docs/scaling.md that contains `subject`, among those that need GPUs or a cluster."""
+def test_snippet_of_a_pool_of_processes_runs() -> None:
+    """It starts nothing."""
+    assert "0 of 2 open" in repr(_run_snippet_of_scaling("processes=True", EnginePool=EnginePool)["pool"])
+
+
+def _run_snippet_of_scaling(subject: str, **names: object) -> dict[str, object]:
+    """Run the snippet of docs/scaling.md that contains `subject`, among those that need GPUs or a cluster,
+    with these names defined; return all names afterwards."""
     snippets = re.findall(r"```py\n(.*?)```", (ROOT / "docs/scaling.md").read_text(), flags=re.DOTALL)
     [snippet] = [snippet for snippet in snippets if subject in snippet]
     code = compile(snippet, "scaling.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-    asyncio.run(eval(code, {}))
+    found = eval(code, names)
+    if asyncio.iscoroutine(found):
+        asyncio.run(found)
+    return names
 
 
 def test_the_page_of_models_lists_the_architectures() -> None:

@@ -78,7 +78,7 @@ def _commit(
     ROWS_PER_SLOT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (B,): a program a slot of the step. Half of its lines are lists of arguments."""
+    """Grid (B,): a program a slot of the step. Longer than other kernels by its lists of arguments."""
     wait_for_producers(PDL)
     start_dependents(PDL)
     slot_index = tl.program_id(0)

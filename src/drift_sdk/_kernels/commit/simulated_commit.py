@@ -91,8 +91,8 @@ def _commit_simulated(
     ROWS_PER_SLOT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (B,): a program a slot of the step. As `_commit`, except where marked as simulated. Half of its
-    lines are lists of arguments."""
+    """Grid (B,): a program a slot of the step. As `_commit`, except where marked as simulated. Longer than
+    other kernels by its lists of arguments."""
     wait_for_producers(PDL)
     start_dependents(PDL)
     slot_index = tl.program_id(0)

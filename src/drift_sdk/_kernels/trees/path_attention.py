@@ -92,7 +92,7 @@ def attend_paths(
     PDL: tl.constexpr,
 ):
     """Write the sums of one KV head of a tree's nodes first_node ... first_node + TILE_NODES - 1. Rows, block
-    table and paths are read before the kernels before this one have ended. Half of its lines are
+    table and paths are read before the kernels before this one have ended. Longer than other kernels by its
     arguments."""
     NUM_QUERY_ROWS: tl.constexpr = NUM_NODES * GROUP_SIZE
     tile_row = tl.arange(0, TILE_ROWS)

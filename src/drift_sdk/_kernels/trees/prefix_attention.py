@@ -66,7 +66,8 @@ def attend_prefix(
     PDL: tl.constexpr,
 ):
     """Write the sums of one KV head of a share of the plan's tiles, for a tile of query rows of each
-    sequence. Plan, rows and block table are read before the kernels before this one have ended."""
+    sequence. Plan, rows and block table are read before the kernels before this one have ended. Longer than
+    other kernels: one loop over sums that stay in registers."""
     NUM_QUERY_ROWS: tl.constexpr = NUM_NODES * GROUP_SIZE
     query_row = row_tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
     is_row = query_row < NUM_QUERY_ROWS

@@ -95,7 +95,7 @@ def _tree_accept(
     PADDED_ENTRIES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (B,): a program a slot of the step. Half of its lines are lists of arguments."""
+    """Grid (B,): a program a slot of the step. Longer than other kernels by its lists of arguments."""
     wait_for_producers(PDL)
     start_dependents(PDL)
     tree = tl.program_id(0)
