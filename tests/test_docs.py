@@ -102,12 +102,32 @@ def test_snippet_of_a_cluster_runs(
     scripted_ray: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With scripted engines in place of those of a cluster."""
-    snippets = re.findall(r"```py\n(.*?)```", (ROOT / "docs/scaling.md").read_text(), flags=re.DOTALL)
-    (snippet,) = [text for text in snippets if "ray_pool(" in text]
-    code = compile(snippet, "scaling.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-    asyncio.run(eval(code, {}))
+    _run_snippet_of_scaling("drift_sdk.ray")
     assert capsys.readouterr().out == "Hi.\n"
     assert len(scripted_ray) == 4 and scripted_ray[0]["placement"].num_gpus == 1
+
+
+def test_snippet_of_a_divided_model_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a scripted engine in place of one on two GPUs."""
+    given = []
+
+    def new_engine(model: str, config: EngineConfig) -> Engine:
+        given.append(config.tensor_parallel)
+        return scripted_engine("Paris.", config=EngineConfig())
+
+    monkeypatch.setattr(drift_sdk, "Engine", new_engine)
+    _run_snippet_of_scaling("tensor_parallel")
+    assert "Paris." in capsys.readouterr().out and given == [2]
+
+
+def _run_snippet_of_scaling(subject: str) -> None:
+    """Run the snippet of docs/scaling.md that contains `subject`, among those that need GPUs or a cluster."""
+    snippets = re.findall(r"```py\n(.*?)```", (ROOT / "docs/scaling.md").read_text(), flags=re.DOTALL)
+    [snippet] = [snippet for snippet in snippets if subject in snippet]
+    code = compile(snippet, "scaling.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    asyncio.run(eval(code, {}))
 
 
 def test_the_page_of_models_lists_the_architectures() -> None:

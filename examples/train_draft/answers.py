@@ -58,7 +58,7 @@ class Answer(Struct, frozen=True, kw_only=True):
 
 
 class Limits(Struct, frozen=True, kw_only=True):
-    """Where generation ends: after so many tokens or seconds, whichever comes first."""
+    """The end of a generation: after so many tokens or seconds, whichever comes first."""
 
     num_tokens: int
     seconds: float
@@ -104,7 +104,10 @@ class AnswerFolder:
             content = lines.read()
         whole = content[: content.rfind(b"\n") + 1]
         self._num_read[file] = self._num_read.get(file, 0) + len(whole)
-        return [msgspec.json.decode(line, type=Answer) for line in whole.splitlines()]
+        try:
+            return [msgspec.json.decode(line, type=Answer) for line in whole.splitlines()]
+        except msgspec.MsgspecError as error:
+            raise AnswerError(f"{file}: a line is no answer: {error}") from error
 
 
 def evaluation_file(folder: Path) -> Path:

@@ -133,6 +133,13 @@ def run_train(options: argparse.Namespace) -> None:
     if not answers or not evaluation:
         raise AnswerError(f"{options.answers or options.work}: holds no answers: run generate first")
 
+    vocab_size = target.config.vocab_size
+    for each in (*answers, *evaluation):
+        ids = each.prompt_ids + each.token_ids
+        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+            reason = f"answers of another model: a token id is not from 0 to {vocab_size - 1}"
+            raise AnswerError(f"{options.answers or options.work}: {reason}")
+
     vocabulary, share = draft_vocabulary(answers, options.vocabulary)
     intermediate_size = options.intermediate or target.config.intermediate_size
     settings = head_settings(target.config, options.vocabulary, intermediate_size)

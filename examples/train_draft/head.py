@@ -72,14 +72,18 @@ class DraftHead:
     ) -> None:
         self.settings = settings
         self.config = DraftConfig.from_hf(settings, target.config)
-        self.target_ids = target_ids.to(target.device)
         self.feature_rms = feature_rms.to(target.device, torch.float32)
-        self.is_proposable = torch.zeros(target.config.vocab_size, dtype=torch.bool, device=target.device)
-        self.is_proposable[self.target_ids] = True
-        self.target_rows = target.head_rows(self.target_ids)
+        self.propose(target, target_ids)
         self.weights = {
             name: weight.to(target.device, torch.float32).requires_grad_() for name, weight in weights.items()
         }
+
+    def propose(self, target: Target, target_ids: torch.Tensor) -> None:
+        """Set the tokens that it can propose."""
+        self.target_ids = target_ids.to(target.device)
+        self.is_proposable = torch.zeros(target.config.vocab_size, dtype=torch.bool, device=target.device)
+        self.is_proposable[self.target_ids] = True
+        self.target_rows = target.head_rows(self.target_ids)
 
     @classmethod
     def start(

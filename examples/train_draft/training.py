@@ -20,7 +20,7 @@ from .batches import Batch, Conversation, make_batches
 from .head import DraftHead, HeadPass
 from .target import Target
 
-__all__ = ["Training", "TrainingSettings", "draft_loss"]
+__all__ = ["CheckpointError", "Training", "TrainingSettings", "draft_loss"]
 
 MIN_WARMUP = 100
 """Fewest steps in which the learning rate rises."""
@@ -28,8 +28,12 @@ JUDGED = "chat 0"
 """The group of evaluation answers whose acceptance decides which head is the best."""
 
 
+class CheckpointError(OSError):
+    """A checkpoint that training cannot continue from. The message names its file and the reason."""
+
+
 class TrainingSettings(Struct, frozen=True, kw_only=True):
-    """How a head is trained.
+    """The settings of a training.
 
     num_steps, seconds:  where training ends, whichever comes first; the learning rate falls until then.
     unrolled:            steps of drafting that the loss covers. A later step counts `decay` times as much as
@@ -117,18 +121,37 @@ class Training:
         return self._work / "checkpoint.pt"
 
     def restore(self) -> bool:
-        """Continue from the folder's checkpoint; False if there is none."""
+        """Continue from the folder's checkpoint; False if there is none. CheckpointError if it is damaged or
+        of another head."""
         if not self.checkpoint.exists():
             return False
 
-        state = torch.load(self.checkpoint, map_location=self._target.device, weights_only=True)
-        for name, weight in self._head.weights.items():
+        try:
+            self._take(torch.load(self.checkpoint, map_location=self._target.device, weights_only=True))
+        except Exception as error:  # reading a damaged file may raise anything
+            reason = " ".join(str(error).split())
+            raise CheckpointError(f"{self.checkpoint}: not a checkpoint of this head: {reason}") from error
+
+        return True
+
+    def _take(self, state: dict[str, Any]) -> None:
+        """Continue from what `_save` wrote."""
+        head = self._head
+        current = {"target_ids": head.target_ids, "feature_rms": head.feature_rms} | head.weights
+        stored = {"target_ids": state["target_ids"], "feature_rms": state["feature_rms"]} | state["weights"]
+        for name, tensor in current.items():
+            if stored[name].shape != tensor.shape:
+                found, expected = list(stored[name].shape), list(tensor.shape)
+                raise ValueError(f"{name} has shape {found}, expected {expected}")
+
+        for name, weight in head.weights.items():
             weight.data.copy_(state["weights"][name])
-        self._head.feature_rms.copy_(state["feature_rms"])
+        head.feature_rms.copy_(state["feature_rms"])
+        # More answers since then may have other frequent tokens.
+        head.propose(self._target, state["target_ids"])
         self._optimizer.load_state_dict(state["optimizer"])
         self.step, self.seconds = state["step"], state["seconds"]
         self.num_tokens, self.best = state["num_tokens"], state["best"]
-        return True
 
     def run(self, answers: Callable[[], Sequence[Answer]], evaluation: Sequence[Answer]) -> None:
         """Train until the settings' end. `answers` is called before each pass over them."""
@@ -212,6 +235,7 @@ class Training:
         state: dict[str, Any] = {
             "weights": {name: weight.detach() for name, weight in self._head.weights.items()},
             "feature_rms": self._head.feature_rms,
+            "target_ids": self._head.target_ids,
             "optimizer": self._optimizer.state_dict(),
             "step": self.step,
             "seconds": self.seconds,

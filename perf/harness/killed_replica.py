@@ -65,7 +65,7 @@ class LossRun(Run, kw_only=True):
 
 @dataclass
 class Seen:
-    """What a stream saw.
+    """The events that a stream saw.
 
     was_killed: whether its replica was killed.
     num_before: tokens that it had when its replica was killed.

@@ -134,8 +134,9 @@ class SpeculationStats(Struct, frozen=True, kw_only=True):
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """At index i, share of rounds in which draft i and all drafts before it were accepted."""
-        return tuple(count / self.num_rounds for count in self.accepted_at)
+        """At index i, share of rounds in which draft i and all drafts before it were accepted; 0 without
+        rounds."""
+        return tuple(count / self.num_rounds if self.num_rounds else 0.0 for count in self.accepted_at)
 
     @property
     def multiple_rate(self) -> float:

@@ -159,7 +159,7 @@ STATE = (
 
 
 def counts_of(stats: EngineStats) -> EngineStats:
-    """What was counted since the start, with a state of zeros: the statistics of an engine that has ended."""
+    """The statistics of an engine that has ended: its counts since the start, and a state of zeros."""
     return replace(stats, **dict.fromkeys(STATE, 0))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from model_zoo import make_model
 
 from drift_sdk import ConfigError, EngineConfig, SamplingParams, Speculation, SpeculationStats
 from drift_sdk.__main__ import main
+from drift_sdk.cli import acceptance
 from drift_sdk.cli.acceptance import PROMPTS, Measured, measure, read_prompts, verdict
 from drift_sdk.models.eagle3 import DraftDecoder
 
@@ -141,3 +143,17 @@ def test_prompts_are_lines_of_a_file(tmp_path: Path) -> None:
     file.write_text("\n")
     with pytest.raises(ConfigError, match="prompts"):
         read_prompts(file)
+
+
+def test_prompts_that_are_no_regular_file_or_too_large_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fifo, large = tmp_path / "fifo", tmp_path / "large"
+    os.mkfifo(fifo)
+    large.write_text("prompt\n")
+    monkeypatch.setattr(acceptance, "MAX_FILE_BYTES", 6)
+    cases = ((fifo, "is a FIFO"), (tmp_path, "is a directory"), (tmp_path / "none", "that exists"))
+    for path, message in (*cases, (large, "at most 6 bytes")):
+        with pytest.raises(ConfigError, match=message) as caught:
+            read_prompts(path)
+        assert (caught.value.field, caught.value.value) == ("prompts", str(path))

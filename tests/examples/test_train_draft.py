@@ -25,7 +25,7 @@ from train_draft.commands import main
 from train_draft.head import DraftHead, HeadPass, feature_sizes, head_settings
 from train_draft.questions import KINDS, Overlaps, Question, Templates, evaluation_questions
 from train_draft.target import Target, load_target
-from train_draft.training import Training, TrainingSettings, draft_loss
+from train_draft.training import CheckpointError, Training, TrainingSettings, draft_loss
 
 from drift_sdk import Chain, Engine, EngineConfig, SamplingParams, Speculation
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
@@ -371,6 +371,44 @@ def test_training_continues_where_it_was_stopped(
         torch.testing.assert_close(weight, other["weights"][name], rtol=0, atol=0)
     lines = (tmp_path / "parts" / "curve.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6, 6]
+
+
+def test_resumed_head_proposes_the_tokens_that_it_proposed(target: Target, tmp_path: Path) -> None:
+    """Answers that were added meanwhile make other tokens frequent."""
+    settings, found = TrainingSettings(num_steps=1, seconds=1e9), drawn_answers(target, 2)
+    head, other = new_head(target), new_head(target)
+    Training(head, target, tmp_path, settings).run(lambda: found, found)
+    other.propose(target, torch.arange(300))
+    assert Training(other, target, tmp_path, settings).restore()
+    assert torch.equal(other.target_ids, head.target_ids)
+    assert torch.equal(other.is_proposable, head.is_proposable)
+    assert torch.equal(other.target_rows, head.target_rows)
+
+
+def test_checkpoints_that_are_damaged_or_of_another_head_are_refused(target: Target, tmp_path: Path) -> None:
+    settings, found = TrainingSettings(num_steps=1, seconds=1e9), drawn_answers(target, 2)
+    training = Training(new_head(target), target, tmp_path, settings)
+    training.run(lambda: found, found)
+    with pytest.raises(CheckpointError, match=r"target_ids has shape \[300\], expected \[200\]"):
+        Training(new_head(target, draft_vocab_size=200), target, tmp_path, settings).restore()
+    whole = training.checkpoint.read_bytes()
+    for damaged in (b"", b"junk", whole[: len(whole) // 2]):
+        training.checkpoint.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=r"checkpoint.pt: not a checkpoint of this head"):
+            training.restore()
+
+
+@pytest.mark.parametrize("line", ["{", '{"kind": 1}', None])
+def test_answers_that_cannot_be_trained_with_are_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str | None
+) -> None:
+    foreign = Answer(kind="chat", temperature=0.0, prompt_ids=[1], token_ids=[10**6])
+    text = msgspec.json.encode(foreign).decode() if line is None else line
+    for name in ("answers-0.jsonl", "evaluation.jsonl"):
+        (tmp_path / name).write_text(f"{text}\n")
+    assert main(["train", str(folder), "--work", str(tmp_path), "--device", "cpu"]) == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert ("answers of another model" if line is None else "a line is no answer") in said
 
 
 def test_commands_make_a_head_for_the_engine(

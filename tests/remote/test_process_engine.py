@@ -54,6 +54,13 @@ def check_nothing_is_left(pool: EnginePool) -> None:
         assert not engine._link.connection._live
 
 
+class Unpicklable:
+    def __call__(self, report: Any, limits: Any = None) -> Any: ...
+
+    def __reduce__(self) -> Any:
+        raise ValueError("no copy")
+
+
 async def test_child_serves_cancels_and_ignores_signals_for_its_parent() -> None:
     engine = engine_of(step_s=0.002)
     assert engine.pid is None
@@ -135,6 +142,8 @@ async def test_failing_starts_are_reported_and_leave_no_process(
     before = psutil.Process().children()
     with pytest.raises(ConfigError, match="open_model=.*another process can import"):
         await ProcessEngine("m", open_model=lambda report, limits=None: None).start()  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="open_model=.*another process can import"):
+        await ProcessEngine("m", open_model=Unpicklable()).start()
     with pytest.raises(ModelLoadError, match="no such file"):
         await ProcessEngine("m", open_model=fail_to_open).start()
     with pytest.raises(ModelLoadError, match="ended while it started: its process has ended with status 7"):

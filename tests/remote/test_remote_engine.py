@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 from letters import letters, outcome, tokens_of
 from local_host import LocalHostEngine
@@ -22,6 +23,7 @@ from drift_sdk import (
     EngineConfig,
     EnginePool,
     ExecutorError,
+    JsonSchema,
     ModelLoadError,
     PromptTooLong,
     QueueFull,
@@ -30,7 +32,7 @@ from drift_sdk import (
     SamplingParams,
 )
 from drift_sdk.driver.prompts import TextPrompt
-from drift_sdk.remote import connection
+from drift_sdk.remote import connection, remote_engine
 from drift_sdk.remote.mailbox import portable
 from drift_sdk.testing import scripted_engine
 
@@ -196,7 +198,41 @@ async def test_request_that_cannot_be_pickled_fails_alone() -> None:
         _, end = await outcome(wrong)
         assert isinstance(end, DriftError) and "cannot be sent" in str(end)
         assert (await good).token_ids == tokens_of("b", 0, 3)
+        with pytest.raises(DriftError, match="cannot be sent"):
+            await engine._count_tokens(LocalPrompt("a"))
         check_nothing_is_left(engine)
+
+
+async def test_answer_is_decoded_into_a_type_that_the_host_cannot_import() -> None:
+    class Person(msgspec.Struct):
+        """Of a program's main module, say."""
+
+        name: str
+
+    async with engine_of('{"name": "Ada"}') as engine:
+        completion = await engine.generate("a", max_tokens=None, grammar=JsonSchema(Person))
+        assert completion.parsed == Person("Ada") and completion.schema == JsonSchema(Person)
+        plain = JsonSchema({"type": "object"})
+        assert (await engine.generate("a", max_tokens=None, grammar=plain)).schema == plain
+        assert (await engine.generate("a", max_tokens=3, grammar=JsonSchema(Person))).schema is None
+
+
+async def test_host_that_does_not_close_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_engine, "CLOSE_S", 0.01)
+    engine = engine_of(step_s=SLOW_S)
+    await engine.start()
+    cut_off = engine.generate("a", max_tokens=None)
+    await anext(cut_off)
+
+    async def hang(drain: float) -> None:
+        await asyncio.sleep(WAIT_S)
+
+    monkeypatch.setattr(engine.channels[-1].host, "aclose", hang)
+    with anyio.fail_after(WAIT_S / 2):
+        await engine.aclose()
+    assert engine.channels[-1].is_dead
+    _, end = await outcome(cut_off)
+    assert isinstance(end, EngineClosed)
 
 
 async def test_close_ends_streams_and_is_idempotent() -> None:

@@ -11,7 +11,7 @@ import torch
 from random_folder import make_random_folder
 from tiny_llama import tiny_llama
 
-from drift_sdk import ConfigError, Engine, EngineConfig, RequestError, SamplingParams
+from drift_sdk import ConfigError, Engine, EngineConfig, RequestError, SamplingParams, inspect
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.shard import Shard
 from drift_sdk.startup.tensor_parallel import check_division, parallel_devices, shards_of
@@ -92,6 +92,13 @@ def test_an_engine_on_a_cpu_does_not_start(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match="tensor_parallel=2: expected 1 on cpu"):
         anyio.run(engine.start)
+
+
+def test_inspection_of_a_model_with_fewer_kv_heads_than_gpus(tmp_path: Path) -> None:
+    config = EngineConfig(device="cpu", load="random", tensor_parallel=64)
+    info = inspect(make_random_folder(tmp_path, "llama"), config)
+    assert any("tensor_parallel=64: expected 1 for executor eager" in reason for reason in info.reasons)
+    assert info.weight_bytes is None and info.kv_bytes_per_token is None and info.kv_cache_tokens is None
 
 
 def test_prompt_logprobs_are_refused() -> None:

@@ -98,19 +98,27 @@ def test_trees_of_files(tmp_path: Path) -> None:
     assert load_tree(tmp_path / "default.json") == DynamicTree()
 
 
+MERGES = "a0: &a0 {k: 1}\n" + "".join(
+    f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 30)
+)
+"""A mapping of 9**29 merged mappings."""
 FILES = {
     "tree.ini": ("paths = []", "file", r"ends in .toml, .json, .yaml or .yml"),
     "broken.yaml": ("paths: [[0]", "file", "a readable YAML file"),
     "object.yaml": ("!!python/object/apply:os.getcwd []", "file", "could not determine a constructor"),
-    "endless.yaml": ("paths: &a [*a]", "paths", "paths of 1 to 16 ranks"),
+    "endless.yaml": ("paths: &a [*a]", "file", "it has an alias"),
+    "merges.yaml": (MERGES, "file", "it has an alias"),
+    "bool.yaml": ("top_k: !!bool maybe", "file", "a value does not fit its tag"),
+    "int.yaml": ('top_k: !!int ""', "file", "a value does not fit its tag"),
+    "time.yaml": ("top_k: !!timestamp soon", "file", "a value does not fit its tag"),
     "keys.yaml": ("1: 2", "file", "a table of settings, or a list of paths"),
     "empty.yaml": ("", "file", "a table of settings, or a list of paths"),
     "deep.yaml": ("[" * 2_000, "file", "a readable YAML file"),
     "broken.json": ("[[0]", "file", "a readable JSON file"),
     "broken.toml": ("paths = [[0]", "file", "a readable TOML file"),
     "number.json": ("7", "file", "a table of settings, or a list of paths"),
-    "deep.json": ("[" * 60_000, "file", "a readable JSON file"),
-    "large.json": (" " * 2**16 + "7", "file", "at most 65536 bytes"),
+    "deep.json": ("[" * 16_000, "file", "a readable JSON file"),
+    "large.json": (" " * 2**14 + "7", "file", "at most 16384 bytes"),
     "unknown.toml": ("top_k = 2\nwidth = 3", "width", "unknown field"),
     "both.json": ('{"paths": [[0]], "depth": 2}', "depth", "unknown field"),
     "wrong.toml": ("top_k = 0", "top_k", "an integer from 1 to 16"),

@@ -216,7 +216,7 @@ class EnginePool(BaseEngine):
         one page, are `collector({f"replica-{i}": engine for i, engine in enumerate(pool.engines)})`."""
         found = [each for replica in self._replicas if (each := replica.engine_metrics()) is not None]
         if not found:
-            self.engines[0].metrics()  # raises EngineClosed, which says why
+            found = [self.engines[0].metrics()]  # raises EngineClosed, which says why
 
         return EngineMetrics(
             model=str(self.model),

@@ -30,6 +30,8 @@ PROGRAM = (
     "from drift_sdk.remote.process_host import main; main(int(sys.argv[1]))"
 )
 """Of the child: it imports what its parent can import, and not the parent's main module."""
+REAP_S = 0.002
+"""Seconds between two looks at a child that was killed."""
 
 
 class ProcessEngine(RemoteEngine):
@@ -83,7 +85,7 @@ class ProcessChannel:
         ModelLoadError if the child cannot be started."""
         try:
             packed = packed_arguments(make_engine)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
+        except Exception as error:  # __reduce__ may run any code
             allowed = "a function that another process can import"
             raise ConfigError.of("open_model", make_engine, allowed) from error
 
@@ -143,7 +145,9 @@ class ProcessChannel:
                 answer.set_result(found)
 
         self._process.kill()
-        status = await asyncio.to_thread(self._process.wait)
+        # At the interpreter's exit no thread can be started that waits.
+        while (status := self._process.poll()) is None:  # noqa: ASYNC110 - it ends soon
+            await asyncio.sleep(REAP_S)
         self._loss = HostLost(f"its process has ended with status {status}")
         self._writer.close()
         for answer in self._calls.values():

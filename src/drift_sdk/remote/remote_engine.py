@@ -21,6 +21,7 @@ from drift_sdk.driver.prompts import ModelText, Prompt
 from drift_sdk.engine_kind import EngineKind
 from drift_sdk.errors import (
     ConfigError,
+    DriftError,
     EngineClosed,
     ExecutorError,
     ModelLoadError,
@@ -37,6 +38,9 @@ __all__ = ["RemoteEngine"]
 
 ResultT = TypeVar("ResultT")
 
+CLOSE_S = 30.0
+"""Most seconds, after those of draining, that closing waits for the engine in the other process. A process
+that does not answer, because it is stopped or hangs, is then ended."""
 FLUSH_S = 10.0
 """Most seconds that closing waits for the last news of a closed engine."""
 
@@ -164,8 +168,12 @@ class RemoteEngine(BaseEngine):
         return link is not None and not link.loop.is_from_parent and link.connection.cancel(request_id)
 
     async def _count_tokens(self, prompt: Prompt) -> int:
-        number: int = await self._ask("count_tokens", prompt)
-        return number
+        try:
+            return await self._ask("count_tokens", prompt)
+        except DriftError:
+            raise
+        except Exception as error:  # a prompt that cannot be pickled, say
+            raise DriftError(f"the prompt cannot be sent to the engine's host: {error!r}") from error
 
     @property
     def _has_room(self) -> bool:
@@ -222,7 +230,8 @@ class RemoteEngine(BaseEngine):
     async def _close(self, link: Link, drain: float) -> None:
         """Close the engine and end the other process. Runs on the calls' loop."""
         try:
-            await link.channel.call("aclose", drain)
+            async with asyncio.timeout(drain + CLOSE_S):
+                await link.channel.call("aclose", drain)
             async with asyncio.timeout(FLUSH_S):
                 await link.connection.ended.wait()
         except (HostLost, HostUnavailable, TimeoutError):

@@ -14,7 +14,7 @@ from drift_sdk.errors import ConfigError, ModelLoadError
 from drift_sdk.loading.source import Found, find
 from drift_sdk.model_info import ModelInfo, RemoteFile
 from drift_sdk.models.decoder_config import DecoderConfig
-from drift_sdk.models.shard import Shard
+from drift_sdk.models.shard import Shard, shard_obstacles
 from drift_sdk.models.weights import check_tensors, tensor_shapes, weight_bytes
 from drift_sdk.progress import ignore_progress
 from drift_sdk.startup.device_memory import DeviceMemory
@@ -104,9 +104,13 @@ class Inspection:
                 self._reasons.append(str(error))
             return None
 
-    def _part(self, shapes: DecoderConfig) -> DecoderConfig:
-        """The shapes of what a GPU has."""
-        return Shard(rank=0, size=self._config.tensor_parallel).config(shapes)
+    def _part(self, shapes: DecoderConfig) -> DecoderConfig | None:
+        """The shapes of what a GPU has; None if the model cannot be divided between so many."""
+        size = self._config.tensor_parallel
+        if size > 1 and any(shard_obstacles(shapes, size)):
+            return None
+
+        return Shard(rank=0, size=size).config(shapes)
 
     def _held(self, shapes: DecoderConfig, dtype: torch.dtype) -> int:
         """Bytes of the weights in memory. Of quantised weights that are not downloaded: the size of their

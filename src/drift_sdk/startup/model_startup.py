@@ -100,8 +100,7 @@ def open_model(
             for place, shard in zip(devices, shards_of(config), strict=True)
         ]
         parts = _load_parts(weights, config, checked(report, loading_text))
-        first = parts[0]
-        drafter_factory = first.drafter_factory
+        first, drafter_factory = parts[0], parts[0].drafter_factory
         text = loading_text.result()
         demand = kv_demand(first.decoder, drafter_factory, config.block_size or BLOCK_SIZES[executor_name])
         if executor_name == "graph":

@@ -21,8 +21,9 @@ from drift_sdk.trees.token_tree import TokenTree
 __all__ = ["RankPaths", "RankedTree", "check_paths", "rank_tree", "read_tree_file"]
 
 RankPaths = tuple[tuple[int, ...], ...]
-MAX_FILE_BYTES = 2**16
-"""Largest file of a tree; 63 paths of 16 ranks take some 4 KiB."""
+MAX_FILE_BYTES = 2**14
+"""Largest file of a tree; 63 paths of 16 ranks take some 4 KiB. The time that tomllib takes for nested tables
+grows with the square of their depth."""
 FORMATS = {".toml": "TOML", ".json": "JSON", ".yaml": "YAML", ".yml": "YAML"}
 """Formats of files, by the ends of their names."""
 
@@ -125,10 +126,21 @@ def _parse(data: bytes, form: str) -> object:
 
     import yaml  # 10 ms, which other files need not wait for
 
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
+        """Without aliases: those that are merged into each other take time without end."""
+
+        def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+            if self.check_event(yaml.AliasEvent):
+                raise ValueError("it has an alias")
+
+            return super().compose_node(parent, index)
+
     try:
-        return yaml.safe_load(data)
+        return yaml.load(data, Loader)
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from error
+    except (LookupError, AttributeError) as error:  # a tag such as !!bool before other text
+        raise ValueError(f"a value does not fit its tag ({error!r})") from error
 
 
 def _is_list(value: object) -> TypeGuard[Sequence[Any]]:

@@ -90,6 +90,13 @@ def test_trees_and_checked_rounds_have_a_pass_of_their_own() -> None:
     assert checked.mixed == () and checked.mixed_tokens == {} and checked.mixed_bucket(10, 2, 3) is None
 
 
+def test_one_slot_has_no_mixed_steps() -> None:
+    """A chunk and a decode row of a step belong to two sequences."""
+    one = buckets(1, 2048, draft_choices=(1, 3))
+    assert one.mixed == () and one.mixed_tokens == {} and one.most_mixed_rows == 0
+    assert buckets(2, 2048, draft_choices=(1, 3)).mixed_bucket(10, 2, 3) is not None
+
+
 def test_room_for_chunks_is_bounded() -> None:
     """Each tile of attention takes a program for every head, whether it is used or not."""
     found = buckets(256, 2048)

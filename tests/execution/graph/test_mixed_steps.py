@@ -7,11 +7,13 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from draft_zoo import make_draft
 from drawn_decoder import drawn_decoder
 from interpreted_device import InterpretedDevice
+from sampling_rows import FixedMask
 from scheduled_run import run_scheduled, sampling_of
 from tiny_llama import tiny_llama
 
@@ -42,6 +44,8 @@ IS_GPU = torch.cuda.is_available()
 TARGET = tiny_llama(vocab_size=96, num_hidden_layers=3)
 LIMITS = ExecutorLimits(max_num_seqs=3, max_model_len=40, num_blocks=32, block_size=4, vocab_size=96)
 BUDGET, NUM_DRAFTS = 16, 2
+CONSTRAINTS = {index: FixedMask(np.roll(np.array([-1, 0, 0], dtype=np.int32), index)) for index in (0, 4)}
+"""By index of the requests: of the first, token ids below 32 are allowed, of the other one 32 to 63."""
 
 Proposals = list[dict[int, list[int]]]
 """Of each round with drafts, the drafted tokens by slot."""
@@ -79,19 +83,20 @@ def run(executor: Executor, factory: DrafterFactory) -> tuple[list[list[int]], l
         prefill_token_budget=BUDGET,
         draft_choices=factory.draft_choices,
         has_draft_kv=factory.needs_draft_kv,
+        constraints=CONSTRAINTS,
         on_step=lambda plan, result: steps.append([*result.prefill, *result.decode]),
     )
     executor.close()
     return tokens, steps
 
 
-def watch_mixed(patch: pytest.MonkeyPatch) -> list[tuple[StepPlan, MixedBucket]]:
-    """The plans that run as mixed steps."""
-    found: list[tuple[StepPlan, MixedBucket]] = []
+def watch_mixed(patch: pytest.MonkeyPatch) -> list[tuple[StepPlan, MixedBucket, set[int]]]:
+    """The plans that run as mixed steps, and the slots under a constraint."""
+    found: list[tuple[StepPlan, MixedBucket, set[int]]] = []
     launch = StepLauncher._launch_mixed
 
     def recorded(self: StepLauncher, plan: StepPlan, bucket: MixedBucket, *rest: Any) -> None:
-        found.append((plan, bucket))
+        found.append((plan, bucket, {*self._constraints}))
         launch(self, plan, bucket, *rest)
 
     patch.setattr(StepLauncher, "_launch_mixed", recorded)
@@ -107,8 +112,8 @@ def leaves_one_token(plan: StepPlan) -> bool:
 
 
 def watch_proposals(patch: pytest.MonkeyPatch) -> tuple[Proposals, Proposals]:
-    """What the drafters of the graph executor and of the eager executor propose. Only where replays run the
-    step's Python code."""
+    """The proposals of the drafters of the graph executor and of the eager executor. Only where replays run
+    the step's Python code."""
     on_graphs: Proposals = []
     on_eager: Proposals = []
     for kind in (EagleRounds, NGramRounds):
@@ -186,8 +191,11 @@ def test_steps_and_drafts_equal_those_of_the_eager_executor(
     assert tokens == eager_tokens == expected
     found, others = ([[summary(output) for output in step] for step in each] for each in (steps, eager_steps))
     assert found == others
-    assert sum(bucket.num_drafts == NUM_DRAFTS for _, bucket in launched) > 1
-    assert not any(leaves_one_token(plan) for plan, _ in launched)
+    assert sum(bucket.num_drafts == NUM_DRAFTS for _, bucket, _ in launched) > 1
+    assert not any(leaves_one_token(plan) for plan, _, _ in launched)
+    assert max(tokens[0]) < 32 <= min(tokens[4]) and max(tokens[4]) < 64
+    assert any(row.slot in slots for plan, _, slots in launched for row in plan.decode)
+    assert any(chunk.slot in slots and chunk.is_last for plan, _, slots in launched for chunk in plan.prefill)
     if not IS_GPU:
         assert drafted(on_graphs) == drafted(on_eager) != []
 

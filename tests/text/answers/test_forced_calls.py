@@ -268,9 +268,10 @@ def test_names_that_no_call_can_have_are_rejected(tool: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "argument"), [("pythonic", "a-b"), ("pythonic", "1"), ("qwen3_coder", "a>b")]
+    ("name", "argument"),
+    [("pythonic", "a-b"), ("pythonic", "1"), ("pythonic", 1), ("qwen3_coder", "a>b"), ("qwen3_coder", None)],
 )
-def test_arguments_that_no_call_can_have_are_rejected(name: str, argument: str) -> None:
+def test_arguments_that_no_call_can_have_are_rejected(name: str, argument: object) -> None:
     with pytest.raises(RequestError, match="arguments of f"):
         Case(name, [{"name": "f", "parameters": {"properties": {argument: {"type": "integer"}}}}])
 

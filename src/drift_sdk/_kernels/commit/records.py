@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 FINISHED_STOP, FINISHED_LENGTH = 1, 2
-"""Why a slot has ended, as in `SlotState.finish` and in its record; 0: it has not."""
+"""Reasons for which a slot has ended, as in `SlotState.finish` and in its record; 0: it has not."""
 RECORD_HEADER_WORDS = 4
 """Number of tokens, finish, number drafted, number accepted."""
 ROW_RECORD_WORDS = 2 + 2 * MAX_TOP
@@ -94,7 +94,8 @@ def finish_of(
     length,  # of the sequence, with the token
     max_length,
 ):
-    """Why a slot ends with a token (0: it does not): a stop id takes precedence over the length limit."""
+    """The reason for which a slot ends with a token (0: it does not): a stop id takes precedence over the
+    length limit."""
     return tl.where(is_stop, STOP, tl.where(length >= max_length, LENGTH, 0))
 
 

@@ -132,6 +132,7 @@ def add_norm_across(
 
     A product has made this rank's right before. All ranks launch it, with equal arguments otherwise.
     Raises ValueError for another shape, type or layout, and for a delta that is not in the exchange memory.
+    Longer than other wrappers by its arguments.
     """
     num_rows, size = hidden.shape
     dtype, memory = hidden.dtype, delta.memory

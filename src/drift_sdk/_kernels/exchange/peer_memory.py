@@ -147,7 +147,7 @@ def await_flag(
 ):
     """Wait on one thread until a peer's flag in this rank's memory has the epoch, or until the time is over.
 
-    A barrier of the CTA has to follow.
+    A barrier of the CTA has to follow. Longer than other functions by its assembly.
     """
     flag_ptr = flags_ptr + peer * num_flags + flag
     if IS_COMPILED:

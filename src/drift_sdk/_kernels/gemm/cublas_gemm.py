@@ -36,7 +36,7 @@ Case = tuple[int, torch.Size, torch.dtype, torch.device, GemmConfig, LibraryStat
 """Number of rows, the weight's shape, type, device, configuration, and `library_state`."""
 
 Way = Literal["batch", "slices"]
-"""How the library multiplies: all slices by one launch, or one after the other."""
+"""A way in which the library multiplies: all slices by one launch, or one after the other."""
 
 _ways: dict[Case, Way | None] = {}
 """Results of the comparisons in this process, each for one state of the library: the first way that has the
@@ -47,8 +47,7 @@ MAGNITUDES = 6
 sizes, products of gates remain in the range of float16."""
 
 MAX_BATCH_ROWS = 2048
-"""Most rows for which all slices are one batch. By itself on an H200, a product of 256 to 512 rows is faster
-so, one of 2,048 rows is not, and some of more rows are slower."""
+"""Most rows for which all slices are one batch: with more, one slice occupies the GPU by itself."""
 
 WORKSPACE_VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG",

@@ -48,7 +48,7 @@ __all__ = ["tree_attention", "tree_attention_reference"]
 
 MAX_TILE_ROWS = 32
 """Most query rows of a program. With head_dim 128, the sums of 64 would take 128 registers of each of the 64
-threads of two warps, and spill, which is slower behind few keys."""
+threads of two warps, and spill."""
 
 
 @triton.jit(do_not_specialize=["num_partitions", "max_blocks", "num_trees", "num_shares"])
@@ -151,6 +151,7 @@ def tree_attention(
     a window, the first row of each tree is its root. Rows of slot -1 get zeros.
     first_key, scale, sinks: as of `paged_attention`.
     All contiguous. Raises ValueError for another shape, type or layout.
+    Longer than other wrappers by its arguments.
     """
     plan = scratch.plan
     _check_tree_attention(

@@ -49,7 +49,7 @@ class ExchangeSizes(Struct, frozen=True, kw_only=True):
         return self.sum_size, self.sum_size, self.logits_size, NUM_COLUMNS * self.num_drafts
 
     def places(self, num_ranks: int) -> list[int]:
-        """Where the buffers begin, and the end: bytes of a block."""
+        """The bytes of a block before each buffer, and of the whole block."""
         ends = [4 * num_ranks * self.num_flags]
         for size in self.lengths:
             ends.append(-(-ends[-1] // ALIGNMENT) * ALIGNMENT + 4 * size)
@@ -57,7 +57,7 @@ class ExchangeSizes(Struct, frozen=True, kw_only=True):
 
 
 class Exchange:
-    """What one GPU exchanges with its peers.
+    """The exchange of one GPU with its peers.
 
     Successive sums of a step use two buffers in turn. Nothing waits for peers until `arm` was called: steps
     can be run on one GPU after the other, with undefined results, to be compiled and captured.

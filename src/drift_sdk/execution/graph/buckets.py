@@ -97,7 +97,8 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
     max_chunks: most chunks of a step.
     is_exact:   whether prompts get the bits of decoding.
     mixed:      sizes of mixed steps, which compute chunks and a round in one pass: without drafts, and with
-                the most drafts of chains. Rounds of trees, and those that are checked, have none.
+                the most drafts of chains. Rounds of trees, those that are checked, and engines of one slot
+                have none.
     mixed_tile_rows: rows of a tile of attention in mixed steps.
     """
 
@@ -152,7 +153,7 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
             mixed=tuple(
                 bucket
                 for number in dict.fromkeys((0, drafts[-1]))
-                if number not in trees
+                if number not in trees and limits.max_num_seqs > 1
                 for bucket in _mixed_buckets(most, rounds, number)
             ),
             mixed_tile_rows=exact_rows,

@@ -1,4 +1,4 @@
-"""What a graph executor has on one GPU: resources, steps and the graphs captured from them."""
+"""The part of a graph executor on one GPU: resources, steps and the graphs captured from them."""
 
 from __future__ import annotations
 

@@ -101,9 +101,9 @@ def plain_name(tool: Tool) -> str:
     return tool.name
 
 
-def plain_key(tool: Tool, name: str, pattern: re.Pattern[str], kind: str) -> str:
+def plain_key(tool: Tool, name: object, pattern: re.Pattern[str], kind: str) -> str:
     """The name of an argument in formats that write it without quotes. kind: that of the pattern in words."""
-    if not pattern.fullmatch(name):
+    if not isinstance(name, str) or not pattern.fullmatch(name):
         allowed = f"arguments of {tool.name} that are {kind} in this model's format of calls"
         raise RequestError.of("tool_choice", name, allowed)
 
