@@ -6,8 +6,7 @@ python -m perf.cross_compile --covering
 Nothing is launched, and no GPU is needed: an executor is made on torch's "meta" device for the limits of each
 GPU, its steps are recorded, and their kernels are compiled by the ptxas that comes with Triton. The exit
 status is 1 if a kernel takes more shared memory than a CTA of the GPU may have, does not compile, or uses
-instructions
-that the GPU lacks: programmatic dependent launch, wgmma or TMA below compute capability 9.0.
+instructions that the GPU lacks: programmatic dependent launch, wgmma or TMA below compute capability 9.0.
 """
 
 from __future__ import annotations

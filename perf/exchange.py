@@ -1,9 +1,8 @@
 """Time that GPUs take to add their partial sums, by number of rows. Needs several GPUs.
 
-The sums are compared with those of one GPU, bit by bit.
-
 A step of SUMS small products, each followed by its addition to the residual stream and a norm, is captured on
-every GPU and launched together; and the same step on one GPU, which adds the same slices from its own memory.
+every GPU and launched on all together. The same step is timed on one GPU, which adds the same slices from its
+own memory. The sums of both are compared bit by bit.
 
 python -m perf.exchange --tensor-parallel 2 --rows 1 4 64 1024
 """
