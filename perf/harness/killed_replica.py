@@ -157,7 +157,7 @@ class KilledReplica:
     async def _kill(self, all_seen: Sequence[Seen]) -> None:
         """Kill replica 0 when every stream has got an eighth of its tokens."""
         least = self._num_tokens // 8
-        while any(len(seen.tokens) < least and seen.error is None for seen in all_seen):  # noqa: ASYNC110
+        while any(len(seen.tokens) < least and seen.error is None for seen in all_seen):  # noqa: ASYNC110 - no event
             await asyncio.sleep(0.001)  # long enough not to take time from the streams
         pid = self._engines[0].pid
         assert pid is not None

@@ -152,7 +152,7 @@ def do_nothing() -> None:
 
 
 def is_loss(error: DriftError) -> bool:
-    """Whether an error of a request means that its replica has failed or was closed. It may have been started
+    """True if an error of a request means that its replica has failed or was closed. It may have been started
     again meanwhile."""
     return isinstance(error, EngineClosed) or (isinstance(error, ExecutorError) and error.ends_engine)
 

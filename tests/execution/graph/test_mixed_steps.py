@@ -104,7 +104,7 @@ def watch_mixed(patch: pytest.MonkeyPatch) -> list[tuple[StepPlan, MixedBucket, 
 
 
 def leaves_one_token(plan: StepPlan) -> bool:
-    """Whether a prefix hit leaves one token of a prompt."""
+    """True if a prefix hit leaves one token of a prompt."""
     placed = {assignment.slot for assignment in plan.assignments}
     return any(
         chunk.slot in placed and chunk.start > 0 and len(chunk.token_ids) == 1 for chunk in plan.prefill

@@ -176,7 +176,7 @@ def test_a_gpu_that_does_not_come_fails_the_step(monkeypatch: pytest.MonkeyPatch
     group = Lockstep(2, monkeypatch)
     executor = parallel_executor(config_of(num_hidden_layers=1), group)
     group.is_last_silent = True
-    with pytest.raises(ExecutorError, match="GPU 0 of a tensor-parallel model has waited in vain"):
+    with pytest.raises(ExecutorError, match="GPU 0 of a tensor-parallel model has waited too long"):
         run_scheduled(executor, [([5], sampling_of(1, 2))], prefill_token_budget=BUDGET)
     executor.close()
     assert all(device.is_closed for device in group.devices)

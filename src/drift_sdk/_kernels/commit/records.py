@@ -83,7 +83,7 @@ def is_stop_token(
     mask,
     slot_stop_bits_ptr,  # [W] int32: the slot's
 ):
-    """Whether tokens are stop ids of a slot."""
+    """Stop bits of tokens [N]: True for the stop ids of a slot."""
     word = tl.load(slot_stop_bits_ptr + token // 32, mask=mask, other=0)
     return ((word >> (token % 32)) & 1) != 0
 

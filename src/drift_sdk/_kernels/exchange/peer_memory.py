@@ -248,7 +248,7 @@ def begin_exchange(memory: PeerMemory, flag: int) -> None:
 
 
 def is_compiled() -> bool:
-    """Whether kernels wait for flags: in the interpreter they do not."""
+    """True if kernels wait for flags, which they do not in the interpreter."""
     return not is_interpreted()
 
 

@@ -123,7 +123,7 @@ class Exchange:
         if flag >= self._num_sums:
             place = OTHERS[flag - self._num_sums]
         raise ExecutorError(
-            f"GPU {self.shard.rank} of a tensor-parallel model has waited in vain for another one "
+            f"GPU {self.shard.rank} of a tensor-parallel model has waited too long for another one "
             f"({place} of a step)"
         )
 

@@ -84,7 +84,7 @@ class ParallelExecutor(GraphExecutor):
             self._exchanges = ()
 
     def _check_ended(self) -> None:
-        """Raise ExecutorError if a GPU waited in vain for another one."""
+        """Raise ExecutorError if a GPU has waited too long for another one."""
         for exchange in self._exchanges:
             exchange.check()
 

@@ -285,7 +285,7 @@ class StepLauncher:
         return bucket, ring.results(entry)
 
     def _is_split(self, rows: Sequence[DecodeRow]) -> bool:
-        """Whether a constrained slot drafts."""
+        """True if a constrained slot drafts."""
         constraints = self._constraints
         return any(
             row.num_draft_tokens > 0 and row.slot in constraints for row in (rows if constraints else ())
