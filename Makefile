@@ -2,6 +2,7 @@
 # make test                  set up, lint, check types and run the tests (on the CPU)
 # make unit                  run the tests only
 # make check                 lint and check types only
+# make ray-test              install Ray Serve, and run the tests of Ray and of its examples
 # make client-test           install the clients of OpenAI's protocol, and test the server example with them
 # make fuzz SECONDS=120      run each fuzz target for this time
 # make gpu-test OUT=folder   run the tests for an NVIDIA GPU with PYTHON; reports are written to the folder
@@ -16,7 +17,7 @@ PROCESSES ?= 2
 # pytest-benchmark is disabled because, where it is installed, it warns when several processes run tests.
 GPU_PYTEST = $(PYTHON) -m pytest -q -W default -p no:cacheprovider -p no:benchmark
 
-.PHONY: demo test unit client-test check fuzz gpu-test gpu-perf clean
+.PHONY: demo test unit ray-test client-test check fuzz gpu-test gpu-perf clean
 
 demo:
 	@PYTHON=$(PYTHON) .ci/setup
@@ -36,8 +37,16 @@ unit:
 CLIENTS := .venv-clients
 client-test:
 	@[ -x $(CLIENTS)/bin/python ] || $(PYTHON) -m venv --system-site-packages $(CLIENTS)
-	@$(CLIENTS)/bin/python -m pip install -q -e .[clients,test]
+	@$(CLIENTS)/bin/python -m pip install -q -c .ci/clients.txt -e .[clients,test]
 	@$(CLIENTS)/bin/python -m pytest -q -W default -p no:benchmark tests/examples/test_clients.py
+
+# In an environment of its own, because Ray Serve brings what the tests do not need.
+RAY := .venv-ray
+ray-test:
+	@[ -x $(RAY)/bin/python ] || $(PYTHON) -m venv --system-site-packages $(RAY)
+	@$(RAY)/bin/python -m pip install -q -e .[test] "ray[serve]"
+	@$(RAY)/bin/python -m pytest -q -W default -p no:benchmark tests/ray tests/examples/test_ray_cluster.py \
+		tests/examples/test_ray_serve.py
 
 check:
 	@$(BIN)/ruff check .

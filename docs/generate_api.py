@@ -21,6 +21,7 @@ GROUPS = {
     "Running": [
         "Engine",
         "SyncEngine",
+        "ProcessEngine",
         "EnginePool",
         "Routing",
         "BaseEngine",

@@ -7,6 +7,7 @@ import asyncio
 import signal
 import sys
 from contextlib import suppress
+from typing import Any
 
 import command_line
 
@@ -14,7 +15,7 @@ from drift_sdk import Engine, PromptTooLong, RequestError, SamplingParams, Token
 
 
 async def main(model: str, max_tokens: int) -> None:
-    messages: list[dict[str, str]] = []
+    messages: list[dict[str, Any]] = []
     stream: TokenStream | None = None
 
     def stop() -> None:
@@ -37,7 +38,7 @@ async def main(model: str, max_tokens: int) -> None:
             stream = engine.chat(messages, params)
             try:
                 async for chunk in stream:
-                    print(chunk.text, end="", flush=True)
+                    print(chunk.reasoning, chunk.text, sep="", end="", flush=True)
 
                 completion = await stream
             except RequestError as error:
@@ -48,7 +49,7 @@ async def main(model: str, max_tokens: int) -> None:
                     print("the conversation is cleared: ask again", file=sys.stderr)
                 continue
 
-            messages.append({"role": "assistant", "content": completion.text})
+            messages.append(completion.message())
             print("" if completion.finish_reason == "stop" else f" [{completion.finish_reason}]")
 
 

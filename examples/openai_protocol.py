@@ -6,8 +6,8 @@ There are three kinds of fields:
 - ignored: all others. They are hints (`service_tier`, `prediction`), bookkeeping (`metadata`, `store`,
   `user`) or newer than this file. Unknown ones are logged, once each.
 
-A `response_format` describes the whole answer: a request that also has tools gets no calls, unless
-`tool_choice` forces them, and then the format does not apply.
+A `response_format` describes the whole answer. A request that also has tools gets either calls or an answer
+in the format; where `tool_choice` forces calls, the format does not apply.
 """
 
 import json

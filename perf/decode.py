@@ -5,6 +5,8 @@ The rate is taken from the difference between generating two numbers of tokens.
 python -m perf.decode --model llama-3.1-8b --scenario single-512 batch64-512
 python -m perf.decode --model smollm2-135m --peer transformers --out decode.json
 python -m perf.decode --temperature 0.8 --top-p 0.95
+python -m perf.decode --weights fp8 --scenario single-512 batch64-512
+python -m perf.decode --model llama-3.1-8b --tensor-parallel 1 2 --peer vllm
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import asyncio
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from msgspec import UNSET
@@ -23,7 +26,7 @@ from perf.harness.decoding import GREEDY, DecodeOptions, engine_config, generati
 from perf.harness.experts import measured_experts
 from perf.harness.host import ENGINE_THREAD, LoopLag, thread_seconds
 from perf.harness.record import DecodeRun, Run
-from perf.harness.recording import Recording, free_memory, parser
+from perf.harness.recording import Recording, add_weights, free_memory, parser
 from perf.harness.scenario import SCENARIOS, Scenario
 from perf.harness.shapes import Model, prepare
 from perf.harness.table import decode_table, show
@@ -75,7 +78,7 @@ async def measure_one(
     context = scenario.mean_context(options.lengths)
     run = DecodeRun.of_rounds(
         rounds_s,
-        model.decode_bytes(scenario.batch, context, options.itemsize, num_experts),
+        model.decode_bytes(scenario.batch, context, options.itemsize, num_experts) / options.tensor_parallel,
         bandwidth_tb_s,
         engine="drift",
         executor=engine.executor,
@@ -85,6 +88,7 @@ async def measure_one(
         num_experts=UNSET if num_experts is None else num_experts,
         temperature=params.temperature or UNSET,
         top_p=params.top_p if params.temperature else UNSET,
+        num_gpus=options.tensor_parallel if options.compares_gpus else UNSET,
     )
     await measure_host(engine, prompts, replace(params, max_tokens=long), run)
     run.slow_paths = slow_paths(engine.stats())
@@ -140,9 +144,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--temperature", type=float, default=0.0, help="above 0: sampled, written to another file"
     )
     arguments_parser.add_argument("--top-p", type=float, default=1.0)
+    add_weights(arguments_parser)
+    arguments_parser.add_argument(
+        "--tensor-parallel",
+        nargs="+",
+        type=int,
+        default=(),
+        metavar="GPUS",
+        help="numbers of GPUs to divide the model between; peers take the largest",
+    )
+    arguments_parser.add_argument("--tuning", default="off", help="as in EngineConfig")
     given = arguments_parser.parse_args(arguments)
     if given.temperature and given.peer:
         arguments_parser.error("--temperature: expected 0 with --peer, because peers are greedy")
+    if given.weights and given.peer:
+        arguments_parser.error("--weights: expected none with --peer, because peers do not quantise")
 
     options = DecodeOptions(
         device=given.device,
@@ -150,18 +166,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
         executor=given.executor,
         max_model_len=given.max_model_len,
         strict_performance=given.strict_performance,
+        compares_gpus=bool(given.tensor_parallel),
+        tuning=given.tuning,
         repeats=given.repeats,
         params=replace(GREEDY, temperature=given.temperature, top_p=given.top_p),
     )
-    recording = Recording(
-        "sampled" if given.temperature else "decode", given.device, given.out, "transformers"
-    )
+    topic = "tensor-parallel" if given.tensor_parallel else "decode"
+    if given.temperature:
+        topic = "sampled"
+    recording = Recording(topic, given.device, given.out, "transformers")
+    peers = dict(PEERS)
+    if given.tensor_parallel:
+        peers["vllm"] = partial(vllm.measure, num_gpus=max(given.tensor_parallel))
     with tempfile.TemporaryDirectory() as folder:
-        model = prepare(given.model, Path(folder))
-        asyncio.run(measure(model, given.scenario, options, recording.bandwidth_tb_s, recording.add))
-        for peer in given.peer:
+        model = prepare(given.model, Path(folder), given.weights)
+        for num_gpus in given.tensor_parallel or (1,):
+            settings = replace(options, tensor_parallel=num_gpus)
+            asyncio.run(measure(model, given.scenario, settings, recording.bandwidth_tb_s, recording.add))
             free_memory()
-            for run in PEERS[peer](model, given.scenario, given.repeats, recording.bandwidth_tb_s):
+        for peer in given.peer:
+            for run in peers[peer](model, given.scenario, given.repeats, recording.bandwidth_tb_s):
                 recording.add(run)
 
     show(*decode_table(recording.results))

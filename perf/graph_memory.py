@@ -30,7 +30,7 @@ from perf.harness.table import show, title_of
 __all__ = ["Captured", "GraphRun", "NotesMemory", "captured_graphs", "main", "measure"]
 
 BLOCK_SIZE = 64
-KINDS = ("prefill", "draft_extend", "decode", "draft", "verify", "first_tokens")
+KINDS = ("prefill", "mixed", "draft_extend", "decode", "draft", "verify", "first_tokens")
 
 
 class GraphRun(Run, kw_only=True):

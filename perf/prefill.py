@@ -18,7 +18,7 @@ from msgspec import Struct
 from drift_sdk import Engine, EngineConfig, SamplingParams
 from perf.harness.bandwidth import matmul_tflop_s
 from perf.harness.record import PrefillRun, Run
-from perf.harness.recording import Recording, dtype_name, free_memory, parser
+from perf.harness.recording import Recording, add_weights, dtype_name, free_memory, parser
 from perf.harness.scenario import random_tokens
 from perf.harness.shapes import Model, prepare
 from perf.harness.table import prefill_table, show
@@ -57,6 +57,7 @@ async def measure(
         "dtype": options.dtype,
         "executor": options.executor,
         "load": model.load,
+        "weights": model.weights,
         "max_num_seqs": 1,
         "max_model_len": max(lengths) + 1,
         "prefill_token_budget": options.prefill_token_budget,
@@ -76,7 +77,7 @@ async def measure(
                 engine="drift",
                 executor=engine.executor,
                 model=model.name,
-                dtype=dtype_name(options.dtype, options.device),
+                dtype=model.dtype_name or dtype_name(options.dtype, options.device),
                 prefill_token_budget=options.prefill_token_budget,
                 matmul_tflop_s=peak_tflop_s,
             )
@@ -110,7 +111,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments_parser.add_argument(
         "--peer", nargs="+", choices=("vllm",), default=(), help="engines to measure in the same run"
     )
+    add_weights(arguments_parser)
     given = arguments_parser.parse_args(arguments)
+    if given.weights and given.peer:
+        arguments_parser.error("--weights: expected none with --peer, because peers do not quantise")
     options = PrefillOptions(
         device=given.device,
         dtype=given.dtype,
@@ -122,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     peak_tflop_s = matmul_tflop_s(given.device)
     free_memory()
     with tempfile.TemporaryDirectory() as folder:
-        model = prepare(given.model, Path(folder))
+        model = prepare(given.model, Path(folder), given.weights)
         asyncio.run(measure(model, given.tokens, options, peak_tflop_s, recording.add))
 
         if given.peer:

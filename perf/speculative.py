@@ -23,11 +23,12 @@ from typing import Any
 
 from drift_sdk import NGram
 from drift_sdk.measurement import recorded_engine
+from drift_sdk.models.matrix_reader import QUANTISERS
 from perf.harness.decoding import DecodeOptions, slow_paths
 from perf.harness.drafting import Drafting
 from perf.harness.experts import measured_experts
 from perf.harness.record import DecodeRun, Run
-from perf.harness.recording import Recording, free_memory, parser
+from perf.harness.recording import Recording, add_weights, free_memory, parser
 from perf.harness.rounds import Rounds, batch_config, measure_rounds
 from perf.harness.scenario import SCENARIOS, Scenario
 from perf.harness.shapes import Draft, Model, prepare, prepare_draft
@@ -223,6 +224,12 @@ def arguments_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     if given.peer and (given.acceptance_length is None or given.policy_sweep or given.draft is not None):
         made.error("--peer: expected --acceptance-length, and a draft with random weights")
 
+    if given.draft_weights and given.draft == "ngram":
+        made.error("--draft-weights: expected an EAGLE-3 head, not n-grams")
+
+    if given.peer and (given.weights or given.draft_weights):
+        made.error("--peer: expected no --weights and no --draft-weights, because peers do not quantise")
+
     if given.model == "smollm2-135m" and given.draft is None:
         made.error(f"--model {given.model}: expected a --draft")
 
@@ -246,6 +253,8 @@ def speculative_parser() -> argparse.ArgumentParser:
     made.add_argument("--strict-performance", action="store_true", help="as in EngineConfig")
     made.add_argument("--draft", help='an EAGLE-3 head, folder or hub id, or "ngram"')
     made.add_argument("--peer", choices=("vllm",), help="an engine to measure in the same run")
+    add_weights(made)
+    made.add_argument("--draft-weights", choices=tuple(QUANTISERS), help="as in Speculation")
     made.add_argument(
         "--policy-sweep", action="store_true", help="measure the adaptive policy on batches of all sizes"
     )
@@ -264,8 +273,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     topic = "policy" if given.policy_sweep else "speculative"
     recording = Recording(topic, given.device, given.out)
     with tempfile.TemporaryDirectory() as folder:
-        model = prepare(given.model, Path(folder) / given.model)
-        draft = NGram() if given.draft == "ngram" else prepare_draft(model, given.draft)
+        model = prepare(given.model, Path(folder) / given.model, given.weights)
+        is_ngram = given.draft == "ngram"
+        draft = NGram() if is_ngram else prepare_draft(model, given.draft, given.draft_weights)
         scenarios = SWEPT_SCENARIOS if given.policy_sweep else given.scenario
         draftings = [
             Drafting(

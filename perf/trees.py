@@ -12,11 +12,13 @@ than rounds without drafts do, and than the best chain does.
 from __future__ import annotations
 
 import heapq
+import itertools
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,12 +32,13 @@ from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.profiling.manual_driver import ManualDriver
 from drift_sdk.steps import ExecutorLimits
 from drift_sdk.trees.limits import MAX_PATH_LENGTH, max_batch_drafts
+from drift_sdk.trees.rank_paths import rank_tree
 from perf.harness.record import Run
 from perf.harness.recording import Recording, free_memory, parser
 from perf.harness.shapes import Model, prepare, prepare_draft
 from perf.harness.table import show
 
-__all__ = ["TreeRun", "best_tree", "break_even", "main", "tokens_of_chain", "tokens_of_tree"]
+__all__ = ["TreeRun", "best_tree", "break_even", "chain_paths", "first_paths", "main", "tokens_of_tree"]
 
 NODES = (4, 6, 8, 16, 32, 64)
 RATES = (0.5, 0.6, 0.7, 0.8)
@@ -46,12 +49,15 @@ BUDGET, BLOCK_SIZE = 2048, 64
 NUM_WARM_UP, NUM_ROUNDS = 4, 24
 TRACE = (2, 3)
 """Tokens of simulated rounds, in turn."""
+TREES = ("static", "dynamic")
+"""Kinds of trees with branches."""
 
 Paths = tuple[tuple[int, ...], ...]
 
 
 class TreeRun(Run, kw_only=True):
-    """Rounds of a shape with `num_draft_tokens` drafts. `tree` is "static", "dynamic" or None for a chain.
+    """Rounds of a shape with `num_draft_tokens` drafts. `tree` is "static", "dynamic", "chain" for a static
+    tree without branches, or None for a chain.
 
     num_nodes: verified tokens of a sequence. break_even_rate: see the module; None if no rate below 1 is
     enough. tokens: emitted on average, by rate of the draft's best candidate.
@@ -77,6 +83,19 @@ def best_tree(num_drafts: int, rate: float = TREE_RATE) -> Paths:
     return tuple(found)
 
 
+def first_paths(shape: StaticTree, num_drafts: int) -> Paths:
+    """The paths of the first nodes of a tree, which a round with fewer drafts has."""
+    ranked = rank_tree(shape.paths)
+    return tuple(
+        tuple(ranked.ranks[each] for each in ranked.tree.path(node)[1:]) for node in range(1, num_drafts + 1)
+    )
+
+
+def chain_paths(num_drafts: int) -> Paths:
+    """The paths of the tree without branches."""
+    return tuple((0,) * length for length in range(1, num_drafts + 1))
+
+
 def tokens_of_tree(paths: Paths, rate: float) -> float:
     """Tokens that a round with a tree emits on average."""
     total = 1.0
@@ -88,11 +107,6 @@ def tokens_of_tree(paths: Paths, rate: float) -> float:
     return total
 
 
-def tokens_of_chain(num_drafts: int, rate: float) -> float:
-    """Tokens that a round with a chain emits on average."""
-    return sum(rate**length for length in range(num_drafts + 1))
-
-
 def break_even(
     tokens: Callable[[float], float], seconds: float, others: Callable[[float], float]
 ) -> float | None:
@@ -102,74 +116,136 @@ def break_even(
     )
 
 
+class Kind(NamedTuple):
+    """Rounds of one shape. tree: as of `TreeRun`, or "plain". numbers: of drafts. depth: most drafts on a
+    path; None: the drafts are chains. paths: of a tree of so many drafts."""
+
+    tree: str | None
+    numbers: Sequence[int]
+    depth: int | None
+    factory: DrafterFactory
+    paths: Callable[[int], Paths]
+
+
 def round_seconds(
-    executor: GraphExecutor, batch: int, context: int, num_drafts: int, depth: int | None
-) -> float:
-    """The median seconds of a round."""
-    slots = ManualDriver(executor, prefill_token_budget=BUDGET)
+    executors: Sequence[GraphExecutor],
+    depths: Sequence[int | None],
+    batch: int,
+    context: int,
+    num_drafts: int,
+) -> list[float]:
+    """The median seconds of a round of each executor. Their rounds alternate."""
     most = context + 2 + (NUM_WARM_UP + NUM_ROUNDS) * (max(TRACE) + 1) + MAX_PATH_LENGTH
-    slots.fill(context, [most] * batch)
-    for _ in range(NUM_WARM_UP):
-        slots.round(num_drafts, max_depth=depth)
-    return statistics.median(slots.round(num_drafts, max_depth=depth).duration_s for _ in range(NUM_ROUNDS))
+    drivers = [ManualDriver(executor, prefill_token_budget=BUDGET) for executor in executors]
+    for driver in drivers:
+        driver.fill(context, [most] * batch)
+    seconds: list[list[float]] = [[] for _ in drivers]
+    for _ in range(NUM_WARM_UP + NUM_ROUNDS):
+        for driver, depth, found in zip(drivers, depths, seconds, strict=True):
+            found.append(driver.round(num_drafts, max_depth=depth).duration_s)
+    return [statistics.median(found[NUM_WARM_UP:]) for found in seconds]
+
+
+def kinds_of(draft: DraftDecoder, nodes: Sequence[int]) -> list[list[Kind]]:
+    """Plain decoding, chains, static and dynamic trees. Kinds of a list are measured in alternation."""
+    drafts = [number - 1 for number in nodes]
+    chains = [number for number in drafts if number <= MAX_PATH_LENGTH]
+    static = StaticTree(best_tree(max(drafts)))
+    dynamic = DynamicTree(top_k=8, depth=MAX_DEPTH, num_draft_tokens=max(drafts))
+    line = StaticTree(chain_paths(max(chains)))
+    return [
+        [Kind("plain", [0], None, NO_DRAFTER, chain_paths)],
+        [
+            Kind(None, chains, None, EagleDrafterFactory(draft, chains), chain_paths),
+            Kind("chain", chains, line.depth, EagleDrafterFactory(draft, chains, tree=line), chain_paths),
+        ],
+        [
+            Kind(
+                "static",
+                drafts,
+                static.depth,
+                EagleDrafterFactory(draft, drafts, tree=static),
+                partial(first_paths, static),
+            )
+        ],
+        [
+            Kind(
+                "dynamic",
+                drafts,
+                dynamic.depth,
+                EagleDrafterFactory(draft, drafts, tree=dynamic),
+                best_tree,
+            )
+        ],
+    ]
 
 
 def measure(
     model: Model, nodes: Sequence[int], batches: Sequence[int], context: int, device: str
 ) -> Iterator[TreeRun]:
-    """Runs of plain decoding, chains, static and dynamic trees, each kind on an executor of its own."""
+    """Runs of all kinds, each on an executor of its own."""
     target = Decoder.random(model.config, device=device, dtype=torch.bfloat16)
     draft = DraftDecoder.load_random(prepare_draft(model).path, target)
-    static = StaticTree(best_tree(max(nodes) - 1))
-    dynamic = DynamicTree(top_k=8, depth=MAX_DEPTH, num_draft_tokens=max(nodes) - 1)
-    drafts = [number - 1 for number in nodes]
-    chains = [number for number in drafts if number <= MAX_PATH_LENGTH]
-    plain: dict[int, float] = {}
-    best: dict[tuple[int, int], float] = {}  # tokens a second of chains, by batch and percent
-    kinds: list[tuple[str | None, Sequence[int], int | None, DrafterFactory]] = [
-        ("plain", [0], None, NO_DRAFTER),
-        (None, chains, None, EagleDrafterFactory(draft, chains)),
-        ("static", drafts, static.depth, EagleDrafterFactory(draft, drafts, tree=static)),
-        ("dynamic", drafts, dynamic.depth, EagleDrafterFactory(draft, drafts, tree=dynamic)),
-    ]
-    for kind, numbers, depth, factory in kinds:
-        executor = open_executor(target, factory, max(batches), context, device)
-        for batch in batches:
-            for number in (each for each in numbers if each <= max_batch_drafts(batch) or not depth):
-                seconds = round_seconds(executor, batch, context, number, depth)
-                paths = best_tree(number) if depth else tuple((0,) * n for n in range(1, number + 1))
+    comparison = Comparison()
+    for kinds in kinds_of(draft, nodes):
+        executors = [open_executor(target, kind.factory, max(batches), context, device) for kind in kinds]
+        for batch, number in itertools.product(batches, kinds[0].numbers):
+            if any(kind.tree in TREES for kind in kinds) and number > max_batch_drafts(batch):
+                continue
 
-                def tokens(rate: float, paths: Paths = paths) -> float:
-                    return tokens_of_tree(paths, rate)
-
-                def others(rate: float, batch: int = batch, depth: int | None = depth) -> float:
-                    of_chains = best.get((batch, round(rate * 100)), 0.0) if depth else 0.0
-                    return max(1 / plain[batch], of_chains)
-
-                if kind == "plain":
-                    plain[batch] = seconds
-                rate = break_even(tokens, seconds, others) if number else None
-                if kind is None:
-                    for percent in range(1, 100):
-                        key = batch, percent
-                        best[key] = max(best.get(key, 0.0), tokens(percent / 100) / seconds)
-                yield TreeRun(
-                    engine="drift",
-                    model=model.name,
-                    dtype="bfloat16",
-                    scenario=f"batch{batch}-{context}" if batch > 1 else f"single-{context}",
-                    batch=batch,
-                    context=context,
-                    num_draft_tokens=number,
-                    tree=kind if depth else None,
-                    acceptance="simulated" if number else "none",
-                    ms_per_round=seconds * 1e3,
-                    num_nodes=number + 1,
-                    break_even_rate=rate,
-                    tokens={f"{rate:.1f}": tokens(rate) for rate in RATES},
-                )
-        executor.close()
+            depths = [kind.depth for kind in kinds]
+            found = round_seconds(executors, depths, batch, context, number)
+            for kind, seconds in zip(kinds, found, strict=True):
+                yield comparison.run(model.name, kind, batch, context, number, seconds)
+        for executor in executors:
+            executor.close()
         free_memory()
+
+
+class Comparison:
+    """Rounds compared with those without drafts, and trees also with the best chain. Plain rounds come
+    first, then chains, then trees."""
+
+    def __init__(self) -> None:
+        self._plain: dict[int, float] = {}  # seconds by batch
+        self._chains: dict[tuple[int, int], float] = {}  # tokens a second of the best, by batch and percent
+
+    def run(
+        self, model: str, kind: Kind, batch: int, context: int, num_drafts: int, seconds: float
+    ) -> TreeRun:
+        """The run of rounds that take so many seconds."""
+        is_tree = kind.tree in TREES
+        paths = kind.paths(num_drafts)
+
+        def tokens(rate: float) -> float:
+            return tokens_of_tree(paths, rate)
+
+        def others(rate: float) -> float:
+            of_chains = self._chains.get((batch, round(rate * 100)), 0.0) if is_tree else 0.0
+            return max(1 / self._plain[batch], of_chains)
+
+        if kind.tree == "plain":
+            self._plain[batch] = seconds
+        elif kind.tree is None:
+            for percent in range(1, 100):
+                key = batch, percent
+                self._chains[key] = max(self._chains.get(key, 0.0), tokens(percent / 100) / seconds)
+        return TreeRun(
+            engine="drift",
+            model=model,
+            dtype="bfloat16",
+            scenario=f"batch{batch}-{context}" if batch > 1 else f"single-{context}",
+            batch=batch,
+            context=context,
+            num_draft_tokens=num_drafts,
+            tree=None if kind.tree == "plain" else kind.tree,
+            acceptance="simulated" if num_drafts else "none",
+            acceptance_length=statistics.mean(TRACE) if num_drafts else None,
+            ms_per_round=seconds * 1e3,
+            num_nodes=num_drafts + 1,
+            break_even_rate=break_even(tokens, seconds, others) if num_drafts else None,
+            tokens={f"{rate:.1f}": tokens(rate) for rate in RATES},
+        )
 
 
 def open_executor(
@@ -194,7 +270,9 @@ def table_rows(runs: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     return [
         (
             run["scenario"],
-            run["tree"] or ("chain" if run["num_draft_tokens"] else "plain"),
+            {None: "chain", "chain": "tree without branches"}.get(run["tree"], run["tree"])
+            if run["num_draft_tokens"]
+            else "plain",
             str(run["num_nodes"]),
             f"{run['ms_per_round']:.3f}",
             *(

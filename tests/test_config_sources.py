@@ -28,6 +28,7 @@ def test_mapping_is_read_strictly() -> None:
     given = {"device": "cpu", "max_num_seqs": 4, "gpu_memory_fraction": 0.5, "local_files_only": True}
     assert EngineConfig.from_dict(given) == EngineConfig(**given)
     for wrong, said in (
+        ({"a\n\ud800": 4}, r"'a\\n\\ud800'=4: unknown field, expected"),
         ({"max_num_seq": 4}, r"max_num_seq=4: unknown field \(did you mean max_num_seqs\?\)"),
         ({"max_num_seqs": "4"}, "max_num_seqs='4': expected an integer"),
         ({"local_files_only": 1}, "local_files_only=1: expected True or False"),

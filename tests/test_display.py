@@ -18,7 +18,7 @@ from drift_sdk import (
 )
 from drift_sdk.results import Timing, Usage
 from drift_sdk.stream import TokenStream
-from drift_sdk.sync import SyncStream
+from drift_sdk.sync_stream import SyncStream
 from drift_sdk.testing import Reply, ScriptedModel, scripted_engine
 
 HOSTILE = '</pre></td></table><script>alert(1)</script>&amp;"<img src=x onerror=y>'
@@ -112,6 +112,16 @@ async def test_hostile_request_id_and_error_are_escaped_in_html() -> None:
             await stream
         assert HOSTILE in shown(stream)
         assert "failed (ExecutorError" in shown(stream)
+
+
+async def test_samples_show_their_streams() -> None:
+    async with scripted_engine("a") as engine:
+        samples = engine.samples("x", 2, request_id="both")
+        await samples
+        assert repr(samples) == (
+            "<Samples [<TokenStream request_id=both-0, state=ended (stop)>, "
+            "<TokenStream request_id=both-1, state=ended (stop)>]>"
+        )
 
 
 def test_stats_show_what_is_not_zero() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import importlib
 import inspect
 import os
 import re
@@ -17,11 +18,12 @@ import pytest
 from model_zoo import make_model
 
 import drift_sdk
-from drift_sdk import prometheus
+from drift_sdk import Engine, EngineConfig, EnginePool, prometheus
 from drift_sdk.__main__ import main as drift_sdk_main
 from drift_sdk.loading.gguf_architectures import ARCHITECTURES as GGUF_ARCHITECTURES
 from drift_sdk.loading.source import Source, found_at
 from drift_sdk.models.decoder_config import ARCHITECTURES, DecoderConfig
+from drift_sdk.testing import scripted_engine
 
 ROOT = Path(__file__).parent.parent
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
@@ -70,6 +72,71 @@ def test_snippets_of_a_page_run(page: str, any_model: None, monkeypatch: pytest.
                 await result
 
     asyncio.run(main())
+
+
+@pytest.fixture
+def scripted_ray(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Puts scripted engines in place of those of Ray, and a module in place of Ray, which may be missing;
+    returns the arguments of each engine."""
+    ray, errors = types.ModuleType("ray"), types.ModuleType("ray.exceptions")
+    for name in ("ActorUnavailableError", "RayActorError", "RayError", "RayTaskError"):
+        setattr(errors, name, type(name, (Exception,), {}))
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.exceptions", errors)
+    for name in [name for name in sys.modules if name.startswith("drift_sdk.ray")]:
+        monkeypatch.delitem(sys.modules, name)
+    given: list[dict[str, Any]] = []
+
+    def new_engine(model: str, config: EngineConfig, **options: Any) -> Engine:
+        given.append({"model": model, **options})
+        return scripted_engine("Hi.", config=config)
+
+    module = importlib.import_module("drift_sdk.ray.ray_engine")
+    monkeypatch.setattr(module, "RayEngine", new_engine)
+    for name in [name for name in sys.modules if name.startswith("drift_sdk.ray")]:
+        monkeypatch.setitem(sys.modules, name, sys.modules.pop(name))  # removed after the test
+    return given
+
+
+def test_snippet_of_a_cluster_runs(
+    scripted_ray: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With scripted engines in place of those of a cluster."""
+    _run_snippet_of_scaling("drift_sdk.ray")
+    assert capsys.readouterr().out == "Hi.\n"
+    assert len(scripted_ray) == 4 and scripted_ray[0]["placement"].num_gpus == 1
+
+
+def test_snippet_of_a_divided_model_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a scripted engine in place of one on two GPUs."""
+    given = []
+
+    def new_engine(model: str, config: EngineConfig) -> Engine:
+        given.append(config.tensor_parallel)
+        return scripted_engine("Paris.", config=EngineConfig())
+
+    monkeypatch.setattr(drift_sdk, "Engine", new_engine)
+    _run_snippet_of_scaling("tensor_parallel")
+    assert "Paris." in capsys.readouterr().out and given == [2]
+
+
+def test_snippet_of_a_pool_of_processes_runs() -> None:
+    """It starts nothing."""
+    assert "0 of 2 open" in repr(_run_snippet_of_scaling("processes=True", EnginePool=EnginePool)["pool"])
+
+
+def _run_snippet_of_scaling(subject: str, **names: object) -> dict[str, object]:
+    """Run the snippet of docs/scaling.md that contains `subject`, among those that need GPUs or a cluster,
+    with these names defined; return all names afterwards."""
+    snippets = re.findall(r"```py\n(.*?)```", (ROOT / "docs/scaling.md").read_text(), flags=re.DOTALL)
+    [snippet] = [snippet for snippet in snippets if subject in snippet]
+    code = compile(snippet, "scaling.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    found = eval(code, names)
+    if asyncio.iscoroutine(found):
+        asyncio.run(found)
+    return names
 
 
 def test_the_page_of_models_lists_the_architectures() -> None:

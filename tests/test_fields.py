@@ -116,7 +116,7 @@ PARAMS = {
         ("777", b"7", {"type": "integer"}, 7, True, (), Regex, (Regex("777"),)),
     ),
     "priority": integer(-(2**31), 2**31 - 1),
-    "num_draft_tokens": integer(0, 16, optional=True),
+    "num_draft_tokens": integer(0, 63, optional=True),
 }
 CONFIG = {
     "device": Case(
@@ -155,6 +155,7 @@ CONFIG = {
     "shape_log": text("file", Path("file")),
     "exact_prefill": flag(),
     "num_threads": integer(1, 1024, optional=True),
+    "tensor_parallel": integer(1, 64),
     "weights": Case((None, "stored", "expanded", "fp8", "int4"), ("", "FP8", "int8", 8, True, ())),
     "load": choice("auto", "random"),
     "revision": text("main"),

@@ -141,6 +141,17 @@ def test_a_file_fits_in_the_head() -> None:
         assert len(file.read_text().splitlines()) <= 400, file
 
 
+def test_long_functions_say_why() -> None:
+    """A body has at most 60 lines, signature and docstring aside, or the docstring says why it is longer."""
+    for name, file in modules():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
+                docstring = ast.get_docstring(node)
+                first = node.body[1 if docstring and len(node.body) > 1 else 0]
+                if node.end_lineno - first.lineno >= 60:
+                    assert docstring and "longer than" in docstring.lower(), f"{name}.{node.name}"
+
+
 def test_exported_names_exist_and_are_sorted() -> None:
     assert drift_sdk.__all__ == sorted(drift_sdk.__all__)
     for name in drift_sdk.__all__:

@@ -28,11 +28,11 @@ ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 class DecodeOptions(Struct, frozen=True, kw_only=True):
     """Settings of the engine, and what is timed how often.
 
-    device, dtype, executor, max_model_len, strict_performance:  as in EngineConfig.
-    repeats:                                                     number of timed repeats.
-    lengths:                                                     tokens of the shorter and of the longer
-                                                                 generation.
-    params:                                                      of every request, except its length.
+    device, dtype, executor, max_model_len, strict_performance, tensor_parallel, tuning:  as in EngineConfig.
+    repeats:  number of timed repeats.
+    lengths:  tokens of the shorter and of the longer generation.
+    params:   of every request, except its length.
+    compares_gpus: whether the number of GPUs tells runs apart.
     """
 
     device: str = "cpu"
@@ -40,9 +40,12 @@ class DecodeOptions(Struct, frozen=True, kw_only=True):
     executor: str = "auto"
     max_model_len: int | None = None
     strict_performance: bool = False
+    tensor_parallel: int = 1
+    tuning: str = "off"
     repeats: int = 5
     lengths: tuple[int, int] = LENGTHS
     params: SamplingParams = GREEDY
+    compares_gpus: bool = False
 
     @property
     def dtype_name(self) -> str:
@@ -69,7 +72,10 @@ def engine_config(model: Model, scenarios: Iterable[Scenario], options: DecodeOp
         "dtype": options.dtype,
         "executor": options.executor,
         "strict_performance": options.strict_performance,
+        "tensor_parallel": options.tensor_parallel,
+        "tuning": options.tuning,
         "load": model.load,
+        "weights": model.weights,
         "max_num_seqs": max(s.batch for s in scenarios),
         "max_model_len": max_model_len,
         "kv_cache_tokens": max(most, max_model_len) + BLOCK_SIZE * max(s.batch for s in scenarios),

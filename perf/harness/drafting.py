@@ -32,7 +32,11 @@ class Drafting(Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        return "ngram" if isinstance(self.draft, NGram) else Path(self.draft.path).name
+        if isinstance(self.draft, NGram):
+            return "ngram"
+
+        weights = f" {self.draft.weights}" if self.draft.weights else ""
+        return Path(self.draft.path).name + weights
 
     @property
     def acceptance(self) -> Literal["simulated", "real"]:
@@ -60,6 +64,7 @@ class Drafting(Struct, frozen=True, kw_only=True):
             draft=self.draft if isinstance(self.draft, NGram) else self.draft.path,
             shape=Chain(self.num_draft_tokens),
             adaptive=self.is_adaptive,
+            draft_weights=None if isinstance(self.draft, NGram) else self.draft.weights,
         )
         return plain.replace(speculation=speculation)
 

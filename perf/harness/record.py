@@ -26,9 +26,9 @@ IDENTITY = (
     "engine", "executor", "model", "dtype", "scenario", "batch", "context", "temperature", "top_p",
     "num_draft_tokens", "tree", "draft", "is_adaptive", "acceptance",
     "acceptance_length",
-    "prefill_token_budget", "kernel", "shape", "num_rows", "kernel_cache",
+    "prefill_token_budget", "kernel", "shape", "num_rows", "kernel_cache", "num_gpus",
     "stage", "active_sequences", "has_ended_rows", "graph", "repeat", "config",
-    "fill",
+    "fill", "num_replicas",
 )  # fmt: skip
 """Fields that identify a run: a new run replaces an old one that is equal in all of them."""
 
@@ -68,6 +68,7 @@ class DecodeRun(Run, kw_only=True):
     num_experts:                            mean number of experts of a layer that the rows of a round had, as
                                             the device counted them.
     temperature, top_p:                     of requests that are not greedy.
+    num_gpus:                               GPUs that the model is divided between, of runs that compare them.
     loop_lag_ms_p99, loop_lag_idle_ms_p99:  lag of the event loop while streams are read, and when idle.
     engine_cpu_ms_per_round:                CPU time of the engine's thread.
     loop_cpu_us_per_chunk:                  CPU time of the thread that reads the chunks.
@@ -83,6 +84,7 @@ class DecodeRun(Run, kw_only=True):
     num_experts: float | UnsetType = UNSET
     temperature: float | UnsetType = UNSET
     top_p: float | UnsetType = UNSET
+    num_gpus: int | UnsetType = UNSET
     loop_lag_ms_p99: float | UnsetType = UNSET
     loop_lag_idle_ms_p99: float | UnsetType = UNSET
     engine_cpu_ms_per_round: float | None | UnsetType = UNSET
@@ -239,7 +241,8 @@ def identity_of(run: dict[str, Any]) -> tuple[Any, ...]:
     """Equal for runs of the same kind, of which a new one replaces an old one."""
     # A real acceptance length is a result, not part of the identity.
     names = IDENTITY if run["acceptance"] == "simulated" else set(IDENTITY) - {"acceptance_length"}
-    return tuple(run.get(name) for name in sorted(names))
+    found = {"num_replicas": 1} | run
+    return tuple(found.get(name) for name in sorted(names))
 
 
 def _rounded(value: Any) -> Any:

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import torch
 
+from drift_sdk.models.matrix_reader import QUANTISERS
 from perf.harness.bandwidth import read_bandwidth_tb_s
 from perf.harness.machine import default_device
 from perf.harness.record import Results, Run, result_path, write
 from perf.harness.shapes import MODELS
 from perf.harness.table import progress
 
-__all__ = ["Recording", "dtype_name", "free_memory", "parser"]
+__all__ = ["Recording", "add_weights", "dtype_name", "free_memory", "parser"]
 
 
 class Recording:
@@ -52,6 +53,11 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     made.add_argument("--repeats", type=int, default=5, help="timed repeats; the result is their median")
     made.add_argument("--out", type=Path, help="result file (default: perf/results/GPU/TOPIC.json)")
     return made
+
+
+def add_weights(made: argparse.ArgumentParser) -> None:
+    """Add the argument `--weights`, for scripts that measure models with quantised weights."""
+    made.add_argument("--weights", choices=tuple(QUANTISERS), help="as in EngineConfig")
 
 
 def dtype_name(dtype: str, device: str) -> str:

@@ -8,13 +8,15 @@ import math
 from pathlib import Path
 from typing import Literal
 
+import torch
 from msgspec import Struct
 
 from drift_sdk.loading.source import resolve
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.draft_config import DraftConfig
 from drift_sdk.models.draft_weights import required_shapes, shareable_shapes
-from drift_sdk.models.weights import tensor_shapes
+from drift_sdk.models.matrix_reader import WeightForm, quantised_bytes
+from drift_sdk.models.weights import tensor_shapes, weight_bytes
 from perf.harness.byte_tokenizer import write_tokenizer
 from perf.harness.processes import ROOT
 from perf.harness.published import DRAFTS, PUBLISHED
@@ -27,6 +29,8 @@ EMBEDDING = "model.embed_tokens.weight"
 EXPERTS = ".experts."
 MXFP4_BYTES = 0.5 + 1 / 32
 """Bytes of a number: 4 bits, and a byte for every 32."""
+DTYPES = {2: torch.bfloat16, 4: torch.float32}
+"""A type by the bytes of a number."""
 DRAFT_VOCAB_SIZE = 32_000  # as published for targets of this size
 DRAFT_SETTINGS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
@@ -38,18 +42,19 @@ DRAFT_HEAD, DRAFT_FUSION = "lm_head.weight", "fc.weight"
 
 
 class Model(Struct, frozen=True, kw_only=True):
-    """A model on disk. `load` is the value of `EngineConfig.load` for it."""
+    """A model on disk. `load` and `weights` are the values of fields of `EngineConfig` for it."""
 
     name: str
     path: Path
     load: Literal["auto", "random"]
     config: DecoderConfig
+    weights: WeightForm | None = None
 
     @property
     def dtype_name(self) -> str | None:
         """The name of the weights' type, where it is not that of the computation."""
         experts = self.config.experts
-        return "mxfp4" if experts is not None and experts.is_quantised else None
+        return "mxfp4" if experts is not None and experts.is_quantised else self.weights
 
     @property
     def num_read_parameters(self) -> int:
@@ -123,8 +128,14 @@ class Model(Struct, frozen=True, kw_only=True):
         if num_experts is None:
             num_experts = self.spread_experts(batch)
         active = num_experts * self.num_expert_layers * self.expert_bytes(itemsize)
-        shared = itemsize * self._num_shared_parameters
+        shared = itemsize * self._num_shared_parameters - self._saved_bytes(itemsize)
         return shared + active + batch * self.kv_bytes(mean_context, itemsize)
+
+    def _saved_bytes(self, itemsize: int) -> int:
+        """Bytes that the weights take less than in numbers of `itemsize` bytes."""
+        dtype = DTYPES[itemsize]
+        form = self.weights or "expanded"
+        return weight_bytes(self.config, dtype) - weight_bytes(self.config, dtype, form)
 
     def prefill_flops(self, num_tokens: int) -> float:
         """Operations of a prompt.
@@ -140,10 +151,11 @@ class Model(Struct, frozen=True, kw_only=True):
 
 
 class Draft(Struct, frozen=True, kw_only=True):
-    """An EAGLE-3 head: a folder or hub id, and its shapes."""
+    """An EAGLE-3 head: a folder or hub id, and its shapes. weights: `Speculation.draft_weights` for it."""
 
     path: Path | str
     config: DraftConfig
+    weights: Literal["fp8", "int4"] | None = None
 
     def round_bytes(self, num_drafts: float, batch: int, mean_context: float, itemsize: int) -> float:
         """Bytes that a round must read in addition to the target's.
@@ -152,35 +164,48 @@ class Draft(Struct, frozen=True, kw_only=True):
         """
         config = self.config
         shapes = required_shapes(config)
-        fusion = math.prod(shapes.pop(DRAFT_FUSION, (0,)))
-        step = sum(map(math.prod, shapes.values())) + math.prod(shareable_shapes(config)[DRAFT_HEAD])
+        fusion = self._tensor_bytes(shapes.pop(DRAFT_FUSION, (0,)), itemsize)
+        shapes[DRAFT_HEAD] = shareable_shapes(config)[DRAFT_HEAD]
+        step = sum(self._tensor_bytes(shape, itemsize) for shape in shapes.values())
         step_kv = batch * mean_context * 2 * config.num_layers * config.num_kv_heads * config.head_dim
-        return itemsize * (num_drafts * (step + step_kv) + fusion)
+        return num_drafts * (step + itemsize * step_kv) + fusion
+
+    def _tensor_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
+        """Bytes of a tensor, of which matrices are quantised if `weights` says so."""
+        if self.weights is None or len(shape) != 2:
+            return itemsize * math.prod(shape)
+
+        return quantised_bytes(shape[0], shape[1], self.weights)
 
 
-def prepare(name: str, folder: Path) -> Model:
+def prepare(name: str, folder: Path, weights: WeightForm | None = None) -> Model:
     """Write a model with published shapes into `folder`, or locate the real model.
 
-    Raises ValueError for a name that is not in MODELS.
+    weights: as in EngineConfig. Raises ValueError for a name that is not in MODELS.
     """
     if name == SMOLLM2:
         path = _smollm2_file()
-        return Model(name=name, path=path, load="auto", config=DecoderConfig.from_hf(resolve(path).config))
+        config = DecoderConfig.from_hf(resolve(path).config)
+        return Model(name=name, path=path, load="auto", config=config, weights=weights)
 
     if name not in PUBLISHED:
         raise ValueError(f"model={name!r}: expected one of {', '.join(MODELS)}")
 
-    config = PUBLISHED[name]
+    published = PUBLISHED[name]
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
-    write_tokenizer(folder, config["vocab_size"])
-    return Model(name=name, path=folder, load="random", config=DecoderConfig.from_hf(config))
+    (folder / "config.json").write_text(json.dumps(published, indent=1))
+    write_tokenizer(folder, published["vocab_size"])
+    config = DecoderConfig.from_hf(published)
+    return Model(name=name, path=folder, load="random", config=config, weights=weights)
 
 
-def prepare_draft(model: Model, path: Path | str | None = None) -> Draft:
+def prepare_draft(
+    model: Model, path: Path | str | None = None, weights: Literal["fp8", "int4"] | None = None
+) -> Draft:
     """The draft at `path`, or a new one with random weights in a folder beside the model's.
 
-    Raises ValueError for a model with real weights and no `path`, ModelLoadError if the draft does not fit.
+    weights: `Speculation.draft_weights`. Raises ValueError for a model with real weights and no `path`,
+    ModelLoadError if the draft does not fit.
     """
     if path is None:
         if model.load != "random":
@@ -189,16 +214,17 @@ def prepare_draft(model: Model, path: Path | str | None = None) -> Draft:
         target = json.loads((model.path / "config.json").read_text())
         path = model.path.with_name(f"{model.path.name}-eagle3")
         path.mkdir(exist_ok=True)
-        config = {name: target[name] for name in DRAFT_SETTINGS if name in target} | {
+        settings = {name: target[name] for name in DRAFT_SETTINGS if name in target} | {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
             "num_hidden_layers": 1,
             "draft_vocab_size": min(DRAFT_VOCAB_SIZE, target["vocab_size"]),
         }
-        config |= DRAFTS.get(target["model_type"], {})
-        (path / "config.json").write_text(json.dumps(config, indent=1))
+        settings |= DRAFTS.get(target["model_type"], {})
+        (path / "config.json").write_text(json.dumps(settings, indent=1))
 
-    return Draft(path=path, config=DraftConfig.from_hf(resolve(path).config, model.config))
+    config = DraftConfig.from_hf(resolve(path).config, model.config)
+    return Draft(path=path, config=config, weights=weights)
 
 
 def _smollm2_file() -> Path:

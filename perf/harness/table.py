@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from perf.harness.record import Results, Run
-from perf.peers.anchors import anchor_of, is_void
+from perf.peers.anchors import anchor_of, is_void, num_gpus_of
 
 __all__ = ["decode_table", "engine_of", "prefill_table", "progress", "show", "speculative_table", "title_of"]
 
@@ -116,8 +116,12 @@ def title_of(results: Results) -> str:
 
 
 def engine_of(run: dict[str, Any]) -> str:
-    """The engine's name with its executor ("drift graph"), or a peer's name."""
-    return " ".join(filter(None, (run["engine"], run.get("executor"))))
+    """The engine's name with its executor ("drift graph"), or a peer's name; and the number of GPUs, if
+    several."""
+    number = num_gpus_of(run)
+    return " ".join(
+        filter(None, (run["engine"], run.get("executor"), f"on {number} GPUs" if number > 1 else None))
+    )
 
 
 def drafts_of(run: dict[str, Any]) -> str:
@@ -146,7 +150,7 @@ def against_vllm(run: dict[str, Any], results: Results) -> str:
     same = ("model", "dtype", "scenario", "num_draft_tokens", "acceptance_length")
     for peer in results.runs:
         is_same = peer["engine"] == "vllm" and all(peer[name] == run[name] for name in same)
-        if is_same and not is_void(peer, results.gpu):
+        if is_same and num_gpus_of(peer) == num_gpus_of(run) and not is_void(peer, results.gpu):
             return ratio(run, peer["tokens_per_s"])
 
     anchor = anchor_of(run | {"engine": "vllm"}, results.gpu)

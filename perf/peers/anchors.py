@@ -10,14 +10,14 @@ from typing import Any
 
 from msgspec import Struct
 
-__all__ = ["ANCHORS", "ANCHOR_GPU", "Anchor", "anchor_of", "is_void"]
+__all__ = ["ANCHORS", "ANCHOR_GPU", "Anchor", "anchor_of", "is_void", "num_gpus_of"]
 
 ANCHOR_GPU = "NVIDIA H200"
 TOLERANCE = 0.03
 
 
 class Anchor(Struct, frozen=True):
-    """The speed of a peer in a scenario."""
+    """The speed of a peer in a scenario, on so many GPUs."""
 
     engine: str
     model: str
@@ -25,6 +25,7 @@ class Anchor(Struct, frozen=True):
     tokens_per_s: float
     num_draft_tokens: int = 0
     acceptance_length: float | None = None
+    num_gpus: int = 1
 
 
 LLAMA, GPT_OSS = "llama-3.1-8b", "gpt-oss-120b"
@@ -39,6 +40,8 @@ ANCHORS = (
     Anchor("vllm", LLAMA, "batch4-16k", 1503.0, 3, 3.2),
     Anchor("vllm", LLAMA, "batch8-512", 3756.0, 3, 3.2),
     Anchor("vllm", LLAMA, "batch64-512", 18_406.0, 3, 3.2),
+    Anchor("vllm", LLAMA, "single-512", 288.0, num_gpus=2),
+    Anchor("vllm", LLAMA, "batch32-512", 7764.0, num_gpus=2),
     Anchor("vllm", GPT_OSS, "single-512", 231.0),
     Anchor("vllm", GPT_OSS, "single-32k", 215.0),
     Anchor("vllm", GPT_OSS, "batch8-512", 1619.0),
@@ -58,10 +61,15 @@ def anchor_of(run: Mapping[str, Any], gpu: str) -> Anchor | None:
 
     same = ("engine", "model", "scenario", "num_draft_tokens", "acceptance_length")
     for anchor in ANCHORS:
-        if all(getattr(anchor, name) == run[name] for name in same):
+        if all(getattr(anchor, name) == run[name] for name in same) and anchor.num_gpus == num_gpus_of(run):
             return anchor
 
     return None
+
+
+def num_gpus_of(run: Mapping[str, Any]) -> int:
+    """The number of GPUs of a run; 1 of runs that do not say it."""
+    return int(run.get("num_gpus", 1))
 
 
 def is_void(run: Mapping[str, Any], gpu: str) -> bool:

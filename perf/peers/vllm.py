@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 
 from perf.harness.experts import write_routing_weights
 from perf.harness.processes import module_command, with_paths
@@ -38,21 +39,28 @@ ITEMSIZE = 2
 
 
 def measure(
-    model: Model, scenarios: Sequence[Scenario], repeats: int, bandwidth_tb_s: float
+    model: Model, scenarios: Sequence[Scenario], repeats: int, bandwidth_tb_s: float, *, num_gpus: int = 0
 ) -> Iterator[DecodeRun]:
-    """Measure decoding of models with random weights in bfloat16 on the first GPU.
+    """Measure decoding of models with random weights in bfloat16 on the first GPU, or divided between
+    `num_gpus`, which then is a field of the runs.
 
     Raises RuntimeError for a model with real weights, and if vLLM is missing or fails. vLLM's messages go to
     stderr.
     """
-    job = Job(folder=str(model.path), repeats=repeats, scenarios=[s.name for s in scenarios])
+    job = Job(
+        folder=str(model.path),
+        repeats=repeats,
+        scenarios=[s.name for s in scenarios],
+        num_gpus=max(num_gpus, 1),
+    )
     for times in _times(model, job):
         scenario = Scenario.parse(str(times.scenario))
         yield DecodeRun.of_rounds(
             times.seconds,
-            model.decode_bytes(scenario.batch, scenario.mean_context(), ITEMSIZE),
+            model.decode_bytes(scenario.batch, scenario.mean_context(), ITEMSIZE) / job.num_gpus,
             bandwidth_tb_s,
             scenario=scenario,
+            num_gpus=num_gpus or UNSET,
             **_fields(model, times),
         )
 

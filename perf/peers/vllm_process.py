@@ -40,6 +40,7 @@ class Job(Struct, frozen=True):
     weights:         file of tensors by name (torch.save) to copy into the model; None: all are dummies.
     draft:           folder of an EAGLE-3 draft's config.json; None: no drafts.
     num_draft_tokens, acceptance_length:  of rounds with drafts: tokens drafted and emitted.
+    num_gpus:        that the model is divided between.
     answered, num_answer_tokens:          prompts that are continued greedily, all at a time, and by how many
                                           tokens. If there are any, the folder's weights are loaded.
     """
@@ -52,6 +53,7 @@ class Job(Struct, frozen=True):
     draft: str | None = None
     num_draft_tokens: int = 0
     acceptance_length: float = 1.0
+    num_gpus: int = 1
     answered: list[list[int]] = []
     num_answer_tokens: int = 0
 
@@ -108,6 +110,8 @@ def main() -> None:
         "enable_prefix_caching": True,
         "seed": 0,
     }
+    if job.num_gpus > 1:
+        settings["tensor_parallel_size"] = job.num_gpus
     if job.draft is not None:
         settings["speculative_config"] = {
             "method": "eagle3",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,19 @@ from drift_sdk import (
     Engine,
     EngineConfig,
     EnginePool,
+    ProcessEngine,
     Routing,
     SamplingParams,
     Speculation,
 )
 from drift_sdk.measurement import simulated_engine
-from drift_sdk.testing import scripted_engine
+from drift_sdk.testing import ScriptedModel
+from perf.harness.scripted import next_character
 from perf.service.load import Request
 
 __all__ = ["DriftService", "engine_config"]
+
+SCRIPTED = "scripted"
 
 
 class DriftService:
@@ -44,13 +48,16 @@ class DriftService:
 
         job:       `model`, `load`, `num_replicas`, and with drafts `draft`, `num_draft_tokens` and
                    `acceptance_length`.
-        settings:  fields of EngineConfig; `replicas`, in place of the job's; `affinity` of `Routing`.
+        settings:  fields of EngineConfig; `replicas`, in place of the job's; `affinity` of `Routing`;
+                   `processes`: whether each engine is in a process of its own; `step_s`: seconds of a step of
+                   a scripted engine.
         """
         started_at = time.perf_counter()
         fields = dict(settings)
         num_replicas = fields.pop("replicas", job["num_replicas"])
         routing = Routing(affinity=fields.pop("affinity", Routing().affinity))
-        engines = [make_engine(job, fields, index) for index in range(num_replicas)]
+        make = make_process_engine if fields.pop("processes", False) else make_engine
+        engines = [make(job, fields, index) for index in range(num_replicas)]
         engine: BaseEngine = EnginePool(engines, routing) if num_replicas > 1 else engines[0]
         await engine.start()
         return cls(engine, time.perf_counter() - started_at)
@@ -79,15 +86,37 @@ class DriftService:
 def make_engine(job: dict[str, Any], settings: dict[str, Any], index: int) -> Engine:
     """The engine of a replica, on the visible GPU of this index."""
     if job["model"] is None:
-        return scripted_engine(next_token)
+        model = scripted_model(job, settings)
+        return Engine(SCRIPTED, model.config, open_model=model)
 
-    config = engine_config(job, settings)
-    if config.device == "auto" and index:
-        config = config.replace(device=f"cuda:{index}")
+    config = replica_config(job, settings, index)
     if config.speculation is None:
         return Engine(Path(job["model"]), config)
 
     return simulated_engine(Path(job["model"]), config, acceptance=job["acceptance_length"])
+
+
+def make_process_engine(job: dict[str, Any], settings: dict[str, Any], index: int) -> ProcessEngine:
+    """The engine of a replica in a process of its own. It does not simulate acceptance."""
+    if job["model"] is None:
+        model = scripted_model(job, settings)
+        return ProcessEngine(SCRIPTED, model.config, open_model=model)
+
+    return ProcessEngine(Path(job["model"]), replica_config(job, settings, index))
+
+
+def scripted_model(job: dict[str, Any], settings: dict[str, Any]) -> ScriptedModel:
+    """The model of a scripted engine."""
+    fields = dict(settings)
+    step_s = fields.pop("step_s", 0.0)
+    config = ScriptedModel().config.replace(**{"max_model_len": job["max_model_len"]} | fields)
+    return ScriptedModel(next_character, config=config, step_s=step_s)
+
+
+def replica_config(job: dict[str, Any], settings: dict[str, Any], index: int) -> EngineConfig:
+    """`engine_config` for the visible GPU of this index."""
+    config = engine_config(job, settings)
+    return config.replace(device=f"cuda:{index}") if config.device == "auto" and index else config
 
 
 def engine_config(job: dict[str, Any], settings: dict[str, Any]) -> EngineConfig:
@@ -106,8 +135,3 @@ def engine_config(job: dict[str, Any], settings: dict[str, Any]) -> EngineConfig
 def block_size(engine: BaseEngine) -> int:
     """Tokens per KV block: the config's, or what the executor chooses by default."""
     return engine.config.block_size or (64 if engine.executor == "graph" else 16)
-
-
-def next_token(prompt_ids: Sequence[int], output_ids: Sequence[int], seed: int) -> int:
-    """The script of the scripted engine: printable characters in turn."""
-    return len(output_ids) % 64 + 32

@@ -29,6 +29,7 @@ from drift_sdk.pool.engine_pool import EnginePool
 from drift_sdk.pool.routing import Routing
 from drift_sdk.pool.summed import ReplicaStats
 from drift_sdk.progress import Download, Progress
+from drift_sdk.remote.process_engine import ProcessEngine
 from drift_sdk.results import (
     Chunk,
     Completion,
@@ -44,7 +45,8 @@ from drift_sdk.sampling_params import SamplingOptions, SamplingParams
 from drift_sdk.speculation import Chain, DynamicTree, NGram, Speculation, StaticTree, load_tree
 from drift_sdk.stats import EngineStats
 from drift_sdk.stream import TokenStream
-from drift_sdk.sync import SyncEngine, SyncStream
+from drift_sdk.sync import SyncEngine
+from drift_sdk.sync_stream import SyncStream
 
 __all__ = [
     "BaseEngine",
@@ -69,6 +71,7 @@ __all__ = [
     "ModelInfo",
     "ModelLoadError",
     "NGram",
+    "ProcessEngine",
     "Progress",
     "PromptTooLong",
     "QueueFull",

@@ -11,6 +11,9 @@ from drift_sdk.errors import RequestError
 
 __all__ = ["to_plain"]
 
+MAX_ITEMS = 2**20
+"""Most items of a sequence that is no list or tuple: it may compute them, as a range does, without end."""
+
 
 def to_plain(field: str, value: object) -> Any:
     """A deep copy of `value` that shares nothing mutable with it; RequestError naming `field` if it is not
@@ -31,6 +34,11 @@ def to_builtin(value: object) -> dict[Any, Any] | list[Any] | str:
         return str.__str__(value)
 
     if isinstance(value, Sequence):
+        if len(value) > MAX_ITEMS:
+            raise TypeError(
+                f"found {type(value).__name__} of {len(value)} items: expected at most {MAX_ITEMS}"
+            )
+
         return list(value)
 
     raise TypeError(f"found {type(value).__name__}")

@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 MAX_NAME_CHARS = 64
-"""Longest name of an unknown field that is shown in full."""
+"""Longest name of an unknown field that is shown in full, if all of it can be printed."""
 
 ErrorType = type[FieldError]
 StructT = TypeVar("StructT", bound=Struct)
@@ -45,7 +45,7 @@ def check_field_names(error: ErrorType, struct: type[Struct], values: Mapping[An
     for name, value in values.items():
         if name not in known:
             allowed = ", ".join(sorted(known))
-            is_short = isinstance(name, str) and len(name) <= MAX_NAME_CHARS
+            is_short = isinstance(name, str) and len(name) <= MAX_NAME_CHARS and name.isprintable()
             shown = name if is_short else short_repr(name)
             hint = nearest_name(name, known) if is_short else ""
             message = f"{shown}={short_repr(value)}: unknown field{hint}, expected one of {allowed}"

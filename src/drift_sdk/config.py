@@ -42,6 +42,10 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     which names field, value and range.
 
     device:                   "auto" (the first GPU, else the CPU), "cpu", "cuda" or "cuda:N", N from 0 to 99.
+    tensor_parallel:          GPUs that a model is divided between, 1 to 64: those from `device` on, of one
+                              kind, which reach each other's memory. Each holds a part of the layers and of
+                              the KV cache. Prompts are computed as with exact_prefill. Graph executor, and
+                              weights of `dtype` alone; no mixture of experts. See docs/scaling.md.
     dtype:                    "auto" (bfloat16 on a GPU, float32 on the CPU), "float32", "bfloat16" or
                               "float16"; float16 is rejected on the CPU.
     max_num_seqs:             most sequences running at once, 1 to 4,096.
@@ -78,7 +82,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                               none. Graph executor only.
     exact_prefill:            on the graph executor, compute all prompts in decoding's order of summation, so
                               that their bits are those of decoding: tokens do not depend on how a prompt is
-                              cut, cached or preempted. Long prompts take longer.
+                              cut, cached or preempted, nor on what is computed beside it, drafts included.
+                              Long prompts take longer.
     num_threads:              threads over which torch splits an operation on the CPU, 1 to 1,024, for the
                               engine's thread alone; None = as torch finds it, one per core by default.
     weights:                  form of the weights in memory: "stored" (quantised weights stay as the files
@@ -120,6 +125,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """
 
     device: str = "auto"
+    tensor_parallel: int = 1
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     max_num_seqs: int = 256
     max_model_len: int | None = None
@@ -151,6 +157,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def __post_init__(self) -> None:
         self._check_device()
+        check_int(ConfigError, "tensor_parallel", self.tensor_parallel, ge=1, le=64)
         check_choice(ConfigError, "dtype", self.dtype, DTYPES)
         check_int(ConfigError, "max_num_seqs", self.max_num_seqs, ge=1, le=4096)
         check_int(ConfigError, "max_model_len", self.max_model_len, ge=2, le=2**24, optional=True)

@@ -115,11 +115,13 @@ class ExecutorError(DriftError):
 
     process_unusable: no engine can use the device again from this process, because a fatal CUDA error has
                       made its context unusable.
+    ends_engine:      the engine has failed, and all its requests end; False for an error of one request.
     """
 
-    def __init__(self, message: str, *, process_unusable: bool = False) -> None:
+    def __init__(self, message: str, *, process_unusable: bool = False, ends_engine: bool = True) -> None:
         super().__init__(message)
         self.process_unusable = process_unusable
+        self.ends_engine = ends_engine
 
 
 class ReplicaFailed(DriftError):

@@ -12,7 +12,11 @@ from msgspec import Struct
 from drift_sdk._validation import check_str
 from drift_sdk.errors import RequestError
 
-__all__ = ["Grammar", "JsonSchema", "Lark", "Regex"]
+__all__ = ["JSON_STYLE", "After", "AnyGrammar", "AnyOf", "Grammar", "JsonSchema", "Lark", "Regex"]
+
+# Whitespace in JSON: one blank, or a newline and its indentation. If any whitespace were allowed, small
+# models might generate it without end.
+JSON_STYLE = {"whitespace_pattern": r"( |\n[ \t]{0,32})"}
 
 
 class JsonSchema(Struct, frozen=True, dict=True):
@@ -93,6 +97,23 @@ class Lark(Struct, frozen=True):
 
 
 Grammar = JsonSchema | Regex | Lark
+
+
+class After(Struct, frozen=True):
+    """The text begins with a text of one grammar, and the rest is described by another. The engine makes it;
+    parameters have none."""
+
+    first: Grammar
+    rest: Grammar
+
+
+class AnyOf(Struct, frozen=True):
+    """The text is described by one of several grammars. The engine makes it; parameters have none."""
+
+    grammars: tuple[Grammar | After, ...]
+
+
+AnyGrammar = Grammar | After | AnyOf
 
 
 def _check_text(field: str, text: str) -> None:

@@ -26,8 +26,8 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     architecture:       of the config, such as "LlamaForCausalLM".
     num_parameters:     numbers in the weights.
     stored_bytes:       bytes of the files that hold the weights.
-    weight_bytes:       bytes of the weights in memory.
-    kv_bytes_per_token: bytes of the KV cache for a token, without those of a draft.
+    weight_bytes:       bytes of the weights in memory, of each GPU with tensor_parallel.
+    kv_bytes_per_token: bytes of the KV cache for a token, without those of a draft; of each GPU likewise.
     context:            the model's own context, in tokens.
     has_tokenizer:      whether it takes and gives text; if not, token ids alone.
     has_chat_template:  whether `chat` can be used.

@@ -134,8 +134,9 @@ class SpeculationStats(Struct, frozen=True, kw_only=True):
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """At index i, share of rounds in which draft i and all drafts before it were accepted."""
-        return tuple(count / self.num_rounds for count in self.accepted_at)
+        """At index i, share of rounds in which draft i and all drafts before it were accepted; 0 without
+        rounds."""
+        return tuple(count / self.num_rounds if self.num_rounds else 0.0 for count in self.accepted_at)
 
     @property
     def multiple_rate(self) -> float:
@@ -174,7 +175,8 @@ class Completion(Struct, frozen=True, kw_only=True, dict=True):
                      for `generate`.
     raw_text:        all text generated, before it was split; of `generate`, the same as `text`. The markers
                      of the model's formats are in it, even those that are special tokens.
-    schema:          the request's `JsonSchema` if the text is complete; None if it was cut short.
+    schema:          the request's `JsonSchema` if the text is complete; None if it was cut short, or if the
+                     answer is tool calls.
     """
 
     request_id: str
@@ -200,8 +202,13 @@ class Completion(Struct, frozen=True, kw_only=True, dict=True):
 
         A type that checks more than its schema says raises its own validation error, at the first use.
         """
-        # A grammar describes all of the answer, also what looks like a tool call.
-        return None if self.schema is None else self.schema.decode(self.raw_text or self.text)
+        if self.schema is None:
+            return None
+
+        # A grammar describes all of the answer, also what looks like a tool call inside of it. But an answer
+        # that consists of messages, as in Harmony, begins with a marker, with which no JSON does.
+        is_whole = self.raw_text and not self.raw_text.startswith("<")
+        return self.schema.decode(self.raw_text if is_whole else self.text)
 
     def __repr__(self) -> str:
         """The fields that differ from their defaults, each cut to 200 characters."""

@@ -45,6 +45,10 @@ class Samples(Sequence[TokenStream], AsyncIterator[tuple[int, Chunk]]):
     def __getitem__(self, index: int | slice) -> TokenStream | tuple[TokenStream, ...]:
         return self._streams[index]
 
+    def __repr__(self) -> str:
+        """The requests' names and states."""
+        return f"<{type(self).__name__} {list(self._streams)}>"
+
     def cancel(self) -> None:
         """End all samples; tokens generated so far can still be read. May be called from any thread, and more
         than once."""

@@ -20,6 +20,7 @@ from drift_sdk._validation import (
 )
 from drift_sdk.errors import RequestError
 from drift_sdk.grammars import Grammar
+from drift_sdk.trees.limits import MAX_TREE_DRAFTS
 
 __all__ = ["MAX_SEED", "SamplingOptions", "SamplingParams", "check_needs_no_host"]
 
@@ -91,7 +92,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                         the grammar allows it and the model chooses to, or with `ignore_eos` where the grammar
                         allows nothing more.
     priority:           requests of lower priority values are served earlier, equal ones in order of arrival.
-    num_draft_tokens:   most tokens drafted a step if the engine speculates, 0 to 16; 0 = none, None = as the
+    num_draft_tokens:   most tokens drafted a step if the engine speculates, 0 to 63; 0 = none, None = as the
                         engine.
 
     The order is logit_bias, repetition, frequency and presence penalty, min_tokens, allowed_token_ids,
@@ -159,7 +160,9 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if not isinstance(self.grammar, Grammar | None):
             raise RequestError.of("grammar", self.grammar, "a JsonSchema, a Regex, a Lark or None")
 
-        check_int(RequestError, "num_draft_tokens", self.num_draft_tokens, ge=0, le=16, optional=True)
+        check_int(
+            RequestError, "num_draft_tokens", self.num_draft_tokens, ge=0, le=MAX_TREE_DRAFTS, optional=True
+        )
         check_int(RequestError, "priority", self.priority, ge=-(2**31), le=2**31 - 1)
 
     @classmethod

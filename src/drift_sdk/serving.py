@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, NoReturn, Unpack, overload
 
 from drift_sdk._validation import check_bool, check_choice, check_int
 from drift_sdk.config import EngineConfig
@@ -37,6 +37,9 @@ class Serving(ABC):
     def __init__(self) -> None:
         self._submitter = Submitter()
         self._has_warned_of_tools = False
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{type(self).__name__} cannot be copied or pickled: make one in each process")
 
     @abstractmethod
     def _enter(self, submissions: Sequence[Submission]) -> Sequence[Callable[[], None]]:
@@ -113,7 +116,8 @@ class Serving(ABC):
         tool_choice:    "auto" (the model calls tools or not), "none" (the tools are left out), "required"
                         (the answer consists of calls, at least one) or the name of a tool (of one call of
                         it). The last two are a grammar: arguments follow the tools' schemas, reasoning may
-                        come first, and the parameters can have no other grammar.
+                        come first, and the parameters can have no other grammar. With "auto" and a grammar
+                        in the parameters, the answer consists of calls or is described by the grammar.
         continue_final: the answer continues the last message, which must be the assistant's and have text.
         params, request_id, options: as of `generate`.
 
@@ -134,6 +138,7 @@ class Serving(ABC):
         template_args: Mapping[str, Any] | None = None,
         *,
         tool_choice: str = "auto",
+        continue_final: bool = False,
         request_id: str | None = None,
         **options: Unpack[SamplingOptions],
     ) -> Samples:
@@ -141,7 +146,7 @@ class Serving(ABC):
 
         prompt:               as of `generate`, or messages as of `chat`.
         n:                    1 to 128.
-        tools, template_args, tool_choice: as of `chat`, with messages alone.
+        tools, template_args, tool_choice, continue_final: as of `chat`, with messages alone.
         request_id:           of all samples together; sample i is named by it, "-" and i.
         params, options:      as of `generate`.
 
@@ -152,7 +157,9 @@ class Serving(ABC):
 
         Raises what `generate` raises."""
         check_int(RequestError, "n", n, ge=1, le=MAX_SAMPLES)
-        any_prompt = as_any_prompt(prompt, tools, template_args, tool_choice=tool_choice)
+        any_prompt = as_any_prompt(
+            prompt, tools, template_args, tool_choice=tool_choice, continue_final=continue_final
+        )
         return self._submit_samples(any_prompt, self._params(params, options), request_id, n)
 
     async def count_tokens(
@@ -160,12 +167,22 @@ class Serving(ABC):
         prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_args: Mapping[str, Any] | None = None,
+        *,
+        tool_choice: str = "auto",
+        continue_final: bool = False,
     ) -> int:
         """The number of tokens that a prompt of `generate`, or messages of `chat`, have for the model, also
         if they are more than it takes. Counted on a text thread, as prompts are tokenised.
 
+        prompt:               as of `generate`, or messages as of `chat`.
+        tools, template_args, tool_choice, continue_final: as of `chat`, with messages alone.
+
         RequestError for what `generate` or `chat` would reject, except for its length; EngineClosed."""
-        return await self._count_tokens(as_any_prompt(prompt, tools, template_args))
+        return await self._count_tokens(
+            as_any_prompt(
+                prompt, tools, template_args, tool_choice=tool_choice, continue_final=continue_final
+            )
+        )
 
     def cancel(self, request_id: str) -> bool:
         """Cancel the live request, or all samples, of this id; from any thread. Returns whether there are
@@ -261,6 +278,9 @@ class Serving(ABC):
         is_strict, is_speculating = self.config.strict_performance, self.config.speculation is not None
         if is_strict:
             check_needs_no_host(params, is_speculating=is_speculating)
+        if self.config.tensor_parallel > 1 and params.prompt_logprobs is not None:
+            raise RequestError.of("prompt_logprobs", params.prompt_logprobs, "None with tensor_parallel")
+
         check_forced_calls(prompt, params, needs_no_host=is_strict and is_speculating)
         if request_id is not None:
             check_request_id(request_id, is_new=True)

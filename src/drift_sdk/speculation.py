@@ -138,8 +138,8 @@ ShapeT = TypeVar("ShapeT", bound=Struct)
 
 
 def load_tree(file: str | Path) -> StaticTree | DynamicTree:
-    """The tree in a TOML or JSON file: the fields of a `StaticTree` or of a `DynamicTree`, or in JSON a list
-    of paths.
+    """The tree in a TOML, JSON or YAML file: the fields of a `StaticTree` or of a `DynamicTree`, or in JSON
+    and YAML a list of paths.
 
     Raises ConfigError naming `file` for a file that cannot be read, and the field for a wrong value.
     """
@@ -174,8 +174,10 @@ class NGram(Struct, frozen=True, kw_only=True):
 
 
 class Speculation(Struct, frozen=True, kw_only=True):
-    """Speculative decoding: several tokens are drafted, and the model verifies them in one step. It never
-    changes a token, only how many tokens come at a time.
+    """Speculative decoding: several tokens are drafted, and the model verifies them in one step. A draft is
+    accepted only if it is the token that the model chooses there. On the graph executor with
+    `EngineConfig(exact_prefill=True)`, tokens are the same as without drafts, to the last bit of the logits;
+    otherwise near ties between two tokens may resolve differently.
 
     draft:                folder or hub id of an EAGLE-3 head, or `NGram()`.
     shape:                how many tokens are drafted in a round, and in which form: `Chain`, `StaticTree` or

@@ -5,11 +5,12 @@ from __future__ import annotations
 from bisect import bisect_left
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from drift_sdk._display import html_table, struct_repr
 from drift_sdk.results import SpeculationStats
 
-__all__ = ["EngineMetrics", "EngineStats", "Histogram", "Histograms", "load_of"]
+__all__ = ["EngineMetrics", "EngineStats", "Histogram", "Histograms", "counts_of", "load_of"]
 
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 STEP_SECONDS = (
@@ -22,7 +23,7 @@ TOKENS = tuple(float(2**exponent) for exponent in range(18))
 class EngineStats(Struct, frozen=True, kw_only=True):
     """A snapshot, made after each step and when requests come or go between steps.
 
-    Current state:
+    Current state, zeros when the engine has failed:
 
     num_running:       sequences in a slot.
     num_waiting:       sequences waiting for a slot, preempted ones included.
@@ -148,6 +149,18 @@ class EngineStats(Struct, frozen=True, kw_only=True):
             num_accepted=self.num_accepted_tokens,
             accepted_at=self.accepted_at,
         )
+
+
+STATE = (
+    "num_running", "num_waiting", "num_queued", "num_free_slots", "num_blocks", "num_free_blocks",
+    "num_cached_blocks", "num_prefill_rows", "num_decode_rows", "tokens_per_second",
+)  # fmt: skip
+"""Fields of `EngineStats` that are its current state."""
+
+
+def counts_of(stats: EngineStats) -> EngineStats:
+    """The statistics of an engine that has ended: its counts since the start, and a state of zeros."""
+    return replace(stats, **dict.fromkeys(STATE, 0))
 
 
 def load_of(stats: EngineStats) -> dict[str, str]:

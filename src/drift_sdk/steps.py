@@ -28,6 +28,7 @@ __all__ = [
     "Executor",
     "ExecutorLimits",
     "HostWork",
+    "MAX_CHUNKS",
     "PrefillChunk",
     "SlotAssignment",
     "SlotOutput",
@@ -38,6 +39,11 @@ __all__ = [
     "VIOLATIONS",
     "Violation",
 ]
+
+
+MAX_CHUNKS = 32
+"""Most prefill chunks of a step. Executors make room for so many, and what is made and not used takes time: a
+program of attention for every head of every chunk, a row of the draft for every chunk."""
 
 
 class SlotSampling(Struct, frozen=True, kw_only=True):
@@ -162,7 +168,7 @@ class DecodeRow(Struct, frozen=True, kw_only=True):
 
 class StepPlan(Struct, frozen=True, kw_only=True):
     """One step. Assignments are applied first, then block updates; then the prefill part runs, then the
-    decode part. A slot has at most one chunk or one row, never both."""
+    decode part. A slot has at most one chunk or one row, never both. There are at most MAX_CHUNKS chunks."""
 
     step_id: int
     assignments: tuple[SlotAssignment, ...]

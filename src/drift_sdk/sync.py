@@ -6,9 +6,10 @@ import threading
 import weakref
 from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, Unpack, overload
 
 from drift_sdk._display import html_table, state_repr
 from drift_sdk.config import EngineConfig
@@ -19,76 +20,18 @@ from drift_sdk.errors import EngineClosed
 from drift_sdk.events import Event
 from drift_sdk.jobs import JobMap, JobResult, PromptLike, check_prompts
 from drift_sdk.progress import Progress
-from drift_sdk.results import Chunk, Completion
+from drift_sdk.results import Completion
 from drift_sdk.sampling_params import SamplingOptions, SamplingParams
 from drift_sdk.stats import EngineMetrics, EngineStats
-from drift_sdk.stream import TokenStream, description_of_stream
+from drift_sdk.stream import TokenStream
+from drift_sdk.sync_stream import SyncStream
 
 if TYPE_CHECKING:
     from drift_sdk.text.tokenizer import Tokenizer
 
-__all__ = ["SyncEngine", "SyncStream"]
+__all__ = ["SyncEngine"]
 
 ResultT = TypeVar("ResultT")
-
-
-class SyncStream(Iterator[Chunk]):
-    """A submitted request: iterate over its chunks, or get its completion with `result()`, or both in turn.
-
-    Under `with`, leaving the block cancels the request. An exception that interrupts a wait, such as
-    KeyboardInterrupt, cancels it too, except in such a block. May be used from any thread, by one at a time.
-
-    request_id: the name of the request in its completion and in the log.
-    """
-
-    def __init__(self, stream: TokenStream, call: Callable[..., Any]) -> None:
-        self.request_id = stream.request_id
-        self._stream = stream
-        self._call = call
-
-    def __iter__(self) -> SyncStream:
-        return self
-
-    def __next__(self) -> Chunk:
-        chunk: Chunk | None = self._call(next_chunk, self._stream)
-        if chunk is None:
-            raise StopIteration
-
-        return chunk
-
-    def __repr__(self) -> str:
-        """As that of `TokenStream`."""
-        return state_repr(type(self).__name__, description_of_stream(getattr(self, "_stream", None)))
-
-    def _repr_html_(self) -> str:
-        """As that of `TokenStream`."""
-        return html_table(type(self).__name__, description_of_stream(getattr(self, "_stream", None)))
-
-    def accepted(self) -> None:
-        """Wait until the request is accepted; see `TokenStream.accepted`."""
-        self._call(self._stream.accepted)
-
-    def result(self) -> Completion:
-        """Wait for the end of the request. Chunks can still be read afterwards. Raises the request's error if
-        it failed: RequestError, EngineClosed or ExecutorError."""
-        completion: Completion = self._call(self._stream.completion)
-        return completion
-
-    def cancel(self) -> None:
-        """End the request; tokens generated so far can still be read. May be called more than once."""
-        self._stream.cancel()
-
-    def __enter__(self) -> SyncStream:
-        self._call(self._stream.__aenter__)
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.cancel()
 
 
 class SyncEngine:
@@ -158,6 +101,9 @@ class SyncEngine:
             assert self._finalizer is not None
             self._finalizer.detach()
         loop.stop()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{type(self).__name__} cannot be copied or pickled: make one in each process")
 
     def __repr__(self) -> str:
         """As that of `Engine`."""
@@ -230,6 +176,7 @@ class SyncEngine:
         template_args: Mapping[str, Any] | None = None,
         *,
         tool_choice: str = "auto",
+        continue_final: bool = False,
         request_id: str | None = None,
         **options: Unpack[SamplingOptions],
     ) -> list[SyncStream]:
@@ -245,6 +192,7 @@ class SyncEngine:
                 tools,
                 template_args,
                 tool_choice=tool_choice,
+                continue_final=continue_final,
                 request_id=request_id,
                 **options,
             )
@@ -298,9 +246,14 @@ class SyncEngine:
         prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_args: Mapping[str, Any] | None = None,
+        *,
+        tool_choice: str = "auto",
+        continue_final: bool = False,
     ) -> int:
         """The number of tokens of a prompt or of messages; see `Engine.count_tokens`."""
-        number: int = self._call(self._engine.count_tokens, prompt, tools, template_args)
+        engine = self._engine
+        count = partial(engine.count_tokens, tool_choice=tool_choice, continue_final=continue_final)
+        number: int = self._call(count, prompt, tools, template_args)
         return number
 
     def cancel(self, request_id: str) -> bool:
@@ -366,11 +319,6 @@ class SyncEngine:
         finally:
             if loop is not None:
                 loop.post(job_map.cancel)
-
-
-async def next_chunk(stream: TokenStream) -> Chunk | None:
-    """The next chunk of a stream; None at its end."""
-    return await anext(stream, None)
 
 
 def read_next(prompts: Iterator[PromptLike]) -> Iterator[PromptLike]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from draft_zoo import make_draft
@@ -11,7 +13,9 @@ from model_zoo import make_model
 
 from drift_sdk import ConfigError, EngineConfig, SamplingParams, Speculation, SpeculationStats
 from drift_sdk.__main__ import main
+from drift_sdk.cli import acceptance
 from drift_sdk.cli.acceptance import PROMPTS, Measured, measure, read_prompts, verdict
+from drift_sdk.models.eagle3 import DraftDecoder
 
 CONFIG = EngineConfig(device="cpu", dtype="float32", max_model_len=128, max_num_seqs=4, kv_cache_tokens=1024)
 PARAMS = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -36,11 +40,21 @@ def with_ids(draft: Path, folder: Path, ids: list[int] | None) -> EngineConfig:
 
 
 async def test_each_convention_has_rounds_of_its_own_layers(
-    folders: tuple[Path, Path], tmp_path: Path
+    folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, draft = folders
+    loaded: list[tuple[int, ...]] = []
+    load = DraftDecoder.load
+
+    def noted(*args: Any, **kwargs: Any) -> DraftDecoder:
+        decoder = load(*args, **kwargs)
+        loaded.append(decoder.aux_layers)
+        return decoder
+
+    monkeypatch.setattr(DraftDecoder, "load", noted)
     found = await measure(target, with_ids(draft, tmp_path, [0, 1, 2]), PROMPTS[:2], PARAMS)
     assert [(one.convention, one.layers) for one in found] == [("output", (1, 2, 3)), ("boundary", (0, 1, 2))]
+    assert loaded == [(1, 2, 3), (0, 1, 2)]
     for one in found:
         assert one.speculation is not None
         assert one.speculation.num_rounds >= 4 and len(one.speculation.accepted_at) == 3
@@ -129,3 +143,17 @@ def test_prompts_are_lines_of_a_file(tmp_path: Path) -> None:
     file.write_text("\n")
     with pytest.raises(ConfigError, match="prompts"):
         read_prompts(file)
+
+
+def test_prompts_that_are_no_regular_file_or_too_large_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fifo, large = tmp_path / "fifo", tmp_path / "large"
+    os.mkfifo(fifo)
+    large.write_text("prompt\n")
+    monkeypatch.setattr(acceptance, "MAX_FILE_BYTES", 6)
+    cases = ((fifo, "is a FIFO"), (tmp_path, "is a directory"), (tmp_path / "none", "that exists"))
+    for path, message in (*cases, (large, "at most 6 bytes")):
+        with pytest.raises(ConfigError, match=message) as caught:
+            read_prompts(path)
+        assert (caught.value.field, caught.value.value) == ("prompts", str(path))

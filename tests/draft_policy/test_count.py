@@ -44,3 +44,7 @@ def test_stats_of_rejected_drafts() -> None:
     assert (stats.acceptance_length, stats.num_rewound) == (1.0, 6)
     assert stats.accepted_at == (0, 0, 0)
     assert stats.acceptance_histogram == (3, 0, 0, 0)
+
+
+def test_rates_without_rounds_are_zero() -> None:
+    assert SpeculationStats(accepted_at=(0, 0)).rates == (0.0, 0.0)

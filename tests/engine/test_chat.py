@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Sequence
@@ -188,13 +189,70 @@ async def test_formats_of_the_config_take_precedence() -> None:
 
 
 async def test_answer_that_a_schema_describes_is_parsed_whole() -> None:
-    """The JSON looks like a call, which it is not for the schema."""
-    raw = '{"name": "add", "arguments": {"numbers": [1]}}'
-    async with scripted_engine(raw) as engine:
+    """The JSON looks like a call, which it is only where calls are looked for."""
+    value = {"name": "add", "arguments": {"numbers": [1]}}
+    async with scripted_engine(json.dumps(value)) as engine:
         params = SamplingParams(grammar=JsonSchema({"type": "object"}))
-        completion = await engine.chat([USER], params, tools=TOOLS)
-        assert completion.parsed == {"name": "add", "arguments": {"numbers": [1]}}
-        assert (await engine.generate("x", params)).parsed == completion.parsed
+        for choice in ("auto", "none"):
+            tools = TOOLS if choice == "none" else None
+            completion = await engine.chat([USER], params, tools=tools, tool_choice=choice)
+            assert (completion.parsed, completion.tool_calls) == (value, ())
+        assert (await engine.generate("x", params)).parsed == value
+        called = await engine.chat([USER], params, tools=TOOLS)
+        assert (called.parsed, called.text, len(called.tool_calls)) == (None, "", 1)
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama"])
+async def test_answer_with_a_grammar_and_tools_is_either(name: str) -> None:
+    """Calls inside of a value of the schema are found as well, and it is a value all the same."""
+    params = SamplingParams(grammar=JsonSchema({"type": "object", "properties": {"a": {"type": "string"}}}))
+    call = FAMILIES[name].replies[0].raw if name == "llama" else CALL
+    inner = '{"a": "<tool_call>{\'name\': 1}</tool_call>"}'
+    async with family_engine(name, call, '{"a": "b"}', inner, "I look.") as engine:
+        asks = [{**USER, "content": f"#{number}"} for number in range(4)]
+        called = await engine.chat([asks[0]], params, tools=TOOLS)
+        assert called.tool_calls and (called.parsed, called.schema, called.text) == (None, None, "")
+        for ask, value in ((asks[1], {"a": "b"}), (asks[2], json.loads(inner))):
+            answered = await engine.chat([ask], params, tools=TOOLS)
+            assert (answered.parsed, answered.tool_calls) == (value, ())
+        with pytest.raises(RequestError, match="expected a token that continues the text"):
+            await engine.chat([asks[3]], params, tools=TOOLS)
+
+
+async def test_grammar_describes_the_final_message_of_harmony() -> None:
+    final, thought = (
+        "<|channel|>final<|message|>",
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant",
+    )
+    call = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"numbers": [1]}'
+    value = '{"a": "b"}'
+    replies = (final + value, thought + final + value, thought + call, value, thought + value)
+    asks = [[{**USER, "content": f"#{number}"}] for number in range(len(replies))]
+    params = SamplingParams(grammar=JsonSchema({"type": "object", "properties": {"a": {"type": "string"}}}))
+    async with family_engine("harmony", *replies) as engine:
+        for tools in (None, TOOLS):
+            for ask, reasoning in ((asks[0], ""), (asks[1], "Hm.")):
+                chunks, found = await read(engine.chat(ask, params, tools=tools))
+                assert (found.parsed, found.text, found.reasoning) == ({"a": "b"}, value, reasoning)
+                assert len([chunk for chunk in chunks if chunk.text]) > 3  # while it is generated
+        called = await engine.chat(asks[2], params, tools=TOOLS)
+        assert (called.parsed, called.reasoning, len(called.tool_calls)) == (None, "Hm.", 1)
+        for ask, tools in ((asks[2], None), (asks[3], None), (asks[4], TOOLS)):
+            with pytest.raises(RequestError, match="expected a token that continues the text"):
+                await engine.chat(ask, params, tools=tools)
+        begun = [*asks[3], {"role": "assistant", "content": "It is "}]
+        assert (await engine.chat(begun, params, continue_final=True)).parsed == {"a": "b"}
+
+
+async def test_grammar_or_tools_that_cannot_be_compiled_are_named() -> None:
+    odd = [{"name": "odd", "parameters": {"type": "object", "properties": {"a": {"not": {}}}}}]
+    good, broken = SamplingParams(grammar=Lark('start: "fine"')), SamplingParams(grammar=Lark("start: b"))
+    async with scripted_engine("fine") as engine:
+        assert (await engine.chat([USER], good, tools=TOOLS)).text == "fine"
+        for params, tools, field in ((good, odd, "tool_choice"), (broken, TOOLS, "grammar")):
+            with pytest.raises(RequestError, match=f"^{field}: ") as caught:
+                await engine.chat([USER], params, tools=tools)
+            assert caught.value.field == field
 
 
 async def test_malformed_call_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -235,6 +293,7 @@ async def test_forced_call_rejects_every_other_answer() -> None:
     [
         ("required", None, 'one of "auto", "none", as there are no tools$'),
         ("required", [], 'one of "auto", "none", as there are no tools$'),
+        ("required", [{"nam": "add"}], 'one of "auto", "none", as there are no tools with a name$'),
         ("add", None, 'one of "auto", "none", as there are no tools$'),
         ("subtract", TOOLS, 'one of "auto", "none", "required", \'get_weather\', \'add\'$'),
         ("", TOOLS, "one of"),
@@ -264,7 +323,7 @@ async def test_forced_call_of_a_tool_that_no_grammar_can_follow_is_rejected() ->
     tools = [{"name": "odd", "parameters": {"type": "object", "properties": {"a": {"not": {}}}}}]
     async with scripted_engine("fine") as engine:
         with pytest.raises(
-            RequestError, match="tool_choice: calls cannot be forced: grammar: Lark"
+            RequestError, match="tool_choice: no grammar describes the calls: grammar: Lark"
         ) as caught:
             await engine.chat([USER], tools=tools, tool_choice="odd")
         assert caught.value.field == "tool_choice"
@@ -290,18 +349,19 @@ async def test_samples_are_split_each_for_itself() -> None:
     async with family_engine("hermes", CALL) as engine:
         for stream in engine.samples([USER], 2, tools=TOOLS, tool_choice="add"):
             assert len((await stream).tool_calls) == 1
-        with pytest.raises(RequestError, match="tool_choice='required': expected None with a prompt"):
+        with pytest.raises(RequestError, match="tool_choice='required': expected 'auto' with a prompt"):
             engine.samples("x", 2, tool_choice="required")
 
 
 async def test_forced_call_works_where_the_template_ignores_tools(caplog: pytest.LogCaptureFixture) -> None:
-    async with scripted_engine(CALL) as engine:
+    config = EngineConfig(max_model_len=512, chat_template="{{ messages[0].content }}")
+    async with scripted_engine(CALL, config=config) as engine:
         assert (await engine.chat([USER], tools=[WEATHER, *TOOLS], tool_choice="add")).tool_calls
         assert [record.getMessage() for record in caplog.records] == [
             "the chat template of scripted ignores tools: the model does not see them"
         ]
         caplog.clear()
-    async with scripted_engine("fine") as engine:
+    async with scripted_engine("fine", config=config) as engine:
         await engine.chat([USER], tools=TOOLS, tool_choice="none")
         assert caplog.records == []  # no tools are offered
 
@@ -314,8 +374,11 @@ async def test_message_is_continued() -> None:
         return 256
 
     async with scripted_engine(record) as engine:
-        await engine.chat([USER, {"role": "assistant", "content": "It is "}], continue_final=True)
-        assert prompts == [b"user: hi\nassistant: It is "]
+        begun = [USER, {"role": "assistant", "content": "It is "}]
+        await engine.chat(begun, continue_final=True)
+        await engine.samples(begun, 1, continue_final=True)
+        assert prompts == [b"user: hi\nassistant: It is "] * 2
+        assert await engine.count_tokens(begun, continue_final=True) == len(prompts[0])
         with pytest.raises(RequestError, match=r"messages\[-1\]=.*: expected a message of the assistant"):
             await engine.chat([USER], continue_final=True)
         with pytest.raises(RequestError, match="continue_final=1: expected True or False"):
@@ -341,6 +404,9 @@ def test_sync_engine_has_the_same_choices() -> None:
         assert sample.result().tool_calls
         assert not engine.chat([USER], tools=TOOLS, tool_choice="none").result().tool_calls
         begun = [USER, {"role": "assistant", "content": "It is "}]
-        assert engine.chat(begun, continue_final=True).result().usage.prompt_tokens == len(
-            "user: hi\nassistant: It is "
-        )
+        num_tokens = len("user: hi\nassistant: It is ")
+        (sample,) = engine.samples(begun, 1, continue_final=True)
+        for stream in (engine.chat(begun, continue_final=True), sample):
+            assert stream.result().usage.prompt_tokens == num_tokens
+        assert engine.count_tokens(begun, continue_final=True) == num_tokens
+        assert engine.count_tokens([USER], TOOLS, tool_choice="none") == engine.count_tokens([USER])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import logging
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -28,6 +30,7 @@ from drift_sdk import (
     Progress,
     RequestError,
     SamplingParams,
+    SyncEngine,
 )
 from drift_sdk.driver.loaded_model import LoadedModel
 from drift_sdk.progress import Report
@@ -530,6 +533,13 @@ def test_on_progress_must_be_an_ordinary_function() -> None:
             Engine("model", on_progress=wrong)
     with pytest.raises(ConfigError, match="^open_model=5: expected a function"):
         Engine("model", open_model=5)
+
+
+@pytest.mark.parametrize("kind", [Engine, SyncEngine])
+def test_engine_is_neither_pickled_nor_copied(kind: type[Engine] | type[SyncEngine]) -> None:
+    for copied in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match=f"{kind.__name__} cannot be copied or pickled: make one in each"):
+            copied(kind("model"))
 
 
 async def test_errors_tell_an_engine_that_was_closed_from_one_never_started() -> None:

@@ -58,7 +58,7 @@ def test_exit_status_is_kept_with_torch_in_flight(end: str, folder: Path) -> Non
         assert lines[-1:] == ([LAST_LINE[end]] if end in LAST_LINE else [])
 
 
-@pytest.mark.parametrize("work", ["tokenize", "grammar", "loading"])
+@pytest.mark.parametrize("work", ["tokenize", "grammar", "loading", "process"])
 def test_exit_status_is_kept_with_other_work_in_flight(work: str) -> None:
     for _ in range(REPEATS):
         assert leave(work, "exit") == []

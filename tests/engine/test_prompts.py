@@ -71,6 +71,10 @@ async def test_map_rejects_values_that_are_no_iterable_of_prompts(prompts: Any, 
 
 async def test_chat_warns_once_of_a_template_that_ignores_tools(caplog: pytest.LogCaptureFixture) -> None:
     async with scripted_engine("fine") as engine:
+        await engine.chat([USER], tools=TOOLS)
+        assert caplog.records == []  # the template of scripted engines takes tools
+    config = EngineConfig(max_model_len=512, chat_template="{{ messages[0].content }}")
+    async with scripted_engine("fine", config=config) as engine:
         await engine.chat([USER])
         await engine.chat([USER], tools=[])
         assert caplog.records == []
@@ -109,8 +113,34 @@ async def test_content_of_parts_is_rejected_where_the_template_takes_strings() -
             caught.value
         )
         with pytest.raises(RequestError, match="the chat template rejected them") as caught:
-            await engine.chat([{"role": "user", "content": 7}])
+            await engine.chat([{"role": "tool", "content": 7}])
         assert caught.value.field == "messages"
+
+
+@pytest.mark.parametrize(
+    ("role", "content"),
+    [
+        ("user", None),
+        ("user", 7),
+        ("system", {"text": "hi"}),
+        ("assistant", 7),
+        ("user", b"hi"),
+        ("tool", b"hi"),
+    ],
+)
+async def test_content_that_no_template_takes_is_rejected_at_the_call(role: str, content: object) -> None:
+    async with scripted_engine("fine") as engine:
+        with pytest.raises(RequestError, match=r"^messages\[1\]\.content=.*: expected a string or") as caught:
+            engine.chat([USER, {"role": role, "content": content}])
+        assert (caught.value.field, caught.value.value) == ("messages[1].content", content)
+
+
+async def test_content_of_tools_and_of_an_empty_answer_is_served() -> None:
+    messages = [USER, {"role": "assistant", "content": None}, {"role": "tool", "content": {"sky": "clear"}}]
+    async with scripted_engine(lambda prompt: prompt) as engine:
+        assert (await engine.chat(messages)).text == (
+            "user: hi\nassistant: \ntool: {'sky': 'clear'}\nassistant: "
+        )
 
 
 async def test_content_of_parts_is_served_where_the_template_takes_it() -> None:

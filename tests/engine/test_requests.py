@@ -396,6 +396,7 @@ def test_counted_tokens_are_those_of_the_request(loop: str) -> None:
             completion = await engine.chat([USER], tools=TOOLS, template_args={"style": "calm"})
             counted = await engine.count_tokens([USER], TOOLS, {"style": "calm"})
             assert counted == completion.usage.prompt_tokens > await engine.count_tokens([USER])
+            assert await engine.count_tokens([USER], TOOLS, tool_choice="none") == len("hi")
             assert await engine.count_tokens("x" * 5000) == 5000
             assert await engine.count_tokens([7] * 600) == 600
             assert await engine.count_tokens([{**USER, "content": "x" * 9000}]) == 9000
@@ -419,6 +420,14 @@ async def test_wrong_prompts_are_not_counted() -> None:
             with pytest.raises(RequestError) as caught:
                 await engine.count_tokens(*arguments)
             assert caught.value.field.startswith(field), arguments
+        for options in ({"tool_choice": "none"}, {"continue_final": True}):
+            with pytest.raises(RequestError, match="with a prompt that is no sequence of messages") as caught:
+                await engine.count_tokens("x", **options)
+            assert caught.value.field in options
+        with pytest.raises(RequestError, match="tool_choice='add': expected one of"):
+            await engine.count_tokens([USER], tool_choice="add")
+        with pytest.raises(RequestError, match=r"^messages\[-1\]"):
+            await engine.count_tokens([USER], continue_final=True)
     with pytest.raises(EngineClosed):
         await engine.count_tokens("x")
 

@@ -31,7 +31,7 @@ def server() -> Iterator[httpx.Client]:
 def expected_message(body: dict[str, Any]) -> tuple[str | None, list[tuple[str, Any]]]:
     """The text and the tool calls that the scripted model answers with."""
     if body["messages"][-1]["role"] == "tool":
-        return "It is sunny in Rome.", []
+        return json.dumps(CITY) if "response_format" in body else "It is sunny in Rome.", []
 
     if body.get("tools"):
         name = body["tools"][0]["function"]["name"]

@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,7 @@ class Recorder:
             scope["method"] != "POST"
             or len(data) > 10_000
             or self.test.endswith(("_disconnect", "_complete"))
+            or self.test.partition("[")[0].endswith("_disconnects")
         ):
             return
 
@@ -183,6 +185,26 @@ async def test_openai_typed(url: str) -> None:
     async with openai_client(url) as client:
         found = await client.chat.completions.parse(model=MODEL, messages=ASK_CITY, response_format=City)
     assert found.choices[0].message.parsed == City(**CITY)
+
+
+async def test_openai_typed_after_tools(url: str) -> None:
+    """A request with a format and tools gets calls first, and then an answer in the format."""
+    tool = {**TOOL, "function": {**TOOL["function"], "strict": True}}
+    async with openai_client(url) as client:
+        ask = partial(client.chat.completions.parse, model=MODEL, tools=[closed(tool)], response_format=City)
+        message = (await ask(messages=ASK_CITY)).choices[0].message
+        (call,) = message.tool_calls
+        assert (message.parsed, json.loads(call.function.arguments)) == (None, WEATHER)
+        answer = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+        found = await ask(messages=[*ASK_CITY, message.model_dump(exclude_none=True), answer])
+    assert found.choices[0].message.parsed == City(**CITY)
+
+
+def closed(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool whose parameters are closed, as the client asks of tools with typed output."""
+    function = tool["function"]
+    parameters = {**function["parameters"], "additionalProperties": False}
+    return {**tool, "function": {**function, "parameters": parameters}}
 
 
 async def test_openai_errors(url: str) -> None:
@@ -290,6 +312,22 @@ async def test_instructor_partial_stream(url: str) -> None:
     assert [found async for found in stream][-1].model_dump() == CITY
 
 
+async def test_instructor_tools(url: str) -> None:
+    """The library's own tool loop: a call is answered, and the next answer is typed."""
+    client = instructor_client(url)
+    asked = await client.client.chat.completions.create(model=MODEL, messages=ASK_WEATHER, tools=[TOOL])
+    message = asked.choices[0].message
+    (call,) = message.tool_calls
+    answer = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+    typed = instructor.from_openai(openai_client(url), mode=instructor.Mode.JSON_SCHEMA)
+    found = await typed.chat.completions.create(
+        model=MODEL,
+        messages=[*ASK_CITY, message.model_dump(), answer],
+        response_model=City,
+    )
+    assert found.model_dump() == CITY
+
+
 async def test_instructor_errors(url: str) -> None:
     for model, messages in ((MODEL, TOO_LONG), ("other", ASK_CITY)):
         with pytest.raises(InstructorRetryException) as caught:
@@ -347,6 +385,11 @@ async def test_pydantic_ai_streamed_typed(url: str) -> None:
 async def test_pydantic_ai_native_output(url: str) -> None:
     native = agent(url, output_type=pydantic_ai.NativeOutput(City))
     assert (await native.run("Name a city.")).output == City(**CITY)
+
+
+async def test_pydantic_ai_native_output_after_tools(url: str) -> None:
+    native = agent(url, output_type=pydantic_ai.NativeOutput(City), tools=[get_weather])
+    assert (await native.run("Name a city, by its weather.")).output == City(**CITY)
 
 
 async def test_pydantic_ai_errors(url: str) -> None:
@@ -437,7 +480,74 @@ async def test_langchain_disconnect(url: str, num_cancelled: Callable[[], int]) 
     await until(lambda: num_cancelled() == 1)
 
 
+async def test_langchain_typed_after_tools(url: str) -> None:
+    model = chat_model(url).bind_tools([get_weather], response_format=City, strict=True)
+    question = HumanMessage("Name a city, by its weather.")
+    message = await model.ainvoke([question])
+    (call,) = message.tool_calls
+    answer = ToolMessage(await get_weather(**call["args"]), tool_call_id=call["id"])
+    found = await model.ainvoke([question, message, answer])
+    assert found.additional_kwargs["parsed"] == City(**CITY)
+
+
 # all
+
+
+@pytest.mark.parametrize(
+    "kind", ["openai", "litellm", "instructor", "instructor_partial", "pydantic_ai", "langchain"]
+)
+async def test_client_that_leaves_before_a_whole_answer_disconnects(
+    url: str, kind: str, server: tuple[Engine, str, Recorder], num_cancelled: Callable[[], int]
+) -> None:
+    """Nothing has been sent of an answer that is not streamed, or that is a call, before its end."""
+
+    async def read_partial() -> list[Any]:
+        partial_client = instructor_client(url).chat.completions
+        stream = partial_client.create_partial(model=MODEL, messages=STORY, response_model=City)
+        return [found async for found in stream]
+
+    if kind == "openai":
+        asking = openai_client(url).chat.completions.create(model=MODEL, messages=STORY)
+    elif kind == "litellm":
+        asking = litellm.acompletion(**litellm_options(url), messages=STORY)
+    elif kind == "instructor":
+        asking = instructor_client(url).chat.completions.create(
+            model=MODEL, messages=STORY, response_model=None
+        )
+    elif kind == "instructor_partial":
+        asking = read_partial()
+    elif kind == "pydantic_ai":
+        asking = agent(url).run(STORY[0]["content"])
+    else:
+        asking = chat_model(url).ainvoke(STORY[0]["content"])
+    task = asyncio.ensure_future(asking)
+    await until(lambda: server[0].stats().num_running == 1)
+    task.cancel()
+    await until(lambda: num_cancelled() == 1)
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_two_hundred_streams_of_which_half_disconnect(
+    url: str, num_cancelled: Callable[[], int]
+) -> None:
+    async def ask(client: Any, number: int) -> str:
+        messages = STORY if number % 2 else CAPITAL
+        found = []
+        async with await client.chat.completions.create(
+            model=MODEL, messages=messages, stream=True
+        ) as stream:
+            async for chunk in stream:
+                found.append(chunk.choices[0].delta.content or "")
+                if number % 2 and len(found) > number % 7:
+                    break
+        return "".join(found)
+
+    async with openai_client(url) as client:
+        found = await asyncio.gather(*(ask(client, number) for number in range(200)))
+        await until(lambda: num_cancelled() == 100)
+    assert found[::2] == [PARIS] * 100
+    assert all(("la " * 1000).startswith(text) for text in found[1::2])
 
 
 async def test_two_hundred_streams_of_all_clients_complete(url: str) -> None:

@@ -684,6 +684,21 @@ async def test_response_format_does_not_apply_to_forced_calls(client: openai.Asy
     assert [call.function.name for call in found.choices[0].message.tool_calls] == ["get_weather"]
 
 
+async def test_answer_with_a_response_format_and_tools_is_either() -> None:
+    for reply, reason in ((CALL, "tool_calls"), ('{"a": 1}', "stop")):
+        with serving(replying(lambda _, reply=reply: reply, template=TOOLS_TEMPLATE)) as url:
+            async with client_of(url) as client:
+                found = await client.chat.completions.create(
+                    model=MODEL, messages=QUESTION, tools=TOOLS, response_format={"type": "json_object"}
+                )
+        (choice,) = found.choices
+        assert choice.finish_reason == reason
+        assert (choice.message.content, bool(choice.message.tool_calls)) in (
+            (None, True),
+            ('{"a": 1}', False),
+        )
+
+
 async def test_tool_that_is_named_like_a_choice_cannot_be_forced(echo: str) -> None:
     function = {"type": "function", "function": {"name": "auto"}}
     async with client_of(echo) as client:

@@ -100,6 +100,8 @@ def test_hello_streams_an_answer_of_the_default_model() -> None:
     assert "Warning" not in err and "Traceback" not in err, err
     assert "Paris" in out
     assert re.search(r"\[\d+ tokens, first after \d+ ms, [\d.]+ tok/s\]", out)
+    drafted = re.search(r"\[with drafts: \d\.\d\d tokens a round, [\d.]+ times the speed without\]", out)
+    assert bool(drafted) == smollm2.DRAFT.exists()  # an sdist has no drafts
 
 
 def test_chat_answers_and_ends_at_end_of_input(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,6 +128,12 @@ def test_speculate_prints_equal_tokens(run: Run, small: str) -> None:
     assert "the same tokens: True" in out
     # How much is drafted depends on measured times, and what is accepted on the text, which is a CPU's own.
     assert re.search(r"tokens per round: \d+\.\d\d\n", out)
+
+
+def test_two_gpus_prints_equal_tokens(run: Run, small: str) -> None:
+    out, _ = run("two_gpus", small, "--gpus", "1")
+    assert "the same tokens: True" in out
+    assert re.search(r"1 GPUs: [\d.]+ tok/s\none GPU: [\d.]+ tok/s", out)
 
 
 def test_cancel_ends_requests_early(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The example of a Ray cluster. Needs the extra `ray`."""
+"""The example of a Ray cluster. Needs the extra `ray`: `make ray-test`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from ray_example import LIMIT_S, chat_model, running
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("ray") is None, reason="the extra ray is not installed")
 def test_ray_cluster_answers_by_two_actors(tmp_path: Path) -> None:
     with running("ray_cluster", chat_model(tmp_path), "--device", "cpu") as process:

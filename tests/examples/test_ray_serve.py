@@ -1,4 +1,4 @@
-"""The example of Ray Serve. Needs "ray[serve]"."""
+"""The example of Ray Serve. Needs "ray[serve]": `make ray-test`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ray_example import LIMIT_S, chat_model, running
 HAS_SERVE = find_spec("ray") is not None and find_spec("grpc") is not None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HAS_SERVE, reason='"ray[serve]" is not installed')
 def test_ray_serve_streams_openais_protocol_and_ends_on_ctrl_c(tmp_path: Path) -> None:
     with socket.socket() as free:

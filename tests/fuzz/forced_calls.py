@@ -1,4 +1,4 @@
-"""Tools of any form: a grammar of their calls in every format, compiled."""
+"""Tools of any form: a grammar of their calls in every format, by itself and beside another, compiled."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 from hypothesis import strategies as st
 
 from drift_sdk.config import TOOL_FORMATS
+from drift_sdk.grammars import AnyOf, JsonSchema
 from drift_sdk.testing import EOS_TOKEN_ID, byte_tokenizer
-from drift_sdk.text.answers.forced_calls import forced_calls
+from drift_sdk.text.answers.forced_calls import forced_calls, optional_calls
 from drift_sdk.text.answers.formats import AnswerFormats
 from drift_sdk.text.grammar import constrain
 from drift_sdk.text.tokenizer import Tokenizer
@@ -71,4 +72,6 @@ def run(data: tuple[str, str | None, list[dict[str, Any]], bool]) -> None:
 
     template = "[ARGS]```json" if is_thinking else ""
     grammar = forced_calls(found, tools, tokenizer(), template=template, is_thinking=is_thinking)
-    constrain(grammar, tokenizer(), vocab_size=EOS_TOKEN_ID + 1, eos_token_ids=(EOS_TOKEN_ID,))
+    calls = optional_calls(found, tools, tokenizer(), template=template)
+    for each in (grammar, AnyOf((calls, JsonSchema({"type": "object"})))):
+        constrain(each, tokenizer(), vocab_size=EOS_TOKEN_ID + 1, eos_token_ids=(EOS_TOKEN_ID,))

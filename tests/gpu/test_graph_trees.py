@@ -162,15 +162,14 @@ def engine_of(folders: tuple[Path, Path], shape: Any, *, checks: bool = False, *
     speculation = None
     if shape is not None:
         speculation = Speculation(draft=folders[1], shape=shape, adaptive=False, checks=checks)
+    sizes = {"max_num_seqs": MAX_SEQS, "max_model_len": MAX_MODEL_LEN, "kv_cache_tokens": 8192}
     config = EngineConfig(
         device="cuda",
         executor="graph",
         load="random",
         exact_prefill=True,  # which prompts share a prefill step depends on timing
-        max_num_seqs=MAX_SEQS,
-        max_model_len=MAX_MODEL_LEN,
         speculation=speculation,
-        **{"kv_cache_tokens": 8192, **fields},
+        **{**sizes, **fields},
     )
     return Engine(folders[0], config)
 
@@ -243,7 +242,8 @@ def test_oracle_trees_do_not_change_the_output(
             return engine.stats()
 
     stats = anyio.run(main)
-    assert all(count > 0 for count in stats.speculation.acceptance_histogram)
+    histogram = stats.speculation.acceptance_histogram
+    assert all(histogram[: STATIC.depth + 1]) and not any(histogram[STATIC.depth + 1 :])
     assert stats.speculation.acceptance_length > 1.5
     assert stats.num_host_waits == stats.num_host_copies == stats.num_split_rounds == 0
 

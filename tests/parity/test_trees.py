@@ -60,7 +60,7 @@ class Case:
             stop_token_ids=tuple(range(100, 120)) if seed % 4 == 1 else (),
             repetition_penalty=1.2 if seed % 4 == 2 else 1.0,
             logprobs=2 if seed % 4 == 3 else None,
-            num_draft_tokens=5 if seed == 6 else None,
+            num_draft_tokens={5: 20, 6: 5}.get(seed),
         )
 
 

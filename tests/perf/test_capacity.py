@@ -105,6 +105,23 @@ def test_measured_throughput_of_one_replica_is_predicted() -> None:
         assert abs(float(row[-1].rstrip("%"))) < 5, row
 
 
+def test_measured_throughput_of_two_replicas_is_predicted() -> None:
+    """128 clients on one and on two replicas with 64 slots each, by the step times of a slower commit. The
+    greatest error is 8%."""
+    runs = json.loads((RESULTS.parent / "replicas.json").read_bytes())["runs"]
+    closed = [run for run in runs if run["case"] == "closed-128"]
+    rows = check_rows(closed, fit(json.loads(RESULTS.read_bytes())["runs"]))
+    assert {row[1] for row in rows} >= {"1", "2"}
+    for row in rows:
+        assert abs(float(row[-1].rstrip("%"))) < 12, row
+
+
+def test_check_simulates_the_requests_and_slots_of_a_run() -> None:
+    run = {"case": "closed-4", "max_model_len": 1024, "num_requests": 6}
+    case = capacity.case_of(run)
+    assert (case.num_requests, case.prompts.most) == (6, 1024 - case.outputs.most)
+
+
 def test_command_prints_predictions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capacity.main([str(RESULTS), "--cases", "closed-1", "--replicas", "1", "2"])
     out = capsys.readouterr().out

@@ -4,6 +4,7 @@ lack."""
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,14 @@ def test_largest_kernels_fit_gpus_of_8_6(tmp_path: Path) -> None:
     done = run_command("--covering", "--largest", "--capability", "86", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "86: 4 kernels compiled so far, 0 violations"
+
+
+def test_kernels_of_two_gpus_fit_gpus_of_9_0(tmp_path: Path) -> None:
+    """Sums inside and after layers, logits, and the beginning of a step."""
+    arguments = ("--tensor-parallel", "2", "--model", "llama-3.1-8b", "--capability", "90")
+    done = run_command(*arguments, folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.fullmatch(r"90: [1-9]\d* kernels compiled so far, 0 violations", done.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import torch
 
 from drift_sdk.loading.source import resolve
 from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.draft_weights import required_shapes, shareable_shapes
 from drift_sdk.models.experts import QuantisedMatrices
 from perf.harness.bandwidth import matmul_tflop_s, read_bandwidth_tb_s
 from perf.harness.scenario import SCENARIOS, Scenario
@@ -141,3 +142,30 @@ def test_prompts_differ_between_sequences_and_repeat_between_calls() -> None:
 def test_measured_speeds_of_the_machine_are_plausible() -> None:
     assert 1e-3 < read_bandwidth_tb_s("cpu", 2**24) < 10
     assert 1e-4 < matmul_tflop_s("cpu") < 1000
+
+
+def test_bytes_of_quantised_weights_are_those_of_their_tensors(tmp_path: Path) -> None:
+    plain = prepare("tiny", tmp_path)
+    config, device = plain.config, torch.device("cpu")
+    sizes = {}
+    for form in ("fp8", "int4"):
+        model = prepare("tiny", tmp_path, form)
+        assert model.dtype_name == form
+        weights = Decoder.random(config, device=device, dtype=torch.bfloat16, form=form).weights
+        layers = [
+            getattr(layer, field.name) for layer in weights.layers for field in dataclasses.fields(layer)
+        ]
+        read = [tensor for tensor in (*layers, weights.final_norm, weights.head) if tensor is not None]
+        sizes[form] = sum(tensor.nbytes for tensor in read)
+        assert model.decode_bytes(0, 0, 2) == sizes[form]
+    assert sizes["int4"] < sizes["fp8"] < plain.decode_bytes(0, 0, 2)
+
+
+def test_bytes_of_a_quantised_draft(tmp_path: Path) -> None:
+    """Matrices take a byte a number and four a row; norms keep two bytes a number."""
+    model = prepare("tiny", tmp_path / "tiny")
+    plain, quantised = prepare_draft(model), prepare_draft(model, weights="fp8")
+    shapes = required_shapes(plain.config) | {"head": shareable_shapes(plain.config)["lm_head.weight"]}
+    matrices = [shape for shape in shapes.values() if len(shape) == 2]
+    saved = sum(rows * columns - 4 * rows for rows, columns in matrices)
+    assert plain.round_bytes(1, 0, 0, 2) - quantised.round_bytes(1, 0, 0, 2) == saved

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec import to_builtins
+from msgspec import UNSET, to_builtins
 
 from drift_sdk import Engine, PromptTooLong, SamplingParams, TokenStream
 from drift_sdk.testing import scripted_engine
@@ -67,7 +67,12 @@ async def test_fixed_costs_of_a_generation_cancel_out(tiny: Model, monkeypatch: 
     monkeypatch.setattr("perf.decode.generation_seconds", seconds)
     monkeypatch.setattr("perf.decode.measure_host", no_host)
     async with scripted_engine() as engine:
-        run = await measure_one(engine, tiny, Scenario.parse("batch2-16"), DecodeOptions(), 0.01)
+        scenario, halves = Scenario.parse("batch2-16"), DecodeOptions(tensor_parallel=2, compares_gpus=True)
+        run = await measure_one(engine, tiny, scenario, DecodeOptions(), 0.01)
+        divided = await measure_one(engine, tiny, scenario, halves, 0.01)
+    assert (run.num_gpus, divided.num_gpus) == (UNSET, 2)
+    assert divided.bytes_per_round == run.bytes_per_round / 2
+    del calls[13:]
     assert calls == [8, 264, 264] + [8, 264] * 5
     assert run.ms_per_round == pytest.approx(10.0)
     assert run.tokens_per_s_min == pytest.approx(200.0) and run.tokens_per_s_max == pytest.approx(200.0)
@@ -104,6 +109,18 @@ def test_decode_writes_a_result_file(tmp_path: Path) -> None:
     assert written["read_bandwidth_tb_s"] == 0.01
     assert [run["scenario"] for run in written["runs"]] == ["batch2-16"]
     assert "temperature" not in written["runs"][0]
+
+
+def test_numbers_of_gpus_are_measured_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[tuple[int, bool]] = []
+
+    async def note(model: object, scenarios: object, options: DecodeOptions, *others: object) -> None:
+        found.append((options.tensor_parallel, options.compares_gpus))
+
+    monkeypatch.setattr("perf.decode.measure", note)
+    arguments = ["--model", "tiny", "--device", "cpu", "--out", str(tmp_path / "runs.json")]
+    decode.main([*arguments, "--tensor-parallel", "1", "2"])
+    assert found == [(1, True), (2, True)]
 
 
 def test_sampled_runs_are_sampled_and_recorded_as_sampled(

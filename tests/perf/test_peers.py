@@ -195,11 +195,14 @@ def test_anchor_is_found_by_run() -> None:
     assert anchor_of(run, "NVIDIA H100 80GB HBM3") is None
     assert anchor_of(run | {"dtype": "float32"}, "NVIDIA H200") is None
     assert anchor_of(run | {"scenario": "single-16"}, "NVIDIA H200") is None
+    divided = anchor_of(run | {"num_gpus": 2}, "NVIDIA H200")
+    assert divided is not None and divided.tokens_per_s == 288
+    assert anchor_of(run | {"num_gpus": 4}, "NVIDIA H200") is None
     assert is_void(run | {"tokens_per_s": 198.0}, "NVIDIA H200")
     assert not is_void(run | {"tokens_per_s": 199.0}, "NVIDIA H200")
 
 
 def test_anchors_are_of_distinct_runs() -> None:
-    keys = [(a.engine, a.model, a.scenario, a.num_draft_tokens, a.acceptance_length) for a in ANCHORS]
+    keys = [(a.engine, a.model, a.scenario, a.num_draft_tokens, a.num_gpus) for a in ANCHORS]
     assert len(set(keys)) == len(keys)
     assert {a.model for a in ANCHORS} & set(MODELS) == {"llama-3.1-8b", "gpt-oss-120b"}

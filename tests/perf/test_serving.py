@@ -416,6 +416,7 @@ def test_command_compares_configurations(tmp_path: Path, monkeypatch: pytest.Mon
     )
     runs = read(out).runs
     assert [run["config"] for run in runs] == [None, "max_num_seqs=1"]
+    assert [run["max_num_seqs"] for run in runs] == [256, 1]
     assert runs[0]["num_tokens"] == runs[1]["num_tokens"]
 
 
@@ -425,7 +426,7 @@ def test_command_compares_replicas_and_routing(tmp_path: Path, monkeypatch: pyte
     serving.main(
         ["--model", "scripted", "--replicas", "3", "--cases", "closed-3", "--num-requests", "8"]
         + ["--out", str(out), "--compare-set", ""]
-        + ["--compare-set", "affinity=null", "--compare-set", "replicas=1"]
+        + ["--compare-set", "affinity=null", "--compare-set", "replicas=1 processes=true"]
     )
     pooled, unrouted, single = read(out).runs
     assert [run["num_replicas"] for run in (pooled, unrouted, single)] == [3, 3, 1]

@@ -114,7 +114,7 @@ def test_memory_is_measured_for_every_graph(tiny: Model) -> None:
     graphs = captured_graphs(executor, memory.taken)
     assert [graph.mib for graph in graphs] == [float(index + 1) for index in range(len(graphs))]
     assert {graph.kind for graph in graphs} == {
-        "prefill", "draft_extend", "decode", "draft", "verify", "first_tokens", "update",
+        "prefill", "mixed", "draft_extend", "decode", "draft", "verify", "first_tokens", "update",
     }  # fmt: skip
     assert {graph.size for graph in graphs if graph.kind == "decode"} == {"1x0", "1x2", "2x0", "2x2"}
     assert len(graphs) == len(memory.taken)

@@ -10,6 +10,7 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 import pytest
+from letters import letters, outcome, outcomes, tokens_of
 from loops import WAIT_S, on_every_loop, run, until
 
 from drift_sdk import (
@@ -40,18 +41,6 @@ SLOW_S = 0.005
 """Seconds of a step, of engines whose answers must not end before a test does it: 4,096 tokens take 20 s."""
 
 
-def letters(prompt_ids: Sequence[int], output_ids: Sequence[int], seed: int) -> int:
-    """A model whose tokens depend on all that tokens may depend on."""
-    return 97 + (sum(prompt_ids) + seed + 7 * sum(output_ids) + len(output_ids)) % 26
-
-
-def tokens_of(prompt: str, seed: int, number: int) -> tuple[int, ...]:
-    output: list[int] = []
-    while len(output) < number:
-        output.append(letters(prompt.encode(), output, seed))
-    return tuple(output)
-
-
 def pool_of(
     number: int, reply: Any = letters, *, routing: Routing | None = None, **options: Any
 ) -> EnginePool:
@@ -76,21 +65,6 @@ def break_after(engine: BaseEngine, num_steps: int) -> None:
 def check_nothing_is_left(pool: EnginePool) -> None:
     assert not pool._traffic._live
     assert all((load.num_requests, load.num_tokens) == (0, 0) for load in pool._router.loads)
-
-
-async def outcome(stream: TokenStream) -> tuple[tuple[int, ...], Completion | DriftError]:
-    """The tokens of all chunks, and how the stream ended."""
-    got: list[int] = []
-    try:
-        async for chunk in stream:
-            got += chunk.token_ids
-        return tuple(got), await stream
-    except DriftError as error:
-        return tuple(got), error
-
-
-async def outcomes(streams: Sequence[TokenStream]) -> list[tuple[tuple[int, ...], Completion | DriftError]]:
-    return await asyncio.gather(*map(outcome, streams))
 
 
 @on_every_loop
@@ -202,6 +176,10 @@ async def test_failed_replica_ends_started_streams_and_moves_others() -> None:
                 assert isinstance(end, Completion)
                 assert (tokens, end.token_ids) == (expected, expected)
         first, second = pool.replicas()
+        assert first.engine is not None
+        assert (first.engine.num_running, first.engine.num_blocks, first.engine.num_failed) == (0, 0, 6)
+        assert pool.stats().num_free_slots == 4 and pool.stats().num_failed == 6
+        assert pool.metrics().stats.num_generated_tokens == pool.stats().num_generated_tokens
         assert (first.state, first.num_lost, first.num_moved, first.num_replayed) == ("closed", 6, 2, 0)
         assert (second.state, second.num_routed) == ("open", 2)
         assert pool.is_open

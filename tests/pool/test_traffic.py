@@ -57,8 +57,7 @@ class FakeEngine:
     def emit(self, attempt: Attempt, number: int) -> None:
         first = self.live[attempt]
         self.live[attempt] += number
-        tokens = tuple(range(first, first + number))
-        attempt.deliver(Update(stream_updates=attempt, chunk=Chunk(text="x" * number, token_ids=tokens)))
+        attempt.deliver(Update(stream_updates=attempt, chunk=chunk_of(first, number)))
 
     def finish(self, attempt: Attempt, reason: str) -> None:
         number = self.live.pop(attempt, None)
@@ -76,11 +75,20 @@ class FakeEngine:
             chunk = Chunk(text="", token_ids=(), finish_reason=reason)
             attempt.deliver(Update(stream_updates=attempt, chunk=chunk, completion=completion))
 
-    def fail(self, error: type[DriftError]) -> None:
-        self.is_open = False
-        lost, self.live = list(self.live), {}
-        for attempt in lost:
-            attempt.deliver(Update(stream_updates=attempt, error=error("failed")))
+    def fail(self, error: type[DriftError], number: int, is_open: bool) -> None:
+        """Fail. The error of each request comes with so many tokens, as those of remote engines may.
+
+        is_open: whether it is open again when the errors come.
+        """
+        self.is_open = is_open
+        lost, self.live = self.live, {}
+        for attempt, first in lost.items():
+            chunk = chunk_of(first, number) if number else None
+            attempt.deliver(Update(stream_updates=attempt, chunk=chunk, error=error("failed")))
+
+
+def chunk_of(first: int, number: int) -> Chunk:
+    return Chunk(text="x" * number, token_ids=tuple(range(first, first + number)))
 
 
 class Stream:
@@ -176,9 +184,18 @@ class Routing(RuleBasedStateMachine):
     def cancel(self, data: st.DataObject) -> None:
         data.draw(st.sampled_from(self.streams)).cancel()
 
-    @rule(index=st.integers(0, NUM_REPLICAS - 1), error=st.sampled_from([ExecutorError, EngineClosed]))
-    def fail(self, index: int, error: type[DriftError]) -> None:
-        self.engines[index].fail(error)
+    @rule(
+        index=st.integers(0, NUM_REPLICAS - 1),
+        error=st.sampled_from([ExecutorError, EngineClosed]),
+        number=st.integers(0, 2),
+        is_open=st.booleans(),
+    )
+    def fail(self, index: int, error: type[DriftError], number: int, is_open: bool) -> None:
+        had_ended = [stream for stream in self.streams if stream.is_done]
+        self.engines[index].fail(error, number, is_open)
+        if self.replicas[index].is_in_service:  # one that takes over
+            ended = [stream for stream in self.streams if stream.is_done and stream not in had_ended]
+            assert not any(type(stream.error) is ExecutorError for stream in ended)
 
     @rule(index=st.integers(0, NUM_REPLICAS - 1))
     def reopen(self, index: int) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
+from letters import letters, outcome, tokens_of
 from local_host import LocalHostEngine
 from loops import WAIT_S, on_every_loop, run, until
 
@@ -22,16 +23,16 @@ from drift_sdk import (
     EngineConfig,
     EnginePool,
     ExecutorError,
+    JsonSchema,
     ModelLoadError,
     PromptTooLong,
     QueueFull,
     ReplicaFailed,
     Routing,
     SamplingParams,
-    TokenStream,
 )
 from drift_sdk.driver.prompts import TextPrompt
-from drift_sdk.remote import connection
+from drift_sdk.remote import connection, remote_engine
 from drift_sdk.remote.mailbox import portable
 from drift_sdk.testing import scripted_engine
 
@@ -40,30 +41,8 @@ SLOW_S = 0.005
 """Seconds of a step, of engines whose answers must not end before a test does it: 4,096 tokens take 20 s."""
 
 
-def letters(prompt_ids: Sequence[int], output_ids: Sequence[int], seed: int) -> int:
-    """A model whose tokens depend on all that tokens may depend on."""
-    return 97 + (sum(prompt_ids) + seed + 7 * sum(output_ids) + len(output_ids)) % 26
-
-
-def tokens_of(prompt: str, seed: int, number: int) -> tuple[int, ...]:
-    output: list[int] = []
-    while len(output) < number:
-        output.append(letters(prompt.encode(), output, seed))
-    return tuple(output)
-
-
 def engine_of(reply: Any = letters, **options: Any) -> LocalHostEngine:
     return LocalHostEngine(partial(scripted_engine, reply, **options))
-
-
-async def outcome(stream: TokenStream) -> tuple[tuple[int, ...], Completion | DriftError]:
-    got: list[int] = []
-    try:
-        async for chunk in stream:
-            got += chunk.token_ids
-        return tuple(got), await stream
-    except DriftError as error:
-        return tuple(got), error
 
 
 def check_nothing_is_left(*engines: LocalHostEngine) -> None:
@@ -219,7 +198,41 @@ async def test_request_that_cannot_be_pickled_fails_alone() -> None:
         _, end = await outcome(wrong)
         assert isinstance(end, DriftError) and "cannot be sent" in str(end)
         assert (await good).token_ids == tokens_of("b", 0, 3)
+        with pytest.raises(DriftError, match="cannot be sent"):
+            await engine._count_tokens(LocalPrompt("a"))
         check_nothing_is_left(engine)
+
+
+async def test_answer_is_decoded_into_a_type_that_the_host_cannot_import() -> None:
+    class Person(msgspec.Struct):
+        """Of a program's main module, say."""
+
+        name: str
+
+    async with engine_of('{"name": "Ada"}') as engine:
+        completion = await engine.generate("a", max_tokens=None, grammar=JsonSchema(Person))
+        assert completion.parsed == Person("Ada") and completion.schema == JsonSchema(Person)
+        plain = JsonSchema({"type": "object"})
+        assert (await engine.generate("a", max_tokens=None, grammar=plain)).schema == plain
+        assert (await engine.generate("a", max_tokens=3, grammar=JsonSchema(Person))).schema is None
+
+
+async def test_host_that_does_not_close_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_engine, "CLOSE_S", 0.01)
+    engine = engine_of(step_s=SLOW_S)
+    await engine.start()
+    cut_off = engine.generate("a", max_tokens=None)
+    await anext(cut_off)
+
+    async def hang(drain: float) -> None:
+        await asyncio.sleep(WAIT_S)
+
+    monkeypatch.setattr(engine.channels[-1].host, "aclose", hang)
+    with anyio.fail_after(WAIT_S / 2):
+        await engine.aclose()
+    assert engine.channels[-1].is_dead
+    _, end = await outcome(cut_off)
+    assert isinstance(end, EngineClosed)
 
 
 async def test_close_ends_streams_and_is_idempotent() -> None:

@@ -51,19 +51,17 @@ def test_budget_without_targets_is_a_quarter_while_decoding() -> None:
 
 
 def test_decode_rows_that_share_a_pass_count() -> None:
-    """Padded to the next size, and never more than half of the share; rows of a pass of their own do not."""
-    budget = TokenBudget(max_tokens=2048, block_size=16, mixed_slots=(16, 64, 256))
-    assert [budget.num_tokens(rows) for rows in (0, 1, 16, 17, 64, 65, 257)] == [
-        2048,
-        496,
-        496,
-        448,
-        448,
-        256,
-        512,
-    ]
-    small = TokenBudget(max_tokens=64, block_size=16, mixed_slots=(12,))
-    assert small.num_tokens(3) == 8
+    """The share is at most what the pass has room for; rows of a pass of their own do not count."""
+    mixed = {0: ((16, 496), (64, 448), (256, 256)), 3: ((16, 704),)}
+    budget = TokenBudget(max_tokens=2048, block_size=16, mixed_tokens=mixed)
+    found = [budget.num_tokens(rows) for rows in (0, 1, 16, 17, 64, 65, 257)]
+    assert found == [2048, 496, 496, 448, 448, 256, 512]
+    assert [budget.num_tokens(16, 1), budget.num_tokens(16, 3), budget.num_tokens(17, 3)] == [512, 512, 512]
+    for _ in range(100):
+        budget.observe(0, 8, 24, 0.012)
+    assert [budget.num_tokens(16, 3), budget.num_tokens(16)] == [704, 496]
+    assert budget.num_tokens(17, 3) == pytest.approx(1536, abs=1)
+    assert TokenBudget(max_tokens=64, block_size=16, mixed_tokens={0: ((12, 52),)}).num_tokens(3) == 16
 
 
 def test_share_grows_with_the_tokens_of_a_round() -> None:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from drift_sdk.scheduling.config import SchedulerConfig
 from drift_sdk.scheduling.scheduler import Scheduler
 from drift_sdk.scheduling.sequence import Delta, Sequence
-from drift_sdk.steps import PrefillChunk, StepPlan, Violation
+from drift_sdk.steps import MAX_CHUNKS, PrefillChunk, StepPlan, Violation
 
 
 class Rig:
@@ -110,6 +110,16 @@ def test_budget_goes_to_prompts_in_order_beside_decode_rows() -> None:
     assert (spans(plan), rows(plan)) == ([(1, 0, 6), (2, 0, 2)], [0])
     plan = rig.launch()
     assert (spans(plan), rows(plan)) == ([(2, 2, 5), (3, 0, 3)], [0, 1])
+
+
+def test_number_of_chunks_of_a_step_is_bounded() -> None:
+    """New prompts, and prompts that are cut by the budget, wait for the next step."""
+    rig = Rig(max_num_seqs=64, num_blocks=200, prefill_token_budget=256)
+    for _ in range(MAX_CHUNKS + 5):
+        rig.add(2)
+    first, second = rig.launch(), rig.launch()
+    assert [len(plan.prefill) for plan in (first, second)] == [MAX_CHUNKS, 5]
+    assert len(first.assignments) == MAX_CHUNKS and not first.decode
 
 
 def test_budget_while_decoding_is_a_share() -> None:

@@ -19,6 +19,8 @@ from drift_sdk._kernels.gemm.tuner import FULL, SHORT, Effort, WeightToTune
 from drift_sdk._kernels.gemm.tuning import TunedTable, TunedTiles
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.shard import Shard
+from drift_sdk.models.weights import meta_weights
 from drift_sdk.startup import gemm_tuning
 from drift_sdk.startup.gemm_tuning import engine_table, weights_to_tune
 
@@ -122,3 +124,14 @@ def test_weights_of_a_shape_are_tuned_together() -> None:
     assert set(weights) == KEYS
     assert [len(weights[key].tensors) for key in ("32x32", "48x32 gated", "32x24", "64x32")] == [2, 2, 2, 3]
     assert weights["48x32 gated"].shape.num_slices == 1
+
+
+def test_parts_of_a_model_are_tuned_with_the_slices_that_they_run_with() -> None:
+    """Half of the columns of a weight with two slices is one slice; half of its rows has two."""
+    settings = {"hidden_size": 4096, "intermediate_size": 14_336, "head_dim": 128}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 1}
+    shard = Shard(rank=1, size=2)
+    part = shard.config(DecoderConfig.from_hf(tiny_llama(**settings, **heads)))
+    weights = weights_to_tune(meta_weights(part, torch.bfloat16), None, shard)
+    slices = {weight.key: weight.shape.num_slices for weight in weights}
+    assert {"3072x4096": 2, "4096x2048": 1, "14336x4096 gated": 1, "4096x7168": 1}.items() <= slices.items()

@@ -24,6 +24,7 @@ CLIENT_TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
 )
 PARIS, CITY, WEATHER = "Paris, of course.", {"name": "Rome", "population": 3}, {"city": "Rome"}
+STORY = "la " * 20_000
 
 
 @contextmanager
@@ -64,7 +65,8 @@ def replying(reply: Callable[[str], str], *, template: str, step_s: float = 0.0,
 
 def client_engine(**settings: int) -> Engine:
     """An engine that answers each request of the clients' tests: with a call if there are tools and none has
-    answered, with a city as JSON or a long story if that is asked for, else with a sentence."""
+    answered, with a city as JSON (also after a tool) or a long story if that is asked for, else with a
+    sentence."""
     return replying(client_reply, template=CLIENT_TEMPLATE, **settings)
 
 
@@ -72,15 +74,17 @@ def client_reply(prompt: str) -> str:
     tools, *messages = prompt.split("<|")
     role, _, content = messages[-1].partition("|>")
     if role == "tool":
-        return f"It is {content} in Rome."
+        is_typed = any("a city" in message for message in messages)
+        return json.dumps(CITY) if is_typed else f"It is {content} in Rome."
 
     if tools:
         function = json.loads(tools)[0]["function"]
         is_city = "population" in function["parameters"]["properties"]
-        call = {"name": function["name"], "arguments": CITY if is_city else WEATHER}
+        city = CITY | {"name": STORY} if "story" in content else CITY
+        call = {"name": function["name"], "arguments": city if is_city else WEATHER}
         return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
 
     if "story" in content:
-        return "la " * 20_000
+        return STORY
 
     return json.dumps(CITY) if "city" in content else PARIS

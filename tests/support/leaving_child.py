@@ -2,7 +2,8 @@
 
 python leaving_child.py WORK END [FOLDER]
 
-WORK: step, eager (FOLDER is the model's), tokenize, grammar, loading, hanging_step or hanging_text.
+WORK: step, eager (FOLDER is the model's), tokenize, grammar, loading, process, hanging_step or
+      hanging_text.
 END:  normal, exit (status 3), exception, interrupt, hard (os._exit with status 4).
 """
 
@@ -15,7 +16,7 @@ import threading
 import time
 from typing import Any
 
-from drift_sdk import Engine, EngineConfig, Regex, SamplingParams
+from drift_sdk import BaseEngine, Engine, EngineConfig, ProcessEngine, Regex, SamplingParams
 from drift_sdk.driver import process_hooks, text_worker
 from drift_sdk.driver.prompts import TextPrompt
 from drift_sdk.testing import ScriptedModel, scripted_engine
@@ -38,7 +39,7 @@ async def begin(work: str) -> None:
         config = EngineConfig(
             device="cpu", executor="eager", dtype="float32", load="random", kv_cache_tokens=512
         )
-        engine = Engine(sys.argv[3], config)
+        engine: BaseEngine = Engine(sys.argv[3], config)
     elif work == "loading":
         model = ScriptedModel(endless, config=LARGE)
 
@@ -49,6 +50,9 @@ async def begin(work: str) -> None:
             return model(report)
 
         engine = Engine("scripted", LARGE, open_model=open_slowly)
+    elif work == "process":
+        model = ScriptedModel("a" * 4000, step_s=0.02)
+        engine = ProcessEngine("scripted", model.config, open_model=model)
     elif work.startswith("hanging"):
         text_worker.CLOSE_TIMEOUT_S = 0.2
         process_hooks.EXIT_TIMEOUT_S = 0.2 if work == "hanging_step" else 20.0
@@ -72,7 +76,7 @@ async def begin(work: str) -> None:
         prompt = "x"
     stream = engine.generate(prompt, params)
     kept.append(stream)
-    if work in ("step", "eager", "grammar"):
+    if work in ("step", "eager", "grammar", "process"):
         await anext(stream)
     elif work == "hanging_text":
         while not hangs.is_set():  # noqa: ASYNC110 - set by a thread

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from drift_sdk.scheduling.config import SchedulerConfig
 from drift_sdk.scheduling.scheduler import Scheduler
 from drift_sdk.scheduling.sequence import Sequence
-from drift_sdk.steps import Executor, SlotSampling, StepPlan, StepResult
+from drift_sdk.steps import Executor, SlotSampling, StepPlan, StepResult, TokenConstraint
 
 __all__ = ["run_scheduled", "sampling_of"]
 
@@ -34,14 +35,17 @@ def run_scheduled(
     prefill_token_budget: int,
     depth: int = 2,
     draft_choices: tuple[int, ...] = (),
+    has_draft_kv: bool = False,
+    constraints: Mapping[int, TokenConstraint] = MappingProxyType({}),
     on_step: Callable[[StepPlan, StepResult], None] = lambda plan, result: None,
 ) -> list[list[int]]:
     """Run all requests and return their tokens.
 
     requests:       prompt and parameters of each.
     depth:          number of steps in flight.
-    draft_choices:  numbers of drafts that the scheduler may choose from; it always chooses the largest. Only
-                    for drafters without a KV cache.
+    draft_choices:  numbers of drafts that the scheduler may choose from; it always chooses the largest.
+    has_draft_kv:   the drafter has a KV cache, and needs no history.
+    constraints:    by index of the requests, which draft nothing; they are not advanced.
     on_step:        called with the plan and the result of each step.
     """
     limits = executor.limits
@@ -53,11 +57,20 @@ def run_scheduled(
             prefill_token_budget=prefill_token_budget,
             draft_choices=draft_choices,
             is_draft_adaptive=False,
-            wants_history=bool(draft_choices),
+            has_draft_kv=has_draft_kv,
+            wants_history=bool(draft_choices) and not has_draft_kv,
         )
     )
     sequences = [
-        Sequence(request_id=str(index), prompt_ids=list(prompt), sampling=sampling, priority=0, arrival=index)
+        Sequence(
+            request_id=str(index),
+            prompt_ids=list(prompt),
+            sampling=sampling,
+            priority=0,
+            arrival=index,
+            constraint=constraints.get(index),
+            max_draft_tokens=0 if index in constraints else None,
+        )
         for index, (prompt, sampling) in enumerate(requests)
     ]
     for sequence in sequences:

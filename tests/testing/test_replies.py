@@ -217,6 +217,14 @@ async def test_function_that_raises_another_error_fails_the_executor() -> None:
             await engine.generate("x")
 
 
+async def test_logprobs_have_the_scripted_token_alone() -> None:
+    async with scripted_engine("a") as engine:
+        for num_top, top in ((0, ()), (1, ("a",)), (5, ("a",))):
+            completion = await engine.generate("x", max_tokens=1, logprobs=num_top)
+            (entry,) = completion.logprobs
+            assert (entry.text, entry.logprob, entry.top_texts) == ("a", 0.0, top)
+
+
 async def test_delays_come_before_the_first_token_and_between_tokens() -> None:
     async with scripted_engine([Reply("abc", first_token_s=0.03), Reply("abc", token_s=0.02)]) as engine:
         timing = (await engine.generate("x")).timing

@@ -331,6 +331,12 @@ def test_deeply_nested_messages_are_rejected() -> None:
         assert caught.value.field == "messages"
 
 
+def test_sequences_computed_without_end_are_rejected() -> None:
+    for length in (10**9, 10**30):
+        with pytest.raises(RequestError, match="messages=.*: expected plain data"):
+            render("x", [{"role": "user", "content": range(length)}])
+
+
 LOOP = "{% for i in range(99999) %}"
 DOUBLED = "{% set ns = namespace(s=[1]) %}{% for i in range(60) %}{% set ns.s = [ns.s, ns.s] %}{% endfor %}"
 DOUBLED_TUPLE = DOUBLED.replace("[", "(").replace("]", ",)")

@@ -149,6 +149,8 @@ def test_content_beside_calls_is_what_the_template_takes(content: str | None) ->
     for test in ("messages[0]['content'] is none", "messages[0].content is not none"):
         asks = ChatTemplate(f"{{{{ {test} }}}}", bos_token=None, eos_token=None)
         assert asks.render([message]) == str("not" not in test)
+        assert asks.render([message | {"tool_calls": []}]) == str("not" in test)
+    assert joins.render([message | {"tool_calls": None}]) == "!"
     assert joins.render([{"role": "assistant", "content": "x", "tool_calls": [{}]}]) == "x!"
 
 

@@ -24,6 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drift_sdk import JsonSchema, Lark, Regex, RequestError
+from drift_sdk.grammars import AnyOf
 from drift_sdk.testing import byte_tokenizer
 from drift_sdk.text import grammar as grammars
 from drift_sdk.text.grammar import GrammarConstraint, constrain
@@ -101,12 +102,20 @@ languages = st.lists(words, min_size=1, max_size=5).map(
 )
 
 
-@given(sentences=languages, data=st.data(), kind=st.sampled_from(["regex", "json"]), ignore_eos=st.booleans())
+@given(
+    sentences=languages,
+    data=st.data(),
+    kind=st.sampled_from(["regex", "json", "either"]),
+    ignore_eos=st.booleans(),
+)
 def test_masks_are_exact_along_any_walk(
     model: Model, sentences: list[str], data: st.DataObject, kind: str, ignore_eos: bool
 ) -> None:
-    grammar: Regex | JsonSchema = as_regex(sentences)
-    if kind == "json":
+    grammar: Regex | JsonSchema | AnyOf = as_regex(sentences)
+    if kind == "either":
+        grammar = AnyOf((Lark('start: "<call>" /the|fox/'), grammar))
+        sentences = [*sentences, "<call>the", "<call>fox"]
+    elif kind == "json":
         # Characters that must be escaped have several escapes: leave them out.
         sentences = sorted({sentence.translate(dict.fromkeys(map(ord, '"\n'))) for sentence in sentences})
         grammar = JsonSchema({"enum": sentences})

@@ -88,19 +88,37 @@ def test_trees_of_files(tmp_path: Path) -> None:
     (tmp_path / "static.toml").write_text(f"paths = {lists}")
     (tmp_path / "dynamic.toml").write_text("top_k = 3\ndepth = 4\nnum_draft_tokens = 12")
     (tmp_path / "default.json").write_text("{}")
-    for name in ("list.json", "table.json", "static.toml"):
+    (tmp_path / "list.yaml").write_text("\n".join(f"- {each}" for each in lists))
+    (tmp_path / "static.yml").write_text("# the example\npaths:\n" + "".join(f"- {each}\n" for each in lists))
+    (tmp_path / "dynamic.yaml").write_text("top_k: 3\ndepth: 4\nnum_draft_tokens: 12")
+    for name in ("list.json", "table.json", "static.toml", "list.yaml", "static.yml"):
         assert load_tree(tmp_path / name) == StaticTree(EXAMPLE)
-    assert load_tree(str(tmp_path / "dynamic.toml")) == DynamicTree(top_k=3, depth=4, num_draft_tokens=12)
+    for name in ("dynamic.toml", "dynamic.yaml"):
+        assert load_tree(str(tmp_path / name)) == DynamicTree(top_k=3, depth=4, num_draft_tokens=12)
     assert load_tree(tmp_path / "default.json") == DynamicTree()
 
 
+MERGES = "a0: &a0 {k: 1}\n" + "".join(
+    f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 30)
+)
+"""A mapping of 9**29 merged mappings."""
 FILES = {
-    "tree.yaml": ("paths: []", "file", r"ends in .toml or .json"),
+    "tree.ini": ("paths = []", "file", r"ends in .toml, .json, .yaml or .yml"),
+    "broken.yaml": ("paths: [[0]", "file", "a readable YAML file"),
+    "object.yaml": ("!!python/object/apply:os.getcwd []", "file", "could not determine a constructor"),
+    "endless.yaml": ("paths: &a [*a]", "file", "it has an alias"),
+    "merges.yaml": (MERGES, "file", "it has an alias"),
+    "bool.yaml": ("top_k: !!bool maybe", "file", "a value does not fit its tag"),
+    "int.yaml": ('top_k: !!int ""', "file", "a value does not fit its tag"),
+    "time.yaml": ("top_k: !!timestamp soon", "file", "a value does not fit its tag"),
+    "keys.yaml": ("1: 2", "file", "a table of settings, or a list of paths"),
+    "empty.yaml": ("", "file", "a table of settings, or a list of paths"),
+    "deep.yaml": ("[" * 2_000, "file", "a readable YAML file"),
     "broken.json": ("[[0]", "file", "a readable JSON file"),
     "broken.toml": ("paths = [[0]", "file", "a readable TOML file"),
     "number.json": ("7", "file", "a table of settings, or a list of paths"),
-    "deep.json": ("[" * 100_000, "file", "a readable JSON file"),
-    "large.json": (" " * 2**20 + "7", "file", "at most 1048576 bytes"),
+    "deep.json": ("[" * 16_000, "file", "a readable JSON file"),
+    "large.json": (" " * 2**14 + "7", "file", "at most 16384 bytes"),
     "unknown.toml": ("top_k = 2\nwidth = 3", "width", "unknown field"),
     "both.json": ('{"paths": [[0]], "depth": 2}', "depth", "unknown field"),
     "wrong.toml": ("top_k = 0", "top_k", "an integer from 1 to 16"),

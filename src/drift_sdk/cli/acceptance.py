@@ -11,6 +11,7 @@ from typing import Literal, get_args
 
 from msgspec import Struct, structs
 
+from drift_sdk._files import has_file
 from drift_sdk.cli.terminal import hide_progress, show_progress
 from drift_sdk.config import EngineConfig
 from drift_sdk.engine import Engine
@@ -35,6 +36,9 @@ PROMPTS = (
     "List the planets of the solar system with one fact about each.",
 )
 """Texts that are continued, or messages that are answered, unless others are given."""
+
+MAX_FILE_BYTES = 64 * 2**20
+"""Largest file of prompts."""
 
 CERTAIN = 4.0
 """Standard errors by which the shares of right first drafts must differ."""
@@ -175,11 +179,19 @@ def read_prompts(path: Path | None) -> Sequence[str]:
         return PROMPTS
 
     try:
-        prompts = [line for line in path.read_text("utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError.of("prompts", path, f"a readable text file: {error}") from error
+        if not has_file(path):
+            raise ConfigError.of("prompts", str(path), "a file that exists")
+
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+        if len(data) > MAX_FILE_BYTES:
+            raise ConfigError.of("prompts", str(path), f"at most {MAX_FILE_BYTES} bytes")
+
+        prompts = [line for line in data.decode().splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError, ModelLoadError) as error:
+        raise ConfigError.of("prompts", str(path), f"a readable text file: {error}") from error
 
     if not prompts:
-        raise ConfigError.of("prompts", path, "a file with a prompt in each line")
+        raise ConfigError.of("prompts", str(path), "a file with a prompt in each line")
 
     return prompts

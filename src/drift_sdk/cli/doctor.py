@@ -16,7 +16,7 @@ __all__ = ["Device", "Diagnosis", "examine", "run_doctor"]
 
 REQUIRED = (
     *("torch", "anyio", "msgspec", "numpy", "safetensors", "tokenizers", "huggingface_hub", "jinja2", "gguf"),
-    "psutil",
+    *("psutil", "pyyaml"),
 )
 """Packages that every engine needs."""
 FOR_GPU = ("triton", "cuda-core", "cuda-bindings") if sys.platform == "linux" else ()

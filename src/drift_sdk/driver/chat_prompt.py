@@ -11,6 +11,7 @@ from drift_sdk._plain_data import to_plain
 from drift_sdk._validation import check_bool
 from drift_sdk.driver.prompts import ModelText, PreparedPrompt, Prompt, as_prompt, encode
 from drift_sdk.errors import RequestError
+from drift_sdk.grammars import Grammar
 from drift_sdk.sampling_params import SamplingParams
 from drift_sdk.text.tools import ToolSet
 
@@ -19,6 +20,10 @@ if TYPE_CHECKING:  # their libraries would make up most of the package's import 
     from drift_sdk.text.chat import ChatTemplate
 
 __all__ = ["ChatPrompt", "as_any_prompt", "as_chat_prompt", "check_forced_calls"]
+
+
+TEXT_ROLES = ("system", "developer", "user", "assistant")
+"""Roles whose messages have text. Templates differ in what they take from tools."""
 
 
 class ChatPrompt(Struct, frozen=True, kw_only=True):
@@ -42,7 +47,7 @@ class ChatPrompt(Struct, frozen=True, kw_only=True):
         text = self._render(template)
         return PreparedPrompt(
             encode(text, model, add_special_tokens=False),
-            lambda has_grammar: self._answer(model, template, text, has_grammar=has_grammar),
+            lambda grammar: self._answer(model, template, text, grammar),
         )
 
     def num_tokens(self, model: ModelText) -> int:
@@ -61,7 +66,7 @@ class ChatPrompt(Struct, frozen=True, kw_only=True):
 
         return model.chat_template.for_tools(self.offered_tools)
 
-    def _answer(self, model: ModelText, template: ChatTemplate, text: str, *, has_grammar: bool) -> Answer:
+    def _answer(self, model: ModelText, template: ChatTemplate, text: str, grammar: Grammar | None) -> Answer:
         from drift_sdk.text.answers.answer import prepare_answer
 
         return prepare_answer(
@@ -72,7 +77,7 @@ class ChatPrompt(Struct, frozen=True, kw_only=True):
             continued=self.messages[-1]["content"] if self.continue_final else None,
             tools=ToolSet.of(self.offered_tools),
             tool_choice=self.tool_choice,
-            has_grammar=has_grammar,
+            grammar=grammar,
         )
 
     def _render(self, template: ChatTemplate) -> str:
@@ -102,18 +107,26 @@ def as_any_prompt(
     template_args: Mapping[str, Any] | None,
     *,
     tool_choice: str = "auto",
+    continue_final: bool = False,
 ) -> Prompt:
-    """A prompt as of `as_prompt`, or messages as of `as_chat_prompt`. RequestError for tools, template_args
-    or a tool_choice without messages."""
+    """A prompt as of `as_prompt`, or messages as of `as_chat_prompt`. RequestError for arguments
+    of messages without them."""
     is_sequence = isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes | bytearray)
     if is_sequence and len(prompt) and isinstance(prompt[0], Mapping):
         messages = cast("Sequence[Mapping[str, Any]]", prompt)
-        return as_chat_prompt(messages, tools, template_args, tool_choice=tool_choice)
+        return as_chat_prompt(
+            messages, tools, template_args, tool_choice=tool_choice, continue_final=continue_final
+        )
 
-    choice = None if tool_choice == "auto" else tool_choice
-    for name, value in (("tools", tools), ("template_args", template_args), ("tool_choice", choice)):
-        if value is not None:
-            raise RequestError.of(name, value, "None with a prompt that is no sequence of messages")
+    for name, value, default in (
+        ("tools", tools, None),
+        ("template_args", template_args, None),
+        ("tool_choice", tool_choice, "auto"),
+        ("continue_final", continue_final, False),
+    ):
+        if value != default:
+            allowed = f"{default!r} with a prompt that is no sequence of messages"
+            raise RequestError.of(name, value, allowed)
 
     return as_prompt(cast("str | Sequence[int]", prompt))
 
@@ -134,6 +147,7 @@ def as_chat_prompt(
         raise RequestError.of("template_args", template_args, "a mapping")
 
     check_bool(RequestError, "continue_final", continue_final)
+    check_contents(messages)
     prompt = ChatPrompt(
         messages=to_plain("messages", messages),
         tools=to_plain("tools", tools),
@@ -145,14 +159,30 @@ def as_chat_prompt(
     return prompt
 
 
+def check_contents(messages: Sequence[Mapping[str, Any]]) -> None:
+    """RequestError for a content that no template takes. That of a tool's answer may also be other plain
+    data, and the assistant's may be None."""
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping) or "content" not in message:
+            continue  # the template has its own rules
+
+        role, content = message.get("role"), message["content"]
+        is_binary = isinstance(content, bytes | bytearray | memoryview)
+        is_text_or_parts = isinstance(content, str | Sequence) and not is_binary
+        is_other = role not in TEXT_ROLES or (role == "assistant" and content is None)
+        if is_binary or not (is_text_or_parts or is_other):
+            raise RequestError.of(f"messages[{index}].content", content, "a string or a list of parts")
+
+
 def check_tool_choice(prompt: ChatPrompt) -> None:
     """RequestError for a choice of tools that the prompt does not have."""
     names, choice = ToolSet.of(prompt.tools), prompt.tool_choice
     is_known = isinstance(choice, str) and (choice in ("auto", "none", *names))
     if not is_known and not (names and choice == "required"):
         allowed = ", ".join(['"auto"', '"none"', *(['"required"'] if names else []), *map(repr, names)])
-        without_tools = "" if names else ", as there are no tools"
-        raise RequestError.of("tool_choice", choice, f"one of {allowed}{without_tools}")
+        kind = "tools with a name" if prompt.tools else "tools"
+        reason = "" if names else f", as there are no {kind}"
+        raise RequestError.of("tool_choice", choice, f"one of {allowed}{reason}")
 
 
 def check_forced_calls(prompt: Prompt, params: SamplingParams, *, needs_no_host: bool) -> None:

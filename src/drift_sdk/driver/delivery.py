@@ -69,7 +69,8 @@ class Delivery:
         violation = delta.output.violation
         if violation is not None and violation.is_fatal:
             meaning = f"{VIOLATIONS[violation.reason]} ({violation.details})"
-            self._fail(request, ExecutorError(f"a check of speculation has failed: {meaning}"))
+            message = f"a check of speculation has failed: {meaning}"
+            self._fail(request, ExecutorError(message, ends_engine=False))
             return
 
         if request.followers:
@@ -108,6 +109,8 @@ class Delivery:
             self._registry.remove(request)
             self._stats_recorder.failed(request, cause)
             self._updates.add(Update(stream_updates=request.stream_updates, error=cause))
+        self.publish_stats()
+        self._stats_recorder.ended()
         self._updates.post()
         self._requests.clear()
 

@@ -6,14 +6,14 @@ from collections.abc import Iterable
 
 from drift_sdk.driver.prompts import ModelText
 from drift_sdk.errors import RequestError
-from drift_sdk.grammars import Grammar
+from drift_sdk.grammars import AnyGrammar
 from drift_sdk.sampling_params import SamplingParams
 from drift_sdk.steps import SlotSampling
 
 __all__ = ["check_text_params", "slot_sampling"]
 
 
-def check_text_params(params: SamplingParams, grammar: Grammar | None, model: ModelText) -> None:
+def check_text_params(params: SamplingParams, grammar: AnyGrammar | None, model: ModelText) -> None:
     """Raise RequestError for what needs texts of tokens that the model does not have."""
     if params.stop and not model.tokenizer.has_text:
         raise RequestError.of("stop", params.stop, "stop_token_ids: the model has no tokenizer")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from msgspec import Struct
 
 from drift_sdk.errors import PromptTooLong, RequestError, short_repr
+from drift_sdk.grammars import Grammar
 from drift_sdk.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # their libraries would make up most of the package's import time
@@ -59,12 +60,12 @@ class PreparedPrompt(Struct, frozen=True):
     """A prompt for a model.
 
     token_ids:  its token ids.
-    new_answer: makes what the answer to a conversation is read with; it is called with whether the request
-                has a grammar, and raises RequestError. None for other prompts, whose answer is text.
+    new_answer: makes what the answer to a conversation is read with; it is called with the request's own
+                grammar, or None, and raises RequestError. None for other prompts, whose answer is text.
     """
 
     token_ids: list[int]
-    new_answer: Callable[[bool], Answer] | None = None
+    new_answer: Callable[[Grammar | None], Answer] | None = None
 
 
 class Prompt(Protocol):

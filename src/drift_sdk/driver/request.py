@@ -12,7 +12,7 @@ from drift_sdk.driver.executor_params import check_text_params, slot_sampling
 from drift_sdk.driver.prompts import ModelText, Prompt
 from drift_sdk.driver.stream_updates import UpdateReceiver
 from drift_sdk.errors import RequestError
-from drift_sdk.grammars import Grammar, JsonSchema
+from drift_sdk.grammars import AnyGrammar, JsonSchema
 from drift_sdk.results import Chunk, Completion, FinishReason, Timing, TokenLogprobs, Usage
 from drift_sdk.sampling_params import SamplingParams
 from drift_sdk.scheduling.sequence import Sequence
@@ -112,12 +112,12 @@ class Request:
         """Tokenise the prompt, compile the grammar and make the sequence. RequestError if prompt or
         parameters do not fit the model."""
         params = self.params
-        grammar, shown_ids = params.grammar, frozenset[int]()
+        grammar: AnyGrammar | None = params.grammar
+        shown_ids = frozenset[int]()
         prompt = self._prompt.prepare(model)
         if prompt.new_answer is not None:
-            answer = prompt.new_answer(grammar is not None)
-            self._splitter, shown_ids = answer.splitter, answer.marker_ids
-            grammar = answer.grammar or grammar
+            answer = prompt.new_answer(params.grammar)
+            self._splitter, shown_ids, grammar = answer.splitter, answer.marker_ids, answer.grammar
         check_text_params(params, grammar, model)
         self._compile_grammar(grammar, model)
         # The grammar decides where the text may end; the end-of-sequence ids must then stay possible.
@@ -144,28 +144,34 @@ class Request:
             ),
         )
 
-    def _compile_grammar(self, grammar: Grammar | None, model: ModelText) -> None:
+    def _compile_grammar(self, grammar: AnyGrammar | None, model: ModelText) -> None:
         if grammar is None:
             return
 
         self.text_field = "grammar"
-        from drift_sdk.text.grammar import constrain  # imported here: llguidance may not be installed
-
+        own = self.params.grammar
         try:
-            self._constraint = constrain(
-                grammar,
-                model.tokenizer,
-                vocab_size=model.vocab_size,
-                eos_token_ids=model.eos_token_ids,
-                ignore_eos=self.params.ignore_eos,
-            )
+            self._constraint = self._constrained_by(grammar, model)
         except RequestError as error:
-            if grammar is self.params.grammar:
+            if grammar is own:
                 raise
 
+            if own is not None:
+                self._constrained_by(own, model)  # raises its error, if it is the one that does not compile
             allowed = "tools whose parameters are schemas that a grammar can follow"
-            message = f"tool_choice: calls cannot be forced: {error}: expected {allowed}"
+            message = f"tool_choice: no grammar describes the calls: {error}: expected {allowed}"
             raise RequestError(message, field="tool_choice", allowed=allowed) from error
+
+    def _constrained_by(self, grammar: AnyGrammar, model: ModelText) -> GrammarConstraint:
+        from drift_sdk.text.grammar import constrain  # imported here: llguidance may not be installed
+
+        return constrain(
+            grammar,
+            model.tokenizer,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            ignore_eos=self.params.ignore_eos,
+        )
 
     def advance(self, token_ids: tuple[int, ...]) -> None:
         """Advance the constraint by newly generated tokens. Runs on a text thread, one call at a time."""
@@ -223,9 +229,11 @@ class Request:
         started_at = sequence.started_at if sequence is not None else None
         first_token_at = self._first_token_at
         raw_text = "".join(self._text)
+        text = "".join(part.text for part in self._answer) if self._splitter is not None else raw_text
+        tool_calls = tuple(call for part in self._answer for call in part.tool_calls)
         return Completion(
             request_id=self.request_id,
-            text="".join(part.text for part in self._answer) if self._splitter is not None else raw_text,
+            text=text,
             token_ids=tuple(self._completion_ids),
             finish_reason=self._finish_reason,
             stop_reason=self._stop_reason,
@@ -244,10 +252,10 @@ class Request:
             speculation=self._drafts.stats() if self._drafts is not None else None,
             logprobs=tuple(self._logprobs) if self.params.logprobs is not None else None,
             prompt_logprobs=self._prompt_logprobs,
-            tool_calls=tuple(call for part in self._answer for call in part.tool_calls),
+            tool_calls=tool_calls,
             reasoning="".join(part.reasoning for part in self._answer),
             raw_text=raw_text,
-            schema=self._satisfied_schema(),
+            schema=self._satisfied_schema() if text or not tool_calls else None,
         )
 
     def _satisfied_schema(self) -> JsonSchema | None:
@@ -302,22 +310,22 @@ class Request:
         if finish == "length" and len(self._completion_ids) != self.params.max_tokens:
             self._stop_reason = "context"
         self.is_done = finish is not None
-        part = self._split(text)
+        logprobs = logprobs if self.params.logprobs is not None else None
+        if self._splitter is None:
+            return Chunk(text=text, token_ids=token_ids, logprobs=logprobs, finish_reason=finish)
+
+        part = self._split(self._splitter, text)
         return Chunk(
             text=part.text,
             token_ids=token_ids,
-            logprobs=logprobs if self.params.logprobs is not None else None,
+            logprobs=logprobs,
             finish_reason=finish,
             reasoning=part.reasoning,
             tool_calls=part.tool_calls,
         )
 
-    def _split(self, text: str) -> Split:
+    def _split(self, splitter: AnswerSplitter, text: str) -> Split:
         """The parts that new text brings; at the end of the request with those that were held back."""
-        splitter = self._splitter
-        if splitter is None:
-            return Split(text=text)
-
         part = splitter.push(text)
         if self.is_done:
             part += splitter.flush()

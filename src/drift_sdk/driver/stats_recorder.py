@@ -16,7 +16,7 @@ from drift_sdk.errors import DriftError, EngineClosed
 from drift_sdk.results import Chunk, Completion
 from drift_sdk.scheduling.scheduler import Scheduler
 from drift_sdk.scheduling.sequence import Delta
-from drift_sdk.stats import EngineStats, Histograms
+from drift_sdk.stats import EngineStats, Histograms, counts_of
 from drift_sdk.steps import VIOLATIONS, StepResult, Violation
 
 __all__ = ["StatsRecorder"]
@@ -25,6 +25,8 @@ RATE_WINDOW_S = 5.0
 """Seconds that the rate of generated tokens is measured over."""
 MARK_EVERY_S = 0.25
 """Least seconds between two marks, which the rate is computed from."""
+
+NO_MARKS: tuple[tuple[float, int], ...] = ((0.0, 0),)
 
 log = logging.getLogger("drift_sdk")
 
@@ -62,7 +64,7 @@ class StatsRecorder:
         self._num_violations: dict[str, int] = {}
         self._active = ActiveSequences()
         # (time, tokens generated until then), oldest first. Replaced as a whole, as other threads read it.
-        self._marks: tuple[tuple[float, int], ...] = ((0.0, 0),)
+        self._marks = NO_MARKS
 
     def read(self) -> EngineStats:
         """The newest snapshot with the current rate, which no step updates while the engine is idle."""
@@ -74,6 +76,11 @@ class StatsRecorder:
         since, num_tokens = recent
         rate = (stats.num_generated_tokens - num_tokens) / max(now - since, MARK_EVERY_S)
         return msgspec.structs.replace(stats, tokens_per_second=max(rate, 0.0))
+
+    def ended(self) -> None:
+        """The engine's requests have ended, and none follow: what was counted remains."""
+        self.stats = counts_of(self.stats)
+        self._marks = NO_MARKS
 
     def opened(self, model: LoadedModel, seconds: float) -> None:
         """The model was opened in this many seconds."""

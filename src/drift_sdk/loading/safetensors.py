@@ -32,8 +32,7 @@ OTHER_PARTS = (
 LENGTH_BYTES = 8
 """A file begins with the length of its JSON header, in bytes, as a little-endian integer of so many bytes."""
 NUM_READERS = 8
-"""Threads that read at a time. One copies 2 to 4 GB/s from the file cache to a GPU, a tenth of what the GPU's
-bus can do."""
+"""Threads that read at a time: each copies through the CPU's cache, which is slower than a GPU's bus."""
 CHUNK_BYTES = 1 << 20
 """Size of the buffer for reading: small enough to be still in the CPU's cache when it is copied on."""
 

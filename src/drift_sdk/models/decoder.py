@@ -19,7 +19,7 @@ from drift_sdk.models.rope import rotary_tables, rotate
 from drift_sdk.models.tree_attention import StepRows
 from drift_sdk.models.weights import DecoderWeights, LayerWeights, load_weights, tensor_shapes
 
-__all__ = ["Decoder"]
+__all__ = ["Decoder", "random_tensors"]
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines, as `rotary_tables` returns them."""
@@ -85,11 +85,7 @@ class Decoder:
     ) -> Decoder:
         """A decoder with random weights of the configured shapes, drawn on the device, the same for the same
         seed. `form` and `check_bytes` as in `load`."""
-        shapes = tensor_shapes(config)
-        norm_mean = 0.0 if config.has_offset_norms else 1.0
-        tensors = RandomTensors(
-            shapes, device=torch.device(device), dtype=dtype, seed=seed, norm_mean=norm_mean
-        )
+        tensors = random_tensors(config, device=torch.device(device), dtype=dtype, seed=seed)
         return cls.load(config, tensors, device=device, dtype=dtype, form=form, check_bytes=check_bytes)
 
     @property
@@ -233,6 +229,14 @@ class Decoder:
         gate = F.silu(gate) if self.config.activation == "silu" else F.gelu(gate, approximate="tanh")
         output = linear(gate.mul_(up), layer.down, layer.down_bias)
         return output if layer.mlp_post_norm is None else self.normalise(output, layer.mlp_post_norm)
+
+
+def random_tensors(
+    config: DecoderConfig, *, device: torch.device, dtype: torch.dtype, seed: int = 0
+) -> RandomTensors:
+    """The random weights of a decoder, drawn on a device."""
+    norm_mean = 0.0 if config.has_offset_norms else 1.0
+    return RandomTensors(tensor_shapes(config), device=device, dtype=dtype, seed=seed, norm_mean=norm_mean)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

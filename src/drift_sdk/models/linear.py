@@ -10,11 +10,11 @@ from drift_sdk.quantised.weight import Matrix
 __all__ = ["embed", "linear"]
 
 # Elements of the smallest weight that is multiplied by oneDNN. Smaller weights fit in a core's cache, where
-# oneDNN's overhead of 15 us a call is more than it saves.
+# oneDNN's overhead for each call is more than it saves.
 MIN_ONEDNN_ELEMENTS = 1 << 16
 
 # The operator that torch.compile emits for a float32 linear layer on the CPU. F.linear calls BLAS instead,
-# which took twice as long for one row and for 512 on the CPU where both were timed (an AMD CPU with AVX-512).
+# which is slower for one row and for 512 on the CPU where both were timed (an AMD CPU with AVX-512).
 _onednn_linear = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
 

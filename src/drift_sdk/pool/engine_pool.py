@@ -10,7 +10,7 @@ from pathlib import Path
 import anyio
 
 from drift_sdk._display import html_table, state_repr
-from drift_sdk._validation import check_float, check_int
+from drift_sdk._validation import check_bool, check_float, check_int
 from drift_sdk.base_engine import BaseEngine
 from drift_sdk.config import EngineConfig
 from drift_sdk.driver.prompts import ModelText, Prompt
@@ -24,6 +24,7 @@ from drift_sdk.pool.routing import Routing
 from drift_sdk.pool.summed import ReplicaStats, summed_histograms, summed_stats
 from drift_sdk.pool.traffic import Traffic
 from drift_sdk.progress import Progress
+from drift_sdk.remote.process_engine import ProcessEngine
 from drift_sdk.stats import EngineMetrics, EngineStats, load_of
 from drift_sdk.submission import Submission
 
@@ -83,24 +84,36 @@ class EnginePool(BaseEngine):
         *,
         devices: Sequence[str],
         routing: Routing | None = None,
+        processes: bool = False,
         on_progress: Callable[[Progress], None] | None = None,
         on_event: Callable[[Event], object] | None = None,
     ) -> EnginePool:
         """A pool with an `Engine` on each device, such as `["cuda:0", "cuda:1"]`. A device that is named
         twice gets two engines, which share its memory: see docs/sizing.md.
 
-        model, config, on_progress, on_event: as of `Engine`; `config.device` is replaced. `on_event` is
-        called for one event at a time.
+        model, config: as of `Engine`; `config.device` is replaced.
+        processes:     whether each engine is a `ProcessEngine`, in a child process of its own.
+        on_progress, on_event: as of `Engine`; None with `processes`. `on_event` is called for one event at a
+                       time.
         """
         if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
             raise ConfigError.of("devices", devices, 'a sequence of devices, such as ["cuda:0", "cuda:1"]')
 
+        check_bool(ConfigError, "processes", processes)
         settings = config if config is not None else EngineConfig()
-        in_turn = serially(on_event) if callable(on_event) else on_event
-        engines = [
-            Engine(model, settings.replace(device=device), on_progress=on_progress, on_event=in_turn)
-            for device in devices
-        ]
+        engines: list[BaseEngine] = []
+        if processes:
+            for name, given in (("on_progress", on_progress), ("on_event", on_event)):
+                if given is not None:
+                    raise ConfigError.of(name, given, "None with processes=True")
+
+            engines += [ProcessEngine(model, settings.replace(device=device)) for device in devices]
+        else:
+            in_turn = serially(on_event) if callable(on_event) else on_event
+            engines += [
+                Engine(model, settings.replace(device=device), on_progress=on_progress, on_event=in_turn)
+                for device in devices
+            ]
         return cls(engines, routing)
 
     async def start(self) -> None:
@@ -199,9 +212,12 @@ class EnginePool(BaseEngine):
         return tuple(replica.stats() for replica in self._replicas)
 
     def metrics(self) -> EngineMetrics:
-        """The sums over all open replicas, as of `Engine.metrics`. Those of each, on one page, are
-        `collector({f"replica-{i}": engine for i, engine in enumerate(pool.engines)})`."""
-        found = [engine.metrics() for engine in self._open_engines()]
+        """The sums over all replicas that are open or have failed, as of `Engine.metrics`. Those of each, on
+        one page, are `collector({f"replica-{i}": engine for i, engine in enumerate(pool.engines)})`."""
+        found = [each for replica in self._replicas if (each := replica.engine_metrics()) is not None]
+        if not found:
+            found = [self.engines[0].metrics()]  # raises EngineClosed, which says why
+
         return EngineMetrics(
             model=str(self.model),
             executor=found[0].executor,

@@ -9,7 +9,7 @@ from drift_sdk.driver.loop_poster import Latch
 from drift_sdk.errors import DriftError, EngineClosed
 from drift_sdk.pool.router import Load
 from drift_sdk.pool.summed import ReplicaStats
-from drift_sdk.stats import EngineStats
+from drift_sdk.stats import EngineMetrics, EngineStats
 
 __all__ = ["Replica"]
 
@@ -69,6 +69,13 @@ class Replica:
             await self.engine.start()
         finally:
             self.is_restarting = False
+
+    def engine_metrics(self) -> EngineMetrics | None:
+        """The engine's statistics and histograms; None if it is not open and has not failed."""
+        try:
+            return self.engine.metrics()
+        except EngineClosed:
+            return None
 
     def engine_stats(self) -> EngineStats | None:
         """The engine's statistics; None if it is not open and has not failed."""

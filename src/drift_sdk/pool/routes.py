@@ -122,14 +122,16 @@ class Attempt:
             self.cancel()
             self.leave()
             chunk, completion, error = None, None, diverged(route)
+        receiver = route.submission.stream_updates
         if isinstance(error, DriftError) and update.error is not None:
             error = route.planner.recover(self, error)
-            if error is None:
+            if error is None:  # the last chunk of a remote engine may come with its error
+                if chunk is not None:
+                    receiver.deliver(Update(stream_updates=receiver, chunk=chunk))
                 return
 
         if completion is not None or error is not None:
             route.planner.finished(route)
-        receiver = route.submission.stream_updates
         is_wake_up = update.chunk is None and completion is None and error is None
         if chunk is not None or completion is not None or error is not None or is_wake_up:
             receiver.deliver(Update(stream_updates=receiver, chunk=chunk, completion=completion, error=error))
@@ -149,15 +151,16 @@ def do_nothing() -> None:
     """Cancels an attempt that has not been submitted yet."""
 
 
-def is_loss(error: DriftError, *, is_open: bool) -> bool:
-    """Whether an error of a request means that its replica has failed or was closed. An open replica ends a
-    single request with an ExecutorError too."""
-    return isinstance(error, EngineClosed) or (isinstance(error, ExecutorError) and not is_open)
+def is_loss(error: DriftError) -> bool:
+    """True if an error of a request means that its replica has failed or was closed. It may have been started
+    again meanwhile."""
+    return isinstance(error, EngineClosed) or (isinstance(error, ExecutorError) and error.ends_engine)
 
 
 def diverged(route: Route) -> ExecutorError:
     """The error of a stream whose replay has other tokens."""
     return ExecutorError(
         f"request {route.submission.request_id} was replayed after a failure, and the replica has generated "
-        f"other tokens than the {len(route.delivered.token_ids)} that its stream has"
+        f"other tokens than the {len(route.delivered.token_ids)} that its stream has",
+        ends_engine=False,
     )

@@ -71,7 +71,7 @@ class Traffic:
         """Have a request go on elsewhere; see `RoutePlanner`."""
         replica, route = self._replicas[attempt.index], attempt.route
         is_refused = isinstance(error, QueueFull)  # by a replica that refuses late
-        if self.is_closing or not (is_refused or is_loss(error, is_open=replica.engine.is_open)):
+        if self.is_closing or not (is_refused or is_loss(error)):
             return error
 
         is_started = route.delivered.has_any

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from drift_sdk.errors import ConfigError
 from drift_sdk.steps import (
+    MAX_CHUNKS,
     BlockUpdate,
     DecodeRow,
     Executor,
@@ -119,7 +120,7 @@ def _greedy(num_prompt_tokens: int, max_length: int) -> SlotSampling:
 
 
 def _prefill_steps(prompts: Sequence[Sequence[int]], budget: int) -> Iterator[list[PrefillChunk]]:
-    """The chunks of each prefill step: prompts one after the other, `budget` tokens a step but the last."""
+    """The chunks of each prefill step: prompts one after the other, up to `budget` tokens a step."""
     chunks: list[PrefillChunk] = []
     room = budget
     for slot, prompt in enumerate(prompts):
@@ -134,7 +135,7 @@ def _prefill_steps(prompts: Sequence[Sequence[int]], budget: int) -> Iterator[li
             )
             room -= end - start
             start = end
-            if room == 0:
+            if room == 0 or len(chunks) == MAX_CHUNKS:
                 yield chunks
                 chunks, room = [], budget
     if chunks:

@@ -28,6 +28,8 @@ __all__ = ["RayEngine", "ray_pool"]
 
 MAX_CALLS = 1000
 """Most calls of an actor at once; few are more than a moment in it."""
+CHECK_S = 1.0
+"""Seconds between two looks at the connection while a call is on its way."""
 
 _connecting = threading.Lock()
 
@@ -120,10 +122,16 @@ class RayChannel:
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
+        self._connection = connection_id()
 
     async def call(self, method: str, *arguments: Any) -> Any:
+        self._check_connected()  # without a connection, a call would start another cluster
         try:
-            return await getattr(self._actor, method).remote(*arguments)
+            answer = asyncio.wrap_future(getattr(self._actor, method).remote(*arguments).future())
+            answer.add_done_callback(look_at)
+            while not (await asyncio.wait([answer], timeout=CHECK_S))[0]:
+                self._check_connected()  # calls on their way are never answered then
+            return answer.result()
         except ActorUnavailableError as error:
             raise HostUnavailable(short_message(error)) from error
         except RayActorError as error:
@@ -136,8 +144,24 @@ class RayChannel:
         except RayError as error:
             raise HostLost(short_message(error)) from error
 
+    def _check_connected(self) -> None:
+        if connection_id() != self._connection:
+            raise HostLost("ray.shutdown() was called")
+
     async def kill(self) -> None:
-        ray.kill(self._actor)
+        if connection_id() == self._connection:  # else the actor has ended with it
+            ray.kill(self._actor)
+
+
+def look_at(answer: asyncio.Future[Any]) -> None:
+    """Retrieve the error of a call that was given up, which asyncio reports otherwise."""
+    if not answer.cancelled():
+        answer.exception()
+
+
+def connection_id() -> str | None:
+    """A name of this process's connection to a cluster; None if there is none."""
+    return str(ray.get_runtime_context().get_worker_id()) if ray.is_initialized() else None
 
 
 def connect(address: str) -> None:

@@ -14,10 +14,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from msgspec.structs import replace
+
 from drift_sdk.driver.loop_poster import LoopClosed, LoopPoster
 from drift_sdk.driver.loop_thread import LoopThread
 from drift_sdk.driver.stream_updates import Update, UpdateReceiver
 from drift_sdk.errors import DriftError, EngineClosed, ExecutorError, QueueFull
+from drift_sdk.grammars import JsonSchema
 from drift_sdk.remote.messages import (
     Batch,
     CancelRequest,
@@ -29,7 +32,8 @@ from drift_sdk.remote.messages import (
     RemoteRequest,
     SubmitRequests,
 )
-from drift_sdk.stats import EngineMetrics
+from drift_sdk.sampling_params import SamplingParams
+from drift_sdk.stats import EngineMetrics, counts_of
 from drift_sdk.submission import Submission
 
 __all__ = ["Connection"]
@@ -72,6 +76,7 @@ class Connection:
     def submit(self, submissions: Sequence[Submission]) -> list[Callable[[], None]]:
         """Send requests of one prompt to the host; from any thread. QueueFull, EngineClosed or ExecutorError
         if they are rejected here."""
+        params = [sent_params(each.params) for each in submissions]
         with self._lock:
             self._check_open()
             if not self.has_room(len(submissions)):
@@ -86,10 +91,10 @@ class Connection:
                 number=number,
                 request_id=each.request_id,
                 group_id=each.group_id,
-                params=each.params,
+                params=own_params,
                 seed=each.seed,
             )
-            for number, each in zip(numbers, submissions, strict=True)
+            for number, each, own_params in zip(numbers, submissions, params, strict=True)
         )
         self.send(SubmitRequests(prompt=submissions[0].prompt, requests=requests))
         return [partial(self.send, CancelRequest(number)) for number in numbers]
@@ -147,6 +152,7 @@ class Connection:
             log.exception("the news of an engine's host cannot be read")
         finally:
             self.is_open = False
+            self.metrics = replace(self.metrics, stats=counts_of(self.metrics.stats))
             self._end_all()
             self.ended.set()
 
@@ -235,7 +241,8 @@ class Connection:
             if submission is not None:
                 receiver = submission.stream_updates
                 poster = receiver.loop_poster
-                by_loop.setdefault(poster.loop, (poster, []))[1].append((receiver, each))
+                found = with_own_schema(each, submission.params)
+                by_loop.setdefault(poster.loop, (poster, []))[1].append((receiver, found))
 
         taken: list[asyncio.Event] = []
         for poster, updates in by_loop.values():
@@ -260,6 +267,25 @@ class Connection:
         with self._lock:
             numbers = list(self._live)
         self._post([News(number=number, error=self.rejection()) for number in numbers])
+
+
+def sent_params(params: SamplingParams) -> SamplingParams:
+    """Parameters for the host: with a JSON schema in place of a type, which the host may be unable to
+    import."""
+    grammar = params.grammar
+    if not isinstance(grammar, JsonSchema) or isinstance(grammar.schema, str):
+        return params
+
+    return replace(params, grammar=JsonSchema(grammar.definition))
+
+
+def with_own_schema(news: News, params: SamplingParams) -> News:
+    """News of a request, with the type that its own parameters have in place of the JSON schema."""
+    completion = news.completion
+    if completion is None or completion.schema is None or not isinstance(params.grammar, JsonSchema):
+        return news
+
+    return replace(news, completion=replace(completion, schema=params.grammar))
 
 
 def deliver(updates: Sequence[tuple[UpdateReceiver, News]], done: Callable[[], object]) -> None:

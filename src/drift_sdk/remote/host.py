@@ -29,7 +29,7 @@ __all__ = ["EngineHost"]
 WAIT_S = 1.0
 """Most seconds that a call of `updates` waits for news."""
 METRICS_S = 0.25
-"""Least seconds between two batches that have the metrics."""
+"""Least seconds between two batches that have the metrics, while requests are live."""
 
 
 class EngineHost:
@@ -175,7 +175,7 @@ class EngineHost:
 
     def _new_metrics(self) -> EngineMetrics | None:
         now = time.monotonic()
-        if now - self._metrics_at < METRICS_S:
+        if self._cancels and now - self._metrics_at < METRICS_S:
             return None
 
         self._metrics_at = now

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from msgspec import Struct
 
@@ -11,7 +11,9 @@ from drift_sdk.engine_kind import EngineKind
 from drift_sdk.results import Chunk, Completion
 from drift_sdk.sampling_params import SamplingParams
 from drift_sdk.stats import EngineMetrics
-from drift_sdk.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from drift_sdk.text.tokenizer import Tokenizer  # imports tokenizers, which `import drift_sdk` does not
 
 __all__ = [
     "Batch",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -15,10 +16,12 @@ from drift_sdk.base_engine import BaseEngine
 from drift_sdk.config import EngineConfig
 from drift_sdk.driver.loop_poster import Latch
 from drift_sdk.driver.loop_thread import LoopThread
+from drift_sdk.driver.process_hooks import close_at_exit
 from drift_sdk.driver.prompts import ModelText, Prompt
 from drift_sdk.engine_kind import EngineKind
 from drift_sdk.errors import (
     ConfigError,
+    DriftError,
     EngineClosed,
     ExecutorError,
     ModelLoadError,
@@ -35,6 +38,9 @@ __all__ = ["RemoteEngine"]
 
 ResultT = TypeVar("ResultT")
 
+CLOSE_S = 30.0
+"""Most seconds, after those of draining, that closing waits for the engine in the other process. A process
+that does not answer, because it is stopped or hangs, is then ended."""
 FLUSH_S = 10.0
 """Most seconds that closing waits for the last news of a closed engine."""
 
@@ -45,7 +51,7 @@ class RemoteEngine(BaseEngine):
 
     It differs from an `Engine` in this:
     - An error that only the other process finds is raised by the stream, not by the call.
-    - Statistics are at most about a second old.
+    - Statistics are at most about a second old while requests are live.
     - A cancelled call of `start`, `pause` or `count_tokens` raises the cancellation when it has ended.
     - The other process ends with `aclose`, and with this process.
     """
@@ -162,8 +168,12 @@ class RemoteEngine(BaseEngine):
         return link is not None and not link.loop.is_from_parent and link.connection.cancel(request_id)
 
     async def _count_tokens(self, prompt: Prompt) -> int:
-        number: int = await self._ask("count_tokens", prompt)
-        return number
+        try:
+            return await self._ask("count_tokens", prompt)
+        except DriftError:
+            raise
+        except Exception as error:  # a prompt that cannot be pickled, say
+            raise DriftError(f"the prompt cannot be sent to the engine's host: {error!r}") from error
 
     @property
     def _has_room(self) -> bool:
@@ -220,7 +230,8 @@ class RemoteEngine(BaseEngine):
     async def _close(self, link: Link, drain: float) -> None:
         """Close the engine and end the other process. Runs on the calls' loop."""
         try:
-            await link.channel.call("aclose", drain)
+            async with asyncio.timeout(drain + CLOSE_S):
+                await link.channel.call("aclose", drain)
             async with asyncio.timeout(FLUSH_S):
                 await link.connection.ended.wait()
         except (HostLost, HostUnavailable, TimeoutError):
@@ -233,7 +244,8 @@ class RemoteEngine(BaseEngine):
 
 
 class Link:
-    """An open host and what is known of it. Made on the calls' loop."""
+    """An open host and what is known of it. Made on the calls' loop. The other process is ended at the
+    interpreter's exit too."""
 
     def __init__(self, channel: Channel, opened: Opened, loop: LoopThread, limit: int | None) -> None:
         self.channel = channel
@@ -250,11 +262,26 @@ class Link:
             has_drafts=opened.has_drafts,
         )
         self._following = asyncio.get_running_loop().create_task(self.connection.follow())
+        self._has_ended = threading.Event()
+        close_at_exit(self)
 
     async def end(self) -> None:
         """End the other process and the requests that it has."""
-        await self.channel.kill()
-        await self._following
+        try:
+            await self.channel.kill()
+            await self._following
+        finally:
+            self._has_ended.set()
+
+    def close(self, drain_s: float) -> None:
+        """Have the other process ended, without waiting for that. Called at the interpreter's exit."""
+        if not self._has_ended.is_set():
+            self.connection.close()
+            self.loop.spawn(self.end)
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Wait for the end of the other process, so many seconds at most."""
+        self._has_ended.wait(timeout_s)
 
 
 async def run(loop: LoopThread, function: Callable[[], Awaitable[ResultT]]) -> ResultT:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import ceil
 
 __all__ = ["TokenBudget"]
@@ -30,9 +30,9 @@ class TokenBudget:
     - With `prefer_high_throughput`, all of `max_tokens`.
     - A quarter of `max_tokens`, a block at least, times the average number of tokens that a decoding sequence
       gets from a step: a round of speculation emits several tokens, so it may take longer in proportion. At
-      most `max_tokens`. If decode rows share a pass with prefill tokens, their number, padded to one of
-      `mixed_slots`, is subtracted, but at most half of the share: together they fill one pass. This rule also
-      applies with a latency target until a step with prefill tokens has been measured.
+      most `max_tokens`, and at most as many as one pass can compute together with the decode rows, if there
+      is such a pass (`mixed_tokens`, as in SchedulerConfig). This rule also applies with a latency target
+      until a step with prefill tokens has been measured.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class TokenBudget:
         *,
         max_tokens: int,
         block_size: int,
-        mixed_slots: Sequence[int] = (),
+        mixed_tokens: Mapping[int, Sequence[tuple[int, int]]] = {},
         target_latency_ms_p50: float | None = None,
         target_latency_ms_p95: float | None = None,
         prefer_high_throughput: bool = False,
@@ -48,7 +48,7 @@ class TokenBudget:
         self.max_tokens = max_tokens
         self.min_tokens = min(MIN_TOKENS, max_tokens)
         self._share = min(max_tokens, max(max_tokens // 4, block_size))
-        self._mixed_slots = mixed_slots
+        self._mixed_tokens = mixed_tokens
         self._tokens_per_row = 1.0
         self._prefers_throughput = prefer_high_throughput
         targets = ((0.5, target_latency_ms_p50), (0.95, target_latency_ms_p95))
@@ -59,16 +59,20 @@ class TokenBudget:
         self._ratios: deque[float] = deque()  # measured / predicted time of steps with decode rows
         self._sorted_ratios: list[float] = []
 
-    def num_tokens(self, num_decode_rows: int) -> int:
-        """The budget of a step with `num_decode_rows` decode rows."""
+    def num_tokens(self, num_decode_rows: int, num_draft_tokens: int = 0) -> int:
+        """The budget of a step with `num_decode_rows` decode rows, of at most `num_draft_tokens` draft tokens
+        each."""
         if num_decode_rows == 0:
             return self.max_tokens
 
         if not self._targets:
-            return self.max_tokens if self._prefers_throughput else self._fair_share(num_decode_rows)
+            if self._prefers_throughput:
+                return self.max_tokens
+
+            return self._fair_share(num_decode_rows, num_draft_tokens)
 
         if self._token_s is None:
-            return self._fair_share(num_decode_rows)
+            return self._fair_share(num_decode_rows, num_draft_tokens)
 
         wanted_s = min(target_s / self._ratio(quantile) for quantile, target_s in self._targets)
         room_s = wanted_s - (self._decode_s or 0.0)
@@ -80,14 +84,14 @@ class TokenBudget:
 
         return max(int(room_s / self._token_s), self.min_tokens)
 
-    def _fair_share(self, num_decode_rows: int) -> int:
+    def _fair_share(self, num_decode_rows: int, num_draft_tokens: int) -> int:
         """The budget of the last rule of the class."""
         share = min(self.max_tokens, int(self._share * self._tokens_per_row))
-        index = bisect_left(self._mixed_slots, num_decode_rows)
-        if index == len(self._mixed_slots):
-            return share
+        for most_rows, most_tokens in self._mixed_tokens.get(num_draft_tokens, ()):
+            if num_decode_rows <= most_rows:
+                return min(share, most_tokens)
 
-        return share - min(self._mixed_slots[index], share // 2)
+        return share
 
     def observe(
         self, num_prefill_tokens: int, num_decode_rows: int, num_decoded_tokens: int, duration_s: float

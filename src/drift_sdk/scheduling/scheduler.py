@@ -14,7 +14,7 @@ from drift_sdk.scheduling.config import SchedulerConfig
 from drift_sdk.scheduling.queue import RunningSet, WaitingQueue
 from drift_sdk.scheduling.sequence import Delta, Sequence
 from drift_sdk.scheduling.step_builder import LaunchedStep, StepBuilder, check_in_flight
-from drift_sdk.steps import DecodeRow, StepPlan, StepResult
+from drift_sdk.steps import MAX_CHUNKS, DecodeRow, StepPlan, StepResult
 
 __all__ = ["Scheduler", "SequenceWatcher"]
 
@@ -34,8 +34,8 @@ class Scheduler:
 
     A plan may be made before earlier ones are committed, to any depth; results are committed in the order of
     their plans. A plan has decode rows first, then prefill chunks of running sequences, then chunks of newly
-    admitted ones, while slots, blocks and the token budget last; each group in order of (priority, arrival),
-    the lowest first. If the first sequence of the queue cannot be admitted, no other is.
+    admitted ones, while slots, blocks and the token budget last, and up to MAX_CHUNKS; each group in order of
+    (priority, arrival), the lowest first. If the first sequence of the queue cannot be admitted, no other is.
 
     A decode row that lacks blocks is left out while the sequence has steps in flight, because their results
     may free blocks. With none in flight, running sequences are preempted, the last in the order first, which
@@ -53,13 +53,15 @@ class Scheduler:
         self._budget = TokenBudget(
             max_tokens=config.prefill_token_budget,
             block_size=config.block_size,
-            mixed_slots=config.mixed_slots,
+            mixed_tokens=config.mixed_tokens,
             target_latency_ms_p50=config.target_latency_ms_p50,
             target_latency_ms_p95=config.target_latency_ms_p95,
             prefer_high_throughput=config.prefer_high_throughput,
         )
         self._queue = WaitingQueue()
         self._running = RunningSet(config.max_num_seqs)
+        # By slot: rows without drafts are the same in every step.
+        self._plain_rows = [DecodeRow(slot=slot, num_draft_tokens=0) for slot in range(config.max_num_seqs)]
         self._launched: deque[LaunchedStep] = deque()
         self._policy = (
             DraftPolicy(
@@ -224,8 +226,11 @@ class Scheduler:
             if length + sequence.min_in_flight_tokens >= sequence.max_length:
                 continue
 
-            row = self._decode_row(sequence, most_drafts)
-            num_slots = sequence.num_kv_slots(length + sequence.max_in_flight_tokens + row.max_emitted_tokens)
+            row, most = self._plain_rows[sequence.slot], 1
+            if most_drafts:
+                row = self._decode_row(sequence, most_drafts)
+                most = row.max_emitted_tokens
+            num_slots = sequence.num_kv_slots(length + sequence.max_in_flight_tokens + most)
             first_index = len(sequence.block_table)
             if num_slots > first_index * block_size:
                 if not self._reserve(sequence, self._blocks.num_blocks(num_slots)):
@@ -234,15 +239,15 @@ class Scheduler:
 
                 step.update_blocks(sequence, first_index)
 
-            step.add_row(sequence, row)
+            step.add_row(sequence, row, most)
 
         return prefilling, lacks_blocks
 
     def _decode_row(self, sequence: Sequence, most_drafts: int) -> DecodeRow:
         """The next decode row of a sequence in a batch that drafts at most `most_drafts` tokens a row."""
         max_depth = self.config.max_tree_depth
-        if max_depth is None or most_drafts == 0:
-            num_drafts = sequence.num_draft_tokens(most_drafts) if most_drafts else 0
+        if max_depth is None:
+            num_drafts = sequence.num_draft_tokens(most_drafts)
             return DecodeRow(slot=sequence.slot, num_draft_tokens=num_drafts)
 
         depth = min(max_depth, sequence.room)
@@ -252,13 +257,16 @@ class Scheduler:
     def _plan_chunks(self, step: StepBuilder, prefilling: list[Sequence], *, may_admit: bool) -> None:
         """Add chunks of running sequences, then, with `may_admit`, of newly admitted ones, within the
         budget."""
-        budget = self._budget.num_tokens(len(step.decode))
-        for sequence in prefilling:
+        budget = self._budget.num_tokens(len(step.decode), step.num_draft_tokens)
+        for sequence in prefilling[:MAX_CHUNKS]:
             if budget > 0:
                 budget -= step.add_chunk(sequence, budget)
 
         # Without `may_admit`: a new sequence would take the blocks that a running one is waiting for.
-        while budget > 0 and may_admit and (admitted := self._admit(step)) is not None:
+        while budget > 0 and may_admit and len(step.prefill) < MAX_CHUNKS:
+            admitted = self._admit(step)
+            if admitted is None:
+                break
             budget -= step.add_chunk(admitted, budget)
 
     def _reserve(self, sequence: Sequence, num_blocks: int) -> bool:
@@ -331,12 +339,13 @@ class Scheduler:
         """Commit the decode rows of a step; returns how many belong to sequences that have not ended."""
         num_useful = 0
         for sequence, row, output in zip(step.decode, step.plan.decode, result.decode, strict=True):
-            sequence.complete(1, row.max_emitted_tokens)
+            most = row.max_emitted_tokens if row.num_draft_tokens else 1
+            sequence.complete(1, most)
             if sequence.finish is not None:
                 continue
 
             token_ids = output.token_ids
-            assert 0 < len(token_ids) <= row.max_emitted_tokens, f"{sequence}: {output}"
+            assert 0 < len(token_ids) <= most, f"{sequence}: {output}"
             num_useful += 1
             sequence.token_ids += token_ids
             deltas.append(Delta(sequence, output, row.num_draft_tokens))
@@ -348,7 +357,7 @@ class Scheduler:
                         sequence.num_computed_tokens = len(sequence.prefix_nodes) * self.config.block_size
                 if output.finish is None:
                     self._blocks.publish(sequence)
-                    if len(token_ids) < row.max_emitted_tokens:
+                    if len(token_ids) < most:
                         self._blocks.trim(sequence)
             if output.finish is not None:
                 self._end(sequence, output.finish)

@@ -59,9 +59,9 @@ class StepBuilder:
             BlockUpdate(slot=sequence.slot, first_index=first_index, block_ids=block_ids)
         )
 
-    def add_row(self, sequence: Sequence, row: DecodeRow) -> None:
-        """Add a decode row of a sequence."""
-        sequence.launch(1, row.max_emitted_tokens)
+    def add_row(self, sequence: Sequence, row: DecodeRow, max_emitted_tokens: int) -> None:
+        """Add a decode row of a sequence. max_emitted_tokens: the row's, which the caller has computed."""
+        sequence.launch(1, max_emitted_tokens)
         self.decode.append(sequence)
         self._rows.append(row)
 

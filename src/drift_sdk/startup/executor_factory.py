@@ -20,14 +20,16 @@ from drift_sdk.execution.strict import StrictExecutor
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.progress import Report
-from drift_sdk.startup.device_memory import DeviceMemory
 from drift_sdk.startup.graph_support import options_without_graphs
 from drift_sdk.startup.kv_sizing import KVDemand, MemoryRoom, size_kv
+from drift_sdk.startup.model_part import ModelPart
+from drift_sdk.startup.tensor_parallel import shards_of
 from drift_sdk.steps import Executor, ExecutorLimits
 
 if TYPE_CHECKING:
     from drift_sdk._kernels.gemm.tuning import TunedTable
-    from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions, StartupHooks
+    from drift_sdk.execution.graph.executor import GraphExecutor
+    from drift_sdk.execution.graph.options import GraphOptions, StartupHooks
 
 __all__ = [
     "OpenedExecutor",
@@ -55,14 +57,14 @@ class OpenedExecutor(Struct, frozen=True, kw_only=True):
     num_tuned:   weight shapes that run with measured configurations.
     untuned:     those that do not.
     round_costs: seconds of a round by (slots, drafts); empty unless the number of drafts is adaptive.
-    mixed_slots: as in SchedulerConfig.
+    mixed_tokens: as in SchedulerConfig.
     """
 
     executor: Executor
     num_tuned: int = 0
     untuned: tuple[str, ...] = ()
     round_costs: dict[tuple[int, int], float] = {}
-    mixed_slots: tuple[int, ...] = ()
+    mixed_tokens: dict[int, tuple[tuple[int, int], ...]] = {}
 
 
 def choose_executor(
@@ -113,15 +115,10 @@ def kv_values_per_token(config: DecoderConfig) -> int:
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim
 
 
-def open_eager_executor(
-    config: EngineConfig,
-    decoder: Decoder,
-    demand: KVDemand,
-    memory: DeviceMemory,
-    drafter_factory: DrafterFactory,
-) -> OpenedExecutor:
+def open_eager_executor(config: EngineConfig, model: ModelPart, demand: KVDemand) -> OpenedExecutor:
     """Make an eager executor. Raises ConfigError for a KV cache that does not fit."""
-    limits = _limits(config, decoder, demand, memory.room())
+    decoder, drafter_factory = model.decoder, model.drafter_factory
+    limits = _limits(config, decoder, demand, model.memory.room())
     drafter = drafter_factory.eager_drafter(decoder, limits)
     has_checks = config.speculation is not None and config.speculation.checks
     checks = RoundChecks(limits) if has_checks and drafter is not None else None
@@ -130,45 +127,45 @@ def open_eager_executor(
 
 def open_graph_executor(
     config: EngineConfig,
-    decoder: Decoder,
+    parts: Sequence[ModelPart],
     demand: KVDemand,
-    memory: DeviceMemory,
-    drafter_factory: DrafterFactory,
     report: Report,
     acceptance_trace: Sequence[int] | None = None,
     stages: StageMarks | None = None,
 ) -> OpenedExecutor:
     """Make a graph executor and capture everything.
 
+    parts: of the model, one on each GPU, in order of rank. acceptance_trace, stages: for measuring, see
+    `GraphOptions`.
+
     Raises ExecutorError if a capture fails, and ConfigError if steps would be slower than the configuration
-    allows or the KV cache does not fit. acceptance_trace, stages: for measuring, see `GraphOptions`.
+    allows or the KV cache does not fit.
     """
     # Imported only here: they need Triton and the driver.
     from drift_sdk.execution.forward.kernel_weights import arrange_decoder
-    from drift_sdk.execution.graph.executor import GraphOptions, StartupHooks
+    from drift_sdk.execution.graph.options import StartupHooks
     from drift_sdk.startup.gemm_tuning import engine_table
 
-    arrange_decoder(decoder, drafter_factory.draft)
+    decoder, drafter_factory = parts[0].decoder, parts[0].drafter_factory
+    draft = drafter_factory.draft
+    for part in parts:
+        arrange_decoder(part.decoder, part.drafter_factory.draft)
+
+    def least_room(reserve: int) -> MemoryRoom:
+        """The room on the GPU that has least."""
+        return min((part.memory.room(reserve=reserve) for part in parts), key=lambda room: room.share)
 
     def fit_blocks(num_graphs: int) -> int:
         reserve = RESERVE_BYTES + num_graphs * decoder.config.num_layers * GRAPH_BYTES_PER_LAYER
-        return size_kv(config, demand, memory.room(reserve=reserve)).num_blocks
+        return size_kv(config, demand, least_room(reserve)).num_blocks
 
-    draft = drafter_factory.draft
-    table = engine_table(config, decoder, None if draft is None else draft.weights, report)
+    shard = shards_of(config)[0]
+    table = engine_table(config, decoder, None if draft is None else draft.weights, report, shard)
     # Buffers are made for the longest sequences that there could be room for; less room may be left.
-    limits = _limits(config, decoder, demand, memory.room(reserve=0))
-    options = GraphOptions(
-        prefill_token_budget=config.prefill_token_budget,
-        exact_prefill=config.exact_prefill,
-        step_timeout_s=config.step_timeout_s,
-        acceptance_trace=acceptance_trace,
-        stages=stages or NO_STAGE_MARKS,
-        has_checks=config.speculation is not None and config.speculation.checks,
-        shape_log=None if config.shape_log is None else Path(config.shape_log),
-    )
+    limits = _limits(config, decoder, demand, least_room(0))
+    options = _graph_options(config, len(parts), acceptance_trace, stages or NO_STAGE_MARKS)
     hooks = StartupHooks(fit_blocks=fit_blocks, report=report)
-    executor = _start_graph_executor(decoder, limits, table, options, drafter_factory, hooks)
+    executor = _start_graph_executor(parts, limits, table, options, hooks)
     untuned = tuple(sorted(table.untuned))
     if untuned and config.strict_performance:
         executor.close()
@@ -184,30 +181,57 @@ def open_graph_executor(
         num_tuned=len(table.used) - len(untuned),
         untuned=untuned,
         round_costs=round_costs,
-        mixed_slots=executor.mixed_slots,
+        mixed_tokens=executor.mixed_tokens,
+    )
+
+
+def _graph_options(
+    config: EngineConfig, num_gpus: int, acceptance_trace: Sequence[int] | None, stages: StageMarks
+) -> GraphOptions:
+    from drift_sdk.execution.graph.options import GraphOptions
+
+    return GraphOptions(
+        prefill_token_budget=config.prefill_token_budget,
+        exact_prefill=config.exact_prefill or num_gpus > 1,
+        step_timeout_s=config.step_timeout_s,
+        acceptance_trace=acceptance_trace,
+        stages=stages,
+        has_checks=config.speculation is not None and config.speculation.checks,
+        shape_log=None if config.shape_log is None else Path(config.shape_log),
     )
 
 
 def _start_graph_executor(
-    decoder: Decoder,
+    parts: Sequence[ModelPart],
     limits: ExecutorLimits,
     table: TunedTable,
     options: GraphOptions,
-    drafter_factory: DrafterFactory,
     hooks: StartupHooks,
 ) -> GraphExecutor:
     from drift_sdk.execution.device.device import GpuDevice
     from drift_sdk.execution.device.errors import is_kept
     from drift_sdk.execution.graph.executor import GraphExecutor
+    from drift_sdk.execution.graph.gpu_graphs import GpuModel
+    from drift_sdk.execution.graph.parallel_executor import ParallelExecutor
 
-    device = GpuDevice(decoder.device.index or 0)
+    devices = [GpuDevice(part.decoder.device.index or 0) for part in parts]
+    torch.cuda.set_device(devices[0].torch_device)
     try:
-        return GraphExecutor(
-            device, decoder, limits, table, options, drafter_factory=drafter_factory, hooks=hooks
-        )
+        if len(parts) == 1:
+            decoder, factory = parts[0].decoder, parts[0].drafter_factory
+            return GraphExecutor(
+                devices[0], decoder, limits, table, options, drafter_factory=factory, hooks=hooks
+            )
+
+        models = [
+            GpuModel(device=device, decoder=part.decoder, tuned=table, drafter_factory=part.drafter_factory)
+            for device, part in zip(devices, parts, strict=True)
+        ]
+        return ParallelExecutor(models, limits, options, hooks=hooks)
     except BaseException:
-        if not is_kept(device):
-            device.close()  # gives its stream, with the stream's library workspaces, to the next engine
+        for device in devices:
+            if not is_kept(device):
+                device.close()  # gives its stream, with the stream's library workspaces, to the next engine
         raise
 
 

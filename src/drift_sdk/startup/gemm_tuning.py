@@ -7,7 +7,7 @@ user's cache. Nothing here is an error: without measurements weights run with th
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from drift_sdk._kernels.gemm.tuning import TunedTable, WatchedTable, gemm_key, g
 from drift_sdk.config import EngineConfig
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_weights import DraftWeights
+from drift_sdk.models.shard import Shard
 from drift_sdk.models.weights import DecoderWeights, LayerWeights
 from drift_sdk.progress import Report
 
@@ -39,17 +40,25 @@ log = logging.getLogger("drift_sdk")
 EFFORTS: dict[str, Effort | None] = {"off": None, "short": SHORT, "full": FULL}
 """By `EngineConfig.tuning`."""
 
+SlicesOf = Callable[[int, int], int]
+"""Gives the slices of a weight of so many columns and inner indices."""
+
 
 def engine_table(
-    config: EngineConfig, decoder: Decoder, draft: DraftWeights | None, report: Report
+    config: EngineConfig,
+    decoder: Decoder,
+    draft: DraftWeights | None,
+    report: Report,
+    shard: Shard | None = None,
 ) -> WatchedTable:
     """Return the table of an engine for the decoder's device, and tune what it lacks as the config says.
 
     Entries of the user's cache come before those that are shipped. report: called while weights are tuned.
+    shard: the part of the model that the decoder is; None: all.
     """
     gpu = torch.cuda.get_device_name(decoder.device) if decoder.device.type == "cuda" else "none"
     shipped, machine = tuning.table_for(gpu_key(gpu)), measured_on(gpu)
-    weights = list(weights_to_tune(decoder.weights, draft))
+    weights = list(weights_to_tune(decoder.weights, draft, shard))
     kept = user_table(machine)
     effort = EFFORTS[config.tuning]
     wanted = [weight for weight in weights if effort is FULL or not _is_tuned(weight, shipped, kept)]
@@ -99,14 +108,17 @@ def _tuned(
     return TunedTable(gemms={**kept.gemms, **found.gemms})
 
 
-def weights_to_tune(target: DecoderWeights, draft: DraftWeights | None) -> Iterator[WeightToTune]:
+def weights_to_tune(
+    target: DecoderWeights, draft: DraftWeights | None, shard: Shard | None = None
+) -> Iterator[WeightToTune]:
     """Yield the weights of a model and its draft whose products run in tuned kernels, by shape.
 
     Weights that are not plain tensors of a floating-point type, such as quantised ones, are left out.
+    shard: the part of the model that `target` is; None: all.
     """
     tensors: dict[str, list[Tensor]] = {}
     shapes: dict[str, GemmShape] = {}
-    for weight, is_gated, is_whole in _products(target, draft):
+    for weight, is_gated, is_whole, slices_of in _products(target, draft, shard):
         if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.numel() == 0:
             continue
 
@@ -116,7 +128,7 @@ def weights_to_tune(target: DecoderWeights, draft: DraftWeights | None) -> Itera
         shapes[key] = GemmShape(
             num_columns=num_columns,
             inner=inner,
-            num_slices=num_slices(num_columns, inner, is_whole=is_whole or is_gated),
+            num_slices=1 if is_whole or is_gated else slices_of(num_columns, inner),
             is_gated=is_gated,
             element_bytes=weight.element_size(),
         )
@@ -124,20 +136,28 @@ def weights_to_tune(target: DecoderWeights, draft: DraftWeights | None) -> Itera
         yield WeightToTune(shape=shape, tensors=tensors[key])
 
 
-def _products(target: DecoderWeights, draft: DraftWeights | None) -> Iterator[tuple[object, bool, bool]]:
-    """Each weight, whether its product is gated, and whether it is used whole."""
-    yield from _layer_products(target.layers)
-    yield target.head, False, True
+def _products(
+    target: DecoderWeights, draft: DraftWeights | None, shard: Shard | None
+) -> Iterator[tuple[object, bool, bool, SlicesOf]]:
+    """Each weight, whether its product is gated, whether it is used whole, and the function of its shape that
+    gives its slices."""
+    yield from _layer_products(target.layers, shard)
+    yield target.head, False, True, num_slices
     if draft is not None:
-        yield from _layer_products(draft.layers)
-        yield draft.fc, False, False
-        yield draft.head, False, False
+        yield from _layer_products(draft.layers, None)
+        yield draft.fc, False, False, num_slices
+        yield draft.head, False, False, num_slices
 
 
-def _layer_products(layers: Iterable[LayerWeights]) -> Iterator[tuple[object, bool, bool]]:
+def _layer_products(
+    layers: Iterable[LayerWeights], shard: Shard | None
+) -> Iterator[tuple[object, bool, bool, SlicesOf]]:
+    of_rows: SlicesOf = num_slices if shard is None else shard.row_slices
+    of_columns: SlicesOf = num_slices if shard is None else shard.column_slices
     for layer in layers:
-        for weight in (layer.qkv, layer.output, layer.down):
-            yield weight, False, False
-        yield layer.gate_up, layer.gate_up_bias is None, False
+        yield layer.qkv, False, False, of_rows
+        for weight in (layer.output, layer.down):
+            yield weight, False, False, of_columns
+        yield layer.gate_up, layer.gate_up_bias is None, False, of_rows
         if layer.experts is not None:
-            yield layer.experts.router, False, False
+            yield layer.experts.router, False, False, num_slices

@@ -14,6 +14,7 @@ from drift_sdk.errors import ConfigError, ModelLoadError
 from drift_sdk.loading.source import Found, find
 from drift_sdk.model_info import ModelInfo, RemoteFile
 from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.shard import Shard, shard_obstacles
 from drift_sdk.models.weights import check_tensors, tensor_shapes, weight_bytes
 from drift_sdk.progress import ignore_progress
 from drift_sdk.startup.device_memory import DeviceMemory
@@ -27,6 +28,7 @@ from drift_sdk.startup.model_startup import (
     load_text,
     read_config,
 )
+from drift_sdk.startup.tensor_parallel import check_division, parallel_devices
 from drift_sdk.startup.weight_form import choose_weight_form, stored_scheme
 
 __all__ = ["inspect_model"]
@@ -61,11 +63,16 @@ class Inspection:
 
         has_tokenizer = self._try(lambda: self._has_tokenizer)
         has_template = None if shapes is None else self._try(lambda: self._has_template(shapes))
-        held = None if shapes is None or dtype is None else self._try(lambda: self._held(shapes, dtype))
-        kv_bytes = None if shapes is None or dtype is None else kv_values_per_token(shapes) * dtype.itemsize
+        if device is not None:
+            self._try(lambda: parallel_devices(self._config, device))
+        if shapes is not None and executor is not None:
+            self._try(lambda: check_division(self._config, shapes, executor))
+        part = None if shapes is None else self._part(shapes)
+        held = None if part is None or dtype is None else self._try(lambda: self._held(part, dtype))
+        kv_bytes = None if part is None or dtype is None else kv_values_per_token(part) * dtype.itemsize
         size: KVSize | None = None
-        if device is not None and held is not None and kv_bytes is not None and shapes is not None:
-            size = self._try(lambda: self._kv_size(device, shapes, held, kv_bytes, executor or "eager"))
+        if device is not None and held is not None and kv_bytes is not None and part is not None:
+            size = self._try(lambda: self._kv_size(device, part, held, kv_bytes, executor or "eager"))
 
         block_size = self._block_size(executor or "eager")
         return ModelInfo(
@@ -96,6 +103,14 @@ class Inspection:
             if str(error) not in self._reasons:
                 self._reasons.append(str(error))
             return None
+
+    def _part(self, shapes: DecoderConfig) -> DecoderConfig | None:
+        """The shapes of what a GPU has; None if the model cannot be divided between so many."""
+        size = self._config.tensor_parallel
+        if size > 1 and any(shard_obstacles(shapes, size)):
+            return None
+
+        return Shard(rank=0, size=size).config(shapes)
 
     def _held(self, shapes: DecoderConfig, dtype: torch.dtype) -> int:
         """Bytes of the weights in memory. Of quantised weights that are not downloaded: the size of their

@@ -22,14 +22,13 @@ from drift_sdk.errors import ConfigError, ModelLoadError, RequestError, short_re
 from drift_sdk.execution.drafter_factory import DrafterFactory
 from drift_sdk.execution.stages import StageMarks
 from drift_sdk.loading.source import Source, eos_token_ids, expand_home, name_role, resolve
-from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.shard import Shard
 from drift_sdk.models.weights import weight_bytes
 from drift_sdk.progress import Download, Report, ignore_progress
 from drift_sdk.sampling_params import SamplingParams
 from drift_sdk.scheduling.config import SchedulerConfig
-from drift_sdk.startup.device_memory import DeviceMemory, opening_lock
-from drift_sdk.startup.draft_startup import open_drafter_factory
+from drift_sdk.startup.device_memory import DeviceMemory
 from drift_sdk.startup.executor_factory import (
     OpenedExecutor,
     choose_executor,
@@ -38,6 +37,13 @@ from drift_sdk.startup.executor_factory import (
     open_graph_executor,
 )
 from drift_sdk.startup.kv_sizing import KVDemand, check_model_len, gib
+from drift_sdk.startup.model_part import ModelPart, StoredWeights, load_part
+from drift_sdk.startup.tensor_parallel import (
+    check_division,
+    opening_locks,
+    parallel_devices,
+    shards_of,
+)
 from drift_sdk.startup.weight_form import choose_weight_form, stored_scheme
 from drift_sdk.steps import ExecutorLimits
 from drift_sdk.text.chat import ChatTemplate
@@ -73,6 +79,7 @@ def open_model(
     device = choose_device(config)
     dtype = choose_dtype(config, device)
     choose_executor(config, device)  # raises before anything is downloaded
+    devices = parallel_devices(config, device)
     source = resolve(
         model,
         **hub_settings(config),
@@ -83,22 +90,23 @@ def open_model(
     )
     decoder_config = read_config(source, config)
     executor_name, fallback = choose_executor(config, device, decoder_config)
+    check_division(config, decoder_config, executor_name)
 
     report("load tokenizer", 0.0)
     load = partial(load_text, source, config, decoder_config.vocab_size)
-    with opening_lock(device), loaded_beside(config, load, report) as loading_text:
-        memory = DeviceMemory(device, config)
-        weights = _Weights(source, decoder_config, device, dtype)
-        decoder = _load_decoder(weights, config, memory, checked(report, loading_text))
-        drafter_factory = open_drafter_factory(config, decoder, report)
+    with opening_locks(devices), loaded_beside(config, load, report) as loading_text:
+        weights = [
+            StoredWeights(source, decoder_config, place, dtype, shard)
+            for place, shard in zip(devices, shards_of(config), strict=True)
+        ]
+        parts = _load_parts(weights, config, checked(report, loading_text))
+        first, drafter_factory = parts[0], parts[0].drafter_factory
         text = loading_text.result()
-        demand = kv_demand(decoder, drafter_factory, config.block_size or BLOCK_SIZES[executor_name])
+        demand = kv_demand(first.decoder, drafter_factory, config.block_size or BLOCK_SIZES[executor_name])
         if executor_name == "graph":
-            opened = open_graph_executor(
-                config, decoder, demand, memory, drafter_factory, report, acceptance_trace, stages
-            )
+            opened = open_graph_executor(config, parts, demand, report, acceptance_trace, stages)
         else:
-            opened = open_eager_executor(config, decoder, demand, memory, drafter_factory)
+            opened = open_eager_executor(config, first, demand)
     _log_kv_cache(opened.executor.limits, demand)
     report("ready", 1.0)
     return LoadedModel(
@@ -110,6 +118,15 @@ def open_model(
         scheduling=_scheduling(config, opened, drafter_factory),
         text=_model_text(text, opened.executor.limits, has_drafts=bool(drafter_factory.draft_choices)),
     )
+
+
+def _load_parts(weights: Sequence[StoredWeights], config: EngineConfig, report: Report) -> list[ModelPart]:
+    """The parts of a model, each on its GPU, one after the other."""
+    parts = [load_part(each, config, report) for each in weights]
+    if len({part.drafter_factory.draft_choices for part in parts}) > 1:
+        raise ModelLoadError("the draft could be loaded on some GPUs alone")
+
+    return parts
 
 
 @contextmanager
@@ -151,15 +168,6 @@ class Text(Struct, frozen=True, kw_only=True):
     default_params: SamplingParams
 
 
-class _Weights(Struct, frozen=True):
-    """Source, configuration, device and dtype of the decoder's weights."""
-
-    source: Source
-    config: DecoderConfig
-    device: torch.device
-    dtype: torch.dtype
-
-
 def load_text(source: Source, config: EngineConfig, vocab_size: int, report: Report) -> Text:
     """All of a model that concerns text. Raises ModelLoadError naming the file."""
     tokenizer, templates = _tokenizer(source, config, report)
@@ -196,7 +204,7 @@ def _scheduling(
         max_tree_depth=drafter_factory.max_tree_depth,
         is_draft_adaptive=drafter_factory.is_adaptive,
         round_costs=opened.round_costs,
-        mixed_slots=opened.mixed_slots,
+        mixed_tokens=opened.mixed_tokens,
         has_draft_kv=drafter_factory.needs_draft_kv,
         wants_history=drafter_factory.needs_history,
         target_latency_ms_p50=config.target_latency_ms_p50,
@@ -223,9 +231,11 @@ def hub_settings(config: EngineConfig) -> dict[str, Any]:
 def _check_shapes(source: Source, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> None:
     """Raise the errors of opening a model that its config shows, before its weights are downloaded."""
     decoder_config = read_config(source, config)
-    choose_executor(config, device, decoder_config)
+    executor_name, _ = choose_executor(config, device, decoder_config)
+    check_division(config, decoder_config, executor_name)
     check_model_len(config, decoder_config.max_position_embeddings)
     form = choose_weight_form(config, decoder_config)
+    decoder_config = Shard(rank=0, size=config.tensor_parallel).config(decoder_config)
     if form != "stored" or stored_scheme(config, decoder_config) is None:  # else files have the sizes
         DeviceMemory(device, config).check_weights(weight_bytes(decoder_config, dtype, form))
 
@@ -350,26 +360,3 @@ def _default_params(source: Source) -> SamplingParams:
     except RequestError as error:
         name = next(name for name, field in names.items() if field == error.field)
         raise ModelLoadError(f"{file}: {name}={short_repr(error.value)}: expected {error.allowed}") from error
-
-
-def _load_decoder(weights: _Weights, config: EngineConfig, memory: DeviceMemory, report: Report) -> Decoder:
-    report("load weights", 0.0)
-    form = choose_weight_form(config, weights.config)
-    if config.load == "random":
-        return Decoder.random(
-            weights.config,
-            device=weights.device,
-            dtype=weights.dtype,
-            form=form,
-            check_bytes=memory.check_weights,
-        )
-
-    return Decoder.load(
-        weights.config,
-        weights.source.tensors(),
-        device=weights.device,
-        dtype=weights.dtype,
-        form=form,
-        on_tensor=lambda done, total: report("load weights", done / total),
-        check_bytes=memory.check_weights,
-    )

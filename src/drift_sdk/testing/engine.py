@@ -22,7 +22,9 @@ from drift_sdk.text.chat import ChatTemplate
 
 __all__ = ["CHAT_TEMPLATE", "ScriptedEngine", "ScriptedModel", "scripted_engine"]
 
+# It takes tools, so that there is no warning, and leaves them out: each of their characters would be a token.
 CHAT_TEMPLATE = (
+    "{% if tools %}{% endif %}"
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )

@@ -115,7 +115,10 @@ class ScriptedExecutor:
             self._script.ended(arrival)
         logprobs = None
         if slot.sampling.num_logprobs is not None:
-            logprobs = tuple(TokenLogprobs(token_id=token, logprob=0.0) for token in emitted)
+            num_top = min(slot.sampling.num_logprobs, 1)  # a scripted token is the only one
+            logprobs = tuple(
+                TokenLogprobs(token_id=token, logprob=0.0, top=((token, 0.0),) * num_top) for token in emitted
+            )
 
         return SlotOutput(token_ids=tuple(emitted), finish=finish, logprobs=logprobs)
 

@@ -103,8 +103,9 @@ class ChatTemplate:
                                 generation prompt then.
 
         What templates differ in is passed in the form that this one takes: `reasoning_content` of messages is
-        also their `thinking`, the content of an assistant's message of calls alone is empty or None, and
-        arguments of calls become JSON text if the template rejects them as mappings.
+        also their `thinking`, the content of an assistant's message without text is empty, or None if it has
+        calls and the template asks for None, and arguments of calls become JSON text if the template rejects
+        them as mappings.
 
         Raises `RequestError` if messages, tools or arguments have another form, if the template rejects them,
         or if the last message cannot be continued.
@@ -174,9 +175,9 @@ def _with_aliases(messages: list[dict[str, Any]], takes_no_content: bool) -> lis
         reasoning = next((message[name] for name in REASONING_FIELDS if message.get(name) is not None), None)
         if reasoning is not None:
             message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
-        is_call = message["role"] == "assistant" and message.get("tool_calls")
-        if is_call and message.get("content", "") in (None, ""):
-            message = message | {"content": None if takes_no_content else ""}
+        if message["role"] == "assistant" and message.get("content", "") in (None, ""):
+            is_none = message.get("tool_calls") and takes_no_content
+            message = message | {"content": None if is_none else ""}
         found.append(message)
     return found
 

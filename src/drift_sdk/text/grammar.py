@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drift_sdk.errors import RequestError
-from drift_sdk.grammars import Grammar, JsonSchema, Regex
+from drift_sdk.grammars import JSON_STYLE, After, AnyGrammar, JsonSchema, Lark, Regex
 from drift_sdk.text.grammar_limits import STACK_BYTES, check_lark, check_regex, check_schema
 from drift_sdk.text.tokenizer import Tokenizer
 
@@ -43,15 +43,11 @@ COMPILE_TIMEOUT_S = 20
 
 NO_FORCING = '\n%llguidance {"no_forcing": true}'
 
-# Whitespace in JSON: one blank, or a newline and its indentation. If any whitespace were allowed, small
-# models might generate it without end.
-JSON_STYLE = {"whitespace_pattern": r"( |\n[ \t]{0,32})"}
-
 Bitmask = NDArray[np.int32]
 
 
 def constrain(
-    grammar: Grammar,
+    grammar: AnyGrammar,
     tokenizer: Tokenizer,
     *,
     vocab_size: int,
@@ -271,25 +267,39 @@ def start_thread(work: Callable[[], None]) -> None:
             threading.stack_size(before)
 
 
-def lark_of(grammar: Grammar) -> str:
+def lark_of(grammar: AnyGrammar) -> str:
     """A grammar in llguidance's notation, with forcing switched off.
 
     The setting is appended because llguidance uses the last one. Raises ValueError for a grammar that exceeds
     the bounds.
     """
+    if isinstance(grammar, Lark):
+        check_lark(grammar.grammar)
+        return grammar.grammar + NO_FORCING
+
+    return f"start: {expression_of(grammar)}{NO_FORCING}"
+
+
+def expression_of(grammar: AnyGrammar) -> str:
+    """A grammar as an expression of llguidance's Lark. Raises as `lark_of` does."""
     if isinstance(grammar, JsonSchema):
         check_schema(grammar.definition)
-        schema = {"x-guidance": JSON_STYLE} | grammar.definition
-        return f"start: %json {json.dumps(schema)}{NO_FORCING}"
+        return f"%json {json.dumps({'x-guidance': JSON_STYLE} | grammar.definition)}"
 
     if isinstance(grammar, Regex):
         check_regex(grammar.pattern)
         # \s becomes a class that contains a space, which (?x) would ignore.
         pattern = regex_to_lark(grammar.pattern, "dws").replace(r"[ \t", r"[\x20\t")
-        return f"start: /{pattern}/{NO_FORCING}"
+        return f"/{pattern}/"
 
-    check_lark(grammar.grammar)
-    return grammar.grammar + NO_FORCING
+    if isinstance(grammar, Lark):
+        check_lark(grammar.grammar)
+        return f"%lark {{\n{grammar.grammar}\n}}"
+
+    if isinstance(grammar, After):
+        return f"({expression_of(grammar.first)}) ({expression_of(grammar.rest)})"
+
+    return " | ".join(map(expression_of, grammar.grammars))
 
 
 def is_allowed(row: NDArray[np.int32], token_id: int) -> bool:
@@ -307,6 +317,6 @@ def reason(matcher: LLMatcher) -> str:
     return re.sub(r"^at 1\(8\): (failed to compile JSON schema: )?", "", message).strip()
 
 
-def failure(reason: str, grammar: Grammar | None = None) -> RequestError:
+def failure(reason: str, grammar: AnyGrammar | None = None) -> RequestError:
     allowed = "a grammar that can be compiled and followed"
     return RequestError(f"grammar: {reason}", field="grammar", value=grammar, allowed=allowed)

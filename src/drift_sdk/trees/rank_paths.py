@@ -21,8 +21,11 @@ from drift_sdk.trees.token_tree import TokenTree
 __all__ = ["RankPaths", "RankedTree", "check_paths", "rank_tree", "read_tree_file"]
 
 RankPaths = tuple[tuple[int, ...], ...]
-MAX_FILE_BYTES = 2**20
-"""Largest file of a tree; 63 paths of 16 ranks take some 4 KiB."""
+MAX_FILE_BYTES = 2**14
+"""Largest file of a tree; 63 paths of 16 ranks take some 4 KiB. The time that tomllib takes for nested tables
+grows with the square of their depth."""
+FORMATS = {".toml": "TOML", ".json": "JSON", ".yaml": "YAML", ".yml": "YAML"}
+"""Formats of files, by the ends of their names."""
 
 
 class RankedTree:
@@ -79,7 +82,7 @@ def check_paths(paths: object) -> RankPaths:
 
 
 def read_tree_file(file: str | Path) -> dict[str, Any]:
-    """The settings in a TOML or JSON file; a list at the top of a JSON file is taken for `paths`.
+    """The settings in a TOML, JSON or YAML file; a list at the top of a file is taken for `paths`.
 
     Raises ConfigError naming `file` if it cannot be read.
     """
@@ -87,8 +90,8 @@ def read_tree_file(file: str | Path) -> dict[str, Any]:
         raise ConfigError.of("file", file, "a path")
 
     path = Path(file)
-    if path.suffix not in (".toml", ".json"):
-        raise ConfigError.of("file", str(file), "a name that ends in .toml or .json")
+    if path.suffix not in FORMATS:
+        raise ConfigError.of("file", str(file), "a name that ends in .toml, .json, .yaml or .yml")
 
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # opening a FIFO may never return
@@ -99,18 +102,45 @@ def read_tree_file(file: str | Path) -> dict[str, Any]:
         if len(data) > MAX_FILE_BYTES:
             raise ConfigError.of("file", str(file), f"at most {MAX_FILE_BYTES} bytes")
 
-        settings = tomllib.loads(data.decode()) if path.suffix == ".toml" else json.loads(data)
+        settings = _parse(data, FORMATS[path.suffix])
     except (OSError, ValueError, RecursionError) as error:
-        allowed = f"a readable {path.suffix[1:].upper()} file: {error}"
+        allowed = f"a readable {FORMATS[path.suffix]} file: {error}"
         raise ConfigError.of("file", str(file), allowed) from error
 
     if isinstance(settings, list):
         return {"paths": settings}
 
-    if not isinstance(settings, dict):
+    if not isinstance(settings, dict) or not all(isinstance(key, str) for key in settings):
         raise ConfigError.of("file", str(file), "a table of settings, or a list of paths")
 
     return settings
+
+
+def _parse(data: bytes, form: str) -> object:
+    """The value in a file. ValueError or RecursionError for one that is wrong."""
+    if form == "TOML":
+        return tomllib.loads(data.decode())
+
+    if form == "JSON":
+        return json.loads(data)
+
+    import yaml  # 10 ms, which other files need not wait for
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
+        """Without aliases: those that are merged into each other take time without end."""
+
+        def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+            if self.check_event(yaml.AliasEvent):
+                raise ValueError("it has an alias")
+
+            return super().compose_node(parent, index)
+
+    try:
+        return yaml.load(data, Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from error
+    except (LookupError, AttributeError) as error:  # a tag such as !!bool before other text
+        raise ValueError(f"a value does not fit its tag ({error!r})") from error
 
 
 def _is_list(value: object) -> TypeGuard[Sequence[Any]]:

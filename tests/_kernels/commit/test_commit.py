@@ -11,13 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from drift_sdk._kernels.commit.commit import (
-    FINISHED_LENGTH,
-    FINISHED_STOP,
-    commit,
-    commit_reference,
-    record_words,
-)
+from drift_sdk._kernels.commit.commit import commit, commit_reference
+from drift_sdk._kernels.commit.records import FINISHED_LENGTH, FINISHED_STOP, record_words
 from drift_sdk._kernels.commit.simulated_commit import (
     SimulatedRounds,
     commit_simulated,

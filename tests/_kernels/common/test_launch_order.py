@@ -86,6 +86,41 @@ def test_untraceable_pointers_count_as_pointers_into_every_argument() -> None:
     assert access(WAIT, chosen, load, store) == KernelAccess(names(), names("a", "b"), False)
 
 
+BRANCHES = """
+    scf.if %is_first {{
+{first}    }} else {{
+{second}    }} loc(#loc2)
+"""
+
+
+def indented(part: str) -> str:
+    return "".join(f"  {line}\n" for line in part.splitlines() if line)
+
+
+def test_names_of_one_branch_are_other_values_in_the_other() -> None:
+    load = LOAD_A.replace("%at_0", "%place")
+    branches = BRANCHES.format(first=indented(WAIT + load), second=indented(WAIT + STORE_B))
+    assert access(branches, WAIT) == KernelAccess(names(), names("b"), False)
+
+
+def test_wait_before_a_return_in_between_counts_behind_it() -> None:
+    branch = """
+    cf.cond_br %is_padding, ^bb1, ^bb2 loc(#loc2)
+  ^bb1:  // pred: ^bb0
+    tt.return loc(#loc2)
+  ^bb2:  // pred: ^bb0
+"""
+    assert access(WAIT, branch, LOAD_A, STORE_B) == KernelAccess(names(), names("b"), False)
+
+
+def test_wait_in_one_branch_is_none_in_the_other() -> None:
+    branches = BRANCHES.format(first=indented(WAIT + STORE_B), second=indented(LOAD_A + WAIT))
+    assert access(branches, WAIT) == KernelAccess(names("a"), names("b"), False)
+    for parts in ((branches, STORE_B, WAIT), (branches, WAIT.replace("    ", "      "))):
+        with pytest.raises(LaunchOrderError):
+            access(*parts)
+
+
 def test_atomics_count_as_writes() -> None:
     atomic = """
     %old = tt.atomic_rmw add, relaxed, gpu, %a, %n, %true : (!tt.ptr<f32>, i32, i1) -> i32 loc(#loc2)
@@ -99,7 +134,7 @@ def test_kernels_that_end_or_write_without_waiting_are_rejected() -> None:
     with pytest.raises(LaunchOrderError, match="kernel: may end without having waited"):
         access(LOAD_A)
     branch = "    scf.if %c {\n      tt.grid_dependency_wait loc(#loc4)\n    } loc(#loc4)\n"
-    with pytest.raises(LaunchOrderError, match="may end without having waited"):
+    with pytest.raises(LaunchOrderError, match="before it waits"):
         access(branch, LOAD_A, STORE_B)
     with pytest.raises(LaunchOrderError, match=r"writes \['b'\] before it waits"):
         access(LOAD_A, STORE_B, WAIT)

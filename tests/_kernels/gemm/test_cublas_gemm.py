@@ -64,16 +64,23 @@ def test_library_state_changes_with_settings_and_workspace(monkeypatch: pytest.M
     assert len(states) == 6
 
 
+def test_bits_are_compared_at_several_magnitudes() -> None:
+    rows = cublas_gemm._random_rows(torch.empty(8, 4096, dtype=torch.bfloat16))
+    assert rows.dtype == torch.bfloat16 and rows.isfinite().all()
+    spread = rows.float().abs().log2().clamp(min=-20).std(dim=1)
+    assert (spread[1::2] > 2 * spread[::2]).all()
+
+
 @pytest.mark.gpu
 def test_a_changed_library_is_compared_again(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cublas_gemm, "_has_same_bits", {})
+    monkeypatch.setattr(cublas_gemm, "_ways", {})
     x, weight = inputs((256, 640, 576), device, torch.bfloat16)
     out = poisoned(2, 256, 640, device=device)
     for num_comparisons, size in ((1, None), (1, None), (2, ":4096:2")):
         if size is not None:
             monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", size)
         fastest_multiply(x, weight, out, SLICED)
-        assert len(cublas_gemm._has_same_bits) == num_comparisons
+        assert len(cublas_gemm._ways) == num_comparisons
 
 
 @pytest.mark.gpu
@@ -106,7 +113,7 @@ def test_tuned_shapes_use_the_library_where_the_table_names_it(
 ) -> None:
     """The library has the kernel's bits for all shapes of the table, on the GPU they were measured on."""
     caplog.set_level(logging.WARNING, "drift_sdk")
-    monkeypatch.setattr(cublas_gemm, "_has_same_bits", {})
+    monkeypatch.setattr(cublas_gemm, "_ways", {})
     table = table_for("nvidia-h200")
     for num_columns, inner in ((6144, 4096), (4096, 4096), (4096, 14_336), (128_256, 4096)):
         config = table.gemm(num_columns, inner).config(384)
@@ -117,8 +124,8 @@ def test_tuned_shapes_use_the_library_where_the_table_names_it(
     x, weight = inputs((384, 28_672, 4096), device, torch.bfloat16)
     out = poisoned(384, 14_336, device=device, dtype=torch.bfloat16)
     fastest_gated_multiply(x, weight, out, config, torch.empty(384, 28_672, device=device).to(torch.bfloat16))
-    assert all(cublas_gemm._has_same_bits.values())
-    assert len(cublas_gemm._has_same_bits) == 5
+    assert all(cublas_gemm._ways.values())
+    assert len(cublas_gemm._ways) == 5
     assert not caplog.records
 
 
@@ -126,9 +133,11 @@ def test_tuned_shapes_use_the_library_where_the_table_names_it(
 def test_a_library_with_other_bits_is_not_used(
     device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(cublas_gemm, "_has_same_bits", {})
+    monkeypatch.setattr(cublas_gemm, "_ways", {})
 
-    def one_bit_off(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, config: GemmConfig) -> None:
+    def one_bit_off(
+        x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, config: GemmConfig, way: str
+    ) -> None:
         multiply(x, weight, out, config)
         out.view(torch.int32)[..., 0] ^= 1
 
@@ -142,3 +151,56 @@ def test_a_library_with_other_bits_is_not_used(
     assert [record.getMessage() for record in caplog.records] == [
         "256 rows by 640x576: the library's bits differ: using the kernel, which is slower"
     ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [200, 512, 768])
+def test_a_batch_of_slices_is_right(num_rows: int, device: str) -> None:
+    """Each partial sum is that of its slice, up to the order of summation."""
+    for num_columns, inner in ((6144, 4096), (640, 512)):
+        x, weight = inputs((num_rows, num_columns, inner), device, torch.bfloat16)
+        found, expected = (poisoned(2, num_rows, num_columns, device=device) for _ in range(2))
+        cublas_gemm.library_multiply(x, weight, found, SLICED, "batch")
+        cublas_gemm.library_multiply(x, weight, expected, SLICED, "slices")
+        torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_slices_follow_each_other_where_their_batch_has_other_bits(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cublas_gemm, "_ways", {})
+    library_multiply = cublas_gemm.library_multiply
+
+    def other_bits(
+        x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, config: GemmConfig, way: str
+    ) -> None:
+        if way == "slices":
+            library_multiply(x, weight, out, config)
+        else:
+            out.zero_()
+
+    monkeypatch.setattr(cublas_gemm, "library_multiply", other_bits)
+    config = table_for("nvidia-h200").gemm(6144, 4096).config(384)
+    x, weight = inputs((384, 6144, 4096), device, torch.bfloat16)
+    found, expected = (poisoned(2, 384, 6144, device=device) for _ in range(2))
+    assert fastest_multiply(x, weight, found, config)
+    multiply(x, weight, expected, config)
+    assert torch.equal(found, expected)
+    assert [*cublas_gemm._ways.values()] == ["slices"]
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "inner", "num_slices", "ways"),
+    [
+        (512, 4096, 2, ("batch", "slices")),
+        (4096, 4096, 2, ("slices",)),
+        (512, 4096, 1, ("slices",)),
+        (512, 576, 2, ("slices",)),
+    ],
+)
+def test_equal_slices_of_some_rows_are_a_batch(
+    num_rows: int, inner: int, num_slices: int, ways: tuple[str, ...]
+) -> None:
+    config = GemmConfig(True, 64, 16, 64, 3, 4, is_library=True, num_slices=num_slices)
+    assert cublas_gemm._possible_ways(num_rows, inner, config) == ways

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -44,3 +45,10 @@ def test_other_files_are_refused_and_kept(contents: bytes, tmp_path: Path) -> No
     with pytest.raises(ValueError, match="no log of products"):
         add_products(path, Counter({SMALL: 1}))
     assert path.read_bytes() == contents
+
+
+def test_log_that_is_no_regular_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo.json")
+    for path in (tmp_path / "fifo.json", tmp_path):
+        with pytest.raises(ValueError, match="not a regular file"):
+            read_products(path)

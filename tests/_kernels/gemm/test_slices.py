@@ -11,6 +11,7 @@ from drift_sdk._kernels.gemm.slices import (
     SLICE_ALIGNMENT,
     WIDE_ALIGNMENT,
     num_slices,
+    shard_slices,
     slice_size,
 )
 
@@ -72,3 +73,32 @@ def test_fewer_columns_never_have_fewer_slices() -> None:
     for inner in (128, 576, 1024, 4096, 18_944):
         found = [num_slices(num_columns, inner) for num_columns in (64, 4095, 4096, 20_000, 20_001)]
         assert found == sorted(found, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("num_columns", "inner", "expected"),
+    [
+        (4096, 14_336, {2: 1, 4: 1, 8: 1}),  # Llama-3.1-8B: down
+        (2048, 8192, {2: 2, 4: 1, 8: 1}),  # Llama-3.2-1B: down
+        (8192, 28_672, {2: 1, 4: 1, 8: 1}),  # Llama-3.1-70B: down
+        (576, 576, {2: 0, 4: 0, 8: 0}),  # SmolLM2-135M: output, nine heads of 64
+        (896, 4864, {2: 1, 4: 1, 8: 0}),  # Qwen2.5-0.5B: down
+    ],
+)
+def test_slices_of_shards_of_known_shapes(num_columns: int, inner: int, expected: dict[int, int]) -> None:
+    assert {size: shard_slices(num_columns, inner, size) for size in expected} == expected
+
+
+@given(st.integers(1, 30_000), st.integers(1, 70_000), st.sampled_from((2, 4, 8)))
+def test_shards_consist_of_whole_slices(num_columns: int, inner: int, num_shards: int) -> None:
+    """Those of one GPU, if there are enough of them."""
+    number = shard_slices(num_columns, inner, num_shards)
+    if not number:
+        return
+
+    size = slice_size(inner // num_shards, number)
+    assert number * num_shards * size == inner and size % SLICE_ALIGNMENT == 0
+    if num_slices(num_columns, inner) % num_shards == 0:
+        assert size == slice_size(inner, num_slices(num_columns, inner))
+    else:
+        assert number == 1

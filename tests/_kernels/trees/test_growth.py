@@ -243,6 +243,28 @@ def test_candidates_equal_the_reference(num_slices: int, device: str) -> None:
     assert buffers.token[2].tolist() == [POISON] * number
 
 
+def test_equal_candidates_are_ranked_by_their_ids(device: str) -> None:
+    """Ties, signed zeros and -inf, in two chunks, the second one with fewer tokens than candidates."""
+    vocab_size, number = 1026, 6
+    logits = torch.full((2, vocab_size), -torch.inf)
+    logits[0, [1025, 3, 700, 2, 1024]] = torch.tensor([1.0, 1.0, -0.0, 0.0, -2.0])
+    logits[1, :] = -3.5
+    num_chunks = num_draft_chunks(vocab_size)
+    by_chunk = (2, num_chunks, number)
+    buffers = moved(
+        CandidateBuffers(
+            full(torch.int32, 2, number), full(torch.float32, 2, number), full(torch.float32, 2, num_chunks),
+            full(torch.float32, 2, num_chunks), full(torch.float32, *by_chunk), full(torch.int32, *by_chunk),
+        ),
+        device,
+    )  # fmt: skip
+    slot, ids = torch.zeros(2, dtype=torch.int32), torch.arange(vocab_size, dtype=torch.int32)
+    given = (logits, ids, slot, slot, torch.zeros(1), torch.zeros(1, dtype=torch.int64))
+    rank_candidates(*(each.to(device) for each in given), buffers)
+    assert buffers.token.tolist() == [[3, 1025, 2, 700, 1024, 0], [0, 1, 2, 3, 4, 5]]
+    assert buffers.logprob[0, 5] == -torch.inf and buffers.logprob[1].isfinite().all()
+
+
 def test_roots_equal_the_reference(device: str) -> None:
     slots = torch.tensor([3, -1, 0, 1, 2], dtype=torch.int32)
     state = SlotState(

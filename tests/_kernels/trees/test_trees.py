@@ -31,6 +31,7 @@ pytestmark = pytest.mark.kernel
 IS_GPU = torch.cuda.is_available()
 VOCAB_SIZE = 40
 POISON = torch.iinfo(torch.int32).max
+NUM_PROGRAMS = 528 if IS_GPU else 72
 SMALL = Partitions(narrow=32, narrow_end=64, wide=48, tile=16)
 
 
@@ -124,7 +125,10 @@ class TreeRound:
     def paths(self) -> TreePaths:
         return TreePaths(self.position, self.kv_slot, self.row_path)
 
-    def attend(self, partitions: Partitions, *, window: int = 0, **more: Any) -> torch.Tensor:
+    def attend(
+        self, partitions: Partitions, *, window: int = 0, num_programs: int = NUM_PROGRAMS, **more: Any
+    ) -> torch.Tensor:
+        """num_programs: where it is less than there are nodes and heads, programs own several nodes."""
         plan = AttentionPlan(
             len(self.trees),
             max(self.lengths) + 300,
@@ -155,7 +159,7 @@ class TreeRound:
             self.paths,
             out,
             scratch,
-            AttentionConfig(num_programs=264 if IS_GPU else 6 * num_kv_heads),
+            AttentionConfig(num_programs=num_programs),
             nodes_per_tree=self.nodes_per_tree,
             **more,
         )
@@ -275,30 +279,41 @@ def test_acceptance_equals_the_reference(nodes_per_tree: int, share: float, devi
     assert found.run() == twin.run(tree_accept_reference)
 
 
-def test_reference_accepts_the_longest_right_path_and_packs_its_rows() -> None:
+NUMBERS = [2500] if IS_GPU else [100, pytest.param(2500, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_the_longest_right_path_is_accepted_and_its_rows_are_packed(number: int, device: str) -> None:
+    """Found among all paths: of the kernels on a GPU, else of the references, which other tests compare."""
+    place, accept, rewind = (
+        (tree_rows, tree_accept, kv_rewind)
+        if IS_GPU
+        else (tree_rows_reference, tree_accept_reference, kv_rewind_reference)
+    )
     rng = random.Random(1)
     lengths = [0] * (PATH_ENTRIES + 1)
-    for number, nodes_per_tree in enumerate((4, 8, 12, 64)):
-        trees: list[TokenTree | None] = [random_tree(rng, nodes_per_tree - 1) for _ in range(100)]
+    for seed, nodes_per_tree in enumerate((4, 8, 12, 64)):
+        trees: list[TokenTree | None] = [random_tree(rng, nodes_per_tree - 1) for _ in range(number)]
         found = TreeRound(
             trees,
             [rng.randint(1, 20) for _ in trees],
             nodes_per_tree=nodes_per_tree,
-            device="cpu",
+            device=device,
             num_kv_heads=1,
             group=1,
             head_dim=1,
-            seed=number,
+            seed=seed,
         )
-        found.place(tree_rows_reference)
+        found.place(place)
         accepted = Acceptance(found, share=0.8)
         accepted.state.max_length.fill_(POISON)
         accepted.columns.stop_bits.zero_()
         accepted.columns.num_logprobs.fill_(-1)
-        accepted.run(tree_accept_reference)
+        accepted.run(accept)
         before = found.keys[0, :, 0, :, 0].flatten().tolist()
-        found.rewind(accepted.path, kv_rewind_reference)
+        found.rewind(accepted.path, rewind)
         after = found.keys[0, :, 0, :, 0].flatten().tolist()
+        found.block_table = found.block_table.cpu()
         chosen, tokens = accepted.buffers.chosen.tolist(), found.row_token.tolist()
         paths, kv_slots = accepted.path.tolist(), found.kv_slot.tolist()
         for index, tree in enumerate(trees):
@@ -390,8 +405,8 @@ ATTENTION = [
     [
         *((shape, 0, {}) for shape in ATTENTION),
         (ATTENTION[0], 20, {"scale": 0.3}),
-        (ATTENTION[2], 3, {}),
-        (ATTENTION[0], 0, {"first_key": 1, "sinks": True}),
+        (ATTENTION[2], 3, {"num_programs": 12}),
+        (ATTENTION[0], 0, {"first_key": 1, "sinks": True, "num_programs": 12}),
     ],
     ids=str,
 )
@@ -399,15 +414,16 @@ def test_attention_is_near_the_reference(
     shape: dict[str, int], window: int, more: dict[str, Any], device: str
 ) -> None:
     """Lengths at and around borders of tiles and partitions."""
-    first_key = more.get("first_key", 0)
+    more, first_key = dict(more), more.get("first_key", 0)
     lengths = [1 + first_key, 65, 17, 50]
     trees = some_trees(8, len(lengths), shape["nodes_per_tree"] - 1)
     found = TreeRound(trees, lengths, device=device, **shape)
     if "sinks" in more:
-        more = {**more, "sinks": torch.randn(found.query.shape[1]).to(device)}
+        more["sinks"] = torch.randn(found.query.shape[1]).to(device)
     found.place()
     poison_unseen(found, first_key, window)
     out = found.attend(SMALL, window=window, **more)
+    more.pop("num_programs", None)
     expected = tree_attention_reference(
         found.query,
         found.keys[0],
@@ -449,6 +465,7 @@ def test_node_gets_the_bits_that_it_gets_in_a_chain(
     )
     found.place()
     out = found.attend(partitions, window=window)
+    assert torch.equal(found.attend(partitions, window=window, num_programs=8), out)
     for index, length in enumerate(lengths):
         for node in range(num_nodes) if IS_GPU else (0, 3, num_nodes - 1):
             chain = copy.deepcopy(found)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from drift_sdk.execution.graph.buckets import GraphBuckets
-from drift_sdk.steps import ExecutorLimits
+from drift_sdk.steps import MAX_CHUNKS, ExecutorLimits
 
 
 def buckets(max_num_seqs: int, budget: int, **options: Any) -> GraphBuckets:
@@ -21,12 +21,13 @@ def buckets(max_num_seqs: int, budget: int, **options: Any) -> GraphBuckets:
 @pytest.mark.parametrize(
     ("tokens", "rows", "bucket"),
     [
-        (1, 1, (112, 16)),
-        (112, 16, (112, 16)),
-        (113, 16, (240, 16)),
-        (448, 17, (448, 64)),
+        (1, 1, (120, 8)),
+        (120, 8, (120, 8)),
+        (121, 8, (248, 8)),
+        (96, 9, (96, 32)),
+        (448, 33, (448, 64)),
         (449, 64, None),
-        (496, 16, (496, 16)),
+        (504, 8, (504, 8)),
         (256, 65, (256, 128)),
         (256, 200, (256, 256)),
         (300, 256, None),
@@ -34,18 +35,71 @@ def buckets(max_num_seqs: int, budget: int, **options: Any) -> GraphBuckets:
 )
 def test_mixed_steps_have_at_most_512_rows(tokens: int, rows: int, bucket: tuple[int, int] | None) -> None:
     """A step of more rows is computed in two passes."""
-    assert buckets(256, 2048).mixed_bucket(tokens, rows) == bucket
+    assert buckets(256, 2048).mixed_bucket(tokens, rows) == (bucket and (*bucket, 0))
 
 
 def test_every_mixed_bucket_fits_the_payload() -> None:
     for max_num_seqs, budget in ((256, 2048), (3, 40), (64, 16), (100, 300)):
         found = buckets(max_num_seqs, budget)
-        assert found.mixed and found.mixed_slots[-1] == max_num_seqs
-        for rows, slots in found.mixed:
-            assert rows <= max(budget, 16) + 15 and rows + slots <= max(512, found.most_mixed_rows)
-            assert found.mixed_words(rows, slots) <= found.payload_words
+        assert found.mixed and found.mixed[-1].num_slots == max_num_seqs
+        for bucket in found.mixed:
+            assert bucket.num_rows <= max(budget, 16) + 15 and bucket.size <= 512
+            layout = found.mixed_layout(bucket)
+            assert layout.num_words <= found.payload_words
+            places = [place.indices(layout.num_words) for place in layout]
+            assert [start for start, _, _ in places] == [0, *(stop for _, stop, _ in places[:-1])]
 
 
-def test_rounds_with_drafts_have_a_pass_of_their_own() -> None:
-    found = buckets(64, 2048, draft_choices=(1, 3))
-    assert found.mixed == () and found.mixed_slots == () and found.mixed_bucket(10, 2) is None
+@pytest.mark.parametrize(
+    ("tokens", "rows", "drafts", "bucket"),
+    [
+        (1, 1, 3, (96, 8, 3)),
+        (480, 8, 3, (480, 8, 3)),
+        (481, 8, 3, None),
+        (640, 32, 3, (640, 32, 3)),
+        (100, 9, 3, (128, 32, 3)),
+        (100, 33, 3, (128, 64, 3)),
+        (512, 64, 3, (512, 64, 3)),
+        (513, 64, 3, (768, 64, 3)),
+        (200, 65, 3, (256, 128, 3)),
+        (100, 129, 3, None),  # the round alone has 1,024 rows
+        (100, 33, 1, (128, 64, 3)),
+        (100, 33, 0, (192, 64, 0)),
+    ],
+)
+def test_mixed_steps_with_drafts_have_at_most_1024_rows(
+    tokens: int, rows: int, drafts: int, bucket: tuple[int, int, int] | None
+) -> None:
+    """Twice the round's rows are added to 512. A round is padded to the most drafts, but not where most of
+    its rows would be padding."""
+    assert buckets(256, 2048, draft_choices=(1, 3)).mixed_bucket(tokens, rows, drafts) == bucket
+    far = buckets(256, 2048, draft_choices=(1, 3, 5, 8))
+    assert far.mixed_bucket(10, 2, 3) is None and far.mixed_bucket(10, 2, 5) is not None
+
+
+def test_mixed_tokens_are_the_most_rows_beside_a_round() -> None:
+    found = buckets(100, 2048, draft_choices=(1, 3)).mixed_tokens
+    assert found[0] == ((8, 504), (32, 480), (64, 448), (100, 412))
+    assert found[1] == found[3] == ((8, 480), (32, 640), (64, 768), (100, 624))
+
+
+def test_trees_and_checked_rounds_have_a_pass_of_their_own() -> None:
+    trees = buckets(64, 2048, draft_choices=(1, 7), tree_choices=(7,), shares_rows=True)
+    assert {bucket.num_drafts for bucket in trees.mixed} == {0} and 7 not in trees.mixed_tokens
+    checked = buckets(64, 2048, draft_choices=(1, 3), has_checks=True)
+    assert checked.mixed == () and checked.mixed_tokens == {} and checked.mixed_bucket(10, 2, 3) is None
+
+
+def test_one_slot_has_no_mixed_steps() -> None:
+    """A chunk and a decode row of a step belong to two sequences."""
+    one = buckets(1, 2048, draft_choices=(1, 3))
+    assert one.mixed == () and one.mixed_tokens == {} and one.most_mixed_rows == 0
+    assert buckets(2, 2048, draft_choices=(1, 3)).mixed_bucket(10, 2, 3) is not None
+
+
+def test_room_for_chunks_is_bounded() -> None:
+    """Each tile of attention takes a program for every head, whether it is used or not."""
+    found = buckets(256, 2048)
+    assert found.max_chunks == MAX_CHUNKS and buckets(3, 2048).max_chunks == 3
+    assert found.num_tiles(512, 128) == 4 + MAX_CHUNKS
+    assert found.first_tokens == (1, 2, 4, 8, 16, 32) and buckets(20, 2048).first_tokens[-1] == 20

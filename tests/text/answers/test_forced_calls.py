@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import jsonschema
@@ -9,8 +10,9 @@ import numpy as np
 import pytest
 from chat_families import ADD, FAMILIES, TOOLS, WEATHER, family_tokenizer
 
-from drift_sdk import RequestError
-from drift_sdk.text.answers.forced_calls import GRAMMARS, forced_calls
+from drift_sdk import JsonSchema, Lark, Regex, RequestError
+from drift_sdk.grammars import After, AnyGrammar, AnyOf, Grammar
+from drift_sdk.text.answers.forced_calls import GRAMMARS, final_message, forced_calls, optional_calls
 from drift_sdk.text.answers.formats import AnswerFormats, detect_formats
 from drift_sdk.text.grammar import GrammarConstraint, constrain
 from drift_sdk.text.tokenizer import Tokenizer
@@ -65,7 +67,7 @@ class Case:
         self.formats = found if reasons else AnswerFormats(tools=found.tools, reasoning=None)
         self.tokenizer: Tokenizer = family_tokenizer(family)
         self.tools = ToolSet.of(tools)
-        self.grammar = forced_calls(
+        self.grammar: AnyGrammar = forced_calls(
             self.formats,
             self.tools,
             self.tokenizer,
@@ -184,6 +186,72 @@ def test_tools_without_parameters_and_with_references() -> None:
     assert is_accepted(Case("hermes", tools), quoted)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("parameters", [{}, {"type": "object", "properties": {}}, {"type": "object"}])
+def test_tool_without_parameters_is_called_without_arguments(parameters: dict[str, object]) -> None:
+    """Without `properties`, a schema of an object allows any."""
+    call = '<tool_call>\n{{"name": "now", "arguments": {}}}\n</tool_call>'
+    case = Case("hermes", [{"name": "now", "parameters": parameters}], reasons=False)
+    assert is_accepted(case, call.format("{}"))
+    assert is_accepted(case, call.format('{"a": 1}')) == (parameters == {"type": "object"})
+
+
+def test_forced_call_with_any_number_is_a_call() -> None:
+    """A grammar allows exponents of any size."""
+    tool = {"name": "f", "parameters": {"properties": {"x": {"type": "number"}}, "required": ["x"]}}
+    case = Case("hermes", [tool], reasons=False)
+    for number in ("1", "-2.5", "6.02e23", "1E-07", "1e999", "-1e99999"):
+        answer = f'<tool_call>\n{{"name": "f", "arguments": {{"x": {number}}}}}\n</tool_call>'
+        assert is_accepted(case, answer)
+        splitter = case.formats.splitter(case.tools)
+        part = splitter.push(answer) + splitter.flush()
+        assert json.loads(json.dumps(part.tool_calls[0].arguments, allow_nan=False)) and not part.text
+
+
+CITY = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "size": {"type": "integer"}},
+    "required": ["name", "size"],
+    "additionalProperties": False,
+}
+CITIES = (
+    '{"name": "Oslo", "size": 3}',
+    '{\n  "name": "get_weather",\n  "size": 3\n}',
+    '{"name":"add","size":1}',
+)
+OWN: tuple[tuple[Grammar, tuple[str, ...]], ...] = (
+    (JsonSchema(CITY), CITIES),
+    (JsonSchema({"type": "array", "items": {"type": "string"}}), ("[]", '["add", "b"]')),
+    (Regex("[A-Z][a-z]+"), ("Oslo",)),
+    (Lark('start: x "b"\nx: "a" | "{"\n%ignore " "'), ("ab", "{ b")),
+)
+"""Grammars of requests, and texts that they describe. `start` and rules of a Lark grammar are its own."""
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_optional_calls_stand_beside_another_grammar(name: str) -> None:
+    case = Case(name, TOOLS)
+    calls = optional_calls(case.formats, case.tools, case.tokenizer, template=FAMILIES[name].template)
+    for own, texts in OWN:
+        case.grammar = AnyOf((calls, own))
+        for text in (*texts, ANSWERS[name]):
+            assert is_accepted(case, text), (own, text)
+        for text in ("", "I look.", ANSWERS[name].replace("get_weather", "get_wether"), f"{texts[0]}!"):
+            assert not is_accepted(case, text), (own, text)
+
+
+def test_any_grammar_can_describe_the_final_message_of_harmony() -> None:
+    case = Case("harmony", TOOLS)
+    calls = optional_calls(case.formats, case.tools, case.tokenizer, template=FAMILIES["harmony"].template)
+    final = "<|channel|>final<|message|>"
+    thought = "<|channel|>analysis<|message|>a<|end|><|start|>assistant"
+    for own, texts in OWN:
+        message = After(final_message(case.tokenizer), own)
+        for case.grammar, has_calls in ((message, False), (AnyOf((calls, message)), True)):
+            assert is_accepted(case, ANSWERS["harmony"]) == has_calls
+            assert all(is_accepted(case, start + texts[0]) for start in (final, thought + final)), own
+            assert not any(is_accepted(case, start + texts[0]) for start in ("", thought, final + "!")), own
+
+
 PLAIN_NAMES = ("pythonic", "magistral", "qwen3_coder", "deepseek_v3", "deepseek_v31", "harmony")
 """Families that write the names of tools without quotes."""
 
@@ -200,9 +268,10 @@ def test_names_that_no_call_can_have_are_rejected(tool: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "argument"), [("pythonic", "a-b"), ("pythonic", "1"), ("qwen3_coder", "a>b")]
+    ("name", "argument"),
+    [("pythonic", "a-b"), ("pythonic", "1"), ("pythonic", 1), ("qwen3_coder", "a>b"), ("qwen3_coder", None)],
 )
-def test_arguments_that_no_call_can_have_are_rejected(name: str, argument: str) -> None:
+def test_arguments_that_no_call_can_have_are_rejected(name: str, argument: object) -> None:
     with pytest.raises(RequestError, match="arguments of f"):
         Case(name, [{"name": "f", "parameters": {"properties": {argument: {"type": "integer"}}}}])
 

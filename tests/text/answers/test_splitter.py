@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from chat_families import FAMILIES, TOOLS, Family, Reply, family_tokenizer
 
@@ -10,7 +12,7 @@ from drift_sdk.text.answers import formats as answer_formats
 from drift_sdk.text.answers import reasoning, tool_formats
 from drift_sdk.text.answers.formats import AnswerFormats, detect_formats
 from drift_sdk.text.answers.splitter import AnswerSplitter
-from drift_sdk.text.answers.values import MAX_DEPTH
+from drift_sdk.text.answers.values import MAX_DEPTH, decode_keywords
 from drift_sdk.text.answers.writer import Split
 from drift_sdk.text.tools import ToolSet
 
@@ -136,7 +138,6 @@ def test_answer_that_ends_too_early_is_defined(
         ('<tool_call>{"name": "add", "name": "add"}</tool_call>', None, 0),
         ('<tool_call>{"name": "add", "arguments": {"a": 1, "a": 2}}</tool_call>', None, 0),
         ('<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', None, 0),
-        ('<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>', None, 0),
         ('<tool_call>{"name": "add", "arguments": {"a": "\n"}}</tool_call>', None, 0),
         ('<tool_call>{"name": "add", "arguments": {"a": ' + "9" * 5000 + "}}</tool_call>", None, 0),
         ("<tool_call>call add!</tool_call>", None, 0),
@@ -153,6 +154,14 @@ def test_malformed_call_is_text(text: str, answer: str | None, calls: int) -> No
         reasoning, found, found_calls = of_hermes(text, size)
         assert (reasoning, found) == ("", text if answer is None else answer)
         assert isinstance(found_calls, tuple) and len(found_calls) == calls
+
+
+def test_numbers_that_no_double_can_hold_are_the_largest_double() -> None:
+    """JSON has them, and so have grammars of calls: a call must not be lost because of them."""
+    for text, value in (("1e999", sys.float_info.max), ("-2.5E+400", -sys.float_info.max), ("1e-999", 0.0)):
+        (call,) = of_hermes(f'<tool_call>{{"name": "add", "arguments": {{"a": {text}}}}}</tool_call>', 3)[2]
+        assert call == ("add", {"a": value})
+        assert decode_keywords(f"a={text}") == {"a": value}
 
 
 def test_strings_of_calls_can_be_encoded() -> None:

@@ -64,10 +64,8 @@ class Partitions(Struct, frozen=True):
     tiles of `tile` keys. Short contexts need narrow partitions, to fill the GPU; long ones need wide
     partitions, which leave less to add up.
 
-    Measured on an H200 for Llama-3.1-8B shapes. In whole steps, partitions of 64 keys were 0.9% faster than
-    128 for one short sequence and 0.5% slower for eight (docs/performance.md, "What was tried"). In a first
-    probe of the kernel, one sequence at 512 keys took 6.4 us a layer with partitions of 128 and 12.3 us with
-    512; at 32,768 keys it took 73 us with 256, 56 us with 512 and 47 us with 1,024. 512 was kept.
+    In whole steps on an H200, for Llama-3.1-8B shapes, partitions of 64 keys were 0.9% faster than 128 for
+    one short sequence and 0.5% slower for eight (docs/performance.md, "What was tried").
     """
 
     narrow: int = 128

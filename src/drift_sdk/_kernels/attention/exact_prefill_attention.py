@@ -151,6 +151,8 @@ def _exact_prefill_attention(
     Three kinds of partitions, in ascending order: narrow ones that all rows see, a loop whose pipeline spans
     the partitions; wide ones that all rows see; and those that reach to the diagonal or beyond. With a
     window, all partitions from the first row's first key on are of the last kind, and every tile is masked.
+
+    Longer than other kernels: a loop for each kind, over sums that stay in registers.
     """
     wait_for_producers(PDL)
     head = tl.program_id(0)

@@ -127,7 +127,8 @@ def _attend(
 ):
     """Program (head, share): the tiles of a share, one sequence after the other.
 
-    A "query row" below is one row of the step with one query head of the group.
+    A "query row" below is one row of the step with one query head of the group. Longer than other kernels:
+    one loop over sums that stay in registers.
     """
     NUM_QUERY_ROWS: tl.constexpr = ROWS_PER_SEQUENCE * GROUP_SIZE
     # Plan, rows and block table are older than the two kernels before, which make queries and keys.

@@ -42,9 +42,8 @@ FEW_PARTITIONS = 8
 from L2 takes longer than many additions. No result depends on it."""
 
 LOADED_NUMBERS = 1024
-"""Numbers that it loads first if the row has more partitions, 32 for each thread of a warp. Twice as many are
-faster by 0.5 us at 32K keys (of 40 us a layer), and take three times as long to compile (5 s). No result
-depends on it."""
+"""Numbers that it loads first if the row has more partitions, 32 for each thread of a warp. Twice as many
+gain little at 32K keys, and take several times as long to compile. No result depends on it."""
 
 MIN_PROGRAMS = 1024
 """Programs of `_add_partitions` for which the dimensions of a row are not divided: about eight for each

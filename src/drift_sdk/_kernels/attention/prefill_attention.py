@@ -205,7 +205,8 @@ def _prefill_attention(
     NUM_STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (head, tile): heads run first, so those that share keys run together."""
+    """Program (head, tile): heads run first, so those that share keys run together. Longer than other
+    kernels: three ranges of keys, with the same sums in registers."""
     wait_for_producers(PDL)
     head = tl.program_id(0)
     tiles_ptr += tl.program_id(1) * NUM_FIELDS

@@ -16,13 +16,11 @@ import triton.language as tl
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.commit.commit import (
+from drift_sdk._kernels.commit.commit import commit, commit_reference, commit_tensors
+from drift_sdk._kernels.commit.records import (
     HEADER_SIZE,
     PENALTIES,
     ROW_SIZE,
-    commit,
-    commit_reference,
-    commit_tensors,
     emit_token,
     find_record,
     write_empty_record,
@@ -93,8 +91,8 @@ def _commit_simulated(
     ROWS_PER_SLOT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (B,): a program a slot of the step. As `_commit`, except where marked as simulated. Half of its
-    lines are lists of arguments."""
+    """Grid (B,): a program a slot of the step. As `_commit`, except where marked as simulated. Longer than
+    other kernels by its lists of arguments."""
     wait_for_producers(PDL)
     start_dependents(PDL)
     slot_index = tl.program_id(0)

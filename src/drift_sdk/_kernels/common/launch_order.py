@@ -87,7 +87,8 @@ class AccessScan:
         self._pointers: set[str] = set()  # all pointer arguments
         self._early: set[str] = set()
         self._written: set[str] = set()
-        self._has_waited = self._waits_always = self._triggers_early = False
+        self._wait_indent: int | None = None  # of the outermost wait in the blocks that are open
+        self._waits_always = self._triggers_early = False
 
     def enter_function(self, line: str) -> None:
         """Take the kernel's name and its pointer arguments."""
@@ -99,34 +100,46 @@ class AccessScan:
         self._pointers = set[str]().union(*self._sources.values())
 
     def visit(self, line: str) -> None:
-        """Take an operation of the kernel's body, without its location."""
-        if WAIT.search(line):
-            self._has_waited = True
-            self._waits_always |= len(line) - len(line.lstrip()) == BODY_INDENT
+        """Take an operation of the kernel's body, without its location.
+
+        Blocks beside each other, as of a condition, may use a name for different values.
+        """
+        text = line.lstrip()
+        indent = len(line) - len(text)
+        is_label = text.startswith("^")  # of a block that others branch to
+        if self._wait_indent is not None and text and not is_label and indent < self._wait_indent:
+            self._wait_indent = None  # the block of the wait has ended
+        if WAIT.search(line) and self._wait_indent is None:
+            self._wait_indent = indent
+            self._waits_always |= indent == BODY_INDENT
+        has_waited = self._wait_indent is not None
         if TRIGGER.search(line):
-            self._triggers_early |= not self._has_waited
+            self._triggers_early |= not has_waited
         match = OPERATION.match(line)
         if match is None:
+            for name in NAME.findall(line):  # arguments of a block
+                self._sources.pop(name, None)
             return
 
         result, operation, rest = match.groups()
         operands = NAME.findall(rest)
         if operation in ("scf.for", "scf.while"):
             for inner, outer in LOOP_VALUE.findall(rest):
-                self._sources.setdefault(inner, set()).update(self._sources.get(outer, ()))
+                self._sources[inner] = set(self._sources.get(outer, ()))
+        found = set[str]()
         # The first operand of a load, a store or an atomic operation is its pointer.
         if operation.startswith(("tt.load", "tt.descriptor_load")):
-            if not self._has_waited:
+            if not has_waited:
                 self._early |= self._arguments_of(operands[0])
         elif operation.startswith(("tt.store", "tt.descriptor_store", "tt.atomic")):
             self._written |= self._arguments_of(operands[0])
-            if not self._has_waited:
+            if not has_waited:
                 arguments = sorted(self._arguments_of(operands[0]))
                 raise LaunchOrderError(f"{self._name}: writes {arguments} before it waits")
-        elif result is not None:
-            found = set[str]().union(*(self._sources.get(operand, set()) for operand in operands))
-            if found:
-                self._sources.setdefault(result, set()).update(found)
+        else:
+            found = found.union(*(self._sources.get(operand, set()) for operand in operands))
+        if result is not None:
+            self._sources[result] = found
 
     def access(self) -> KernelAccess:
         """Return the findings, once all lines were taken."""

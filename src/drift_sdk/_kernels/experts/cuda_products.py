@@ -1,8 +1,8 @@
 """Products of MXFP4 experts in CUDA C++ for a few rows: those of expert_gemm.py and gated_expert_gemm.py.
 
-Triton's kernels convert MXFP4 at 1.2 TB/s on an H200, because layouts of their tiles change on the way to the
-MMA. Here the 16 bytes that a lane loads are its own fragments (expert_products.cu), and conversion costs two
-instructions an element. Weights in bfloat16 need no conversion; Triton's kernels read them faster.
+Triton's kernels convert MXFP4 slowly, because layouts of their tiles change on the way to the MMA. Here the
+16 bytes that a lane loads are its own fragments (expert_products.cu), and conversion costs two instructions
+an element. Weights in bfloat16 need no conversion; Triton's kernels read them faster.
 
 Order of summation: a warp goes through all inner indices in ascending order. Those that are 0 and 1 modulo 4
 are summed by tensor cores in one sum, the others in another, and the two are added. It is the same for any

@@ -2,18 +2,21 @@
 
 From about 200 rows on, cuBLAS is faster. Its kernels sum a slice in ascending order by the same instructions,
 as long as it does not cut the inner dimension itself. Whether it does depends on its version, its settings
-and the shape. So before the library is used for a shape, both implementations multiply random numbers once,
-and their bits are compared.
+and the shape. So before the library is used for a shape, both implementations multiply random numbers of
+several magnitudes once, and their bits are compared.
 
-The products of the library are launched by torch, slice by slice, and written to the same partial sums. Such
-a launch waits for everything before it, and lets nothing start before it ends: `note_library_kernel` tells
-the check of launch order. The references are those of gemm.py.
+The products of the library are launched by torch and written to the same partial sums: all slices by one
+launch, as a batch, which occupies the GPU better than one after the other; or slice by slice, where the bits
+of the batch differ or the slices are not equal. Such a launch waits for everything before it, and lets
+nothing start before it ends: `note_library_kernel` tells the check of launch order. The references are those
+of gemm.py.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -32,8 +35,19 @@ LibraryState = tuple[object, ...]
 Case = tuple[int, torch.Size, torch.dtype, torch.device, GemmConfig, LibraryState]
 """Number of rows, the weight's shape, type, device, configuration, and `library_state`."""
 
-_has_same_bits: dict[Case, bool] = {}
-"""Results of the comparisons in this process, each for one state of the library."""
+Way = Literal["batch", "slices"]
+"""A way in which the library multiplies: all slices by one launch, or one after the other."""
+
+_ways: dict[Case, Way | None] = {}
+"""Results of the comparisons in this process, each for one state of the library: the first way that has the
+kernel's bits; None: neither has."""
+
+MAGNITUDES = 6
+"""Exponents of the largest and smallest numbers that are multiplied to compare bits. With weights of usual
+sizes, products of gates remain in the range of float16."""
+
+MAX_BATCH_ROWS = 2048
+"""Most rows for which all slices are one batch: with more, one slice occupies the GPU by itself."""
 
 WORKSPACE_VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG",
@@ -52,12 +66,12 @@ def fastest_multiply(x: Tensor, weight: Tensor, out: Tensor, config: GemmConfig)
         multiply(x, weight, out, config)
         return True
 
-    is_exact = _is_exact(x, weight, out, config)
-    if is_exact:
-        library_multiply(x, weight, out, config)
-    else:
+    way = _way(x, weight, out, config)
+    if way is None:
         multiply(x, weight, out, config)
-    return is_exact
+    else:
+        library_multiply(x, weight, out, config, way)
+    return way is not None
 
 
 def fastest_gated_multiply(
@@ -81,7 +95,7 @@ def fastest_gated_multiply(
         return True
 
     # The gate follows the product in both; which one it is does not matter to the comparison.
-    is_exact = _is_exact(x, weight, out, config, gate_up)
+    is_exact = _way(x, weight, out, config, gate_up) is not None
     if is_exact:
         library_gated_multiply(x, weight, out, gate_up, activation)
     else:
@@ -89,9 +103,19 @@ def fastest_gated_multiply(
     return is_exact
 
 
-def library_multiply(x: Tensor, weight: Tensor, out: Tensor, config: GemmConfig) -> None:
-    """Partial sums out [config.num_slices, M, N] float32 of x [M, K] and weight [N, K]: one product each."""
+def library_multiply(x: Tensor, weight: Tensor, out: Tensor, config: GemmConfig, way: Way = "slices") -> None:
+    """Partial sums out [config.num_slices, M, N] float32 of x [M, K] and weight [N, K]: one product each.
+
+    way: "batch" only for slices of equal size.
+    """
     size = config.slice_size(x.shape[1])
+    if way == "batch":
+        rows = x.unflatten(1, (config.num_slices, size)).transpose(0, 1)
+        columns = weight.unflatten(1, (config.num_slices, size)).permute(1, 2, 0)
+        torch.bmm(rows, columns, out_dtype=torch.float32, out=out)
+        note_library_kernel(out)
+        return
+
     for slice_index in range(config.num_slices):
         inner = slice(slice_index * size, (slice_index + 1) * size)
         torch.mm(x[:, inner], weight[:, inner].T, out_dtype=torch.float32, out=out[slice_index])
@@ -131,30 +155,55 @@ def _is_for_library(x: Tensor, config: GemmConfig) -> bool:
     return config.is_library and x.device.type == "cuda" and x.dtype != torch.float32
 
 
-def _is_exact(
+def _way(
     x: Tensor, weight: Tensor, out: Tensor, config: GemmConfig, gate_up: Tensor | None = None
-) -> bool:
-    """Whether both implementations give the same bits. The first call for a case runs them, and warns once.
+) -> Way | None:
+    """The first way in which the library has the kernel's bits; None if it has other bits in all of them. The
+    first call for a case runs all, and warns once.
 
     The arguments are those of the product, which is gated if gate_up is given. The contents of `out` (and of
     gate_up) are undefined afterwards.
     """
     case = x.shape[0], weight.shape, x.dtype, x.device, config, library_state()
-    if case not in _has_same_bits:
-        generator = torch.Generator(x.device).manual_seed(0)
-        random = torch.randn(x.shape, generator=generator, device=x.device, dtype=x.dtype)
+    if case not in _ways:
+        random = _random_rows(x)
         expected = torch.empty_like(out)
         if gate_up is None:
             multiply(random, weight, expected, config)
-            library_multiply(random, weight, out, config)
         else:
             gated_multiply(random, weight, expected, config)
-            library_gated_multiply(random, weight, out, gate_up)
-        _has_same_bits[case] = torch.equal(out, expected)
-        if not _has_same_bits[case]:
+        _ways[case] = None
+        for way in _possible_ways(x.shape[0], x.shape[1], config):
+            if gate_up is None:
+                library_multiply(random, weight, out, config, way)
+            else:
+                library_gated_multiply(random, weight, out, gate_up)
+            if torch.equal(out, expected):
+                _ways[case] = way
+                break
+        else:
             shape = "x".join(map(str, weight.shape))
             log.warning(
                 "%d rows by %s: the library's bits differ: using the kernel, which is slower", case[0], shape
             )
 
-    return _has_same_bits[case]
+    return _ways[case]
+
+
+def _possible_ways(num_rows: int, inner: int, config: GemmConfig) -> tuple[Way, ...]:
+    """The ways for so many rows, the faster one first."""
+    is_equal = config.num_slices * config.slice_size(inner) == inner
+    is_batch = config.num_slices > 1 and is_equal and num_rows <= MAX_BATCH_ROWS
+    return ("batch", "slices") if is_batch else ("slices",)
+
+
+def _random_rows(x: Tensor) -> Tensor:
+    """Random numbers of x's shape [M, K] and type: in even rows of one magnitude, in odd rows of magnitudes
+    from 2^-MAGNITUDES to 2^MAGNITUDES side by side, whose sums depend most on their order."""
+    generator = torch.Generator(x.device).manual_seed(0)
+    rows = torch.randn(x.shape, generator=generator, device=x.device)
+    exponents = torch.randint(
+        -MAGNITUDES, MAGNITUDES + 1, rows[1::2].shape, generator=generator, device=x.device
+    )
+    rows[1::2] *= torch.exp2(exponents)
+    return rows.to(x.dtype)

@@ -60,6 +60,9 @@ class CountedProduct(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 def read_products(path: Path) -> Counter[LoggedProduct]:
     """Return the products of a file. Raises OSError, and ValueError for other contents."""
+    if path.exists() and not path.is_file():  # opening a FIFO may never return
+        raise ValueError(f"{path}: not a regular file")
+
     with path.open("rb") as file:
         contents = file.read(MAX_FILE_BYTES + 1)
     if len(contents) > MAX_FILE_BYTES:

@@ -22,13 +22,14 @@ bits.
 
 The sums of slices are added in ascending order. Two GPUs that hold two of four slices each must exchange both
 sums, not their total. Four GPUs need at least four equal slices of each weight that is sharded along its
-inner dimension, and eight need eight. To exchange one sum a GPU, these have to be added as a binary tree,
+inner dimension, and eight need eight: a weight with fewer gets as many as there are GPUs (`shard_slices`),
+and so other bits than on one GPU. To exchange one sum a GPU, slices have to be added as a binary tree,
 (0 + 1) + (2 + 3), which for two slices is the same as today.
 """
 
 from __future__ import annotations
 
-__all__ = ["SLICE_ALIGNMENT", "num_slices", "slice_size"]
+__all__ = ["SLICE_ALIGNMENT", "num_slices", "shard_slices", "slice_size"]
 
 SLICE_ALIGNMENT = 64
 """Slices begin at multiples of this many inner indices. It is the smallest tile_k that tuning tries, so a
@@ -63,6 +64,19 @@ def num_slices(num_columns: int, inner: int, *, is_whole: bool = False) -> int:
 
     # A last slice without an index would be a partial sum of zeros.
     return -(-inner // slice_size(inner, most))
+
+
+def shard_slices(num_columns: int, inner: int, num_shards: int) -> int:
+    """Return the number of slices of each shard of a weight [num_columns, inner] whose inner dimension is
+    divided between GPUs; 0 if it cannot be.
+
+    Shards consist of whole slices, those of `num_slices` if their number is a multiple of `num_shards`: then
+    the sum over all shards has the bits that one GPU computes. Otherwise each shard is one slice.
+    """
+    number = num_slices(num_columns, inner)
+    if number % num_shards:
+        number = num_shards
+    return number // num_shards if inner % (number * SLICE_ALIGNMENT) == 0 else 0
 
 
 def slice_size(inner: int, number: int) -> int:

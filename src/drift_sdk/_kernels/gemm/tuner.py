@@ -87,8 +87,8 @@ SHORT = Effort(
     seconds=10.0,
     kernels_per_cpu=4,
 )
-"""Of other numbers of rows the heuristic's choice is as good as the measured one within 2%, in the mean of
-the shapes in the shipped table."""
+"""Of other numbers of rows, in the mean of the shapes in the shipped table, the heuristic's choice is about
+as good as the measured one."""
 
 
 class WeightToTune(Struct, frozen=True, kw_only=True):

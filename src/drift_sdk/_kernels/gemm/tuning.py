@@ -123,17 +123,24 @@ class TunedTable(Struct, frozen=True, kw_only=True):
     provenance: dict[str, str] = {}
 
     def gemm(
-        self, num_columns: int, inner: int, *, is_gated: bool = False, is_whole: bool = False
+        self,
+        num_columns: int,
+        inner: int,
+        *,
+        is_gated: bool = False,
+        is_whole: bool = False,
+        slices: int | None = None,
     ) -> TunedGemm:
         """Return the configurations of a weight [num_columns, inner]: those of its entry, or without one that
         fits the current GPU those of `heuristic_tiles`.
 
         is_whole: whether the product is to be one sum, without partial sums. A gated product always is.
+        slices: of a part of a weight, which its own shape does not tell; None: `num_slices` of the shape.
         """
         shape = GemmShape(
             num_columns=num_columns,
             inner=inner,
-            num_slices=num_slices(num_columns, inner, is_whole=is_whole or is_gated),
+            num_slices=slices or num_slices(num_columns, inner, is_whole=is_whole or is_gated),
             is_gated=is_gated,
             element_bytes=self._element_bytes,
         )
@@ -174,9 +181,15 @@ class WatchedTable(TunedTable, frozen=True, kw_only=True):
         return self.element_bytes
 
     def gemm(
-        self, num_columns: int, inner: int, *, is_gated: bool = False, is_whole: bool = False
+        self,
+        num_columns: int,
+        inner: int,
+        *,
+        is_gated: bool = False,
+        is_whole: bool = False,
+        slices: int | None = None,
     ) -> TunedGemm:
-        found = super().gemm(num_columns, inner, is_gated=is_gated, is_whole=is_whole)
+        found = super().gemm(num_columns, inner, is_gated=is_gated, is_whole=is_whole, slices=slices)
         key = gemm_key(num_columns, inner, is_gated=is_gated)
         self.used.add(key)
         if found.tiles is not self.gemms.get(key):

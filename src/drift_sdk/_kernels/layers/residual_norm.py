@@ -36,7 +36,51 @@ from drift_sdk._kernels.common.arguments import (
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.layers.rms_norm import NormKind, inverse_rms, norm_warps, rms_norm_reference, weigh
 
-__all__ = ["add_norm", "add_norm_reference"]
+__all__ = ["add_norm", "add_norm_reference", "add_total", "normalise"]
+
+
+@triton.jit
+def add_total(
+    x,  # [PADDED_SIZE], storage type: a row of the residual stream
+    total,  # [PADDED_SIZE] fp32: the sum of the delta's slices
+    bias_ptr,  # [SIZE], storage type, or None
+    delta_norm_ptr,  # [SIZE], storage type, or None
+    delta_weight,  # [PADDED_SIZE], storage type: what delta_norm_ptr points to; without it anything
+    column,  # [PADDED_SIZE]
+    column_mask,
+    eps,
+    SIZE: tl.constexpr,
+    DELTA_MULTIPLIER: tl.constexpr,
+    NORM_KIND: tl.constexpr,
+):
+    """Return the row after a delta, to which bias, norm and multiplier are applied first."""
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + column, mask=column_mask, other=0.0).to(tl.float32)
+
+    total = total.to(x.dtype).to(tl.float32)
+    if delta_norm_ptr is not None:
+        total *= inverse_rms(tl.sum(total * total, axis=0), SIZE, eps)
+        total = weigh(total, delta_weight, NORM_KIND).to(tl.float32)
+    if DELTA_MULTIPLIER != 1.0:
+        total = (total * DELTA_MULTIPLIER).to(x.dtype).to(tl.float32)
+    return (x.to(tl.float32) + total).to(x.dtype)
+
+
+@triton.jit
+def normalise(
+    x,  # [PADDED_SIZE], storage type: a row of the residual stream
+    weight,  # [PADDED_SIZE], storage type
+    eps,
+    SIZE: tl.constexpr,
+    NORMED_MULTIPLIER: tl.constexpr,
+    NORM_KIND: tl.constexpr,
+):
+    """Return the normalised row times the multiplier and the weight."""
+    wide = x.to(tl.float32)
+    scaled = wide * inverse_rms(tl.sum(wide * wide, axis=0), SIZE, eps)
+    if NORMED_MULTIPLIER != 1.0:
+        scaled *= NORMED_MULTIPLIER
+    return weigh(scaled, weight, NORM_KIND)
 
 
 @triton.jit
@@ -69,6 +113,7 @@ def _add_norm(
     hidden_ptrs = hidden_ptr + (row * hidden_stride + column)
     # Loaded here, the weight is not waited for after the sum.
     weight = tl.load(weight_ptr + column, mask=column_mask, other=0.0)
+    delta_weight = weight
     if delta_norm_ptr is not None:
         delta_weight = tl.load(delta_norm_ptr + column, mask=column_mask, other=0.0)
     if NUM_SLICES > 0:
@@ -86,26 +131,17 @@ def _add_norm(
         for slice_index in tl.static_range(1, NUM_SLICES):
             total += tl.load(delta_ptrs + slice_index * delta_slice_stride, mask=column_mask, other=0.0)
 
-        if bias_ptr is not None:
-            total += tl.load(bias_ptr + column, mask=column_mask, other=0.0).to(tl.float32)
-
-        total = total.to(x.dtype).to(tl.float32)
-        if delta_norm_ptr is not None:
-            total *= inverse_rms(tl.sum(total * total, axis=0), SIZE, eps)
-            total = weigh(total, delta_weight, NORM_KIND).to(tl.float32)
-        if DELTA_MULTIPLIER != 1.0:
-            total = (total * DELTA_MULTIPLIER).to(x.dtype).to(tl.float32)
-        x = (x.to(tl.float32) + total).to(x.dtype)
+        x = add_total(
+            x, total, bias_ptr, delta_norm_ptr, delta_weight, column, column_mask, eps,
+            SIZE, DELTA_MULTIPLIER, NORM_KIND,
+        )  # fmt: skip
         tl.store(hidden_ptrs, x, mask=column_mask)
 
     if aux_hidden_ptr is not None:
         tl.store(aux_hidden_ptr + row * aux_hidden_stride + column, x, mask=column_mask)
 
-    wide = x.to(tl.float32)
-    scaled = wide * inverse_rms(tl.sum(wide * wide, axis=0), SIZE, eps)
-    if NORMED_MULTIPLIER != 1.0:
-        scaled *= NORMED_MULTIPLIER
-    tl.store(normed_ptr + row * normed_stride + column, weigh(scaled, weight, NORM_KIND), mask=column_mask)
+    normed = normalise(x, weight, eps, SIZE, NORMED_MULTIPLIER, NORM_KIND)
+    tl.store(normed_ptr + row * normed_stride + column, normed, mask=column_mask)
 
 
 def add_norm(

@@ -116,7 +116,8 @@ def _rotate_and_store(
     NORM_KIND: tl.constexpr,  # see rms_norm.py
     PDL: tl.constexpr,
 ):
-    """Program (row, tile): the first tiles are of query heads, then of keys, then of values."""
+    """Program (row, tile): the first tiles are of query heads, then of keys, then of values. Longer than
+    other kernels: norm, rotation and store of a head, which stays in registers."""
     start_dependents(PDL)
     DTYPE: tl.constexpr = query_out_ptr.dtype.element_ty
     QUERY_TILES: tl.constexpr = (NUM_HEADS + TILE_HEADS - 1) // TILE_HEADS

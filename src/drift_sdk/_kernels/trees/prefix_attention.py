@@ -1,24 +1,14 @@
 """Attention of the nodes of trees to the partitions that all of them see whole.
 
 These are the partitions before the one in which the last border of a tile before the root lies. The sums are
-those of `_attend` in paged_attention.py, in the same order: see tree_attention.py, which sums the other
-partitions.
-
-Grid: (row tiles, KV heads, shares). Program (t, h, s) owns KV head h of the s-th share of the plan's tiles,
-for the t-th tile of query rows of each sequence. Row tiles are the fastest dimension, so that the programs of
-a share run side by side: the keys come from memory once, and from the L2 cache for the other row tiles.
-
-Bytes: the keys and values of these partitions once, and the partitions' sums.
-
-Dependent launch: the kernel reads the plan, the rows and the block table before it waits, like `_attend`. It
-permits its dependents to start at its end.
+those of `_attend` in paged_attention.py, in the same order: see tree_attention.py, whose kernel this is a
+part of.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from drift_sdk._kernels.attention.attention_plan import (
     TILE_FIRST_KEY,
@@ -31,20 +21,18 @@ from drift_sdk._kernels.attention.attention_plan import (
     partition_start,
 )
 from drift_sdk._kernels.attention.cache_offset import offset_in_cache
-from drift_sdk._kernels.attention.online_softmax import LOG2_E, ONES_COLUMNS, attend_tile
-from drift_sdk._kernels.attention.paged_attention import AttentionConfig
-from drift_sdk._kernels.attention.partition_sums import MIN_DOT_SIZE, AttentionScratch
-from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk._kernels.attention.online_softmax import ONES_COLUMNS, attend_tile
+from drift_sdk._kernels.common.launching import wait_for_producers
 
 __all__ = ["attend_prefix"]
 
-MAX_TILE_ROWS = 64
-"""Most query rows of a program: with head_dim 128 the sums take 8,192 fp32, 128 registers of each of the 64
-threads of two warps."""
 
-
-@triton.jit(do_not_specialize=["num_partitions", "max_blocks"])
-def _attend_prefix(
+@triton.jit
+def attend_prefix(
+    row_tile,
+    head,
+    share,
+    num_shares,
     query_ptr,  # [R, num_heads, HEAD_DIM], storage type; heads of a group side by side
     keys_ptr,  # [num_blocks, NUM_KV_HEADS, KV_BLOCK_SIZE, HEAD_DIM], storage type
     values_ptr,  # as keys
@@ -77,22 +65,22 @@ def _attend_prefix(
     WIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (row tile, head, share)."""
+    """Write the sums of one KV head of a share of the plan's tiles, for a tile of query rows of each
+    sequence. Plan, rows and block table are read before the kernels before this one have ended. Longer than
+    other kernels: one loop over sums that stay in registers."""
     NUM_QUERY_ROWS: tl.constexpr = NUM_NODES * GROUP_SIZE
-    head = tl.program_id(1)
-    query_row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    query_row = row_tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
     is_row = query_row < NUM_QUERY_ROWS
     dim = tl.arange(0, PADDED_DIM)
     is_dim = dim < HEAD_DIM
     key = tl.arange(0, TILE_KEYS)
     num_tiles = tl.load(num_tiles_ptr, cache_modifier=".cg")
-    share = tl.program_id(2)
     tile_index = next_partition(
-        tiles_ptr, num_tiles * share // tl.num_programs(2), num_tiles,
+        tiles_ptr, num_tiles * share // num_shares, num_tiles,
         WINDOW, TILE_KEYS, NARROW, NARROW_END, WIDE,
     )  # fmt: skip
     end_index = next_partition(
-        tiles_ptr, num_tiles * (share + 1) // tl.num_programs(2), num_tiles,
+        tiles_ptr, num_tiles * (share + 1) // num_shares, num_tiles,
         WINDOW, TILE_KEYS, NARROW, NARROW_END, WIDE,
     )  # fmt: skip
     while tile_index < end_index:
@@ -163,66 +151,3 @@ def _attend_prefix(
                 total = tl.zeros((TILE_ROWS, PADDED_DIM), tl.float32)
 
         tile_index += num_own_tiles
-
-    wait_for_producers(PDL)  # every CTA waits before it ends, also one without a tile
-    start_dependents(PDL)
-
-
-def attend_prefix(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    block_table: Tensor,
-    row_slot: Tensor,
-    row_position: Tensor,
-    root_position: Tensor,
-    scratch: AttentionScratch,
-    config: AttentionConfig,
-    *,
-    nodes_per_tree: int,
-    first_key: int,
-    scale: float,
-) -> None:
-    """Write the sums of these partitions to `scratch`. `tree_attention` states and checks the arguments."""
-    plan = scratch.plan
-    num_heads, head_dim = query.shape[1:]
-    num_kv_heads, block_size = keys.shape[1:3]
-    num_query_rows = nodes_per_tree * (num_heads // num_kv_heads)
-    tile_rows = min(max(MIN_DOT_SIZE, triton.next_power_of_2(num_query_rows)), MAX_TILE_ROWS)
-    num_row_tiles = triton.cdiv(num_query_rows, tile_rows)
-    num_shares = max(1, config.num_programs // (num_kv_heads * num_row_tiles))
-    _attend_prefix[(num_row_tiles, num_kv_heads, num_shares)](
-        query,
-        keys,
-        values,
-        block_table,
-        row_slot,
-        row_position,
-        root_position,
-        plan.tiles,
-        plan.num_tiles,
-        scratch.sums,
-        scratch.maxima,
-        scratch.weights,
-        scale * LOG2_E.value,
-        plan.max_num_partitions,
-        block_table.shape[1],
-        NUM_NODES=nodes_per_tree,
-        ROOT_STRIDE=root_position.shape[0] * nodes_per_tree // row_slot.shape[0],
-        GROUP_SIZE=num_heads // num_kv_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        TILE_ROWS=tile_rows,
-        PADDED_DIM=max(MIN_DOT_SIZE, triton.next_power_of_2(head_dim)),
-        KV_BLOCK_SIZE=block_size,
-        NUM_STAGES=config.num_stages,
-        FIRST_KEY=first_key,
-        WINDOW=plan.window,
-        TILE_KEYS=plan.partitions.tile,
-        NARROW=plan.partitions.narrow,
-        NARROW_END=plan.partitions.narrow_end,
-        WIDE=plan.partitions.wide,
-        PDL=uses_pdl(),
-        num_warps=config.num_warps,
-        **launch_options(),
-    )

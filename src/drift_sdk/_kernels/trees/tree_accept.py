@@ -22,12 +22,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drift_sdk._kernels.commit.commit import (
+from drift_sdk._kernels.commit.records import (
     FINISHED_LENGTH,
     FINISHED_STOP,
+    HEADER_SIZE,
+    PENALTIES,
     RECORD_HEADER_WORDS,
-    emit_token,
+    ROW_SIZE,
+    append_token,
     find_record,
+    finish_of,
+    is_stop_token,
     record_words,
     write_empty_record,
     write_slot,
@@ -41,9 +46,6 @@ from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
 
 __all__ = ["TreeRing", "tree_accept", "tree_accept_reference", "tree_record_words"]
 
-HEADER_SIZE = tl.constexpr(RECORD_HEADER_WORDS)
-ROW_SIZE = tl.constexpr(record_words(1) - RECORD_HEADER_WORDS)
-PENALTIES = tl.constexpr(SlotFlag.PENALTIES.value)
 NO_NODE = tl.constexpr(2**31 - 1)
 """Larger than the number of any node."""
 
@@ -90,9 +92,10 @@ def _tree_accept(
     NUM_NODES: tl.constexpr,
     PADDED_NODES: tl.constexpr,
     NUM_PATH_ENTRIES: tl.constexpr,
+    PADDED_ENTRIES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (B,): a program a slot of the step. Half of its lines are lists of arguments."""
+    """Grid (B,): a program a slot of the step. Longer than other kernels by its lists of arguments."""
     wait_for_producers(PDL)
     start_dependents(PDL)
     tree = tl.program_id(0)
@@ -106,58 +109,54 @@ def _tree_accept(
         tl.store(next_entry_ptr, entry_after(tl.load(next_entry_ptr), num_entries))
     if slot < 0:
         write_empty_record(record_ptr, emitted_ptr + tree)
-        for depth in tl.static_range(NUM_PATH_ENTRIES):
-            tl.store(own_path_ptr + depth, -1)
-            tl.store(nodes_ptr + depth, -1)
+        entry = tl.arange(0, PADDED_ENTRIES)
+        tl.store(own_path_ptr + entry, -1, mask=entry < NUM_PATH_ENTRIES)
+        tl.store(nodes_ptr + entry, -1, mask=entry < NUM_PATH_ENTRIES)
     else:
+        # Of all nodes at once: a load takes longer than a step of the walk.
         node = tl.arange(0, PADDED_NODES)
-        is_draft = (node > 0) & (node < NUM_NODES)
-        is_draft &= tl.load(row_slot_ptr + first_row + node, mask=is_draft, other=-1) >= 0
+        in_tree = node < NUM_NODES
+        is_live = tl.load(row_slot_ptr + first_row + node, mask=in_tree, other=-1) >= 0
+        is_draft = is_live & (node > 0)
         parent = tl.load(row_parent_ptr + first_row + node, mask=is_draft, other=-1)
         draft = tl.load(row_token_ptr + first_row + node, mask=is_draft, other=-1)
-        slot_stop_bits_ptr = stop_bits_ptr + slot.to(tl.int64) * num_words
+        chosen = tl.load(chosen_ptr + first_row + node, mask=is_live, other=0)
+        is_stop = is_stop_token(chosen, is_live, stop_bits_ptr + slot.to(tl.int64) * num_words)
         slot_counts_ptr = counts_ptr + slot.to(tl.int64) * vocab_size
         start = tl.load(length_ptr + slot)
         max_length = tl.load(max_length_ptr + slot)
         is_counted = (tl.load(flags_ptr + slot) & PENALTIES) != 0
         has_logprobs = tl.load(num_logprobs_ptr + slot) >= 0
-        # Changed in branches below, so tensors of `start`'s type from the beginning.
+        # Changed in the loop, so tensors of `start`'s type from the beginning.
         num_tokens = start * 0
         num_accepted = start * 0
         finish = start * 0
         newest = start * 0
         current = start * 0
+        entry = tl.arange(0, PADDED_ENTRIES)
+        path = entry * 0 - 1
         is_walking = start >= 0
-        for depth in tl.static_range(NUM_PATH_ENTRIES):
-            own_node = tl.where(is_walking, current, -1)
-            tl.store(own_path_ptr + depth, own_node)
-            tl.store(nodes_ptr + depth, own_node)
-            if is_walking:
-                row = first_row + current
-                token = tl.load(chosen_ptr + row)
-                newest = token
-                num_tokens += 1
-                finish = emit_token(
-                    token,
-                    row,
-                    start + num_tokens,
-                    max_length,
-                    is_counted,
-                    has_logprobs,
-                    slot_stop_bits_ptr,
-                    slot_counts_ptr,
-                    chosen_logprob_ptr,
-                    top_token_ptr,
-                    top_logprob_ptr,
-                    record_ptr + HEADER_SIZE + depth * ROW_SIZE,
-                )
-                is_match = is_draft & (parent == current) & (draft == token)
-                child = tl.min(tl.where(is_match, node, NO_NODE), 0)
-                is_right = child < NO_NODE
-                num_accepted += is_right.to(tl.int32)
-                current = child
-                is_walking = is_right & (finish == 0)
+        while is_walking:
+            path = tl.where(entry == num_tokens, current, path)
+            is_current = node == current
+            newest = tl.sum(tl.where(is_current, chosen, 0), 0)
+            ends = tl.sum((is_current & is_stop).to(tl.int32), 0) > 0
+            append_token(
+                newest, first_row + current, is_counted, has_logprobs, slot_counts_ptr, chosen_logprob_ptr,
+                top_token_ptr, top_logprob_ptr, record_ptr + HEADER_SIZE + num_tokens * ROW_SIZE,
+            )  # fmt: skip
+            num_tokens += 1
+            finish = finish_of(ends, start + num_tokens, max_length)
+            is_match = is_draft & (parent == current) & (draft == newest)
+            child = tl.min(tl.where(is_match, node, NO_NODE), 0)
+            is_right = child < NO_NODE
+            num_accepted += is_right.to(tl.int32)
+            current = child
+            is_walking = is_right & (finish == 0) & (num_tokens < NUM_PATH_ENTRIES)
 
+        in_path = entry < NUM_PATH_ENTRIES
+        tl.store(own_path_ptr + entry, path, mask=in_path)
+        tl.store(nodes_ptr + entry, path, mask=in_path)
         write_slot(
             length_ptr + slot,
             last_token_ptr + slot,
@@ -240,6 +239,7 @@ def tree_accept(
         NUM_NODES=nodes_per_tree,
         PADDED_NODES=triton.next_power_of_2(nodes_per_tree),
         NUM_PATH_ENTRIES=PATH_ENTRIES,
+        PADDED_ENTRIES=triton.next_power_of_2(PATH_ENTRIES),
         PDL=uses_pdl(),
         num_warps=1,
         **launch_options(),

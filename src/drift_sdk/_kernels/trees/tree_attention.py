@@ -7,18 +7,24 @@ them there: in the same partitions and tiles, with the ancestors gathered into t
 chain. Up to the last border of a tile before the root, all nodes see the same tiles, which are read as they
 lie. The tiles behind the border are gathered for each node by itself, through the list of its ancestors.
 
-`attend_prefix` sums the partitions before the one that the border lies in, `_attend_paths` the others; then
-`add_partitions` combines them as in paged attention.
+One kernel sums the partitions, in two kinds of programs that run side by side: `attend_paths` the partition
+that the border lies in and those behind it, `attend_prefix` the partitions before. Then `add_partitions`
+combines them as in paged attention.
 
 Order of summation: that of online_softmax.py, tile by tile as in `_attend`.
 
-Grid of `_attend_paths`: (nodes, KV heads, trees). A program owns a node: the nodes of a tile have different
-values at the same places of a product, so a product has the query heads of one group only.
+Grid: one dimension. First the programs of paths: (trees, tiles of nodes, KV heads), the last being the
+fastest. A tile is one node, unless that makes more programs than run at once: then it is as many nodes as the
+query heads of a group leave room for in a product. Behind them the programs of the prefix: (shares, KV heads,
+tiles of query rows). Program (s, h, t) owns KV head h of the s-th share of the plan's tiles, for the t-th
+tile of query rows of each sequence. Row tiles are the fastest, so that the programs of a share run side by
+side: the keys come from memory once, and from the L2 cache for the other row tiles.
 
-Bytes: the keys and values behind the border, and those of the border's partition, for each node from the L2
-cache; the partitions' sums, written and read once.
+Bytes: the keys and values of the prefix once; those of the border's partition and behind it, for each tile of
+nodes, from the L2 cache; the partitions' sums, written and read once.
 
-Dependent launch: the kernel waits before its first read, and permits its dependents to start at its end.
+Dependent launch: the kernel reads the plan, the rows and the block table before it waits, like `_attend`. It
+permits its dependents to start at its end.
 """
 
 from __future__ import annotations
@@ -28,48 +34,59 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drift_sdk._kernels.attention.attention_plan import partition_of, partition_start
-from drift_sdk._kernels.attention.cache_offset import offset_in_cache
-from drift_sdk._kernels.attention.online_softmax import LOG2_E, ONES_COLUMNS, attend_tile
+from drift_sdk._kernels.attention.online_softmax import LOG2_E
 from drift_sdk._kernels.attention.paged_attention import AttentionConfig
 from drift_sdk._kernels.attention.partition_sums import MIN_DOT_SIZE, AttentionScratch, add_partitions
 from drift_sdk._kernels.common.arguments import check_range, check_tensor, check_tensors
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk._kernels.trees.path_attention import attend_paths
 from drift_sdk._kernels.trees.prefix_attention import attend_prefix
 from drift_sdk._kernels.trees.tree_paths import TreePaths
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
 
 __all__ = ["tree_attention", "tree_attention_reference"]
 
+MAX_TILE_ROWS = 32
+"""Most query rows of a program. With head_dim 128, the sums of 64 would take 128 registers of each of the 64
+threads of two warps, and spill."""
 
-@triton.jit(do_not_specialize=["num_partitions", "max_blocks"])
-def _attend_paths(
-    query_ptr,  # [R, num_heads, HEAD_DIM], storage type
+
+@triton.jit(do_not_specialize=["num_partitions", "max_blocks", "num_trees", "num_shares"])
+def _attend_trees(
+    query_ptr,  # [R, num_heads, HEAD_DIM], storage type; heads of a group side by side
     keys_ptr,  # [num_blocks, NUM_KV_HEADS, KV_BLOCK_SIZE, HEAD_DIM], storage type
     values_ptr,  # as keys
     block_table_ptr,  # [S, max_blocks] int32
     row_slot_ptr,  # [R] int32; -1: no node
     row_position_ptr,  # [R] int32
-    root_position_ptr,  # [B * ROOT_STRIDE] int32
-    node_kv_slot_ptr,  # [B * NUM_TREE_NODES] int64
+    root_position_ptr,  # [num_trees * ROOT_STRIDE] int32
+    node_kv_slot_ptr,  # [num_trees * NUM_TREE_NODES] int64
     row_path_ptr,  # [R, NUM_PATH_ENTRIES] int32
+    tiles_ptr,  # [max_num_tiles, TILE_WORDS] int32
+    num_tiles_ptr,  # [1] int32
     sums_ptr,  # [num_sequences, NUM_KV_HEADS, num_partitions, query rows, HEAD_DIM] fp32
     maxima_ptr,  # [num_sequences, NUM_KV_HEADS, num_partitions, query rows] fp32
     weights_ptr,  # as maxima
     scale,  # of scores, times log2(e)
-    num_partitions,
+    num_partitions,  # for which sums have room, of each sequence
     max_blocks,
+    num_trees,
+    num_shares,
     NUM_NODES: tl.constexpr,  # query rows of each tree, before heads
     NUM_TREE_NODES: tl.constexpr,  # nodes that paths consist of
     ROOT_STRIDE: tl.constexpr,
     NUM_PATH_ENTRIES: tl.constexpr,
     NUM_PATH_TILES: tl.constexpr,  # tiles that a path may reach, from the border on
+    TILE_NODES: tl.constexpr,  # nodes of a program of paths
+    PATH_ROWS: tl.constexpr,  # query rows of a program of paths, padded
+    TILE_ROWS: tl.constexpr,  # query rows of a program of the prefix, padded
+    NUM_ROW_TILES: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    TILE_ROWS: tl.constexpr,  # GROUP_SIZE, rounded up to a power of two, 16 or more
     PADDED_DIM: tl.constexpr,
     KV_BLOCK_SIZE: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
     FIRST_KEY: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: off
     TILE_KEYS: tl.constexpr,
@@ -78,105 +95,34 @@ def _attend_paths(
     WIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (node, head, tree)."""
-    wait_for_producers(PDL)
-    NUM_QUERY_ROWS: tl.constexpr = NUM_NODES * GROUP_SIZE
-    node, head, tree = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row = tree * NUM_NODES + node
-    slot = tl.load(row_slot_ptr + row)
-    if slot >= 0:
-        tile_row = tl.arange(0, TILE_ROWS)
-        is_row = tile_row < GROUP_SIZE
-        dim = tl.arange(0, PADDED_DIM)
-        is_dim = dim < HEAD_DIM
-        key = tl.arange(0, TILE_KEYS)
-        root_position = tl.load(root_position_ptr + tree * ROOT_STRIDE)
-        own_position = tl.load(row_position_ptr + row)
-        first_seen = FIRST_KEY
-        if WINDOW > 0:  # as in `_attend`, for all rows of the tree
-            first_seen = tl.maximum(root_position - (WINDOW - 1), FIRST_KEY)
-        border = root_position // TILE_KEYS * TILE_KEYS
-        partition = partition_of(border, NARROW, NARROW_END, WIDE)
-        begin_key = partition_start(partition, NARROW, NARROW_END, WIDE)
-        query_index = (row * NUM_KV_HEADS + head) * GROUP_SIZE + tile_row
-        query_mask = is_row[:, None] & is_dim[None, :]
-        queries = tl.load(
-            query_ptr + query_index[:, None] * HEAD_DIM + dim[None, :], mask=query_mask, other=0.0
-        )
-        table_ptr = block_table_ptr + slot.to(tl.int64) * max_blocks
-        query_row = node * GROUP_SIZE + tile_row
-        first_sum = (tree * NUM_KV_HEADS + head) * num_partitions * NUM_QUERY_ROWS + query_row
-        if WINDOW > 0:
-            first_sum -= partition_of(first_seen, NARROW, NARROW_END, WIDE) * NUM_QUERY_ROWS
-            begin_key = tl.maximum(begin_key, first_seen // TILE_KEYS * TILE_KEYS)
-        maximum = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
-        weight = tl.zeros((TILE_ROWS, ONES_COLUMNS), tl.float32)
-        total = tl.zeros((TILE_ROWS, PADDED_DIM), tl.float32)
-        for first_key in range(begin_key, border, TILE_KEYS):
-            position = first_key + key
-            cache_offset = offset_in_cache(
-                table_ptr, first_key, key, position, border, head, dim,
-                NUM_KV_HEADS, HEAD_DIM, KV_BLOCK_SIZE, TILE_KEYS,
-            )  # fmt: skip
-            key_mask = (position >= first_seen)[:, None] & is_dim[None, :]
-            keys = tl.load(keys_ptr + cache_offset, mask=key_mask, other=0.0)
-            values = tl.load(values_ptr + cache_offset, mask=key_mask, other=0.0)
-            is_seen = is_row[:, None] & (position >= FIRST_KEY)[None, :]
-            if WINDOW > 0:
-                is_seen = is_seen & (position > own_position - WINDOW)[None, :]
-            maximum, weight, total = attend_tile(
-                maximum, weight, total, queries, keys, values, is_seen, scale, True
-            )
+    """Grid: see the module. Nothing but arguments."""
+    NUM_NODE_TILES: tl.constexpr = (NUM_NODES + TILE_NODES - 1) // TILE_NODES
+    program = tl.program_id(0)
+    num_path_programs = num_trees * (NUM_NODE_TILES * NUM_KV_HEADS)
+    if program < num_path_programs:
+        node_tile = program // NUM_KV_HEADS
+        attend_paths(
+            node_tile % NUM_NODE_TILES * TILE_NODES, program % NUM_KV_HEADS, node_tile // NUM_NODE_TILES,
+            query_ptr, keys_ptr, values_ptr, block_table_ptr, row_slot_ptr, row_position_ptr,
+            root_position_ptr, node_kv_slot_ptr, row_path_ptr, sums_ptr, maxima_ptr, weights_ptr,
+            scale, num_partitions, max_blocks,
+            NUM_NODES, NUM_TREE_NODES, ROOT_STRIDE, NUM_PATH_ENTRIES, NUM_PATH_TILES, TILE_NODES,
+            GROUP_SIZE, NUM_KV_HEADS, HEAD_DIM, PATH_ROWS, PADDED_DIM, KV_BLOCK_SIZE, NUM_STAGES,
+            FIRST_KEY, WINDOW, TILE_KEYS, NARROW, NARROW_END, WIDE, PDL,
+        )  # fmt: skip
+    else:
+        row_tile = (program - num_path_programs) % NUM_ROW_TILES
+        share_head = (program - num_path_programs) // NUM_ROW_TILES
+        attend_prefix(
+            row_tile, share_head % NUM_KV_HEADS, share_head // NUM_KV_HEADS, num_shares,
+            query_ptr, keys_ptr, values_ptr, block_table_ptr, row_slot_ptr, row_position_ptr,
+            root_position_ptr, tiles_ptr, num_tiles_ptr, sums_ptr, maxima_ptr, weights_ptr,
+            scale, num_partitions, max_blocks,
+            NUM_NODES, ROOT_STRIDE, GROUP_SIZE, NUM_KV_HEADS, HEAD_DIM, TILE_ROWS, PADDED_DIM,
+            KV_BLOCK_SIZE, NUM_STAGES, FIRST_KEY, WINDOW, TILE_KEYS, NARROW, NARROW_END, WIDE, PDL,
+        )  # fmt: skip
 
-        for tile in tl.static_range(NUM_PATH_TILES):
-            first_key = border + tile * TILE_KEYS
-            if first_key <= own_position:
-                if tile > 0:
-                    tile_partition = partition_of(first_key, NARROW, NARROW_END, WIDE)
-                    is_next = tile_partition != partition
-                    # The tile before was its partition's last: store the sums, and start the next partition.
-                    stored = tile_row < tl.where(is_next, GROUP_SIZE, 0)
-                    sum_index = first_sum + partition * NUM_QUERY_ROWS
-                    sum_ptrs = sums_ptr + sum_index.to(tl.int64)[:, None] * HEAD_DIM + dim[None, :]
-                    tl.store(sum_ptrs, total, mask=stored[:, None] & is_dim[None, :])
-                    tl.store(maxima_ptr + sum_index, maximum, mask=stored)
-                    tl.store(weights_ptr + sum_index, tl.max(weight, 1), mask=stored)
-                    maximum = tl.where(is_next, float("-inf"), maximum)
-                    weight = tl.where(is_next, 0.0, weight)
-                    total = tl.where(is_next, 0.0, total)
-                    partition = tile_partition
-
-                # The tile as the node sees it in a chain: the prefix, then its ancestors.
-                position = first_key + key
-                is_prefix = (position < root_position) & (position >= first_seen)
-                block = tl.load(table_ptr + position // KV_BLOCK_SIZE, mask=is_prefix, other=0).to(tl.int64)
-                prefix_slot = block * KV_BLOCK_SIZE + position % KV_BLOCK_SIZE
-                depth = position - root_position
-                on_path = (depth >= 0) & (depth < NUM_PATH_ENTRIES)
-                ancestor = tl.load(row_path_ptr + row * NUM_PATH_ENTRIES + depth, mask=on_path, other=-1)
-                is_ancestor = ancestor >= 0
-                node_ptr = node_kv_slot_ptr + tree * NUM_TREE_NODES + ancestor
-                tree_slot = tl.load(node_ptr, mask=is_ancestor, other=0)
-                kv_slot = tl.where(is_prefix, prefix_slot, tree_slot)
-                is_key = is_prefix | is_ancestor
-                cache_row = (kv_slot // KV_BLOCK_SIZE * NUM_KV_HEADS + head) * KV_BLOCK_SIZE
-                cache_offset = (cache_row + kv_slot % KV_BLOCK_SIZE)[:, None] * HEAD_DIM + dim[None, :]
-                key_mask = is_key[:, None] & is_dim[None, :]
-                keys = tl.load(keys_ptr + cache_offset, mask=key_mask, other=0.0)
-                values = tl.load(values_ptr + cache_offset, mask=key_mask, other=0.0)
-                is_seen = is_row[:, None] & is_key[None, :]
-                if WINDOW > 0:
-                    is_seen = is_seen & (position > own_position - WINDOW)[None, :]
-                maximum, weight, total = attend_tile(
-                    maximum, weight, total, queries, keys, values, is_seen, scale, True
-                )
-
-        sum_index = first_sum + partition * NUM_QUERY_ROWS
-        sum_ptrs = sums_ptr + sum_index.to(tl.int64)[:, None] * HEAD_DIM + dim[None, :]
-        tl.store(sum_ptrs, total, mask=query_mask)
-        tl.store(maxima_ptr + sum_index, maximum, mask=is_row)
-        tl.store(weights_ptr + sum_index, tl.max(weight, 1), mask=is_row)
-
+    wait_for_producers(PDL)  # every CTA waits before it ends, also one without a tile
     start_dependents(PDL)
 
 
@@ -205,6 +151,7 @@ def tree_attention(
     a window, the first row of each tree is its root. Rows of slot -1 get zeros.
     first_key, scale, sinks: as of `paged_attention`.
     All contiguous. Raises ValueError for another shape, type or layout.
+    Longer than other wrappers by its arguments.
     """
     plan = scratch.plan
     _check_tree_attention(
@@ -215,21 +162,16 @@ def tree_attention(
     num_kv_heads, block_size = keys.shape[1:3]
     group, num_trees = num_heads // num_kv_heads, num_rows // nodes_per_tree
     scale = head_dim**-0.5 if scale is None else scale
-    attend_prefix(
-        query,
-        keys,
-        values,
-        block_table,
-        row_slot,
-        row_position,
-        paths.root_position,
-        scratch,
-        config,
-        nodes_per_tree=nodes_per_tree,
-        first_key=first_key,
-        scale=scale,
-    )
-    _attend_paths[(nodes_per_tree, num_kv_heads, num_trees)](
+    num_query_rows = nodes_per_tree * group
+    path_rows = max(MIN_DOT_SIZE, triton.next_power_of_2(group))
+    are_many = num_rows * num_kv_heads > config.num_programs
+    tile_nodes = min(path_rows // group, nodes_per_tree) if are_many else 1
+    tile_rows = min(max(MIN_DOT_SIZE, triton.next_power_of_2(num_query_rows)), MAX_TILE_ROWS)
+    num_row_tiles = triton.cdiv(num_query_rows, tile_rows)
+    num_path_programs = num_trees * triton.cdiv(nodes_per_tree, tile_nodes) * num_kv_heads
+    room = max(config.num_programs - num_path_programs, config.num_programs // 2)
+    num_shares = max(1, room // (num_kv_heads * num_row_tiles))
+    _attend_trees[(num_path_programs + num_shares * num_kv_heads * num_row_tiles,)](
         query,
         keys,
         values,
@@ -239,23 +181,31 @@ def tree_attention(
         paths.root_position,
         paths.kv_slot,
         paths.path,
+        plan.tiles,
+        plan.num_tiles,
         scratch.sums,
         scratch.maxima,
         scratch.weights,
         scale * LOG2_E.value,
         plan.max_num_partitions,
         block_table.shape[1],
+        num_trees,
+        num_shares,
         NUM_NODES=nodes_per_tree,
         NUM_TREE_NODES=paths.kv_slot.shape[0] // num_trees,
         ROOT_STRIDE=paths.root_position.shape[0] // num_trees,
         NUM_PATH_ENTRIES=PATH_ENTRIES,
         NUM_PATH_TILES=triton.cdiv(plan.partitions.tile - 1 + PATH_ENTRIES, plan.partitions.tile),
-        TILE_ROWS=max(MIN_DOT_SIZE, triton.next_power_of_2(group)),
+        TILE_NODES=tile_nodes,
+        PATH_ROWS=path_rows,
+        TILE_ROWS=tile_rows,
+        NUM_ROW_TILES=num_row_tiles,
         GROUP_SIZE=group,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         PADDED_DIM=max(MIN_DOT_SIZE, triton.next_power_of_2(head_dim)),
         KV_BLOCK_SIZE=block_size,
+        NUM_STAGES=config.num_stages,
         FIRST_KEY=first_key,
         WINDOW=plan.window,
         TILE_KEYS=plan.partitions.tile,

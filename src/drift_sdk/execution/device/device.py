@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
+import torch.utils.dlpack
 from cuda.core import Device as CudaDevice
-from cuda.core import EventOptions, StreamOptions
+from cuda.core import DeviceMemoryResource, DeviceMemoryResourceOptions, EventOptions, StreamOptions
 from cuda.core.graph import GraphCompleteOptions
+from torch import Tensor
 
 from drift_sdk._kernels.common.launch_order import checked_launches
 from drift_sdk._kernels.common.parallel_compile import compile_kernels, missing_kernels, recorded_kernels
@@ -18,7 +20,7 @@ from drift_sdk.errors import ExecutorError
 from drift_sdk.execution.device.first_runs import first_run
 from drift_sdk.execution.device.stream_signal import StreamSignal
 
-__all__ = ["Device", "Event", "GpuDevice", "Replay"]
+__all__ = ["Device", "Event", "GpuDevice", "Replay", "ServingDevice"]
 
 ERROR_CHECK_S = 0.05
 """Seconds after which a wait with a timeout looks at the event even if it has not been signalled: after an
@@ -56,8 +58,8 @@ class Event(Protocol):
         """Seconds of the device between two marks, both of which it has reached."""
 
 
-class Device(Protocol):
-    """A GPU as an executor uses it. All work goes to one stream and runs in order."""
+class ServingDevice(Protocol):
+    """A GPU as an executor uses it that serves. All work goes to one stream and runs in order."""
 
     torch_device: torch.device
 
@@ -67,6 +69,19 @@ class Device(Protocol):
 
     def work(self) -> AbstractContextManager[None]:
         """A context in which torch and Triton work goes to the stream."""
+
+    def event(self) -> Event:
+        """A new event, not recorded yet."""
+
+    def close(self) -> None:
+        """Free what the device object holds. Work in the stream must have ended."""
+
+
+class Device(ServingDevice, Protocol):
+    """A GPU as an executor uses it that starts."""
+
+    def mapped_memory(self, num_bytes: int, peers: Sequence[torch.device]) -> Tensor:
+        """Zeros [num_bytes] uint8 on this GPU, which the GPUs `peers` can read and write too."""
 
     def compile_kernels(
         self, steps: Iterable[Callable[[], None]], on_progress: Callable[[float], None]
@@ -80,12 +95,6 @@ class Device(Protocol):
 
     def capture(self, step: Callable[[], None]) -> Replay:
         """Capture a step as a graph. The step may be run for that, with arbitrary inputs."""
-
-    def event(self) -> Event:
-        """A new event, not recorded yet."""
-
-    def close(self) -> None:
-        """Free what the device object holds. Work in the stream must have ended."""
 
 
 class _GpuReplay:
@@ -223,11 +232,28 @@ class GpuDevice:
         return _GpuReplay(graph, self._stream)
 
     def event(self) -> Event:
-        return _GpuEvent(self._device, self._stream, self._stream_signal)
+        with torch.cuda.device(self.torch_device):
+            return _GpuEvent(self._device, self._stream, self._stream_signal)
+
+    def mapped_memory(self, num_bytes: int, peers: Sequence[torch.device]) -> Tensor:
+        """Zeros [num_bytes] uint8 on this GPU, which the GPUs `peers` can read and write too.
+
+        The memory is a pool of its own: nothing else of this GPU is mapped to its peers. It is freed with the
+        tensor and those made from it.
+        """
+        with self.work():
+            resource = DeviceMemoryResource(self._device, DeviceMemoryResourceOptions())
+            resource.peer_accessible_by = [peer.index for peer in peers]
+            buffer = resource.allocate(num_bytes, stream=self._stream)
+            memory = torch.utils.dlpack.from_dlpack(buffer).view(torch.uint8)
+            memory.zero_()
+            self._stream.sync()
+        return memory
 
     def _stream_signal(self) -> StreamSignal:
         if self._signal is None:
-            self._signal = StreamSignal(self._device)
+            with torch.cuda.device(self.torch_device):
+                self._signal = StreamSignal(self._device)
         return self._signal
 
     def close(self) -> None:

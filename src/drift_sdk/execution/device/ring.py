@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 import numpy as np
 import torch
 from msgspec import Struct
 from numpy.typing import NDArray
 
 from drift_sdk._kernels.slots.input_ring import HEADER_WORDS, advance, enter
-from drift_sdk.execution.device.device import Device, Event, Replay
+from drift_sdk.execution.device.device import Event, Replay, ServingDevice
 from drift_sdk.execution.device.slot_table import Pairs
 from drift_sdk.steps import HostWork
 
@@ -65,7 +67,7 @@ class Ring:
     All are int32.
     """
 
-    def __init__(self, device: Device, sizes: RingSizes, *, timeout_s: float | None = None) -> None:
+    def __init__(self, device: ServingDevice, sizes: RingSizes, *, timeout_s: float | None = None) -> None:
         """timeout_s: most seconds that the device may take for a step. A wait in this class may cover two
         steps, so it lasts at most twice as long. None: no limit."""
         is_pinned = device.torch_device.type == "cuda"
@@ -90,6 +92,15 @@ class Ring:
         self._next = 0
         self._timeout_s = None if timeout_s is None else 2 * timeout_s
         self._num_waits = self._num_split_rounds = self._num_copies = 0
+
+    def on(self, device: ServingDevice) -> Ring:
+        """The ring as steps of a further GPU use it, which run the same replays: with the same input, indices
+        of its own, and results that nobody reads."""
+        other = copy(self)
+        other.output = torch.full_like(self.output, -1, pin_memory=self.output.is_pinned())
+        other.next_index = torch.zeros(1, dtype=torch.int32, device=device.torch_device)
+        other.current = torch.zeros(1, dtype=torch.int32, device=device.torch_device)
+        return other
 
     def acquire(self, updates: Pairs) -> int:
         """Return the index of the next replay's entry, with `updates` written to it.

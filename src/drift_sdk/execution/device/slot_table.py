@@ -122,33 +122,43 @@ class SlotTable:
     def assign(self, assignment: SlotAssignment, updates: Updates) -> None:
         """Assign a slot to a sequence.
 
-        The slot's rows of wide tables are cleared here, by work in the stream; all other changes are added to
-        `updates`.
+        The slot's rows of wide tables are cleared here, by work in the stream (`clear`); all other changes
+        are added to `updates`.
         """
         slot, sampling = assignment.slot, assignment.sampling
         flags = _flags(assignment)
+        self.clear(assignment)
         for name, value in _column_values(sampling, flags).items():
             dtype = np.float32 if COLUMNS[name] == torch.float32 else np.int32
             self._set(updates, name, slot, np.array([value], dtype=dtype).view(np.int32))
         self._set(updates, "seed", slot, np.array([sampling.seed], dtype=np.int64).view(np.int32))
-        self._set_bits(updates, "stop_bits", slot, self.columns.stop_bits, sampling.stop_token_ids)
+        self._set_bits(updates, "stop_bits", slot, sampling.stop_token_ids)
         if flags & SlotFlag.ALLOWED and sampling.allowed_token_ids is not None:
-            allowed = sampling.allowed_token_ids
-            self._set_bits(updates, "allowed_bits", slot, self.columns.allowed_bits, allowed)
+            self._set_bits(updates, "allowed_bits", slot, sampling.allowed_token_ids)
         if flags & SlotFlag.BIAS:
             biased = np.array([token_id for token_id, _ in sampling.logit_bias])
             addends = np.array([addend for _, addend in sampling.logit_bias], dtype=np.float32)
-            self.columns.bias[slot].zero_()
             self._set(updates, "bias", slot, addends.view(np.int32), biased)
         cached = np.array(assignment.cached_token_ids, dtype=np.int64)
         if self._widths["history"]:
             self._set(updates, "history", slot, cached.astype(np.int32))
         if flags & SlotFlag.PENALTIES:
             prompt, output = np.split(cached, [sampling.num_prompt_tokens])
-            self._set_bits(updates, "prompt_bits", slot, self.columns.prompt_bits, prompt)
+            self._set_bits(updates, "prompt_bits", slot, prompt)
             ids, counts = np.unique(output, return_counts=True)
-            self.columns.counts[slot].zero_()
             self._set(updates, "counts", slot, counts.astype(np.int32), ids)
+
+    def clear(self, assignment: SlotAssignment) -> None:
+        """Clear a slot's rows of the wide tables that its new sequence uses, by work in the stream."""
+        slot, flags, columns = assignment.slot, _flags(assignment), self.columns
+        columns.stop_bits[slot].zero_()
+        if flags & SlotFlag.ALLOWED:
+            columns.allowed_bits[slot].zero_()
+        if flags & SlotFlag.BIAS:
+            columns.bias[slot].zero_()
+        if flags & SlotFlag.PENALTIES:
+            columns.prompt_bits[slot].zero_()
+            columns.counts[slot].zero_()
 
     def place_blocks(self, update: BlockUpdate, updates: Updates) -> None:
         """Set entries of a slot's block table."""
@@ -177,9 +187,8 @@ class SlotTable:
         first = self._starts[name] + slot * self._widths[name]
         updates.add(first + (np.arange(len(values)) if columns is None else columns), values)
 
-    def _set_bits(self, updates: Updates, name: str, slot: int, bits: Tensor, token_ids: object) -> None:
-        """Clear a slot's row of the table `bits`, and set the bits of `token_ids`."""
-        bits[slot].zero_()
+    def _set_bits(self, updates: Updates, name: str, slot: int, token_ids: object) -> None:
+        """Set the bits of `token_ids` in a slot's row of a table, which was cleared."""
         ids = np.unique(np.asarray(token_ids, dtype=np.int64))
         words, inverse = np.unique(ids // 32, return_inverse=True)
         values = np.zeros(len(words), dtype=np.uint32)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 from msgspec import Struct
+from msgspec.structs import replace
 from torch import Tensor
 
+from drift_sdk._kernels.exchange.peer_memory import PeerTensor
 from drift_sdk._kernels.gemm.cublas_gemm import fastest_gated_multiply, fastest_multiply
 from drift_sdk._kernels.gemm.tuning import TunedGemm
 from drift_sdk._kernels.layers.glu import glu
@@ -71,8 +73,8 @@ class DecodeForward:
     A row gets the bits that it gets alone: products use the one reduction tree of each weight, and attention
     has partitions at fixed positions.
 
-    hidden_states: of the rows, filled by `run`. normed [R, hidden]: the normalised residual stream after the
-    last layer, filled by `run`.
+    cache: where the rows' keys and values are stored. hidden_states: of the rows, filled by `run`.
+    normed [R, hidden]: the normalised residual stream after the last layer, filled by `run`.
     """
 
     def __init__(
@@ -85,8 +87,8 @@ class DecodeForward:
         hidden_states: HiddenStates,
     ) -> None:
         """block_table [S, max_blocks] int32. hidden_states: of as many rows as `rows` has."""
-        self._decoder, self._cache, self._tuned = model.decoder, model.cache, model.tuned
-        self._layers = model.layers
+        self._decoder, self.cache, self._tuned = model.decoder, model.cache, model.tuned
+        self._layers, self._exchange = model.layers, model.exchange
         self._rows, self._block_table, self._workspace = rows, block_table, workspace
         self._attention = attention
         self._num_rows = rows.slot.shape[0]
@@ -96,25 +98,40 @@ class DecodeForward:
         self.normed = self._buffers.normed
         self._experts = ExpertForward.take(model, rows.slot, self.normed, workspace, is_decoding=True)
 
+    def share_drafts(self, parent: Tensor | None = None) -> None:
+        """Replace the rows, which were drafted, by those of the first GPU, if there are several.
+
+        parent [R] int32: of rows that are nodes of trees, whose positions follow from it.
+        """
+        if self._exchange is not None:
+            rows = self._rows
+            self._exchange.share_drafts((rows.slot, rows.token, rows.position if parent is None else parent))
+
     def run(self) -> None:
         """Record the kernels of all layers."""
         rows, stream, buffers = self._rows, self._stream, self._buffers
+        if self._exchange is not None:
+            self._exchange.begin()
         stream.embed(rows.token, rows.slot)
         self._attention.plan(rows.slot, rows.position)
         for index, layer in self._layers(self.hidden_states.aux_layers):
             self._attend(layer, index)
-            product = self._multiply(buffers.attended.view(self._num_rows, -1), layer.output)
-            stream.add_attention(index, product, layer.output_bias)
+            attended = buffers.attended.view(self._num_rows, -1)
+            stream.add_attention(
+                index, self._multiply_down(attended, layer.output, 2 * index), layer.output_bias
+            )
             if self._experts is not None and layer.experts is not None:
                 stream.add_mlp(index, self._experts.run(layer.experts, index))
                 continue
 
             self._activate(layer)
-            stream.add_mlp(index, self._multiply(buffers.activated, layer.down), layer.down_bias)
+            stream.add_mlp(
+                index, self._multiply_down(buffers.activated, layer.down, 2 * index + 1), layer.down_bias
+            )
 
     def _attend(self, layer: LayerWeights, index: int) -> None:
         """Compute queries, store keys and values, and fill `attended`."""
-        rows, cache, buffers, config = self._rows, self._cache, self._buffers, self._decoder.config
+        rows, cache, buffers, config = self._rows, self.cache, self._buffers, self._decoder.config
         keys, values = cache.keys[index], cache.values[index]
         cos, sin = cache.rotations[index]
         rotate_and_store(
@@ -182,5 +199,29 @@ class DecodeForward:
             self._tuned.refuse(*weight.shape)
         return partials
 
+    def _multiply_down(self, x: Tensor, matrix: Matrix, index: int) -> Tensor | PeerTensor:
+        """`_multiply` for a matrix whose columns GPUs divide: all their partial sums, if there are several.
+
+        index: of the sum in the step.
+        """
+        if self._exchange is None:
+            return self._multiply(x, matrix)
+
+        weight = dense(matrix)
+        num_columns, inner = weight.shape
+        slices = self._exchange.shard.column_slices(num_columns, inner)
+        config = self._tuned.gemm(num_columns, inner, slices=slices).config(self._num_rows)
+        # Slices of different GPUs are added one after the other, as those of one GPU are.
+        config = replace(config, is_spread=True)
+        sums = self._exchange.sums(index, (slices, self._num_rows, num_columns))
+        if not fastest_multiply(x, weight, sums.own, config):
+            self._tuned.refuse(num_columns, inner)
+        return sums
+
     def _gemm(self, weight: Tensor, *, is_gated: bool = False) -> TunedGemm:
-        return self._tuned.gemm(weight.shape[0], weight.shape[1], is_gated=is_gated)
+        """Configurations of a weight whose rows GPUs divide, if there are several."""
+        num_columns, inner = weight.shape
+        slices = None
+        if self._exchange is not None and not is_gated:
+            slices = self._exchange.shard.row_slices(num_columns, inner)
+        return self._tuned.gemm(num_columns, inner, is_gated=is_gated, slices=slices)

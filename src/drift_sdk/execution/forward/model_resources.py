@@ -10,6 +10,7 @@ import torch
 from msgspec import Struct
 
 from drift_sdk._kernels.gemm.tuning import TunedTable
+from drift_sdk.execution.device.exchange import Exchange
 from drift_sdk.execution.device.first_runs import is_first_run
 from drift_sdk.execution.forward.kv_cache import PagedKVCache
 from drift_sdk.models.decoder import Decoder
@@ -26,12 +27,14 @@ class ModelResources(Struct, frozen=True, kw_only=True):
     cache:   keys and values of all sequences.
     tuned:   launch configurations of the matrix products.
     limits:  most sequences, tokens and blocks.
+    exchange: with the other GPUs of a tensor-parallel model; None: the decoder is the whole model.
     """
 
     decoder: Decoder
     cache: PagedKVCache
     tuned: TunedTable
     limits: ExecutorLimits
+    exchange: Exchange | None = None
 
     def layers(self, aux_layers: Sequence[int] = ()) -> Iterator[tuple[int, LayerWeights]]:
         """Yield the layers to compute, with their indices: all in order; in a first run only those without

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
+from drift_sdk._kernels.exchange.add_norm_across import add_norm_across
+from drift_sdk._kernels.exchange.peer_memory import PeerTensor
 from drift_sdk._kernels.layers.embedding import embed_norm
 from drift_sdk._kernels.layers.residual_norm import add_norm
 from drift_sdk._kernels.layers.rms_norm import NormKind
@@ -69,35 +73,46 @@ class ResidualStream:
             norm_kind=self._norm_kind,
         )
 
-    def add_attention(self, index: int, output: Tensor, bias: Tensor | None = None) -> None:
-        """Add the output of attention in layer `index`, as `add_norm` takes it."""
-        layer, config = self._weights.layers[index], self._config
-        add_norm(
-            self.hidden_states.final,
-            output,
-            layer.mlp_norm,
-            self.normed,
-            eps=config.rms_norm_eps,
-            bias=bias,
-            delta_norm=layer.attention_post_norm,
-            delta_multiplier=config.residual_multiplier,
-            norm_kind=self._norm_kind,
-        )
+    def add_attention(self, index: int, output: Tensor | PeerTensor, bias: Tensor | None = None) -> None:
+        """Add the output of attention in layer `index`, as `add_norm` or `add_norm_across` takes it."""
+        layer = self._weights.layers[index]
+        self._add(output, layer.mlp_norm, bias=bias, delta_norm=layer.attention_post_norm)
 
-    def add_mlp(self, index: int, output: Tensor, bias: Tensor | None = None) -> None:
-        """Add the output of the MLP in layer `index`, as `add_norm` takes it."""
-        layers, config = self._weights.layers, self._config
+    def add_mlp(self, index: int, output: Tensor | PeerTensor, bias: Tensor | None = None) -> None:
+        """Add the output of the MLP in layer `index`, as `add_norm` or `add_norm_across` takes it."""
+        layers = self._weights.layers
         is_last = index + 1 == len(layers)
-        add_norm(
-            self.hidden_states.final,
+        self._add(
             output,
             self._weights.final_norm if is_last else layers[index + 1].input_norm,
-            self.normed,
-            eps=config.rms_norm_eps,
             bias=bias,
             aux_hidden=self.hidden_states.by_layer.get(index + 1),
             delta_norm=layers[index].mlp_post_norm,
+            normed_multiplier=1.0 / self._config.logits_divisor if is_last else 1.0,
+        )
+
+    def _add(
+        self,
+        delta: Tensor | PeerTensor,
+        weight: Tensor,
+        *,
+        bias: Tensor | None,
+        delta_norm: Tensor | None,
+        aux_hidden: Tensor | None = None,
+        normed_multiplier: float = 1.0,
+    ) -> None:
+        hidden, config = self.hidden_states.final, self._config
+        add: Callable[..., None] = add_norm_across if isinstance(delta, PeerTensor) else add_norm
+        add(
+            hidden,
+            delta,
+            weight,
+            self.normed,
+            eps=config.rms_norm_eps,
+            bias=bias,
+            aux_hidden=aux_hidden,
+            delta_norm=delta_norm,
             delta_multiplier=config.residual_multiplier,
-            normed_multiplier=1.0 / config.logits_divisor if is_last else 1.0,
+            normed_multiplier=normed_multiplier,
             norm_kind=self._norm_kind,
         )

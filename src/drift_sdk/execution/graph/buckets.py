@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
 from msgspec import Struct
 
 from drift_sdk._kernels.attention.exact_prefill_attention import exact_prefill_config
 from drift_sdk._kernels.attention.prefill_attention import prefill_attention_config
-from drift_sdk._kernels.commit.commit import record_words
+from drift_sdk._kernels.commit.records import record_words
 from drift_sdk._kernels.trees.tree_accept import tree_record_words
 from drift_sdk.execution.rounds.tree_plan import tree_rounds
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.steps import ExecutorLimits
+from drift_sdk.steps import MAX_CHUNKS, ExecutorLimits
 
-__all__ = ["GraphBuckets", "bucket_of"]
+__all__ = ["GraphBuckets", "MixedBucket", "MixedLayout", "bucket_of"]
 
 DECODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Slots of decode steps."""
@@ -23,11 +25,16 @@ MIN_PREFILL_ROWS = 16
 FLAT_PREFILL_ROWS = 256
 """Below this many rows, reading the weights is a large part of a prefill step and padding costs little, so
 each bucket has twice the rows of the one before."""
-MIXED_SLOTS = (16, 64, 128, 256)
+MIXED_SLOTS = (8, 32, 64, 128, 256)
 """Slots of mixed steps."""
-MIXED_ROWS = (128, 256, 384, 512)
-"""Rows of mixed steps, of chunks and slots together: multiples of 128, by which the library's kernels divide
-them. Beside more rows of chunks, decode rows are few."""
+MIXED_ROWS = (128, 256, 384, 512, 640, 768, 1024)
+"""Rows of mixed steps, of chunks and round together: multiples of 128, by which the library's kernels divide
+them."""
+MAX_PLAIN_ROWS = 512
+"""Most rows of a mixed step without drafts: beside more rows of chunks, those of the round are few. With
+drafts a round emits more tokens, so it may take longer: twice its rows are added."""
+MAX_DRAFT_PADDING = 2
+"""Most times as many rows as it needs that a round has in a mixed step of more drafts than it uses."""
 STEPS_PER_OCTAVE = 2
 """Prefill buckets from FLAT_PREFILL_ROWS rows to twice as many, from there to four times as many, and so on.
 More buckets would pad steps less, but each takes time at start: it is run once and captured."""
@@ -36,6 +43,45 @@ More buckets would pad steps less, but each takes time at start: it is run once 
 def bucket_of(sizes: Sequence[int], size: int) -> int:
     """The smallest of the ascending `sizes` that is at least `size`."""
     return next(bucket for bucket in sizes if bucket >= size)
+
+
+class MixedBucket(NamedTuple):
+    """The sizes of a mixed step: rows of chunks, slots of its round, and drafts of each slot."""
+
+    num_rows: int
+    num_slots: int
+    num_drafts: int
+
+    @property
+    def num_round_rows(self) -> int:
+        """Rows of the round: of each slot its newest token and the drafts."""
+        return self.num_slots * (self.num_drafts + 1)
+
+    @property
+    def size(self) -> int:
+        """All rows."""
+        return self.num_rows + self.num_round_rows
+
+
+class MixedLayout(NamedTuple):
+    """Places in the payload of a mixed step.
+
+    rows: token, slot and position of each row, those of chunks first. The host fills rows of the round only
+    where they are the last tokens of prompts, which are counted before the round's rows are made from slots.
+    following: of each row of chunks, the token after it. hits: the rows of chunks that follow prefix hits.
+    tiles: of the chunks' attention. slots: of the round, then the most drafts of each.
+    """
+
+    rows: slice
+    following: slice
+    hits: slice
+    tiles: slice
+    slots: slice
+
+    @property
+    def num_words(self) -> int:
+        """Words of the payload."""
+        return int(self.slots.stop)
 
 
 class GraphBuckets(Struct, frozen=True, kw_only=True):
@@ -50,8 +96,9 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
     tile_rows:  rows of a tile of prefill attention.
     max_chunks: most chunks of a step.
     is_exact:   whether prompts get the bits of decoding.
-    mixed:      rows of chunks and slots of mixed steps, which compute chunks and decode rows in one pass;
-                empty with drafts.
+    mixed:      sizes of mixed steps, which compute chunks and a round in one pass: without drafts, and with
+                the most drafts of chains. Rounds of trees, those that are checked, and engines of one slot
+                have none.
     mixed_tile_rows: rows of a tile of attention in mixed steps.
     """
 
@@ -64,7 +111,7 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
     tile_rows: int
     max_chunks: int
     is_exact: bool
-    mixed: tuple[tuple[int, int], ...]
+    mixed: tuple[MixedBucket, ...]
     mixed_tile_rows: int
 
     @classmethod
@@ -91,19 +138,33 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
         most = -(-budget // MIN_PREFILL_ROWS) * MIN_PREFILL_ROWS
         decode, drafts = _buckets(DECODE_BUCKETS, limits.max_num_seqs), (0, *draft_choices)
         every = [(num_slots, number) for num_slots in decode for number in drafts]
+        rounds = tuple(tree_rounds(decode, drafts) if shares_rows else every)
+        trees = drafts if has_checks else tuple(tree_choices)
         return cls(
             decode=decode,
             drafts=drafts,
-            trees=drafts if has_checks else tuple(tree_choices),
+            trees=trees,
             has_checks=has_checks,
-            rounds=tuple(tree_rounds(decode, drafts) if shares_rows else every),
+            rounds=rounds,
             prefill=_prefill_buckets(most),
             tile_rows=exact_rows if is_exact else prefill_attention_config(head_dim, dtype).tile_rows,
-            max_chunks=limits.max_num_seqs,
+            max_chunks=min(limits.max_num_seqs, MAX_CHUNKS),
             is_exact=is_exact,
-            mixed=() if draft_choices else _mixed_buckets(most, limits.max_num_seqs),
+            mixed=tuple(
+                bucket
+                for number in dict.fromkeys((0, drafts[-1]))
+                if number not in trees and limits.max_num_seqs > 1
+                for bucket in _mixed_buckets(most, rounds, number)
+            ),
             mixed_tile_rows=exact_rows,
         )
+
+    @property
+    def first_tokens(self) -> tuple[int, ...]:
+        """Slots of steps that sample the first tokens of prompts: those of `decode` that hold the chunks of a
+        step."""
+        most = bucket_of(self.decode, self.max_chunks)
+        return tuple(size for size in self.decode if size <= most)
 
     @property
     def max_chain(self) -> int:
@@ -111,24 +172,39 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
         return max((number for number in self.drafts if number not in self.trees), default=0)
 
     @property
-    def mixed_slots(self) -> tuple[int, ...]:
-        """Slots of mixed steps."""
-        return tuple(sorted({num_slots for _, num_slots in self.mixed}))
+    def mixed_tokens(self) -> dict[int, tuple[tuple[int, int], ...]]:
+        """By number of drafts: ascending slots of mixed steps, each with the most rows of chunks beside
+        them."""
+        found = {}
+        for number in self.drafts:
+            most: dict[int, int] = {}
+            for bucket in self._mixed_for(number):
+                most[bucket.num_slots] = max(most.get(bucket.num_slots, 0), bucket.num_rows)
+            if most:
+                found[number] = tuple(sorted(most.items()))
+        return found
 
     @property
     def most_mixed_rows(self) -> int:
-        """Most rows of a mixed step, of chunks and slots together."""
-        return max((sum(bucket) for bucket in self.mixed), default=0)
+        """Most rows of a mixed step, of chunks and round together."""
+        return max((bucket.size for bucket in self.mixed), default=0)
 
-    def mixed_bucket(self, num_tokens: int, num_slots: int) -> tuple[int, int] | None:
-        """Rows of chunks and slots of the mixed step for so many tokens of chunks and decode rows; None if
+    def mixed_bucket(self, num_tokens: int, num_slots: int, num_drafts: int = 0) -> MixedBucket | None:
+        """The mixed step for so many rows of chunks and slots with at most `num_drafts` drafts each; None if
         there is none."""
-        if not self.mixed:
-            return None
+        fitting = [bucket for bucket in self._mixed_for(num_drafts) if bucket.num_slots >= num_slots]
+        least = min((bucket.num_slots for bucket in fitting), default=0)
+        for bucket in fitting:
+            if bucket.num_slots == least and bucket.num_rows >= num_tokens:
+                return bucket
 
-        slots = bucket_of(self.mixed_slots, num_slots)
-        rows = [rows for rows, each in self.mixed if each == slots]
-        return (bucket_of(rows, num_tokens), slots) if num_tokens <= rows[-1] else None
+        return None
+
+    def _mixed_for(self, num_drafts: int) -> list[MixedBucket]:
+        """Mixed steps for rounds with so many drafts, which may be padded with more."""
+        most = MAX_DRAFT_PADDING * (num_drafts + 1) if num_drafts else 1
+        numbers = {bucket.num_drafts for bucket in self.mixed if num_drafts <= bucket.num_drafts < most}
+        return [bucket for bucket in self.mixed if numbers and bucket.num_drafts == min(numbers)]
 
     @property
     def max_rows(self) -> int:
@@ -152,11 +228,19 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
         """Payload words of a prefill step: token, slot and position of each row, then the tiles."""
         return 3 * num_rows + 4 * self.num_tiles(num_rows, self.tile_rows)
 
-    def mixed_words(self, num_rows: int, num_slots: int) -> int:
-        """Payload words of a mixed step: token, slot and position of each row of chunks, room for the same of
-        each slot's row, the tiles, then slots and most drafts."""
-        num_tiles = self.num_tiles(num_rows, self.mixed_tile_rows)
-        return 3 * (num_rows + num_slots) + 4 * num_tiles + 2 * num_slots
+    def mixed_layout(self, bucket: MixedBucket) -> MixedLayout:
+        """The payload of a mixed step."""
+        num_tiles = self.num_tiles(bucket.num_rows, self.mixed_tile_rows)
+        has_drafter = len(self.drafts) > 1
+        sizes = (
+            3 * bucket.size,
+            bucket.num_rows if has_drafter else 0,
+            self.max_chunks if has_drafter else 0,
+            4 * num_tiles,
+            2 * bucket.num_slots,
+        )
+        ends = [*accumulate(sizes)]
+        return MixedLayout(*map(slice, [0, *ends], ends))
 
     def draft_extend_words(self, num_rows: int) -> int:
         """Payload words of a step that updates the drafter after prefill: token, slot and position of each
@@ -168,7 +252,8 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
         """Payload words of the largest step; a round's payload has two words for each slot."""
         most = self.prefill[-1]
         words = [2 * self.decode[-1], self.prefill_words(most), self.draft_extend_words(most)]
-        return max(*words, *(self.mixed_words(*bucket) for bucket in self.mixed))
+        words += [self.mixed_layout(bucket).num_words for bucket in self.mixed]
+        return max(words)
 
     @property
     def record_words(self) -> int:
@@ -189,15 +274,21 @@ def _prefill_buckets(most: int) -> tuple[int, ...]:
     return _buckets(sizes, most)
 
 
-def _mixed_buckets(most_rows: int, most_slots: int) -> tuple[tuple[int, int], ...]:
-    """Rows of chunks, up to `most_rows`, and slots of mixed steps, of at least as many rows as slots."""
-    buckets: list[tuple[int, int]] = []
+def _mixed_buckets(most_rows: int, rounds: Sequence[tuple[int, int]], num_drafts: int) -> list[MixedBucket]:
+    """Mixed steps whose rounds have so many drafts, in ascending order: with up to `most_rows` rows of
+    chunks, and at least half as many as the round has."""
+    found: list[MixedBucket] = []
+    most_slots = max(num_slots for num_slots, number in rounds if number == num_drafts)
     for num_slots in _buckets(MIXED_SLOTS, most_slots):
+        round_rows = num_slots * (num_drafts + 1)
+        most = MAX_PLAIN_ROWS + (2 * round_rows if num_drafts else 0)
         sizes = {
-            min(size - num_slots, most_rows) for size in MIXED_ROWS if size - num_slots >= num_slots // 2
+            min(size - round_rows, most_rows)
+            for size in MIXED_ROWS
+            if size <= most and size - round_rows >= max(round_rows // 2, 1)
         }
-        buckets += [(size, num_slots) for size in sorted(sizes)]
-    return tuple(buckets)
+        found += [MixedBucket(size, num_slots, num_drafts) for size in sorted(sizes)]
+    return found
 
 
 def _buckets(sizes: Sequence[int], most: int) -> tuple[int, ...]:

@@ -1,11 +1,13 @@
-"""The captured graphs of an executor: one for each kind of step and each bucket of sizes."""
+"""The captured graphs of an executor on a GPU: one for each kind of step and each bucket of sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from drift_sdk.execution.device.device import Replay
-from drift_sdk.execution.graph.buckets import GraphBuckets
+from drift_sdk.execution.device.device_group import GroupReplay
+from drift_sdk.execution.graph.buckets import GraphBuckets, MixedBucket
 from drift_sdk.execution.graph.graph_steps import GraphSteps, Step
 from drift_sdk.execution.resources import DeviceResources
 from drift_sdk.progress import Report
@@ -18,17 +20,20 @@ Called once everything else has its memory."""
 
 
 class CapturedGraphs:
-    """All graphs of an executor, captured by the constructor, the largest of each kind first.
+    """All graphs of an executor on a GPU. `capture` captures them, the largest of each kind first.
 
-    Before that the largest steps are run once, so that everything but KV caches and graphs has its memory and
-    the caches can be given what is left.
+    The constructor runs the largest steps once, so that everything but KV caches and graphs has its memory
+    and the caches can be given what is left.
 
     update: applies updates and nothing else. decode[B, K]: a round of B slots with K drafts each. draft[B, K]
     and verify[B, K]: its halves, if there is a drafter and K is not 0. prefill[N]: chunks of N rows.
-    mixed[N, B]: chunks of N rows and a round of B slots without drafts, in one pass.
+    mixed[N, B, K]: chunks of N rows and a round of B slots with K drafts each, in one pass.
     first_tokens[B]: samples the first tokens of B finished prompts. draft_extend[N]: updates the drafter
     after a prefill step and its first tokens; empty without a drafter.
+    num_graphs: to be captured.
     """
+
+    update: Replay
 
     def __init__(
         self,
@@ -36,34 +41,49 @@ class CapturedGraphs:
         steps: GraphSteps,
         buckets: GraphBuckets,
         *,
-        fit_blocks: FitBlocks,
         report: Report,
     ) -> None:
         self._resources, self._buckets = resources, buckets
         self._steps = steps  # the buffers that graphs use stay allocated as long as the graphs
         self._report = report
         self.prefill: dict[int, Replay] = {}
-        self.mixed: dict[tuple[int, int], Replay] = {}
+        self.mixed: dict[MixedBucket, Replay] = {}
         self.draft_extend: dict[int, Replay] = {}
         self.decode: dict[tuple[int, int], Replay] = {}
         self.draft: dict[tuple[int, int], Replay] = {}
         self.verify: dict[tuple[int, int], Replay] = {}
         self.first_tokens: dict[int, Replay] = {}
         self._replays: list[Replay] = []
-        self._num_graphs = self._count_graphs()
+        self.num_graphs = self._count_graphs()
         self._compile()
         self._warm_up()
-        num_blocks = fit_blocks(self._num_graphs)
+
+    def capture(self, num_blocks: int) -> None:
+        """Capture all graphs, with KV caches of `num_blocks` blocks. To be called once."""
+        resources, steps, buckets = self._resources, self._steps, self._buckets
         with resources.device.work():
             steps.allocate_caches(num_blocks)
         self._capture_prefill()
         self._capture_mixed()
         self._capture_rounds()
-        for num_slots in reversed(buckets.decode):
+        for num_slots in reversed(buckets.first_tokens):
             self.first_tokens[num_slots] = self._capture(steps.first_tokens(num_slots))
         self.update = self._capture(steps.update)
         with resources.device.work():
             resources.ring.reset()
+
+    def join(self, others: Sequence[CapturedGraphs]) -> None:
+        """Launch the graphs of other GPUs, which were captured for the same sizes, together with these."""
+        if not others:
+            return
+
+        every = (self, *others)
+        for kind in ("prefill", "mixed", "draft_extend", "decode", "draft", "verify", "first_tokens"):
+            graphs: dict[Any, Replay] = getattr(self, kind)
+            for bucket in graphs:
+                graphs[bucket] = GroupReplay([getattr(each, kind)[bucket] for each in every])
+        self.update = GroupReplay([each.update for each in every])
+        self._replays += [replay for other in others for replay in other._replays]
 
     def close(self) -> None:
         """Free all graphs."""
@@ -76,7 +96,7 @@ class CapturedGraphs:
         num_prefill = len(buckets.prefill) * (2 if has_drafter else 1)
         # A round without drafts is never split.
         num_decode = sum(3 if number and has_drafter else 1 for _, number in buckets.rounds)
-        num_first_tokens = len(buckets.decode)
+        num_first_tokens = len(buckets.first_tokens)
         return num_prefill + len(buckets.mixed) + num_decode + num_first_tokens + 1  # and `update`
 
     def _compile(self) -> None:
@@ -96,14 +116,14 @@ class CapturedGraphs:
             if steps.drafter is not None and num_drafts > 0:
                 yield decode_round.draft
                 yield decode_round.verify
-        for num_slots in reversed(buckets.decode):
+        for num_slots in reversed(buckets.first_tokens):
             yield steps.first_tokens(num_slots)
         for num_rows in reversed(buckets.prefill):
             yield steps.prefill(num_rows)
             if steps.drafter is not None:
                 yield steps.draft_extend(num_rows, steps.drafter)
         for bucket in reversed(buckets.mixed):
-            yield steps.mixed(*bucket)
+            yield steps.mixed(bucket)
         yield steps.update
 
     def _warm_up(self) -> None:
@@ -120,8 +140,8 @@ class CapturedGraphs:
                 self.draft_extend[num_rows] = self._capture(steps.draft_extend(num_rows, steps.drafter))
 
     def _capture_mixed(self) -> None:
-        for num_rows, num_slots in reversed(self._buckets.mixed):
-            self.mixed[num_rows, num_slots] = self._capture(self._steps.mixed(num_rows, num_slots))
+        for bucket in reversed(self._buckets.mixed):
+            self.mixed[bucket] = self._capture(self._steps.mixed(bucket))
 
     def _capture_rounds(self) -> None:
         for bucket in reversed(self._buckets.rounds):
@@ -132,6 +152,6 @@ class CapturedGraphs:
                 self.verify[bucket] = self._capture(decode_round.verify)
 
     def _capture(self, step: Step) -> Replay:
-        self._report("capture graphs", len(self._replays) / self._num_graphs)
+        self._report("capture graphs", len(self._replays) / self.num_graphs)
         self._replays.append(self._resources.stages.capture(self._resources.device, step))
         return self._replays[-1]

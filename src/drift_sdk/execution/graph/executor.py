@@ -4,82 +4,33 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 
 import msgspec
 from msgspec import Struct
 
 from drift_sdk._kernels.gemm.tuning import TunedTable
-from drift_sdk._kernels.slots.slot_columns import num_mask_words
 from drift_sdk.errors import ExecutorError
-from drift_sdk.execution.device.device import Device, Event, Replay
+from drift_sdk.execution.device.device import Device, Event, Replay, ServingDevice
 from drift_sdk.execution.device.errors import is_kept, typed_errors
-from drift_sdk.execution.device.ring import PayloadBuffer, Ring, RingSizes
-from drift_sdk.execution.device.slot_table import SlotTable
-from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.drafter_factory import NO_DRAFTER, DrafterFactory
-from drift_sdk.execution.forward.kv_cache import PagedKVCache
-from drift_sdk.execution.forward.model_resources import ModelResources
 from drift_sdk.execution.graph.buckets import GraphBuckets
 from drift_sdk.execution.graph.captured_graphs import CapturedGraphs, FitBlocks
-from drift_sdk.execution.graph.graph_steps import GraphSteps
+from drift_sdk.execution.graph.gpu_graphs import GpuGraphs, GpuModel, graph_buckets, open_graphs, open_ring
+from drift_sdk.execution.graph.options import NO_HOOKS, GraphOptions, StartupHooks
 from drift_sdk.execution.graph.product_log import ProductLog
 from drift_sdk.execution.graph.prompt_logprobs import PromptLogprobs
 from drift_sdk.execution.graph.step_launcher import StepLauncher, StepResults
-from drift_sdk.execution.resources import DeviceResources
-from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.progress import Report, ignore_progress
 from drift_sdk.steps import ExecutorLimits, StepPlan, StepResult
 
 __all__ = ["AllocationCount", "GraphExecutor", "GraphOptions", "StartupHooks", "time_rounds"]
 
-NUM_ENTRIES = 16
-"""Replays that can be in flight at once."""
-MAX_UPDATES = 512
-"""Slot table updates of one replay. A step with more of them starts replays that do nothing else."""
 ALLOCATION_COUNT_INTERVAL = 256
 """Steps between two counts of allocations: asking torch takes as long as launching a step."""
 NUM_TIMED_REPLAYS = 3
 """Replays of each round that are timed at start."""
-
-
-class GraphOptions(Struct, frozen=True, kw_only=True):
-    """Settings of a graph executor.
-
-    prefill_token_budget: most tokens of a prefill step.
-    exact_prefill:        prompts get the bits of decoding, so tokens do not depend on how a prompt is cut,
-                          cached or recomputed.
-    step_timeout_s:       most seconds that the device may take for a step; None = no limit.
-    acceptance_trace:     for measuring: tokens that rounds emit in turn, whatever was drafted.
-    stages:               for measuring: marks around the stages of steps.
-    has_checks:           rounds of speculation are checked.
-    shape_log:            file to which the products that ran are added when the executor is closed.
-    """
-
-    prefill_token_budget: int
-    exact_prefill: bool = False
-    step_timeout_s: float | None = None
-    acceptance_trace: Sequence[int] | None = None
-    stages: StageMarks = NO_STAGE_MARKS
-    has_checks: bool = False
-    shape_log: Path | None = None
-
-
-class StartupHooks(Struct, frozen=True, kw_only=True):
-    """Called while an executor starts.
-
-    fit_blocks: how many KV blocks there is room for; None = limits.num_blocks. report: progress.
-    """
-
-    fit_blocks: FitBlocks | None = None
-    report: Report = ignore_progress
-
-
-NO_HOOKS = StartupHooks()
 
 
 class _LaunchedStep(Struct):
@@ -97,7 +48,8 @@ class GraphExecutor:
     `launch` writes to pinned memory and starts replays; lengths, tokens and finished flags live on the
     device. It waits for nothing but drafts after which a constraint must be asked, and a free ring entry.
 
-    limits: what the executor has room for; known only once the KV cache has been sized.
+    limits: what the executor has room for; known only once the KV cache has been sized. mixed_tokens: as in
+    SchedulerConfig.
     """
 
     def __init__(
@@ -113,42 +65,40 @@ class GraphExecutor:
     ) -> None:
         """Raises ExecutorError if a step cannot be captured, and what hooks.fit_blocks raises."""
         self.limits = limits
-        self._device = device
-        self._step_timeout_s = options.step_timeout_s
-        buckets = GraphBuckets.of(
-            decoder,
-            limits,
-            options.prefill_token_budget,
-            is_exact=options.exact_prefill,
-            draft_choices=drafter_factory.draft_choices,
-            tree_choices=tuple(drafter_factory.tree_plans),
-            shares_rows=drafter_factory.max_tree_depth is not None,
-            has_checks=options.has_checks and bool(drafter_factory.draft_choices),
-        )
-        self._mixed_slots = buckets.mixed_slots
+        model = GpuModel(device=device, decoder=decoder, tuned=tuned, drafter_factory=drafter_factory)
+        buckets = graph_buckets(model, limits, options)
         with typed_errors(device), device.work():
-            self._resources = _open_resources(device, limits, buckets, options, drafter_factory)
-            num_tree_rows = max(
-                (buckets.max_slots(number) * (number + 1) for number in buckets.trees), default=0
-            )
-            cache = PagedKVCache(decoder, limits, num_tree_rows)
-            model = ModelResources(decoder=decoder, cache=cache, tuned=tuned, limits=limits)
-            steps = GraphSteps(
-                self._resources, model, buckets, drafter_factory, acceptance_trace=options.acceptance_trace
-            )
-            self._graphs: CapturedGraphs | None = CapturedGraphs(
-                self._resources,
-                steps,
-                buckets,
-                fit_blocks=partial(self._fit, hooks.fit_blocks),
-                report=hooks.report,
-            )
+            ring = open_ring(device, limits, buckets, options)
+            gpu = open_graphs(model, limits, options, buckets, ring, hooks.report)
+            gpu.graphs.capture(self._fit(hooks.fit_blocks, gpu.graphs.num_graphs))
+        self._serve(device, model, [gpu], buckets, options)
+
+    def _serve(
+        self,
+        device: ServingDevice,
+        model: GpuModel,
+        gpus: Sequence[GpuGraphs],
+        buckets: GraphBuckets,
+        options: GraphOptions,
+    ) -> None:
+        """Prepare for serving with the captured graphs of each GPU.
+
+        device: all GPUs. model: on the first GPU, whose results are read.
+        """
+        first, *others = gpus
+        first.graphs.join([gpu.graphs for gpu in others])
+        self._device, self._gpus = device, gpus
+        self._resources = first.resources
+        self._graphs: CapturedGraphs | None = first.graphs
+        self._step_timeout_s = options.step_timeout_s
+        self.mixed_tokens = buckets.mixed_tokens
         self._product_log: ProductLog | None = None
         if options.shape_log is not None:
-            self._product_log = ProductLog(options.shape_log, decoder, drafter_factory.draft)
+            self._product_log = ProductLog(options.shape_log, model.decoder, model.drafter_factory.draft)
             self._product_log.watch(self._graphs, is_exact=options.exact_prefill)
-        prompt_logprobs = PromptLogprobs(decoder, steps.prefill_hidden.final)
-        self._launcher = StepLauncher(self._resources, self._graphs, buckets, prompt_logprobs)
+        prompt_logprobs = PromptLogprobs(model.decoder, first.steps.prefill_hidden.final)
+        mirrors = [gpu.resources for gpu in others]
+        self._launcher = StepLauncher(self._resources, self._graphs, buckets, prompt_logprobs, mirrors)
         self._launched: deque[_LaunchedStep] = deque()
         self._events: list[Event] = []  # of collected steps, to be used again
         self._allocations = AllocationCount(device)
@@ -164,18 +114,15 @@ class GraphExecutor:
             self.limits = limits
         return limits.num_blocks
 
-    @property
-    def mixed_slots(self) -> tuple[int, ...]:
-        """Sizes to which decode rows are padded in steps that compute them in one pass with chunks."""
-        return self._mixed_slots
-
     def round_costs(self) -> dict[tuple[int, int], float]:
         """Seconds that rounds of (slots, drafts) take without any context. Call it before anything is
         launched."""
         assert self._graphs is not None and not self._launched
         with typed_errors(self), self._device.work():
             costs = time_rounds(self._device, self._graphs.decode)
-            self._resources.ring.reset()
+        for gpu in self._gpus:
+            with typed_errors(self), gpu.device.work():
+                gpu.resources.ring.reset()
         if self._product_log is not None:
             self._product_log.reset()  # what was timed served nobody
         return costs
@@ -195,6 +142,7 @@ class GraphExecutor:
         step = self._launched.popleft()
         with typed_errors(self):
             step.ended.wait(self._step_timeout_s)
+            self._check_ended()
         prefill, decode = self._launcher.read(step.plan, step.results)
         duration_s = step.ended.seconds_since(step.started)
         self._events += [step.started, step.ended]
@@ -222,7 +170,7 @@ class GraphExecutor:
         self._launched.clear()
         self._graphs.close()
         self._graphs = None
-        del self._resources, self._launcher
+        del self._resources, self._launcher, self._gpus
         self._device.close()
 
     def _finish(self) -> None:
@@ -233,40 +181,16 @@ class GraphExecutor:
             timeout_s = self._step_timeout_s
             event.wait(timeout_s and timeout_s * (len(self._launched) + 1))
 
+    def _check_ended(self) -> None:
+        """Raise ExecutorError if a step that has ended has no valid results. On one GPU it has."""
+
     def _event(self) -> Event:
         return self._events.pop() if self._events else self._device.event()
 
 
-def _open_resources(
-    device: Device,
-    limits: ExecutorLimits,
-    buckets: GraphBuckets,
-    options: GraphOptions,
-    drafter_factory: DrafterFactory,
-) -> DeviceResources:
-    """Raises ConfigError for more slots than the slot table can address."""
-    table = SlotTable(limits, device.torch_device, has_history=drafter_factory.needs_history)
-    sizes = RingSizes(
-        num_entries=NUM_ENTRIES,
-        max_updates=MAX_UPDATES,
-        payload_words=buckets.payload_words,
-        record_words=buckets.record_words,
-        max_slots=buckets.decode[-1],
-        num_draft_masks=buckets.num_draft_masks,
-        mask_words=num_mask_words(limits.vocab_size),
-    )
-    ring = Ring(device, sizes, timeout_s=options.step_timeout_s)
-    return DeviceResources(
-        device=device,
-        ring=ring,
-        payload=PayloadBuffer(ring, table.words, buckets.payload_words),
-        table=table,
-        workspace=Workspace(device.torch_device),
-        stages=options.stages,
-    )
-
-
-def time_rounds(device: Device, rounds: Mapping[tuple[int, int], Replay]) -> dict[tuple[int, int], float]:
+def time_rounds(
+    device: ServingDevice, rounds: Mapping[tuple[int, int], Replay]
+) -> dict[tuple[int, int], float]:
     """Seconds that each replay takes on an idle device, the median of a few. All their rows are padding, so
     attention is not included."""
     marks = [device.event() for _ in range(NUM_TIMED_REPLAYS + 1)]
@@ -286,7 +210,7 @@ class AllocationCount:
     """Counts allocations on a device from its construction on, by all code of the process. While an executor
     serves there should be none."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: ServingDevice) -> None:
         self._device = device
         self._num_counted = device.num_allocations
         self._num_steps = 0

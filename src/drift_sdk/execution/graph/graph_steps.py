@@ -23,10 +23,11 @@ from drift_sdk.execution.forward.row_attention import (
     TreeAttention,
 )
 from drift_sdk.execution.forward.step_buffers import HiddenStates, LayerBuffers
-from drift_sdk.execution.graph.buckets import GraphBuckets
+from drift_sdk.execution.graph.buckets import GraphBuckets, MixedBucket
 from drift_sdk.execution.resources import DeviceResources
 from drift_sdk.execution.rounds.chain_drafts import ChainDrafts
 from drift_sdk.execution.rounds.drafter import RoundDrafter, RoundSizes
+from drift_sdk.execution.rounds.mixed import MixedStep, MixedTensors
 from drift_sdk.execution.rounds.round import DecodeRound
 from drift_sdk.execution.rounds.round_checks import TreeChecks
 from drift_sdk.execution.rounds.sample_commit import SampleCommit, TreeAcceptance
@@ -106,8 +107,8 @@ class GraphSteps:
             for number in reversed(buckets.drafts)
             if number in (*buckets.trees, buckets.max_chain) and (num_slots := buckets.max_slots(number))
         ]
-        steps += [self.mixed(*bucket) for bucket in buckets.mixed if sum(bucket) == buckets.most_mixed_rows]
-        steps.append(self.first_tokens(buckets.decode[-1]))
+        steps += [self.mixed(bucket) for bucket in buckets.mixed if bucket.size == buckets.most_mixed_rows]
+        steps.append(self.first_tokens(buckets.first_tokens[-1]))
         return steps
 
     def allocate_caches(self, num_blocks: int) -> None:
@@ -148,33 +149,28 @@ class GraphSteps:
 
         return step
 
-    def mixed(self, num_rows: int, num_slots: int) -> Step:
-        """Compute chunks of `num_rows` rows in all and a round of `num_slots` slots without drafts, in one
-        pass. Payload: see `GraphBuckets.mixed_words`."""
+    def mixed(self, bucket: MixedBucket) -> Step:
+        """Compute chunks and a round in one pass. Payload: see `MixedLayout`."""
         resources, buckets, decoder = self._resources, self._buckets, self._model.decoder
-        payload, table = resources.payload, resources.table
-        size, num_words = num_rows + num_slots, buckets.mixed_words(num_rows, num_slots)
-        token, slot, position = payload.words[: 3 * size].view(3, size)
-        tiles = payload.words[3 * size : num_words - 2 * num_slots].view(-1, 4)
-        slots, max_drafts = payload.words[num_words - 2 * num_slots : num_words].view(2, num_slots)
-        rows = Rows(slot=slot, token=token, position=position)
-        newest = Rows(slot=slot[num_rows:], token=token[num_rows:], position=position[num_rows:])
+        layout, words = buckets.mixed_layout(bucket), resources.payload.words
+        token, slot, position = words[layout.rows].view(3, bucket.size)
+        tensors = MixedTensors(
+            rows=Rows(slot=slot, token=token, position=position),
+            slots=words[layout.slots].view(2, bucket.num_slots),
+            following=words[layout.following],
+            hits=words[layout.hits],
+            num_chunk_rows=bucket.num_rows,
+        )
+        rows_per_slot = bucket.num_drafts + 1
+        tiles = words[layout.tiles].view(-1, 4)
         attention = MixedAttention(
             ChunkAttention(tiles, decoder.config.head_dim, decoder.dtype),
-            SequenceAttention(self.attention, 1),
-            num_rows,
+            SequenceAttention(self.attention, rows_per_slot),
+            bucket.num_rows,
         )
-        forward = self._decode_forward(rows, attention, self.prefill_hidden.first(size))
-        sample_commit = self._sample_commit(newest, 1)
-
-        def step() -> None:
-            payload.enter(num_words)
-            gather_rows(slots, max_drafts, table.state, newest.slot, newest.token, newest.position)
-            count_tokens(slot[:num_rows], token[:num_rows], position[:num_rows], table.columns)
-            forward.run()
-            sample_commit.run(forward.normed[num_rows:])
-
-        return step
+        forward = self._decode_forward(tensors.rows, attention, self.prefill_hidden.first(bucket.size))
+        sample_commit = self._sample_commit(tensors.round_rows, rows_per_slot)
+        return MixedStep(resources, tensors, layout.num_words, forward, sample_commit, self.drafter).run
 
     def draft_extend(self, num_rows: int, drafter: RoundDrafter) -> Step:
         """Update the drafter after a prefill step, once the tokens after its rows are known. Payload: token,
@@ -223,21 +219,19 @@ class GraphSteps:
 
     def _tree_round(self, num_slots: int, drafter: TreeDrafter, plan: TreePlan) -> TreeRound:
         resources, num_rows = self._resources, num_slots * plan.num_nodes
-        tensors = TreeTensors.take(
-            resources.workspace, Rows.take(resources.workspace, num_rows), num_slots, plan.num_draft_nodes
-        )
+        slots = resources.payload.words[: 2 * num_slots].view(2, num_slots)
+        rows = Rows.take(resources.workspace, num_rows)
+        tensors = TreeTensors.take(resources.workspace, slots, rows, plan.num_draft_nodes)
         hidden, groups = self._round_hidden.first(num_rows), self._tree_attention[plan.num_drafts]
         attention = TreeAttention(groups, plan.num_nodes, tensors.paths)
         return TreeRound(
             resources,
-            resources.payload.words[: 2 * num_slots].view(2, num_slots),
             tensors,
             self._decode_forward(tensors.rows, attention, hidden),
             self._sample_commit(tensors.rows, plan.num_nodes, tensors.acceptance),
             drafter,
             plan,
-            cache=self._model.cache,
-            checks=self._checks(num_slots),
+            self._checks(num_slots),
         )
 
     def _checks(self, num_trees: int) -> TreeChecks | None:
@@ -257,10 +251,12 @@ class GraphSteps:
         slots, sources = payload.words[: 2 * num_slots].view(2, num_slots)
         normed = LayerBuffers.take(resources.workspace, decoder, num_slots).normed
         stream = ResidualStream(decoder, self._round_hidden.first(num_slots), normed)
-        sample_commit = self._sample_commit(rows, 1)
+        sample_commit, exchange = self._sample_commit(rows, 1), self._model.exchange
 
         def step() -> None:
             payload.enter(2 * num_slots)
+            if exchange is not None:
+                exchange.begin()
             gather_rows(slots, sources, resources.table.state, rows.slot, rows.token, rows.position)
             stream.gather(self.prefill_hidden.final, sources, rows.slot)
             sample_commit.run(normed)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from drift_sdk._kernels.attention.prefill_tiles import prefill_tiles
-from drift_sdk.execution.graph.buckets import GraphBuckets, bucket_of
-from drift_sdk.steps import PrefillChunk, TokenConstraint
+from drift_sdk.execution.graph.buckets import GraphBuckets, MixedBucket, bucket_of
+from drift_sdk.steps import PrefillChunk, StepPlan, TokenConstraint
 
 __all__ = [
     "Constraints",
+    "chunk_ends",
     "fill_chunks",
     "fill_draft_extend",
     "fill_draft_masks",
@@ -20,6 +22,7 @@ __all__ = [
     "fill_mixed",
     "fill_slots",
     "first_rows",
+    "without_last_tokens",
 ]
 
 Words = NDArray[np.int32]
@@ -48,24 +51,47 @@ def fill_chunks(buckets: GraphBuckets, chunks: Sequence[PrefillChunk], payload: 
     return num_rows
 
 
+def without_last_tokens(chunks: Sequence[PrefillChunk]) -> list[PrefillChunk]:
+    """The chunks of a mixed step, in which the last tokens of prompts are rows of the round. Chunks of a last
+    token alone become empty."""
+    return [
+        replace(chunk, token_ids=chunk.token_ids[:-1], next_token_id=chunk.token_ids[-1])
+        if chunk.is_last
+        else chunk
+        for chunk in chunks
+    ]
+
+
 def fill_mixed(
-    buckets: GraphBuckets,
-    chunks: Sequence[PrefillChunk],
-    slots: Sequence[int],
-    bucket: tuple[int, int],
-    payload: Words,
+    buckets: GraphBuckets, plan: StepPlan, hits: Collection[int], bucket: MixedBucket, payload: Words
 ) -> None:
-    """Write the payload of a mixed step of `bucket`: chunks, and slots with a row each."""
-    num_rows, num_slots = bucket
-    size = num_rows + num_slots
-    token, slot, position = payload[: 3 * size].reshape(3, size)
+    """Write the payload of a mixed step: chunks, decode rows, and the prompts that end.
+
+    hits: slots whose chunk is the first after a prefix hit.
+    """
+    layout, chunks = buckets.mixed_layout(bucket), without_last_tokens(plan.prefill)
+    token, slot, position = payload[layout.rows].reshape(3, bucket.size)
     slot[:] = -1
     _fill_rows(chunks, token, slot, position)
-    tiles, rest = np.split(payload[3 * size : buckets.mixed_words(*bucket)], [-2 * num_slots])
-    _fill_tiles(chunks, buckets.mixed_tile_rows, tiles)
-    rest[:num_slots] = -1
-    rest[: len(slots)] = slots
-    rest[num_slots:] = 0
+    _fill_tiles(chunks, buckets.mixed_tile_rows, payload[layout.tiles])
+    if layout.hits.stop > layout.following.start:
+        _fill_following(chunks, hits, payload[layout.following], payload[layout.hits])
+    slots, max_drafts = payload[layout.slots].reshape(2, bucket.num_slots)
+    slots[:] = -1
+    max_drafts[:] = 0
+    num_decode = len(plan.decode)
+    slots[:num_decode] = [row.slot for row in plan.decode]
+    max_drafts[:num_decode] = [row.num_draft_tokens for row in plan.decode]
+    for place, chunk in enumerate(chunk_ends(plan.prefill), num_decode):
+        slots[place] = chunk.slot
+        row = bucket.num_rows + place * (bucket.num_drafts + 1)
+        token[row], slot[row] = chunk.token_ids[-1], chunk.slot
+        position[row] = chunk.start + len(chunk.token_ids) - 1
+
+
+def chunk_ends(chunks: Sequence[PrefillChunk]) -> list[PrefillChunk]:
+    """The chunks that end their prompts."""
+    return [chunk for chunk in chunks if chunk.is_last]
 
 
 def _fill_rows(chunks: Sequence[PrefillChunk], token: Words, slot: Words, position: Words) -> None:
@@ -77,34 +103,40 @@ def _fill_rows(chunks: Sequence[PrefillChunk], token: Words, slot: Words, positi
 
 
 def _fill_tiles(chunks: Sequence[PrefillChunk], tile_rows: int, words: Words) -> None:
-    sizes = [(chunk.slot, chunk.start, len(chunk.token_ids)) for chunk in chunks]
+    sizes = [(chunk.slot, chunk.start, len(chunk.token_ids)) for chunk in chunks if chunk.token_ids]
     prefill_tiles(sizes, tile_rows, words.reshape(-1, 4))
 
 
-def fill_draft_extend(
-    buckets: GraphBuckets, chunks: Sequence[PrefillChunk], hits: Sequence[int], payload: Words
-) -> int:
-    """Write the payload of the step that updates the drafter after a prefill step, and return its bucket.
-
-    hits: slots whose chunk is the first after a prefix hit.
-    """
-    ends = first_rows(chunks)
-    num_rows = bucket_of(buckets.prefill, ends[-1])
-    token, slot, position, following = payload[: 4 * num_rows].reshape(4, num_rows)
-    hit_rows = payload[4 * num_rows : buckets.draft_extend_words(num_rows)]
-    slot[:] = -1
+def _fill_following(
+    chunks: Sequence[PrefillChunk], hits: Collection[int], following: Words, hit_rows: Words
+) -> None:
+    """Write the token after each row (-1: it is sampled), and the rows that follow prefix hits."""
     following[:] = -1
     hit_rows[:] = -1
-    for index, (chunk, first) in enumerate(zip(chunks, ends, strict=False)):
+    for index, (chunk, first) in enumerate(zip(chunks, first_rows(chunks), strict=False)):
+        if not chunk.token_ids:
+            continue
+
         last = first + len(chunk.token_ids) - 1
-        token[first : last + 1] = chunk.token_ids
-        slot[first : last + 1] = chunk.slot
-        position[first : last + 1] = np.arange(chunk.start, chunk.start + len(chunk.token_ids))
         following[first:last] = chunk.token_ids[1:]
         following[last] = -1 if chunk.next_token_id is None else chunk.next_token_id
         if chunk.slot in hits:
             hit_rows[index] = first
 
+
+def fill_draft_extend(
+    buckets: GraphBuckets, chunks: Sequence[PrefillChunk], hits: Collection[int], payload: Words
+) -> int:
+    """Write the payload of the step that updates the drafter after a prefill step, and return its bucket.
+
+    hits: slots whose chunk is the first after a prefix hit.
+    """
+    num_rows = bucket_of(buckets.prefill, first_rows(chunks)[-1])
+    token, slot, position, following = payload[: 4 * num_rows].reshape(4, num_rows)
+    slot[:] = -1
+    _fill_rows(chunks, token, slot, position)
+    hit_rows = payload[4 * num_rows : buckets.draft_extend_words(num_rows)]
+    _fill_following(chunks, hits, following, hit_rows)
     return num_rows
 
 

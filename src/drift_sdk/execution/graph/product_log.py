@@ -49,9 +49,11 @@ class ProductLog:
             graphs.verify[num_slots, num_drafts] = self._watched(
                 replay, self._verified(num_slots, num_drafts)
             )
-        for (num_rows, num_slots), replay in graphs.mixed.items():
-            products = self._layers(num_rows + num_slots) + self._head(num_slots)
-            graphs.mixed[num_rows, num_slots] = self._watched(replay, products)
+        for bucket, replay in graphs.mixed.items():
+            products = self._layers(bucket.size) + self._head(bucket.num_round_rows)
+            products += self._drafted(bucket.num_slots, bucket.num_drafts)
+            products += self._extended(bucket.num_round_rows)
+            graphs.mixed[bucket] = self._watched(replay, products)
         for num_slots, replay in graphs.first_tokens.items():
             graphs.first_tokens[num_slots] = self._watched(replay, self._head(num_slots))
         if is_exact:
@@ -100,12 +102,17 @@ class ProductLog:
     def _verified(self, num_slots: int, num_drafts: int) -> Products:
         """The products that verify drafts, and the draft extension."""
         num_rows = num_slots * (num_drafts + 1)
-        found = self._layers(num_rows) + self._head(num_rows)
-        if self._draft is not None:
-            weights = self._draft.weights
-            found.update(_few(*_layer_products("draft ", weights.layers, num_rows)))
-            if weights.fc is not None:
-                found.update(_few(*_product("draft fc", weights.fc, num_rows)))
+        return self._layers(num_rows) + self._head(num_rows) + self._extended(num_rows)
+
+    def _extended(self, num_rows: int) -> Products:
+        """The products of the draft extension of a round's rows."""
+        if self._draft is None:
+            return Counter()
+
+        weights = self._draft.weights
+        found: Products = Counter(_few(*_layer_products("draft ", weights.layers, num_rows)))
+        if weights.fc is not None:
+            found.update(_few(*_product("draft fc", weights.fc, num_rows)))
         return found
 
 

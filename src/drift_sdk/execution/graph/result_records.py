@@ -9,7 +9,12 @@ import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
-from drift_sdk._kernels.commit.commit import FINISHED_LENGTH, FINISHED_STOP, RECORD_HEADER_WORDS, record_words
+from drift_sdk._kernels.commit.records import (
+    FINISHED_LENGTH,
+    FINISHED_STOP,
+    RECORD_HEADER_WORDS,
+    record_words,
+)
 from drift_sdk._kernels.sampling.sample_buffers import MAX_TOP
 from drift_sdk._kernels.trees.tree_accept import tree_record_words
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES

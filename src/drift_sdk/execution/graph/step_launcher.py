@@ -9,9 +9,10 @@ from msgspec import Struct
 
 from drift_sdk.execution.device.ring import Results
 from drift_sdk.execution.device.slot_table import NO_UPDATES, Pairs, Updates
-from drift_sdk.execution.graph.buckets import GraphBuckets, bucket_of
+from drift_sdk.execution.graph.buckets import GraphBuckets, MixedBucket, bucket_of
 from drift_sdk.execution.graph.captured_graphs import CapturedGraphs
 from drift_sdk.execution.graph.input_payloads import (
+    chunk_ends,
     fill_chunks,
     fill_draft_extend,
     fill_draft_masks,
@@ -19,6 +20,7 @@ from drift_sdk.execution.graph.input_payloads import (
     fill_mixed,
     fill_slots,
     first_rows,
+    without_last_tokens,
 )
 from drift_sdk.execution.graph.prompt_logprobs import PromptLogprobs, ScoredParts
 from drift_sdk.execution.graph.result_records import outputs, tree_outputs
@@ -41,7 +43,8 @@ class StepResults(Struct):
     """Places of the results of a launched step.
 
     first_tokens: of the prompts that end in the step. decode: of its round, with `rows_per_slot` rows a slot,
-    or with trees of which the results are those of `num_trees` slots.
+    or with trees of which the results are those of `num_trees` slots. is_mixed: the step has one pass, and
+    the results of `decode` are those of the round and then of the prompts that end.
     prompt_logprobs: by slot, of prompts that end in the step and report log-probabilities.
     """
 
@@ -49,6 +52,7 @@ class StepResults(Struct):
     decode: Results | None = None
     rows_per_slot: int = 1
     num_trees: int = 0
+    is_mixed: bool = False
     prompt_logprobs: dict[int, ScoredParts] = {}
 
 
@@ -66,9 +70,11 @@ class StepLauncher:
         graphs: CapturedGraphs,
         buckets: GraphBuckets,
         prompt_logprobs: PromptLogprobs,
+        mirrors: Sequence[DeviceResources] = (),
     ) -> None:
+        """mirrors: resources of the further GPUs on which the graphs run."""
         self._resources, self._graphs, self._buckets = resources, graphs, buckets
-        self._prompt_logprobs = prompt_logprobs
+        self._prompt_logprobs, self._mirrors = prompt_logprobs, mirrors
         self._sampling: dict[int, SlotSampling] = {}
         # By slot, only of slots that have any: in most steps no slot does.
         self._constraints: dict[int, TokenConstraint] = {}
@@ -101,25 +107,32 @@ class StepLauncher:
         self, plan: StepPlan, found: StepResults
     ) -> tuple[tuple[SlotOutput, ...], tuple[SlotOutput, ...]]:
         """The outputs of a plan's chunks and of its decode rows; call it only after the step has ended."""
-        last = [chunk.slot for chunk in plan.prefill if chunk.is_last]
-        sampled = self._outputs(found.first_tokens, 1, last)
+        slots = [row.slot for row in plan.decode]
+        last = [chunk.slot for chunk in chunk_ends(plan.prefill)]
+        if found.is_mixed:
+            together = [*self._outputs(found.decode, found.rows_per_slot, [*slots, *last])]
+            decode, sampled = tuple(together[: len(slots)]), iter(together[len(slots) :])
+        else:
+            decode, sampled = self._decoded(found, slots), self._outputs(found.first_tokens, 1, last)
         prefill = tuple(
             _with_prompt_logprobs(next(sampled), found.prompt_logprobs.get(chunk.slot))
             if chunk.is_last
             else SlotOutput()
             for chunk in plan.prefill
         )
-        slots = [row.slot for row in plan.decode]
-        if found.num_trees and found.decode is not None:
-            found.decode.is_pending = False
-            words = found.decode.words
-            has_checks = self._buckets.has_checks
-            outputs_of_trees = tree_outputs(
-                words, found.num_trees, slots, self._num_logprobs, has_checks=has_checks
-            )
-            return prefill, tuple(outputs_of_trees)
+        return prefill, decode
 
-        return prefill, tuple(self._outputs(found.decode, found.rows_per_slot, slots))
+    def _decoded(self, found: StepResults, slots: list[int]) -> tuple[SlotOutput, ...]:
+        """The outputs of a round of its own."""
+        if not found.num_trees or found.decode is None:
+            return tuple(self._outputs(found.decode, found.rows_per_slot, slots))
+
+        found.decode.is_pending = False
+        has_checks = self._buckets.has_checks
+        outputs_of_trees = tree_outputs(
+            found.decode.words, found.num_trees, slots, self._num_logprobs, has_checks=has_checks
+        )
+        return tuple(outputs_of_trees)
 
     def _updates(self, plan: StepPlan) -> Updates:
         """The slot table updates of a plan's assignments, block updates and finished prompts."""
@@ -147,6 +160,9 @@ class StepLauncher:
             self._num_logprobs[slot] = sampling.num_logprobs
         with self._resources.device.work():
             self._resources.table.assign(assignment, updates)
+        for mirror in self._mirrors:
+            with mirror.device.work():
+                mirror.table.clear(assignment)
 
     def _launch_early_updates(self, updates: Updates) -> Pairs:
         """Send all updates but the last ones, which one entry holds and the step's first replay applies.
@@ -171,26 +187,45 @@ class StepLauncher:
             self._launch_draft_extend(chunks)
         return results
 
-    def _mixed_bucket(self, plan: StepPlan) -> tuple[int, int] | None:
-        """The mixed step for the chunks and decode rows of a plan; None if there is none."""
+    def _mixed_bucket(self, plan: StepPlan) -> MixedBucket | None:
+        """The mixed step for a plan; None if its chunks and its decode rows run in two passes.
+
+        A round that waits for a constraint, and the row of a draft before a prefix hit that leaves one token,
+        are parts of other steps.
+        """
         if not plan.prefill or not plan.decode:
             return None
 
-        num_tokens = sum(len(chunk.token_ids) for chunk in plan.prefill)
-        return self._buckets.mixed_bucket(num_tokens, len(plan.decode))
+        drafts = [row.num_draft_tokens for row in plan.decode]
+        ends = chunk_ends(plan.prefill)
+        if self._is_split(plan.decode) or any(
+            len(chunk.token_ids) == 1 and chunk.slot in self._hits(ends) for chunk in ends
+        ):
+            return None
 
-    def _launch_mixed(
-        self, plan: StepPlan, bucket: tuple[int, int], updates: Pairs, found: StepResults
-    ) -> None:
-        ring, slots = self._resources.ring, [row.slot for row in plan.decode]
+        num_tokens = first_rows(plan.prefill)[-1] - len(ends)
+        return self._buckets.mixed_bucket(num_tokens, len(drafts) + len(ends), max(drafts))
+
+    def _launch_mixed(self, plan: StepPlan, bucket: MixedBucket, updates: Pairs, found: StepResults) -> None:
+        """Start the mixed step of a plan. Its results are those of the decode rows, then of the prompts that
+        end."""
+        ring = self._resources.ring
+        hits = self._hits(plan.prefill)
+        self._fresh.difference_update(chunk.slot for chunk in plan.prefill)
+        slots = [row.slot for row in plan.decode] + [chunk.slot for chunk in chunk_ends(plan.prefill)]
         entry = ring.acquire(updates)
-        fill_mixed(self._buckets, plan.prefill, slots, bucket, ring.payload(entry))
+        fill_mixed(self._buckets, plan, hits, bucket, ring.payload(entry))
         fill_masks(self._constraints, slots, ring.mask(entry))
         ring.start(entry, self._graphs.mixed[bucket])
-        found.decode = ring.results(entry)
-        firsts = first_rows(plan.prefill)
-        self._score_prompts(plan.prefill, firsts)
-        found.first_tokens = self._launch_first_tokens(plan.prefill, firsts)
+        found.decode, found.rows_per_slot, found.is_mixed = ring.results(entry), bucket.num_drafts + 1, True
+        self._score_prompts(plan.prefill, first_rows(without_last_tokens(plan.prefill)))
+
+    def _hits(self, chunks: Sequence[PrefillChunk]) -> set[int]:
+        """Slots whose chunk is the first after a prefix hit, if there is a drafter that needs to know."""
+        if not self._graphs.draft_extend:
+            return set()
+
+        return {chunk.slot for chunk in chunks if chunk.start > 0 and chunk.slot in self._fresh}
 
     def _score_prompts(self, chunks: tuple[PrefillChunk, ...], firsts: Sequence[int]) -> None:
         """firsts: the first row of each chunk, see `first_rows`."""
@@ -220,7 +255,7 @@ class StepLauncher:
     def _launch_draft_extend(self, chunks: tuple[PrefillChunk, ...]) -> None:
         ring = self._resources.ring
         entry = ring.acquire(NO_UPDATES)
-        hits = [chunk.slot for chunk in chunks if chunk.start > 0 and chunk.slot in self._fresh]
+        hits = self._hits(chunks)
         self._fresh.difference_update(chunk.slot for chunk in chunks)
         bucket = fill_draft_extend(self._buckets, chunks, hits, ring.payload(entry))
         ring.start(entry, self._graphs.draft_extend[bucket])
@@ -237,11 +272,8 @@ class StepLauncher:
         num_drafts = bucket_of(self._buckets.drafts, max(drafts))
         entry = ring.acquire(updates)
         bucket = fill_slots(self._buckets, slots, drafts, ring.payload(entry)), num_drafts
-        is_split = any(
-            row.num_draft_tokens > 0 and row.slot in constraints for row in (rows if constraints else ())
-        )
         with self._resources.stages(forward_stage(num_drafts)):
-            if is_split:
+            if self._is_split(rows):
                 ring.start(entry, graphs.draft[bucket])
                 tokens = ring.wait(entry)[: len(rows) * (num_drafts + 1)]
                 fill_draft_masks(constraints, slots, tokens, ring.draft_masks.numpy())
@@ -251,6 +283,13 @@ class StepLauncher:
                 fill_masks(constraints, slots, ring.mask(entry))
                 ring.start(entry, graphs.decode[bucket])
         return bucket, ring.results(entry)
+
+    def _is_split(self, rows: Sequence[DecodeRow]) -> bool:
+        """True if a constrained slot drafts."""
+        constraints = self._constraints
+        return any(
+            row.num_draft_tokens > 0 and row.slot in constraints for row in (rows if constraints else ())
+        )
 
     def _take_prompt_logprobs(self, chunks: tuple[PrefillChunk, ...]) -> dict[int, ScoredParts]:
         """By slot, of prompts that end in this step. They are taken now because the slot may have another

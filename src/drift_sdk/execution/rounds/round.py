@@ -64,6 +64,8 @@ class DecodeRound:
 
     def _verify(self, *, has_draft_masks: bool) -> None:
         forward, sample_commit, stages = self._forward, self._sample_commit, self._resources.stages
+        if self._num_drafts > 0:
+            forward.share_drafts()
         with stages(forward_stage(self._num_drafts)):
             forward.run()
         sample_commit.run(forward.normed, has_draft_masks=has_draft_masks)

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from drift_sdk._kernels.commit.commit import commit
 from drift_sdk._kernels.commit.simulated_commit import SimulatedRounds, commit_simulated
+from drift_sdk._kernels.exchange.gather_logits import gather_logits
+from drift_sdk._kernels.exchange.peer_memory import PeerTensor
 from drift_sdk._kernels.gemm.cublas_gemm import fastest_multiply
 from drift_sdk._kernels.quantised.quantised_gemm import quantised_multiply
 from drift_sdk._kernels.sampling.sample_buffers import SampleBuffers
@@ -56,7 +58,7 @@ class SampleCommit:
         """buffers: for at least as many rows as `rows`. simulated: None in production; else drafts are
         accepted as it says, whatever is chosen. tree: of rows that are nodes of trees."""
         head, workspace = model.decoder.weights.head, resources.workspace
-        num_rows, vocab_size = rows.slot.shape[0], head.shape[0]
+        num_rows, vocab_size = rows.slot.shape[0], model.limits.vocab_size
         self._head, self._rows, self._table, self._ring = head, rows, resources.table, resources.ring
         self._buffers, self._rows_per_slot, self._stages = buffers, rows_per_slot, resources.stages
         self._tree, self._simulated = tree, simulated
@@ -68,6 +70,9 @@ class SampleCommit:
         num_words = resources.table.columns.stop_bits.shape[1]
         self._masks = workspace.take("masks", (num_rows, num_words), torch.int32)
         self._tuned = model.tuned
+        self._part: PeerTensor | None = None
+        if model.exchange is not None and head.shape[0] < vocab_size:
+            self._part = model.exchange.logits((num_rows, head.shape[0]))
 
     def run(self, normed: Tensor, *, has_draft_masks: bool = False) -> None:
         """Launch everything from the product with `head` to the commit.
@@ -90,8 +95,11 @@ class SampleCommit:
 
         head = dense(self._head)
         gemm = self._tuned.gemm(head.shape[0], head.shape[1], is_whole=True)
-        if not fastest_multiply(normed, head, self._logits[:1], gemm.config(normed.shape[0])):
+        out = self._logits[:1] if self._part is None else self._part.own[None]
+        if not fastest_multiply(normed, head, out, gemm.config(normed.shape[0])):
             self._tuned.refuse(head.shape[0], head.shape[1])
+        if self._part is not None:
+            gather_logits(self._part, self._logits[0])
 
     def _choose(self, has_draft_masks: bool) -> None:
         rows, columns, ring = self._rows, self._table.columns, self._ring

@@ -13,7 +13,6 @@ from drift_sdk._kernels.trees.tree_roots import LIMIT_WORDS, RootTensors, tree_r
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES, tree_rows
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.decode import DecodeForward, Rows
-from drift_sdk.execution.forward.kv_cache import PagedKVCache
 from drift_sdk.execution.resources import DeviceResources
 from drift_sdk.execution.rounds.round_checks import TreeChecks
 from drift_sdk.execution.rounds.sample_commit import SampleCommit, TreeAcceptance
@@ -27,10 +26,12 @@ __all__ = ["TreeRound", "TreeTensors"]
 class TreeTensors(Struct, frozen=True):
     """The rows of B trees of T nodes.
 
-    roots: as they grow. kv_slot [B * T] int64, bits [B * T] int64, path [B * T, PATH_ENTRIES] int32: as of
-    `tree_rows`. accepted [B, PATH_ENTRIES] int32: as of `tree_accept`.
+    slots [2, B] int32: slots (-1: padding), then the most drafts of each. roots: as they grow.
+    kv_slot [B * T] int64, bits [B * T] int64, path [B * T, PATH_ENTRIES] int32: as of `tree_rows`.
+    accepted [B, PATH_ENTRIES] int32: as of `tree_accept`.
     """
 
+    slots: Tensor
     roots: RootTensors
     kv_slot: Tensor
     bits: Tensor
@@ -38,9 +39,10 @@ class TreeTensors(Struct, frozen=True):
     accepted: Tensor
 
     @classmethod
-    def take(cls, workspace: Workspace, rows: Rows, num_trees: int, num_draft_nodes: int) -> TreeTensors:
-        """Tensors beside the slots, tokens and positions of `rows`, in buffers that all rounds share."""
-        num_rows = rows.slot.shape[0]
+    def take(cls, workspace: Workspace, slots: Tensor, rows: Rows, num_draft_nodes: int) -> TreeTensors:
+        """Tensors beside `slots` and the slots, tokens and positions of `rows`, in buffers that all rounds
+        share."""
+        num_rows, num_trees = rows.slot.shape[0], slots.shape[1]
 
         def take(name: str, dtype: torch.dtype, *shape: int) -> Tensor:
             return workspace.take(f"tree_{name}", shape, dtype)
@@ -56,6 +58,7 @@ class TreeTensors(Struct, frozen=True):
             draft_kv_slot=take("draft_kv_slot", torch.int64, num_trees * num_draft_nodes),
         )
         return cls(
+            slots=slots,
             roots=roots,
             kv_slot=take("kv_slot", torch.int64, num_rows),
             bits=take("bits", torch.int64, num_rows),
@@ -88,23 +91,19 @@ class TreeRound:
     def __init__(
         self,
         resources: DeviceResources,
-        payload: Tensor,
         tensors: TreeTensors,
         forward: DecodeForward,
         sample_commit: SampleCommit,
         drafter: TreeDrafter,
         plan: TreePlan,
-        *,
-        cache: PagedKVCache,
         checks: TreeChecks | None,
     ) -> None:
-        """payload [2, B] int32: slots (-1: padding) and most drafts. cache: of the target. checks: None: the
-        round is not checked."""
+        """checks: None: the round is not checked."""
         self._resources, self._tensors, self._forward = resources, tensors, forward
         self._sample_commit, self._drafter, self._plan = sample_commit, drafter, plan
-        self._cache, self._checks = cache, checks
-        self._slots, self._max_drafts = payload
-        self._block_size = cache.keys.shape[3]
+        self._cache, self._checks = forward.cache, checks
+        self._slots, self._max_drafts = tensors.slots
+        self._block_size = forward.cache.keys.shape[3]
 
     def whole(self) -> None:
         """Draft, verify and commit without the host."""
@@ -146,6 +145,8 @@ class TreeRound:
         tensors, forward, stages = self._tensors, self._forward, self._resources.stages
         roots, sample_commit, plan = tensors.roots, self._sample_commit, self._plan
         checks, hidden = self._checks, forward.hidden_states
+        if plan.num_drafts > 0:
+            forward.share_drafts(roots.parent)
         with stages(forward_stage(plan.num_drafts)):
             self._place()
             if checks is not None:

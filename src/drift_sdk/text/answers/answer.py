@@ -5,8 +5,8 @@ from __future__ import annotations
 from msgspec import Struct
 
 from drift_sdk.errors import RequestError
-from drift_sdk.grammars import Lark
-from drift_sdk.text.answers.forced_calls import forced_calls
+from drift_sdk.grammars import After, AnyGrammar, AnyOf, Grammar
+from drift_sdk.text.answers.forced_calls import final_message, forced_calls, optional_calls
 from drift_sdk.text.answers.formats import AnswerFormats
 from drift_sdk.text.answers.splitter import AnswerSplitter
 from drift_sdk.text.tokenizer import Tokenizer
@@ -20,12 +20,12 @@ class Answer(Struct, frozen=True, kw_only=True):
 
     splitter:   splits it; None = all of it is text.
     marker_ids: special tokens that are part of the text which is split.
-    grammar:    of the tool calls that it has to consist of; None = any answer.
+    grammar:    that it has to follow; None = any answer.
     """
 
     splitter: AnswerSplitter | None
     marker_ids: frozenset[int]
-    grammar: Lark | None
+    grammar: AnyGrammar | None
 
 
 def prepare_answer(
@@ -37,7 +37,7 @@ def prepare_answer(
     continued: str | None,
     tools: ToolSet,
     tool_choice: str,
-    has_grammar: bool,
+    grammar: Grammar | None,
 ) -> Answer:
     """The answer to a prompt.
 
@@ -45,19 +45,20 @@ def prepare_answer(
     continued:   the beginning of the answer, if the prompt ends with it; else None.
     tools:       those that the model was given.
     tool_choice: "auto" or "none", or for a grammar of calls "required", or of one call the name of a tool.
-    has_grammar: whether the request has a grammar: its text then begins after the prompt, and it is not
-                 reasoning, even if the prompt has opened one.
+    grammar:     the request's own: the answer then begins after the prompt, and it is not reasoning, even if
+                 the prompt has opened one. In Harmony it describes the body of the final message. With
+                 "auto", calls of the tools are allowed in its place.
 
     Raises RequestError if calls cannot be forced in the model's format.
     """
-    is_thinking = not has_grammar and formats.is_thinking(prompt, continued)
-    grammar = None
+    is_thinking = grammar is None and formats.is_thinking(prompt, continued)
+    followed: AnyGrammar | None = grammar
     if tool_choice not in ("auto", "none"):
         if formats.tools is None:
             raise RequestError.of("tool_choice", tool_choice, '"auto" or "none" with tool_format=None')
 
         wanted = tools if tool_choice == "required" else tools.only(tool_choice)
-        grammar = forced_calls(
+        followed = forced_calls(
             formats,
             wanted,
             tokenizer,
@@ -65,8 +66,14 @@ def prepare_answer(
             is_thinking=is_thinking,
             is_single=tool_choice != "required",
         )
+    elif grammar is not None:
+        is_message = formats.is_harmony and continued is None
+        own = After(final_message(tokenizer), grammar) if is_message else grammar
+        followed = own
+        if tools and formats.tools is not None:
+            followed = AnyOf((optional_calls(formats, tools, tokenizer, template=template), own))
     if formats.reasoning is None and (formats.tools is None or not tools):
-        return Answer(splitter=None, marker_ids=frozenset(), grammar=grammar)
+        return Answer(splitter=None, marker_ids=frozenset(), grammar=followed)
 
     splitter = formats.splitter(tools, prompt=prompt, is_thinking=is_thinking)
-    return Answer(splitter=splitter, marker_ids=tokenizer.special_ids_of(formats.markers), grammar=grammar)
+    return Answer(splitter=splitter, marker_ids=tokenizer.special_ids_of(formats.markers), grammar=followed)

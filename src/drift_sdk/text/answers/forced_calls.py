@@ -1,7 +1,7 @@
 """Grammars of answers that consist of tool calls, in each format of calls.
 
-A model that reasons may do so first. Arguments are described by the tool's schema; an object of named
-properties that does not say whether it may have others has no others.
+Arguments are described by the tool's schema; an object of named properties that does not say whether it may
+have others has no others.
 """
 
 from __future__ import annotations
@@ -12,22 +12,21 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from drift_sdk.errors import RequestError
-from drift_sdk.grammars import Lark
+from drift_sdk.grammars import JSON_STYLE, Lark
 from drift_sdk.text.answers import tool_formats as marks
 from drift_sdk.text.answers.calls import MAX_NAME_CHARS, is_name
 from drift_sdk.text.answers.formats import AnswerFormats
+from drift_sdk.text.answers.grammar_rules import Rules, quoted
 from drift_sdk.text.answers.reasoning import REASONING_FORMATS
 from drift_sdk.text.tokenizer import Tokenizer
 from drift_sdk.text.tools import Tool, ToolSet
 
-__all__ = ["GRAMMARS", "forced_calls"]
+__all__ = ["GRAMMARS", "final_message", "forced_calls", "optional_calls"]
 
-COMPACT = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
-"""White space as Python's json.dumps writes it, which is what templates show to models."""
 MAX_LENGTH = 1000
 """Most characters of a string that is not quoted which a grammar counts."""
+DEFINITIONS = ("$defs", "definitions")
 COMMA = '", "'
-ANY_TEXT = r"/(?s:.*)/"
 IDENTIFIER = re.compile(r"[^\W\d]\w*")
 XML_NAME = re.compile(r"[^>]+")
 
@@ -54,7 +53,18 @@ def forced_calls(
     rules = Rules(tokenizer, template, is_single=is_single)
     calls = GRAMMARS[formats.tools](rules, list(tools.values()))
     start = calls if formats.is_harmony else f"{reasoning(rules, formats, is_thinking=is_thinking)}{calls}"
-    return Lark("\n".join([f"start: {start}", *rules.lines]))
+    return rules.grammar(start)
+
+
+def optional_calls(formats: AnswerFormats, tools: ToolSet, tokenizer: Tokenizer, *, template: str) -> Lark:
+    """The grammar of one or more calls of these tools, as an alternative to another grammar.
+    Reasoning comes first in Harmony only. Objects that could be values of a `JsonSchema` are written as such.
+
+    Arguments and errors are those of `forced_calls`.
+    """
+    assert formats.tools is not None
+    rules = Rules(tokenizer, template, object_style=JSON_STYLE)
+    return rules.grammar(GRAMMARS[formats.tools](rules, list(tools.values())))
 
 
 def reasoning(rules: Rules, formats: AnswerFormats, *, is_thinking: bool) -> str:
@@ -71,54 +81,15 @@ def reasoning(rules: Rules, formats: AnswerFormats, *, is_thinking: bool) -> str
     return f"({rules.literal(reasoning_format.openers[0])} {ends[0]} {space})? "
 
 
-class Rules:
-    """The rules of a grammar, and its literals.
-
-    template:  source of the model's chat template.
-    is_single: whether there is exactly one call.
-    lines:     the rules made so far.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, template: str, *, is_single: bool) -> None:
-        self.template = template
-        self.lines: list[str] = []
-        self._is_single = is_single
-        self._tokenizer = tokenizer
-
-    def rule(self, body: str, options: str = "") -> str:
-        """The name of a new rule."""
-        name = f"rule{len(self.lines)}"
-        self.lines.append(f"{name}{options}: {body}")
-        return name
-
-    def calls(self, call: str, separator: str = "") -> str:
-        """A call, or several with a separator between them."""
-        return call if self._is_single else f"{call} ({separator} {call})*"
-
-    def literal(self, text: str) -> str:
-        """A text, with the special tokens of the vocabulary that stand alone in it."""
-        (token_id,) = self._tokenizer.special_ids_of([text]) or (None,)
-        return quoted(text) if token_id is None else f"<[{token_id}]>"
-
-    def text_before(self, marker: str) -> str:
-        """Any text without a marker, and the marker."""
-        if self._tokenizer.special_ids_of([marker]):
-            return f"{self.rule(ANY_TEXT)} {self.literal(marker)}"
-
-        return self.rule(ANY_TEXT, f"[suffix={quoted(marker)}]")
-
-    def value(self, schema: Mapping[str, Any]) -> str:
-        """A JSON value that a schema describes."""
-        return f"%json {json.dumps({**schema, 'x-guidance': COMPACT}, ensure_ascii=False)}"
-
-    def arguments(self, tool: Tool) -> str:
-        """The arguments of a tool as a JSON object."""
-        return self.rule(self.value(object_schema(tool)))
-
-
-def quoted(text: str) -> str:
-    """A literal in Lark's notation."""
-    return json.dumps(text, ensure_ascii=False)
+def final_message(tokenizer: Tokenizer) -> Lark:
+    """The grammar of what stands before the body of Harmony's final message, with reasoning or without."""
+    rules = Rules(tokenizer, "")
+    thought, channel, message = (
+        harmony_thought(rules),
+        rules.literal("<|channel|>"),
+        rules.literal("<|message|>"),
+    )
+    return rules.grammar(f'({thought})? {channel} "final" {message}')
 
 
 def plain_name(tool: Tool) -> str:
@@ -130,9 +101,9 @@ def plain_name(tool: Tool) -> str:
     return tool.name
 
 
-def plain_key(tool: Tool, name: str, pattern: re.Pattern[str], kind: str) -> str:
+def plain_key(tool: Tool, name: object, pattern: re.Pattern[str], kind: str) -> str:
     """The name of an argument in formats that write it without quotes. kind: that of the pattern in words."""
-    if not pattern.fullmatch(name):
+    if not isinstance(name, str) or not pattern.fullmatch(name):
         allowed = f"arguments of {tool.name} that are {kind} in this model's format of calls"
         raise RequestError.of("tool_choice", name, allowed)
 
@@ -140,19 +111,39 @@ def plain_key(tool: Tool, name: str, pattern: re.Pattern[str], kind: str) -> str
 
 
 def object_schema(tool: Tool) -> dict[str, Any]:
+    """The schema of a tool's arguments. A tool without parameters has none."""
     schema = {"type": "object", **tool.parameters}
-    if tool.properties:
+    if not tool.parameters or "properties" in tool.parameters:
         schema.setdefault("additionalProperties", False)
     return schema
 
 
-def any_object(rules: Rules, tools: list[Tool], key: str = "arguments") -> str:
+def json_arguments(rules: Rules, tool: Tool) -> str:
+    """The rule of the arguments of a tool as a JSON object."""
+    return rules.rule(rules.value(object_schema(tool)))
+
+
+def any_object(rules: Rules, tools: list[Tool]) -> str:
     """The rule of an object with the name and the arguments of one of the tools."""
     calls = []
     for tool in tools:
-        start = f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{key}": '
-        calls.append(f'{quoted(start)} {rules.arguments(tool)} "}}"')
+        start = f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "arguments": '
+        calls.append(f'{quoted(start)} {json_arguments(rules, tool)} "}}"')
     return rules.rule(" | ".join(calls))
+
+
+def call_schema(tool: Tool) -> dict[str, Any]:
+    """The schema of an object with the name of a tool and its arguments as parameters."""
+    arguments = object_schema(tool)
+    properties = {"name": {"const": tool.name}, "parameters": arguments}
+    definitions = {name: arguments.pop(name) for name in DEFINITIONS if name in arguments}
+    return {
+        **definitions,
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
 
 
 def hermes(rules: Rules, tools: list[Tool]) -> str:
@@ -201,12 +192,15 @@ def text_of(schema: Any) -> str:
 
 def nested(tool: Tool, schema: Mapping[str, Any]) -> dict[str, Any]:
     """The schema of one argument, with the definitions of its tool."""
-    shared = {name: tool.parameters[name] for name in ("$defs", "definitions") if name in tool.parameters}
+    shared = {name: tool.parameters[name] for name in DEFINITIONS if name in tool.parameters}
     return {**shared, **schema}
 
 
 def llama3_json(rules: Rules, tools: list[Tool]) -> str:
-    return rules.calls(any_object(rules, tools, "parameters"), '"; "')
+    # One JSON schema, not a literal and the arguments: a parser that has begun a literal cannot go back to
+    # the value of another schema that begins in the same way.
+    calls = [rules.rule(rules.value(call_schema(tool), rules.object_style)) for tool in tools]
+    return rules.calls(rules.rule(" | ".join(calls)), '"; "')
 
 
 def pythonic(rules: Rules, tools: list[Tool]) -> str:
@@ -237,7 +231,7 @@ def mistral(rules: Rules, tools: list[Tool]) -> str:
         return f'{begin} "[" {rules.calls(any_object(rules, tools), COMMA)} "]"'
 
     args = rules.literal("[ARGS]")
-    calls = [f"{quoted(plain_name(tool))} {args} {rules.arguments(tool)}" for tool in tools]
+    calls = [f"{quoted(plain_name(tool))} {args} {json_arguments(rules, tool)}" for tool in tools]
     return rules.calls(rules.rule(f"{begin} ({' | '.join(calls)})"))
 
 
@@ -249,7 +243,7 @@ def deepseek(rules: Rules, tools: list[Tool]) -> str:
         name = plain_name(tool)
         start, stop = quoted(f"{name}\n```json\n"), '"\\n```"'
         head = f'"function" {separator} {start}' if is_fenced else f"{quoted(name)} {separator}"
-        calls.append(f"{head} {rules.arguments(tool)} {stop if is_fenced else ''}")
+        calls.append(f"{head} {json_arguments(rules, tool)} {stop if is_fenced else ''}")
     call = rules.rule(f"{begin} ({' | '.join(calls)}) {end}")
     written = rules.calls(call, '"\\n"' if is_fenced else "")
     return f"{rules.literal(marks.CALLS_BEGIN)} {written} {rules.literal(marks.CALLS_END)}"
@@ -267,15 +261,18 @@ def phi4_mini(rules: Rules, tools: list[Tool]) -> str:
 
 def harmony(rules: Rules, tools: list[Tool]) -> str:
     """One call, after reasoning or not: the model's end of a call ends the answer."""
-    channel, message, start, constrain = map(
-        rules.literal, ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
-    )
-    thought = f'{channel} "analysis" {message} {rules.text_before("<|end|>")} {start} "assistant"'
+    channel, message, constrain = map(rules.literal, ("<|channel|>", "<|message|>", "<|constrain|>"))
     calls = []
     for tool in tools:
         recipient = quoted(f"commentary to=functions.{plain_name(tool)} ")
-        calls.append(f'{channel} {recipient} {constrain} "json" {message} {rules.arguments(tool)}')
-    return f"({thought})? ({' | '.join(calls)})"
+        calls.append(f'{channel} {recipient} {constrain} "json" {message} {json_arguments(rules, tool)}')
+    return f"({harmony_thought(rules)})? ({' | '.join(calls)})"
+
+
+def harmony_thought(rules: Rules) -> str:
+    """A message of reasoning, and the beginning of the next message."""
+    channel, message, start = map(rules.literal, ("<|channel|>", "<|message|>", "<|start|>"))
+    return f'{channel} "analysis" {message} {rules.text_before("<|end|>")} {start} "assistant"'
 
 
 GRAMMARS: dict[str, Callable[[Rules, list[Tool]], str]] = {

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import re
+import sys
 from typing import Any, NoReturn
 
 __all__ = ["MAX_DEPTH", "decode_json", "decode_keywords"]
@@ -27,7 +27,8 @@ TOKEN = re.compile(
 
 def decode_json(text: str) -> Any:
     """The value of a JSON text. Raises ValueError for what is not JSON, for a key that an object has twice,
-    for numbers that are not finite, and for strings with half of a surrogate pair."""
+    for integers of more digits than Python converts, and for strings with half of a surrogate pair. A number
+    with an exponent that no double can hold is the largest double, with its sign."""
     value = _decoder.decode(text)
     if "\\u" in text:
         json.dumps(value, ensure_ascii=False).encode()  # UnicodeEncodeError, a ValueError
@@ -42,19 +43,15 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError("a number is too large")
-
-    return number
+def _float(text: str) -> float:
+    return max(-sys.float_info.max, min(float(text), sys.float_info.max))
 
 
 def _reject(text: str) -> NoReturn:
     raise ValueError(f"{text} is not JSON")
 
 
-_decoder = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_finite, parse_constant=_reject)
+_decoder = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_float, parse_constant=_reject)
 
 
 def decode_keywords(text: str) -> dict[str, Any]:
@@ -126,7 +123,7 @@ def read_value(tokens: Tokens, depth: int) -> Any:
 
     if kind == "number":
         number = tokens.expect(kind)
-        return int(number) if number.lstrip("+-").isdigit() else _finite(number)
+        return int(number) if number.lstrip("+-").isdigit() else _float(number)
 
     if kind == "name" and tokens.token in LITERALS:
         return LITERALS[tokens.expect(kind)]

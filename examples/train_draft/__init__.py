@@ -1,0 +1,1 @@
+"""Training of an EAGLE-3 head from a model's own answers."""

@@ -1,0 +1,177 @@
+"""The commands: generate, train, measure."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import anyio
+import command_line
+import smollm2
+import torch
+
+from drift_sdk import Engine, EngineConfig, Progress
+from drift_sdk.models.draft_config import DraftConfig
+
+from .answers import AnswerError, AnswerFolder, Limits, generate
+from .batches import draft_vocabulary
+from .head import DraftHead, feature_sizes, head_settings
+from .measuring import measure
+from .target import load_chat_format, load_target
+from .training import Training, TrainingSettings
+
+__all__ = ["main"]
+
+MAX_MODEL_LEN = 1024
+"""Longest question and answer in training, in tokens."""
+NUM_SIZED = 64
+"""Answers from which the sizes of features are found."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line; returns the exit status."""
+    options = parser().parse_args(arguments)
+    return command_line.status_of(lambda: options.run(options))
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="train_draft", description="Train an EAGLE-3 head for a model.")
+    commands = made.add_subparsers(required=True, metavar="COMMAND")
+    number = command_line.whole
+
+    def command(name: str, run: object, text: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=text, description=text)
+        added.add_argument("model", nargs="?", help="folder, .gguf file or hub id (default: SmolLM2-135M)")
+        added.set_defaults(run=run)
+        return added
+
+    generating = command("generate", run_generate, "write answers to train with, and to evaluate with")
+    generating.add_argument("--work", type=Path, required=True, help="folder of the answers")
+    generating.add_argument("--tokens", type=number(1), default=4_000_000, help="tokens to generate")
+    generating.add_argument("--seconds", type=positive, default=float("inf"), help="longest time to generate")
+    generating.add_argument("--lanes", type=number(1, 4096), default=256, help="questions at a time")
+    generating.add_argument(
+        "--max-answer", type=number(8, 512), default=256, help="tokens of an answer at most"
+    )
+    generating.add_argument("--seed", type=number(0), default=0, help="other seeds give other questions")
+
+    training = command("train", run_train, "train a head, or continue")
+    training.add_argument("--work", type=Path, required=True, help="folder of answers and results")
+    training.add_argument("--answers", type=Path, help="folder of the answers (default: --work)")
+    training.add_argument("--wait-tokens", type=number(1), help="wait for so many tokens of answers")
+    training.add_argument("--start", type=Path, help="folder of a head to train further")
+    training.add_argument("--vocabulary", type=number(16), default=5504, help="tokens that it can propose")
+    training.add_argument("--shared-head", action="store_true", help="use the model's output projection")
+    training.add_argument("--intermediate", type=number(16), help="width of its MLP (default: the model's)")
+    training.add_argument("--steps", type=number(1), default=1_000_000, help="most steps of training")
+    training.add_argument("--seconds", type=positive, default=float("inf"), help="longest time of training")
+    training.add_argument("--evaluate-every", type=positive, default=20.0, help="seconds between evaluations")
+    training.add_argument("--batch-tokens", type=number(64), default=8192, help="tokens in a batch")
+    training.add_argument("--learning-rate", type=positive, default=1e-3)
+    training.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+
+    measuring = command("measure", run_measure, "measure acceptance and speed in the engine")
+    measuring.add_argument("--draft", type=Path, required=True, help="folder of the head")
+    measuring.add_argument("--output", type=Path, required=True, help="file of the results, JSON")
+    measuring.add_argument("--prompts", type=Path, help="JSONL of kind and prompt")
+    measuring.add_argument("--max-tokens", type=number(8), default=256)
+    measuring.add_argument(
+        "--batches", type=number(1), nargs="*", default=[1, 8, 64], help="requests at a time; none: no speeds"
+    )
+    return made
+
+
+def positive(text: str) -> float:
+    """A number over 0, of an argument."""
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text}: expected a number over 0")
+
+    return value
+
+
+def run_generate(options: argparse.Namespace) -> None:
+    limits = Limits(
+        num_tokens=options.tokens,
+        seconds=options.seconds,
+        max_answer=options.max_answer,
+        num_lanes=options.lanes,
+    )
+    model = options.model or str(smollm2.path())
+    options.work.mkdir(parents=True, exist_ok=True)
+
+    chat = load_chat_format(model)
+    length = min(MAX_MODEL_LEN, chat.max_model_len)
+    config = EngineConfig(
+        max_model_len=length, max_num_seqs=options.lanes, kv_cache_tokens=options.lanes * length
+    )
+
+    async def run() -> None:
+        async with Engine(model, config, on_progress=show) as engine:
+            num_tokens = await generate(engine, chat, options.work, limits, options.seed)
+        print(f"{num_tokens} tokens are generated", file=sys.stderr)
+
+    anyio.run(run)
+
+
+def show(progress: Progress) -> None:
+    if progress.fraction in (0.0, 1.0):
+        print(f"{progress.stage}: {progress.fraction:.0%}", file=sys.stderr, flush=True)
+
+
+def run_train(options: argparse.Namespace) -> None:
+    folder = AnswerFolder(options.answers or options.work)
+    options.work.mkdir(parents=True, exist_ok=True)
+    target = load_target(options.model or str(smollm2.path()), torch.device(options.device))
+    if options.wait_tokens is not None:
+        folder.wait(options.wait_tokens)
+    answers, evaluation = folder.training(), folder.evaluation()
+    if not answers or not evaluation:
+        raise AnswerError(f"{options.answers or options.work}: holds no answers: run generate first")
+
+    vocab_size = target.config.vocab_size
+    for each in (*answers, *evaluation):
+        ids = each.prompt_ids + each.token_ids
+        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+            reason = f"answers of another model: a token id is not from 0 to {vocab_size - 1}"
+            raise AnswerError(f"{options.answers or options.work}: {reason}")
+
+    vocabulary, share = draft_vocabulary(answers, options.vocabulary)
+    intermediate_size = options.intermediate or target.config.intermediate_size
+    settings = head_settings(target.config, options.vocabulary, intermediate_size)
+    aux_layers = DraftConfig.from_hf(settings, target.config).aux_layers
+    sizes = feature_sizes(
+        target, aux_layers, [each.prompt_ids + each.token_ids for each in answers[:NUM_SIZED]]
+    )
+    if options.start is not None:
+        head = DraftHead.load(options.start, target, sizes)
+    else:
+        head = DraftHead.start(settings, target, vocabulary, sizes, seed=0, has_head=not options.shared_head)
+    num_tokens = sum(len(answer.token_ids) for answer in answers)
+    print(f"{len(answers)} answers, {num_tokens} tokens, {share:.2%} can be proposed", file=sys.stderr)
+    training = Training(
+        head,
+        target,
+        options.work,
+        TrainingSettings(
+            num_steps=options.steps,
+            seconds=options.seconds,
+            evaluate_every_s=options.evaluate_every,
+            tokens_per_batch=options.batch_tokens,
+            learning_rate=options.learning_rate,
+        ),
+    )
+    if training.restore():
+        print(f"continues after step {training.step}", file=sys.stderr)
+    training.run(folder.training, evaluation)
+
+
+def run_measure(options: argparse.Namespace) -> None:
+    run = partial(measure, prompts=options.prompts, max_tokens=options.max_tokens, batches=options.batches)
+    record = anyio.run(run, options.model or str(smollm2.path()), options.draft)
+    print(json.dumps(record, indent=1))
+    options.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

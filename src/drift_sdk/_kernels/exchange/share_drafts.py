@@ -1,0 +1,124 @@
+"""The drafts of the first GPU, taken over by all others, so that all verify the same rows.
+
+    columns[c][r] = columns[c][r] of rank 0
+
+Drafts are made on every GPU. Kernels give the same bits on all of them; this makes tokens independent of
+whether a library does too.
+
+Grid (1,). Bytes: 4 for each row and column, twice.
+
+Dependent launch: the kernel waits first. It lets its dependents start when it has written everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from drift_sdk._kernels.common.arguments import check_tensor
+from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk._kernels.exchange.peer_memory import (
+    PeerTensor,
+    await_flag,
+    check_peer_tensor,
+    is_compiled,
+    peer_pointer,
+    raise_flags,
+)
+
+__all__ = ["NUM_COLUMNS", "share_drafts", "share_drafts_reference"]
+
+NUM_COLUMNS = 3
+BLOCK_ROWS = 1024
+"""Rows that are copied at a time: 8 a thread of 4 warps."""
+
+
+@triton.jit(do_not_specialize=["flag", "rank", "num_flags", "num_rows"])
+def _share_drafts(
+    first_ptr,  # [R] int32, written
+    second_ptr,  # [R] int32, written
+    third_ptr,  # [R] int32, written
+    bases,  # NUM_RANKS addresses of blocks
+    flags_ptr,  # [NUM_RANKS, num_flags] int32: this rank's
+    epoch_ptr,  # [1] int32
+    limit_ptr,  # [1] int64
+    report_ptr,  # [1] int32, pinned
+    rows_offset,  # bytes from a block's beginning to [3, R] int32
+    num_rows,
+    flag,
+    rank,
+    num_flags,
+    BLOCK_ROWS: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    IS_COMPILED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (1,)."""
+    wait_for_producers(PDL)
+    epoch = tl.load(epoch_ptr)
+    limit = tl.load(limit_ptr)
+    rows_ptr = peer_pointer(bases[0], rows_offset, tl.int32)
+    if rank == 0:
+        for first_row in range(0, num_rows, BLOCK_ROWS):
+            row = first_row + tl.arange(0, BLOCK_ROWS)
+            is_row = row < num_rows
+            tl.store(rows_ptr + row, tl.load(first_ptr + row, mask=is_row), mask=is_row)
+            tl.store(rows_ptr + num_rows + row, tl.load(second_ptr + row, mask=is_row), mask=is_row)
+            tl.store(rows_ptr + 2 * num_rows + row, tl.load(third_ptr + row, mask=is_row), mask=is_row)
+        tl.debug_barrier()
+        raise_flags(bases, epoch, flag, rank, num_flags, NUM_RANKS, IS_COMPILED)
+    else:
+        await_flag(flags_ptr, limit_ptr, report_ptr, epoch, flag, 0, num_flags, limit, IS_COMPILED)
+        tl.debug_barrier()
+        for first_row in range(0, num_rows, BLOCK_ROWS):
+            row = first_row + tl.arange(0, BLOCK_ROWS)
+            is_row = row < num_rows
+            tl.store(first_ptr + row, tl.load(rows_ptr + row, mask=is_row), mask=is_row)
+            tl.store(second_ptr + row, tl.load(rows_ptr + num_rows + row, mask=is_row), mask=is_row)
+            tl.store(third_ptr + row, tl.load(rows_ptr + 2 * num_rows + row, mask=is_row), mask=is_row)
+    start_dependents(PDL)
+
+
+def share_drafts(rows: PeerTensor, columns: Sequence[Tensor]) -> None:
+    """Replace three columns [R] int32 of rows by those of rank 0.
+
+    rows: [3, R] int32 in the exchange memory. An exchange that frees all buffers has to follow before the
+    next use of the same memory. Raises ValueError for another shape, type or layout, and for rows that are
+    not in the exchange memory.
+    """
+    memory, num_rows = rows.memory, columns[0].shape[0]
+    check_tensor("rows", rows.own, (NUM_COLUMNS, num_rows), torch.int32)
+    check_peer_tensor("rows", rows)
+    first, second, third = columns
+    for index, column in enumerate(columns):
+        check_tensor(f"columns[{index}]", column, (num_rows,), torch.int32)
+    _share_drafts[(1,)](
+        first_ptr=first,
+        second_ptr=second,
+        third_ptr=third,
+        bases=memory.bases,
+        flags_ptr=memory.flags,
+        epoch_ptr=memory.epoch,
+        limit_ptr=memory.limit,
+        report_ptr=memory.report,
+        rows_offset=memory.offset(rows.own),
+        num_rows=num_rows,
+        flag=rows.flag,
+        rank=memory.rank,
+        num_flags=memory.flags.shape[1],
+        BLOCK_ROWS=BLOCK_ROWS,
+        NUM_RANKS=memory.num_ranks,
+        IS_COMPILED=is_compiled(),
+        PDL=uses_pdl(),
+        num_warps=4,
+        **launch_options(),
+    )
+
+
+def share_drafts_reference(columns_of_ranks: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Return the columns that every rank has afterwards."""
+    return [column.clone() for column in columns_of_ranks[0]]

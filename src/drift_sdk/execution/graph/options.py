@@ -1,0 +1,49 @@
+"""Settings of a graph executor, and what is called while it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from msgspec import Struct
+
+from drift_sdk.execution.graph.captured_graphs import FitBlocks
+from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
+from drift_sdk.progress import Report, ignore_progress
+
+__all__ = ["NO_HOOKS", "GraphOptions", "StartupHooks"]
+
+
+class GraphOptions(Struct, frozen=True, kw_only=True):
+    """Settings of a graph executor.
+
+    prefill_token_budget: most tokens of a prefill step.
+    exact_prefill:        prompts get the bits of decoding, so tokens do not depend on how a prompt is cut,
+                          cached or recomputed.
+    step_timeout_s:       most seconds that the device may take for a step; None = no limit.
+    acceptance_trace:     for measuring: tokens that rounds emit in turn, whatever was drafted.
+    stages:               for measuring: marks around the stages of steps.
+    has_checks:           rounds of speculation are checked.
+    shape_log:            file to which the products that ran are added when the executor is closed.
+    """
+
+    prefill_token_budget: int
+    exact_prefill: bool = False
+    step_timeout_s: float | None = None
+    acceptance_trace: Sequence[int] | None = None
+    stages: StageMarks = NO_STAGE_MARKS
+    has_checks: bool = False
+    shape_log: Path | None = None
+
+
+class StartupHooks(Struct, frozen=True, kw_only=True):
+    """Called while an executor starts.
+
+    fit_blocks: how many KV blocks there is room for; None = limits.num_blocks. report: progress.
+    """
+
+    fit_blocks: FitBlocks | None = None
+    report: Report = ignore_progress
+
+
+NO_HOOKS = StartupHooks()

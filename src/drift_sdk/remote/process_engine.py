@@ -1,0 +1,167 @@
+"""ProcessEngine: an engine in a child process."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import pickle
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from drift_sdk.base_engine import BaseEngine
+from drift_sdk.config import EngineConfig
+from drift_sdk.driver.loaded_model import OpenModel
+from drift_sdk.engine import Engine
+from drift_sdk.errors import ConfigError, ExecutorError, ModelLoadError
+from drift_sdk.remote.frames import read_frame, write_frame
+from drift_sdk.remote.messages import Channel, HostLost
+from drift_sdk.remote.remote_engine import RemoteEngine
+
+__all__ = ["ProcessEngine"]
+
+PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
+    "from drift_sdk.remote.process_host import main; main(int(sys.argv[1]))"
+)
+"""Of the child: it imports what its parent can import, and not the parent's main module."""
+REAP_S = 0.002
+"""Seconds between two looks at a child that was killed."""
+
+
+class ProcessEngine(RemoteEngine):
+    """An engine in a child process, with the methods of an `Engine`: it has an interpreter of its own, and
+    what ends its process does not end this one.
+
+    model, config: as of `Engine`.
+    open_model:    as of `Engine`, for tests: it must be possible to pickle it.
+
+    See `RemoteEngine` for what differs from an `Engine`. The child runs the same interpreter with the
+    environment and `sys.path` of this process, and writes to its standard output and error. It ignores SIGINT
+    and SIGTERM, and ends with `aclose` and with this process.
+    """
+
+    def __init__(
+        self, model: str | Path, config: EngineConfig | None = None, *, open_model: OpenModel | None = None
+    ) -> None:
+        super().__init__(model, config)
+        if open_model is not None and not callable(open_model):
+            raise ConfigError.of("open_model", open_model, "a function that opens a model, or None")
+
+        self._open_model = open_model
+
+    @property
+    def pid(self) -> int | None:
+        """The process id of the child; None if the engine is not started."""
+        link = self._link
+        return link.channel.pid if link is not None and isinstance(link.channel, ProcessChannel) else None
+
+    async def _open_channel(self) -> Channel:
+        make_engine = partial(Engine, self.model, self.config, open_model=self._open_model)
+        return await ProcessChannel.open(make_engine)
+
+
+class ProcessChannel:
+    """Calls the methods of the host in a child process. Used on one asyncio loop."""
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._process = process
+        self._reader, self._writer = reader, writer
+        self._numbers = itertools.count()
+        self._calls: dict[int, asyncio.Future[bytes]] = {}
+        self._loss: HostLost | None = None
+        self._reading = asyncio.get_running_loop().create_task(self._read())
+
+    @classmethod
+    async def open(cls, make_engine: Callable[[], BaseEngine]) -> ProcessChannel:
+        """Start a child with the host of an engine. ConfigError if `make_engine` cannot be pickled,
+        ModelLoadError if the child cannot be started."""
+        try:
+            packed = packed_arguments(make_engine)
+        except Exception as error:  # __reduce__ may run any code
+            allowed = "a function that another process can import"
+            raise ConfigError.of("open_model", make_engine, allowed) from error
+
+        ours, theirs = socket.socketpair()
+        try:
+            process = await asyncio.to_thread(start_child, theirs)
+        except OSError as error:
+            ours.close()
+            raise ModelLoadError(f"no process can be started for an engine: {error}") from error
+        finally:
+            theirs.close()
+        channel = cls(process, *await asyncio.open_connection(sock=ours))
+        try:
+            await channel._send("open", packed)
+        except (HostLost, ExecutorError) as error:
+            await channel.kill()
+            raise ModelLoadError(f"the process of an engine could not be started: {error}") from error
+
+        return channel
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        return await self._send(method, packed_arguments(*arguments))
+
+    async def _send(self, method: str, packed: bytes) -> Any:
+        if self._loss is not None:
+            raise HostLost(str(self._loss))
+
+        number = next(self._numbers)
+        answer = self._calls[number] = asyncio.get_running_loop().create_future()
+        try:
+            await write_frame(self._writer, (number, method, packed))
+        except OSError:
+            pass  # `_read` says why
+        return pickle.loads(await answer)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def kill(self) -> None:
+        self._process.kill()
+        await self._reading
+
+    async def _read(self) -> None:
+        """Take the answers until the child has ended; the calls that are left then raise HostLost."""
+        while True:
+            try:
+                number, error, found = await read_frame(self._reader)
+            except (EOFError, OSError):
+                break
+            answer = self._calls.pop(number)
+            if answer.done():  # the call was cancelled
+                continue
+            if error is not None:
+                answer.set_exception(error)
+            else:
+                answer.set_result(found)
+
+        self._process.kill()
+        # At the interpreter's exit no thread can be started that waits.
+        while (status := self._process.poll()) is None:  # noqa: ASYNC110 - it ends soon
+            await asyncio.sleep(REAP_S)
+        self._loss = HostLost(f"its process has ended with status {status}")
+        self._writer.close()
+        for answer in self._calls.values():
+            if not answer.done():
+                answer.set_exception(HostLost(str(self._loss)))
+        self._calls.clear()
+
+
+def packed_arguments(*arguments: Any) -> bytes:
+    return pickle.dumps(arguments, pickle.HIGHEST_PROTOCOL)
+
+
+def start_child(end: socket.socket) -> subprocess.Popen[bytes]:
+    """Start the child that serves this end of a socket. OSError if that fails."""
+    paths = json.dumps([path for path in sys.path if isinstance(path, str)])
+    command = [sys.executable, "-c", PROGRAM, str(end.fileno()), paths]
+    return subprocess.Popen(command, pass_fds=[end.fileno()], stdin=subprocess.DEVNULL)

@@ -1,0 +1,96 @@
+"""Loading of a model, or of the part of one that a GPU has, and of its draft."""
+
+from __future__ import annotations
+
+import torch
+from msgspec import Struct
+
+from drift_sdk.config import EngineConfig
+from drift_sdk.execution.drafter_factory import DrafterFactory
+from drift_sdk.loading.source import Source
+from drift_sdk.loading.tensors import TensorSource
+from drift_sdk.models.decoder import Decoder, random_tensors
+from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.shard import Shard, cut_head, load_shard
+from drift_sdk.progress import Report
+from drift_sdk.startup.device_memory import DeviceMemory
+from drift_sdk.startup.draft_startup import open_drafter_factory
+from drift_sdk.startup.weight_form import choose_weight_form
+
+__all__ = ["ModelPart", "StoredWeights", "load_part"]
+
+
+class ModelPart(Struct, frozen=True, kw_only=True):
+    """A model on a device, or the part of one that a GPU has, and its draft. memory: of the device."""
+
+    decoder: Decoder
+    memory: DeviceMemory
+    drafter_factory: DrafterFactory
+
+
+class StoredWeights(Struct, frozen=True):
+    """Source, configuration, device and dtype of the decoder's weights, and the part of them to load; None:
+    all."""
+
+    source: Source
+    config: DecoderConfig
+    device: torch.device
+    dtype: torch.dtype
+    shard: Shard | None
+
+
+def load_part(weights: StoredWeights, config: EngineConfig, report: Report) -> ModelPart:
+    """Load the decoder, or its part, and the draft on a device."""
+    memory = DeviceMemory(weights.device, config)
+    decoder = _load_decoder(weights, config, memory, report)
+    drafter_factory = open_drafter_factory(config, decoder, report)
+    if weights.shard is not None:
+        cut_head(decoder, weights.shard)
+    return ModelPart(decoder=decoder, memory=memory, drafter_factory=drafter_factory)
+
+
+def _load_decoder(
+    weights: StoredWeights, config: EngineConfig, memory: DeviceMemory, report: Report
+) -> Decoder:
+    report("load weights", 0.0)
+    form = choose_weight_form(config, weights.config)
+    if weights.shard is not None:
+        return _load_shard(weights, weights.shard, config, memory, report)
+
+    if config.load == "random":
+        return Decoder.random(
+            weights.config,
+            device=weights.device,
+            dtype=weights.dtype,
+            form=form,
+            check_bytes=memory.check_weights,
+        )
+
+    return Decoder.load(
+        weights.config,
+        weights.source.tensors(),
+        device=weights.device,
+        dtype=weights.dtype,
+        form=form,
+        on_tensor=lambda done, total: report("load weights", done / total),
+        check_bytes=memory.check_weights,
+    )
+
+
+def _load_shard(
+    weights: StoredWeights, shard: Shard, config: EngineConfig, memory: DeviceMemory, report: Report
+) -> Decoder:
+    tensors: TensorSource
+    if config.load == "random":
+        tensors = random_tensors(weights.config, device=weights.device, dtype=weights.dtype)
+    else:
+        tensors = weights.source.tensors()
+    return load_shard(
+        weights.config,
+        tensors,
+        shard,
+        device=weights.device,
+        dtype=weights.dtype,
+        on_tensor=lambda done, total: report("load weights", (shard.rank + done / total) / shard.size),
+        check_bytes=memory.check_weights,
+    )

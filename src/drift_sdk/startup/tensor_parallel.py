@@ -1,0 +1,78 @@
+"""Checks of `EngineConfig.tensor_parallel`, and the GPUs and parts that it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import permutations
+
+import torch
+
+from drift_sdk.config import EngineConfig
+from drift_sdk.errors import ConfigError
+from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.shard import Shard, shard_obstacles
+from drift_sdk.startup.device_memory import opening_lock
+from drift_sdk.startup.weight_form import choose_weight_form
+
+__all__ = ["check_division", "opening_locks", "parallel_devices", "shards_of"]
+
+
+def shards_of(config: EngineConfig) -> list[Shard | None]:
+    """The part of each GPU, in order of rank; None: the whole model."""
+    size = config.tensor_parallel
+    return [None] if size == 1 else [Shard(rank=rank, size=size) for rank in range(size)]
+
+
+def check_division(config: EngineConfig, model: DecoderConfig, executor: str) -> None:
+    """Raise ConfigError if the model, with these settings, cannot be divided between so many GPUs."""
+    if config.tensor_parallel == 1:
+        return
+
+    obstacles = list(shard_obstacles(model, config.tensor_parallel))
+    if executor != "graph":
+        obstacles.insert(0, f"executor {executor}")
+    form = choose_weight_form(config, model)
+    if form != "expanded":
+        obstacles.insert(0, f'weights="{form}"')
+    if obstacles:
+        allowed = f"1 for {', and for '.join(obstacles)}"
+        raise ConfigError.of("tensor_parallel", config.tensor_parallel, allowed)
+
+
+def parallel_devices(config: EngineConfig, first: torch.device) -> Sequence[torch.device]:
+    """The GPUs of an engine, the first one given. Raises ConfigError if this machine lacks one of them, or if
+    they differ or do not reach each other's memory."""
+    size = config.tensor_parallel
+    if size == 1:
+        return [first]
+
+    if first.type != "cuda":
+        raise ConfigError.of("tensor_parallel", size, f"1 on {first}")
+
+    index, number = first.index or 0, torch.cuda.device_count()
+    if index + size > number:
+        allowed = f"at most {number - index} from {first} on: this machine has {number} GPUs"
+        raise ConfigError.of("tensor_parallel", size, allowed)
+
+    indices = range(index, index + size)
+    names = {torch.cuda.get_device_name(each) for each in indices}
+    if len(names) > 1:
+        found = " and ".join(sorted(names))
+        raise ConfigError.of("tensor_parallel", size, f"1, or GPUs of one kind; here {found}")
+
+    for one, other in permutations(indices, 2):
+        if not torch.cuda.can_device_access_peer(one, other):
+            allowed = f"1, or GPUs that reach each other's memory: cuda:{one} does not reach cuda:{other}"
+            raise ConfigError.of("tensor_parallel", size, allowed)
+
+    return [torch.device("cuda", each) for each in indices]
+
+
+@contextmanager
+def opening_locks(devices: Sequence[torch.device]) -> Iterator[None]:
+    """The `opening_lock` of all devices, which are in ascending order."""
+    with ExitStack() as stack:
+        for device in devices:
+            stack.enter_context(opening_lock(device))
+        yield

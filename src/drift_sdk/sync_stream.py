@@ -1,0 +1,77 @@
+"""SyncStream: a stream for code without an event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any
+
+from drift_sdk._display import html_table, state_repr
+from drift_sdk.results import Chunk, Completion
+from drift_sdk.stream import TokenStream, description_of_stream
+
+__all__ = ["SyncStream"]
+
+
+class SyncStream(Iterator[Chunk]):
+    """A submitted request: iterate over its chunks, or get its completion with `result()`, or both in turn.
+
+    Under `with`, leaving the block cancels the request. An exception that interrupts a wait, such as
+    KeyboardInterrupt, cancels it too, except in such a block. May be used from any thread, by one at a time.
+
+    request_id: the name of the request in its completion and in the log.
+    """
+
+    def __init__(self, stream: TokenStream, call: Callable[..., Any]) -> None:
+        self.request_id = stream.request_id
+        self._stream = stream
+        self._call = call
+
+    def __iter__(self) -> SyncStream:
+        return self
+
+    def __next__(self) -> Chunk:
+        chunk: Chunk | None = self._call(next_chunk, self._stream)
+        if chunk is None:
+            raise StopIteration
+
+        return chunk
+
+    def __repr__(self) -> str:
+        """As that of `TokenStream`."""
+        return state_repr(type(self).__name__, description_of_stream(getattr(self, "_stream", None)))
+
+    def _repr_html_(self) -> str:
+        """As that of `TokenStream`."""
+        return html_table(type(self).__name__, description_of_stream(getattr(self, "_stream", None)))
+
+    def accepted(self) -> None:
+        """Wait until the request is accepted; see `TokenStream.accepted`."""
+        self._call(self._stream.accepted)
+
+    def result(self) -> Completion:
+        """Wait for the end of the request. Chunks can still be read afterwards. Raises the request's error if
+        it failed: RequestError, EngineClosed or ExecutorError."""
+        completion: Completion = self._call(self._stream.completion)
+        return completion
+
+    def cancel(self) -> None:
+        """End the request; tokens generated so far can still be read. May be called more than once."""
+        self._stream.cancel()
+
+    def __enter__(self) -> SyncStream:
+        self._call(self._stream.__aenter__)
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.cancel()
+
+
+async def next_chunk(stream: TokenStream) -> Chunk | None:
+    """The next chunk of a stream; None at its end."""
+    return await anext(stream, None)

@@ -1,0 +1,480 @@
+"""Training of a draft head: what it is trained on, its pass, its loss, its files, and its acceptance."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import smollm2
+import torch
+from draft_pass import whole_pass
+from model_zoo import NUM_MODELS, make_model
+from safetensors.torch import load_file
+from train_draft import answers, measuring, questions
+from train_draft.acceptance import Acceptance, evaluate, walk
+from train_draft.answers import Answer, AnswerError, AnswerFolder, repeated_share
+from train_draft.batches import Batch, Conversation, draft_vocabulary, make_batches
+from train_draft.commands import main
+from train_draft.head import DraftHead, HeadPass, feature_sizes, head_settings
+from train_draft.questions import KINDS, Overlaps, Question, Templates, evaluation_questions
+from train_draft.target import Target, load_target
+from train_draft.training import CheckpointError, Training, TrainingSettings, draft_loss
+
+from drift_sdk import Chain, Engine, EngineConfig, SamplingParams, Speculation
+from drift_sdk.models.attention import AttentionBatch, SequenceRows
+from drift_sdk.models.eagle3 import DraftDecoder
+from drift_sdk.models.kv_cache import KVCache
+
+CPU = torch.device("cpu")
+CONFIG = EngineConfig(max_model_len=128, kv_cache_tokens=2048, max_num_seqs=8, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with random weights, and a chat template."""
+    folder = tmp_path_factory.mktemp("model")
+    make_model(1, folder)
+    template = "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target(folder: Path) -> Target:
+    return load_target(folder, CPU)
+
+
+def new_head(target: Target, *, draft_vocab_size: int = 300) -> DraftHead:
+    """A head whose weights are all random, so that no part of it can be left out unnoticed."""
+    settings = head_settings(target.config, draft_vocab_size, intermediate_size=48)
+    ids = torch.randperm(target.config.vocab_size, generator=torch.Generator().manual_seed(1))
+    sizes = feature_sizes(target, (1, 2), [list(range(9)), list(range(50, 90))])
+    sizes = torch.cat((sizes, sizes[: target.config.hidden_size] * 3.0))
+    head = DraftHead.start(settings, target, ids[:draft_vocab_size].sort().values, sizes, seed=2)
+    generator = torch.Generator().manual_seed(3)
+    for weight in head.weights.values():
+        weight.data += torch.randn(weight.shape, generator=generator) * 0.1
+    return head
+
+
+def drawn_answers(target: Target, number: int, seed: int = 0) -> list[Answer]:
+    draw = random.Random(seed)
+
+    def tokens(least: int, most: int) -> list[int]:
+        return [draw.randrange(target.config.vocab_size) for _ in range(draw.randint(least, most))]
+
+    return [
+        Answer(kind=KINDS[index % 3], temperature=0.0, prompt_ids=tokens(3, 9), token_ids=tokens(8, 30))
+        for index in range(number)
+    ]
+
+
+def test_evaluation_questions_are_those_fixed_before_training() -> None:
+    found = evaluation_questions()
+    assert [sum(each.kind == kind for each in found) for kind in KINDS] == [40, 40, 40]
+    assert len({each.prompt for each in found}) == 120
+
+
+def test_changed_evaluation_questions_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed = tmp_path / "prompts.jsonl"
+    changed.write_bytes(questions.EVALUATION_FILE.read_bytes() + b"\n")
+    monkeypatch.setattr(questions, "EVALUATION_FILE", changed)
+    with pytest.raises(ValueError, match="is not the committed file"):
+        evaluation_questions(changed)
+
+
+def test_templates_fill_all_words_and_repeat_for_a_seed() -> None:
+    first, again, other = (list(itertools.islice(Templates(seed).questions(), 90)) for seed in (1, 1, 2))
+    assert first == again != other
+    assert {each.kind for each in first} == set(KINDS)
+    assert not any("{" in each.prompt.replace("{'", "") for each in first)
+
+
+def test_overlaps_finds_questions_of_the_evaluation() -> None:
+    overlaps = Overlaps([Question("chat", "How do I keep a sourdough starter alive for two weeks?")])
+    assert overlaps.has("Tell me: how do I keep a Sourdough starter, alive?")
+    assert not overlaps.has("How do I keep a sourdough bread fresh for two weeks?")
+
+
+def test_repeated_share_counts_runs_that_occurred_before() -> None:
+    assert repeated_share(list(range(100))) == 0.0
+    assert repeated_share([1, 2, 3]) == 0.0
+    assert repeated_share(list(range(8)) * 2) == pytest.approx(1 / 9)
+    assert repeated_share([7] * 20) == pytest.approx(12 / 13)
+
+
+def test_answers_are_read_without_a_line_that_is_not_whole(target: Target, tmp_path: Path) -> None:
+    written = drawn_answers(target, 3)
+    file = tmp_path / "answers-0.jsonl"
+    lines = b"".join(msgspec.json.encode(each) + b"\n" for each in written)
+    file.write_bytes(lines + b'{"kind":"chat","tem')
+    folder = AnswerFolder(tmp_path)
+    assert folder.training() == written
+    with file.open("ab") as output:
+        output.write(b'perature":0.0,"prompt_ids":[1],"token_ids":[2]}\n')
+    assert folder.training() == [
+        *written,
+        Answer(kind="chat", temperature=0.0, prompt_ids=[1], token_ids=[2]),
+    ]
+    assert folder.evaluation() == []
+
+
+def test_draft_vocabulary_has_the_most_frequent_tokens() -> None:
+    answer = Answer(kind="chat", temperature=0.0, prompt_ids=[9] * 9, token_ids=[5, 5, 5, 3, 3, 8, 7])
+    ids, share = draft_vocabulary([answer], 3)
+    assert (ids.tolist(), share) == ([3, 5, 7], 6 / 7)
+    ids, share = draft_vocabulary([answer], 6)  # more than occur
+    assert (ids.tolist(), share) == ([0, 1, 3, 5, 7, 8], 1.0)
+
+
+def test_batch_lists_the_rows_that_draft_tokens_of_answers() -> None:
+    first = Conversation(token_ids=[1, 2, 3, 4, 5, 6], start=3)
+    batch = Batch([first, Conversation(token_ids=[1, 2, 3], start=1)], CPU)
+    assert batch.token_ids.tolist() == [[1, 2, 3, 4, 5, 6], [1, 2, 3, 0, 0, 0]]
+    # Row i drafts token i + 2, and in step k token i + 2 + k.
+    assert batch.rows.tolist() == [1, 2, 3, 6]
+    assert [batch.known(step).tolist() for step in range(4)] == [[0, 1, 2, 3], [0, 1], [0], []]
+
+
+def test_batches_hold_all_conversations_within_their_size() -> None:
+    draw = random.Random(0)
+    conversations = [Conversation(token_ids=[index] * draw.randint(5, 60), start=2) for index in range(300)]
+    batches = make_batches(conversations, 200, seed=1)
+    assert sorted(each.token_ids[0] for batch in batches for each in batch) == list(range(300))
+    assert all(len(batch) * max(len(each.token_ids) for each in batch) <= 200 for batch in batches)
+    padded = sum(len(batch) * max(len(each.token_ids) for each in batch) for batch in batches)
+    assert padded < 1.1 * sum(len(each.token_ids) for each in conversations)
+    assert batches == make_batches(conversations, 200, seed=1) != make_batches(conversations, 200, seed=2)
+
+
+def test_walk_takes_the_rounds_of_decoding() -> None:
+    # Token 4 is the first of the answer; a round whose newest token is i + 1 accepts counts[i].
+    counts = [9, 9, 9, 1, 9, 3, 9, 9, 9, 0, 2, 9, 9, 9]
+    found = walk(counts, start=4, end=16)
+    assert found == Acceptance(num_rounds=4, accepted_at=(3, 2, 1))
+    assert found.length == 1 + 6 / 4
+    assert found.rates == (0.75, 0.5, 0.25)
+
+
+def test_loss_leaves_out_tokens_that_cannot_be_proposed(target: Target) -> None:
+    head = new_head(target, draft_vocab_size=100)
+    known, unknown = (
+        head.target_ids[:6].tolist(),
+        [token for token in range(500) if token not in head.target_ids.tolist()][:6],
+    )
+    settings = TrainingSettings(num_steps=1, seconds=1.0, unrolled=2)
+
+    def loss(tokens: list[int]) -> float:
+        batch = Batch([Conversation(token_ids=[3, 4, *tokens], start=2)], CPU)
+        return float(draft_loss(head, target, batch, settings)[0].detach())
+
+    assert loss(unknown) == 0.0
+    assert loss(known) > 0.0
+    # The last token is drafted, but nothing is computed from it.
+    assert loss([*known, unknown[0]]) == pytest.approx(loss(known), rel=1e-4)
+
+
+def test_loss_compares_each_draft_with_the_model_at_its_position(target: Target) -> None:
+    head, unrolled, decay = new_head(target), 3, 0.5
+    draw = random.Random(5)
+    ends, start = (14, 10), 4
+    conversations = [
+        Conversation(token_ids=[draw.randrange(500) for _ in range(end)], start=start) for end in ends
+    ]
+    settings = TrainingSettings(num_steps=1, seconds=1.0, unrolled=unrolled, decay=decay)
+    loss, shares = draft_loss(head, target, Batch(conversations, CPU), settings)
+
+    sums, counts, right = [0.0] * unrolled, [0] * unrolled, [0] * unrolled
+    totals = [0] * unrolled
+    for each in conversations:
+        tokens = torch.tensor([each.token_ids])
+        features, final = target.run(tokens, head.config.aux_layers)
+        head_pass = HeadPass(head, head.cast(torch.float32), tokens.shape[1])
+        hidden = head_pass.fuse(features)
+        for step in range(unrolled):
+            hidden = head_pass.step(hidden, target.embed(tokens.roll(-1 - step, 1)))
+            for row in range(start - 2, len(each.token_ids) - 2 - step):
+                drafted = each.token_ids[row + 2 + step]
+                wanted = target.logits(final[0, row + 1 + step], head.target_rows).softmax(-1)
+                logits = head_pass.logits(hidden[0, row])
+                totals[step] += 1
+                right[step] += int(head.target_ids[logits.argmax()]) == drafted
+                if head.is_proposable[drafted]:
+                    sums[step] -= float((wanted * logits.log_softmax(-1)).sum().detach())
+                    counts[step] += 1
+
+    weights = [decay**step for step in range(unrolled)]
+    means = [total / count for total, count in zip(sums, counts, strict=True)]
+    expected = sum(a * b for a, b in zip(weights, means, strict=True)) / sum(weights)
+    assert float(loss.detach()) == pytest.approx(expected, rel=1e-4)
+    assert shares.tolist() == pytest.approx([a / b for a, b in zip(right, totals, strict=True)])
+
+
+def test_saved_head_has_the_published_format(target: Target, tmp_path: Path) -> None:
+    head = new_head(target, draft_vocab_size=100)
+    head.save(tmp_path)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    tensors = load_file(tmp_path / "model.safetensors")
+    layer = ["input_layernorm", "hidden_norm", "post_attention_layernorm"]
+    layer += [f"self_attn.{name}_proj" for name in "qkvo"]
+    layer += [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+    names = ["fc", "norm", "lm_head", *(f"midlayer.{name}" for name in layer)]
+    assert sorted(tensors) == sorted([*(f"{name}.weight" for name in names), "d2t", "t2d"])
+    assert all(tensors[f"{name}.weight"].dtype == torch.bfloat16 for name in names)
+    assert (torch.arange(100) + tensors["d2t"]).tolist() == tensors["t2d"].nonzero().view(-1).tolist()
+    again = DraftHead.load(tmp_path, target, head.feature_rms)
+    assert torch.equal(again.target_ids, head.target_ids)
+    for name, weight in head.cast(torch.bfloat16).items():
+        assert torch.equal(again.cast(torch.bfloat16)[name], weight)
+        assert torch.equal(tensors[name], weight)
+
+
+@pytest.mark.skipif(not smollm2.DRAFT.exists(), reason="an sdist has no drafts")
+def test_committed_head_is_that_of_its_record() -> None:
+    file = smollm2.DRAFT / "model.safetensors"
+    content = file.read_bytes()
+    record = json.loads((smollm2.DRAFT / "record.json").read_text())
+    assert hashlib.sha256(content).hexdigest() == record["draft_sha256"]
+    assert record["evaluation_prompts_sha256"] == questions.EVALUATION_SHA256
+    assert len(content) <= 16 * 2**20
+
+
+@pytest.mark.parametrize("index", range(NUM_MODELS))
+def test_features_are_those_of_the_decoder(index: int, tmp_path: Path) -> None:
+    make_model(index, tmp_path)
+    target = load_target(tmp_path, CPU)
+    config, decoder = target.config, target.decoder
+    token_ids = torch.randint(config.vocab_size, (2, 40), generator=torch.Generator().manual_seed(index))
+    aux_layers = (1, config.num_layers - 1, config.num_layers)
+    features, final = target.run(token_ids, aux_layers)
+    cache = KVCache(config.num_layers, 80, 1, config.num_kv_heads, config.head_dim, torch.float32, CPU)
+    rows = [SequenceRows(range(first, first + 40), 0, 40) for first in (0, 40)]
+    hidden, aux = decoder.forward(token_ids.view(-1), AttentionBatch(rows, cache), cache, aux_layers)
+    torch.testing.assert_close(features.flatten(0, 1), torch.cat(aux, -1).clone(), rtol=1e-3, atol=1e-4)
+    wanted = decoder.logits(hidden).clone()
+    everything = target.head_rows(torch.arange(config.vocab_size))
+    torch.testing.assert_close(target.logits(final, everything).flatten(0, 1), wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_pass_equals_that_of_the_draft_decoder(target: Target, tmp_path: Path) -> None:
+    head = new_head(target)
+    head.save(tmp_path)
+    head = DraftHead.load(tmp_path, target, head.feature_rms)  # as exact as files are
+    draft = DraftDecoder.load(tmp_path, target.decoder)
+    tokens = torch.randint(500, (24,), generator=torch.Generator().manual_seed(0)).tolist()
+    verified, num_steps = 20, 4
+    token_ids = torch.tensor([tokens])
+    head_pass = HeadPass(head, head.cast(torch.float32), len(tokens))
+    hidden = head_pass.fuse(target.run(token_ids, head.config.aux_layers)[0])
+    steps = []
+    for step in range(num_steps):
+        hidden = head_pass.step(hidden, target.embed(token_ids.roll(-1 - step, 1)))
+        steps.append(hidden[0].detach())
+
+    torch.testing.assert_close(
+        steps[0][: verified + 1], whole_pass(target.decoder, draft, tokens[: verified + 2]).clone()
+    )
+    config = draft.config
+    cache = KVCache(1, 32, 1, config.num_kv_heads, config.head_dim, torch.float32, CPU)
+    features = target.run(token_ids, draft.aux_layers)[0][0]
+    fused = draft.fuse(features.chunk(3, -1), features[:, :0])
+    first, count = 0, verified
+    rows = fused[:verified]
+    for step in range(num_steps):
+        batch = AttentionBatch([SequenceRows(range(32), first, count)], cache, slot_offset=1)
+        ids = torch.tensor(tokens[first + 1 : first + 1 + count])
+        rows = draft.forward(rows, ids, batch, cache)[-1:]
+        torch.testing.assert_close(steps[step][verified - 1], rows[0].clone())
+        torch.testing.assert_close(head_pass.logits(steps[step][verified - 1 : verified]), draft.logits(rows))
+        first, count = verified + step, 1
+
+
+def test_acceptance_is_that_of_the_engine(folder: Path, target: Target, tmp_path: Path) -> None:
+    """A head trained on what it is asked for, so that drafts are accepted; in float32, so that the engine's
+    tokens do not depend on drafting."""
+    prompts = [[5, 6, 7, 8], [9, 10, 11]]
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+
+    async def ask(config: EngineConfig) -> list[tuple[tuple[int, ...], Acceptance]]:
+        async with Engine(folder, config) as engine:
+            completions = [completion async for completion in engine.map(prompts, params)]
+        stats = [each.speculation for each in completions]
+        return [
+            (
+                each.token_ids,
+                Acceptance(num_rounds=found.num_rounds, accepted_at=found.accepted_at)
+                if found
+                else Acceptance(),
+            )
+            for each, found in zip(completions, stats, strict=True)
+        ]
+
+    plain = asyncio.run(ask(CONFIG))
+    answers = [
+        Answer(kind="chat", temperature=0.0, prompt_ids=prompt, token_ids=list(tokens))
+        for prompt, (tokens, _) in zip(prompts, plain, strict=True)
+    ]
+    settings = TrainingSettings(
+        num_steps=120, seconds=1e9, evaluate_every_s=1e9, learning_rate=5e-3, unrolled=3
+    )
+    head = new_head(target, draft_vocab_size=450)
+    Training(head, target, tmp_path, settings).run(lambda: answers, answers)
+    speculation = Speculation(draft=tmp_path / "draft", shape=Chain(3), adaptive=False)
+    drafted = asyncio.run(ask(CONFIG.replace(speculation=speculation)))
+    head = DraftHead.load(tmp_path / "draft", target, head.feature_rms)
+    for answer, (tokens, counted) in zip(answers, drafted, strict=True):
+        assert list(tokens) == answer.token_ids
+        found = evaluate(head, target, [answer])
+        assert found.length > 1.3  # else the comparison says nothing
+        # The engine also counts rounds at the end of the answer.
+        assert 0 <= counted.num_rounds - found.num_rounds <= 3
+        assert all(0 <= a - b <= 3 for a, b in zip(counted.accepted_at, found.accepted_at, strict=True))
+
+
+def test_training_continues_where_it_was_stopped(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = drawn_answers(target, 12)
+
+    def train(name: str) -> Training:
+        (tmp_path / name).mkdir(exist_ok=True)
+        settings = TrainingSettings(
+            num_steps=6, seconds=1e9, evaluate_every_s=0.0, tokens_per_batch=128, unrolled=2
+        )
+        training = Training(new_head(target), target, tmp_path / name, settings)
+        training.restore()
+        training.run(lambda: answers, answers[:1])
+        return training
+
+    def stop(self: Training, loss: torch.Tensor) -> None:
+        if self.step == 3:
+            raise KeyboardInterrupt
+        update(self, loss)
+
+    update = Training._update
+    whole = train("whole")
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Training, "_update", stop)
+        train("parts")
+    parts = train("parts")
+    assert whole.step == parts.step == 6
+    assert whole.num_tokens == parts.num_tokens
+    one, other = (torch.load(each.checkpoint, weights_only=True) for each in (whole, parts))
+    for name, weight in one["weights"].items():
+        torch.testing.assert_close(weight, other["weights"][name], rtol=0, atol=0)
+    lines = (tmp_path / "parts" / "curve.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6, 6]
+
+
+def test_resumed_head_proposes_the_tokens_that_it_proposed(target: Target, tmp_path: Path) -> None:
+    """Answers that were added meanwhile make other tokens frequent."""
+    settings, found = TrainingSettings(num_steps=1, seconds=1e9), drawn_answers(target, 2)
+    head, other = new_head(target), new_head(target)
+    Training(head, target, tmp_path, settings).run(lambda: found, found)
+    other.propose(target, torch.arange(300))
+    assert Training(other, target, tmp_path, settings).restore()
+    assert torch.equal(other.target_ids, head.target_ids)
+    assert torch.equal(other.is_proposable, head.is_proposable)
+    assert torch.equal(other.target_rows, head.target_rows)
+
+
+def test_checkpoints_that_are_damaged_or_of_another_head_are_refused(target: Target, tmp_path: Path) -> None:
+    settings, found = TrainingSettings(num_steps=1, seconds=1e9), drawn_answers(target, 2)
+    training = Training(new_head(target), target, tmp_path, settings)
+    training.run(lambda: found, found)
+    with pytest.raises(CheckpointError, match=r"target_ids has shape \[300\], expected \[200\]"):
+        Training(new_head(target, draft_vocab_size=200), target, tmp_path, settings).restore()
+    whole = training.checkpoint.read_bytes()
+    for damaged in (b"", b"junk", whole[: len(whole) // 2]):
+        training.checkpoint.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=r"checkpoint.pt: not a checkpoint of this head"):
+            training.restore()
+
+
+@pytest.mark.parametrize("line", ["{", '{"kind": 1}', None])
+def test_answers_that_cannot_be_trained_with_are_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str | None
+) -> None:
+    foreign = Answer(kind="chat", temperature=0.0, prompt_ids=[1], token_ids=[10**6])
+    text = msgspec.json.encode(foreign).decode() if line is None else line
+    for name in ("answers-0.jsonl", "evaluation.jsonl"):
+        (tmp_path / name).write_text(f"{text}\n")
+    assert main(["train", str(folder), "--work", str(tmp_path), "--device", "cpu"]) == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert ("answers of another model" if line is None else "a line is no answer") in said
+
+
+def test_commands_make_a_head_for_the_engine(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [Question("chat", "One?"), Question("code", "Two?"), Question("maths", "Three?")]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"kind": q.kind, "prompt": q.prompt}) + "\n" for q in asked))
+    monkeypatch.setattr(answers, "evaluation_questions", lambda: asked)
+    monkeypatch.setattr(measuring, "SPEED_ROUNDS", 1)
+    monkeypatch.setattr(answers, "Templates", lambda seed: Scripted())
+    work, output = tmp_path / "work", tmp_path / "measured.json"
+
+    def run(*arguments: object) -> None:
+        assert main([str(argument) for argument in arguments]) == 0
+
+    run("generate", folder, "--work", work, "--tokens", 200, "--lanes", 4, "--max-answer", 12)
+    num_answers = len(AnswerFolder(work).training())
+    run("generate", folder, "--work", work, "--tokens", 20, "--lanes", 4, "--max-answer", 12)
+    assert len(AnswerFolder(work).training()) > num_answers > 0
+    settings = ("--vocabulary", 60, "--steps", 2, "--batch-tokens", 256, "--device", "cpu")
+    settings += ("--wait-tokens", 100)
+    run("train", folder, "--work", work, *settings)
+    shared, further = tmp_path / "shared", tmp_path / "further"
+    settings += ("--answers", work)
+    run("train", folder, "--work", shared, "--shared-head", "--intermediate", 40, *settings)
+    run("train", folder, "--work", further, "--start", shared / "draft", *settings)
+    heads = [load_file(each / "draft" / "model.safetensors") for each in (work, shared, further)]
+    assert ["lm_head.weight" in head for head in heads] == [True, False, False]
+    assert heads[2]["midlayer.mlp.down_proj.weight"].shape[1] == 40
+    options = ("--prompts", file, "--max-tokens", 8, "--batches", 2)
+    run("measure", folder, "--draft", further / "draft", "--output", output, *options)
+    record = json.loads(output.read_text())
+    assert record["same_answers"] == {"always": 1.0, "adaptive": 1.0}
+    assert record["num_draft_tokens"] == 3
+    assert all(found["num_rounds"] > 0 for found in record["acceptance"].values())
+    assert record["tokens_per_s"]["2"].keys() == {"plain", "always", "adaptive", "gain"}
+
+
+def test_training_without_answers_is_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(folder), "--work", str(tmp_path), "--device", "cpu"]) == 1
+    assert "holds no answers: run generate first" in capsys.readouterr().err
+
+
+def test_training_on_too_short_answers_is_refused(target: Target, tmp_path: Path) -> None:
+    short = [Answer(kind="chat", temperature=0.0, prompt_ids=[1, 2], token_ids=[3, 4])]
+    training = Training(new_head(target), target, tmp_path, TrainingSettings(num_steps=1, seconds=1.0))
+    with pytest.raises(AnswerError, match="expected answers of 5 tokens or more"):
+        training.run(lambda: short, short)
+
+
+@pytest.mark.parametrize("option", ["--seconds", "--evaluate-every", "--learning-rate"])
+@pytest.mark.parametrize("value", ["0", "-1", "nan"])
+def test_numbers_that_are_not_positive_are_refused(
+    option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--work", "anywhere", f"{option}={value}"])
+    assert f"{value}: expected a number over 0" in capsys.readouterr().err
+
+
+class Scripted:
+    """Stands for templates of questions."""
+
+    def questions(self) -> Iterator[Question]:
+        for number in itertools.count():
+            yield Question("chat", f"Number {number}?")

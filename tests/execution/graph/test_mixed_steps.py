@@ -1,0 +1,207 @@
+"""Mixed steps: chunks of prompts and decode rows in one pass, with drafts and without."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from draft_zoo import make_draft
+from drawn_decoder import drawn_decoder
+from interpreted_device import InterpretedDevice
+from sampling_rows import FixedMask
+from scheduled_run import run_scheduled, sampling_of
+from tiny_llama import tiny_llama
+
+from drift_sdk._kernels.gemm.tuning import TunedTable
+from drift_sdk.execution.device.device import GpuDevice
+from drift_sdk.execution.drafter_factory import (
+    NO_DRAFTER,
+    DrafterFactory,
+    EagleDrafterFactory,
+    NGramDrafterFactory,
+)
+from drift_sdk.execution.eager.drafters import EagleDrafter, NGramDrafter
+from drift_sdk.execution.eager.executor import EagerExecutor
+from drift_sdk.execution.graph.buckets import MixedBucket
+from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
+from drift_sdk.execution.graph.step_launcher import StepLauncher
+from drift_sdk.execution.rounds.eagle import EagleRounds
+from drift_sdk.execution.rounds.ngram import NGramRounds
+from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.eagle3 import DraftDecoder
+from drift_sdk.speculation import NGram
+from drift_sdk.steps import Executor, ExecutorLimits, SlotOutput, SlotSampling, StepPlan
+
+pytestmark = pytest.mark.kernel
+
+IS_GPU = torch.cuda.is_available()
+TARGET = tiny_llama(vocab_size=96, num_hidden_layers=3)
+LIMITS = ExecutorLimits(max_num_seqs=3, max_model_len=40, num_blocks=32, block_size=4, vocab_size=96)
+BUDGET, NUM_DRAFTS = 16, 2
+CONSTRAINTS = {index: FixedMask(np.roll(np.array([-1, 0, 0], dtype=np.int32), index)) for index in (0, 4)}
+"""By index of the requests: of the first, token ids below 32 are allowed, of the other one 32 to 63."""
+
+Proposals = list[dict[int, list[int]]]
+"""Of each round with drafts, the drafted tokens by slot."""
+
+
+def requests_of() -> list[tuple[list[int], SlotSampling]]:
+    """Prompts that are cut into chunks, that end while others decode, that continue cached prefixes, one of
+    them with a single token, and one of a single token."""
+    rng = random.Random(5)
+
+    def drawn(number: int) -> list[int]:
+        return [rng.randrange(3, 90) for _ in range(number)]
+
+    shared = drawn(9)
+    return [
+        request(drawn(6), 14),
+        request([*shared, 7], 3, temperature=0.8, top_p=0.9, seed=3, num_logprobs=2),
+        request([5], 2, temperature=1.0, seed=12),
+        request(shared, 4),
+        request([8, 9] * 5, 3, num_prompt_logprobs=1, presence_penalty=0.4, logit_bias=((17, 0.5),)),
+        request([*shared, 27], 4, repetition_penalty=4.0, frequency_penalty=0.5),
+    ]
+
+
+def request(prompt: list[int], num_tokens: int, **changes: object) -> tuple[list[int], SlotSampling]:
+    return prompt, sampling_of(len(prompt), num_tokens, **changes)
+
+
+def run(executor: Executor, factory: DrafterFactory) -> tuple[list[list[int]], list[list[SlotOutput]]]:
+    """The tokens of all requests, and the outputs of each step."""
+    steps: list[list[SlotOutput]] = []
+    tokens = run_scheduled(
+        executor,
+        requests_of(),
+        prefill_token_budget=BUDGET,
+        draft_choices=factory.draft_choices,
+        has_draft_kv=factory.needs_draft_kv,
+        constraints=CONSTRAINTS,
+        on_step=lambda plan, result: steps.append([*result.prefill, *result.decode]),
+    )
+    executor.close()
+    return tokens, steps
+
+
+def watch_mixed(patch: pytest.MonkeyPatch) -> list[tuple[StepPlan, MixedBucket, set[int]]]:
+    """The plans that run as mixed steps, and the slots under a constraint."""
+    found: list[tuple[StepPlan, MixedBucket, set[int]]] = []
+    launch = StepLauncher._launch_mixed
+
+    def recorded(self: StepLauncher, plan: StepPlan, bucket: MixedBucket, *rest: Any) -> None:
+        found.append((plan, bucket, {*self._constraints}))
+        launch(self, plan, bucket, *rest)
+
+    patch.setattr(StepLauncher, "_launch_mixed", recorded)
+    return found
+
+
+def leaves_one_token(plan: StepPlan) -> bool:
+    """True if a prefix hit leaves one token of a prompt."""
+    placed = {assignment.slot for assignment in plan.assignments}
+    return any(
+        chunk.slot in placed and chunk.start > 0 and len(chunk.token_ids) == 1 for chunk in plan.prefill
+    )
+
+
+def watch_proposals(patch: pytest.MonkeyPatch) -> tuple[Proposals, Proposals]:
+    """The proposals of the drafters of the graph executor and of the eager executor. Only where replays run
+    the step's Python code."""
+    on_graphs: Proposals = []
+    on_eager: Proposals = []
+    for kind in (EagleRounds, NGramRounds):
+        patch.setattr(kind, "propose", recorded_rounds(kind.propose, on_graphs))
+    for drafter in (EagleDrafter, NGramDrafter):
+        patch.setattr(drafter, "propose", recorded_drafts(drafter.propose, on_eager))
+    return on_graphs, on_eager
+
+
+def recorded_rounds(propose: Any, found: Proposals) -> Any:
+    def recorded(self: Any, rows: Any, *, num_slots: int, num_draft_tokens: int) -> None:
+        propose(self, rows, num_slots=num_slots, num_draft_tokens=num_draft_tokens)
+        slots, tokens = (column.view(num_slots, -1).tolist() for column in (rows.slot, rows.token))
+        found.append(
+            {
+                own[0]: [token for slot, token in zip(own[1:], drawn[1:], strict=True) if slot >= 0]
+                for own, drawn in zip(slots, tokens, strict=True)
+                if own[0] >= 0
+            }
+        )
+
+    return recorded
+
+
+def recorded_drafts(propose: Any, found: Proposals) -> Any:
+    def recorded(self: Any, slots: Any, limits: Any) -> Any:
+        drafts = propose(self, slots, limits)
+        found.append({id(slot): list(draft.token_ids) for slot, draft in zip(slots, drafts, strict=True)})
+        return drafts
+
+    return recorded
+
+
+def drafted(proposals: Proposals) -> list[list[list[int]]]:
+    """The drafts of rounds that have any, without their slots."""
+    rounds = [sorted(tokens for tokens in each.values() if tokens) for each in proposals]
+    return [each for each in rounds if each]
+
+
+@pytest.fixture(scope="module")
+def target() -> Decoder:
+    return drawn_decoder(DecoderConfig.from_hf(TARGET), "cuda" if IS_GPU else "cpu", seed=3)
+
+
+@pytest.fixture(scope="module")
+def expected(target: Decoder) -> list[list[int]]:
+    """The tokens without drafts."""
+    return run(EagerExecutor(target, LIMITS), NO_DRAFTER)[0]
+
+
+@pytest.mark.parametrize("kind", ["eagle", "ngram"])
+def test_steps_and_drafts_equal_those_of_the_eager_executor(
+    kind: str, target: Decoder, expected: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    factory: DrafterFactory = NGramDrafterFactory(NGram(min_length=1), (NUM_DRAFTS,))
+    if kind == "eagle":
+        (tmp_path / "config.json").write_text(json.dumps(TARGET))
+        make_draft("reference", tmp_path / "draft", tmp_path)
+        factory = EagleDrafterFactory(DraftDecoder.load(tmp_path / "draft", target), (NUM_DRAFTS,))
+    on_graphs, on_eager = watch_proposals(monkeypatch)
+    graph = GraphExecutor(
+        GpuDevice(0) if IS_GPU else InterpretedDevice(),
+        target,
+        LIMITS,
+        TunedTable(),
+        GraphOptions(prefill_token_budget=BUDGET),
+        drafter_factory=factory,
+    )
+    on_graphs.clear()  # those of captures
+    launched = watch_mixed(monkeypatch)
+    tokens, steps = run(graph, factory)
+    eager_tokens, eager_steps = run(
+        EagerExecutor(target, LIMITS, factory.eager_drafter(target, LIMITS)), factory
+    )
+    assert tokens == eager_tokens == expected
+    found, others = ([[summary(output) for output in step] for step in each] for each in (steps, eager_steps))
+    assert found == others
+    assert sum(bucket.num_drafts == NUM_DRAFTS for _, bucket, _ in launched) > 1
+    assert not any(leaves_one_token(plan) for plan, _, _ in launched)
+    assert max(tokens[0]) < 32 <= min(tokens[4]) and max(tokens[4]) < 64
+    assert any(row.slot in slots for plan, _, slots in launched for row in plan.decode)
+    assert any(chunk.slot in slots and chunk.is_last for plan, _, slots in launched for chunk in plan.prefill)
+    if not IS_GPU:
+        assert drafted(on_graphs) == drafted(on_eager) != []
+
+
+def summary(output: SlotOutput) -> tuple[object, ...]:
+    scored = [
+        [entry.token_id for entry in entries or ()] for entries in (output.logprobs, output.prompt_logprobs)
+    ]
+    return output.token_ids, output.finish, output.num_drafted, output.num_accepted, scored

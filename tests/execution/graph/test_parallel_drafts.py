@@ -1,0 +1,86 @@
+"""Trees of an EAGLE-3 draft on two GPUs: the rounds of the eager executor with the whole model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draft_zoo import make_draft
+from drawn_decoder import drawn_decoder
+from lockstep_devices import Lockstep
+from tiny_llama import tiny_llama
+
+from drift_sdk import DynamicTree
+from drift_sdk._kernels.gemm.tuning import TunedTable
+from drift_sdk.execution.drafter_factory import EagleDrafterFactory
+from drift_sdk.execution.eager.executor import EagerExecutor
+from drift_sdk.execution.graph.gpu_graphs import GpuModel
+from drift_sdk.execution.graph.options import GraphOptions
+from drift_sdk.execution.graph.parallel_executor import ParallelExecutor
+from drift_sdk.models.decoder import random_tensors
+from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.eagle3 import DraftDecoder
+from drift_sdk.models.shard import Shard, cut_head, load_shard
+from drift_sdk.profiling.manual_driver import ManualDriver
+from drift_sdk.steps import Executor, ExecutorLimits
+
+pytestmark = [
+    pytest.mark.kernel,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_tensor_parallel.py has GPUs"),
+]
+
+TARGET = tiny_llama(
+    vocab_size=96,
+    num_hidden_layers=3,
+    num_key_value_heads=2,
+    head_dim=64,
+    hidden_size=16,
+    intermediate_size=128,
+)
+LIMITS = ExecutorLimits(max_num_seqs=1, max_model_len=24, num_blocks=8, block_size=4, vocab_size=96)
+BUDGET = 16
+SHAPE = DynamicTree(top_k=2, depth=2, num_draft_tokens=3)
+
+
+def rounds(executor: Executor) -> list[Any]:
+    slots = ManualDriver(executor, prefill_token_budget=BUDGET)
+    slots.fill(6, [10])
+    found = []
+    while slots.active:
+        outputs = slots.round(SHAPE.num_draft_tokens, max_depth=SHAPE.depth).decode
+        found.append([(each.token_ids, each.num_drafted, each.num_accepted) for each in outputs])
+    executor.close()
+    return found
+
+
+def test_rounds_of_trees_are_those_of_the_whole_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each GPU has the whole draft, which here uses the target's embedding and rows of its whole head."""
+    (tmp_path / "config.json").write_text(json.dumps(TARGET))
+    make_draft("ids only", tmp_path / "draft", tmp_path)
+    config = DecoderConfig.from_hf(TARGET)
+    target = drawn_decoder(config, "cpu", seed=3)
+
+    def factory_of(decoder: Any) -> EagleDrafterFactory:
+        draft = DraftDecoder.load(tmp_path / "draft", decoder)
+        return EagleDrafterFactory(draft, (SHAPE.num_draft_tokens,), tree=SHAPE)
+
+    whole = factory_of(target)
+    expected = rounds(EagerExecutor(target, LIMITS, whole.eager_drafter(target, LIMITS)))
+
+    models = []
+    for device in (group := Lockstep(2, monkeypatch)).devices:
+        shard = Shard(rank=device.rank, size=2)
+        place = {"device": torch.device("cpu"), "dtype": torch.float32}
+        decoder = load_shard(config, random_tensors(config, seed=3, **place), shard, **place)
+        factory = factory_of(decoder)
+        cut_head(decoder, shard)
+        models.append(GpuModel(device=device, decoder=decoder, tuned=TunedTable(), drafter_factory=factory))
+    options = GraphOptions(prefill_token_budget=BUDGET, exact_prefill=True)
+    assert rounds(ParallelExecutor(models, LIMITS, options)) == expected
+    assert any(num_drafted for outputs in expected for _, num_drafted, _ in outputs)
+    assert group.num_exchanges > 0

@@ -1,0 +1,184 @@
+"""Engines in child processes: streams, signals, killed children, and the ends of parents."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from failing_models import end_process, fail_to_open
+from letters import letters, outcome, outcomes, tokens_of
+from loops import WAIT_S, run, until
+from model_zoo import make_model
+
+from drift_sdk import (
+    Completion,
+    ConfigError,
+    Engine,
+    EngineConfig,
+    EnginePool,
+    ModelLoadError,
+    ProcessEngine,
+    ReplicaFailed,
+    Routing,
+    SamplingParams,
+)
+from drift_sdk.testing import ScriptedModel
+from perf.service.children import is_alive
+
+SUPPORT = Path(__file__).parents[1] / "support"
+TINY = EngineConfig(device="cpu", num_threads=1, max_model_len=64, kv_cache_tokens=512)
+
+
+def engine_of(**options: Any) -> ProcessEngine:
+    model = ScriptedModel(letters, **options)
+    return ProcessEngine("scripted", model.config, open_model=model)
+
+
+def kill(engine: ProcessEngine) -> None:
+    assert engine.pid is not None
+    os.kill(engine.pid, signal.SIGKILL)
+
+
+def check_nothing_is_left(pool: EnginePool) -> None:
+    assert not pool._traffic._live
+    assert all((load.num_requests, load.num_tokens) == (0, 0) for load in pool._router.loads)
+    for engine in pool.engines:
+        assert isinstance(engine, ProcessEngine) and engine._link is not None
+        assert not engine._link.connection._live
+
+
+class Unpicklable:
+    def __call__(self, report: Any, limits: Any = None) -> Any: ...
+
+    def __reduce__(self) -> Any:
+        raise ValueError("no copy")
+
+
+async def test_child_serves_cancels_and_ignores_signals_for_its_parent() -> None:
+    engine = engine_of(step_s=0.002)
+    assert engine.pid is None
+    async with engine:
+        pid = engine.pid
+        assert pid is not None and psutil.Process(pid).ppid() == os.getpid()
+        os.kill(pid, signal.SIGINT)
+        os.kill(pid, signal.SIGTERM)
+        stream = engine.generate("a", max_tokens=None, ignore_eos=True)
+        await anext(stream)
+        stream.cancel()
+        _, end = await outcome(stream)
+        assert isinstance(end, Completion) and end.finish_reason == "cancelled"
+        assert (
+            engine.stats().num_cancelled == 1
+        )  # the newest statistics come with the end of the last request
+        assert (await engine.generate("a", max_tokens=9, seed=1)).token_ids == tokens_of("a", 1, 9)
+        unread = engine.generate("b", max_tokens=500, seed=2)
+        assert (await unread).token_ids == tokens_of("b", 2, 500)
+        assert (await anext(unread)).token_ids == tokens_of("b", 2, 500)
+        await engine.aclose()
+        assert not psutil.pid_exists(pid)
+
+
+async def test_killed_children_of_a_pool_are_replayed_and_started_again() -> None:
+    """Replica 0 is killed while streams run on both; then replica 1, which has all that were replayed."""
+    engines = [engine_of(step_s=0.001), engine_of(step_s=0.001, tokens_per_step=2)]
+    pool = EnginePool(engines, Routing(replay=True))
+    async with pool:
+        streams = [pool.generate(f"p{index}", max_tokens=300, seed=index) for index in range(40)]
+        first = [await anext(stream) for stream in streams]
+        kill(engines[0])
+        await until(lambda: pool.replicas()[0].num_replayed > 0)
+        await pool.restart(0)
+        kill(engines[1])
+        for index, (tokens, end) in enumerate(await outcomes(streams)):
+            assert isinstance(end, Completion), end
+            assert first[index].token_ids + tokens == end.token_ids == tokens_of(f"p{index}", index, 300)
+        await until(lambda: pool.replicas()[1].state == "closed")
+        assert pool.replicas()[0].state == "open"
+        check_nothing_is_left(pool)
+
+
+async def test_killed_child_without_replay_ends_its_streams_alone() -> None:
+    engines = [engine_of(step_s=0.002), engine_of(step_s=0.002)]
+    async with EnginePool(engines) as pool:
+        streams = [pool.generate(f"p{index}", max_tokens=100, seed=index) for index in range(8)]
+        for stream in streams:
+            await anext(stream)
+        kill(engines[1])
+        ends = [end for _, end in await outcomes(streams)]
+        assert pool.stats().num_running == 0 and pool.replicas()[1].engine is not None
+        lost = [end for end in ends if isinstance(end, ReplicaFailed)]
+        assert len(lost) == pool.replicas()[1].num_lost == 4
+        assert all("status -9" in str(end) and end.replica == 1 for end in lost)
+        for index, end in enumerate(ends):
+            if isinstance(end, Completion):
+                assert end.token_ids == tokens_of(f"p{index}", index, 100)
+        check_nothing_is_left(pool)
+
+
+def test_real_model_in_a_child_has_the_tokens_of_an_engine_here(tmp_path: Path) -> None:
+    make_model(0, tmp_path)
+    params = SamplingParams(max_tokens=12, temperature=0.9, seed=3, ignore_eos=True)
+
+    async def main() -> None:
+        async with Engine(tmp_path, TINY) as here:
+            expected = await here.generate([5, 6, 7], params)
+        async with ProcessEngine(tmp_path, TINY) as engine:
+            found = await engine.generate([5, 6, 7], params)
+            assert (found.token_ids, engine.executor) == (expected.token_ids, "eager")
+
+    run("trio", main)
+
+
+async def test_failing_starts_are_reported_and_leave_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = psutil.Process().children()
+    with pytest.raises(ConfigError, match="open_model=.*another process can import"):
+        await ProcessEngine("m", open_model=lambda report, limits=None: None).start()  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="open_model=.*another process can import"):
+        await ProcessEngine("m", open_model=Unpicklable()).start()
+    with pytest.raises(ModelLoadError, match="no such file"):
+        await ProcessEngine("m", open_model=fail_to_open).start()
+    with pytest.raises(ModelLoadError, match="ended while it started: its process has ended with status 7"):
+        await ProcessEngine("m", open_model=end_process).start()
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(ModelLoadError, match="no process can be started"):
+        await engine_of().start()
+    assert set(psutil.Process().children()) <= set(before)
+
+
+def test_child_ends_with_its_parent_though_a_fork_of_it_lives_on() -> None:
+    """The fork has the parent's end of the socket: the child does not see that the other end is closed."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, str(SUPPORT / "orphan_parent.py")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        (fork,) = (each for each in psutil.Process(parent.pid).children() if each != child)
+        parent.kill()
+        try:
+            deadline = time.monotonic() + WAIT_S
+            while is_alive(child) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert not is_alive(child) and is_alive(fork)
+        finally:
+            fork.kill()
+
+
+def test_pool_on_devices_makes_processes_if_asked() -> None:
+    pool = EnginePool.on_devices("m", EngineConfig(max_num_seqs=4), devices=["cuda:0", "cpu"], processes=True)
+    assert [(type(each), each.config.device) for each in pool.engines] == [
+        (ProcessEngine, "cuda:0"), (ProcessEngine, "cpu"),
+    ]  # fmt: skip
+    for wrong in ({"processes": 1}, {"on_event": print}, {"on_progress": print}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            EnginePool.on_devices("m", devices=["cpu"], **({"processes": True} | wrong))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="open_model=3"):
+        ProcessEngine("m", open_model=3)  # type: ignore[arg-type]
