@@ -28,10 +28,17 @@ struct Arguments {
   int num_rows;
 };
 
+// A hint that weights be the first to leave the L2 cache: a step reads them once.
+__device__ __forceinline__ u64 evict_first() {
+  u64 hint;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(hint));
+  return hint;
+}
+
 // Copies 16 bytes to shared memory without waiting for them, or writes 16 zero bytes.
-__device__ __forceinline__ void copy16_or_zero(void* to, const void* from, bool is_copied) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
-                   static_cast<u32>(__cvta_generic_to_shared(to))), "l"(from), "r"(is_copied ? 16 : 0) : "memory");
+__device__ __forceinline__ void copy16_or_zero(void* to, const void* from, bool is_copied, u64 hint) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(
+                   static_cast<u32>(__cvta_generic_to_shared(to))), "l"(from), "r"(is_copied ? 16 : 0), "l"(hint) : "memory");
 }
 
 __device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -150,6 +157,7 @@ __device__ __forceinline__ void multiply_experts(const Arguments& a) {
   i64 copied_from = first_row(tiles.find(copied_row).expert, copied_n);
   auto codes_of = [&](i64 row) { return a.values + row * ROW_BYTES + g * ROW_BYTES + t * 16; };
   const u8* copied_codes = codes_of(copied_from);  // of the first of this lane's rows
+  const u64 hint = evict_first();
   auto copy_next = [&]() {
     if (copied_n < NUM_TILES) {
       const bool is_inner = copied_chunk * CHUNK + t * LANE_COLUMNS < K;
@@ -159,13 +167,13 @@ __device__ __forceinline__ void multiply_experts(const Arguments& a) {
 #pragma unroll
         for (int h = 0; h < 2; h++)
           copy16_or_zero(own_ring + copied_stage * (MT * 64) + (m * 2 + h) * 32, copied_codes + (m * 16 + h * 8) * ROW_BYTES,
-                         is_inner && (IS_EVEN || m * 16 + h * 8 + g < num_rows));
+                         is_inner && (IS_EVEN || m * 16 + h * 8 + g < num_rows), hint);
       copied_codes += CHUNK / 2;
       if (copied_chunk == 0) {
         const int offset = offset_of(copied_from), size = offset + num_rows * ROW_SCALES;
         const u8* from = a.scales + copied_from * ROW_SCALES - offset;
         for (int place = lane * 16; place < size; place += 32 * 16)
-          copy16_or_zero(own_scales + copied_set * SCALE_BYTES + place, from + place, true);
+          copy16_or_zero(own_scales + copied_set * SCALE_BYTES + place, from + place, true, hint);
       }
       if (++copied_stage == STAGES) copied_stage = 0;
       if (++copied_chunk == NUM_CHUNKS) {

@@ -14,13 +14,23 @@ typedef unsigned long long u64;
 constexpr int TILE = 16;                      // rows of a tile of the weight
 constexpr int CHUNK = 64;                     // columns of a chunk: 128 bytes of a row
 constexpr int CHUNK_BYTES = TILE * CHUNK * 2;  // of a tile
+constexpr int PREFETCH_BYTES = 4096;           // that a thread loads to the L2 cache at once
 
 __device__ __forceinline__ u32 shared_address(const void* pointer) {
   return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
 
-__device__ __forceinline__ void copy16(void* to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+// A hint that weights be the first to leave the L2 cache: a step reads them once.
+__device__ __forceinline__ u64 evict_first() {
+  u64 hint;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(hint));
+  return hint;
+}
+
+__device__ __forceinline__ void copy16(void* to, const void* from, u64 hint) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
+               "l"(hint)
+               : "memory");
 }
 
 __device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -33,6 +43,11 @@ template <int PENDING> __device__ __forceinline__ void wait_for_copies() {
 __device__ __forceinline__ void wait_for_producers() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 __device__ __forceinline__ void start_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// Loads bytes, a multiple of 16, to the L2 cache without waiting for them.
+__device__ __forceinline__ void prefetch(const u8* from, u32 num_bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(num_bytes) : "memory");
+}
 
 // Waits for all threads of a warpgroup. Barrier 0 is that of all threads.
 __device__ __forceinline__ void wait_for_warpgroup(int group) {
@@ -91,11 +106,13 @@ __device__ __forceinline__ u64 descriptor(const void* rows) {
 __device__ __forceinline__ int place_of(int row, int piece) { return row * (CHUNK * 2) + (piece ^ row % 8) * 16; }
 
 // What a product takes. x: [M, K], weight: [N, K], bfloat16; out: [slices, M, N] fp32. N is a multiple of TILE, K and
-// slice_size are multiples of CHUNK; slice_size: columns of all slices but the last. M: up to 8 * NT.
+// slice_size are multiples of CHUNK; slice_size: columns of all slices but the last. M: up to 8 * NT. following:
+// following_bytes of another weight, a multiple of 16, which are loaded to the L2 cache; or null.
 struct Arguments {
   const u16 *x, *weight;
   float* out;
-  int M, N, K, slice_size;
+  const u8* following;
+  int following_bytes, M, N, K, slice_size;
 };
 
 // Grid: (CTAs of a slice, slices). Shared memory: x [chunks][8 * NT][128 bytes], then the ring of each warpgroup:
@@ -115,12 +132,13 @@ template <int NT, int STAGES> __device__ __forceinline__ void multiply_few(const
   // A lane copies one piece of four rows.
   const u16* from = a.weight + static_cast<u64>(tile * TILE + lane / 8) * a.K + first_column + lane % 8 * 8;
   u8* const to = ring + warp % 4 * CHUNK_BYTES;
+  const u64 hint = evict_first();
   int copied = 0, copied_stage = 0;
   auto copy_next = [&]() {
     if (has_tile && copied < num_chunks) {
 #pragma unroll
       for (int i = 0; i < 4; i++)
-        copy16(to + copied_stage * stage_bytes + place_of(i * 4 + lane / 8, lane % 8), from + static_cast<u64>(i) * 4 * a.K);
+        copy16(to + copied_stage * stage_bytes + place_of(i * 4 + lane / 8, lane % 8), from + static_cast<u64>(i) * 4 * a.K, hint);
     }
     from += CHUNK, copied++;
     if (++copied_stage == STAGES) copied_stage = 0;
@@ -150,6 +168,9 @@ template <int NT, int STAGES> __device__ __forceinline__ void multiply_few(const
   fence_writes();
   __syncthreads();
   start_dependents();
+  const int num_ctas = gridDim.x * gridDim.y, cta = blockIdx.y * gridDim.x + blockIdx.x;
+  for (int piece = threadIdx.x * num_ctas + cta; piece * PREFETCH_BYTES < a.following_bytes; piece += blockDim.x * num_ctas)
+    prefetch(a.following + piece * PREFETCH_BYTES, min(a.following_bytes - piece * PREFETCH_BYTES, PREFETCH_BYTES));
 
   float sum[NT][4];
 #pragma unroll
@@ -190,6 +211,7 @@ template <int NT, int STAGES> __device__ __forceinline__ void multiply_few(const
 }
 
 extern "C" __global__ void __launch_bounds__(256, 1)
-    product(const u16* x, const u16* weight, float* out, int M, int N, int K, int slice_size) {
-  MULTIPLY({x, weight, out, M, N, K, slice_size});
+    product(const u16* x, const u16* weight, float* out, const u8* following, int following_bytes, int M, int N, int K,
+            int slice_size) {
+  MULTIPLY({x, weight, out, following, following_bytes, M, N, K, slice_size});
 }

@@ -7,8 +7,8 @@ short, memory would be idle otherwise.
 Order of summation: that of gemm.py, by the same instruction: wgmma with the weights on the M side, 16 columns
 at a time, in ascending order. Slices are left as partial sums.
 
-Grid: (CTAs of a slice, slices): a CTA for each multiprocessor at most. A warp has one tile, so weights of more
-tiles than there are warps are left to gemm.py, for which they occupy the GPU well.
+Grid: (CTAs of a slice, slices): a CTA for each multiprocessor at most. A warp has one tile, so weights of
+more tiles than there are warps are left to gemm.py, for which they occupy the GPU well.
 
 Bytes: the weight once; x once for each CTA, from the L2 cache; the partial sums.
 
@@ -43,6 +43,9 @@ MAX_ROWS = 16
 """The most rows for which the kernel is faster than that of gemm.py."""
 SHARED_BYTES = 176 * 1024
 """Shared memory of a CTA. The rest of a multiprocessor's is left to the kernels before, which still run."""
+
+MAX_FOLLOWING_BYTES = 32 * 2**20
+"""Bytes of the following weight that are loaded to the L2 cache."""
 
 
 class FewRowsTiles(Struct, frozen=True):
@@ -87,11 +90,12 @@ def few_rows_tiles(
     num_chunks = config.slice_size(inner) // CHUNK
     # wgmma also reads the tiles of warps of the last warpgroup that have none.
     fixed = num_chunks * row_tiles * 8 * CHUNK * 2 + -most_tiles % GROUP_WARPS * CHUNK_BYTES
-    num_stages = min(num_chunks, MAX_STAGES, (max_shared_bytes - fixed) // (most_tiles * CHUNK_BYTES))
-    if num_stages < min(MIN_STAGES, num_chunks):
+    room = (max_shared_bytes - fixed) // (most_tiles * CHUNK_BYTES)
+    if room < MIN_STAGES:
         return None
 
-    num_stages = max(num_stages, MIN_STAGES)
+    # Even, so that fewer programs are compiled.
+    num_stages = max(MIN_STAGES, min(-(-num_chunks // 2), MAX_STAGES // 2, room // 2) * 2)
     shared_bytes = fixed + num_stages * most_tiles * CHUNK_BYTES
     return FewRowsTiles(num_ctas, most_tiles, row_tiles, num_stages, shared_bytes)
 
@@ -112,9 +116,19 @@ def has_few_rows_product(x: Tensor, weight: Tensor, config: GemmConfig) -> bool:
 
 
 def few_rows_multiply(
-    x: Tensor, weight: Tensor, out: Tensor, config: GemmConfig, tiles: FewRowsTiles | None = None
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    config: GemmConfig,
+    *,
+    following: Tensor | None = None,
+    tiles: FewRowsTiles | None = None,
 ) -> None:
-    """`multiply` of gemm.py where `has_few_rows_product`. tiles: None: those of `few_rows_tiles`."""
+    """`multiply` of gemm.py where `has_few_rows_product`.
+
+    following: a weight to be read soon, whose first MAX_FOLLOWING_BYTES are loaded to the L2 cache once x has
+    been read. tiles: None: those of `few_rows_tiles`.
+    """
     (num_rows, inner), num_columns = x.shape, weight.shape[0]
     check_tensor("x", x, (num_rows, inner), torch.bfloat16)
     check_tensor("weight", weight, (num_columns, inner), torch.bfloat16)
@@ -122,7 +136,7 @@ def few_rows_multiply(
     if tiles is None:
         tiles = few_rows_tiles(num_rows, num_columns, inner, config, gpu_limits())
     if tiles is None:
-        raise ValueError(f"weight: {num_columns} x {inner} with {num_rows} rows: not a product of this kernel")
+        raise ValueError(f"weight: [{num_columns}, {inner}] with {num_rows} rows: expected fewer of both")
 
     from drift_sdk._kernels.common.cuda_programs import CudaKernel, compile_kernel, launch_kernel
 
@@ -136,6 +150,8 @@ def few_rows_multiply(
         x,
         weight,
         out,
+        following,
+        0 if following is None else min(following.nbytes, MAX_FOLLOWING_BYTES) // 16 * 16,
         num_rows,
         num_columns,
         inner,

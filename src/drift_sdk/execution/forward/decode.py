@@ -117,9 +117,8 @@ class DecodeForward:
         for index, layer in self._layers(self.hidden_states.aux_layers):
             self._attend(layer, index)
             attended = buffers.attended.view(self._num_rows, -1)
-            stream.add_attention(
-                index, self._multiply_down(attended, layer.output, 2 * index), layer.output_bias
-            )
+            output = self._multiply_down(attended, layer.output, 2 * index, self._following(index))
+            stream.add_attention(index, output, layer.output_bias)
             if self._experts is not None and layer.experts is not None:
                 stream.add_mlp(index, self._experts.run(layer.experts, index))
                 continue
@@ -187,25 +186,40 @@ class DecodeForward:
             total = total + part
         glu((total + layer.gate_up_bias).to(dtype), activated, activation)
 
-    def _multiply(self, x: Tensor, matrix: Matrix) -> Tensor:
-        """Partial sums [num_partials, R, N] of x times matrix transposed, valid until the next product."""
+    def _following(self, index: int) -> Tensor | None:
+        """The weight that is read after the experts of layer `index`; None without experts. Until these are
+        chosen, there is nothing else to read."""
+        layers = self._decoder.weights.layers
+        if layers[index].experts is None or index + 1 == len(layers):
+            return None
+
+        qkv = layers[index + 1].qkv
+        return None if isinstance(qkv, KernelWeight) else dense(qkv)
+
+    def _multiply(self, x: Tensor, matrix: Matrix, following: Tensor | None = None) -> Tensor:
+        """Partial sums [num_partials, R, N] of x times matrix transposed, valid until the next product.
+
+        following: a weight to load to the L2 cache, see `few_rows_multiply`.
+        """
         if isinstance(matrix, KernelWeight):
             return multiply_quantised(self._workspace, x, matrix)
 
         weight = dense(matrix)
         config = self._gemm(weight).config(self._num_rows)
         partials = take_partials(self._workspace, config.num_partials, self._num_rows, weight.shape[0])
-        if not fastest_multiply(x, weight, partials, config):
+        if not fastest_multiply(x, weight, partials, config, following=following):
             self._tuned.refuse(*weight.shape)
         return partials
 
-    def _multiply_down(self, x: Tensor, matrix: Matrix, index: int) -> Tensor | PeerTensor:
+    def _multiply_down(
+        self, x: Tensor, matrix: Matrix, index: int, following: Tensor | None = None
+    ) -> Tensor | PeerTensor:
         """`_multiply` for a matrix whose columns GPUs divide: all their partial sums, if there are several.
 
         index: of the sum in the step.
         """
         if self._exchange is None:
-            return self._multiply(x, matrix)
+            return self._multiply(x, matrix, following)
 
         weight = dense(matrix)
         num_columns, inner = weight.shape
