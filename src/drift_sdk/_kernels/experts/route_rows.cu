@@ -69,6 +69,9 @@ __device__ __forceinline__ void route_rows(const Arguments& a) {
       const u16* from = a.weight + static_cast<i64>(first_expert + h * 8 + g) * K + column;
       words[round][h] = column < K ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
     }
+  // Of the logit that this thread adds up.
+  float bias = 0.f;
+  if (a.bias != nullptr && threadIdx.x < TILE_M * CTA_EXPERTS) bias = from_bfloat16(a.bias[first_expert + threadIdx.x % CTA_EXPERTS]);
   wait_for_producers();
   start_dependents();
   float sum[NT][4] = {};
@@ -88,12 +91,13 @@ __device__ __forceinline__ void route_rows(const Arguments& a) {
     for (int e = 0; e < 4; e++)
       parts[(warp * CTA_EXPERTS + (e >> 1) * 8 + g) * STRIDE + n * 8 + t * 2 + (e & 1)] = sum[n][e];
   __syncthreads();
-  for (int entry = threadIdx.x; entry < TILE_M * CTA_EXPERTS; entry += THREADS) {
-    const int expert = entry % CTA_EXPERTS, row = entry / CTA_EXPERTS;
+  static_assert(TILE_M * CTA_EXPERTS <= THREADS, "a thread adds up one logit at most");
+  if (threadIdx.x < TILE_M * CTA_EXPERTS) {
+    const int expert = threadIdx.x % CTA_EXPERTS, row = threadIdx.x / CTA_EXPERTS;
     float total = parts[expert * STRIDE + row];
 #pragma unroll
     for (int w = 1; w < WARPS; w++) total = __fadd_rn(total, parts[(w * CTA_EXPERTS + expert) * STRIDE + row]);
-    if (a.bias != nullptr) total = __fadd_rn(total, from_bfloat16(a.bias[first_expert + expert]));
+    if (a.bias != nullptr) total = __fadd_rn(total, bias);
     logits[row * CTA_EXPERTS + expert] = rounded(total);
   }
   arrive_in_cluster();
@@ -101,6 +105,7 @@ __device__ __forceinline__ void route_rows(const Arguments& a) {
 
   // Without lists, the CTAs share the rows.
   for (int row = HAS_LISTS ? warp : warp + rank * WARPS; row < num_rows; row += HAS_LISTS ? WARPS : WARPS * NUM_CTAS) {
+    const bool is_live = a.row_slot[first_row + row] >= 0;
     float logit[EACH];
     u32 key[EACH];
 #pragma unroll
@@ -139,7 +144,6 @@ __device__ __forceinline__ void route_rows(const Arguments& a) {
 #pragma unroll
       for (int distance = 16; distance > 0; distance /= 2) norm = __fadd_rn(norm, __shfl_xor_sync(~0u, norm, distance));
     }
-    const bool is_live = a.row_slot[first_row + row] >= 0;
 #pragma unroll
     for (int r = 0; r < NUM_ACTIVE; r++) {
       if (lane != r % 32) continue;
