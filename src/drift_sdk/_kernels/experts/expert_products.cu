@@ -119,7 +119,7 @@ __device__ __forceinline__ void multiply_experts(const Arguments& a) {
   constexpr int WEIGHT_ROWS = IS_GATED ? 2 * N : N, NUM_TILES = (N + COLUMNS - 1) / COLUMNS;
   constexpr bool IS_EVEN = N % COLUMNS == 0;
   constexpr int LANE_COLUMNS = 32, CHUNK = 4 * LANE_COLUMNS, NUM_CHUNKS = (K + CHUNK - 1) / CHUNK;
-  constexpr int ROW_BYTES = K / 2, ROW_SCALES = K / 32;
+  constexpr int ROW_BYTES = K / 2, ROW_SCALES = K / 32, X_PIECES = LANE_COLUMNS / 8;
   constexpr int SCALE_BYTES = ROWS * ROW_SCALES + 16;  // as in CudaTiles, as the ring's size
   static_assert(STAGES >= 2 && STAGES <= NUM_CHUNKS + 1, "only the next item's chunks are copied ahead");
   extern __shared__ uint4 ring[];  // [WARPS][STAGES][MT][2][32], then scales [WARPS][2][SCALE_BYTES]
@@ -149,6 +149,14 @@ __device__ __forceinline__ void multiply_experts(const Arguments& a) {
     const int* from = a.pairs + static_cast<i64>(tile.expert) * a.num_rows + tile.first + g;
 #pragma unroll
     for (int n = 0; n < NT; n++) pair[n] = n * 8 + g < tile.num_rows ? load_past_l1(from + n * 8) : -1;
+  };
+  auto rows_of_x = [&](const u16* (&x_rows)[NT], const int (&pair)[NT]) {
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+      x_rows[n] = a.x + static_cast<i64>(IS_GATED ? pair[n] / NUM_ACTIVE : pair[n]) * K + t * LANE_COLUMNS;
+  };
+  auto load_x = [&](const u16* from, bool is_loaded) {
+    return is_loaded ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
   };
 
   // What is copied next: a chunk of an item, to a stage; the set of the item's scales.
@@ -195,6 +203,13 @@ __device__ __forceinline__ void multiply_experts(const Arguments& a) {
 #pragma unroll 1
   for (int stage = 0; stage < STAGES - 1; stage++) copy_next();
   if (!IS_GATED) wait_for_producers();
+  const u16* next_x[NT];
+  rows_of_x(next_x, next_pair);
+  uint4 x[NT][X_PIECES];  // of the next chunk: each piece is loaded when that of the chunk before has been used
+#pragma unroll
+  for (int n = 0; n < NT; n++)
+#pragma unroll
+    for (int i = 0; i < X_PIECES; i++) x[n][i] = load_x(next_x[n] + i * 8, next_pair[n] >= 0 && t * LANE_COLUMNS < K);
 
   int stage = 0;
 #pragma unroll 1
@@ -208,7 +223,7 @@ __device__ __forceinline__ void multiply_experts(const Arguments& a) {
 #pragma unroll
     for (int n = 0; n < NT; n++) {
       pair[n] = next_pair[n];
-      x_rows[n] = a.x + static_cast<i64>(IS_GATED ? pair[n] / NUM_ACTIVE : pair[n]) * K + t * LANE_COLUMNS;
+      x_rows[n] = next_x[n];
       if (!IS_GATED && pair[n] >= 0) share[n] = a.shares[pair[n]];
     }
     float bias[MT][2] = {};
@@ -224,21 +239,14 @@ __device__ __forceinline__ void multiply_experts(const Arguments& a) {
     if (has_next) {
       next = tiles.find(row_tile);
       read_pairs(next_pair, next);
+      rows_of_x(next_x, next_pair);
     }
 
     const u8* const scales = own_scales + set * SCALE_BYTES + offset_of(row_of_tile) + g * ROW_SCALES + t;
     float sum[2][MT][NT][4] = {};
 #pragma unroll 1
     for (int chunk = 0; chunk < NUM_CHUNKS; chunk++) {
-      const bool is_inner = chunk * CHUNK + t * LANE_COLUMNS < K;
-      uint4 v[NT][LANE_COLUMNS / 8];
-#pragma unroll
-      for (int n = 0; n < NT; n++)
-#pragma unroll
-        for (int i = 0; i < LANE_COLUMNS / 8; i++) {
-          v[n][i] = make_uint4(0, 0, 0, 0);
-          if (is_inner && pair[n] >= 0) v[n][i] = *reinterpret_cast<const uint4*>(x_rows[n] + chunk * CHUNK + i * 8);
-        }
+      const bool is_inner = chunk * CHUNK + t * LANE_COLUMNS < K, is_last = chunk + 1 == NUM_CHUNKS;
       wait_for_copies<STAGES - 2>();
       if (chunk == 0) __syncwarp();  // other lanes have copied scales
       uint4 w[MT][2];
@@ -252,14 +260,23 @@ __device__ __forceinline__ void multiply_experts(const Arguments& a) {
         }
       if (++stage == STAGES) stage = 0;
       copy_next();
+      const u16* x_from[NT];
+      bool has_x[NT];
 #pragma unroll
-      for (int i = 0; i < LANE_COLUMNS / 8; i++) {
+      for (int n = 0; n < NT; n++) {
+        x_rows[n] += CHUNK;
+        x_from[n] = is_last ? next_x[n] : x_rows[n];
+        has_x[n] = (is_last ? next_pair[n] : pair[n]) >= 0 && (is_last ? 0 : (chunk + 1) * CHUNK) + t * LANE_COLUMNS < K;
+      }
+#pragma unroll
+      for (int i = 0; i < X_PIECES; i++) {
         u32 b[NT][4];
 #pragma unroll
         for (int n = 0; n < NT; n++) {
-          const uint4 x = v[n][i];
-          b[n][0] = __byte_perm(x.x, x.z, 0x5410), b[n][1] = __byte_perm(x.x, x.z, 0x7632);
-          b[n][2] = __byte_perm(x.y, x.w, 0x5410), b[n][3] = __byte_perm(x.y, x.w, 0x7632);
+          const uint4 v = x[n][i];
+          b[n][0] = __byte_perm(v.x, v.z, 0x5410), b[n][1] = __byte_perm(v.x, v.z, 0x7632);
+          b[n][2] = __byte_perm(v.y, v.w, 0x5410), b[n][3] = __byte_perm(v.y, v.w, 0x7632);
+          x[n][i] = load_x(x_from[n] + i * 8, has_x[n]);
         }
 #pragma unroll
         for (int m = 0; m < MT; m++) {
