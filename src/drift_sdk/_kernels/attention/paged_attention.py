@@ -22,7 +22,8 @@ the partitions' sums, written and read once. Many programs a multiprocessor are 
 under way.
 
 Dependent launch: `_attend` reads the plan, the rows and the block table before it waits; they are older than
-the two kernels before it, which make queries and keys. It permits its dependents to start at its end.
+the two kernels before it, which make queries and keys. It permits its dependents to start at once: its own
+programs are all on the GPU by then, and it leaves memory idle, so that weights of the next product can be read.
 """
 
 from __future__ import annotations
@@ -131,6 +132,7 @@ def _attend(
     one loop over sums that stay in registers.
     """
     NUM_QUERY_ROWS: tl.constexpr = ROWS_PER_SEQUENCE * GROUP_SIZE
+    start_dependents(PDL)
     # Plan, rows and block table are older than the two kernels before, which make queries and keys.
     head = tl.program_id(0)
     query_row = tl.arange(0, TILE_ROWS)
@@ -217,7 +219,6 @@ def _attend(
         tile_index += num_own_tiles
 
     wait_for_producers(PDL)  # every CTA waits before it ends, also one without a tile
-    start_dependents(PDL)
 
 
 def paged_attention(

@@ -14,6 +14,8 @@ typedef unsigned long long u64;
 constexpr int TILE = 16;                      // rows of a tile of the weight
 constexpr int CHUNK = 64;                     // columns of a chunk: 128 bytes of a row
 constexpr int CHUNK_BYTES = TILE * CHUNK * 2;  // of a tile
+constexpr int STEP_CHUNKS = 2;                 // chunks between two barriers
+constexpr int LOADS = 8;                       // pieces of a row of x that a lane loads at once
 constexpr int PREFETCH_BYTES = 4096;           // that a thread loads to the L2 cache at once
 
 __device__ __forceinline__ u32 shared_address(const void* pointer) {
@@ -116,7 +118,7 @@ struct Arguments {
 };
 
 // Grid: (CTAs of a slice, slices). Shared memory: x [chunks][8 * NT][128 bytes], then the ring of each warpgroup:
-// STAGES chunks of its tiles, and room for three tiles, since wgmma also reads the tiles of warps that have none.
+// STAGES steps of its tiles, and room for three tiles, since wgmma also reads the tiles of warps that have none.
 template <int NT, int STAGES> __device__ __forceinline__ void multiply_few(const Arguments& a) {
   extern __shared__ __align__(1024) u8 shared[];
   constexpr int X_BYTES = NT * 8 * CHUNK * 2;  // of a chunk
@@ -124,23 +126,26 @@ template <int NT, int STAGES> __device__ __forceinline__ void multiply_few(const
   const int num_tiles = a.N / TILE, tile = warp * gridDim.x + blockIdx.x;  // neighbouring CTAs have neighbouring tiles
   const bool has_tile = tile < num_tiles;
   const int most_tiles = (num_tiles + gridDim.x - 1) / gridDim.x;  // of a CTA
-  const int stage_bytes = min(most_tiles - group * 4, 4) * CHUNK_BYTES;
+  const int chunk_bytes = min(most_tiles - group * 4, 4) * CHUNK_BYTES;
   const int first_column = blockIdx.y * a.slice_size;
   const int num_chunks = (min(a.K, first_column + a.slice_size) - first_column) / CHUNK;
-  u8* const ring = shared + a.slice_size / CHUNK * X_BYTES + group * (STAGES * 4 * CHUNK_BYTES);
+  u8* const ring = shared + a.slice_size / CHUNK * X_BYTES + group * (STAGES * STEP_CHUNKS * 4 * CHUNK_BYTES);
 
-  // A lane copies one piece of four rows.
+  // A lane copies one piece of four rows of a chunk.
   const u16* from = a.weight + static_cast<u64>(tile * TILE + lane / 8) * a.K + first_column + lane % 8 * 8;
   u8* const to = ring + warp % 4 * CHUNK_BYTES;
   const u64 hint = evict_first();
-  int copied = 0, copied_stage = 0;
+  int copied = 0, copied_stage = 0;  // steps
   auto copy_next = [&]() {
-    if (has_tile && copied < num_chunks) {
+#pragma unroll
+    for (int c = 0; c < STEP_CHUNKS; c++) {
+      u8* const place = to + (copied_stage * STEP_CHUNKS + c) * chunk_bytes;
 #pragma unroll
       for (int i = 0; i < 4; i++)
-        copy16(to + copied_stage * stage_bytes + place_of(i * 4 + lane / 8, lane % 8), from + static_cast<u64>(i) * 4 * a.K, hint);
+        if (has_tile && copied * STEP_CHUNKS + c < num_chunks)
+          copy16(place + place_of(i * 4 + lane / 8, lane % 8), from + c * CHUNK + static_cast<u64>(i) * 4 * a.K, hint);
     }
-    from += CHUNK, copied++;
+    from += STEP_CHUNKS * CHUNK, copied++;
     if (++copied_stage == STAGES) copied_stage = 0;
     end_copies();
   };
@@ -149,27 +154,26 @@ template <int NT, int STAGES> __device__ __forceinline__ void multiply_few(const
 
   wait_for_producers();
   // Rows beyond the last one are left as they are: they change no other row.
-  const int num_pieces = num_chunks * 8, num_entries = a.M * num_pieces;
-  for (int first = threadIdx.x; first < num_entries; first += 4 * blockDim.x) {
-    uint4 words[4];
+  const int num_pieces = num_chunks * 8;
+  for (int row = warp; row < a.M; row += blockDim.x / 32)
+    for (int first = 0; first < num_pieces; first += 32 * LOADS) {
+      const uint4* x = reinterpret_cast<const uint4*>(a.x + static_cast<u64>(row) * a.K + first_column);
+      uint4 words[LOADS];
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int entry = min(first + i * static_cast<int>(blockDim.x), num_entries - 1);
-      const u16* x = a.x + static_cast<u64>(entry / num_pieces) * a.K + first_column + entry % num_pieces * 8;
-      words[i] = *reinterpret_cast<const uint4*>(x);
-    }
+      for (int i = 0; i < LOADS; i++) words[i] = x[min(first + i * 32 + lane, num_pieces - 1)];
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int entry = first + i * blockDim.x, row = entry / num_pieces, piece = entry % num_pieces;
-      u8* place = shared + piece / 8 * X_BYTES + place_of(row, piece % 8);
-      if (entry < num_entries) *reinterpret_cast<uint4*>(place) = words[i];
+      for (int i = 0; i < LOADS; i++) {
+        const int piece = first + i * 32 + lane;
+        u8* const place = shared + piece / 8 * X_BYTES + place_of(row, piece % 8);
+        if (piece < num_pieces) *reinterpret_cast<uint4*>(place) = words[i];
+      }
     }
-  }
   fence_writes();
   __syncthreads();
   start_dependents();
   const int num_ctas = gridDim.x * gridDim.y, cta = blockIdx.y * gridDim.x + blockIdx.x;
-  for (int piece = threadIdx.x * num_ctas + cta; piece * PREFETCH_BYTES < a.following_bytes; piece += blockDim.x * num_ctas)
+  for (int piece = threadIdx.x * num_ctas + cta; piece * PREFETCH_BYTES < a.following_bytes;
+       piece += blockDim.x * num_ctas)
     prefetch(a.following + piece * PREFETCH_BYTES, min(a.following_bytes - piece * PREFETCH_BYTES, PREFETCH_BYTES));
 
   float sum[NT][4];
@@ -179,22 +183,35 @@ template <int NT, int STAGES> __device__ __forceinline__ void multiply_few(const
     for (int e = 0; e < 4; e++) sum[n][e] = 0.f;
   u64 rows = descriptor(shared);
   int stage = 0;
-#pragma unroll 1
-  for (int chunk = 0; chunk < num_chunks; chunk++) {
+  auto begin_step = [&](int step) {
     wait_for_copies<STAGES - 3>();
     fence_writes();
-    wait_for_warpgroup(group);  // its other warps have copied the chunk, and read the last but one before it
-    if (chunk >= 2) copy_next();
-    const u64 weights = descriptor(ring + stage * stage_bytes);
-    if (++stage == STAGES) stage = 0;
+    wait_for_warpgroup(group);  // its other warps have copied the step, and read the last but one before it
+    if (step >= 2) copy_next();
 #pragma unroll
     for (int n = 0; n < NT; n++) keep(sum[n]);
     fence_wgmma();
+  };
+  auto multiply_chunk = [&](int c) {
+    const u64 weights = descriptor(ring + (stage * STEP_CHUNKS + c) * chunk_bytes);
 #pragma unroll
     for (int k = 0; k < CHUNK / 16; k++) wgmma<NT>(sum, weights + k * 2, rows + k * 2);  // 16 columns: 32 bytes
+    rows += X_BYTES / 16;
+  };
+  const int num_whole_steps = num_chunks / STEP_CHUNKS;
+#pragma unroll 1
+  for (int step = 0; step < num_whole_steps; step++) {
+    begin_step(step);
+#pragma unroll
+    for (int c = 0; c < STEP_CHUNKS; c++) multiply_chunk(c);
     end_wgmma();
     wait_for_wgmma<1>();
-    rows += X_BYTES / 16;
+    if (++stage == STAGES) stage = 0;
+  }
+  if (num_chunks % STEP_CHUNKS != 0) {
+    begin_step(num_whole_steps);
+    multiply_chunk(0);
+    end_wgmma();
   }
   wait_for_wgmma<0>();
 #pragma unroll

@@ -35,10 +35,10 @@ PACKAGE = "drift_sdk._kernels.gemm"
 ACCESS = KernelAccess(frozenset({"weight"}), frozenset({"out"}), False)
 
 TILE, CHUNK = 16, 64
-"""Rows of the weight that a warp has; columns that it copies at once."""
-CHUNK_BYTES = TILE * CHUNK * 2
+"""Rows of the weight that a warp has; columns of a chunk. A warp copies STEP_CHUNKS chunks at once."""
+CHUNK_BYTES, STEP_CHUNKS = TILE * CHUNK * 2, 2
 GROUP_WARPS, MAX_WARPS = 4, 8
-MIN_STAGES, MAX_STAGES = 4, 32
+MIN_STAGES = 3
 MAX_ROWS = 16
 """The most rows for which the kernel is faster than that of gemm.py."""
 SHARED_BYTES = 176 * 1024
@@ -52,7 +52,7 @@ class FewRowsTiles(Struct, frozen=True):
     """Launch configuration of a product. No bit depends on it.
 
     num_ctas: of a slice. num_tiles: the most tiles of a CTA, one for each warp. row_tiles: tiles of 8 rows
-    of x. num_stages: chunks of a tile in shared memory. shared_bytes: of a CTA.
+    of x. num_stages: steps of a tile in shared memory. shared_bytes: of a CTA.
     """
 
     num_ctas: int
@@ -90,13 +90,13 @@ def few_rows_tiles(
     num_chunks = config.slice_size(inner) // CHUNK
     # wgmma also reads the tiles of warps of the last warpgroup that have none.
     fixed = num_chunks * row_tiles * 8 * CHUNK * 2 + -most_tiles % GROUP_WARPS * CHUNK_BYTES
-    room = (max_shared_bytes - fixed) // (most_tiles * CHUNK_BYTES)
+    stage_bytes = most_tiles * STEP_CHUNKS * CHUNK_BYTES
+    room = (max_shared_bytes - fixed) // stage_bytes
     if room < MIN_STAGES:
         return None
 
-    # Even, so that fewer programs are compiled.
-    num_stages = max(MIN_STAGES, min(-(-num_chunks // 2), MAX_STAGES // 2, room // 2) * 2)
-    shared_bytes = fixed + num_stages * most_tiles * CHUNK_BYTES
+    num_stages = max(MIN_STAGES, min(room, -(-num_chunks // STEP_CHUNKS)))
+    shared_bytes = fixed + num_stages * stage_bytes
     return FewRowsTiles(num_ctas, most_tiles, row_tiles, num_stages, shared_bytes)
 
 
