@@ -36,8 +36,8 @@ from perf.kernel_speed import KernelRun, measure
 __all__ = ["TilesRun", "candidates", "main", "measure_tiles"]
 
 ROW_COUNTS = (1, 4, 8, 16, 64)
-FEW_TILES = ((1, 1, 2, 6), (1, 1, 2, 8), (1, 1, 3, 5), (2, 1, 2, 4), (2, 1, 2, 3), (1, 1, 3, 4), (4, 1, 1, 3))
-MANY_TILES = ((2, 4, 1, 4), (2, 2, 1, 4), (4, 2, 1, 3), (2, 2, 2, 3), (1, 4, 2, 4), (4, 4, 1, 2))
+FEW_TILES = ((1, 1, 2, 6), (1, 1, 2, 4), (2, 1, 2, 4), (2, 1, 2, 3), (2, 1, 1, 6), (4, 1, 1, 3), (4, 1, 1, 4))
+MANY_TILES = ((4, 2, 1, 3), (2, 4, 1, 4), (2, 2, 1, 4), (4, 2, 1, 2), (2, 2, 2, 3), (4, 4, 1, 2))
 MANY_ROWS = 128
 """Arguments of CudaTiles, below MANY_ROWS rows and from there on."""
 OWN = "own"

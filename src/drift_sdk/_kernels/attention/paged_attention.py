@@ -23,7 +23,7 @@ under way.
 
 Dependent launch: `_attend` reads the plan, the rows and the block table before it waits; they are older than
 the two kernels before it, which make queries and keys. It permits its dependents to start at once: its own
-programs are all on the GPU by then, and it leaves memory idle, so that weights of the next product can be read.
+programs are all on the GPU by then, and where they leave memory idle, weights of the next product are read.
 """
 
 from __future__ import annotations

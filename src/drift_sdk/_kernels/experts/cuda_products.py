@@ -110,7 +110,7 @@ def cuda_tiles(rows: ExpertRows, inner: int) -> CudaTiles:
     """Return the tiles for a number of rows and an inner dimension."""
     rows_per_expert = rows.num_rows * rows.num_active / rows.num_experts
     if rows_per_expert > FEW_ROWS_PER_EXPERT:
-        tiles = CudaTiles(row_tiles=4, num_ctas=1)
+        tiles = CudaTiles(weight_tiles=4, row_tiles=2, num_ctas=1, max_stages=3)
     elif rows.num_rows == 1:
         tiles = CudaTiles(weight_tiles=1, max_stages=6)
     else:
