@@ -3,8 +3,8 @@
 //
 // A cluster has a CTA for every 16 experts. Each computes the logits of its experts, with the router as
 // the A operand of the MMA: warp w sums chunks w, w + 8, ... of 32 columns, and the warps' sums are added in ascending
-// order. All CTAs then read all logits, from each other's shared memory, and choose the experts of all rows, so
-// that each can list the rows of its own experts.
+// order. Each CTA writes its logits to the shared memory of all, and chooses the experts of all rows, so that it can
+// list the rows of its own experts.
 
 constexpr int CTA_EXPERTS = 16;
 constexpr float LOWEST = -3.40282347e38f;
@@ -20,13 +20,11 @@ __device__ __forceinline__ void arrive_in_cluster() { asm volatile("barrier.clus
 
 __device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 
-// Reads a float of this CTA's shared memory as it is in the CTA of another rank.
-__device__ __forceinline__ float load_from_rank(const float* place, u32 rank) {
+// Writes a float to this place of shared memory in the CTA of a rank.
+__device__ __forceinline__ void store_to_rank(float* place, u32 rank, float value) {
   u32 address = static_cast<u32>(__cvta_generic_to_shared(place));
-  float value;
   asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
-  return value;
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 }
 
 // A number, not 0, that is larger for a larger logit, which is a bfloat16, and of equal ones for the lower expert.
@@ -54,11 +52,12 @@ __device__ __forceinline__ void route_rows(const Arguments& a) {
   constexpr int NUM_CHUNKS = (K + 31) / 32, ROUNDS = (NUM_CHUNKS + WARPS - 1) / WARPS;
   constexpr int EACH = (NUM_EXPERTS + 31) / 32;  // experts of a lane
   __shared__ float parts[WARPS * CTA_EXPERTS * STRIDE];
-  __shared__ float logits[TILE_M * CTA_EXPERTS];
+  __shared__ float logits[TILE_M * NUM_EXPERTS];  // of all CTAs
   __shared__ int chosen[TILE_M * NUM_ACTIVE];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
   const int rank = cluster_rank(), first_expert = rank * CTA_EXPERTS;
   const int first_row = blockIdx.x / NUM_CTAS * TILE_M, num_rows = min(a.num_rows - first_row, TILE_M);
+  arrive_in_cluster();  // this CTA runs
 
   uint4 words[ROUNDS][2];
 #pragma unroll
@@ -71,7 +70,8 @@ __device__ __forceinline__ void route_rows(const Arguments& a) {
     }
   // Of the logit that this thread adds up.
   float bias = 0.f;
-  if (a.bias != nullptr && threadIdx.x < TILE_M * CTA_EXPERTS) bias = from_bfloat16(a.bias[first_expert + threadIdx.x % CTA_EXPERTS]);
+  if (a.bias != nullptr && threadIdx.x < TILE_M * CTA_EXPERTS)
+    bias = from_bfloat16(a.bias[first_expert + threadIdx.x % CTA_EXPERTS]);
   wait_for_producers();
   start_dependents();
   float sum[NT][4] = {};
@@ -91,6 +91,7 @@ __device__ __forceinline__ void route_rows(const Arguments& a) {
     for (int e = 0; e < 4; e++)
       parts[(warp * CTA_EXPERTS + (e >> 1) * 8 + g) * STRIDE + n * 8 + t * 2 + (e & 1)] = sum[n][e];
   __syncthreads();
+  wait_for_cluster();  // the others run too, and have shared memory
   static_assert(TILE_M * CTA_EXPERTS <= THREADS, "a thread adds up one logit at most");
   if (threadIdx.x < TILE_M * CTA_EXPERTS) {
     const int expert = threadIdx.x % CTA_EXPERTS, row = threadIdx.x / CTA_EXPERTS;
@@ -98,7 +99,11 @@ __device__ __forceinline__ void route_rows(const Arguments& a) {
 #pragma unroll
     for (int w = 1; w < WARPS; w++) total = __fadd_rn(total, parts[(w * CTA_EXPERTS + expert) * STRIDE + row]);
     if (a.bias != nullptr) total = __fadd_rn(total, bias);
-    logits[row * CTA_EXPERTS + expert] = rounded(total);
+    float* const place = logits + row * NUM_EXPERTS + first_expert + expert;
+    if (row < num_rows) {
+#pragma unroll
+      for (int other = 0; other < NUM_CTAS; other++) store_to_rank(place, other, rounded(total));
+    }
   }
   arrive_in_cluster();
   wait_for_cluster();
@@ -111,7 +116,7 @@ __device__ __forceinline__ void route_rows(const Arguments& a) {
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
       const int expert = i * 32 + lane;
-      logit[i] = expert < NUM_EXPERTS ? load_from_rank(logits + row * CTA_EXPERTS + expert % CTA_EXPERTS, expert / CTA_EXPERTS) : LOWEST;
+      logit[i] = expert < NUM_EXPERTS ? logits[row * NUM_EXPERTS + expert] : LOWEST;
       key[i] = expert < NUM_EXPERTS ? key_of(logit[i], expert) : 0;
     }
     float ranked[NUM_ACTIVE];
@@ -155,7 +160,6 @@ __device__ __forceinline__ void route_rows(const Arguments& a) {
       a.shares[pair] = __fdiv_rn(__expf(ranked[r] - highest), norm);
     }
   }
-  arrive_in_cluster();  // the logits were read
   if (HAS_LISTS) {
     __syncthreads();
     for (int expert = first_expert + warp; expert < first_expert + CTA_EXPERTS; expert += WARPS) {
@@ -170,7 +174,6 @@ __device__ __forceinline__ void route_rows(const Arguments& a) {
       if (lane == 0) a.counts[expert] = count;
     }
   }
-  wait_for_cluster();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
