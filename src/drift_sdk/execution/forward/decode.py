@@ -14,7 +14,7 @@ from drift_sdk._kernels.layers.glu import glu
 from drift_sdk._kernels.layers.rope_store import rotate_and_store
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.attention_groups import AttentionGroups, AttentionShape
-from drift_sdk.execution.forward.expert_forward import ExpertForward
+from drift_sdk.execution.forward.expert_forward import ExpertForward, weight_after_experts
 from drift_sdk.execution.forward.kernel_weights import KernelWeight
 from drift_sdk.execution.forward.model_resources import ModelResources
 from drift_sdk.execution.forward.quantised_products import multiply_gated, multiply_quantised
@@ -117,7 +117,8 @@ class DecodeForward:
         for index, layer in self._layers(self.hidden_states.aux_layers):
             self._attend(layer, index)
             attended = buffers.attended.view(self._num_rows, -1)
-            output = self._multiply_down(attended, layer.output, 2 * index, self._following(index))
+            following = weight_after_experts(self._decoder.weights.layers, index)
+            output = self._multiply_down(attended, layer.output, 2 * index, following)
             stream.add_attention(index, output, layer.output_bias)
             if self._experts is not None and layer.experts is not None:
                 stream.add_mlp(index, self._experts.run(layer.experts, index))
@@ -185,16 +186,6 @@ class DecodeForward:
         for part in others:
             total = total + part
         glu((total + layer.gate_up_bias).to(dtype), activated, activation)
-
-    def _following(self, index: int) -> Tensor | None:
-        """The weight that is read after the experts of layer `index`; None without experts. Until these are
-        chosen, there is nothing else to read."""
-        layers = self._decoder.weights.layers
-        if layers[index].experts is None or index + 1 == len(layers):
-            return None
-
-        qkv = layers[index + 1].qkv
-        return None if isinstance(qkv, KernelWeight) else dense(qkv)
 
     def _multiply(self, x: Tensor, matrix: Matrix, following: Tensor | None = None) -> Tensor:
         """Partial sums [num_partials, R, N] of x times matrix transposed, valid until the next product.
