@@ -163,24 +163,20 @@ def _rotate_and_store(
         if PADDED_REST > 0:
             rest_bias = tl.load(bias_ptr + rest_offset, mask=rest_mask, other=0.0)
     if query_norm_ptr is not None:
-        norm_ptrs = tl.where(is_query, query_norm_ptr, key_norm_ptr) + dim
-        low_norm = tl.load(norm_ptrs, mask=dim < HALF, other=0.0)[None, :]
-        high_norm = tl.load(norm_ptrs + HALF, mask=dim < HALF, other=0.0)[None, :]
+        norm_ptr = tl.where(is_query, query_norm_ptr, key_norm_ptr)
+        low_norm = tl.load(norm_ptr + dim, mask=dim < HALF, other=0.0)[None, :]
+        high_norm = tl.load(norm_ptr + HALF + dim, mask=dim < HALF, other=0.0)[None, :]
         if PADDED_REST > 0:
-            rest_norm_ptrs = tl.where(is_query, query_norm_ptr, key_norm_ptr) + 2 * HALF + rest_dim
-            rest_norm = tl.load(rest_norm_ptrs, mask=is_rest, other=0.0)[None, :]
+            rest_norm = tl.load(norm_ptr + 2 * HALF + rest_dim, mask=is_rest, other=0.0)[None, :]
     # Rows and block table are older than the product that is waited for, and weights never change.
     wait_for_producers(PDL)
-    qkv_ptr += row * qkv_stride
-    low = _load_heads(qkv_ptr, low_bias, element_offset, qkv_slice_stride, element_mask, NUM_SLICES, DTYPE)
-    high = _load_heads(
-        qkv_ptr, high_bias, element_offset + HALF, qkv_slice_stride, element_mask, NUM_SLICES, DTYPE
-    )
+    qkv_ptr, stride = qkv_ptr + row * qkv_stride, qkv_slice_stride
+    low = _load_heads(qkv_ptr, low_bias, element_offset, stride, element_mask, NUM_SLICES, DTYPE)
+    high = _load_heads(qkv_ptr + HALF, high_bias, element_offset, stride, element_mask, NUM_SLICES, DTYPE)
     if PADDED_REST > 0:
-        rest = _load_heads(qkv_ptr, rest_bias, rest_offset, qkv_slice_stride, rest_mask, NUM_SLICES, DTYPE)
-    if is_value:
-        stored_low, stored_high = low.to(DTYPE), high.to(DTYPE)
-    else:
+        rest = _load_heads(qkv_ptr, rest_bias, rest_offset, stride, rest_mask, NUM_SLICES, DTYPE)
+    stored_low, stored_high = low.to(DTYPE), high.to(DTYPE)
+    if not is_value:
         if query_norm_ptr is not None:
             squares = tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)
             if PADDED_REST > 0:
@@ -191,11 +187,10 @@ def _rotate_and_store(
             if PADDED_REST > 0:
                 rest = weigh(rest * scale, rest_norm, NORM_KIND).to(tl.float32)
 
+        stored_low, stored_high = low.to(DTYPE), high.to(DTYPE)
         if cos_ptr is not None:
             stored_low = _rotate(low, cosines, high, -sines, DTYPE)
             stored_high = _rotate(high, cosines, low, sines, DTYPE)
-        else:
-            stored_low, stored_high = low.to(DTYPE), high.to(DTYPE)
 
     if is_query:
         out_ptrs = query_out_ptr + row * NUM_HEADS * HEAD_DIM + element_offset
