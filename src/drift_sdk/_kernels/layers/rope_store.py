@@ -168,8 +168,7 @@ def _rotate_and_store(
         high_norm = tl.load(norm_ptr + HALF + dim, mask=dim < HALF, other=0.0)[None, :]
         if PADDED_REST > 0:
             rest_norm = tl.load(norm_ptr + 2 * HALF + rest_dim, mask=is_rest, other=0.0)[None, :]
-    # Rows and block table are older than the product that is waited for, and weights never change.
-    wait_for_producers(PDL)
+    wait_for_producers(PDL)  # rows and block table are older than the product; weights never change
     qkv_ptr, stride = qkv_ptr + row * qkv_stride, qkv_slice_stride
     low = _load_heads(qkv_ptr, low_bias, element_offset, stride, element_mask, NUM_SLICES, DTYPE)
     high = _load_heads(qkv_ptr + HALF, high_bias, element_offset, stride, element_mask, NUM_SLICES, DTYPE)
