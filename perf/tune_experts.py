@@ -36,8 +36,8 @@ from perf.kernel_speed import KernelRun, measure
 __all__ = ["TilesRun", "candidates", "main", "measure_tiles"]
 
 ROW_COUNTS = (1, 4, 8, 16, 64)
-FEW_TILES = ((1, 1, 2, 6), (1, 1, 2, 4), (2, 1, 2, 4), (2, 1, 2, 3), (2, 1, 1, 6), (4, 1, 1, 3), (4, 1, 1, 4))
-MANY_TILES = ((4, 2, 1, 3), (2, 4, 1, 4), (2, 2, 1, 4), (4, 2, 1, 2), (2, 2, 2, 3), (4, 4, 1, 2))
+FEW_TILES = ((2, 1, 2, 1), (2, 1, 1, 1), (2, 1, 2, 4), (2, 1, 3, 1), (1, 1, 3, 1), (1, 1, 4, 1), (4, 1, 1, 1))
+MANY_TILES = ((2, 2, 1, 1), (2, 2, 2, 1), (4, 2, 1, 4), (4, 2, 1, 1), (2, 4, 1, 1))
 MANY_ROWS = 128
 """Arguments of CudaTiles, below MANY_ROWS rows and from there on."""
 OWN = "own"
@@ -60,9 +60,7 @@ def candidates(model: Model, num_rows: int) -> Iterator[Tiles | None]:
     assert experts is not None
     yield None
     if experts.is_quantised:
-        inner = max(model.config.hidden_size, experts.intermediate_size)
-        tiles = itertools.starmap(CudaTiles, MANY_TILES if num_rows >= MANY_ROWS else FEW_TILES)
-        yield from (each for each in tiles if each.fits(inner))
+        yield from itertools.starmap(CudaTiles, MANY_TILES if num_rows >= MANY_ROWS else FEW_TILES)
         return
 
     sizes = num_rows, experts.num_experts, experts.num_active

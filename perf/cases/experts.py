@@ -191,7 +191,7 @@ def prepare_product(
 def default_tiles(rows: ExpertRows, matrix: ExpertMatrix) -> ExpertGemmConfig | CudaTiles:
     """Return the tiles that the engine takes for decoding these rows."""
     if has_cuda_product(matrix, torch.bfloat16, SCALES.stop):
-        return cuda_tiles(rows, matrix.inner)
+        return cuda_tiles(rows)
 
     return expert_gemm_config(rows, torch.bfloat16)
 

@@ -42,8 +42,8 @@ TILES = (
     CudaTiles(),
     CudaTiles(row_tiles=2, num_ctas=1),
     CudaTiles(row_tiles=4, num_ctas=1),
-    CudaTiles(weight_tiles=1, num_ctas=2, max_stages=6),
-    CudaTiles(weight_tiles=4, row_tiles=2, num_ctas=1, max_stages=2),
+    CudaTiles(weight_tiles=1, num_ctas=3, max_depth=4),
+    CudaTiles(weight_tiles=4, row_tiles=2, num_ctas=1, max_depth=4),
 )
 
 
@@ -111,25 +111,23 @@ def test_row_has_the_bits_that_it_has_alone() -> None:
     assert together[:, 3].isnan().all()  # a row of padding
 
 
-def test_two_sums_are_added_at_the_end() -> None:
-    """A one that is added to 2 ** 25 is lost; it remains where the large numbers cancel first. Inner indices
-    that are 0 or 1 modulo 4 are in one sum, others in the other."""
-    inner, num_columns, num_rows = 2880, 32, 4
-    rows = routed(num_rows, 1, 1, DEVICE)
+def test_sums_of_warps_are_added_in_ascending_order() -> None:
+    """A one that is added to 2 ** 24 is lost; it remains where the large numbers cancel first."""
+    inner, num_columns = 2880, 32
+    rows = routed(2, 1, 1, DEVICE)
     rows.experts.fill_(0)
     rows.shares.fill_(1.0)
     list_rows(rows)
     ones = torch.full((1, num_columns, inner // 2), 0x22, dtype=torch.uint8, device=DEVICE)
     scales = torch.full((1, num_columns, inner // 32), 127, dtype=torch.uint8, device=DEVICE)
-    large, chunk = 2.0**25, 128
-    x = torch.zeros(num_rows, inner, dtype=BF16, device=DEVICE)
-    x[0, 0], x[0, 7 * chunk], x[0, 8 * chunk] = large, 1.0, -large
-    x[1, 2 * chunk], x[1, 3 * chunk], x[1, 22 * chunk + 4] = large, -large, 1.0
-    x[2, 0], x[2, chunk + 2], x[2, 2 * chunk + 3] = -large, large, 1.0
-    x[3, 0], x[3, chunk + 3], x[3, 2 * chunk + 1] = large, -large, 1.0
-    out = poisoned(1, num_rows, num_columns, dtype=torch.float32, device=DEVICE)
+    large = 2.0**24
+    x = torch.zeros(2, inner, dtype=BF16, device=DEVICE)
+    chunk = 128
+    x[0, 0], x[0, 1 * chunk], x[0, 7 * chunk] = large, 1.0, -large
+    x[1, 8 * chunk + 5], x[1, 2 * chunk], x[1, 3 * chunk] = large, -large, 1.0
+    out = poisoned(1, 2, num_columns, dtype=torch.float32, device=DEVICE)
     cuda_expert_multiply(x, ExpertMatrix(ones, scales, None), rows, out)
-    assert out[0].T.tolist() == [[0.0, 1.0, 0.0, 0.0]] * num_columns
+    assert out[0].tolist() == [[0.0] * num_columns, [1.0] * num_columns]
 
 
 def test_all_codes_and_scales_are_exact() -> None:

@@ -4,16 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from msgspec.structs import replace
 
-from drift_sdk._kernels.common.gpu_limits import HOPPER, limited_gpu
-from drift_sdk._kernels.experts.cuda_products import (
-    MAX_SCALE,
-    SMALL,
-    CudaTiles,
-    cuda_tiles,
-    has_cuda_product,
-)
+from drift_sdk._kernels.experts.cuda_products import MAX_SCALE, CudaTiles, cuda_tiles, has_cuda_product
 from drift_sdk._kernels.experts.cuda_routing import has_cuda_route
 from drift_sdk._kernels.experts.expert_tiles import ExpertMatrix
 from drift_sdk._kernels.experts.routing import ExpertRows
@@ -33,24 +25,10 @@ def quantised_matrix(inner: int) -> ExpertMatrix:
     return ExpertMatrix(values, torch.empty(2, 16, inner // 32, dtype=torch.uint8, device="meta"), None)
 
 
-@pytest.mark.parametrize("inner, num_stages", [(2880, 4), (256, 3), (32, 2)])
-def test_only_chunks_of_the_next_tile_are_copied_ahead(inner: int, num_stages: int) -> None:
-    tiles = CudaTiles()
-    assert tiles.num_stages(inner) == num_stages
-    # Warps, and of each chunks of 32 rows and the scales of two tiles.
-    assert tiles.shared_bytes(inner) == 8 * (num_stages * 32 * 64 + 2 * (32 * (inner // 32) + 16))
-
-
-@pytest.mark.parametrize("num_rows", [1, 64, 512])
-@pytest.mark.parametrize("inner", [32, 2880, 4096, 7168, 32_768])
-@pytest.mark.parametrize("kibibytes", [228, 164, 100])
-def test_tiles_fit_a_multiprocessor(kibibytes: int, inner: int, num_rows: int) -> None:
-    shared = kibibytes * 1024
-    limits = replace(HOPPER, shared_bytes=shared - 1024, multiprocessor_shared_bytes=shared)
-    with limited_gpu(limits):
-        tiles = cuda_tiles(rows_of(num_rows, 128, 4), inner)
-        assert tiles.fits(inner) or not SMALL.fits(inner)
-        assert SMALL.fits(4096)
+@pytest.mark.parametrize("inner, depth", [(2880, 3), (2048, 2), (7168, 1), (8192, 4), (32, 1)])
+def test_depth_divides_the_chunks_of_a_warp(inner: int, depth: int) -> None:
+    assert CudaTiles(max_depth=4).depth(inner) == depth
+    assert CudaTiles().depth(inner) == 1
 
 
 @pytest.mark.parametrize(
@@ -73,8 +51,8 @@ def test_there_are_never_more_items_than_counted(
 
 
 def test_many_rows_of_an_expert_have_larger_tiles() -> None:
-    assert cuda_tiles(rows_of(64, 128, 4), 2880).row_tiles == 1
-    assert cuda_tiles(rows_of(256, 128, 4), 2880).row_tiles > 1
+    assert cuda_tiles(rows_of(64, 128, 4)).row_tiles == 1
+    assert cuda_tiles(rows_of(256, 128, 4)).row_tiles == 2
 
 
 def test_programs_need_a_gpu() -> None:

@@ -4,9 +4,8 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from drift_sdk._kernels.common.gpu_limits import HOPPER
+from drift_sdk._kernels.common.gpu_limits import HOPPER, gpu_limits
 from drift_sdk._kernels.gemm.few_rows_gemm import (
-    MAX_ROWS,
     FewRowsTiles,
     few_rows_multiply,
     few_rows_tiles,
@@ -78,14 +77,14 @@ def test_products_have_the_bits_of_the_general_kernel(shape: tuple[int, int], de
     config = config_of(num_columns, inner)
     generator = torch.Generator(device).manual_seed(inner)
     weight = torch.randn(num_columns, inner, generator=generator, device=device).to(torch.bfloat16)
-    rows = torch.randn(MAX_ROWS, inner, generator=generator, device=device)
+    rows = torch.randn(16, inner, generator=generator, device=device)
     # Numbers of several magnitudes, whose sums depend most on their order.
     rows[1::2] *= torch.exp2(torch.randint(-6, 7, rows[1::2].shape, generator=generator, device=device))
-    expected = torch.full((config.num_partials, MAX_ROWS, num_columns), torch.nan, device=device)
+    expected = torch.full((config.num_partials, len(rows), num_columns), torch.nan, device=device)
     multiply(rows.to(torch.bfloat16), weight, expected, config)
     for num_rows in (1, 2, 7, 8, 9, 16):
         x = rows[:num_rows].to(torch.bfloat16)
-        if not has_few_rows_product(x, weight, config):
+        if few_rows_tiles(num_rows, num_columns, inner, config, gpu_limits()) is None:
             assert num_rows > 8 and inner > 4096
             continue
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,7 +11,7 @@ import torch
 from drift_sdk._kernels.experts.expert_tiles import ExpertMatrix
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.device.workspace import Workspace
-from drift_sdk.execution.forward.expert_forward import ExpertForward, weight_after_experts
+from drift_sdk.execution.forward.expert_forward import ExpertForward
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.experts import QuantisedMatrices
@@ -72,11 +71,3 @@ def test_kernels_for_few_rows_are_chosen(
     matrix = ExpertMatrix(torch.empty(4, 64, 32, dtype=torch.uint8), None, None)
     assert forward._has_cuda_product(matrix) == is_used
     assert asked == [decoder.max_expert_scale] * is_used
-
-
-def test_next_layers_first_weight_is_read_after_experts() -> None:
-    layers = make_decoder(is_quantised=True).weights.layers
-    assert weight_after_experts(layers, 0) is layers[1].qkv
-    assert weight_after_experts(layers, 1) is None, "the last layer"
-    dense = [replace(layer, experts=None) for layer in layers]
-    assert weight_after_experts(dense, 0) is None

@@ -22,8 +22,8 @@ the partitions' sums, written and read once. Many programs a multiprocessor are 
 under way.
 
 Dependent launch: `_attend` reads the plan, the rows and the block table before it waits; they are older than
-the two kernels before it, which make queries and keys. It permits its dependents to start at once: its own
-programs are all on the GPU by then, and where they leave memory idle, weights of the next product are read.
+the two kernels before it, which make queries and keys. It permits its dependents to start at its
+end, or at once where programs have few keys: memory is idle then, and can read weights of the next product.
 """
 
 from __future__ import annotations
@@ -58,6 +58,9 @@ __all__ = [
     "paged_attention",
     "paged_attention_reference",
 ]
+
+EARLY_TILES = tl.constexpr(2)
+"""Up to so many tiles for each share, `_attend` permits its dependents to start before it computes."""
 
 SHARED_RESERVE = 24 * 1024
 """Bytes of shared memory that a program may take beside its stages: queries, and changes of layout."""
@@ -132,7 +135,6 @@ def _attend(
     one loop over sums that stay in registers.
     """
     NUM_QUERY_ROWS: tl.constexpr = ROWS_PER_SEQUENCE * GROUP_SIZE
-    start_dependents(PDL)
     # Plan, rows and block table are older than the two kernels before, which make queries and keys.
     head = tl.program_id(0)
     query_row = tl.arange(0, TILE_ROWS)
@@ -142,6 +144,8 @@ def _attend(
     key = tl.arange(0, TILE_KEYS)
     num_tiles = tl.load(num_tiles_ptr, cache_modifier=".cg")
     share = tl.program_id(1)
+    if num_tiles <= EARLY_TILES * tl.num_programs(1):
+        start_dependents(PDL)
     tile_index = next_partition(
         tiles_ptr, num_tiles * share // tl.num_programs(1), num_tiles,
         WINDOW, TILE_KEYS, NARROW, NARROW_END, WIDE,
@@ -219,6 +223,7 @@ def _attend(
         tile_index += num_own_tiles
 
     wait_for_producers(PDL)  # every CTA waits before it ends, also one without a tile
+    start_dependents(PDL)
 
 
 def paged_attention(

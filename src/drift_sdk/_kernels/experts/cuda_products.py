@@ -4,20 +4,19 @@ Triton's kernels convert MXFP4 slowly, because layouts of their tiles change on 
 16 bytes that a lane loads are its own fragments (expert_products.cu), and conversion costs two instructions
 an element. Weights in bfloat16 need no conversion; Triton's kernels read them faster.
 
-Order of summation: a warp goes through all inner indices in ascending order. Those that are 0 and 1 modulo 4
-are summed by tensor cores in one sum, the others in another, and the two are added. It is the same for any
-number of rows and any tiles, and another than that of Triton's kernels. Weights are converted exactly; scales
-above MAX_SCALE are left to Triton's kernels.
+Order of summation: a program's eight warps take chunks of 128 inner indices by turns, sum them by tensor
+cores in ascending order, and their sums are added in ascending order. It is the same for any number of rows
+and any tiles, and another than that of Triton's kernels. Weights are converted exactly; scales above
+MAX_SCALE are left to Triton's kernels.
 
-Grid: as many CTAs as the GPU holds at once. Their warps work by themselves: each goes through tiles of the
-weight, for up to 32 pairs of an expert, and copies the next chunks of weights to shared memory while it
-computes one.
+Grid: as many CTAs as the GPU holds at once. Each goes through tiles of the weight, for up to 32 pairs of an
+expert, and loads the next weights while it computes.
 
 Bytes: as expert_gemm.py. An expert with more rows than a tile is read several times, mostly from the L2
 cache.
 
 Dependent launch: the product of gate and up projections waits first, as its rows are listed right before.
-The down projection copies its first weights before it waits. Both permit dependents after their last weights.
+The down projection loads its first weights before it waits. Both permit dependents after their last weights.
 """
 
 from __future__ import annotations
@@ -27,11 +26,9 @@ from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor
-from drift_sdk._kernels.common.gpu_limits import gpu_limits
 from drift_sdk._kernels.common.launch_order import KernelAccess, note_kernel
 from drift_sdk._kernels.experts.expert_tiles import ExpertMatrix, check_expert_rows, check_matrix
 from drift_sdk._kernels.experts.gated_expert_gemm import ClampedActivation
-from drift_sdk._kernels.experts.mxfp4 import BLOCK_SIZE
 from drift_sdk._kernels.experts.routing import ExpertRows
 
 __all__ = [
@@ -52,11 +49,9 @@ GATED_ACCESS = KernelAccess(frozenset(), frozenset({"out"}), False)
 DOWN_ACCESS = KernelAccess(frozenset({"counts", "pairs"}), frozenset({"out"}), False)
 
 MAX_EXPERTS = 1024
-NUM_THREADS, NUM_WARPS, WARP_SIZE = 256, 8, 32
-CHUNK, LANE_BYTES = 128, 16
-"""Inner indices of a chunk; bytes of a row that a lane has of it."""
-RESERVED_BYTES = 1024
-"""Shared memory that a CTA takes beside its own."""
+NUM_THREADS, NUM_WARPS = 256, 8
+CHUNK = 128
+"""Inner indices of a chunk."""
 FEW_ROWS_PER_EXPERT = 5
 """Up to so many rows of an expert on average, few experts have more than the 8 of the smallest tile."""
 
@@ -68,31 +63,20 @@ ROW_TILE = 16
 class CudaTiles(Struct, frozen=True):
     """Tiles of a product. No result depends on them.
 
-    weight_tiles: tiles of 16 rows of the weight that a warp has. row_tiles: tiles of 8 pairs, up to 4.
-    num_ctas: CTAs of a multiprocessor, which bounds their registers. max_stages: the most chunks of a warp
-    that shared memory has room for.
+    weight_tiles: tiles of 16 rows of the weight that a CTA has. row_tiles: tiles of 8 pairs, up to 4.
+    num_ctas: CTAs of a multiprocessor, which bounds their registers. max_depth: the most chunks that a warp
+    loads ahead.
     """
 
     weight_tiles: int = 2
     row_tiles: int = 1
     num_ctas: int = 2
-    max_stages: int = 4
+    max_depth: int = 1
 
-    def num_stages(self, inner: int) -> int:
-        """Chunks of a warp in shared memory: not more than those of a tile and one of the next."""
-        return min(self.max_stages, -(-inner // CHUNK) + 1)
-
-    def shared_bytes(self, inner: int) -> int:
-        """Shared memory of a CTA: of each warp the chunks, and the scales of two tiles, with room to align
-        them."""
-        rows = self.weight_tiles * ROW_TILE
-        chunks = self.num_stages(inner) * self.weight_tiles * 2 * WARP_SIZE * LANE_BYTES
-        return NUM_WARPS * (chunks + 2 * (rows * (inner // int(BLOCK_SIZE.value)) + LANE_BYTES))
-
-    def fits(self, inner: int) -> bool:
-        """Whether a multiprocessor of the current GPU has room for the CTAs."""
-        num_bytes = self.num_ctas * (self.shared_bytes(inner) + RESERVED_BYTES)
-        return num_bytes <= gpu_limits().multiprocessor_shared_bytes
+    def depth(self, inner: int) -> int:
+        """Chunks that a warp loads ahead: a divisor of those that it has."""
+        num_chunks = -(-inner // (NUM_WARPS * CHUNK))
+        return next(depth for depth in range(self.max_depth, 0, -1) if num_chunks % depth == 0)
 
     def num_items(self, rows: ExpertRows, num_weight_rows: int) -> int:
         """The most tiles of rows times tiles of the weight, whatever the experts of the rows are."""
@@ -102,20 +86,13 @@ class CudaTiles(Struct, frozen=True):
         return num_row_tiles * -(-num_weight_rows // (self.weight_tiles * ROW_TILE))
 
 
-SMALL = CudaTiles(weight_tiles=1, num_ctas=1)
-"""Fits where no others do, if any fit."""
-
-
-def cuda_tiles(rows: ExpertRows, inner: int) -> CudaTiles:
-    """Return the tiles for a number of rows and an inner dimension."""
+def cuda_tiles(rows: ExpertRows) -> CudaTiles:
+    """Return the tiles for a number of rows."""
     rows_per_expert = rows.num_rows * rows.num_active / rows.num_experts
-    if rows_per_expert > FEW_ROWS_PER_EXPERT:
-        tiles = CudaTiles(weight_tiles=4, row_tiles=2, num_ctas=1, max_stages=3)
-    elif rows.num_rows == 1:
-        tiles = CudaTiles(weight_tiles=1, max_stages=6)
-    else:
-        tiles = CudaTiles()
-    return tiles if tiles.fits(inner) else SMALL
+    if rows_per_expert <= FEW_ROWS_PER_EXPERT:
+        return CudaTiles()
+
+    return CudaTiles(weight_tiles=4, row_tiles=2, num_ctas=1, max_depth=4)
 
 
 def has_cuda_product(matrix: ExpertMatrix, dtype: torch.dtype, max_scale: int) -> bool:
@@ -127,7 +104,7 @@ def has_cuda_product(matrix: ExpertMatrix, dtype: torch.dtype, max_scale: int) -
     # Imported here: cuda.core is installed where there is a GPU.
     from drift_sdk._kernels.common.cuda_programs import has_compiler
 
-    is_known = SMALL.fits(matrix.inner) and matrix.values.shape[0] <= MAX_EXPERTS
+    is_known = matrix.values.shape[0] <= MAX_EXPERTS
     return is_known and torch.cuda.get_device_capability(matrix.values.device) >= (8, 0) and has_compiler()
 
 
@@ -174,21 +151,20 @@ def _launch(
     """Launch the kernel of expert_products.cu. More arguments than others: it is what two kernels take."""
     from drift_sdk._kernels.common.cuda_programs import CudaKernel, compile_kernel, launch_kernel
 
-    inner = matrix.inner
     if tiles is None:
-        tiles = cuda_tiles(rows, inner)
+        tiles = cuda_tiles(rows)
+    inner = matrix.inner
     sizes = num_columns, inner, rows.num_experts, rows.num_active, tiles.weight_tiles, tiles.row_tiles
     is_gated = str(activation is not None).lower()
-    template = ", ".join(map(str, (is_gated, *sizes, tiles.num_stages(inner))))
+    template = ", ".join(map(str, (is_gated, *sizes, tiles.depth(inner))))
     macros = (("PRODUCT", f"multiply_experts<{template}>"), ("CTAS", str(tiles.num_ctas)))
     kernel = CudaKernel(PACKAGE, ("common.cu", "expert_products.cu"), "product", macros)
     num_ctas = tiles.num_ctas * torch.cuda.get_device_properties(x.device).multi_processor_count
-    shared_bytes = tiles.shared_bytes(inner)
     launch_kernel(
-        compile_kernel(kernel, x.device.index or 0, shared_bytes),
+        compile_kernel(kernel, x.device.index or 0, 0),
         (min(num_ctas, tiles.num_items(rows, matrix.values.shape[1])),),
         NUM_THREADS,
-        shared_bytes,
+        0,
         x,
         matrix.values,
         matrix.scales,

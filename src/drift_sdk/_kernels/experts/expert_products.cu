@@ -6,8 +6,8 @@
 // are one block with one scale, and the lane's own fragments, because x is read in the same order: which column
 // a place of the MMA stands for does not matter, if it is the same in both operands.
 //
-// Order of summation: a warp sums all chunks by the MMA, in ascending order: columns 0 and 1 of each four in one
-// sum, columns 2 and 3 in another, which are added at the end. The number of rows and of tiles does not change it.
+// Order of summation: warp w sums chunks w, w + 8, w + 16, ... by the MMA, and the sums of the eight warps are
+// added in ascending order. The number of rows and of tiles does not change it.
 
 // What a product takes. The macro PRODUCT names the function of the kernel, with its template arguments; CTAS is
 // how many CTAs a multiprocessor is to have room for.
@@ -27,26 +27,6 @@ struct Arguments {
   float alpha, limit;
   int num_rows;
 };
-
-// A hint that weights be the first to leave the L2 cache: a step reads them once.
-__device__ __forceinline__ u64 evict_first() {
-  u64 hint;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(hint));
-  return hint;
-}
-
-// Copies 16 bytes to shared memory without waiting for them, or writes 16 zero bytes.
-__device__ __forceinline__ void copy16_or_zero(void* to, const void* from, bool is_copied, u64 hint) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(
-                   static_cast<u32>(__cvta_generic_to_shared(to))), "l"(from), "r"(is_copied ? 16 : 0), "l"(hint) : "memory");
-}
-
-__device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// Waits until at most PENDING of the newest groups of copies of this thread are under way.
-template <int PENDING> __device__ __forceinline__ void wait_for_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
 
 // Two codes at bits 0 to 3 and 16 to 19 (SHIFT 0), or 4 to 7 and 20 to 23 (SHIFT 4), times `factor`, as
 // bfloat16. One product moves the sign to bit 15 and the magnitude to bits 6 to 8, where it is the number times
@@ -109,174 +89,119 @@ template <int NUM_EXPERTS, int TILE_M> struct ExpertTiles {
   }
 };
 
-// A warp goes through work items by itself: MT * 16 rows of the weight, for up to NT * 8 pairs of one expert. N:
-// columns of the output; K: inner dimension. Each lane copies the codes that it will read to shared memory, STAGES - 1
-// chunks ahead, also those of the next item; the warp copies an item's scales with its first chunk. Items of a
-// weight's tile follow each other, so that the tiles of an expert's rows run together. Grid: any number of CTAs.
-template <bool IS_GATED, int N, int K, int NUM_EXPERTS, int NUM_ACTIVE, int MT, int NT, int STAGES>
+// A CTA goes through work items: MT * 16 rows of the weight, for up to NT * 8 pairs of one expert. N: columns of
+// the output; K: inner dimension. DEPTH: chunks of a warp that are loaded ahead, also those of the next item; it
+// divides the number of a warp's chunks. Items of a weight's tile follow each other, so that the tiles of an
+// expert's rows run together. Grid: any number of CTAs.
+template <bool IS_GATED, int N, int K, int NUM_EXPERTS, int NUM_ACTIVE, int MT, int NT, int DEPTH>
 __device__ __forceinline__ void multiply_experts(const Arguments& a) {
   constexpr int ROWS = MT * 16, COLUMNS = IS_GATED ? ROWS / 2 : ROWS, TILE_M = NT * 8;
   constexpr int WEIGHT_ROWS = IS_GATED ? 2 * N : N, NUM_TILES = (N + COLUMNS - 1) / COLUMNS;
   constexpr bool IS_EVEN = N % COLUMNS == 0;
-  constexpr int LANE_COLUMNS = 32, CHUNK = 4 * LANE_COLUMNS, NUM_CHUNKS = (K + CHUNK - 1) / CHUNK;
-  constexpr int ROW_BYTES = K / 2, ROW_SCALES = K / 32, X_PIECES = LANE_COLUMNS / 8;
-  constexpr int SCALE_BYTES = ROWS * ROW_SCALES + 16;  // as in CudaTiles, as the ring's size
-  static_assert(STAGES >= 2 && STAGES <= NUM_CHUNKS + 1, "only the next item's chunks are copied ahead");
-  extern __shared__ uint4 ring[];  // [WARPS][STAGES][MT][2][32], then scales [WARPS][2][SCALE_BYTES]
+  constexpr int LANE_COLUMNS = 32, CHUNK = 4 * LANE_COLUMNS;  // columns
+  constexpr int NUM_CHUNKS = (K + CHUNK - 1) / CHUNK, ROUNDS = (NUM_CHUNKS + WARPS - 1) / WARPS;
+  constexpr int ROW_BYTES = K / 2, ROW_SCALES = K / 32, TURN_BYTES = WARPS * 64;
+  constexpr int STRIDE = TILE_M + 1;  // floats of a weight row in shared memory
+  static_assert(ROUNDS % DEPTH == 0, "the rounds of an item end with the last slot");
+  constexpr int NUM_PARTS = ROWS * TILE_M <= 512 ? 2 : 1;  // sets of parts that shared memory has room for
+  __shared__ float all_parts[NUM_PARTS][WARPS * ROWS * STRIDE];
+  __shared__ int all_pairs[NUM_PARTS][TILE_M];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
-  uint4* const own_ring = ring + warp * (STAGES * MT * 64) + lane;
-  u8* const own_scales = reinterpret_cast<u8*>(ring + WARPS * STAGES * MT * 64) + warp * 2 * SCALE_BYTES;
+  const int lane_column = warp * CHUNK + t * LANE_COLUMNS;
 
   if (IS_GATED) wait_for_producers();  // the kernel before lists the rows
   const ExpertTiles<NUM_EXPERTS, TILE_M> tiles(a.counts);
-  // Warps of neighbouring CTAs take neighbouring items.
-  const int first_item = warp * gridDim.x + blockIdx.x, num_warps = WARPS * gridDim.x;
-  if (first_item >= NUM_TILES * tiles.num_tiles) {
+  if (blockIdx.x >= NUM_TILES * tiles.num_tiles) {
     if (!IS_GATED) wait_for_producers();
     return;
   }
 
-  const int step_n = num_warps / tiles.num_tiles, step_row = num_warps % tiles.num_tiles;
-  auto advance = [&](int& tile_n, int& row_tile) {
-    tile_n += step_n, row_tile += step_row;
-    if (row_tile >= tiles.num_tiles) row_tile -= tiles.num_tiles, tile_n++;
+  // The row of the weight, in its expert's matrix, that lane (g, t) has of tile m, half h of tile 0.
+  auto weight_row = [&](int tile_n, int m, int h) {
+    const int row = tile_n * ROWS + m * 16 + h * 8 + g;
+    return IS_EVEN ? row : min(row, WEIGHT_ROWS - 1);
   };
-  auto first_row = [&](int expert, int tile_n) { return static_cast<i64>(expert) * WEIGHT_ROWS + tile_n * ROWS; };
-  // Scales of a tile may begin within 16 bytes, which are copied whole.
-  auto offset_of = [&](i64 row) { return static_cast<int>(reinterpret_cast<i64>(a.scales + row * ROW_SCALES) & 15); };
-  auto rows_of = [&](int tile_n) { return IS_EVEN ? ROWS : min(ROWS, WEIGHT_ROWS - tile_n * ROWS); };
+  uint4 words[DEPTH][MT][2];
+  u32 scales[DEPTH][MT][2];
+  auto load = [&](int round, const u8* values, const u8* factors, int tile_n) {
+    const bool is_inner = (round + 1) * WARPS * CHUNK <= K || round * WARPS * CHUNK + lane_column < K;
+#pragma unroll
+    for (int m = 0; m < MT; m++)
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const int row = weight_row(tile_n, m, h);
+        words[round % DEPTH][m][h] = make_uint4(0, 0, 0, 0);
+        scales[round % DEPTH][m][h] = 0;
+        if (is_inner) {
+          words[round % DEPTH][m][h] = load_weights(values + row * ROW_BYTES + round * TURN_BYTES);
+          scales[round % DEPTH][m][h] = factors[row * ROW_SCALES + round * WARPS * 4];
+        }
+      }
+  };
+  auto values_of = [&](int expert) {
+    return a.values + static_cast<i64>(expert) * (static_cast<i64>(WEIGHT_ROWS) * ROW_BYTES) + warp * 64 + t * 16;
+  };
+  auto factors_of = [&](int expert) {
+    return a.scales + static_cast<i64>(expert) * (WEIGHT_ROWS * ROW_SCALES) + warp * 4 + t;
+  };
   auto read_pairs = [&](int (&pair)[NT], const ExpertTile& tile) {
     const int* from = a.pairs + static_cast<i64>(tile.expert) * a.num_rows + tile.first + g;
 #pragma unroll
     for (int n = 0; n < NT; n++) pair[n] = n * 8 + g < tile.num_rows ? load_past_l1(from + n * 8) : -1;
   };
-  auto rows_of_x = [&](const u16* (&x_rows)[NT], const int (&pair)[NT]) {
-#pragma unroll
-    for (int n = 0; n < NT; n++)
-      x_rows[n] = a.x + static_cast<i64>(IS_GATED ? pair[n] / NUM_ACTIVE : pair[n]) * K + t * LANE_COLUMNS;
-  };
-  auto load_x = [&](const u16* from, bool is_loaded) {
-    return is_loaded ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
-  };
 
-  // What is copied next: a chunk of an item, to a stage; the set of the item's scales.
-  int copied_n = first_item / tiles.num_tiles, copied_row = first_item % tiles.num_tiles;
-  int copied_chunk = 0, copied_stage = 0, copied_set = 0;
-  i64 copied_from = first_row(tiles.find(copied_row).expert, copied_n);
-  auto codes_of = [&](i64 row) { return a.values + row * ROW_BYTES + g * ROW_BYTES + t * 16; };
-  const u8* copied_codes = codes_of(copied_from);  // of the first of this lane's rows
-  const u64 hint = evict_first();
-  auto copy_next = [&]() {
-    if (copied_n < NUM_TILES) {
-      const bool is_inner = copied_chunk * CHUNK + t * LANE_COLUMNS < K;
-      const int num_rows = rows_of(copied_n);
-#pragma unroll
-      for (int m = 0; m < MT; m++)
-#pragma unroll
-        for (int h = 0; h < 2; h++)
-          copy16_or_zero(own_ring + copied_stage * (MT * 64) + (m * 2 + h) * 32, copied_codes + (m * 16 + h * 8) * ROW_BYTES,
-                         is_inner && (IS_EVEN || m * 16 + h * 8 + g < num_rows), hint);
-      copied_codes += CHUNK / 2;
-      if (copied_chunk == 0) {
-        const int offset = offset_of(copied_from), size = offset + num_rows * ROW_SCALES;
-        const u8* from = a.scales + copied_from * ROW_SCALES - offset;
-        for (int place = lane * 16; place < size; place += 32 * 16)
-          copy16_or_zero(own_scales + copied_set * SCALE_BYTES + place, from + place, true, hint);
-      }
-      if (++copied_stage == STAGES) copied_stage = 0;
-      if (++copied_chunk == NUM_CHUNKS) {
-        copied_chunk = 0, copied_set ^= 1;
-        advance(copied_n, copied_row);
-        if (copied_n < NUM_TILES) {
-          copied_from = first_row(tiles.find(copied_row).expert, copied_n);
-          copied_codes = codes_of(copied_from);
-        }
-      }
-    }
-    end_copies();
-  };
-
-  int tile_n = copied_n, row_tile = copied_row;
+  int tile_n = blockIdx.x / tiles.num_tiles, row_tile = blockIdx.x % tiles.num_tiles;
+  const int step_n = gridDim.x / tiles.num_tiles, step_row = gridDim.x % tiles.num_tiles;
   ExpertTile next = tiles.find(row_tile);
+  const u8 *next_values = values_of(next.expert), *next_factors = factors_of(next.expert);
   int next_pair[NT];
   read_pairs(next_pair, next);
-#pragma unroll 1
-  for (int stage = 0; stage < STAGES - 1; stage++) copy_next();
+#pragma unroll
+  for (int round = 0; round < DEPTH; round++) load(round, next_values, next_factors, tile_n);
   if (!IS_GATED) wait_for_producers();
-  const u16* next_x[NT];
-  rows_of_x(next_x, next_pair);
-  uint4 x[NT][X_PIECES];  // of the next chunk: each piece is loaded when that of the chunk before has been used
-#pragma unroll
-  for (int n = 0; n < NT; n++)
-#pragma unroll
-    for (int i = 0; i < X_PIECES; i++) x[n][i] = load_x(next_x[n] + i * 8, next_pair[n] >= 0 && t * LANE_COLUMNS < K);
 
-  int stage = 0;
-#pragma unroll 1
-  for (int set = 0;; set ^= 1) {
+  for (int set = 0;; set = (set + 1) % NUM_PARTS) {
     const ExpertTile tile = next;
+    const u8 *values = next_values, *factors = next_factors;
     const int own_tile_n = tile_n;
-    const i64 row_of_tile = first_row(tile.expert, own_tile_n);
     int pair[NT];
-    float share[NT] = {};
     const u16* x_rows[NT];
 #pragma unroll
     for (int n = 0; n < NT; n++) {
       pair[n] = next_pair[n];
-      x_rows[n] = next_x[n];
-      if (!IS_GATED && pair[n] >= 0) share[n] = a.shares[pair[n]];
+      x_rows[n] = a.x + static_cast<i64>(IS_GATED ? pair[n] / NUM_ACTIVE : pair[n]) * K + lane_column;
     }
-    float bias[MT][2] = {};
-#pragma unroll
-    for (int m = 0; m < MT; m++)
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        const int row = m * 16 + h * 8 + g;
-        if (a.bias != nullptr && row < rows_of(own_tile_n)) bias[m][h] = from_bfloat16(a.bias[row_of_tile + row]);
-      }
-    advance(tile_n, row_tile);
+    tile_n += step_n, row_tile += step_row;
+    if (row_tile >= tiles.num_tiles) row_tile -= tiles.num_tiles, tile_n++;
     const bool has_next = tile_n < NUM_TILES;
     if (has_next) {
       next = tiles.find(row_tile);
+      next_values = values_of(next.expert), next_factors = factors_of(next.expert);
       read_pairs(next_pair, next);
-      rows_of_x(next_x, next_pair);
     }
 
-    const u8* const scales = own_scales + set * SCALE_BYTES + offset_of(row_of_tile) + g * ROW_SCALES + t;
-    float sum[2][MT][NT][4] = {};
-#pragma unroll 1
-    for (int chunk = 0; chunk < NUM_CHUNKS; chunk++) {
-      const bool is_inner = chunk * CHUNK + t * LANE_COLUMNS < K, is_last = chunk + 1 == NUM_CHUNKS;
-      wait_for_copies<STAGES - 2>();
-      if (chunk == 0) __syncwarp();  // other lanes have copied scales
+    float sum[MT][NT][4] = {};
+#pragma unroll
+    for (int round = 0; round < ROUNDS; round++) {
+      const bool is_inner = (round + 1) * WARPS * CHUNK <= K || round * WARPS * CHUNK + lane_column < K;
       uint4 w[MT][2];
       u32 factor[MT][2];
 #pragma unroll
       for (int m = 0; m < MT; m++)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-          w[m][h] = own_ring[stage * (MT * 64) + (m * 2 + h) * 32];
-          factor[m][h] = block_factor(is_inner ? scales[(m * 16 + h * 8) * ROW_SCALES + chunk * 4] : 0);
+          w[m][h] = words[round % DEPTH][m][h];
+          factor[m][h] = block_factor(scales[round % DEPTH][m][h]);
         }
-      if (++stage == STAGES) stage = 0;
-      copy_next();
-      const u16* x_from[NT];
-      bool has_x[NT];
 #pragma unroll
-      for (int n = 0; n < NT; n++) {
-        x_rows[n] += CHUNK;
-        x_from[n] = is_last ? next_x[n] : x_rows[n];
-        has_x[n] = (is_last ? next_pair[n] : pair[n]) >= 0 && (is_last ? 0 : (chunk + 1) * CHUNK) + t * LANE_COLUMNS < K;
-      }
-#pragma unroll
-      for (int i = 0; i < X_PIECES; i++) {
+      for (int i = 0; i < LANE_COLUMNS / 8; i++) {
         u32 b[NT][4];
 #pragma unroll
         for (int n = 0; n < NT; n++) {
-          const uint4 v = x[n][i];
+          uint4 v = make_uint4(0, 0, 0, 0);
+          if (is_inner && pair[n] >= 0) v = *reinterpret_cast<const uint4*>(x_rows[n] + round * WARPS * CHUNK + i * 8);
           b[n][0] = __byte_perm(v.x, v.z, 0x5410), b[n][1] = __byte_perm(v.x, v.z, 0x7632);
           b[n][2] = __byte_perm(v.y, v.w, 0x5410), b[n][3] = __byte_perm(v.y, v.w, 0x7632);
-          x[n][i] = load_x(x_from[n] + i * 8, has_x[n]);
         }
 #pragma unroll
         for (int m = 0; m < MT; m++) {
@@ -291,58 +216,63 @@ __device__ __forceinline__ void multiply_experts(const Arguments& a) {
           }
 #pragma unroll
           for (int n = 0; n < NT; n++) {
-            mma(sum[0][m][n], f[0][0], f[1][0], f[0][1], f[1][1], b[n][0], b[n][1]);
-            mma(sum[1][m][n], f[0][2], f[1][2], f[0][3], f[1][3], b[n][2], b[n][3]);
+            mma(sum[m][n], f[0][0], f[1][0], f[0][1], f[1][1], b[n][0], b[n][1]);
+            mma(sum[m][n], f[0][2], f[1][2], f[0][3], f[1][3], b[n][2], b[n][3]);
           }
         }
       }
+      if (round + DEPTH < ROUNDS)
+        load(round + DEPTH, values, factors, own_tile_n);
+      else if (has_next)
+        load(round + DEPTH - ROUNDS, next_values, next_factors, tile_n);
     }
     if (!has_next) start_dependents();
 
-    // Lane (g, t) has rows g and g + 8 of each tile, for pairs 2t and 2t + 1 of each eight.
+    float* const parts = all_parts[set];
+    int* const pairs = all_pairs[set];
 #pragma unroll
-    for (int n = 0; n < NT; n++) {
+    for (int m = 0; m < MT; m++)
 #pragma unroll
-      for (int m = 0; m < MT; m++) {
-        float product[4];  // with bias, rounded
+      for (int n = 0; n < NT; n++)
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-          float total = __fadd_rn(sum[0][m][n][e], sum[1][m][n][e]);
-          if (a.bias != nullptr) total = __fadd_rn(total, bias[m][e >> 1]);
-          product[e] = rounded(total);
+          const int row = m * 16 + (e >> 1) * 8 + g, place = n * 8 + t * 2 + (e & 1);
+          if (place < tile.num_rows) parts[(warp * ROWS + row) * STRIDE + place] = sum[m][n][e];
         }
-        if (IS_GATED) {
-          // Rows of gate and up alternate: of two lanes, the even one takes pair 2t and the odd one pair 2t + 1.
-          const bool is_odd = g & 1;
-          const int place = n * 8 + t * 2 + is_odd, own = __shfl_sync(~0u, pair[n], (t * 2 + is_odd) * 4);
+    if (warp == 0 && t == 0) {
 #pragma unroll
-          for (int h = 0; h < 2; h++) {
-            const float even = product[h * 2], odd = product[h * 2 + 1];
-            const float mine = is_odd ? odd : even, other = __shfl_xor_sync(~0u, is_odd ? even : odd, 4);
-            float gate = is_odd ? other : mine, up = is_odd ? mine : other;
-            // Comparisons, so that NaN remains NaN. The activation is rounded once.
-            gate = gate > a.limit ? a.limit : gate;
-            up = up > a.limit ? a.limit : up < -a.limit ? -a.limit : up;
-            const float swish = __fdiv_rn(gate, __fadd_rn(1.f, __expf(__fmul_rn(-a.alpha, gate))));
-            const int column = own_tile_n * COLUMNS + m * 8 + h * 4 + (g >> 1);
-            if (place < tile.num_rows && (IS_EVEN || column < N))
-              static_cast<u16*>(a.out)[static_cast<i64>(own) * N + column] =
-                  to_bfloat16(__fmul_rn(__fadd_rn(up, 1.f), swish));
-          }
-        } else {
+      for (int n = 0; n < NT; n++) pairs[n * 8 + g] = pair[n];
+    }
+    __syncthreads();
+
+    // The product of a row of the tile with a row of the weight, plus its bias, rounded.
+    auto product = [&](int row, int weight, int n) {
+      float total = parts[row * STRIDE + n];
 #pragma unroll
-          for (int e = 0; e < 4; e++) {
-            const int source = (t * 2 + (e & 1)) * 4, place = n * 8 + t * 2 + (e & 1);
-            const int own = __shfl_sync(~0u, pair[n], source), column = own_tile_n * COLUMNS + m * 16 + (e >> 1) * 8 + g;
-            const float own_share = __shfl_sync(~0u, share[n], source);
-            const i64 row = static_cast<i64>(own % NUM_ACTIVE) * a.num_rows + own / NUM_ACTIVE;
-            if (place < tile.num_rows && (IS_EVEN || column < N))
-              static_cast<float*>(a.out)[row * N + column] = __fmul_rn(product[e], own_share);
-          }
-        }
+      for (int w = 1; w < WARPS; w++) total = __fadd_rn(total, parts[(w * ROWS + row) * STRIDE + n]);
+      if (a.bias != nullptr) total = __fadd_rn(total, from_bfloat16(a.bias[tile.expert * WEIGHT_ROWS + weight]));
+      return rounded(total);
+    };
+    for (int entry = threadIdx.x; entry < COLUMNS * tile.num_rows; entry += THREADS) {
+      const int n = entry / COLUMNS, place = entry % COLUMNS, column = own_tile_n * COLUMNS + place;
+      if (!IS_EVEN && column >= N) continue;
+      const int own = pairs[n];
+      if (!IS_GATED) {
+        const i64 row = static_cast<i64>(own % NUM_ACTIVE) * a.num_rows + own / NUM_ACTIVE;
+        static_cast<float*>(a.out)[row * N + column] = __fmul_rn(product(place, column, n), a.shares[own]);
+        continue;
       }
+      // Rows of gate and up alternate. Comparisons, so that NaN remains NaN. The activation is rounded once.
+      u16* out = static_cast<u16*>(a.out) + static_cast<i64>(own) * N;
+      float gate = product(2 * place, 2 * column, n), up = product(2 * place + 1, 2 * column + 1, n);
+      gate = gate > a.limit ? a.limit : gate;
+      up = up > a.limit ? a.limit : up < -a.limit ? -a.limit : up;
+      const float swish = __fdiv_rn(gate, __fadd_rn(1.f, __expf(__fmul_rn(-a.alpha, gate))));
+      out[column] = to_bfloat16(__fmul_rn(__fadd_rn(up, 1.f), swish));
     }
     if (!has_next) break;
+    // With two sets, nobody writes to this one again before all have left the other.
+    if (NUM_PARTS == 1) __syncthreads();
   }
 }
 

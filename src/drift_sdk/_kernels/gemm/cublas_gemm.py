@@ -58,18 +58,15 @@ WORKSPACE_VARIABLES = (
 )
 
 
-def fastest_multiply(
-    x: Tensor, weight: Tensor, out: Tensor, config: GemmConfig, *, following: Tensor | None = None
-) -> bool:
+def fastest_multiply(x: Tensor, weight: Tensor, out: Tensor, config: GemmConfig) -> bool:
     """`multiply`, by few_rows_gemm.py where it computes the product, and by the library where `config` names
     it and its bits are the same.
 
-    x [M, K], weight [N, K], out [config.num_partials, M, N] float32. following: a weight to load to the L2
-    cache, see `few_rows_multiply`; the other kernels do without. Returns False where `config` names the
+    x [M, K], weight [N, K], out [config.num_partials, M, N] float32. Returns False where `config` names the
     library and its bits differ, so that the kernel ran instead, which is slower.
     """
     if has_few_rows_product(x, weight, config):
-        few_rows_multiply(x, weight, out, config, following=following)
+        few_rows_multiply(x, weight, out, config)
         return True
 
     if not _is_for_library(x, config) or is_recording():

@@ -16,7 +16,6 @@ constexpr int CHUNK = 64;                     // columns of a chunk: 128 bytes o
 constexpr int CHUNK_BYTES = TILE * CHUNK * 2;  // of a tile
 constexpr int STEP_CHUNKS = 2;                 // chunks between two barriers
 constexpr int LOADS = 8;                       // pieces of a row of x that a lane loads at once
-constexpr int PREFETCH_BYTES = 4096;           // that a thread loads to the L2 cache at once
 
 __device__ __forceinline__ u32 shared_address(const void* pointer) {
   return static_cast<u32>(__cvta_generic_to_shared(pointer));
@@ -45,11 +44,6 @@ template <int PENDING> __device__ __forceinline__ void wait_for_copies() {
 __device__ __forceinline__ void wait_for_producers() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 __device__ __forceinline__ void start_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-
-// Loads bytes, a multiple of 16, to the L2 cache without waiting for them.
-__device__ __forceinline__ void prefetch(const u8* from, u32 num_bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(num_bytes) : "memory");
-}
 
 // Waits for all threads of a warpgroup. Barrier 0 is that of all threads.
 __device__ __forceinline__ void wait_for_warpgroup(int group) {
@@ -108,13 +102,11 @@ __device__ __forceinline__ u64 descriptor(const void* rows) {
 __device__ __forceinline__ int place_of(int row, int piece) { return row * (CHUNK * 2) + (piece ^ row % 8) * 16; }
 
 // What a product takes. x: [M, K], weight: [N, K], bfloat16; out: [slices, M, N] fp32. N is a multiple of TILE, K and
-// slice_size are multiples of CHUNK; slice_size: columns of all slices but the last. M: up to 8 * NT. following:
-// following_bytes of another weight, a multiple of 16, which are loaded to the L2 cache; or null.
+// slice_size are multiples of CHUNK; slice_size: columns of all slices but the last. M: up to 8 * NT.
 struct Arguments {
   const u16 *x, *weight;
   float* out;
-  const u8* following;
-  int following_bytes, M, N, K, slice_size;
+  int M, N, K, slice_size;
 };
 
 // Grid: (CTAs of a slice, slices). Shared memory: x [chunks][8 * NT][128 bytes], then the ring of each warpgroup:
@@ -171,10 +163,6 @@ template <int NT, int STAGES> __device__ __forceinline__ void multiply_few(const
   fence_writes();
   __syncthreads();
   start_dependents();
-  const int num_ctas = gridDim.x * gridDim.y, cta = blockIdx.y * gridDim.x + blockIdx.x;
-  for (int piece = threadIdx.x * num_ctas + cta; piece * PREFETCH_BYTES < a.following_bytes;
-       piece += blockDim.x * num_ctas)
-    prefetch(a.following + piece * PREFETCH_BYTES, min(a.following_bytes - piece * PREFETCH_BYTES, PREFETCH_BYTES));
 
   float sum[NT][4];
 #pragma unroll
@@ -228,7 +216,6 @@ template <int NT, int STAGES> __device__ __forceinline__ void multiply_few(const
 }
 
 extern "C" __global__ void __launch_bounds__(256, 1)
-    product(const u16* x, const u16* weight, float* out, const u8* following, int following_bytes, int M, int N, int K,
-            int slice_size) {
-  MULTIPLY({x, weight, out, following, following_bytes, M, N, K, slice_size});
+    product(const u16* x, const u16* weight, float* out, int M, int N, int K, int slice_size) {
+  MULTIPLY({x, weight, out, M, N, K, slice_size});
 }

@@ -39,13 +39,10 @@ TILE, CHUNK = 16, 64
 CHUNK_BYTES, STEP_CHUNKS = TILE * CHUNK * 2, 2
 GROUP_WARPS, MAX_WARPS = 4, 8
 MIN_STAGES = 3
-MAX_ROWS = 16
+MAX_ROWS = 4
 """The most rows for which the kernel is faster than that of gemm.py."""
 SHARED_BYTES = 176 * 1024
 """Shared memory of a CTA. The rest of a multiprocessor's is left to the kernels before, which still run."""
-
-MAX_FOLLOWING_BYTES = 32 * 2**20
-"""Bytes of the following weight that are loaded to the L2 cache."""
 
 
 class FewRowsTiles(Struct, frozen=True):
@@ -121,14 +118,9 @@ def few_rows_multiply(
     out: Tensor,
     config: GemmConfig,
     *,
-    following: Tensor | None = None,
     tiles: FewRowsTiles | None = None,
 ) -> None:
-    """`multiply` of gemm.py where `has_few_rows_product`.
-
-    following: a weight to be read soon, whose first MAX_FOLLOWING_BYTES are loaded to the L2 cache once x has
-    been read. tiles: None: those of `few_rows_tiles`.
-    """
+    """`multiply` of gemm.py where `has_few_rows_product`. tiles: None: those of `few_rows_tiles`."""
     (num_rows, inner), num_columns = x.shape, weight.shape[0]
     check_tensor("x", x, (num_rows, inner), torch.bfloat16)
     check_tensor("weight", weight, (num_columns, inner), torch.bfloat16)
@@ -150,8 +142,6 @@ def few_rows_multiply(
         x,
         weight,
         out,
-        following,
-        0 if following is None else min(following.nbytes, MAX_FOLLOWING_BYTES) // 16 * 16,
         num_rows,
         num_columns,
         inner,

@@ -14,7 +14,7 @@ from drift_sdk._kernels.layers.glu import glu
 from drift_sdk._kernels.layers.rope_store import rotate_and_store
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.attention_groups import AttentionGroups, AttentionShape
-from drift_sdk.execution.forward.expert_forward import ExpertForward, weight_after_experts
+from drift_sdk.execution.forward.expert_forward import ExpertForward
 from drift_sdk.execution.forward.kernel_weights import KernelWeight
 from drift_sdk.execution.forward.model_resources import ModelResources
 from drift_sdk.execution.forward.quantised_products import multiply_gated, multiply_quantised
@@ -117,9 +117,9 @@ class DecodeForward:
         for index, layer in self._layers(self.hidden_states.aux_layers):
             self._attend(layer, index)
             attended = buffers.attended.view(self._num_rows, -1)
-            following = weight_after_experts(self._decoder.weights.layers, index)
-            output = self._multiply_down(attended, layer.output, 2 * index, following)
-            stream.add_attention(index, output, layer.output_bias)
+            stream.add_attention(
+                index, self._multiply_down(attended, layer.output, 2 * index), layer.output_bias
+            )
             if self._experts is not None and layer.experts is not None:
                 stream.add_mlp(index, self._experts.run(layer.experts, index))
                 continue
@@ -187,30 +187,25 @@ class DecodeForward:
             total = total + part
         glu((total + layer.gate_up_bias).to(dtype), activated, activation)
 
-    def _multiply(self, x: Tensor, matrix: Matrix, following: Tensor | None = None) -> Tensor:
-        """Partial sums [num_partials, R, N] of x times matrix transposed, valid until the next product.
-
-        following: a weight to load to the L2 cache, see `few_rows_multiply`.
-        """
+    def _multiply(self, x: Tensor, matrix: Matrix) -> Tensor:
+        """Partial sums [num_partials, R, N] of x times matrix transposed, valid until the next product."""
         if isinstance(matrix, KernelWeight):
             return multiply_quantised(self._workspace, x, matrix)
 
         weight = dense(matrix)
         config = self._gemm(weight).config(self._num_rows)
         partials = take_partials(self._workspace, config.num_partials, self._num_rows, weight.shape[0])
-        if not fastest_multiply(x, weight, partials, config, following=following):
+        if not fastest_multiply(x, weight, partials, config):
             self._tuned.refuse(*weight.shape)
         return partials
 
-    def _multiply_down(
-        self, x: Tensor, matrix: Matrix, index: int, following: Tensor | None = None
-    ) -> Tensor | PeerTensor:
+    def _multiply_down(self, x: Tensor, matrix: Matrix, index: int) -> Tensor | PeerTensor:
         """`_multiply` for a matrix whose columns GPUs divide: all their partial sums, if there are several.
 
         index: of the sum in the step.
         """
         if self._exchange is None:
-            return self._multiply(x, matrix, following)
+            return self._multiply(x, matrix)
 
         weight = dense(matrix)
         num_columns, inner = weight.shape

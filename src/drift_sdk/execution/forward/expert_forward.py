@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from msgspec import structs
 from torch import Tensor
@@ -24,10 +22,9 @@ from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.model_resources import ModelResources
 from drift_sdk.models.experts import ExpertMatrices, ExpertWeights, QuantisedMatrices
 from drift_sdk.models.experts_config import ExpertsConfig
-from drift_sdk.models.weights import LayerWeights
 from drift_sdk.quantised.weight import dense
 
-__all__ = ["ExpertForward", "take_counts", "weight_after_experts"]
+__all__ = ["ExpertForward", "take_counts"]
 
 MANY_ROWS_PER_EXPERT = 16
 """The most rows of an expert, on average, for which prefill passes use the kernels of few rows. It is 16
@@ -143,16 +140,6 @@ class ExpertForward:
             dtype=normed.dtype,
         )
         list_rows(rows)
-
-
-def weight_after_experts(layers: Sequence[LayerWeights], index: int) -> Tensor | None:
-    """The weight that is read after the experts of layer `index`, if it is dense; None without experts, and
-    for the last layer. There is time to read it while the experts are chosen."""
-    if layers[index].experts is None or index + 1 == len(layers):
-        return None
-
-    qkv = layers[index + 1].qkv
-    return qkv if isinstance(qkv, Tensor) else None
 
 
 def take_counts(workspace: Workspace, num_layers: int, num_experts: int) -> Tensor:
