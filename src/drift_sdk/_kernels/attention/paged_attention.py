@@ -23,7 +23,7 @@ under way.
 
 Dependent launch: `_attend` reads the plan, the rows and the block table before it waits; they are older than
 the two kernels before it, which make queries and keys. It permits its dependents to start at its
-end, or at once where programs have few keys: memory is idle then, and can read weights of the next product.
+end, or where programs have few keys, when it has waited: memory can read weights of the next product then.
 """
 
 from __future__ import annotations
@@ -144,8 +144,6 @@ def _attend(
     key = tl.arange(0, TILE_KEYS)
     num_tiles = tl.load(num_tiles_ptr, cache_modifier=".cg")
     share = tl.program_id(1)
-    if num_tiles <= EARLY_TILES * tl.num_programs(1):
-        start_dependents(PDL)
     tile_index = next_partition(
         tiles_ptr, num_tiles * share // tl.num_programs(1), num_tiles,
         WINDOW, TILE_KEYS, NARROW, NARROW_END, WIDE,
@@ -175,6 +173,8 @@ def _attend(
         query_index = (row * NUM_KV_HEADS + head) * GROUP_SIZE + query_row % GROUP_SIZE
         query_mask = is_live[:, None] & is_dim[None, :]
         wait_for_producers(PDL)
+        if num_tiles <= EARLY_TILES * tl.num_programs(1):
+            start_dependents(PDL)
         queries = tl.load(
             query_ptr + query_index[:, None] * HEAD_DIM + dim[None, :], mask=query_mask, other=0.0
         )
