@@ -607,7 +607,7 @@ async def test_text_is_streamed_when_tools_are_given() -> None:
 
     def next_token(prompt_ids: Sequence[int], output_ids: Sequence[int], seed: int) -> int:
         if len(output_ids) == len(reply) // 2:
-            has_arrived.wait()
+            assert has_arrived.wait(300)
         return reply[len(output_ids)] if len(output_ids) < len(reply) else EOS_TOKEN_ID
 
     text = ""
