@@ -5,7 +5,7 @@ The rules follow what measurements on an H200 chose (`tuned/nvidia-h200.json`):
 - Up to 64 rows a product is bound by the bytes of its weight. One tile takes all rows, and what counts is how
   many bytes of weights are on their way: the pipeline gets as many stages as fit beside the other CTAs of a
   multiprocessor, up to MAX_STAGES. Tiles have 128 inner indices where slices consist of them and enough
-  stages fit, else 64; and 128 columns instead of 64 where that still leaves a CTA for most multiprocessors.
+  stages fit, else 64; and 128 columns instead of 64 where that leaves enough CTAs (`_may_be_wide`).
 - From 65 rows on, several tiles of rows share the weights through the L2 cache. The tiles that need the least
   time by `cost` are taken, which counts rounds of CTAs over the multiprocessors, and slices are spread where
   few tiles would leave multiprocessors idle.
@@ -60,83 +60,6 @@ the time of two CTAs with two each."""
 LOAD_SPEED, LOAD_CLOCKS = 64, 2900
 """Bytes that a multiprocessor loads from the L2 cache in a clock at most; and clocks until a load has come,
 which bound the speed of a CTA that is alone by the bytes that its stages have on their way."""
-
-NARROW, WIDE = 64, 128
-"""Columns of a tile, or inner indices. 64 columns are the M side of wgmma, whose bits differ from those of
-other instructions: tiles have no fewer."""
-
-SHARED_RESERVE = 2048
-"""Bytes of shared memory that Triton may take beside the stages: barriers, and scratch of conversions."""
-
-ROWS_OF_MANY = 64
-"""Up to this many rows, one tile takes all."""
-
-LIBRARY_ROWS = 192
-LIBRARY_ELEMENTS = 2**23
-"""Rows, and elements of a weight, from which on the vendor's library is faster, about."""
-
-MIN_CTA_SHARE, MIN_CTA_SHARE_OF_32 = 0.8, 0.5
-"""Wide tiles are taken where they leave CTAs for this share of the multiprocessors; the second one for 32
-rows, which let a CTA compute longer for each byte of weights."""
-
-LEAST_STAGES_OF_MANY = 3
-"""Stages for more than ROWS_OF_MANY rows, if they fit at all: one CTA with three of them takes two thirds of
-the time of two CTAs with two each."""
-
-LOAD_SPEED, LOAD_SPEED_OF_ONE = 64, 40
-"""Bytes that the CTAs of a multiprocessor load from the L2 cache in a clock; and an ungated CTA of 128 by 128
-that is alone on it, whose stages are too small to have more on the way."""
-
-NARROW, WIDE = 64, 128
-"""Columns of a tile, or inner indices. 64 columns are the M side of wgmma, whose bits differ from those of
-other instructions: tiles have no fewer."""
-
-SHARED_RESERVE = 2048
-"""Bytes of shared memory that Triton may take beside the stages: barriers, and scratch of conversions."""
-
-ROWS_OF_MANY = 64
-"""Up to this many rows, one tile takes all."""
-
-LIBRARY_ROWS = 192
-LIBRARY_ELEMENTS = 2**23
-"""Rows, and elements of a weight, from which on the vendor's library is faster, about."""
-
-MIN_CTA_SHARE, MIN_CTA_SHARE_OF_32 = 0.8, 0.5
-"""Wide tiles are taken where they leave CTAs for this share of the multiprocessors; the second one for 32
-rows, which let a CTA compute longer for each byte of weights."""
-
-LEAST_STAGES_OF_MANY = 3
-"""Stages for more than ROWS_OF_MANY rows, if they fit at all: one CTA with three of them takes two thirds of
-the time of two CTAs with two each."""
-
-LOAD_SPEED, LOAD_CLOCKS = 64, 2800
-"""Bytes that a multiprocessor loads from the L2 cache in a clock at most, and clocks until a load has come:
-the bytes that are on their way bound the speed, too."""
-
-NARROW, WIDE = 64, 128
-"""Columns of a tile, or inner indices. 64 columns are the M side of wgmma, whose bits differ from those of
-other instructions: tiles have no fewer."""
-
-SHARED_RESERVE = 2048
-"""Bytes of shared memory that Triton may take beside the stages: barriers, and scratch of conversions."""
-
-ROWS_OF_MANY = 64
-"""Up to this many rows, one tile takes all."""
-
-LIBRARY_ROWS = 192
-LIBRARY_ELEMENTS = 2**23
-"""Rows, and elements of a weight, from which on the vendor's library is faster, about."""
-
-MIN_CTA_SHARE, MIN_CTA_SHARE_OF_32 = 0.8, 0.5
-"""Wide tiles are taken where they leave CTAs for this share of the multiprocessors; the second one for 32
-rows, which let a CTA compute longer for each byte of weights."""
-
-LEAST_STAGES_OF_MANY = 3
-"""Stages for more than ROWS_OF_MANY rows, if they fit at all: one CTA with three of them takes two thirds of
-the time of two CTAs with two each."""
-
-LOAD_SPEED, LOAD_SPEED_OF_ONE = 64, 40
-"""Bytes that the CTAs of a multiprocessor load from the L2 cache in a clock, and a CTA that is alone on it."""
 
 TILES_OF_MANY = (
     (64, 64, 64, 4), (64, 128, 128, 4), (128, 64, 64, 4), (64, 128, 64, 4), (128, 128, 64, 8),
@@ -277,8 +200,8 @@ def cost(shape: GemmShape, tiles: GemmTiles, num_rows: int, limits: GpuLimits) -
 
     Each round of CTAs takes the longer one of its arithmetic and its loads. Of a multiprocessor: 4,096
     multiply-adds of 2 bytes a clock at best, three quarters of that in tiles that share few operands;
-    LOAD_SPEED from the L2 cache, or what is on its way. The partial sums are written and read by all multiprocessors at 12 bytes a
-    clock each.
+    LOAD_SPEED from the L2 cache, or less if too little is on its way. The partial sums are written and read
+    by all multiprocessors at 12 bytes a clock each.
     """
     is_spread = tiles.is_spread
     num_ctas = shape.num_ctas(tiles.tile_n, tiles.tile_m, num_rows, is_spread=is_spread)
