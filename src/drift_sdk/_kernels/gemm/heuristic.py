@@ -126,7 +126,7 @@ def _tiles_of_few(shape: GemmShape, num_rows: int, limits: GpuLimits) -> GemmTil
         num_ctas = shape.num_ctas(tile_n, tile_m, num_rows, is_spread=True)
         for tile_k in (WIDE, NARROW):
             num_stages = _num_stages(shape, (tile_n, tile_m, tile_k), num_ctas, limits)
-            least_stages = 3 if tile_m <= 32 else 4
+            least_stages = 3 if tile_m <= 32 or tile_n == WIDE else 4
             if tile_k == WIDE and (shape.slice_size % WIDE or num_stages < least_stages):
                 continue
 
