@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from drift_sdk.text.tokenizer import Tokenizer
 
 __all__ = [
+    "TOKENIZER_FILE",
     "Found",
     "Role",
     "Source",

@@ -37,6 +37,7 @@ from drift_sdk.startup.executor_factory import (
     open_graph_executor,
 )
 from drift_sdk.startup.kv_sizing import KVDemand, check_model_len, gib
+from drift_sdk.startup.model_config import read_config
 from drift_sdk.startup.model_part import ModelPart, StoredWeights, load_part
 from drift_sdk.startup.tensor_parallel import (
     check_division,
@@ -298,18 +299,6 @@ def _tokenizer(source: Source, config: EngineConfig, report: Report) -> tuple[To
     with name_role("tokenizer"):
         tokenizer, templates = other.tokenizer(), other.chat_templates
     return tokenizer, templates or source.chat_templates
-
-
-def read_config(source: Source, config: EngineConfig) -> DecoderConfig:
-    """The decoder's configuration; ModelLoadError naming the file, the setting and its value."""
-    settings = source.config  # its errors name the file
-    file = source.path if source.path.is_file() else source.path / "config.json"
-    try:
-        return DecoderConfig.from_hf(settings, max_model_len=config.max_model_len)
-    except ModelLoadError as error:
-        raise ModelLoadError(f"{file}: {error}") from error
-    except Exception as error:  # settings of a wrong type may raise anything
-        raise ModelLoadError(f"{file}: not the config of a model: {error!r}") from error
 
 
 def _chat_template(

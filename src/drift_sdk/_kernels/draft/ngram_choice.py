@@ -61,12 +61,14 @@ def _take_ngrams(
     own_drafts_ptr = drafts_ptr + slot_index * ROWS_PER_SLOT + draft
     tl.store(own_drafts_ptr, ngram, mask=is_kept)
     tl.store(own_drafts_ptr + num_slots * ROWS_PER_SLOT, model, mask=is_kept)
-    is_found = tl.max(ngram, axis=0) >= 0
     slot = tl.load(row_slot_ptr + slot_index * ROWS_PER_SLOT)
-    is_taken = is_found & (tl.load(score_ptr + slot, mask=is_found, other=-1) >= 0)
-    tl.store(is_ngram_ptr + slot_index, is_taken.to(tl.int32))
-    tl.store(row_token_ptr + row, ngram, mask=is_draft & is_taken)
-    tl.store(row_slot_ptr + row, tl.where(ngram >= 0, own_slot, -1), mask=is_draft & is_taken)
+    score = tl.load(score_ptr + tl.maximum(slot, 0))
+    # Negative if nothing was found, or if the score is.
+    choice = tl.minimum(tl.max(ngram, axis=0), score)
+    tl.store(is_ngram_ptr + slot_index, tl.where(choice >= 0, 1, 0))
+    is_replaced = is_draft & (draft + 1 < tl.where(choice >= 0, ROWS_PER_SLOT, 0))
+    tl.store(row_token_ptr + row, ngram, mask=is_replaced)
+    tl.store(row_slot_ptr + row, tl.where(ngram >= 0, own_slot, -1), mask=is_replaced)
 
 
 @triton.jit
@@ -76,11 +78,10 @@ def _num_right(
     ROWS_PER_SLOT: tl.constexpr,
     PADDED_ROWS: tl.constexpr,
 ):
-    """(number of tokens, from the first on, that a draft has in common with the round; whether there is a
-    draft)."""
+    """The number of tokens, from the first on, that a draft has in common with the round."""
     place = tl.arange(0, PADDED_ROWS)
     token = tl.load(draft_ptr + place, mask=place + 1 < ROWS_PER_SLOT, other=-1)
-    return tl.min(tl.where(token == chosen, PADDED_ROWS, place), axis=0), tl.max(token, axis=0) >= 0
+    return tl.min(tl.where(token == chosen, PADDED_ROWS, place), axis=0)
 
 
 @triton.jit
@@ -103,13 +104,12 @@ def _score_ngrams(
     is_emitted = place < num_emitted
     chosen = tl.load(chosen_ptr + slot_index * ROWS_PER_SLOT + place, mask=is_emitted, other=-2)
     own_ptr = drafts_ptr + slot_index * ROWS_PER_SLOT
-    num_ngram, is_found = _num_right(own_ptr, chosen, ROWS_PER_SLOT, PADDED_ROWS)
-    num_model, _ = _num_right(own_ptr + num_slots * ROWS_PER_SLOT, chosen, ROWS_PER_SLOT, PADDED_ROWS)
-    is_scored = is_found & (num_emitted > 0)
-    slot = tl.load(row_slot_ptr + slot_index * ROWS_PER_SLOT)
-    score = tl.load(score_ptr + slot, mask=is_scored, other=0)
-    score += ((num_ngram - num_model) * UNIT - score) >> SHIFT
-    tl.store(score_ptr + slot, score, mask=is_scored)
+    num_ngram = _num_right(own_ptr, chosen, ROWS_PER_SLOT, PADDED_ROWS)
+    num_model = _num_right(own_ptr + num_slots * ROWS_PER_SLOT, chosen, ROWS_PER_SLOT, PADDED_ROWS)
+    if (num_emitted > 0) & (tl.load(own_ptr) >= 0):
+        own_score_ptr = score_ptr + tl.load(row_slot_ptr + slot_index * ROWS_PER_SLOT)
+        score = tl.load(own_score_ptr)
+        tl.store(own_score_ptr, score + (((num_ngram - num_model) * UNIT - score) >> SHIFT))
 
 
 def take_ngrams(
