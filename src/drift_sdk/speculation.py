@@ -249,9 +249,10 @@ class Speculation(Struct, frozen=True, kw_only=True):
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> Speculation:
         """Make it from plain data. `draft` may be "ngram", or the fields of `NGram` as a mapping, which
-        `ngrams` may be too; `shape` may be the number of tokens of a `Chain`, or a mapping with the fields of a shape: those of `StaticTree`
-        if it has `paths`, of `DynamicTree` if it has `top_k` or `depth`, else of `Chain`. ConfigError for a
-        wrong value, and for an unknown field, with the name of the most similar one."""
+        `ngrams` may be too; `shape` may be the number of tokens of a `Chain`, or a mapping with the fields of
+        a shape: those of `StaticTree` if it has `paths`, of `DynamicTree` if it has `top_k` or `depth`, else
+        of `Chain`. ConfigError for a wrong value, and for an unknown field, with the name of the most similar
+        one."""
         check_field_names(ConfigError, cls, settings)
         if "draft" not in settings:
             raise ConfigError.of("draft", None, "a folder, a hub id or NGram()")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import filecmp
 import logging
 from collections.abc import Callable
+from functools import partial
 
 from drift_sdk._files import has_file
 from drift_sdk.config import EngineConfig
@@ -32,8 +33,8 @@ def load_draft_model(
 
     source, target_source: the files of either model. check_bytes: as of `Decoder.load`.
 
-    Raises ModelLoadError for a vocabulary other than the target's, and what `Decoder.load` raises; ConfigError
-    for settings of `Speculation` that only a draft head has.
+    Raises ModelLoadError for a vocabulary other than the target's, and what `Decoder.load` raises.
+    ConfigError for settings of `Speculation` that only a draft head has.
     """
     model = read_config(source, config)
     _check_settings(speculation, model)
@@ -53,11 +54,9 @@ def load_draft_model(
             model.max_position_embeddings,
         )
     form = speculation.draft_weights or "expanded"
-    place = {"device": target.device, "dtype": target.dtype}
-    if config.load == "random":
-        return Decoder.random(model, **place, form=form, check_bytes=check_bytes)
-
-    return Decoder.load(model, source.tensors(), **place, form=form, check_bytes=check_bytes)
+    tensors = source.tensors() if config.load == "auto" else None
+    load = Decoder.random if tensors is None else partial(Decoder.load, tensors=tensors)
+    return load(model, device=target.device, dtype=target.dtype, form=form, check_bytes=check_bytes)
 
 
 def _check_settings(speculation: Speculation, model: DecoderConfig) -> None:
@@ -83,8 +82,8 @@ def _check_tokens(source: Source, target: Source) -> None:
     if not source.has_tokenizer or not target.has_tokenizer:
         return
 
-    files = [each.path / TOKENIZER_FILE for each in (source, target)]
-    if all(map(has_file, files)) and filecmp.cmp(*files, shallow=False):
+    file, target_file = (each.path / TOKENIZER_FILE for each in (source, target))
+    if has_file(file) and has_file(target_file) and filecmp.cmp(file, target_file, shallow=False):
         return  # to read large vocabularies takes a second
 
     own, others = source.tokenizer().tokens_by_id(), target.tokenizer().tokens_by_id()

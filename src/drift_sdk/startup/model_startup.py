@@ -22,7 +22,6 @@ from drift_sdk.errors import ConfigError, ModelLoadError, RequestError, short_re
 from drift_sdk.execution.drafter_factory import DrafterFactory
 from drift_sdk.execution.stages import StageMarks
 from drift_sdk.loading.source import Source, eos_token_ids, expand_home, name_role, resolve
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.shard import Shard
 from drift_sdk.models.weights import weight_bytes
 from drift_sdk.progress import Download, Report, ignore_progress

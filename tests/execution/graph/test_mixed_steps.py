@@ -28,9 +28,9 @@ from drift_sdk.execution.drafter_factory import (
     NGramDrafterFactory,
 )
 from drift_sdk.execution.eager.drafters import EagleDrafter, NGramDrafter
+from drift_sdk.execution.eager.executor import EagerExecutor
 from drift_sdk.execution.eager.hybrid_drafter import HybridDrafter
 from drift_sdk.execution.eager.model_drafter import ModelDrafter
-from drift_sdk.execution.eager.executor import EagerExecutor
 from drift_sdk.execution.graph.buckets import MixedBucket
 from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
 from drift_sdk.execution.graph.step_launcher import StepLauncher
