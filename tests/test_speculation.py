@@ -19,6 +19,7 @@ CASES = [
     (NGram, "min_length", (1, 4), (0, -1, True, "2", 2.0, None)),
     (NGram, "max_length", (2, 16), (1, 17, True, "2", 2.0, None)),
     (Speculation, "draft", ("hub/id", Path("folder"), NGram()), ("", 7, None, Chain(3))),
+    (Speculation, "ngrams", (None, NGram(), NGram(min_length=3)), ("ngram", 3, True, Chain(3), NGram)),
     (Speculation, "shape", (Chain(1), StaticTree(((0,),)), DynamicTree()), (3, None, NGram(), ((0,),))),
     (Speculation, "checks", (True, False), (0, None, "no")),
     (Speculation, "adaptive", (True, False), (1, None, "yes")),

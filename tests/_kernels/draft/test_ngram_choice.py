@@ -11,7 +11,7 @@ import torch
 
 from drift_sdk._kernels.draft.ngram import num_searchers, search_ngrams
 from drift_sdk._kernels.draft.ngram_choice import score_ngrams, take_ngrams
-from drift_sdk.draft_policy.ngram_score import SCORE_UNIT, next_score, num_right
+from drift_sdk.draft_policy.ngram_score import SCORE_SHIFT, SCORE_UNIT, next_score, num_right
 from drift_sdk.execution.eager.drafters import Span
 from drift_sdk.execution.eager.hybrid_drafter import HybridDrafter, state_of
 from drift_sdk.trees.growth import Draft, DraftLimit
@@ -20,6 +20,7 @@ pytestmark = pytest.mark.kernel
 
 NUM_SLOTS, NUM_DRAFTS, MAX_TOKENS, LENGTHS = 5, 3, 110, (2, 4)
 ROWS = NUM_DRAFTS + 1
+SCORE = {"unit": SCORE_UNIT, "shift": SCORE_SHIFT}
 
 
 class GivenDrafts:
@@ -107,7 +108,7 @@ def test_rounds_equal_those_of_the_eager_drafter(device: str) -> None:
             emitted.append(len(new))
             text = texts[number]
             spans.append(Span(slots[number], len(text) - 1, text[-1], new, range(len(new))))
-        score_ngrams(rows[0], int32(chosen, device), int32(emitted, device), drafts, score)
+        score_ngrams(rows[0], int32(chosen, device), int32(emitted, device), drafts, score, **SCORE)
         eager.draft_extend(spans, [], torch.empty(0))
         for span in spans:
             texts[span.slot.number] += span.next_token_ids
@@ -143,4 +144,4 @@ def test_choice_names_wrong_arguments(device: str) -> None:
     with pytest.raises(ValueError, match=r"drafts: \[1, 2, 2\] .*: expected \[2, 2, 2\]"):
         take_ngrams(row, row, row, history, found, score, drafts[:1], is_ngram)
     with pytest.raises(ValueError, match=r"emitted: \[1\] .*: expected \[2\]"):
-        score_ngrams(row, row, is_ngram[:1], drafts, score)
+        score_ngrams(row, row, is_ngram[:1], drafts, score, **SCORE)

@@ -23,11 +23,8 @@ from torch import Tensor
 from drift_sdk._kernels.common.arguments import check_rows, check_tensor, check_tensors
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.draft.ngram import found_tokens, num_searchers
-from drift_sdk.draft_policy.ngram_score import SCORE_SHIFT, SCORE_UNIT
 
 __all__ = ["score_ngrams", "take_ngrams"]
-
-UNIT, SHIFT = tl.constexpr(SCORE_UNIT), tl.constexpr(SCORE_SHIFT)
 
 
 @triton.jit
@@ -91,6 +88,8 @@ def _score_ngrams(
     emitted_ptr,  # [B] int32
     drafts_ptr,  # [2, B, ROWS_PER_SLOT] int32
     score_ptr,  # [S] int32, read and written
+    UNIT: tl.constexpr,
+    SHIFT: tl.constexpr,
     ROWS_PER_SLOT: tl.constexpr,
     PADDED_ROWS: tl.constexpr,  # ROWS_PER_SLOT as a power of two
     PDL: tl.constexpr,
@@ -167,12 +166,21 @@ def take_ngrams(
     )
 
 
-def score_ngrams(row_slot: Tensor, chosen: Tensor, emitted: Tensor, drafts: Tensor, score: Tensor) -> None:
+def score_ngrams(
+    row_slot: Tensor,
+    chosen: Tensor,
+    emitted: Tensor,
+    drafts: Tensor,
+    score: Tensor,
+    *,
+    unit: int,
+    shift: int,
+) -> None:
     """Move the scores of slots that had an n-gram, by the tokens of both drafts that were right.
 
     row_slot, chosen [B * T] int32: the round's rows, and the token behind each. emitted [B] int32: of slot b
     the first emitted[b] were emitted. drafts [2, B, T] int32: as `take_ngrams` left it. score [S] int32, read
-    and written.
+    and written: it moves by 1 / 2**shift of its distance from `unit` times the difference of the two.
 
     Raises ValueError for another shape, type or layout.
     """
@@ -187,6 +195,8 @@ def score_ngrams(row_slot: Tensor, chosen: Tensor, emitted: Tensor, drafts: Tens
         emitted,
         drafts,
         score,
+        UNIT=unit,
+        SHIFT=shift,
         ROWS_PER_SLOT=rows_per_slot,
         PADDED_ROWS=triton.next_power_of_2(rows_per_slot),
         PDL=uses_pdl(),

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from drift_sdk._kernels.draft.ngram import append_history, num_searchers, search_ngrams
 from drift_sdk._kernels.draft.ngram_choice import score_ngrams, take_ngrams
+from drift_sdk.draft_policy.ngram_score import SCORE_SHIFT, SCORE_UNIT
 from drift_sdk.execution.device.slot_table import SlotTable
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.decode import Rows
@@ -90,7 +91,7 @@ class HybridRounds:
     ) -> None:
         if num_draft_tokens > 0:
             drafts = self._drafts(num_slots, num_draft_tokens)
-            score_ngrams(rows.slot, chosen, emitted, drafts, self._score)
+            score_ngrams(rows.slot, chosen, emitted, drafts, self._score, unit=SCORE_UNIT, shift=SCORE_SHIFT)
         # An accepted row holds the token that was sampled after the row before it.
         append_history(rows.slot, rows.position, rows.token, self._history, emitted=emitted)
         self._model.draft_extend(
