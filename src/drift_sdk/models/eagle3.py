@@ -271,7 +271,11 @@ def _explain_errors(source: Source) -> Iterator[None]:
 
 
 def is_whole_model(source: Source) -> bool:
-    """Whether a folder holds a language model: by the names of its tensors, or its config if it has none."""
+    """Whether a source is a language model: a .gguf file is one, a folder by the names of its tensors, or by
+    its config if it has none."""
+    if source.path.is_file():
+        return True
+
     try:
         return any(name.startswith("model.") for name in DraftTensors(source.path).names())
     except ModelLoadError:

@@ -120,6 +120,7 @@ class Oracle:
 
     aux_layers: Tokens[int] = ()
     kv_cache = None
+    is_ngram = None
 
     def __init__(self, device: torch.device) -> None:
         self.told = torch.zeros(LIMITS.max_num_seqs, LIMITS.max_model_len, dtype=torch.int32, device=device)
