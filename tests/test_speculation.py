@@ -83,6 +83,13 @@ def test_trees_need_an_eagle_draft() -> None:
             Speculation(draft=NGram(), shape=shape)
 
 
+def test_ngrams_stand_beside_chains_of_a_draft() -> None:
+    with pytest.raises(ConfigError, match=r"ngrams=NGram\(.*: expected None with draft=NGram\(\)"):
+        Speculation(draft=NGram(), ngrams=NGram())
+    with pytest.raises(ConfigError, match=r"shape=DynamicTree\(.*: expected a Chain with NGram\(\)"):
+        Speculation(draft="head", ngrams=NGram(), shape=DynamicTree())
+
+
 def test_static_tree_offers_smaller_trees() -> None:
     tree = StaticTree([[0], [1], [0, 0], [0, 1], [0, 0, 0]])
     assert tree.paths == ((0,), (1,), (0, 0), (0, 1), (0, 0, 0))
