@@ -17,6 +17,7 @@ from sampling_rows import FixedMask
 from scheduled_run import run_scheduled, sampling_of
 from tiny_llama import tiny_llama
 
+from drift_sdk._kernels.gemm.logged_products import read_products
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.device.device import GpuDevice
 from drift_sdk.execution.drafter_factory import (
@@ -204,7 +205,7 @@ def test_steps_and_drafts_equal_those_of_the_eager_executor(
         target,
         LIMITS,
         TunedTable(),
-        GraphOptions(prefill_token_budget=BUDGET),
+        GraphOptions(prefill_token_budget=BUDGET, shape_log=tmp_path / "shapes.json"),
         drafter_factory=factory,
     )
     on_graphs.clear()  # those of captures
@@ -221,10 +222,23 @@ def test_steps_and_drafts_equal_those_of_the_eager_executor(
     assert max(tokens[0]) < 32 <= min(tokens[4]) and max(tokens[4]) < 64
     assert any(row.slot in slots for plan, _, slots in launched for row in plan.decode)
     assert any(chunk.slot in slots and chunk.is_last for plan, _, slots in launched for chunk in plan.prefill)
+    if kind == "model":
+        check_products(tmp_path / "shapes.json", factory.draft)
     if not IS_GPU:
         assert drafted(on_graphs) == drafted(on_eager) != []
     rounds = [output for step in steps for output in step if output.num_drafted]
     assert {output.is_ngram for output in rounds} == ({False, True} if kind == "eagle+ngram" else {False})
+
+
+def check_products(file: Path, small: Decoder) -> None:
+    """What is logged and could be tuned are the products of the small model's weights."""
+    weights = small.weights, *small.weights.layers
+    roles = ("qkv", "output", "gate_up", "down", "head")
+    found = {role: getattr(part, role) for part in weights for role in roles if hasattr(part, role)}
+    logged = {each.role: (each.num_columns, each.inner) for each in read_products(file)}
+    assert {role: logged[f"draft {role}"] for role in roles} == {
+        role: tuple(weight.shape) for role, weight in found.items()
+    }
 
 
 def summary(output: SlotOutput) -> tuple[object, ...]:
