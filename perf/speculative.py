@@ -31,7 +31,7 @@ from perf.harness.record import DecodeRun, Run
 from perf.harness.recording import Recording, add_weights, free_memory, parser
 from perf.harness.rounds import Rounds, batch_config, measure_rounds
 from perf.harness.scenario import SCENARIOS, Scenario
-from perf.harness.shapes import Draft, Model, prepare, prepare_draft
+from perf.harness.shapes import Draft, Model, prepare, prepare_drafts
 from perf.harness.startup_process import gpu_memory_gib
 from perf.harness.table import show, speculative_table
 from perf.peers import vllm
@@ -224,6 +224,9 @@ def arguments_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     if given.peer and (given.acceptance_length is None or given.policy_sweep or given.draft is not None):
         made.error("--peer: expected --acceptance-length, and a draft with random weights")
 
+    if given.ngrams and (given.draft == "ngram" or given.peer):
+        made.error("--ngrams: expected a draft head or a model, and no --peer")
+
     if given.draft_weights and given.draft == "ngram":
         made.error("--draft-weights: expected an EAGLE-3 head, not n-grams")
 
@@ -251,7 +254,11 @@ def speculative_parser() -> argparse.ArgumentParser:
         "--acceptance-length", type=float, help="tokens per round to simulate, up to drafts + 1"
     )
     made.add_argument("--strict-performance", action="store_true", help="as in EngineConfig")
-    made.add_argument("--draft", help='an EAGLE-3 head, folder or hub id, or "ngram"')
+    made.add_argument(
+        "--draft",
+        help='an EAGLE-3 head, folder or hub id; a model of --model, as a small model; or "ngram"',
+    )
+    made.add_argument("--ngrams", action="store_true", help="measure the draft with n-grams beside it too")
     made.add_argument("--peer", choices=("vllm",), help="an engine to measure in the same run")
     add_weights(made)
     made.add_argument("--draft-weights", choices=tuple(QUANTISERS), help="as in Speculation")
@@ -274,18 +281,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     recording = Recording(topic, given.device, given.out)
     with tempfile.TemporaryDirectory() as folder:
         model = prepare(given.model, Path(folder) / given.model, given.weights)
-        is_ngram = given.draft == "ngram"
-        draft = NGram() if is_ngram else prepare_draft(model, given.draft, given.draft_weights)
+        draft = prepare_drafts(model, given.draft, given.draft_weights)
         scenarios = SWEPT_SCENARIOS if given.policy_sweep else given.scenario
         draftings = [
             Drafting(
                 draft=draft,
+                ngrams=ngrams,
                 num_draft_tokens=number,
                 acceptance_length=length,
                 is_adaptive=given.policy_sweep,
             )
             for number in given.num_draft_tokens
             if number > 0
+            for ngrams in ((None, NGram()) if given.ngrams else (None,))
             for length in (ACCEPTANCE_LENGTHS if given.policy_sweep else (given.acceptance_length,))
         ]
         measuring = measure(model, draftings, scenarios, options, recording.bandwidth_tb_s, recording.add)

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from msgspec import Struct
 
+from drift_sdk import NGram
 from drift_sdk.loading.source import resolve
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.draft_config import DraftConfig
@@ -21,7 +22,7 @@ from perf.harness.byte_tokenizer import write_tokenizer
 from perf.harness.processes import ROOT
 from perf.harness.published import DRAFTS, PUBLISHED
 
-__all__ = ["MODELS", "Draft", "Model", "prepare", "prepare_draft"]
+__all__ = ["MODELS", "Draft", "Model", "prepare", "prepare_draft", "prepare_drafts"]
 
 SMOLLM2 = "smollm2-135m"
 MODELS = (*PUBLISHED, SMOLLM2)
@@ -137,6 +138,11 @@ class Model(Struct, frozen=True, kw_only=True):
         form = self.weights or "expanded"
         return weight_bytes(self.config, dtype) - weight_bytes(self.config, dtype, form)
 
+    def round_bytes(self, num_drafts: float, batch: int, mean_context: float, itemsize: int) -> float:
+        """Bytes that a round must read for the drafts of this model in addition to the target's: for each
+        drafted token those of a step."""
+        return num_drafts * self.decode_bytes(batch, mean_context, itemsize)
+
     def prefill_flops(self, num_tokens: int) -> float:
         """Operations of a prompt.
 
@@ -202,7 +208,7 @@ def prepare(name: str, folder: Path, weights: WeightForm | None = None) -> Model
 def prepare_draft(
     model: Model, path: Path | str | None = None, weights: Literal["fp8", "int4"] | None = None
 ) -> Draft:
-    """The draft at `path`, or a new one with random weights in a folder beside the model's.
+    """The draft head at `path`, or a new one with random weights in a folder beside the model's.
 
     weights: `Speculation.draft_weights`. Raises ValueError for a model with real weights and no `path`,
     ModelLoadError if the draft does not fit.
@@ -225,6 +231,20 @@ def prepare_draft(
 
     config = DraftConfig.from_hf(resolve(path).config, model.config)
     return Draft(path=path, config=config, weights=weights)
+
+
+def prepare_drafts(
+    model: Model, name: str | None, weights: Literal["fp8", "int4"] | None = None
+) -> Draft | Model | NGram:
+    """The drafts that `name` stands for: "ngram", a model of MODELS with random weights, or a head as
+    `prepare_draft` takes it."""
+    if name == "ngram":
+        return NGram()
+
+    if name in PUBLISHED:
+        return prepare(name, model.path.with_name(name), weights)
+
+    return prepare_draft(model, name, weights)
 
 
 def _smollm2_file() -> Path:

@@ -151,7 +151,7 @@ class StatsRecorder:
         for output in result.decode:
             num_active += bool(output.token_ids)
             if output.num_drafted:
-                self._drafts.add(output.num_drafted, output.num_accepted)
+                self._drafts.add(output.num_drafted, output.num_accepted, is_ngram=output.is_ngram)
             if output.violation is not None:
                 self._count_violation(output.violation)
         if num_active:
@@ -236,6 +236,9 @@ class StatsRecorder:
             num_drafted_tokens=drafts.num_drafted,
             num_accepted_tokens=drafts.num_accepted,
             accepted_at=drafts.accepted_at,
+            num_ngram_rounds=drafts.num_ngram_rounds,
+            num_ngram_drafted_tokens=drafts.num_ngram_drafted,
+            num_ngram_accepted_tokens=drafts.num_ngram_accepted,
             num_undrafted_by_policy=self._num_undrafted["policy"],
             num_undrafted_by_request=self._num_undrafted["request"],
             num_undrafted_for_room=self._num_undrafted["room"],

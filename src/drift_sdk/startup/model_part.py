@@ -43,7 +43,7 @@ def load_part(weights: StoredWeights, config: EngineConfig, report: Report) -> M
     """Load the decoder, or its part, and the draft on a device."""
     memory = DeviceMemory(weights.device, config)
     decoder = _load_decoder(weights, config, memory, report)
-    drafter_factory = open_drafter_factory(config, decoder, report)
+    drafter_factory = open_drafter_factory(config, decoder, report, weights.source, memory.check_weights)
     if weights.shard is not None:
         cut_head(decoder, weights.shard)
     return ModelPart(decoder=decoder, memory=memory, drafter_factory=drafter_factory)

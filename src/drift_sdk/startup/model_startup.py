@@ -22,7 +22,6 @@ from drift_sdk.errors import ConfigError, ModelLoadError, RequestError, short_re
 from drift_sdk.execution.drafter_factory import DrafterFactory
 from drift_sdk.execution.stages import StageMarks
 from drift_sdk.loading.source import Source, eos_token_ids, expand_home, name_role, resolve
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.shard import Shard
 from drift_sdk.models.weights import weight_bytes
 from drift_sdk.progress import Download, Report, ignore_progress
@@ -37,6 +36,7 @@ from drift_sdk.startup.executor_factory import (
     open_graph_executor,
 )
 from drift_sdk.startup.kv_sizing import KVDemand, check_model_len, gib
+from drift_sdk.startup.model_config import read_config
 from drift_sdk.startup.model_part import ModelPart, StoredWeights, load_part
 from drift_sdk.startup.tensor_parallel import (
     check_division,
@@ -303,18 +303,6 @@ def _tokenizer(source: Source, config: EngineConfig, report: Report) -> tuple[To
     with name_role("tokenizer"):
         tokenizer, templates = other.tokenizer(), other.chat_templates
     return tokenizer, templates or source.chat_templates
-
-
-def read_config(source: Source, config: EngineConfig) -> DecoderConfig:
-    """The decoder's configuration; ModelLoadError naming the file, the setting and its value."""
-    settings = source.config  # its errors name the file
-    file = source.path if source.path.is_file() else source.path / "config.json"
-    try:
-        return DecoderConfig.from_hf(settings, max_model_len=config.max_model_len)
-    except ModelLoadError as error:
-        raise ModelLoadError(f"{file}: {error}") from error
-    except Exception as error:  # settings of a wrong type may raise anything
-        raise ModelLoadError(f"{file}: not the config of a model: {error!r}") from error
 
 
 def _chat_template(

@@ -312,4 +312,5 @@ def _join_outputs(outputs: list[SlotOutput], draft: Draft, accepted: list[int]) 
         num_drafted=len(draft.token_ids),
         num_accepted=len(accepted),
         accepted_nodes=() if draft.tree.is_chain else tuple(accepted),
+        is_ngram=draft.is_ngram,
     )
