@@ -29,6 +29,7 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     num_waiting:       sequences waiting for a slot, preempted ones included.
     num_queued:        of them, those that never had a slot.
     num_free_slots:    slots without a sequence.
+    kv_dtype:          numbers of the KV cache, such as "bfloat16", or "fp8"; "" if it is not known.
     num_blocks:        blocks of the KV cache.
     num_free_blocks:   of them, those that no sequence uses, cached ones included.
     num_cached_blocks: of them, those in the prefix cache.
@@ -80,6 +81,7 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     num_waiting: int = 0
     num_queued: int = 0
     num_free_slots: int = 0
+    kv_dtype: str = ""
     num_blocks: int = 0
     num_free_blocks: int = 0
     num_cached_blocks: int = 0

@@ -25,10 +25,9 @@ from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensors
 from drift_sdk._kernels.common.launching import is_interpreted
+from drift_sdk.quantised.e4m3 import E4M3, MAX_E4M3
 
 __all__ = [
-    "E4M3",
-    "MAX_E4M3",
     "cache_numbers",
     "cache_words",
     "check_cache",
@@ -37,13 +36,8 @@ __all__ = [
     "encode_e4m3",
     "is_decoded_in_pairs",
     "pack_cache",
-    "quantise_e4m3",
     "unpack_cache",
 ]
-
-E4M3 = torch.float8_e4m3fn
-MAX_E4M3 = 448.0
-"""The largest number of e4m3."""
 
 LARGEST = tl.constexpr(MAX_E4M3)
 SMALLEST_NORMAL = tl.constexpr(2.0**-6)
@@ -134,23 +128,16 @@ def check_scales(cache: Tensor, num_kv_heads: int, **scales: Tensor | None) -> N
     check_tensors((num_kv_heads,), torch.float32, **scales)
 
 
-def quantise_e4m3(x: Tensor, scale: Tensor) -> Tensor:
-    """Return the e4m3 numbers of x / scale, as `encode_e4m3` rounds them. scale: fp32, of a shape that
-    broadcasts to that of x."""
-    quotient = x.to(torch.float32) / scale
-    return quotient.nan_to_num(nan=0.0).clamp_(-MAX_E4M3, MAX_E4M3).to(E4M3)
-
-
 def pack_cache(codes: Tensor) -> Tensor:
     """Return e4m3 numbers [..., head_dim], in the order of dimensions, as they lie in a cache."""
-    words = codes.view(torch.uint8).unflatten(-1, (2, -1)).transpose(-1, -2)
-    return words.flatten(-2).contiguous().view(E4M3)
+    halves = codes.view(torch.uint8).reshape(*codes.shape[:-1], 2, -1)
+    return halves.transpose(-1, -2).reshape(codes.shape).view(E4M3)
 
 
 def unpack_cache(cache: Tensor) -> Tensor:
     """Return the e4m3 numbers [..., head_dim] of a cache in the order of dimensions."""
-    words = cache.contiguous().view(torch.uint8).unflatten(-1, (-1, 2)).transpose(-1, -2)
-    return words.flatten(-2).contiguous().view(E4M3)
+    pairs = cache.view(torch.uint8).reshape(*cache.shape[:-1], -1, 2)
+    return pairs.transpose(-1, -2).reshape(cache.shape).view(E4M3)
 
 
 def cache_numbers(cache: Tensor, scale: Tensor | None) -> Tensor:

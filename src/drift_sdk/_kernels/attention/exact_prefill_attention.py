@@ -29,7 +29,6 @@ from torch import Tensor
 
 from drift_sdk._kernels.attention.attention_plan import Partitions, partition_of, partition_start
 from drift_sdk._kernels.attention.e4m3 import (
-    E4M3,
     cache_words,
     check_cache,
     check_scales,
@@ -43,13 +42,13 @@ from drift_sdk._kernels.attention.online_softmax import (
     attend_tile,
     head_scale,
     load_parts,
-    store_parts,
     zero_parts,
 )
 from drift_sdk._kernels.attention.prefill_tiles import TILE_FIELDS
 from drift_sdk._kernels.common.arguments import check_range, check_tensor, check_tensors
 from drift_sdk._kernels.common.gpu_limits import gpu_limits
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk.quantised.e4m3 import E4M3
 
 __all__ = ["ExactPrefillConfig", "exact_prefill_attention", "exact_prefill_config"]
 
@@ -106,7 +105,7 @@ def _load_tile(
     TILE_KEYS: tl.constexpr,
     IS_MASKED: tl.constexpr,  # whether keys of the tile may lie beyond num_keys
 ):
-    """Return keys and values [TILE_KEYS, PADDED_DIM] of a tile as in the cache, zeros where there is no key."""
+    """Return a tile of keys and of values [TILE_KEYS, PADDED_DIM] as in the cache, zeros without a key."""
     dim = tl.arange(0, PADDED_DIM)
     position = first_key + tl.arange(0, TILE_KEYS)
     if BLOCK_SIZE >= TILE_KEYS:

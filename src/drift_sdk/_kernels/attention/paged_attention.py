@@ -47,7 +47,13 @@ from drift_sdk._kernels.attention.attention_plan import (
     partition_start,
 )
 from drift_sdk._kernels.attention.cache_offset import offset_in_cache
-from drift_sdk._kernels.attention.e4m3 import E4M3, cache_numbers, cache_words, check_cache, check_scales, is_decoded_in_pairs
+from drift_sdk._kernels.attention.e4m3 import (
+    cache_numbers,
+    cache_words,
+    check_cache,
+    check_scales,
+    is_decoded_in_pairs,
+)
 from drift_sdk._kernels.attention.online_softmax import (
     LOG2_E,
     ONES_COLUMNS,
@@ -61,6 +67,7 @@ from drift_sdk._kernels.attention.partition_sums import MIN_DOT_SIZE, AttentionS
 from drift_sdk._kernels.common.arguments import check_range, check_tensor, check_tensors
 from drift_sdk._kernels.common.gpu_limits import gpu_limits
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk.quantised.e4m3 import E4M3
 
 __all__ = [
     "AttentionConfig",

@@ -230,7 +230,8 @@ def add_partitions(
     """Combine the partitions' sums in `scratch` to out [R, num_heads, head_dim], in the storage type.
 
     row_slot, row_position: [R] int32, `rows_per_sequence` consecutive rows a sequence; rows of slot -1 get
-    zeros. sinks: [num_heads], value_scale: [num_kv_heads], see `paged_attention`. The sums must be those of the same rows and heads.
+    zeros. sinks: [num_heads], value_scale: [num_kv_heads], see `paged_attention`. The sums must be those of
+    the same rows and heads.
     Raises ValueError for another shape, type or layout.
     """
     plan = scratch.plan

@@ -32,7 +32,6 @@ from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk._kernels.attention.e4m3 import (
-    E4M3,
     cache_numbers,
     cache_words,
     check_cache,
@@ -51,6 +50,7 @@ from drift_sdk._kernels.common.arguments import (
 )
 from drift_sdk._kernels.common.gpu_limits import GpuLimits, gpu_limits
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk.quantised.e4m3 import E4M3
 
 __all__ = [
     "PrefillAttentionConfig",
@@ -328,8 +328,8 @@ def prefill_attention(
 ) -> None:
     """output [R, num_heads * head_dim]: each row's attention to the keys it sees.
 
-    query: [R, num_heads, head_dim], of the storage type as output; its rows may have any stride. keys, values,
-    key_scale, value_scale: as of `paged_attention`.
+    query: [R, num_heads, head_dim], of the storage type as output; its rows may have any stride. keys,
+    values, key_scale, value_scale: as of `paged_attention`.
     block_table: [S, max_blocks] int32, the blocks of each slot in order; its rows may have any stride.
     tiles: [num_tiles, 4] int32, as `prefill_tiles` fills it for config.tile_rows: slot, or -1 for an unused
     tile; first row in query; number of rows; position of the first row. Row j of a tile sees positions

@@ -33,12 +33,10 @@ import triton.language as tl
 from torch import Tensor
 
 from drift_sdk._kernels.attention.e4m3 import (
-    E4M3,
     check_cache,
     check_scales,
     encode_e4m3,
     pack_cache,
-    quantise_e4m3,
 )
 from drift_sdk._kernels.common.arguments import (
     PartialSums,
@@ -51,6 +49,7 @@ from drift_sdk._kernels.common.arguments import (
 )
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.layers.rms_norm import NormKind, inverse_rms, rms_norm_reference, weigh
+from drift_sdk.quantised.e4m3 import E4M3, quantise_e4m3
 
 __all__ = ["rotate_and_store", "rotate_and_store_reference"]
 

@@ -93,9 +93,9 @@ def kv_rewind(
 ) -> None:
     """Move the keys and values of accepted nodes to their positions.
 
-    keys, values: [num_layers, num_blocks, num_kv_heads, block_size, head_dim], of any type. block_table [S, max_blocks]
-    int32. row_slot, row_position [B * T] int32 and row_kv_slot [B * T] int64: as of `tree_rows`. path [B,
-    PATH_ENTRIES] int32: as of `tree_accept`. All contiguous.
+    keys, values: [num_layers, num_blocks, num_kv_heads, block_size, head_dim], of any type. block_table [S,
+    max_blocks] int32. row_slot, row_position [B * T] int32 and row_kv_slot [B * T] int64: as of `tree_rows`.
+    path [B, PATH_ENTRIES] int32: as of `tree_accept`. All contiguous.
 
     Raises ValueError for another shape, type or layout.
     """

@@ -35,7 +35,6 @@ import triton.language as tl
 from torch import Tensor
 
 from drift_sdk._kernels.attention.e4m3 import (
-    E4M3,
     cache_numbers,
     cache_words,
     check_cache,
@@ -51,6 +50,7 @@ from drift_sdk._kernels.trees.path_attention import attend_paths
 from drift_sdk._kernels.trees.prefix_attention import attend_prefix
 from drift_sdk._kernels.trees.tree_paths import TreePaths
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
+from drift_sdk.quantised.e4m3 import E4M3
 
 __all__ = ["tree_attention", "tree_attention_reference"]
 
@@ -129,8 +129,8 @@ def _attend_trees(
             query_ptr, keys_ptr, values_ptr, key_scale_ptr, block_table_ptr, row_slot_ptr, row_position_ptr,
             root_position_ptr, tiles_ptr, num_tiles_ptr, sums_ptr, maxima_ptr, weights_ptr,
             scale, num_partitions, max_blocks,
-            NUM_NODES, ROOT_STRIDE, GROUP_SIZE, NUM_KV_HEADS, HEAD_DIM, TILE_ROWS, NUM_PARTS, PADDED_DIM, IN_PAIRS,
-            KV_BLOCK_SIZE, NUM_STAGES, FIRST_KEY, WINDOW, TILE_KEYS, NARROW, NARROW_END, WIDE, PDL,
+            NUM_NODES, ROOT_STRIDE, GROUP_SIZE, NUM_KV_HEADS, HEAD_DIM, TILE_ROWS, NUM_PARTS, PADDED_DIM,
+            IN_PAIRS, KV_BLOCK_SIZE, NUM_STAGES, FIRST_KEY, WINDOW, TILE_KEYS, NARROW, NARROW_END, WIDE, PDL,
         )  # fmt: skip
 
     wait_for_producers(PDL)  # every CTA waits before it ends, also one without a tile
