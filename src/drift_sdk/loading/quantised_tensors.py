@@ -135,8 +135,8 @@ class QuantisedTensors:
 
             if self._scheme.kv_obstacle:
                 raise ModelLoadError(
-                    f"{self.location}: scales of the KV cache by a {self._scheme.kv_obstacle} are not "
-                    'implemented: expected those of e4m3 for kv_dtype="fp8"'
+                    f"{self.location}: quantization_config with {self._scheme.kv_obstacle} is not "
+                    'implemented for kv_dtype="fp8": expected static scales of e4m3'
                 )
 
             keys, values = (

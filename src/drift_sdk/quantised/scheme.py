@@ -174,7 +174,7 @@ def _kv_obstacle(scheme: object) -> str:
     for name, expected in KV_SCHEME.items():
         found = scheme.get(name, expected[0])
         if not any(type(found) is type(each) and found == each for each in expected):
-            return f"kv_cache_scheme with {name}={short_repr(found)}"
+            return f"a kv_cache_scheme of {name}={short_repr(found)}"
 
     return ""
 
