@@ -29,7 +29,6 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     num_waiting:       sequences waiting for a slot, preempted ones included.
     num_queued:        of them, those that never had a slot.
     num_free_slots:    slots without a sequence.
-    kv_dtype:          numbers of the KV cache, such as "bfloat16", or "fp8"; "" if it is not known.
     num_blocks:        blocks of the KV cache.
     num_free_blocks:   of them, those that no sequence uses, cached ones included.
     num_cached_blocks: of them, those in the prefix cache.
@@ -64,6 +63,7 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     mean_active:              the mean of their number.
     num_steps:                steps run.
     step_seconds:             device time of these steps.
+    kv_dtype:                 numbers of the KV cache, such as "bfloat16", or "fp8"; "" before the start.
     start_seconds:            stages of starting and the seconds that each took, in order. "imports" is the
                               time before the first report, mostly the import of torch.
 
@@ -81,7 +81,6 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     num_waiting: int = 0
     num_queued: int = 0
     num_free_slots: int = 0
-    kv_dtype: str = ""
     num_blocks: int = 0
     num_free_blocks: int = 0
     num_cached_blocks: int = 0
@@ -114,6 +113,7 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     mean_active: float = 0.0
     num_steps: int = 0
     step_seconds: float = 0.0
+    kv_dtype: str = ""
     start_seconds: tuple[tuple[str, float], ...] = ()
     num_tuned_shapes: int = 0
     num_untuned_shapes: int = 0
