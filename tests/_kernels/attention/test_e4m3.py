@@ -275,7 +275,7 @@ class Step:
 
 
 SHAPES = [
-    {"block_size": 4, "num_kv_heads": 1, "group": 8, "head_dim": 80},
+    {"block_size": 4, "num_kv_heads": 1, "group": 2, "head_dim": 80},
     {"block_size": 64, "num_kv_heads": 3, "group": 1, "head_dim": 24},
     {"window": 7, "has_sinks": True, "group": 1},
     {"window": 40, "block_size": 64, "head_dim": 64, "num_kv_heads": 1},
@@ -286,7 +286,7 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_attention_is_near_float64(shape: dict[str, Any], dtype: torch.dtype, device: str) -> None:
     """By each kernel. Scales differ between heads, and between keys and values."""
-    step = Step([3, 17, 130] if IS_GPU else [3, 70], 3, device=device, dtype=dtype, **shape)
+    step = Step([3, 17, 130] if IS_GPU else [3, 66], 3, device=device, dtype=dtype, **shape)
     for attend in (step.decoded, step.in_trees, step.as_prompt):
         step.assert_attended(attend(Partitions.of_window(step.window) if IS_GPU else SMALL))
     step.assert_attended(

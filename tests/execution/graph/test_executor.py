@@ -184,14 +184,11 @@ def test_steps_with_quantised_weights_equal_those_of_the_eager_executor() -> Non
 @pytest.mark.parametrize("is_exact", [False, True])
 def test_steps_with_a_cache_of_e4m3_are_near_those_of_the_eager_executor(is_exact: bool) -> None:
     """A key that lies between two codes may be rounded to either: sums differ in the last bits."""
-    config = DecoderConfig.from_hf(
-        TINY_MODELS["llama"] | {"num_attention_heads": 4, "num_key_value_heads": 2}
-    )
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = DecoderConfig.from_hf(TINY_MODELS["llama"] | sizes)
     device = torch.device("cuda" if IS_GPU else "cpu")
     decoder = Decoder.random(config, device=device, dtype=torch.float32, has_kv_scales=True, seed=1)
-    scales = [
-        torch.tensor(numbers, device=device) for numbers in ([[0.3, 2.0], [0.01, 0.7]], [[1.5, 0.02]] * 2)
-    ]
+    scales = [torch.tensor([numbers], device=device) for numbers in ((0.3, 0.01), (1.5, 0.02))]
     decoder.weights = replace(decoder.weights, kv_scales=KVScales(*scales))
     limits, requests = limits_of(decoder), requests_of(0)[1:4:2]
     expected_tokens, expected = run(EagerExecutor(decoder, limits), requests, 8)
