@@ -77,7 +77,10 @@ __all__ = [
 ]
 
 
-@triton.jit(do_not_specialize=["num_partitions", "max_blocks"])
+@triton.jit(
+    do_not_specialize=["num_partitions", "max_blocks"],
+    do_not_specialize_on_alignment=["row_slot_ptr", "row_position_ptr"],
+)
 def _attend(
     query_ptr,  # [R, num_heads, HEAD_DIM], storage type; heads of a group side by side
     keys_ptr,  # [num_blocks, NUM_KV_HEADS, KV_BLOCK_SIZE, PART_DIM], storage type or words of two e4m3 codes

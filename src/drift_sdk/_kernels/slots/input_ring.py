@@ -106,7 +106,7 @@ def _advance(
     tl.store(next_entry_ptr, entry_after(tl.load(next_entry_ptr), num_entries))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _show_drafts(
     row_slot_ptr,  # [R] int32
     row_token_ptr,  # [R] int32
