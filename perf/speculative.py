@@ -230,8 +230,8 @@ def arguments_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     if given.draft_weights and given.draft == "ngram":
         made.error("--draft-weights: expected an EAGLE-3 head, not n-grams")
 
-    if given.peer and (given.weights or given.draft_weights):
-        made.error("--peer: expected no --weights and no --draft-weights, because peers do not quantise")
+    if given.peer and (given.weights or given.kv_dtype or given.draft_weights):
+        made.error("--peer: expected no --weights, --kv-dtype or --draft-weights: peers do not quantise")
 
     if given.model == "smollm2-135m" and given.draft is None:
         made.error(f"--model {given.model}: expected a --draft")
@@ -280,7 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     topic = "policy" if given.policy_sweep else "speculative"
     recording = Recording(topic, given.device, given.out)
     with tempfile.TemporaryDirectory() as folder:
-        model = prepare(given.model, Path(folder) / given.model, given.weights)
+        model = prepare(given.model, Path(folder) / given.model, given.weights, given.kv_dtype)
         draft = prepare_drafts(model, given.draft, given.draft_weights)
         scenarios = SWEPT_SCENARIOS if given.policy_sweep else given.scenario
         draftings = [

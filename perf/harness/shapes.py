@@ -43,19 +43,22 @@ DRAFT_HEAD, DRAFT_FUSION = "lm_head.weight", "fc.weight"
 
 
 class Model(Struct, frozen=True, kw_only=True):
-    """A model on disk. `load` and `weights` are the values of fields of `EngineConfig` for it."""
+    """A model on disk. `load`, `weights` and `kv_dtype` are the values of fields of `EngineConfig` for it."""
 
     name: str
     path: Path
     load: Literal["auto", "random"]
     config: DecoderConfig
     weights: WeightForm | None = None
+    kv_dtype: Literal["fp8"] | None = None
 
     @property
     def dtype_name(self) -> str | None:
-        """The name of the weights' type, where it is not that of the computation."""
+        """The names of the types of weights and KV cache, where they are not that of the computation."""
         experts = self.config.experts
-        return "mxfp4" if experts is not None and experts.is_quantised else self.weights
+        form = "mxfp4" if experts is not None and experts.is_quantised else self.weights
+        names = [name for name in (form, self.kv_dtype and f"{self.kv_dtype} KV") if name]
+        return ", ".join(names) or None
 
     @property
     def num_read_parameters(self) -> int:
@@ -117,7 +120,13 @@ class Model(Struct, frozen=True, kw_only=True):
     def kv_bytes(self, mean_context: float, itemsize: int) -> float:
         """Bytes of keys and values that a row sees: in layers with a window, those in the window."""
         seen = sum(min(mean_context, window or mean_context) for window in self.config.windows)
-        return itemsize * seen * 2 * self.config.num_kv_heads * self.config.head_dim
+        return (
+            (itemsize if self.kv_dtype is None else 1)
+            * seen
+            * 2
+            * self.config.num_kv_heads
+            * self.config.head_dim
+        )
 
     def decode_bytes(
         self, batch: int, mean_context: float, itemsize: int, num_experts: float | None = None
@@ -184,15 +193,20 @@ class Draft(Struct, frozen=True, kw_only=True):
         return quantised_bytes(shape[0], shape[1], self.weights)
 
 
-def prepare(name: str, folder: Path, weights: WeightForm | None = None) -> Model:
+def prepare(
+    name: str,
+    folder: Path,
+    weights: WeightForm | None = None,
+    kv_dtype: Literal["fp8"] | None = None,
+) -> Model:
     """Write a model with published shapes into `folder`, or locate the real model.
 
-    weights: as in EngineConfig. Raises ValueError for a name that is not in MODELS.
+    weights, kv_dtype: as in EngineConfig. Raises ValueError for a name that is not in MODELS.
     """
     if name == SMOLLM2:
         path = _smollm2_file()
         config = DecoderConfig.from_hf(resolve(path).config)
-        return Model(name=name, path=path, load="auto", config=config, weights=weights)
+        return Model(name=name, path=path, load="auto", config=config, weights=weights, kv_dtype=kv_dtype)
 
     if name not in PUBLISHED:
         raise ValueError(f"model={name!r}: expected one of {', '.join(MODELS)}")
@@ -202,7 +216,7 @@ def prepare(name: str, folder: Path, weights: WeightForm | None = None) -> Model
     (folder / "config.json").write_text(json.dumps(published, indent=1))
     write_tokenizer(folder, published["vocab_size"])
     config = DecoderConfig.from_hf(published)
-    return Model(name=name, path=folder, load="random", config=config, weights=weights)
+    return Model(name=name, path=folder, load="random", config=config, weights=weights, kv_dtype=kv_dtype)
 
 
 def prepare_draft(

@@ -65,6 +65,7 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     mean_active:              the mean of their number.
     num_steps:                steps run.
     step_seconds:             device time of these steps.
+    kv_dtype:                 numbers of the KV cache, such as "bfloat16", or "fp8"; "" before the start.
     start_seconds:            stages of starting and the seconds that each took, in order. "imports" is the
                               time before the first report, mostly the import of torch.
 
@@ -117,6 +118,7 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     mean_active: float = 0.0
     num_steps: int = 0
     step_seconds: float = 0.0
+    kv_dtype: str = ""
     start_seconds: tuple[tuple[str, float], ...] = ()
     num_tuned_shapes: int = 0
     num_untuned_shapes: int = 0

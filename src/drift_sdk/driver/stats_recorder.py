@@ -57,6 +57,7 @@ class StatsRecorder:
         self._num_generated_tokens = 0
         self._drafts = DraftCount()
         self._start_seconds: tuple[tuple[str, float], ...] = ()
+        self._kv_dtype = ""
         self._num_tuned_shapes = 0
         self._num_untuned_shapes = 0
         self._num_host = {"waits": 0, "rounds": 0, "copies": 0, "allocations": 0}
@@ -86,6 +87,7 @@ class StatsRecorder:
         """The model was opened in this many seconds."""
         scheduling = model.scheduling
         self._start_seconds = model.start_seconds
+        self._kv_dtype = model.kv_dtype
         self._num_tuned_shapes = model.num_tuned_shapes
         self._num_untuned_shapes = len(model.untuned_shapes)
         self._events.started(model.executor_name, seconds)
@@ -251,6 +253,7 @@ class StatsRecorder:
             num_steps=self._num_steps,
             step_seconds=self._step_seconds,
             start_seconds=self._start_seconds,
+            kv_dtype=self._kv_dtype,
             num_tuned_shapes=self._num_tuned_shapes,
             num_untuned_shapes=self._num_untuned_shapes,
             num_host_waits=self._num_host["waits"],

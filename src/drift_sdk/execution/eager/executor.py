@@ -70,6 +70,7 @@ class EagerExecutor:
             head_dim=config.head_dim,
             dtype=decoder.dtype,
             device=decoder.device,
+            scales=decoder.weights.kv_scales,
         )
         self._device = decoder.device
         self._drafter = drafter
