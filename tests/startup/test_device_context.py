@@ -18,21 +18,21 @@ class Driver:
         self.num_gpus, self.status = num_gpus, status
         self.num_kept = [0] * num_gpus
 
-    def cuInit(self, flags: int) -> int:  # noqa: N802
+    def cuInit(self, flags: int) -> int:
         return self.status
 
-    def cuDeviceGet(self, device: object, index: int) -> int:  # noqa: N802
+    def cuDeviceGet(self, device: object, index: int) -> int:
         if index >= self.num_gpus:
             return 101
 
         device._obj.value = index  # type: ignore[attr-defined]  # of ctypes.byref
         return 0
 
-    def cuDevicePrimaryCtxRetain(self, context: object, device: ctypes.c_int) -> int:  # noqa: N802
+    def cuDevicePrimaryCtxRetain(self, context: object, device: ctypes.c_int) -> int:
         self.num_kept[device.value] += 1
         return 0
 
-    def cuDevicePrimaryCtxRelease_v2(self, device: ctypes.c_int) -> int:  # noqa: N802
+    def cuDevicePrimaryCtxRelease_v2(self, device: ctypes.c_int) -> int:
         self.num_kept[device.value] -= 1
         return 0
 
