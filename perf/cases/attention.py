@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from drift_sdk._kernels.attention.attention_plan import AttentionPlan, Partitions, plan_attention
-from drift_sdk._kernels.attention.paged_attention import AttentionConfig, AttentionScratch, paged_attention
+from drift_sdk._kernels.attention.paged_attention import AttentionScratch, attention_config, paged_attention
 from drift_sdk._kernels.attention.prefill_attention import prefill_attention, prefill_attention_config
 from drift_sdk._kernels.attention.prefill_tiles import TILE_FIELDS, prefill_tiles
 from drift_sdk._kernels.gemm.tuning import TunedTable
@@ -84,11 +84,11 @@ def prepare_decode(config: DecoderConfig, context: int, batch: int, rows: int, d
     query = torch.randn(batch * rows, config.num_heads, config.head_dim, device=device).to(torch.bfloat16)
     out = torch.empty_like(query)
 
+    options = attention_config(config.head_dim, query.dtype, plan.partitions.tile, batch)
+
     def step() -> None:
         for keys, values in caches:
-            paged_attention(
-                query, keys, values, block_table, slot, position, out, scratch, AttentionConfig(), rows
-            )
+            paged_attention(query, keys, values, block_table, slot, position, out, scratch, options, rows)
 
     return Prepared(step, len(caches), (out,))
 
