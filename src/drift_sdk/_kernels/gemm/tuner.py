@@ -35,7 +35,18 @@ from drift_sdk._kernels.gemm.gemm import GemmConfig, GemmTiles, gated_multiply, 
 from drift_sdk._kernels.gemm.heuristic import ROW_COUNTS, TILES_OF_MANY, GemmShape, default_tiles, fits
 from drift_sdk._kernels.gemm.tuning import TunedTable, TunedTiles, check_tiles, gemm_key
 
-__all__ = ["FULL", "SHORT", "Effort", "WeightToTune", "candidates", "random_weight", "time_us", "tune"]
+__all__ = [
+    "FULL",
+    "MAX_CHAIN",
+    "SHORT",
+    "WORKING_SETS",
+    "Effort",
+    "WeightToTune",
+    "candidates",
+    "random_weight",
+    "time_us",
+    "tune",
+]
 
 MIN_LIBRARY_ROWS = 128
 """Row counts from this one on are also measured with the vendor's library, with full effort."""
