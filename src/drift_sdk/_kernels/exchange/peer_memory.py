@@ -16,9 +16,10 @@ Every wait is limited by the clock of the GPU. A rank whose peer does not answer
 flag number plus 1 in `report`, which the host reads, and sets its limit to 0: after that, and before the host
 has set a limit, nothing waits, and results are undefined.
 
-Memory order: the flag is stored by `st.release.sys` and read by `ld.acquire.sys`, on one thread. Products end
-before `wait_for_producers` returns, and a barrier of the CTA follows the wait, which lets the other threads
-read what the peer wrote before its flag.
+Memory order: a flag is stored and read on one thread. What peers read has been written by an earlier kernel,
+which has ended when `wait_for_producers` returns, so that `st.relaxed.sys` is enough. A kernel that writes it
+itself calls `publish` before. Flags are read by `ld.acquire.sys`, and a barrier of the CTA follows, which
+lets the other threads read what the peer wrote before its flag.
 
 In Triton's interpreter a wait ends at once, as if its time were over, if the flag is not there.
 """
@@ -45,6 +46,7 @@ __all__ = [
     "begin_exchange",
     "is_compiled",
     "peer_pointer",
+    "publish",
     "raise_flags",
 ]
 
@@ -100,6 +102,19 @@ def peer_pointer(
 
 
 @triton.jit
+def publish(
+    epoch,  # any number
+    IS_COMPILED: tl.constexpr,
+):
+    """Have peers that see a flag raised after this also see what the CTA has stored before it."""
+    tl.debug_barrier()
+    if IS_COMPILED:
+        tl.inline_asm_elementwise(
+            "fence.acq_rel.sys; mov.u32 $0, $1;", "=r,r", [epoch], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
 def raise_flags(
     bases,  # the address of each rank's block
     epoch,
@@ -120,7 +135,7 @@ def raise_flags(
                     .reg .u32 thread;
                     mov.u32 thread, %tid.x;
                     setp.eq.u32 is_first, thread, 0;
-                    @is_first st.release.sys.global.u32 [$1], $2;
+                    @is_first st.relaxed.sys.global.u32 [$1], $2;
                     mov.u32 $0, 0;
                     }""",
                     "=r,l,r",
