@@ -288,7 +288,7 @@ def test_a_gpu_that_hangs_ends_streams_in_bounded_time(llama: Path) -> None:
 
             def hang() -> None:
                 with device.work():
-                    torch.cuda._sleep(12_000_000_000)  # clock cycles, about six seconds
+                    torch.cuda._sleep(6_000_000_000)  # clock cycles, about three seconds
 
             begun = time.monotonic()
             launch_only(engine, 0, hang)
