@@ -7,7 +7,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 from torch import Tensor
 
-from drift_sdk._kernels.exchange.peer_memory import PeerTensor
+from drift_sdk._kernels.exchange.peer_memory import PeerSums
 from drift_sdk._kernels.gemm.cublas_gemm import fastest_gated_multiply, fastest_multiply
 from drift_sdk._kernels.gemm.gemm import GemmConfig
 from drift_sdk._kernels.layers.glu import glu
@@ -203,7 +203,7 @@ class DecodeForward:
             self._tuned.refuse(*weight.shape)
         return partials
 
-    def _multiply_down(self, x: Tensor, matrix: Matrix, index: int) -> Tensor | PeerTensor:
+    def _multiply_down(self, x: Tensor, matrix: Matrix, index: int) -> Tensor | PeerSums:
         """`_multiply` for a matrix whose columns GPUs divide: all their partial sums, if there are several.
 
         index: of the sum in the step.
