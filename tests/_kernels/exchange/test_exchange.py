@@ -178,7 +178,9 @@ def test_a_rank_that_does_not_come_is_reported_once(
     elif place == "logits":
         gather_logits(exchange.logits((1, 8)), torch.empty(1, 16, device=device))
     else:
-        add_norm_across(hidden, exchange.sums(3, (1, 1, 64)), weight, torch.empty_like(hidden), eps=EPS)
+        sums = exchange.sums(3, (1, 1, 64))
+        sums.own.fill_(1.0)
+        add_norm_across(hidden, sums, weight, torch.empty_like(hidden), eps=EPS)
     if device == "cuda":
         torch.cuda.synchronize()
     assert int(exchange._memory.limit) == 0
