@@ -4,6 +4,7 @@ python -m perf.speculative --num-draft-tokens 1 3 5 --acceptance-length 3.2 --sc
 python -m perf.speculative --model smollm2-135m --draft ngram
 python -m perf.speculative --policy-sweep --repeats 3
 python -m perf.speculative --model gpt-oss-120b --acceptance-length 2.56 --peer vllm
+python -m perf.speculative --model llama-3.1-8b --acceptance-length 3.2 --tensor-parallel 1 2 --peer vllm
 
 With --acceptance-length, acceptance is simulated: drafts are made and verified, but not compared. Without it,
 acceptance is that of the draft given by --draft, or of a draft with random weights if the model has random
@@ -21,6 +22,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from drift_sdk import NGram
 from drift_sdk.measurement import recorded_engine
 from drift_sdk.models.matrix_reader import QUANTISERS
@@ -28,7 +31,7 @@ from perf.harness.decoding import DecodeOptions, slow_paths
 from perf.harness.drafting import Drafting
 from perf.harness.experts import measured_experts
 from perf.harness.record import DecodeRun, Run
-from perf.harness.recording import Recording, add_weights, free_memory, parser
+from perf.harness.recording import Recording, add_tensor_parallel, add_weights, free_memory, parser
 from perf.harness.rounds import Rounds, batch_config, measure_rounds
 from perf.harness.scenario import SCENARIOS, Scenario
 from perf.harness.shapes import Draft, Model, prepare, prepare_drafts
@@ -139,7 +142,10 @@ def run_of(
         num_experts = model.spread_experts(round(scenario.batch * (rounds.mean_drafts + 1)))
     context = scenario.mean_context(options.lengths)
     num_bytes = model.decode_bytes(scenario.batch, context, options.itemsize, num_experts)
+    num_bytes /= options.tensor_parallel  # each GPU has the whole draft
     fields: dict[str, Any] = {"num_experts": num_experts} if model.config.experts is not None else {}
+    if options.compares_gpus:
+        fields["num_gpus"] = options.tensor_parallel
     if drafting is not None:
         num_bytes += drafting.round_bytes(rounds.mean_drafts, scenario, options)
         fields |= {
@@ -184,7 +190,8 @@ def measure_peer(
 ) -> None:
     """Record vLLM without drafts, then with each of the draftings, which are simulated."""
     bandwidth_tb_s = recording.bandwidth_tb_s
-    for run in vllm.measure(model, scenarios, options.repeats, bandwidth_tb_s):
+    num_gpus = options.tensor_parallel if options.compares_gpus else 0
+    for run in vllm.measure(model, scenarios, options.repeats, bandwidth_tb_s, num_gpus=num_gpus):
         recording.add(run)
     for drafting in draftings:
         length = drafting.simulated_length
@@ -197,6 +204,7 @@ def measure_peer(
             bandwidth_tb_s,
             num_draft_tokens=drafting.num_draft_tokens,
             acceptance_length=length,
+            num_gpus=num_gpus,
         ):
             recording.add(run)
 
@@ -214,6 +222,9 @@ def arguments_of(arguments: Sequence[str] | None) -> argparse.Namespace:
 
     if given.policy_sweep and given.acceptance_length is not None:
         made.error("--policy-sweep sets the acceptance lengths: expected no --acceptance-length")
+
+    if given.policy_sweep and given.tensor_parallel:
+        made.error("--policy-sweep: expected no --tensor-parallel")
 
     is_simulated = given.policy_sweep or given.acceptance_length is not None
     if is_simulated and given.executor == "auto":
@@ -265,6 +276,7 @@ def speculative_parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--policy-sweep", action="store_true", help="measure the adaptive policy on batches of all sizes"
     )
+    add_tensor_parallel(made)
     return made
 
 
@@ -275,9 +287,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         dtype=given.dtype,
         executor=given.executor,
         strict_performance=given.strict_performance,
+        compares_gpus=bool(given.tensor_parallel),
+        tuning=given.tuning,
         repeats=given.repeats,
     )
-    topic = "policy" if given.policy_sweep else "speculative"
+    topic = "tensor-parallel-speculative" if given.tensor_parallel else "speculative"
+    if given.policy_sweep:
+        topic = "policy"
     recording = Recording(topic, given.device, given.out)
     with tempfile.TemporaryDirectory() as folder:
         model = prepare(given.model, Path(folder) / given.model, given.weights, given.kv_dtype)
@@ -296,8 +312,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for ngrams in ((None, NGram()) if given.ngrams else (None,))
             for length in (ACCEPTANCE_LENGTHS if given.policy_sweep else (given.acceptance_length,))
         ]
-        measuring = measure(model, draftings, scenarios, options, recording.bandwidth_tb_s, recording.add)
-        asyncio.run(measuring)
+        for num_gpus in given.tensor_parallel or (1,):
+            options = replace(options, tensor_parallel=num_gpus)
+            measuring = measure(model, draftings, scenarios, options, recording.bandwidth_tb_s, recording.add)
+            asyncio.run(measuring)
         if given.peer:
             measure_peer(model, draftings, scenarios, options, recording)
 

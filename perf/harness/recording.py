@@ -16,7 +16,7 @@ from perf.harness.record import Results, Run, result_path, write
 from perf.harness.shapes import MODELS
 from perf.harness.table import progress
 
-__all__ = ["Recording", "add_weights", "dtype_name", "free_memory", "parser"]
+__all__ = ["Recording", "add_tensor_parallel", "add_weights", "dtype_name", "free_memory", "parser"]
 
 
 class Recording:
@@ -60,6 +60,19 @@ def add_weights(made: argparse.ArgumentParser) -> None:
     """Add the arguments `--weights` and `--kv-dtype`, for scripts that measure quantised models."""
     made.add_argument("--weights", choices=tuple(QUANTISERS), help="as in EngineConfig")
     made.add_argument("--kv-dtype", choices=KV_DTYPES, help="as in EngineConfig")
+
+
+def add_tensor_parallel(made: argparse.ArgumentParser) -> None:
+    """Add the arguments `--tensor-parallel` and `--tuning`, for scripts that compare numbers of GPUs."""
+    made.add_argument(
+        "--tensor-parallel",
+        nargs="+",
+        type=int,
+        default=(),
+        metavar="GPUS",
+        help="numbers of GPUs to divide the model between; peers take the largest",
+    )
+    made.add_argument("--tuning", default="off", help="as in EngineConfig")
 
 
 def dtype_name(dtype: str, device: str) -> str:

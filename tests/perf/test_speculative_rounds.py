@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,6 +52,19 @@ def test_small_models_and_ngrams_beside_them_are_measured(tmp_path: Path) -> Non
     assert min(small["accepted_at"]) > 0.9
 
 
+def test_numbers_of_gpus_are_measured_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[int] = []
+
+    async def note(model: object, draftings: object, scenarios: object, options: Any, *others: Any) -> None:
+        found.append(options.tensor_parallel if options.compares_gpus else 0)
+
+    monkeypatch.setattr("perf.speculative.measure", note)
+    arguments = [*("--model", "tiny", "--device", "cpu", "--draft", "ngram"), "--out", str(tmp_path / "out")]
+    speculative.main([*arguments, "--tensor-parallel", "1", "2"])
+    speculative.main(arguments)
+    assert found == [1, 2, 0]
+
+
 def test_shares_of_rounds_are_computed_from_statistics() -> None:
     counts = Counts(num_steps=3, num_rounds=6, num_drafted=18, num_accepted=5)
     rounds = Rounds(num_tokens=9, seconds=(1.0,), counts=(counts,), emitted=((3, 1), (4, 1, 1), (1,)))
@@ -65,6 +79,7 @@ def test_shares_of_rounds_are_computed_from_statistics() -> None:
         (["--acceptance-length", "4.5"], "expected 1 to 4"),
         (["--acceptance-length", "2", "--device", "cpu"], "on a GPU"),
         (["--policy-sweep", "--acceptance-length", "2"], "sets the acceptance lengths"),
+        (["--policy-sweep", "--tensor-parallel", "2"], "no --tensor-parallel"),
     ],
 )
 def test_contradicting_arguments_are_rejected(
