@@ -78,8 +78,8 @@ class RunningSet:
         return self.sequences[-1]
 
     @property
-    def has_free_slot(self) -> bool:
-        return bool(self._free_slots)
+    def num_free_slots(self) -> int:
+        return len(self._free_slots)
 
     def add(self, sequence: Sequence) -> None:
         """Give a sequence a free slot; there must be one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from itertools import islice
 from typing import Protocol
 
 from drift_sdk.draft_policy.policy import DraftPolicy
@@ -257,7 +258,8 @@ class Scheduler:
     def _plan_chunks(self, step: StepBuilder, prefilling: list[Sequence], *, may_admit: bool) -> None:
         """Add chunks of running sequences, then, with `may_admit`, of newly admitted ones, within the
         budget."""
-        budget = self._budget.num_tokens(len(step.decode), step.num_draft_tokens)
+        num_waiting_tokens = self._num_waiting_tokens(prefilling)
+        budget = self._budget.num_tokens(len(step.decode), num_waiting_tokens, step.num_draft_tokens)
         for sequence in prefilling[:MAX_CHUNKS]:
             if budget > 0:
                 budget -= step.add_chunk(sequence, budget)
@@ -268,6 +270,13 @@ class Scheduler:
             if admitted is None:
                 break
             budget -= step.add_chunk(admitted, budget)
+
+    def _num_waiting_tokens(self, prefilling: list[Sequence]) -> int:
+        """Prompt tokens that are still to be launched: of running sequences, and of the first sequences of
+        the queue that could be admitted now. Tokens that will be found in the prefix cache count too."""
+        most = min(self._running.num_free_slots, MAX_CHUNKS)
+        num_queued = sum([len(sequence.token_ids) for sequence in islice(self._queue, most)])
+        return num_queued + sum([seq.num_prefill_tokens - seq.num_launched_tokens for seq in prefilling])
 
     def _reserve(self, sequence: Sequence, num_blocks: int) -> bool:
         """Lengthen a running sequence's table to `num_blocks` entries, preempting sequences if necessary.
@@ -289,7 +298,7 @@ class Scheduler:
 
     def _admit(self, step: StepBuilder) -> Sequence | None:
         """Give the first waiting sequence a slot and blocks and return it; None if that is not possible."""
-        if not self._queue or not self._running.has_free_slot:
+        if not self._queue or not self._running.num_free_slots:
             return None
 
         sequence = self._queue.peek()

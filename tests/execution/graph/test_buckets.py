@@ -26,14 +26,15 @@ def buckets(max_num_seqs: int, budget: int, **options: Any) -> GraphBuckets:
         (121, 8, (248, 8)),
         (96, 9, (96, 32)),
         (448, 33, (448, 64)),
-        (449, 64, None),
+        (704, 64, (704, 64)),
+        (705, 64, None),
         (504, 8, (504, 8)),
         (256, 65, (256, 128)),
-        (256, 200, (256, 256)),
-        (300, 256, None),
+        (512, 200, (512, 256)),
+        (513, 256, None),
     ],
 )
-def test_mixed_steps_have_at_most_512_rows(tokens: int, rows: int, bucket: tuple[int, int] | None) -> None:
+def test_mixed_steps_have_at_most_768_rows(tokens: int, rows: int, bucket: tuple[int, int] | None) -> None:
     """A step of more rows is computed in two passes."""
     assert buckets(256, 2048).mixed_bucket(tokens, rows) == (bucket and (*bucket, 0))
 
@@ -43,7 +44,7 @@ def test_every_mixed_bucket_fits_the_payload() -> None:
         found = buckets(max_num_seqs, budget)
         assert found.mixed and found.mixed[-1].num_slots == max_num_seqs
         for bucket in found.mixed:
-            assert bucket.num_rows <= max(budget, 16) + 15 and bucket.size <= 512
+            assert bucket.num_rows <= max(budget, 16) + 15 and bucket.size <= 768
             layout = found.mixed_layout(bucket)
             assert layout.num_words <= found.payload_words
             places = [place.indices(layout.num_words) for place in layout]
@@ -54,8 +55,8 @@ def test_every_mixed_bucket_fits_the_payload() -> None:
     ("tokens", "rows", "drafts", "bucket"),
     [
         (1, 1, 3, (96, 8, 3)),
-        (480, 8, 3, (480, 8, 3)),
-        (481, 8, 3, None),
+        (736, 8, 3, (736, 8, 3)),
+        (737, 8, 3, None),
         (640, 32, 3, (640, 32, 3)),
         (100, 9, 3, (128, 32, 3)),
         (100, 33, 3, (128, 64, 3)),
@@ -70,17 +71,18 @@ def test_every_mixed_bucket_fits_the_payload() -> None:
 def test_mixed_steps_with_drafts_have_at_most_1024_rows(
     tokens: int, rows: int, drafts: int, bucket: tuple[int, int, int] | None
 ) -> None:
-    """Twice the round's rows are added to 512. A round is padded to the most drafts, but not where most of
+    """Twice the round's rows are added to 768. A round is padded to the most drafts, but not where most of
     its rows would be padding."""
     assert buckets(256, 2048, draft_choices=(1, 3)).mixed_bucket(tokens, rows, drafts) == bucket
     far = buckets(256, 2048, draft_choices=(1, 3, 5, 8))
     assert far.mixed_bucket(10, 2, 3) is None and far.mixed_bucket(10, 2, 5) is not None
 
 
-def test_mixed_tokens_are_the_most_rows_beside_a_round() -> None:
+def test_mixed_tokens_are_the_sizes_beside_a_round() -> None:
     found = buckets(100, 2048, draft_choices=(1, 3)).mixed_tokens
-    assert found[0] == ((8, 504), (32, 480), (64, 448), (100, 412))
-    assert found[1] == found[3] == ((8, 480), (32, 640), (64, 768), (100, 624))
+    assert [num_slots for num_slots, _ in found[0]] == [8, 32, 64, 100]
+    assert found[0][2] == (64, (64, 192, 320, 448, 576, 704))
+    assert found[1] == found[3] and found[3][2] == (64, (128, 256, 384, 512, 768))
 
 
 def test_trees_and_checked_rounds_have_a_pass_of_their_own() -> None:

@@ -30,7 +30,7 @@ MIXED_SLOTS = (8, 32, 64, 128, 256)
 MIXED_ROWS = (128, 256, 384, 512, 640, 768, 1024)
 """Rows of mixed steps, of chunks and round together: multiples of 128, by which the library's kernels divide
 them."""
-MAX_PLAIN_ROWS = 512
+MAX_PLAIN_ROWS = 768
 """Most rows of a mixed step without drafts: beside more rows of chunks, those of the round are few. With
 drafts a round emits more tokens, so it may take longer: twice its rows are added."""
 MAX_DRAFT_PADDING = 2
@@ -172,16 +172,16 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
         return max((number for number in self.drafts if number not in self.trees), default=0)
 
     @property
-    def mixed_tokens(self) -> dict[int, tuple[tuple[int, int], ...]]:
-        """By number of drafts: ascending slots of mixed steps, each with the most rows of chunks beside
+    def mixed_tokens(self) -> dict[int, tuple[tuple[int, tuple[int, ...]], ...]]:
+        """By number of drafts: ascending slots of mixed steps, each with the ascending rows of chunks beside
         them."""
         found = {}
         for number in self.drafts:
-            most: dict[int, int] = {}
+            sizes: dict[int, list[int]] = {}
             for bucket in self._mixed_for(number):
-                most[bucket.num_slots] = max(most.get(bucket.num_slots, 0), bucket.num_rows)
-            if most:
-                found[number] = tuple(sorted(most.items()))
+                sizes.setdefault(bucket.num_slots, []).append(bucket.num_rows)
+            if sizes:
+                found[number] = tuple((num_slots, tuple(rows)) for num_slots, rows in sizes.items())
         return found
 
     @property
