@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from itertools import islice
 from typing import Protocol
 
 from drift_sdk.draft_policy.policy import DraftPolicy
@@ -210,8 +209,7 @@ class Scheduler:
         prefilling: list[Sequence] = []
         lacks_blocks = False
         running = self._running.sequences
-        most_drafts = step.num_draft_tokens
-        block_size = self.config.block_size
+        most_drafts, block_size = step.num_draft_tokens, self.config.block_size
         index = 0
         while index < len(running):  # preemption shortens the list, at its end
             sequence = running[index]
@@ -258,8 +256,10 @@ class Scheduler:
     def _plan_chunks(self, step: StepBuilder, prefilling: list[Sequence], *, may_admit: bool) -> None:
         """Add chunks of running sequences, then, with `may_admit`, of newly admitted ones, within the
         budget."""
-        num_waiting_tokens = self._num_waiting_tokens(prefilling)
-        budget = self._budget.num_tokens(len(step.decode), num_waiting_tokens, step.num_draft_tokens)
+        # Of the queue, what could be admitted now, prefix hits included: they are not known yet.
+        num_waiting = self._queue.num_tokens(min(self._running.num_free_slots, MAX_CHUNKS))
+        num_waiting += sum([seq.num_prefill_tokens - seq.num_launched_tokens for seq in prefilling])
+        budget = self._budget.num_tokens(len(step.decode), num_waiting, step.num_draft_tokens)
         for sequence in prefilling[:MAX_CHUNKS]:
             if budget > 0:
                 budget -= step.add_chunk(sequence, budget)
@@ -270,13 +270,6 @@ class Scheduler:
             if admitted is None:
                 break
             budget -= step.add_chunk(admitted, budget)
-
-    def _num_waiting_tokens(self, prefilling: list[Sequence]) -> int:
-        """Prompt tokens that are still to be launched: of running sequences, and of the first sequences of
-        the queue that could be admitted now. Tokens that will be found in the prefix cache count too."""
-        most = min(self._running.num_free_slots, MAX_CHUNKS)
-        num_queued = sum([len(sequence.token_ids) for sequence in islice(self._queue, most)])
-        return num_queued + sum([seq.num_prefill_tokens - seq.num_launched_tokens for seq in prefilling])
 
     def _reserve(self, sequence: Sequence, num_blocks: int) -> bool:
         """Lengthen a running sequence's table to `num_blocks` entries, preempting sequences if necessary.
