@@ -66,7 +66,7 @@ class ExactPrefillConfig(Struct, frozen=True):
     narrow_stages: int = 3
 
 
-FEW_ROWS = 256
+FEW_ROWS = 192
 """Most rows of a step for which tiles are halved: wide ones would leave multiprocessors without a program."""
 
 

@@ -31,7 +31,7 @@ MIXED_SLOTS = (8, 32, 64, 128, 256)
 MIXED_ROWS = (192, 256, 384, 512, 768, 1024)
 """Rows of mixed steps, of chunks and round together. From 192 on the library multiplies: on an H200 as fast
 as the kernels multiply 128 rows."""
-CHUNK_ROWS, LEAST_CHUNKS = 16, 4
+CHUNK_ROWS, LEAST_CHUNKS = 32, 4
 """Rows of chunks for each chunk that a mixed step has room for, and the least room: tiles of attention take
 time even where they are not used."""
 MAX_PLAIN_ROWS = 768
