@@ -71,6 +71,9 @@ def parser() -> argparse.ArgumentParser:
     training.add_argument("--seconds", type=positive, default=float("inf"), help="longest time of training")
     training.add_argument("--evaluate-every", type=positive, default=20.0, help="seconds between evaluations")
     training.add_argument("--batch-tokens", type=number(64), default=8192, help="tokens in a batch")
+    training.add_argument(
+        "--unrolled", type=number(1, 16), default=5, help="steps of drafting that the loss covers"
+    )
     training.add_argument("--learning-rate", type=positive, default=1e-3)
     training.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 
@@ -162,6 +165,7 @@ def run_train(options: argparse.Namespace) -> None:
             seconds=options.seconds,
             evaluate_every_s=options.evaluate_every,
             tokens_per_batch=options.batch_tokens,
+            unrolled=options.unrolled,
             learning_rate=options.learning_rate,
         ),
     )
