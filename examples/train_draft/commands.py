@@ -57,6 +57,9 @@ def parser() -> argparse.ArgumentParser:
     generating.add_argument(
         "--max-answer", type=number(8, 512), default=256, help="tokens of an answer at most"
     )
+    generating.add_argument(
+        "--own-share", type=share, default=0.5, help="share of questions that the model writes itself"
+    )
     generating.add_argument("--seed", type=number(0), default=0, help="other seeds give other questions")
 
     training = command("train", run_train, "train a head, or continue")
@@ -97,12 +100,22 @@ def positive(text: str) -> float:
     return value
 
 
+def share(text: str) -> float:
+    """A number from 0 to 1, of an argument."""
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected a number from 0 to 1")
+
+    return value
+
+
 def run_generate(options: argparse.Namespace) -> None:
     limits = Limits(
         num_tokens=options.tokens,
         seconds=options.seconds,
         max_answer=options.max_answer,
         num_lanes=options.lanes,
+        own_share=options.own_share,
     )
     model = options.model or str(smollm2.path())
     options.work.mkdir(parents=True, exist_ok=True)

@@ -24,7 +24,7 @@ from train_draft.batches import Batch, Conversation, draft_vocabulary, make_batc
 from train_draft.commands import main
 from train_draft.head import DraftHead, HeadPass, feature_sizes, head_settings
 from train_draft.questions import KINDS, Overlaps, Question, Templates, evaluation_questions
-from train_draft.target import Target, load_target
+from train_draft.target import Target, load_chat_format, load_target
 from train_draft.training import CheckpointError, Training, TrainingSettings, draft_loss
 
 from drift_sdk import Chain, Engine, EngineConfig, SamplingParams, Speculation
@@ -427,8 +427,14 @@ def test_commands_make_a_head_for_the_engine(
 
     run("generate", folder, "--work", work, "--tokens", 200, "--lanes", 4, "--max-answer", 12)
     num_answers = len(AnswerFolder(work).training())
-    run("generate", folder, "--work", work, "--tokens", 20, "--lanes", 4, "--max-answer", 12)
-    assert len(AnswerFolder(work).training()) > num_answers > 0
+    run(
+        *("generate", folder, "--work", work, "--tokens", 20, "--lanes", 4, "--max-answer", 12),
+        *("--own-share", 0),
+    )
+    added = AnswerFolder(work).training()[num_answers:]
+    assert added and num_answers
+    templates = [load_chat_format(folder).prompt_ids(f"Number {number}?") for number in range(64)]
+    assert all(answer.prompt_ids in templates for answer in added)
     settings = ("--vocabulary", 60, "--steps", 2, "--batch-tokens", 256, "--device", "cpu")
     settings += ("--wait-tokens", 100)
     run("train", folder, "--work", work, *settings)
@@ -470,6 +476,13 @@ def test_numbers_that_are_not_positive_are_refused(
     with pytest.raises(SystemExit):
         main(["train", "--work", "anywhere", f"{option}={value}"])
     assert f"{value}: expected a number over 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["-0.1", "1.1", "nan"])
+def test_shares_out_of_range_are_refused(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["generate", "--work", "anywhere", f"--own-share={value}"])
+    assert f"{value}: expected a number from 0 to 1" in capsys.readouterr().err
 
 
 class Scripted:
