@@ -63,7 +63,7 @@ async def measure_one(
     engine: Engine, model: Model, scenario: Scenario, options: DecodeOptions, bandwidth_tb_s: float
 ) -> DecodeRun:
     """Measure one scenario: rate, lag of the event loop, CPU time."""
-    prompts = scenario.prompts(model.config.vocab_size)
+    prompts = options.prompts(scenario, model.config.vocab_size)
     (short, long), params = options.lengths, options.params
     for num_tokens in (short, long, long):
         await generation_seconds(engine, prompts, num_tokens, params)

@@ -21,16 +21,20 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from msgspec import UNSET, UnsetType
+
 from drift_sdk import NGram
+from drift_sdk.loading.source import resolve
 from drift_sdk.measurement import recorded_engine
 from drift_sdk.models.matrix_reader import QUANTISERS
 from perf.harness.decoding import DecodeOptions, slow_paths
 from perf.harness.drafting import Drafting
 from perf.harness.experts import measured_experts
+from perf.harness.published import PUBLISHED
 from perf.harness.record import DecodeRun, Run
 from perf.harness.recording import Recording, add_weights, free_memory, parser
 from perf.harness.rounds import Rounds, batch_config, measure_rounds
-from perf.harness.scenario import SCENARIOS, Scenario
+from perf.harness.scenario import SCENARIOS, Scenario, Text
 from perf.harness.shapes import Draft, Model, prepare, prepare_draft
 from perf.harness.startup_process import gpu_memory_gib
 from perf.harness.table import show, speculative_table
@@ -61,6 +65,8 @@ class SpeculativeRun(DecodeRun, kw_only=True):
     speedup:                                     over plain decoding in the same run.
     efficiency:                                  speedup over measured acceptance length.
     gpu_memory_gib:                              memory in use on the GPU afterwards, of all processes.
+    text:                                        the file that prompts were taken from, of runs without random
+                                                 prompts.
     """
 
     measured_acceptance_length: float
@@ -77,6 +83,7 @@ class SpeculativeRun(DecodeRun, kw_only=True):
     speedup: float | None = None
     efficiency: float | None = None
     gpu_memory_gib: float | None = None
+    text: str | UnsetType = UNSET
 
 
 async def measure(
@@ -171,6 +178,7 @@ def run_of(
         num_active_min=min(rounds.num_active),
         num_active_max=max(rounds.num_active),
         gpu_memory_gib=gpu_memory_gib(options.device),
+        text=UNSET if options.text is None else options.text.name,
         **fields,
     )
 
@@ -230,10 +238,22 @@ def arguments_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     if given.peer and (given.weights or given.draft_weights):
         made.error("--peer: expected no --weights and no --draft-weights, because peers do not quantise")
 
-    if given.model == "smollm2-135m" and given.draft is None:
+    if given.text is not None and not (given.text.is_file() and given.text.stat().st_size):
+        made.error(f"--text {given.text}: expected a file that is not empty")
+
+    if given.model not in PUBLISHED and given.draft is None:
         made.error(f"--model {given.model}: expected a --draft")
 
     return given
+
+
+def read_text(model: Model, file: Path | None) -> Text | None:
+    """The text of a UTF-8 file as a model's tokens."""
+    if file is None:
+        return None
+
+    content = file.read_text(encoding="utf-8")
+    return Text(file.name, tuple(resolve(model.path).tokenizer().encode(content)))
 
 
 def speculative_parser() -> argparse.ArgumentParser:
@@ -252,9 +272,11 @@ def speculative_parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--strict-performance", action="store_true", help="as in EngineConfig")
     made.add_argument("--draft", help='an EAGLE-3 head, folder or hub id, or "ngram"')
+    made.add_argument("--text", type=Path, help="a text to take prompts from; the default is random tokens")
     made.add_argument("--peer", choices=("vllm",), help="an engine to measure in the same run")
     add_weights(made)
     made.add_argument("--draft-weights", choices=tuple(QUANTISERS), help="as in Speculation")
+    made.add_argument("--aux-layer-convention", choices=("output", "boundary"), help="as in Speculation")
     made.add_argument(
         "--policy-sweep", action="store_true", help="measure the adaptive policy on batches of all sizes"
     )
@@ -263,19 +285,24 @@ def speculative_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     given = arguments_of(arguments)
-    options = DecodeOptions(
-        device=given.device,
-        dtype=given.dtype,
-        executor=given.executor,
-        strict_performance=given.strict_performance,
-        repeats=given.repeats,
-    )
     topic = "policy" if given.policy_sweep else "speculative"
     recording = Recording(topic, given.device, given.out)
     with tempfile.TemporaryDirectory() as folder:
-        model = prepare(given.model, Path(folder) / given.model, given.weights)
+        model = prepare(given.model, Path(folder) / Path(given.model).name, given.weights)
+        options = DecodeOptions(
+            device=given.device,
+            dtype=given.dtype,
+            executor=given.executor,
+            strict_performance=given.strict_performance,
+            repeats=given.repeats,
+            text=read_text(model, given.text),
+        )
         is_ngram = given.draft == "ngram"
-        draft = NGram() if is_ngram else prepare_draft(model, given.draft, given.draft_weights)
+        draft = (
+            NGram()
+            if is_ngram
+            else prepare_draft(model, given.draft, given.draft_weights, given.aux_layer_convention)
+        )
         scenarios = SWEPT_SCENARIOS if given.policy_sweep else given.scenario
         draftings = [
             Drafting(

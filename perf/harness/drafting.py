@@ -36,7 +36,7 @@ class Drafting(Struct, frozen=True, kw_only=True):
             return "ngram"
 
         weights = f" {self.draft.weights}" if self.draft.weights else ""
-        return Path(self.draft.path).name + weights
+        return Path(self.draft.path).resolve().name + weights
 
     @property
     def acceptance(self) -> Literal["simulated", "real"]:
@@ -65,6 +65,7 @@ class Drafting(Struct, frozen=True, kw_only=True):
             shape=Chain(self.num_draft_tokens),
             adaptive=self.is_adaptive,
             draft_weights=None if isinstance(self.draft, NGram) else self.draft.weights,
+            aux_layer_convention=None if isinstance(self.draft, NGram) else self.draft.aux_layer_convention,
         )
         return plain.replace(speculation=speculation)
 
