@@ -8,19 +8,20 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import anyio
 import command_line
 import smollm2
 import torch
 
-from drift_sdk import Engine, EngineConfig, Progress
+from drift_sdk import ConfigError, Engine, EngineConfig, Progress
 from drift_sdk.models.draft_config import DraftConfig
 
 from .answers import AnswerError, AnswerFolder, Limits, generate
 from .batches import draft_vocabulary
 from .head import DraftHead, feature_sizes, head_settings
-from .measuring import measure
+from .measuring import measure, measure_shapes, speculation_of
 from .target import load_chat_format, load_target
 from .training import Training, TrainingSettings
 
@@ -88,6 +89,20 @@ def parser() -> argparse.ArgumentParser:
     measuring.add_argument(
         "--batches", type=number(1), nargs="*", default=[1, 8, 64], help="requests at a time; none: no speeds"
     )
+    measuring.add_argument("--trace", type=Path, help="file for the rounds of greedy chat answers")
+    measuring.add_argument(
+        "--shapes",
+        type=shape_name,
+        nargs="+",
+        metavar="SHAPE",
+        help="measure nothing but the acceptance of shapes, such as chain-7, tree-7 and ngram-7",
+    )
+    measuring.add_argument(
+        "--executor",
+        choices=("auto", "eager", "graph"),
+        default="auto",
+        help="with --shapes, as in EngineConfig",
+    )
     return made
 
 
@@ -98,6 +113,16 @@ def positive(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text}: expected a number over 0")
 
     return value
+
+
+def shape_name(text: str) -> str:
+    """The name of a shape, of an argument."""
+    try:
+        speculation_of(Path(), text)
+    except (ValueError, ConfigError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+    return text
 
 
 def share(text: str) -> float:
@@ -188,7 +213,11 @@ def run_train(options: argparse.Namespace) -> None:
 
 
 def run_measure(options: argparse.Namespace) -> None:
-    run = partial(measure, prompts=options.prompts, max_tokens=options.max_tokens, batches=options.batches)
+    given = {"prompts": options.prompts, "max_tokens": options.max_tokens}
+    if options.shapes:
+        run: Any = partial(measure_shapes, names=options.shapes, executor=options.executor, **given)
+    else:
+        run = partial(measure, batches=options.batches, trace=options.trace, **given)
     record = anyio.run(run, options.model or str(smollm2.path()), options.draft)
     print(json.dumps(record, indent=1))
     options.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -28,6 +28,7 @@ from train_draft.target import Target, load_chat_format, load_target
 from train_draft.training import CheckpointError, Training, TrainingSettings, draft_loss
 
 from drift_sdk import Chain, Engine, EngineConfig, SamplingParams, Speculation
+from drift_sdk.measurement import AcceptanceTrace
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.models.kv_cache import KVCache
@@ -452,6 +453,21 @@ def test_commands_make_a_head_for_the_engine(
     assert record["num_draft_tokens"] == 3
     assert all(found["num_rounds"] > 0 for found in record["acceptance"].values())
     assert record["tokens_per_s"]["2"].keys() == {"plain", "always", "adaptive", "gain"}
+    trace = tmp_path / "trace.json"
+    monkeypatch.setattr(measuring, "MAX_REPEATED_SHARE", 1.0)
+    options = ("--draft", work / "draft", "--output", output, "--prompts", file, "--max-tokens", 8)
+    run("measure", folder, *options, "--trace", trace, "--batches")
+    (lengths,) = AcceptanceTrace.load(trace).sequences  # of the one question that is conversation
+    counted = json.loads(output.read_text())["acceptance"]["chat 0"]
+    assert len(lengths) >= counted["num_rounds"] > 0 and sum(lengths) <= 8
+    shapes = ("--shapes", "chain-2", "tree-5", "ngram-2", "--executor", "eager")
+    run("measure", folder, *options, *shapes)
+    record = json.loads(output.read_text())
+    assert {name: found["num_verified"] for name, found in record.items()} == {
+        "chain-2": 3,
+        "tree-5": 6,
+        "ngram-2": 3,
+    }
 
 
 def test_training_without_answers_is_refused(
@@ -476,6 +492,13 @@ def test_numbers_that_are_not_positive_are_refused(
     with pytest.raises(SystemExit):
         main(["train", "--work", "anywhere", f"{option}={value}"])
     assert f"{value}: expected a number over 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["chain", "ring-3", "chain-17", "tree-64", "ngram-x"])
+def test_unknown_shapes_are_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["measure", "--draft", "anywhere", "--output", "anywhere", "--shapes", name])
+    assert "argument --shapes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("value", ["-0.1", "1.1", "nan"])
