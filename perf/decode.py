@@ -32,7 +32,7 @@ from perf.harness.shapes import Model, prepare
 from perf.harness.table import decode_table, show
 from perf.peers import transformers, vllm
 
-__all__ = ["PEERS", "main", "measure"]
+__all__ = ["PEERS", "main", "measure", "measure_rate"]
 
 IDLE_S = 0.5
 PEERS: dict[str, Callable[[Model, Sequence[Scenario], int, float], Iterator[DecodeRun]]] = {
@@ -63,7 +63,18 @@ async def measure_one(
     engine: Engine, model: Model, scenario: Scenario, options: DecodeOptions, bandwidth_tb_s: float
 ) -> DecodeRun:
     """Measure one scenario: rate, lag of the event loop, CPU time."""
-    prompts = options.prompts(scenario, model.config.vocab_size)
+    run = await measure_rate(engine, model, scenario, options, bandwidth_tb_s)
+    prompts = scenario.prompts(model.config.vocab_size)
+    await measure_host(engine, prompts, replace(options.params, max_tokens=options.lengths[1]), run)
+    run.slow_paths = slow_paths(engine.stats())
+    return run
+
+
+async def measure_rate(
+    engine: Engine, model: Model, scenario: Scenario, options: DecodeOptions, bandwidth_tb_s: float
+) -> DecodeRun:
+    """Measure the rate of one scenario, and count slow paths."""
+    prompts = scenario.prompts(model.config.vocab_size)
     (short, long), params = options.lengths, options.params
     for num_tokens in (short, long, long):
         await generation_seconds(engine, prompts, num_tokens, params)
@@ -76,7 +87,7 @@ async def measure_one(
 
     num_experts = await measured_experts(engine, model, scenario, options)
     context = scenario.mean_context(options.lengths)
-    run = DecodeRun.of_rounds(
+    return DecodeRun.of_rounds(
         rounds_s,
         model.decode_bytes(scenario.batch, context, options.itemsize, num_experts) / options.tensor_parallel,
         bandwidth_tb_s,
@@ -89,10 +100,8 @@ async def measure_one(
         temperature=params.temperature or UNSET,
         top_p=params.top_p if params.temperature else UNSET,
         num_gpus=options.tensor_parallel if options.compares_gpus else UNSET,
+        slow_paths=slow_paths(engine.stats()),
     )
-    await measure_host(engine, prompts, replace(params, max_tokens=long), run)
-    run.slow_paths = slow_paths(engine.stats())
-    return run
 
 
 async def measure_host(

@@ -14,9 +14,7 @@ from msgspec import Struct
 
 from drift_sdk._files import has_file
 from drift_sdk.errors import ModelLoadError, short_repr
-from drift_sdk.loading.gguf import GGUFFile
 from drift_sdk.loading.gpt_oss import OriginalTensors, hf_settings, is_original
-from drift_sdk.loading.hub import HubRepository, is_hub_id
 from drift_sdk.loading.hub_files import HubFile, split_quant, weight_names
 from drift_sdk.loading.quantised_tensors import QuantisedTensors
 from drift_sdk.loading.safetensors import SafetensorsFolder
@@ -25,6 +23,7 @@ from drift_sdk.progress import Report
 from drift_sdk.quantised.scheme import config_scheme
 
 if TYPE_CHECKING:
+    from drift_sdk.loading.gguf import GGUFFile
     from drift_sdk.text.tokenizer import Tokenizer
 
 __all__ = [
@@ -165,7 +164,12 @@ class Source:
 
     @cached_property
     def _gguf(self) -> GGUFFile | None:
-        return GGUFFile(self.path) if os.path.isfile(self.path) else None
+        if not os.path.isfile(self.path):
+            return None
+
+        from drift_sdk.loading.gguf import GGUFFile  # imported here, as few models are GGUF files
+
+        return GGUFFile(self.path)
 
     def _text(self, file: str) -> str:
         try:
@@ -244,6 +248,9 @@ def find(
 
     if path.suffix in FILE_SUFFIXES:
         raise ModelLoadError(f"{found} does not exist (a name that ends in {path.suffix} is never a hub id)")
+
+    # Imported here, because importing the hub's library takes longer than to find a local model.
+    from drift_sdk.loading.hub import HubRepository, is_hub_id
 
     repo_id, quant = split_quant(name)
     if not is_hub_id(repo_id) or quant == "":

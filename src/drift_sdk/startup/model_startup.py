@@ -92,6 +92,11 @@ def open_model(
     executor_name, fallback = choose_executor(config, device, decoder_config)
     check_division(config, decoder_config, executor_name)
 
+    if executor_name == "graph":
+        from drift_sdk._kernels.common.parallel_compile import prepare_cache_keys  # needs Triton
+
+        prepare_cache_keys()
+
     report("load tokenizer", 0.0)
     load = partial(load_text, source, config, decoder_config.vocab_size)
     with opening_locks(devices), loaded_beside(config, load, report) as loading_text:

@@ -93,7 +93,10 @@ def attention_config(head_dim: int, dtype: torch.dtype, tile_keys: int) -> Atten
     )
 
 
-@triton.jit(do_not_specialize=["num_partitions", "max_blocks"])
+@triton.jit(
+    do_not_specialize=["num_partitions", "max_blocks"],
+    do_not_specialize_on_alignment=["row_slot_ptr", "row_position_ptr"],
+)
 def _attend(
     query_ptr,  # [R, num_heads, HEAD_DIM], storage type; heads of a group side by side
     keys_ptr,  # [num_blocks, NUM_KV_HEADS, KV_BLOCK_SIZE, HEAD_DIM], storage type

@@ -140,7 +140,10 @@ def _add_several(
     return tl.max(highest, 0), weight, total
 
 
-@triton.jit(do_not_specialize=["num_partitions"])
+@triton.jit(
+    do_not_specialize=["num_partitions"],
+    do_not_specialize_on_alignment=["row_slot_ptr", "row_position_ptr"],
+)
 def _add_partitions(
     sums_ptr,  # [num_sequences, NUM_KV_HEADS, num_partitions, query rows, HEAD_DIM] fp32
     maxima_ptr,  # [num_sequences, NUM_KV_HEADS, num_partitions, query rows] fp32

@@ -21,6 +21,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from typing import Any
 
 import triton
@@ -28,7 +29,7 @@ from msgspec import Struct
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource, get_cache_key, make_backend
-from triton.runtime.cache import get_cache_manager
+from triton.runtime.cache import get_cache_manager, triton_key
 
 __all__ = [
     "KernelToCompile",
@@ -36,17 +37,21 @@ __all__ = [
     "is_recording",
     "missing_kernels",
     "package_kernels",
+    "prepare_cache_keys",
     "recorded_kernels",
 ]
 
 log = logging.getLogger("drift_sdk")
 
 MAX_PROCESSES = 16
+PACKAGE = "drift_sdk._kernels."
 WORKER = "drift_sdk._kernels.common.compile_worker"
 DONE = b"."
 
 _recording = threading.local()
 _recording_lock = threading.Lock()
+_preparing: list[threading.Thread] = []
+"""The latest thread of `prepare_cache_keys`."""
 
 
 class KernelToCompile(Struct, frozen=True, kw_only=True):
@@ -98,13 +103,20 @@ class KernelToCompile(Struct, frozen=True, kw_only=True):
 
 def package_kernels() -> list[Any]:
     """Return the kernels of this package's modules that have been imported."""
-    return [
+    modules = [(name, module) for name, module in list(sys.modules.items()) if name.startswith(PACKAGE)]
+    # A module that is being imported on another thread gets more names.
+    return list(_kernels_of(tuple((name, len(vars(module))) for name, module in modules)))
+
+
+@lru_cache(maxsize=1)
+def _kernels_of(modules: tuple[tuple[str, int], ...]) -> tuple[Any, ...]:
+    """The kernels that imported modules define. modules: their names, and how many names each defines."""
+    return tuple(
         kernel
-        for module_name, module in list(sys.modules.items())
-        if module_name.startswith("drift_sdk._kernels.")
-        for kernel in vars(module).values()
+        for module_name, _ in modules
+        for kernel in vars(sys.modules[module_name]).values()
         if hasattr(kernel, "pre_run_hooks") and getattr(kernel, "__module__", None) == module_name
-    ]
+    )
 
 
 def is_recording() -> bool:
@@ -179,8 +191,21 @@ def _note_compilation(hook_before: Any) -> Callable[..., Any]:
     return hook
 
 
+def prepare_cache_keys() -> None:
+    """Hash the files of Triton's installation, which keys of its cache contain, on a thread of its own.
+
+    There are hundreds of megabytes. Hashing does not hold the interpreter's lock, and Triton keeps the
+    result.
+    """
+    thread = threading.Thread(target=triton_key, name="drift-cache-keys", daemon=True)
+    thread.start()
+    _preparing[:] = [thread]
+
+
 def missing_kernels(kernels: Sequence[KernelToCompile]) -> list[KernelToCompile]:
     """Return those of the kernels that are not in Triton's cache on disk."""
+    for thread in _preparing:
+        thread.join()
     return [kernel for kernel in kernels if kernel.cache_file() is None]
 
 
