@@ -22,6 +22,7 @@ from drift_sdk import (
     Speculation,
 )
 from drift_sdk.measurement import recorded_engine
+from drift_sdk.trees.limits import MAX_TREE_ROWS
 
 from .acceptance import NUM_DRAFTS, Acceptance
 from .answers import MAX_REPEATED_SHARE, repeated_share
@@ -87,10 +88,15 @@ async def measure_shapes(
     record: dict[str, Any] = {}
     for name in names:
         speculation = speculation_of(draft, name)
-        config = EngineConfig(max_num_seqs=DEFAULT_SEQS, executor=executor, speculation=speculation)
+        num_verified = speculation.shape.num_draft_tokens + 1
+        config = EngineConfig(
+            # Trees of larger batches would be cut.
+            max_num_seqs=min(DEFAULT_SEQS, MAX_TREE_ROWS // num_verified),
+            executor=executor,
+            speculation=speculation,
+        )
         async with Engine(model, config) as engine:
             answered = await answer_all(engine, questions, max_tokens)
-        num_verified = speculation.shape.num_draft_tokens + 1
         record[name] = {"num_verified": num_verified, "acceptance": acceptance_by_group(answered)}
     return record
 
