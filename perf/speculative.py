@@ -34,7 +34,7 @@ from perf.harness.record import DecodeRun, Run
 from perf.harness.recording import Recording, free_memory
 from perf.harness.rounds import Rounds, batch_config, measure_rounds
 from perf.harness.scenario import Scenario, Text
-from perf.harness.shapes import Draft, Model, prepare, prepare_draft
+from perf.harness.shapes import Draft, Model, prepare, prepare_drafts
 from perf.harness.speculative_options import arguments_of
 from perf.harness.startup_process import gpu_memory_gib
 from perf.harness.table import show, speculative_table
@@ -221,14 +221,11 @@ def read_text(model: Model, file: Path | None) -> Text | None:
 
 def draftings_of(given: argparse.Namespace, model: Model) -> list[Drafting]:
     """The drafts to measure."""
-    if given.draft == "ngram":
-        draft: Draft | NGram = NGram()
-    else:
-        draft = prepare_draft(model, given.draft, given.draft_weights, given.aux_layer_convention)
-    lengths = ACCEPTANCE_LENGTHS if given.policy_sweep else (given.acceptance_length,)
+    draft = prepare_drafts(model, given.draft, given.draft_weights, given.aux_layer_convention)
     return [
         Drafting(
             draft=draft,
+            ngrams=ngrams,
             num_draft_tokens=number,
             acceptance_length=length,
             is_adaptive=given.policy_sweep,
@@ -236,7 +233,8 @@ def draftings_of(given: argparse.Namespace, model: Model) -> list[Drafting]:
         )
         for number in given.num_draft_tokens
         if number > 0
-        for length in lengths
+        for ngrams in ((None, NGram()) if given.ngrams else (None,))
+        for length in (ACCEPTANCE_LENGTHS if given.policy_sweep else (given.acceptance_length,))
     ]
 
 
@@ -245,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     topic = "policy" if given.policy_sweep else "speculative"
     recording = Recording(topic, given.device, given.out)
     with tempfile.TemporaryDirectory() as folder:
-        model = prepare(given.model, Path(folder) / Path(given.model).name, given.weights)
+        model = prepare(given.model, Path(folder) / Path(given.model).name, given.weights, given.kv_dtype)
         options = DecodeOptions(
             device=given.device,
             dtype=given.dtype,

@@ -82,6 +82,7 @@ def engine_config(model: Model, scenarios: Iterable[Scenario], options: DecodeOp
         "tuning": options.tuning,
         "load": model.load,
         "weights": model.weights,
+        "kv_dtype": model.kv_dtype,
         "max_num_seqs": max(s.batch for s in scenarios),
         "max_model_len": max_model_len,
         "kv_cache_tokens": max(most, max_model_len) + BLOCK_SIZE * max(s.batch for s in scenarios),

@@ -19,6 +19,7 @@ __all__ = ["Drafting"]
 class Drafting(Struct, frozen=True, kw_only=True):
     """Chains of drafted tokens.
 
+    draft:              a head, a small model or n-grams. ngrams: beside it, see `Speculation`.
     num_draft_tokens:   tokens drafted per round; the most if adaptive.
     acceptance_length:  tokens per round to simulate, limited to `num_draft_tokens + 1`; None for real
                         acceptance.
@@ -26,7 +27,8 @@ class Drafting(Struct, frozen=True, kw_only=True):
     trace:              the recorded rounds to simulate, in place of a mean.
     """
 
-    draft: Draft | NGram
+    draft: Draft | Model | NGram
+    ngrams: NGram | None = None
     num_draft_tokens: int
     acceptance_length: float | None = None
     is_adaptive: bool = False
@@ -37,8 +39,13 @@ class Drafting(Struct, frozen=True, kw_only=True):
         if isinstance(self.draft, NGram):
             return "ngram"
 
-        weights = f" {self.draft.weights}" if self.draft.weights else ""
-        return Path(self.draft.path).resolve().name + weights
+        weights = f" {self._weights}" if self._weights else ""
+        return Path(self.draft.path).resolve().name + weights + (" and ngrams" if self.ngrams else "")
+
+    @property
+    def _weights(self) -> Literal["fp8", "int4"] | None:
+        weights = None if isinstance(self.draft, NGram) else self.draft.weights
+        return weights if weights == "fp8" or weights == "int4" else None
 
     @property
     def acceptance(self) -> Literal["simulated", "real"]:
@@ -69,8 +76,9 @@ class Drafting(Struct, frozen=True, kw_only=True):
             draft=self.draft if isinstance(self.draft, NGram) else self.draft.path,
             shape=Chain(self.num_draft_tokens),
             adaptive=self.is_adaptive,
-            draft_weights=None if isinstance(self.draft, NGram) else self.draft.weights,
-            aux_layer_convention=None if isinstance(self.draft, NGram) else self.draft.aux_layer_convention,
+            draft_weights=self._weights,
+            ngrams=self.ngrams,
+            aux_layer_convention=self.draft.aux_layer_convention if isinstance(self.draft, Draft) else None,
         )
         return plain.replace(speculation=speculation)
 

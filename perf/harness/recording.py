@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from drift_sdk.config import KV_DTYPES
 from drift_sdk.models.matrix_reader import QUANTISERS
 from perf.harness.bandwidth import read_bandwidth_tb_s
 from perf.harness.machine import default_device
@@ -58,8 +59,9 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def add_weights(made: argparse.ArgumentParser) -> None:
-    """Add the argument `--weights`, for scripts that measure models with quantised weights."""
+    """Add the arguments `--weights` and `--kv-dtype`, for scripts that measure quantised models."""
     made.add_argument("--weights", choices=tuple(QUANTISERS), help="as in EngineConfig")
+    made.add_argument("--kv-dtype", choices=KV_DTYPES, help="as in EngineConfig")
 
 
 def dtype_name(dtype: str, device: str) -> str:

@@ -49,11 +49,14 @@ def arguments_of(arguments: Sequence[str] | None, description: str | None) -> ar
     if given.peer and (given.acceptance_length is None or given.policy_sweep or given.draft is not None):
         made.error("--peer: expected --acceptance-length, and a draft with random weights")
 
+    if given.ngrams and (given.draft == "ngram" or given.peer):
+        made.error("--ngrams: expected a draft head or a model, and no --peer")
+
     if given.draft_weights and given.draft == "ngram":
         made.error("--draft-weights: expected an EAGLE-3 head, not n-grams")
 
-    if given.peer and (given.weights or given.draft_weights):
-        made.error("--peer: expected no --weights and no --draft-weights, because peers do not quantise")
+    if given.peer and (given.weights or given.kv_dtype or given.draft_weights):
+        made.error("--peer: expected no --weights, --kv-dtype or --draft-weights: peers do not quantise")
 
     if given.text is not None and not (given.text.is_file() and given.text.stat().st_size):
         made.error(f"--text {given.text}: expected a file that is not empty")
@@ -82,7 +85,11 @@ def speculative_parser(description: str | None) -> argparse.ArgumentParser:
         "--trace", type=Path, help="rounds to simulate, as AcceptanceTrace.save has written them"
     )
     made.add_argument("--strict-performance", action="store_true", help="as in EngineConfig")
-    made.add_argument("--draft", help='an EAGLE-3 head, folder or hub id, or "ngram"')
+    made.add_argument(
+        "--draft",
+        help='an EAGLE-3 head, folder or hub id; a model of --model, as a small model; or "ngram"',
+    )
+    made.add_argument("--ngrams", action="store_true", help="measure the draft with n-grams beside it too")
     made.add_argument("--text", type=Path, help="a text to take prompts from; the default is random tokens")
     made.add_argument("--peer", choices=("vllm",), help="an engine to measure in the same run")
     add_weights(made)

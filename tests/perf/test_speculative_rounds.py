@@ -58,6 +58,20 @@ def test_recorded_rounds_are_simulated(tmp_path: Path, monkeypatch: pytest.Monke
     assert simulated == [(1, 4, 2, 2, 3)]
 
 
+def test_small_models_and_ngrams_beside_them_are_measured(tmp_path: Path) -> None:
+    out = tmp_path / "speculative.json"
+    speculative.main(
+        [
+            *("--model", "tiny", "--device", "cpu", "--draft", "tiny", "--ngrams", "--repeats", "1"),
+            *("--num-draft-tokens", "2", "--scenario", "batch3-16", "--out", str(out)),
+        ]
+    )
+    _, small, both = json.loads(out.read_text())["runs"]
+    assert (small["draft"], both["draft"]) == ("tiny", "tiny and ngrams")
+    # A model of the same random weights is right in every round.
+    assert min(small["accepted_at"]) > 0.9
+
+
 def test_shares_of_rounds_are_computed_from_statistics() -> None:
     counts = Counts(num_steps=3, num_rounds=6, num_drafted=18, num_accepted=5)
     rounds = Rounds(num_tokens=9, seconds=(1.0,), counts=(counts,), emitted=((3, 1), (4, 1, 1), (1,)))

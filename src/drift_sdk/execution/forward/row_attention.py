@@ -12,6 +12,7 @@ from drift_sdk._kernels.attention.attention_plan import Partitions
 from drift_sdk._kernels.attention.exact_prefill_attention import exact_prefill_attention, exact_prefill_config
 from drift_sdk._kernels.trees.tree_paths import TreePaths
 from drift_sdk.execution.forward.attention_groups import AttentionGroups
+from drift_sdk.execution.forward.kv_cache import LayerKV
 
 __all__ = ["ChunkAttention", "MixedAttention", "RowAttention", "SequenceAttention", "TreeAttention"]
 
@@ -25,8 +26,7 @@ class RowAttention(Protocol):
     def attend(
         self,
         query: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        kv: LayerKV,
         block_table: Tensor,
         row_slot: Tensor,
         row_position: Tensor,
@@ -51,8 +51,7 @@ class SequenceAttention:
     def attend(
         self,
         query: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        kv: LayerKV,
         block_table: Tensor,
         row_slot: Tensor,
         row_position: Tensor,
@@ -64,13 +63,15 @@ class SequenceAttention:
     ) -> None:
         self._groups.attend(
             query,
-            keys,
-            values,
+            kv.keys,
+            kv.values,
             block_table,
             row_slot,
             row_position,
             out,
             self._rows_per_sequence,
+            key_scale=kv.key_scale,
+            value_scale=kv.value_scale,
             window=window,
             scale=scale,
             sinks=sinks,
@@ -89,8 +90,7 @@ class TreeAttention:
     def attend(
         self,
         query: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        kv: LayerKV,
         block_table: Tensor,
         row_slot: Tensor,
         row_position: Tensor,
@@ -102,14 +102,16 @@ class TreeAttention:
     ) -> None:
         self._groups.attend_trees(
             query,
-            keys,
-            values,
+            kv.keys,
+            kv.values,
             block_table,
             row_slot,
             row_position,
             self._paths,
             out,
             self._nodes_per_tree,
+            key_scale=kv.key_scale,
+            value_scale=kv.value_scale,
             window=window,
             scale=scale,
             sinks=sinks,
@@ -128,8 +130,7 @@ class ChunkAttention:
     def attend(
         self,
         query: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        kv: LayerKV,
         block_table: Tensor,
         row_slot: Tensor,
         row_position: Tensor,
@@ -141,13 +142,15 @@ class ChunkAttention:
     ) -> None:
         exact_prefill_attention(
             query,
-            keys,
-            values,
+            kv.keys,
+            kv.values,
             block_table,
             self._tiles,
             out,
             self._config,
             Partitions.of_window(window),
+            key_scale=kv.key_scale,
+            value_scale=kv.value_scale,
             window=window,
             scale=scale,
             sinks=sinks,
@@ -167,8 +170,7 @@ class MixedAttention:
     def attend(
         self,
         query: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        kv: LayerKV,
         block_table: Tensor,
         row_slot: Tensor,
         row_position: Tensor,
@@ -183,8 +185,7 @@ class MixedAttention:
         for attention, rows in ((self._sequences, sequences), (self._chunks, chunks)):
             attention.attend(
                 query[rows],
-                keys,
-                values,
+                kv,
                 block_table,
                 row_slot[rows],
                 row_position[rows],

@@ -284,6 +284,7 @@ class GraphSteps:
             rows_per_slot=rows_per_slot,
             simulated=self._simulated,
             tree=tree,
+            is_ngram=self.drafter.is_ngram if self.drafter is not None and rows_per_slot > 1 else None,
         )
 
 
