@@ -95,7 +95,7 @@ def parser() -> argparse.ArgumentParser:
         type=shape_name,
         nargs="+",
         metavar="SHAPE",
-        help="measure nothing but the acceptance of shapes, such as chain-7, tree-7 and ngram-7",
+        help="measure nothing but the acceptance of shapes, such as chain-7, tree-7, ngram-7 and hybrid-7",
     )
     measuring.add_argument(
         "--executor",

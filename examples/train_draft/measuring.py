@@ -35,6 +35,7 @@ DEFAULT_SEQS = 64
 TOP_K, MAX_DEPTH = 4, 8
 """Of trees: candidates after each token, and most tokens of a path."""
 ExecutorName = Literal["auto", "eager", "graph"]
+KINDS_OF_DRAFTS = ("chain", "tree", "ngram", "hybrid")
 TRACED = "chat 0"
 """The group of answers to whose questions rounds are recorded."""
 SPEED_ROUNDS = 3
@@ -57,20 +58,27 @@ class Answered(Struct, frozen=True):
 
 
 def speculation_of(draft: Path, name: str) -> Speculation:
-    """Drafts in every round, of a name such as "chain-7", "tree-7" or "ngram-7": K tokens of the head in a
-    chain, K tokens of it in a tree that is grown anew in every round, or a chain of n-grams.
+    """Drafts in every round, of a name such as "chain-7": K tokens of the head in a chain; "tree-7", of the
+    head in a tree that is grown anew in every round; "ngram-7", of n-grams; "hybrid-7", of n-grams where they
+    are accepted as often as the head's.
 
     Raises ValueError for another name, and ConfigError for a K out of range.
     """
     kind, _, digits = name.partition("-")
-    if kind not in ("chain", "tree", "ngram") or not digits.isdecimal():
-        raise ValueError(f"{name}: expected chain-K, tree-K or ngram-K")
+    if kind not in KINDS_OF_DRAFTS or not digits.isdecimal():
+        raise ValueError(f"{name}: expected one of {', '.join(f'{each}-K' for each in KINDS_OF_DRAFTS)}")
 
     number = int(digits)
-    shape: Chain | DynamicTree = Chain(number)
     if kind == "tree":
-        shape = DynamicTree(top_k=TOP_K, depth=min(number, MAX_DEPTH), num_draft_tokens=number)
-    return Speculation(draft=NGram() if kind == "ngram" else draft, shape=shape, adaptive=False)
+        tree = DynamicTree(top_k=TOP_K, depth=min(number, MAX_DEPTH), num_draft_tokens=number)
+        return Speculation(draft=draft, shape=tree, adaptive=False)
+
+    return Speculation(
+        draft=NGram() if kind == "ngram" else draft,
+        ngrams=NGram() if kind == "hybrid" else None,
+        shape=Chain(number),
+        adaptive=False,
+    )
 
 
 async def measure_shapes(

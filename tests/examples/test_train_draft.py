@@ -460,13 +460,14 @@ def test_commands_make_a_head_for_the_engine(
     (lengths,) = AcceptanceTrace.load(trace).sequences  # of the one question that is conversation
     counted = json.loads(output.read_text())["acceptance"]["chat 0"]
     assert len(lengths) >= counted["num_rounds"] > 0 and sum(lengths) <= 8
-    shapes = ("--shapes", "chain-2", "tree-5", "ngram-2", "--executor", "eager")
+    shapes = ("--shapes", "chain-2", "tree-5", "ngram-2", "hybrid-2", "--executor", "eager")
     run("measure", folder, *options, *shapes)
     record = json.loads(output.read_text())
     assert {name: found["num_verified"] for name, found in record.items()} == {
         "chain-2": 3,
         "tree-5": 6,
         "ngram-2": 3,
+        "hybrid-2": 3,
     }
 
 
