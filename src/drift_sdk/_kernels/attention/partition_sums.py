@@ -140,7 +140,10 @@ def _add_several(
     return tl.max(highest, 0), weight, total
 
 
-@triton.jit(do_not_specialize=["num_partitions"])
+@triton.jit(
+    do_not_specialize=["num_partitions"],
+    do_not_specialize_on_alignment=["row_slot_ptr", "row_position_ptr"],
+)
 def _add_partitions(
     sums_ptr,  # [num_sequences, NUM_KV_HEADS, num_partitions, query rows, HEAD_DIM] fp32
     maxima_ptr,  # [num_sequences, NUM_KV_HEADS, num_partitions, query rows] fp32
@@ -148,6 +151,7 @@ def _add_partitions(
     row_slot_ptr,  # [R] int32; -1: padding row
     row_position_ptr,  # [R] int32
     sinks_ptr,  # [num_heads], storage type, or None
+    value_scale_ptr,  # [NUM_KV_HEADS] fp32, or None
     out_ptr,  # [R, num_heads, HEAD_DIM], storage type
     num_partitions,  # for which sums have room, of each sequence
     ROWS_PER_SEQUENCE: tl.constexpr,
@@ -209,6 +213,8 @@ def _add_partitions(
     if sinks_ptr is not None:
         rescale, weight = add_sink(maximum, weight, sink)
         total = total * rescale
+    if value_scale_ptr is not None:
+        total = total * tl.load(value_scale_ptr + head)
     result = total / tl.where(end > 0, weight, 1.0)
     out_ptrs = out_ptr + ((row * NUM_KV_HEADS + head) * GROUP_SIZE + query_row % GROUP_SIZE) * HEAD_DIM + dim
     tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=is_dim)
@@ -223,11 +229,13 @@ def add_partitions(
     num_kv_heads: int,
     *,
     sinks: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> None:
     """Combine the partitions' sums in `scratch` to out [R, num_heads, head_dim], in the storage type.
 
     row_slot, row_position: [R] int32, `rows_per_sequence` consecutive rows a sequence; rows of slot -1 get
-    zeros. sinks: [num_heads], see `paged_attention`. The sums must be those of the same rows and heads.
+    zeros. sinks: [num_heads], value_scale: [num_kv_heads], see `paged_attention`. The sums must be those of
+    the same rows and heads.
     Raises ValueError for another shape, type or layout.
     """
     plan = scratch.plan
@@ -246,6 +254,7 @@ def add_partitions(
         row_slot_ptr=row_slot,
         row_position_ptr=row_position,
         sinks_ptr=sinks,
+        value_scale_ptr=value_scale,
         out_ptr=out,
         num_partitions=plan.max_num_partitions,
         ROWS_PER_SEQUENCE=rows_per_sequence,
