@@ -3,11 +3,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from drift_sdk.execution.graph.buckets import GraphBuckets
-from drift_sdk.steps import MAX_CHUNKS, ExecutorLimits
+from drift_sdk.execution.graph.input_payloads import fill_mixed
+from drift_sdk.execution.graph.step_launcher import StepLauncher
+from drift_sdk.steps import MAX_CHUNKS, DecodeRow, ExecutorLimits, PrefillChunk, StepPlan
 
 
 def buckets(max_num_seqs: int, budget: int, **options: Any) -> GraphBuckets:
@@ -40,12 +43,34 @@ def test_mixed_steps_have_at_most_512_rows(tokens: int, rows: int, bucket: tuple
 
 
 @pytest.mark.parametrize(
-    ("chunks", "bucket"), [(4, (128, 64)), (5, (192, 64)), (10, (320, 64)), (14, (448, 64)), (15, None)]
+    ("chunks", "bucket"),
+    [(8, (64, 64)), (9, (128, 64)), (16, (128, 64)), (17, (192, 64)), (32, (320, 64)), (33, None)],
 )
 def test_many_chunks_take_a_larger_mixed_step(chunks: int, bucket: tuple[int, int] | None) -> None:
     """Of few rows each: room for more would take time in every step."""
-    assert buckets(256, 2048).mixed_bucket(100, chunks, 64) == (bucket and (*bucket, 0))
-    assert buckets(64, 16).mixed_bucket(4, 4, 64) == (16, 64, 0)
+    assert buckets(256, 2048).mixed_bucket(60, chunks, 64) == (bucket and (*bucket, 0))
+    assert buckets(64, 16).mixed_bucket(8, 8, 64) == (16, 64, 0)
+
+
+def test_tiles_of_a_step_with_many_chunks_fit() -> None:
+    found = buckets(256, 2048)
+    graphs: Any = SimpleNamespace(draft_extend={})
+    unused: Any = None
+    chunks = [PrefillChunk(slot=slot, start=0, token_ids=(5, 6, 7), next_token_id=None) for slot in range(20)]
+    plan = StepPlan(
+        step_id=0,
+        assignments=(),
+        block_updates=(),
+        prefill=tuple(chunks),
+        decode=(DecodeRow(slot=20, num_draft_tokens=0),),
+    )
+    bucket = StepLauncher(unused, graphs, found, unused)._mixed_bucket(plan)
+    assert bucket == (160, 32, 0)
+    layout = found.mixed_layout(bucket)
+    payload = np.zeros(layout.num_words, np.int32)
+    fill_mixed(found, plan, (), bucket, payload)
+    slots = payload[layout.tiles].reshape(-1, 4)[:, 0]
+    assert sorted(slots[slots >= 0]) == [*range(20)]
 
 
 def test_few_chunk_rows_have_smaller_tiles() -> None:

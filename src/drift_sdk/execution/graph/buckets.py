@@ -31,7 +31,7 @@ MIXED_SLOTS = (8, 32, 64, 128, 256)
 MIXED_ROWS = (128, 192, 256, 384, 512, 640, 768, 1024)
 """Rows of mixed steps, of chunks and round together: those for which the library has fast kernels on an H200
 (448 rows take longer than 512), and 128 for short prompts."""
-CHUNK_ROWS, LEAST_CHUNKS = 32, 4
+CHUNK_ROWS, LEAST_CHUNKS = 8, 8
 """Rows of chunks for each chunk that a mixed step has room for, and the least room: tiles of attention take
 time even where they are not used."""
 MAX_PLAIN_ROWS = 512
