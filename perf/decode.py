@@ -6,6 +6,7 @@ python -m perf.decode --model llama-3.1-8b --scenario single-512 batch64-512
 python -m perf.decode --model smollm2-135m --peer transformers --out decode.json
 python -m perf.decode --temperature 0.8 --top-p 0.95
 python -m perf.decode --weights fp8 --scenario single-512 batch64-512
+python -m perf.decode --kv-dtype fp8 --scenario single-32k batch4-16k
 python -m perf.decode --model llama-3.1-8b --tensor-parallel 1 2 --peer vllm
 """
 
@@ -26,7 +27,7 @@ from perf.harness.decoding import GREEDY, DecodeOptions, engine_config, generati
 from perf.harness.experts import measured_experts
 from perf.harness.host import ENGINE_THREAD, LoopLag, thread_seconds
 from perf.harness.record import DecodeRun, Run
-from perf.harness.recording import Recording, add_weights, free_memory, parser
+from perf.harness.recording import Recording, add_tensor_parallel, add_weights, free_memory, parser
 from perf.harness.scenario import SCENARIOS, Scenario
 from perf.harness.shapes import Model, prepare
 from perf.harness.table import decode_table, show
@@ -154,20 +155,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     arguments_parser.add_argument("--top-p", type=float, default=1.0)
     add_weights(arguments_parser)
-    arguments_parser.add_argument(
-        "--tensor-parallel",
-        nargs="+",
-        type=int,
-        default=(),
-        metavar="GPUS",
-        help="numbers of GPUs to divide the model between; peers take the largest",
-    )
-    arguments_parser.add_argument("--tuning", default="off", help="as in EngineConfig")
+    add_tensor_parallel(arguments_parser)
     given = arguments_parser.parse_args(arguments)
     if given.temperature and given.peer:
         arguments_parser.error("--temperature: expected 0 with --peer, because peers are greedy")
-    if given.weights and given.peer:
-        arguments_parser.error("--weights: expected none with --peer, because peers do not quantise")
+    if (given.weights or given.kv_dtype) and given.peer:
+        arguments_parser.error("--peer: expected no --weights and no --kv-dtype, as peers do not quantise")
 
     options = DecodeOptions(
         device=given.device,
@@ -188,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.tensor_parallel:
         peers["vllm"] = partial(vllm.measure, num_gpus=max(given.tensor_parallel))
     with tempfile.TemporaryDirectory() as folder:
-        model = prepare(given.model, Path(folder), given.weights)
+        model = prepare(given.model, Path(folder), given.weights, given.kv_dtype)
         for num_gpus in given.tensor_parallel or (1,):
             settings = replace(options, tensor_parallel=num_gpus)
             asyncio.run(measure(model, given.scenario, settings, recording.bandwidth_tb_s, recording.add))

@@ -120,6 +120,8 @@ def main() -> None:
     }
     if job.num_gpus > 1:
         settings["tensor_parallel_size"] = job.num_gpus
+        # It is compiled at the start, for minutes, and may use NVLink multicast.
+        settings["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
     if job.draft is not None:
         settings["speculative_config"] = {
             "method": "eagle3",

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from drift_sdk.text.tokenizer import Tokenizer
 
 __all__ = [
+    "TOKENIZER_FILE",
     "Found",
     "Role",
     "Source",
@@ -43,7 +44,7 @@ Role = Literal["model", "draft", "tokenizer"]
 
 EXPECTED = {
     "model": "a folder or a .gguf file",
-    "draft": "a folder",
+    "draft": "a folder or a .gguf file",
     "tokenizer": "a folder, a tokenizer.json or a .gguf file",
 }
 TOKENIZER_FILE = "tokenizer.json"
@@ -221,7 +222,7 @@ def find(
 ) -> Found:
     """Find the files of a model, a draft or a tokenizer, and fetch the small ones if they are on the hub.
 
-    name: an existing folder, an existing .gguf file (for a draft not), else, for a str alone, a hub id, with
+    name: an existing folder, an existing .gguf file, else, for a str alone, a hub id, with
     ":" and a quantisation for one of a repository's .gguf files. A leading "~" stands for a home directory.
     Of a .gguf file in parts, any part. The hub's local cache is tried before the network; a name with the
     suffix of a file, or of something that exists, is not looked up on the hub.
@@ -235,9 +236,6 @@ def find(
         return found_at(path)
 
     if os.path.isfile(path) and path.suffix == ".gguf":
-        if role == "draft":
-            raise ModelLoadError(f"{found} is a GGUF file, expected the folder of a draft head")
-
         return found_at(path)
 
     if os.path.lexists(path):
@@ -255,9 +253,6 @@ def find(
     repo_id, quant = split_quant(name)
     if not is_hub_id(repo_id) or quant == "":
         raise ModelLoadError(f"{found} does not exist, and is not a hub id")
-
-    if role == "draft" and quant is not None:
-        raise ModelLoadError(f"{found} is a GGUF file, expected the folder of a draft head")
 
     repository = HubRepository(
         repo_id, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only, report=report
