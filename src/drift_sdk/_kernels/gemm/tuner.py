@@ -36,17 +36,9 @@ from drift_sdk._kernels.gemm.heuristic import ROW_COUNTS, TILES_OF_MANY, GemmSha
 from drift_sdk._kernels.gemm.tuning import TunedTable, TunedTiles, check_tiles, gemm_key
 
 __all__ = [
-    "FULL",
-    "MAX_CHAIN",
-    "SHORT",
-    "WORKING_SETS",
-    "Effort",
-    "WeightToTune",
-    "candidates",
-    "random_weight",
-    "time_us",
-    "tune",
-]
+    "FULL", "MAX_CHAIN", "SHORT", "WORKING_SETS", "Effort", "WeightToTune", "candidates", "random_weight",
+    "time_us", "tune",
+]  # fmt: skip
 
 MIN_LIBRARY_ROWS = 128
 """Row counts from this one on are also measured with the vendor's library, with full effort."""
