@@ -28,10 +28,13 @@ INSTALLED = """
 import importlib.metadata, json, pathlib, sys
 import drift_sdk
 metadata = importlib.metadata.metadata("drift-engine")
+has_torch = "torch" in sys.modules
+import drift_sdk.startup.model_startup  # what an engine imports when it starts
 print(json.dumps({
     "file": drift_sdk.__file__,
     "versions": [drift_sdk.__version__, metadata["Version"]],
-    "has_torch": "torch" in sys.modules,
+    "has_torch": has_torch,
+    "rare": sorted({"gguf", "huggingface_hub", "triton"} & sys.modules.keys()),
 }))
 """
 
@@ -142,6 +145,7 @@ def test_installed_wheel_works(wheel_of_sdist: Path, tmp_path: Path) -> None:
     assert Path(found["file"]).is_relative_to(packages)
     assert found["versions"] == [VERSION, VERSION]
     assert not found["has_torch"]
+    assert found["rare"] == []  # libraries that only some models need
 
     diagnosis = json.loads(run(*isolated, "-m", "drift_sdk", "doctor", "--json", cwd=tmp_path))
     assert (diagnosis["is_usable"], diagnosis["drift_sdk"]) == (True, VERSION)

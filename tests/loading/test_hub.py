@@ -202,8 +202,6 @@ def test_gguf_names_that_lead_nowhere(hub: HubServer) -> None:
         with pytest.raises(ModelLoadError, match=f"^model '{name}'.*{said}"):
             resolve(name)
 
-    with pytest.raises(ModelLoadError, match="draft 'org/gguf:Q8_0' is a GGUF file"):
-        resolve("org/gguf:Q8_0", role="draft")
     with pytest.raises(ModelLoadError, match="not in the cache, and local_files_only is set"):
         resolve("org/gguf:Q8_0", local_files_only=True)
 

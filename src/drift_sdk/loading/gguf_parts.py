@@ -1,60 +1,24 @@
 """A model in one GGUF file or in the parts of a split one, read as a whole.
 
-Parts are named as llama.cpp's gguf-split names them: "model-00001-of-00003.gguf". Each has a header for its
-own tensors; the first has the model's metadata.
+Each part has a header for its own tensors; the first has the model's metadata.
 """
 
 from __future__ import annotations
 
 import mmap
-import re
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import Struct, structs
+from msgspec import structs
 
 from drift_sdk._files import has_file
 from drift_sdk.errors import ModelLoadError, short_repr
 from drift_sdk.loading.gguf_header import GGUFHeader, GGUFTensor, read_header
+from drift_sdk.loading.gguf_names import part_of
 
-__all__ = ["GGUFParts", "PartName", "missing_parts", "part_of"]
-
-PART_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
-
-
-class PartName(Struct, frozen=True):
-    """The name of one part of a split file: `stem`-`index`-of-`num_parts`.gguf, counted from 1."""
-
-    stem: str
-    index: int
-    num_parts: int
-
-    def file(self, index: int) -> str:
-        """The name of another part."""
-        return f"{self.stem}-{index:05}-of-{self.num_parts:05}.gguf"
-
-
-def part_of(name: str) -> PartName | None:
-    """The name of a part, taken apart; None for a file that is not one of several."""
-    found = PART_NAME.fullmatch(name)
-    if found is None:
-        return None
-
-    part = PartName(found[1], int(found[2]), int(found[3]))
-    return part if 1 <= part.index <= part.num_parts else None
-
-
-def missing_parts(names: Collection[str]) -> list[str]:
-    """The parts that are missing of those that the names, of one model, belong to."""
-    missing: list[str] = []
-    for part in {(p.stem, p.num_parts): p for p in map(part_of, names) if p is not None}.values():
-        wanted = [part.file(index) for index in range(1, part.num_parts + 1)]
-        missing += [name for name in wanted if name not in names]
-
-    return missing
+__all__ = ["GGUFParts"]
 
 
 class GGUFParts:

@@ -11,7 +11,7 @@ from msgspec import Struct
 from drift_sdk._files import has_file
 from drift_sdk.errors import ModelLoadError
 from drift_sdk.loading.draft import TORCH_FILE
-from drift_sdk.loading.gguf_parts import missing_parts, part_of
+from drift_sdk.loading.gguf_names import missing_parts, part_of
 from drift_sdk.loading.safetensors import INDEX_FILE, SINGLE_FILE, read_index
 
 __all__ = ["SMALL_PATTERNS", "HubFile", "choose_gguf", "gguf_quants", "split_quant", "weight_names"]

@@ -94,7 +94,7 @@ def open_model(
     check_division(config, decoder_config, executor_name)
 
     if executor_name == "graph":
-        from drift_sdk._kernels.common.parallel_compile import prepare_cache_keys  # needs Triton
+        from drift_sdk._kernels.common.cache_keys import prepare_cache_keys  # needs Triton
 
         prepare_cache_keys()
 

@@ -16,6 +16,10 @@ from drift_sdk._kernels.gemm.heuristic import ROW_COUNTS, GemmShape, default_til
 from drift_sdk._kernels.gemm.slices import num_slices, slice_size
 from drift_sdk._kernels.gemm.tuner import FULL, candidates, tiles_of
 from drift_sdk._kernels.gemm.tuning import TunedTable, TunedTiles, WatchedTable, shape_of_key, table_for
+from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.weights import meta_weights
+from drift_sdk.startup.gemm_tuning import weights_to_tune
+from perf.harness.published import PUBLISHED
 
 TUNED = table_for("nvidia-h200")
 UNTUNED = TunedTable()
@@ -102,6 +106,24 @@ def test_heuristic_chooses_what_measurements_chose() -> None:
                 near_stages.append(abs(tiles.num_stages - measured.num_stages) <= 1)
     assert sum(same_tiles) >= 0.75 * len(same_tiles)
     assert sum(near_stages) >= 0.7 * len(near_stages)
+
+
+DENSE = [
+    "llama-3.1-8b", "llama-3.2-1b", "llama-3.2-3b", "qwen2.5-7b", "qwen3-0.6b", "qwen3-4b", "qwen3-8b",
+    "qwen3-14b", "smollm2-shapes",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_shipped_table_has_the_products_of_models_and_their_heads(name: str) -> None:
+    """EAGLE-3 heads of models whose hidden size is 2048 or more."""
+    config = DecoderConfig.from_hf(PUBLISHED[name])
+    wanted = {weight.key for weight in weights_to_tune(meta_weights(config, torch.bfloat16), None)}
+    hidden = config.hidden_size
+    if hidden >= 2048:
+        qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        wanted |= {f"{qkv}x{2 * hidden}", f"{hidden}x{3 * hidden}", f"32000x{hidden}"}
+    assert wanted <= set(TUNED.gemms)
 
 
 @pytest.mark.parametrize(

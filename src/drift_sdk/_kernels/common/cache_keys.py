@@ -1,0 +1,69 @@
+"""Keys of kernels in Triton's cache on disk: the same in every process, and prepared beside other work.
+
+A key is a hash of a kernel's source, its constants, those of the functions that it calls, and the files of
+Triton's installation.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+from triton.runtime.cache import triton_key
+from triton.runtime.jit import JITCallable
+
+__all__ = ["prepare_cache_keys", "settle_before_launches", "settle_cache_key", "wait_for_cache_keys"]
+
+_settled: set[int] = set()
+"""Addresses of kernels with a hook of `settle_before_launches`. Their hash would be their key."""
+_preparing: list[threading.Thread] = []
+"""The latest thread of `prepare_cache_keys`."""
+
+
+def prepare_cache_keys() -> None:
+    """Hash the files of Triton's installation, which keys of its cache contain, on a thread of its own.
+
+    There are hundreds of megabytes. Hashing does not hold the interpreter's lock, and Triton keeps the
+    result.
+    """
+    thread = threading.Thread(target=triton_key, name="drift-cache-keys", daemon=True)
+    thread.start()
+    _preparing[:] = [thread]
+
+
+def wait_for_cache_keys() -> None:
+    """Wait for the thread of `prepare_cache_keys`, if there is one."""
+    for thread in _preparing:
+        thread.join()
+
+
+def settle_cache_key(function: Any) -> None:
+    """Compute the key of a function in Triton's cache, after those of the functions that it calls.
+
+    With Triton 3.6, a key contains the constants of a called function only if that one's key is known. Keys
+    would otherwise depend on the order of computing them, and a process would not find what another one has
+    compiled.
+    """
+    if function.hash is not None:
+        return
+
+    for name in function.fn.__code__.co_names:
+        called = function.__globals__.get(name)
+        if isinstance(called, JITCallable) and called is not function:
+            settle_cache_key(called)
+    function.cache_key  # noqa: B018  # a property that keeps its value
+
+
+def settle_before_launches(kernels: Iterable[Any]) -> None:
+    """Have `settle_cache_key` called before a kernel is launched for the first time."""
+    for kernel in kernels:
+        if id(kernel) not in _settled and isinstance(kernel, JITCallable):
+            _settled.add(id(kernel))
+            kernel.add_pre_run_hook(partial(_settle_once, kernel))
+
+
+def _settle_once(kernel: Any, *values: Any, **options: Any) -> None:
+    """A hook that Triton calls before each launch."""
+    settle_cache_key(kernel)
