@@ -9,9 +9,9 @@ from torch import Tensor
 
 from drift_sdk._kernels.exchange.add_norm_across import add_norm_across
 from drift_sdk._kernels.gemm.gemm import GemmConfig, gated_multiply, multiply
-from drift_sdk._kernels.gemm.tuning import gpu_key, table_for
+from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk._kernels.layers.residual_norm import add_norm
-from drift_sdk.execution.device.device import GpuDevice
+from drift_sdk.execution.device.device import Device
 from drift_sdk.execution.device.exchange import Exchange
 from drift_sdk.execution.forward.decode import PREFETCHED_TILES
 from drift_sdk.models.decoder_config import DecoderConfig
@@ -29,7 +29,7 @@ INNER = 64
 class Sums:
     """The step on one GPU: with `exchange` of one slice, without it of all slices."""
 
-    def __init__(self, device: GpuDevice, size: int, num_rows: int, exchange: Exchange | None, num_gpus: int):
+    def __init__(self, device: Device, size: int, num_rows: int, exchange: Exchange | None, num_gpus: int):
         self._exchange, self._rows = exchange, num_rows
         place = device.torch_device
         generator = torch.Generator(place).manual_seed(num_rows)
@@ -93,11 +93,12 @@ class PartWeights(Struct, frozen=True):
 class Layers:
     """The step of LAYERS layers on one GPU, whose additions are across GPUs or of its own slices."""
 
-    def __init__(self, weights: PartWeights, num_rows: int, exchange: Exchange, *, is_local: bool) -> None:
+    def __init__(
+        self, weights: PartWeights, num_rows: int, exchange: Exchange, table: TunedTable, *, is_local: bool
+    ) -> None:
         self._weights, self._rows = weights, num_rows
         self._exchange, self._is_local = exchange, is_local
         device, shard = weights.qkv[0].device, exchange.shard
-        table = table_for(gpu_key(torch.cuda.get_device_name(device)))
 
         def rows_of(inner: int) -> Tensor:
             return torch.randn(num_rows, inner, device=device, dtype=torch.bfloat16)
