@@ -1,7 +1,7 @@
 """The same tokens in fewer steps: a draft proposes tokens, the model verifies them in one step.
 
 python examples/speculate.py                     n-gram drafts for SmolLM2-135M
-python examples/speculate.py MODEL DRAFT         an EAGLE-3 head (folder or hub id) for MODEL
+python examples/speculate.py MODEL DRAFT         an EAGLE-3 head or a smaller model (folder or hub id)
 """
 
 import command_line
@@ -30,6 +30,8 @@ async def main(model: str, draft: str | NGram) -> None:
 
 if __name__ == "__main__":
     parser = command_line.parser(__doc__)
-    parser.add_argument("draft", nargs="?", default=NGram(), help="an EAGLE-3 head (default: n-grams)")
+    parser.add_argument(
+        "draft", nargs="?", default=NGram(), help="an EAGLE-3 head or a smaller model (default: n-grams)"
+    )
     options = parser.parse_args()
     command_line.run(main, options.model, options.draft)

@@ -6,6 +6,7 @@ python -m perf.decode --model llama-3.1-8b --scenario single-512 batch64-512
 python -m perf.decode --model smollm2-135m --peer transformers --out decode.json
 python -m perf.decode --temperature 0.8 --top-p 0.95
 python -m perf.decode --weights fp8 --scenario single-512 batch64-512
+python -m perf.decode --kv-dtype fp8 --scenario single-32k batch4-16k
 python -m perf.decode --model llama-3.1-8b --tensor-parallel 1 2 --peer vllm
 """
 
@@ -32,7 +33,7 @@ from perf.harness.shapes import Model, prepare
 from perf.harness.table import decode_table, show
 from perf.peers import transformers, vllm
 
-__all__ = ["PEERS", "main", "measure"]
+__all__ = ["PEERS", "main", "measure", "measure_rate"]
 
 IDLE_S = 0.5
 PEERS: dict[str, Callable[[Model, Sequence[Scenario], int, float], Iterator[DecodeRun]]] = {
@@ -63,6 +64,17 @@ async def measure_one(
     engine: Engine, model: Model, scenario: Scenario, options: DecodeOptions, bandwidth_tb_s: float
 ) -> DecodeRun:
     """Measure one scenario: rate, lag of the event loop, CPU time."""
+    run = await measure_rate(engine, model, scenario, options, bandwidth_tb_s)
+    prompts = scenario.prompts(model.config.vocab_size)
+    await measure_host(engine, prompts, replace(options.params, max_tokens=options.lengths[1]), run)
+    run.slow_paths = slow_paths(engine.stats())
+    return run
+
+
+async def measure_rate(
+    engine: Engine, model: Model, scenario: Scenario, options: DecodeOptions, bandwidth_tb_s: float
+) -> DecodeRun:
+    """Measure the rate of one scenario, and count slow paths."""
     prompts = scenario.prompts(model.config.vocab_size)
     (short, long), params = options.lengths, options.params
     for num_tokens in (short, long, long):
@@ -76,7 +88,7 @@ async def measure_one(
 
     num_experts = await measured_experts(engine, model, scenario, options)
     context = scenario.mean_context(options.lengths)
-    run = DecodeRun.of_rounds(
+    return DecodeRun.of_rounds(
         rounds_s,
         model.decode_bytes(scenario.batch, context, options.itemsize, num_experts) / options.tensor_parallel,
         bandwidth_tb_s,
@@ -89,10 +101,8 @@ async def measure_one(
         temperature=params.temperature or UNSET,
         top_p=params.top_p if params.temperature else UNSET,
         num_gpus=options.tensor_parallel if options.compares_gpus else UNSET,
+        slow_paths=slow_paths(engine.stats()),
     )
-    await measure_host(engine, prompts, replace(params, max_tokens=long), run)
-    run.slow_paths = slow_paths(engine.stats())
-    return run
 
 
 async def measure_host(
@@ -149,8 +159,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = arguments_parser.parse_args(arguments)
     if given.temperature and given.peer:
         arguments_parser.error("--temperature: expected 0 with --peer, because peers are greedy")
-    if given.weights and given.peer:
-        arguments_parser.error("--weights: expected none with --peer, because peers do not quantise")
+    if (given.weights or given.kv_dtype) and given.peer:
+        arguments_parser.error("--peer: expected no --weights and no --kv-dtype, as peers do not quantise")
 
     options = DecodeOptions(
         device=given.device,
@@ -171,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.tensor_parallel:
         peers["vllm"] = partial(vllm.measure, num_gpus=max(given.tensor_parallel))
     with tempfile.TemporaryDirectory() as folder:
-        model = prepare(given.model, Path(folder), given.weights)
+        model = prepare(given.model, Path(folder), given.weights, given.kv_dtype)
         for num_gpus in given.tensor_parallel or (1,):
             settings = replace(options, tensor_parallel=num_gpus)
             asyncio.run(measure(model, given.scenario, settings, recording.bandwidth_tb_s, recording.add))

@@ -1,9 +1,10 @@
-"""Measure the perplexity of a model on a fixed text, in several forms of its weights.
+"""Measure the perplexity of a model on a fixed text, in several forms of its weights and KV cache.
 
 Forms: "expanded" (numbers of the engine's dtype), "stored" (as the file has them) and, made of the expanded
-numbers, "fp8" and "int4". Differences are those from the first form that is given.
+numbers, "fp8" and "int4"; "fp8-kv" is "expanded" with a KV cache in FP8. Differences are those from the first
+form that is given.
 
-python -m perf.perplexity --model smollm2-135m --forms expanded stored fp8 int4
+python -m perf.perplexity --model smollm2-135m --forms expanded stored fp8 int4 fp8-kv
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ from perf.harness.table import show
 __all__ = ["FORMS", "TEXT", "PerplexityRun", "main", "measure"]
 
 TEXT = ROOT / "perf" / "texts" / "tides.txt"
-FORMS: tuple[WeightForm, ...] = ("expanded", "stored", *QUANTISERS)
+KV_FORM = "fp8-kv"
+FORMS: tuple[str, ...] = ("expanded", "stored", *QUANTISERS, KV_FORM)
 
 
 class PerplexityRun(Run, kw_only=True):
     """A text's perplexity: the exponential of the mean of its tokens' negative log-probabilities.
 
-    config:           form of the weights.
+    config:           form of the weights and KV cache.
     num_tokens:       tokens of the text that are predicted: all but the first.
     max_difference:   largest absolute difference between a token's log-probability and that with the first
                       form.
@@ -55,7 +57,7 @@ class PerplexityRun(Run, kw_only=True):
 
 async def measure(
     model: Model,
-    forms: Sequence[WeightForm],
+    forms: Sequence[str],
     settings: EngineConfig,
     folder: Path,
     on_run: Callable[[Run], None] = lambda run: None,
@@ -68,10 +70,15 @@ async def measure(
     first: list[float] = []
     for form in forms:
         path = model.path
+        weights: WeightForm = "expanded" if form == KV_FORM else form  # type: ignore[assignment]
         if form in QUANTISERS and model.config.quantisation is not None:
             path = expanded_copy(model, folder)
         config = settings.replace(
-            weights=form, load=model.load, max_model_len=len(tokens) + 1, max_num_seqs=1
+            weights=weights,
+            kv_dtype="fp8" if form == KV_FORM else None,
+            load=model.load,
+            max_model_len=len(tokens) + 1,
+            max_num_seqs=1,
         )
         async with Engine(path, config) as engine:
             found = await token_logprobs(engine, tokens)
@@ -93,7 +100,7 @@ async def measure(
                 perplexity=math.exp(-sum(found) / len(found)),
                 max_difference=max(differences),
                 mean_difference=sum(differences) / len(differences),
-                weight_bytes=weight_bytes(model.config, getattr(torch, dtype), form, tensors),
+                weight_bytes=weight_bytes(model.config, getattr(torch, dtype), weights, tensors),
             )
         )
         on_run(runs[-1])

@@ -58,6 +58,7 @@ async def measure(
         "executor": options.executor,
         "load": model.load,
         "weights": model.weights,
+        "kv_dtype": model.kv_dtype,
         "max_num_seqs": 1,
         "max_model_len": max(lengths) + 1,
         "prefill_token_budget": options.prefill_token_budget,
@@ -113,8 +114,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     add_weights(arguments_parser)
     given = arguments_parser.parse_args(arguments)
-    if given.weights and given.peer:
-        arguments_parser.error("--weights: expected none with --peer, because peers do not quantise")
+    if (given.weights or given.kv_dtype) and given.peer:
+        arguments_parser.error("--peer: expected no --weights and no --kv-dtype, as peers do not quantise")
     options = PrefillOptions(
         device=given.device,
         dtype=given.dtype,
@@ -126,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     peak_tflop_s = matmul_tflop_s(given.device)
     free_memory()
     with tempfile.TemporaryDirectory() as folder:
-        model = prepare(given.model, Path(folder), given.weights)
+        model = prepare(given.model, Path(folder), given.weights, given.kv_dtype)
         asyncio.run(measure(model, given.tokens, options, peak_tflop_s, recording.add))
 
         if given.peer:

@@ -45,6 +45,7 @@ def test_mapping_is_read_strictly() -> None:
         ({"draft": "org/head"}, Speculation(draft="org/head")),
         ({"draft": "ngram", "shape": 2}, Speculation(draft=NGram(), shape=Chain(2))),
         ({"draft": {"min_length": 3}}, Speculation(draft=NGram(min_length=3))),
+        ({"draft": "x", "ngrams": {"min_length": 3}}, Speculation(draft="x", ngrams=NGram(min_length=3))),
         (
             {"draft": "x", "shape": {"num_draft_tokens": 5}, "adaptive": False, "required": False},
             Speculation(draft="x", shape=Chain(5), adaptive=False, required=False),
@@ -72,6 +73,8 @@ def test_speculation_may_be_a_mapping(given: dict[str, Any], expected: Speculati
         ({"draft": "x", "drafts": 1}, "drafts=1: unknown field"),
         ({"draft": {"length": 1}}, "length=1: unknown field"),
         ({"draft": {"min_length": 0}}, "min_length=0: expected"),
+        ({"draft": "x", "ngrams": {"length": 1}}, "length=1: unknown field"),
+        ({"draft": "x", "ngrams": "ngram"}, "ngrams='ngram': expected NGram"),
         ({"draft": "x", "shape": 99}, "num_draft_tokens=99: expected"),
         ({"draft": "x", "shape": {"tokens": 1}}, "tokens=1: unknown field"),
         ({"draft": "x", "shape": {"paths": [[1, 0]]}}, "paths"),

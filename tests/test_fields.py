@@ -157,6 +157,7 @@ CONFIG = {
     "num_threads": integer(1, 1024, optional=True),
     "tensor_parallel": integer(1, 64),
     "weights": Case((None, "stored", "expanded", "fp8", "int4"), ("", "FP8", "int8", 8, True, ())),
+    "kv_dtype": Case((None, "fp8"), ("", "FP8", "auto", "bfloat16", 8, True, ())),
     "load": choice("auto", "random"),
     "revision": text("main"),
     "cache_dir": text("folder", Path("folder")),

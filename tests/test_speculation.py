@@ -19,6 +19,7 @@ CASES = [
     (NGram, "min_length", (1, 4), (0, -1, True, "2", 2.0, None)),
     (NGram, "max_length", (2, 16), (1, 17, True, "2", 2.0, None)),
     (Speculation, "draft", ("hub/id", Path("folder"), NGram()), ("", 7, None, Chain(3))),
+    (Speculation, "ngrams", (None, NGram(), NGram(min_length=3)), ("ngram", 3, True, Chain(3), NGram)),
     (Speculation, "shape", (Chain(1), StaticTree(((0,),)), DynamicTree()), (3, None, NGram(), ((0,),))),
     (Speculation, "checks", (True, False), (0, None, "no")),
     (Speculation, "adaptive", (True, False), (1, None, "yes")),
@@ -80,6 +81,13 @@ def test_trees_need_an_eagle_draft() -> None:
     for shape in (DynamicTree(), StaticTree(((0,),))):
         with pytest.raises(ConfigError, match=r"expected a Chain with NGram\(\)"):
             Speculation(draft=NGram(), shape=shape)
+
+
+def test_ngrams_stand_beside_chains_of_a_draft() -> None:
+    with pytest.raises(ConfigError, match=r"ngrams=NGram\(.*: expected None with draft=NGram\(\)"):
+        Speculation(draft=NGram(), ngrams=NGram())
+    with pytest.raises(ConfigError, match=r"shape=DynamicTree\(.*: expected a Chain with NGram\(\)"):
+        Speculation(draft="head", ngrams=NGram(), shape=DynamicTree())
 
 
 def test_static_tree_offers_smaller_trees() -> None:

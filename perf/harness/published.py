@@ -15,6 +15,44 @@ COMMON: dict[str, Any] = {
     "eos_token_id": 1,
 }
 LLAMA = COMMON | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+LLAMA_3 = LLAMA | {
+    "vocab_size": 128_256,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131_072,
+    "rope_theta": 500_000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+LLAMA_3_2 = LLAMA_3 | {
+    "tie_word_embeddings": True,
+    "rope_scaling": LLAMA_3["rope_scaling"] | {"factor": 32.0},
+}
+QWEN_2_5 = COMMON | {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "use_sliding_window": False,
+    "max_position_embeddings": 32_768,
+    "rope_theta": 1_000_000.0,
+    "rms_norm_eps": 1e-6,
+}
+QWEN_3 = COMMON | {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151_936,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "max_position_embeddings": 40_960,
+    "rope_theta": 1_000_000.0,
+    "rms_norm_eps": 1e-6,
+}
 GPT_OSS = COMMON | {
     "architectures": ["GptOssForCausalLM"],
     "model_type": "gpt_oss",
@@ -51,43 +89,94 @@ GPT_OSS = COMMON | {
     },
 }
 PUBLISHED: dict[str, dict[str, Any]] = {
-    "llama-3.1-8b": LLAMA
+    "llama-3.1-8b": LLAMA_3
     | {
-        "vocab_size": 128_256,
         "hidden_size": 4096,
         "intermediate_size": 14_336,
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 131_072,
-        "rope_theta": 500_000.0,
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
     },
-    "llama-3.1-70b": LLAMA
+    "llama-3.1-70b": LLAMA_3
     | {
-        "vocab_size": 128_256,
         "hidden_size": 8192,
         "intermediate_size": 28_672,
         "num_hidden_layers": 80,
         "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 131_072,
-        "rope_theta": 500_000.0,
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
+    },
+    "llama-3.2-1b": LLAMA_3_2
+    | {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "head_dim": 64,
+    },
+    "llama-3.2-3b": LLAMA_3_2
+    | {
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 24,
+    },
+    "llama-2-7b": LLAMA
+    | {
+        "vocab_size": 32_000,
+        "hidden_size": 4096,
+        "intermediate_size": 11_008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 4096,
+        "rope_theta": 10_000.0,
+    },
+    "qwen2.5-3b": QWEN_2_5
+    | {
+        "vocab_size": 151_936,
+        "hidden_size": 2048,
+        "intermediate_size": 11_008,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+    "qwen2.5-7b": QWEN_2_5
+    | {
+        "vocab_size": 152_064,
+        "hidden_size": 3584,
+        "intermediate_size": 18_944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+    },
+    "qwen3-0.6b": QWEN_3
+    | {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-4b": QWEN_3
+    | {
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-8b": QWEN_3
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 12_288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+    },
+    "qwen3-14b": QWEN_3
+    | {
+        "hidden_size": 5120,
+        "intermediate_size": 17_408,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
     },
     "smollm2-shapes": LLAMA
     | {  # six of SmolLM2-135M's thirty layers

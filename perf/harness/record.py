@@ -28,7 +28,7 @@ IDENTITY = (
     "acceptance_length",
     "prefill_token_budget", "kernel", "shape", "num_rows", "kernel_cache", "num_gpus",
     "stage", "active_sequences", "has_ended_rows", "graph", "repeat", "config",
-    "fill", "num_replicas",
+    "fill", "num_replicas", "reference", "text", "is_traced",
 )  # fmt: skip
 """Fields that identify a run: a new run replaces an old one that is equal in all of them."""
 
@@ -73,6 +73,8 @@ class DecodeRun(Run, kw_only=True):
     engine_cpu_ms_per_round:                CPU time of the engine's thread.
     loop_cpu_us_per_chunk:                  CPU time of the thread that reads the chunks.
     slow_paths:                             counters of the engine's slow paths that are not 0.
+    config:                                 fields of EngineConfig that a run is about, if they differ from
+                                            the defaults.
     engine_version, settings:               of a peer.
     """
 
@@ -90,6 +92,7 @@ class DecodeRun(Run, kw_only=True):
     engine_cpu_ms_per_round: float | None | UnsetType = UNSET
     loop_cpu_us_per_chunk: float | UnsetType = UNSET
     slow_paths: dict[str, int] | UnsetType = UNSET
+    config: str | UnsetType = UNSET
     engine_version: str | UnsetType = UNSET
     settings: str | UnsetType = UNSET
 

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import torch
 
+from drift_sdk.config import KV_DTYPES
 from drift_sdk.models.matrix_reader import QUANTISERS
 from perf.harness.bandwidth import read_bandwidth_tb_s
 from perf.harness.machine import default_device
 from perf.harness.record import Results, Run, result_path, write
-from perf.harness.shapes import MODELS
+from perf.harness.shapes import MODELS, model_name
 from perf.harness.table import progress
 
 __all__ = ["Recording", "add_tensor_parallel", "add_weights", "dtype_name", "free_memory", "parser"]
@@ -46,7 +47,9 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--model", choices=MODELS, default="llama-3.1-8b")
+    made.add_argument(
+        "--model", type=model_name, default="llama-3.1-8b", help=f"a path, or one of {', '.join(MODELS)}"
+    )
     made.add_argument("--executor", default="auto", help="as in EngineConfig")
     made.add_argument("--device", default=default_device(), help="cpu, cuda or cuda:N")
     made.add_argument("--dtype", default="auto", help="as in EngineConfig")
@@ -56,8 +59,9 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def add_weights(made: argparse.ArgumentParser) -> None:
-    """Add the argument `--weights`, for scripts that measure models with quantised weights."""
+    """Add the arguments `--weights` and `--kv-dtype`, for scripts that measure quantised models."""
     made.add_argument("--weights", choices=tuple(QUANTISERS), help="as in EngineConfig")
+    made.add_argument("--kv-dtype", choices=KV_DTYPES, help="as in EngineConfig")
 
 
 def add_tensor_parallel(made: argparse.ArgumentParser) -> None:

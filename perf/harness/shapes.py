@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import math
@@ -11,6 +12,7 @@ from typing import Literal
 import torch
 from msgspec import Struct
 
+from drift_sdk import NGram
 from drift_sdk.loading.source import resolve
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.draft_config import DraftConfig
@@ -21,7 +23,7 @@ from perf.harness.byte_tokenizer import write_tokenizer
 from perf.harness.processes import ROOT
 from perf.harness.published import DRAFTS, PUBLISHED
 
-__all__ = ["MODELS", "Draft", "Model", "prepare", "prepare_draft"]
+__all__ = ["MODELS", "Draft", "Model", "model_name", "prepare", "prepare_draft", "prepare_drafts"]
 
 SMOLLM2 = "smollm2-135m"
 MODELS = (*PUBLISHED, SMOLLM2)
@@ -42,19 +44,22 @@ DRAFT_HEAD, DRAFT_FUSION = "lm_head.weight", "fc.weight"
 
 
 class Model(Struct, frozen=True, kw_only=True):
-    """A model on disk. `load` and `weights` are the values of fields of `EngineConfig` for it."""
+    """A model on disk. `load`, `weights` and `kv_dtype` are the values of fields of `EngineConfig` for it."""
 
     name: str
     path: Path
     load: Literal["auto", "random"]
     config: DecoderConfig
     weights: WeightForm | None = None
+    kv_dtype: Literal["fp8"] | None = None
 
     @property
     def dtype_name(self) -> str | None:
-        """The name of the weights' type, where it is not that of the computation."""
+        """The names of the types of weights and KV cache, where they are not that of the computation."""
         experts = self.config.experts
-        return "mxfp4" if experts is not None and experts.is_quantised else self.weights
+        form = "mxfp4" if experts is not None and experts.is_quantised else self.weights
+        names = [name for name in (form, self.kv_dtype and f"{self.kv_dtype} KV") if name]
+        return ", ".join(names) or None
 
     @property
     def num_read_parameters(self) -> int:
@@ -116,7 +121,13 @@ class Model(Struct, frozen=True, kw_only=True):
     def kv_bytes(self, mean_context: float, itemsize: int) -> float:
         """Bytes of keys and values that a row sees: in layers with a window, those in the window."""
         seen = sum(min(mean_context, window or mean_context) for window in self.config.windows)
-        return itemsize * seen * 2 * self.config.num_kv_heads * self.config.head_dim
+        return (
+            (itemsize if self.kv_dtype is None else 1)
+            * seen
+            * 2
+            * self.config.num_kv_heads
+            * self.config.head_dim
+        )
 
     def decode_bytes(
         self, batch: int, mean_context: float, itemsize: int, num_experts: float | None = None
@@ -137,6 +148,11 @@ class Model(Struct, frozen=True, kw_only=True):
         form = self.weights or "expanded"
         return weight_bytes(self.config, dtype) - weight_bytes(self.config, dtype, form)
 
+    def round_bytes(self, num_drafts: float, batch: int, mean_context: float, itemsize: int) -> float:
+        """Bytes that a round must read for the drafts of this model in addition to the target's: for each
+        drafted token those of a step."""
+        return num_drafts * self.decode_bytes(batch, mean_context, itemsize)
+
     def prefill_flops(self, num_tokens: int) -> float:
         """Operations of a prompt.
 
@@ -151,11 +167,15 @@ class Model(Struct, frozen=True, kw_only=True):
 
 
 class Draft(Struct, frozen=True, kw_only=True):
-    """An EAGLE-3 head: a folder or hub id, and its shapes. weights: `Speculation.draft_weights` for it."""
+    """An EAGLE-3 head: a folder or hub id, and its shapes.
+
+    weights: `Speculation.draft_weights` for it; aux_layer_convention: as in Speculation.
+    """
 
     path: Path | str
     config: DraftConfig
     weights: Literal["fp8", "int4"] | None = None
+    aux_layer_convention: Literal["output", "boundary"] | None = None
 
     def round_bytes(self, num_drafts: float, batch: int, mean_context: float, itemsize: int) -> float:
         """Bytes that a round must read in addition to the target's.
@@ -178,34 +198,53 @@ class Draft(Struct, frozen=True, kw_only=True):
         return quantised_bytes(shape[0], shape[1], self.weights)
 
 
-def prepare(name: str, folder: Path, weights: WeightForm | None = None) -> Model:
-    """Write a model with published shapes into `folder`, or locate the real model.
+def model_name(text: str) -> str:
+    """A name of MODELS or a path, of an argument."""
+    if text not in MODELS and not Path(text).exists():
+        names = ", ".join(MODELS)
+        raise argparse.ArgumentTypeError(f"{text}: expected a path that exists, or one of {names}")
 
-    weights: as in EngineConfig. Raises ValueError for a name that is not in MODELS.
+    return text
+
+
+def prepare(
+    name: str,
+    folder: Path,
+    weights: WeightForm | None = None,
+    kv_dtype: Literal["fp8"] | None = None,
+) -> Model:
+    """Write a model with published shapes into `folder`, or locate the real model of that name or path.
+
+    weights, kv_dtype: as in EngineConfig. Raises ValueError for a name that is neither in MODELS nor an
+    existing path.
     """
-    if name == SMOLLM2:
-        path = _smollm2_file()
+    if name == SMOLLM2 or (name not in PUBLISHED and Path(name).exists()):
+        path = _smollm2_file() if name == SMOLLM2 else Path(name)
+        name = path.resolve().name if name != SMOLLM2 else name
         config = DecoderConfig.from_hf(resolve(path).config)
-        return Model(name=name, path=path, load="auto", config=config, weights=weights)
+        return Model(name=name, path=path, load="auto", config=config, weights=weights, kv_dtype=kv_dtype)
 
     if name not in PUBLISHED:
-        raise ValueError(f"model={name!r}: expected one of {', '.join(MODELS)}")
+        raise ValueError(f"model={name!r}: expected a path that exists, or one of {', '.join(MODELS)}")
 
     published = PUBLISHED[name]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(published, indent=1))
     write_tokenizer(folder, published["vocab_size"])
     config = DecoderConfig.from_hf(published)
-    return Model(name=name, path=folder, load="random", config=config, weights=weights)
+    return Model(name=name, path=folder, load="random", config=config, weights=weights, kv_dtype=kv_dtype)
 
 
 def prepare_draft(
-    model: Model, path: Path | str | None = None, weights: Literal["fp8", "int4"] | None = None
+    model: Model,
+    path: Path | str | None = None,
+    weights: Literal["fp8", "int4"] | None = None,
+    aux_layer_convention: Literal["output", "boundary"] | None = None,
 ) -> Draft:
-    """The draft at `path`, or a new one with random weights in a folder beside the model's.
+    """The draft head at `path`, or a new one with random weights in a folder beside the model's.
 
-    weights: `Speculation.draft_weights`. Raises ValueError for a model with real weights and no `path`,
-    ModelLoadError if the draft does not fit.
+    weights: `Speculation.draft_weights`; aux_layer_convention: as in Speculation. Raises ValueError for a
+    model with real weights and no `path`, ModelLoadError if the draft does not fit.
     """
     if path is None:
         if model.load != "random":
@@ -223,8 +262,26 @@ def prepare_draft(
         settings |= DRAFTS.get(target["model_type"], {})
         (path / "config.json").write_text(json.dumps(settings, indent=1))
 
-    config = DraftConfig.from_hf(resolve(path).config, model.config)
-    return Draft(path=path, config=config, weights=weights)
+    found = resolve(path).config
+    config = DraftConfig.from_hf(found, model.config, aux_layer_convention=aux_layer_convention)
+    return Draft(path=path, config=config, weights=weights, aux_layer_convention=aux_layer_convention)
+
+
+def prepare_drafts(
+    model: Model,
+    name: str | None,
+    weights: Literal["fp8", "int4"] | None = None,
+    aux_layer_convention: Literal["output", "boundary"] | None = None,
+) -> Draft | Model | NGram:
+    """The drafts that `name` stands for: "ngram", a model of MODELS with random weights, or a head as
+    `prepare_draft` takes it."""
+    if name == "ngram":
+        return NGram()
+
+    if name in PUBLISHED:
+        return prepare(name, model.path.with_name(name), weights)
+
+    return prepare_draft(model, name, weights, aux_layer_convention)
 
 
 def _smollm2_file() -> Path:

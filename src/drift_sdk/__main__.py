@@ -41,6 +41,7 @@ WARM_SETTINGS: dict[str, tuple[type[int] | type[str], str]] = {
     "max_num_seqs": (int, "most sequences running at once"),
     "max_model_len": (int, "most tokens of prompt and completion together"),
     "prefill_token_budget": (int, "most prompt tokens computed in one step"),
+    "kv_dtype": (str, "fp8: a KV cache of a byte a number"),
 }
 """Fields of EngineConfig that decide which kernels are compiled: type and help of each one's option."""
 
@@ -54,6 +55,7 @@ INSPECT_SETTINGS = {
 
 WITHOUT_OPTION = {
     "max_model_len": "the model's own context",
+    "kv_dtype": "as dtype",
     "weights": "expanded",
     "kv_cache_tokens": "as many as fit",
     "revision": "the hub's own",
@@ -242,7 +244,7 @@ def add_settings(
 
 
 def add_drafts(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--draft", help="an EAGLE-3 head, a folder or a hub id; or ngram")
+    command.add_argument("--draft", help="an EAGLE-3 head or a smaller model, a folder or a hub id; or ngram")
     default = Chain().num_draft_tokens
     command.add_argument(
         "--num-draft-tokens", type=int, help=f"most tokens drafted a round, with --draft (default: {default})"

@@ -29,6 +29,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 EXECUTORS = ("auto", "eager", "graph")
 LOADS = ("auto", "random")
 TUNINGS = ("off", "short", "full")
+KV_DTYPES = ("fp8",)
 WEIGHTS = ("stored", "expanded", "fp8", "int4")
 TOOL_FORMATS = (
     *("auto", "json", "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "deepseek", "granite"),
@@ -92,6 +93,10 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                               that are not quantised). None = "expanded". Quantised weights take less memory.
                               Blocks of GGUF and quantised experts need the eager executor, which dequantises
                               a weight at each use: that costs speed.
+    kv_dtype:                 numbers of the KV cache: None (those of `dtype`) or "fp8" (e4m3, a byte each,
+                              with the scales of the files, else 1). The cache holds twice the tokens, and
+                              long contexts are read faster; what is stored is rounded to three bits of
+                              mantissa, so tokens may differ. The KV cache of a draft remains of `dtype`.
     load:                     "auto" (the model's files) or "random" (random weights of the configured
                               shapes).
     revision:                 branch, tag or commit of the model's hub id; None = the hub's default.
@@ -145,6 +150,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     exact_prefill: bool = False
     num_threads: int | None = None
     weights: Literal["stored", "expanded", "fp8", "int4"] | None = None
+    kv_dtype: Literal["fp8"] | None = None
     load: Literal["auto", "random"] = "auto"
     revision: str | None = None
     cache_dir: str | Path | None = None
@@ -181,6 +187,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         check_int(ConfigError, "num_threads", self.num_threads, ge=1, le=1024, optional=True)
         if self.weights is not None:
             check_choice(ConfigError, "weights", self.weights, WEIGHTS)
+        if self.kv_dtype is not None:
+            check_choice(ConfigError, "kv_dtype", self.kv_dtype, KV_DTYPES)
         check_choice(ConfigError, "load", self.load, LOADS)
         check_str(ConfigError, "revision", self.revision, optional=True)
         self._check_path("shape_log")

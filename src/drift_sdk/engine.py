@@ -25,6 +25,7 @@ from drift_sdk.engine_kind import EngineKind
 from drift_sdk.errors import ConfigError, EngineClosed, RequestError, short_repr
 from drift_sdk.events import Event
 from drift_sdk.progress import Progress, Report
+from drift_sdk.startup.device_context import device_contexts
 from drift_sdk.stats import EngineMetrics, EngineStats, load_of
 from drift_sdk.steps import ExecutorLimits
 from drift_sdk.submission import Submission
@@ -263,7 +264,8 @@ def open_files(
     model: str | Path, config: EngineConfig, report: Report, limits: ExecutorLimits | None = None
 ) -> LoadedModel:
     """Open the model's files; the default of `open_model`. Runs on the engine's thread."""
-    # Imported here, so that `import drift_sdk` loads no torch.
-    from drift_sdk.startup.model_startup import open_model
+    with device_contexts(config):
+        # Imported here, so that `import drift_sdk` loads no torch.
+        from drift_sdk.startup.model_startup import open_model
 
-    return open_model(model, with_limits(config, limits), report)
+        return open_model(model, with_limits(config, limits), report)

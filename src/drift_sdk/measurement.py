@@ -132,7 +132,8 @@ def stage_times(
     - "base_decode", or "verify" where tokens were drafted: the model's own pass over all rows;
     - "accept": the tokens chosen behind the rows; and "commit";
     - of an EAGLE-3 draft, "draft_lm_head", "draft_attention" and "draft_mlp", each summed over the drafted
-      tokens; and "draft_extend", the draft's pass over the tokens that were right.
+      tokens; and "draft_extend", the draft's pass over the tokens that were right. Of a small model,
+      "draft_model" in place of the two of the layers.
 
     The marks between stages take a few microseconds each.
 

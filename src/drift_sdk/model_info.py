@@ -27,6 +27,7 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     num_parameters:     numbers in the weights.
     stored_bytes:       bytes of the files that hold the weights.
     weight_bytes:       bytes of the weights in memory, of each GPU with tensor_parallel.
+    kv_dtype:           numbers of the KV cache, such as "bfloat16", or "fp8".
     kv_bytes_per_token: bytes of the KV cache for a token, without those of a draft; of each GPU likewise.
     context:            the model's own context, in tokens.
     has_tokenizer:      whether it takes and gives text; if not, token ids alone.
@@ -46,6 +47,7 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     num_parameters: int | None = None
     stored_bytes: int | None = None
     weight_bytes: int | None = None
+    kv_dtype: str | None = None
     kv_bytes_per_token: int | None = None
     context: int | None = None
     has_tokenizer: bool | None = None
@@ -108,7 +110,7 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
         if self.kv_bytes_per_token is None:
             return None
 
-        token = f"{self.kv_bytes_per_token:,} bytes a token"
+        token = f"{self.kv_dtype}, {self.kv_bytes_per_token:,} bytes a token"
         if self.kv_cache_tokens is None:
             return token
 

@@ -17,6 +17,8 @@ drift_draft_rounds_total                  counter   rounds of a sequence with dr
 drift_drafted_tokens_total                counter   tokens drafted in them
 drift_accepted_tokens_total               counter   of those, the ones accepted
 drift_rewound_tokens_total                counter   the others: rows of the KV cache rewound
+drift_ngram_drafted_tokens_total          counter   drafted by n-grams beside a draft model
+drift_ngram_accepted_tokens_total         counter   of those, the ones accepted
 drift_acceptance_length                   gauge     mean tokens a round, the model's own included
 drift_acceptance_ratio{position}          gauge     share of rounds: drafts 0 to position accepted
 drift_undrafted_rows_total{reason}        counter   no draft: policy, request, room, drafter, checks
@@ -288,6 +290,16 @@ def speculation(families: Families) -> Iterator[Metric]:
     yield families.counter("accepted_tokens", "Drafted tokens accepted", lambda s: s.num_accepted_tokens)
     yield families.counter(
         "rewound_tokens", "Drafted tokens not accepted", lambda s: s.speculation.num_rewound
+    )
+    yield families.counter(
+        "ngram_drafted_tokens",
+        "Tokens drafted by n-grams beside a draft model",
+        lambda s: s.num_ngram_drafted_tokens,
+    )
+    yield families.counter(
+        "ngram_accepted_tokens",
+        "Tokens drafted by n-grams beside a draft model and accepted",
+        lambda s: s.num_ngram_accepted_tokens,
     )
     yield families.gauge(
         "acceptance_length",

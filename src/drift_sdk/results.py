@@ -120,12 +120,18 @@ class SpeculationStats(Struct, frozen=True, kw_only=True):
     num_accepted: of them, those accepted because the model chose the same token.
     accepted_at:  at index i, rounds in which draft i and all drafts before it were accepted. Of a tree of
                   drafts, those on one path count.
+
+    num_ngram_rounds, num_ngram_drafted, num_ngram_accepted: of these, those in which `Speculation.ngrams`
+    took the place of the draft's tokens.
     """
 
     num_rounds: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
     accepted_at: tuple[int, ...] = ()
+    num_ngram_rounds: int = 0
+    num_ngram_drafted: int = 0
+    num_ngram_accepted: int = 0
 
     @property
     def acceptance_length(self) -> float:

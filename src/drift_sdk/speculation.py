@@ -179,15 +179,21 @@ class Speculation(Struct, frozen=True, kw_only=True):
     `EngineConfig(exact_prefill=True)`, tokens are the same as without drafts, to the last bit of the logits;
     otherwise near ties between two tokens may resolve differently.
 
-    draft:                folder or hub id of an EAGLE-3 head, or `NGram()`.
+    draft:                folder or hub id of an EAGLE-3 head, or of a model with the same vocabulary, smaller
+                          than the engine's; or `NGram()`.
+    ngrams:               n-grams beside a head or a model as the draft: they take its place in the rounds of
+                          a sequence in which they find something and are accepted at least as often, as
+                          measured in the sequence. Drafts are chains then. None = no n-grams.
     shape:                how many tokens are drafted in a round, and in which form: `Chain`, `StaticTree` or
-                          `DynamicTree`. Trees need an EAGLE-3 head; sequences under a grammar draft chains.
+                          `DynamicTree`. Trees need an EAGLE-3 head without `ngrams`; sequences under a
+                          grammar draft chains.
     adaptive:             draft fewer tokens, or none, where measurements show that to be faster.
     aux_layer_convention: meaning of explicit layer ids in the draft's config: "output", the output of that
                           layer, or "boundary", the boundary before it. None = as most publishers mean them.
-    draft_weights:        "fp8" or "int4": the matrices of an EAGLE-3 head are quantised when they are loaded,
-                          but for its embedding and what it shares with the model. They take less memory, and
-                          its drafts may be accepted less often. None = in the engine's dtype.
+    draft_weights:        "fp8" or "int4": the matrices of the draft are quantised when they are loaded, of a
+                          head but for its embedding and what it shares with the model, of a model those of
+                          its layers. They take less memory, and drafts may be accepted less often. None = in
+                          the engine's dtype.
     checks:               check every round, at a cost in speed. A request whose drafts break a rule decodes
                           without drafts from then on; one whose state is wrong ends with ExecutorError.
                           `EngineStats.violations` counts both.
@@ -198,6 +204,7 @@ class Speculation(Struct, frozen=True, kw_only=True):
     """
 
     draft: str | Path | NGram
+    ngrams: NGram | None = None
     shape: Chain | StaticTree | DynamicTree = Chain(3)
     adaptive: bool = True
     aux_layer_convention: Literal["output", "boundary"] | None = None
@@ -210,13 +217,20 @@ class Speculation(Struct, frozen=True, kw_only=True):
             raise ConfigError.of("draft", self.draft, "a folder, a hub id or NGram()")
 
         if isinstance(self.draft, str) and self.draft.lower() in NGRAM_NAMES:
-            allowed = "NGram() for n-gram drafts, or a folder or hub id of an EAGLE-3 head"
+            allowed = "NGram() for n-gram drafts, or a folder or hub id of an EAGLE-3 head or a model"
             raise ConfigError.of("draft", self.draft, allowed)
+
+        if self.ngrams is not None:
+            if not isinstance(self.ngrams, NGram):
+                raise ConfigError.of("ngrams", self.ngrams, "NGram() or None")
+
+            if isinstance(self.draft, NGram):
+                raise ConfigError.of("ngrams", self.ngrams, "None with draft=NGram()")
 
         if not isinstance(self.shape, Chain | StaticTree | DynamicTree):
             raise ConfigError.of("shape", self.shape, "a Chain, a StaticTree or a DynamicTree")
 
-        if isinstance(self.draft, NGram) and not isinstance(self.shape, Chain):
+        if (isinstance(self.draft, NGram) or self.ngrams is not None) and not isinstance(self.shape, Chain):
             raise ConfigError.of("shape", self.shape, "a Chain with NGram()")
 
         check_bool(ConfigError, "adaptive", self.adaptive)
@@ -234,20 +248,22 @@ class Speculation(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> Speculation:
-        """Make it from plain data. `draft` may be "ngram", or the fields of `NGram` as a mapping; `shape` may
-        be the number of tokens of a `Chain`, or a mapping with the fields of a shape: those of `StaticTree`
-        if it has `paths`, of `DynamicTree` if it has `top_k` or `depth`, else of `Chain`. ConfigError for a
-        wrong value, and for an unknown field, with the name of the most similar one."""
+        """Make it from plain data. `draft` may be "ngram", or the fields of `NGram` as a mapping, which
+        `ngrams` may be too; `shape` may be the number of tokens of a `Chain`, or a mapping with the fields of
+        a shape: those of `StaticTree` if it has `paths`, of `DynamicTree` if it has `top_k` or `depth`, else
+        of `Chain`. ConfigError for a wrong value, and for an unknown field, with the name of the most similar
+        one."""
         check_field_names(ConfigError, cls, settings)
         if "draft" not in settings:
             raise ConfigError.of("draft", None, "a folder, a hub id or NGram()")
 
         given = dict(settings)
         draft, shape = given["draft"], given.get("shape")
-        if isinstance(draft, Mapping):
-            check_field_names(ConfigError, NGram, draft)
-            given["draft"] = NGram(**draft)
-        elif isinstance(draft, str) and draft.lower() in NGRAM_NAMES:
+        for name in ("draft", "ngrams"):
+            if isinstance(fields := given.get(name), Mapping):
+                check_field_names(ConfigError, NGram, fields)
+                given[name] = NGram(**fields)
+        if isinstance(draft, str) and draft.lower() in NGRAM_NAMES:
             given["draft"] = NGram()
         if isinstance(shape, Mapping):
             is_dynamic = "top_k" in shape or "depth" in shape

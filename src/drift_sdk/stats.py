@@ -52,6 +52,8 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     num_drafted_tokens:       tokens drafted in them.
     num_accepted_tokens:      of them, those accepted because the model chose the same token.
     accepted_at:              at index i, rounds in which draft i and all drafts before it were accepted.
+    num_ngram_rounds, num_ngram_drafted_tokens, num_ngram_accepted_tokens: of these, those in which
+                              `Speculation.ngrams` took the place of the draft's tokens.
     num_undrafted_by_policy:  rows without a draft on a speculating engine, because none would be faster, or
                               because the batch is too large for trees.
     num_undrafted_by_request: the same because the request forbids drafts.
@@ -63,6 +65,7 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     mean_active:              the mean of their number.
     num_steps:                steps run.
     step_seconds:             device time of these steps.
+    kv_dtype:                 numbers of the KV cache, such as "bfloat16", or "fp8"; "" before the start.
     start_seconds:            stages of starting and the seconds that each took, in order. "imports" is the
                               time before the first report, mostly the import of torch.
 
@@ -101,6 +104,9 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
     accepted_at: tuple[int, ...] = ()
+    num_ngram_rounds: int = 0
+    num_ngram_drafted_tokens: int = 0
+    num_ngram_accepted_tokens: int = 0
     num_undrafted_by_policy: int = 0
     num_undrafted_by_request: int = 0
     num_undrafted_for_room: int = 0
@@ -112,6 +118,7 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     mean_active: float = 0.0
     num_steps: int = 0
     step_seconds: float = 0.0
+    kv_dtype: str = ""
     start_seconds: tuple[tuple[str, float], ...] = ()
     num_tuned_shapes: int = 0
     num_untuned_shapes: int = 0
@@ -148,6 +155,9 @@ class EngineStats(Struct, frozen=True, kw_only=True):
             num_drafted=self.num_drafted_tokens,
             num_accepted=self.num_accepted_tokens,
             accepted_at=self.accepted_at,
+            num_ngram_rounds=self.num_ngram_rounds,
+            num_ngram_drafted=self.num_ngram_drafted_tokens,
+            num_ngram_accepted=self.num_ngram_accepted_tokens,
         )
 
 

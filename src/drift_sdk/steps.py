@@ -217,6 +217,7 @@ class SlotOutput(Struct, frozen=True, kw_only=True, gc=False):
     num_accepted:     how many of them, one after another, were accepted.
     accepted_nodes:   of a tree of drafts, the numbers of those that were accepted, the first draft being 1;
                       empty for a chain.
+    is_ngram:         the drafts were n-grams in place of those of a draft model.
     violation:        what the checks of speculation found wrong; None if nothing was, or without checks.
     """
 
@@ -227,6 +228,7 @@ class SlotOutput(Struct, frozen=True, kw_only=True, gc=False):
     num_drafted: int = 0
     num_accepted: int = 0
     accepted_nodes: tuple[int, ...] = ()
+    is_ngram: bool = False
     violation: Violation | None = None
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator, Iterator
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import anyio
@@ -21,7 +22,7 @@ from openai.types.chat import ChatCompletionChunk, ChatCompletionTokenLogprob
 from prometheus_client.parser import text_string_to_metric_families
 
 from drift_sdk import Engine, EngineConfig, SamplingParams
-from drift_sdk.testing import scripted_engine
+from drift_sdk.testing import EOS_TOKEN_ID, scripted_engine
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
@@ -601,15 +602,25 @@ async def test_tool_calls_are_found_in_the_text(reply: str, content: str | None,
 
 
 async def test_text_is_streamed_when_tools_are_given() -> None:
-    reply = "word " * 30
-    with serving(replying(lambda _: reply, template=TOOLS_TEMPLATE)) as url:
+    """The second half is generated only when a part of the first has arrived."""
+    reply, has_arrived = b"word " * 30, threading.Event()
+
+    def next_token(prompt_ids: Sequence[int], output_ids: Sequence[int], seed: int) -> int:
+        if len(output_ids) == len(reply) // 2:
+            assert has_arrived.wait(300)
+        return reply[len(output_ids)] if len(output_ids) < len(reply) else EOS_TOKEN_ID
+
+    text = ""
+    with serving(scripted_engine(next_token, config=EngineConfig(chat_template=TOOLS_TEMPLATE))) as url:
         async with client_of(url) as client:
             stream = await client.chat.completions.create(
                 model=MODEL, messages=QUESTION, tools=TOOLS, stream=True
             )
-            choice = (await joined(stream))[0]
-    assert choice.text == reply
-    assert sum(map(bool, choice.pieces)) > 1
+            async for chunk in stream:
+                text += "".join(choice.delta.content or "" for choice in chunk.choices)
+                if text:
+                    has_arrived.set()
+    assert text == reply.decode()
 
 
 @pytest.mark.parametrize(

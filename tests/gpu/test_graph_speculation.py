@@ -47,6 +47,7 @@ class Oracle:
 
     aux_layers: Sequence[int] = ()
     kv_cache = None
+    is_ngram = None
 
     def __init__(self) -> None:
         self.stories = torch.zeros(MAX_SEQS, MAX_MODEL_LEN, dtype=torch.int64, device="cuda")

@@ -59,6 +59,7 @@ class TreeOracle:
 
     aux_layers: Sequence[int] = ()
     kv_cache = None
+    is_ngram = None
     first_draft_slot = 0
 
     def __init__(self) -> None:

@@ -105,13 +105,6 @@ def test_existing_file_of_another_kind(role: Role, folder: Path, hub: Hub) -> No
     assert hub.calls == []
 
 
-def test_draft_is_never_a_gguf_file(tmp_path: Path) -> None:
-    file = tmp_path / "draft.gguf"
-    file.write_bytes(b"GGUF")
-    with pytest.raises(ModelLoadError, match="draft.gguf' is a GGUF file, expected the folder of a draft"):
-        resolve(file, role="draft")
-
-
 @pytest.mark.parametrize("as_type", [str, Path])
 def test_tilde_is_the_home_directory(as_type: type, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(folder.parent))

@@ -11,7 +11,7 @@ import anyio
 import numpy as np
 import pytest
 from draft_zoo import make_draft
-from model_zoo import logprob_bound, make_model
+from model_zoo import first_layers, logprob_bound, make_model
 from near_ties import no_near_ties
 from numpy.typing import NDArray
 from oracle_drafter import OracleDrafter
@@ -227,6 +227,74 @@ def test_random_eagle_draft(
     found = anyio.run(lambda: run_all(folder, config, cases(temperature), alone=False))
     assert_same(found, plain[temperature])
     assert sum(f.speculation.num_drafted for f in found) > 0
+
+
+@pytest.fixture(scope="module")
+def head(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An EAGLE-3 head with random weights."""
+    head = tmp_path_factory.mktemp("head")
+    make_draft("reference", head, folder)
+    return head
+
+
+@pytest.fixture(scope="module")
+def small(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A smaller model of the same vocabulary: the first layers of the model, so that it is often right."""
+    small = tmp_path_factory.mktemp("small")
+    return first_layers(folder, small, 1)
+
+
+@pytest.mark.parametrize(
+    ("draft", "ngrams", "num_draft_tokens", "variant", "temperature"),
+    [
+        ("small", None, 4, 2, 0.7),
+        ("small", None, 3, 3, 0.0),
+        ("head", NGram(min_length=1), 3, 1, 0.0),
+        ("head", NGram(min_length=1, max_length=3), 2, 2, 1.0),
+        ("small", NGram(min_length=1), 3, 0, 0.0),
+    ],
+)
+def test_small_models_and_ngrams_beside_drafts(
+    plain: dict[float, list[Completion]],
+    request: pytest.FixtureRequest,
+    draft: str,
+    ngrams: NGram | None,
+    num_draft_tokens: int,
+    temperature: float,
+    variant: int,
+) -> None:
+    folder, name = request.getfixturevalue("folder"), request.getfixturevalue(draft)
+    shape = Chain(num_draft_tokens)
+    is_adaptive = variant == 3
+    speculation = Speculation(draft=name, ngrams=ngrams, shape=shape, adaptive=is_adaptive)
+    config = config_of(speculation=speculation, **VARIANTS[variant])
+    found = anyio.run(lambda: run_all(folder, config, cases(temperature), alone=False))
+    assert_same(found, plain[temperature])
+    stats = [each.speculation for each in found]
+    assert sum(each.num_drafted for each in stats) > 0
+    assert (sum(each.num_ngram_drafted for each in stats) > 0) == (ngrams is not None)
+    assert all(each.num_ngram_drafted <= each.num_drafted for each in stats)
+
+
+@pytest.mark.parametrize("variant", range(4))
+def test_a_model_that_drafts_for_itself_is_always_right(folder: Path, variant: int) -> None:
+    """It has keys and values of all tokens: after prompts in chunks, prefix hits, preemptions, and rounds in
+    which a request drafts fewer tokens than others or none."""
+    given = cases(0.0)
+    for seed, case in enumerate(given):
+        case.params = SamplingParams(
+            max_tokens=24,
+            ignore_eos=True,
+            temperature=seed % 2,
+            seed=seed,
+            num_draft_tokens=(None, None, 1, 0)[seed % 4],
+        )
+    speculation = Speculation(draft=folder, shape=Chain(3), adaptive=False)
+    config = config_of(speculation=speculation, **VARIANTS[variant])
+    found = anyio.run(lambda: run_all(folder, config, given, alone=False))
+    stats = [each.speculation for each in found]
+    assert sum(each.num_drafted for each in stats) > 150
+    assert [each.num_accepted for each in stats] == [each.num_drafted for each in stats]
 
 
 def test_unusable_draft(folder: Path, tmp_path: Path, plain) -> None:

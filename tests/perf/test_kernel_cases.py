@@ -14,6 +14,7 @@ from drift_sdk._kernels.attention.paged_attention import AttentionConfig
 from drift_sdk._kernels.experts.cuda_products import CudaTiles
 from drift_sdk._kernels.experts.expert_tiles import ExpertGemmConfig
 from drift_sdk._kernels.gemm.tuning import TunedTable, table_for
+from drift_sdk.quantised.e4m3 import E4M3
 from perf.cases import ngrams
 from perf.cases.attention import attention_cases, decode_case, prefill_case
 from perf.cases.case import Case, Prepared
@@ -126,13 +127,13 @@ def filled(case: Case) -> Prepared:
 @pytest.mark.kernel
 def test_attention_cases_fill_their_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("perf.cases.case.MAX_COPIES", 2)
-    monkeypatch.setattr("perf.cases.attention.AttentionConfig", lambda: AttentionConfig(num_programs=4))
+    monkeypatch.setattr("perf.cases.attention.attention_config", lambda *_: AttentionConfig(num_programs=4))
     # The interpreter multiplies bfloat16 as if its bits were integers: other queries have scores of any size.
     monkeypatch.setattr(torch, "randn", torch.zeros)
     config = prepare("tiny", tmp_path).config
-    for case in (decode_case(config, 150, 2, 1, "cpu"), decode_case(config, 70, 1, 4, "cpu")):
+    for case in (decode_case(config, 150, 2, 1, "cpu"), decode_case(config, 70, 1, 4, "cpu", E4M3)):
         filled(case)
-    filled(prefill_case(config, 100, "cpu"))
+    filled(prefill_case(config, 100, "cpu", E4M3))
 
 
 def test_attention_cases_count_bytes_read(tmp_path: Path) -> None:
@@ -147,11 +148,20 @@ def test_attention_cases_count_bytes_read(tmp_path: Path) -> None:
     )
 
 
+KERNELS_OF_FP8 = ("attention, fp8 KV", "prefill attention, fp8 KV")
+
+
 def test_attention_cases_cover_all_contexts_and_batches(tmp_path: Path) -> None:
     cases = list(attention_cases(prepare("llama-3.1-8b", tmp_path), (1,), TunedTable(), "cpu"))
-    assert len(cases) == 3 * 4 * 2 + 1
-    long = next(case for case in cases if case.shape == "batch 1, 32768 keys" and case.num_rows == 1)
-    assert long.num_bytes == pytest.approx(32_768 * 4096, rel=1e-3)
+    assert len(cases) == 2 * (3 * 4 * 2 + 1)
+    for names, size in ((("attention", "prefill attention"), 4096), (KERNELS_OF_FP8, 2048)):
+        long = next(
+            case
+            for case in cases
+            if case.kernel == names[0] and case.shape == "batch 1, 32768 keys" and case.num_rows == 1
+        )
+        assert long.num_bytes == pytest.approx(32_768 * size, rel=1e-3)
+        assert names[1] in {case.kernel for case in cases}
 
 
 @pytest.mark.kernel

@@ -140,8 +140,9 @@ def test_prompts_differ_between_sequences_and_repeat_between_calls() -> None:
 
 
 def test_measured_speeds_of_the_machine_are_plausible() -> None:
-    assert 1e-3 < read_bandwidth_tb_s("cpu", 2**24) < 10
-    assert 1e-4 < matmul_tflop_s("cpu") < 1000
+    """Units that are wrong by a factor of 1,000 are found on all but the slowest machines."""
+    assert 1e-6 < read_bandwidth_tb_s("cpu", 2**24) < 10
+    assert 1e-7 < matmul_tflop_s("cpu") < 1000
 
 
 def test_bytes_of_quantised_weights_are_those_of_their_tensors(tmp_path: Path) -> None:

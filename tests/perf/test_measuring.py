@@ -14,7 +14,7 @@ from msgspec import UNSET, to_builtins
 
 from drift_sdk import Engine, PromptTooLong, SamplingParams, TokenStream
 from drift_sdk.testing import scripted_engine
-from perf import decode, startup
+from perf import decode, models, startup
 from perf.decode import measure, measure_one
 from perf.harness.decoding import DecodeOptions, generation_seconds
 from perf.harness.host import LoopLag, percentile, thread_seconds
@@ -109,6 +109,19 @@ def test_decode_writes_a_result_file(tmp_path: Path) -> None:
     assert written["read_bandwidth_tb_s"] == 0.01
     assert [run["scenario"] for run in written["runs"]] == ["batch2-16"]
     assert "temperature" not in written["runs"][0]
+
+
+def test_models_are_measured_in_turn_into_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "SHORT_LENGTHS", (2, 18))
+    out = tmp_path / "models.json"
+    arguments = ["--models", "tiny", "tiny-experts", "--scenario", "batch2-16", "--device", "cpu"]
+    models.main([*arguments, "--repeats", "1", "--tuning", "short", "--out", str(out)])
+    runs = json.loads(out.read_text())["runs"]
+    assert [(run["model"], run["scenario"]) for run in runs] == [
+        ("tiny", "batch2-16"),
+        ("tiny-experts", "batch2-16"),
+    ]
+    assert {run["config"] for run in runs} == {"tuning=short"}
 
 
 def test_numbers_of_gpus_are_measured_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,7 @@ class SamplingParams:
 class LLM:
     def __init__(self, *, model, load_format, **settings):
         assert load_format == "dummy"
+        assert settings["max_model_len"] == 1024  # what the model allows
         open(model + "/config.json").close()
 
     def generate(self, prompts, params, use_tqdm):

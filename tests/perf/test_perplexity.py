@@ -26,9 +26,10 @@ def tiny(tmp_path: Path) -> Model:
 
 async def test_forms_differ_from_the_first_by_their_rounding(tiny: Model, tmp_path: Path) -> None:
     reported: list[Any] = []
-    runs = await measure(tiny, ("expanded", "fp8", "int4"), SETTINGS, tmp_path, reported.append)
+    runs = await measure(tiny, ("expanded", "fp8", "int4", "fp8-kv"), SETTINGS, tmp_path, reported.append)
     assert reported == runs
-    expanded, fp8, int4 = runs
+    expanded, fp8, int4, fp8_kv = runs
+    assert 0 < fp8_kv.mean_difference < 1 and fp8_kv.weight_bytes == expanded.weight_bytes
     assert expanded.max_difference == expanded.mean_difference == 0
     assert 0 < fp8.mean_difference < int4.mean_difference <= int4.max_difference
     assert expanded.weight_bytes > fp8.weight_bytes > int4.weight_bytes

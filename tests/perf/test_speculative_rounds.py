@@ -8,9 +8,13 @@ from typing import Any
 
 import pytest
 
+from drift_sdk import EngineConfig
+from drift_sdk.measurement import AcceptanceTrace
 from perf import speculative
 from perf.harness.record import read
 from perf.harness.rounds import Counts, Rounds
+from perf.harness.shapes import prepare
+from perf.harness.speculative_options import arguments_of
 from perf.harness.table import speculative_table
 
 
@@ -36,6 +40,37 @@ def test_speculative_writes_drafted_and_plain_runs(tmp_path: Path) -> None:
     assert 0 < drafted["several_share"] <= drafted["measured_acceptance_length"] - 1
     assert drafted["acceptance"] == "real" and drafted["draft"] == "ngram"
     assert len(speculative_table(read(out))[2]) == 2
+
+
+def test_recorded_rounds_are_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = AcceptanceTrace(((1, 4), (2, 2, 3)))
+    trace.save(tmp_path / "trace.json")
+    arguments = ["--trace", str(tmp_path / "trace.json"), "--device", "cuda"]
+    given = arguments_of(arguments, None)
+    assert given.executor == "graph"
+    model = prepare("tiny", tmp_path / "tiny")
+    (drafting,) = speculative.draftings_of(given, model)
+    assert (drafting.acceptance, drafting.simulated_length) == ("simulated", 2.4)
+    simulated: list[object] = []
+    monkeypatch.setattr(
+        "perf.harness.drafting.simulated_engine", lambda *given, acceptance: simulated.append(acceptance)
+    )
+    drafting.engine(model, EngineConfig(executor="graph"))
+    assert simulated == [(1, 4, 2, 2, 3)]
+
+
+def test_small_models_and_ngrams_beside_them_are_measured(tmp_path: Path) -> None:
+    out = tmp_path / "speculative.json"
+    speculative.main(
+        [
+            *("--model", "tiny", "--device", "cpu", "--draft", "tiny", "--ngrams", "--repeats", "1"),
+            *("--num-draft-tokens", "2", "--scenario", "batch3-16", "--out", str(out)),
+        ]
+    )
+    _, small, both = json.loads(out.read_text())["runs"]
+    assert (small["draft"], both["draft"]) == ("tiny", "tiny and ngrams")
+    # A model of the same random weights is right in every round.
+    assert min(small["accepted_at"]) > 0.9
 
 
 def test_numbers_of_gpus_are_measured_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,6 +101,11 @@ def test_shares_of_rounds_are_computed_from_statistics() -> None:
         (["--acceptance-length", "2", "--device", "cpu"], "on a GPU"),
         (["--policy-sweep", "--acceptance-length", "2"], "sets the acceptance lengths"),
         (["--policy-sweep", "--tensor-parallel", "2"], "no --tensor-parallel"),
+        (["--trace", "nowhere.json"], "--trace: "),
+        (["--trace", "trace.json", "--acceptance-length", "2"], "--trace: expected no --acceptance-length"),
+        (["--text", "nowhere.txt"], "--text nowhere.txt: expected a file that is not empty"),
+        (["--model", "nowhere"], "expected a path that exists, or one of"),
+        (["--model", "smollm2-135m"], "expected a --draft"),
     ],
 )
 def test_contradicting_arguments_are_rejected(

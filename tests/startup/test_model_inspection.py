@@ -193,6 +193,7 @@ def test_command_prints_the_findings(
     found = {name: value.strip() for name, value in lines.items()}
     assert found["architecture"] == "LlamaForCausalLM"
     assert found["runs on"] == "cpu float32 eager"
+    assert found["KV cache"].startswith("float32, ")
     assert found["KV cache"].endswith("bytes a token; room for 1,024 tokens (1.50 MiB), 4 sequences of 256")
     assert found["to download"].startswith("9 files, 0.6")
 

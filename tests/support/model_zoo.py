@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 import string
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ from typing import Any
 import tokenizers
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tolerances import bound
 
-__all__ = ["NUM_MODELS", "logprob_bound", "make_model", "random_model", "save_tokenizer"]
+__all__ = ["NUM_MODELS", "first_layers", "logprob_bound", "make_model", "random_model", "save_tokenizer"]
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -177,6 +179,23 @@ def make_model(index: int, folder: Path) -> Any:
     model.save_pretrained(folder, max_shard_size="64KB" if index % 4 == 0 else "1GB")
     save_tokenizer(folder, config.vocab_size)
     return model
+
+
+def first_layers(folder: Path, small: Path, num_layers: int) -> Path:
+    """Copy a model of `make_model` with its first layers alone, and return the copy's folder."""
+    small.mkdir(parents=True, exist_ok=True)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / file, small)
+    tensors: dict[str, torch.Tensor] = {}
+    for stored in folder.glob("*.safetensors"):
+        tensors |= load_file(stored)
+    dropped = tuple(f"model.layers.{index}." for index in range(num_layers, 99))
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(dropped)}
+    save_file(kept, small / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    kinds = {"layer_types": config["layer_types"][:num_layers]} if "layer_types" in config else {}
+    (small / "config.json").write_text(json.dumps(config | kinds | {"num_hidden_layers": num_layers}))
+    return small
 
 
 def random_model(model_class: Any, config: Any, *, seed: int) -> Any:

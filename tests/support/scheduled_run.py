@@ -36,6 +36,7 @@ def run_scheduled(
     depth: int = 2,
     draft_choices: tuple[int, ...] = (),
     has_draft_kv: bool = False,
+    wants_history: bool = False,
     constraints: Mapping[int, TokenConstraint] = MappingProxyType({}),
     on_step: Callable[[StepPlan, StepResult], None] = lambda plan, result: None,
 ) -> list[list[int]]:
@@ -44,7 +45,8 @@ def run_scheduled(
     requests:       prompt and parameters of each.
     depth:          number of steps in flight.
     draft_choices:  numbers of drafts that the scheduler may choose from; it always chooses the largest.
-    has_draft_kv:   the drafter has a KV cache, and needs no history.
+    has_draft_kv:   the drafter has a KV cache.
+    wants_history:  the drafter reads the tokens of prefix hits.
     constraints:    by index of the requests, which draft nothing; they are not advanced.
     on_step:        called with the plan and the result of each step.
     """
@@ -58,7 +60,7 @@ def run_scheduled(
             draft_choices=draft_choices,
             is_draft_adaptive=False,
             has_draft_kv=has_draft_kv,
-            wants_history=bool(draft_choices) and not has_draft_kv,
+            wants_history=wants_history,
         )
     )
     sequences = [

@@ -15,16 +15,20 @@ class DraftCount:
 
     def __init__(self) -> None:
         self._num_drafted = 0
+        self._ngrams = [0, 0, 0]  # rounds, drafted and accepted tokens of them that were n-grams
         # Number of rounds by accepted tokens, from 0 to the most tokens ever drafted in a round; no more than
         # a path of a tree can have.
         self._num_rounds_of = [0]
 
-    def add(self, num_drafted: int, num_accepted: int) -> None:
-        """Count a round of one slot; one without drafted tokens is ignored."""
+    def add(self, num_drafted: int, num_accepted: int, *, is_ngram: bool = False) -> None:
+        """Count a round of one slot; one without drafted tokens is ignored. is_ngram: of `SlotOutput`."""
         if num_drafted == 0:
             return
 
         self._num_drafted += num_drafted
+        if is_ngram:
+            added = (1, num_drafted, num_accepted)
+            self._ngrams = [total + more for total, more in zip(self._ngrams, added, strict=True)]
         most = min(num_drafted, MAX_PATH_LENGTH)
         if most >= len(self._num_rounds_of):
             self._num_rounds_of += [0] * (most + 1 - len(self._num_rounds_of))
@@ -39,4 +43,7 @@ class DraftCount:
             num_drafted=self._num_drafted,
             num_accepted=sum(accepted_at),
             accepted_at=tuple(accepted_at),
+            num_ngram_rounds=self._ngrams[0],
+            num_ngram_drafted=self._ngrams[1],
+            num_ngram_accepted=self._ngrams[2],
         )

@@ -187,7 +187,7 @@ class Request:
         """Turn newly generated tokens into a chunk. The chunk's finish reason tells whether they end the
         request."""
         if self._drafts is not None:
-            self._drafts.add(output.num_drafted, output.num_accepted)
+            self._drafts.add(output.num_drafted, output.num_accepted, is_ngram=output.is_ngram)
         token_ids, logprobs = output.token_ids, output.logprobs
         finish: FinishReason | None = output.finish
         if self._first_token_at is None and token_ids:

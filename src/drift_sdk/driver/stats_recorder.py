@@ -57,6 +57,7 @@ class StatsRecorder:
         self._num_generated_tokens = 0
         self._drafts = DraftCount()
         self._start_seconds: tuple[tuple[str, float], ...] = ()
+        self._kv_dtype = ""
         self._num_tuned_shapes = 0
         self._num_untuned_shapes = 0
         self._num_host = {"waits": 0, "rounds": 0, "copies": 0, "allocations": 0}
@@ -86,6 +87,7 @@ class StatsRecorder:
         """The model was opened in this many seconds."""
         scheduling = model.scheduling
         self._start_seconds = model.start_seconds
+        self._kv_dtype = model.kv_dtype
         self._num_tuned_shapes = model.num_tuned_shapes
         self._num_untuned_shapes = len(model.untuned_shapes)
         self._events.started(model.executor_name, seconds)
@@ -151,7 +153,7 @@ class StatsRecorder:
         for output in result.decode:
             num_active += bool(output.token_ids)
             if output.num_drafted:
-                self._drafts.add(output.num_drafted, output.num_accepted)
+                self._drafts.add(output.num_drafted, output.num_accepted, is_ngram=output.is_ngram)
             if output.violation is not None:
                 self._count_violation(output.violation)
         if num_active:
@@ -236,6 +238,9 @@ class StatsRecorder:
             num_drafted_tokens=drafts.num_drafted,
             num_accepted_tokens=drafts.num_accepted,
             accepted_at=drafts.accepted_at,
+            num_ngram_rounds=drafts.num_ngram_rounds,
+            num_ngram_drafted_tokens=drafts.num_ngram_drafted,
+            num_ngram_accepted_tokens=drafts.num_ngram_accepted,
             num_undrafted_by_policy=self._num_undrafted["policy"],
             num_undrafted_by_request=self._num_undrafted["request"],
             num_undrafted_for_room=self._num_undrafted["room"],
@@ -248,6 +253,7 @@ class StatsRecorder:
             num_steps=self._num_steps,
             step_seconds=self._step_seconds,
             start_seconds=self._start_seconds,
+            kv_dtype=self._kv_dtype,
             num_tuned_shapes=self._num_tuned_shapes,
             num_untuned_shapes=self._num_untuned_shapes,
             num_host_waits=self._num_host["waits"],

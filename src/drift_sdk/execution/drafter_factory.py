@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from drift_sdk.execution.eager.drafters import Drafter, EagleDrafter, NGramDrafter
+from drift_sdk.execution.eager.hybrid_drafter import HybridDrafter
+from drift_sdk.execution.eager.model_drafter import ModelDrafter
 from drift_sdk.execution.rounds.tree_plan import TreePlan, tree_plan
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.eagle3 import DraftDecoder
@@ -27,6 +29,8 @@ __all__ = [
     "NO_DRAFTER",
     "DrafterFactory",
     "EagleDrafterFactory",
+    "HybridDrafterFactory",
+    "ModelDrafterFactory",
     "NGramDrafterFactory",
     "NoDrafterFactory",
 ]
@@ -40,6 +44,7 @@ class DrafterFactory(ABC):
     needs_history: the drafter reads the token at each position of a slot, those of prefix hits included.
     needs_draft_kv: the drafter keeps its own keys and values in the target's blocks, one position ahead of
     the target's.
+    needs_first_token: the drafter computes a row for the first token of a sequence too.
     always_drafts: the drafter finds a token for every slot that may draft.
     max_tree_depth: most tokens of a path if drafts form trees; None: they are chains.
     tree_plans: by number of tokens, the rounds of the graph executor that draft trees.
@@ -48,9 +53,9 @@ class DrafterFactory(ABC):
 
     needs_history = False
     needs_draft_kv = False
+    needs_first_token = False
     always_drafts = False
-    draft: DraftDecoder | None = None
-
+    draft: DraftDecoder | Decoder | None = None
     max_tree_depth: int | None = None
 
     def __init__(self, draft_choices: Sequence[int], *, is_adaptive: bool = True) -> None:
@@ -188,4 +193,71 @@ class EagleDrafterFactory(DrafterFactory):
         table, workspace = resources.table, resources.workspace
         return EagleTrees(
             self.draft, drafter, table, workspace, self.tree_plans, rounds, stages=resources.stages
+        )
+
+
+class ModelDrafterFactory(DrafterFactory):
+    """A small model of the target's vocabulary."""
+
+    needs_draft_kv = True
+    needs_first_token = True
+    always_drafts = True
+    draft: Decoder
+
+    def __init__(self, draft: Decoder, draft_choices: Sequence[int], *, is_adaptive: bool = True) -> None:
+        super().__init__(draft_choices, is_adaptive=is_adaptive)
+        self.draft = draft
+
+    def num_values_per_block(self, block_size: int) -> int:
+        """Keys and values of all layers."""
+        config = self.draft.config
+        return 2 * config.num_layers * config.num_kv_heads * config.head_dim * block_size
+
+    def eager_drafter(self, target: Decoder, limits: ExecutorLimits) -> Drafter:
+        return ModelDrafter(self.draft, limits)
+
+    def round_drafter(
+        self, resources: DeviceResources, model: ModelResources, sizes: RoundSizes
+    ) -> RoundDrafter:
+        from drift_sdk.execution.rounds.draft_model import DraftModelRounds
+
+        return DraftModelRounds(
+            self.draft, model, resources.table, resources.workspace, sizes, stages=resources.stages
+        )
+
+
+class HybridDrafterFactory(DrafterFactory):
+    """Chains of a draft model, or n-grams in their place where these are accepted more often."""
+
+    needs_history = True
+    always_drafts = True
+
+    def __init__(self, model: DrafterFactory, ngram: NGram) -> None:
+        """model: of chains."""
+        super().__init__(model.draft_choices, is_adaptive=model.is_adaptive)
+        self._model, self._ngram, self.draft = model, ngram, model.draft
+        self.needs_draft_kv, self.needs_first_token = model.needs_draft_kv, model.needs_first_token
+
+    def num_values_per_block(self, block_size: int) -> int:
+        return self._model.num_values_per_block(block_size)
+
+    def eager_drafter(self, target: Decoder, limits: ExecutorLimits) -> Drafter:
+        model = self._model.eager_drafter(target, limits)
+        assert model is not None
+        return HybridDrafter(model, self._ngram.min_length, self._ngram.max_length)
+
+    def round_drafter(
+        self, resources: DeviceResources, model: ModelResources, sizes: RoundSizes
+    ) -> RoundDrafter:
+        from drift_sdk.execution.rounds.hybrid import HybridRounds
+
+        drafter = self._model.round_drafter(resources, model, sizes)
+        assert drafter is not None
+        return HybridRounds(
+            drafter,
+            resources.table,
+            resources.workspace,
+            max_num_slots=sizes.max_num_slots,
+            min_length=self._ngram.min_length,
+            max_length=self._ngram.max_length,
         )

@@ -25,7 +25,19 @@ ACTIVATIONS = (
     *("activation_scale", "input_scale", "input_zero_point", "output_scale"),
     *("k_scale", "v_scale", "kv_scale"),
 )
-"""The last part of the names of scales of activations and of the KV cache, which are not quantised here."""
+"""The last part of the names of scales of activations and of the KV cache, which belong to no weight."""
+
+KV_SCALES = (
+    ("k_scale", "v_scale"),
+    ("k_proj.k_scale", "v_proj.v_scale"),
+    ("qkv_proj.k_scale", "qkv_proj.v_scale"),
+    ("k_proj.output_scale", "v_proj.output_scale"),
+    ("kv_scale", "kv_scale"),
+)
+"""Names of the scales of keys and values behind that of a layer's attention, by the tools that write them:
+compressed-tensors and AutoFP8, ModelOpt, older releases of the first two."""
+
+KV_SCALE_RANGE = (2.0**-64, 2.0**64)
 
 
 @runtime_checkable
@@ -114,6 +126,47 @@ class QuantisedTensors:
         stored, kind = self._stored[name]
         return self._tensors.file(f"{stored.prefix}.{kind.codes}")
 
+    def kv_scales(self, num_layers: int, num_kv_heads: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Scales of the KV cache, as in KVScaleSource. Files have them for all layers, or for none."""
+        names = set(self._tensors.names())
+        for pair in KV_SCALES:
+            if not any(f"{attention(0)}.{part}" in names for part in pair):
+                continue
+
+            if self._scheme.kv_obstacle:
+                raise ModelLoadError(
+                    f"{self.location}: quantization_config with {self._scheme.kv_obstacle} is not "
+                    'implemented for kv_dtype="fp8": expected static scales of e4m3'
+                )
+
+            keys, values = (
+                torch.stack([self._kv_scale(layer, part, num_kv_heads) for layer in range(num_layers)])
+                for part in pair
+            )
+            return keys, values
+
+        return None
+
+    def _kv_scale(self, layer: int, part: str, num_kv_heads: int) -> torch.Tensor:
+        """Scales of a layer, [num_kv_heads], from one for all heads or one for each."""
+        stored = StoredTensors(self._tensors, attention(layer), CPU)
+        found = stored.shape(part)
+        if (
+            torch.Size(found).numel() not in (1, num_kv_heads)
+            or max(found, default=1) != torch.Size(found).numel()
+        ):
+            raise ModelLoadError(
+                f"{stored.place(part)} has shape {list(found)}, expected [1] or [{num_kv_heads}]"
+            )
+
+        scales = stored.read(part, found, SCALE_DTYPES).to(torch.float32).reshape(-1)
+        low, high = KV_SCALE_RANGE
+        wrong = scales[~((scales >= low) & (scales <= high))]
+        if len(wrong):
+            raise ModelLoadError(f"{stored.place(part)} has {wrong[0]:g}, expected 2**-64 to 2**64")
+
+        return scales.expand(num_kv_heads).contiguous()
+
     def get(self, name: str) -> torch.Tensor:
         weight = self.quantised(name, CPU)
         return self._tensors.get(name) if weight is None else weight.dequantise(torch.float32)
@@ -146,6 +199,11 @@ class QuantisedTensors:
         stored, kind = self._stored[name]
         self.shape(name)  # raises for codes that are no matrix
         return kind.read(StoredTensors(stored.tensors, stored.prefix, device), self._scheme)
+
+
+def attention(layer: int) -> str:
+    """The name of a layer's attention."""
+    return f"model.layers.{layer}.self_attn"
 
 
 def _read_fp8(stored: StoredTensors, scheme: Scheme) -> Fp8Weight:

@@ -14,9 +14,7 @@ from msgspec import Struct
 
 from drift_sdk._files import has_file
 from drift_sdk.errors import ModelLoadError, short_repr
-from drift_sdk.loading.gguf import GGUFFile
 from drift_sdk.loading.gpt_oss import OriginalTensors, hf_settings, is_original
-from drift_sdk.loading.hub import HubRepository, is_hub_id
 from drift_sdk.loading.hub_files import HubFile, split_quant, weight_names
 from drift_sdk.loading.quantised_tensors import QuantisedTensors
 from drift_sdk.loading.safetensors import SafetensorsFolder
@@ -25,9 +23,11 @@ from drift_sdk.progress import Report
 from drift_sdk.quantised.scheme import config_scheme
 
 if TYPE_CHECKING:
+    from drift_sdk.loading.gguf import GGUFFile
     from drift_sdk.text.tokenizer import Tokenizer
 
 __all__ = [
+    "TOKENIZER_FILE",
     "Found",
     "Role",
     "Source",
@@ -44,7 +44,7 @@ Role = Literal["model", "draft", "tokenizer"]
 
 EXPECTED = {
     "model": "a folder or a .gguf file",
-    "draft": "a folder",
+    "draft": "a folder or a .gguf file",
     "tokenizer": "a folder, a tokenizer.json or a .gguf file",
 }
 TOKENIZER_FILE = "tokenizer.json"
@@ -165,7 +165,12 @@ class Source:
 
     @cached_property
     def _gguf(self) -> GGUFFile | None:
-        return GGUFFile(self.path) if os.path.isfile(self.path) else None
+        if not os.path.isfile(self.path):
+            return None
+
+        from drift_sdk.loading.gguf import GGUFFile  # imported here, as few models are GGUF files
+
+        return GGUFFile(self.path)
 
     def _text(self, file: str) -> str:
         try:
@@ -217,7 +222,7 @@ def find(
 ) -> Found:
     """Find the files of a model, a draft or a tokenizer, and fetch the small ones if they are on the hub.
 
-    name: an existing folder, an existing .gguf file (for a draft not), else, for a str alone, a hub id, with
+    name: an existing folder, an existing .gguf file, else, for a str alone, a hub id, with
     ":" and a quantisation for one of a repository's .gguf files. A leading "~" stands for a home directory.
     Of a .gguf file in parts, any part. The hub's local cache is tried before the network; a name with the
     suffix of a file, or of something that exists, is not looked up on the hub.
@@ -231,9 +236,6 @@ def find(
         return found_at(path)
 
     if os.path.isfile(path) and path.suffix == ".gguf":
-        if role == "draft":
-            raise ModelLoadError(f"{found} is a GGUF file, expected the folder of a draft head")
-
         return found_at(path)
 
     if os.path.lexists(path):
@@ -245,12 +247,12 @@ def find(
     if path.suffix in FILE_SUFFIXES:
         raise ModelLoadError(f"{found} does not exist (a name that ends in {path.suffix} is never a hub id)")
 
+    # Imported here, because importing the hub's library takes longer than to find a local model.
+    from drift_sdk.loading.hub import HubRepository, is_hub_id
+
     repo_id, quant = split_quant(name)
     if not is_hub_id(repo_id) or quant == "":
         raise ModelLoadError(f"{found} does not exist, and is not a hub id")
-
-    if role == "draft" and quant is not None:
-        raise ModelLoadError(f"{found} is a GGUF file, expected the folder of a draft head")
 
     repository = HubRepository(
         repo_id, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only, report=report

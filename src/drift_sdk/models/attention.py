@@ -97,16 +97,14 @@ class AttentionBatch:
 
         Returns [N, num_heads * head_dim].
         """
-        keys, values = cache.layer(layer)
-        keys.index_copy_(0, self.slot_mapping, key)
-        values.index_copy_(0, self.slot_mapping, value)
+        cache.store(layer, self.slot_mapping, key, value)
         if len(self._groups) == 1:
-            return self._groups[0].attend(query, keys, values, window, scale, sinks)
+            return self._groups[0].attend(query, cache, layer, window, scale, sinks)
 
         shape = (query.shape[0], query.shape[1] * query.shape[2])
         output = torch.empty(shape, dtype=query.dtype, device=query.device)
         for group in self._groups:
-            output[group.rows] = group.attend(query[group.rows], keys, values, window, scale, sinks)
+            output[group.rows] = group.attend(query[group.rows], cache, layer, window, scale, sinks)
 
         return output
 
@@ -136,24 +134,25 @@ class _Group:
     def attend(
         self,
         query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        cache: KVCache,
+        layer: int,
         window: int | None,
         scale: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attention of the group's rows: query [M, num_heads, head_dim], keys and values of a whole layer,
-        [num_slots, num_kv_heads, head_dim]. Returns [M, num_heads * head_dim]."""
+        """Attention of the group's rows: query [M, num_heads, head_dim], in a layer of the cache.
+        Returns [M, num_heads * head_dim]."""
         kind = window, sinks is not None
         if kind not in self._keys:
             self._keys[kind] = self._find_keys(*kind)
 
         found = self._keys[kind]
         batch, num_heads, head_dim = self.num_sequences, query.shape[1], query.shape[2]
+        keys, values = cache.read(layer, found.slots)
         gathered_shape = (batch, -1, *keys.shape[1:])
         query = query.view(batch, self.num_rows, num_heads, head_dim).transpose(1, 2)
-        key = keys.index_select(0, found.slots).view(gathered_shape).transpose(1, 2)
-        value = values.index_select(0, found.slots).view(gathered_shape).transpose(1, 2)
+        key = keys.view(gathered_shape).transpose(1, 2)
+        value = values.view(gathered_shape).transpose(1, 2)
         if sinks is not None:
             scale = head_dim**-0.5 if scale is None else scale
             query, key, value = with_sinks(query, key, value, sinks / scale)

@@ -18,6 +18,7 @@ from drift_sdk.models.matrix_reader import WeightForm
 from drift_sdk.models.rope import rotary_tables, rotate
 from drift_sdk.models.tree_attention import StepRows
 from drift_sdk.models.weights import DecoderWeights, LayerWeights, load_weights, tensor_shapes
+from drift_sdk.quantised.e4m3 import E4M3
 
 __all__ = ["Decoder", "random_tensors"]
 
@@ -51,11 +52,13 @@ class Decoder:
         device: torch.device | str,
         dtype: torch.dtype,
         form: WeightForm = "expanded",
+        has_kv_scales: bool = False,
         on_tensor: Callable[[int, int], None] | None = None,
         check_bytes: Callable[[int], None] | None = None,
     ) -> Decoder:
         """A decoder with weights on `device`, in `dtype` or as `form` says.
 
+        has_kv_scales: whether its KV cache is of e4m3, see `KVScales`.
         on_tensor(num_loaded, num_tensors) is called after each tensor.
         check_bytes(num_bytes) is called before memory is allocated, and may raise.
 
@@ -67,6 +70,7 @@ class Decoder:
             device=torch.device(device),
             dtype=dtype,
             form=form,
+            has_kv_scales=has_kv_scales,
             on_tensor=on_tensor,
             check_bytes=check_bytes,
         )
@@ -80,13 +84,22 @@ class Decoder:
         device: torch.device | str,
         dtype: torch.dtype,
         form: WeightForm = "expanded",
+        has_kv_scales: bool = False,
         seed: int = 0,
         check_bytes: Callable[[int], None] | None = None,
     ) -> Decoder:
         """A decoder with random weights of the configured shapes, drawn on the device, the same for the same
-        seed. `form` and `check_bytes` as in `load`."""
+        seed. `form`, `has_kv_scales` and `check_bytes` as in `load`."""
         tensors = random_tensors(config, device=torch.device(device), dtype=dtype, seed=seed)
-        return cls.load(config, tensors, device=device, dtype=dtype, form=form, check_bytes=check_bytes)
+        return cls.load(
+            config,
+            tensors,
+            device=device,
+            dtype=dtype,
+            form=form,
+            has_kv_scales=has_kv_scales,
+            check_bytes=check_bytes,
+        )
 
     @property
     def device(self) -> torch.device:
@@ -95,6 +108,11 @@ class Decoder:
     @property
     def dtype(self) -> torch.dtype:
         return self.weights.final_norm.dtype
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """The dtype of its KV cache."""
+        return self.dtype if self.weights.kv_scales is None else E4M3
 
     @cached_property
     def max_expert_scale(self) -> int:

@@ -33,7 +33,7 @@ from drift_sdk.models.rope import rotary_tables, rotate
 from drift_sdk.models.tree_attention import StepRows
 from drift_sdk.progress import Report
 
-__all__ = ["DRAFT_KV_OFFSET", "DraftDecoder"]
+__all__ = ["DRAFT_KV_OFFSET", "DraftDecoder", "is_whole_model"]
 
 DRAFT_KV_OFFSET = 1
 """Draft row i combines the feature of position i with token i + 1. Its keys and values lie at KV slot i + 1,
@@ -264,14 +264,18 @@ def _explain_errors(source: Source) -> Iterator[None]:
         try:
             yield
         except ModelLoadError as error:
-            if not _is_whole_model(source):
+            if not is_whole_model(source):
                 raise
 
             raise ModelLoadError(f"{source.path}: holds a whole model, expected a draft head") from error
 
 
-def _is_whole_model(source: Source) -> bool:
-    """Whether a folder holds a language model: by the names of its tensors, or its config if it has none."""
+def is_whole_model(source: Source) -> bool:
+    """Whether a source is a language model: a .gguf file is one, a folder by the names of its tensors, or by
+    its config if it has none."""
+    if source.path.is_file():
+        return True
+
     try:
         return any(name.startswith("model.") for name in DraftTensors(source.path).names())
     except ModelLoadError:

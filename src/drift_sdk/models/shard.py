@@ -7,8 +7,8 @@
 | head | its share of the vocabulary: rows; all rows if GPUs do not divide the vocabulary | whole logits |
 | embedding, norms, biases of output and down | all | |
 
-Keys and values are those of a GPU's heads. A GPU thus runs a smaller model (`Shard.config`), whose attention
-output and down products are added across GPUs.
+Keys and values are those of a GPU's heads, and so are their scales. A GPU thus runs a smaller model
+(`Shard.config`), whose attention output and down products are added across GPUs.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from drift_sdk._kernels.gemm.slices import num_slices, shard_slices
 from drift_sdk.loading.tensors import TensorSource
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.kv_scales import KVScaleSource
 from drift_sdk.models.weights import check_tensors
 
 __all__ = ["Shard", "ShardedTensors", "cut_head", "load_shard", "shard_obstacles"]
@@ -88,6 +89,7 @@ def load_shard(
     *,
     device: torch.device,
     dtype: torch.dtype,
+    has_kv_scales: bool = False,
     on_tensor: Callable[[int, int], None] | None = None,
     check_bytes: Callable[[int], None] | None = None,
 ) -> Decoder:
@@ -102,6 +104,7 @@ def load_shard(
         ShardedTensors(tensors, config, shard),
         device=device,
         dtype=dtype,
+        has_kv_scales=has_kv_scales,
         on_tensor=on_tensor,
         check_bytes=check_bytes,
     )
@@ -157,6 +160,19 @@ class ShardedTensors:
             part = self._shard.part(whole.shape[dim])
             parts.append(whole.narrow(dim, part.start, part.stop - part.start))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def kv_scales(self, num_layers: int, num_kv_heads: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Scales of the part's heads, as in KVScaleSource."""
+        if not isinstance(self._tensors, KVScaleSource):
+            return None
+
+        num_all = num_kv_heads * self._shard.size
+        found = self._tensors.kv_scales(num_layers, num_all)
+        if found is None:
+            return None
+
+        keys, values = (scales[:, self._shard.part(num_all)].contiguous() for scales in found)
+        return keys, values
 
     def _dimension(self, name: str) -> int | None:
         """The dimension along which a tensor is cut; None if a GPU has all of it."""

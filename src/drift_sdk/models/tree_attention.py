@@ -99,18 +99,17 @@ class TreeAttentionBatch:
     ) -> torch.Tensor:
         """Write the rows' keys and values to the cache, then compute their attention in one layer; arguments
         and result as of `AttentionBatch.attend`."""
-        keys, values = cache.layer(layer)
-        keys.index_copy_(0, self.slot_mapping, key)
-        values.index_copy_(0, self.slot_mapping, value)
+        cache.store(layer, self.slot_mapping, key, value)
         if window not in self._masks:
             self._masks[window] = self._mask(window)
         batch, (num_heads, head_dim) = self._visible.shape[0], query.shape[1:]
         padded = query.new_zeros(batch * self._most_rows, num_heads, head_dim)
         padded.index_copy_(0, self._padded_rows, query)
-        gathered_shape = (batch, -1, *keys.shape[1:])
+        gathered_shape = (batch, -1, *key.shape[1:])
         queries = padded.view(batch, self._most_rows, num_heads, head_dim).transpose(1, 2)
-        gathered_keys = keys.index_select(0, self._key_slots).view(gathered_shape).transpose(1, 2)
-        gathered_values = values.index_select(0, self._key_slots).view(gathered_shape).transpose(1, 2)
+        keys, values = cache.read(layer, self._key_slots)
+        gathered_keys = keys.view(gathered_shape).transpose(1, 2)
+        gathered_values = values.view(gathered_shape).transpose(1, 2)
         mask = self._masks[window]
         if sinks is not None:
             scale = head_dim**-0.5 if scale is None else scale

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,6 +15,7 @@ from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.expert_weights import allocate_experts
 from drift_sdk.models.experts import ExpertWeights
 from drift_sdk.models.filling import fill_places, read_tensor
+from drift_sdk.models.kv_scales import KVScales, load_kv_scales
 from drift_sdk.models.matrix_reader import QUANTISERS, MatrixReader, WeightForm, quantised_bytes
 from drift_sdk.quantised.stacking import stack_rows
 from drift_sdk.quantised.weight import Matrix, QuantisedWeight
@@ -70,12 +71,13 @@ class LayerWeights:
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
     """All weights. embedding and head: [vocab, hidden], one matrix if tied; they may be quantised.
-    final_norm: [hidden]."""
+    final_norm: [hidden]. kv_scales: of a KV cache of e4m3; None: it is of the model's dtype."""
 
     embedding: Matrix
     layers: tuple[LayerWeights, ...]
     final_norm: torch.Tensor
     head: Matrix
+    kv_scales: KVScales | None = None
 
 
 def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
@@ -119,11 +121,13 @@ def load_weights(
     device: torch.device,
     dtype: torch.dtype,
     form: WeightForm = "expanded",
+    has_kv_scales: bool = False,
     on_tensor: Callable[[int, int], None] | None = None,
     check_bytes: Callable[[int], None] | None = None,
 ) -> DecoderWeights:
     """Weights on `device`, in `dtype` or as `form` says.
 
+    has_kv_scales: whether the KV cache is of e4m3.
     on_tensor(num_loaded, num_tensors) is called after each tensor.
     check_bytes(num_bytes) is called before memory is allocated, with the amount, and may raise.
 
@@ -167,7 +171,11 @@ def load_weights(
 
     finite.finish()
     scales.finish()
-    return weights
+    if not has_kv_scales:
+        return weights
+
+    kv_scales = load_kv_scales(tensors, config.num_layers, config.num_kv_heads, device)
+    return replace(weights, kv_scales=kv_scales)
 
 
 def check_tensors(config: DecoderConfig, tensors: TensorSource) -> None:

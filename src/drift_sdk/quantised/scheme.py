@@ -18,6 +18,15 @@ __all__ = ["BLOCK_SCHEME", "Scheme", "Storage", "config_scheme"]
 Storage = Literal["fp8", "awq", "gptq", "packed", "blocks"]
 
 MAX_GROUP = 2**20
+KV_SCHEME: dict[str, tuple[object, ...]] = {
+    "num_bits": (8,),
+    "type": ("float",),
+    "strategy": ("tensor", "attn_head"),
+    "dynamic": (False,),
+    "symmetric": (True,),
+}
+"""Settings of a `kv_cache_scheme` whose scales are those of e4m3, the default of each being the first."""
+
 COMPRESSED_FORMATS = ("dense", "float-quantized", "naive-quantized", "pack-quantized", "mixed-precision")
 
 
@@ -30,6 +39,7 @@ class Scheme(Struct, frozen=True, kw_only=True):
     group_sizes:   columns that share a scale, for 4-bit codes; None: all columns of a row. A checkpoint of
                    compressed-tensors may have several.
     block:         rows and columns that share a scale in blocks of FP8.
+    kv_obstacle:   why scales of the KV cache beside the weights are not those of e4m3; "" if they are.
     stored_offset: what is added to stored zero points: 1 for the first format of GPTQ.
     """
 
@@ -38,6 +48,7 @@ class Scheme(Struct, frozen=True, kw_only=True):
     group_sizes: tuple[int | None, ...] = ()
     block: tuple[int, int] | None = None
     stored_offset: int = 0
+    kv_obstacle: str = ""
 
 
 BLOCK_SCHEME = Scheme(name="gguf", storages=("blocks",))
@@ -108,8 +119,11 @@ def _read_compressed(settings: Mapping[str, Any]) -> Scheme:
             raise _not_implemented(name, found)
 
     outer = _require(settings, "format", (None, *COMPRESSED_FORMATS))
+    kv_cache = settings.get("kv_cache_scheme")
     groups = settings.get("config_groups")
-    if not isinstance(groups, Mapping) or not groups:
+    if not groups and isinstance(kv_cache, Mapping):
+        groups = {}
+    elif not isinstance(groups, Mapping) or not groups:
         raise ModelLoadError(
             f"config: quantization_config with config_groups={short_repr(groups)}: expected a table of groups"
         )
@@ -140,7 +154,29 @@ def _read_compressed(settings: Mapping[str, Any]) -> Scheme:
             group_sizes[_read_group(weights.get("group_size")) if is_grouped else None] = None
 
     name = "compressed-tensors" if outer is None else f"compressed-tensors, {outer}"
-    return Scheme(name=name, storages=tuple(storages), group_sizes=tuple(group_sizes), block=block)
+    return Scheme(
+        name=name,
+        storages=tuple(storages),
+        group_sizes=tuple(group_sizes),
+        block=block,
+        kv_obstacle=_kv_obstacle(kv_cache),
+    )
+
+
+def _kv_obstacle(scheme: object) -> str:
+    """Why scales that a `kv_cache_scheme` tells of are not those of e4m3; "" if they are."""
+    if scheme is None:
+        return ""
+
+    if not isinstance(scheme, Mapping):
+        return f"kv_cache_scheme={short_repr(scheme)}"
+
+    for name, expected in KV_SCHEME.items():
+        found = scheme.get(name, expected[0])
+        if not any(type(found) is type(each) and found == each for each in expected):
+            return f"a kv_cache_scheme of {name}={short_repr(found)}"
+
+    return ""
 
 
 def _require(settings: Mapping[str, Any], name: str, allowed: tuple[object, ...]) -> object:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from drift_sdk.config import EngineConfig
 from drift_sdk.errors import ConfigError, ModelLoadError
@@ -10,24 +11,38 @@ from drift_sdk.execution.drafter_factory import (
     NO_DRAFTER,
     DrafterFactory,
     EagleDrafterFactory,
+    HybridDrafterFactory,
+    ModelDrafterFactory,
     NGramDrafterFactory,
 )
+from drift_sdk.loading.source import Source, name_role, resolve
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.eagle3 import DraftDecoder
+from drift_sdk.models.eagle3 import DraftDecoder, is_whole_model
 from drift_sdk.progress import Report
 from drift_sdk.speculation import Chain, NGram, Speculation
+from drift_sdk.startup.draft_model import load_draft_model
 
 __all__ = ["open_drafter_factory"]
 
 log = logging.getLogger("drift_sdk")
 
 
-def open_drafter_factory(config: EngineConfig, target: Decoder, report: Report) -> DrafterFactory:
+def open_drafter_factory(
+    config: EngineConfig,
+    target: Decoder,
+    report: Report,
+    source: Source | None = None,
+    check_bytes: Callable[[int], None] | None = None,
+) -> DrafterFactory:
     """The factory of the configured drafter, with the draft's weights loaded.
+
+    source: the target's files; None: a model that drafts is not compared with them. check_bytes: as of
+    `Decoder.load`, for a model that drafts.
 
     NO_DRAFTER without speculation, or with a warning if a draft that is not required cannot be used. A draft
     of a target with random weights gets random weights. Raises ModelLoadError, and ConfigError for a tree
-    with more candidates after a token than the draft's vocabulary has.
+    with more candidates after a token than the draft's vocabulary has, and for settings that concern a head
+    alone with a model as the draft.
     """
     speculation = config.speculation
     if speculation is None:
@@ -38,7 +53,7 @@ def open_drafter_factory(config: EngineConfig, target: Decoder, report: Report) 
         return NGramDrafterFactory(speculation.draft, choices, is_adaptive=is_adaptive)
 
     try:
-        draft = _load_draft(config, speculation, target, report)
+        draft = _load_draft(config, speculation, target, report, source, check_bytes)
     except ModelLoadError as error:
         if speculation.required or config.strict_performance:
             raise
@@ -46,21 +61,50 @@ def open_drafter_factory(config: EngineConfig, target: Decoder, report: Report) 
         log.warning("decoding without speculation, the draft cannot be used: %s", error)
         return NO_DRAFTER
 
+    factory: DrafterFactory
+    if isinstance(draft, Decoder):
+        factory = ModelDrafterFactory(draft, choices, is_adaptive=is_adaptive)
+    else:
+        factory = _eagle_factory(draft, speculation)
+    return factory if speculation.ngrams is None else HybridDrafterFactory(factory, speculation.ngrams)
+
+
+def _eagle_factory(draft: DraftDecoder, speculation: Speculation) -> EagleDrafterFactory:
     tree = None if isinstance(speculation.shape, Chain) else speculation.shape
     if tree is not None and tree.num_candidates > draft.config.draft_vocab_size:
         allowed = f"at most {draft.config.draft_vocab_size} candidates after a token, the draft's vocabulary"
         raise ConfigError.of("shape", tree, allowed)
 
-    return EagleDrafterFactory(draft, choices, is_adaptive=is_adaptive, tree=tree)
+    choices = speculation.shape.choices
+    return EagleDrafterFactory(draft, choices, is_adaptive=speculation.adaptive, tree=tree)
 
 
 def _load_draft(
-    config: EngineConfig, speculation: Speculation, target: Decoder, report: Report
-) -> DraftDecoder:
+    config: EngineConfig,
+    speculation: Speculation,
+    target: Decoder,
+    report: Report,
+    source: Source | None,
+    check_bytes: Callable[[int], None] | None,
+) -> DraftDecoder | Decoder:
+    """The draft head or the model that `Speculation.draft` names."""
     assert not isinstance(speculation.draft, NGram)
-    load = DraftDecoder.load if config.load == "auto" else DraftDecoder.load_random
-    return load(
+    has_weights = config.load == "auto"
+    found = resolve(
         speculation.draft,
+        role="draft",
+        cache_dir=config.cache_dir,
+        local_files_only=config.local_files_only,
+        report=report,
+        has_weights=has_weights,
+    )
+    if is_whole_model(found):
+        with name_role("draft"):
+            return load_draft_model(config, speculation, found, target, source, check_bytes)
+
+    load = DraftDecoder.load if has_weights else DraftDecoder.load_random
+    return load(
+        found.path,
         target,
         form=speculation.draft_weights or "expanded",
         aux_layer_convention=speculation.aux_layer_convention,

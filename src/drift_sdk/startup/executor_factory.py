@@ -64,7 +64,7 @@ class OpenedExecutor(Struct, frozen=True, kw_only=True):
     num_tuned: int = 0
     untuned: tuple[str, ...] = ()
     round_costs: dict[tuple[int, int], float] = {}
-    mixed_tokens: dict[int, tuple[tuple[int, int], ...]] = {}
+    mixed_tokens: dict[int, tuple[tuple[int, tuple[int, ...]], ...]] = {}
 
 
 def choose_executor(
@@ -100,13 +100,12 @@ def choose_executor(
 def kv_demand(decoder: Decoder, drafter_factory: DrafterFactory, block_size: int) -> KVDemand:
     """KV cache demand of a model, including what its drafter keeps for each block."""
     config = decoder.config
-    values_per_block = kv_values_per_token(config) * block_size + drafter_factory.num_values_per_block(
-        block_size
-    )
+    target_bytes = kv_values_per_token(config) * block_size * decoder.kv_dtype.itemsize
+    draft_bytes = drafter_factory.num_values_per_block(block_size) * decoder.dtype.itemsize
     return KVDemand(
         context=config.max_position_embeddings,
         block_size=block_size,
-        bytes_per_block=values_per_block * decoder.dtype.itemsize,
+        bytes_per_block=target_bytes + draft_bytes,
     )
 
 

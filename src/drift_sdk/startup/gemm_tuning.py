@@ -47,7 +47,7 @@ SlicesOf = Callable[[int, int], int]
 def engine_table(
     config: EngineConfig,
     decoder: Decoder,
-    draft: DraftWeights | None,
+    draft: DraftWeights | DecoderWeights | None,
     report: Report,
     shard: Shard | None = None,
 ) -> WatchedTable:
@@ -109,7 +109,7 @@ def _tuned(
 
 
 def weights_to_tune(
-    target: DecoderWeights, draft: DraftWeights | None, shard: Shard | None = None
+    target: DecoderWeights, draft: DraftWeights | DecoderWeights | None, shard: Shard | None = None
 ) -> Iterator[WeightToTune]:
     """Yield the weights of a model and its draft whose products run in tuned kernels, by shape.
 
@@ -137,13 +137,15 @@ def weights_to_tune(
 
 
 def _products(
-    target: DecoderWeights, draft: DraftWeights | None, shard: Shard | None
+    target: DecoderWeights, draft: DraftWeights | DecoderWeights | None, shard: Shard | None
 ) -> Iterator[tuple[object, bool, bool, SlicesOf]]:
     """Each weight, whether its product is gated, whether it is used whole, and the function of its shape that
     gives its slices."""
     yield from _layer_products(target.layers, shard)
     yield target.head, False, True, num_slices
-    if draft is not None:
+    if isinstance(draft, DecoderWeights):
+        yield from _products(draft, None, None)
+    elif draft is not None:
         yield from _layer_products(draft.layers, None)
         yield draft.fc, False, False, num_slices
         yield draft.head, False, False, num_slices

@@ -17,16 +17,18 @@ from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.shard import Shard, shard_obstacles
 from drift_sdk.models.weights import check_tensors, tensor_shapes, weight_bytes
 from drift_sdk.progress import ignore_progress
+from drift_sdk.quantised.e4m3 import E4M3
 from drift_sdk.startup.device_memory import DeviceMemory
 from drift_sdk.startup.executor_factory import choose_executor, kv_values_per_token
 from drift_sdk.startup.kv_sizing import KVDemand, KVSize, size_kv
+from drift_sdk.startup.model_config import read_config
 from drift_sdk.startup.model_startup import (
     BLOCK_SIZES,
     choose_device,
     choose_dtype,
+    dtype_name,
     hub_settings,
     load_text,
-    read_config,
 )
 from drift_sdk.startup.tensor_parallel import check_division, parallel_devices
 from drift_sdk.startup.weight_form import choose_weight_form, stored_scheme
@@ -69,7 +71,8 @@ class Inspection:
             self._try(lambda: check_division(self._config, shapes, executor))
         part = None if shapes is None else self._part(shapes)
         held = None if part is None or dtype is None else self._try(lambda: self._held(part, dtype))
-        kv_bytes = None if part is None or dtype is None else kv_values_per_token(part) * dtype.itemsize
+        kv_dtype = dtype if dtype is None or self._config.kv_dtype is None else E4M3
+        kv_bytes = None if part is None or kv_dtype is None else kv_values_per_token(part) * kv_dtype.itemsize
         size: KVSize | None = None
         if device is not None and held is not None and kv_bytes is not None and part is not None:
             size = self._try(lambda: self._kv_size(device, part, held, kv_bytes, executor or "eager"))
@@ -83,11 +86,12 @@ class Inspection:
             stored_bytes=self._try(self._found.stored_bytes) if self._config.load == "auto" else None,
             weight_bytes=held,
             kv_bytes_per_token=kv_bytes,
+            kv_dtype=None if kv_dtype is None else dtype_name(kv_dtype),
             context=None if shapes is None else shapes.max_position_embeddings,
             has_tokenizer=has_tokenizer,
             has_chat_template=has_template,
             device=None if device is None else str(device),
-            dtype=None if dtype is None else str(dtype).removeprefix("torch."),
+            dtype=None if dtype is None else dtype_name(dtype),
             executor=executor,
             kv_cache_tokens=None if size is None else size.num_blocks * block_size,
             max_model_len=None if size is None else size.max_model_len,

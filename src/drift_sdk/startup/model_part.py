@@ -43,7 +43,7 @@ def load_part(weights: StoredWeights, config: EngineConfig, report: Report) -> M
     """Load the decoder, or its part, and the draft on a device."""
     memory = DeviceMemory(weights.device, config)
     decoder = _load_decoder(weights, config, memory, report)
-    drafter_factory = open_drafter_factory(config, decoder, report)
+    drafter_factory = open_drafter_factory(config, decoder, report, weights.source, memory.check_weights)
     if weights.shard is not None:
         cut_head(decoder, weights.shard)
     return ModelPart(decoder=decoder, memory=memory, drafter_factory=drafter_factory)
@@ -63,6 +63,7 @@ def _load_decoder(
             device=weights.device,
             dtype=weights.dtype,
             form=form,
+            has_kv_scales=config.kv_dtype is not None,
             check_bytes=memory.check_weights,
         )
 
@@ -72,6 +73,7 @@ def _load_decoder(
         device=weights.device,
         dtype=weights.dtype,
         form=form,
+        has_kv_scales=config.kv_dtype is not None,
         on_tensor=lambda done, total: report("load weights", done / total),
         check_bytes=memory.check_weights,
     )
@@ -91,6 +93,7 @@ def _load_shard(
         shard,
         device=weights.device,
         dtype=weights.dtype,
+        has_kv_scales=config.kv_dtype is not None,
         on_tensor=lambda done, total: report("load weights", (shard.rank + done / total) / shard.size),
         check_bytes=memory.check_weights,
     )

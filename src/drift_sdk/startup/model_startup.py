@@ -22,10 +22,10 @@ from drift_sdk.errors import ConfigError, ModelLoadError, RequestError, short_re
 from drift_sdk.execution.drafter_factory import DrafterFactory
 from drift_sdk.execution.stages import StageMarks
 from drift_sdk.loading.source import Source, eos_token_ids, expand_home, name_role, resolve
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.shard import Shard
 from drift_sdk.models.weights import weight_bytes
 from drift_sdk.progress import Download, Report, ignore_progress
+from drift_sdk.quantised.e4m3 import E4M3
 from drift_sdk.sampling_params import SamplingParams
 from drift_sdk.scheduling.config import SchedulerConfig
 from drift_sdk.startup.device_memory import DeviceMemory
@@ -37,6 +37,7 @@ from drift_sdk.startup.executor_factory import (
     open_graph_executor,
 )
 from drift_sdk.startup.kv_sizing import KVDemand, check_model_len, gib
+from drift_sdk.startup.model_config import read_config
 from drift_sdk.startup.model_part import ModelPart, StoredWeights, load_part
 from drift_sdk.startup.tensor_parallel import (
     check_division,
@@ -50,7 +51,7 @@ from drift_sdk.text.chat import ChatTemplate
 from drift_sdk.text.no_tokenizer import NoTokenizer
 from drift_sdk.text.tokenizer import Tokenizer
 
-__all__ = ["open_model"]
+__all__ = ["dtype_name", "open_model"]
 
 log = logging.getLogger("drift_sdk")
 
@@ -92,6 +93,11 @@ def open_model(
     executor_name, fallback = choose_executor(config, device, decoder_config)
     check_division(config, decoder_config, executor_name)
 
+    if executor_name == "graph":
+        from drift_sdk._kernels.common.parallel_compile import prepare_cache_keys  # needs Triton
+
+        prepare_cache_keys()
+
     report("load tokenizer", 0.0)
     load = partial(load_text, source, config, decoder_config.vocab_size)
     with opening_locks(devices), loaded_beside(config, load, report) as loading_text:
@@ -107,7 +113,8 @@ def open_model(
             opened = open_graph_executor(config, parts, demand, report, acceptance_trace, stages)
         else:
             opened = open_eager_executor(config, first, demand)
-    _log_kv_cache(opened.executor.limits, demand)
+    kv_dtype = dtype_name(first.decoder.kv_dtype)
+    _log_kv_cache(opened.executor.limits, demand, kv_dtype)
     report("ready", 1.0)
     return LoadedModel(
         executor=opened.executor,
@@ -115,6 +122,7 @@ def open_model(
         fallback=fallback,
         num_tuned_shapes=opened.num_tuned,
         untuned_shapes=opened.untuned,
+        kv_dtype=kv_dtype,
         scheduling=_scheduling(config, opened, drafter_factory),
         text=_model_text(text, opened.executor.limits, has_drafts=bool(drafter_factory.draft_choices)),
     )
@@ -213,10 +221,16 @@ def _scheduling(
     )
 
 
-def _log_kv_cache(limits: ExecutorLimits, demand: KVDemand) -> None:
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype as configurations name it."""
+    return "fp8" if dtype == E4M3 else str(dtype).removeprefix("torch.")
+
+
+def _log_kv_cache(limits: ExecutorLimits, demand: KVDemand, kv_dtype: str) -> None:
     log.info(
-        "KV cache: %d tokens, %s, for up to %d sequences of up to %d tokens",
+        "KV cache: %d tokens in %s, %s, for up to %d sequences of up to %d tokens",
         limits.num_blocks * limits.block_size,
+        kv_dtype,
         gib(limits.num_blocks * demand.bytes_per_block),
         limits.max_num_seqs,
         limits.max_model_len,
@@ -298,18 +312,6 @@ def _tokenizer(source: Source, config: EngineConfig, report: Report) -> tuple[To
     with name_role("tokenizer"):
         tokenizer, templates = other.tokenizer(), other.chat_templates
     return tokenizer, templates or source.chat_templates
-
-
-def read_config(source: Source, config: EngineConfig) -> DecoderConfig:
-    """The decoder's configuration; ModelLoadError naming the file, the setting and its value."""
-    settings = source.config  # its errors name the file
-    file = source.path if source.path.is_file() else source.path / "config.json"
-    try:
-        return DecoderConfig.from_hf(settings, max_model_len=config.max_model_len)
-    except ModelLoadError as error:
-        raise ModelLoadError(f"{file}: {error}") from error
-    except Exception as error:  # settings of a wrong type may raise anything
-        raise ModelLoadError(f"{file}: not the config of a model: {error!r}") from error
 
 
 def _chat_template(

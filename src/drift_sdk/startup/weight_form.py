@@ -34,4 +34,6 @@ def is_quantised(config: EngineConfig, model: DecoderConfig) -> bool:
 
 def stored_scheme(config: EngineConfig, model: DecoderConfig) -> Scheme | None:
     """The scheme of the files that are loaded; None if they have no quantised weights but MXFP4 experts."""
-    return model.quantisation if config.load == "auto" else None
+    scheme = model.quantisation
+    # A scheme without storages has scales of the KV cache alone.
+    return scheme if config.load == "auto" and scheme is not None and scheme.storages else None

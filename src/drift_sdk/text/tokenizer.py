@@ -166,6 +166,10 @@ class Tokenizer:
 
         return floor(text)
 
+    def tokens_by_id(self) -> dict[int, str]:
+        """All tokens, as the vocabulary writes them."""
+        return {token_id: token for token, token_id in self._raw.get_vocab(with_added_tokens=True).items()}
+
     @property
     def fingerprint(self) -> str:
         """A hash that is equal for tokenizers with the same behaviour."""

@@ -17,15 +17,19 @@ __all__ = ["Draft", "DraftLimit", "DynamicGrowth", "FrontierNode", "StaticGrowth
 
 
 class Draft(NamedTuple):
-    """Drafted tokens: a tree, and the token of each of its nodes but the root."""
+    """Drafted tokens: a tree, and the token of each of its nodes but the root.
+
+    is_ngram: they are n-grams in place of a draft model's.
+    """
 
     tree: TokenTree
     token_ids: list[int]
+    is_ngram: bool = False
 
     @classmethod
-    def chain(cls, token_ids: Sequence[int]) -> Draft:
+    def chain(cls, token_ids: Sequence[int], *, is_ngram: bool = False) -> Draft:
         """Tokens one after another."""
-        return cls(TokenTree.chain(len(token_ids)), list(token_ids))
+        return cls(TokenTree.chain(len(token_ids)), list(token_ids), is_ngram)
 
 
 class DraftLimit(NamedTuple):

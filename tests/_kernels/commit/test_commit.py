@@ -12,7 +12,12 @@ import pytest
 import torch
 
 from drift_sdk._kernels.commit.commit import commit, commit_reference
-from drift_sdk._kernels.commit.records import FINISHED_LENGTH, FINISHED_STOP, record_words
+from drift_sdk._kernels.commit.records import (
+    FINISHED_LENGTH,
+    FINISHED_STOP,
+    RECORD_HEADER_WORDS,
+    record_words,
+)
 from drift_sdk._kernels.commit.simulated_commit import (
     SimulatedRounds,
     commit_simulated,
@@ -92,6 +97,7 @@ class Round:
         self.emitted = poisoned(len(slots) + 1)
         self.current_entry = torch.tensor([ENTRY], dtype=torch.int32)
         self.next_entry = poisoned(1).fill_(len(slots) % NUM_ENTRIES)
+        self.is_ngram = torch.arange(len(slots), dtype=torch.int32) % 2
         self._move(device)
 
     def slot_id(self, index: int) -> int:
@@ -116,7 +122,7 @@ class Round:
         self.buffers.chosen[rows] = torch.tensor(slot.chosen)
 
     def _move(self, device: str) -> None:
-        for name in ("row_slot", "row_token", "emitted", "current_entry", "next_entry"):
+        for name in ("row_slot", "row_token", "is_ngram", "emitted", "current_entry", "next_entry"):
             setattr(self, name, getattr(self, name).to(device))
         self.state = SlotState(
             *(getattr(self.state, name).to(device) for name in SlotState.__struct_fields__)
@@ -143,14 +149,19 @@ class Round:
             self.next_entry,
         )
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of `commit`."""
+        return {"rows_per_slot": self.rows_per_slot, "is_ngram": self.is_ngram}
+
     def run(self) -> None:
-        commit(*self.arguments, rows_per_slot=self.rows_per_slot)
+        commit(*self.arguments, **self.options)
         if self.output_ring.is_pinned():
             torch.cuda.synchronize()
 
     def run_simulated(self, rounds: SimulatedRounds) -> list[int]:
         """Commit simulated rounds. Returns the number of tokens of each slot."""
-        commit_simulated(*self.arguments, rounds, rows_per_slot=self.rows_per_slot)
+        commit_simulated(*self.arguments, rounds, **self.options)
         return self.emitted[:-1].tolist()
 
     def results(self) -> dict[str, list[int]]:
@@ -166,7 +177,7 @@ class Round:
     def check(self) -> None:
         """Run, and compare every word, written or not, with the walks and with the reference's."""
         twin = copy.deepcopy(self)
-        commit_reference(*twin.arguments, rows_per_slot=self.rows_per_slot)
+        commit_reference(*twin.arguments, **twin.options)
         counts = self.columns.counts.cpu().clone()
         state = {name: getattr(self.state, name).tolist() for name in SlotState.__struct_fields__}
         emitted = [0] * len(self.slots)
@@ -174,7 +185,7 @@ class Round:
         words = record_words(self.rows_per_slot)
         for index, slot in enumerate(self.slots):
             record = output_ring[ENTRY, index * words : (index + 1) * words]
-            record[:4] = 0
+            record[:RECORD_HEADER_WORDS] = 0
             if slot is None:
                 continue
 
@@ -189,7 +200,8 @@ class Round:
                     counts[number, token] += 1
 
             num_drafted = sum(draft >= 0 for draft in slot.drafts)
-            record[:4] = torch.tensor([len(tokens), finish, num_drafted, num_accepted])
+            header = [len(tokens), finish, num_drafted, num_accepted, self.is_ngram[index].item()]
+            record[:RECORD_HEADER_WORDS] = torch.tensor(header)
             for depth, token in enumerate(tokens):
                 self._record_row(record, index * self.rows_per_slot + depth, depth, token, slot)
 
@@ -202,7 +214,7 @@ class Round:
         assert self.results() == twin.results()
 
     def _record_row(self, record: torch.Tensor, row: int, depth: int, token: int, slot: Slot) -> None:
-        first = 4 + depth * (2 + 2 * MAX_TOP)
+        first = RECORD_HEADER_WORDS + depth * (2 + 2 * MAX_TOP)
         record[first] = token
         if slot.num_logprobs < 0:
             return
@@ -284,7 +296,7 @@ def test_simulated_rounds_emit_the_numbers_of_the_trace(trace: list[int], device
         step = Round(slots, 4, device)
         twin, twin_rounds = copy.deepcopy(step), copy.deepcopy(simulated)
         emitted.append(step.run_simulated(simulated))
-        commit_simulated_reference(*twin.arguments, twin_rounds, rows_per_slot=4)
+        commit_simulated_reference(*twin.arguments, twin_rounds, **twin.options)
         assert step.results() == twin.results()
         assert torch.equal(simulated.num_rounds, twin_rounds.num_rounds)
         tokens = step.buffers.chosen.view(num_slots, 4).tolist()
@@ -313,7 +325,7 @@ def test_simulated_rounds_end_without_draft_at_stop_id_and_at_length_limit(devic
     simulated = simulated_rounds([4], len(slots), device)
     twin, twin_rounds = copy.deepcopy(step), copy.deepcopy(simulated)
     assert step.run_simulated(simulated) == [2, 1, 2, 2, 0]
-    commit_simulated_reference(*twin.arguments, twin_rounds, rows_per_slot=4)
+    commit_simulated_reference(*twin.arguments, twin_rounds, **twin.options)
     assert step.results() == twin.results()
     assert [step.state.finish[step.slot_id(index)].item() for index in range(4)] == [
         0, 0, FINISHED_LENGTH, FINISHED_STOP,

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from drift_sdk._kernels.layers.rms_norm import NormKind
-from drift_sdk._kernels.layers.rope_store import rotate_and_store, rotate_and_store_reference
+from drift_sdk._kernels.layers.rope_store import rotate_and_store
+from drift_sdk._kernels.layers.rope_store_reference import rotate_and_store_reference
 from drift_sdk.models.decoder import offset_rms_norm, rms_norm
 from drift_sdk.models.rope import Rope, half_tables, rotary_tables, rotate
+from drift_sdk.quantised.e4m3 import E4M3
 
 pytestmark = pytest.mark.kernel
 
@@ -34,8 +36,10 @@ class Step:
         has_norms: bool = False,
         norm_kind: NormKind = "rounded",
         rotary_dim: int | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
-        """rotary_dim: elements of a head that are rotated; 0: no tables; None: all."""
+        """rotary_dim: elements of a head that are rotated; 0: no tables; None: all. kv_dtype: of the cache;
+        None: dtype."""
         self.num_rows, num_heads, num_kv_heads, head_dim, block_size = shape
         generator = torch.Generator().manual_seed(sum(shape))
 
@@ -76,11 +80,17 @@ class Step:
 
         cache = (num_slots * max_blocks, num_kv_heads, block_size, head_dim)
         self.outputs = (self.num_rows, num_heads, head_dim), cache, cache
-        self.dtype, self.device = dtype, device
+        self.dtype, self.device, self.kv_dtype = dtype, device, kv_dtype or dtype
+        if self.kv_dtype == E4M3:
+            for name in ("key_scale", "value_scale"):
+                scale = torch.rand(num_kv_heads, generator=generator) + 0.003
+                self.options[name] = scale.to(device)
 
     def poisoned(self) -> tuple[torch.Tensor, ...]:
+        dtypes = self.dtype, self.kv_dtype, self.kv_dtype
         return tuple(
-            torch.full(shape, torch.nan, dtype=self.dtype, device=self.device) for shape in self.outputs
+            torch.full(shape, torch.nan, device=self.device).to(dtype)
+            for shape, dtype in zip(self.outputs, dtypes, strict=True)
         )
 
     def run(self, operation: Any) -> tuple[torch.Tensor, ...]:
@@ -110,6 +120,22 @@ def test_output_equals_the_reference(
     assert not expected[0][step.row_slot < 0].any()
     num_live = int((step.row_slot >= 0).sum())
     assert int((~expected[1].isnan()).any(-1).all(1).sum()) == num_live
+
+
+@pytest.mark.parametrize("dtype", DTYPES[-1:])
+@pytest.mark.parametrize(
+    ("shape", "rotary_dim"), [(shape, None) for shape in SHAPES] + [(SHAPES[0], 48), (SHAPES[2], 0)]
+)
+def test_codes_of_e4m3_equal_the_reference(
+    shape: tuple[int, int, int, int, int], rotary_dim: int | None, dtype: torch.dtype, device: str
+) -> None:
+    """Bit for bit, and nothing else is written. Scales differ between heads, and some keys saturate."""
+    step = Step(shape, dtype, device, num_slices=2, rotary_dim=rotary_dim, kv_dtype=E4M3)
+    found, expected = (step.run(each) for each in (rotate_and_store, rotate_and_store_reference))
+    assert torch.equal(found[0], expected[0])
+    for codes, wanted in zip(found[1:], expected[1:], strict=True):
+        assert torch.equal(codes.view(torch.uint8), wanted.view(torch.uint8))
+        assert (~wanted.float().isnan()).any(-1).all(1).sum() == (step.row_slot >= 0).sum()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -258,6 +258,7 @@ class Acceptance:
             self.emitted,
             self.ring,
             nodes_per_tree=rows.nodes_per_tree,
+            is_ngram=torch.arange(len(self.emitted), dtype=torch.int32, device=self.emitted.device) % 2,
         )
         if IS_GPU:
             torch.cuda.synchronize()

@@ -17,20 +17,27 @@ from sampling_rows import FixedMask
 from scheduled_run import run_scheduled, sampling_of
 from tiny_llama import tiny_llama
 
+from drift_sdk._kernels.gemm.logged_products import read_products
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.device.device import GpuDevice
 from drift_sdk.execution.drafter_factory import (
     NO_DRAFTER,
     DrafterFactory,
     EagleDrafterFactory,
+    HybridDrafterFactory,
+    ModelDrafterFactory,
     NGramDrafterFactory,
 )
 from drift_sdk.execution.eager.drafters import EagleDrafter, NGramDrafter
 from drift_sdk.execution.eager.executor import EagerExecutor
+from drift_sdk.execution.eager.hybrid_drafter import HybridDrafter
+from drift_sdk.execution.eager.model_drafter import ModelDrafter
 from drift_sdk.execution.graph.buckets import MixedBucket
 from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
 from drift_sdk.execution.graph.step_launcher import StepLauncher
+from drift_sdk.execution.rounds.draft_model import DraftModelRounds
 from drift_sdk.execution.rounds.eagle import EagleRounds
+from drift_sdk.execution.rounds.hybrid import HybridRounds
 from drift_sdk.execution.rounds.ngram import NGramRounds
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
@@ -42,6 +49,13 @@ pytestmark = pytest.mark.kernel
 
 IS_GPU = torch.cuda.is_available()
 TARGET = tiny_llama(vocab_size=96, num_hidden_layers=3)
+SMALL = tiny_llama(vocab_size=96, num_hidden_layers=1, hidden_size=24, num_attention_heads=3)
+DRAFTERS = {
+    EagleDrafterFactory: (EagleRounds, EagleDrafter),
+    HybridDrafterFactory: (HybridRounds, HybridDrafter),
+    ModelDrafterFactory: (DraftModelRounds, ModelDrafter),
+    NGramDrafterFactory: (NGramRounds, NGramDrafter),
+}
 LIMITS = ExecutorLimits(max_num_seqs=3, max_model_len=40, num_blocks=32, block_size=4, vocab_size=96)
 BUDGET, NUM_DRAFTS = 16, 2
 CONSTRAINTS = {index: FixedMask(np.roll(np.array([-1, 0, 0], dtype=np.int32), index)) for index in (0, 4)}
@@ -83,6 +97,7 @@ def run(executor: Executor, factory: DrafterFactory) -> tuple[list[list[int]], l
         prefill_token_budget=BUDGET,
         draft_choices=factory.draft_choices,
         has_draft_kv=factory.needs_draft_kv,
+        wants_history=factory.needs_history,
         constraints=CONSTRAINTS,
         on_step=lambda plan, result: steps.append([*result.prefill, *result.decode]),
     )
@@ -111,15 +126,15 @@ def leaves_one_token(plan: StepPlan) -> bool:
     )
 
 
-def watch_proposals(patch: pytest.MonkeyPatch) -> tuple[Proposals, Proposals]:
+def watch_proposals(
+    patch: pytest.MonkeyPatch, graph_drafter: Any, eager_drafter: Any
+) -> tuple[Proposals, Proposals]:
     """The proposals of the drafters of the graph executor and of the eager executor. Only where replays run
     the step's Python code."""
     on_graphs: Proposals = []
     on_eager: Proposals = []
-    for kind in (EagleRounds, NGramRounds):
-        patch.setattr(kind, "propose", recorded_rounds(kind.propose, on_graphs))
-    for drafter in (EagleDrafter, NGramDrafter):
-        patch.setattr(drafter, "propose", recorded_drafts(drafter.propose, on_eager))
+    patch.setattr(graph_drafter, "propose", recorded_rounds(graph_drafter.propose, on_graphs))
+    patch.setattr(eager_drafter, "propose", recorded_drafts(eager_drafter.propose, on_eager))
     return on_graphs, on_eager
 
 
@@ -164,22 +179,33 @@ def expected(target: Decoder) -> list[list[int]]:
     return run(EagerExecutor(target, LIMITS), NO_DRAFTER)[0]
 
 
-@pytest.mark.parametrize("kind", ["eagle", "ngram"])
+def factory_of(kind: str, target: Decoder, tmp_path: Path) -> DrafterFactory:
+    choices, ngram = (NUM_DRAFTS,), NGram(min_length=1)
+    if kind == "ngram":
+        return NGramDrafterFactory(ngram, choices)
+
+    if kind == "model":
+        small = drawn_decoder(DecoderConfig.from_hf(SMALL), "cuda" if IS_GPU else "cpu", seed=8)
+        return ModelDrafterFactory(small, choices)
+
+    (tmp_path / "config.json").write_text(json.dumps(TARGET))
+    make_draft("reference", tmp_path / "draft", tmp_path)
+    eagle = EagleDrafterFactory(DraftDecoder.load(tmp_path / "draft", target), choices)
+    return HybridDrafterFactory(eagle, ngram) if kind == "eagle+ngram" else eagle
+
+
+@pytest.mark.parametrize("kind", ["eagle", "ngram", "model", "eagle+ngram"])
 def test_steps_and_drafts_equal_those_of_the_eager_executor(
     kind: str, target: Decoder, expected: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    factory: DrafterFactory = NGramDrafterFactory(NGram(min_length=1), (NUM_DRAFTS,))
-    if kind == "eagle":
-        (tmp_path / "config.json").write_text(json.dumps(TARGET))
-        make_draft("reference", tmp_path / "draft", tmp_path)
-        factory = EagleDrafterFactory(DraftDecoder.load(tmp_path / "draft", target), (NUM_DRAFTS,))
-    on_graphs, on_eager = watch_proposals(monkeypatch)
+    factory = factory_of(kind, target, tmp_path)
+    on_graphs, on_eager = watch_proposals(monkeypatch, *DRAFTERS[type(factory)])
     graph = GraphExecutor(
         GpuDevice(0) if IS_GPU else InterpretedDevice(),
         target,
         LIMITS,
         TunedTable(),
-        GraphOptions(prefill_token_budget=BUDGET),
+        GraphOptions(prefill_token_budget=BUDGET, shape_log=tmp_path / "shapes.json"),
         drafter_factory=factory,
     )
     on_graphs.clear()  # those of captures
@@ -196,12 +222,28 @@ def test_steps_and_drafts_equal_those_of_the_eager_executor(
     assert max(tokens[0]) < 32 <= min(tokens[4]) and max(tokens[4]) < 64
     assert any(row.slot in slots for plan, _, slots in launched for row in plan.decode)
     assert any(chunk.slot in slots and chunk.is_last for plan, _, slots in launched for chunk in plan.prefill)
+    if kind == "model":
+        check_products(tmp_path / "shapes.json", factory.draft)
     if not IS_GPU:
         assert drafted(on_graphs) == drafted(on_eager) != []
+    rounds = [output for step in steps for output in step if output.num_drafted]
+    assert {output.is_ngram for output in rounds} == ({False, True} if kind == "eagle+ngram" else {False})
+
+
+def check_products(file: Path, small: Decoder) -> None:
+    """What is logged and could be tuned are the products of the small model's weights."""
+    weights = small.weights, *small.weights.layers
+    roles = ("qkv", "output", "gate_up", "down", "head")
+    found = {role: getattr(part, role) for part in weights for role in roles if hasattr(part, role)}
+    logged = {each.role: (each.num_columns, each.inner) for each in read_products(file)}
+    assert {role: logged[f"draft {role}"] for role in roles} == {
+        role: tuple(weight.shape) for role, weight in found.items()
+    }
 
 
 def summary(output: SlotOutput) -> tuple[object, ...]:
     scored = [
         [entry.token_id for entry in entries or ()] for entries in (output.logprobs, output.prompt_logprobs)
     ]
-    return output.token_ids, output.finish, output.num_drafted, output.num_accepted, scored
+    drafts = output.num_drafted, output.num_accepted, output.is_ngram
+    return output.token_ids, output.finish, drafts, scored

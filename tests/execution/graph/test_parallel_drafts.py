@@ -1,4 +1,4 @@
-"""Trees of an EAGLE-3 draft on two GPUs: the rounds of the eager executor with the whole model."""
+"""Drafts on two GPUs: the rounds of the eager executor with the whole model."""
 
 from __future__ import annotations
 
@@ -13,9 +13,14 @@ from drawn_decoder import drawn_decoder
 from lockstep_devices import Lockstep
 from tiny_llama import tiny_llama
 
-from drift_sdk import DynamicTree
+from drift_sdk import DynamicTree, NGram
 from drift_sdk._kernels.gemm.tuning import TunedTable
-from drift_sdk.execution.drafter_factory import EagleDrafterFactory
+from drift_sdk.execution.drafter_factory import (
+    DrafterFactory,
+    EagleDrafterFactory,
+    HybridDrafterFactory,
+    ModelDrafterFactory,
+)
 from drift_sdk.execution.eager.executor import EagerExecutor
 from drift_sdk.execution.graph.gpu_graphs import GpuModel
 from drift_sdk.execution.graph.options import GraphOptions
@@ -45,32 +50,39 @@ BUDGET = 16
 SHAPE = DynamicTree(top_k=2, depth=2, num_draft_tokens=3)
 
 
-def rounds(executor: Executor) -> list[Any]:
+def rounds(executor: Executor, max_depth: int | None) -> list[Any]:
     slots = ManualDriver(executor, prefill_token_budget=BUDGET)
     slots.fill(6, [10])
     found = []
     while slots.active:
-        outputs = slots.round(SHAPE.num_draft_tokens, max_depth=SHAPE.depth).decode
+        outputs = slots.round(SHAPE.num_draft_tokens, max_depth=max_depth).decode
         found.append([(each.token_ids, each.num_drafted, each.num_accepted) for each in outputs])
     executor.close()
     return found
 
 
-def test_rounds_of_trees_are_those_of_the_whole_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", ["trees of a head", "a model and n-grams"])
+def test_rounds_are_those_of_the_whole_model(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each GPU has the whole draft, which here uses the target's embedding and rows of its whole head."""
+    """Each GPU has the whole draft. The head here uses the target's embedding and rows of its whole head."""
     (tmp_path / "config.json").write_text(json.dumps(TARGET))
     make_draft("ids only", tmp_path / "draft", tmp_path)
     config = DecoderConfig.from_hf(TARGET)
     target = drawn_decoder(config, "cpu", seed=3)
+    small = drawn_decoder(DecoderConfig.from_hf(TARGET | {"num_hidden_layers": 1}), "cpu", seed=5)
+    choices, has_trees = (SHAPE.num_draft_tokens,), kind == "trees of a head"
+    max_depth = SHAPE.depth if has_trees else None
 
-    def factory_of(decoder: Any) -> EagleDrafterFactory:
-        draft = DraftDecoder.load(tmp_path / "draft", decoder)
-        return EagleDrafterFactory(draft, (SHAPE.num_draft_tokens,), tree=SHAPE)
+    def factory_of(decoder: Any) -> DrafterFactory:
+        if has_trees:
+            draft = DraftDecoder.load(tmp_path / "draft", decoder)
+            return EagleDrafterFactory(draft, choices, tree=SHAPE)
+
+        return HybridDrafterFactory(ModelDrafterFactory(small, choices), NGram(min_length=1))
 
     whole = factory_of(target)
-    expected = rounds(EagerExecutor(target, LIMITS, whole.eager_drafter(target, LIMITS)))
+    expected = rounds(EagerExecutor(target, LIMITS, whole.eager_drafter(target, LIMITS)), max_depth)
 
     models = []
     for device in (group := Lockstep(2, monkeypatch)).devices:
@@ -81,6 +93,6 @@ def test_rounds_of_trees_are_those_of_the_whole_model(
         cut_head(decoder, shard)
         models.append(GpuModel(device=device, decoder=decoder, tuned=TunedTable(), drafter_factory=factory))
     options = GraphOptions(prefill_token_budget=BUDGET, exact_prefill=True)
-    assert rounds(ParallelExecutor(models, LIMITS, options)) == expected
+    assert rounds(ParallelExecutor(models, LIMITS, options), max_depth) == expected
     assert any(num_drafted for outputs in expected for _, num_drafted, _ in outputs)
     assert group.num_exchanges > 0

@@ -12,10 +12,15 @@ from drawn_decoder import drawn_decoder
 from interpreted_device import InterpretedDevice
 from tiny_llama import tiny_llama
 
-from drift_sdk import DynamicTree, StaticTree
+from drift_sdk import DynamicTree, NGram, StaticTree
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.device.device import GpuDevice
-from drift_sdk.execution.drafter_factory import EagleDrafterFactory
+from drift_sdk.execution.drafter_factory import (
+    DrafterFactory,
+    EagleDrafterFactory,
+    HybridDrafterFactory,
+    ModelDrafterFactory,
+)
 from drift_sdk.execution.eager.executor import EagerExecutor
 from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
 from drift_sdk.models.decoder import Decoder
@@ -58,6 +63,7 @@ def rounds(executor: Executor, num_drafts: int, depth: int | None) -> list[Any]:
                     output.num_drafted,
                     output.num_accepted,
                     output.accepted_nodes,
+                    output.is_ngram,
                     output.violation,
                 )
                 for output in outputs
@@ -68,7 +74,7 @@ def rounds(executor: Executor, num_drafts: int, depth: int | None) -> list[Any]:
 
 
 def graph_executor(
-    models: tuple[Decoder, DraftDecoder], factory: EagleDrafterFactory, *, has_checks: bool
+    models: tuple[Decoder, DraftDecoder], factory: DrafterFactory, *, has_checks: bool
 ) -> GraphExecutor:
     return GraphExecutor(
         GpuDevice(0) if IS_GPU else InterpretedDevice(),
@@ -94,8 +100,13 @@ def test_rounds_equal_those_of_the_eager_executor(
     assert len(expected) > 2
 
 
-def test_checked_chains_equal_those_of_the_eager_executor(models: tuple[Decoder, DraftDecoder]) -> None:
-    factory = EagleDrafterFactory(models[1], (2,))
+@pytest.mark.parametrize("kind", ["head", "model and ngrams"])
+def test_checked_chains_equal_those_of_the_eager_executor(
+    models: tuple[Decoder, DraftDecoder], kind: str
+) -> None:
+    factory: DrafterFactory = EagleDrafterFactory(models[1], (2,))
+    if kind == "model and ngrams":
+        factory = HybridDrafterFactory(ModelDrafterFactory(models[0], (2,)), NGram(min_length=1))
     eager = EagerExecutor(models[0], LIMITS, factory.eager_drafter(models[0], LIMITS))
     expected = rounds(eager, 2, None)
     found = rounds(graph_executor(models, factory, has_checks=True), 2, None)

@@ -21,7 +21,12 @@ from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk._kernels.slots.slot_columns import num_mask_words
 from drift_sdk.execution.device.device import GpuDevice
 from drift_sdk.execution.device.ring import Ring
-from drift_sdk.execution.drafter_factory import DrafterFactory, NGramDrafterFactory
+from drift_sdk.execution.drafter_factory import (
+    DrafterFactory,
+    HybridDrafterFactory,
+    ModelDrafterFactory,
+    NGramDrafterFactory,
+)
 from drift_sdk.execution.eager.executor import EagerExecutor
 from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
 from drift_sdk.execution.rounds.drafter import RoundDrafter
@@ -120,6 +125,7 @@ class Oracle:
 
     aux_layers: Tokens[int] = ()
     kv_cache = None
+    is_ngram = None
 
     def __init__(self, device: torch.device) -> None:
         self.told = torch.zeros(LIMITS.max_num_seqs, LIMITS.max_model_len, dtype=torch.int32, device=device)
@@ -157,7 +163,7 @@ class Run(Struct):
     """Outputs of all cases.
 
     num_split: rounds in which a constrained slot may draft. num_mixed: those of them that have unconstrained
-    slots too.
+    slots too. num_ngrams: rounds of a slot in which n-grams were taken in place of a model's drafts.
     """
 
     tokens: list[list[int]]
@@ -166,6 +172,7 @@ class Run(Struct):
     num_accepted: int = 0
     num_split: int = 0
     num_mixed: int = 0
+    num_ngrams: int = 0
 
 
 def run(
@@ -173,6 +180,7 @@ def run(
     cases: Tokens[Case],
     *,
     num_drafts: int,
+    has_draft_kv: bool = False,
     on_plan: Callable[[StepPlan], None] = lambda plan: None,
 ) -> Run:
     scheduler = Scheduler(
@@ -183,6 +191,7 @@ def run(
             prefill_token_budget=16,
             draft_choices=(num_drafts,) if num_drafts else (),
             is_draft_adaptive=False,
+            has_draft_kv=has_draft_kv,
             wants_history=True,
         )
     )
@@ -220,6 +229,7 @@ def run(
             found.tokens[index] += delta.output.token_ids
             found.logprobs[index] += [entry.logprob for entry in delta.output.logprobs or ()]
             found.num_accepted += delta.output.num_accepted
+            found.num_ngrams += delta.output.is_ngram
             if delta.sequence.constraint is not None:
                 found.scripts[index].advance(delta.output.token_ids)
 
@@ -293,6 +303,22 @@ def test_constrained_slots_with_ngram_drafts(decoder: Decoder, expected: Run, wa
     found = run(graph_executor(decoder), CASES, num_drafts=NUM_DRAFTS)
     check(found, expected, waits)
     assert outcomes(found) == {"all", "some", "none"}
+
+
+def test_constrained_slots_with_ngrams_beside_a_model(
+    decoder: Decoder, expected: Run, waits: list[int]
+) -> None:
+    factory = HybridDrafterFactory(ModelDrafterFactory(decoder, (NUM_DRAFTS,)), NGram(min_length=1))
+    cases = [0, 2]
+    found = run(
+        graph_executor(decoder, factory),
+        [CASES[index] for index in cases],
+        num_drafts=NUM_DRAFTS,
+        has_draft_kv=True,
+    )
+    assert found.tokens == [expected.tokens[index] for index in cases]
+    assert len(waits) == found.num_split > found.num_mixed > 0
+    assert 0 < found.num_ngrams < found.num_accepted
 
 
 def test_constrained_slots_with_scripted_drafts(decoder: Decoder, expected: Run, waits: list[int]) -> None:

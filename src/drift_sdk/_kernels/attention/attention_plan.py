@@ -53,6 +53,8 @@ TILE_FIRST_KEY = tl.constexpr(3)  # the position of the tile's first key
 TILE_WORDS = tl.constexpr(4)
 
 NUM_WARPS = 4
+MIN_PADDED_SEQUENCES = 16
+"""Least number of sequences that `_plan` is compiled for: steps of 1 to 16 share one."""
 CHUNK_TILES = 512
 """Tiles that a program writes at a time: four for each of the 128 threads of four warps."""
 
@@ -186,7 +188,10 @@ def next_partition(
     return tl.where(is_start, tile_index, tile_index + num_skipped)
 
 
-@triton.jit(do_not_specialize=["num_sequences"])
+@triton.jit(
+    do_not_specialize=["num_sequences"],
+    do_not_specialize_on_alignment=["row_slot_ptr", "row_position_ptr"],
+)
 def _plan(
     row_slot_ptr,  # [num_sequences * ROWS_PER_SEQUENCE] int32; -1: padding row
     row_position_ptr,  # [num_sequences * ROWS_PER_SEQUENCE] int32
@@ -194,7 +199,7 @@ def _plan(
     num_tiles_ptr,  # [1] int32
     num_sequences,
     ROWS_PER_SEQUENCE: tl.constexpr,
-    PADDED_SEQUENCES: tl.constexpr,  # num_sequences, rounded up to a power of two
+    PADDED_SEQUENCES: tl.constexpr,  # at least num_sequences, a power of two
     WINDOW: tl.constexpr,  # 0: off
     TILE_KEYS: tl.constexpr,
     CHUNK_TILES: tl.constexpr,
@@ -269,7 +274,7 @@ def plan_attention(
         num_tiles_ptr=plan.num_tiles,
         num_sequences=num_sequences,
         ROWS_PER_SEQUENCE=rows_per_sequence,
-        PADDED_SEQUENCES=triton.next_power_of_2(num_sequences),
+        PADDED_SEQUENCES=max(MIN_PADDED_SEQUENCES, triton.next_power_of_2(num_sequences)),
         WINDOW=plan.window,
         TILE_KEYS=plan.partitions.tile,
         CHUNK_TILES=CHUNK_TILES,

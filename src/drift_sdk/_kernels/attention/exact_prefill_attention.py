@@ -28,17 +28,27 @@ from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk._kernels.attention.attention_plan import Partitions, partition_of, partition_start
+from drift_sdk._kernels.attention.e4m3 import (
+    cache_words,
+    check_cache,
+    check_scales,
+    is_decoded_in_pairs,
+)
 from drift_sdk._kernels.attention.online_softmax import (
     LOG2_E,
     ONES_COLUMNS,
     add_partition,
     add_sink,
     attend_tile,
+    head_scale,
+    load_parts,
+    zero_parts,
 )
 from drift_sdk._kernels.attention.prefill_tiles import TILE_FIELDS
 from drift_sdk._kernels.common.arguments import check_range, check_tensor, check_tensors
 from drift_sdk._kernels.common.gpu_limits import gpu_limits
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk.quantised.e4m3 import E4M3
 
 __all__ = ["ExactPrefillConfig", "exact_prefill_attention", "exact_prefill_config"]
 
@@ -66,8 +76,17 @@ class ExactPrefillConfig(Struct, frozen=True):
     narrow_stages: int = 3
 
 
-def exact_prefill_config(head_dim: int, dtype: torch.dtype) -> ExactPrefillConfig:
-    """Return the config for heads of this size: what fits in registers and shared memory without spilling."""
+FEW_ROWS = 192
+"""Most rows of a step for which tiles are halved: wide ones would leave multiprocessors without a program."""
+
+
+def exact_prefill_config(
+    head_dim: int, dtype: torch.dtype, num_rows: int | None = None
+) -> ExactPrefillConfig:
+    """Return the config for heads of this size: what fits in registers and shared memory without spilling.
+
+    num_rows: of all chunks of a step; None: many.
+    """
     if dtype == torch.float32:
         return ExactPrefillConfig(tile_rows=16, num_stages=1, narrow_stages=1)
 
@@ -77,43 +96,46 @@ def exact_prefill_config(head_dim: int, dtype: torch.dtype) -> ExactPrefillConfi
     if head_dim > 128:
         return ExactPrefillConfig(tile_rows=64, num_stages=3, narrow_stages=1)
 
+    if num_rows is not None and num_rows <= FEW_ROWS:
+        return ExactPrefillConfig(tile_rows=64, num_warps=4)
+
     return ExactPrefillConfig()
 
 
 @triton.jit
 def _load_tile(
-    keys_ptr,  # [num_blocks, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM], storage type
+    keys_ptr,  # [num_blocks, NUM_KV_HEADS, BLOCK_SIZE, PART_DIM], storage type or words of two e4m3 codes
     values_ptr,  # as keys
     table_ptr,  # [max_blocks] int32: the block table's row of a slot
     first_key,  # position of the tile's first key, a multiple of TILE_KEYS
     num_keys,  # keys from this position on may never have been written
     head,  # KV head
     NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    PART_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     IS_MASKED: tl.constexpr,  # whether keys of the tile may lie beyond num_keys
 ):
-    """Return keys and values [TILE_KEYS, PADDED_DIM] of a tile, zeros where there is no key."""
+    """Return a tile of keys and of values [TILE_KEYS, PADDED_DIM] as in the cache, zeros without a key."""
     dim = tl.arange(0, PADDED_DIM)
     position = first_key + tl.arange(0, TILE_KEYS)
     if BLOCK_SIZE >= TILE_KEYS:
         block = tl.load(table_ptr + first_key // BLOCK_SIZE).to(tl.int64)
-        tile_offset = ((block * NUM_KV_HEADS + head) * BLOCK_SIZE + first_key % BLOCK_SIZE) * HEAD_DIM
-        row_offset = tl.arange(0, TILE_KEYS) * HEAD_DIM
+        tile_offset = ((block * NUM_KV_HEADS + head) * BLOCK_SIZE + first_key % BLOCK_SIZE) * PART_DIM
+        row_offset = tl.arange(0, TILE_KEYS) * PART_DIM
     else:
         block = tl.load(table_ptr + position // BLOCK_SIZE, mask=position < num_keys, other=0).to(tl.int64)
         tile_offset = 0
-        row_offset = ((block * NUM_KV_HEADS + head) * BLOCK_SIZE + position % BLOCK_SIZE) * HEAD_DIM
+        row_offset = ((block * NUM_KV_HEADS + head) * BLOCK_SIZE + position % BLOCK_SIZE) * PART_DIM
     cache_offset = tile_offset + (row_offset[:, None] + dim[None, :])
     if IS_MASKED:
-        mask = (position < num_keys)[:, None] & (dim < HEAD_DIM)[None, :]
-        keys = tl.load(keys_ptr + cache_offset, mask=mask, other=0.0)
-        values = tl.load(values_ptr + cache_offset, mask=mask, other=0.0)
-    elif HEAD_DIM < PADDED_DIM:
-        keys = tl.load(keys_ptr + cache_offset, mask=(dim < HEAD_DIM)[None, :], other=0.0)
-        values = tl.load(values_ptr + cache_offset, mask=(dim < HEAD_DIM)[None, :], other=0.0)
+        mask = (position < num_keys)[:, None] & (dim < PART_DIM)[None, :]
+        keys = tl.load(keys_ptr + cache_offset, mask=mask, other=0)
+        values = tl.load(values_ptr + cache_offset, mask=mask, other=0)
+    elif PART_DIM < PADDED_DIM:
+        keys = tl.load(keys_ptr + cache_offset, mask=(dim < PART_DIM)[None, :], other=0)
+        values = tl.load(values_ptr + cache_offset, mask=(dim < PART_DIM)[None, :], other=0)
     else:
         keys = tl.load(keys_ptr + cache_offset)
         values = tl.load(values_ptr + cache_offset)
@@ -123,8 +145,10 @@ def _load_tile(
 @triton.jit
 def _exact_prefill_attention(
     query_ptr,  # [N, NUM_HEADS, HEAD_DIM], storage type
-    keys_ptr,  # [num_blocks, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM], storage type
+    keys_ptr,  # [num_blocks, NUM_KV_HEADS, BLOCK_SIZE, PART_DIM], storage type or words of two e4m3 codes
     values_ptr,  # as keys
+    key_scale_ptr,  # [NUM_KV_HEADS] fp32, or None
+    value_scale_ptr,  # as key_scale_ptr
     block_table_ptr,  # [S, max_blocks] int32; table_stride from slot to slot
     tiles_ptr,  # [num_tiles, NUM_FIELDS] int32
     sinks_ptr,  # [NUM_HEADS], storage type, or None
@@ -134,7 +158,9 @@ def _exact_prefill_attention(
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
+    NUM_PARTS: tl.constexpr,  # of the dimensions: 2 with e4m3, else 1
+    PADDED_DIM: tl.constexpr,  # those of a part, padded
+    IN_PAIRS: tl.constexpr,  # see `decode_pairs`
     BLOCK_SIZE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
@@ -154,6 +180,7 @@ def _exact_prefill_attention(
 
     Longer than other kernels: a loop for each kind, over sums that stay in registers.
     """
+    PART_DIM: tl.constexpr = HEAD_DIM // NUM_PARTS
     wait_for_producers(PDL)
     head = tl.program_id(0)
     tiles_ptr += tl.program_id(1) * NUM_FIELDS
@@ -166,35 +193,35 @@ def _exact_prefill_attention(
     start = tl.load(tiles_ptr + 3)
     row = tl.arange(0, TILE_ROWS)
     dim = tl.arange(0, PADDED_DIM)
-    row_mask = (row < num_rows)[:, None] & (dim < HEAD_DIM)[None, :]
+    row_mask = (row < num_rows)[:, None] & (dim < PART_DIM)[None, :]
     query_ptr += first_row * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM
-    queries = tl.load(
-        query_ptr + row[:, None] * (NUM_HEADS * HEAD_DIM) + dim[None, :], mask=row_mask, other=0.0
-    )
+    query_ptrs = query_ptr + row[:, None] * (NUM_HEADS * HEAD_DIM) + dim[None, :]
+    queries = load_parts(query_ptrs, row_mask, PART_DIM, NUM_PARTS)
     num_keys = start + num_rows
     # The first row's last key is the last that all rows see.
     diagonal = (start + 1) // TILE_KEYS * TILE_KEYS
     if WINDOW > 0:
         diagonal = start * 0
     kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
+    scale = head_scale(scale, key_scale_ptr, kv_head)
     table_ptr = block_table_ptr + slot.to(tl.int64) * table_stride
     maximum = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
     weight = tl.zeros((TILE_ROWS,), tl.float32)
-    total = tl.zeros((TILE_ROWS, PADDED_DIM), tl.float32)
+    total = zero_parts(TILE_ROWS, PADDED_DIM, NUM_PARTS)
 
     # With a window, `diagonal` is 0, and neither of these two loops runs.
     narrow_end = tl.minimum(diagonal, NARROW_END) // NARROW * NARROW
     for begin in tl.range(0, narrow_end, NARROW, num_stages=NARROW_STAGES):
         part_maximum = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
         part_weight = tl.zeros((TILE_ROWS, ONES_COLUMNS), tl.float32)
-        part_total = tl.zeros((TILE_ROWS, PADDED_DIM), tl.float32)
+        part_total = zero_parts(TILE_ROWS, PADDED_DIM, NUM_PARTS)
         for tile in tl.static_range(NARROW // TILE_KEYS):
             keys, values = _load_tile(
                 keys_ptr, values_ptr, table_ptr, begin + tile * TILE_KEYS, num_keys, kv_head,
-                NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE_KEYS, False,
+                NUM_KV_HEADS, PART_DIM, PADDED_DIM, BLOCK_SIZE, TILE_KEYS, False,
             )  # fmt: skip
             part_maximum, part_weight, part_total = attend_tile(
-                part_maximum, part_weight, part_total, queries, keys, values, None, scale, False
+                part_maximum, part_weight, part_total, queries, keys, values, None, scale, False, IN_PAIRS
             )
         maximum, weight, total = add_partition(
             maximum, weight, total, part_maximum, tl.max(part_weight, 1), part_total
@@ -204,14 +231,14 @@ def _exact_prefill_attention(
     for begin in range(NARROW_END, wide_end, WIDE):
         part_maximum = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
         part_weight = tl.zeros((TILE_ROWS, ONES_COLUMNS), tl.float32)
-        part_total = tl.zeros((TILE_ROWS, PADDED_DIM), tl.float32)
+        part_total = zero_parts(TILE_ROWS, PADDED_DIM, NUM_PARTS)
         for first_key in tl.range(begin, begin + WIDE, TILE_KEYS, num_stages=NUM_STAGES):
             keys, values = _load_tile(
                 keys_ptr, values_ptr, table_ptr, first_key, num_keys, kv_head,
-                NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE_KEYS, False,
+                NUM_KV_HEADS, PART_DIM, PADDED_DIM, BLOCK_SIZE, TILE_KEYS, False,
             )  # fmt: skip
             part_maximum, part_weight, part_total = attend_tile(
-                part_maximum, part_weight, part_total, queries, keys, values, None, scale, False
+                part_maximum, part_weight, part_total, queries, keys, values, None, scale, False, IN_PAIRS
             )
         maximum, weight, total = add_partition(
             maximum, weight, total, part_maximum, tl.max(part_weight, 1), part_total
@@ -227,43 +254,49 @@ def _exact_prefill_attention(
         end = tl.where(begin < NARROW_END, begin + NARROW, begin + WIDE)
         part_maximum = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
         part_weight = tl.zeros((TILE_ROWS, ONES_COLUMNS), tl.float32)
-        part_total = tl.zeros((TILE_ROWS, PADDED_DIM), tl.float32)
+        part_total = zero_parts(TILE_ROWS, PADDED_DIM, NUM_PARTS)
         for first_key in tl.range(begin, tl.minimum(end, diagonal), TILE_KEYS, num_stages=NUM_STAGES):
             keys, values = _load_tile(
                 keys_ptr, values_ptr, table_ptr, first_key, num_keys, kv_head,
-                NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE_KEYS, False,
+                NUM_KV_HEADS, PART_DIM, PADDED_DIM, BLOCK_SIZE, TILE_KEYS, False,
             )  # fmt: skip
             part_maximum, part_weight, part_total = attend_tile(
-                part_maximum, part_weight, part_total, queries, keys, values, None, scale, False
+                part_maximum, part_weight, part_total, queries, keys, values, None, scale, False, IN_PAIRS
             )
         masked_end = tl.minimum(end, num_keys)
         masked_begin = tl.maximum(tl.maximum(begin, diagonal), first_tile)
         for first_key in tl.range(masked_begin, masked_end, TILE_KEYS, num_stages=1):
             keys, values = _load_tile(
                 keys_ptr, values_ptr, table_ptr, first_key, num_keys, kv_head,
-                NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE_KEYS, True,
+                NUM_KV_HEADS, PART_DIM, PADDED_DIM, BLOCK_SIZE, TILE_KEYS, True,
             )  # fmt: skip
             position = (first_key + tl.arange(0, TILE_KEYS))[None, :]
             is_seen = position <= (start + row)[:, None]
             if WINDOW > 0:
                 is_seen = is_seen & (position > (start + row)[:, None] - WINDOW)
             part_maximum, part_weight, part_total = attend_tile(
-                part_maximum, part_weight, part_total, queries, keys, values, is_seen, scale, True
+                part_maximum, part_weight, part_total, queries, keys, values, is_seen, scale, True, IN_PAIRS
             )
         maximum, weight, total = add_partition(
             maximum, weight, total, part_maximum, tl.max(part_weight, 1), part_total
         )
         begin = end
 
+    sinks_rescale = tl.full((TILE_ROWS,), 1.0, tl.float32)
     if sinks_ptr is not None:
-        rescale, weight = add_sink(maximum, weight, tl.load(sinks_ptr + head).to(tl.float32))
-        total = total * rescale[:, None]
+        sinks_rescale, weight = add_sink(maximum, weight, tl.load(sinks_ptr + head).to(tl.float32))
     start_dependents(PDL)
-    # Every row that exists has seen a key; what is divided by here for the others is not stored.
-    result = total / tl.where(row < num_rows, weight, 1.0)[:, None]
     output_ptr += first_row * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM
     output_ptrs = output_ptr + row[:, None] * (NUM_HEADS * HEAD_DIM) + dim[None, :]
-    tl.store(output_ptrs, result.to(queries.dtype), mask=row_mask)
+    for part in tl.static_range(NUM_PARTS):
+        result = total[part]
+        if sinks_ptr is not None:
+            result = result * sinks_rescale[:, None]
+        if value_scale_ptr is not None:
+            result = result * tl.load(value_scale_ptr + kv_head)
+        # Every row that exists has seen a key; what is divided by here for the others is not stored.
+        result = result / tl.where(row < num_rows, weight, 1.0)[:, None]
+        tl.store(output_ptrs + part * PART_DIM, result.to(output_ptr.dtype.element_ty), mask=row_mask)
 
 
 def exact_prefill_attention(
@@ -279,11 +312,13 @@ def exact_prefill_attention(
     window: int = 0,
     scale: float | None = None,
     sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> None:
     """Attention of the rows of `tiles` to the positions they see, in `output`.
 
-    query, output: [N, num_heads, head_dim]. keys, values: [num_blocks, num_kv_heads, block_size, head_dim],
-    all four of the storage type. block_table: [S, max_blocks] int32.
+    query, output: [N, num_heads, head_dim], of the storage type. keys, values, key_scale, value_scale: as of
+    `paged_attention`. block_table: [S, max_blocks] int32.
     tiles: [num_tiles, 4] int32 as `prefill_tiles` fills it for config.tile_rows: (slot, or -1 for an unused
     tile; first row in query; number of rows; position of the first row). Row j of a tile sees positions
     0 ... position + j. Rows of no tile are left as they are.
@@ -302,16 +337,19 @@ def exact_prefill_attention(
 
     for name, rows in (("query", query), ("output", output)):
         check_tensor(name, rows, (num_rows, num_heads, head_dim), query.dtype)
-    for name, cache in (("keys", keys), ("values", values)):
-        check_tensor(name, cache, (num_blocks, num_kv_heads, block_size, head_dim), query.dtype)
+    check_cache(keys, values, (num_blocks, num_kv_heads, block_size, head_dim), query.dtype)
+    check_scales(keys, num_kv_heads, key_scale=key_scale, value_scale=value_scale)
     check_tensor("block_table", block_table, block_table.shape, torch.int32)
     check_range("window", window, 0)
     check_tensors((num_heads,), query.dtype, sinks=sinks)
     check_tensor("tiles", tiles, (tiles.shape[0], TILE_FIELDS), torch.int32)
+    num_parts = 2 if keys.dtype == E4M3 else 1
     _exact_prefill_attention[(num_heads, tiles.shape[0])](
         query_ptr=query,
-        keys_ptr=keys,
-        values_ptr=values,
+        keys_ptr=cache_words(keys),
+        values_ptr=cache_words(values),
+        key_scale_ptr=key_scale,
+        value_scale_ptr=value_scale,
         block_table_ptr=block_table,
         tiles_ptr=tiles,
         sinks_ptr=sinks,
@@ -321,7 +359,9 @@ def exact_prefill_attention(
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
-        PADDED_DIM=max(triton.next_power_of_2(head_dim), MIN_DOT_SIZE),
+        NUM_PARTS=num_parts,
+        PADDED_DIM=max(triton.next_power_of_2(head_dim // num_parts), MIN_DOT_SIZE),
+        IN_PAIRS=is_decoded_in_pairs(query.dtype),
         BLOCK_SIZE=block_size,
         TILE_ROWS=config.tile_rows,
         TILE_KEYS=partitions.tile,

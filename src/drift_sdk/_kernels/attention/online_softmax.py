@@ -14,6 +14,10 @@ rows. Keys that a row does not see leave its sums as they are, bit for bit.
 
 The softmax's denominator is a product with ones: its order of summation is the product's, and its terms are
 the probabilities in the storage type, which also weight the values.
+
+A cache of e4m3 numbers is read in two halves of the dimensions (see e4m3.py), and queries and sums of values
+have two parts then: tuples of two, otherwise of one. The scales of keys and values multiply no single number:
+that of keys is a factor of the scores' scale, that of values of the output.
 """
 
 from __future__ import annotations
@@ -21,7 +25,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["LOG2_E", "ONES_COLUMNS", "add_partition", "add_sink", "attend_tile"]
+from drift_sdk._kernels.attention.e4m3 import decode_pairs
+
+__all__ = [
+    "LOG2_E",
+    "ONES_COLUMNS",
+    "add_partition",
+    "add_sink",
+    "attend_tile",
+    "clear_parts",
+    "head_scale",
+    "load_parts",
+    "store_parts",
+    "zero_parts",
+]
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 """log2(e): exp(x) = exp2(x * LOG2_E), and GPUs have an instruction for exp2."""
@@ -32,19 +49,86 @@ sums."""
 
 
 @triton.jit
+def head_scale(
+    scale,  # of scores, times log2(e)
+    key_scale_ptr,  # [NUM_KV_HEADS] fp32, or None
+    head,  # KV head
+):
+    """Return the factor of a head's scores, its scale of keys included."""
+    if key_scale_ptr is not None:
+        scale = scale * tl.load(key_scale_ptr + head)
+    return scale
+
+
+@triton.jit
+def load_parts(
+    pointers,  # [ROWS, PADDED_DIM], to the first part
+    mask,
+    PART_DIM: tl.constexpr,  # dimensions of a part
+    NUM_PARTS: tl.constexpr,
+):
+    """Return the parts of rows, zeros where the mask is false."""
+    parts = (tl.load(pointers, mask=mask, other=0.0),)
+    if NUM_PARTS == 2:
+        parts = parts + (tl.load(pointers + PART_DIM, mask=mask, other=0.0),)  # type: ignore[assignment]
+    return parts
+
+
+@triton.jit
+def store_parts(
+    pointers,  # [ROWS, PADDED_DIM], to the first part
+    parts,  # NUM_PARTS times [ROWS, PADDED_DIM]
+    mask,
+    PART_DIM: tl.constexpr,  # dimensions of a part
+    NUM_PARTS: tl.constexpr,
+):
+    """Store the parts of rows."""
+    for part in tl.static_range(NUM_PARTS):
+        tl.store(pointers + part * PART_DIM, parts[part].to(pointers.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def zero_parts(ROWS: tl.constexpr, PADDED_DIM: tl.constexpr, NUM_PARTS: tl.constexpr):
+    """Return the sums of no values."""
+    parts = (tl.zeros((ROWS, PADDED_DIM), tl.float32),)
+    if NUM_PARTS == 2:
+        parts = parts + (tl.zeros((ROWS, PADDED_DIM), tl.float32),)  # type: ignore[assignment]
+    return parts
+
+
+@triton.jit
+def clear_parts(
+    parts,  # NUM_PARTS times [ROWS, PADDED_DIM]
+    is_cleared,  # [ROWS]
+    NUM_PARTS: tl.constexpr,
+):
+    """Return parts with zeros in some rows."""
+    cleared = (tl.where(is_cleared[:, None], 0.0, parts[0]),)
+    if NUM_PARTS == 2:
+        cleared = cleared + (tl.where(is_cleared[:, None], 0.0, parts[1]),)  # type: ignore[assignment]
+    return cleared
+
+
+@triton.jit
 def attend_tile(
     maximum,  # [TILE_ROWS] fp32: highest score so far (times log2(e)); -inf at the partition's start
     weight,  # [TILE_ROWS, ONES_COLUMNS] fp32: sum of exp2(score - maximum), in every column
-    total,  # [TILE_ROWS, PADDED_DIM] fp32: sum of exp2(score - maximum) * value
-    queries,  # [TILE_ROWS, PADDED_DIM], storage type
-    keys,  # [TILE_KEYS, PADDED_DIM], storage type; zeros where there is no key
+    total,  # parts [TILE_ROWS, PADDED_DIM] fp32: sum of exp2(score - maximum) * value
+    queries,  # parts [TILE_ROWS, PADDED_DIM], storage type
+    keys,  # [TILE_KEYS, PADDED_DIM] as in the cache; zeros where there is no key
     values,  # as keys
     is_seen,  # [TILE_ROWS, TILE_KEYS]: which keys a row sees; not read without IS_MASKED
-    scale,  # of scores: log2(e) / sqrt(head_dim)
+    scale,  # of scores: log2(e) / sqrt(head_dim), times the scale of keys
     IS_MASKED: tl.constexpr,  # whether there may be keys that a row does not see
+    IN_PAIRS: tl.constexpr,  # of keys in two parts, see `decode_pairs`
 ):
     """Return maximum, weight and total with a tile of keys taken in."""
-    score = tl.dot(queries, keys.T, input_precision="ieee")
+    if len(queries) == 1:
+        score = tl.dot(queries[0], keys.T, input_precision="ieee")
+    else:
+        low_keys, high_keys = decode_pairs(keys, queries[0].dtype, IN_PAIRS)
+        score = tl.dot(queries[0], low_keys.T, input_precision="ieee")
+        score = tl.dot(queries[1], high_keys.T, score, input_precision="ieee")
     if IS_MASKED:
         score = tl.where(is_seen, score, float("-inf"))
     new_maximum = tl.maximum(maximum, tl.max(score, 1) * scale)
@@ -53,21 +137,27 @@ def attend_tile(
         # A row that has seen no key yet has the maximum -inf, and -inf - -inf would be NaN.
         reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
     rescale = tl.exp2(maximum - reference)
-    probability = tl.exp2(tl.fma(score, scale, -reference[:, None])).to(values.dtype)
-    ones = tl.full((values.shape[0], ONES_COLUMNS), 1.0, values.dtype)
+    probability = tl.exp2(tl.fma(score, scale, -reference[:, None])).to(queries[0].dtype)
+    ones = tl.full((values.shape[0], ONES_COLUMNS), 1.0, queries[0].dtype)
     weight = tl.dot(probability, ones, weight * rescale[:, None], input_precision="ieee")
-    total = tl.dot(probability, values, total * rescale[:, None], input_precision="ieee")
-    return new_maximum, weight, total
+    if len(queries) == 1:
+        sums = (tl.dot(probability, values, total[0] * rescale[:, None], input_precision="ieee"),)
+    else:
+        low, high = decode_pairs(values, queries[0].dtype, IN_PAIRS)
+        low_sum = tl.dot(probability, low, total[0] * rescale[:, None], input_precision="ieee")
+        high_sum = tl.dot(probability, high, total[1] * rescale[:, None], input_precision="ieee")
+        sums = (low_sum, high_sum)  # type: ignore[assignment]
+    return new_maximum, weight, sums
 
 
 @triton.jit
 def add_partition(
     maximum,  # [ROWS] fp32: of all partitions before; -inf before the first
     weight,  # [ROWS] fp32
-    total,  # [ROWS, PADDED_DIM] fp32
+    total,  # parts [ROWS, PADDED_DIM] fp32
     part_maximum,  # [ROWS] fp32: of the next partition; -inf where a row sees none of its keys
     part_weight,  # [ROWS] fp32
-    part_total,  # [ROWS, PADDED_DIM] fp32
+    part_total,  # as total
 ):
     """Return maximum, weight and total of the keys of all partitions, the next one included."""
     new_maximum = tl.maximum(maximum, part_maximum)
@@ -75,8 +165,11 @@ def add_partition(
     rescale = tl.exp2(maximum - reference)
     share = tl.exp2(part_maximum - reference)
     weight = tl.fma(part_weight, share, weight * rescale)
-    total = tl.fma(part_total, share[:, None], total * rescale[:, None])
-    return new_maximum, weight, total
+    sums = (tl.fma(part_total[0], share[:, None], total[0] * rescale[:, None]),)
+    if len(total) == 2:
+        other = tl.fma(part_total[1], share[:, None], total[1] * rescale[:, None])
+        sums = sums + (other,)  # type: ignore[assignment]
+    return new_maximum, weight, sums
 
 
 @triton.jit

@@ -17,12 +17,16 @@ Grid of `_attend`: (KV heads, shares). Program (h, s) owns KV head h of the s-th
 (see attention_plan.py), for all rows of each sequence and all query heads of the group. For each of its
 partitions it writes the sums of these rows.
 
+A cache of e4m3 numbers has scales; see e4m3.py. Its keys and values become numbers of the storage type in
+registers.
+
 Bytes: the keys and values that some row sees, once for all rows of a sequence and all heads of a group; and
 the partitions' sums, written and read once. Many programs a multiprocessor are needed to keep enough loads
 under way.
 
 Dependent launch: `_attend` reads the plan, the rows and the block table before it waits; they are older than
-the two kernels before it, which make queries and keys. It permits its dependents to start at its end.
+the two kernels before it, which make queries and keys. It permits its dependents to start at its
+end, or where programs have few keys, when it has waited: memory can read weights of the next product then.
 """
 
 from __future__ import annotations
@@ -30,9 +34,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from msgspec import Struct
 from torch import Tensor
 
+from drift_sdk._kernels.attention.attention_config import AttentionConfig, attention_config
 from drift_sdk._kernels.attention.attention_plan import (
     TILE_FIRST_KEY,
     TILE_NUM_KEYS,
@@ -44,11 +48,26 @@ from drift_sdk._kernels.attention.attention_plan import (
     partition_start,
 )
 from drift_sdk._kernels.attention.cache_offset import offset_in_cache
-from drift_sdk._kernels.attention.online_softmax import LOG2_E, ONES_COLUMNS, attend_tile
+from drift_sdk._kernels.attention.e4m3 import (
+    cache_numbers,
+    cache_words,
+    check_cache,
+    check_scales,
+    is_decoded_in_pairs,
+)
+from drift_sdk._kernels.attention.online_softmax import (
+    LOG2_E,
+    ONES_COLUMNS,
+    attend_tile,
+    head_scale,
+    load_parts,
+    store_parts,
+    zero_parts,
+)
 from drift_sdk._kernels.attention.partition_sums import MIN_DOT_SIZE, AttentionScratch, add_partitions
 from drift_sdk._kernels.common.arguments import check_range, check_tensor, check_tensors
-from drift_sdk._kernels.common.gpu_limits import gpu_limits
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk.quantised.e4m3 import E4M3
 
 __all__ = [
     "AttentionConfig",
@@ -58,46 +77,19 @@ __all__ = [
     "paged_attention_reference",
 ]
 
-SHARED_RESERVE = 24 * 1024
-"""Bytes of shared memory that a program may take beside its stages: queries, and changes of layout."""
+EARLY_TILES = tl.constexpr(2)
+"""Up to so many tiles for each share, `_attend` permits its dependents to start before it computes."""
 
 
-class AttentionConfig(Struct, frozen=True):
-    """Launch configuration of `_attend`; within these limits none of it is part of the result's bits.
-
-    num_programs: over all heads. 528 are as many as an H200 holds at once, see `attention_config`.
-    num_stages: of Triton's pipeline.
-    num_warps: 1 or 2, whose results are compared bit for bit by a test on the GPU.
-    """
-
-    num_programs: int = 528
-    num_stages: int = 2
-    num_warps: int = 2
-
-    def __post_init__(self) -> None:
-        if self.num_warps not in (1, 2):
-            raise ValueError(f"num_warps={self.num_warps}: expected 1 or 2, whose bits are equal")
-
-
-PROGRAMS_PER_MULTIPROCESSOR = 4
-
-
-def attention_config(head_dim: int, dtype: torch.dtype, tile_keys: int) -> AttentionConfig:
-    """Return the configuration for a size of heads on the current GPU: as many programs as it holds at once,
-    and two stages where their keys and values fit its shared memory, else one."""
-    limits = gpu_limits()
-    stage_bytes = 2 * tile_keys * max(MIN_DOT_SIZE, triton.next_power_of_2(head_dim)) * dtype.itemsize
-    return AttentionConfig(
-        num_programs=PROGRAMS_PER_MULTIPROCESSOR * limits.num_multiprocessors,
-        num_stages=2 if 2 * stage_bytes + SHARED_RESERVE <= limits.shared_bytes else 1,
-    )
-
-
-@triton.jit(do_not_specialize=["num_partitions", "max_blocks"])
+@triton.jit(
+    do_not_specialize=["num_partitions", "max_blocks"],
+    do_not_specialize_on_alignment=["row_slot_ptr", "row_position_ptr"],
+)
 def _attend(
     query_ptr,  # [R, num_heads, HEAD_DIM], storage type; heads of a group side by side
-    keys_ptr,  # [num_blocks, NUM_KV_HEADS, KV_BLOCK_SIZE, HEAD_DIM], storage type
+    keys_ptr,  # [num_blocks, NUM_KV_HEADS, KV_BLOCK_SIZE, PART_DIM], storage type or words of two e4m3 codes
     values_ptr,  # as keys
+    key_scale_ptr,  # [NUM_KV_HEADS] fp32, or None
     block_table_ptr,  # [S, max_blocks] int32
     row_slot_ptr,  # [R] int32; -1: padding row
     row_position_ptr,  # [R] int32: the last position that a row sees
@@ -114,7 +106,9 @@ def _attend(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     TILE_ROWS: tl.constexpr,  # ROWS_PER_SEQUENCE * GROUP_SIZE, rounded up to a power of two, 16 or more
-    PADDED_DIM: tl.constexpr,  # HEAD_DIM, rounded up likewise
+    NUM_PARTS: tl.constexpr,  # of the dimensions: 2 with e4m3, else 1
+    PADDED_DIM: tl.constexpr,  # those of a part, rounded up likewise
+    IN_PAIRS: tl.constexpr,  # see `decode_pairs`
     KV_BLOCK_SIZE: tl.constexpr,  # positions in a block of the KV cache
     NUM_STAGES: tl.constexpr,
     FIRST_KEY: tl.constexpr,  # positions before it are not seen
@@ -131,12 +125,14 @@ def _attend(
     one loop over sums that stay in registers.
     """
     NUM_QUERY_ROWS: tl.constexpr = ROWS_PER_SEQUENCE * GROUP_SIZE
+    PART_DIM: tl.constexpr = HEAD_DIM // NUM_PARTS
     # Plan, rows and block table are older than the two kernels before, which make queries and keys.
     head = tl.program_id(0)
     query_row = tl.arange(0, TILE_ROWS)
     is_row = query_row < NUM_QUERY_ROWS
     dim = tl.arange(0, PADDED_DIM)
-    is_dim = dim < HEAD_DIM
+    is_dim = dim < PART_DIM
+    scale = head_scale(scale, key_scale_ptr, head)
     key = tl.arange(0, TILE_KEYS)
     num_tiles = tl.load(num_tiles_ptr, cache_modifier=".cg")
     share = tl.program_id(1)
@@ -169,16 +165,17 @@ def _attend(
         query_index = (row * NUM_KV_HEADS + head) * GROUP_SIZE + query_row % GROUP_SIZE
         query_mask = is_live[:, None] & is_dim[None, :]
         wait_for_producers(PDL)
-        queries = tl.load(
-            query_ptr + query_index[:, None] * HEAD_DIM + dim[None, :], mask=query_mask, other=0.0
-        )
+        if num_tiles <= EARLY_TILES * tl.num_programs(1):
+            start_dependents(PDL)
+        query_ptrs = query_ptr + query_index[:, None] * HEAD_DIM + dim[None, :]
+        queries = load_parts(query_ptrs, query_mask, PART_DIM, NUM_PARTS)
         table_ptr = block_table_ptr + slot.to(tl.int64) * max_blocks
         first_sum = (sequence * NUM_KV_HEADS + head) * num_partitions * NUM_QUERY_ROWS + query_row
         if WINDOW > 0:  # the first place is that of the first partition that a row sees
             first_sum -= partition_of(first_seen, NARROW, NARROW_END, WIDE) * NUM_QUERY_ROWS
         maximum = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
         weight = tl.zeros((TILE_ROWS, ONES_COLUMNS), tl.float32)
-        total = tl.zeros((TILE_ROWS, PADDED_DIM), tl.float32)
+        total = zero_parts(TILE_ROWS, PADDED_DIM, NUM_PARTS)
         for tile in tl.range(0, num_own_tiles, num_stages=NUM_STAGES):
             first_key = sequence_key + tile * TILE_KEYS
             position = first_key + key
@@ -188,17 +185,17 @@ def _attend(
             key_mask = is_key[:, None] & is_dim[None, :]
             cache_offset = offset_in_cache(
                 table_ptr, first_key, key, position, num_keys, head, dim,
-                NUM_KV_HEADS, HEAD_DIM, KV_BLOCK_SIZE, TILE_KEYS,
+                NUM_KV_HEADS, PART_DIM, KV_BLOCK_SIZE, TILE_KEYS,
             )  # fmt: skip
-            keys = tl.load(keys_ptr + cache_offset, mask=key_mask, other=0.0)
-            values = tl.load(values_ptr + cache_offset, mask=key_mask, other=0.0)
+            keys = tl.load(keys_ptr + cache_offset, mask=key_mask, other=0)
+            values = tl.load(values_ptr + cache_offset, mask=key_mask, other=0)
             is_seen = position[None, :] <= last_position[:, None]
             if FIRST_KEY > 0:
                 is_seen = is_seen & (position >= FIRST_KEY)[None, :]
             if WINDOW > 0:
                 is_seen = is_seen & (position[None, :] > last_position[:, None] - WINDOW)
             maximum, weight, total = attend_tile(
-                maximum, weight, total, queries, keys, values, is_seen, scale, True
+                maximum, weight, total, queries, keys, values, is_seen, scale, True, IN_PAIRS
             )
             partition = partition_of(first_key, NARROW, NARROW_END, WIDE)
             next_start = partition_start(partition + 1, NARROW, NARROW_END, WIDE)
@@ -207,12 +204,12 @@ def _attend(
                 sum_index = first_sum + partition * NUM_QUERY_ROWS
                 sum_mask = is_row[:, None] & is_dim[None, :]
                 sum_ptrs = sums_ptr + sum_index.to(tl.int64)[:, None] * HEAD_DIM + dim[None, :]
-                tl.store(sum_ptrs, total, mask=sum_mask)
+                store_parts(sum_ptrs, total, sum_mask, PART_DIM, NUM_PARTS)
                 tl.store(maxima_ptr + sum_index, maximum, mask=is_row)
                 tl.store(weights_ptr + sum_index, tl.max(weight, 1), mask=is_row)
                 maximum = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
                 weight = tl.zeros((TILE_ROWS, ONES_COLUMNS), tl.float32)
-                total = tl.zeros((TILE_ROWS, PADDED_DIM), tl.float32)
+                total = zero_parts(TILE_ROWS, PADDED_DIM, NUM_PARTS)
 
         tile_index += num_own_tiles
 
@@ -235,18 +232,21 @@ def paged_attention(
     first_key: int = 0,
     scale: float | None = None,
     sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> None:
     """Attention of rows to positions first_key ... row_position[r] of slot row_slot[r], in `out`.
 
     With a window, which `scratch.plan` has, a row sees only the last so many of these.
-    query, out: [R, num_heads, head_dim]. keys, values: [num_blocks, num_kv_heads, block_size, head_dim], all
-    four of the storage type.
+    query, out: [R, num_heads, head_dim], of the storage type. keys, values: [num_blocks, num_kv_heads,
+    block_size, head_dim], of the storage type, or e4m3 as e4m3.py lays them out.
     block_table: [S, max_blocks] int32, the blocks of each slot in order. row_slot, row_position: [R] int32,
     those that `scratch.plan` was made of, `rows_per_sequence` consecutive rows a sequence. Rows of slot -1
     get zeros.
     first_key: positions before it are not read; it must lie in the first tile.
     scale: of scores; None: 1 / sqrt(head_dim).
     sinks: [num_heads] in the storage type, a score each that takes its share of the softmax and adds nothing.
+    key_scale, value_scale: [num_kv_heads] fp32, of a cache of e4m3; else None.
     All contiguous. Raises ValueError for another shape, type or layout.
     """
     plan = scratch.plan
@@ -255,13 +255,16 @@ def paged_attention(
     )
     check_range("first_key", first_key, 0, plan.partitions.tile - 1)
     check_tensors(query.shape[1:2], query.dtype, sinks=sinks)
+    check_scales(keys, keys.shape[1], key_scale=key_scale, value_scale=value_scale)
     num_heads, head_dim = query.shape[1:]
     num_kv_heads, block_size = keys.shape[1:3]
     group = num_heads // num_kv_heads
+    num_parts = 2 if keys.dtype == E4M3 else 1
     _attend[(num_kv_heads, max(1, config.num_programs // num_kv_heads))](
         query_ptr=query,
-        keys_ptr=keys,
-        values_ptr=values,
+        keys_ptr=cache_words(keys),
+        values_ptr=cache_words(values),
+        key_scale_ptr=key_scale,
         block_table_ptr=block_table,
         row_slot_ptr=row_slot,
         row_position_ptr=row_position,
@@ -278,7 +281,9 @@ def paged_attention(
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         TILE_ROWS=max(MIN_DOT_SIZE, triton.next_power_of_2(rows_per_sequence * group)),
-        PADDED_DIM=max(MIN_DOT_SIZE, triton.next_power_of_2(head_dim)),
+        NUM_PARTS=num_parts,
+        PADDED_DIM=max(MIN_DOT_SIZE, triton.next_power_of_2(head_dim // num_parts)),
+        IN_PAIRS=is_decoded_in_pairs(query.dtype),
         KV_BLOCK_SIZE=block_size,
         NUM_STAGES=config.num_stages,
         FIRST_KEY=first_key,
@@ -291,7 +296,16 @@ def paged_attention(
         num_warps=config.num_warps,
         **launch_options(),
     )
-    add_partitions(scratch, row_slot, row_position, out, rows_per_sequence, num_kv_heads, sinks=sinks)
+    add_partitions(
+        scratch,
+        row_slot,
+        row_position,
+        out,
+        rows_per_sequence,
+        num_kv_heads,
+        sinks=sinks,
+        value_scale=value_scale,
+    )
 
 
 def _check_paged_attention(
@@ -318,7 +332,7 @@ def _check_paged_attention(
         )
 
     check_tensors((num_rows, num_heads, head_dim), query.dtype, query=query, out=out)
-    check_tensors((num_blocks, num_kv_heads, block_size, head_dim), query.dtype, keys=keys, values=values)
+    check_cache(keys, values, (num_blocks, num_kv_heads, block_size, head_dim), query.dtype)
     check_tensor("block_table", block_table, block_table.shape, torch.int32)
     check_tensors((num_rows,), torch.int32, row_slot=row_slot, row_position=row_position)
     num_query_rows, room = rows_per_sequence * (num_heads // num_kv_heads), scratch.maxima.shape[-1]
@@ -343,9 +357,12 @@ def paged_attention_reference(
     window: int = 0,
     scale: float | None = None,
     sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> Tensor:
     """Return the attention of each row in float64, one row after the other: [R, num_heads, head_dim]."""
     num_rows, num_heads, head_dim = query.shape
+    keys, values = cache_numbers(keys, key_scale), cache_numbers(values, value_scale)
     num_kv_heads, block_size = keys.shape[1:3]
     scale = head_dim**-0.5 if scale is None else scale
     out = torch.zeros(num_rows, num_heads, head_dim, dtype=torch.float64, device=query.device)

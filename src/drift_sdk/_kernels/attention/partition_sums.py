@@ -16,7 +16,7 @@ once, one in each thread, so that adding a partition takes one multiplication an
 Bytes: the sums of the partitions of a row in, in fp32; a row out.
 
 Dependent launch: the kernel always follows `_attend`, so it permits its dependents to start at once; before
-it waits, it reads the rows' slots and positions and the plan.
+it waits, it reads the rows' slots and positions, the plan and the sinks.
 """
 
 from __future__ import annotations
@@ -140,7 +140,10 @@ def _add_several(
     return tl.max(highest, 0), weight, total
 
 
-@triton.jit(do_not_specialize=["num_partitions"])
+@triton.jit(
+    do_not_specialize=["num_partitions"],
+    do_not_specialize_on_alignment=["row_slot_ptr", "row_position_ptr"],
+)
 def _add_partitions(
     sums_ptr,  # [num_sequences, NUM_KV_HEADS, num_partitions, query rows, HEAD_DIM] fp32
     maxima_ptr,  # [num_sequences, NUM_KV_HEADS, num_partitions, query rows] fp32
@@ -148,6 +151,7 @@ def _add_partitions(
     row_slot_ptr,  # [R] int32; -1: padding row
     row_position_ptr,  # [R] int32
     sinks_ptr,  # [num_heads], storage type, or None
+    value_scale_ptr,  # [NUM_KV_HEADS] fp32, or None
     out_ptr,  # [R, num_heads, HEAD_DIM], storage type
     num_partitions,  # for which sums have room, of each sequence
     ROWS_PER_SEQUENCE: tl.constexpr,
@@ -182,6 +186,8 @@ def _add_partitions(
         first_place = partition_of(tl.maximum(first_position - (WINDOW - 1), 0), NARROW, NARROW_END, WIDE)
     # Padding rows see nothing, and get zeros.
     end = tl.where(slot >= 0, partition_of(position, NARROW, NARROW_END, WIDE) + 1, 0)
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head * GROUP_SIZE + query_row % GROUP_SIZE).to(tl.float32)
     wait_for_producers(PDL)
     first_sum = ((sequence * NUM_KV_HEADS + head) * num_partitions).to(tl.int64) * NUM_QUERY_ROWS + query_row
     if WINDOW > 0:  # as in `_attend`, for all rows of the sequence
@@ -205,9 +211,10 @@ def _add_partitions(
             )  # fmt: skip
 
     if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + head * GROUP_SIZE + query_row % GROUP_SIZE).to(tl.float32)
         rescale, weight = add_sink(maximum, weight, sink)
         total = total * rescale
+    if value_scale_ptr is not None:
+        total = total * tl.load(value_scale_ptr + head)
     result = total / tl.where(end > 0, weight, 1.0)
     out_ptrs = out_ptr + ((row * NUM_KV_HEADS + head) * GROUP_SIZE + query_row % GROUP_SIZE) * HEAD_DIM + dim
     tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=is_dim)
@@ -222,11 +229,13 @@ def add_partitions(
     num_kv_heads: int,
     *,
     sinks: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> None:
     """Combine the partitions' sums in `scratch` to out [R, num_heads, head_dim], in the storage type.
 
     row_slot, row_position: [R] int32, `rows_per_sequence` consecutive rows a sequence; rows of slot -1 get
-    zeros. sinks: [num_heads], see `paged_attention`. The sums must be those of the same rows and heads.
+    zeros. sinks: [num_heads], value_scale: [num_kv_heads], see `paged_attention`. The sums must be those of
+    the same rows and heads.
     Raises ValueError for another shape, type or layout.
     """
     plan = scratch.plan
@@ -245,6 +254,7 @@ def add_partitions(
         row_slot_ptr=row_slot,
         row_position_ptr=row_position,
         sinks_ptr=sinks,
+        value_scale_ptr=value_scale,
         out_ptr=out,
         num_partitions=plan.max_num_partitions,
         ROWS_PER_SEQUENCE=rows_per_sequence,

@@ -28,9 +28,22 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from msgspec import Struct
 from torch import Tensor
 
+from drift_sdk._kernels.attention.e4m3 import (
+    cache_numbers,
+    cache_words,
+    check_cache,
+    check_scales,
+    decode_pairs,
+    is_decoded_in_pairs,
+)
+from drift_sdk._kernels.attention.online_softmax import head_scale, load_parts, zero_parts
+from drift_sdk._kernels.attention.prefill_config import (
+    MIN_DOT_SIZE,
+    PrefillAttentionConfig,
+    prefill_attention_config,
+)
 from drift_sdk._kernels.attention.prefill_tiles import TILE_FIELDS
 from drift_sdk._kernels.common.arguments import (
     check_power_of_two,
@@ -39,8 +52,8 @@ from drift_sdk._kernels.common.arguments import (
     check_tensor,
     check_tensors,
 )
-from drift_sdk._kernels.common.gpu_limits import GpuLimits, gpu_limits
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk.quantised.e4m3 import E4M3
 
 __all__ = [
     "PrefillAttentionConfig",
@@ -54,62 +67,14 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 NUM_FIELDS = tl.constexpr(TILE_FIELDS)
 
-SHARED_RESERVE, WIDE_SHARED_RESERVE = 1024, 9216
-"""Bytes of shared memory that Triton may take beside the tiles; the second for heads of more than 128
-dimensions, whose scores change their layout there."""
-
-MIN_DOT_SIZE = 16
-"""The least rows and columns of a tile in a product: those of an MMA."""
-
-
-class PrefillAttentionConfig(Struct, frozen=True):
-    """Tile sizes and launch configuration. tile_rows and tile_keys are powers of two, 16 at least.
-
-    tile_rows: rows of a program; the module's docstring says why 128.
-    tile_keys: keys that a program takes at a time, part of the result's bits. The others may be part of them
-    too, by the instructions that Triton chooses for them.
-    num_stages: of Triton's pipeline. Keys are found through the block table, so the stages serve two loads
-    one after the other: five of them keep three tiles of keys in shared memory; three stages would wait for
-    each tile right after asking for it.
-    """
-
-    tile_rows: int = 128
-    tile_keys: int = 64
-    num_warps: int = 8
-    num_stages: int = 5
-
-
-def prefill_attention_config(head_dim: int, dtype: torch.dtype) -> PrefillAttentionConfig:
-    """Return the configuration for a size of heads on the current GPU: what fits in registers and shared
-    memory, no spilling."""
-    if dtype == torch.float32:
-        return PrefillAttentionConfig(tile_rows=16, tile_keys=32, num_stages=1)
-
-    tile_keys, limits = 64 if head_dim <= 128 else 32, gpu_limits()
-    wide = PrefillAttentionConfig(tile_keys=tile_keys)
-    for config in (wide, PrefillAttentionConfig(tile_keys=tile_keys, num_stages=3)):
-        if shared_bytes(config, head_dim, limits) <= limits.shared_bytes:
-            return config
-
-    return PrefillAttentionConfig(tile_rows=64, tile_keys=32, num_warps=4, num_stages=3)
-
-
-def shared_bytes(config: PrefillAttentionConfig, head_dim: int, limits: GpuLimits) -> int:
-    """Return at least the shared memory that a program takes: queries, and keys and values of the tiles that
-    are under way. Triton keeps one tile more with wgmma, which reads them from there."""
-    num_tiles = config.num_stages // 2 + (limits.capability[0] == 9)
-    padded_dim = int(triton.next_power_of_2(head_dim))
-    reserve = SHARED_RESERVE if padded_dim <= 128 else WIDE_SHARED_RESERVE
-    return (config.tile_rows + 2 * config.tile_keys * num_tiles) * padded_dim * 2 + reserve
-
 
 @triton.jit
 def _attend_keys(
     maximum,  # [TILE_ROWS] fp32: the highest score so far, times log2(e)
     weight,  # [TILE_ROWS] fp32: the sum of exp2(score - maximum)
-    total,  # [TILE_ROWS, PADDED_DIM] fp32: values weighted likewise
-    queries,  # [TILE_ROWS, PADDED_DIM], storage type
-    keys_ptr,  # [num_blocks, NUM_KV_HEADS, KV_BLOCK_SIZE, HEAD_DIM], storage type
+    total,  # parts [TILE_ROWS, PADDED_DIM] fp32: values weighted likewise
+    queries,  # parts [TILE_ROWS, PADDED_DIM], storage type
+    keys_ptr,  # [num_blocks, NUM_KV_HEADS, KV_BLOCK_SIZE, PART_DIM], storage type or words of two e4m3 codes
     values_ptr,  # as keys
     table_ptr,  # [max_blocks] int32: the block table's row of the slot
     head,  # KV head
@@ -120,8 +85,9 @@ def _attend_keys(
     num_keys,  # positions from it on are not loaded
     scale,  # of scores, times log2(e)
     NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,  # HEAD_DIM, rounded up to a power of two, 16 or more
+    PART_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,  # PART_DIM, rounded up to a power of two, 16 or more
+    IN_PAIRS: tl.constexpr,  # see `decode_pairs`
     KV_BLOCK_SIZE: tl.constexpr,  # positions in a block of the KV cache
     TILE_KEYS: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: off
@@ -133,32 +99,37 @@ def _attend_keys(
     Keys before first_key or from num_keys on may never have been written: they are not loaded.
     """
     dim = tl.arange(0, PADDED_DIM)
-    is_dim = dim < HEAD_DIM
+    is_dim = dim < PART_DIM
     for k in tl.range(begin, end, TILE_KEYS, num_stages=NUM_STAGES):
         key_position = k + tl.arange(0, TILE_KEYS)
         is_key = (key_position >= first_key) & (key_position < num_keys)
         if KV_BLOCK_SIZE >= TILE_KEYS:  # a tile lies in one block, and is contiguous in it
             block = tl.load(table_ptr + k // KV_BLOCK_SIZE).to(tl.int64)
-            tile_offset = ((block * NUM_KV_HEADS + head) * KV_BLOCK_SIZE + k % KV_BLOCK_SIZE) * HEAD_DIM
-            key_offset = (tl.arange(0, TILE_KEYS) * HEAD_DIM)[:, None] + dim[None, :]
+            tile_offset = ((block * NUM_KV_HEADS + head) * KV_BLOCK_SIZE + k % KV_BLOCK_SIZE) * PART_DIM
+            key_offset = (tl.arange(0, TILE_KEYS) * PART_DIM)[:, None] + dim[None, :]
         else:
             block = tl.load(table_ptr + key_position // KV_BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
             cache_row = (block * NUM_KV_HEADS + head) * KV_BLOCK_SIZE + key_position % KV_BLOCK_SIZE
             tile_offset = 0
-            key_offset = (cache_row * HEAD_DIM)[:, None] + dim[None, :]
+            key_offset = (cache_row * PART_DIM)[:, None] + dim[None, :]
 
         if IS_MASKED:
             key_mask = is_key[:, None] & is_dim[None, :]
-            keys = tl.load(keys_ptr + tile_offset + key_offset, mask=key_mask, other=0.0)
-            values = tl.load(values_ptr + tile_offset + key_offset, mask=key_mask, other=0.0)
-        elif HEAD_DIM < PADDED_DIM:
-            keys = tl.load(keys_ptr + tile_offset + key_offset, mask=is_dim[None, :], other=0.0)
-            values = tl.load(values_ptr + tile_offset + key_offset, mask=is_dim[None, :], other=0.0)
+            keys = tl.load(keys_ptr + tile_offset + key_offset, mask=key_mask, other=0)
+            values = tl.load(values_ptr + tile_offset + key_offset, mask=key_mask, other=0)
+        elif PART_DIM < PADDED_DIM:
+            keys = tl.load(keys_ptr + tile_offset + key_offset, mask=is_dim[None, :], other=0)
+            values = tl.load(values_ptr + tile_offset + key_offset, mask=is_dim[None, :], other=0)
         else:
             keys = tl.load(keys_ptr + tile_offset + key_offset)
             values = tl.load(values_ptr + tile_offset + key_offset)
 
-        score = tl.dot(queries, keys.T, input_precision="ieee")
+        if len(queries) == 1:
+            score = tl.dot(queries[0], keys.T, input_precision="ieee")
+        else:
+            low_keys, high_keys = decode_pairs(keys, queries[0].dtype, IN_PAIRS)
+            score = tl.dot(queries[0], low_keys.T, input_precision="ieee")
+            score = tl.dot(queries[1], high_keys.T, score, input_precision="ieee")
         if IS_MASKED:
             is_seen = (key_position[None, :] <= position[:, None]) & (key_position >= first_key)[None, :]
             if WINDOW > 0:
@@ -175,7 +146,14 @@ def _attend_keys(
         rescale = tl.exp2(maximum - reference)
         probability = tl.exp2(score * scale - reference[:, None])
         weight = weight * rescale + tl.sum(probability, axis=1)
-        total = tl.dot(probability.to(values.dtype), values, total * rescale[:, None], input_precision="ieee")
+        share = probability.to(queries[0].dtype)
+        if len(queries) == 1:
+            total = (tl.dot(share, values, total[0] * rescale[:, None], input_precision="ieee"),)
+        else:
+            low, high = decode_pairs(values, queries[0].dtype, IN_PAIRS)
+            low_total = tl.dot(share, low, total[0] * rescale[:, None], input_precision="ieee")
+            high_total = tl.dot(share, high, total[1] * rescale[:, None], input_precision="ieee")
+            total = (low_total, high_total)
         maximum = new_maximum
 
     return maximum, weight, total
@@ -184,8 +162,10 @@ def _attend_keys(
 @triton.jit
 def _prefill_attention(
     query_ptr,  # [R, NUM_HEADS, HEAD_DIM], storage type; rows have a stride
-    keys_ptr,  # [num_blocks, NUM_KV_HEADS, KV_BLOCK_SIZE, HEAD_DIM], storage type
+    keys_ptr,  # [num_blocks, NUM_KV_HEADS, KV_BLOCK_SIZE, PART_DIM], storage type or words of two e4m3 codes
     values_ptr,  # as keys
+    key_scale_ptr,  # [NUM_KV_HEADS] fp32, or None
+    value_scale_ptr,  # as key_scale_ptr
     block_table_ptr,  # [S, max_blocks] int32; rows have a stride
     tiles_ptr,  # [num_tiles, NUM_FIELDS] int32, see prefill_tiles.py; slot -1: unused
     sinks_ptr,  # [NUM_HEADS], storage type, or None
@@ -196,7 +176,9 @@ def _prefill_attention(
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,  # HEAD_DIM, rounded up to a power of two, 16 or more
+    NUM_PARTS: tl.constexpr,  # of the dimensions: 2 with e4m3, else 1
+    PADDED_DIM: tl.constexpr,  # those of a part, rounded up to a power of two, 16 or more
+    IN_PAIRS: tl.constexpr,  # see `decode_pairs`
     KV_BLOCK_SIZE: tl.constexpr,  # positions in a block of the KV cache
     TILE_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
@@ -207,6 +189,7 @@ def _prefill_attention(
 ):
     """Program (head, tile): heads run first, so those that share keys run together. Longer than other
     kernels: three ranges of keys, with the same sums in registers."""
+    PART_DIM: tl.constexpr = HEAD_DIM // NUM_PARTS
     wait_for_producers(PDL)
     head = tl.program_id(0)
     tiles_ptr += tl.program_id(1) * NUM_FIELDS
@@ -219,9 +202,10 @@ def _prefill_attention(
     start = tl.load(tiles_ptr + 3)
     row = tl.arange(0, TILE_ROWS)
     dim = tl.arange(0, PADDED_DIM)
-    row_mask = (row < num_rows)[:, None] & (dim < HEAD_DIM)[None, :]
+    row_mask = (row < num_rows)[:, None] & (dim < PART_DIM)[None, :]
     query_ptr += first_row * query_stride + head * HEAD_DIM
-    queries = tl.load(query_ptr + row[:, None] * query_stride + dim[None, :], mask=row_mask, other=0.0)
+    query_ptrs = query_ptr + row[:, None] * query_stride + dim[None, :]
+    queries = load_parts(query_ptrs, row_mask, PART_DIM, NUM_PARTS)
 
     if sinks_ptr is None:
         maximum = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
@@ -231,7 +215,7 @@ def _prefill_attention(
         maximum = tl.zeros((TILE_ROWS,), tl.float32) + tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
         weight = tl.full((TILE_ROWS,), 1.0, tl.float32)
 
-    total = tl.zeros((TILE_ROWS, PADDED_DIM), tl.float32)
+    total = zero_parts(TILE_ROWS, PADDED_DIM, NUM_PARTS)
     position = start + row
     num_keys = start + num_rows
     # The last key that the first row sees is the last that all rows see: tiles before need no mask for it.
@@ -239,6 +223,7 @@ def _prefill_attention(
     first_key = FIRST_KEY
     begin = 0
     kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
+    scale = head_scale(scale, key_scale_ptr, kv_head)
     table_ptr = block_table_ptr + slot.to(tl.int64) * table_stride
     if WINDOW > 0 or FIRST_KEY > 0:
         # Tiles of keys along the early edge, which not all rows see in full, are masked too. The edge begins
@@ -253,27 +238,31 @@ def _prefill_attention(
         maximum, weight, total = _attend_keys(
             maximum, weight, total, queries, keys_ptr, values_ptr, table_ptr, kv_head, position,
             edge, begin, first_key, num_keys, scale,
-            NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, KV_BLOCK_SIZE, TILE_KEYS, WINDOW, NUM_STAGES, True,
+            NUM_KV_HEADS, PART_DIM, PADDED_DIM, IN_PAIRS, KV_BLOCK_SIZE, TILE_KEYS, WINDOW, NUM_STAGES, True,
         )  # fmt: skip
 
     # Tiles of keys that all rows see.
     maximum, weight, total = _attend_keys(
         maximum, weight, total, queries, keys_ptr, values_ptr, table_ptr, kv_head, position,
         begin, diagonal, first_key, num_keys, scale,
-        NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, KV_BLOCK_SIZE, TILE_KEYS, WINDOW, NUM_STAGES, False,
+        NUM_KV_HEADS, PART_DIM, PADDED_DIM, IN_PAIRS, KV_BLOCK_SIZE, TILE_KEYS, WINDOW, NUM_STAGES, False,
     )  # fmt: skip
     # Tiles of keys along the diagonal.
     maximum, weight, total = _attend_keys(
         maximum, weight, total, queries, keys_ptr, values_ptr, table_ptr, kv_head, position,
         diagonal, num_keys, first_key, num_keys, scale,
-        NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, KV_BLOCK_SIZE, TILE_KEYS, WINDOW, NUM_STAGES, True,
+        NUM_KV_HEADS, PART_DIM, PADDED_DIM, IN_PAIRS, KV_BLOCK_SIZE, TILE_KEYS, WINDOW, NUM_STAGES, True,
     )  # fmt: skip
     start_dependents(PDL)
     # Every row that exists has seen a key. The others are divided by 1, and not stored.
-    result = total * (1.0 / tl.where(row < num_rows, weight, 1.0))[:, None]
+    factor = 1.0 / tl.where(row < num_rows, weight, 1.0)
+    if value_scale_ptr is not None:
+        factor = factor * tl.load(value_scale_ptr + kv_head)
     output_ptr += first_row * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM
     output_ptrs = output_ptr + (row[:, None] * (NUM_HEADS * HEAD_DIM) + dim[None, :])
-    tl.store(output_ptrs, result.to(queries.dtype), mask=row_mask)
+    for part in tl.static_range(NUM_PARTS):
+        result = (total[part] * factor[:, None]).to(output_ptr.dtype.element_ty)
+        tl.store(output_ptrs + part * PART_DIM, result, mask=row_mask)
 
 
 def prefill_attention(
@@ -289,11 +278,13 @@ def prefill_attention(
     sinks: Tensor | None = None,
     first_key: int = 0,
     scale: float | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> None:
     """output [R, num_heads * head_dim]: each row's attention to the keys it sees.
 
-    query: [R, num_heads, head_dim]; its rows may have any stride. keys, values: [num_blocks, num_kv_heads,
-    block_size, head_dim]. All four are of the storage type.
+    query: [R, num_heads, head_dim], of the storage type as output; its rows may have any stride. keys,
+    values, key_scale, value_scale: as of `paged_attention`.
     block_table: [S, max_blocks] int32, the blocks of each slot in order; its rows may have any stride.
     tiles: [num_tiles, 4] int32, as `prefill_tiles` fills it for config.tile_rows: slot, or -1 for an unused
     tile; first row in query; number of rows; position of the first row. Row j of a tile sees positions
@@ -316,15 +307,19 @@ def prefill_attention(
     if query.stride(1) != head_dim:
         raise ValueError(f"query: strides {query.stride()}: expected a row's heads side by side")
 
-    check_tensors((num_blocks, num_kv_heads, block_size, head_dim), dtype, keys=keys, values=values)
+    check_cache(keys, values, (num_blocks, num_kv_heads, block_size, head_dim), dtype)
+    check_scales(keys, num_kv_heads, key_scale=key_scale, value_scale=value_scale)
     check_rows("block_table", block_table, block_table.shape, torch.int32)
     check_tensor("tiles", tiles, (tiles.shape[0], TILE_FIELDS), torch.int32)
     check_tensor("output", output, (num_rows, num_heads * head_dim), dtype)
     check_tensors((num_heads,), dtype, sinks=sinks)
+    num_parts = 2 if keys.dtype == E4M3 else 1
     _prefill_attention[(num_heads, tiles.shape[0])](
         query_ptr=query,
-        keys_ptr=keys,
-        values_ptr=values,
+        keys_ptr=cache_words(keys),
+        values_ptr=cache_words(values),
+        key_scale_ptr=key_scale,
+        value_scale_ptr=value_scale,
         block_table_ptr=block_table,
         tiles_ptr=tiles,
         sinks_ptr=sinks,
@@ -335,7 +330,9 @@ def prefill_attention(
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
-        PADDED_DIM=max(int(triton.next_power_of_2(head_dim)), MIN_DOT_SIZE),
+        NUM_PARTS=num_parts,
+        PADDED_DIM=max(int(triton.next_power_of_2(head_dim // num_parts)), MIN_DOT_SIZE),
+        IN_PAIRS=is_decoded_in_pairs(dtype),
         KV_BLOCK_SIZE=block_size,
         TILE_ROWS=config.tile_rows,
         TILE_KEYS=config.tile_keys,
@@ -360,10 +357,13 @@ def prefill_attention_reference(
     sinks: Tensor | None = None,
     first_key: int = 0,
     scale: float | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> None:
     """Write what `prefill_attention` writes: in float64, one tile after the other, rounded once."""
     num_heads, head_dim = query.shape[1:]
     num_kv_heads, block_size = keys.shape[1:3]
+    keys, values = cache_numbers(keys, key_scale), cache_numbers(values, value_scale)
     scale = head_dim**-0.5 if scale is None else scale
     for slot, first_row, num_rows, start in tiles.tolist():
         if slot < 0:

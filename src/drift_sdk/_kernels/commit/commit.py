@@ -38,7 +38,7 @@ from drift_sdk._kernels.commit.records import (
     write_empty_record,
     write_slot,
 )
-from drift_sdk._kernels.common.arguments import check_tensor
+from drift_sdk._kernels.common.arguments import check_tensor, check_tensors
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.sampling.sample_buffers import MAX_TOP, SampleBuffers
 from drift_sdk._kernels.slots.input_ring import entry_after
@@ -65,6 +65,7 @@ def _commit(
     num_logprobs_ptr,  # [S] int32
     stop_bits_ptr,  # [S, W] int32
     counts_ptr,  # [S, V] int32, counted up
+    is_ngram_ptr,  # [B] int32, or None
     # The results.
     emitted_ptr,  # [B] int32, written
     output_ring_ptr,  # [num_entries, entry_words] int32, pinned, written
@@ -144,6 +145,7 @@ def _commit(
             num_tokens,
             num_drafted,
             num_accepted,
+            num_tokens * 0 if is_ngram_ptr is None else tl.load(is_ngram_ptr + slot_index),
         )
 
 
@@ -159,6 +161,7 @@ def commit(
     next_entry: Tensor,
     *,
     rows_per_slot: int = 1,
+    is_ngram: Tensor | None = None,
 ) -> None:
     """Advance the slots of rows [R] by what was chosen, and record it for the host.
 
@@ -166,7 +169,8 @@ def commit(
     has slot -1 for padding, the others where nothing was drafted. buffers: what `sample_rows` has chosen for
     them. emitted [B], written: how many tokens each slot got. output_ring [num_entries, entry_words], pinned:
     its entry current_entry [1] gets the slots' records, one behind another. next_entry [1] moves on to the
-    next replay's entry: no kernel behind this one may read this replay's input. All int32.
+    next replay's entry: no kernel behind this one may read this replay's input. is_ngram [B]: 1 for slots
+    whose drafts are n-grams in place of a draft model's; None: of no slot. All int32.
 
     Raises ValueError for another shape or type.
     """
@@ -181,6 +185,7 @@ def commit(
         current_entry,
         next_entry,
         rows_per_slot,
+        is_ngram,
     )
     _commit[(emitted.shape[0],)](
         *tensors,
@@ -205,7 +210,8 @@ def commit_tensors(
     current_entry: Tensor,
     next_entry: Tensor,
     rows_per_slot: int,
-) -> tuple[Tensor, ...]:
+    is_ngram: Tensor | None,
+) -> tuple[Tensor | None, ...]:
     """The tensors that both commit kernels take first, in the order of their arguments.
 
     Raises ValueError for arguments of another shape or type.
@@ -219,7 +225,7 @@ def commit_tensors(
     buffers.check(num_rows, slots.vocab_size)
     state.check()
     slots.check()
-    check_tensor("emitted", emitted, (num_slots,), torch.int32)
+    check_tensors((num_slots,), torch.int32, emitted=emitted, is_ngram=is_ngram)
     check_tensor("output_ring", output_ring, output_ring.shape, torch.int32)
     check_tensor("current_entry", current_entry, (1,), torch.int32)
     check_tensor("next_entry", next_entry, (1,), torch.int32)
@@ -231,7 +237,7 @@ def commit_tensors(
     logprobs = (buffers.chosen_logprob, buffers.top_token, buffers.top_logprob)
     states = (state.length, state.last_token, state.finish, state.max_length)
     columns = (slots.flags, slots.num_logprobs, slots.stop_bits, slots.counts)
-    return (*rows, *logprobs, *states, *columns, emitted, output_ring, current_entry, next_entry)
+    return (*rows, *logprobs, *states, *columns, is_ngram, emitted, output_ring, current_entry, next_entry)
 
 
 def commit_reference(
@@ -246,6 +252,7 @@ def commit_reference(
     next_entry: Tensor,
     *,
     rows_per_slot: int = 1,
+    is_ngram: Tensor | None = None,
 ) -> None:
     """`commit` in plain torch, one slot after the other."""
     size = record_words(rows_per_slot)
@@ -276,7 +283,8 @@ def commit_reference(
         state.length[slot] += len(tokens)
         state.last_token[slot], state.finish[slot] = tokens[-1], finish
         emitted[index] = len(tokens)
-        header = [len(tokens), finish, sum(is_drafted), num_accepted]
+        mark = 0 if is_ngram is None else int(is_ngram[index])
+        header = [len(tokens), finish, sum(is_drafted), num_accepted, mark]
         record[:RECORD_HEADER_WORDS] = torch.tensor(header, dtype=torch.int32)
         for depth, token in enumerate(tokens):
             row_record = record[RECORD_HEADER_WORDS + depth * ROW_RECORD_WORDS :][:ROW_RECORD_WORDS]

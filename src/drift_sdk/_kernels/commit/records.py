@@ -1,8 +1,9 @@
 """Records of a round's results, and parts of the kernels that commit rounds.
 
-A slot's record: its number of tokens, why it has ended (0: it has not), how many tokens were drafted and how
-many of these accepted; then of each row, as far as its token was emitted, the token, its log-probability,
-MAX_TOP token ids and their log-probabilities (fp32 bits), the last three for slots that report them.
+A slot's record: its number of tokens, why it has ended (0: it has not), how many tokens were drafted, how
+many of these accepted, and whether they were n-grams in place of a draft model's; then of each row, as far as
+its token was emitted, the token, its log-probability, MAX_TOP token ids and their log-probabilities (fp32
+bits), the last three for slots that report them.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ __all__ = [
 
 FINISHED_STOP, FINISHED_LENGTH = 1, 2
 """Reasons for which a slot has ended, as in `SlotState.finish` and in its record; 0: it has not."""
-RECORD_HEADER_WORDS = 4
-"""Number of tokens, finish, number drafted, number accepted."""
+RECORD_HEADER_WORDS = 5
+"""Number of tokens, finish, number drafted, number accepted, whether these are n-grams."""
 ROW_RECORD_WORDS = 2 + 2 * MAX_TOP
 """Token, log-probability, MAX_TOP ids, MAX_TOP log-probabilities."""
 
@@ -75,6 +76,7 @@ def write_empty_record(
     tl.store(record_ptr + 1, 0)
     tl.store(record_ptr + 2, 0)
     tl.store(record_ptr + 3, 0)
+    tl.store(record_ptr + 4, 0)
 
 
 @triton.jit
@@ -162,6 +164,7 @@ def write_slot(
     num_tokens,
     num_drafted,
     num_accepted,
+    is_ngram,
 ):
     """Write the results of a slot: its state, and the header of its record."""
     tl.store(length_ptr, new_length)
@@ -172,3 +175,4 @@ def write_slot(
     tl.store(record_ptr + 1, finish)
     tl.store(record_ptr + 2, num_drafted)
     tl.store(record_ptr + 3, num_accepted)
+    tl.store(record_ptr + 4, is_ngram)

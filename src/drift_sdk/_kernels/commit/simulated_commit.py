@@ -73,6 +73,7 @@ def _commit_simulated(
     num_logprobs_ptr,  # [S] int32
     stop_bits_ptr,  # [S, W] int32
     counts_ptr,  # [S, V] int32, counted up
+    is_ngram_ptr,  # [B] int32, or None
     # The results.
     emitted_ptr,  # [B] int32, written
     output_ring_ptr,  # [num_entries, entry_words] int32, pinned, written
@@ -166,6 +167,7 @@ def _commit_simulated(
             num_tokens,
             num_drafted,
             num_accepted,
+            num_tokens * 0 if is_ngram_ptr is None else tl.load(is_ngram_ptr + slot_index),
         )
 
 
@@ -182,6 +184,7 @@ def commit_simulated(
     rounds: SimulatedRounds,
     *,
     rows_per_slot: int,
+    is_ngram: Tensor | None = None,
 ) -> None:
     """`commit` with as many right drafts as `rounds` says.
 
@@ -191,7 +194,8 @@ def commit_simulated(
     Raises ValueError for another shape or type.
     """
     if rows_per_slot == 1:
-        commit(row_slot, row_token, buffers, state, slots, emitted, output_ring, current_entry, next_entry)
+        arguments = (row_slot, row_token, buffers, state, slots, emitted)
+        commit(*arguments, output_ring, current_entry, next_entry, is_ngram=is_ngram)
         return
 
     tensors = commit_tensors(
@@ -205,6 +209,7 @@ def commit_simulated(
         current_entry,
         next_entry,
         rows_per_slot,
+        is_ngram,
     )
     check_tensor("trace", rounds.trace, rounds.trace.shape, torch.int32)
     check_tensor("num_rounds", rounds.num_rounds, state.length.shape, torch.int32)
@@ -237,6 +242,7 @@ def commit_simulated_reference(
     rounds: SimulatedRounds,
     *,
     rows_per_slot: int,
+    is_ngram: Tensor | None = None,
 ) -> None:
     """`commit_simulated` in plain torch: tokens and drafts are put so that `commit` accepts as many."""
     row_token = row_token.clone()
@@ -256,4 +262,4 @@ def commit_simulated_reference(
                 buffers.chosen[row] = row_token[row + 1]
 
     arguments = (row_slot, row_token, buffers, state, slots, emitted, output_ring, current_entry, next_entry)
-    commit_reference(*arguments, rows_per_slot=rows_per_slot)
+    commit_reference(*arguments, rows_per_slot=rows_per_slot, is_ngram=is_ngram)

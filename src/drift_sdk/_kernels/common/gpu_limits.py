@@ -56,7 +56,9 @@ def gpu_limits() -> GpuLimits:
     if _limited:
         return _limited[-1]
 
-    return limits_of(torch.cuda.current_device()) if torch.cuda.is_available() else HOPPER
+    # Launches ask, and whether there is a GPU takes longer to find out than whether torch uses one.
+    has_gpu = torch.cuda.is_initialized() or torch.cuda.is_available()
+    return limits_of(torch.cuda.current_device()) if has_gpu else HOPPER
 
 
 @cache

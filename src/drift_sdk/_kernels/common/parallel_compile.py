@@ -19,8 +19,9 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, partial
 from typing import Any
 
 import triton
@@ -28,7 +29,8 @@ from msgspec import Struct
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource, get_cache_key, make_backend
-from triton.runtime.cache import get_cache_manager
+from triton.runtime.cache import get_cache_manager, triton_key
+from triton.runtime.jit import JITCallable
 
 __all__ = [
     "KernelToCompile",
@@ -36,17 +38,23 @@ __all__ = [
     "is_recording",
     "missing_kernels",
     "package_kernels",
+    "prepare_cache_keys",
     "recorded_kernels",
 ]
 
 log = logging.getLogger("drift_sdk")
 
 MAX_PROCESSES = 16
+PACKAGE = "drift_sdk._kernels."
 WORKER = "drift_sdk._kernels.common.compile_worker"
 DONE = b"."
 
 _recording = threading.local()
 _recording_lock = threading.Lock()
+_settled: set[int] = set()
+"""Addresses of kernels with a hook of `settle_before_launches`. Their hash would be their key."""
+_preparing: list[threading.Thread] = []
+"""The latest thread of `prepare_cache_keys`."""
 
 
 class KernelToCompile(Struct, frozen=True, kw_only=True):
@@ -74,6 +82,7 @@ class KernelToCompile(Struct, frozen=True, kw_only=True):
     def source(self) -> ASTSource:
         """Return what Triton compiles; imports the kernel's module."""
         kernel = getattr(sys.modules[self.module], self.name)
+        settle_cache_key(kernel)
         return ASTSource(kernel, self.signature, self.constants, self.attributes)
 
     def cache_file(self) -> str | None:
@@ -98,13 +107,37 @@ class KernelToCompile(Struct, frozen=True, kw_only=True):
 
 def package_kernels() -> list[Any]:
     """Return the kernels of this package's modules that have been imported."""
-    return [
+    modules = [(name, module) for name, module in list(sys.modules.items()) if name.startswith(PACKAGE)]
+    # A module that is being imported on another thread gets more names.
+    return list(_kernels_of(tuple((name, len(vars(module))) for name, module in modules)))
+
+
+@lru_cache(maxsize=1)
+def _kernels_of(modules: tuple[tuple[str, int], ...]) -> tuple[Any, ...]:
+    """The kernels that imported modules define. modules: their names, and how many names each defines."""
+    return tuple(
         kernel
-        for module_name, module in list(sys.modules.items())
-        if module_name.startswith("drift_sdk._kernels.")
-        for kernel in vars(module).values()
+        for module_name, _ in modules
+        for kernel in vars(sys.modules[module_name]).values()
         if hasattr(kernel, "pre_run_hooks") and getattr(kernel, "__module__", None) == module_name
-    ]
+    )
+
+
+def settle_cache_key(function: Any) -> None:
+    """Compute the key of a function in Triton's cache, after those of the functions that it calls.
+
+    With Triton 3.6, a key contains the constants of a called function only if that one's key is known. Keys
+    would otherwise depend on the order of computing them, and a process would not find what another one has
+    compiled.
+    """
+    if function.hash is not None:
+        return
+
+    for name in function.fn.__code__.co_names:
+        called = function.__globals__.get(name)
+        if isinstance(called, JITCallable) and called is not function:
+            settle_cache_key(called)
+    function.cache_key  # noqa: B018  # a property that keeps its value
 
 
 def is_recording() -> bool:
@@ -122,6 +155,7 @@ def recorded_kernels() -> Iterator[list[KernelToCompile]]:
     """
     found: list[KernelToCompile] = []
     kernels = package_kernels()
+    settle_before_launches(kernels)
     with _recording_lock:
         hook_before = triton.knobs.runtime.jit_cache_hook
         _recording.found = found
@@ -137,6 +171,19 @@ def recorded_kernels() -> Iterator[list[KernelToCompile]]:
             _recording.found = None
     unique = {repr(kernel): kernel for kernel in found}
     found[:] = unique.values()
+
+
+def settle_before_launches(kernels: Iterable[Any]) -> None:
+    """Have `settle_cache_key` called before a kernel is launched for the first time."""
+    for kernel in kernels:
+        if id(kernel) not in _settled and isinstance(kernel, JITCallable):
+            _settled.add(id(kernel))
+            kernel.add_pre_run_hook(partial(_settle_once, kernel))
+
+
+def _settle_once(kernel: Any, *values: Any, **options: Any) -> None:
+    """A hook that Triton calls before each launch."""
+    settle_cache_key(kernel)
 
 
 def _record_or_run(kernel: Any) -> Callable[..., Any]:
@@ -179,8 +226,21 @@ def _note_compilation(hook_before: Any) -> Callable[..., Any]:
     return hook
 
 
+def prepare_cache_keys() -> None:
+    """Hash the files of Triton's installation, which keys of its cache contain, on a thread of its own.
+
+    There are hundreds of megabytes. Hashing does not hold the interpreter's lock, and Triton keeps the
+    result.
+    """
+    thread = threading.Thread(target=triton_key, name="drift-cache-keys", daemon=True)
+    thread.start()
+    _preparing[:] = [thread]
+
+
 def missing_kernels(kernels: Sequence[KernelToCompile]) -> list[KernelToCompile]:
     """Return those of the kernels that are not in Triton's cache on disk."""
+    for thread in _preparing:
+        thread.join()
     return [kernel for kernel in kernels if kernel.cache_file() is None]
 
 

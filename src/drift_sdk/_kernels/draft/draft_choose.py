@@ -47,20 +47,20 @@ def _noise(seed, position, token_ids):
     return gumbel_from_bits(tl.where(word < 2, tl.where(word == 0, a, b), tl.where(word == 2, c, d)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["depth", "rows_per_slot"])
 def _best_of_chunks(
     logits_ptr,  # [B, D], or partial sums [NUM_SLICES, B, D] fp32
     target_ids_ptr,  # [D] int32
-    row_slot_ptr,  # [B * ROWS_PER_SLOT] int32
-    row_position_ptr,  # [B * ROWS_PER_SLOT] int32
+    row_slot_ptr,  # [B * rows_per_slot] int32
+    row_position_ptr,  # [B * rows_per_slot] int32
     temperature_ptr,  # [S] fp32
     seed_ptr,  # [S] int64
     chunk_value_ptr,  # [B, C] fp32, written
     chunk_token_ptr,  # [B, C] int32, written
     vocab_size,  # D
     logits_slice_stride,  # elements from a slice of logits to the next
-    DEPTH: tl.constexpr,  # of the rows drafted now, 1 or more
-    ROWS_PER_SLOT: tl.constexpr,
+    depth,  # of the rows drafted now, 1 or more
+    rows_per_slot,
     NUM_SLICES: tl.constexpr,
     CHUNK_TOKENS: tl.constexpr,
     PDL: tl.constexpr,
@@ -69,7 +69,7 @@ def _best_of_chunks(
     wait_for_producers(PDL)
     start_dependents(PDL)
     slot_index, chunk = tl.program_id(0), tl.program_id(1)
-    row = slot_index * ROWS_PER_SLOT + DEPTH
+    row = slot_index * rows_per_slot + depth
     slot = tl.load(row_slot_ptr + row)
     if slot >= 0:
         column = chunk * CHUNK_TOKENS + tl.arange(0, CHUNK_TOKENS)
@@ -91,19 +91,19 @@ def _best_of_chunks(
         tl.store(chunk_token_ptr + cell, token)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["depth", "rows_per_slot"])
 def _place_tokens(
     chunk_value_ptr,  # [B, C] fp32
     chunk_token_ptr,  # [B, C] int32
-    row_slot_ptr,  # [B * ROWS_PER_SLOT] int32
-    row_token_ptr,  # [B * ROWS_PER_SLOT] int32, written at DEPTH
-    row_position_ptr,  # [B * ROWS_PER_SLOT] int32
+    row_slot_ptr,  # [B * rows_per_slot] int32
+    row_token_ptr,  # [B * rows_per_slot] int32, written at depth
+    row_position_ptr,  # [B * rows_per_slot] int32
     next_slot_ptr,  # [B] int32, written
     next_token_ptr,  # [B] int32, written
     next_position_ptr,  # [B] int32, written
     num_chunks,  # C
-    DEPTH: tl.constexpr,
-    ROWS_PER_SLOT: tl.constexpr,
+    depth,
+    rows_per_slot,
     PADDED_CHUNKS: tl.constexpr,  # C as a power of two
     PDL: tl.constexpr,
 ):
@@ -111,11 +111,9 @@ def _place_tokens(
     wait_for_producers(PDL)
     start_dependents(PDL)
     slot_index = tl.program_id(0)
-    row = slot_index * ROWS_PER_SLOT + DEPTH
+    row = slot_index * rows_per_slot + depth
     slot = tl.load(row_slot_ptr + row)
-    next_slot = slot
-    if DEPTH + 1 < ROWS_PER_SLOT:
-        next_slot = tl.load(row_slot_ptr + row + 1)
+    next_slot = tl.load(row_slot_ptr + row + 1, mask=depth + 1 < rows_per_slot, other=slot)
     token = slot * 0 - 1  # -1 as a tensor: changed in the branch
     if slot >= 0:
         chunk = tl.arange(0, PADDED_CHUNKS)
@@ -181,8 +179,8 @@ def choose_drafts(
         chunk_token,
         vocab_size,
         logits.stride(0) if logits.dim() == 3 else 0,
-        DEPTH=depth,
-        ROWS_PER_SLOT=rows_per_slot,
+        depth,
+        rows_per_slot,
         NUM_SLICES=num_slices,
         CHUNK_TOKENS=CHUNK_TOKENS,
         PDL=uses_pdl(),
@@ -197,8 +195,8 @@ def choose_drafts(
         row_position,
         *out,
         num_chunks,
-        DEPTH=depth,
-        ROWS_PER_SLOT=rows_per_slot,
+        depth,
+        rows_per_slot,
         PADDED_CHUNKS=triton.next_power_of_2(num_chunks),
         PDL=uses_pdl(),
         num_warps=1,

@@ -55,7 +55,7 @@ def _exchange_block_feature(
     return feature
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_features"])
 def _draft_inputs(
     # The rows.
     row_slot_ptr,  # [R] int32

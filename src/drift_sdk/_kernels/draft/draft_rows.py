@@ -26,7 +26,7 @@ TILE_ROWS = 256
 """Rows of a program: two a thread of 4 warps."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _round_rows(
     row_slot_ptr,  # [R] int32
     row_position_ptr,  # [R] int32

@@ -25,7 +25,14 @@ from torch import Tensor
 from drift_sdk._kernels.common.arguments import check_rows, check_tensor
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 
-__all__ = ["append_history", "append_history_reference", "num_searchers", "propose_ngrams"]
+__all__ = [
+    "append_history",
+    "append_history_reference",
+    "found_tokens",
+    "num_searchers",
+    "propose_ngrams",
+    "search_ngrams",
+]
 
 SEARCH_TOKENS = 1024
 """Places in the history that a program searches at a time: 8 a thread of 4 warps."""
@@ -83,22 +90,20 @@ def _search(
 
 
 @triton.jit
-def _propose(
-    row_slot_ptr,  # [R] int32, written for rows that are drafted
-    row_position_ptr,  # [R] int32
-    row_token_ptr,  # [R] int32, written for rows that are drafted
-    history_ptr,  # [S, max tokens] int32
-    found_ptr,  # [R / ROWS_PER_SLOT, NUM_SEARCHERS] int64
-    history_stride,  # elements from a slot's history to the next
+def found_tokens(
+    row_slot_ptr,  # as of `_propose`, like the next ones
+    row_position_ptr,
+    row_token_ptr,
+    history_ptr,
+    found_ptr,
+    history_stride,
     NUM_SEARCHERS: tl.constexpr,
-    PADDED_SEARCHERS: tl.constexpr,  # NUM_SEARCHERS as a power of two
+    PADDED_SEARCHERS: tl.constexpr,
     ROWS_PER_SLOT: tl.constexpr,
-    PADDED_ROWS: tl.constexpr,  # ROWS_PER_SLOT as a power of two
-    PDL: tl.constexpr,
+    PADDED_ROWS: tl.constexpr,
 ):
-    """Grid (R / ROWS_PER_SLOT,)."""
-    wait_for_producers(PDL)
-    start_dependents(PDL)
+    """Of a program's slot: its rows but the first, whether each exists, their slots, and the tokens found for
+    them; -1: none. All [PADDED_ROWS]."""
     slot_index = tl.program_id(0)
     slot = tl.load(row_slot_ptr + slot_index * ROWS_PER_SLOT)
     length = tl.load(row_position_ptr + slot_index * ROWS_PER_SLOT) + 1
@@ -115,8 +120,32 @@ def _propose(
     place_ptr = history_ptr + slot.to(tl.int64) * history_stride + end + draft
     token = tl.load(place_ptr, mask=is_proposed & (is_newest == 0), other=-1)
     token = tl.where(is_newest, tl.load(row_token_ptr + slot_index * ROWS_PER_SLOT), token)
+    return row, is_draft, own_slot, token
+
+
+@triton.jit
+def _propose(
+    row_slot_ptr,  # [R] int32, written for rows that are drafted
+    row_position_ptr,  # [R] int32
+    row_token_ptr,  # [R] int32, written for rows that are drafted
+    history_ptr,  # [S, max tokens] int32
+    found_ptr,  # [R / ROWS_PER_SLOT, NUM_SEARCHERS] int64
+    history_stride,  # elements from a slot's history to the next
+    NUM_SEARCHERS: tl.constexpr,
+    PADDED_SEARCHERS: tl.constexpr,  # NUM_SEARCHERS as a power of two
+    ROWS_PER_SLOT: tl.constexpr,
+    PADDED_ROWS: tl.constexpr,  # ROWS_PER_SLOT as a power of two
+    PDL: tl.constexpr,
+):
+    """Grid (R / ROWS_PER_SLOT,)."""
+    wait_for_producers(PDL)
+    start_dependents(PDL)
+    row, is_draft, own_slot, token = found_tokens(
+        row_slot_ptr, row_position_ptr, row_token_ptr, history_ptr, found_ptr, history_stride, NUM_SEARCHERS,
+        PADDED_SEARCHERS, ROWS_PER_SLOT, PADDED_ROWS,
+    )  # fmt: skip
     tl.store(row_token_ptr + row, token, mask=is_draft)
-    tl.store(row_slot_ptr + row, tl.where(is_proposed, own_slot, -1), mask=is_draft)
+    tl.store(row_slot_ptr + row, tl.where(token >= 0, own_slot, -1), mask=is_draft)
 
 
 @triton.jit
@@ -153,7 +182,7 @@ def num_searchers(max_num_tokens: int) -> int:
     return min(-(-max_num_tokens // (2 * SEARCH_TOKENS)), MAX_SEARCHERS)
 
 
-def propose_ngrams(
+def search_ngrams(
     row_slot: Tensor,
     row_position: Tensor,
     row_token: Tensor,
@@ -164,17 +193,9 @@ def propose_ngrams(
     min_length: int,
     max_length: int,
 ) -> None:
-    """Draft the tokens that followed the end of the sequence when it last occurred before.
+    """Look up the end of each sequence where it last occurred before; the first launch of `propose_ngrams`.
 
-    row_slot, row_position, row_token [R] int32: `rows_per_slot` rows of each slot, the first that of its
-    newest token. history [S, max tokens] int32: the token at each position before that one. found [R /
-    rows_per_slot, num_searchers] int64: scratch.
-
-    The longest run of `min_length` to `max_length` tokens is looked up that also ends the sequence, where it
-    last occurred before. The tokens behind it are written to row_token of the slot's other rows, as far as
-    these have a slot; rows for which there is no token get slot -1.
-
-    Raises ValueError for another shape, type or layout.
+    found, written: the finds of each slot's searchers. Other arguments and errors as of `propose_ngrams`.
     """
     num_slots, remainder = divmod(row_slot.shape[0], rows_per_slot)
     if remainder:
@@ -198,6 +219,42 @@ def propose_ngrams(
         num_warps=4,
         **launch_options(),
     )
+
+
+def propose_ngrams(
+    row_slot: Tensor,
+    row_position: Tensor,
+    row_token: Tensor,
+    history: Tensor,
+    found: Tensor,
+    *,
+    rows_per_slot: int,
+    min_length: int,
+    max_length: int,
+) -> None:
+    """Draft the tokens that followed the end of the sequence when it last occurred before.
+
+    row_slot, row_position, row_token [R] int32: `rows_per_slot` rows of each slot, the first that of its
+    newest token. history [S, max tokens] int32: the token at each position before that one. found [R /
+    rows_per_slot, num_searchers] int64: scratch.
+
+    The longest run of `min_length` to `max_length` tokens is looked up that also ends the sequence, where it
+    last occurred before. The tokens behind it are written to row_token of the slot's other rows, as far as
+    these have a slot; rows for which there is no token get slot -1.
+
+    Raises ValueError for another shape, type or layout.
+    """
+    search_ngrams(
+        row_slot,
+        row_position,
+        row_token,
+        history,
+        found,
+        rows_per_slot=rows_per_slot,
+        min_length=min_length,
+        max_length=max_length,
+    )
+    num_slots, searchers = found.shape
     _propose[(num_slots,)](
         row_slot,
         row_position,

@@ -115,7 +115,9 @@ def _add_norm_across(
     column_mask = column < SIZE
     hidden_ptrs = hidden_ptr + (row * hidden_stride + column)
     weight = tl.load(weight_ptr + column, mask=column_mask, other=0.0)
-    delta_weight = weight
+    delta_weight, bias = weight, weight
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + column, mask=column_mask, other=0.0)
     if delta_norm_ptr is not None:
         delta_weight = tl.load(delta_norm_ptr + column, mask=column_mask, other=0.0)
     start_dependents(PDL)
@@ -156,7 +158,7 @@ def _add_norm_across(
                 total += part
 
     x = add_total(
-        x, total, bias_ptr, delta_norm_ptr, delta_weight, column, column_mask, eps,
+        x, total, bias_ptr, bias, delta_norm_ptr, delta_weight, eps,
         SIZE, DELTA_MULTIPLIER, NORM_KIND,
     )  # fmt: skip
     tl.store(hidden_ptrs, x, mask=column_mask)

@@ -5,7 +5,7 @@ The rules follow what measurements on an H200 chose (`tuned/nvidia-h200.json`):
 - Up to 64 rows a product is bound by the bytes of its weight. One tile takes all rows, and what counts is how
   many bytes of weights are on their way: the pipeline gets as many stages as fit beside the other CTAs of a
   multiprocessor, up to MAX_STAGES. Tiles have 128 inner indices where slices consist of them and enough
-  stages fit, else 64; and 128 columns instead of 64 where that still leaves a CTA for most multiprocessors.
+  stages fit, else 64; and 128 columns instead of 64 where that leaves enough CTAs (`_may_be_wide`).
 - From 65 rows on, several tiles of rows share the weights through the L2 cache. The tiles that need the least
   time by `cost` are taken, which counts rounds of CTAs over the multiprocessors, and slices are spread where
   few tiles would leave multiprocessors idle.
@@ -15,6 +15,8 @@ No rule changes bits, see gemm.py.
 """
 
 from __future__ import annotations
+
+import math
 
 from msgspec import Struct
 
@@ -49,11 +51,20 @@ LIBRARY_ROWS = 192
 LIBRARY_ELEMENTS = 2**23
 """Rows, and elements of a weight, from which on the vendor's library is faster, about."""
 
-MIN_CTA_SHARE = 0.8
-"""Wide tiles are taken where they leave CTAs for this share of the multiprocessors."""
+MIN_CTA_SHARE, MIN_CTA_SHARE_OF_32 = 0.8, 0.5
+"""Wide tiles are taken where they leave CTAs for this share of the multiprocessors; the second one for 32
+rows, which let a CTA compute longer for each byte of weights."""
+
+LEAST_STAGES_OF_MANY = 3
+"""Stages for more than ROWS_OF_MANY rows, if they fit at all: one CTA with three of them takes two thirds of
+the time of two CTAs with two each."""
+
+LOAD_SPEED, LOAD_CLOCKS = 64, 2900
+"""Bytes that a multiprocessor loads from the L2 cache in a clock at most; and clocks until a load has come,
+which bound the speed of a CTA that is alone by the bytes that its stages have on their way."""
 
 TILES_OF_MANY = (
-    (64, 64, 64, 4), (64, 128, 128, 4), (64, 128, 64, 4), (128, 64, 64, 4), (128, 128, 64, 8),
+    (64, 64, 64, 4), (64, 128, 128, 4), (128, 64, 64, 4), (64, 128, 64, 4), (128, 128, 64, 8),
     (128, 256, 64, 8),
 )  # fmt: skip
 """Tiles for more than ROWS_OF_MANY rows: tile_n, tile_m, tile_k and warps."""
@@ -113,17 +124,13 @@ def default_tiles(shape: GemmShape, num_rows: int, limits: GpuLimits) -> GemmTil
 def _tiles_of_few(shape: GemmShape, num_rows: int, limits: GpuLimits) -> GemmTiles:
     """One tile of rows; the widest tiles that keep enough CTAs and enough stages."""
     tile_m = max(16, 1 << (num_rows - 1).bit_length())
-    least_ctas = MIN_CTA_SHARE * limits.num_multiprocessors
-    # Tiles of 128 columns wait for more bytes before they compute: for few rows only, and long sums.
-    may_be_wide = (tile_m == 16 or shape.is_gated and tile_m == 32) and shape.slice_size >= 16 * WIDE
-    for tile_n in (WIDE, NARROW) if may_be_wide else (NARROW,):
+    for tile_n in (WIDE, NARROW) if _may_be_wide(shape, tile_m, num_rows, limits) else (NARROW,):
         num_ctas = shape.num_ctas(tile_n, tile_m, num_rows, is_spread=True)
-        if tile_n == WIDE and num_ctas < least_ctas:
-            continue
-
         for tile_k in (WIDE, NARROW):
             num_stages = _num_stages(shape, (tile_n, tile_m, tile_k), num_ctas, limits)
-            least_stages = 3 if tile_m <= 32 else 4
+            if tile_n == WIDE and tile_m == 32 and not shape.is_gated:
+                num_stages = min(num_stages, SHORT_STAGES)
+            least_stages = 3 if tile_m <= 32 or tile_n == WIDE else 4
             if tile_k == WIDE and (shape.slice_size % WIDE or num_stages < least_stages):
                 continue
 
@@ -131,6 +138,36 @@ def _tiles_of_few(shape: GemmShape, num_rows: int, limits: GpuLimits) -> GemmTil
                 return GemmTiles(True, tile_n, tile_m, tile_k, num_stages, 4)
 
     raise AssertionError("the narrowest tiles are always returned")
+
+
+def _may_be_wide(shape: GemmShape, tile_m: int, num_rows: int, limits: GpuLimits) -> bool:
+    """Whether tiles may have 128 columns. They wait for more bytes before they compute: few rows and long
+    sums are worth it, and of 64 rows only weights of so many columns that CTAs follow each other anyway, if
+    the last ones then fill the GPU at least as well."""
+    num_ctas = shape.num_ctas(WIDE, tile_m, num_rows, is_spread=True)
+    if tile_m == 16 or shape.is_gated and tile_m == 32:
+        least_ctas = MIN_CTA_SHARE * limits.num_multiprocessors
+        return shape.slice_size >= 16 * WIDE and num_ctas >= least_ctas
+
+    if tile_m == 32:
+        is_one_round = MIN_CTA_SHARE_OF_32 * limits.num_multiprocessors <= num_ctas
+        is_one_round = is_one_round and num_ctas <= limits.num_multiprocessors
+        return shape.slice_size >= 8 * WIDE and is_one_round
+
+    if shape.is_gated or num_ctas <= 2 * limits.num_multiprocessors:
+        return False
+
+    return _last_round(shape, WIDE, tile_m, limits) >= _last_round(shape, NARROW, tile_m, limits)
+
+
+def _last_round(shape: GemmShape, tile_n: int, tile_m: int, limits: GpuLimits) -> float:
+    """The use of the multiprocessors by rounds of CTAs of MANY_STAGES stages: 1 if the last round fills them,
+    too."""
+    tiles = GemmTiles(True, tile_n, tile_m, NARROW, MANY_STAGES, 4)
+    own_bytes = shared_bytes(shape, tiles) + SHARED_RESERVE
+    num_at_once = limits.num_multiprocessors * max(1, limits.multiprocessor_shared_bytes // own_bytes)
+    num_rounds = shape.num_ctas(tile_n, tile_m, tile_m, is_spread=True) / num_at_once
+    return num_rounds / math.ceil(num_rounds)
 
 
 def _num_stages(shape: GemmShape, tile: tuple[int, int, int], num_ctas: int, limits: GpuLimits) -> int:
@@ -168,7 +205,7 @@ def _tiles_of_many(shape: GemmShape, num_rows: int, limits: GpuLimits) -> GemmTi
             own_bytes = int(SHARED_USE * limits.multiprocessor_shared_bytes) // num_neighbours
             for num_stages in (4, 3, 2, 1):
                 tiles = GemmTiles(is_spread, tile_n, tile_m, tile_k, num_stages, num_warps, is_library)
-                is_shared = shared_bytes(shape, tiles) <= own_bytes or num_stages <= 2
+                is_shared = shared_bytes(shape, tiles) <= own_bytes or num_stages <= LEAST_STAGES_OF_MANY
                 if is_shared and fits(shape, tiles, limits):
                     found.append((cost(shape, tiles, num_rows, limits), tiles))
                     break
@@ -180,9 +217,9 @@ def cost(shape: GemmShape, tiles: GemmTiles, num_rows: int, limits: GpuLimits) -
     """Return an estimate of a product's time, in clocks of a multiprocessor.
 
     Each round of CTAs takes the longer one of its arithmetic and its loads. Of a multiprocessor: 4,096
-    multiply-adds of 2 bytes a clock at best, three quarters of that in tiles that share few operands; 64
-    bytes a clock from the L2 cache. The partial sums are written and read by all multiprocessors at 12 bytes
-    a clock each.
+    multiply-adds of 2 bytes a clock at best, three quarters of that in tiles that share few operands;
+    LOAD_SPEED from the L2 cache, or less if too little is on its way. The partial sums are written and read
+    by all multiprocessors at 12 bytes a clock each.
     """
     is_spread = tiles.is_spread
     num_ctas = shape.num_ctas(tiles.tile_n, tiles.tile_m, num_rows, is_spread=is_spread)
@@ -190,7 +227,11 @@ def cost(shape: GemmShape, tiles: GemmTiles, num_rows: int, limits: GpuLimits) -
     columns, inner = tiles.tile_n * shape.num_parts, shape.slice_size if is_spread else shape.inner
     is_small = columns * tiles.tile_m <= 64 * 128
     arithmetic = columns * tiles.tile_m * inner / 4096 * (4 / 3 if is_small else 1) * shape.element_bytes / 2
-    loads = (columns + tiles.tile_m) * inner * shape.element_bytes / 64
+    staged, speed = shared_bytes(shape, tiles), float(LOAD_SPEED)
+    if num_ctas <= limits.num_multiprocessors or 2 * staged > limits.multiprocessor_shared_bytes:
+        on_the_way = max(staged * (tiles.num_stages - 1) / tiles.num_stages, 1)
+        speed = min(speed, on_the_way / LOAD_CLOCKS)
+    loads = (columns + tiles.tile_m) * inner * shape.element_bytes / speed
     # A pipeline of few stages is filled and drained in sight.
     latency = 1000.0 * (1 + 2 / tiles.num_stages)
     num_partials = shape.num_slices if is_spread else 1

@@ -10,6 +10,9 @@ is. Without cosines and sines nothing is rotated.
 Grid: (rows, tiles of heads). A program owns some heads of one kind (queries, keys or values) of one row: the
 first tiles are of query heads, the next of keys, the last of values.
 
+In a cache of e4m3, what would be stored is divided by the scale of its head and rounded once more; see
+e4m3.py, also for the order of dimensions.
+
 Order of summation: slices in ascending order in float32, then the bias, then rounded to the storage type.
 Every product and sum of the rotation is rounded to the storage type.
 
@@ -18,8 +21,8 @@ type, in, and once in the storage type out. Cosines and sines are read from tabl
 instructions for them are wrong at large angles.
 
 Dependent launch: the kernel always follows the product that made qkv, so it permits its dependents to start
-at once. Before it waits, it reads rows, their places, block table, cosines and sines, which are older than
-the product.
+at once. Before it waits, it reads biases and norms, which never change, and rows, their places, block table,
+cosines and sines, which are older than the product.
 """
 
 from __future__ import annotations
@@ -29,6 +32,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from drift_sdk._kernels.attention.e4m3 import (
+    check_cache,
+    check_scales,
+    encode_e4m3,
+)
 from drift_sdk._kernels.common.arguments import (
     PartialSums,
     check_partial_sums,
@@ -39,9 +47,10 @@ from drift_sdk._kernels.common.arguments import (
     check_tensors,
 )
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
-from drift_sdk._kernels.layers.rms_norm import NormKind, inverse_rms, rms_norm_reference, weigh
+from drift_sdk._kernels.layers.rms_norm import NormKind, inverse_rms, weigh
+from drift_sdk.quantised.e4m3 import E4M3
 
-__all__ = ["rotate_and_store", "rotate_and_store_reference"]
+__all__ = ["rotate_and_store"]
 
 PROGRAM_ELEMENTS = 1_024
 """Elements of a program: 8 for each of the 128 threads of four warps. A row of an 8B model (48 heads of 128)
@@ -53,7 +62,7 @@ NUM_WARPS = 4
 @triton.jit
 def _load_heads(
     qkv_ptr,  # a row: NUM_SLICES times [width]
-    bias_ptr,  # [width], storage type, or None
+    bias,  # [TILE_HEADS, PADDED_HALF], storage type, or None
     element_offset,  # [TILE_HEADS, PADDED_HALF]
     slice_stride,
     element_mask,  # [TILE_HEADS, PADDED_HALF]
@@ -65,8 +74,8 @@ def _load_heads(
     for slice_index in tl.static_range(1, NUM_SLICES):
         total += tl.load(qkv_ptr + slice_index * slice_stride + element_offset, mask=element_mask, other=0.0)
 
-    if bias_ptr is not None:
-        total += tl.load(bias_ptr + element_offset, mask=element_mask, other=0.0).to(tl.float32)
+    if bias is not None:
+        total += bias.to(tl.float32)
 
     return total.to(DTYPE).to(tl.float32)
 
@@ -86,6 +95,25 @@ def _rotate(
 
 
 @triton.jit
+def _store_heads(
+    cache_ptr,  # of rows: [TILE_HEADS, 1]
+    x,  # [TILE_HEADS, PADDED], storage type
+    dim,  # [1, PADDED]
+    scale,  # [TILE_HEADS, 1] fp32; not read without IS_E4M3
+    mask,
+    HEAD_DIM: tl.constexpr,
+    IS_E4M3: tl.constexpr,
+):
+    """Store dimensions of heads in the cache."""
+    if IS_E4M3:
+        codes = encode_e4m3(x.to(tl.float32), scale).to(tl.uint8)
+        place = dim % (HEAD_DIM // 2) * 2 + dim // (HEAD_DIM // 2)
+        tl.store(cache_ptr + place, codes, mask=mask)
+    else:
+        tl.store(cache_ptr + dim, x, mask=mask)
+
+
+@triton.jit
 def _rotate_and_store(
     qkv_ptr,  # [NUM_SLICES, R, width] fp32, or [R, width] in the storage type; see NUM_HEADS for width
     bias_ptr,  # [width], storage type, or None
@@ -97,8 +125,10 @@ def _rotate_and_store(
     row_position_ptr,  # [R] int32
     block_table_ptr,  # [S, max_blocks] int32
     query_out_ptr,  # [R, NUM_HEADS, HEAD_DIM], storage type
-    keys_ptr,  # [num_blocks, NUM_KV_HEADS, KV_BLOCK_SIZE, HEAD_DIM], storage type
+    keys_ptr,  # [num_blocks, NUM_KV_HEADS, KV_BLOCK_SIZE, HEAD_DIM], storage type or uint8 codes of e4m3
     values_ptr,  # as keys
+    key_scale_ptr,  # [NUM_KV_HEADS] fp32, or None
+    value_scale_ptr,  # as key_scale_ptr
     row_kv_slot_ptr,  # [R] int64, or None
     eps,
     qkv_slice_stride,
@@ -151,45 +181,45 @@ def _rotate_and_store(
     if cos_ptr is not None:
         cosines = tl.load(cos_ptr + angle_offset, mask=dim < HALF, other=0.0).to(tl.float32)[None, :]
         sines = tl.load(sin_ptr + angle_offset, mask=dim < HALF, other=0.0).to(tl.float32)[None, :]
-    # Rows and block table are older than the product that is waited for.
-    wait_for_producers(PDL)
-    qkv_ptr += row * qkv_stride
-    low = _load_heads(qkv_ptr, bias_ptr, element_offset, qkv_slice_stride, element_mask, NUM_SLICES, DTYPE)
-    high = _load_heads(
-        qkv_ptr, bias_ptr, element_offset + HALF, qkv_slice_stride, element_mask, NUM_SLICES, DTYPE
-    )
     if PADDED_REST > 0:
         rest_dim = tl.arange(0, PADDED_REST)
         is_rest = rest_dim < HEAD_DIM - 2 * HALF
         rest_mask = (head < num_heads)[:, None] & is_rest[None, :]
         rest_offset = (first_head + head)[:, None] * HEAD_DIM + 2 * HALF + rest_dim[None, :]
-        rest = _load_heads(qkv_ptr, bias_ptr, rest_offset, qkv_slice_stride, rest_mask, NUM_SLICES, DTYPE)
-    if is_value:
-        stored_low, stored_high = low.to(DTYPE), high.to(DTYPE)
-    else:
+    low_bias, high_bias, rest_bias = None, None, None
+    if bias_ptr is not None:
+        low_bias = tl.load(bias_ptr + element_offset, mask=element_mask, other=0.0)
+        high_bias = tl.load(bias_ptr + element_offset + HALF, mask=element_mask, other=0.0)
+        if PADDED_REST > 0:
+            rest_bias = tl.load(bias_ptr + rest_offset, mask=rest_mask, other=0.0)
+    if query_norm_ptr is not None:
+        norm_ptr = tl.where(is_query, query_norm_ptr, key_norm_ptr)
+        low_norm = tl.load(norm_ptr + dim, mask=dim < HALF, other=0.0)[None, :]
+        high_norm = tl.load(norm_ptr + HALF + dim, mask=dim < HALF, other=0.0)[None, :]
+        if PADDED_REST > 0:
+            rest_norm = tl.load(norm_ptr + 2 * HALF + rest_dim, mask=is_rest, other=0.0)[None, :]
+    wait_for_producers(PDL)  # rows and block table are older than the product; weights never change
+    qkv_ptr, stride = qkv_ptr + row * qkv_stride, qkv_slice_stride
+    low = _load_heads(qkv_ptr, low_bias, element_offset, stride, element_mask, NUM_SLICES, DTYPE)
+    high = _load_heads(qkv_ptr + HALF, high_bias, element_offset, stride, element_mask, NUM_SLICES, DTYPE)
+    if PADDED_REST > 0:
+        rest = _load_heads(qkv_ptr, rest_bias, rest_offset, stride, rest_mask, NUM_SLICES, DTYPE)
+    stored_low, stored_high = low.to(DTYPE), high.to(DTYPE)
+    if not is_value:
         if query_norm_ptr is not None:
             squares = tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)
             if PADDED_REST > 0:
                 squares += tl.sum(rest * rest, axis=1)
             scale = inverse_rms(squares, HEAD_DIM, eps)[:, None]
-            norm_ptrs = tl.where(is_query, query_norm_ptr, key_norm_ptr) + dim
-            scaled_low = low * scale
-            low_norm = tl.load(norm_ptrs, mask=dim < HALF, other=0.0)[None, :]
-            low = weigh(scaled_low, low_norm, NORM_KIND).to(tl.float32)
-            scaled_high = high * scale
-            high_norm = tl.load(norm_ptrs + HALF, mask=dim < HALF, other=0.0)[None, :]
-            high = weigh(scaled_high, high_norm, NORM_KIND).to(tl.float32)
-
+            low = weigh(low * scale, low_norm, NORM_KIND).to(tl.float32)
+            high = weigh(high * scale, high_norm, NORM_KIND).to(tl.float32)
             if PADDED_REST > 0:
-                rest_norm_ptrs = tl.where(is_query, query_norm_ptr, key_norm_ptr) + 2 * HALF + rest_dim
-                rest_norm = tl.load(rest_norm_ptrs, mask=is_rest, other=0.0)[None, :]
                 rest = weigh(rest * scale, rest_norm, NORM_KIND).to(tl.float32)
 
+        stored_low, stored_high = low.to(DTYPE), high.to(DTYPE)
         if cos_ptr is not None:
             stored_low = _rotate(low, cosines, high, -sines, DTYPE)
             stored_high = _rotate(high, cosines, low, sines, DTYPE)
-        else:
-            stored_low, stored_high = low.to(DTYPE), high.to(DTYPE)
 
     if is_query:
         out_ptrs = query_out_ptr + row * NUM_HEADS * HEAD_DIM + element_offset
@@ -202,13 +232,18 @@ def _rotate_and_store(
         is_stored = head < tl.where(slot < 0, 0, num_heads)
         cache_mask = is_stored[:, None] & (dim < HALF)[None, :]
         cache_row = (block.to(tl.int64) * NUM_KV_HEADS + head) * KV_BLOCK_SIZE + place
-        out_ptrs = tl.where(is_value, values_ptr, keys_ptr) + cache_row[:, None] * HEAD_DIM + dim[None, :]
-        tl.store(out_ptrs, stored_low, mask=cache_mask)
-        tl.store(out_ptrs + HALF, stored_high, mask=cache_mask)
+        cache_ptrs = tl.where(is_value, values_ptr, keys_ptr) + cache_row[:, None] * HEAD_DIM
+        IS_E4M3: tl.constexpr = key_scale_ptr is not None
+        kv_scale = tl.zeros((TILE_HEADS, 1), tl.float32)
+        if IS_E4M3:
+            scale_ptrs = tl.where(is_value, value_scale_ptr, key_scale_ptr) + head[:, None]
+            kv_scale = tl.load(scale_ptrs, mask=is_stored[:, None], other=1.0)
+        _store_heads(cache_ptrs, stored_low, dim[None, :], kv_scale, cache_mask, HEAD_DIM, IS_E4M3)
+        _store_heads(cache_ptrs, stored_high, HALF + dim[None, :], kv_scale, cache_mask, HEAD_DIM, IS_E4M3)
         if PADDED_REST > 0:
-            rest_ptrs = tl.where(is_value, values_ptr, keys_ptr) + cache_row[:, None] * HEAD_DIM
-            rest_ptrs += 2 * HALF + rest_dim[None, :]
-            tl.store(rest_ptrs, rest.to(DTYPE), mask=is_stored[:, None] & is_rest[None, :])
+            rest_mask = is_stored[:, None] & is_rest[None, :]
+            rest_place = 2 * HALF + rest_dim[None, :]
+            _store_heads(cache_ptrs, rest.to(DTYPE), rest_place, kv_scale, rest_mask, HEAD_DIM, IS_E4M3)
 
 
 def rotate_and_store(
@@ -228,6 +263,8 @@ def rotate_and_store(
     eps: float = 0.0,
     norm_kind: NormKind = "rounded",
     row_kv_slot: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> None:
     """Rotated queries to query_out; rotated keys, and values, to the cache.
 
@@ -239,7 +276,8 @@ def rotate_and_store(
     block_table: [S, max_blocks] int32, the blocks of each slot in order; its rows may have any stride.
     cos, sin: [max_positions, D / 2] in the storage type, for every position of a live row: the first D
     elements of each head are rotated. Both None: nothing is rotated.
-    query_out: [R, num_heads, head_dim]. keys, values: [num_blocks, num_kv_heads, block_size, head_dim].
+    query_out: [R, num_heads, head_dim]. keys, values: [num_blocks, num_kv_heads, block_size, head_dim] in the
+    storage type, or e4m3, then with key_scale, value_scale [num_kv_heads] fp32.
     query_norm, key_norm: [head_dim], both or neither, with eps: heads are normalised before the rotation.
     norm_kind: of both, see rms_norm.py.
     row_kv_slot: [R] int64, the cache slots of the rows' keys and values; None: those of their positions.
@@ -251,6 +289,8 @@ def rotate_and_store(
     )  # fmt: skip
     num_rows, num_heads, head_dim = query_out.shape
     check_tensors((num_rows,), torch.int64, row_kv_slot=row_kv_slot)
+    check_scales(keys, keys.shape[1], key_scale=key_scale, value_scale=value_scale)
+    is_e4m3 = keys.dtype == E4M3
     num_kv_heads, block_size = keys.shape[1:3]
     half = head_dim // 2 if cos is None else cos.shape[1]
     padded_half, rest = int(triton.next_power_of_2(half)), head_dim - 2 * half
@@ -270,8 +310,10 @@ def rotate_and_store(
         row_position_ptr=row_position,
         block_table_ptr=block_table,
         query_out_ptr=query_out,
-        keys_ptr=keys,
-        values_ptr=values,
+        keys_ptr=keys.view(torch.uint8) if is_e4m3 else keys,
+        values_ptr=values.view(torch.uint8) if is_e4m3 else values,
+        key_scale_ptr=key_scale,
+        value_scale_ptr=value_scale,
         row_kv_slot_ptr=row_kv_slot,
         eps=eps,
         qkv_slice_stride=slices.slice_stride,
@@ -335,66 +377,7 @@ def _check_rotate_and_store(
     check_tensors((num_rows,), torch.int32, row_slot=row_slot, row_position=row_position)
     check_rows("block_table", block_table, block_table.shape, torch.int32)
     check_tensor("query_out", query_out, query_out.shape, dtype)
-    check_tensors((num_blocks, num_kv_heads, block_size, head_dim), dtype, keys=keys, values=values)
+    check_cache(keys, values, (num_blocks, num_kv_heads, block_size, head_dim), dtype)
     check_tensors((head_dim,), dtype, query_norm=query_norm, key_norm=key_norm)
     check_tensors((width,), dtype, bias=bias)
     return slices
-
-
-def rotate_and_store_reference(
-    qkv: Tensor,
-    row_slot: Tensor,
-    row_position: Tensor,
-    block_table: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    query_out: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    *,
-    bias: Tensor | None = None,
-    query_norm: Tensor | None = None,
-    key_norm: Tensor | None = None,
-    eps: float = 0.0,
-    norm_kind: NormKind = "rounded",
-    row_kv_slot: Tensor | None = None,
-) -> None:
-    """Write what `rotate_and_store` writes, row by row."""
-    num_rows, num_heads, head_dim = query_out.shape
-    num_kv_heads, block_size = keys.shape[1:3]
-    if qkv.dim() == 3:
-        total = qkv[0]
-        for part in qkv[1:]:
-            total = total + part
-
-        qkv = total
-
-    if bias is not None:
-        qkv = qkv.to(torch.float32) + bias.to(torch.float32)
-
-    heads = qkv.to(query_out.dtype).view(num_rows, -1, head_dim)
-    query, key, value = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
-    if query_norm is not None and key_norm is not None:
-        query = rms_norm_reference(query, query_norm, eps, norm_kind=norm_kind)
-        key = rms_norm_reference(key, key_norm, eps, norm_kind=norm_kind)
-
-    query_out.zero_()
-    for row in range(num_rows):
-        slot, position = int(row_slot[row]), int(row_position[row])
-        if slot >= 0:
-            own = int(block_table[slot, position // block_size]) * block_size + position % block_size
-            block, place = divmod(own if row_kv_slot is None else int(row_kv_slot[row]), block_size)
-            if cos is not None and sin is not None:
-                query_out[row] = _rotated(query[row], cos[position], sin[position])
-                keys[block, :, place] = _rotated(key[row], cos[position], sin[position])
-            else:
-                query_out[row], keys[block, :, place] = query[row], key[row]
-            values[block, :, place] = value[row]
-
-
-def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return heads [num_heads, head_dim] of one position, their first elements rotated by cos and sin
-    [D / 2]."""
-    half = cos.shape[0]
-    low, high, rest = heads.split([half, half, heads.shape[-1] - 2 * half], dim=-1)
-    return torch.cat((low * cos + high * -sin, high * cos + low * sin, rest), dim=-1)

@@ -25,10 +25,13 @@ MIN_PADDED_ROWS = 16
 """Least number of rows that a program is compiled for: steps of 1 to 16 rows share one."""
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_rows", "rows_per_slot"],
+    do_not_specialize_on_alignment=["max_drafts_ptr"],
+)
 def _gather_rows(
     slots_ptr,  # [B] int32; -1: none
-    max_drafts_ptr,  # [B] int32; not read where ROWS_PER_SLOT is 1
+    max_drafts_ptr,  # [B] int32; not read where rows_per_slot is 1
     length_ptr,  # [S] int32
     last_token_ptr,  # [S] int32
     finish_ptr,  # [S] int32
@@ -37,7 +40,7 @@ def _gather_rows(
     row_token_ptr,  # [R] int32, written
     row_position_ptr,  # [R] int32, written
     num_rows,
-    ROWS_PER_SLOT: tl.constexpr,
+    rows_per_slot,
     PADDED_ROWS: tl.constexpr,  # R as a power of two
     PDL: tl.constexpr,
 ):
@@ -46,18 +49,17 @@ def _gather_rows(
     start_dependents(PDL)
     row = tl.arange(0, PADDED_ROWS)
     is_row = row < num_rows
-    depth = row % ROWS_PER_SLOT
-    slot = tl.load(slots_ptr + row // ROWS_PER_SLOT, mask=is_row, other=-1)
+    depth = row % rows_per_slot
+    is_draft = is_row & (depth > 0)
+    slot = tl.load(slots_ptr + row // rows_per_slot, mask=is_row, other=-1)
     is_live = slot >= 0
     is_live &= tl.load(finish_ptr + slot, mask=is_live, other=1) == 0
     num_tokens = tl.load(length_ptr + slot, mask=is_live, other=1)
     token = tl.load(last_token_ptr + slot, mask=is_live & (depth == 0), other=-1)
-    if ROWS_PER_SLOT > 1:
-        # A draft is verified only where there is room for the token behind it.
-        max_depth = tl.load(max_drafts_ptr + row // ROWS_PER_SLOT, mask=is_row, other=0)
-        room = tl.load(max_length_ptr + slot, mask=is_live, other=0) - num_tokens - 1
-        max_depth = tl.minimum(max_depth, room)
-        is_live &= (depth == 0) | (depth <= max_depth)
+    # A draft is verified only where there is room for the token behind it.
+    max_depth = tl.load(max_drafts_ptr + row // rows_per_slot, mask=is_draft, other=0)
+    room = tl.load(max_length_ptr + slot, mask=is_live & is_draft, other=0) - num_tokens - 1
+    is_live &= (depth == 0) | (depth <= tl.minimum(max_depth, room))
     tl.store(row_slot_ptr + row, tl.where(is_live, slot, -1), mask=is_row)
     tl.store(row_token_ptr + row, token, mask=is_row)
     tl.store(row_position_ptr + row, num_tokens - 1 + depth, mask=is_row)
@@ -100,7 +102,7 @@ def gather_rows(
         row_token,
         row_position,
         num_rows,
-        ROWS_PER_SLOT=num_rows // num_slots,
+        num_rows // num_slots,
         PADDED_ROWS=max(MIN_PADDED_ROWS, triton.next_power_of_2(num_rows)),
         PDL=uses_pdl(),
         num_warps=4,

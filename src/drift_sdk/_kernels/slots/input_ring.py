@@ -60,18 +60,18 @@ def entry_after(entry_index, num_entries):
     return tl.where(entry_index + 1 == num_entries, 0, entry_index + 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["payload_words"])
 def _enter(
     input_ring_ptr,  # [num_entries, entry_words] int32, pinned
     next_entry_ptr,  # [1] int32: the entry of this replay
     current_entry_ptr,  # [1] int32, written: the same, for the replay's other kernels
-    payload_ptr,  # [PAYLOAD_WORDS] int32, written
+    payload_ptr,  # [payload_words] int32, written
     table_words_ptr,  # int32, written: the arena of the slot tables
     entry_words,
+    payload_words,
     HEADER_WORDS: tl.constexpr,
     MAX_UPDATES: tl.constexpr,
     PADDED_UPDATES: tl.constexpr,  # MAX_UPDATES as a power of two
-    PAYLOAD_WORDS: tl.constexpr,
     TILE_WORDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -90,7 +90,7 @@ def _enter(
         tl.store(current_entry_ptr, entry_index)
     else:
         word = (program - 1) * TILE_WORDS + tl.arange(0, TILE_WORDS)
-        is_word = word < PAYLOAD_WORDS
+        is_word = word < payload_words
         values = tl.load(entry_ptr + HEADER_WORDS + 2 * MAX_UPDATES + word, mask=is_word, other=0)
         tl.store(payload_ptr + word, values, mask=is_word)
 
@@ -106,7 +106,7 @@ def _advance(
     tl.store(next_entry_ptr, entry_after(tl.load(next_entry_ptr), num_entries))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _show_drafts(
     row_slot_ptr,  # [R] int32
     row_token_ptr,  # [R] int32
@@ -195,10 +195,10 @@ def enter(
         payload,
         table_words,
         entry_words,
+        num_words,
         HEADER_WORDS=HEADER_WORDS,
         MAX_UPDATES=max_updates,
         PADDED_UPDATES=triton.next_power_of_2(max_updates),
-        PAYLOAD_WORDS=num_words,
         TILE_WORDS=COPY_WORDS,
         PDL=uses_pdl(),
         num_warps=4,

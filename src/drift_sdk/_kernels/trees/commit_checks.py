@@ -2,7 +2,8 @@
 
 `_check_acceptance`, grid (trees,), after the commit, finds wrong acceptance and lengths. `_check_cache`, grid
 (trees, layers times KV heads), after rewinding, finds rows that were not moved to their positions. It also
-overwrites the keys and values of rejected nodes with NaN, so that a row which reads them is not finite.
+overwrites the keys and values of rejected nodes with NaN, so that a row which reads them is not finite. Codes
+of e4m3 are overwritten too, with that of NaN; but attention takes it for the number 480.
 
 Programmatic dependent launch: both wait for their producers before their first read and let their dependents
 start right after that.
@@ -15,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from drift_sdk._kernels.attention.e4m3 import cache_words
 from drift_sdk._kernels.common.arguments import check_tensor, check_tensors
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.trees.round_checks import NOTHING, check_rows, set_flag
@@ -25,6 +27,9 @@ __all__ = ["check_acceptance", "check_cache"]
 
 ACCEPTANCE, LENGTH, KV = (tl.constexpr(6 + each) for each in range(3))
 """Places in `REASONS`, counted from 1."""
+
+TWO_NANS = tl.constexpr(0x7F7F)
+"""A word of two codes of e4m3 that are NaN."""
 
 
 @triton.jit
@@ -86,7 +91,7 @@ def _check_acceptance(
 
 @triton.jit
 def _check_cache(
-    keys_ptr,  # [L, num_blocks, NUM_KV_HEADS, KV_BLOCK_SIZE, HEAD_DIM], storage type, read and written
+    keys_ptr,  # [L, num_blocks, NUM_KV_HEADS, KV_BLOCK_SIZE, HEAD_DIM], as words; read and written
     values_ptr,  # as keys
     block_table_ptr,  # [S, max_blocks] int32
     row_slot_ptr,  # [R] int32
@@ -127,15 +132,18 @@ def _check_cache(
                 from_offset = first_offset + (from_row + source % KV_BLOCK_SIZE) * HEAD_DIM
                 to_row = (block * NUM_KV_HEADS + head) * KV_BLOCK_SIZE + position % KV_BLOCK_SIZE
                 to_offset = first_offset + to_row * HEAD_DIM
-                key = tl.load(keys_ptr + from_offset, mask=is_dim, other=0.0).to(tl.float32)
-                copied_key = tl.load(keys_ptr + to_offset, mask=is_dim, other=0.0).to(tl.float32)
-                value = tl.load(values_ptr + from_offset, mask=is_dim, other=0.0).to(tl.float32)
-                copied_value = tl.load(values_ptr + to_offset, mask=is_dim, other=0.0).to(tl.float32)
+                key = tl.load(keys_ptr + from_offset, mask=is_dim, other=0).to(tl.float32)
+                copied_key = tl.load(keys_ptr + to_offset, mask=is_dim, other=0).to(tl.float32)
+                value = tl.load(values_ptr + from_offset, mask=is_dim, other=0).to(tl.float32)
+                copied_value = tl.load(values_ptr + to_offset, mask=is_dim, other=0).to(tl.float32)
                 is_wrong = (key != copied_key) | (value != copied_value)
                 if tl.sum(is_wrong.to(tl.int32), 0) > 0:
                     set_flag(flag_ptr + tree, KV, node)
         tl.debug_barrier()  # rows are read before they are overwritten
-        nothing = tl.full((PADDED_DIM,), float("nan"), tl.float32).to(keys_ptr.dtype.element_ty)
+        if keys_ptr.dtype.element_ty == tl.int16:
+            nothing = tl.full((PADDED_DIM,), TWO_NANS, tl.int16)
+        else:
+            nothing = tl.full((PADDED_DIM,), float("nan"), tl.float32).to(keys_ptr.dtype.element_ty)
         for node in range(1, NUM_NODES):
             if tl.load(row_slot_ptr + first_row + node) >= 0:
                 place = tl.load(row_kv_slot_ptr + first_row + node)
@@ -188,6 +196,7 @@ def check_cache(
     """Check that keys and values of accepted nodes lie at their positions, in all layers, and overwrite those
     of rejected nodes. Arguments as of `kv_rewind`."""
     num_trees, nodes = check_rows(rows, flags)
+    keys, values = cache_words(keys), cache_words(values)
     num_layers, _, num_kv_heads, block_size, head_dim = keys.shape
     check_tensors(keys.shape, keys.dtype, keys=keys, values=values)
     check_tensor("kv_slot", kv_slot, (num_trees * nodes,), torch.int64)

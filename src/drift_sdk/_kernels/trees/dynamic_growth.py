@@ -58,7 +58,7 @@ class CandidatePool(Struct, frozen=True):
         return size // num_trees
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_nodes", "depth", "first_candidate", "first_node"])
 def _expand(
     candidate_token_ptr,  # [B * NUM_SOURCES, NUM_CANDIDATES] int32
     candidate_logprob_ptr,  # [B * NUM_SOURCES, NUM_CANDIDATES] fp32
@@ -81,9 +81,9 @@ def _expand(
     pool_size,  # P
     num_nodes,  # T
     num_draft_nodes,
-    DEPTH: tl.constexpr,  # of the candidates, 1 or more
-    FIRST_CANDIDATE: tl.constexpr,  # number of the depth's first candidate
-    FIRST_NODE: tl.constexpr,  # number of the frontier's first row among the nodes that the draft computes
+    depth,  # of the candidates, 1 or more
+    first_candidate,  # number of the depth's first candidate
+    first_node,  # number of the frontier's first row among the nodes that the draft computes
     NUM_SOURCES: tl.constexpr,
     NUM_FRONTIER: tl.constexpr,  # 0: no depth follows
     NUM_CANDIDATES: tl.constexpr,
@@ -105,43 +105,41 @@ def _expand(
     each = tl.arange(0, PADDED_CANDIDATES)
     is_each = each < NUM_SOURCES * NUM_CANDIDATES
     source = each // NUM_CANDIDATES
-    parent = tl.zeros((PADDED_CANDIDATES,), tl.int32) - 1
-    parent_cost = tl.zeros((PADDED_CANDIDATES,), tl.float32)
-    if DEPTH > 1:
-        parent = tl.load(source_node_ptr + first_source + source, mask=is_each, other=0)
-        parent_cost = tl.load(pool_cost_ptr + first_pool + parent, mask=is_each, other=float("inf"))
+    has_parent = each < tl.where(depth > 1, NUM_SOURCES * NUM_CANDIDATES, 0)
+    parent = tl.load(source_node_ptr + first_source + source, mask=has_parent, other=-1)
+    parent_cost = tl.load(pool_cost_ptr + first_pool + parent, mask=has_parent, other=0.0)
     cell = first_source * NUM_CANDIDATES + each
     token = tl.load(candidate_token_ptr + cell, mask=is_each, other=-1)
     logprob = tl.load(candidate_logprob_ptr + cell, mask=is_each, other=0.0)
     cost = tl.where(logprob < 0, parent_cost - logprob, parent_cost)
     num_allowed = tl.where(is_chain, 1, NUM_SOURCES * NUM_CANDIDATES)
-    num_allowed = tl.where((slot >= 0) & (most_depth >= DEPTH), num_allowed, 0)
+    num_allowed = tl.where((slot >= 0) & (most_depth >= depth), num_allowed, 0)
     cost = tl.where(each < num_allowed, cost, float("inf"))
-    tl.store(pool_cost_ptr + first_pool + FIRST_CANDIDATE + each, cost, mask=is_each)
-    tl.store(pool_token_ptr + first_pool + FIRST_CANDIDATE + each, token, mask=is_each)
-    tl.store(pool_parent_ptr + first_pool + FIRST_CANDIDATE + each, parent, mask=is_each)
+    tl.store(pool_cost_ptr + first_pool + first_candidate + each, cost, mask=is_each)
+    tl.store(pool_token_ptr + first_pool + first_candidate + each, token, mask=is_each)
+    tl.store(pool_parent_ptr + first_pool + first_candidate + each, parent, mask=is_each)
     root_position = tl.load(row_position_ptr + tree * num_nodes)
     for index in range(NUM_FRONTIER):
         least = tl.min(cost, 0)
         chosen = tl.min(tl.where(cost == least, each, LAST_NUMBER), 0)
         chosen = tl.minimum(chosen, NUM_SOURCES * NUM_CANDIDATES - 1)
-        is_live = (least < float("inf")) & (most_depth > DEPTH)
+        is_live = (least < float("inf")) & (most_depth > depth)
         own_token = tl.sum(tl.where(each == chosen, token, 0), 0)
         row = tree * NUM_FRONTIER + index
         own_source = first_source + chosen // NUM_CANDIDATES
         tl.store(next_slot_ptr + row, tl.where(is_live, slot, -1))
         tl.store(next_token_ptr + row, own_token)
-        tl.store(next_position_ptr + row, root_position + DEPTH)
-        kv_slot = tl.load(draft_kv_slot_ptr + tree * num_draft_nodes + FIRST_NODE + index)
+        tl.store(next_position_ptr + row, root_position + depth)
+        kv_slot = tl.load(draft_kv_slot_ptr + tree * num_draft_nodes + first_node + index)
         tl.store(next_kv_slot_ptr + row, kv_slot)
         tl.store(next_source_ptr + row, tl.where(is_live, own_source, -1))
-        tl.store(next_node_ptr + row, FIRST_CANDIDATE + chosen)
+        tl.store(next_node_ptr + row, first_candidate + chosen)
         extend_path(
             source_path_ptr + own_source * NUM_PATH_ENTRIES,
             next_path_ptr + row * NUM_PATH_ENTRIES,
-            FIRST_NODE + index,
+            first_node + index,
             is_live,
-            DEPTH,
+            depth,
             NUM_PATH_ENTRIES,
             PADDED_PATH,
         )
@@ -259,9 +257,9 @@ def expand_dynamic(
         pool_size,
         num_rows // num_trees,
         rows.draft_kv_slot.shape[0] // num_trees,
-        DEPTH=depth,
-        FIRST_CANDIDATE=first_candidate,
-        FIRST_NODE=first_node,
+        depth,
+        first_candidate,
+        first_node,
         NUM_SOURCES=num_sources,
         NUM_FRONTIER=num_frontier,
         NUM_CANDIDATES=num_candidates,

@@ -53,14 +53,14 @@ def extend_path(
     own_path_ptr,  # the row's own, written
     own_node,  # the row's number among the nodes that the draft computes
     is_stored,
-    DEPTH: tl.constexpr,
+    depth,
     NUM_PATH_ENTRIES: tl.constexpr,
     PADDED_PATH: tl.constexpr,
 ):
-    """Write the path of a row that is `DEPTH` deep: that of the row before, and the row itself."""
+    """Write the path of a row that is `depth` deep: that of the row before, and the row itself. The path of a
+    root is entry 0 alone, and is not read."""
     entry = tl.arange(0, PADDED_PATH)
-    before = tl.zeros((PADDED_PATH,), tl.int32)
-    if DEPTH > 1:
-        before = tl.load(source_path_ptr + entry, mask=entry < tl.where(is_stored, DEPTH, 0), other=-1)
-    path = tl.where(entry < DEPTH, before, tl.where(entry == DEPTH, own_node, -1))
+    is_before = entry < tl.where(is_stored & (depth > 1), depth, 0)
+    before = tl.load(source_path_ptr + entry, mask=is_before, other=0)
+    path = tl.where(entry < depth, before, tl.where(entry == depth, own_node, -1))
     tl.store(own_path_ptr + entry, path, mask=entry < tl.where(is_stored, NUM_PATH_ENTRIES, 0))

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from drift_sdk._kernels.attention.e4m3 import cache_words
 from drift_sdk._kernels.common.arguments import check_tensor, check_tensors
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
@@ -29,7 +30,7 @@ __all__ = ["kv_rewind", "kv_rewind_reference"]
 
 @triton.jit
 def _kv_rewind(
-    keys_ptr,  # [L, num_blocks, NUM_KV_HEADS, KV_BLOCK_SIZE, HEAD_DIM], storage type, read and written
+    keys_ptr,  # [L, num_blocks, NUM_KV_HEADS, KV_BLOCK_SIZE, HEAD_DIM], of any type, read and written
     values_ptr,  # as keys
     block_table_ptr,  # [S, max_blocks] int32
     row_slot_ptr,  # [R] int32
@@ -72,8 +73,8 @@ def _kv_rewind(
         to_row = (block * NUM_KV_HEADS + head) * KV_BLOCK_SIZE + position % KV_BLOCK_SIZE
         from_offset = first_offset + from_row[:, None] * HEAD_DIM
         to_offset = first_offset + to_row[:, None] * HEAD_DIM
-        keys = tl.load(keys_ptr + from_offset, mask=mask, other=0.0)
-        values = tl.load(values_ptr + from_offset, mask=mask, other=0.0)
+        keys = tl.load(keys_ptr + from_offset, mask=mask, other=0)
+        values = tl.load(values_ptr + from_offset, mask=mask, other=0)
         tl.debug_barrier()  # no thread writes before all have read
         tl.store(keys_ptr + to_offset, keys, mask=mask)
         tl.store(values_ptr + to_offset, values, mask=mask)
@@ -92,12 +93,13 @@ def kv_rewind(
 ) -> None:
     """Move the keys and values of accepted nodes to their positions.
 
-    keys, values: [num_layers, num_blocks, num_kv_heads, block_size, head_dim]. block_table [S, max_blocks]
-    int32. row_slot, row_position [B * T] int32 and row_kv_slot [B * T] int64: as of `tree_rows`. path [B,
-    PATH_ENTRIES] int32: as of `tree_accept`. All contiguous.
+    keys, values: [num_layers, num_blocks, num_kv_heads, block_size, head_dim], of any type. block_table [S,
+    max_blocks] int32. row_slot, row_position [B * T] int32 and row_kv_slot [B * T] int64: as of `tree_rows`.
+    path [B, PATH_ENTRIES] int32: as of `tree_accept`. All contiguous.
 
     Raises ValueError for another shape, type or layout.
     """
+    keys, values = cache_words(keys), cache_words(values)
     num_layers, _, num_kv_heads, block_size, head_dim = keys.shape
     num_trees, num_rows = path.shape[0], path.shape[0] * nodes_per_tree
     check_tensors(keys.shape, keys.dtype, keys=keys, values=values)
@@ -151,6 +153,6 @@ def kv_rewind_reference(
         source = row_kv_slot[first_row + torch.tensor(kept)]
         position = start + torch.arange(len(kept))
         block = block_table[slot, position // block_size].long()
-        for cache in (keys, values):
+        for cache in (cache_words(keys), cache_words(values)):
             rows = cache[:, source // block_size, :, source % block_size].clone()
             cache[:, block, :, position % block_size] = rows

@@ -12,7 +12,15 @@ import triton.language as tl
 
 from drift_sdk._kernels.attention.attention_plan import partition_of, partition_start
 from drift_sdk._kernels.attention.cache_offset import offset_in_cache
-from drift_sdk._kernels.attention.online_softmax import ONES_COLUMNS, attend_tile
+from drift_sdk._kernels.attention.online_softmax import (
+    ONES_COLUMNS,
+    attend_tile,
+    clear_parts,
+    head_scale,
+    load_parts,
+    store_parts,
+    zero_parts,
+)
 from drift_sdk._kernels.common.launching import wait_for_producers
 
 __all__ = ["attend_paths"]
@@ -56,8 +64,9 @@ def attend_paths(
     head,
     tree,
     query_ptr,  # [R, num_heads, HEAD_DIM], storage type
-    keys_ptr,  # [num_blocks, NUM_KV_HEADS, KV_BLOCK_SIZE, HEAD_DIM], storage type
+    keys_ptr,  # [num_blocks, NUM_KV_HEADS, KV_BLOCK_SIZE, PART_DIM], storage type or words of two e4m3 codes
     values_ptr,  # as keys
+    key_scale_ptr,  # [NUM_KV_HEADS] fp32, or None
     block_table_ptr,  # [S, max_blocks] int32
     row_slot_ptr,  # [R] int32; -1: no node
     row_position_ptr,  # [R] int32
@@ -80,7 +89,9 @@ def attend_paths(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     TILE_ROWS: tl.constexpr,  # TILE_NODES * GROUP_SIZE, rounded up to a power of two, 16 or more
+    NUM_PARTS: tl.constexpr,
     PADDED_DIM: tl.constexpr,
+    IN_PAIRS: tl.constexpr,
     KV_BLOCK_SIZE: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     FIRST_KEY: tl.constexpr,
@@ -95,6 +106,8 @@ def attend_paths(
     table and paths are read before the kernels before this one have ended. Longer than other kernels by its
     arguments."""
     NUM_QUERY_ROWS: tl.constexpr = NUM_NODES * GROUP_SIZE
+    PART_DIM: tl.constexpr = HEAD_DIM // NUM_PARTS
+    scale = head_scale(scale, key_scale_ptr, head)
     tile_row = tl.arange(0, TILE_ROWS)
     member = tile_row // GROUP_SIZE
     node = first_node + member
@@ -123,14 +136,13 @@ def attend_paths(
     wait_for_producers(PDL)
     if slot >= 0:
         dim = tl.arange(0, PADDED_DIM)
-        is_dim = dim < HEAD_DIM
+        is_dim = dim < PART_DIM
         border_partition = partition_of(border, NARROW, NARROW_END, WIDE)
         begin_key = partition_start(border_partition, NARROW, NARROW_END, WIDE)
         query_index = (row * NUM_KV_HEADS + head) * GROUP_SIZE + tile_row % GROUP_SIZE
         query_mask = is_row[:, None] & is_dim[None, :]
-        queries = tl.load(
-            query_ptr + query_index[:, None] * HEAD_DIM + dim[None, :], mask=query_mask, other=0.0
-        )
+        query_ptrs = query_ptr + query_index[:, None] * HEAD_DIM + dim[None, :]
+        queries = load_parts(query_ptrs, query_mask, PART_DIM, NUM_PARTS)
         query_row = node * GROUP_SIZE + tile_row % GROUP_SIZE
         first_sum = (tree * NUM_KV_HEADS + head) * num_partitions * NUM_QUERY_ROWS + query_row
         if WINDOW > 0:
@@ -138,21 +150,21 @@ def attend_paths(
             begin_key = tl.maximum(begin_key, first_seen // TILE_KEYS * TILE_KEYS)
         maximum = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
         weight = tl.zeros((TILE_ROWS, ONES_COLUMNS), tl.float32)
-        total = tl.zeros((TILE_ROWS, PADDED_DIM), tl.float32)
+        total = zero_parts(TILE_ROWS, PADDED_DIM, NUM_PARTS)
         for first_key in tl.range(begin_key, border, TILE_KEYS, num_stages=NUM_STAGES):
             position = first_key + key
             cache_offset = offset_in_cache(
                 table_ptr, first_key, key, position, border, head, dim,
-                NUM_KV_HEADS, HEAD_DIM, KV_BLOCK_SIZE, TILE_KEYS,
+                NUM_KV_HEADS, PART_DIM, KV_BLOCK_SIZE, TILE_KEYS,
             )  # fmt: skip
             key_mask = (position >= first_seen)[:, None] & is_dim[None, :]
-            keys = tl.load(keys_ptr + cache_offset, mask=key_mask, other=0.0)
-            values = tl.load(values_ptr + cache_offset, mask=key_mask, other=0.0)
+            keys = tl.load(keys_ptr + cache_offset, mask=key_mask, other=0)
+            values = tl.load(values_ptr + cache_offset, mask=key_mask, other=0)
             is_seen = is_row[:, None] & (position >= FIRST_KEY)[None, :]
             if WINDOW > 0:
                 is_seen = is_seen & (position[None, :] > own_position[:, None] - WINDOW)
             maximum, weight, total = attend_tile(
-                maximum, weight, total, queries, keys, values, is_seen, scale, True
+                maximum, weight, total, queries, keys, values, is_seen, scale, True, IN_PAIRS
             )
 
         partition = tile_row * 0 + border_partition
@@ -168,12 +180,13 @@ def attend_paths(
                         # The tile before was its partition's last: store the sums, start the next partition.
                         sum_index = first_sum + partition * NUM_QUERY_ROWS
                         sum_ptrs = sums_ptr + sum_index.to(tl.int64)[:, None] * HEAD_DIM + dim[None, :]
-                        tl.store(sum_ptrs, total, mask=stored[:, None] & is_dim[None, :])
+                        sum_mask = stored[:, None] & is_dim[None, :]
+                        store_parts(sum_ptrs, total, sum_mask, PART_DIM, NUM_PARTS)
                         tl.store(maxima_ptr + sum_index, maximum, mask=stored)
                         tl.store(weights_ptr + sum_index, tl.max(weight, 1), mask=stored)
                         maximum = tl.where(stored, float("-inf"), maximum)
                         weight = tl.where(stored[:, None], 0.0, weight)
-                        total = tl.where(stored[:, None], 0.0, total)
+                        total = clear_parts(total, stored, NUM_PARTS)
                         partition = tl.where(stored, tile_partition, partition)
 
                     if TILE_NODES > 1:
@@ -186,20 +199,20 @@ def attend_paths(
                         kv_slot = own_slots[tile]
                     is_key = kv_slot >= 0
                     cache_row = (kv_slot // KV_BLOCK_SIZE * NUM_KV_HEADS + head) * KV_BLOCK_SIZE
-                    cache_offset = (cache_row + kv_slot % KV_BLOCK_SIZE)[:, None] * HEAD_DIM + dim[None, :]
+                    cache_offset = (cache_row + kv_slot % KV_BLOCK_SIZE)[:, None] * PART_DIM + dim[None, :]
                     key_mask = is_key[:, None] & is_dim[None, :]
-                    keys = tl.load(keys_ptr + cache_offset, mask=key_mask, other=0.0)
-                    values = tl.load(values_ptr + cache_offset, mask=key_mask, other=0.0)
+                    keys = tl.load(keys_ptr + cache_offset, mask=key_mask, other=0)
+                    values = tl.load(values_ptr + cache_offset, mask=key_mask, other=0)
                     is_seen = is_own[:, None] & is_key[None, :]
                     if WINDOW > 0:
                         position = first_key + key
                         is_seen = is_seen & (position[None, :] > own_position[:, None] - WINDOW)
                     maximum, weight, total = attend_tile(
-                        maximum, weight, total, queries, keys, values, is_seen, scale, True
+                        maximum, weight, total, queries, keys, values, is_seen, scale, True, IN_PAIRS
                     )
 
         sum_index = first_sum + partition * NUM_QUERY_ROWS
         sum_ptrs = sums_ptr + sum_index.to(tl.int64)[:, None] * HEAD_DIM + dim[None, :]
-        tl.store(sum_ptrs, total, mask=query_mask)
+        store_parts(sum_ptrs, total, query_mask, PART_DIM, NUM_PARTS)
         tl.store(maxima_ptr + sum_index, maximum, mask=is_row)
         tl.store(weights_ptr + sum_index, tl.max(weight, 1), mask=is_row)

@@ -21,7 +21,14 @@ from drift_sdk._kernels.attention.attention_plan import (
     partition_start,
 )
 from drift_sdk._kernels.attention.cache_offset import offset_in_cache
-from drift_sdk._kernels.attention.online_softmax import ONES_COLUMNS, attend_tile
+from drift_sdk._kernels.attention.online_softmax import (
+    ONES_COLUMNS,
+    attend_tile,
+    head_scale,
+    load_parts,
+    store_parts,
+    zero_parts,
+)
 from drift_sdk._kernels.common.launching import wait_for_producers
 
 __all__ = ["attend_prefix"]
@@ -34,8 +41,9 @@ def attend_prefix(
     share,
     num_shares,
     query_ptr,  # [R, num_heads, HEAD_DIM], storage type; heads of a group side by side
-    keys_ptr,  # [num_blocks, NUM_KV_HEADS, KV_BLOCK_SIZE, HEAD_DIM], storage type
+    keys_ptr,  # [num_blocks, NUM_KV_HEADS, KV_BLOCK_SIZE, PART_DIM], storage type or words of two e4m3 codes
     values_ptr,  # as keys
+    key_scale_ptr,  # [NUM_KV_HEADS] fp32, or None
     block_table_ptr,  # [S, max_blocks] int32
     row_slot_ptr,  # [R] int32; -1: no node
     row_position_ptr,  # [R] int32
@@ -54,7 +62,9 @@ def attend_prefix(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     TILE_ROWS: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
     PADDED_DIM: tl.constexpr,
+    IN_PAIRS: tl.constexpr,
     KV_BLOCK_SIZE: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     FIRST_KEY: tl.constexpr,
@@ -69,10 +79,12 @@ def attend_prefix(
     sequence. Plan, rows and block table are read before the kernels before this one have ended. Longer than
     other kernels: one loop over sums that stay in registers."""
     NUM_QUERY_ROWS: tl.constexpr = NUM_NODES * GROUP_SIZE
+    PART_DIM: tl.constexpr = HEAD_DIM // NUM_PARTS
     query_row = row_tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
     is_row = query_row < NUM_QUERY_ROWS
     dim = tl.arange(0, PADDED_DIM)
-    is_dim = dim < HEAD_DIM
+    is_dim = dim < PART_DIM
+    scale = head_scale(scale, key_scale_ptr, head)
     key = tl.arange(0, TILE_KEYS)
     num_tiles = tl.load(num_tiles_ptr, cache_modifier=".cg")
     tile_index = next_partition(
@@ -107,34 +119,33 @@ def attend_prefix(
         query_index = (row * NUM_KV_HEADS + head) * GROUP_SIZE + query_row % GROUP_SIZE
         query_mask = is_live[:, None] & is_dim[None, :]
         wait_for_producers(PDL)
-        queries = tl.load(
-            query_ptr + query_index[:, None] * HEAD_DIM + dim[None, :], mask=query_mask, other=0.0
-        )
+        query_ptrs = query_ptr + query_index[:, None] * HEAD_DIM + dim[None, :]
+        queries = load_parts(query_ptrs, query_mask, PART_DIM, NUM_PARTS)
         table_ptr = block_table_ptr + slot.to(tl.int64) * max_blocks
         first_sum = (sequence * NUM_KV_HEADS + head) * num_partitions * NUM_QUERY_ROWS + query_row
         if WINDOW > 0:  # the first place is that of the first partition that a row sees
             first_sum -= partition_of(first_seen, NARROW, NARROW_END, WIDE) * NUM_QUERY_ROWS
         maximum = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
         weight = tl.zeros((TILE_ROWS, ONES_COLUMNS), tl.float32)
-        total = tl.zeros((TILE_ROWS, PADDED_DIM), tl.float32)
+        total = zero_parts(TILE_ROWS, PADDED_DIM, NUM_PARTS)
         for tile in tl.range(0, num_prefix_tiles, num_stages=NUM_STAGES):
             first_key = sequence_key + tile * TILE_KEYS
             position = first_key + key
             cache_offset = offset_in_cache(
                 table_ptr, first_key, key, position, num_keys, head, dim,
-                NUM_KV_HEADS, HEAD_DIM, KV_BLOCK_SIZE, TILE_KEYS,
+                NUM_KV_HEADS, PART_DIM, KV_BLOCK_SIZE, TILE_KEYS,
             )  # fmt: skip
             is_key = position < end_key
             if FIRST_KEY > 0 or WINDOW > 0:
                 is_key = is_key & (position >= first_seen)
             key_mask = is_key[:, None] & is_dim[None, :]
-            keys = tl.load(keys_ptr + cache_offset, mask=key_mask, other=0.0)
-            values = tl.load(values_ptr + cache_offset, mask=key_mask, other=0.0)
+            keys = tl.load(keys_ptr + cache_offset, mask=key_mask, other=0)
+            values = tl.load(values_ptr + cache_offset, mask=key_mask, other=0)
             is_seen = is_live[:, None] & (position >= FIRST_KEY)[None, :]
             if WINDOW > 0:
                 is_seen = is_seen & (position[None, :] > last_position[:, None] - WINDOW)
             maximum, weight, total = attend_tile(
-                maximum, weight, total, queries, keys, values, is_seen, scale, True
+                maximum, weight, total, queries, keys, values, is_seen, scale, True, IN_PAIRS
             )
             partition = partition_of(first_key, NARROW, NARROW_END, WIDE)
             next_start = partition_start(partition + 1, NARROW, NARROW_END, WIDE)
@@ -143,11 +154,11 @@ def attend_prefix(
                 sum_index = first_sum + partition * NUM_QUERY_ROWS
                 sum_mask = is_row[:, None] & is_dim[None, :]
                 sum_ptrs = sums_ptr + sum_index.to(tl.int64)[:, None] * HEAD_DIM + dim[None, :]
-                tl.store(sum_ptrs, total, mask=sum_mask)
+                store_parts(sum_ptrs, total, sum_mask, PART_DIM, NUM_PARTS)
                 tl.store(maxima_ptr + sum_index, maximum, mask=is_row)
                 tl.store(weights_ptr + sum_index, tl.max(weight, 1), mask=is_row)
                 maximum = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
                 weight = tl.zeros((TILE_ROWS, ONES_COLUMNS), tl.float32)
-                total = tl.zeros((TILE_ROWS, PADDED_DIM), tl.float32)
+                total = zero_parts(TILE_ROWS, PADDED_DIM, NUM_PARTS)
 
         tile_index += num_own_tiles

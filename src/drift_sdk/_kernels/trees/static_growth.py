@@ -45,7 +45,7 @@ class StaticTables(Struct, frozen=True):
     frontier: tuple[Tensor, ...]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["depth", "first_node"])
 def _grow_static(
     candidate_token_ptr,  # [B * NUM_SOURCES, NUM_CANDIDATES] int32
     limits_ptr,  # [B, LIMIT_WORDS] int32
@@ -67,8 +67,8 @@ def _grow_static(
     next_source_ptr,
     next_path_ptr,  # [B * NUM_FRONTIER, NUM_PATH_ENTRIES] int32, written
     num_draft_nodes,
-    DEPTH: tl.constexpr,  # of the nodes that are grown, 1 or more
-    FIRST_NODE: tl.constexpr,  # number of the frontier's first row among the nodes that the draft computes
+    depth,  # of the nodes that are grown, 1 or more
+    first_node,  # number of the frontier's first row among the nodes that the draft computes
     NUM_NODES: tl.constexpr,  # T
     PADDED_NODES: tl.constexpr,
     NUM_SOURCES: tl.constexpr,  # rows of the frontier before, of each tree
@@ -88,12 +88,12 @@ def _grow_static(
     most_drafts = tl.load(limits_ptr + tree * LIMIT_WORDS)
     most_depth = tl.load(limits_ptr + tree * LIMIT_WORDS + 1)
     is_chain = tl.load(limits_ptr + tree * LIMIT_WORDS + 2) != 0
-    is_grown = (slot >= 0) & (most_depth >= DEPTH)
+    is_grown = (slot >= 0) & (most_depth >= depth)
     node = tl.arange(0, PADDED_NODES)
     in_tree = node < NUM_NODES
-    depth = tl.load(depth_ptr + node, mask=in_tree, other=-1)
-    depth = tl.where(is_chain, node, depth)
-    is_new = in_tree & (depth == DEPTH) & (node <= tl.where(is_grown, most_drafts, -1))
+    node_depth = tl.load(depth_ptr + node, mask=in_tree, other=-1)
+    node_depth = tl.where(is_chain, node, node_depth)
+    is_new = in_tree & (node_depth == depth) & (node <= tl.where(is_grown, most_drafts, -1))
     parent = tl.load(parent_ptr + node, mask=is_new, other=0)
     rank = tl.load(rank_ptr + node, mask=is_new, other=0)
     source = tl.load(source_ptr + node, mask=is_new, other=0)
@@ -103,12 +103,12 @@ def _grow_static(
     token = tl.load(candidate_token_ptr + cell, mask=is_new, other=-1)
     tl.store(row_slot_ptr + first_row + node, slot, mask=is_new)
     tl.store(row_token_ptr + first_row + node, token, mask=is_new)
-    tl.store(row_parent_ptr + first_row + node, tl.where(is_chain, DEPTH - 1, parent), mask=is_new)
+    tl.store(row_parent_ptr + first_row + node, tl.where(is_chain, depth - 1, parent), mask=is_new)
     root_position = tl.load(row_position_ptr + first_row)
     for index in range(NUM_FRONTIER):
         own = tl.load(frontier_ptr + index)
-        own = tl.where(is_chain, tl.where(index == 0, DEPTH, -1), own)
-        is_live = is_grown & (own >= 0) & (own <= most_drafts) & (most_depth > DEPTH)
+        own = tl.where(is_chain, tl.where(index == 0, depth, -1), own)
+        is_live = is_grown & (own >= 0) & (own <= most_drafts) & (most_depth > depth)
         own_source = tl.load(source_ptr + own, mask=is_live & (is_chain == 0), other=0)
         own_rank = tl.load(rank_ptr + own, mask=is_live & (is_chain == 0), other=0)
         own_cell = (first_source + own_source) * NUM_CANDIDATES + own_rank
@@ -116,16 +116,16 @@ def _grow_static(
         row = tree * NUM_FRONTIER + index
         tl.store(next_slot_ptr + row, tl.where(is_live, slot, -1))
         tl.store(next_token_ptr + row, own_token)
-        tl.store(next_position_ptr + row, root_position + DEPTH)
-        kv_slot = tl.load(draft_kv_slot_ptr + tree * num_draft_nodes + FIRST_NODE + index)
+        tl.store(next_position_ptr + row, root_position + depth)
+        kv_slot = tl.load(draft_kv_slot_ptr + tree * num_draft_nodes + first_node + index)
         tl.store(next_kv_slot_ptr + row, kv_slot)
         tl.store(next_source_ptr + row, tl.where(is_live, first_source + own_source, -1))
         extend_path(
             source_path_ptr + (first_source + own_source) * NUM_PATH_ENTRIES,
             next_path_ptr + row * NUM_PATH_ENTRIES,
-            FIRST_NODE + index,
+            first_node + index,
             is_live,
-            DEPTH,
+            depth,
             NUM_PATH_ENTRIES,
             PADDED_PATH,
         )
@@ -184,8 +184,8 @@ def grow_static(
         following.source,
         following.path,
         rows.draft_kv_slot.shape[0] // num_trees,
-        DEPTH=depth,
-        FIRST_NODE=first_node,
+        depth,
+        first_node,
         NUM_NODES=num_nodes,
         PADDED_NODES=triton.next_power_of_2(num_nodes),
         NUM_SOURCES=num_sources,

@@ -78,6 +78,7 @@ def _tree_accept(
     num_logprobs_ptr,  # [S] int32
     stop_bits_ptr,  # [S, W] int32
     counts_ptr,  # [S, V] int32, counted up
+    is_ngram_ptr,  # [B] int32, or None
     # The results.
     path_ptr,  # [B, NUM_PATH_ENTRIES] int32, written
     emitted_ptr,  # [B] int32, written
@@ -169,6 +170,7 @@ def _tree_accept(
             num_tokens,
             tl.sum(is_draft.to(tl.int32), 0),
             num_accepted,
+            num_tokens * 0 if is_ngram_ptr is None else tl.load(is_ngram_ptr + tree),
         )
 
 
@@ -184,13 +186,14 @@ def tree_accept(
     ring: TreeRing,
     *,
     nodes_per_tree: int,
+    is_ngram: Tensor | None = None,
 ) -> None:
     """Advance the slots of trees by what was chosen behind their nodes, and record it for the host.
 
     row_slot, row_parent, row_token [B * T] int32: as of `tree_rows`, and the token of each node. No path has
     more than PATH_ENTRIES nodes. buffers: what `sample_rows` has chosen for the rows.
     path [B, PATH_ENTRIES] int32, written: the nodes that tokens were emitted behind, then -1. emitted [B]
-    int32, written: how many.
+    int32, written: how many. is_ngram [B] int32: as of `commit`.
     ring: output_ring [num_entries, entry_words] int32, pinned: its entry current_entry [1] gets the slots'
     records, one behind another, and then their paths. next_entry [1] moves on to the next replay's entry: no
     kernel behind this one may read this replay's input.
@@ -207,7 +210,7 @@ def tree_accept(
     state.check()
     slots.check()
     check_tensor("path", path, (num_slots, PATH_ENTRIES), torch.int32)
-    check_tensor("emitted", emitted, (num_slots,), torch.int32)
+    check_tensors((num_slots,), torch.int32, emitted=emitted, is_ngram=is_ngram)
     check_tensor("output_ring", output_ring, output_ring.shape, torch.int32)
     check_tensors((1,), torch.int32, current_entry=current_entry, next_entry=next_entry)
     needed, entry_words = tree_record_words(num_slots), output_ring.shape[1]
@@ -230,6 +233,7 @@ def tree_accept(
         slots.num_logprobs,
         slots.stop_bits,
         slots.counts,
+        is_ngram,
         path,
         emitted,
         *ring,
@@ -258,6 +262,7 @@ def tree_accept_reference(
     ring: TreeRing,
     *,
     nodes_per_tree: int,
+    is_ngram: Tensor | None = None,
 ) -> None:
     """`tree_accept` in plain torch, one slot after the other."""
     output_ring, current_entry, next_entry = ring
@@ -289,7 +294,8 @@ def tree_accept_reference(
 
         state.length[slot] += len(tokens)
         state.last_token[slot], state.finish[slot], emitted[index] = tokens[-1], finish, len(tokens)
-        header = [len(tokens), finish, len(nodes), num_accepted]
+        mark = 0 if is_ngram is None else int(is_ngram[index])
+        header = [len(tokens), finish, len(nodes), num_accepted, mark]
         record[:RECORD_HEADER_WORDS] = torch.tensor(header, dtype=torch.int32)
         for depth, (token, node) in enumerate(zip(tokens, walked, strict=True)):
             path[index, depth], path_record[depth] = node, node

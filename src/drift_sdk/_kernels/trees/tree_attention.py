@@ -34,6 +34,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from drift_sdk._kernels.attention.e4m3 import (
+    cache_numbers,
+    cache_words,
+    check_cache,
+    check_scales,
+    is_decoded_in_pairs,
+)
 from drift_sdk._kernels.attention.online_softmax import LOG2_E
 from drift_sdk._kernels.attention.paged_attention import AttentionConfig
 from drift_sdk._kernels.attention.partition_sums import MIN_DOT_SIZE, AttentionScratch, add_partitions
@@ -43,6 +50,7 @@ from drift_sdk._kernels.trees.path_attention import attend_paths
 from drift_sdk._kernels.trees.prefix_attention import attend_prefix
 from drift_sdk._kernels.trees.tree_paths import TreePaths
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
+from drift_sdk.quantised.e4m3 import E4M3
 
 __all__ = ["tree_attention", "tree_attention_reference"]
 
@@ -54,8 +62,9 @@ threads of two warps, and spill."""
 @triton.jit(do_not_specialize=["num_partitions", "max_blocks", "num_trees", "num_shares"])
 def _attend_trees(
     query_ptr,  # [R, num_heads, HEAD_DIM], storage type; heads of a group side by side
-    keys_ptr,  # [num_blocks, NUM_KV_HEADS, KV_BLOCK_SIZE, HEAD_DIM], storage type
+    keys_ptr,  # [num_blocks, NUM_KV_HEADS, KV_BLOCK_SIZE, PART_DIM], storage type or words of two e4m3 codes
     values_ptr,  # as keys
+    key_scale_ptr,  # [NUM_KV_HEADS] fp32, or None
     block_table_ptr,  # [S, max_blocks] int32
     row_slot_ptr,  # [R] int32; -1: no node
     row_position_ptr,  # [R] int32
@@ -84,7 +93,9 @@ def _attend_trees(
     GROUP_SIZE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
+    NUM_PARTS: tl.constexpr,  # of the dimensions: 2 with e4m3, else 1
+    PADDED_DIM: tl.constexpr,  # those of a part, padded
+    IN_PAIRS: tl.constexpr,  # see `decode_pairs`
     KV_BLOCK_SIZE: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     FIRST_KEY: tl.constexpr,
@@ -103,23 +114,23 @@ def _attend_trees(
         node_tile = program // NUM_KV_HEADS
         attend_paths(
             node_tile % NUM_NODE_TILES * TILE_NODES, program % NUM_KV_HEADS, node_tile // NUM_NODE_TILES,
-            query_ptr, keys_ptr, values_ptr, block_table_ptr, row_slot_ptr, row_position_ptr,
+            query_ptr, keys_ptr, values_ptr, key_scale_ptr, block_table_ptr, row_slot_ptr, row_position_ptr,
             root_position_ptr, node_kv_slot_ptr, row_path_ptr, sums_ptr, maxima_ptr, weights_ptr,
             scale, num_partitions, max_blocks,
             NUM_NODES, NUM_TREE_NODES, ROOT_STRIDE, NUM_PATH_ENTRIES, NUM_PATH_TILES, TILE_NODES,
-            GROUP_SIZE, NUM_KV_HEADS, HEAD_DIM, PATH_ROWS, PADDED_DIM, KV_BLOCK_SIZE, NUM_STAGES,
-            FIRST_KEY, WINDOW, TILE_KEYS, NARROW, NARROW_END, WIDE, PDL,
+            GROUP_SIZE, NUM_KV_HEADS, HEAD_DIM, PATH_ROWS, NUM_PARTS, PADDED_DIM, IN_PAIRS, KV_BLOCK_SIZE,
+            NUM_STAGES, FIRST_KEY, WINDOW, TILE_KEYS, NARROW, NARROW_END, WIDE, PDL,
         )  # fmt: skip
     else:
         row_tile = (program - num_path_programs) % NUM_ROW_TILES
         share_head = (program - num_path_programs) // NUM_ROW_TILES
         attend_prefix(
             row_tile, share_head % NUM_KV_HEADS, share_head // NUM_KV_HEADS, num_shares,
-            query_ptr, keys_ptr, values_ptr, block_table_ptr, row_slot_ptr, row_position_ptr,
+            query_ptr, keys_ptr, values_ptr, key_scale_ptr, block_table_ptr, row_slot_ptr, row_position_ptr,
             root_position_ptr, tiles_ptr, num_tiles_ptr, sums_ptr, maxima_ptr, weights_ptr,
             scale, num_partitions, max_blocks,
-            NUM_NODES, ROOT_STRIDE, GROUP_SIZE, NUM_KV_HEADS, HEAD_DIM, TILE_ROWS, PADDED_DIM,
-            KV_BLOCK_SIZE, NUM_STAGES, FIRST_KEY, WINDOW, TILE_KEYS, NARROW, NARROW_END, WIDE, PDL,
+            NUM_NODES, ROOT_STRIDE, GROUP_SIZE, NUM_KV_HEADS, HEAD_DIM, TILE_ROWS, NUM_PARTS, PADDED_DIM,
+            IN_PAIRS, KV_BLOCK_SIZE, NUM_STAGES, FIRST_KEY, WINDOW, TILE_KEYS, NARROW, NARROW_END, WIDE, PDL,
         )  # fmt: skip
 
     wait_for_producers(PDL)  # every CTA waits before it ends, also one without a tile
@@ -142,11 +153,13 @@ def tree_attention(
     first_key: int = 0,
     scale: float | None = None,
     sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> None:
     """Attention of the nodes of trees to their prefix and their ancestors, in `out`.
 
-    query, out: [R, num_heads, head_dim]. keys, values: [num_blocks, num_kv_heads, block_size, head_dim], all
-    four of the storage type. block_table: [S, max_blocks] int32.
+    query, out: [R, num_heads, head_dim], of the storage type. block_table: [S, max_blocks] int32. keys,
+    values, key_scale, value_scale: as of `paged_attention`.
     row_slot, row_position [R] int32: `nodes_per_tree` rows a tree; `scratch.plan` was made of them, and with
     a window, the first row of each tree is its root. Rows of slot -1 get zeros.
     first_key, scale, sinks: as of `paged_attention`.
@@ -158,11 +171,13 @@ def tree_attention(
         query, keys, values, block_table, row_slot, row_position, paths, out, scratch, nodes_per_tree
     )
     check_range("first_key", first_key, 0, plan.partitions.tile - 1)
+    check_scales(keys, keys.shape[1], key_scale=key_scale, value_scale=value_scale)
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads, block_size = keys.shape[1:3]
     group, num_trees = num_heads // num_kv_heads, num_rows // nodes_per_tree
     scale = head_dim**-0.5 if scale is None else scale
     num_query_rows = nodes_per_tree * group
+    num_parts = 2 if keys.dtype == E4M3 else 1
     path_rows = max(MIN_DOT_SIZE, triton.next_power_of_2(group))
     are_many = num_rows * num_kv_heads > config.num_programs
     tile_nodes = min(path_rows // group, nodes_per_tree) if are_many else 1
@@ -173,8 +188,9 @@ def tree_attention(
     num_shares = max(1, room // (num_kv_heads * num_row_tiles))
     _attend_trees[(num_path_programs + num_shares * num_kv_heads * num_row_tiles,)](
         query,
-        keys,
-        values,
+        cache_words(keys),
+        cache_words(values),
+        key_scale,
         block_table,
         row_slot,
         row_position,
@@ -203,7 +219,9 @@ def tree_attention(
         GROUP_SIZE=group,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
-        PADDED_DIM=max(MIN_DOT_SIZE, triton.next_power_of_2(head_dim)),
+        NUM_PARTS=num_parts,
+        PADDED_DIM=max(MIN_DOT_SIZE, triton.next_power_of_2(head_dim // num_parts)),
+        IN_PAIRS=is_decoded_in_pairs(query.dtype),
         KV_BLOCK_SIZE=block_size,
         NUM_STAGES=config.num_stages,
         FIRST_KEY=first_key,
@@ -216,7 +234,16 @@ def tree_attention(
         num_warps=config.num_warps,
         **launch_options(),
     )
-    add_partitions(scratch, row_slot, row_position, out, nodes_per_tree, num_kv_heads, sinks=sinks)
+    add_partitions(
+        scratch,
+        row_slot,
+        row_position,
+        out,
+        nodes_per_tree,
+        num_kv_heads,
+        sinks=sinks,
+        value_scale=value_scale,
+    )
 
 
 def _check_tree_attention(
@@ -244,7 +271,7 @@ def _check_tree_attention(
         )
 
     check_tensors((num_rows, num_heads, head_dim), query.dtype, query=query, out=out)
-    check_tensors((num_blocks, num_kv_heads, block_size, head_dim), query.dtype, keys=keys, values=values)
+    check_cache(keys, values, (num_blocks, num_kv_heads, block_size, head_dim), query.dtype)
     check_tensor("block_table", block_table, block_table.shape, torch.int32)
     check_tensors((num_rows,), torch.int32, row_slot=row_slot, row_position=row_position)
     num_trees = num_rows // nodes_per_tree
@@ -274,10 +301,13 @@ def tree_attention_reference(
     window: int = 0,
     scale: float | None = None,
     sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> Tensor:
     """Return the attention of each node in float64, one after the other: [R, num_heads, head_dim]."""
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads, block_size = keys.shape[1:3]
+    keys, values = cache_numbers(keys, key_scale), cache_numbers(values, value_scale)
     scale = head_dim**-0.5 if scale is None else scale
     num_trees = num_rows // nodes_per_tree
     kv_slot, root = paths.kv_slot.view(num_trees, -1), paths.root_position.view(num_trees, -1)[:, 0]

@@ -36,6 +36,8 @@ COLUMNS = {
     "max_length": torch.int32,
 }
 
+NO_HISTORY = {"history": 0, "ngram_score": 0}
+"""Words of a slot, by table."""
 MAX_WORDS = 2**31 - 1
 """Most words of the arena: an update holds its place in a signed 32-bit word."""
 
@@ -76,6 +78,7 @@ class SlotTable:
     columns: what sampling reads. state: lengths, newest tokens and finished flags.
     block_table [S, max_blocks] int32.
     history [S, max_model_len + 1] int32: the token at each position; [S, 0] without `has_history`.
+    ngram_score [S] int32: see `draft_policy.ngram_score`; 0 of a new sequence. [0] without `has_history`.
     """
 
     def __init__(self, limits: ExecutorLimits, device: torch.device, *, has_history: bool = False) -> None:
@@ -89,7 +92,7 @@ class SlotTable:
         self._num_slots = num_slots
         widths = {name: dtype.itemsize // 4 for name, dtype in COLUMNS.items()}
         widths |= {"block_table": max_blocks, "bias": vocab_size, "counts": vocab_size}
-        widths["history"] = limits.max_model_len + 1 if has_history else 0
+        widths |= {"history": limits.max_model_len + 1, "ngram_score": 1} if has_history else NO_HISTORY
         widths |= dict.fromkeys(("prompt_bits", "stop_bits", "allowed_bits"), num_words)
         ends = list(accumulate(width * num_slots for width in widths.values()))
         if ends[-1] > MAX_WORDS:
@@ -109,6 +112,7 @@ class SlotTable:
         }
         self.block_table = table.pop("block_table").view(num_slots, max_blocks)
         self.history = table.pop("history").view(num_slots, -1)
+        self.ngram_score = table.pop("ngram_score")
         state = {name: table.pop(name) for name in ("length", "last_token", "finish", "max_length")}
         self.state = SlotState(**state)
         self.columns = SlotColumns(
@@ -142,6 +146,7 @@ class SlotTable:
         cached = np.array(assignment.cached_token_ids, dtype=np.int64)
         if self._widths["history"]:
             self._set(updates, "history", slot, cached.astype(np.int32))
+            self._set(updates, "ngram_score", slot, np.zeros(1, dtype=np.int32))
         if flags & SlotFlag.PENALTIES:
             prompt, output = np.split(cached, [sampling.num_prompt_tokens])
             self._set_bits(updates, "prompt_bits", slot, prompt)

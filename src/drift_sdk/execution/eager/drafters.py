@@ -10,7 +10,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk.draft_policy.ngram import NGramHistory
-from drift_sdk.execution.eager.sampling import choose
+from drift_sdk.execution.eager.draft_chains import draft_chains
 from drift_sdk.execution.eager.slot import Slot
 from drift_sdk.execution.eager.tree_grower import TreeGrower, max_draft_rows, target_logits
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
@@ -210,38 +210,21 @@ class EagleDrafter:
 
     def _chains(self, slots: Sequence[Slot], lengths: Sequence[int]) -> list[list[int]]:
         """Tokens one after another, as many as given for each slot."""
-        drafts: list[list[int]] = [[] for _ in slots]
-        hidden = {index: state_of(slot).hidden for index, slot in enumerate(slots)}
-        active = [index for index, length in enumerate(lengths) if length > 0]
-        while active:
-            stacked = torch.stack([tensor for index in active if (tensor := hidden[index]) is not None])
-            tokens = self._choose(stacked, [slots[index] for index in active], [drafts[i] for i in active])
-            for index, token in zip(active, tokens, strict=True):
-                drafts[index].append(token)
-            continued = [n for n, index in enumerate(active) if len(drafts[index]) < lengths[index]]
-            if not continued:
-                break
+        hidden = [output for slot in slots if (output := state_of(slot).hidden) is not None]
+        return draft_chains(slots, hidden, lengths, self._logits, self._advance)
 
-            active = [active[n] for n in continued]
-            # The next row combines the draft's own output with the token sampled from it, one position
-            # further.
-            rows = [
-                SequenceRows(slots[index].block_table, slots[index].length - 2 + len(drafts[index]), 1)
-                for index in active
-            ]
-            output = self._forward(stacked[continued], [drafts[index][-1] for index in active], rows)
-            for n, index in enumerate(active):
-                hidden[index] = output[n]
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return target_logits(self._draft, hidden, self._vocab_size)
 
-        return drafts
-
-    def _choose(self, hidden: Tensor, slots: Sequence[Slot], drafted: Sequence[Sequence[int]]) -> list[int]:
-        """A draft token from each row of hidden [M, H], sampled with the target's noise for its position, so
-        that it equals the target's token where the logits agree."""
-        logits = target_logits(self._draft, hidden, self._vocab_size)
-        positions = [slot.length + len(tokens) for slot, tokens in zip(slots, drafted, strict=True)]
-        chosen: list[int] = choose(logits, [slot.sampling for slot in slots], positions).tolist()
-        return chosen
+    def _advance(
+        self, outputs: Tensor, tokens: Sequence[int], slots: Sequence[Slot], num_drafted: Sequence[int]
+    ) -> Tensor:
+        # The next row combines the draft's own output with the token sampled from it, one position further.
+        rows = [
+            SequenceRows(slot.block_table, slot.length - 2 + number, 1)
+            for slot, number in zip(slots, num_drafted, strict=True)
+        ]
+        return self._forward(outputs, tokens, rows)
 
     def _forward(self, features: Tensor, tokens: Sequence[int], rows: Sequence[SequenceRows]) -> Tensor:
         """The draft's output [N, H] for features [N, H] and the tokens after them."""

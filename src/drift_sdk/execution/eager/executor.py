@@ -70,6 +70,7 @@ class EagerExecutor:
             head_dim=config.head_dim,
             dtype=decoder.dtype,
             device=decoder.device,
+            scales=decoder.weights.kv_scales,
         )
         self._device = decoder.device
         self._drafter = drafter
@@ -312,4 +313,5 @@ def _join_outputs(outputs: list[SlotOutput], draft: Draft, accepted: list[int]) 
         num_drafted=len(draft.token_ids),
         num_accepted=len(accepted),
         accepted_nodes=() if draft.tree.is_chain else tuple(accepted),
+        is_ngram=draft.is_ngram,
     )

@@ -124,5 +124,4 @@ def rewind(slot_rows: Sequence[SlotRows], paths: Sequence[Sequence[int]], cache:
         return
 
     sources, targets = torch.tensor(moved, dtype=torch.int64, device=cache.device).unbind(1)
-    cache.keys.index_copy_(1, targets, cache.keys.index_select(1, sources))
-    cache.values.index_copy_(1, targets, cache.values.index_select(1, sources))
+    cache.move(sources, targets)

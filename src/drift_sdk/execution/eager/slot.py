@@ -23,6 +23,7 @@ class Slot:
     rules:            rules that change its logits; None without any.
     prompt_logprobs:  log-probabilities of the chunks so far.
     draft:            state of a drafter.
+    ngrams:           state of n-grams beside a draft model.
     """
 
     __slots__ = (
@@ -31,6 +32,7 @@ class Slot:
         "is_finished",
         "last_token",
         "length",
+        "ngrams",
         "prompt_logprobs",
         "rules",
         "sampling",
@@ -40,6 +42,7 @@ class Slot:
         self.sampling = sampling
         self.rules = rules
         self.draft: object = None
+        self.ngrams: object = None
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.block_table: list[int] = []
         self.length = 0

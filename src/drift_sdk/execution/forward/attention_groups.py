@@ -104,6 +104,8 @@ class AttentionGroups:
         first_key: int = 0,
         scale: float | None = None,
         sinks: Tensor | None = None,
+        key_scale: Tensor | None = None,
+        value_scale: Tensor | None = None,
     ) -> None:
         """Attend the rows that `plan` was last called with, in a layer with one of the windows; see
         `paged_attention` for the other arguments.
@@ -125,6 +127,8 @@ class AttentionGroups:
                 first_key=first_key,
                 scale=scale,
                 sinks=sinks,
+                key_scale=key_scale,
+                value_scale=value_scale,
             )
 
     def attend_trees(
@@ -143,6 +147,8 @@ class AttentionGroups:
         first_key: int = 0,
         scale: float | None = None,
         sinks: Tensor | None = None,
+        key_scale: Tensor | None = None,
+        value_scale: Tensor | None = None,
     ) -> None:
         """`attend` for rows that are nodes of trees; see `tree_attention` for the other arguments."""
         num_trees = len(row_slot) // nodes_per_tree
@@ -162,6 +168,8 @@ class AttentionGroups:
                 first_key=first_key,
                 scale=scale,
                 sinks=sinks,
+                key_scale=key_scale,
+                value_scale=value_scale,
             )
 
     def _groups(

@@ -136,7 +136,7 @@ class DecodeForward:
     def _attend(self, layer: LayerWeights, index: int) -> None:
         """Compute queries, store keys and values, and fill `attended`."""
         rows, cache, buffers, config = self._rows, self.cache, self._buffers, self._decoder.config
-        keys, values = cache.keys[index], cache.values[index]
+        kv = cache.layer(index)
         cos, sin = cache.rotations[index]
         rotate_and_store(
             self._multiply(buffers.normed, layer.qkv),
@@ -146,19 +146,20 @@ class DecodeForward:
             cos,
             sin,
             buffers.query,
-            keys,
-            values,
+            kv.keys,
+            kv.values,
             bias=layer.qkv_bias,
             query_norm=layer.query_norm,
             key_norm=layer.key_norm,
             eps=config.rms_norm_eps,
             norm_kind=norm_kind(config),
             row_kv_slot=rows.kv_slot,
+            key_scale=kv.key_scale,
+            value_scale=kv.value_scale,
         )
         self._attention.attend(
             buffers.query,
-            keys,
-            values,
+            kv,
             self._block_table,
             rows.slot,
             rows.position,

@@ -53,17 +53,19 @@ class KernelWeight(QuantisedWeight):
 
 
 @torch.inference_mode()
-def arrange_decoder(decoder: Decoder, draft: DraftDecoder | None = None) -> None:
+def arrange_decoder(decoder: Decoder, draft: DraftDecoder | Decoder | None = None) -> None:
     """Replace the quantised matrices of a decoder and its draft by arranged ones, which the kernels read.
 
     Layer by layer, so that one layer at a time is in memory twice. A matrix of a format or a shape that the
     kernels do not have is expanded to the decoder's dtype, and so is an embedding, which is looked up by
     rows. A draft that shares its target's embedding still does.
     """
+    if isinstance(draft, Decoder):
+        arrange_decoder(draft)
     weights, dtype = decoder.weights, decoder.dtype
     layers = list(weights.layers)
     embedding = dequantised(weights.embedding, dtype)
-    if draft is not None:
+    if isinstance(draft, DraftDecoder):
         _arrange_draft(draft, weights.embedding, embedding)
     is_tied = weights.head is weights.embedding
     head = embedding if is_tied else arrange_matrix(weights.head, dtype, is_whole=True)

@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.rope import half_tables
 from drift_sdk.steps import ExecutorLimits
 
-__all__ = ["PagedKVCache", "Rotation"]
+__all__ = ["LayerKV", "PagedKVCache", "Rotation"]
 
 Rotation = tuple[Tensor, Tensor] | tuple[None, None]
 """Cosines and sines of a layer, or (None, None) without rotation."""
 
 
+class LayerKV(Struct, frozen=True):
+    """Keys and values of a layer, [num_blocks, num_kv_heads, block_size, head_dim]. With scales, float32
+    [num_kv_heads] each, they are e4m3 as `_kernels/attention/e4m3.py` lays them out."""
+
+    keys: Tensor
+    values: Tensor
+    key_scale: Tensor | None = None
+    value_scale: Tensor | None = None
+
+
 class PagedKVCache:
     """Keys and values of all sequences.
 
-    keys, values: [num_layers, num_blocks, num_kv_heads, block_size, head_dim], uninitialised. They have a
-    single block until `allocate` is called, which is enough for steps whose rows are all padding. Behind
-    these blocks there are more, for nodes of trees.
+    keys, values: [num_layers, num_blocks, num_kv_heads, block_size, head_dim], of the decoder's `kv_dtype`,
+    uninitialised. They have a single block until `allocate` is called, which is enough for steps whose rows
+    are all padding. Behind these blocks there are more, for nodes of trees.
     first_tree_slot: the first cache slot behind the blocks.
     rotations: for each layer, the cosines and sines [max_model_len + 1, rotary_dim / 2] by position, in the
     model's dtype, as the eager model computes them.
@@ -43,8 +54,16 @@ class PagedKVCache:
         shape = (config.num_layers, num_all, config.num_kv_heads, self._block_size, config.head_dim)
         self.keys = self.values = torch.empty(0)  # the old ones are freed before the new ones are allocated
         self.first_tree_slot = num_blocks * self._block_size
-        self.keys = torch.empty(shape, dtype=decoder.dtype, device=decoder.device)
-        self.values = torch.empty(shape, dtype=decoder.dtype, device=decoder.device)
+        self.keys = torch.empty(shape, dtype=decoder.kv_dtype, device=decoder.device)
+        self.values = torch.empty(shape, dtype=decoder.kv_dtype, device=decoder.device)
+
+    def layer(self, index: int) -> LayerKV:
+        """Keys and values of a layer."""
+        scales = self._decoder.weights.kv_scales
+        if scales is None:
+            return LayerKV(self.keys[index], self.values[index])
+
+        return LayerKV(self.keys[index], self.values[index], scales.keys[index], scales.values[index])
 
 
 def _rotations(decoder: Decoder, num_positions: int) -> list[Rotation]:

@@ -90,7 +90,7 @@ class PrefillForward:
     def _attend(self, layer: LayerWeights, index: int) -> None:
         """Store keys and values, and fill `attended`."""
         rows, cache, buffers, config = self._rows, self._cache, self._buffers, self._decoder.config
-        keys, values = cache.keys[index], cache.values[index]
+        kv = cache.layer(index)
         cos, sin = cache.rotations[index]
         product, bias = self._multiply(buffers.normed, layer.qkv, layer.qkv_bias, self._qkv)
         rotate_and_store(
@@ -101,18 +101,20 @@ class PrefillForward:
             cos,
             sin,
             buffers.query,
-            keys,
-            values,
+            kv.keys,
+            kv.values,
             bias=bias,
             query_norm=layer.query_norm,
             key_norm=layer.key_norm,
             eps=config.rms_norm_eps,
             norm_kind=norm_kind(config),
+            key_scale=kv.key_scale,
+            value_scale=kv.value_scale,
         )
         prefill_attention(
             buffers.query,
-            keys,
-            values,
+            kv.keys,
+            kv.values,
             self._block_table,
             self._tiles,
             buffers.attended.flatten(1),
@@ -120,6 +122,8 @@ class PrefillForward:
             window=config.windows[index] or 0,
             scale=config.attention_scale,
             sinks=layer.sinks,
+            key_scale=kv.key_scale,
+            value_scale=kv.value_scale,
         )
 
     def _activate(self, layer: LayerWeights) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from drift_sdk._kernels.attention.attention_plan import Partitions
-from drift_sdk._kernels.attention.exact_prefill_attention import exact_prefill_attention, exact_prefill_config
+from drift_sdk._kernels.attention.exact_prefill_attention import ExactPrefillConfig, exact_prefill_attention
 from drift_sdk._kernels.trees.tree_paths import TreePaths
 from drift_sdk.execution.forward.attention_groups import AttentionGroups
+from drift_sdk.execution.forward.kv_cache import LayerKV
 
 __all__ = ["ChunkAttention", "MixedAttention", "RowAttention", "SequenceAttention", "TreeAttention"]
 
@@ -25,8 +25,7 @@ class RowAttention(Protocol):
     def attend(
         self,
         query: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        kv: LayerKV,
         block_table: Tensor,
         row_slot: Tensor,
         row_position: Tensor,
@@ -51,8 +50,7 @@ class SequenceAttention:
     def attend(
         self,
         query: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        kv: LayerKV,
         block_table: Tensor,
         row_slot: Tensor,
         row_position: Tensor,
@@ -64,13 +62,15 @@ class SequenceAttention:
     ) -> None:
         self._groups.attend(
             query,
-            keys,
-            values,
+            kv.keys,
+            kv.values,
             block_table,
             row_slot,
             row_position,
             out,
             self._rows_per_sequence,
+            key_scale=kv.key_scale,
+            value_scale=kv.value_scale,
             window=window,
             scale=scale,
             sinks=sinks,
@@ -89,8 +89,7 @@ class TreeAttention:
     def attend(
         self,
         query: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        kv: LayerKV,
         block_table: Tensor,
         row_slot: Tensor,
         row_position: Tensor,
@@ -102,14 +101,16 @@ class TreeAttention:
     ) -> None:
         self._groups.attend_trees(
             query,
-            keys,
-            values,
+            kv.keys,
+            kv.values,
             block_table,
             row_slot,
             row_position,
             self._paths,
             out,
             self._nodes_per_tree,
+            key_scale=kv.key_scale,
+            value_scale=kv.value_scale,
             window=window,
             scale=scale,
             sinks=sinks,
@@ -119,8 +120,8 @@ class TreeAttention:
 class ChunkAttention:
     """Attention of chunks of prompts, cut into `tiles` [num_tiles, 4] (see `prefill_tiles`)."""
 
-    def __init__(self, tiles: Tensor, head_dim: int, dtype: torch.dtype) -> None:
-        self._tiles, self._config = tiles, exact_prefill_config(head_dim, dtype)
+    def __init__(self, tiles: Tensor, config: ExactPrefillConfig) -> None:
+        self._tiles, self._config = tiles, config
 
     def plan(self, row_slot: Tensor, row_position: Tensor) -> None:
         """Nothing: the tiles come from the host."""
@@ -128,8 +129,7 @@ class ChunkAttention:
     def attend(
         self,
         query: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        kv: LayerKV,
         block_table: Tensor,
         row_slot: Tensor,
         row_position: Tensor,
@@ -141,13 +141,15 @@ class ChunkAttention:
     ) -> None:
         exact_prefill_attention(
             query,
-            keys,
-            values,
+            kv.keys,
+            kv.values,
             block_table,
             self._tiles,
             out,
             self._config,
             Partitions.of_window(window),
+            key_scale=kv.key_scale,
+            value_scale=kv.value_scale,
             window=window,
             scale=scale,
             sinks=sinks,
@@ -167,8 +169,7 @@ class MixedAttention:
     def attend(
         self,
         query: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        kv: LayerKV,
         block_table: Tensor,
         row_slot: Tensor,
         row_position: Tensor,
@@ -183,8 +184,7 @@ class MixedAttention:
         for attention, rows in ((self._sequences, sequences), (self._chunks, chunks)):
             attention.attend(
                 query[rows],
-                keys,
-                values,
+                kv,
                 block_table,
                 row_slot[rows],
                 row_position[rows],

@@ -98,7 +98,14 @@ class GraphExecutor:
             self._product_log.watch(self._graphs, is_exact=options.exact_prefill)
         prompt_logprobs = PromptLogprobs(model.decoder, first.steps.prefill_hidden.final)
         mirrors = [gpu.resources for gpu in others]
-        self._launcher = StepLauncher(self._resources, self._graphs, buckets, prompt_logprobs, mirrors)
+        self._launcher = StepLauncher(
+            self._resources,
+            self._graphs,
+            buckets,
+            prompt_logprobs,
+            mirrors,
+            drafts_first_token=model.drafter_factory.needs_first_token,
+        )
         self._launched: deque[_LaunchedStep] = deque()
         self._events: list[Event] = []  # of collected steps, to be used again
         self._allocations = AllocationCount(device)

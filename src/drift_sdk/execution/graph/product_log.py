@@ -7,8 +7,9 @@ those of prefill and of long draft extensions, have nothing to tune and are left
 from __future__ import annotations
 
 import logging
+import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -19,6 +20,7 @@ from drift_sdk.execution.forward.draft import MAX_MULTIPLY_ROWS
 from drift_sdk.execution.graph.captured_graphs import CapturedGraphs
 from drift_sdk.execution.stages import WatchedReplay
 from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.draft_weights import DraftWeights
 from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.models.weights import LayerWeights
 
@@ -32,7 +34,7 @@ Products = Counter[LoggedProduct]
 class ProductLog:
     """Counts the products of an executor's replays, and writes them to a file when the executor is closed."""
 
-    def __init__(self, path: Path, decoder: Decoder, draft: DraftDecoder | None) -> None:
+    def __init__(self, path: Path, decoder: Decoder, draft: DraftDecoder | Decoder | None) -> None:
         self._path = path
         self._decoder, self._draft = decoder, draft
         self._num_launches: Counter[str] = Counter()
@@ -94,9 +96,9 @@ class ProductLog:
         weights = self._draft.weights
         found: Products = Counter()
         for depth in range(num_drafts):
-            found.update(_few(*_product("draft head", weights.head, num_slots)))
+            found.update(self._of_draft(_product("draft head", weights.head, num_slots)))
             if depth > 0:
-                found.update(_few(*_layer_products("draft ", weights.layers, num_slots)))
+                found.update(self._of_draft(_layer_products("draft ", weights.layers, num_slots)))
         return found
 
     def _verified(self, num_slots: int, num_drafts: int) -> Products:
@@ -110,15 +112,15 @@ class ProductLog:
             return Counter()
 
         weights = self._draft.weights
-        found: Products = Counter(_few(*_layer_products("draft ", weights.layers, num_rows)))
-        if weights.fc is not None:
-            found.update(_few(*_product("draft fc", weights.fc, num_rows)))
+        found: Products = Counter(self._of_draft(_layer_products("draft ", weights.layers, num_rows)))
+        if isinstance(weights, DraftWeights) and weights.fc is not None:
+            found.update(self._of_draft(_product("draft fc", weights.fc, num_rows)))
         return found
 
-
-def _few(*products: LoggedProduct) -> list[LoggedProduct]:
-    """Those that a draft does not leave to the library."""
-    return [product for product in products if product.num_rows <= MAX_MULTIPLY_ROWS]
+    def _of_draft(self, products: Iterable[LoggedProduct]) -> list[LoggedProduct]:
+        """Those that the draft does not leave to the library."""
+        most = MAX_MULTIPLY_ROWS if isinstance(self._draft, DraftDecoder) else sys.maxsize
+        return [product for product in products if product.num_rows <= most]
 
 
 def _layer_products(prefix: str, layers: Sequence[LayerWeights], num_rows: int) -> Iterator[LoggedProduct]:

@@ -44,7 +44,7 @@ def outputs(
     rows = records[:, RECORD_HEADER_WORDS:].reshape(-1, 2 + 2 * MAX_TOP)
     tokens = rows[:, 0].tolist()
     firsts = range(0, len(tokens), rows_per_slot)
-    for slot, first, num_tokens, finish, num_drafted, num_accepted in zip(
+    for slot, first, num_tokens, finish, num_drafted, num_accepted, is_ngram in zip(
         slots, firsts, *headers, strict=True
     ):
         end = first + num_tokens
@@ -58,6 +58,7 @@ def outputs(
             logprobs=logprobs,
             num_drafted=num_drafted,
             num_accepted=num_accepted,
+            is_ngram=bool(num_drafted and is_ngram),
         )
 
 

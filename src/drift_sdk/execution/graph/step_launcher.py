@@ -71,14 +71,18 @@ class StepLauncher:
         buckets: GraphBuckets,
         prompt_logprobs: PromptLogprobs,
         mirrors: Sequence[DeviceResources] = (),
+        *,
+        drafts_first_token: bool = False,
     ) -> None:
-        """mirrors: resources of the further GPUs on which the graphs run."""
+        """mirrors: resources of the further GPUs on which the graphs run. drafts_first_token: see
+        `DrafterFactory.needs_first_token`."""
         self._resources, self._graphs, self._buckets = resources, graphs, buckets
         self._prompt_logprobs, self._mirrors = prompt_logprobs, mirrors
         self._sampling: dict[int, SlotSampling] = {}
         # By slot, only of slots that have any: in most steps no slot does.
         self._constraints: dict[int, TokenConstraint] = {}
         self._num_logprobs: dict[int, int] = {}
+        self._drafts_first_token = drafts_first_token
         self._fresh: set[int] = set()  # slots whose first chunk is still to come
 
     def launch(self, plan: StepPlan) -> StepResults:
@@ -204,7 +208,8 @@ class StepLauncher:
             return None
 
         num_tokens = first_rows(plan.prefill)[-1] - len(ends)
-        return self._buckets.mixed_bucket(num_tokens, len(drafts) + len(ends), max(drafts))
+        num_slots = len(drafts) + len(ends)
+        return self._buckets.mixed_bucket(num_tokens, len(plan.prefill), num_slots, max(drafts))
 
     def _launch_mixed(self, plan: StepPlan, bucket: MixedBucket, updates: Pairs, found: StepResults) -> None:
         """Start the mixed step of a plan. Its results are those of the decode rows, then of the prompts that
@@ -221,11 +226,13 @@ class StepLauncher:
         self._score_prompts(plan.prefill, first_rows(without_last_tokens(plan.prefill)))
 
     def _hits(self, chunks: Sequence[PrefillChunk]) -> set[int]:
-        """Slots whose chunk is the first after a prefix hit, if there is a drafter that needs to know."""
+        """Slots whose chunk is the first after a prefix hit, if there is a drafter that needs to know; the
+        first of a sequence too, if the drafter has a row for it."""
         if not self._graphs.draft_extend:
             return set()
 
-        return {chunk.slot for chunk in chunks if chunk.start > 0 and chunk.slot in self._fresh}
+        least = 0 if self._drafts_first_token else 1
+        return {chunk.slot for chunk in chunks if chunk.start >= least and chunk.slot in self._fresh}
 
     def _score_prompts(self, chunks: tuple[PrefillChunk, ...], firsts: Sequence[int]) -> None:
         """firsts: the first row of each chunk, see `first_rows`."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from drift_sdk.execution.forward.decode import Rows
 from drift_sdk.execution.forward.draft_kv_cache import DraftKVCache
+from drift_sdk.execution.forward.kv_cache import PagedKVCache
 
 __all__ = ["RoundDrafter", "RoundSizes"]
 
@@ -42,7 +43,12 @@ class RoundDrafter(Protocol):
     aux_layers: Sequence[int]
 
     @property
-    def kv_cache(self) -> DraftKVCache | None:
+    def is_ngram(self) -> Tensor | None:
+        """int32, an entry for each slot of the largest round: 1 if the latest drafts of the round's slot are
+        n-grams in place of a draft model's. None if the drafter has one kind of drafts."""
+
+    @property
+    def kv_cache(self) -> DraftKVCache | PagedKVCache | None:
         """Keys and values of the draft in the target's blocks; None if the drafter keeps none. The executor
         allocates them together with the target's."""
 

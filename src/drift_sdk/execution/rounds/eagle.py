@@ -37,6 +37,8 @@ class EagleRounds:
     forward pass.
     """
 
+    is_ngram: Tensor | None = None
+
     def __init__(
         self,
         draft: DraftDecoder,

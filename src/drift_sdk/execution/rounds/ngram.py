@@ -24,6 +24,7 @@ class NGramRounds:
 
     aux_layers: Sequence[int] = ()
     kv_cache: DraftKVCache | None = None
+    is_ngram: Tensor | None = None
 
     def __init__(self, history: Tensor, workspace: Workspace, *, min_length: int, max_length: int) -> None:
         """min_length, max_length: tokens of the runs that are looked up, see `NGram`."""

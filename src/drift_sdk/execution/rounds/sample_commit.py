@@ -12,19 +12,16 @@ from drift_sdk._kernels.commit.commit import commit
 from drift_sdk._kernels.commit.simulated_commit import SimulatedRounds, commit_simulated
 from drift_sdk._kernels.exchange.gather_logits import gather_logits
 from drift_sdk._kernels.exchange.peer_memory import PeerTensor
-from drift_sdk._kernels.gemm.cublas_gemm import fastest_multiply
-from drift_sdk._kernels.quantised.quantised_gemm import quantised_multiply
 from drift_sdk._kernels.sampling.sample_buffers import SampleBuffers
 from drift_sdk._kernels.sampling.sampled_rows import sample_rows
 from drift_sdk._kernels.slots.input_ring import copy_masks
 from drift_sdk._kernels.trees.simulated_choices import simulate_choices
 from drift_sdk._kernels.trees.tree_accept import tree_accept
 from drift_sdk.execution.forward.decode import Rows
-from drift_sdk.execution.forward.kernel_weights import KernelWeight
+from drift_sdk.execution.forward.head_product import multiply_head
 from drift_sdk.execution.forward.model_resources import ModelResources
 from drift_sdk.execution.resources import DeviceResources
 from drift_sdk.execution.stages import forward_stage
-from drift_sdk.quantised.weight import dense
 
 __all__ = ["SampleCommit", "TreeAcceptance"]
 
@@ -54,14 +51,17 @@ class SampleCommit:
         rows_per_slot: int,
         simulated: SimulatedRounds | None,
         tree: TreeAcceptance | None = None,
+        is_ngram: Tensor | None = None,
     ) -> None:
         """buffers: for at least as many rows as `rows`. simulated: None in production; else drafts are
-        accepted as it says, whatever is chosen. tree: of rows that are nodes of trees."""
+        accepted as it says, whatever is chosen. tree: of rows that are nodes of trees. is_ngram: see
+        `RoundDrafter`."""
         head, workspace = model.decoder.weights.head, resources.workspace
         num_rows, vocab_size = rows.slot.shape[0], model.limits.vocab_size
         self._head, self._rows, self._table, self._ring = head, rows, resources.table, resources.ring
         self._buffers, self._rows_per_slot, self._stages = buffers, rows_per_slot, resources.stages
         self._tree, self._simulated = tree, simulated
+        self._is_ngram = None if is_ngram is None else is_ngram[: num_rows // rows_per_slot]
         # Which of the two kernels a graph has is decided here, before it is captured.
         self._commit_rows = commit if simulated is None else partial(commit_simulated, rounds=simulated)
         self._logits = workspace.take("logits", (2, num_rows, vocab_size), torch.float32)
@@ -89,17 +89,10 @@ class SampleCommit:
 
     def _multiply(self, normed: Tensor) -> None:
         """Fill the logits of rows [R, H]."""
-        if isinstance(self._head, KernelWeight):
-            quantised_multiply(normed, self._head.packed, self._logits[:1])
-            return
-
-        head = dense(self._head)
-        gemm = self._tuned.gemm(head.shape[0], head.shape[1], is_whole=True)
-        out = self._logits[:1] if self._part is None else self._part.own[None]
-        if not fastest_multiply(normed, head, out, gemm.config(normed.shape[0])):
-            self._tuned.refuse(head.shape[0], head.shape[1])
-        if self._part is not None:
-            gather_logits(self._part, self._logits[0])
+        part = self._part
+        multiply_head(normed, self._head, self._logits[0] if part is None else part.own, self._tuned)
+        if part is not None:
+            gather_logits(part, self._logits[0])
 
     def _choose(self, has_draft_masks: bool) -> None:
         rows, columns, ring = self._rows, self._table.columns, self._ring
@@ -144,6 +137,7 @@ class SampleCommit:
             ring.current,
             ring.next_index,
             rows_per_slot=self._rows_per_slot,
+            is_ngram=self._is_ngram,
         )
 
     def _commit_trees(self, tree: TreeAcceptance) -> None:
@@ -163,4 +157,5 @@ class SampleCommit:
             self.emitted,
             (ring.output, ring.current, ring.next_index),
             nodes_per_tree=nodes,
+            is_ngram=self._is_ngram,
         )

@@ -1,0 +1,83 @@
+"""The reference of rope_store.py, in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from drift_sdk._kernels.attention.e4m3 import pack_cache
+from drift_sdk._kernels.layers.rms_norm import NormKind, rms_norm_reference
+from drift_sdk.quantised.e4m3 import quantise_e4m3
+
+__all__ = ["rotate_and_store_reference"]
+
+
+def rotate_and_store_reference(
+    qkv: Tensor,
+    row_slot: Tensor,
+    row_position: Tensor,
+    block_table: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    query_out: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    bias: Tensor | None = None,
+    query_norm: Tensor | None = None,
+    key_norm: Tensor | None = None,
+    eps: float = 0.0,
+    norm_kind: NormKind = "rounded",
+    row_kv_slot: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+) -> None:
+    """Write what `rotate_and_store` writes, row by row."""
+    num_rows, num_heads, head_dim = query_out.shape
+    num_kv_heads, block_size = keys.shape[1:3]
+    if qkv.dim() == 3:
+        total = qkv[0]
+        for part in qkv[1:]:
+            total = total + part
+
+        qkv = total
+
+    if bias is not None:
+        qkv = qkv.to(torch.float32) + bias.to(torch.float32)
+
+    heads = qkv.to(query_out.dtype).view(num_rows, -1, head_dim)
+    query, key, value = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+    if query_norm is not None and key_norm is not None:
+        query = rms_norm_reference(query, query_norm, eps, norm_kind=norm_kind)
+        key = rms_norm_reference(key, key_norm, eps, norm_kind=norm_kind)
+
+    query_out.zero_()
+    for row in range(num_rows):
+        slot, position = int(row_slot[row]), int(row_position[row])
+        if slot >= 0:
+            own = int(block_table[slot, position // block_size]) * block_size + position % block_size
+            block, place = divmod(own if row_kv_slot is None else int(row_kv_slot[row]), block_size)
+            if cos is not None and sin is not None:
+                query_out[row] = _rotated(query[row], cos[position], sin[position])
+                rotated = _rotated(key[row], cos[position], sin[position])
+            else:
+                query_out[row], rotated = query[row], key[row]
+            _put(keys[block, :, place], rotated, key_scale)
+            _put(values[block, :, place], value[row], value_scale)
+
+
+def _put(place: Tensor, heads: Tensor, scale: Tensor | None) -> None:
+    """Write heads [num_kv_heads, head_dim] to their place in a cache."""
+    if scale is None:
+        place.copy_(heads)
+    else:
+        codes = pack_cache(quantise_e4m3(heads, scale[:, None]))
+        place.view(torch.uint8).copy_(codes.view(torch.uint8))
+
+
+def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return heads [num_heads, head_dim] of one position, their first elements rotated by cos and sin
+    [D / 2]."""
+    half = cos.shape[0]
+    low, high, rest = heads.split([half, half, heads.shape[-1] - 2 * half], dim=-1)
+    return torch.cat((low * cos + high * -sin, high * cos + low * sin, rest), dim=-1)

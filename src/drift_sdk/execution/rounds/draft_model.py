@@ -1,0 +1,167 @@
+"""The drafter of the graph executor that decodes with a small model, within the graphs that verify drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from drift_sdk._kernels.attention.prefill_attention import prefill_attention_config
+from drift_sdk._kernels.common.launch_order import note_library_kernel
+from drift_sdk._kernels.draft.draft_choose import choose_drafts, num_draft_chunks
+from drift_sdk._kernels.draft.draft_rows import chunk_rows, round_rows
+from drift_sdk._kernels.draft.draft_state import keep_last_rows
+from drift_sdk._kernels.draft.draft_tiles import draft_tiles, num_draft_tiles
+from drift_sdk.execution.device.slot_table import SlotTable
+from drift_sdk.execution.device.workspace import Workspace
+from drift_sdk.execution.forward.decode import DecodeForward, Rows, attention_groups
+from drift_sdk.execution.forward.head_product import multiply_head
+from drift_sdk.execution.forward.kv_cache import PagedKVCache
+from drift_sdk.execution.forward.model_resources import ModelResources
+from drift_sdk.execution.forward.prefill import PrefillForward
+from drift_sdk.execution.forward.residual_stream import ResidualStream
+from drift_sdk.execution.forward.row_attention import SequenceAttention
+from drift_sdk.execution.forward.step_buffers import HiddenStates, LayerBuffers
+from drift_sdk.execution.rounds.drafter import RoundSizes
+from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
+from drift_sdk.models.decoder import Decoder
+
+__all__ = ["DraftModelRounds"]
+
+
+class DraftModelRounds:
+    """A `RoundDrafter` that computes what `ModelDrafter` does, for slots and rows known only to the device.
+
+    kv_cache: the small model's keys and values, in the target's blocks.
+    """
+
+    aux_layers: Sequence[int] = ()
+    is_ngram: Tensor | None = None
+
+    def __init__(
+        self,
+        draft: Decoder,
+        target: ModelResources,
+        table: SlotTable,
+        workspace: Workspace,
+        sizes: RoundSizes,
+        *,
+        stages: StageMarks = NO_STAGE_MARKS,
+    ) -> None:
+        """sizes: of the largest round and the largest prefill step."""
+        limits, config = target.limits, draft.config
+        self.kv_cache = PagedKVCache(draft, limits)
+        self._model = ModelResources(decoder=draft, cache=self.kv_cache, tuned=target.tuned, limits=limits)
+        self._table, self._workspace, self._stages = table, workspace, stages
+        self._attention = attention_groups(
+            self._model, workspace, num_sequences=sizes.max_num_slots, num_rows=sizes.max_draft_tokens + 1
+        )
+        self._prefill = prefill_attention_config(config.head_dim, draft.dtype)
+        # A prefill step has one more row for each chunk that begins a sequence or follows a prefix hit.
+        most = max(
+            sizes.max_num_slots * (sizes.max_draft_tokens + 1), sizes.max_prefill_rows + limits.max_num_seqs
+        )
+        self._hidden = HiddenStates.take(workspace, "draft_model", draft, most, ())
+        shape = (limits.max_num_seqs, config.hidden_size)
+        self._outputs = torch.empty(shape, dtype=draft.dtype, device=draft.device)  # of newest tokens
+        self._token_ids = torch.arange(config.vocab_size, dtype=torch.int32, device=draft.device)
+
+    def propose(self, rows: Rows, *, num_slots: int, num_draft_tokens: int) -> None:
+        if num_draft_tokens == 0:
+            return
+
+        drafted = self._take_rows(num_slots)
+        drafted.slot.copy_(rows.slot.view(num_slots, num_draft_tokens + 1)[:, 1])
+        note_library_kernel(drafted.slot)
+        hidden = self._hidden.first(num_slots)
+        normed = LayerBuffers.take(self._workspace, self._model.decoder, num_slots).normed
+        with self._stages("draft_lm_head"):
+            stream = ResidualStream(self._model.decoder, hidden, normed)
+            stream.gather(self._outputs, drafted.slot, drafted.slot)
+        for depth in range(1, num_draft_tokens + 1):
+            with self._stages("draft_lm_head"):
+                self._choose(normed, rows, drafted, depth)
+            if depth < num_draft_tokens:
+                with self._stages("draft_model"):
+                    forward = self._few_rows(drafted, hidden, 1)
+                    forward.run()
+                normed = forward.normed
+
+    def draft_extend(
+        self,
+        rows: Rows,
+        *,
+        num_slots: int,
+        num_draft_tokens: int,
+        aux_hidden: Sequence[Tensor],
+        hidden: Tensor,
+        chosen: Tensor,
+        emitted: Tensor,
+    ) -> None:
+        # The rows of emitted tokens: those of the round, one position further.
+        num_rows = num_slots * (num_draft_tokens + 1)
+        new = self._take_rows(num_rows)
+        round_rows(rows.slot, rows.position, chosen, emitted, (new.slot, new.token, new.position))
+        states = self._hidden.first(num_rows)
+        self._few_rows(new, states, num_draft_tokens + 1).run()
+        keep_last_rows(new.slot, states.final, self._outputs)
+
+    def draft_extend_prefill(
+        self,
+        rows: Rows,
+        *,
+        next_token: Tensor,
+        hits: Tensor,
+        last_token: Tensor,
+        aux_hidden: Sequence[Tensor],
+        hidden: Tensor,
+    ) -> None:
+        num_rows, num_hits = rows.slot.shape[0], hits.shape[0]
+        new = self._take_rows(num_rows + num_hits)
+        out = (new.slot, new.token, new.position)
+        chunk_rows(rows.slot, rows.token, rows.position, next_token, hits, last_token, out)
+        tile_rows = self._prefill.tile_rows
+        num_tiles = num_draft_tiles(num_rows, num_hits, tile_rows)
+        tiles = self._workspace.take("draft_model_tiles", (num_tiles, 4), torch.int32)
+        draft_tiles(new.slot, new.position, tiles, num_single=num_hits, tile_rows=tile_rows)
+        states, block_table = self._hidden.first(num_rows + num_hits), self._table.block_table
+        PrefillForward(self._model, new, tiles, block_table, self._workspace, states).run()
+        keep_last_rows(new.slot[:num_rows], states.final[:num_rows], self._outputs)
+
+    def _choose(self, normed: Tensor, rows: Rows, drafted: Rows, depth: int) -> None:
+        """Choose the drafts of a depth from the normalised outputs [B, H] for the tokens before them."""
+        draft, columns = self._model.decoder, self._table.columns
+        num_slots, vocab_size = normed.shape[0], draft.config.vocab_size
+        logits = self._workspace.take("draft_model_logits", (1, num_slots, vocab_size), torch.float32)
+        multiply_head(normed, draft.weights.head, logits[0], self._model.tuned)
+        num_chunks = num_draft_chunks(vocab_size)
+        chunks = (
+            self._workspace.take("draft_model_chunk_value", (num_slots, num_chunks), torch.float32),
+            self._workspace.take("draft_model_chunk_token", (num_slots, num_chunks), torch.int32),
+        )
+        choose_drafts(
+            logits,
+            self._token_ids,
+            rows.slot,
+            rows.token,
+            rows.position,
+            columns.temperature,
+            columns.seed,
+            chunks,
+            (drafted.slot, drafted.token, drafted.position),
+            depth=depth,
+        )
+
+    def _few_rows(self, rows: Rows, hidden: HiddenStates, rows_per_slot: int) -> DecodeForward:
+        """The forward pass of `rows_per_slot` rows of each slot."""
+        attention = SequenceAttention(self._attention, rows_per_slot)
+        return DecodeForward(self._model, rows, self._table.block_table, self._workspace, attention, hidden)
+
+    def _take_rows(self, num_rows: int) -> Rows:
+        """Uninitialised rows of the small model."""
+
+        def take(name: str) -> Tensor:
+            return self._workspace.take(f"draft_model_row_{name}", (num_rows,), torch.int32)
+
+        return Rows(slot=take("slot"), token=take("token"), position=take("position"))

@@ -1,0 +1,197 @@
+"""Scales of a KV cache of e4m3, from the files of checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_llama import tiny_llama
+
+from drift_sdk import EngineConfig, ModelLoadError
+from drift_sdk.loading.source import Source
+from drift_sdk.models.decoder import Decoder, random_tensors
+from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.kv_cache import KVCache
+from drift_sdk.models.kv_scales import KVScales
+from drift_sdk.models.shard import Shard, load_shard
+from drift_sdk.quantised.e4m3 import quantise_e4m3
+from drift_sdk.startup.weight_form import choose_weight_form
+
+CPU = torch.device("cpu")
+NUM_LAYERS, NUM_KV_HEADS = 2, 4
+SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+COMPRESSED = {"quant_method": "compressed-tensors", "kv_cache_scheme": SCHEME}
+PAIR = ("k_scale", "v_scale")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plain")
+    sizes = {"num_hidden_layers": NUM_LAYERS, "num_attention_heads": 4, "num_key_value_heads": NUM_KV_HEADS}
+    shapes = tiny_llama() | sizes | {"hidden_size": 32}
+    tensors = random_tensors(DecoderConfig.from_hf(shapes), device=CPU, dtype=torch.float32)
+    save_file({name: tensors.get(name) for name in tensors.names()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(shapes))
+    return folder
+
+
+def source_of(
+    plain: Path, folder: Path, scales: dict[str, torch.Tensor], settings: dict[str, Any] = COMPRESSED
+) -> Source:
+    """The model's files with scales, by the parts of their names behind those of each layer's attention."""
+    tensors = load_file(plain / "model.safetensors")
+    for layer in range(NUM_LAYERS):
+        for part, scale in scales.items():
+            tensors[f"model.layers.{layer}.self_attn.{part}"] = (scale * (layer + 1)).to(scale.dtype)
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((plain / "config.json").read_text()) | {"quantization_config": settings}
+    (folder / "config.json").write_text(json.dumps(config))
+    return Source(folder)
+
+
+def load(source: Source, **options: Any) -> Decoder:
+    config = DecoderConfig.from_hf(source.config)
+    return Decoder.load(
+        config, source.tensors(), device=CPU, dtype=torch.float32, has_kv_scales=True, **options
+    )
+
+
+@pytest.mark.parametrize(
+    ("names", "settings"),
+    [
+        (PAIR, COMPRESSED),
+        (("k_proj.k_scale", "v_proj.v_scale"), {"quant_method": "fp8"}),
+        (("k_proj.output_scale", "v_proj.output_scale"), COMPRESSED),
+        (("kv_scale", "kv_scale"), {"quant_method": "fp8"}),
+    ],
+    ids=["layer", "projections", "outputs", "both"],
+)
+def test_scales_of_all_naming_schemes_are_read(
+    names: tuple[str, str], settings: dict[str, Any], plain: Path, tmp_path: Path
+) -> None:
+    scales = {names[0]: torch.tensor([0.25]), names[1]: torch.tensor([0.75])}
+    found = load(source_of(plain, tmp_path, scales, settings)).weights.kv_scales
+    assert found is not None
+    for tensor, name in zip((found.keys, found.values), names, strict=True):
+        assert tensor.dtype == torch.float32
+        rows = [[number] * NUM_KV_HEADS for number in (scales[name].item(), 2 * scales[name].item())]
+        assert tensor.tolist() == rows
+
+
+@pytest.mark.parametrize("shape", [(), (NUM_KV_HEADS,), (NUM_KV_HEADS, 1, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_scales_may_be_of_the_tensor_or_of_heads(
+    shape: tuple[int, ...], dtype: torch.dtype, plain: Path, tmp_path: Path
+) -> None:
+    keys = torch.arange(1, 1 + torch.Size(shape).numel()).reshape(shape).to(dtype) / 8
+    scales = {"k_scale": keys, "v_scale": torch.ones((), dtype=dtype)}
+    settings = COMPRESSED | {"kv_cache_scheme": SCHEME | {"strategy": "attn_head"}}
+    found = load(source_of(plain, tmp_path, scales, settings)).weights.kv_scales
+    assert found is not None
+    assert torch.equal(found.keys[0], keys.float().reshape(-1).expand(NUM_KV_HEADS))
+
+
+def test_scales_are_1_where_files_have_none(plain: Path, tmp_path: Path) -> None:
+    for source in (Source(plain), source_of(plain, tmp_path, {})):
+        found = load(source).weights.kv_scales
+        assert found is not None
+        assert found.keys.tolist() == found.values.tolist() == [[1.0] * NUM_KV_HEADS] * NUM_LAYERS
+
+
+def test_scales_are_not_read_for_other_caches(plain: Path, tmp_path: Path) -> None:
+    source = source_of(plain, tmp_path, {"k_scale": torch.zeros(1), "v_scale": torch.zeros(3)})
+    config = DecoderConfig.from_hf(source.config)
+    decoder = Decoder.load(config, source.tensors(), device=CPU, dtype=torch.bfloat16)
+    assert decoder.weights.kv_scales is None
+    assert decoder.kv_dtype == torch.bfloat16
+    assert choose_weight_form(EngineConfig(weights="fp8"), config) == "fp8"  # the weights are numbers
+
+
+def test_parts_of_a_model_have_the_scales_of_their_heads(plain: Path, tmp_path: Path) -> None:
+    scales = {"k_scale": torch.arange(1.0, 5.0), "v_scale": torch.arange(5.0, 9.0)}
+    source = source_of(plain, tmp_path, scales)
+    config = DecoderConfig.from_hf(source.config)
+    for rank in range(2):
+        shard = Shard(rank=rank, size=2)
+        options = {"device": CPU, "dtype": torch.float32, "has_kv_scales": True}
+        found = load_shard(config, source.tensors(), shard, **options).weights.kv_scales
+        assert found is not None
+        assert found.keys[0].tolist() == [1.0 + 2 * rank, 2.0 + 2 * rank]
+        assert found.values[1].tolist() == [10.0 + 4 * rank, 12.0 + 4 * rank]
+
+
+@pytest.mark.parametrize(
+    ("part", "scale", "message"),
+    [
+        ("v_scale", None, "tensor model.layers.0.self_attn.v_scale is missing"),
+        ("k_scale", torch.ones(3), r"tensor .*0.self_attn.k_scale has shape \[3\], expected \[1\] or \[4\]"),
+        ("k_scale", torch.ones(2, 2), r"k_scale has shape \[2, 2\], expected \[1\] or \[4\]"),
+        ("v_scale", torch.tensor([0.0]), "tensor .*v_scale has 0, expected 2.*-64 to 2"),
+        ("v_scale", torch.tensor([1.0, -1.0, 1.0, 1.0]), "v_scale has -1, expected"),
+        ("k_scale", torch.tensor([torch.nan]), "k_scale has nan, expected"),
+        ("k_scale", torch.tensor([torch.inf]), "k_scale has inf, expected"),
+        ("k_scale", torch.ones(1, dtype=torch.int32), "k_scale is stored as torch.int32, expected float32"),
+    ],
+)
+def test_wrong_scales_are_refused(
+    part: str, scale: torch.Tensor | None, message: str, plain: Path, tmp_path: Path
+) -> None:
+    scales = {"k_scale": torch.ones(1), "v_scale": torch.ones(1)} | {part: scale}
+    given = {name: value for name, value in scales.items() if value is not None}
+    with pytest.raises(ModelLoadError, match=message):
+        load(source_of(plain, tmp_path, given))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_bits": 4}, "num_bits=4"),
+        ({"type": "int"}, "type='int'"),
+        ({"dynamic": True}, "dynamic=True"),
+        ({"symmetric": False}, "symmetric=False"),
+        ({"strategy": "channel"}, "strategy='channel'"),
+        (None, "='static'"),
+    ],
+)
+def test_scales_of_other_schemes_are_refused(
+    change: dict[str, Any] | None, message: str, plain: Path, tmp_path: Path
+) -> None:
+    scheme: Any = "static" if change is None else SCHEME | change
+    settings = {"config_groups": {}, "quant_method": "compressed-tensors", "kv_cache_scheme": scheme}
+    if change is None:
+        weights = {"type": "float", "num_bits": 8, "strategy": "tensor"}
+        settings["config_groups"] = {"group_0": {"weights": weights}}
+    source = source_of(plain, tmp_path, {"k_scale": torch.ones(1), "v_scale": torch.ones(1)}, settings)
+    with pytest.raises(ModelLoadError, match=f"kv_cache_scheme.*{message} is not implemented for kv_dtype"):
+        load(source)
+
+
+def test_random_weights_have_scales_of_1() -> None:
+    decoder = Decoder.random(
+        DecoderConfig.from_hf(tiny_llama()), device=CPU, dtype=torch.float32, has_kv_scales=True
+    )
+    assert decoder.weights.kv_scales is not None and decoder.weights.kv_scales.keys.eq(1).all()
+    assert decoder.kv_dtype == torch.float8_e4m3fn
+
+
+def test_eager_caches_store_codes_and_read_their_numbers() -> None:
+    scales = KVScales(torch.tensor([[0.5, 4.0]]), torch.tensor([[3.0, 0.125]]))
+    cache = KVCache(1, 2, 4, 2, 8, torch.bfloat16, CPU, scales)
+    generator = torch.Generator().manual_seed(1)
+    key, value = torch.randn(2, 3, 2, 8, generator=generator)
+    slots = torch.tensor([5, 0, 2])
+    cache.store(0, slots, key, value)
+    expected = tuple(
+        (quantise_e4m3(x, scale[0, :, None]).float() * scale[0, :, None]).bfloat16()
+        for x, scale in ((key, scales.keys), (value, scales.values))
+    )
+    for found, wanted in zip(cache.read(0, slots), expected, strict=True):
+        assert torch.equal(found, wanted)
+    assert (cache.read(0, slots)[0] - key).abs().max() > 0.01
+    cache.move(slots, torch.tensor([0, 1, 7]))
+    for found, wanted in zip(cache.read(0, torch.tensor([0, 1, 7])), expected, strict=True):
+        assert torch.equal(found, wanted)

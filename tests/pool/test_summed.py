@@ -1,0 +1,13 @@
+from __future__ import annotations
+
+import pytest
+
+from drift_sdk.pool.summed import summed_stats
+from drift_sdk.stats import EngineStats
+
+
+@pytest.mark.parametrize(("other", "expected"), [("fp8", "fp8"), ("bfloat16", "")])
+def test_kv_dtype_of_several_engines_is_that_of_all(other: str, expected: str) -> None:
+    each = [EngineStats(kv_dtype=name, num_blocks=3) for name in ("fp8", other)]
+    found = summed_stats(each)
+    assert (found.kv_dtype, found.num_blocks) == (expected, 6)
