@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from drift_sdk.execution.device.device import GpuDevice, Replay, ServingDevice
+from drift_sdk._kernels.gemm.tuning import TunedTable, gpu_key, table_for
+from drift_sdk.execution.device.device import Device, GpuDevice, Replay, ServingDevice
 from drift_sdk.execution.device.device_group import DeviceGroup, GroupReplay
 from drift_sdk.execution.device.exchange import Exchange, ExchangeSizes, open_exchanges
 from drift_sdk.models.decoder_config import DecoderConfig
@@ -60,8 +61,11 @@ class ExchangeRun(Run, kw_only=True):
 class Measurement:
     """GPUs whose exchange is measured, and the weights of their parts."""
 
-    def __init__(self, devices: Sequence[GpuDevice], config: DecoderConfig, most_rows: int) -> None:
+    def __init__(
+        self, devices: Sequence[Device], config: DecoderConfig, table: TunedTable, most_rows: int
+    ) -> None:
         """config: of the whole model."""
+        self._table = table
         self._devices, self._group, self._size = devices, DeviceGroup(devices), config.hidden_size
         shard = Shard(rank=0, size=len(devices))
         inners = config.num_heads * config.head_dim // shard.size, config.intermediate_size // shard.size
@@ -88,7 +92,7 @@ class Measurement:
         expected = alone.hidden.cpu()
         layer_us = {
             is_local: self._microseconds([
-                Layers(weights, num_rows, exchange, is_local=is_local).step
+                Layers(weights, num_rows, exchange, self._table, is_local=is_local).step
                 for weights, (_, exchange) in zip(self._weights, self._gpus(), strict=True)
             ]) / LAYERS
             for is_local in (False, True)
@@ -102,7 +106,7 @@ class Measurement:
             "local_layer_us": layer_us[True],
         }
 
-    def _gpus(self) -> Iterator[tuple[GpuDevice, Exchange]]:
+    def _gpus(self) -> Iterator[tuple[Device, Exchange]]:
         """Each GPU, and its exchange, in whose context torch works meanwhile."""
         for device, exchange in zip(self._devices, self._exchanges, strict=True):
             with device.work():
@@ -162,7 +166,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         context=0,
         num_gpus=given.tensor_parallel,
     )
-    measurement = Measurement(devices, config, max(given.rows))
+    table = table_for(gpu_key(torch.cuda.get_device_name(devices[0].torch_device)))
+    measurement = Measurement(devices, config, table, max(given.rows))
     for num_rows in given.rows:
         recording.add(make(**measurement.fields(num_rows)))
     times = ("us", "local_us", "layer_us", "local_layer_us")

@@ -8,12 +8,12 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from drift_sdk._kernels.exchange.add_norm_across import add_norm_across
-from drift_sdk._kernels.gemm.gemm import GemmConfig, gated_multiply, multiply
-from drift_sdk._kernels.gemm.tuning import gpu_key, table_for
+from drift_sdk._kernels.gemm.cublas_gemm import fastest_gated_multiply, fastest_multiply
+from drift_sdk._kernels.gemm.gemm import GemmConfig, multiply
+from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk._kernels.layers.residual_norm import add_norm
-from drift_sdk.execution.device.device import GpuDevice
+from drift_sdk.execution.device.device import Device
 from drift_sdk.execution.device.exchange import Exchange
-from drift_sdk.execution.forward.decode import PREFETCHED_TILES
 from drift_sdk.models.decoder_config import DecoderConfig
 
 __all__ = ["LAYERS", "SUMS", "Layers", "PartWeights", "Sums"]
@@ -29,7 +29,7 @@ INNER = 64
 class Sums:
     """The step on one GPU: with `exchange` of one slice, without it of all slices."""
 
-    def __init__(self, device: GpuDevice, size: int, num_rows: int, exchange: Exchange | None, num_gpus: int):
+    def __init__(self, device: Device, size: int, num_rows: int, exchange: Exchange | None, num_gpus: int):
         self._exchange, self._rows = exchange, num_rows
         place = device.torch_device
         generator = torch.Generator(place).manual_seed(num_rows)
@@ -93,11 +93,12 @@ class PartWeights(Struct, frozen=True):
 class Layers:
     """The step of LAYERS layers on one GPU, whose additions are across GPUs or of its own slices."""
 
-    def __init__(self, weights: PartWeights, num_rows: int, exchange: Exchange, *, is_local: bool) -> None:
+    def __init__(
+        self, weights: PartWeights, num_rows: int, exchange: Exchange, table: TunedTable, *, is_local: bool
+    ) -> None:
         self._weights, self._rows = weights, num_rows
         self._exchange, self._is_local = exchange, is_local
         device, shard = weights.qkv[0].device, exchange.shard
-        table = table_for(gpu_key(torch.cuda.get_device_name(device)))
 
         def rows_of(inner: int) -> Tensor:
             return torch.randn(num_rows, inner, device=device, dtype=torch.bfloat16)
@@ -112,10 +113,10 @@ class Layers:
             for name, number in slices.items()
         }
         gate_up = table.gemm(*weights.gate_up[0].shape, is_gated=True).config(num_rows)
-        self._configs["gate_up"] = replace(gate_up, num_prefetched=PREFETCHED_TILES)
-        self._configs["qkv"] = replace(self._configs["qkv"], num_prefetched=PREFETCHED_TILES)
+        self._configs["gate_up"] = gate_up
         self._hidden, self._normed, self._attended = rows_of(size), rows_of(size), rows_of(inner)
         self._activated = rows_of(weights.down[0].shape[1])
+        self._gate_up = rows_of(weights.gate_up[0].shape[0]) if gate_up.is_library else None
         self._norm = torch.ones(size, device=device, dtype=torch.bfloat16)
         self._partials = torch.empty(slices["qkv"], num_rows, columns, device=device)
         self._sums = {
@@ -126,18 +127,20 @@ class Layers:
         weights = self._weights
         self._exchange.begin()
         for index in range(LAYERS):
-            multiply(self._normed, weights.qkv[index], self._partials, self._configs["qkv"])
+            fastest_multiply(self._normed, weights.qkv[index], self._partials, self._configs["qkv"])
             self._add(self._attended, weights.output[index], "output", 2 * index)
-            gated_multiply(self._normed, weights.gate_up[index], self._activated, self._configs["gate_up"])
+            fastest_gated_multiply(
+                self._normed, weights.gate_up[index], self._activated, self._configs["gate_up"], self._gate_up
+            )
             self._add(self._activated, weights.down[index], "down", 2 * index + 1)
 
     def _add(self, x: Tensor, weight: Tensor, name: str, index: int) -> None:
         if self._is_local:
-            multiply(x, weight, self._sums[name], self._configs[name])
+            fastest_multiply(x, weight, self._sums[name], self._configs[name])
             add_norm(self._hidden, self._sums[name], self._norm, self._normed, eps=1e-5)
             return
 
         num_slices, num_rows, size = self._sums[name].shape
         sums = self._exchange.sums(index, (num_slices, num_rows, size))
-        multiply(x, weight, sums.own, self._configs[name])
+        fastest_multiply(x, weight, sums.own, self._configs[name])
         add_norm_across(self._hidden, sums, self._norm, self._normed, eps=1e-5)

@@ -35,16 +35,19 @@ class SharedDevice:
         return nullcontext()
 
     def mapped_memory(self, num_bytes: int, peers: Sequence[torch.device]) -> torch.Tensor:
-        assert len(peers) == 1
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self.torch_device)
+
+
+def armed(num_ranks: int, device: str) -> list[Exchange]:
+    found = open_exchanges([SharedDevice(device) for _ in range(num_ranks)], SIZES)
+    for exchange in found:
+        exchange.arm(0.05)
+    return found
 
 
 @pytest.fixture
 def exchanges(device: str) -> list[Exchange]:
-    found = open_exchanges([SharedDevice(device), SharedDevice(device)], SIZES)
-    for exchange in found:
-        exchange.arm(0.05)
-    return found
+    return armed(2, device)
 
 
 def is_empty(part: torch.Tensor) -> bool:
@@ -104,6 +107,27 @@ def test_sums_across_ranks_have_the_bits_of_one_gpu(
     options.pop("normed_multiplier", None)
     reference = add_norm_across_reference(hidden, list(deltas), weight, eps=EPS, **options)[0]
     assert torch.equal(expected_hidden, reference)
+    for exchange in exchanges:
+        exchange.check()
+
+
+def test_four_ranks_add_their_slices_in_order(device: str) -> None:
+    """Each rank has got what those before it have sent; what comes from others is stored here."""
+    num_ranks, num_rows, size = 4, 3, 576
+    deltas = random(num_ranks, 2, num_rows, size, device=device, seed=1)
+    hidden = random(num_rows, size, dtype=DTYPE, device=device, seed=2)
+    weight = random(size, dtype=DTYPE, device=device, seed=3)
+    expected_hidden, expected = hidden.clone(), torch.empty_like(hidden)
+    add_norm(expected_hidden, deltas.view(-1, num_rows, size), weight, expected, eps=EPS)
+    exchanges = armed(num_ranks, device)
+    for index in (0, 1, 2):
+        sums = [exchange.sums(index, (2, num_rows, size)) for exchange in exchanges]
+        for rank, own in enumerate(sums):
+            own.parts[rank:].copy_(deltas[rank:])
+        for own in sums:
+            found, normed = hidden.clone(), torch.empty_like(hidden)
+            add_norm_across(found, own, weight, normed, eps=EPS)
+            assert torch.equal(found, expected_hidden) and torch.equal(normed, expected)
     for exchange in exchanges:
         exchange.check()
 

@@ -26,10 +26,6 @@ from drift_sdk.quantised.weight import Matrix, dense
 
 __all__ = ["DecodeForward", "Rows", "attention_groups"]
 
-PREFETCHED_TILES = 2
-"""Tiles of its weights that a product asks for while GPUs add their sums before it. A norm on one GPU alone
-takes half of that time, in which one tile is best."""
-
 
 class Rows(Struct, frozen=True):
     """The rows of a step on the device, int32 [R] each: slot (-1: padding row), token, and its position.
@@ -226,9 +222,7 @@ class DecodeForward:
     def _config(self, weight: Tensor, *, is_gated: bool = False) -> GemmConfig:
         """The configuration of a product with a weight whose rows GPUs divide, if there are several."""
         num_columns, inner = weight.shape
-        if self._exchange is None:
-            return self._tuned.gemm(num_columns, inner, is_gated=is_gated).config(self._num_rows)
-
-        slices = None if is_gated else self._exchange.shard.row_slices(num_columns, inner)
-        gemm = self._tuned.gemm(num_columns, inner, is_gated=is_gated, slices=slices)
-        return replace(gemm.config(self._num_rows), num_prefetched=PREFETCHED_TILES)
+        slices = None
+        if self._exchange is not None and not is_gated:
+            slices = self._exchange.shard.row_slices(num_columns, inner)
+        return self._tuned.gemm(num_columns, inner, is_gated=is_gated, slices=slices).config(self._num_rows)
