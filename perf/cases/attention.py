@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from drift_sdk._kernels.attention.attention_plan import AttentionPlan, Partitions, plan_attention
-from drift_sdk._kernels.attention.paged_attention import AttentionConfig, AttentionScratch, paged_attention
+from drift_sdk._kernels.attention.paged_attention import AttentionScratch, attention_config, paged_attention
 from drift_sdk._kernels.attention.prefill_attention import prefill_attention, prefill_attention_config
 from drift_sdk._kernels.attention.prefill_tiles import TILE_FIELDS, prefill_tiles
 from drift_sdk._kernels.gemm.tuning import TunedTable
@@ -113,7 +113,7 @@ def prepare_decode(
                 position,
                 out,
                 scratch,
-                AttentionConfig(),
+                attention_config(config.head_dim, dtype, plan.partitions.tile),
                 rows,
                 key_scale=scale,
                 value_scale=scale,
