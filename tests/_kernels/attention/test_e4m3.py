@@ -307,8 +307,15 @@ def test_attention_is_near_float64(shape: dict[str, Any], dtype: torch.dtype, de
 
 @pytest.fixture
 def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter multiplies by BLAS, whose order of summation may vary. Tensor cores' does not."""
-    monkeypatch.setattr(np, "matmul", lambda a, b, dtype: (a[:, :, None] * b).sum(1, dtype=dtype))
+    """The interpreter multiplies by BLAS, whose order of summation may vary. Tensor cores add products of 16
+    numbers, one after the other."""
+
+    def matmul(a: Any, b: Any, dtype: Any) -> Any:
+        starts = range(0, a.shape[1], 16)
+        steps = [(a[:, k : k + 16, None] * b[k : k + 16]).sum(1, dtype=dtype) for k in starts]
+        return sum(steps[1:], steps[0])
+
+    monkeypatch.setattr(np, "matmul", matmul)
 
 
 @pytest.mark.usefixtures("exact_products")
