@@ -102,6 +102,8 @@ def prepare_decode(
     out = torch.empty_like(query)
     scale = scale_of(config, device, dtype)
 
+    options = attention_config(config.head_dim, dtype, plan.partitions.tile, batch)
+
     def step() -> None:
         for keys, values in caches:
             paged_attention(
@@ -113,7 +115,7 @@ def prepare_decode(
                 position,
                 out,
                 scratch,
-                attention_config(config.head_dim, dtype, plan.partitions.tile),
+                options,
                 rows,
                 key_scale=scale,
                 value_scale=scale,
