@@ -27,11 +27,13 @@ from drift_sdk._kernels.attention.exact_prefill_attention import ExactPrefillCon
 from drift_sdk._kernels.attention.paged_attention import (
     AttentionConfig,
     AttentionScratch,
+    attention_config,
     paged_attention,
     paged_attention_reference,
 )
 from drift_sdk._kernels.attention.prefill_attention import PrefillAttentionConfig, prefill_attention
 from drift_sdk._kernels.attention.prefill_tiles import TILE_FIELDS, prefill_tiles
+from drift_sdk._kernels.common.gpu_limits import HOPPER, limited_gpu
 from drift_sdk._kernels.trees.tree_attention import tree_attention, tree_attention_reference
 from drift_sdk._kernels.trees.tree_paths import TreePaths
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
@@ -359,6 +361,14 @@ def test_bits_are_those_of_a_cache_of_the_same_numbers(
     step.scales = [None, None]
     if head_dim % 32 == 0:
         assert torch.equal(step.as_prompt(Partitions(), prompt), ones)
+
+
+@pytest.mark.parametrize(("head_dim", "num_stages"), [(64, 3), (256, 3), (512, 3), (1024, 1)])
+def test_more_stages_are_under_way_where_they_fit(head_dim: int, num_stages: int) -> None:
+    """With 227 KiB of shared memory."""
+    with limited_gpu(HOPPER):
+        assert attention_config(head_dim, E4M3, 64).num_stages == num_stages
+        assert attention_config(head_dim, torch.bfloat16, 64).num_stages == (2 if head_dim <= 256 else 1)
 
 
 @pytest.mark.parametrize(

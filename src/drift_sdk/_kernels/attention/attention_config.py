@@ -8,14 +8,12 @@ from msgspec import Struct
 
 from drift_sdk._kernels.attention.partition_sums import MIN_DOT_SIZE
 from drift_sdk._kernels.common.gpu_limits import gpu_limits
+from drift_sdk.quantised.e4m3 import E4M3
 
 __all__ = ["AttentionConfig", "attention_config"]
 
 SHARED_RESERVE = 24 * 1024
 """Bytes of shared memory that a program may take beside its stages: queries, and changes of layout."""
-
-BUFFERED_RESERVE = 14 * 1024
-"""The same with 16 query rows of 128 dimensions, and what the driver takes of each program."""
 
 
 class AttentionConfig(Struct, frozen=True):
@@ -38,35 +36,19 @@ class AttentionConfig(Struct, frozen=True):
 PROGRAMS_PER_MULTIPROCESSOR = 4
 """As many as registers allow."""
 
-BUFFERED_STAGES = 5
-"""The least stages with which Triton keeps two buffers of keys and values, and not one: the block table, from
-which their addresses come, takes stages of its own."""
 
-BUFFERED_SEQUENCES = 1
-"""Most sequences that are attended with two buffers. A few programs a multiprocessor then load while they
-compute: an H200 takes 11% less time behind 512 keys, and 26% less behind 8,192; but 4% more behind 32,768,
-and for several sequences of 16,384."""
+STAGES, E4M3_STAGES = 2, 3
+"""Stages where there is room for them. With caches of e4m3, whose tiles have half of the bytes, a third one
+takes 2% to 3% of the kernel's time behind 16K and 32K keys."""
 
 
-def attention_config(
-    head_dim: int, kv_dtype: torch.dtype, tile_keys: int, num_sequences: int | None = None
-) -> AttentionConfig:
+def attention_config(head_dim: int, kv_dtype: torch.dtype, tile_keys: int) -> AttentionConfig:
     """Return the configuration for a size of heads and a cache of `kv_dtype` on the current GPU: as many
-    programs as it holds at once, and two stages where their keys and values fit its shared memory, else one.
-
-    num_sequences: of the step; None: many. Up to BUFFERED_SEQUENCES get two buffers where two programs of a
-    multiprocessor have room for them.
-    """
+    programs as it holds at once, and as many stages as fit its shared memory, up to a bound."""
     limits = gpu_limits()
     stage_bytes = 2 * tile_keys * max(MIN_DOT_SIZE, triton.next_power_of_2(head_dim)) * kv_dtype.itemsize
-    num_buffered = limits.multiprocessor_shared_bytes // (2 * stage_bytes + BUFFERED_RESERVE)
-    if num_sequences is not None and num_sequences <= BUFFERED_SEQUENCES and num_buffered >= 2:
-        return AttentionConfig(
-            num_programs=min(num_buffered, PROGRAMS_PER_MULTIPROCESSOR) * limits.num_multiprocessors,
-            num_stages=BUFFERED_STAGES,
-        )
-
+    num_fitting = (limits.shared_bytes - SHARED_RESERVE) // stage_bytes
     return AttentionConfig(
         num_programs=PROGRAMS_PER_MULTIPROCESSOR * limits.num_multiprocessors,
-        num_stages=2 if 2 * stage_bytes + SHARED_RESERVE <= limits.shared_bytes else 1,
+        num_stages=max(1, min(E4M3_STAGES if kv_dtype == E4M3 else STAGES, num_fitting)),
     )
