@@ -135,7 +135,7 @@ class Step:
         table = torch.randperm(num_blocks, generator=generator, device=device)
         self.block_table = table.view(len(lengths), max_blocks).int()
         codes = [torch.full(shape, NAN_CODE, dtype=torch.uint8, device=device) for _ in range(2)]
-        self.scales = [scale[:num_kv_heads].to(device) for scale in SCALES]
+        self.scales: list[Any] = [scale[:num_kv_heads].to(device) for scale in SCALES]
         for index, length in enumerate(lengths):
             first = max(0, length - num_rows - window + 1) if window else 0
             positions = torch.arange(first, length, device=device)
@@ -268,6 +268,11 @@ class Step:
     def expected(self) -> torch.Tensor:
         return paged_attention_reference(**self.rows, **self.cache, window=self.window, **self.options)
 
+    def use_numbers(self) -> None:
+        """Replace the cache by one of its codes as numbers of the storage type, without scales."""
+        self.keys, self.values = (unpack_cache(x).to(self.query.dtype) for x in (self.keys, self.values))
+        self.scales = [None, None]
+
     def assert_attended(self, found: torch.Tensor) -> None:
         magnitude = cache_numbers(self.values, self.scales[1]).nan_to_num().abs().max().item()
         num_roundings = 0 if found.dtype == torch.float32 else 1
@@ -320,12 +325,19 @@ def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("exact_products")
-@pytest.mark.parametrize("shape", [{"head_dim": 16}, {"window": 40, "has_sinks": True}], ids=str)
+@pytest.mark.parametrize("shape", [{"num_kv_heads": 1}, {"window": 40, "has_sinks": True}], ids=str)
 def test_bits_are_those_of_decoding_in_trees_and_prompts(shape: dict[str, Any], device: str) -> None:
+    """And those of a cache of the same numbers, if halves of the dimensions fill whole MMAs."""
     step = Step([70, 133], 3, device=device, **shape)
     expected = step.decoded(SMALL)
     assert torch.equal(step.in_trees(SMALL), expected)
     assert torch.equal(step.as_prompt(SMALL), expected)
+    if not step.window:
+        step.scales = [torch.ones_like(scale) for scale in step.scales]
+        expected = step.decoded(SMALL)
+        step.use_numbers()
+        assert torch.equal(step.decoded(SMALL), expected)
+        assert torch.equal(step.as_prompt(SMALL), expected)
 
 
 @pytest.mark.gpu
@@ -357,8 +369,7 @@ def test_bits_are_those_of_a_cache_of_the_same_numbers(
     ones = step.as_prompt(Partitions(), prompt)
     fast = step.as_fast_prompt(PrefillAttentionConfig(tile_keys=64 if head_dim <= 128 else 32))
     step.assert_attended(fast)
-    step.keys, step.values = (unpack_cache(cache).bfloat16() for cache in (step.keys, step.values))
-    step.scales = [None, None]
+    step.use_numbers()
     if head_dim % 32 == 0:
         assert torch.equal(step.as_prompt(Partitions(), prompt), ones)
 
