@@ -18,6 +18,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 
 import torch
 import triton
@@ -27,6 +28,7 @@ from triton.backends.compiler import GPUTarget
 from drift_sdk._kernels.common.gpu_limits import PDL_CAPABILITY, GpuLimits, limited_gpu
 from drift_sdk._kernels.common.parallel_compile import KernelToCompile, recorded_kernels
 from drift_sdk._kernels.gemm.tuning import WatchedTable
+from drift_sdk.config import KV_DTYPES
 from drift_sdk.execution.device.device import Event, Replay
 from drift_sdk.execution.device.first_runs import first_run
 from drift_sdk.execution.drafter_factory import NO_DRAFTER, DrafterFactory, NGramDrafterFactory
@@ -36,6 +38,7 @@ from drift_sdk.execution.graph.options import GraphOptions
 from drift_sdk.execution.graph.parallel_executor import ParallelExecutor
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.kv_scales import KVScales
 from drift_sdk.models.shard import Shard, cut_head
 from drift_sdk.models.weights import meta_weights
 from drift_sdk.speculation import NGram
@@ -189,11 +192,16 @@ def target(capability: int) -> Iterator[GpuLimits]:
 
 
 def kernels_of(
-    config: DecoderConfig, capability: int, *, is_exact: bool = False, num_steps: int | None = None
+    config: DecoderConfig,
+    capability: int,
+    *,
+    is_exact: bool = False,
+    has_kv_scales: bool = False,
+    num_steps: int | None = None,
 ) -> list[KernelToCompile]:
     """Return the kernels that an engine of this model runs on a GPU of a compute capability, each once.
 
-    num_steps: of the largest steps alone; None: of all.
+    has_kv_scales: whether the KV cache is of e4m3. num_steps: of the largest steps alone; None: of all.
     """
     dtype = torch.bfloat16
     factory: DrafterFactory = NO_DRAFTER if is_exact else NGramDrafterFactory(NGram(), (1, 3))
@@ -202,7 +210,11 @@ def kernels_of(
     )
     with target(capability):
         device = RecordingDevice(num_steps)
-        decoder = Decoder(config, meta_weights(config, dtype))
+        weights = meta_weights(config, dtype)
+        if has_kv_scales:
+            scales = torch.empty(config.num_layers, config.num_kv_heads, device="meta")
+            weights = replace(weights, kv_scales=KVScales(scales, scales))
+        decoder = Decoder(config, weights)
         options = GraphOptions(prefill_token_budget=512, exact_prefill=is_exact)
         table = WatchedTable(element_bytes=dtype.itemsize)
         GraphExecutor(device, decoder, limits, table, options, drafter_factory=factory).close()
@@ -286,6 +298,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", nargs="*", choices=dense, default=())
     parser.add_argument("--capability", nargs="+", type=int, choices=GPUS, default=list(GPUS))
     parser.add_argument("--covering", action="store_true", help="a model whose heads need most shared memory")
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES, help="as in EngineConfig")
     parser.add_argument("--largest", action="store_true", help="only the largest kernels with a pipeline")
     parser.add_argument(
         "--tensor-parallel", type=int, help="only the kernels with which so many GPUs exchange sums"
@@ -298,7 +311,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 kernels = exchange_kernels(config, capability, given.tensor_parallel)
             else:
                 kernels = kernels_of(
-                    config, capability, is_exact=is_exact, num_steps=NUM_LARGEST if given.largest else None
+                    config,
+                    capability,
+                    is_exact=is_exact,
+                    has_kv_scales=given.kv_dtype is not None,
+                    num_steps=NUM_LARGEST if given.largest else None,
                 )
             if given.largest:
                 kernels = largest(kernels)

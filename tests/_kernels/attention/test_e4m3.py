@@ -15,6 +15,7 @@ from tolerances import assert_near
 
 from drift_sdk._kernels.attention.attention_plan import AttentionPlan, Partitions, plan_attention
 from drift_sdk._kernels.attention.e4m3 import (
+    cache_numbers,
     cache_words,
     decode_pairs,
     encode_e4m3,
@@ -26,11 +27,13 @@ from drift_sdk._kernels.attention.exact_prefill_attention import ExactPrefillCon
 from drift_sdk._kernels.attention.paged_attention import (
     AttentionConfig,
     AttentionScratch,
+    attention_config,
     paged_attention,
     paged_attention_reference,
 )
 from drift_sdk._kernels.attention.prefill_attention import PrefillAttentionConfig, prefill_attention
 from drift_sdk._kernels.attention.prefill_tiles import TILE_FIELDS, prefill_tiles
+from drift_sdk._kernels.common.gpu_limits import HOPPER, limited_gpu
 from drift_sdk._kernels.trees.tree_attention import tree_attention, tree_attention_reference
 from drift_sdk._kernels.trees.tree_paths import TreePaths
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
@@ -132,7 +135,7 @@ class Step:
         table = torch.randperm(num_blocks, generator=generator, device=device)
         self.block_table = table.view(len(lengths), max_blocks).int()
         codes = [torch.full(shape, NAN_CODE, dtype=torch.uint8, device=device) for _ in range(2)]
-        self.scales = [scale[:num_kv_heads].to(device) for scale in SCALES]
+        self.scales: list[Any] = [scale[:num_kv_heads].to(device) for scale in SCALES]
         for index, length in enumerate(lengths):
             first = max(0, length - num_rows - window + 1) if window else 0
             positions = torch.arange(first, length, device=device)
@@ -265,8 +268,13 @@ class Step:
     def expected(self) -> torch.Tensor:
         return paged_attention_reference(**self.rows, **self.cache, window=self.window, **self.options)
 
+    def use_numbers(self) -> None:
+        """Replace the cache by one of its codes as numbers of the storage type, without scales."""
+        self.keys, self.values = (unpack_cache(x).to(self.query.dtype) for x in (self.keys, self.values))
+        self.scales = [None, None]
+
     def assert_attended(self, found: torch.Tensor) -> None:
-        magnitude = (4 * self.scales[1].max()).item() + 4.0
+        magnitude = cache_numbers(self.values, self.scales[1]).nan_to_num().abs().max().item()
         num_roundings = 0 if found.dtype == torch.float32 else 1
         expected = self.expected()
         assert_near(
@@ -305,17 +313,31 @@ def test_attention_is_near_float64(shape: dict[str, Any], dtype: torch.dtype, de
 
 @pytest.fixture
 def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter multiplies by BLAS, whose order of summation may vary. Tensor cores' does not."""
-    monkeypatch.setattr(np, "matmul", lambda a, b, dtype: (a[:, :, None] * b).sum(1, dtype=dtype))
+    """The interpreter multiplies by BLAS, whose order of summation may vary. Tensor cores add products of 16
+    numbers, one after the other."""
+
+    def matmul(a: Any, b: Any, dtype: Any) -> Any:
+        starts = range(0, a.shape[1], 16)
+        steps = [(a[:, k : k + 16, None] * b[k : k + 16]).sum(1, dtype=dtype) for k in starts]
+        return sum(steps[1:], steps[0])
+
+    monkeypatch.setattr(np, "matmul", matmul)
 
 
 @pytest.mark.usefixtures("exact_products")
-@pytest.mark.parametrize("shape", [{"head_dim": 16}, {"window": 40, "has_sinks": True}], ids=str)
+@pytest.mark.parametrize("shape", [{"num_kv_heads": 1}, {"window": 40, "has_sinks": True}], ids=str)
 def test_bits_are_those_of_decoding_in_trees_and_prompts(shape: dict[str, Any], device: str) -> None:
+    """And those of a cache of the same numbers, if halves of the dimensions fill whole MMAs."""
     step = Step([70, 133], 3, device=device, **shape)
     expected = step.decoded(SMALL)
     assert torch.equal(step.in_trees(SMALL), expected)
     assert torch.equal(step.as_prompt(SMALL), expected)
+    if not step.window:
+        step.scales = [torch.ones_like(scale) for scale in step.scales]
+        expected = step.decoded(SMALL)
+        step.use_numbers()
+        assert torch.equal(step.decoded(SMALL), expected)
+        assert torch.equal(step.as_prompt(SMALL), expected)
 
 
 @pytest.mark.gpu
@@ -347,10 +369,17 @@ def test_bits_are_those_of_a_cache_of_the_same_numbers(
     ones = step.as_prompt(Partitions(), prompt)
     fast = step.as_fast_prompt(PrefillAttentionConfig(tile_keys=64 if head_dim <= 128 else 32))
     step.assert_attended(fast)
-    step.keys, step.values = (unpack_cache(cache).bfloat16() for cache in (step.keys, step.values))
-    step.scales = [None, None]
+    step.use_numbers()
     if head_dim % 32 == 0:
         assert torch.equal(step.as_prompt(Partitions(), prompt), ones)
+
+
+@pytest.mark.parametrize(("head_dim", "num_stages"), [(64, 3), (256, 3), (512, 3), (1024, 1)])
+def test_more_stages_are_under_way_where_they_fit(head_dim: int, num_stages: int) -> None:
+    """With 227 KiB of shared memory."""
+    with limited_gpu(HOPPER):
+        assert attention_config(head_dim, E4M3, 64).num_stages == num_stages
+        assert attention_config(head_dim, torch.bfloat16, 64).num_stages == (2 if head_dim <= 256 else 1)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from drift_sdk._kernels.trees.round_checks import (
 from drift_sdk._kernels.trees.tree_roots import RootTensors
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES, tree_rows
 from drift_sdk.execution.rounds.round_checks import violation_of
+from drift_sdk.quantised.e4m3 import E4M3
 
 pytestmark = pytest.mark.kernel
 
@@ -29,7 +30,7 @@ LENGTH = 7
 class Round:
     """Two trees, the second without a root: the first accepts nodes 1 and 4, and ends behind node 4."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, kv_dtype: torch.dtype = torch.float32) -> None:
         def ints(*values: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
 
@@ -55,7 +56,7 @@ class Round:
         self.ends = (ints(LENGTH + 3, 30), ints(33, 0), ints(0, 0))
         self.hidden = torch.ones(2 * NUM_NODES, 24, device=device)
         shape = (2, NUM_BLOCKS + 3, 2, BLOCK_SIZE, 6)
-        self.keys, self.values = torch.randn(shape).to(device), torch.randn(shape).to(device)
+        self.keys, self.values = (torch.randn(shape).to(device, kv_dtype) for _ in range(2))
         self.flags = ints(-1, -1)
 
     def run(self, plant: Callable[[Round, str], None]) -> list[str | None]:
@@ -105,17 +106,26 @@ def nothing(checked: Round, before: str) -> None:
     pass
 
 
-def test_right_round_passes_and_rejected_rows_are_overwritten(device: str) -> None:
-    checked = Round(device)
+@pytest.mark.parametrize("kv_dtype", [torch.float32, E4M3], ids=str)
+def test_right_round_passes_and_rejected_rows_are_overwritten(kv_dtype: torch.dtype, device: str) -> None:
+    checked = Round(device, kv_dtype)
     before = checked.keys.clone()
     assert checked.run(nothing) == [None, None]
     places = [(int(slot) // BLOCK_SIZE, int(slot) % BLOCK_SIZE) for slot in checked.kv_slot[:NUM_NODES]]
     kept = {places[node] for node in (0, 1)} | {(5, 0)}
     for node in range(NUM_NODES):
         block, place = places[node]
-        is_nan = bool(checked.keys[:, block, :, place].isnan().all())
+        is_nan = bool(checked.keys[:, block, :, place].float().isnan().all())
         assert is_nan == (places[node] not in kept), node
     assert torch.equal(checked.keys[:, 3], before[:, 3])  # the prefix
+
+
+def test_a_row_of_e4m3_that_was_not_moved_is_found(device: str) -> None:
+    def plant(checked: Round, before: str) -> None:
+        if before == "cache":
+            checked.values.view(torch.uint8)[1, 5, 1, 0, 5] ^= 1
+
+    assert Round(device, E4M3).run(plant) == ["kv", None]
 
 
 FAULTS: dict[str, tuple[str, str, Callable[[Round], Any]]] = {

@@ -24,6 +24,7 @@ from drift_sdk._kernels.trees.tree_accept import tree_accept, tree_accept_refere
 from drift_sdk._kernels.trees.tree_attention import tree_attention, tree_attention_reference
 from drift_sdk._kernels.trees.tree_paths import TreePaths
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES, tree_rows, tree_rows_reference
+from drift_sdk.quantised.e4m3 import E4M3
 from drift_sdk.trees.token_tree import TokenTree
 
 pytestmark = pytest.mark.kernel
@@ -329,8 +330,8 @@ def test_the_longest_right_path_is_accepted_and_its_rows_are_packed(number: int,
     assert min(lengths[1:7]) > 5, lengths
 
 
-@pytest.mark.parametrize("block_size", [1, 16])
-def test_rewinding_equals_the_reference(block_size: int, device: str) -> None:
+@pytest.mark.parametrize(("block_size", "dtype"), [(1, torch.float32), (16, torch.float32), (16, E4M3)])
+def test_rewinding_equals_the_reference(block_size: int, dtype: torch.dtype, device: str) -> None:
     trees = some_trees(5, 4, 15)
     found = TreeRound(
         trees,
@@ -340,6 +341,7 @@ def test_rewinding_equals_the_reference(block_size: int, device: str) -> None:
         block_size=block_size,
         num_layers=3,
         head_dim=24,
+        dtype=dtype,
     )
     found.place()
     accepted = Acceptance(found, share=1.0)

@@ -33,6 +33,7 @@ __all__ = [
     "check_cache",
     "check_scales",
     "decode_pairs",
+    "decode_rows",
     "encode_e4m3",
     "is_decoded_in_pairs",
     "pack_cache",
@@ -100,6 +101,18 @@ def decode_pairs(
         low = (low_bits.to(tl.float32, bitcast=True) * CORRECTION).to(DTYPE)
         high = (high_bits.to(tl.float32, bitcast=True) * CORRECTION).to(DTYPE)
     return low, high
+
+
+@triton.jit
+def decode_rows(
+    words,  # [ROWS, PADDED] int16: two codes each
+    DTYPE: tl.constexpr,
+    IN_PAIRS: tl.constexpr,  # see `is_decoded_in_pairs`
+):
+    """Return the numbers of rows [ROWS, 2 * PADDED]: those of the lower bytes, then those of the upper."""
+    low, high = decode_pairs(words, DTYPE, IN_PAIRS)
+    both = tl.permute(tl.join(low, high), (0, 2, 1))
+    return tl.reshape(both, (words.shape[0], 2 * words.shape[1]))
 
 
 def is_decoded_in_pairs(dtype: torch.dtype) -> bool:

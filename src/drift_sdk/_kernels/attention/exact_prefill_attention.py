@@ -32,6 +32,7 @@ from drift_sdk._kernels.attention.e4m3 import (
     cache_words,
     check_cache,
     check_scales,
+    decode_rows,
     is_decoded_in_pairs,
 )
 from drift_sdk._kernels.attention.online_softmax import (
@@ -41,7 +42,6 @@ from drift_sdk._kernels.attention.online_softmax import (
     add_sink,
     attend_tile,
     head_scale,
-    load_parts,
     zero_parts,
 )
 from drift_sdk._kernels.attention.prefill_tiles import TILE_FIELDS
@@ -116,8 +116,11 @@ def _load_tile(
     BLOCK_SIZE: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     IS_MASKED: tl.constexpr,  # whether keys of the tile may lie beyond num_keys
+    NUM_PARTS: tl.constexpr,
+    DTYPE: tl.constexpr,  # the storage type
+    IN_PAIRS: tl.constexpr,  # see `decode_pairs`
 ):
-    """Return a tile of keys and of values [TILE_KEYS, PADDED_DIM] as in the cache, zeros without a key."""
+    """Return a tile of keys and of values [TILE_KEYS, NUM_PARTS * PADDED_DIM], zeros where there is none."""
     dim = tl.arange(0, PADDED_DIM)
     position = first_key + tl.arange(0, TILE_KEYS)
     if BLOCK_SIZE >= TILE_KEYS:
@@ -139,6 +142,8 @@ def _load_tile(
     else:
         keys = tl.load(keys_ptr + cache_offset)
         values = tl.load(values_ptr + cache_offset)
+    if NUM_PARTS == 2:
+        keys, values = decode_rows(keys, DTYPE, IN_PAIRS), decode_rows(values, DTYPE, IN_PAIRS)
     return keys, values
 
 
@@ -181,6 +186,7 @@ def _exact_prefill_attention(
     Longer than other kernels: a loop for each kind, over sums that stay in registers.
     """
     PART_DIM: tl.constexpr = HEAD_DIM // NUM_PARTS
+    DTYPE: tl.constexpr = query_ptr.dtype.element_ty
     wait_for_producers(PDL)
     head = tl.program_id(0)
     tiles_ptr += tl.program_id(1) * NUM_FIELDS
@@ -192,11 +198,12 @@ def _exact_prefill_attention(
     num_rows = tl.load(tiles_ptr + 2)
     start = tl.load(tiles_ptr + 3)
     row = tl.arange(0, TILE_ROWS)
-    dim = tl.arange(0, PADDED_DIM)
-    row_mask = (row < num_rows)[:, None] & (dim < PART_DIM)[None, :]
+    place = tl.arange(0, NUM_PARTS * PADDED_DIM)
+    dim = place // PADDED_DIM * PART_DIM + place % PADDED_DIM
+    row_mask = (row < num_rows)[:, None] & (place % PADDED_DIM < PART_DIM)[None, :]
     query_ptr += first_row * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM
     query_ptrs = query_ptr + row[:, None] * (NUM_HEADS * HEAD_DIM) + dim[None, :]
-    queries = load_parts(query_ptrs, row_mask, PART_DIM, NUM_PARTS)
+    queries = (tl.load(query_ptrs, mask=row_mask, other=0.0),)
     num_keys = start + num_rows
     # The first row's last key is the last that all rows see.
     diagonal = (start + 1) // TILE_KEYS * TILE_KEYS
@@ -207,41 +214,41 @@ def _exact_prefill_attention(
     table_ptr = block_table_ptr + slot.to(tl.int64) * table_stride
     maximum = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
     weight = tl.zeros((TILE_ROWS,), tl.float32)
-    total = zero_parts(TILE_ROWS, PADDED_DIM, NUM_PARTS)
+    total = tl.zeros((TILE_ROWS, NUM_PARTS * PADDED_DIM), tl.float32)
 
     # With a window, `diagonal` is 0, and neither of these two loops runs.
     narrow_end = tl.minimum(diagonal, NARROW_END) // NARROW * NARROW
     for begin in tl.range(0, narrow_end, NARROW, num_stages=NARROW_STAGES):
         part_maximum = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
         part_weight = tl.zeros((TILE_ROWS, ONES_COLUMNS), tl.float32)
-        part_total = zero_parts(TILE_ROWS, PADDED_DIM, NUM_PARTS)
+        part_total = zero_parts(TILE_ROWS, NUM_PARTS * PADDED_DIM, 1)
         for tile in tl.static_range(NARROW // TILE_KEYS):
             keys, values = _load_tile(
                 keys_ptr, values_ptr, table_ptr, begin + tile * TILE_KEYS, num_keys, kv_head,
-                NUM_KV_HEADS, PART_DIM, PADDED_DIM, BLOCK_SIZE, TILE_KEYS, False,
+                NUM_KV_HEADS, PART_DIM, PADDED_DIM, BLOCK_SIZE, TILE_KEYS, False, NUM_PARTS, DTYPE, IN_PAIRS,
             )  # fmt: skip
             part_maximum, part_weight, part_total = attend_tile(
-                part_maximum, part_weight, part_total, queries, keys, values, None, scale, False, IN_PAIRS
+                part_maximum, part_weight, part_total, queries, keys, values, None, scale, False, False
             )
         maximum, weight, total = add_partition(
-            maximum, weight, total, part_maximum, tl.max(part_weight, 1), part_total
+            maximum, weight, total, part_maximum, tl.max(part_weight, 1), part_total[0]
         )
 
     wide_end = NARROW_END + tl.maximum(diagonal - NARROW_END, 0) // WIDE * WIDE
     for begin in range(NARROW_END, wide_end, WIDE):
         part_maximum = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
         part_weight = tl.zeros((TILE_ROWS, ONES_COLUMNS), tl.float32)
-        part_total = zero_parts(TILE_ROWS, PADDED_DIM, NUM_PARTS)
+        part_total = zero_parts(TILE_ROWS, NUM_PARTS * PADDED_DIM, 1)
         for first_key in tl.range(begin, begin + WIDE, TILE_KEYS, num_stages=NUM_STAGES):
             keys, values = _load_tile(
                 keys_ptr, values_ptr, table_ptr, first_key, num_keys, kv_head,
-                NUM_KV_HEADS, PART_DIM, PADDED_DIM, BLOCK_SIZE, TILE_KEYS, False,
+                NUM_KV_HEADS, PART_DIM, PADDED_DIM, BLOCK_SIZE, TILE_KEYS, False, NUM_PARTS, DTYPE, IN_PAIRS,
             )  # fmt: skip
             part_maximum, part_weight, part_total = attend_tile(
-                part_maximum, part_weight, part_total, queries, keys, values, None, scale, False, IN_PAIRS
+                part_maximum, part_weight, part_total, queries, keys, values, None, scale, False, False
             )
         maximum, weight, total = add_partition(
-            maximum, weight, total, part_maximum, tl.max(part_weight, 1), part_total
+            maximum, weight, total, part_maximum, tl.max(part_weight, 1), part_total[0]
         )
 
     begin = tl.where(narrow_end < NARROW_END, narrow_end, wide_end)
@@ -254,49 +261,45 @@ def _exact_prefill_attention(
         end = tl.where(begin < NARROW_END, begin + NARROW, begin + WIDE)
         part_maximum = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
         part_weight = tl.zeros((TILE_ROWS, ONES_COLUMNS), tl.float32)
-        part_total = zero_parts(TILE_ROWS, PADDED_DIM, NUM_PARTS)
+        part_total = zero_parts(TILE_ROWS, NUM_PARTS * PADDED_DIM, 1)
         for first_key in tl.range(begin, tl.minimum(end, diagonal), TILE_KEYS, num_stages=NUM_STAGES):
             keys, values = _load_tile(
                 keys_ptr, values_ptr, table_ptr, first_key, num_keys, kv_head,
-                NUM_KV_HEADS, PART_DIM, PADDED_DIM, BLOCK_SIZE, TILE_KEYS, False,
+                NUM_KV_HEADS, PART_DIM, PADDED_DIM, BLOCK_SIZE, TILE_KEYS, False, NUM_PARTS, DTYPE, IN_PAIRS,
             )  # fmt: skip
             part_maximum, part_weight, part_total = attend_tile(
-                part_maximum, part_weight, part_total, queries, keys, values, None, scale, False, IN_PAIRS
+                part_maximum, part_weight, part_total, queries, keys, values, None, scale, False, False
             )
         masked_end = tl.minimum(end, num_keys)
         masked_begin = tl.maximum(tl.maximum(begin, diagonal), first_tile)
         for first_key in tl.range(masked_begin, masked_end, TILE_KEYS, num_stages=1):
             keys, values = _load_tile(
                 keys_ptr, values_ptr, table_ptr, first_key, num_keys, kv_head,
-                NUM_KV_HEADS, PART_DIM, PADDED_DIM, BLOCK_SIZE, TILE_KEYS, True,
+                NUM_KV_HEADS, PART_DIM, PADDED_DIM, BLOCK_SIZE, TILE_KEYS, True, NUM_PARTS, DTYPE, IN_PAIRS,
             )  # fmt: skip
             position = (first_key + tl.arange(0, TILE_KEYS))[None, :]
             is_seen = position <= (start + row)[:, None]
             if WINDOW > 0:
                 is_seen = is_seen & (position > (start + row)[:, None] - WINDOW)
             part_maximum, part_weight, part_total = attend_tile(
-                part_maximum, part_weight, part_total, queries, keys, values, is_seen, scale, True, IN_PAIRS
+                part_maximum, part_weight, part_total, queries, keys, values, is_seen, scale, True, False
             )
         maximum, weight, total = add_partition(
-            maximum, weight, total, part_maximum, tl.max(part_weight, 1), part_total
+            maximum, weight, total, part_maximum, tl.max(part_weight, 1), part_total[0]
         )
         begin = end
 
-    sinks_rescale = tl.full((TILE_ROWS,), 1.0, tl.float32)
     if sinks_ptr is not None:
-        sinks_rescale, weight = add_sink(maximum, weight, tl.load(sinks_ptr + head).to(tl.float32))
+        rescale, weight = add_sink(maximum, weight, tl.load(sinks_ptr + head).to(tl.float32))
+        total = total * rescale[:, None]
+    if value_scale_ptr is not None:
+        total = total * tl.load(value_scale_ptr + kv_head)
     start_dependents(PDL)
+    # Every row that exists has seen a key; what is divided by here for the others is not stored.
+    result = total / tl.where(row < num_rows, weight, 1.0)[:, None]
     output_ptr += first_row * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM
     output_ptrs = output_ptr + row[:, None] * (NUM_HEADS * HEAD_DIM) + dim[None, :]
-    for part in tl.static_range(NUM_PARTS):
-        result = total[part]
-        if sinks_ptr is not None:
-            result = result * sinks_rescale[:, None]
-        if value_scale_ptr is not None:
-            result = result * tl.load(value_scale_ptr + kv_head)
-        # Every row that exists has seen a key; what is divided by here for the others is not stored.
-        result = result / tl.where(row < num_rows, weight, 1.0)[:, None]
-        tl.store(output_ptrs + part * PART_DIM, result.to(output_ptr.dtype.element_ty), mask=row_mask)
+    tl.store(output_ptrs, result.to(DTYPE), mask=row_mask)
 
 
 def exact_prefill_attention(

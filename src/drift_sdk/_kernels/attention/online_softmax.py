@@ -15,9 +15,11 @@ rows. Keys that a row does not see leave its sums as they are, bit for bit.
 The softmax's denominator is a product with ones: its order of summation is the product's, and its terms are
 the probabilities in the storage type, which also weight the values.
 
-A cache of e4m3 numbers is read in two halves of the dimensions (see e4m3.py), and queries and sums of values
-have two parts then: tuples of two, otherwise of one. The scales of keys and values multiply no single number:
-that of keys is a factor of the scores' scale, that of values of the output.
+A cache of e4m3 numbers is read in two halves of the dimensions (see e4m3.py), and products along the
+dimensions take the first half first. Decoding keeps queries and sums of values in two parts for that: tuples
+of two, otherwise of one. Prompts put both halves of a tile side by side, which is the same order. The scales
+of keys and values multiply no single number: that of keys is a factor of the scores' scale, that of values of
+the output.
 """
 
 from __future__ import annotations
@@ -154,10 +156,10 @@ def attend_tile(
 def add_partition(
     maximum,  # [ROWS] fp32: of all partitions before; -inf before the first
     weight,  # [ROWS] fp32
-    total,  # parts [ROWS, PADDED_DIM] fp32
+    total,  # [ROWS, PADDED_DIM] fp32
     part_maximum,  # [ROWS] fp32: of the next partition; -inf where a row sees none of its keys
     part_weight,  # [ROWS] fp32
-    part_total,  # as total
+    part_total,  # [ROWS, PADDED_DIM] fp32
 ):
     """Return maximum, weight and total of the keys of all partitions, the next one included."""
     new_maximum = tl.maximum(maximum, part_maximum)
@@ -165,11 +167,8 @@ def add_partition(
     rescale = tl.exp2(maximum - reference)
     share = tl.exp2(part_maximum - reference)
     weight = tl.fma(part_weight, share, weight * rescale)
-    sums = (tl.fma(part_total[0], share[:, None], total[0] * rescale[:, None]),)
-    if len(total) == 2:
-        other = tl.fma(part_total[1], share[:, None], total[1] * rescale[:, None])
-        sums = sums + (other,)  # type: ignore[assignment]
-    return new_maximum, weight, sums
+    total = tl.fma(part_total, share[:, None], total * rescale[:, None])
+    return new_maximum, weight, total
 
 
 @triton.jit

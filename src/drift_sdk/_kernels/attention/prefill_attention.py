@@ -35,10 +35,10 @@ from drift_sdk._kernels.attention.e4m3 import (
     cache_words,
     check_cache,
     check_scales,
-    decode_pairs,
+    decode_rows,
     is_decoded_in_pairs,
 )
-from drift_sdk._kernels.attention.online_softmax import head_scale, load_parts, zero_parts
+from drift_sdk._kernels.attention.online_softmax import head_scale
 from drift_sdk._kernels.attention.prefill_config import (
     MIN_DOT_SIZE,
     PrefillAttentionConfig,
@@ -72,8 +72,8 @@ NUM_FIELDS = tl.constexpr(TILE_FIELDS)
 def _attend_keys(
     maximum,  # [TILE_ROWS] fp32: the highest score so far, times log2(e)
     weight,  # [TILE_ROWS] fp32: the sum of exp2(score - maximum)
-    total,  # parts [TILE_ROWS, PADDED_DIM] fp32: values weighted likewise
-    queries,  # parts [TILE_ROWS, PADDED_DIM], storage type
+    total,  # [TILE_ROWS, NUM_PARTS * PADDED_DIM] fp32: values weighted likewise
+    queries,  # [TILE_ROWS, NUM_PARTS * PADDED_DIM], storage type
     keys_ptr,  # [num_blocks, NUM_KV_HEADS, KV_BLOCK_SIZE, PART_DIM], storage type or words of two e4m3 codes
     values_ptr,  # as keys
     table_ptr,  # [max_blocks] int32: the block table's row of the slot
@@ -86,6 +86,7 @@ def _attend_keys(
     scale,  # of scores, times log2(e)
     NUM_KV_HEADS: tl.constexpr,
     PART_DIM: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
     PADDED_DIM: tl.constexpr,  # PART_DIM, rounded up to a power of two, 16 or more
     IN_PAIRS: tl.constexpr,  # see `decode_pairs`
     KV_BLOCK_SIZE: tl.constexpr,  # positions in a block of the KV cache
@@ -124,12 +125,10 @@ def _attend_keys(
             keys = tl.load(keys_ptr + tile_offset + key_offset)
             values = tl.load(values_ptr + tile_offset + key_offset)
 
-        if len(queries) == 1:
-            score = tl.dot(queries[0], keys.T, input_precision="ieee")
-        else:
-            low_keys, high_keys = decode_pairs(keys, queries[0].dtype, IN_PAIRS)
-            score = tl.dot(queries[0], low_keys.T, input_precision="ieee")
-            score = tl.dot(queries[1], high_keys.T, score, input_precision="ieee")
+        if NUM_PARTS == 2:
+            keys = decode_rows(keys, queries.dtype, IN_PAIRS)
+            values = decode_rows(values, queries.dtype, IN_PAIRS)
+        score = tl.dot(queries, keys.T, input_precision="ieee")
         if IS_MASKED:
             is_seen = (key_position[None, :] <= position[:, None]) & (key_position >= first_key)[None, :]
             if WINDOW > 0:
@@ -146,14 +145,8 @@ def _attend_keys(
         rescale = tl.exp2(maximum - reference)
         probability = tl.exp2(score * scale - reference[:, None])
         weight = weight * rescale + tl.sum(probability, axis=1)
-        share = probability.to(queries[0].dtype)
-        if len(queries) == 1:
-            total = (tl.dot(share, values, total[0] * rescale[:, None], input_precision="ieee"),)
-        else:
-            low, high = decode_pairs(values, queries[0].dtype, IN_PAIRS)
-            low_total = tl.dot(share, low, total[0] * rescale[:, None], input_precision="ieee")
-            high_total = tl.dot(share, high, total[1] * rescale[:, None], input_precision="ieee")
-            total = (low_total, high_total)
+        share = probability.to(queries.dtype)
+        total = tl.dot(share, values, total * rescale[:, None], input_precision="ieee")
         maximum = new_maximum
 
     return maximum, weight, total
@@ -201,11 +194,12 @@ def _prefill_attention(
     num_rows = tl.load(tiles_ptr + 2)
     start = tl.load(tiles_ptr + 3)
     row = tl.arange(0, TILE_ROWS)
-    dim = tl.arange(0, PADDED_DIM)
-    row_mask = (row < num_rows)[:, None] & (dim < PART_DIM)[None, :]
+    place = tl.arange(0, NUM_PARTS * PADDED_DIM)
+    dim = place // PADDED_DIM * PART_DIM + place % PADDED_DIM
+    row_mask = (row < num_rows)[:, None] & (place % PADDED_DIM < PART_DIM)[None, :]
     query_ptr += first_row * query_stride + head * HEAD_DIM
     query_ptrs = query_ptr + row[:, None] * query_stride + dim[None, :]
-    queries = load_parts(query_ptrs, row_mask, PART_DIM, NUM_PARTS)
+    queries = tl.load(query_ptrs, mask=row_mask, other=0.0)
 
     if sinks_ptr is None:
         maximum = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
@@ -215,7 +209,7 @@ def _prefill_attention(
         maximum = tl.zeros((TILE_ROWS,), tl.float32) + tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
         weight = tl.full((TILE_ROWS,), 1.0, tl.float32)
 
-    total = zero_parts(TILE_ROWS, PADDED_DIM, NUM_PARTS)
+    total = tl.zeros((TILE_ROWS, NUM_PARTS * PADDED_DIM), tl.float32)
     position = start + row
     num_keys = start + num_rows
     # The last key that the first row sees is the last that all rows see: tiles before need no mask for it.
@@ -238,20 +232,23 @@ def _prefill_attention(
         maximum, weight, total = _attend_keys(
             maximum, weight, total, queries, keys_ptr, values_ptr, table_ptr, kv_head, position,
             edge, begin, first_key, num_keys, scale,
-            NUM_KV_HEADS, PART_DIM, PADDED_DIM, IN_PAIRS, KV_BLOCK_SIZE, TILE_KEYS, WINDOW, NUM_STAGES, True,
+            NUM_KV_HEADS, PART_DIM, NUM_PARTS, PADDED_DIM, IN_PAIRS, KV_BLOCK_SIZE, TILE_KEYS, WINDOW,
+            NUM_STAGES, True,
         )  # fmt: skip
 
     # Tiles of keys that all rows see.
     maximum, weight, total = _attend_keys(
         maximum, weight, total, queries, keys_ptr, values_ptr, table_ptr, kv_head, position,
         begin, diagonal, first_key, num_keys, scale,
-        NUM_KV_HEADS, PART_DIM, PADDED_DIM, IN_PAIRS, KV_BLOCK_SIZE, TILE_KEYS, WINDOW, NUM_STAGES, False,
+        NUM_KV_HEADS, PART_DIM, NUM_PARTS, PADDED_DIM, IN_PAIRS, KV_BLOCK_SIZE, TILE_KEYS, WINDOW, NUM_STAGES,
+        False,
     )  # fmt: skip
     # Tiles of keys along the diagonal.
     maximum, weight, total = _attend_keys(
         maximum, weight, total, queries, keys_ptr, values_ptr, table_ptr, kv_head, position,
         diagonal, num_keys, first_key, num_keys, scale,
-        NUM_KV_HEADS, PART_DIM, PADDED_DIM, IN_PAIRS, KV_BLOCK_SIZE, TILE_KEYS, WINDOW, NUM_STAGES, True,
+        NUM_KV_HEADS, PART_DIM, NUM_PARTS, PADDED_DIM, IN_PAIRS, KV_BLOCK_SIZE, TILE_KEYS, WINDOW, NUM_STAGES,
+        True,
     )  # fmt: skip
     start_dependents(PDL)
     # Every row that exists has seen a key. The others are divided by 1, and not stored.
@@ -260,9 +257,7 @@ def _prefill_attention(
         factor = factor * tl.load(value_scale_ptr + kv_head)
     output_ptr += first_row * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM
     output_ptrs = output_ptr + (row[:, None] * (NUM_HEADS * HEAD_DIM) + dim[None, :])
-    for part in tl.static_range(NUM_PARTS):
-        result = (total[part] * factor[:, None]).to(output_ptr.dtype.element_ty)
-        tl.store(output_ptrs + part * PART_DIM, result, mask=row_mask)
+    tl.store(output_ptrs, (total * factor[:, None]).to(output_ptr.dtype.element_ty), mask=row_mask)
 
 
 def prefill_attention(
