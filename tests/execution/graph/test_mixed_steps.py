@@ -133,6 +133,9 @@ def watch_proposals(
     the step's Python code."""
     on_graphs: Proposals = []
     on_eager: Proposals = []
+    if IS_GPU:  # a step that is captured must not wait for its results
+        return on_graphs, on_eager
+
     patch.setattr(graph_drafter, "propose", recorded_rounds(graph_drafter.propose, on_graphs))
     patch.setattr(eager_drafter, "propose", recorded_drafts(eager_drafter.propose, on_eager))
     return on_graphs, on_eager
