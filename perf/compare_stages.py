@@ -1,324 +1,198 @@
-"""Compare a draft's arithmetic with a plain float64 computation from the same files, stage by stage.
+"""Compare a draft's arithmetic with a plain float64 computation from the same files, stage by stage, and with
+the stages of another engine.
 
     python -m perf.compare_stages TARGET DRAFT --text prompt.txt --dtype bfloat16
     python -m perf.compare_stages TARGET DRAFT --tokens 1 5 9 12 --json
+    python -m perf.compare_stages TARGET DRAFT --reference stages.safetensors --min-cosine 0.999
 
 The target runs once; both computations start from its residual streams. The stages are fc, attention and mlp
 of each layer, pre_head (the input of the head) and logits. Figures are over all rows: mean and largest
 difference, smallest cosine, and the share of the reference's k largest entries that are among the draft's k
-largest.
+largest. The exit status is 1 if the smallest cosine or that share is below the threshold in any stage.
+
+A reference is a safetensors file with `token_ids` [N + 1] of integers and stages [N, width] by the names
+above, all or some; names of layers carry their index, as in attention.0. With `aux_hidden`
+[features, N, hidden] in it, the draft starts from these residual streams, so that differences of the target
+do not count. --save writes the stages of this engine in that form.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.nn.functional as F
-from msgspec import Struct, to_builtins
+from msgspec import structs, to_builtins
 
-from drift_sdk.loading.draft import DraftTensors
+from drift_sdk.errors import DriftError
 from drift_sdk.loading.source import resolve
-from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
-from drift_sdk.models.draft_config import draft_settings
-from drift_sdk.models.eagle3 import DRAFT_KV_OFFSET, DraftDecoder
-from drift_sdk.models.kv_cache import KVCache
-from drift_sdk.models.tree_attention import StepRows
-from drift_sdk.quantised.weight import dense
+from perf.harness.draft_stages import Reference, StageDifference, compare, compare_reference, own_reference
+from perf.harness.record import Results, Run, write
 
-__all__ = ["StageDifference", "compare", "main"]
+__all__ = ["PLAIN", "StageRun", "main", "stage_table"]
 
-BLOCK_SIZE = 16
+PLAIN = "float64"
+THRESHOLDS = {"float32": (0.9999, 0.98), "bfloat16": (0.99, 0.9), "float16": (0.999, 0.95)}
+"""Smallest cosine and least share of common largest entries, by the dtype of the computation."""
+STAGE_COLUMNS = ("compared with", "stage", "mean", "largest", "cosine", "top-k", "")
 
 
-class StageDifference(Struct, frozen=True, kw_only=True):
-    """Differences of a stage over all rows."""
+class StageRun(Run, kw_only=True):
+    """A stage compared with that of `reference`: PLAIN, or the name of a file."""
 
+    draft: str
     stage: str
+    reference: str
     mean_difference: float
     max_difference: float
     min_cosine: float
     top_k_overlap: float
+    is_good: bool
 
 
-class RecordedDraft(DraftDecoder):
-    """A draft that records the outputs of attention and mlp, and the input of the head."""
-
-    stages: dict[str, torch.Tensor]
-
-    def _attention(
-        self,
-        index: int,
-        inputs: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor],
-        batch: StepRows,
-        cache: KVCache,
-    ) -> torch.Tensor:
-        added = super()._attention(index, inputs, rotary, batch, cache)
-        self.stages[f"attention.{index}"] = added
-        return added
-
-    def _mlp(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
-        added = super()._mlp(index, hidden)
-        self.stages[f"mlp.{index}"] = added
-        return added
-
-    def _head_input(self, hidden: torch.Tensor) -> torch.Tensor:
-        self.stages["pre_head"] = super()._head_input(hidden)
-        return self.stages["pre_head"]
-
-
-def compare(
-    target: Decoder, folder: Path, token_ids: Sequence[int], *, top_k: int = 10, **options: Any
-) -> list[StageDifference]:
-    """The differences of all stages.
-
-    folder:     of the draft.
-    token_ids:  two or more. The target runs all but the last, the draft embeds all but the first.
-    options:    as in DraftDecoder.load.
-    """
-    draft = RecordedDraft.load(folder, target, **options)
-    tokens = torch.tensor(token_ids, dtype=torch.int64, device=target.device)
-    num_rows = len(token_ids) - 1
-    aux_hidden, final = _target_states(target, tokens[:-1], draft.aux_layers)
-    config = draft.config
-    num_blocks = -(-len(token_ids) // BLOCK_SIZE)
-    cache = KVCache(
-        draft.num_layers,
-        num_blocks,
-        BLOCK_SIZE,
-        config.num_kv_heads,
-        config.head_dim,
-        draft.dtype,
-        draft.device,
-    )
-    rows = SequenceRows(range(num_blocks), 0, num_rows)
-    batch = AttentionBatch([rows], cache, slot_offset=DRAFT_KV_OFFSET)
-    features = draft.fuse(aux_hidden, final)
-    draft.stages = {"fc": features}
-    draft.stages["logits"] = draft.logits(draft.forward(features, tokens[1:], batch, cache))
-    expected = PlainDraft(folder, target).stages(aux_hidden, final, tokens[1:], draft.target_ids)
-    return [_difference(stage, draft.stages[stage], expected[stage], top_k) for stage in expected]
-
-
-class PlainDraft:
-    """A draft's computation in float64, from its files, for all rows at once and without a cache."""
-
-    def __init__(self, folder: Path, target: Decoder) -> None:
-        self._settings = draft_settings(json.loads((folder / "config.json").read_text()))
-        self._tensors, self._target = DraftTensors(folder), target
-        self._names, self._eps = self._tensors.names(), self._settings.get("rms_norm_eps", 1e-6)
-
-    @torch.inference_mode()
-    def stages(
-        self,
-        aux_hidden: Sequence[torch.Tensor],
-        final: torch.Tensor,
-        token_ids: torch.Tensor,
-        target_ids: torch.Tensor,
-    ) -> dict[str, torch.Tensor]:
-        """The output of each stage, in the order of computation.
-
-        aux_hidden, final:  the target's residual streams and its last hidden state, [N, hidden] each.
-        token_ids:          [N], the tokens to embed.
-        target_ids:         the target's ids of the draft's vocabulary.
-        """
-        settings = self._settings
-        hidden = self._features(aux_hidden, final)
-        stages = {"fc": hidden}
-        embedded = self._norm(self._embedding()[token_ids], "layers.0.input_layernorm.weight")
-        normed = self._norm(hidden, "layers.0.hidden_norm.weight")
-        is_nested = "transformer_layer_config" in settings
-        hidden = normed if settings.get("norm_before_residual", is_nested) else hidden
-        for index in range(settings["num_hidden_layers"]):
-            layer = f"layers.{index}"
-            first = torch.cat((embedded, normed), -1)
-            inputs = self._norm(hidden, f"{layer}.input_layernorm.weight") if index else first
-            query, key, value = (self._project(f"{layer}.self_attn.{n}_proj", inputs) for n in "qkv")
-            attended = _attend(settings, query, key, value)
-            stages[f"attention.{index}"] = self._project(f"{layer}.self_attn.o_proj", attended)
-            hidden = hidden + stages[f"attention.{index}"]
-            normed_hidden = self._norm(hidden, f"{layer}.post_attention_layernorm.weight")
-            gate, up = (self._project(f"{layer}.mlp.{n}_proj", normed_hidden) for n in ("gate", "up"))
-            stages[f"mlp.{index}"] = self._project(f"{layer}.mlp.down_proj", F.silu(gate) * up)
-            hidden = hidden + stages[f"mlp.{index}"]
-
-        stages["pre_head"] = self._norm(hidden, "norm.weight")
-        stages["logits"] = stages["pre_head"] @ self._head(target_ids).T
-        return stages
-
-    def _features(self, aux_hidden: Sequence[torch.Tensor], final: torch.Tensor) -> torch.Tensor:
-        """The target's features, fused as the draft's settings say."""
-        streams = [stream.double() for stream in aux_hidden]
-        if not streams:
-            weights, eps = self._target.weights, self._target.config.rms_norm_eps
-            return rms_norm(final.double(), weights.final_norm.double(), eps)
-
-        if self._settings.get("fc_norm"):
-            streams = [self._norm(stream, f"fc_norm.{i}.weight") for i, stream in enumerate(streams)]
-
-        joined = torch.cat(streams, -1)
-        return self._project(
-            "fc", self._norm(joined, "input_norm.weight") if self._settings.get("norm_before_fc") else joined
+def stage_table(results: Results) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
+    """Title, columns and rows of compared stages."""
+    rows = [
+        (
+            run["reference"],
+            run["stage"],
+            f"{run['mean_difference']:.2e}",
+            f"{run['max_difference']:.2e}",
+            f"{run['min_cosine']:.6f}",
+            f"{run['top_k_overlap']:.1%}",
+            "" if run["is_good"] else "too far",
         )
-
-    def _embedding(self) -> torch.Tensor:
-        """The draft's own embedding table, or the target's."""
-        if "embed_tokens.weight" in self._names:
-            return self._weight("embed_tokens.weight")
-
-        return dense(self._target.weights.embedding).double()
-
-    def _head(self, target_ids: torch.Tensor) -> torch.Tensor:
-        if "lm_head.weight" in self._names:
-            return self._weight("lm_head.weight")
-
-        if self._settings.get("tie_word_embeddings") and "embed_tokens.weight" in self._names:
-            return self._embedding()[target_ids]
-
-        return dense(self._target.weights.head)[target_ids].double()
-
-    def _project(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        product = x @ self._weight(f"{name}.weight").T
-        return product + self._weight(f"{name}.bias") if f"{name}.bias" in self._names else product
-
-    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return rms_norm(x, self._weight(name), self._eps)
-
-    def _weight(self, name: str) -> torch.Tensor:
-        return self._tensors.get(name).to(device=self._target.device, dtype=torch.float64)
+        for run in results.runs
+    ]
+    return "", STAGE_COLUMNS, rows
 
 
-def rms_norm(x: torch.Tensor, scale: torch.Tensor, eps: float) -> torch.Tensor:
-    return scale * x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
-
-
-def _attend(
-    settings: Mapping[str, Any], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> torch.Tensor:
-    """Causal attention with rotary positions over all rows, [N, heads * head_dim]."""
-    num_rows, num_heads = len(query), settings["num_attention_heads"]
-    num_kv_heads = settings.get("num_key_value_heads", num_heads)
-    query, key, value = (
-        x.view(num_rows, heads, -1)
-        for x, heads in ((query, num_heads), (key, num_kv_heads), (value, num_kv_heads))
-    )
-    turns = _angles(settings, num_rows, query.shape[-1]).to(query.device)[:, None]
-    cos, sin = turns.cos(), turns.sin()
-
-    def turn(x: torch.Tensor) -> torch.Tensor:
-        low, high = x.chunk(2, -1)
-        return torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
-
-    query, key = turn(query), turn(key)
-    key, value = (x.repeat_interleave(num_heads // num_kv_heads, 1) for x in (key, value))
-    scores = torch.einsum("qhd,khd->hqk", query, key) * query.shape[-1] ** -0.5
-    is_hidden = torch.ones(num_rows, num_rows, dtype=torch.bool, device=scores.device).triu(1)
-    weights = scores.masked_fill(is_hidden, float("-inf")).softmax(-1)
-    return torch.einsum("hqk,khd->qhd", weights, value).reshape(num_rows, -1)
-
-
-def _angles(settings: Mapping[str, Any], num_rows: int, head_dim: int) -> torch.Tensor:
-    """Rotation angles in radians of each row and pair, [num_rows, head_dim / 2]. Positions start at 0."""
-    rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
-    theta = rope.get("rope_theta") or settings.get("rope_theta") or 10_000.0
-    pairs = torch.arange(head_dim // 2, dtype=torch.float64)
-    frequencies = theta ** (-2 * pairs / head_dim)
-    kind, factor = rope.get("rope_type", rope.get("type", "default")), rope.get("factor", 1.0)
-    if kind == "llama3":
-        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-        turns = rope["original_max_position_embeddings"] * frequencies / (2 * torch.pi)
-        keep = ((turns - low) / (high - low)).clamp(0, 1)
-        frequencies = frequencies * (keep + (1 - keep) / factor)
-    elif kind == "linear":
-        frequencies = frequencies / factor
-
-    return torch.arange(num_rows, dtype=torch.float64)[:, None] * frequencies
-
-
-@torch.inference_mode()
-def _target_states(
-    target: Decoder, tokens: torch.Tensor, aux_layers: Sequence[int]
-) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """The target's residual streams at `aux_layers`, and its last hidden state."""
-    config, num_blocks = target.config, -(-len(tokens) // BLOCK_SIZE)
-    cache = KVCache(
-        config.num_layers,
-        num_blocks,
-        BLOCK_SIZE,
-        config.num_kv_heads,
-        config.head_dim,
-        target.dtype,
-        target.device,
-    )
-    batch = AttentionBatch([SequenceRows(range(num_blocks), 0, len(tokens))], cache)
-    final, aux_hidden = target.forward(tokens, batch, cache, aux_layers)
-    return aux_hidden, final
-
-
-def _difference(stage: str, found: torch.Tensor, expected: torch.Tensor, top_k: int) -> StageDifference:
-    difference = (found.double() - expected).abs()
-    top_k = min(top_k, expected.shape[-1])
-    mine, theirs = (x.topk(top_k, -1).indices for x in (found.double(), expected))
-    is_common = (mine[:, :, None] == theirs[:, None]).any(1)
-    return StageDifference(
-        stage=stage,
-        mean_difference=difference.mean().item(),
-        max_difference=difference.max().item(),
-        min_cosine=F.cosine_similarity(found.double(), expected, dim=-1).min().item(),
-        top_k_overlap=is_common.double().mean().item(),
-    )
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("target", help="folder, .gguf file or hub id")
-    parser.add_argument("draft", type=Path, help="folder")
-    tokens = parser.add_mutually_exclusive_group(required=True)
+def stages_parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("target", help="folder, .gguf file or hub id")
+    made.add_argument("draft", type=Path, help="folder")
+    tokens = made.add_mutually_exclusive_group(required=True)
     tokens.add_argument("--tokens", type=int, nargs="+", help="token ids, two or more")
     tokens.add_argument("--text", type=Path, help="a file of text")
-    parser.add_argument("--max-tokens", type=int, default=512, help="of the text, from its start")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    parser.add_argument("--aux-layer-convention", choices=("output", "boundary"))
-    parser.add_argument("--top-k", type=int, default=10)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args(arguments)
+    tokens.add_argument("--reference", type=Path, help="stages of another engine, with their token ids")
+    made.add_argument("--max-tokens", type=int, default=512, help="of the text, from its start")
+    made.add_argument("--device", default="cpu")
+    made.add_argument("--dtype", choices=tuple(THRESHOLDS), default="float32")
+    made.add_argument("--aux-layer-convention", choices=("output", "boundary"))
+    made.add_argument("--top-k", type=int, default=10)
+    made.add_argument("--min-cosine", type=float, help="least cosine (default: by dtype)")
+    made.add_argument("--min-overlap", type=float, help="least share of the largest k (default: by dtype)")
+    made.add_argument("--save", type=Path, help="file for the stages of this engine")
+    made.add_argument("--out", type=Path, help="result file")
+    made.add_argument("--json", action="store_true")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    made = stages_parser()
+    options = made.parse_args(arguments)
+    try:
+        found = found_differences(options)
+    except (ValueError, DriftError) as error:
+        made.error(str(error))
+
+    cosine, overlap = THRESHOLDS[options.dtype]
+    cosine = cosine if options.min_cosine is None else options.min_cosine
+    overlap = overlap if options.min_overlap is None else options.min_overlap
+    runs = [
+        stage_run(
+            options,
+            reference,
+            num_rows,
+            each,
+            is_good=each.min_cosine >= cosine and each.top_k_overlap >= overlap,
+        )
+        for reference, (num_rows, rows) in found.items()
+        for each in rows
+    ]
+    if options.out is not None:
+        results = Results.of(options.device, 0.0)
+        for run in runs:
+            results.add(run)
+        write(results, options.out)
+    show_runs(runs, is_json=options.json)
+    bad = next((run for run in runs if not run.is_good), None)
+    if bad is not None:
+        figures = f"cosine {bad.min_cosine:.6f}, top-k {bad.top_k_overlap:.3f}"
+        expected = f"expected {cosine:g} and {overlap:g} or more"
+        print(f"{bad.stage} differs from {bad.reference}: {figures}: {expected}", file=sys.stderr)
+    return 0 if bad is None else 1
+
+
+def found_differences(options: argparse.Namespace) -> dict[str, tuple[int, list[StageDifference]]]:
+    """The number of rows and the differences by what the stages are compared with. Raises ValueError for
+    tokens or a reference that do not fit."""
     source = resolve(options.target)
-    token_ids = options.tokens
-    if token_ids is None:
-        token_ids = source.tokenizer().encode(options.text.read_text(encoding="utf-8"))[: options.max_tokens]
-
+    reference = None if options.reference is None else Reference.read(options.reference)
+    token_ids: Sequence[int] = options.tokens or ()
+    if reference is not None:
+        token_ids = reference.token_ids.tolist()
+    elif options.text is not None:
+        text = options.text.read_text(encoding="utf-8")
+        token_ids = source.tokenizer().encode(text)[: options.max_tokens]
     if len(token_ids) < 2:
-        parser.error(f"{len(token_ids)} tokens: expected 2 or more")
+        raise ValueError(f"{len(token_ids)} tokens: expected 2 or more")
 
-    dtype = getattr(torch, options.dtype)
     config = DecoderConfig.from_hf(source.config)
+    dtype = getattr(torch, options.dtype)
     target = Decoder.load(config, source.tensors(), device=options.device, dtype=dtype)
-    found = compare(
-        target,
-        options.draft,
-        token_ids,
-        top_k=options.top_k,
-        aux_layer_convention=options.aux_layer_convention,
+    given = {"top_k": options.top_k, "aux_layer_convention": options.aux_layer_convention}
+    num_rows = len(token_ids) - 1
+    found = {PLAIN: (num_rows, compare(target, options.draft, token_ids, **given))}
+    if reference is not None:
+        found[options.reference.name] = num_rows, compare_reference(target, options.draft, reference, **given)
+    if options.save is not None:
+        convention = options.aux_layer_convention
+        own = own_reference(target, options.draft, token_ids, aux_layer_convention=convention)
+        own.write(options.save)
+    return found
+
+
+def stage_run(
+    options: argparse.Namespace, reference: str, num_rows: int, found: StageDifference, *, is_good: bool
+) -> StageRun:
+    return StageRun(
+        **structs.asdict(found),
+        engine="drift",
+        model=Path(options.target).name,
+        dtype=options.dtype,
+        scenario=f"text-{num_rows}",
+        batch=1,
+        context=num_rows,
+        draft=options.draft.resolve().name,
+        reference=reference,
+        is_good=is_good,
     )
-    if options.json:
-        print(json.dumps([to_builtins(difference) for difference in found], indent=2))
+
+
+def show_runs(runs: Sequence[StageRun], *, is_json: bool) -> None:
+    fields = ("stage", "mean_difference", "max_difference", "min_cosine", "top_k_overlap")
+    if is_json:
+        kept = [
+            {name: value for name, value in to_builtins(run).items() if name in (*fields, "reference")}
+            for run in runs
+        ]
+        print(json.dumps(kept, indent=2))
         return
 
-    print(f"{'stage':<14}{'mean':>12}{'max':>12}{'cosine':>12}{'top-k':>8}")
-    for row in found:
-        numbers = f"{row.mean_difference:>12.3e}{row.max_difference:>12.3e}{row.min_cosine:>12.8f}"
-        print(f"{row.stage:<14}{numbers}{row.top_k_overlap:>8.3f}")
+    for reference in dict.fromkeys(run.reference for run in runs):
+        if reference != PLAIN:
+            print(f"compared with {reference}:")
+        print(f"{'stage':<14}{'mean':>12}{'max':>12}{'cosine':>12}{'top-k':>8}")
+        for row in (run for run in runs if run.reference == reference):
+            numbers = f"{row.mean_difference:>12.3e}{row.max_difference:>12.3e}{row.min_cosine:>12.8f}"
+            print(f"{row.stage:<14}{numbers}{row.top_k_overlap:>8.3f}")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -221,7 +221,10 @@ def exchange_kernels(config: DecoderConfig, capability: int, num_gpus: int) -> l
             shard = Shard(rank=rank, size=num_gpus)
             decoder = Decoder(shard.config(config), meta_weights(shard.config(config), torch.bfloat16))
             cut_head(decoder, shard)
-            models.append(GpuModel(device=device, decoder=decoder, tuned=WatchedTable()))
+            factory = NGramDrafterFactory(NGram(), (1,))
+            models.append(
+                GpuModel(device=device, decoder=decoder, tuned=WatchedTable(), drafter_factory=factory)
+            )
         options = GraphOptions(prefill_token_budget=16, exact_prefill=True)
         ParallelExecutor(models, limits, options).close()
         kernels = [kernel for device in devices for kernel in device.kernels]

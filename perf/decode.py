@@ -27,7 +27,7 @@ from perf.harness.decoding import GREEDY, DecodeOptions, engine_config, generati
 from perf.harness.experts import measured_experts
 from perf.harness.host import ENGINE_THREAD, LoopLag, thread_seconds
 from perf.harness.record import DecodeRun, Run
-from perf.harness.recording import Recording, add_weights, free_memory, parser
+from perf.harness.recording import Recording, add_tensor_parallel, add_weights, free_memory, parser
 from perf.harness.scenario import SCENARIOS, Scenario
 from perf.harness.shapes import Model, prepare
 from perf.harness.table import decode_table, show
@@ -155,15 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     arguments_parser.add_argument("--top-p", type=float, default=1.0)
     add_weights(arguments_parser)
-    arguments_parser.add_argument(
-        "--tensor-parallel",
-        nargs="+",
-        type=int,
-        default=(),
-        metavar="GPUS",
-        help="numbers of GPUs to divide the model between; peers take the largest",
-    )
-    arguments_parser.add_argument("--tuning", default="off", help="as in EngineConfig")
+    add_tensor_parallel(arguments_parser)
     given = arguments_parser.parse_args(arguments)
     if given.temperature and given.peer:
         arguments_parser.error("--temperature: expected 0 with --peer, because peers are greedy")

@@ -4,38 +4,37 @@ A step of SUMS small products, each followed by its addition to the residual str
 every GPU and launched on all together. The same step is timed on one GPU, which adds the same slices from its
 own memory. The sums of both are compared bit by bit.
 
+Then the products of LAYERS layers, with the weights of a GPU's part and without attention, are timed twice:
+with their sums, and with additions of the GPU's own slices alone. The difference is what a layer loses to the
+exchange.
+
 python -m perf.exchange --tensor-parallel 2 --rows 1 4 64 1024
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from drift_sdk._kernels.exchange.add_norm_across import add_norm_across
-from drift_sdk._kernels.gemm.gemm import GemmConfig, multiply
-from drift_sdk._kernels.layers.residual_norm import add_norm
 from drift_sdk.execution.device.device import GpuDevice, Replay, ServingDevice
 from drift_sdk.execution.device.device_group import DeviceGroup, GroupReplay
 from drift_sdk.execution.device.exchange import Exchange, ExchangeSizes, open_exchanges
+from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.shard import Shard
+from perf.harness.exchanged_steps import LAYERS, SUMS, Layers, PartWeights, Sums
 from perf.harness.record import Run
 from perf.harness.recording import Recording, parser
 from perf.harness.shapes import prepare
 from perf.harness.table import show, title_of
 
-__all__ = ["ExchangeRun", "main", "measure"]
+__all__ = ["ExchangeRun", "Measurement", "main"]
 
-SUMS = 64
-"""Additions of a step: those of 32 layers."""
-INNER = 64
-"""Inner dimension of the products, which so take hardly any time."""
 NUM_REPLAYS = 20
 TIMEOUT_S = 5.0
 
@@ -43,9 +42,10 @@ TIMEOUT_S = 5.0
 class ExchangeRun(Run, kw_only=True):
     """Addition of partial sums to the residual stream of `num_rows` rows, and its norm.
 
-    num_gpus: GPUs. us: microseconds of a product of INNER columns, the addition across GPUs and the
+    num_gpus: GPUs. us: microseconds of a small product, the addition across GPUs and the
     norm. local_us: the same with all slices on one GPU. has_same_bits: whether all GPUs have the residual
-    stream that one GPU computes.
+    stream that one GPU computes. layer_us, local_layer_us: of the products of a layer and its two additions,
+    across GPUs and of each GPU's own slices.
     """
 
     num_rows: int
@@ -53,81 +53,74 @@ class ExchangeRun(Run, kw_only=True):
     us: float
     local_us: float
     has_same_bits: bool
+    layer_us: float
+    local_layer_us: float
 
 
-class Sums:
-    """The step on one GPU: with `exchange` of one slice, without it of all slices."""
+class Measurement:
+    """GPUs whose exchange is measured, and the weights of their parts."""
 
-    def __init__(self, device: GpuDevice, size: int, num_rows: int, exchange: Exchange | None, num_gpus: int):
-        self._exchange, self._rows = exchange, num_rows
-        place = device.torch_device
-        generator = torch.Generator(place).manual_seed(num_rows)
-
-        def draw(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator, device=place, dtype=torch.bfloat16)
-
-        x, weights = draw(num_rows, num_gpus * INNER), draw(size, num_gpus * INNER) / 8
-        self.hidden, self._norm = draw(num_rows, size), draw(size)
-        self._first = self.hidden.clone()
-        self._normed = torch.empty_like(self.hidden)
-        own = slice(None)
-        if exchange is not None:
-            rank = exchange.shard.rank
-            own = slice(rank * INNER, (rank + 1) * INNER)
-        self._x, self._weights = x[:, own].contiguous(), weights[:, own].contiguous()
-        self._config = GemmConfig(num_slices=1 if exchange is not None else num_gpus, tile_k=INNER)
-        self._partials = torch.empty(num_gpus, num_rows, size, device=place)
-
-    def step(self) -> None:
-        self.hidden.copy_(self._first)
-        if self._exchange is not None:
-            self._exchange.begin()
-        for index in range(SUMS):
-            if self._exchange is None:
-                multiply(self._x, self._weights, self._partials, self._config)
-                add_norm(self.hidden, self._partials, self._norm, self._normed, eps=1e-5)
-            else:
-                sums = self._exchange.sums(index, (1, self._rows, self.hidden.shape[1]))
-                multiply(self._x, self._weights, sums.own, self._config)
-                add_norm_across(self.hidden, sums, self._norm, self._normed, eps=1e-5)
-
-
-def measure(
-    devices: Sequence[GpuDevice], size: int, every_num_rows: Sequence[int]
-) -> Iterator[dict[str, Any]]:
-    """Yield the fields of an ExchangeRun for each number of rows. size: of a row."""
-    num_gpus = len(devices)
-    sizes = ExchangeSizes(num_sums=SUMS, sum_size=max(every_num_rows) * size, logits_size=0)
-    exchanges = open_exchanges(devices, sizes)
-    group = DeviceGroup(devices)
-    for num_rows in every_num_rows:
-        replays, found = [], []
-        for device, exchange in zip(devices, exchanges, strict=True):
+    def __init__(self, devices: Sequence[GpuDevice], config: DecoderConfig, most_rows: int) -> None:
+        """config: of the whole model."""
+        self._devices, self._group, self._size = devices, DeviceGroup(devices), config.hidden_size
+        shard = Shard(rank=0, size=len(devices))
+        inners = config.num_heads * config.head_dim // shard.size, config.intermediate_size // shard.size
+        slices = max(shard.column_slices(config.hidden_size, inner) for inner in inners)
+        sizes = ExchangeSizes(num_sums=SUMS, sum_size=slices * most_rows * config.hidden_size, logits_size=0)
+        self._exchanges = open_exchanges(devices, sizes)
+        self._weights = []
+        for device, exchange in zip(devices, self._exchanges, strict=True):
             with device.work():
-                found.append(Sums(device, size, num_rows, exchange, num_gpus))
-                replays.append(device.capture(found[-1].step))
-        with devices[0].work():
-            alone = Sums(devices[0], size, num_rows, None, num_gpus)
-            local = devices[0].capture(alone.step)
-        _settle(group)
-        for device, exchange in zip(devices, exchanges, strict=True):
-            with device.work():
-                exchange.arm(TIMEOUT_S)
-        _settle(group)
-        us = _microseconds(group, GroupReplay(replays))
-        local_us = _microseconds(devices[0], local)
-        for exchange in exchanges:
-            exchange.check()
+                self._weights.append(PartWeights.random(exchange.shard.config(config), device.torch_device))
+
+    def fields(self, num_rows: int) -> dict[str, Any]:
+        """The fields of an ExchangeRun that are measured."""
+        steps = [
+            Sums(device, self._size, num_rows, exchange, len(self._devices))
+            for device, exchange in self._gpus()
+        ]
+        us = self._microseconds([each.step for each in steps]) / SUMS
+        first = self._devices[0]
+        with first.work():
+            alone = Sums(first, self._size, num_rows, None, len(self._devices))
+            local = first.capture(alone.step)
+        local_us = _microseconds(first, local) / SUMS
         expected = alone.hidden.cpu()
-        yield {
+        layer_us = {
+            is_local: self._microseconds([
+                Layers(weights, num_rows, exchange, is_local=is_local).step
+                for weights, (_, exchange) in zip(self._weights, self._gpus(), strict=True)
+            ]) / LAYERS
+            for is_local in (False, True)
+        }  # fmt: skip
+        return {
             "num_rows": num_rows,
             "us": us,
             "local_us": local_us,
-            "has_same_bits": all(torch.equal(one.hidden.cpu(), expected) for one in found),
+            "has_same_bits": all(torch.equal(one.hidden.cpu(), expected) for one in steps),
+            "layer_us": layer_us[False],
+            "local_layer_us": layer_us[True],
         }
-        for device, exchange in zip(devices, exchanges, strict=True):
+
+    def _gpus(self) -> Iterator[tuple[GpuDevice, Exchange]]:
+        """Each GPU, and its exchange, in whose context torch works meanwhile."""
+        for device, exchange in zip(self._devices, self._exchanges, strict=True):
             with device.work():
-                exchange.disarm()
+                yield device, exchange
+
+    def _microseconds(self, steps: Sequence[Callable[[], None]]) -> float:
+        """Of a step of all GPUs."""
+        replays = [device.capture(step) for (device, _), step in zip(self._gpus(), steps, strict=True)]
+        _settle(self._group)
+        for _, exchange in self._gpus():
+            exchange.arm(TIMEOUT_S)
+        _settle(self._group)
+        found = _microseconds(self._group, GroupReplay(replays))
+        for _, exchange in self._gpus():
+            exchange.check()
+            exchange.disarm()
+        _settle(self._group)
+        return found
 
 
 def _settle(device: ServingDevice) -> None:
@@ -138,7 +131,7 @@ def _settle(device: ServingDevice) -> None:
 
 
 def _microseconds(device: ServingDevice, replay: Replay) -> float:
-    """Microseconds of one of the SUMS additions, the median of NUM_REPLAYS replays."""
+    """Microseconds of a step, the median of NUM_REPLAYS replays."""
     marks = [device.event() for _ in range(NUM_REPLAYS + 1)]
     replay.launch()
     marks[0].record()
@@ -147,7 +140,7 @@ def _microseconds(device: ServingDevice, replay: Replay) -> float:
         mark.record()
     marks[-1].wait()
     times = [later.seconds_since(earlier) for earlier, later in zip(marks, marks[1:], strict=False)]
-    return median(times) / SUMS * 1e6
+    return median(times) * 1e6
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -156,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     made.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024])
     given = made.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        size = prepare(given.model, Path(folder)).config.hidden_size
+        config = prepare(given.model, Path(folder)).config
     recording = Recording("exchange", given.device, given.out)
     devices = [GpuDevice(index) for index in range(given.tensor_parallel)]
     make = partial(
@@ -169,13 +162,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         context=0,
         num_gpus=given.tensor_parallel,
     )
-    for fields in measure(devices, size, given.rows):
-        recording.add(make(**fields))
+    measurement = Measurement(devices, config, max(given.rows))
+    for num_rows in given.rows:
+        recording.add(make(**measurement.fields(num_rows)))
+    times = ("us", "local_us", "layer_us", "local_layer_us")
     rows = [
-        (str(run["num_rows"]), f"{run['us']:.2f}", f"{run['local_us']:.2f}", str(run["has_same_bits"]))
+        (str(run["num_rows"]), *(f"{run[name]:.2f}" for name in times), str(run["has_same_bits"]))
         for run in recording.results.runs
     ]
-    show(title_of(recording.results), ("rows", "us", "us on one GPU", "same bits"), rows)
+    titles = ("rows", "us", "us on one GPU", "us a layer", "without exchange", "same bits")
+    show(title_of(recording.results), titles, rows)
     print(f"written to {recording.path}")
 
 

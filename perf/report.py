@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 from msgspec.structs import replace
 
+from perf.acceptance import acceptance_table
+from perf.compare_stages import stage_table
 from perf.gates import listed
 from perf.gating.figures import read_folder
 from perf.gating.gate import load_gates
@@ -220,6 +222,8 @@ def startup_table(results: Results) -> Table:
 
 
 TABLES: dict[str, tuple[str, Callable[[Results], Table]]] = {
+    "acceptance": ("Acceptance of a head", acceptance_table),
+    "draft-stages": ("Stages of a head", stage_table),
     "decode": ("Plain decoding", decode_table),
     "speculative": ("Decoding with drafts", speculative_table),
     "prefill": ("Prompts", prefill_table),
@@ -229,17 +233,17 @@ TABLES: dict[str, tuple[str, Callable[[Results], Table]]] = {
 """Topic -> its heading and its table."""
 
 
-def write_report(folder: Path, out: Path) -> Path:
+def write_report(folder: Path, out: Path, summary: Sequence[str] = ()) -> Path:
     """Write the report of a folder's result files into the folder `out`; returns the path of report.md.
 
-    Raises ValueError if there are none of TABLES in the folder.
+    summary: lines to put after the title. Raises ValueError if there are none of TABLES in the folder.
     """
     found = {topic: results for topic, results in results_of(folder).items() if results.runs}
     if not found:
         raise ValueError(f"folder={str(folder)!r}: expected one with result files of {', '.join(TABLES)}")
 
     out.mkdir(parents=True, exist_ok=True)
-    parts = ["# Measurements", "", *header_of(found)]
+    parts = ["# Measurements", "", *([*summary, ""] if summary else []), *header_of(found)]
     for name, caption in pictures_of(found, out).items():
         parts += ["", f"![{caption}]({name})"]
     for topic, results in found.items():
@@ -268,7 +272,9 @@ def header_of(found: Mapping[str, Results]) -> list[str]:
     lines.append("|---|---|---|")
     for topic, results in found.items():
         commits = dict.fromkeys(run.get("commit", results.commit) for run in results.runs)
-        lines.append(f"| {topic} | {', '.join(commits)} | {results.read_bandwidth_tb_s:.2f} TB/s |")
+        # Topics that are not about speed do not measure it.
+        bandwidth = f"{results.read_bandwidth_tb_s:.2f} TB/s" if results.read_bandwidth_tb_s else ""
+        lines.append(f"| {topic} | {', '.join(commits)} | {bandwidth} |")
     return lines
 
 
@@ -286,6 +292,8 @@ def pictures_of(found: Mapping[str, Results], out: Path) -> dict[str, str]:
             made["drafts.png"] = "tokens/s over the number of draft tokens"
         if draw_acceptance(speculative, out / "acceptance.png"):
             made["acceptance.png"] = "accepted drafts by position"
+    if (acceptance := found.get("acceptance")) is not None and draw_acceptance(acceptance, out / "head.png"):
+        made["head.png"] = "accepted drafts of the head by position, at each temperature"
     if draw_peers(found, out / "peers.png"):
         made["peers.png"] = "tokens/s over peers"
     return made

@@ -4,10 +4,12 @@ python -m perf.speculative --num-draft-tokens 1 3 5 --acceptance-length 3.2 --sc
 python -m perf.speculative --model smollm2-135m --draft ngram
 python -m perf.speculative --policy-sweep --repeats 3
 python -m perf.speculative --model gpt-oss-120b --acceptance-length 2.56 --peer vllm
+python -m perf.speculative --model llama-3.1-8b --acceptance-length 3.2 --tensor-parallel 1 2 --peer vllm
+python -m perf.speculative --model FOLDER --draft HEAD --text long.txt
 
-With --acceptance-length, acceptance is simulated: drafts are made and verified, but not compared. Without it,
-acceptance is that of the draft given by --draft, or of a draft with random weights if the model has random
-weights.
+With --acceptance-length, acceptance is simulated: drafts are made and verified, but not compared. --trace
+simulates rounds that an engine with real acceptance has recorded. Without either, acceptance is that of the
+draft given by --draft, or of a draft with random weights if the model has random weights.
 """
 
 from __future__ import annotations
@@ -21,17 +23,21 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
+
 from drift_sdk import NGram
+from drift_sdk.loading.source import resolve
 from drift_sdk.measurement import recorded_engine
-from drift_sdk.models.matrix_reader import QUANTISERS
 from perf.harness.decoding import DecodeOptions, slow_paths
 from perf.harness.drafting import Drafting
 from perf.harness.experts import measured_experts
 from perf.harness.record import DecodeRun, Run
-from perf.harness.recording import Recording, add_weights, free_memory, parser
+from perf.harness.recording import Recording, free_memory
 from perf.harness.rounds import Rounds, batch_config, measure_rounds
-from perf.harness.scenario import SCENARIOS, Scenario
+from perf.harness.scenario import Scenario, Text
 from perf.harness.shapes import Draft, Model, prepare, prepare_drafts
+from perf.harness.speculative_options import arguments_of
 from perf.harness.startup_process import gpu_memory_gib
 from perf.harness.table import show, speculative_table
 from perf.peers import vllm
@@ -39,8 +45,6 @@ from perf.policy_sweep import ACCEPTANCE_LENGTHS, draw, policy_table
 from perf.policy_sweep import SCENARIOS as SWEPT_SCENARIOS
 
 __all__ = ["SpeculativeRun", "main", "measure"]
-
-MAX_DRAFT_TOKENS = 16
 
 
 class SpeculativeRun(DecodeRun, kw_only=True):
@@ -61,6 +65,9 @@ class SpeculativeRun(DecodeRun, kw_only=True):
     speedup:                                     over plain decoding in the same run.
     efficiency:                                  speedup over measured acceptance length.
     gpu_memory_gib:                              memory in use on the GPU afterwards, of all processes.
+    text:                                        the file that prompts were taken from, of runs without random
+                                                 prompts.
+    is_traced:                                   whether recorded rounds were simulated, and not a mean.
     """
 
     measured_acceptance_length: float
@@ -77,6 +84,8 @@ class SpeculativeRun(DecodeRun, kw_only=True):
     speedup: float | None = None
     efficiency: float | None = None
     gpu_memory_gib: float | None = None
+    text: str | UnsetType = UNSET
+    is_traced: bool | UnsetType = UNSET
 
 
 async def measure(
@@ -139,7 +148,10 @@ def run_of(
         num_experts = model.spread_experts(round(scenario.batch * (rounds.mean_drafts + 1)))
     context = scenario.mean_context(options.lengths)
     num_bytes = model.decode_bytes(scenario.batch, context, options.itemsize, num_experts)
+    num_bytes /= options.tensor_parallel  # each GPU has the whole draft
     fields: dict[str, Any] = {"num_experts": num_experts} if model.config.experts is not None else {}
+    if options.compares_gpus:
+        fields["num_gpus"] = options.tensor_parallel
     if drafting is not None:
         num_bytes += drafting.round_bytes(rounds.mean_drafts, scenario, options)
         fields |= {
@@ -171,6 +183,8 @@ def run_of(
         num_active_min=min(rounds.num_active),
         num_active_max=max(rounds.num_active),
         gpu_memory_gib=gpu_memory_gib(options.device),
+        text=UNSET if options.text is None else options.text.name,
+        is_traced=drafting is not None and drafting.trace is not None or UNSET,
         **fields,
     )
 
@@ -184,7 +198,8 @@ def measure_peer(
 ) -> None:
     """Record vLLM without drafts, then with each of the draftings, which are simulated."""
     bandwidth_tb_s = recording.bandwidth_tb_s
-    for run in vllm.measure(model, scenarios, options.repeats, bandwidth_tb_s):
+    num_gpus = options.tensor_parallel if options.compares_gpus else 0
+    for run in vllm.measure(model, scenarios, options.repeats, bandwidth_tb_s, num_gpus=num_gpus):
         recording.add(run)
     for drafting in draftings:
         length = drafting.simulated_length
@@ -197,107 +212,63 @@ def measure_peer(
             bandwidth_tb_s,
             num_draft_tokens=drafting.num_draft_tokens,
             acceptance_length=length,
+            num_gpus=num_gpus,
         ):
             recording.add(run)
 
 
-def arguments_of(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line's options. Exits with an error if they do not fit together."""
-    made = speculative_parser()
-    given = made.parse_args(arguments)
-    most = max(given.num_draft_tokens)
-    if not 0 <= min(given.num_draft_tokens) <= most <= MAX_DRAFT_TOKENS:
-        made.error(f"--num-draft-tokens {given.num_draft_tokens}: expected 0 to {MAX_DRAFT_TOKENS}")
+def read_text(model: Model, file: Path | None) -> Text | None:
+    """The text of a UTF-8 file as a model's tokens."""
+    if file is None:
+        return None
 
-    if given.acceptance_length is not None and not 1 <= given.acceptance_length <= most + 1:
-        made.error(f"--acceptance-length {given.acceptance_length}: expected 1 to {most + 1}")
-
-    if given.policy_sweep and given.acceptance_length is not None:
-        made.error("--policy-sweep sets the acceptance lengths: expected no --acceptance-length")
-
-    is_simulated = given.policy_sweep or given.acceptance_length is not None
-    if is_simulated and given.executor == "auto":
-        given.executor = "graph"
-    if is_simulated and (given.executor != "graph" or not given.device.startswith("cuda")):
-        made.error("simulated acceptance needs the graph executor on a GPU")
-
-    if given.peer and (given.acceptance_length is None or given.policy_sweep or given.draft is not None):
-        made.error("--peer: expected --acceptance-length, and a draft with random weights")
-
-    if given.ngrams and (given.draft == "ngram" or given.peer):
-        made.error("--ngrams: expected a draft head or a model, and no --peer")
-
-    if given.draft_weights and given.draft == "ngram":
-        made.error("--draft-weights: expected an EAGLE-3 head, not n-grams")
-
-    if given.peer and (given.weights or given.kv_dtype or given.draft_weights):
-        made.error("--peer: expected no --weights, --kv-dtype or --draft-weights: peers do not quantise")
-
-    if given.model == "smollm2-135m" and given.draft is None:
-        made.error(f"--model {given.model}: expected a --draft")
-
-    return given
+    content = file.read_text(encoding="utf-8")
+    return Text(file.name, tuple(resolve(model.path).tokenizer().encode(content)))
 
 
-def speculative_parser() -> argparse.ArgumentParser:
-    made = parser(__doc__)
-    made.add_argument("--scenario", nargs="+", type=Scenario.parse, default=SCENARIOS, metavar="NAME")
-    made.add_argument(
-        "--num-draft-tokens",
-        nargs="+",
-        type=int,
-        default=[3],
-        metavar="K",
-        help="per round; 0 adds nothing to the run without drafts",
-    )
-    made.add_argument(
-        "--acceptance-length", type=float, help="tokens per round to simulate, up to drafts + 1"
-    )
-    made.add_argument("--strict-performance", action="store_true", help="as in EngineConfig")
-    made.add_argument(
-        "--draft",
-        help='an EAGLE-3 head, folder or hub id; a model of --model, as a small model; or "ngram"',
-    )
-    made.add_argument("--ngrams", action="store_true", help="measure the draft with n-grams beside it too")
-    made.add_argument("--peer", choices=("vllm",), help="an engine to measure in the same run")
-    add_weights(made)
-    made.add_argument("--draft-weights", choices=tuple(QUANTISERS), help="as in Speculation")
-    made.add_argument(
-        "--policy-sweep", action="store_true", help="measure the adaptive policy on batches of all sizes"
-    )
-    return made
+def draftings_of(given: argparse.Namespace, model: Model) -> list[Drafting]:
+    """The drafts to measure."""
+    draft = prepare_drafts(model, given.draft, given.draft_weights, given.aux_layer_convention)
+    return [
+        Drafting(
+            draft=draft,
+            ngrams=ngrams,
+            num_draft_tokens=number,
+            acceptance_length=length,
+            is_adaptive=given.policy_sweep,
+            trace=given.trace,
+        )
+        for number in given.num_draft_tokens
+        if number > 0
+        for ngrams in ((None, NGram()) if given.ngrams else (None,))
+        for length in (ACCEPTANCE_LENGTHS if given.policy_sweep else (given.acceptance_length,))
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    given = arguments_of(arguments)
-    options = DecodeOptions(
-        device=given.device,
-        dtype=given.dtype,
-        executor=given.executor,
-        strict_performance=given.strict_performance,
-        repeats=given.repeats,
-    )
-    topic = "policy" if given.policy_sweep else "speculative"
+    given = arguments_of(arguments, __doc__)
+    topic = "tensor-parallel-speculative" if given.tensor_parallel else "speculative"
+    if given.policy_sweep:
+        topic = "policy"
     recording = Recording(topic, given.device, given.out)
     with tempfile.TemporaryDirectory() as folder:
-        model = prepare(given.model, Path(folder) / given.model, given.weights, given.kv_dtype)
-        draft = prepare_drafts(model, given.draft, given.draft_weights)
+        model = prepare(given.model, Path(folder) / Path(given.model).name, given.weights, given.kv_dtype)
+        options = DecodeOptions(
+            device=given.device,
+            dtype=given.dtype,
+            executor=given.executor,
+            strict_performance=given.strict_performance,
+            compares_gpus=bool(given.tensor_parallel),
+            tuning=given.tuning,
+            repeats=given.repeats,
+            text=read_text(model, given.text),
+        )
         scenarios = SWEPT_SCENARIOS if given.policy_sweep else given.scenario
-        draftings = [
-            Drafting(
-                draft=draft,
-                ngrams=ngrams,
-                num_draft_tokens=number,
-                acceptance_length=length,
-                is_adaptive=given.policy_sweep,
-            )
-            for number in given.num_draft_tokens
-            if number > 0
-            for ngrams in ((None, NGram()) if given.ngrams else (None,))
-            for length in (ACCEPTANCE_LENGTHS if given.policy_sweep else (given.acceptance_length,))
-        ]
-        measuring = measure(model, draftings, scenarios, options, recording.bandwidth_tb_s, recording.add)
-        asyncio.run(measuring)
+        draftings = draftings_of(given, model)
+        for num_gpus in given.tensor_parallel or (1,):
+            options = replace(options, tensor_parallel=num_gpus)
+            measuring = measure(model, draftings, scenarios, options, recording.bandwidth_tb_s, recording.add)
+            asyncio.run(measuring)
         if given.peer:
             measure_peer(model, draftings, scenarios, options, recording)
 

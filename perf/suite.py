@@ -89,7 +89,7 @@ class State(Struct, kw_only=True):
         state = msgspec.json.decode(path.read_bytes(), type=State)
         if (state.place, state.model) != (place, model):
             found = f"{state.model} on commit {state.place.commit}, {state.place.machine}, {state.place.gpu}"
-            raise ValueError(f"--out {folder}: results of {found}; --fresh removes them")
+            raise ValueError(f"{folder}: results of {found}; --fresh removes them")
 
         return state
 
@@ -149,7 +149,7 @@ class View:
 
 
 def run_topics(
-    topics: Sequence[str],
+    topics: Mapping[str, Sequence[Command]],
     state: State,
     folder: Path,
     device: str,
@@ -157,8 +157,8 @@ def run_topics(
     *,
     run: RunCommand = run_command,
 ) -> bool:
-    """Measure the topics that are not done, and write the state after each. Returns False if one failed; the
-    others are measured all the same."""
+    """Measure the topics that are not done, with their commands, and write the state after each. Returns
+    False if one failed; the others are measured all the same."""
     shown = {topic: state.topics.get(topic) or Progress() for topic in topics}
     with View(shown, console) as view:
         for topic, progress in shown.items():
@@ -169,9 +169,7 @@ def run_topics(
             progress.state, progress.reason = "running", ""
             view.changed(topic)
             try:
-                for command in TOPICS[topic]:
-                    arguments = ("--model", state.model, *command.arguments)
-                    command = msgspec.structs.replace(command, arguments=arguments)
+                for command in topics[topic]:
                     run(command, device, folder, lambda line, topic=topic: view.said(topic, line))  # type: ignore[misc]
                 progress.state = "done"
             except CommandFailed as error:
@@ -182,6 +180,10 @@ def run_topics(
             view.changed(topic)
 
     return all(progress.state == "done" for progress in shown.values())
+
+
+def of_model(command: Command, model: str) -> Command:
+    return msgspec.structs.replace(command, arguments=("--model", model, *command.arguments))
 
 
 def suite_parser() -> argparse.ArgumentParser:
@@ -208,7 +210,8 @@ def main(arguments: Sequence[str] | None = None, run: RunCommand = run_command) 
     except ValueError as error:
         made.error(str(error))
 
-    is_complete = run_topics(given.topics, state, given.out, given.device, Console(), run=run)
+    topics = {topic: [of_model(one, given.model) for one in TOPICS[topic]] for topic in given.topics}
+    is_complete = run_topics(topics, state, given.out, given.device, Console(), run=run)
     try:
         print(f"written to {write_report(given.out, given.out)}")
     except ValueError:

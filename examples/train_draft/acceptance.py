@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 
 import torch
 from msgspec import Struct
@@ -33,7 +34,8 @@ class Acceptance(Struct, frozen=True, kw_only=True):
         return tuple(count / max(1, self.num_rounds) for count in self.accepted_at)
 
     def plus(self, other: Acceptance) -> Acceptance:
-        pairs = zip(self.accepted_at, other.accepted_at, strict=True)
+        # Rounds of different shapes have different numbers of positions.
+        pairs = zip_longest(self.accepted_at, other.accepted_at, fillvalue=0)
         return Acceptance(
             num_rounds=self.num_rounds + other.num_rounds, accepted_at=tuple(a + b for a, b in pairs)
         )

@@ -33,7 +33,6 @@ MAX_REPEATED_SHARE = 0.2
 of evaluation."""
 TEMPERATURES = (0.0, 0.0, 0.7, 1.0)
 """Of the answers to train with, in turn."""
-SHARE_OF_OWN_QUESTIONS = 0.5
 QUESTION_PARAMS = SamplingParams(max_tokens=96, temperature=0.9, top_p=0.95)
 MIN_QUESTION_CHARS = 12
 REPORT_TOKENS = 100_000
@@ -58,12 +57,16 @@ class Answer(Struct, frozen=True, kw_only=True):
 
 
 class Limits(Struct, frozen=True, kw_only=True):
-    """The end of a generation: after so many tokens or seconds, whichever comes first."""
+    """The limits of a generation. It ends after so many tokens or seconds, whichever comes first.
+
+    own_share: share of the questions that the model writes itself; the others are made from templates.
+    """
 
     num_tokens: int
     seconds: float
     max_answer: int = 256
     num_lanes: int = 256
+    own_share: float = 0.5
 
 
 def repeated_share(token_ids: list[int], length: int = 8) -> float:
@@ -209,7 +212,7 @@ class Writer:
 
     async def _next_question(self) -> Question | None:
         """A question from the templates or written by the model itself; None if that did not end."""
-        if self._random.random() >= SHARE_OF_OWN_QUESTIONS:
+        if self._random.random() >= self._limits.own_share:
             return next(self._templates)
 
         params = QUESTION_PARAMS.replace(seed=self._random.getrandbits(32))

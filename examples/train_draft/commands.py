@@ -8,19 +8,20 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import anyio
 import command_line
 import smollm2
 import torch
 
-from drift_sdk import Engine, EngineConfig, Progress
+from drift_sdk import ConfigError, Engine, EngineConfig, Progress
 from drift_sdk.models.draft_config import DraftConfig
 
 from .answers import AnswerError, AnswerFolder, Limits, generate
 from .batches import draft_vocabulary
 from .head import DraftHead, feature_sizes, head_settings
-from .measuring import measure
+from .measuring import measure, measure_shapes, speculation_of
 from .target import load_chat_format, load_target
 from .training import Training, TrainingSettings
 
@@ -57,6 +58,9 @@ def parser() -> argparse.ArgumentParser:
     generating.add_argument(
         "--max-answer", type=number(8, 512), default=256, help="tokens of an answer at most"
     )
+    generating.add_argument(
+        "--own-share", type=share, default=0.5, help="share of questions that the model writes itself"
+    )
     generating.add_argument("--seed", type=number(0), default=0, help="other seeds give other questions")
 
     training = command("train", run_train, "train a head, or continue")
@@ -71,6 +75,9 @@ def parser() -> argparse.ArgumentParser:
     training.add_argument("--seconds", type=positive, default=float("inf"), help="longest time of training")
     training.add_argument("--evaluate-every", type=positive, default=20.0, help="seconds between evaluations")
     training.add_argument("--batch-tokens", type=number(64), default=8192, help="tokens in a batch")
+    training.add_argument(
+        "--unrolled", type=number(1, 16), default=5, help="steps of drafting that the loss covers"
+    )
     training.add_argument("--learning-rate", type=positive, default=1e-3)
     training.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 
@@ -81,6 +88,20 @@ def parser() -> argparse.ArgumentParser:
     measuring.add_argument("--max-tokens", type=number(8), default=256)
     measuring.add_argument(
         "--batches", type=number(1), nargs="*", default=[1, 8, 64], help="requests at a time; none: no speeds"
+    )
+    measuring.add_argument("--trace", type=Path, help="file for the rounds of greedy chat answers")
+    measuring.add_argument(
+        "--shapes",
+        type=shape_name,
+        nargs="+",
+        metavar="SHAPE",
+        help="measure nothing but the acceptance of shapes, such as chain-7, tree-7, ngram-7 and hybrid-7",
+    )
+    measuring.add_argument(
+        "--executor",
+        choices=("auto", "eager", "graph"),
+        default="auto",
+        help="with --shapes, as in EngineConfig",
     )
     return made
 
@@ -94,12 +115,32 @@ def positive(text: str) -> float:
     return value
 
 
+def shape_name(text: str) -> str:
+    """The name of a shape, of an argument."""
+    try:
+        speculation_of(Path(), text)
+    except (ValueError, ConfigError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+    return text
+
+
+def share(text: str) -> float:
+    """A number from 0 to 1, of an argument."""
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected a number from 0 to 1")
+
+    return value
+
+
 def run_generate(options: argparse.Namespace) -> None:
     limits = Limits(
         num_tokens=options.tokens,
         seconds=options.seconds,
         max_answer=options.max_answer,
         num_lanes=options.lanes,
+        own_share=options.own_share,
     )
     model = options.model or str(smollm2.path())
     options.work.mkdir(parents=True, exist_ok=True)
@@ -162,6 +203,7 @@ def run_train(options: argparse.Namespace) -> None:
             seconds=options.seconds,
             evaluate_every_s=options.evaluate_every,
             tokens_per_batch=options.batch_tokens,
+            unrolled=options.unrolled,
             learning_rate=options.learning_rate,
         ),
     )
@@ -171,7 +213,11 @@ def run_train(options: argparse.Namespace) -> None:
 
 
 def run_measure(options: argparse.Namespace) -> None:
-    run = partial(measure, prompts=options.prompts, max_tokens=options.max_tokens, batches=options.batches)
+    given = {"prompts": options.prompts, "max_tokens": options.max_tokens}
+    if options.shapes:
+        run: Any = partial(measure_shapes, names=options.shapes, executor=options.executor, **given)
+    else:
+        run = partial(measure, batches=options.batches, trace=options.trace, **given)
     record = anyio.run(run, options.model or str(smollm2.path()), options.draft)
     print(json.dumps(record, indent=1))
     options.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

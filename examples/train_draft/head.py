@@ -222,16 +222,16 @@ class HeadPass:
             self._project(inputs, f"midlayer.self_attn.{name}_proj").unflatten(-1, (-1, config.head_dim))
             for name in "qkv"
         )
-        query, key = rotate(query, *rotary), rotate(key, *rotary)
+        # The scale of scores is cheapest to apply to queries, and does not round if it is a power of 2.
+        query, key = rotate(query, *rotary) * config.head_dim**-0.5, rotate(key, *rotary)
         # [batch, kv heads, queries of a kv head, length, head_dim]
         query = query.transpose(1, 2).unflatten(1, (config.num_kv_heads, -1))
         self._keys.append(key.transpose(1, 2)[:, :, None])
         self._values.append(value.transpose(1, 2)[:, :, None])
-        scores = query @ self._keys[0].transpose(-1, -2)
-        scores = scores.masked_fill(self._is_hidden, float("-inf"))
+        scores = (query @ self._keys[0].transpose(-1, -2)).masked_fill_(self._is_hidden, float("-inf"))
         own = [(query * key).sum(-1, keepdim=True) for key in self._keys[1:]]
-        scale = config.head_dim**-0.5
-        shares = (torch.cat((scores, *own), dim=-1).float() * scale).softmax(-1).to(inputs.dtype)
+        # torch computes a softmax of bfloat16 in float32.
+        shares = torch.cat((scores, *own), dim=-1).softmax(-1)
         output: torch.Tensor = shares[..., : self._length] @ self._values[0]
         for place, value in enumerate(self._values[1:], self._length):
             output = output + shares[..., place, None] * value

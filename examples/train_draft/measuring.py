@@ -6,20 +6,38 @@ import hashlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import Struct
 
-from drift_sdk import Chain, Completion, Engine, EngineConfig, Job, SamplingParams, Speculation
+from drift_sdk import (
+    Chain,
+    Completion,
+    DynamicTree,
+    Engine,
+    EngineConfig,
+    Job,
+    NGram,
+    SamplingParams,
+    Speculation,
+)
+from drift_sdk.measurement import recorded_engine
+from drift_sdk.trees.limits import MAX_TREE_ROWS
 
 from .acceptance import NUM_DRAFTS, Acceptance
 from .answers import MAX_REPEATED_SHARE, repeated_share
 from .questions import EVALUATION_FILE, Question, evaluation_questions
 
-__all__ = ["measure"]
+__all__ = ["measure", "measure_shapes", "speculation_of"]
 
 TEMPERATURES = (0.0, 1.0)
 DEFAULT_SEQS = 64
+TOP_K, MAX_DEPTH = 4, 8
+"""Of trees: candidates after each token, and most tokens of a path."""
+ExecutorName = Literal["auto", "eager", "graph"]
+KINDS_OF_DRAFTS = ("chain", "tree", "ngram", "hybrid")
+TRACED = "chat 0"
+"""The group of answers to whose questions rounds are recorded."""
 SPEED_ROUNDS = 3
 """Times that each speed is measured, besides one time to warm up; the median counts."""
 
@@ -39,6 +57,70 @@ class Answered(Struct, frozen=True):
         return f"{kind} {self.temperature:g}"
 
 
+def speculation_of(draft: Path, name: str) -> Speculation:
+    """Drafts in every round, of a name such as "chain-7": K tokens of the head in a chain; "tree-7", of the
+    head in a tree that is grown anew in every round; "ngram-7", of n-grams; "hybrid-7", of n-grams where they
+    are accepted as often as the head's.
+
+    Raises ValueError for another name, and ConfigError for a K out of range.
+    """
+    kind, _, digits = name.partition("-")
+    if kind not in KINDS_OF_DRAFTS or not digits.isdecimal():
+        raise ValueError(f"{name}: expected one of {', '.join(f'{each}-K' for each in KINDS_OF_DRAFTS)}")
+
+    number = int(digits)
+    if kind == "tree":
+        tree = DynamicTree(top_k=TOP_K, depth=min(number, MAX_DEPTH), num_draft_tokens=number)
+        return Speculation(draft=draft, shape=tree, adaptive=False)
+
+    return Speculation(
+        draft=NGram() if kind == "ngram" else draft,
+        ngrams=NGram() if kind == "hybrid" else None,
+        shape=Chain(number),
+        adaptive=False,
+    )
+
+
+async def measure_shapes(
+    model: str,
+    draft: Path,
+    *,
+    names: Sequence[str],
+    prompts: Path | None,
+    max_tokens: int,
+    executor: ExecutorName,
+) -> dict[str, Any]:
+    """The acceptance of drafts of several shapes, by kind of question and temperature, and the rows that the
+    model verifies in a round. names: as of `speculation_of`."""
+    questions = evaluation_questions(prompts or EVALUATION_FILE)
+    record: dict[str, Any] = {}
+    for name in names:
+        speculation = speculation_of(draft, name)
+        num_verified = speculation.shape.num_draft_tokens + 1
+        config = EngineConfig(
+            # Trees of larger batches would be cut.
+            max_num_seqs=min(DEFAULT_SEQS, MAX_TREE_ROWS // num_verified),
+            executor=executor,
+            speculation=speculation,
+        )
+        async with Engine(model, config) as engine:
+            answered = await answer_all(engine, questions, max_tokens)
+        record[name] = {"num_verified": num_verified, "acceptance": acceptance_by_group(answered)}
+    return record
+
+
+async def record_trace(
+    model: str, config: EngineConfig, questions: Sequence[Question], max_tokens: int, file: Path
+) -> None:
+    """Write the rounds of greedy answers to a file."""
+    params = SamplingParams(max_tokens=max_tokens)
+    async with recorded_engine(model, config) as engine:
+        streams = [engine.chat(messages_of(question), params) for question in questions]
+        for stream in streams:
+            await stream
+    engine.rounds.trace().save(file)
+
+
 async def measure(
     model: str,
     draft: Path,
@@ -46,9 +128,13 @@ async def measure(
     prompts: Path | None,
     max_tokens: int,
     batches: Sequence[int],
+    trace: Path | None = None,
 ) -> dict[str, Any]:
     """The acceptance of chains of NUM_DRAFTS tokens, by kind of question and temperature, and the speed
-    with and without the head for numbers of requests at a time; without any, acceptance alone."""
+    with and without the head for numbers of requests at a time; without any, acceptance alone.
+
+    trace: file for the rounds of greedy answers in conversations, but for those that repeat themselves.
+    """
     file = prompts or EVALUATION_FILE
     questions = evaluation_questions(file)
     shape = Chain(NUM_DRAFTS)
@@ -72,11 +158,17 @@ async def measure(
             if name == "always":
                 record["executor"] = engine.executor
                 record["acceptance"] = acceptance_by_group(answered)
+                traced.extend(each.question for each in answered if each.group == TRACED)
             for batch in batches:
                 speeds[batch][name] = await tokens_per_s(engine, questions, max_tokens, batch)
 
+    traced: list[Question] = []
     for name, speculation in speculations.items():
         await use(name, speculation)
+    if trace is not None:
+        await record_trace(
+            model, config.replace(speculation=speculations["always"]), traced, max_tokens, trace
+        )
     if batches:
         await use("plain", None)
         record["same_answers"] = {name: same_share(tokens["plain"], tokens[name]) for name in speculations}

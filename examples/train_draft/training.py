@@ -113,7 +113,11 @@ class Training:
         self._settings = settings
         weights = list(head.weights.values())
         self._optimizer = torch.optim.AdamW(
-            weights, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+            weights,
+            lr=settings.learning_rate,
+            betas=(0.9, 0.95),
+            weight_decay=0.0,
+            fused=target.device.type == "cuda",
         )
 
     @property
@@ -212,7 +216,8 @@ class Training:
         """Measure acceptance, append it to the curve, and write the checkpoint and a head that is the best so
         far."""
         groups = evaluation_groups(evaluation)
-        lengths = {name: evaluate(self._head, self._target, group).length for name, group in groups.items()}
+        measured = {name: evaluate(self._head, self._target, group) for name, group in sorted(groups.items())}
+        lengths = {name: acceptance.length for name, acceptance in measured.items()}
         mean = torch.stack(list(losses)).mean(0).tolist() if losses else [0.0]
         line = {
             "step": self.step,
@@ -220,7 +225,10 @@ class Training:
             "tokens": self.num_tokens,
             "loss": round(mean[0], 4),
             "accuracy": [round(share, 4) for share in mean[1:]],
-            "acceptance_length": {name: round(length, 4) for name, length in sorted(lengths.items())},
+            "acceptance_length": {name: round(length, 4) for name, length in lengths.items()},
+            "acceptance_rates": {
+                name: [round(rate, 4) for rate in acceptance.rates] for name, acceptance in measured.items()
+            },
         }
         print(json.dumps(line), flush=True)
         with (self._work / "curve.jsonl").open("a", encoding="utf-8") as curve:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from drift_sdk._kernels.attention.attention_plan import AttentionPlan, Partitions, plan_attention
-from drift_sdk._kernels.attention.paged_attention import AttentionConfig, AttentionScratch, paged_attention
+from drift_sdk._kernels.attention.paged_attention import AttentionScratch, attention_config, paged_attention
 from drift_sdk._kernels.attention.prefill_attention import prefill_attention, prefill_attention_config
 from drift_sdk._kernels.attention.prefill_tiles import TILE_FIELDS, prefill_tiles
 from drift_sdk._kernels.gemm.tuning import TunedTable
@@ -102,6 +102,8 @@ def prepare_decode(
     out = torch.empty_like(query)
     scale = scale_of(config, device, dtype)
 
+    options = attention_config(config.head_dim, query.dtype, plan.partitions.tile, batch)
+
     def step() -> None:
         for keys, values in caches:
             paged_attention(
@@ -113,7 +115,7 @@ def prepare_decode(
                 position,
                 out,
                 scratch,
-                AttentionConfig(),
+                options,
                 rows,
                 key_scale=scale,
                 value_scale=scale,

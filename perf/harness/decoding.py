@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from drift_sdk import Engine, EngineConfig, EngineStats, SamplingParams
 from perf.harness.recording import dtype_name
-from perf.harness.scenario import LENGTHS, Scenario
+from perf.harness.scenario import LENGTHS, Scenario, Text
 from perf.harness.shapes import Model
 
 __all__ = ["BLOCK_SIZE", "GREEDY", "DecodeOptions", "engine_config", "generation_seconds", "slow_paths"]
@@ -33,6 +33,7 @@ class DecodeOptions(Struct, frozen=True, kw_only=True):
     lengths:  tokens of the shorter and of the longer generation.
     params:   of every request, except its length.
     compares_gpus: whether the number of GPUs tells runs apart.
+    text:     what prompts are taken from; None for random prompts.
     """
 
     device: str = "cpu"
@@ -46,6 +47,11 @@ class DecodeOptions(Struct, frozen=True, kw_only=True):
     lengths: tuple[int, int] = LENGTHS
     params: SamplingParams = GREEDY
     compares_gpus: bool = False
+    text: Text | None = None
+
+    def prompts(self, scenario: Scenario, vocab_size: int) -> list[list[int]]:
+        """The prompts of a scenario."""
+        return scenario.prompts(vocab_size) if self.text is None else scenario.text_prompts(self.text)
 
     @property
     def dtype_name(self) -> str:

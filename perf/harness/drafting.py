@@ -8,7 +8,7 @@ from typing import Literal
 from msgspec import Struct
 
 from drift_sdk import Chain, EngineConfig, NGram, Speculation
-from drift_sdk.measurement import RecordedEngine, recorded_engine, simulated_engine
+from drift_sdk.measurement import AcceptanceTrace, RecordedEngine, recorded_engine, simulated_engine
 from perf.harness.decoding import DecodeOptions
 from perf.harness.scenario import Scenario
 from perf.harness.shapes import Draft, Model
@@ -24,6 +24,7 @@ class Drafting(Struct, frozen=True, kw_only=True):
     acceptance_length:  tokens per round to simulate, limited to `num_draft_tokens + 1`; None for real
                         acceptance.
     is_adaptive:        whether the policy chooses the number of drafts.
+    trace:              the recorded rounds to simulate, in place of a mean.
     """
 
     draft: Draft | Model | NGram
@@ -31,6 +32,7 @@ class Drafting(Struct, frozen=True, kw_only=True):
     num_draft_tokens: int
     acceptance_length: float | None = None
     is_adaptive: bool = False
+    trace: AcceptanceTrace | None = None
 
     @property
     def name(self) -> str:
@@ -38,7 +40,7 @@ class Drafting(Struct, frozen=True, kw_only=True):
             return "ngram"
 
         weights = f" {self._weights}" if self._weights else ""
-        return Path(self.draft.path).name + weights + (" and ngrams" if self.ngrams else "")
+        return Path(self.draft.path).resolve().name + weights + (" and ngrams" if self.ngrams else "")
 
     @property
     def _weights(self) -> Literal["fp8", "int4"] | None:
@@ -47,11 +49,14 @@ class Drafting(Struct, frozen=True, kw_only=True):
 
     @property
     def acceptance(self) -> Literal["simulated", "real"]:
-        return "real" if self.acceptance_length is None else "simulated"
+        return "real" if self.simulated_length is None else "simulated"
 
     @property
     def simulated_length(self) -> float | None:
-        """Tokens per round to simulate; None for real acceptance."""
+        """Mean tokens per round to simulate; None for real acceptance."""
+        if self.trace is not None:
+            return round(self.trace.mean, 4)
+
         if self.acceptance_length is None:
             return None
 
@@ -73,6 +78,7 @@ class Drafting(Struct, frozen=True, kw_only=True):
             adaptive=self.is_adaptive,
             draft_weights=self._weights,
             ngrams=self.ngrams,
+            aux_layer_convention=self.draft.aux_layer_convention if isinstance(self.draft, Draft) else None,
         )
         return plain.replace(speculation=speculation)
 
@@ -85,4 +91,5 @@ class Drafting(Struct, frozen=True, kw_only=True):
         if self.simulated_length is None:
             return recorded_engine(model.path, config)
 
-        return simulated_engine(model.path, config, acceptance=self.simulated_length)
+        acceptance = self.simulated_length if self.trace is None else self.trace.lengths
+        return simulated_engine(model.path, config, acceptance=acceptance)

@@ -55,7 +55,7 @@ async def measured_experts(
         return None
 
     executor = engine._running_driver()._executor
-    prompts = scenario.prompts(model.config.vocab_size)
+    prompts = options.prompts(scenario, model.config.vocab_size)
     generation = asyncio.ensure_future(
         generation_seconds(engine, prompts, options.lengths[1], options.params)
     )

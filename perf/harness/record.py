@@ -28,7 +28,7 @@ IDENTITY = (
     "acceptance_length",
     "prefill_token_budget", "kernel", "shape", "num_rows", "kernel_cache", "num_gpus",
     "stage", "active_sequences", "has_ended_rows", "graph", "repeat", "config",
-    "fill", "num_replicas",
+    "fill", "num_replicas", "reference", "text", "is_traced",
 )  # fmt: skip
 """Fields that identify a run: a new run replaces an old one that is equal in all of them."""
 

@@ -13,10 +13,10 @@ from drift_sdk.models.matrix_reader import QUANTISERS
 from perf.harness.bandwidth import read_bandwidth_tb_s
 from perf.harness.machine import default_device
 from perf.harness.record import Results, Run, result_path, write
-from perf.harness.shapes import MODELS
+from perf.harness.shapes import MODELS, model_name
 from perf.harness.table import progress
 
-__all__ = ["Recording", "add_weights", "dtype_name", "free_memory", "parser"]
+__all__ = ["Recording", "add_tensor_parallel", "add_weights", "dtype_name", "free_memory", "parser"]
 
 
 class Recording:
@@ -47,7 +47,9 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--model", choices=MODELS, default="llama-3.1-8b")
+    made.add_argument(
+        "--model", type=model_name, default="llama-3.1-8b", help=f"a path, or one of {', '.join(MODELS)}"
+    )
     made.add_argument("--executor", default="auto", help="as in EngineConfig")
     made.add_argument("--device", default=default_device(), help="cpu, cuda or cuda:N")
     made.add_argument("--dtype", default="auto", help="as in EngineConfig")
@@ -60,6 +62,19 @@ def add_weights(made: argparse.ArgumentParser) -> None:
     """Add the arguments `--weights` and `--kv-dtype`, for scripts that measure quantised models."""
     made.add_argument("--weights", choices=tuple(QUANTISERS), help="as in EngineConfig")
     made.add_argument("--kv-dtype", choices=KV_DTYPES, help="as in EngineConfig")
+
+
+def add_tensor_parallel(made: argparse.ArgumentParser) -> None:
+    """Add the arguments `--tensor-parallel` and `--tuning`, for scripts that compare numbers of GPUs."""
+    made.add_argument(
+        "--tensor-parallel",
+        nargs="+",
+        type=int,
+        default=(),
+        metavar="GPUS",
+        help="numbers of GPUs to divide the model between; peers take the largest",
+    )
+    made.add_argument("--tuning", default="off", help="as in EngineConfig")
 
 
 def dtype_name(dtype: str, device: str) -> str:

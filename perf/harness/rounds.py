@@ -140,7 +140,7 @@ async def measure_rounds(
     engine: RecordedEngine, scenario: Scenario, vocab_size: int, options: DecodeOptions
 ) -> Rounds:
     """Measure rounds by the difference of two lengths. The engine is paused afterwards."""
-    prompts = scenario.prompts(vocab_size)
+    prompts = options.prompts(scenario, vocab_size)
     short, long = options.lengths
     for num_tokens in (short, long, long):
         await generation_seconds(engine, prompts, num_tokens)

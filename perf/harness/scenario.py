@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import random
 import re
+from itertools import cycle, islice
 
 from msgspec import Struct
 
 from perf.harness.byte_tokenizer import NUM_SPECIAL
 
-__all__ = ["LENGTHS", "SCENARIOS", "Scenario", "random_tokens"]
+__all__ = ["LENGTHS", "SCENARIOS", "Scenario", "Text", "random_tokens"]
 
 LENGTHS = (8, 264)
 """Tokens of the two generations whose difference gives the decode rate. Prefill and start cancel out."""
+
+
+class Text(Struct, frozen=True):
+    """A text to take prompts from. name: of its file."""
+
+    name: str
+    token_ids: tuple[int, ...]
 
 
 class Scenario(Struct, frozen=True):
@@ -39,6 +47,12 @@ class Scenario(Struct, frozen=True):
     def prompts(self, vocab_size: int) -> list[list[int]]:
         """Random prompts, different for each sequence, the same in every process."""
         return [random_tokens(vocab_size, self.context, seed=index) for index in range(self.batch)]
+
+    def text_prompts(self, text: Text) -> list[list[int]]:
+        """Prompts from a text, which begin at places that are spread evenly over it. The end of the text is
+        followed by its beginning."""
+        starts = [index * len(text.token_ids) // self.batch for index in range(self.batch)]
+        return [list(islice(cycle(text.token_ids), start, start + self.context)) for start in starts]
 
 
 SCENARIOS = tuple(

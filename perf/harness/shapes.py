@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import math
@@ -22,7 +23,7 @@ from perf.harness.byte_tokenizer import write_tokenizer
 from perf.harness.processes import ROOT
 from perf.harness.published import DRAFTS, PUBLISHED
 
-__all__ = ["MODELS", "Draft", "Model", "prepare", "prepare_draft", "prepare_drafts"]
+__all__ = ["MODELS", "Draft", "Model", "model_name", "prepare", "prepare_draft", "prepare_drafts"]
 
 SMOLLM2 = "smollm2-135m"
 MODELS = (*PUBLISHED, SMOLLM2)
@@ -166,11 +167,15 @@ class Model(Struct, frozen=True, kw_only=True):
 
 
 class Draft(Struct, frozen=True, kw_only=True):
-    """An EAGLE-3 head: a folder or hub id, and its shapes. weights: `Speculation.draft_weights` for it."""
+    """An EAGLE-3 head: a folder or hub id, and its shapes.
+
+    weights: `Speculation.draft_weights` for it; aux_layer_convention: as in Speculation.
+    """
 
     path: Path | str
     config: DraftConfig
     weights: Literal["fp8", "int4"] | None = None
+    aux_layer_convention: Literal["output", "boundary"] | None = None
 
     def round_bytes(self, num_drafts: float, batch: int, mean_context: float, itemsize: int) -> float:
         """Bytes that a round must read in addition to the target's.
@@ -193,23 +198,34 @@ class Draft(Struct, frozen=True, kw_only=True):
         return quantised_bytes(shape[0], shape[1], self.weights)
 
 
+def model_name(text: str) -> str:
+    """A name of MODELS or a path, of an argument."""
+    if text not in MODELS and not Path(text).exists():
+        names = ", ".join(MODELS)
+        raise argparse.ArgumentTypeError(f"{text}: expected a path that exists, or one of {names}")
+
+    return text
+
+
 def prepare(
     name: str,
     folder: Path,
     weights: WeightForm | None = None,
     kv_dtype: Literal["fp8"] | None = None,
 ) -> Model:
-    """Write a model with published shapes into `folder`, or locate the real model.
+    """Write a model with published shapes into `folder`, or locate the real model of that name or path.
 
-    weights, kv_dtype: as in EngineConfig. Raises ValueError for a name that is not in MODELS.
+    weights, kv_dtype: as in EngineConfig. Raises ValueError for a name that is neither in MODELS nor an
+    existing path.
     """
-    if name == SMOLLM2:
-        path = _smollm2_file()
+    if name == SMOLLM2 or (name not in PUBLISHED and Path(name).exists()):
+        path = _smollm2_file() if name == SMOLLM2 else Path(name)
+        name = path.resolve().name if name != SMOLLM2 else name
         config = DecoderConfig.from_hf(resolve(path).config)
         return Model(name=name, path=path, load="auto", config=config, weights=weights, kv_dtype=kv_dtype)
 
     if name not in PUBLISHED:
-        raise ValueError(f"model={name!r}: expected one of {', '.join(MODELS)}")
+        raise ValueError(f"model={name!r}: expected a path that exists, or one of {', '.join(MODELS)}")
 
     published = PUBLISHED[name]
     folder.mkdir(parents=True, exist_ok=True)
@@ -220,12 +236,15 @@ def prepare(
 
 
 def prepare_draft(
-    model: Model, path: Path | str | None = None, weights: Literal["fp8", "int4"] | None = None
+    model: Model,
+    path: Path | str | None = None,
+    weights: Literal["fp8", "int4"] | None = None,
+    aux_layer_convention: Literal["output", "boundary"] | None = None,
 ) -> Draft:
     """The draft head at `path`, or a new one with random weights in a folder beside the model's.
 
-    weights: `Speculation.draft_weights`. Raises ValueError for a model with real weights and no `path`,
-    ModelLoadError if the draft does not fit.
+    weights: `Speculation.draft_weights`; aux_layer_convention: as in Speculation. Raises ValueError for a
+    model with real weights and no `path`, ModelLoadError if the draft does not fit.
     """
     if path is None:
         if model.load != "random":
@@ -243,12 +262,16 @@ def prepare_draft(
         settings |= DRAFTS.get(target["model_type"], {})
         (path / "config.json").write_text(json.dumps(settings, indent=1))
 
-    config = DraftConfig.from_hf(resolve(path).config, model.config)
-    return Draft(path=path, config=config, weights=weights)
+    found = resolve(path).config
+    config = DraftConfig.from_hf(found, model.config, aux_layer_convention=aux_layer_convention)
+    return Draft(path=path, config=config, weights=weights, aux_layer_convention=aux_layer_convention)
 
 
 def prepare_drafts(
-    model: Model, name: str | None, weights: Literal["fp8", "int4"] | None = None
+    model: Model,
+    name: str | None,
+    weights: Literal["fp8", "int4"] | None = None,
+    aux_layer_convention: Literal["output", "boundary"] | None = None,
 ) -> Draft | Model | NGram:
     """The drafts that `name` stands for: "ngram", a model of MODELS with random weights, or a head as
     `prepare_draft` takes it."""
@@ -258,7 +281,7 @@ def prepare_drafts(
     if name in PUBLISHED:
         return prepare(name, model.path.with_name(name), weights)
 
-    return prepare_draft(model, name, weights)
+    return prepare_draft(model, name, weights, aux_layer_convention)
 
 
 def _smollm2_file() -> Path:

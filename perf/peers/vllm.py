@@ -34,6 +34,10 @@ ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # a function is sent to the worker
+    # NVLink multicast is not available on all hosts.
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
 ITEMSIZE = 2
 
@@ -74,6 +78,7 @@ def measure_drafts(
     *,
     num_draft_tokens: int,
     acceptance_length: float,
+    num_gpus: int = 0,
 ) -> Iterator[DecodeRun]:
     """Measure decoding with an EAGLE-3 draft of random weights, of simulated acceptance; as `measure`."""
     job = Job(
@@ -83,6 +88,7 @@ def measure_drafts(
         draft=str(draft.path),
         num_draft_tokens=num_draft_tokens,
         acceptance_length=acceptance_length,
+        num_gpus=max(num_gpus, 1),
     )
     for times in _times(model, job):
         scenario = Scenario.parse(str(times.scenario))
@@ -90,13 +96,14 @@ def measure_drafts(
         num_bytes = model.decode_bytes(scenario.batch, context, ITEMSIZE, model.spread_experts(rows))
         yield DecodeRun.of_rounds(
             [seconds * acceptance_length for seconds in times.seconds],
-            num_bytes + draft.round_bytes(num_draft_tokens, scenario.batch, context, ITEMSIZE),
+            num_bytes / job.num_gpus + draft.round_bytes(num_draft_tokens, scenario.batch, context, ITEMSIZE),
             bandwidth_tb_s,
             tokens_per_round=acceptance_length,
             scenario=scenario,
             num_draft_tokens=num_draft_tokens,
             acceptance="simulated",
             acceptance_length=acceptance_length,
+            num_gpus=num_gpus or UNSET,
             **_fields(model, times),
         )
 

@@ -14,6 +14,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -26,6 +27,7 @@ __all__ = ["ANSWERS_MARK", "MARK", "Job", "Times", "copying"]
 MARK, ANSWERS_MARK = "times: ", "answers: "
 NUM_WARM_UP_PROMPTS = 2
 MAX_MODEL_LEN = 34_816
+"""Most tokens of a sequence of the longest scenario."""
 PROMPT_IDS = range(10, 30_000)
 OTHER_NAMES = {"model.embed_tokens.weight": "model.embedding.weight"}
 """vLLM's names of tensors where some of its models differ from files."""
@@ -96,6 +98,12 @@ def copying(file: str) -> Callable[[Any], list[str]]:
     return copy
 
 
+def max_model_len(folder: Path) -> int:
+    """MAX_MODEL_LEN, or what the model in `folder` allows."""
+    settings = msgspec.json.decode((folder / "config.json").read_bytes())
+    return min(MAX_MODEL_LEN, int(settings["max_position_embeddings"]))
+
+
 def main() -> None:
     import vllm
 
@@ -104,7 +112,7 @@ def main() -> None:
         "load_format": "auto" if job.answered else "dummy",
         "dtype": "bfloat16",
         "skip_tokenizer_init": True,
-        "max_model_len": MAX_MODEL_LEN,
+        "max_model_len": max_model_len(Path(job.folder)),
         "max_num_seqs": 64,
         "gpu_memory_utilization": 0.85,
         "enable_prefix_caching": True,
@@ -112,6 +120,8 @@ def main() -> None:
     }
     if job.num_gpus > 1:
         settings["tensor_parallel_size"] = job.num_gpus
+        # It is compiled at the start, for minutes, and may use NVLink multicast.
+        settings["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
     if job.draft is not None:
         settings["speculative_config"] = {
             "method": "eagle3",

@@ -24,10 +24,11 @@ from train_draft.batches import Batch, Conversation, draft_vocabulary, make_batc
 from train_draft.commands import main
 from train_draft.head import DraftHead, HeadPass, feature_sizes, head_settings
 from train_draft.questions import KINDS, Overlaps, Question, Templates, evaluation_questions
-from train_draft.target import Target, load_target
+from train_draft.target import Target, load_chat_format, load_target
 from train_draft.training import CheckpointError, Training, TrainingSettings, draft_loss
 
 from drift_sdk import Chain, Engine, EngineConfig, SamplingParams, Speculation
+from drift_sdk.measurement import AcceptanceTrace
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.models.kv_cache import KVCache
@@ -427,8 +428,14 @@ def test_commands_make_a_head_for_the_engine(
 
     run("generate", folder, "--work", work, "--tokens", 200, "--lanes", 4, "--max-answer", 12)
     num_answers = len(AnswerFolder(work).training())
-    run("generate", folder, "--work", work, "--tokens", 20, "--lanes", 4, "--max-answer", 12)
-    assert len(AnswerFolder(work).training()) > num_answers > 0
+    run(
+        *("generate", folder, "--work", work, "--tokens", 20, "--lanes", 4, "--max-answer", 12),
+        *("--own-share", 0),
+    )
+    added = AnswerFolder(work).training()[num_answers:]
+    assert added and num_answers
+    templates = [load_chat_format(folder).prompt_ids(f"Number {number}?") for number in range(64)]
+    assert all(answer.prompt_ids in templates for answer in added)
     settings = ("--vocabulary", 60, "--steps", 2, "--batch-tokens", 256, "--device", "cpu")
     settings += ("--wait-tokens", 100)
     run("train", folder, "--work", work, *settings)
@@ -446,6 +453,22 @@ def test_commands_make_a_head_for_the_engine(
     assert record["num_draft_tokens"] == 3
     assert all(found["num_rounds"] > 0 for found in record["acceptance"].values())
     assert record["tokens_per_s"]["2"].keys() == {"plain", "always", "adaptive", "gain"}
+    trace = tmp_path / "trace.json"
+    monkeypatch.setattr(measuring, "MAX_REPEATED_SHARE", 1.0)
+    options = ("--draft", work / "draft", "--output", output, "--prompts", file, "--max-tokens", 8)
+    run("measure", folder, *options, "--trace", trace, "--batches")
+    (lengths,) = AcceptanceTrace.load(trace).sequences  # of the one question that is conversation
+    counted = json.loads(output.read_text())["acceptance"]["chat 0"]
+    assert len(lengths) >= counted["num_rounds"] > 0 and sum(lengths) <= 8
+    shapes = ("--shapes", "chain-2", "tree-5", "ngram-2", "hybrid-2", "--executor", "eager")
+    run("measure", folder, *options, *shapes)
+    record = json.loads(output.read_text())
+    assert {name: found["num_verified"] for name, found in record.items()} == {
+        "chain-2": 3,
+        "tree-5": 6,
+        "ngram-2": 3,
+        "hybrid-2": 3,
+    }
 
 
 def test_training_without_answers_is_refused(
@@ -470,6 +493,20 @@ def test_numbers_that_are_not_positive_are_refused(
     with pytest.raises(SystemExit):
         main(["train", "--work", "anywhere", f"{option}={value}"])
     assert f"{value}: expected a number over 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["chain", "ring-3", "chain-17", "tree-64", "ngram-x"])
+def test_unknown_shapes_are_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["measure", "--draft", "anywhere", "--output", "anywhere", "--shapes", name])
+    assert "argument --shapes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["-0.1", "1.1", "nan"])
+def test_shares_out_of_range_are_refused(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["generate", "--work", "anywhere", f"--own-share={value}"])
+    assert f"{value}: expected a number from 0 to 1" in capsys.readouterr().err
 
 
 class Scripted:

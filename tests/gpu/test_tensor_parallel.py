@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from drift_sdk import (
     Speculation,
 )
 from drift_sdk.execution.device.device import GpuDevice, Replay
+from drift_sdk.measurement import simulated_engine
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,19 +47,36 @@ LLAMA_8B = {
 Case = tuple[list[int], SamplingParams]
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "qwen2", "llama 8b"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+@pytest.fixture(scope="module")
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models whose products have four slices and two; with norms of heads, biases and a tied head."""
     path = tmp_path_factory.mktemp("model")
     if request.param == "llama 8b":
-        make_random_folder(path, "llama", max_position_embeddings=8192, **LLAMA_8B)
-    else:
-        fields = {"tie_word_embeddings": request.param == "qwen3", "max_position_embeddings": 8192}
-        make_random_folder(path, request.param, **fields)
-    return path
+        return make_random_folder(path, "llama", max_position_embeddings=8192, **LLAMA_8B)
+
+    fields = {"tie_word_embeddings": request.param == "qwen3", "max_position_embeddings": 8192}
+    return make_random_folder(path, request.param, **fields)
 
 
-def engine_on(folder: Path, num_gpus: int, **fields: Any) -> Engine:
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_random_folder(tmp_path_factory.mktemp("llama"), "llama", max_position_embeddings=8192)
+
+
+def speculation_of(drafts: str, folder: Path) -> Speculation | None:
+    """Drafts that are always made: a policy would choose by times of this machine."""
+    if drafts == "none":
+        return None
+
+    if drafts == "ngram":
+        return Speculation(draft=NGram(), adaptive=False)
+
+    draft = make_random_draft_folder(folder / "draft", folder)
+    shape = DynamicTree(depth=3, top_k=4, num_draft_tokens=7) if drafts == "tree" else Chain(3)
+    return Speculation(draft=draft, shape=shape, adaptive=False, checks=drafts == "checked chain")
+
+
+def config_on(num_gpus: int, **fields: Any) -> EngineConfig:
     config = EngineConfig(
         device="cuda",
         executor="graph",
@@ -71,7 +89,11 @@ def engine_on(folder: Path, num_gpus: int, **fields: Any) -> Engine:
         exact_prefill=True,
         tensor_parallel=num_gpus,
     )
-    return Engine(folder, config.replace(**fields))
+    return config.replace(**fields)
+
+
+def engine_on(folder: Path, num_gpus: int, **fields: Any) -> Engine:
+    return Engine(folder, config_on(num_gpus, **fields))
 
 
 def cases(number: int, seed: int, num_tokens: int) -> list[Case]:
@@ -101,13 +123,15 @@ async def answers(engine: Engine, requests: list[Case]) -> list[Completion]:
     async def ask(index: int) -> None:
         found[index] = await engine.generate(*requests[index])
 
-    async with engine, anyio.create_task_group() as group:
-        for index in range(len(requests)):
-            group.start_soon(ask, index)
+    async with engine:
+        async with anyio.create_task_group() as group:
+            for index in range(len(requests)):
+                group.start_soon(ask, index)
+        assert (engine.stats().num_draft_rounds > 0) == (engine.config.speculation is not None)
     return [found[index] for index in range(len(requests))]
 
 
-CASES = cases(32, seed=1, num_tokens=24)
+CASES = cases(32, seed=1, num_tokens=100)
 
 
 def same(ones: list[Completion], others: list[Completion]) -> None:
@@ -116,62 +140,76 @@ def same(ones: list[Completion], others: list[Completion]) -> None:
         assert one.logprobs == other.logprobs
 
 
+async def alone(engine: Engine, requests: list[Case]) -> list[Completion]:
+    """The answers to requests that run one after the other."""
+    async with engine:
+        found = [await engine.generate(*case) for case in requests]
+        assert (engine.stats().num_draft_rounds > 0) == (engine.config.speculation is not None)
+    return found
+
+
 @pytest.fixture(scope="module")
 def of_one(folder: Path) -> list[Completion]:
     """The answers of one GPU."""
     return anyio.run(answers, engine_on(folder, 1), CASES)
 
 
-@pytest.mark.parametrize("drafts", ["none", "ngram", "chain", "tree"])
-def test_two_gpus_give_the_tokens_of_one(drafts: str, folder: Path, of_one: list[Completion]) -> None:
+@pytest.mark.parametrize(
+    ("folder", "drafts"),
+    [("llama", drafts) for drafts in ("none", "ngram", "chain", "checked chain", "tree")]
+    + [("qwen3", "tree"), ("qwen2", "chain"), ("llama 8b", "none"), ("llama 8b", "chain")],
+    indirect=["folder"],
+)
+def test_two_gpus_give_the_tokens_of_one(folder: Path, drafts: str, of_one: list[Completion]) -> None:
     """Drafts are made on both GPUs."""
-    speculation = None
-    if drafts == "ngram":
-        speculation = Speculation(draft=NGram())
-    elif drafts != "none":
-        draft = make_random_draft_folder(folder / "draft", folder)
-        shape = DynamicTree(depth=3, top_k=4, num_draft_tokens=7) if drafts == "tree" else Chain(3)
-        speculation = Speculation(draft=draft, shape=shape, checks=drafts == "chain")
-    same(of_one, anyio.run(answers, engine_on(folder, 2, speculation=speculation), CASES))
+    same(of_one, anyio.run(answers, engine_on(folder, 2, speculation=speculation_of(drafts, folder)), CASES))
 
 
-def test_a_request_alone_gets_the_tokens_that_it_gets_in_a_batch(folder: Path) -> None:
-    requests = cases(18, seed=2, num_tokens=16)
-
-    async def alone(engine: Engine) -> list[Completion]:
-        async with engine:
-            return [await engine.generate(*case) for case in requests]
-
-    together = anyio.run(answers, engine_on(folder, 2), requests)
-    same(anyio.run(alone, engine_on(folder, 2, max_num_seqs=1)), together)
+@pytest.mark.parametrize(("folder", "drafts"), [("llama", "none"), ("llama", "chain")], indirect=["folder"])
+def test_a_request_alone_gets_the_tokens_of_one_gpu_in_a_batch(
+    folder: Path, drafts: str, of_one: list[Completion]
+) -> None:
+    engine = engine_on(folder, 2, max_num_seqs=1, speculation=speculation_of(drafts, folder))
+    same(of_one[:18], anyio.run(alone, engine, CASES[:18]))
 
 
-class Failing:
-    """A replay whose graph is not launched: with an error, or silently."""
+@pytest.mark.parametrize("drafts", ["chain", "tree"])
+def test_drafts_are_those_of_one_gpu(drafts: str, llama: Path) -> None:
+    """With simulated acceptance they are emitted, rounds have all lengths, and the draft runs on them."""
+    requests, found = cases(9, seed=2, num_tokens=100), []
+    for num_gpus in (1, 2):
+        config = config_on(num_gpus, max_num_seqs=1, speculation=speculation_of(drafts, llama))
+        engine = simulated_engine(llama, config, acceptance=[1, 3, 2, 4, 4, 1, 2])
+        found.append(anyio.run(alone, engine, requests))
+        assert engine.rounds.trace().mean > 2.0
+    same(*found)
 
-    def __init__(self, error: Exception | None) -> None:
-        self._error = error
 
-    def launch(self) -> None:
-        if self._error is not None:
-            raise self._error
+class Instead:
+    """A replay that does something else than its graph."""
+
+    def __init__(self, launch: Callable[[], None]) -> None:
+        self.launch = launch
 
     def close(self) -> None:
         pass
 
 
-def launch_only(engine: Engine, rank: int, error: Exception | None = None) -> None:
-    """Have rounds launched on one GPU alone; the launch on the other one raises an error, if given."""
+def launch_only(engine: Engine, rank: int, instead: Callable[[], None] = lambda: None) -> None:
+    """Have rounds launched on one GPU alone, and call `instead` for the other one."""
     for replay in engine._driver._executor._graphs.decode.values():
         replay._replays = [
-            each if index == rank else Failing(error) for index, each in enumerate(replay._replays)
+            each if index == rank else Instead(instead) for index, each in enumerate(replay._replays)
         ]
 
 
+def fail() -> None:
+    raise RuntimeError("not launched")
+
+
 def test_a_gpu_that_fails_at_start_leaves_the_others_usable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_random_folder(tmp_path, "llama", max_position_embeddings=8192)
     capture, num_captures = GpuDevice.capture, 0
 
     def failing(device: GpuDevice, step: Callable[[], None]) -> Replay:
@@ -182,19 +220,18 @@ def test_a_gpu_that_fails_at_start_leaves_the_others_usable(
         return capture(device, step)
 
     monkeypatch.setattr(GpuDevice, "capture", failing)
-    engine = engine_on(tmp_path, 2)
+    engine = engine_on(llama, 2)
     with pytest.raises(ExecutorError, match="no capture") as found:
         anyio.run(engine.start)
     assert not found.value.process_unusable
     monkeypatch.undo()
     requests = cases(3, seed=4, num_tokens=4)
     first = anyio.run(answers, engine, requests)
-    same(first, anyio.run(answers, engine_on(tmp_path, 2), requests))
+    same(first, anyio.run(answers, engine_on(llama, 2), requests))
 
 
-def test_closing_while_a_gpu_waits_in_vain_takes_bounded_time(tmp_path: Path) -> None:
-    make_random_folder(tmp_path, "llama", max_position_embeddings=8192)
-    engine = engine_on(tmp_path, 2, step_timeout_s=2.0)
+def test_closing_while_a_gpu_waits_in_vain_takes_bounded_time(llama: Path) -> None:
+    engine = engine_on(llama, 2, step_timeout_s=2.0)
 
     async def main() -> float:
         await engine.start()
@@ -209,13 +246,12 @@ def test_closing_while_a_gpu_waits_in_vain_takes_bounded_time(tmp_path: Path) ->
     assert anyio.run(main) < 20.0
 
 
-@pytest.mark.parametrize("error", [None, RuntimeError("not launched")], ids=["silent", "error"])
+@pytest.mark.parametrize("instead", [lambda: None, fail], ids=["silent", "error"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_gpu_without_a_launch_ends_streams_in_bounded_time(
-    tmp_path: Path, error: Exception | None, rank: int
+    llama: Path, instead: Callable[[], None], rank: int
 ) -> None:
-    make_random_folder(tmp_path, "llama", max_position_embeddings=8192)
-    engine = engine_on(tmp_path, 2, step_timeout_s=2.0)
+    engine = engine_on(llama, 2, step_timeout_s=2.0)
     prompt, params = [1, 2, 3], SamplingParams(max_tokens=2000, ignore_eos=True)
 
     async def serve() -> float:
@@ -226,7 +262,7 @@ def test_a_gpu_without_a_launch_ends_streams_in_bounded_time(
             async for _ in stream:
                 if not begun:
                     begun = time.monotonic()
-                    launch_only(engine, 1 - rank, error)
+                    launch_only(engine, 1 - rank, instead)
         taken = time.monotonic() - begun
         await engine.aclose()
         return taken
@@ -235,6 +271,31 @@ def test_a_gpu_without_a_launch_ends_streams_in_bounded_time(
     # The GPUs are as they were: a new engine gives the tokens of one GPU.
     requests = cases(4, seed=3, num_tokens=8)
     same(
-        anyio.run(answers, engine_on(tmp_path, 2), requests),
-        anyio.run(answers, engine_on(tmp_path, 1), requests),
+        anyio.run(answers, engine_on(llama, 2), requests),
+        anyio.run(answers, engine_on(llama, 1), requests),
     )
+
+
+def test_a_gpu_that_hangs_ends_streams_in_bounded_time(llama: Path) -> None:
+    """The process is unusable then; here the GPU goes on after some seconds."""
+    engine = engine_on(llama, 2, step_timeout_s=1.0)
+
+    async def main() -> None:
+        async with engine:
+            stream = engine.generate([1, 2, 3], SamplingParams(max_tokens=2000, ignore_eos=True))
+            await anext(stream)
+            device = engine._driver._executor._gpus[1].device
+
+            def hang() -> None:
+                with device.work():
+                    torch.cuda._sleep(6_000_000_000)  # clock cycles, about three seconds
+
+            begun = time.monotonic()
+            launch_only(engine, 0, hang)
+            with anyio.fail_after(20.0), pytest.raises(ExecutorError, match="within 1 s") as caught:
+                await stream
+            assert caught.value.process_unusable
+        assert time.monotonic() - begun < 20.0
+
+    anyio.run(main)
+    torch.cuda.synchronize(1)

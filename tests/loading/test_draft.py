@@ -23,6 +23,7 @@ from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.draft_config import DraftConfig
 from drift_sdk.models.eagle3 import DraftDecoder
 from perf import compare_stages, reduce_vocab
+from perf.harness import draft_stages
 
 
 @pytest.fixture(scope="module")
@@ -416,7 +417,7 @@ def test_stages_equal_a_plain_forward_pass(
 def test_wrong_stage_is_found(
     target: Decoder, target_folder: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tool = compare_stages
+    tool = draft_stages
     mlp = DraftDecoder._mlp
     monkeypatch.setattr(DraftDecoder, "_mlp", lambda *inputs: mlp(*inputs) * 1.5)
     found = {row.stage: row for row in tool.compare(target, folder, list(range(7, 40)))}

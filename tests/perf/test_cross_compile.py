@@ -34,7 +34,7 @@ def test_largest_kernels_fit_gpus_of_8_6(tmp_path: Path) -> None:
 
 
 def test_kernels_of_two_gpus_fit_gpus_of_9_0(tmp_path: Path) -> None:
-    """Sums inside and after layers, logits, and the beginning of a step."""
+    """Sums inside and after layers, logits, drafts, and the beginning of a step."""
     arguments = ("--tensor-parallel", "2", "--model", "llama-3.1-8b", "--capability", "90")
     done = run_command(*arguments, folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -127,7 +127,7 @@ def filled(case: Case) -> Prepared:
 @pytest.mark.kernel
 def test_attention_cases_fill_their_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("perf.cases.case.MAX_COPIES", 2)
-    monkeypatch.setattr("perf.cases.attention.AttentionConfig", lambda: AttentionConfig(num_programs=4))
+    monkeypatch.setattr("perf.cases.attention.attention_config", lambda *_: AttentionConfig(num_programs=4))
     # The interpreter multiplies bfloat16 as if its bits were integers: other queries have scores of any size.
     monkeypatch.setattr(torch, "randn", torch.zeros)
     config = prepare("tiny", tmp_path).config

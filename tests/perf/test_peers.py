@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec import UNSET
 
 from perf.decode import PEERS
 from perf.harness.experts import write_routing_weights
 from perf.harness.scenario import Scenario
 from perf.harness.shapes import MODELS, Model, prepare, prepare_draft
+from perf.peers import vllm
 from perf.peers.anchors import ANCHORS, anchor_of, is_void
 from perf.peers.transformers import Decoding, load
 from perf.peers.vllm import measure_drafts, measure_prompts
@@ -33,6 +35,7 @@ class SamplingParams:
 class LLM:
     def __init__(self, *, model, load_format, **settings):
         assert load_format == "dummy"
+        assert settings["max_model_len"] == 1024  # what the model allows
         open(model + "/config.json").close()
 
     def generate(self, prompts, params, use_tqdm):
@@ -81,6 +84,23 @@ def test_vllm_decodes_in_its_own_process(
     assert runs[0].ms_per_round == pytest.approx(0.1)
     assert runs[1].ms_per_round == pytest.approx(0.4)
     assert "enable_prefix_caching=True" in str(runs[0].settings)
+
+
+def test_vllm_divides_a_model_between_gpus(
+    tiny: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_vllm(tmp_path / "site", monkeypatch, missing=0)
+    scenarios = [Scenario.parse("batch4-16")]
+    (alone,) = vllm.measure(tiny, scenarios, 1, 0.01)
+    (plain,) = vllm.measure(tiny, scenarios, 1, 0.01, num_gpus=2)
+    (drafted,) = measure_drafts(
+        tiny, prepare_draft(tiny), scenarios, 1, 0.01, num_draft_tokens=3, acceptance_length=2.5, num_gpus=2
+    )
+    assert (alone.num_gpus, plain.num_gpus, drafted.num_gpus) == (UNSET, 2, 2)
+    assert "tensor_parallel_size" not in str(alone.settings)
+    for run in (plain, drafted):
+        assert "tensor_parallel_size=2" in str(run.settings)
+    assert plain.bytes_per_round == alone.bytes_per_round / 2 < drafted.bytes_per_round
 
 
 def test_vllm_prefills_in_its_own_process(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from drift_sdk import Chain, EngineConfig, NGram, Speculation
+from drift_sdk.measurement import AcceptanceTrace
 from perf import speculative
 from perf.harness.decoding import DecodeOptions
 from perf.harness.drafting import Drafting
@@ -15,6 +17,7 @@ from perf.harness.record import read
 from perf.harness.rounds import Counts, Rounds
 from perf.harness.scenario import Scenario
 from perf.harness.shapes import Model, prepare, prepare_drafts
+from perf.harness.speculative_options import arguments_of
 from perf.harness.table import speculative_table
 
 
@@ -42,6 +45,23 @@ def test_speculative_writes_drafted_and_plain_runs(tmp_path: Path) -> None:
     assert len(speculative_table(read(out))[2]) == 2
 
 
+def test_recorded_rounds_are_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = AcceptanceTrace(((1, 4), (2, 2, 3)))
+    trace.save(tmp_path / "trace.json")
+    arguments = ["--trace", str(tmp_path / "trace.json"), "--device", "cuda"]
+    given = arguments_of(arguments, None)
+    assert given.executor == "graph"
+    model = prepare("tiny", tmp_path / "tiny")
+    (drafting,) = speculative.draftings_of(given, model)
+    assert (drafting.acceptance, drafting.simulated_length) == ("simulated", 2.4)
+    simulated: list[object] = []
+    monkeypatch.setattr(
+        "perf.harness.drafting.simulated_engine", lambda *given, acceptance: simulated.append(acceptance)
+    )
+    drafting.engine(model, EngineConfig(executor="graph"))
+    assert simulated == [(1, 4, 2, 2, 3)]
+
+
 def test_small_models_and_ngrams_beside_them_are_drafts(tmp_path: Path) -> None:
     model = prepare("smollm2-shapes", tmp_path / "smollm2-shapes")
     assert prepare_drafts(model, "ngram") == NGram()
@@ -59,6 +79,19 @@ def test_small_models_and_ngrams_beside_them_are_drafts(tmp_path: Path) -> None:
     assert drafting.round_bytes(2.0, scenario, options) == 2 * step
 
 
+def test_numbers_of_gpus_are_measured_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[int] = []
+
+    async def note(model: object, draftings: object, scenarios: object, options: Any, *others: Any) -> None:
+        found.append(options.tensor_parallel if options.compares_gpus else 0)
+
+    monkeypatch.setattr("perf.speculative.measure", note)
+    arguments = [*("--model", "tiny", "--device", "cpu", "--draft", "ngram"), "--out", str(tmp_path / "out")]
+    speculative.main([*arguments, "--tensor-parallel", "1", "2"])
+    speculative.main(arguments)
+    assert found == [1, 2, 0]
+
+
 def test_shares_of_rounds_are_computed_from_statistics() -> None:
     counts = Counts(num_steps=3, num_rounds=6, num_drafted=18, num_accepted=5)
     rounds = Rounds(num_tokens=9, seconds=(1.0,), counts=(counts,), emitted=((3, 1), (4, 1, 1), (1,)))
@@ -74,6 +107,12 @@ def test_shares_of_rounds_are_computed_from_statistics() -> None:
         (["--acceptance-length", "2", "--device", "cpu"], "on a GPU"),
         (["--draft", "ngram", "--ngrams"], "expected a draft head or a model"),
         (["--policy-sweep", "--acceptance-length", "2"], "sets the acceptance lengths"),
+        (["--policy-sweep", "--tensor-parallel", "2"], "no --tensor-parallel"),
+        (["--trace", "nowhere.json"], "--trace: "),
+        (["--trace", "trace.json", "--acceptance-length", "2"], "--trace: expected no --acceptance-length"),
+        (["--text", "nowhere.txt"], "--text nowhere.txt: expected a file that is not empty"),
+        (["--model", "nowhere"], "expected a path that exists, or one of"),
+        (["--model", "smollm2-135m"], "expected a --draft"),
     ],
 )
 def test_contradicting_arguments_are_rejected(

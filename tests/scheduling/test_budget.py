@@ -9,6 +9,8 @@ import pytest
 
 from drift_sdk.scheduling.budget import TokenBudget
 
+MANY = 10**6
+
 
 class Machine:
     """A simulated device: a step takes decode time plus time per prefill token, with log-normal noise."""
@@ -21,15 +23,15 @@ class Machine:
         self.noise = 0.1
         self._random = random.Random(7)
 
-    def step(self, num_decode_rows: int = 8, num_waiting_tokens: int = 10**6) -> float:
-        num_tokens = min(self.budget.num_tokens(num_decode_rows), num_waiting_tokens)
+    def step(self, num_decode_rows: int = 8, num_waiting_tokens: int = MANY) -> float:
+        num_tokens = min(self.budget.num_tokens(num_decode_rows, num_waiting_tokens), num_waiting_tokens)
         duration_s = self.decode_s * bool(num_decode_rows)
         duration_s += num_tokens * self.token_s + self.overhead_s * bool(num_tokens)
         duration_s *= self._random.lognormvariate(0.0, self.noise)
         self.budget.observe(num_tokens, num_decode_rows, num_decode_rows, duration_s)
         return duration_s
 
-    def percentiles_ms(self, num_steps: int, num_waiting_tokens: int = 10**6) -> tuple[float, float]:
+    def percentiles_ms(self, num_steps: int, num_waiting_tokens: int = MANY) -> tuple[float, float]:
         durations = [self.step(num_waiting_tokens=num_waiting_tokens) for _ in range(num_steps)]
         cuts = quantiles(durations, n=20)
         return cuts[9] * 1e3, cuts[18] * 1e3
@@ -46,22 +48,44 @@ def make(p50: float | None = None, p95: float | None = None, *, throughput: bool
 
 
 def test_budget_without_targets_is_a_quarter_while_decoding() -> None:
-    assert (make().num_tokens(0), make().num_tokens(1)) == (2048, 512)
-    assert (make(throughput=True).num_tokens(0), make(throughput=True).num_tokens(1)) == (2048, 2048)
+    """Where prompts have a pass of their own, however many tokens wait."""
+    assert [make().num_tokens(rows, MANY) for rows in (0, 1)] == [2048, 512]
+    assert [make(throughput=True).num_tokens(rows, MANY) for rows in (0, 1)] == [2048, 2048]
+    assert make().num_tokens(1, 10) == 512
 
 
-def test_decode_rows_that_share_a_pass_count() -> None:
-    """The share is at most what the pass has room for; rows of a pass of their own do not count."""
-    mixed = {0: ((16, 496), (64, 448), (256, 256)), 3: ((16, 704),)}
+def test_waiting_tokens_are_spread_over_steps_by_the_decode_rows() -> None:
+    """Rounded up to a size of the pass that computes them."""
+    mixed = {0: ((16, (120, 504)), (64, (64, 192, 448)))}
     budget = TokenBudget(max_tokens=2048, block_size=16, mixed_tokens=mixed)
-    found = [budget.num_tokens(rows) for rows in (0, 1, 16, 17, 64, 65, 257)]
-    assert found == [2048, 496, 496, 448, 448, 256, 512]
-    assert [budget.num_tokens(16, 1), budget.num_tokens(16, 3), budget.num_tokens(17, 3)] == [512, 512, 512]
+    found = [budget.num_tokens(64, waiting) for waiting in (1, 256, 257, 768, 769, 1792, 1793, MANY)]
+    assert found == [64, 64, 192, 192, 448, 448, 448, 448]
+    assert [budget.num_tokens(32, waiting) for waiting in (128, 129)] == [64, 192]
+    assert [budget.num_tokens(rows, waiting) for rows in (1, 16) for waiting in (120, 121)] == [120, 504] * 2
+    assert [budget.num_tokens(0, 1), budget.num_tokens(65, 1)] == [2048, 512]
+
+
+def test_rounds_of_several_tokens_spread_prompts_over_fewer_steps() -> None:
+    """Prompts wait for as many tokens of the others, not for as many steps."""
+    mixed = {0: ((64, (192, 448)),), 3: ((64, (128, 512, 768)),)}
+    budget = TokenBudget(max_tokens=2048, block_size=16, mixed_tokens=mixed)
+    assert [budget.num_tokens(64, waiting, 3) for waiting in (512, 513)] == [128, 512]
     for _ in range(100):
-        budget.observe(0, 8, 24, 0.012)
-    assert [budget.num_tokens(16, 3), budget.num_tokens(16)] == [704, 496]
-    assert budget.num_tokens(17, 3) == pytest.approx(1536, abs=1)
-    assert TokenBudget(max_tokens=64, block_size=16, mixed_tokens={0: ((12, 52),)}).num_tokens(3) == 16
+        budget.observe(0, 64, 128, 0.012)
+    assert [budget.num_tokens(64, waiting, 3) for waiting in (250, 260, 1100)] == [128, 512, 768]
+    for _ in range(100):
+        budget.observe(0, 64, 640, 0.012)
+    assert [budget.num_tokens(64, waiting, 3) for waiting in (128, 129, 513)] == [128, 512, 768]
+    assert budget.num_tokens(64, MANY, 1) == 2048  # a pass of its own
+
+
+def test_shared_pass_is_at_most_half_of_the_budget() -> None:
+    mixed = {0: ((64, (64, 192, 448)),)}
+    found = [
+        TokenBudget(max_tokens=max_tokens, block_size=16, mixed_tokens=mixed).num_tokens(3, MANY)
+        for max_tokens in (2048, 600, 100, 20, 8)
+    ]
+    assert found == [448, 300, 50, 16, 8]
 
 
 def test_share_grows_with_the_tokens_of_a_round() -> None:
@@ -69,19 +93,19 @@ def test_share_grows_with_the_tokens_of_a_round() -> None:
     budget = make()
     for _ in range(100):
         budget.observe(0, 8, 25, 0.012)
-    assert budget.num_tokens(8) == pytest.approx(512 * 25 / 8, abs=1)
+    assert budget.num_tokens(8, MANY) == pytest.approx(512 * 25 / 8, abs=1)
     for _ in range(100):
         budget.observe(0, 8, 40, 0.012)
-    assert budget.num_tokens(8) == 2048  # at most max_tokens
+    assert budget.num_tokens(8, MANY) == 2048  # at most max_tokens
     for _ in range(100):
         budget.observe(0, 0, 0, 0.012)
         budget.observe(512, 8, 8, 0.02)
-    assert budget.num_tokens(8) == pytest.approx(512, abs=1)
+    assert budget.num_tokens(8, MANY) == pytest.approx(512, abs=1)
 
 
 @pytest.mark.parametrize(("max_tokens", "block_size", "share"), [(40, 16, 16), (8, 16, 8), (1, 1, 1)])
 def test_share_is_between_a_block_and_the_budget(max_tokens: int, block_size: int, share: int) -> None:
-    assert TokenBudget(max_tokens=max_tokens, block_size=block_size).num_tokens(3) == share
+    assert TokenBudget(max_tokens=max_tokens, block_size=block_size).num_tokens(3, MANY) == share
 
 
 @pytest.mark.parametrize("throughput", [False, True])
@@ -116,22 +140,22 @@ def test_budget_without_decode_rows_is_whole() -> None:
     budget = make(p50=20.0)
     machine = Machine(budget)
     machine.percentiles_ms(100)
-    assert budget.num_tokens(8) < 1000
-    assert budget.num_tokens(0) == 2048
+    assert budget.num_tokens(8, MANY) < 1000
+    assert budget.num_tokens(0, MANY) == 2048
 
 
 def test_budget_of_an_unreachable_target_is_the_minimum() -> None:
     budget = make(p50=5.0)
     machine = Machine(budget)
     machine.percentiles_ms(100)
-    assert budget.num_tokens(8) == 16
+    assert budget.num_tokens(8, MANY) == 16
 
 
 def test_budget_of_a_loose_target_is_whole() -> None:
     budget = make(p50=1000.0, p95=1000.0)
     machine = Machine(budget)
     machine.percentiles_ms(50)
-    assert budget.num_tokens(8) == 2048
+    assert budget.num_tokens(8, MANY) == 2048
 
 
 @pytest.mark.parametrize("has_pauses", [False, True])
@@ -139,17 +163,17 @@ def test_budget_recovers_from_a_slow_phase(has_pauses: bool) -> None:
     budget = make(p50=20.0)
     machine = Machine(budget)
     machine.percentiles_ms(200)
-    usual = budget.num_tokens(8)
+    usual = budget.num_tokens(8, MANY)
     machine.decode_s, machine.token_s = 0.05, 2e-4
     for _ in range(100):
         machine.step()
         if has_pauses:
             machine.step(num_waiting_tokens=0)
 
-    assert budget.num_tokens(8) == 16
+    assert budget.num_tokens(8, MANY) == 16
     machine.decode_s, machine.token_s = 0.008, 2e-5
     machine.percentiles_ms(300)
-    assert budget.num_tokens(8) == pytest.approx(usual, rel=0.2)
+    assert budget.num_tokens(8, MANY) == pytest.approx(usual, rel=0.2)
     assert machine.percentiles_ms(300)[0] == pytest.approx(20.0, rel=0.1)
 
 
@@ -170,18 +194,18 @@ def test_outlier_does_not_change_the_budget() -> None:
     machine = Machine(budget)
     machine.noise = 0.0
     machine.percentiles_ms(200)
-    usual = budget.num_tokens(8)
+    usual = budget.num_tokens(8, MANY)
     budget.observe(usual, 8, 8, 0.2)
     machine.percentiles_ms(60)
-    assert budget.num_tokens(8) == pytest.approx(usual, rel=0.05)
+    assert budget.num_tokens(8, MANY) == pytest.approx(usual, rel=0.05)
 
 
 def test_empty_step_does_not_change_the_budget() -> None:
     budget = make(p50=20.0)
     Machine(budget).percentiles_ms(50)
-    before = budget.num_tokens(8)
+    before = budget.num_tokens(8, MANY)
     budget.observe(0, 0, 0, 10.0)
-    assert budget.num_tokens(8) == before
+    assert budget.num_tokens(8, MANY) == before
 
 
 def test_budget_before_the_first_prefill_is_the_share() -> None:
@@ -189,4 +213,4 @@ def test_budget_before_the_first_prefill_is_the_share() -> None:
     for _ in range(5):
         budget.observe(0, 8, 8, 0.008)
 
-    assert budget.num_tokens(8) == 512
+    assert budget.num_tokens(8, MANY) == 512

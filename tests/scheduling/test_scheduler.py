@@ -130,6 +130,33 @@ def test_budget_while_decoding_is_a_share() -> None:
     assert spans(rig.launch()) == [(1, 10, 10)]
 
 
+def test_budget_of_mixed_steps_holds_the_waiting_prompts() -> None:
+    mixed = {0: ((4, (4, 8, 16, 32)),)}
+    rig = Rig(mixed_tokens=mixed, prefer_high_throughput=False)
+    rig.add(3)
+    rig.turn()
+    for length in (40, 7, 3):
+        rig.add(length)
+    assert spans(rig.launch()) == [(1, 0, 32)]  # the largest size
+    assert spans(rig.launch()) == [(1, 32, 8), (2, 0, 7), (3, 0, 3)]
+
+
+def test_waiting_tokens_are_those_of_prompts_that_can_be_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(max_num_seqs=3, prefill_token_budget=16)
+    seen: list[int] = []
+    num_tokens = rig.scheduler._budget.num_tokens
+    monkeypatch.setattr(
+        rig.scheduler._budget,
+        "num_tokens",
+        lambda rows, waiting, drafts: (seen.append(waiting), num_tokens(rows, waiting, drafts))[1],
+    )
+    for length in (3, 30, 5, 100):
+        rig.add(length)
+    for _ in range(4):
+        rig.launch()
+    assert seen == [38, 22, 6, 0]  # the first three get all slots
+
+
 @pytest.mark.parametrize("num_draft_tokens", [0, 2])
 def test_no_row_is_planned_when_all_tokens_may_be_in_flight(num_draft_tokens: int) -> None:
     rig = Rig(num_draft_tokens=num_draft_tokens)

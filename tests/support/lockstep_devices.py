@@ -1,7 +1,7 @@
 """Devices without GPUs whose replays run at the same time, in Triton's interpreter: one step on each in turn.
 
 A step of a device runs until it exchanges something, then that of the next device. So all devices have made
-their part before any reads it. The interpreter does not wait for flags, so they are raised before.
+their part before any reads it. The interpreter does not wait, so flags are raised and sums sent before.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 import torch
 from interpreted_device import InterpretedDevice
 
-from drift_sdk._kernels.exchange.peer_memory import PeerMemory, PeerTensor
+from drift_sdk._kernels.exchange.peer_memory import PeerMemory, PeerSums, PeerTensor
 from drift_sdk.execution.device import exchange
 from drift_sdk.execution.forward import residual_stream
 from drift_sdk.execution.rounds import sample_commit
@@ -24,7 +24,7 @@ __all__ = ["Lockstep", "LockstepDevice", "LockstepReplay"]
 class Lockstep:
     """Devices that launch every replay together.
 
-    num_exchanges: of all devices so far. is_last_silent: the flags of the last device are raised too late.
+    num_exchanges: of all devices so far. is_last_silent: flags and sums of the last device come too late.
     """
 
     def __init__(self, num_devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,20 +86,32 @@ class Lockstep:
         return wrapped
 
     def _meet(self, *arguments: object) -> None:
-        """Raise this device's flag of an exchange and let the others come as far."""
+        """Send what this device has for an exchange, or raise its flag, and let the others come as far."""
         self.num_exchanges += 1
-        tensors = [argument for argument in arguments if isinstance(argument, PeerTensor)]
-        if tensors:
-            memory, flag, epoch = tensors[0].memory, tensors[0].flag, int(tensors[0].memory.epoch)
-        else:
-            memory, flag = arguments
-            assert isinstance(memory, PeerMemory)
-            epoch = int(memory.epoch) + 1
-        rank, num_flags = memory.rank, memory.flags.shape[1]
+        for argument in arguments:
+            if isinstance(argument, PeerSums):
+                memory, first, size = (
+                    argument.memory,
+                    argument.memory.offset(argument.own),
+                    argument.own.nbytes,
+                )
+                changed = slice(first, first + size)
+                numbers = argument.own.flatten()
+                value = torch.where(numbers.isnan(), torch.nan, numbers).view(torch.uint8)
+                break
+
+            if isinstance(argument, PeerTensor | PeerMemory):
+                is_beginning = isinstance(argument, PeerMemory)
+                memory = argument if is_beginning else argument.memory
+                flag = arguments[1] if is_beginning else argument.flag
+                first = 4 * (memory.rank * memory.flags.shape[1] + flag)
+                changed, value = slice(first, first + 4), (memory.epoch + is_beginning).view(torch.uint8)
+                break
+
+        rank = memory.rank
         if rank + 1 < len(self.devices) or not self.is_last_silent:
             for block in self.blocks:
-                flags = block[: memory.flags.nbytes].view(torch.int32).view(-1, num_flags)
-                flags[rank, flag] = epoch
+                block[changed] = value
         self._turns[(rank + 1) % len(self._turns)].release()
         self._turns[rank].acquire()
         if self._errors:

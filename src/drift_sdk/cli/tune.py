@@ -25,7 +25,7 @@ from drift_sdk._kernels.gemm.heuristic import GemmShape
 from drift_sdk._kernels.gemm.logged_products import read_products, shapes_by_time
 from drift_sdk._kernels.gemm.slices import num_slices
 from drift_sdk._kernels.gemm.tuned_files import add_to_user_table, measured_on, tuning_lock, write_whole
-from drift_sdk._kernels.gemm.tuner import FULL, WORKING_SETS, random_weight, tune
+from drift_sdk._kernels.gemm.tuner import FULL, MAX_CHAIN, WORKING_SETS, WeightToTune, random_weight, tune
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.cli.terminal import hide_progress, show_progress
 from drift_sdk.cli.warm import warm
@@ -34,6 +34,10 @@ from drift_sdk.errors import DriftError
 from drift_sdk.progress import Progress
 
 __all__ = ["read_log", "tune_model", "tune_shapes"]
+
+SHAPES_AT_ONCE = 16
+"""Shapes whose candidates are compiled together, before they are timed. The weights of each take about 0.4 GB
+of the GPU, or two tensors; the outcome is kept after each lot."""
 
 
 def tune_model(model: str | Path, config: EngineConfig) -> None:
@@ -60,16 +64,9 @@ def tune_shapes(shapes: Sequence[tuple[int, int, bool]], out: Path | None, num_j
     gpu = torch.cuda.get_device_name()
     machine = measured_on(gpu)
     with tuning_lock(machine):
-        for num_columns, inner, is_gated in shapes:
-            shape = GemmShape(
-                num_columns=num_columns,
-                inner=inner,
-                num_slices=num_slices(num_columns, inner, is_whole=is_gated),
-                is_gated=is_gated,
-            )
-            number = max(2, min(64, WORKING_SETS * gpu_limits().l2_bytes // (2 * num_columns * inner)))
+        for first in range(0, len(shapes), SHAPES_AT_ONCE):
             found = tune(
-                [random_weight(shape, number)],
+                [weight_of(*shape) for shape in shapes[first : first + SHAPES_AT_ONCE]],
                 FULL,
                 num_processes=num_jobs,
                 on_progress=lambda fraction: show_progress(Progress(stage="tune", fraction=fraction)),
@@ -81,6 +78,18 @@ def tune_shapes(shapes: Sequence[tuple[int, int, bool]], out: Path | None, num_j
                 add_to_user_table(machine, found)
             else:
                 add_to_table(out, found, gpu)
+
+
+def weight_of(num_columns: int, inner: int, is_gated: bool) -> WeightToTune:
+    """A weight of this shape, with enough random tensors that none is found in the cache."""
+    shape = GemmShape(
+        num_columns=num_columns,
+        inner=inner,
+        num_slices=num_slices(num_columns, inner, is_whole=is_gated),
+        is_gated=is_gated,
+    )
+    number = max(2, min(MAX_CHAIN, WORKING_SETS * gpu_limits().l2_bytes // (2 * num_columns * inner)))
+    return random_weight(shape, number)
 
 
 def read_log(path: Path) -> list[tuple[int, int, bool]]:

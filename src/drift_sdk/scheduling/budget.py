@@ -15,6 +15,10 @@ SMOOTHING = 0.1
 """Weight of the newest step in the exponential averages."""
 WINDOW = 128
 """Number of latest steps whose ratios of measured to predicted time give the percentiles."""
+SPREAD_ROWS = 16
+"""Decode rows for each mixed step over which the waiting prompt tokens are spread. While a step is bound by
+the bytes of the weights, rows of prompts cost little beside the decode rows: a few rows in every step take
+less time than many rows in some of them. What that saves, each decode row gains; the prompts wait longer."""
 
 
 class TokenBudget:
@@ -28,11 +32,15 @@ class TokenBudget:
       time per token, both exponential averages. The ratios of measured to predicted time in the last `WINDOW`
       steps tell how far the median and the 95th percentile lie from the prediction.
     - With `prefer_high_throughput`, all of `max_tokens`.
-    - A quarter of `max_tokens`, a block at least, times the average number of tokens that a decoding sequence
-      gets from a step: a round of speculation emits several tokens, so it may take longer in proportion. At
-      most `max_tokens`, and at most as many as one pass can compute together with the decode rows, if there
-      is such a pass (`mixed_tokens`, as in SchedulerConfig). This rule also applies with a latency target
-      until a step with prefill tokens has been measured.
+    - If one pass can compute prompts together with the decode rows: the waiting tokens, spread over a step
+      for every SPREAD_ROWS decode rows, or over fewer steps if a sequence gets several tokens from each. This
+      is rounded up to the next size of such a pass (`mixed_tokens`, as in SchedulerConfig), if there is one.
+      At most half of `max_tokens`, a block at least, times the average number of tokens that a decoding
+      sequence gets from a step: a round of speculation emits several tokens, so it may take longer in
+      proportion. At most `max_tokens`.
+    - Two passes take longer: a quarter of `max_tokens` in place of half, however many tokens wait.
+
+    The last two rules also apply with a latency target until a step with prefill tokens has been measured.
     """
 
     def __init__(
@@ -40,14 +48,14 @@ class TokenBudget:
         *,
         max_tokens: int,
         block_size: int,
-        mixed_tokens: Mapping[int, Sequence[tuple[int, int]]] = {},
+        mixed_tokens: Mapping[int, Sequence[tuple[int, Sequence[int]]]] = {},
         target_latency_ms_p50: float | None = None,
         target_latency_ms_p95: float | None = None,
         prefer_high_throughput: bool = False,
     ) -> None:
         self.max_tokens = max_tokens
         self.min_tokens = min(MIN_TOKENS, max_tokens)
-        self._share = min(max_tokens, max(max_tokens // 4, block_size))
+        self._block_size = block_size
         self._mixed_tokens = mixed_tokens
         self._tokens_per_row = 1.0
         self._prefers_throughput = prefer_high_throughput
@@ -59,9 +67,9 @@ class TokenBudget:
         self._ratios: deque[float] = deque()  # measured / predicted time of steps with decode rows
         self._sorted_ratios: list[float] = []
 
-    def num_tokens(self, num_decode_rows: int, num_draft_tokens: int = 0) -> int:
+    def num_tokens(self, num_decode_rows: int, num_waiting_tokens: int, num_draft_tokens: int = 0) -> int:
         """The budget of a step with `num_decode_rows` decode rows, of at most `num_draft_tokens` draft tokens
-        each."""
+        each, while `num_waiting_tokens` tokens of prompts wait to be computed."""
         if num_decode_rows == 0:
             return self.max_tokens
 
@@ -69,10 +77,10 @@ class TokenBudget:
             if self._prefers_throughput:
                 return self.max_tokens
 
-            return self._fair_share(num_decode_rows, num_draft_tokens)
+            return self._fair_share(num_decode_rows, num_waiting_tokens, num_draft_tokens)
 
         if self._token_s is None:
-            return self._fair_share(num_decode_rows, num_draft_tokens)
+            return self._fair_share(num_decode_rows, num_waiting_tokens, num_draft_tokens)
 
         wanted_s = min(target_s / self._ratio(quantile) for quantile, target_s in self._targets)
         room_s = wanted_s - (self._decode_s or 0.0)
@@ -84,14 +92,21 @@ class TokenBudget:
 
         return max(int(room_s / self._token_s), self.min_tokens)
 
-    def _fair_share(self, num_decode_rows: int, num_draft_tokens: int) -> int:
-        """The budget of the last rule of the class."""
-        share = min(self.max_tokens, int(self._share * self._tokens_per_row))
-        for most_rows, most_tokens in self._mixed_tokens.get(num_draft_tokens, ()):
+    def _fair_share(self, num_decode_rows: int, num_waiting_tokens: int, num_draft_tokens: int) -> int:
+        """The budget of the last two rules of the class."""
+        for most_rows, sizes in self._mixed_tokens.get(num_draft_tokens, ()):
             if num_decode_rows <= most_rows:
-                return min(share, most_tokens)
+                num_steps = max(1.0, num_decode_rows / SPREAD_ROWS / self._tokens_per_row)
+                wanted = num_waiting_tokens / num_steps
+                size = next((size for size in sizes if size >= wanted), sizes[-1])
+                return min(size, self._share(2))
 
-        return share
+        return self._share(4)
+
+    def _share(self, divisor: int) -> int:
+        """A part of `max_tokens`, in proportion to the tokens that a decoding sequence gets from a step."""
+        share = min(self.max_tokens, max(self.max_tokens // divisor, self._block_size))
+        return min(self.max_tokens, int(share * self._tokens_per_row))
 
     def observe(
         self, num_prefill_tokens: int, num_decode_rows: int, num_decoded_tokens: int, duration_s: float

@@ -21,8 +21,8 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     round_costs:           seconds of a round by (slots, draft tokens), as the executor measured them at
                            start.
     mixed_tokens:          steps that compute decode rows and prefill chunks in one pass: by number of draft
-                           tokens, ascending numbers of decode rows, each with the most prefill tokens beside
-                           them. What is missing has two passes.
+                           tokens, ascending numbers of decode rows, each with the ascending numbers of
+                           prefill tokens for which there are such steps. What is missing has two passes.
     has_draft_kv:          the executor keeps a draft's keys and values, one KV slot ahead of the target's.
     wants_history:         the executor needs the token ids of prefix hits.
     target_latency_ms_p50, target_latency_ms_p95, prefer_high_throughput: as in EngineConfig.
@@ -36,7 +36,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     max_tree_depth: int | None = None
     is_draft_adaptive: bool = True
     round_costs: Mapping[tuple[int, int], float] = {}
-    mixed_tokens: Mapping[int, tuple[tuple[int, int], ...]] = {}
+    mixed_tokens: Mapping[int, tuple[tuple[int, tuple[int, ...]], ...]] = {}
     has_draft_kv: bool = False
     wants_history: bool = False
     target_latency_ms_p50: float | None = None

@@ -28,6 +28,10 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._sequences)
 
+    def num_tokens(self, most: int) -> int:
+        """Tokens of the first `most` sequences."""
+        return sum([len(sequence.token_ids) for sequence in self._sequences[:most]])
+
     def push(self, sequence: Sequence) -> None:
         """Add a sequence at its place in the order."""
         insort(self._sequences, sequence)
@@ -78,8 +82,8 @@ class RunningSet:
         return self.sequences[-1]
 
     @property
-    def has_free_slot(self) -> bool:
-        return bool(self._free_slots)
+    def num_free_slots(self) -> int:
+        return len(self._free_slots)
 
     def add(self, sequence: Sequence) -> None:
         """Give a sequence a free slot; there must be one."""

@@ -209,8 +209,7 @@ class Scheduler:
         prefilling: list[Sequence] = []
         lacks_blocks = False
         running = self._running.sequences
-        most_drafts = step.num_draft_tokens
-        block_size = self.config.block_size
+        most_drafts, block_size = step.num_draft_tokens, self.config.block_size
         index = 0
         while index < len(running):  # preemption shortens the list, at its end
             sequence = running[index]
@@ -257,7 +256,10 @@ class Scheduler:
     def _plan_chunks(self, step: StepBuilder, prefilling: list[Sequence], *, may_admit: bool) -> None:
         """Add chunks of running sequences, then, with `may_admit`, of newly admitted ones, within the
         budget."""
-        budget = self._budget.num_tokens(len(step.decode), step.num_draft_tokens)
+        # Of the queue, what could be admitted now, prefix hits included: they are not known yet.
+        num_waiting = self._queue.num_tokens(min(self._running.num_free_slots, MAX_CHUNKS))
+        num_waiting += sum([seq.num_prefill_tokens - seq.num_launched_tokens for seq in prefilling])
+        budget = self._budget.num_tokens(len(step.decode), num_waiting, step.num_draft_tokens)
         for sequence in prefilling[:MAX_CHUNKS]:
             if budget > 0:
                 budget -= step.add_chunk(sequence, budget)
@@ -289,7 +291,7 @@ class Scheduler:
 
     def _admit(self, step: StepBuilder) -> Sequence | None:
         """Give the first waiting sequence a slot and blocks and return it; None if that is not possible."""
-        if not self._queue or not self._running.has_free_slot:
+        if not self._queue or not self._running.num_free_slots:
             return None
 
         sequence = self._queue.peek()

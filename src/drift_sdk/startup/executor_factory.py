@@ -64,7 +64,7 @@ class OpenedExecutor(Struct, frozen=True, kw_only=True):
     num_tuned: int = 0
     untuned: tuple[str, ...] = ()
     round_costs: dict[tuple[int, int], float] = {}
-    mixed_tokens: dict[int, tuple[tuple[int, int], ...]] = {}
+    mixed_tokens: dict[int, tuple[tuple[int, tuple[int, ...]], ...]] = {}
 
 
 def choose_executor(

@@ -214,6 +214,8 @@ def test_prompts_have_the_bits_of_decoding(
 def test_bits_do_not_depend_on_tiles_warps_or_stages(device: str) -> None:
     prompt = Prompt([(0, 0, 200), (1, 1900, 333)], (32, 8, 128), 64, device, torch.bfloat16, max_keys=2304)
     expected = prompt.exact(exact_prefill_config(128, torch.bfloat16), Partitions())
+    few = exact_prefill_config(128, torch.bfloat16, 100)
+    assert few.tile_rows < 128 and torch.equal(prompt.exact(few, Partitions()), expected)
     for tile_rows, num_warps, num_stages in ((16, 4, 2), (64, 4, 3), (64, 8, 2), (128, 8, 1)):
         config = ExactPrefillConfig(
             tile_rows=tile_rows, num_warps=num_warps, num_stages=num_stages, narrow_stages=1

@@ -19,9 +19,11 @@ from drift_sdk._kernels.attention.attention_plan import (
 from drift_sdk._kernels.attention.paged_attention import (
     AttentionConfig,
     AttentionScratch,
+    attention_config,
     paged_attention,
     paged_attention_reference,
 )
+from drift_sdk._kernels.common.gpu_limits import HOPPER, limited_gpu
 
 pytestmark = pytest.mark.kernel
 
@@ -442,6 +444,26 @@ def test_four_warps_or_more_are_rejected(num_warps: int) -> None:
         AttentionConfig(num_warps=num_warps)
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "num_sequences", "stages", "programs"),
+    [
+        (128, torch.bfloat16, 1, 5, 2),
+        (128, torch.bfloat16, 2, 2, 4),
+        (128, torch.bfloat16, None, 2, 4),
+        (64, torch.bfloat16, 1, 5, 4),
+        (256, torch.bfloat16, 1, 2, 4),
+        (128, torch.float32, 1, 2, 4),
+    ],
+)
+def test_one_sequence_gets_two_buffers_where_they_fit(
+    head_dim: int, dtype: torch.dtype, num_sequences: int | None, stages: int, programs: int
+) -> None:
+    """Programs of each of an H200's multiprocessors."""
+    with limited_gpu(HOPPER):
+        config = attention_config(head_dim, dtype, 64, num_sequences)
+    assert (config.num_stages, config.num_programs) == (stages, programs * 132)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("num_rows", "group"), [(1, 4), (4, 4), (8, 4), (8, 8), (16, 8)])
 def test_bits_do_not_depend_on_warps_and_stages(num_rows: int, group: int, device: str) -> None:
@@ -450,6 +472,6 @@ def test_bits_do_not_depend_on_warps_and_stages(num_rows: int, group: int, devic
     case = Case([700, 1, 1500, 64], num_rows, device=device, dtype=torch.bfloat16, **shape)
     found = [
         case.run(Partitions(), config=AttentionConfig(num_programs=64, num_stages=stages, num_warps=warps))
-        for warps, stages in ((1, 1), (2, 1), (1, 2), (2, 3))
+        for warps, stages in ((1, 1), (2, 1), (1, 2), (2, 3), (2, 5))
     ]
     assert all(torch.equal(out, found[0]) for out in found)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 
 import pytest
 
 from drift_sdk._kernels.common import parallel_compile
-from drift_sdk._kernels.common.parallel_compile import KernelToCompile, compile_kernels
+from drift_sdk._kernels.common.parallel_compile import KernelToCompile, compile_kernels, settle_cache_key
 
 WORKER = """
 import os, pickle, pickletools, sys
@@ -25,6 +26,24 @@ while True:
     with open({log!r}, "a") as file:
         file.write(f"{{os.getpid()}} {{kernel}}\\n")
     {answer}
+"""
+CALLS = """
+import triton.language as tl
+from triton.runtime.jit import JITFunction
+
+FACTOR, OFFSET = tl.constexpr(2), tl.constexpr(3)
+
+@JITFunction
+def scaled(x):
+    return x * FACTOR
+
+@JITFunction
+def moved(x):
+    return scaled(x) + OFFSET
+
+@JITFunction
+def kernel(x):
+    moved(x)
 """
 ANSWER = 'os.write(1, b".")'
 
@@ -86,3 +105,19 @@ def test_nothing_is_compiled_without_an_interpreter(worker, monkeypatch: pytest.
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     compile_kernels(kernels(1))
     assert not log.exists()
+
+
+def test_keys_do_not_depend_on_the_order_of_computing_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that computes the key of a called function first finds what another process compiled."""
+    (tmp_path / "functions_that_call.py").write_text(CALLS)
+    monkeypatch.syspath_prepend(tmp_path)
+    keys = []
+    for first in ("kernel", "moved", "scaled"):
+        monkeypatch.delitem(sys.modules, "functions_that_call", raising=False)
+        module = importlib.import_module("functions_that_call")
+        settle_cache_key(getattr(module, first))
+        settle_cache_key(module.kernel)
+        keys.append(module.kernel.cache_key)
+    assert len(set(keys)) == 1

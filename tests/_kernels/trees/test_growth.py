@@ -195,7 +195,7 @@ def eager_tree(shape: Any, grown: Growth, index: int, limit: DraftLimit) -> list
             rows = [first + place for place in kept][:num_rows]
         growth.expand(candidates.token[rows].tolist(), candidates.logprob[rows].tolist())
         depth += 1
-    tree, tokens = growth.draft()
+    tree, tokens, _ = growth.draft()
     numbers = {0: 0}
     if isinstance(shape, StaticTree):
         full_tree = rank_tree(shape.paths).tree

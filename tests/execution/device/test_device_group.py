@@ -71,8 +71,9 @@ def test_an_event_is_reached_when_all_devices_have_reached_it() -> None:
 def test_a_timeout_is_that_of_all_devices_together() -> None:
     devices = [SlowDevice(0.0), SlowDevice(5.0)]
     event = DeviceGroup(devices).event()
-    with pytest.raises(ExecutorError):
+    with pytest.raises(ExecutorError, match="within 1 s") as found:
         event.wait(1.0)
+    assert found.value.process_unusable
     assert devices[0].events[0].timeouts[0] <= 1.0 and devices[1].events[0].timeouts[0] <= 1.0
     event.wait()
     assert devices[1].events[0].timeouts[1] is None

@@ -181,7 +181,8 @@ class Passes:
 
     def _attention(self, tiles: torch.Tensor, num_rows: int, rows_each: int | None) -> RowAttention:
         if rows_each is None:
-            return ChunkAttention(tiles, self.decoder.config.head_dim, self.decoder.dtype)
+            config = exact_prefill_config(self.decoder.config.head_dim, self.decoder.dtype)
+            return ChunkAttention(tiles, config)
 
         groups = attention_groups(
             self.model, self.workspace, num_sequences=num_rows // rows_each, num_rows=rows_each

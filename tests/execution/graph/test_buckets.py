@@ -21,21 +21,38 @@ def buckets(max_num_seqs: int, budget: int, **options: Any) -> GraphBuckets:
 @pytest.mark.parametrize(
     ("tokens", "rows", "bucket"),
     [
-        (1, 1, (120, 8)),
-        (120, 8, (120, 8)),
-        (121, 8, (248, 8)),
-        (96, 9, (96, 32)),
+        (1, 1, (184, 8)),
+        (184, 8, (184, 8)),
+        (185, 8, (248, 8)),
+        (160, 9, (160, 32)),
         (448, 33, (448, 64)),
-        (449, 64, None),
+        (576, 64, (576, 64)),
+        (577, 64, None),
         (504, 8, (504, 8)),
         (256, 65, (256, 128)),
-        (256, 200, (256, 256)),
-        (300, 256, None),
+        (384, 200, (384, 256)),
+        (385, 256, None),
     ],
 )
-def test_mixed_steps_have_at_most_512_rows(tokens: int, rows: int, bucket: tuple[int, int] | None) -> None:
+def test_mixed_steps_have_at_most_640_rows(tokens: int, rows: int, bucket: tuple[int, int] | None) -> None:
     """A step of more rows is computed in two passes."""
-    assert buckets(256, 2048).mixed_bucket(tokens, rows) == (bucket and (*bucket, 0))
+    assert buckets(256, 2048).mixed_bucket(tokens, 1, rows) == (bucket and (*bucket, 0))
+
+
+@pytest.mark.parametrize(
+    ("chunks", "bucket"), [(4, (128, 64)), (5, (192, 64)), (10, (320, 64)), (18, (576, 64)), (19, None)]
+)
+def test_many_chunks_take_a_larger_mixed_step(chunks: int, bucket: tuple[int, int] | None) -> None:
+    """Of few rows each: room for more would take time in every step."""
+    assert buckets(256, 2048).mixed_bucket(100, chunks, 64) == (bucket and (*bucket, 0))
+    assert buckets(64, 16).mixed_bucket(4, 4, 64) == (16, 64, 0)
+
+
+def test_few_chunk_rows_have_smaller_tiles() -> None:
+    """So that there are programs for most multiprocessors."""
+    found = buckets(256, 2048)
+    tiles = {bucket.num_rows: found.mixed_attention(bucket).tile_rows for bucket in found.mixed}
+    assert tiles[64] == tiles[192] == 64 and tiles[256] == tiles[576] == 128
 
 
 def test_every_mixed_bucket_fits_the_payload() -> None:
@@ -43,7 +60,7 @@ def test_every_mixed_bucket_fits_the_payload() -> None:
         found = buckets(max_num_seqs, budget)
         assert found.mixed and found.mixed[-1].num_slots == max_num_seqs
         for bucket in found.mixed:
-            assert bucket.num_rows <= max(budget, 16) + 15 and bucket.size <= 512
+            assert bucket.num_rows <= max(budget, 16) + 15 and bucket.size <= 640
             layout = found.mixed_layout(bucket)
             assert layout.num_words <= found.payload_words
             places = [place.indices(layout.num_words) for place in layout]
@@ -53,10 +70,11 @@ def test_every_mixed_bucket_fits_the_payload() -> None:
 @pytest.mark.parametrize(
     ("tokens", "rows", "drafts", "bucket"),
     [
-        (1, 1, 3, (96, 8, 3)),
-        (480, 8, 3, (480, 8, 3)),
-        (481, 8, 3, None),
+        (1, 1, 3, (160, 8, 3)),
+        (608, 8, 3, (608, 8, 3)),
+        (609, 8, 3, None),
         (640, 32, 3, (640, 32, 3)),
+        (64, 9, 3, (64, 32, 3)),
         (100, 9, 3, (128, 32, 3)),
         (100, 33, 3, (128, 64, 3)),
         (512, 64, 3, (512, 64, 3)),
@@ -64,42 +82,43 @@ def test_every_mixed_bucket_fits_the_payload() -> None:
         (200, 65, 3, (256, 128, 3)),
         (100, 129, 3, None),  # the round alone has 1,024 rows
         (100, 33, 1, (128, 64, 3)),
-        (100, 33, 0, (192, 64, 0)),
+        (129, 33, 0, (192, 64, 0)),
     ],
 )
 def test_mixed_steps_with_drafts_have_at_most_1024_rows(
     tokens: int, rows: int, drafts: int, bucket: tuple[int, int, int] | None
 ) -> None:
-    """Twice the round's rows are added to 512. A round is padded to the most drafts, but not where most of
+    """Twice the round's rows are added to 640. A round is padded to the most drafts, but not where most of
     its rows would be padding."""
-    assert buckets(256, 2048, draft_choices=(1, 3)).mixed_bucket(tokens, rows, drafts) == bucket
+    assert buckets(256, 2048, draft_choices=(1, 3)).mixed_bucket(tokens, 1, rows, drafts) == bucket
     far = buckets(256, 2048, draft_choices=(1, 3, 5, 8))
-    assert far.mixed_bucket(10, 2, 3) is None and far.mixed_bucket(10, 2, 5) is not None
+    assert far.mixed_bucket(10, 1, 2, 3) is None and far.mixed_bucket(10, 1, 2, 5) is not None
 
 
-def test_mixed_tokens_are_the_most_rows_beside_a_round() -> None:
+def test_mixed_tokens_are_the_sizes_beside_a_round() -> None:
     found = buckets(100, 2048, draft_choices=(1, 3)).mixed_tokens
-    assert found[0] == ((8, 504), (32, 480), (64, 448), (100, 412))
-    assert found[1] == found[3] == ((8, 480), (32, 640), (64, 768), (100, 624))
+    assert [num_slots for num_slots, _ in found[0]] == [8, 32, 64, 100]
+    assert found[0][2] == (64, (128, 192, 320, 448, 576))
+    assert found[1] == found[3] and found[3][2] == (64, (128, 256, 384, 512, 768))
 
 
 def test_trees_and_checked_rounds_have_a_pass_of_their_own() -> None:
     trees = buckets(64, 2048, draft_choices=(1, 7), tree_choices=(7,), shares_rows=True)
     assert {bucket.num_drafts for bucket in trees.mixed} == {0} and 7 not in trees.mixed_tokens
     checked = buckets(64, 2048, draft_choices=(1, 3), has_checks=True)
-    assert checked.mixed == () and checked.mixed_tokens == {} and checked.mixed_bucket(10, 2, 3) is None
+    assert checked.mixed == () and checked.mixed_tokens == {} and checked.mixed_bucket(10, 1, 2, 3) is None
 
 
 def test_one_slot_has_no_mixed_steps() -> None:
     """A chunk and a decode row of a step belong to two sequences."""
     one = buckets(1, 2048, draft_choices=(1, 3))
     assert one.mixed == () and one.mixed_tokens == {} and one.most_mixed_rows == 0
-    assert buckets(2, 2048, draft_choices=(1, 3)).mixed_bucket(10, 2, 3) is not None
+    assert buckets(2, 2048, draft_choices=(1, 3)).mixed_bucket(10, 1, 2, 3) is not None
 
 
 def test_room_for_chunks_is_bounded() -> None:
     """Each tile of attention takes a program for every head, whether it is used or not."""
     found = buckets(256, 2048)
     assert found.max_chunks == MAX_CHUNKS and buckets(3, 2048).max_chunks == 3
-    assert found.num_tiles(512, 128) == 4 + MAX_CHUNKS
+    assert found.num_tiles(512) == 4 + MAX_CHUNKS
     assert found.first_tokens == (1, 2, 4, 8, 16, 32) and buckets(20, 2048).first_tokens[-1] == 20

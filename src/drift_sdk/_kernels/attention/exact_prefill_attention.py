@@ -76,8 +76,17 @@ class ExactPrefillConfig(Struct, frozen=True):
     narrow_stages: int = 3
 
 
-def exact_prefill_config(head_dim: int, dtype: torch.dtype) -> ExactPrefillConfig:
-    """Return the config for heads of this size: what fits in registers and shared memory without spilling."""
+FEW_ROWS = 192
+"""Most rows of a step for which tiles are halved: wide ones would leave multiprocessors without a program."""
+
+
+def exact_prefill_config(
+    head_dim: int, dtype: torch.dtype, num_rows: int | None = None
+) -> ExactPrefillConfig:
+    """Return the config for heads of this size: what fits in registers and shared memory without spilling.
+
+    num_rows: of all chunks of a step; None: many.
+    """
     if dtype == torch.float32:
         return ExactPrefillConfig(tile_rows=16, num_stages=1, narrow_stages=1)
 
@@ -86,6 +95,9 @@ def exact_prefill_config(head_dim: int, dtype: torch.dtype) -> ExactPrefillConfi
 
     if head_dim > 128:
         return ExactPrefillConfig(tile_rows=64, num_stages=3, narrow_stages=1)
+
+    if num_rows is not None and num_rows <= FEW_ROWS:
+        return ExactPrefillConfig(tile_rows=64, num_warps=4)
 
     return ExactPrefillConfig()
 

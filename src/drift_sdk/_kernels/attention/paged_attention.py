@@ -25,7 +25,8 @@ the partitions' sums, written and read once. Many programs a multiprocessor are 
 under way.
 
 Dependent launch: `_attend` reads the plan, the rows and the block table before it waits; they are older than
-the two kernels before it, which make queries and keys. It permits its dependents to start at its end.
+the two kernels before it, which make queries and keys. It permits its dependents to start at its
+end, or where programs have few keys, when it has waited: memory can read weights of the next product then.
 """
 
 from __future__ import annotations
@@ -75,6 +76,9 @@ __all__ = [
     "paged_attention",
     "paged_attention_reference",
 ]
+
+EARLY_TILES = tl.constexpr(2)
+"""Up to so many tiles for each share, `_attend` permits its dependents to start before it computes."""
 
 
 @triton.jit(
@@ -161,6 +165,8 @@ def _attend(
         query_index = (row * NUM_KV_HEADS + head) * GROUP_SIZE + query_row % GROUP_SIZE
         query_mask = is_live[:, None] & is_dim[None, :]
         wait_for_producers(PDL)
+        if num_tiles <= EARLY_TILES * tl.num_programs(1):
+            start_dependents(PDL)
         query_ptrs = query_ptr + query_index[:, None] * HEAD_DIM + dim[None, :]
         queries = load_parts(query_ptrs, query_mask, PART_DIM, NUM_PARTS)
         table_ptr = block_table_ptr + slot.to(tl.int64) * max_blocks

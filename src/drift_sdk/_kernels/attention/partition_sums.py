@@ -16,7 +16,7 @@ once, one in each thread, so that adding a partition takes one multiplication an
 Bytes: the sums of the partitions of a row in, in fp32; a row out.
 
 Dependent launch: the kernel always follows `_attend`, so it permits its dependents to start at once; before
-it waits, it reads the rows' slots and positions and the plan.
+it waits, it reads the rows' slots and positions, the plan and the sinks.
 """
 
 from __future__ import annotations
@@ -186,6 +186,8 @@ def _add_partitions(
         first_place = partition_of(tl.maximum(first_position - (WINDOW - 1), 0), NARROW, NARROW_END, WIDE)
     # Padding rows see nothing, and get zeros.
     end = tl.where(slot >= 0, partition_of(position, NARROW, NARROW_END, WIDE) + 1, 0)
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head * GROUP_SIZE + query_row % GROUP_SIZE).to(tl.float32)
     wait_for_producers(PDL)
     first_sum = ((sequence * NUM_KV_HEADS + head) * num_partitions).to(tl.int64) * NUM_QUERY_ROWS + query_row
     if WINDOW > 0:  # as in `_attend`, for all rows of the sequence
@@ -209,7 +211,6 @@ def _add_partitions(
             )  # fmt: skip
 
     if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + head * GROUP_SIZE + query_row % GROUP_SIZE).to(tl.float32)
         rescale, weight = add_sink(maximum, weight, sink)
         total = total * rescale
     if value_scale_ptr is not None:

@@ -38,6 +38,8 @@ __all__ = [
 
 WAIT = re.compile(r"grid_dependency_wait|griddepcontrol\.wait")
 TRIGGER = re.compile(r"grid_dependency_launch_dependents|griddepcontrol\.launch_dependents")
+CONTROL = "grid"
+"""In every line that matches WAIT or TRIGGER."""
 OPERATION = re.compile(r"^ *(?:(%[\w.]+)(?::\d+)? = )?\"?([\w.]+)\"?(.*)$")
 """A line of TTIR: its result, if it has one, the operation, and the rest with the operands."""
 ARGUMENT = re.compile(r"(%[\w.]+): (!tt\.ptr<[^ ]*|!tt\.tensordesc<[^ ]*)")
@@ -109,12 +111,13 @@ class AccessScan:
         is_label = text.startswith("^")  # of a block that others branch to
         if self._wait_indent is not None and text and not is_label and indent < self._wait_indent:
             self._wait_indent = None  # the block of the wait has ended
-        if WAIT.search(line) and self._wait_indent is None:
-            self._wait_indent = indent
-            self._waits_always |= indent == BODY_INDENT
+        if CONTROL in line:
+            if WAIT.search(line) and self._wait_indent is None:
+                self._wait_indent = indent
+                self._waits_always |= indent == BODY_INDENT
+            if TRIGGER.search(line):
+                self._triggers_early |= self._wait_indent is None
         has_waited = self._wait_indent is not None
-        if TRIGGER.search(line):
-            self._triggers_early |= not has_waited
         match = OPERATION.match(line)
         if match is None:
             for name in NAME.findall(line):  # arguments of a block
@@ -122,6 +125,10 @@ class AccessScan:
             return
 
         result, operation, rest = match.groups()
+        if operation == "arith.constant":  # every third line
+            self._sources.pop(result, None)
+            return
+
         operands = NAME.findall(rest)
         if operation in ("scf.for", "scf.while"):
             for inner, outer in LOOP_VALUE.findall(rest):
@@ -137,9 +144,11 @@ class AccessScan:
                 arguments = sorted(self._arguments_of(operands[0]))
                 raise LaunchOrderError(f"{self._name}: writes {arguments} before it waits")
         else:
-            found = found.union(*(self._sources.get(operand, set()) for operand in operands))
-        if result is not None:
+            found = found.union(*(self._sources[name] for name in operands if name in self._sources))
+        if found:
             self._sources[result] = found
+        else:
+            self._sources.pop(result, None)
 
     def access(self) -> KernelAccess:
         """Return the findings, once all lines were taken."""

@@ -10,7 +10,8 @@ before it still runs. Two device functions control it:
   work: otherwise later kernels could start while an earlier one still runs.
 - `start_dependents` permits the CTAs of the next kernel to be placed. A product or another long kernel calls
   it when it is nearly done, since waiting CTAs would occupy the multiprocessors that it needs. A short kernel
-  that always follows a long one calls it first, even before it waits.
+  that always follows a long one calls it first, even before it waits. Kernels whose CTAs are all placed at
+  once may call it as soon as they have waited.
 
 Before it waits, a kernel may read what was written before the two kernels that precede it: those writes are
 complete when a CTA is placed. Such loads bypass the L1 cache (`cache_modifier=".cg"`), which may hold earlier

@@ -19,9 +19,9 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import triton
@@ -30,6 +30,7 @@ from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource, get_cache_key, make_backend
 from triton.runtime.cache import get_cache_manager, triton_key
+from triton.runtime.jit import JITCallable
 
 __all__ = [
     "KernelToCompile",
@@ -50,6 +51,8 @@ DONE = b"."
 
 _recording = threading.local()
 _recording_lock = threading.Lock()
+_settled: set[int] = set()
+"""Addresses of kernels with a hook of `settle_before_launches`. Their hash would be their key."""
 _preparing: list[threading.Thread] = []
 """The latest thread of `prepare_cache_keys`."""
 
@@ -79,6 +82,7 @@ class KernelToCompile(Struct, frozen=True, kw_only=True):
     def source(self) -> ASTSource:
         """Return what Triton compiles; imports the kernel's module."""
         kernel = getattr(sys.modules[self.module], self.name)
+        settle_cache_key(kernel)
         return ASTSource(kernel, self.signature, self.constants, self.attributes)
 
     def cache_file(self) -> str | None:
@@ -119,6 +123,23 @@ def _kernels_of(modules: tuple[tuple[str, int], ...]) -> tuple[Any, ...]:
     )
 
 
+def settle_cache_key(function: Any) -> None:
+    """Compute the key of a function in Triton's cache, after those of the functions that it calls.
+
+    With Triton 3.6, a key contains the constants of a called function only if that one's key is known. Keys
+    would otherwise depend on the order of computing them, and a process would not find what another one has
+    compiled.
+    """
+    if function.hash is not None:
+        return
+
+    for name in function.fn.__code__.co_names:
+        called = function.__globals__.get(name)
+        if isinstance(called, JITCallable) and called is not function:
+            settle_cache_key(called)
+    function.cache_key  # noqa: B018  # a property that keeps its value
+
+
 def is_recording() -> bool:
     """Whether this thread is inside `recorded_kernels`, where launches of this package compute nothing."""
     return getattr(_recording, "found", None) is not None
@@ -134,6 +155,7 @@ def recorded_kernels() -> Iterator[list[KernelToCompile]]:
     """
     found: list[KernelToCompile] = []
     kernels = package_kernels()
+    settle_before_launches(kernels)
     with _recording_lock:
         hook_before = triton.knobs.runtime.jit_cache_hook
         _recording.found = found
@@ -149,6 +171,19 @@ def recorded_kernels() -> Iterator[list[KernelToCompile]]:
             _recording.found = None
     unique = {repr(kernel): kernel for kernel in found}
     found[:] = unique.values()
+
+
+def settle_before_launches(kernels: Iterable[Any]) -> None:
+    """Have `settle_cache_key` called before a kernel is launched for the first time."""
+    for kernel in kernels:
+        if id(kernel) not in _settled and isinstance(kernel, JITCallable):
+            _settled.add(id(kernel))
+            kernel.add_pre_run_hook(partial(_settle_once, kernel))
+
+
+def _settle_once(kernel: Any, *values: Any, **options: Any) -> None:
+    """A hook that Triton calls before each launch."""
+    settle_cache_key(kernel)
 
 
 def _record_or_run(kernel: Any) -> Callable[..., Any]:

@@ -4,16 +4,23 @@
 
 and then as in residual_norm.py. Every rank computes all rows, so the residual stream is the same on all.
 
-Grid: (rows). A program owns one row, in registers. The program of row 0 tells the peers that this rank's
-partial sums are there; every program waits for the flags of all peers.
+Grid: (rows). A program owns one row, in registers. It stores this rank's partial sums into the memory of all
+peers, waits until theirs are in its own, and clears their places. No flag is needed: a place without a number
+has the bits EMPTY.
 
 Order of summation: the inner dimension of the weight is cut at borders of slices, rank 0 having the first
 ones. So the slices are added in the order in which one GPU adds them, and the bits are those of `add_norm`
 over all slices.
 
-Bytes: as `add_norm`, and NUM_SLICES rows of fp32 from each peer for each row.
+Places are used for every other sum of a step. When a peer's number of the next sum is there, the peer has
+ended this one, and cleared what it got: so its places can be filled again in the sum after that. That holds
+from the last sums of a step to the first of the next one too.
 
-Dependent launch: as `add_norm`. The epoch is read before the wait, and flags are raised and awaited after it.
+Programs start in ascending order of rows on all ranks, which thus wait for rows that have started or will.
+
+Bytes: as `add_norm`, and NUM_SLICES rows of fp32 to each peer and from each for each row.
+
+Dependent launch: as `add_norm`. The limit is read before the wait; a kernel has set it before the step.
 """
 
 from __future__ import annotations
@@ -22,29 +29,60 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import globaltimer
 
 from drift_sdk._kernels.common.arguments import check_rows, check_tensor, check_tensors
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
-from drift_sdk._kernels.exchange.peer_memory import (
-    PeerTensor,
-    await_flag,
-    check_peer_tensor,
-    is_compiled,
-    peer_pointer,
-    raise_flags,
-)
+from drift_sdk._kernels.exchange.peer_memory import EMPTY, PeerSums, is_compiled, peer_pointer
 from drift_sdk._kernels.layers.residual_norm import add_norm_reference, add_total, normalise
 from drift_sdk._kernels.layers.rms_norm import NormKind, norm_warps
 
 __all__ = ["add_norm_across", "add_norm_across_reference"]
 
+NAN_BITS = tl.constexpr(0x7FFFFFFF)
+"""What is sent for a number with the bits EMPTY, which is none."""
 
-@triton.jit(do_not_specialize=["flag", "rank", "num_flags"])
+LATE = tl.constexpr(1 << 20)
+"""Added to the number of missing partial sums, which is less, when the time is over."""
+
+
+@triton.jit
+def _await_part(
+    part_ptrs,  # [PADDED_SIZE] int32
+    column,  # [PADDED_SIZE]
+    column_mask,
+    limit_ptr,  # [1] int64, written when the time is over
+    report_ptr,  # [1] int32, pinned, written when the time is over
+    flag,
+    limit,
+    PADDED_SIZE: tl.constexpr,
+    IS_COMPILED: tl.constexpr,
+):
+    """Return a row of partial sums from a peer, fp32, once it is there; zeros for what is missing when the
+    time is over."""
+    values = tl.zeros((PADDED_SIZE,), tl.int32)
+    num_missing = tl.full((), 1, tl.int32)
+    start = tl.full((), 0, tl.int64)
+    if IS_COMPILED:
+        start = globaltimer()
+    while (num_missing > 0) & (num_missing < LATE):
+        values = tl.load(part_ptrs, mask=column_mask, other=0, volatile=True)
+        is_late = column == 0
+        if IS_COMPILED:
+            # Each thread reads the clock for itself. What one of them finds goes into the sum, which all get.
+            is_late &= globaltimer() - start >= limit
+        num_missing = tl.sum((values == EMPTY).to(tl.int32) + is_late.to(tl.int32) * LATE, axis=0)
+    if (num_missing > LATE) & (limit != 0):
+        tl.store(limit_ptr, 0)
+        tl.store(report_ptr, flag + 1)
+    return tl.where(values == EMPTY, 0, values).to(tl.float32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["flag", "rank"])
 def _add_norm_across(
     hidden_ptr,  # [R, SIZE], storage type; updated in place
+    parts_ptr,  # [NUM_RANKS, NUM_SLICES, R, SIZE] int32, the bits of fp32: this rank's, and places for peers'
     bases,  # NUM_RANKS addresses of blocks
-    flags_ptr,  # [NUM_RANKS, num_flags] int32: this rank's
-    epoch_ptr,  # [1] int32
     limit_ptr,  # [1] int64
     report_ptr,  # [1] int32, pinned
     bias_ptr,  # [SIZE], storage type, or None
@@ -54,13 +92,13 @@ def _add_norm_across(
     aux_hidden_ptr,  # [R, SIZE], storage type: a copy of the updated hidden; or None
     eps,
     hidden_stride,
-    delta_offset,  # bytes from a block's beginning to [NUM_SLICES, R, SIZE] fp32
-    delta_slice_stride,
+    parts_offset,  # bytes from a block's beginning to parts
+    parts_rank_stride,
+    parts_slice_stride,
     normed_stride,
     aux_hidden_stride,
     flag,
     rank,
-    num_flags,
     SIZE: tl.constexpr,  # hidden size
     PADDED_SIZE: tl.constexpr,  # SIZE, rounded up to a power of two
     NUM_RANKS: tl.constexpr,
@@ -77,33 +115,50 @@ def _add_norm_across(
     column_mask = column < SIZE
     hidden_ptrs = hidden_ptr + (row * hidden_stride + column)
     weight = tl.load(weight_ptr + column, mask=column_mask, other=0.0)
-    delta_weight = weight
+    delta_weight, bias = weight, weight
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + column, mask=column_mask, other=0.0)
     if delta_norm_ptr is not None:
         delta_weight = tl.load(delta_norm_ptr + column, mask=column_mask, other=0.0)
     start_dependents(PDL)
     x = tl.load(hidden_ptrs, mask=column_mask, other=0.0, cache_modifier=".cg")
-    # Set when the step began.
-    epoch = tl.load(epoch_ptr, cache_modifier=".cg")
     limit = tl.load(limit_ptr, cache_modifier=".cg")
     wait_for_producers(PDL)
-    if row == 0:
-        raise_flags(bases, epoch, flag, rank, num_flags, NUM_RANKS, IS_COMPILED)
+    own_place = rank * parts_rank_stride + row * SIZE
+    for slice_index in tl.static_range(NUM_SLICES):
+        place = own_place + slice_index * parts_slice_stride
+        own = tl.load(parts_ptr + place + column, mask=column_mask, other=0)
+        own = tl.where(own == EMPTY, NAN_BITS, own)
+        for peer in tl.static_range(NUM_RANKS):
+            if peer != rank:
+                peer_ptr = peer_pointer(bases[peer], parts_offset, tl.int32)
+                tl.store(peer_ptr + place + column, own, mask=column_mask)
     for peer in tl.static_range(NUM_RANKS):
-        if peer != rank:
-            await_flag(flags_ptr, limit_ptr, report_ptr, epoch, flag, peer, num_flags, limit, IS_COMPILED)
-    tl.debug_barrier()
-    row_offset = row * SIZE + column
-    delta_ptrs = peer_pointer(bases[0], delta_offset, tl.float32) + row_offset
-    total = tl.load(delta_ptrs, mask=column_mask, other=0.0)
-    for peer in tl.static_range(NUM_RANKS):
-        delta_ptrs = peer_pointer(bases[peer], delta_offset, tl.float32) + row_offset
         for slice_index in tl.static_range(NUM_SLICES):
-            if peer + slice_index > 0:
-                slice_ptrs = delta_ptrs + slice_index * delta_slice_stride
-                total += tl.load(slice_ptrs, mask=column_mask, other=0.0)
+            part_ptrs = parts_ptr + peer * parts_rank_stride + slice_index * parts_slice_stride
+            part_ptrs += row * SIZE + column
+            if peer == rank:
+                part = tl.load(part_ptrs, mask=column_mask, other=0).to(tl.float32, bitcast=True)
+            else:
+                part = _await_part(
+                    part_ptrs,
+                    column,
+                    column_mask,
+                    limit_ptr,
+                    report_ptr,
+                    flag,
+                    limit,
+                    PADDED_SIZE,
+                    IS_COMPILED,
+                )
+                tl.store(part_ptrs, EMPTY, mask=column_mask)
+            if peer + slice_index == 0:
+                total = part
+            else:
+                total += part
 
     x = add_total(
-        x, total, bias_ptr, delta_norm_ptr, delta_weight, column, column_mask, eps,
+        x, total, bias_ptr, bias, delta_norm_ptr, delta_weight, eps,
         SIZE, DELTA_MULTIPLIER, NORM_KIND,
     )  # fmt: skip
     tl.store(hidden_ptrs, x, mask=column_mask)
@@ -116,7 +171,7 @@ def _add_norm_across(
 
 def add_norm_across(
     hidden: Tensor,
-    delta: PeerTensor,
+    delta: PeerSums,
     weight: Tensor,
     normed: Tensor,
     *,
@@ -135,22 +190,20 @@ def add_norm_across(
     Longer than other wrappers by its arguments.
     """
     num_rows, size = hidden.shape
-    dtype, memory = hidden.dtype, delta.memory
-    num_slices = delta.own.shape[0]
+    dtype, memory, num_slices = hidden.dtype, delta.memory, delta.own.shape[0]
     check_rows("hidden", hidden, (num_rows, size), dtype)
     check_tensor("weight", weight, (size,), dtype)
     check_rows("normed", normed, (num_rows, size), dtype)
     check_tensor("delta", delta.own, (num_slices, num_rows, size), torch.float32)
-    check_peer_tensor("delta", delta)
+    delta.check("delta")
     check_tensors((size,), dtype, bias=bias, delta_norm=delta_norm)
     if aux_hidden is not None:
         check_rows("aux_hidden", aux_hidden, (num_rows, size), dtype)
 
     _add_norm_across[(num_rows,)](
         hidden_ptr=hidden,
+        parts_ptr=delta.parts.view(torch.int32),
         bases=memory.bases,
-        flags_ptr=memory.flags,
-        epoch_ptr=memory.epoch,
         limit_ptr=memory.limit,
         report_ptr=memory.report,
         bias_ptr=bias,
@@ -160,13 +213,13 @@ def add_norm_across(
         aux_hidden_ptr=aux_hidden,
         eps=eps,
         hidden_stride=hidden.stride(0),
-        delta_offset=memory.offset(delta.own),
-        delta_slice_stride=num_rows * size,
+        parts_offset=memory.offset(delta.parts),
+        parts_rank_stride=delta.parts.stride(0),
+        parts_slice_stride=num_rows * size,
         normed_stride=normed.stride(0),
         aux_hidden_stride=0 if aux_hidden is None else aux_hidden.stride(0),
         flag=delta.flag,
         rank=memory.rank,
-        num_flags=memory.flags.shape[1],
         SIZE=size,
         PADDED_SIZE=triton.next_power_of_2(size),
         NUM_RANKS=memory.num_ranks,

@@ -1,24 +1,25 @@
 """Memory through which the GPUs of a tensor-parallel model exchange sums, and waiting for each other.
 
 Every GPU (rank) has one block of memory that the others can read and write. All blocks have the same layout:
-a flag for each rank and each exchange of a step, then the buffers. A rank writes its own buffers. Then it
-stores the step's epoch into its flag in the memory of each peer, waits until the peers' flags in its own
-memory have the epoch, and reads the peers' buffers.
+a flag for each rank and each exchange of a step, then the buffers. Sums need no flags, see
+add_norm_across.py. In the other exchanges a rank writes its own buffer. Then it stores the step's epoch into
+its flag in the memory of each peer, waits until the peers' flags in its own memory have the epoch, and reads
+the peers' buffers.
 
 The epoch is a counter on each GPU, moved on by `begin_exchange`, the first exchange of a step. All ranks run
 the same steps, so their epochs are equal. It is compared by its difference, so that it may wrap around.
 
-Buffers are used in turn. A rank that has passed an exchange knows that its peers have ended everything before
-their flag of it: `begin_exchange` thus frees all buffers, and one exchange frees the buffer of the exchange
-before it.
+A rank that has passed an exchange knows that its peers have ended everything before their flag of it:
+`begin_exchange` thus frees all buffers.
 
 Every wait is limited by the clock of the GPU. A rank whose peer does not answer in time stores the exchange's
 flag number plus 1 in `report`, which the host reads, and sets its limit to 0: after that, and before the host
 has set a limit, nothing waits, and results are undefined.
 
-Memory order: the flag is stored by `st.release.sys` and read by `ld.acquire.sys`, on one thread. Products end
-before `wait_for_producers` returns, and a barrier of the CTA follows the wait, which lets the other threads
-read what the peer wrote before its flag.
+Memory order: a flag is stored and read on one thread. What peers read has been written by an earlier kernel,
+which has ended when `wait_for_producers` returns, so that `st.relaxed.sys` is enough. A kernel that writes it
+itself calls `publish` before. Flags are read by `ld.acquire.sys`, and a barrier of the CTA follows, which
+lets the other threads read what the peer wrote before its flag.
 
 In Triton's interpreter a wait ends at once, as if its time were over, if the flag is not there.
 """
@@ -39,14 +40,20 @@ from drift_sdk._kernels.common.launching import (
 )
 
 __all__ = [
+    "EMPTY",
     "PeerMemory",
+    "PeerSums",
     "PeerTensor",
     "await_flag",
     "begin_exchange",
     "is_compiled",
     "peer_pointer",
+    "publish",
     "raise_flags",
 ]
+
+EMPTY = tl.constexpr(-1)
+"""The bits of a place for a number that has not come: a NaN that no operation of a GPU gives."""
 
 
 class PeerMemory(Struct, frozen=True, kw_only=True):
@@ -58,7 +65,7 @@ class PeerMemory(Struct, frozen=True, kw_only=True):
     flags:   [num_ranks, num_flags] int32, the beginning of this rank's block: peers store theirs here.
     epoch:   [1] int32.
     limit:   [1] int64, nanoseconds that a wait may take; 0: nothing waits.
-    report:  [1] int32 in pinned memory: 0, or the flag number plus 1 of an exchange that a peer has missed.
+    report:  [1] int32 in pinned memory: 0, or the number plus 1 of an exchange that a peer has missed.
     """
 
     rank: int
@@ -76,6 +83,30 @@ class PeerMemory(Struct, frozen=True, kw_only=True):
     def offset(self, tensor: Tensor) -> int:
         """The bytes from the beginning of this rank's block to a tensor in it, as in the blocks of peers."""
         return tensor.data_ptr() - self.flags.data_ptr()
+
+
+class PeerSums(Struct, frozen=True, kw_only=True):
+    """The partial sums of all ranks in a rank's block, at the same place of each block.
+
+    parts: [num_ranks, num_slices, R, N] float32, those of a rank side by side. Where no peer has stored a
+    number, there is EMPTY. flag: the number of the sum in a step.
+    """
+
+    memory: PeerMemory
+    parts: Tensor
+    flag: int
+
+    @property
+    def own(self) -> Tensor:
+        """This rank's, [num_slices, R, N]."""
+        return self.parts[self.memory.rank]
+
+    def check(self, name: str) -> None:
+        """Raise ValueError for parts of other ranks than there are, or that do not lie in the block."""
+        if self.parts.shape[0] != self.memory.num_ranks:
+            raise ValueError(f"{name}: {self.parts.shape[0]} parts: expected {self.memory.num_ranks}")
+
+        _check_place(name, self.memory, self.parts)
 
 
 class PeerTensor(Struct, frozen=True, kw_only=True):
@@ -100,6 +131,19 @@ def peer_pointer(
 
 
 @triton.jit
+def publish(
+    epoch,  # any number
+    IS_COMPILED: tl.constexpr,
+):
+    """Have peers that see a flag raised after this also see what the CTA has stored before it."""
+    tl.debug_barrier()
+    if IS_COMPILED:
+        tl.inline_asm_elementwise(
+            "fence.acq_rel.sys; mov.u32 $0, $1;", "=r,r", [epoch], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
 def raise_flags(
     bases,  # the address of each rank's block
     epoch,
@@ -120,7 +164,7 @@ def raise_flags(
                     .reg .u32 thread;
                     mov.u32 thread, %tid.x;
                     setp.eq.u32 is_first, thread, 0;
-                    @is_first st.release.sys.global.u32 [$1], $2;
+                    @is_first st.relaxed.sys.global.u32 [$1], $2;
                     mov.u32 $0, 0;
                     }""",
                     "=r,l,r",
@@ -254,10 +298,18 @@ def is_compiled() -> bool:
 
 def check_peer_tensor(name: str, tensor: PeerTensor) -> None:
     """Raise ValueError for a flag or a place that the block does not have."""
-    num_flags, offset = tensor.memory.flags.shape[1], tensor.memory.offset(tensor.own)
+    num_flags = tensor.memory.flags.shape[1]
     if not 0 <= tensor.flag < num_flags:
         raise ValueError(f"{name}: flag {tensor.flag}: expected 0 to {num_flags - 1}")
 
-    end = offset + tensor.own.nbytes
-    if not tensor.memory.flags.nbytes <= offset <= end <= tensor.memory.num_bytes or offset % 16:
+    _check_place(name, tensor.memory, tensor.own)
+
+
+def _check_place(name: str, memory: PeerMemory, tensor: Tensor) -> None:
+    offset = memory.offset(tensor)
+    size = (
+        sum((number - 1) * stride for number, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    )
+    end = offset + size * tensor.element_size()
+    if not memory.flags.nbytes <= offset <= end <= memory.num_bytes or offset % 16:
         raise ValueError(f"{name}: {offset} bytes from the block's beginning: expected a buffer of the block")

@@ -27,6 +27,7 @@ from drift_sdk._kernels.exchange.peer_memory import (
     check_peer_tensor,
     is_compiled,
     peer_pointer,
+    publish,
     raise_flags,
 )
 
@@ -69,7 +70,7 @@ def _share_drafts(
             tl.store(rows_ptr + row, tl.load(first_ptr + row, mask=is_row), mask=is_row)
             tl.store(rows_ptr + num_rows + row, tl.load(second_ptr + row, mask=is_row), mask=is_row)
             tl.store(rows_ptr + 2 * num_rows + row, tl.load(third_ptr + row, mask=is_row), mask=is_row)
-        tl.debug_barrier()
+        publish(epoch, IS_COMPILED)
         raise_flags(bases, epoch, flag, rank, num_flags, NUM_RANKS, IS_COMPILED)
     else:
         await_flag(flags_ptr, limit_ptr, report_ptr, epoch, flag, 0, num_flags, limit, IS_COMPILED)

@@ -1,8 +1,8 @@
 """Routing in one launch of CUDA C++: the router's product, and what routing.py does with it.
 
 For a decode pass of up to LISTED_ROWS rows, three launches become one; for more rows, `list_rows` follows.
-The CTAs of a cluster have 16 experts each, and read each other's logits from shared memory: they wait for
-each other, but not for a launch. There are no atomic operations, and lists have a fixed order.
+The CTAs of a cluster have 16 experts each, and write their logits to each other's shared memory: they wait
+for each other, but not for a launch. There are no atomic operations, and lists have a fixed order.
 
 Order of summation: warps take chunks by turns as in cuda_products.py. It is the same for any number of
 rows, and another than that of gemm.py.

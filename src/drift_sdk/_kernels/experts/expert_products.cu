@@ -103,6 +103,7 @@ __device__ __forceinline__ void multiply_experts(const Arguments& a) {
   constexpr int ROW_BYTES = K / 2, ROW_SCALES = K / 32, TURN_BYTES = WARPS * 64;
   constexpr int STRIDE = TILE_M + 1;  // floats of a weight row in shared memory
   static_assert(ROUNDS % DEPTH == 0, "the rounds of an item end with the last slot");
+  static_assert(THREADS % COLUMNS == 0, "a thread finishes the same rows of the weight for all pairs");
   constexpr int NUM_PARTS = ROWS * TILE_M <= 512 ? 2 : 1;  // sets of parts that shared memory has room for
   __shared__ float all_parts[NUM_PARTS][WARPS * ROWS * STRIDE];
   __shared__ int all_pairs[NUM_PARTS][TILE_M];
@@ -180,6 +181,15 @@ __device__ __forceinline__ void multiply_experts(const Arguments& a) {
       read_pairs(next_pair, next);
     }
 
+    // Of the weight rows whose sums this thread finishes, which are the same for all of the item's pairs.
+    constexpr int FINISHED = IS_GATED ? 2 : 1;
+    const int own_row = (own_tile_n * COLUMNS + threadIdx.x % COLUMNS) * FINISHED;
+    float bias[FINISHED] = {};
+#pragma unroll
+    for (int i = 0; i < FINISHED; i++)
+      if (a.bias != nullptr && (IS_EVEN || own_row < WEIGHT_ROWS))
+        bias[i] = from_bfloat16(a.bias[tile.expert * WEIGHT_ROWS + own_row + i]);
+
     float sum[MT][NT][4] = {};
 #pragma unroll
     for (int round = 0; round < ROUNDS; round++) {
@@ -246,11 +256,11 @@ __device__ __forceinline__ void multiply_experts(const Arguments& a) {
     __syncthreads();
 
     // The product of a row of the tile with a row of the weight, plus its bias, rounded.
-    auto product = [&](int row, int weight, int n) {
+    auto product = [&](int row, float row_bias, int n) {
       float total = parts[row * STRIDE + n];
 #pragma unroll
       for (int w = 1; w < WARPS; w++) total = __fadd_rn(total, parts[(w * ROWS + row) * STRIDE + n]);
-      if (a.bias != nullptr) total = __fadd_rn(total, from_bfloat16(a.bias[tile.expert * WEIGHT_ROWS + weight]));
+      if (a.bias != nullptr) total = __fadd_rn(total, row_bias);
       return rounded(total);
     };
     for (int entry = threadIdx.x; entry < COLUMNS * tile.num_rows; entry += THREADS) {
@@ -259,12 +269,12 @@ __device__ __forceinline__ void multiply_experts(const Arguments& a) {
       const int own = pairs[n];
       if (!IS_GATED) {
         const i64 row = static_cast<i64>(own % NUM_ACTIVE) * a.num_rows + own / NUM_ACTIVE;
-        static_cast<float*>(a.out)[row * N + column] = __fmul_rn(product(place, column, n), a.shares[own]);
+        static_cast<float*>(a.out)[row * N + column] = __fmul_rn(product(place, bias[0], n), a.shares[own]);
         continue;
       }
       // Rows of gate and up alternate. Comparisons, so that NaN remains NaN. The activation is rounded once.
       u16* out = static_cast<u16*>(a.out) + static_cast<i64>(own) * N;
-      float gate = product(2 * place, 2 * column, n), up = product(2 * place + 1, 2 * column + 1, n);
+      float gate = product(2 * place, bias[0], n), up = product(2 * place + 1, bias[FINISHED - 1], n);
       gate = gate > a.limit ? a.limit : gate;
       up = up > a.limit ? a.limit : up < -a.limit ? -a.limit : up;
       const float swish = __fdiv_rn(gate, __fadd_rn(1.f, __expf(__fmul_rn(-a.alpha, gate))));

@@ -3,11 +3,12 @@
 //
 // A cluster has a CTA for every 16 experts. Each computes the logits of its experts, with the router as
 // the A operand of the MMA: warp w sums chunks w, w + 8, ... of 32 columns, and the warps' sums are added in ascending
-// order. All CTAs then read all logits, from each other's shared memory, and choose the experts of all rows, so
-// that each can list the rows of its own experts.
+// order. Each CTA writes its logits to the shared memory of all, and chooses the experts of all rows, so that it can
+// list the rows of its own experts.
 
 constexpr int CTA_EXPERTS = 16;
 constexpr float LOWEST = -3.40282347e38f;
+constexpr int LAST_EXPERT = 0xFFFF;
 
 __device__ __forceinline__ u32 cluster_rank() {
   u32 rank;
@@ -19,13 +20,19 @@ __device__ __forceinline__ void arrive_in_cluster() { asm volatile("barrier.clus
 
 __device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 
-// Reads a float of this CTA's shared memory as it is in the CTA of another rank.
-__device__ __forceinline__ float load_from_rank(const float* place, u32 rank) {
+// Writes a float to this place of shared memory in the CTA of a rank.
+__device__ __forceinline__ void store_to_rank(float* place, u32 rank, float value) {
   u32 address = static_cast<u32>(__cvta_generic_to_shared(place));
-  float value;
   asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
-  return value;
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
+
+// A number, not 0, that is larger for a larger logit, which is a bfloat16, and of equal ones for the lower expert.
+// NaN counts as the lowest number, as minus infinity does, and minus zero as zero.
+__device__ __forceinline__ u32 key_of(float logit, int expert) {
+  const u32 bits = logit > LOWEST ? __float_as_uint(logit + 0.f) : 0xFF800000u;
+  const u32 ordered = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+  return (ordered & 0xFFFF0000u) | static_cast<u32>(LAST_EXPERT - expert);
 }
 
 // What routing takes. x: [R, K] and weight: [E, K], bfloat16. bias: [E] bfloat16, or null. row_slot: [R], -1 for
@@ -45,11 +52,12 @@ __device__ __forceinline__ void route_rows(const Arguments& a) {
   constexpr int NUM_CHUNKS = (K + 31) / 32, ROUNDS = (NUM_CHUNKS + WARPS - 1) / WARPS;
   constexpr int EACH = (NUM_EXPERTS + 31) / 32;  // experts of a lane
   __shared__ float parts[WARPS * CTA_EXPERTS * STRIDE];
-  __shared__ float logits[TILE_M * CTA_EXPERTS];
+  __shared__ float logits[TILE_M * NUM_EXPERTS];  // of all CTAs
   __shared__ int chosen[TILE_M * NUM_ACTIVE];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
   const int rank = cluster_rank(), first_expert = rank * CTA_EXPERTS;
   const int first_row = blockIdx.x / NUM_CTAS * TILE_M, num_rows = min(a.num_rows - first_row, TILE_M);
+  arrive_in_cluster();  // this CTA runs
 
   uint4 words[ROUNDS][2];
 #pragma unroll
@@ -60,6 +68,10 @@ __device__ __forceinline__ void route_rows(const Arguments& a) {
       const u16* from = a.weight + static_cast<i64>(first_expert + h * 8 + g) * K + column;
       words[round][h] = column < K ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
     }
+  // Of the logit that this thread adds up.
+  float bias = 0.f;
+  if (a.bias != nullptr && threadIdx.x < TILE_M * CTA_EXPERTS)
+    bias = from_bfloat16(a.bias[first_expert + threadIdx.x % CTA_EXPERTS]);
   wait_for_producers();
   start_dependents();
   float sum[NT][4] = {};
@@ -79,49 +91,51 @@ __device__ __forceinline__ void route_rows(const Arguments& a) {
     for (int e = 0; e < 4; e++)
       parts[(warp * CTA_EXPERTS + (e >> 1) * 8 + g) * STRIDE + n * 8 + t * 2 + (e & 1)] = sum[n][e];
   __syncthreads();
-  for (int entry = threadIdx.x; entry < TILE_M * CTA_EXPERTS; entry += THREADS) {
-    const int expert = entry % CTA_EXPERTS, row = entry / CTA_EXPERTS;
+  wait_for_cluster();  // the others run too, and have shared memory
+  static_assert(TILE_M * CTA_EXPERTS <= THREADS, "a thread adds up one logit at most");
+  if (threadIdx.x < TILE_M * CTA_EXPERTS) {
+    const int expert = threadIdx.x % CTA_EXPERTS, row = threadIdx.x / CTA_EXPERTS;
     float total = parts[expert * STRIDE + row];
 #pragma unroll
     for (int w = 1; w < WARPS; w++) total = __fadd_rn(total, parts[(w * CTA_EXPERTS + expert) * STRIDE + row]);
-    if (a.bias != nullptr) total = __fadd_rn(total, from_bfloat16(a.bias[first_expert + expert]));
-    logits[row * CTA_EXPERTS + expert] = rounded(total);
+    if (a.bias != nullptr) total = __fadd_rn(total, bias);
+    float* const place = logits + row * NUM_EXPERTS + first_expert + expert;
+    if (row < num_rows) {
+#pragma unroll
+      for (int other = 0; other < NUM_CTAS; other++) store_to_rank(place, other, rounded(total));
+    }
   }
   arrive_in_cluster();
   wait_for_cluster();
 
   // Without lists, the CTAs share the rows.
   for (int row = HAS_LISTS ? warp : warp + rank * WARPS; row < num_rows; row += HAS_LISTS ? WARPS : WARPS * NUM_CTAS) {
+    const bool is_live = a.row_slot[first_row + row] >= 0;
     float logit[EACH];
-    bool is_taken[EACH];
+    u32 key[EACH];
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
       const int expert = i * 32 + lane;
-      is_taken[i] = expert >= NUM_EXPERTS;
-      logit[i] = is_taken[i] ? LOWEST : load_from_rank(logits + row * CTA_EXPERTS + expert % CTA_EXPERTS, expert / CTA_EXPERTS);
+      logit[i] = expert < NUM_EXPERTS ? logits[row * NUM_EXPERTS + expert] : LOWEST;
+      key[i] = expert < NUM_EXPERTS ? key_of(logit[i], expert) : 0;
     }
     float ranked[NUM_ACTIVE];
     int ranked_expert[NUM_ACTIVE];
 #pragma unroll
     for (int r = 0; r < NUM_ACTIVE; r++) {
-      // The largest logit that is not taken; of equal ones the lowest expert. NaN counts as LOWEST.
-      float best = -__int_as_float(0x7F800000), value = 0.f;
-      int expert = NUM_EXPERTS;
+      u32 best = 0;
 #pragma unroll
-      for (int i = 0; i < EACH; i++) {
-        const float known = logit[i] > LOWEST ? logit[i] : LOWEST;
-        if (!is_taken[i] && known > best) best = known, value = logit[i], expert = i * 32 + lane;
-      }
+      for (int i = 0; i < EACH; i++) best = max(best, key[i]);
+      best = __reduce_max_sync(~0u, best);
+      const int expert = LAST_EXPERT - static_cast<int>(best & LAST_EXPERT);
+      float value = logit[0];
 #pragma unroll
-      for (int distance = 16; distance > 0; distance /= 2) {
-        const float other_best = __shfl_xor_sync(~0u, best, distance), other = __shfl_xor_sync(~0u, value, distance);
-        const int other_expert = __shfl_xor_sync(~0u, expert, distance);
-        if (other_best > best || (other_best == best && other_expert < expert))
-          best = other_best, value = other, expert = other_expert;
-      }
+      for (int i = 1; i < EACH; i++)
+        if (expert / 32 == i) value = logit[i];
+      ranked[r] = __shfl_sync(~0u, value, expert % 32), ranked_expert[r] = expert;
 #pragma unroll
-      for (int i = 0; i < EACH; i++) is_taken[i] = is_taken[i] || expert == i * 32 + lane;
-      ranked[r] = value, ranked_expert[r] = expert;
+      for (int i = 0; i < EACH; i++)
+        if (key[i] == best) key[i] = 0;
     }
     const float highest = ranked[0];
     float norm = 0.f;
@@ -135,7 +149,6 @@ __device__ __forceinline__ void route_rows(const Arguments& a) {
 #pragma unroll
       for (int distance = 16; distance > 0; distance /= 2) norm = __fadd_rn(norm, __shfl_xor_sync(~0u, norm, distance));
     }
-    const bool is_live = a.row_slot[first_row + row] >= 0;
 #pragma unroll
     for (int r = 0; r < NUM_ACTIVE; r++) {
       if (lane != r % 32) continue;
@@ -147,7 +160,6 @@ __device__ __forceinline__ void route_rows(const Arguments& a) {
       a.shares[pair] = __fdiv_rn(__expf(ranked[r] - highest), norm);
     }
   }
-  arrive_in_cluster();  // the logits were read
   if (HAS_LISTS) {
     __syncthreads();
     for (int expert = first_expert + warp; expert < first_expert + CTA_EXPERTS; expert += WARPS) {
@@ -162,7 +174,6 @@ __device__ __forceinline__ void route_rows(const Arguments& a) {
       if (lane == 0) a.counts[expert] = count;
     }
   }
-  wait_for_cluster();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)

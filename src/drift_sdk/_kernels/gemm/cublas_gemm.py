@@ -1,4 +1,5 @@
-"""Products by the faster of two implementations that give the same bits: gemm.py, or the vendor's library.
+"""Products by the fastest of three implementations that give the same bits: gemm.py, few_rows_gemm.py, or the
+vendor's library.
 
 From about 200 rows on, cuBLAS is faster. Its kernels sum a slice in ascending order by the same instructions,
 as long as it does not cut the inner dimension itself. Whether it does depends on its version, its settings
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from drift_sdk._kernels.common.launch_order import note_library_kernel
 from drift_sdk._kernels.common.parallel_compile import is_recording
+from drift_sdk._kernels.gemm.few_rows_gemm import few_rows_multiply, has_few_rows_product
 from drift_sdk._kernels.gemm.gemm import GemmConfig, gated_multiply, multiply
 from drift_sdk._kernels.layers.activation import Activation
 from drift_sdk._kernels.layers.glu import glu
@@ -57,11 +59,16 @@ WORKSPACE_VARIABLES = (
 
 
 def fastest_multiply(x: Tensor, weight: Tensor, out: Tensor, config: GemmConfig) -> bool:
-    """`multiply`, by the library where `config` names it and its bits are the same.
+    """`multiply`, by few_rows_gemm.py where it computes the product, and by the library where `config` names
+    it and its bits are the same.
 
     x [M, K], weight [N, K], out [config.num_partials, M, N] float32. Returns False where `config` names the
     library and its bits differ, so that the kernel ran instead, which is slower.
     """
+    if has_few_rows_product(x, weight, config):
+        few_rows_multiply(x, weight, out, config)
+        return True
+
     if not _is_for_library(x, config) or is_recording():
         multiply(x, weight, out, config)
         return True

@@ -78,9 +78,11 @@ class GemmConfig(GemmTiles, frozen=True, kw_only=True):
     """Slices, tiles and launch configuration of a product.
 
     num_slices: slices of the inner dimension, see slices.py; part of the result's bits.
+    num_prefetched: tiles of its weights that a program asks for while it waits for the kernel before it.
     """
 
     num_slices: int = 1
+    num_prefetched: int = 1
 
     def __post_init__(self) -> None:
         if self.is_library and self.num_partials < self.num_slices:
@@ -124,16 +126,19 @@ def _prefetch_weights(
     N: tl.constexpr,
     K: tl.constexpr,
     TILE_K: tl.constexpr,
+    NUM_PREFETCHED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Ask for the weights of a slice's first tile. They never change, so there is nothing to wait for.
+    """Ask for the weights of a slice's first tiles. They never change, so there is nothing to wait for.
 
-    Measured: asking for four times as much takes the gain back (docs/performance.md, "What was tried").
+    Measured after a kernel that waits for nothing: with four tiles the gain of one is lost
+    (docs/performance.md, "What was tried").
     """
     LINE_SIZE: tl.constexpr = LINE_BITS // weight_ptr.dtype.element_ty.primitive_bitwidth
     line = tl.arange(0, max(TILE_K // LINE_SIZE, 1)) * LINE_SIZE
-    weight_offset = column[:, None] * K + (first_inner + line)[None, :]
-    prefetch(weight_ptr + tl.minimum(weight_offset, N * K - 1), PDL)
+    for tile in tl.static_range(NUM_PREFETCHED):
+        weight_offset = column[:, None] * K + (first_inner + tile * TILE_K + line)[None, :]
+        prefetch(weight_ptr + tl.minimum(weight_offset, N * K - 1), PDL)
 
 
 @triton.jit
@@ -197,13 +202,14 @@ def _multiply(
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    NUM_PREFETCHED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program (t, s): tile t of the output, and slice s, or all slices if they are not spread."""
     IS_EVEN: tl.constexpr = N % TILE_N == 0 and K % SLICE_SIZE == 0 and SLICE_SIZE % TILE_K == 0
     tile_n, tile_m = _tile_indices(tl.cdiv(N, TILE_N), TILE_M, M, BAND_TILES)
     column = (tile_n * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
-    _prefetch_weights(weight_ptr, column, tl.program_id(1) * SLICE_SIZE, N, K, TILE_K, PDL)
+    _prefetch_weights(weight_ptr, column, tl.program_id(1) * SLICE_SIZE, N, K, TILE_K, NUM_PREFETCHED, PDL)
     wait_for_producers(PDL)
     row = (tile_m * TILE_M + tl.arange(0, TILE_M)).to(tl.int64)
     is_row, is_column = row < M, column < N
@@ -242,6 +248,7 @@ def _gated_multiply(
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    NUM_PREFETCHED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -249,8 +256,8 @@ def _gated_multiply(
     IS_EVEN: tl.constexpr = N % TILE_N == 0 and K % TILE_K == 0
     tile_n, tile_m = _tile_indices(tl.cdiv(N, TILE_N), TILE_M, M, BAND_TILES)
     column = (tile_n * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
-    _prefetch_weights(weight_ptr, column, 0, 2 * N, K, TILE_K, PDL)
-    _prefetch_weights(weight_ptr, N + column, 0, 2 * N, K, TILE_K, PDL)
+    _prefetch_weights(weight_ptr, column, 0, 2 * N, K, TILE_K, NUM_PREFETCHED, PDL)
+    _prefetch_weights(weight_ptr, N + column, 0, 2 * N, K, TILE_K, NUM_PREFETCHED, PDL)
     wait_for_producers(PDL)
     row = (tile_m * TILE_M + tl.arange(0, TILE_M)).to(tl.int64)
     is_row, is_column = row < M, column < N
@@ -310,6 +317,7 @@ def multiply(x: Tensor, weight: Tensor, out: Tensor, config: GemmConfig) -> None
         TILE_M=config.tile_m,
         TILE_K=config.tile_k,
         NUM_STAGES=config.num_stages,
+        NUM_PREFETCHED=config.num_prefetched,
         PDL=uses_pdl(),
         num_warps=config.num_warps,
         **launch_options(),
@@ -340,6 +348,7 @@ def gated_multiply(
         TILE_M=config.tile_m,
         TILE_K=config.tile_k,
         NUM_STAGES=config.num_stages,
+        NUM_PREFETCHED=config.num_prefetched,
         ACTIVATION=activation,
         PDL=uses_pdl(),
         num_warps=config.num_warps,

@@ -16,6 +16,8 @@ No rule changes bits, see gemm.py.
 
 from __future__ import annotations
 
+import math
+
 from msgspec import Struct
 
 from drift_sdk._kernels.common.gpu_limits import GpuLimits
@@ -126,6 +128,8 @@ def _tiles_of_few(shape: GemmShape, num_rows: int, limits: GpuLimits) -> GemmTil
         num_ctas = shape.num_ctas(tile_n, tile_m, num_rows, is_spread=True)
         for tile_k in (WIDE, NARROW):
             num_stages = _num_stages(shape, (tile_n, tile_m, tile_k), num_ctas, limits)
+            if tile_n == WIDE and tile_m == 32 and not shape.is_gated:
+                num_stages = min(num_stages, SHORT_STAGES)
             least_stages = 3 if tile_m <= 32 or tile_n == WIDE else 4
             if tile_k == WIDE and (shape.slice_size % WIDE or num_stages < least_stages):
                 continue
@@ -138,7 +142,8 @@ def _tiles_of_few(shape: GemmShape, num_rows: int, limits: GpuLimits) -> GemmTil
 
 def _may_be_wide(shape: GemmShape, tile_m: int, num_rows: int, limits: GpuLimits) -> bool:
     """Whether tiles may have 128 columns. They wait for more bytes before they compute: few rows and long
-    sums are worth it, and of 64 rows only weights of so many columns that CTAs follow each other anyway."""
+    sums are worth it, and of 64 rows only weights of so many columns that CTAs follow each other anyway, if
+    the last ones then fill the GPU at least as well."""
     num_ctas = shape.num_ctas(WIDE, tile_m, num_rows, is_spread=True)
     if tile_m == 16 or shape.is_gated and tile_m == 32:
         least_ctas = MIN_CTA_SHARE * limits.num_multiprocessors
@@ -149,7 +154,20 @@ def _may_be_wide(shape: GemmShape, tile_m: int, num_rows: int, limits: GpuLimits
         is_one_round = is_one_round and num_ctas <= limits.num_multiprocessors
         return shape.slice_size >= 8 * WIDE and is_one_round
 
-    return not shape.is_gated and num_ctas > 2 * limits.num_multiprocessors
+    if shape.is_gated or num_ctas <= 2 * limits.num_multiprocessors:
+        return False
+
+    return _last_round(shape, WIDE, tile_m, limits) >= _last_round(shape, NARROW, tile_m, limits)
+
+
+def _last_round(shape: GemmShape, tile_n: int, tile_m: int, limits: GpuLimits) -> float:
+    """The use of the multiprocessors by rounds of CTAs of MANY_STAGES stages: 1 if the last round fills them,
+    too."""
+    tiles = GemmTiles(True, tile_n, tile_m, NARROW, MANY_STAGES, 4)
+    own_bytes = shared_bytes(shape, tiles) + SHARED_RESERVE
+    num_at_once = limits.num_multiprocessors * max(1, limits.multiprocessor_shared_bytes // own_bytes)
+    num_rounds = shape.num_ctas(tile_n, tile_m, tile_m, is_spread=True) / num_at_once
+    return num_rounds / math.ceil(num_rounds)
 
 
 def _num_stages(shape: GemmShape, tile: tuple[int, int, int], num_ctas: int, limits: GpuLimits) -> int:

@@ -30,12 +30,23 @@ from drift_sdk._kernels.common.parallel_compile import (
     missing_kernels,
     recorded_kernels,
 )
+from drift_sdk._kernels.common.timing import time_us
 from drift_sdk._kernels.gemm.cublas_gemm import library_gated_multiply, library_multiply
 from drift_sdk._kernels.gemm.gemm import GemmConfig, GemmTiles, gated_multiply, multiply
 from drift_sdk._kernels.gemm.heuristic import ROW_COUNTS, TILES_OF_MANY, GemmShape, default_tiles, fits
 from drift_sdk._kernels.gemm.tuning import TunedTable, TunedTiles, check_tiles, gemm_key
 
-__all__ = ["FULL", "SHORT", "Effort", "WeightToTune", "candidates", "random_weight", "time_us", "tune"]
+__all__ = [
+    "FULL",
+    "MAX_CHAIN",
+    "SHORT",
+    "WORKING_SETS",
+    "Effort",
+    "WeightToTune",
+    "candidates",
+    "random_weight",
+    "tune",
+]
 
 MIN_LIBRARY_ROWS = 128
 """Row counts from this one on are also measured with the vendor's library, with full effort."""
@@ -338,29 +349,6 @@ def _faster_by_library(
     cost = time_us(step, len(chain), num_timings=effort.num_timings)
     cost = _with_partials(cost, shape, out, chain[0])
     return (cost, config) if cost < best[0] else best
-
-
-def time_us(step: Callable[[], None], num_calls: int, *, num_timings: int = 5) -> float:
-    """Return the microseconds of one of the `num_calls` calls in `step`, which is captured in a CUDA graph.
-
-    The median of `num_timings` measurements of four replays each, after as many that warm up.
-    """
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    times: list[float] = []
-    for _ in range(2 * num_timings):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(4):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / 4 / num_calls)
-
-    return sorted(times[num_timings:])[num_timings // 2]
 
 
 def _with_partials(cost: float, shape: GemmShape, out: Tensor, weight: Tensor) -> float:

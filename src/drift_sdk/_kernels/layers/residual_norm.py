@@ -44,10 +44,9 @@ def add_total(
     x,  # [PADDED_SIZE], storage type: a row of the residual stream
     total,  # [PADDED_SIZE] fp32: the sum of the delta's slices
     bias_ptr,  # [SIZE], storage type, or None
+    bias,  # [PADDED_SIZE], storage type: what bias_ptr points to; without it anything
     delta_norm_ptr,  # [SIZE], storage type, or None
     delta_weight,  # [PADDED_SIZE], storage type: what delta_norm_ptr points to; without it anything
-    column,  # [PADDED_SIZE]
-    column_mask,
     eps,
     SIZE: tl.constexpr,
     DELTA_MULTIPLIER: tl.constexpr,
@@ -55,7 +54,7 @@ def add_total(
 ):
     """Return the row after a delta, to which bias, norm and multiplier are applied first."""
     if bias_ptr is not None:
-        total += tl.load(bias_ptr + column, mask=column_mask, other=0.0).to(tl.float32)
+        total += bias.to(tl.float32)
 
     total = total.to(x.dtype).to(tl.float32)
     if delta_norm_ptr is not None:
@@ -111,9 +110,11 @@ def _add_norm(
     column = tl.arange(0, PADDED_SIZE)
     column_mask = column < SIZE
     hidden_ptrs = hidden_ptr + (row * hidden_stride + column)
-    # Loaded here, the weight is not waited for after the sum.
+    # Loaded here, weights are not waited for after the sum.
     weight = tl.load(weight_ptr + column, mask=column_mask, other=0.0)
-    delta_weight = weight
+    delta_weight, bias = weight, weight
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + column, mask=column_mask, other=0.0)
     if delta_norm_ptr is not None:
         delta_weight = tl.load(delta_norm_ptr + column, mask=column_mask, other=0.0)
     if NUM_SLICES > 0:
@@ -132,7 +133,7 @@ def _add_norm(
             total += tl.load(delta_ptrs + slice_index * delta_slice_stride, mask=column_mask, other=0.0)
 
         x = add_total(
-            x, total, bias_ptr, delta_norm_ptr, delta_weight, column, column_mask, eps,
+            x, total, bias_ptr, bias, delta_norm_ptr, delta_weight, eps,
             SIZE, DELTA_MULTIPLIER, NORM_KIND,
         )  # fmt: skip
         tl.store(hidden_ptrs, x, mask=column_mask)

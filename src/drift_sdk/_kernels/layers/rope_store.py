@@ -21,8 +21,8 @@ type, in, and once in the storage type out. Cosines and sines are read from tabl
 instructions for them are wrong at large angles.
 
 Dependent launch: the kernel always follows the product that made qkv, so it permits its dependents to start
-at once. Before it waits, it reads rows, their places, block table, cosines and sines, which are older than
-the product.
+at once. Before it waits, it reads biases and norms, which never change, and rows, their places, block table,
+cosines and sines, which are older than the product.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ NUM_WARPS = 4
 @triton.jit
 def _load_heads(
     qkv_ptr,  # a row: NUM_SLICES times [width]
-    bias_ptr,  # [width], storage type, or None
+    bias,  # [TILE_HEADS, PADDED_HALF], storage type, or None
     element_offset,  # [TILE_HEADS, PADDED_HALF]
     slice_stride,
     element_mask,  # [TILE_HEADS, PADDED_HALF]
@@ -74,8 +74,8 @@ def _load_heads(
     for slice_index in tl.static_range(1, NUM_SLICES):
         total += tl.load(qkv_ptr + slice_index * slice_stride + element_offset, mask=element_mask, other=0.0)
 
-    if bias_ptr is not None:
-        total += tl.load(bias_ptr + element_offset, mask=element_mask, other=0.0).to(tl.float32)
+    if bias is not None:
+        total += bias.to(tl.float32)
 
     return total.to(DTYPE).to(tl.float32)
 
@@ -181,45 +181,45 @@ def _rotate_and_store(
     if cos_ptr is not None:
         cosines = tl.load(cos_ptr + angle_offset, mask=dim < HALF, other=0.0).to(tl.float32)[None, :]
         sines = tl.load(sin_ptr + angle_offset, mask=dim < HALF, other=0.0).to(tl.float32)[None, :]
-    # Rows and block table are older than the product that is waited for.
-    wait_for_producers(PDL)
-    qkv_ptr += row * qkv_stride
-    low = _load_heads(qkv_ptr, bias_ptr, element_offset, qkv_slice_stride, element_mask, NUM_SLICES, DTYPE)
-    high = _load_heads(
-        qkv_ptr, bias_ptr, element_offset + HALF, qkv_slice_stride, element_mask, NUM_SLICES, DTYPE
-    )
     if PADDED_REST > 0:
         rest_dim = tl.arange(0, PADDED_REST)
         is_rest = rest_dim < HEAD_DIM - 2 * HALF
         rest_mask = (head < num_heads)[:, None] & is_rest[None, :]
         rest_offset = (first_head + head)[:, None] * HEAD_DIM + 2 * HALF + rest_dim[None, :]
-        rest = _load_heads(qkv_ptr, bias_ptr, rest_offset, qkv_slice_stride, rest_mask, NUM_SLICES, DTYPE)
-    if is_value:
-        stored_low, stored_high = low.to(DTYPE), high.to(DTYPE)
-    else:
+    low_bias, high_bias, rest_bias = None, None, None
+    if bias_ptr is not None:
+        low_bias = tl.load(bias_ptr + element_offset, mask=element_mask, other=0.0)
+        high_bias = tl.load(bias_ptr + element_offset + HALF, mask=element_mask, other=0.0)
+        if PADDED_REST > 0:
+            rest_bias = tl.load(bias_ptr + rest_offset, mask=rest_mask, other=0.0)
+    if query_norm_ptr is not None:
+        norm_ptr = tl.where(is_query, query_norm_ptr, key_norm_ptr)
+        low_norm = tl.load(norm_ptr + dim, mask=dim < HALF, other=0.0)[None, :]
+        high_norm = tl.load(norm_ptr + HALF + dim, mask=dim < HALF, other=0.0)[None, :]
+        if PADDED_REST > 0:
+            rest_norm = tl.load(norm_ptr + 2 * HALF + rest_dim, mask=is_rest, other=0.0)[None, :]
+    wait_for_producers(PDL)  # rows and block table are older than the product; weights never change
+    qkv_ptr, stride = qkv_ptr + row * qkv_stride, qkv_slice_stride
+    low = _load_heads(qkv_ptr, low_bias, element_offset, stride, element_mask, NUM_SLICES, DTYPE)
+    high = _load_heads(qkv_ptr + HALF, high_bias, element_offset, stride, element_mask, NUM_SLICES, DTYPE)
+    if PADDED_REST > 0:
+        rest = _load_heads(qkv_ptr, rest_bias, rest_offset, stride, rest_mask, NUM_SLICES, DTYPE)
+    stored_low, stored_high = low.to(DTYPE), high.to(DTYPE)
+    if not is_value:
         if query_norm_ptr is not None:
             squares = tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)
             if PADDED_REST > 0:
                 squares += tl.sum(rest * rest, axis=1)
             scale = inverse_rms(squares, HEAD_DIM, eps)[:, None]
-            norm_ptrs = tl.where(is_query, query_norm_ptr, key_norm_ptr) + dim
-            scaled_low = low * scale
-            low_norm = tl.load(norm_ptrs, mask=dim < HALF, other=0.0)[None, :]
-            low = weigh(scaled_low, low_norm, NORM_KIND).to(tl.float32)
-            scaled_high = high * scale
-            high_norm = tl.load(norm_ptrs + HALF, mask=dim < HALF, other=0.0)[None, :]
-            high = weigh(scaled_high, high_norm, NORM_KIND).to(tl.float32)
-
+            low = weigh(low * scale, low_norm, NORM_KIND).to(tl.float32)
+            high = weigh(high * scale, high_norm, NORM_KIND).to(tl.float32)
             if PADDED_REST > 0:
-                rest_norm_ptrs = tl.where(is_query, query_norm_ptr, key_norm_ptr) + 2 * HALF + rest_dim
-                rest_norm = tl.load(rest_norm_ptrs, mask=is_rest, other=0.0)[None, :]
                 rest = weigh(rest * scale, rest_norm, NORM_KIND).to(tl.float32)
 
+        stored_low, stored_high = low.to(DTYPE), high.to(DTYPE)
         if cos_ptr is not None:
             stored_low = _rotate(low, cosines, high, -sines, DTYPE)
             stored_high = _rotate(high, cosines, low, sines, DTYPE)
-        else:
-            stored_low, stored_high = low.to(DTYPE), high.to(DTYPE)
 
     if is_query:
         out_ptrs = query_out_ptr + row * NUM_HEADS * HEAD_DIM + element_offset

@@ -20,7 +20,7 @@ from drift_sdk.errors import ExecutorError
 from drift_sdk.execution.device.first_runs import first_run
 from drift_sdk.execution.device.stream_signal import StreamSignal
 
-__all__ = ["Device", "Event", "GpuDevice", "Replay", "ServingDevice"]
+__all__ = ["Device", "Event", "GpuDevice", "Replay", "ServingDevice", "step_timeout"]
 
 ERROR_CHECK_S = 0.05
 """Seconds after which a wait with a timeout looks at the event even if it has not been signalled: after an

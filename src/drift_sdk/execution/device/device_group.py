@@ -6,7 +6,8 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
-from drift_sdk.execution.device.device import Event, Replay, ServingDevice
+from drift_sdk.errors import ExecutorError
+from drift_sdk.execution.device.device import Event, Replay, ServingDevice, step_timeout
 
 __all__ = ["DeviceGroup", "GroupEvent", "GroupReplay"]
 
@@ -43,7 +44,14 @@ class GroupEvent:
     def wait(self, timeout_s: float | None = None) -> None:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         for event in self._events:
-            event.wait(None if deadline is None else max(deadline - time.monotonic(), 0.0))
+            if deadline is None or timeout_s is None:
+                event.wait()
+                continue
+
+            try:
+                event.wait(max(deadline - time.monotonic(), 0.0))
+            except ExecutorError as error:
+                raise step_timeout(timeout_s) from error  # of all GPUs, not of what others have left of it
 
     def seconds_since(self, earlier: Event) -> float:
         """Seconds between two marks on the first GPU."""

@@ -9,7 +9,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.exchange.peer_memory import PeerMemory, PeerTensor, begin_exchange
+from drift_sdk._kernels.exchange.peer_memory import EMPTY, PeerMemory, PeerSums, PeerTensor, begin_exchange
 from drift_sdk._kernels.exchange.share_drafts import NUM_COLUMNS, share_drafts
 from drift_sdk.errors import ExecutorError
 from drift_sdk.execution.device.device import Device
@@ -21,7 +21,7 @@ ALIGNMENT = 512
 """Bytes at multiples of which buffers begin, as torch's allocations do."""
 
 OTHERS = ("logits", "beginning", "drafts")
-"""Exchanges of a step besides its sums."""
+"""Exchanges of a step besides its sums, which have flags."""
 
 
 class ExchangeSizes(Struct, frozen=True, kw_only=True):
@@ -39,19 +39,19 @@ class ExchangeSizes(Struct, frozen=True, kw_only=True):
     num_drafts: int = 0
 
     @property
-    def num_flags(self) -> int:
-        """Flags of each GPU: of the sums, and of the `OTHERS`."""
-        return self.num_sums + len(OTHERS)
+    def part_size(self) -> int:
+        """Numbers from the partial sums of one GPU to those of the next one."""
+        return -(-4 * self.sum_size // ALIGNMENT) * ALIGNMENT // 4
 
-    @property
-    def lengths(self) -> tuple[int, ...]:
+    def lengths(self, num_ranks: int) -> tuple[int, ...]:
         """Numbers of 4 bytes in the two buffers of sums, that of logits and that of drafts."""
-        return self.sum_size, self.sum_size, self.logits_size, NUM_COLUMNS * self.num_drafts
+        sums = num_ranks * self.part_size
+        return sums, sums, self.logits_size, NUM_COLUMNS * self.num_drafts
 
     def places(self, num_ranks: int) -> list[int]:
         """The bytes of a block before each buffer, and of the whole block."""
-        ends = [4 * num_ranks * self.num_flags]
-        for size in self.lengths:
+        ends = [4 * num_ranks * len(OTHERS)]
+        for size in self.lengths(num_ranks):
             ends.append(-(-ends[-1] // ALIGNMENT) * ALIGNMENT + 4 * size)
         return [-(-end // ALIGNMENT) * ALIGNMENT for end in ends]
 
@@ -72,19 +72,19 @@ class Exchange:
         *places, _ = sizes.places(shard.size)
         first, second, self._logits, self._drafts = (
             block[place : place + 4 * length].view(torch.float32)
-            for place, length in zip(places, sizes.lengths, strict=True)
+            for place, length in zip(places, sizes.lengths(shard.size), strict=True)
         )
-        self._sums = first, second
+        self._sums = first.view(shard.size, -1), second.view(shard.size, -1)
 
     def begin(self) -> None:
         """Record the kernel that waits until all GPUs have come to this place of the step: before its first
         sum, and before logits without sums."""
         begin_exchange(self._memory, self._flag("beginning"))
 
-    def sums(self, index: int, shape: tuple[int, int, int]) -> PeerTensor:
+    def sums(self, index: int, shape: tuple[int, int, int]) -> PeerSums:
         """The buffer for the partial sums [num_slices, R, N] of the step's sum number `index`."""
-        own = self._sums[index % 2][: math.prod(shape)].view(shape)
-        return PeerTensor(memory=self._memory, own=own, flag=index)
+        parts = self._sums[index % 2][:, : math.prod(shape)].view(-1, *shape)
+        return PeerSums(memory=self._memory, parts=parts, flag=self._sum(index))
 
     def logits(self, shape: tuple[int, int]) -> PeerTensor:
         """The buffer for this GPU's part [R, N] of the logits."""
@@ -104,6 +104,8 @@ class Exchange:
         """Have every wait for a peer take at most `timeout_s` seconds from now on. All GPUs have to be idle,
         and armed before the next step starts on any."""
         memory = self._memory
+        for parts in self._sums:
+            parts.view(torch.int32).fill_(EMPTY.value)
         memory.flags.zero_()
         memory.epoch.fill_(1)
         memory.report.zero_()
@@ -119,16 +121,18 @@ class Exchange:
         if flag < 0:
             return
 
-        place = f"sum {flag} of {self._num_sums}"
-        if flag >= self._num_sums:
-            place = OTHERS[flag - self._num_sums]
+        place = OTHERS[flag] if flag < len(OTHERS) else f"sum {flag - len(OTHERS)} of {self._num_sums}"
         raise ExecutorError(
             f"GPU {self.shard.rank} of a tensor-parallel model has waited too long for another one "
             f"({place} of a step)"
         )
 
     def _flag(self, other: str) -> int:
-        return self._num_sums + OTHERS.index(other)
+        return OTHERS.index(other)
+
+    def _sum(self, index: int) -> int:
+        """The number of a sum among all exchanges of a step."""
+        return len(OTHERS) + index
 
 
 def open_exchanges(devices: Sequence[Device], sizes: ExchangeSizes) -> list[Exchange]:
@@ -146,7 +150,7 @@ def open_exchanges(devices: Sequence[Device], sizes: ExchangeSizes) -> list[Exch
                 rank=rank,
                 num_bytes=block.nbytes,
                 bases=addresses,
-                flags=block[: 4 * len(devices) * sizes.num_flags].view(torch.int32).view(len(devices), -1),
+                flags=block[: 4 * len(devices) * len(OTHERS)].view(torch.int32).view(len(devices), -1),
                 epoch=torch.zeros(1, dtype=torch.int32, device=device.torch_device),
                 limit=torch.zeros(1, dtype=torch.int64, device=device.torch_device),
                 report=torch.zeros(1, dtype=torch.int32, pin_memory=is_gpu),

@@ -122,7 +122,12 @@ class AttentionGroups:
                 row_position[rows],
                 out[rows],
                 scratch,
-                attention_config(query.shape[2], query.dtype, scratch.plan.partitions.tile),
+                attention_config(
+                    query.shape[2],
+                    query.dtype,
+                    scratch.plan.partitions.tile,
+                    (rows.stop - rows.start) // rows_per_sequence,
+                ),
                 rows_per_sequence,
                 first_key=first_key,
                 scale=scale,

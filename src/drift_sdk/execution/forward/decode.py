@@ -7,9 +7,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 from torch import Tensor
 
-from drift_sdk._kernels.exchange.peer_memory import PeerTensor
+from drift_sdk._kernels.exchange.peer_memory import PeerSums
 from drift_sdk._kernels.gemm.cublas_gemm import fastest_gated_multiply, fastest_multiply
-from drift_sdk._kernels.gemm.tuning import TunedGemm
+from drift_sdk._kernels.gemm.gemm import GemmConfig
 from drift_sdk._kernels.layers.glu import glu
 from drift_sdk._kernels.layers.rope_store import rotate_and_store
 from drift_sdk.execution.device.workspace import Workspace
@@ -25,6 +25,10 @@ from drift_sdk.models.weights import LayerWeights
 from drift_sdk.quantised.weight import Matrix, dense
 
 __all__ = ["DecodeForward", "Rows", "attention_groups"]
+
+PREFETCHED_TILES = 2
+"""Tiles of its weights that a product asks for while GPUs add their sums before it. A norm on one GPU alone
+takes half of that time, in which one tile is best."""
 
 
 class Rows(Struct, frozen=True):
@@ -175,7 +179,7 @@ class DecodeForward:
 
         weight = dense(layer.gate_up)
         if layer.gate_up_bias is None:
-            config = self._gemm(weight, is_gated=True).config(self._num_rows)
+            config = self._config(weight, is_gated=True)
             gate_up = None
             if config.is_library:
                 gate_up = take_gate_up(self._workspace, self._num_rows, weight.shape[0], dtype)
@@ -194,13 +198,13 @@ class DecodeForward:
             return multiply_quantised(self._workspace, x, matrix)
 
         weight = dense(matrix)
-        config = self._gemm(weight).config(self._num_rows)
+        config = self._config(weight)
         partials = take_partials(self._workspace, config.num_partials, self._num_rows, weight.shape[0])
         if not fastest_multiply(x, weight, partials, config):
             self._tuned.refuse(*weight.shape)
         return partials
 
-    def _multiply_down(self, x: Tensor, matrix: Matrix, index: int) -> Tensor | PeerTensor:
+    def _multiply_down(self, x: Tensor, matrix: Matrix, index: int) -> Tensor | PeerSums:
         """`_multiply` for a matrix whose columns GPUs divide: all their partial sums, if there are several.
 
         index: of the sum in the step.
@@ -219,10 +223,12 @@ class DecodeForward:
             self._tuned.refuse(num_columns, inner)
         return sums
 
-    def _gemm(self, weight: Tensor, *, is_gated: bool = False) -> TunedGemm:
-        """Configurations of a weight whose rows GPUs divide, if there are several."""
+    def _config(self, weight: Tensor, *, is_gated: bool = False) -> GemmConfig:
+        """The configuration of a product with a weight whose rows GPUs divide, if there are several."""
         num_columns, inner = weight.shape
-        slices = None
-        if self._exchange is not None and not is_gated:
-            slices = self._exchange.shard.row_slices(num_columns, inner)
-        return self._tuned.gemm(num_columns, inner, is_gated=is_gated, slices=slices)
+        if self._exchange is None:
+            return self._tuned.gemm(num_columns, inner, is_gated=is_gated).config(self._num_rows)
+
+        slices = None if is_gated else self._exchange.shard.row_slices(num_columns, inner)
+        gemm = self._tuned.gemm(num_columns, inner, is_gated=is_gated, slices=slices)
+        return replace(gemm.config(self._num_rows), num_prefetched=PREFETCHED_TILES)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from drift_sdk._kernels.common.launch_order import note_library_kernel
 from drift_sdk._kernels.draft.draft_inputs import draft_inputs
-from drift_sdk._kernels.gemm.gemm import gated_multiply, multiply
+from drift_sdk._kernels.gemm.cublas_gemm import fastest_multiply
+from drift_sdk._kernels.gemm.gemm import gated_multiply
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk._kernels.layers.glu import glu
 from drift_sdk._kernels.layers.residual_norm import add_norm
@@ -28,7 +29,7 @@ from drift_sdk.quantised.weight import Matrix, dense
 __all__ = ["Attend", "DraftForward"]
 
 MAX_MULTIPLY_ROWS = 128
-"""Most rows for which the `multiply` kernel is faster than cuBLAS; products of more rows use cuBLAS."""
+"""Most rows for which `fastest_multiply` is faster than cuBLAS alone; products of more rows use cuBLAS."""
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 """Takes query [R, num_heads, head_dim], keys and values of a layer, and attended, which has the query's shape
@@ -127,7 +128,7 @@ class DraftForward:
 
         config = self._tuned.gemm(*weight.shape).config(num_rows)
         partials = take_partials(self._workspace, config.num_partials, num_rows, num_columns)
-        multiply(x, weight, partials, config)
+        fastest_multiply(x, weight, partials, config)
         return partials
 
     def _attend(self, layer: LayerWeights, index: int, rows: Rows, inputs: Tensor, attend: Attend) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from drift_sdk._kernels.exchange.add_norm_across import add_norm_across
-from drift_sdk._kernels.exchange.peer_memory import PeerTensor
+from drift_sdk._kernels.exchange.peer_memory import PeerSums
 from drift_sdk._kernels.layers.embedding import embed_norm
 from drift_sdk._kernels.layers.residual_norm import add_norm
 from drift_sdk._kernels.layers.rms_norm import NormKind
@@ -73,12 +73,12 @@ class ResidualStream:
             norm_kind=self._norm_kind,
         )
 
-    def add_attention(self, index: int, output: Tensor | PeerTensor, bias: Tensor | None = None) -> None:
+    def add_attention(self, index: int, output: Tensor | PeerSums, bias: Tensor | None = None) -> None:
         """Add the output of attention in layer `index`, as `add_norm` or `add_norm_across` takes it."""
         layer = self._weights.layers[index]
         self._add(output, layer.mlp_norm, bias=bias, delta_norm=layer.attention_post_norm)
 
-    def add_mlp(self, index: int, output: Tensor | PeerTensor, bias: Tensor | None = None) -> None:
+    def add_mlp(self, index: int, output: Tensor | PeerSums, bias: Tensor | None = None) -> None:
         """Add the output of the MLP in layer `index`, as `add_norm` or `add_norm_across` takes it."""
         layers = self._weights.layers
         is_last = index + 1 == len(layers)
@@ -93,7 +93,7 @@ class ResidualStream:
 
     def _add(
         self,
-        delta: Tensor | PeerTensor,
+        delta: Tensor | PeerSums,
         weight: Tensor,
         *,
         bias: Tensor | None,
@@ -102,7 +102,7 @@ class ResidualStream:
         normed_multiplier: float = 1.0,
     ) -> None:
         hidden, config = self.hidden_states.final, self._config
-        add: Callable[..., None] = add_norm_across if isinstance(delta, PeerTensor) else add_norm
+        add: Callable[..., None] = add_norm_across if isinstance(delta, PeerSums) else add_norm
         add(
             hidden,
             delta,

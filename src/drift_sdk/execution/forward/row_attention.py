@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from drift_sdk._kernels.attention.attention_plan import Partitions
-from drift_sdk._kernels.attention.exact_prefill_attention import exact_prefill_attention, exact_prefill_config
+from drift_sdk._kernels.attention.exact_prefill_attention import ExactPrefillConfig, exact_prefill_attention
 from drift_sdk._kernels.trees.tree_paths import TreePaths
 from drift_sdk.execution.forward.attention_groups import AttentionGroups
 from drift_sdk.execution.forward.kv_cache import LayerKV
@@ -121,8 +120,8 @@ class TreeAttention:
 class ChunkAttention:
     """Attention of chunks of prompts, cut into `tiles` [num_tiles, 4] (see `prefill_tiles`)."""
 
-    def __init__(self, tiles: Tensor, head_dim: int, dtype: torch.dtype) -> None:
-        self._tiles, self._config = tiles, exact_prefill_config(head_dim, dtype)
+    def __init__(self, tiles: Tensor, config: ExactPrefillConfig) -> None:
+        self._tiles, self._config = tiles, config
 
     def plan(self, row_slot: Tensor, row_position: Tensor) -> None:
         """Nothing: the tiles come from the host."""

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+import torch
 from msgspec import Struct
 
-from drift_sdk._kernels.attention.exact_prefill_attention import exact_prefill_config
+from drift_sdk._kernels.attention.exact_prefill_attention import ExactPrefillConfig, exact_prefill_config
 from drift_sdk._kernels.attention.prefill_attention import prefill_attention_config
 from drift_sdk._kernels.commit.records import record_words
 from drift_sdk._kernels.trees.tree_accept import tree_record_words
@@ -27,10 +28,13 @@ FLAT_PREFILL_ROWS = 256
 each bucket has twice the rows of the one before."""
 MIXED_SLOTS = (8, 32, 64, 128, 256)
 """Slots of mixed steps."""
-MIXED_ROWS = (128, 256, 384, 512, 640, 768, 1024)
-"""Rows of mixed steps, of chunks and round together: multiples of 128, by which the library's kernels divide
-them."""
-MAX_PLAIN_ROWS = 512
+MIXED_ROWS = (192, 256, 384, 512, 640, 768, 1024)
+"""Rows of mixed steps, of chunks and round together. From 192 on the library multiplies: on an H200 as fast
+as the kernels multiply 128 rows."""
+CHUNK_ROWS, LEAST_CHUNKS = 32, 4
+"""Rows of chunks for each chunk that a mixed step has room for, and the least room: tiles of attention take
+time even where they are not used."""
+MAX_PLAIN_ROWS = 640
 """Most rows of a mixed step without drafts: beside more rows of chunks, those of the round are few. With
 drafts a round emits more tokens, so it may take longer: twice its rows are added."""
 MAX_DRAFT_PADDING = 2
@@ -99,7 +103,7 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
     mixed:      sizes of mixed steps, which compute chunks and a round in one pass: without drafts, and with
                 the most drafts of chains. Rounds of trees, those that are checked, and engines of one slot
                 have none.
-    mixed_tile_rows: rows of a tile of attention in mixed steps.
+    head_dim, dtype: of attention, which its tiles in mixed steps depend on.
     """
 
     decode: tuple[int, ...]
@@ -112,7 +116,8 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
     max_chunks: int
     is_exact: bool
     mixed: tuple[MixedBucket, ...]
-    mixed_tile_rows: int
+    head_dim: int
+    dtype: torch.dtype
 
     @classmethod
     def of(
@@ -156,7 +161,8 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
                 if number not in trees and limits.max_num_seqs > 1
                 for bucket in _mixed_buckets(most, rounds, number)
             ),
-            mixed_tile_rows=exact_rows,
+            head_dim=head_dim,
+            dtype=dtype,
         )
 
     @property
@@ -172,16 +178,16 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
         return max((number for number in self.drafts if number not in self.trees), default=0)
 
     @property
-    def mixed_tokens(self) -> dict[int, tuple[tuple[int, int], ...]]:
-        """By number of drafts: ascending slots of mixed steps, each with the most rows of chunks beside
+    def mixed_tokens(self) -> dict[int, tuple[tuple[int, tuple[int, ...]], ...]]:
+        """By number of drafts: ascending slots of mixed steps, each with the ascending rows of chunks beside
         them."""
         found = {}
         for number in self.drafts:
-            most: dict[int, int] = {}
+            sizes: dict[int, list[int]] = {}
             for bucket in self._mixed_for(number):
-                most[bucket.num_slots] = max(most.get(bucket.num_slots, 0), bucket.num_rows)
-            if most:
-                found[number] = tuple(sorted(most.items()))
+                sizes.setdefault(bucket.num_slots, []).append(bucket.num_rows)
+            if sizes:
+                found[number] = tuple((num_slots, tuple(rows)) for num_slots, rows in sizes.items())
         return found
 
     @property
@@ -189,16 +195,27 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
         """Most rows of a mixed step, of chunks and round together."""
         return max((bucket.size for bucket in self.mixed), default=0)
 
-    def mixed_bucket(self, num_tokens: int, num_slots: int, num_drafts: int = 0) -> MixedBucket | None:
-        """The mixed step for so many rows of chunks and slots with at most `num_drafts` drafts each; None if
-        there is none."""
+    def mixed_bucket(
+        self, num_tokens: int, num_chunks: int, num_slots: int, num_drafts: int = 0
+    ) -> MixedBucket | None:
+        """The mixed step for `num_chunks` chunks of so many rows in all, and slots with at most `num_drafts`
+        drafts each; None if there is none."""
         fitting = [bucket for bucket in self._mixed_for(num_drafts) if bucket.num_slots >= num_slots]
         least = min((bucket.num_slots for bucket in fitting), default=0)
         for bucket in fitting:
-            if bucket.num_slots == least and bucket.num_rows >= num_tokens:
+            has_room = bucket.num_rows >= num_tokens and self.mixed_chunks(bucket) >= num_chunks
+            if bucket.num_slots == least and has_room:
                 return bucket
 
         return None
+
+    def mixed_chunks(self, bucket: MixedBucket) -> int:
+        """Most chunks of a mixed step."""
+        return min(self.max_chunks, max(bucket.num_rows // CHUNK_ROWS, LEAST_CHUNKS))
+
+    def mixed_attention(self, bucket: MixedBucket) -> ExactPrefillConfig:
+        """The tiles of the chunks' attention in a mixed step."""
+        return exact_prefill_config(self.head_dim, self.dtype, bucket.num_rows)
 
     def _mixed_for(self, num_drafts: int) -> list[MixedBucket]:
         """Mixed steps for rounds with so many drafts, which may be padded with more."""
@@ -220,22 +237,23 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
         """Constraint masks of a split round: one for each row, if slots may have several rows; else 0."""
         return self.max_rows if len(self.drafts) > 1 else 0
 
-    def num_tiles(self, num_rows: int, tile_rows: int) -> int:
-        """Most tiles of `tile_rows` rows that chunks of `num_rows` rows are cut into."""
-        return num_rows // tile_rows + min(num_rows, self.max_chunks)
+    def num_tiles(self, num_rows: int) -> int:
+        """Most tiles that the chunks of a prefill step are cut into."""
+        return num_rows // self.tile_rows + min(num_rows, self.max_chunks)
 
     def prefill_words(self, num_rows: int) -> int:
         """Payload words of a prefill step: token, slot and position of each row, then the tiles."""
-        return 3 * num_rows + 4 * self.num_tiles(num_rows, self.tile_rows)
+        return 3 * num_rows + 4 * self.num_tiles(num_rows)
 
     def mixed_layout(self, bucket: MixedBucket) -> MixedLayout:
         """The payload of a mixed step."""
-        num_tiles = self.num_tiles(bucket.num_rows, self.mixed_tile_rows)
+        tile_rows, num_chunks = self.mixed_attention(bucket).tile_rows, self.mixed_chunks(bucket)
+        num_tiles = bucket.num_rows // tile_rows + min(bucket.num_rows, num_chunks)
         has_drafter = len(self.drafts) > 1
         sizes = (
             3 * bucket.size,
             bucket.num_rows if has_drafter else 0,
-            self.max_chunks if has_drafter else 0,
+            num_chunks if has_drafter else 0,
             4 * num_tiles,
             2 * bucket.num_slots,
         )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from drift_sdk._kernels.attention.exact_prefill_attention import exact_prefill_config
 from drift_sdk._kernels.commit.simulated_commit import SimulatedRounds
 from drift_sdk._kernels.sampling.sample_buffers import SampleBuffers
 from drift_sdk._kernels.sampling.token_counts import count_tokens
@@ -135,7 +136,7 @@ class GraphSteps:
         forward: DecodeForward | PrefillForward
         if buckets.is_exact:
             decoder = self._model.decoder
-            attention = ChunkAttention(tiles, decoder.config.head_dim, decoder.dtype)
+            attention = ChunkAttention(tiles, exact_prefill_config(decoder.config.head_dim, decoder.dtype))
             forward = self._decode_forward(rows, attention, hidden)
         else:
             block_table = resources.table.block_table
@@ -151,7 +152,7 @@ class GraphSteps:
 
     def mixed(self, bucket: MixedBucket) -> Step:
         """Compute chunks and a round in one pass. Payload: see `MixedLayout`."""
-        resources, buckets, decoder = self._resources, self._buckets, self._model.decoder
+        resources, buckets = self._resources, self._buckets
         layout, words = buckets.mixed_layout(bucket), resources.payload.words
         token, slot, position = words[layout.rows].view(3, bucket.size)
         tensors = MixedTensors(
@@ -164,7 +165,7 @@ class GraphSteps:
         rows_per_slot = bucket.num_drafts + 1
         tiles = words[layout.tiles].view(-1, 4)
         attention = MixedAttention(
-            ChunkAttention(tiles, decoder.config.head_dim, decoder.dtype),
+            ChunkAttention(tiles, buckets.mixed_attention(bucket)),
             SequenceAttention(self.attention, rows_per_slot),
             bucket.num_rows,
         )

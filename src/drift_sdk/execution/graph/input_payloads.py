@@ -73,7 +73,7 @@ def fill_mixed(
     token, slot, position = payload[layout.rows].reshape(3, bucket.size)
     slot[:] = -1
     _fill_rows(chunks, token, slot, position)
-    _fill_tiles(chunks, buckets.mixed_tile_rows, payload[layout.tiles])
+    _fill_tiles(chunks, buckets.mixed_attention(bucket).tile_rows, payload[layout.tiles])
     if layout.hits.stop > layout.following.start:
         _fill_following(chunks, hits, payload[layout.following], payload[layout.hits])
     slots, max_drafts = payload[layout.slots].reshape(2, bucket.num_slots)

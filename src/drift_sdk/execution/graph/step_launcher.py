@@ -208,7 +208,8 @@ class StepLauncher:
             return None
 
         num_tokens = first_rows(plan.prefill)[-1] - len(ends)
-        return self._buckets.mixed_bucket(num_tokens, len(drafts) + len(ends), max(drafts))
+        num_slots = len(drafts) + len(ends)
+        return self._buckets.mixed_bucket(num_tokens, len(plan.prefill), num_slots, max(drafts))
 
     def _launch_mixed(self, plan: StepPlan, bucket: MixedBucket, updates: Pairs, found: StepResults) -> None:
         """Start the mixed step of a plan. Its results are those of the decode rows, then of the prompts that

@@ -1,0 +1,81 @@
+"""The files of an EAGLE-3 head, checked without its target's weights."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import cast
+
+import msgspec
+import torch
+from msgspec import Struct
+
+from drift_sdk.loading.draft import DraftTensors, read_target_ids
+from drift_sdk.loading.source import resolve
+from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.draft_config import DraftConfig
+from drift_sdk.models.draft_weights import load_draft_weights
+from drift_sdk.models.weights import DecoderWeights
+
+__all__ = ["HeadFiles", "check_files"]
+
+
+class HeadFiles(Struct, frozen=True, kw_only=True):
+    """The files of a head that fits its target.
+
+    sha256:      of the settings and all tensors, in the order of their names.
+    num_bytes:   of the tensors.
+    aux_layers:  layers of the target whose input the head reads.
+    """
+
+    target: str
+    draft: str
+    sha256: str
+    num_bytes: int
+    num_layers: int
+    aux_layers: tuple[int, ...]
+    vocab_size: int
+    draft_vocab_size: int
+
+
+class StandIn(Struct, frozen=True):
+    """What loading a head reads of its target's weights, without values and memory."""
+
+    final_norm: torch.Tensor
+    embedding: torch.Tensor
+    head: torch.Tensor
+
+    @classmethod
+    def of(cls, config: DecoderConfig) -> StandIn:
+        row = torch.zeros(config.hidden_size, dtype=torch.bfloat16)
+        table = row.expand(config.vocab_size, -1)
+        return cls(row, table, table)
+
+
+def check_files(target: Path, draft: Path, convention: str | None = None) -> HeadFiles:
+    """The files of a head, after a check of all shapes and values.
+
+    Raises ModelLoadError naming file, tensor, found and expected shape.
+    """
+    config = DecoderConfig.from_hf(resolve(target).config)
+    settings = resolve(draft, role="draft").config
+    head = DraftConfig.from_hf(settings, config, aux_layer_convention=convention)
+    tensors = DraftTensors(draft)
+    target_ids = read_target_ids(tensors, head.vocab_size, head.draft_vocab_size)
+    load_draft_weights(head, tensors, target_ids, cast(DecoderWeights, StandIn.of(config)))
+    digest, num_bytes = hashlib.sha256(msgspec.json.encode(settings, order="sorted")), 0
+    for name in sorted(tensors.names()):
+        tensor = tensors.get(name).contiguous()
+        num_bytes += tensor.nbytes
+        digest.update(name.encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
+    return HeadFiles(
+        target=str(target),
+        draft=str(draft),
+        sha256=digest.hexdigest(),
+        num_bytes=num_bytes,
+        num_layers=head.num_layers,
+        aux_layers=head.aux_layers,
+        vocab_size=head.vocab_size,
+        draft_vocab_size=head.draft_vocab_size,
+    )

@@ -1,0 +1,150 @@
+"""Products of a few rows in CUDA C++, with the bits of `multiply` of gemm.py.
+
+A warp has 16 rows of the weight and a slice of its columns. It copies them to shared memory as soon as there
+is room on a multiprocessor, which is while the kernels before it still compute the rows of x. Where these are
+short, memory would be idle otherwise.
+
+Order of summation: that of gemm.py, by the same instruction: wgmma with the weights on the M side, 16 columns
+at a time, in ascending order. Slices are left as partial sums.
+
+Grid: (CTAs of a slice, slices): a CTA for each multiprocessor at most. A warp has one tile, so weights of
+more tiles than there are warps are left to gemm.py, for which they occupy the GPU well.
+
+Bytes: the weight once; x once for each CTA, from the L2 cache; the partial sums.
+
+Dependent launch: before it waits, a program copies its weights, which never change, as far as they fit. It
+permits its dependents to start when it has read x.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from msgspec import Struct
+from torch import Tensor
+
+from drift_sdk._kernels.common.arguments import check_tensor
+from drift_sdk._kernels.common.gpu_limits import GpuLimits, gpu_limits
+from drift_sdk._kernels.common.launch_order import KernelAccess, note_kernel
+from drift_sdk._kernels.gemm.gemm import GemmConfig
+
+__all__ = ["MAX_ROWS", "FewRowsTiles", "few_rows_multiply", "few_rows_tiles", "has_few_rows_product"]
+
+PACKAGE = "drift_sdk._kernels.gemm"
+ACCESS = KernelAccess(frozenset({"weight"}), frozenset({"out"}), False)
+
+TILE, CHUNK = 16, 64
+"""Rows of the weight that a warp has; columns of a chunk. A warp copies STEP_CHUNKS chunks at once."""
+CHUNK_BYTES, STEP_CHUNKS = TILE * CHUNK * 2, 2
+GROUP_WARPS, MAX_WARPS = 4, 8
+MIN_STAGES = 3
+MAX_ROWS = 4
+"""The most rows for which the kernel is faster than that of gemm.py."""
+SHARED_BYTES = 176 * 1024
+"""Shared memory of a CTA. The rest of a multiprocessor's is left to the kernels before, which still run."""
+
+
+class FewRowsTiles(Struct, frozen=True):
+    """Launch configuration of a product. No bit depends on it.
+
+    num_ctas: of a slice. num_tiles: the most tiles of a CTA, one for each warp. row_tiles: tiles of 8 rows
+    of x. num_stages: steps of a tile in shared memory. shared_bytes: of a CTA.
+    """
+
+    num_ctas: int
+    num_tiles: int
+    row_tiles: int
+    num_stages: int
+    shared_bytes: int
+
+    @property
+    def num_threads(self) -> int:
+        return 32 * GROUP_WARPS * -(-self.num_tiles // GROUP_WARPS)
+
+
+@lru_cache(maxsize=1024)
+def few_rows_tiles(
+    num_rows: int,
+    num_columns: int,
+    inner: int,
+    config: GemmConfig,
+    limits: GpuLimits,
+    max_shared_bytes: int = SHARED_BYTES,
+) -> FewRowsTiles | None:
+    """Return the launch configuration for x [num_rows, inner] and a weight [num_columns, inner]; None if the
+    kernel does not compute this product, or is slower than that of gemm.py."""
+    if num_columns % TILE or inner % CHUNK or config.num_partials != config.num_slices:
+        return None
+
+    num_tiles, num_slices = num_columns // TILE, config.num_slices
+    num_ctas = min(num_tiles, limits.num_multiprocessors // num_slices)
+    most_tiles = -(-num_tiles // num_ctas)
+    if most_tiles > MAX_WARPS:
+        return None
+
+    row_tiles = 1 << (-(-num_rows // 8) - 1).bit_length()
+    num_chunks = config.slice_size(inner) // CHUNK
+    # wgmma also reads the tiles of warps of the last warpgroup that have none.
+    fixed = num_chunks * row_tiles * 8 * CHUNK * 2 + -most_tiles % GROUP_WARPS * CHUNK_BYTES
+    stage_bytes = most_tiles * STEP_CHUNKS * CHUNK_BYTES
+    room = (max_shared_bytes - fixed) // stage_bytes
+    if room < MIN_STAGES:
+        return None
+
+    num_stages = max(MIN_STAGES, min(room, -(-num_chunks // STEP_CHUNKS)))
+    shared_bytes = fixed + num_stages * stage_bytes
+    return FewRowsTiles(num_ctas, most_tiles, row_tiles, num_stages, shared_bytes)
+
+
+def has_few_rows_product(x: Tensor, weight: Tensor, config: GemmConfig) -> bool:
+    """Whether `few_rows_multiply` computes the product of x [M, K] and weight [N, K]."""
+    num_rows = x.shape[0]
+    if x.device.type != "cuda" or x.dtype != torch.bfloat16 or num_rows > MAX_ROWS:
+        return False
+
+    if few_rows_tiles(num_rows, *weight.shape, config, gpu_limits()) is None:
+        return False
+
+    # Imported here: cuda.core is installed where there is a GPU.
+    from drift_sdk._kernels.common.cuda_programs import has_compiler
+
+    return torch.cuda.get_device_capability(x.device) == (9, 0) and has_compiler()
+
+
+def few_rows_multiply(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    config: GemmConfig,
+    *,
+    tiles: FewRowsTiles | None = None,
+) -> None:
+    """`multiply` of gemm.py where `has_few_rows_product`. tiles: None: those of `few_rows_tiles`."""
+    (num_rows, inner), num_columns = x.shape, weight.shape[0]
+    check_tensor("x", x, (num_rows, inner), torch.bfloat16)
+    check_tensor("weight", weight, (num_columns, inner), torch.bfloat16)
+    check_tensor("out", out, (config.num_partials, num_rows, num_columns), torch.float32)
+    if tiles is None:
+        tiles = few_rows_tiles(num_rows, num_columns, inner, config, gpu_limits())
+    if tiles is None:
+        raise ValueError(f"weight: [{num_columns}, {inner}] with {num_rows} rows: expected fewer of both")
+
+    from drift_sdk._kernels.common.cuda_programs import CudaKernel, compile_kernel, launch_kernel
+
+    macros = (("MULTIPLY", f"multiply_few<{tiles.row_tiles}, {tiles.num_stages}>"),)
+    kernel = CudaKernel(PACKAGE, ("few_rows.cu",), "product", macros)
+    launch_kernel(
+        compile_kernel(kernel, x.device.index or 0, tiles.shared_bytes),
+        (tiles.num_ctas, config.num_slices),
+        tiles.num_threads,
+        tiles.shared_bytes,
+        x,
+        weight,
+        out,
+        num_rows,
+        num_columns,
+        inner,
+        config.slice_size(inner),
+    )
+    note_kernel("a product of a few rows", ACCESS, {"weight": weight, "out": out})
