@@ -102,7 +102,7 @@ def prepare_decode(
     out = torch.empty_like(query)
     scale = scale_of(config, device, dtype)
 
-    options = attention_config(config.head_dim, query.dtype, plan.partitions.tile, batch)
+    options = attention_config(config.head_dim, query.dtype, plan.partitions.tile)
 
     def step() -> None:
         for keys, values in caches:

@@ -19,11 +19,9 @@ from drift_sdk._kernels.attention.attention_plan import (
 from drift_sdk._kernels.attention.paged_attention import (
     AttentionConfig,
     AttentionScratch,
-    attention_config,
     paged_attention,
     paged_attention_reference,
 )
-from drift_sdk._kernels.common.gpu_limits import HOPPER, limited_gpu
 
 pytestmark = pytest.mark.kernel
 
@@ -442,26 +440,6 @@ def test_scratch_for_more_rows_serves_fewer(device: str) -> None:
 def test_four_warps_or_more_are_rejected(num_warps: int) -> None:
     with pytest.raises(ValueError, match=f"num_warps={num_warps}: expected 1 or 2"):
         AttentionConfig(num_warps=num_warps)
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "dtype", "num_sequences", "stages", "programs"),
-    [
-        (128, torch.bfloat16, 1, 5, 2),
-        (128, torch.bfloat16, 2, 2, 4),
-        (128, torch.bfloat16, None, 2, 4),
-        (64, torch.bfloat16, 1, 5, 4),
-        (256, torch.bfloat16, 1, 2, 4),
-        (128, torch.float32, 1, 2, 4),
-    ],
-)
-def test_one_sequence_gets_two_buffers_where_they_fit(
-    head_dim: int, dtype: torch.dtype, num_sequences: int | None, stages: int, programs: int
-) -> None:
-    """Programs of each of an H200's multiprocessors."""
-    with limited_gpu(HOPPER):
-        config = attention_config(head_dim, dtype, 64, num_sequences)
-    assert (config.num_stages, config.num_programs) == (stages, programs * 132)
 
 
 @pytest.mark.gpu

@@ -14,9 +14,6 @@ __all__ = ["AttentionConfig", "attention_config"]
 SHARED_RESERVE = 24 * 1024
 """Bytes of shared memory that a program may take beside its stages: queries, and changes of layout."""
 
-BUFFERED_RESERVE = 14 * 1024
-"""The same with 16 query rows of 128 dimensions, and what the driver takes of each program."""
-
 
 class AttentionConfig(Struct, frozen=True):
     """Launch configuration of `_attend`; within these limits none of it is part of the result's bits.
@@ -38,34 +35,12 @@ class AttentionConfig(Struct, frozen=True):
 PROGRAMS_PER_MULTIPROCESSOR = 4
 """As many as registers allow."""
 
-BUFFERED_STAGES = 5
-"""The least stages with which Triton keeps two buffers of keys and values, and not one: the block table, from
-which their addresses come, takes stages of its own."""
 
-BUFFERED_SEQUENCES = 1
-"""Most sequences that are attended with two buffers. A few programs a multiprocessor then load while they
-compute: an H200 takes 11% less time behind 512 keys, and 26% less behind 8,192; but 4% more behind 32,768,
-and for several sequences of 16,384."""
-
-
-def attention_config(
-    head_dim: int, dtype: torch.dtype, tile_keys: int, num_sequences: int | None = None
-) -> AttentionConfig:
+def attention_config(head_dim: int, dtype: torch.dtype, tile_keys: int) -> AttentionConfig:
     """Return the configuration for a size of heads on the current GPU: as many programs as it holds at once,
-    and two stages where their keys and values fit its shared memory, else one.
-
-    num_sequences: of the step; None: many. Up to BUFFERED_SEQUENCES get two buffers where two programs of a
-    multiprocessor have room for them.
-    """
+    and two stages where their keys and values fit its shared memory, else one."""
     limits = gpu_limits()
     stage_bytes = 2 * tile_keys * max(MIN_DOT_SIZE, triton.next_power_of_2(head_dim)) * dtype.itemsize
-    num_buffered = limits.multiprocessor_shared_bytes // (2 * stage_bytes + BUFFERED_RESERVE)
-    if num_sequences is not None and num_sequences <= BUFFERED_SEQUENCES and num_buffered >= 2:
-        return AttentionConfig(
-            num_programs=min(num_buffered, PROGRAMS_PER_MULTIPROCESSOR) * limits.num_multiprocessors,
-            num_stages=BUFFERED_STAGES,
-        )
-
     return AttentionConfig(
         num_programs=PROGRAMS_PER_MULTIPROCESSOR * limits.num_multiprocessors,
         num_stages=2 if 2 * stage_bytes + SHARED_RESERVE <= limits.shared_bytes else 1,

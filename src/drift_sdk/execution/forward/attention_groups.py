@@ -122,12 +122,7 @@ class AttentionGroups:
                 row_position[rows],
                 out[rows],
                 scratch,
-                attention_config(
-                    query.shape[2],
-                    query.dtype,
-                    scratch.plan.partitions.tile,
-                    (rows.stop - rows.start) // rows_per_sequence,
-                ),
+                attention_config(query.shape[2], query.dtype, scratch.plan.partitions.tile),
                 rows_per_sequence,
                 first_key=first_key,
                 scale=scale,
