@@ -19,6 +19,8 @@ SPREAD_ROWS = 16
 """Decode rows for each mixed step over which the waiting prompt tokens are spread. While a step is bound by
 the bytes of the weights, rows of prompts cost little beside the decode rows: a few rows in every step take
 less time than many rows in some of them. What that saves, each decode row gains; the prompts wait longer."""
+MIN_SPREAD_TOKENS = 192
+"""Least tokens of a step when prompts are spread: smaller steps take longer for a token."""
 
 
 class TokenBudget:
@@ -34,10 +36,10 @@ class TokenBudget:
     - With `prefer_high_throughput`, all of `max_tokens`.
     - If one pass can compute prompts together with the decode rows: the waiting tokens, spread over a step
       for every SPREAD_ROWS decode rows, or over fewer steps if a sequence gets several tokens from each. This
-      is rounded up to the next size of such a pass (`mixed_tokens`, as in SchedulerConfig), if there is one.
-      At most half of `max_tokens`, a block at least, times the average number of tokens that a decoding
-      sequence gets from a step: a round of speculation emits several tokens, so it may take longer in
-      proportion. At most `max_tokens`.
+      is at least MIN_SPREAD_TOKENS, if so many wait, and rounded up to the next size of such a pass
+      (`mixed_tokens`, as in SchedulerConfig), if there is one. At most half of `max_tokens`, a block at
+      least, times the average number of tokens that a decoding sequence gets from a step: a round of
+      speculation emits several tokens, so it may take longer in proportion. At most `max_tokens`.
     - Two passes take longer: a quarter of `max_tokens` in place of half, however many tokens wait.
 
     The last two rules also apply with a latency target until a step with prefill tokens has been measured.
@@ -97,7 +99,7 @@ class TokenBudget:
         for most_rows, sizes in self._mixed_tokens.get(num_draft_tokens, ()):
             if num_decode_rows <= most_rows:
                 num_steps = max(1.0, num_decode_rows / SPREAD_ROWS / self._tokens_per_row)
-                wanted = num_waiting_tokens / num_steps
+                wanted = max(num_waiting_tokens / num_steps, min(num_waiting_tokens, MIN_SPREAD_TOKENS))
                 size = next((size for size in sizes if size >= wanted), sizes[-1])
                 return min(size, self._share(2))
 

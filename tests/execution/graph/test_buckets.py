@@ -3,11 +3,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from drift_sdk.execution.graph.buckets import GraphBuckets
-from drift_sdk.steps import MAX_CHUNKS, ExecutorLimits
+from drift_sdk.execution.graph.input_payloads import fill_mixed
+from drift_sdk.execution.graph.step_launcher import StepLauncher
+from drift_sdk.steps import MAX_CHUNKS, DecodeRow, ExecutorLimits, PrefillChunk, StepPlan
 
 
 def buckets(max_num_seqs: int, budget: int, **options: Any) -> GraphBuckets:
@@ -21,38 +24,60 @@ def buckets(max_num_seqs: int, budget: int, **options: Any) -> GraphBuckets:
 @pytest.mark.parametrize(
     ("tokens", "rows", "bucket"),
     [
-        (1, 1, (184, 8)),
-        (184, 8, (184, 8)),
-        (185, 8, (248, 8)),
-        (160, 9, (160, 32)),
+        (1, 1, (120, 8)),
+        (120, 8, (120, 8)),
+        (121, 8, (184, 8)),
+        (96, 9, (96, 32)),
         (448, 33, (448, 64)),
-        (576, 64, (576, 64)),
-        (577, 64, None),
+        (448, 64, (448, 64)),
+        (449, 64, None),
         (504, 8, (504, 8)),
         (256, 65, (256, 128)),
-        (384, 200, (384, 256)),
-        (385, 256, None),
+        (256, 200, (256, 256)),
+        (257, 256, None),
     ],
 )
-def test_mixed_steps_have_at_most_640_rows(tokens: int, rows: int, bucket: tuple[int, int] | None) -> None:
+def test_mixed_steps_have_at_most_512_rows(tokens: int, rows: int, bucket: tuple[int, int] | None) -> None:
     """A step of more rows is computed in two passes."""
     assert buckets(256, 2048).mixed_bucket(tokens, 1, rows) == (bucket and (*bucket, 0))
 
 
 @pytest.mark.parametrize(
-    ("chunks", "bucket"), [(4, (128, 64)), (5, (192, 64)), (10, (320, 64)), (18, (576, 64)), (19, None)]
+    ("chunks", "bucket"),
+    [(8, (64, 64)), (9, (128, 64)), (16, (128, 64)), (17, (192, 64)), (32, (320, 64)), (33, None)],
 )
 def test_many_chunks_take_a_larger_mixed_step(chunks: int, bucket: tuple[int, int] | None) -> None:
     """Of few rows each: room for more would take time in every step."""
-    assert buckets(256, 2048).mixed_bucket(100, chunks, 64) == (bucket and (*bucket, 0))
-    assert buckets(64, 16).mixed_bucket(4, 4, 64) == (16, 64, 0)
+    assert buckets(256, 2048).mixed_bucket(60, chunks, 64) == (bucket and (*bucket, 0))
+    assert buckets(64, 16).mixed_bucket(8, 8, 64) == (16, 64, 0)
+
+
+def test_tiles_of_a_step_with_many_chunks_fit() -> None:
+    found = buckets(256, 2048)
+    graphs: Any = SimpleNamespace(draft_extend={})
+    unused: Any = None
+    chunks = [PrefillChunk(slot=slot, start=0, token_ids=(5, 6, 7), next_token_id=None) for slot in range(20)]
+    plan = StepPlan(
+        step_id=0,
+        assignments=(),
+        block_updates=(),
+        prefill=tuple(chunks),
+        decode=(DecodeRow(slot=20, num_draft_tokens=0),),
+    )
+    bucket = StepLauncher(unused, graphs, found, unused)._mixed_bucket(plan)
+    assert bucket == (160, 32, 0)
+    layout = found.mixed_layout(bucket)
+    payload = np.zeros(layout.num_words, np.int32)
+    fill_mixed(found, plan, (), bucket, payload)
+    slots = payload[layout.tiles].reshape(-1, 4)[:, 0]
+    assert sorted(slots[slots >= 0]) == [*range(20)]
 
 
 def test_few_chunk_rows_have_smaller_tiles() -> None:
     """So that there are programs for most multiprocessors."""
     found = buckets(256, 2048)
     tiles = {bucket.num_rows: found.mixed_attention(bucket).tile_rows for bucket in found.mixed}
-    assert tiles[64] == tiles[192] == 64 and tiles[256] == tiles[576] == 128
+    assert tiles[64] == tiles[192] == 64 and tiles[256] == tiles[448] == 128
 
 
 def test_every_mixed_bucket_fits_the_payload() -> None:
@@ -60,7 +85,7 @@ def test_every_mixed_bucket_fits_the_payload() -> None:
         found = buckets(max_num_seqs, budget)
         assert found.mixed and found.mixed[-1].num_slots == max_num_seqs
         for bucket in found.mixed:
-            assert bucket.num_rows <= max(budget, 16) + 15 and bucket.size <= 640
+            assert bucket.num_rows <= max(budget, 16) + 15 and bucket.size <= 512
             layout = found.mixed_layout(bucket)
             assert layout.num_words <= found.payload_words
             places = [place.indices(layout.num_words) for place in layout]
@@ -70,9 +95,9 @@ def test_every_mixed_bucket_fits_the_payload() -> None:
 @pytest.mark.parametrize(
     ("tokens", "rows", "drafts", "bucket"),
     [
-        (1, 1, 3, (160, 8, 3)),
-        (608, 8, 3, (608, 8, 3)),
-        (609, 8, 3, None),
+        (1, 1, 3, (96, 8, 3)),
+        (480, 8, 3, (480, 8, 3)),
+        (481, 8, 3, None),
         (640, 32, 3, (640, 32, 3)),
         (64, 9, 3, (64, 32, 3)),
         (100, 9, 3, (128, 32, 3)),
@@ -88,7 +113,7 @@ def test_every_mixed_bucket_fits_the_payload() -> None:
 def test_mixed_steps_with_drafts_have_at_most_1024_rows(
     tokens: int, rows: int, drafts: int, bucket: tuple[int, int, int] | None
 ) -> None:
-    """Twice the round's rows are added to 640. A round is padded to the most drafts, but not where most of
+    """Twice the round's rows are added to 512. A round is padded to the most drafts, but not where most of
     its rows would be padding."""
     assert buckets(256, 2048, draft_choices=(1, 3)).mixed_bucket(tokens, 1, rows, drafts) == bucket
     far = buckets(256, 2048, draft_choices=(1, 3, 5, 8))
@@ -98,7 +123,7 @@ def test_mixed_steps_with_drafts_have_at_most_1024_rows(
 def test_mixed_tokens_are_the_sizes_beside_a_round() -> None:
     found = buckets(100, 2048, draft_choices=(1, 3)).mixed_tokens
     assert [num_slots for num_slots, _ in found[0]] == [8, 32, 64, 100]
-    assert found[0][2] == (64, (128, 192, 320, 448, 576))
+    assert found[0][2] == (64, (64, 128, 192, 320, 448))
     assert found[1] == found[3] and found[3][2] == (64, (128, 256, 384, 512, 768))
 
 

@@ -14,6 +14,7 @@ typedef unsigned long long u64;
 constexpr int TILE = 16;                      // rows of a tile of the weight
 constexpr int CHUNK = 64;                     // columns of a chunk: 128 bytes of a row
 constexpr int CHUNK_BYTES = TILE * CHUNK * 2;  // of a tile
+constexpr int MAX_ROWS = 8;                    // of x: the columns of the B operand
 constexpr int STEP_CHUNKS = 2;                 // chunks between two barriers
 constexpr int LOADS = 8;                       // pieces of a row of x that a lane loads at once
 
@@ -53,31 +54,13 @@ __device__ __forceinline__ void wait_for_warpgroup(int group) {
 // Makes this thread's writes to shared memory visible to wgmma.
 __device__ __forceinline__ void fence_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// d += a * b: 64 rows of a, of which each warp of a warpgroup has 16 in d, and 8 * NT columns of b: see `descriptor`.
+// d += a * b: 64 rows of a, of which each warp of a warpgroup has 16 in d, and 8 columns of b: see `descriptor`.
 // Asynchronous: d may not be touched before `wait_for_wgmma`.
-template <int NT> __device__ void wgmma(float (&d)[NT][4], u64 a, u64 b);
-
-#define FOUR(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
-template <> __device__ __forceinline__ void wgmma<1>(float (&d)[1][4], u64 a, u64 b) {
+__device__ __forceinline__ void wgmma(float (&d)[4], u64 a, u64 b) {
   asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, %4, %5, 1, 1, 1, 0, 0;"
-               : FOUR(0)
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                : "l"(a), "l"(b));
 }
-template <> __device__ __forceinline__ void wgmma<2>(float (&d)[2][4], u64 a, u64 b) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7}, "
-      "%8, %9, 1, 1, 1, 0, 0;"
-      : FOUR(0), FOUR(1)
-      : "l"(a), "l"(b));
-}
-template <> __device__ __forceinline__ void wgmma<4>(float (&d)[4][4], u64 a, u64 b) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, "
-      "%12, %13, %14, %15}, %16, %17, 1, 1, 1, 0, 0;"
-      : FOUR(0), FOUR(1), FOUR(2), FOUR(3)
-      : "l"(a), "l"(b));
-}
-#undef FOUR
 
 __device__ __forceinline__ void fence_wgmma() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
@@ -102,18 +85,18 @@ __device__ __forceinline__ u64 descriptor(const void* rows) {
 __device__ __forceinline__ int place_of(int row, int piece) { return row * (CHUNK * 2) + (piece ^ row % 8) * 16; }
 
 // What a product takes. x: [M, K], weight: [N, K], bfloat16; out: [slices, M, N] fp32. N is a multiple of TILE, K and
-// slice_size are multiples of CHUNK; slice_size: columns of all slices but the last. M: up to 8 * NT.
+// slice_size are multiples of CHUNK; slice_size: columns of all slices but the last. M: up to MAX_ROWS.
 struct Arguments {
   const u16 *x, *weight;
   float* out;
   int M, N, K, slice_size;
 };
 
-// Grid: (CTAs of a slice, slices). Shared memory: x [chunks][8 * NT][128 bytes], then the ring of each warpgroup:
+// Grid: (CTAs of a slice, slices). Shared memory: x [chunks][MAX_ROWS][128 bytes], then the ring of each warpgroup:
 // STAGES steps of its tiles, and room for three tiles, since wgmma also reads the tiles of warps that have none.
-template <int NT, int STAGES> __device__ __forceinline__ void multiply_few(const Arguments& a) {
+template <int STAGES> __device__ __forceinline__ void multiply_few(const Arguments& a) {
   extern __shared__ __align__(1024) u8 shared[];
-  constexpr int X_BYTES = NT * 8 * CHUNK * 2;  // of a chunk
+  constexpr int X_BYTES = MAX_ROWS * CHUNK * 2;  // of a chunk
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = warp / 4, g = lane >> 2, t = lane & 3;
   const int num_tiles = a.N / TILE, tile = warp * gridDim.x + blockIdx.x;  // neighbouring CTAs have neighbouring tiles
   const bool has_tile = tile < num_tiles;
@@ -164,11 +147,7 @@ template <int NT, int STAGES> __device__ __forceinline__ void multiply_few(const
   __syncthreads();
   start_dependents();
 
-  float sum[NT][4];
-#pragma unroll
-  for (int n = 0; n < NT; n++)
-#pragma unroll
-    for (int e = 0; e < 4; e++) sum[n][e] = 0.f;
+  float sum[4] = {};
   u64 rows = descriptor(shared);
   int stage = 0;
   auto begin_step = [&](int step) {
@@ -176,14 +155,13 @@ template <int NT, int STAGES> __device__ __forceinline__ void multiply_few(const
     fence_writes();
     wait_for_warpgroup(group);  // its other warps have copied the step, and read the last but one before it
     if (step >= 2) copy_next();
-#pragma unroll
-    for (int n = 0; n < NT; n++) keep(sum[n]);
+    keep(sum);
     fence_wgmma();
   };
   auto multiply_chunk = [&](int c) {
     const u64 weights = descriptor(ring + (stage * STEP_CHUNKS + c) * chunk_bytes);
 #pragma unroll
-    for (int k = 0; k < CHUNK / 16; k++) wgmma<NT>(sum, weights + k * 2, rows + k * 2);  // 16 columns: 32 bytes
+    for (int k = 0; k < CHUNK / 16; k++) wgmma(sum, weights + k * 2, rows + k * 2);  // 16 columns: 32 bytes
     rows += X_BYTES / 16;
   };
   const int num_whole_steps = num_chunks / STEP_CHUNKS;
@@ -202,17 +180,14 @@ template <int NT, int STAGES> __device__ __forceinline__ void multiply_few(const
     end_wgmma();
   }
   wait_for_wgmma<0>();
-#pragma unroll
-  for (int n = 0; n < NT; n++) keep(sum[n]);
+  keep(sum);
   if (!has_tile) return;
   float* const out = a.out + static_cast<u64>(blockIdx.y) * a.M * a.N + tile * TILE + g;
 #pragma unroll
-  for (int n = 0; n < NT; n++)
-#pragma unroll
-    for (int e = 0; e < 4; e++) {
-      const int row = n * 8 + t * 2 + (e & 1);
-      if (row < a.M) out[static_cast<u64>(row) * a.N + (e >> 1) * 8] = sum[n][e];
-    }
+  for (int e = 0; e < 4; e++) {
+    const int row = t * 2 + (e & 1);
+    if (row < a.M) out[static_cast<u64>(row) * a.N + (e >> 1) * 8] = sum[e];
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(256, 1)

@@ -24,12 +24,19 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.common.arguments import check_tensor
+from drift_sdk._kernels.common.arguments import check_range, check_tensor
 from drift_sdk._kernels.common.gpu_limits import GpuLimits, gpu_limits
 from drift_sdk._kernels.common.launch_order import KernelAccess, note_kernel
 from drift_sdk._kernels.gemm.gemm import GemmConfig
 
-__all__ = ["MAX_ROWS", "FewRowsTiles", "few_rows_multiply", "few_rows_tiles", "has_few_rows_product"]
+__all__ = [
+    "MAX_ROWS",
+    "ROW_TILE",
+    "FewRowsTiles",
+    "few_rows_multiply",
+    "few_rows_tiles",
+    "has_few_rows_product",
+]
 
 PACKAGE = "drift_sdk._kernels.gemm"
 ACCESS = KernelAccess(frozenset({"weight"}), frozenset({"out"}), False)
@@ -38,9 +45,11 @@ TILE, CHUNK = 16, 64
 """Rows of the weight that a warp has; columns of a chunk. A warp copies STEP_CHUNKS chunks at once."""
 CHUNK_BYTES, STEP_CHUNKS = TILE * CHUNK * 2, 2
 GROUP_WARPS, MAX_WARPS = 4, 8
-MIN_STAGES = 3
-MAX_ROWS = 4
-"""The most rows for which the kernel is faster than that of gemm.py."""
+MIN_STAGES, MIN_SHARE = 3, 0.25
+"""The least steps of a tile for which shared memory has room, and their least share of all: with less, too
+little is copied before the rows exist."""
+ROW_TILE, MAX_ROWS = 8, 4
+"""Rows of x that the program has room for, and the most for which it is faster than that of gemm.py."""
 SHARED_BYTES = 176 * 1024
 """Shared memory of a CTA. The rest of a multiprocessor's is left to the kernels before, which still run."""
 
@@ -48,13 +57,12 @@ SHARED_BYTES = 176 * 1024
 class FewRowsTiles(Struct, frozen=True):
     """Launch configuration of a product. No bit depends on it.
 
-    num_ctas: of a slice. num_tiles: the most tiles of a CTA, one for each warp. row_tiles: tiles of 8 rows
-    of x. num_stages: steps of a tile in shared memory. shared_bytes: of a CTA.
+    num_ctas: of a slice. num_tiles: the most tiles of a CTA, one for each warp. num_stages: steps of a tile
+    in shared memory. shared_bytes: of a CTA.
     """
 
     num_ctas: int
     num_tiles: int
-    row_tiles: int
     num_stages: int
     shared_bytes: int
 
@@ -65,36 +73,30 @@ class FewRowsTiles(Struct, frozen=True):
 
 @lru_cache(maxsize=1024)
 def few_rows_tiles(
-    num_rows: int,
-    num_columns: int,
-    inner: int,
-    config: GemmConfig,
-    limits: GpuLimits,
-    max_shared_bytes: int = SHARED_BYTES,
+    num_columns: int, inner: int, config: GemmConfig, limits: GpuLimits
 ) -> FewRowsTiles | None:
-    """Return the launch configuration for x [num_rows, inner] and a weight [num_columns, inner]; None if the
-    kernel does not compute this product, or is slower than that of gemm.py."""
+    """Return the launch configuration for a weight [num_columns, inner]; None if the kernel does not compute
+    its products, or is slower than that of gemm.py."""
     if num_columns % TILE or inner % CHUNK or config.num_partials != config.num_slices:
         return None
 
     num_tiles, num_slices = num_columns // TILE, config.num_slices
-    num_ctas = min(num_tiles, limits.num_multiprocessors // num_slices)
+    num_ctas = min(num_tiles, max(1, limits.num_multiprocessors // num_slices))
     most_tiles = -(-num_tiles // num_ctas)
     if most_tiles > MAX_WARPS:
         return None
 
-    row_tiles = 1 << (-(-num_rows // 8) - 1).bit_length()
     num_chunks = config.slice_size(inner) // CHUNK
+    num_steps = -(-num_chunks // STEP_CHUNKS)
     # wgmma also reads the tiles of warps of the last warpgroup that have none.
-    fixed = num_chunks * row_tiles * 8 * CHUNK * 2 + -most_tiles % GROUP_WARPS * CHUNK_BYTES
+    fixed = num_chunks * ROW_TILE * CHUNK * 2 + -most_tiles % GROUP_WARPS * CHUNK_BYTES
     stage_bytes = most_tiles * STEP_CHUNKS * CHUNK_BYTES
-    room = (max_shared_bytes - fixed) // stage_bytes
-    if room < MIN_STAGES:
+    room = (SHARED_BYTES - fixed) // stage_bytes
+    if room < max(MIN_STAGES, MIN_SHARE * num_steps):
         return None
 
-    num_stages = max(MIN_STAGES, min(room, -(-num_chunks // STEP_CHUNKS)))
-    shared_bytes = fixed + num_stages * stage_bytes
-    return FewRowsTiles(num_ctas, most_tiles, row_tiles, num_stages, shared_bytes)
+    num_stages = max(MIN_STAGES, min(room, num_steps))
+    return FewRowsTiles(num_ctas, most_tiles, num_stages, fixed + num_stages * stage_bytes)
 
 
 def has_few_rows_product(x: Tensor, weight: Tensor, config: GemmConfig) -> bool:
@@ -103,7 +105,7 @@ def has_few_rows_product(x: Tensor, weight: Tensor, config: GemmConfig) -> bool:
     if x.device.type != "cuda" or x.dtype != torch.bfloat16 or num_rows > MAX_ROWS:
         return False
 
-    if few_rows_tiles(num_rows, *weight.shape, config, gpu_limits()) is None:
+    if few_rows_tiles(*weight.shape, config, gpu_limits()) is None:
         return False
 
     # Imported here: cuda.core is installed where there is a GPU.
@@ -112,27 +114,21 @@ def has_few_rows_product(x: Tensor, weight: Tensor, config: GemmConfig) -> bool:
     return torch.cuda.get_device_capability(x.device) == (9, 0) and has_compiler()
 
 
-def few_rows_multiply(
-    x: Tensor,
-    weight: Tensor,
-    out: Tensor,
-    config: GemmConfig,
-    *,
-    tiles: FewRowsTiles | None = None,
-) -> None:
-    """`multiply` of gemm.py where `has_few_rows_product`. tiles: None: those of `few_rows_tiles`."""
+def few_rows_multiply(x: Tensor, weight: Tensor, out: Tensor, config: GemmConfig) -> None:
+    """`multiply` of gemm.py for up to ROW_TILE rows, where there are `few_rows_tiles`. Raises ValueError for
+    others, and for another shape, type or layout."""
     (num_rows, inner), num_columns = x.shape, weight.shape[0]
     check_tensor("x", x, (num_rows, inner), torch.bfloat16)
     check_tensor("weight", weight, (num_columns, inner), torch.bfloat16)
     check_tensor("out", out, (config.num_partials, num_rows, num_columns), torch.float32)
+    check_range("x.shape[0]", num_rows, 1, ROW_TILE)
+    tiles = few_rows_tiles(num_columns, inner, config, gpu_limits())
     if tiles is None:
-        tiles = few_rows_tiles(num_rows, num_columns, inner, config, gpu_limits())
-    if tiles is None:
-        raise ValueError(f"weight: [{num_columns}, {inner}] with {num_rows} rows: expected fewer of both")
+        raise ValueError(f"weight: [{num_columns}, {inner}]: expected one that has few_rows_tiles")
 
     from drift_sdk._kernels.common.cuda_programs import CudaKernel, compile_kernel, launch_kernel
 
-    macros = (("MULTIPLY", f"multiply_few<{tiles.row_tiles}, {tiles.num_stages}>"),)
+    macros = (("MULTIPLY", f"multiply_few<{tiles.num_stages}>"),)
     kernel = CudaKernel(PACKAGE, ("few_rows.cu",), "product", macros)
     launch_kernel(
         compile_kernel(kernel, x.device.index or 0, tiles.shared_bytes),

@@ -28,13 +28,13 @@ FLAT_PREFILL_ROWS = 256
 each bucket has twice the rows of the one before."""
 MIXED_SLOTS = (8, 32, 64, 128, 256)
 """Slots of mixed steps."""
-MIXED_ROWS = (192, 256, 384, 512, 640, 768, 1024)
-"""Rows of mixed steps, of chunks and round together. From 192 on the library multiplies: on an H200 as fast
-as the kernels multiply 128 rows."""
-CHUNK_ROWS, LEAST_CHUNKS = 32, 4
+MIXED_ROWS = (128, 192, 256, 384, 512, 640, 768, 1024)
+"""Rows of mixed steps, of chunks and round together: those for which the library has fast kernels on an H200
+(448 rows take longer than 512), and 128 for short prompts."""
+CHUNK_ROWS, LEAST_CHUNKS = 8, 8
 """Rows of chunks for each chunk that a mixed step has room for, and the least room: tiles of attention take
 time even where they are not used."""
-MAX_PLAIN_ROWS = 640
+MAX_PLAIN_ROWS = 512
 """Most rows of a mixed step without drafts: beside more rows of chunks, those of the round are few. With
 drafts a round emits more tokens, so it may take longer: twice its rows are added."""
 MAX_DRAFT_PADDING = 2
