@@ -97,6 +97,7 @@ def test_every_field_has_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
         "load": "random",
         "weights": "int4",
         "tuning": "short",
+        "kv_dtype": "fp8",
         "tool_format": "hermes",
         "reasoning_format": "think",
         "speculation": {"draft": {"min_length": 2}, "shape": 2},

@@ -179,8 +179,8 @@ class Speculation(Struct, frozen=True, kw_only=True):
     `EngineConfig(exact_prefill=True)`, tokens are the same as without drafts, to the last bit of the logits;
     otherwise near ties between two tokens may resolve differently.
 
-    draft:                folder or hub id of an EAGLE-3 head, or of a model with the same vocabulary, smaller
-                          than the engine's; or `NGram()`.
+    draft:                folder or hub id of an EAGLE-3 head; or folder, .gguf file or hub id of a model with
+                          the same vocabulary, smaller than the engine's; or `NGram()`.
     ngrams:               n-grams beside a head or a model as the draft: they take its place in the rounds of
                           a sequence in which they find something and are accepted at least as often, as
                           measured in the sequence. Drafts are chains then. None = no n-grams.

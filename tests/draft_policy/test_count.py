@@ -46,5 +46,16 @@ def test_stats_of_rejected_drafts() -> None:
     assert stats.acceptance_histogram == (3, 0, 0, 0)
 
 
+def test_ngrams_in_place_of_drafts_are_counted_by_themselves() -> None:
+    count = DraftCount()
+    count.add(3, 2)
+    count.add(4, 4, is_ngram=True)
+    count.add(2, 0, is_ngram=True)
+    count.add(0, 0, is_ngram=True)
+    stats = count.stats()
+    assert (stats.num_rounds, stats.num_drafted, stats.num_accepted) == (3, 9, 6)
+    assert (stats.num_ngram_rounds, stats.num_ngram_drafted, stats.num_ngram_accepted) == (2, 6, 4)
+
+
 def test_rates_without_rounds_are_zero() -> None:
     assert SpeculationStats(accepted_at=(0, 0)).rates == (0.0, 0.0)

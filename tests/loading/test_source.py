@@ -105,6 +105,12 @@ def test_existing_file_of_another_kind(role: Role, folder: Path, hub: Hub) -> No
     assert hub.calls == []
 
 
+def test_draft_may_be_a_gguf_file(tmp_path: Path) -> None:
+    file = tmp_path / "draft.gguf"
+    file.write_bytes(b"GGUF")
+    assert resolve(file, role="draft").path == file
+
+
 @pytest.mark.parametrize("as_type", [str, Path])
 def test_tilde_is_the_home_directory(as_type: type, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(folder.parent))

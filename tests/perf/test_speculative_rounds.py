@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 
-from drift_sdk import EngineConfig
+from drift_sdk import Chain, EngineConfig, NGram, Speculation
 from drift_sdk.measurement import AcceptanceTrace
 from perf import speculative
+from perf.harness.decoding import DecodeOptions
+from perf.harness.drafting import Drafting
 from perf.harness.record import read
 from perf.harness.rounds import Counts, Rounds
-from perf.harness.shapes import prepare
+from perf.harness.scenario import Scenario
+from perf.harness.shapes import Model, prepare, prepare_drafts
 from perf.harness.speculative_options import arguments_of
 from perf.harness.table import speculative_table
 
@@ -59,18 +62,21 @@ def test_recorded_rounds_are_simulated(tmp_path: Path, monkeypatch: pytest.Monke
     assert simulated == [(1, 4, 2, 2, 3)]
 
 
-def test_small_models_and_ngrams_beside_them_are_measured(tmp_path: Path) -> None:
-    out = tmp_path / "speculative.json"
-    speculative.main(
-        [
-            *("--model", "tiny", "--device", "cpu", "--draft", "tiny", "--ngrams", "--repeats", "1"),
-            *("--num-draft-tokens", "2", "--scenario", "batch3-16", "--out", str(out)),
-        ]
+def test_small_models_and_ngrams_beside_them_are_drafts(tmp_path: Path) -> None:
+    model = prepare("smollm2-shapes", tmp_path / "smollm2-shapes")
+    assert prepare_drafts(model, "ngram") == NGram()
+    small = prepare_drafts(model, "tiny", "fp8")
+    assert isinstance(small, Model) and (small.path / "config.json").exists()
+    drafting = Drafting(draft=small, ngrams=NGram(), num_draft_tokens=2)
+    assert drafting.name == "tiny fp8 and ngrams"
+    speculation = drafting.config(EngineConfig()).speculation
+    assert speculation == Speculation(
+        draft=small.path, ngrams=NGram(), shape=Chain(2), adaptive=False, draft_weights="fp8"
     )
-    _, small, both = json.loads(out.read_text())["runs"]
-    assert (small["draft"], both["draft"]) == ("tiny", "tiny and ngrams")
-    # A model of the same random weights is right in every round.
-    assert min(small["accepted_at"]) > 0.9
+    # Each drafted token reads the small model once.
+    options, scenario = DecodeOptions(), Scenario.parse("single-16")
+    step = small.decode_bytes(1, scenario.mean_context(options.lengths), options.itemsize)
+    assert drafting.round_bytes(2.0, scenario, options) == 2 * step
 
 
 def test_numbers_of_gpus_are_measured_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,6 +105,7 @@ def test_shares_of_rounds_are_computed_from_statistics() -> None:
         (["--num-draft-tokens", "17"], "expected 0 to 16"),
         (["--acceptance-length", "4.5"], "expected 1 to 4"),
         (["--acceptance-length", "2", "--device", "cpu"], "on a GPU"),
+        (["--draft", "ngram", "--ngrams"], "expected a draft head or a model"),
         (["--policy-sweep", "--acceptance-length", "2"], "sets the acceptance lengths"),
         (["--policy-sweep", "--tensor-parallel", "2"], "no --tensor-parallel"),
         (["--trace", "nowhere.json"], "--trace: "),

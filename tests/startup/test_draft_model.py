@@ -66,6 +66,7 @@ def test_model_of_the_same_vocabulary_drafts(target: Path, tmp_path: Path) -> No
     decoder = Decoder.random(DecoderConfig.from_hf(TARGET), device="cpu", dtype=torch.float32)
     kv = [kv_demand(decoder, each, 4).bytes_per_block for each in (NO_DRAFTER, factory, both)]
     assert kv[1] == kv[2] == kv[0] * 3 // 2
+    assert factory.num_graph_layers == both.num_graph_layers == 3  # a layer for each of three drafts
     tuned = {weight.key for weight in weights_to_tune(decoder.weights, factory.draft.weights)}
     alone = {weight.key for weight in weights_to_tune(decoder.weights, None)}
     assert tuned > alone

@@ -119,19 +119,24 @@ async def measure(
 
 
 def layers_of(model: str | Path, config: EngineConfig, convention: Convention) -> tuple[int, ...]:
-    """The layers whose input a head reads. Raises ModelLoadError if its config does not permit them."""
+    """The layers whose input a head reads. Raises ModelLoadError if its config does not permit them, and
+    ConfigError for a model in place of a head."""
     # Imported here, so that the command line starts without torch.
     from drift_sdk.loading.source import resolve
     from drift_sdk.models.decoder_config import DecoderConfig
     from drift_sdk.models.draft_config import DraftConfig
+    from drift_sdk.models.eagle3 import is_whole_model
 
     assert config.speculation is not None and isinstance(config.speculation.draft, str | Path)
     find = partial(
         resolve, cache_dir=config.cache_dir, local_files_only=config.local_files_only, has_weights=False
     )
     target = DecoderConfig.from_hf(find(model, revision=config.revision).config)
-    draft = find(config.speculation.draft, role="draft").config
-    return DraftConfig.from_hf(draft, target, aux_layer_convention=convention).aux_layers
+    source = find(config.speculation.draft, role="draft")
+    if is_whole_model(source):
+        raise ConfigError.of("draft", config.speculation.draft, "an EAGLE-3 head; this is a whole model")
+
+    return DraftConfig.from_hf(source.config, target, aux_layer_convention=convention).aux_layers
 
 
 def verdict(found: Sequence[Measured]) -> str:

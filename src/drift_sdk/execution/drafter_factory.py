@@ -49,6 +49,7 @@ class DrafterFactory(ABC):
     max_tree_depth: most tokens of a path if drafts form trees; None: they are chains.
     tree_plans: by number of tokens, the rounds of the graph executor that draft trees.
     draft: the model that drafts, if there is one.
+    num_graph_layers: layers of a small model that a graph records, beside those of the target.
     """
 
     needs_history = False
@@ -56,6 +57,7 @@ class DrafterFactory(ABC):
     needs_first_token = False
     always_drafts = False
     draft: DraftDecoder | Decoder | None = None
+    num_graph_layers = 0
     max_tree_depth: int | None = None
 
     def __init__(self, draft_choices: Sequence[int], *, is_adaptive: bool = True) -> None:
@@ -207,6 +209,8 @@ class ModelDrafterFactory(DrafterFactory):
     def __init__(self, draft: Decoder, draft_choices: Sequence[int], *, is_adaptive: bool = True) -> None:
         super().__init__(draft_choices, is_adaptive=is_adaptive)
         self.draft = draft
+        # Each drafted token is a pass, the first one that of the tokens of the round before.
+        self.num_graph_layers = draft.config.num_layers * self.draft_choices[-1]
 
     def num_values_per_block(self, block_size: int) -> int:
         """Keys and values of all layers."""
@@ -237,6 +241,7 @@ class HybridDrafterFactory(DrafterFactory):
         super().__init__(model.draft_choices, is_adaptive=model.is_adaptive)
         self._model, self._ngram, self.draft = model, ngram, model.draft
         self.needs_draft_kv, self.needs_first_token = model.needs_draft_kv, model.needs_first_token
+        self.num_graph_layers = model.num_graph_layers
 
     def num_values_per_block(self, block_size: int) -> int:
         return self._model.num_values_per_block(block_size)

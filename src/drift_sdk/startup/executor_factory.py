@@ -155,7 +155,8 @@ def open_graph_executor(
         return min((part.memory.room(reserve=reserve) for part in parts), key=lambda room: room.share)
 
     def fit_blocks(num_graphs: int) -> int:
-        reserve = RESERVE_BYTES + num_graphs * decoder.config.num_layers * GRAPH_BYTES_PER_LAYER
+        num_layers = decoder.config.num_layers + drafter_factory.num_graph_layers
+        reserve = RESERVE_BYTES + num_graphs * num_layers * GRAPH_BYTES_PER_LAYER
         return size_kv(config, demand, least_room(reserve)).num_blocks
 
     shard = shards_of(config)[0]
