@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 from typing import TextIO
+from uuid import uuid4
 
 import anyio
 import msgspec
@@ -148,9 +149,14 @@ async def answer_evaluation(engine: Engine, chat: ChatFormat, file: Path, max_an
             for question, prompt, completion in zip(questions, prompts, completions, strict=True)
         ]
 
-    part = file.with_suffix(".part")
-    part.write_text("".join(lines), encoding="utf-8")
-    part.rename(file)
+    write_whole(file, "".join(lines))
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a file that is never there in part, also if several processes write it at the same time."""
+    part = file.with_suffix(f".{uuid4().hex}.part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(file)
 
 
 def encode_answer(kind: str, temperature: float, prompt_ids: list[int], completion: Completion) -> str:

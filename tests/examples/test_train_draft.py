@@ -9,6 +9,7 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -469,6 +470,21 @@ def test_commands_make_a_head_for_the_engine(
         "ngram-2": 3,
         "hybrid-2": 3,
     }
+
+
+def test_several_processes_may_write_the_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_text, file = Path.write_text, tmp_path / "evaluation.jsonl"
+
+    def interrupted(path: Path, text: str, **options: Any) -> int:
+        """Another process writes the file between this one's writing and renaming."""
+        monkeypatch.setattr(Path, "write_text", write_text)
+        num_characters = path.write_text(text, **options)
+        answers.write_whole(file, "second")
+        return num_characters
+
+    monkeypatch.setattr(Path, "write_text", interrupted)
+    answers.write_whole(file, "first")
+    assert file.read_text() == "first" and list(tmp_path.iterdir()) == [file]
 
 
 def test_training_without_answers_is_refused(
