@@ -98,7 +98,7 @@ async def measure_shapes(
         speculation = speculation_of(draft, name)
         num_verified = speculation.shape.num_draft_tokens + 1
         config = EngineConfig(
-            # Trees of larger batches would be cut.
+            # In larger batches, trees would have fewer nodes.
             max_num_seqs=min(DEFAULT_SEQS, MAX_TREE_ROWS // num_verified),
             executor=executor,
             speculation=speculation,

@@ -77,7 +77,7 @@ def test_codes_of_all_bfloat16_numbers_are_those_of_torch(scale: float, device: 
     assert torch.equal(codes, expected.view(torch.uint8))
     assert expected.float().isfinite().all()
 
-    # Where torch's conversion neither overflows nor meets NaN, it is the same.
+    # torch's conversion gives the same codes, except for NaN and numbers that overflow.
     quotient = x.float() / scale
     inside = quotient.abs() <= MAX_E4M3
     assert torch.equal(expected[inside].view(torch.uint8), quotient[inside].to(E4M3).view(torch.uint8))
