@@ -113,7 +113,7 @@ class Measurement:
                 yield device, exchange
 
     def _microseconds(self, steps: Sequence[Callable[[], None]]) -> float:
-        """Of a step of all GPUs."""
+        """Microseconds of a step of all GPUs, the median of NUM_REPLAYS replays."""
         replays = [device.capture(step) for (device, _), step in zip(self._gpus(), steps, strict=True)]
         _settle(self._group)
         for _, exchange in self._gpus():

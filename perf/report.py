@@ -272,7 +272,7 @@ def header_of(found: Mapping[str, Results]) -> list[str]:
     lines.append("|---|---|---|")
     for topic, results in found.items():
         commits = dict.fromkeys(run.get("commit", results.commit) for run in results.runs)
-        # Topics that are not about speed do not measure it.
+        # Topics that are not about speed do not measure the bandwidth.
         bandwidth = f"{results.read_bandwidth_tb_s:.2f} TB/s" if results.read_bandwidth_tb_s else ""
         lines.append(f"| {topic} | {', '.join(commits)} | {bandwidth} |")
     return lines

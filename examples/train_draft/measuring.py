@@ -33,7 +33,7 @@ __all__ = ["measure", "measure_shapes", "speculation_of"]
 TEMPERATURES = (0.0, 1.0)
 DEFAULT_SEQS = 64
 TOP_K, MAX_DEPTH = 4, 8
-"""Of trees: candidates after each token, and most tokens of a path."""
+"""Limits of trees: candidates after each token, and tokens of a path."""
 ExecutorName = Literal["auto", "eager", "graph"]
 KINDS_OF_DRAFTS = ("chain", "tree", "ngram", "hybrid")
 TRACED = "chat 0"
@@ -60,7 +60,7 @@ class Answered(Struct, frozen=True):
 def speculation_of(draft: Path, name: str) -> Speculation:
     """Drafts in every round, of a name such as "chain-7": K tokens of the head in a chain; "tree-7", of the
     head in a tree that is grown anew in every round; "ngram-7", of n-grams; "hybrid-7", of n-grams where they
-    are accepted as often as the head's.
+    are accepted at least as often as those of the head.
 
     Raises ValueError for another name, and ConfigError for a K out of range.
     """
@@ -98,7 +98,7 @@ async def measure_shapes(
         speculation = speculation_of(draft, name)
         num_verified = speculation.shape.num_draft_tokens + 1
         config = EngineConfig(
-            # Trees of larger batches would be cut.
+            # In larger batches, trees would have fewer nodes.
             max_num_seqs=min(DEFAULT_SEQS, MAX_TREE_ROWS // num_verified),
             executor=executor,
             speculation=speculation,

@@ -28,7 +28,7 @@ CONTEXTS, BATCHES, ROWS_PER_SEQUENCE = (512, 16_384, 32_768), (1, 4, 8, 64), (1,
 PROMPT = 8192
 """Tokens of the prompt."""
 KV_NAMES = {torch.bfloat16: "", E4M3: ", fp8 KV"}
-"""Of the KV cache, behind the name of a kernel."""
+"""Names of dtypes of the KV cache, appended to the name of a kernel."""
 
 
 def attention_cases(

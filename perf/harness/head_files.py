@@ -39,7 +39,7 @@ class HeadFiles(Struct, frozen=True, kw_only=True):
 
 
 class StandIn(Struct, frozen=True):
-    """What loading a head reads of its target's weights, without values and memory."""
+    """A substitute for the target's weights that loading a head reads, without values and memory."""
 
     final_norm: torch.Tensor
     embedding: torch.Tensor

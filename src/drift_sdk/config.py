@@ -94,9 +94,10 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                               Blocks of GGUF and quantised experts need the eager executor, which dequantises
                               a weight at each use: that costs speed.
     kv_dtype:                 numbers of the KV cache: None (those of `dtype`) or "fp8" (e4m3, a byte each,
-                              with the scales of the files, else 1). The cache holds twice the tokens, and
-                              long contexts are read faster; what is stored is rounded to three bits of
-                              mantissa, so tokens may differ. The KV cache of a draft remains of `dtype`.
+                              with the scales of the files, else 1). The cache holds twice the tokens of
+                              bfloat16 and attention reads half of the bytes; what is stored is rounded to
+                              three bits of mantissa, so tokens may differ. The KV cache of a draft remains
+                              of `dtype`.
     load:                     "auto" (the model's files) or "random" (random weights of the configured
                               shapes).
     revision:                 branch, tag or commit of the model's hub id; None = the hub's default.

@@ -175,7 +175,7 @@ def test_a_request_alone_gets_the_tokens_of_one_gpu_in_a_batch(
 
 @pytest.mark.parametrize("drafts", ["chain", "tree"])
 def test_drafts_are_those_of_one_gpu(drafts: str, llama: Path) -> None:
-    """With simulated acceptance they are emitted, rounds have all lengths, and the draft runs on them."""
+    """Acceptance is simulated: drafts are emitted, rounds have all lengths, and the draft runs on them."""
     requests, found = cases(9, seed=2, num_tokens=100), []
     for num_gpus in (1, 2):
         config = config_on(num_gpus, max_num_seqs=1, speculation=speculation_of(drafts, llama))

@@ -31,7 +31,8 @@ from drift_sdk import (
 )
 
 TIE_BOUND = 0.003
-"""Of logits. A key between two codes may be rounded to either, by the last bits of a product's sum."""
+"""The largest difference of logits that counts as a tie. A key between two codes may be rounded to either, by
+the last bits of a product's sum."""
 TREE = StaticTree(((0,), (1,), (0, 0), (0, 1), (0, 0, 0)))
 CONFIG = EngineConfig(device="cpu", dtype="float32", kv_dtype="fp8", kv_cache_tokens=1024, max_model_len=128)
 
@@ -82,7 +83,7 @@ def tokens_of(completions: Sequence[Completion]) -> list[tuple[int, ...]]:
 
 
 def answers(folder: Path, **fields: Any) -> list[list[Completion]]:
-    """Of all requests at once, twice."""
+    """The answers to all requests at once, twice."""
 
     async def main() -> list[list[Completion]]:
         async with Engine(folder / "model", CONFIG.replace(**fields)) as engine:

@@ -278,8 +278,8 @@ def test_small_models_and_ngrams_beside_drafts(
 
 @pytest.mark.parametrize("variant", range(4))
 def test_a_model_that_drafts_for_itself_is_always_right(folder: Path, variant: int) -> None:
-    """It has keys and values of all tokens: after prompts in chunks, prefix hits, preemptions, and rounds in
-    which a request drafts fewer tokens than others or none."""
+    """The draft has keys and values of all tokens: after prompts in chunks, prefix hits, preemptions, and
+    rounds in which a request drafts fewer tokens than others or none."""
     given = cases(0.0)
     for seed, case in enumerate(given):
         case.params = SamplingParams(

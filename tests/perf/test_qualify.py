@@ -215,7 +215,7 @@ def test_reference_of_another_engine_is_compared(
     ]
     assert all(run["is_good"] and run["min_cosine"] > 0.9999 for run in runs)
     capsys.readouterr()
-    # What follows a wrong stage is right in the file: only that stage differs.
+    # The later stages in the file are not computed from the wrong one, so only that stage differs.
     save_file(tensors | {"mlp.0": tensors["mlp.0"].roll(1, 0)}, file)
     assert compare_stages.main(arguments) == 1
     assert "mlp.0 differs from stages.safetensors: cosine" in capsys.readouterr().err

@@ -48,7 +48,7 @@ def make(p50: float | None = None, p95: float | None = None, *, throughput: bool
 
 
 def test_budget_without_targets_is_a_quarter_while_decoding() -> None:
-    """Where prompts have a pass of their own, however many tokens wait."""
+    """Prompts have a pass of their own; the number of waiting tokens does not matter."""
     assert [make().num_tokens(rows, MANY) for rows in (0, 1)] == [2048, 512]
     assert [make(throughput=True).num_tokens(rows, MANY) for rows in (0, 1)] == [2048, 2048]
     assert make().num_tokens(1, 10) == 512

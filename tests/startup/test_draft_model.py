@@ -87,7 +87,7 @@ def test_other_vocabularies_are_rejected(target: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"token \d+ is '#': expected '!', as in the vocabulary"):
         opened(target, other)
 
-    # Written otherwise, or missing, it is the same vocabulary.
+    # Another order of the file, or no file, is no other vocabulary.
     vocab["!"], vocab["#"] = vocab["#"], vocab["!"]
     (other / "tokenizer.json").write_text(json.dumps(tokens, indent=1))
     assert isinstance(opened(target, other), ModelDrafterFactory)

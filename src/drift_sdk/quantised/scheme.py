@@ -164,7 +164,7 @@ def _read_compressed(settings: Mapping[str, Any]) -> Scheme:
 
 
 def _kv_obstacle(scheme: object) -> str:
-    """Why scales that a `kv_cache_scheme` tells of are not those of e4m3; "" if they are."""
+    """The reason for which the scales of a `kv_cache_scheme` are not those of e4m3; "" if they are."""
     if scheme is None:
         return ""
 

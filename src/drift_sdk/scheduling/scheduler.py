@@ -256,7 +256,7 @@ class Scheduler:
     def _plan_chunks(self, step: StepBuilder, prefilling: list[Sequence], *, may_admit: bool) -> None:
         """Add chunks of running sequences, then, with `may_admit`, of newly admitted ones, within the
         budget."""
-        # Of the queue, what could be admitted now, prefix hits included: they are not known yet.
+        # The tokens of the prompts that could be admitted now; prefix hits are not known yet and count too.
         num_waiting = self._queue.num_tokens(min(self._running.num_free_slots, MAX_CHUNKS))
         num_waiting += sum([seq.num_prefill_tokens - seq.num_launched_tokens for seq in prefilling])
         budget = self._budget.num_tokens(len(step.decode), num_waiting, step.num_draft_tokens)

@@ -77,7 +77,7 @@ def test_codes_of_all_bfloat16_numbers_are_those_of_torch(scale: float, device: 
     assert torch.equal(codes, expected.view(torch.uint8))
     assert expected.float().isfinite().all()
 
-    # Where torch's conversion neither overflows nor meets NaN, it is the same.
+    # torch's conversion gives the same codes, except for NaN and numbers that overflow.
     quotient = x.float() / scale
     inside = quotient.abs() <= MAX_E4M3
     assert torch.equal(expected[inside].view(torch.uint8), quotient[inside].to(E4M3).view(torch.uint8))
@@ -293,7 +293,7 @@ SHAPES = [
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_attention_is_near_float64(shape: dict[str, Any], dtype: torch.dtype, device: str) -> None:
-    """By each kernel. Scales differ between heads, and between keys and values."""
+    """All kernels are compared. Scales differ between heads, and between keys and values."""
     step = Step([3, 17, 130] if IS_GPU else [3, 66], 3, device=device, dtype=dtype, **shape)
     for attend in (step.decoded, step.in_trees, step.as_prompt):
         step.assert_attended(attend(Partitions.of_window(step.window) if IS_GPU else SMALL))
@@ -327,7 +327,7 @@ def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("exact_products")
 @pytest.mark.parametrize("shape", [{"num_kv_heads": 1}, {"window": 40, "has_sinks": True}], ids=str)
 def test_bits_are_those_of_decoding_in_trees_and_prompts(shape: dict[str, Any], device: str) -> None:
-    """And those of a cache of the same numbers, if halves of the dimensions fill whole MMAs."""
+    """A cache of the same numbers has these bits too, if halves of the dimensions fill whole MMAs."""
     step = Step([70, 133], 3, device=device, **shape)
     expected = step.decoded(SMALL)
     assert torch.equal(step.in_trees(SMALL), expected)
@@ -346,8 +346,8 @@ def test_bits_are_those_of_decoding_in_trees_and_prompts(shape: dict[str, Any], 
 def test_bits_are_those_of_a_cache_of_the_same_numbers(
     heads: tuple[int, int, int], num_rows: int, device: str
 ) -> None:
-    """Of bfloat16 numbers, where halves of the dimensions fill whole MMAs; and the same in trees, in prompts
-    by wgmma, and for rows alone."""
+    """Halves of the dimensions fill whole MMAs. Decoding, trees, prompts by wgmma and rows alone are compared
+    with a cache of bfloat16 numbers."""
     num_kv_heads, group, head_dim = heads
     step = Step(
         [64, 700, 1999, 5300],
@@ -376,7 +376,7 @@ def test_bits_are_those_of_a_cache_of_the_same_numbers(
 
 @pytest.mark.parametrize(("head_dim", "num_stages"), [(64, 3), (256, 3), (512, 3), (1024, 1)])
 def test_more_stages_are_under_way_where_they_fit(head_dim: int, num_stages: int) -> None:
-    """With 227 KiB of shared memory."""
+    """The GPU has 227 KiB of shared memory."""
     with limited_gpu(HOPPER):
         assert attention_config(head_dim, E4M3, 64).num_stages == num_stages
         assert attention_config(head_dim, torch.bfloat16, 64).num_stages == (2 if head_dim <= 256 else 1)

@@ -47,7 +47,7 @@ def test_mixed_steps_have_at_most_512_rows(tokens: int, rows: int, bucket: tuple
     [(8, (64, 64)), (9, (128, 64)), (16, (128, 64)), (17, (192, 64)), (32, (320, 64)), (33, None)],
 )
 def test_many_chunks_take_a_larger_mixed_step(chunks: int, bucket: tuple[int, int] | None) -> None:
-    """Of few rows each: room for more would take time in every step."""
+    """Chunks have few rows each; room for more chunks would take time in every step."""
     assert buckets(256, 2048).mixed_bucket(60, chunks, 64) == (bucket and (*bucket, 0))
     assert buckets(64, 16).mixed_bucket(8, 8, 64) == (16, 64, 0)
 
@@ -74,7 +74,7 @@ def test_tiles_of_a_step_with_many_chunks_fit() -> None:
 
 
 def test_few_chunk_rows_have_smaller_tiles() -> None:
-    """So that there are programs for most multiprocessors."""
+    """Smaller tiles give programs for most multiprocessors."""
     found = buckets(256, 2048)
     tiles = {bucket.num_rows: found.mixed_attention(bucket).tile_rows for bucket in found.mixed}
     assert tiles[64] == tiles[192] == 64 and tiles[256] == tiles[448] == 128

@@ -232,7 +232,7 @@ def test_steps_and_drafts_equal_those_of_the_eager_executor(
 
 
 def check_products(file: Path, small: Decoder) -> None:
-    """What is logged and could be tuned are the products of the small model's weights."""
+    """Check that the logged products, which can be tuned, are those of the small model's weights."""
     weights = small.weights, *small.weights.layers
     roles = ("qkv", "output", "gate_up", "down", "head")
     found = {role: getattr(part, role) for part in weights for role in roles if hasattr(part, role)}

@@ -56,7 +56,7 @@ def gpu_limits() -> GpuLimits:
     if _limited:
         return _limited[-1]
 
-    # Launches ask, and whether there is a GPU takes longer to find out than whether torch uses one.
+    # Every launch asks: is_initialized() takes less time than is_available().
     has_gpu = torch.cuda.is_initialized() or torch.cuda.is_available()
     return limits_of(torch.cuda.current_device()) if has_gpu else HOPPER
 

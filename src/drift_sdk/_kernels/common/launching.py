@@ -1,4 +1,4 @@
-"""How kernels are launched: compiled or interpreted, one after the other or overlapping.
+"""Launches of kernels: compiled or interpreted, one after the other or overlapping.
 
 On a GPU kernels are compiled; without one, Triton's interpreter runs them on the CPU.
 

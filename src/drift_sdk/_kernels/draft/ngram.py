@@ -102,8 +102,8 @@ def found_tokens(
     ROWS_PER_SLOT: tl.constexpr,
     PADDED_ROWS: tl.constexpr,
 ):
-    """Of a program's slot: its rows but the first, whether each exists, their slots, and the tokens found for
-    them; -1: none. All [PADDED_ROWS]."""
+    """Return the rows of a program's slot but the first, a mask of those that exist, their slots, and the
+    tokens found for them (-1: none). All [PADDED_ROWS]."""
     slot_index = tl.program_id(0)
     slot = tl.load(row_slot_ptr + slot_index * ROWS_PER_SLOT)
     length = tl.load(row_position_ptr + slot_index * ROWS_PER_SLOT) + 1

@@ -40,7 +40,7 @@ from drift_sdk._kernels.layers.rms_norm import NormKind, norm_warps
 __all__ = ["add_norm_across", "add_norm_across_reference"]
 
 NAN_BITS = tl.constexpr(0x7FFFFFFF)
-"""What is sent for a number with the bits EMPTY, which is none."""
+"""The bits of a NaN that is sent in place of a number with the bits EMPTY, which mark a missing number."""
 
 LATE = tl.constexpr(1 << 20)
 """Added to the number of missing partial sums, which is less, when the time is over."""

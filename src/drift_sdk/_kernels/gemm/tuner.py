@@ -146,7 +146,7 @@ def candidates(
     They fit the GPU's shared memory, and `check_tiles` allows them. all_candidates: see `Effort`.
     """
     first = msgspec.structs.replace(default_tiles(shape, num_rows, limits), is_library=False)
-    others = _tiles_for_few(shape, num_rows) if num_rows <= 64 else _tiles_for_many(shape)
+    others = _tiles_for_few(num_rows) if num_rows <= 64 else _tiles_for_many(shape)
     for tiles in dict.fromkeys((first, *others)):
         num_changes = sum(getattr(tiles, name) != getattr(first, name) for name in VARIED)
         is_near = num_changes <= 1 and abs(tiles.num_stages - first.num_stages) <= 1
@@ -165,7 +165,7 @@ def tiles_of(config: GemmConfig) -> GemmTiles:
     return GemmTiles(*(getattr(config, name) for name in GemmTiles.__struct_fields__))
 
 
-def _tiles_for_few(shape: GemmShape, num_rows: int) -> Iterable[GemmTiles]:
+def _tiles_for_few(num_rows: int) -> Iterable[GemmTiles]:
     tile_m = max(16, 1 << (num_rows - 1).bit_length())
     for tile_n, tile_k, num_stages in itertools.product((64, 128), (64, 128), LONG_STAGES):
         yield GemmTiles(True, tile_n, tile_m, tile_k, num_stages, 4)

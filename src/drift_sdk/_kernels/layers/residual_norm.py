@@ -110,7 +110,7 @@ def _add_norm(
     column = tl.arange(0, PADDED_SIZE)
     column_mask = column < SIZE
     hidden_ptrs = hidden_ptr + (row * hidden_stride + column)
-    # Loaded here, weights are not waited for after the sum.
+    # Weights are loaded before the sum, so that they have arrived when it is done.
     weight = tl.load(weight_ptr + column, mask=column_mask, other=0.0)
     delta_weight, bias = weight, weight
     if bias_ptr is not None:

@@ -179,8 +179,7 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
 
     @property
     def mixed_tokens(self) -> dict[int, tuple[tuple[int, tuple[int, ...]], ...]]:
-        """By number of drafts: ascending slots of mixed steps, each with the ascending rows of chunks beside
-        them."""
+        """Sizes of mixed steps by number of drafts: ascending slots, each with ascending rows of chunks."""
         found = {}
         for number in self.drafts:
             sizes: dict[int, list[int]] = {}

@@ -118,7 +118,7 @@ class ProductLog:
         return found
 
     def _of_draft(self, products: Iterable[LoggedProduct]) -> list[LoggedProduct]:
-        """Those that the draft does not leave to the library."""
+        """The products of a draft that are not left to the library: for a head those of few rows."""
         most = MAX_MULTIPLY_ROWS if isinstance(self._draft, DraftDecoder) else sys.maxsize
         return [product for product in products if product.num_rows <= most]
 

@@ -27,7 +27,6 @@ MAX_ID_CHARS = 64
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL_BEGIN, CALL_END, CALL_SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
 
-TEXT_TYPES = ("string", None)
 JSON_TYPES = {
     bool: ("boolean",),
     int: ("integer", "number"),
