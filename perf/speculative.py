@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -218,11 +219,14 @@ def measure_peer(
 
 
 def read_text(model: Model, file: Path | None) -> Text | None:
-    """The text of a UTF-8 file as a model's tokens."""
+    """The text of a UTF-8 file as a model's tokens. Raises SystemExit for another file."""
     if file is None:
         return None
 
-    content = file.read_text(encoding="utf-8")
+    try:
+        content = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        sys.exit(f"--text {file}: expected UTF-8: {error}")
     return Text(file.name, tuple(resolve(model.path).tokenizer().encode(content)))
 
 

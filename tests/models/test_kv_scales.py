@@ -146,6 +146,17 @@ def test_wrong_scales_are_refused(
         load(source_of(plain, tmp_path, given))
 
 
+@pytest.mark.parametrize("layer", range(NUM_LAYERS))
+def test_scales_of_some_layers_are_refused(layer: int, plain: Path, tmp_path: Path) -> None:
+    source = source_of(plain, tmp_path, dict.fromkeys(PAIR, torch.ones(1)))
+    tensors = load_file(tmp_path / "model.safetensors")
+    for part in PAIR:
+        del tensors[f"model.layers.{layer}.self_attn.{part}"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=f"model.layers.{layer}.self_attn.k_scale is missing"):
+        load(source)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -51,7 +51,7 @@ def test_recorded_rounds_are_simulated(tmp_path: Path, monkeypatch: pytest.Monke
     arguments = ["--trace", str(tmp_path / "trace.json"), "--device", "cuda"]
     given = arguments_of(arguments, None)
     assert given.executor == "graph"
-    model = prepare("tiny", tmp_path / "tiny")
+    model = prepare("smollm2-shapes", tmp_path / "model")
     (drafting,) = speculative.draftings_of(given, model)
     assert (drafting.acceptance, drafting.simulated_length) == ("simulated", 2.4)
     simulated: list[object] = []
@@ -77,6 +77,13 @@ def test_small_models_and_ngrams_beside_them_are_drafts(tmp_path: Path) -> None:
     options, scenario = DecodeOptions(), Scenario.parse("single-16")
     step = small.decode_bytes(1, scenario.mean_context(options.lengths), options.itemsize)
     assert drafting.round_bytes(2.0, scenario, options) == 2 * step
+
+
+def test_text_that_is_not_utf8_is_rejected(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"tides \xff")
+    with pytest.raises(SystemExit, match=r"--text .*text.txt: expected UTF-8: .* 0xff in position 6"):
+        speculative.read_text(prepare("smollm2-shapes", tmp_path / "model"), text)
 
 
 def test_numbers_of_gpus_are_measured_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

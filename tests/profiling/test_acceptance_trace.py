@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,12 @@ def test_trace_is_saved_and_loaded(tmp_path: Path) -> None:
     trace.save(tmp_path / "trace.json")
     assert AcceptanceTrace.load(tmp_path / "trace.json") == trace
     assert trace.lengths == (3, 1, 4, 2) and trace.mean == 2.5
-    (tmp_path / "other.json").write_text('{"sequences": [["a"]]}')
-    with pytest.raises(ConfigError, match="other.json"):
+
+
+@pytest.mark.parametrize("sequences", [[["a"]], [], [[]], [[3, 0]], [[2], [-1]]])
+def test_file_without_rounds_of_tokens_is_rejected(sequences: list[Any], tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text(json.dumps({"sequences": sequences}))
+    with pytest.raises(ConfigError, match=r"other.json'?: expected a file written by AcceptanceTrace.save"):
         AcceptanceTrace.load(tmp_path / "other.json")
 
 

@@ -130,7 +130,7 @@ class QuantisedTensors:
         """Scales of the KV cache, as in KVScaleSource. Files have them for all layers, or for none."""
         names = set(self._tensors.names())
         for pair in KV_SCALES:
-            if not any(f"{attention(0)}.{part}" in names for part in pair):
+            if not any(f"{attention(layer)}.{part}" in names for layer in range(num_layers) for part in pair):
                 continue
 
             if self._scheme.kv_obstacle:

@@ -72,10 +72,13 @@ class AcceptanceTrace(Struct, frozen=True):
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a trace that `save` has written. Raises ConfigError for any other file."""
+        """Read a trace that `save` has written. Raises ConfigError for any other file, and for one without
+        rounds."""
         try:
-            return msgspec.json.decode(Path(path).read_bytes(), type=cls)
-        except msgspec.DecodeError as error:
+            trace = msgspec.json.decode(Path(path).read_bytes(), type=cls)
+            cls.of(trace.lengths)
+        except (msgspec.DecodeError, ConfigError) as error:
             raise ConfigError.of(
                 "path", str(path), f"a file written by AcceptanceTrace.save: {error}"
             ) from error
+        return trace
