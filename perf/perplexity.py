@@ -70,7 +70,7 @@ async def measure(
     first: list[float] = []
     for form in forms:
         path = model.path
-        weights: WeightForm = "expanded" if form == KV_FORM else form  # type: ignore[assignment]
+        weights: WeightForm = "expanded" if form == KV_FORM else form  # type: ignore[assignment]  # a form of weights
         if form in QUANTISERS and model.config.quantisation is not None:
             path = expanded_copy(model, folder)
         config = settings.replace(

@@ -197,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 batch=given.prompts,
                 context=NUM_PROMPT_TOKENS,
                 load_s=load_s if engine == "drift" else UNSET,
-                **checked(reference, prompts, answers),  # type: ignore[arg-type]
+                **checked(reference, prompts, answers),  # type: ignore[arg-type]  # names of fields
             )
             runs.append(run)
             recording.add(run)

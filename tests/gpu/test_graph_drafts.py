@@ -98,7 +98,7 @@ def test_drafts_do_not_change_the_output(kind: str, tmp_path: Path) -> None:
         assert one.logprobs == other.logprobs
         assert (one.text, one.finish_reason) == (other.text, other.finish_reason)
     counts = stats.speculation
-    print(kind, counts, stats.num_preemptions)  # noqa: T201
+    print(kind, counts, stats.num_preemptions)  # noqa: T201 - shown on failure, or with -s
     assert counts.num_rounds > 100
     assert (counts.num_ngram_rounds > 0) == (ngrams is not None)
     if kind == "itself":

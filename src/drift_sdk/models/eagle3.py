@@ -271,8 +271,8 @@ def _explain_errors(source: Source) -> Iterator[None]:
 
 
 def is_whole_model(source: Source) -> bool:
-    """Whether a source is a language model: a .gguf file is one, a folder by the names of its tensors, or by
-    its config if it has none."""
+    """Return True if a source is a language model: a .gguf file is one, a folder by the names of its tensors,
+    or by its config if it has none."""
     if source.path.is_file():
         return True
 

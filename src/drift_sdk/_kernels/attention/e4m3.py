@@ -116,7 +116,8 @@ def decode_rows(
 
 
 def is_decoded_in_pairs(dtype: torch.dtype) -> bool:
-    """Whether `decode_pairs` to `dtype` is done in assembly, two words at a time, with the same result."""
+    """Return True if `decode_pairs` to `dtype` is done in assembly, two words at a time. The result is the
+    same."""
     return dtype == torch.bfloat16 and not is_interpreted()
 
 

@@ -72,7 +72,7 @@ def load_parts(
     """Return the parts of rows, zeros where the mask is false."""
     parts = (tl.load(pointers, mask=mask, other=0.0),)
     if NUM_PARTS == 2:
-        parts = parts + (tl.load(pointers + PART_DIM, mask=mask, other=0.0),)  # type: ignore[assignment]
+        parts = parts + (tl.load(pointers + PART_DIM, mask=mask, other=0.0),)  # type: ignore[assignment]  # a longer tuple
     return parts
 
 
@@ -94,7 +94,7 @@ def zero_parts(ROWS: tl.constexpr, PADDED_DIM: tl.constexpr, NUM_PARTS: tl.const
     """Return the sums of no values."""
     parts = (tl.zeros((ROWS, PADDED_DIM), tl.float32),)
     if NUM_PARTS == 2:
-        parts = parts + (tl.zeros((ROWS, PADDED_DIM), tl.float32),)  # type: ignore[assignment]
+        parts = parts + (tl.zeros((ROWS, PADDED_DIM), tl.float32),)  # type: ignore[assignment]  # a longer tuple
     return parts
 
 
@@ -107,7 +107,7 @@ def clear_parts(
     """Return parts with zeros in some rows."""
     cleared = (tl.where(is_cleared[:, None], 0.0, parts[0]),)
     if NUM_PARTS == 2:
-        cleared = cleared + (tl.where(is_cleared[:, None], 0.0, parts[1]),)  # type: ignore[assignment]
+        cleared = cleared + (tl.where(is_cleared[:, None], 0.0, parts[1]),)  # type: ignore[assignment]  # a longer tuple
     return cleared
 
 
@@ -148,7 +148,7 @@ def attend_tile(
         low, high = decode_pairs(values, queries[0].dtype, IN_PAIRS)
         low_sum = tl.dot(probability, low, total[0] * rescale[:, None], input_precision="ieee")
         high_sum = tl.dot(probability, high, total[1] * rescale[:, None], input_precision="ieee")
-        sums = (low_sum, high_sum)  # type: ignore[assignment]
+        sums = (low_sum, high_sum)  # type: ignore[assignment]  # a longer tuple
     return new_maximum, weight, sums
 
 

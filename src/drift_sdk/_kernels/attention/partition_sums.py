@@ -121,8 +121,8 @@ def _add_several(
         is_part = number + zeros < end - first
         part_weight = tl.load(weight_ptrs + number * STRIDE, mask=is_part, other=0.0)
         part_total = tl.load(sum_ptrs + number * (STRIDE * HEAD_DIM), mask=is_part & is_dim, other=0.0)
-        part_weights = part_weights + (part_weight,)  # type: ignore[assignment]
-        part_totals = part_totals + (part_total,)  # type: ignore[assignment]
+        part_weights = part_weights + (part_weight,)  # type: ignore[assignment]  # longer tuples
+        part_totals = part_totals + (part_total,)  # type: ignore[assignment]  # longer tuples
 
     # No load is moved behind a barrier, so all of them are under way from here on.
     tl.debug_barrier()

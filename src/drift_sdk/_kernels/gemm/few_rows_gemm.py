@@ -100,7 +100,7 @@ def few_rows_tiles(
 
 
 def has_few_rows_product(x: Tensor, weight: Tensor, config: GemmConfig) -> bool:
-    """Whether `few_rows_multiply` computes the product of x [M, K] and weight [N, K]."""
+    """Return True if `few_rows_multiply` computes the product of x [M, K] and weight [N, K]."""
     num_rows = x.shape[0]
     if x.device.type != "cuda" or x.dtype != torch.bfloat16 or num_rows > MAX_ROWS:
         return False

@@ -141,9 +141,9 @@ def _tiles_of_few(shape: GemmShape, num_rows: int, limits: GpuLimits) -> GemmTil
 
 
 def _may_be_wide(shape: GemmShape, tile_m: int, num_rows: int, limits: GpuLimits) -> bool:
-    """Whether tiles may have 128 columns. They wait for more bytes before they compute: few rows and long
-    sums are worth it, and of 64 rows only weights of so many columns that CTAs follow each other anyway, if
-    the last ones then fill the GPU at least as well."""
+    """Return True if tiles may have 128 columns. They wait for more bytes before they compute: few rows and
+    long sums are worth it, and of 64 rows only weights of so many columns that CTAs follow each other anyway,
+    if the last ones then fill the GPU at least as well."""
     num_ctas = shape.num_ctas(WIDE, tile_m, num_rows, is_spread=True)
     if tile_m == 16 or shape.is_gated and tile_m == 32:
         least_ctas = MIN_CTA_SHARE * limits.num_multiprocessors

@@ -132,7 +132,7 @@ def attend_paths(
                 root_position, first_seen, table_ptr, node_kv_slot_ptr, row_path_ptr, NUM_TREE_NODES,
                 NUM_PATH_ENTRIES, KV_BLOCK_SIZE,
             )  # fmt: skip
-            own_slots = own_slots + (found,)  # type: ignore[assignment]
+            own_slots = own_slots + (found,)  # type: ignore[assignment]  # a longer tuple
     wait_for_producers(PDL)
     if slot >= 0:
         dim = tl.arange(0, PADDED_DIM)
