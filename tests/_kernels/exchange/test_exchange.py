@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -228,6 +230,22 @@ def test_nothing_waits_before_ranks_are_armed(device: str) -> None:
     exchange.disarm()
     exchange.begin()
     exchange.check()
+
+
+def test_an_exchange_keeps_the_memory_of_its_peers(device: str) -> None:
+    class RecordingDevice(SharedDevice):
+        def mapped_memory(self, num_bytes: int, peers: Sequence[torch.device]) -> torch.Tensor:
+            block = super().mapped_memory(num_bytes, peers)
+            kept.append(weakref.ref(block))
+            return block
+
+    kept: list[weakref.ref[torch.Tensor]] = []
+    exchange = open_exchanges([RecordingDevice(device), RecordingDevice(device)], SIZES)[0]
+    gc.collect()
+    assert all(block() is not None for block in kept)
+    del exchange
+    gc.collect()
+    assert all(block() is None for block in kept)
 
 
 def test_buffers_do_not_overlap(exchanges: list[Exchange]) -> None:

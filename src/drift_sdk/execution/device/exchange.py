@@ -65,10 +65,15 @@ class Exchange:
     shard: the part of the model that the GPU has.
     """
 
-    def __init__(self, shard: Shard, memory: PeerMemory, sizes: ExchangeSizes, block: Tensor) -> None:
-        """block: this GPU's, [num_bytes] uint8, of which memory.flags is the beginning."""
+    def __init__(
+        self, shard: Shard, memory: PeerMemory, sizes: ExchangeSizes, blocks: Sequence[Tensor]
+    ) -> None:
+        """blocks: [num_bytes] uint8 of each GPU; memory.flags is the beginning of this one's. All are kept,
+        because kernels of this GPU write into those of its peers."""
         self.shard = shard
         self._memory, self._num_sums = memory, sizes.num_sums
+        self._blocks = tuple(blocks)
+        block = blocks[shard.rank]
         *places, _ = sizes.places(shard.size)
         first, second, self._logits, self._drafts = (
             block[place : place + 4 * length].view(torch.float32)
@@ -136,7 +141,7 @@ class Exchange:
 
 
 def open_exchanges(devices: Sequence[Device], sizes: ExchangeSizes) -> list[Exchange]:
-    """The exchange of each GPU, in order of rank. The memory is freed with them."""
+    """The exchange of each GPU, in order of rank. The memory of all is freed with the last of them."""
     blocks = []
     for device in devices:
         peers = [other.torch_device for other in devices if other is not device]
@@ -155,5 +160,5 @@ def open_exchanges(devices: Sequence[Device], sizes: ExchangeSizes) -> list[Exch
                 limit=torch.zeros(1, dtype=torch.int64, device=device.torch_device),
                 report=torch.zeros(1, dtype=torch.int32, pin_memory=is_gpu),
             )
-            exchanges.append(Exchange(Shard(rank=rank, size=len(devices)), memory, sizes, block))
+            exchanges.append(Exchange(Shard(rank=rank, size=len(devices)), memory, sizes, blocks))
     return exchanges
