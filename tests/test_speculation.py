@@ -7,7 +7,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from drift_sdk import Chain, ConfigError, DynamicTree, NGram, Speculation, StaticTree
+from drift_sdk import (
+    Chain,
+    ConfigError,
+    DynamicTree,
+    EngineConfig,
+    NGram,
+    PartialVerification,
+    Speculation,
+    StaticTree,
+)
 from drift_sdk.trees.limits import MAX_TREE_ROWS, max_batch_drafts
 
 CASES = [
@@ -21,6 +30,16 @@ CASES = [
     (Speculation, "draft", ("hub/id", Path("folder"), NGram()), ("", 7, None, Chain(3))),
     (Speculation, "ngrams", (None, NGram(), NGram(min_length=3)), ("ngram", 3, True, Chain(3), NGram)),
     (Speculation, "shape", (Chain(1), StaticTree(((0,),)), DynamicTree()), (3, None, NGram(), ((0,),))),
+    (
+        Speculation,
+        "partial_verification",
+        (None, PartialVerification(), PartialVerification(refresh_tokens=4)),
+        (True, 4096, {}, "lossy", PartialVerification),
+    ),
+    (PartialVerification, "sink_tokens", (1, 2**20), (0, 2**20 + 1, True, "3", 3.0, None)),
+    (PartialVerification, "retrieved_tokens", (1, 2**20), (0, 2**20 + 1, True, "3", 3.0, None)),
+    (PartialVerification, "window_tokens", (1, 2**20), (0, 2**20 + 1, True, "3", 3.0, None)),
+    (PartialVerification, "refresh_tokens", (2, 128), (1, 129, True, "3", 3.0, None)),
     (Speculation, "checks", (True, False), (0, None, "no")),
     (Speculation, "adaptive", (True, False), (1, None, "yes")),
     (Speculation, "aux_layer_convention", (None, "output", "boundary"), ("outputs", 1, True)),
@@ -35,7 +54,7 @@ NEEDED = {
 
 
 def test_every_field_of_speculation_has_a_case() -> None:
-    for struct in (Chain, StaticTree, DynamicTree, NGram, Speculation):
+    for struct in (Chain, StaticTree, DynamicTree, NGram, PartialVerification, Speculation):
         assert {field for s, field, _, _ in CASES if s is struct} == set(struct.__struct_fields__)
 
 
@@ -102,3 +121,38 @@ def test_rows_of_dynamic_trees() -> None:
     tree = DynamicTree(top_k=4, depth=5)
     assert [tree.num_draft_rows(number) for number in (0, 1, 2, 3, 15)] == [0, 0, 2, 6, 16]
     assert max_batch_drafts(MAX_TREE_ROWS) == 0
+
+
+PARTIAL = PartialVerification(refresh_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("field", "settings"),
+    [
+        ("partial_verification", {"shape": DynamicTree()}),
+        ("partial_verification", {"checks": True}),
+        ("refresh_tokens", {"shape": Chain(4)}),
+    ],
+)
+def test_partial_verification_is_refused_where_rounds_have_none(field: str, settings: dict) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Speculation(draft="hub/id", partial_verification=PARTIAL, **settings)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("tensor_parallel", 2), ("kv_dtype", "fp8"), ("block_size", 128)]
+)
+def test_partial_verification_is_refused_beside_settings_of_an_engine(field: str, value: object) -> None:
+    speculation = Speculation(draft="hub/id", partial_verification=PARTIAL)
+    EngineConfig(speculation=speculation, block_size=64)
+    with pytest.raises(ConfigError, match=f"{field}=.*with partial_verification"):
+        EngineConfig(speculation=speculation, **{field: value})
+
+
+def test_partial_verification_from_plain_data() -> None:
+    settings = {"draft": "ngram", "partial_verification": {"sink_tokens": 16, "refresh_tokens": 9}}
+    found = Speculation.from_dict(settings).partial_verification
+    assert found == PartialVerification(sink_tokens=16, refresh_tokens=9)
+    with pytest.raises(ConfigError, match="sink_token"):
+        Speculation.from_dict(settings | {"partial_verification": {"sink_token": 16}})

@@ -25,6 +25,7 @@ from drift_sdk.grammars import JsonSchema, Lark, Regex
 from drift_sdk.inspection import inspect
 from drift_sdk.jobs import Job, JobResult
 from drift_sdk.model_info import ModelInfo, RemoteFile
+from drift_sdk.partial_verification import PartialVerification
 from drift_sdk.pool.engine_pool import EnginePool
 from drift_sdk.pool.routing import Routing
 from drift_sdk.pool.summed import ReplicaStats
@@ -71,6 +72,7 @@ __all__ = [
     "ModelInfo",
     "ModelLoadError",
     "NGram",
+    "PartialVerification",
     "ProcessEngine",
     "Progress",
     "PromptTooLong",

@@ -21,6 +21,7 @@ from drift_sdk._validation import (
     replace_fields,
 )
 from drift_sdk.errors import ConfigError
+from drift_sdk.partial_verification import MAX_VIEW_BLOCK_SIZE
 from drift_sdk.speculation import Speculation
 
 __all__ = ["EngineConfig"]
@@ -202,6 +203,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             allowed = "a Speculation (in plain data a mapping) or None"
             raise ConfigError.of("speculation", self.speculation, allowed)
 
+        self._check_partial_verification()
         if isinstance(self.dtype, str) and self.dtype == "float16" and self.device == "cpu":
             raise ConfigError.of("dtype", self.dtype, "float32 or bfloat16 on the CPU")
 
@@ -215,6 +217,20 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         # The upper bound: torch takes "cuda:200" for the device of index -56.
         if not re.fullmatch(r"auto|cpu|cuda(:[1-9]?[0-9])?", self.device):
             raise ConfigError.of("device", self.device, allowed)
+
+    def _check_partial_verification(self) -> None:
+        if self.speculation is None or self.speculation.partial_verification is None:
+            return
+
+        if self.tensor_parallel > 1:
+            raise ConfigError.of("tensor_parallel", self.tensor_parallel, "1 with partial_verification")
+
+        if self.kv_dtype is not None:
+            raise ConfigError.of("kv_dtype", self.kv_dtype, "None with partial_verification")
+
+        if self.block_size is not None and self.block_size > MAX_VIEW_BLOCK_SIZE:
+            allowed = f"at most {MAX_VIEW_BLOCK_SIZE} with partial_verification"
+            raise ConfigError.of("block_size", self.block_size, allowed)
 
     def _check_formats(self) -> None:
         for name, choices in (("tool_format", TOOL_FORMATS), ("reasoning_format", REASONING_FORMATS)):

@@ -10,10 +10,19 @@ from msgspec import Struct
 from drift_sdk._validation import check_field_names, check_int
 from drift_sdk.errors import ConfigError
 
-__all__ = ["PartialVerification", "ViewLayout"]
+__all__ = ["MAX_VIEW_BLOCK_SIZE", "PartialVerification", "ViewLayout"]
+
+MAX_VIEW_BLOCK_SIZE = 64
+"""Most tokens of a block: larger ones hold too much that nothing attends to."""
 
 MAX_TOKENS = 2**20
 MAX_REFRESH_TOKENS = 128
+MAX_REFRESH_ROWS = 1024
+"""Rows of a refresh, of all sequences together."""
+
+
+MAX_QUERY_ROWS = 64
+"""Most rows of a sequence, times query heads of a group, that a program of attention has registers for."""
 
 
 class PartialVerification(Struct, frozen=True, kw_only=True):
@@ -94,6 +103,18 @@ class ViewLayout(Struct, frozen=True, kw_only=True):
         """Most blocks of a view."""
         num_last = self.window_tokens + self.refresh_tokens + self.num_drafts + 1
         return self.num_kept + -(-num_last // self.block_size) + 2
+
+    @property
+    def max_sequences(self) -> int:
+        """Most sequences that decode together over views: a refresh of more takes too many rows."""
+        return max(1, MAX_REFRESH_ROWS // (self.refresh_tokens + self.num_drafts + 1))
+
+    def refresh_tiles(self, group: int) -> tuple[int, int]:
+        """Tiles that a sequence's rows of a refresh are divided into, and rows of a tile, the last of them
+        being padding where they are more. group: query heads that share a KV head."""
+        num_rows = self.refresh_tokens + self.num_drafts + 1
+        num_tiles = -(-num_rows // max(1, MAX_QUERY_ROWS // group))
+        return num_tiles, -(-num_rows // num_tiles)
 
     @property
     def capacity(self) -> int:

@@ -123,6 +123,10 @@ class SpeculationStats(Struct, frozen=True, kw_only=True):
 
     num_ngram_rounds, num_ngram_drafted, num_ngram_accepted: of these, those in which `Speculation.ngrams`
     took the place of the draft's tokens.
+
+    num_partial_rounds, num_refresh_rounds: rounds, also of no drafts, that verified over a part of the KV
+    cache, and those that refreshed it; see `PartialVerification`. If there are any, tokens may differ from
+    those without it.
     """
 
     num_rounds: int = 0
@@ -132,6 +136,8 @@ class SpeculationStats(Struct, frozen=True, kw_only=True):
     num_ngram_rounds: int = 0
     num_ngram_drafted: int = 0
     num_ngram_accepted: int = 0
+    num_partial_rounds: int = 0
+    num_refresh_rounds: int = 0
 
     @property
     def acceptance_length(self) -> float:

@@ -11,6 +11,7 @@ from msgspec.structs import force_setattr
 
 from drift_sdk._validation import check_bool, check_choice, check_field_names, check_int
 from drift_sdk.errors import ConfigError
+from drift_sdk.partial_verification import PartialVerification
 from drift_sdk.trees.limits import MAX_CANDIDATES, MAX_DRAFT_ROWS, MAX_PATH_LENGTH, MAX_TREE_DRAFTS
 from drift_sdk.trees.rank_paths import check_paths, rank_tree, read_tree_file
 
@@ -194,6 +195,10 @@ class Speculation(Struct, frozen=True, kw_only=True):
                           head but for its embedding and what it shares with the model, of a model those of
                           its layers. They take less memory, and drafts may be accepted less often. None = in
                           the engine's dtype.
+    partial_verification: LOSSY: drafts in long sequences are verified over a part of the KV cache, where
+                          that is faster; see `PartialVerification`. Drafts are chains then, without
+                          `checks`. A request with num_draft_tokens=0 or a grammar is verified over all of it,
+                          and so are those that decode beside it. None = all drafts are.
     checks:               check every round, at a cost in speed. A request whose drafts break a rule decodes
                           without drafts from then on; one whose state is wrong ends with ExecutorError.
                           `EngineStats.violations` counts both.
@@ -209,6 +214,7 @@ class Speculation(Struct, frozen=True, kw_only=True):
     adaptive: bool = True
     aux_layer_convention: Literal["output", "boundary"] | None = None
     draft_weights: Literal["fp8", "int4"] | None = None
+    partial_verification: PartialVerification | None = None
     checks: bool = False
     required: bool = True
 
@@ -244,15 +250,32 @@ class Speculation(Struct, frozen=True, kw_only=True):
                 raise ConfigError.of("draft_weights", self.draft_weights, "None with NGram()")
 
         check_bool(ConfigError, "checks", self.checks)
+        if self.partial_verification is not None:
+            self._check_partial(self.partial_verification)
         check_bool(ConfigError, "required", self.required)
+
+    def _check_partial(self, partial: PartialVerification) -> None:
+        name = "partial_verification"
+        if not isinstance(partial, PartialVerification):
+            raise ConfigError.of(name, partial, "PartialVerification() or None")
+
+        if not isinstance(self.shape, Chain):
+            raise ConfigError.of(name, partial, "None with trees: a Chain as the shape")
+
+        if self.checks:
+            raise ConfigError.of(name, partial, "None with checks")
+
+        if partial.refresh_tokens <= self.shape.num_draft_tokens:
+            allowed = f"an integer from {self.shape.num_draft_tokens + 1}, with {self.shape}"
+            raise ConfigError.of("refresh_tokens", partial.refresh_tokens, allowed)
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> Speculation:
         """Make it from plain data. `draft` may be "ngram", or the fields of `NGram` as a mapping, which
-        `ngrams` may be too; `shape` may be the number of tokens of a `Chain`, or a mapping with the fields of
-        a shape: those of `StaticTree` if it has `paths`, of `DynamicTree` if it has `top_k` or `depth`, else
-        of `Chain`. ConfigError for a wrong value, and for an unknown field, with the name of the most similar
-        one."""
+        `ngrams` may be too; `partial_verification` may be a mapping of its fields; `shape` may be the number
+        of tokens of a `Chain`, or a mapping with the fields of a shape: those of `StaticTree` if it has
+        `paths`, of `DynamicTree` if it has `top_k` or `depth`, else of `Chain`. ConfigError for a wrong
+        value, and for an unknown field, with the name of the most similar one."""
         check_field_names(ConfigError, cls, settings)
         if "draft" not in settings:
             raise ConfigError.of("draft", None, "a folder, a hub id or NGram()")
@@ -263,6 +286,8 @@ class Speculation(Struct, frozen=True, kw_only=True):
             if isinstance(fields := given.get(name), Mapping):
                 check_field_names(ConfigError, NGram, fields)
                 given[name] = NGram(**fields)
+        if isinstance(fields := given.get("partial_verification"), Mapping):
+            given["partial_verification"] = PartialVerification.from_dict(fields)
         if isinstance(draft, str) and draft.lower() in NGRAM_NAMES:
             given["draft"] = NGram()
         if isinstance(shape, Mapping):

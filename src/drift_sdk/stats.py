@@ -54,6 +54,8 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     accepted_at:              at index i, rounds in which draft i and all drafts before it were accepted.
     num_ngram_rounds, num_ngram_drafted_tokens, num_ngram_accepted_tokens: of these, those in which
                               `Speculation.ngrams` took the place of the draft's tokens.
+    num_partial_rounds, num_refresh_rounds: rounds of a sequence that verified over a part of the KV cache,
+                              and that refreshed it; see `PartialVerification`.
     num_undrafted_by_policy:  rows without a draft on a speculating engine, because none would be faster, or
                               because the batch is too large for trees.
     num_undrafted_by_request: the same because the request forbids drafts.
@@ -107,6 +109,8 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     num_ngram_rounds: int = 0
     num_ngram_drafted_tokens: int = 0
     num_ngram_accepted_tokens: int = 0
+    num_partial_rounds: int = 0
+    num_refresh_rounds: int = 0
     num_undrafted_by_policy: int = 0
     num_undrafted_by_request: int = 0
     num_undrafted_for_room: int = 0
@@ -158,6 +162,8 @@ class EngineStats(Struct, frozen=True, kw_only=True):
             num_ngram_rounds=self.num_ngram_rounds,
             num_ngram_drafted=self.num_ngram_drafted_tokens,
             num_ngram_accepted=self.num_ngram_accepted_tokens,
+            num_partial_rounds=self.num_partial_rounds,
+            num_refresh_rounds=self.num_refresh_rounds,
         )
 
 

@@ -37,6 +37,7 @@ __all__ = [
     "StepResult",
     "TokenConstraint",
     "VIOLATIONS",
+    "Verification",
     "Violation",
 ]
 
@@ -44,6 +45,13 @@ __all__ = [
 MAX_CHUNKS = 32
 """Most prefill chunks of a step. Executors make room for so many, and what is made and not used takes time: a
 program of attention for every head of every chunk, a row of the draft for every chunk."""
+
+
+Verification = Literal["whole", "partial", "refresh"]
+"""The keys and values that a round reads: "whole", all of each sequence. With `PartialVerification` also
+"partial", those of a view (see `ViewLayout`), after which the rows that were accepted are pending: their keys
+and values follow from a part of the context; and "refresh", all of them, with the pending rows before those
+of the round, which computes their keys and values again and chooses the blocks of views."""
 
 
 class SlotSampling(Struct, frozen=True, kw_only=True):
@@ -168,13 +176,17 @@ class DecodeRow(Struct, frozen=True, kw_only=True):
 
 class StepPlan(Struct, frozen=True, kw_only=True):
     """One step. Assignments are applied first, then block updates; then the prefill part runs, then the
-    decode part. A slot has at most one chunk or one row, never both. There are at most MAX_CHUNKS chunks."""
+    decode part. A slot has at most one chunk or one row, never both. There are at most MAX_CHUNKS chunks.
+
+    verification: of the decode part, see `Verification`.
+    """
 
     step_id: int
     assignments: tuple[SlotAssignment, ...]
     block_updates: tuple[BlockUpdate, ...]
     prefill: tuple[PrefillChunk, ...]
     decode: tuple[DecodeRow, ...]
+    verification: Verification = "whole"
 
 
 class Violation(Struct, frozen=True, kw_only=True):

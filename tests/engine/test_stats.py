@@ -140,7 +140,10 @@ def test_rate_covers_the_last_five_seconds(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     recorder, scheduler = StatsRecorder(RequestRegistry(None)), idle_scheduler()
     request = SimpleNamespace(last_chunk_at=0.0, has_drafts=False)
-    chunk, delta = Chunk(text="x", token_ids=(1,) * 4), SimpleNamespace(output=SlotOutput(token_ids=(1,)))
+    chunk, delta = (
+        Chunk(text="x", token_ids=(1,) * 4),
+        SimpleNamespace(output=SlotOutput(token_ids=(1,)), verification="whole"),
+    )
     rates = []
     for step in range(1000):
         now[0] += 0.01 if step < 500 else 0.02
@@ -210,7 +213,10 @@ def test_drafts_are_counted_round_by_round() -> None:
 
 def test_streams_share_a_gap_only_from_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = StatsRecorder(RequestRegistry(None))
-    chunk, delta = Chunk(text="x", token_ids=(1,)), SimpleNamespace(output=SlotOutput(token_ids=(1,)))
+    chunk, delta = (
+        Chunk(text="x", token_ids=(1,)),
+        SimpleNamespace(output=SlotOutput(token_ids=(1,)), verification="whole"),
+    )
     requests = [SimpleNamespace(last_chunk_at=last, has_drafts=False) for last in (10.0, 7.0, 10.0, 10.0)]
     monkeypatch.setattr("time.monotonic", lambda: 10.004)
     recorder.collected(StepResult(step_id=0, prefill=(), decode=(), duration_s=0.004))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import accumulate
 
 from drift_sdk.results import SpeculationStats
+from drift_sdk.steps import Verification
 from drift_sdk.trees.limits import MAX_PATH_LENGTH
 
 __all__ = ["DraftCount"]
@@ -15,13 +17,24 @@ class DraftCount:
 
     def __init__(self) -> None:
         self._num_drafted = 0
+        self._verifications = Counter[Verification]()
         self._ngrams = [0, 0, 0]  # rounds, drafted and accepted tokens of them that were n-grams
         # Number of rounds by accepted tokens, from 0 to the most tokens ever drafted in a round; no more than
         # a path of a tree can have.
         self._num_rounds_of = [0]
 
-    def add(self, num_drafted: int, num_accepted: int, *, is_ngram: bool = False) -> None:
-        """Count a round of one slot; one without drafted tokens is ignored. is_ngram: of `SlotOutput`."""
+    def add(
+        self,
+        num_drafted: int,
+        num_accepted: int,
+        *,
+        is_ngram: bool = False,
+        verification: Verification = "whole",
+    ) -> None:
+        """Count a round of one slot. One without drafted tokens is ignored, except for its verification.
+        is_ngram: of `SlotOutput`. verification: of `StepPlan`."""
+        if verification != "whole":
+            self._verifications[verification] += 1
         if num_drafted == 0:
             return
 
@@ -46,4 +59,6 @@ class DraftCount:
             num_ngram_rounds=self._ngrams[0],
             num_ngram_drafted=self._ngrams[1],
             num_ngram_accepted=self._ngrams[2],
+            num_partial_rounds=self._verifications["partial"],
+            num_refresh_rounds=self._verifications["refresh"],
         )

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from drift_sdk.draft_policy.acceptance import Acceptance, TreeAcceptance
 from drift_sdk.draft_policy.round_costs import RoundCosts
+from drift_sdk.draft_policy.view_gain import ViewCosts, ViewGain
 from drift_sdk.steps import StepPlan, StepResult
 from drift_sdk.trees.limits import max_batch_drafts
 
@@ -34,6 +35,8 @@ class DraftPolicy:
                   p1 + ... + pk tokens a slot on average, where p_i is the probability that node i is
                   accepted. Of the numbers, only those apply with which the trees of a batch have no more
                   nodes together than a round may have (`MAX_TREE_ROWS`); without any, nothing is drafted.
+    view_costs:   of partial verification; None without it. Rounds over views have costs of their own, and
+                  always draft.
     """
 
     def __init__(
@@ -43,18 +46,40 @@ class DraftPolicy:
         *,
         is_adaptive: bool,
         has_trees: bool = False,
+        view_costs: ViewCosts | None = None,
     ) -> None:
         self._is_adaptive, self._has_trees = is_adaptive, has_trees
         self._choices = sorted({0, *choices})
         self._chains, self._trees = Acceptance(max(choices)), TreeAcceptance(max(choices))
         self._costs = RoundCosts(round_costs)
+        self._measured = dict(round_costs)
+        self._gain = ViewGain(view_costs) if view_costs is not None else None
+        self._view_costs = RoundCosts(round_costs)
         self._num_rounds: dict[int, int] = {}  # by bucket
         # Value of `_num_rounds` when a number was last chosen, by (bucket, number).
         self._tried_at: dict[tuple[int, int], int] = {}
 
-    def num_draft_tokens(self, num_slots: int) -> int:
+    def wants_views(self, lengths: list[int]) -> bool:
+        """Whether rounds of sequences of these lengths should be verified over views: where that is expected
+        to be faster, or wherever it is possible if costs were not measured."""
+        gain = self._gain
+        assert gain is not None, "no partial verification was configured"
+        if not self._is_adaptive or not gain.is_measured:
+            return True
+
+        bucket = self._costs.bucket(len(lengths))
+        whole = {
+            choice: (self._chains.tokens_of_round(choice), self._measured[bucket, choice])
+            for choice in self._choices
+        }
+        partial = {choice: self._view_costs.seconds(bucket, choice) for choice in self._choices}
+        return gain.is_faster(lengths, bucket, whole, partial)
+
+    def num_draft_tokens(self, num_slots: int, *, over_views: bool = False) -> int:
         """The number of draft tokens for the next round of `num_slots` slots."""
-        choices = self._choices
+        choices, costs = self._choices, self._view_costs if over_views else self._costs
+        if over_views:
+            choices = choices[1:]
         if self._has_trees:
             most = max_batch_drafts(num_slots)
             choices = [choice for choice in choices if choice <= most]
@@ -63,12 +88,12 @@ class DraftPolicy:
 
         bucket = self._costs.bucket(num_slots)
         self._num_rounds[bucket] = self._num_rounds.get(bucket, 0) + 1
-        choice = self._choose(bucket, choices)
+        choice = self._choose(bucket, choices, costs)
         self._tried_at[bucket, choice] = self._num_rounds[bucket]
         return choice
 
-    def observe(self, plan: StepPlan, result: StepResult) -> None:
-        """Learn from the result of a step with decode rows.
+    def observe(self, plan: StepPlan, result: StepResult, *, num_keys: int = 0) -> None:
+        """Learn from the result of a step with decode rows. num_keys: of its sequences together.
 
         Its duration is used only if it had no prefill part. A slot's acceptance is used only if it emitted
         tokens and did not finish, because the end of a sequence may cut a round short.
@@ -82,6 +107,8 @@ class DraftPolicy:
         duration_s = None if plan.prefill else result.duration_s
         if not self._has_trees:
             slots = [(num_planned, output.num_accepted) for num_planned, output in rows]
+            if self._gain is not None and duration_s is not None:
+                duration_s = self._record_views(plan, most, duration_s, num_keys)
             self.record(len(plan.decode), most, duration_s, slots)
             return
 
@@ -111,20 +138,36 @@ class DraftPolicy:
             self._chains.record(slots)
             self._record_duration(num_slots, num_draft_tokens, duration_s)
 
+    def _record_views(
+        self, plan: StepPlan, num_draft_tokens: int, duration_s: float, num_keys: int
+    ) -> float | None:
+        """Learn the costs of partial verification from a round. Returns its seconds if it was a whole one."""
+        num_run = next(choice for choice in self._choices if choice >= num_draft_tokens)
+        bucket = self._costs.bucket(len(plan.decode))
+        if plan.verification == "partial":
+            self._view_costs.record(bucket, num_run, duration_s)
+        if plan.verification != "whole":
+            return None
+
+        measured = self._measured.get((bucket, num_run))
+        if self._gain is not None and measured is not None:
+            self._gain.record_whole(num_keys, duration_s - measured)
+        return duration_s
+
     def _record_duration(self, num_slots: int, num_draft_tokens: int, duration_s: float | None) -> None:
         if duration_s is not None:
             # The executor runs the next larger number it has a graph for.
             num_run = next(choice for choice in self._choices if choice >= num_draft_tokens)
             self._costs.record(self._costs.bucket(num_slots), num_run, duration_s)
 
-    def _choose(self, bucket: int, choices: Sequence[int]) -> int:
+    def _choose(self, bucket: int, choices: Sequence[int], costs: RoundCosts) -> int:
         """Of these numbers, one that was never timed, one that is due to be tried again, or the best one."""
-        untried = [choice for choice in choices if not self._costs.is_known(bucket, choice)]
+        untried = [choice for choice in choices if not costs.is_known(bucket, choice)]
         if untried:
             return untried[-1]
 
         acceptance = self._trees if self._has_trees else self._chains
-        seconds = {choice: self._costs.seconds(bucket, choice) for choice in choices}
+        seconds = {choice: costs.seconds(bucket, choice) for choice in choices}
         tokens = {choice: acceptance.tokens_of_round(choice) for choice in choices}
         best = max(choices, key=lambda choice: tokens[choice] / seconds[choice])
         for choice in choices:

@@ -75,7 +75,7 @@ class Delivery:
 
         if request.followers:
             self._release_followers(request)
-        chunk = request.extend(delta.output)
+        chunk = request.extend(delta.output, delta.verification)
         self._stats_recorder.extended(request, delta, chunk)
         if request.is_done:
             self._finish(request, chunk)

@@ -16,7 +16,7 @@ from drift_sdk.grammars import AnyGrammar, JsonSchema
 from drift_sdk.results import Chunk, Completion, FinishReason, Timing, TokenLogprobs, Usage
 from drift_sdk.sampling_params import SamplingParams
 from drift_sdk.scheduling.sequence import Sequence
-from drift_sdk.steps import SlotOutput
+from drift_sdk.steps import SlotOutput, Verification
 from drift_sdk.text.answers.writer import Split
 from drift_sdk.text.stops import StopMatcher
 
@@ -183,11 +183,16 @@ class Request:
         """Whether the engine speculates; False before `prepare`."""
         return self._drafts is not None
 
-    def extend(self, output: SlotOutput) -> Chunk:
+    def extend(self, output: SlotOutput, verification: Verification = "whole") -> Chunk:
         """Turn newly generated tokens into a chunk. The chunk's finish reason tells whether they end the
-        request."""
+        request. verification: of the round that generated them."""
         if self._drafts is not None:
-            self._drafts.add(output.num_drafted, output.num_accepted, is_ngram=output.is_ngram)
+            self._drafts.add(
+                output.num_drafted,
+                output.num_accepted,
+                is_ngram=output.is_ngram,
+                verification=verification,
+            )
         token_ids, logprobs = output.token_ids, output.logprobs
         finish: FinishReason | None = output.finish
         if self._first_token_at is None and token_ids:

@@ -163,6 +163,8 @@ class StatsRecorder:
         """The collected step brought tokens of this request."""
         if request.has_drafts and delta.num_planned_drafts is not None and not delta.output.num_drafted:
             self._num_undrafted[why_undrafted(request, delta)] += 1
+        if delta.verification != "whole":
+            self._drafts.add(0, 0, verification=delta.verification)
         last, request.last_chunk_at = request.last_chunk_at, self._now
         self._num_generated_tokens += len(chunk.token_ids)
         if last == self._gap_from:
@@ -241,6 +243,8 @@ class StatsRecorder:
             num_ngram_rounds=drafts.num_ngram_rounds,
             num_ngram_drafted_tokens=drafts.num_ngram_drafted,
             num_ngram_accepted_tokens=drafts.num_ngram_accepted,
+            num_partial_rounds=drafts.num_partial_rounds,
+            num_refresh_rounds=drafts.num_refresh_rounds,
             num_undrafted_by_policy=self._num_undrafted["policy"],
             num_undrafted_by_request=self._num_undrafted["request"],
             num_undrafted_for_room=self._num_undrafted["room"],

@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from drift_sdk.models.attention import AttentionBatch, with_sinks
 from drift_sdk.models.kv_cache import KVCache
+from drift_sdk.models.view_attention import ViewAttentionBatch
 
 __all__ = ["StepRows", "TreeAttentionBatch", "TreeRows"]
 
@@ -134,7 +135,7 @@ class TreeAttentionBatch:
         return mask[:, None].to(self._device)
 
 
-StepRows = AttentionBatch | TreeAttentionBatch
+StepRows = AttentionBatch | TreeAttentionBatch | ViewAttentionBatch
 """The rows of a step and the keys that each of them sees."""
 
 

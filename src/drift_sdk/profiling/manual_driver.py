@@ -16,6 +16,7 @@ from drift_sdk.steps import (
     SlotSampling,
     StepPlan,
     StepResult,
+    Verification,
 )
 
 __all__ = ["ManualDriver"]
@@ -69,18 +70,24 @@ class ManualDriver:
         self.active = list(range(batch))
 
     def round(
-        self, num_draft_tokens: int, slots: Sequence[int] | None = None, *, max_depth: int | None = None
+        self,
+        num_draft_tokens: int,
+        slots: Sequence[int] | None = None,
+        *,
+        max_depth: int | None = None,
+        verification: Verification = "whole",
     ) -> StepResult:
         """Run a decode round with `num_draft_tokens` drafts a slot, of these slots or of all active ones.
 
-        max_depth: most drafts on a path if they form trees; None: they are chains.
-        Slots whose sequences end in it are removed from `active`.
+        max_depth: most drafts on a path if they form trees; None: they are chains. verification: see
+        `StepPlan`. Slots whose sequences end in it are removed from `active`.
         """
         rows = self.active if slots is None else slots
         result = self._step(
             decode=tuple(
                 DecodeRow(slot=slot, num_draft_tokens=num_draft_tokens, max_depth=max_depth) for slot in rows
-            )
+            ),
+            verification=verification,
         )
         ended = {slot for slot, output in zip(rows, result.decode, strict=True) if output.finish}
         self.active = [slot for slot in self.active if slot not in ended]
@@ -93,6 +100,7 @@ class ManualDriver:
         block_updates: tuple[BlockUpdate, ...] = (),
         prefill: tuple[PrefillChunk, ...] = (),
         decode: tuple[DecodeRow, ...] = (),
+        verification: Verification = "whole",
     ) -> StepResult:
         plan = StepPlan(
             step_id=self._num_steps,
@@ -100,6 +108,7 @@ class ManualDriver:
             block_updates=block_updates,
             prefill=prefill,
             decode=decode,
+            verification=verification,
         )
         self._num_steps += 1
         self._executor.launch(plan)

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
+from drift_sdk.draft_policy.view_gain import ViewCosts
+from drift_sdk.partial_verification import ViewLayout
+
 __all__ = ["SchedulerConfig"]
 
 
@@ -23,6 +26,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     mixed_tokens:          steps that compute decode rows and prefill chunks in one pass: by number of draft
                            tokens, ascending numbers of decode rows, each with the ascending numbers of
                            prefill tokens for which there are such steps. What is missing has two passes.
+    view_layout, view_costs: of partial verification; None without it.
     has_draft_kv:          the executor keeps a draft's keys and values, one KV slot ahead of the target's.
     wants_history:         the executor needs the token ids of prefix hits.
     target_latency_ms_p50, target_latency_ms_p95, prefer_high_throughput: as in EngineConfig.
@@ -37,6 +41,8 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     is_draft_adaptive: bool = True
     round_costs: Mapping[tuple[int, int], float] = {}
     mixed_tokens: Mapping[int, tuple[tuple[int, tuple[int, ...]], ...]] = {}
+    view_layout: ViewLayout | None = None
+    view_costs: ViewCosts | None = None
     has_draft_kv: bool = False
     wants_history: bool = False
     target_latency_ms_p50: float | None = None

@@ -6,12 +6,12 @@ import time
 from collections import deque
 from typing import Protocol
 
-from drift_sdk.draft_policy.policy import DraftPolicy
 from drift_sdk.results import FinishReason
 from drift_sdk.scheduling.block_manager import BlockManager
 from drift_sdk.scheduling.budget import TokenBudget
 from drift_sdk.scheduling.config import SchedulerConfig
 from drift_sdk.scheduling.queue import RunningSet, WaitingQueue
+from drift_sdk.scheduling.round_planner import RoundPlanner
 from drift_sdk.scheduling.sequence import Delta, Sequence
 from drift_sdk.scheduling.step_builder import LaunchedStep, StepBuilder, check_in_flight
 from drift_sdk.steps import MAX_CHUNKS, DecodeRow, StepPlan, StepResult
@@ -63,16 +63,7 @@ class Scheduler:
         # By slot: rows without drafts are the same in every step.
         self._plain_rows = [DecodeRow(slot=slot, num_draft_tokens=0) for slot in range(config.max_num_seqs)]
         self._launched: deque[LaunchedStep] = deque()
-        self._policy = (
-            DraftPolicy(
-                config.draft_choices,
-                config.round_costs,
-                is_adaptive=config.is_draft_adaptive,
-                has_trees=config.max_tree_depth is not None,
-            )
-            if config.draft_choices
-            else None
-        )
+        self._rounds = RoundPlanner(config)
         self._next_step_id = 0
         self.num_preemptions = 0
         self._watcher = watcher
@@ -150,11 +141,10 @@ class Scheduler:
         None if nothing can be launched now: there is no work, or all of it waits for results in flight or for
         the host.
         """
-        num_draft_tokens = 0
-        if self._policy is not None:
-            num_draft_tokens = self._policy.num_draft_tokens(len(self._running.sequences))
-
-        step = StepBuilder(num_draft_tokens, wants_history=self.config.wants_history)
+        num_draft_tokens, verification = self._rounds.choose(self._running.sequences)
+        step = StepBuilder(
+            num_draft_tokens, wants_history=self.config.wants_history, verification=verification
+        )
         prefilling, lacks_blocks = self._plan_rows(step)
         if prefilling or self._queue:
             self._plan_chunks(step, prefilling, may_admit=not lacks_blocks)
@@ -181,7 +171,7 @@ class Scheduler:
         num_useful = self._commit_prefill(step, result, deltas)
         num_useful += self._commit_decode(step, result, deltas)
         if num_useful:
-            self._observe(step.plan, result)
+            self._observe(step, result)
 
         return deltas
 
@@ -197,7 +187,9 @@ class Scheduler:
         for sequence in running:
             assert sequence.finish is None, f"{sequence} has finished and is running"
             length, computed = len(sequence.token_ids), sequence.num_computed_tokens
-            assert computed <= sequence.num_launched_tokens or computed == length - 1, (
+            layout = self.config.view_layout
+            first = length - 1 - (0 if layout is None else layout.refresh_tokens)  # before pending rows
+            assert computed <= sequence.num_launched_tokens or first <= computed < length, (
                 f"{sequence}: {computed} of {length} tokens computed, {sequence.num_launched_tokens} launched"
             )
 
@@ -221,12 +213,15 @@ class Scheduler:
             if sequence.constraint is not None and sequence.awaits_host:
                 continue
 
+            if self._rounds.leaves_out(sequence, step.verification):
+                continue
+
             length = len(sequence.token_ids)
             if length + sequence.min_in_flight_tokens >= sequence.max_length:
                 continue
 
             row, most = self._plain_rows[sequence.slot], 1
-            if most_drafts:
+            if most_drafts and self._rounds.may_draft(sequence, step.verification):
                 row = self._decode_row(sequence, most_drafts)
                 most = row.max_emitted_tokens
             num_slots = sequence.num_kv_slots(length + sequence.max_in_flight_tokens + most)
@@ -239,6 +234,7 @@ class Scheduler:
                 step.update_blocks(sequence, first_index)
 
             step.add_row(sequence, row, most)
+            self._rounds.launch(sequence, step.verification, self._next_step_id, most)
 
         return prefilling, lacks_blocks
 
@@ -305,6 +301,7 @@ class Scheduler:
         self._running.add(sequence)
         sequence.num_prefill_tokens = len(sequence.token_ids)
         sequence.num_launched_tokens = sequence.num_computed_tokens
+        sequence.max_pending_tokens, sequence.refreshed_in = 0, -1
         if sequence.started_at is None:
             sequence.started_at = time.monotonic()
             sequence.num_cached_tokens = sequence.num_computed_tokens
@@ -350,9 +347,12 @@ class Scheduler:
             assert 0 < len(token_ids) <= most, f"{sequence}: {output}"
             num_useful += 1
             sequence.token_ids += token_ids
-            deltas.append(Delta(sequence, output, row.num_draft_tokens))
+            deltas.append(Delta(sequence, output, row.num_draft_tokens, step.plan.verification))
             if sequence.slot >= 0:  # is_running, without the cost of a property for every row
-                sequence.num_computed_tokens = len(sequence.token_ids) - 1
+                if step.plan.verification != "partial":
+                    sequence.num_computed_tokens = len(sequence.token_ids) - 1
+                else:
+                    self._rounds.complete(sequence, step.plan.step_id, most, len(token_ids))
                 if output.violation is not None:
                     sequence.max_draft_tokens, sequence.has_wrong_drafts = 0, True
                     if output.violation.is_fatal:  # what the round has computed must not be shared
@@ -366,16 +366,15 @@ class Scheduler:
 
         return num_useful
 
-    def _observe(self, plan: StepPlan, result: StepResult) -> None:
+    def _observe(self, step: LaunchedStep, result: StepResult) -> None:
         """Let the token budget and the draft policy learn from a step.
 
         The counts are those of the device's work, so they include sequences that have been removed.
         """
-        num_prefill_tokens = sum([len(chunk.token_ids) for chunk in plan.prefill])
+        num_prefill_tokens = sum([len(chunk.token_ids) for chunk in step.plan.prefill])
         num_decoded = [len(output.token_ids) for output in result.decode if output.token_ids]
         self._budget.observe(num_prefill_tokens, len(num_decoded), sum(num_decoded), result.duration_s)
-        if self._policy is not None and plan.decode:
-            self._policy.observe(plan, result)
+        self._rounds.observe(step, result)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Return a running sequence to the queue without its slot and blocks."""

@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from drift_sdk.results import FinishReason
 from drift_sdk.scheduling.prefix import PrefixNode
-from drift_sdk.steps import SlotOutput, SlotSampling, TokenConstraint
+from drift_sdk.steps import SlotOutput, SlotSampling, TokenConstraint, Verification
 
 __all__ = ["Delta", "Sequence"]
 
@@ -30,6 +30,7 @@ class Sequence:
         "max_draft_tokens",
         "max_in_flight_tokens",
         "max_length",
+        "max_pending_tokens",
         "min_in_flight_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -40,6 +41,7 @@ class Sequence:
         "order",
         "prefix_nodes",
         "priority",
+        "refreshed_in",
         "request_id",
         "sampling",
         "slot",
@@ -84,12 +86,19 @@ class Sequence:
         self.is_publishing = True  # False once another sequence has published an equal block
         self.num_prefill_tokens = 0  # length at admission: the tokens that chunks compute, and cached ones
         self.num_launched_tokens = 0  # those of them in launched chunks or cached
-        self.num_computed_tokens = 0  # KV below this position is committed; steps in flight write from it on
+        # KV below this position is committed, and computed from the whole context; steps in flight write from
+        # it on.
+        self.num_computed_tokens = 0
 
         # Launched steps that are not committed, and the fewest and most tokens they emit.
         self.num_in_flight = 0
         self.min_in_flight_tokens = 0
         self.max_in_flight_tokens = 0
+
+        # Partial verification: most pending rows after the launched steps, and the id of the launched step
+        # that has refreshed the sequence's views last; -1: none since its admission.
+        self.max_pending_tokens = 0
+        self.refreshed_in = -1
 
     def __lt__(self, other: Sequence) -> bool:
         return self.order < other.order
@@ -175,9 +184,10 @@ class Delta(Struct, frozen=True, gc=False):
     """The output that one committed step added to a sequence.
 
     num_planned_drafts: draft tokens planned for its row; None for the token of a last prefill chunk, for
-    which nothing can be drafted.
+    which nothing can be drafted. verification: of the row's round.
     """
 
     sequence: Sequence
     output: SlotOutput
     num_planned_drafts: int | None = None
+    verification: Verification = "whole"

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from drift_sdk.scheduling.sequence import Sequence
-from drift_sdk.steps import BlockUpdate, DecodeRow, PrefillChunk, SlotAssignment, StepPlan
+from drift_sdk.steps import BlockUpdate, DecodeRow, PrefillChunk, SlotAssignment, StepPlan, Verification
 
 __all__ = ["LaunchedStep", "StepBuilder", "check_in_flight"]
 
@@ -22,12 +22,14 @@ class LaunchedStep(NamedTuple):
 class StepBuilder:
     """Collects the parts of a step's plan.
 
-    num_draft_tokens:  of the batch; a row may have fewer.
+    num_draft_tokens:  of the batch; a row may have fewer. verification: of the decode part.
     wants_history:     assignments carry the token ids of prefix hits.
     """
 
-    def __init__(self, num_draft_tokens: int, *, wants_history: bool) -> None:
-        self.num_draft_tokens = num_draft_tokens
+    def __init__(
+        self, num_draft_tokens: int, *, wants_history: bool, verification: Verification = "whole"
+    ) -> None:
+        self.num_draft_tokens, self.verification = num_draft_tokens, verification
         self.prefill: list[Sequence] = []
         self.decode: list[Sequence] = []
         self._wants_history = wants_history
@@ -91,6 +93,7 @@ class StepBuilder:
             block_updates=tuple(self._block_updates),
             prefill=tuple(self._chunks),
             decode=tuple(self._rows),
+            verification=self.verification if self._rows else "whole",
         )
         return LaunchedStep(plan, self.prefill, self.decode)
 

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 
 import torch
 from msgspec import Struct
+from msgspec.structs import replace
 
 from drift_sdk.config import EngineConfig
 from drift_sdk.errors import ConfigError, FieldError
 from drift_sdk.execution.drafter_factory import DrafterFactory
 from drift_sdk.execution.eager.executor import EagerExecutor
+from drift_sdk.execution.eager.partial_rounds import PartialRounds
 from drift_sdk.execution.eager.round_checks import RoundChecks
 from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
 from drift_sdk.execution.strict import StrictExecutor
@@ -24,6 +26,7 @@ from drift_sdk.startup.graph_support import options_without_graphs
 from drift_sdk.startup.kv_sizing import KVDemand, MemoryRoom, size_kv
 from drift_sdk.startup.model_part import ModelPart
 from drift_sdk.startup.tensor_parallel import shards_of
+from drift_sdk.startup.views import view_layout
 from drift_sdk.steps import Executor, ExecutorLimits
 
 if TYPE_CHECKING:
@@ -57,6 +60,7 @@ class OpenedExecutor(Struct, frozen=True, kw_only=True):
     num_tuned:   weight shapes that run with measured configurations.
     untuned:     those that do not.
     round_costs: seconds of a round by (slots, drafts); empty unless the number of drafts is adaptive.
+    refresh_costs: seconds of a refresh of views by slots; empty likewise, and without partial verification.
     mixed_tokens: as in SchedulerConfig.
     """
 
@@ -64,6 +68,7 @@ class OpenedExecutor(Struct, frozen=True, kw_only=True):
     num_tuned: int = 0
     untuned: tuple[str, ...] = ()
     round_costs: dict[tuple[int, int], float] = {}
+    refresh_costs: dict[int, float] = {}
     mixed_tokens: dict[int, tuple[tuple[int, tuple[int, ...]], ...]] = {}
 
 
@@ -121,7 +126,9 @@ def open_eager_executor(config: EngineConfig, model: ModelPart, demand: KVDemand
     drafter = drafter_factory.eager_drafter(decoder, limits)
     has_checks = config.speculation is not None and config.speculation.checks
     checks = RoundChecks(limits) if has_checks and drafter is not None else None
-    return OpenedExecutor(executor=EagerExecutor(decoder, limits, drafter, checks))
+    layout = view_layout(config, demand.block_size, drafter_factory.draft_choices)
+    partial = None if layout is None else PartialRounds(layout, decoder.config.num_layers)
+    return OpenedExecutor(executor=EagerExecutor(decoder, limits, drafter, checks, partial))
 
 
 def open_graph_executor(
@@ -164,6 +171,8 @@ def open_graph_executor(
     # Buffers are made for the longest sequences that there could be room for; less room may be left.
     limits = _limits(config, decoder, demand, least_room(0))
     options = _graph_options(config, len(parts), acceptance_trace, stages or NO_STAGE_MARKS)
+    layout = view_layout(config, demand.block_size, drafter_factory.draft_choices)
+    options = replace(options, view_layout=layout)
     hooks = StartupHooks(fit_blocks=fit_blocks, report=report)
     executor = _start_graph_executor(parts, limits, table, options, hooks)
     untuned = tuple(sorted(table.untuned))
@@ -171,16 +180,17 @@ def open_graph_executor(
         executor.close()
         raise untuned_error(torch.cuda.get_device_name(decoder.device), untuned)
 
-    round_costs = {}
+    round_costs, refresh_costs = {}, {}
     if drafter_factory.is_adaptive:
         report("measure rounds", 0.0)
-        round_costs = executor.round_costs()
+        round_costs, refresh_costs = executor.round_costs(), executor.refresh_costs()
     strict = StrictExecutor(executor, must_draft=drafter_factory.always_drafts)
     return OpenedExecutor(
         executor=strict if config.strict_performance else executor,
         num_tuned=len(table.used) - len(untuned),
         untuned=untuned,
         round_costs=round_costs,
+        refresh_costs=refresh_costs,
         mixed_tokens=executor.mixed_tokens,
     )
 

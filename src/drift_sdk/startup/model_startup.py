@@ -22,6 +22,7 @@ from drift_sdk.errors import ConfigError, ModelLoadError, RequestError, short_re
 from drift_sdk.execution.drafter_factory import DrafterFactory
 from drift_sdk.execution.stages import StageMarks
 from drift_sdk.loading.source import Source, eos_token_ids, expand_home, name_role, resolve
+from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.shard import Shard
 from drift_sdk.models.weights import weight_bytes
 from drift_sdk.progress import Download, Report, ignore_progress
@@ -45,6 +46,7 @@ from drift_sdk.startup.tensor_parallel import (
     parallel_devices,
     shards_of,
 )
+from drift_sdk.startup.views import check_views, view_costs, view_layout
 from drift_sdk.startup.weight_form import choose_weight_form, stored_scheme
 from drift_sdk.steps import ExecutorLimits
 from drift_sdk.text.chat import ChatTemplate
@@ -92,6 +94,7 @@ def open_model(
     decoder_config = read_config(source, config)
     executor_name, fallback = choose_executor(config, device, decoder_config)
     check_division(config, decoder_config, executor_name)
+    check_views(config, decoder_config)
 
     if executor_name == "graph":
         from drift_sdk._kernels.common.cache_keys import prepare_cache_keys  # needs Triton
@@ -123,7 +126,7 @@ def open_model(
         num_tuned_shapes=opened.num_tuned,
         untuned_shapes=opened.untuned,
         kv_dtype=kv_dtype,
-        scheduling=_scheduling(config, opened, drafter_factory),
+        scheduling=_scheduling(config, opened, drafter_factory, decoder_config),
         text=_model_text(text, opened.executor.limits, has_drafts=bool(drafter_factory.draft_choices)),
     )
 
@@ -200,9 +203,10 @@ def _model_text(text: Text, limits: ExecutorLimits, *, has_drafts: bool) -> Mode
 
 
 def _scheduling(
-    config: EngineConfig, opened: OpenedExecutor, drafter_factory: DrafterFactory
+    config: EngineConfig, opened: OpenedExecutor, drafter_factory: DrafterFactory, model: DecoderConfig
 ) -> SchedulerConfig:
     limits = opened.executor.limits
+    layout = view_layout(config, limits.block_size, drafter_factory.draft_choices)
     return SchedulerConfig(
         max_num_seqs=limits.max_num_seqs,
         num_blocks=limits.num_blocks,
@@ -213,6 +217,8 @@ def _scheduling(
         is_draft_adaptive=drafter_factory.is_adaptive,
         round_costs=opened.round_costs,
         mixed_tokens=opened.mixed_tokens,
+        view_layout=layout,
+        view_costs=None if layout is None else view_costs(layout, model, opened.refresh_costs),
         has_draft_kv=drafter_factory.needs_draft_kv,
         wants_history=drafter_factory.needs_history,
         target_latency_ms_p50=config.target_latency_ms_p50,
@@ -247,6 +253,7 @@ def _check_shapes(source: Source, config: EngineConfig, device: torch.device, dt
     decoder_config = read_config(source, config)
     executor_name, _ = choose_executor(config, device, decoder_config)
     check_division(config, decoder_config, executor_name)
+    check_views(config, decoder_config)
     check_model_len(config, decoder_config.max_position_embeddings)
     form = choose_weight_form(config, decoder_config)
     decoder_config = Shard(rank=0, size=config.tensor_parallel).config(decoder_config)

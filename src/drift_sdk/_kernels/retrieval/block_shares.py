@@ -29,10 +29,11 @@ from drift_sdk._kernels.attention.partition_sums import MIN_DOT_SIZE
 from drift_sdk._kernels.common.arguments import check_power_of_two, check_tensor, check_tensors
 from drift_sdk._kernels.common.gpu_limits import gpu_limits
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk.partial_verification import MAX_VIEW_BLOCK_SIZE
 
 __all__ = ["TILE_KEYS", "block_shares", "block_shares_reference"]
 
-TILE_KEYS = 64
+TILE_KEYS = MAX_VIEW_BLOCK_SIZE
 """Keys of a tile: the most tokens of a block."""
 TILE_BLOCKS = 64
 """Blocks that `_add_shares` takes at once."""

@@ -4,8 +4,8 @@
 consecutive. `note_round` adds the rows that a partial round has accepted to the pending ones; after a
 refresh, none are pending, and it notes how many blocks views leave out from then on.
 
-Grid of `refresh_rows`: (sequences,), of `note_round`: (slots of the round,). A program owns the rows of one of
-them. Bytes: 12 for each row in, 12 for each row out. The time is that of a launch.
+Grid of `refresh_rows`: (sequences,), of `note_round`: (slots of the round,). A program owns the rows of one
+of them. Bytes: 12 for each row in, 12 for each row out. The time is that of a launch.
 
 Dependent launch: both wait for their producers before their first read and, being short, let their dependents
 start right after that.

@@ -37,6 +37,7 @@ COLUMNS = {
 }
 
 NO_HISTORY = {"history": 0, "ngram_score": 0}
+NO_VIEWS = {"dropped": 0, "pending": 0}
 """Words of a slot, by table."""
 MAX_WORDS = 2**31 - 1
 """Most words of the arena: an update holds its place in a signed 32-bit word."""
@@ -79,10 +80,19 @@ class SlotTable:
     block_table [S, max_blocks] int32.
     history [S, max_model_len + 1] int32: the token at each position; [S, 0] without `has_history`.
     ngram_score [S] int32: see `draft_policy.ngram_score`; 0 of a new sequence. [0] without `has_history`.
+    dropped, pending [S] int32: see `Retrieval`; 0 of a new sequence. [0] without `has_views`.
     """
 
-    def __init__(self, limits: ExecutorLimits, device: torch.device, *, has_history: bool = False) -> None:
-        """has_history: whether a drafter needs the history.
+    def __init__(
+        self,
+        limits: ExecutorLimits,
+        device: torch.device,
+        *,
+        has_history: bool = False,
+        has_views: bool = False,
+    ) -> None:
+        """has_history: whether a drafter needs the history. has_views: whether rounds verify over a part of
+        the KV cache.
 
         Raises ConfigError for more slots than the arena can address.
         """
@@ -93,6 +103,7 @@ class SlotTable:
         widths = {name: dtype.itemsize // 4 for name, dtype in COLUMNS.items()}
         widths |= {"block_table": max_blocks, "bias": vocab_size, "counts": vocab_size}
         widths |= {"history": limits.max_model_len + 1, "ngram_score": 1} if has_history else NO_HISTORY
+        widths |= dict.fromkeys(NO_VIEWS, 1) if has_views else NO_VIEWS
         widths |= dict.fromkeys(("prompt_bits", "stop_bits", "allowed_bits"), num_words)
         ends = list(accumulate(width * num_slots for width in widths.values()))
         if ends[-1] > MAX_WORDS:
@@ -113,6 +124,7 @@ class SlotTable:
         self.block_table = table.pop("block_table").view(num_slots, max_blocks)
         self.history = table.pop("history").view(num_slots, -1)
         self.ngram_score = table.pop("ngram_score")
+        self.dropped, self.pending = table.pop("dropped"), table.pop("pending")
         state = {name: table.pop(name) for name in ("length", "last_token", "finish", "max_length")}
         self.state = SlotState(**state)
         self.columns = SlotColumns(
@@ -147,6 +159,9 @@ class SlotTable:
         if self._widths["history"]:
             self._set(updates, "history", slot, cached.astype(np.int32))
             self._set(updates, "ngram_score", slot, np.zeros(1, dtype=np.int32))
+        if self._widths["pending"]:
+            self._set(updates, "dropped", slot, np.zeros(1, dtype=np.int32))
+            self._set(updates, "pending", slot, np.zeros(1, dtype=np.int32))
         if flags & SlotFlag.PENALTIES:
             prompt, output = np.split(cached, [sampling.num_prompt_tokens])
             self._set_bits(updates, "prompt_bits", slot, prompt)

@@ -17,6 +17,7 @@ from drift_sdk.errors import ExecutorError
 from drift_sdk.execution.device.freed_memory import return_freed_memory
 from drift_sdk.execution.eager.drafters import Drafter, Span
 from drift_sdk.execution.eager.logits_processors import LogitsProcessors, apply_processors
+from drift_sdk.execution.eager.partial_rounds import PartialRounds
 from drift_sdk.execution.eager.round_checks import RoundChecks, Violations
 from drift_sdk.execution.eager.round_rows import (
     SlotRows,
@@ -32,7 +33,16 @@ from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.kv_cache import KVCache
 from drift_sdk.models.tree_attention import StepRows
-from drift_sdk.steps import DecodeRow, ExecutorLimits, PrefillChunk, SlotOutput, StepPlan, StepResult
+from drift_sdk.models.view_attention import RefreshBatch
+from drift_sdk.steps import (
+    DecodeRow,
+    ExecutorLimits,
+    PrefillChunk,
+    SlotOutput,
+    StepPlan,
+    StepResult,
+    Verification,
+)
 from drift_sdk.trees.growth import Draft
 
 __all__ = ["EagerExecutor"]
@@ -48,7 +58,8 @@ class EagerExecutor:
     tokens in one forward pass, samples its own token after each of them, and continues as long as it equals
     the next draft token, or one of the next in a tree.
 
-    checks: verifies every round of speculation; None: no checks.
+    checks: verifies every round of speculation; None: no checks. partial: rounds that verify over a part of
+    the KV cache; None: there are none.
     """
 
     def __init__(
@@ -57,6 +68,7 @@ class EagerExecutor:
         limits: ExecutorLimits,
         drafter: Drafter | None = None,
         checks: RoundChecks | None = None,
+        partial: PartialRounds | None = None,
     ) -> None:
         self.limits = limits
         self._decoder: Decoder | None = decoder
@@ -75,6 +87,7 @@ class EagerExecutor:
         self._device = decoder.device
         self._drafter = drafter
         self._checks = checks
+        self._partial = partial
         self._slots: dict[int, Slot] = {}
         self._launched: deque[StepPlan] = deque()
 
@@ -88,7 +101,7 @@ class EagerExecutor:
         started_at = time.perf_counter()
         self._update_slots(plan)
         prefill = self._prefill(plan.prefill)
-        decode = self._decode(plan.decode)
+        decode = self._decode(plan.decode, plan.verification)
         duration_s = time.perf_counter() - started_at
         return StepResult(step_id=plan.step_id, prefill=prefill, decode=decode, duration_s=duration_s)
 
@@ -104,6 +117,8 @@ class EagerExecutor:
             slot = self._slots[assignment.slot] = Slot(assignment.sampling, rules)
             if self._drafter is not None:
                 self._drafter.enter(slot, assignment.cached_token_ids)
+            if self._partial is not None:
+                self._partial.enter(slot)
         for update in plan.block_updates:
             self._slots[update.slot].place_blocks(update.first_index, update.block_ids)
 
@@ -164,12 +179,13 @@ class EagerExecutor:
             entries = token_logprobs(logits, tokens, [num_top] * len(tokens))
             slot.prompt_logprobs += [entry for entry in entries if entry is not None]
 
-    def _decode(self, rows: tuple[DecodeRow, ...]) -> tuple[SlotOutput, ...]:
+    def _decode(self, rows: tuple[DecodeRow, ...], verification: Verification) -> tuple[SlotOutput, ...]:
         """Run the decode part: draft, verify all draft tokens in one forward pass, extend the draft."""
         by_slot = self._unusable_rows(rows)
         active = [row for row in rows if not self._slots[row.slot].is_finished and row.slot not in by_slot]
         if active:
-            by_slot |= zip([row.slot for row in active], self._run_round(active), strict=True)
+            outputs = self._run_round(active, verification)
+            by_slot |= zip([row.slot for row in active], outputs, strict=True)
 
         return tuple(by_slot.get(row.slot, SlotOutput()) for row in rows)
 
@@ -187,18 +203,29 @@ class EagerExecutor:
 
         return outputs
 
-    def _run_round(self, active: list[DecodeRow]) -> list[SlotOutput]:
+    def _run_round(self, active: list[DecodeRow], verification: Verification) -> list[SlotOutput]:
         """Draft, verify, rewind and extend the draft for rows of slots that have not finished."""
         slot_rows, violations = self._propose(active)
         cache = self._open_cache()
-        batch = attention_batch(slot_rows, cache)
         token_ids = [token for each in slot_rows for token in (each.token_id, *each.draft.token_ids)]
+        batch: StepRows
+        if verification == "whole":
+            batch = attention_batch(slot_rows, cache)
+        elif verification == "partial":
+            batch = self._partial_rounds.partial_batch(slot_rows, cache)
+        else:
+            slot_rows, token_ids = self._partial_rounds.with_pending(slot_rows)
+            batch = self._partial_rounds.refresh_batch(slot_rows, cache)
         hidden, aux_hidden = self._forward(token_ids, batch)
         checks = self._checks
         if checks is not None:
             checks.check_forward(slot_rows, batch, hidden, violations)
         outputs, paths = self._verify(slot_rows, hidden)
         rewind(slot_rows, paths, cache)
+        if verification == "partial":
+            self._partial_rounds.note_partial(slot_rows, outputs)
+        elif isinstance(batch, RefreshBatch):
+            self._partial_rounds.note_refresh(slot_rows, batch)
         if checks is not None:
             checks.check_commit(slot_rows, outputs, paths, cache, violations)
             outputs = checks.reported(slot_rows, outputs, violations)
@@ -260,6 +287,11 @@ class EagerExecutor:
             for outputs, each, path in zip(emitted, slot_rows, paths, strict=True)
         ]
         return joined, [tuple(path[: len(outputs)]) for path, outputs in zip(paths, emitted, strict=True)]
+
+    @property
+    def _partial_rounds(self) -> PartialRounds:
+        assert self._partial is not None, "no partial verification was configured"
+        return self._partial
 
     def _open_cache(self) -> KVCache:
         """The target's KV cache; ExecutorError after `close`."""

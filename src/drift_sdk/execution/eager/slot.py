@@ -24,6 +24,7 @@ class Slot:
     prompt_logprobs:  log-probabilities of the chunks so far.
     draft:            state of a drafter.
     ngrams:           state of n-grams beside a draft model.
+    view:             state of partial verification.
     """
 
     __slots__ = (
@@ -36,6 +37,7 @@ class Slot:
         "prompt_logprobs",
         "rules",
         "sampling",
+        "view",
     )
 
     def __init__(self, sampling: SlotSampling, rules: LogitsProcessors | None = None) -> None:
@@ -43,6 +45,7 @@ class Slot:
         self.rules = rules
         self.draft: object = None
         self.ngrams: object = None
+        self.view: object = None
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.block_table: list[int] = []
         self.length = 0

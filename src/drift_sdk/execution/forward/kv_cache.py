@@ -17,9 +17,10 @@ Rotation = tuple[Tensor, Tensor] | tuple[None, None]
 
 
 class LayerKV(Struct, frozen=True):
-    """Keys and values of a layer, [num_blocks, num_kv_heads, block_size, head_dim]. With scales, float32
-    [num_kv_heads] each, they are e4m3 as `_kernels/attention/e4m3.py` lays them out."""
+    """The number of a layer, and its keys and values, [num_blocks, num_kv_heads, block_size, head_dim]. With
+    scales, float32 [num_kv_heads] each, they are e4m3 as `_kernels/attention/e4m3.py` lays them out."""
 
+    index: int
     keys: Tensor
     values: Tensor
     key_scale: Tensor | None = None
@@ -61,9 +62,9 @@ class PagedKVCache:
         """Keys and values of a layer."""
         scales = self._decoder.weights.kv_scales
         if scales is None:
-            return LayerKV(self.keys[index], self.values[index])
+            return LayerKV(index, self.keys[index], self.values[index])
 
-        return LayerKV(self.keys[index], self.values[index], scales.keys[index], scales.values[index])
+        return LayerKV(index, self.keys[index], self.values[index], scales.keys[index], scales.values[index])
 
 
 def _rotations(decoder: Decoder, num_positions: int) -> list[Rotation]:

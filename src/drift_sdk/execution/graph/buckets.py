@@ -15,6 +15,7 @@ from drift_sdk._kernels.commit.records import record_words
 from drift_sdk._kernels.trees.tree_accept import tree_record_words
 from drift_sdk.execution.rounds.tree_plan import tree_rounds
 from drift_sdk.models.decoder import Decoder
+from drift_sdk.partial_verification import ViewLayout
 from drift_sdk.steps import MAX_CHUNKS, ExecutorLimits
 
 __all__ = ["GraphBuckets", "MixedBucket", "MixedLayout", "bucket_of"]
@@ -104,6 +105,7 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
                 the most drafts of chains. Rounds of trees, those that are checked, and engines of one slot
                 have none.
     head_dim, dtype: of attention, which its tiles in mixed steps depend on.
+    view_layout: of partial verification; None without it.
     """
 
     decode: tuple[int, ...]
@@ -118,6 +120,7 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
     mixed: tuple[MixedBucket, ...]
     head_dim: int
     dtype: torch.dtype
+    view_layout: ViewLayout | None = None
 
     @classmethod
     def of(
@@ -131,12 +134,13 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
         tree_choices: Sequence[int] = (),
         shares_rows: bool = False,
         has_checks: bool = False,
+        view_layout: ViewLayout | None = None,
     ) -> GraphBuckets:
         """The buckets of a model and its limits.
 
         budget: most tokens of a prefill step. draft_choices: numbers of tokens that a round may draft;
         tree_choices: those that form trees. shares_rows: the rows of a round are limited, see `tree_rounds`.
-        has_checks: rounds of speculation are checked.
+        has_checks: rounds of speculation are checked. view_layout: of partial verification.
         """
         head_dim, dtype = decoder.config.head_dim, decoder.dtype
         exact_rows = exact_prefill_config(head_dim, dtype).tile_rows
@@ -163,7 +167,23 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
             ),
             head_dim=head_dim,
             dtype=dtype,
+            view_layout=view_layout,
         )
+
+    @property
+    def partial_rounds(self) -> tuple[tuple[int, int], ...]:
+        """(slots, drafts) of rounds that read views; empty without partial verification."""
+        most = max(self.refreshes, default=0)
+        return tuple(each for each in self.rounds if each[0] <= most and each[1] > 0)
+
+    @property
+    def refreshes(self) -> tuple[int, ...]:
+        """Slots of rounds that refresh views; empty without partial verification."""
+        if self.view_layout is None:
+            return ()
+
+        most = bucket_of(self.decode, min(self.view_layout.max_sequences, self.decode[-1]))
+        return tuple(num_slots for num_slots in self.decode if num_slots <= most)
 
     @property
     def first_tokens(self) -> tuple[int, ...]:

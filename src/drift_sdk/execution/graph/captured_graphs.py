@@ -28,6 +28,7 @@ class CapturedGraphs:
     update: applies updates and nothing else. decode[B, K]: a round of B slots with K drafts each. draft[B, K]
     and verify[B, K]: its halves, if there is a drafter and K is not 0. prefill[N]: chunks of N rows.
     mixed[N, B, K]: chunks of N rows and a round of B slots with K drafts each, in one pass.
+    partial[B, K], refresh[B]: rounds of partial verification, if that is configured.
     first_tokens[B]: samples the first tokens of B finished prompts. draft_extend[N]: updates the drafter
     after a prefill step and its first tokens; empty without a drafter.
     num_graphs: to be captured.
@@ -52,6 +53,8 @@ class CapturedGraphs:
         self.decode: dict[tuple[int, int], Replay] = {}
         self.draft: dict[tuple[int, int], Replay] = {}
         self.verify: dict[tuple[int, int], Replay] = {}
+        self.partial: dict[tuple[int, int], Replay] = {}
+        self.refresh: dict[int, Replay] = {}
         self.first_tokens: dict[int, Replay] = {}
         self._replays: list[Replay] = []
         self.num_graphs = self._count_graphs()
@@ -66,6 +69,7 @@ class CapturedGraphs:
         self._capture_prefill()
         self._capture_mixed()
         self._capture_rounds()
+        self._capture_partial()
         for num_slots in reversed(buckets.first_tokens):
             self.first_tokens[num_slots] = self._capture(steps.first_tokens(num_slots))
         self.update = self._capture(steps.update)
@@ -96,6 +100,7 @@ class CapturedGraphs:
         num_prefill = len(buckets.prefill) * (2 if has_drafter else 1)
         # A round without drafts is never split.
         num_decode = sum(3 if number and has_drafter else 1 for _, number in buckets.rounds)
+        num_decode += len(buckets.partial_rounds) + len(buckets.refreshes)
         num_first_tokens = len(buckets.first_tokens)
         return num_prefill + len(buckets.mixed) + num_decode + num_first_tokens + 1  # and `update`
 
@@ -116,6 +121,8 @@ class CapturedGraphs:
             if steps.drafter is not None and num_drafts > 0:
                 yield decode_round.draft
                 yield decode_round.verify
+        yield from (step for _, step in self._partial_steps())
+        yield from (step for _, step in self._refresh_steps())
         for num_slots in reversed(buckets.first_tokens):
             yield steps.first_tokens(num_slots)
         for num_rows in reversed(buckets.prefill):
@@ -150,6 +157,23 @@ class CapturedGraphs:
             if self._steps.drafter is not None and bucket[1] > 0:
                 self.draft[bucket] = self._capture(decode_round.draft)
                 self.verify[bucket] = self._capture(decode_round.verify)
+
+    def _partial_steps(self) -> Iterator[tuple[tuple[int, int], Step]]:
+        if (views := self._steps.views) is not None:
+            for bucket in reversed(self._buckets.partial_rounds):
+                yield bucket, self._steps.partial_round(*bucket, views)
+
+    def _refresh_steps(self) -> Iterator[tuple[int, Step]]:
+        views, drafter = self._steps.views, self._steps.drafter
+        if views is not None and drafter is not None:
+            for num_slots in reversed(self._buckets.refreshes):
+                yield num_slots, self._steps.refresh(num_slots, drafter, views)
+
+    def _capture_partial(self) -> None:
+        for bucket, step in self._partial_steps():
+            self.partial[bucket] = self._capture(step)
+        for num_slots, step in self._refresh_steps():
+            self.refresh[num_slots] = self._capture(step)
 
     def _capture(self, step: Step) -> Replay:
         self._report("capture graphs", len(self._replays) / self.num_graphs)

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import median
+from typing import TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -31,6 +32,9 @@ ALLOCATION_COUNT_INTERVAL = 256
 """Steps between two counts of allocations: asking torch takes as long as launching a step."""
 NUM_TIMED_REPLAYS = 3
 """Replays of each round that are timed at start."""
+
+
+Bucket = TypeVar("Bucket")
 
 
 class _LaunchedStep(Struct):
@@ -127,12 +131,25 @@ class GraphExecutor:
         assert self._graphs is not None and not self._launched
         with typed_errors(self), self._device.work():
             costs = time_rounds(self._device, self._graphs.decode)
+        self._forget_timed()
+        return costs
+
+    def refresh_costs(self) -> dict[int, float]:
+        """Seconds that rounds which refresh views take, by slots, as `round_costs`; empty without partial
+        verification."""
+        assert self._graphs is not None and not self._launched
+        with typed_errors(self), self._device.work():
+            costs = time_rounds(self._device, self._graphs.refresh)
+        self._forget_timed()
+        return costs
+
+    def _forget_timed(self) -> None:
+        """Reset what replays that were timed have changed."""
         for gpu in self._gpus:
             with typed_errors(self), gpu.device.work():
                 gpu.resources.ring.reset()
         if self._product_log is not None:
             self._product_log.reset()  # what was timed served nobody
-        return costs
 
     def launch(self, plan: StepPlan) -> None:
         if self._graphs is None:
@@ -195,13 +212,11 @@ class GraphExecutor:
         return self._events.pop() if self._events else self._device.event()
 
 
-def time_rounds(
-    device: ServingDevice, rounds: Mapping[tuple[int, int], Replay]
-) -> dict[tuple[int, int], float]:
+def time_rounds(device: ServingDevice, rounds: Mapping[Bucket, Replay]) -> dict[Bucket, float]:
     """Seconds that each replay takes on an idle device, the median of a few. All their rows are padding, so
     attention is not included."""
     marks = [device.event() for _ in range(NUM_TIMED_REPLAYS + 1)]
-    costs: dict[tuple[int, int], float] = {}
+    costs: dict[Bucket, float] = {}
     for bucket, replay in rounds.items():
         marks[0].record()
         for mark in marks[1:]:

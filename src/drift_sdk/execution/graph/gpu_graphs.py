@@ -65,6 +65,7 @@ def graph_buckets(model: GpuModel, limits: ExecutorLimits, options: GraphOptions
         tree_choices=tuple(factory.tree_plans),
         shares_rows=factory.max_tree_depth is not None,
         has_checks=options.has_checks and bool(factory.draft_choices),
+        view_layout=options.view_layout if factory.draft_choices else None,
     )
 
 
@@ -98,7 +99,12 @@ def open_graphs(
     Raises ConfigError for more slots than the slot table can address.
     """
     device, decoder, factory = model.device, model.decoder, model.drafter_factory
-    table = SlotTable(limits, device.torch_device, has_history=factory.needs_history)
+    table = SlotTable(
+        limits,
+        device.torch_device,
+        has_history=factory.needs_history,
+        has_views=buckets.view_layout is not None,
+    )
     resources = DeviceResources(
         device=device,
         ring=ring,

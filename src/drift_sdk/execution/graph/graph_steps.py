@@ -24,11 +24,13 @@ from drift_sdk.execution.forward.row_attention import (
     TreeAttention,
 )
 from drift_sdk.execution.forward.step_buffers import HiddenStates, LayerBuffers
+from drift_sdk.execution.forward.view_attention import RefreshAttention, ViewAttention, Views
 from drift_sdk.execution.graph.buckets import GraphBuckets, MixedBucket
 from drift_sdk.execution.resources import DeviceResources
 from drift_sdk.execution.rounds.chain_drafts import ChainDrafts
 from drift_sdk.execution.rounds.drafter import RoundDrafter, RoundSizes
 from drift_sdk.execution.rounds.mixed import MixedStep, MixedTensors
+from drift_sdk.execution.rounds.partial_rounds import PartialRound, RefreshRound
 from drift_sdk.execution.rounds.round import DecodeRound
 from drift_sdk.execution.rounds.round_checks import TreeChecks
 from drift_sdk.execution.rounds.sample_commit import SampleCommit, TreeAcceptance
@@ -52,6 +54,7 @@ class GraphSteps:
     prefill_hidden: the residual stream of the latest prefill step. It is kept until the first tokens have
     been sampled from it and the drafter has read it.
     attention: the plan and scratch memory of rounds.
+    views: the views of partial verification; None without it.
     """
 
     def __init__(
@@ -73,6 +76,13 @@ class GraphSteps:
         if acceptance_trace is not None:
             self._simulated = _simulated_rounds(acceptance_trace, model.limits.max_num_seqs, device)
         # The step that needs most takes its attention first: the partial sums of all steps share one buffer.
+        self.views: Views | None = None
+        if buckets.view_layout is not None:
+            self.views = Views.allocate(buckets.view_layout, model.decoder, resources.table)
+            num_tiles, rows_per_tile = buckets.view_layout.refresh_tiles(self._group)
+            self._refresh_attention = attention_groups(
+                model, workspace, num_sequences=buckets.refreshes[-1] * num_tiles, num_rows=rows_per_tile
+            )
         self._tree_attention = {
             number: attention_groups(
                 model, workspace, num_sequences=buckets.max_slots(number), num_rows=number + 1
@@ -103,6 +113,9 @@ class GraphSteps:
         steps = [self.prefill(buckets.prefill[-1])]
         if self.drafter is not None:
             steps.append(self.draft_extend(buckets.prefill[-1], self.drafter))
+        if buckets.refreshes and self.drafter is not None and self.views is not None:
+            steps.append(self.refresh(buckets.refreshes[-1], self.drafter, self.views))
+            steps.append(self.partial_round(*buckets.partial_rounds[-1], self.views))
         steps += [
             self.round(num_slots, number).whole
             for number in reversed(buckets.drafts)
@@ -217,6 +230,72 @@ class GraphSteps:
             self._sample_commit(rows, rows_per_slot),
             self.drafter,
         )
+
+    def partial_round(self, num_slots: int, num_drafts: int, views: Views) -> Step:
+        """A round of `num_slots` slots with `num_drafts` drafts each that reads views."""
+        resources, rows_per_slot = self._resources, num_drafts + 1
+        num_rows = num_slots * rows_per_slot
+        rows = Rows.take(resources.workspace, num_rows)
+        attention = ViewAttention(
+            self.attention,
+            views,
+            resources.table.block_table,
+            resources.workspace,
+            num_sequences=num_slots,
+            rows_per_sequence=rows_per_slot,
+        )
+        sample_commit = self._sample_commit(rows, rows_per_slot)
+        decode_round = DecodeRound(
+            resources,
+            resources.payload.words[: 2 * num_slots].view(2, num_slots),
+            rows,
+            self._decode_forward(rows, attention, self._round_hidden.first(num_rows)),
+            sample_commit,
+            self.drafter,
+        )
+        return PartialRound(decode_round, rows, sample_commit.emitted, views).run
+
+    def refresh(self, num_slots: int, drafter: RoundDrafter, views: Views) -> Step:
+        """A round of `num_slots` slots with the most drafts that reads all keys and values, computes those of
+        pending rows again, and chooses the blocks of views."""
+        resources, workspace, decoder = self._resources, self._resources.workspace, self._model.decoder
+        rows_per_slot = views.layout.num_drafts + 1
+        num_tiles, rows_per_tile = views.layout.refresh_tiles(self._group)
+        num_rows, num_round_rows = num_slots * num_tiles * rows_per_tile, num_slots * rows_per_slot
+        columns = workspace.take("refresh_rows", (3, num_rows), torch.int32)
+        rows, round_rows = Rows(*columns.unbind()), Rows.take(workspace, num_round_rows)
+        attention = RefreshAttention(
+            self._refresh_attention,
+            views,
+            round_rows.slot,
+            round_rows.position,
+            workspace,
+            num_sequences=num_slots,
+            rows_per_tile=rows_per_tile,
+            num_kv_heads=decoder.config.num_kv_heads,
+            group=self._group,
+            max_blocks=resources.table.block_table.shape[1],
+        )
+        hidden = HiddenStates.take(workspace, "refresh", decoder, num_rows, drafter.aux_layers)
+        normed_shape = (num_round_rows, decoder.config.hidden_size)
+        return RefreshRound(
+            resources,
+            resources.payload.words[: 2 * num_slots].view(2, num_slots),
+            round_rows,
+            rows,
+            self._decode_forward(rows, attention, hidden),
+            workspace.take("refresh_normed", normed_shape, decoder.dtype),
+            self._round_hidden.first(num_round_rows),
+            self._sample_commit(round_rows, rows_per_slot),
+            drafter,
+            views,
+        ).run
+
+    @property
+    def _group(self) -> int:
+        """Query heads that share a KV head."""
+        config = self._model.decoder.config
+        return config.num_heads // config.num_kv_heads
 
     def _tree_round(self, num_slots: int, drafter: TreeDrafter, plan: TreePlan) -> TreeRound:
         resources, num_rows = self._resources, num_slots * plan.num_nodes

@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from drift_sdk.execution.graph.captured_graphs import FitBlocks
 from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
+from drift_sdk.partial_verification import ViewLayout
 from drift_sdk.progress import Report, ignore_progress
 
 __all__ = ["NO_HOOKS", "GraphOptions", "StartupHooks"]
@@ -24,6 +25,7 @@ class GraphOptions(Struct, frozen=True, kw_only=True):
     acceptance_trace:     for measuring: tokens that rounds emit in turn, whatever was drafted.
     stages:               for measuring: marks around the stages of steps.
     has_checks:           rounds of speculation are checked.
+    view_layout:          of partial verification; None without it.
     shape_log:            file to which the products that ran are added when the executor is closed.
     """
 
@@ -33,6 +35,7 @@ class GraphOptions(Struct, frozen=True, kw_only=True):
     acceptance_trace: Sequence[int] | None = None
     stages: StageMarks = NO_STAGE_MARKS
     has_checks: bool = False
+    view_layout: ViewLayout | None = None
     shape_log: Path | None = None
 
 

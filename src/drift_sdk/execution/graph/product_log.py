@@ -51,6 +51,9 @@ class ProductLog:
             graphs.verify[num_slots, num_drafts] = self._watched(
                 replay, self._verified(num_slots, num_drafts)
             )
+        for (num_slots, num_drafts), replay in graphs.partial.items():
+            products = self._drafted(num_slots, num_drafts) + self._verified(num_slots, num_drafts)
+            graphs.partial[num_slots, num_drafts] = self._watched(replay, products)
         for bucket, replay in graphs.mixed.items():
             products = self._layers(bucket.size) + self._head(bucket.num_round_rows)
             products += self._drafted(bucket.num_slots, bucket.num_drafts)

@@ -102,7 +102,10 @@ class StepLauncher:
             found.prompt_logprobs = self._take_prompt_logprobs(plan.prefill)
             updates = NO_UPDATES
         if plan.decode:
-            (num_slots, num_drafts), found.decode = self._launch_round(plan.decode, updates)
+            if plan.verification == "whole":
+                (num_slots, num_drafts), found.decode = self._launch_round(plan.decode, updates)
+            else:
+                (num_slots, num_drafts), found.decode = self._launch_partial(plan, updates)
             is_tree = num_drafts in self._buckets.trees
             found.rows_per_slot, found.num_trees = num_drafts + 1, num_slots if is_tree else 0
         return found
@@ -194,10 +197,10 @@ class StepLauncher:
     def _mixed_bucket(self, plan: StepPlan) -> MixedBucket | None:
         """The mixed step for a plan; None if its chunks and its decode rows run in two passes.
 
-        A round that waits for a constraint, and the row of a draft before a prefix hit that leaves one token,
-        are parts of other steps.
+        A round that waits for a constraint, one of partial verification, and the row of a draft before a
+        prefix hit that leaves one token, are parts of other steps.
         """
-        if not plan.prefill or not plan.decode:
+        if not plan.prefill or not plan.decode or plan.verification != "whole":
             return None
 
         drafts = [row.num_draft_tokens for row in plan.decode]
@@ -290,6 +293,23 @@ class StepLauncher:
                 fill_masks(constraints, slots, ring.mask(entry))
                 ring.start(entry, graphs.decode[bucket])
         return bucket, ring.results(entry)
+
+    def _launch_partial(self, plan: StepPlan, updates: Pairs) -> tuple[tuple[int, int], Results]:
+        """Start a round of partial verification. Return its bucket (slots, drafts) and its results."""
+        graphs, ring, drafts = self._graphs, self._resources.ring, self._buckets.drafts
+        slots = [row.slot for row in plan.decode]
+        most = [row.num_draft_tokens for row in plan.decode]
+        entry = ring.acquire(updates)
+        num_slots = fill_slots(self._buckets, slots, most, ring.payload(entry))
+        fill_masks(self._constraints, slots, ring.mask(entry))
+        num_drafts, graph = drafts[-1], graphs.refresh.get(num_slots)
+        if plan.verification == "partial":
+            num_drafts = bucket_of(drafts[1:], max(most))
+            graph = graphs.partial[num_slots, num_drafts]
+        assert graph is not None, "no partial verification was configured"
+        with self._resources.stages(forward_stage(num_drafts)):
+            ring.start(entry, graph)
+        return (num_slots, num_drafts), ring.results(entry)
 
     def _is_split(self, rows: Sequence[DecodeRow]) -> bool:
         """True if a constrained slot drafts."""

@@ -1,0 +1,102 @@
+"""Rounds of partial verification on the device: those that read views, and those that refresh them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from drift_sdk._kernels.common.launch_order import note_library_kernel
+from drift_sdk._kernels.retrieval.pending import note_round, refresh_rows
+from drift_sdk._kernels.slots.gather_rows import gather_rows
+from drift_sdk.execution.forward.decode import DecodeForward, Rows
+from drift_sdk.execution.forward.step_buffers import HiddenStates
+from drift_sdk.execution.forward.view_attention import Views
+from drift_sdk.execution.resources import DeviceResources
+from drift_sdk.execution.rounds.drafter import RoundDrafter
+from drift_sdk.execution.rounds.round import DecodeRound
+from drift_sdk.execution.rounds.sample_commit import SampleCommit
+from drift_sdk.execution.stages import forward_stage
+
+__all__ = ["PartialRound", "RefreshRound"]
+
+
+class PartialRound:
+    """A round whose attention reads views; what it accepts is pending."""
+
+    def __init__(self, decode_round: DecodeRound, rows: Rows, emitted: Tensor, views: Views) -> None:
+        """rows, emitted: of the round."""
+        self._round, self._rows, self._emitted, self._views = decode_round, rows, emitted, views
+
+    def run(self) -> None:
+        """Record the kernels of the round."""
+        rows, views = self._rows, self._views
+        self._round.whole()
+        columns = (rows.slot, rows.token, rows.position)
+        note_round(columns, self._emitted, views.retrieval, views.layout, is_refresh=False)
+
+
+class RefreshRound:
+    """A round that reads all keys and values, with the pending rows of its slots before its own.
+
+    The keys and values of pending rows get the bits of plain decoding, and the blocks of views are chosen
+    anew. Its payload is that of a `DecodeRound`.
+    """
+
+    def __init__(
+        self,
+        resources: DeviceResources,
+        payload: Tensor,
+        round_rows: Rows,
+        rows: Rows,
+        forward: DecodeForward,
+        normed: Tensor,
+        hidden: HiddenStates,
+        sample_commit: SampleCommit,
+        drafter: RoundDrafter,
+        views: Views,
+    ) -> None:
+        """payload [2, B] int32: slots (-1: padding) and most drafts. round_rows [B * T]. rows [B * T']: those
+        of `forward`. normed, hidden: of the round's rows, written.
+
+        Takes more parameters than other constructors: it joins the parts of two passes.
+        """
+        self._resources, self._round_rows, self._rows = resources, round_rows, rows
+        self._forward, self._normed, self._hidden = forward, normed, hidden
+        self._sample_commit, self._drafter, self._views = sample_commit, drafter, views
+        self._slots, self._max_drafts = payload
+        self._num_slots = payload.shape[1]
+        self._num_drafts = round_rows.slot.shape[0] // self._num_slots - 1
+
+    def run(self) -> None:
+        """Record the kernels of the round."""
+        resources, rows, views = self._resources, self._round_rows, self._views
+        resources.payload.enter(2 * self._num_slots)
+        columns = (rows.slot, rows.token, rows.position)
+        gather_rows(self._slots, self._max_drafts, resources.table.state, *columns)
+        self._drafter.propose(rows, num_slots=self._num_slots, num_draft_tokens=self._num_drafts)
+        every = (self._rows.slot, self._rows.token, self._rows.position)
+        refresh_rows(columns, views.retrieval, every, views.layout, num_sequences=self._num_slots)
+        with resources.stages(forward_stage(self._num_drafts)):
+            self._forward.run()
+        self._take_round()
+        self._sample_commit.run(self._normed)
+        with resources.stages("draft_extend"):
+            self._drafter.draft_extend(
+                rows,
+                num_slots=self._num_slots,
+                num_draft_tokens=self._num_drafts,
+                aux_hidden=self._hidden.aux,
+                hidden=self._hidden.final,
+                chosen=self._sample_commit.chosen,
+                emitted=self._sample_commit.emitted,
+            )
+        note_round(columns, self._sample_commit.emitted, views.retrieval, views.layout, is_refresh=True)
+
+    def _take_round(self) -> None:
+        """Copy the residual stream of the round's rows."""
+        source = self._forward.hidden_states
+        pairs = [(self._forward.normed, self._normed), (source.final, self._hidden.final)]
+        pairs += [(source.by_layer[layer], stream) for layer, stream in self._hidden.by_layer.items()]
+        for every, own in pairs:
+            own = own.view(self._num_slots, self._num_drafts + 1, -1)
+            own.copy_(every.view(self._num_slots, -1, own.shape[2])[:, -own.shape[1] :])
+            note_library_kernel(own)

@@ -1,0 +1,50 @@
+"""Partial verification of an opened model: its layout, its costs, and what it cannot be used with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from drift_sdk.config import EngineConfig
+from drift_sdk.draft_policy.view_gain import ViewCosts
+from drift_sdk.errors import ConfigError
+from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.partial_verification import PartialVerification, ViewLayout
+
+__all__ = ["check_views", "view_costs", "view_layout"]
+
+SCORING_READS = 0.5
+"""How often a refresh reads keys and values to choose blocks: the keys once."""
+
+
+def configured(config: EngineConfig) -> PartialVerification | None:
+    """The configured partial verification, if any."""
+    return None if config.speculation is None else config.speculation.partial_verification
+
+
+def check_views(config: EngineConfig, model: DecoderConfig) -> None:
+    """Raise ConfigError if partial verification is configured and the model has layers with windows, which
+    read few keys anyway."""
+    partial = configured(config)
+    if partial is not None and any(window is not None for window in model.windows):
+        allowed = "None for a model with sliding windows"
+        raise ConfigError.of("partial_verification", partial, allowed)
+
+
+def view_layout(config: EngineConfig, block_size: int, draft_choices: tuple[int, ...]) -> ViewLayout | None:
+    """The layout of views; None without partial verification, or if nothing is drafted."""
+    partial = configured(config)
+    if partial is None or not draft_choices:
+        return None
+
+    return partial.layout(block_size, draft_choices[-1])
+
+
+def view_costs(layout: ViewLayout, model: DecoderConfig, refresh_costs: Mapping[int, float]) -> ViewCosts:
+    """The costs of partial verification. refresh_costs: as measured, empty if they were not."""
+    num_tiles, _ = layout.refresh_tiles(model.num_heads // model.num_kv_heads)
+    return ViewCosts(
+        refresh_tokens=layout.refresh_tokens,
+        view_tokens=layout.capacity,
+        refresh_reads=num_tiles + SCORING_READS,
+        refresh_costs=refresh_costs,
+    )
