@@ -69,6 +69,7 @@ class PartialVerification(Struct, frozen=True, kw_only=True):
             window_tokens=self.window_tokens,
             refresh_tokens=self.refresh_tokens,
             num_drafts=num_draft_tokens,
+            max_sequences=MAX_REFRESH_ROWS // (self.refresh_tokens + num_draft_tokens + 1),
         )
 
 
@@ -84,6 +85,7 @@ class ViewLayout(Struct, frozen=True, kw_only=True):
     window_tokens:  fewest tokens of the window, at the time of a refresh.
     refresh_tokens: most pending tokens: those accepted in partial rounds since.
     num_drafts:     most drafts of a round.
+    max_sequences:  most sequences that decode together over views: a refresh of more takes too many rows.
     """
 
     block_size: int
@@ -92,6 +94,7 @@ class ViewLayout(Struct, frozen=True, kw_only=True):
     window_tokens: int
     refresh_tokens: int
     num_drafts: int
+    max_sequences: int
 
     @property
     def num_kept(self) -> int:
@@ -103,11 +106,6 @@ class ViewLayout(Struct, frozen=True, kw_only=True):
         """Most blocks of a view."""
         num_last = self.window_tokens + self.refresh_tokens + self.num_drafts + 1
         return self.num_kept + -(-num_last // self.block_size) + 2
-
-    @property
-    def max_sequences(self) -> int:
-        """Most sequences that decode together over views: a refresh of more takes too many rows."""
-        return max(1, MAX_REFRESH_ROWS // (self.refresh_tokens + self.num_drafts + 1))
 
     def refresh_tiles(self, group: int) -> tuple[int, int]:
         """Tiles that a sequence's rows of a refresh are divided into, and rows of a tile, the last of them

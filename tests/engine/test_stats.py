@@ -50,6 +50,11 @@ def samples(text: str) -> dict[tuple[str, ...], float]:
     }
 
 
+def one_token() -> SimpleNamespace:
+    """What stands for a `Delta`."""
+    return SimpleNamespace(output=SlotOutput(token_ids=(1,)), verification="whole")
+
+
 def idle_scheduler() -> Any:
     return SimpleNamespace(
         config=SimpleNamespace(max_num_seqs=1, num_blocks=1),
@@ -332,6 +337,7 @@ async def test_metrics_text_without_prometheus_client_names_the_extra(
         return importing(name, *args)
 
     monkeypatch.delitem(sys.modules, "drift_sdk.prometheus", raising=False)
+    monkeypatch.delitem(sys.modules, "drift_sdk.metric_families", raising=False)
     monkeypatch.setattr(builtins, "__import__", without)
     async with scripted_engine("a") as engine:
         with pytest.raises(DriftError, match=r"drift-engine\[metrics\]"):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hypothesis.strategies as st
+import msgspec
 import pytest
 from fake_device import ALPHABET, FakeDevice, logprob_of
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from drift_sdk.draft_policy.view_gain import ViewCosts
+from drift_sdk.partial_verification import PartialVerification, ViewLayout
 from drift_sdk.scheduling.config import SchedulerConfig
 from drift_sdk.scheduling.scheduler import Scheduler
 from drift_sdk.scheduling.sequence import Delta, Sequence
@@ -39,13 +42,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         target_ms: float | None,
         depth: int,
     ) -> None:
+        layout = self.draw_layout(data, num_draft_tokens) if num_draft_tokens else None
         self.config = SchedulerConfig(
             max_num_seqs=data.draw(st.integers(self.min_num_seqs, 6), label="max_num_seqs"),
             num_blocks=data.draw(st.integers(6, self.max_num_blocks), label="num_blocks"),
-            block_size=data.draw(st.sampled_from(self.block_sizes), label="block_size"),
+            block_size=data.draw(st.sampled_from(self.block_sizes), label="block_size")
+            if layout is None
+            else layout.block_size,
             prefill_token_budget=data.draw(st.integers(1, 12), label="prefill_token_budget"),
             draft_choices=(num_draft_tokens,) if num_draft_tokens else (),
-            max_tree_depth=data.draw(st.sampled_from([None, 1, 2, 6]), label="max_tree_depth"),
+            max_tree_depth=None
+            if layout is not None
+            else data.draw(st.sampled_from([None, 1, 2, 6]), label="max_tree_depth"),
+            view_layout=layout,
+            view_costs=None if layout is None else ViewCosts(refresh_tokens=9, view_tokens=9),
             is_draft_adaptive=False,
             has_draft_kv=num_draft_tokens > 0 and data.draw(st.booleans(), label="has_draft_kv"),
             target_latency_ms_p50=target_ms,
@@ -56,6 +66,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.device = FakeDevice(self.config, seed=data.draw(st.integers(0, 2**32), label="device"))
         self.delivered: dict[Sequence, list[int]] = {}
         self.removed: set[Sequence] = set()
+
+    def draw_layout(self, data: st.DataObject, num_draft_tokens: int) -> ViewLayout | None:
+        """No partial verification."""
+        return None
 
     @rule(
         data=st.data(),
@@ -87,6 +101,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             stop_token_ids=tuple(stops),
             num_logprobs=0 if wants_logprobs else None,
         )
+        if self.config.view_layout is not None:
+            sequence.max_draft_tokens = data.draw(
+                st.sampled_from([None, None, 0, 1]), label="max_draft_tokens"
+            )
         self.delivered[sequence] = []
         self.scheduler.add(sequence)
 
@@ -218,10 +236,31 @@ class TinyPoolMachine(SchedulerMachine):
     max_tokens = 40
 
 
+class ViewMachine(SchedulerMachine):
+    """Verification over views, with so few rows in a refresh that some sequences have to wait for it."""
+
+    min_num_seqs = 3
+    max_num_blocks = 20
+    max_tokens = 40
+
+    def draw_layout(self, data: st.DataObject, num_draft_tokens: int) -> ViewLayout:
+        settings = PartialVerification(
+            sink_tokens=data.draw(st.integers(1, 3), label="sink_tokens"),
+            retrieved_tokens=data.draw(st.integers(1, 4), label="retrieved_tokens"),
+            window_tokens=data.draw(st.integers(1, 3), label="window_tokens"),
+            refresh_tokens=data.draw(st.integers(num_draft_tokens + 1, 9), label="refresh_tokens"),
+        )
+        block_size = data.draw(st.sampled_from(self.block_sizes), label="block_size")
+        layout = settings.layout(block_size, num_draft_tokens)
+        return msgspec.structs.replace(layout, max_sequences=data.draw(st.integers(1, 6), label="most"))
+
+
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
 TestTinyPool = TinyPoolMachine.TestCase
 TestTinyPool.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
+TestViews = ViewMachine.TestCase
+TestViews.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.parametrize("num_draft_tokens", [0, 3])

@@ -3,7 +3,7 @@
 The next token is a hash of a sequence's history and seed over a small alphabet. So the whole output of a
 sequence is known in advance (`Story`), and the scheduler's result can be compared with it. KV slots hold
 (token, position, hash of the history up to the token). A row may attend only if all earlier positions hold
-its own story.
+its own story. Rounds over views leave other content, which rows over all keys may not read.
 """
 
 from __future__ import annotations
@@ -15,10 +15,15 @@ from typing import Literal
 from drift_sdk.results import TokenLogprobs
 from drift_sdk.scheduling.config import SchedulerConfig
 from drift_sdk.scheduling.sequence import Sequence
-from drift_sdk.steps import SlotOutput, SlotSampling, StepPlan, StepResult
+from drift_sdk.steps import SlotOutput, SlotSampling, StepPlan, StepResult, Verification
 
 ALPHABET = 5
 JUNK = (-1, -1, -1)
+
+
+def rough(content: tuple[int, int, int]) -> tuple[int, int, int]:
+    """The content of a slot that a round over views has written."""
+    return (*content[:2], ~content[2])
 
 
 def mix(history: int, value: int) -> int:
@@ -67,6 +72,8 @@ class FakeSlot:
         self.table: dict[int, int] = {}
         self.length = 0  # 0 until the last chunk has run
         self.num_computed: int | None = None  # None until the first chunk
+        self.num_pending = 0  # positions before the newest token's that rounds over views have written
+        self.has_view = False
 
     @property
     def is_finished(self) -> bool:
@@ -138,7 +145,10 @@ class FakeDevice:
             self._run_chunk(self.slots[chunk.slot], chunk.start, chunk.token_ids, chunk.is_last)
             for chunk in plan.prefill
         )
-        decode = tuple(self._run_row(self.slots[row.slot], row.max_emitted_tokens) for row in plan.decode)
+        decode = tuple(
+            self._run_row(self.slots[row.slot], row.max_emitted_tokens, plan.verification)
+            for row in plan.decode
+        )
         num_prefill_tokens = sum(len(chunk.token_ids) for chunk in plan.prefill)
         duration_s = 0.01 * bool(decode) + 0.0001 * num_prefill_tokens
         return StepResult(step_id=plan.step_id, prefill=prefill, decode=decode, duration_s=duration_s)
@@ -160,19 +170,34 @@ class FakeDevice:
         slot.length = end
         return self._emit(slot, 1)
 
-    def _run_row(self, slot: FakeSlot, max_emitted_tokens: int) -> SlotOutput:
+    def _run_row(self, slot: FakeSlot, max_emitted_tokens: int, verification: Verification) -> SlotOutput:
         assert slot.length > 0, "a row before the last chunk"
         if slot.is_finished:
             return SlotOutput()
 
-        self._check(slot, slot.length - 1)
         first = slot.length - 1
+        self._check(slot, first - slot.num_pending)
+        layout = self.config.view_layout
+        if verification == "partial":
+            assert layout is not None
+            room = layout.refresh_tokens - slot.num_pending
+            assert max_emitted_tokens <= room, "no room for the rows that a round may accept"
+            assert slot.has_view or slot.length <= layout.capacity, "a long sequence without views"
+        elif verification == "refresh":
+            for position in range(first - slot.num_pending, first):
+                assert self.kv[self._address(slot, position)] == rough(slot.story.kv[position])
+                self._write(slot, position, slot.story.kv[position])
+            slot.num_pending, slot.has_view = 0, True
+        assert verification == "partial" or slot.num_pending == 0, "a whole round reads pending rows"
         output = self._emit(slot, self._random.randint(1, max_emitted_tokens))
         # All drafts are verified, so rejected ones leave junk after the newest token, up to the limit.
         last = min(first + max_emitted_tokens - 1, slot.story.sampling.max_length - 2)
         for position in range(first, last + 1):
             is_true = position < slot.length - 1
-            self._write(slot, position, slot.story.kv[position] if is_true else JUNK)
+            content = slot.story.kv[position] if is_true else JUNK
+            self._write(slot, position, rough(content) if verification == "partial" else content)
+        if verification == "partial":
+            slot.num_pending += slot.length - 1 - first
 
         return output
 

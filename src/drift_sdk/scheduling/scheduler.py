@@ -150,7 +150,8 @@ class Scheduler:
             self._plan_chunks(step, prefilling, may_admit=not lacks_blocks)
 
         if not step.prefill and not step.decode:
-            return None
+            # Without steps in flight, the sequences that were to be refreshed have just been preempted.
+            return self.schedule() if verification == "refresh" and not self._launched else None
 
         launched = step.build(self._next_step_id)
         self._next_step_id += 1
