@@ -299,3 +299,51 @@ def test_tokens_under_many_preemptions(num_draft_tokens: int, depth: int) -> Non
     for sequence, token_ids in delivered.items():
         assert token_ids == device.stories[sequence.arrival].output_ids
         assert sequence.finish == "length"
+
+
+@pytest.mark.parametrize(
+    ("num_drafts", "refresh_tokens", "num_blocks", "seed", "start", "prompts", "outputs"),
+    [(2, 4, 14, 421647, 2, (11, 9), (10, 2)), (3, 9, 13, 184594, 2, (4, 9), (14, 10))],
+)
+def test_a_refresh_whose_sequences_are_preempted_plans_the_others(
+    num_drafts: int,
+    refresh_tokens: int,
+    num_blocks: int,
+    seed: int,
+    start: int,
+    prompts: tuple[int, int],
+    outputs: tuple[int, int],
+) -> None:
+    """A refresh that is too small for all sequences takes those with pending rows. If it preempts all of
+    these, because they lack blocks, the others are planned at once: there is nothing else to wait for."""
+    settings = PartialVerification(
+        sink_tokens=1, retrieved_tokens=1, window_tokens=1, refresh_tokens=refresh_tokens
+    )
+    config = SchedulerConfig(
+        max_num_seqs=2,
+        num_blocks=num_blocks,
+        block_size=2,
+        prefill_token_budget=32,
+        draft_choices=(num_drafts,),
+        is_draft_adaptive=False,
+        view_layout=msgspec.structs.replace(settings.layout(2, num_drafts), max_sequences=1),
+        view_costs=ViewCosts(refresh_tokens=refresh_tokens, view_tokens=9),
+    )
+    scheduler, device = Scheduler(config), FakeDevice(config, seed=seed)
+    low, high = (
+        device.sequence(
+            [arrival] * prompts[arrival], max_tokens=outputs[arrival], arrival=arrival, priority=priority
+        )
+        for arrival, priority in ((0, 1), (1, 0))
+    )
+    scheduler.add(low)
+    for number in range(100):
+        if number == start:
+            scheduler.add(high)
+        plan = scheduler.schedule()
+        if plan is None:
+            break
+        device.launch(plan)
+        scheduler.commit(device.collect())
+        scheduler.check_integrity()
+    assert (low.finish, high.finish) == ("length", "length")
