@@ -59,3 +59,13 @@ def test_ngrams_in_place_of_drafts_are_counted_by_themselves() -> None:
 
 def test_rates_without_rounds_are_zero() -> None:
     assert SpeculationStats(accepted_at=(0, 0)).rates == (0.0, 0.0)
+
+
+def test_rounds_of_partial_verification_are_counted_also_without_drafts() -> None:
+    count = DraftCount()
+    count.add(3, 1, verification="partial")
+    count.add(0, 0, verification="partial")
+    count.add(0, 0, verification="refresh")
+    count.add(3, 2)
+    stats = count.stats()
+    assert (stats.num_partial_rounds, stats.num_refresh_rounds, stats.num_rounds) == (2, 1, 2)

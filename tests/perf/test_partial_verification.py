@@ -1,0 +1,66 @@
+"""Measurements of partial verification on a tiny model and the CPU, where acceptance is real."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from drift_sdk import PartialVerification
+from perf import partial_verification
+from perf.partial_verification import arguments_of
+
+SIZES = ["--sink-tokens", "16", "--retrieved-tokens", "16", "--window-tokens", "8", "--refresh-tokens", "9"]
+
+
+@pytest.fixture(autouse=True)
+def quick_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("perf.harness.recording.read_bandwidth_tb_s", lambda device: 0.01)
+
+
+def test_speed_and_agreement_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "partial.json"
+    partial_verification.main(
+        [
+            *("--model", "tiny", "--device", "cpu", "--draft", "ngram", "--repeats", "1", *SIZES),
+            *("--num-draft-tokens", "2", "--scenario", "single-100", "--agreement", "8", "--out", str(out)),
+        ]
+    )
+    plain, whole, partial = json.loads(out.read_text())["runs"][:3]
+    assert [run["verification"] for run in (plain, whole, partial)] == ["none", "whole", "partial"]
+    assert whole["speedup"] > 0 and partial["whole_speedup"] > 0
+    assert 0 < partial["num_refresh_rounds"] < partial["num_partial_rounds"]
+    agreement = json.loads(out.read_text())["runs"][-1]
+    assert 0 <= agreement["agreement"] <= 1
+    assert 0 <= agreement["num_equal"][0] <= 8
+    assert "x whole" in capsys.readouterr().out
+
+
+def test_sizes_are_those_of_the_setting() -> None:
+    given = arguments_of(["--device", "cpu", *SIZES])
+    assert given.partial == PartialVerification(
+        sink_tokens=16, retrieved_tokens=16, window_tokens=8, refresh_tokens=9
+    )
+    assert arguments_of(["--device", "cpu"]).partial == PartialVerification()
+    assert [scenario.context for scenario in given.scenario] == [16_384, 32_768, 65_536]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--num-draft-tokens", "0"], "expected 1 or more"),
+        (["--num-draft-tokens", "17"], "num_draft_tokens=17"),
+        (["--sink-tokens", "0"], "sink_tokens=0"),
+        (["--refresh-tokens", "5"], "expected more than 5 drafts"),
+        (["--acceptance-length", "5"], "expected 1 to 4"),
+        (["--acceptance-length", "2"], "needs the graph executor on a GPU"),
+        (["--no-speed"], "--agreement 0"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        arguments_of(["--device", "cpu", *arguments])
+    assert message in capsys.readouterr().err
