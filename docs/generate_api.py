@@ -31,6 +31,7 @@ GROUPS = {
         "StaticTree",
         "DynamicTree",
         "NGram",
+        "PartialVerification",
         "Progress",
         "Download",
         "EngineStats",

@@ -93,6 +93,7 @@ def select_blocks(
     check_tensor("shares", shares, shares.shape, torch.float32)
     check_tensors((num_sequences * rows,), torch.int32, row_slot=row_slot, row_position=row_position)
     check_tensor("selected", selected, (selected.shape[0], layout.num_retrieved), torch.int32)
+    padded_blocks = triton.next_power_of_2(max_blocks)
     _select_blocks[(num_sequences,)](
         shares,
         row_slot,
@@ -105,9 +106,9 @@ def select_blocks(
         NUM_RETRIEVED=layout.num_retrieved,
         WINDOW_TOKENS=layout.window_tokens,
         BLOCK_SIZE=layout.block_size,
-        PADDED_BLOCKS=triton.next_power_of_2(max_blocks),
+        PADDED_BLOCKS=padded_blocks,
         PDL=uses_pdl(),
-        num_warps=8,
+        num_warps=min(32, max(8, padded_blocks // 512)),
         **launch_options(),
     )
 
