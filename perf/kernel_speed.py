@@ -32,6 +32,8 @@ from perf.harness.table import show
 
 __all__ = ["SUITES", "KernelRun", "limit_us", "main", "measure"]
 
+LIBRARY = "cublas"
+"""The kernel and engine of products by the vendor's library."""
 ROW_COUNTS = (1, 4, 16, 64, 256)
 """Numbers of rows that are timed unless others are given."""
 
@@ -82,7 +84,7 @@ def measure(
     us = time_us(prepared.step, prepared.num_calls)
     limit = limit_us(case, bandwidth_tb_s, peak_tflop_s)
     return KernelRun(
-        engine="cublas" if case.kernel == "cublas" else "drift",
+        engine=LIBRARY if case.kernel == LIBRARY else "drift",
         model=model,
         dtype=dtype,
         scenario="kernel",
@@ -109,6 +111,7 @@ def limit_us(case: Case, bandwidth_tb_s: float, peak_tflop_s: float) -> float:
 def main(arguments: Sequence[str] | None = None) -> None:
     given_parser = parser(__doc__)
     given_parser.add_argument("--suite", nargs="+", choices=SUITES, default=tuple(SUITES))
+    given_parser.add_argument("--no-library", action="store_true", help="leave the vendor's products out")
     given_parser.add_argument("--rows", type=int, nargs="+", default=ROW_COUNTS, help="row counts")
     given = given_parser.parse_args(arguments)
     if not given.device.startswith("cuda"):
@@ -122,6 +125,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     for suite in given.suite:
         for case in SUITES[suite](model, tuple(given.rows), table, given.device):
+            if given.no_library and case.kernel == LIBRARY:
+                continue
+
             free_memory()
             dtype = model.dtype_name or "bfloat16"
             recording.add(measure(case, model.name, recording.bandwidth_tb_s, peak_tflop_s, dtype))

@@ -34,8 +34,12 @@ from perf.stress import stress_table
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Ratio", "draft_lines", "main", "ratios", "write_report"]
+__all__ = ["REPORT_FILES", "Ratio", "draft_lines", "main", "ratios", "write_report"]
 
+REPORT = "report.md"
+PICTURES = ("roofline.png", "drafts.png", "acceptance.png", "head.png", "peers.png")
+REPORT_FILES = (REPORT, *PICTURES)
+"""Names of all files that a report can have."""
 RATIO_TOPICS = ("decode", "speculative", "prefill")
 COLOURS = {"vllm": "tab:orange", "transformers": "tab:green"}
 BAR_WIDTH = 0.35
@@ -254,7 +258,7 @@ def write_report(folder: Path, out: Path, summary: Sequence[str] = ()) -> Path:
     title, columns, rows = gates_table(found)
     if rows:
         parts += ["", f"## {title}", "", *markdown(columns, rows)]
-    path = out / "report.md"
+    path = out / REPORT
     path.write_text("\n".join(parts) + "\n")
     return path
 

@@ -13,7 +13,6 @@ and machine. Exit status: 0 if all topics were measured, 1 if one failed.
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -27,14 +26,16 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from drift_sdk.errors import ConfigError
 from perf.gating.history import Place
 from perf.harness import machine
 from perf.harness.commands import Command, CommandFailed, RunCommand, run_command
+from perf.harness.own_folder import remove_results, result_names
 from perf.harness.processes import ROOT
 from perf.harness.shapes import MODELS
-from perf.report import write_report
+from perf.report import REPORT_FILES, write_report
 
-__all__ = ["TOPICS", "Progress", "State", "View", "main", "run_topics"]
+__all__ = ["STATE", "TOPICS", "Progress", "State", "View", "main", "own_files", "run_topics"]
 
 OUT = ROOT / ".cache" / "perf" / "suite"
 STATE = "suite.state"
@@ -182,6 +183,12 @@ def run_topics(
     return all(progress.state == "done" for progress in shown.values())
 
 
+def own_files(topics: Mapping[str, Sequence[Command]]) -> set[str]:
+    """The names of the files that a folder of these topics can hold, report included."""
+    results = result_names(command.topic for commands in topics.values() for command in commands)
+    return results | {STATE, f"{STATE}.new", *REPORT_FILES}
+
+
 def of_model(command: Command, model: str) -> Command:
     return msgspec.structs.replace(command, arguments=("--model", model, *command.arguments))
 
@@ -192,7 +199,7 @@ def suite_parser() -> argparse.ArgumentParser:
     made.add_argument("--model", choices=MODELS, default="llama-3.1-8b")
     made.add_argument("--device", default=machine.default_device(), help="cuda or cuda:N")
     made.add_argument("--out", type=Path, default=OUT, help="folder of results, logs and report")
-    made.add_argument("--fresh", action="store_true", help="remove what is in the folder")
+    made.add_argument("--fresh", action="store_true", help="remove the folder, if it holds nothing else")
     return made
 
 
@@ -203,7 +210,10 @@ def main(arguments: Sequence[str] | None = None, run: RunCommand = run_command) 
         made.error(f"--device {given.device}: the suite measures an NVIDIA GPU")
 
     if given.fresh:
-        shutil.rmtree(given.out, ignore_errors=True)
+        try:
+            remove_results(given.out, own_files(TOPICS), [STATE])
+        except ConfigError as error:
+            made.error(f"--fresh: {error}")
     place = Place.here(machine.commit(), machine.gpu_name(given.device))
     try:
         state = State.load(given.out, place, given.model)

@@ -140,6 +140,7 @@ class PrefillRun(Run, kw_only=True):
 
     tflop_s:                   operations of the prompt over `seconds`.
     matmul_tflop_s:            speed of a large matrix product in the same run.
+    config, slow_paths:        as of a DecodeRun.
     engine_version, settings:  of a peer.
     """
 
@@ -151,6 +152,8 @@ class PrefillRun(Run, kw_only=True):
     matmul_tflop_s: float
     executor: str | UnsetType = UNSET
     prefill_token_budget: int | UnsetType = UNSET
+    config: str | UnsetType = UNSET
+    slow_paths: dict[str, int] | UnsetType = UNSET
     engine_version: str | UnsetType = UNSET
     settings: str | UnsetType = UNSET
 

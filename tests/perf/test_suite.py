@@ -100,6 +100,21 @@ def test_results_of_another_commit_are_not_mixed_in(
     assert len(runner.seen) == 1
 
 
+def test_fresh_refuses_a_folder_with_other_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_suite(tmp_path, Runner()) == 0
+    other = tmp_path / "figures" / "mine.png"
+    other.parent.mkdir()
+    other.write_text("a")
+    with pytest.raises(SystemExit):
+        run_suite(tmp_path, Runner(), "--fresh")
+    assert f"--fresh: out='{other.parent}'" in capsys.readouterr().err
+    assert other.exists() and (tmp_path / "decode.json").exists()
+    shutil.rmtree(other.parent)
+    runner = Runner()
+    assert run_suite(tmp_path, runner, "--fresh") == 0
+    assert len(runner.seen) == sum(map(len, suite.TOPICS.values()))
+
+
 def test_suite_needs_a_gpu(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         suite.main(["--device", "cpu", "--out", str(tmp_path)])
