@@ -6,7 +6,7 @@
 Topics: baseline (plain decoding of all scenarios), single (one sequence, one to five drafts), batch (several
 sequences), large-context (8K to 32K tokens) and stress. Result files, logs and report.md are in the folder;
 `python -m perf.merge FOLDER/*.json` stores them in perf/results. If the suite is interrupted, the same
-command goes on with the topic that was interrupted; finished topics are not measured again on the same commit
+command goes on with the measurement that was interrupted; finished ones are not made again on the same commit
 and machine. Exit status: 0 if all topics were measured, 1 if one failed.
 """
 
@@ -57,15 +57,24 @@ TOPICS: dict[str, tuple[Command, ...]] = {
         speculative(*AL, "2", "3", "4", "5", "--scenario", "single-8k", "single-16k", "single-32k"),
         speculative(*AL, "2", "3", "4", "5", "--scenario", "batch4-16k"),
     ),
-    "stress": (Command(module="perf.stress", topic="stress", arguments=("--minutes", "10")),),
+    "stress": tuple(
+        Command(
+            module="perf.stress",
+            topic="stress",
+            arguments=("--num-draft-tokens", number, "--minutes", "2.5"),
+        )
+        for number in ("2", "3", "4", "5")
+    ),
 }
 """Topic -> the commands that measure it."""
 
 
 class Progress(Struct, kw_only=True):
-    """A topic that was measured, or failed. seconds: time that it took."""
+    """A topic that was measured, or failed. num_done: commands that have ended well. seconds: time that the
+    topic took since it was last begun."""
 
     state: Literal["waiting", "running", "done", "failed"] = "waiting"
+    num_done: int = 0
     seconds: float = 0.0
     reason: str = ""
 
@@ -158,8 +167,8 @@ def run_topics(
     *,
     run: RunCommand = run_command,
 ) -> bool:
-    """Measure the topics that are not done, with their commands, and write the state after each. Returns
-    False if one failed; the others are measured all the same."""
+    """Measure the topics that are not done, with their commands that are not done, and write the state after
+    each command. Returns False if one failed; the others are measured all the same."""
     shown = {topic: state.topics.get(topic) or Progress() for topic in topics}
     with View(shown, console) as view:
         for topic, progress in shown.items():
@@ -170,8 +179,11 @@ def run_topics(
             progress.state, progress.reason = "running", ""
             view.changed(topic)
             try:
-                for command in topics[topic]:
+                for command in topics[topic][progress.num_done :]:
                     run(command, device, folder, lambda line, topic=topic: view.said(topic, line))  # type: ignore[misc]
+                    progress.num_done += 1
+                    state.topics[topic] = msgspec.structs.replace(progress, state="waiting")
+                    state.write(folder)
                 progress.state = "done"
             except CommandFailed as error:
                 progress.state, progress.reason = "failed", str(error)

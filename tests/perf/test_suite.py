@@ -66,15 +66,30 @@ def test_all_topics_are_measured_once(tmp_path: Path, capsys: pytest.CaptureFixt
     assert again.seen == []
 
 
-def test_interrupted_suite_goes_on_with_the_interrupted_topic(tmp_path: Path) -> None:
+def test_interrupted_suite_goes_on_with_the_interrupted_command(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         run_suite(tmp_path, Runner("batch64-512", KeyboardInterrupt()))
     done = json.loads((tmp_path / suite.STATE).read_text())["topics"]
-    assert {topic: one["state"] for topic, one in done.items()} == {"baseline": "done", "single": "done"}
+    assert {topic: (one["state"], one["num_done"]) for topic, one in done.items()} == {
+        "baseline": ("done", 1), "single": ("done", 1), "batch": ("waiting", 1),
+    }  # fmt: skip
+    with pytest.raises(KeyboardInterrupt):
+        run_suite(tmp_path, Runner("--num-draft-tokens 4 --minutes", KeyboardInterrupt()))
     runner = Runner()
     assert run_suite(tmp_path, runner) == 0
-    assert ["batch8-512" in runner.seen[0], "batch64-512" in runner.seen[1]] == [True, True]
-    assert not any("perf.decode" in line for line in runner.seen)
+    assert [re.findall("tokens ([45])", line) for line in runner.seen] == [["4"], ["5"]]
+
+
+def test_killed_suite_goes_on_with_the_interrupted_command(tmp_path: Path) -> None:
+    """The state of a process that has ended without a chance to write it."""
+    killed = Runner("batch64-512", KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        run_suite(tmp_path, killed)
+    (tmp_path / f"{suite.STATE}.new").write_text("{half of a st")  # killed while it was written
+    runner = Runner()
+    assert run_suite(tmp_path, runner) == 0
+    assert "batch64-512" in runner.seen[0]
+    assert len(killed.seen) + len(runner.seen) == 1 + sum(map(len, suite.TOPICS.values()))
 
 
 def test_failed_topic_does_not_stop_the_others_and_is_tried_again(
