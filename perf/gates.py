@@ -31,7 +31,8 @@ from perf.gating import history
 from perf.gating.figures import read_folder
 from perf.gating.gate import Gate, GateFile, Suite, load_gates
 from perf.gating.history import Place
-from perf.gating.judging import Verdict, distance_text, judge, judge_runs
+from perf.gating.judging import Verdict, judge, judge_runs
+from perf.gating.listing import COLUMNS, floor_rows, listed
 from perf.gating.measuring import Measurement, commands_of, measure
 from perf.harness import machine
 from perf.harness.commands import RunCommand, run_command
@@ -43,7 +44,6 @@ __all__ = [
     "Report",
     "gates_of",
     "judge_suite",
-    "listed",
     "main",
 ]
 
@@ -126,26 +126,6 @@ def gates_of(suite: Suite, file: GateFile, *, peer: bool = False) -> list[Gate]:
     return [*more, *file.of(suite)]
 
 
-def listed(file: GateFile, committed: Mapping[str, Results]) -> list[Verdict]:
-    """The verdict of every gate on committed results, by its floor alone."""
-    return [judge(gate, file, committed, {}) for gate in file.gates]
-
-
-def row_of(gate: Gate, verdict: Verdict) -> tuple[str, ...]:
-    """A row of the list."""
-    is_under = verdict.figure is not None and not gate.passes(verdict.figure)
-    return (
-        gate.name,
-        gate.suite,
-        "-" if verdict.figure is None else f"{verdict.figure:.4g}{verdict.unit}",
-        f"{'at most ' if gate.less_is_better else ''}{gate.floor:g}{gate.unit}",
-        f"{gate.goal:g}{gate.unit}",
-        distance_text(verdict),
-        verdict.commit,
-        "missed" if is_under else verdict.reason,
-    )
-
-
 def print_list(gpu: str, file: GateFile, json: Path | None) -> int:
     """Print every gate with the last committed figure. Returns the exit status."""
     committed = read_folder(RESULTS / gpu)
@@ -155,12 +135,7 @@ def print_list(gpu: str, file: GateFile, json: Path | None) -> int:
         return 2
 
     verdicts = listed(file, committed)
-    rows = [row_of(gate, verdict) for gate, verdict in zip(file.gates, verdicts, strict=True)]
-    show(
-        f"committed results of {gpu}",
-        ("figure", "suite", "last", "floor", "goal", "distance", "commit", ""),
-        rows,
-    )
+    show(f"committed results of {gpu}", COLUMNS, floor_rows(file, verdicts))
     if json is not None:
         json.write_bytes(msgspec.json.format(msgspec.json.encode(verdicts), indent=1) + b"\n")
     return 0

@@ -178,6 +178,21 @@ def test_lines_over_drafts_begin_with_plain_decoding() -> None:
     assert draft_lines(results)[name] == expected
 
 
+def test_quantised_runs_are_told_apart(tmp_path: Path) -> None:
+    results = read_folder(RECORDED)["speculative"]
+    before = draft_lines(results)
+    quantised = [run | {"dtype": "fp8", "tokens_per_s": 2 * run["tokens_per_s"]} for run in results.runs]
+    results.runs = [*results.runs, *quantised]
+    found = draft_lines(results)
+    assert {name: found[name] for name in before} == before
+    of_plain = dict(found["llama-3.1-8b, fp8 single-8k, simulated"])
+    assert of_plain[0] == 2 * dict(before["llama-3.1-8b single-8k, simulated"])[0]
+    folder = tmp_path / "results"
+    folder.mkdir()
+    (folder / "speculative.json").write_bytes(msgspec.json.encode(results))
+    assert "## Decoding with drafts: llama-3.1-8b, fp8" in write_report(folder, tmp_path).read_text()
+
+
 def test_report_has_tables_pictures_and_gates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.undo()
@@ -195,7 +210,8 @@ def test_report_has_tables_pictures_and_gates(tmp_path: Path, monkeypatch: pytes
         assert (out / name).read_bytes().startswith(b"\x89PNG") and (out / name).stat().st_size > 10_000
     for heading in ("Plain decoding: llama-3.1-8b", "Decoding with drafts: llama-3.1-8b", "Floors and goals"):
         assert f"## {heading}" in text
-    assert "| 8B plain, share of the roofline: single-32k | 0.8693 | 0.82 | 0.88 | 1.2% to go |" in text
+    name = "8B plain, share of the roofline: single-32k"
+    assert f"| {name} | micro | 0.8693 | 0.82 | 0.88 | 1.2% to go |" in text
 
 
 def test_folder_without_results_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
