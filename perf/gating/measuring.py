@@ -39,7 +39,7 @@ COMMANDS: dict[str, tuple[Command, ...]] = {
         Command(
             module="perf.kernel_speed",
             topic="kernels",
-            arguments=("--suite", "gemm", "attention", "--no-library"),
+            arguments=("--suite", "gemm", "attention", "--rows", "1", "4", "64", "--no-library"),
         ),
     ),
 }
