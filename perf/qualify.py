@@ -34,6 +34,7 @@ from perf.harness.commands import Command, RunCommand, run_command
 from perf.harness.head_files import HeadFiles, check_files
 from perf.harness.own_folder import remove_results, result_names
 from perf.harness.processes import ROOT
+from perf.harness.record import UNFINISHED
 from perf.harness.recording import dtype_name
 from perf.harness.scenario import LENGTHS, Scenario
 from perf.report import REPORT_FILES, markdown, write_report
@@ -49,7 +50,7 @@ SCENARIOS = ("single-8k", "single-16k", "single-32k", "batch4-16k")
 NUM_DRAFT_TOKENS = (2, 3, 4, 5)
 FILES = "files"
 STAGE_TOKENS = 512
-RESULT_FILES = (STATE, f"{STATE}.new", *result_names(("draft-stages", "acceptance", "speculative")))
+RESULT_FILES = (STATE, f"{STATE}{UNFINISHED}", *result_names(("draft-stages", "acceptance", "speculative")))
 OWN_FILES = {SUMMARY, *REPORT_FILES, *(f"{RESULTS}/{name}" for name in RESULT_FILES)}
 """Names of all files that a folder can hold."""
 

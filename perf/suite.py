@@ -32,6 +32,7 @@ from perf.harness import machine
 from perf.harness.commands import Command, CommandFailed, RunCommand, run_command
 from perf.harness.own_folder import remove_results, result_names
 from perf.harness.processes import ROOT
+from perf.harness.record import UNFINISHED
 from perf.harness.shapes import MODELS
 from perf.report import REPORT_FILES, write_report
 
@@ -105,7 +106,7 @@ class State(Struct, kw_only=True):
 
     def write(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        temporary = folder / f"{STATE}.new"
+        temporary = folder / f"{STATE}{UNFINISHED}"
         temporary.write_bytes(msgspec.json.encode(self))
         temporary.replace(folder / STATE)
 
@@ -198,7 +199,7 @@ def run_topics(
 def own_files(topics: Mapping[str, Sequence[Command]]) -> set[str]:
     """The names of the files that a folder of these topics can hold, report included."""
     results = result_names(command.topic for commands in topics.values() for command in commands)
-    return results | {STATE, f"{STATE}.new", *REPORT_FILES}
+    return results | {STATE, f"{STATE}{UNFINISHED}", *REPORT_FILES}
 
 
 def of_model(command: Command, model: str) -> Command:

@@ -7,13 +7,14 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from drift_sdk.errors import ConfigError
+from perf.harness.record import UNFINISHED
 
 __all__ = ["remove_results", "result_names"]
 
 
 def result_names(topics: Iterable[str]) -> set[str]:
     """The names of the files that commands write for topics: results and logs."""
-    return {f"{topic}{suffix}" for topic in topics for suffix in (".json", ".log")}
+    return {f"{topic}{suffix}" for topic in topics for suffix in (".json", f".json{UNFINISHED}", ".log")}
 
 
 def remove_results(folder: Path, names: Collection[str], markers: Collection[str] = ()) -> None:

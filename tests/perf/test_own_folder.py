@@ -24,7 +24,7 @@ def test_folder_of_results_is_removed(tmp_path: Path) -> None:
     folder.mkdir()
     remove_results(folder, NAMES, ["report.md"])
     assert not folder.exists()
-    fill(folder, "decode.json", "decode.log", "report.md", "results/suite.state")
+    fill(folder, "decode.json", "decode.json.new", "decode.log", "report.md", "results/suite.state")
     remove_results(folder, NAMES, ["report.md"])
     assert not folder.exists()
 

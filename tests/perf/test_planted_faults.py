@@ -115,20 +115,26 @@ def test_every_fault_turns_the_gates_red_for_its_reason(
     assert states[0] == {"green"} and all("red" in found for found in states[1:])
 
 
-def test_fault_that_is_not_found_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fault_that_is_not_found_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planted_faults, "FAULTS", {"slowed kernel": FAULTS["slowed kernel"]})
     assert planted_faults.main(["--device", "cuda", "--out", str(tmp_path)], fake_run(1.001)) == 1
     assert "slowed kernel: WRONG, expected red" in capsys.readouterr().out
 
 
 def test_measurement_that_fails_for_another_reason_finds_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    kept = ("raised floor", "truncated table", "slowed kernel")
+    monkeypatch.setattr(planted_faults, "FAULTS", {name: FAULTS[name] for name in kept})
+
     def broken(*arguments: Any, **more: Any) -> None:
         raise CommandFailed("torch.OutOfMemoryError: CUDA out of memory")
 
     assert planted_faults.main(["--device", "cuda", "--out", str(tmp_path)], broken) == 1
     printed = capsys.readouterr().out
-    assert all(f"{name}: WRONG" in printed for name in ("none", *FAULTS))
+    assert all(f"{name}: WRONG" in printed for name in ("none", *kept))
 
 
 def test_faults_need_a_gpu(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from perf import report, suite
 from perf.gating.figures import read_folder
 from perf.gating.history import Place
 from perf.harness.commands import Command, CommandFailed
+from perf.harness.record import UNFINISHED
 from perf.report import draft_lines, ratios, write_report
 from perf.suite import State, View
 
@@ -85,7 +86,7 @@ def test_killed_suite_goes_on_with_the_interrupted_command(tmp_path: Path) -> No
     killed = Runner("batch64-512", KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         run_suite(tmp_path, killed)
-    (tmp_path / f"{suite.STATE}.new").write_text("{half of a st")  # killed while it was written
+    (tmp_path / f"{suite.STATE}{UNFINISHED}").write_text("{half of a st")  # killed while it was written
     runner = Runner()
     assert run_suite(tmp_path, runner) == 0
     assert "batch64-512" in runner.seen[0]
