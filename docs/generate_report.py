@@ -6,14 +6,19 @@ python docs/generate_report.py
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from pathlib import Path
+
+import msgspec
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from perf.gates import Report
 from perf.gating.figures import read_folder
 from perf.gating.gate import load_gates
 from perf.gating.listing import COLUMNS, floor_rows, listed
 from perf.harness.record import RESULTS
+from perf.planted_faults import Outcome
 from perf.report import markdown, write_report
 
 FILE = Path(__file__).parent / "floors.md"
@@ -34,15 +39,50 @@ beside vLLM's.
 """
 
 
-def render() -> str:
-    """The page of all floors."""
+RUN_COLUMNS = ("suite", "commit", "at", "verdicts", "wall time", "of which")
+FAULT_COLUMNS = ("fault", "verdict", "reason", "wall time")
+
+
+def render(folder: Path = RESULTS / GPU) -> str:
+    """The page of all floors, and of the gates' runs that are stored in the subfolder "gates"."""
     file = load_gates()
-    rows = floor_rows(file, listed(file, read_folder(RESULTS / GPU)))
+    rows = floor_rows(file, listed(file, read_folder(folder)))
     states = [row[-1] for row in rows]
     met, missed = states.count("met"), states.count("missed")
     unmeasured = len(rows) - met - missed
     head = HEAD.format(gpu=GPU, total=len(rows), met=met, missed=missed, unmeasured=unmeasured)
-    return "\n".join([head, *markdown(COLUMNS, rows)]) + "\n"
+    parts = [head, *markdown(COLUMNS, rows)]
+    runs = [row_of_run(path) for path in sorted((folder / "gates").glob("gates-*.json"))]
+    if runs:
+        parts += ["", "## Runs of the gates", "", *markdown(RUN_COLUMNS, runs)]
+    faults = folder / "gates" / "faults.json"
+    if faults.is_file():
+        outcomes = msgspec.json.decode(faults.read_bytes(), type=list[Outcome])
+        parts += ["", "## Planted faults", "", *markdown(FAULT_COLUMNS, map(row_of_fault, outcomes))]
+    return "\n".join(parts) + "\n"
+
+
+def row_of_run(path: Path) -> tuple[str, ...]:
+    report = msgspec.json.decode(path.read_bytes(), type=Report)
+    states = Counter(verdict.state for verdict in report.verdicts)
+    return (
+        report.suite if report.is_complete else f"{report.suite}, interrupted",
+        report.commit,
+        report.date,
+        ", ".join(f"{number} {state}" for state, number in states.items()),
+        f"{report.seconds:.0f} s",
+        ", ".join(f"{one.command.split()[0]} {one.seconds:.0f} s" for one in report.timings),
+    )
+
+
+def row_of_fault(outcome: Outcome) -> tuple[str, ...]:
+    red = [verdict.reason for verdict in outcome.verdicts if verdict.state == "red"]
+    return (
+        outcome.fault,
+        ("red" if red else "green") + ("" if outcome.is_right else ", wrong"),
+        red[0] if red else "",
+        f"{outcome.seconds:.0f} s",
+    )
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ from perf.harness.table import show
 
 __all__ = [
     "Report",
+    "Timing",
     "gates_of",
     "judge_suite",
     "main",

@@ -9,7 +9,7 @@ accepted by position), roofline.png and peers.png (ratios to peers) into the fol
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -294,7 +294,7 @@ def pictures_of(found: Mapping[str, Results], out: Path) -> dict[str, str]:
     return made
 
 
-def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """The lines of a Markdown table."""
     lines = [columns, ["---"] * len(columns), *rows]
     return [f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines]
