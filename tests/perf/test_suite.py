@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import re
 import shutil
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -65,6 +67,21 @@ def test_all_topics_are_measured_once(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "# Measurements" in (tmp_path / "report.md").read_text()
     assert run_suite(tmp_path, again) == 0
     assert again.seen == []
+
+
+def test_commands_are_accepted_by_their_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command lines of all topics are parsed up to the first measurement."""
+
+    def stop(*arguments: object) -> None:
+        raise InterruptedError
+
+    for command in chain.from_iterable(suite.TOPICS.values()):
+        module = importlib.import_module(command.module)
+        monkeypatch.setattr(module, "Recording", stop)
+        with pytest.raises(InterruptedError):
+            module.main(suite.of_model(command, "llama-3.1-8b").line("cuda", Path("nowhere"))[3:])
+    minutes = [float(command.arguments[-1]) for command in suite.TOPICS["stress"]]
+    assert sum(minutes) == 10
 
 
 def test_interrupted_suite_goes_on_with_the_interrupted_command(tmp_path: Path) -> None:
