@@ -23,8 +23,8 @@ def remove_results(folder: Path, names: Collection[str], markers: Collection[str
 
     markers: one of these files has to be there, unless the folder is empty.
 
-    Raises ConfigError, which names the file, before anything is removed: for a file of another name, a link,
-    a folder that belongs to no name, and a path that is no folder.
+    Raises ConfigError, which names the file, before anything is removed: for a file of another name, a folder
+    that belongs to no name, a link to a folder, and a path that is no folder.
     """
     if not folder.exists() and not folder.is_symlink():
         return
@@ -37,7 +37,7 @@ def remove_results(folder: Path, names: Collection[str], markers: Collection[str
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         is_folder = path.is_dir() and not path.is_symlink()
-        if path.is_symlink() or name not in (parents if is_folder else names):
+        if name not in (parents if is_folder else names):
             raise ConfigError.of("out", str(path), "nothing but results of this command in the folder")
         found.add(name)
 

@@ -137,6 +137,20 @@ def test_measurement_that_fails_for_another_reason_finds_nothing(
     assert all(f"{name}: WRONG" in printed for name in ("none", *kept))
 
 
+def test_slow_measurement_that_fails_does_not_count_as_a_slowed_kernel(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planted_faults, "FAULTS", {"slowed kernel": FAULTS["slowed kernel"]})
+
+    def slow_then_broken(*arguments: Any, **more: Any) -> None:
+        fake_run()(*arguments, **more)
+        if more["paths"]:
+            raise CommandFailed("torch.OutOfMemoryError: CUDA out of memory")
+
+    assert planted_faults.main(["--device", "cuda", "--out", str(tmp_path)], slow_then_broken) == 1
+    assert "slowed kernel: WRONG" in capsys.readouterr().out
+
+
 def test_faults_need_a_gpu(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         planted_faults.main(["--device", "cpu", "--out", str(tmp_path)])
