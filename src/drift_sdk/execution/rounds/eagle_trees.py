@@ -22,10 +22,11 @@ from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.attention_groups import AttentionGroups, AttentionShape
 from drift_sdk.execution.forward.decode import Rows
 from drift_sdk.execution.forward.draft import Attend
+from drift_sdk.execution.forward.row_attention import TreeAttention
 from drift_sdk.execution.rounds.eagle import EagleRounds
 from drift_sdk.execution.rounds.tree_plan import TreePlan
 from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
-from drift_sdk.models.eagle3 import DRAFT_KV_OFFSET, DraftDecoder
+from drift_sdk.models.eagle3 import DraftDecoder
 
 __all__ = ["EagleTrees"]
 
@@ -179,24 +180,9 @@ class EagleTrees:
 
     def _attend(self, rows: Rows, paths: TreePaths, width: int) -> Attend:
         """Attention of a frontier's rows, `width` of each tree."""
-        attention = self._attention[width]
-        attention.plan(rows.slot, rows.position, width)
-
-        def attend(query: Tensor, keys: Tensor, values: Tensor, attended: Tensor) -> None:
-            attention.attend_trees(
-                query,
-                keys,
-                values,
-                self._block_table,
-                rows.slot,
-                rows.position,
-                paths,
-                attended,
-                width,
-                first_key=DRAFT_KV_OFFSET,
-            )
-
-        return attend
+        attention = TreeAttention(self._attention[width], rows.planned(width), paths)
+        attention.plan()
+        return attention.attend
 
     def _gather(self, name: str, source: Tensor, hidden: Tensor) -> Tensor:
         """The rows of hidden [N, H] that source [M] names."""
