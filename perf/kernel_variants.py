@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from unittest.mock import patch
 
 import torch
 from msgspec import Struct
@@ -23,6 +24,7 @@ from drift_sdk import Chain, EngineConfig
 from drift_sdk._kernels.common.parallel_compile import KernelToCompile
 from drift_sdk._kernels.gemm.tuning import table_for
 from drift_sdk.execution.drafter_factory import NO_DRAFTER, DrafterFactory, EagleDrafterFactory
+from drift_sdk.execution.forward import attention_groups
 from drift_sdk.execution.graph.executor import GraphExecutor
 from drift_sdk.execution.graph.options import GraphOptions
 from drift_sdk.models.decoder import Decoder
@@ -42,6 +44,8 @@ CAPABILITY, GPU = 90, "nvidia-h200"
 NUM_LAYERS = 3
 """The fewest for which a draft names three layers whose input it takes."""
 NUM_BLOCKS, BLOCK_SIZE = 4096, 64
+SCRATCH_BYTES = 140 * 2**30 // attention_groups.SCRATCH_SHARE
+"""Memory of partial sums on an H200, on which the sizes of groups of sequences depend."""
 DTYPE = torch.bfloat16
 PACKAGE = "drift_sdk._kernels."
 
@@ -72,7 +76,7 @@ def default_variants(name: str, *, has_draft: bool) -> list[KernelToCompile]:
     """
     settings = LLAMA | PUBLISHED[name] | {"num_hidden_layers": NUM_LAYERS}
     engine, config = EngineConfig(), DecoderConfig.from_hf(settings)
-    with target(CAPABILITY):
+    with target(CAPABILITY), patch.object(attention_groups, "CPU_SCRATCH_BYTES", SCRATCH_BYTES):
         device = RecordingDevice(None)
         decoder = Decoder(config, meta_weights(config, DTYPE))
         factory: DrafterFactory = NO_DRAFTER
