@@ -325,8 +325,7 @@ async def test_metrics_text_without_prometheus_client_names_the_extra(
             raise ModuleNotFoundError(name)
         return importing(name, *args)
 
-    for name in ("prometheus", "_metric_families"):
-        monkeypatch.delitem(sys.modules, f"drift_sdk.{name}", raising=False)
+    monkeypatch.delitem(sys.modules, "drift_sdk.prometheus", raising=False)
     monkeypatch.setattr(builtins, "__import__", without)
     async with scripted_engine("a") as engine:
         with pytest.raises(DriftError, match=r"drift-engine\[metrics\]"):
