@@ -24,8 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from drift_sdk._kernels.attention.layer_attention import padded_size
 from drift_sdk._kernels.attention.online_softmax import LOG2_E
-from drift_sdk._kernels.attention.partition_sums import MIN_DOT_SIZE
 from drift_sdk._kernels.common.arguments import check_power_of_two, check_tensor, check_tensors
 from drift_sdk._kernels.common.gpu_limits import gpu_limits
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
@@ -188,7 +188,7 @@ def block_shares(
     check_tensors((num_sequences * rows,), torch.int32, row_slot=row_slot, row_position=row_position)
     check_tensor("sums", sums, (num_sequences, num_kv_heads, max_blocks, rows * group), torch.float32)
     check_tensor("shares", shares, (num_sequences, num_kv_heads, max_blocks), torch.float32)
-    tile_rows = max(MIN_DOT_SIZE, triton.next_power_of_2(rows * group))
+    tile_rows = padded_size(rows * group)
     num_heads_all = num_kv_heads * num_sequences
     num_splits = PROGRAMS_PER_MULTIPROCESSOR * gpu_limits().num_multiprocessors // num_heads_all
     most_splits = -(-max_blocks * block_size // TILE_KEYS)
@@ -206,7 +206,7 @@ def block_shares(
         GROUP_SIZE=group,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
-        PADDED_DIM=max(MIN_DOT_SIZE, triton.next_power_of_2(head_dim)),
+        PADDED_DIM=padded_size(head_dim),
         TILE_ROWS=tile_rows,
         BLOCK_SIZE=block_size,
         TILE_KEYS=TILE_KEYS,

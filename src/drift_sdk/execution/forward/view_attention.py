@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import torch
 from msgspec import Struct
+from msgspec.structs import replace
 from torch import Tensor
 
+from drift_sdk._kernels.attention.attention_plan import PlannedRows
+from drift_sdk._kernels.attention.layer_attention import LayerAttention
 from drift_sdk._kernels.retrieval.block_shares import block_shares
 from drift_sdk._kernels.retrieval.select_blocks import select_blocks
 from drift_sdk._kernels.retrieval.view import Retrieval, view_blocks
 from drift_sdk.execution.device.slot_table import SlotTable
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.attention_groups import AttentionGroups
-from drift_sdk.execution.forward.kv_cache import LayerKV
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.partial_verification import ViewLayout
 
@@ -48,141 +50,75 @@ class Views(Struct, frozen=True, kw_only=True):
 
 
 class ViewAttention:
-    """Attention of `rows_per_sequence` rows of each sequence to the keys of its views."""
+    """Attention of rows, equally many of each sequence, to the keys of its views."""
 
     def __init__(
         self,
         groups: AttentionGroups,
+        rows: PlannedRows,
         views: Views,
         block_table: Tensor,
         workspace: Workspace,
-        *,
-        num_sequences: int,
-        rows_per_sequence: int,
     ) -> None:
-        self._groups, self._views, self._block_table = groups, views, block_table
-        self._rows_per_sequence = rows_per_sequence
-        self._position = workspace.take("view_positions", (num_sequences * rows_per_sequence,), torch.int32)
+        self._groups, self._rows, self._views, self._block_table = groups, rows, views, block_table
+        position = workspace.take("view_positions", (rows.slot.shape[0],), torch.int32)
+        self._view_rows = replace(rows, position=position)
 
-    def plan(self, row_slot: Tensor, row_position: Tensor) -> None:
+    def plan(self) -> None:
         view_blocks(
-            row_slot,
-            row_position,
+            self._rows.slot,
+            self._rows.position,
             self._block_table,
             self._views.retrieval,
             self._views.tables,
-            self._position,
+            self._view_rows.position,
             self._views.layout,
-            rows_per_sequence=self._rows_per_sequence,
+            rows_per_sequence=self._rows.rows_per_sequence,
         )
-        self._groups.plan(row_slot, self._position, self._rows_per_sequence)
+        self._groups.plan(self._view_rows)
 
-    def attend(
-        self,
-        query: Tensor,
-        kv: LayerKV,
-        block_table: Tensor,
-        row_slot: Tensor,
-        row_position: Tensor,
-        out: Tensor,
-        *,
-        window: int = 0,
-        scale: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> None:
-        self._groups.attend(
-            query,
-            kv.keys,
-            kv.values,
-            self._views.tables[kv.index],
-            row_slot,
-            self._position,
-            out,
-            self._rows_per_sequence,
-            window=window,
-            scale=scale,
-            sinks=sinks,
-        )
+    def attend(self, layer: LayerAttention) -> None:
+        self._groups.attend(replace(layer, block_table=self._views.tables[layer.index]), self._view_rows)
 
 
 class RefreshAttention:
     """Attention of a refresh's rows to all keys of their sequences. In each layer it also chooses the blocks
-    of views, from the queries of the round's rows.
-
-    A sequence has `num_tiles` tiles of `rows_per_tile` rows each; the last of them are those of the round.
-    """
+    of views, from the queries of the round's rows, which are the last of each sequence."""
 
     def __init__(
         self,
         groups: AttentionGroups,
+        rows: PlannedRows,
+        round_rows: PlannedRows,
         views: Views,
-        round_slot: Tensor,
-        round_position: Tensor,
-        workspace: Workspace,
-        *,
-        num_sequences: int,
-        rows_per_tile: int,
-        num_kv_heads: int,
-        group: int,
+        decoder: Decoder,
         max_blocks: int,
+        workspace: Workspace,
     ) -> None:
-        """groups: for tiles as sequences. round_slot, round_position [B * T]: of the round's rows. group:
-        query heads that share a KV head. max_blocks: of a block table.
-
-        Takes more parameters than other constructors: sizes of its scratch memory.
-        """
-        self._groups, self._views, self._rows_per_tile = groups, views, rows_per_tile
-        self._round_slot, self._round_position = round_slot, round_position
-        self._num_sequences = num_sequences
-        shape = (num_sequences, num_kv_heads, max_blocks)
-        num_query_rows = len(round_slot) // num_sequences * group
+        """rows: those of tiles as sequences, see `ViewLayout.refresh_tiles`. max_blocks: of a block table."""
+        self._groups, self._rows, self._round_rows, self._views = groups, rows, round_rows, views
+        config = decoder.config
+        shape = (round_rows.num_sequences, config.num_kv_heads, max_blocks)
+        num_query_rows = round_rows.rows_per_sequence * config.num_heads // config.num_kv_heads
         self._sums = workspace.take("block_sums", (*shape, num_query_rows), torch.float32)
         self._shares = workspace.take("block_shares", shape, torch.float32)
 
-    def plan(self, row_slot: Tensor, row_position: Tensor) -> None:
-        self._groups.plan(row_slot, row_position, self._rows_per_tile)
+    def plan(self) -> None:
+        self._groups.plan(self._rows)
 
-    def attend(
-        self,
-        query: Tensor,
-        kv: LayerKV,
-        block_table: Tensor,
-        row_slot: Tensor,
-        row_position: Tensor,
-        out: Tensor,
-        *,
-        window: int = 0,
-        scale: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> None:
-        self._groups.attend(
-            query,
-            kv.keys,
-            kv.values,
-            block_table,
-            row_slot,
-            row_position,
-            out,
-            self._rows_per_tile,
-            window=window,
-            scale=scale,
-            sinks=sinks,
-        )
+    def attend(self, layer: LayerAttention) -> None:
+        self._groups.attend(layer, self._rows)
+        rows, views = self._round_rows, self._views
         block_shares(
-            query,
-            kv.keys,
-            block_table,
-            self._round_slot,
-            self._round_position,
+            layer.query,
+            layer.kv.keys,
+            layer.block_table,
+            rows.slot,
+            rows.position,
             self._sums,
             self._shares,
-            num_sequences=self._num_sequences,
-            scale=scale,
+            num_sequences=rows.num_sequences,
+            scale=layer.scale,
         )
-        select_blocks(
-            self._shares,
-            self._round_slot,
-            self._round_position,
-            self._views.retrieval.selected[kv.index],
-            self._views.layout,
-        )
+        selected = views.retrieval.selected[layer.index]
+        select_blocks(self._shares, rows.slot, rows.position, selected, views.layout)

@@ -179,7 +179,7 @@ class GraphSteps:
         tiles = words[layout.tiles].view(-1, 4)
         attention = MixedAttention(
             ChunkAttention(tiles, buckets.mixed_attention(bucket)),
-            SequenceAttention(self.attention, rows_per_slot),
+            SequenceAttention(self.attention, tensors.round_rows.planned(rows_per_slot)),
             bucket.num_rows,
         )
         forward = self._decode_forward(tensors.rows, attention, self.prefill_hidden.first(bucket.size))
@@ -222,11 +222,12 @@ class GraphSteps:
         num_rows = num_slots * rows_per_slot
         rows = Rows.take(resources.workspace, num_rows)
         hidden = self._round_hidden.first(num_rows)
+        attention = SequenceAttention(self.attention, rows.planned(rows_per_slot))
         return DecodeRound(
             resources,
             resources.payload.words[: 2 * num_slots].view(2, num_slots),
             rows,
-            self._decode_forward(rows, SequenceAttention(self.attention, rows_per_slot), hidden),
+            self._decode_forward(rows, attention, hidden),
             self._sample_commit(rows, rows_per_slot),
             self.drafter,
         )
@@ -238,11 +239,10 @@ class GraphSteps:
         rows = Rows.take(resources.workspace, num_rows)
         attention = ViewAttention(
             self.attention,
+            rows.planned(rows_per_slot),
             views,
             resources.table.block_table,
             resources.workspace,
-            num_sequences=num_slots,
-            rows_per_sequence=rows_per_slot,
         )
         sample_commit = self._sample_commit(rows, rows_per_slot)
         decode_round = DecodeRound(
@@ -266,15 +266,12 @@ class GraphSteps:
         rows, round_rows = Rows(*columns.unbind()), Rows.take(workspace, num_round_rows)
         attention = RefreshAttention(
             self._refresh_attention,
+            rows.planned(rows_per_tile),
+            round_rows.planned(rows_per_slot),
             views,
-            round_rows.slot,
-            round_rows.position,
+            decoder,
+            resources.table.block_table.shape[1],
             workspace,
-            num_sequences=num_slots,
-            rows_per_tile=rows_per_tile,
-            num_kv_heads=decoder.config.num_kv_heads,
-            group=self._group,
-            max_blocks=resources.table.block_table.shape[1],
         )
         hidden = HiddenStates.take(workspace, "refresh", decoder, num_rows, drafter.aux_layers)
         normed_shape = (num_round_rows, decoder.config.hidden_size)
@@ -303,7 +300,7 @@ class GraphSteps:
         rows = Rows.take(resources.workspace, num_rows)
         tensors = TreeTensors.take(resources.workspace, slots, rows, plan.num_draft_nodes)
         hidden, groups = self._round_hidden.first(num_rows), self._tree_attention[plan.num_drafts]
-        attention = TreeAttention(groups, plan.num_nodes, tensors.paths)
+        attention = TreeAttention(groups, tensors.rows.planned(plan.num_nodes), tensors.paths)
         return TreeRound(
             resources,
             tensors,
