@@ -32,6 +32,7 @@ class EngineKind(Struct, frozen=True, kw_only=True):
     table:          hash of the tuned table of the GPU; "" if there is none.
     max_model_len:  most tokens of prompt and completion together.
     default_params: parameters of requests that give none.
+    is_lossy:       tokens may depend on other requests too, by `PartialVerification`.
     """
 
     model: str
@@ -42,6 +43,7 @@ class EngineKind(Struct, frozen=True, kw_only=True):
     table: str
     max_model_len: int
     default_params: SamplingParams
+    is_lossy: bool = False
 
     @classmethod
     def of(
@@ -64,6 +66,7 @@ class EngineKind(Struct, frozen=True, kw_only=True):
             table=table_hash(device),
             max_model_len=max_model_len,
             default_params=default_params,
+            is_lossy=config.speculation is not None and config.speculation.partial_verification is not None,
         )
 
     def differences(self, other: EngineKind) -> list[str]:

@@ -25,11 +25,14 @@ from drift_sdk import (
     ExecutorError,
     Job,
     ModelLoadError,
+    NGram,
+    PartialVerification,
     QueueFull,
     ReplicaFailed,
     RequestError,
     Routing,
     SamplingParams,
+    Speculation,
     TokenStream,
 )
 from drift_sdk.events import EngineStarted, RequestFinished
@@ -238,6 +241,15 @@ async def test_replay_is_refused_for_replicas_of_different_kinds(monkeypatch: py
     with pytest.raises(ConfigError, match=r"replica 1 differs: device: 'NVIDIA H200' and 'NVIDIA A100'"):
         await pool.start()
     assert not any(engine.is_open for engine in pool.engines)
+
+
+async def test_replay_is_refused_for_replicas_whose_tokens_depend_on_other_requests() -> None:
+    partial = PartialVerification()
+    config = EngineConfig(speculation=Speculation(draft=NGram(), partial_verification=partial))
+    replicas = [scripted_engine("a", config=config) for _ in range(2)]
+    with pytest.raises(ConfigError, match="replay=True: expected False with partial_verification"):
+        await EnginePool(replicas, REPLAY).start()
+    assert not any(engine.is_open for engine in replicas)
 
 
 async def test_request_that_makes_replicas_fail_does_not_end_all() -> None:

@@ -301,7 +301,8 @@ class EnginePool(BaseEngine):
             raise EngineClosed("the pool was closed meanwhile")
 
     async def _check_kinds(self) -> None:
-        """ConfigError if requests are to be replayed and the open replicas are not of one kind."""
+        """ConfigError if requests are to be replayed and the open replicas are not of one kind, or their
+        tokens depend on other requests."""
         if not self.routing.replay:
             return
 
@@ -312,6 +313,10 @@ class EnginePool(BaseEngine):
             if differences:
                 index = self.engines.index(engine)
                 allowed = f"False, or replicas of one kind: replica {index} differs: {'; '.join(differences)}"
+                raise ConfigError.of("replay", True, allowed)
+
+            if kind.is_lossy:
+                allowed = "False with partial_verification, whose tokens depend on other requests"
                 raise ConfigError.of("replay", True, allowed)
 
 

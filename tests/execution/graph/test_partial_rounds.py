@@ -119,6 +119,9 @@ def test_rounds_equal_those_of_the_eager_executor(models: tuple[Decoder, DraftDe
     factory = HybridDrafterFactory(EagleDrafterFactory(models[1], (1, NUM_DRAFTS)), NGram(min_length=1))
     expected = run(eager_executor(models[0], factory), KINDS)
     executor = graph_executor(models[0], factory)
+    graphs = executor._gpus[0].graphs
+    assert graphs.num_graphs == len(graphs._replays)
+    assert (set(graphs.partial), set(graphs.refresh)) == ({(1, 1), (1, 2), (2, 1), (2, 2)}, {1, 2})
     assert run(executor, KINDS) == expected
     newest = [44 + sum(len(each[slot]) for each in expected[: KINDS.index("refresh", 1)]) for slot in (0, 1)]
     dropped = executor._gpus[0].resources.table.dropped.tolist()
