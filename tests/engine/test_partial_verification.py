@@ -29,6 +29,12 @@ PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
 CONTEXT = 160
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    """One event loop: what is tested does not depend on it."""
+    return "asyncio"
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")

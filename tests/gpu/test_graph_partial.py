@@ -25,6 +25,12 @@ SMALL = PartialVerification(sink_tokens=64, retrieved_tokens=256, window_tokens=
 LARGE = PartialVerification(sink_tokens=64, retrieved_tokens=4096, window_tokens=64, refresh_tokens=28)
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    """One event loop: what is tested does not depend on it."""
+    return "asyncio"
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("models")
