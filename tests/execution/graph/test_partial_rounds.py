@@ -25,7 +25,7 @@ from drift_sdk.execution.drafter_factory import (
     NGramDrafterFactory,
 )
 from drift_sdk.execution.eager.executor import EagerExecutor
-from drift_sdk.execution.eager.partial_rounds import PartialRounds
+from drift_sdk.execution.eager.partial_rounds import PartialRounds, state_of
 from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
@@ -115,9 +115,11 @@ def executor(models: tuple[Decoder, DraftDecoder]) -> Iterator[GraphExecutor]:
 
 
 def test_rounds_equal_those_of_the_eager_executor(models: tuple[Decoder, DraftDecoder]) -> None:
-    """With a head and n-grams beside it, which covers both drafters."""
+    """In tokens, in the blocks of each layer's views, and in keys and values, which rounds over views have
+    written last. With a head and n-grams beside it, which covers both drafters."""
     factory = HybridDrafterFactory(EagleDrafterFactory(models[1], (1, NUM_DRAFTS)), NGram(min_length=1))
-    expected = run(eager_executor(models[0], factory), KINDS)
+    eager = eager_executor(models[0], factory)
+    expected = run(eager, KINDS)
     executor = graph_executor(models[0], factory)
     graphs = executor._gpus[0].graphs
     assert graphs.num_graphs == len(graphs._replays)
@@ -127,6 +129,15 @@ def test_rounds_equal_those_of_the_eager_executor(models: tuple[Decoder, DraftDe
     dropped = executor._gpus[0].resources.table.dropped.tolist()
     assert dropped == [LAYOUT.num_dropped(position) for position in newest]
     assert min(dropped) > 0
+    views = executor._gpus[0].steps.views
+    assert views is not None
+    states = [state_of(eager._slots[slot]) for slot in (0, 1)]
+    assert views.retrieval.selected.transpose(0, 1).tolist() == [state.selected for state in states]
+    assert len({tuple(blocks) for state in states for blocks in state.selected}) > 2
+    num_positions = 44 + sum(len(each[0]) for each in expected)
+    cache = eager._open_cache()
+    for found, rows in zip(rows_of(executor, num_positions), (cache.keys, cache.values), strict=True):
+        assert_near(found, rows[:, :num_positions], inner=TARGET["intermediate_size"], depth=4)
     executor.close()
 
 
