@@ -84,6 +84,7 @@ def test_rounds_of_several_tokens_spread_prompts_over_fewer_steps() -> None:
         budget.observe(0, 64, 640, 0.012)
     assert [budget.num_tokens(64, waiting, 3) for waiting in (256, 257, 513)] == [256, 512, 768]
     assert budget.num_tokens(64, MANY, 1) == 2048  # a pass of its own
+    assert budget.num_tokens(64, 256, None) == 2048
 
 
 def test_shared_pass_is_at_most_half_of_the_budget() -> None:

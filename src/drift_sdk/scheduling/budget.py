@@ -69,9 +69,12 @@ class TokenBudget:
         self._ratios: deque[float] = deque()  # measured / predicted time of steps with decode rows
         self._sorted_ratios: list[float] = []
 
-    def num_tokens(self, num_decode_rows: int, num_waiting_tokens: int, num_draft_tokens: int = 0) -> int:
+    def num_tokens(
+        self, num_decode_rows: int, num_waiting_tokens: int, num_draft_tokens: int | None = 0
+    ) -> int:
         """The budget of a step with `num_decode_rows` decode rows, of at most `num_draft_tokens` draft tokens
-        each, while `num_waiting_tokens` tokens of prompts wait to be computed."""
+        each, while `num_waiting_tokens` tokens of prompts wait to be computed. None: rows that share no pass
+        with chunks."""
         if num_decode_rows == 0:
             return self.max_tokens
 
@@ -94,9 +97,10 @@ class TokenBudget:
 
         return max(int(room_s / self._token_s), self.min_tokens)
 
-    def _fair_share(self, num_decode_rows: int, num_waiting_tokens: int, num_draft_tokens: int) -> int:
+    def _fair_share(self, num_decode_rows: int, num_waiting_tokens: int, num_draft_tokens: int | None) -> int:
         """The budget of the last two rules of the class."""
-        for most_rows, sizes in self._mixed_tokens.get(num_draft_tokens, ()):
+        mixed = () if num_draft_tokens is None else self._mixed_tokens.get(num_draft_tokens, ())
+        for most_rows, sizes in mixed:
             if num_decode_rows <= most_rows:
                 num_steps = max(1.0, num_decode_rows / SPREAD_ROWS / self._tokens_per_row)
                 wanted = max(num_waiting_tokens / num_steps, min(num_waiting_tokens, MIN_SPREAD_TOKENS))

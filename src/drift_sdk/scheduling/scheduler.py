@@ -256,7 +256,7 @@ class Scheduler:
         # The tokens of the prompts that could be admitted now; prefix hits are not known yet and count too.
         num_waiting = self._queue.num_tokens(min(self._running.num_free_slots, MAX_CHUNKS))
         num_waiting += sum([seq.num_prefill_tokens - seq.num_launched_tokens for seq in prefilling])
-        budget = self._budget.num_tokens(len(step.decode), num_waiting, step.num_draft_tokens)
+        budget = self._budget.num_tokens(len(step.decode), num_waiting, step.num_mixed_drafts)
         for sequence in prefilling[:MAX_CHUNKS]:
             if budget > 0:
                 budget -= step.add_chunk(sequence, budget)

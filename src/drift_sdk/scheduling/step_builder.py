@@ -38,6 +38,11 @@ class StepBuilder:
         self._block_updates: list[BlockUpdate] = []
         self._chunks: list[PrefillChunk] = []
 
+    @property
+    def num_mixed_drafts(self) -> int | None:
+        """Draft tokens of rows that may share a pass with chunks; None: they have a pass of their own."""
+        return self.num_draft_tokens if self.verification == "whole" else None
+
     def assign_slot(self, sequence: Sequence) -> None:
         """Add the assignment of an admitted sequence to its slot."""
         cached: tuple[int, ...] = ()
