@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from tolerances import assert_near
 
-from drift_sdk._kernels.attention.attention_plan import AttentionPlan, Partitions, plan_attention
+from drift_sdk._kernels.attention.attention_plan import AttentionPlan, plan_attention
 from drift_sdk._kernels.attention.e4m3 import (
     cache_numbers,
     cache_words,
@@ -31,6 +31,7 @@ from drift_sdk._kernels.attention.paged_attention import (
     paged_attention,
     paged_attention_reference,
 )
+from drift_sdk._kernels.attention.partitions import Partitions
 from drift_sdk._kernels.attention.prefill_attention import PrefillAttentionConfig, prefill_attention
 from drift_sdk._kernels.attention.prefill_tiles import TILE_FIELDS, prefill_tiles
 from drift_sdk._kernels.common.gpu_limits import HOPPER, limited_gpu

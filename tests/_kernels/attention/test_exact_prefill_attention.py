@@ -10,13 +10,14 @@ import tolerances
 import torch
 from order_probe import expected_sum, probe_row
 
-from drift_sdk._kernels.attention.attention_plan import AttentionPlan, Partitions, plan_attention
+from drift_sdk._kernels.attention.attention_plan import AttentionPlan, plan_attention
 from drift_sdk._kernels.attention.exact_prefill_attention import (
     ExactPrefillConfig,
     exact_prefill_attention,
     exact_prefill_config,
 )
 from drift_sdk._kernels.attention.paged_attention import AttentionConfig, AttentionScratch, paged_attention
+from drift_sdk._kernels.attention.partitions import Partitions
 from drift_sdk._kernels.attention.prefill_attention import prefill_attention_reference
 from drift_sdk._kernels.attention.prefill_tiles import TILE_FIELDS, prefill_tiles
 

@@ -12,7 +12,6 @@ from tolerances import assert_near
 from drift_sdk._kernels.attention import partition_sums
 from drift_sdk._kernels.attention.attention_plan import (
     AttentionPlan,
-    Partitions,
     plan_attention,
     plan_attention_reference,
 )
@@ -22,6 +21,7 @@ from drift_sdk._kernels.attention.paged_attention import (
     paged_attention,
     paged_attention_reference,
 )
+from drift_sdk._kernels.attention.partitions import Partitions
 
 pytestmark = pytest.mark.kernel
 
