@@ -177,12 +177,7 @@ class Case:
         self.blocks = BlockTable(table.int().to(device), size)
         num_heads = num_kv_heads * group
         query = torch.randn(len(lengths) * rows_each, num_heads, head_dim, generator=generator)
-        self.query, self.group, self.options = (
-            query.to(device),
-            LayerKV(keys, values),
-            group,
-            options,
-        )
+        self.query, self.group, self.options = query.to(device, dtype), group, options
         self.plan = AttentionPlan(len(lengths), max(lengths) + 1, SMALL, torch.device(device))
 
     def run(self, rows: PlannedRows, query: torch.Tensor, *, is_shared: bool) -> torch.Tensor:
