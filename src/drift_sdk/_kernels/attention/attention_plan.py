@@ -254,7 +254,7 @@ def plan_attention_reference(
 ) -> Tensor:
     """Return the tiles in use, [num_tiles, 8] int32, as `plan_attention` writes them."""
     tile, tiles = partitions.tile, list[tuple[int, ...]]()
-    shared = [(0, (index, -1, -1, -1)) for index in range(rows.num_sequences)]
+    shared: list[tuple[int, tuple[int, ...]]] = [(0, (index,)) for index in range(rows.num_sequences)]
     if blocks is not None and most_companions(rows, group, window) > 1:
         shared = shared_prefixes_reference(rows, blocks, group, partitions)
     for sequence, (slot, live) in enumerate(rows.live_positions()):

@@ -93,7 +93,7 @@ def most_companions(rows: PlannedRows, group: int, window: int) -> int:
         return 1
 
     num_query_rows = rows.rows_per_sequence * group
-    return min(MAX_COMPANIONS.value, padded_size(num_query_rows) // num_query_rows)
+    return min(int(MAX_COMPANIONS.value), padded_size(num_query_rows) // num_query_rows)
 
 
 @triton.jit(
@@ -211,7 +211,7 @@ def shared_prefixes_reference(
     for sequence, table in enumerate(tables):
         is_long = len(table) >= first_blocks
         alike.setdefault(table[:first_blocks] if is_long else (-1 - sequence,), []).append(sequence)
-    found = {}
+    found = dict[int, tuple[int, tuple[int, ...]]]()
     for sequences in alike.values():
         for first in range(0, len(sequences), most):
             companions = sequences[first : first + most]
