@@ -37,7 +37,7 @@ class EagleRounds:
     """A `RoundDrafter` that computes what `EagleDrafter` does, for slots and rows known only to the device.
 
     aux_layers: the draft's. kv_cache: the draft's keys and values, in the target's blocks. forward: its
-    forward pass.
+    forward pass. attention_shape: of its attention.
     """
 
     is_ngram: Tensor | None = None
@@ -73,7 +73,7 @@ class EagleRounds:
             ),
             stages=stages,
         )
-        shape = AttentionShape(
+        self.attention_shape = AttentionShape(
             num_kv_heads=config.num_kv_heads,
             group=config.num_heads // config.num_kv_heads,
             head_dim=config.head_dim,
@@ -82,7 +82,7 @@ class EagleRounds:
         self._attention = AttentionGroups(
             workspace,
             draft.device,
-            shape,
+            self.attention_shape,
             num_sequences=sizes.max_num_slots,
             num_rows=max(sizes.max_draft_tokens, sizes.max_path_length) + 1,
             blocks=BlockTable(table.block_table, limits.block_size),
