@@ -13,8 +13,8 @@ from drift_sdk._kernels.common.arguments import check_tensors
 
 __all__ = ["MIN_PADDED_SEQUENCES", "PlannedRows", "sequences_of_rows"]
 
-MIN_PADDED_SEQUENCES = 64
-"""Least number of sequences that kernels of the plan are compiled for: steps of 1 to 64 share one."""
+MIN_PADDED_SEQUENCES = 256
+"""Least number of sequences that kernels of the plan are compiled for: steps of 1 to 256 share one."""
 
 
 class PlannedRows(Struct, frozen=True):
