@@ -50,7 +50,7 @@ least tile of a product."""
 
 NUM_COLUMNS = 16
 """Columns of the block table that a program compares at a time."""
-NUM_WARPS = 4
+NUM_WARPS = 8
 
 
 class BlockTable(Struct, frozen=True):
