@@ -133,7 +133,8 @@ class Bench:
         """Serve a load, or random requests for a while."""
         engine, drafting, stress = self._engine, self._drafting, self._stress
         num_draft_tokens, vocab_size = drafting.num_draft_tokens, self._model.config.vocab_size
-        before, num_checks, started_at = engine.stats(), self._checks.num_checks, time.perf_counter()
+        self._checks.begin()
+        before, started_at = engine.stats(), time.perf_counter()
         if isinstance(load, Leg):
             served = await churn(engine, stress, vocab_size, num_draft_tokens, load)
             fields: dict[str, Any] = {
@@ -160,12 +161,12 @@ class Bench:
             acceptance=drafting.acceptance,
             acceptance_length=drafting.simulated_length,
             tokens_per_s=served.num_tokens / seconds,
-            peak_kv_use=served.peak_kv_use,
+            peak_kv_use=self._checks.peak_kv_use,
             num_requests=served.num_requests,
             num_cancelled=served.num_cancelled,
             num_errors=len(served.errors),
             num_preemptions=after.num_preemptions - before.num_preemptions,
-            num_checks=self._checks.num_checks - num_checks,
+            num_checks=self._checks.num_checks,
             seconds=seconds,
             process_growth_mib=now.process_mib - first.process_mib,
             gpu_growth_mib=now.gpu_mib - first.gpu_mib,

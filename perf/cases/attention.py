@@ -9,16 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drift_sdk._kernels.attention.attention_plan import (
-    AttentionPlan,
-    Partitions,
-    PlannedRows,
-    plan_attention,
-)
+from drift_sdk._kernels.attention.attention_plan import AttentionPlan, plan_attention
 from drift_sdk._kernels.attention.layer_attention import LayerAttention, LayerKV
 from drift_sdk._kernels.attention.paged_attention import AttentionScratch, attention_config, paged_attention
+from drift_sdk._kernels.attention.partitions import Partitions
+from drift_sdk._kernels.attention.planned_rows import PlannedRows
 from drift_sdk._kernels.attention.prefill_attention import prefill_attention, prefill_attention_config
 from drift_sdk._kernels.attention.prefill_tiles import TILE_FIELDS, prefill_tiles
+from drift_sdk._kernels.attention.shared_prefixes import MAX_COMPANIONS, BlockTable
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.quantised.e4m3 import E4M3
@@ -31,6 +29,8 @@ __all__ = ["attention_cases", "decode_case", "prefill_case"]
 BLOCK_SIZE = 64
 CONTEXTS, BATCHES, ROWS_PER_SEQUENCE = (512, 16_384, 32_768), (1, 4, 8, 64), (1, 4)
 """Tokens of a sequence; sequences; rows of each: one to decode, or one and three drafts to verify."""
+SHARING_BATCH, SHARING_CONTEXT, SHARED_KEYS = 32, 2176, 2048
+"""Sequences, their tokens, and the tokens of the prefix that every four of them share."""
 PROMPT = 8192
 """Tokens of the prompt."""
 KV_NAMES = {torch.bfloat16: "", E4M3: ", fp8 KV"}
@@ -40,8 +40,8 @@ KV_NAMES = {torch.bfloat16: "", E4M3: ", fp8 KV"}
 def attention_cases(
     model: Model, row_counts: tuple[int, ...], table: TunedTable, device: str
 ) -> Iterator[Case]:
-    """Yield the cases of CONTEXTS, BATCHES and ROWS_PER_SEQUENCE, and of a prompt; in bfloat16, with caches
-    of bfloat16 and of e4m3.
+    """Yield the cases of CONTEXTS, BATCHES and ROWS_PER_SEQUENCE, of shared prefixes, and of a prompt; in
+    bfloat16, with caches of bfloat16 and of e4m3.
 
     row_counts and table have no influence on attention.
     """
@@ -50,6 +50,8 @@ def attention_cases(
             for batch in BATCHES:
                 for rows in ROWS_PER_SEQUENCE:
                     yield decode_case(model.config, context, batch, rows, device, dtype)
+        for shared in (0, SHARED_KEYS):
+            yield decode_case(model.config, SHARING_CONTEXT, SHARING_BATCH, 1, device, dtype, shared)
         yield prefill_case(model.config, PROMPT, device, dtype)
 
 
@@ -60,18 +62,23 @@ def decode_case(
     rows: int,
     device: str,
     dtype: torch.dtype = torch.bfloat16,
+    num_shared: int = 0,
 ) -> Case:
-    """Return the case of the last `rows` rows of each of `batch` sequences of `context` tokens. dtype: of the
-    KV cache."""
-    kv_bytes = batch * context * 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
+    """Return the case of the last `rows` rows of each of `batch` sequences of `context` tokens.
+
+    dtype: of the KV cache. num_shared: keys of the prefix that every four sequences share. Their bytes are
+    counted once.
+    """
+    num_keys = batch * context - (batch - -(-batch // MAX_COMPANIONS.value)) * num_shared
+    kv_bytes = num_keys * 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
     row_size = config.num_heads * config.head_dim
     return Case(
         kernel=f"attention{KV_NAMES[dtype]}",
-        shape=f"batch {batch}, {context} keys",
+        shape=f"batch {batch}, {context} keys" + (f", {num_shared} of them shared" if num_shared else ""),
         num_rows=batch * rows,
         num_bytes=kv_bytes + 2 * batch * rows * row_size * ITEMSIZE,
         num_flops=4 * batch * rows * context * row_size,
-        prepare=partial(prepare_decode, config, context, batch, rows, device, dtype),
+        prepare=partial(prepare_decode, config, context, batch, rows, device, dtype, num_shared),
     )
 
 
@@ -92,10 +99,19 @@ def prefill_case(
 
 
 def prepare_decode(
-    config: DecoderConfig, context: int, batch: int, rows: int, device: str, dtype: torch.dtype
+    config: DecoderConfig,
+    context: int,
+    batch: int,
+    rows: int,
+    device: str,
+    dtype: torch.dtype,
+    num_shared: int = 0,
 ) -> Prepared:
     """Make the inputs of `decode_case`: random queries, keys and values, and the attention plan."""
     caches, block_table = cache_of(config, context, batch, device, dtype)
+    first = torch.arange(batch, device=device) // MAX_COMPANIONS.value * MAX_COMPANIONS.value
+    num_blocks = num_shared // BLOCK_SIZE
+    block_table[:, :num_blocks] = block_table[first, :num_blocks]
     slot = torch.arange(batch, dtype=torch.int32, device=device).repeat_interleave(rows)
     position = torch.arange(context - rows, context, dtype=torch.int32, device=device).repeat(batch)
     plan = AttentionPlan(batch, context, Partitions(), torch.device(device))
@@ -104,7 +120,7 @@ def prepare_decode(
         plan, num_kv_heads=config.num_kv_heads, num_rows=rows, group=group, head_dim=config.head_dim
     )
     planned = PlannedRows(slot, position, rows)
-    plan_attention(planned, plan)
+    plan_attention(planned, plan, BlockTable(block_table, BLOCK_SIZE), group)
     query = torch.randn(batch * rows, config.num_heads, config.head_dim, device=device).to(torch.bfloat16)
     out = torch.empty_like(query)
     layers = [LayerAttention(query=query, out=out, kv=kv, block_table=block_table) for kv in caches]

@@ -8,6 +8,7 @@ import psutil
 from msgspec import Struct
 
 from drift_sdk import Engine
+from drift_sdk.scheduling.scheduler import Scheduler
 from drift_sdk.steps import Executor, ExecutorLimits, StepPlan, StepResult
 from perf.harness.startup_process import gpu_memory_gib
 
@@ -15,17 +16,23 @@ __all__ = ["IntegrityChecks", "Memory", "check_integrity_of"]
 
 
 class IntegrityChecks:
-    """An `Executor` that runs plans on another one, and checks the scheduler before every `period`-th plan.
+    """An `Executor` that runs plans on another one, and checks the scheduler before the first plan of a load
+    and before every `period`-th one.
 
     A failed check raises AssertionError on the engine's thread, which ends the engine with its reason.
-    num_checks: how often the scheduler was checked.
+    num_checks, peak_kv_use: how often the scheduler was checked in the load, and the largest share of the KV
+    cache that sequences held when a plan was launched.
     """
 
-    def __init__(self, executor: Executor, scheduler: object, period: int) -> None:
+    def __init__(self, executor: Executor, scheduler: Scheduler, period: int) -> None:
         self._executor, self._scheduler = executor, scheduler
         self._period = period
-        self._num_plans = 0
-        self.num_checks = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a load."""
+        self._num_plans = self.num_checks = 0
+        self.peak_kv_use = 0.0
 
     @property
     def limits(self) -> ExecutorLimits:
@@ -33,9 +40,12 @@ class IntegrityChecks:
 
     def launch(self, plan: StepPlan) -> None:
         if self._num_plans % self._period == 0:
-            self._scheduler.check_integrity()  # type: ignore[attr-defined]
+            self._scheduler.check_integrity()
             self.num_checks += 1
         self._num_plans += 1
+        num_blocks = self._executor.limits.num_blocks
+        kv_use = 1.0 - self._scheduler.num_free_blocks / num_blocks
+        self.peak_kv_use = max(self.peak_kv_use, kv_use)
         self._executor.launch(plan)
 
     def collect(self) -> StepResult:

@@ -21,6 +21,8 @@ NUM_LAST_ROUNDS = 16
 """Rounds of all sequences together, after the last prompt has been computed."""
 MOST_LIVE = 24
 """Requests at once in the random load."""
+LEAST_RANDOM = 32
+"""Requests of a random load, however short its time."""
 MOST_SLEEP_S = 0.02
 MOST_RANDOM_TOKENS = 256
 
@@ -95,7 +97,6 @@ class Served(Struct, kw_only=True):
     num_requests: int = 0
     num_tokens: int = 0
     num_cancelled: int = 0
-    peak_kv_use: float = 0.0
     errors: list[str] = []
 
     def add(self, done: Completion | BaseException) -> None:
@@ -110,8 +111,9 @@ class Served(Struct, kw_only=True):
 
 async def fill_cache(engine: Engine, load: Load, vocab_size: int, num_tokens: int) -> Served:
     """Serve as many sequences of `load.context` tokens, and a shorter one, as hold `load.fill` of the cache
-    with their prompts. Each generates `num_tokens` tokens, so that all are running when the last prompt has
-    been computed; a sequence that finds no block for them is preempted."""
+    with their prompts. They are queued in a paused engine, and each generates `num_tokens` tokens, so that
+    all are running when the last prompt has been computed; a sequence that finds no block for them is
+    preempted."""
     capacity = engine.config.kv_cache_tokens
     assert capacity is not None
     block_size = capacity // engine.stats().num_blocks
@@ -122,15 +124,14 @@ async def fill_cache(engine: Engine, load: Load, vocab_size: int, num_tokens: in
         left -= -(-lengths[-1] // block_size) * block_size
     params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
     served = Served()
-
-    async def serve(index: int, length: int) -> Completion:
-        stream = engine.generate(random_tokens(vocab_size, length, seed=index), params)
-        async for _ in stream:
-            served.peak_kv_use = max(served.peak_kv_use, engine.stats().kv_use)
-        return await stream
-
-    tasks = [serve(index, length) for index, length in enumerate(lengths)]
-    for done in await asyncio.gather(*tasks, return_exceptions=True):
+    await engine.pause()
+    streams = [
+        engine.generate(random_tokens(vocab_size, length, seed=index), params)
+        for index, length in enumerate(lengths)
+    ]
+    await engine.resume()
+    ends = [stream.completion() for stream in streams]
+    for done in await asyncio.gather(*ends, return_exceptions=True):
         served.add(done)
         if isinstance(done, Completion) and len(done.token_ids) != num_tokens:
             served.errors.append(f"a completion of {len(done.token_ids)} tokens: expected {num_tokens}")
@@ -138,8 +139,9 @@ async def fill_cache(engine: Engine, load: Load, vocab_size: int, num_tokens: in
 
 
 async def churn(engine: Engine, stress: Stress, vocab_size: int, num_draft_tokens: int, leg: Leg) -> Served:
-    """Send and cancel random requests, then cancel what is left. Prompts share beginnings; lengths,
-    temperatures, drafts and the order of cancellations are random, drawn from the seed and the leg."""
+    """Send and cancel random requests, LEAST_RANDOM or more of them, then cancel what is left. Prompts share
+    beginnings; lengths, temperatures, drafts and the order of cancellations are random, drawn from the seed
+    and the leg."""
     rng = random.Random(f"{stress.seed} {leg.number}")
     served = Served()
     live: list[TokenStream] = []
@@ -151,7 +153,8 @@ async def churn(engine: Engine, stress: Stress, vocab_size: int, num_draft_token
         ends.discard(done)
         served.add(done.exception() or done.result())
 
-    while time.perf_counter() < ended_at:
+    num_sent = 0
+    while num_sent < LEAST_RANDOM or time.perf_counter() < ended_at:
         if len(live) < MOST_LIVE and rng.random() < 0.6:
             prompt = rng.choice(prompts)[: int(max(stress.contexts) ** rng.random())]
             params = SamplingParams(
@@ -161,12 +164,12 @@ async def churn(engine: Engine, stress: Stress, vocab_size: int, num_draft_token
                 ignore_eos=True,
             )
             live.append(engine.generate(prompt, params))
+            num_sent += 1
             end = asyncio.ensure_future(live[-1].completion())
             ends.add(end)
             end.add_done_callback(reap)
         elif live:
             live.pop(rng.randrange(len(live))).cancel()
-        served.peak_kv_use = max(served.peak_kv_use, engine.stats().kv_use)
         await asyncio.sleep(rng.random() * MOST_SLEEP_S)
 
     for stream in live:

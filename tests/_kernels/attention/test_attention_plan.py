@@ -6,11 +6,11 @@ from msgspec.structs import replace
 
 from drift_sdk._kernels.attention.attention_plan import (
     AttentionPlan,
-    Partitions,
-    PlannedRows,
     plan_attention,
     plan_attention_reference,
 )
+from drift_sdk._kernels.attention.partitions import Partitions
+from drift_sdk._kernels.attention.planned_rows import PlannedRows
 
 pytestmark = pytest.mark.kernel
 

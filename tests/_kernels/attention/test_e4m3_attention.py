@@ -13,17 +13,14 @@ from msgspec.structs import replace
 from tolerances import assert_near
 
 from drift_sdk._kernels.attention.attention_config import AttentionConfig, attention_config
-from drift_sdk._kernels.attention.attention_plan import (
-    AttentionPlan,
-    Partitions,
-    PlannedRows,
-    plan_attention,
-)
+from drift_sdk._kernels.attention.attention_plan import AttentionPlan, plan_attention
 from drift_sdk._kernels.attention.e4m3 import cache_numbers, pack_cache, unpack_cache
 from drift_sdk._kernels.attention.exact_prefill_attention import ExactPrefillConfig, exact_prefill_attention
 from drift_sdk._kernels.attention.layer_attention import LayerAttention, LayerKV
 from drift_sdk._kernels.attention.paged_attention import paged_attention, paged_attention_reference
 from drift_sdk._kernels.attention.partition_sums import AttentionScratch
+from drift_sdk._kernels.attention.partitions import Partitions
+from drift_sdk._kernels.attention.planned_rows import PlannedRows
 from drift_sdk._kernels.attention.prefill_attention import PrefillAttentionConfig, prefill_attention
 from drift_sdk._kernels.attention.prefill_tiles import TILE_FIELDS, prefill_tiles
 from drift_sdk._kernels.common.gpu_limits import HOPPER, limited_gpu

@@ -10,7 +10,7 @@ import tolerances
 import torch
 from order_probe import expected_sum, probe_row
 
-from drift_sdk._kernels.attention.attention_plan import AttentionPlan, Partitions, PlannedRows, plan_attention
+from drift_sdk._kernels.attention.attention_plan import AttentionPlan, plan_attention
 from drift_sdk._kernels.attention.exact_prefill_attention import (
     ExactPrefillConfig,
     exact_prefill_attention,
@@ -18,6 +18,8 @@ from drift_sdk._kernels.attention.exact_prefill_attention import (
 )
 from drift_sdk._kernels.attention.layer_attention import LayerAttention, LayerKV
 from drift_sdk._kernels.attention.paged_attention import AttentionConfig, AttentionScratch, paged_attention
+from drift_sdk._kernels.attention.partitions import Partitions
+from drift_sdk._kernels.attention.planned_rows import PlannedRows
 from drift_sdk._kernels.attention.prefill_attention import prefill_attention_reference
 from drift_sdk._kernels.attention.prefill_tiles import TILE_FIELDS, prefill_tiles
 

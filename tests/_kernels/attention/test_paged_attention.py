@@ -13,8 +13,6 @@ from tolerances import assert_near
 from drift_sdk._kernels.attention import partition_sums
 from drift_sdk._kernels.attention.attention_plan import (
     AttentionPlan,
-    Partitions,
-    PlannedRows,
     plan_attention,
 )
 from drift_sdk._kernels.attention.layer_attention import LayerAttention, LayerKV
@@ -24,6 +22,8 @@ from drift_sdk._kernels.attention.paged_attention import (
     paged_attention,
     paged_attention_reference,
 )
+from drift_sdk._kernels.attention.partitions import Partitions
+from drift_sdk._kernels.attention.planned_rows import PlannedRows
 
 pytestmark = pytest.mark.kernel
 

@@ -14,9 +14,11 @@ from msgspec.structs import replace
 from random_trees import accepted_path, random_tokens, random_tree
 from tolerances import assert_near
 
-from drift_sdk._kernels.attention.attention_plan import AttentionPlan, Partitions, PlannedRows, plan_attention
+from drift_sdk._kernels.attention.attention_plan import AttentionPlan, plan_attention
 from drift_sdk._kernels.attention.layer_attention import LayerAttention, LayerKV
 from drift_sdk._kernels.attention.paged_attention import AttentionConfig, AttentionScratch, paged_attention
+from drift_sdk._kernels.attention.partitions import Partitions
+from drift_sdk._kernels.attention.planned_rows import PlannedRows
 from drift_sdk._kernels.sampling.apply_logits_rules import apply_logits_rules
 from drift_sdk._kernels.sampling.rows_to_sample import RowsToSample
 from drift_sdk._kernels.sampling.sample_buffers import SampleBuffers

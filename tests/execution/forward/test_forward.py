@@ -185,7 +185,11 @@ class Passes:
             return ChunkAttention(tiles, config)
 
         groups = attention_groups(
-            self.model, self.workspace, num_sequences=len(rows.slot) // rows_each, num_rows=rows_each
+            self.model,
+            self.workspace,
+            self.block_table,
+            num_sequences=len(rows.slot) // rows_each,
+            num_rows=rows_each,
         )
         return SequenceAttention(groups, rows.planned(rows_each))
 

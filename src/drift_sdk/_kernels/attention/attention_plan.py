@@ -6,14 +6,17 @@ of paged attention takes an equal share of the list, with its ends moved to the 
 Programs therefore finish together whatever the lengths are, and what is computed does not depend on how many
 programs there are.
 
+Sequences that share a prefix (see shared_prefixes.py) are companions: the tiles of the prefix are in the list
+once, among those of the first companion.
+
 With a window w, a row at position p sees the keys in (p - w, p]. A sequence's tiles then begin with the one
 that holds the first key that any of its rows sees, wherever in a partition it lies; earlier tiles are not in
-the list. Layers with different windows have different plans.
+the list, and no prefix is shared. Layers with different windows have different plans.
 
 Grid: one program for each sequence. It reads the rows of all sequences to find where its own tiles begin in
 the list, and writes these. The program of the last sequence also writes their total number.
 
-Bytes: 8 for each row in, read by every program, and 16 for each tile out. The time is that of a launch.
+Bytes: 8 for each row in, read by every program, and 32 for each tile out. The time is that of a launch.
 
 Dependent launch: the kernel waits first, then permits its dependents to start. The kernels of attention read
 the plan before they wait, at least two kernels later.
@@ -24,115 +27,45 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from msgspec import Struct
-from msgspec.structs import replace
 from torch import Tensor
 
-from drift_sdk._kernels.common.arguments import check_range, check_tensors
+from drift_sdk._kernels.attention.partitions import Partitions, partition_of, partition_start
+from drift_sdk._kernels.attention.planned_rows import PlannedRows, sequences_of_rows
+from drift_sdk._kernels.attention.shared_prefixes import (
+    MAX_COMPANIONS,
+    BlockTable,
+    SharedPrefixes,
+    find_shared_prefixes,
+    most_companions,
+    shared_prefixes_reference,
+)
+from drift_sdk._kernels.common.arguments import check_range
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 
 __all__ = [
+    "TILE_COMPANIONS",
     "TILE_FIRST_KEY",
     "TILE_NUM_KEYS",
     "TILE_SEQUENCE",
     "TILE_SLOT",
     "TILE_WORDS",
     "AttentionPlan",
-    "Partitions",
-    "PlannedRows",
     "next_partition",
-    "partition_of",
-    "partition_start",
     "plan_attention",
     "plan_attention_reference",
 ]
 
 # Words of a tile in the list, int32.
-TILE_SEQUENCE = tl.constexpr(0)  # the sequence's index in the step
+TILE_SEQUENCE = tl.constexpr(0)  # the sequence's index in the step; of companions, the first one's
 TILE_SLOT = tl.constexpr(1)  # the sequence's slot
-TILE_NUM_KEYS = tl.constexpr(2)  # how many keys the sequence has
+TILE_NUM_KEYS = tl.constexpr(2)  # where its keys end, or those of the shared prefix that the tile lies in
 TILE_FIRST_KEY = tl.constexpr(3)  # the position of the tile's first key
-TILE_WORDS = tl.constexpr(4)
+TILE_COMPANIONS = tl.constexpr(4)  # the indices of all sequences that have these keys, MAX_COMPANIONS or -1
+TILE_WORDS = tl.constexpr(8)
 
 NUM_WARPS = 4
-MIN_PADDED_SEQUENCES = 16
-"""Least number of sequences that `_plan` is compiled for: steps of 1 to 16 share one."""
 CHUNK_TILES = 512
 """Tiles that a program writes at a time: four for each of the 128 threads of four warps."""
-
-
-class Partitions(Struct, frozen=True):
-    """Borders at which the keys of a sequence are cut; part of the result's bits.
-
-    Up to position `narrow_end`, partitions are `narrow` keys wide; after it, `wide` keys. They consist of
-    tiles of `tile` keys. Short contexts need narrow partitions, to fill the GPU; long ones need wide
-    partitions, which leave less to add up.
-
-    In whole steps on an H200, for Llama-3.1-8B shapes, partitions of 64 keys were 0.9% faster than 128 for
-    one short sequence and 0.5% slower for eight (docs/performance.md, "What was tried").
-    """
-
-    narrow: int = 128
-    narrow_end: int = 1024
-    wide: int = 512
-    tile: int = 64
-
-    @classmethod
-    def of_window(cls, window: int) -> Partitions:
-        """Borders for rows that see only their last `window` keys; 0: all keys.
-
-        Few keys need narrow partitions wherever they lie.
-        """
-        default = cls()
-        if not 0 < window <= default.narrow_end:
-            return default
-
-        return cls(narrow_end=0, wide=default.narrow)
-
-    def __post_init__(self) -> None:
-        if self.narrow % self.tile or self.wide % self.tile or self.narrow_end % self.narrow:
-            raise ValueError(f"{self}: expected widths of whole tiles, and whole partitions to narrow_end")
-
-    def count(self, num_keys: int) -> int:
-        """Return how many partitions `num_keys` keys lie in."""
-        narrow, wide = min(num_keys, self.narrow_end), max(num_keys - self.narrow_end, 0)
-        return -(-narrow // self.narrow) - (-wide // self.wide)
-
-    def most(self, num_keys: int) -> int:
-        """Return the most partitions that `num_keys` neighbouring keys lie in, wherever they begin."""
-        return -(-(num_keys - 1) // min(self.narrow, self.wide)) + 1
-
-    def room(self, max_num_keys: int, window: int, num_rows: int) -> int:
-        """Return how many partitions the keys may lie in that `num_rows` neighbouring rows of a sequence of
-        at most `max_num_keys` keys see, each the last `window` keys; 0: all."""
-        every = self.count(max_num_keys)
-        return min(every, self.most(window + num_rows - 1)) if window > 0 else every
-
-
-class PlannedRows(Struct, frozen=True):
-    """Rows of a step that a plan is made of, equally many of each sequence.
-
-    slot, position: [R] int32. A row sees positions 0 ... position of its slot, or the last `window` of these.
-    Rows of slot -1 see nothing.
-    rows_per_sequence: consecutive rows that belong to a sequence. With a window, those of them that see
-    anything come first and have consecutive positions.
-    """
-
-    slot: Tensor
-    position: Tensor
-    rows_per_sequence: int
-
-    @property
-    def num_sequences(self) -> int:
-        return self.slot.shape[0] // self.rows_per_sequence
-
-    def of_rows(self, rows: slice) -> PlannedRows:
-        """Some of the rows, those of whole sequences."""
-        return replace(self, slot=self.slot[rows], position=self.position[rows])
-
-    def check(self, num_rows: int) -> None:
-        """Raise ValueError for tensors of another shape, type or layout."""
-        check_tensors((num_rows,), torch.int32, row_slot=self.slot, row_position=self.position)
 
 
 class AttentionPlan:
@@ -140,10 +73,11 @@ class AttentionPlan:
 
     window: how many keys a row sees, its own being the last; 0: all.
     num_rows: most rows of a sequence, where a window bounds what they see together.
-    tiles: [max_num_tiles, 4] int32, in order; the words are TILE_SEQUENCE, TILE_SLOT, TILE_NUM_KEYS and
-    TILE_FIRST_KEY. max_num_tiles: num_sequences times the tiles that all keys, or those in the window of some
-    row, may lie in.
+    tiles: [max_num_tiles, 8] int32, in order; the words are TILE_SEQUENCE, TILE_SLOT, TILE_NUM_KEYS,
+    TILE_FIRST_KEY and, from TILE_COMPANIONS on, four indices of sequences. max_num_tiles: num_sequences times
+    the tiles that all keys, or those in the window of some row, may lie in.
     num_tiles: [1] int32, how many of them are in use.
+    shared: the prefixes that sequences share.
     max_num_partitions: how many partitions of a sequence the tiles may lie in.
     """
 
@@ -168,20 +102,7 @@ class AttentionPlan:
         max_num_tiles = num_sequences * num_tiles
         self.tiles = torch.empty(max_num_tiles, TILE_WORDS.value, dtype=torch.int32, device=device)
         self.num_tiles = torch.empty(1, dtype=torch.int32, device=device)
-
-
-@triton.jit
-def partition_of(position, NARROW: tl.constexpr, NARROW_END: tl.constexpr, WIDE: tl.constexpr):
-    """Return the index of the partition that a position lies in."""
-    wide = NARROW_END // NARROW + (position - NARROW_END) // WIDE
-    return tl.where(position < NARROW_END, position // NARROW, wide)
-
-
-@triton.jit
-def partition_start(index, NARROW: tl.constexpr, NARROW_END: tl.constexpr, WIDE: tl.constexpr):
-    """Return the first position of a partition, given its index."""
-    wide = NARROW_END + (index - NARROW_END // NARROW) * WIDE
-    return tl.where(index < NARROW_END // NARROW, index * NARROW, wide)
+        self.shared = SharedPrefixes.allocate(num_sequences, device)
 
 
 @triton.jit
@@ -223,6 +144,8 @@ def next_partition(
 def _plan(
     row_slot_ptr,  # [num_sequences * ROWS_PER_SEQUENCE] int32; -1: padding row
     row_position_ptr,  # [num_sequences * ROWS_PER_SEQUENCE] int32
+    shared_keys_ptr,  # [num_sequences] int32, or None: no prefix is shared
+    companions_ptr,  # [num_sequences, MAX_COMPANIONS] int32
     tiles_ptr,  # [max_num_tiles, TILE_WORDS] int32
     num_tiles_ptr,  # [1] int32
     num_sequences,
@@ -238,49 +161,59 @@ def _plan(
     start_dependents(PDL)
     own = tl.program_id(0)
     sequence = tl.arange(0, PADDED_SEQUENCES)
-    # Of every sequence: the keys that its last live row sees, and its slot; 0 and -1 without a live row.
-    num_keys = tl.zeros_like(sequence)
-    slots = num_keys - 1
-    first_position = num_keys + 0x7FFFFFFF  # of the first live row
-    for row in tl.static_range(ROWS_PER_SEQUENCE):
-        is_sequence = sequence < num_sequences
-        slot = tl.load(row_slot_ptr + sequence * ROWS_PER_SEQUENCE + row, mask=is_sequence, other=-1)
-        position = tl.load(row_position_ptr + sequence * ROWS_PER_SEQUENCE + row, mask=is_sequence, other=0)
-        num_keys = tl.maximum(num_keys, tl.where(slot >= 0, position + 1, 0))
-        slots = tl.maximum(slots, slot)
-        if WINDOW > 0:
-            first_position = tl.minimum(first_position, tl.where(slot >= 0, position, 0x7FFFFFFF))
-
+    num_keys, slots, first_position = sequences_of_rows(
+        row_slot_ptr, row_position_ptr, num_sequences, ROWS_PER_SEQUENCE, PADDED_SEQUENCES
+    )
     num_tiles = (num_keys + TILE_KEYS - 1) // TILE_KEYS
+    skipped_tiles = tl.zeros_like(sequence)
     if WINDOW > 0:
         # Tiles whose keys no row sees are left out. Without a live row there are none.
         skipped_tiles = tl.minimum(tl.maximum(first_position - (WINDOW - 1), 0) // TILE_KEYS, num_tiles)
-        num_tiles -= skipped_tiles
+    own_shared_keys = 0
+    if shared_keys_ptr is not None:
+        # Companions leave the tiles of their prefix to the first of them.
+        is_sequence = sequence < num_sequences
+        shared_keys = tl.load(shared_keys_ptr + sequence, mask=is_sequence, other=0)
+        first = tl.load(companions_ptr + sequence * MAX_COMPANIONS, mask=is_sequence, other=0)
+        skipped_tiles = tl.where(first == sequence, 0, shared_keys // TILE_KEYS)
+        own_shared_keys = tl.load(shared_keys_ptr + own)
+    num_tiles -= skipped_tiles
     own_first_tile = tl.sum(tl.where(sequence < own, num_tiles, 0))
     own_num_tiles = tl.sum(tl.where(sequence == own, num_tiles, 0))
     own_slot = tl.max(tl.where(sequence == own, slots, -1))
     own_num_keys = tl.sum(tl.where(sequence == own, num_keys, 0))
-    own_first_key = 0
-    if WINDOW > 0:
-        own_first_key = tl.sum(tl.where(sequence == own, skipped_tiles, 0)) * TILE_KEYS
+    own_first_key = tl.sum(tl.where(sequence == own, skipped_tiles, 0)) * TILE_KEYS
     for first_tile in range(0, own_num_tiles, CHUNK_TILES):
         tile = first_tile + tl.arange(0, CHUNK_TILES)
         tile_ptrs = tiles_ptr + (own_first_tile + tile) * TILE_WORDS
         is_tile = tile < own_num_tiles
+        first_key = own_first_key + tile * TILE_KEYS
+        is_shared = first_key < own_shared_keys
         tl.store(tile_ptrs + TILE_SEQUENCE, own + tile * 0, mask=is_tile)
         tl.store(tile_ptrs + TILE_SLOT, own_slot + tile * 0, mask=is_tile)
-        tl.store(tile_ptrs + TILE_NUM_KEYS, own_num_keys + tile * 0, mask=is_tile)
-        tl.store(tile_ptrs + TILE_FIRST_KEY, own_first_key + tile * TILE_KEYS, mask=is_tile)
+        end = tl.where(is_shared, own_shared_keys, own_num_keys)
+        tl.store(tile_ptrs + TILE_NUM_KEYS, end, mask=is_tile)
+        tl.store(tile_ptrs + TILE_FIRST_KEY, first_key, mask=is_tile)
+        for index in tl.static_range(MAX_COMPANIONS):
+            companion = tl.where(index == 0, own, -1) + tile * 0
+            if shared_keys_ptr is not None:
+                other = tl.load(companions_ptr + own * MAX_COMPANIONS + index)
+                companion = tl.where(is_shared, other, companion)
+            tl.store(tile_ptrs + (TILE_COMPANIONS + index), companion, mask=is_tile)
     if own == num_sequences - 1:
         tl.store(num_tiles_ptr, own_first_tile + own_num_tiles)
 
 
-def plan_attention(rows: PlannedRows, plan: AttentionPlan) -> None:
+def plan_attention(
+    rows: PlannedRows, plan: AttentionPlan, blocks: BlockTable | None = None, group: int = 1
+) -> None:
     """Write `plan` for rows, each of which sees all positions up to its own, or the last `plan.window` of
     these.
 
-    Raises ValueError for rows of another shape, type or layout, and for more sequences, or with a window more
-    rows of a sequence, than the plan has room for.
+    blocks: in which prefixes that sequences share are looked for, if a plan without a window is made.
+    group: query heads that share a KV head.
+    Raises ValueError for rows or blocks of another shape, type or layout, and for more sequences, or with a
+    window more rows of a sequence, than the plan has room for.
     """
     rows.check(rows.slot.shape[0])
     num_sequences = rows.num_sequences
@@ -290,14 +223,19 @@ def plan_attention(rows: PlannedRows, plan: AttentionPlan) -> None:
     if plan.window > 0:
         check_range("rows_per_sequence", rows.rows_per_sequence, 1, plan.num_rows)
 
+    is_shared = blocks is not None and most_companions(rows, group, plan.window) > 1
+    if blocks is not None and is_shared:
+        find_shared_prefixes(rows, blocks, group, plan.partitions, plan.shared)
     _plan[(num_sequences,)](
         row_slot_ptr=rows.slot,
         row_position_ptr=rows.position,
+        shared_keys_ptr=plan.shared.num_keys if is_shared else None,
+        companions_ptr=plan.shared.companions,
         tiles_ptr=plan.tiles,
         num_tiles_ptr=plan.num_tiles,
         num_sequences=num_sequences,
         ROWS_PER_SEQUENCE=rows.rows_per_sequence,
-        PADDED_SEQUENCES=max(MIN_PADDED_SEQUENCES, triton.next_power_of_2(num_sequences)),
+        PADDED_SEQUENCES=rows.padded_sequences,
         WINDOW=plan.window,
         TILE_KEYS=plan.partitions.tile,
         CHUNK_TILES=CHUNK_TILES,
@@ -307,20 +245,29 @@ def plan_attention(rows: PlannedRows, plan: AttentionPlan) -> None:
     )
 
 
-def plan_attention_reference(rows: PlannedRows, partitions: Partitions, window: int = 0) -> Tensor:
-    """Return the tiles in use, [num_tiles, 4] int32, as `plan_attention` writes them."""
-    tile = partitions.tile
-    tiles: list[tuple[int, int, int, int]] = []
-    sequences = zip(
-        rows.slot.view(-1, rows.rows_per_sequence).tolist(),
-        rows.position.view(-1, rows.rows_per_sequence).tolist(),
-        strict=True,
-    )
-    for sequence, (slots, positions) in enumerate(sequences):
-        live = [position for slot, position in zip(slots, positions, strict=True) if slot >= 0]
-        if live:
-            num_keys = max(live) + 1
-            first_seen = max(min(live) - window + 1, 0) if window else 0
-            first_keys = range(first_seen // tile * tile, num_keys, tile)
-            tiles.extend((sequence, max(slots), num_keys, first_key) for first_key in first_keys)
+def plan_attention_reference(
+    rows: PlannedRows,
+    partitions: Partitions,
+    window: int = 0,
+    blocks: BlockTable | None = None,
+    group: int = 1,
+) -> Tensor:
+    """Return the tiles in use, [num_tiles, 8] int32, as `plan_attention` writes them."""
+    tile, tiles = partitions.tile, list[tuple[int, ...]]()
+    shared: list[tuple[int, tuple[int, ...]]] = [(0, (index,)) for index in range(rows.num_sequences)]
+    if blocks is not None and most_companions(rows, group, window) > 1:
+        shared = shared_prefixes_reference(rows, blocks, group, partitions)
+    for sequence, (slot, live) in enumerate(rows.live_positions()):
+        if not live:
+            continue
+
+        num_keys, (num_shared, companions) = max(live) + 1, shared[sequence]
+        first_seen = max(min(live) - window + 1, 0) if window else 0
+        if companions[0] != sequence:
+            first_seen = num_shared
+        for first_key in range(first_seen // tile * tile, num_keys, tile):
+            if first_key < num_shared:
+                tiles.append((sequence, slot, num_shared, first_key, *companions))
+            else:
+                tiles.append((sequence, slot, num_keys, first_key, sequence, -1, -1, -1))
     return torch.tensor(tiles, dtype=torch.int32, device=rows.slot.device).view(-1, TILE_WORDS.value)

@@ -27,7 +27,6 @@ import triton.language as tl
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.attention.attention_plan import Partitions, partition_of, partition_start
 from drift_sdk._kernels.attention.e4m3 import decode_rows
 from drift_sdk._kernels.attention.layer_attention import LayerAttention
 from drift_sdk._kernels.attention.online_softmax import (
@@ -38,6 +37,7 @@ from drift_sdk._kernels.attention.online_softmax import (
     head_scale,
     zero_parts,
 )
+from drift_sdk._kernels.attention.partitions import Partitions, partition_of, partition_start
 from drift_sdk._kernels.attention.prefill_tiles import TILE_FIELDS
 from drift_sdk._kernels.common.arguments import check_tensor
 from drift_sdk._kernels.common.gpu_limits import gpu_limits

@@ -15,14 +15,15 @@ it, on other sequences, or on which program computes what.
 
 Grid of `_attend`: (KV heads, shares). Program (h, s) owns KV head h of the s-th share of the plan's tiles
 (see attention_plan.py), for all rows of each sequence and all query heads of the group. For each of its
-partitions it writes the sums of these rows.
+partitions it writes the sums of these rows. Sequences that share a prefix are companions there: their rows
+lie in one tile.
 
 A cache of e4m3 numbers has scales; see e4m3.py. Its keys and values become numbers of the storage type in
 registers.
 
-Bytes: the keys and values that some row sees, once for all rows of a sequence and all heads of a group; and
-the partitions' sums, written and read once. Many programs a multiprocessor are needed to keep enough loads
-under way.
+Bytes: the keys and values that some row sees, once for all rows of a sequence and all heads of a group, and
+once for companions; and the partitions' sums, written and read once. Many programs a multiprocessor are
+needed to keep enough loads under way.
 
 Dependent launch: `_attend` reads the plan, the rows and the block table before it waits; they are older than
 the two kernels before it, which make queries and keys. It permits its dependents to start at its
@@ -38,15 +39,13 @@ from torch import Tensor
 
 from drift_sdk._kernels.attention.attention_config import AttentionConfig, attention_config
 from drift_sdk._kernels.attention.attention_plan import (
+    TILE_COMPANIONS,
     TILE_FIRST_KEY,
     TILE_NUM_KEYS,
     TILE_SEQUENCE,
     TILE_SLOT,
     TILE_WORDS,
-    PlannedRows,
     next_partition,
-    partition_of,
-    partition_start,
 )
 from drift_sdk._kernels.attention.cache_offset import offset_in_cache
 from drift_sdk._kernels.attention.e4m3 import cache_numbers
@@ -60,6 +59,9 @@ from drift_sdk._kernels.attention.online_softmax import (
     zero_parts,
 )
 from drift_sdk._kernels.attention.partition_sums import AttentionScratch, add_partitions
+from drift_sdk._kernels.attention.partitions import partition_of, partition_start
+from drift_sdk._kernels.attention.planned_rows import PlannedRows
+from drift_sdk._kernels.attention.shared_prefixes import most_companions
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 
 __all__ = [
@@ -99,6 +101,7 @@ def _attend(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     TILE_ROWS: tl.constexpr,  # ROWS_PER_SEQUENCE * GROUP_SIZE, rounded up to a power of two, 16 or more
+    NUM_COMPANIONS: tl.constexpr,  # sequences that may share a tile
     NUM_PARTS: tl.constexpr,  # of the dimensions: 2 with e4m3, else 1
     PADDED_DIM: tl.constexpr,  # those of a part, rounded up likewise
     IN_PAIRS: tl.constexpr,  # see `decode_pairs`
@@ -121,8 +124,8 @@ def _attend(
     PART_DIM: tl.constexpr = HEAD_DIM // NUM_PARTS
     # Plan, rows and block table are older than the two kernels before, which make queries and keys.
     head = tl.program_id(0)
-    query_row = tl.arange(0, TILE_ROWS)
-    is_row = query_row < NUM_QUERY_ROWS
+    query_row = tl.arange(0, TILE_ROWS) % NUM_QUERY_ROWS
+    companion = tl.arange(0, TILE_ROWS) // NUM_QUERY_ROWS
     dim = tl.arange(0, PADDED_DIM)
     is_dim = dim < PART_DIM
     scale = head_scale(scale, key_scale_ptr, head)
@@ -138,9 +141,17 @@ def _attend(
         WINDOW, TILE_KEYS, NARROW, NARROW_END, WIDE,
     )  # fmt: skip
     while tile_index < end_index:
-        # The share's tiles of one sequence.
+        # The share's tiles of one sequence, or of the prefix that companions share.
         tile_ptr = tiles_ptr + tile_index * TILE_WORDS
-        sequence = tl.load(tile_ptr + TILE_SEQUENCE, cache_modifier=".cg")
+        # The sequence of each query row, -1 of rows without one.
+        if NUM_COMPANIONS == 1:
+            sequence = tl.load(tile_ptr + TILE_SEQUENCE, cache_modifier=".cg")
+            is_row = companion == 0
+        else:
+            companion_ptrs = tile_ptr + TILE_COMPANIONS + companion
+            has_place = companion < NUM_COMPANIONS
+            sequence = tl.load(companion_ptrs, mask=has_place, other=-1, cache_modifier=".cg")
+            is_row = sequence >= 0
         slot = tl.load(tile_ptr + TILE_SLOT, cache_modifier=".cg")
         num_keys = tl.load(tile_ptr + TILE_NUM_KEYS, cache_modifier=".cg")
         sequence_key = tl.load(tile_ptr + TILE_FIRST_KEY, cache_modifier=".cg")
@@ -230,6 +241,7 @@ def paged_attention(
         ROWS_PER_SEQUENCE=rows.rows_per_sequence,
         GROUP_SIZE=layer.group,
         TILE_ROWS=padded_size(rows.rows_per_sequence * layer.group),
+        NUM_COMPANIONS=most_companions(rows, layer.group, plan.window),
         NUM_STAGES=config.num_stages,
         FIRST_KEY=layer.first_key,
         TILE_KEYS=plan.partitions.tile,

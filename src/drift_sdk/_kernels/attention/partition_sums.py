@@ -29,9 +29,11 @@ import triton.language as tl
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.attention.attention_plan import AttentionPlan, PlannedRows, partition_of
+from drift_sdk._kernels.attention.attention_plan import AttentionPlan
 from drift_sdk._kernels.attention.layer_attention import LayerAttention, padded_size
 from drift_sdk._kernels.attention.online_softmax import add_sink
+from drift_sdk._kernels.attention.partitions import partition_of
+from drift_sdk._kernels.attention.planned_rows import PlannedRows
 from drift_sdk._kernels.common.arguments import check_tensor
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 

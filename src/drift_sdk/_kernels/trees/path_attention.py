@@ -10,7 +10,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from drift_sdk._kernels.attention.attention_plan import partition_of, partition_start
 from drift_sdk._kernels.attention.cache_offset import offset_in_cache
 from drift_sdk._kernels.attention.online_softmax import (
     ONES_COLUMNS,
@@ -21,6 +20,7 @@ from drift_sdk._kernels.attention.online_softmax import (
     store_parts,
     zero_parts,
 )
+from drift_sdk._kernels.attention.partitions import partition_of, partition_start
 from drift_sdk._kernels.common.launching import wait_for_producers
 
 __all__ = ["attend_paths"]

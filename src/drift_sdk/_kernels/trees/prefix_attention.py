@@ -17,8 +17,6 @@ from drift_sdk._kernels.attention.attention_plan import (
     TILE_SLOT,
     TILE_WORDS,
     next_partition,
-    partition_of,
-    partition_start,
 )
 from drift_sdk._kernels.attention.cache_offset import offset_in_cache
 from drift_sdk._kernels.attention.online_softmax import (
@@ -29,6 +27,7 @@ from drift_sdk._kernels.attention.online_softmax import (
     store_parts,
     zero_parts,
 )
+from drift_sdk._kernels.attention.partitions import partition_of, partition_start
 from drift_sdk._kernels.common.launching import wait_for_producers
 
 __all__ = ["attend_prefix"]

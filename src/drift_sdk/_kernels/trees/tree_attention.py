@@ -34,11 +34,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drift_sdk._kernels.attention.attention_plan import PlannedRows
 from drift_sdk._kernels.attention.e4m3 import cache_numbers
 from drift_sdk._kernels.attention.layer_attention import LayerAttention, padded_size
 from drift_sdk._kernels.attention.paged_attention import AttentionConfig
 from drift_sdk._kernels.attention.partition_sums import AttentionScratch, add_partitions
+from drift_sdk._kernels.attention.planned_rows import PlannedRows
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.trees.path_attention import attend_paths
 from drift_sdk._kernels.trees.prefix_attention import attend_prefix

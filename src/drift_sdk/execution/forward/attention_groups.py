@@ -7,15 +7,13 @@ from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk._kernels.attention.attention_config import AttentionConfig, attention_config
-from drift_sdk._kernels.attention.attention_plan import (
-    AttentionPlan,
-    Partitions,
-    PlannedRows,
-    plan_attention,
-)
+from drift_sdk._kernels.attention.attention_plan import AttentionPlan, plan_attention
 from drift_sdk._kernels.attention.layer_attention import LayerAttention
 from drift_sdk._kernels.attention.paged_attention import paged_attention
 from drift_sdk._kernels.attention.partition_sums import AttentionScratch
+from drift_sdk._kernels.attention.partitions import Partitions
+from drift_sdk._kernels.attention.planned_rows import PlannedRows
+from drift_sdk._kernels.attention.shared_prefixes import BlockTable
 from drift_sdk._kernels.trees.tree_attention import tree_attention
 from drift_sdk._kernels.trees.tree_paths import TreePaths
 from drift_sdk.execution.device.workspace import Workspace
@@ -62,9 +60,12 @@ class AttentionGroups:
         *,
         num_sequences: int,
         num_rows: int,
+        blocks: BlockTable | None = None,
         max_scratch_bytes: int | None = None,
     ) -> None:
-        """max_scratch_bytes: the bound; None: `scratch_bytes` of the device."""
+        """blocks: in which shared prefixes are looked for; None: keys are read for each sequence.
+        max_scratch_bytes: the bound; None: `scratch_bytes` of the device."""
+        self._blocks, self._group = blocks, shape.group
         num_partitions = {
             window: Partitions.of_window(window).room(shape.max_num_keys, window, num_rows)
             for window in shape.windows
@@ -92,10 +93,11 @@ class AttentionGroups:
         self.scratches = {window: [scratch(window) for _ in range(num_groups)] for window in windows}
 
     def plan(self, rows: PlannedRows) -> None:
-        """Distribute the keys of rows over programs; once a step, before any layer calls `attend`."""
+        """Distribute the keys of rows over programs; once a step, before any layer calls `attend`. What
+        `attend_trees` attends needs a plan without shared prefixes."""
         for window in self.scratches:
             for scratch, part in self._groups(rows, window):
-                plan_attention(rows.of_rows(part), scratch.plan)
+                plan_attention(rows.of_rows(part), scratch.plan, self._blocks, self._group)
 
     def attend(self, layer: LayerAttention, rows: PlannedRows) -> None:
         """Attend the rows that `plan` was last called with; see `paged_attention`.

@@ -7,8 +7,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 from torch import Tensor
 
-from drift_sdk._kernels.attention.attention_plan import PlannedRows
 from drift_sdk._kernels.attention.layer_attention import LayerAttention
+from drift_sdk._kernels.attention.planned_rows import PlannedRows
+from drift_sdk._kernels.attention.shared_prefixes import BlockTable
 from drift_sdk._kernels.exchange.peer_memory import PeerSums
 from drift_sdk._kernels.gemm.cublas_gemm import fastest_gated_multiply, fastest_multiply
 from drift_sdk._kernels.gemm.gemm import GemmConfig
@@ -57,9 +58,17 @@ class Rows(Struct, frozen=True):
 
 
 def attention_groups(
-    model: ModelResources, workspace: Workspace, *, num_sequences: int, num_rows: int
+    model: ModelResources,
+    workspace: Workspace,
+    block_table: Tensor | None,
+    *,
+    num_sequences: int,
+    num_rows: int,
 ) -> AttentionGroups:
-    """The target's attention for up to `num_sequences` sequences, each with up to `num_rows` rows."""
+    """The target's attention for up to `num_sequences` sequences, each with up to `num_rows` rows.
+
+    block_table [S, max_blocks] int32: of slots whose shared prefixes are read once, or None.
+    """
     config = model.decoder.config
     shape = AttentionShape(
         num_kv_heads=config.num_kv_heads,
@@ -69,7 +78,12 @@ def attention_groups(
         windows=tuple(dict.fromkeys(window or 0 for window in config.windows)),
     )
     return AttentionGroups(
-        workspace, model.decoder.device, shape, num_sequences=num_sequences, num_rows=num_rows
+        workspace,
+        model.decoder.device,
+        shape,
+        num_sequences=num_sequences,
+        num_rows=num_rows,
+        blocks=None if block_table is None else BlockTable(block_table, model.limits.block_size),
     )
 
 

@@ -7,9 +7,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from drift_sdk._kernels.attention.attention_plan import Partitions, PlannedRows
 from drift_sdk._kernels.attention.exact_prefill_attention import ExactPrefillConfig, exact_prefill_attention
 from drift_sdk._kernels.attention.layer_attention import LayerAttention
+from drift_sdk._kernels.attention.partitions import Partitions
+from drift_sdk._kernels.attention.planned_rows import PlannedRows
 from drift_sdk._kernels.trees.tree_paths import TreePaths
 from drift_sdk.execution.forward.attention_groups import AttentionGroups
 

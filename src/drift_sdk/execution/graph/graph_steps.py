@@ -85,12 +85,16 @@ class GraphSteps:
             )
         self._tree_attention = {
             number: attention_groups(
-                model, workspace, num_sequences=buckets.max_slots(number), num_rows=number + 1
+                model, workspace, None, num_sequences=buckets.max_slots(number), num_rows=number + 1
             )
             for number in sorted(buckets.trees, key=lambda number: -buckets.max_slots(number) * (number + 1))
         }
         self.attention = attention_groups(
-            model, workspace, num_sequences=buckets.decode[-1], num_rows=buckets.max_chain + 1
+            model,
+            workspace,
+            resources.table.block_table,
+            num_sequences=buckets.decode[-1],
+            num_rows=buckets.max_chain + 1,
         )
         self.drafter = drafter_factory.round_drafter(
             resources, model, round_sizes(buckets, drafter_factory.tree_plans)

@@ -55,7 +55,11 @@ class DraftModelRounds:
         self._model = ModelResources(decoder=draft, cache=self.kv_cache, tuned=target.tuned, limits=limits)
         self._table, self._workspace, self._stages = table, workspace, stages
         self._attention = attention_groups(
-            self._model, workspace, num_sequences=sizes.max_num_slots, num_rows=sizes.max_draft_tokens + 1
+            self._model,
+            workspace,
+            table.block_table,
+            num_sequences=sizes.max_num_slots,
+            num_rows=sizes.max_draft_tokens + 1,
         )
         self._prefill = prefill_attention_config(config.head_dim, draft.dtype)
         # A prefill step has one more row for each chunk that begins a sequence or follows a prefix hit.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from drift_sdk._kernels.attention.prefill_attention import prefill_attention, prefill_attention_config
+from drift_sdk._kernels.attention.shared_prefixes import BlockTable
 from drift_sdk._kernels.common.launch_order import note_library_kernel
 from drift_sdk._kernels.draft.draft_choose import choose_drafts, num_draft_chunks
 from drift_sdk._kernels.draft.draft_rows import chunk_rows, round_rows
@@ -84,6 +85,7 @@ class EagleRounds:
             self.attention_shape,
             num_sequences=sizes.max_num_slots,
             num_rows=max(sizes.max_draft_tokens, sizes.max_path_length) + 1,
+            blocks=BlockTable(table.block_table, limits.block_size),
         )
         self._prefill = prefill_attention_config(config.head_dim, draft.dtype)
 
