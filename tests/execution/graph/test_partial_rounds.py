@@ -26,6 +26,8 @@ from drift_sdk.execution.drafter_factory import (
 )
 from drift_sdk.execution.eager.executor import EagerExecutor
 from drift_sdk.execution.eager.partial_rounds import PartialRounds, state_of
+from drift_sdk.execution.forward.decode import Rows
+from drift_sdk.execution.forward.view_attention import ViewAttention
 from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
@@ -182,6 +184,18 @@ def test_rounds_whose_views_have_all_blocks_equal_whole_rounds(executor: GraphEx
     assert found[0][0] == found[1][0]
     assert torch.equal(found[0][1], found[1][1])
     assert torch.equal(found[0][2], found[1][2])
+
+
+def test_prefixes_are_not_shared_in_views(executor: GraphExecutor) -> None:
+    """Two sequences with the same first blocks have other views: their keys cannot be read once for both."""
+    steps, table = executor._gpus[0].steps, executor._gpus[0].resources.table
+    workspace = executor._gpus[0].resources.workspace
+    assert steps.views is not None
+    assert not steps._refresh_attention.shares_prefixes
+    rows = Rows.take(workspace, 6).planned(3)
+    ViewAttention(steps._view_attention, rows, steps.views, table.block_table, workspace)
+    with pytest.raises(ValueError, match="no shared prefixes"):
+        ViewAttention(steps.attention, rows, steps.views, table.block_table, workspace)
 
 
 def prompt(num_tokens: int) -> list[int]:

@@ -92,6 +92,11 @@ class AttentionGroups:
         num_groups = -(-num_sequences // self.group_size)
         self.scratches = {window: [scratch(window) for _ in range(num_groups)] for window in windows}
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether keys that lie in the same blocks are read once for several sequences."""
+        return self._blocks is not None
+
     def plan(self, rows: PlannedRows) -> None:
         """Distribute the keys of rows over programs; once a step, before any layer calls `attend`. What
         `attend_trees` attends needs a plan without shared prefixes."""

@@ -7,8 +7,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 from torch import Tensor
 
-from drift_sdk._kernels.attention.attention_plan import PlannedRows
 from drift_sdk._kernels.attention.layer_attention import LayerAttention
+from drift_sdk._kernels.attention.planned_rows import PlannedRows
 from drift_sdk._kernels.retrieval.block_shares import block_shares
 from drift_sdk._kernels.retrieval.select_blocks import select_blocks
 from drift_sdk._kernels.retrieval.view import Retrieval, view_blocks
@@ -50,7 +50,11 @@ class Views(Struct, frozen=True, kw_only=True):
 
 
 class ViewAttention:
-    """Attention of rows, equally many of each sequence, to the keys of its views."""
+    """Attention of rows, equally many of each sequence, to the keys of its views.
+
+    Raises ValueError for groups that look for shared prefixes: sequences that share blocks have views of
+    their own.
+    """
 
     def __init__(
         self,
@@ -60,6 +64,9 @@ class ViewAttention:
         block_table: Tensor,
         workspace: Workspace,
     ) -> None:
+        if groups.shares_prefixes:
+            raise ValueError("groups: expected some that look for no shared prefixes")
+
         self._groups, self._rows, self._views, self._block_table = groups, rows, views, block_table
         position = workspace.take("view_positions", (rows.slot.shape[0],), torch.int32)
         self._view_rows = replace(rows, position=position)

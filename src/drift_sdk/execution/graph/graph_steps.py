@@ -80,8 +80,12 @@ class GraphSteps:
         if buckets.view_layout is not None:
             self.views = Views.allocate(buckets.view_layout, model.decoder, resources.table)
             num_tiles, rows_per_tile = buckets.view_layout.refresh_tiles(self._group)
+            most = buckets.refreshes[-1]
             self._refresh_attention = attention_groups(
-                model, workspace, num_sequences=buckets.refreshes[-1] * num_tiles, num_rows=rows_per_tile
+                model, workspace, None, num_sequences=most * num_tiles, num_rows=rows_per_tile
+            )
+            self._view_attention = attention_groups(
+                model, workspace, None, num_sequences=most, num_rows=buckets.max_chain + 1
             )
         self._tree_attention = {
             number: attention_groups(
@@ -242,7 +246,7 @@ class GraphSteps:
         num_rows = num_slots * rows_per_slot
         rows = Rows.take(resources.workspace, num_rows)
         attention = ViewAttention(
-            self.attention,
+            self._view_attention,
             rows.planned(rows_per_slot),
             views,
             resources.table.block_table,
