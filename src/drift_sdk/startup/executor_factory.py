@@ -126,7 +126,7 @@ def open_eager_executor(config: EngineConfig, model: ModelPart, demand: KVDemand
     drafter = drafter_factory.eager_drafter(decoder, limits)
     has_checks = config.speculation is not None and config.speculation.checks
     checks = RoundChecks(limits) if has_checks and drafter is not None else None
-    layout = view_layout(config, demand.block_size, drafter_factory.draft_choices)
+    layout = view_layout(config, limits, drafter_factory.draft_choices)
     partial = None if layout is None else PartialRounds(layout, decoder.config.num_layers)
     return OpenedExecutor(executor=EagerExecutor(decoder, limits, drafter, checks, partial))
 
@@ -171,7 +171,7 @@ def open_graph_executor(
     # Buffers are made for the longest sequences that there could be room for; less room may be left.
     limits = _limits(config, decoder, demand, least_room(0))
     options = _graph_options(config, len(parts), acceptance_trace, stages or NO_STAGE_MARKS)
-    layout = view_layout(config, demand.block_size, drafter_factory.draft_choices)
+    layout = view_layout(config, limits, drafter_factory.draft_choices)
     options = replace(options, view_layout=layout)
     hooks = StartupHooks(fit_blocks=fit_blocks, report=report)
     executor = _start_graph_executor(parts, limits, table, options, hooks)

@@ -206,7 +206,7 @@ def _scheduling(
     config: EngineConfig, opened: OpenedExecutor, drafter_factory: DrafterFactory, model: DecoderConfig
 ) -> SchedulerConfig:
     limits = opened.executor.limits
-    layout = view_layout(config, limits.block_size, drafter_factory.draft_choices)
+    layout = view_layout(config, limits, drafter_factory.draft_choices)
     return SchedulerConfig(
         max_num_seqs=limits.max_num_seqs,
         num_blocks=limits.num_blocks,

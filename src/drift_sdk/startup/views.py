@@ -9,6 +9,7 @@ from drift_sdk.draft_policy.view_gain import ViewCosts
 from drift_sdk.errors import ConfigError
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.partial_verification import PartialVerification, ViewLayout
+from drift_sdk.steps import ExecutorLimits
 
 __all__ = ["check_views", "view_costs", "view_layout"]
 
@@ -30,13 +31,17 @@ def check_views(config: EngineConfig, model: DecoderConfig) -> None:
         raise ConfigError.of("partial_verification", partial, allowed)
 
 
-def view_layout(config: EngineConfig, block_size: int, draft_choices: tuple[int, ...]) -> ViewLayout | None:
-    """The layout of views; None without partial verification, or if nothing is drafted."""
+def view_layout(
+    config: EngineConfig, limits: ExecutorLimits, draft_choices: tuple[int, ...]
+) -> ViewLayout | None:
+    """The layout of views; None without partial verification, if nothing is drafted, or if no sequence can be
+    longer than a view."""
     partial = configured(config)
     if partial is None or not draft_choices:
         return None
 
-    return partial.layout(block_size, draft_choices[-1])
+    layout = partial.layout(limits.block_size, draft_choices[-1])
+    return layout if layout.capacity < limits.max_model_len else None
 
 
 def view_costs(layout: ViewLayout, model: DecoderConfig, refresh_costs: Mapping[int, float]) -> ViewCosts:
