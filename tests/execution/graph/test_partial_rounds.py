@@ -186,6 +186,16 @@ def test_rounds_whose_views_have_all_blocks_equal_whole_rounds(executor: GraphEx
     assert torch.equal(found[0][2], found[1][2])
 
 
+def test_refreshes_are_timed_for_each_bucket_and_leave_no_pending_rows(executor: GraphExecutor) -> None:
+    table = executor._gpus[0].resources.table
+    with torch.inference_mode():
+        table.pending.fill_(1)
+    costs = executor.refresh_costs()
+    assert set(costs) == {1, 2}
+    assert min(costs.values()) > 0
+    assert table.pending.tolist() == [1, 1]  # all rows were padding
+
+
 def test_prefixes_are_not_shared_in_views(executor: GraphExecutor) -> None:
     """Two sequences with the same first blocks have other views: their keys cannot be read once for both."""
     steps, table = executor._gpus[0].steps, executor._gpus[0].resources.table
