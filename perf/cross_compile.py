@@ -163,13 +163,16 @@ class MetaReplay:
 
 
 class TargetDriver:
-    """Triton's driver of a GPU that is not here."""
+    """Triton's driver of a GPU that is not here.
+
+    The number of the device is its capability: Triton keeps a kernel's options by the number.
+    """
 
     def __init__(self, capability: int) -> None:
         self._target = GPUTarget("cuda", capability, 32)
 
     def get_current_device(self) -> int:
-        return 0
+        return int(self._target.arch)
 
     def get_current_stream(self, device: int) -> int:
         return 0
