@@ -13,9 +13,10 @@ def options_without_graphs(model: DecoderConfig, config: EngineConfig) -> tuple[
     """The options of a model, and of its form in memory, that graphs lack, in words; empty if graphs can run
     it."""
     scheme = stored_scheme(config, model)
-    has_blocks = scheme is not None and "blocks" in scheme.storages
+    storages = scheme.storages if scheme is not None and is_quantised(config, model) else ()
     lacking = {
-        "quantised weights in blocks of GGUF": has_blocks and is_quantised(config, model),
+        "quantised weights in blocks of GGUF": "blocks" in storages,
+        "stored NVFP4 weights": bool({"compressed_nvfp4", "modelopt_nvfp4"} & {*storages}),
         "quantised weights of experts": model.experts is not None and is_quantised(config, model),
     }
     return tuple(option for option, is_used in lacking.items() if is_used)
