@@ -169,14 +169,14 @@ def test_k_quants_of_several_formats_compute_as_their_numbers(tmp_path: Path) ->
     assert torch.equal(found, logits(load(tmp_path / "model.gguf")))
 
 
-@pytest.mark.parametrize("form", ["fp8", "int4"])
+@pytest.mark.parametrize("form", ["fp8", "int4", "nvfp4"])
 @pytest.mark.parametrize("model", [TIED, UNTIED, QWEN3_MOE])
 def test_projections_are_quantised_at_load(
     model_folder: Callable[[int | str], Path], tmp_path: Path, model: int | str, form: WeightForm
 ) -> None:
     folder = model_folder(model)
     found = load(folder, form)
-    kind = {"fp8": Fp8Weight, "int4": Int4Weight}[form]
+    kind = {"fp8": Fp8Weight, "int4": Int4Weight, "nvfp4": Nvfp4Weight}[form]
     assert kinds_of(found) == {kind, torch.Tensor}
     tensors = load_file(folder / "model.safetensors")
     assert torch.equal(found.weights.embedding, tensors["model.embed_tokens.weight"])
@@ -194,7 +194,7 @@ def test_random_weights_are_quantised_as_well(model_folder: Callable[[int | str]
     assert kinds_of(random) == {Fp8Weight, torch.Tensor}
 
 
-@pytest.mark.parametrize("form", ["stored", "fp8", "int4"])
+@pytest.mark.parametrize("form", ["stored", "fp8", "int4", "nvfp4"])
 @pytest.mark.parametrize("model", [TIED, QWEN3_MOE])
 def test_bytes_are_known_before_loading(
     model_folder: Callable[[int | str], Path], tmp_path: Path, model: int | str, form: WeightForm

@@ -7,7 +7,13 @@ import pytest
 import torch
 from quantised_files import e2m1_table, e4m3_table
 
-from drift_sdk.quantised.nvfp4 import NVFP4_GROUP, Nvfp4Weight, join_nvfp4
+from drift_sdk.quantised.nvfp4 import (
+    NVFP4_GROUP,
+    Nvfp4Weight,
+    join_nvfp4,
+    quantise_groups,
+    quantise_nvfp4,
+)
 from drift_sdk.quantised.stacking import stack_rows
 from drift_sdk.quantised.weight import StackedWeight
 
@@ -91,3 +97,73 @@ def test_joined_weights_have_the_same_numbers() -> None:
     stacked = stack_rows([parts[0][0], multiplied])
     assert type(stacked) is StackedWeight
     assert same_bits(stacked.dequantise(torch.float32), torch.cat((parts[0][1], numbers)))
+
+
+def quantised_one_by_one(x: np.ndarray, whole: np.float32) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and scales of numbers [n], by trying all codes."""
+    steps, values = e4m3_table()[:0x7F], e2m1_table()[:8].astype(np.float64)
+    bound = np.float32(6 * 448) * whole
+    codes, scales = [], []
+    for start in range(0, len(x), 16):
+        group = x[start : start + 16]
+        group = np.clip(np.where(np.isnan(group), np.float32(0), group), -bound, bound)
+        found = []
+        for largest in (6, 4):
+            unit = np.abs(group).max() / whole / np.float32(largest)
+            near = np.abs(steps.astype(np.float64) - np.float64(min(unit, 448)))
+            scale = min((i for i in range(0x7F) if near[i] == near.min()), key=lambda i: i % 2)
+            factor = steps[scale] * whole
+            chosen = []
+            for number in group:
+                quotient = np.float64(np.float32(number) / factor) if factor else 0.0
+                far = np.abs(values - abs(quotient))
+                code = min((i for i in range(8) if far[i] == far.min()), key=lambda i: i % 2)
+                chosen.append(code + 8 * int(np.signbit(number)))
+            errors = (e2m1_table()[chosen] * factor - group) ** 2
+            errors = np.pad(errors, (0, 16 - len(errors)))
+            for half in (8, 4, 2, 1):
+                errors = errors[:half] + errors[half:]
+            found.append((errors[0], chosen, scale))
+        _, chosen, scale = found[1] if found[1][0] < found[0][0] else found[0]
+        codes += chosen
+        scales.append(scale)
+    return np.array(codes, np.uint8), np.array(scales, np.uint8)
+
+
+@pytest.mark.parametrize("columns", [6, 16, 40])
+def test_groups_are_quantised_as_defined(columns: int) -> None:
+    rng = np.random.default_rng(columns)
+    x = rng.normal(size=(24, columns)).astype(np.float32) * rng.uniform(0.01, 3, (24, 1)).astype(np.float32)
+    whole = rng.uniform(0.001, 0.3, (24, 1)).astype(np.float32)
+    x[1] = 0
+    x[2, :2] = np.nan, 2
+    x[3, 1:4] = np.inf, -np.inf, 5
+    x[4] *= 1e-9  # every scale is 0
+    x[5] = np.arange(columns) % 13 / 4  # between two codes
+    whole[5] = 1
+    codes, scales = quantise_groups(torch.from_numpy(x), torch.from_numpy(whole))
+    for row in range(len(x)):
+        expected, steps = quantised_one_by_one(x[row], whole[row, 0])
+        found = torch.stack((codes[row] & 15, codes[row] >> 4), dim=1).flatten()
+        assert found.tolist() == expected.tolist(), row
+        assert scales[row].view(torch.uint8).tolist() == steps.tolist(), row
+    again = quantise_groups(torch.from_numpy(x[7:8]), torch.from_numpy(whole[7:8]))
+    assert torch.equal(again[0], codes[7:8]), "a row has the codes that it has beside others"
+
+
+@pytest.mark.parametrize("columns", [128, 200])
+def test_quantised_matrices_are_near(columns: int) -> None:
+    matrix = torch.randn((8, columns), generator=torch.Generator().manual_seed(0))
+    matrix[2] *= 1e-20
+    matrix[3] = 0.0
+    matrix[4, :20] = 0.0
+    matrix[5] *= 1e-42  # subnormal
+    weight = quantise_nvfp4(matrix)
+    found = weight.dequantise(torch.float32)
+    assert found.isfinite().all() and torch.equal(found[3:4], torch.zeros(1, columns))
+    group = torch.arange(columns) // NVFP4_GROUP
+    largest = torch.stack([matrix[:, group == i].abs().amax(dim=1) for i in group.unique()], dim=1)[:, group]
+    # Half a step between 4 and 6, and the rounding of the scale.
+    assert ((found - matrix).abs() <= largest * (1 / 6 + 1 / 16) + 1e-38).all()
+    error = (found - matrix)[:2].square().mean() / matrix[:2].square().mean()
+    assert 0.001 < error < 0.01

@@ -76,8 +76,16 @@ def test_nvfp4_runs_on_graphs_as_numbers(kind: str) -> None:
     model = structs.replace(PLAIN, quantisation=config_scheme({"quantization_config": FORMATS[kind].config}))
     for weights in (None, "expanded"):
         assert choose_executor(EngineConfig(weights=weights), GPU, model) == ("graph", None)
-    reason = "CUDA graphs do not support stored NVFP4 weights of this model"
+    reason = "CUDA graphs do not support NVFP4 weights of this model"
+    assert choose_executor(EngineConfig(weights="nvfp4"), GPU, PLAIN) == ("eager", reason)
     assert choose_executor(EngineConfig(weights="stored"), GPU, model) == ("eager", reason)
+
+
+def test_nvfp4_kv_cache_does_not_run_on_graphs() -> None:
+    assert choose_executor(EngineConfig(kv_dtype="fp8"), GPU, PLAIN) == ("graph", None)
+    config = EngineConfig(kv_dtype="nvfp4", executor="graph")
+    with pytest.raises(ConfigError, match="CUDA graphs do not support a KV cache in NVFP4"):
+        choose_executor(config, GPU, PLAIN)
 
 
 def test_quantised_experts_do_not_run_on_graphs() -> None:
