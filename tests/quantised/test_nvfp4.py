@@ -7,6 +7,7 @@ import pytest
 import torch
 from quantised_files import e2m1_table, e4m3_table
 
+from drift_sdk.quantised import nvfp4
 from drift_sdk.quantised.nvfp4 import (
     NVFP4_GROUP,
     Nvfp4Weight,
@@ -152,7 +153,7 @@ def test_groups_are_quantised_as_defined(columns: int) -> None:
 
 
 @pytest.mark.parametrize("columns", [128, 200])
-def test_quantised_matrices_are_near(columns: int) -> None:
+def test_quantised_matrices_are_near(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     matrix = torch.randn((8, columns), generator=torch.Generator().manual_seed(0))
     matrix[2] *= 1e-20
     matrix[3] = 0.0
@@ -165,5 +166,9 @@ def test_quantised_matrices_are_near(columns: int) -> None:
     largest = torch.stack([matrix[:, group == i].abs().amax(dim=1) for i in group.unique()], dim=1)[:, group]
     # Half a step between 4 and 6, and the rounding of the scale.
     assert ((found - matrix).abs() <= largest * (1 / 6 + 1 / 16) + 1e-38).all()
+    monkeypatch.setattr(nvfp4, "CHUNK_NUMBERS", 3 * columns)
+    in_parts = quantise_nvfp4(matrix)
+    for one, other in zip(in_parts.tensors(), weight.tensors(), strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
     error = (found - matrix)[:2].square().mean() / matrix[:2].square().mean()
     assert 0.001 < error < 0.01

@@ -28,6 +28,8 @@ __all__ = [
 
 NVFP4_GROUP = 16
 """Columns that share a scale."""
+CHUNK_NUMBERS = 1 << 22
+"""Numbers of a matrix that are quantised at a time."""
 ROW_SCALE = 256.0
 """The scale of a group with the largest number of a row of `quantise_nvfp4`, if that number becomes 6."""
 
@@ -126,8 +128,12 @@ def quantise_nvfp4(matrix: torch.Tensor) -> Nvfp4Weight:
     global_scales = torch.where(largest == 0, torch.ones_like(largest), largest / (MAX_E2M1 * ROW_SCALE))
     # A subnormal quotient may be 0.
     global_scales = global_scales.clamp(min=torch.finfo(torch.float32).tiny)
-    codes, scales = quantise_groups(matrix, global_scales[:, None])
-    return Nvfp4Weight(codes, scales, global_scales, False)
+    # Rows are quantised some at a time, because that takes many times their memory.
+    num_rows = max(1, CHUNK_NUMBERS // max(1, matrix.shape[1]))
+    chunks = zip(matrix.split(num_rows), global_scales[:, None].split(num_rows), strict=True)
+    codes, scales = zip(*(quantise_groups(rows, of_rows) for rows, of_rows in chunks), strict=True)
+    of_groups = torch.cat([part.view(torch.uint8) for part in scales]).view(E4M3)
+    return Nvfp4Weight(torch.cat(codes), of_groups, global_scales, False)
 
 
 def _quantised(
